@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import prod
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.errors import KernelError
-from localllm.kernels.graph import Embed, ExpertLinears, ExpertOutput, Graph, Layer, Operation, Value, Weight
+from localllm.kernels.graph import Embed, ExpertLinears, ExpertOutput, Graph, Layer, Value, Weight
 from localllm.quant.formats import dequantize
 
 #: Called with each weight of a file once it was packed.
@@ -355,14 +355,14 @@ class Backend(Protocol):
         return self.footprint(graph, n_pages=n_pages, **sizes).load(progress)
 
 
-def check_operations(graph: Graph, known: Collection[type[Operation[Any]]], backend: str) -> None:
-    """Makes sure that a backend knows every operation of a graph.
+def check_operations(graph: Graph, computes: type, backend: str) -> None:
+    """Makes sure that the class which computes operations for a backend has a method for all of a graph.
 
     Raises:
         KernelError: it does not; names the operation.
     """
     for node in graph.nodes:
-        if type(node.operation) not in known:
+        if not hasattr(computes, node.operation.method()):
             raise KernelError(f"the {backend} backend cannot compute {type(node.operation).__name__}: choose another")
 
 
@@ -441,3 +441,13 @@ def weights_of(graph: Graph) -> tuple[WeightUse, ...]:
         )
         for w, layer in layers.items()
     )
+
+
+def matrices_to_pack(weight: Weight, group: int) -> NDArray[np.uint8]:
+    """Raw rows [matrices, n_out, bytes of a row] of a matrix [n_out, n_in] or of experts' [E, n_out, n_in].
+
+    Packed matrices are whole groups of ``group`` rows.  Where experts' are so without padding, they are one large
+    matrix.
+    """
+    n = 1 if weight.shape[-2] % group == 0 else prod(weight.shape[:-2])
+    return weight.data.reshape(n, prod(weight.shape[:-1]) // n, -1)

@@ -22,6 +22,7 @@ CUDA.  A declaration checks its arguments, once for all backends: kernels believ
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from enum import Enum
@@ -268,6 +269,16 @@ class Operation(Generic[R]):
     overwrites: ClassVar[str] = ""
     float_rows: ClassVar[tuple[str, ...]] = ()
     float_columns: ClassVar[tuple[str, ...]] = ()
+
+    def computed_by(self, backend: object) -> Iterator[tuple[Value, Any]]:
+        """Each result, and what a backend's `method` makes of it."""
+        made = getattr(backend, self.method())(self)
+        return zip(self.results, made if type(made) is tuple else (made,), strict=True)
+
+    @classmethod
+    def method(cls) -> str:
+        """The name of what computes it: of `ExpertOutput`, ``expert_output``."""
+        return re.sub("(?<!^)(?=[A-Z][a-z])", "_", cls.__name__).lower()
 
     @cached_property
     def result(self) -> R:

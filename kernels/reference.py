@@ -64,7 +64,7 @@ class ReferenceBackend(Backend):
     def footprint(
         self, graph: Graph, *, n_pages: tuple[int, ...], max_tokens: int, max_outputs: int, n_states: int = 0
     ) -> Footprint:
-        check_operations(graph, _OPERATIONS, self.name)
+        check_operations(graph, _Run, self.name)
         check_cache(graph, n_pages, n_states)
         n_rows = {Rows.TOKENS: max_tokens, Rows.OUTPUTS: max_outputs, Rows.CHOSEN: max_tokens * graph.n_chosen()}
         tensors = {x for node in graph.nodes for x in node.operation.results}
@@ -185,8 +185,7 @@ class ReferenceStep(Step):
             run = _Run(batch, hidden, self.cache, self._graph, self._arrays, self._tables)
             for i, node in enumerate(self._graph.nodes):
                 operation = node.operation
-                result = _OPERATIONS[type(operation)](run, operation)
-                run.values.update(zip(operation.results, result if type(result) is tuple else [result], strict=True))
+                run.values.update(operation.computed_by(run))
                 for x in {*operation.inputs, *operation.results}:
                     if self._last_uses[x] == i:
                         del run.values[x]
@@ -452,31 +451,6 @@ class _Run:
     def outputs(self, op: g.Outputs) -> Array:
         rows: Array = self.values[op.x][self.batch.outputs]
         return rows
-
-
-_OPERATIONS: dict[type[g.Operation[Any]], Callable[[_Run, Any], Any]] = {
-    g.Input: _Run.input,
-    g.Embed: _Run.embed,
-    g.RMSNorm: _Run.rms_norm,
-    g.LayerNorm: _Run.layer_norm,
-    g.Add: _Run.add,
-    g.Scale: _Run.scale,
-    g.Activation: _Run.activation,
-    g.Linear: _Run.linear,
-    g.Linears: _Run.linears,
-    g.HeadLinear: _Run.head_linear,
-    g.RopeAppend: _Run.rope_append,
-    g.Attention: _Run.attention,
-    g.CausalConv: _Run.causal_conv,
-    g.GatedDelta: _Run.gated_delta,
-    g.Scan: _Run.scan,
-    g.Gated: _Run.gated,
-    g.Route: _Run.route,
-    g.ExpertLinears: _Run.expert_linears,
-    g.ExpertOutput: _Run.expert_output,
-    g.Softcap: _Run.softcap,
-    g.Outputs: _Run.outputs,
-}
 
 
 # -- Formulas --------------------------------------------------------------------------------------------------------

@@ -131,7 +131,9 @@ _HOMES = {
 def __getattr__(name: str) -> object:
     home = _HOMES.get(name)
     if home is None:
-        raise AttributeError(f"module 'localllm' has no attribute {name!r}")
+        from localllm.habits import THEIR_NAMES, no_attribute
+
+        raise no_attribute("module 'localllm'", name, THEIR_NAMES)
     # Imported here, so that it is not among the package's names.
     from importlib import import_module
 

@@ -127,7 +127,7 @@ def check_keywords(given: Collection[str], known: Collection[str], theirs: Mappi
     """
     for name in given:
         if name not in known:
-            near = difflib.get_close_matches(name, [*known, *theirs], n=1)
+            near = difflib.get_close_matches(name, [*known, *theirs], n=1, cutoff=0.75)
             if not near:
                 hint = f"there are {', '.join(known)}"
             else:

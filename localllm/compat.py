@@ -11,26 +11,34 @@ which do more.
 
 from __future__ import annotations
 
+import inspect
 import random
+import sys
 import time
 import uuid
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NoReturn, Self
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Never, NoReturn, Self
 
 from localllm.chat import CHATML
-from localllm.checks import check_keywords
+from localllm.checks import check_keywords, whole_number
 from localllm.completion import Chunk, Completion, Stream
-from localllm.errors import ModelNotFoundError, UsageError
-from localllm.habits import THEIR_LOAD, THEIR_OPTIONS
+from localllm.devices import gpu_memory
+from localllm.errors import ContextLengthError, ModelNotFoundError, UsageError, warn
+from localllm.gguf import GGUFFile
+from localllm.habits import THEIR_METHODS, no_attribute
 from localllm.kernels.graph import CacheType
 from localllm.library.find import find_cached, trained_context
 from localllm.library.names import HubName
 from localllm.library.pull import pull
 from localllm.llm import LLM, load, model_file
 from localllm.sampling import Choice
+
+#: Modules of llama_cpp that programs import from, which are this one too.
+for _module in ("llama", "llama_grammar", "llama_speculative", "llama_cache", "llama_types"):
+    sys.modules[f"{__name__}.{_module}"] = sys.modules[__name__]
 
 #: llama.cpp's number for "a fresh seed".
 _ANY_SEED = 0xFFFFFFFF
@@ -40,7 +48,7 @@ _CACHE_TYPES: Mapping[int, CacheType] = {1: "f16", 8: "q8_0"}
 
 _NO_EFFECT = """
     n_batch n_ubatch n_threads_batch use_mmap use_mlock numa flash_attn offload_kqv op_offload swa_full no_perf
-    last_n_tokens_size main_gpu split_mode logits_all embedding pooling_type attention_type verbose
+    last_n_tokens_size main_gpu split_mode logits_all pooling_type attention_type verbose
 """
 #: Keywords of the constructor that change nothing here: batches, memory and attention are localllm's own affair.
 _WITHOUT_EFFECT = frozenset(_NO_EFFECT.split())
@@ -48,6 +56,7 @@ _WITHOUT_EFFECT = frozenset(_NO_EFFECT.split())
 #: Those that have to be what they are by default, as other values would change what the model says.
 _ONLY_DEFAULT: Mapping[str, tuple[object, ...]] = {
     "vocab_only": (False,),
+    "embedding": (False,),
     "kv_overrides": (None, {}),
     "rope_scaling_type": (-1,),
     "rope_freq_base": (0,),
@@ -76,9 +85,8 @@ _OPTIONS = {
     "logits_processor": "processors",
 }
 
-#: Keywords of a completion that only grammars could obey, and others that are not here, with what is no request.
+#: Keywords of a completion that are not here, with what is no request.
 _UNAVAILABLE: Mapping[str, tuple[object, ...]] = {
-    "grammar": (None,),
     "stopping_criteria": (None,),
     "tfs_z": (None, 1),
 }
@@ -106,6 +114,45 @@ class LlamaPromptLookupDecoding:
 
     max_ngram_size: int = 2
     num_pred_tokens: int = 10
+
+
+@dataclass(frozen=True)
+class LlamaGrammar:
+    """A text's grammar, for ``grammar`` of a completion.
+
+    Attributes:
+        options: what it is for `LLM.generate`: ``grammar`` or ``json_schema``.
+    """
+
+    options: Mapping[str, str]
+
+    @classmethod
+    def from_string(cls, grammar: str, verbose: bool = True) -> Self:
+        """Of GBNF, as llama.cpp writes grammars."""
+        return cls({"grammar": grammar})
+
+    @classmethod
+    def from_file(cls, file: str | Path, verbose: bool = True) -> Self:
+        """Of a file of GBNF."""
+        return cls.from_string(Path(file).read_text("utf-8"))
+
+    @classmethod
+    def from_json_schema(cls, json_schema: str, verbose: bool = True) -> Self:
+        """Of the text of a JSON schema."""
+        return cls({"json_schema": json_schema})
+
+
+class LogitsProcessorList(list[Any]):
+    """Functions of the tokens and the logits, for ``logits_processor``."""
+
+
+#: What to use in place of attributes of ``llama_cpp.Llama`` that are not here.
+_INSTEAD = {
+    **{name: text.replace("LLM.", "Llama.llm.") for name, text in THEIR_METHODS.items()},
+    "generate": "Llama.llm.stream, whose chunks have the ids of tokens",
+    "tokenizer": "Llama.llm.tokenizer",
+    "create_chat_completion_openai_v1": "Llama.create_chat_completion, which gives a dict",
+}
 
 
 class Llama:
@@ -142,12 +189,17 @@ class Llama:
         draft_model: LlamaPromptLookupDecoding | str | None = None,
         **more: Any,
     ) -> None:
-        check_keywords(more, {*_WITHOUT_EFFECT, *_ONLY_DEFAULT}, THEIR_LOAD)
+        own = inspect.signature(Llama).parameters.keys() - {"more"}
+        check_keywords(more, sorted({*own, *_WITHOUT_EFFECT, *_ONLY_DEFAULT}), {})
         for name, allowed in _ONLY_DEFAULT.items():
             if name in more and more[name] not in allowed:
                 raise NotAvailableError(f"{name} is {more[name]!r:.80}, but here it can only be {allowed[0]!r}")
         if chat_format not in (None, "chatml"):
-            warnings.warn(f"chat_format {chat_format!r} has no effect: the file's own template is used", stacklevel=2)
+            warn(f"chat_format {chat_format!r} has no effect: the file's own template is used")
+        n_gpu_layers = whole_number("n_gpu_layers", n_gpu_layers, -1)
+        if (n_gpu_layers > 0 or tensor_split) and not gpu_memory("auto"):
+            warn(f"n_gpu_layers={n_gpu_layers} has no effect: no GPU can be used (localllm doctor says why)")
+            n_gpu_layers, tensor_split = 0, None
         self._drafts: dict[str, Any] = {}
         if isinstance(draft_model, LlamaPromptLookupDecoding):
             self._drafts = {"speculate": "lookup", "draft_max": draft_model.num_pred_tokens}
@@ -155,18 +207,22 @@ class Llama:
         self.model_path = str(model_path)
         self.set_seed(seed)
         self._ids: tuple[int, ...] = ()
-        #: The same model with all that localllm has.
-        self.llm: LLM = load(
-            model_path,
-            device="cpu" if n_gpu_layers == 0 else "auto",
-            n_gpu_layers=None if n_gpu_layers <= 0 else n_gpu_layers,
-            tensor_split=tensor_split,
-            context=n_ctx or trained_context(model_file(model_path, demo_is_a_file=True)),
-            threads=n_threads,
-            cache_type=_cache_type(type_k, type_v),
-            chat_template=CHATML if chat_format == "chatml" else None,
-            draft_model=draft_model,
-        )
+        cache_type = _cache_type(type_k, type_v)
+        try:
+            #: The same model with all that localllm has.
+            self.llm: LLM = load(
+                model_path,
+                device="cpu" if n_gpu_layers == 0 else "auto",
+                n_gpu_layers=None if n_gpu_layers <= 0 else n_gpu_layers,
+                tensor_split=tensor_split,
+                context=n_ctx or trained_context(model_file(model_path, demo_is_a_file=True)),
+                threads=n_threads,
+                cache_type=cache_type,
+                chat_template=CHATML if chat_format == "chatml" else None,
+                draft_model=draft_model,
+            )
+        except UsageError as error:
+            raise _in_their_words(error) from None
 
     @classmethod
     def from_pretrained(cls, repo_id: str, filename: str | None = None, **options: Any) -> Self:
@@ -214,7 +270,7 @@ class Llama:
 
         Raises:
             TypeError: a keyword is unknown.
-            NotAvailableError: ``grammar``, ``stopping_criteria``, or ``echo`` with ``logprobs``.
+            NotAvailableError: ``stopping_criteria``, or ``echo`` with ``logprobs``.
             LocalLLMError: as `LLM.generate`.
         """
         if echo and logprobs is not None:
@@ -222,7 +278,7 @@ class Llama:
         given = self._options(options, max_tokens, logprobs)
         before = prompt if isinstance(prompt, str) else self.llm.detokenize(prompt)
 
-        begin = partial(self.llm.stream, prompt, parse_special=True, **given)
+        begin = partial(self._begin, self.llm.stream, prompt, parse_special=True, **given)
         answer = _Answer(f"cmpl-{uuid.uuid4()}", "text_completion", model or self.model_path)
         if stream:
             return self._text_chunks(begin, answer, offset=len(before))
@@ -256,37 +312,67 @@ class Llama:
 
         Args:
             functions, function_call: the old names of ``tools`` and ``tool_choice``.
-            tool_choice: "auto", or "none" for no tools.
-            response_format: None, ``{"type": "text"}``, or ``{"type": "json_object"}``, perhaps with a ``schema``.
+            tool_choice: "auto", "none" for no tools, or a function that is called:
+                ``{"type": "function", "function": {"name": ...}}``.
+            response_format: None, ``{"type": "text"}``, ``{"type": "json_object"}``, perhaps with a ``schema``, or
+                ``{"type": "json_schema", "json_schema": {"schema": ...}}``.
             logprobs, top_logprobs: whether to report log-probabilities, and of how many of the likeliest tokens.
             max_tokens, options: as `create_completion`.
 
         Raises:
             TypeError: a keyword is unknown.
-            NotAvailableError: a tool is forced, or another format asked for.
+            UsageError: the function is not among the tools.
+            NotAvailableError: another format is asked for, or "required" tools.
             LocalLLMError: as `LLM.chat`.
         """
         if functions is not None:
             tools = [{"type": "function", "function": function} for function in functions]
         choice = tool_choice if function_call is None else function_call
-        if isinstance(choice, Mapping) or choice == "required":
-            raise NotAvailableError(f"tool_choice is {choice!r:.80}, but here it can only be 'auto' or 'none'")
-        format_ = {"type": "text"} if response_format is None else response_format
-        if format_.get("type") not in ("text", "json_object"):
+        if choice == "required":
             raise NotAvailableError(
-                f"response_format is {dict(format_)!r:.80}, but here its type can only be 'text' or 'json_object'"
+                "tool_choice is 'required': name the function, or leave it to the model by 'auto'"
+            )
+        function = None if not isinstance(choice, Mapping) else _function(choice, tools or ())
+        format_ = response_format or {"type": "text"}
+        if not isinstance(format_, Mapping):
+            raise UsageError(
+                f"response_format is {format_!r:.80}, but must be a mapping such as {{'type': 'json_object'}}"
+            )
+        kind = format_.get("type")
+        if kind not in ("text", "json_object", "json_schema"):
+            raise NotAvailableError(
+                f"response_format is {dict(format_)!r:.80}, but its type must be 'text', 'json_object' or 'json_schema'"
             )
         n_logprobs = (top_logprobs or 0) if logprobs else None
         given = self._options({"temperature": temperature, **options}, max_tokens, n_logprobs)
-        if format_["type"] == "json_object":
-            given["json_schema"] = format_.get("schema", {"type": "object"})
-        begin = partial(self.llm.stream_chat, messages, tools=None if choice == "none" else tools, **given)
+        schema: Any = format_.get("json_schema") or format_
+        schema = schema.get("schema")
+        if function is not None:
+            given["json_schema"] = function.get("parameters") or {"type": "object"}
+        elif kind != "text":
+            given["json_schema"] = schema or {"type": "object"}
+        begin = partial(
+            self._begin, self.llm.stream_chat, messages, tools=None if choice == "none" else tools, **given
+        )
         answer = _Answer(f"chatcmpl-{uuid.uuid4()}", "chat.completion", model or self.model_path)
+        name = None if function is None else str(function["name"])
         if stream:
-            return self._chat_chunks(begin, answer)
+            return self._chat_chunks(begin, answer, name)
         done = self._read(begin())
-        message = {"role": "assistant", "content": done.text}
+        message: dict[str, Any] = {"role": "assistant", "content": done.text}
+        if name is not None:
+            message |= {"content": None, "tool_calls": [_call(answer, name, done.text)]}
+            done = replace(done, finish_reason="tool_calls")  # type: ignore[arg-type]
         return answer.whole({"message": message, "logprobs": self._chat_logprobs(done.logprobs)}, done)
+
+    def _begin(self, stream: Callable[..., Stream], prompt: Any, **options: Any) -> Stream:
+        try:
+            return stream(prompt, **options)
+        except ContextLengthError as error:
+            advice = "shorten it, or give Llama a larger n_ctx"
+            raise ContextLengthError(error.n_tokens, error.context, advice) from None
+        except UsageError as error:
+            raise _in_their_words(error) from None
 
     def _read(self, stream: Stream) -> Completion:
         done = stream.read()
@@ -298,11 +384,17 @@ class Llama:
             yield answer.chunk({"text": chunk.text, "logprobs": self._logprobs(chunk.logprobs, offset)}, chunk)
             offset += len(chunk.text)
 
-    def _chat_chunks(self, begin: Callable[[], Stream], answer: _Answer) -> Iterator[dict[str, Any]]:
+    def _chat_chunks(
+        self, begin: Callable[[], Stream], answer: _Answer, function: str | None
+    ) -> Iterator[dict[str, Any]]:
         answer = _Answer(answer.id, "chat.completion.chunk", answer.model)
         yield answer.chunk({"delta": {"role": "assistant"}, "logprobs": None}, Chunk(""))
         for chunk in self._chunks(begin):
-            delta = {"content": chunk.text} if chunk.finish_reason is None else {}
+            delta: dict[str, Any] = {"content": chunk.text} if chunk.finish_reason is None else {}
+            if function is not None and delta:
+                delta = {"tool_calls": [{"index": 0, **_call(answer, function, chunk.text)}]}
+            elif function is not None:
+                chunk = replace(chunk, finish_reason="tool_calls")  # type: ignore[arg-type]
             yield answer.chunk({"delta": delta, "logprobs": self._chat_logprobs(chunk.logprobs)}, chunk)
 
     def _chunks(self, begin: Callable[[], Stream]) -> Iterator[Chunk]:
@@ -323,7 +415,7 @@ class Llama:
 
     def _options(self, given: Mapping[str, Any], max_tokens: int | None, logprobs: int | None) -> dict[str, Any]:
         """The keywords of `LLM.stream` for those of llama-cpp-python."""
-        check_keywords(given, {*_OPTIONS, *_UNAVAILABLE}, THEIR_OPTIONS)
+        check_keywords(given, [*_OPTIONS, *_UNAVAILABLE, "grammar", "max_tokens", "logprobs", "stream"], {})
         for name, allowed in _UNAVAILABLE.items():
             if name in given and given[name] not in allowed:
                 raise NotAvailableError(f"{name} is not available in this version of localllm: leave it out")
@@ -336,6 +428,12 @@ class Llama:
             options["processors"] = tuple(options["processors"])
         if "logit_bias" in options:
             options["logit_bias"] = {int(id_): bias for id_, bias in options["logit_bias"].items()}
+        if (grammar := given.get("grammar")) is not None:
+            if not isinstance(grammar, LlamaGrammar):
+                raise UsageError(
+                    f"grammar is {grammar!r:.80}, but must be a LlamaGrammar: LlamaGrammar.from_string(...)"
+                )
+            options |= grammar.options
         if options.get("seed") in (-1, _ANY_SEED):
             options["seed"] = None
         elif "seed" not in options and self._random is not None:
@@ -375,7 +473,9 @@ class Llama:
 
     def tokenize(self, text: bytes, add_bos: bool = True, special: bool = False) -> list[int]:
         """The tokens of a text in UTF-8; with ``special`` names of control tokens are read as these."""
-        return self.llm.tokenize(text.decode(), add_special=add_bos, parse_special=special)
+        if not isinstance(text, bytes):
+            raise UsageError(f"text is {text!r:.80}, but must be bytes: give text.encode()")
+        return self.llm.tokenize(text.decode(errors="replace"), add_special=add_bos, parse_special=special)
 
     def detokenize(
         self, tokens: Sequence[int], prev_tokens: Sequence[int] | None = None, special: bool = False
@@ -389,6 +489,19 @@ class Llama:
     def n_ctx(self) -> int:
         """Tokens of context."""
         return self.llm.info.context
+
+    def n_embd(self) -> int:
+        """The hidden width."""
+        return self.llm.info.config.n_embd
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """What the file says, in texts."""
+        with GGUFFile.open(self.llm.info.path) as file:
+            return {name: str(value) for name, value in file.metadata.items()}
+
+    def set_cache(self, cache: object) -> None:
+        """Does nothing: what prompts have in common is kept without it."""
 
     def n_vocab(self) -> int:
         """Tokens in the vocabulary."""
@@ -444,6 +557,17 @@ class Llama:
         """Lets the model's memory go."""
         self.llm.close()
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    if not TYPE_CHECKING:  # checkers would believe that every attribute is there
+
+        def __getattr__(self, name: str) -> Never:
+            raise no_attribute("'Llama' object", name, _INSTEAD)
+
 
 @dataclass(frozen=True)
 class _Answer:
@@ -478,6 +602,33 @@ class _Answer:
         }
 
 
+def _function(choice: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The function that a ``tool_choice`` names, or a ``function_call``."""
+    name = choice.get("function", choice).get("name")
+    functions = [tool.get("function") or {} for tool in tools]
+    found = [function for function in functions if function.get("name") == name is not None]
+    if not found:
+        raise UsageError(f"tool_choice names {name!r:.80}, which is not one of the tools: choose one of them")
+    function: Mapping[str, Any] = found[0]
+    return function
+
+
+def _call(answer: _Answer, name: str, arguments: str) -> dict[str, Any]:
+    """A call of a tool, or a part of its arguments."""
+    function = {"name": name, "arguments": arguments}
+    return {"id": f"call__0_{name}_{answer.id}", "type": "function", "function": function}
+
+
+#: What our options are called there.
+_THEIR_NAMES = {"context": "n_ctx", "threads": "n_threads", **{ours: theirs for theirs, ours in _OPTIONS.items()}}
+
+
+def _in_their_words(error: UsageError) -> UsageError:
+    """The same error with its option named as in llama-cpp-python."""
+    name, is_, rest = str(error).partition(" is ")
+    return type(error)(_THEIR_NAMES.get(name, name) + is_ + rest)
+
+
 def _number(id_: int | None) -> int:
     return -1 if id_ is None else id_
 
@@ -489,6 +640,12 @@ def _cache_type(keys: int | None, values: int | None) -> CacheType:
             f"type_k is {keys!r:.80} and type_v is {values!r:.80}, but here both must be 1 (F16) or 8 (Q8_0)"
         )
     return _CACHE_TYPES[number]
+
+
+def __getattr__(name: str) -> object:
+    if name in ("LlamaCache", "LlamaRAMCache", "LlamaDiskCache"):
+        return lambda *_, **__: None  # for `Llama.set_cache`
+    raise no_attribute("module 'localllm.compat'", name, {"StoppingCriteriaList": "stop="})
 
 
 def _choice(filename: str) -> str | None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Never, Self, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,12 +18,15 @@ from localllm.engine.drafting import Drafts
 from localllm.engine.engine import Engine
 from localllm.engine.request import FinishReason, Request, Timings, Usage
 from localllm.errors import UsageError
+from localllm.habits import THEIR_RESULTS, no_attribute
 from localllm.sampling import Choice
 from localllm.tokenizer.stream import StreamDecoder
 
 # It takes a good part of the time to the first token of those that do not use it.
 if TYPE_CHECKING:
     import asyncio
+
+    from localllm.chat.reply import ToolCall
 
 #: Chunks that a request runs ahead of its reader at most, before it pauses.
 MAX_UNREAD = 64
@@ -48,6 +52,8 @@ class Completion:
         timings: seconds and rates.
         logprobs: of each token, with the likeliest ones, where ``logprobs`` asked for them.
         drafts: how many tokens were drafted and how many accepted, where ``speculate`` asked for drafts.
+        reasoning: what the model thought before its answer, which is no part of ``text`` (`LLM.chat`).
+        tool_calls: the tools that it calls, which are no part of ``text`` either.
     """
 
     text: str
@@ -57,9 +63,43 @@ class Completion:
     timings: Timings
     logprobs: tuple[Choice, ...] | None = None
     drafts: Drafts | None = None
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
 
     def __str__(self) -> str:
         return self.text
+
+    if not TYPE_CHECKING:  # checkers would believe that every attribute is there
+
+        def __getattr__(self, name: str) -> Never:
+            raise no_attribute("'Completion' object", name, THEIR_RESULTS)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as values that JSON has, under the same names."""
+
+        def likely(id_: int, logprob: float | None) -> dict[str, Any]:
+            return {"id": id_, "logprob": logprob if logprob is not None and math.isfinite(logprob) else None}
+
+        logprobs = self.logprobs and [
+            {**likely(each.id, each.logprob), "top": [likely(*top) for top in each.top]} for each in self.logprobs
+        ]
+        return {
+            "text": self.text,
+            "ids": list(self.ids),
+            "finish_reason": self.finish_reason,
+            "usage": _values(self.usage, "prompt_tokens cached_tokens completion_tokens total_tokens"),
+            "timings": _values(
+                self.timings,
+                "prefill_s prefill_tokens prefill_tokens_per_s first_token_s decode_s decode_tokens "
+                "decode_tokens_per_s",
+            ),
+            "drafts": _values(self.drafts, "drafted accepted share steps"),
+            "logprobs": None if self.logprobs is None else logprobs,
+        }
+
+
+def _values(counts: Usage | Timings | Drafts | None, names: str) -> dict[str, Any] | None:
+    return None if counts is None else {name: getattr(counts, name) for name in names.split()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ import os
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeVar
 
@@ -39,7 +39,7 @@ Overflow = Literal["error", "truncate"]
 
 #: What drafts tokens for the model to verify: the text itself, the draft model, or ("auto") the draft model if there
 #: is one.
-Speculate = Literal["auto", "lookup", "draft"]
+Speculate = Literal["auto", "lookup", "draft", "mtp"]
 
 _MAX = sys.float_info.max
 
@@ -141,6 +141,19 @@ def _read_schema(value: Any) -> str | None:
         return None
 
 
+def _parse_schema(text: str) -> str:
+    """A JSON schema of the command line, as it is.
+
+    Raises:
+        UsageError: it is not valid JSON; says where.
+    """
+    try:
+        json.loads(text)
+    except ValueError as error:
+        raise UsageError(f"{text!r:.80} is not valid JSON ({error}); -jf FILE reads a schema from a file") from None
+    return text
+
+
 def _text_with_content(value: object) -> str | None:
     return value if isinstance(value, str) and value.strip() else None
 
@@ -164,7 +177,7 @@ _CACHE_TYPE = Kind("one of 'f16', 'q8_0'", _read_cache_type, metavar="TYPE")
 _TEXTS = Kind("texts, none of them empty", _read_texts)
 STOPS = Kind("a text that is not empty, or a list of such", _read_stops, metavar="TEXT")
 _SECONDS = _number(math.ulp(0.0), "a number of seconds above 0")
-_SCHEMA = Kind("a JSON schema: a dict, a JSON text, or a pydantic model class", _read_schema, metavar="SCHEMA")
+_SCHEMA = Kind("a JSON schema: a dict, a JSON text, or a pydantic model class", _read_schema, _parse_schema, "SCHEMA")
 _REGEX = Kind("a regular expression that is not empty", _text_with_content, metavar="REGEX")
 _GRAMMAR = Kind("a grammar in Lark's or llama.cpp's notation", _text_with_content, metavar="TEXT")
 _BIASES = Kind("a mapping of token ids to finite numbers or -inf", _read_biases)
@@ -235,6 +248,11 @@ def shown(value: object) -> str:
         return "a number of very many digits"
 
 
+def _default(cls: type[Any], name: str) -> Any:
+    field = cls.__dataclass_fields__[name]
+    return field.default if field.default_factory is MISSING else field.default_factory()
+
+
 class _Checked:
     """Options whose values are checked, and stored in their plain Python types."""
 
@@ -243,6 +261,8 @@ class _Checked:
             value = getattr(self, name)
             if value is None and option.none:
                 continue
+            if value is None:
+                value = _default(type(self), name)
             if (read := option.kind.read(value)) is None:
                 also = f", or None for {option.none}" if option.none else ""
                 raise UsageError(f"{name} is {shown(value)}, but must be {option.kind.words}{also}")
@@ -470,7 +490,8 @@ class Sampling(_Checked):
         _SCHEMA,
         "the text is JSON that this schema allows.  It is a dict, JSON text, or a pydantic model class.  With it, as "
         "with ``regex`` and ``grammar``, what a model thinks first is free, and only ``max_tokens`` and ``stop`` can "
-        "cut the answer off before it is whole.  All three need the extra ``grammar``.",
+        "cut the answer off before it is whole.  An object has only the properties that the schema names, unless "
+        "``additionalProperties`` says otherwise.",
         "-j --json-schema",
         none="any text",
     )
@@ -563,11 +584,11 @@ class CheckedOptions(_Checked):
     )
     speculate: Speculate | None = _asked(
         "auto",
-        _one_of("auto", "lookup", "draft"),
+        _one_of("auto", "lookup", "draft", "mtp"),
         "drafts several tokens, which the model then verifies in one step.  It is the same text, sooner where drafts "
         "are good, and `Completion.drafts` says how good they were.  'lookup' expects that the text repeats what it "
-        "or the prompt had before; 'draft' asks the ``draft_model`` of `localllm.load`; 'auto' does that if there is "
-        "one; None drafts nothing.",
+        "or the prompt had before; 'draft' asks the ``draft_model`` of `localllm.load`; 'mtp' a block of the model's "
+        "own file that predicts further tokens; 'auto' asks whichever of these two there is; None drafts nothing.",
         none="no drafts",
     )
     draft_max: int = _asked(
@@ -607,7 +628,8 @@ class CheckedOptions(_Checked):
         if sampling is None:
             sampling = Sampling(**settings)
         elif isinstance(sampling, Sampling):
-            sampling = sampling.replace(**settings)
+            given = {name: each for name, each in settings.items() if each is not None or of_sampling[name].none}
+            sampling = sampling.replace(**given)
         given = {name: value for name, value in options.items() if name in own}
         return cls(**given | {"sampling": sampling})
 

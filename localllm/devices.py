@@ -22,7 +22,7 @@ DEVICES = ("auto", "cpu", "cuda", "cuda:0,1", "reference")
 #: Bytes of a GPU's memory beside the model's: kernels, what is uploaded, and what splits of the cache come to.
 GPU_OVERHEAD_BYTES = 256 << 20
 
-_CUDA = re.compile(r"(?:cuda|gpu)(?::(\d{1,9}(?:,\d{1,9})*))?", re.ASCII)
+_CUDA = re.compile(r"(?:cuda|gpu)(?::?(\d{1,9}(?:,\d{1,9})*))?", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,8 @@ def open_devices(
     if found := _CUDA.fullmatch(name):
         gpus = _cuda(cuda_indices(found[1]), progress)
         return (_cpu(threads, isa, progress), *gpus)
+    if name != name.lower():
+        return open_devices(name.lower(), threads=threads, isa=isa, progress=progress)
     raise DeviceError(f"there is no device {name!r}: choose one of {', '.join(map(repr, DEVICES))}")
 
 
@@ -108,7 +110,7 @@ def gpu_memory(name: str) -> int:
     """Bytes that models can have now on the GPUs that a device's name means; 0 where it means none that works."""
     from localllm.kernels.cuda.installation import driver_cuda
 
-    found = _CUDA.fullmatch("cuda" if name == "auto" else name)
+    found = _CUDA.fullmatch("cuda" if name == "auto" else name.lower())
     if found is None or driver_cuda() is None:
         return 0
     from localllm.kernels.cuda.cupy_driver import open_driver

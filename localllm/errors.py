@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 import reprlib
+import sys
+import warnings
 
 #: Characters of a value from a file that an error text shows.
 _MOST_QUOTED = 60
+#: How the paths of localllm's own modules begin.
+_HERE = os.path.join(os.path.dirname(__file__), "")
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = _MOST_QUOTED
 
@@ -20,6 +24,14 @@ def quoted(value: object) -> str:
 def path_text(path: str | os.PathLike[str]) -> str:
     """A path for an error text: whole, with escapes for what cannot be printed or is not UTF-8."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in os.fspath(path))
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warns of the line outside localllm that called it, however deep in localllm we are."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_HERE):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level)
 
 
 class LocalLLMError(Exception):
@@ -42,8 +54,8 @@ class TokenizerError(LocalLLMError):
     """The vocabulary in the file is broken, or a text or id cannot be translated with it."""
 
 
-class TemplateError(LocalLLMError):
-    """The chat template is missing, not valid, refused the messages, or ran past its bounds."""
+class TemplateError(LocalLLMError, ValueError):
+    """The chat template is missing, not valid, or ran past its bounds; or messages are malformed or refused."""
 
 
 class UsageError(LocalLLMError, ValueError):
@@ -51,7 +63,7 @@ class UsageError(LocalLLMError, ValueError):
 
 
 class GrammarError(UsageError):
-    """A JSON schema, regular expression or grammar that cannot be read or satisfied, or nothing here reads it."""
+    """A JSON schema, regular expression or grammar that cannot be read or satisfied."""
 
 
 class QueueFullError(LocalLLMError):

@@ -31,6 +31,13 @@ THEIR_LOAD = _each(
         "verbose": "nothing is printed but warnings, the rest goes to logging.getLogger('localllm'): leave it out",
         "rope_scaling_type rope_freq_base rope_freq_scale yarn_orig_ctx": _IN_THE_FILE,
         "yarn_ext_factor yarn_attn_factor yarn_beta_fast yarn_beta_slow": _IN_THE_FILE,
+        "torch_dtype dtype quantization quantization_config load_in_4bit load_in_8bit": (
+            "the file has its types, and localllm quantize writes others: leave it out"
+        ),
+        "device_map gpu": "write device=",
+        "num_ctx max_seq_len max_model_len context_length": "write context=",
+        "num_thread": "write threads=",
+        "temperature top_k top_p max_tokens stop": "give it to generate or chat",
         "embedding pooling_type lora_base lora_path lora_scale vocab_only kv_overrides tokenizer": _NOT_HERE,
     }
 )
@@ -41,28 +48,89 @@ THEIR_OPTIONS = _each(
         "temp": "write temperature=",
         "n_predict max_new_tokens max_length num_predict max_completion_tokens": "write max_tokens=",
         "stream": "call stream or stream_chat, which give chunks as they come",
-        "echo": "the prompt is never part of the text: leave it out",
+        "echo return_full_text": "the prompt is never part of the text: leave it out",
         "stop_sequences stop_strings": "write stop=",
         "repetition_penalty": "write repeat_penalty=",
         "mirostat_mode": "write mirostat=",
         "logits_processor": "write processors=, a tuple of functions",
         "top_logprobs": "write logprobs=, with that number",
         "do_sample": "temperature=0 always takes the likeliest token",
-        "response_format": "write json_schema=, with the schema",
-        "suffix tfs_z stopping_criteria functions tool_choice": _NOT_HERE,
+        "response_format format guided_json": "write json_schema=, with the schema; {'type': 'object'} is any object",
+        "guided_regex": "write regex=",
+        "guided_grammar": "write grammar=",
+        "num_return_sequences n best_of": "give the prompt so many times to generate_many",
+        "system system_prompt": "begin the messages with {'role': 'system', 'content': ...}",
+        "messages": "call chat, or stream_chat for chunks, with the messages as its first argument",
+        "enable_thinking think": "give template_variables={'enable_thinking': ...} to chat",
+        "options": "give each option as a keyword",
+        "model": "the model is the one that was loaded: leave it out",
+        "num_ctx n_ctx context": "give context= to localllm.load",
+        "pad_token_id eos_token_id bos_token_id": _IN_THE_FILE,
+        "keep_alive use_cache": _BY_ITSELF,
+        "suffix tfs_z stopping_criteria functions tool_choice images num_beams": _NOT_HERE,
     }
 )
+
+_CHAT = "LLM.chat, or LLM.stream_chat for chunks"
+_OR_COMPAT = ", or localllm.compat.Llama in place of llama_cpp.Llama"
 
 #: Attributes that `localllm.LLM` does not have.
 THEIR_METHODS = _each(
     {
-        "create_completion __call__": "LLM.generate, or LLM.stream for chunks",
-        "create_chat_completion": "LLM.chat, or LLM.stream_chat for chunks",
-        "eval sample": "LLM.logits",
-        "n_ctx": "LLM.info.context",
-        "n_vocab": "LLM.info.n_vocab",
-        "token_bos": "LLM.tokenizer.bos_id",
-        "token_eos": "LLM.tokenizer.eos_id",
+        "create_completion": f"LLM.generate, or LLM.stream for chunks{_OR_COMPAT}",
+        "create_chat_completion": f"{_CHAT}{_OR_COMPAT}",
+        "complete completion predict invoke prompt ask run": f"LLM.generate, or {_CHAT}",
+        "chat_stream chat_completion stream_completion generate_chat": _CHAT,
+        "generate_stream stream_generate generate_streaming": "LLM.stream",
+        "chat_many batch generate_batch create_many": "LLM.generate_many, which takes chats too",
+        "apply_chat_template": "LLM.tokenize_chat, or LLM.chat_template.render",
+        "encode": "LLM.tokenize",
+        "decode": "LLM.detokenize",
+        "eval sample scores forward eval_logits": "LLM.logits",
+        "n_ctx context context_length": "LLM.info.context",
+        "n_vocab vocab_size": "LLM.info.n_vocab",
+        "n_embd hidden_size": "LLM.info.config.n_embd",
+        "config": "LLM.info.config",
+        "metadata": "localllm.GGUFFile.open(LLM.info.path).metadata",
+        "model_path path name": "LLM.info",
+        "device": "LLM.info.device; it is chosen by localllm.load(device=...)",
+        "to cuda cpu half": "localllm.load(device=...)",
+        "token_bos bos_token_id bos_id": "LLM.tokenizer.bos_id",
+        "token_eos eos_token_id eos_id": "LLM.tokenizer.eos_id",
         "reset": "LLM.forget",
+        "unload free": "LLM.close",
+        "set_cache save_state load_state": "LLM.generate: what prompts have in common is kept by itself",
+        "embed embeddings create_embedding encode_embeddings": "LLM.logits or LLM.score: there are no embeddings",
     }
 )
+
+#: Attributes that `localllm.Completion` does not have.
+THEIR_RESULTS = _each(
+    {
+        "content message choices response generated_text outputs": "Completion.text",
+        "tokens token_ids": "Completion.ids",
+        "stop_reason done_reason": "Completion.finish_reason",
+        "json dict model_dump": "Completion.to_dict()",
+    }
+)
+
+#: Attributes that the module does not have.
+THEIR_NAMES = _each(
+    {
+        "Llama": "localllm.compat.Llama, or localllm.load",
+        "LlamaGrammar": "localllm.compat.LlamaGrammar, or grammar= of LLM.generate",
+        "Model AutoModel AutoModelForCausalLM pipeline Client load_model from_pretrained": "localllm.load",
+        "generate chat stream complete": "localllm.load() and the LLM that it gives",
+        "AutoTokenizer": "LLM.tokenizer",
+        "pull download": "the command localllm pull, or localllm.library.pull.pull",
+        "list models list_models": "the command localllm models",
+        "serve Server server_app": "the command localllm serve",
+        "SamplingParams GenerationConfig": "localllm.Sampling, or keywords of LLM.generate",
+    }
+)
+
+
+def no_attribute(owner: str, name: str, theirs: Mapping[str, str]) -> AttributeError:
+    """The error for an attribute that is not there, with what to use in place of one that other libraries have."""
+    hint = f": use {theirs[name]}" if name in theirs else ""
+    return AttributeError(f"{owner} has no attribute {name!r}{hint}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import queue
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -21,8 +20,8 @@ from localllm.completion import AsyncStream, Completion, Stream
 from localllm.declared_options import CheckedOptions, LoadOptions, declared, describes
 from localllm.engine.engine import MAX_WAITING, STEP_S, Counts, Engine
 from localllm.engine.request import Request
-from localllm.errors import ClosedError, ContextLengthError, NotEnoughMemoryError, QueueFullError, UsageError
-from localllm.habits import THEIR_LOAD, THEIR_METHODS
+from localllm.errors import ClosedError, ContextLengthError, NotEnoughMemoryError, QueueFullError, UsageError, warn
+from localllm.habits import THEIR_LOAD, THEIR_METHODS, no_attribute
 from localllm.info import ModelInfo
 from localllm.kernels.cpu.host import available_memory
 from localllm.kernels.graph import CacheType
@@ -109,7 +108,7 @@ def load(
     )
     parts = load_parts(options)
     for message in parts.warnings:
-        warnings.warn(message, stacklevel=2)
+        warn(message)
     return LLM(parts)
 
 
@@ -142,7 +141,9 @@ class LLM:
     Everything raises `ClosedError` after `close`.
     """
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: object) -> None:
+        if not isinstance(parts, Parts):
+            raise TypeError(f"a model is loaded by localllm.load({parts!r:.80}), which gives an LLM")
         self._tokenizer = parts.tokenizer
         self._engine: Engine | None = parts.engine
         self._info = parts.info
@@ -172,7 +173,7 @@ class LLM:
         Raises:
             TemplateError: it is not valid.
         """
-        return self._compiled_template(stacklevel=3)
+        return self._compiled_template()
 
     def tokenize(self, text: str, add_special: bool = True, parse_special: bool = False) -> list[int]:
         """The tokens of a text.
@@ -203,7 +204,7 @@ class LLM:
         Raises:
             TemplateError, TokenizerError, UsageError: as `chat`.
         """
-        return self._chat_encoder(tools, template_variables, reply_prefix, stacklevel=4)(messages)
+        return self._chat_encoder(tools, template_variables, reply_prefix)(messages)
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """The text of tokens; control tokens are left out, and invalid UTF-8 becomes U+FFFD.
@@ -305,6 +306,9 @@ class LLM:
     ) -> Completion:
         """Answers the last message of a chat.
 
+        The completion's ``text`` is the answer; what the model thinks and which tools it calls stand beside it.  A
+        call that cannot be read, or of a tool that was not offered, stays in the text, and is a warning.
+
         Args:
             messages: each with a ``role`` ("system", "user", "assistant") and a ``content``.
             tools: JSON schemas of functions that the model may call; a template that does not use them is a warning.
@@ -318,7 +322,8 @@ class LLM:
             TypeError, UsageError, ContextLengthError: as `generate`.
         """
         given = CheckedOptions.of(options)
-        return self._stream_chat(Stream, messages, tools, template_variables, reply_prefix, given).read()
+        stream = self._stream_chat(Stream, messages, tools, template_variables, reply_prefix, given)
+        return self._answer(stream.read(), stream.tokens, tools)
 
     def stream_chat(
         self,
@@ -329,13 +334,16 @@ class LLM:
         reply_prefix: str = "",
         **options: Unpack[Options],
     ) -> Stream:
-        """As `chat`, but an iterator of chunks, as they come.  Closing it stops the work."""
+        """As `chat`, but an iterator of chunks, as they come.  Closing it stops the work.
+
+        Their text is all that the model writes: `localllm.chat.ReplyParser` takes it apart.
+        """
         given = CheckedOptions.of(options)
         return self._stream_chat(Stream, messages, tools, template_variables, reply_prefix, given)
 
     def generate_many(
         self,
-        prompts: Iterable[str | Sequence[int]],
+        prompts: Iterable[str | Sequence[int] | Sequence[Message]],
         *,
         add_special: bool = True,
         parse_special: bool = False,
@@ -343,11 +351,11 @@ class LLM:
     ) -> Iterator[Completion]:
         """As `generate`, for many prompts: evaluates them together, and yields what is written in their order.
 
-        By default they run in the background of other requests (``priority``).  A chat goes in as its tokens, which
-        `tokenize_chat` makes.
+        By default they run in the background of other requests (``priority``).
 
         Args:
-            prompts: any iterable; what is under way at once is taken from it ahead of what is yielded.
+            prompts: any iterable; what is under way at once is taken from it ahead of what is yielded.  A list of
+                messages is answered, as `chat` does.
             add_special, parse_special: as `generate`.
             options: as `generate`, but that ``progress`` is called with the completions done and begun.
 
@@ -368,14 +376,14 @@ class LLM:
 
     def _generate_many(
         self,
-        prompts: Iterator[str | Sequence[int]],
+        prompts: Iterator[Any],
         add_special: bool,
         parse_special: bool,
         given: CheckedOptions,
     ) -> Iterator[Completion]:
         engine, progress, given = self._opened(), given.progress, replace(given, progress=None)
         numbered = enumerate(prompts)
-        refused: list[tuple[int, str | Sequence[int]]] = []
+        refused: list[tuple[int, Any]] = []
         streams: dict[int, Stream] = {}
         done: dict[int, Completion | Exception] = {}
         ended: queue.SimpleQueue[int] = queue.SimpleQueue()
@@ -385,7 +393,10 @@ class LLM:
                 for i, prompt in islice(chain(refused, numbered), _AT_ONCE - len(streams)):
                     reader = partial(Stream, on_end=partial(ended.put, i))
                     try:
-                        streams[i] = self._stream(reader, prompt, add_special, parse_special, given)
+                        if _is_chat(prompt):
+                            streams[i] = self._stream_chat(reader, prompt, None, None, "", given)
+                        else:
+                            streams[i] = self._stream(reader, prompt, add_special, parse_special, given)
                     except Exception as error:
                         if streams and isinstance(error, QueueFullError):
                             refused = [(i, prompt)]  # it is tried again when one of ours has ended
@@ -453,7 +464,7 @@ class LLM:
         """As `chat`, for asyncio: other tasks go on meanwhile, and cancelling the task stops the work."""
         given = CheckedOptions.of(options)
         stream = self._stream_chat(AsyncStream, messages, tools, template_variables, reply_prefix, given)
-        return await stream.read()
+        return self._answer(await stream.read(), stream.tokens, tools)
 
     def astream_chat(
         self,
@@ -500,9 +511,10 @@ class LLM:
     if not TYPE_CHECKING:  # checkers would believe that every attribute is there
 
         def __getattr__(self, name: str) -> Never:
-            ours = THEIR_METHODS.get(name)
-            hint = "" if ours is None else f": use {ours}, or localllm.compat.Llama in place of llama_cpp.Llama"
-            raise AttributeError(f"'LLM' object has no attribute {name!r}{hint}")
+            raise no_attribute("'LLM' object", name, THEIR_METHODS)
+
+        def __call__(self, *_: Any, **__: Any) -> Never:
+            raise TypeError(f"an LLM cannot be called: use {THEIR_METHODS['create_completion']}")
 
     def __repr__(self) -> str:
         state = "closed" if self._engine is None else f"context={self._info.context}"
@@ -549,20 +561,20 @@ class LLM:
             return before + self._tokenizer.encode(continuation, add_special=False, continuation=True), len(before)
         return before + token_ids(continuation, self._info.n_vocab), len(before)
 
-    def _compiled_template(self, stacklevel: int) -> ChatTemplate:
-        """The chat template; ``stacklevel`` is that of our caller's code, for warnings."""
+    def _compiled_template(self) -> ChatTemplate:
         self._opened()
         if self._template is None:
             self._template = compile_template(self._template_source, self._tokenizer)
             if self._template.is_fallback:
-                message = f"{self._info.path} has no chat template: ChatML is used, which the model may not know"
-                warnings.warn(message, stacklevel=stacklevel)
+                warn(f"{self._info.path} has no chat template: ChatML is used, which the model may not know")
         return self._template
 
     def _prompt_ids(self, prompt: str | Sequence[int], add_special: bool, parse_special: bool) -> list[int]:
         if isinstance(prompt, str):
             ids = self.tokenize(prompt, add_special, parse_special)
         else:
+            if _is_chat(prompt):
+                raise UsageError("prompt is a list of messages: give it to chat")
             if isinstance(prompt, list | tuple) and any(isinstance(each, str | list | tuple) for each in prompt):
                 raise UsageError("prompt is a list of prompts: give it to generate_many, or one of them to generate")
             ids = token_ids(prompt, self._info.n_vocab, "prompt must be a text or a list of token ids")
@@ -583,7 +595,7 @@ class LLM:
         given: CheckedOptions,
     ) -> _Reader:
         context = self._opened().context
-        encode = self._chat_encoder(tools, variables, reply_prefix, stacklevel=5)
+        encode = self._chat_encoder(tools, variables, reply_prefix)
 
         def truncated(chosen: Sequence[Message], ids: list[int]) -> list[int]:
             limit = context - given.room(context)
@@ -604,15 +616,32 @@ class LLM:
             truncatable=lambda: len(truncated(messages, ids)) <= context,
         )
 
+    def _answer(
+        self, completion: Completion, tokens: Sequence[int], tools: Sequence[Mapping[str, Any]] | None
+    ) -> Completion:
+        """A reply to a chat, taken apart; ``tokens`` are those of the prompt and the reply."""
+        from localllm.chat.reply import ReplyParser, ToolCall
+
+        prompt = tokens[: completion.usage.prompt_tokens]
+        parser = ReplyParser.after(prompt, self._tokenizer, tools or ())
+        parts = parser.feed(completion.text) + parser.finish()
+        for message in parser.warnings:
+            warn(message)
+        pieces = [part for part in parts if not isinstance(part, ToolCall)]
+        return replace(
+            completion,
+            text="".join(piece.text for piece in pieces if not piece.thinking),
+            reasoning="".join(piece.text for piece in pieces if piece.thinking),
+            tool_calls=tuple(part for part in parts if isinstance(part, ToolCall)),
+        )
+
     def _chat_encoder(
         self,
         tools: Sequence[Mapping[str, object]] | None,
         variables: Mapping[str, object] | None,
         reply_prefix: str,
-        *,
-        stacklevel: int,
     ) -> Callable[[Sequence[Message]], list[int]]:
-        """What makes tokens of messages; ``stacklevel`` as of `_compiled_template`."""
+        """What makes tokens of messages."""
         from localllm.chat import encode_chat
 
         tokenizer = self._tokenizer
@@ -621,10 +650,9 @@ class LLM:
         if tools is not None:
             mappings("tools", tools)
         text("reply_prefix", reply_prefix)
-        template = self._compiled_template(stacklevel)
+        template = self._compiled_template()
         if tools and not template.reads("tools"):
-            message = f"the chat template of {self._info.path} does not use tools: the model is told of none"
-            warnings.warn(message, stacklevel=stacklevel - 1)
+            warn(f"the chat template of {self._info.path} does not use tools: the model is told of none")
 
         def encode(chosen: Sequence[Message]) -> list[int]:
             ids = encode_chat(tokenizer, template, chosen, tools=tools, **more)
@@ -661,8 +689,13 @@ class LLM:
             raise _too_long(len(ids), engine.context, given.overflow == "truncate", truncatable)
         speculate = given.speculate
         if speculate == "auto":
-            speculate = "draft" if engine.has_draft_model else None
-        if speculate == "draft" and not engine.has_draft_model:
+            speculate = engine.drafts_by
+        if speculate == "mtp" and engine.drafts_by != "mtp":
+            raise UsageError(
+                "speculate is 'mtp', but the model has no block that predicts further tokens, is on a GPU, or has a "
+                "draft_model: choose speculate='lookup', or None"
+            )
+        if speculate == "draft" and engine.drafts_by != "draft":
             raise UsageError(
                 "speculate is 'draft', but there is no draft model: load the model with draft_model=..., or choose "
                 "speculate='lookup'"
@@ -708,6 +741,11 @@ def _too_long(n_tokens: int, context: int, truncated: bool, truncatable: Callabl
         advice = "shorten it, load the model with a larger context, or pass overflow='truncate'"
         return ContextLengthError(n_tokens, context, advice, truncatable=True)
     return ContextLengthError(n_tokens, context, "shorten it or load the model with a larger context")
+
+
+def _is_chat(prompt: object) -> bool:
+    """Whether a prompt is a list of messages."""
+    return isinstance(prompt, list | tuple) and any(isinstance(each, Mapping) for each in prompt)
 
 
 def template_variables(value: object) -> dict[str, object]:

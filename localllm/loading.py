@@ -14,12 +14,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib import resources
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from localllm.chat.source import TemplateSource
 from localllm.declared_options import LoadOptions
 from localllm.devices import Device, open_devices
 from localllm.engine.drafting.model import DraftModel
+from localllm.engine.drafting.mtp import MTPModel
 from localllm.engine.engine import Engine
 from localllm.engine.runner import ModelRunner
 from localllm.errors import LocalLLMError, ModelError, NotEnoughMemoryError, UsageError, path_text
@@ -27,8 +28,9 @@ from localllm.gguf import GGUFFile
 from localllm.info import ModelInfo, file_type_name
 from localllm.kernels.backend import Progress, weights_of
 from localllm.kernels.cpu.host import available_memory, default_threads, memory_advice
-from localllm.kernels.graph import Weight
-from localllm.models.registry import Model, find_architecture, read_model
+from localllm.kernels.graph import Tensor, Weight
+from localllm.models.mtp import hidden_norm, hidden_states
+from localllm.models.registry import Model, find_architecture, has_block, read_model
 from localllm.placement import Placement, Plan, Planner, fit
 from localllm.progress import of_stage
 from localllm.quant.types import BLOCK_SIZES
@@ -83,6 +85,7 @@ def load_parts(options: LoadOptions) -> Parts:
             _check_vocabulary(draft, tokenizer)
         devices = _open_devices(options)
         on_failure.callback(_close, devices)
+        sources += _blocks(sources, devices, options)
         planners, plan = _plan(sources, devices, options)
         if options.planned is not None:
             options.planned(plan)
@@ -93,14 +96,19 @@ def load_parts(options: LoadOptions) -> Parts:
         except MemoryError as error:
             _let_go(error)
             raise
+        norms = [hidden_norm(source.model.graph) for source in sources if source.hidden is not None]
         on_failure.pop_all()
     runner, info, warnings = loaded[0]
     _log_info(info)
-    drafting, warnings = None, _notes(devices) + warnings
+    drafting: DraftModel | None = None
+    warnings = _notes(devices) + warnings
     for draft_runner, draft_info, notices in loaded[1:]:
         _log_info(draft_info, "draft model ")
         # Steps over one token take as long as reading the weights.
         cost = draft_info.placement.multiplied / max(1, info.placement.multiplied)
+        if norms:
+            drafting = MTPModel(draft_runner, expected_cost=cost, of_model=norms[0], of_block=norms[1])
+            break
         drafting = DraftModel(draft_runner, expected_cost=cost)
         info, warnings = replace(info, draft=draft_info), warnings + notices
     on_end = partial(_close, devices)
@@ -117,10 +125,10 @@ def plan_file(options: LoadOptions) -> Plan:
     if options.threads is None:  # as many as loading takes, without measuring how many of them decode
         options = replace(options, threads=default_threads())
     with _open(options.path) as file:
-        source = _read(file, options, "the model")
+        sources = [_read(file, options, "the model")]
         devices = _open_devices(options)
         try:
-            return _plan([source], devices, options)[1]
+            return _plan([*sources, *_blocks(sources, devices, options)], devices, options)[1]
         finally:
             _close(devices)
 
@@ -156,16 +164,44 @@ def _open(path: str | os.PathLike[str] | None) -> Iterator[GGUFFile]:
         yield file
 
 
-class _Source(NamedTuple):
-    """A model that is not loaded yet: its name for messages, its file, and its graph for the context asked for."""
+@dataclass
+class _Source:
+    """A model that is not loaded yet.
+
+    Attributes:
+        name: for messages.
+        read: its graph for a context.
+        model: the same for the context asked for.
+        hidden: what `ModelRunner.hidden` reads, if anything drafts from it.
+    """
 
     name: str
     file: GGUFFile
+    read: Callable[[int | None], Model]
     model: Model
+    hidden: Tensor | None = None
+
+    def read_again(self, context: int) -> Model:
+        self.model = self.read(context)
+        self.hidden = None if self.hidden is None else hidden_states(self.model.graph)
+        return self.model
 
 
-def _read(file: GGUFFile, options: LoadOptions, name: str) -> _Source:
-    return _Source(name, file, read_model(file, options.context, options.cache_type))
+def _read(file: GGUFFile, options: LoadOptions, name: str, *, is_block: bool = False) -> _Source:
+    def read(context: int | None) -> Model:
+        return read_model(file, context, options.cache_type, is_block=is_block)
+
+    return _Source(name, file, read, read(options.context))
+
+
+def _blocks(sources: Sequence[_Source], devices: Sequence[Device], options: LoadOptions) -> list[_Source]:
+    """The block behind the model's last layer, if that drafts: on the host alone, as GPUs keep no hidden states."""
+    if len(sources) > 1 or len(devices) > 1 or not has_block(sources[0].file):
+        return []
+    block = _read(sources[0].file, options, "its block that predicts further tokens", is_block=True)
+    for source in (sources[0], block):
+        source.hidden = hidden_states(source.model.graph)
+    return [block]
 
 
 def check_file(path: str | os.PathLike[str]) -> None:
@@ -247,7 +283,7 @@ def _load(
     file, config, report = source.file, source.model.config, of_stage(options.progress, "weights")
     # LongRoPE rotates short contexts differently.
     if (placement.context > config.original_context) != planner.model.is_long:
-        planner = replace(planner, model=read_model(file, placement.context, options.cache_type), _known={})
+        planner = replace(planner, model=source.read_again(placement.context), _known={})
     try:
         step = planner.load(placement, None if report is None else _counted(planner, report))
     except (MemoryError, OSError) as error:
@@ -260,7 +296,7 @@ def _load(
     file.check_unchanged()
     loaded = placement.loaded(step.weights)
     info = _info(source, planner, loaded)
-    runner = ModelRunner(step, n_vocab=config.n_vocab, context=placement.context)
+    runner = ModelRunner(step, n_vocab=config.n_vocab, context=placement.context, hidden=source.hidden)
     return runner, info, _notices(planner, placement) + _larger_weights(planner.name, placement, loaded)
 
 

@@ -42,6 +42,7 @@ from localllm.kernels.graph import (
     Weight,
 )
 from localllm.models.config import Experts, Header, Heads, Metadata
+from localllm.models.mtp import record_block
 from localllm.models.weights import Reshaped, Weights, split_rows
 
 R = TypeVar("R", bound=Any)
@@ -118,6 +119,12 @@ def decoder(
     """
     config, weights, g = m.config, m.weights, Graph(m.cache_type)
     d, eps = config.n_embd, m.norm_eps if norm_eps is None else norm_eps
+    if m.is_block:
+
+        def block(number: int, graph: Graph, e: Tensor, x: Tensor) -> Tensor:
+            return record_layer(Layer(number, graph, weights.layer(number), d, eps, e), x)
+
+        return record_block(m, block, embedding_scale, eps)
     x = embedding = g.add(Embed(weights.require("token_embd.weight", config.n_vocab, d), embedding_scale))
     if positions is not None:
         x = embedding = g.add(Add(x, g.add(Embed(positions, by_position=True))))

@@ -286,6 +286,7 @@ class Header:
         weights: the tensors.
         context: tokens that a sequence can have.
         cache_type: what keys and values are kept in.
+        is_block: whether the block behind the last layer is recorded in place of the model (`localllm.models.mtp`).
     """
 
     meta: Metadata
@@ -293,6 +294,7 @@ class Header:
     weights: Weights
     context: int
     cache_type: CacheType
+    is_block: bool = False
 
     @property
     def norm_eps(self) -> float:

@@ -1,8 +1,8 @@
 """Qwen 3.5 and 3.6, dense and with experts: of four layers, three are gated delta nets, and one is attention whose
 output a gate weighs.
 
-With images, Qwen rotates by several axes; for text they agree, and it is a rotation of part of a head.  The blocks
-behind the last layer, which predict further tokens, are not used yet.
+With images, Qwen rotates by several axes; for text they agree, and it is a rotation of part of a head.  The block
+behind the last layer, which predicts one token more, is attention.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ def record_hybrid(m: Header, *, is_grouped: bool) -> Graph:
 
 
 def recurrent_layers(m: Header) -> list[bool]:
-    """Of each layer, whether it is a delta net: by default all but every fourth."""
+    """Of each block, whether it is a delta net: by default all layers but every fourth."""
+    n_blocks = m.meta.read("block_count", int)
     interval = m.meta.read("full_attention_interval", int, 4, low=1, high=1 << 16)
     if m.meta.find("attention.recurrent_layers") is None:
-        return [(i + 1) % interval != 0 for i in range(m.config.n_layers)]
-    n_blocks = m.meta.read("block_count", int)
+        return [i < m.config.n_layers and (i + 1) % interval != 0 for i in range(n_blocks)]
     return [bool(x) for x in m.meta.read_each("attention.recurrent_layers", n_blocks, bool, low=0, high=1)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
@@ -17,11 +17,13 @@ from localllm.models.weights import ModelFile, Weights
 class Architecture:
     """A module of this folder, and the models that it is for.
 
-    The module has ``record(m: Header) -> Graph``, and ``HF_NAMES``: see `localllm.models.hf_names`.
+    The module has ``record(m: Header) -> Graph``, and ``HF_NAMES``: see `localllm.models.hf_names`.  With
+    ``has_block``, it can record the block behind the last layer as well (`localllm.models.mtp`).
     """
 
     module: str
     models: str
+    has_block: bool = False
 
     @property
     def record(self) -> Callable[[Header], Graph]:
@@ -74,10 +76,10 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen2": Architecture("qwen2", "Qwen 2 and 2.5"),
     "qwen2moe": Architecture("qwen2", "Qwen 1.5 and 2 with experts"),
     "qwen3": Architecture("qwen3", "Qwen 3"),
-    "qwen35": Architecture("qwen35", "Qwen 3.5 and 3.6"),
-    "qwen35moe": Architecture("qwen35", "Qwen 3.5 and 3.6 with experts"),
+    "qwen35": Architecture("qwen35", "Qwen 3.5 and 3.6", has_block=True),
+    "qwen35moe": Architecture("qwen35", "Qwen 3.5 and 3.6 with experts", has_block=True),
     "qwen3moe": Architecture("qwen3", "Qwen 3 with experts"),
-    "qwen3next": Architecture("qwen3next", "Qwen 3 Next"),
+    "qwen3next": Architecture("qwen3next", "Qwen 3 Next", has_block=True),
     "seed_oss": Architecture("seed_oss", "Seed-OSS"),
     "smollm3": Architecture("smollm3", "SmolLM3"),
     "stablelm": Architecture("stablelm", "StableLM 1 and 2"),
@@ -114,13 +116,23 @@ def find_architecture(metadata: Mapping[str, Any]) -> Architecture:
     return ARCHITECTURES[architecture]
 
 
-def read_model(file: ModelFile, context: int | None = None, cache_type: CacheType = "f16") -> Model:
+def has_block(file: ModelFile) -> bool:
+    """Whether a file has a block behind the last layer that predicts one token more, which localllm can use."""
+    architecture = find_architecture(file.metadata)
+    n_layers = read_general(Metadata(file.metadata, read_architecture(file.metadata)), file.tensors).n_layers
+    return architecture.has_block and f"blk.{n_layers}.nextn.eh_proj.weight" in file.tensors
+
+
+def read_model(
+    file: ModelFile, context: int | None = None, cache_type: CacheType = "f16", *, is_block: bool = False
+) -> Model:
     """The model in a file, from its header: no weight is read.
 
     Args:
         context: tokens that a sequence can have, by default as many as the model was trained on.  Models with
             LongRoPE rotate differently beyond their original context.
         cache_type: what keys and values are kept in.
+        is_block: whether to read the block behind the last layer, as a model of one layer: `has_block`.
 
     Raises:
         UnsupportedArchitectureError: the file's architecture is not one of `ARCHITECTURES`.
@@ -133,9 +145,11 @@ def read_model(file: ModelFile, context: int | None = None, cache_type: CacheTyp
     weights.skip_layers(config.n_layers)
     context = config.context_length if context is None else context
     try:
-        graph = record(Header(meta, config, weights, context, cache_type))
+        graph = record(Header(meta, config, weights, context, cache_type, is_block))
     except KernelError as error:
         raise ModelError(f"{error}: the hyper-parameters are at odds with each other") from error
+    if is_block:
+        return Model(replace(config, n_layers=1), graph, context > config.original_context)
     meta.check_all_read()
     weights.check_all_used()
     return Model(config, graph, context > config.original_context)

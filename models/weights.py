@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from localllm.errors import ModelError, quoted
 from localllm.kernels.graph import Matrix, Weight
 from localllm.quant.formats import dequantize
-from localllm.quant.types import GGMLType
+from localllm.quant.types import BLOCK_SIZES, GGMLType
 
 #: What old converters wrote beside the weights: rotary frequencies, which the hyper-parameters give as well.
 _NEEDLESS = re.compile(r"(blk\.\d+\.)?(attn_rot_embd|rope\.freqs|attn\.rotary_emb\.inv_freq)(\.weight)?")
@@ -270,6 +270,48 @@ def split_rows(matrix: Matrix, parts: Mapping[str, int], *, n_groups: int = 1) -
     """
     biases = [None] * len(parts) if matrix.bias is None else _split(matrix.bias, parts, n_groups)
     return tuple(map(Matrix, _split(matrix.weight, parts, n_groups), biases))
+
+
+def split_columns(whole: Weight) -> tuple[Weight, Weight]:
+    """The left and the right half of a matrix [n_out, n_in].
+
+    Raises:
+        ModelError: the cut goes through blocks of its format.
+    """
+    n = whole.shape[1] // 2
+    if n % BLOCK_SIZES[whole.type].length:
+        raise ModelError(
+            f"tensor {whole.name} is in {whole.type.name}, whose blocks reach from one half to the other"
+        )
+    return _Half(whole, 0), _Half(whole, 1)
+
+
+@dataclass(frozen=True, eq=False)
+class _Half:
+    """The left or the right columns of a matrix."""
+
+    whole: Weight
+    side: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.whole.name}[{'right' if self.side else 'left'}]"
+
+    @property
+    def type(self) -> GGMLType:
+        return self.whole.type
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.whole.shape[0], self.whole.shape[1] // 2
+
+    @property
+    def data(self) -> NDArray[np.uint8]:
+        data = self.whole.data
+        return np.ascontiguousarray(data.reshape(len(data), 2, -1)[:, self.side])
+
+    def drop_pages(self) -> None:
+        self.whole.drop_pages()
 
 
 def _split(whole: Weight, parts: Mapping[str, int], n_groups: int) -> tuple[RowsOf, ...]:

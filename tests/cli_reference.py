@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 
 from localllm.cli.config import VARIABLES
-from localllm.cli.flags import ABSENT, NO_EFFECT, OTHER_COMMANDS, SAME
+from localllm.cli.flags import ABSENT, NO_EFFECT, OTHER_COMMANDS, SAME, SAME_COMMANDS
 from localllm.cli.parser import Parser, make_parsers
 from tests.helpers.data import ROOT
 
@@ -43,7 +43,8 @@ def reference() -> str:
         ("Flags of llama.cpp and llama-cpp-python that have other names", "theirs", "ours", SAME),
         ("Flags that change nothing here, and are left out with a warning", "flag", "why", no_effect),
         ("Flags that are not there, and what the error says", "flag", "instead", ABSENT),
-        ("Commands of Ollama and llama.cpp", "theirs", "here", OTHER_COMMANDS),
+        ("Commands of Ollama and llama.cpp that are ours too", "theirs", "ours", SAME_COMMANDS),
+        ("Commands that are not there, and what the error says", "theirs", "here", OTHER_COMMANDS),
     ):
         lines += ["", f"{title}:", "", *_table(left, right, _by_meaning(names))]
     return "\n".join(lines) + "\n"

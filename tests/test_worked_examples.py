@@ -37,10 +37,12 @@ def test_the_new_operation_of_the_docs_passes_its_tests(tmp_path: Path) -> None:
     assert len(edits) == 7
     for edit in edits:
         apply(edit, tmp_path)
-    command = [sys.executable, "-m", "pytest", "-q", "tests/kernels/test_operations.py", "-k", "hard_swish"]
+    command = [sys.executable, "-m", "pytest", "-v", "tests/kernels/test_operations.py", "-k", "hard_swish"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"\b[4-9]\d* passed", done.stdout), done.stdout  # gated and not, on two backends or more
+    for case in ("gated", "activation"):
+        for backend in ("reference", "cpu"):
+            assert re.search(rf"{backend}[\w-]*-{case}-activation=hard_swish\] PASSED", done.stdout), done.stdout
 
 
 def test_the_new_architecture_of_the_docs_is_the_one_in_the_source() -> None:
@@ -58,3 +60,4 @@ def test_the_page_of_models_has_the_architectures_of_the_registry() -> None:
     table = (DOCS / "models.md").read_text("utf-8").split("|---|---|\n")[1].split("\n\n")[0]
     rows = [f"| `{name}` | {architecture.models} |" for name, architecture in ARCHITECTURES.items()]
     assert sorted(table.splitlines()) == sorted(rows)
+    assert f"[{len(rows)} architectures](docs/models.md)" in (ROOT / "README.md").read_text("utf-8")

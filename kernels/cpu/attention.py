@@ -33,29 +33,7 @@ import numpy as np
 from localllm.kernels.cpu.cache_types import PAGE, CacheLayout
 from localllm.kernels.cpu.compiler import kernel
 from localllm.kernels.cpu.elementwise import exp, tanh
-from localllm.kernels.cpu.simd import (
-    fma,
-    lane_numbers,
-    load_f16x16,
-    load_f32,
-    load_f32x16,
-    load_i32,
-    load_i64,
-    load_splat_f16,
-    load_splat_f32,
-    max_lanes,
-    maximum,
-    prefetch,
-    select_between,
-    splat,
-    splat_int,
-    stack,
-    store_f32,
-    store_f32x16,
-    store_i64,
-    sum_lanes,
-    zero_f32x16,
-)
+from localllm.kernels.cpu.simd import *
 from localllm.kernels.cpu.templates import Registers, device, static_range, template
 from localllm.kernels.graph import Attention
 
@@ -416,30 +394,10 @@ def copy_states(state, n_rows, out):
 
 @kernel
 def attention(
-    begin,
-    end,
-    batch,
-    tiles,
-    n_kv_heads,
-    group_size,
-    q,
-    q_stride,
-    key_dim,
-    value_dim,
-    starts,
-    positions,
-    block_tables,
-    block_stride,
-    window,
-    keys,
-    values,
-    out,
-    out_stride,
-    partials,
-    sinks,
-    scale: float,
-    soft_cap: float,
-):
+    begin, end, batch, tiles, n_kv_heads, group_size, q, q_stride, key_dim, value_dim,
+    starts, positions, block_tables, block_stride, window, keys, values,
+    out, out_stride, partials, sinks, scale: float, soft_cap: float,
+):  # fmt: skip
     """out = softmax(scale * q @ keys.T, over visible positions) @ values.
 
     With SOFT_CAP, what softmax takes is soft_cap * tanh(scale * q @ keys.T): ``scale`` is divided by the cap already.
@@ -473,19 +431,9 @@ def attention(
             load_limits(positions + 4 * token, window, load_i64(tile + 48), limits + 16 * r)
         first, stop = load_i64(tile + 24), load_i64(tile + 32)
         attend_splits(
-            queries,
-            n_computed,
-            limits,
-            head_keys,
-            head_values,
-            table,
-            key_bytes,
-            value_bytes,
-            first,
-            stop,
-            soft_cap,
-            state,
-        )
+            queries, n_computed, limits, head_keys, head_values, table, key_bytes, value_bytes,
+            first, stop, soft_cap, state,
+        )  # fmt: skip
         partial = load_i64(tile + 40)
         if partial < 0:
             write_rows(state, n_rows, first_row, start, head, group_size, value_dim, sinks, out, out_stride)

@@ -26,7 +26,7 @@ from localllm.kernels.cpu.batch import N_CHOSEN, N_TOKENS
 from localllm.kernels.cpu.cache import CPUCache
 from localllm.kernels.cpu.cache_types import PAGE
 from localllm.kernels.cpu.host import default_threads, most_threads
-from localllm.kernels.cpu.lowering import Lowered, Stored, lower
+from localllm.kernels.cpu.lowering import Lowered, Lowering, Stored
 from localllm.kernels.cpu.memory import aligned_zeros
 from localllm.kernels.cpu.program import Program, Workers
 from localllm.kernels.cpu.target import choose
@@ -88,7 +88,7 @@ class CPUBackend(Backend):
 
         def lowered() -> Lowered:
             sizes = {"max_tokens": max_tokens, "max_outputs": max_outputs}
-            return lower(graph, weights, cache, self.target, self.workers.n, **sizes)
+            return Lowering(graph, weights, cache, self.target, self.workers.n, **sizes).lower()
 
         program = lowered()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from math import prod
 
 import numpy as np
@@ -35,22 +34,8 @@ def state_bytes(state: RecurrentState) -> int:
     return 4 * prod(state.shape[:-1]) * (-(-state.shape[-1] // 16) * 16)
 
 
-def cache_bytes(graph: Graph, n_pages: tuple[int, ...], n_states: int) -> dict[int, int]:
-    """Bytes of what each layer of a graph keeps."""
-    sizes = {layer: sum(part_bytes(cache, n_pages[graph.group(cache)])) for layer, cache in graph.caches.items()}
-    for layer, states in graph.states.items():
-        sizes[layer] = sizes.get(layer, 0) + sum(_aligned(n_states * state_bytes(state)) for state in states)
-    return sizes
-
-
 def _aligned(n_bytes: int) -> int:
     return -(-n_bytes // ALIGNMENT) * ALIGNMENT
-
-
-def part_bytes(cache: KVCache, n_pages: int) -> tuple[int, int]:
-    """Bytes of a layer's keys and of its values: blocks [n_pages, G] (`localllm.kernels.cpu.cache_types`)."""
-    keys, values = (_aligned(n_pages * cache.n_heads * n) for n in block_bytes(cache))
-    return keys, values
 
 
 def block_bytes(cache: KVCache) -> tuple[int, int]:
@@ -63,18 +48,39 @@ class CPUCache:
     """Keys and values, layer after layer, and behind them the states [n_states, …] one after the other.
 
     Attributes:
-        graph: what each of its layers keeps.
+        layers: what each keeps: keys, then values, blocks [n_pages, G] (`localllm.kernels.cpu.cache_types`).
+        layer_bytes: what it takes.
+        places: where its keys and its values begin.
+        states: where each begins, that of slot after slot.
         memory: of all layers, once it was allocated.
     """
 
     page_size = PAGE
 
     def __init__(self, graph: Graph, n_pages: tuple[int, ...], n_states: int, workers: Workers) -> None:
-        self.graph, self.n_pages, self.n_states, self._workers = graph, n_pages, n_states, workers
-        self.layer_bytes = cache_bytes(graph, n_pages, n_states)
-        self.n_bytes = sum(self.layer_bytes.values())
-        self.memory: NDArray[np.uint8] = np.zeros(0, np.uint8)
-        self._buffer = Buffer(self.n_bytes, address=0)
+        self.windows, self.n_pages, self.n_states, self._workers = graph.windows, n_pages, n_states, workers
+        self.layers, self._groups = graph.caches, {n: graph.group(cache) for n, cache in graph.caches.items()}
+        self.layer_bytes: dict[int, int] = {}
+        self.places: dict[int, tuple[Address, Address]] = {}
+        self.states: dict[RecurrentState, Address] = {}
+        self.memory, self._buffer = np.zeros(0, np.uint8), Buffer(0, address=0)
+        for layer, cache in graph.caches.items():
+            keys, values = (_aligned(n_pages[self._groups[layer]] * cache.n_heads * n) for n in block_bytes(cache))
+            begin = self._add(layer, keys + values)
+            self.places[layer] = begin, begin if cache.values_in_keys else self._buffer.at(begin.n_bytes + keys)
+        for state in (state for states in graph.states.values() for state in states):
+            self.states[state] = self._add(state.layer, _aligned(n_states * state_bytes(state)))
+
+    def _add(self, layer: int, n_bytes: int) -> Address:
+        """A place of a layer behind those that there are."""
+        begin = self._buffer.at(self.n_bytes)
+        self._buffer.n_bytes += n_bytes
+        self.layer_bytes[layer] = self.layer_bytes.get(layer, 0) + n_bytes
+        return begin
+
+    @property
+    def n_bytes(self) -> int:
+        return self._buffer.n_bytes
 
     def allocate(self) -> None:
         """Takes the memory, which is zero at first."""
@@ -82,57 +88,27 @@ class CPUCache:
         self.memory = aligned_zeros(self.n_bytes, np.uint8, huge=huge)
         self._buffer.address = self.memory.ctypes.data
 
-    @property
-    def windows(self) -> list[int | None]:
-        return self.graph.windows
-
-    @property
-    def layers(self) -> Mapping[int, KVCache]:
-        return self.graph.caches
-
-    def _part_bytes(self, cache: KVCache) -> tuple[int, int]:
-        return part_bytes(cache, self.n_pages[self.graph.group(cache)])
-
-    def places(self) -> dict[int, tuple[Address, Address]]:
-        """Of each layer, where its keys and its values begin."""
-        at, places = 0, {}
-        for layer, cache in self.layers.items():
-            keys, values = self._part_bytes(cache)
-            places[layer] = self._buffer.at(at), self._buffer.at(at if cache.values_in_keys else at + keys)
-            at += keys + values
-        return places
-
-    def states(self) -> dict[RecurrentState, Address]:
-        """Of each state, where its values begin, those of slot after slot."""
-        at, places = sum(sum(self._part_bytes(cache)) for cache in self.layers.values()), {}
-        for state in (state for states in self.graph.states.values() for state in states):
-            places[state] = self._buffer.at(at)
-            at += _aligned(self.n_states * state_bytes(state))
-        return places
+    def _part(self, place: Address, *shape: int) -> NDArray[np.uint8]:
+        return self.memory[place.n_bytes : place.n_bytes + prod(shape)].reshape(shape)
 
     def copy_state(self, source: int, target: int) -> None:
         self._workers.settle()
-        for state, place in self.states().items():
-            n_bytes = state_bytes(state)
-            values = self.memory[place.n_bytes : place.n_bytes + self.n_states * n_bytes].reshape(-1, n_bytes)
+        for state, place in self.states.items():
+            values = self._part(place, self.n_states, state_bytes(state))
             values[target] = values[source]
 
     def blocks(self) -> dict[int, tuple[NDArray[np.uint8], NDArray[np.uint8]]]:
         """Of each layer, keys and values [n_pages, G, bytes of a block]; values in keys have none."""
         views = {}
-        for layer, places in self.places().items():
-            cache = self.layers[layer]
-            n_pages = self.n_pages[self.graph.group(cache)]
-            shapes = [(n_pages, cache.n_heads, n) for n in block_bytes(cache)]
-            keys, values = (
-                self.memory[place.n_bytes : place.n_bytes + prod(shape)].reshape(shape)
-                for place, shape in zip(places, shapes, strict=True)
-            )
+        for layer, places in self.places.items():
+            cache, n_pages = self.layers[layer], self.n_pages[self._groups[layer]]
+            sizes = zip(places, block_bytes(cache), strict=True)
+            keys, values = (self._part(place, n_pages, cache.n_heads, n) for place, n in sizes)
             views[layer] = keys, values
         return views
 
     def copy_page(self, group: int, source: int, target: int) -> None:
         self._workers.settle()
         for layer, (keys, values) in self.blocks().items():
-            if self.graph.group(self.layers[layer]) == group:
+            if self._groups[layer] == group:
                 keys[target], values[target] = keys[source], values[source]

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from localllm.kernels.cpu.simd import load_f16x16, load_f32, load_s8x16, store_f16, store_s8
+from localllm.kernels.cpu.simd import *
 from localllm.kernels.cpu.templates import Template, template
 from localllm.kernels.graph import CacheType
 from localllm.kernels.q8_0 import LARGEST_CODE, LARGEST_SCALED, NEGLIGIBLE, VALUES_PER_SCALE

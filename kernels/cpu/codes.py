@@ -7,24 +7,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from localllm.kernels.cpu.instructions import (
-    broadcast,
-    constant,
-    dot_kind,
-    halves,
-    i8,
-    i8x64,
-    i16,
-    i32,
-    i32x16,
-    i64,
-    intp,
-    intrinsic,
-    join,
-    literal,
-    load,
-    op,
-)
+from localllm.kernels.cpu.instructions import *
 from localllm.quant.bit_packing import BIT_RUNS
 
 

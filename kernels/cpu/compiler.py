@@ -25,7 +25,6 @@ import re
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,13 +34,11 @@ import llvmlite
 import llvmlite.binding as llvm
 
 from localllm.errors import KernelError
-from localllm.kernels.code_cache import KEPT_SECONDS, cache_root, write_aside
+from localllm.kernels.code_cache import cache_root, is_stale, read_code, write_code
 from localllm.kernels.cpu.host import check_memory
 from localllm.kernels.cpu.target import Target
 from localllm.kernels.cpu.templates import Device, Template
 
-#: Bytes of the digest that a cached file begins with.
-DIGEST = 32
 #: Bytes of memory without which no kernel is compiled, and without which numba is not even loaded: LLVM ends the
 #: process where it gets none.  (Measured: 16 and 70 MiB.)
 COMPILING_BYTES, LOADING_BYTES = 48 << 20, 128 << 20
@@ -307,33 +304,21 @@ def _file_name(v: Variant) -> str:
 def _cached(v: Variant) -> bytes | None:
     """Object code from the cache, or None where it has none or a damaged one.
 
-    A file begins with a digest of its kernel and of the rest: LLVM ends the process when it is given an object that
-    is cut short or does not define what is looked for.
+    LLVM ends the process when it is given an object that is cut short or does not define what is looked for.
     """
     folder = _folder()
-    if folder is None:
-        return None
-    try:
-        content = (folder / _file_name(v)).read_bytes()
-    except OSError:
+    if folder is None or (code := read_code(folder / _file_name(v))) is None:
         return None
     _mark_used(folder)
-    code = content[DIGEST:]
-    return code if content[:DIGEST] == _digest(v, code) else None
-
-
-def _digest(v: Variant, code: bytes) -> bytes:
-    return hashlib.sha256(v.symbol.encode() + b"\n" + code).digest()
+    return code
 
 
 def _compile(v: Variant) -> bytes:
     """Object code, which is also put into the cache; a cache that cannot be written costs time, not function."""
     code: bytes = v.target.machine().emit_object(llvm_ir(v))
-    folder = _folder()
-    if folder is None:
-        return code
-    write_aside(folder / _file_name(v), _digest(v, code) + code)
-    _prune(folder)
+    if (folder := _folder()) is not None:
+        write_code(folder / _file_name(v), code)
+        _prune(folder)
     return code
 
 
@@ -346,16 +331,15 @@ def _mark_used(folder: Path) -> None:
 
 @functools.cache
 def _prune(used: Path) -> None:
-    """Removes, once in a process, the folders beside ``used`` that nobody has used for `KEPT_SECONDS`.
+    """Removes, once in a process, the folders beside ``used`` that nobody has used for long.
 
     Should a process still be at work in one, it compiles anew what it misses, as at any time.  Whatever has not a
     name of ours stays: the folder may be one that a user named, with other things in it.
     """
     with contextlib.suppress(OSError):
         for folder in used.parent.iterdir():
-            if folder == used or not _FOLDER_NAME.fullmatch(folder.name) or folder.is_symlink():
-                continue
-            if time.time() - folder.stat().st_mtime > KEPT_SECONDS:
+            is_ours = _FOLDER_NAME.fullmatch(folder.name) and folder != used and not folder.is_symlink()
+            if is_ours and is_stale(folder):
                 _remove(folder)
 
 

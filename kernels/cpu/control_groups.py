@@ -12,10 +12,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-from localllm.kernels.cpu.system_files import text_of
-
 _ROOT = Path("/sys/fs/cgroup")
 _MEMBERSHIP = Path("/proc/self/cgroup")
+
+
+def text_of(path: Path) -> str:
+    """A small file in which the system tells of itself; nothing where it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
 
 
 def cpu_quota() -> float | None:

@@ -8,24 +8,7 @@ from typing import Any
 from llvmlite import ir
 
 from localllm.kernels.cpu.codes import high_number, low_number
-from localllm.kernels.cpu.instructions import (
-    broadcast,
-    constant,
-    dot_kind,
-    f32x16,
-    halves,
-    i8,
-    i8x64,
-    i16,
-    i32,
-    i32x16,
-    i64,
-    intp,
-    intrinsic,
-    join,
-    load,
-    op,
-)
+from localllm.kernels.cpu.instructions import *
 from localllm.kernels.cpu.simd import fma
 
 

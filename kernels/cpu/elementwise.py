@@ -10,37 +10,7 @@ import numpy as np
 
 from localllm.kernels.cpu.cache_types import PAGE
 from localllm.kernels.cpu.compiler import kernel
-from localllm.kernels.cpu.simd import (
-    as_float,
-    as_int,
-    fma,
-    lane_numbers,
-    largest_magnitude,
-    load_f32,
-    load_f32x16,
-    load_i32,
-    load_i64,
-    load_splat_f32,
-    mask,
-    maximum,
-    minimum,
-    power_of_two,
-    select_between,
-    splat,
-    splat_int,
-    sqrt,
-    stack,
-    store_f32,
-    store_f32x16,
-    store_i32,
-    store_s8x16,
-    sum_int_lanes,
-    sum_lanes,
-    to_float,
-    to_int_rounded,
-    zero_f32x16,
-    zero_i32x16,
-)
+from localllm.kernels.cpu.simd import *
 from localllm.kernels.cpu.templates import device, template
 from localllm.kernels.cpu.tiles import RECORD, SUM, SUMS, TOKENS, X_STEP, D
 from localllm.kernels.q8_0 import LARGEST_CODE, NEGLIGIBLE
@@ -395,39 +365,11 @@ def turn_head(x, norm, n_norm, weight, eps, angles, n_pairs, pair_step, pair_off
 
 @kernel
 def rope_append(
-    begin,
-    end,
-    slots,
-    positions,
-    angles,
-    n_pairs,
-    pair_step,
-    pair_offset,
-    q,
-    q_stride,
-    n_heads,
-    key_dim,
-    k,
-    k_stride,
-    v,
-    v_stride,
-    n_kv_heads,
-    value_dim,
-    keys,
-    values,
-    q_weight,
-    n_q_norm,
-    k_weight,
-    n_k_norm,
-    v_weight,
-    n_v_norm,
-    factors,
-    factor_length,
-    factor_offset,
-    q_eps: float,
-    k_eps: float,
-    v_eps: float,
-):
+    begin, end, slots, positions, angles, n_pairs, pair_step, pair_offset,
+    q, q_stride, n_heads, key_dim, k, k_stride, v, v_stride, n_kv_heads, value_dim, keys, values,
+    q_weight, n_q_norm, k_weight, n_k_norm, v_weight, n_v_norm, factors, factor_length, factor_offset,
+    q_eps: float, k_eps: float, v_eps: float,
+):  # fmt: skip
     """Norms and rotates q and k in place, by angles [positions, n_pairs] of (cos, sin), and appends k and v.
 
     slots: int64 [T], page * PAGE + place in the page.  positions: int32 [T].

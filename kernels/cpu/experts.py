@@ -27,26 +27,7 @@ from localllm.kernels.cpu.matmul import (
     one_float_token,
     several_float_tokens,
 )
-from localllm.kernels.cpu.simd import (
-    fma,
-    lane_numbers,
-    load_f32,
-    load_f32x16,
-    load_i64,
-    load_splat_f32,
-    max_lanes,
-    select_between,
-    splat,
-    splat_int,
-    sqrt_lanes,
-    stack,
-    store_f32,
-    store_f32x16,
-    store_i64,
-    sum_lanes,
-    zero_f32x16,
-    zero_i32x16,
-)
+from localllm.kernels.cpu.simd import *
 from localllm.kernels.cpu.templates import device, static_range
 from localllm.kernels.cpu.tiles import RECORD, TOKENS, X_STEP, D
 from localllm.kernels.graph import MAX_GROUPS
@@ -147,19 +128,9 @@ def expert_scores(begin, end, logits, stride, n_experts, bias, n_groups, n_top_g
 
 @kernel
 def route(
-    begin,
-    end,
-    logits,
-    probabilities,
-    stride,
-    n_experts,
-    k,
-    norm_topk_prob,
-    ids,
-    expert_weights,
-    factors,
-    scale: float,
-):
+    begin, end, logits, probabilities, stride, n_experts,
+    k, norm_topk_prob, ids, expert_weights, factors, scale: float,
+):  # fmt: skip
     """The k largest of each row of logits, of equals the lowest id, and their weights; a unit of work is a token.
 
     ids: int64 [T, k].  expert_weights: float32 [T, k], softmax of all logits or, with ``norm_topk_prob``, of those.

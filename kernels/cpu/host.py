@@ -14,8 +14,7 @@ import time
 from pathlib import Path
 
 from localllm.errors import NotEnoughMemoryError
-from localllm.kernels.cpu.control_groups import cpu_quota, memory_room
-from localllm.kernels.cpu.system_files import text_of
+from localllm.kernels.cpu.control_groups import cpu_quota, memory_room, text_of
 
 #: Windows' number of the feature, in winnt.h.
 PF_ARM_V82_DP_INSTRUCTIONS_AVAILABLE = 43

@@ -1,12 +1,12 @@
 """A graph as a program of the CPU's kernels: for each operation the kernel calls that compute it.
 
-Nothing runs here, and no weight is needed: `lower` also tells what a step will take before anything is loaded.  One
+Nothing runs here, and no weight is needed: it also tells what a step will take before anything is loaded.  One
 program serves every batch, because kernels read the number of tokens when they run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -113,26 +113,13 @@ class Lowered:
     n_products: int
 
 
-def lower(
-    graph: Graph,
-    weights: PackedWeights,
-    cache: CPUCache,
-    target: Target,
-    threads: int,
-    *,
-    max_tokens: int,
-    max_outputs: int,
-) -> Lowered:
-    """The program of a graph, for batches of at most so many tokens and outputs.
+class Lowering:
+    """Makes the program of a graph, for batches of at most so many tokens and outputs.
 
     Raises:
         KernelError: there are no kernels for an operation or for a weight's type.
     """
-    check_operations(graph, _LOWERINGS, "cpu")
-    return _Lowering(graph, weights, cache, target, threads, max_tokens, max_outputs).lower()
 
-
-class _Lowering:
     def __init__(
         self,
         graph: Graph,
@@ -140,14 +127,16 @@ class _Lowering:
         cache: CPUCache,
         target: Target,
         threads: int,
+        *,
         max_tokens: int,
         max_outputs: int,
     ) -> None:
+        check_operations(graph, Lowering, "cpu")
         self.graph, self.weights, self.cache, self.target = graph, weights, cache, target
         n_chosen = graph.n_chosen()
         self.n_rows = {N_TOKENS: max_tokens, N_OUTPUTS: max_outputs, N_CHOSEN: max_tokens * n_chosen}
         self.tables = BatchTables(max_tokens, max_outputs, cache.n_pages, n_chosen, threads)
-        self.layers, self.states = cache.places(), cache.states()
+        self.layers, self.states = cache.places, cache.states
         self.last_uses = graph.last_uses()
         self.node = 0
         self.instructions: list[Instruction] = []
@@ -160,10 +149,8 @@ class _Lowering:
 
     def lower(self) -> Lowered:
         for i, node in enumerate(self.graph.nodes):
-            self.node, operation = i, node.operation
-            result = _LOWERINGS[type(operation)](self, operation)
-            results = result if isinstance(result, tuple) else (result,)
-            self.stored.update(zip(operation.results, results, strict=True))
+            self.node = i
+            self.stored.update(node.operation.computed_by(self))
         result = self.stored[self.graph.result]
         filled = [*self.tables.buffers, *(y.buffer for _, y in self.embeddings)]
         watched = {x: self.stored[x] for x in self.graph.watched if x in self.stored}
@@ -240,7 +227,7 @@ class _Lowering:
 
     def rms_norm(self, op: g.RMSNorm) -> Stored:
         x, y = self.stored[op.x], self.new(op.x.rows, op.x.width)
-        weight = 0 if op.weight is None else self.weights.vector(op.weight)
+        weight = self.weights.vector(op.weight)
         n = x.width // op.n_groups
         width = x.stride // 4 if op.n_groups == 1 else n
         step = 4 * n if op.weight is not None and op.weight.shape == (x.width,) else 0
@@ -250,47 +237,50 @@ class _Lowering:
 
     def layer_norm(self, op: g.LayerNorm) -> Stored:
         x, y = self.stored[op.x], self.new(op.x.rows, op.x.width)
-        weight, bias = self.weights.vector(op.weight), 0 if op.bias is None else self.weights.vector(op.bias)
+        weight, bias = self.weights.vector(op.weight), self.weights.vector(op.bias)
         arguments = (x.buffer, weight, bias, x.width, x.stride // 4, x.stride, y.buffer, float(op.eps))
         self.call(elementwise.layer_norm, arguments, 1, x.slot)
         return y
 
     def gated(self, op: g.Gated) -> Stored:
-        gate, up, y = self.stored[op.gate], self.stored[op.up], self.in_place(op)
-        arguments = (gate.buffer, up.buffer, gate.stride // 4, gate.stride, y.buffer)
-        self.call(elementwise.gated, arguments, 1, gate.slot, ACTIVATION=_ACTIVATIONS[op.activation])
-        return y
+        gate, up = self.stored[op.gate], self.stored[op.up]
+        activation = {"ACTIVATION": _ACTIVATIONS[op.activation]}
+        return self._rows_of(elementwise.gated, op, gate, (gate.buffer, up.buffer), **activation)
 
     def activation(self, op: g.Activation) -> Stored:
-        x, y = self.stored[op.x], self.in_place(op)
-        arguments = (x.buffer, x.stride // 4, x.stride, y.buffer)
-        self.call(elementwise.activation, arguments, 1, x.slot, ACTIVATION=_ACTIVATIONS[op.activation])
-        return y
+        x, activation = self.stored[op.x], {"ACTIVATION": _ACTIVATIONS[op.activation]}
+        return self._rows_of(elementwise.activation, op, x, (x.buffer,), **activation)
 
     def add(self, op: g.Add) -> Stored:
-        x, residual, y = self.stored[op.x], self.stored[op.residual], self.in_place(op)
-        gate = (0, 0) if op.gate is None else self._row(op.gate)
-        arguments = (x.buffer, *gate, residual.buffer, x.stride // 4, x.stride, y.buffer, float(op.scale))
-        self.call(elementwise.add, arguments, 1, x.slot, GATE=op.gate is not None)
-        return y
+        x, gated = self.stored[op.x], {"GATE": op.gate is not None}
+        first = x.buffer, *self._rows(op.gate), self.stored[op.residual].buffer
+        return self._rows_of(elementwise.add, op, x, first, float(op.scale), **gated)
 
     def scale(self, op: g.Scale) -> Stored:
-        x, y = self.stored[op.x], self.in_place(op)
-        weight = 0 if op.weight is None else self.weights.vector(op.weight)
-        arguments = (x.buffer, weight, x.stride // 4, x.stride, y.buffer, float(op.factor))
-        self.call(elementwise.scale, arguments, 1, x.slot, WEIGHT=op.weight is not None)
-        return y
+        x, weighted = self.stored[op.x], {"WEIGHT": op.weight is not None}
+        first = x.buffer, self.weights.vector(op.weight)
+        return self._rows_of(elementwise.scale, op, x, first, float(op.factor), **weighted)
 
     def softcap(self, op: g.Softcap) -> Stored:
-        x, y = self.stored[op.x], self.in_place(op)
-        arguments = (x.buffer, x.stride // 4, x.stride, y.buffer, float(op.cap), 1 / float(op.cap))
-        self.call(elementwise.softcap, arguments, 1, x.slot)
-        return y
+        x, cap = self.stored[op.x], float(op.cap)
+        return self._rows_of(elementwise.softcap, op, x, (x.buffer,), cap, 1 / cap)
 
     def outputs(self, op: g.Outputs) -> Stored:
-        x, y = self.stored[op.x], self.new(Rows.OUTPUTS, op.x.width)
-        arguments = (self.tables.output_rows, x.buffer, x.stride // 4, x.stride, y.buffer)
-        self.call(elementwise.gather_rows, arguments, 1, N_OUTPUTS)
+        x = self.stored[op.x]
+        return self._rows_of(elementwise.gather_rows, op, x, (self.tables.output_rows, x.buffer))
+
+    def _rows_of(
+        self,
+        kernel: Kernel,
+        op: g.Operation[Tensor],
+        x: Stored,
+        first: tuple[Argument, ...],
+        *last: Argument,
+        **constants: Any,
+    ) -> Stored:
+        """Of a kernel that takes, between other arguments, the width and the stride of x, and the result."""
+        y = self.in_place(op)
+        self.call(kernel, (*first, x.stride // 4, x.stride, y.buffer, *last), 1, y.slot, **constants)
         return y
 
     # -- Products --------------------------------------------------------------------------------------------------
@@ -312,7 +302,7 @@ class _Lowering:
 
     def _multiply(self, x: Tensor, matrix: g.Matrix, y: Stored, residual: Argument, *, wait: bool) -> None:
         address, kind = self.weights.matrix(matrix.weight)
-        bias = 0 if matrix.bias is None else self.weights.vector(matrix.bias)
+        bias = self.weights.vector(matrix.bias)
         groups, s, arguments = padded(matrix.n_out) // GROUP, self.stored[x], list[Argument]()
         if kind in TILES:
             kernel, units = matmul.matmul_quantised, groups
@@ -404,15 +394,16 @@ class _Lowering:
 
     def _norm(self, norm: g.HeadNorm | None, dim: int) -> tuple[Argument, int, float]:
         """Its weights, how many values it is of, and eps."""
-        if norm is None or norm.weight is None:
-            return 0, dim, 0.0 if norm is None else float(norm.eps)
-        return self.weights.vector(norm.weight), norm.weight.shape[0], float(norm.eps)
+        if norm is None:
+            return 0, dim, 0.0
+        n = dim if norm.weight is None else norm.weight.shape[0]
+        return self.weights.vector(norm.weight), n, float(norm.eps)
 
     def attention(self, op: g.Attention) -> Stored:
         cache, layout, tables = op.cache, layout_of(op.cache), self.tables
         n_heads, head, q = cache.n_heads, layout.head(cache.value_dim), self.stored[op.q]
         table = tables.tile_table(n_heads, op.group_size, head, causal=op.causal)
-        sinks = 0 if op.sinks is None else self.weights.vector(op.sinks)
+        sinks = self.weights.vector(op.sinks)
         # The kernel writes heads, not the padding beyond them.
         width = op.result.width
         y = self.new(Rows.TOKENS, width, is_kept=width % PADDING != 0)
@@ -445,9 +436,9 @@ class _Lowering:
     def causal_conv(self, op: g.CausalConv) -> Stored:
         x, width, kernel = self.stored[op.x], op.x.width, op.weight.shape[1]
         y = self.new(Rows.TOKENS, width, is_kept=width % PADDING != 0)
-        bias = 0 if op.bias is None else self.weights.vector(op.bias)
+        weights = self.weights.vector(op.weight), self.weights.vector(op.bias)
         sequences, stride = self.sequences(op.state), state_bytes(op.state) // (kernel - 1)
-        arguments = *sequences, x.buffer, x.stride, self.weights.vector(op.weight), bias, y.buffer, stride
+        arguments = *sequences, x.buffer, x.stride, *weights, y.buffer, stride
         constants: dict[str, Any] = {"KERNEL": kernel, "SILU": op.silu, "BIAS": op.bias is not None}
         self.call(recurrent.causal_conv, arguments, 1, N_TOKENS, **constants)
         self.call(recurrent.keep_inputs, (*sequences, x.buffer, x.stride, stride, kernel - 1), 1, N_SEQUENCES)
@@ -458,7 +449,12 @@ class _Lowering:
         keys = op.n_key_heads * d_k
         q, k, v = self._side_by_side(op.qkv, (keys, keys, n_heads * d_v))
         per_group = n_heads // op.n_key_heads if op.is_grouped else 0
-        gates = *self._row(op.decay), *self._row(op.beta), self.weights.vector(op.a), self.weights.vector(op.dt_bias)
+        gates = (
+            *self._rows(op.decay),
+            *self._rows(op.beta),
+            self.weights.vector(op.a),
+            self.weights.vector(op.dt_bias),
+        )
         constants = {"DELTA": True, "PER_CHANNEL": op.is_per_channel}
         return self._recurrence(op, (*q, *k, *v, *gates, 0), op.n_key_heads, per_group, op.eps, d_k**-0.5, constants)
 
@@ -466,7 +462,7 @@ class _Lowering:
         n_heads, n, p = op.state.shape
         x, b, c = self._side_by_side(op.xbc, (n_heads * p, op.n_groups * n, op.n_groups * n))
         a, dt_bias, d = map(self.weights.vector, (op.a, op.dt_bias, op.d))
-        given = (*c, *b, *x, *self._row(op.dt), 0, 0, a, dt_bias, d)
+        given = (*c, *b, *x, *self._rows(op.dt), 0, 0, a, dt_bias, d)
         constants = {"DELTA": False, "PER_CHANNEL": False}
         return self._recurrence(op, given, op.n_groups, n_heads // op.n_groups, 0.0, 1.0, constants)
 
@@ -489,9 +485,6 @@ class _Lowering:
         constants |= {"ROWS": rows, "VECTORS": vectors}
         self.call(recurrent.recurrence, (*arguments, float(eps), float(scale)), units, N_SEQUENCES, **constants)
         return y
-
-    def _row(self, x: Tensor) -> tuple[Argument, int]:
-        return self.stored[x].buffer, self.stored[x].stride
 
     def _side_by_side(self, tensors: tuple[Tensor, ...], widths: tuple[int, ...]) -> list[tuple[Argument, int]]:
         """Where parts of tensors begin, and the bytes from row to row."""
@@ -516,11 +509,11 @@ class _Lowering:
         scores, probabilities = logits, None
         if not op.is_by_logits:
             scores, probabilities = (self.new(Rows.TOKENS, n_experts) for _ in range(2))
-            bias = 0 if op.selection_bias is None else self.weights.vector(op.selection_bias)
+            bias = self.weights.vector(op.selection_bias)
             given = (logits.buffer, logits.stride, n_experts, bias, op.n_groups, op.n_top_groups, op.n_group_best)
             scored = probabilities.buffer, scores.buffer
             self.call(expert_kernels.expert_scores, (*given, *scored), 1, N_TOKENS, GATING=_GATINGS[op.gating])
-        factors = 0 if op.expert_scales is None else self.weights.vector(op.expert_scales)
+        factors = self.weights.vector(op.expert_scales)
         weighed = 0 if probabilities is None else probabilities.buffer
         arguments = (scores.buffer, weighed, logits.stride, n_experts, op.k, int(op.norm_topk_prob), chosen.ids)
         to = chosen.weights, factors, float(op.scale)
@@ -599,28 +592,3 @@ def _constants(kind: KernelType) -> dict[str, Any]:
     if tile := TILES.get(kind):
         return {"TILE_BYTES": layout.tile_bytes, "BLOCKS": layout.columns // 32, **tile.constants}
     return {"LOAD": FLOAT_LOADS[kind], "COLUMN_BYTES": layout.tile_bytes}
-
-
-_LOWERINGS: dict[type[g.Operation[Any]], Callable[[_Lowering, Any], Any]] = {
-    g.Input: _Lowering.input,
-    g.Embed: _Lowering.embed,
-    g.RMSNorm: _Lowering.rms_norm,
-    g.LayerNorm: _Lowering.layer_norm,
-    g.Add: _Lowering.add,
-    g.Scale: _Lowering.scale,
-    g.Activation: _Lowering.activation,
-    g.Linear: _Lowering.linear,
-    g.Linears: _Lowering.linears,
-    g.HeadLinear: _Lowering.head_linear,
-    g.RopeAppend: _Lowering.rope_append,
-    g.Attention: _Lowering.attention,
-    g.CausalConv: _Lowering.causal_conv,
-    g.GatedDelta: _Lowering.gated_delta,
-    g.Scan: _Lowering.scan,
-    g.Gated: _Lowering.gated,
-    g.Route: _Lowering.route,
-    g.ExpertLinears: _Lowering.expert_linears,
-    g.ExpertOutput: _Lowering.expert_output,
-    g.Softcap: _Lowering.softcap,
-    g.Outputs: _Lowering.outputs,
-}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from localllm.kernels.cpu.compiler import kernel
-from localllm.kernels.cpu.simd import fma, load_f32x16, load_i64, load_splat_f32, stack, store_f32x16, zero_f32x16
+from localllm.kernels.cpu.simd import *
 from localllm.kernels.cpu.templates import device, static_range, template
 from localllm.kernels.cpu.tiles import FETCH_AHEAD, RECORD, TOKENS, X_STEP, fetch_ahead, multiply_block
 

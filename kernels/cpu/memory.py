@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import sys
 from typing import Any
 
 import numpy as np
@@ -33,50 +32,23 @@ class Arena:
     """Hands out memory that begins at a page and is zero; a piece is let go of with the last array in it."""
 
     def __init__(self) -> None:
-        self._piece: _Piece | None = None
+        self._memory = np.zeros(0, np.uint8)
+        self._last = self._next = 0
 
     def take(self, n_bytes: int) -> NDArray[np.uint8]:
         """Memory of ``n_bytes``."""
-        if self._piece is None or n_bytes > self._piece.n_free:
-            self._piece = _Piece(max(PIECE, n_bytes))
-        return self._piece.take(n_bytes)
-
-    def take_back(self) -> None:
-        """Takes the memory back that was handed out last, and that nobody will use any more.
-
-        Its pages go back to the system: beside a neighbour that stays in use they would be kept otherwise.
-        """
-        if self._piece is not None:
-            self._piece.take_back()
-
-
-class _Piece:
-    """New memory of at least so many bytes that begins at a huge page."""
-
-    def __init__(self, n_bytes: int) -> None:
-        self._pages = _pages((-(-n_bytes // HUGE_PAGE) + 1) * HUGE_PAGE, huge=True)
-        whole = np.frombuffer(self._pages, np.uint8)
-        self._begin = -whole.ctypes.data % HUGE_PAGE
-        self._memory = whole[self._begin :]
-        self._last = self._next = 0
-
-    @property
-    def n_free(self) -> int:
-        return len(self._memory) - self._next
-
-    def take(self, n_bytes: int) -> NDArray[np.uint8]:
+        if n_bytes > len(self._memory) - self._next:
+            n_pages = -(-max(PIECE, n_bytes) // HUGE_PAGE) + 1
+            whole = np.frombuffer(_pages(n_pages * HUGE_PAGE, huge=True), np.uint8)
+            self._memory, self._next = whole[-whole.ctypes.data % HUGE_PAGE :], 0
         self._last = self._next
         self._next += -(-n_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         return self._memory[self._last : self._last + n_bytes]
 
     def take_back(self) -> None:
-        begin, stop = self._last, self._next
-        self._next = begin
-        if sys.platform == "linux":  # elsewhere pages that went back need not be zero when they come again
-            with contextlib.suppress(OSError):  # the process has locked them
-                self._pages.madvise(mmap.MADV_DONTNEED, self._begin + begin, stop - begin)
-                return
-        self._memory[begin:stop] = 0
+        """Takes the memory back that was handed out last, and that nobody will use any more."""
+        self._memory[self._last : self._next] = 0
+        self._next = self._last
 
 
 def aligned_zeros(shape: int | tuple[int, ...], kind: type, *, huge: bool = False) -> NDArray[Any]:

@@ -15,25 +15,11 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from localllm.kernels.cpu.compiler import kernel, variant
+from localllm.kernels.cpu.compiler import Variant, kernel, variant
 from localllm.kernels.cpu.dots import dot32_s8, dot32_u4, dot32_u5, dot32_u6
 from localllm.kernels.cpu.memory import aligned_zeros
 from localllm.kernels.cpu.program import Instruction, Program, Workers
-from localllm.kernels.cpu.simd import (
-    flush_line,
-    fma,
-    load_f32x16,
-    load_i8x64,
-    load_i32x16,
-    load_splat_f32,
-    prefetch,
-    store_f32,
-    store_i32,
-    sum_int_lanes,
-    sum_lanes,
-    zero_f32x16,
-    zero_i32x16,
-)
+from localllm.kernels.cpu.simd import *
 from localllm.kernels.cpu.target import Target, choose
 from localllm.kernels.cpu.templates import device, static_range
 from localllm.kernels.cpu.tiles import FETCH_AHEAD
@@ -140,32 +126,24 @@ def multiply_floats(begin, end, weights, x, sums):
         store_f32(sums + 4 * unit, sum_lanes(total[0]))
 
 
-class _Test:
-    """A program of one kernel whose time is taken.
+def _timed(
+    workers: Workers,
+    code: Variant,
+    arguments: Sequence[NDArray[np.generic]],
+    n_units: int,
+    progress: Callable[[int, int], None] | None,
+    n_passes: int = 1,
+) -> Callable[[int | None], float]:
+    """Runs a kernel ``n_passes`` times, on so many of the threads or on all of them, and tells the seconds."""
+    instruction = Instruction(code, [array.ctypes.data for array in arguments], n_units, 0, wait=False)
+    program = Program([instruction] * n_passes, np.ones(1, np.int64), code.target, arguments, progress)
 
-    Attributes:
-        sums: what the kernel wrote, one a unit of work.
-    """
-
-    def __init__(
-        self,
-        workers: Workers,
-        instruction: Instruction,
-        n_passes: int,
-        operands: Sequence[NDArray[np.generic]],
-        sums: NDArray[np.generic],
-        target: Target,
-        progress: Callable[[int, int], None] | None,
-    ) -> None:
-        self.sums = sums
-        self._workers = workers
-        self._program = Program([instruction] * n_passes, np.ones(1, np.int64), target, (operands, sums), progress)
-
-    def seconds(self, threads: int | None = None) -> float:
-        """Runs it once, on all threads or on so many of them."""
+    def seconds(threads: int | None = None) -> float:
         begin = time.perf_counter()
-        self._program.run(self._workers, threads=threads)
+        program.run(workers, threads=threads)
         return time.perf_counter() - begin
+
+    return seconds
 
 
 class ReadTest:
@@ -191,33 +169,38 @@ class ReadTest:
         flushed: bool = False,
     ) -> None:
         n_units = max(1, -(-n_bytes // UNIT))
-        self.data = aligned_zeros(n_units * UNIT // 4, np.uint32)
+        self.data, self._sums = aligned_zeros(n_units * UNIT // 4, np.uint32), np.zeros(n_units, np.uint32)
         # Pages never written to are all the same one.
         self.data.reshape(n_units, -1)[:] = np.arange(UNIT // 4, dtype=np.uint32)
-        sums = np.zeros(n_units, np.uint32)
         n_passes = 1 if flushed else -(-LEAST_READ // self.data.nbytes)
         self._n_bytes = n_passes * self.data.nbytes
-        arguments = (self.data.ctypes.data, sums.ctypes.data)
-        instruction = Instruction(variant(read_words, target), arguments, n_units, 0, wait=False)
-        self._test = _Test(workers, instruction, n_passes, (self.data,), sums, target, progress)
-        self._flush: _Test | None = None
-        if flushed:
-            flush = Instruction(variant(flush_words, target), arguments[:1], n_units, 0, wait=False)
-            self._flush = _Test(workers, flush, 1, (self.data,), sums, target, progress)
+        operands, code = [self.data, self._sums], variant(read_words, target)
+        self._seconds = _timed(workers, code, operands, n_units, progress, n_passes)
+        self._flush = (
+            _timed(workers, variant(flush_words, target), [self.data], n_units, progress) if flushed else None
+        )
 
     def bandwidth(self, threads: int | None = None) -> float:
         """Bytes a second, measured now, with all threads or with so many of them."""
         if self._flush is not None:
-            self._flush.seconds()
-        return self._n_bytes / self._test.seconds(threads)
+            self._flush(None)
+        return self._n_bytes / self._seconds(threads)
 
     def total(self) -> int:
         """The sum of the buffer's words modulo 2^32, as the last measurement read them."""
-        return int(self._test.sums.sum(dtype=np.uint32))
+        return int(self._sums.sum(dtype=np.uint32))
 
 
 class MultiplyTest:
-    """Multiplies numbers that lie in registers and in the nearest cache."""
+    """Multiplies numbers that lie in registers and in the nearest cache.
+
+    Args:
+        bits: how wide the codes are that are multiplied with bytes, one of `DOTS`; None multiplies float32.  The
+            others are those of `ReadTest`.
+
+    Attributes:
+        sums: what each unit of work summed up in the last measurement.
+    """
 
     def __init__(
         self,
@@ -227,33 +210,26 @@ class MultiplyTest:
         bits: int | None,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        """As `ReadTest`; ``bits`` says how wide the codes are that are multiplied with bytes, one of `DOTS`; None
-        multiplies float32."""
-        chains = (10 if target.wide else 5) if bits is None else (4 if target.wide else 2)
-        if bits is None:
-            self.weights = np.arange(1, chains * LANES + 1, dtype=np.float32)
-            self.x = np.arange(-PERIOD // 2 + 1, PERIOD // 2 + 1, dtype=np.float32)
-            v = variant(multiply_floats, target, CHAINS=chains)
-        else:
-            self.weights = (np.arange(512) % (1 << bits)).astype(np.uint8).view(np.int8)
-            half = (np.arange(PERIOD * chains * 16) % 255 - 127).astype(np.int8).reshape(-1, 16)
-            self.x = np.concatenate([half, -half], axis=1)  # the sum of each 32 is 0
-            v = variant(multiply_integers, target, CHAINS=chains, DOT=DOTS[bits])
-        self.chains = chains
         n_units = UNITS * workers.n
-        sums = np.zeros(n_units, np.float32 if bits is None else np.int32)
-        self._n_products = n_units * ROUNDS * chains * (LANES if bits is None else LANES * 32)
-        arguments = (self.weights.ctypes.data, self.x.ctypes.data, sums.ctypes.data)
-        instruction = Instruction(v, arguments, n_units, 0)
-        self._test = _Test(workers, instruction, 1, (self.weights, self.x), sums, target, progress)
+        self.sums: NDArray[np.generic]
+        if bits is None:
+            self.chains = 10 if target.wide else 5
+            self.weights = np.arange(1, self.chains * LANES + 1, dtype=np.float32)
+            self.x = np.arange(-PERIOD // 2 + 1, PERIOD // 2 + 1, dtype=np.float32)
+            code, self.sums = variant(multiply_floats, target, CHAINS=self.chains), np.zeros(n_units, np.float32)
+        else:
+            self.chains = 4 if target.wide else 2
+            self.weights = (np.arange(512) % (1 << bits)).astype(np.uint8).view(np.int8)
+            half = (np.arange(PERIOD * self.chains * 16) % 255 - 127).astype(np.int8).reshape(-1, 16)
+            self.x = np.concatenate([half, -half], axis=1)  # the sum of each 32 is 0
+            code = variant(multiply_integers, target, CHAINS=self.chains, DOT=DOTS[bits])
+            self.sums = np.zeros(n_units, np.int32)
+        self._n_products = n_units * ROUNDS * self.chains * (LANES if bits is None else LANES * 32)
+        self._seconds = _timed(workers, code, [self.weights, self.x, self.sums], n_units, progress)
 
     def rate(self) -> float:
         """Multiplications, each with its addition, a second: the best of several measurements made now."""
-        return self._n_products / min(self._test.seconds() for _ in range(MULTIPLY_TRIES))
-
-    def sums(self) -> NDArray[np.generic]:
-        """What each unit of work summed up in the last measurement."""
-        return self._test.sums
+        return self._n_products / min(self._seconds(None) for _ in range(MULTIPLY_TRIES))
 
 
 class Roofline:
@@ -289,9 +265,8 @@ class Roofline:
     def dot_rate(self, bits: int = 4) -> float:
         """Products of bytes, each added to a sum, that the threads compute in a second.
 
-        Args:
-            bits: how wide the codes of the weights are, one of `DOTS`.  On processors without an instruction for the
-                whole dot product wider ones take more of them: those of four bits are the highest rate.
+        ``bits`` is how wide the codes of the weights are, one of `DOTS`.  On processors without an instruction for
+        the whole dot product wider ones take more of them: those of four bits are the highest rate.
         """
         return self._rate(bits)
 

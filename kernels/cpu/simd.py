@@ -12,33 +12,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from localllm.kernels.cpu.instructions import (
-    OPERATORS,
-    Kind,
-    broadcast,
-    constant,
-    dot_kind,
-    f16,
-    f32,
-    f32x16,
-    float32,
-    i8,
-    i8x64,
-    i16,
-    i32,
-    i32x16,
-    i64,
-    int32,
-    intp,
-    intrinsic,
-    literal,
-    load,
-    lowering_target,
-    op,
-    pointer_to,
-    store,
-    void,
-)
+from localllm.kernels.cpu.instructions import *
 
 # -- Loads and stores ----------------------------------------------------------------------------------------------
 
@@ -432,3 +406,7 @@ def pause(b):
         intrinsic(b, "llvm.x86.sse2.pause", ir.VoidType())
     elif family == "aarch64":
         intrinsic(b, "llvm.aarch64.hint", ir.VoidType(), ir.Constant(i32, 1))
+
+
+#: What kernels import: the operations, and nothing that they are made of.
+__all__ = [each.emit.__name__ for each in OPERATIONS if each.emit.__module__ == __name__]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import prod
@@ -11,7 +12,7 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from localllm.kernels.backend import PackedWeight, Progress, WeightUse
+from localllm.kernels.backend import PackedWeight, Progress, WeightUse, matrices_to_pack
 from localllm.kernels.buffers import Buffer
 from localllm.kernels.cpu.host import check_memory
 from localllm.kernels.cpu.memory import PADDING, Arena, padded
@@ -19,7 +20,6 @@ from localllm.kernels.cpu.packing import Packer
 from localllm.kernels.cpu.program import Job, Workers
 from localllm.kernels.cpu.target import Target
 from localllm.kernels.embedding import SMALL_TABLE, CopiedTable, DecodedTable, EmbeddingTable, PackedTable
-from localllm.kernels.experts import matrices_to_pack
 from localllm.kernels.graph import Weight
 from localllm.quant.lut import KernelType
 from localllm.quant.packing import LAYOUTS
@@ -114,19 +114,18 @@ class PackedWeights:
         self._matrices: dict[Weight, tuple[NDArray[np.uint8], KernelType]] = {}
         self._vectors: dict[Weight, NDArray[np.float32]] = {}
         #: Where both lie, once they are loaded.
-        self._places: dict[Weight, Buffer] = {}
+        self._places = defaultdict[Weight, Buffer](lambda: Buffer(0, address=0))
         #: Those that rows are looked up in.
         self.tables: dict[Weight, EmbeddingTable] = {}
 
     def matrix(self, weight: Weight) -> tuple[Buffer, KernelType]:
         """The tiles of one matrix or of several, and their format."""
-        return self.vector(weight), self._matrices[weight][1] if weight in self._matrices else repack_target(
-            weight.type
-        )
+        kind = self._matrices[weight][1] if weight in self._matrices else repack_target(weight.type)
+        return self._places[weight], kind
 
-    def vector(self, weight: Weight) -> Buffer:
-        """A vector, or a matrix's rows or columns, in float32 with zeros behind each."""
-        return self._places.setdefault(weight, Buffer(0, address=0))
+    def vector(self, weight: Weight | None) -> Buffer | int:
+        """A vector, or a matrix's rows or columns, in float32 with zeros behind each; 0 of none."""
+        return 0 if weight is None else self._places[weight]
 
     def load(self, use: WeightUse, loader: WeightLoader, progress: Progress | None) -> PackedWeight:
         """Packs a weight."""
@@ -134,10 +133,10 @@ class PackedWeights:
         if use.is_float:
             values = use.floats()
             vector = np.pad(values, ((0, 0), (0, padded(values.shape[1]) - values.shape[1])))
-            self._vectors[weight], self.vector(weight).address = vector, vector.ctypes.data
+            self._vectors[weight], self._places[weight].address = vector, vector.ctypes.data
         elif use.is_operand:
             tiles, kind = self._matrices[weight] = loader.pack(weight)
-            self.vector(weight).address = tiles.ctypes.data
+            self._places[weight].address = tiles.ctypes.data
             n_bytes = planned.n_bytes + tiles.nbytes - _packed_bytes(weight.shape, repack_target(weight.type))
             planned = replace(planned, kernel_type=kind.name, n_bytes=n_bytes)
         if use.is_table:

@@ -1,19 +1,21 @@
 """CUDA kernels: C++ that NVRTC compiles for the GPU at hand, and the narrow interface to the device beneath them.
 
-A ``.cu`` file is a module (module.py); where its launches are chosen says what they are given:
+A ``.cu`` file is a module (module.py).  The way of a forward pass:
 
-=======================================  ============================================  ==============================
-kernels                                  launches                                      tests, in tests/kernels/cuda
-=======================================  ============================================  ==============================
-pack, embed, quantise, matvec*, matmul*  matmul.py (shapes), calls.py, experts.py      test_pack, _quantise, _matmul
-attention, append                        attention.py, cache.py, calls.py              test_attention, test_append
-elementwise                              calls.py                                      test_elementwise, _selection
-experts                                  experts.py                                    test_experts
-convolution, recurrent                   recurrent.py                                  tests/kernels/test_recurrent
-ceilings                                 roofline.py                                   test_roofline
-=======================================  ============================================  ==============================
+    graph ──lowering.py──▶ calls (calls.py), each with its launches ──step.py──▶ CUDA graphs, one arena of buffers
 
-calls.py and experts.py are what a step is made of, lowering.py makes them of a graph, step.py runs them.
+matmul.py and attention.py choose among kernels of products and of attention, and their launch geometry.
+
+==============================================  ===========================================
+kernels                                         tests, in tests/kernels/cuda
+==============================================  ===========================================
+pack, embed, quantise, matvec*, matmul*         test_pack, _quantise, _matmul
+attention, append                               test_attention, test_append
+elementwise                                     test_elementwise, _selection
+experts                                         test_experts
+convolution, recurrent                          tests/kernels/test_recurrent
+ceilings                                        test_roofline
+==============================================  ===========================================
 
 **To try a change** needs no GPU, but NVRTC and g++ (``pip install -e '.[dev,cuda13]'``).  Edit the ``.cu``, then::
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from localllm.errors import KernelError
 from localllm.kernels.cuda.cache import PAGE, padded_head
-from localllm.kernels.cuda.launch import Launch
+from localllm.kernels.cuda.driver import Launch
 from localllm.kernels.graph import CacheType
 from localllm.kernels.q8_0 import VALUES_PER_SCALE
 

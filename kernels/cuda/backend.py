@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from localllm.kernels.backend import Backend, Footprint, Progress, check_cache, weights_of
-from localllm.kernels.cuda.arena import StepLimits
 from localllm.kernels.cuda.cache import PAGE, CUDACache
+from localllm.kernels.cuda.calls import StepLimits
 from localllm.kernels.cuda.driver import CompileProgress, Driver
-from localllm.kernels.cuda.lowering import Lowered, lower
-from localllm.kernels.cuda.matmul import TILE_ROWS
+from localllm.kernels.cuda.lowering import Lowered, Lowering
+from localllm.kernels.cuda.matmul import TILE_ROWS, ProductLimits
 from localllm.kernels.cuda.step import CUDAStep
 from localllm.kernels.cuda.weights import CHUNK_BYTES, PackedWeights, WeightLoader
 from localllm.kernels.graph import Graph
@@ -74,7 +74,9 @@ class CUDABackend(Backend):
         self, graph: Graph, weights: PackedWeights, cache: CUDACache, max_tokens: int, max_outputs: int
     ) -> Lowered:
         properties = self.driver.properties(self.device)
-        return lower(graph, weights, StepLimits(graph, properties, cache, max_tokens, max_outputs, self._tile_rows))
+        products = ProductLimits(properties.capability, properties.shared_bytes, self._tile_rows)
+        limits = StepLimits(graph, properties, cache, max_tokens, max_outputs, products)
+        return Lowering(graph, weights, limits).lower()
 
     def close(self) -> None:
         """Ends the threads that read files."""

@@ -114,7 +114,7 @@ class CUDACache:
     All that reads and writes it goes into ``stream``: steps may return before they have computed.
 
     Attributes:
-        memory: None of a cache that is only planned.
+        memory: nowhere, of a cache that is only planned.
     """
 
     page_size = PAGE
@@ -136,12 +136,12 @@ class CUDACache:
             self._places[state] = self.slot_bytes
             self.slot_bytes += _state_bytes(state)
         self.n_bytes += n_states * self.slot_bytes
-        self.memory: DeviceMemory | None = None
+        self.memory = DeviceMemory(0, 0, max(1, self.n_bytes), None)
 
     def allocate(self, driver: Driver, device: int) -> None:
         """Takes the memory, which is zero at first."""
         self.driver, self.stream = driver, driver.stream(device)
-        self.memory = driver.allocate(device, max(1, self.n_bytes))
+        self.memory = driver.allocate(device, self.memory.n_bytes)
         driver.fill(self.memory, 0, self.stream)
         driver.synchronize(self.stream)
 
@@ -151,7 +151,7 @@ class CUDACache:
     def part(self, number: int, which: int) -> DeviceMemory:
         """One of the `CacheLayout.parts` of a layer."""
         part = self.layouts[number].parts[which]
-        return self._at(self.offsets[number] + part.offset, part.n_bytes)
+        return self.memory.at(self.offsets[number] + part.offset, part.n_bytes)
 
     def layer(self, number: int) -> tuple[Argument, Argument, Argument, Argument]:
         """Keys, their scales, values and theirs, of a layer, as kernels take them."""
@@ -183,14 +183,14 @@ class CUDACache:
     def state(self, state: RecurrentState) -> DeviceMemory:
         """Where the values of a state begin in the first slot; those of the next are `slot_bytes` further."""
         begin = self._first_slot + self._places[state]
-        return self._at(begin, self.n_bytes - begin)
+        return self.memory.at(begin, self.n_bytes - begin)
 
     def copy_state(self, source: int, target: int) -> None:
         for slot in (source, target):
             if not 0 <= slot < self.n_states:
                 raise KernelError(f"there is no slot {slot} in a cache of {self.n_states} recurrent states")
         if self.slot_bytes:
-            memory = self._at(self._first_slot, self.n_states * self.slot_bytes)
+            memory = self.memory.at(self._first_slot, self.n_states * self.slot_bytes)
             defines: Defines = {"KEY_DIM": 16, "VALUE_DIM": 16, "Q8_0": 0}
             self._copy(memory, defines, self.slot_bytes, 0, 1, source, target)
             self.driver.synchronize(self.stream)
@@ -200,7 +200,7 @@ class CUDACache:
         layout, begin = self.layouts[first], self.offsets[first]
         for part in layout.parts:
             if part.n_bytes:
-                memory = self._at(begin + part.offset, (n_layers - 1) * layout.n_bytes + part.n_bytes)
+                memory = self.memory.at(begin + part.offset, (n_layers - 1) * layout.n_bytes + part.n_bytes)
                 defines = append_defines(layout.kept)
                 self._copy(memory, defines, part.page_bytes, layout.n_bytes, n_layers, source, target)
 
@@ -213,8 +213,3 @@ class CUDACache:
         self.driver.launch(
             module, "copy_page", (-(-n_bytes // _COPIED_BYTES), n), (256,), [memory, *sizes], self.stream
         )
-
-    def _at(self, offset: int, n_bytes: int) -> DeviceMemory:
-        if self.memory is None:
-            raise KernelError("a cache that is only planned has no memory")
-        return self.memory.at(offset, n_bytes)

@@ -1,485 +1,445 @@
-"""What a step is made of on a CUDA device: calls of kernels, each with the launches that it takes.
+"""What a step is made of on a CUDA device: calls of kernels over buffers, each with the launches that it takes.
 
-A layer of a llama takes eleven launches for a token: norm and quantise, the product with query, key and value,
-rotation and append, attention over KV splits and their merge, quantise, the product with its output; norm and
-quantise, the product with gate and up, gate and quantise, the product with down.
+A call launches nothing itself; it says which launches it takes for batches of an `Extent`.  Kernels read the number
+of rows from the batch's header in device memory and leave what is beyond them alone, so the launches for an extent
+serve every batch that fits into it.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import InitVar, dataclass, field
+from fractions import Fraction
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from localllm.kernels import graph
-from localllm.kernels.buffers import Buffer
-from localllm.kernels.cuda import attention, matmul
-from localllm.kernels.cuda.arena import (
-    AttentionKind,
-    BatchBuffer,
-    Call,
-    Extent,
-    Inputs,
-    StepLimits,
-    Stored,
-    stored_in,
-)
-from localllm.kernels.cuda.attention import Variant
-from localllm.kernels.cuda.batch import N_OUTPUTS
-from localllm.kernels.cuda.cache import append_defines
-from localllm.kernels.cuda.driver import Argument, DeviceMemory
-from localllm.kernels.cuda.launch import Launch
-from localllm.kernels.cuda.matmul import MAX_MATRICES, Product
-from localllm.kernels.cuda.weights import PackedMatrix
-from localllm.kernels.graph import ACTIVATIONS, HeadNorm, KVCache, PositionScale, Rope
+from localllm.kernels.backend import Batch
+from localllm.kernels.buffers import Address, Buffer
+from localllm.kernels.cuda.attention import NO_WINDOW, Heads, Variant, Work, choose_variant, work_of_bucket
+from localllm.kernels.cuda.cache import PAGE, CUDACache
+from localllm.kernels.cuda.driver import DeviceMemory, DeviceProperties, Launch
+from localllm.kernels.cuda.matmul import PackedFormat, ProductLimits
+from localllm.kernels.cuda.roofline import Kind
+from localllm.kernels.graph import Attention, Graph, Rope, Route
 
+#: What counts a tensor's rows: places in a batch's header (batch.cuh).
+N_TOKENS, N_OUTPUTS, N_SEQUENCES, N_PLACES = range(4)
+_HEADER = 4
+#: Values that a row is padded to.
+PADDING = 32
+#: Tokens and outputs of the extents that small batches share.
+BUCKETS = (1, 2, 4, 8, 16, 32)
+#: Bytes for the partials of attention over a split cache, at most.
+MAX_PARTIAL_BYTES = 64 << 20
+_ALIGNMENT = 256
 _NULL = np.uint64(0)
-#: What rotates nothing.
-NO_ROPE = Rope(np.zeros(0, np.float32), interleaved=False)
-#: Threads and columns of a block in elementwise.cu.
-_NORM_THREADS, _GATE_THREADS, _GATE_COLUMNS, _SORT_THREADS = 512, 128, 512, 1024
-#: Heads of a block in append.cu.
-_HEADS_PER_BLOCK = 4
-#: Columns that a block of `top_parts` sorts, and how many of the largest may be wanted.
-SORTED, MAX_TOP_K = 2048, 1024
+#: 2^192 / (2 pi), rounded.
+_INVERSE_TURN = 0x28BE60DB9391054A7F09D5F47D4D377036D8A5664F10E410
 
 
-def _elementwise(kernel: str, grid: tuple[int, ...], threads: int, *arguments: Argument) -> Iterator[Launch]:
-    if all(grid):
-        yield Launch("elementwise", kernel, {}, grid, (threads,), arguments=arguments)
+def padded(n: int) -> int:
+    """The values that a row of ``n`` takes."""
+    return -(-n // PADDING) * PADDING
 
 
-def _row_arguments(rows: Stored) -> tuple[Argument, Argument, Argument]:
-    return rows.memory, np.int32(rows.stride), np.int32(rows.width)
-
-
-# -- Rows ----------------------------------------------------------------------------------------------------------
+# -- Buffers -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
-class Embed:
-    """Columns of a packed matrix's rows for the batch's ids or positions."""
-
-    batch: BatchBuffer
-    table: PackedMatrix
-    columns: range
-    scale: float
-    by_position: bool
-    y: Stored
-
-    def launches(self, extent: Extent) -> Iterator[Launch]:
-        table, format = self.table, self.table.packed
-        launch = matmul.embed_launch(format, extent.n_tokens)
-        sizes = map(np.int32, (self.columns.start, self.columns.stop, format.n_tiles(table.n_in)))
-        batch = self.batch.positions if self.by_position else self.batch.ids, self.batch.header
-        y = self.y.memory, np.int32(self.y.stride)
-        yield launch.given(table.memory, *sizes, *batch, np.float32(self.scale), *y)
-
-
-@dataclass(frozen=True, eq=False)
-class Gather:
-    """The rows whose logits are wanted."""
-
-    batch: BatchBuffer
-    x: Stored
-    y: Stored
-
-    def launches(self, extent: Extent) -> Iterator[Launch]:
-        batch, y = self.batch, (self.y.memory, np.int32(self.y.stride))
-        grid = (-(-self.x.width // _GATE_COLUMNS), extent.rows(N_OUTPUTS))
-        arguments = (batch.header, batch.outputs, *_row_arguments(self.x), *y)
-        yield from _elementwise("gather_rows", grid, _GATE_THREADS, *arguments)
-
-
-@dataclass(frozen=True, eq=False)
-class Norm:
-    """RMS norm of groups of a row, to float32; or of whole rows, also to inputs of eight bits.
+class Stored:
+    """Rows of a tensor, float32 [rows, stride], of which ``width`` values count.
 
     Attributes:
-        weight_step: values from the weight of one group to the next one's.
+        slot: what counts the rows: `N_TOKENS`, `N_OUTPUTS` or `N_PLACES`.
     """
 
-    batch: BatchBuffer
-    x: Stored
-    weight: DeviceMemory | None
-    eps: float
-    n_groups: int
-    weight_step: int
-    y: Stored | Inputs
-
-    def launches(self, extent: Extent) -> Iterator[Launch]:
-        x, n = self.x, extent.rows(self.x.slot)
-        rows = x.memory, np.int32(x.stride), np.int32(x.width // self.n_groups)
-        weight = _NULL if self.weight is None else self.weight
-        arguments: tuple[Argument, ...] = (self.batch.header_at(x.slot), *rows, weight, np.float32(self.eps))
-        name, to = _result("rms_norm", self.y, n)
-        if isinstance(self.y, Inputs):
-            yield from _elementwise(name, (n,), _NORM_THREADS, *arguments, *to)
-        else:
-            step = np.int32(self.weight_step)
-            yield from _elementwise(name, (n, self.n_groups), _NORM_THREADS, *arguments, step, *to)
-
-
-@dataclass(frozen=True, eq=False)
-class LayerNorm:
-    """Layer norm."""
-
-    batch: BatchBuffer
-    x: Stored
-    weight: DeviceMemory
-    bias: DeviceMemory | None
-    eps: float
-    y: Stored
-
-    def launches(self, extent: Extent) -> Iterator[Launch]:
-        x, n = self.x, extent.rows(self.x.slot)
-        weights = self.weight, _NULL if self.bias is None else self.bias, np.float32(self.eps)
-        to = self.y.memory, np.int32(self.y.stride)
-        header = self.batch.header_at(x.slot)
-        yield from _elementwise("layer_norm", (n,), _NORM_THREADS, header, *_row_arguments(x), *weights, *to)
-
-
-@dataclass(frozen=True, eq=False)
-class Gate:
-    """An activation, times another row if there is one, to float32 or to inputs of eight bits."""
-
-    batch: BatchBuffer
-    gate: Stored
-    up: Stored | None
-    activation: str
-    y: Stored | Inputs
-
-    def launches(self, extent: Extent) -> Iterator[Launch]:
-        gate, n = self.gate, extent.rows(self.gate.slot)
-        kind, up = np.int32(ACTIVATIONS.index(self.activation)), _NULL if self.up is None else self.up.memory
-        arguments = (self.batch.header_at(gate.slot), kind, gate.memory, up, *_row_arguments(gate)[1:])
-        name, to = _result("gated", self.y, n)
-        yield from _elementwise(name, (-(-gate.width // _GATE_COLUMNS), n), _GATE_THREADS, *arguments, *to)
-
-
-@dataclass(frozen=True, eq=False)
-class Add:
-    """factor * weight * sigmoid(gate) * x + residual; what is None is left out."""
-
-    batch: BatchBuffer
-    x: Stored
-    factor: float
-    weight: DeviceMemory | None
-    gate: Stored | None
-    residual: Stored | None
-    y: Stored
-
-    def launches(self, extent: Extent) -> Iterator[Launch]:
-        x, n = self.x, extent.rows(self.x.slot)
-        weight = _NULL if self.weight is None else self.weight
-        gate = (_NULL, np.int32(0)) if self.gate is None else (self.gate.memory, np.int32(self.gate.stride))
-        residual = _NULL if self.residual is None else self.residual.memory
-        arguments = (*_row_arguments(x), np.float32(self.factor), weight, *gate, residual)
-        to = self.y.memory, np.int32(self.y.stride)
-        grid, header = (-(-x.width // _GATE_COLUMNS), n), self.batch.header_at(x.slot)
-        yield from _elementwise("add", grid, _GATE_THREADS, header, *arguments, *to)
-
-
-@dataclass(frozen=True, eq=False)
-class SoftCap:
-    """cap * tanh(x / cap)."""
-
-    batch: BatchBuffer
-    x: Stored
-    cap: float
-    y: Stored
-
-    def launches(self, extent: Extent) -> Iterator[Launch]:
-        x, n = self.x, extent.rows(self.x.slot)
-        arguments = (self.batch.header_at(x.slot), *_row_arguments(x), np.float32(self.cap))
-        to = self.y.memory, np.int32(self.y.stride)
-        yield from _elementwise("softcap", (-(-x.width // _GATE_COLUMNS), n), _GATE_THREADS, *arguments, *to)
-
-
-def _result(kernel: str, y: Stored | Inputs, n_rows: int) -> tuple[str, tuple[Argument, ...]]:
-    """A kernel's name, and its arguments for what it writes."""
-    if isinstance(y, Stored):
-        return kernel, (y.memory, np.int32(y.stride))
-    laid_out = matmul.EIGHT_BITS.input_rows(n_rows)
-    return f"{kernel}_quantised", (y.units, y.scales, np.int32(laid_out))
-
-
-# -- Products ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class Quantise:
-    """Rows as products with weights of a format read them."""
-
-    batch: BatchBuffer
-    format: matmul.PackedFormat
-    x: Stored
-    inputs: Inputs
-
-    def launches(self, extent: Extent) -> Iterator[Launch]:
-        n = extent.rows(self.x.slot)
-        if not n:
-            return
-        n_rows = self.format.input_rows(n)
-        launch = matmul.quantise_launch(self.format, self.x.width, n_rows)
-        counted = self.batch.header_at(self.x.slot)
-        to = self.inputs.units, self.inputs.scales, np.int32(n_rows)
-        yield launch.given(*_row_arguments(self.x), counted, *to)
-
-
-@dataclass(frozen=True, eq=False)
-class Multiply:
-    """Products of the same inputs with matrices of one format, and where they go.
-
-    Attributes:
-        biases: of each matrix.
-        residual: what is added to the product, of which there is one then; it may be where the product goes.
-    """
-
-    step: StepLimits
+    buffer: Buffer
+    width: int
     slot: int
-    inputs: Inputs
-    weights: Sequence[PackedMatrix]
-    biases: Sequence[DeviceMemory | None]
-    results: Sequence[Stored]
-    residual: Stored | None = None
 
-    def launches(self, extent: Extent) -> Iterator[Launch]:
-        n = extent.rows(self.slot)
-        if not n:
-            return
-        format, capability = self.weights[0].packed, self.step.properties.capability
-        n_rows = format.input_rows(n)
-        step = 1 if matmul.takes_one_matrix(format, n_rows, capability) else MAX_MATRICES
-        products = list(zip(self.weights, self.biases, self.results, strict=True))
-        for i in range(0, len(products), step):
-            yield self._launch(products[i : i + step], n_rows)
+    @property
+    def stride(self) -> int:
+        return padded(self.width)
 
-    def _launch(self, products: Sequence[tuple[PackedMatrix, DeviceMemory | None, Stored]], n_rows: int) -> Launch:
-        step, first = self.step, products[0][0]
-        launch = matmul.product_launch(
-            first.packed,
-            [w.n_out for w, _, _ in products],
-            first.n_in,
-            n_rows,
-            capability=step.properties.capability,
-            shared_bytes=step.properties.shared_bytes,
-            tile_rows=step.tile_rows,
-        )
-        residual = None if self.residual is None else self.residual.memory
-        arguments = matmul.product_arguments(
-            launch,
-            first.packed,
-            first.n_in,
-            n_rows,
-            (self.inputs.units, self.inputs.scales),
-            step.batch.header_at(self.slot),
-            [Product(w.memory, y.memory, w.n_out, y.stride, bias, residual) for w, bias, y in products],
-        )
-        return launch.given(*arguments)
+    def bytes_of(self, n_rows: int) -> int:
+        """What so many rows hold."""
+        return 4 * self.width * n_rows
+
+    def as_arguments(self, n_rows: int) -> tuple[Any, ...]:
+        return self.buffer, np.int32(self.stride)
 
 
 @dataclass(frozen=True, eq=False)
-class MultiplyHeads:
-    """Each head of x times its matrix, and the rest of its values as they are."""
-
-    step: StepLimits
-    op: graph.HeadLinear
-    x: Stored
-    inputs: Inputs
-    weight: PackedMatrix
-    y: Stored
-
-    def launches(self, extent: Extent) -> Iterator[Launch]:
-        n, step, x, y = extent.rows(self.x.slot), self.step, self.x, self.y
-        if not n:
-            return
-        format, (n_heads, n_out, n_in), rest = self.weight.packed, self.op.weight.shape, self.op.n_rest
-        header, n_rows = step.batch.header_at(x.slot), format.input_rows(n)
-        launch = replace(
-            matmul.quantise_launch(format, n_in, n_rows), kernel="quantise_heads", grid=(n_rows, n_heads)
-        )
-        rows = x.memory, np.int32(x.stride), np.int32(n_in + rest), np.int32(n_in)
-        yield launch.given(*rows, header, self.inputs.units, self.inputs.scales, np.int32(n_rows))
-        launch = matmul.product_launch(
-            format,
-            [n_out],
-            n_in,
-            n_rows,
-            capability=step.properties.capability,
-            shared_bytes=step.properties.shared_bytes,
-            tile_rows=step.tile_rows,
-            n_heads=n_heads,
-        )
-        inputs, products = (
-            (self.inputs.units, self.inputs.scales),
-            [Product(self.weight.memory, y.memory, n_out, y.stride)],
-        )
-        yield launch.given(*matmul.product_arguments(launch, format, n_in, n_rows, inputs, header, products))
-        if rest:
-            sizes = np.int32(n_in + rest), np.int32(rest)
-            to = y.memory.at(4 * n_out, y.memory.n_bytes - 4 * n_out), np.int32(y.stride), np.int32(n_out + rest)
-            given = header, x.memory.at(4 * n_in, x.memory.n_bytes - 4 * n_in), np.int32(x.stride), *sizes, *to
-            yield from _elementwise("copy_heads", (n_heads, n), 32, *given)
-
-
-# -- Attention -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class RopeAppend:
-    """Norms of heads, rotation, and the cache of a layer.
+class Inputs:
+    """Rows as matrix products read them: units and scales, see activations.cuh.
 
     Attributes:
-        op: says what is done.
-        frequencies: where those of the rope lie, if there is one with any.
-        norms: the weights of queries', keys' and values'.
+        width: of a row, or of each of its heads, where these have a matrix of their own each.
     """
 
-    step: StepLimits
-    op: graph.RopeAppend
-    q: Stored
-    k: Stored | None
-    v: Stored | None
-    frequencies: Buffer | None
-    norms: Sequence[DeviceMemory | None]
-
-    def launches(self, extent: Extent) -> Iterator[Launch]:
-        step, op, kept = self.step, self.op, self.op.cache
-        batch, cache = step.batch, step.cache
-        n_heads, rope = self.q.width // kept.key_dim, op.rope or NO_ROPE
-        scale = op.q_scale or PositionScale(0.0, 1)
-        dims = kept.key_dim, kept.key_dim, kept.value_dim
-        norms = zip(op.norms, self.norms, dims, strict=True)
-        # Without keys, the cache is another layer's.
-        places = (_NULL,) * 4 if self.k is None else cache.layer(kept.layer)
-        arguments: tuple[Argument, ...] = (
-            *(batch.header, batch.slots(cache.groups[kept.layer]), batch.positions),
-            _NULL if self.frequencies is None else step.arena.at(self.frequencies),
-            *map(np.int32, (len(rope.frequencies), rope.first, rope.interleaved)),
-            *(np.float32(rope.magnitude), self.q.memory, np.int32(self.q.stride)),
-            *(argument for x in (self.k, self.v) for argument in _rows_or_null(x)),
-            *(np.int32(n_heads), np.int32(kept.n_heads)),
-            *(argument for norm in norms for argument in _norm_arguments(*norm)),
-            *(np.int32(op.norm_last), np.float32(scale.rate), np.int32(scale.length), np.int32(scale.offset)),
-            *places,
-        )
-        n_kinds = sum(x is not None for x in (self.k, self.v))
-        grid = (-(-(n_heads + n_kinds * kept.n_heads) // _HEADS_PER_BLOCK), extent.n_tokens)
-        threads = (32 * _HEADS_PER_BLOCK,)
-        yield Launch("append", "rope_append", append_defines(kept), grid, threads, arguments=arguments)
-
-
-def _rows_or_null(x: Stored | None) -> tuple[Argument, Argument]:
-    return (_NULL, np.int32(0)) if x is None else (x.memory, np.int32(x.stride))
-
-
-def _norm_arguments(norm: HeadNorm | None, weight: DeviceMemory | None, dim: int) -> tuple[Argument, ...]:
-    """Weights, how many values are normed, and eps."""
-    if norm is None:
-        return _NULL, np.int32(0), np.float32(0)
-    n = dim if norm.weight is None else norm.weight.shape[0]
-    return _NULL if weight is None else weight, np.int32(n), np.float32(norm.eps)
-
-
-@dataclass(frozen=True, eq=False)
-class Attention:
-    """Attention over the cache of a layer.
-
-    Attributes:
-        partials: for what splits of the cache come to.
-    """
-
-    step: StepLimits
-    kind: AttentionKind
-    variant: Variant
-    kept: KVCache
-    scale: float
-    soft_cap: float | None
-    sinks: DeviceMemory | None
-    q: Stored
-    y: Stored
-    partials: Buffer
-
-    def launches(self, extent: Extent) -> Iterator[Launch]:
-        step, heads = self.step, self.kind.heads
-        work, cache = extent.work(self.kind), step.cache.layer(self.kept.layer)
-        batch = step.batch.attention(step.cache.groups[self.kept.layer])
-        sums, states = step.partials(self.partials, self.kind, work)
-        partials = sums, states, np.int32(work.max_splits), np.int32(work.partial_rows)
-        q, out = ((rows.memory, np.int32(rows.stride)) for rows in (self.q, self.y))
-        scoring = np.float32(self.scale), np.float32(self.soft_cap or 0)
-        sinks = _NULL if self.sinks is None else self.sinks
-        own: dict[str, tuple[Argument, ...]] = {
-            "attention_prefill": (*cache, *q, *out, sinks, *scoring),
-            "attention_split": (*cache, *q, *partials, *scoring),
-            "attention_merge": (*partials, *out, sinks),
-        }
-        for launch in attention.launches(work, heads, self.variant, step.properties.n_multiprocessors):
-            limits = *attention.token_range(launch, work), heads.window
-            numbers = map(np.int32, (heads.n_kv_heads, heads.group_size, *limits))
-            yield launch.given(*batch, *numbers, *own[launch.kernel])
-
-
-# -- The largest logits --------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class TopK:
-    """The k largest of each row of logits: their ids, the largest first, and behind those of all rows the logits.
-
-    Attributes:
-        best: for ids and logits.
-        parts: for the largest of each stretch of a row, unless only one is wanted.
-    """
-
-    step: StepLimits
-    logits: Stored
-    best: Buffer
-    parts: Buffer | None
+    buffer: Buffer
+    format: PackedFormat
+    width: int
+    slot: int
+    n_heads: int
+    scale_bytes: int
 
     @classmethod
-    def of(cls, step: StepLimits, logits: Stored) -> TopK:
-        """With memory for as many as there may be wanted."""
-        n = 8 * step.max_outputs * min(MAX_TOP_K, logits.width)
-        parts = Buffer(n * -(-logits.width // SORTED)) if logits.width > 1 else None
-        return cls(step, logits, Buffer(n), parts)
+    def new(cls, format: PackedFormat, n_rows: int, width: int, slot: int, n_heads: int = 1) -> Inputs:
+        """Those of up to ``n_rows`` rows."""
+        laid_out = format.input_rows(n_rows)
+        units = -(-n_heads * format.unit_bytes(width, laid_out) // _ALIGNMENT) * _ALIGNMENT
+        scales = n_heads * format.input_scale_bytes(width, laid_out)
+        return cls(Buffer(units + scales), format, width, slot, n_heads, scales)
 
-    def launches(self, extent: Extent, k: int = MAX_TOP_K, n_rows: int = 0) -> Iterator[Launch]:
-        """Those of a batch of ``n_rows`` outputs."""
-        logits, header, n, arena = self.logits, self.step.batch.header, extent.n_outputs, self.step.arena
-        n_bytes = 4 * n_rows * k
-        rows, best = _row_arguments(logits), [arena.at(self.best, i * n_bytes, n_bytes) for i in range(2)]
-        if k == 1 or self.parts is None:
-            yield from _elementwise("argmax", (n,), _SORT_THREADS, header, *rows, *best)
-            return
-        n_parts, parts = -(-logits.width // SORTED), arena.at(self.parts)
-        yield from _elementwise("top_parts", (n_parts, n), _SORT_THREADS, header, *rows, np.int32(k), parts)
-        keys = np.int32(n_parts * k)
-        yield from _elementwise("top_merge", (n,), _SORT_THREADS, header, parts, keys, np.int32(k), *rows[:2], *best)
+    def bytes_of(self, n_rows: int) -> int:
+        row_bytes = self.format.unit_bytes(self.width, n_rows) + self.format.input_scale_bytes(self.width, n_rows)
+        return self.n_heads * row_bytes
+
+    def as_arguments(self, n_rows: int) -> tuple[Any, ...]:
+        """Units, scales, and the rows that they are laid out for."""
+        scales = self.buffer.at(self.buffer.n_bytes - self.scale_bytes)
+        return self.buffer, scales, np.int32(self.format.input_rows(n_rows))
 
 
-# -- Fusion --------------------------------------------------------------------------------------------------------
+class BatchBuffer:
+    """A batch in the one block of int32 that a step uploads: the header first (batch.cuh), block tables last.
+
+    A sequence has its block tables of all groups side by side.
+
+    Args:
+        n_pages: of the cache's groups: a block table may have as many entries as the first.
+    """
+
+    def __init__(self, max_tokens: int, max_outputs: int, n_pages: tuple[int, ...]) -> None:
+        sizes = (_HEADER, max_tokens, max_tokens, max_outputs, max_tokens + 1, max_tokens, max_tokens)
+        self._bounds = [*accumulate((*sizes, *(max_tokens for _ in n_pages)), initial=0)]
+        self.n_groups, self._n_blocks = len(n_pages), max(1, n_pages[0])
+        #: Entries from one sequence's tables to the next one's.
+        self._table_stride = self.n_groups * self._n_blocks
+        self.buffer = Buffer(4 * self.words_of(max_tokens), is_kept=True)
+        parts = [self.buffer.at(4 * begin) for begin in self._bounds]
+        self.header, self.ids, self.positions, self.outputs, self._starts, self._lengths, self._states = parts[:7]
+        self.slots, self._tables = parts[7:-1], parts[-1]
+
+    def words_of(self, n_sequences: int) -> int:
+        """The words that batches of so many sequences take at most."""
+        return self._bounds[-1] + n_sequences * self._table_stride
+
+    def fill(self, words: NDArray[np.int32], batch: Batch) -> int:
+        """Writes a batch that was checked; returns the words that it takes."""
+        n_tokens, n_sequences = len(batch.ids), len(batch.kv_lengths)
+        tables = batch.block_tables[:, :, : self._n_blocks]
+        sequences = np.repeat(np.arange(n_sequences), np.diff(batch.query_starts))
+        slots = tables[:, sequences, batch.positions // PAGE] * np.int32(PAGE) + batch.positions % PAGE
+        parts = batch.ids, batch.positions, batch.outputs, batch.query_starts, batch.kv_lengths, batch.states
+        words[:3] = n_tokens, len(batch.outputs), n_sequences
+        for begin, values in zip(self._bounds[1:], (*parts, *slots), strict=False):
+            words[begin : begin + len(values)] = values
+        end = self.words_of(n_sequences)
+        own = words[self._bounds[-1] : end].reshape(n_sequences, self.n_groups, self._n_blocks)
+        own[:, :, : tables.shape[2]] = tables.swapaxes(0, 1)
+        return end
+
+    @property
+    def sequences(self) -> tuple[Address, ...]:
+        """What kernels of recurrent states read: header, first tokens, positions, slots of the states."""
+        return self.header, self._starts, self.positions, self._states
+
+    def attention(self, group: int) -> tuple[Any, ...]:
+        """PARAMETERS of attention.cu over the caches of a group, as far as they are the batch's."""
+        tables = self.buffer.at(self._tables.n_bytes + 4 * group * self._n_blocks)
+        return self.header, self._starts, self._lengths, tables, np.int32(self._table_stride)
+
+    def counter(self, slot: int) -> Address:
+        """The header from that slot's number on: for kernels that take the first for the number of their rows."""
+        return self.buffer.at(4 * slot)
 
 
-def fused(calls: Iterable[Call], result: Stored) -> list[Call]:
-    """The same with norms and gates that write integers at once, where nobody wants their floats."""
-    calls = list(calls)
-    uses = Counter(x for call in calls for x in stored_in(call))
-    found: list[Call] = []
-    for call in calls:
-        last = found[-1] if found else None
-        if (
-            isinstance(call, Quantise)
-            and not call.format.is_float
-            and isinstance(last, Norm | Gate)
-            and getattr(last, "n_groups", 1) == 1
-            and last.y is call.x is not result
-            and uses[call.x] == 2  # written there, and read here
-        ):
-            found[-1] = replace(last, y=call.inputs)
+def phases(frequencies: NDArray[np.float32]) -> NDArray[np.uint64]:
+    """Frequencies of a rotary embedding as `append.cu` takes them: turns a position, in 2^-64, without whole ones.
+
+    The product of a position and a phase, modulo 2^64, is then the angle's part of a turn: exact at any position.
+
+    Args:
+        frequencies: radians a position.
+    """
+    exact = (round(Fraction(float(f)) * _INVERSE_TURN / 2**128) % 2**64 for f in frequencies)
+    return np.array(list(exact), np.uint64)
+
+
+# -- Sizes of batches ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Mixtures of ``n`` experts, of which each token goes to ``k``."""
+
+    n: int
+    k: int
+
+    def n_places(self, n_tokens: int) -> int:
+        """Places that rows of so many tokens can have: those of each expert begin at multiples of 8."""
+        n_pairs = n_tokens * self.k
+        return -(-(n_pairs + 7 * min(self.n, n_pairs)) // 8) * 8
+
+    def max_places(self, max_tokens: int) -> int:
+        """The same of batches of up to so many tokens, whose extents are rounded up."""
+        return self.n_places(-(-max_tokens // 8) * 8)
+
+    def n_products(self, n_tokens: int, product_rows: int) -> int:
+        """Products that they can be cut into."""
+        n_pairs = n_tokens * self.k
+        return min(n_pairs, n_pairs // product_rows + self.n)
+
+
+@dataclass(frozen=True)
+class AttentionKind:
+    """Attention that is launched alike: its heads, and what it is compiled for but for soft-cap and sinks."""
+
+    heads: Heads
+    variant: Variant
+
+    def bucket_bytes(self, n_tokens: int, longest: int) -> int:
+        """Bytes of the partials of batches of at most so many tokens, in sequences of at most ``longest``."""
+        work = work_of_bucket(n_tokens, longest, self.heads)
+        return 4 * sum(work.partial_floats(self.heads, self.variant)) + _ALIGNMENT
+
+
+@dataclass(frozen=True)
+class Extent:
+    """What launches have room for.
+
+    Attributes:
+        n_tokens, n_outputs: in a batch, at most.
+        n_places: of what goes to experts, at most.
+        attention: the work of each kind of attention that the graph has.
+    """
+
+    n_tokens: int
+    n_outputs: int
+    attention: tuple[tuple[AttentionKind, Work], ...] = ()
+    n_places: int = 0
+
+    def rows(self, slot: int) -> int:
+        """Rows of a tensor whose rows ``slot`` counts."""
+        return (self.n_tokens, self.n_outputs, 0, self.n_places)[slot]
+
+    def work(self, kind: AttentionKind) -> Work:
+        return dict(self.attention)[kind]
+
+
+@dataclass(frozen=True)
+class BatchSizes:
+    """The numbers of a batch that costs depend on.
+
+    Attributes:
+        n_tokens, n_outputs: of all sequences.
+        sequences: of each, its tokens in the batch and its length in the cache with them.
+        n_chosen: experts that a token goes to.
+    """
+
+    n_tokens: int
+    n_outputs: int
+    sequences: tuple[tuple[int, int], ...]
+    n_chosen: int = 0
+
+    @classmethod
+    def of(cls, batch: Batch, mixture: Mixture | None = None) -> BatchSizes:
+        sequences = tuple((stop - start, length) for start, stop, length in batch.sequences())
+        return cls(len(batch.ids), len(batch.outputs), sequences, 0 if mixture is None else mixture.k)
+
+    def rows(self, slot: int) -> int:
+        """Rows of a tensor whose rows ``slot`` counts."""
+        return (self.n_tokens, self.n_outputs, 0, self.n_tokens * self.n_chosen)[slot]
+
+    def seen(self, window: int) -> tuple[int, int]:
+        """Positions that tokens see, each token's own; and those that any token of a sequence sees."""
+        pairs = positions = 0
+        for n, length in self.sequences:
+            first = length - n
+            pairs += sum(min(position + 1, window) for position in range(first, length))
+            positions += length - max(0, first + 1 - window)
+        return pairs, positions
+
+
+@dataclass(eq=False)
+class StepLimits:
+    """What the calls of a step have in common: the device, the cache, and the largest batch.
+
+    Attributes:
+        products: what launches of matrix products depend on.
+        ropes: rotary embeddings, and where their frequencies lie.
+    """
+
+    graph: InitVar[Graph]
+    properties: DeviceProperties
+    cache: CUDACache
+    max_tokens: int
+    max_outputs: int
+    products: ProductLimits
+    ropes: list[tuple[Rope, Buffer]] = field(default_factory=list)
+
+    def __post_init__(self, graph: Graph) -> None:
+        self.batch = BatchBuffer(self.max_tokens, self.max_outputs, self.cache.n_pages)
+        operations = [node.operation for node in graph.nodes]
+        routes = [op for op in operations if isinstance(op, Route)]
+        #: What the mixtures of experts need at most, if there are any.
+        self.mixture = Mixture(max(op.logits.width for op in routes), routes[0].k) if routes else None
+        self.kinds = tuple(dict.fromkeys(self.kind(op) for op in operations if isinstance(op, Attention)))
+
+    def kind(self, op: Attention) -> AttentionKind:
+        """How an attention is launched.
+
+        Raises:
+            KernelError: the device has no kernel for heads of this size.
+        """
+        cache = op.cache
+        sees = {"chunked": op.chunk is not None, "causal": op.causal}
+        variant = Variant(cache.key_dim, cache.value_dim, cache.type, cache.values_in_keys, **sees)
+        heads = Heads(cache.n_heads, op.group_size, min(op.window or op.chunk or NO_WINDOW, NO_WINDOW), op.causal)
+        return AttentionKind(heads, choose_variant(variant, self.properties.shared_bytes))
+
+    def max_rows(self, slot: int) -> int:
+        n_places = 0 if self.mixture is None else self.mixture.max_places(self.max_tokens)
+        return (self.max_tokens, self.max_outputs, 0, n_places)[slot]
+
+    def extent(self, n_tokens: int, n_outputs: int, work: tuple[tuple[AttentionKind, Work], ...] = ()) -> Extent:
+        n_places = 0 if self.mixture is None else self.mixture.n_places(n_tokens)
+        return Extent(n_tokens, n_outputs, work, n_places)
+
+    def frequencies(self, rope: Rope) -> Buffer:
+        """Where those of a rope lie, as append.cu takes them."""
+        for known, buffer in self.ropes:
+            if known is rope:
+                return buffer
+        self.ropes.append((rope, Buffer(8 * len(rope.frequencies), is_kept=True)))
+        return self.ropes[-1][1]
+
+    @cached_property
+    def partial_bytes(self) -> int:
+        """What the partials of attention of any batch may take: no more than is of use."""
+        longest = max(1, self.cache.n_pages[0]) * PAGE
+        most = max((kind.bucket_bytes(BUCKETS[-1], longest) for kind in self.kinds), default=0)
+        return min(MAX_PARTIAL_BYTES, most)
+
+    @property
+    def usable_partial_bytes(self) -> int:
+        """Those, less what may be lost between sums and states."""
+        return max(0, self.partial_bytes - _ALIGNMENT)
+
+    def new_partials(self) -> Buffer:
+        return Buffer(max(self.partial_bytes, _ALIGNMENT))
+
+    def bucket_work(self, n_tokens: int, longest: int) -> tuple[tuple[AttentionKind, Work], ...] | None:
+        """For batches of at most ``n_tokens``, in sequences up to ``longest``; None if partials take too much."""
+        if any(kind.bucket_bytes(n_tokens, longest) > self.partial_bytes for kind in self.kinds):
+            return None
+        return tuple((kind, work_of_bucket(n_tokens, longest, kind.heads)) for kind in self.kinds)
+
+
+# -- Calls ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What something costs at least: whatever reads a thing twice, or multiplies more than it must, takes longer.
+
+    Attributes:
+        n_bytes: read and written in the device's memory.
+        n_operations: a multiplication and an addition are two.
+        kind: what is multiplied; None for what no tensor core does.
+    """
+
+    n_bytes: float = 0.0
+    n_operations: float = 0.0
+    kind: Kind | None = None
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.n_bytes + other.n_bytes, self.n_operations + other.n_operations, self.kind or other.kind)
+
+    def seconds(self, bandwidth: float, rates: Mapping[Kind, float]) -> float:
+        """The floor: nothing does it in less, on a device that moves and multiplies so much a second.
+
+        Args:
+            rates: operations a second, of every kind that there is.
+        """
+        products = 0.0 if self.kind is None else self.n_operations / rates[self.kind]
+        return max(self.n_bytes / bandwidth, products)
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """Kernels that compute a part of an operation.
+
+    Attributes:
+        name: in a profile; the same for that of each layer.
+        launches: those for batches of at most an extent.
+        operands: the buffers that they read and write.
+        cost: what it costs for a batch.
+    """
+
+    name: str
+    launches: Callable[[Extent], Iterable[Launch]]
+    operands: Sequence[Stored | Inputs | Buffer]
+    cost: Callable[[BatchSizes], Cost]
+
+    @property
+    def buffers(self) -> list[Buffer]:
+        return [x if isinstance(x, Buffer) else x.buffer for x in self.operands]
+
+
+def arguments(*values: Any, n_rows: int = 0) -> tuple[Any, ...]:
+    """Of Python's values, those that kernels take: int32, float32, null for None, and what rows are passed as."""
+    return tuple(_arguments(values, n_rows))
+
+
+def _arguments(values: Iterable[Any], n_rows: int) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, Stored | Inputs):
+            yield from value.as_arguments(n_rows)
+        elif isinstance(value, bool | int):
+            yield np.int32(value)
+        elif isinstance(value, float):
+            yield np.float32(value)
         else:
-            found.append(call)
-    return found
+            yield _NULL if value is None else value
+
+
+def rows_call(
+    name: str,
+    kernel: tuple[str, str],
+    slot: int,
+    grid: Callable[[int], tuple[int, ...]],
+    threads: int,
+    *values: Any,
+    defines: Mapping[str, int | str] | None = None,
+    operands: Sequence[Stored | Inputs | Buffer] = (),
+    cost: Callable[[BatchSizes], Cost] | None = None,
+) -> Call:
+    """A call of one kernel, whose launches differ in the number of rows alone.
+
+    Args:
+        kernel: the module and the name.
+        slot: what counts the rows: where a batch has none, nothing is launched.
+        grid: of so many rows.
+        values: see `arguments`.
+        operands: rows and buffers that the values point into, beside those that are values themselves.
+        cost: by default, that all rows and weights are read or written once.
+    """
+    rows = [value for value in (*values, *operands) if isinstance(value, Stored | Inputs)]
+    weight_bytes = sum(value.n_bytes for value in values if isinstance(value, DeviceMemory))
+
+    def launches(extent: Extent) -> Iterator[Launch]:
+        if n := extent.rows(slot):
+            yield Launch(*kernel, defines or {}, grid(n), (threads,), 0, arguments(*values, n_rows=n))
+
+    def all_rows(sizes: BatchSizes) -> Cost:
+        return Cost(sum(each.bytes_of(sizes.rows(each.slot)) for each in rows) + weight_bytes)
+
+    buffers = [value for value in (*values, *operands) if isinstance(value, Buffer)]
+    return Call(name, launches, [*rows, *buffers], cost or all_rows)

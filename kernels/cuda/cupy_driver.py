@@ -49,7 +49,6 @@ from localllm.kernels.cuda.module import FOLDER, ModuleCompiler
 # Numbers of CUDA's errors (cudaError_t; those of the driver API are the same).
 _OUT_OF_MEMORY = 2
 _INITIALISATION = 3
-_PEER_ACCESS_UNSUPPORTED = 217
 _NO_BINARY = {200, 209, 218, 222}
 _NOT_FOUND = 500
 _PEER_ACCESS_ALREADY_ENABLED = 704

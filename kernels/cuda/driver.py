@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -51,23 +51,14 @@ CompileProgress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class DeviceProperties:
-    """What a device is.
+    """What a device is."""
 
-    Attributes:
-        name: the product's, as "NVIDIA H200".
-        capability: its compute capability, (9, 0) for sm_90.
-        n_multiprocessors: how many run blocks.
-        total_bytes: the size of its memory.
-        shared_bytes: the shared memory that one block can have.
-        bus_id: where it is plugged in, "0000:17:00.0": its name to other programs.
-    """
-
-    name: str
-    capability: tuple[int, int]
+    name: str  #: the product's, as "NVIDIA H200"
+    capability: tuple[int, int]  #: (9, 0) for sm_90
     n_multiprocessors: int
-    total_bytes: int
-    shared_bytes: int
-    bus_id: str
+    total_bytes: int  #: of its memory
+    shared_bytes: int  #: the shared memory that one block can have
+    bus_id: str  #: where it is plugged in, "0000:17:00.0": its name to other programs
 
 
 class MemoryInfo(NamedTuple):
@@ -79,16 +70,9 @@ class MemoryInfo(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """A stretch of a device's memory.
+    """A stretch of a device's memory; the allocation is given back when its last slice, and so ``owner``, is garbage.
 
-    The allocation is given back when its last slice is garbage.  Where work still uses it then, that work goes
-    wrong: see above.
-
-    Attributes:
-        device: whose it is.
-        address: where it begins, on the device.
-        n_bytes: its length.
-        owner: what keeps the allocation.
+    Where work still uses it then, that work goes wrong: see above.
     """
 
     device: int
@@ -107,28 +91,38 @@ class DeviceMemory:
 Argument = DeviceMemory | np.number[Any]
 
 
-class _OfDevice(Protocol):
+@dataclass(frozen=True)
+class Launch:
+    """A launch of a kernel of the module ``module``.cu, compiled with ``defines``.
+
+    Attributes:
+        arguments: the kernel's, or places in buffers whose memory is not there yet; none until they are `given`.
+    """
+
+    module: str
+    kernel: str
+    defines: Defines
+    grid: tuple[int, ...]
+    block: tuple[int, ...]
+    shared_bytes: int = 0
+    arguments: tuple[Any, ...] = ()
+
+    def given(self, *arguments: Any) -> Launch:
+        """The same with arguments."""
+        return replace(self, arguments=arguments)
+
+
+class Handle(Protocol):
+    """Something of a device's."""
+
     @property
     def device(self) -> int: ...
 
 
-class Stream(_OfDevice, Protocol):
-    """A queue of work of one device."""
-
-
-class Event(_OfDevice, Protocol):
-    """A place in the work of a stream, once it is recorded; waiting for one that never was is no wait."""
-
-
-class Graph(_OfDevice, Protocol):
-    """Captured work, which a stream of the device replays as a whole."""
-
-
-class Module(_OfDevice, Protocol):
-    """Kernels in a device's memory."""
-
-    @property
-    def name(self) -> str: ...
+Stream = Handle  #: a queue of work
+Event = Handle  #: a place in the work of a stream, once it is recorded; waiting for one that never was is no wait
+Graph = Handle  #: captured work, which a stream replays as a whole
+Module = Handle  #: kernels in a device's memory
 
 
 class Driver(Protocol):
@@ -150,28 +144,18 @@ class Driver(Protocol):
         ...
 
     def enable_peer_access(self, device: int, peer: int) -> None:
-        """Lets ``device`` reach into the memory of ``peer``, one way; doing so again is fine.
-
-        Raises:
-            DeviceError: it cannot.
-        """
+        """Lets ``device`` reach into the memory of ``peer``, one way; DeviceError where it cannot."""
         ...
 
     def allocate(self, device: int, n_bytes: int) -> DeviceMemory:
-        """New memory, at a multiple of 256 bytes; what is in it is undefined.  Not while this thread captures.
-
-        Raises:
-            DeviceMemoryError: so much is not free in one piece.
-        """
+        """New memory, at a multiple of 256 bytes; what is in it is undefined.  Not while this thread captures."""
         ...
 
     def pinned(self, n_bytes: int) -> NDArray[np.uint8]:
-        """Page-locked host memory, undefined contents.  Copies from and to it are asynchronous and at full speed;
-        other host memory may, or may not, be copied before `upload` or `download` returns, and cannot be captured.
-        Not while this thread captures.
+        """Page-locked host memory, undefined contents; NotEnoughMemoryError where the system does not lock so much.
 
-        Raises:
-            NotEnoughMemoryError: the system does not lock so much.
+        Copies from and to it are asynchronous and at full speed; other host memory may, or may not, be copied before
+        `upload` or `download` returns, and cannot be captured.  Not while this thread captures.
         """
         ...
 
@@ -237,11 +221,9 @@ class Driver(Protocol):
         ...
 
     def load_module(self, device: int, name: str, defines: Defines | None = None) -> Module:
-        """The kernels of ``name``.cu with these macros.  The same again for the same again; that also while this
-        thread captures, but nothing new.
+        """The kernels of ``name``.cu with these macros; KernelError where it does not compile, or is not there.
 
-        Raises:
-            KernelError: it does not compile, or there is no such file.
+        The same again for the same again; that also while this thread captures, but nothing new.
         """
         ...
 
@@ -258,8 +240,7 @@ class Driver(Protocol):
         """Runs a kernel.
 
         Args:
-            grid: blocks along x, y, z; one where it says nothing.
-            block: threads along x, y, z.
+            grid, block: blocks, and threads of each, along x, y, z; one where they say nothing.
             arguments: device memory, and numpy scalars of the very types of the kernel's parameters: a device takes
                 what it is given byte by byte (the emulated one compares them).  Memory of another device only with
                 `enable_peer_access`.
@@ -291,10 +272,7 @@ class Driver(Protocol):
         ...
 
     def replay(self, graph: Graph, stream: Stream) -> None:
-        """Does the graph's work in the place where it stands in this stream: all of it after what came before.
-
-        The graph runs one replay at a time, also if they are in several streams.
-        """
+        """Does the graph's work in the place where it stands in this stream, one replay at a time."""
         ...
 
 
@@ -341,7 +319,8 @@ def launch_shape(
     kernel: str, grid: tuple[int, ...], block: tuple[int, ...], shared_bytes: int, properties: DeviceProperties
 ) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
     """A launch's grid and block in three dimensions; KernelError where the device cannot run them."""
-    full_grid, full_block = _three(grid), _three(block)
+    (gx, gy, gz), (bx, by, bz) = ((*shape, 1, 1)[:3] for shape in (grid, block))
+    full_grid, full_block = (gx, gy, gz), (bx, by, bz)
     fits = (
         all(1 <= n <= limit for n, limit in zip(full_grid, MAX_GRID, strict=True))
         and all(1 <= n <= limit for n, limit in zip(full_block, MAX_BLOCK, strict=True))
@@ -354,11 +333,6 @@ def launch_shape(
             f"memory on {properties.name}, which gives a block {properties.shared_bytes} bytes"
         )
     return full_grid, full_block
-
-
-def _three(shape: tuple[int, ...]) -> tuple[int, int, int]:
-    x, y, z = (*shape, 1, 1)[:3]
-    return x, y, z
 
 
 def check_arguments(kernel: str, arguments: Sequence[object]) -> None:

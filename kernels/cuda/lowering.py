@@ -1,41 +1,90 @@
 """A graph as calls of the CUDA kernels: for each operation those that compute it.
 
-Nothing is launched here, and no memory is needed: `lower` also tells what a step will take before anything is loaded.
+Nothing is launched here, and no memory is needed: it also tells what a step will take before anything is loaded.
+
+A layer of a llama takes eleven launches for a token: norm and quantise, the product with query, key and value,
+rotation and append, attention over KV splits and their merge, quantise, the product with its output; norm and
+quantise, the product with gate and up, gate and quantise, the product with down.  Norms and gates write integers at
+once where products with integers are all that read them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import accumulate
 from typing import Any
+
+import numpy as np
 
 from localllm.errors import KernelError
 from localllm.kernels import graph as g
 from localllm.kernels.backend import check_operations
-from localllm.kernels.buffers import Buffer, assign
-from localllm.kernels.cuda import calls
-from localllm.kernels.cuda import experts as expert_calls
-from localllm.kernels.cuda import recurrent as recurrent_calls
-from localllm.kernels.cuda.arena import (
+from localllm.kernels.buffers import Address, Buffer, assign
+from localllm.kernels.cuda import attention, matmul
+from localllm.kernels.cuda.cache import append_defines
+from localllm.kernels.cuda.calls import (
+    N_OUTPUTS,
+    N_PLACES,
+    N_TOKENS,
+    BatchSizes,
     Call,
+    Cost,
+    Extent,
     Inputs,
     Mixture,
     StepLimits,
     Stored,
-    buffers_of,
-    input_kind,
-    new_inputs,
+    arguments,
     padded,
+    rows_call,
 )
-from localllm.kernels.cuda.batch import N_OUTPUTS, N_PLACES, N_TOKENS
-from localllm.kernels.cuda.calls import TopK
-from localllm.kernels.cuda.experts import ChosenExperts
+from localllm.kernels.cuda.driver import DeviceMemory, Launch
 from localllm.kernels.cuda.matmul import PackedFormat
+from localllm.kernels.cuda.roofline import Kind
 from localllm.kernels.cuda.weights import PackedMatrix, PackedWeights
-from localllm.kernels.graph import Graph, Rows, Tensor, Value, Weight
+from localllm.kernels.graph import ACTIVATIONS, GATINGS, Graph, Rows, Tensor, Value, Weight
+
+#: Columns that a block of `top_parts` sorts, and how many of the largest may be wanted.
+SORTED, MAX_TOP_K = 2048, 1024
+#: Experts of a layer that kernels know, and how many of them a token may go to.
+MAX_EXPERTS, MAX_CHOSEN = 1024, 32
+
+#: The blocks of a launch, by the number of rows.
+Grid = Callable[[int], tuple[int, ...]]
 
 _SLOTS = {Rows.TOKENS: N_TOKENS, Rows.OUTPUTS: N_OUTPUTS, Rows.CHOSEN: N_PLACES}
+#: What is multiplied, by the format of weights; "int8" where it says nothing.
+_KINDS: dict[str, Kind | None] = {"F16": "f16", "BF16": "bf16", "F32": None}
+_LAYER = re.compile(r"blk\.\d+\.")
+#: What rotates nothing.
+_NO_ROPE = g.Rope(np.zeros(0, np.float32), interleaved=False)
+# Threads, columns, tokens and heads of a block, as the sources have them.
+_NORM_THREADS, _GATE_THREADS, _GATE_COLUMNS, _SORT_THREADS = 512, 128, 512, 1024
+_HEADS_PER_BLOCK = 4
+_CONV_COLUMNS, _CONV_TOKENS = 128, 32
+_ROUTE_THREADS, _ROUTE_TOKENS, _GROUP_THREADS, _SUM_THREADS, _SUM_COLUMNS = 128, 4, 1024, 128, 512
+#: Sequences that a launch of recurrent kernels has blocks for: these take the others in turn.
+_MAX_SEQUENCES = 16
+#: Rows of a product with experts before those that matmul takes.
+_FEW_ROWS = 8
+
+
+@dataclass(frozen=True)
+class TopK:
+    """What finds the largest of the logits.
+
+    Attributes:
+        launches: those for an extent, the largest to find, and the outputs of the batch.
+        best: for ids, the largest first, and behind those of all rows their logits.
+        parts: for the largest of each stretch of a row.
+    """
+
+    launches: Callable[[Extent, int, int], Iterator[Launch]]
+    best: Buffer
+    parts: Buffer
 
 
 @dataclass(frozen=True)
@@ -59,23 +108,38 @@ class Lowered:
     arena_bytes: int
 
 
-def lower(graph: Graph, weights: PackedWeights, limits: StepLimits) -> Lowered:
-    """The calls of a graph.
+@dataclass(frozen=True)
+class _Chosen:
+    """The experts that each token goes to, and what is made of that: see experts.cu."""
+
+    mixture: Mixture
+    buffer: Buffer
+    products: Address
+    n_products: Address
+    ids: Address
+    weights: Address
+    places: Address
+    rows: Address
+
+
+class Lowering:
+    """Makes the calls of a graph.
 
     Raises:
         KernelError: there are no kernels for an operation, or for a weight's type.
     """
-    check_operations(graph, _LOWERINGS, "cuda")
-    return _Lowering(graph, weights, limits).lower()
 
-
-class _Lowering:
     def __init__(self, graph: Graph, weights: PackedWeights, limits: StepLimits) -> None:
-        self.graph, self.weights, self.limits = graph, weights, limits
+        check_operations(graph, Lowering, "cuda")
+        self.graph, self.weights, self.limits, self.batch = graph, weights, limits, limits.batch
         self.last_uses = graph.last_uses()
+        self.readers: dict[Value, list[g.Operation[Any]]] = defaultdict(list)
+        for node in graph.nodes:
+            for x in node.operation.inputs:
+                self.readers[x].append(node.operation)
         self.node = 0
         self.calls: list[Call] = []
-        self.stored: dict[Value, Any] = {}
+        self.stored: dict[Value | None, Any] = {None: None}
         #: Rows as products with weights of a kind of formats read them.
         self.inputs: dict[tuple[Tensor, str], Inputs] = {}
         self.hidden: Stored | None = None
@@ -83,105 +147,186 @@ class _Lowering:
 
     def lower(self) -> Lowered:
         for i, node in enumerate(self.graph.nodes):
-            self.node, operation = i, node.operation
-            result = _LOWERINGS[type(operation)](self, operation)
-            results = result if isinstance(result, tuple) else (result,)
-            self.stored.update(zip(operation.results, results, strict=True))
+            self.node = i
+            self.stored.update(node.operation.computed_by(self))
         result = self.stored[self.graph.result]
-        found = calls.fused(self.calls, result)
-        is_logits = self.graph.result.rows is Rows.OUTPUTS
-        top_k = TopK.of(self.limits, result) if is_logits else None
+        top_k = self.top_k(result) if self.graph.result.rows is Rows.OUTPUTS else None
         # What a step begins with is there before its calls; what finds the largest logits comes behind them.
         begin = [] if self.hidden is None else [self.hidden.buffer]
-        end = [result.buffer] if top_k is None else buffers_of(top_k)
-        kept = [self.limits.batch.buffer, *(buffer for _, buffer in self.limits.ropes)]
-        n_bytes = assign([begin, *map(buffers_of, found), end], kept)
-        return Lowered(self.limits, found, self.hidden, result, self.embeds, top_k, n_bytes)
+        end = [result.buffer] if top_k is None else [result.buffer, top_k.best, top_k.parts]
+        kept = [self.batch.buffer, *(buffer for _, buffer in self.limits.ropes)]
+        n_bytes = assign([begin, *(call.buffers for call in self.calls), end], kept)
+        return Lowered(self.limits, self.calls, self.hidden, result, self.embeds, top_k, n_bytes)
 
     # -- Memory ----------------------------------------------------------------------------------------------------
 
     def new(self, rows: Rows, width: int) -> Stored:
         """Memory for a tensor."""
         slot = _SLOTS[rows]
-        return Stored(self.limits.arena, Buffer(4 * padded(width) * self.limits.max_rows(slot)), width, slot)
+        return Stored(Buffer(4 * padded(width) * self.limits.max_rows(slot)), width, slot)
+
+    def like(self, x: Tensor) -> Stored:
+        return self.new(x.rows, x.width)
 
     def in_place(self, op: g.Linear | g.ExpertOutput) -> Stored:
         """Memory for a sum: that of the residual, if nothing reads it any more."""
         if op.residual is None or self.last_uses[op.residual] > self.node:
-            return self.new(op.result.rows, op.result.width)
-        return _same_place(self.stored[op.residual])
+            return self.like(op.result)
+        residual: Stored = self.stored[op.residual]
+        return residual
+
+    def new_inputs(self, format: PackedFormat, x: Tensor, slot: int) -> Inputs:
+        return Inputs.new(format, self.limits.max_rows(slot), x.width, slot)
 
     def inputs_of(self, x: Tensor, format: PackedFormat) -> Inputs:
         """The rows of a tensor as products with weights of a format read them; added by the first that does."""
-        key = x, input_kind(format)
+        key = x, format.input_kind
         if key not in self.inputs:
             rows: Stored = self.stored[x]
-            inputs = new_inputs(self.limits.arena, format, self.limits.max_rows(rows.slot), rows.width)
-            self.inputs[key] = inputs
-            self.calls.append(calls.Quantise(self.limits.batch, format, rows, inputs))
+            self.inputs[key] = inputs = self.new_inputs(format, x, rows.slot)
+            self._quantise("quantise", "quantise", rows, inputs)
         return self.inputs[key]
 
-    def vector(self, weight: Weight) -> Any:
-        return self.weights.vector(weight)
+    def _quantise(self, name: str, kernel: str, x: Stored, inputs: Inputs, *which: Any, **options: Any) -> None:
+        """Of a kernel of quantise.cu."""
+        format, counter = inputs.format, self.batch.counter(inputs.slot)
+        launch = matmul.quantise_launch(format, inputs.width, 1)
+        values = x, inputs.width, counter, *which, inputs
+        options |= {"defines": launch.defines}
+        grid = lambda n: (format.input_rows(n), inputs.n_heads)  # noqa: E731
+        self.call(name, (launch.module, kernel), inputs.slot, grid, launch.block[0], *values, **options)
+
+    def result_of(self, x: Tensor) -> tuple[Stored | Inputs, str, str]:
+        """Where a norm or a gate writes, and what that adds to the names of its kernel and of its call.
+
+        That is integers, if products with those are all that read the tensor.
+        """
+        multiplied = [_multiplied(op, x) for op in self.readers[x]]
+        formats = [self.weights.matrix(weight).packed for weights in multiplied for weight in weights]
+        is_alone = formats and all(multiplied) and x is not self.graph.result
+        if not is_alone or any(format.is_float for format in formats):
+            return self.like(x), "", ""
+        inputs = self.inputs[x, formats[0].input_kind] = self.new_inputs(formats[0], x, _SLOTS[x.rows])
+        return inputs, "_quantised", " + quantise"
+
+    def call(self, *given: Any, **options: Any) -> None:
+        """Adds what `rows_call` makes."""
+        self.calls.append(rows_call(*given, **options))
+
+    def elementwise(
+        self, name: str, kernel: str, x: Stored, grid: Grid, threads: int, *values: Any, **options: Any
+    ) -> None:
+        """Of a kernel of elementwise.cu whose first argument is the number of x's rows."""
+        self.call(
+            name, ("elementwise", kernel), x.slot, grid, threads, self.batch.counter(x.slot), *values, **options
+        )
 
     # -- Rows ------------------------------------------------------------------------------------------------------
 
     def input(self, op: g.Input) -> Stored:
-        self.hidden = self.new(Rows.TOKENS, op.x.width)
+        self.hidden = self.like(op.x)
         return self.hidden
 
     def embed(self, op: g.Embed) -> Stored:
         y, table = self.new(Rows.TOKENS, op.result.width), self.weights.matrix(op.table)
         self.embeds.append(op)
-        columns = op.columns or range(table.n_in)
-        self.calls.append(calls.Embed(self.limits.batch, table, columns, op.scale, op.by_position, y))
+        columns, format, batch = op.columns or range(table.n_in), table.packed, self.batch
+        ids = batch.positions if op.by_position else batch.ids
+        launch, row_bytes = matmul.embed_launch(format, 1), table.memory.n_bytes / table.n_out + y.bytes_of(1)
+        values = table.memory, columns.start, columns.stop, format.n_tiles(table.n_in), ids, batch.header
+        options = {"defines": launch.defines, "cost": lambda sizes: Cost(sizes.n_tokens * row_bytes)}
+        kernel = launch.module, launch.kernel
+        self.call("embed", kernel, N_TOKENS, _each, launch.block[0], *values, float(op.scale), y, **options)
         return y
 
-    def rms_norm(self, op: g.RMSNorm) -> Stored:
-        y = self.new(op.x.rows, op.x.width)
-        step = 0 if op.weight is None or op.weight.shape != (op.x.width,) else op.x.width // op.n_groups
-        x, weight = self.stored[op.x], self.weights.vector(op.weight)
-        self.calls.append(calls.Norm(self.limits.batch, x, weight, op.eps, op.n_groups, step, y))
+    def rms_norm(self, op: g.RMSNorm) -> Stored | Inputs:
+        x, n_groups, eps = self.stored[op.x], op.n_groups, float(op.eps)
+        y, kernel, name = self.result_of(op.result) if n_groups == 1 else (self.like(op.result), "", "")
+        step = 0 if op.weight is None or op.weight.shape != (op.x.width,) else op.x.width // n_groups
+        values = [x, x.width // n_groups, self.weights.vector(op.weight), eps, *([] if kernel else [step]), y]
+        grid = _each if kernel else lambda n: (n, n_groups)
+        self.elementwise(f"norm{name}", f"rms_norm{kernel}", x, grid, _NORM_THREADS, *values)
         return y
 
     def layer_norm(self, op: g.LayerNorm) -> Stored:
-        y = self.new(op.x.rows, op.x.width)
-        weights = self.vector(op.weight), self.weights.vector(op.bias)
-        self.calls.append(calls.LayerNorm(self.limits.batch, self.stored[op.x], *weights, op.eps, y))
+        x, y = self.stored[op.x], self.like(op.result)
+        weights = self.weights.vector(op.weight), self.weights.vector(op.bias)
+        values = x, x.width, *weights, float(op.eps), y
+        self.elementwise("layer norm", "layer_norm", x, _each, _NORM_THREADS, *values)
         return y
 
-    def gated(self, op: g.Gated) -> Stored:
-        gate, up, y = self.stored[op.gate], self.stored[op.up], self.new(op.gate.rows, op.gate.width)
-        self.calls.append(calls.Gate(self.limits.batch, gate, up, op.activation, y))
-        return y
+    def gated(self, op: g.Gated) -> Stored | Inputs:
+        return self._gate(op.result, op.gate, op.up, op.activation)
 
-    def activation(self, op: g.Activation) -> Stored:
-        y = self.new(op.x.rows, op.x.width)
-        self.calls.append(calls.Gate(self.limits.batch, self.stored[op.x], None, op.activation, y))
+    def activation(self, op: g.Activation) -> Stored | Inputs:
+        return self._gate(op.result, op.x, None, op.activation)
+
+    def _gate(self, result: Tensor, gate: Tensor, up: Tensor | None, activation: str) -> Stored | Inputs:
+        """An activation, times another row if there is one."""
+        x, other = self.stored[gate], self.stored[up]
+        y, kernel, name = self.result_of(result)
+        values = (
+            ACTIVATIONS.index(activation),
+            x.buffer,
+            None if other is None else other.buffer,
+            x.stride,
+            x.width,
+            y,
+        )
+        operands = [x] if other is None else [x, other]
+        self.elementwise(f"gate{name}", f"gated{kernel}", x, _columns(x), _GATE_THREADS, *values, operands=operands)
         return y
 
     def add(self, op: g.Add) -> Stored:
-        y = self.new(op.x.rows, op.x.width)
-        x, residual = self.stored[op.x], self.stored[op.residual]
-        gate = None if op.gate is None else self.stored[op.gate]
-        self.calls.append(calls.Add(self.limits.batch, x, op.scale, None, gate, residual, y))
-        return y
+        return self._add(op.x, op.scale, None, op.gate, op.residual)
 
     def scale(self, op: g.Scale) -> Stored:
-        y = self.new(op.x.rows, op.x.width)
-        weight = self.weights.vector(op.weight)
-        self.calls.append(calls.Add(self.limits.batch, self.stored[op.x], op.factor, weight, None, None, y))
+        return self._add(op.x, op.factor, op.weight, None, None)
+
+    def _add(
+        self, x: Tensor, factor: float, weight: Weight | None, gate: Tensor | None, residual: Tensor | None
+    ) -> Stored:
+        """factor * weight * sigmoid(gate) * x + residual; what is None is left out."""
+        rows, y, other = self.stored[x], self.like(x), self.stored[residual]
+        gates = (None, 0) if gate is None else (self.stored[gate],)
+        added = None if other is None else other.buffer
+        values = rows, rows.width, float(factor), self.weights.vector(weight), *gates, added, y
+        operands = [] if other is None else [other]
+        self.elementwise("add", "add", rows, _columns(rows), _GATE_THREADS, *values, operands=operands)
         return y
 
     def softcap(self, op: g.Softcap) -> Stored:
-        y = self.new(op.x.rows, op.x.width)
-        self.calls.append(calls.SoftCap(self.limits.batch, self.stored[op.x], op.cap, y))
+        x, y = self.stored[op.x], self.like(op.x)
+        self.elementwise("softcap", "softcap", x, _columns(x), _GATE_THREADS, x, x.width, float(op.cap), y)
         return y
 
     def outputs(self, op: g.Outputs) -> Stored:
-        y = self.new(Rows.OUTPUTS, op.x.width)
-        self.calls.append(calls.Gather(self.limits.batch, self.stored[op.x], y))
+        x, y, batch = self.stored[op.x], self.new(Rows.OUTPUTS, op.x.width), self.batch
+        kernel, values = ("elementwise", "gather_rows"), (batch.header, batch.outputs, x, x.width, y)
+        cost = lambda sizes: Cost(2 * y.bytes_of(sizes.n_outputs))  # noqa: E731
+        self.call("gather", kernel, N_OUTPUTS, _columns(x), _GATE_THREADS, *values, cost=cost)
         return y
+
+    def top_k(self, logits: Stored) -> TopK:
+        """With memory for as many of the largest as there may be wanted."""
+        n_bytes = 8 * self.limits.max_outputs * min(MAX_TOP_K, logits.width)
+        n_parts, header = -(-logits.width // SORTED), self.batch.header
+        best, parts = Buffer(n_bytes), Buffer(n_bytes * n_parts)
+
+        def launches(extent: Extent, k: int, n_rows: int) -> Iterator[Launch]:
+            found, n = (best, best.at(4 * n_rows * k)), extent.n_outputs
+
+            def launch(kernel: str, grid: tuple[int, ...], *values: Any) -> Launch:
+                given = arguments(header, *values)
+                return Launch("elementwise", kernel, {}, grid, (_SORT_THREADS,), 0, given)
+
+            if k == 1:
+                yield launch("argmax", (n,), logits, logits.width, *found)
+            else:
+                yield launch("top_parts", (n_parts, n), logits, logits.width, k, parts)
+                yield launch("top_merge", (n,), parts, n_parts * k, k, logits, *found)
+
+        return TopK(launches, best, parts)
 
     # -- Products --------------------------------------------------------------------------------------------------
 
@@ -189,167 +334,388 @@ class _Lowering:
         matrix = self.weights.matrix(op.matrix.weight)
         inputs = self.inputs_of(op.x, matrix.packed)  # products read these, never the rows: also if those are changed
         y = self.in_place(op)
-        residual = None if op.residual is None else self.stored[op.residual]
-        self._multiply(op.x, inputs, [(op.matrix, matrix, y)], residual)
+        bias = self.weights.vector(op.matrix.bias)
+        self._multiply(inputs, [(matrix, y, bias)], self.stored[op.residual])
         return y
 
     def linears(self, op: g.Linears) -> tuple[Stored, ...]:
-        results = tuple(self.new(op.x.rows, matrix.n_out) for matrix in op.matrices)
         matrices = [self.weights.matrix(matrix.weight) for matrix in op.matrices]
+        results = tuple(self.new(op.x.rows, matrix.n_out) for matrix in matrices)
         inputs = {matrix.format: self.inputs_of(op.x, matrix.packed) for matrix in matrices}
-        products = sorted(zip(op.matrices, matrices, results, strict=True), key=lambda product: product[1].format)
-        for format, group in groupby(products, key=lambda product: product[1].format):
-            self._multiply(op.x, inputs[format], list(group))
+        biases = [self.weights.vector(matrix.bias) for matrix in op.matrices]
+        products = list(zip(matrices, results, biases, strict=True))
+        for format in sorted(inputs):
+            self._multiply(inputs[format], [product for product in products if product[0].format == format])
         return results
 
     def head_linear(self, op: g.HeadLinear) -> Stored:
         x, y, matrix = self.stored[op.x], self.new(op.x.rows, op.result.width), self.weights.matrix(op.weight)
-        n_rows, (n_heads, _, n_in) = self.limits.max_rows(x.slot), op.weight.shape
-        inputs = new_inputs(self.limits.arena, matrix.packed, n_rows, n_in, n_heads)
-        self.calls.append(calls.MultiplyHeads(self.limits, op, x, inputs, matrix, y))
+        (n_heads, n_out, n_in), rest = op.weight.shape, op.n_rest
+        inputs = Inputs.new(matrix.packed, self.limits.max_rows(x.slot), n_in, x.slot, n_heads)
+        self._quantise("quantise", "quantise_heads", x, inputs, n_in + rest)
+        self._multiply(inputs, [(matrix, y, None)])
+        if rest:
+            source, target = (x.buffer.at(4 * n_in), x.stride), (y.buffer.at(4 * n_out), y.stride)
+            values = *source, n_in + rest, rest, *target, n_out + rest
+            options = {"operands": [x, y], "cost": lambda sizes: Cost(8 * sizes.rows(x.slot) * n_heads * rest)}
+            self.elementwise("copy heads", "copy_heads", x, lambda n: (n_heads, n), 32, *values, **options)
         return y
 
     def _multiply(
         self,
-        x: Tensor,
         inputs: Inputs,
-        products: Sequence[tuple[g.Matrix, PackedMatrix, Stored]],
+        products: Sequence[tuple[PackedMatrix, Stored, DeviceMemory | None]],
         residual: Stored | None = None,
     ) -> None:
-        biases = [self.weights.vector(matrix.bias) for matrix, _, _ in products]
-        packed, results = [p for _, p, _ in products], [y for _, _, y in products]
-        slot = _SLOTS[x.rows]
-        self.calls.append(calls.Multiply(self.limits, slot, inputs, packed, biases, results, residual))
+        """Products of the same inputs with matrices of one format.
+
+        Args:
+            products: the matrix, or those of the inputs' heads, where the product goes, and the bias.
+            residual: what is added to the product, of which there is one then; it may be where that goes.
+        """
+        limits, slot, added = self.limits, inputs.slot, None if residual is None else residual.buffer
+        packed, results = [w for w, _, _ in products], [y for _, y, _ in products]
+        format, n_in = packed[0].packed, packed[0].n_in
+
+        def launches(extent: Extent) -> Iterator[Launch]:
+            n = extent.rows(slot)
+            if not n:
+                return
+            units, scales, _ = inputs.as_arguments(n)
+            n_rows = format.input_rows(n)
+            operands = [matmul.Product(w.memory, y.buffer, w.n_out, y.stride, bias, added) for w, y, bias in products]
+            step = matmul.matrices_at_once(format, n_rows, limits.products.capability)
+            for some in (operands[i : i + step] for i in range(0, len(operands), step)):
+                n_outs = [p.n_out for p in some]
+                launch = matmul.product_launch(format, n_outs, n_in, n_rows, limits.products, inputs.n_heads)
+                counter = self.batch.counter(slot)
+                given = matmul.product_arguments(launch, format, n_in, n_rows, (units, scales), counter, some)
+                yield launch.given(*given)
+
+        def cost(sizes: BatchSizes) -> Cost:
+            extra = 0 if residual is None else residual.bytes_of(sizes.rows(slot))
+            return _product_cost(packed, inputs, sizes.rows(slot), extra_bytes=extra)
+
+        operands: list[Stored | Inputs | Buffer] = [inputs, *results, *([] if residual is None else [residual])]
+        name = "linear" if inputs.n_heads == 1 else "heads"
+        self.calls.append(Call(f"{name} {_names(packed)}", launches, operands, cost))
 
     # -- Attention -------------------------------------------------------------------------------------------------
 
     def rope_append(self, op: g.RopeAppend) -> Stored:
-        q: Stored = self.stored[op.q]
-        k, v = (None if x is None else self.stored[x] for x in (op.k, op.v))
-        has_pairs = op.rope is not None and len(op.rope.frequencies)
-        frequencies = self.limits.frequencies(op.rope) if op.rope is not None and has_pairs else None
-        norms = [None if norm is None else self.weights.vector(norm.weight) for norm in op.norms]
-        self.calls.append(calls.RopeAppend(self.limits, op, q, k, v, frequencies, norms))
-        return _same_place(q)
+        limits, batch, kept, cache = self.limits, self.batch, op.cache, self.limits.cache
+        q: Stored
+        q, k, v = (self.stored[x] for x in (op.q, op.k, op.v))
+        rope, scale, others = op.rope or _NO_ROPE, op.q_scale or g.PositionScale(0.0, 1), [x for x in (k, v) if x]
+        norms: list[Any] = []
+        for norm, dim in zip(op.norms, (kept.key_dim, kept.key_dim, kept.value_dim), strict=True):
+            n = 0 if norm is None else dim if norm.weight is None else norm.weight.shape[0]
+            norms += [norm and self.weights.vector(norm.weight), n, float(norm.eps) if norm else 0.0]
+        n_heads = q.width // kept.key_dim
+        row_bytes = 2 * q.bytes_of(1) + sum(x.bytes_of(1) for x in others) + (kept.bytes_per_token() if k else 0)
+        self.call(
+            "rope + append",
+            ("append", "rope_append"),
+            N_TOKENS,
+            lambda n: (-(-(n_heads + len(others) * kept.n_heads) // _HEADS_PER_BLOCK), n),
+            32 * _HEADS_PER_BLOCK,
+            *(batch.header, batch.slots[cache.groups[kept.layer]], batch.positions),
+            limits.frequencies(rope) if len(rope.frequencies) else None,
+            *(len(rope.frequencies), rope.first, rope.interleaved, float(rope.magnitude), q),
+            *((k,) if k else (None, 0)),
+            *((v,) if v else (None, 0)),
+            *(n_heads, kept.n_heads, *norms),
+            *(op.norm_last, float(scale.rate), scale.length, scale.offset),
+            # Without keys, the cache is another layer's.
+            *(cache.layer(kept.layer) if k else (None,) * 4),
+            defines=append_defines(kept),
+            cost=lambda sizes: Cost(sizes.n_tokens * row_bytes),
+        )
+        return q
 
     def attention(self, op: g.Attention) -> Stored:
-        limits, y = self.limits, self.new(Rows.TOKENS, op.result.width)
-        kind, sinks = limits.kind(op), self.weights.vector(op.sinks)
+        limits, kept, q, y = self.limits, op.cache, self.stored[op.q], self.new(Rows.TOKENS, op.result.width)
+        kind, sinks, partials = limits.kind(op), self.weights.vector(op.sinks), limits.new_partials()
+        heads = kind.heads
         variant = replace(kind.variant, soft_cap=op.softcap is not None, sinks=sinks is not None)
-        settings = op.scale, op.softcap, sinks
-        rows = self.stored[op.q], y, limits.new_partials()
-        self.calls.append(calls.Attention(limits, kind, variant, op.cache, *settings, *rows))
+        cache, batch = limits.cache.layer(kept.layer), self.batch.attention(limits.cache.groups[kept.layer])
+        scoring = float(op.scale), float(op.softcap or 0)
+
+        def launches(extent: Extent) -> Iterator[Launch]:
+            work = extent.work(kind)
+            states = partials.n_bytes - max(4, 4 * work.partial_floats(heads, kind.variant)[1])
+            parts = partials, partials.at(states // 8 * 8), work.max_splits, work.partial_rows
+            own: dict[str, tuple[Any, ...]] = {
+                "attention_prefill": (*cache, q, y, sinks, *scoring),
+                "attention_split": (*cache, q, *parts, *scoring),
+                "attention_merge": (*parts, y, sinks),
+            }
+            for launch in attention.launches(work, heads, variant, limits.properties.n_multiprocessors):
+                numbers = heads.n_kv_heads, heads.group_size, *attention.token_range(launch, work), heads.window
+                yield launch.given(*arguments(*batch, *numbers, *own[launch.kernel]))
+
+        def cost(sizes: BatchSizes) -> Cost:
+            pairs, positions = sizes.seen(heads.window)
+            n_bytes = q.bytes_of(sizes.n_tokens) + y.bytes_of(sizes.n_tokens) + positions * kept.bytes_per_token()
+            return Cost(n_bytes, 4 * pairs * q.width, "f16")  # query times key, and weight times value
+
+        name = "attention" if heads.window == attention.NO_WINDOW else f"attention, window {heads.window}"
+        self.calls.append(Call(name, launches, [q, y, partials], cost))
         return y
 
     # -- Recurrent states ------------------------------------------------------------------------------------------
 
+    def _recurrent_call(
+        self,
+        name: str,
+        module: str,
+        kernel: str,
+        state: g.RecurrentState,
+        row_bytes: int,
+        *given: Any,
+        **options: Any,
+    ) -> None:
+        """Of a kernel whose first arguments are what it reads of a batch, and a state, which is read and written."""
+        cache, (grid, threads, *values) = self.limits.cache, given
+        first = *self.batch.sequences, cache.state(state), np.int64(cache.slot_bytes // 4)
+        cost = lambda sizes: Cost(sizes.n_tokens * row_bytes + len(sizes.sequences) * 8 * state.n_values)  # noqa: E731
+        self.call(name, (module, kernel), N_TOKENS, grid, threads, *first, *values, cost=cost, **options)
+
     def causal_conv(self, op: g.CausalConv) -> Stored:
         x, y = self.stored[op.x], self.new(Rows.TOKENS, op.x.width)
-        weights = self.vector(op.weight), self.weights.vector(op.bias)
-        self.calls.append(recurrent_calls.CausalConv(self.limits, x, *weights, op.state, op.silu, y))
+        weights = self.weights.vector(op.weight), self.weights.vector(op.bias)
+        grid = lambda n: (-(-x.width // _CONV_COLUMNS), min(n, _MAX_SEQUENCES), -(-n // _CONV_TOKENS))  # noqa: E731
+        values, defines = (x, x.width, *weights, op.silu, y.buffer), {"KERNEL": op.state.shape[0] + 1}
+        names, given = ("causal conv", "convolution", "causal_conv"), (grid, _CONV_COLUMNS, *values)
+        self._recurrent_call(*names, op.state, 2 * x.bytes_of(1), *given, operands=[y], defines=defines)
         return y
 
     def gated_delta(self, op: g.GatedDelta) -> Stored:
         n_heads, d_k, d_v = op.state.shape
-        keys, y = op.n_key_heads * d_k, self.new(Rows.TOKENS, n_heads * d_v)
-        parts = g.side_by_side(op.qkv, (keys, keys, n_heads * d_v))
+        keys = op.n_key_heads * d_k
+        parts = self._side_by_side(op.qkv, (keys, keys, n_heads * d_v))
+        gates, weights = [self.stored[op.decay], self.stored[op.beta]], [op.a, op.dt_bias, None]
         per_group = n_heads // op.n_key_heads if op.is_grouped else 0
-        rows = *(self.stored[x] for x, _ in parts), self.stored[op.decay], y, self.stored[op.beta]
-        weights = self.vector(op.a), self.vector(op.dt_bias), None
-        how = op.n_key_heads, per_group, op.is_per_channel, op.eps, d_k**-0.5
-        self._recurrence(op.state, rows, parts, weights, how)
-        return y
+        how = op.n_key_heads, per_group, float(op.eps), d_k**-0.5
+        return self._recurrence(op, parts, gates, weights, how, op.is_per_channel)
 
     def scan(self, op: g.Scan) -> Stored:
         n_heads, n, p = op.state.shape
-        y = self.new(Rows.TOKENS, n_heads * p)
-        x, b, c = g.side_by_side(op.xbc, (n_heads * p, op.n_groups * n, op.n_groups * n))
-        rows = *(self.stored[part] for part, _ in (c, b, x)), self.stored[op.dt], y
-        weights = self.vector(op.a), self.vector(op.dt_bias), self.vector(op.d)
-        self._recurrence(op.state, rows, [c, b, x], weights, (op.n_groups, n_heads // op.n_groups, False, 0.0, 1.0))
-        return y
+        x, b, c = self._side_by_side(op.xbc, (n_heads * p, op.n_groups * n, op.n_groups * n))
+        weights, how = [op.a, op.dt_bias, op.d], (op.n_groups, n_heads // op.n_groups, 0.0, 1.0)
+        return self._recurrence(op, [c, b, x], [self.stored[op.dt]], weights, how, False)
 
-    def _recurrence(self, state: Any, rows: Any, parts: Any, weights: Any, how: Any) -> None:
-        places = tuple(first for _, first in parts)
-        self.calls.append(recurrent_calls.Recurrence(self.limits, state, rows, places, *weights, *how))
+    def _side_by_side(self, tensors: tuple[Tensor, ...], widths: tuple[int, ...]) -> list[tuple[Stored, int]]:
+        """The rows that parts of tensors are in, and the columns that they begin at."""
+        return [(self.stored[x], first) for x, first in g.side_by_side(tensors, widths)]
+
+    def _recurrence(
+        self,
+        op: g.GatedDelta | g.Scan,
+        parts: Sequence[tuple[Stored, int]],
+        gates: Sequence[Stored],
+        weights: Sequence[Weight | None],
+        how: tuple[int, int, float, float],
+        is_per_channel: bool,
+    ) -> Stored:
+        """What each token adds to a state, and reads of it.
+
+        Args:
+            parts: q, k and v.
+            gates: the steps, and betas if there are any.
+            how: groups, heads to each (0 where they take turns), eps, and the scale.
+        """
+        (n_heads, n_rows, n_columns), y = op.state.shape, self.new(Rows.TOKENS, op.result.width)
+        columns, (n_groups, per_group, eps, scale) = 32 if n_columns % 32 == 0 else 16, how
+        defines = {"ROWS": n_rows, "COLUMNS": columns, "DELTA": len(gates) - 1, "PER_CHANNEL": int(is_per_channel)}
+        row_bytes = 4 * (2 * n_heads * n_columns + 2 * n_groups * n_rows)
+        self._recurrent_call(
+            *("recurrence", "recurrent", "recurrence", op.state, row_bytes),
+            lambda n: (n_heads * n_columns // columns, min(n, _MAX_SEQUENCES)),
+            4 * columns,
+            *(value for rows, first in parts for value in (rows.buffer.at(4 * first), rows.stride)),
+            *(*gates, *(() if len(gates) == 2 else (None, 0))),
+            *(*map(self.weights.vector, weights), n_groups, per_group, n_columns, eps, scale, y),
+            operands=[rows for rows, _ in parts],
+            defines=defines,
+        )
+        return y
 
     # -- Experts ---------------------------------------------------------------------------------------------------
 
-    def route(self, op: g.Route) -> ChosenExperts:
-        chosen = ChosenExperts(self.limits, Mixture(op.logits.width, op.k))
-        scores, probabilities = self.stored[op.logits], None
+    def route(self, op: g.Route) -> _Chosen:
+        limits, mixture, logits = self.limits, Mixture(op.logits.width, op.k), self.stored[op.logits]
+        if mixture.n > MAX_EXPERTS or mixture.k > MAX_CHOSEN:
+            raise KernelError(
+                f"{mixture.n} experts, of which a token goes to {mixture.k}, are more than CUDA kernels know, which "
+                f"is {MAX_EXPERTS} and {MAX_CHOSEN}: run the model's layers on the CPU"
+            )
+        n_pairs, n_places = limits.max_tokens * mixture.k, limits.max_rows(N_PLACES)
+        # Products, how many there are, ids, expert weights, places, and the places' tokens.
+        sizes = 16 * mixture.n_products(limits.max_tokens, _FEW_ROWS), 16, *3 * [4 * n_pairs], 4 * n_places
+        memory, header = Buffer(sum(sizes)), self.batch.header
+        chosen = _Chosen(mixture, memory, *map(memory.at, accumulate(sizes[:-1], initial=0)))
+        scores, probabilities = logits, None
+        grid = lambda n: (-(-n // _ROUTE_TOKENS),)  # noqa: E731
         if not op.is_by_logits:
-            logits, bias = scores, self.weights.vector(op.selection_bias)
             scores, probabilities = (self.new(Rows.TOKENS, logits.width) for _ in range(2))
-            how = op.gating, bias, op.n_groups, op.n_top_groups, op.n_group_best
-            self.calls.append(expert_calls.ExpertScores(self.limits, logits, *how, probabilities, scores))
-        factors = self.weights.vector(op.expert_scales)
-        self.calls.append(expert_calls.Route(scores, probabilities, op.norm_topk_prob, op.scale, factors, chosen))
+            how = GATINGS.index(op.gating), self.weights.vector(op.selection_bias)
+            groups = op.n_groups, op.n_top_groups, op.n_group_best
+            to, written = (probabilities.buffer, scores.buffer), [probabilities, scores]
+            given = header, logits, logits.width, *how, *groups, *to
+            self._expert_call("expert scores", "expert_scores", grid, _ROUTE_THREADS, *given, operands=written)
+        values = (
+            *(header, scores, scores.width, mixture.k, op.norm_topk_prob, float(op.scale)),
+            *(probabilities and probabilities.buffer, self.weights.vector(op.expert_scales)),
+            *(chosen.ids, chosen.weights),
+        )
+        # Ids, weights, places, and the tokens of these.
+        cost = lambda sizes: Cost(scores.bytes_of(sizes.n_tokens) + sizes.rows(N_PLACES) * 4 * 4)  # noqa: E731
+        operands = [memory, *([] if probabilities is None else [probabilities])]
+        self._expert_call("route", "route", grid, _ROUTE_THREADS, *values, operands=operands, cost=cost)
+        route = self.calls.pop()
+
+        def launches(extent: Extent) -> Iterator[Launch]:
+            yield from route.launches(extent)
+            rows = self._product_rows(mixture, extent)
+            to = chosen.places, chosen.rows, chosen.products, chosen.n_products
+            values = arguments(header, chosen.ids, mixture.k, mixture.n, rows, *to)
+            yield Launch("experts", "group_by_expert", {}, (1,), (_GROUP_THREADS,), 0, values)
+
+        self.calls.append(replace(route, launches=launches))
         return chosen
+
+    def _expert_call(self, name: str, kernel: str, grid: Grid, threads: int, *values: Any, **options: Any) -> None:
+        """Of a kernel of experts.cu."""
+        self.call(name, ("experts", kernel), N_TOKENS, grid, threads, *values, **options)
+
+    def _product_rows(self, mixture: Mixture, extent: Extent) -> int:
+        """Rows of one expert that are multiplied at once, at most."""
+        products = self.limits.products
+        few = extent.n_tokens * mixture.k <= _FEW_ROWS * mixture.n
+        return _FEW_ROWS if few or products.capability < matmul.TENSOR_CORES else products.tile_rows[-1]
 
     def expert_linears(self, op: g.ExpertLinears) -> tuple[Stored, ...]:
         chosen, x = self.stored[op.routing], self.stored[op.x]
         matrices = [self.weights.matrix(weight) for weight in op.experts]
         inputs = dict[str, Inputs]()
-        for format in {input_kind(matrix.packed): matrix.packed for matrix in matrices}.values():
-            rows = new_inputs(self.limits.arena, format, self.limits.max_rows(N_PLACES), x.width)
-            inputs[input_kind(format)] = rows
-            self.calls.append(expert_calls.Gather(chosen, format, x, rows))
-        results = self._multiply_experts(chosen, matrices, [inputs[input_kind(matrix.packed)] for matrix in matrices])
+        for kind, format in {matrix.packed.input_kind: matrix.packed for matrix in matrices}.items():
+            inputs[kind] = rows = self.new_inputs(format, op.x, N_PLACES)
+            cost = lambda sizes, rows=rows: Cost(  # noqa: E731
+                x.bytes_of(sizes.n_tokens) + 4 * sizes.rows(N_PLACES) + rows.bytes_of(sizes.rows(N_PLACES))
+            )
+            options = {"operands": [chosen.buffer], "cost": cost}
+            self._quantise("gather for experts", "quantise_gathered", x, rows, chosen.rows, **options)
+        results = self._multiply_experts(chosen, matrices, inputs)
         for i, y in enumerate(results):
             if op.biases or op.is_weighted:  # a weight counts before the bias: after the product it is the same
-                bias = self.weights.vector(op.biases[i]) if op.biases else None
-                self.calls.append(expert_calls.FinishExperts(chosen, op.is_weighted, bias, y))
+                self._finish_experts(chosen, op.is_weighted, op.biases[i] if op.biases else None, y)
         return results
 
     def expert_output(self, op: g.ExpertOutput) -> Stored:
         if op.residual is not None and self.last_uses[op.residual] > self.node:
             raise KernelError("the cuda backend adds what experts compute in place: nothing else may read that")
-        chosen, matrix = self.stored[op.routing], self.weights.matrix(op.experts)
-        [products] = self._multiply_experts(chosen, [matrix], [self.inputs_of(op.h, matrix.packed)])
-        y = self.in_place(op)
+        chosen, matrix, batch = self.stored[op.routing], self.weights.matrix(op.experts), self.batch
+        inputs = {matrix.packed.input_kind: self.inputs_of(op.h, matrix.packed)}
+        [products], y = self._multiply_experts(chosen, [matrix], inputs), self.in_place(op)
         if op.bias is not None:
-            self.calls.append(expert_calls.FinishExperts(chosen, False, self.weights.vector(op.bias), products))
-        self.calls.append(expert_calls.AddExperts(chosen, products, op.is_weighted, op.residual is not None, y))
+            self._finish_experts(chosen, False, op.bias, products)
+        weights, width = chosen.weights if op.is_weighted else None, products.width
+
+        def cost(sizes: BatchSizes) -> Cost:  # with places and weights
+            n = sizes.rows(N_PLACES)
+            return Cost(products.bytes_of(n) + 8 * n + 2 * y.bytes_of(sizes.n_tokens))
+
+        grid, values = (lambda n: (-(-width // _SUM_COLUMNS), n)), (products, width, y, int(op.residual is not None))
+        given = batch.header, chosen.places, weights, chosen.mixture.k
+        options = {"operands": [chosen.buffer], "cost": cost}
+        self._expert_call("add experts", "add_experts", grid, _SUM_THREADS, *given, *values, **options)
         return y
 
+    def _finish_experts(self, chosen: _Chosen, is_weighted: bool, bias: Weight | None, y: Stored) -> None:
+        """Products times the weights of their pairs, plus the biases of their experts, in place."""
+        k, weights = chosen.mixture.k, chosen.weights if is_weighted else None
+        given = self.batch.header, chosen.places, chosen.ids, weights, self.weights.vector(bias), k, y, y.width
+        grid = lambda n: (-(-y.width // _SUM_COLUMNS), k * n)  # noqa: E731
+        operands = [chosen.buffer, y]
+        self._expert_call("finish experts", "finish_experts", grid, _SUM_THREADS, *given, operands=operands)
+
     def _multiply_experts(
-        self, chosen: ChosenExperts, matrices: Sequence[PackedMatrix], inputs: Sequence[Inputs]
+        self, chosen: _Chosen, matrices: Sequence[PackedMatrix], inputs: dict[str, Inputs]
     ) -> tuple[Stored, ...]:
         """Products of rows by place, those of one format in one call."""
         results = tuple(self.new(Rows.CHOSEN, matrix.n_out) for matrix in matrices)
         for format in dict.fromkeys(matrix.format for matrix in matrices):
-            own = [i for i, matrix in enumerate(matrices) if matrix.format == format]
-            to = [results[i] for i in own]
-            self.calls.append(expert_calls.MultiplyExperts(chosen, inputs[own[0]], [matrices[i] for i in own], to))
+            own = [(w, y) for w, y in zip(matrices, results, strict=True) if w.format == format]
+            self._multiply_some_experts(chosen, own, inputs[own[0][0].packed.input_kind])
         return results
 
+    def _multiply_some_experts(
+        self, chosen: _Chosen, pairs: Sequence[tuple[PackedMatrix, Stored]], inputs: Inputs
+    ) -> None:
+        mixture, limits, packed = chosen.mixture, self.limits.products, [w for w, _ in pairs]
+        format, n_in = packed[0].packed, packed[0].n_in
+        products = [matmul.Product(w.memory, y.buffer, w.n_out, y.stride) for w, y in pairs]
+        tiles, n_chunks, counter = format.n_tiles(n_in), format.n_chunks(n_in), self.batch.counter(N_TOKENS)
 
-def _same_place(rows: Stored) -> Stored:
-    """Rows that a call writes over others."""
-    return replace(rows)
+        def launches(extent: Extent) -> Iterator[Launch]:
+            n, rows = extent.n_tokens, self._product_rows(mixture, extent)
+            step = (
+                1
+                if matmul.expert_kernel(format, n, rows, limits.capability) == "matmul_experts"
+                else matmul.MAX_MATRICES
+            )
+            sizes = n_in, n, n * mixture.k, mixture.n_products(n, rows), rows
+            for some in (products[i : i + step] for i in range(0, len(products), step)):
+                launch = matmul.expert_launch(format, [p.n_out for p in some], *sizes, limits)
+                own: dict[str, tuple[Any, ...]] = {
+                    "matvec_experts": (counter, tiles, mixture.k, chosen.ids, chosen.places),
+                    "matmul_few_experts": (chosen.n_products, tiles, chosen.products),
+                    "matmul_experts": (chosen.n_products, tiles, n_chunks, chosen.products),
+                }
+                given = some[0].arguments() if launch.kernel == "matmul_experts" else matmul.matrix_arguments(some)
+                yield launch.given(*arguments(inputs, *own[launch.kernel], *given, n_rows=extent.n_places))
+
+        def cost(sizes: BatchSizes) -> Cost:
+            used = 1 - (1 - mixture.k / mixture.n) ** sizes.n_tokens  # that of all experts: the others are not read
+            return _product_cost(packed, inputs, sizes.rows(N_PLACES), part=used)
+
+        operands: list[Stored | Inputs | Buffer] = [inputs, chosen.buffer, *(y for _, y in pairs)]
+        self.calls.append(Call(f"experts {_names(packed)}", launches, operands, cost))
 
 
-_LOWERINGS: dict[type[g.Operation[Any]], Callable[[_Lowering, Any], Any]] = {
-    g.Input: _Lowering.input,
-    g.Embed: _Lowering.embed,
-    g.RMSNorm: _Lowering.rms_norm,
-    g.LayerNorm: _Lowering.layer_norm,
-    g.Add: _Lowering.add,
-    g.Scale: _Lowering.scale,
-    g.Activation: _Lowering.activation,
-    g.CausalConv: _Lowering.causal_conv,
-    g.GatedDelta: _Lowering.gated_delta,
-    g.Scan: _Lowering.scan,
-    g.Linear: _Lowering.linear,
-    g.Linears: _Lowering.linears,
-    g.HeadLinear: _Lowering.head_linear,
-    g.RopeAppend: _Lowering.rope_append,
-    g.Attention: _Lowering.attention,
-    g.Gated: _Lowering.gated,
-    g.Route: _Lowering.route,
-    g.ExpertLinears: _Lowering.expert_linears,
-    g.ExpertOutput: _Lowering.expert_output,
-    g.Softcap: _Lowering.softcap,
-    g.Outputs: _Lowering.outputs,
-}
+def _each(n: int) -> tuple[int, ...]:
+    """A block for each row."""
+    return (n,)
+
+
+def _columns(x: Stored) -> Grid:
+    """Blocks of columns of each row."""
+    return lambda n: (-(-x.width // _GATE_COLUMNS), n)
+
+
+def _multiplied(op: g.Operation[Any], x: Tensor) -> list[Weight]:
+    """The weights that an operation multiplies a tensor with; none if that is not all that it does with it."""
+    match op:
+        case g.Linears(x=own, matrices=matrices) if own is x:
+            return [matrix.weight for matrix in matrices]
+        case g.Linear(x=own, matrix=matrix, residual=residual) if own is x and residual is not x:
+            return [matrix.weight]
+        case g.ExpertOutput(h=own, experts=experts, residual=residual) if own is x and residual is not x:
+            return [experts]
+    return []
+
+
+def _names(weights: Sequence[PackedMatrix]) -> str:
+    """Of matrices in a layer, and their format."""
+    names = dict.fromkeys(_LAYER.sub("", w.name).removesuffix(".weight") or "?" for w in weights)
+    return f"{'+'.join(names)} {weights[0].format}"
+
+
+def _product_cost(
+    weights: Sequence[PackedMatrix], inputs: Inputs, n: int, part: float = 1.0, extra_bytes: int = 0
+) -> Cost:
+    """Of ``n`` rows, where so large a part of the weights is read."""
+    format, n_in, n_out = weights[0].packed, weights[0].n_in, inputs.n_heads * sum(w.n_out for w in weights)
+    n_bytes = part * sum(w.n_bytes for w in weights) + inputs.bytes_of(n) + 4 * n * n_out + extra_bytes
+    return Cost(n_bytes, 2 * n * n_in * n_out, _KINDS.get(format.name, "int8"))

@@ -18,12 +18,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from localllm.errors import KernelError
-from localllm.kernels.cuda.driver import MAX_BLOCK_THREADS, Argument, DeviceMemory
-from localllm.kernels.cuda.launch import Launch
+from localllm.kernels.cuda.driver import MAX_BLOCK_THREADS, Launch
 from localllm.quant.iquants import IQ4_VALUES
 from localllm.quant.lut import KernelType, LUTType, block_size
 from localllm.quant.packing import LAYOUTS
@@ -102,6 +102,11 @@ class PackedFormat:
 
     # -- Activations -----------------------------------------------------------------------------------------------
 
+    @property
+    def input_kind(self) -> str:
+        """Formats of one kind read the same activations."""
+        return self.name if self.is_float else GGMLType.Q8_0.name
+
     def input_rows(self, n_tokens: int) -> int:
         """Rows that activations of up to ``n_tokens`` tokens are laid out for."""
         if not self.is_tensor_float:
@@ -146,8 +151,6 @@ def _packed_format(type: KernelType) -> PackedFormat:
 
 #: All formats that kernels read.
 PACKED_FORMATS: dict[KernelType, PackedFormat] = {type: _packed_format(type) for type in LAYOUTS}
-#: One whose inputs are bytes, as those of all that are not floats.
-EIGHT_BITS = PACKED_FORMATS[GGMLType.Q8_0]
 
 
 def packed_format(type: KernelType, capability: tuple[int, int]) -> PackedFormat:
@@ -166,8 +169,22 @@ def n_groups(n_out: int) -> int:
 
 
 @dataclass(frozen=True)
+class ProductLimits:
+    """What launches depend on beside the product.
+
+    Attributes:
+        capability, shared_bytes: the device's.
+        tile_rows: rows of activations that a block of matmul may take, the larger first; multiples of 16.
+    """
+
+    capability: tuple[int, int]
+    shared_bytes: int
+    tile_rows: tuple[int, ...] = TILE_ROWS
+
+
+@dataclass(frozen=True)
 class Product:
-    """One matrix of a launch, as arguments of a kernel.
+    """One matrix of a launch, as arguments of a kernel: places in memory, or in buffers.
 
     Attributes:
         weights: packed.
@@ -176,14 +193,14 @@ class Product:
         residual: float32 [T, stride], what is added; it may be ``y``.
     """
 
-    weights: DeviceMemory
-    y: DeviceMemory
+    weights: Any
+    y: Any
     n_out: int
     stride: int
-    bias: DeviceMemory | None = None
-    residual: DeviceMemory | None = None
+    bias: Any = None
+    residual: Any = None
 
-    def arguments(self) -> list[Argument]:
+    def arguments(self) -> list[Any]:
         """MATRIX_PARAMETERS of dots.cuh."""
         bias = np.uint64(0) if self.bias is None else self.bias
         residual = np.uint64(0) if self.residual is None else self.residual
@@ -208,12 +225,7 @@ def quantise_launch(format: PackedFormat, n_in: int, n_rows: int) -> Launch:
     Arguments: x, int32 stride (a multiple of 4), int32 n_in, n_tokens (int32 in memory), units, scales, int32 n_rows.
     """
     threads = min(_WARP * -(-n_in // RUN), MAX_BLOCK_THREADS)
-    return Launch("quantise", "quantise", _input_defines(format), (n_rows,), (threads,))
-
-
-def _input_defines(format: PackedFormat) -> dict[str, int | str]:
-    """One module for all formats that read the same activations."""
-    return {"FORMAT": format.name if format.is_float else GGMLType.Q8_0.name}
+    return Launch("quantise", "quantise", {"FORMAT": format.input_kind}, (n_rows,), (threads,))
 
 
 def embed_launch(format: PackedFormat, n_rows: int) -> Launch:
@@ -230,34 +242,27 @@ def product_launch(
     n_outs: Sequence[int],
     n_in: int,
     n_rows: int,
-    *,
-    capability: tuple[int, int],
-    shared_bytes: int,
-    tile_rows: Sequence[int] = TILE_ROWS,
-    n_heads: int = 0,
+    limits: ProductLimits,
+    n_heads: int = 1,
 ) -> Launch:
     """The product of activations, laid out for ``n_rows`` (`PackedFormat.input_rows`), with one or several matrices.
 
     Args:
-        n_outs: rows of the matrices: up to `MAX_MATRICES`; one if `takes_one_matrix`.
-        n_heads: of the activations, each of which is multiplied with a matrix of its own; 0: there are no heads.
-        capability, shared_bytes: the device's.
-        tile_rows: rows of activations that a block of matmul may take, the larger first; multiples of 16.
+        n_outs: rows of the matrices: up to `matrices_at_once`.
+        n_heads: of the activations, each of which is multiplied with a matrix of its own.
 
     Raises:
         KernelError: so many matrices do not go in one launch.
     """
-    if n_heads:
-        whole = product_launch(
-            format, n_outs, n_in, n_rows, capability=capability, shared_bytes=shared_bytes, tile_rows=tile_rows
-        )
+    if n_heads > 1:
+        whole = product_launch(format, n_outs, n_in, n_rows, limits)
         bounds = {"BOUNDS": "512,1"} if format.type is GGMLType.F32 else {}  # else ptxas spills registers for sm_86
         return replace(whole, grid=(*whole.grid, n_heads), defines={**whole.defines, "HEADS": 1, **bounds})
-    limit = 1 if takes_one_matrix(format, n_rows, capability) else MAX_MATRICES
+    capability, limit = limits.capability, matrices_at_once(format, n_rows, limits.capability)
     if not 1 <= len(n_outs) <= limit:
         raise KernelError(f"{len(n_outs)} matrices in one launch, which takes up to {limit}: launch them apart")
     if limit == 1:
-        return _matmul_launch(format, n_outs[0], n_rows, shared_bytes, tile_rows)
+        return _matmul_launch(format, n_outs[0], n_rows, limits)
     uses_lanes = not format.is_tensor_float and (
         n_rows in VECTOR_ROWS or format.type in (GGMLType.F32, GGMLType.Q2_K) or capability < TENSOR_CORES
     )
@@ -278,10 +283,7 @@ def expert_launch(
     n_pairs: int,
     n_products: int,
     product_rows: int,
-    *,
-    capability: tuple[int, int],
-    shared_bytes: int,
-    tile_rows: Sequence[int] = TILE_ROWS,
+    limits: ProductLimits,
 ) -> Launch:
     """The product of rows with matrices of their experts: `product_launch`, with tokens of one expert side by side.
 
@@ -290,19 +292,22 @@ def expert_launch(
         n_products, product_rows: what the pairs are cut into, rows of one expert each: 8, or the last of
             ``tile_rows``.
     """
-    groups, kernel = sum(map(n_groups, n_outs)), expert_kernel(format, n_tokens, product_rows, capability)
+    groups, kernel = sum(map(n_groups, n_outs)), expert_kernel(format, n_tokens, product_rows, limits.capability)
     if kernel == "matmul_experts":
-        launch = _matmul_launch(format, n_outs[0], tile_rows[-1], shared_bytes, tile_rows[-1:])
-        return replace(launch, module=kernel, kernel=kernel, grid=(n_products, launch.grid[1]))
+        rows = limits.tile_rows[-1]
+        launch = _matmul_launch(format, n_outs[0], rows, replace(limits, tile_rows=(rows,)))
+        grid, defines = (n_products, launch.grid[1]), {**launch.defines, "EXPERTS": 1}
+        return replace(launch, kernel=kernel, defines=defines, grid=grid)
     is_few = kernel == "matmul_few_experts"
     bounds = _few_bounds(format, 8) if is_few else _vector_bounds(format, 1)
     grid = (n_products if is_few else n_pairs, groups)
-    defines = {**format.defines, "BOUNDS": bounds}
-    return Launch(kernel, kernel, defines, grid, (_WARP * format.n_chunks(n_in),))
+    defines = {**format.defines, "EXPERTS": 1, "BOUNDS": bounds}
+    module = kernel.removesuffix("_experts")
+    return Launch(module, kernel, defines, grid, (_WARP * format.n_chunks(n_in),))
 
 
 def expert_kernel(format: PackedFormat, n_tokens: int, product_rows: int, capability: tuple[int, int]) -> str:
-    """Which one multiplies; see `localllm.kernels.cuda.experts`."""
+    """Which one multiplies: of few tokens, rows one by one; of few to an expert, 8 at once; of more, tiles."""
     has_few = not format.is_float and n_tokens <= VECTOR_ROWS[-1]
     if has_few or format.type is GGMLType.F32 or (capability < TENSOR_CORES and not format.is_tensor_float):
         return "matvec_experts"
@@ -311,9 +316,10 @@ def expert_kernel(format: PackedFormat, n_tokens: int, product_rows: int, capabi
     return "matmul_experts"
 
 
-def takes_one_matrix(format: PackedFormat, n_rows: int, capability: tuple[int, int]) -> bool:
-    """Whether a launch of `product_launch` takes one matrix only."""
-    return n_rows > FEW_ROWS and capability >= TENSOR_CORES and format.type is not GGMLType.F32
+def matrices_at_once(format: PackedFormat, n_rows: int, capability: tuple[int, int]) -> int:
+    """How many a launch of `product_launch` takes."""
+    is_one = n_rows > FEW_ROWS and capability >= TENSOR_CORES and format.type is not GGMLType.F32
+    return 1 if is_one else MAX_MATRICES
 
 
 def product_arguments(
@@ -321,10 +327,10 @@ def product_arguments(
     format: PackedFormat,
     n_in: int,
     n_rows: int,
-    inputs: tuple[DeviceMemory, DeviceMemory],
-    n_tokens: DeviceMemory,
+    inputs: tuple[Any, Any],
+    n_tokens: Any,
     products: Sequence[Product],
-) -> list[Argument]:
+) -> list[Any]:
     """The arguments of a launch from `product_launch`.
 
     Args:
@@ -333,13 +339,13 @@ def product_arguments(
         products: a matrix each, in the order of that launch.
     """
     n_tiles = np.int32(format.n_tiles(n_in))
-    arguments: list[Argument] = [*inputs, np.int32(n_rows), n_tokens, n_tiles]
+    arguments = [*inputs, np.int32(n_rows), n_tokens, n_tiles]
     if launch.kernel == "matmul":
         return [*arguments, np.int32(format.n_chunks(n_in)), *products[0].arguments()]
     return arguments + matrix_arguments(products)
 
 
-def matrix_arguments(products: Sequence[Product]) -> list[Argument]:
+def matrix_arguments(products: Sequence[Product]) -> list[Any]:
     """Those of up to `MAX_MATRICES` matrices."""
     arguments = [argument for product in products for argument in product.arguments()]
     return arguments + _NO_PRODUCT * (MAX_MATRICES - len(products))
@@ -378,9 +384,8 @@ def stage_bytes(format: PackedFormat, tile_rows: int) -> int:
     return ROW_WARPS * (format.code_bytes + format.scale_bytes) + units + scales
 
 
-def _matmul_launch(
-    format: PackedFormat, n_out: int, n_rows: int, shared_bytes: int, tile_rows: Sequence[int]
-) -> Launch:
+def _matmul_launch(format: PackedFormat, n_out: int, n_rows: int, limits: ProductLimits) -> Launch:
+    shared_bytes, tile_rows = limits.shared_bytes, limits.tile_rows
     is_small = format.type in _SMALL_TILES or (isinstance(format.type, LUTType) and format.type.n_scales > 1)
     most = min(tile_rows[0], 64) if is_small else tile_rows[0]
     fitting = [rows for rows in tile_rows if rows <= most and 2 * stage_bytes(format, rows) <= shared_bytes]

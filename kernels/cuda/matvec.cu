@@ -1,5 +1,181 @@
-// Matrix products for few tokens; matvec.cuh says how.
-#include "matvec.cuh"
+// Matrix products for few tokens: a lane is a row, and no two lanes meet until the end.
+//
+// A block has a group of 32 rows and up to TOKENS tokens; its warps are the chunks of columns.  A warp has 128 columns
+// of codes in registers, and asks for those 128 columns further as it uses them: of Q4_0 1.5 to 2 KB are on the way, and
+// 256 bytes of scales.  An H200 brings 4.3 TB/s some 700 ns after they are asked for, 23 KB for each of its 132
+// processors; the 16 warps of one block ask for 30 KB, and two blocks fit.
+//
+// Activations are the same for all lanes, so that a load brings one unit to all of them, and the same for all blocks
+// of a processor, whose first cache they stay in.  For a block of 32 columns a token takes 8 dot products, 3 loads and
+// 3 operations on floats; unpacking takes 12 (Q4_0, Q4_K), 20 (Q5_0), 24 (Q6_K) or 56 (tables) for all tokens.
+#include "dots.cuh"
+
+constexpr int MAX_CHUNKS = 16;
+
+// A row's codes of 128 columns.
+template <class F>
+struct RunWords {
+  using C = typename F::Codes;
+  uint4 units[C::BITS];
+
+  __device__ __forceinline__ void load(const uint8_t* run, int unit, int lane) {
+    units[unit] = Streamed::load16(run + UNIT_BYTES * unit + UNIT * lane);
+  }
+
+  // The last block of 32 columns that a unit has codes of.
+  static constexpr int last_block(int unit) {
+    const int row_unit = unit - RUN_BLOCKS * C::UNITS;
+    return row_unit < 0 ? unit / (C::UNITS ? C::UNITS : 1) : (4 * row_unit + 3) / (C::ROW_WORDS ? C::ROW_WORDS : 1);
+  }
+
+  __device__ __forceinline__ uint32_t word(int unit, int i) const {
+    return i == 0 ? units[unit].x : i == 1 ? units[unit].y : i == 2 ? units[unit].z : units[unit].w;
+  }
+
+  // Columns 4 t ... 4 t + 3 and 16 + 4 t ... of block b.
+  __device__ __forceinline__ CodePair pair(int b, int t) const {
+    uint32_t q[2] = {0, 0}, rows[3] = {0, 0, 0};
+#pragma unroll
+    for (int i = 0; i < C::UNITS; ++i) q[i] = word(C::UNITS * b + i, t);
+#pragma unroll
+    for (int i = 0; i < C::ROW_WORDS; ++i) {
+      const int place = C::ROW_WORDS * b + i;
+      rows[i] = word(RUN_BLOCKS * C::UNITS + place / 4, place % 4);
+    }
+    return C::unpack(q, rows, t);
+  }
+};
+
+// The activations of N tokens, from the first on, in the block at hand.
+struct Inputs {
+  const int4* units;
+  const float2* scales;
+  int n_rows;
+
+  // Those of the blocks from `block` on, of 32 columns in units of `columns`.
+  __device__ __forceinline__ Inputs from(int block, int columns) const {
+    return {units + (int64_t)block * (BLOCK / columns) * n_rows, scales + (int64_t)block * n_rows, n_rows};
+  }
+};
+
+DEVICE int dot4(int4 x, uint32_t w0, uint32_t w1, uint32_t w2, uint32_t w3, int sum) {
+  sum = __dp4a(x.x, (int)w0, sum);
+  sum = __dp4a(x.y, (int)w1, sum);
+  sum = __dp4a(x.z, (int)w2, sum);
+  return __dp4a(x.w, (int)w3, sum);
+}
+
+// acc += a block of 32 columns, with codes w; x is moved past it.
+template <class F, int N>
+DEVICE void multiply_block(float (&acc)[N], const CodePair (&w)[4], const BlockScales<F::SCALES, F::MINIMA>& scales,
+                           Inputs& x) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    const int4 low = x.units[i], high = x.units[x.n_rows + i];
+    const float2 d = x.scales[i];
+    const int first = dot4(low, w[0].low, w[1].low, w[2].low, w[3].low, MAGIC);
+    const int second = dot4(high, w[0].high, w[1].high, w[2].high, w[3].high, F::SCALES == 2 ? MAGIC : first);
+    float dots[F::SCALES], half_sums[2] = {0.0f, 0.0f};
+    dots[F::SCALES - 1] = magic_to_float(second);
+    if constexpr (F::SCALES == 2) dots[0] = magic_to_float(first);
+    if constexpr (F::MINIMA == 2) {
+      constexpr uint32_t ONES = 0x01010101;
+      half_sums[0] = magic_to_float(dot4(low, ONES, ONES, ONES, ONES, MAGIC));
+      half_sums[1] = magic_to_float(dot4(high, ONES, ONES, ONES, ONES, MAGIC));
+    }
+    acc[i] = add_block(acc[i], scales, dots, d.x, d.y, half_sums);
+  }
+  x.units += 2 * x.n_rows;
+  x.scales += x.n_rows;
+}
+
+// acc += 128 columns.  As soon as a unit's codes are used, those of the run at `next` are asked for, if it is there.
+template <class F, int N>
+DEVICE void multiply_run(float (&acc)[N], RunWords<F>& words, const typename F::Run& scales, Inputs& x,
+                         const uint8_t* next, int lane) {
+#pragma unroll
+  for (int b = 0; b < RUN_BLOCKS; ++b) {
+    CodePair w[4];
+#pragma unroll
+    for (int t = 0; t < 4; ++t) w[t] = words.pair(b, t);
+    if (next) {
+#pragma unroll
+      for (int unit = 0; unit < F::Codes::BITS; ++unit)
+        if (RunWords<F>::last_block(unit) == b) words.load(next, unit, lane);
+    }
+    multiply_block<F, N>(acc, w, F::block(scales, b), x);
+  }
+}
+
+// acc = tiles begin ... end of the group at `tiles`.
+template <class F, int N>
+DEVICE void multiply_chunk(float (&acc)[N], const uint8_t* tiles, int begin, int end, Inputs x, int lane) {
+  x = x.from(begin * F::RUNS * RUN_BLOCKS, 16);
+  const uint8_t* tile = tiles + begin * tile_bytes<F>();
+  RunWords<F> words;
+#pragma unroll
+  for (int unit = 0; unit < F::Codes::BITS; ++unit) words.load(tile, unit, lane);
+  typename F::Raw next_scales = F::template load<Streamed>(tile + F::RUNS * run_bytes<F>(), lane);
+  for (int i = begin; i < end; ++i) {
+    const typename F::Raw scales = next_scales;
+    const uint8_t* next = i + 1 < end ? tile + tile_bytes<F>() : nullptr;
+    if (next) next_scales = F::template load<Streamed>(next + F::RUNS * run_bytes<F>(), lane);
+#pragma unroll
+    for (int run = 0; run < F::RUNS; ++run)
+      multiply_run<F, N>(acc, words, F::run(scales, run), x, run + 1 < F::RUNS ? tile + run_bytes<F>() : next, lane);
+    tile = next;
+  }
+}
+
+// The same for F32, whose units are four columns: one after the other.
+template <int N>
+DEVICE void multiply_floats(float (&acc)[N], const uint8_t* tiles, int begin, int end, Inputs x, int lane) {
+  x = x.from(begin * RUN_BLOCKS, 4);
+  const uint8_t* unit = tiles + begin * tile_bytes<F32>() + UNIT * lane;
+#pragma unroll 4
+  for (int i = begin * (RUN / 4); i < end * (RUN / 4); ++i) {
+    const uint4 w = Streamed::load16(unit);
+    unit += UNIT_BYTES;
+#pragma unroll
+    for (int token = 0; token < N; ++token) {
+      const float4 v = ((const float4*)x.units)[token];
+      acc[token] = fmaf(__int_as_float(w.x), v.x, acc[token]);
+      acc[token] = fmaf(__int_as_float(w.y), v.y, acc[token]);
+      acc[token] = fmaf(__int_as_float(w.z), v.z, acc[token]);
+      acc[token] = fmaf(__int_as_float(w.w), v.w, acc[token]);
+    }
+    x.units += x.n_rows;
+  }
+}
+
+template <int N>
+using ChunkSums = float[MAX_CHUNKS][N][GROUP];
+
+template <class F, int N>
+DEVICE void multiply(ChunkSums<N>& sums, const uint8_t* tiles, const Inputs& x, int n_tiles) {
+  const int lane = threadIdx.x % WARP, chunk = threadIdx.x / WARP, n_chunks = blockDim.x / WARP;
+  const int begin = chunk_begin(chunk, n_chunks, n_tiles), end = chunk_begin(chunk + 1, n_chunks, n_tiles);
+  float acc[N] = {};
+  if constexpr (IS_FLOAT<F>)
+    multiply_floats(acc, tiles, begin, end, x, lane);
+  else
+    multiply_chunk<F, N>(acc, tiles, begin, end, x, lane);
+#pragma unroll
+  for (int i = 0; i < N; ++i) sums[chunk][i][lane] = acc[i];
+  __syncthreads();
+}
+
+template <int N>
+DEVICE void add_chunks(const Matrix& matrix, int group, const ChunkSums<N>& sums, int first_token, int n_tokens) {
+  const int lane = threadIdx.x % WARP, n_chunks = blockDim.x / WARP;
+  for (int i = threadIdx.x / WARP; i < N && first_token + i < n_tokens; i += n_chunks) {
+    float total = 0.0f;
+    for (int chunk = 0; chunk < n_chunks; ++chunk) total += sums[chunk][i][lane];
+    store_result(matrix, total, first_token + i, group * GROUP + lane);
+  }
+}
+
+#ifndef EXPERTS
 
 // y = x W^T (+ bias) (+ residual) for up to three matrices W.
 //
@@ -22,3 +198,30 @@ extern "C" __global__ void __launch_bounds__(BOUNDS)
   multiply<FORMAT, TOKENS>(sums, tiles, x, n_tiles);
   add_chunks(CHOSEN_MATRIX(which), group, sums, first_token, n);
 }
+
+#else
+
+// With the matrices of experts: a block has a group of 32 rows, and one token of an expert.
+//
+// y = x W^T, where each row has the matrix W of its expert, for up to three of them.
+//
+// weights: of all experts, one after the other.  experts, places: of each of the n_tokens * k pairs (experts.cu).  Rows of
+// units, scales and y are places.  Grid (pairs, groups of rows of all matrices).  The rest is as above.
+extern "C" __global__ void __launch_bounds__(BOUNDS)
+    matvec_experts(const void* __restrict__ units, const float2* __restrict__ scales, int n_rows,
+                   const int* __restrict__ n_tokens, int n_tiles, int k, const int* __restrict__ experts,
+                   const int* __restrict__ places, MATRIX_PARAMETERS(0), MATRIX_PARAMETERS(1), MATRIX_PARAMETERS(2)) {
+  __shared__ ChunkSums<1> sums;
+  const int pair = blockIdx.x;
+  if (pair >= *n_tokens * k) return;
+  const int place = places[pair];
+  const Inputs x = {(const int4*)units + place, scales + place, n_rows};
+  int group = blockIdx.y;
+  const int which = CHOOSE_MATRIX(group);
+  const int64_t first_group = (int64_t)experts[pair] * n_groups(CHOSEN_ROWS(which));
+  const uint8_t* tiles = CHOSEN_WEIGHTS(which) + (first_group + group) * n_tiles * tile_bytes<FORMAT>();
+  multiply<FORMAT, 1>(sums, tiles, x, n_tiles);
+  add_chunks(CHOSEN_MATRIX(which), group, sums, place, place + 1);
+}
+
+#endif

@@ -14,15 +14,16 @@ import functools
 import hashlib
 import os
 import re
-import time
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from localllm.errors import DeviceError, KernelError
-from localllm.kernels.code_cache import KEPT_SECONDS, cache_root, write_aside
+from localllm.kernels.code_cache import cache_root, is_stale, read_code, write_code
+from localllm.kernels.cpu.host import default_threads
 from localllm.kernels.cuda.driver import CompileProgress, Defines
 from localllm.kernels.cuda.installation import import_nvrtc
 
@@ -30,8 +31,8 @@ from localllm.kernels.cuda.installation import import_nvrtc
 FOLDER = Path(__file__).parent
 #: Options of every module.  Numbers below the normal ones are zero; the rest of float arithmetic is IEEE's.
 OPTIONS = ("--std=c++17", "-ftz=true", "--device-as-default-execution-space", "-lineinfo")
-#: Bytes of the digest that a cached file begins with.
-_DIGEST = 32
+#: Modules that are compiled at once: each takes some 100 MB meanwhile.
+_COMPILERS = 8
 #: What a compiler's message quotes: so many errors.
 _MOST_ERRORS = 3
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
@@ -193,12 +194,18 @@ class ModuleCompiler:
         """
         wanted = {s.file: s for s in (self._source(name, defines, architecture) for name, defines in modules)}
         missing = [s for s in wanted.values() if s.file not in self._compiled and _cached(s.file) is None]
-        for done, source in enumerate(missing):
-            if progress:
-                progress(done, len(missing))
-            self._compiled[source.file] = self._compile(source)
-        if missing and progress:
-            progress(len(missing), len(missing))
+        if not missing:
+            return
+        report = progress or (lambda done, n: None)
+        report(0, len(missing))
+        with ThreadPoolExecutor(min(_COMPILERS, default_threads()), "localllm-nvrtc") as pool:
+            try:
+                for done, (source, code) in enumerate(zip(missing, pool.map(self._compile, missing), strict=True), 1):
+                    self._compiled[source.file] = code
+                    report(done, len(missing))
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
 
     def binary(self, name: str, defines: Defines, architecture: str) -> bytes:
         """A module's code, for a driver to load.
@@ -218,7 +225,7 @@ class ModuleCompiler:
     def _compile(self, source: _Source) -> bytes:
         code = compile_source(source.text, source.name, source.options, self._nvrtc).binary
         if (folder := _cache_folder()) is not None:
-            write_aside(folder / source.file, hashlib.sha256(code).digest() + code)
+            write_code(folder / source.file, code)
             _prune(folder)
         return code
 
@@ -244,24 +251,16 @@ def _cache_folder() -> Path | None:
 def _cached(file: str) -> bytes | None:
     """A file of the cache, noted as used; None where it has none or a damaged one."""
     folder = _cache_folder()
-    if folder is None:
-        return None
-    try:
-        content = (folder / file).read_bytes()
-    except OSError:
-        return None
-    code = content[_DIGEST:]
-    if content[:_DIGEST] != hashlib.sha256(code).digest():
-        return None
-    with contextlib.suppress(OSError):
-        os.utime(folder / file)
+    code = None if folder is None else read_code(folder / file)
+    if folder is not None and code is not None:
+        with contextlib.suppress(OSError):
+            os.utime(folder / file)
     return code
 
 
 @functools.cache
 def _prune(folder: Path) -> None:
-    """Removes, once in a process, what nobody has used for `KEPT_SECONDS`."""
+    """Removes, once in a process, what nobody has used for long."""
     with contextlib.suppress(OSError):
-        for file in folder.glob("*.bin"):
-            if time.time() - file.stat().st_mtime > KEPT_SECONDS:
-                file.unlink()
+        for file in filter(is_stale, folder.glob("*.bin")):
+            file.unlink()

@@ -12,16 +12,15 @@ stands in their inputs by then is lost, and the batch runs once more as it shoul
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from localllm.kernels.backend import Batch
-from localllm.kernels.cuda.arena import Call, Extent
-from localllm.kernels.cuda.costs import BatchSizes, Cost, cost, describe
+from localllm.kernels.cuda.calls import BatchSizes, Call, Cost, Extent
 from localllm.kernels.cuda.driver import Event
+from localllm.kernels.cuda.roofline import Stopwatch
 from localllm.kernels.cuda.step import WATCHES, CUDAStep, Watch
-from localllm.kernels.cuda.timing import Stopwatch
 
 #: Launches that a graph has at least, lest the host takes longer to launch it than the device to run it.
 LEAST_LAUNCHES = 32
@@ -65,18 +64,14 @@ class Share:
     """A kind of call: how many there were, the launches that they took, and seconds.
 
     Attributes:
-        cost: what they cost at least; None where that is not known.
+        cost: what they cost at least.
     """
 
     name: str
-    cost: Cost | None
+    cost: Cost
     n: int = 0
     n_launches: int = 0
     seconds: float = 0.0
-
-    def add(self, n: int, n_launches: int, seconds: float, cost: Cost | None) -> None:
-        self.cost = None if self.cost is None or cost is None else self.cost + cost
-        self.n, self.n_launches, self.seconds = self.n + n, self.n_launches + n_launches, self.seconds + seconds
 
 
 @dataclass
@@ -115,79 +110,51 @@ class Profiler:
 
     def run(self, step: CUDAStep, batch: Batch, extent: Extent) -> None:
         profile = self.profiles.setdefault(step.stream.device, Profile())
+        sizes, n = BatchSizes.of(batch, step.limits.mixture), self._repetitions
+        by_name: dict[str, list[Call]] = {}
+        for call in step.calls:
+            by_name.setdefault(call.name, []).append(call)
         with hidden_states_kept(step):
             step.launch(extent)  # compiles what is missing
             profile.n_steps += 1
-            profile.seconds += self._seconds(step, step.calls, extent, least_launches=1)
-            for name, calls in _by_name(step.calls).items():
-                self._add(profile, step, name, calls, batch, extent)
+            profile.seconds += call_seconds(step, step.calls, extent, repetitions=n, least_launches=1)
+            for name, calls in by_name.items():
+                if n_launches := _n_launches(calls, extent):
+                    share, least = profile.shares.setdefault(name, Share(name, Cost())), self._least_launches
+                    share.seconds += call_seconds(step, calls, extent, repetitions=n, least_launches=least)
+                    share.n, share.n_launches = share.n + len(calls), share.n_launches + n_launches
+                    share.cost += total_cost(calls, sizes)
         step.launch(extent)
 
-    def _add(
-        self,
-        profile: Profile,
-        step: CUDAStep,
-        name: str,
-        calls: Sequence[Call],
-        batch: Batch,
-        extent: Extent,
-    ) -> None:
-        n_launches = sum(1 for call in calls for _ in call.launches(extent))
-        if not n_launches:
-            return
-        sizes = BatchSizes.of(batch, step.limits.mixture)
-        share = profile.shares.setdefault(name, Share(name, Cost()))
-        seconds = self._seconds(step, calls, extent, self._least_launches)
-        share.add(len(calls), n_launches, seconds, total_cost(calls, sizes))
 
-    def _seconds(self, step: CUDAStep, calls: Sequence[Call], extent: Extent, least_launches: int) -> float:
-        return call_seconds(step, calls, extent, repetitions=self._repetitions, least_launches=least_launches)
+def total_cost(calls: Sequence[Call], sizes: BatchSizes) -> Cost:
+    """What all of them cost."""
+    return sum((call.cost(sizes) for call in calls), Cost())
 
 
-def total_cost(calls: Sequence[Call], sizes: BatchSizes) -> Cost | None:
-    """What all of them cost; None where one's is not known."""
-    costs = [cost(call, sizes) for call in calls]
-    return sum((c for c in costs if c is not None), Cost()) if None not in costs else None
+def _n_launches(calls: Sequence[Call], extent: Extent) -> int:
+    return sum(1 for call in calls for _ in call.launches(extent))
 
 
 def call_seconds(
-    step: CUDAStep,
-    calls: Sequence[Call],
-    extent: Extent,
-    *,
-    repetitions: int,
-    least_launches: int,
+    step: CUDAStep, calls: Sequence[Call], extent: Extent, *, repetitions: int, least_launches: int
 ) -> float:
     """Seconds that calls of a step take on their own, one after the other; what they work on is spoiled."""
-    n_launches = sum(1 for call in calls for _ in call.launches(extent))
-    times = -(-least_launches // n_launches)
+    times = -(-least_launches // _n_launches(calls, extent))
     graph = step.graph(list(calls) * times, extent)
     driver, stream = step.driver, step.stream
-    seconds = Stopwatch(driver, stream, repetitions).seconds(lambda: driver.replay(graph, stream))
-    return seconds / times
-
-
-def _by_name(calls: Sequence[Call]) -> dict[str, list[Call]]:
-    groups: dict[str, list[Call]] = {}
-    for call in calls:
-        groups.setdefault(describe(call), []).append(call)
-    return groups
+    return Stopwatch(driver, stream, repetitions).seconds(lambda: driver.replay(graph, stream)) / times
 
 
 @contextmanager
 def hidden_states_kept(step: CUDAStep) -> Iterator[None]:
     """What a part of a model begins with lies in memory that it uses again; afterwards it is there as before."""
-    rows = step.hidden
-    restore: Callable[[], None] | None = None
-    if rows is not None:
-        driver, stream, memory = step.driver, step.stream, rows.memory
-        kept = driver.allocate(memory.device, memory.n_bytes)
-        driver.copy(kept, memory, stream)
-
-        def restore() -> None:
-            driver.copy(memory, kept, stream)
-            driver.synchronize(stream)  # until then what is kept must live
-
+    if step.hidden is None:
+        yield
+        return
+    driver, stream, memory = step.driver, step.stream, step.rows(step.hidden, step.limits.max_tokens)
+    kept = driver.allocate(memory.device, memory.n_bytes)
+    driver.copy(kept, memory, stream)
     yield
-    if restore is not None:
-        restore()
+    driver.copy(memory, kept, stream)
+    driver.synchronize(stream)  # until then what is kept must live

@@ -64,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(1024)
 
 // The same of the first n_in columns of each head, of whose rows x has head_stride columns.  Grid: (rows, heads).
 extern "C" __global__ void __launch_bounds__(1024)
-    quantise_heads(const float* __restrict__ x, int stride, int head_stride, int n_in, const int* __restrict__ n_tokens,
+    quantise_heads(const float* __restrict__ x, int stride, int n_in, const int* __restrict__ n_tokens, int head_stride,
                    uint8_t* __restrict__ units, float* __restrict__ scales, int n_rows) {
   const int row = blockIdx.x, n_runs = (n_in + RUN - 1) / RUN, n_there = is_beyond(row, n_tokens) ? 0 : n_in;
   quantise_row<FORMAT>(x + (int64_t)row * stride + (int64_t)blockIdx.y * head_stride, n_there, n_in,

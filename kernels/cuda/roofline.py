@@ -10,15 +10,16 @@ device.
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Callable
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from localllm.errors import KernelError
-from localllm.kernels.cuda.driver import DeviceMemory, Driver
+from localllm.kernels.cuda.driver import DeviceMemory, Driver, Stream
 from localllm.kernels.cuda.matmul import TENSOR_CORES
-from localllm.kernels.cuda.timing import Stopwatch
 
 #: What is multiplied: signed bytes, or floats of 16 bits, with sums of 32.
 Kind = Literal["int8", "f16", "bf16"]
@@ -34,6 +35,32 @@ THREADS, CHAINS, PERIOD = 256, 8, 4
 _WARPS = THREADS // 32
 #: Blocks for each multiprocessor: of the kernel that reads, and of those that multiply.
 _READERS, _MULTIPLIERS = 8, 2
+
+
+class Stopwatch:
+    """Times what a stream is given, by events between one piece of work and the next.
+
+    The device has the next piece before it is through with the last, so that no time of the host's counts, as long as
+    a piece takes the device longer than it takes the host to give it: some ten microseconds.
+
+    Args:
+        repetitions: how often a piece of work is timed.
+    """
+
+    def __init__(self, driver: Driver, stream: Stream, repetitions: int = 7) -> None:
+        self._driver, self._stream = driver, stream
+        self._marks = [driver.event(stream.device, timing=True) for _ in range(repetitions + 1)]
+
+    def seconds(self, work: Callable[[], None]) -> float:
+        """The median of several times, after one more that warms up; ``work`` gives the stream something to do."""
+        work()
+        for i, mark in enumerate(self._marks):
+            if i:
+                work()
+            self._driver.record(mark, self._stream)
+        self._driver.synchronize(self._stream)
+        pairs = zip(self._marks, self._marks[1:], strict=False)
+        return statistics.median(self._driver.elapsed_seconds(begin, end) for begin, end in pairs)
 
 
 class CUDARoofline:

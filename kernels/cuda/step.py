@@ -20,15 +20,22 @@ from numpy.typing import NDArray
 
 from localllm.errors import KernelError, LocalLLMError
 from localllm.kernels.backend import Batch, Output, PackedWeight, Step, TopK, input_rows
-from localllm.kernels.cuda.arena import BUCKETS, Call, Extent
+from localllm.kernels.buffers import Address, Buffer
 from localllm.kernels.cuda.attention import work_of_batch
-from localllm.kernels.cuda.batch import N_TOKENS
 from localllm.kernels.cuda.cache import PAGE, CUDACache
-from localllm.kernels.cuda.calls import MAX_TOP_K
-from localllm.kernels.cuda.driver import CompileProgress, Defines, DeviceMemory, Driver, Event, Graph, Module, Stream
-from localllm.kernels.cuda.launch import Launch
-from localllm.kernels.cuda.lowering import Lowered
-from localllm.kernels.cuda.rope import phases
+from localllm.kernels.cuda.calls import BUCKETS, N_TOKENS, Call, Extent, Stored, phases
+from localllm.kernels.cuda.driver import (
+    CompileProgress,
+    Defines,
+    DeviceMemory,
+    Driver,
+    Event,
+    Graph,
+    Launch,
+    Module,
+    Stream,
+)
+from localllm.kernels.cuda.lowering import MAX_TOP_K, Lowered
 
 #: Lengths in the cache that an extent of a small batch serves: the first, and then twice as much each.
 SHORTEST = 1024
@@ -96,10 +103,9 @@ class CUDAStep(Step):
         self.arena = driver.allocate(device, lowered.arena_bytes)
         # What pads rows is read, and must be something.
         driver.fill(self.arena, 0, self.stream)
-        self.limits.arena.memory = self.arena
         for rope, buffer in self.limits.ropes:
             values = phases(rope.frequencies)
-            driver.upload(self.limits.arena.at(buffer), values, self.stream)
+            driver.upload(self.memory(buffer), values, self.stream)
             driver.synchronize(self.stream)  # until then the values must live
         self._graphs: OrderedDict[Extent, Graph] = OrderedDict()
         self._launches: OrderedDict[Extent, list[_Loaded]] = OrderedDict()
@@ -116,13 +122,22 @@ class CUDAStep(Step):
         kept = (self.arena, self.cache.memory, self._host_memory, (*self._slots,), keep)
         weakref.finalize(self, _settle, driver, self.stream, self._readers, kept).atexit = False
 
+    def memory(self, place: Buffer | Address, n_bytes: int | None = None) -> DeviceMemory:
+        """Of a buffer, from a place in it on: to its end, or so many bytes."""
+        buffer, begin = (place, 0) if isinstance(place, Buffer) else (place.buffer, place.n_bytes)
+        return self.arena.at(buffer.offset + begin, buffer.n_bytes - begin if n_bytes is None else n_bytes)
+
+    def rows(self, stored: Stored, n: int) -> DeviceMemory:
+        """The first ``n`` rows, with their padding."""
+        return self.memory(stored.buffer, 4 * n * stored.stride)
+
     def _words(self, n_sequences: int) -> NDArray[np.int32]:
         """Pinned memory for batches of so many sequences.
 
         Few have more than one, so it grows when it must: tables of as many as there may be tokens take hundreds of
         megabytes beside a large cache.
         """
-        words = self.driver.pinned(4 * self.limits.batch.layout.words_of(n_sequences)).view(np.int32)
+        words = self.driver.pinned(4 * self.limits.batch.words_of(n_sequences)).view(np.int32)
         words[:] = 0
         return words
 
@@ -145,14 +160,14 @@ class CUDAStep(Step):
         slot = self._slots[0]
         self._slots = [*self._slots[1:], slot]
         driver.synchronize(slot.event)
-        n_sequences, layout = len(batch.kv_lengths), limits.batch.layout
+        n_sequences, layout = len(batch.kv_lengths), limits.batch
         if len(slot.words) < layout.words_of(n_sequences):
             slot.words = self._words(min(2 * n_sequences, limits.max_tokens))
         n_words = layout.fill(slot.words, batch)
         for event in self._readers:
             driver.wait(self.stream, event)
         self._readers.clear()
-        driver.upload(limits.batch.memory.at(0, 4 * n_words), slot.words[:n_words], self.stream)
+        driver.upload(self.memory(layout.buffer, 4 * n_words), slot.words[:n_words], self.stream)
         self._receive(hidden, len(batch.ids), slot)
         driver.record(slot.event, self.stream)
         extent = self._bucket(batch) or self._whole(batch)
@@ -170,7 +185,7 @@ class CUDAStep(Step):
         if into is None:
             return
         row_bytes = 4 * into.stride
-        memory = into.memory.at(0, n_tokens * row_bytes)
+        memory = self.rows(into, n_tokens)
         if isinstance(hidden, CUDAOutput) and (hidden.n, hidden.width) == (n_tokens, into.width):
             hidden.copy_to(memory, self.stream)
             return
@@ -251,7 +266,9 @@ class CUDAStep(Step):
         return [self._load(launch) for launch in _launches(calls, extent)]
 
     def _load(self, launch: Launch) -> _Loaded:
-        return self.driver.load_module(self.device, launch.module, launch.defines), launch
+        """Its module, and the launch with the memory of its buffers."""
+        arguments = (self.memory(a) if isinstance(a, Buffer | Address) else a for a in launch.arguments)
+        return self.driver.load_module(self.device, launch.module, launch.defines), launch.given(*arguments)
 
     def _launch(self, launches: Sequence[_Loaded]) -> None:
         launch, stream = self.driver.launch, self.stream
@@ -277,7 +294,7 @@ class CUDAStep(Step):
             n_rows = self.limits.max_rows(rows.slot)
             self._host_rows = self._pinned(4 * n_rows * rows.stride).view(np.float32).reshape(n_rows, rows.stride)
         for part in filter(None, parts):
-            source = rows.memory.at(4 * part.start * rows.stride, 4 * len(part) * rows.stride)
+            source = self.memory(rows.buffer.at(4 * part.start * rows.stride), 4 * len(part) * rows.stride)
             self.driver.download(self._host_rows[part.start : part.stop], source, self.stream)
         self.driver.synchronize(self.stream)
         return self._host_rows[:, : rows.width]
@@ -293,9 +310,7 @@ class CUDAStep(Step):
         host, n_bytes = self._host_top_k[found], 4 * n * found
         if n:
             self._launch([self._load(launch) for launch in self._top_k.launches(extent, found, n)])
-            self.driver.download(
-                host[: 2 * n_bytes], self.limits.arena.at(self._top_k.best, 0, 2 * n_bytes), self.stream
-            )
+            self.driver.download(host[: 2 * n_bytes], self.memory(self._top_k.best, 2 * n_bytes), self.stream)
         self.driver.synchronize(self.stream)
         ids, logits = host[:n_bytes].view(np.int32), host[n_bytes : 2 * n_bytes].view(np.float32)
         return TopK(ids.reshape(n, found)[:, :k], logits.reshape(n, found)[:, :k])
@@ -303,7 +318,7 @@ class CUDAStep(Step):
     def send(self, n: int, to: DeviceMemory, stream: Stream) -> None:
         """Brings the first ``n`` rows of the result to another device, in whose stream they are copied."""
         driver, own = self.driver, self.device
-        source = self.result.memory.at(0, to.n_bytes)
+        source = self.memory(self.result.buffer, to.n_bytes)
         if to.device == own or driver.can_access_peer(to.device, own):
             if to.device != own:
                 driver.enable_peer_access(to.device, own)

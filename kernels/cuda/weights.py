@@ -19,12 +19,11 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from localllm.kernels.backend import PackedWeight, Progress, WeightUse
+from localllm.kernels.backend import PackedWeight, Progress, WeightUse, matrices_to_pack
 from localllm.kernels.cpu.host import default_threads
-from localllm.kernels.cuda.arena import padded
+from localllm.kernels.cuda.calls import padded
 from localllm.kernels.cuda.driver import DeviceMemory, Driver, Event
 from localllm.kernels.cuda.matmul import GROUP, PackedFormat, pack_launch, packed_format
-from localllm.kernels.experts import matrices_to_pack
 from localllm.kernels.graph import Weight
 from localllm.quant.lut import block_size
 from localllm.quant.repack import FALLBACK, ScaleRangeError, repack, repack_target
@@ -217,7 +216,9 @@ class PackedWeights:
         self._vectors: dict[Weight, DeviceMemory] = {}
 
     def matrix(self, weight: Weight) -> PackedMatrix:
-        return self._matrices[weight] if weight in self._matrices else self._loader.planned(weight)
+        if weight not in self._matrices:
+            self._matrices[weight] = self._loader.planned(weight)
+        return self._matrices[weight]
 
     def vector(self, weight: Weight | None) -> DeviceMemory | None:
         """A vector, or a matrix's rows or columns, in float32, if there is one."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from localllm.chat.reply import ReplyParser, ToolCall
 from localllm.chat.source import TemplateSource
 
 if TYPE_CHECKING:
     from localllm.chat.template import CHATML, ChatTemplate, encode_chat
 
-__all__ = ["CHATML", "ChatTemplate", "TemplateSource", "encode_chat"]
+__all__ = ["CHATML", "ChatTemplate", "ReplyParser", "TemplateSource", "ToolCall", "encode_chat"]
 
 
 def __getattr__(name: str) -> object:

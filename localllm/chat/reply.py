@@ -1,24 +1,63 @@
 """Takes a reply apart while it streams in: what the model thinks, what it says, and which tools it calls.
 
 A call is known as one only when all of it is there, so it comes as a whole.  One that is malformed, or of a tool that
-nobody offered, is text like any other, and a warning says so: a turn never fails for it.
+nobody offered, is text like any other, and a warning says so: a turn never fails for it, and no text is lost.
+
+Models write calls in many ways, which no two use for different things: so all of them are read, whatever the model.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from localllm.chat.thinking import Piece, ThinkingSplitter, n_open
+from localllm.chat.thinking import CALL, END_OF_CALL, Piece, ThinkingSplitter, n_open, opening_tag
+from localllm.tokenizer import Tokenizer
 
-#: Around a call: JSON with "name" and "arguments" (Hermes, Qwen), or tags for each parameter (Qwen Coder).
-_OPENING, _CLOSING = "<tool_call>", "</tool_call>"
+#: What stands around calls, opening and closing; where nothing closes them, the next opening or the reply's end does.
+_AROUND = {
+    "<tool_call>": "</tool_call>",  # Hermes, Qwen, GLM, Nemotron 3
+    "<TOOLCALL>": "</TOOLCALL>",  # Nemotron 2
+    "<tool_calls>": "</tool_calls>",  # MiniMax M1
+    "<minimax:tool_call>": "</minimax:tool_call>",
+    "<|tool_call>": "<tool_call|>",  # Gemma 4
+    "<｜tool▁calls▁begin｜>": "<｜tool▁calls▁end｜>",  # DeepSeek to V3.1
+    "<｜DSML｜function_calls>": "</｜DSML｜function_calls>",
+    "<|tool_calls_section_begin|>": "<|tool_calls_section_end|>",  # Kimi
+    "[TOOL_CALLS]": "[TOOL_CALLS]",  # Mistral
+    "<|python_tag|>": "<|python_tag|>",  # Llama 3
+}
 
-_FUNCTION = re.compile(r"\s*<function=([^>\s]+)>(.*?)(?:</function>)?\s*", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+#: The same where these are part of the call.
+_PARTS = {"<function=": "</function>", CALL: END_OF_CALL}
+
+_CLOSING = {**_AROUND, **_PARTS}
+
+#: Calls that are not all JSON.  Their arguments are, or stand between tags.
+_CALLS = [
+    re.compile(pattern + r"\s*", re.DOTALL)
+    for pattern in (
+        r"<function=(?P<name>[^>\s]+)>(?P<arguments>.*?)(?:</function>|\Z)",
+        r'<invoke name="(?P<name>[^">]+)">(?P<arguments>.*?)</invoke>',
+        rf"{re.escape(CALL)}(?:functions\.)?(?P<name>[^\s<]+)<\|message\|>(?P<arguments>.*?)(?:<\|call\|>|\Z)",
+        r"<｜tool▁call▁begin｜>function<｜tool▁sep｜>(?P<name>[^\n]+)\n```json\n(?P<arguments>.*?)\n```<｜tool▁call▁end｜>",
+        r"<｜tool▁call▁begin｜>(?P<name>[^<]+)<｜tool▁sep｜>(?P<arguments>.*?)<｜tool▁call▁end｜>",
+        r"<\|tool_call_begin\|>(?:functions\.)?(?P<name>[^:<]+)[^<]*<\|tool_call_argument_begin\|>"
+        r"(?P<arguments>.*?)<\|tool_call_end\|>",
+        r"(?P<name>[^\s\[{]+)(?:\[CALL_ID\][^\[]*)?\[ARGS\](?P<arguments>\{.*\})",
+        r"call:(?P<name>[^\s{]+)(?P<arguments>\{.*\})",
+        r"(?P<name>[^\s<{]+)\s*(?P<arguments>(?:<arg_key>.*</arg_value>)?)",
+    )
+]
+
+_PARAMETER = re.compile(
+    r"""(?:<parameter(?:=|\ name=")(?P<key>[^>"]+)[^>]*>\n?(?P<value>.*?)\n?</parameter>
+    |<arg_key>(?P<key_>.*?)</arg_key>\s*<arg_value>(?P<value_>.*?)</arg_value>)\s*""",
+    re.DOTALL | re.VERBOSE,
+)
 
 
 @dataclass(frozen=True)
@@ -50,10 +89,20 @@ class ReplyParser:
             opened: the tag that the prompt ended with (`localllm.chat.thinking.opening_tag`).
         """
         self.warnings: list[str] = []
-        self._tools = {tool["function"]["name"]: tool["function"] for tool in tools}
+        functions = [tool.get("function", tool) for tool in tools]
+        self._tools = {function.get("name"): function for function in functions if isinstance(function, Mapping)}
         self._thinking = ThinkingSplitter(opened)
         self._held = ""
-        self._is_call = self._has_begun = False
+        #: What opened the call that is held, with the white space before it.
+        self._opening = self._space = ""
+        self._has_begun = self._is_after_call = False
+
+    @classmethod
+    def after(
+        cls, prompt_ids: Sequence[int], tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> ReplyParser:
+        """Begins the reply to a prompt."""
+        return cls(tools, opening_tag(tokenizer.decode(prompt_ids[-16:], special=True)))
 
     def feed(self, text: str) -> list[Piece | ToolCall]:
         """What is certain now that ``text`` has come."""
@@ -63,9 +112,9 @@ class ReplyParser:
         """What was held back; call it once, after the last text."""
         parts = self._answer(self._thinking.finish())
         text, self._held = self._held, ""
-        if self._is_call:
-            return parts + self._call(text, _OPENING + text)
-        return parts + (self._call(text, text) if self._may_be_bare(text) else _piece(text))
+        if self._opening:
+            return parts + self._call(text, "")
+        return parts + (self._call(text, "") if self._may_be_bare(text) else _piece(text))
 
     def _answer(self, pieces: Sequence[Piece]) -> list[Piece | ToolCall]:
         parts: list[Piece | ToolCall] = []
@@ -80,44 +129,61 @@ class ReplyParser:
     def _find_calls(self) -> list[Piece | ToolCall]:
         parts: list[Piece | ToolCall] = []
         while not self._may_be_bare(self._held):
-            if not self._is_call:
-                before, tag, self._held = self._held.partition(_OPENING)
-                if tag:
-                    parts += _piece(before.rstrip())
-                    self._is_call = self._has_begun = True
-                    continue
-                # White space before a call is no part of the text.
-                n = len(before[: len(before) - n_open(before, _OPENING)].rstrip())
-                self._held = before[n:]
-                self._has_begun |= n > 0
-                return parts + _piece(before[:n])
-            body, tag, rest = self._held.partition(_CLOSING)
-            if not tag:
+            if self._opening:
+                body, closing, rest = self._held.partition(_CLOSING[self._opening])
+                if not closing:
+                    return parts
+                if closing == self._opening:  # it is the next call's
+                    closing, rest = "", closing + rest
+                self._held = rest
+                parts += self._call(body, closing)
+                continue
+            if self._is_after_call:
+                self._held = self._held.lstrip()
+                self._is_after_call = not self._held
+            found = [(at, tag) for tag in _CLOSING if (at := self._held.find(tag)) >= 0]
+            n_certain = len(self._held) - max(n_open(self._held, tag) for tag in _CLOSING)
+            at, self._opening = min(found, default=(n_certain, ""))
+            # White space before a call is no part of the text.
+            text = self._held[:at].rstrip()
+            self._has_begun |= bool(text or found)
+            parts += _piece(text)
+            if not found:
+                self._held = self._held[len(text) :]
                 return parts
-            parts += self._call(body, _OPENING + body + _CLOSING)
-            self._held, self._is_call = rest.lstrip(), False
+            self._space, self._held = self._held[len(text) : at], self._held[at + len(self._opening) :]
         return parts
 
     def _may_be_bare(self, text: str) -> bool:
-        """Whether the reply is JSON from its beginning on, as calls of Llama and Mistral are."""
-        return not self._has_begun and text.lstrip()[:1] in ("{", "[")
+        """Whether the reply is JSON from its beginning on, as calls of Llama are."""
+        text = text.lstrip()
+        return not self._has_begun and text[:1] in ("{", "[") and not text.startswith("[TOOL_CALLS]")
 
-    def _call(self, body: str, text: str) -> list[Piece | ToolCall]:
-        """The calls that a text spells; the text itself if it spells none."""
-        function = _FUNCTION.fullmatch(body)
+    def _call(self, body: str, closing: str) -> list[Piece | ToolCall]:
+        """The calls that stand behind what opened them; all of it as text if there are none."""
+        opening, space, self._opening, self._space = self._opening, self._space, "", ""
         try:
-            if function is not None:
-                return [self._checked(function[1], self._parameters(function[1], function[2]))]
-            values = json.loads(body, parse_constant=_refuse)
-            calls = values if isinstance(values, list) and values else [values]
-            return [
-                self._checked(call["name"], call["arguments"] if "arguments" in call else call["parameters"])
-                for call in calls
-            ]
+            calls = list(self._read(opening + body + closing if opening in _PARTS else body))
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            if self._is_call:
+            if opening:
                 self.warnings.append(f"a call of a tool was left as text: {_words(error)}")
-            return _piece(text)
+            return _piece(space + opening + body + closing)
+        self._is_after_call = True
+        return [*calls]
+
+    def _read(self, body: str) -> Iterator[ToolCall]:
+        text = body.replace("｜DSML｜", "").strip()
+        if text[:1] in ("{", "["):
+            for call in _json_values(text):
+                yield self._checked(call["name"], call["arguments"] if "arguments" in call else call["parameters"])
+            return
+        for pattern in _CALLS:
+            calls = _in_a_row(pattern, text)
+            if calls:
+                for call in calls:
+                    yield self._checked(call["name"], self._arguments(call["name"], call["arguments"].strip()))
+                return
+        raise ValueError("it is written in no known way")
 
     def _checked(self, name: Any, arguments: Any) -> ToolCall:
         if name not in self._tools:
@@ -130,19 +196,53 @@ class ReplyParser:
         text.encode()  # a lone surrogate is no text: a UnicodeEncodeError, which is a ValueError
         return ToolCall(name, text)
 
-    def _parameters(self, name: str, body: str) -> dict[str, Any]:
-        """Values of parameters that stand between tags: texts where the tool's schema says so, else JSON."""
+    def _arguments(self, name: str, text: str) -> Any:
+        """JSON, or values between tags: texts where the tool's schema says so, else JSON."""
+        if text.startswith("{"):
+            return json.loads(_as_json(text) if '<|"|>' in text or '"' not in text else text, parse_constant=_refuse)
         schema = self._tools.get(name, {}).get("parameters") or {}
         kinds = {key: each.get("type") for key, each in (schema.get("properties") or {}).items()}
         values: dict[str, Any] = {}
-        for key, text in _PARAMETER.findall(body):
-            values[key] = text
+        found = _in_a_row(_PARAMETER, text)
+        if text and not found:
+            raise ValueError("its parameters cannot be read")
+        for each in found:
+            key, value = each["key"] or each["key_"], each["value"] or each["value_"] or ""
+            values[key] = value
             if kinds.get(key) != "string":
                 try:
-                    values[key] = json.loads(text, parse_constant=_refuse)
+                    values[key] = json.loads(value, parse_constant=_refuse)
                 except ValueError:
                     continue
         return values
+
+
+def _in_a_row(pattern: re.Pattern[str], text: str) -> list[re.Match[str]]:
+    """The matches that make up a text; none if something else is left."""
+    matches, at = [], 0
+    while at < len(text) and (match := pattern.match(text, at)):
+        matches.append(match)
+        at = match.end()
+    return matches if at == len(text) else []
+
+
+def _json_values(text: str) -> Iterator[Any]:
+    """JSON values one after the other, and those of lists."""
+    decoder, at = json.JSONDecoder(parse_constant=_refuse), 0
+    while at < len(text):
+        value, at = decoder.raw_decode(text, at)
+        if value == []:
+            raise ValueError("it is empty")
+        yield from value if isinstance(value, list) else [value]
+        at += len(text[at:]) - len(text[at:].lstrip())
+
+
+def _as_json(text: str) -> str:
+    """What Gemma writes as JSON: its keys have no quotation marks, and those of its texts are tokens."""
+    parts = text.split('<|"|>')
+    parts[::2] = [re.sub(r"([{,]\s*)([^\s{},:\"]+)\s*:", r'\1"\2":', part) for part in parts[::2]]
+    parts[1::2] = [json.dumps(part) for part in parts[1::2]]
+    return "".join(parts)
 
 
 def _refuse(name: str) -> Any:

@@ -6,7 +6,6 @@ it, so it runs in the sandbox of `localllm.chat.sandbox`.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 
 import jinja2
@@ -14,21 +13,15 @@ from jinja2.exceptions import SecurityError
 
 from localllm.chat import sandbox
 from localllm.chat.source import TemplateSource
-from localllm.errors import TemplateError, quoted
+from localllm.errors import TemplateError, quoted, warn
 from localllm.tokenizer import Tokenizer
 from localllm.tokenizer.vocabulary import MetadataFile
 
 CHATML = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\n' }}"
-    "{% if message['content'] is string %}{{ message['content'] }}"
-    "{% else %}"
-    "{% for part in message['content'] or [none] %}"
-    "{% if part is not mapping or part['text'] is not string %}"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
     "{{ raise_exception('ChatML, which is used in place of a template, knows messages of text only') }}"
-    "{% endif %}"
-    "{{ part['text'] }}"
-    "{% endfor %}"
     "{% endif %}"
     "{{ '<|im_end|>\n' }}"
     "{% endfor %}"
@@ -124,8 +117,8 @@ class ChatTemplate:
         """The prompt for ``messages``.
 
         Args:
-            messages: each with a ``role`` and a ``content`` (a string, or a list of parts for templates that
-                know them).  An assistant message with ``tool_calls`` needs no content.
+            messages: each with a ``role`` and a ``content``: a text, or a list of parts of text, which are joined.
+                An assistant message with ``tool_calls`` needs no content.
             add_generation_prompt: end with what stands before an answer of the assistant.
             tools: JSON schemas of functions that the model may call.
             variables: whatever else the template reads (``enable_thinking=False``, ``documents=...``).
@@ -134,7 +127,7 @@ class ChatTemplate:
             TemplateError: a message is malformed; the template refuses the messages (the text has the
                 template's own words), fails, or uses more time or memory than a template can need.
         """
-        _check_messages(messages)
+        messages = _checked_messages(messages)
         inputs = {
             **self._tokens,
             "messages": messages,
@@ -159,10 +152,9 @@ class ChatTemplate:
     def _warn_of_roles(self, roles: set[str]) -> None:
         """Warns of roles that neither chats in general nor this template know: it writes them, or leaves them out."""
         if unknown := sorted(role for role in roles - _ROLES if role not in self.source):
-            warnings.warn(
+            warn(
                 f"{self._where} says nothing of the role {quoted(unknown[0])}, which the model may not know: "
-                f"there are {', '.join(sorted(_ROLES))}",
-                stacklevel=2,
+                f"there are {', '.join(sorted(_ROLES))}"
             )
 
 
@@ -206,9 +198,11 @@ def _words(error: BaseException) -> str:
     return " ".join(words)[:250] or type(error).__name__
 
 
-def _check_messages(messages: Sequence[Mapping[str, object]]) -> None:
+def _checked_messages(messages: Sequence[Mapping[str, object]]) -> list[Mapping[str, object]]:
+    """The messages with a text as the content of each."""
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
-        raise TemplateError(f"messages must be a list of mappings, such as [{_EXAMPLE}]")
+        raise TemplateError(f"messages must be a list of mappings, such as [{_EXAMPLE}], not {quoted(messages)}")
+    checked = []
     for index, message in enumerate(messages):
         if not isinstance(message, Mapping):
             raise TemplateError(f"message {index} is not a mapping such as {_EXAMPLE}: {quoted(message)}")
@@ -222,6 +216,21 @@ def _check_messages(messages: Sequence[Mapping[str, object]]) -> None:
             raise TemplateError(f"message {index} (role {quoted(role)}) has no 'content'")
         if content is not None and (isinstance(content, bytes) or not isinstance(content, str | Sequence)):
             raise TemplateError(f"the content of message {index} (role {quoted(role)}) is neither text nor a list")
+        if isinstance(content, Sequence) and not isinstance(content, str):
+            message = {**message, "content": "".join(_text_of(part, index) for part in content)}
+        checked.append(message)
+    return checked
+
+
+def _text_of(part: object, index: int) -> str:
+    text = part.get("text") if isinstance(part, Mapping) else None
+    if not isinstance(text, str):
+        kind = part.get("type", "unknown") if isinstance(part, Mapping) else type(part).__name__
+        raise TemplateError(
+            f"message {index} has a part of type {quoted(kind)}, but models read text alone here: write parts as "
+            "{'type': 'text', 'text': 'Hello!'}"
+        )
+    return text
 
 
 def _plain(value: object, where: str) -> object:

@@ -2,10 +2,14 @@
 
 Models that think first put it between tags at the very beginning of a reply.  Some templates write the opening tag
 themselves, at the end of the prompt, so that a reply begins in the midst of it.
+
+gpt-oss writes messages ("harmony"): a header that names the channel, and the text.  What it writes in its channel
+"analysis" is what it thinks.
 """
 
 from __future__ import annotations
 
+import re
 from typing import Literal, NamedTuple
 
 #: Tags around what is thought, opening and closing.
@@ -16,7 +20,22 @@ TAGS = {
     "<seed:think>": "</seed:think>",
     "[THINK]": "[/THINK]",
     "◁think▷": "◁/think▷",
+    "<|channel>thought": "<channel|>",
 }
+
+#: What prompts of gpt-oss end with.
+_MESSAGE = "<|start|>assistant"
+_HEADER = re.compile(
+    r"\s*(?:<\|start\|>assistant)?\s*(?:to=(\S+?))?\s*<\|channel\|>(\w+)\s*(?:to=([^\s<]+))?"
+    r"\s*(?:<\|constrain\|>)?\s*\w*<\|message\|>"
+)
+_LONGEST_HEADER = 200
+#: How headers begin, and what ends a message.
+_BEGINNINGS = ("<|start|>", "<|channel|>", "to=")
+_ENDS = ("<|end|>", "<|return|>", "<|call|>", "<|start|>", "<|channel|>")
+
+#: Around a message to a tool, however its header was written; behind the first are the tool's name and "<|message|>".
+CALL, END_OF_CALL = "<|channel|>commentary to=", "<|call|>"
 
 
 class Piece(NamedTuple):
@@ -29,7 +48,7 @@ class Piece(NamedTuple):
 def opening_tag(prompt: str) -> str:
     """The opening tag that a prompt ends with, so that the reply begins with thinking; empty if there is none."""
     end = prompt.rstrip()
-    return next((tag for tag in TAGS if end.endswith(tag)), "")
+    return next((tag for tag in (*TAGS, _MESSAGE) if end.endswith(tag)), "")
 
 
 def split(text: str, opened: str = "") -> tuple[str, str]:
@@ -55,7 +74,9 @@ class ThinkingSplitter:
     def __init__(self, opened: str = "") -> None:
         """Begin a reply; ``opened`` is the tag that its prompt ended with."""
         self._tag = opened
-        self._state: Literal["start", "thinking", "answer"] = "start"
+        self._state: Literal["start", "thinking", "answer", "header"] = "start"
+        #: Whether it comes in messages, and is at one to a tool.
+        self._has_messages = self._is_call = False
         self._held = ""
         #: White space is left out that comes next.
         self._after_tag = bool(opened)
@@ -66,6 +87,8 @@ class ThinkingSplitter:
         pieces: list[Piece] = []
         if self._state == "start":
             self._begin()
+        if self._has_messages:
+            return self._read_messages()
         if self._state == "thinking":
             pieces += self._think()
         if self._state == "answer":
@@ -76,11 +99,18 @@ class ThinkingSplitter:
         """What was held back; call it once, after the last text."""
         if self._state == "start":
             self._state = "thinking" if self._tag else "answer"
+        if self._state == "header":
+            self._state = "answer"
         return self._emit(len(self._held))
 
     def _begin(self) -> None:
         """Finds out what the reply begins with; a tag that the prompt has opened may be there again."""
         text = self._held.lstrip()
+        if self._tag == _MESSAGE or text.startswith("<|channel|>"):
+            self._has_messages, self._state = True, "header"
+            return
+        if text and not self._tag and "<|channel|>".startswith(text):
+            return
         for tag in [self._tag] if self._tag else TAGS:
             if text.startswith(tag):
                 self._tag, self._state, self._after_tag = tag, "thinking", True
@@ -99,6 +129,34 @@ class ThinkingSplitter:
         self._held = self._held[len(closing) :]
         self._state, self._after_tag = "answer", True
         return pieces
+
+    def _read_messages(self) -> list[Piece]:
+        pieces: list[Piece] = []
+        while True:
+            if self._state != "header":
+                ends = [(at, tag) for tag in _ENDS if (at := self._held.find(tag)) >= 0]
+                if not ends:
+                    return pieces + self._emit(len(self._held) - max(n_open(self._held, tag) for tag in _ENDS))
+                at, tag = min(ends)
+                pieces += self._emit(at)
+                if self._is_call:
+                    pieces.append(Piece(END_OF_CALL, False))
+                if not tag.startswith(_BEGINNINGS):
+                    self._held = self._held[len(tag) :]
+                self._state, self._is_call = "header", False
+            header = _HEADER.match(self._held)
+            if header is None:
+                text = self._held.lstrip()
+                if len(text) < _LONGEST_HEADER and any(each.startswith(text[: len(each)]) for each in _BEGINNINGS):
+                    return pieces  # the rest of it is still to come
+                self._has_messages, self._state = False, "answer"
+                return pieces + self._emit(len(self._held))
+            tool, channel = header[1] or header[3], header[2]
+            self._state, self._is_call = "thinking" if channel == "analysis" else "answer", bool(tool)
+            self._held = self._held[header.end() :]
+            if tool:
+                self._state = "answer"
+                pieces.append(Piece(f"{CALL}{tool}<|message|>", False))
 
     def _emit(self, n: int) -> list[Piece]:
         """The first ``n`` characters of what is held, as a piece of the part that is at hand."""

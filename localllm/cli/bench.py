@@ -50,6 +50,10 @@ _COLUMNS = "{:<18} {:>7} {:>18} {:>11} {:>11} {:>6}"
 
 def run(arguments: argparse.Namespace) -> int:
     """Measures what the command line asks for."""
+    if arguments.serve:
+        from localllm.cli import bench_serve
+
+        return bench_serve.run(arguments)
     settings = settle(arguments, skip=["threads", "model"])  # of which there may be several
     tests = make_tests(arguments.prompts, arguments.generations, arguments.depths, arguments.pairs)
     if arguments.profile and arguments.form not in ("table", "json"):

@@ -53,9 +53,9 @@ class DeviceProfile:
     busy: float
     ceilings: DeviceCeilings
 
-    def floor(self, share: Share) -> float | None:
-        """Seconds that operations take at least; None where their cost is not known."""
-        return None if share.cost is None else share.cost.seconds(self.ceilings.copy, self.ceilings.rates)
+    def floor(self, share: Share) -> float:
+        """Seconds that operations take at least."""
+        return share.cost.seconds(self.ceilings.copy, self.ceilings.rates)
 
     def lines(self) -> Iterator[str]:
         """A table."""
@@ -68,17 +68,15 @@ class DeviceProfile:
         )
         yield _COLUMNS.format(*_HEAD).rstrip()
         for share in sorted(profile.shares.values(), key=lambda share: -share.seconds):
-            floor, cost = self.floor(share), share.cost
+            cost = share.cost
             yield _COLUMNS.format(
                 share.name,
                 _count(share.n_launches / profile.n_steps),
                 _milliseconds(share.seconds / profile.n_steps),
                 f"{share.seconds / profile.kernel_seconds:.1%}",
-                "-" if cost is None else quantity(cost.n_bytes / share.seconds, "B/s"),
-                "-"
-                if cost is None or not cost.n_operations
-                else quantity(cost.n_operations / share.seconds, "FLOP/s"),
-                "-" if floor is None else f"{floor / share.seconds:.0%}",
+                quantity(cost.n_bytes / share.seconds, "B/s"),
+                quantity(cost.n_operations / share.seconds, "FLOP/s") if cost.n_operations else "-",
+                f"{self.floor(share) / share.seconds:.0%}",
             ).rstrip()
 
     def as_json(self) -> dict[str, Any]:
@@ -96,10 +94,10 @@ class DeviceProfile:
                     "launches": share.n_launches / profile.n_steps,
                     "step_s": share.seconds / profile.n_steps,
                     "share": share.seconds / profile.kernel_seconds,
-                    "bytes": None if share.cost is None else share.cost.n_bytes / profile.n_steps,
-                    "flop": None if share.cost is None else share.cost.n_operations / profile.n_steps,
-                    "kind": None if share.cost is None else share.cost.kind,
-                    "floor_s": None if (floor := self.floor(share)) is None else floor / profile.n_steps,
+                    "bytes": share.cost.n_bytes / profile.n_steps,
+                    "flop": share.cost.n_operations / profile.n_steps,
+                    "kind": share.cost.kind,
+                    "floor_s": self.floor(share) / profile.n_steps,
                 }
                 for share in profile.shares.values()
             ],

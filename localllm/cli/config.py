@@ -6,13 +6,15 @@ import argparse
 import contextlib
 import json
 import os
+import shlex
 import shutil
 from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from localllm.cli.flags import nearest
+from localllm.cli.flags import SAME, nearest
 from localllm.cli.main import DONE, FAILED
+from localllm.cli.parser import make_parsers
 from localllm.cli.terminal import say, visible_line, warn
 from localllm.declared_options import LoadOptions, Sampling, declared
 from localllm.errors import LocalLLMError, SettingsError, UsageError
@@ -226,6 +228,10 @@ def unset_key(path: Path, key: str) -> None:
 def _value(key: str, text: str, path: Path) -> object:
     """What ``text`` means as the value of ``key``."""
     complaints: list[str] = []
+    if key not in KEYS and (ours := _our_key(key)):
+        raise UsageError(
+            f"there is no setting {key!r:.80}: did you mean {ours}? localllm config set {ours} {shlex.quote(text)}"
+        )
     for value in _readings(text):
         given: dict[str, Any] = {key: value}
         if key.startswith(f"{SAMPLING}."):
@@ -237,6 +243,15 @@ def _value(key: str, text: str, path: Path) -> object:
             return value
         complaints += problems
     raise UsageError(f"nothing was set in {path}: {complaints[0]}")
+
+
+def _our_key(key: str) -> str | None:
+    """The setting that a flag sets, of ours or another program's: context for num_ctx."""
+    flag = f"--{key.replace('_', '-')}"
+    name = make_parsers()[1]["generate"].name_of.get(SAME.get(flag, flag))
+    if name in KEYS:
+        return name
+    return f"{SAMPLING}.{name}" if name in sampling_names() else None
 
 
 def _themes() -> list[str]:

@@ -53,7 +53,7 @@ def _ignore_layers(arguments: argparse.Namespace) -> None:
     given = vars(arguments)
     device = str(given.get("device"))
     for name, flag in (("n_gpu_layers", "-ngl"), ("tensor_split", "--tensor-split")):
-        if given.get(name) and not device.startswith(("cuda", "gpu")):
+        if given.get(name) and not device.lower().startswith(("cuda", "gpu")):
             from localllm.devices import gpu_memory  # imported here: most command lines name no layers
 
             if not gpu_memory(device):

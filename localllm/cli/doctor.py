@@ -49,6 +49,7 @@ PACKAGES = {
     "numba": "numba",
     "llvmlite": "llvmlite.binding",
     "gguf": "gguf",
+    "llguidance": "llguidance",
     "sentencepiece": "sentencepiece",
     "tokenizers": "tokenizers",
     "huggingface_hub": "huggingface_hub",

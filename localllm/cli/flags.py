@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import difflib
 import re
+import shlex
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 from localllm.errors import UsageError
 
 _WHOLE_LAYERS = "a model is split by layers, see -ngl and --tensor-split; leave it out"
 _ONE_ANSWER = "localllm generate answers one prompt: localllm chat is for conversations"
 _SERVER = "localllm serve -m FILE serves models to other programs"
+_QUESTIONS = "localllm evaluate --choices FILE takes questions of multiple choice, a line of JSON each"
+_INSPECT = "localllm inspect FILE --metadata shows what a file says"
 _NOT_HERE = "this version of localllm has nothing like it"
 _OWN_BATCHES = "localllm chooses the size of its batches itself"
 _ON_STDERR = "messages go to standard error, and -q leaves them out"
@@ -48,7 +52,15 @@ NO_EFFECT = {
         ("--perf --no-perf --log-timestamps --log-prefix --log-disable", "0", _ON_STDERR),
         ("--log-file --log-verbosity -lv", "1", _ON_STDERR),
         ("--offline", "0", "only localllm pull, -hf and -mu ask the hub"),
+        (
+            "--metrics --slots --props --no-webui --no-slots",
+            "0",
+            "the server always has its page, /metrics and the rest",
+        ),
+        ("--cache-reuse --threads-http", "1", "the server sees to it itself"),
         ("--keepalive", "1", "a model is in memory for as long as its command runs"),
+        ("--kl-divergence", "0", "--base-logits FILE compares with the model whose logits it has"),
+        ("--perplexity --ppl", "0", "-f FILE measures the perplexity of a text"),
     )
     for flag in flags.split()
 }
@@ -83,7 +95,12 @@ ABSENT = {
         ("-i --interactive -if --interactive-first -ins --instruct -mli --multiline-input", _ONE_ANSWER),
         ("-o --output --output-file", "the text goes to standard output: send it to a file with > FILE"),
         ("-bf --binary-file --in-file", "-f reads a prompt from a file"),
-        ("--format", _NOT_HERE),
+        ("--format", '-j SCHEMA asks for JSON of a schema, -j \'{"type": "object"}\' for any object'),
+        ("--ppl-stride", "chunks stand side by side, and their second halves count"),
+        ("--hellaswag --hellaswag-tasks --winogrande --winogrande-tasks --multiple-choice", _QUESTIONS),
+        ("--multiple-choice-tasks", _QUESTIONS),
+        ("--leave-output-tensor", "--output-tensor-type F16 keeps the output in a good type"),
+        ("--include-weights --exclude-weights", "--imatrix holds for all tensors that it has"),
         ("--lora --lora-scaled --control-vector --mmproj -mm --image --audio --special", _NOT_HERE),
         ("--sampling-seq --sampler-seq", "--samplers takes names, as in --samplers 'top_k;top_p;temperature'"),
         ("--prompt-cache --prompt-cache-all --slot-save-path", "localllm chat keeps conversations, see --continue"),
@@ -93,72 +110,99 @@ ABSENT = {
         ("--host --port --api-key --alias", _SERVER),
         ("--embedding --embeddings --pooling", _NOT_HERE),
         ("--insecure", "the hub is asked at the address in the environment variable HF_ENDPOINT"),
-        ("--modelfile --parameters --template --license", "localllm inspect FILE --metadata shows what a file says"),
+        ("--modelfile --parameters --template --license", _INSPECT),
     )
     for flag in flags.split()
 }
 
-#: Commands of other programs, and what does that here.
+#: Other names of commands, those of Ollama and of llama.cpp's tools.
+SAME_COMMANDS = {
+    other: ours
+    for ours, others in (
+        ("chat", "run"),
+        ("generate", "complete completion cli llama-cli llama-completion llama-run llama-simple main"),
+        ("models", "list ls"),
+        ("inspect", "show info gguf-dump"),
+        ("pull", "download"),
+        ("serve", "server llama-server"),
+        ("bench", "llama-bench llama-batched-bench"),
+        ("quantize", "llama-quantize"),
+        ("imatrix", "llama-imatrix"),
+        ("evaluate", "perplexity llama-perplexity"),
+        ("config", "settings"),
+        ("--version", "version -v -V"),
+    )
+    for other in others.split()
+}
+
+#: Commands of other programs that have no like here, and what to do.
 OTHER_COMMANDS = {
     command: advice
     for commands, advice in (
-        ("run", "localllm chat MODEL talks with a model, localllm generate -m MODEL -p TEXT answers once"),
-        ("complete completion cli llama-cli llama-run", "localllm generate -m MODEL -p TEXT lets a model write"),
-        ("show info", "localllm inspect FILE shows what is in a file"),
-        ("list ls", "localllm models lists the models here"),
-        ("download", "localllm pull ORG/REPO[:QUANT] downloads a model"),
-        ("settings set", "localllm config shows and changes settings"),
-        ("server llama-server", _SERVER),
-        ("ps stop", "a model is in memory for as long as its command runs"),
+        ("ps stop", "a model is in memory while its command runs; localllm serve --ttl S unloads idle ones"),
         ("create", "a GGUF file needs no Modelfile: -m names it, and localllm config set keeps settings"),
         ("rm cp push", "models are plain files, whose paths localllm models --json lists"),
         ("signin signout login", "hf auth login tells the hub who you are"),
+        ("tokenize llama-tokenize", "LLM.tokenize shows a text's tokens, in Python: see docs/library.md"),
+        ("embedding llama-embedding embed", _NOT_HERE),
+        ("llama-gguf-split llama-export-lora llama-mtmd-cli", _NOT_HERE),
     )
     for command in commands.split()
 }
 
-_SINGLE_DASH = re.compile(r"-[a-z][a-z-]+")
 _FLAG = re.compile(r"--?[a-zA-Z][\w-]*")
 
 
-def check_command(word: str, commands: Collection[str]) -> None:
-    """Raises:
-    UsageError: ``word``, the first one of a command line, is not a command; names the one that was meant.
+def in_our_command(line: Sequence[str], commands: Collection[str]) -> list[str]:
+    """A command line whose first word is one of ``commands``, or a flag of the program.
+
+    Raises:
+        UsageError: it is not a command; names the one that was meant.
     """
+    word, *rest = line
+    if word == "run" and len(rest) > 1 and not any(each.startswith("-") for each in rest[:2]):
+        return ["generate", "-m", rest[0], "-p", *rest[1:]]  # ollama run MODEL PROMPT answers once
+    word = SAME_COMMANDS.get(word, word)
     if word in commands or word in ("-h", "--help", "--version"):
-        return
+        return [word, *rest]
     there_are = f"there are {', '.join(commands)}"
     if word.startswith("-"):
-        raise UsageError(f"a command comes first, as in localllm generate {word}: {there_are}")
+        raise UsageError(f"a command comes first, as in {_line('generate', *line)}: {there_are}")
     if word.lower().endswith(".gguf"):
-        raise UsageError(f"{word!r} is not a command: localllm generate -m FILE lets a model write")
-    meant = nearest(word, commands)
-    advice = f"did you mean {meant}?" if meant else OTHER_COMMANDS.get(word, there_are)
-    raise UsageError(f"there is no command {word!r}: {advice}")
+        raise UsageError(f"{word!r} is not a command: {_line('generate', '-m', word)} lets a model write")
+    if meant := nearest(word, commands):
+        raise UsageError(f"there is no command {word!r}: did you mean {meant}? {_line(meant, *rest)}")
+    raise UsageError(f"there is no command {word!r}: {OTHER_COMMANDS.get(word, there_are)}")
 
 
-def in_our_flags(words: Sequence[str], known: Collection[str]) -> tuple[list[str], str | None]:
+def _line(*words: str) -> str:
+    """A command line to copy; long words are cut."""
+    return shlex.join(["localllm", *(word if len(word) <= 60 else f"{word[:57]}..." for word in words)])
+
+
+def in_our_flags(line: Sequence[str], known: Collection[str]) -> tuple[list[str], str | None, dict[str, str]]:
     """A command line with the flags of other programs in ours, and without those that change nothing here.
 
     Args:
-        words: of the command line, after the command.
+        line: begins with a command.
         known: the command's flags.
 
     Returns:
-        The words, and a warning of what was left out, if anything was.
+        The line, a warning of what was left out, if anything was, and what was typed for some of our flags.
 
     Raises:
-        UsageError: there is a flag that localllm does not have, or a long one with a single dash.
+        UsageError: there is a flag that localllm does not have.
     """
-    ours: list[str] = []
+    ours, rest = list(line[:1]), list(line[1:])
     left_out: dict[str, str] = {}
-    rest = list(words)
+    typed: dict[str, str] = {}
     while rest and rest[0] != "--":
         word = rest.pop(0)
         flag, equals, value = word.partition("=")
         if flag not in known and flag.startswith("--"):
             flag = flag.replace("_", "-")
         if SAME.get(flag) in known and flag not in known:
+            typed[SAME[flag]] = flag
             flag = SAME[flag]
         if flag in known or not _FLAG.fullmatch(flag):
             ours.append(flag + equals + value)
@@ -168,38 +212,51 @@ def in_our_flags(words: Sequence[str], known: Collection[str]) -> tuple[list[str
                 rest.pop(0)
         elif flag in ABSENT:
             raise UsageError(f"there is no flag {flag}: {ABSENT[flag]}")
-        elif _SINGLE_DASH.fullmatch(flag) and "-" + flag in known:
-            raise UsageError(f"there is no flag {flag}: did you mean -{flag}?")
-        else:
+        elif flag[:2] in known and flag[2:3].isdigit():  # a short flag with a number, as -t4: -np is not -n p
             ours.append(word)
+        else:
+            # argparse would complain of the value behind it first.
+            raise UsageError(_strange(flag, known, [*ours, word, *rest]))
     if not left_out:
-        return ours + rest, None
+        return ours + rest, None, typed
     change = "change" if len(left_out) > 1 else "changes"
-    return ours + rest, f"{', '.join(left_out)} {change} nothing here: {'; '.join(dict.fromkeys(left_out.values()))}"
+    reasons = "; ".join(dict.fromkeys(left_out.values()))
+    return ours + rest, f"{', '.join(left_out)} {change} nothing here: {reasons}", typed
 
 
-def strange_flags(words: Sequence[str], known: Collection[str]) -> list[str]:
-    """The words of a command line that look like flags and are none; a short flag's number may follow at once."""
-    if "--" in words:
-        words = words[: words.index("--")]
-    flags = [word.partition("=")[0] for word in words]
-    return [flag for flag in flags if _FLAG.fullmatch(flag) and flag not in known and not _has_number(flag, known)]
+def _strange(flag: str, known: Collection[str], line: list[str]) -> str:
+    """A sentence on a flag that nothing is known of, with the whole line as it was meant."""
+    meant = f"-{flag}" if f"-{flag}" in known else nearest(flag, known)
+    if meant is None:
+        return f"there is no flag {flag} (localllm {line[0]} --help shows what there is)"
+    meant_line = [re.sub(rf"^{re.escape(flag)}(?==|$)", meant, word) for word in line]
+    return f"there is no flag {flag}: did you mean {meant}? {_line(*meant_line)}"
 
 
-def _has_number(flag: str, known: Collection[str]) -> bool:
-    """Whether it is a short flag with a number, as ``-t4``: ``-np`` is no ``-n p``."""
-    return flag[:2] in known and flag[2:3].isdigit()
+def take_words(words: Sequence[str], arguments: Any) -> None:
+    """Takes words that stand alone, where it is clear what they are for: a prompt, and a number of threads.
 
-
-def unknown_words(words: Sequence[str], known: Collection[str]) -> str:
-    """A sentence on words of a command line that nothing is known of."""
-    flags = [word.partition("=")[0] for word in words if word.startswith("-")]
-    if flags:
-        meant = nearest(flags[0], known)
-        return f"there is no flag {flags[0]}" + (f": did you mean {meant}?" if meant else "")
-    if "--prompt" in known:
-        return f"{words[0]!r} stands alone: give a prompt with -p TEXT (in quotes), and a model with -m FILE"
-    return f"it is not clear what {words[0]!r} is for"
+    Raises:
+        UsageError: it is not.
+    """
+    given = vars(arguments)
+    command, model, (first, *more) = given["command"], given.get("model"), words
+    if command == "quantize" and first.isdigit() and not more:  # llama-quantize has the threads there
+        arguments.threads = int(first)
+        return
+    if command == "chat" and not more and model:
+        answer = _line("generate", "-m", model, "-p", first)
+        raise UsageError(f"localllm chat takes no prompt: {answer} answers once")
+    if command != "generate":
+        raise UsageError(f"it is not clear what {first!r} is for (localllm {command} --help shows what there is)")
+    if given["prompt"] is not None or given["file"] is not None or len(words) > (1 if model else 2):
+        raise UsageError(f"{first!r} stands alone: put a prompt of several words in quotes, as in -p 'two words'")
+    if more:  # generate MODEL PROMPT
+        arguments.model, arguments.prompt = words
+    elif not model and (first == "demo" or re.fullmatch(r"\S+(\.gguf|/\S+)", first, re.IGNORECASE)):
+        raise UsageError(f"{first!r} names a model, and there is no prompt: {_line('generate', '-m', first)} -p TEXT")
+    else:
+        arguments.prompt = first
 
 
 def nearest(word: str, words: Collection[str]) -> str | None:

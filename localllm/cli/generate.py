@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import codecs
 import json
-import math
 import select
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -29,14 +28,11 @@ from localllm.cli.terminal import (
 )
 from localllm.completion import Completion, Stream
 from localllm.declared_options import CheckedOptions, Sampling, declared
-from localllm.engine.drafting import Drafts
-from localllm.engine.request import Timings, Usage
 from localllm.errors import UsageError
 from localllm.info import ModelInfo
 from localllm.llm import LLM, load
 from localllm.placement import Format, Placement, Plan
 from localllm.progress import LoadPlan, LoadProgress
-from localllm.sampling.grammar import check_grammar
 from localllm.settings import Settings
 
 #: Seconds after which somebody who may not know that a prompt is awaited is told.
@@ -52,6 +48,8 @@ def run(arguments: argparse.Namespace) -> int:
     # Complains about a setting before a model is loaded for nothing.
     sampling = CheckedOptions.of(options).sampling
     if sampling.grammar_kind is not None:
+        from localllm.sampling.grammar import check_grammar  # imported here: it takes a while
+
         check_grammar(sampling)
     prompt = _prompt(arguments)
     if arguments.chat and not prompt:
@@ -276,42 +274,18 @@ def _print_text(stream: Stream, status: StatusLine, *, quiet: bool) -> None:
 
 def as_json(llm: LLM, completion: Completion) -> dict[str, Any]:
     """A completion as JSON values, with what it came from."""
-    info = llm.info
+    info, values = llm.info, completion.to_dict()
+    for entry in values["logprobs"] or ():
+        for each in (entry, *entry["top"]):
+            each["text"] = llm.tokenizer.token_text(each["id"])
     return {
         "model": str(info.path),
         "device": info.device,
         "kernels": info.kernels,
         "threads": info.threads,
         "decode_threads": info.decode_threads,
-        "text": completion.text,
-        "ids": list(completion.ids),
-        "finish_reason": completion.finish_reason,
-        "usage": _values(completion.usage, "prompt_tokens cached_tokens completion_tokens total_tokens"),
-        "timings": _values(
-            completion.timings,
-            "prefill_s prefill_tokens prefill_tokens_per_s first_token_s decode_s decode_tokens decode_tokens_per_s",
-        ),
-        "drafts": _values(completion.drafts, "drafted accepted share steps"),
-        "logprobs": _logprobs(llm, completion),
+        **values,
     }
-
-
-def _values(counts: Usage | Timings | Drafts | None, names: str) -> dict[str, Any] | None:
-    return None if counts is None else {name: getattr(counts, name) for name in names.split()}
-
-
-def _logprobs(llm: LLM, completion: Completion) -> list[dict[str, Any]] | None:
-    if completion.logprobs is None:
-        return None
-
-    def entry(id_: int, logprob: float | None) -> dict[str, Any]:
-        finite = logprob is not None and math.isfinite(logprob)  # JSON has no infinity
-        return {"id": id_, "text": llm.tokenizer.token_text(id_), "logprob": logprob if finite else None}
-
-    return [
-        entry(choice.id, choice.logprob) | {"top": [entry(*likely) for likely in choice.top]}
-        for choice in completion.logprobs
-    ]
 
 
 def _show_prefill(status: StatusLine) -> Callable[[int, int], None]:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any, NoReturn
 
-from localllm.cli.flags import check_command, in_flags, in_our_flags, strange_flags, unknown_words
+from localllm.cli.flags import in_flags, in_our_command, in_our_flags, take_words
 from localllm.cli.parser import make_parsers
 from localllm.cli.start import INTERRUPTED, end_at_once
 from localllm.cli.terminal import discard, is_terminal, prepare_streams, say, visible_line, warn
@@ -128,19 +128,13 @@ def _parse(argv: Sequence[str], arguments: argparse.Namespace) -> None:
     if "--list-devices" in argv:
         arguments.command, arguments.devices = "doctor", True
         return
-    check_command(argv[0], commands)
+    argv = in_our_command(argv, commands)
     notice = None
-    if argv[0] in commands:
-        command = commands[argv[0]]
-        words, notice = in_our_flags(argv[1:], command.flags)
-        argv = [argv[0], *words]
-        # argparse would complain of the value behind such a flag first.
-        if strange := strange_flags(words, command.flags):
-            command.error(unknown_words(strange, command.flags))
-    _, unknown = parser.parse_known_args(argv, arguments)
-    if unknown:
-        command = commands[arguments.command]
-        command.error(unknown_words(unknown, command.flags))
+    if command := commands.get(argv[0]):
+        argv, notice, command.typed = in_our_flags(argv, command.flags)
+    _, words = parser.parse_known_args(argv, arguments)
+    if words:
+        take_words(words, arguments)
     if notice is not None and not getattr(arguments, "quiet", False):
         warn(notice)
 

@@ -8,7 +8,8 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -30,7 +31,13 @@ if TYPE_CHECKING:
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose complaints are `UsageError`, like any other."""
+    """A parser whose complaints are `UsageError`, like any other.
+
+    Attributes:
+        typed: another program's flag that was typed, by the flag of ours that stands for it.
+    """
+
+    typed: Mapping[str, str] = {}
 
     @property
     def flags(self) -> list[str]:
@@ -42,9 +49,18 @@ class Parser(argparse.ArgumentParser):
         """The flag that sets each argument: the first one, where there are several."""
         return {action.dest: action.option_strings[0] for action in self._actions if action.option_strings}
 
+    @property
+    def name_of(self) -> dict[str, str]:
+        """The argument that each flag sets."""
+        return {flag: action.dest for flag, action in self._option_string_actions.items()}
+
     def error(self, message: str) -> NoReturn:
         if re.match("argument (FILE|-m|-hf).*: not allowed with argument (FILE|-m|-hf)", message):
             message = "a model is named twice: leave one of the names out"
+        if (flag := re.match(r"argument ([^:/]+)[^:]*:", message)) and flag[1] in self.typed:
+            message = f"argument {self.typed[flag[1]]}{message[flag.end() - 1 :]}"
+        if self.prog.endswith("quantize") and "required" in message:
+            message = "write localllm quantize FILE OUTPUT TYPE, as in localllm quantize f16.gguf q4.gguf Q4_K_M"
         raise UsageError(f"{message} ({self.prog} --help shows what there is)")
 
     def _print_message(self, message: str, file: SupportsWrite[str] | None = None) -> None:
@@ -93,7 +109,7 @@ def make_parsers() -> tuple[Parser, dict[str, Parser]]:
     parser.add_argument("--list-devices", action="store_true", help="show what --device can name here")
     parsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, add_arguments, usage, summary, details in (
-        ("generate", _add_generate, "[-m FILE] [-p TEXT] [options]", "let a model write", GENERATE_DETAILS),
+        ("generate", _add_generate, "[-m FILE] [[-p] TEXT] [options]", "let a model write", GENERATE_DETAILS),
         ("chat", _add_chat, "[FILE] [options]", "talk with a model", CHAT_DETAILS),
         ("inspect", _add_inspect, "[FILE] [options]", "show what is in a GGUF file", ""),
         ("serve", _add_serve, "[-m FILE …] [options]", "serve models to other programs over HTTP", SERVE_DETAILS),
@@ -143,8 +159,8 @@ GENERATE_DETAILS = """\
 Without -m the model that the settings name writes (localllm config), or else the small demo model that comes with
 localllm, which -m demo names.  What the settings say holds wherever no flag says otherwise.
 
-Without -p and -f the prompt is read from standard input, unless that is a terminal; the empty prompt lets the model
-begin by itself.  One line end at the end of a prompt from a file or from standard input is dropped.
+The prompt is TEXT.  Without it and -f it is read from standard input, unless that is a terminal; the empty one lets
+the model begin by itself.  One line end at the end of a prompt from a file or from standard input is dropped.
 
 If the model has a chat template, the prompt is given to it as a user's message, and the model answers; --no-chat
 lets it go on with the text instead.  The empty prompt is never a message.
@@ -201,11 +217,16 @@ stand before them.
 
 The share of the machine compares each result with a ceiling that is measured in turn with it, on as many threads:
 for tg how fast they read as many bytes as a token needs, for pp how fast they multiply.  On a GPU that is how fast
-it copies in its memory (bytes read and written), and how fast its tensor cores multiply.
+it copies in its memory (bytes read and written), and how fast its tensor cores multiply.  More than 100 % means that
+other programs were busy while the ceiling was measured.
 
 --profile adds for each test, and each GPU, what the kernels of a step take, by operation: its launches, its time and
 its share, the bytes and operations that it cannot do without a second, and how near that is to the GPU's ceilings.
 "at work" is the part of the time in which the GPU had any of this to do.
+
+--serve measures `localllm serve` with clients that send prompts of -p and read replies of -n tokens on average: how
+many tokens and requests it does a second, and the time to the first token and between tokens (50 %, 95 % and 99 % of
+them take no longer).
 """
 
 MODELS_DETAILS = """\
@@ -386,23 +407,9 @@ def _add_sampling(group: argparse._ArgumentGroup) -> None:
         default=argparse.SUPPRESS,
         help="DRY follows no repetition across this text; in place of the default ones, which 'none' clears",
     )
-    group.add_argument(
-        "-jf",
-        "--json-schema-file",
-        dest="json_schema",
-        type=text_file,
-        metavar="FILE",
-        default=argparse.SUPPRESS,
-        help="read --json-schema from a file",
-    )
-    group.add_argument(
-        "--grammar-file",
-        dest="grammar",
-        type=text_file,
-        metavar="FILE",
-        default=argparse.SUPPRESS,
-        help="read --grammar from a file",
-    )
+    for flags, name in ((("-jf", "--json-schema-file"), "json_schema"), (("--grammar-file",), "grammar")):
+        text = f"read {flags[-1].removesuffix('-file')} from a file"
+        group.add_argument(*flags, dest=name, type=text_file, metavar="FILE", default=argparse.SUPPRESS, help=text)
     group.add_argument(
         "--samplers",
         type=lambda text: text.split(";"),
@@ -486,7 +493,7 @@ def _add_quantize(parser: argparse.ArgumentParser) -> None:
         "--imatrix", type=Path, metavar="FILE", help="an importance matrix, as GGUF or in the old format"
     )
     parser.add_argument(
-        "--tensor",
+        *("--tensor", "--tensor-type"),
         dest="overrides",
         type=override,
         action="append",
@@ -494,6 +501,19 @@ def _add_quantize(parser: argparse.ArgumentParser) -> None:
         metavar="REGEX=TYPE",
         help="a type for tensors with such names; may be given several times, and the first that fits counts",
     )
+    for flag, pattern in (
+        ("--output-tensor-type", r"^output\.weight$"),
+        ("--token-embedding-type", r"^token_embd\."),
+    ):
+        parser.add_argument(
+            flag,
+            dest="overrides",
+            type=partial(_typed, pattern),
+            action="append",
+            metavar="TYPE",
+            help=f"the same as --tensor '{pattern}=TYPE'",
+        )
+    parser.add_argument("--pure", action="store_true", help="TYPE for all tensors that are quantised")
     parser.add_argument("--keep-split", action="store_true", help="write as many files as the model has")
     parser.add_argument("--dry-run", action="store_true", help="show types and sizes, and write nothing")
     parser.add_argument("--allow-requantize", action="store_true", help="take tensors that are quantised already")
@@ -636,6 +656,19 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-r", "--repetitions", type=whole(1), metavar="N", default=5, help="repetitions (default: 5)")
     _add_device(parser)
     parser.add_argument("--profile", action="store_true", help="show what the time on GPUs goes to, by operation")
+    serving = parser.add_argument_group("a server with many clients, in place of tests")
+    serving.add_argument("--serve", action="store_true", help="start a server for each FILE, and measure it")
+    serving.add_argument(
+        "--clients",
+        type=numbers,
+        metavar="N,…",
+        default=[8],
+        help="clients, each with a request at a time (default: 8)",
+    )
+    serving.add_argument("--requests", type=whole(1), metavar="N", default=64, help="requests in all (default: 64)")
+    serving.add_argument(
+        "--rate", type=float, metavar="R", help="requests that arrive a second (default: each client's as it is free)"
+    )
     form = parser.add_mutually_exclusive_group()
     form.add_argument(
         *("-o", "--output"),
@@ -769,9 +802,13 @@ def reader(option: Option) -> Callable[[str], Any]:
     def read(text: str) -> Any:
         if text == "-1" and option.none:
             return None
-        with contextlib.suppress(ValueError):
+        try:
             if option.kind.read(value := option.kind.parse(text)) is not None:
                 return value
+        except UsageError as error:  # which says more
+            raise argparse.ArgumentTypeError(str(error)) from None
+        except ValueError:
+            pass
         raise argparse.ArgumentTypeError(f"{text!r} is not {option.kind.words}{leave_out}")
 
     return read
@@ -786,7 +823,7 @@ def layers(text: str) -> int | None:
     """A number of layers; -1 and "auto" are as many as fit, and "all" is more than a model has."""
     if text in ("auto", "-1"):
         return None
-    return 1 << 20 if text == "all" else whole(0, "a whole number of at least 0, 'auto' or 'all'")(text)
+    return 1 << 20 if text == "all" else whole(0, "one whole number of at least 0, 'auto' or 'all'")(text)
 
 
 def numbers(text: str) -> list[int]:
@@ -794,7 +831,9 @@ def numbers(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of whole numbers, such as 128,512") from None
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a list of whole numbers, such as 128,512 (no ranges)"
+        ) from None
 
 
 def logit_bias(text: str) -> tuple[int, float]:
@@ -806,6 +845,10 @@ def logit_bias(text: str) -> tuple[int, float]:
                 if not math.isnan(value := float(sign + bias)) and value < math.inf:
                     return int(id_), value
     raise argparse.ArgumentTypeError(f"{text!r} is not a token id and a number, such as 15043+1 or 15043-inf")
+
+
+def _typed(pattern: str, type: str) -> tuple[str, str]:
+    return pattern, type
 
 
 def override(text: str) -> tuple[str, str]:

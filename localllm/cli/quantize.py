@@ -13,6 +13,7 @@ from localllm.cli.terminal import StatusLine, quantity, visible_line, warn
 from localllm.gguf import GGUFFile
 from localllm.quantize import ImportanceMatrix, Plan, TensorPlan, TensorResult, plan
 from localllm.quantize import run as write
+from localllm.quantize.mixes import MIXES, mix_named
 
 _LINE = "{:<36} {:>18} {:>8} {:>8} {:>9} {:>9} {:>8}"
 _HEAD = _LINE.format("tensor", "shape", "from", "to", "bytes", "bytes", "error")
@@ -23,13 +24,16 @@ def run(arguments: argparse.Namespace) -> int:
     settle(arguments, skip=["threads"])
     shows_table = not (arguments.quiet or arguments.json)
     imatrix = None if arguments.imatrix is None else ImportanceMatrix.read(arguments.imatrix)
+    overrides = list(arguments.overrides)
+    if arguments.pure:
+        overrides.append(("", MIXES[mix_named(arguments.type)][1].name))
     with GGUFFile.open(arguments.model) as file:
         planned = plan(
             file,
             arguments.output,
             arguments.type,
             imatrix=imatrix,
-            overrides=arguments.overrides,
+            overrides=overrides,
             keep_split=arguments.keep_split,
             allow_requantize=arguments.allow_requantize,
         )

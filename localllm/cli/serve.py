@@ -54,6 +54,13 @@ def run(arguments: argparse.Namespace) -> int:
 
     def load_model(source: str | None, progress: LoadProgress) -> LLM:
         from localllm.llm import load
+        from localllm.progress import CompileNotice
+
+        notice = CompileNotice()
+
+        def report(stage: str, done: int, total: int) -> None:
+            progress(stage, done, total)
+            notice(stage, done, total)
 
         llm = load(
             source,
@@ -66,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
             cache_type=arguments.cache_type,
             parallel=arguments.parallel,
             max_waiting=arguments.max_queue,
-            progress=progress,
+            progress=report,
         )
         if not arguments.quiet:
             say(str(llm.info))
@@ -79,6 +86,8 @@ def run(arguments: argparse.Namespace) -> int:
         load_model,
         ttl_s=arguments.ttl,
         aliases=arguments.aliases,
+        takes_any_name=len(arguments.models) == 1,
+        n_slots=arguments.parallel,
         log=(lambda line: None) if arguments.quiet else say,
     )
     stats = Stats(models)
@@ -88,7 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
         origins=arguments.origins,
         max_body=arguments.max_body << 20,
     )
-    app = App(models, limits, arguments.responses)
+    app = App(models, limits, arguments.responses, loads_first=bool(arguments.models))
     with listen(arguments.host, arguments.port) as listening:
         host, port = listening.getsockname()[:2]
         say(f"listening on http://{f'[{host}]' if ':' in host else host}:{port} (Ctrl-C ends)")
@@ -103,7 +112,8 @@ def sources(given: list[str], settings: Settings) -> dict[str, str | None]:
     names = given or [settings.model or DEMO]
     found = {_name(name): _source(name, settings) for name in names}
     if not given:
-        found |= {model.name: str(model.path) for model in find_models(settings.model_folders).models}
+        listed = find_models(settings.model_folders).models
+        found |= {model.name.removesuffix(".gguf"): str(model.path) for model in listed}
         found.setdefault(DEMO, None)
     return found
 

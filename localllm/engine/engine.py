@@ -27,7 +27,8 @@ from numpy.typing import NDArray
 from localllm.checks import in_vocabulary
 from localllm.engine.drafting.cost import StepCost
 from localllm.engine.drafting.lookup import LookupDrafter
-from localllm.engine.drafting.model import DraftModel, ModelDrafter
+from localllm.engine.drafting.model import DraftModel
+from localllm.engine.drafting.mtp import MTPDrafter
 from localllm.engine.request import FinishReason, Request
 from localllm.engine.runner import Chunk, ModelRunner
 from localllm.engine.scheduler import Scheduled, Scheduler
@@ -90,7 +91,8 @@ class Engine:
         context: tokens that a sequence can hold.
         n_vocab: logits a token.
         max_tokens: tokens that one step evaluates at most.
-        has_draft_model: whether requests can have drafts of a smaller model.
+        drafts_by: what drafts if a request asks for it: a smaller model ("draft"), the block behind the model's own
+            layers ("mtp"), or nothing.
         counts: what it has done.
     """
 
@@ -114,7 +116,7 @@ class Engine:
             on_end: called in the engine's thread when it ends.
         """
         self.context, self.n_vocab, self.max_tokens = runner.context, runner.n_vocab, runner.max_tokens
-        self.has_draft_model = draft_model is not None
+        self.drafts_by = None if draft_model is None else draft_model.kind
         self._max_waiting = max_waiting
         self._process = Process()
         self._is_halted = False
@@ -288,8 +290,8 @@ class EngineLoop:
     def add(self, request: Request) -> None:
         if request.speculate == "lookup":
             request.drafter = LookupDrafter(self._cost, request.draft_max)
-        elif request.speculate == "draft" and self._draft_model is not None:
-            request.drafter = ModelDrafter(self._draft_model, self._cost, request.draft_max)
+        elif self._draft_model is not None and request.speculate == self._draft_model.kind:
+            request.drafter = self._draft_model.drafter(self._cost, request.draft_max)
         self._scheduler.add(request)
 
     def wake(self) -> None:
@@ -380,12 +382,15 @@ class EngineLoop:
         )
         if len(batch) == n_decoding == 1:
             self._cost.add(n_tokens, seconds)
-        row = 0
+        row = token = 0
         for each, chunk in zip(batch, chunks, strict=True):
-            rows = slice(row, row + chunk.n_outputs)
-            row = rows.stop
+            rows, tokens = slice(row, row + chunk.n_outputs), slice(token, token + len(chunk.ids))
+            row, token = rows.stop, tokens.stop
             try:
                 reason = self._take_results(each, logits, rows, begin)
+                if reason is None and isinstance(each.request.drafter, MTPDrafter):
+                    hidden = self._runner.hidden_rows()[tokens]
+                    each.request.drafter.observe(chunk.start, chunk.ids, hidden, each.request.tokens)
                 each.request.output.flush()
             except BaseException as error:
                 self._end(each.request, error=error)

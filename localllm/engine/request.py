@@ -125,7 +125,8 @@ class Request:
         logits_from: without a sampler, position of the first token whose logits are wanted and did not come yet.
         timeout_s: seconds after which it ends, wherever it is.
         client: who asks; clients share the model, however many requests each has.
-        speculate: who drafts tokens for the model to verify: the text so far ("lookup"), the draft model, or nobody.
+        speculate: who drafts tokens for the model to verify: the text so far ("lookup"), the draft model, the block
+            behind the model's own layers ("mtp"), or nobody.
         draft_max: tokens that are drafted for one step at most.
 
         finish_reason: None while it goes on, or if an error ended it.
@@ -147,7 +148,7 @@ class Request:
     priority: Priority = "normal"
     timeout_s: float | None = None
     client: str = ""
-    speculate: Literal["lookup", "draft"] | None = None
+    speculate: Literal["lookup", "draft", "mtp"] | None = None
     draft_max: int = DEFAULT_DRAFTS
 
     finish_reason: FinishReason | None = None

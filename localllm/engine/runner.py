@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.engine.cache import CachedSequence, PagedCache, n_window_pages
-from localllm.kernels.backend import Batch, Step, TopK
-from localllm.kernels.graph import Graph
+from localllm.kernels.backend import Batch, HostOutput, Step, TopK
+from localllm.kernels.graph import Graph, Value
 
 #: Tokens that one step evaluates at most.
 MAX_TOKENS = 512
@@ -52,9 +52,12 @@ class ModelRunner:
         max_tokens: tokens that one step evaluates at most.
         max_outputs: rows of logits that one step computes at most.
         max_top_k: largest logits that are found on the device; 0 where all lie in memory of the host anyway.
+        hidden: hidden states that can be read after a step, where something drafts from them.
     """
 
-    def __init__(self, step: Step, *, n_vocab: int, context: int, max_tokens: int = MAX_TOKENS) -> None:
+    def __init__(
+        self, step: Step, *, n_vocab: int, context: int, max_tokens: int = MAX_TOKENS, hidden: Value | None = None
+    ) -> None:
         """``step`` was compiled for ``max_tokens`` tokens, or as many as the context has, and their `max_outputs`."""
         self.context = context
         self.n_vocab = n_vocab
@@ -62,6 +65,7 @@ class ModelRunner:
         self.max_outputs = max_outputs(n_vocab, self.max_tokens)
         self.max_top_k = step.max_top_k
         self.cache = PagedCache(step.cache)
+        self.hidden = hidden
         self._step = step
 
     def run(self, chunks: Sequence[Chunk], top_k: int = 0, whole: Sequence[int] = ()) -> NDArray[np.float32] | TopK:
@@ -75,6 +79,16 @@ class ModelRunner:
         for chunk in chunks:
             chunk.sequence.is_ahead = True
         return self._step.top_k(batch, top_k, whole) if 0 < top_k <= self.max_top_k else self._step(batch)
+
+    def continued(self, chunks: Sequence[Chunk], hidden: NDArray[np.float32]) -> NDArray[np.float32]:
+        """As `run`, of a graph that begins with hidden states of all tokens, [T, d]."""
+        return self._step.run(make_batch(chunks, self.cache.page_size), HostOutput(hidden)).rows()
+
+    def hidden_rows(self) -> NDArray[np.float32]:
+        """The `hidden` states [T, d] of the last step, good until the next one."""
+        assert self.hidden is not None
+        rows: NDArray[np.float32] = self._step.value(self.hidden)
+        return rows
 
 
 def n_cache_pages(graph: Graph, context: int, parallel: int, page_size: int) -> tuple[int, ...]:

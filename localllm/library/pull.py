@@ -46,7 +46,10 @@ def pull(name: str, progress: PullProgress | None = None) -> Path:
     """
     hub_name = HubName.parse(name)
     if hub_name is None:
-        raise UsageError(f"{name!r:.80} is not the name of a model on the hub: write ORG/REPO, or ORG/REPO:QUANT")
+        raise UsageError(
+            f"{name!r:.80} is not the name of a model on the hub: write ORG/REPO, or ORG/REPO:QUANT; "
+            "https://huggingface.co/models?library=gguf lists them"
+        )
     return _Puller(hub_name, progress or (lambda stage, done, total: None)).run()
 
 

@@ -65,7 +65,8 @@ def mix_named(name: str) -> str:
     Raises:
         UsageError: there is none of this name; lists them.
     """
-    found = _ALIASES.get(name.upper(), name.upper())
+    numbers = {str(number): mix for mix, (number, _) in MIXES.items()}  # as llama-quantize takes them
+    found = _ALIASES.get(name.upper(), numbers.get(name, name.upper()))
     if found not in MIXES:
         raise UsageError(f"there is no type {name!r}: choose one of {', '.join(MIXES)}")
     return found

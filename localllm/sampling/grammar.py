@@ -1,18 +1,21 @@
 """Texts held to a JSON schema, a regular expression or a grammar, by a mask on logits where that is needed.
 
-llguidance (https://github.com/guidance-ai/llguidance, the extra ``grammar``) knows which tokens may follow.  What a
+llguidance (https://github.com/guidance-ai/llguidance) knows which tokens may follow.  What a
 model thinks before its answer is free; the grammar holds from the end of that on.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import llguidance
 import numpy as np
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from localllm.chat.thinking import TAGS
 from localllm.errors import GrammarError, UsageError
@@ -22,8 +25,19 @@ if TYPE_CHECKING:
     from localllm.declared_options import Sampling
     from localllm.tokenizer import Tokenizer
 
-#: White space between the parts of JSON: a space, or a line's beginning.  Without a bound a model may never end it.
-_WHITE_SPACE = r"[ ]?|\n[ \t]{0,20}"
+#: JSON on one line: a model that may write white space between its parts may never end it.
+_ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+
+#: What says of an object which other properties it may have.
+_SAYS_MORE = {
+    "additionalProperties",
+    "unevaluatedProperties",
+    "patternProperties",
+    "minProperties",
+    "anyOf",
+    "oneOf",
+    "if",
+}
 
 #: Compiled grammars that are kept for the next request.
 _MOST_KEPT = 32
@@ -42,41 +56,52 @@ def check_grammar(sampling: Sampling) -> None:
     """Checks what can be checked of a grammar without a model.
 
     Raises:
-        GrammarError: it cannot be read or satisfied, or llguidance is not installed.
+        GrammarError: it cannot be read or satisfied.
     """
     if sampling.grammar_kind is not None:
-        _raise_if(_llguidance().LLMatcher.validate_grammar(_internal(sampling)), sampling)
-
-
-def _llguidance() -> Any:
-    try:
-        import llguidance
-    except ImportError:
-        raise GrammarError(
-            "json_schema, regex and grammar need llguidance, which is not installed: pip install 'localllm[grammar]'"
-        ) from None
-    return llguidance
+        _raise_if(llguidance.LLMatcher.validate_grammar(_internal(sampling)), sampling)
 
 
 def _internal(sampling: Sampling) -> str:
     """The grammar in llguidance's own notation."""
-    matcher = _llguidance().LLMatcher
+    matcher = llguidance.LLMatcher
     if sampling.json_schema is not None:
-        schema = matcher.grammar_from_json_schema(
-            str(sampling.json_schema), overrides={"whitespace_pattern": _WHITE_SPACE}
-        )
-        return str(schema)
+        schema = str(sampling.json_schema)
+        if '"allOf"' not in schema:
+            schema = json.dumps(_closed(json.loads(schema)))
+        return str(matcher.grammar_from_json_schema(schema, overrides=_ONE_LINE))
     if sampling.regex is not None:
         return str(matcher.grammar_from_regex(sampling.regex))
     grammar = sampling.grammar or ""
     if not _GBNF_RULE.search(grammar):
         return str(matcher.grammar_from_lark(grammar))
-    from llguidance.gbnf_to_lark import gbnf_to_lark
-
     try:
         return str(matcher.grammar_from_lark(gbnf_to_lark(grammar)))
     except Exception as error:  # it raises nothing more specific
         raise GrammarError(f"grammar is not valid GBNF: {_line(str(error))}") from None
+
+
+def _closed(schema: Any) -> Any:
+    """A schema whose objects have no properties but those that it names, unless it says that they may.
+
+    A small model would go on adding some.  Where schemas are combined, one alone does not name them all.
+    """
+    if not isinstance(schema, dict):
+        return schema
+    known = schema.get("properties")
+    is_open = not isinstance(known, dict) or not known.keys() >= set(schema.get("required", ()))
+    if is_open or not schema.keys().isdisjoint(_SAYS_MORE):
+        closed, deeper = dict(schema), is_open
+    else:
+        closed, deeper = {**schema, "additionalProperties": False}, True
+    for key, value in schema.items():
+        if key in ("properties", "$defs", "definitions") and isinstance(value, dict):
+            closed[key] = {name: _closed(each) for name, each in value.items()}
+        elif key == "items":
+            closed[key] = _closed(value)
+        elif deeper and key in ("anyOf", "oneOf", "prefixItems") and isinstance(value, list):
+            closed[key] = [_closed(each) for each in value]
+    return closed
 
 
 def _raise_if(complaint: str, sampling: Sampling) -> None:
@@ -126,14 +151,13 @@ class Grammars:
         return Constraint(matcher, vocabulary, self._tokenizer, self._n_vocab, closing=closing, opening=opening)
 
     def _compiled(self, internal: str, sampling: Sampling) -> Any:
-        library = _llguidance()
         if self._vocabulary is None:
-            self._vocabulary = library.LLTokenizer(
+            self._vocabulary = llguidance.LLTokenizer(
                 _Vocabulary(self._tokenizer, self._n_vocab),
                 # A vocabulary without an end gets one beyond its tokens, which no mask contains.
                 eos_token=sorted(self._tokenizer.eog_ids) or [self._n_vocab],
             )
-        matcher = library.LLMatcher(self._vocabulary, internal, log_level=0)
+        matcher = llguidance.LLMatcher(self._vocabulary, internal, log_level=0)
         _raise_if(matcher.get_error(), sampling)
         return matcher
 

@@ -8,28 +8,42 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
+from starlette.requests import Request
 
 from localllm.chat.reply import ReplyParser, ToolCall
-from localllm.chat.thinking import Piece, opening_tag
+from localllm.chat.thinking import Piece
 from localllm.completion import AsyncStream, Chunk
 from localllm.engine.request import FinishReason, Timings, Usage
 from localllm.errors import ClosedError
 from localllm.llm import LLM
 from localllm.options import Options
 from localllm.sampling import Choice
-from localllm.server.http import HTTPError, not_available
+from localllm.server.http import HTTPError
 from localllm.server.models import Models, ServedModel
+
+if TYPE_CHECKING:
+    from localllm.server.responses import Store
 
 #: Replies to one request, texts that end one, and characters of each of these, at most.
 MOST_REPLIES, MOST_STOPS, MOST_STOP_LENGTH = 64, 32, 1000
+
+#: What stands before what precedes a gap, before what follows it, and where it is filled in.
+_FILL_IN = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
+    ("<|prefix|>", "<|suffix|>", "<|middle|>"),
+    ("<PRE>", "<SUF>", "<MID>"),
+    ("[PREFIX]", "[SUFFIX]", "[MIDDLE]"),
+)
 
 
 class Generation(msgspec.Struct):
@@ -61,14 +75,13 @@ class Generation(msgspec.Struct):
     logit_bias: dict[str, float] | list[tuple[int, float | bool]] | None = None
     ignore_eos: bool | None = None
     grammar: str | None = None
+    regex: str | None = None
     json_schema: dict[str, Any] | None = None
     priority: str | None = None
     timeout: float | None = None
 
     def options(self, **more: Any) -> dict[str, Any]:
         """The keywords of `LLM.stream`."""
-        if self.grammar is not None or self.json_schema is not None:
-            check_grammars()
         names = Options.__annotations__.keys() & {each.name for each in msgspec.structs.fields(Generation)}
         options = {name: value for name in names if (value := getattr(self, name)) is not None}
         # llama.cpp's ways to switch something off, or leave it open.
@@ -110,6 +123,7 @@ class Ask:
         reply_prefix: what the reply begins with.
         options: keywords of `LLM.stream`.
         n: how many replies.
+        one_call: whether tools are called one at a time.
         special: whether names of control tokens in ``prompt`` are read as these.
     """
 
@@ -121,6 +135,7 @@ class Ask:
     variables: dict[str, Any] = field(default_factory=dict)
     reply_prefix: str = ""
     n: int = 1
+    one_call: bool = False
     special: bool = False
 
 
@@ -242,7 +257,7 @@ class Answer:
         stream, reply = self.streams[index], Reply(index)
         parser = self._parser(stream) if self.ask.messages is not None else None
         async for chunk in stream:
-            for part in _parts(index, chunk, parser, reply):
+            for part in _parts(index, chunk, parser, reply, self.ask.one_call):
                 yield part
         if stream.finish_reason == "cancelled":
             raise HTTPError(503, "the server is stopping: send the request again later", "stopping")
@@ -252,8 +267,7 @@ class Answer:
         yield Part(index, end=reply)
 
     def _parser(self, stream: AsyncStream) -> ReplyParser:
-        end = self.llm.tokenizer.decode(stream.tokens[: self.prompt_tokens][-16:], special=True)
-        return ReplyParser(self.ask.tools, opening_tag(end))
+        return ReplyParser.after(stream.tokens[: self.prompt_tokens], self.llm.tokenizer, self.ask.tools)
 
     async def read(self) -> list[Reply]:
         """All replies, whole."""
@@ -266,7 +280,7 @@ class Answer:
 _numbers = itertools.count(1)
 
 
-def _parts(index: int, chunk: Chunk, parser: ReplyParser | None, reply: Reply) -> list[Part]:
+def _parts(index: int, chunk: Chunk, parser: ReplyParser | None, reply: Reply, one_call: bool) -> list[Part]:
     """What a chunk brings, which is added to the reply."""
     logprobs = chunk.logprobs or ()
     reply.ids += chunk.ids
@@ -279,6 +293,8 @@ def _parts(index: int, chunk: Chunk, parser: ReplyParser | None, reply: Reply) -
     parts = []
     for piece in pieces:
         if isinstance(piece, ToolCall):
+            if one_call and reply.calls:
+                continue
             reply.calls.append(piece)
             parts.append(Part(index, call=piece, logprobs=logprobs))
         elif piece.thinking:
@@ -296,19 +312,20 @@ class Desk:
 
     Attributes:
         models: that the server has.
+        kept: responses that later ones may go on from.
         active: answers under way.
         is_stopping: nothing new is taken.
     """
 
-    def __init__(self, models: Models) -> None:
-        self.models = models
+    def __init__(self, models: Models, kept: Store) -> None:
+        self.models, self.kept = models, kept
         self.active: dict[int, Answer] = {}
         self.is_stopping = False
         # Tokenizing a long prompt, and running a template, must not hold up the event loop.
         self._threads = ThreadPoolExecutor(4, "localllm-prompt")
 
-    async def begin(self, ask: Ask, client: str) -> Answer:
-        """Submits a request.
+    async def begin(self, ask: Ask, request: Request) -> Answer:
+        """Submits what a request asks for; its headers may say how urgent it is, if its fields do not.
 
         Raises:
             HTTPError: the server stops, or the request asks for what is not there.
@@ -316,6 +333,11 @@ class Desk:
             UsageError, TemplateError, TokenizerError, ContextLengthError, QueueFullError: as `LLM.chat`.
         """
         self._check(ask)
+        client: str = request.state.client
+        if "x-priority" in request.headers:
+            ask.options.setdefault("priority", request.headers["x-priority"])
+        if "x-timeout" in request.headers:
+            ask.options.setdefault("timeout", _seconds(request.headers["x-timeout"]))
         began = time.perf_counter()
         for attempt in range(3):
             served, llm = await self.models.acquire(ask.model)
@@ -372,10 +394,15 @@ def _submit(ask: Ask, llm: LLM, client: str, loop: asyncio.AbstractEventLoop) ->
     else:
         if ask.tools and not llm.chat_template.reads("tools"):
             raise HTTPError(400, "this model's chat template knows no tools: leave them out, or choose another model")
+        template = llm.chat_template.source
+        is_strict = any(tool["function"].get("strict") for tool in ask.tools)
+        calls_in_json = "<tool_call>" in template and "<function=" not in template
+        if is_strict and calls_in_json and not {"json_schema", "regex", "grammar"} & ask.options.keys():
+            ask.options["grammar"] = _calls_grammar(ask.tools)
         begin = partial(
             llm.astream_chat,
             ask.messages,
-            tools=ask.tools or None,
+            tools=[_without_strict(tool) for tool in ask.tools] or None,
             template_variables=ask.variables,
             reply_prefix=ask.reply_prefix,
         )
@@ -392,6 +419,11 @@ def _submit(ask: Ask, llm: LLM, client: str, loop: asyncio.AbstractEventLoop) ->
     return streams
 
 
+def _without_strict(tool: dict[str, Any]) -> dict[str, Any]:
+    """As the model is told of it."""
+    return {**tool, "function": {name: value for name, value in tool["function"].items() if name != "strict"}}
+
+
 def check_tools(tools: list[dict[str, Any]]) -> None:
     """Raises:
     HTTPError: one of them is not a function with a name.
@@ -402,21 +434,8 @@ def check_tools(tools: list[dict[str, Any]]) -> None:
             raise HTTPError(400, f"tool {number} is not a function with a name: only such tools are called")
 
 
-def check_grammars() -> None:
-    """Raises:
-    HTTPError: this version has no grammars.
-    """
-    if "json_schema" not in Options.__annotations__:
-        raise not_available("a reply that must follow a schema or a grammar, or call a certain tool,")
-
-
 def constrain(options: dict[str, Any], schema: Mapping[str, Any] | None) -> None:
-    """Makes a reply follow a JSON schema; None is any JSON object.
-
-    Raises:
-        HTTPError: this version has no grammars.
-    """
-    check_grammars()
+    """Makes a reply follow a JSON schema; None is any JSON object."""
     options["json_schema"] = {"type": "object"} if schema is None else dict(schema)
 
 
@@ -424,22 +443,58 @@ def force_call(options: dict[str, Any], tools: list[dict[str, Any]], name: str |
     """Makes a reply call one of the tools, or the one of that name; `ReplyParser` knows such a reply as a call.
 
     Raises:
-        HTTPError: there is no such tool, or this version has no grammars.
+        HTTPError: there is no such tool.
     """
     check_tools(tools)
-    functions = [tool["function"] for tool in tools if name in (None, tool["function"]["name"])]
-    if not functions:
+    named = [tool for tool in tools if name in (None, tool["function"]["name"])]
+    if not named:
         raise HTTPError(400, f"tool_choice names {name!r:.80}, which is none of the tools")
-    calls = [
-        {
-            "type": "object",
-            "properties": {
-                "name": {"const": function["name"]},
-                "arguments": function.get("parameters") or {"type": "object"},
-            },
-            "required": ["name", "arguments"],
-            "additionalProperties": False,
-        }
-        for function in functions
-    ]
-    constrain(options, {"anyOf": calls})
+    constrain(options, _call_schema(named))
+
+
+def _call_schema(tools: list[dict[str, Any]], *, only_strict: bool = False) -> dict[str, Any]:
+    """Of the JSON of a call; with ``only_strict`` tools that are not strict take any arguments."""
+    calls = []
+    for tool in tools:
+        function = tool["function"]
+        parameters = function.get("parameters") if not only_strict or function.get("strict") else None
+        properties = {"name": {"const": function["name"]}, "arguments": parameters or {"type": "object"}}
+        fixed = {"required": ["name", "arguments"], "additionalProperties": False}
+        calls.append({"type": "object", "properties": properties, **fixed})
+    return {"anyOf": calls}
+
+
+def _calls_grammar(tools: list[dict[str, Any]]) -> str:
+    """In Lark's notation: any text, in which what stands between the tags of calls is a call."""
+    white_space = {"whitespace_pattern": r"[ ]?|\n[ \t]{0,20}"}  # without a bound a model may never end it
+    schema = json.dumps({"x-guidance": white_space, **_call_schema(tools, only_strict=True)})
+    return (
+        "start: call* TEXT\n"
+        'call: before "\\n"? json "\\n"? "</tool_call>"\n'
+        'before[lazy]: TEXT "<tool_call>"\n'
+        f"json: %json {schema}\n"
+        "TEXT: /(.|\\n)*/\n"
+    )
+
+
+def fill_in(llm: LLM, before: str, after: str, begun: str = "") -> list[int]:
+    """The tokens of a prompt for what stands between two texts, and begins with ``begun``.
+
+    Raises:
+        HTTPError: the model has no tokens for that.
+    """
+    tokenizer = llm.tokenizer
+    for names in _FILL_IN:
+        ids = [tokenizer.encode(name, add_special=False, parse_special=True) for name in names]
+        if all(len(each) == 1 and tokenizer.is_special(each[0]) for each in ids):
+            prefix, suffix, middle = (tokenizer.encode(text, add_special=False) for text in (before, after, begun))
+            bos = [tokenizer.bos_id] if tokenizer.add_bos and tokenizer.bos_id is not None else []
+            return [*bos, *ids[0], *prefix, *ids[1], *suffix, *ids[2], *middle]
+    raise HTTPError(400, "this model does not fill in: its vocabulary has no tokens for that, leave the suffix out")
+
+
+def _seconds(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise HTTPError(400, f"X-Timeout is {text!r:.40}, but must be a number of seconds") from None

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from localllm.engine.request import Usage
-from localllm.server.answers import Answer, Ask, Desk, Generation, Part, Reply, check_tools
+from localllm.server.answers import Answer, Ask, Desk, Generation, Part, Reply, check_tools, constrain
 from localllm.server.http import EventStream, HTTPError, decode, event, json_response, unless_gone
 from localllm.server.openai import chosen_tools, new_id, template_message
 
@@ -22,11 +22,22 @@ class Tool(msgspec.Struct):
     name: str
     description: str | None = None
     input_schema: dict[str, Any] | None = None
+    strict: bool = False
     type: str | None = None
 
 
 class Thinking(msgspec.Struct):
     type: str = "disabled"
+
+
+class OutputFormat(msgspec.Struct):
+    type: str = "json_schema"
+    schema: dict[str, Any] | None = None
+
+
+class OutputConfig(msgspec.Struct):
+    format: OutputFormat | None = None
+    effort: str | None = None
 
 
 class MessagesRequest(Generation):
@@ -37,11 +48,16 @@ class MessagesRequest(Generation):
     tools: list[Tool] | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
 
 
 def _ask(body: MessagesRequest) -> Ask:
     body.stop = body.stop_sequences
     options = body.options(max_tokens=body.max_tokens)
+    form = body.output_format or (body.output_config and body.output_config.format)
+    if form:
+        constrain(options, form.schema)
     choice: Any = (body.tool_choice or {}).get("type", "auto")
     if choice == "tool":
         choice = body.tool_choice
@@ -52,6 +68,7 @@ def _ask(body: MessagesRequest) -> Ask:
                 "name": tool.name,
                 "description": tool.description or "",
                 "parameters": tool.input_schema or {"type": "object", "properties": {}},
+                "strict": tool.strict,
             },
         }
         for tool in body.tools or []
@@ -70,6 +87,7 @@ def _ask(body: MessagesRequest) -> Ask:
         tools=chosen_tools(tools, choice, options),
         variables=variables,
         reply_prefix=prefix,
+        one_call=bool((body.tool_choice or {}).get("disable_parallel_tool_use")),
     )
 
 
@@ -144,7 +162,7 @@ async def messages(request: Request, desk: Desk) -> Response:
     body = await decode(request, MessagesRequest)
     if body.max_tokens is None:
         raise HTTPError(400, "max_tokens is missing: say how many tokens the reply may have")
-    answer = await desk.begin(_ask(body), request.state.client)
+    answer = await desk.begin(_ask(body), request)
     if body.stream:
         return EventStream(
             _events(answer),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,55 +12,127 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, Response
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from localllm.server import anthropic, llamacpp, ollama, openai
+from localllm import __version__
+from localllm.errors import LocalLLMError
+from localllm.server import anthropic, llamacpp, ollama, openai, responses
 from localllm.server.answers import Desk
-from localllm.server.http import Guard, HTTPError, Limits, not_available
+from localllm.server.http import Guard, HTTPError, Limits, json_response
 from localllm.server.models import Models
-from localllm.server.responses import Store, delete_response, get_response, responses
 
 #: Seconds between two looks for models that nobody has used for long.
 _LOOK_S = 1.0
 
 _Endpoint = Callable[[Request, Desk], Awaitable[Response]]
 
-#: Method, paths and what answers.
-_ENDPOINTS: tuple[tuple[str, tuple[str, ...], _Endpoint], ...] = (
-    ("GET", ("/v1/models", "/models"), openai.models),
-    ("GET", ("/v1/models/{name:path}",), openai.model),
-    ("POST", ("/v1/chat/completions", "/chat/completions"), openai.chat_completions),
-    ("POST", ("/v1/completions",), openai.completions),
-    ("POST", ("/v1/messages",), anthropic.messages),
-    ("POST", ("/v1/messages/count_tokens",), anthropic.count_tokens),
-    ("POST", ("/api/chat",), ollama.chat),
-    ("POST", ("/api/generate",), ollama.generate),
-    ("GET", ("/api/tags",), ollama.tags),
-    ("GET", ("/api/ps",), ollama.running),
-    ("GET", ("/api/version",), ollama.version),
-    ("POST", ("/api/show",), ollama.show),
-    ("POST", ("/api/pull",), ollama.pull),
-    ("GET", ("/health", "/v1/health"), llamacpp.health),
-    ("GET", ("/props",), llamacpp.props),
-    ("GET", ("/slots",), llamacpp.slots),
-    ("GET", ("/metrics",), llamacpp.metrics),
-    ("GET", ("/lora-adapters",), llamacpp.lora_adapters),
-    ("POST", ("/tokenize",), llamacpp.tokenize),
-    ("POST", ("/detokenize",), llamacpp.detokenize),
-    ("POST", ("/apply-template",), llamacpp.apply_template),
-    ("POST", ("/completion", "/completions"), llamacpp.completion),
-    ("POST", ("/infill",), llamacpp.infill),
+_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
+
+
+async def _root(request: Request, desk: Desk) -> Response:
+    """The page for browsers, and for programs the words by which they know Ollama."""
+    if "text/html" not in request.headers.get("accept", ""):
+        return PlainTextResponse(f"Ollama is running: localllm {__version__} has its API, too\n")
+    text = (resources.files("localllm.server") / "page.html").read_text("utf-8")
+    return HTMLResponse(text, headers={"Content-Security-Policy": _POLICY, "X-Frame-Options": "DENY"})
+
+
+async def _openapi(request: Request, desk: Desk) -> Response:
+    return json_response(description())
+
+
+async def _refuse(status: int, message: str, request: Request, desk: Desk) -> Response:
+    raise HTTPError(status, message, "not_available" if status == 501 else None)
+
+
+_embeddings = partial(_refuse, 501, "this version of localllm makes no embeddings")
+_reranking = partial(_refuse, 501, "this version of localllm does not rerank")
+_slot = partial(_refuse, 501, "this version of localllm saves no slots: what prompts have in common is found without")
+_files = partial(
+    _refuse, 403, "requests change no models: they are plain files, which localllm models lists where the server runs"
 )
 
-#: What a later version will have, and its paths.
-_NOT_YET = (
-    ("embeddings", ("/v1/embeddings", "/embedding", "/embeddings", "/api/embed", "/api/embeddings")),
-    ("reranking", ("/v1/rerank", "/rerank", "/reranking")),
-    ("saving and restoring a slot", ("/slots/{id}",)),
+#: Method, paths, what answers, and what it takes.
+_ENDPOINTS: tuple[tuple[str, tuple[str, ...], _Endpoint, type[msgspec.Struct] | None], ...] = (
+    ("GET", ("/",), _root, None),
+    ("GET", ("/openapi.json",), _openapi, None),
+    ("GET", ("/v1/models", "/models"), openai.models, None),
+    ("GET", ("/v1/models/{name:path}",), openai.model, None),
+    ("POST", ("/v1/chat/completions", "/chat/completions"), openai.chat_completions, openai.ChatRequest),
+    ("POST", ("/v1/completions",), openai.completions, openai.CompletionRequest),
+    ("POST", ("/v1/responses",), responses.responses, responses.ResponsesRequest),
+    ("GET", ("/v1/responses/{id}",), responses.get_response, None),
+    ("DELETE", ("/v1/responses/{id}",), responses.delete_response, None),
+    ("POST", ("/v1/embeddings", "/embedding", "/embeddings", "/api/embed", "/api/embeddings"), _embeddings, None),
+    ("POST", ("/v1/rerank", "/rerank", "/reranking"), _reranking, None),
+    ("POST", ("/v1/messages",), anthropic.messages, anthropic.MessagesRequest),
+    ("POST", ("/v1/messages/count_tokens",), anthropic.count_tokens, anthropic.MessagesRequest),
+    ("POST", ("/api/chat",), ollama.chat, ollama.OllamaRequest),
+    ("POST", ("/api/generate",), ollama.generate, ollama.OllamaRequest),
+    ("GET", ("/api/tags",), ollama.tags, None),
+    ("GET", ("/api/ps",), ollama.running, None),
+    ("GET", ("/api/version",), ollama.version, None),
+    ("POST", ("/api/show",), ollama.show, ollama.OllamaRequest),
+    ("POST", ("/api/pull",), ollama.pull, ollama.OllamaRequest),
+    ("DELETE", ("/api/delete",), _files, None),
+    ("POST", ("/api/copy", "/api/create", "/api/push", "/api/blobs/{digest}"), _files, None),
+    ("GET", ("/api/v0/models",), openai.lm_studio_models, None),
+    ("GET", ("/health", "/v1/health"), llamacpp.health, None),
+    ("GET", ("/props",), llamacpp.props, None),
+    ("GET", ("/slots",), llamacpp.slots, None),
+    ("POST", ("/slots/{id}",), _slot, None),
+    ("GET", ("/metrics",), llamacpp.metrics, None),
+    ("GET", ("/lora-adapters",), llamacpp.lora_adapters, None),
+    ("POST", ("/tokenize",), llamacpp.tokenize, llamacpp.TokenizeRequest),
+    ("POST", ("/detokenize",), llamacpp.detokenize, llamacpp.DetokenizeRequest),
+    ("POST", ("/apply-template",), llamacpp.apply_template, llamacpp.TemplateRequest),
+    ("POST", ("/completion", "/completions"), llamacpp.completion, llamacpp.CompletionRequest),
+    ("POST", ("/infill",), llamacpp.infill, llamacpp.CompletionRequest),
 )
+
+
+def description() -> dict[str, Any]:
+    """What the server answers, as OpenAPI 3.1 describes it."""
+    taken = dict.fromkeys(body for *_, body in _ENDPOINTS if body is not None)
+    schemas, components = msgspec.json.schema_components(taken, ref_template="#/components/schemas/{name}")
+    schema_of = dict(zip(taken, schemas, strict=True))
+    paths: dict[str, dict[str, Any]] = {}
+    for method, names, endpoint, body in _ENDPOINTS:
+        for name in () if isinstance(endpoint, partial) else names:  # which refuses
+            path = name.replace(":path", "")
+            operation: dict[str, Any] = {
+                "responses": {"200": {"description": "done"}, "default": {"description": "an error, and why"}}
+            }
+            if body is not None:
+                operation["requestBody"] = {"content": {"application/json": {"schema": schema_of[body]}}}
+            if parameters := re.findall(r"{(\w+)}", path):
+                text = {"type": "string"}
+                operation["parameters"] = [
+                    {"name": each, "in": "path", "required": True, "schema": text} for each in parameters
+                ]
+            paths.setdefault(path, {})[method.lower()] = operation
+    info = {"title": "localllm serve", "version": __version__}
+    return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": components}}
+
+
+@dataclass
+class _Path:
+    """What answers at one path, by method."""
+
+    desk: Desk
+    endpoints: dict[str, _Endpoint] = field(default_factory=dict)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        endpoint = self.endpoints.get("GET" if scope["method"] == "HEAD" else scope["method"])
+        if endpoint is None:
+            allow = ", ".join(self.endpoints)
+            raise HTTPError(405, f"{scope['path']:.80} takes {allow}, not {scope['method']:.20}", allow=allow)
+        response = await endpoint(Request(scope, receive, send), self.desk)
+        await response(scope, receive, send)
 
 
 @dataclass
@@ -67,6 +140,10 @@ class App:
     """The application.
 
     Attributes:
+        models: that it serves.
+        limits: who may ask.
+        responses_folder: keeps responses; None keeps them in memory alone.
+        loads_first: whether the first model is loaded before anybody asks for it.
         desk: takes requests to the models.
         asgi: what a server such as uvicorn runs.
     """
@@ -74,45 +151,39 @@ class App:
     models: Models
     limits: Limits = field(default_factory=Limits)
     responses_folder: Path | None = None
+    loads_first: bool = False
     desk: Desk = field(init=False)
     asgi: ASGIApp = field(init=False)
 
     def __post_init__(self) -> None:
-        self.desk, store = Desk(self.models), Store(self.responses_folder)
-
-        def bound(endpoint: Callable[..., Awaitable[Response]], *more: Any) -> Callable[..., Any]:
-            async def answer(request: Request) -> Response:
-                return await endpoint(request, self.desk, *more)
-
-            return answer
-
-        routes = [
-            Route(path, bound(endpoint), methods=[method]) for method, paths, endpoint in _ENDPOINTS for path in paths
-        ]
-        for method, path, keeper in (
-            ("POST", "/v1/responses", responses),
-            ("GET", "/v1/responses/{id}", get_response),
-            ("DELETE", "/v1/responses/{id}", delete_response),
-        ):
-            routes.append(Route(path, bound(keeper, store), methods=[method]))
-        for what, paths in _NOT_YET:
-            routes += [Route(path, partial(_refuse, what), methods=["POST"]) for path in paths]
-        routes.append(Route("/", _page, methods=["GET"]))
-        self.asgi = Guard(
-            Router(routes, redirect_slashes=False, default=_not_found, lifespan=self._lifespan), self.limits
-        )
+        self.desk = Desk(self.models, responses.Store(self.responses_folder))
+        paths: dict[str, _Path] = {}
+        for method, names, endpoint, _ in _ENDPOINTS:
+            for name in names:
+                paths.setdefault(name, _Path(self.desk)).endpoints[method] = endpoint
+        routes = [Route(name, path) for name, path in paths.items()]
+        router = Router(routes, redirect_slashes=False, default=_not_found, lifespan=self._lifespan)
+        self.asgi = Guard(router, self.limits, self.models.log)
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, app: ASGIApp) -> AsyncIterator[None]:
-        looking = asyncio.create_task(self._unload_expired())
+        tasks = [asyncio.create_task(self._unload_expired())]
+        if self.loads_first:
+            tasks.append(asyncio.create_task(self._load_first()))
         try:
             yield
         finally:
-            looking.cancel()
-            await asyncio.gather(looking, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             self.desk.stop(at_once=True)
             await self.models.close()
             self.desk.close()
+
+    async def _load_first(self) -> None:
+        with contextlib.suppress(LocalLLMError):  # the log has it, and whoever asks is told
+            served, _ = await self.models.acquire(None)
+            self.models.release(served)
 
     async def _unload_expired(self) -> None:
         while True:
@@ -120,16 +191,6 @@ class App:
             await self.models.unload_expired()
 
 
-async def _refuse(what: str, request: Request) -> Response:
-    raise not_available(what)
-
-
 async def _not_found(scope: Scope, receive: Receive, send: Send) -> None:
     if scope["type"] == "http":
-        raise HTTPError(404, f"there is nothing at {scope['path']!r:.80}")
-
-
-async def _page(request: Request) -> Response:
-    text = (resources.files("localllm.server") / "page.html").read_text("utf-8")
-    policy = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
-    return HTMLResponse(text, headers={"Content-Security-Policy": policy, "X-Frame-Options": "DENY"})
+        raise HTTPError(404, f"there is nothing at {scope['path']!r:.80}: /openapi.json lists what there is")

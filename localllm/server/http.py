@@ -10,9 +10,9 @@ import re
 import socket
 import sys
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 from urllib.parse import urlsplit
 
 import msgspec
@@ -39,16 +39,11 @@ PING_S = 10.0
 
 
 class HTTPError(LocalLLMError):
-    """A refusal with its status; ``code`` is a word for programs."""
+    """A refusal with its status; ``code`` is a word for programs, ``allow`` the methods that a path takes."""
 
-    def __init__(self, status: int, message: str, code: str | None = None) -> None:
+    def __init__(self, status: int, message: str, code: str | None = None, allow: str = "") -> None:
         super().__init__(message)
-        self.status, self.code = status, code
-
-
-def not_available(what: str) -> HTTPError:
-    """The one answer to what a later version will have."""
-    return HTTPError(501, f"{what} is not available in this version of localllm: leave it out", "not_available")
+        self.status, self.code, self.allow = status, code, allow
 
 
 # -- Errors --------------------------------------------------------------------------------------------------------
@@ -71,12 +66,13 @@ class Problem:
     status: int
     message: str
     code: str | None = None
+    allow: str = ""
 
     @classmethod
     def of(cls, error: BaseException) -> Problem:
         """What an error comes to.  One of ours is told in its own words, without paths of this machine."""
         if isinstance(error, HTTPError):
-            return cls(error.status, str(error), error.code)
+            return cls(error.status, str(error), error.code, error.allow)
         if isinstance(error, ContextLengthError):
             message = f"the prompt has {error.n_tokens:,} tokens but the context holds {error.context:,}: shorten it"
             return cls(400, message, "context_length_exceeded")
@@ -110,6 +106,8 @@ class Problem:
 
     def response(self, path: str) -> Response:
         headers = {"Retry-After": "2"} if self.status in (429, 503) else {}
+        if self.allow:
+            headers["Allow"] = self.allow
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
         return json_response(self.body(path), self.status, headers)
@@ -138,11 +136,36 @@ async def decode(request: Request, kind: type[_T]) -> _T:
     """
     body = await request.body() or b"{}"
     try:
-        return msgspec.json.decode(body, type=kind)
+        value = msgspec.json.decode(body, type=kind)
+        request.state.ignored = list(_ignored(body, kind))
+        return value
     except RecursionError:
         raise msgspec.DecodeError("it is nested too deeply") from None
     except UnicodeDecodeError:
         raise msgspec.DecodeError("it is not UTF-8") from None
+
+
+#: Fields that ask for nothing which could be missed here.
+_HARMLESS = """
+    user store metadata service_tier safety_identifier prompt_cache_key cache_control context_management include betas
+    cache_prompt id_slot n_keep num_keep truncate truncation include_obfuscation
+"""
+
+#: How to get what some fields of Ollama's ask for.
+_ADVICE = {"num_ctx": "-c", "num_thread": "-t", "num_gpu": "-ngl"}
+
+
+def _ignored(body: bytes, kind: type[Any]) -> Iterator[str]:
+    """Names of fields that a body has and ``kind`` does not."""
+    if not issubclass(kind, msgspec.Struct):
+        return
+    known = {each.name: each.type for each in msgspec.structs.fields(kind)}
+    for name, value in msgspec.json.decode(body, type=dict[str, msgspec.Raw]).items():
+        if name not in known and name not in _HARMLESS.split():
+            yield name
+        for inner in get_args(known.get(name)):
+            if isinstance(inner, type) and issubclass(inner, msgspec.Struct) and bytes(value)[:1] == b"{":
+                yield from _ignored(bytes(value), inner)
 
 
 async def unless_gone(request: Request, work: Awaitable[_T]) -> _T | None:
@@ -275,8 +298,9 @@ class Guard:
     of ``Host`` and ``Origin``.
     """
 
-    def __init__(self, app: ASGIApp, limits: Limits) -> None:
-        self._app, self._limits = app, limits
+    def __init__(self, app: ASGIApp, limits: Limits, log: Callable[[str], object]) -> None:
+        self._app, self._limits, self._log = app, limits, log
+        self._ignored: set[str] = set()
         self._keys = [hashlib.sha256(key.encode()).digest() for key in limits.api_keys]
         name = socket.gethostname().lower()
         self._hosts = {"localhost", name, f"{name}.local", *(host.lower() for host in limits.hosts)}
@@ -292,20 +316,31 @@ class Guard:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                message = {**message, "headers": [*message["headers"], *cors]}
+                message = {**message, "headers": [*message["headers"], *cors, *self._told(scope["state"])]}
             await send(message)
 
+        scope.setdefault("state", {})
         try:
             self._check_place(headers)
             if scope["method"] == "OPTIONS" and cors:
                 return await Response(status_code=204)(scope, receive, sending)
-            scope["state"] = {**scope.get("state", {}), "client": self._client(scope, headers)}
+            scope["state"] = {**scope["state"], "client": self._client(scope, headers)}
             await self._app(scope, self._bounded(headers, receive), sending)
         except Exception as error:
             if started:
                 raise
             await Problem.of(error).response(scope["path"])(scope, receive, sending)
         return None
+
+    def _told(self, state: dict[str, Any]) -> list[tuple[bytes, bytes]]:
+        """A header with the fields of a request that nothing here reads; the log has each once."""
+        names = [name for name in state.get("ignored", ()) if name.isidentifier() and name.isascii()][:20]
+        for name in names:
+            if name not in self._ignored and len(self._ignored) < 100:
+                self._ignored.add(name)
+                advice = f": give {_ADVICE[name]} to localllm serve" if name in _ADVICE else ""
+                self._log(f"a request has {name:.40}, which is ignored{advice}")
+        return [(b"x-ignored-fields", ", ".join(names).encode())] if names else []
 
     def _check_place(self, headers: dict[str, str]) -> None:
         host = headers.get("host", "")

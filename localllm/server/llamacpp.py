@@ -5,7 +5,8 @@ Source: https://github.com/ggml-org/llama.cpp/blob/master/tools/server/README.md
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -14,9 +15,10 @@ from starlette.responses import PlainTextResponse, Response
 
 from localllm import __version__
 from localllm.llm import LLM
-from localllm.server.answers import Answer, Ask, Desk, Generation, Reply, check_tools
-from localllm.server.http import EventStream, HTTPError, decode, event, json_response, unless_gone
-from localllm.server.openai import at_most, limit, template_message, thinking_variables, timings_json
+from localllm.sampling import Choice, Sampling
+from localllm.server.answers import Answer, Ask, Desk, Generation, Reply, check_tools, fill_in
+from localllm.server.http import EventStream, decode, event, json_response, unless_gone
+from localllm.server.openai import at_most, limit, template_message, thinking_variables, timings_json, token_json
 from localllm.tokenizer import Tokenizer
 
 
@@ -35,7 +37,7 @@ async def props(request: Request, desk: Desk) -> Response:
     def work(llm: LLM) -> dict[str, Any]:
         tokenizer = llm.tokenizer
         return {
-            "default_generation_settings": {"n_ctx": llm.info.context},
+            "default_generation_settings": {"n_ctx": llm.info.context, "params": _defaults()},
             "chat_template": llm.chat_template.source,
             "bos_token": _token_text(tokenizer, tokenizer.bos_id),
             "eos_token": _token_text(tokenizer, tokenizer.eos_id),
@@ -48,11 +50,19 @@ async def props(request: Request, desk: Desk) -> Response:
             **found,
             "model_alias": served.name,
             "model_path": served.name,
-            "total_slots": 1,
+            "total_slots": desk.models.n_slots,
             "modalities": {"vision": False, "audio": False},
             "build_info": f"localllm {__version__}",
         }
     )
+
+
+def _defaults() -> dict[str, Any]:
+    """What holds where a request says nothing."""
+    sampling = Sampling()
+    values = {each.name: getattr(sampling, each.name, None) for each in msgspec.structs.fields(Generation)}
+    fixed = {"seed": -1, "n_predict": -1, "stop": [], "stream": False}
+    return {name: value for name, value in values.items() if value is not None} | fixed
 
 
 def _token_text(tokenizer: Tokenizer, id_: int | None) -> str:
@@ -60,25 +70,26 @@ def _token_text(tokenizer: Tokenizer, id_: int | None) -> str:
 
 
 async def slots(request: Request, desk: Desk) -> Response:
-    """The replies under way."""
+    """The replies under way, and idle slots for what else the caches have room for; more may run than that."""
     rows: list[dict[str, Any]] = []
-    for answer in desk.active.values():
-        for index, stream in enumerate(answer.streams):
-            usage = stream.usage
-            rows.append(
-                {
-                    "id": len(rows),
-                    "id_task": answer.number,
-                    "index": index,
-                    "model": answer.served.name,
-                    "is_processing": True,
-                    "n_ctx": answer.llm.info.context,
-                    "n_prompt_tokens": usage.prompt_tokens,
-                    "n_cached_tokens": usage.cached_tokens,
-                    "n_decoded": usage.completion_tokens,
-                }
-            )
-    return json_response(rows)
+    for served in desk.models.served.values():
+        if served.llm is None:
+            continue
+        slot = {"model": served.name, "n_ctx": served.llm.info.context}
+        streams = [(a.number, each) for a in desk.active.values() if a.served is served for each in a.streams]
+        rows += [
+            {
+                **slot,
+                "id_task": number,
+                "is_processing": True,
+                "n_prompt_tokens": stream.usage.prompt_tokens,
+                "n_cached_tokens": stream.usage.cached_tokens,
+                "n_decoded": stream.usage.completion_tokens,
+            }
+            for number, stream in streams
+        ]
+        rows += [{**slot, "id_task": -1, "is_processing": False}] * (desk.models.n_slots - len(streams))
+    return json_response([{"id": number, **row} for number, row in enumerate(rows)])
 
 
 async def metrics(request: Request, desk: Desk) -> Response:
@@ -202,16 +213,6 @@ class CompletionRequest(Generation):
     input_extra: list[dict[str, str]] | None = None
 
 
-#: What stands before what precedes a gap, before what follows it, and where it is filled in.
-_FILL_IN = (
-    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
-    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
-    ("<|prefix|>", "<|suffix|>", "<|middle|>"),
-    ("<PRE>", "<SUF>", "<MID>"),
-    ("[PREFIX]", "[SUFFIX]", "[MIDDLE]"),
-)
-
-
 async def completion(request: Request, desk: Desk) -> Response:
     body = await decode(request, CompletionRequest)
     return await _complete(request, desk, body, body.prompt)
@@ -221,26 +222,14 @@ async def infill(request: Request, desk: Desk) -> Response:
     body = await decode(request, CompletionRequest)
     prompt = body.prompt if isinstance(body.prompt, str) else ""
     extra = "".join(each.get("text", "") + "\n" for each in body.input_extra or [])
-
-    def work(llm: LLM) -> list[int]:
-        tokenizer = llm.tokenizer
-        for names in _FILL_IN:
-            ids = [tokenizer.encode(name, add_special=False, parse_special=True) for name in names]
-            if all(len(each) == 1 and tokenizer.is_special(each[0]) for each in ids):
-                prefix = tokenizer.encode(extra + body.input_prefix, add_special=False)
-                suffix = tokenizer.encode(body.input_suffix, add_special=False)
-                middle = tokenizer.encode(prompt, add_special=False)
-                bos = [tokenizer.bos_id] if tokenizer.add_bos and tokenizer.bos_id is not None else []
-                return [*bos, *ids[0], *prefix, *ids[1], *suffix, *ids[2], *middle]
-        raise HTTPError(400, "this model does not fill in: its vocabulary has no tokens for that")
-
+    work = partial(fill_in, before=extra + body.input_prefix, after=body.input_suffix, begun=prompt)
     return await _complete(request, desk, body, await desk.with_model(body.model, work))
 
 
 async def _complete(request: Request, desk: Desk, body: CompletionRequest, prompt: str | list[int]) -> Response:
     logprobs = at_most(body.n_probs) or None
     options = body.options(max_tokens=limit(body.n_predict), logprobs=logprobs)
-    answer = await desk.begin(Ask(body.model, options, prompt=prompt, special=True), request.state.client)
+    answer = await desk.begin(Ask(body.model, options, prompt=prompt, special=True), request)
     if body.stream:
         return EventStream(_events(answer), answer.close, path=request.url.path)
     try:
@@ -257,15 +246,26 @@ async def _events(answer: Answer) -> AsyncIterator[bytes]:
         if part.end is not None:
             yield event(_end(answer, part.end))
         else:
-            yield event({"index": 0, "content": part.text, "stop": False})
+            head = {"index": 0, "content": part.text, "stop": False}
+            yield event({**head, **_probabilities(answer.llm, part.logprobs)})
+
+
+def _probabilities(llm: LLM, choices: Sequence[Choice]) -> dict[str, Any]:
+    if not choices:
+        return {}
+    rows = [
+        {
+            "id": choice.id,
+            **token_json(llm, choice.id, choice.logprob),
+            "top_logprobs": [{"id": id_, **token_json(llm, id_, logprob)} for id_, logprob in choice.top],
+        }
+        for choice in choices
+    ]
+    return {"completion_probabilities": rows}
 
 
 def _end(answer: Answer, reply: Reply) -> dict[str, Any]:
     stop = "word" if reply.stop_text is not None else "eos" if reply.finish_reason == "stop" else "limit"
-    probabilities = [
-        {"id": choice.id, "logprob": choice.logprob, "top_logprobs": [{"id": i, "logprob": p} for i, p in choice.top]}
-        for choice in reply.logprobs
-    ]
     return {
         "index": 0,
         "content": "",
@@ -278,5 +278,5 @@ def _end(answer: Answer, reply: Reply) -> dict[str, Any]:
         "tokens_cached": reply.usage.cached_tokens,
         "truncated": False,
         "timings": timings_json(reply.usage, reply.timings),
-        **({"completion_probabilities": probabilities} if probabilities else {}),
+        **_probabilities(answer.llm, reply.logprobs),
     }

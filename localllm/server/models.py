@@ -6,8 +6,11 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from localllm.errors import LocalLLMError, NotEnoughMemoryError
+from localllm.library.details import Details, DetailsReader
+from localllm.library.find import demo_path
 from localllm.llm import LLM
 from localllm.progress import LoadProgress
 
@@ -36,6 +39,7 @@ class ServedModel:
         used_at: when the last of them ended, in the time of `time.monotonic`.
         ttl_s: seconds after which it is unloaded if nobody uses it; None is never.
         load_progress: from 0 to 1 while it is loaded.
+        details: what its file's header tells, once `Models.listed` has read it.
     """
 
     name: str
@@ -46,6 +50,18 @@ class ServedModel:
     n_users: int = 0
     used_at: float = 0.0
     load_progress: float | None = None
+    details: Details = field(default_factory=Details)
+
+    @property
+    def path(self) -> Path:
+        return demo_path() if self.source is None else Path(self.source)
+
+    @property
+    def n_bytes(self) -> int:
+        """Of its tensors, or while it is not loaded of its file."""
+        if self.llm is not None:
+            return self.llm.info.n_bytes
+        return self.path.stat().st_size if self.path.is_file() else 0
 
     @property
     def state(self) -> str:
@@ -69,7 +85,9 @@ class Models:
 
     Attributes:
         served: by name; the first is taken where a request names none.
+        n_slots: requests of full length that the cache of each has room for.
         n_loads: how often a model was loaded.
+        log: told of what is loaded and unloaded.
         is_closed: nothing is loaded any more.
     """
 
@@ -80,6 +98,8 @@ class Models:
         *,
         ttl_s: float | None = None,
         aliases: Iterable[str] = (),
+        takes_any_name: bool = False,
+        n_slots: int = 1,
         log: Callable[[str], object] = lambda line: None,
     ) -> None:
         """Loads nothing yet.
@@ -89,29 +109,52 @@ class Models:
             load: called in another thread, once at a time.
             ttl_s: seconds after which a model that nobody uses is unloaded; None is never.
             aliases: other names of the first one.
-            log: told of what is loaded and unloaded.
+            takes_any_name: whether a name that is not known means the first one.
         """
         self.served = {name: ServedModel(name, source, ttl_s) for name, source in sources.items()}
-        self.n_loads = 0
+        self.n_slots, self.n_loads = n_slots, 0
         self.is_closed = False
+        self.log = log
         self._load = load
         self._ttl_s = ttl_s
-        self._aliases = frozenset(aliases)
-        self._log = log
+        self._aliases = frozenset(map(_key, aliases))
+        self._takes_any_name = takes_any_name
+        self._by_key = {_key(name): model for name, model in self.served.items()}
         self._loading = asyncio.Lock()
 
     def find(self, name: str | None) -> ServedModel:
-        """The model that a request names; Ollama's ":latest" means nothing here.
+        """The model that a request names; case, Ollama's ":latest" and ".gguf" mean nothing here.
 
         Raises:
             UnknownModelError: there is none.
         """
-        if not name or name in self._aliases:
-            return next(iter(self.served.values()))
-        found = self.served.get(name) or self.served.get(name.removesuffix(":latest"))
+        first = next(iter(self.served.values()))
+        if not name or _key(name) in self._aliases:
+            return first
+        found = self._by_key.get(_key(name), first if self._takes_any_name else None)
         if found is None:
-            raise UnknownModelError(f"there is no model {name!r:.80}: /v1/models lists those that this server has")
+            names = ", ".join(list(self.served)[:5]) + (", …" if len(self.served) > 5 else "")
+            raise UnknownModelError(
+                f"there is no model {name!r:.80} here, but {names}: name one of them, or start the server with "
+                "--alias to call the first so"
+            )
         return found
+
+    def has(self, name: str | None) -> bool:
+        """Whether there is a model of just this name."""
+        return _key(name or "") in self._by_key
+
+    async def listed(self) -> list[ServedModel]:
+        """All models, each with what its file's header tells."""
+        await asyncio.to_thread(self._read_details)
+        return list(self.served.values())
+
+    def _read_details(self) -> None:
+        reader = DetailsReader()
+        for model in self.served.values():
+            if model.details == Details():
+                model.details = reader.read(model.path)
+        reader.save()
 
     async def acquire(self, name: str | None) -> tuple[ServedModel, LLM]:
         """A model for one request, which gives it back by `release`; loads it if it is not loaded.
@@ -140,7 +183,7 @@ class Models:
 
     async def _load_model(self, served: ServedModel) -> None:
         served.load_progress = 0.0
-        self._log(f"loading {served.name}")
+        self.log(f"loading {served.name}")
         try:
             while True:
                 try:
@@ -152,14 +195,14 @@ class Models:
                     if not idle:
                         raise
                     await self.unload(min(idle, key=lambda each: each.used_at))
-        except NotEnoughMemoryError:
-            raise
         except Exception as error:
-            self._log(f"{served.name} cannot be loaded: {error}")
+            self.log(f"{served.name} cannot be loaded: {error}")
+            if isinstance(error, NotEnoughMemoryError):
+                raise
             raise LoadError(f"the model {served.name} cannot be loaded: the server's log says why") from error
         finally:
             served.load_progress = None
-        self._log(f"loaded {served.name}")
+        self.log(f"loaded {served.name}")
 
     async def unload(self, served: ServedModel) -> None:
         """Lets a model go; requests that it still has end."""
@@ -167,7 +210,7 @@ class Models:
         if llm is not None:
             await asyncio.to_thread(llm.close)
             served.ttl_s = self._ttl_s
-            self._log(f"unloaded {served.name}")
+            self.log(f"unloaded {served.name}")
 
     async def unload_expired(self) -> None:
         """Lets those go that nobody has used for long enough."""
@@ -180,3 +223,8 @@ class Models:
         self.is_closed = True
         for served in self.served.values():
             await self.unload(served)
+
+
+def _key(name: str) -> str:
+    """What names have in common that mean one model."""
+    return name.casefold().removesuffix(":latest").removesuffix(".gguf")

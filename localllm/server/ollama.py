@@ -5,12 +5,13 @@ Source: https://github.com/ollama/ollama/blob/main/docs/api.md.
 
 from __future__ import annotations
 
+import hashlib
 import math
-import os
 import re
 import time
 from collections.abc import AsyncIterator, Callable
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -19,8 +20,9 @@ from starlette.responses import Response
 
 from localllm import __version__
 from localllm.chat.reply import ToolCall
-from localllm.server.answers import Answer, Ask, Desk, Generation, Part, Reply, constrain
-from localllm.server.http import EventStream, HTTPError, decode, json_response, not_available, unless_gone
+from localllm.llm import LLM
+from localllm.server.answers import Answer, Ask, Desk, Generation, Part, Reply, constrain, fill_in
+from localllm.server.http import EventStream, HTTPError, decode, json_response, unless_gone
 from localllm.server.models import ServedModel
 from localllm.server.openai import limit, template_message
 
@@ -46,6 +48,7 @@ class OllamaRequest(msgspec.Struct):
     stream: bool = True
     think: bool | str | None = None
     keep_alive: str | float | None = None
+    context: list[int] | None = None
 
 
 _Shape = Callable[[Part | None, Reply | None], dict[str, Any]]
@@ -56,8 +59,6 @@ def _ask(body: OllamaRequest, **more: Any) -> Ask:
     options = run.options(max_tokens=limit(run.num_predict))
     if body.images:
         raise HTTPError(400, "there is an image, but this model reads text only")
-    if body.suffix:
-        raise not_available("suffix (/infill has it for models that fill in)")
     if body.format:
         constrain(options, body.format if isinstance(body.format, dict) else None)
     variables = {} if body.think is None else {"enable_thinking": bool(body.think)}
@@ -108,14 +109,25 @@ async def generate(request: Request, desk: Desk) -> Response:
 
     if not body.prompt:
         return await _load_only(body, desk, response)
-    if body.raw:
+    if body.suffix:
+        work = partial(fill_in, before=body.prompt, after=body.suffix)
+        ask = _ask(body, prompt=await desk.with_model(body.model, work))
+    elif body.raw:
         ask = _ask(body, prompt=body.prompt, special=True)
     else:
         messages = [{"role": "user", "content": body.prompt}]
         if body.system:
             messages.insert(0, {"role": "system", "content": body.system})
         ask = _ask(body, messages=messages)
+        if body.context:  # what an earlier reply gave to go on from
+            encode = partial(_after, context=body.context, messages=messages, variables=ask.variables)
+            ask = _ask(body, prompt=await desk.with_model(body.model, encode))
     return await _answer(request, body, desk, ask, response)
+
+
+def _after(llm: LLM, context: list[int], messages: list[dict[str, Any]], variables: dict[str, Any]) -> list[int]:
+    ids = llm.tokenize_chat(messages, template_variables=variables)
+    return context + ids[ids[0] == llm.tokenizer.bos_id :]
 
 
 async def _load_only(body: OllamaRequest, desk: Desk, shape: _Shape) -> Response:
@@ -136,11 +148,11 @@ async def _load_only(body: OllamaRequest, desk: Desk, shape: _Shape) -> Response
 
 async def _answer(request: Request, body: OllamaRequest, desk: Desk, ask: Ask, shape: _Shape) -> Response:
     keep_alive = _seconds(body.keep_alive)
-    answer = await desk.begin(ask, request.state.client)
+    answer = await desk.begin(ask, request)
     _keep(answer.served, keep_alive)
     if body.stream:
         return EventStream(
-            _lines(answer, shape),
+            _lines(answer, shape, bool(body.messages)),
             answer.close,
             path=request.url.path,
             media_type="application/x-ndjson",
@@ -153,13 +165,15 @@ async def _answer(request: Request, body: OllamaRequest, desk: Desk, ask: Ask, s
         answer.close()
     if replies is None:
         return Response(status_code=499)
-    return json_response({**_head(answer), **shape(None, replies[0]), **_end(answer, replies[0])})
+    return json_response(
+        {**_head(answer), **shape(None, replies[0]), **_end(answer, replies[0], bool(body.messages))}
+    )
 
 
-async def _lines(answer: Answer, shape: _Shape) -> AsyncIterator[bytes]:
+async def _lines(answer: Answer, shape: _Shape, is_chat: bool) -> AsyncIterator[bytes]:
     async for part in answer.parts():
         if part.end is not None:
-            yield _line({**_head(answer), **shape(None, None), **_end(answer, part.end)})
+            yield _line({**_head(answer), **shape(None, None), **_end(answer, part.end, is_chat)})
         else:
             yield _line({**_head(answer), **shape(part, None), "done": False})
 
@@ -172,7 +186,7 @@ def _head(answer: Answer) -> dict[str, Any]:
     return {"model": answer.served.name, "created_at": _now()}
 
 
-def _end(answer: Answer, reply: Reply) -> dict[str, Any]:
+def _end(answer: Answer, reply: Reply, is_chat: bool) -> dict[str, Any]:
     usage, timings = reply.usage, reply.timings
     return {
         "done": True,
@@ -183,7 +197,15 @@ def _end(answer: Answer, reply: Reply) -> dict[str, Any]:
         "prompt_eval_duration": _ns(timings.prefill_s),
         "eval_count": usage.completion_tokens,
         "eval_duration": _ns(timings.decode_s),
+        **({} if is_chat else {"context": _context(answer, reply)}),
     }
+
+
+def _context(answer: Answer, reply: Reply) -> list[int]:
+    """The tokens of prompt and reply, which the next request may go on from."""
+    ids, eos = list(answer.streams[0].tokens), answer.llm.tokenizer.eos_id
+    is_whole = reply.finish_reason == "stop" and reply.stop_text is None
+    return [*ids, eos] if is_whole and eos is not None else ids
 
 
 def _ns(seconds: float) -> int:
@@ -193,6 +215,9 @@ def _ns(seconds: float) -> int:
 def _now() -> str:
     return datetime.now(UTC).isoformat().replace("+00:00", "Z")
 
+
+#: Seconds of a hundred years.
+_NEVER_S = 36500.0 * 86400
 
 _UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 
@@ -216,47 +241,42 @@ def _keep(served: ServedModel, keep_alive: float | None) -> None:
 
 
 def _details(served: ServedModel) -> dict[str, Any]:
-    info = None if served.llm is None else served.llm.info
-    family = "" if info is None else info.architecture
+    family, n = served.details.architecture, served.details.n_parameters or 0
     return {
         "parent_model": "",
         "format": "gguf",
-        "family": family,
+        "family": family or "",
         "families": [family] if family else [],
-        "parameter_size": "" if info is None else f"{info.n_parameters / 1e9:.1f}B",
-        "quantization_level": "" if info is None else info.file_type,
+        "parameter_size": f"{n / 1e9:.1f}B" if n >= 1e8 else f"{n / 1e6:.1f}M",
+        "quantization_level": served.details.file_type or "",
     }
 
 
-def _n_bytes(served: ServedModel) -> int:
-    if served.llm is not None:
-        return served.llm.info.n_bytes
-    return os.path.getsize(served.source) if served.source and os.path.isfile(served.source) else 0
-
-
 def _described(served: ServedModel) -> dict[str, Any]:
-    common = {"name": served.name, "model": served.name, "digest": "", "details": _details(served)}
-    return {**common, "size": _n_bytes(served)}
+    # Reading all of a file to name it by its digest would take minutes: this changes when the file does.
+    status = served.path.stat() if served.path.is_file() else None
+    stamp = f"{served.path.name} {status.st_size} {status.st_mtime_ns}" if status else served.name
+    return {
+        "name": served.name,
+        "model": served.name,
+        "modified_at": datetime.fromtimestamp(status.st_mtime if status else served.created, UTC).isoformat(),
+        "size": served.n_bytes,
+        "digest": hashlib.sha256(stamp.encode(errors="replace")).hexdigest(),
+        "details": _details(served),
+    }
 
 
 async def tags(request: Request, desk: Desk) -> Response:
-    return json_response(
-        {
-            "models": [
-                {**_described(each), "modified_at": datetime.fromtimestamp(each.created, UTC).isoformat()}
-                for each in desk.models.served.values()
-            ]
-        }
-    )
+    return json_response({"models": [_described(each) for each in await desk.models.listed()]})
 
 
 async def running(request: Request, desk: Desk) -> Response:
     models = []
-    for each in desk.models.served.values():
+    for each in await desk.models.listed():
         if each.llm is not None or each.load_progress is not None:
             left = each.expires_s
             # Ollama's way to say never.
-            expires = datetime.now(UTC) + (timedelta(days=36500) if left is None else timedelta(seconds=left))
+            expires = datetime.now(UTC) + timedelta(seconds=min(_NEVER_S, _NEVER_S if left is None else left))
             info = None if each.llm is None else each.llm.info
             models.append(
                 {
@@ -290,6 +310,7 @@ async def show(request: Request, desk: Desk) -> Response:
         }
 
     shown = await desk.with_model(name, work)
+    await desk.models.listed()
     served = desk.models.find(name)
     fixed = {"modelfile": "", "parameters": "", "license": ""}
     return json_response({**fixed, **shown, "details": _details(served), "modified_at": _now()})
@@ -298,7 +319,7 @@ async def show(request: Request, desk: Desk) -> Response:
 async def pull(request: Request, desk: Desk) -> Response:
     body = await decode(request, OllamaRequest)
     name = body.model or body.name
-    if name not in desk.models.served and (name or "").removesuffix(":latest") not in desk.models.served:
+    if not desk.models.has(name):
         raise HTTPError(403, "requests download nothing: run localllm pull where the server runs, and start it again")
     done = {"status": "success"}
     return Response(_line(done), media_type="application/x-ndjson") if body.stream else json_response(done)

@@ -11,6 +11,7 @@ import math
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -21,7 +22,18 @@ from localllm.chat.reply import ToolCall
 from localllm.engine.request import Timings, Usage
 from localllm.llm import LLM
 from localllm.sampling import Choice
-from localllm.server.answers import MOST_REPLIES, Answer, Ask, Desk, Generation, Part, Reply, constrain, force_call
+from localllm.server.answers import (
+    MOST_REPLIES,
+    Answer,
+    Ask,
+    Desk,
+    Generation,
+    Part,
+    Reply,
+    constrain,
+    fill_in,
+    force_call,
+)
 from localllm.server.http import (
     DONE,
     EventStream,
@@ -29,7 +41,6 @@ from localllm.server.http import (
     decode,
     event,
     json_response,
-    not_available,
     unless_gone,
 )
 from localllm.server.models import ServedModel
@@ -58,6 +69,7 @@ class ChatRequest(Generation):
     n: int | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -149,6 +161,10 @@ def _ask_of_chat(body: ChatRequest) -> Ask:
     most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     options = body.options(max_tokens=limit(most), logprobs=at_most(logprobs))
     form = body.response_format
+    if form is not None and form.type not in ("text", "json_object", "json_schema"):
+        raise HTTPError(
+            400, f"response_format is of type {form.type!r:.40}, but text, json_object or json_schema are known"
+        )
     if form is not None and form.type != "text":
         schema = form.schema if form.json_schema is None else form.json_schema.get("schema")
         constrain(options, schema)
@@ -159,6 +175,7 @@ def _ask_of_chat(body: ChatRequest) -> Ask:
         tools=chosen_tools(body.tools, body.tool_choice, options),
         variables=thinking_variables(body.reasoning_effort, body.chat_template_kwargs),
         n=1 if body.n is None else body.n,
+        one_call=body.parallel_tool_calls is False,
     )
 
 
@@ -224,14 +241,15 @@ def _finite(logprob: float | None) -> float:
     return -9999.0 if logprob is None or not math.isfinite(logprob) else logprob
 
 
-def _token(llm: LLM, id_: int, logprob: float | None) -> dict[str, Any]:
+def token_json(llm: LLM, id_: int, logprob: float | None) -> dict[str, Any]:
     data = llm.tokenizer.token_bytes(id_, special=True)
     return {"token": data.decode(errors="replace"), "logprob": _finite(logprob), "bytes": list(data)}
 
 
 def _chat_logprobs(llm: LLM, choices: Sequence[Choice]) -> dict[str, Any]:
     content = [
-        {**_token(llm, c.id, c.logprob), "top_logprobs": [_token(llm, id_, p) for id_, p in c.top]} for c in choices
+        {**token_json(llm, c.id, c.logprob), "top_logprobs": [token_json(llm, id_, p) for id_, p in c.top]}
+        for c in choices
     ]
     return {"content": content, "refusal": None}
 
@@ -257,7 +275,7 @@ class _Head:
 
 async def chat_completions(request: Request, desk: Desk) -> Response:
     body = await decode(request, ChatRequest)
-    answer = await desk.begin(_ask_of_chat(body), request.state.client)
+    answer = await desk.begin(_ask_of_chat(body), request)
     if body.stream:
         return EventStream(_chat_events(answer, body), answer.close, path=request.url.path)
     try:
@@ -341,8 +359,6 @@ def _delta(part: Part, n_calls: list[int]) -> dict[str, Any]:
 
 async def completions(request: Request, desk: Desk) -> Response:
     body = await decode(request, CompletionRequest)
-    if body.suffix:
-        raise not_available("suffix (/infill has it for models that fill in)")
     prompts = _prompts(body.prompt)
     if body.stream and len(prompts) > 1:
         raise HTTPError(400, "a stream has one prompt: send several without stream, or one after the other")
@@ -356,7 +372,12 @@ async def completions(request: Request, desk: Desk) -> Response:
 
     try:
         for prompt in prompts:
-            answers.append(await desk.begin(Ask(body.model, options, prompt=prompt, n=n), request.state.client))
+            filled = prompt
+            if body.suffix:
+                if not isinstance(prompt, str):
+                    raise HTTPError(400, "suffix needs a prompt that is a text")
+                filled = await desk.with_model(body.model, partial(fill_in, before=prompt, after=body.suffix))
+            answers.append(await desk.begin(Ask(body.model, options, prompt=filled, n=n), request))
         answer = answers[0]
         echoes = [await _echo(desk, body, answer, prompt) for prompt in prompts] if body.echo else []
     except BaseException:
@@ -465,23 +486,43 @@ async def _completion_events(
 
 
 async def models(request: Request, desk: Desk) -> Response:
-    return json_response({"object": "list", "data": [model_json(each) for each in desk.models.served.values()]})
+    return json_response({"object": "list", "data": [model_json(each) for each in await desk.models.listed()]})
 
 
 async def model(request: Request, desk: Desk) -> Response:
+    await desk.models.listed()
     return json_response(model_json(desk.models.find(request.path_params["name"])))
 
 
+async def lm_studio_models(request: Request, desk: Desk) -> Response:
+    """The models as LM Studio lists them (https://lmstudio.ai/docs/developer/rest/endpoints)."""
+    rows = []
+    for each in await desk.models.listed():
+        row = {
+            "id": each.name,
+            "object": "model",
+            "type": "llm",
+            "publisher": "localllm",
+            "arch": each.details.architecture,
+            "compatibility_type": "gguf",
+            "quantization": each.details.file_type,
+            "state": "not-loaded" if each.llm is None else "loaded",
+            "max_context_length": each.details.trained_context,
+        }
+        rows.append(row if each.llm is None else {**row, "loaded_context_length": each.llm.info.context})
+    return json_response({"object": "list", "data": rows})
+
+
 def model_json(served: ServedModel) -> dict[str, Any]:
-    info = None if served.llm is None else served.llm.info
+    details, info = served.details, None if served.llm is None else served.llm.info
     meta = {
-        "n_ctx": info.context,
-        "n_ctx_train": info.trained_context,
-        "n_vocab": info.n_vocab,
-        "n_params": info.n_parameters,
-        "size": info.n_bytes,
-        "ftype": info.file_type,
-    } if info is not None else None  # fmt: skip
+        "n_ctx": details.context if info is None else info.context,
+        "n_ctx_train": details.trained_context,
+        "n_params": details.n_parameters,
+        "size": served.n_bytes,
+        "ftype": details.file_type,
+        "n_vocab": None if info is None else info.n_vocab,
+    }
     return {
         "id": served.name,
         "object": "model",

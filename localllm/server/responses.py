@@ -34,7 +34,10 @@ class Reasoning(msgspec.Struct):
 
 class TextFormat(msgspec.Struct):
     type: str = "text"
-    schema: dict[str, Any] | None = None
+    schema: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
+    name: str | msgspec.UnsetType = msgspec.UNSET
+    description: str | msgspec.UnsetType | None = msgspec.UNSET
+    strict: bool | msgspec.UnsetType | None = msgspec.UNSET
 
 
 class TextOptions(msgspec.Struct):
@@ -48,6 +51,7 @@ class ResponsesRequest(Generation):
     max_output_tokens: int | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
     text: TextOptions | None = None
     store: bool | None = None
@@ -116,9 +120,9 @@ def _ask(body: ResponsesRequest, before: list[dict[str, Any]]) -> Ask:
     options = body.options(max_tokens=limit(body.max_output_tokens), logprobs=at_most(body.top_logprobs))
     form = body.text.format if body.text is not None else None
     if form is not None and form.type != "text":
-        constrain(options, form.schema)
+        constrain(options, form.schema if isinstance(form.schema, dict) else None)
     tools = [
-        {"type": "function", "function": {key: value for key, value in tool.items() if key not in ("type", "strict")}}
+        {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
         for tool in body.tools or []
         if tool.get("type") == "function"
     ]
@@ -133,6 +137,7 @@ def _ask(body: ResponsesRequest, before: list[dict[str, Any]]) -> Ask:
         messages=messages,
         tools=chosen_tools(tools, body.tool_choice, options),
         variables=variables,
+        one_call=body.parallel_tool_calls is False,
     )
 
 
@@ -159,11 +164,11 @@ def _messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return messages
 
 
-async def responses(request: Request, desk: Desk, store: Store) -> Response:
+async def responses(request: Request, desk: Desk) -> Response:
     body = await decode(request, ResponsesRequest)
     client = request.state.client
-    before = store.get(body.previous_response_id, client).messages if body.previous_response_id else []
-    answer = await desk.begin(_ask(body, before), client)
+    before = desk.kept.get(body.previous_response_id, client).messages if body.previous_response_id else []
+    answer = await desk.begin(_ask(body, before), request)
     writer = _Writer(answer, body)
 
     def keep(response: dict[str, Any], reply: Reply) -> None:
@@ -175,7 +180,7 @@ async def responses(request: Request, desk: Desk, store: Store) -> Response:
                     {"id": item["call_id"], "type": "function", "function": {"name": c.name, "arguments": c.values}}
                     for item, c in zip(writer.call_items, reply.calls, strict=True)
                 ]
-            store.put(response["id"], Kept(client, [*messages, said], response))
+            desk.kept.put(response["id"], Kept(client, [*messages, said], response))
 
     async def events() -> AsyncIterator[bytes]:
         async for name, fields in writer.events():
@@ -203,14 +208,14 @@ async def responses(request: Request, desk: Desk, store: Store) -> Response:
     return json_response(response)
 
 
-async def get_response(request: Request, desk: Desk, store: Store) -> Response:
-    return json_response(store.get(request.path_params["id"], request.state.client).response)
+async def get_response(request: Request, desk: Desk) -> Response:
+    return json_response(desk.kept.get(request.path_params["id"], request.state.client).response)
 
 
-async def delete_response(request: Request, desk: Desk, store: Store) -> Response:
+async def delete_response(request: Request, desk: Desk) -> Response:
     id_ = request.path_params["id"]
-    store.get(id_, request.state.client)
-    store.remove(id_)
+    desk.kept.get(id_, request.state.client)
+    desk.kept.remove(id_)
     return json_response({"id": id_, "object": "response", "deleted": True})
 
 
@@ -248,12 +253,12 @@ class _Writer:
             "max_output_tokens": body.max_output_tokens,
             "model": self._answer.served.name,
             "output": list(self._output),
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,
             "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
             "store": body.store is not False,
             "temperature": body.temperature,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": body.text.format if body.text and body.text.format else TextFormat()},
             "tool_choice": body.tool_choice or "auto",
             "tools": body.tools or [],
             "top_p": body.top_p,

@@ -1,4 +1,4 @@
-"""From a piece of plain text to token ids: SentencePiece and byte-level BPE.
+"""From a piece of plain text to token ids: SentencePiece, BPE and WordPiece.
 
 Libraries that the field trusts cut words and know SentencePiece.  They are imported when the first encoder of its
 kind is built, so a program pays only for the one that its model needs.
@@ -7,6 +7,7 @@ kind is built, so a program pays only for the one that its model needs.
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING, Protocol
 
@@ -14,7 +15,7 @@ import numpy as np
 
 from localllm.errors import TokenizerError, quoted
 from localllm.tokenizer.pretokenizers import PreTokenizer
-from localllm.tokenizer.vocabulary import BPE, TokenType, Vocabulary
+from localllm.tokenizer.vocabulary import BPE, UNIGRAM, WORD_PIECE, TokenType, Vocabulary
 
 if TYPE_CHECKING:
     import tokenizers
@@ -37,11 +38,14 @@ def make_encoder(vocabulary: Vocabulary) -> Encoder:
     Raises:
         TokenizerError: tokens, scores or merges do not fit together.
     """
+    if vocabulary.model == WORD_PIECE:
+        return WordPieceEncoder(vocabulary)
     return BPEEncoder(vocabulary) if vocabulary.model == BPE else SentencePieceEncoder(vocabulary)
 
 
 class SentencePieceEncoder:
-    """SentencePiece's BPE: starting from characters, the neighbours whose union scores highest join.
+    """SentencePiece's BPE: starting from characters, the neighbours whose union scores highest join; and its Unigram:
+    the tokens whose scores have the highest sum.
 
     A character that is no token becomes its UTF-8 bytes if the vocabulary has all 256, else unknown.
     """
@@ -56,10 +60,32 @@ class SentencePieceEncoder:
             raise TokenizerError(
                 f"{vocabulary.where}: sentencepiece does not accept the vocabulary: {quoted(str(error))}"
             ) from error
+        self._replace = _replacer(vocabulary)
 
     def encode(self, text: str) -> list[int]:
-        ids: list[int] = self._processor.encode(text)
+        ids: list[int] = self._processor.encode(text if self._replace is None else self._replace(text))
         return ids
+
+
+def _replacer(vocabulary: Vocabulary) -> Callable[[str], str] | None:
+    """What replaces characters as the vocabulary's map has it: not sentencepiece, which trusts such a map."""
+    if not vocabulary.charsmap:
+        return None
+    from tokenizers import normalizers
+
+    def replace(text: str) -> str:
+        try:
+            return str(normalizers.Precompiled(charsmap).normalize_str(text))
+        except (KeyboardInterrupt, MemoryError):
+            raise
+        except BaseException:  # what its authors did not foresee is no Exception
+            raise TokenizerError(
+                f"{where}: tokenizer.ggml.precompiled_charsmap is broken; convert the model again"
+            ) from None
+
+    where, charsmap = vocabulary.where, vocabulary.charsmap
+    replace("a")
+    return replace
 
 
 # sentencepiece_model.proto: SentencePiece.Type and TrainerSpec.ModelType
@@ -73,7 +99,7 @@ _PIECE_TYPES = {
     TokenType.BYTE: 3,  # unless all 256 are there
 }
 _UNKNOWN_PIECE, _CONTROL_PIECE, _BYTE_PIECE = 2, 3, 6
-_MODEL_BPE = 2
+_MODEL_UNIGRAM, _MODEL_BPE = 1, 2
 
 
 def sentencepiece_model(vocabulary: Vocabulary) -> bytes:
@@ -101,9 +127,11 @@ def sentencepiece_model(vocabulary: Vocabulary) -> bytes:
         scores += struct.pack("<f", 0)
     kinds_of[unknown] = _UNKNOWN_PIECE
     pieces = _pieces(names, scores, kinds_of)
-    trainer = _field(3, _MODEL_BPE) + _field(35, int(byte_fallback))
-    # No prefix, no removal of spaces: the tokenizer does what the file asks for.  A space becomes U+2581.
-    normalizer = _bytes_field(1, b"identity") + _field(3, 0) + _field(4, 0) + _field(5, 1)
+    is_unigram = vocabulary.model == UNIGRAM
+    trainer = _field(3, _MODEL_UNIGRAM if is_unigram else _MODEL_BPE) + _field(35, int(byte_fallback))
+    # Of BPE no prefix, no removal of spaces: the tokenizer does what the file asks for.  A space becomes U+2581.
+    prefix, merge = is_unigram and vocabulary.add_space_prefix, is_unigram and vocabulary.merge_spaces
+    normalizer = _bytes_field(1, b"identity") + _field(3, prefix) + _field(4, merge) + _field(5, 1)
     return pieces + _bytes_field(2, trainer) + _bytes_field(3, normalizer)
 
 
@@ -165,8 +193,39 @@ def _bytes_head(number: int, length: int) -> bytes:
     return _varint(number << 3 | 2) + _varint(length)
 
 
+class WordPieceEncoder:
+    """WordPiece: of each word the longest token that it begins with, then of the rest; a word without is unknown.
+
+    GGUF spells tokens that begin words with U+2581, and leaves out the "##" of the others.
+    """
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+
+        if vocabulary.unk_id is None:
+            raise TokenizerError(f"{vocabulary.where}: tokenizer.ggml.unknown_token_id is missing")
+        ids = {
+            token[1:] if token.startswith("\u2581") else f"##{token}": id_ for token, id_ in vocabulary.ids.items()
+        }
+        unknown = vocabulary.tokens[vocabulary.unk_id]
+        ids[unknown] = vocabulary.unk_id
+        self._tokenizer = Tokenizer(models.WordPiece(ids, unk_token=unknown, max_input_chars_per_word=_LONGEST_WORD))
+        self._tokenizer.normalizer = normalizers.BertNormalizer(
+            lowercase=vocabulary.lowercase, strip_accents=vocabulary.strip_accents
+        )
+        self._tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+
+#: Characters of a word that WordPiece cuts; a longer one is unknown.
+_LONGEST_WORD = 100
+
+
 class BPEEncoder:
-    """Byte-level BPE (GPT-2): regular expressions cut words, merges join the bytes of each.
+    """BPE: regular expressions cut words, merges join the bytes (GPT-2) or the characters of each.
 
     The library's own model of 150,000 tokens takes a fifth of a second to build, at every start.  The dictionaries
     that the vocabulary has anyway serve as well, and merging words is as fast as cutting them.
@@ -175,30 +234,45 @@ class BPEEncoder:
     def __init__(self, vocabulary: Vocabulary) -> None:
         from tokenizers import pre_tokenizers
 
-        self._splitter = pre_tokenizers.Sequence(
-            [
-                word_splitter(vocabulary.pre_tokenizer),
-                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-            ]
-        )
+        self._kind = kind = vocabulary.pre_tokenizer
+        self._splitter = word_splitter(kind)
+        if not kind.is_raw:
+            byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+            self._splitter = pre_tokenizers.Sequence([self._splitter, byte_level])
         self._ids, self._ranks, self._unknown = vocabulary.ids, vocabulary.merges, len(vocabulary)
-        self._takes_whole_words = vocabulary.pre_tokenizer.ignore_merges
+        self._bytes = {value: id_ for id_, value in vocabulary.byte_values.items()} if kind.is_raw else {}
         self._seen: dict[str, list[int]] = {}
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = []
-        for word, _ in self._splitter.pre_tokenize_str(text):
+        for word in self._words(text):
             ids += self._seen.get(word) or self._encode_word(word)
         return ids
 
+    def _words(self, text: str) -> list[str]:
+        if self._kind.is_raw:
+            if not self._kind.space:
+                return text.split()
+            text = text.replace(" ", self._kind.space)
+        return [word for word, _ in self._splitter.pre_tokenize_str(text)]
+
     def _encode_word(self, word: str) -> list[int]:
-        whole = self._ids.get(word) if self._takes_whole_words or len(word) == 1 else None
-        ids = [self._ids.get(part, self._unknown) for part in self._merged(word)] if whole is None else [whole]
+        is_whole = (
+            self._kind.ignore_merges or len(word) == 1 or (self._kind.whole and not word.strip(self._kind.whole))
+        )
+        whole = self._ids.get(word) if is_whole else None
+        ids = [id_ for part in self._merged(word) for id_ in self._spelled(part)] if whole is None else [whole]
         if len(word) <= _LONGEST_SEEN:
             if len(self._seen) >= _MOST_SEEN:
                 self._seen.clear()
             self._seen[word] = ids
         return ids
+
+    def _spelled(self, part: str) -> list[int]:
+        id_ = self._ids.get(part)
+        if id_ is not None or not self._bytes:
+            return [self._unknown if id_ is None else id_]
+        return [self._bytes.get(byte, self._unknown) for byte in part.encode()]
 
     def _merged(self, word: str) -> list[str]:
         """A word's parts when no merge is left: the best merge first, of equals the leftmost."""

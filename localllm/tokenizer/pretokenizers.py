@@ -11,10 +11,9 @@ expressions that llama.cpp (``src/llama-vocab.cpp``) keeps.  Where llama.cpp onl
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 
-from localllm.errors import quoted
+from localllm.errors import quoted, warn
 
 
 class TokenizerWarning(UserWarning):
@@ -29,11 +28,18 @@ class PreTokenizer:
         patterns: regular expressions, applied one after the other.
         ignore_merges: a whole word that is in the vocabulary is one token, whatever the merges say.
         add_bos: put BOS before every text unless the metadata say otherwise.
+        is_raw: tokens are spelled in plain characters instead of GPT-2's for bytes; one that is unknown becomes its
+            UTF-8 bytes, which are tokens such as ``<0x0A>``.
+        space: what stands for a space where ``is_raw``; empty where white space is left out.
+        whole: words of these characters alone are taken as ``ignore_merges`` has it.
     """
 
     patterns: tuple[str, ...]
     ignore_merges: bool = False
     add_bos: bool = False
+    is_raw: bool = False
+    space: str = " "
+    whole: str = ""
 
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -143,13 +149,17 @@ _CHAMELEON = (
 
 DEFAULT = PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"))
 
+_LINES = (r"[^\n]+|\n+",)
+GEMMA4 = PreTokenizer(_LINES, add_bos=True, is_raw=True, space="\u2581", whole="\n")
+
 _KINDS: list[tuple[PreTokenizer, str]] = [
     (DEFAULT, "default"),
     (
         PreTokenizer((_LLAMA3,), ignore_merges=True, add_bos=True),
         "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano",
     ),
-    (PreTokenizer((_LLAMA3,)), "dbrx smaug-bpe glm4 chatglm-bpe"),
+    (PreTokenizer((_LLAMA3,), ignore_merges=True), "glm4 glm5"),
+    (PreTokenizer((_LLAMA3,)), "dbrx smaug-bpe chatglm-bpe"),
     (PreTokenizer((_JAIS2,)), "jais-2"),
     (PreTokenizer(_DEEPSEEK_LLM), "deepseek-llm"),
     (PreTokenizer(_DEEPSEEK_CODER), "deepseek-coder"),
@@ -203,13 +213,13 @@ _KINDS: list[tuple[PreTokenizer, str]] = [
         ),
         "minicpm5",
     ),
+    (GEMMA4, "gemma4 granite-embed-multi-311m"),
+    (PreTokenizer(_LINES, is_raw=True, space="\u2581"), "sarvam-moe"),
+    (PreTokenizer((r"\s+",), is_raw=True, space=""), "whitespace"),
 ]
 
 PRE_TOKENIZERS: dict[str, PreTokenizer] = {name: kind for kind, names in _KINDS for name in names.split()}
 """Every known ``tokenizer.ggml.pre`` name."""
-
-RAW_UTF8 = frozenset({"gemma4", "granite-embed-multi-311m", "sarvam-moe", "whitespace"})
-"""Known names whose vocabularies hold plain characters instead of byte-level ones; not supported."""
 
 
 def find(name: str | None, where: str) -> PreTokenizer:
@@ -220,10 +230,9 @@ def find(name: str | None, where: str) -> PreTokenizer:
     if name is not None and name in PRE_TOKENIZERS:
         return PRE_TOKENIZERS[name]
     what = "names no pre-tokenizer" if name is None else f"uses the unknown pre-tokenizer {quoted(name)}"
-    warnings.warn(
+    warn(
         f"{where} {what} (tokenizer.ggml.pre): falling back to 'default', so texts may be split otherwise "
         "than in training and answers may be worse; a newer conversion of the model may help",
         TokenizerWarning,
-        stacklevel=2,
     )
     return DEFAULT

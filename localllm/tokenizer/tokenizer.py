@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from localllm import checks
 from localllm.errors import TokenizerError, quoted
 from localllm.tokenizer.encoders import BYTE_CHARACTERS, make_encoder
-from localllm.tokenizer.vocabulary import BPE, MetadataFile, TokenType, Vocabulary, as_token_id
+from localllm.tokenizer.vocabulary import BPE, SPM, MetadataFile, TokenType, Vocabulary, as_token_id
 
 _SPACE_MARK = "\u2581"  # how SentencePiece spells a space
 _WHITE_SPACE = " \t\n\v\f\r"
@@ -48,7 +48,7 @@ class Tokenizer:
 
     @property
     def model(self) -> str:
-        """``"llama"`` (SentencePiece) or ``"gpt2"`` (byte-level BPE)."""
+        """``"llama"`` (SentencePiece), ``"gpt2"`` (BPE), ``"t5"`` (Unigram) or ``"bert"`` (WordPiece)."""
         return self._vocabulary.model
 
     @property
@@ -133,7 +133,7 @@ class Tokenizer:
             return bytes((self._vocabulary.byte_values[token],))
         if kind == TokenType.USER_DEFINED:
             return text.encode()
-        if self.model == BPE:
+        if self.model == BPE and not self._vocabulary.pre_tokenizer.is_raw:
             return _byte_level(text)
         return text.replace(_SPACE_MARK, " ").encode()
 
@@ -178,7 +178,7 @@ class Tokenizer:
             if strip:
                 piece = piece.lstrip(_WHITE_SPACE)
             if piece:
-                if after_special and self.add_space_prefix:
+                if after_special and self.add_space_prefix and self.model == SPM:
                     piece = " " + piece
                 ids += self._encoder.encode(piece)
                 after_special = strip = False

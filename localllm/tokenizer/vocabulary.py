@@ -23,7 +23,13 @@ from localllm.tokenizer.pretokenizers import PreTokenizer
 
 SPM = "llama"
 BPE = "gpt2"
-_MODELS = {SPM: "SentencePiece", BPE: "byte-level BPE"}
+UNIGRAM = "t5"
+WORD_PIECE = "bert"
+_MODELS = {SPM: "SentencePiece", BPE: "BPE", UNIGRAM: "Unigram", WORD_PIECE: "WordPiece"}
+_BPE_NAMES = ("gemma4", "whitespace")  # pre-tokenizers that name the model too
+
+#: Ids of BOS, EOS and the unknown token where the file says nothing.
+_DEFAULT_IDS = {SPM: (1, 2, None), BPE: (None, None, None), UNIGRAM: (None, 1, 2), WORD_PIECE: (101, 102, 100)}
 
 _NO_ID = 0xFFFFFFFF  # what converters write for "there is none"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -72,8 +78,19 @@ _FILL_IN_END_TEXTS = (
     ("<|file_sep|>",),
 )
 _FILL_IN_END_KEYS = ("fim_pad_token_id", "fim_rep_token_id", "fim_sep_token_id")
-# gpt-oss writes its reasoning and answer between these: part of the text, though the files call them control.
-_VISIBLE_TEXTS = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")
+# What models write around reasoning and calls of tools: part of the text, though some files call it control.
+_VISIBLE_TEXTS = (
+    *("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"),  # gpt-oss
+    *("<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", '<|"|>'),  # Gemma 4
+    *("[THINK]", "[/THINK]", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),  # Mistral
+    *("<think>", "</think>", "<tool_call>", "</tool_call>", "<TOOLCALL>", "</TOOLCALL>", "<|python_tag|>"),
+    *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),  # GLM
+    *("<minimax:tool_call>", "</minimax:tool_call>", "<tool_calls>", "</tool_calls>"),
+    *("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"),  # DeepSeek
+    *("<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", "｜DSML｜"),
+    *("<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>"),  # Kimi
+    *("<|tool_call_end|>", "<|tool_calls_section_end|>"),
+)
 
 
 class MetadataFile(Protocol):
@@ -92,7 +109,7 @@ class Vocabulary:
 
     Attributes:
         where: the file, for messages.
-        model: ``"llama"`` (SentencePiece) or ``"gpt2"`` (byte-level BPE).
+        model: ``"llama"`` (SentencePiece), ``"gpt2"`` (BPE), ``"t5"`` (Unigram) or ``"bert"`` (WordPiece).
         pre: ``tokenizer.ggml.pre``, ``None`` if missing.
         tokens: the text of each token as the file spells it.
         ids: token text -> id; empty tokens are left out.
@@ -102,6 +119,10 @@ class Vocabulary:
         merges: rank of each pair of tokens that join, as "left right"; the lowest joins first (BPE).
         pre_tokenizer: how BPE cuts words.
         eog_ids: every token that ends a generation.
+        add_space_prefix: a text begins with a space that is not its own (not BPE).
+        merge_spaces: white space counts as one space, and none where a text begins or ends (Unigram).
+        charsmap: what characters are replaced with, as SentencePiece compiles it (Unigram).
+        lowercase, strip_accents: how a text is normalised (WordPiece).
         strip_after: tokens that swallow the white space behind them in a text.
     """
 
@@ -122,6 +143,10 @@ class Vocabulary:
     add_bos: bool
     add_eos: bool
     add_space_prefix: bool
+    merge_spaces: bool
+    charsmap: bytes
+    lowercase: bool
+    strip_accents: bool
     strip_after: frozenset[int]
 
     @classmethod
@@ -134,25 +159,33 @@ class Vocabulary:
         """
         meta = _Metadata(file)
         model = meta.model()
+        pre = meta.text("pre")
+        if model in _BPE_NAMES:
+            model, pre = BPE, model
         tokens = meta.tokens()
         ids = _index(tokens, meta.where)
         types = bytearray(meta.types(len(tokens)))
         if not meta.has("token_type"):
             _guess_types(types, tokens, model)
         scores = meta.scores(len(tokens))
-        pre = meta.text("pre")
         pre_tokenizer = pretokenizers.DEFAULT
         merges: dict[str, int] = {}
         if model == BPE:
-            pre_tokenizer = _pre_tokenizer(pre, meta.where)
+            pre_tokenizer = pretokenizers.find(pre, meta.where)
             merges = meta.merges(ids)
-        bos_id = meta.token_id("bos_token_id", len(tokens), 1 if model == SPM else None)
-        eos_id = meta.token_id("eos_token_id", len(tokens), 2 if model == SPM else None)
-        unk_id = meta.token_id("unknown_token_id", len(tokens), None)
+        bos, eos, unknown = _DEFAULT_IDS[model]
+        # BERT's files call its BOS "cls" and its EOS "seperator", in this spelling.
+        bos = meta.token_id("cls_token_id", len(tokens), bos) if model == WORD_PIECE else bos
+        eos = meta.token_id("seperator_token_id", len(tokens), eos) if model == WORD_PIECE else eos
+        bos_id = meta.token_id("bos_token_id", len(tokens), bos)
+        eos_id = meta.token_id("eos_token_id", len(tokens), eos)
+        unk_id = meta.token_id("unknown_token_id", len(tokens), unknown)
         if unk_id is None:
             unk_id = next(iter(_of_type(types, TokenType.UNKNOWN)), None)
-        add_bos = meta.flag("add_bos_token", model == SPM or pre_tokenizer.add_bos)
-        add_eos = meta.flag("add_eos_token", False)
+        add_bos = meta.flag("add_bos_token", model in (SPM, WORD_PIECE) or pre_tokenizer.add_bos)
+        add_bos |= pre_tokenizer is pretokenizers.GEMMA4  # older files say that it has none
+        add_eos = meta.flag("add_eos_token", model in (UNIGRAM, WORD_PIECE))
+        lowercase = meta.flag("normalizer.lowercase", True)
         for name, wanted, token in (("bos", add_bos, bos_id), ("eos", add_eos, eos_id)):
             if wanted and token is None:
                 raise TokenizerError(
@@ -177,7 +210,11 @@ class Vocabulary:
             eog_ids=eog_ids,
             add_bos=add_bos,
             add_eos=add_eos,
-            add_space_prefix=meta.flag("add_space_prefix", True) and model == SPM,
+            add_space_prefix=meta.flag("add_space_prefix", model != UNIGRAM) and model != BPE,
+            merge_spaces=meta.flag("remove_extra_whitespaces", False),
+            charsmap=meta.bytes("precompiled_charsmap"),
+            lowercase=lowercase,
+            strip_accents=meta.flag("normalizer.strip_accents", lowercase),
             strip_after=_strip_after(meta, tokens, types),
         )
 
@@ -217,7 +254,7 @@ class _Metadata:
             raise TokenizerError(
                 f"{self.where}: there is no tokenizer in this file (tokenizer.ggml.model is missing)"
             )
-        if not isinstance(value, str) or value not in _MODELS:
+        if not isinstance(value, str) or value not in (*_MODELS, *_BPE_NAMES):
             supported = ", ".join(f"{name!r} ({what})" for name, what in _MODELS.items())
             raise TokenizerError(
                 f"{self.where}: the tokenizer model {quoted(value)} is not supported; {supported} are"
@@ -229,6 +266,14 @@ class _Metadata:
         if value is not None and not isinstance(value, str):
             raise self._wrong(name, "a string")
         return value
+
+    def bytes(self, name: str) -> bytes:
+        value = self._get(name)
+        if value is None:
+            return b""
+        if not isinstance(value, np.ndarray) or value.dtype not in (np.uint8, np.int8):
+            raise self._wrong(name, "an array of bytes")
+        return value.tobytes()
 
     def flag(self, name: str, default: bool) -> bool:
         value = self._get(name)
@@ -384,15 +429,6 @@ def _byte_values(tokens: Sequence[str], types: bytes | bytearray, where: str) ->
     return values
 
 
-def _pre_tokenizer(pre: str | None, where: str) -> PreTokenizer:
-    if pre in pretokenizers.RAW_UTF8:
-        raise TokenizerError(
-            f"{where}: the pre-tokenizer {pre!r} (tokenizer.ggml.pre) works on plain characters, "
-            "which is not supported; byte-level ones are"
-        )
-    return pretokenizers.find(pre, where)
-
-
 def _mark_special(
     meta: _Metadata,
     ids: Mapping[str, int],
@@ -411,7 +447,7 @@ def _mark_special(
     for token in ends:
         types[token] = TokenType.CONTROL
     for text in _VISIBLE_TEXTS:
-        if text in ids:
+        if text in ids and types[ids[text]] == TokenType.CONTROL:
             types[ids[text]] = TokenType.USER_DEFINED
     if _ends_message_only(ids):
         ends.discard(ids["<|end|>"])

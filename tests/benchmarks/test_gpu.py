@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,9 +18,10 @@ import pytest
 
 from localllm.errors import DeviceError
 from localllm.kernels.cuda.step import CUDAStep
-from tests.benchmarks.gpu import correctness, kernels, machine, models
-from tests.benchmarks.gpu.__main__ import SECONDS, main
+from tests.benchmarks.gpu import correctness, installed, kernels, layers, machine, models
+from tests.benchmarks.gpu.installed import missing
 from tests.benchmarks.gpu.report import markdown
+from tests.benchmarks.gpu.run import SHARES, main
 from tests.benchmarks.gpu.sections import Found, Row, Section, escape_controls, run, run_all
 from tests.helpers.backends import no_harness
 from tests.helpers.synthetic import random_gguf
@@ -33,7 +35,7 @@ def harness() -> None:
 
 
 def test_a_run_on_emulated_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    chosen = [name for name in SECONDS if name not in ("tests", "sanitizer")]
+    chosen = [name for name in SHARES if name not in ("tests", "sanitizer")]
     assert main(["--emulated", "--out", str(tmp_path / "new"), "--sections", ",".join(chosen)]) == 0
     _, err = capsys.readouterr()
     assert err == ""
@@ -47,8 +49,9 @@ def test_a_run_on_emulated_devices(tmp_path: Path, capsys: pytest.CaptureFixture
     assert (product["kernel"], product["format"], product["rows"]) == ("linear qkv", "Q4_0", 1)
     assert product["floor, us"] < product["hoped for, us"]
     assert [row["format"] for row in sections["attention"]["rows"]] == ["f16", "f16", "q8_0", "q8_0"]
+    assert {"causal conv", "recurrence"} <= {row["call"] for row in sections["layers"]["rows"]}
     found = {row["test"] for row in sections["models"]["rows"]}
-    assert {"pp20", "tg2 @ d5", "2 sequences", "tg2 @ d5, a step: attention"} <= found
+    assert {"pp20", "3 replays, the same bits", "tg2 @ d5", "2 sequences", "tg2 @ d5, a step: attention"} <= found
     whats = [row["what"] for row in sections["several"]["rows"]]
     assert whats[:3] == ["copy from cuda:0 to cuda:1", "copy from cuda:1 to cuda:0", "q4_0 on cuda:0"]
     text = (tmp_path / "new" / "gpu.md").read_text()
@@ -179,9 +182,16 @@ def test_every_format_and_size_of_the_real_run(tmp_path: Path, monkeypatch: pyte
         heads=(4, 2, 16),
         decode=((1, 512), (8, 64)),
         prefill=(512,),
+        chunks=((64, 512),),
+        layers={
+            **machine.FULL.layers,
+            "Qwen 3's experts": (64, partial(layers.mixture, n_experts=128, k=8, n_ff=64)),
+        },
+        batches=((1, 1, 64), (8, 1, 64), (1, 64, 512)),
         model=replace(machine.TINY.model, n_embd=256, n_ff=512, context_length=4096),
         prompts=(512, 600),
         generated=4,
+        replays=3,
         depth=64,
         sequences=4,
         transferred=1 << 16,
@@ -190,7 +200,7 @@ def test_every_format_and_size_of_the_real_run(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr("localllm.kernels.cuda.cupy_driver.open_driver", lambda: driver)
     with machine.emulated(tmp_path, driver) as devices:
         devices = replace(devices, sizes=small)
-        for find in (machine.ceilings, kernels.products, kernels.attention, models.several):
+        for find in (machine.ceilings, kernels.products, kernels.attention, layers.layers, models.several):
             assert list(find(devices))
         rows = list(models.models(devices))
     assert {row["model"] for row in rows} == set(machine.FULL.file_types)
@@ -206,8 +216,10 @@ def test_one_section_that_fails_leaves_the_others() -> None:
         raise ValueError("no luck")
 
     said: list[str] = []
-    sections = [Section("a", fails, 10), Section("b", lambda seconds: iter([{"y": 2, "fault": "wrong"}]), 10)]
-    first, second = run_all(sections, 10, said.append)
+    sections = [Section("a", fails, 1), Section("b", lambda seconds: iter([{"y": 2, "fault": "wrong"}]), 1)]
+    saved: list[list[int]] = []
+    first, second = run_all(sections, 10, said.append, lambda found: saved.append([len(each.rows) for each in found]))
+    assert saved == [[1], [1], [1, 1], [1, 1]], "after each row, and each section"
     assert (first.rows, first.faults) == ([{"x": 1}], ["a: failed: ValueError: no luck"])
     assert (second.rows, second.faults) == ([{"y": 2, "fault": "wrong"}], ["wrong"])
     assert "failed: ValueError: no luck" in said
@@ -224,12 +236,30 @@ def test_time_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
         while True:
             yield {"x": 1}
 
-    found = run(Section("a", endless, 2.5), 100, lambda line: None)
+    found = run(Section("a", endless, 1), 2.5, lambda found: None)
     assert given == [2.5]
     assert len(found.rows) == 3
     assert found.note == "stopped after 2 s: the rest was left out"
     assert not found.faults
-    assert run(Section("a", endless, 5), -1, lambda line: None).note.startswith("left out")
+    assert run(Section("a", endless, 1), -1, lambda found: None).note.startswith("left out")
+
+
+def test_sections_share_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.benchmarks.gpu.sections.time.monotonic", lambda: 0.0)
+    given: list[float] = []
+
+    def note(seconds: float) -> Iterator[Row]:
+        given.append(seconds)
+        yield {}
+
+    run_all([Section("a", note, 1), Section("b", note, 3)], 8, lambda line: None, lambda found: None)
+    assert given == [2, 8], "the second has what the first left"
+
+
+def test_packages_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert missing() == ""
+    monkeypatch.setattr(installed, "_TESTS", ("no-such-package>=2", "pytest<1"))
+    assert missing().startswith("not installed, or of another version: 'no-such-package>=2' 'pytest<1'\n")
 
 
 def test_the_tables() -> None:
@@ -261,7 +291,7 @@ def test_suites_that_fail(tmp_path: Path, chosen: str, fault: str) -> None:
 
 def test_a_suite_that_takes_too_long(tmp_path: Path) -> None:
     (row,) = correctness.run_tests(0.01, suites(tmp_path, "good"))
-    assert row == {"tests": "some", "result": "stopped after 0 s, with no result"}
+    assert row == {"tests": "some", "result": "stopped after 0 s:"}
 
 
 def test_the_sanitizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -22,12 +23,12 @@ from localllm.server.run import Server, listen
 
 #: Reads tools, results of tools and thinking, as templates of large models do.
 TOOLS_TEMPLATE = (
-    "{% if tools %}tools:{% for tool in tools %} {{ tool.function.name }}{% endfor %}\n{% endif %}"
+    "{% if tools %}tools:{% for tool in tools %} {{ tool.function.name }}{% endfor %}{{ '\\n' }}{% endif %}"
     "{% for message in messages %}"
     "{{ message.role }}: {{ message.content }}"
     "{% for call in message.tool_calls or [] %}"
     "<call {{ call.function.name }} {{ call.function.arguments | tojson }}>"
-    "{% endfor %}\n"
+    "{% endfor %}{{ '\\n' }}"
     "{% endfor %}"
     "assistant:{% if enable_thinking %}<think>{% endif %}"
 )
@@ -37,8 +38,23 @@ TOOLS_TEMPLATE = (
 FAILS = "(fails)"
 
 
+def example(schema: dict[str, Any], root: dict[str, Any] | None = None) -> Any:
+    """A value that a JSON schema allows."""
+    root = root or schema
+    if "$ref" in schema:
+        return example(root["$defs"][schema["$ref"].rpartition("/")[2]], root)
+    if "const" in schema or "enum" in schema:
+        return schema["const"] if "const" in schema else schema["enum"][0]
+    if choices := schema.get("anyOf"):
+        return example(choices[0], root)
+    kind = schema.get("type")
+    if kind == "object":
+        return {name: example(each, root) for name, each in schema.get("properties", {}).items()}
+    return {"array": [], "integer": 3, "number": 1.5, "boolean": True, "null": None}.get(kind, "some text")
+
+
 class ScriptedLLM(LLM):
-    """The demo model, whose tokens are those of a text that ``reply`` makes of each prompt.
+    """The demo model, whose tokens are those of what ``reply`` makes of a prompt, or an example of a schema.
 
     All else is as with any model: the engine evaluates the prompt and every token, and samples it.
     """
@@ -49,7 +65,10 @@ class ScriptedLLM(LLM):
 
     def _start(self, reader: Any, ids: list[int], given: Any, **more: Any) -> Any:
         tokenizer = self.tokenizer
-        text = self._reply(tokenizer.decode(ids, special=True))
+        text, schema = self._reply(tokenizer.decode(ids, special=True)), given.sampling.json_schema
+        if schema is not None:  # a call that is forced has no tags around it
+            text = text.removeprefix("<tool_call>").removesuffix("</tool_call>")
+            text = text if text.startswith("{") else json.dumps(example(json.loads(schema)))
         script = tokenizer.encode(text, add_special=False, continuation=True) if text else []
         n_prompt = len(ids)
 
@@ -111,10 +130,11 @@ def serving(
     limits: Limits | None = None,
     grace_s: float = 0.2,
     responses_folder: Path | None = None,
+    loads_first: bool = False,
     **options: Any,
 ) -> Iterator[Serving]:
     models = Models(dict.fromkeys(names), load, **options)
-    app = App(models, limits or Limits(), responses_folder)
+    app = App(models, limits or Limits(), responses_folder, loads_first)
     server = Server(app, grace_s=grace_s)
     with listen("127.0.0.1", 0) as socket:
         port = socket.getsockname()[1]

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import mmap
-import sys
 
 import numpy as np
-import pytest
 
-from localllm.kernels.cpu import memory
 from localllm.kernels.cpu.memory import HUGE_PAGE, PIECE, Arena
 from localllm.quant.packing import LAYOUTS
 from localllm.quant.types import GGMLType
@@ -35,24 +30,7 @@ def test_memory_begins_at_a_page_is_zero_and_nobody_elses() -> None:
         assert (array[::1024] == i + 1).all()
 
 
-class LockedPages(mmap.mmap):
-    """What the system refuses to take back."""
-
-    def madvise(self, option: int, *place: int) -> None:
-        if option == mmap.MADV_DONTNEED:
-            raise OSError(errno.EINVAL, "Invalid argument")
-        super().madvise(option, *place)
-
-
-@pytest.mark.parametrize("system", ["Linux", "Linux, pages locked", "another"])
-def test_memory_taken_back_is_zero_and_handed_out_again(system: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the system does not take pages: its neighbours stay as they were."""
-    if system == "another":
-        monkeypatch.setattr(memory.sys, "platform", "another system")
-    elif sys.platform != "linux":
-        pytest.skip("of Linux")
-    elif system == "Linux, pages locked":
-        monkeypatch.setattr(memory.mmap, "mmap", LockedPages)
+def test_memory_taken_back_is_zero_and_handed_out_again() -> None:
     arena = Arena()
     before = arena.take(5000)
     before[:] = 1
@@ -64,30 +42,6 @@ def test_memory_taken_back_is_zero_and_handed_out_again(system: str, monkeypatch
     assert after.ctypes.data == address
     assert not after.any()
     assert (before == 1).all()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux which pages are resident")
-def test_memory_taken_back_is_not_resident() -> None:
-    """Even if what is asked for next does not fit into its place, and a neighbour keeps the piece alive."""
-    arena = Arena()
-    neighbour = arena.take(mmap.PAGESIZE)
-    gone = arena.take(PIECE // 2)
-    neighbour[:] = gone[:] = 1
-    address = gone.ctypes.data
-    assert resident_pages(address, PIECE // 2) == PIECE // 2 // mmap.PAGESIZE
-    arena.take_back()
-    arena.take(2 * PIECE)
-    assert resident_pages(address, PIECE // 2) == 0
-    assert resident_pages(neighbour.ctypes.data, mmap.PAGESIZE) == 1
-
-
-def resident_pages(address: int, n_bytes: int) -> int:
-    """How many of the pages there are in memory, as mincore(2) says."""
-    pages = np.zeros(-(-n_bytes // mmap.PAGESIZE), np.uint8)
-    libc = ctypes.CDLL(None, use_errno=True)
-    arguments = (ctypes.c_void_p(address), ctypes.c_size_t(n_bytes), ctypes.c_void_p(pages.ctypes.data))
-    assert libc.mincore(*arguments) == 0, ctypes.get_errno()
-    return int((pages & 1).sum())
 
 
 def test_what_was_packed_before_a_scale_did_not_fit_takes_no_memory() -> None:

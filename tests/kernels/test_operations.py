@@ -262,7 +262,7 @@ GATES: dict[str, tuple[Callable[[Array], Array], dict[str, Any]]] = {
 }
 
 
-@cases(activation=("silu", "gelu", "gelu_erf", "relu2"))
+@cases(activation=g.UNGATED)
 def activation(activation: str) -> Case:
     function, bounds = GATES[activation]
     return Case(

@@ -60,15 +60,15 @@ def test_all_bytes_are_multiplied(target: Target, workers: Workers, bits: int) -
     weights = test.weights.astype(np.int64).reshape(8, LANES, 4).transpose(1, 0, 2).reshape(LANES, 32)
     x = test.x.astype(np.int64).reshape(PERIOD * test.chains, 32)
     expected = (x @ weights.T).sum() * (ROUNDS // PERIOD)
-    assert test.sums().shape == (UNITS * workers.n,)
-    np.testing.assert_array_equal(test.sums(), expected.astype(np.int32))
+    assert test.sums.shape == (UNITS * workers.n,)
+    np.testing.assert_array_equal(test.sums, expected.astype(np.int32))
 
 
 def test_all_floats_are_multiplied(target: Target, workers: Workers) -> None:
     test = MultiplyTest(workers, target, bits=None)
     assert test.rate() > 0
     expected = test.weights.astype(np.float64).sum() * test.x.astype(np.float64).sum() * (ROUNDS // PERIOD)
-    np.testing.assert_array_equal(test.sums(), np.float32(expected))
+    np.testing.assert_array_equal(test.sums, np.float32(expected))
 
 
 def test_a_roofline_measures_all_of_them() -> None:

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from localllm.compat import Llama, LlamaPromptLookupDecoding, NotAvailableError
-from localllm.errors import ContextLengthError, LocalLLMError, UsageError
+from localllm.compat import Llama, LlamaGrammar, LlamaPromptLookupDecoding, NotAvailableError
+from localllm.errors import ClosedError, ContextLengthError, LocalLLMError, UsageError
 from localllm.library import find
 from tests.helpers.data import ROOT
 
@@ -130,6 +130,66 @@ def test_tools_that_the_model_may_use(llm: Llama) -> None:
     llm.create_chat_completion(QUESTION, tools=[TOOL], tool_choice="none", max_tokens=4)
 
 
+def test_a_tool_that_is_called(llm: Llama) -> None:
+    choice = {"type": "function", "function": {"name": "weather"}}
+    asked: dict[str, Any] = {"tools": [TOOL], "tool_choice": choice, "temperature": 0}
+    with pytest.warns(UserWarning, match="does not use tools"):
+        done = llm.create_chat_completion(QUESTION, **asked)["choices"][0]
+    with pytest.warns(UserWarning, match="does not use tools"):
+        chunks = list(llm.create_chat_completion(QUESTION, stream=True, **asked))
+    assert (done["finish_reason"], done["message"]["content"]) == ("tool_calls", None)
+    [call] = done["message"]["tool_calls"]
+    assert (call["type"], call["function"]["name"]) == ("function", "weather")
+    assert set(json.loads(call["function"]["arguments"])) <= {"city"}
+    deltas = [chunk["choices"][0]["delta"].get("tool_calls") for chunk in chunks]
+    assert "".join(delta[0]["function"]["arguments"] for delta in deltas if delta) == call["function"]["arguments"]
+    assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+    with pytest.raises(UsageError, match="'rain', which is not one of the tools"):
+        llm.create_chat_completion(QUESTION, tools=[TOOL], function_call={"name": "rain"})
+
+
+def test_answers_that_follow_a_grammar(llm: Llama, tmp_path: Path) -> None:
+    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+    for form in (
+        {"type": "json_object", "schema": schema},
+        {"type": "json_schema", "json_schema": {"schema": schema}},
+    ):
+        chat = llm.create_chat_completion(QUESTION, response_format=form)
+        assert set(json.loads(chat["choices"][0]["message"]["content"])) == {"ok"}
+    (tmp_path / "yes.gbnf").write_text('root ::= "yes" | "no"')
+    for grammar in (
+        LlamaGrammar.from_file(tmp_path / "yes.gbnf"),
+        LlamaGrammar.from_string('root ::= "yes" | "no"', verbose=False),
+        LlamaGrammar.from_json_schema(json.dumps({"enum": ["yes", "no"]})),
+    ):
+        assert llm("Is it?", grammar=grammar)["choices"][0]["text"].strip('"') in ("yes", "no")
+    with pytest.raises(UsageError, match=r"must be a LlamaGrammar: LlamaGrammar\.from_string"):
+        llm("a", grammar='root ::= "a"')
+
+
+def test_other_imports(llm: Llama) -> None:
+    from localllm import compat
+    from localllm.compat.llama_grammar import LlamaGrammar as Grammar  # type: ignore[import-not-found]
+    from localllm.compat.llama_speculative import LlamaPromptLookupDecoding as Lookup  # type: ignore[import-not-found]
+
+    assert (Grammar, Lookup) == (LlamaGrammar, LlamaPromptLookupDecoding)
+    llm.set_cache(compat.LlamaRAMCache())
+    assert llm("a", max_tokens=1, logits_processor=compat.LogitsProcessorList([lambda ids, scores: scores]))
+    assert llm.metadata["general.architecture"] == "llama"
+    assert llm.n_embd() == 192
+    for name, hint in (
+        ("eval", r"use Llama\.llm\.logits"),
+        ("tokenizer", r"use Llama\.llm\.tokenizer$"),
+        ("xyzzy", "'xyzzy'$"),
+    ):
+        with pytest.raises(
+            AttributeError, match=f"^'Llama' object has no attribute {name!r}.*{hint}" if hint[0] == "u" else hint
+        ):
+            getattr(llm, name)
+    with pytest.raises(AttributeError, match=r"has no attribute 'LlavaHandler'$"):
+        compat.LlavaHandler  # noqa: B018
+
+
 def test_drafts_from_the_prompt() -> None:
     draft = LlamaPromptLookupDecoding(num_pred_tokens=4)
     llm = Llama(model_path=DEMO, draft_model=draft)
@@ -141,12 +201,13 @@ def test_drafts_from_the_prompt() -> None:
 
 
 def test_the_context_window() -> None:
-    llm = Llama(model_path=DEMO, n_ctx=64, n_gpu_layers=-1, n_threads=1, use_mmap=True, n_batch=32)
-    assert llm.n_ctx() == 64
-    with pytest.raises(ValueError, match="the context holds 64") as raised:
-        llm("a " * 100)
-    assert isinstance(raised.value, ContextLengthError)
-    llm.close()
+    with Llama(model_path=DEMO, n_ctx=64, n_gpu_layers=-1, n_threads=1, use_mmap=True, n_batch=32) as llm:
+        assert llm.n_ctx() == 64
+        with pytest.raises(ValueError, match=r"the context holds 64: .* a larger n_ctx$") as raised:
+            llm("a " * 100)
+        assert isinstance(raised.value, ContextLengthError)
+    with pytest.raises(ClosedError):
+        llm("a")
     llm = Llama(model_path=DEMO, n_ctx=0)
     assert llm.n_ctx() == 1024
     llm.close()
@@ -245,6 +306,7 @@ def test_leaving_a_stream_stops_it(llm: Llama) -> None:
 @pytest.mark.parametrize(
     ("keyword", "value"),
     [
+        ("embedding", True),
         ("lora_path", "x.gguf"),
         ("vocab_only", True),
         ("rope_freq_base", 1e6),
@@ -260,7 +322,8 @@ def test_what_the_constructor_cannot_do_is_said_before_loading(keyword: str, val
     assert isinstance(raised.value, UsageError)
 
 
-def test_other_values_of_the_constructor() -> None:
+def test_other_values_of_the_constructor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("localllm.compat.gpu_memory", lambda device: 0)
     with pytest.warns(UserWarning, match="chat_format 'llama-2' has no effect"):
         Llama(DEMO, chat_format="llama-2", rope_freq_base=0.0, vocab_only=False).close()
     llm = Llama(DEMO, chat_format="chatml", type_k=8, type_v=8)
@@ -269,21 +332,31 @@ def test_other_values_of_the_constructor() -> None:
     llm.close()
     with pytest.raises(FileNotFoundError):
         Llama("missing.gguf")
-    with pytest.raises(TypeError, match="'n_thread': write threads="):
+    with pytest.warns(UserWarning, match="n_gpu_layers=35 has no effect: no GPU") as caught:
+        Llama(DEMO, n_gpu_layers=35).close()
+    assert caught[0].filename == __file__
+    for wrong in ({"n_ctx": "x"}, {"n_threads": 0}, {"n_gpu_layers": "all"}):
+        with pytest.raises(UsageError, match=f"^{next(iter(wrong))} is "):
+            Llama(DEMO, **wrong)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="'n_thread': did you mean 'n_threads'"):
         Llama(DEMO, n_thread=2)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"response_format": {"type": "xml"}}, "response_format is .* can only be 'text' or"),
-        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "weather"}}}, "tool_choice is "),
-        ({"grammar": object()}, "grammar is not available"),
+        ({"response_format": {"type": "xml"}}, "response_format is .* but types are only 'text', "),
+        ({"response_format": "json"}, "response_format is 'json', but must be a mapping such as"),
+        ({"tools": [{"x": 1}], "tool_choice": {"name": "f"}}, "tool_choice names 'f', which is not one of the tools"),
+        ({"top_k": "all"}, "top_k is 'all', but must be"),
+        ({"mirostat_mode": 1}, "mirostat_mode is 1, but must be"),
+        ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice is 'required': name the function"),
+        ({"stopping_criteria": [print]}, "stopping_criteria is not available"),
         ({"tfs_z": 0.5}, "tfs_z is not available"),
     ],
 )
 def test_what_a_chat_cannot_do(llm: Llama, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(NotAvailableError, match=message):
+    with pytest.raises(UsageError, match=message):
         llm.create_chat_completion(QUESTION, **options)
 
 
@@ -296,6 +369,8 @@ def test_what_else_cannot_be_done(llm: Llama) -> None:
     for bad in ({"temprature": 1}, {"stream_options": {}}):
         with pytest.raises(TypeError, match="unexpected keyword argument"):
             llm("a", **bad)
+    with pytest.raises(UsageError, match=r"must be bytes: give text\.encode"):
+        llm.tokenize("text")  # type: ignore[arg-type]
     for value in ({"top_k": "all"}, {"mirostat_mode": 1}, {"seed": "x"}, {"stop": [1]}):
         with pytest.raises(LocalLLMError):
             llm("a", **value)

@@ -65,8 +65,8 @@ def test_words_of_a_range_name_what_it_has() -> None:
         UsageError, match=r"^n_gpu_layers is -1, but must be .* at least 0, or None for as many as fit$"
     ):
         LoadOptions(n_gpu_layers=-1)
-    with pytest.raises(UsageError, match=r"^parallel is None, but must be a whole number of at least 1$"):
-        LoadOptions(parallel=None)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"^parallel is 0, but must be a whole number of at least 1$"):
+        LoadOptions(parallel=0)
 
 
 def test_minus_one_leaves_open_what_can_be_left_open() -> None:

@@ -11,6 +11,7 @@ import pytest
 
 import localllm
 from localllm import LLM
+from localllm.chat import CHATML
 from localllm.errors import GGUFError, ModelNotFoundError, UsageError
 from localllm.habits import THEIR_LOAD, THEIR_METHODS, THEIR_OPTIONS
 from localllm.options import Options
@@ -25,7 +26,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def llm(path: Path) -> Iterator[LLM]:
-    with localllm.load(path, device="reference", context=64) as llm:
+    with localllm.load(path, device="reference", context=64, chat_template=CHATML) as llm:
         yield llm
 
 
@@ -38,6 +39,8 @@ def llm(path: Path) -> Iterator[LLM]:
         ("verbose", "leave it out"),
         ("paralel", "did you mean 'parallel'?"),
         ("n_thread", "write threads="),
+        ("torch_dtype", "the file has its types"),
+        ("device_map", "write device="),
         ("xyzzy", "there are path, device, "),
     ],
 )
@@ -48,7 +51,14 @@ def test_keywords_of_load_that_are_not_there(keyword: str, hint: str) -> None:
 
 @pytest.mark.parametrize(
     ("keyword", "hint"),
-    [("stream", "call stream or stream_chat"), ("mirostat_mode", "write mirostat="), ("temp", "write temperature=")],
+    [
+        ("stream", "call stream or stream_chat"),
+        ("mirostat_mode", "write mirostat="),
+        ("temp", "write temperature="),
+        ("num_return_sequences", "give the prompt so many times to generate_many"),
+        ("system", "begin the messages with {'role': 'system'"),
+        ("xyzzy", "there are max_tokens, "),
+    ],
 )
 def test_keywords_of_generate_that_are_not_there(llm: LLM, keyword: str, hint: str) -> None:
     for call in (llm.generate, llm.chat, llm.stream, llm.generate_many):
@@ -61,6 +71,25 @@ def test_methods_that_are_not_there(llm: LLM) -> None:
         AttributeError, match=r"no attribute 'create_chat_completion': use LLM\.chat, .*compat\.Llama"
     ):
         llm.create_chat_completion([])
+    for name, hint in (
+        ("chat_stream", r"LLM\.chat, or"),
+        ("chat_many", r"LLM\.generate_many"),
+        ("eos_id", r"LLM\.tok"),
+    ):
+        with pytest.raises(AttributeError, match=f"^'LLM' object has no attribute {name!r}: use {hint}"):
+            getattr(llm, name)
+    for name in ("Llama", "pull", "generate"):
+        with pytest.raises(AttributeError, match=f"^module 'localllm' has no attribute {name!r}: use "):
+            getattr(localllm, name)
+    done = llm.generate("a", max_tokens=1)
+    with pytest.raises(
+        AttributeError, match=r"^'Completion' object has no attribute 'content': use Completion\.text$"
+    ):
+        done.content  # noqa: B018
+    with pytest.raises(TypeError, match=r"^an LLM cannot be called: use LLM\.generate"):
+        llm("a")  # type: ignore[operator]
+    with pytest.raises(TypeError, match=r"^a model is loaded by localllm\.load\('model\.gguf'\)"):
+        LLM("model.gguf")
     with pytest.raises(AttributeError, match=r"no attribute 'xyzzy'$"):
         llm.xyzzy()
     assert not hasattr(llm, "__len__")
@@ -83,6 +112,13 @@ def test_advice_names_what_is_there() -> None:
 def test_generate_points_to_generate_many(llm: LLM, prompts: Any) -> None:
     with pytest.raises(UsageError, match="give it to generate_many"):
         llm.generate(prompts)
+    with pytest.raises(UsageError, match="prompt is a list of messages: give it to chat"):
+        llm.generate([{"role": "user", "content": "a"}])  # type: ignore[list-item]
+
+
+def test_chat_wants_messages(llm: LLM) -> None:
+    with pytest.raises(ValueError, match=r"^messages must be a list of mappings, such as \[.*\], not 'Hello'$"):
+        llm.chat("Hello")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["missing.gguf", Path("missing.gguf"), "no/such", "~/missing.gguf", "x" * 40])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import inspect
+import json
 import math
 import threading
 from collections.abc import Callable, Iterator
@@ -435,6 +436,27 @@ def test_generate_many_is_generate_of_each(llm: LLM) -> None:
     assert list(llm.generate_many([])) == []
 
 
+def test_generate_many_answers_chats(llm: LLM) -> None:
+    chats = [[{"role": "user", "content": text}] for text in ("a", "b")]
+    given: dict[str, Any] = {"max_tokens": 3, "temperature": 0}
+    done = list(llm.generate_many([*chats, "a"], **given))
+    assert [each.ids for each in done] == [
+        each.ids for each in (*(llm.chat(chat, **given) for chat in chats), llm.generate("a", **given))
+    ]
+
+
+def test_a_completion_as_json(llm: LLM) -> None:
+    done = llm.generate("a", max_tokens=2, logprobs=1)
+    values = json.loads(json.dumps(done.to_dict()))
+    assert (values["text"], values["ids"]) == (done.text, list(done.ids))
+    assert values["usage"]["total_tokens"] == done.usage.total_tokens
+    assert values["timings"]["decode_tokens_per_s"] == done.timings.decode_tokens_per_s
+    assert done.logprobs is not None
+    assert [each["id"] for each in values["logprobs"]] == list(done.ids)
+    assert values["logprobs"][0]["top"] == [{"id": id_, "logprob": p} for id_, p in done.logprobs[0].top]
+    assert llm.generate("a", max_tokens=1).to_dict()["logprobs"] is None
+
+
 def test_generate_many_keeps_the_batch_full(tiny_path: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts are taken as others end; what ended early waits for its turn to be yielded."""
     monkeypatch.setattr("localllm.llm._AT_ONCE", 3)
@@ -823,8 +845,8 @@ def test_a_device_that_is_not_there_is_an_error(tiny_path: Path, name: str, monk
     [
         *({"context": 0}, {"context": True}, {"context": 1.5}, {"threads": 0}, {"threads": "2"}, {"parallel": 0}),
         *({"device": 5}, {"device": ["cpu"]}, {"isa": 2}, {"chat_template": 5}, {"progress": 5}),
-        *({"cache_type": "q4_0"}, {"cache_type": None}, {"cache_type": 8}),
-        *({"device": None}, {"draft_model": 5}, {"path": 5}, {"parallel": None}),
+        *({"cache_type": "q4_0"}, {"cache_type": 8}),
+        *({"device": 5}, {"draft_model": 5}, {"path": 5}, {"parallel": 0}),
     ],
 )
 def test_arguments_of_load_out_of_range(tiny_path: Path, arguments: dict[str, Any]) -> None:

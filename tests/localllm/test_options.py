@@ -41,7 +41,6 @@ def test_a_truncated_prompt_leaves_room_for_the_answer(llm: LLM, max_tokens: int
         {"ignore_eos": 1},
         {"overflow": "wrap"},
         {"overflow": ["error"]},
-        {"overflow": None},
         {"speculate": "always"},
         {"progress": 3},
         {"sampling": {"temperature": 0}},

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tests.helpers.backends import emulated_cuda, no_harness, shared_by_threads
+from tests.helpers.backends import BACKENDS, emulated_cuda, no_harness, shared_by_threads
 from tests.helpers.recorder import CPUOps, ReferenceOps
 from tests.helpers.run_model import Runner
 from tests.models.tiny import TINY, make_model, write
@@ -75,6 +75,14 @@ def test_the_reference_computes_what_transformers_does(name: str, tmp_path: Path
 def test_the_cpu_computes_what_transformers_does(name: str, tmp_path: Path) -> None:
     path = write(tmp_path / "model.gguf", TINY[name], model_of(name))
     check(name, Runner(path, shared_by_threads(CPUOps(threads=2))), 5e-3)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_a_gpu_computes_what_transformers_does(name: str, tmp_path: Path) -> None:
+    gpu = next((backend for backend in BACKENDS if backend.name == "cuda"), None)
+    if gpu is None:
+        pytest.skip("there is no GPU")
+    check(name, Runner(write(tmp_path / "model.gguf", TINY[name], model_of(name)), gpu.make()), 1e-2)
 
 
 @pytest.mark.skipif(no_harness() is not None, reason=no_harness() or "")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +35,7 @@ _FIRST_TRY = 64
 _CHUNK = 128
 
 #: Tokens that a draft model may have missed, for the time of its step to be that of any other.
-_FEW = 8
+FEW = 8
 
 #: Where a device finds the largest logits, a probability is that among so many: the rest adds little to it.
 _TOP_K = 64
@@ -49,7 +50,10 @@ class DraftModel:
     Attributes:
         runner: evaluates it.
         token_s: seconds that a draft takes; before it was measured, ``expected_cost`` steps of the large model.
+        kind: what requests ask for it by (``speculate``).
     """
+
+    kind: Literal["draft", "mtp"] = "draft"
 
     def __init__(self, runner: ModelRunner, *, expected_cost: float) -> None:
         self.runner = runner
@@ -58,6 +62,10 @@ class DraftModel:
 
     def token_s(self, cost: StepCost) -> float:
         return self._token_s or self._expected_cost * cost.single_s
+
+    def drafter(self, cost: StepCost, most: int) -> ModelDrafter:
+        """Drafts for one text: at most so many tokens a step of the large model, whose costs are given."""
+        return ModelDrafter(self, cost, most)
 
     def measured(self, seconds: float) -> None:
         self._token_s += (_WEIGHT if self._token_s else 1.0) * (seconds - self._token_s)
@@ -112,11 +120,15 @@ class ModelDrafter:
         self._rate = moved_rate(self._rate, n_right, then_wrong=n_right < len(came) or self._gave_up)
         if self._sequence is not None:
             # The last one drafted was not evaluated any more.
-            right = self._guess[: min(n_right, len(self._guess) - 1)]
-            if self._runner.cache.has_states:
-                self._runner.cache.go_back(self._sequence)
-            else:
-                self._runner.cache.append(self._sequence, right)
+            self._keep(self._guess[: min(n_right, len(self._guess) - 1)])
+
+    def _keep(self, right: Sequence[int]) -> None:
+        """Records drafts that were evaluated and right."""
+        assert self._sequence is not None
+        if self._runner.cache.has_states:
+            self._runner.cache.go_back(self._sequence)
+        else:
+            self._runner.cache.append(self._sequence, right)
 
     def _how_many(self, n_tokens: int, most: int) -> int:
         """How many tokens to draft.  Where it does not pay, a few after ever longer pauses, in case that changed."""
@@ -170,7 +182,7 @@ class ModelDrafter:
             if len(ids) == n:
                 break
             logits = runner.run([Chunk(sequence, [id_], 1, len(tokens) + len(ids) - 1)], _TOP_K)
-        if len(chunk) <= _FEW:
+        if len(chunk) <= FEW:
             self._model.measured((time.perf_counter() - begin) / max(1, len(ids) + self._gave_up))
         return ids
 

@@ -17,7 +17,13 @@ Suite = tuple[str, Sequence[str]]
 #: All of them.  Tests that run on every device there is have a parameter for the real one.
 SUITES: tuple[Suite, ...] = (
     ("kernels and models", ("tests/kernels/cuda", "-k", "real")),
-    ("operations", ("tests/kernels/test_ops.py", "-k", "cuda and not emulated")),
+    ("operations", ("tests/kernels", "--ignore", "tests/kernels/cuda", "-k", "cuda and not emulated")),
+    ("architectures", ("tests/models/test_transformers.py", "-k", "a_gpu")),
+)
+#: What compute-sanitizer, under which kernels take many times as long, runs.
+SANITIZED: tuple[Suite, ...] = tuple(
+    (name, (f"tests/kernels/cuda/test_{name}.py", "-k", "real"))
+    for name in ("attention", "matmul", "append", "elementwise", "experts", "quantise")
 )
 SANITIZER = "compute-sanitizer"
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
@@ -59,8 +65,9 @@ def _suite(name: str, command: Sequence[str], seconds: float) -> Row:
             timeout=seconds,
             check=False,
         )
-    except subprocess.TimeoutExpired:
-        return {"tests": name, "result": f"stopped after {seconds:.0f} s, with no result"}
+    except subprocess.TimeoutExpired as error:
+        said = error.stdout.decode(errors="replace").split("\n") if isinstance(error.stdout, bytes) else [""]
+        return {"tests": name, "result": f"stopped after {seconds:.0f} s: {' '.join(said)[-300:]}".strip()}
     lines = [line for line in done.stdout.splitlines() if line.strip()]
     row: Row = {"tests": name, "result": lines[-1].strip("= ") if lines else f"exit code {done.returncode}"}
     if done.returncode == _NO_TESTS:

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from localllm.kernels.backend import Batch, HostOutput
-from localllm.kernels.cuda.arena import Extent
 from localllm.kernels.cuda.cache import CUDACache
-from localllm.kernels.cuda.calls import Attention, Multiply
-from localllm.kernels.cuda.costs import BatchSizes, Cost
+from localllm.kernels.cuda.calls import BatchSizes, Cost, Extent
 from localllm.kernels.cuda.profile import call_seconds, hidden_states_kept, total_cost, watching
 from localllm.kernels.cuda.step import CUDAStep
 from localllm.kernels.graph import CacheType, KVCache, Matrix
@@ -47,16 +45,16 @@ DECODE, FLOAT_DECODE, PREFILL, ATTENTION_DECODE, ATTENTION_PREFILL = 0.7, 0.85, 
 
 @dataclass
 class Timed:
-    """Watches a step: times all of its calls of a type, then computes the batch as it should."""
+    """Watches a step: times all of its calls whose names begin so, then computes the batch as it should."""
 
     machine: Machine
-    kind: type
+    begins: str
     seconds: float = 0.0
-    cost: Cost | None = None
+    cost: Cost = field(default_factory=Cost)
     n: int = 0
 
     def run(self, step: CUDAStep, batch: Batch, extent: Extent) -> None:
-        chosen = [call for call in step.calls if isinstance(call, self.kind)]
+        chosen = [call for call in step.calls if call.name.startswith(self.begins)]
         machine = self.machine
         self.n, self.cost = len(chosen), total_cost(chosen, BatchSizes.of(batch))
         with hidden_states_kept(step):
@@ -68,7 +66,7 @@ class Timed:
 
     def row(self, wanted: float, error: float, tolerance: float, what: dict[str, Any]) -> Row:
         ceilings = self.machine.ceilings(0)
-        cost = self.cost or Cost()
+        cost = self.cost
         floor, seconds = (value / self.n for value in (cost.seconds(ceilings.copy, ceilings.rates), self.seconds))
         row = {
             **what,
@@ -117,7 +115,7 @@ def _products(machine: Machine, format: GGMLType, name: str, n_outs: Sequence[in
     step = ops.compile(forward, cache, max_tokens=most, max_outputs=1)
     for n in machine.sizes.rows:
         x = _repeated(np.random.default_rng(n).normal(0, 1, (min(n, DIFFERENT), n_in)).astype(np.float32), n)
-        timed = Timed(machine, Multiply)
+        timed = Timed(machine, "linear")
         with watching(timed):
             y = step.run(make_batch([([0] * n, 0, range(cache.n_pages))], [0]), HostOutput(x)).rows()
         error = _product_error(y, x, pool, format)
@@ -160,8 +158,8 @@ def attention(machine: Machine) -> Iterator[Row]:
     for cache_type in ("f16", "q8_0"):
         for n_sequences, length in machine.sizes.decode:
             yield _attention(machine, cache_type, n_sequences, 1, length)
-        for n in machine.sizes.prefill:
-            yield _attention(machine, cache_type, 1, n, n)
+        for n, length in (*((n, n) for n in machine.sizes.prefill), *machine.sizes.chunks):
+            yield _attention(machine, cache_type, 1, n, length)
         gc.collect()
 
 
@@ -185,7 +183,7 @@ def _attention(machine: Machine, cache_type: CacheType, n_sequences: int, n: int
     keys, values = _fill(cache.made)
     q = np.random.default_rng(3).normal(0, 1, (n_tokens, n_heads * head_dim)).astype(np.float32)
     parts = [([0] * n, length - n, range(s * pages, (s + 1) * pages)) for s in range(n_sequences)]
-    timed = Timed(machine, Attention)
+    timed = Timed(machine, "attention")
     with watching(timed):
         y = step.run(make_batch(parts, [0]), HostOutput(q)).rows()
     last = n_tokens - 1
@@ -199,7 +197,7 @@ def _attention(machine: Machine, cache_type: CacheType, n_sequences: int, n: int
         ]
     )
     error = _relative_error(y[last, : CHECKED_HEADS * head_dim], expected)
-    name = f"attention, {n_sequences} x 1 at {length}" if n == 1 else f"attention, a prompt of {n}"
+    name = f"attention, {n_sequences} x 1 at {length}" if n == 1 else f"attention, {n} tokens up to {length}"
     what = {"kernel": name, "format": cache_type, "rows": n_tokens}
     wanted = ATTENTION_DECODE if n == 1 else ATTENTION_PREFILL
     return timed.row(wanted, error, ATTENTION_TOLERANCE[cache_type], what)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import platform
 import subprocess
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
+
+import numpy as np
 
 import localllm
 from localllm.cli.bench_profile import DeviceCeilings
@@ -21,8 +24,11 @@ from localllm.kernels.cuda import roofline
 from localllm.kernels.cuda.backend import CUDABackend
 from localllm.kernels.cuda.cupy_driver import open_driver
 from localllm.kernels.cuda.driver import Driver
+from localllm.kernels.cuda.roofline import Stopwatch
 from localllm.llm import LLM
 from localllm.quant.types import GGMLType
+from tests.benchmarks.gpu import layers
+from tests.benchmarks.gpu.layers import Layer
 from tests.benchmarks.gpu.sections import Row
 from tests.helpers.synthetic import SHAPES, Shape
 
@@ -30,6 +36,8 @@ if TYPE_CHECKING:
     from tests.cuda_on_cpu.emulated_driver import EmulatedDriver
 
 T = GGMLType
+#: Launches of a forward pass of 32 layers.
+_GAPS = 356
 
 
 @dataclass(frozen=True)
@@ -44,8 +52,11 @@ class Sizes:
         heads: query heads, key heads, and values of each.
         decode: sequences and their length, of attention.
         prefill: tokens of a prompt, of attention.
+        chunks: tokens at the end of a sequence, and its length.
+        layers: other kinds of layers: the width of their input, and what records one.
+        batches: sequences, tokens of each, and their length, for those.
         model, file_types: of whole models.
-        prompts, generated, depth, sequences: what whole models do.
+        prompts, generated, depth, sequences, replays: what whole models do.
         transferred: bytes of a copy between devices, or over the bus.
     """
 
@@ -56,12 +67,16 @@ class Sizes:
     heads: tuple[int, int, int]
     decode: tuple[tuple[int, int], ...]
     prefill: tuple[int, ...]
+    chunks: tuple[tuple[int, int], ...]
+    layers: Mapping[str, tuple[int, Layer]]
+    batches: tuple[tuple[int, int, int], ...]
     model: Shape
     file_types: tuple[str, ...]
     prompts: tuple[int, ...]
     generated: int
     depth: int
     sequences: int
+    replays: int
     transferred: int
 
 
@@ -74,17 +89,33 @@ FULL = Sizes(
         ("gate+up", (14336, 14336), 4096),
         ("down", (4096,), 14336),
     ),
-    rows=(1, 2, 4, 8, 32, 512, 2048),
+    rows=(1, 2, 4, 8, 32, 64, 128, 512, 2048),
     copied=512 << 20,
     heads=(32, 8, 128),
     decode=((1, 512), (1, 4096), (1, 32768), (8, 4096), (32, 1024)),
     prefill=(512, 2048, 16384),
+    chunks=((512, 4096), (512, 32768)),
+    layers={
+        "DeepSeek V2 Lite's attention": (
+            2048,
+            partial(layers.latent_attention, n_heads=16, key_dim=128, value_dim=128, n_rotated=64, latent=512),
+        ),
+        "gpt-oss's attention": (
+            2880,
+            partial(layers.attention, n_heads=64, n_kv_heads=8, dim=64, window=128),
+        ),
+        "Qwen 3 Next's delta net": (2048, partial(layers.delta_net, n_key_heads=16, n_heads=32, dim=128)),
+        "Mamba 2's scan": (2048, partial(layers.scan, n_heads=64, dim=64, state_dim=128)),
+        "Qwen 3's experts": (2048, partial(layers.mixture, n_experts=128, k=8, n_ff=768)),
+    },
+    batches=((1, 1, 4096), (32, 1, 1024), (1, 512, 4096)),
     model=SHAPES["llama-8b"],
     file_types=("q4_0", "q4_k_m", "q8_0", "f16"),
     prompts=(512, 4096),
     generated=64,
     depth=512,
     sequences=32,
+    replays=1000,
     transferred=1 << 28,
 )
 #: For emulated devices, whose kernels are slow.
@@ -96,12 +127,16 @@ TINY = Sizes(
     heads=(4, 2, 16),
     decode=((1, 70),),
     prefill=(20,),
+    chunks=(),
+    layers={"delta net": (64, partial(layers.delta_net, n_key_heads=2, n_heads=4, dim=16))},
+    batches=((1, 2, 5),),
     model=Shape("llama", 2, 64, 192, 4, 2, 300, 256, 10_000.0, 1e-5, tied=False),
     file_types=("q4_0",),
     prompts=(20,),
     generated=2,
     depth=5,
     sequences=2,
+    replays=3,
     transferred=1 << 12,
 )
 
@@ -152,7 +187,7 @@ class Machine:
 def real(scratch: Path) -> Iterator[Machine]:
     """This machine's GPUs.  DeviceError where there is none."""
     driver = open_driver()
-    yield Machine(driver, FULL, scratch, lambda driver, device: CUDABackend(driver, device, compiles_ahead=False))
+    yield Machine(driver, FULL, scratch, CUDABackend)
 
 
 @contextmanager
@@ -231,6 +266,7 @@ def ceilings(machine: Machine) -> Iterator[Row]:
         yield {"device": name, "what": "read", "B/s": most.read}
         for kind, rate in most.rates.items():
             yield {"device": name, "what": f"mma.sync, {kind}", "FLOP/s": rate}
+        yield {"device": name, "what": f"launch of a kernel in a graph of {_GAPS}", "us": 1e6 * _gap(machine, device)}
         yield from _bus(machine, device)
     if not machine.is_emulated and (rate := _library_rate()) is not None:
         yield {
@@ -240,9 +276,26 @@ def ceilings(machine: Machine) -> Iterator[Row]:
         }
 
 
-def _bus(machine: Machine, device: int) -> Iterator[Row]:
-    from localllm.kernels.cuda.timing import Stopwatch
+def _gap(machine: Machine, device: int) -> float:
+    """Seconds from one kernel of a graph to the next, where they have next to nothing to do."""
+    driver = machine.driver
+    stream, memory = driver.stream(device), driver.allocate(device, 1 << 10)
+    module = driver.load_module(device, "elementwise")
+    driver.fill(memory, 0, stream)  # a header of no rows
+    arguments = [memory, memory, *(np.int32(32),) * 3, memory, *(np.int32(32),) * 2]
 
+    def launch() -> None:
+        driver.launch(module, "copy_heads", (1, 1), (32,), arguments, stream)
+
+    launch()
+    driver.begin_capture(stream)
+    for _ in range(_GAPS):
+        launch()
+    graph = driver.end_capture(stream)
+    return Stopwatch(driver, stream, machine.repetitions).seconds(lambda: driver.replay(graph, stream)) / _GAPS
+
+
+def _bus(machine: Machine, device: int) -> Iterator[Row]:
     driver, n = machine.driver, machine.sizes.transferred
     stream, memory, host = driver.stream(device), driver.allocate(device, n), driver.pinned(n)
     host[:] = 1

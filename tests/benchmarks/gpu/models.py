@@ -15,6 +15,7 @@ from localllm.cli.bench_profile import DeviceProfile
 from localllm.cli.bench_work import Test
 from localllm.kernels.cpu.host import usable_cpus
 from localllm.kernels.cuda.profile import BusyTime, watching
+from localllm.kernels.cuda.roofline import Stopwatch
 from localllm.llm import LLM
 from tests.benchmarks.gpu.kernels import DECODE, FLOAT_DECODE, PREFILL
 from tests.benchmarks.gpu.machine import Machine, Sizes
@@ -32,10 +33,8 @@ def largest_file(sizes: Sizes) -> int:
 
 
 def models(machine: Machine) -> Iterator[Row]:
-    """A model in each file type; the first one against the CPU too."""
-    for i, file_type in enumerate(machine.sizes.file_types):
-        if not i:
-            yield _against_the_cpu(machine, file_type)
+    """A model in each file type; at last the first one against the CPU, whose kernels take long to compile."""
+    for file_type in machine.sizes.file_types:
         path, begin = machine.scratch / f"{file_type}.gguf", time.monotonic()
         try:
             random_gguf(path, machine.sizes.model, file_type, repeat_layers=True)
@@ -43,6 +42,7 @@ def models(machine: Machine) -> Iterator[Row]:
             yield from _model(machine, path, file_type)
         finally:
             path.unlink(missing_ok=True)
+    yield _against_the_cpu(machine, machine.sizes.file_types[0])
 
 
 def _against_the_cpu(machine: Machine, file_type: str) -> Row:
@@ -73,7 +73,9 @@ def _model(machine: Machine, path: Path, file_type: str) -> Iterator[Row]:
     with machine.load(path, "cuda:0", context=context) as llm:
         seconds = time.monotonic() - begin
         yield {"model": file_type, "test": "loaded", "s": seconds, "achieved": path.stat().st_size / seconds}
+        free = machine.driver.memory_info(0).free
         yield _check_text(llm, file_type, sizes.generated)
+        yield _check_replays(llm, file_type, sizes.replays)
         tests = [*(Test("pp", n, 0) for n in sizes.prompts), Test("tg", sizes.generated, sizes.depth)]
         for test in tests:
             measured = measure(llm, test, min(3, machine.repetitions))
@@ -81,6 +83,8 @@ def _model(machine: Machine, path: Path, file_type: str) -> Iterator[Row]:
         for test in tests[-2:]:
             for found in profile(llm, test, {"cuda:0": machine.ceilings(0)}):
                 yield from _profiled(file_type, found)
+        taken = (free - machine.driver.memory_info(0).free) / 1e6
+        yield {"model": file_type, "test": "memory taken beside the plan, by modules and graphs", "MB": taken}
     yield from _together(machine, path, file_type)
     yield from _llama_cpp(machine, path, file_type)
 
@@ -98,6 +102,18 @@ def _check_text(llm: LLM, file_type: str, n: int) -> Row:
     }
     if not is_same:
         row["fault"] = f"{file_type}: tokens that are decoded are not those of a prefill"
+    return row
+
+
+def _check_replays(llm: LLM, file_type: str, n: int) -> Row:
+    """One token evaluated again and again, in replays of a graph: the same bits."""
+    ids = _ids(llm, CHECKED)
+    llm.logits(ids, last=1)
+    first = llm.logits(ids, last=1)  # of one token, as those to come
+    n_other = sum(not np.array_equal(llm.logits(ids, last=1), first) for _ in range(n))
+    row: Row = {"model": file_type, "test": f"{n} replays, the same bits", "error": n_other}
+    if n_other:
+        row["fault"] = f"{file_type}: {n_other} of {n} replays gave other logits"
     return row
 
 
@@ -204,8 +220,6 @@ def several(machine: Machine) -> Iterator[Row]:
 
 
 def _peer_copies(machine: Machine) -> Iterator[Row]:
-    from localllm.kernels.cuda.timing import Stopwatch
-
     driver, n = machine.driver, machine.sizes.transferred
     for source, target in ((0, 1), (1, 0)):
         what = f"copy from cuda:{source} to cuda:{target}"
@@ -220,11 +234,11 @@ def _peer_copies(machine: Machine) -> Iterator[Row]:
         seconds = Stopwatch(driver, stream, machine.repetitions).seconds(
             lambda a=a, b=b, s=stream: driver.copy(b, a, s)
         )
-        last = np.zeros(16, np.uint8)
-        driver.download(last, b.at(n - 16, 16), stream)
+        arrived = np.zeros(n, np.uint8)
+        driver.download(arrived, b, stream)
         driver.synchronize(stream)
         row: Row = {"what": what, "B/s": n / seconds}
-        if not (last == 7).all():
+        if not (arrived == 7).all():
             row["fault"] = f"{what}: the bytes did not arrive"
         yield row
 

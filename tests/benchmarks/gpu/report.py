@@ -32,11 +32,9 @@ def _table(found: Found) -> str:
     return "\n".join("| " + " | ".join(cell.replace("|", "/") for cell in line) + " |" for line in lines)
 
 
-def write(folder: Path, head: dict[str, str], results: Sequence[Found]) -> tuple[Path, Path]:
-    """Writes both files; returns their paths."""
+def write(folder: Path, head: dict[str, str], results: Sequence[Found]) -> None:
+    """Writes both files."""
     folder.mkdir(parents=True, exist_ok=True)
-    text, numbers = folder / "gpu.md", folder / "gpu.json"
-    text.write_text(markdown(head, results), encoding="utf-8")
+    (folder / "gpu.md").write_text(markdown(head, results), encoding="utf-8")
     content: dict[str, Any] = {**head, "sections": [asdict(found) for found in results]}
-    numbers.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    return text, numbers
+    (folder / "gpu.json").write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

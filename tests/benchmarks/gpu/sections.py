@@ -36,18 +36,17 @@ class Section:
 
     Attributes:
         find: yields rows; called with the seconds that it may take.
-        seconds: that it may take.  The row at hand is finished, then the rest is left out.
+        share: how much of the time is its, beside those of the sections behind it, which get what it leaves.
     """
 
     title: str
     find: Callable[[float], Iterator[Row]]
-    seconds: float
+    share: float
 
 
-def run(section: Section, seconds_left: float, show: Callable[[str], None]) -> Found:
-    """Runs a section for as long as it may."""
+def run(section: Section, seconds: float, show: Callable[[Found], None]) -> Found:
+    """Runs a section for so long: the row at hand is finished, then the rest is left out."""
     found, begin = Found(section.title), time.monotonic()
-    seconds = min(section.seconds, seconds_left)
     if seconds <= 0:
         found.note = "left out: the time of the whole run was over"
         return found
@@ -56,7 +55,7 @@ def run(section: Section, seconds_left: float, show: Callable[[str], None]) -> F
             if fault := row.get("fault"):
                 found.faults.append(fault)
             found.rows.append(row)
-            show(line(row))
+            show(found)
             if time.monotonic() - begin > seconds:
                 found.note = f"stopped after {seconds:.0f} s: the rest was left out"
                 break
@@ -69,14 +68,26 @@ def run(section: Section, seconds_left: float, show: Callable[[str], None]) -> F
     return found
 
 
-def run_all(sections: Sequence[Section], seconds: float, show: Callable[[str], None]) -> list[Found]:
-    """Runs them one after the other, in so many seconds in all."""
-    end, results = time.monotonic() + seconds, []
-    for section in sections:
+def run_all(
+    sections: Sequence[Section],
+    seconds: float,
+    show: Callable[[str], None],
+    save: Callable[[Sequence[Found]], None],
+) -> list[Found]:
+    """Runs them one after the other, in so many seconds in all; saves what was found after each row."""
+    end, results = time.monotonic() + seconds, list[Found]()
+
+    def found_more(found: Found) -> None:
+        show(line(found.rows[-1]))
+        save([*results, found])
+
+    for i, section in enumerate(sections):
         show(f"\n## {section.title}")
-        results.append(run(section, end - time.monotonic(), show))
+        part = section.share / sum(each.share for each in sections[i:])
+        results.append(run(section, part * (end - time.monotonic()), found_more))
         if results[-1].note:
             show(results[-1].note)
+        save(results)
         if results[-1].is_interrupted:
             break
     return results

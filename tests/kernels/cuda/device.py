@@ -10,9 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.kernels.cuda import matmul
-from localllm.kernels.cuda.driver import DeviceMemory, Driver
-from localllm.kernels.cuda.launch import Launch
-from localllm.kernels.cuda.matmul import PackedFormat, Product
+from localllm.kernels.cuda.driver import DeviceMemory, Driver, Launch
+from localllm.kernels.cuda.matmul import PackedFormat, Product, ProductLimits
 from localllm.quant.lut import KernelType
 
 Floats = NDArray[np.float32]
@@ -27,10 +26,10 @@ class Device:
 
     def __init__(self, driver: Driver, tile_rows: Sequence[int] = matmul.TILE_ROWS) -> None:
         self.driver = driver
-        self.tile_rows = tile_rows
         self.stream = driver.stream(0)
         properties = driver.properties(0)
         self.capability, self.shared_bytes = properties.capability, properties.shared_bytes
+        self.limits = ProductLimits(self.capability, self.shared_bytes, tuple(tile_rows))
 
     def upload(self, array: NDArray[Any]) -> DeviceMemory:
         memory, contiguous = self.empty(array.nbytes), np.ascontiguousarray(array)
@@ -116,9 +115,7 @@ def multiply(
         [w.n_out for w in weights],
         n_in,
         n_rows,
-        capability=device.capability,
-        shared_bytes=device.shared_bytes,
-        tile_rows=device.tile_rows,
+        device.limits,
     )
     products = [
         Product(

@@ -19,9 +19,8 @@ from pathlib import Path
 
 from localllm.kernels.cuda import matmul
 from localllm.kernels.cuda.attention import Variant, choose_variant
-from localllm.kernels.cuda.driver import Defines
-from localllm.kernels.cuda.launch import Launch
-from localllm.kernels.cuda.matmul import PACKED_FORMATS
+from localllm.kernels.cuda.driver import Defines, Launch
+from localllm.kernels.cuda.matmul import PACKED_FORMATS, ProductLimits
 from localllm.kernels.cuda.module import flat_source
 from localllm.kernels.graph import CACHE_TYPES, CacheType
 from localllm.quant.lut import KernelType
@@ -88,18 +87,17 @@ def _of_format(type: KernelType, architecture: int) -> Iterator[Case]:
         matmul.embed_launch(format, 8),
         matmul.quantise_launch(format, 4096, 8),
     ]
-    shared = SHARED_BYTES[architecture]
+    limits = ProductLimits(capability, SHARED_BYTES[architecture])
     for rows in sorted({format.input_rows(n) for n in ROWS}):
-        device = {"capability": capability, "shared_bytes": shared}
-        launches.append(matmul.product_launch(format, [4096], 4096, rows, **device))
+        launches.append(matmul.product_launch(format, [4096], 4096, rows, limits))
         if rows in (1, 8, 64):
-            launches.append(matmul.product_launch(format, [512], 512, rows, **device, n_heads=16))
+            launches.append(matmul.product_launch(format, [512], 512, rows, limits, n_heads=16))
     for rows in (8, 64) if capability >= matmul.TENSOR_CORES else (8,):
         for n in (1, 512):
             sizes = [4096], 4096, n, n, n, rows
-            launches.append(matmul.expert_launch(format, *sizes, capability=capability, shared_bytes=shared))
+            launches.append(matmul.expert_launch(format, *sizes, limits))
     for launch in launches:
-        yield Case(_name(launch), launch.kernel, architecture, launch.defines)
+        yield Case(_name(launch), launch.module, architecture, launch.defines)
 
 
 def _name(launch: Launch) -> str:

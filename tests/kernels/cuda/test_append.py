@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from localllm.kernels.cuda.cache import PAGE, CacheLayout, Part, append_defines
-from localllm.kernels.cuda.rope import phases
+from localllm.kernels.cuda.calls import phases
 from localllm.kernels.graph import CacheType, KVCache, Rope
 from localllm.kernels.reference import in_q8_0, in_range
 from tests.cuda_on_cpu import build, nvrtc

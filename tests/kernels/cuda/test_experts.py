@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 from localllm.errors import KernelError
 from localllm.kernels.cuda import matmul
-from localllm.kernels.cuda.arena import Mixture
 from localllm.kernels.cuda.backend import CUDABackend
-from localllm.kernels.cuda.experts import MAX_CHOSEN, MAX_EXPERTS
-from localllm.kernels.cuda.matmul import PACKED_FORMATS
+from localllm.kernels.cuda.calls import Mixture
+from localllm.kernels.cuda.lowering import MAX_CHOSEN, MAX_EXPERTS
+from localllm.kernels.cuda.matmul import PACKED_FORMATS, ProductLimits
 from localllm.quant.types import GGMLType
 from tests.cuda_on_cpu.emulated_driver import EmulatedDriver
 from tests.cuda_on_cpu.module import ORDERS, Order
@@ -168,7 +168,7 @@ def test_a_format_has_a_kernel_for_any_number_of_tokens(type: GGMLType) -> None:
     format = PACKED_FORMATS[type]
     for n_tokens, product_rows in ((1, 8), (4, 8), (5, 8), (100, 8), (500, 64), (4, 64)):
         launch = matmul.expert_launch(
-            format, [64], 256, n_tokens, 2 * n_tokens, 99, product_rows, capability=(9, 0), shared_bytes=227 << 10
+            format, [64], 256, n_tokens, 2 * n_tokens, 99, product_rows, ProductLimits((9, 0), 227 << 10)
         )
         if type is T.F32 or (n_tokens <= 4 and not format.is_tensor_float):
             assert (launch.kernel, launch.grid) == ("matvec_experts", (2 * n_tokens, 2))

@@ -18,11 +18,11 @@ import pytest
 from numpy.typing import NDArray
 
 from localllm.kernels.cuda import matmul
-from localllm.kernels.cuda.arena import Mixture
 from localllm.kernels.cuda.attention import Heads, Variant, choose_variant
 from localllm.kernels.cuda.cache import append_defines
+from localllm.kernels.cuda.calls import Mixture
 from localllm.kernels.cuda.driver import Defines
-from localllm.kernels.cuda.matmul import PACKED_FORMATS
+from localllm.kernels.cuda.matmul import PACKED_FORMATS, ProductLimits
 from localllm.kernels.cuda.module import FOLDER
 from localllm.kernels.cuda.roofline import KINDS, CUDARoofline, Kind
 from localllm.kernels.graph import KVCache, Rope
@@ -108,8 +108,8 @@ def product(type: GGMLType, n_tokens: int) -> Case:
         weights = load(device, random_rows(type, N_OUT, N_IN), type, N_IN)
         return multiply(device, random(n_tokens, N_IN), [weights])[0]
 
-    device: dict[str, Any] = {"capability": (8, 0), "shared_bytes": 99 << 10, "tile_rows": (TILE_ROWS,)}
-    launch = matmul.product_launch(PACKED_FORMATS[type], [N_OUT], N_IN, n_tokens, **device)
+    limits = ProductLimits((8, 0), 99 << 10, (TILE_ROWS,))
+    launch = matmul.product_launch(PACKED_FORMATS[type], [N_OUT], N_IN, n_tokens, limits)
     return Case(launch.kernel, launch.kernel, launch.defines, run)
 
 
@@ -186,10 +186,10 @@ def mixture(kernel: str, module: str, n_tokens: int, defines: Defines) -> Case:
 
 def expert_product(kernel: str) -> Case:
     n = BATCHES[kernel]
-    device: dict[str, Any] = {"capability": (8, 0), "shared_bytes": 99 << 10, "tile_rows": (TILE_ROWS,)}
+    limits = ProductLimits((8, 0), 99 << 10, (TILE_ROWS,))
     rows = TILE_ROWS if kernel == "matmul_experts" else 8
-    launch = matmul.expert_launch(PACKED_FORMATS[T.Q4_0], [N_FF, N_FF], D, n, K * n, 99, rows, **device)
-    return mixture(kernel, launch.kernel, n, launch.defines)
+    launch = matmul.expert_launch(PACKED_FORMATS[T.Q4_0], [N_FF, N_FF], D, n, K * n, 99, rows, limits)
+    return mixture(kernel, launch.module, n, launch.defines)
 
 
 def soft_capped(device: Device) -> Array:

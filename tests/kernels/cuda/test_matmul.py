@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from localllm.errors import KernelError
 from localllm.kernels.cuda import matmul
-from localllm.kernels.cuda.launch import Launch
-from localllm.kernels.cuda.matmul import PACKED_FORMATS, product_launch
+from localllm.kernels.cuda.driver import Launch
+from localllm.kernels.cuda.matmul import PACKED_FORMATS, ProductLimits, product_launch
 from localllm.quant.lut import LUT_E2M1_32, LUT_IQ1_16, KernelType, LUTType
 from localllm.quant.types import BLOCK_SIZES, GGMLType
 from tests.cuda_on_cpu import build, nvrtc
@@ -225,7 +225,7 @@ H100: dict[str, Any] = {"capability": (9, 0), "shared_bytes": 227 << 10}
 
 
 def launch_of(type: KernelType, n_outs: Sequence[int], n_rows: int, **device: Any) -> Launch:
-    return product_launch(PACKED_FORMATS[type], n_outs, 4096, n_rows, **(H100 | device))
+    return product_launch(PACKED_FORMATS[type], n_outs, 4096, n_rows, ProductLimits(**(H100 | device)))
 
 
 def test_which_kernel_multiplies() -> None:

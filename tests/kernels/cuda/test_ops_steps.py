@@ -11,12 +11,10 @@ import pytest
 
 from localllm.errors import KernelError
 from localllm.kernels.backend import HostOutput, Step
-from localllm.kernels.cuda import arena, cupy_driver
+from localllm.kernels.cuda import calls, cupy_driver
 from localllm.kernels.cuda import step as steps
-from localllm.kernels.cuda.arena import Inputs
 from localllm.kernels.cuda.backend import CUDABackend
-from localllm.kernels.cuda.calls import Gate, Norm
-from localllm.kernels.cuda.driver import DeviceMemory
+from localllm.kernels.cuda.calls import Inputs
 from localllm.kernels.graph import Matrix
 from localllm.quant.types import GGMLType
 from tests.cuda_on_cpu import fake_cupy
@@ -128,7 +126,7 @@ def test_where_parts_of_attention_take_too_much_memory_nothing_is_split(
     path = small(tmp_path, num_hidden_layers=1)
     pages = [3, 1, 7, 0, 6]
     at_once = Runner(path, emulated_cuda(), 8).run((IDS[:290], 0, pages))
-    monkeypatch.setattr(arena, "MAX_PARTIAL_BYTES", 1 << 8)
+    monkeypatch.setattr(calls, "MAX_PARTIAL_BYTES", 1 << 8)
     driver, ops = watched()
     runner = Runner(path, ops, 8)
     runner.run((IDS[:285], 0, pages), outputs=[])
@@ -200,21 +198,20 @@ def test_what_the_backend_asks_of_cupy(tmp_path: Path, monkeypatch: pytest.Monke
 # -- Memory --------------------------------------------------------------------------------------------------------
 
 
-def overlap(a: DeviceMemory, b: DeviceMemory) -> bool:
-    return a.address < b.address + b.n_bytes and b.address < a.address + a.n_bytes
-
-
 @pytest.mark.parametrize("max_tokens", [1, 7, 32, 512])
 def test_integers_of_a_norm_or_gate_lie_apart_from_what_it_reads(tmp_path: Path, max_tokens: int) -> None:
     ops = CUDABackend(KernellessDriver(), 0, compiles_ahead=False)
     step = Runner(small(tmp_path), ops, 4, max_tokens).step
-    fused = [call for call in step.calls if isinstance(call, Norm | Gate) and isinstance(call.y, Inputs)]
+    fused = [call for call in step.calls if call.name in ("norm + quantise", "gate + quantise")]
     assert len(fused) == 3 * 3 + 1
     for call in fused:
-        assert isinstance(call.y, Inputs)
-        for rows in [call.x] if isinstance(call, Norm) else [call.gate, call.up]:
-            assert not overlap(rows.memory, call.y.units)
-            assert not overlap(rows.memory, call.y.scales)
+        written = [x.buffer for x in call.operands if isinstance(x, Inputs)]
+        read = [buffer for buffer in call.buffers if buffer not in written]
+        assert len(written) == 1
+        assert read
+        for buffer in read:
+            apart = buffer.offset + buffer.n_bytes, written[0].offset + written[0].n_bytes
+            assert apart[0] <= written[0].offset or apart[1] <= buffer.offset
 
 
 @needs_harness

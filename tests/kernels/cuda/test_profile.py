@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from localllm.kernels.cuda.backend import CUDABackend
-from localllm.kernels.cuda.costs import BatchSizes, Cost, cost, describe
-from localllm.kernels.cuda.profile import BusyTime, Profiler, total_cost, watching
+from localllm.kernels.cuda.calls import BatchSizes, Cost
+from localllm.kernels.cuda.profile import BusyTime, Profiler, watching
 from localllm.quant.types import GGMLType
 from tests.cuda_on_cpu.emulated_driver import EmulatedDriver
 from tests.helpers import tiny_models
@@ -146,17 +146,6 @@ def test_the_floor_is_the_longer_of_two_times() -> None:
     assert Cost(200, 100, "f16").seconds(100.0, rates) == 10
     assert Cost(200, 100).seconds(100.0, rates) == 2
     assert Cost(1, 2) + Cost(3, 4, "f16") == Cost(4, 6, "f16")
-
-
-def test_an_operation_that_nobody_counted() -> None:
-    class Novelty:
-        def launches(self, extent: object) -> list[object]:
-            return []
-
-    sizes = BatchSizes(1, 1, ((1, 1),))
-    assert describe(Novelty()) == "novelty"
-    assert cost(Novelty(), sizes) is None
-    assert total_cost([Novelty()], sizes) is None
 
 
 @pytest.mark.parametrize("watch", [BusyTime, lambda: Profiler(repetitions=1, least_launches=2)], ids=["busy", "all"])

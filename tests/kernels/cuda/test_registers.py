@@ -15,16 +15,22 @@ from tests.cuda_on_cpu.nvrtc import Resources
 from tests.kernels.cuda.registers import BUDGETS, Budgets, Case, everything, problems
 
 CASES = everything()
-MODULES = sorted(path.stem for path in FOLDER.glob("*.cu"))
+#: Modules, with and without the matrices of experts.
+MODULES = sorted({(case.module, "EXPERTS" in case.defines) for case in CASES})
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_registers(module: str) -> None:
+def test_every_module_has_cases() -> None:
+    assert {module for module, _ in MODULES} == {path.stem for path in FOLDER.glob("*.cu")}
+
+
+@pytest.mark.parametrize("module", MODULES, ids=str)
+def test_registers(module: tuple[str, bool]) -> None:
     if reason := nvrtc.missing():
         pytest.skip(reason)
-    architectures = sorted({c.architecture for c in CASES if c.module == module})  # some begin with sm_80
+    cases = [c for c in CASES if (c.module, "EXPERTS" in c.defines) == module]
+    architectures = sorted({c.architecture for c in cases})  # some begin with sm_80
     architecture = architectures[MODULES.index(module) % len(architectures)]
-    case = max((c for c in CASES if (c.module, c.architecture) == (module, architecture)), key=lambda c: c.name)
+    case = max((c for c in cases if c.architecture == architecture), key=lambda c: c.name)
     budgets: Budgets = json.loads(BUDGETS.read_text())
     found = case.resources()
     assert set(found) == set(budgets[case.name])

@@ -9,8 +9,7 @@ from numpy.typing import NDArray
 from localllm.errors import DeviceError, KernelError
 from localllm.kernels.cuda.cupy_driver import open_driver
 from localllm.kernels.cuda.module import flat_source
-from localllm.kernels.cuda.roofline import CHAINS, KINDS, PERIOD, CUDARoofline, Kind, operands
-from localllm.kernels.cuda.timing import Stopwatch
+from localllm.kernels.cuda.roofline import CHAINS, KINDS, PERIOD, CUDARoofline, Kind, Stopwatch, operands
 from tests.cuda_on_cpu import build, nvrtc
 from tests.cuda_on_cpu.emulated_driver import EmulatedDriver
 

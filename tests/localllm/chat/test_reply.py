@@ -1,11 +1,11 @@
-"""Calls of tools in replies, whatever the pieces that a reply comes in."""
+"""What models of all families write, taken apart, whatever the pieces that it comes in."""
 
 from __future__ import annotations
 
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localllm.chat.reply import ReplyParser, ToolCall
@@ -27,8 +27,75 @@ TAGS = (
     "</tool_call>"
 )
 
+ARGUMENTS = '{"a": 1, "note": "x, {y: 2}\\n\\"z\\""}'
+BOTH = json.loads(ARGUMENTS)
+NOTE = BOTH["note"]
+
+#: A call as each family writes it.
+FAMILIES = {
+    "hermes": f'<tool_call>\n{{"name": "add", "arguments": {ARGUMENTS}}}\n</tool_call>',
+    "qwen coder, nemotron 3": "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=note>\n"
+    f"{NOTE}\n</parameter>\n</function>\n</tool_call>",
+    "nemotron 2": f'<TOOLCALL>[{{"name": "add", "arguments": {ARGUMENTS}}}]</TOOLCALL>',
+    "glm 4.6": f"<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n<arg_key>note</arg_key>\n"
+    f"<arg_value>{NOTE}</arg_value>\n</tool_call>",
+    "glm 4.7": f"<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value><arg_key>note</arg_key>"
+    f"<arg_value>{NOTE}</arg_value></tool_call>",
+    "minimax m1": f'<tool_calls>\n{{"name": "add", "arguments": {ARGUMENTS}}}\n</tool_calls>',
+    "minimax m2": f'<minimax:tool_call>\n<invoke name="add">\n<parameter name="a">1</parameter>\n'
+    f'<parameter name="note">{NOTE}</parameter>\n</invoke>\n</minimax:tool_call>',
+    "deepseek v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n"
+    f"{ARGUMENTS}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "deepseek v3.1": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>"
+    f"{ARGUMENTS}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "deepseek v3.2": '<｜DSML｜function_calls>\n<｜DSML｜invoke name="add">\n<｜DSML｜parameter name="a" '
+    f'string="false">1</｜DSML｜parameter>\n<｜DSML｜parameter name="note" string="true">{NOTE}</｜DSML｜parameter>\n'
+    "</｜DSML｜invoke>\n</｜DSML｜function_calls>",
+    "kimi": "<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>"
+    f"{ARGUMENTS}<|tool_call_end|><|tool_calls_section_end|>",
+    "mistral": f'[TOOL_CALLS][{{"name": "add", "arguments": {ARGUMENTS}}}]',
+    "mistral small": f"[TOOL_CALLS]add[CALL_ID]abc123456[ARGS]{ARGUMENTS}",
+    "ministral": f"[TOOL_CALLS]add[ARGS]{ARGUMENTS}",
+    "gemma": f'<|tool_call>call:add{{a:1,note:<|"|>{NOTE}<|"|>}}<tool_call|>',
+    "llama 3": f'<|python_tag|>{{"type": "function", "name": "add", "parameters": {ARGUMENTS}}}',
+    "llama 3.1": f"<function=add>{ARGUMENTS}</function>",
+}
+
+#: What comes before an answer that is thought, and the answer.
+THOUGHTS = {
+    "tags": "<think>\nSo <b>?</think>\n\nLet me see.\n",
+    "gemma": "<|channel>thought\nSo <b>?<channel|>Let me see.\n",
+    "mistral": "[THINK]So <b>?[/THINK]Let me see.",
+}
+
+HARMONY = (
+    "<|channel|>analysis<|message|>So <b>?<|end|><|start|>assistant<|channel|>commentary<|message|>Let me see.<|end|>"
+)
+HARMONY_CALLS = {
+    "in the channel": "<|start|>assistant<|channel|>commentary to=functions.add <|constrain|>json<|message|>"
+    f"{ARGUMENTS}<|call|>",
+    "in the role": f"<|start|>assistant to=functions.add<|channel|>commentary json<|message|>{ARGUMENTS}<|call|>",
+    "without an end": f"<|start|>assistant<|channel|>commentary to=functions.add<|message|>{ARGUMENTS}",
+}
+
 #: Replies, and what they think, say and call.
 CASES = [
+    *(
+        (f"{begun}{call}", ("So <b>?", "Let me see.", [BOTH]))
+        for begun in THOUGHTS.values()
+        for call in FAMILIES.values()
+    ),
+    *((f"{call}\n{call}", ("", "", [BOTH, BOTH])) for call in FAMILIES.values()),
+    *((HARMONY + call, ("So <b>?", "Let me see.", [BOTH])) for call in HARMONY_CALLS.values()),
+    (
+        HARMONY_CALLS["in the role"].removeprefix("<|start|>assistant") + HARMONY_CALLS["in the channel"],
+        ("", "", [BOTH, BOTH]),
+    ),
+    ("<|channel|>final<|message|>Hello <|b|>.<|return|>", ("", "Hello <|b|>.", [])),
+    ("<|channel|>analysis<|message|>Hm", ("Hm", "", [])),
+    ("<|chan", ("", "<|chan", [])),
+    ("[TOOL", ("", "[TOOL", [])),
+    ("Yes. \n", ("", "Yes. \n", [])),
     ("Hello.", ("", "Hello.", [])),
     (CALL, ("", "", [{"a": 1}])),
     (f"<think>So?</think>\n\nLet me see.\n{CALL}\n{CALL}\n", ("So?", "Let me see.", [{"a": 1}, {"a": 1}])),
@@ -53,16 +120,53 @@ def parsed(parser: ReplyParser, pieces: list[str]) -> tuple[str, str, list[objec
     )
 
 
-@given(st.sampled_from(CASES), st.lists(st.integers(1, 12)))
-def test_the_pieces_do_not_matter(case: tuple[str, object], lengths: list[int]) -> None:
-    text, expected = case
+def cut(text: str, lengths: list[int]) -> list[str]:
     pieces = []
     for n in lengths:
         pieces.append(text[:n])
         text = text[n:]
-    parser = ReplyParser(TOOLS)
-    assert parsed(parser, [*pieces, text]) == expected
-    assert not parser.warnings
+    return [*pieces, text]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case[0][:40])
+def test_replies_are_taken_apart(case: tuple[str, object]) -> None:
+    text, expected = case
+    opened = "<|start|>assistant" if text.startswith((" to=", "<|channel|>")) else ""
+    for pieces in ([text], list(text)):
+        parser = ReplyParser(TOOLS, opened)
+        assert parsed(parser, pieces) == expected
+        assert not parser.warnings
+
+
+#: What replies are made of, as models that err may put it together.
+FRAGMENTS = [
+    *FAMILIES.values(),
+    *HARMONY_CALLS.values(),
+    *THOUGHTS.values(),
+    HARMONY,
+    "<|end|>",
+    "\n",
+    " ",
+    "text",
+    "{",
+    "[",
+]
+
+
+@settings(max_examples=300)
+@given(
+    st.lists(
+        st.sampled_from(FRAGMENTS).flatmap(lambda text: st.tuples(st.just(text), st.integers(1, len(text)))),
+        max_size=4,
+    ),
+    st.lists(st.integers(1, 12), max_size=60),
+    st.sampled_from(["", "<think>", "<|start|>assistant"]),
+)
+def test_the_pieces_do_not_matter(parts: list[tuple[str, int]], lengths: list[int], opened: str) -> None:
+    text = "".join(part[:n] if n % 3 else part for part, n in parts)
+    whole, piecewise = ReplyParser(TOOLS, opened), ReplyParser(TOOLS, opened)
+    assert parsed(piecewise, cut(text, lengths)) == parsed(whole, [text])
+    assert piecewise.warnings == whole.warnings
 
 
 @pytest.mark.parametrize(
@@ -87,12 +191,19 @@ def test_what_is_no_call_is_text_with_a_warning(body: str) -> None:
     text = f"So: <tool_call>{body}</tool_call> Yes."
     parser = ReplyParser(TOOLS)
     thinking, said, calls = parsed(parser, [text])
-    if "<parameter" in body:  # without its end it is no parameter
-        assert calls == [{}]
-        return
-    assert (thinking, calls) == ("", [])
-    assert said.replace(" ", "") == text.replace(" ", "")
+    assert (thinking, said, calls) == ("", text, [])
     assert len(parser.warnings) == 1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_call_of_what_was_not_offered_is_text(family: str) -> None:
+    text = f"So \n{FAMILIES[family]} \nYes."
+    parser = ReplyParser([{"type": "function", "function": {"name": "subtract"}}])
+    assert parsed(parser, list(text)) == ("", text, [])
+    assert len(parser.warnings) == 1
+    assert (
+        "there is no tool 'add'" in parser.warnings[0] or "[ARGS]" in text or "python" in text or "TOOL_CALLS" in text
+    )
 
 
 def test_without_tools_nothing_is_called() -> None:

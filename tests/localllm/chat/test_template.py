@@ -159,15 +159,22 @@ def test_a_file_without_template_gets_chatml_and_says_so() -> None:
     assert tokenizer.decode(ids, special=True) == text
 
 
-def test_chatml_joins_parts_of_text_and_refuses_others() -> None:
-    template = ChatTemplate(CHATML)
+@pytest.mark.parametrize("source", [CHATML, "{% for m in messages %}{{ m.content + m.role }}{% endfor %}"])
+def test_parts_of_text_are_joined_and_others_refused(source: str) -> None:
+    template = ChatTemplate(source)
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     joined = template.render([{"role": "user", "content": "ab"}])
     assert template.render([{"role": "user", "content": parts}]) == joined
+    for part, kind in (({"type": "image_url", "image_url": {"url": "x"}}, "'image_url'"), ("a", "'str'")):
+        with pytest.raises(ValueError, match=f"^message 0 has a part of type {kind}, but models read text") as raised:
+            template.render([{"role": "user", "content": [*parts, part]}])
+        assert isinstance(raised.value, TemplateError)
+
+
+def test_chatml_refuses_calls_of_tools() -> None:
+    template = ChatTemplate(CHATML)
     calls = [{"function": {"name": "f", "arguments": {}}}]
     for message in (
-        {"role": "user", "content": [*parts, {"type": "image_url", "image_url": {"url": "x"}}]},
-        {"role": "user", "content": ["a"]},
         {"role": "assistant", "tool_calls": calls},
         {"role": "assistant", "content": None, "tool_calls": calls},
     ):

@@ -17,7 +17,7 @@ from localllm.cli.bench_work import Test, Work
 from localllm.devices import Device
 from localllm.kernels.cpu.backend import CPUBackend
 from localllm.kernels.cuda.backend import CUDABackend
-from localllm.kernels.cuda.costs import Cost
+from localllm.kernels.cuda.calls import Cost
 from localllm.kernels.cuda.profile import Profile, Share
 from localllm.quant.types import GGMLType
 from tests.helpers.command_line import Outcome, run_main
@@ -153,7 +153,7 @@ def test_the_lines_of_a_profile() -> None:
     """The operation that takes longest comes first; of a floor the longer time counts."""
     shares = {
         "a": Share("a", Cost(2e9, 1e9, "int8"), n=2, n_launches=4, seconds=0.01),
-        "b": Share("b", None, n=2, n_launches=1, seconds=0.03),
+        "b": Share("b", Cost(3e9), n=2, n_launches=1, seconds=0.03),
         "c": Share("c", Cost(1e9, 3e12, "f16"), n=2, n_launches=2, seconds=0.02),
     }
     ceilings = DeviceCeilings(1e12, 2e12, {"int8": 1e15, "f16": 5e14})
@@ -164,7 +164,7 @@ def test_the_lines_of_a_profile() -> None:
         "int8 1 PFLOP/s, f16 500 TFLOP/s"
     )
     assert [row.split() for row in rows] == [
-        ["b", "0.5", "15.000", "ms", "50.0%", "-", "-", "-"],
+        ["b", "0.5", "15.000", "ms", "50.0%", "100", "GB/s", "-", "10%"],
         ["c", "1", "10.000", "ms", "33.3%", "50", "GB/s", "150", "TFLOP/s", "30%"],
         ["a", "2", "5.000", "ms", "16.7%", "200", "GB/s", "100", "GFLOP/s", "20%"],
     ]

@@ -62,7 +62,7 @@ LINES: list[tuple[str, str, dict[str, Any]]] = [
     ("generate -m model.gguf -p hi -n 4 -sm row", "warning: -sm changes nothing here: a model is always split", {}),
     ("generate -m model.gguf -p hi -n 4 -mg 1", "error: there is no flag -mg: GPUs are named in their order", {}),
     ("generate -m model.gguf -p hi -n 4 -ts 3,1", "warning: --tensor-split changes nothing here: no GPU", {}),
-    ("generate -m model.gguf -p hi -n 4 -dev CUDA0", "error: there is no device 'CUDA0': choose one of 'auto', ", {}),
+    ("generate -m model.gguf -p hi -n 4 -dev CUDA0", "error: no CUDA device can be used: NVIDIA's driver is not", {}),
     ("generate -m model.gguf -p hi -n 4 -ctk q8_0 -ctv q8_0", "", {"cache_type": "q8_0"}),
     (
         "generate -m model.gguf -p hi --cache-type-k q8_0 --cache-type-v f16",
@@ -71,7 +71,7 @@ LINES: list[tuple[str, str, dict[str, Any]]] = [
     ),
     (
         "generate -m model.gguf -p hi -ctk q4_0",
-        "error: argument --cache-type: 'q4_0' is not one of 'f16', 'q8_0'",
+        "error: argument -ctk: 'q4_0' is not one of 'f16', 'q8_0'",
         {},
     ),
     ("generate -m model.gguf -f prompt.txt -n 4 --temp 0.7 -s 42", "", {"temperature": 0.7, "seed": 42}),
@@ -130,29 +130,64 @@ LINES: list[tuple[str, str, dict[str, Any]]] = [
     ("bench -m model.gguf -p 8,16 -n 0 -r 1 -fa 1 -mmp 0 -ngl 0", "warning: -fa, -mmp change nothing here", {}),
     ("bench -m model.gguf -m draft.gguf -p 0 -n 0 -pg 8,4 -r 1 -o jsonl", "", {}),
     ("bench -m model.gguf -p 8 -o sql", "error: argument -o/--output: invalid choice: 'sql' (choose from", {}),
-    ("llama-server -m model.gguf --port 8080", f"error: there is no command 'llama-server': {SERVER}", {}),
+    ("bench -p 8-16+2", "error: argument -p/--n-prompt: '8-16+2' is not a list of whole numbers, such as", {}),
+    (
+        "bench -m model.gguf -ngl 0,99",
+        "error: argument -ngl/--gpu-layers/--n-gpu-layers: '0,99' is not one whole",
+        {},
+    ),
+    ("llama-bench -m model.gguf -p 8 -n 0 -r 1", "", {}),
+    ("llama-server --help", "", {}),
+    ("llama-cli -m model.gguf -p hi -n 4 -no-cnv", "", {"max_tokens": 4}),
+    ("llama-perplexity -m model.gguf -f long.txt -c 16 --chunks 1", "", {}),
+    ("perplexity -m model.gguf -f long.txt -c 16 --save-all-logits base.logits", "", {}),
+    ("perplexity -m model.gguf -f long.txt -c 16 --kl-divergence", "warning: --kl-divergence changes nothing", {}),
+    ("evaluate -m model.gguf -f long.txt --ppl-stride 8", "error: there is no flag --ppl-stride: chunks stand", {}),
+    ("evaluate -m model.gguf -f long.txt --hellaswag", "error: there is no flag --hellaswag: localllm evaluate", {}),
+    ("llama-imatrix -m model.gguf -f long.txt -c 16 -o im.gguf --chunks 1", "", {}),
+    ("llama-quantize draft.gguf small.gguf 7 2 --allow-requantize --dry-run", "", {}),
+    ("llama-quantize --pure --token-embedding-type f16 draft.gguf small.gguf Q4_0 --dry-run", "", {}),
+    ("llama-quantize draft.gguf small.gguf Q4_0 --leave-output-tensor", "error: there is no flag --leave-output", {}),
+    ("llama-quantize draft.gguf Q4_K_M", "error: write localllm quantize FILE OUTPUT TYPE, as in localllm", {}),
+    ("llama-tokenize -m model.gguf -p hi", "error: there is no command 'llama-tokenize': LLM.tokenize shows", {}),
     # Ollama: `ollama --help` and its README, with `localllm` in place of `ollama`.
     ("help", "", {}),
     ("help generate", "", {}),
+    ("run llama3.2", "error: there is no file or model 'llama3.2' here: localllm models lists those that are", {}),
+    ("run model.gguf hi -n 4", "", {"max_tokens": 4}),
+    ("generate model.gguf hi -n 4", "", {"max_tokens": 4}),
+    ("generate hi -n 4 -m model.gguf", "", {"max_tokens": 4}),
     (
-        "run llama3.2",
-        "error: there is no command 'run': localllm chat MODEL talks with a model, localllm generate",
+        "generate org/repo",
+        "error: 'org/repo' names a model, and there is no prompt: localllm generate -m org/repo",
+        {},
+    ),
+    ("chat model.gguf hi", "error: localllm chat takes no prompt: localllm generate -m model.gguf -p hi answers", {}),
+    ("version", "", {}),
+    ("-v", "", {}),
+    ("config set num_ctx 8192", "error: there is no setting 'num_ctx': did you mean context? localllm config", {}),
+    (
+        "config set temperature 0.5",
+        "error: there is no setting 'temperature': did you mean sampling.temperature?",
         {},
     ),
     ("serve --help", "", {}),
     ("create mymodel -f ./Modelfile", "error: there is no command 'create': a GGUF file needs no Modelfile", {}),
-    ("show model.gguf", "error: there is no command 'show': localllm inspect FILE shows what is in a file", {}),
-    ("list", "error: there is no command 'list': localllm models lists the models here", {}),
-    ("ps", "error: there is no command 'ps': a model is in memory for as long as its command runs", {}),
+    ("show model.gguf", "", {}),
+    ("list", "", {}),
+    ("ls", "", {}),
+    ("ps", "error: there is no command 'ps': a model is in memory while its command runs; localllm serve --ttl", {}),
+    ("stop llama3.2", "error: there is no command 'stop': a model is in memory while its command runs; localllm", {}),
+    ("cp llama3.2 mine", "error: there is no command 'cp': models are plain files, whose paths localllm models", {}),
     ("rm llama3.2", "error: there is no command 'rm': models are plain files, whose paths localllm models", {}),
     (
         "pull llama3.2",
-        "error: 'llama3.2' is not the name of a model on the hub: write ORG/REPO",
+        "error: 'llama3.2' is not the name of a model on the hub: write ORG/REPO, or ORG/REPO:QUANT; https://",
         {},
     ),
     ("generate -m llama3.2:1b -p hi", "error: there is no file or model 'llama3.2:1b' here: localllm models", {}),
     ("generate -m hf.co/org/repo:Q8_0 -p hi -n 4 --keepalive 5m", "warning: --keepalive changes nothing here", {}),
-    ("generate -m model.gguf -p hi --format json", "error: there is no flag --format: this version", {}),
+    ("generate -m model.gguf -p hi --format json", "error: there is no flag --format: -j SCHEMA asks for JSON", {}),
     # llama-cpp-python: `python3 -m llama_cpp.server`, whose flags are the keywords of its Llama.
     ("generate --model model.gguf --n_ctx 64 --n_gpu_layers -1 -p hi -n 4", "", {"context": 64}),
     (
@@ -179,6 +214,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         weights = random_weights(settings)
         write_gguf(path, settings, weights, metadata={"tokenizer.chat_template": TEMPLATE, "general.name": path.stem})
     (folder / "prompt.txt").write_text("hi\n")
+    (folder / "long.txt").write_text("A dog that could not sleep. " * 9)
     (folder / "t.jinja").write_text(TEMPLATE)
     (folder / "config.toml").write_text('device = "reference"\n')
     return folder

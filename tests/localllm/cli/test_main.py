@@ -93,21 +93,25 @@ def test_python_m_localllm_is_the_command() -> None:
 # Bad usage: exit code 2.
 
 BAD_USAGE = {
-    "unknown command": (["genrate"], "there is no command 'genrate': did you mean generate?"),
-    "a command of others": (["run"], "there is no command 'run': localllm chat MODEL talks with a model"),
+    "unknown command": (["genrate"], "there is no command 'genrate': did you mean generate? localllm generate"),
+    "a command of others": (["ps"], "there is no command 'ps': a model is in memory while its command runs"),
     "a strange command": (["xyzzy"], "there is no command 'xyzzy': there are generate, chat, inspect, "),
-    "no command but a flag": (["-p", "hi"], "a command comes first, as in localllm generate -p"),
-    "no command but a file": (["model.gguf"], "'model.gguf' is not a command: localllm generate -m FILE"),
-    "unknown flag": (["generate", "--tmp", "1"], "there is no flag --tmp: did you mean --temp? (localllm generate"),
+    "no command but a flag": (["-p", "hi"], "a command comes first, as in localllm generate -p hi: there"),
+    "no command but a file": (["model.gguf"], "'model.gguf' is not a command: localllm generate -m model.gguf"),
+    "unknown flag": (
+        ["generate", "--tmp", "1"],
+        "there is no flag --tmp: did you mean --temp? localllm generate --temp 1",
+    ),
+    "a flag with its value": (["generate", "--tempp=1"], "did you mean --temp? localllm generate --temp=1 -m"),
     "a strange flag": (["generate", "--xyzzy=1"], "there is no flag --xyzzy (localllm generate --help shows"),
     "a short flag": (["generate", "-nx", "4"], "there is no flag -nx (localllm generate --help"),
     "one dash too few": (["generate", "-temp", "1"], "there is no flag -temp: did you mean --temp?"),
     "-i": (["generate", "-i"], "there is no flag -i: localllm generate answers one prompt"),
-    "a bare prompt": (
-        ["generate", "hi"],
-        "'hi' stands alone: give a prompt with -p TEXT (in quotes), and a model with",
+    "prompt without quotes": (["generate", "-p", "two", "words"], "'words' stands alone: put a prompt of several"),
+    "a schema that is not JSON": (
+        ["generate", "-j", "{a"],
+        "argument -j/--json-schema: '{a' is not valid JSON (Expect",
     ),
-    "prompt without quotes": (["generate", "-p", "two", "words"], "'words' stands alone: give a prompt with -p TEXT"),
     "two files": (["inspect", "a.gguf", "b.gguf"], "it is not clear what 'b.gguf' is for"),
     "a file twice": (
         ["chat", "-m", "a.gguf", "b.gguf"],

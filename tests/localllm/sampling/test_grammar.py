@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,14 +32,7 @@ PERSON: dict[str, Any] = {
         "age": {"type": "integer", "maximum": 99, "minimum": 0},
     },
     "required": ["name", "age"],
-    "additionalProperties": False,
 }
-
-
-def test_without_the_extra_a_sentence_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(GrammarError, match=r"not installed: pip install 'localllm\[grammar\]'$"):
-        check_grammar(Sampling(regex="a"))
 
 
 def test_settings_that_are_not_grammars_are_refused() -> None:
@@ -63,9 +55,7 @@ def test_a_schema_is_a_dict_a_text_or_a_model_class() -> None:
     assert Sampling(json_schema=PERSON) == Sampling(json_schema=json.dumps(PERSON))
 
 
-# -- With llguidance -----------------------------------------------------------------------------------------------
-
-pytest.importorskip("llguidance")
+# -- Tokens --------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -295,6 +285,32 @@ def test_every_way_to_generate_takes_a_schema(llm: LLM) -> None:
     assert held == done[3].text
 
 
+def test_objects_have_the_properties_that_their_schema_names(tokenizer: Tokenizer) -> None:
+    one: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    two = {"type": "object", "properties": {"b": {"type": "integer"}}}
+
+    def allows(schema: dict[str, Any], value: dict[str, Any]) -> bool:
+        held = constraint(tokenizer, json_schema=schema)
+        ids = tokenizer.encode(json.dumps(value), add_special=False, continuation=True)
+        return held.n_possible(ids) == len(ids)
+
+    more = {"a": 1, "b": 2}
+    assert allows(one, {"a": 1})
+    for schema in (one, {"$defs": {"x": one}, "$ref": "#/$defs/x"}, {"anyOf": [one, {"type": "null"}]}):
+        assert not allows(schema, more)
+    for schema in ({"items": one}, {"items": {"anyOf": [one, two]}}):
+        assert not allows({"type": "object", "properties": {"list": {"type": "array", **schema}}}, {"list": [more]})
+    for schema in (
+        {**one, "additionalProperties": True},
+        {**one, "required": ["a", "b"]},
+        {"allOf": [one, two]},
+        {**one, "anyOf": [two, {"type": "object", "properties": {"c": {"type": "integer"}}}]},
+        {"type": "object"},
+        {"type": "object", "properties": {"properties": two, "a": {}, "b": {}}},
+    ):
+        assert allows(schema, more)
+
+
 @pytest.mark.parametrize("temperature", [0, 1.0])
 def test_drafts_change_nothing(llm: LLM, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StepCost, "best", lambda self, rate, most, draft_s=0.0: most)
@@ -357,7 +373,7 @@ def test_the_command_line_takes_grammars_as_texts_and_files(
     ("flags", "words"),
     [
         (["--regex", "a("], "regex cannot be used: unclosed group"),
-        (["-j", "{"], "argument -j/--json-schema: '{' is not a JSON schema"),
+        (["-j", "{"], "argument -j/--json-schema: '{' is not valid JSON (Expecting"),
         (["--regex", "a", "--grammar", "b"], "regex and grammar each hold the text to a grammar"),
         (["-jf", "nowhere.json"], "'nowhere.json' cannot be read (No such file or directory)"),
     ],

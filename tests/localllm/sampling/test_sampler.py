@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from localllm.declared_options import CheckedOptions, LoadOptions, declared
 from localllm.errors import ModelError, UsageError
 from localllm.sampling import Sampling, greedy, make_sampler, uniform_numbers
 
@@ -41,11 +42,11 @@ def test_defaults_are_llama_cpps() -> None:
     assert (s.logit_bias, s.seed, s.logprobs, s.processors) == ({}, None, None, ())
 
 
-NOT_NUMBERS = [math.nan, math.inf, -math.inf, True, None, "0.5", [0.5], 1j, 10**400, np.ones(3)]
+NOT_NUMBERS = [math.nan, math.inf, -math.inf, True, "0.5", [0.5], 1j, 10**400, np.ones(3)]
 NOT_PROBABILITIES = [*NOT_NUMBERS, -1e-9, 1.0001, 2]
 NOT_POSITIVE = [*NOT_NUMBERS, -1e-9, -1]
-NOT_COUNTS = [-1, 1.0, True, None, "40", np.ones(2, int)]
-NOT_WINDOWS = [-2, 64.0, False, None, "64"]
+NOT_COUNTS = [-1, 1.0, True, "40", np.ones(2, int)]
+NOT_WINDOWS = [-2, 64.0, False, "64"]
 BAD: dict[str, list[Any]] = {
     "temperature": NOT_POSITIVE,
     "top_k": NOT_COUNTS,
@@ -63,17 +64,27 @@ BAD: dict[str, list[Any]] = {
     "dry_base": [*NOT_NUMBERS, 0.999, 0],
     "dry_allowed_length": NOT_COUNTS,
     "dry_penalty_last_n": NOT_WINDOWS,
-    "dry_sequence_breakers": ["\n", b"\n", None, ("",), ("\n", 5), 7],
+    "dry_sequence_breakers": ["\n", b"\n", ("",), ("\n", 5), 7],
     "xtc_probability": NOT_PROBABILITIES,
     "xtc_threshold": NOT_PROBABILITIES,
-    "mirostat": [1, 3, -1, 2.0, True, None, "2"],
+    "mirostat": [1, 3, -1, 2.0, True, "2"],
     "mirostat_tau": NOT_POSITIVE,
     "mirostat_eta": NOT_POSITIVE,
-    "logit_bias": [None, [(1, 2.0)], {-1: 0}, {"1": 0}, {1.0: 0}, {True: 0}, {1: math.nan}, {1: math.inf}],
+    "logit_bias": [[(1, 2.0)], {-1: 0}, {"1": 0}, {1.0: 0}, {True: 0}, {1: math.nan}, {1: math.inf}],
     "seed": [-1, 1 << 64, 1.0, True, "7"],
     "logprobs": [-1, 1.0, True, "5"],
-    "processors": [None, 5, (None,), ("f",), len],
+    "processors": [5, (None,), ("f",), len],
 }
+
+
+def test_none_is_the_default() -> None:
+    names = declared(Sampling)
+    assert Sampling(**dict.fromkeys(names)) == Sampling()
+    given = CheckedOptions.of(dict.fromkeys([*names, *declared(CheckedOptions)]))
+    assert given == CheckedOptions(speculate=None)  # where None has a meaning of its own
+    own = Sampling(temperature=0.1, seed=5)
+    assert CheckedOptions.of({"sampling": own, "temperature": None}).sampling == own
+    assert LoadOptions(**dict.fromkeys(declared(LoadOptions))) == LoadOptions()
 
 
 @pytest.mark.parametrize("name", BAD)

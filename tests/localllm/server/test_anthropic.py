@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -75,6 +76,15 @@ def test_a_reply_goes_on_from_its_beginning(client: Any) -> None:
     begun = [*HELLO, {"role": "assistant", "content": text[:6]}]
     reply = client.messages.create(model="demo", max_tokens=20, messages=begun, **GREEDY)
     assert text[:6] + reply.content[0].text == text
+
+
+def test_output_follows_a_schema(client: Any) -> None:
+    pytest.importorskip("llguidance")
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
+    schema["additionalProperties"] = False
+    config = {"format": {"type": "json_schema", "schema": schema}}
+    reply = client.messages.create(model="demo", max_tokens=50, messages=HELLO, output_config=config)
+    assert json.loads(reply.content[0].text)["a"] in (1, 2)
 
 
 def test_count_of_tokens(client: Any) -> None:

@@ -8,8 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from localllm.options import Options
-from tests.helpers.http_server import TOOLS_TEMPLATE, Serving, demo, serving
+from tests.helpers.http_server import TOOLS_TEMPLATE, Serving, demo, scripted, serving
 
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 
@@ -24,10 +23,12 @@ def test_completion_whole_and_streamed(server: Serving) -> None:
     body = {"prompt": "Once upon a time", "n_predict": 8, "temperature": 0, "n_probs": 2}
     whole = post(server, "/completion", **body)
     assert (whole["tokens_predicted"], whole["stop_type"]) == (8, "limit")
-    assert len(whole["completion_probabilities"]) == 8
-    text = ""
+    rows = whole["completion_probabilities"]
+    assert "".join(row["token"] for row in rows) == whole["content"]
+    assert [len(row["top_logprobs"]) for row in rows] == [2] * 8
     with httpx.stream("POST", server.url + "/completion", json={**body, "stream": True}, timeout=60) as response:
         events = [json.loads(line[6:]) for line in response.iter_lines() if line]
+    assert [row for event in events[:-1] for row in event.get("completion_probabilities", ())] == rows
     text = "".join(event["content"] for event in events)
     assert text == whole["content"]
     assert [event["stop"] for event in events] == [False] * (len(events) - 1) + [True]
@@ -51,9 +52,13 @@ def _bytes(piece: str | list[int]) -> bytes:
 def test_what_is_said_of_the_server(server: Serving) -> None:
     post(server, "/completion", prompt="a", n_predict=1)
     assert httpx.get(server.url + "/health").json() == {"status": "ok"}
-    assert httpx.get(server.url + "/props").json()["default_generation_settings"]["n_ctx"] == 1024
+    props = httpx.get(server.url + "/props").json()
+    assert props["default_generation_settings"]["n_ctx"] == 1024
+    assert props["default_generation_settings"]["params"]["top_k"] == 40
+    assert props["total_slots"] == server.models.n_slots
     assert httpx.get(server.url + "/lora-adapters").json() == []
-    assert httpx.get(server.url + "/slots").json() == []
+    (slot,) = httpx.get(server.url + "/slots").json()
+    assert (slot["model"], slot["is_processing"]) == ("demo", False)
     lines = httpx.get(server.url + "/metrics").text.splitlines()
     values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
     llm = server.models.served["demo"].llm
@@ -74,33 +79,10 @@ def test_infill_is_refused_by_a_model_that_does_not_fill_in(server: Serving) -> 
 def test_what_is_not_there_yet_says_so(server: Serving, path: str) -> None:
     response = httpx.post(server.url + path, json={})
     assert response.status_code == 501
-    assert "not available in this version" in response.text
+    assert "this version of localllm" in response.text
 
 
-@pytest.mark.skipif("json_schema" in Options.__annotations__, reason="there are grammars")
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/v1/chat/completions", {"response_format": {"type": "json_object"}}),
-        ("/v1/chat/completions", {"tools": [TOOL], "tool_choice": "required"}),
-        (
-            "/v1/messages",
-            {"tools": [{"name": "a", "input_schema": {}}], "tool_choice": {"type": "any"}},
-        ),
-        ("/api/chat", {"format": "json"}),
-        ("/completion", {"grammar": "root ::= [a-z]"}),
-        ("/completion", {"json_schema": {}}),
-    ],
-)
-def test_without_grammars_nothing_is_ignored_in_silence(server: Serving, path: str, body: dict[str, Any]) -> None:
-    messages = [{"role": "user", "content": "a"}]
-    response = httpx.post(server.url + path, json={"messages": messages, "max_tokens": 1, **body}, timeout=60)
-    assert response.status_code == 501, response.text
-
-
-@pytest.mark.skipif("json_schema" not in Options.__annotations__, reason="there are no grammars")
 def test_schemas_and_forced_calls() -> None:
-    pytest.importorskip("llguidance")
     messages = [{"role": "user", "content": "a"}]
     with serving(demo(chat_template=TOOLS_TEMPLATE)) as server:
         schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
@@ -116,9 +98,82 @@ def test_schemas_and_forced_calls() -> None:
         assert json.loads(call["function"]["arguments"])["a"] in (1, 2)
 
 
+@pytest.mark.parametrize("text", [{"grammar": 'root ::= "yes" | "no"'}, {"regex": "yes|no"}])
+def test_completions_follow_a_grammar(server: Serving, text: dict[str, str]) -> None:
+    assert post(server, "/completion", prompt="Is it?", **text)["content"] in ("yes", "no")
+    reply = post(server, "/v1/completions", prompt="Is it?", max_tokens=9, **text)
+    assert reply["choices"][0]["text"] in ("yes", "no")
+
+
+def test_strict_tools_hold_calls_to_their_schema() -> None:
+    """The scripted model wants 3, which the schema does not allow."""
+    parameters = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
+    parameters["additionalProperties"] = False
+    messages = [{"role": "user", "content": "a"}]
+    template = TOOLS_TEMPLATE.replace("<call ", "<tool_call>")
+    said = 'Well.<tool_call>\n{"name": "add", "arguments": {"a": %d}}\n</tool_call>'
+    with serving(scripted(said % 1, chat_template=template)) as server:
+        for strict in (True, False):
+            tool = {"type": "function", "function": {"name": "add", "parameters": parameters, "strict": strict}}
+            reply = post(server, "/v1/chat/completions", messages=messages, tools=[TOOL, tool])
+            (call,) = reply["choices"][0]["message"]["tool_calls"]
+            assert call["function"] == {"name": "add", "arguments": '{"a": 1}'}
+            assert reply["choices"][0]["message"]["content"] == "Well."
+    with serving(scripted(said % 3, chat_template=template)) as server:
+        tool["function"]["strict"] = True
+        response = httpx.post(
+            server.url + "/v1/chat/completions", json={"messages": messages, "tools": [tool]}, timeout=60
+        )
+        assert '"a": 3' not in response.text
+
+
 def test_the_page_needs_nothing_from_elsewhere(server: Serving) -> None:
-    response = httpx.get(server.url + "/")
+    response = httpx.get(server.url + "/", headers={"Accept": "text/html"})
     assert response.headers["content-type"].startswith("text/html")
     assert "connect-src 'self'" in response.headers["content-security-policy"]
     assert "http://" not in response.text
     assert "https://" not in response.text
+
+
+def test_a_program_that_looks_for_ollama_finds_it(server: Serving) -> None:
+    assert httpx.get(server.url + "/").text.startswith("Ollama is running")
+    assert httpx.head(server.url + "/").status_code == 200
+    for path in ("/api/v0/models", "/v1/models"):
+        (listed,) = httpx.get(server.url + path).json()["data"]
+        assert listed["id"] == "demo"
+    assert (listed["meta"]["n_ctx_train"], listed["meta"]["ftype"]) == (1024, "Q8_0")
+
+
+def test_a_wrong_method_is_told_the_right_one(server: Serving) -> None:
+    response = httpx.get(server.url + "/v1/chat/completions")
+    assert (response.status_code, response.headers["allow"]) == (405, "POST")
+    assert response.json()["error"]["message"] == "/v1/chat/completions takes POST, not GET"
+    assert httpx.put(server.url + "/v1/responses/a").headers["allow"] == "GET, DELETE"
+
+
+def test_fields_that_nothing_reads_are_told() -> None:
+    said: list[str] = []
+    with serving(demo(), log=said.append) as server:
+        body = {"prompt": "a", "options": {"num_predict": 1, "num_ctx": 9, "top_k": 3}, "color": 1, "stream": False}
+        response = httpx.post(server.url + "/api/generate", json=body, timeout=60)
+        assert response.headers["x-ignored-fields"] == "num_ctx, color"
+        httpx.post(server.url + "/api/generate", json=body, timeout=60)
+        assert "x-ignored-fields" not in httpx.post(server.url + "/tokenize", json={"content": "a"}).headers
+    assert [line for line in said if "ignored" in line] == [
+        "a request has num_ctx, which is ignored: give -c to localllm serve",
+        "a request has color, which is ignored",
+    ]
+
+
+def test_headers_say_how_urgent_a_request_is() -> None:
+    with serving(scripted("word " * 500)) as server:
+        body = {"messages": [{"role": "user", "content": "a"}], "stream": False}
+
+        def ask(**headers: str) -> httpx.Response:
+            return httpx.post(server.url + "/v1/chat/completions", json=body, headers=headers, timeout=60)
+
+        reply = ask(**{"X-Timeout": "0.2", "X-Priority": "background"}).json()
+        assert 0 < reply["usage"]["completion_tokens"] < 500
+        assert reply["choices"][0]["finish_reason"] == "length"
+        for wrong in ({"X-Timeout": "soon"}, {"X-Timeout": "nan"}, {"X-Priority": "first"}):
+            assert ask(**wrong).status_code == 400

@@ -104,8 +104,10 @@ def test_names() -> None:
     models = models_in(Memory(1), aliases=["gpt-4o"])
     assert models.find(None).name == models.find("").name == models.find("gpt-4o").name == "a"
     assert models.find("b:latest").name == "b"
-    with pytest.raises(UnknownModelError):
+    assert models.find("B.gguf").name == "b"
+    with pytest.raises(UnknownModelError, match=r"no model 'd' here, but a, b, c, broken: .* --alias"):
         models.find("d")
+    assert models_in(Memory(1), takes_any_name=True).find("d").name == "a"
 
 
 def test_a_model_that_nobody_uses_is_unloaded_after_a_while() -> None:
@@ -118,3 +120,11 @@ def test_a_model_that_nobody_uses_is_unloaded_after_a_while() -> None:
             assert time.monotonic() < end
             time.sleep(0.1)
         assert httpx.post(server.url + "/tokenize", json={"content": "a"}, timeout=60).status_code == 200
+
+
+def test_the_first_model_may_be_loaded_at_once() -> None:
+    with serving(demo(), loads_first=True) as server:
+        end = time.monotonic() + 30
+        while server.models.served["demo"].llm is None:
+            assert time.monotonic() < end
+            time.sleep(0.02)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -65,7 +66,10 @@ def test_tools_and_thinking() -> None:
 
 
 def test_what_there_is(client: Any) -> None:
-    assert [model.model for model in client.list().models] == ["demo"]
+    (listed,) = client.list().models
+    assert (listed.model, listed.details.family, listed.details.parameter_size) == ("demo", "llama", "2.3M")
+    assert listed.size > 2e6
+    assert len(listed.digest) == 64
     client.generate(model="demo", prompt="")
     assert [model.model for model in client.ps().models] == ["demo"]
     shown = client.show("demo")
@@ -78,14 +82,23 @@ def test_what_there_is(client: Any) -> None:
     with pytest.raises(ollama.ResponseError) as missing:
         client.chat(model="llama3", messages=HELLO)
     assert missing.value.status_code == 404
-    with pytest.raises(ollama.ResponseError, match="not available"):
+    with pytest.raises(ollama.ResponseError, match="no embeddings"):
         client.embed(model="demo", input="a")
+    for refused_call in (
+        lambda: client.delete("demo"),
+        lambda: client.copy("demo", "a"),
+        lambda: client.push("demo"),
+    ):
+        with pytest.raises(ollama.ResponseError, match="requests change no models"):
+            refused_call()
 
 
 def test_keep_alive_unloads() -> None:
     with serving(demo()) as server, ollama.Client(host=server.url) as client:
         client.chat(model="demo", messages=HELLO, options=GREEDY, keep_alive="1h30m")
         assert server.models.served["demo"].ttl_s == 5400
+        client.generate(model="demo", prompt="", keep_alive=1e300)
+        assert client.ps().models[0].expires_at
         client.generate(model="demo", prompt="", keep_alive=0)
         assert server.models.served["demo"].llm is None
         assert not client.ps().models
@@ -94,3 +107,21 @@ def test_keep_alive_unloads() -> None:
         while client.ps().models:
             assert time.monotonic() < end
             time.sleep(0.1)
+
+
+def test_a_reply_gives_the_context_for_the_next_one(client: Any, server: Serving) -> None:
+    first = client.generate(model="demo", prompt="Hello!", options=GREEDY)
+    second = client.generate(model="demo", prompt="Thanks!", context=first.context, options=GREEDY)
+    assert second.prompt_eval_count > len(first.context) > first.prompt_eval_count
+    llm = server.models.served["demo"].llm
+    assert llm is not None
+    assert second.context[: len(first.context)] == first.context
+    assert llm.detokenize(second.context).endswith(second.response)
+
+
+def test_a_format_is_kept_to(client: Any) -> None:
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
+    schema["additionalProperties"] = False
+    reply = client.chat(model="demo", messages=HELLO, format=schema)
+    assert json.loads(reply.message.content)["a"] in (1, 2)
+    assert json.loads(client.generate(model="demo", prompt="Hi", format=schema).response)["a"] in (1, 2)

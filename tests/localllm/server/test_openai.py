@@ -164,7 +164,7 @@ def test_errors_are_the_clients_own_exceptions(client: Any) -> None:
         client.chat.completions.create(model="demo", messages=[{"role": "user", "content": [part]}])
     with pytest.raises(openai.BadRequestError, match="top_p"):
         client.chat.completions.create(model="demo", messages=HELLO, top_p=7)
-    with pytest.raises(openai.APIStatusError, match="not available"):
+    with pytest.raises(openai.APIStatusError, match="no embeddings"):
         client.embeddings.create(model="demo", input="a")
 
 
@@ -305,6 +305,19 @@ def test_streamed_responses(actor: Any) -> None:
     ]
     last = actor.responses.create(model="demo", input=outputs, previous_response_id=response.id, tools=[tool])
     assert last.output_text.startswith("It is sunny in Rome")
+
+
+def test_responses_follow_a_schema_and_call_one_tool_at_a_time(client: Any, actor: Any) -> None:
+    pytest.importorskip("llguidance")
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
+    schema["additionalProperties"] = False
+    form = {"type": "json_schema", "name": "a", "schema": schema, "strict": True}
+    response = client.responses.create(model="demo", input="Hello!", text={"format": form})
+    assert json.loads(response.output_text)["a"] in (1, 2)
+    assert response.text.format.schema_ == schema
+    tool = {"type": "function", **WEATHER["function"], "strict": False}
+    one = actor.responses.create(model="demo", input="two calls", tools=[tool], parallel_tool_calls=False)
+    assert [item.type for item in one.output] == ["message", "function_call"]
 
 
 def test_thinking_in_responses(actor: Any) -> None:

@@ -61,7 +61,7 @@ def test_models_by_name(tmp_path: Path) -> None:
     assert sources([str(file), "demo"], Settings()) == {"my model": str(file), "demo": None}
     found = sources([], Settings(model_folders=(tmp_path,)))
     assert next(iter(found)) == "demo"
-    assert found["my model.gguf"] == str(file)
+    assert found["my model"] == str(file)
     with pytest.raises(ModelNotFoundError):
         sources(["nobody/nothing:Q4_0"], Settings())
 

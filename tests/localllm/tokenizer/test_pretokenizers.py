@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localllm.tokenizer.encoders import word_splitter
-from localllm.tokenizer.pretokenizers import PRE_TOKENIZERS, RAW_UTF8
+from localllm.tokenizer.pretokenizers import PRE_TOKENIZERS
 
 KINDS = {id(kind): name for name, kind in PRE_TOKENIZERS.items()}  # one name for each
 
@@ -49,7 +49,6 @@ PUBLISHED = """
 
 def test_published_names_are_known() -> None:
     assert set(PUBLISHED.split()) <= PRE_TOKENIZERS.keys()
-    assert not RAW_UTF8 & PRE_TOKENIZERS.keys()
 
 
 @pytest.mark.parametrize(

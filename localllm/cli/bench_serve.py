@@ -1,0 +1,251 @@
+"""``localllm bench --serve``: how a server does with many clients at once.
+
+Clients send prompts of random words to ``/v1/completions`` and read their streams.  Lengths of prompts and of replies
+are log-normal around their means, as those of people's chats are: most are short, and some are very long.  With a
+rate, requests arrive as a Poisson process and wait for a client that is free; without one, every client sends its
+next request when it has read its last reply.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import math
+import random
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from localllm.cli.main import DONE, FAILED
+from localllm.cli.terminal import warn
+from localllm.errors import LocalLLMError, UsageError
+
+#: Standard deviations of the logarithms of lengths: of prompts, and of replies.
+_SPREADS = (1.0, 0.7)
+
+#: Nothing is longer than so many times the mean, so that the context that is needed is known.
+LONGEST = 4
+
+#: Common words, of which prompts are made.
+_WORDS = """
+    the of and to in is was for on with as by at from it an be are this that have not but had his they you which one
+    were all their there been many some could time these two may then first any my now such like our over man me even
+    most made after also did before must through years where much way well down should because each just those people
+    how too little state good very make world still own see men work long get here between both life being under never
+"""
+
+
+@dataclass
+class Result:
+    """What came of a request: seconds to its first token and between those that followed, and counts of tokens."""
+
+    first_s: float
+    gaps: list[float]
+    n_prompt: int
+    n_reply: int
+
+
+@dataclass
+class Load:
+    """Requests, and what came of them.
+
+    Attributes:
+        url: of the server.
+        n_clients: that send them, each one at a time.
+        n_requests: in all.
+        rate: requests that arrive a second, on average; None is as soon as a client is free.
+        mean_prompt, mean_reply: tokens.
+        model: that is asked for.
+    """
+
+    url: str
+    n_clients: int
+    n_requests: int
+    rate: float | None = None
+    mean_prompt: int = 512
+    mean_reply: int = 128
+    model: str = ""
+    seed: int = 1
+    results: list[Result] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def run(self) -> None:
+        """Sends all requests, and reads all replies."""
+        chance, due = random.Random(self.seed), 0.0
+        requests = []
+        for _ in range(self.n_requests):
+            due += chance.expovariate(self.rate) if self.rate else 0.0
+            requests.append((due, self._body(chance)))
+        self._next: Iterator[tuple[float, bytes]] = iter(requests)
+        self._lock, self._begin = threading.Lock(), time.perf_counter()
+        threads = [threading.Thread(target=self._client, daemon=True) for _ in range(self.n_clients)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self.seconds = time.perf_counter() - self._begin
+
+    def _body(self, chance: random.Random) -> bytes:
+        lengths = (self.mean_prompt, self.mean_reply)
+        n_prompt, n_reply = (_length(chance, mean, spread) for mean, spread in zip(lengths, _SPREADS, strict=True))
+        body = {
+            "model": self.model,
+            "prompt": " ".join(chance.choices(_WORDS.split(), k=n_prompt)),
+            "max_tokens": n_reply,
+            "ignore_eos": True,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        return json.dumps(body).encode()
+
+    def _client(self) -> None:
+        address = urlsplit(self.url)
+        with closing(http.client.HTTPConnection(address.hostname or "", address.port, timeout=600)) as connection:
+            while True:
+                with self._lock:
+                    due, body = next(self._next, (0.0, b""))
+                if not body:
+                    return
+                time.sleep(max(0.0, self._begin + due - time.perf_counter()))
+                try:
+                    self.results.append(self._ask(connection, body, self._begin + due if self.rate else None))
+                except (OSError, http.client.HTTPException, ValueError) as error:
+                    self.errors.append(str(error))
+                    connection.close()
+
+    @staticmethod
+    def _ask(connection: http.client.HTTPConnection, body: bytes, due: float | None) -> Result:
+        begin = time.perf_counter() if due is None else due
+        connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        if response.status != 200:
+            raise ValueError(f"status {response.status}: {response.read(500).decode(errors='replace')}")
+        times: list[float] = []
+        usage: dict[str, int] = {}
+        while line := response.readline():
+            if not line.startswith(b"data: {"):
+                continue
+            event = json.loads(line[6:])
+            if "error" in event:
+                raise ValueError(str(event["error"]))
+            if event.get("choices") and event["choices"][0].get("text"):
+                times.append(time.perf_counter())
+            usage = event.get("usage") or usage
+        if not times:
+            raise ValueError("a reply had no text")
+        gaps = [b - a for a, b in pairwise(times)]
+        return Result(
+            times[0] - begin, gaps, usage.get("prompt_tokens", 0), usage.get("completion_tokens", len(times))
+        )
+
+    def summary(self) -> dict[str, Any]:
+        """What came of it; times in milliseconds."""
+        n_reply = sum(each.n_reply for each in self.results)
+        return {
+            "clients": self.n_clients,
+            "rate": self.rate,
+            "requests": len(self.results),
+            "errors": len(self.errors),
+            "seconds": round(self.seconds, 3),
+            "prompt_tokens": sum(each.n_prompt for each in self.results),
+            "reply_tokens": n_reply,
+            "requests_per_s": round(len(self.results) / self.seconds, 3),
+            "reply_tokens_per_s": round(n_reply / self.seconds, 2),
+            "first_token_ms": _percentiles([each.first_s for each in self.results]),
+            "between_tokens_ms": _percentiles([gap for each in self.results for gap in each.gaps]),
+        }
+
+
+def _length(chance: random.Random, mean: int, spread: float) -> int:
+    return max(1, min(LONGEST * mean, round(chance.lognormvariate(math.log(mean) - spread**2 / 2, spread))))
+
+
+def _percentiles(seconds: Sequence[float]) -> dict[str, float]:
+    return {f"p{p}": round(1e3 * float(np.percentile(seconds, p)), 1) for p in (50, 95, 99)} if seconds else {}
+
+
+@contextmanager
+def started(command: Sequence[str], line: Callable[[str], str | None]) -> Iterator[str]:
+    """A server in a process of its own.
+
+    Args:
+        command: that starts it.
+        line: finds its address in a line of what it says, once it is ready.
+    """
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+    assert process.stdout is not None
+    said: list[str] = []
+    url = None
+    try:
+        while url is None and (text := process.stdout.readline()):
+            said.append(text)
+            url = line(text)
+        if url is None:
+            raise LocalLLMError(f"the server did not start: {' '.join(''.join(said[-5:]).split())}")
+        threading.Thread(target=process.stdout.read, daemon=True).start()  # or it waits for a reader
+        yield url
+    finally:
+        process.terminate()
+        process.wait(60)
+        process.stdout.close()
+
+
+def ours(file: str, n_clients: int, longest: int, threads: int | None = None) -> list[str]:
+    """The command that starts a server of ours."""
+    words = ["-m", file, "--port", "0", "-np", str(n_clients), "-c", str(longest), "-q"]
+    return [sys.executable, "-m", "localllm", "serve", *words, *(["-t", str(threads)] if threads else [])]
+
+
+def our_address(line: str) -> str | None:
+    match = re.search(r"listening on (http://\S+)", line)
+    return match and match[1]
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measures a server, which is started if no address is given."""
+    if arguments.rate is not None and arguments.rate <= 0:
+        raise UsageError("--rate must be above 0")
+    mean_prompt, mean_reply = arguments.prompts[0], arguments.generations[0]
+    longest = LONGEST * (2 * mean_prompt + mean_reply)  # a word may be two tokens
+    names = [*arguments.files, *arguments.model] or ["demo"]
+    code = DONE
+    for name in names:
+        for n_clients in arguments.clients:
+            threads = arguments.threads[0] if arguments.threads else None
+            with started(ours(name, n_clients, longest, threads), our_address) as url:
+                Load(url, 1, 1, mean_prompt=8, mean_reply=2).run()  # it loads the model
+                load = Load(url, n_clients, arguments.requests, arguments.rate, mean_prompt, mean_reply)
+                load.run()
+            if load.errors:
+                warn(f"{len(load.errors)} of {load.n_requests} requests failed: {load.errors[0]}")
+                code = FAILED
+            summary = {"model": name, **load.summary()}
+            print(json.dumps(summary) if arguments.form in ("json", "jsonl") else table(summary), flush=True)
+    return code
+
+
+def table(summary: dict[str, Any]) -> str:
+    """What came of a load, for people."""
+    lines = [
+        "{model}: {clients} clients, {requests} requests in {seconds:.1f} s, {prompt_tokens:,} tokens of prompts, "
+        "{reply_tokens:,} of replies".format(**summary),
+        "  {reply_tokens_per_s:.1f} tokens of replies a second, {requests_per_s:.2f} requests a second".format(
+            **summary
+        ),
+    ]
+    for name, key in (("to the first token", "first_token_ms"), ("between tokens", "between_tokens_ms")):
+        lines.append(f"  {name}: " + ", ".join(f"{p} {ms:,.0f} ms" for p, ms in summary[key].items()))
+    return "\n".join(lines)

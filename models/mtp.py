@@ -1,0 +1,85 @@
+"""The block behind a model's last layer that predicts one token more (``nextn``, multi-token prediction).
+
+Of a token's hidden state, which the model's head reads, and the embedding of the token that follows, it makes the
+hidden state of that one: what its head makes of it is a draft of the next.  Fed with its own hidden states, it drafts
+further ones.  Source: DeepSeek-V3 (arXiv:2412.19437), section 2.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localllm.errors import ModelError
+from localllm.kernels.graph import Embed, Graph, Input, Linear, Matrix, Outputs, RMSNorm, Rows, Tensor
+from localllm.models.config import Header
+from localllm.models.weights import split_columns
+from localllm.quant.formats import dequantize
+
+#: Records the layer of a block: is given its number, the graph, the embedding, and x [T, d], and gives the next x.
+RecordBlock = Callable[[int, Graph, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class HiddenNorm:
+    """The RMSNorm between a model's last layer and its head, or a block's."""
+
+    weight: NDArray[np.float32]
+    eps: float
+
+    def __call__(self, rows: NDArray[np.float32]) -> NDArray[np.float32]:
+        scale = 1 / np.sqrt(np.mean(np.square(rows), axis=1, keepdims=True) + np.float32(self.eps))
+        normed: NDArray[np.float32] = (rows * scale * self.weight).astype(np.float32)
+        return normed
+
+
+def hidden_states(graph: Graph) -> Tensor:
+    """The hidden states [T, d] of a model, before the norm of its head; from now on they can be read after a step."""
+    x = next(node.operation.x for node in graph.nodes if isinstance(node.operation, Outputs))
+    graph.watched.add(x)
+    return x
+
+
+def hidden_norm(graph: Graph) -> HiddenNorm:
+    """The norm before a graph's head; reads its weight.
+
+    Raises:
+        ModelError: it is none that a block can go on from.
+    """
+    norms = [node.operation for node in graph.nodes if node.layer == "output" and isinstance(node.operation, RMSNorm)]
+    if len(norms) != 1 or norms[0].weight is None:
+        raise ModelError("a block that predicts further tokens needs a model with an RMSNorm before its head")
+    weight = norms[0].weight
+    return HiddenNorm(dequantize(weight.data, weight.type).reshape(-1).astype(np.float32), norms[0].eps)
+
+
+def record_block(m: Header, record: RecordBlock, embedding_scale: float, eps: float) -> Graph:
+    """A graph from normed hidden states [T, d] and the ids that follow them to the logits of drafts.
+
+    Raises:
+        ModelError: a tensor is missing, or of another shape.
+    """
+    config, number = m.config, m.config.n_layers
+    d, w, g = config.n_embd, m.weights.layer(number), Graph(m.cache_type)
+    table = w.find("nextn.embed_tokens.weight", config.n_vocab, d)
+    table = m.weights.require("token_embd.weight", config.n_vocab, d) if table is None else table
+    head = w.find("nextn.shared_head_head.weight", config.n_vocab, d)
+    norm = w.find("nextn.shared_head_norm.weight", d)
+    h = g.add(Input(Tensor(Rows.TOKENS, d)))
+    e = g.add(Embed(table, embedding_scale))
+    g.layer = 0
+    of_e, of_h = split_columns(w.require("nextn.eh_proj.weight", d, 2 * d))
+    x = g.add(Linear(g.add(RMSNorm(e, w.vector("nextn.enorm", d), eps)), Matrix(of_e)))
+    x = g.add(Linear(g.add(RMSNorm(h, w.vector("nextn.hnorm", d), eps)), Matrix(of_h), residual=x))
+    x = record(number, g, e, x)
+    g.layer = "output"
+    y = g.add(RMSNorm(g.add(Outputs(x)), m.weights.vector("output_norm", d) if norm is None else norm, eps))
+    g.add(Linear(y, _head(m, d) if head is None else Matrix(head)))
+    return g
+
+
+def _head(m: Header, d: int) -> Matrix:
+    return m.weights.matrix("output", d, m.config.n_vocab, tied_to="token_embd")

@@ -1,0 +1,145 @@
+"""Layers of the kinds that the model of the other sections has not: where their time goes."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache
+from math import prod
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from localllm.kernels import graph as g
+from localllm.kernels.backend import HostOutput
+from localllm.kernels.cuda.profile import Profiler, watching
+from localllm.kernels.graph import Graph, Matrix, Rope
+from localllm.quant.types import GGMLType
+from tests.benchmarks.gpu.sections import Row
+from tests.helpers import weights
+from tests.helpers.blocks import random_rows
+from tests.helpers.run_model import make_batch
+from tests.helpers.weights import f32, random
+
+if TYPE_CHECKING:
+    from tests.benchmarks.gpu.machine import Machine
+
+#: Records a layer over rows of x.
+Layer = Callable[[Graph, g.Tensor], g.Tensor]
+#: Layers that are timed at once: caches do not hold the weights of all.
+N_LAYERS = 4
+#: Rows of random weights; larger matrices repeat them.
+_POOL = 512
+
+
+def layers(machine: Machine) -> Iterator[Row]:
+    """Each kind of layer for each batch."""
+    for name, (width, layer) in machine.sizes.layers.items():
+        for batch in machine.sizes.batches:
+            for row in _layer(machine, width, layer, *batch):
+                yield {"layer": name, **row}
+            gc.collect()  # gives the device's memory back
+
+
+def _layer(machine: Machine, width: int, layer: Layer, n_sequences: int, n: int, length: int) -> Iterator[Row]:
+    """A row for each kind of call: microseconds of one layer's."""
+    graph, backend, n_tokens = Graph(), machine.make_backend(machine.driver, 0), n * n_sequences
+    x = graph.add(g.Input(g.Tensor(g.Rows.TOKENS, width)))
+    for graph.layer in range(N_LAYERS):
+        layer(graph, x)
+    pages, n_groups = -(-length // backend.page_size), len(graph.windows)
+    step = backend.compile(
+        graph,
+        n_pages=(pages * n_sequences,) * n_groups,
+        max_tokens=n_tokens,
+        max_outputs=1,
+        n_states=n_sequences if graph.states else 0,
+    )
+    parts = [([0] * n, length - n, range(s * pages, (s + 1) * pages)) for s in range(n_sequences)]
+    batch = make_batch(parts, [0])
+    tables = np.repeat(batch.block_tables, n_groups, axis=0)
+    profiler = Profiler(machine.repetitions, machine.least_launches)
+    with watching(profiler):
+        step.run(replace(batch, block_tables=tables), HostOutput(random(n_tokens, width))).rows()
+    ceilings = machine.ceilings(0)
+    for share in profiler.profiles[0].shares.values():
+        floor = share.cost.seconds(ceilings.copy, ceilings.rates)
+        yield {
+            "batch": f"{n_sequences} x {n} at {length}",
+            "call": share.name,
+            "launches": share.n_launches / N_LAYERS,
+            "us": 1e6 * share.seconds / N_LAYERS,
+            "of floor": f"{floor / share.seconds:.0%}",
+        }
+
+
+# -- Layers --------------------------------------------------------------------------------------------------------
+
+
+def latent_attention(
+    graph: Graph, x: g.Tensor, *, n_heads: int, key_dim: int, value_dim: int, n_rotated: int, latent: int
+) -> g.Tensor:
+    """DeepSeek's, of which keys and values are latents; ``key_dim`` of a head are not rotated."""
+    of_all = latent + n_rotated
+    cache = graph.kv_cache(1, of_all, latent, values_in_keys=True)
+    q, k = graph.add(g.Linears(x, (_matrix(n_heads * (key_dim + n_rotated), x.width), _matrix(of_all, x.width))))
+    q = graph.add(g.HeadLinear(q, _weight(n_heads, latent, key_dim)))
+    q = graph.add(g.RopeAppend(q, k, None, cache, Rope(_frequencies(n_rotated), interleaved=True, first=latent)))
+    y = graph.add(g.Attention(q, cache, of_all**-0.5))
+    return graph.add(g.HeadLinear(y, _weight(n_heads, value_dim, latent)))
+
+
+def attention(graph: Graph, x: g.Tensor, *, n_heads: int, n_kv_heads: int, dim: int, window: int) -> g.Tensor:
+    """With a window and sinks, as gpt-oss has it."""
+    cache = graph.kv_cache(n_kv_heads, dim, window=window)
+    q, k, v = graph.add(g.Linears(x, tuple(_matrix(n * dim, x.width) for n in (n_heads, n_kv_heads, n_kv_heads))))
+    q = graph.add(g.RopeAppend(q, k, v, cache, Rope(_frequencies(dim), interleaved=False)))
+    return graph.add(g.Attention(q, cache, dim**-0.5, window, sinks=f32(random(n_heads))))
+
+
+def delta_net(graph: Graph, x: g.Tensor, *, n_key_heads: int, n_heads: int, dim: int) -> g.Tensor:
+    """Qwen 3 Next's, with its convolution."""
+    width = (2 * n_key_heads + n_heads) * dim
+    qkv, decay, beta = graph.add(g.Linears(x, tuple(_matrix(n, x.width) for n in (width, n_heads, n_heads))))
+    qkv = graph.add(g.CausalConv(qkv, f32(random(width, 4)), graph.state("conv", 3, width), silu=True))
+    a, bias = f32(-np.abs(random(n_heads))), f32(random(n_heads))
+    state = graph.state("S", n_heads, dim, dim)
+    return graph.add(g.GatedDelta((qkv,), decay, beta, a, bias, state, n_key_heads=n_key_heads))
+
+
+def scan(graph: Graph, x: g.Tensor, *, n_heads: int, dim: int, state_dim: int) -> g.Tensor:
+    """Mamba 2's, with its convolution."""
+    width = n_heads * dim + 2 * state_dim
+    xbc, dt = graph.add(g.Linears(x, (_matrix(width, x.width), _matrix(n_heads, x.width))))
+    xbc = graph.add(g.CausalConv(xbc, f32(random(width, 4)), graph.state("conv", 3, width), silu=True))
+    a, bias, d = f32(-np.abs(random(n_heads))), f32(random(n_heads)), f32(random(n_heads, seed=1))
+    return graph.add(g.Scan((xbc,), dt, a, bias, d, graph.state("S", n_heads, state_dim, dim), n_groups=1))
+
+
+def mixture(graph: Graph, x: g.Tensor, *, n_experts: int, k: int, n_ff: int) -> g.Tensor:
+    """Qwen 3's experts."""
+    routing = graph.add(g.Route(graph.add(g.Linear(x, Matrix(f32(random(n_experts, x.width))))), k, True))
+    residual = graph.add(g.Scale(x, 1.0))
+    up = tuple(_weight(n_experts, n_ff, x.width) for _ in range(2))
+    h = graph.add(g.Gated(*graph.add(g.ExpertLinears(x, up, routing)), "silu"))
+    return graph.add(g.ExpertOutput(h, _weight(n_experts, x.width, n_ff), routing, residual))
+
+
+def _frequencies(n: int) -> np.ndarray:
+    return np.float32(1) / 10_000 ** np.arange(0, 1, 2 / n, np.float32)
+
+
+def _matrix(n_out: int, n_in: int) -> Matrix:
+    return Matrix(_weight(n_out, n_in))
+
+
+def _weight(*shape: int) -> weights.Tensor:
+    """One of its own, though several have the same values."""
+    return weights.Tensor(GGMLType.Q4_0, shape, _rows(shape))
+
+
+@cache
+def _rows(shape: tuple[int, ...]) -> np.ndarray:
+    pool = random_rows(GGMLType.Q4_0, _POOL, shape[-1])
+    return np.resize(pool, (prod(shape[:-1]), pool.shape[1])).reshape(*shape[:-1], -1)

@@ -1,0 +1,181 @@
+"""Everything that is to be measured on a GPU, and checked, in runs of less than ten minutes.
+
+    python -m tests.benchmarks.gpu --out 1 --sections environment,ceilings,products,attention,layers
+    python -m tests.benchmarks.gpu --out 2 --sections environment,models,several
+    python -m tests.benchmarks.gpu --out 3 --sections environment,tests,sanitizer
+    python -m tests.benchmarks.gpu --emulated
+
+| section | what is found |
+|---|---|
+| environment | card, driver, CuPy, NVRTC |
+| ceilings | what the card does at most: copies, reads, products, launches, and the bus |
+| products, attention | kernels one by one: the floor, what is hoped for, what came out, the error |
+| layers | where the time goes in layers of latents, recurrences, experts |
+| models | models of 8B parameters with random weights: tokens a second, profiles, llama.cpp where it is there |
+| several | with two GPUs: copies between them, and a split model |
+| tests | whether the CUDA tests pass on the card |
+| sanitizer | the tests under the tools of compute-sanitizer that --sanitizer names |
+
+It needs what the tests need, and says what of that is not installed.  Sections share the time: --minutes, and what
+is at hand then.
+
+The tables are in gpu.md and gpu.json in the folder that --out names, after each row.  Models are written to the
+folder for temporary files, one at a time.  The exit code is 1 if an output is wrong, a test or a section fails, 2 if
+nothing can be measured, and 130 after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import math
+import shlex
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from localllm.cli.start import INTERRUPTED
+from localllm.errors import DeviceError, UsageError
+from tests.benchmarks.gpu import correctness, kernels, layers, machine, models
+from tests.benchmarks.gpu.machine import Machine
+from tests.benchmarks.gpu.report import write
+from tests.benchmarks.gpu.sections import Row, Section, run_all
+from tests.helpers.backends import no_harness
+
+#: Sections, and their shares of the time.
+SHARES = {
+    "environment": 1.0,
+    "ceilings": 2.0,
+    "products": 8.0,
+    "attention": 4.0,
+    "layers": 6.0,
+    "models": 12.0,
+    "several": 4.0,
+    "tests": 12.0,
+    "sanitizer": 12.0,
+}
+#: A quick test, for emulated devices.
+_EMULATED_SUITES = (("profile", ("tests/kernels/cuda/test_profile.py", "-k", "floor")),)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command line; returns the exit code."""
+    given = _arguments(arguments)
+    try:
+        _check(given)
+        with tempfile.TemporaryDirectory(prefix="localllm-gpu-") as scratch:
+            open_machine = machine.emulated if given.emulated else machine.real
+            with open_machine(Path(scratch)) as devices:
+                _check_room(given, devices)
+                return _run(given, devices)
+    except DeviceError as error:
+        said = f"there is no GPU to measure: {error}"
+    except UsageError as error:
+        said = str(error)
+    except OSError as error:
+        said = f"the results cannot be written: {error}; make room, or choose another folder with --out"
+    except KeyboardInterrupt:
+        print("stopped by Ctrl-C before anything was measured", file=sys.stderr)
+        return INTERRUPTED
+    print(said, file=sys.stderr)
+    return 2
+
+
+def _check(given: argparse.Namespace) -> None:
+    """Makes sure that the arguments make sense, and that results can be written.
+
+    Raises:
+        UsageError, OSError: they do not, or cannot.
+    """
+    for what, names, known in (
+        ("section", given.sections, tuple(SHARES)),
+        ("tool of compute-sanitizer", given.sanitizer, correctness.TOOLS),
+    ):
+        if unknown := [name for name in names.split(",") if name not in known]:
+            raise UsageError(f"there is no {what} {', '.join(map(repr, unknown))}: choose of {', '.join(known)}")
+    if not 0 < given.minutes < math.inf:
+        raise UsageError(f"--minutes is {given.minutes:g}, but must be a number above 0")
+    if given.emulated and (reason := no_harness()):
+        raise UsageError(f"kernels cannot be tried out on emulated GPUs here: {reason}")
+    if given.out is not None:
+        given.out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=given.out):
+            pass
+
+
+def _check_room(given: argparse.Namespace, devices: Machine) -> None:
+    """Raises:
+    UsageError: there is no room on the disk for the largest model.
+    """
+    if not {"models", "several"} & set(given.sections.split(",")):
+        return
+    needed, free = models.largest_file(devices.sizes), shutil.disk_usage(devices.scratch).free
+    if free < needed:
+        raise UsageError(
+            f"the models take up to {needed / 1e9:.1f} GB on the disk, but {devices.scratch.parent} has "
+            f"{free / 1e9:.1f} GB free: set TMPDIR to another folder, or leave the sections models and several out"
+        )
+
+
+def _run(given: argparse.Namespace, devices: Machine) -> int:
+    chosen = given.sections.split(",")
+    sections = [section for name, section in _sections(devices, given).items() if name in chosen]
+    head = {
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "card": ", ".join(devices.driver.properties(i).name for i in range(devices.count)),
+        "command": "python -m tests.benchmarks.gpu " + shlex.join(given.words),
+    }
+    folder = given.out or Path(tempfile.mkdtemp(prefix="localllm-gpu-results-"))
+    results = run_all(
+        sections, 60 * given.minutes, lambda line: print(line, flush=True), lambda found: write(folder, head, found)
+    )
+    faults = [fault for found in results for fault in found.faults]
+    print(f"\nwritten: {folder / 'gpu.md'}, {folder / 'gpu.json'}")
+    for fault in faults:
+        print(f"fault: {fault}", file=sys.stderr)
+    if any(found.is_interrupted for found in results):
+        return INTERRUPTED
+    return 1 if faults else 0
+
+
+def _sections(devices: Machine, given: argparse.Namespace) -> dict[str, Section]:
+    suites = _EMULATED_SUITES if given.emulated else correctness.SUITES
+    sanitized = _EMULATED_SUITES if given.emulated else correctness.SANITIZED
+    tools = given.sanitizer.split(",")
+
+    def of(find: Callable[[Machine], Iterator[Row]]) -> Callable[[float], Iterator[Row]]:
+        return lambda seconds: find(devices)
+
+    finders: dict[str, Callable[[float], Iterator[Row]]] = {
+        "environment": of(machine.environment),
+        "ceilings": of(machine.ceilings),
+        "tests": lambda seconds: correctness.run_tests(seconds, suites),
+        "products": of(kernels.products),
+        "attention": of(kernels.attention),
+        "layers": of(layers.layers),
+        "models": of(models.models),
+        "several": of(models.several),
+        "sanitizer": lambda seconds: correctness.sanitize(tools, seconds, sanitized),
+    }
+    return {name: Section(name, finders[name], share) for name, share in SHARES.items()}
+
+
+def _arguments(words: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.benchmarks.gpu",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    most = ",".join(name for name in SHARES if name != "sanitizer")
+    parser.add_argument("--out", type=Path, help="folder for the results (default: a temporary one)")
+    parser.add_argument("--sections", default=most, help=f"with commas (default: {most})")
+    parser.add_argument("--sanitizer", default="memcheck", help="its tools, with commas (default: memcheck)")
+    parser.add_argument("--minutes", type=float, default=7.8, help="for all of it (default: 7.8)")
+    parser.add_argument(
+        "--emulated", action="store_true", help="try the run out on emulated GPUs; times mean nothing"
+    )
+    given = parser.parse_args(words)
+    given.words = sys.argv[1:] if words is None else words
+    return given

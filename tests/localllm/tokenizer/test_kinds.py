@@ -1,0 +1,181 @@
+"""BPE of plain characters (Gemma 4), Unigram (T5) and WordPiece (BERT), against the libraries that made them.
+
+With LLAMA_CPP set to the folder of llama.cpp's source, all vocabularies that it carries are checked with its vectors.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import sentencepiece
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from localllm.errors import TokenizerError
+from localllm.gguf import GGUFFile
+from localllm.tokenizer import Tokenizer
+from tests.helpers.vocabularies import BYTE, CONTROL, NORMAL, UNKNOWN, FakeFile, tokenizer_keys
+from tests.localllm.tokenizer.test_tokenizer import CORPUS, any_text, wordy_text
+
+VECTORS = sorted(Path(os.environ.get("LLAMA_CPP", "/nowhere"), "models").glob("ggml-vocab-*.inp"))
+
+
+@pytest.mark.skipif(not VECTORS, reason="LLAMA_CPP is not the folder of llama.cpp's source")
+@pytest.mark.parametrize("path", VECTORS, ids=lambda path: path.name)
+def test_agrees_with_all_vectors_of_llama_cpp(path: Path) -> None:
+    with GGUFFile.open(path.with_suffix("")) as file:
+        tokenizer = Tokenizer.from_gguf(file)
+    texts = path.read_bytes().decode().split("\n__ggml_vocab_test__\n")
+    lines = path.with_suffix(".out").read_text().split("\n")
+    assert len(texts) > 45
+    for text, line in zip(texts, lines, strict=False):
+        assert tokenizer.encode(text, add_special=False) == [int(id_) for id_ in line.split()], repr(text)
+
+
+def tiny(tokens: list[str], types: list[int], **keys: Any) -> Tokenizer:
+    return Tokenizer.from_gguf(FakeFile(tokenizer_keys(tokens=tokens, token_type=np.array(types, np.int32), **keys)))
+
+
+def gemma(**changes: Any) -> Tokenizer:
+    """Bytes, characters, and what merges make of them; runs of line feeds that no merge leads to."""
+    merges = ["a b", "▁ ab", "é é"]
+    words = ["a", "b", "▁", "é", "\n", *(merge.replace(" ", "") for merge in merges), "\n\n\n"]
+    tokens = ["<bos>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
+    types = [CONTROL, *[BYTE] * 256, *[NORMAL] * len(words)]
+    return tiny(tokens, types, **{"model": "gemma4", "merges": merges, "bos_token_id": 0, **changes})
+
+
+def test_gemmas_tokens_are_plain_characters() -> None:
+    tokenizer = gemma(add_bos_token=False)  # which older files say, and are wrong
+    text = "ab abé éé\n\n\n\n漢\n\n\nab"
+    ids = tokenizer.encode(text)
+    assert [tokenizer.token_text(id_) for id_ in ids] == (
+        ["<bos>", "ab", "▁ab", "é", "▁", "éé", "\n", "\n", "\n", "\n", "<0xE6>", "<0xBC>", "<0xA2>", "\n\n\n", "ab"]
+    )
+    assert tokenizer.decode(ids) == text
+    sarvam = gemma(model="gpt2", pre="sarvam-moe")
+    assert [sarvam.token_text(id_) for id_ in sarvam.encode("\n\n\nab")] == ["\n", "\n", "\n", "ab"]
+
+
+@settings(max_examples=60)
+@given(any_text | wordy_text | st.text("ab \né", max_size=30))
+def test_gemma_spells_every_text(text: str) -> None:
+    tokenizer = gemma()
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_white_space_alone_cuts_words() -> None:
+    tokenizer = tiny(["<s>", "a", "b", "ab"], [UNKNOWN, NORMAL, NORMAL, NORMAL], model="whitespace", merges=["a b"])
+    assert tokenizer.encode(" ab  ba\n") == [3, 2, 1]
+
+
+# -- Unigram
+
+
+def unigram(**changes: Any) -> tuple[sentencepiece.SentencePieceProcessor, Tokenizer]:
+    """A model of T5's kind, and the tokenizer of what a converter writes for it."""
+    made = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(CORPUS.splitlines()),
+        model_writer=made,
+        model_type="unigram",
+        vocab_size=250,
+        hard_vocab_limit=False,
+        minloglevel=2,
+        num_threads=1,
+    )
+    processor = sentencepiece.SentencePieceProcessor(model_proto=made.getvalue())
+    ids = range(processor.vocab_size())
+    types = [UNKNOWN if processor.is_unknown(i) else CONTROL if processor.is_control(i) else NORMAL for i in ids]
+    keys = {
+        "model": "t5",
+        "scores": np.array([processor.get_score(i) for i in ids], np.float32),
+        "unknown_token_id": 0,
+        "eos_token_id": 2,
+        "add_space_prefix": True,
+        "remove_extra_whitespaces": True,
+        "precompiled_charsmap": np.frombuffer(field(field(made.getvalue(), 3), 2), np.uint8),
+    }
+    return processor, tiny([processor.id_to_piece(i) for i in ids], types, **{**keys, **changes})
+
+
+def field(message: bytes, wanted: int) -> bytes:
+    """The first field of a number, of those of a protocol buffer's message that are bytes."""
+    at = 0
+
+    def varint() -> int:
+        nonlocal at
+        value = shift = 0
+        while True:
+            byte, at = message[at], at + 1
+            value, shift = value | (byte & 127) << shift, shift + 7
+            if byte < 128:
+                return value
+
+    while True:
+        number, kind = divmod(varint(), 8)
+        n = varint() if kind in (0, 2) else 4  # the other kind of a model's fields is float32
+        n = n if kind else 0
+        if (number, kind) == (wanted, 2):
+            return message[at : at + n]
+        at += n
+
+
+def test_agrees_with_a_trained_unigram_model() -> None:
+    processor, tokenizer = unigram()
+
+    @settings(max_examples=100)
+    @given(st.lists(st.sampled_from([*CORPUS.split(" "), "  ", "ﬁ", "①", "１", "e\u0301", "\t", "𝒳"])).map(" ".join))
+    def check(text: str) -> None:
+        assert tokenizer.encode(text, add_special=False) == processor.encode(text)
+
+    check()
+    assert tokenizer.encode("Once") == [*processor.encode("Once"), 2]
+    assert tokenizer.decode(tokenizer.encode("  Once   upon\n")) == "Once upon"
+
+
+@pytest.mark.parametrize("charsmap", [b"abc", b"\xff" * 8, b"\4\0\0\0" + b"\xff" * 8, b"\1\0\0\0" * 9])
+def test_a_broken_map_of_characters_is_an_error(charsmap: bytes) -> None:
+    with pytest.raises(TokenizerError, match=r"tiny\.gguf: tokenizer\.ggml\.precompiled_charsmap is broken"):
+        unigram(precompiled_charsmap=np.frombuffer(charsmap, np.uint8))[1].encode("any text ① 漢")
+    with pytest.raises(TokenizerError, match="precompiled_charsmap is not an array of bytes"):
+        unigram(precompiled_charsmap="abc")
+
+
+# -- WordPiece
+
+
+@pytest.mark.parametrize("lowercase", [True, False])
+def test_agrees_with_a_trained_wordpiece_model(lowercase: bool) -> None:
+    reference = tokenizers.BertWordPieceTokenizer(lowercase=lowercase)
+    reference.train_from_iterator([CORPUS], vocab_size=300, show_progress=False)
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    # As llama.cpp's converter spells them.
+    tokens = [
+        token if token in special else token[2:] if token.startswith("##") else f"▁{token}"
+        for token, _ in sorted(reference.get_vocab().items(), key=lambda item: item[1])
+    ]
+    tokenizer = tiny(
+        tokens,
+        [CONTROL if token in special else NORMAL for token in tokens],
+        model="bert",
+        unknown_token_id=1,
+        cls_token_id=2,
+        seperator_token_id=3,
+        **({} if lowercase else {"normalizer.lowercase": False}),
+    )
+
+    @settings(max_examples=100)
+    @given(any_text | wordy_text | st.lists(st.sampled_from(CORPUS.split(" "))).map(" ".join))
+    def check(text: str) -> None:
+        ids = tokenizer.encode(text)
+        assert ids == [2, *reference.encode(text).ids, 3]
+
+    check()
+    assert tokenizer.decode(tokenizer.encode("there was a tokenizer")) == "there was a tokenizer"
