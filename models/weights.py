@@ -181,7 +181,7 @@ class Weights:
         return tensor.shape[-2] if tensor is not None and len(tensor.shape) > 1 else 0
 
     def find(self, name: str, *shape: int) -> Weight | None:
-        """The tensor ``name``, or None if the file has none.
+        """The tensor ``name``, or None if the file has none.  A vector may stand in it as a matrix of one row.
 
         Raises:
             ModelError: its shape is not ``shape``.
@@ -190,12 +190,13 @@ class Weights:
         tensor = self._file.tensors.get(name)
         if tensor is None:
             return None
-        if tensor.shape != shape:
+        if tensor.shape != shape and (len(shape) != 1 or tensor.shape != (1, *shape)):
             raise ModelError(
                 f"tensor {name} has the shape {list(tensor.shape)}, but the hyper-parameters call for "
                 f"{list(shape)}: the file's metadata and tensors disagree"
             )
-        return self._found.setdefault(name, FileWeight(name, tensor.type, tensor.shape, self._file))
+        found = self._found.setdefault(name, FileWeight(name, tensor.type, tensor.shape, self._file))
+        return found if tensor.shape == shape else Reshaped(found, shape)
 
     def require(self, name: str, *shape: int) -> Weight:
         """The tensor ``name``.
