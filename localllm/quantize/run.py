@@ -253,7 +253,7 @@ def run(
             for tensor in tensors:
                 if progress:
                     progress(tensor, done, total)
-                work = _Work(tensor, plan.imatrix, feedbacks, allow_nan, threads)
+                work = TensorWork(tensor, plan.imatrix, feedbacks, allow_nan, threads)
                 for done_of_it, slab in work.slabs():
                     writer.write(slab)
                     if progress:
@@ -290,7 +290,7 @@ def _metadata(plan: Plan, number: int) -> dict[str, bytes]:
     return kept | new | (split if len(plan.files) > 1 else {})
 
 
-class _Work:
+class TensorWork:
     """A tensor at work.
 
     Attributes:
