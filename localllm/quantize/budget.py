@@ -34,10 +34,10 @@ LADDER = (GGMLType.Q2_K, GGMLType.Q3_K, GGMLType.IQ4_XS, GGMLType.Q5_K, GGMLType
 _MEASURED = GGMLType.Q3_K
 #: Values of a tensor whose error is measured at each type.
 _SAMPLE = 1 << 17
-#: Tokens of a piece of text, and log-probabilities of the model as it is that are kept.
-CONTEXT, _KEPT = 256, 1 << 26
+#: Tokens of a piece of text, and how many pieces are read in each measurement.
+CONTEXT, PIECES = 256, 8
 #: How often a choice is corrected by what was measured of it.
-_ROUNDS = 4
+_ROUNDS = 6
 
 #: Called with the measurements done, and how many there are.
 Progress = Callable[[int, int], object]
@@ -63,30 +63,23 @@ class _Meter:
     """Measures divergence from a model as it is on pieces of a text, of whose tokens the second halves count."""
 
     def __init__(self, file: GGUFFile, pieces: Sequence[Sequence[int]], backend: Backend) -> None:
-        self._file, self._backend, self._pieces = file, backend, pieces
-        first = self._log_probabilities({}, pieces[:1])
-        n = max(1, _KEPT // first[0].size)
-        self._pieces = pieces[:n]
-        self._base = first + self._log_probabilities({}, pieces[1:n])
+        self._file, self._pieces, self._backend = file, pieces, backend
+        self._base = self._log_probabilities({})
 
     def divergence(self, tensors: Mapping[str, TensorInfo]) -> float:
         """The mean Kullback-Leibler divergence of the model with these tensors in place of its own, in nats."""
-        found = self._log_probabilities(tensors, self._pieces)
+        found = self._log_probabilities(tensors)
         each = [(np.exp(p) * (p - q)).sum(axis=1).mean() for p, q in zip(self._base, found, strict=True)]
         return max(0.0, float(np.mean(each)))
 
-    def _log_probabilities(
-        self, tensors: Mapping[str, TensorInfo], pieces: Sequence[Sequence[int]]
-    ) -> list[NDArray[np.float32]]:
-        if not pieces:
-            return []
-        n, backend = len(pieces[0]), self._backend
+    def _log_probabilities(self, tensors: Mapping[str, TensorInfo]) -> list[NDArray[np.float32]]:
+        n, backend = len(self._pieces[0]), self._backend
         graph = read_model(_Replaced(self._file.metadata, {**self._file.tensors, **tensors}), n).graph
         n_pages = n_cache_pages(graph, n, 1, backend.page_size)
         needed = backend.footprint(graph, n_pages=n_pages, max_tokens=n // 2, max_outputs=n // 2, n_states=1)
         check_memory(needed.n_bytes, "the model")
         step, found = needed.load(None), []
-        for piece in pieces:
+        for piece in self._pieces:
             step.run(step_batch(piece, 0, n // 2, n_pages, backend.page_size))
             logits = step(step_batch(piece, n // 2, n, n_pages, backend.page_size, outputs=True)).copy()
             logits -= logits.max(axis=1, keepdims=True)
@@ -197,17 +190,17 @@ def choose_types(
         rest = sum(path.stat().st_size for path in file.paths) - sum(file.tensors[name].n_bytes for name in names)
         return measured_with(allot(options, n_bytes=n_bytes - rest))
     assert divergence is not None
-    goal, found = divergence, None
+    goal = divergence
     for _ in range(_ROUNDS):
         chosen = measured_with(allot(options, loss=goal))
-        if chosen.divergence <= divergence:
-            found = chosen
-        goal *= divergence / max(chosen.divergence, divergence / 8)
-    if found is None:
+        if 0.9 * divergence <= chosen.divergence <= divergence:
+            break
+        goal *= 0.95 * divergence / max(chosen.divergence, divergence / 8)
+    if chosen.divergence > divergence:
         raise UsageError(
             f"the divergence stays at {chosen.divergence:.5f}, more than {divergence:.5f}: allow a larger one"
         )
-    return found
+    return chosen
 
 
 def _sampled(tensor: TensorInfo) -> TensorInfo:
