@@ -185,7 +185,7 @@ def test_what_is_no_adapter_for_the_model_is_said(base: Path, adapters: dict[str
         ):
             with pytest.raises(ModelError, match=message):
                 read_adapter("x", path, file)
-        (tmp_path / "dora" / "adapter_config.json").write_text("{}")
+        (tmp_path / "dora" / "adapter_config.json").write_text('{"r": 4}')
         (tmp_path / "dora" / "adapter_model.safetensors").write_bytes(b"\2\0\0\0\0\0\0\0{!")
         with pytest.raises(ModelError, match="not a whole safetensors file"):
             read_adapter("x", tmp_path / "dora", file)
