@@ -172,8 +172,7 @@ def test_word_pieces(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(json.dumps(settings))
     names = {f"{name.lower()}_token": f"[{name}]" for name in ("PAD", "CLS", "SEP", "UNK")}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(names))
-    keys = vocabulary_keys(tmp_path, Config({"type_vocab_size": 2}), 7)
+    keys, tokenizer = read(tmp_path, 7, type_vocab_size=2)
     assert keys["tokenizer.ggml.tokens"] == ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "▁run", "ning", "▁a"]
     assert keys["tokenizer.ggml.token_type_count"] == 2
-    file = SimpleNamespace(path="bert", metadata=keys)
-    assert Tokenizer.from_gguf(file).encode("A RUNNING") == [1, 6, 4, 5, 2]
+    assert tokenizer.encode("A RUNNING") == [1, 6, 4, 5, 2]
