@@ -27,6 +27,7 @@ from localllm.checks import check_keywords, whole_number
 from localllm.completion import Chunk, Completion, Stream
 from localllm.devices import gpu_memory
 from localllm.errors import ContextLengthError, ModelNotFoundError, UsageError, warn
+from localllm.files import read_text
 from localllm.gguf import GGUFFile
 from localllm.habits import THEIR_METHODS, no_attribute
 from localllm.kernels.graph import CacheType
@@ -133,7 +134,7 @@ class LlamaGrammar:
     @classmethod
     def from_file(cls, file: str | Path, verbose: bool = True) -> Self:
         """Of a file of GBNF."""
-        return cls.from_string(Path(file).read_text("utf-8"))
+        return cls.from_string(read_text(file))
 
     @classmethod
     def from_json_schema(cls, json_schema: str, verbose: bool = True) -> Self:
