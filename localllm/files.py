@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-import contextlib
 import errno
 import os
 import shutil
@@ -27,11 +26,14 @@ def read_text(source: str | os.PathLike[str] | BinaryIO, what: str = "") -> str:
     Raises:
         UsageError: it cannot be read, is too long, or is not UTF-8.
     """
-    is_path = isinstance(source, str | os.PathLike)
-    where = f"{what} {path_text(source)}".lstrip() if is_path else what
+    where = what
     try:
-        with open(source, "rb") if is_path else contextlib.nullcontext(source) as file:
-            data = file.read(MOST_TEXT_BYTES + 1)
+        if isinstance(source, str | os.PathLike):
+            where = f"{what} {path_text(source)}".lstrip()
+            with open(source, "rb") as file:
+                data = file.read(MOST_TEXT_BYTES + 1)
+        else:
+            data = source.read(MOST_TEXT_BYTES + 1)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise UsageError(f"{where} cannot be read ({reason}): check the path") from None
