@@ -11,6 +11,7 @@ from localllm.cli.defaults import settle
 from localllm.cli.main import DONE
 from localllm.cli.terminal import StatusLine, quantity, visible_line, warn
 from localllm.gguf import GGUFFile
+from localllm.library.find import demo_path
 from localllm.quantize import ImportanceMatrix, Plan, TensorPlan, TensorResult, plan
 from localllm.quantize import run as write
 from localllm.quantize.mixes import MIXES, mix_named
@@ -26,7 +27,7 @@ def run(arguments: argparse.Namespace) -> int:
     overrides = list(arguments.overrides)
     if arguments.pure:
         overrides.append(("", MIXES[mix_named(arguments.type)][1].name))
-    with GGUFFile.open(arguments.model) as file:
+    with GGUFFile.open(arguments.model or demo_path()) as file:
         planned = plan(
             file,
             arguments.output,
