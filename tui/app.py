@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import ClassVar, cast
 
 from rich.segment import Segment
 from textual.color import Color
@@ -23,13 +23,9 @@ from textual.theme import Theme
 from localllm.tui.base_app import BaseApp, unfreeze_gc_heap
 from localllm.tui.chat.session import ChatSession
 from localllm.tui.commands import PALETTE, Command
-from localllm.tui.launch import setup_of
 from localllm.tui.screens.chat import ChatScreen
 from localllm.tui.setup import Setup
 from localllm.tui.text import without_controls
-
-if TYPE_CHECKING:
-    from localllm.tui.launch import Launch
 
 #: Seconds after which a thread that computes has to let the one that draws go on; by default 0.005.
 _SWITCH_SECONDS = 0.001
@@ -90,7 +86,7 @@ class CommandsProvider(Provider):
 
     async def discover(self) -> Hits:
         for command in PALETTE:
-            yield DiscoveryHit(command.title, self._runner(command), help=_help(command))
+            yield DiscoveryHit(command.title, self._runner(command), help=self._help(command))
 
     async def search(self, query: str) -> Hits:
         matcher = self.matcher(query)
@@ -98,14 +94,14 @@ class CommandsProvider(Provider):
             text = f"{command.title} /{command.name}"
             score = max(matcher.match(text), 0.8 * matcher.match(command.help))
             if score > 0:
-                yield Hit(score, matcher.highlight(text), self._runner(command), text=text, help=_help(command))
+                yield Hit(score, matcher.highlight(text), self._runner(command), text=text, help=self._help(command))
 
     def _runner(self, command: Command) -> partial[None]:
         return partial(cast(ChatScreen, self.screen).run_command, f"/{command.name}")
 
-
-def _help(command: Command) -> str:
-    return command.help + (f" ({command.shown_key})" if command.key else "")
+    def _help(self, command: Command) -> str:
+        key = command.shown_key(cast(ChatApp, self.app).setup.keys)
+        return f"{command.help} ({key})" if key else command.help
 
 
 class ChatApp(BaseApp):
@@ -122,6 +118,7 @@ class ChatApp(BaseApp):
         self._filters.append(ControlFilter())
         self.theme = setup.theme if setup.theme in self.available_themes else "dark"
         self._chat = ChatScreen(setup)
+        self.set_keymap(dict(setup.keys))
         self._is_warned = False
 
     @property
@@ -173,21 +170,15 @@ class ChatApp(BaseApp):
             self._chat.models.model.close()
 
 
-def run(launch: Launch) -> int:
-    """Runs the chat in the terminal; returns the exit code, and leaves in ``launch`` the chats that were open."""
-    app = ChatApp(setup_of(launch))
-    code = run_app(app)
-    launch.sessions = [*app.unsaved, app.session]
-    return code
-
-
-def run_app(app: ChatApp) -> int:
-    """Runs an app in the terminal; returns the exit code."""
+def run(setup: Setup, sessions: list[ChatSession]) -> int:
+    """Runs the chat in the terminal; returns the exit code, and puts the chats that were open into ``sessions``."""
+    app = ChatApp(setup)
     _teach_alt_enter()
     take_any_bytes()
     with responsive(), _warnings_shown(app):
         code = app.run()
     app.end()
+    sessions += [*app.unsaved, app.session]
     return app.return_code or code or 0
 
 

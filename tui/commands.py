@@ -7,9 +7,10 @@ The palette, completion, help and the app's keys read it.  A command's function 
 from __future__ import annotations
 
 import difflib
+import json
 import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -17,7 +18,7 @@ from typing import NamedTuple
 from localllm.errors import UsageError
 from localllm.sampling import Sampling
 from localllm.tui.chat import settings as chat_settings
-from localllm.tui.chat.attachments import Completion, command_output
+from localllm.tui.chat.attachments import Completion, command_output, read_text_file
 from localllm.tui.chat.conversation import Conversation, Message
 from localllm.tui.chat.events import Turn
 from localllm.tui.chat.export import copied_path, export_all, import_chat, path_of, write_export
@@ -99,10 +100,9 @@ class Command:
     def usage(self) -> str:
         return f"/{self.name} {self.arguments}".rstrip()
 
-    @property
-    def shown_key(self) -> str:
-        """The key as people read it."""
-        return "+".join(part.capitalize() for part in self.key.split("+"))
+    def shown_key(self, keys: Mapping[str, str]) -> str:
+        """Its key as people read it, where some have been changed; empty if it has none."""
+        return "+".join(part.capitalize() for part in keys.get(self.name, self.key).split(",")[0].split("+"))
 
 
 class Call(NamedTuple):
@@ -324,6 +324,49 @@ def _stop_strings(session: ChatSession, argument: str) -> Result:
         session.set_options({**rest, "stop": texts} if texts else rest)
     stop = session.conversation.settings.get("stop") or []
     return "replies end before: " + (", ".join(map(repr, stop)) or "nothing given")
+
+
+def _format(session: ChatSession, argument: str) -> Result:
+    settings = session.conversation.settings
+    if argument:
+        schema = "default" if argument == "none" else read_text_file(argument)
+        session.set_options(chat_settings.with_setting(settings, "json_schema", schema))
+    held_to = session.conversation.settings.get("json_schema")
+    return "replies are free text" if held_to is None else f"replies are JSON, by the schema {json.dumps(held_to)}"
+
+
+def _detach(session: ChatSession, argument: str) -> Result:
+    if argument:
+        n = session.detach(argument)
+        if not n:
+            raise UsageError(f"nothing is attached by the name {argument!r}: /detach lists what is")
+        return f"the model does not get {argument} any more"
+    files = [file for message in session.conversation.path() for file in message.attachments]
+    return "\n".join(f"{file.name}: {file.n_tokens:,} tokens" for file in files) or "nothing is attached"
+
+
+def _compare(session: ChatSession, argument: str) -> Result:
+    if argument:
+        raise UsageError("in lines, ask the other model yourself: /model FILE, /regen, and then /compare")
+    return "\n\n".join(f"{who(reply)}\n{reply.content}" for reply in compared(session.conversation))
+
+
+def who(reply: Message) -> str:
+    """The name of the model that wrote a reply."""
+    return (reply.stats and reply.stats.model) or "Reply"
+
+
+def compared(conversation: Conversation) -> list[Message]:
+    """The last reply, and before it the newest one in its place, by another model if there is one.
+
+    Raises:
+        UsageError: there are not two.
+    """
+    reply = next((m for m in reversed(conversation.path()) if m.role == "assistant"), None)
+    others = [] if reply is None else [m for m in conversation.siblings(reply.id) if m.id != reply.id]
+    if reply is None or not others:
+        raise UsageError("there is one reply alone: /compare FILE has another model reply too, /regen the same one")
+    return [max(others, key=lambda other: (who(other) != who(reply), other.created)), reply]
 
 
 def _model(session: ChatSession, argument: str) -> Result:
@@ -578,6 +621,9 @@ COMMANDS = [
     Command("prefix", "[TEXT|none]", "what replies begin with", _prefix),
     Command("stop-strings", "[TEXT … |none]", "what replies end before; in quotes for spaces", _stop_strings),
     Command("model", "[FILE]", "show the model, or load another one", _model, title="Model", key="ctrl+l"),
+    Command("compare", "[FILE]", "another model replies too; both replies side by side", _compare, title="Compare"),
+    Command("format", "[FILE.json|none]", "replies are JSON, by the schema in a file", _format),
+    Command("detach", "[NAME]", "list attached files, or take one off: the model does not get it any more", _detach),
     Command("stats", "", "tokens, cache and speed", lambda session, _: stats_text(session), title="Statistics"),
     Command("sessions", "[WORDS|archived]", "list chats, or search them", _sessions, ("list",), "Chats", "ctrl+o"),
     Command("fork", "[N]", "go on in a new chat, with what was said up to number N", _fork, title="Fork the chat"),

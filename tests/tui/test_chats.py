@@ -219,7 +219,7 @@ def test_a_private_file_in_wal_mode(store: Store, path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["garbage", "torn"])
-def test_a_damaged_file_is_kept_aside(path: Path, damage: str) -> None:
+def test_a_damaged_file_is_refused_and_stays(path: Path, damage: str) -> None:
     store = Store(path)
     for i in range(30):
         saved(store, "word " * 300, title=str(i))
@@ -227,27 +227,9 @@ def test_a_damaged_file_is_kept_aside(path: Path, damage: str) -> None:
     data = path.read_bytes()
     damaged = b"not a database" * 100 if damage == "garbage" else data[:8192] + b"\xff" * 20_000 + data[28_192:]
     path.write_bytes(damaged)
-    path.with_name(path.name + "-wal").write_bytes(b"of old")
-    store = Store(path)
-    assert store.notice is not None
-    assert "damaged" in store.notice
-    assert store.sessions() == []
-    saved(store, "a new beginning")
-    store.close()
-    (aside,) = path.parent.glob("chats.damaged-*.sqlite3")
-    assert str(aside) in store.notice
-    assert aside.read_bytes() == damaged
-    assert aside.with_name(aside.name + "-wal").read_bytes() == b"of old"
-    again = Store(path)
-    assert again.notice is None
-    assert len(again.sessions()) == 1
-    again.close()
-
-
-def test_a_file_that_another_process_mended_meanwhile_stays(path: Path) -> None:
-    Store(path).close()
-    assert schema.set_aside(path, (0, 0)) is None
-    assert path.exists()
+    with pytest.raises(StoreError, match="damaged: move the file away"):
+        Store(path)
+    assert path.read_bytes() == damaged
 
 
 def test_damage_while_it_runs_is_said(path: Path) -> None:

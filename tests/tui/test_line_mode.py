@@ -404,7 +404,6 @@ def test_a_killed_chat_loses_a_second_at_most(tmp_path: Path, round_: int) -> No
     process.wait()
     process.stdout.close()
     store = Store(path)
-    assert store.notice is None
     conversation = store.load(store.latest() or "")
     reply = conversation.path()[1]
     store.close()

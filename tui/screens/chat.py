@@ -13,18 +13,15 @@ from functools import partial
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
-from textual import getters
 from textual.app import ComposeResult, SuspendNotSupported
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
 from textual.content import Content
-from textual.screen import Screen
 from textual.widgets import Static
 
 from localllm.errors import UsageError
 from localllm.tui import commands
-from localllm.tui.base_app import BaseApp
-from localllm.tui.chat.attachments import attach, file_completions, file_word
+from localllm.tui.chat.attachments import file_completions, file_word
 from localllm.tui.chat.conversation import Conversation
 from localllm.tui.chat.events import ContextFull, ToolAsked, Turn
 from localllm.tui.chat.model import ChatModel
@@ -54,7 +51,7 @@ _MOST_OF_A_CALL = 120
 _PATIENCE_SECONDS = 5.0
 
 
-class ChatScreen(MessageActions, Screen[None]):
+class ChatScreen(MessageActions):
     """The chat.
 
     Attributes:
@@ -66,17 +63,16 @@ class ChatScreen(MessageActions, Screen[None]):
         asked: the tool that the model wants to use, and waits for an answer.
     """
 
-    app = getters.app(BaseApp)
-
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "stop", "Stop"),
         Binding("ctrl+up", "select(-1)", "Messages", key_display="^↑"),
         Binding("ctrl+down", "select(1)", "Next message", show=False),
-        Binding("f1", "command('help')", "Help"),
+        Binding("f1", "command('help')", "Help", id="help"),
+        # What has no key can be given one by the settings file.
         *(
-            Binding(entry.key, f"command({entry.name!r})", entry.title, show=entry.name in ("clear", "sessions"))
-            for entry in commands.PALETTE
-            if entry.key and entry.name not in ("help", "quit")
+            Binding(key or f"none-{name}", f"command({name!r})", title, show=name in ("clear", "sessions"), id=name)
+            for name, key, title in ((entry.name, entry.key, entry.title) for entry in commands.COMMANDS)
+            if name not in ("help", "quit")
         ),
     ]
 
@@ -88,7 +84,6 @@ class ChatScreen(MessageActions, Screen[None]):
         self.replacing: str | None = None
         self.unsaved: list[ChatSession] = []
         self.asked: ToolAsked | None = None
-        self.commands = Commands(self)
         self.suggestions = Suggestions()
         self.composer = Composer(PromptHistory(setup.history), self.suggestions)
         self.transcript = Transcript()
@@ -111,6 +106,7 @@ class ChatScreen(MessageActions, Screen[None]):
     # -- Start and end ---------------------------------------------------------------------------------------------
 
     def on_mount(self) -> None:
+        self.commands = Commands(self)
         self.composer.focus()
         self.hint("")
         first, saved = self.app.setup.first_model, self.session.conversation.model
@@ -123,7 +119,11 @@ class ChatScreen(MessageActions, Screen[None]):
         self.set_interval(_MEMORY_SECONDS, self._look_at_memory)
 
     async def _start(self) -> None:
-        for notice in self.app.setup.notices:
+        unknown = [name for name in self.app.setup.keys if name not in {entry.name for entry in commands.COMMANDS}]
+        wrong = [
+            f"[keys] of the settings file has {name!r}, which is no command: /help lists them" for name in unknown
+        ]
+        for notice in (*self.app.setup.notices, *wrong):
             self.app.notify(notice, severity="warning")
         await self._show_chat()
         self.composer.typed.restore(await self.app.offload(self.composer.typed.load))
@@ -149,6 +149,10 @@ class ChatScreen(MessageActions, Screen[None]):
         if (warning := await self.app.offload(self.session.mark_open)) is not None:
             self.app.notify(warning, severity="warning")
             self.hint("Open in another terminal too: what both say is kept, as branches.")
+
+    async def ended(self) -> None:
+        """Waits until nothing is generated, and all of it is drawn."""
+        await self._ended.wait()
 
     async def end_turn(self) -> None:
         """Stops what is generated, and waits for its end."""
@@ -411,12 +415,12 @@ class ChatScreen(MessageActions, Screen[None]):
         is_wanted = threading.Event()
         is_wanted.set()
         try:
-            files = await self.app.in_thread(_sizes, line, model, is_wanted)
+            told = await self.app.in_thread(_sizes, self.session, line, model, is_wanted)
         except UsageError as error:
-            files = [sentence(error)]
+            told = sentence(error)
         finally:
             is_wanted.clear()
-        self.hint(", ".join(files))
+        self.hint(told)
 
     def on_option_list_option_selected(self, event: Suggestions.OptionSelected) -> None:
         event.stop()
@@ -430,7 +434,7 @@ class ChatScreen(MessageActions, Screen[None]):
 
     async def _run_command(self, text: str) -> None:
         if self.is_ending:
-            await self._ended.wait()
+            await self.ended()
         await self.commands.run(text)
 
     def action_command(self, name: str) -> None:
@@ -448,7 +452,21 @@ class _Draft(NamedTuple):
     replaced: str | None
 
 
-def _sizes(line: str, model: ChatModel, is_wanted: threading.Event) -> list[str]:
+#: More files than these are not named one by one.
+_MOST_NAMED = 3
+
+
+def _sizes(session: ChatSession, line: str, model: ChatModel, is_wanted: threading.Event) -> str:
     """The files that a line names, and their tokens; counting ends where nobody waits for it any more."""
-    attached = attach(line, lambda text: len(model.tokenize(text, add_special=False)) if is_wanted.is_set() else 0)
-    return [f"{file.name}: {file.n_tokens:,} tokens" for file in attached.files]
+
+    def count(text: str) -> int:
+        return len(model.tokenize(text, add_special=False)) if is_wanted.is_set() else 0
+
+    files, _, skipped, n_tokens, is_cut = session.attach(line, count)
+    left_out = f"; {len(skipped):,} that are no texts are left out" if skipped else ""
+    if is_cut:
+        sent = sum(file.n_tokens for file in files)
+        return f"about {n_tokens:,} tokens: the pieces that match your message best are sent, {sent:,} fit{left_out}"
+    if len(files) > _MOST_NAMED:
+        return f"{len(files):,} files: {n_tokens:,} tokens{left_out}"
+    return ", ".join(f"{file.name}: {file.n_tokens:,} tokens" for file in files) + left_out

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from localllm.errors import LocalLLMError
 from localllm.tui.base_app import freeze_gc_heap, unfreeze_gc_heap
+from localllm.tui.chat.model import ChatModel
 from localllm.tui.screens.dialogs import Choose
 from localllm.tui.screens.models import ModelsScreen
-from localllm.tui.setup import Loader, OpenModel
+from localllm.tui.setup import Loader
 from localllm.tui.text import sentence
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class Loading:
         self._cancelled = threading.Event()
         self._compiled = 0
 
-    def run(self) -> OpenModel:
+    def run(self) -> ChatModel:
         """Loads it, on the thread that calls.
 
         Raises:
@@ -105,7 +106,7 @@ class ModelLoader:
 
     def __init__(self, screen: ChatScreen) -> None:
         self.state = ModelState.TO_LOAD
-        self.model: OpenModel | None = None
+        self.model: ChatModel | None = None
         self.name: str | None = None
         self._screen = screen
         self._loading: Loading | None = None
@@ -168,7 +169,7 @@ class ModelLoader:
         await self._use(model, loading, kept)
         return None
 
-    async def _loaded(self, loading: Loading) -> OpenModel:
+    async def _loaded(self, loading: Loading) -> ChatModel:
         """The model; meanwhile the screen shows how far it is."""
         thread = asyncio.create_task(self._screen.app.in_thread(loading.run))
         while not thread.done():
@@ -177,7 +178,7 @@ class ModelLoader:
             await asyncio.wait([thread], timeout=_PERIOD)
         return thread.result()
 
-    async def _use(self, model: OpenModel, loading: Loading, kept: str | None) -> None:
+    async def _use(self, model: ChatModel, loading: Loading, kept: str | None) -> None:
         screen = self._screen
         freeze_gc_heap()
         info = model.info

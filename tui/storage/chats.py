@@ -89,29 +89,18 @@ class Store:
 
     Attributes:
         path: the file; None is memory.
-        notice: what happened to a damaged file; None if nothing did.
     """
 
     def __init__(self, path: Path | None) -> None:
-        """Opens a file, or makes it.  A damaged one is kept aside, and an empty one takes its place.
+        """Opens a file, or makes it.
 
         Raises:
-            StoreError: it cannot be opened, or was written by a newer version.
+            StoreError: it cannot be opened, is damaged, or was written by a newer version.
         """
         self.path = path
-        self.notice: str | None = None
         self._marker = OpenChatMarker()
         self._lock = threading.RLock()
-        known = None if path is None else schema.identity(path)
-        try:
-            self._connection = schema.connect(path)
-        except schema.DamagedError:
-            if path is None:
-                raise
-            aside = schema.set_aside(path, known)
-            self._connection = schema.connect(path)
-            if aside is not None:
-                self.notice = f"the chats in {path} were damaged: they are kept in {aside}, and a new file was begun"
+        self._connection = schema.connect(path)
         self._connection.row_factory = sqlite3.Row
         # One byte that is wrong on the disk shall not hide all chats.
         self._connection.text_factory = lambda data: data.decode("utf-8", "replace")

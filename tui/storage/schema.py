@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import sqlite3
 import time
 from collections.abc import Iterator
@@ -60,22 +59,12 @@ MIGRATIONS = (
 #: Seconds that a statement waits for another process to finish writing.
 BUSY_SECONDS = 2.0
 
-_DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
-#: Files beside a schema, and what they are called beside one that is kept aside.
-_COPIED_LOG = "-wal-copy"
-_SIDE_FILES = {"-shm": "-shm", "-journal": "-journal", "-wal": "-wal", _COPIED_LOG: "-wal"}
-
-
-class DamagedError(StoreError):
-    """The file is no schema, or a damaged one."""
-
 
 def connect(path: Path | None) -> sqlite3.Connection:
     """Opens a schema, in memory where there is no path, and brings it up to date.
 
     Raises:
-        StoreError: it cannot be opened or written, or is of a newer version.
-        DamagedError: it is damaged.
+        StoreError: it cannot be opened or written, is damaged, or is of a newer version.
     """
     with in_words(path):
         if path is not None:
@@ -89,9 +78,7 @@ def connect(path: Path | None) -> sqlite3.Connection:
         try:
             with in_words(path):
                 _prepare(connection, path)
-        except BaseException as error:
-            if path is not None and isinstance(error, DamagedError):
-                _copy_log(path)
+        except BaseException:
             connection.close()
             raise
     return connection
@@ -104,12 +91,6 @@ def _create_private(path: Path) -> None:
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
 
 
-def _copy_log(path: Path) -> None:
-    """Copies the write-ahead log of a damaged file: SQLite deletes it when the file is closed."""
-    with contextlib.suppress(OSError):
-        shutil.copyfile(path.with_name(path.name + "-wal"), path.with_name(path.name + _COPIED_LOG))
-
-
 def _prepare(connection: sqlite3.Connection, path: Path | None) -> None:
     version = _version(connection)
     if version > len(MIGRATIONS):
@@ -118,7 +99,7 @@ def _prepare(connection: sqlite3.Connection, path: Path | None) -> None:
             f"{len(MIGRATIONS)}): update localllm, or set LOCALLLM_DATA to another folder"
         )
     if (report := connection.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
-        raise DamagedError(f"the chats in {path} are damaged ({' '.join(report.split())})")
+        raise StoreError(f"the chats in {path} {_DAMAGED} ({' '.join(report.split())})")
     _use_write_ahead_log(connection)
     connection.execute("PRAGMA synchronous=NORMAL")
     if version < len(MIGRATIONS):
@@ -182,10 +163,6 @@ def in_words(path: Path | None) -> Iterator[None]:
         yield
     except sqlite3.Error as error:
         code = getattr(error, "sqlite_errorcode", 0) & 0xFF
-        if code in _DAMAGED:
-            raise DamagedError(
-                f"the chats {where} are damaged ({error}): they are kept aside when localllm starts next"
-            ) from error
         raise StoreError(f"the chats {where} {_COMPLAINTS.get(code, 'cannot be used')} ({error})") from error
     except OSError as error:
         raise StoreError(
@@ -193,7 +170,10 @@ def in_words(path: Path | None) -> Iterator[None]:
         ) from error
 
 
+_DAMAGED = "are damaged: move the file away, and the -wal beside it, and a new one is begun"
 _COMPLAINTS = {
+    sqlite3.SQLITE_CORRUPT: _DAMAGED,
+    sqlite3.SQLITE_NOTADB: _DAMAGED,
     sqlite3.SQLITE_BUSY: "are locked by another program: close it, or wait",
     sqlite3.SQLITE_LOCKED: "are locked by another program: close it, or wait",
     sqlite3.SQLITE_READONLY: "cannot be written: check the rights of the file and its folder",
@@ -201,31 +181,3 @@ _COMPLAINTS = {
     sqlite3.SQLITE_CANTOPEN: "cannot be opened: check the rights of the file and its folder",
     sqlite3.SQLITE_IOERR: "cannot be read or written: check the disk",
 }
-
-
-def identity(path: Path) -> tuple[int, int] | None:
-    """What tells a file from another one that takes its name; None if there is none."""
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino
-
-
-def set_aside(path: Path, known: tuple[int, int] | None) -> Path | None:
-    """Renames a damaged database and the files beside it; returns its new path.
-
-    None if it is another file than the one ``known`` to be damaged: another process has done it already.
-
-    Raises:
-        StoreError: it cannot be renamed.
-    """
-    if identity(path) != known:
-        return None
-    aside = path.with_name(f"{path.stem}.damaged-{time.strftime('%Y-%m-%d-%H%M%S')}{path.suffix}")
-    with in_words(path):
-        path.rename(aside)
-        for end, new_end in _SIDE_FILES.items():
-            with contextlib.suppress(FileNotFoundError):
-                path.with_name(path.name + end).replace(aside.with_name(aside.name + new_end))
-    return aside
