@@ -7,6 +7,7 @@ import codecs
 import gc
 import signal
 import sys
+import uuid
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -20,10 +21,13 @@ from textual.filter import LineFilter
 from textual.keys import Keys
 from textual.theme import Theme
 
+from localllm.errors import UsageError
 from localllm.tui.base_app import BaseApp, unfreeze_gc_heap
+from localllm.tui.chat.conversation import Conversation
 from localllm.tui.chat.session import ChatSession
 from localllm.tui.commands import PALETTE, Command
 from localllm.tui.screens.chat import ChatScreen
+from localllm.tui.screens.model_loader import ModelLoader
 from localllm.tui.setup import Setup
 from localllm.tui.text import without_controls
 
@@ -117,25 +121,64 @@ class ChatApp(BaseApp):
             self.register_theme(theme)
         self._filters.append(ControlFilter())
         self.theme = setup.theme if setup.theme in self.available_themes else "dark"
-        self._chat = ChatScreen(setup)
+        self.models = ModelLoader(self)
+        self._chat = ChatScreen(setup, self.models, setup.conversation)
         self.set_keymap(dict(setup.keys))
         self._is_warned = False
 
     @property
     def session(self) -> ChatSession:
-        """The chat that is open."""
+        """The chat that is shown."""
         return self._chat.session
 
     @property
-    def unsaved(self) -> list[ChatSession]:
-        """Chats that were left while they could not be saved."""
-        return self._chat.unsaved
+    def sessions(self) -> list[ChatSession]:
+        """The chats that were open and could not be saved, and those that are open; the one that is shown is last."""
+        chats = sorted(self.models.chats, key=lambda chat: chat is self._chat)
+        return [session for chat in chats for session in (*chat.unsaved, chat.session)]
 
     async def on_mount(self) -> None:
+        self.install_screen(self._chat, "1")
+        self._chat.seen.set()
         await self.push_screen(self._chat)
         # Windows' loops, and those of threads, take no signals.
         with suppress(NotImplementedError, RuntimeError, ValueError):
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._terminated)
+
+    async def open_tab(self, conversation: Conversation) -> None:
+        """Opens a chat beside those that are open, and shows it."""
+        chat = ChatScreen(self.setup, self.models, conversation)
+        self.install_screen(chat, uuid.uuid4().hex)
+        await self.show_tab(len(self.models.chats) - 1)
+
+    async def show_tab(self, place: int) -> None:
+        """Shows another one of the chats that are open."""
+        chat = self.models.chats[place]
+        if chat is not self._chat:
+            self._chat.seen.clear()
+            self._chat = chat
+            await self.switch_screen(chat)
+            chat.seen.set()
+            chat.draw_heading()
+            chat.composer.focus()
+
+    async def close_tab(self) -> None:
+        """Closes the chat that is shown, and shows the one beside it; the last one stays.
+
+        Raises:
+            UsageError: it is the last one.
+        """
+        chat, chats = self._chat, self.models.chats
+        if len(chats) == 1:
+            raise UsageError("this is the only chat that is open: Ctrl+Q quits")
+        await chat.end_turn()
+        place = chats.index(chat)
+        await self.show_tab(place - 1 if place else 1)
+        chats.remove(chat)
+        self._chat.unsaved += [*chat.unsaved, chat.session]
+        self.uninstall_screen(chat)
+        await chat.remove()
+        self._chat.draw_heading()
 
     def _terminated(self) -> None:
         """Quits, so that the terminal is left as it was; at once, should it be asked again."""
@@ -166,8 +209,8 @@ class ChatApp(BaseApp):
         """Lets the threads end, and closes the model."""
         self.end_threads()
         unfreeze_gc_heap()
-        if self._chat.models.model is not None:
-            self._chat.models.model.close()
+        if self.models.model is not None:
+            self.models.model.close()
 
 
 def run(setup: Setup, sessions: list[ChatSession]) -> int:
@@ -178,7 +221,7 @@ def run(setup: Setup, sessions: list[ChatSession]) -> int:
     with responsive(), _warnings_shown(app):
         code = app.run()
     app.end()
-    sessions += [*app.unsaved, app.session]
+    sessions += app.sessions
     return app.return_code or code or 0
 
 

@@ -466,7 +466,7 @@ def _delete(session: ChatSession, argument: str) -> Result:
     id_ = _chosen(session, argument)
     session.store.delete(id_)
     text = f"deleted {id_}"
-    return OpenChat(_next(session), f"{text}\na new chat") if id_ == session.conversation.id else text
+    return OpenChat(new_chat(session), f"{text}\na new chat") if id_ == session.conversation.id else text
 
 
 def _archive(session: ChatSession, argument: str) -> Result:
@@ -483,7 +483,7 @@ def _unarchive(session: ChatSession, argument: str) -> Result:
     return f"{id_} is among the chats again"
 
 
-def _next(session: ChatSession) -> Conversation:
+def new_chat(session: ChatSession) -> Conversation:
     """A new chat, with what the one before was set to."""
     old = session.conversation
     return Conversation(system=old.system, settings=dict(old.settings), model=old.model)
@@ -663,11 +663,13 @@ COMMANDS = [
         "clear",
         "",
         "begin a new chat; this one stays saved",
-        lambda session, _: OpenChat(_next(session), "a new chat"),
+        lambda session, _: OpenChat(new_chat(session), "a new chat"),
         ("new",),
         "New chat",
         "ctrl+n",
     ),
+    Command("tab", "[N|next|prev]", "open a new chat beside this one, or go to one", None, title="New tab", key="f4"),
+    Command("close", "", "close this chat; it stays saved", None, title="Close the tab"),
     Command("copy", "[code [N]]", "copy the last reply, or a block of its code", None, title="Copy the last reply"),
     Command("theme", "[NAME]", "choose colours", None, title="Theme"),
     Command("quit", "", "end", lambda session, _: Quit(), ("exit", "bye", "q"), "Quit", "ctrl+q"),

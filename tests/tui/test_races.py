@@ -194,7 +194,7 @@ async def test_a_chat_that_is_left_unsaved_is_kept_for_the_end(monkeypatch: pyte
         await chat.ask("hi")
         await chat.press("ctrl+n")
         await chat.until(lambda: len(chat.app.session.conversation) == 0)
-        (left,) = chat.app.unsaved
+        left, _ = chat.app.sessions
     is_full = False
     assert left.flush(0.0) is None
     assert [m.text for m in store.load(left.conversation.id).path()] == ["hi", "one"]

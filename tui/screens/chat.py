@@ -67,6 +67,8 @@ class ChatScreen(MessageActions):
         Binding("escape", "stop", "Stop"),
         Binding("ctrl+up", "select(-1)", "Messages", key_display="^↑"),
         Binding("ctrl+down", "select(1)", "Next message", show=False),
+        Binding("ctrl+pagedown", "tab('next')", "Next tab", show=False),
+        Binding("ctrl+pageup", "tab('prev')", "Previous tab", show=False),
         Binding("f1", "command('help')", "Help", id="help"),
         # What has no key can be given one by the settings file.
         *(
@@ -76,11 +78,12 @@ class ChatScreen(MessageActions):
         ),
     ]
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: Setup, models: ModelLoader, conversation: Conversation) -> None:
         super().__init__()
-        self.session = ChatSession(None, setup.store, setup.conversation, setup.more, setup.toolbox)
+        self.session = ChatSession(models.model, setup.store, conversation, setup.more, setup.toolbox)
         self.turn: StreamedTurn | None = None
-        self.models = ModelLoader(self)
+        self.models = models
+        models.chats.append(self)
         self.replacing: str | None = None
         self.unsaved: list[ChatSession] = []
         self.asked: ToolAsked | None = None
@@ -88,6 +91,8 @@ class ChatScreen(MessageActions):
         self.composer = Composer(PromptHistory(setup.history), self.suggestions)
         self.transcript = Transcript()
         self.status = StatusLine()
+        #: Whether it is the chat that is shown; dialogs may be above it.
+        self.seen = asyncio.Event()
         self._ended = asyncio.Event()
         self._ended.set()
         #: What is sent once a model is loaded, or the reply that was stopped has ended.
@@ -109,22 +114,28 @@ class ChatScreen(MessageActions):
         self.commands = Commands(self)
         self.composer.focus()
         self.hint("")
+        self.app.spawn(self._start())
+        self.set_interval(_MEMORY_SECONDS, self._look_at_memory)
+        if len(self.models.chats) > 1:
+            self.status.change(**self.models.chats[0].status.shared)
+            return
         first, saved = self.app.setup.first_model, self.session.conversation.model
         name = saved if first is None else first
         # Before any key is handled: a /model that is typed ahead comes after it, and Ctrl+Q finds it to cancel.
         self.app.spawn(self.models.load(name, keeps=name == saved), group="loading")
         if self.app.setup.question:
             self._send(self.app.setup.question)
-        self.app.spawn(self._start())
-        self.set_interval(_MEMORY_SECONDS, self._look_at_memory)
+        self.app.spawn(self._tell_notices())
 
-    async def _start(self) -> None:
+    async def _tell_notices(self) -> None:
         unknown = [name for name in self.app.setup.keys if name not in {entry.name for entry in commands.COMMANDS}]
         wrong = [
             f"[keys] of the settings file has {name!r}, which is no command: /help lists them" for name in unknown
         ]
         for notice in (*self.app.setup.notices, *wrong):
             self.app.notify(notice, severity="warning")
+
+    async def _start(self) -> None:
         await self._show_chat()
         self.composer.typed.restore(await self.app.offload(self.composer.typed.load))
         await self._sample_memory()
@@ -161,11 +172,11 @@ class ChatScreen(MessageActions):
             await self._ended.wait()
 
     async def quit(self) -> None:
-        """Ends the program; the reply that is under way is kept as far as it came."""
+        """Ends the program; replies that are under way are kept as far as they came."""
         self.models.cancel()
         self.status.change(activity="ending", progress=None)
         try:
-            await asyncio.wait_for(self.end_turn(), _PATIENCE_SECONDS)
+            await asyncio.wait_for(asyncio.gather(*(c.end_turn() for c in self.models.chats)), _PATIENCE_SECONDS)
         finally:
             self.app.exit(0)
 
@@ -174,8 +185,7 @@ class ChatScreen(MessageActions):
     async def refresh_all(self) -> None:
         """Draws everything as it is now."""
         session = self.session
-        title = escape_controls(session.conversation.title) or "New chat"
-        self.query_one("#heading", Static).update(Content.assemble((" localllm ", "bold"), f" {title}"))
+        self.draw_heading()
         await self.transcript.show(session.conversation)
         self.refresh_bindings()
         meter = await self.app.offload(session.meter)
@@ -183,6 +193,22 @@ class ChatScreen(MessageActions):
             self.status.change(meter=meter, stats=session.last)
         if (warning := session.take_warning()) is not None:
             self.app.notify(warning, severity="warning")
+
+    @property
+    def title_line(self) -> str:
+        """Its title, and before it what goes on in it."""
+        mark = "? " if self.asked else "… " if self.turn else ""
+        return mark + (escape_controls(self.session.conversation.title) or "New chat")
+
+    def draw_heading(self) -> None:
+        """Draws the titles of the chats that are open, in all of them."""
+        for chat in filter(lambda each: each.is_mounted, self.models.chats):
+            titles = [shortened(each.title_line, 30) for each in self.models.chats]
+            at = self.models.chats.index(chat)
+            parts: list[str | tuple[str, str]] = [f" {chat.title_line}"]
+            if len(titles) > 1:
+                parts = [(f" {i + 1} {title} ", "reverse" if i == at else "") for i, title in enumerate(titles)]
+            chat.query_one("#heading", Static).update(Content.assemble((" localllm ", "bold"), *parts))
 
     def hint(self, text: str) -> None:
         """Says something above the editor; an empty text says nothing."""
@@ -211,6 +237,7 @@ class ChatScreen(MessageActions):
         self.turn = StreamedTurn(start, typed, replaced)
         self._ended.clear()
         self.refresh_bindings()
+        self.draw_heading()
         self.app.spawn(self._run(self.session, self.turn), group="turn")
 
     async def _run(self, session: ChatSession, turn: StreamedTurn) -> None:
@@ -224,6 +251,7 @@ class ChatScreen(MessageActions):
             self._ended.set()
             if self.asked is not None:
                 self._ask_for_tool(None)
+            self.draw_heading()
         if turn.typed is not None and turn.question is None:  # it never became a message
             self._take_back(_Draft(turn.typed, turn.replaced))
         if outcome.error is not None:
@@ -233,6 +261,7 @@ class ChatScreen(MessageActions):
         # A context that was full says nothing of the model that is being loaded in the place of this one.
         if outcome.full is not None and session is self.session and self.models.state is ModelState.LOADED:
             self._take_back_pending()
+            await self.seen.wait()
             await self._make_room(session, outcome.full)
         self.send_pending()
 
@@ -241,6 +270,7 @@ class ChatScreen(MessageActions):
         self.asked = asked
         call = "" if asked is None else f"{asked.name} {shortened(asked.arguments, _MOST_OF_A_CALL)}"
         self.hint(call and f"May the model use {call}? F3 answers; Esc stops the reply.")
+        self.draw_heading()
 
     def answer(self, permission: Permission) -> None:
         """Allows the tool that the model wants to use, or does not.
@@ -436,6 +466,9 @@ class ChatScreen(MessageActions):
         if self.is_ending:
             await self.ended()
         await self.commands.run(text)
+
+    def action_tab(self, where: str) -> None:
+        self.run_command(f"/tab {where}")
 
     def action_command(self, name: str) -> None:
         self.run_command(f"/{name}")

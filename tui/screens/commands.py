@@ -101,9 +101,12 @@ class Commands:
         await self.run("/clear")
 
     async def _open_id(self, id_: str) -> None:
-        session = self._screen.session
-        if id_ != session.conversation.id:
-            await self._open(await self._offload(session.store.load, id_))
+        chats = self._screen.models.chats
+        place = next((i for i, chat in enumerate(chats) if chat.session.conversation.id == id_), None)
+        if place is None:
+            await self._open(await self._offload(self._screen.session.store.load, id_))
+        else:
+            await self._screen.app.show_tab(place)
 
     async def do_sessions(self, words: str) -> None:
         screen = self._screen
@@ -294,6 +297,22 @@ class Commands:
         if screen.models.model is not None:
             lines += ["", str(screen.models.model.info)]
         await self._ask(TextDialog("Statistics", "\n".join(lines)))
+
+    async def ask_tab(self) -> None:
+        await self._screen.app.open_tab(commands.new_chat(self._screen.session))
+
+    async def do_tab(self, where: str) -> None:
+        chats = self._screen.models.chats
+        steps = {"next": 1, "prev": -1}
+        place = (chats.index(self._screen) + steps.get(where, 0)) % len(chats)
+        if where not in steps:
+            place = int(where) - 1 if where.isdecimal() else -1
+        if not 0 <= place < len(chats):
+            raise UsageError(f"there is no tab {where}: {len(chats)} are open; /tab opens a new one")
+        await self._screen.app.show_tab(place)
+
+    async def do_close(self, argument: str) -> None:
+        await self._screen.app.close_tab()
 
     async def do_theme(self, argument: str) -> None:
         app = self._screen.app

@@ -27,6 +27,7 @@ _TYPING = (
     ("Ctrl+G", "goes on with a reply that was cut off"),
     ("Page ↑ ↓", "scrolls the conversation"),
     ("Ctrl+P", "finds every command"),
+    ("F4 Ctrl+Page ↑ ↓", "opens another chat beside this one; goes from one to the other"),
     ("Ctrl+C", "stops the reply; again, or where there is none, it quits"),
     ("Ctrl+Q", "quits, as does Ctrl+D where nothing is typed; the chat is kept, also in mid-reply"),
 )
