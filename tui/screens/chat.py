@@ -41,6 +41,8 @@ from localllm.tui.widgets.message import Reply
 from localllm.tui.widgets.status import StatusLine
 from localllm.tui.widgets.transcript import Transcript
 
+#: Commands whose keys stand in the footer.
+_SHOWN = ("clear", "sessions")
 #: Seconds between two looks at the memory in use.
 _MEMORY_SECONDS = 3.0
 #: Seconds without a key after which the size of a file that was named is counted.
@@ -72,9 +74,9 @@ class ChatScreen(MessageActions):
         Binding("f1", "command('help')", "Help", id="help"),
         # What has no key can be given one by the settings file.
         *(
-            Binding(key or f"none-{name}", f"command({name!r})", title, show=name in ("clear", "sessions"), id=name)
-            for name, key, title in ((entry.name, entry.key, entry.title) for entry in commands.COMMANDS)
-            if name not in ("help", "quit")
+            Binding(c.key or f"none-{c.name}", f"command({c.name!r})", c.title, show=c.name in _SHOWN, id=c.name)
+            for c in sorted(commands.COMMANDS, key=lambda command: command.name != "clear")
+            if c.name not in ("help", "quit")
         ),
     ]
 
