@@ -241,7 +241,7 @@ class LineChat:
                     if not self._lines.interactive:
                         raise
                     self._status.clear()
-                    say(f"localllm: error: {escape_controls(str(error))}")
+                    self._say(f"localllm: error: {error}")
         return 0
 
     def _take(self, text: str) -> None:

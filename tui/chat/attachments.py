@@ -107,7 +107,10 @@ def _fitting(
         n_tokens = sum(file.n_tokens for file in files)
         if n_tokens <= left:
             return files, n_tokens, False
-    return pieces.best(texts, question, count, left), n_tokens, True
+    best = pieces.best(texts, question, count, left)
+    if not best:
+        raise UsageError(f"there is room for {left:,} tokens of files alone: load the model with a larger context")
+    return best, n_tokens, True
 
 
 def _files(name: str) -> list[str]:

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from localllm.tui.chat.conversation import Attachment
 
-#: Characters of a piece, at least: it ends with a line.
-_LENGTH = 1500
+#: Characters of a piece, at least: it ends with a line.  Where there is little room, it has fewer.
+_LENGTH, _SHORTEST = 1500, 200
 #: The constants of BM25: how soon more of a word says nothing more, and how much long pieces are held back.
 _K1, _B = 1.5, 0.75
 #: Tokens of what stands around a piece in the prompt.
@@ -38,7 +38,7 @@ class Piece(NamedTuple):
     text: str
 
 
-def cut(name: str, text: str) -> Iterator[Piece]:
+def cut(name: str, text: str, length: int = _LENGTH) -> Iterator[Piece]:
     """The pieces of a file; where it has pages, each of which ends with a form feed, no piece goes over one's end."""
     pages = text.split("\f")
     for page, content in enumerate(pages, 1):
@@ -47,12 +47,12 @@ def cut(name: str, text: str) -> Iterator[Piece]:
         for number, line in enumerate(every, 1):
             lines.append(line)
             size += len(line)
-            if size < _LENGTH and number < len(every):
+            if size < length and number < len(every):
                 continue
             place = ("page", page, page) if len(pages) > 1 else ("line", first, number)
             whole = "".join(lines)
-            for i in range(0, len(whole), 2 * _LENGTH):  # a line may be long
-                yield Piece(name, *place, whole[i : i + 2 * _LENGTH])
+            for i in range(0, len(whole), 2 * length):  # a line may be long
+                yield Piece(name, *place, whole[i : i + 2 * length])
             first, lines, size = number + 1, [], 0
 
 
@@ -65,7 +65,8 @@ def best(texts: Mapping[str, str], question: str, count: Callable[[str], int], r
         count: gives the tokens of a text.
         room: tokens that all of them may have.
     """
-    pieces = [piece for name, text in texts.items() for piece in cut(name, text)]
+    length = min(max(room, _SHORTEST), _LENGTH)
+    pieces = [piece for name, text in texts.items() for piece in cut(name, text, length)]
     taken: dict[int, int] = {}
     for place in ranked([piece.text for piece in pieces], question):
         n_tokens = count(pieces[place].text) + _AROUND

@@ -361,6 +361,10 @@ class ChatSession:
             turn.question = question.id
             for name in attached.unknown:
                 turn.emit(events.Warned(f"there is no file {name!r}: @{name} is sent as it stands"))
+            if attached.is_cut:
+                sent = sum(file.n_tokens for file in attached.files)
+                what = f"{sent:,} of about {attached.n_tokens:,} tokens of files fit"
+                turn.emit(events.Warned(f"{what}: the pieces that match the message best are sent"))
             if attached.skipped:
                 turn.emit(
                     events.Warned(f"not sent, as they are no texts: {shortened(', '.join(attached.skipped), 200)}")

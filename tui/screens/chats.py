@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from typing import ClassVar
 
@@ -183,7 +184,7 @@ class ChatsScreen(Find):
 
 def ask_export(title: str) -> Ask:
     """Asks for the file that a chat is written into."""
-    name = "".join(c if c.isalnum() else "-" for c in title.lower()).strip("-")[:40] or "chat"
+    name = re.sub(r"\W+", "-", title.lower())[:40].strip("-") or "chat"
     return Ask("Export", "A new file: .md to read, or .json with all branches", value=f"{name}.md")
 
 

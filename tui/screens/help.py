@@ -21,7 +21,7 @@ _TYPING = (
     ("Enter", "sends"),
     ("Ctrl+J", "a new line; so are Alt+Enter, Shift+Enter, and \\ before Enter"),
     ("↑ ↓", "at the first and the last line: what was typed before"),
-    ("/ @", "a command; a text file to attach. Tab takes what is offered"),
+    ("/ @", "a command; a file or a folder to attach. Tab takes what is offered"),
     ("! Ctrl+E", "a shell command, whose output is sent; your own editor"),
     ("Esc", "stops the reply at once; what was said is kept"),
     ("Ctrl+G", "goes on with a reply that was cut off"),
