@@ -197,13 +197,33 @@ class Cache(Protocol):
         """What it takes in memory."""
         ...
 
-    def copy_page(self, group: int, source: int, target: int) -> None:
+    # Of the next three, a group of None means slots of recurrent states, in all layers, instead of pages.
+
+    def copy(self, group: int | None, source: int, target: int) -> None:
         """Copies one page, in all layers of a group."""
         ...
 
-    def copy_state(self, source: int, target: int) -> None:
-        """Copies the recurrent states of one slot, in all layers."""
+    def read(self, group: int | None, number: int) -> bytes:
+        """What a page holds, in all layers of a group."""
         ...
+
+    def write(self, group: int | None, number: int, data: bytes) -> None:
+        """Puts what `read` gave into a page of the same group."""
+        ...
+
+
+def scatter(data: bytes, parts: Sequence[NDArray[np.uint8]]) -> None:
+    """Fills flat arrays, one after the other.
+
+    Raises:
+        ValueError: the bytes are not as many as theirs.
+    """
+    if len(data) != sum(part.size for part in parts):
+        raise ValueError(f"{len(data)} bytes are not those of a page or slot here")
+    begin = 0
+    for part in parts:
+        part[:] = np.frombuffer(data, np.uint8, part.size, begin)
+        begin += part.size
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ from localllm.kernels.backend import (
     check_cache,
     check_operations,
     input_rows,
+    scatter,
     weights_of,
 )
 from localllm.kernels.buffers import Buffer, assign
@@ -127,15 +128,22 @@ class ReferencePages:
         pages = sum(part.nbytes for parts in self.layers.values() for part in parts)
         return pages + sum(state.nbytes for state in self.states.values())
 
-    def copy_state(self, source: int, target: int) -> None:
-        for state in self.states.values():
-            state[target] = state[source]
+    def _where(self, group: int | None, number: int) -> list[Array]:
+        """A page in the layers of a group; with None, a slot in all layers."""
+        if group is None:
+            return [state[number] for state in self.states.values()]
+        layers = [self.layers[n] for n, cache in self.graph.caches.items() if self.graph.group(cache) == group]
+        return [part[number] for parts in layers for part in parts]
 
-    def copy_page(self, group: int, source: int, target: int) -> None:
-        for layer, cache in self.graph.caches.items():
-            if self.graph.group(cache) == group:
-                for part in self.layers[layer]:
-                    part[target] = part[source]
+    def copy(self, group: int | None, source: int, target: int) -> None:
+        for kept, copied in zip(self._where(group, source), self._where(group, target), strict=True):
+            copied[...] = kept
+
+    def read(self, group: int | None, number: int) -> bytes:
+        return b"".join(part.tobytes() for part in self._where(group, number))
+
+    def write(self, group: int | None, number: int, data: bytes) -> None:
+        scatter(data, [part.reshape(-1).view(np.uint8) for part in self._where(group, number)])
 
 
 class ReferenceStep(Step):

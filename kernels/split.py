@@ -49,15 +49,23 @@ class SplitCache:
     def n_bytes(self) -> int:
         return sum(part.n_bytes for part in self.parts)
 
-    def copy_page(self, group: int, source: int, target: int) -> None:
-        for part in self.parts:
-            n = self.page_size // part.page_size
-            for i in range(n):
-                part.copy_page(group, n * source + i, n * target + i)
+    def copy(self, group: int | None, source: int, target: int) -> None:
+        for (part, own), (_, copied) in zip(self._where(group, source), self._where(group, target), strict=True):
+            part.copy(group, own, copied)
 
-    def copy_state(self, source: int, target: int) -> None:
-        for part in self.parts:
-            part.copy_state(source, target)
+    def _where(self, group: int | None, number: int) -> list[tuple[Cache, int]]:
+        """The parts, each with its pages that make up one of the whole, or with its slot."""
+        n_pages = [1 if group is None else self.page_size // part.page_size for part in self.parts]
+        return [(part, n * number + i) for part, n in zip(self.parts, n_pages, strict=True) for i in range(n)]
+
+    def read(self, group: int | None, number: int) -> bytes:
+        return b"".join(part.read(group, own) for part, own in self._where(group, number))
+
+    def write(self, group: int | None, number: int, data: bytes) -> None:
+        for part, own in self._where(group, number):
+            n = len(part.read(group, own))
+            part.write(group, own, data[:n])
+            data = data[n:]
 
 
 def page_size(backends: Sequence[Backend]) -> int:

@@ -34,7 +34,7 @@ Every failure is a LocalLLMError that says what to do; an unknown keyword is a T
     NotEnoughMemoryError, DeviceMemoryError    it does not fit (a MemoryError)
     DeviceError, DeviceLostError, KernelError  a device cannot be used, or failed
     ClosedError, QueueFullError      the model was closed; too many requests wait
-    HubError, OutputError, SettingsError, StoreError    files and downloads
+    HubError, OutputError, PromptCacheError, SettingsError, StoreError    files and downloads
 
 Programs written for llama-cpp-python: localllm.compat.  Names are loaded when they are first used: the import
 itself costs nothing.
@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from localllm.errors import ModelNotFoundError as ModelNotFoundError
     from localllm.errors import NotEnoughMemoryError as NotEnoughMemoryError
     from localllm.errors import OutputError as OutputError
+    from localllm.errors import PromptCacheError as PromptCacheError
     from localllm.errors import QueueFullError as QueueFullError
     from localllm.errors import SettingsError as SettingsError
     from localllm.errors import StoreError as StoreError
@@ -111,6 +112,7 @@ _HOMES = {
     "OutputError": "errors",
     "NotEnoughMemoryError": "errors",
     "Options": "options",
+    "PromptCacheError": "errors",
     "QueueFullError": "errors",
     "Sampling": "sampling",
     "Score": "scoring",

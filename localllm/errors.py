@@ -149,5 +149,9 @@ class ClosedError(LocalLLMError):
     """The model or the file was closed before this call."""
 
 
+class PromptCacheError(LocalLLMError):
+    """A file of saved prompts that is not there, damaged, or of another model."""
+
+
 class StoreError(LocalLLMError):
     """Saved chats cannot be read or written, or a file is no exported chat."""

@@ -45,6 +45,7 @@ class ModelInfo:
         decode_threads: how many compute steps of few.
         placement: device, kernels and bytes of every group of layers, and bytes in all.
         config: its hyper-parameters.
+        fingerprint: what tells it from other models (`localllm.gguf.GGUFFile.fingerprint`).
         draft: what is known of the draft model, where there is one.
     """
 
@@ -64,6 +65,7 @@ class ModelInfo:
     decode_threads: int
     placement: Placement
     config: ModelConfig
+    fingerprint: str
     draft: ModelInfo | None = None
 
     def __str__(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import queue
@@ -579,6 +580,42 @@ class LLM:
     def forget(self) -> None:
         """Drops what the cache keeps of earlier prompts: the next one is evaluated from its beginning."""
         self._opened().forget()
+
+    @property
+    def prompts_key(self) -> str:
+        """What saved prompts are good for: a hash of model, version, device and kind of cache."""
+        from localllm import __version__
+
+        info = self._info
+        is_long = info.context > info.config.original_context  # which some models rotate otherwise
+        text = f"{info.fingerprint} {__version__} {info.device} {info.kernels} {info.cache_type} {is_long}"
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+    def save_prompts(self, path: str | os.PathLike[str]) -> int:
+        """Writes what the cache keeps of prompts and replies to a file; returns the tokens.
+
+        Raises:
+            OutputError: it cannot be written.
+        """
+        from localllm.engine import saved
+
+        target, key = Path(path).expanduser(), self.prompts_key
+        return self._opened().with_cache(lambda cache: saved.save(cache, target, key))
+
+    def load_prompts(self, path: str | os.PathLike[str]) -> int:
+        """Puts what `save_prompts` has written into the cache: prompts that begin so are not evaluated again.
+
+        Returns:
+            The tokens, of which there are fewer if the cache has no room for all.
+
+        Raises:
+            PromptCacheError: there is no such file, it is damaged, or from another model, version, device or type of
+                cache; what stands before the damage is loaded.
+        """
+        from localllm.engine import saved
+
+        source, key = Path(path).expanduser(), self.prompts_key
+        return self._opened().with_cache(lambda cache: saved.load(cache, source, key))
 
     def close(self) -> None:
         """Lets the model's memory go.  Requests under way in other threads end with a `ClosedError`."""

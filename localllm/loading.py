@@ -437,4 +437,5 @@ def _info(source: _Source, planner: Planner, placement: Placement) -> ModelInfo:
         decode_threads=used[0].decode_threads,
         placement=placement,
         config=config,
+        fingerprint=file.fingerprint(),
     )

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.errors import KernelError
+from localllm.kernels.backend import scatter
 from localllm.kernels.buffers import ALIGNMENT, Address, Buffer
 from localllm.kernels.cpu.cache_types import CACHE_LAYOUTS, PAGE, CacheLayout
 from localllm.kernels.cpu.memory import aligned_zeros
@@ -91,12 +92,6 @@ class CPUCache:
     def _part(self, place: Address, *shape: int) -> NDArray[np.uint8]:
         return self.memory[place.n_bytes : place.n_bytes + prod(shape)].reshape(shape)
 
-    def copy_state(self, source: int, target: int) -> None:
-        self._workers.settle()
-        for state, place in self.states.items():
-            values = self._part(place, self.n_states, state_bytes(state))
-            values[target] = values[source]
-
     def blocks(self) -> dict[int, tuple[NDArray[np.uint8], NDArray[np.uint8]]]:
         """Of each layer, keys and values [n_pages, G, bytes of a block]; values in keys have none."""
         views = {}
@@ -107,8 +102,24 @@ class CPUCache:
             views[layer] = keys, values
         return views
 
-    def copy_page(self, group: int, source: int, target: int) -> None:
+    def _where(self, group: int | None, number: int) -> list[NDArray[np.uint8]]:
+        """The bytes of a page in the layers of a group; with None, of a slot in all layers."""
         self._workers.settle()
-        for layer, (keys, values) in self.blocks().items():
-            if self._groups[layer] == group:
-                keys[target], values[target] = keys[source], values[source]
+        if group is None:
+            return [self._part(place, self.n_states, state_bytes(s))[number] for s, place in self.states.items()]
+        return [
+            part[number].reshape(-1)
+            for layer, parts in self.blocks().items()
+            if self._groups[layer] == group
+            for part in parts
+        ]
+
+    def copy(self, group: int | None, source: int, target: int) -> None:
+        for kept, copied in zip(self._where(group, source), self._where(group, target), strict=True):
+            copied[:] = kept
+
+    def read(self, group: int | None, number: int) -> bytes:
+        return b"".join(part.tobytes() for part in self._where(group, number))
+
+    def write(self, group: int | None, number: int, data: bytes) -> None:
+        scatter(data, self._where(group, number))

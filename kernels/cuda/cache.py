@@ -20,6 +20,7 @@ from itertools import groupby
 import numpy as np
 
 from localllm.errors import KernelError
+from localllm.kernels.backend import scatter
 from localllm.kernels.cuda.driver import Argument, Defines, DeviceMemory, Driver, Stream
 from localllm.kernels.graph import Graph, KVCache, RecurrentState
 from localllm.kernels.q8_0 import VALUES_PER_SCALE
@@ -161,10 +162,17 @@ class CUDACache:
         )
         return keys, key_scales, values, value_scales
 
-    def copy_page(self, group: int, source: int, target: int) -> None:
-        for page in (source, target):
-            if not 0 <= page < self.n_pages[group]:
-                raise KernelError(f"there is no page {page} in a cache of {self.n_pages[group]}")
+    def _check(self, group: int | None, *numbers: int) -> None:
+        n, what = (self.n_states, "slot") if group is None else (self.n_pages[group], "page")
+        for number in numbers:
+            if not 0 <= number < n:
+                raise KernelError(f"there is no {what} {number} in a cache of {n}")
+
+    def copy(self, group: int | None, source: int, target: int) -> None:
+        self._check(group, source, target)
+        if group is None:
+            self._copy_state(source, target)
+            return
         # Neighbouring layers of one kind go in one launch.
         kinds = {n: (self.groups[n], layout.parts, append_defines(layout.kept)) for n, layout in self.layouts.items()}
         for (own, *_), alike in groupby(kinds, key=lambda n: kinds[n]):
@@ -185,10 +193,36 @@ class CUDACache:
         begin = self._first_slot + self._places[state]
         return self.memory.at(begin, self.n_bytes - begin)
 
-    def copy_state(self, source: int, target: int) -> None:
-        for slot in (source, target):
-            if not 0 <= slot < self.n_states:
-                raise KernelError(f"there is no slot {slot} in a cache of {self.n_states} recurrent states")
+    def _where(self, group: int | None, number: int) -> list[DeviceMemory]:
+        """The parts of a page in the layers of a group; with None, a slot."""
+        self._check(group, number)
+        if group is None:
+            return [self.memory.at(self._first_slot + number * self.slot_bytes, self.slot_bytes)]
+        return [
+            self.memory.at(self.offsets[n] + part.offset + number * part.page_bytes, part.page_bytes)
+            for n, layout in self.layouts.items()
+            if self.groups[n] == group
+            for part in layout.parts
+            if part.page_bytes
+        ]
+
+    def read(self, group: int | None, number: int) -> bytes:
+        places = self._where(group, number)
+        parts = [np.empty(place.n_bytes, np.uint8) for place in places]
+        for part, place in zip(parts, places, strict=True):
+            self.driver.download(part, place, self.stream)
+        self.driver.synchronize(self.stream)
+        return b"".join(part.tobytes() for part in parts)
+
+    def write(self, group: int | None, number: int, data: bytes) -> None:
+        places = self._where(group, number)
+        parts = [np.empty(place.n_bytes, np.uint8) for place in places]
+        scatter(data, parts)
+        for part, place in zip(parts, places, strict=True):
+            self.driver.upload(place, part, self.stream)
+        self.driver.synchronize(self.stream)
+
+    def _copy_state(self, source: int, target: int) -> None:
         if self.slot_bytes:
             memory = self.memory.at(self._first_slot, self.n_states * self.slot_bytes)
             defines: Defines = {"KEY_DIM": 16, "VALUE_DIM": 16, "Q8_0": 0}

@@ -649,6 +649,14 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
         default=4,
         help="requests of full length that the cache of each model has room for (default: 4)",
     )
+    model.add_argument(
+        "--prompt-cache",
+        "--slot-save-path",
+        dest="prompts",
+        type=Path,
+        metavar="DIR",
+        help="keep what was evaluated of prompts in DIR while a model is not loaded",
+    )
     _add_listening(parser.add_argument_group("who may ask"))
     output = parser.add_argument_group("output")
     output.add_argument("--stats", action="store_true", help="show throughput, queue and cache as they change")

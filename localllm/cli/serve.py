@@ -16,7 +16,7 @@ from localllm.cli.defaults import settle
 from localllm.cli.main import DONE
 from localllm.cli.terminal import say, warn
 from localllm.engine.engine import Counts
-from localllm.errors import ClosedError, UsageError
+from localllm.errors import ClosedError, UsageError, path_text
 from localllm.library.listing import find_models
 from localllm.library.names import DEMO, HubName
 from localllm.settings import Settings
@@ -88,6 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
         aliases=arguments.aliases,
         takes_any_name=len(arguments.models) == 1,
         n_slots=arguments.parallel,
+        prompts=_folder(arguments.prompts),
         log=(lambda line: None) if arguments.quiet else say,
     )
     stats = Stats(models)
@@ -116,6 +117,21 @@ def sources(given: list[str], settings: Settings) -> dict[str, str | None]:
         found |= {model.name.removesuffix(".gguf"): str(model.path) for model in listed}
         found.setdefault(DEMO, None)
     return found
+
+
+def _folder(prompts: Path | None) -> Path | None:
+    """Raises:
+    UsageError: it cannot be made.
+    """
+    if prompts is not None:
+        prompts = prompts.expanduser()
+        try:
+            prompts.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(
+                f"--prompt-cache {path_text(prompts)} cannot be made ({error.strerror}): name another folder"
+            ) from None
+    return prompts
 
 
 def _name(given: str) -> str:

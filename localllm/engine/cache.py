@@ -24,7 +24,7 @@ Source: Kwon et al., Efficient Memory Management for LLM Serving with PagedAtten
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from localllm.engine.snapshots import NONE, Block, Snapshots
 from localllm.kernels.backend import Cache
@@ -67,13 +67,15 @@ class PagedCache:
     """The pages and slots of a backend's cache, and what they hold.  Used by one thread.
 
     Attributes:
+        kept: the backend's cache.
+        root: what the tree of tokens begins with, of sequences without adapters.
         page_size: tokens in a page.
         n_pages: those of all tokens, which are group 0.
         max_sequences: how many there can be at a time, beside as many as there are pages for.
     """
 
     def __init__(self, kept: Cache) -> None:
-        self._kept = kept
+        self.kept = kept
         self.page_size = kept.page_size
         self.n_pages = kept.n_pages[0]
         self._windows = [(group, window) for group, window in enumerate(kept.windows) if window is not None]
@@ -85,9 +87,9 @@ class PagedCache:
         self._states = Snapshots(kept)
         # One slot is left for what only lasts a step.
         self.max_sequences = max(1, kept.n_states - 1) if kept.n_states else self.n_pages
-        self._root = Block([])
+        self.root = Block([])
         #: Adapters change keys and values: what was evaluated with others cannot be shared.
-        self._roots: dict[tuple[float, ...], Block] = {(): self._root}
+        self._roots: dict[tuple[float, ...], Block] = {(): self.root}
 
     @property
     def n_available(self) -> int:
@@ -140,7 +142,7 @@ class PagedCache:
         needed = [-(-n // self.page_size) for n in lengths] if self._windows else []
         n_step = -(-n_new // self.page_size)
         return all(
-            sum(min(n, n_window_pages(window, self.page_size)) for n in needed) + n_step <= self._kept.n_pages[group]
+            sum(min(n, n_window_pages(window, self.page_size)) for n in needed) + n_step <= self.kept.n_pages[group]
             for group, window in self._windows
         )
 
@@ -228,6 +230,66 @@ class PagedCache:
         while self._unused[0]:
             self._free[0].append(self._evict(0))
 
+    # -- Saving and restoring (`localllm.engine.saved`) -------------------------------------------------------------
+
+    def blocks(self) -> list[Block]:
+        """All that the tree holds without adapters: parents before children, the most recently used first."""
+        used, below = [], [self.root]
+        while below:
+            found = [child for child in below.pop().children.values() if child.n_users[0]]
+            used += found
+            below += found
+        known, blocks = {self.root}, []
+        for block in (*used, *reversed(self._unused[0])):
+            if block.parent in known:
+                known.add(block)
+                blocks.append(block)
+        return blocks
+
+    def restore(
+        self, parent: Block, ids: list[int], pages: Mapping[int, bytes], snapshots: Mapping[int, bytes]
+    ) -> Block | None:
+        """Puts a block with what its pages held behind another, or takes the one that is there; None if there is no
+        room.  It is in use until `restored`.
+
+        Raises:
+            ValueError: it cannot be a block of this cache.
+        """
+        groups = range(len(self._free))
+        if not (0 < len(ids) <= self.page_size and len(parent.ids) in (0, self.page_size) and 0 in pages):
+            raise ValueError("a block of other tokens")
+        is_full = len(ids) == self.page_size
+        known = parent.children.get(tuple(ids)) or next((tail for tail in parent.tails if tail.ids == ids), None)
+        if known is not None:
+            for group in groups:
+                if known.pages[group] != NONE:
+                    self._use(known, group)
+            return known
+        if any(not self._n_available(group) for group in pages):
+            return None
+        block = Block([self._take_page(group) if group in pages else NONE for group in groups])
+        block.n_users = [int(group in pages) for group in groups]
+        block.ids, block.parent = ids, parent
+        for group, data in pages.items():
+            self.kept.write(group, block.pages[group], data)
+        if is_full:
+            parent.children[tuple(ids)] = block
+        else:
+            parent.tails.append(block)
+        for n, data in snapshots.items():
+            if self.has_states and 0 < n <= len(ids) and self._states.has_free:
+                slot = self._states.take()
+                self.kept.write(None, slot, data)
+                self._states.keep(block, n, slot)
+        return block
+
+    def restored(self, blocks: Sequence[Block]) -> None:
+        """Ends the use of blocks that `restore` gave, which are the first to go from the last to the first."""
+        for block in reversed(blocks):
+            for group, page in enumerate(block.pages):
+                if page != NONE:
+                    self._stop_using(block, group, self._unused[group])
+
     # -- Finding ---------------------------------------------------------------------------------------------------
 
     def _find_full(self, sequence: CachedSequence, ids: Sequence[int]) -> list[Block]:
@@ -278,7 +340,7 @@ class PagedCache:
 
     def _seen(self, n_tokens: int) -> list[int]:
         """The same of each group."""
-        return [0 if window is None else self._first_seen(n_tokens, window) for window in self._kept.windows]
+        return [0 if window is None else self._first_seen(n_tokens, window) for window in self.kept.windows]
 
     def _holds_windows(self, blocks: Sequence[Block], n_tokens: int) -> bool:
         """Whether the token behind ``n_tokens`` sees all of its windows in their blocks."""
@@ -305,7 +367,7 @@ class PagedCache:
             copied = self._new_block()
             copied.ids = last.ids[:n]
             for group, page in enumerate(copied.pages):
-                self._kept.copy_page(group, last.pages[group], page)
+                self.kept.copy(group, last.pages[group], page)
                 self._stop_using(last, group, self._unused[group])
                 sequence.pages[group][-1] = page
             sequence.blocks[-1] = copied
@@ -408,7 +470,11 @@ class PagedCache:
 
     def _new_block(self) -> Block:
         """A block with a page in each group."""
-        return Block([free.pop() if free else self._evict(group) for group, free in enumerate(self._free)])
+        return Block([self._take_page(group) for group in range(len(self._free))])
+
+    def _take_page(self, group: int) -> int:
+        free = self._free[group]
+        return free.pop() if free else self._evict(group)
 
     def _evict(self, group: int) -> int:
         """The page of the block that goes first: in group 0 one that no other follows, as those go before it."""

@@ -18,13 +18,15 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
-from typing import TypeAlias, TypeVar
+from typing import Never, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from localllm.checks import in_vocabulary
+from localllm.engine.cache import PagedCache
 from localllm.engine.drafting.cost import StepCost
 from localllm.engine.drafting.lookup import LookupDrafter
 from localllm.engine.drafting.model import DraftModel
@@ -220,6 +222,25 @@ class Engine:
         """Tells the engine that a request whose output was full may go on."""
         self._inbox.put(EngineLoop.wake)
 
+    def with_cache(self, work: Callable[[PagedCache], _T]) -> _T:
+        """What a function makes of the cache, called in the engine's thread between two steps.
+
+        Raises:
+            What it raises; UsageError, DeviceError, ClosedError: as `check_may_wait`.
+        """
+        results: queue.SimpleQueue[Callable[[], _T]] = queue.SimpleQueue()
+
+        def message(loop: EngineLoop) -> None:
+            try:
+                result = work(loop._runner.cache)
+                results.put(lambda: result)
+            except BaseException as error:
+                results.put(partial(_raise, error))
+
+        self.check_may_wait()
+        self._inbox.put(message)
+        return self.wait_for(results)()
+
     def forget(self) -> None:
         """Drops what the cache has of earlier requests, before any request that is submitted later."""
         self.check()
@@ -238,6 +259,10 @@ class Engine:
         self._inbox.put(EngineLoop.halt)
         if self._process.is_current:
             self._thread.join(_EXIT_S)
+
+
+def _raise(error: BaseException) -> Never:
+    raise error
 
 
 #: Engines of this process whose threads may run.

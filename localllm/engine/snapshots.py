@@ -48,6 +48,11 @@ class Snapshots:
         self._order: dict[tuple[Block, int], None] = {}
 
     @property
+    def has_free(self) -> bool:
+        """Whether there is one that neither a sequence nor a snapshot has."""
+        return bool(self._free)
+
+    @property
     def has_slot(self) -> bool:
         """Whether there is one that no sequence has."""
         return bool(self._free or self._order)
@@ -65,7 +70,7 @@ class Snapshots:
     def copy(self, slot: int) -> int:
         """A slot with the same states."""
         copied = self.take()
-        self._kept.copy_state(slot, copied)
+        self._kept.copy(None, slot, copied)
         return copied
 
     def keep(self, block: Block, n: int, slot: int) -> None:
@@ -95,5 +100,5 @@ class Snapshots:
         if slot == NONE:
             slot = self.take()
         self._order[block, n] = None
-        self._kept.copy_state(block.snapshots[n], slot)
+        self._kept.copy(None, block.snapshots[n], slot)
         return slot

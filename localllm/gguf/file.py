@@ -21,6 +21,7 @@ and nothing follows the last one but its padding.  So a changed bit in a dimensi
 
 from __future__ import annotations
 
+import hashlib
 import mmap
 import os
 import re
@@ -131,6 +132,18 @@ class GGUFFile:
                     f"{path_text(path)} was changed by another program while it was read: wait until that has "
                     "finished, and load it again"
                 )
+
+    def fingerprint(self) -> str:
+        """A hash of what tells this model from others: short metadata, and name, shape, type and beginning of each
+        tensor."""
+        digest = hashlib.blake2b(digest_size=16)
+        for key, value in sorted(self.metadata.items()):
+            if isinstance(value, str | int | float):
+                digest.update(f"{key}={value!r}\n".encode(errors="surrogatepass"))
+        for name, tensor in self.tensors.items():
+            digest.update(f"{name} {tensor.shape} {tensor.type.name}".encode())
+            digest.update(tensor.data.reshape(-1)[:4096].tobytes())
+        return digest.hexdigest()
 
     def close(self) -> None:
         """Let the file go; arrays and strings already taken from it stay valid.  May be called twice."""

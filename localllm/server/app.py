@@ -49,7 +49,6 @@ async def _refuse(status: int, message: str, request: Request, desk: Desk) -> Re
     raise HTTPError(status, message, "not_available" if status == 501 else None)
 
 
-_slot = partial(_refuse, 501, "this version of localllm saves no slots: what prompts have in common is found without")
 _files = partial(
     _refuse, 403, "requests change no models: they are plain files, which localllm models lists where the server runs"
 )
@@ -84,7 +83,7 @@ _ENDPOINTS: tuple[tuple[str, tuple[str, ...], _Endpoint, type[msgspec.Struct] | 
     ("GET", ("/health", "/v1/health"), llamacpp.health, None),
     ("GET", ("/props",), llamacpp.props, None),
     ("GET", ("/slots",), llamacpp.slots, None),
-    ("POST", ("/slots/{id}",), _slot, None),
+    ("POST", ("/slots/{id}",), llamacpp.slot, llamacpp.SlotRequest),
     ("GET", ("/metrics",), llamacpp.metrics, None),
     ("GET", ("/lora-adapters",), llamacpp.lora_adapters, None),
     ("POST", ("/tokenize",), llamacpp.tokenize, llamacpp.TokenizeRequest),

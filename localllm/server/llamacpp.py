@@ -5,6 +5,9 @@ Source: https://github.com/ggml-org/llama.cpp/blob/master/tools/server/README.md
 
 from __future__ import annotations
 
+import os
+import re
+import time
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from typing import Any
@@ -14,12 +17,16 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from localllm import __version__
+from localllm.errors import OutputError, PromptCacheError, path_text
 from localllm.llm import LLM
 from localllm.sampling import Choice, Sampling
 from localllm.server.answers import Answer, Ask, Desk, Generation, Reply, check_tools, fill_in
-from localllm.server.http import EventStream, decode, event, json_response, unless_gone
+from localllm.server.http import EventStream, HTTPError, decode, event, json_response, unless_gone
 from localllm.server.openai import at_most, limit, template_message, thinking_variables, timings_json, token_json
 from localllm.tokenizer import Tokenizer
+
+#: Names that files of saved prompts may have.
+_FILE_NAME = re.compile(r"[\w-][\w.-]{0,127}")
 
 
 async def health(request: Request, desk: Desk) -> Response:
@@ -90,6 +97,38 @@ async def slots(request: Request, desk: Desk) -> Response:
         ]
         rows += [{**slot, "id_task": -1, "is_processing": False}] * (desk.models.n_slots - len(streams))
     return json_response([{"id": number, **row} for number, row in enumerate(rows)])
+
+
+class SlotRequest(msgspec.Struct):
+    filename: str = ""
+    model: str | None = None
+
+
+async def slot(request: Request, desk: Desk) -> Response:
+    """Saves, restores or drops what was evaluated of prompts: all of it, as it is one cache for all slots."""
+    body, action = await decode(request, SlotRequest), request.query_params.get("action")
+    id_ = request.path_params["id"]
+    number = int(id_) if id_.isdecimal() and len(id_) < 6 else 0
+    if action == "erase":
+        await desk.with_model(body.model, lambda llm: llm.forget())
+        return json_response({"id_slot": number})
+    if action not in ("save", "restore"):
+        raise HTTPError(400, "the action is one of save, restore and erase, as in /slots/0?action=save")
+    if desk.models.prompts is None:
+        raise HTTPError(501, "this server saves no prompts: start it with --prompt-cache DIR", "not_available")
+    if not _FILE_NAME.fullmatch(body.filename):
+        raise HTTPError(400, "filename must be a name of letters, digits, '-', '_' and '.', without folders")
+    path, begin = desk.models.prompts / body.filename, time.perf_counter()
+    done = LLM.save_prompts if action == "save" else LLM.load_prompts
+    try:
+        n = await desk.with_model(body.model, lambda llm: done(llm, path))
+    except (PromptCacheError, OutputError) as error:
+        status = 400 if isinstance(error, PromptCacheError) else 507
+        raise HTTPError(status, str(error).replace(path_text(path.parent) + os.sep, "")) from error
+    saved, written = ("n_saved", "n_written") if action == "save" else ("n_restored", "n_read")
+    timings = {f"{action}_ms": 1000 * (time.perf_counter() - begin)}
+    sizes = {saved: n, written: path.stat().st_size}
+    return json_response({"id_slot": number, "filename": body.filename, **sizes, "timings": timings})
 
 
 async def metrics(request: Request, desk: Desk) -> Response:

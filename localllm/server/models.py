@@ -87,6 +87,7 @@ class Models:
         served: by name; the first is taken where a request names none.
         n_slots: requests of full length that the cache of each has room for.
         n_loads: how often a model was loaded.
+        prompts: the folder that keeps what was evaluated of prompts while a model is not loaded, if there is one.
         log: told of what is loaded and unloaded.
         is_closed: nothing is loaded any more.
     """
@@ -100,6 +101,7 @@ class Models:
         aliases: Iterable[str] = (),
         takes_any_name: bool = False,
         n_slots: int = 1,
+        prompts: Path | None = None,
         log: Callable[[str], object] = lambda line: None,
     ) -> None:
         """Loads nothing yet.
@@ -112,7 +114,7 @@ class Models:
             takes_any_name: whether a name that is not known means the first one.
         """
         self.served = {name: ServedModel(name, source, ttl_s) for name, source in sources.items()}
-        self.n_slots, self.n_loads = n_slots, 0
+        self.n_slots, self.n_loads, self.prompts = n_slots, 0, prompts
         self.is_closed = False
         self.log = log
         self._load = load
@@ -203,11 +205,32 @@ class Models:
         finally:
             served.load_progress = None
         self.log(f"loaded {served.name}")
+        await asyncio.to_thread(self._load_prompts, served)
+
+    def _load_prompts(self, served: ServedModel) -> None:
+        if self.prompts is None or served.llm is None:
+            return
+        path = self.prompts / f"{served.llm.prompts_key}.prompts"
+        if path.exists():
+            try:
+                self.log(f"{served.name}: {served.llm.load_prompts(path):,} tokens of prompts are evaluated already")
+            except LocalLLMError as error:
+                self.log(f"{error}; it is left out")
+
+    def _save_prompts(self, served: ServedModel, llm: LLM) -> None:
+        if self.prompts is None:
+            return
+        try:
+            n = llm.save_prompts(self.prompts / f"{llm.prompts_key}.prompts")
+            self.log(f"{served.name}: {n:,} tokens of prompts are saved")
+        except LocalLLMError as error:
+            self.log(f"prompts of {served.name} are not saved: {error}")
 
     async def unload(self, served: ServedModel) -> None:
         """Lets a model go; requests that it still has end."""
         llm, served.llm = served.llm, None
         if llm is not None:
+            await asyncio.to_thread(self._save_prompts, served, llm)
             await asyncio.to_thread(llm.close)
             served.ttl_s = self._ttl_s
             self.log(f"unloaded {served.name}")

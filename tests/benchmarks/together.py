@@ -132,11 +132,14 @@ class _NoPages:
     def __init__(self, n_pages: int) -> None:
         self.n_pages = (n_pages,)
 
-    def copy_page(self, group: int, source: int, target: int) -> None:
+    def copy(self, group: int | None, source: int, target: int) -> None:
         """There is nothing to copy."""
 
-    def copy_state(self, source: int, target: int) -> None:
-        """There is nothing to copy."""
+    def read(self, group: int | None, number: int) -> bytes:
+        return b""
+
+    def write(self, group: int | None, number: int, data: bytes) -> None:
+        """There is nothing to write."""
 
 
 def starting_among(n_chats: int) -> bool:

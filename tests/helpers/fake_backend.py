@@ -52,13 +52,23 @@ class FakeCache:
         """Those in the pages of all tokens."""
         return self.groups[0]
 
-    def copy_page(self, group: int, source: int, target: int) -> None:
-        self.groups[group][target] = self.groups[group][source]
+    def copy(self, group: int | None, source: int, target: int) -> None:
+        if group is None:
+            self.states[target] = self.states[source].copy()
+        else:
+            self.groups[group][target] = self.groups[group][source]
 
-    def copy_state(self, source: int, target: int) -> None:
-        self.states[target] = self.states[source].copy()
+    def read(self, group: int | None, number: int) -> bytes:
+        return (np.array(self.states[number], np.int32) if group is None else self.groups[group][number]).tobytes()
 
-    def write(self, tables: Sequence[Sequence[int]], state: int, first: int, ids: Sequence[int]) -> None:
+    def write(self, group: int | None, number: int, data: bytes) -> None:
+        ids = np.frombuffer(data, np.int32)
+        if group is None:
+            self.states[number] = ids.tolist()
+        else:
+            self.groups[group][number] = ids
+
+    def put(self, tables: Sequence[Sequence[int]], state: int, first: int, ids: Sequence[int]) -> None:
         """What a step does with the tokens of a sequence from position ``first`` on."""
         for group, table in zip(self.groups, tables, strict=True):
             for position, id_ in enumerate(ids, first):
@@ -66,7 +76,7 @@ class FakeCache:
         if self.n_states:
             self.states[state] = [*(self.states[state] if first else []), *ids]
 
-    def read(self, tables: Sequence[Sequence[int]], state: int, n_tokens: int) -> list[int]:
+    def get(self, tables: Sequence[Sequence[int]], state: int, n_tokens: int) -> list[int]:
         """The tokens of a sequence; what is kept of them in windows and states must be the same."""
         all_ids, *others = (
             [int(group[table[p // PAGE_SIZE], p % PAGE_SIZE]) for p in range(first, n_tokens)]
@@ -138,9 +148,9 @@ def _write_and_read(batch: Batch, cache: FakeCache) -> list[NDArray[np.int32]]:
         first = batch.kv_lengths[s] - len(rows[s])
         assert positions.tolist() == list(range(first, batch.kv_lengths[s]))
         tables = batch.block_tables[:, s].tolist()
-        before = cache.read(tables, batch.states[s], first)
-        cache.write(tables, batch.states[s], first, batch.ids[rows[s]].tolist())
-        assert cache.read(tables, batch.states[s], batch.kv_lengths[s])[:first] == before
+        before = cache.get(tables, batch.states[s], first)
+        cache.put(tables, batch.states[s], first, batch.ids[rows[s]].tolist())
+        assert cache.get(tables, batch.states[s], batch.kv_lengths[s])[:first] == before
     histories = []
     for s in range(n_sequences):
         held = cache.ids[batch.block_tables[0, s]].reshape(-1)

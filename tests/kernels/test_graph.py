@@ -194,7 +194,7 @@ def test_layers_may_keep_heads_of_unlike_numbers_and_sizes(backend: Backend) -> 
         step = made.compile(graph, **sizes)
         assert sum(made.footprint(graph, **sizes).caches.values()) == step.cache.n_bytes
         step(make_batch([(range(n - 1), 0, [*first, last])]))
-        step.cache.copy_page(0, last, last + 1)
+        step.cache.copy(0, last, last + 1)
         return step(make_batch([([n - 1], n - 1, [*first, last + 1])])).copy()
 
     expected, found = logits(ReferenceBackend()), logits(backend.make().backend)

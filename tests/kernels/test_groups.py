@@ -78,7 +78,7 @@ def test_a_page_is_copied_in_the_layers_of_its_group(ops: Ops) -> None:
     step(with_tables(make_batch([([4, 5, 6], 0, [0])]), [[1], [1], [1]]))
     last = make_batch([([7], 3, [0])])
     expected = step(with_tables(last, [[0], [1], [0]])).copy()
-    step.cache.copy_page(1, 1, 0)
+    step.cache.copy(1, 1, 0)
     np.testing.assert_array_equal(step(with_tables(last, [[0], [0], [0]])), expected)
 
 

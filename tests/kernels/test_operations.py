@@ -52,6 +52,7 @@ class Case:
         every_cpu: whether other instruction sets than the best may compute it otherwise.
         chunk_error: what may differ where sequences come in other chunks, in units of the largest value; 0: no bit.
         in_parts: whether sequences may come in chunks at all.
+        has_near: whether another case has nearly the same kernel, which takes seconds to compile.
     """
 
     build: Callable[..., g.Tensor]
@@ -65,6 +66,7 @@ class Case:
     every_cpu: bool = False
     chunk_error: float = 0.0
     in_parts: bool = True
+    has_near: bool = False
 
 
 #: Of each name, what makes the case.
@@ -98,10 +100,16 @@ def _runs_on(case: Case, backend: Backend) -> bool:
     return known and not (case.slow and backend.is_slow) and (case.every_cpu or backend not in OTHER_CPUS)
 
 
+def _marks(case: Case, backend: Backend) -> list[Any]:
+    """Only CI compiles kernels of other instruction sets, and all that are nearly the same."""
+    is_rare = backend in OTHER_CPUS or (case.has_near and backend.name.startswith("cpu"))
+    return [pytest.mark.ci] if is_rare else []
+
+
 def _each() -> list[Any]:
     made = {name: make() for name, make in CASES.items()}
     return [
-        pytest.param(backend, case, id=f"{backend.name}-{name}")
+        pytest.param(backend, case, id=f"{backend.name}-{name}", marks=_marks(case, backend))
         for backend in (*BACKENDS, *OTHER_CPUS)
         for name, case in made.items()
         if _runs_on(case, backend)
@@ -777,7 +785,9 @@ OPTIONS: dict[str, Heads] = {
 
 @cases(kind=tuple(OPTIONS), type=("f16", "q8_0"))
 def attention(kind: str, type: CacheType) -> Case:
-    return replace(replace(OPTIONS[kind], type=type).case(), every_cpu=kind in ("all", "latents"))
+    has_near = [*OPTIONS].index(kind) % 2 == (type == "f16")
+    made = replace(OPTIONS[kind], type=type).case()
+    return replace(made, every_cpu=kind in ("all", "latents"), has_near=has_near)
 
 
 @pytest.mark.parametrize(("backend", "case"), _each(), scope="module")

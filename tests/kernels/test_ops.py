@@ -342,8 +342,8 @@ def test_a_copied_page_holds_the_same(backend: Backend, ops: Ops, cache_type: Ca
     before = talk.run((0, 90, 100))
     # The last page moves to the spare one, and its old place is overwritten by the first.
     first, *_, last = talk.pages[0].tolist()
-    talk.cache.copy_page(0, last, talk.spare)
-    talk.cache.copy_page(0, first, last)
+    talk.cache.copy(0, last, talk.spare)
+    talk.cache.copy(0, first, last)
     talk.pages[0][-1] = talk.spare
     np.testing.assert_array_equal(talk.run((0, 98, 100)), before[8:])
 

@@ -88,7 +88,7 @@ def test_sequences_side_by_side_do_not_disturb_each_other(step: Step) -> None:
 def test_a_copied_state_goes_on_where_it_was_copied(step: Step) -> None:
     whole = run(step, 0, N_TOKENS, 0)
     run(step, 0, 6, 1)
-    step.cache.copy_state(1, 3)
+    step.cache.copy(None, 1, 3)
     run(step, 6, 9, 1)
     np.testing.assert_array_equal(run(step, 6, N_TOKENS, 3), whole[6:])
     np.testing.assert_array_equal(run(step, 9, N_TOKENS, 1), whole[9:])

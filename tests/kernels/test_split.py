@@ -123,7 +123,7 @@ def test_stories260k_split_has_the_same_bits() -> None:
 def test_a_copied_page_continues_like_its_source(makers: Sequence[Callable[[], Any]], path: Path) -> None:
     runner = Runner(path, split(makers, (1, 2)))
     runner.run((IDS[:10], 0, [4]))
-    runner.cache.copy_page(0, 4, 6)
+    runner.cache.copy(0, 4, 6)
     runner.run((IDS[20:26], 10, [4]))  # the source goes its own way
     np.testing.assert_array_equal(runner.run((IDS[10:12], 10, [6])), runner.logits(IDS[:12])[10:])
 

@@ -16,6 +16,7 @@ import localllm
 from localllm import ModelError, UsageError
 from localllm.adapters import merge, read_adapter
 from localllm.gguf import GGUFFile
+from tests.helpers.checkpoints import write_safetensors
 from tests.helpers.tiny_models import CONFIG, config, interleave_pairs, random_weights, tiny_gguf
 
 Array = NDArray[np.float32]
@@ -47,15 +48,13 @@ def pairs(seed: int, rank: int) -> dict[str, tuple[Array, Array]]:
 
 def write_peft(folder: Path, seed: int, rank: int = 4, alpha: float = 8, **more: Any) -> Path:
     """A folder as peft's ``save_pretrained`` makes it."""
-    from safetensors.numpy import save_file
-
     folder.mkdir()
     tensors = {
         f"base_model.model.{name}.lora_{part}.weight": matrix
         for name, both in pairs(seed, rank).items()
         for part, matrix in zip("AB", both, strict=True)
     }
-    save_file(tensors, folder / "adapter_model.safetensors")
+    write_safetensors(folder / "adapter_model.safetensors", tensors)
     settings = {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "target_modules": [*MATRICES], "bias": "none"}
     (folder / "adapter_config.json").write_text(json.dumps(settings | {"task_type": "CAUSAL_LM"} | more))
     return folder

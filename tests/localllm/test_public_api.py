@@ -37,6 +37,7 @@ PUBLIC = [
     "NotEnoughMemoryError",
     "Options",
     "OutputError",
+    "PromptCacheError",
     "QueueFullError",
     "Sampling",
     "Score",

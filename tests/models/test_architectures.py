@@ -146,7 +146,7 @@ def test_shared_pages_serve_two_sequences(tmp_path: Path) -> None:
 def test_a_copied_page_continues_like_its_source(tmp_path: Path) -> None:
     runner = Runner(tiny_models.tiny_gguf(tmp_path / "model.gguf"), ReferenceOps())
     runner.run((IDS[:10], 0, [4]))
-    runner.cache.copy_page(0, 4, 6)
+    runner.cache.copy(0, 4, 6)
     runner.run((IDS[20:26], 10, [4]))  # the source goes its own way
     np.testing.assert_array_equal(runner.run((IDS[10:12], 10, [6])), runner.logits(IDS[:12])[10:])
 

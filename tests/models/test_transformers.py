@@ -57,11 +57,11 @@ def check(name: str, runner: Runner, limit: float) -> None:
     assert error(whole, IDS) < limit
     chunks = [run(IDS[first : first + n], first) for first, n in ((0, 7), (7, CUT - 7))]
     if runner.cache.n_states:
-        runner.cache.copy_state(0, 1)  # to go back to, where the text is cut
+        runner.cache.copy(None, 0, 1)  # to go back to, where the text is cut
     chunks += [run(IDS[CUT:30], CUT), *(run([token], 30 + i) for i, token in enumerate(IDS[30:]))]
     np.testing.assert_array_equal(np.concatenate(chunks), whole)
     if runner.cache.n_states:
-        runner.cache.copy_state(1, 0)
+        runner.cache.copy(None, 1, 0)
     assert error(run(OTHER_IDS, CUT), IDS[:CUT] + OTHER_IDS, CUT) < limit
 
 

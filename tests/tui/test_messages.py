@@ -194,7 +194,7 @@ async def test_a_reply_that_streams_in_is_drawn_as_a_whole_one_is() -> None:
         _, streamed, _, whole = (view.query_one(Reply) if view.query(Reply) else None for view in chat.views)
         assert streamed is not None
         assert whole is not None
-        for _ in range(25):
+        for _ in range(10):
             text = "".join(chosen.choices(_BLOCKS, k=chosen.randint(1, 14)))
             await streamed.update("")
             at = 0

@@ -207,7 +207,7 @@ def test_a_page_is_copied_behind_the_step_that_fills_it(
         runner = Runner(path, SplitOps([(emulated_cuda(driver, i), n) for i, n in ((0, 1), (1, 2))], micro_batch=32))
         runner.run((IDS[:60], 0, [0]), outputs=outputs)
         if page:
-            runner.cache.copy_page(0, 0, page)
+            runner.cache.copy(0, 0, page)
         return runner.run((IDS[60:61], 60, [page]))
 
     expected = next_logits(EmulatedDriver(2, order="eager"), [59], 0)

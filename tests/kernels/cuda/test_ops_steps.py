@@ -192,7 +192,7 @@ def test_what_the_backend_asks_of_cupy(tmp_path: Path, monkeypatch: pytest.Monke
     for runner in (Runner(path, split, 8), Runner(path, CUDABackend(driver, 1), 8)):
         for n in (1, 1, 1, 5, 5, 100, 100):
             assert runner.run((IDS[:n], 0, [0, 1])).shape == (n, 300)
-        runner.cache.copy_page(0, 0, 1)
+        runner.cache.copy(0, 0, 1)
 
 
 # -- Memory --------------------------------------------------------------------------------------------------------
@@ -343,4 +343,4 @@ def test_batches_that_do_not_fit(batch: Callable[[], Any], words: str) -> None:
     with pytest.raises(KernelError, match=words):
         step(batch())
     with pytest.raises(KernelError, match="no page 1 in a cache of 1"):
-        cache.copy_page(0, 0, 1)
+        cache.copy(0, 0, 1)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -20,8 +23,10 @@ from hypothesis.stateful import (
 )
 
 from localllm.engine import cache as cache_module
+from localllm.engine import saved
 from localllm.engine.cache import CachedSequence, PagedCache, common_prefix
 from localllm.engine.snapshots import NONE, Block
+from localllm.errors import PromptCacheError
 from tests.helpers.fake_backend import PAGE_SIZE, FakeCache
 
 #: Where prompts have snapshots, in these tests.
@@ -49,11 +54,11 @@ def write(cache: PagedCache, kept: FakeCache, sequence: CachedSequence, ids: lis
 
 def evaluate(kept: FakeCache, sequence: CachedSequence, ids: list[int]) -> None:
     sequence.is_ahead = True
-    kept.write(sequence.pages, sequence.state, len(sequence), ids)
+    kept.put(sequence.pages, sequence.state, len(sequence), ids)
 
 
 def read(kept: FakeCache, sequence: CachedSequence) -> list[int]:
-    return kept.read(sequence.pages, sequence.state, len(sequence))
+    return kept.get(sequence.pages, sequence.state, len(sequence))
 
 
 def new_cache(
@@ -94,6 +99,17 @@ KINDS = {
 }
 
 
+def contents(cache: PagedCache, kept: FakeCache) -> dict[tuple[int, ...], object]:
+    """Of each block, by all tokens up to it: what its pages hold, and its snapshots."""
+    return {
+        tuple(id_ for block in blocks for id_ in block.ids): (
+            [page != NONE and kept.groups[g][page].tolist() for g, page in enumerate(blocks[-1].pages)],
+            {n: kept.states[slot] for n, slot in blocks[-1].snapshots.items()},
+        )
+        for blocks in paths(cache.root)
+    }
+
+
 class CacheMachine(RuleBasedStateMachine):
     """Random use of a small cache, in which sequences often begin alike and pages often run out."""
 
@@ -101,13 +117,14 @@ class CacheMachine(RuleBasedStateMachine):
 
     @initialize(kind=st.sampled_from(sorted(KINDS)))
     def choose(self, kind: str) -> None:
+        self.kind = kind
         self.cache, self.kept = new_cache(*KINDS[kind])
         self.expected: dict[CachedSequence, list[int]] = {}
 
     def farthest(self, ids: list[int]) -> tuple[int, int]:
         """How many of the ids a new sequence can have, with a copy of a page and without."""
         found = [(0, 0)]
-        for blocks in paths(self.cache._root):
+        for blocks in paths(self.cache.root):
             text = [id_ for block in blocks for id_ in block.ids]
             start, most = len(text) - len(blocks[-1].ids), common_prefix(text, ids)
             ends = (
@@ -163,7 +180,7 @@ class CacheMachine(RuleBasedStateMachine):
         n = len(sequence) // PAGE_SIZE
         key = tuple(ids[n * PAGE_SIZE : (n + 1) * PAGE_SIZE])
         if len(self.kept.windows) == 1 and not self.kept.n_states:
-            assert key not in (sequence.blocks[n - 1] if n else self.cache._root).children
+            assert key not in (sequence.blocks[n - 1] if n else self.cache.root).children
 
     @rule(sequence=sequences, ids=IDS, n_right=st.integers(0, 3 * PAGE_SIZE))
     def draft(self, sequence: CachedSequence, ids: list[int], n_right: int) -> None:
@@ -195,6 +212,18 @@ class CacheMachine(RuleBasedStateMachine):
         assert self.cache.n_available == self.cache.n_pages - len(in_use)
         assert not self.cache._unused[0]
 
+    @rule()
+    def save_and_load(self) -> None:
+        """Into a new cache, and into this one with what is in use."""
+        with TemporaryDirectory() as folder:
+            path = Path(folder) / "prompts"
+            n = saved.save(self.cache, path, "a key")
+            other, kept = new_cache(*KINDS[self.kind])
+            assert saved.load(other, path, "a key") == n
+            assert contents(other, kept) == contents(self.cache, self.kept)
+            self.cache.forget()
+            assert saved.load(self.cache, path, "a key") <= n
+
     @invariant()
     def every_sequence_reads_back(self) -> None:
         for sequence, ids in self.expected.items():
@@ -208,13 +237,13 @@ class CacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_tree_reads_back(self) -> None:
-        for blocks in paths(self.cache._root):
-            block, parent = blocks[-1], (self.cache._root, *blocks)[-2]
+        for blocks in paths(self.cache.root):
+            block, parent = blocks[-1], (self.cache.root, *blocks)[-2]
             for group, page in zip(self.kept.groups, block.pages, strict=True):
                 assert page == NONE or group[page, : len(block.ids)].tolist() == block.ids
             assert block.parent is parent
             assert block in parent.tails if len(block.ids) < PAGE_SIZE else parent.children[tuple(block.ids)] is block
-            assert parent is self.cache._root or block.n_users[0] <= parent.n_users[0]
+            assert parent is self.cache.root or block.n_users[0] <= parent.n_users[0]
             assert not (block in parent.tails and any(block.n_users))
             before = [id_ for each in blocks[:-1] for id_ in each.ids]
             for n, slot in block.snapshots.items():
@@ -222,7 +251,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def users_are_counted(self) -> None:
-        known = {blocks[-1] for blocks in paths(self.cache._root)}
+        known = {blocks[-1] for blocks in paths(self.cache.root)}
         for group, n_pages in enumerate(self.kept.n_pages):
             users = Counter(block for sequence in self.expected for block in sequence.blocks[sequence.first[group] :])
             assert all(block.n_users[group] == n for block, n in users.items())
@@ -242,8 +271,8 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache.forget()
         assert [len(free) for free in self.cache._free] == list(self.kept.n_pages)
         assert len(self.cache._states._free) == self.kept.n_states
-        assert not self.cache._root.children
-        assert not self.cache._root.tails
+        assert not self.cache.root.children
+        assert not self.cache.root.tails
 
 
 TestCache = CacheMachine.TestCase
@@ -325,7 +354,7 @@ def test_the_key_of_the_next_page_is_that_under_which_it_will_be_found() -> None
     assert cache.next_page_key(sequence, ids[:7]) is None
     write(cache, kept, sequence, ids[6:8])
     assert key[1] in key[0].children
-    assert cache.next_page_key(filled(cache, kept, [3]), [3, 4, 5, 6]) == (cache._root, (3, 4, 5, 6))
+    assert cache.next_page_key(filled(cache, kept, [3]), [3, 4, 5, 6]) == (cache.root, (3, 4, 5, 6))
 
 
 WINDOW_OF_3 = (None, 3)
@@ -358,7 +387,7 @@ def test_a_block_that_lost_its_page_gets_that_of_an_equal_one() -> None:
     cache, kept = new_cache((8, 4), WINDOW_OF_3)
     late = filled(cache, kept, [0, 1, 2])
     filled(cache, kept, *pieces(18))
-    known = cache._root.children[0, 1, 2, 3]
+    known = cache.root.children[0, 1, 2, 3]
     assert known.pages[1] == NONE
     write(cache, kept, late, [3, 4])
     assert (late.blocks[0], late.pages[1][0]) == (known, known.pages[1])
@@ -447,3 +476,61 @@ def test_windows_are_counted_with_what_a_step_adds() -> None:
 )
 def test_common_prefix(a: list[int], b: list[int], n: int) -> None:
     assert common_prefix(a, b) == common_prefix(b, a) == n
+
+
+# -- Saved prompts -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    """What a cache has of three prompts, one of which goes on after a page of another."""
+    cache, kept = new_cache(*KINDS["all"])
+    for ids in (list(range(9)), [*range(4), 20, 21, 22, 23, 24], [30, 31]):
+        sequence = cache.begin(ids)
+        assert write(cache, kept, sequence, ids[len(sequence) :])
+        cache.release(sequence)
+    saved.save(cache, tmp_path / "prompts", "a key")
+    return tmp_path / "prompts"
+
+
+def test_a_saved_prompt_is_found_again(prompts: Path) -> None:
+    cache, kept = new_cache(*KINDS["all"])
+    assert saved.load(cache, prompts, "a key") > 0
+    sequence = cache.begin([*range(9), 9])
+    assert sequence.ids == list(range(9))
+    assert read(kept, sequence) == list(range(9))
+
+
+def test_a_smaller_cache_takes_what_it_has_room_for(prompts: Path) -> None:
+    cache, _ = new_cache((2, 2), (None, 6), 1)
+    assert 0 < saved.load(cache, prompts, "a key") <= 2 * PAGE_SIZE
+
+
+def test_no_damage_is_loaded(prompts: Path) -> None:
+    """What stands before it is; nothing that is loaded is other than what was saved."""
+    data, whole = prompts.read_bytes(), contents_of(prompts)
+    rng = np.random.default_rng(0)
+    damages = [data[:n] for n in range(0, len(data), 7)]
+    for i in rng.integers(0, len(data), 200):
+        damages.append(data[:i] + bytes([data[i] ^ 1 << int(rng.integers(8))]) + data[i + 1 :])
+    for damaged in damages:
+        prompts.write_bytes(damaged)
+        cache, kept = new_cache(*KINDS["all"])
+        with pytest.raises(PromptCacheError, match="no whole file of saved prompts: delete it"):
+            saved.load(cache, prompts, "a key")
+        found = contents(cache, kept)
+        assert {text: whole[text] for text in found} == found
+
+
+def contents_of(path: Path) -> dict[tuple[int, ...], object]:
+    cache, kept = new_cache(*KINDS["all"])
+    saved.load(cache, path, "a key")
+    return contents(cache, kept)
+
+
+def test_prompts_of_another_model_are_refused(prompts: Path) -> None:
+    cache, _ = new_cache(*KINDS["all"])
+    with pytest.raises(PromptCacheError, match="another model, version, device or type of cache"):
+        saved.load(cache, prompts, "another key")
+    with pytest.raises(PromptCacheError, match="cannot be read"):
+        saved.load(cache, prompts.with_name("none"), "a key")

@@ -171,11 +171,11 @@ FEW = b'"max_tokens": 2, "n_predict": 2, "max_output_tokens": 2, "options": {"nu
 @pytest.mark.parametrize("path", PATHS)
 def test_no_body_is_a_5xx(server: Serving, path: str) -> None:
     with httpx.Client(base_url=server.url, timeout=60) as client:
-        for body in BODIES:
-            for stream in (b"", b'"stream": true, '):
-                sent = body.replace(b"{", b"{" + stream + FEW, 1) if body.startswith(b'{"') else body
-                response = client.post(path, content=sent)
-                assert response.status_code < 500, (body[:200], response.text)
+        for i, body in enumerate(BODIES):
+            stream = b'"stream": true, ' if i % 2 else b""
+            sent = body.replace(b"{", b"{" + stream + FEW, 1) if body.startswith(b'{"') else body
+            response = client.post(path, content=sent)
+            assert response.status_code < 500, (body[:200], response.text)
     server.wait_until_idle()
 
 
@@ -196,7 +196,7 @@ MESSAGE = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.sampled_from(PATHS), st.dictionaries(FIELDS, JSON, max_size=4), st.none() | st.lists(MESSAGE, max_size=3))
 def test_no_json_is_a_5xx(server: Serving, path: str, body: dict[str, Any], messages: list[Any] | None) -> None:
     body |= {"max_tokens": 2, "n_predict": 2, "max_output_tokens": 2}

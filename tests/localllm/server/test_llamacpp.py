@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -75,10 +76,50 @@ def test_infill_is_refused_by_a_model_that_does_not_fill_in(server: Serving) -> 
     assert "does not fill in" in response.json()["error"]["message"]
 
 
-def test_what_is_not_there_yet_says_so(server: Serving) -> None:
-    response = httpx.post(server.url + "/slots/0?action=save", json={})
-    assert response.status_code == 501
-    assert "this version of localllm" in response.text
+def test_slots_are_saved_and_restored(tmp_path: Path) -> None:
+    prompt = "Once upon a time there was a little girl who"
+
+    def evaluated(server: Serving) -> int:
+        reply = post(server, "/completion", prompt=prompt, n_predict=1)
+        return int(reply["tokens_evaluated"]) - int(reply["tokens_cached"])
+
+    with serving(demo(), prompts=tmp_path) as server:
+        n = evaluated(server)
+        assert n > 5
+        saved = post(server, "/slots/1?action=save", filename="a.bin")
+        assert saved["n_saved"] == n
+        assert saved["n_written"] == (tmp_path / "a.bin").stat().st_size
+        assert post(server, "/slots/1?action=erase") == {"id_slot": 1}
+        assert evaluated(server) == n
+        post(server, "/slots/1?action=erase")
+        assert post(server, "/slots/1?action=restore", filename="a.bin")["n_restored"] == n
+        assert evaluated(server) == 1
+        for filename in ("", "../a.bin", "/etc/passwd", ".hidden", "a/b", "x" * 200, "a\0"):
+            response = httpx.post(server.url + "/slots/0?action=restore", json={"filename": filename})
+            assert response.status_code == 400
+        (tmp_path / "b.bin").write_bytes((tmp_path / "a.bin").read_bytes()[:-1])
+        for filename, message in (("none", "cannot be read"), ("b.bin", "no whole file")):
+            response = httpx.post(server.url + "/slots/0?action=restore", json={"filename": filename})
+            assert response.status_code == 400
+            assert message in response.text
+            assert str(tmp_path) not in response.text
+        assert httpx.post(server.url + "/slots/0?action=drop", json={}).status_code == 400
+    with serving(demo()) as server:
+        assert httpx.post(server.url + "/slots/0?action=save", json={"filename": "a"}).status_code == 501
+
+
+def test_prompts_outlive_the_server(tmp_path: Path) -> None:
+    chat = {"messages": [{"role": "user", "content": "Tell me a story about a dog."}], "max_tokens": 3, "seed": 1}
+    texts, cached = [], []
+    for damage in (False, False, True):
+        for path in tmp_path.iterdir() if damage else ():
+            path.write_bytes(path.read_bytes()[:100])
+        with serving(demo(), prompts=tmp_path) as server:
+            reply = post(server, "/v1/chat/completions", **chat)
+        texts.append(reply["choices"][0]["message"]["content"])
+        cached.append(reply["usage"]["prompt_tokens_details"]["cached_tokens"])
+    assert texts == texts[:1] * 3
+    assert cached == [0, reply["usage"]["prompt_tokens"] - 1, 0]
 
 
 def test_schemas_and_forced_calls() -> None:
