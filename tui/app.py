@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 from rich.segment import Segment
 from textual.color import Color
@@ -37,37 +37,23 @@ _SWITCH_SECONDS = 0.001
 _COLLECTIONS = 300
 
 
-DARK = Theme(
-    name="dark",
-    primary="#7aa2f7",
-    secondary="#9d7cd8",
-    accent="#e0af68",
-    warning="#e0af68",
-    error="#f7768e",
-    success="#9ece6a",
-    foreground="#d5d9e8",
-    background="#16161e",
-    surface="#1d1e29",
-    panel="#262837",
-    dark=True,
-)
-
-LIGHT = Theme(
-    name="light",
-    primary="#2e5aac",
-    secondary="#7847bd",
-    accent="#96631a",
-    warning="#96631a",
-    error="#b3304f",
-    success="#40731b",
-    foreground="#24283b",
-    background="#fafafa",
-    surface="#f0f1f5",
-    panel="#e3e5ec",
-    dark=False,
-)
-
-THEMES = (DARK, LIGHT)
+#: Of each colour the dark one and the light one.
+_COLOURS = {
+    "primary": ("#7aa2f7", "#2e5aac"),
+    "secondary": ("#9d7cd8", "#7847bd"),
+    "accent": ("#e0af68", "#96631a"),
+    "warning": ("#e0af68", "#96631a"),
+    "error": ("#f7768e", "#b3304f"),
+    "success": ("#9ece6a", "#40731b"),
+    "foreground": ("#d5d9e8", "#24283b"),
+    "background": ("#16161e", "#fafafa"),
+    "surface": ("#1d1e29", "#f0f1f5"),
+    "panel": ("#262837", "#e3e5ec"),
+}
+THEMES = [
+    Theme(name, dark=i == 0, **dict[str, Any]((colour, pair[i]) for colour, pair in _COLOURS.items()))
+    for i, name in enumerate(("dark", "light"))
+]
 
 
 class ControlFilter(LineFilter):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import difflib
 import json
 import re
-import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -305,25 +304,8 @@ def _set(session: ChatSession, argument: str) -> Result:
     return "\n".join(lines)
 
 
-def _prefix(session: ChatSession, argument: str) -> Result:
-    if argument:
-        value = "default" if argument == "none" else argument
-        session.set_options(chat_settings.with_setting(session.conversation.settings, "reply_prefix", value))
-    return f"replies begin with: {session.conversation.settings.get('reply_prefix') or 'nothing given'}"
-
-
-def _stop_strings(session: ChatSession, argument: str) -> Result:
-    if argument:
-        try:
-            texts = [] if argument == "none" else shlex.split(argument)
-        except ValueError:
-            raise UsageError(
-                'a quotation mark is open: give texts in quotes, as in /stop-strings "###" "User:"'
-            ) from None
-        rest = {name: value for name, value in session.conversation.settings.items() if name != "stop"}
-        session.set_options({**rest, "stop": texts} if texts else rest)
-    stop = session.conversation.settings.get("stop") or []
-    return "replies end before: " + (", ".join(map(repr, stop)) or "nothing given")
+def _set_one(name: str, session: ChatSession, argument: str) -> Result:
+    return _set(session, f"{name} {'default' if argument == 'none' else argument}")
 
 
 def _format(session: ChatSession, argument: str) -> Result:
@@ -618,8 +600,10 @@ COMMANDS = [
         title="Sampling",
         key="ctrl+t",
     ),
-    Command("prefix", "[TEXT|none]", "what replies begin with", _prefix),
-    Command("stop-strings", "[TEXT … |none]", "what replies end before; in quotes for spaces", _stop_strings),
+    Command("prefix", "[TEXT|none]", "what replies begin with", partial(_set_one, "reply_prefix")),
+    Command(
+        "stop-strings", "[TEXT … |none]", "what replies end before; in quotes for spaces", partial(_set_one, "stop")
+    ),
     Command("model", "[FILE]", "show the model, or load another one", _model, title="Model", key="ctrl+l"),
     Command("compare", "[FILE]", "another model replies too; both replies side by side", _compare, title="Compare"),
     Command("format", "[FILE.json|none]", "replies are JSON, by the schema in a file", _format),

@@ -195,7 +195,7 @@ def test_settings(front: Notebook) -> None:
         ("/set temperature hot", "temperature cannot be 'hot': give a number, or default"),
         ("/set top_p 3", "top_p is 3.0, but must be a number from 0 to 1"),
         ("/set xyzzy", "there is no setting 'xyzzy'"),
-        ("/stop-strings 'a", "a quotation mark is open"),
+        ("/stop-strings 'a", "in quotes that are closed"),
         ('/stop-strings ""', "must be a text that is not empty"),
         ("/edit x", "there is nothing to edit yet"),
         ("/edit #9 x", "there is no message #9: nothing was said yet"),

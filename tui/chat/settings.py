@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import shlex
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -29,7 +30,8 @@ def _count(text: str) -> int | None:
 
 
 def _texts(text: str) -> list[str]:
-    return [text]
+    """Texts in quotes, or one word each; ``\\n`` is a line's end."""
+    return [each.replace("\\n", "\n") for each in shlex.split(text)]
 
 
 def _readers() -> dict[str, Callable[[str], object]]:
@@ -100,6 +102,7 @@ def with_setting(settings: Mapping[str, Any], name: str, text: str) -> dict[str,
 
 def _kind(name: str) -> str:
     kinds = {float: "a number", int: "a whole number", _count: "a whole number or none", _flag: "on or off"}
+    kinds[_texts] = "texts, in quotes that are closed"
     return "a JSON schema" if name == "json_schema" else kinds.get(READERS[name], "a text")
 
 

@@ -30,7 +30,7 @@ MIGRATIONS = (
             leaf TEXT
         )""",
         """CREATE TABLE messages (
-            seq INTEGER PRIMARY KEY AUTOINCREMENT,  -- never used again, for the index of texts goes by it
+            seq INTEGER PRIMARY KEY AUTOINCREMENT,
             id TEXT NOT NULL UNIQUE,
             session TEXT NOT NULL,
             parent TEXT,
@@ -40,7 +40,7 @@ MIGRATIONS = (
             state TEXT NOT NULL,
             opened TEXT NOT NULL,
             extras TEXT NOT NULL,  -- JSON: stats, window, attachments, calls
-            indexed INTEGER NOT NULL DEFAULT 0
+            indexed INTEGER NOT NULL DEFAULT 0  -- of version 0.1, which had an index of texts
         )""",
         "CREATE INDEX messages_of_session ON messages (session)",
         "CREATE INDEX messages_not_indexed ON messages (seq) WHERE NOT indexed",
@@ -54,6 +54,7 @@ MIGRATIONS = (
             session TEXT NOT NULL
         )""",
     ),
+    ("DROP TABLE IF EXISTS message_index", "DROP INDEX IF EXISTS messages_not_indexed"),
 )
 
 #: Seconds that a statement waits for another process to finish writing.
@@ -143,16 +144,6 @@ def transaction(connection: sqlite3.Connection) -> Iterator[None]:
         with contextlib.suppress(sqlite3.Error):  # a full disk has ended it already
             connection.execute("ROLLBACK")
         raise
-
-
-def has_text_index(connection: sqlite3.Connection) -> bool:
-    """Makes the index of texts if this SQLite can (FTS5 with trigrams, from 3.34 on); returns whether it is there."""
-    try:
-        connection.execute("CREATE VIRTUAL TABLE IF NOT EXISTS message_index USING fts5(content, tokenize='trigram')")
-        connection.execute("SELECT rowid FROM message_index LIMIT 1").fetchone()
-    except sqlite3.OperationalError:
-        return False
-    return True
 
 
 @contextlib.contextmanager
