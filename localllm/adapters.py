@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -35,7 +36,7 @@ def read_adapter(name: str, path: Path, file: GGUFFile) -> Adapter:
         GGUFError, ModelError: it is damaged, of a kind that is not supported, or for another model.
     """
     path = Path(path).expanduser()
-    if not path.exists():
+    if not os.path.exists(path):  # Path.exists raises where a name is too long
         raise ModelNotFoundError(f"there is no adapter {path_text(path)}: give a GGUF file, or a folder of PEFT's")
     pairs, scale = _read_peft(path, file) if path.is_dir() else _read_gguf(path, file)
     lacking = [part for part, (a, b) in pairs.items() if a is None or b is None]

@@ -863,11 +863,12 @@ def model_file(text: str) -> str:
 
 def text_file(path: str) -> str:
     """The text of a file."""
+    from localllm.files import read_text  # imported here: few command lines name one
+
     try:
-        return Path(path).read_text("utf-8")
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise argparse.ArgumentTypeError(f"{path!r} cannot be read ({reason})") from None
+        return read_text(path)
+    except UsageError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def whole(least: int, words: str = "", *, below: float = math.inf) -> Callable[[str], int]:

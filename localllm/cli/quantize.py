@@ -8,12 +8,13 @@ import time
 from collections.abc import Mapping, Sequence
 
 from localllm.cli.defaults import settle
-from localllm.cli.evaluate import read_text
 from localllm.cli.main import DONE
 from localllm.cli.terminal import StatusLine, quantity, visible_line, warn
 from localllm.errors import UsageError
+from localllm.files import read_text
 from localllm.gguf import GGUFFile
 from localllm.kernels.cpu.backend import CPUBackend
+from localllm.library.find import demo_path
 from localllm.quant.types import GGMLType
 from localllm.quantize import ImportanceMatrix, Plan, TensorPlan, TensorResult, plan
 from localllm.quantize import run as write
@@ -41,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError("with a target all types are chosen: leave --tensor and --pure out, or give a TYPE")
     if arguments.pure:
         overrides.append(("", MIXES[mix_named(arguments.type)][1].name))
-    with GGUFFile.open(arguments.model) as file:
+    with GGUFFile.open(arguments.model or demo_path()) as file:
         planned = plan(
             file,
             arguments.output,

@@ -421,12 +421,12 @@ def make_model(entry: Tiny, seed: int = 0) -> Any:
     with torch.no_grad():
         for name, parameter in model.state_dict().items():
             shifted = is_shifted and not name.endswith("linear_attn.norm.weight")
-            values = torch.from_numpy(_random(rng, name, tuple(parameter.shape), shifted))
+            values = torch.from_numpy(random_values(rng, name, tuple(parameter.shape), shifted))
             parameter.copy_(values.to(torch.bfloat16))  # which it is saved as
     return model
 
 
-def _random(rng: np.random.Generator, name: str, shape: tuple[int, ...], shifted: bool) -> NDArray[np.float64]:
+def random_values(rng: np.random.Generator, name: str, shape: tuple[int, ...], shifted: bool) -> NDArray[np.float64]:
     """``shifted``: norms multiply with 1 + weight."""
     if "embed_tokens" in name:
         return rng.normal(0, 1, shape)

@@ -268,7 +268,7 @@ def test_from_a_pipe_and_again(run_chat: Callable[..., Outcome], tiny: Path, tmp
     given = ["-sys", "be kind", "--prefix", "So"]
     outcome = run_chat("--continue", *Z, *given, stdin="/continue\n/system\n/prefix\n")
     assert (outcome.code, outcome.out) == (0, "zzz\n")
-    assert outcome.err == "system prompt: be kind\nreplies begin with: So\n"
+    assert outcome.err == "system prompt: be kind\nreply_prefix         So\n"
 
 
 def test_a_question_on_the_command_line(run_chat: Callable[..., Outcome], tiny: Path) -> None:
@@ -404,7 +404,6 @@ def test_a_killed_chat_loses_a_second_at_most(tmp_path: Path, round_: int) -> No
     process.wait()
     process.stdout.close()
     store = Store(path)
-    assert store.notice is None
     conversation = store.load(store.latest() or "")
     reply = conversation.path()[1]
     store.close()
