@@ -81,6 +81,12 @@ def rotated_part(config: Any) -> dict[str, Any]:
     return {"rope.dimension_count": int(head_dim(config) * config.rope_parameters.get("partial_rotary_factor", 1))}
 
 
+def encoder_keys(config: Any) -> dict[str, Any]:
+    """Those of BERT's kin, which llama.cpp's converter writes fewer for."""
+    left_out = "head_count_kv key_length value_length layer_norm_rms_epsilon"
+    return {"attention.causal": False} | {f"attention.{name}": None for name in left_out.split()}
+
+
 def sliding_window(config: Any) -> dict[str, Any]:
     return {"attention.sliding_window": getattr(config, "sliding_window", None)}
 

@@ -347,6 +347,8 @@ class _Half:
 
 
 def _split(whole: Weight, parts: Mapping[str, int], n_groups: int) -> tuple[RowsOf, ...]:
+    if len(whole.shape) == 1 and BLOCK_SIZES[whole.type].length > 1:
+        raise ModelError(f"tensor {whole.name} is a vector in {whole.type.name}, whose blocks cannot be cut")
     ends = [0, *accumulate(n // n_groups for n in parts.values())]
     return tuple(
         RowsOf(whole, part, range(*rows), n_groups) for part, rows in zip(parts, pairwise(ends), strict=True)
