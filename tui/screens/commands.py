@@ -75,6 +75,8 @@ class Commands:
             screen.edit(result.message)
         elif isinstance(result, commands.OpenChat):
             await self._open(result.conversation)
+            if name == "fork":
+                screen.app.notify(result.text)
         elif isinstance(result, commands.UseModel):
             await screen.models.change(result.path)
         elif isinstance(result, commands.PutText):
