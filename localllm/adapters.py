@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-import json
+import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from localllm.convert.config import read_json
+from localllm.convert.safetensors import read_header
 from localllm.errors import ModelError, ModelNotFoundError, OutputError, UsageError, path_text, quoted
 from localllm.gguf import GGUFFile
 from localllm.gguf.writer import GGUFWriter, TensorSpec
 from localllm.models.adapters import Adapter, check
 from localllm.models.config import Metadata
+from localllm.models.hf_convert import floats
 from localllm.models.registry import find_architecture
 from localllm.quant.encode import quantize
 from localllm.quant.formats import dequantize
 
 Array = NDArray[np.float32]
-
-#: Architectures whose files have the rows of query and key in the order of rotary pairs, other than checkpoints.
-_INTERLEAVED = ("llama", "mistral3", "granite", "granitemoe", "smollm3")
-
-_DTYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 
 
 def read_adapter(name: str, path: Path, file: GGUFFile) -> Adapter:
@@ -36,7 +36,7 @@ def read_adapter(name: str, path: Path, file: GGUFFile) -> Adapter:
         GGUFError, ModelError: it is damaged, of a kind that is not supported, or for another model.
     """
     path = Path(path).expanduser()
-    if not path.exists():
+    if not os.path.exists(path):  # Path.exists raises where a name is too long
         raise ModelNotFoundError(f"there is no adapter {path_text(path)}: give a GGUF file, or a folder of PEFT's")
     pairs, scale = _read_peft(path, file) if path.is_dir() else _read_gguf(path, file)
     lacking = [part for part, (a, b) in pairs.items() if a is None or b is None]
@@ -79,7 +79,9 @@ def _read_gguf(path: Path, file: GGUFFile) -> _Read:
 
 
 def _read_peft(folder: Path, file: GGUFFile) -> _Read:
-    config = _json(folder / "adapter_config.json")
+    config = read_json(folder / "adapter_config.json")
+    if not config:
+        raise ModelError(f"{path_text(folder)} has no adapter_config.json: is the adapter complete?")
     kind = str(config.get("peft_type", "LORA")).upper()
     unsupported = [
         key for key in ("use_dora", "fan_in_fan_out", "modules_to_save", "target_parameters") if config.get(key)
@@ -87,21 +89,25 @@ def _read_peft(folder: Path, file: GGUFFile) -> _Read:
     if kind != "LORA" or unsupported:
         what = f"of the kind {quoted(kind)}" if kind != "LORA" else f"one with {', '.join(unsupported)}"
         raise ModelError(f"the adapter {path_text(folder)} is {what}, which localllm does not support: plain LoRA is")
-    names = {theirs: ours for ours, theirs in find_architecture(file.metadata).conversion.names.items()}
+    conversion = find_architecture(file.metadata).conversion
+    names = {theirs: ours for ours, theirs in conversion.names.items()}
     found: dict[str, list[Any]] = {}
-    for name, values in _read_safetensors(folder / "adapter_model.safetensors").items():
+    for name, stored in read_header(folder / "adapter_model.safetensors").items():
         match = re.fullmatch(
             r"(?:base_model\.model\.)?(.+)\.lora_(A|B|embedding_A|embedding_B)(?:\.default)?(?:\.weight)?", name
         )
         layer = re.fullmatch(r"(?:model\.)?layers\.(\d+)\.(.+)", match[1]) if match else None
         stem = layer[2] if layer else match[1] if match else ""
         ours = names.get(stem, names.get(f"model.{stem}"))
-        if match is None or ours is None or "embedding" in match[2]:
+        is_matrix = len(stored.shape) == 2 and stored.dtype in ("F32", "F16", "BF16")
+        if match is None or ours is None or "embedding" in match[2] or not is_matrix:
             raise ModelError(
                 f"the adapter {path_text(folder)} changes {quoted(name)}, which localllm does not support"
             )
-        if match[2] == "B" and ours in ("attn_q", "attn_k") and file.architecture in _INTERLEAVED:
-            values = _interleaved(values, file, ours)
+        values = floats(stored.read())
+        if match[2] == "B" and ours in ("attn_q", "attn_k"):
+            with suppress(ValueError):  # of another model, which is said where shapes are compared
+                values = np.ascontiguousarray(conversion.tensor(f"{stem}.weight", values, _heads(file)))
         target = f"blk.{layer[1]}.{ours}.weight" if layer else f"{ours}.weight"
         found.setdefault(target, [None, None])["AB".index(match[2])] = values
     alphas = config.get("alpha_pattern") or {}
@@ -113,48 +119,12 @@ def _read_peft(folder: Path, file: GGUFFile) -> _Read:
     return {name: (a, b) for name, (a, b) in found.items()}, lambda _, rank: alpha / (rank**0.5 if root else rank)
 
 
-def _interleaved(values: Array, file: GGUFFile, name: str) -> Array:
-    """Rows of heads from (0 … n/2 | n/2 … n) to (0, n/2, 1, n/2 + 1, …)."""
+def _heads(file: GGUFFile) -> SimpleNamespace:
+    """What changing the rows of query and key takes of a configuration."""
     meta = Metadata(file.metadata, file.architecture)
     n_heads = meta.read("attention.head_count", int, low=1, high=1 << 14)
-    if name == "attn_k":
-        n_heads = meta.read("attention.head_count_kv", int, n_heads, low=1, high=n_heads)
-    if len(values) % (2 * n_heads):
-        return values  # of another model, which is said where shapes are compared
-    halves = values.reshape(n_heads, 2, -1, values.shape[1])
-    return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(values.shape))
-
-
-def _json(path: Path) -> Mapping[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{path_text(path)} cannot be read ({error!s:.100}): is the adapter complete?") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{path_text(path)} is no JSON object: is the adapter complete?")
-    return value
-
-
-def _read_safetensors(path: Path) -> dict[str, Array]:
-    """All tensors of a small file, in float32."""
-    try:
-        data = path.read_bytes()
-        begin = 8 + int.from_bytes(data[:8], "little")
-        header = json.loads(data[8:begin])
-        header.pop("__metadata__", None)
-        tensors = {}
-        for name, entry in header.items():
-            first, last = entry["data_offsets"]
-            values = np.frombuffer(data[begin + first : begin + last], _DTYPES[entry["dtype"]]).reshape(
-                entry["shape"]
-            )
-            wide = (values.astype(np.uint32) << 16).view(np.float32) if entry["dtype"] == "BF16" else values
-            tensors[name] = wide.astype(np.float32)
-            if wide.ndim != 2:
-                raise ValueError(f"{name} is no matrix")
-        return tensors
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ModelError(f"{path_text(path)} cannot be read ({error!s:.100}): is the adapter complete?") from error
+    n_kv_heads = meta.read("attention.head_count_kv", int, n_heads, low=1, high=n_heads)
+    return SimpleNamespace(model_type="", num_attention_heads=n_heads, num_key_value_heads=n_kv_heads)
 
 
 def merge(

@@ -23,10 +23,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Never, Self
 
 from localllm.chat import CHATML
-from localllm.checks import check_keywords, whole_number
+from localllm.checks import check_keywords, mappings, whole_number
 from localllm.completion import Chunk, Completion, Stream
 from localllm.devices import gpu_memory
 from localllm.errors import ContextLengthError, ModelNotFoundError, UsageError, warn
+from localllm.files import read_text
 from localllm.gguf import GGUFFile
 from localllm.habits import THEIR_METHODS, no_attribute
 from localllm.kernels.graph import CacheType
@@ -133,7 +134,7 @@ class LlamaGrammar:
     @classmethod
     def from_file(cls, file: str | Path, verbose: bool = True) -> Self:
         """Of a file of GBNF."""
-        return cls.from_string(Path(file).read_text("utf-8"))
+        return cls.from_string(read_text(file))
 
     @classmethod
     def from_json_schema(cls, json_schema: str, verbose: bool = True) -> Self:
@@ -346,6 +347,8 @@ class Llama:
         n_logprobs = (top_logprobs or 0) if logprobs else None
         given = self._options({"temperature": temperature, **options}, max_tokens, n_logprobs)
         schema: Any = format_.get("json_schema") or format_
+        if not isinstance(schema, Mapping):
+            raise UsageError(f"json_schema is {schema!r:.80}, but must be a mapping with the schema as 'schema'")
         schema = schema.get("schema")
         if function is not None:
             given["json_schema"] = function.get("parameters") or {"type": "object"}
@@ -427,11 +430,11 @@ class Llama:
         options = {_OPTIONS[name]: value for name, value in given.items() if name in _OPTIONS and value is not None}
         # Numbers below 0 are other ways to say 0.
         for name in ("temperature", "top_k"):
-            if isinstance(options.get(name), int | float):
-                options[name] = max(0, options[name])
+            if isinstance(options.get(name), int | float) and options[name] < 0:
+                options[name] = 0
         if "processors" in options:
             options["processors"] = tuple(options["processors"])
-        if "logit_bias" in options:
+        if isinstance(options.get("logit_bias"), Mapping):
             options["logit_bias"] = {int(id_): bias for id_, bias in options["logit_bias"].items()}
         if (grammar := given.get("grammar")) is not None:
             if not isinstance(grammar, LlamaGrammar):
@@ -443,7 +446,7 @@ class Llama:
             options["seed"] = None
         elif "seed" not in options and self._random is not None:
             options["seed"] = self._random.getrandbits(32)
-        unlimited = max_tokens is None or max_tokens <= 0
+        unlimited = max_tokens is None or (isinstance(max_tokens, int) and max_tokens <= 0)
         return {"max_tokens": None if unlimited else max_tokens, "logprobs": logprobs, **self._drafts, **options}
 
     def _token_text(self, id_: int) -> str:
@@ -622,13 +625,14 @@ class _Answer:
 
 def _function(choice: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     """The function that a ``tool_choice`` names, or a ``function_call``."""
-    name = choice.get("function", choice).get("name")
-    functions = [tool.get("function") or {} for tool in tools]
+    mappings("tools", tools)
+    named = choice.get("function", choice)
+    name = named.get("name") if isinstance(named, Mapping) else named
+    functions: list[Mapping[str, Any]] = [tool.get("function") or {} for tool in tools]
     found = [function for function in functions if function.get("name") == name is not None]
     if not found:
         raise UsageError(f"tool_choice names {name!r:.80}, which is not one of the tools: choose one of them")
-    function: Mapping[str, Any] = found[0]
-    return function
+    return found[0]
 
 
 def _call(answer: _Answer, number: int, name: str, arguments: str) -> dict[str, Any]:

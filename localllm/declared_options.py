@@ -150,7 +150,7 @@ def _read_schema(value: Any) -> str | None:
     try:
         schema = json.loads(schema) if isinstance(schema, str) else schema
         # Not sorted: the order of properties is that of the text.
-        return json.dumps(schema) if isinstance(schema, Mapping) else None
+        return json.dumps(schema, allow_nan=False) if isinstance(schema, Mapping) else None
     except (ValueError, TypeError, RecursionError):
         return None
 
@@ -184,6 +184,7 @@ _ANY_NUMBER = _number(-_MAX, "a finite number")
 _NOT_NEGATIVE = _number(0.0, "a finite number of at least 0")
 _WINDOW = _whole(-1, "a whole number of at least -1 (-1 is the whole text, 0 is off)")
 _MIROSTAT = Kind("0 (off) or 2", lambda value: n if (n := as_int(value)) in (0, 2) else None, int, "N")
+_TOKENS = _whole(1, "a whole number from 1 to 2^63 - 1", 1 << 63)
 _TEXT = _of_type("a text (str)", str)
 _PATH = _of_type("the path of a GGUF file, as str or Path", (str, os.PathLike), "FILE")
 _PROPORTIONS = Kind("a list of numbers of at least 0, not all of them 0", _read_proportions, _floats, "X,…")
@@ -343,7 +344,7 @@ class LoadOptions(_Checked):
     )
     context: int | None = _kept(
         None,
-        _whole(1),
+        _TOKENS,
         "tokens of context, which a prompt and its answer share.  Where memory is short the default is less.  More "
         "than it was trained on is allowed, with a warning.",
         "-c --ctx-size --context",
@@ -366,7 +367,7 @@ class LoadOptions(_Checked):
     )
     parallel: int = _asked(
         1,
-        _whole(1),
+        _TOKENS,
         "how many sequences of full length the cache has room for.  Requests that run at the same time share it; "
         "where it is too small they wait for each other.",
     )

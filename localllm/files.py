@@ -1,15 +1,51 @@
-"""Files that are written as a whole, or not at all."""
+"""Files that are written as a whole, or not at all; and texts that somebody gives, read as a whole."""
 
 from __future__ import annotations
 
+import codecs
 import errno
 import os
 import shutil
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
-from localllm.errors import OutputError, path_text
+from localllm.errors import OutputError, UsageError, path_text
+
+#: Bytes of a text at most: more fit into no context, and what never ends, as /dev/zero, is not read on.
+MOST_TEXT_BYTES = 64 << 20
+
+
+def read_text(source: str | os.PathLike[str] | BinaryIO, what: str = "") -> str:
+    """The text of a file, without a byte order mark.
+
+    Args:
+        source: a path, or an open file.
+        what: stands before the path in errors, or in its place.
+
+    Raises:
+        UsageError: it cannot be read, is too long, or is not UTF-8.
+    """
+    where = what
+    try:
+        if isinstance(source, str | os.PathLike):
+            where = f"{what} {path_text(source)}".lstrip()
+            with open(source, "rb") as file:
+                data = file.read(MOST_TEXT_BYTES + 1)
+        else:
+            data = source.read(MOST_TEXT_BYTES + 1)
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise UsageError(f"{where} cannot be read ({reason}): check the path") from None
+    if len(data) > MOST_TEXT_BYTES:
+        raise UsageError(f"{where} has more than {MOST_TEXT_BYTES >> 20} MiB, the most a text may have: shorten it")
+    data = data.removeprefix(codecs.BOM_UTF8)
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise UsageError(
+            f"{where} is not valid UTF-8: byte {error.start} is 0x{data[error.start]:02x}; convert it to UTF-8"
+        ) from None
 
 
 class NewFile:

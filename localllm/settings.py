@@ -39,6 +39,9 @@ SAMPLING = "sampling"
 #: The table of the chat's tools; `localllm.tui.chat.tools` knows what is in it.
 TOOLS = "tools"
 
+#: The table of the chat's keys; `localllm.tui.commands` knows their names.
+CHAT_KEYS = "keys"
+
 #: A settings file of more bytes than this is another file.
 _MOST_BYTES = 1 << 20
 
@@ -61,6 +64,7 @@ class Settings:
         sampling: those settings of `localllm.Sampling` that the file has, as the keywords of `LLM.chat`.
         given: the keys that the file has; those of sampling as "sampling.temperature".
         tools: the table of the chat's tools, as it is.
+        keys: the table of the chat's keys, by the commands that they call.
     """
 
     model: str | None = None
@@ -77,6 +81,7 @@ class Settings:
     sampling: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     given: frozenset[str] = frozenset()
     tools: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    keys: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 
     def values(self) -> Iterator[tuple[str, object]]:
         """Every key but for sampling's, and its value."""
@@ -210,7 +215,7 @@ def check(values: Mapping[str, Any], folder: Path) -> tuple[Settings, list[str]]
     Args:
         folder: of the file, which paths in it begin at.
     """
-    top = {name: value for name, value in values.items() if name not in (SAMPLING, TOOLS)}
+    top = {name: value for name, value in values.items() if name not in (SAMPLING, TOOLS, CHAT_KEYS)}
     good, problems = _check_keys(top, KEYS, lambda name: _unknown(name, [*KEYS, SAMPLING], f"{SAMPLING}."))
     if "model_folders" in good:
         good["model_folders"] = tuple(folder / _expanded(each) for each in good["model_folders"])
@@ -222,8 +227,13 @@ def check(values: Mapping[str, Any], folder: Path) -> tuple[Settings, list[str]]
         table, SAMPLING_KEYS, lambda name: _unknown(name, SAMPLING_KEYS, where=f" in [{SAMPLING}]"), f"{SAMPLING}."
     )
     given = {*good, *(f"{SAMPLING}.{name}" for name in sampling)}
-    tools = values.get(TOOLS, {})
-    return Settings(**good, sampling=MappingProxyType(sampling), given=frozenset(given), tools=tools), problems + more
+    keys = values.get(CHAT_KEYS, {})
+    if not isinstance(keys, dict) or not all(isinstance(key, str) for key in keys.values()):
+        keys, more = {}, [*more, f"{CHAT_KEYS} is {shown(keys)}, but must be a table of texts, as fork = 'ctrl+b'"]
+    settings = Settings(
+        **good, sampling=MappingProxyType(sampling), given=frozenset(given), tools=values.get(TOOLS, {}), keys=keys
+    )
+    return settings, problems + more
 
 
 def _check_keys(

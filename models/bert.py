@@ -6,9 +6,12 @@ are learnt vectors.  All tokens are of the first of two types.
 
 from __future__ import annotations
 
+from typing import Any
+
 from localllm.kernels.graph import Embed, Graph, Tensor
 from localllm.models.blocks import Layer, add, attention, decoder, gated_mlp, layer_norm, mlp
 from localllm.models.config import Header
+from localllm.models.hf_convert import encoder_keys
 from localllm.models.rope import make_rope
 from localllm.models.weights import PositionTable
 
@@ -26,6 +29,10 @@ HF_NAMES = {
     "ffn_down": "output.dense",
     "layer_output_norm": "output.LayerNorm",
 }
+
+
+def hf_keys(config: Any) -> dict[str, Any]:
+    return encoder_keys(config) | {"rope.freq_base": None}
 
 
 def record(m: Header) -> Graph:

@@ -27,7 +27,7 @@ def hf_keys(config: Any) -> dict[str, Any]:
         "interleave_moe_layer_step": config.moe_layer_interval,
         "leading_dense_block_count": config.moe_layer_start_index,
         "expert_shared_count": config.moe_num_shared_experts,
-        "expert_shared_feed_forward_length": config.moe_intermediate_size * config.moe_num_shared_experts,
+        "expert_shared_feed_forward_length": config.moe_num_shared_experts * config.moe_intermediate_size or None,
     }
 
 

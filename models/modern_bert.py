@@ -6,9 +6,12 @@ frequencies of their own.
 
 from __future__ import annotations
 
+from typing import Any
+
 from localllm.kernels.graph import Graph, Tensor
 from localllm.models.blocks import Layer, attention, decoder, gated_mlp, layer_norm
 from localllm.models.config import Header
+from localllm.models.hf_convert import encoder_keys
 from localllm.models.rope import make_local_rope, make_rope
 
 HF_NAMES = {
@@ -22,6 +25,15 @@ HF_NAMES = {
     "ffn_up": "mlp.Wi",
     "ffn_down": "mlp.Wo",
 }
+
+
+def hf_keys(config: Any) -> dict[str, Any]:
+    return encoder_keys(config) | {
+        "attention.layer_norm_epsilon": config.norm_eps,
+        "attention.sliding_window": config.local_attention,
+        "attention.sliding_window_pattern": getattr(config, "global_attn_every_n_layers", None),
+        "hidden_act": getattr(config, "hidden_activation", None),
+    }
 
 
 def record(m: Header) -> Graph:

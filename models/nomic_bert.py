@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from localllm.models import bert
+from localllm.models.hf_convert import encoder_keys
 
 HF_NAMES = {
     "token_embd": "embeddings.word_embeddings",
@@ -16,4 +17,4 @@ HF_NAMES = {
     "ffn_down": "mlp.fc2",
     "layer_output_norm": "norm2",
 }
-record = bert.record
+hf_keys, record = encoder_keys, bert.record

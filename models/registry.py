@@ -68,7 +68,9 @@ class Architecture:
 
 
 ARCHITECTURES: dict[str, Architecture] = {
-    "bert": Architecture("bert", "BERT, RoBERTa and XLM-R, as embedding models and rerankers", is_encoder=True),
+    "bert": Architecture(
+        "bert", "BERT, RoBERTa and XLM-R, as embedding models and rerankers", "bert", is_encoder=True
+    ),
     "cohere2": Architecture("cohere", "Command R7B, Command A", "cohere2"),
     "command-r": Architecture("cohere", "Command R, Aya", "cohere"),
     "deepseek2": Architecture(
@@ -82,7 +84,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "exaone4": Architecture("exaone4", "EXAONE 4", "exaone4"),
     "falcon-h1": Architecture("falcon_h1", "Falcon-H1", "falcon_h1"),
     "gemma": Architecture("gemma", "Gemma", "gemma"),
-    "gemma-embedding": Architecture("gemma3", "EmbeddingGemma", is_encoder=True),
+    "gemma-embedding": Architecture("gemma3", "EmbeddingGemma", "gemma3_text", is_encoder=True),
     "gemma2": Architecture("gemma2", "Gemma 2", "gemma2"),
     "gemma3": Architecture("gemma3", "Gemma 3", "gemma3 gemma3_text"),
     "gemma4": Architecture("gemma4", "Gemma 4", "gemma4 gemma4_text"),
@@ -104,10 +106,12 @@ ARCHITECTURES: dict[str, Architecture] = {
     "mamba2": Architecture("mamba2", "Mamba 2", "mamba2"),
     "minimax-m2": Architecture("minimax_m2", "MiniMax-M2", "minimax_m2"),
     "mistral3": Architecture("mistral3", "Ministral 3, Devstral 2", "ministral3 mistral3"),
-    "modern-bert": Architecture("modern_bert", "ModernBERT, as embedding models and rerankers", is_encoder=True),
+    "modern-bert": Architecture(
+        "modern_bert", "ModernBERT, as embedding models and rerankers", "modernbert", is_encoder=True
+    ),
     "nemotron_h": Architecture("nemotron_h", "Nemotron-H, Nemotron Nano 2", "nemotron_h"),
     "nemotron_h_moe": Architecture("nemotron_h", "Nemotron 3, with experts", "nemotron_h"),
-    "nomic-bert": Architecture("nomic_bert", "Nomic Embed", is_encoder=True),
+    "nomic-bert": Architecture("nomic_bert", "Nomic Embed", "nomic_bert", is_encoder=True),
     "olmo2": Architecture("olmo2", "OLMo 2 and 3", "olmo2 olmo3"),
     "phi2": Architecture("phi2", "Phi 1, 1.5 and 2", "phi"),
     "phi3": Architecture("phi3", "Phi-3, 3.5 and 4", "phi3"),

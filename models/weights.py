@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from math import prod
 from typing import Any, Protocol
 
 import numpy as np
@@ -181,7 +182,7 @@ class Weights:
         return tensor.shape[-2] if tensor is not None and len(tensor.shape) > 1 else 0
 
     def find(self, name: str, *shape: int) -> Weight | None:
-        """The tensor ``name``, or None if the file has none.  A vector may stand in it as a matrix of one row.
+        """The tensor ``name``, or None if the file has none; leading ones of its shape do not count.
 
         Raises:
             ModelError: its shape is not ``shape``.
@@ -190,7 +191,7 @@ class Weights:
         tensor = self._file.tensors.get(name)
         if tensor is None:
             return None
-        if tensor.shape != shape and (len(shape) != 1 or tensor.shape != (1, *shape)):
+        if tensor.shape[-len(shape) :] != shape or prod(tensor.shape) != prod(shape):
             raise ModelError(
                 f"tensor {name} has the shape {list(tensor.shape)}, but the hyper-parameters call for "
                 f"{list(shape)}: the file's metadata and tensors disagree"
@@ -210,8 +211,8 @@ class Weights:
         return tensor
 
     def vector(self, name: str, n: int) -> Weight:
-        """The vector ``{name}.weight`` [n]."""
-        return self.require(f"{name}.weight", n)
+        """The vector ``{name}.weight`` [n]; Falcon-H1's files have one that is called ``name``."""
+        return self.require(name if name in self else f"{name}.weight", n)
 
     def matrix(self, name: str, n_in: int, n_out: int, *, bias: bool = False, tied_to: str | None = None) -> Matrix:
         """The matrix ``{name}.weight`` [n_out, n_in], with ``{name}.bias`` [n_out] if there is one.
@@ -348,6 +349,8 @@ class _Half:
 
 
 def _split(whole: Weight, parts: Mapping[str, int], n_groups: int) -> tuple[RowsOf, ...]:
+    if len(whole.shape) == 1 and BLOCK_SIZES[whole.type].length > 1:
+        raise ModelError(f"tensor {whole.name} is a vector in {whole.type.name}, whose blocks cannot be cut")
     ends = [0, *accumulate(n // n_groups for n in parts.values())]
     return tuple(
         RowsOf(whole, part, range(*rows), n_groups) for part, rows in zip(parts, pairwise(ends), strict=True)

@@ -7,11 +7,12 @@ import codecs
 import gc
 import signal
 import sys
+import uuid
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import Any, ClassVar, cast
 
 from rich.segment import Segment
 from textual.color import Color
@@ -20,16 +21,15 @@ from textual.filter import LineFilter
 from textual.keys import Keys
 from textual.theme import Theme
 
+from localllm.errors import UsageError
 from localllm.tui.base_app import BaseApp, unfreeze_gc_heap
+from localllm.tui.chat.conversation import Conversation
 from localllm.tui.chat.session import ChatSession
 from localllm.tui.commands import PALETTE, Command
-from localllm.tui.launch import setup_of
 from localllm.tui.screens.chat import ChatScreen
+from localllm.tui.screens.model_loader import ModelLoader
 from localllm.tui.setup import Setup
 from localllm.tui.text import without_controls
-
-if TYPE_CHECKING:
-    from localllm.tui.launch import Launch
 
 #: Seconds after which a thread that computes has to let the one that draws go on; by default 0.005.
 _SWITCH_SECONDS = 0.001
@@ -37,37 +37,23 @@ _SWITCH_SECONDS = 0.001
 _COLLECTIONS = 300
 
 
-DARK = Theme(
-    name="dark",
-    primary="#7aa2f7",
-    secondary="#9d7cd8",
-    accent="#e0af68",
-    warning="#e0af68",
-    error="#f7768e",
-    success="#9ece6a",
-    foreground="#d5d9e8",
-    background="#16161e",
-    surface="#1d1e29",
-    panel="#262837",
-    dark=True,
-)
-
-LIGHT = Theme(
-    name="light",
-    primary="#2e5aac",
-    secondary="#7847bd",
-    accent="#96631a",
-    warning="#96631a",
-    error="#b3304f",
-    success="#40731b",
-    foreground="#24283b",
-    background="#fafafa",
-    surface="#f0f1f5",
-    panel="#e3e5ec",
-    dark=False,
-)
-
-THEMES = (DARK, LIGHT)
+#: Of each colour the dark one and the light one.
+_COLOURS = {
+    "primary": ("#7aa2f7", "#2e5aac"),
+    "secondary": ("#9d7cd8", "#7847bd"),
+    "accent": ("#e0af68", "#96631a"),
+    "warning": ("#e0af68", "#96631a"),
+    "error": ("#f7768e", "#b3304f"),
+    "success": ("#9ece6a", "#40731b"),
+    "foreground": ("#d5d9e8", "#24283b"),
+    "background": ("#16161e", "#fafafa"),
+    "surface": ("#1d1e29", "#f0f1f5"),
+    "panel": ("#262837", "#e3e5ec"),
+}
+THEMES = [
+    Theme(name, dark=i == 0, **dict[str, Any]((colour, pair[i]) for colour, pair in _COLOURS.items()))
+    for i, name in enumerate(("dark", "light"))
+]
 
 
 class ControlFilter(LineFilter):
@@ -90,7 +76,7 @@ class CommandsProvider(Provider):
 
     async def discover(self) -> Hits:
         for command in PALETTE:
-            yield DiscoveryHit(command.title, self._runner(command), help=_help(command))
+            yield DiscoveryHit(command.title, self._runner(command), help=self._help(command))
 
     async def search(self, query: str) -> Hits:
         matcher = self.matcher(query)
@@ -98,14 +84,14 @@ class CommandsProvider(Provider):
             text = f"{command.title} /{command.name}"
             score = max(matcher.match(text), 0.8 * matcher.match(command.help))
             if score > 0:
-                yield Hit(score, matcher.highlight(text), self._runner(command), text=text, help=_help(command))
+                yield Hit(score, matcher.highlight(text), self._runner(command), text=text, help=self._help(command))
 
     def _runner(self, command: Command) -> partial[None]:
         return partial(cast(ChatScreen, self.screen).run_command, f"/{command.name}")
 
-
-def _help(command: Command) -> str:
-    return command.help + (f" ({command.shown_key})" if command.key else "")
+    def _help(self, command: Command) -> str:
+        key = command.shown_key(cast(ChatApp, self.app).setup.keys)
+        return f"{command.help} ({key})" if key else command.help
 
 
 class ChatApp(BaseApp):
@@ -121,24 +107,64 @@ class ChatApp(BaseApp):
             self.register_theme(theme)
         self._filters.append(ControlFilter())
         self.theme = setup.theme if setup.theme in self.available_themes else "dark"
-        self._chat = ChatScreen(setup)
+        self.models = ModelLoader(self)
+        self._chat = ChatScreen(setup, self.models, setup.conversation)
+        self.set_keymap(dict(setup.keys))
         self._is_warned = False
 
     @property
     def session(self) -> ChatSession:
-        """The chat that is open."""
+        """The chat that is shown."""
         return self._chat.session
 
     @property
-    def unsaved(self) -> list[ChatSession]:
-        """Chats that were left while they could not be saved."""
-        return self._chat.unsaved
+    def sessions(self) -> list[ChatSession]:
+        """The chats that were open and could not be saved, and those that are open; the one that is shown is last."""
+        chats = sorted(self.models.chats, key=lambda chat: chat is self._chat)
+        return [session for chat in chats for session in (*chat.unsaved, chat.session)]
 
     async def on_mount(self) -> None:
+        self.install_screen(self._chat, "1")
+        self._chat.seen.set()
         await self.push_screen(self._chat)
         # Windows' loops, and those of threads, take no signals.
         with suppress(NotImplementedError, RuntimeError, ValueError):
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._terminated)
+
+    async def open_tab(self, conversation: Conversation) -> None:
+        """Opens a chat beside those that are open, and shows it."""
+        chat = ChatScreen(self.setup, self.models, conversation)
+        self.install_screen(chat, uuid.uuid4().hex)
+        await self.show_tab(len(self.models.chats) - 1)
+
+    async def show_tab(self, place: int) -> None:
+        """Shows another one of the chats that are open."""
+        chat = self.models.chats[place]
+        if chat is not self._chat:
+            self._chat.seen.clear()
+            self._chat = chat
+            await self.switch_screen(chat)
+            chat.seen.set()
+            chat.draw_heading()
+            chat.composer.focus()
+
+    async def close_tab(self) -> None:
+        """Closes the chat that is shown, and shows the one beside it; the last one stays.
+
+        Raises:
+            UsageError: it is the last one.
+        """
+        chat, chats = self._chat, self.models.chats
+        if len(chats) == 1:
+            raise UsageError("this is the only chat that is open: Ctrl+Q quits")
+        await chat.end_turn()
+        place = chats.index(chat)
+        await self.show_tab(place - 1 if place else 1)
+        chats.remove(chat)
+        self._chat.unsaved += [*chat.unsaved, chat.session]
+        self.uninstall_screen(chat)
+        await chat.remove()
+        self._chat.draw_heading()
 
     def _terminated(self) -> None:
         """Quits, so that the terminal is left as it was; at once, should it be asked again."""
@@ -169,25 +195,19 @@ class ChatApp(BaseApp):
         """Lets the threads end, and closes the model."""
         self.end_threads()
         unfreeze_gc_heap()
-        if self._chat.models.model is not None:
-            self._chat.models.model.close()
+        if self.models.model is not None:
+            self.models.model.close()
 
 
-def run(launch: Launch) -> int:
-    """Runs the chat in the terminal; returns the exit code, and leaves in ``launch`` the chats that were open."""
-    app = ChatApp(setup_of(launch))
-    code = run_app(app)
-    launch.sessions = [*app.unsaved, app.session]
-    return code
-
-
-def run_app(app: ChatApp) -> int:
-    """Runs an app in the terminal; returns the exit code."""
+def run(setup: Setup, sessions: list[ChatSession]) -> int:
+    """Runs the chat in the terminal; returns the exit code, and puts the chats that were open into ``sessions``."""
+    app = ChatApp(setup)
     _teach_alt_enter()
     take_any_bytes()
     with responsive(), _warnings_shown(app):
         code = app.run()
     app.end()
+    sessions += app.sessions
     return app.return_code or code or 0
 
 

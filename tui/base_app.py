@@ -17,6 +17,7 @@ from textual.notifications import SeverityLevel
 from textual.worker import Worker, WorkerState
 
 from localllm.errors import UsageError
+from localllm.tui.chat.conversation import Conversation
 from localllm.tui.key_buffer import KeyBuffer, Passed
 from localllm.tui.setup import Setup
 from localllm.tui.text import escape_controls, sentence
@@ -44,6 +45,15 @@ class BaseApp(App[int]):
         self.setup = setup
         self.keys = KeyBuffer(self, super().on_event, self.notify_error)
         self._hands = ThreadPoolExecutor(1, "chat")
+
+    async def open_tab(self, conversation: Conversation) -> None:
+        raise NotImplementedError
+
+    async def show_tab(self, place: int) -> None:
+        raise NotImplementedError
+
+    async def close_tab(self) -> None:
+        raise NotImplementedError
 
     async def offload(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Calls a function in a thread, after all that were given before it."""

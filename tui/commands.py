@@ -7,9 +7,9 @@ The palette, completion, help and the app's keys read it.  A command's function 
 from __future__ import annotations
 
 import difflib
+import json
 import re
-import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -17,7 +17,7 @@ from typing import NamedTuple
 from localllm.errors import UsageError
 from localllm.sampling import Sampling
 from localllm.tui.chat import settings as chat_settings
-from localllm.tui.chat.attachments import Completion, command_output
+from localllm.tui.chat.attachments import Completion, command_output, read_text_file
 from localllm.tui.chat.conversation import Conversation, Message
 from localllm.tui.chat.events import Turn
 from localllm.tui.chat.export import copied_path, export_all, import_chat, path_of, write_export
@@ -99,10 +99,9 @@ class Command:
     def usage(self) -> str:
         return f"/{self.name} {self.arguments}".rstrip()
 
-    @property
-    def shown_key(self) -> str:
-        """The key as people read it."""
-        return "+".join(part.capitalize() for part in self.key.split("+"))
+    def shown_key(self, keys: Mapping[str, str]) -> str:
+        """Its key as people read it, where some have been changed; empty if it has none."""
+        return "+".join(part.capitalize() for part in keys.get(self.name, self.key).split(",")[0].split("+"))
 
 
 class Call(NamedTuple):
@@ -305,25 +304,51 @@ def _set(session: ChatSession, argument: str) -> Result:
     return "\n".join(lines)
 
 
-def _prefix(session: ChatSession, argument: str) -> Result:
-    if argument:
-        value = "default" if argument == "none" else argument
-        session.set_options(chat_settings.with_setting(session.conversation.settings, "reply_prefix", value))
-    return f"replies begin with: {session.conversation.settings.get('reply_prefix') or 'nothing given'}"
+def _set_one(name: str, session: ChatSession, argument: str) -> Result:
+    return _set(session, f"{name} {'default' if argument == 'none' else argument}")
 
 
-def _stop_strings(session: ChatSession, argument: str) -> Result:
+def _format(session: ChatSession, argument: str) -> Result:
+    settings = session.conversation.settings
     if argument:
-        try:
-            texts = [] if argument == "none" else shlex.split(argument)
-        except ValueError:
-            raise UsageError(
-                'a quotation mark is open: give texts in quotes, as in /stop-strings "###" "User:"'
-            ) from None
-        rest = {name: value for name, value in session.conversation.settings.items() if name != "stop"}
-        session.set_options({**rest, "stop": texts} if texts else rest)
-    stop = session.conversation.settings.get("stop") or []
-    return "replies end before: " + (", ".join(map(repr, stop)) or "nothing given")
+        schema = "default" if argument == "none" else read_text_file(argument)
+        session.set_options(chat_settings.with_setting(settings, "json_schema", schema))
+    held_to = session.conversation.settings.get("json_schema")
+    return "replies are free text" if held_to is None else f"replies are JSON, by the schema {json.dumps(held_to)}"
+
+
+def _detach(session: ChatSession, argument: str) -> Result:
+    if argument:
+        n = session.detach(argument)
+        if not n:
+            raise UsageError(f"nothing is attached by the name {argument!r}: /detach lists what is")
+        return f"the model does not get {argument} any more"
+    files = [file for message in session.conversation.path() for file in message.attachments]
+    return "\n".join(f"{file.name}: {file.n_tokens:,} tokens" for file in files) or "nothing is attached"
+
+
+def _compare(session: ChatSession, argument: str) -> Result:
+    if argument:
+        raise UsageError("in lines, ask the other model yourself: /model FILE, /regen, and then /compare")
+    return "\n\n".join(f"{who(reply)}\n{reply.content}" for reply in compared(session.conversation))
+
+
+def who(reply: Message) -> str:
+    """The name of the model that wrote a reply."""
+    return (reply.stats and reply.stats.model) or "Reply"
+
+
+def compared(conversation: Conversation) -> list[Message]:
+    """The last reply, and before it the newest one in its place, by another model if there is one.
+
+    Raises:
+        UsageError: there are not two.
+    """
+    reply = next((m for m in reversed(conversation.path()) if m.role == "assistant"), None)
+    others = [] if reply is None else [m for m in conversation.siblings(reply.id) if m.id != reply.id]
+    if reply is None or not others:
+        raise UsageError("there is one reply alone: /compare FILE has another model reply too, /regen the same one")
+    return [max(others, key=lambda other: (who(other) != who(reply), other.created)), reply]
 
 
 def _model(session: ChatSession, argument: str) -> Result:
@@ -423,7 +448,7 @@ def _delete(session: ChatSession, argument: str) -> Result:
     id_ = _chosen(session, argument)
     session.store.delete(id_)
     text = f"deleted {id_}"
-    return OpenChat(_next(session), f"{text}\na new chat") if id_ == session.conversation.id else text
+    return OpenChat(new_chat(session), f"{text}\na new chat") if id_ == session.conversation.id else text
 
 
 def _archive(session: ChatSession, argument: str) -> Result:
@@ -440,7 +465,7 @@ def _unarchive(session: ChatSession, argument: str) -> Result:
     return f"{id_} is among the chats again"
 
 
-def _next(session: ChatSession) -> Conversation:
+def new_chat(session: ChatSession) -> Conversation:
     """A new chat, with what the one before was set to."""
     old = session.conversation
     return Conversation(system=old.system, settings=dict(old.settings), model=old.model)
@@ -575,9 +600,14 @@ COMMANDS = [
         title="Sampling",
         key="ctrl+t",
     ),
-    Command("prefix", "[TEXT|none]", "what replies begin with", _prefix),
-    Command("stop-strings", "[TEXT … |none]", "what replies end before; in quotes for spaces", _stop_strings),
+    Command("prefix", "[TEXT|none]", "what replies begin with", partial(_set_one, "reply_prefix")),
+    Command(
+        "stop-strings", "[TEXT … |none]", "what replies end before; in quotes for spaces", partial(_set_one, "stop")
+    ),
     Command("model", "[FILE]", "show the model, or load another one", _model, title="Model", key="ctrl+l"),
+    Command("compare", "[FILE]", "another model replies too; both replies side by side", _compare, title="Compare"),
+    Command("format", "[FILE.json|none]", "replies are JSON, by the schema in a file", _format),
+    Command("detach", "[NAME]", "list attached files, or take one off: the model does not get it any more", _detach),
     Command("stats", "", "tokens, cache and speed", lambda session, _: stats_text(session), title="Statistics"),
     Command("sessions", "[WORDS|archived]", "list chats, or search them", _sessions, ("list",), "Chats", "ctrl+o"),
     Command("fork", "[N]", "go on in a new chat, with what was said up to number N", _fork, title="Fork the chat"),
@@ -617,11 +647,13 @@ COMMANDS = [
         "clear",
         "",
         "begin a new chat; this one stays saved",
-        lambda session, _: OpenChat(_next(session), "a new chat"),
+        lambda session, _: OpenChat(new_chat(session), "a new chat"),
         ("new",),
         "New chat",
         "ctrl+n",
     ),
+    Command("tab", "[N|next|prev]", "open a new chat beside this one, or go to one", None, title="New tab", key="f4"),
+    Command("close", "", "close this chat; it stays saved", None, title="Close the tab"),
     Command("copy", "[code [N]]", "copy the last reply, or a block of its code", None, title="Copy the last reply"),
     Command("theme", "[NAME]", "choose colours", None, title="Theme"),
     Command("quit", "", "end", lambda session, _: Quit(), ("exit", "bye", "q"), "Quit", "ctrl+q"),

@@ -7,10 +7,9 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, cast
 
 import psutil
 
@@ -29,7 +28,7 @@ from localllm.progress import LoadPlan, LoadProgress
 from localllm.settings import Settings
 from localllm.tui.chat import settings as chat_settings
 from localllm.tui.chat.conversation import Conversation
-from localllm.tui.chat.events import Choice
+from localllm.tui.chat.model import ChatModel
 from localllm.tui.chat.session import ChatSession
 from localllm.tui.chat.tools import Toolbox
 from localllm.tui.line_mode import InputReader, LineChat
@@ -40,127 +39,93 @@ from localllm.tui.storage.chats import Store, default_path
 _FLUSH_SECONDS = 5.0
 
 
-@dataclass
-class Launch:
-    """What was asked for on the command line, for the app and for the plain chat.
+def setup_of(arguments: argparse.Namespace) -> Setup:
+    """What was asked for on the command line.
 
-    Attributes:
-        arguments: the command line.
-        store: where chats are kept; in memory, if the file cannot be used.
-        notices: what there is to tell before anything else.
-        conversation: a new one, or the one to go on with.
-        model: what to load, as a command takes it; empty is the demo model.  It is the conversation's, unless that is
-            gone.
-        settings: those of the user's settings file.
-        more: keywords of `LLM.stream_chat` beside the conversation's settings.
-        toolbox: what models may call.
-        question: the first message; None for none.
-        sessions: the chats that were open in the end, of which the last one is gone on with.
-    """
-
-    arguments: argparse.Namespace
-    store: Store
-    notices: list[str]
-    conversation: Conversation
-    model: str
-    settings: Settings
-    more: dict[str, Any]
-    toolbox: Toolbox = field(default_factory=Toolbox)
-    question: str | None = None
-    sessions: list[ChatSession] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, arguments: argparse.Namespace) -> Launch:
-        """Raises:
+    Raises:
         UsageError: a setting is out of range.
         SettingsError, ModelNotFoundError: see `localllm.cli.defaults.settle`.
         StoreError: there is no such chat to go on with.
-        """
-        question = _question(arguments)
-        names_model = arguments.model is not None
-        defaults = settle(arguments)
-        notices: list[str] = []
-        store = _store(arguments, notices)
-        conversation = _conversation(arguments, store, notices)
-        is_new = not len(conversation)
-        # A chat goes on as it was, but for what the command line says.
-        settings, more = _settings(arguments, defaults if is_new else Settings())
-        model = "" if arguments.model is None else str(arguments.model)
-        if names_model or is_new:
-            conversation.model = model
-        elif is_here(conversation.model, defaults.model_folders):
-            model = conversation.model
-        else:
-            notices.append(
-                f"the model of this chat, {conversation.model}, is not here any more: {model or 'the demo model'} "
-                "replies now; /model chooses another one"
-            )
-        if arguments.system is not None:
-            conversation.system = arguments.system
-        elif is_new:
-            conversation.system = defaults.system_prompt or ""
-        conversation.settings = {**conversation.settings, **settings}
-        if not is_new:
-            c = conversation
-            store.set(c.id, model=c.model, system=c.system, settings=c.settings)
-        allowed = None if store.path is None else store.path.with_name("allowed-tools")
-        toolbox = Toolbox(defaults.tools, allowed)
-        return cls(arguments, store, notices, conversation, model, defaults, more, toolbox, question)
+    """
+    question = _question(arguments)
+    names_model = arguments.model is not None
+    defaults = settle(arguments)
+    notices: list[str] = []
+    store = _store(arguments, notices)
+    conversation = _conversation(arguments, store, notices)
+    is_new = not len(conversation)
+    # A chat goes on as it was, but for what the command line says.
+    settings, more = _settings(arguments, defaults if is_new else Settings())
+    model = "" if arguments.model is None else str(arguments.model)
+    if names_model or is_new:
+        conversation.model = model
+    elif is_here(conversation.model, defaults.model_folders):
+        model = conversation.model
+    else:
+        notices.append(
+            f"the model of this chat, {conversation.model}, is not here any more: {model or 'the demo model'} "
+            "replies now; /model chooses another one"
+        )
+    if arguments.system is not None:
+        conversation.system = arguments.system
+    elif is_new:
+        conversation.system = defaults.system_prompt or ""
+    conversation.settings = {**conversation.settings, **settings}
+    if not is_new:
+        c = conversation
+        store.set(c.id, model=c.model, system=c.system, settings=c.settings)
 
-    def load(self, name: str, progress: LoadProgress | None = None, planned: LoadPlan | None = None) -> LLM:
-        """Loads a model, with what the command line says of devices, context and threads.
+    def path(name: str) -> str | None:
+        found = model_path(name or None, defaults.model_folders)
+        return None if found is None else str(found)
 
-        Args:
-            name: as a command takes it; empty is the demo model.
-            progress, planned: see `localllm.load`.
+    def load(name: str, progress: LoadProgress | None = None, planned: LoadPlan | None = None) -> LLM:
+        return load_model(arguments, path(name), progress, planned)
 
-        Raises:
-            LocalLLMError: see `localllm.load`.
-        """
-        return load_model(self.arguments, self._path(name), progress, planned)
+    def check(name: str) -> None:
+        if (found := path(name)) is not None:
+            check_file(found)
 
-    def check(self, name: str) -> None:
-        """Reads a model's header to see whether it can be loaded.
+    def beside(name: str) -> Path | None:
+        return None if store.path is None else store.path.with_name(name)
 
-        Raises:
-            LocalLLMError: it cannot; see `localllm.loading.check_file`.
-        """
-        if (path := self._path(name)) is not None:
-            check_file(path)
-
-    def _path(self, name: str) -> str | None:
-        path = model_path(name or None, self.settings.model_folders)
-        return None if path is None else str(path)
-
-    @property
-    def when_full(self) -> Choice | None:
-        """What is done when the context is full; None asks."""
-        choice: Choice | Literal["ask"] = self.arguments.when_full
-        return None if choice == "ask" else choice
-
-    @property
-    def history(self) -> Path | None:
-        """The file that keeps what was typed."""
-        return None if self.store.path is None else self.store.path.with_name("history")
+    return Setup(
+        store=store,
+        conversation=conversation,
+        first_model=model,
+        load=load,
+        check=check,
+        list_models=lambda: list_models(defaults.model_folders, arguments.device),
+        memory=lambda: int(psutil.Process().memory_info().rss),
+        more=more,
+        when_full=None if arguments.when_full == "ask" else arguments.when_full,
+        history=beside("history.jsonl"),
+        notices=tuple(notices),
+        theme=defaults.theme,
+        question=question or "",
+        keys=defaults.keys,
+        toolbox=Toolbox(defaults.tools, beside("allowed-tools")),
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Chats as the command line asks."""
     if arguments.list_chats:
         return _list_chats()
-    launch = Launch.of(arguments)
+    setup = setup_of(arguments)
+    sessions: list[ChatSession] = []
     try:
         is_plain = arguments.plain or not _has_screen()
         try:
-            code = _run_plain(launch) if is_plain else int(_app().run(launch))
+            code = _run_plain(arguments, setup, sessions) if is_plain else int(_app().run(setup, sessions))
         finally:
-            _save_the_rest(launch)
+            _save_the_rest(sessions)
         if not arguments.quiet:
-            _say_how_to_go_on(launch)
+            _say_how_to_go_on(sessions[-1])
         return code
     finally:
-        launch.toolbox.close()
-        launch.store.close()
+        setup.toolbox.close()
+        setup.store.close()
 
 
 def is_here(model: str, folders: Iterable[Path]) -> bool:
@@ -172,16 +137,15 @@ def is_here(model: str, folders: Iterable[Path]) -> bool:
     return path is None or Path(path).exists()
 
 
-def _save_the_rest(launch: Launch) -> None:
-    """Saves what could not be saved while the chat ran, as where another program had locked the file."""
-    for session in launch.sessions:
+def _save_the_rest(sessions: list[ChatSession]) -> None:
+    """Saves what could not be saved while the chats ran, as where another program had locked the file."""
+    for session in sessions:
         if (reason := session.flush(_FLUSH_SECONDS)) is not None:
             warn(f"the end of the chat {session.conversation.title!r} could not be saved: {reason}")
 
 
-def _say_how_to_go_on(launch: Launch) -> None:
-    session = launch.sessions[-1]
-    if launch.store.path is not None and session.is_saved and len(session.conversation):
+def _say_how_to_go_on(session: ChatSession) -> None:
+    if session.store.path is not None and session.is_saved and len(session.conversation):
         say(f"Continue this chat with: localllm chat --session {session.conversation.id}")
 
 
@@ -189,8 +153,6 @@ def _list_chats() -> int:
     """Prints the chats that are kept, the ones that were talked in last first."""
     store = Store(default_path())
     try:
-        if store.notice is not None:
-            warn(store.notice)
         found = store.sessions()
     finally:
         store.close()
@@ -217,31 +179,29 @@ def _app() -> Any:
         ) from None
 
 
-def _run_plain(launch: Launch) -> int:
-    arguments = launch.arguments
-    for notice in launch.notices:
+def _run_plain(arguments: argparse.Namespace, setup: Setup, sessions: list[ChatSession]) -> int:
+    for notice in setup.notices:
         warn(notice)
 
-    def load(name: str) -> LLM:
+    def load(name: str) -> ChatModel:
         progress = LoadStatus(enabled=not arguments.quiet)
         try:
-            llm = launch.load(name, progress, plan_shower(progress, arguments.quiet))
+            llm = cast(LLM, setup.load(name, progress, plan_shower(progress, arguments.quiet)))
         finally:
             progress.close()
         if not arguments.quiet:
             describe(llm.info, verbose=arguments.verbose)
         return llm
 
-    session = ChatSession(load(launch.model), launch.store, launch.conversation, launch.more, launch.toolbox)
+    session = ChatSession(load(setup.first_model or ""), setup.store, setup.conversation, setup.more, setup.toolbox)
     if (warning := session.mark_open()) is not None:
         warn(warning)
-    lines = InputReader(launch.history)
-    when_full = launch.when_full
-    chat = LineChat(session, load, lines, check=launch.check, when_full=when_full, quiet=arguments.quiet)
+    lines = InputReader(setup.history and setup.history.with_suffix(""))
+    chat = LineChat(session, load, lines, check=setup.check, when_full=setup.when_full, quiet=arguments.quiet)
     try:
-        return chat.run(launch.question)
+        return chat.run(setup.question)
     finally:
-        launch.sessions = [*chat.unsaved, chat.session]
+        sessions += [*chat.unsaved, chat.session]
         chat.close()
 
 
@@ -269,15 +229,12 @@ def _settings(arguments: argparse.Namespace, defaults: Settings) -> tuple[dict[s
 
 def _store(arguments: argparse.Namespace, notices: list[str]) -> Store:
     try:
-        store = Store(default_path())
+        return Store(default_path())
     except StoreError as error:
         if arguments.session is not None or arguments.resume:
             raise
         notices.append(f"{error}; this chat is not saved")
         return Store.in_memory()
-    if store.notice is not None:
-        notices.append(store.notice)
-    return store
 
 
 def _conversation(arguments: argparse.Namespace, store: Store, notices: list[str]) -> Conversation:
@@ -287,28 +244,6 @@ def _conversation(arguments: argparse.Namespace, store: Store, notices: list[str
         if id_ is None:
             notices.append("there is no chat to go on with yet: this is a new one")
     return Conversation() if id_ is None else store.load(id_)
-
-
-def setup_of(launch: Launch) -> Setup:
-    """What the app needs for a command line."""
-    arguments, settings = launch.arguments, launch.settings
-
-    return Setup(
-        store=launch.store,
-        conversation=launch.conversation,
-        first_model=launch.model,
-        load=launch.load,
-        check=launch.check,
-        list_models=lambda: list_models(settings.model_folders, arguments.device),
-        memory=memory_in_use,
-        more=launch.more,
-        when_full=launch.when_full,
-        history=None if launch.history is None else launch.history.with_suffix(".jsonl"),
-        notices=tuple(launch.notices),
-        theme=settings.theme,
-        question=launch.question or "",
-        toolbox=launch.toolbox,
-    )
 
 
 def list_models(folders: Sequence[Path], device: str) -> Iterator[ModelEntry]:
@@ -329,8 +264,3 @@ def list_models(folders: Sequence[Path], device: str) -> Iterator[ModelEntry]:
             fits=(details and details.fits(available)) or "",
             error=(details and details.error) or "",
         )
-
-
-def memory_in_use() -> int:
-    """Bytes of memory that this process has."""
-    return int(psutil.Process().memory_info().rss)

@@ -23,21 +23,9 @@ from localllm.cli.start import INTERRUPTED
 from localllm.cli.terminal import StatusLine, is_terminal, say, warn
 from localllm.errors import ContextLengthError, LocalLLMError, UsageError
 from localllm.tui import commands
+from localllm.tui.chat import events
 from localllm.tui.chat.conversation import Conversation, Message
-from localllm.tui.chat.events import (
-    Choice,
-    ContextFull,
-    Delta,
-    Event,
-    Finished,
-    Prefill,
-    RoomMade,
-    Summarising,
-    ToolAsked,
-    ToolsUsed,
-    Turn,
-    Warned,
-)
+from localllm.tui.chat.events import Choice, Event, Turn
 from localllm.tui.chat.model import ChatModel
 from localllm.tui.chat.session import ChatSession
 from localllm.tui.chat.tools import Permission
@@ -77,9 +65,9 @@ class InputReader:
         if line is None:
             return None
         if line.lstrip().startswith(BLOCK):
-            text = self._block(line.lstrip().removeprefix(BLOCK))
+            text = self._joined(line.lstrip().removeprefix(BLOCK), BLOCK).strip("\n")
         else:
-            text = self._continued(line)
+            text = self._joined(line, None)
         if self._edits:
             self._save_history()
         return text
@@ -104,25 +92,16 @@ class InputReader:
         finally:
             readline.set_startup_hook()
 
-    def _continued(self, line: str) -> str:
+    def _joined(self, line: str, end: str | None) -> str:
+        """A line and those that follow it: till one ends with ``end``, or as long as they end with a backslash."""
         parts = []
-        while line.endswith("\\"):
-            parts.append(line[:-1])
+        while (not line.rstrip().endswith(end)) if end else line.endswith("\\"):
+            parts.append(line if end else line[:-1])
             more = self._line(". ")
             if more is None:
                 return "\n".join(parts)
             line = more
-        return "\n".join([*parts, line])
-
-    def _block(self, line: str) -> str:
-        parts = []
-        while not line.rstrip().endswith(BLOCK):
-            parts.append(line)
-            more = self._line(". ")
-            if more is None:
-                return "\n".join(parts).strip("\n")
-            line = more
-        return "\n".join([*parts, line.rstrip().removesuffix(BLOCK)]).strip("\n")
+        return "\n".join([*parts, line.rstrip().removesuffix(end) if end else line])
 
     def _line(self, prompt: str) -> str | None:
         if self._edits:
@@ -253,7 +232,7 @@ class LineChat:
                     if not self._lines.interactive:
                         raise
                     self._status.clear()
-                    say(f"localllm: error: {escape_controls(str(error))}")
+                    self._say(f"localllm: error: {error}")
         return 0
 
     def _take(self, text: str) -> None:
@@ -294,10 +273,10 @@ class LineChat:
     def _play(self, start: Callable[[Turn], None]) -> None:
         """Has something generated, and prints it as it comes."""
         printer = _Printer(self._show, self._status)
-        full: list[ContextFull] = []
+        full: list[events.ContextFull] = []
 
         def emit(event: Event) -> None:
-            if isinstance(event, ContextFull):
+            if isinstance(event, events.ContextFull):
                 full.append(event)
             else:
                 self._tell(event, printer)
@@ -358,36 +337,36 @@ class LineChat:
     # -- Events ----------------------------------------------------------------------------------------------------
 
     def _tell(self, event: Event, printer: _Printer) -> None:
-        if isinstance(event, Delta):
+        if isinstance(event, events.Delta):
             printer.print(event)
-        elif isinstance(event, Prefill):
+        elif isinstance(event, events.Prefill):
             self._status.show(f"reading the prompt: {event.done:,} of {event.total:,} tokens")
-        elif isinstance(event, Summarising):
+        elif isinstance(event, events.Summarising):
             self._status.show("the model summarises what was said before …")
-        elif isinstance(event, Warned):
+        elif isinstance(event, events.Warned):
             warn(event.text)
-        elif isinstance(event, ToolAsked):
+        elif isinstance(event, events.ToolAsked):
             printer.end()
             event.answer(self._permission(event))
-        elif isinstance(event, ToolsUsed):
+        elif isinstance(event, events.ToolsUsed):
             call = next(call for call in reversed(event.message.calls) if call.result is not None)
             self._remark(f"{call.name} {call.arguments}: {len(call.result or ''):,} characters")
-        elif isinstance(event, RoomMade):
+        elif isinstance(event, events.RoomMade):
             self._status.clear()
             instead = f", but this summary: {event.summary}" if event.summary else ""
             self._remark(f"the model does not get the first {event.n_left_out} messages any more{instead}")
-        elif isinstance(event, Finished):
+        elif isinstance(event, events.Finished):
             printer.end()
             self._finished(event)
 
-    def _permission(self, asked: ToolAsked) -> Permission:
+    def _permission(self, asked: events.ToolAsked) -> Permission:
         """What somebody says of a call; "no" where nobody sits there."""
         self._say(f"the model wants to use {asked.name} {asked.arguments}")
         answers: dict[str, Permission] = {"o": "once", "c": "chat", "a": "always"}
         answer = self._lines.answer("allow it? [n]o, [o]nce, in this [c]hat, [a]lways: ")
         return answers.get(answer[:1].lower(), "no")
 
-    def _finished(self, event: Finished) -> None:
+    def _finished(self, event: events.Finished) -> None:
         if event.message is None or event.message.state == "stopped":
             self._remark("stopped" if event.message is None else "stopped: /continue goes on")
         elif event.message.state == "length":
@@ -397,7 +376,7 @@ class LineChat:
         if not self._quiet and self._lines.interactive:
             self._say(f"({text})")
 
-    def _make_room(self, full: ContextFull) -> None:
+    def _make_room(self, full: events.ContextFull) -> None:
         choice = self._when_full
         if choice in full.choices and choice != "stop":
             self._play(partial(self.session.make_room, choice))
@@ -447,7 +426,7 @@ class _Printer:
         self._part: bool | None = None
         self._last = "\n"
 
-    def print(self, delta: Delta) -> None:
+    def print(self, delta: events.Delta) -> None:
         if delta.thinking and not is_terminal(sys.stdout):
             return
         self._status.clear()

@@ -1,41 +1,21 @@
-"""What the app is built of: given by the command line, and by tests with a model of their own."""
+"""What a chat is built of: given by the command line, and by tests with a model of their own."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from localllm.progress import LoadProgress
 from localllm.tui.chat.conversation import Conversation
 from localllm.tui.chat.events import Choice
-from localllm.tui.chat.model import ChatModel, Info
+from localllm.tui.chat.model import ChatModel
 from localllm.tui.chat.tools import Toolbox
 from localllm.tui.storage.chats import Store
 
-
-class OpenInfo(Info, Protocol):
-    """What the app shows of a model."""
-
-    @property
-    def device(self) -> str: ...
-    @property
-    def gpu_bytes(self) -> int: ...
-
-
-class OpenModel(ChatModel, Protocol):
-    """A model that the app has loaded."""
-
-    @property
-    def info(self) -> OpenInfo: ...
-
-
-class Loader(Protocol):
-    """Loads a model, and tells how far it is; what ``progress`` raises ends it."""
-
-    def __call__(self, name: str, progress: LoadProgress) -> OpenModel:
-        """``name`` is as a command takes it; empty for the demo model."""
+#: Loads a model by the name that commands take, empty for the demo model, and tells a `LoadProgress` how far it is;
+#: what that raises ends it.
+Loader = Callable[..., ChatModel]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +45,7 @@ class ModelEntry:
 
 @dataclass(frozen=True)
 class Setup:
-    """What a `localllm.tui.app.ChatApp` is built of.  The functions may take their time: they run in threads.
+    """What a `localllm.tui.app.ChatApp` is built of, and line mode.  The functions may take their time.
 
     Attributes:
         store: where chats are kept.
@@ -77,11 +57,12 @@ class Setup:
         memory: bytes that are in use, GPUs' aside.
         more: keywords of `LLM.stream_chat` beside the conversations' settings.
         when_full: what is done when the context is full; None asks.
-        history: the file with what was typed before; None for no file.
+        history: the file with what was typed before, of which line mode has another one beside it; None for no file.
         notices: what there is to tell at first.
         theme: the name of a theme.
         question: the first message; empty for none.
         toolbox: what models may call.
+        keys: of commands, by their names, where they are not the table's.
     """
 
     store: Store
@@ -98,3 +79,4 @@ class Setup:
     theme: str = "dark"
     question: str = ""
     toolbox: Toolbox = field(default_factory=Toolbox)
+    keys: Mapping[str, str] = field(default_factory=dict)

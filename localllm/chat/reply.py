@@ -90,7 +90,7 @@ class ReplyParser:
         """
         self.warnings: list[str] = []
         functions = [tool.get("function", tool) for tool in tools]
-        self._tools = {function.get("name"): function for function in functions if isinstance(function, Mapping)}
+        self._tools = {str(each.get("name")): each for each in functions if isinstance(each, Mapping)}
         self._thinking = ThinkingSplitter(opened)
         self._held = ""
         #: What opened the call that is held, with the white space before it.

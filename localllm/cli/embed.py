@@ -8,10 +8,10 @@ import sys
 
 from localllm import load
 from localllm.cli.defaults import load_options, settle
-from localllm.cli.evaluate import read_text
 from localllm.cli.main import DONE
-from localllm.cli.terminal import LoadStatus
+from localllm.cli.terminal import LoadStatus, is_terminal
 from localllm.errors import UsageError
+from localllm.files import read_text
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -20,8 +20,8 @@ def run(arguments: argparse.Namespace) -> int:
     texts: list[str] = arguments.texts
     if arguments.file is not None:
         texts += [line for line in read_text(arguments.file).splitlines() if line.strip()]
-    elif not texts and not sys.stdin.isatty():
-        texts += [line for line in sys.stdin.read().splitlines() if line.strip()]
+    elif not texts and sys.stdin is not None and not is_terminal(sys.stdin):
+        texts += [line for line in read_text(sys.stdin.buffer, "standard input").splitlines() if line.strip()]
     if not texts:
         raise UsageError("there is nothing to embed: give texts, or -f with a file that has one a line")
     progress = LoadStatus(enabled=not arguments.quiet)

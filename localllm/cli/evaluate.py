@@ -16,7 +16,7 @@ from typing import Any
 from localllm.cli.defaults import settle
 from localllm.cli.main import DONE
 from localllm.cli.terminal import LoadStatus, StatusLine, model_line, quantity, visible_line
-from localllm.errors import UsageError, path_text
+from localllm.errors import UsageError
 from localllm.evaluate import (
     BaseLogits,
     Divergence,
@@ -28,6 +28,7 @@ from localllm.evaluate import (
     read_questions,
 )
 from localllm.evaluate.perplexity import CONTEXT
+from localllm.files import read_text
 from localllm.info import ModelInfo
 from localllm.llm import LLM, load, model_file
 
@@ -150,14 +151,6 @@ def _loaded(arguments: argparse.Namespace, model: Any, context: int | None) -> I
         if not arguments.quiet:
             print(model_line(llm.info), flush=True)
         yield llm
-
-
-def read_text(path: str | Path) -> str:
-    try:
-        return Path(path).read_bytes().decode()
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise UsageError(f"{path_text(path)} cannot be read ({reason}): check the path") from None
 
 
 # -- What comes out ------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import json
 import select
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, BinaryIO
+from typing import Any
 
 from localllm.cli.defaults import load_options, settle
 from localllm.cli.machine import too_many_threads
@@ -29,6 +29,7 @@ from localllm.cli.terminal import (
 from localllm.completion import Completion, Stream
 from localllm.declared_options import CheckedOptions, Sampling, declared
 from localllm.errors import UsageError
+from localllm.files import read_text
 from localllm.info import ModelInfo
 from localllm.llm import LLM, load
 from localllm.placement import Format, Placement, Plan
@@ -37,8 +38,6 @@ from localllm.settings import Settings
 
 #: Seconds after which somebody who may not know that a prompt is awaited is told.
 _PATIENCE_SECONDS = 1.0
-#: A prompt of more bytes than this fits into no context; what never ends, as /dev/zero, is not read on.
-_MAX_PROMPT_BYTES = 64 << 20
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -145,7 +144,7 @@ def _template(arguments: argparse.Namespace) -> str | None:
     if arguments.chat_template_file is not None:
         if text is not None:
             raise UsageError("--chat-template and --chat-template-file both give a template: leave one of them out")
-        return _decoded(_file_bytes(arguments.chat_template_file, "chat template"), "the chat template")
+        return _without_line_end(read_text(arguments.chat_template_file, "the chat template file"))
     if text == "chatml":
         from localllm.chat import CHATML  # imported here, as jinja2 is with it: most use the file's template
 
@@ -162,14 +161,14 @@ def _prompt(arguments: argparse.Namespace) -> str:
     if arguments.prompt is not None and arguments.file is not None:
         raise UsageError("-p and -f both give a prompt: leave one of them out")
     if arguments.file is not None:
-        return _decoded(_file_bytes(arguments.file), visible_line(arguments.file))
+        return _without_line_end(read_text(arguments.file, "the prompt file"))
     if arguments.prompt not in (None, "-"):
         return _unescaped(arguments.prompt, "-p") if arguments.escape else _valid(arguments.prompt, "-p")
     if sys.stdin is None or sys.stdin.closed or (arguments.prompt is None and is_terminal(sys.stdin)):
         return ""
     if arguments.prompt is None and not arguments.quiet:
         _mention_waiting()
-    return _decoded(_bounded(sys.stdin.buffer, "standard input"), "standard input")
+    return _without_line_end(read_text(sys.stdin.buffer, "standard input"))
 
 
 def _mention_waiting() -> None:
@@ -184,35 +183,7 @@ def _mention_waiting() -> None:
         say("localllm: reading the prompt from standard input; -p gives it on the command line")
 
 
-def _file_bytes(path: str, what: str = "prompt") -> bytes:
-    try:
-        with open(path, "rb") as file:
-            return _bounded(file, f"the {what} file {path}")
-    except UsageError:
-        raise
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise UsageError(f"the {what} file {path} cannot be read ({reason}): check the path") from None
-
-
-def _bounded(file: BinaryIO, where: str) -> bytes:
-    data = file.read(_MAX_PROMPT_BYTES + 1)
-    if len(data) > _MAX_PROMPT_BYTES:
-        raise UsageError(
-            f"{where} has more than {_MAX_PROMPT_BYTES >> 20} MiB, the most a prompt may have: shorten it"
-        )
-    return data
-
-
-def _decoded(data: bytes, where: str) -> str:
-    """A prompt's text, without one line end at its end."""
-    data = data.removeprefix(codecs.BOM_UTF8)
-    try:
-        text = data.decode()
-    except UnicodeDecodeError as error:
-        raise UsageError(
-            f"{where} is not valid UTF-8: byte {error.start} is 0x{data[error.start]:02x}; convert it to UTF-8"
-        ) from None
+def _without_line_end(text: str) -> str:
     return text.removesuffix("\n").removesuffix("\r") if text.endswith("\n") else text
 
 

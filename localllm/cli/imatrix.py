@@ -9,12 +9,13 @@ from functools import reduce
 from operator import add
 
 from localllm.cli.defaults import settle
-from localllm.cli.evaluate import read_text
 from localllm.cli.main import DONE
 from localllm.cli.terminal import LoadStatus, StatusLine, visible_line, warn
 from localllm.errors import path_text
+from localllm.files import read_text
 from localllm.gguf import GGUFFile
 from localllm.kernels.cpu.backend import CPUBackend
+from localllm.library.find import demo_path
 from localllm.progress import of_stage
 from localllm.quantize.collect import chunks, collect
 from localllm.quantize.imatrix import ImportanceMatrix
@@ -26,7 +27,7 @@ def run(arguments: argparse.Namespace) -> int:
     settle(arguments, skip=["threads", "context"])
     before = [ImportanceMatrix.read(path) for path in arguments.in_file]
     text = read_text(arguments.text)
-    with GGUFFile.open(arguments.model) as file:
+    with GGUFFile.open(arguments.model or demo_path()) as file:
         for matrix in before:
             matrix.check_is_of(file.tensors)
         pieces = chunks(Tokenizer.from_gguf(file), text, arguments.context)[: arguments.chunks]

@@ -40,6 +40,9 @@ BROKEN_PIPE = 141
 #: What the system says where a file cannot grow: the disk is full, or the user's part of it, or a limit is reached.
 NO_ROOM = (errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC))
 
+#: Characters of an error's sentence that are shown, more than the longest path has.
+_MOST_SHOWN = 6000
+
 #: Environment variable that makes errors show where they happened.
 DEBUG_VARIABLE = "LOCALLLM_DEBUG"
 
@@ -167,7 +170,10 @@ def _failure(error: BaseException, debug: bool, settled: Mapping[str, str]) -> i
         import traceback
 
         say("".join(traceback.format_exception(error)).rstrip("\n"))
-    say(f"localllm: error: {visible_line(_sentence(error, settled))}")
+    text = visible_line(_sentence(error, settled))
+    if len(text) > _MOST_SHOWN:
+        text = f"{text[: _MOST_SHOWN // 2]} … {text[-_MOST_SHOWN // 2 :]}"
+    say(f"localllm: error: {text}")
     return BAD_USAGE if isinstance(error, UsageError) else FAILED
 
 

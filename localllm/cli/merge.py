@@ -10,13 +10,14 @@ from localllm.cli.main import DONE
 from localllm.cli.terminal import StatusLine, visible_line
 from localllm.errors import path_text
 from localllm.gguf import GGUFFile
+from localllm.library.find import demo_path
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Writes the model that the command line asks for."""
     settle(arguments)
     status = StatusLine(enabled=not arguments.quiet)
-    with GGUFFile.open(arguments.model) as file:
+    with GGUFFile.open(arguments.model or demo_path()) as file:
         adapters = [(read_adapter(str(path), path, file), share) for path, share in arguments.lora]
         try:
             for n, name in enumerate(merge(file, adapters, arguments.output), 1):

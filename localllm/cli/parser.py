@@ -206,6 +206,9 @@ QUANTIZE_DETAILS = """\
 Mixes give the tensors that matter most better types: Q4_K_M, Q5_K_M, Q6_K, IQ4_XS, Q3_K_M, IQ3_M and Q2_K are
 common; any unknown TYPE lists all.  Types below 3 bits need --imatrix.
 
+--target-size and --target-kl choose a type for each tensor: what its precision is worth to the text is measured, and
+bytes go where they lessen the model's divergence from the original (Kullback-Leibler, in nats a token) most.
+
 The error of a tensor is the root of its squared error over that of its squares, weighted by importance.
 """
 
@@ -530,7 +533,15 @@ def _add_writing(parser: argparse.ArgumentParser) -> None:
 def _add_quantize(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", type=model_file, metavar="FILE", help="a GGUF file, or any file of a split one")
     parser.add_argument("output", type=Path, metavar="OUTPUT", help="the file to write")
-    parser.add_argument("type", metavar="TYPE", help="a type or mix of types, such as Q4_K_M")
+    parser.add_argument("type", nargs="?", metavar="TYPE", help="a type or mix of types, such as Q4_K_M")
+    target = parser.add_mutually_exclusive_group()
+    target.add_argument(
+        "--target-size", type=size, metavar="SIZE", help="choose types so that the file takes so much, as in 4.2GB"
+    )
+    target.add_argument(
+        "--target-kl", type=divergence, metavar="X", help="choose types so that the divergence is at most X nats"
+    )
+    parser.add_argument("-f", "--file", dest="text", type=Path, metavar="FILE", help="a text to measure types on")
     parser.add_argument(
         "--imatrix", type=Path, metavar="FILE", help="an importance matrix, as GGUF or in the old format"
     )
@@ -852,11 +863,12 @@ def model_file(text: str) -> str:
 
 def text_file(path: str) -> str:
     """The text of a file."""
+    from localllm.files import read_text  # imported here: few command lines name one
+
     try:
-        return Path(path).read_text("utf-8")
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise argparse.ArgumentTypeError(f"{path!r} cannot be read ({reason})") from None
+        return read_text(path)
+    except UsageError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def whole(least: int, words: str = "", *, below: float = math.inf) -> Callable[[str], int]:
@@ -933,6 +945,22 @@ def share(text: str) -> tuple[Path, float]:
         return Path(path), float(number)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not ADAPTER[=X], such as style.gguf=0.8") from None
+
+
+def size(text: str) -> int:
+    """Bytes: a number and B, KB, MB or GB."""
+    match = re.fullmatch(r"(\d+\.?\d*|\.\d+) ?([KMG]?)B?", text.upper())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size, such as 4.2GB or 700MB")
+    return int(float(match[1]) * 1000 ** " KMG".index(match[2] or " "))
+
+
+def divergence(text: str) -> float:
+    """A divergence above 0."""
+    with contextlib.suppress(ValueError):
+        if 0 < (value := float(text)) < math.inf:
+            return value
+    raise argparse.ArgumentTypeError(f"{text!r} is not a divergence in nats, such as 0.02")
 
 
 def _typed(pattern: str, type: str) -> tuple[str, str]:

@@ -5,15 +5,23 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from localllm.cli.defaults import settle
 from localllm.cli.main import DONE
 from localllm.cli.terminal import StatusLine, quantity, visible_line, warn
+from localllm.errors import UsageError
+from localllm.files import read_text
 from localllm.gguf import GGUFFile
+from localllm.kernels.cpu.backend import CPUBackend
+from localllm.library.find import demo_path
+from localllm.quant.types import GGMLType
 from localllm.quantize import ImportanceMatrix, Plan, TensorPlan, TensorResult, plan
 from localllm.quantize import run as write
+from localllm.quantize.budget import CONTEXT, PIECES, choose_types
+from localllm.quantize.collect import chunks
 from localllm.quantize.mixes import MIXES, mix_named
+from localllm.tokenizer import Tokenizer
 
 _LINE = "{:<36} {:>18} {:>8} {:>8} {:>9} {:>9} {:>8}"
 _HEAD = _LINE.format("tensor", "shape", "from", "to", "bytes", "bytes", "error")
@@ -24,19 +32,51 @@ def run(arguments: argparse.Namespace) -> int:
     settle(arguments, skip=["threads"])
     imatrix = None if arguments.imatrix is None else ImportanceMatrix.read(arguments.imatrix)
     overrides = list(arguments.overrides)
+    has_target = arguments.target_size is not None or arguments.target_kl is not None
+    if has_target == (arguments.type is not None) or has_target == (arguments.text is None):
+        raise UsageError(
+            "write localllm quantize FILE OUTPUT TYPE, as in localllm quantize f16.gguf q4.gguf Q4_K_M; or in place "
+            "of TYPE --target-size or --target-kl, and -f with a text to measure on"
+        )
+    if has_target and (overrides or arguments.pure):
+        raise UsageError("with a target all types are chosen: leave --tensor and --pure out, or give a TYPE")
     if arguments.pure:
         overrides.append(("", MIXES[mix_named(arguments.type)][1].name))
-    with GGUFFile.open(arguments.model) as file:
+    with GGUFFile.open(arguments.model or demo_path()) as file:
         planned = plan(
             file,
             arguments.output,
             arguments.type,
+            types=_chosen(file, imatrix, arguments) if has_target else None,
             imatrix=imatrix,
             overrides=overrides,
             keep_split=arguments.keep_split,
             allow_requantize=arguments.allow_requantize,
         )
         return carry_out(planned, arguments)
+
+
+def _chosen(
+    file: GGUFFile, imatrix: ImportanceMatrix | None, arguments: argparse.Namespace
+) -> Mapping[str, GGMLType]:
+    """Types that the size or the divergence asked for allows."""
+    pieces = chunks(Tokenizer.from_gguf(file), read_text(arguments.text), CONTEXT)[:PIECES]
+    status = StatusLine(enabled=not arguments.quiet)
+    try:
+        choice = choose_types(
+            file,
+            pieces,
+            CPUBackend(arguments.threads),
+            n_bytes=arguments.target_size,
+            divergence=arguments.target_kl,
+            imatrix=imatrix,
+            progress=lambda done, total: status.show(f"{done} of {total} tensors measured"),
+        )
+    finally:
+        status.clear()
+    if not arguments.quiet:
+        print(f"KL divergence {choice.divergence:.5f} on {arguments.text.name}", flush=True)
+    return choice.types
 
 
 def carry_out(planned: Plan, arguments: argparse.Namespace) -> int:

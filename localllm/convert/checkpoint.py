@@ -38,7 +38,13 @@ _SAMPLING |= {"repetition_penalty": "penalty_repeat"}
 _OTHERS = re.compile(
     r"(^|\.)(mtp|vision_\w+|visual|audio_\w+|multi_modal_projector|mm_projector|embed_vision|embed_audio)\."
     r"|rotary_emb\.inv_freq$|\.masked_bias$|(^|\.)h\.\d+\.attn\.bias$"
+    r"|^pooler\.|^cls\.(predictions|seq_relationship)\.|^head\.|position_ids$"
 )
+#: How names of tensors in layers begin.
+_LAYER = r"(?:\w+\.)?(?:layers?|h)\.(\d+)\."
+
+#: ``pooling_type`` by what sentence-transformers' 1_Pooling/config.json has set.
+_POOLING = {"pooling_mode_mean_tokens": 1, "pooling_mode_cls_token": 2, "pooling_mode_lasttoken": 3}
 
 
 class Keys(dict[str, Any]):
@@ -123,6 +129,7 @@ class Checkpoint:
             | {"general.size_label": _size_label(self.tensors)}
             | _sampling(read_json(folder / "generation_config.json"))
             | {f"{self.architecture}.{key}": value for key, value in keys.items() if value is not None}
+            | _pooling(folder, self.architecture)
             | vocabulary_keys(folder, config, n_vocab)
         )
         try:
@@ -147,6 +154,9 @@ class Checkpoint:
 def _architecture(config: Config, values: Mapping[str, Any]) -> str:
     wanted = {values.get("model_type"), config.values.get("model_type")}
     found = [name for name, each in ARCHITECTURES.items() if wanted & set(each.hf_types.split())]
+    if found[1:] and config.values.get("use_bidirectional_attention"):
+        return next(name for name in found if ARCHITECTURES[name].is_encoder)
+    found = [name for name in found if not ARCHITECTURES[name].is_encoder] or found
     if found:  # of two, the one behind has experts
         layers = config.values.get("layers_block_type") or config.values.get("hybrid_override_pattern") or ""
         return found[-1 if {"moe", "E"} & set(layers) else 0]
@@ -179,6 +189,12 @@ def _sampling(values: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def _pooling(folder: Path, architecture: str) -> dict[str, Any]:
+    values = read_json(folder / "1_Pooling" / "config.json")
+    found = [number for name, number in _POOLING.items() if values.get(name)]
+    return {f"{architecture}.pooling_type": found[0]} if found else {}
+
+
 class _Namer:
     """Gives a checkpoint's tensors GGUF's names, and plans what becomes of each."""
 
@@ -194,11 +210,10 @@ class _Namer:
         """
         groups: dict[str, dict[int, Source]] = defaultdict(dict)
         for name, source in sources.items():
-            name = re.sub(r"(^|\.)(language_model|text_model)\.", r"\1", name)
-            name = re.sub(r"^(wte|wpe|h|ln_f)\.", r"transformer.\1.", name)  # GPT-2's
+            name = re.sub(r"(^|\.)(language_model|text_model|bert)\.", r"\1", name)
             if _OTHERS.search(name) or (name == "lm_head.weight" and self._config.values.get("tie_word_embeddings")):
                 continue
-            layer = re.match(r"\w+\.(?:layers|h)\.(\d+)\.", name)
+            layer = re.match(_LAYER, name)
             if layer and int(layer[1]) >= self._config.num_hidden_layers:
                 continue  # it predicts further tokens
             expert = re.search(r"\.experts\.(\d+)\.", name)
@@ -256,7 +271,7 @@ class _Namer:
         """What the file has of a tensor, by GGUF's names; of experts, gate and up are two."""
         array = floats(array) if array.ndim == 1 else array
         changed = self._conversion.tensor(name, array, self._config)
-        match = re.fullmatch(r"\w+\.(?:layers|h)\.(\d+)\.(.*)", name)
+        match = re.fullmatch(_LAYER + "(.*)", name)
         prefix, name_in_layer = (f"blk.{match[1]}.", match[2]) if match else ("", name)
         if isinstance(changed, Mapping):
             return {prefix + ours: part for ours, part in changed.items()}
@@ -267,11 +282,11 @@ class _Namer:
         return {ours.replace("gate_up", half): part for half, part in halves}
 
     def _gguf_name(self, name: str) -> str:
-        stem, _, suffix = name.rpartition(".")
-        ours = self._names.get(name) or (f"{self._names[stem]}.{suffix}" if stem in self._names else None)
-        if ours is None:
-            raise ModelError(f"the checkpoint has the tensor {quoted(name)}, which GGUF files of its kind have not")
-        return ours
+        for whole in (name, f"model.{name}", f"transformer.{name}"):  # of models without a head
+            stem, _, suffix = whole.rpartition(".")
+            if ours := self._names.get(whole) or (f"{self._names[stem]}.{suffix}" if stem in self._names else None):
+                return ours
+        raise ModelError(f"the checkpoint has the tensor {quoted(name)}, which GGUF files of its kind have not")
 
 
 def _placeholder(shape: Sequence[int], row: Array, is_stacked: bool) -> Array:

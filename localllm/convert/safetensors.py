@@ -78,13 +78,18 @@ def read_folder(folder: Path) -> dict[str, Stored]:
         )
     tensors: dict[str, Stored] = {}
     for path in paths:
-        tensors |= _read_header(path)
+        tensors |= read_header(path)
     if isinstance(index, dict) and (lacking := index.keys() - tensors.keys()):
         raise ModelError(f"no file of {path_text(folder)} has the tensor {quoted(min(lacking))}: {_AGAIN}")
     return tensors
 
 
-def _read_header(path: Path) -> dict[str, Stored]:
+def read_header(path: Path) -> dict[str, Stored]:
+    """The tensors of one file, by name.
+
+    Raises:
+        ModelError: it cannot be read, or is damaged.
+    """
     try:
         n_file = path.stat().st_size
         with path.open("rb") as file:

@@ -1,7 +1,7 @@
 """A checkpoint's tokenizer and chat template as GGUF's keys.
 
-``tokenizer.model`` (sentencepiece) is taken where there is one, else ``tokenizer.json``: byte-level BPE, or BPE with
-sentencepiece's spaces, whose scores are made of the order of merges.
+``tokenizer.model`` (sentencepiece) is taken where there is one, else ``tokenizer.json``: byte-level BPE, WordPiece,
+or BPE with sentencepiece's spaces, whose scores are made of the order of merges.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from localllm.convert.config import Config, read_json
 from localllm.errors import TokenizerError, path_text, quoted
 from localllm.tokenizer.pretokenizers import PRE_TOKENIZERS
-from localllm.tokenizer.vocabulary import BPE, SPM, TokenType
+from localllm.tokenizer.vocabulary import BPE, SPM, WORD_PIECE, TokenType
 
 #: GGUF's names of special tokens, by Hugging Face's.
 _SPECIAL = {
@@ -42,6 +42,8 @@ def vocabulary_keys(folder: Path, config: Config, n_vocab: int) -> dict[str, Any
     try:
         if (folder / "tokenizer.model").is_file():
             keys = _sentencepiece(folder / "tokenizer.model", added, n_vocab)
+        elif json and json["model"]["type"] == "WordPiece":
+            keys = _word_piece(json, added)
         elif json:
             keys = _bpe(folder / "tokenizer.json", json, added, n_vocab)
         else:
@@ -51,6 +53,8 @@ def vocabulary_keys(folder: Path, config: Config, n_vocab: int) -> dict[str, Any
             f"the tokenizer of {path_text(folder)} is damaged ({type(error).__name__}: {error!s:.100}): "
             "download it again"
         ) from error
+    if "type_vocab_size" in config.values:
+        keys["tokenizer.ggml.token_type_count"] = config.type_vocab_size
     tokens = keys["tokenizer.ggml.tokens"]
     ids = {token: i for i, token in enumerate(tokens)}
     for name, key in _SPECIAL.items():
@@ -60,7 +64,9 @@ def vocabulary_keys(folder: Path, config: Config, n_vocab: int) -> dict[str, Any
         token = config.values.get(f"{name}_token_id") if token is None else token
         if type(token) is int and 0 <= token < len(tokens):
             keys[f"tokenizer.ggml.{key}"] = token
-    for name in ("bos", "eos"):
+    for name, other in (("bos", "cls"), ("eos", "seperator")):
+        if (token := keys.get(f"tokenizer.ggml.{other}_token_id")) is not None:
+            keys.setdefault(f"tokenizer.ggml.{name}_token_id", token)
         flag = settings.get(f"add_{name}_token")
         if isinstance(flag, bool):
             keys.setdefault(f"tokenizer.ggml.add_{name}_token", flag)
@@ -120,6 +126,21 @@ def _sentencepiece(path: Path, added: Mapping[int, tuple[str, bool]], n_vocab: i
     keys = _with_added(tokens, [*types, *[TokenType.UNUSED] * (n_vocab - n)], scores, added)
     head = {"tokenizer.ggml.model": SPM, "tokenizer.ggml.pre": "default"}
     return head | keys | {"tokenizer.ggml.scores": [float(score) for score in scores]}
+
+
+def _word_piece(json: Mapping[str, Any], added: Mapping[int, tuple[str, bool]]) -> dict[str, Any]:
+    """Tokens that begin a word get sentencepiece's space, those within one lose their ``##``."""
+    special = {text for text, is_special in added.values() if is_special}
+    texts = sorted(json["model"]["vocab"], key=json["model"]["vocab"].__getitem__)
+    normalizer = json.get("normalizer") or {}
+    keys: dict[str, Any] = {
+        "model": WORD_PIECE, "pre": "default",
+        "tokens": [t if t in special else t[2:] if t.startswith("##") else "\u2581" + t for t in texts],
+        "token_type": [int(TokenType.CONTROL if text in special else TokenType.NORMAL) for text in texts],
+        "normalizer.lowercase": bool(normalizer.get("lowercase")),
+        "normalizer.strip_accents": normalizer.get("strip_accents"),
+    }  # fmt: skip
+    return {f"tokenizer.ggml.{key}": value for key, value in keys.items() if value is not None}
 
 
 def _bpe(path: Path, json: Mapping[str, Any], added: Mapping[int, tuple[str, bool]], n_vocab: int) -> dict[str, Any]:

@@ -239,6 +239,7 @@ class Engine:
 
         self.check_may_wait()
         self._inbox.put(message)
+        self.check()  # closed meanwhile, it may not have seen the message
         return self.wait_for(results)()
 
     def forget(self) -> None:

@@ -86,6 +86,8 @@ def load(cache: PagedCache, path: Path, key: str) -> int:
     """
     added: list[Block | None] = []
     try:
+        if path.is_fifo():
+            raise ValueError("a pipe, which may have no end")
         with path.open("rb") as file:
             if file.read(len(MAGIC)) != MAGIC:
                 raise ValueError("it does not begin as one")

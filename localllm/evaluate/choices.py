@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -14,6 +13,7 @@ from localllm.checks import as_int
 from localllm.errors import UsageError, path_text
 from localllm.evaluate.batches import in_order
 from localllm.evaluate.perplexity import Estimate
+from localllm.files import read_text
 from localllm.llm import LLM
 
 #: Questions that are under way at once.
@@ -63,12 +63,7 @@ def read_questions(path: str | os.PathLike[str]) -> list[Question]:
     Raises:
         UsageError: it cannot be read, or a line is not like that; says which.
     """
-    path = Path(path)
-    try:
-        lines = path.read_text("utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise UsageError(f"{path_text(path)} cannot be read ({reason}): check the path") from None
+    lines = read_text(path).splitlines()
     questions = [_question(line, f"{path_text(path)}, line {n}") for n, line in enumerate(lines, 1) if line.strip()]
     if not questions:
         raise UsageError(f"{path_text(path)} has no questions: each line must be one as JSON")

@@ -134,12 +134,11 @@ class GGUFFile:
                 )
 
     def fingerprint(self) -> str:
-        """A hash of what tells this model from others: short metadata, and name, shape, type and beginning of each
-        tensor."""
+        """A hash of what tells this model from others: the beginnings of metadata's values and of tensors, and the
+        names, shapes and types of these."""
         digest = hashlib.blake2b(digest_size=16)
-        for key, value in sorted(self.metadata.items()):
-            if isinstance(value, str | int | float):
-                digest.update(f"{key}={value!r}\n".encode(errors="surrogatepass"))
+        for key in sorted(self.metadata):
+            digest.update(key.encode() + self.metadata.encoded(key)[:4096])
         for name, tensor in self.tensors.items():
             digest.update(f"{name} {tensor.shape} {tensor.type.name}".encode())
             digest.update(tensor.data.reshape(-1)[:4096].tobytes())

@@ -101,7 +101,7 @@ def collect(
     sums: dict[_Product, Entry] = {}
     for n_pieces, piece in zip(count(1), pieces, strict=False):
         for start in range(0, context, n_tokens):
-            step.run(_batch(piece, start, min(start + n_tokens, context), n_pages, backend.page_size))
+            step.run(step_batch(piece, start, min(start + n_tokens, context), n_pages, backend.page_size))
             for product in products:
                 entry = _entry(step, product, hessians)
                 sums[product] = sums[product] + entry if product in sums else entry
@@ -122,8 +122,10 @@ def _entry(step: Step, product: _Product, hessians: bool) -> Entry:
     return Entry(chosen.astype(np.float64) @ rows, chosen.sum(axis=1))
 
 
-def _batch(piece: Sequence[int], start: int, stop: int, n_pages: tuple[int, ...], page_size: int) -> Batch:
-    """The tokens start : stop of a sequence that begins at the first page of the cache, with no logits wanted."""
+def step_batch(
+    piece: Sequence[int], start: int, stop: int, n_pages: tuple[int, ...], page_size: int, *, outputs: bool = False
+) -> Batch:
+    """The tokens start : stop of a sequence that begins at the first page of the cache, with their logits or none."""
     n_blocks = -(-len(piece) // page_size)
     tables: NDArray[np.int32] = np.zeros((len(n_pages), 1, n_blocks), np.int32)
     for table, n in zip(tables, n_pages, strict=True):
@@ -134,6 +136,6 @@ def _batch(piece: Sequence[int], start: int, stop: int, n_pages: tuple[int, ...]
         query_starts=np.array([0, stop - start], np.int32),
         kv_lengths=np.array([stop], np.int32),
         block_tables=tables,
-        outputs=np.zeros(0, np.int32),
+        outputs=np.arange(stop - start if outputs else 0, dtype=np.int32),
         states=np.zeros(1, np.int32),
     )

@@ -87,6 +87,8 @@ class ImportanceMatrix:
             GGUFError: the file is missing or damaged, or holds no importance matrix.
         """
         try:
+            if path.exists() and not path.is_file():
+                raise GGUFError(f"{path_text(path)} is not a regular file: name an importance matrix on disk")
             with path.open("rb") as file:
                 magic = file.read(4)
                 found = _read_gguf(path) if magic == b"GGUF" else _read_old(path, magic + file.read())

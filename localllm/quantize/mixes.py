@@ -166,7 +166,7 @@ class Chooser:
         new = next((type for pattern, type in self.overrides if pattern.search(name)), None)
         if new is None:
             new = self._chosen(name, role_of(name), shape, default)
-        return _fitting(new, shape[-1])
+        return fitting(new, shape[-1])
 
     def _chosen(self, name: str, role: Role, shape: Sequence[int], default: GGMLType) -> GGMLType:
         mix = self.mix
@@ -299,7 +299,7 @@ def _matters_more(layer: int, n: int) -> bool:
     return layer < n // 8 or layer >= 7 * n // 8 or (layer - n // 8) % 3 == 2
 
 
-def _fitting(type: GGMLType, n: int) -> GGMLType:
+def fitting(type: GGMLType, n: int) -> GGMLType:
     """``type``, or what takes its place in rows of ``n`` values that do not fill its blocks."""
     if n % BLOCK_SIZES[type].length == 0:
         return type

@@ -121,6 +121,7 @@ def plan(
     target: Path,
     mix: str | None,
     *,
+    types: Mapping[str, GGMLType] | None = None,
     imatrix: ImportanceMatrix | None = None,
     overrides: Sequence[tuple[str, str]] = (),
     keep_split: bool = False,
@@ -131,7 +132,8 @@ def plan(
     Args:
         file: an open model.
         target: the file to be written; with ``keep_split`` its name is the beginning of theirs.
-        mix: a name in `MIXES`, in any case; None keeps every tensor as it is.
+        mix: a name in `MIXES`, in any case; None keeps every tensor as it is, but for ``types``.
+        types: by tensor.
         imatrix: importance of columns.
         overrides: regular expressions, and the type for tensors whose names have a match; the first one counts.
         keep_split: write as many files as the model has.
@@ -143,8 +145,11 @@ def plan(
     """
     names = sorted(file.tensors, key=layer_order)
     if mix is None:
-        kept = [TensorPlan(file.tensors[name], file.tensors[name].type) for name in names]
-        return Plan(file, _mix_of(kept), None, kept, _files(file, target, kept, keep_split))
+        kept = [TensorPlan(file.tensors[name], (types or {}).get(name, file.tensors[name].type)) for name in names]
+        for tensor in kept:
+            if not tensor.is_copied:
+                _check_source(tensor.source, tensor.new, allow_requantize)
+        return Plan(file, _mix_of(kept), imatrix, kept, _files(file, target, kept, keep_split))
     mix = mix_named(mix)
     if imatrix is not None:
         imatrix.check_is_of(names)
@@ -170,7 +175,7 @@ def _mix_of(tensors: Sequence[TensorPlan]) -> str:
     n_bytes: Counter[GGMLType] = Counter()
     for tensor in tensors:
         if is_quantizable(tensor.name, tensor.source.shape):
-            n_bytes[tensor.old] += tensor.source.n_bytes
+            n_bytes[tensor.new] += tensor.spec.n_bytes
     ((most, _),) = n_bytes.most_common(1) or [(GGMLType.F32, 0)]
     return next((name for name, (_, type) in MIXES.items() if type is most), "F32")
 
@@ -253,7 +258,7 @@ def run(
             for tensor in tensors:
                 if progress:
                     progress(tensor, done, total)
-                work = _Work(tensor, plan.imatrix, feedbacks, allow_nan, threads)
+                work = TensorWork(tensor, plan.imatrix, feedbacks, allow_nan, threads)
                 for done_of_it, slab in work.slabs():
                     writer.write(slab)
                     if progress:
@@ -290,7 +295,7 @@ def _metadata(plan: Plan, number: int) -> dict[str, bytes]:
     return kept | new | (split if len(plan.files) > 1 else {})
 
 
-class _Work:
+class TensorWork:
     """A tensor at work.
 
     Attributes:

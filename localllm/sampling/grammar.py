@@ -64,21 +64,22 @@ def check_grammar(sampling: Sampling) -> None:
 
 def _internal(sampling: Sampling) -> str:
     """The grammar in llguidance's own notation."""
-    matcher = llguidance.LLMatcher
-    if sampling.json_schema is not None:
-        schema = str(sampling.json_schema)
-        if '"allOf"' not in schema:
-            schema = json.dumps(_closed(json.loads(schema)))
-        return str(matcher.grammar_from_json_schema(schema, overrides=_ONE_LINE))
-    if sampling.regex is not None:
-        return str(matcher.grammar_from_regex(sampling.regex))
-    grammar = sampling.grammar or ""
-    if not _GBNF_RULE.search(grammar):
-        return str(matcher.grammar_from_lark(grammar))
+    matcher, complaint = llguidance.LLMatcher, f"{sampling.grammar_kind} cannot be used"
     try:
+        if sampling.json_schema is not None:
+            schema = str(sampling.json_schema)
+            if '"allOf"' not in schema:
+                schema = json.dumps(_closed(json.loads(schema)))
+            return str(matcher.grammar_from_json_schema(schema, overrides=_ONE_LINE))
+        if sampling.regex is not None:
+            return str(matcher.grammar_from_regex(sampling.regex))
+        grammar = sampling.grammar or ""
+        if not _GBNF_RULE.search(grammar):
+            return str(matcher.grammar_from_lark(grammar))
+        complaint = "grammar is not valid GBNF"
         return str(matcher.grammar_from_lark(gbnf_to_lark(grammar)))
     except Exception as error:  # it raises nothing more specific
-        raise GrammarError(f"grammar is not valid GBNF: {_line(str(error))}") from None
+        raise GrammarError(f"{complaint}: {_line(str(error))}") from None
 
 
 def _closed(schema: Any) -> Any:

@@ -198,7 +198,14 @@ def _models(arguments: argparse.Namespace) -> Iterator[Path]:
         arguments.folder.mkdir(parents=True, exist_ok=True)
         for file_type in formats.split(","):
             path = arguments.folder / f"{shape}-{file_type}.gguf"
-            yield path if path.exists() else random_gguf(path, SHAPES[shape], file_type)
+            if not path.exists() and shape in SHAPES:
+                random_gguf(path, SHAPES[shape], file_type)
+            elif not path.exists():
+                # Imported here: it needs transformers.
+                from tests.helpers.real_shapes import REAL_SHAPES, real_shape_gguf
+
+                real_shape_gguf(path, REAL_SHAPES[shape], file_type)
+            yield path
 
 
 if __name__ == "__main__":

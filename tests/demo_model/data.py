@@ -203,9 +203,9 @@ class Encoder:
 def document(corpus: Corpus, encoder: Encoder, rng: random.Random) -> tuple[list[int], list[float]]:
     """One document of a kind drawn at random."""
     kind = rng.random()
-    if kind < 0.03:
+    if kind < 0.06:
         return encoder.bare("", rng.choice(corpus.stories))
-    if kind < 0.15:
+    if kind < 0.17:
         return encoder.bare("", written_story(corpus.plots, rng)[1])
     if kind < 0.26:
         question, answer = corpus.turn(rng)

@@ -6,13 +6,14 @@ import gguf
 import numpy as np
 import sentencepiece
 import torch
+from torch import Tensor
 
 from tests.demo_model.data import CHAT_TEMPLATE, END
 from tests.demo_model.model import DemoConfig, DemoModel
 
 
 def write_gguf(path: Path, model: DemoModel, vocabulary: sentencepiece.SentencePieceProcessor) -> None:
-    """Write the model with Q8_0 matrices and F32 norms.
+    """Write the model with F16 matrices and F32 norms.
 
     Torch's parameter names are GGUF's.  Q and K rows go in as they are: the network rotates adjacent pairs,
     which is GGUF's order for `llama` (see model.py).
@@ -25,7 +26,7 @@ def write_gguf(path: Path, model: DemoModel, vocabulary: sentencepiece.SentenceP
     writer.add_license("mit")
     writer.add_languages(["en"])
     writer.add_size_label(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f}M")
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0)
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     writer.add_vocab_size(config.vocab_size)
     writer.add_context_length(config.context_length)
@@ -42,11 +43,7 @@ def write_gguf(path: Path, model: DemoModel, vocabulary: sentencepiece.SentenceP
     _add_vocabulary(writer, vocabulary)
     for name, parameter in model.named_parameters():
         values = parameter.detach().numpy()
-        if values.ndim == 1:
-            writer.add_tensor(name, values)
-        else:
-            packed = gguf.quantize(values, gguf.GGMLQuantizationType.Q8_0)
-            writer.add_tensor(name, packed, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+        writer.add_tensor(name, values if values.ndim == 1 else values.astype(np.float16))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -80,12 +77,16 @@ def _token_type(vocabulary: sentencepiece.SentencePieceProcessor, token: int) ->
     return gguf.TokenType.BYTE if vocabulary.is_byte(token) else gguf.TokenType.NORMAL
 
 
+def read_state(path: Path) -> dict[str, Tensor]:
+    """The tensors of a GGUF file, dequantised by the `gguf` package."""
+    return {
+        tensor.name: torch.from_numpy(np.array(gguf.dequantize(tensor.data, tensor.tensor_type), dtype=np.float32))
+        for tensor in gguf.GGUFReader(path).tensors
+    }
+
+
 def read_gguf(path: Path, config: DemoConfig) -> DemoModel:
-    """The network with the weights that the file really holds, dequantised by the `gguf` package."""
-    state = {}
-    for tensor in gguf.GGUFReader(path).tensors:
-        values = gguf.dequantize(tensor.data, tensor.tensor_type)
-        state[tensor.name] = torch.from_numpy(np.array(values, dtype=np.float32))
+    """The network with the weights that the file really holds."""
     model = DemoModel(config)
-    model.load_state_dict(state)
+    model.load_state_dict(read_state(path))
     return model.eval()

@@ -14,15 +14,15 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class DemoConfig:
-    """Shape of the network.  Every matrix row is a multiple of 32 long, the block length of Q8_0."""
+    """Shape of the network.  Every matrix row is a multiple of 256 long, the longest block of a quantised format."""
 
     vocab_size: int = 2048
-    hidden_size: int = 192
-    n_layers: int = 6
-    n_heads: int = 6
+    hidden_size: int = 256
+    n_layers: int = 5
+    n_heads: int = 8
     n_kv_heads: int = 2
     head_dim: int = 32
-    ffn_size: int = 384
+    ffn_size: int = 768
     context_length: int = 1024
     rope_theta: float = 10000.0
     rms_norm_eps: float = 1e-5

@@ -1,10 +1,10 @@
 """Train the demo model and write it as GGUF.
 
     pip install '.[reference]'
-    python -m tests.demo_model.train --stories tinystories_sample.txt
+    python -m tests.demo_model.train --stories tinystories_sample.txt --start narrower.gguf
 
-About an hour on two cores.  Started again, the run goes on from its last checkpoint; every batch is a
-function of the seed and the step, so an interrupted run sees the same data.
+Started again, the run goes on from its last checkpoint; every batch is a function of the seed and the step, and the
+learning rate falls with the time spent.
 """
 
 import argparse
@@ -24,28 +24,29 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.demo_model.data import Corpus, Encoder, batch, load_vocabulary, read_sample
-from tests.demo_model.export import write_gguf
+from tests.demo_model.export import read_state, write_gguf
 from tests.demo_model.model import DemoConfig, DemoModel
 from tests.demo_model.muon import Muon
+from tests.demo_model.widen import widen
 
 SEED = 20260101
 ROOT = Path(__file__).resolve().parents[2]
 BATCH_TOKENS = 4096
 REPLICAS = 4  # a divisor of the rows in the smallest batch
 WARMUP_STEPS = 30
-DECAY_SHARE = 0.6  # the last part of the run, in which the learning rate falls to zero
+DECAY_SHARE = 0.8  # the last part of the run, in which the learning rate falls to zero
 # Rows grow during the run: attention over short ones is cheaper.  (share of the run, tokens a row)
 ROW_LENGTHS = ((0.5, 256), (0.85, 512), (1.0, 1024))
 
 
-def learning_rate_factor(step: int, steps: int) -> float:
-    """Warm up, stay, then fall in a straight line to zero."""
-    return min((step + 1) / WARMUP_STEPS, 1.0, (steps - step) / (steps * DECAY_SHARE))
+def learning_rate_factor(step: int, share: float) -> float:
+    """Warm up, stay, then fall in a straight line to zero at the end of the run (share 1)."""
+    return min((step + 1) / WARMUP_STEPS, 1.0, (1 - share) / DECAY_SHARE)
 
 
-def row_length(step: int, steps: int) -> int:
-    """Tokens a row at this step."""
-    return next(length for share, length in ROW_LENGTHS if step < share * steps)
+def row_length(share: float) -> int:
+    """Tokens a row when this share of the run is over."""
+    return next(length for end, length in ROW_LENGTHS if share <= end)
 
 
 def weighted_loss(model: DemoModel, ids: Tensor, weights: Tensor) -> Tensor:
@@ -130,53 +131,56 @@ def train(options: argparse.Namespace) -> None:
     config = DemoConfig()
     encoder = Encoder(load_vocabulary(corpus, config.vocab_size, options.work / "vocabulary"))
     model = DemoModel(config)
+    if options.start:
+        widen(model, read_state(options.start))
     parts = optimizers(model)
     for part in parts:
         for group in part.param_groups:
-            group["peak_lr"] = group["lr"]
+            group["peak_lr"] = group["lr"] * options.peak
     checkpoint = options.work / "checkpoint.pt"
-    step = 0
+    step, spent = 0, 0.0
     if checkpoint.exists():
         saved = torch.load(checkpoint)
-        step = saved["step"]
+        step, spent = saved["step"], saved["spent"]
         model.load_state_dict(saved["model"])
         for part, state in zip(parts, saved["optimizers"], strict=True):
             part.load_state_dict(state)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters, from step {step}", flush=True)
 
     replicas = Replicas(model, REPLICAS, options.threads)
-    started, mean_loss, seen = time.perf_counter(), math.nan, 0
-    while step < options.steps:
-        length = row_length(step, options.steps)
+    started, mean_loss, seen = time.perf_counter() - spent, math.nan, 0
+    while (share := (time.perf_counter() - started) / (60 * options.minutes)) < 1:
+        length = row_length(share)
         ids, weights = batch(corpus, encoder, BATCH_TOKENS // length, length, f"{SEED}/{step}")
         loss = replicas.backward(torch.from_numpy(ids), torch.from_numpy(weights))
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for part in parts:
             for group in part.param_groups:
-                group["lr"] = group["peak_lr"] * learning_rate_factor(step, options.steps)
+                group["lr"] = group["peak_lr"] * learning_rate_factor(step, share)
             part.step()
         step, seen = step + 1, seen + BATCH_TOKENS
         mean_loss = loss if math.isnan(mean_loss) else 0.95 * mean_loss + 0.05 * loss
         if step % 10 == 0:
             rate = seen / (time.perf_counter() - started)
-            print(f"step {step}/{options.steps}  loss {mean_loss:.3f}  {rate:.0f} tok/s", flush=True)
-        if step % 50 == 0 or step == options.steps:
+            print(f"step {step}, {share:.0%}  loss {mean_loss:.3f}  {rate:.0f} tok/s", flush=True)
+        if step % 50 == 0:
             print(
                 f"step {step}  held-out stories {held_out_loss(model, encoder, held_out):.4f} nats a token",
                 flush=True,
             )
             state = {
                 "step": step,
+                "spent": time.perf_counter() - started,
                 "model": model.state_dict(),
                 "optimizers": [part.state_dict() for part in parts],
             }
             torch.save(state, checkpoint.with_suffix(".part"))
             checkpoint.with_suffix(".part").replace(checkpoint)
-            write_gguf(options.out, model, encoder.processor)
+    write_gguf(options.out, model, encoder.processor)
     summary = {
         "parameters": sum(p.numel() for p in model.parameters()),
         "bytes": options.out.stat().st_size,
-        "tokens": options.steps * BATCH_TOKENS,
+        "tokens": step * BATCH_TOKENS,
         "held_out_story_nll": round(held_out_loss(model, encoder, held_out), 4),
         "held_out_story_tokens": int(np.sum([len(encoder.text(story)) + 1 for story in held_out])),
     }
@@ -186,9 +190,11 @@ def train(options: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stories", type=Path, required=True, help="stories separated by <|endoftext|>")
-    parser.add_argument("--out", type=Path, default=ROOT / "localllm" / "data" / "demo.gguf")
+    parser.add_argument("--out", type=Path, default=ROOT / "tests" / "data" / "demo-f16.gguf")
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "demo_model", help="checkpoints go here")
-    parser.add_argument("--steps", type=int, default=1700)
+    parser.add_argument("--start", type=Path, help="GGUF file of the narrower model (widen.py) to start from")
+    parser.add_argument("--minutes", type=float, default=120)
+    parser.add_argument("--peak", type=float, default=1.0, help="factor of all learning rates, lower with --start")
     parser.add_argument("--threads", type=int, default=2)
     train(parser.parse_args())
 

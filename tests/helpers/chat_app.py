@@ -21,7 +21,7 @@ from localllm.tui.screens.model_loader import ModelState
 from localllm.tui.setup import Setup
 from localllm.tui.storage.chats import Store
 from localllm.tui.widgets.message import MessageView
-from tests.helpers.fake_chat import FakeInfo, FakeModel, FakeStream, Reply
+from tests.helpers.fake_chat import FakeModel, FakeStream, Reply
 
 #: Seconds that something may take on a slow machine.
 LIMIT = 60.0
@@ -30,12 +30,6 @@ LIMIT = 60.0
 def not_drawing() -> None:
     """Fails on the thread that draws, which must not wait for anything; in tests that is the main one."""
     assert threading.current_thread() is not threading.main_thread(), "the thread that draws does heavy work"
-
-
-@dataclass(frozen=True)
-class AppInfo(FakeInfo):
-    device: str = "cpu"
-    gpu_bytes: int = 0
 
 
 class Steps(threading.Event):
@@ -53,11 +47,7 @@ class Steps(threading.Event):
 
 
 class AppModel(FakeModel):
-    """A `localllm.tui.setup.OpenModel` that works on no thread that draws."""
-
-    @property
-    def info(self) -> AppInfo:
-        return AppInfo(self.context, name=self.name)
+    """A model that works on no thread that draws."""
 
     def tokenize(self, text: str, add_special: bool = True) -> list[int]:
         not_drawing()

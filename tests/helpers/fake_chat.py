@@ -47,6 +47,8 @@ class FakeInfo:
     context: int
     path: Path = Path("fake.gguf")
     name: str | None = "Fake"
+    device: str = "cpu"
+    gpu_bytes: int = 0
 
 
 @dataclass

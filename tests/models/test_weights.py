@@ -49,6 +49,12 @@ def test_parts_of_a_matrix_are_its_rows_in_order() -> None:
     assert not q.weight.data.flags.owndata
 
 
+def test_a_vector_in_blocks_is_not_cut() -> None:
+    bias = Tensor(GGMLType.Q8_0, (64,), np.zeros(68, np.uint8), "qkv.bias")
+    with pytest.raises(ModelError, match=r"qkv\.bias is a vector in Q8_0, whose blocks cannot be cut"):
+        split_rows(Matrix(f32(random(64, 8)), bias), {"q": 32, "k": 32})
+
+
 def test_parts_may_take_turns() -> None:
     """Of each of three heads, two rows of the query and one of the gate."""
     whole = random(9, 4)

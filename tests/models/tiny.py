@@ -6,6 +6,7 @@ special is in force.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -33,12 +34,14 @@ class Tiny:
         architecture: GGUF's.
         config: what differs from `CONFIG`.
         conversion: other than `localllm convert` does it.
+        auto: transformers' class of it.
     """
 
     model_type: str
     architecture: str
     config: Mapping[str, Any] = field(default_factory=dict)
     conversion: Conversion | None = None
+    auto: str = "AutoModelForCausalLM"
 
 
 #: Heads in two groups, a width that is no multiple of a block or tile, and few tokens.
@@ -338,7 +341,7 @@ TINY: dict[str, Tiny] = {
     "mamba2": Tiny(
         "mamba2",
         "mamba2",
-        {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 1},
+        {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 1, "intermediate_size": 128},
     ),
     "minimax-m2": Tiny(
         "minimax_m2",
@@ -401,6 +404,25 @@ TINY: dict[str, Tiny] = {
     ),
 }
 
+#: Models that embed.
+ENCODERS: dict[str, Tiny] = {
+    "bert": Tiny("bert", "bert", {"layer_norm_eps": 1e-5, "head_dim": None}, auto="AutoModel"),
+    "nomic-bert": Tiny("nomic_bert", "nomic-bert", {"layer_norm_eps": 1e-5}, auto="AutoModel"),
+    "modern-bert": Tiny(
+        "modernbert",
+        "modern-bert",
+        {"norm_eps": 1e-5, "local_attention": 8, "cls_token_id": 1, "sep_token_id": 2},
+        auto="AutoModel",
+    ),
+    "gemma-embedding": Tiny(
+        "gemma3_text",
+        "gemma-embedding",
+        TINY["gemma3"].config | {"sliding_window": 9, "use_bidirectional_attention": True},
+        auto="AutoModel",
+    ),
+    "qwen3-embedding": Tiny("qwen3", "qwen3", auto="AutoModel"),
+}
+
 
 # -- Making and writing --------------------------------------------------------------------------------------------
 
@@ -411,7 +433,7 @@ def make_model(entry: Tiny, seed: int = 0) -> Any:
     import transformers
 
     config = transformers.AutoConfig.for_model(entry.model_type, **(CONFIG | dict(entry.config)))
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
+    model = getattr(transformers, entry.auto).from_config(config, attn_implementation="eager").eval().float()
     model.config.allow_global_per_layer_attribute_access = True  # Gemma 4's, whose layers' heads differ
     rng = np.random.default_rng(seed)
     shift = ARCHITECTURES[entry.architecture].conversion.tensor("model.norm.weight", np.zeros(1, np.float32), config)
@@ -419,12 +441,12 @@ def make_model(entry: Tiny, seed: int = 0) -> Any:
     with torch.no_grad():
         for name, parameter in model.state_dict().items():
             shifted = is_shifted and not name.endswith("linear_attn.norm.weight")
-            values = torch.from_numpy(_random(rng, name, tuple(parameter.shape), shifted))
+            values = torch.from_numpy(random_values(rng, name, tuple(parameter.shape), shifted))
             parameter.copy_(values.to(torch.bfloat16))  # which it is saved as
     return model
 
 
-def _random(rng: np.random.Generator, name: str, shape: tuple[int, ...], shifted: bool) -> NDArray[np.float64]:
+def random_values(rng: np.random.Generator, name: str, shape: tuple[int, ...], shifted: bool) -> NDArray[np.float64]:
     """``shifted``: norms multiply with 1 + weight."""
     if "embed_tokens" in name:
         return rng.normal(0, 1, shape)
@@ -445,13 +467,23 @@ def _random(rng: np.random.Generator, name: str, shape: tuple[int, ...], shifted
     return rng.normal(0, shape[-1] ** -0.5, shape)
 
 
-def write(path: Path, entry: Tiny, model: Any, type: str = "F32") -> Path:
-    """Writes a model of transformers as a GGUF file, as ``localllm convert`` does."""
-    checkpoint = Checkpoint(save(path.with_suffix(".hf"), model), entry.conversion)
+def write(path: Path, entry: Tiny, model: Any, type: str = "F32", **keys: Any) -> Path:
+    """Writes a model of transformers as a GGUF file, as ``localllm convert`` does; ``keys`` are further ones."""
+    folder = save(path.with_suffix(".hf"), model)
+    if entry.auto == "AutoModel":
+        _write_pooling(folder, "lasttoken" if entry.architecture == "qwen3" else "mean_tokens")
+    checkpoint = Checkpoint(folder, entry.conversion)
     assert checkpoint.architecture == entry.architecture
+    checkpoint.metadata |= {f"{entry.architecture}.{key}": value for key, value in keys.items()}
     for _ in run(plan(checkpoint, path, type), overwrite=True):
         pass
     return path
+
+
+def _write_pooling(folder: Path, mode: str) -> None:
+    """As sentence-transformers does."""
+    (folder / "1_Pooling").mkdir(exist_ok=True)
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps({f"pooling_mode_{mode}": True}))
 
 
 def save(folder: Path, model: Any) -> Path:

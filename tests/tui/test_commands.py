@@ -60,10 +60,15 @@ class Notebook:
 
 
 @pytest.fixture
-def front(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Notebook]:
+def model() -> FakeModel:
+    return FakeModel([f"r{i}" for i in range(9)])
+
+
+@pytest.fixture
+def front(model: FakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Notebook]:
     monkeypatch.chdir(tmp_path)
     store = Store(tmp_path / "chats.sqlite3")
-    yield Notebook(store, FakeModel([f"r{i}" for i in range(9)]))
+    yield Notebook(store, model)
     store.close()
 
 
@@ -190,7 +195,7 @@ def test_settings(front: Notebook) -> None:
         ("/set temperature hot", "temperature cannot be 'hot': give a number, or default"),
         ("/set top_p 3", "top_p is 3.0, but must be a number from 0 to 1"),
         ("/set xyzzy", "there is no setting 'xyzzy'"),
-        ("/stop-strings 'a", "a quotation mark is open"),
+        ("/stop-strings 'a", "in quotes that are closed"),
         ('/stop-strings ""', "must be a text that is not empty"),
         ("/edit x", "there is nothing to edit yet"),
         ("/edit #9 x", "there is no message #9: nothing was said yet"),
@@ -321,7 +326,34 @@ def test_what_a_command_prints(front: Notebook, monkeypatch: pytest.MonkeyPatch)
     assert commands.parse("!!important") == "!important"
     assert front.type("!echo one; echo two >&2") == "Output of `echo one; echo two >&2`:\n\n```\none\ntwo\n```"
     assert front.type("/run printf '```'").endswith("````\n```\n````")
-    monkeypatch.setattr(attachments, "MOST_BYTES", 100)
+    monkeypatch.setattr(attachments, "MOST_OUTPUT", 100)
     assert len(front.type("!yes")) < 200  # which never ends by itself
     monkeypatch.setattr(attachments, "COMMAND_SECONDS", 0.1)
     assert front.type("!echo begun; sleep 1000 & wait").endswith("```\nbegun\n```")
+
+
+def test_replies_are_held_to_a_schema(front: Notebook, model: FakeModel, tmp_path: Path) -> None:
+    assert front.type("/format") == "replies are free text"
+    (tmp_path / "s.json").write_text('{"type": "object"}')
+    assert front.type("/format s.json") == 'replies are JSON, by the schema {"type": "object"}'
+    front.type("hi")
+    assert model.asked[-1].options["json_schema"] == {"type": "object"}
+    kept = front.session.store.load(front.session.conversation.id)
+    assert kept.settings == {"json_schema": {"type": "object"}}
+    (tmp_path / "s.json").write_text("{")
+    with pytest.raises(UsageError, match="give a JSON schema, or default"):
+        front.type("/format s.json")
+    assert front.type("/format none") == "replies are free text"
+
+
+def test_replies_are_compared(front: Notebook, model: FakeModel) -> None:
+    with pytest.raises(UsageError, match="there is one reply alone"):
+        front.type("/compare")
+    front.type("hi")
+    model.name = "Other"
+    front.type("/regen")
+    assert front.type("/compare") == "Fake\nr0\n\nOther\nr1"
+    front.type("/regen")
+    assert front.type("/compare") == "Fake\nr0\n\nOther\nr2"
+    with pytest.raises(UsageError, match="/model FILE, /regen"):
+        front.type("/compare other.gguf")

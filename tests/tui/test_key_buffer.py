@@ -61,11 +61,11 @@ async def test_an_arrow_moves_in_what_was_searched_for_even_before_it_is_found(
 
 async def test_a_name_and_a_path_typed_into_dialogs_that_open(tmp_path: Path) -> None:
     async with chatting(keeping(("first", "pears"))) as chat:
-        chat.hit("ctrl+o", "f2", "another", "enter", "f4", "ctrl+u", f"{tmp_path}/a.json", "enter")
+        chat.hit("ctrl+o", "f2", "another", "enter", "enter", "/export", "enter")
+        chat.hit("ctrl+u", f"{tmp_path}/a.json", "enter")
         await chat.until((tmp_path / "a.json").exists)
-        chat.hit("f5", f"{tmp_path}/a.json", "enter", "up", "enter")
-        await chat.until(lambda: chat.app.screen is chat.app._chat)
-        await chat.sees("localllm  another")
+        chat.hit("/import", "enter", f"{tmp_path}/a.json", "enter")
+        await chat.sees("localllm  another (copy)")
 
 
 class EarlyApp(ChatApp):

@@ -194,7 +194,7 @@ async def test_a_chat_that_is_left_unsaved_is_kept_for_the_end(monkeypatch: pyte
         await chat.ask("hi")
         await chat.press("ctrl+n")
         await chat.until(lambda: len(chat.app.session.conversation) == 0)
-        (left,) = chat.app.unsaved
+        left, _ = chat.app.sessions
     is_full = False
     assert left.flush(0.0) is None
     assert [m.text for m in store.load(left.conversation.id).path()] == ["hi", "one"]
@@ -203,14 +203,13 @@ async def test_a_chat_that_is_left_unsaved_is_kept_for_the_end(monkeypatch: pyte
 def test_only_a_chat_that_is_saved_can_be_continued(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     store = Store(tmp_path / "chats.sqlite3")
     session = ChatSession(FakeModel(), store)
-    begun = launch.Launch(None, store, [], session.conversation, "", None, {}, sessions=[session])  # type: ignore[arg-type]
     store._connection.execute("PRAGMA query_only=1")
     play(session.send, "a")
-    launch._say_how_to_go_on(begun)
+    launch._say_how_to_go_on(session)
     assert capsys.readouterr().err == ""
     store._connection.execute("PRAGMA query_only=0")
-    launch._save_the_rest(begun)
-    launch._say_how_to_go_on(begun)
+    launch._save_the_rest([session])
+    launch._say_how_to_go_on(session)
     assert f"--session {session.conversation.id}" in capsys.readouterr().err
     store.close()
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -49,4 +51,40 @@ def test_a_chat_in_a_terminal(terminal: Terminal) -> None:
     terminal.press("/branch 1", "Enter")
     terminal.sees("‹ 1/2 ›")
     terminal.press("C-c")
+    terminal.sees("ended with 0")
+
+
+#: The chat with all that is real but for the model: it has a tool add numbers, and says what came of it.
+PROGRAM = """
+import sys
+from localllm.cli.main import main
+from localllm.tui import launch
+from tests.helpers.chat_app import AppModel
+call = '<tool_call>{"name": "numbers__add", "arguments": {"a": 2, "b": 40}}</tool_call>'
+replies = [call, lambda messages: f"It is **{messages[-1]['content']}**."]
+launch.load_model = lambda *arguments: AppModel(replies, context=10_000)
+sys.exit(main(["chat"]))
+"""
+
+
+def test_a_tool_of_an_mcp_server_is_used_in_a_terminal(terminal: Terminal, tmp_path: Path) -> None:
+    pytest.importorskip("mcp")
+    command = json.dumps([sys.executable, str(Path(__file__).parents[1] / "helpers" / "mcp_server.py")])
+    (tmp_path / "config.toml").write_text(f"[tools.servers.numbers]\ncommand = {command}\n")
+    terminal.start(program=[sys.executable, "-c", PROGRAM])
+    terminal.sees("Fake", "Type a message")
+    terminal.press("/tools", "Enter")
+    terminal.sees("numbers__add", "Adds two numbers.")
+    terminal.press("Escape")
+    terminal.until(lambda screen: "Adds two numbers." not in screen, "the editor")
+    terminal.press("What is 2 and 40?", "Enter")
+    terminal.sees('May the model use numbers__add {"a": 2, "b": 40}? F3 answers')
+    terminal.press("F3")
+    terminal.sees("Yes, this time", "No: the model is told so")
+    terminal.press("Down", "Enter")
+    terminal.sees('numbers__add {"a": 2, "b": 40} · 2 characters', "It is 42.")
+    terminal.press(f"/export {tmp_path}/chat.md", "Enter")
+    terminal.sees("written to")
+    assert "Tool `numbers__add`:" in (tmp_path / "chat.md").read_text()
+    terminal.press("C-q")
     terminal.sees("ended with 0")

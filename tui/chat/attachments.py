@@ -1,7 +1,9 @@
-"""Text files that are sent with a message: ``@notes.txt``, or in quotes where the name has spaces."""
+"""Files that are sent with a message: ``@notes.txt``, ``@folder``, ``@src/*.py``, in quotes if there are spaces."""
 
 from __future__ import annotations
 
+import glob
+import itertools
 import os
 import re
 import signal
@@ -10,16 +12,18 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from localllm.errors import UsageError
+from localllm.tui.chat import pieces
 from localllm.tui.chat.conversation import Attachment, Message
 
-MOST_BYTES = 1 << 20
+#: Bytes of a file, of what a command prints, and files of a folder.
+MOST_BYTES, MOST_OUTPUT, MOST_FILES = 32 << 20, 1 << 20, 500
 #: Seconds that a shell command may take.
 COMMAND_SECONDS = 30.0
 #: Seconds between two looks at whether it is to end.
@@ -34,42 +38,111 @@ class Attached(NamedTuple):
     """The files that a text names.
 
     Attributes:
-        files: each of them once.
+        files: each of them once, or where they do not fit, the pieces that match the text best.
         unknown: what looks like a name but is that of no file; it may be just a word with an @.
+        skipped: files of folders that are no text.
+        n_tokens: of all files, about.
+        is_cut: whether these are pieces.
     """
 
     files: tuple[Attachment, ...]
-    unknown: tuple[str, ...]
+    unknown: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
+    n_tokens: int = 0
+    is_cut: bool = False
 
 
-def attach(text: str, count: Callable[[str], int], known: Iterable[Attachment] = ()) -> Attached:
-    """Reads the files that a text names.
+def attach(
+    text: str,
+    count: Callable[[str], int],
+    known: Iterable[Attachment] = (),
+    room: Callable[[], int] = lambda: sys.maxsize,
+) -> Attached:
+    """Reads the files that a text names, also by folders and by patterns such as ``@docs/*.md``.
 
     Args:
         text: what somebody typed.
         count: gives the tokens of a text.
         known: files that came with an earlier version of the text: those that are gone are taken from here.
+        room: gives the tokens that files may have; it is asked if there are any.
 
     Raises:
         UsageError: one cannot be read, is too large or no text, or a name in quotes is of no file.
     """
-    old = {attachment.name: attachment for attachment in known}
-    files: dict[str, Attachment] = {}
-    unknown = []
+    old = tuple(known)
+    kept: list[Attachment] = []
+    texts: dict[str, str] = {}
+    unknown, skipped = [], []
     for match in _REFERENCE.finditer(text):
         quoted = match[1] or match[2]
         names = [quoted] if quoted else [match[3], match[3].rstrip(_PUNCTUATION)]
-        name = next((name for name in names if name and _exists(name)), None)
-        if name is not None:
-            content = read_text_file(name)
-            files[name] = Attachment(name, content, count(content))
-        elif kept := next((name for name in names if name in old), None):
-            files[kept] = old[kept]
+        found = next((found for name in names if (found := _files(name))), [])
+        for name in found:
+            try:
+                texts[name] = read_text_file(name)
+            except UsageError:
+                if name in names:
+                    raise
+                skipped.append(name)
+        if found:
+            continue
+        if gone := [file for file in old if any(map(file.is_of, names))]:
+            kept += gone
         elif quoted:
             raise UsageError(f"there is no file {quoted!r} to attach: check the path")
         else:
             unknown.append(match[3])
-    return Attached(tuple(files.values()), tuple(unknown))
+    files, n_tokens, is_cut = _fitting(texts, _REFERENCE.sub("", text), count, room)
+    return Attached((*kept, *files), tuple(unknown), tuple(skipped), n_tokens, is_cut)
+
+
+def _fitting(
+    texts: Mapping[str, str], question: str, count: Callable[[str], int], room: Callable[[], int]
+) -> tuple[list[Attachment], int, bool]:
+    """Files as a whole, or their best pieces; all their tokens, and whether these are pieces."""
+    left = room() if texts else 0
+    n_tokens = sum(map(len, texts.values())) // 4
+    if n_tokens <= 4 * left:  # else it need not be counted
+        files = [Attachment(name, content, count(content)) for name, content in texts.items()]
+        n_tokens = sum(file.n_tokens for file in files)
+        if n_tokens <= left:
+            return files, n_tokens, False
+    best = pieces.best(texts, question, count, left)
+    if not best:
+        raise UsageError(f"there is room for {left:,} tokens of files alone: load the model with a larger context")
+    return best, n_tokens, True
+
+
+def _files(name: str) -> list[str]:
+    """The files that a name means: one, those of a folder, or those of a pattern; hidden ones by their names alone.
+
+    Raises:
+        UsageError: there are too many, or a folder has none.
+    """
+    path = _path(name)
+    try:
+        if path.is_dir():
+            found = _walk(path)
+        elif path.exists():
+            return [name]
+        else:
+            has_marks = any(mark in name for mark in "*?[")
+            found = (each for each in glob.iglob(str(path), recursive=True) if has_marks and os.path.isfile(each))
+        listed = list(itertools.islice(found, MOST_FILES + 1))
+    except (OSError, ValueError):  # too long, or a NUL
+        return []
+    if not listed and path.is_dir():
+        raise UsageError(f"{name} cannot be attached: it has no files")
+    if len(listed) > MOST_FILES:
+        raise UsageError(f"{name} has more than {MOST_FILES} files: name a smaller folder, or a pattern")
+    return listed
+
+
+def _walk(folder: Path) -> Iterator[str]:
+    """The files in a folder and below it, but for hidden ones."""
+    for at, folders, files in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        yield from (os.path.join(at, name) for name in sorted(files) if not name.startswith("."))
 
 
 def with_attachments(message: Message) -> str:
@@ -93,13 +166,6 @@ def _path(name: str) -> Path:
         return Path(name)
 
 
-def _exists(name: str) -> bool:
-    try:
-        return _path(name).exists()
-    except (OSError, ValueError):  # too long, or a NUL
-        return False
-
-
 def read_text_file(name: str) -> str:
     """The text of a file.
 
@@ -107,6 +173,8 @@ def read_text_file(name: str) -> str:
         UsageError: it cannot be read, is too large or no text.
     """
     path = _path(name)
+    if path.suffix.lower() == ".pdf":
+        return _pdf_text(path)
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
@@ -116,7 +184,7 @@ def read_text_file(name: str) -> str:
     except OSError as error:
         raise UsageError(f"{name} cannot be attached ({error.strerror}): check its rights") from None
     if len(data) > MOST_BYTES:
-        raise UsageError(f"{name} cannot be attached: it has more than {MOST_BYTES >> 10:,} KiB; cut it short")
+        raise UsageError(f"{name} cannot be attached: it has more than {MOST_BYTES >> 20} MiB; cut it short")
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError:
@@ -124,6 +192,21 @@ def read_text_file(name: str) -> str:
     if "\0" in text:
         raise UsageError(f"{name} cannot be attached: it is no text in UTF-8")
     return text
+
+
+def _pdf_text(path: Path) -> str:
+    """The pages of a PDF file, with form feeds between them."""
+    try:
+        from pypdf import PdfReader
+    except ImportError:
+        raise UsageError(f"{path} needs the package pypdf: pip install 'localllm[pdf]'") from None
+    try:
+        pages = [page.extract_text() for page in PdfReader(path).pages]
+    except Exception as error:  # whatever the package raises
+        raise UsageError(f"{path} cannot be attached: it cannot be read as a PDF ({error})") from None
+    if not "".join(pages).strip():
+        raise UsageError(f"{path} cannot be attached: it has no text, only pictures of it")
+    return "\f".join(pages)
 
 
 def command_output(command: str, is_stopped: Callable[[], bool] = lambda: False) -> str:
@@ -157,11 +240,11 @@ def command_output(command: str, is_stopped: Callable[[], bool] = lambda: False)
         watcher = threading.Thread(target=watch, daemon=True)
         watcher.start()
         try:
-            data = b"" if output is None else output.read(MOST_BYTES + 1)
+            data = b"" if output is None else output.read(MOST_OUTPUT)
         finally:
             is_read.set()
             watcher.join()
-    text = data[:MOST_BYTES].decode("utf-8", "replace")
+    text = data.decode("utf-8", "replace")
     return f"Output of `{command}`:\n\n{fenced(text)}"
 
 

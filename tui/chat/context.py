@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from localllm.errors import UsageError
 from localllm.tui.chat import settings as chat_settings
 from localllm.tui.chat.attachments import with_attachments
 from localllm.tui.chat.conversation import Conversation, Message, Window
@@ -117,7 +116,9 @@ class ContextTrimmer:
         """What can be done."""
         if self.first(0) is None:
             return ("stop",)
-        return ("drop", "stop") if self.first(self.summary_tokens) is None else ("drop", "summarise", "stop")
+        first = self.first(self.summary_tokens)
+        is_short = first is not None and self._fits(self.request(first))
+        return ("drop", "summarise", "stop") if is_short else ("drop", "stop")
 
     def first(self, reserve: int) -> int | None:
         """The place of the turn from which on the path fits, with room for an answer and ``reserve`` tokens.
@@ -140,35 +141,14 @@ class ContextTrimmer:
             )
         )
 
-    def parts(self, first: int) -> list[Sequence[Message]]:
-        """What comes before ``first``, in parts of whole turns that can be summarised one after the other.
-
-        Raises:
-            UsageError: a single turn is too long for it.
-        """
-        starts = [i for i in range(self.start, first) if self.path[i].role == "user" or i == self.start]
-        ends = [*starts[1:], first]
-        found: list[Sequence[Message]] = []
-        at = self.start
-        # The summary before, and the one to be written.
-        limit = self._context - 2 * self.summary_tokens
-        while at < first:
-            left = [end for end in ends if end > at]
-            n = bisect_right(left, limit, key=lambda end: self._count_request(self.path[at:end]))
-            if n == 0:
-                raise UsageError("a message is too long to be summarised: drop the oldest turns instead")
-            found.append(self.path[at : left[n - 1]])
-            at = left[n - 1]
-        return found
-
-    def request(self, part: Sequence[Message], summary: str) -> list[Sent]:
-        """What asks the model for a summary of a part, and of what came before."""
-        sent = prompt(part, self._system, summary)
+    def request(self, first: int) -> list[Sent]:
+        """What asks the model for a summary of what comes before ``first``."""
+        sent = prompt(self.path[self.start : first], self._system, self.summary)
         if sent and sent[-1]["role"] == "user":
             sent[-1]["content"] += f"\n\n{INSTRUCTION}"
         else:
             sent.append({"role": "user", "content": INSTRUCTION})
         return sent
 
-    def _count_request(self, part: Sequence[Message]) -> int:
-        return len(self._model.tokenize_chat(self.request(part, "")))
+    def _fits(self, request: list[Sent]) -> bool:
+        return len(self._model.tokenize_chat(request)) <= self._context - self.summary_tokens

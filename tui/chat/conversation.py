@@ -93,6 +93,11 @@ class Attachment:
     text: str
     n_tokens: Count
 
+    def is_of(self, name: str) -> bool:
+        """Whether it is the file of a name, a piece of it, or in the folder of that name."""
+        name = name.rstrip("/\\")
+        return self.name == name or self.name.startswith((f"{name}, ", f"{name}/", f"{name}\\"))
+
 
 @dataclass(frozen=True, slots=True)
 class Call:

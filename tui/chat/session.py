@@ -17,31 +17,18 @@ from typing import Any, NamedTuple
 
 from localllm.chat.reply import ReplyParser, ToolCall
 from localllm.errors import StoreError, UsageError
+from localllm.tui.chat import events
 from localllm.tui.chat import settings as chat_settings
-from localllm.tui.chat.attachments import attach
+from localllm.tui.chat.attachments import Attached, attach
 from localllm.tui.chat.context import ContextTrimmer, whole_prompt
 from localllm.tui.chat.conversation import Attachment, Call, Conversation, Message, State, Stats, Window
-from localllm.tui.chat.events import (
-    Choice,
-    ContextFull,
-    Delta,
-    Event,
-    Finished,
-    Prefill,
-    RoomMade,
-    Started,
-    Summarising,
-    ToolAsked,
-    ToolsUsed,
-    Turn,
-    Warned,
-)
+from localllm.tui.chat.events import Choice, Event, Turn
 from localllm.tui.chat.model import ChatModel, ReplyStream
 from localllm.tui.chat.thinking import Piece, ThinkingClock, opening_tag, split
 from localllm.tui.chat.tools import Permission, Tool, Toolbox, result_of
 from localllm.tui.storage.autosave import AutoSaver
 from localllm.tui.storage.chats import Store
-from localllm.tui.text import automatic_title, clean_title
+from localllm.tui.text import automatic_title, clean_title, shortened
 
 #: Seconds between two looks at whether somebody still wants an answer.
 _ANSWER_SECONDS = 0.05
@@ -306,6 +293,21 @@ class ChatSession:
         self._saver.delete(self.conversation.delete(id_))
         self._moved()
 
+    def detach(self, name: str) -> int:
+        """Takes an attachment off the messages of the path: the model does not get it any more; returns how many.
+
+        Pieces of a file, and the files of a folder, go together.
+        """
+        self._check_free()
+        n = 0
+        for message in self.conversation.path():
+            kept = tuple(file for file in message.attachments if not file.is_of(name))
+            if kept != message.attachments:
+                n += len(message.attachments) - len(kept)
+                self.conversation.update(message.id, attachments=kept)
+                self._saver.save(message.id)
+        return n
+
     def _moved(self) -> None:
         self._full = None
         leaf = self.conversation.leaf
@@ -330,19 +332,16 @@ class ChatSession:
         try:
             self.turn, self._full = turn, None
             yield
-            self._tell_warning(turn)
+            self._emit(turn)
         finally:
             self.turn = None
             self._busy.release()
 
-    def _tell_warning(self, turn: Turn) -> None:
-        if (warning := self.take_warning()) is not None:
-            turn.emit(Warned(warning))
-
-    def _emit(self, turn: Turn, *events: Event) -> None:
+    def _emit(self, turn: Turn, *told: Event) -> None:
         """Tells of events, and before them of what could not be saved."""
-        self._tell_warning(turn)
-        for event in events:
+        if (warning := self.take_warning()) is not None:
+            turn.emit(events.Warned(warning))
+        for event in told:
             turn.emit(event)
 
     def _ask(self, text: str, old: Message | None, turn: Turn) -> None:
@@ -351,16 +350,36 @@ class ChatSession:
             model = self._loaded()
             if not text.strip():
                 raise UsageError("there is nothing to send: type a message")
-            known = () if old is None else old.attachments
-            attached = attach(text, lambda content: len(model.tokenize(content, add_special=False)), known)
+            attached = self.attach(text, lambda content: len(model.tokenize(content, add_special=False)), old)
             if turn.is_stopped:
-                turn.emit(Finished(None))
+                turn.emit(events.Finished(None))
                 return
             question = self._say(text, old, attached.files)
             turn.question = question.id
             for name in attached.unknown:
-                turn.emit(Warned(f"there is no file {name!r}: @{name} is sent as it stands"))
+                turn.emit(events.Warned(f"there is no file {name!r}: @{name} is sent as it stands"))
+            if attached.is_cut:
+                sent = sum(file.n_tokens for file in attached.files)
+                what = f"{sent:,} of about {attached.n_tokens:,} tokens of files fit"
+                turn.emit(events.Warned(f"{what}: the pieces that match the message best are sent"))
+            if attached.skipped:
+                turn.emit(
+                    events.Warned(f"not sent, as they are no texts: {shortened(', '.join(attached.skipped), 200)}")
+                )
             self._reply(question.id, None, turn)
+
+    def attach(self, text: str, count: Callable[[str], int], old: Message | None = None) -> Attached:
+        """The files that a text in the place of ``old`` names, or those of their pieces that fit; see `attach`."""
+
+        def room() -> int:
+            context = self._loaded().info.context
+            parent = None if old is None else old.parent
+            path = [] if old is not None and parent is None else self.conversation.path(parent)
+            said = whole_prompt(path, self.conversation.system)
+            left = context - count(text) - (len(self._loaded().tokenize_chat(said)) if said else 0)
+            return max(left, context // 2) - context // 4  # of a long past, turns can be dropped
+
+        return attach(text, count, () if old is None else old.attachments, room)
 
     def _say(self, text: str, old: Message | None, files: tuple[Attachment, ...]) -> Message:
         if not self.conversation.title:
@@ -380,7 +399,7 @@ class ChatSession:
     def _reply(self, question: str, id_: str | None, turn: Turn) -> None:
         """Generates the reply to a message, or the rest of the reply ``id_``, and runs the tools that it calls."""
         self._tools = self.toolbox.tools(lambda: turn.is_stopped)
-        self._emit(turn, *map(Warned, self.toolbox.take_warnings()))
+        self._emit(turn, *map(events.Warned, self.toolbox.take_warnings()))
         for _ in range(self.toolbox.settings.rounds):
             reply = self._reply_once(question, id_, turn)
             if reply is None or not reply.calls:
@@ -389,7 +408,9 @@ class ChatSession:
             if turn.is_stopped:
                 return
             question, id_ = reply.id, None
-        self._emit(turn, Warned(f"stopped after {self.toolbox.settings.rounds} rounds of tools: say what to do next"))
+        self._emit(
+            turn, events.Warned(f"stopped after {self.toolbox.settings.rounds} rounds of tools: say what to do next")
+        )
 
     @property
     def _told(self) -> dict[str, Any]:
@@ -408,14 +429,14 @@ class ChatSession:
             calls[i] = replace(call, result=result)
             message = self.conversation.update(reply.id, calls=tuple(calls))
             self._saver.save(reply.id)
-            self._emit(turn, ToolsUsed(message))
+            self._emit(turn, events.ToolsUsed(message))
 
     def _may_run(self, tool: Tool, call: Call, turn: Turn) -> bool:
         """Whether a call is allowed: asks, unless that was said before."""
         if tool.mark in self._allowed or self.toolbox.is_allowed(tool):
             return True
         answers: queue.SimpleQueue[Permission] = queue.SimpleQueue()
-        self._emit(turn, ToolAsked(call.name, call.arguments, answers.put))
+        self._emit(turn, events.ToolAsked(call.name, call.arguments, answers.put))
         while not turn.is_stopped:
             try:
                 answer = answers.get(timeout=_ANSWER_SECONDS)
@@ -437,7 +458,7 @@ class ChatSession:
         variables = asked.template_variables
         n_tokens = len(model.tokenize_chat(messages, template_variables=variables, reply_prefix=begun, **self._told))
         if turn.is_stopped:
-            self._emit(turn, Finished(None if id_ is None else conversation[id_]))
+            self._emit(turn, events.Finished(None if id_ is None else conversation[id_]))
             return None
         if n_tokens >= model.info.context:
             self._emit(turn, self._context_full(question, id_, n_tokens))
@@ -449,18 +470,18 @@ class ChatSession:
         else:
             conversation.update(id_, state="streaming")
         self._saver.save(question, id_)
-        self._emit(turn, Started(id_))
+        self._emit(turn, events.Started(id_))
         start = partial(
             model.stream_chat,
             messages,
             template_variables=variables,
             reply_prefix=begun,
-            progress=lambda done, total: turn.emit(Prefill(done, total)),
+            progress=lambda done, total: turn.emit(events.Prefill(done, total)),
             **{**self.more, **asked.options, **self._told},
         )
         self._write(id_, start, turn, show_begun=is_new)
         message = conversation.get(id_)
-        self._emit(turn, Finished(message))
+        self._emit(turn, events.Finished(message))
         if message is not None and message.state == "context" and message.stats is not None:
             self._emit(turn, self._context_full(question, id_, message.stats.total_tokens))
         return message if message is not None and message.state == "complete" else None
@@ -488,7 +509,7 @@ class ChatSession:
                 said += "" if part.thinking else part.text
                 if show:
                     clock.see([part])
-                    self._emit(turn, Delta(*part))
+                    self._emit(turn, events.Delta(*part))
 
         clock = ThinkingClock(None if reply.stats is None else reply.stats.thinking_s)
         state: State = "failed"
@@ -507,7 +528,7 @@ class ChatSession:
                 text = self.conversation[id_].text
                 text = text.removesuffix(split(text, reply.opened)[1]) + said.rstrip()
                 self.conversation.update(id_, text=text, calls=tuple(calls))
-            self._emit(turn, *map(Warned, parser.warnings))
+            self._emit(turn, *map(events.Warned, parser.warnings))
         except KeyboardInterrupt:
             state = "stopped"
             raise
@@ -536,11 +557,11 @@ class ChatSession:
         begun = conversation.settings.get("reply_prefix", "") if reply is None else conversation[reply].text
         return ContextTrimmer(self._loaded(), conversation, question, begun, self._told)
 
-    def _context_full(self, question: str, reply: str | None, n_tokens: int) -> ContextFull:
+    def _context_full(self, question: str, reply: str | None, n_tokens: int) -> events.ContextFull:
         choices = self._trimmer(question, reply).choices()
         self._full = _Full(question, reply, choices)
         context = self._loaded().info.context
-        return ContextFull(n_tokens, context, reply is not None, choices)
+        return events.ContextFull(n_tokens, context, reply is not None, choices)
 
     def _trim(self, full: _Full, turn: Turn, *, summarise: bool) -> None:
         trimmer = self._trimmer(full.question, full.reply)
@@ -553,7 +574,7 @@ class ChatSession:
         self._full = None
         self.conversation.update(full.question, window=Window(trimmer.path[first].id, summary))
         self._saver.save(full.question)
-        self._emit(turn, RoomMade(first, summary))
+        self._emit(turn, events.RoomMade(first, summary))
         self._reply(full.question, full.reply, turn)
 
     def _summarise(self, trimmer: ContextTrimmer, first: int, turn: Turn) -> str:
@@ -561,23 +582,18 @@ class ChatSession:
         model = self._loaded()
         asked = chat_settings.generation(self.conversation.settings)
         given = {**self.more, **asked.options, "max_tokens": trimmer.summary_tokens, "stop": ()}
-        summary = trimmer.summary
-        for part in trimmer.parts(first):
-            written = ""
-            turn.stream = stream = model.stream_chat(
-                trimmer.request(part, summary), template_variables={"enable_thinking": False}, **given
-            )
-            try:
-                for chunk in stream:
-                    written += chunk.text
-                    turn.emit(Summarising(chunk.text))
-            finally:
-                turn.stream = None
-                stream.close()
-            if turn.is_stopped:
-                break
-            summary = split(written)[1].strip()
-        return summary
+        written = ""
+        turn.stream = stream = model.stream_chat(
+            trimmer.request(first), template_variables={"enable_thinking": False}, **given
+        )
+        try:
+            for chunk in stream:
+                written += chunk.text
+                turn.emit(events.Summarising(chunk.text))
+        finally:
+            turn.stream = None
+            stream.close()
+        return split(written)[1].strip()
 
 
 def _name(model: ChatModel) -> str:

@@ -4,11 +4,14 @@ They are plain values by name, those of `localllm.options.Options` that make sen
 
     thinking      whether a model that can think first shall do so; left out, its template decides
     reply_prefix  what every reply begins with
+    json_schema   what every reply is held to
 """
 
 from __future__ import annotations
 
 import difflib
+import json
+import shlex
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -27,7 +30,8 @@ def _count(text: str) -> int | None:
 
 
 def _texts(text: str) -> list[str]:
-    return [text]
+    """Texts in quotes, or one word each; ``\\n`` is a line's end."""
+    return [each.replace("\\n", "\n") for each in shlex.split(text)]
 
 
 def _readers() -> dict[str, Callable[[str], object]]:
@@ -38,6 +42,7 @@ def _readers() -> dict[str, Callable[[str], object]]:
         "ignore_eos": _flag,
         "thinking": _flag,
         "reply_prefix": str,
+        "json_schema": json.loads,
     }
     for name, option in declared(Sampling).items():
         if option.is_kept and option.kind.parse in (float, int):
@@ -97,7 +102,8 @@ def with_setting(settings: Mapping[str, Any], name: str, text: str) -> dict[str,
 
 def _kind(name: str) -> str:
     kinds = {float: "a number", int: "a whole number", _count: "a whole number or none", _flag: "on or off"}
-    return kinds.get(READERS[name], "a text")
+    kinds[_texts] = "texts, in quotes that are closed"
+    return "a JSON schema" if name == "json_schema" else kinds.get(READERS[name], "a text")
 
 
 def check(settings: Mapping[str, Any]) -> None:

@@ -31,7 +31,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from localllm.errors import SettingsError, StoreError, UsageError
-from localllm.tui.chat.attachments import MOST_BYTES, command_output, read_text_file
+from localllm.tui.chat.attachments import MOST_OUTPUT, command_output, read_text_file
 from localllm.tui.chat.mcp_servers import Server
 from localllm.tui.text import is_web
 
@@ -318,7 +318,7 @@ def _fetch(arguments: Mapping[str, Any], is_stopped: IsStopped) -> str:
     with opener.open(
         urllib.request.Request(address, headers={"User-Agent": "localllm"}), timeout=_FETCH_SECONDS
     ) as page:
-        while len(data) < MOST_BYTES and not is_stopped() and (more := page.read1(1 << 16)):
+        while len(data) < MOST_OUTPUT and not is_stopped() and (more := page.read1(1 << 16)):
             data += more
         text = data.decode(page.headers.get_content_charset("utf-8"), "replace")
         if page.headers.get_content_type() != "text/html":

@@ -13,18 +13,15 @@ from functools import partial
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
-from textual import getters
 from textual.app import ComposeResult, SuspendNotSupported
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
 from textual.content import Content
-from textual.screen import Screen
 from textual.widgets import Static
 
 from localllm.errors import UsageError
 from localllm.tui import commands
-from localllm.tui.base_app import BaseApp
-from localllm.tui.chat.attachments import attach, file_completions, file_word
+from localllm.tui.chat.attachments import file_completions, file_word
 from localllm.tui.chat.conversation import Conversation
 from localllm.tui.chat.events import ContextFull, ToolAsked, Turn
 from localllm.tui.chat.model import ChatModel
@@ -44,6 +41,8 @@ from localllm.tui.widgets.message import Reply
 from localllm.tui.widgets.status import StatusLine
 from localllm.tui.widgets.transcript import Transcript
 
+#: Commands whose keys stand in the footer.
+_SHOWN = ("clear", "sessions")
 #: Seconds between two looks at the memory in use.
 _MEMORY_SECONDS = 3.0
 #: Seconds without a key after which the size of a file that was named is counted.
@@ -54,7 +53,7 @@ _MOST_OF_A_CALL = 120
 _PATIENCE_SECONDS = 5.0
 
 
-class ChatScreen(MessageActions, Screen[None]):
+class ChatScreen(MessageActions):
     """The chat.
 
     Attributes:
@@ -66,33 +65,36 @@ class ChatScreen(MessageActions, Screen[None]):
         asked: the tool that the model wants to use, and waits for an answer.
     """
 
-    app = getters.app(BaseApp)
-
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "stop", "Stop"),
         Binding("ctrl+up", "select(-1)", "Messages", key_display="^↑"),
         Binding("ctrl+down", "select(1)", "Next message", show=False),
-        Binding("f1", "command('help')", "Help"),
+        Binding("ctrl+pagedown", "tab('next')", "Next tab", show=False),
+        Binding("ctrl+pageup", "tab('prev')", "Previous tab", show=False),
+        Binding("f1", "command('help')", "Help", id="help"),
+        # What has no key can be given one by the settings file.
         *(
-            Binding(entry.key, f"command({entry.name!r})", entry.title, show=entry.name in ("clear", "sessions"))
-            for entry in commands.PALETTE
-            if entry.key and entry.name not in ("help", "quit")
+            Binding(c.key or f"none-{c.name}", f"command({c.name!r})", c.title, show=c.name in _SHOWN, id=c.name)
+            for c in sorted(commands.COMMANDS, key=lambda command: command.name != "clear")
+            if c.name not in ("help", "quit")
         ),
     ]
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: Setup, models: ModelLoader, conversation: Conversation) -> None:
         super().__init__()
-        self.session = ChatSession(None, setup.store, setup.conversation, setup.more, setup.toolbox)
+        self.session = ChatSession(models.model, setup.store, conversation, setup.more, setup.toolbox)
         self.turn: StreamedTurn | None = None
-        self.models = ModelLoader(self)
+        self.models = models
+        models.chats.append(self)
         self.replacing: str | None = None
         self.unsaved: list[ChatSession] = []
         self.asked: ToolAsked | None = None
-        self.commands = Commands(self)
         self.suggestions = Suggestions()
         self.composer = Composer(PromptHistory(setup.history), self.suggestions)
         self.transcript = Transcript()
         self.status = StatusLine()
+        #: Whether it is the chat that is shown; dialogs may be above it.
+        self.seen = asyncio.Event()
         self._ended = asyncio.Event()
         self._ended.set()
         #: What is sent once a model is loaded, or the reply that was stopped has ended.
@@ -111,20 +113,31 @@ class ChatScreen(MessageActions, Screen[None]):
     # -- Start and end ---------------------------------------------------------------------------------------------
 
     def on_mount(self) -> None:
+        self.commands = Commands(self)
         self.composer.focus()
         self.hint("")
+        self.app.spawn(self._start())
+        self.set_interval(_MEMORY_SECONDS, self._look_at_memory)
+        if len(self.models.chats) > 1:
+            self.status.change(**self.models.chats[0].status.shared)
+            return
         first, saved = self.app.setup.first_model, self.session.conversation.model
         name = saved if first is None else first
         # Before any key is handled: a /model that is typed ahead comes after it, and Ctrl+Q finds it to cancel.
         self.app.spawn(self.models.load(name, keeps=name == saved), group="loading")
         if self.app.setup.question:
             self._send(self.app.setup.question)
-        self.app.spawn(self._start())
-        self.set_interval(_MEMORY_SECONDS, self._look_at_memory)
+        self.app.spawn(self._tell_notices())
+
+    async def _tell_notices(self) -> None:
+        unknown = [name for name in self.app.setup.keys if name not in {entry.name for entry in commands.COMMANDS}]
+        wrong = [
+            f"[keys] of the settings file has {name!r}, which is no command: /help lists them" for name in unknown
+        ]
+        for notice in (*self.app.setup.notices, *wrong):
+            self.app.notify(notice, severity="warning")
 
     async def _start(self) -> None:
-        for notice in self.app.setup.notices:
-            self.app.notify(notice, severity="warning")
         await self._show_chat()
         self.composer.typed.restore(await self.app.offload(self.composer.typed.load))
         await self._sample_memory()
@@ -150,6 +163,10 @@ class ChatScreen(MessageActions, Screen[None]):
             self.app.notify(warning, severity="warning")
             self.hint("Open in another terminal too: what both say is kept, as branches.")
 
+    async def ended(self) -> None:
+        """Waits until nothing is generated, and all of it is drawn."""
+        await self._ended.wait()
+
     async def end_turn(self) -> None:
         """Stops what is generated, and waits for its end."""
         if self.turn is not None:
@@ -157,11 +174,11 @@ class ChatScreen(MessageActions, Screen[None]):
             await self._ended.wait()
 
     async def quit(self) -> None:
-        """Ends the program; the reply that is under way is kept as far as it came."""
+        """Ends the program; replies that are under way are kept as far as they came."""
         self.models.cancel()
         self.status.change(activity="ending", progress=None)
         try:
-            await asyncio.wait_for(self.end_turn(), _PATIENCE_SECONDS)
+            await asyncio.wait_for(asyncio.gather(*(c.end_turn() for c in self.models.chats)), _PATIENCE_SECONDS)
         finally:
             self.app.exit(0)
 
@@ -170,8 +187,7 @@ class ChatScreen(MessageActions, Screen[None]):
     async def refresh_all(self) -> None:
         """Draws everything as it is now."""
         session = self.session
-        title = escape_controls(session.conversation.title) or "New chat"
-        self.query_one("#heading", Static).update(Content.assemble((" localllm ", "bold"), f" {title}"))
+        self.draw_heading()
         await self.transcript.show(session.conversation)
         self.refresh_bindings()
         meter = await self.app.offload(session.meter)
@@ -179,6 +195,22 @@ class ChatScreen(MessageActions, Screen[None]):
             self.status.change(meter=meter, stats=session.last)
         if (warning := session.take_warning()) is not None:
             self.app.notify(warning, severity="warning")
+
+    @property
+    def title_line(self) -> str:
+        """Its title, and before it what goes on in it."""
+        mark = "? " if self.asked else "… " if self.turn else ""
+        return mark + (escape_controls(self.session.conversation.title) or "New chat")
+
+    def draw_heading(self) -> None:
+        """Draws the titles of the chats that are open, in all of them."""
+        for chat in filter(lambda each: each.is_mounted, self.models.chats):
+            titles = [shortened(each.title_line, 30) for each in self.models.chats]
+            at = self.models.chats.index(chat)
+            parts: list[str | tuple[str, str]] = [f" {chat.title_line}"]
+            if len(titles) > 1:
+                parts = [(f" {i + 1} {title} ", "reverse" if i == at else "") for i, title in enumerate(titles)]
+            chat.query_one("#heading", Static).update(Content.assemble((" localllm ", "bold"), *parts))
 
     def hint(self, text: str) -> None:
         """Says something above the editor; an empty text says nothing."""
@@ -207,6 +239,7 @@ class ChatScreen(MessageActions, Screen[None]):
         self.turn = StreamedTurn(start, typed, replaced)
         self._ended.clear()
         self.refresh_bindings()
+        self.draw_heading()
         self.app.spawn(self._run(self.session, self.turn), group="turn")
 
     async def _run(self, session: ChatSession, turn: StreamedTurn) -> None:
@@ -220,6 +253,7 @@ class ChatScreen(MessageActions, Screen[None]):
             self._ended.set()
             if self.asked is not None:
                 self._ask_for_tool(None)
+            self.draw_heading()
         if turn.typed is not None and turn.question is None:  # it never became a message
             self._take_back(_Draft(turn.typed, turn.replaced))
         if outcome.error is not None:
@@ -229,6 +263,7 @@ class ChatScreen(MessageActions, Screen[None]):
         # A context that was full says nothing of the model that is being loaded in the place of this one.
         if outcome.full is not None and session is self.session and self.models.state is ModelState.LOADED:
             self._take_back_pending()
+            await self.seen.wait()
             await self._make_room(session, outcome.full)
         self.send_pending()
 
@@ -236,7 +271,9 @@ class ChatScreen(MessageActions, Screen[None]):
         """Asks in a line above the editor: a dialog would take the keys of who is typing."""
         self.asked = asked
         call = "" if asked is None else f"{asked.name} {shortened(asked.arguments, _MOST_OF_A_CALL)}"
-        self.hint(call and f"May the model use {call}? F3 answers; Esc stops the reply.")
+        key = commands.find("allow").shown_key(self.app.setup.keys)
+        self.hint(call and f"May the model use {call}? {key} answers; Esc stops the reply.")
+        self.draw_heading()
 
     def answer(self, permission: Permission) -> None:
         """Allows the tool that the model wants to use, or does not.
@@ -411,12 +448,12 @@ class ChatScreen(MessageActions, Screen[None]):
         is_wanted = threading.Event()
         is_wanted.set()
         try:
-            files = await self.app.in_thread(_sizes, line, model, is_wanted)
+            told = await self.app.in_thread(_sizes, self.session, line, model, is_wanted)
         except UsageError as error:
-            files = [sentence(error)]
+            told = sentence(error)
         finally:
             is_wanted.clear()
-        self.hint(", ".join(files))
+        self.hint(told)
 
     def on_option_list_option_selected(self, event: Suggestions.OptionSelected) -> None:
         event.stop()
@@ -430,8 +467,11 @@ class ChatScreen(MessageActions, Screen[None]):
 
     async def _run_command(self, text: str) -> None:
         if self.is_ending:
-            await self._ended.wait()
+            await self.ended()
         await self.commands.run(text)
+
+    def action_tab(self, where: str) -> None:
+        self.run_command(f"/tab {where}")
 
     def action_command(self, name: str) -> None:
         self.run_command(f"/{name}")
@@ -448,7 +488,21 @@ class _Draft(NamedTuple):
     replaced: str | None
 
 
-def _sizes(line: str, model: ChatModel, is_wanted: threading.Event) -> list[str]:
+#: More files than these are not named one by one.
+_MOST_NAMED = 3
+
+
+def _sizes(session: ChatSession, line: str, model: ChatModel, is_wanted: threading.Event) -> str:
     """The files that a line names, and their tokens; counting ends where nobody waits for it any more."""
-    attached = attach(line, lambda text: len(model.tokenize(text, add_special=False)) if is_wanted.is_set() else 0)
-    return [f"{file.name}: {file.n_tokens:,} tokens" for file in attached.files]
+
+    def count(text: str) -> int:
+        return len(model.tokenize(text, add_special=False)) if is_wanted.is_set() else 0
+
+    files, _, skipped, n_tokens, is_cut = session.attach(line, count)
+    left_out = f"; {len(skipped):,} that are no texts are left out" if skipped else ""
+    if is_cut:
+        sent = sum(file.n_tokens for file in files)
+        return f"about {n_tokens:,} tokens: the pieces that match your message best are sent, {sent:,} fit{left_out}"
+    if len(files) > _MOST_NAMED:
+        return f"{len(files):,} files: {n_tokens:,} tokens{left_out}"
+    return ", ".join(f"{file.name}: {file.n_tokens:,} tokens" for file in files) + left_out

@@ -1,7 +1,8 @@
-"""The list of chats: search, open, rename, archive, delete, export, import."""
+"""The list of chats: search, open, rename, archive, delete."""
 
 from __future__ import annotations
 
+import re
 import time
 from typing import ClassVar
 
@@ -12,7 +13,6 @@ from textual.content import Content
 from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
 
-from localllm.tui.chat.export import import_chat, path_of, write_export
 from localllm.tui.screens.dialogs import Ask, Find, FoundList, confirm
 from localllm.tui.storage.chats import ChatSummary, Store
 from localllm.tui.text import escape_controls
@@ -26,8 +26,6 @@ class ChatsScreen(Find):
         Binding("f2", "rename", "Rename"),
         Binding("f3", "archive", "Archive"),
         Binding("delete", "delete", "Delete", key_display="del", priority=True),
-        Binding("f4", "export", "Export"),
-        Binding("f5", "import", "Import"),
         Binding("f6", "hidden", "Archived"),
     ]
 
@@ -158,32 +156,10 @@ class ChatsScreen(Find):
             self.deleted.add(chosen.id)
             await self._list()
 
-    def action_export(self) -> None:
-        self.app.ask(self._export())
-
-    async def _export(self) -> None:
-        if (chosen := await self._chosen()) is None:
-            return
-        name = await self.app.push_screen_wait(ask_export(chosen.title))
-        if name:
-            conversation = await self.app.offload(self._store.load, chosen.id)
-            await self.app.offload(write_export, conversation, path_of(name))
-            self.app.notify(f"written to {name}")
-
-    def action_import(self) -> None:
-        self.app.ask(self._import())
-
-    async def _import(self) -> None:
-        name = await self.app.push_screen_wait(ask_import())
-        if name:
-            imported = await self.app.offload(import_chat, self._store, path_of(name))
-            self.app.notify(f"imported: {imported.title}")
-            await self._list()
-
 
 def ask_export(title: str) -> Ask:
     """Asks for the file that a chat is written into."""
-    name = "".join(c if c.isalnum() else "-" for c in title.lower()).strip("-")[:40] or "chat"
+    name = re.sub(r"\W+", "-", title.lower())[:40].strip("-") or "chat"
     return Ask("Export", "A new file: .md to read, or .json with all branches", value=f"{name}.md")
 
 

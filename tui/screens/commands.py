@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
@@ -14,7 +15,7 @@ from localllm.tui.chat.export import import_chat, path_of, write_export
 from localllm.tui.chat.tools import Permission
 from localllm.tui.commands import NO_BRANCHES, branch_meant, check_begun, forks, to_remove
 from localllm.tui.screens.chats import ChatsScreen, ask_export, ask_import
-from localllm.tui.screens.dialogs import Ask, Choose, SystemScreen, TextDialog, confirm
+from localllm.tui.screens.dialogs import Ask, Choose, CompareScreen, SystemScreen, TextDialog, confirm
 from localllm.tui.screens.help import HelpScreen
 from localllm.tui.screens.sampling import SamplingScreen
 from localllm.tui.text import shortened
@@ -43,6 +44,7 @@ class Commands:
 
     def __init__(self, screen: ChatScreen) -> None:
         self._screen = screen
+        self._ask, self._offload = screen.app.push_screen_wait, screen.app.offload
 
     async def run(self, text: str) -> None:
         """Runs a command as it is typed.
@@ -62,9 +64,7 @@ class Commands:
         elif do is not None:
             await do(argument)
         else:
-            await self._do(
-                call.command.name, await self._screen.app.offload(commands.run, self._screen.session, call)
-            )
+            await self._do(name, await self._offload(commands.run, self._screen.session, call))
 
     async def _do(self, name: str, result: commands.Result) -> None:
         """Does what a command leads to."""
@@ -75,6 +75,8 @@ class Commands:
             screen.edit(result.message)
         elif isinstance(result, commands.OpenChat):
             await self._open(result.conversation)
+            if name == "fork":
+                screen.app.notify(result.text)
         elif isinstance(result, commands.UseModel):
             await screen.models.change(result.path)
         elif isinstance(result, commands.PutText):
@@ -89,7 +91,7 @@ class Commands:
         if text.count("\n") < _MOST_LINES:
             self._screen.app.notify(text)
         else:
-            await self._screen.app.push_screen_wait(TextDialog(title.capitalize(), text))
+            await self._ask(TextDialog(title.capitalize(), text))
 
     # -- Chats -----------------------------------------------------------------------------------------------------
 
@@ -101,16 +103,19 @@ class Commands:
         await self.run("/clear")
 
     async def _open_id(self, id_: str) -> None:
-        session = self._screen.session
-        if id_ != session.conversation.id:
-            await self._open(await self._screen.app.offload(session.store.load, id_))
+        chats = self._screen.models.chats
+        place = next((i for i, chat in enumerate(chats) if chat.session.conversation.id == id_), None)
+        if place is None:
+            await self._open(await self._offload(self._screen.session.store.load, id_))
+        else:
+            await self._screen.app.show_tab(place)
 
     async def do_sessions(self, words: str) -> None:
         screen = self._screen
         session = screen.session
         archived = words == "archived"
         chats = ChatsScreen(session.store, session.conversation.id, "" if archived else words, archived=archived)
-        chosen = await screen.app.push_screen_wait(chats)
+        chosen = await self._ask(chats)
         if (title := chats.titles.get(session.conversation.id)) is not None:
             session.conversation.title = title
             await screen.refresh_all()
@@ -129,34 +134,34 @@ class Commands:
             await self.do_import(argument)
             return
         try:
-            id_ = await screen.app.offload(store.find, argument)
+            id_ = await self._offload(store.find, argument)
         except StoreError:  # words, then
             await self.do_sessions(argument)
         else:
             await self._open_id(id_)
 
     async def ask_import(self) -> None:
-        name = await self._screen.app.push_screen_wait(ask_import())
+        name = await self._ask(ask_import())
         if name:
             await self.do_import(name)
 
     async def do_import(self, name: str) -> None:
         screen = self._screen
-        conversation = await screen.app.offload(import_chat, screen.session.store, path_of(name))
+        conversation = await self._offload(import_chat, screen.session.store, path_of(name))
         await self._open(conversation)
         screen.app.notify(f"imported: {conversation.title}")
 
     async def ask_rename(self) -> None:
         session = self._screen.session
-        title = await self._screen.app.push_screen_wait(Ask("Title", value=session.conversation.title))
+        title = await self._ask(Ask("Title", value=session.conversation.title))
         if title:
-            await self._screen.app.offload(session.set_title, title)
+            await self._offload(session.set_title, title)
             await self._screen.refresh_all()
 
     async def ask_archive(self) -> None:
         session = self._screen.session
         check_begun(session.conversation)
-        await self._screen.app.offload(session.store.archive, session.conversation.id)
+        await self._offload(session.store.archive, session.conversation.id)
         self._screen.app.notify("the chat is archived: Ctrl+O and F6 show it")
         await self._new()
 
@@ -164,41 +169,41 @@ class Commands:
         screen = self._screen
         conversation = screen.session.conversation
         text = conversation.title or "It has no title yet."
-        if await screen.app.push_screen_wait(confirm("Delete this chat for good?", text, "Delete")) == "yes":
+        if await self._ask(confirm("Delete this chat for good?", text, "Delete")) == "yes":
             await screen.end_turn()
-            await screen.app.offload(screen.session.store.delete, conversation.id)
+            await self._offload(screen.session.store.delete, conversation.id)
             await self._new()
 
     async def ask_export(self) -> None:
-        name = await self._screen.app.push_screen_wait(ask_export(self._screen.session.conversation.title))
+        name = await self._ask(ask_export(self._screen.session.conversation.title))
         if name:
             await self.do_export(name)
 
     async def do_export(self, name: str) -> None:
         if name == "all" or name.startswith("all "):
-            await self._do("export", await self._screen.app.offload(commands.export, self._screen.session, name))
+            await self._do("export", await self._offload(commands.export, self._screen.session, name))
             return
         path = path_of(name)
         if path.suffix.lower() not in (".md", ".json"):
             path = Path(f"{path}.md")
-        await self._screen.app.offload(write_export, self._screen.session.conversation, path)
+        await self._offload(write_export, self._screen.session.conversation, path)
         self._screen.app.notify(f"written to {path}")
 
     # -- How replies are generated ---------------------------------------------------------------------------------
 
     async def ask_system(self) -> None:
         session = self._screen.session
-        text = await self._screen.app.push_screen_wait(SystemScreen(session.conversation.system))
+        text = await self._ask(SystemScreen(session.conversation.system))
         if text is not None:
-            await self._screen.app.offload(session.set_system, text)
+            await self._offload(session.set_system, text)
             self._screen.app.notify("the system prompt is set" if text else "there is no system prompt now")
             await self._screen.refresh_all()
 
     async def ask_set(self) -> None:
         session = self._screen.session
-        settings = await self._screen.app.push_screen_wait(SamplingScreen(session.conversation.settings))
+        settings = await self._ask(SamplingScreen(session.conversation.settings))
         if settings is not None:
-            await self._screen.app.offload(session.set_options, settings)
+            await self._offload(session.set_options, settings)
             given = ", ".join(f"{name} {value}" for name, value in settings.items()) or "all by default"
             self._screen.app.notify(f"settings of this chat: {given}")
 
@@ -207,7 +212,7 @@ class Commands:
         if asked is None:
             raise UsageError("no tool waits for an answer")
         title = f"May the model use {asked.name}?"
-        answer = await self._screen.app.push_screen_wait(Choose(title, asked.arguments, _PERMISSIONS.items()))
+        answer = await self._ask(Choose(title, asked.arguments, _PERMISSIONS.items()))
         if answer is not None and self._screen.asked is asked:
             await self.do_allow(answer)
 
@@ -234,16 +239,33 @@ class Commands:
             for i, branch in enumerate(fork.branches, 1)
         ]
         at = len(labels) - len(found[-1].branches) + found[-1].at - 1
-        chosen = await self._screen.app.push_screen_wait(Choose("Branches", "", labels, at))
+        chosen = await self._ask(Choose("Branches", "", labels, at))
         if chosen is not None:
             await self._screen.switch(chosen)
+
+    async def do_compare(self, name: str) -> None:
+        """Shows two replies side by side, of which another model writes the second one if it is named."""
+        screen = self._screen
+        session = screen.session
+        if name:
+            if session.conversation.leaf is None:
+                raise UsageError("there is nothing to reply to yet: send a message first")
+            await screen.models.change(name)
+            if screen.models.name != name:
+                return  # which was told
+            screen.app.keys.go_on()
+            screen.begin(partial(session.regenerate, None))
+            await screen.ended()
+        pair = [(reply.id, commands.who(reply), reply.content) for reply in commands.compared(session.conversation)]
+        chosen = await self._ask(CompareScreen(pair))
+        if chosen is not None and session is screen.session:
+            await screen.switch(chosen)
 
     async def do_branch(self, argument: str) -> None:
         await self._screen.switch(branch_meant(self._screen.session.conversation, argument).id)
 
     async def do_remove(self, argument: str) -> None:
-        session = self._screen.session
-        await self._screen.delete_asked(session, to_remove(session.conversation, argument))
+        await self._screen.delete_asked(to_remove(self._screen.session.conversation, argument))
 
     async def do_copy(self, argument: str) -> None:
         message = self._last("assistant")
@@ -271,12 +293,28 @@ class Commands:
 
     async def ask_stats(self) -> None:
         screen = self._screen
-        text = await screen.app.offload(commands.stats_text, screen.session)
-        memory = await screen.app.offload(screen.app.setup.memory)
+        text = await self._offload(commands.stats_text, screen.session)
+        memory = await self._offload(screen.app.setup.memory)
         lines = [text, f"memory {quantity(memory, 'B')} in use"]
         if screen.models.model is not None:
             lines += ["", str(screen.models.model.info)]
-        await screen.app.push_screen_wait(TextDialog("Statistics", "\n".join(lines)))
+        await self._ask(TextDialog("Statistics", "\n".join(lines)))
+
+    async def ask_tab(self) -> None:
+        await self._screen.app.open_tab(commands.new_chat(self._screen.session))
+
+    async def do_tab(self, where: str) -> None:
+        chats = self._screen.models.chats
+        steps = {"next": 1, "prev": -1}
+        place = (chats.index(self._screen) + steps.get(where, 0)) % len(chats)
+        if where not in steps:
+            place = int(where) - 1 if where.isdecimal() else -1
+        if not 0 <= place < len(chats):
+            raise UsageError(f"there is no tab {where}: {len(chats)} are open; /tab opens a new one")
+        await self._screen.app.show_tab(place)
+
+    async def do_close(self, argument: str) -> None:
+        await self._screen.app.close_tab()
 
     async def do_theme(self, argument: str) -> None:
         app = self._screen.app
@@ -290,7 +328,7 @@ class Commands:
             )
 
     async def do_help(self, argument: str) -> None:
-        await self._screen.app.push_screen_wait(HelpScreen())
+        await self._ask(HelpScreen())
 
 
 def _line(message: Message) -> str:

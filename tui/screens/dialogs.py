@@ -8,15 +8,15 @@ from typing import ClassVar, TypeVar
 from textual import getters
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.containers import Vertical
+from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.content import Content
 from textual.screen import ModalScreen
-from textual.widgets import Input, OptionList, Static, TextArea
+from textual.widgets import Input, Markdown, OptionList, Static, TextArea
 from textual.widgets.option_list import Option
 
 from localllm.tui.base_app import BaseApp
 from localllm.tui.chat.events import ContextFull
-from localllm.tui.text import escape_controls, is_web
+from localllm.tui.text import escape_controls, is_web, parser
 from localllm.tui.widgets.footer import KeyFooter
 
 Result = TypeVar("Result")
@@ -140,6 +140,31 @@ class TextDialog(Dialog[None]):
 
     def content(self) -> ComposeResult:
         yield Static(Content(escape_controls(self._text)), classes="text")
+
+
+class CompareScreen(Dialog[str]):
+    """Two replies side by side; the result is the id of the one to go on with."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("1,left", "pick(0)", "Go on with the left one", key_display="1"),
+        Binding("2,right", "pick(1)", "With the right one", key_display="2"),
+    ]
+
+    def __init__(self, replies: Sequence[tuple[str, str, str]]) -> None:
+        """``replies`` are ids, the models' names and texts."""
+        super().__init__("Compare")
+        self._replies = replies
+        self.add_class("large").add_class("wide")
+
+    def content(self) -> ComposeResult:
+        with Horizontal():
+            for _, name, text in self._replies:
+                with VerticalScroll():
+                    yield Static(Content.styled(escape_controls(name), "bold"))
+                    yield Markdown(escape_controls(text), parser_factory=parser, open_links=False)
+
+    def action_pick(self, place: int) -> None:
+        self.dismiss(self._replies[place][0])
 
 
 def rows(cells: Sequence[Sequence[str]]) -> list[Content]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import cast
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -12,6 +13,7 @@ from textual.app import ComposeResult
 from textual.containers import VerticalScroll
 from textual.widgets import Static
 
+from localllm.tui.base_app import BaseApp
 from localllm.tui.commands import COMMANDS
 from localllm.tui.screens.dialogs import Dialog
 
@@ -19,12 +21,13 @@ _TYPING = (
     ("Enter", "sends"),
     ("Ctrl+J", "a new line; so are Alt+Enter, Shift+Enter, and \\ before Enter"),
     ("↑ ↓", "at the first and the last line: what was typed before"),
-    ("/ @", "a command; a text file to attach. Tab takes what is offered"),
+    ("/ @", "a command; a file or a folder to attach. Tab takes what is offered"),
     ("! Ctrl+E", "a shell command, whose output is sent; your own editor"),
     ("Esc", "stops the reply at once; what was said is kept"),
     ("Ctrl+G", "goes on with a reply that was cut off"),
     ("Page ↑ ↓", "scrolls the conversation"),
     ("Ctrl+P", "finds every command"),
+    ("F4 Ctrl+Page ↑ ↓", "opens another chat beside this one; goes from one to the other"),
     ("Ctrl+C", "stops the reply; again, or where there is none, it quits"),
     ("Ctrl+Q", "quits, as does Ctrl+D where nothing is typed; the chat is kept, also in mid-reply"),
 )
@@ -62,13 +65,13 @@ class _Help(Static):
     """One text, for drawing many widgets takes its time."""
 
     def on_resize(self, event: events.Resize) -> None:
-        self.update(help_text(event.size.width))
+        self.update(help_text(event.size.width, cast(BaseApp, self.app).setup.keys))
 
 
-def help_text(width: int) -> RenderableType:
-    """Keys and commands, in so many columns."""
+def help_text(width: int, changed: Mapping[str, str]) -> RenderableType:
+    """Keys and commands, in so many columns; some keys may be changed."""
     keys = Group(_part("Typing", _TYPING), "", _part("On a message", _ON_A_MESSAGE))
-    commands = _part("Commands", _commands(), _COMMANDS_NOTE)
+    commands = _part("Commands", _commands(changed), _COMMANDS_NOTE)
     if width < _WIDE:
         return Group(keys, "", commands)
     halves = Table.grid(padding=(0, 3), expand=True)
@@ -88,7 +91,6 @@ def _part(title: str, rows: Iterable[tuple[str, str]], note: str = "") -> Render
     return Group(heading, table)
 
 
-def _commands() -> list[tuple[str, str]]:
-    return [
-        (command.usage, command.help + (f" ({command.shown_key})" if command.key else "")) for command in COMMANDS
-    ]
+def _commands(changed: Mapping[str, str]) -> list[tuple[str, str]]:
+    keys = [command.shown_key(changed) for command in COMMANDS]
+    return [(c.usage, f"{c.help} ({key})" if key else c.help) for c, key in zip(COMMANDS, keys, strict=True)]

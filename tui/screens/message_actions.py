@@ -2,34 +2,50 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import cast
+
+from textual import getters
+from textual.screen import Screen
 
 from localllm.errors import UsageError
+from localllm.tui.base_app import BaseApp
 from localllm.tui.chat.conversation import Message
+from localllm.tui.chat.events import Turn
 from localllm.tui.chat.session import ChatSession
 from localllm.tui.screens.dialogs import Choose, confirm
 from localllm.tui.text import CodeBlock, code_blocks
+from localllm.tui.widgets.composer import Composer
 from localllm.tui.widgets.message import MessageView
-
-if TYPE_CHECKING:
-    from localllm.tui.screens.chat import ChatScreen
-
+from localllm.tui.widgets.transcript import Transcript
 
 _ON_A_MESSAGE = ("edit", "regenerate", "branch", "step", "continue_reply", "copy", "copy_code", "unfold", "delete")
 
 
-class MessageActions:
+class MessageActions(Screen[None]):
     """The part of a `ChatScreen` that keys on a message call."""
 
-    @property
-    def _chat(self) -> ChatScreen:
-        return cast("ChatScreen", self)
+    app = getters.app(BaseApp)
+    session: ChatSession
+    turn: Turn | None
+    transcript: Transcript
+    composer: Composer
+    replacing: str | None
+
+    def begin(self, start: Callable[[Turn], None]) -> None:
+        raise NotImplementedError
+
+    def hint(self, text: str) -> None:
+        raise NotImplementedError
+
+    async def refresh_all(self) -> None:
+        raise NotImplementedError
 
     @property
     def selected(self) -> MessageView | None:
         """The message that is selected; None if the editor has the focus."""
-        focused = self._chat.focused
+        focused = self.focused
         nodes = () if focused is None else focused.ancestors_with_self
         return next((node for node in nodes if isinstance(node, MessageView)), None)
 
@@ -41,7 +57,7 @@ class MessageActions:
         if view is None:
             return False
         message, (number, n) = view.message, view.branch
-        is_reply, is_busy = message.role == "assistant", self._chat.turn is not None
+        is_reply, is_busy = message.role == "assistant", self.turn is not None
         if action == "step":
             return not is_busy and 1 <= number + cast(int, parameters[0]) <= n
         if action == "continue_reply":
@@ -58,7 +74,7 @@ class MessageActions:
 
     def action_select(self, by: int) -> None:
         """Selects the message before or after; from the editor, the last one."""
-        views = self._chat.transcript.views
+        views = self.transcript.views
         view = self.selected
         if not views:
             return
@@ -67,117 +83,106 @@ class MessageActions:
         if place >= len(views):
             self.action_compose_message()
         elif place < 0:
-            self._chat.app.spawn(self._show_earlier(), group="earlier")
+            self.app.spawn(self._show_earlier(), group="earlier")
         else:
-            self._chat.transcript.release_anchor()
+            self.transcript.release_anchor()
             views[place].focus()
 
     def action_select_first(self) -> None:
         """Selects the first message that is drawn, and draws earlier ones where there are any."""
-        views = self._chat.transcript.views
+        views = self.transcript.views
         if views:
             views[0].focus()
-            self._chat.app.spawn(self._show_earlier(), group="earlier")
+            self.app.spawn(self._show_earlier(), group="earlier")
 
     def action_show_earlier(self) -> None:
-        self._chat.app.spawn(self._show_earlier(), group="earlier")
+        self.app.spawn(self._show_earlier(), group="earlier")
 
     async def _show_earlier(self) -> None:
-        await self._chat.transcript.show_earlier()
+        await self.transcript.show_earlier()
 
     def action_compose_message(self) -> None:
-        self._chat.transcript.follow()
-        self._chat.composer.focus()
+        self.transcript.follow()
+        self.composer.focus()
 
     def action_scroll_page(self, by: int) -> None:
         if by < 0:
-            self._chat.transcript.scroll_page_up(animate=False)
+            self.transcript.scroll_page_up(animate=False)
         else:
-            self._chat.transcript.scroll_page_down(animate=False)
+            self.transcript.scroll_page_down(animate=False)
 
     # -- Doing -----------------------------------------------------------------------------------------------------
 
-    def _picked(self) -> tuple[ChatSession, Message] | None:
+    @property
+    def _picked(self) -> Message:
         view = self.selected
-        return None if view is None else (self._chat.session, view.message)
+        assert view is not None  # else `check_action` lets no key through
+        return view.message
 
     def action_edit(self) -> None:
-        if (picked := self._picked()) is not None:
-            self.edit(picked[1])
+        self.edit(self._picked)
 
     def edit(self, message: Message) -> None:
         """Puts a message into the editor; what is sent next takes its place, as another branch."""
-        chat = self._chat
-        chat.replacing = message.id
-        chat.composer.put(message.text)
+        self.replacing = message.id
+        self.composer.put(message.text)
         what = "your message" if message.role == "user" else "the reply; Ctrl+G continues it then"
-        is_kept = chat.session.conversation.was_replied_to(message.id)
+        is_kept = self.session.conversation.was_replied_to(message.id)
         stays = "keeps the old one as a branch" if is_kept else "sends it"
-        chat.hint(f"Editing {what}: Enter {stays}, Esc leaves it.")
-        chat.composer.focus()
+        self.hint(f"Editing {what}: Enter {stays}, Esc leaves it.")
+        self.composer.focus()
 
     def action_regenerate(self) -> None:
-        if (picked := self._picked()) is not None:
-            session, message = picked
-            self._chat.composer.focus()
-            self._chat.begin(partial(session.regenerate, message.id))
+        start = partial(self.session.regenerate, self._picked.id)
+        self.composer.focus()
+        self.begin(start)
 
     def action_branch(self) -> None:
-        if (picked := self._picked()) is not None:
-            self.branch(*picked)
-
-    def branch(self, session: ChatSession, message: Message) -> None:
         """Has the next message go on from this one, beside what follows it now."""
-        chat = self._chat
-        path = session.conversation.path()
-        after = next((later for later in path if later.parent == message.id), None)
-        chat.replacing = None if after is None else after.id
-        chat.composer.empty()
-        chat.hint("A new branch: what you send goes on from the selected reply. Esc leaves it.")
-        chat.composer.focus()
+        id_ = self._picked.id
+        after = next((later for later in self.session.conversation.path() if later.parent == id_), None)
+        self.replacing = None if after is None else after.id
+        self.composer.empty()
+        self.hint("A new branch: what you send goes on from the selected reply. Esc leaves it.")
+        self.composer.focus()
 
     def action_step(self, by: int) -> None:
-        if (picked := self._picked()) is not None:
-            self._chat.app.ask(self.step(picked[1].id, by), group="step")
+        self.action_step_message(self._picked.id, by)
 
     def action_step_message(self, id_: str, by: int) -> None:
         """For clicks."""
-        self._chat.app.ask(self.step(id_, by), group="step")
+        self.app.ask(self.step(id_, by), group="step")
 
     async def switch(self, id_: str) -> None:
         """Goes to the branch that a message is in."""
-        await self._chat.app.offload(self._chat.session.switch, id_)
-        await self._chat.refresh_all()
+        await self.app.offload(self.session.switch, id_)
+        await self.refresh_all()
 
     async def step(self, id_: str, by: int) -> None:
         """Goes to another branch, and selects the message there."""
-        chat = self._chat
-        session = chat.session
+        session = self.session
         parent = session.conversation[id_].parent
-        await chat.app.offload(session.step, id_, by)
-        await chat.refresh_all()
+        await self.app.offload(session.step, id_, by)
+        await self.refresh_all()
         there = next((m.id for m in session.conversation.path() if m.parent == parent), "")
-        if (view := chat.transcript.view(there)) is not None:
-            chat.transcript.release_anchor()
+        if (view := self.transcript.view(there)) is not None:
+            self.transcript.release_anchor()
             view.focus()
 
     def action_continue_reply(self) -> None:
-        if (picked := self._picked()) is not None:
-            self._chat.composer.focus()
-            self._chat.begin(picked[0].continue_reply)
+        self.composer.focus()
+        self.begin(self.session.continue_reply)
 
     def action_copy(self) -> None:
-        if (picked := self._picked()) is not None:
-            self.copy_message(picked[1])
+        self.copy_message(self._picked)
 
     def copy_message(self, message: Message) -> None:
         """Puts what was said on the clipboard."""
-        self._chat.app.copy_to_clipboard(message.content)
-        self._chat.app.notify(f"copied {len(message.content):,} characters")
+        self.app.copy_to_clipboard(message.content)
+        self.app.notify(f"copied {len(message.content):,} characters")
 
     def action_copy_code(self) -> None:
-        if (picked := self._picked()) is not None:
-            self._chat.app.ask(self.copy_code(picked[1], None), group="copy")
+        self.app.ask(self.copy_code(self._picked, None), group="copy")
 
     async def copy_code(self, message: Message, number: int | None) -> None:
         """Puts a block of code on the clipboard: the one of a number, from 1, or one that is chosen.
@@ -185,12 +190,12 @@ class MessageActions:
         Raises:
             UsageError: there is none.
         """
-        blocks = await self._chat.app.offload(code_blocks, message.content)
+        blocks = await self.app.offload(code_blocks, message.content)
         if not blocks:
             raise UsageError("there is no block of code in this message")
         if number is None and len(blocks) > 1:
             labels = [(str(i), _label(i, block)) for i, block in enumerate(blocks, 1)]
-            chosen = await self._chat.app.push_screen_wait(Choose("Copy which block?", "", labels))
+            chosen = await self.app.push_screen_wait(Choose("Copy which block?", "", labels))
             if chosen is None:
                 return
             number = int(chosen)
@@ -198,26 +203,24 @@ class MessageActions:
         if not 1 <= number <= len(blocks):
             raise UsageError(f"there are {len(blocks)} blocks of code: give a number from 1 to {len(blocks)}")
         block = blocks[number - 1]
-        self._chat.app.copy_to_clipboard(block.text)
+        self.app.copy_to_clipboard(block.text)
         n_lines = len(block.text.splitlines())
-        self._chat.app.notify(f"copied {n_lines:,} line{'s' * (n_lines != 1)} of code")
+        self.app.notify(f"copied {n_lines:,} line{'s' * (n_lines != 1)} of code")
 
     def action_unfold(self) -> None:
         if (view := self.selected) is not None:
             view.toggle()
 
     def action_delete(self) -> None:
-        if (picked := self._picked()) is not None:
-            self._chat.app.ask(self.delete_asked(*picked), group="delete")
+        self.app.ask(self.delete_asked(self._picked), group="delete")
 
-    async def delete_asked(self, session: ChatSession, message: Message) -> None:
+    async def delete_asked(self, message: Message) -> None:
         """Deletes a message and what follows it, if that is meant."""
-        chat = self._chat
         text = "It goes for good, and so does all that follows it."
-        if await chat.app.push_screen_wait(confirm("Delete this message?", text, "Delete")) == "yes":
-            await chat.app.offload(session.delete, message.id)
-            await chat.refresh_all()
-            chat.composer.focus()
+        if await self.app.push_screen_wait(confirm("Delete this message?", text, "Delete")) == "yes":
+            await self.app.offload(self.session.delete, message.id)
+            await self.refresh_all()
+            self.composer.focus()
 
 
 def _label(number: int, block: CodeBlock) -> str:

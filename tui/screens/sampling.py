@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
@@ -9,7 +10,7 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, VerticalScroll
 from textual.content import Content
-from textual.widgets import Input, Label, Static, TextArea
+from textual.widgets import Input, Label, Static
 
 from localllm.declared_options import Sampling, declared
 from localllm.errors import UsageError
@@ -29,9 +30,10 @@ _FIELDS = (
     _Field("max_tokens", "Longest reply", "tokens; none for no limit"),
     _Field("thinking", "Thinking", "on or off, for models that can"),
     _Field("reply_prefix", "Reply begins with", "every reply goes on from it"),
+    _Field("stop", "Stop at", r"texts in quotes; \n is a line end"),
 )
 #: The settings that the form has.
-_NAMES = {field.name for field in _FIELDS} | {"stop"}
+_NAMES = {field.name for field in _FIELDS}
 
 
 class SamplingScreen(Dialog[dict[str, Any]]):
@@ -54,9 +56,6 @@ class SamplingScreen(Dialog[dict[str, Any]]):
                 with Horizontal(classes="field"):
                     yield Label(field.label)
                     yield Input(_typed(self._settings.get(field.name)), placeholder=_default(field), id=field.name)
-            with Horizontal(classes="field stops"):
-                yield Label("Stop at")
-                yield TextArea(_stop_lines(self._settings), id="stop", placeholder=r"a text a line; \n is a line end")
         yield Static(classes="error")
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
@@ -66,7 +65,6 @@ class SamplingScreen(Dialog[dict[str, Any]]):
     def action_reset(self) -> None:
         for field in _FIELDS:
             self.query_one(f"#{field.name}", Input).value = ""
-        self.query_one("#stop", TextArea).text = ""
 
     def action_save(self) -> None:
         settings = {name: value for name, value in self._settings.items() if name not in _NAMES}
@@ -78,9 +76,6 @@ class SamplingScreen(Dialog[dict[str, Any]]):
             except UsageError as error:
                 self._complain(error, widget)
                 return
-        stop = [_unescaped(line) for line in self.query_one("#stop", TextArea).text.split("\n") if line]
-        if stop:
-            settings["stop"] = stop
         self.dismiss(settings)
 
     def _complain(self, error: UsageError, widget: Input) -> None:
@@ -100,16 +95,6 @@ def _typed(value: Any) -> str:
         return ""
     if isinstance(value, bool):
         return "on" if value else "off"
+    if isinstance(value, list):
+        return shlex.join(text.replace("\n", "\\n") for text in value)
     return str(value)
-
-
-def _stop_lines(settings: Mapping[str, Any]) -> str:
-    stop = settings.get("stop") or []
-    return "\n".join(
-        text.replace("\\", "\\\\").replace("\n", "\\n") for text in ([stop] if isinstance(stop, str) else stop)
-    )
-
-
-def _unescaped(line: str) -> str:
-    parts = line.split("\\\\")
-    return "\\".join(part.replace("\\n", "\n") for part in parts)

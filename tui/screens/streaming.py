@@ -8,22 +8,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from localllm.tui.base_app import BaseApp
-from localllm.tui.chat.events import (
-    ContextFull,
-    Delta,
-    Ended,
-    Event,
-    EventQueue,
-    Finished,
-    Prefill,
-    RoomMade,
-    Started,
-    Summarising,
-    ToolAsked,
-    ToolsUsed,
-    Turn,
-    Warned,
-)
+from localllm.tui.chat import events
+from localllm.tui.chat.events import Event, EventQueue, Turn
 from localllm.tui.chat.session import ChatSession
 from localllm.tui.widgets.message import MessageView
 from localllm.tui.widgets.status import StatusLine
@@ -67,14 +53,14 @@ class StreamedTurn(Turn):
             error = failure
         finally:
             self.has_ended = True
-            self.queue.put(Ended(error))
+            self.queue.put(events.Ended(error))
 
 
 class Outcome(NamedTuple):
     """How a turn ended: by an error, with a full context, or well."""
 
     error: BaseException | None
-    full: ContextFull | None
+    full: events.ContextFull | None
 
 
 class Follower:
@@ -86,7 +72,7 @@ class Follower:
         session: ChatSession,
         transcript: Transcript,
         status: StatusLine,
-        ask: Callable[[ToolAsked], None],
+        ask: Callable[[events.ToolAsked], None],
     ) -> None:
         self._app = app
         self._ask = ask
@@ -94,7 +80,7 @@ class Follower:
         self._transcript = transcript
         self._status = status
         self._view: MessageView | None = None
-        self._full: ContextFull | None = None
+        self._full: events.ContextFull | None = None
         self._summary_words = 0
 
     async def follow(self, turn: StreamedTurn) -> Outcome:
@@ -108,7 +94,7 @@ class Follower:
             late = max(0.0, time.monotonic() - before - pause)
             pause = min(PERIOD + _REST * late, _LONGEST)
             for event in turn.queue.take():
-                if isinstance(event, Ended):
+                if isinstance(event, events.Ended):
                     await self._finish()
                     self._status.change(activity="", progress=None)
                     return Outcome(event.error, self._full)
@@ -126,35 +112,35 @@ class Follower:
             await view.finish(message)
 
     async def _handle(self, event: Event) -> None:
-        if isinstance(event, Delta):
+        if isinstance(event, events.Delta):
             self._status.change(activity="thinking" if event.thinking else "writing", progress=None)
             if self._view is not None:
                 await self._view.write(event.text, thinking=event.thinking)
-        elif isinstance(event, Prefill):
+        elif isinstance(event, events.Prefill):
             if event.total >= _SHORT_PROMPT and event.done < event.total:
                 self._status.change(activity="reading the prompt", progress=event.done / event.total)
-        elif isinstance(event, Started):
+        elif isinstance(event, events.Started):
             model = self._session.model
             writer = "" if model is None else model.info.name or model.info.path.name
             await self._transcript.show(self._session.conversation, streaming=event.id, writer=writer)
             self._view = self._transcript.view(event.id)
             self._transcript.follow()
-        elif isinstance(event, Finished):
+        elif isinstance(event, events.Finished):
             await self._finish()
-        elif isinstance(event, Summarising):
+        elif isinstance(event, events.Summarising):
             self._summary_words += len(event.text.split())
             self._status.change(activity=f"summarising: {self._summary_words:,} words")
-        elif isinstance(event, RoomMade):
+        elif isinstance(event, events.RoomMade):
             self._summary_words = 0
             self._status.change(activity="")
-        elif isinstance(event, ToolAsked):
+        elif isinstance(event, events.ToolAsked):
             self._status.change(activity="a tool waits for your answer")
             self._ask(event)
-        elif isinstance(event, ToolsUsed):
+        elif isinstance(event, events.ToolsUsed):
             self._status.change(activity="using tools")
             if (view := self._transcript.view(event.message.id)) is not None:
                 await view.finish(event.message)
-        elif isinstance(event, Warned):
+        elif isinstance(event, events.Warned):
             self._app.notify(event.text, severity="warning")
-        elif isinstance(event, ContextFull):
+        elif isinstance(event, events.ContextFull):
             self._full = event

@@ -33,7 +33,7 @@ DATA_VARIABLE = "LOCALLLM_DATA"
 _PREVIEW = 80
 
 _SUMMARY = """
-    SELECT s.id, s.title, s.created, s.updated, s.archived, s.model,
+    SELECT s.id, s.title, s.updated, s.archived,
         (SELECT count(*) FROM messages WHERE session = s.id) AS n_messages,
         (SELECT role FROM messages WHERE id = s.leaf) AS role,
         (SELECT substr(text, 1, 4000) FROM messages WHERE id = s.leaf) AS text,
@@ -49,23 +49,18 @@ class ChatSummary:
     Attributes:
         id: what `Store.load` takes.
         title: its name.
-        created, updated: in seconds since 1970.
+        updated: in seconds since 1970.
         archived: whether lists leave it out.
-        model: the path of the model's file; empty is the demo model.
         n_messages: messages of all branches.
         preview: the beginning of the last message, or where it was found, in one line.
-        message: the id of the message that was found.
     """
 
     id: str
     title: str
-    created: float
     updated: float
     archived: bool
-    model: str
     n_messages: int
     preview: str
-    message: str | None = None
 
 
 def default_path() -> Path:
@@ -89,36 +84,23 @@ class Store:
 
     Attributes:
         path: the file; None is memory.
-        notice: what happened to a damaged file; None if nothing did.
     """
 
     def __init__(self, path: Path | None) -> None:
-        """Opens a file, or makes it.  A damaged one is kept aside, and an empty one takes its place.
+        """Opens a file, or makes it.
 
         Raises:
-            StoreError: it cannot be opened, or was written by a newer version.
+            StoreError: it cannot be opened, is damaged, or was written by a newer version.
         """
         self.path = path
-        self.notice: str | None = None
         self._marker = OpenChatMarker()
         self._lock = threading.RLock()
-        known = None if path is None else schema.identity(path)
-        try:
-            self._connection = schema.connect(path)
-        except schema.DamagedError:
-            if path is None:
-                raise
-            aside = schema.set_aside(path, known)
-            self._connection = schema.connect(path)
-            if aside is not None:
-                self.notice = f"the chats in {path} were damaged: they are kept in {aside}, and a new file was begun"
+        self._connection = schema.connect(path)
         self._connection.row_factory = sqlite3.Row
         # One byte that is wrong on the disk shall not hide all chats.
         self._connection.text_factory = lambda data: data.decode("utf-8", "replace")
         self._connection.create_function("folded", 1, str.casefold, deterministic=True)
         self._connection.create_function("content", 3, _content, deterministic=True)
-        with self._reading():
-            self._has_index = schema.has_text_index(self._connection)
 
     @classmethod
     def in_memory(cls) -> Self:
@@ -161,7 +143,7 @@ class Store:
                 execute(
                     "INSERT INTO messages (id, session, parent, role, text, created, state, opened, extras)"
                     " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO UPDATE SET text = excluded.text,"
-                    " state = excluded.state, opened = excluded.opened, extras = excluded.extras, indexed = 0",
+                    " state = excluded.state, opened = excluded.opened, extras = excluded.extras",
                     (m.id, c.id, m.parent, m.role, text, m.created, m.state, m.opened, more),
                 )
         c.is_saved = True
@@ -193,22 +175,15 @@ class Store:
 
     def delete(self, id_: str) -> None:
         """Deletes a conversation for good."""
-        self._delete_messages("session = ?", [id_], also="DELETE FROM sessions WHERE id = ?")
+        with self._writing() as execute:
+            execute("DELETE FROM messages WHERE session = ?", (id_,))
+            execute("DELETE FROM sessions WHERE id = ?", (id_,))
 
     def delete_messages(self, ids: Iterable[str]) -> None:
         """Deletes messages for good."""
-        for id_ in ids:
-            self._delete_messages("id = ?", [id_])
-
-    def _delete_messages(self, condition: str, values: list[str], also: str | None = None) -> None:
         with self._writing() as execute:
-            if self._has_index:
-                execute(
-                    f"DELETE FROM message_index WHERE rowid IN (SELECT seq FROM messages WHERE {condition})", values
-                )
-            execute(f"DELETE FROM messages WHERE {condition}", values)
-            if also is not None:
-                execute(also, values)
+            for id_ in ids:
+                execute("DELETE FROM messages WHERE id = ?", (id_,))
 
     # -- Other terminals -------------------------------------------------------------------------------------------
 
@@ -294,44 +269,17 @@ class Store:
             return []
         titled = self._summaries("WHERE " + " AND ".join(["folded(title) GLOB ?"] * len(words)), _patterns(words))
         found = {summary.id: summary for summary in titled}
-        for session, message, content in self._matches(words):
-            summary = found.get(session) or self._summaries("WHERE s.id = ?", (session,))[0]
-            found[session] = replace(summary, preview=_excerpt(content, words[0]), message=message)
-        return sorted(found.values(), key=lambda summary: summary.updated, reverse=True)[:limit]
-
-    def _matches(self, words: list[str]) -> list[tuple[str, str, str]]:
-        """Of each conversation the newest message with all words: ids of both, and its text."""
-        where, text = "messages m", "folded(content(m.role, m.text, m.opened))"
-        if self._has_index and self._update_index():
-            where, text = "message_index i JOIN messages m ON m.seq = i.rowid", "i.content"
-        condition = " AND ".join([f"{text} GLOB ?"] * len(words))
-        with self._reading():
+        condition = " AND ".join(["folded(content(role, text, opened)) GLOB ?"] * len(words))
+        with self._reading():  # of each conversation the newest message with all words
             rows = self._connection.execute(
-                f"SELECT m.session, m.id, content(m.role, m.text, m.opened), max(m.seq) FROM {where}"
-                f" WHERE {condition} AND m.session IN (SELECT id FROM sessions) GROUP BY m.session",
+                "SELECT session, content(role, text, opened), max(seq) FROM messages"
+                f" WHERE {condition} AND session IN (SELECT id FROM sessions) GROUP BY session",
                 _patterns(words),
             ).fetchall()
-        return [(row[0], row[1], row[2]) for row in rows]
-
-    def _update_index(self) -> bool:
-        """Takes new messages into the index of texts, when somebody searches, not while a reply is written.
-
-        Returns whether it is complete; it is not where the file cannot be written.
-        """
-        with self._reading():
-            if self._connection.execute("SELECT 1 FROM messages WHERE NOT indexed LIMIT 1").fetchone() is None:
-                return True
-        try:
-            with self._writing() as execute:
-                execute("DELETE FROM message_index WHERE rowid IN (SELECT seq FROM messages WHERE NOT indexed)")
-                execute(
-                    "INSERT INTO message_index (rowid, content)"
-                    " SELECT seq, folded(content(role, text, opened)) FROM messages WHERE NOT indexed"
-                )
-                execute("UPDATE messages SET indexed = 1 WHERE NOT indexed")
-        except StoreError:
-            return False
-        return True
+        for session, content, _ in rows:
+            summary = found.get(session) or self._summaries("WHERE s.id = ?", (session,))[0]
+            found[session] = replace(summary, preview=_excerpt(content, words[0]))
+        return sorted(found.values(), key=lambda summary: summary.updated, reverse=True)[:limit]
 
     def _summaries(self, condition: str, values: Iterable[Any]) -> list[ChatSummary]:
         with self._reading():
@@ -340,10 +288,8 @@ class Store:
             ChatSummary(
                 id=row["id"],
                 title=row["title"],
-                created=_time(row["created"]),
                 updated=_time(row["updated"]),
                 archived=bool(row["archived"]),
-                model=row["model"],
                 n_messages=row["n_messages"],
                 preview=_preview(row),
             )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import sqlite3
 import time
 from collections.abc import Iterator
@@ -31,7 +30,7 @@ MIGRATIONS = (
             leaf TEXT
         )""",
         """CREATE TABLE messages (
-            seq INTEGER PRIMARY KEY AUTOINCREMENT,  -- never used again, for the index of texts goes by it
+            seq INTEGER PRIMARY KEY AUTOINCREMENT,
             id TEXT NOT NULL UNIQUE,
             session TEXT NOT NULL,
             parent TEXT,
@@ -41,7 +40,7 @@ MIGRATIONS = (
             state TEXT NOT NULL,
             opened TEXT NOT NULL,
             extras TEXT NOT NULL,  -- JSON: stats, window, attachments, calls
-            indexed INTEGER NOT NULL DEFAULT 0
+            indexed INTEGER NOT NULL DEFAULT 0  -- of version 0.1, which had an index of texts
         )""",
         "CREATE INDEX messages_of_session ON messages (session)",
         "CREATE INDEX messages_not_indexed ON messages (seq) WHERE NOT indexed",
@@ -55,27 +54,18 @@ MIGRATIONS = (
             session TEXT NOT NULL
         )""",
     ),
+    ("DROP TABLE IF EXISTS message_index", "DROP INDEX IF EXISTS messages_not_indexed"),
 )
 
 #: Seconds that a statement waits for another process to finish writing.
 BUSY_SECONDS = 2.0
-
-_DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
-#: Files beside a schema, and what they are called beside one that is kept aside.
-_COPIED_LOG = "-wal-copy"
-_SIDE_FILES = {"-shm": "-shm", "-journal": "-journal", "-wal": "-wal", _COPIED_LOG: "-wal"}
-
-
-class DamagedError(StoreError):
-    """The file is no schema, or a damaged one."""
 
 
 def connect(path: Path | None) -> sqlite3.Connection:
     """Opens a schema, in memory where there is no path, and brings it up to date.
 
     Raises:
-        StoreError: it cannot be opened or written, or is of a newer version.
-        DamagedError: it is damaged.
+        StoreError: it cannot be opened or written, is damaged, or is of a newer version.
     """
     with in_words(path):
         if path is not None:
@@ -89,9 +79,7 @@ def connect(path: Path | None) -> sqlite3.Connection:
         try:
             with in_words(path):
                 _prepare(connection, path)
-        except BaseException as error:
-            if path is not None and isinstance(error, DamagedError):
-                _copy_log(path)
+        except BaseException:
             connection.close()
             raise
     return connection
@@ -104,12 +92,6 @@ def _create_private(path: Path) -> None:
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
 
 
-def _copy_log(path: Path) -> None:
-    """Copies the write-ahead log of a damaged file: SQLite deletes it when the file is closed."""
-    with contextlib.suppress(OSError):
-        shutil.copyfile(path.with_name(path.name + "-wal"), path.with_name(path.name + _COPIED_LOG))
-
-
 def _prepare(connection: sqlite3.Connection, path: Path | None) -> None:
     version = _version(connection)
     if version > len(MIGRATIONS):
@@ -118,7 +100,7 @@ def _prepare(connection: sqlite3.Connection, path: Path | None) -> None:
             f"{len(MIGRATIONS)}): update localllm, or set LOCALLLM_DATA to another folder"
         )
     if (report := connection.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
-        raise DamagedError(f"the chats in {path} are damaged ({' '.join(report.split())})")
+        raise StoreError(f"the chats in {path} {_DAMAGED} ({' '.join(report.split())})")
     _use_write_ahead_log(connection)
     connection.execute("PRAGMA synchronous=NORMAL")
     if version < len(MIGRATIONS):
@@ -164,16 +146,6 @@ def transaction(connection: sqlite3.Connection) -> Iterator[None]:
         raise
 
 
-def has_text_index(connection: sqlite3.Connection) -> bool:
-    """Makes the index of texts if this SQLite can (FTS5 with trigrams, from 3.34 on); returns whether it is there."""
-    try:
-        connection.execute("CREATE VIRTUAL TABLE IF NOT EXISTS message_index USING fts5(content, tokenize='trigram')")
-        connection.execute("SELECT rowid FROM message_index LIMIT 1").fetchone()
-    except sqlite3.OperationalError:
-        return False
-    return True
-
-
 @contextlib.contextmanager
 def in_words(path: Path | None) -> Iterator[None]:
     """Turns what SQLite and the system complain of into `StoreError`."""
@@ -182,10 +154,6 @@ def in_words(path: Path | None) -> Iterator[None]:
         yield
     except sqlite3.Error as error:
         code = getattr(error, "sqlite_errorcode", 0) & 0xFF
-        if code in _DAMAGED:
-            raise DamagedError(
-                f"the chats {where} are damaged ({error}): they are kept aside when localllm starts next"
-            ) from error
         raise StoreError(f"the chats {where} {_COMPLAINTS.get(code, 'cannot be used')} ({error})") from error
     except OSError as error:
         raise StoreError(
@@ -193,7 +161,10 @@ def in_words(path: Path | None) -> Iterator[None]:
         ) from error
 
 
+_DAMAGED = "are damaged: move the file away, and the -wal beside it, and a new one is begun"
 _COMPLAINTS = {
+    sqlite3.SQLITE_CORRUPT: _DAMAGED,
+    sqlite3.SQLITE_NOTADB: _DAMAGED,
     sqlite3.SQLITE_BUSY: "are locked by another program: close it, or wait",
     sqlite3.SQLITE_LOCKED: "are locked by another program: close it, or wait",
     sqlite3.SQLITE_READONLY: "cannot be written: check the rights of the file and its folder",
@@ -201,31 +172,3 @@ _COMPLAINTS = {
     sqlite3.SQLITE_CANTOPEN: "cannot be opened: check the rights of the file and its folder",
     sqlite3.SQLITE_IOERR: "cannot be read or written: check the disk",
 }
-
-
-def identity(path: Path) -> tuple[int, int] | None:
-    """What tells a file from another one that takes its name; None if there is none."""
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino
-
-
-def set_aside(path: Path, known: tuple[int, int] | None) -> Path | None:
-    """Renames a damaged database and the files beside it; returns its new path.
-
-    None if it is another file than the one ``known`` to be damaged: another process has done it already.
-
-    Raises:
-        StoreError: it cannot be renamed.
-    """
-    if identity(path) != known:
-        return None
-    aside = path.with_name(f"{path.stem}.damaged-{time.strftime('%Y-%m-%d-%H%M%S')}{path.suffix}")
-    with in_words(path):
-        path.rename(aside)
-        for end, new_end in _SIDE_FILES.items():
-            with contextlib.suppress(FileNotFoundError):
-                path.with_name(path.name + end).replace(aside.with_name(aside.name + new_end))
-    return aside

@@ -56,7 +56,7 @@ def _line(choice: Completion) -> Content:
     return Content.assemble(text, "  ", (choice.help, "dim")) if choice.help else text
 
 
-PLACEHOLDER = "Message · Enter sends · Ctrl+J new line · / command · @ file"
+PLACEHOLDER = "Message · Enter sends · Ctrl+J line · / command · @ file"
 
 
 class Composer(TextArea):

@@ -55,6 +55,11 @@ class StatusLine(Static):
             self.status = status
             self._draw()
 
+    @property
+    def shared(self) -> dict[str, Any]:
+        """What is the same in all chats."""
+        return {name: getattr(self.status, name) for name in ("model", "device", "memory", "gpu_memory")}
+
     def on_resize(self) -> None:
         self._draw()
 

@@ -21,7 +21,7 @@ WELCOME = """\
 Type a message, and press Enter.
 
 / begins a command: /help lists them; Ctrl+P finds them
-@ attaches a text file: @notes.txt
+@ attaches a file or a folder: @notes.txt
 Ctrl+Up selects a message: to edit, regenerate, branch or copy it\
 """
 

@@ -130,7 +130,7 @@ def test_set_makes_the_file_and_follows_a_link(path: Path, tmp_path: Path, capfd
     ("words", "message"),
     [
         (["set", "contxt", "1"], "there is no setting 'contxt': did you mean context?"),
-        (["set", "context", "0"], "context is 0, but must be a whole number of at least 1"),
+        (["set", "context", "0"], "context is 0, but must be a whole number from 1 to 2^63 - 1"),
         (["set", "context", "many"], "context is 'many', but must be a whole number"),
         (["set", "sampling.top_k", "-1"], "sampling.top_k is -1, but must be"),
         (["set", "sampling.x", "1"], "there is no setting 'x' in [sampling]"),

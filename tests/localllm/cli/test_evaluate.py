@@ -102,6 +102,8 @@ def test_quiet_without_json_says_nothing(evaluate: Evaluate) -> None:
         (["--base-logits", "b", "--save-logits", "c"], "--save-logits needs a text"),
         (["--choices", "q", "--compare", "two.gguf"], "--compare needs a text or logits"),
         (["-f", "nowhere"], "nowhere cannot be read (No such file or directory)"),
+        (["-f", "/dev/zero"], "/dev/zero has more than 64 MiB, the most a text may have"),
+        (["-f", 9999 * "x"], "… "),
         (["--base-logits", "text"], "text is not a file of base logits"),
         (["-f", "text", "-c", "100"], "tokens, but at least 200 are needed for chunks of 100"),
         (["-f", "text", "-c", "3"], "'3' is not a whole number of at least 4"),

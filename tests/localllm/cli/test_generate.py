@@ -299,12 +299,12 @@ def test_system_prompts(generate: Generate, llm: LLM, chatty: Path, plain: Path)
 
 
 def test_a_prompt_that_never_ends(generate: Generate, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("localllm.cli.generate._MAX_PROMPT_BYTES", 1 << 20)
+    monkeypatch.setattr("localllm.files.MOST_TEXT_BYTES", 1 << 20)
     path = tmp_path / "prompt"
     path.write_bytes(b"a" * (1 << 20) + b"b")
     outcome = generate("-q", "-f", path)
     assert outcome.code == 2
-    assert outcome.error() == f"the prompt file {path} has more than 1 MiB, the most a prompt may have: shorten it"
+    assert outcome.error() == f"the prompt file {path} has more than 1 MiB, the most a text may have: shorten it"
 
 
 @pytest.mark.filterwarnings("default")

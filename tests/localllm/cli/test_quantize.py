@@ -75,3 +75,8 @@ def test_refusals(run: Run, model: Path, tmp_path: Path) -> None:
     assert "--allow-requantize" in run(small, tmp_path / "smaller.gguf", "Q4_0", "-q").error()
     assert run(small, tmp_path / "smaller.gguf", "Q4_0", "-q", "--allow-requantize").code == 0
     assert "cannot be read" in run(model, tmp_path / "new.gguf", "Q4_0", "--imatrix", tmp_path / "none").error()
+
+
+def test_the_demo_model_by_name(run: Run, tmp_path: Path) -> None:
+    assert "to 1" in run("demo", tmp_path / "new.gguf", "Q4_0", "--allow-requantize", "--dry-run").out
+    assert "is not a regular file" in run("demo", tmp_path / "new.gguf", "Q4_0", "--imatrix", "/dev/zero").error()

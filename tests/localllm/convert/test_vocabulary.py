@@ -150,7 +150,7 @@ def test_chat_templates_in_files_of_their_own(tmp_path: Path) -> None:
     [
         ({}, "has no tokenizer.model or tokenizer.json"),
         ({"tokenizer.model": "no protocol buffer"}, "is not a sentencepiece model"),
-        ({"tokenizer.json": '{"model": {"type": "WordPiece"}}'}, "is of the kind 'WordPiece'"),
+        ({"tokenizer.json": '{"model": {"type": "Unigram"}}'}, "is of the kind 'Unigram'"),
         ({"tokenizer.json": '{"model": {"type": "BPE", "vocab": [], "merges": []}}'}, "is damaged"),
         ({"tokenizer.json": '{"model": {"type": "BPE", "vocab": {}, "merges": [1]}}'}, "is damaged"),
     ],
@@ -160,3 +160,19 @@ def test_damaged_tokenizers_are_refused(files: dict[str, str], message: str, tmp
         (tmp_path / name).write_text(text)
     with pytest.raises(TokenizerError, match=message):
         read(tmp_path)
+
+
+def test_word_pieces(tmp_path: Path) -> None:
+    """As BERT's files have them: tokens that begin words with sentencepiece's space, others without ``##``."""
+    words = {"[PAD]": 0, "[CLS]": 1, "[SEP]": 2, "[UNK]": 3, "run": 4, "##ning": 5, "a": 6}
+    added = [{"id": i, "content": text, "special": True} for text, i in words.items() if i < 4]
+    model = {"type": "WordPiece", "vocab": words, "unk_token": "[UNK]"}
+    normalizer = {"type": "BertNormalizer", "lowercase": True, "strip_accents": None}
+    settings = {"model": model, "added_tokens": added, "normalizer": normalizer}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(settings))
+    names = {f"{name.lower()}_token": f"[{name}]" for name in ("PAD", "CLS", "SEP", "UNK")}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(names))
+    keys, tokenizer = read(tmp_path, 7, type_vocab_size=2)
+    assert keys["tokenizer.ggml.tokens"] == ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "▁run", "ning", "▁a"]
+    assert keys["tokenizer.ggml.token_type_count"] == 2
+    assert tokenizer.encode("A RUNNING") == [1, 6, 4, 5, 2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -534,3 +535,10 @@ def test_prompts_of_another_model_are_refused(prompts: Path) -> None:
         saved.load(cache, prompts, "another key")
     with pytest.raises(PromptCacheError, match="cannot be read"):
         saved.load(cache, prompts.with_name("none"), "a key")
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_a_pipe_does_not_hold_up_the_engine(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(PromptCacheError, match="no whole file of saved prompts"):
+        saved.load(new_cache()[0], tmp_path / "pipe", "a key")

@@ -369,6 +369,8 @@ def test_closing_ends_requests_and_lets_the_memory_go() -> None:
         engine.submit(writing([1]))
     with pytest.raises(ClosedError):
         engine.forget()
+    with pytest.raises(ClosedError):
+        engine.with_cache(len)
     engine.cancel(stream)
     cache = weakref.ref(ops.cache)
     del runner, ops

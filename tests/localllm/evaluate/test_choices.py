@@ -92,7 +92,7 @@ def test_files_without_questions(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="has no questions"):
         read_questions(path)
     path.write_bytes(b"\xff")
-    with pytest.raises(UsageError, match="it is not UTF-8"):
+    with pytest.raises(UsageError, match="is not valid UTF-8"):
         read_questions(path)
     with pytest.raises(UsageError, match="cannot be read"):
         read_questions(tmp_path / "nowhere.jsonl")

@@ -231,6 +231,7 @@ def test_invalid_utf8_in_values_is_met_only_when_decoded(tmp_path: Path) -> None
     with GGUFFile.open(path) as file:
         assert "text" in file.metadata
         assert file.metadata.raw("text") == b"ab\x80c"
+        assert len(file.fingerprint()) == 32
         with pytest.raises(GGUFError, match=rf"u\.gguf: byte {content.index(0x80)}, key 'text': .*UTF-8"):
             file.metadata["text"]
         read = file.metadata["tokens"]

@@ -153,7 +153,7 @@ def test_the_command_writes_what_quantize_takes(tmp_path: Path, capfdbinary: pyt
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"\xff\xfe", "cannot be read (it is not UTF-8): check the path"),
+        (b"\xff\xfe", "is not valid UTF-8: byte 0 is 0xff"),
         (b"abc", "tokens, but 512 are needed: give a longer one"),
         (None, "cannot be read (No such file or directory): check the path"),
     ],

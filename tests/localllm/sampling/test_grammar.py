@@ -38,7 +38,7 @@ PERSON: dict[str, Any] = {
 def test_settings_that_are_not_grammars_are_refused() -> None:
     with pytest.raises(UsageError, match=r"^regex and grammar each hold the text to a grammar"):
         Sampling(regex="a", grammar="start: /a/")
-    for schema in ("{", "3", 3, False, [], {"a": object()}):
+    for schema in ("{", "3", 3, False, [], {"a": object()}, {"const": math.nan}):
         with pytest.raises(UsageError, match=r"^json_schema is .*, but must be a JSON schema: a dict"):
             Sampling(json_schema=schema)  # type: ignore[arg-type]
     for empty in ("", " \n"):
@@ -131,6 +131,7 @@ def test_every_schema_gives_json_that_is_valid(tokenizer: Tokenizer) -> None:
         ({"json_schema": {"$ref": "https://example.com/x"}}, "not present"),
         ({"regex": "a("}, "regex cannot be used: unclosed group$"),
         ({"regex": "(?=a)b"}, "look-around"),
+        ({"regex": "\udcff"}, "regex cannot be used: .*surrogates not allowed"),
         ({"grammar": "start: foo"}, "grammar cannot be used: .*unknown name"),
         ({"grammar": "hello"}, "grammar cannot be used"),
         ({"grammar": "root ::= foo"}, "not valid GBNF: Rule 'foo' not found"),
@@ -375,7 +376,7 @@ def test_the_command_line_takes_grammars_as_texts_and_files(
         (["--regex", "a("], "regex cannot be used: unclosed group"),
         (["-j", "{"], "argument -j/--json-schema: '{' is not valid JSON (Expecting"),
         (["--regex", "a", "--grammar", "b"], "regex and grammar each hold the text to a grammar"),
-        (["-jf", "nowhere.json"], "'nowhere.json' cannot be read (No such file or directory)"),
+        (["-jf", "nowhere.json"], "nowhere.json cannot be read (No such file or directory)"),
     ],
 )
 def test_bad_flags_fail_before_a_model_is_loaded(

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 import localllm
+from localllm.models.registry import ARCHITECTURES
 from tests.helpers.http_server import Serving, serving
-from tests.models.encoders import ENCODERS, make_model, write
+from tests.models.tiny import ENCODERS, make_model, write
 
 pytest.importorskip("torch", reason="needs the extra 'reference'")
 pytest.importorskip("transformers", reason="needs the extra 'reference'")
@@ -27,8 +28,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = make_model(entry)
     write(folder / "embedder.gguf", entry, model)
     score = np.random.default_rng(3).normal(0, 0.3, (1, 64)).astype(np.float32)
-    keys = lambda config: {**entry.keys(config), "pooling_type": 4}  # noqa: E731
-    write(folder / "reranker.gguf", replace(entry, keys=keys, extra={"cls.output.weight": lambda _: score}), model)
+    conversion = replace(ARCHITECTURES["bert"].conversion, extra=lambda _: {"cls.output.weight": score})
+    write(folder / "reranker.gguf", replace(entry, conversion=conversion), model, pooling_type=4)
     return folder
 
 

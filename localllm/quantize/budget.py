@@ -1,0 +1,210 @@
+"""A type for each tensor, so that a file is of a given size, or as small as a given loss allows.
+
+How much a tensor's precision matters is measured once: the Kullback-Leibler divergence of the model with that tensor
+alone at about three bits from the model as it is.  At other types it is taken to go with the square of the tensor's
+error, and over all tensors to add up.  The bytes then go where each of them lessens the sum most; what really comes
+out is measured in the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localllm.engine.runner import n_cache_pages
+from localllm.errors import UsageError
+from localllm.gguf import GGUFFile, TensorInfo
+from localllm.kernels.backend import Backend
+from localllm.kernels.cpu.host import check_memory
+from localllm.models.registry import read_model
+from localllm.quant.encode import Feedback
+from localllm.quant.types import GGMLType
+from localllm.quantize.collect import step_batch
+from localllm.quantize.imatrix import ImportanceMatrix
+from localllm.quantize.mixes import fitting, is_quantizable
+from localllm.quantize.run import TensorPlan, TensorWork
+
+#: Types to choose from, and the one at which sensitivity is measured.
+LADDER = (GGMLType.Q2_K, GGMLType.Q3_K, GGMLType.IQ4_XS, GGMLType.Q5_K, GGMLType.Q6_K, GGMLType.Q8_0)
+_MEASURED = GGMLType.Q3_K
+#: Values of a tensor whose error is measured at each type.
+_SAMPLE = 1 << 17
+#: Tokens of a piece of text, and how many pieces are read in each measurement.
+CONTEXT, PIECES = 256, 8
+#: How often a choice is corrected by what was measured of it.
+_ROUNDS = 6
+
+#: Called with the measurements done, and how many there are.
+Progress = Callable[[int, int], object]
+
+
+class Option(NamedTuple):
+    """What a tensor would take and cost at a type."""
+
+    n_bytes: int
+    loss: float
+    type: GGMLType
+
+
+@dataclass(frozen=True)
+class _Replaced:
+    """A model's file with some tensors in other types."""
+
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, TensorInfo]
+
+
+class _Meter:
+    """Measures divergence from a model as it is on pieces of a text, of whose tokens the second halves count."""
+
+    def __init__(self, file: GGUFFile, pieces: Sequence[Sequence[int]], backend: Backend) -> None:
+        self._file, self._pieces, self._backend = file, pieces, backend
+        self._base = self._log_probabilities({})
+
+    def divergence(self, tensors: Mapping[str, TensorInfo]) -> float:
+        """The mean Kullback-Leibler divergence of the model with these tensors in place of its own, in nats."""
+        found = self._log_probabilities(tensors)
+        each = [(np.exp(p) * (p - q)).sum(axis=1).mean() for p, q in zip(self._base, found, strict=True)]
+        return max(0.0, float(np.mean(each)))
+
+    def _log_probabilities(self, tensors: Mapping[str, TensorInfo]) -> list[NDArray[np.float32]]:
+        n, backend = len(self._pieces[0]), self._backend
+        graph = read_model(_Replaced(self._file.metadata, {**self._file.tensors, **tensors}), n).graph
+        n_pages = n_cache_pages(graph, n, 1, backend.page_size)
+        needed = backend.footprint(graph, n_pages=n_pages, max_tokens=n // 2, max_outputs=n // 2, n_states=1)
+        check_memory(needed.n_bytes, "the model")
+        step, found = needed.load(None), []
+        for piece in self._pieces:
+            step.run(step_batch(piece, 0, n // 2, n_pages, backend.page_size))
+            logits = step(step_batch(piece, n // 2, n, n_pages, backend.page_size, outputs=True)).copy()
+            logits -= logits.max(axis=1, keepdims=True)
+            found.append(logits - np.log(np.exp(logits).sum(axis=1, keepdims=True)))
+        return found
+
+
+def allot(
+    options: Mapping[str, Sequence[Option]], *, n_bytes: float = np.inf, loss: float = 0.0
+) -> dict[str, Option]:
+    """For each tensor the option with which all take at most ``n_bytes``, or cost no more than ``loss``.
+
+    Each byte goes where it lessens the loss most: tensors begin at their smallest option and take steps along the
+    lower convex hull of theirs, the best step of all tensors first.
+
+    Raises:
+        UsageError: even the smallest options take more.
+    """
+    steps: list[tuple[float, str, Option]] = []
+    chosen: dict[str, Option] = {}
+    for name, given in options.items():
+        hull: list[Option] = []
+        for option in sorted(given):
+            if hull and option.loss >= hull[-1].loss:
+                continue
+            while len(hull) > 1 and _gain(hull[-2], hull[-1]) <= _gain(hull[-1], option):
+                hull.pop()
+            hull.append(option)
+        chosen[name] = hull[0]
+        steps += [(_gain(a, b), name, b) for a, b in pairwise(hull)]
+    size, cost = (sum(each) for each in zip(*((o.n_bytes, o.loss) for o in chosen.values()), strict=True))
+    if size > n_bytes:
+        raise UsageError(f"the smallest file would still be {size - n_bytes:,.0f} bytes larger: give a larger size")
+    for _, name, option in sorted(steps, key=lambda step: -step[0]):
+        grown = size + option.n_bytes - chosen[name].n_bytes
+        if cost > loss and grown <= n_bytes:
+            size, cost = grown, cost + option.loss - chosen[name].loss
+            chosen[name] = option
+    return chosen
+
+
+def _gain(a: Option, b: Option) -> float:
+    return (a.loss - b.loss) / (b.n_bytes - a.n_bytes)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Types by tensor, and the divergence from the model as it is that was measured with them."""
+
+    types: Mapping[str, GGMLType]
+    divergence: float
+
+
+def choose_types(
+    file: GGUFFile,
+    pieces: Sequence[Sequence[int]],
+    backend: Backend,
+    *,
+    n_bytes: int | None = None,
+    divergence: float | None = None,
+    imatrix: ImportanceMatrix | None = None,
+    progress: Progress | None = None,
+) -> Choice:
+    """Choose a type for each tensor that is worth quantising.
+
+    Args:
+        file: the model, of floats.
+        pieces: token ids of a text, of the same even number each.
+        n_bytes: of the file to be.
+        divergence: instead, the Kullback-Leibler divergence on the text that it may have, in nats.
+        imatrix: the importance that it will be quantised with.
+
+    Raises:
+        UsageError: the file cannot be that small, or not that exact.
+        UnsupportedArchitectureError, ModelError, NotEnoughMemoryError: the model cannot be loaded.
+    """
+    meter = _Meter(file, pieces, backend)
+    feedbacks: dict[int, Feedback] = {}
+
+    def encoded(tensor: TensorInfo, type: GGMLType) -> tuple[TensorInfo, float]:
+        work = TensorWork(TensorPlan(tensor, type), imatrix, feedbacks, allow_nan=False, threads=None)
+        data = np.concatenate([slab.reshape(-1, slab.shape[-1]) for _, slab in work.slabs()])
+        return replace(tensor, type=type, data=data.reshape(*tensor.shape[:-1], -1)), work.result().error or 0.0
+
+    options: dict[str, list[Option]] = {}
+    names = [name for name, tensor in file.tensors.items() if is_quantizable(name, tensor.shape)]
+    for done, name in enumerate(names):
+        if progress is not None:
+            progress(done, len(names))
+        tensor = file.tensors[name]
+        some = _sampled(tensor)
+        types = dict.fromkeys(fitting(type, tensor.shape[-1]) for type in LADDER)
+        squares = {type: encoded(some, type)[1] ** 2 for type in types}
+        measured = fitting(_MEASURED, tensor.shape[-1])
+        loss = meter.divergence({name: encoded(tensor, measured)[0]}) / (squares[measured] or 1.0)
+        options[name] = [
+            Option(TensorPlan(tensor, type).spec.n_bytes, loss * square, type) for type, square in squares.items()
+        ]
+        tensor.drop_pages()
+
+    def measured_with(chosen: Mapping[str, Option]) -> Choice:
+        types = {name: option.type for name, option in chosen.items()}
+        return Choice(
+            types, meter.divergence({name: encoded(file.tensors[name], type)[0] for name, type in types.items()})
+        )
+
+    if n_bytes is not None:
+        rest = sum(path.stat().st_size for path in file.paths) - sum(file.tensors[name].n_bytes for name in names)
+        return measured_with(allot(options, n_bytes=n_bytes - rest))
+    assert divergence is not None
+    goal = divergence
+    for _ in range(_ROUNDS):
+        chosen = measured_with(allot(options, loss=goal))
+        if 0.9 * divergence <= chosen.divergence <= divergence:
+            break
+        goal *= 0.95 * divergence / max(chosen.divergence, divergence / 8)
+    if chosen.divergence > divergence:
+        raise UsageError(
+            f"the divergence stays at {chosen.divergence:.5f}, more than {divergence:.5f}: allow a larger one"
+        )
+    return chosen
+
+
+def _sampled(tensor: TensorInfo) -> TensorInfo:
+    """Some rows of a tensor, of each expert's matrix."""
+    every = max(tensor.n_values // _SAMPLE, 1)
+    data = tensor.data[..., ::every, :]
+    return replace(tensor, data=data, shape=(*data.shape[:-1], tensor.shape[-1]))

@@ -1,0 +1,112 @@
+"""Pieces of files that are larger than the context: those that matter for a message, found by BM25.
+
+Source: Robertson and Zaragoza, "The Probabilistic Relevance Framework: BM25 and Beyond", 2009.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from localllm.tui.chat.conversation import Attachment
+
+#: Characters of a piece, at least: it ends with a line.  Where there is little room, it has fewer.
+_LENGTH, _SHORTEST = 1500, 200
+#: The constants of BM25: how soon more of a word says nothing more, and how much long pieces are held back.
+_K1, _B = 1.5, 0.75
+#: Tokens of what stands around a piece in the prompt.
+_AROUND = 16
+
+
+class Piece(NamedTuple):
+    """A part of a file.
+
+    Attributes:
+        name: of the file.
+        unit, first, last: its place there, such as lines 1 to 30, or page 3.
+        text: what stands there.
+    """
+
+    name: str
+    unit: str
+    first: int
+    last: int
+    text: str
+
+
+def cut(name: str, text: str, length: int = _LENGTH) -> Iterator[Piece]:
+    """The pieces of a file; where it has pages, each of which ends with a form feed, no piece goes over one's end."""
+    pages = text.split("\f")
+    for page, content in enumerate(pages, 1):
+        first, lines, size = 1, list[str](), 0
+        every = content.splitlines(keepends=True)
+        for number, line in enumerate(every, 1):
+            lines.append(line)
+            size += len(line)
+            if size < length and number < len(every):
+                continue
+            place = ("page", page, page) if len(pages) > 1 else ("line", first, number)
+            whole = "".join(lines)
+            for i in range(0, len(whole), 2 * length):  # a line may be long
+                yield Piece(name, *place, whole[i : i + 2 * length])
+            first, lines, size = number + 1, [], 0
+
+
+def best(texts: Mapping[str, str], question: str, count: Callable[[str], int], room: int) -> list[Attachment]:
+    """The pieces of files that match a question best and fit, in the order of the files, neighbours joined.
+
+    Args:
+        texts: of files, by name.
+        question: the message.
+        count: gives the tokens of a text.
+        room: tokens that all of them may have.
+    """
+    length = min(max(room, _SHORTEST), _LENGTH)
+    pieces = [piece for name, text in texts.items() for piece in cut(name, text, length)]
+    taken: dict[int, int] = {}
+    for place in ranked([piece.text for piece in pieces], question):
+        n_tokens = count(pieces[place].text) + _AROUND
+        if n_tokens > room:
+            break
+        taken[place] = n_tokens
+        room -= n_tokens
+    groups: list[list[int]] = []
+    for before, place in pairwise([-2, *sorted(taken)]):
+        if place == before + 1 and pieces[place].name == pieces[before].name:
+            groups[-1].append(place)
+        else:
+            groups.append([place])
+    return [_joined([pieces[i] for i in group], sum(taken[i] for i in group)) for group in groups]
+
+
+def _joined(pieces: Sequence[Piece], n_tokens: int) -> Attachment:
+    first, last = pieces[0].first, pieces[-1].last
+    where = f"{pieces[0].unit} {first}" if first == last else f"{pieces[0].unit}s {first}-{last}"
+    return Attachment(f"{pieces[0].name}, {where}", "".join(piece.text for piece in pieces), n_tokens)
+
+
+def ranked(texts: Sequence[str], question: str) -> list[int]:
+    """The places of texts, the one that matches a question best first; those that match as well stay in order."""
+    wanted = set(_words(question))
+    lengths, counts = list[int](), list[Counter[str]]()
+    for text in texts:
+        words = _words(text)
+        lengths.append(len(words))
+        counts.append(Counter(word for word in words if word in wanted))
+    mean = max(1.0, sum(lengths) / max(1, len(texts)))
+    found_in = Counter(word for counted in counts for word in counted)
+    weights = {word: math.log(1 + (len(texts) - n + 0.5) / (n + 0.5)) for word, n in found_in.items()}
+
+    def score(place: int) -> float:
+        longer = _K1 * (1 - _B + _B * lengths[place] / mean)
+        return sum(weights[word] * n * (_K1 + 1) / (n + longer) for word, n in counts[place].items())
+
+    return sorted(range(len(texts)), key=score, reverse=True)
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"\w+", text.casefold())
