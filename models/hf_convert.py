@@ -58,15 +58,15 @@ def mamba_tensor(name: str, array: Array, config: Any) -> Array:
 
 
 def llama3_factors(config: Any) -> Mapping[str, Array]:
-    """What Llama 3.1 divides each rotary frequency by (Meta's llama-models, ``apply_scaling``)."""
-    rope = config.rope_parameters
+    """What Llama 3.1, and models that scale so, divide frequencies by (Meta's llama-models, ``apply_scaling``)."""
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     if rope.get("rope_type") != "llama3":
         return {}
-    dim = head_dim(config)
+    dim = getattr(config, "qk_rope_head_dim", None) or int(head_dim(config) * rope.get("partial_rotary_factor", 1))
     wavelengths = 2 * np.pi * rope["rope_theta"] ** (np.arange(0, dim, 2) / dim)
     turns = rope["original_max_position_embeddings"] / wavelengths
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-    kept = np.clip((turns - low) / (high - low), 0, 1)
+    kept = np.clip((turns - low) / max(high - low, 1e-9), 0, 1)  # Llama 4 has no ramp
     return {"rope_freqs.weight": (1 / ((1 - kept) / rope["factor"] + kept)).astype(np.float32)}
 
 
