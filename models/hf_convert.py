@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from localllm.errors import ModelError, quoted
+
 Array = NDArray[Any]
 
 
@@ -89,6 +91,22 @@ def encoder_keys(config: Any) -> dict[str, Any]:
 
 def sliding_window(config: Any) -> dict[str, Any]:
     return {"attention.sliding_window": getattr(config, "sliding_window", None)}
+
+
+def gemma_keys(config: Any) -> dict[str, Any]:
+    """Of Gemma 2 and 3, whose files have no key for the scale of scores.
+
+    Raises:
+        ModelError: it is another than ``record`` takes.
+    """
+    n, is_27b = head_dim(config), config.num_hidden_layers in (46, 62)
+    expected = config.hidden_size / config.num_attention_heads if is_27b else n
+    scalar = getattr(config, "query_pre_attn_scalar", expected)
+    if scalar != expected:
+        raise ModelError(
+            f"config.json has query_pre_attn_scalar = {quoted(scalar)}, but GGUF files mean {expected:g}"
+        )
+    return sliding_window(config)
 
 
 def window_pattern(config: Any) -> list[bool]:
