@@ -241,7 +241,7 @@ def test_the_command_line(
 def test_what_files_have_no_key_for_is_refused() -> None:
     gemma = {"head_dim": 16, "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 7}
     assert gemma_keys(SimpleNamespace(**gemma, query_pre_attn_scalar=16)) == gemma_keys(SimpleNamespace(**gemma))
-    with pytest.raises(ModelError, match="query_pre_attn_scalar = 24, but files mean 16"):
+    with pytest.raises(ModelError, match="query_pre_attn_scalar = 24, but GGUF files mean 16"):
         gemma_keys(SimpleNamespace(**gemma, query_pre_attn_scalar=24))
     with pytest.raises(ModelError, match="truncates, which GGUF files of gpt-oss do not"):
         gpt_oss.hf_keys(SimpleNamespace(rope_parameters={"rope_type": "yarn"}))
