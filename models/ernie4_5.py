@@ -8,7 +8,6 @@ from localllm.kernels.graph import Graph, Tensor
 from localllm.models import hf_names
 from localllm.models.blocks import Layer, attention, decoder, gated_mlp, mixture, norm
 from localllm.models.config import Header
-from localllm.models.hf_convert import Array
 from localllm.models.rope import make_rope
 
 HF_NAMES = (
@@ -28,11 +27,8 @@ def hf_keys(config: Any) -> dict[str, Any]:
         "interleave_moe_layer_step": config.moe_layer_interval,
         "leading_dense_block_count": config.moe_layer_start_index,
         "expert_shared_count": config.moe_num_shared_experts,
+        "expert_shared_feed_forward_length": config.moe_num_shared_experts * config.moe_intermediate_size or None,
     }
-
-
-def hf_tensor(name: str, array: Array, config: Any) -> Array:
-    return array.reshape(-1) if name.endswith("correction_bias") else array
 
 
 def record(m: Header) -> Graph:

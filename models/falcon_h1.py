@@ -21,7 +21,7 @@ HF_NAMES = (
     | hf_names.mamba("mamba")
     | {
         "output_norm": "model.final_layernorm",
-        "ffn_norm": "pre_ff_layernorm",
+        "ffn_norm": "pre_ff_layernorm.weight",
         "ffn_gate": "feed_forward.gate_proj",
         "ffn_up": "feed_forward.up_proj",
         "ffn_down": "feed_forward.down_proj",
@@ -30,7 +30,7 @@ HF_NAMES = (
 
 
 def hf_keys(config: Any) -> dict[str, Any]:
-    return mamba_keys(config) | {"ssm.inner_size": config.mamba_d_ssm}
+    return mamba_keys(config) | {"vocab_size": config.vocab_size, "ssm.inner_size": config.mamba_d_ssm}
 
 
 def hf_tensor(name: str, array: Array, config: Any) -> Array:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from math import prod
 from typing import Any, Protocol
 
 import numpy as np
@@ -181,7 +182,7 @@ class Weights:
         return tensor.shape[-2] if tensor is not None and len(tensor.shape) > 1 else 0
 
     def find(self, name: str, *shape: int) -> Weight | None:
-        """The tensor ``name``, or None if the file has none.
+        """The tensor ``name``, or None if the file has none; leading ones of its shape do not count.
 
         Raises:
             ModelError: its shape is not ``shape``.
@@ -190,12 +191,13 @@ class Weights:
         tensor = self._file.tensors.get(name)
         if tensor is None:
             return None
-        if tensor.shape != shape:
+        if tensor.shape[-len(shape) :] != shape or prod(tensor.shape) != prod(shape):
             raise ModelError(
                 f"tensor {name} has the shape {list(tensor.shape)}, but the hyper-parameters call for "
                 f"{list(shape)}: the file's metadata and tensors disagree"
             )
-        return self._found.setdefault(name, FileWeight(name, tensor.type, tensor.shape, self._file))
+        found = self._found.setdefault(name, FileWeight(name, tensor.type, tensor.shape, self._file))
+        return found if tensor.shape == shape else Reshaped(found, shape)
 
     def require(self, name: str, *shape: int) -> Weight:
         """The tensor ``name``.
@@ -209,8 +211,8 @@ class Weights:
         return tensor
 
     def vector(self, name: str, n: int) -> Weight:
-        """The vector ``{name}.weight`` [n]."""
-        return self.require(f"{name}.weight", n)
+        """The vector ``{name}.weight`` [n]; Falcon-H1's files have one that is called ``name``."""
+        return self.require(name if name in self else f"{name}.weight", n)
 
     def matrix(self, name: str, n_in: int, n_out: int, *, bias: bool = False, tied_to: str | None = None) -> Matrix:
         """The matrix ``{name}.weight`` [n_out, n_in], with ``{name}.bias`` [n_out] if there is one.

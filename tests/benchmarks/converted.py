@@ -34,7 +34,7 @@ from tests.models.tiny import TINY, make_model, write
 #: which is not the model's own here; and what llama.cpp's converter leaves to its reader's defaults.
 EXCEPTIONS = re.compile(
     r"general\.(name|size_label|finetune|basename|file_type|version|base_model.*|sampling.*)|tokenizer\..*"
-    r"|(gemma2?|phi2|stablelm)\.rope\.freq_base|.*\.expert_gating_func|llama4\.attention\.(chunk_size|temperature_.*)"
+    r"|(gemma2?|gptneox|phi2|stablelm)\.rope\.freq_base|.*\.expert_gating_func|llama4\.attention\.(chunk_size|temperature_.*)"
 )
 
 IDS = [int(i) for i in np.random.default_rng(1).integers(3, 300, 41)]
@@ -109,16 +109,22 @@ def differences(ours: Path, theirs: Path) -> list[str]:
 #: What the configurations of released models say otherwise than transformers writes them now.
 RELEASED: dict[str, dict[str, Any]] = {
     "cohere2": {"rotary_pct": 1.0},
-    "gptneox": {"rotary_pct": 0.5},
-    "gptneox-serial": {"rotary_pct": 0.5},
+    "gptneox": {"model_type": "released", "rotary_pct": 0.5},
+    "gptneox-serial": {"model_type": "released", "rotary_pct": 0.5},
     "granitehybrid": {"layer_types": ["mamba", "mamba", "attention", "mamba"]},
     "granitehybrid-moe": {"layer_types": ["mamba", "mamba", "attention", "mamba"]},
     "minimax-m2": {"rotary_dim": 8},
     "nemotron-h": {
         "model_type": "released",
         "layers_block_type": None,
+        "num_hidden_layers": 5,
         "hybrid_override_pattern": "M-*M-",
         "num_experts_per_tok": None,
+        "n_routed_experts": None,
+        "n_group": None,
+        "topk_group": None,
+        "moe_intermediate_size": None,
+        "moe_shared_expert_intermediate_size": None,
     },
 }
 
@@ -126,8 +132,9 @@ RELEASED: dict[str, dict[str, Any]] = {
 def release(name: str, folder: Path) -> None:
     """Writes a model's configuration as released ones are."""
     path = folder / "config.json"
-    settings = json.loads(path.read_text()) | RELEASED.get(name, {})
-    path.write_text(json.dumps({key: value for key, value in settings.items() if value is not None}))
+    changes = RELEASED.get(name, {})
+    settings = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: settings[key] for key in settings if changes.get(key, 0) is not None}))
 
 
 def write_tokenizer(folder: Path, n_vocab: int) -> None:

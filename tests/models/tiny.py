@@ -321,7 +321,7 @@ TINY: dict[str, Tiny] = {
     "mamba2": Tiny(
         "mamba2",
         "mamba2",
-        {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 1},
+        {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 1, "intermediate_size": 128},
     ),
     "minimax-m2": Tiny(
         "minimax_m2",
