@@ -10,7 +10,7 @@ from typing import Any
 from localllm.errors import KernelError, ModelError, UnsupportedArchitectureError, quoted
 from localllm.kernels.graph import CacheType, Graph
 from localllm.models.config import Header, Metadata, ModelConfig, read_architecture, read_general
-from localllm.models.hf_convert import Array
+from localllm.models.hf_convert import Array, llama3_factors
 from localllm.models.pooling import Pooling, read_kind
 from localllm.models.weights import ModelFile, Weights
 
@@ -30,7 +30,7 @@ class Conversion:
     names: Mapping[str, str]
     keys: Callable[[Any], Mapping[str, Any]] = lambda config: {}
     tensor: Callable[[str, Array, Any], Array | Mapping[str, Array]] = lambda name, array, config: array
-    extra: Callable[[Any], Mapping[str, Array]] = lambda config: {}
+    extra: Callable[[Any], Mapping[str, Array]] = llama3_factors
 
 
 @dataclass(frozen=True)

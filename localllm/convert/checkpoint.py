@@ -37,8 +37,8 @@ _SAMPLING |= {"repetition_penalty": "penalty_repeat"}
 #: Tensors of a checkpoint that are not the language model's.
 _OTHERS = re.compile(
     r"(^|\.)(mtp|vision_\w+|visual|audio_\w+|multi_modal_projector|mm_projector|embed_vision|embed_audio)\."
-    r"|rotary_emb\.inv_freq$|\.masked_bias$|(^|\.)h\.\d+\.attn\.bias$"
-    r"|^pooler\.|^cls\.(predictions|seq_relationship)\.|^head\.|position_ids$"
+    r"|rotary_emb\.inv_freq$|\.masked_bias$|^pooler\.|^cls\.(predictions|seq_relationship)\.|^head\.|position_ids$"
+    r"|(^|\.)h\.\d+\.attn\.bias$"
 )
 #: How names of tensors in layers begin.
 _LAYER = r"(?:\w+\.)?(?:layers?|h)\.(\d+)\."

@@ -203,7 +203,7 @@ GEMMA4 = {
 
 TINY: dict[str, Tiny] = {
     "cohere2": Tiny("cohere2", "cohere2", WINDOW | COHERE),
-    "command-r": Tiny("cohere", "command-r", COHERE),
+    "command-r": Tiny("cohere", "command-r", COHERE | {"rope_parameters": LINEAR}),
     "deepseek-v2": Tiny(
         "deepseek_v2",
         "deepseek2",
@@ -228,7 +228,7 @@ TINY: dict[str, Tiny] = {
             "moe_num_shared_experts": 2,
         },
     ),
-    "exaone4": Tiny("exaone4", "exaone4", WINDOW | {"sliding_window_pattern": 4}),
+    "exaone4": Tiny("exaone4", "exaone4", WINDOW | {"sliding_window_pattern": 4, "rope_parameters": LLAMA3}),
     "falcon-h1": Tiny(
         "falcon_h1",
         "falcon-h1",
@@ -335,7 +335,7 @@ TINY: dict[str, Tiny] = {
     "llama4": Tiny(
         "llama4_text",
         "llama4",
-        LLAMA4 | {"attention_chunk_size": 7, "floor_scale": 5},
+        LLAMA4 | {"attention_chunk_size": 7, "floor_scale": 5, "rope_parameters": LLAMA3 | {"high_freq_factor": 1.0}},
     ),
     "llama4-defaults": Tiny("llama4_text", "llama4", LLAMA4),
     "mamba2": Tiny(

@@ -162,7 +162,7 @@ def _title(text: str, seconds: float | None, is_thinking: bool) -> str:
 
 
 #: Blocks at the end of a reply whose heights are not fixed.
-_UNSETTLED = 20
+_UNSETTLED = 2
 #: Characters of a reply that are drawn at a time.
 _PIECE_LENGTH = 1000
 #: Seconds between two of them, in which keys are handled.
