@@ -113,6 +113,9 @@ def differences(ours: Path, theirs: Path) -> list[str]:
     return keys + tensors
 
 
+#: What its converter writes otherwise: latents as before 2025, and Llama 4 with other numbers than its reader's own.
+OTHERWISE = {"deepseek-v3-old", "llama4"}
+
 #: What the configurations of released models say otherwise than transformers writes them now.
 RELEASED: dict[str, dict[str, Any]] = {
     "cohere2": {"rotary_pct": 1.0},
@@ -126,8 +129,8 @@ RELEASED: dict[str, dict[str, Any]] = {
     "minimax-m2": {"rotary_dim": 8},
     "nemotron-h": {
         "model_type": "released",
-        "layers_block_type": None,
         "num_hidden_layers": 5,
+        "layers_block_type": None,
         "hybrid_override_pattern": "M-*M-",
         "num_experts_per_tok": None,
         "n_routed_experts": None,
@@ -201,7 +204,7 @@ def compare(name: str, folder: Path, options: argparse.Namespace) -> Result:
         theirs = f"{largest_error(np.load(out), expected):9.1e}" if out.exists() else done.stderr.strip()[-80:]
     other = differences(path, converted)
     print(f"{begin} {error:9.1e} {theirs}", *other, sep="\n    ", flush=True)
-    return Result(*own, None if entry.conversion else error < 1e-3 and not other)
+    return Result(*own, None if name in OTHERWISE else error < 1e-3 and not other)
 
 
 def logits_of(model: Any) -> Any:
@@ -222,7 +225,7 @@ def row_of(architecture: str, results: list[Result]) -> str:
     """A line of the table: the worst of its models."""
     numbers = [f"{max(each):.0e}" for each in ([r.on_reference for r in results], [r.on_cpu for r in results])]
     same = {r.is_same for r in results}
-    agrees = "no" if False in same else "–" if None in same else "yes"
+    agrees = "no" if False in same else "yes" if True in same else "–"
     return f"| `{architecture}` | {ARCHITECTURES[architecture].models} | {numbers[0]} | {numbers[1]} | {agrees} |"
 
 
