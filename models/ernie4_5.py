@@ -8,7 +8,6 @@ from localllm.kernels.graph import Graph, Tensor
 from localllm.models import hf_names
 from localllm.models.blocks import Layer, attention, decoder, gated_mlp, mixture, norm
 from localllm.models.config import Header
-from localllm.models.hf_convert import Array
 from localllm.models.rope import make_rope
 
 HF_NAMES = (
@@ -28,23 +27,19 @@ def hf_keys(config: Any) -> dict[str, Any]:
         "interleave_moe_layer_step": config.moe_layer_interval,
         "leading_dense_block_count": config.moe_layer_start_index,
         "expert_shared_count": config.moe_num_shared_experts,
+        "expert_shared_feed_forward_length": config.moe_num_shared_experts * config.moe_intermediate_size or None,
     }
-
-
-def hf_tensor(name: str, array: Array, config: Any) -> Array:
-    return array.reshape(-1) if name.endswith("correction_bias") else array
 
 
 def record(m: Header) -> Graph:
     heads, n_ff, experts = m.heads(), m.mlp_width(), m.experts()
     rope = make_rope(m, heads.key_dim, interleaved=True)
-    n_dense = m.meta.read("leading_dense_block_count", int, 0, low=0, high=1 << 16)
     step = m.meta.read("interleave_moe_layer_step", int, 1, low=1, high=1 << 16)
 
     def layer(at: Layer, x: Tensor) -> Tensor:
         x = attention(at, norm(at, "attn_norm", x), heads, rope, residual=x)
         y = norm(at, "ffn_norm", x)
-        if experts and at.number >= n_dense and (at.number + 1) % step == 0:
+        if experts and at.number >= m.n_dense and (at.number + 1) % step == 0:
             return mixture(at, y, experts, residual=x)
         return gated_mlp(at, y, n_ff, residual=x)
 

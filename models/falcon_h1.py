@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from localllm.kernels.graph import Graph, Tensor
+from localllm.kernels.graph import Graph, RMSNorm, Tensor
 from localllm.models import hf_names
 from localllm.models.blocks import Layer, Mamba, attention, decoder, gated_mlp, mamba, norm
 from localllm.models.config import Header
@@ -21,7 +21,7 @@ HF_NAMES = (
     | hf_names.mamba("mamba")
     | {
         "output_norm": "model.final_layernorm",
-        "ffn_norm": "pre_ff_layernorm",
+        "ffn_norm": "pre_ff_layernorm.weight",
         "ffn_gate": "feed_forward.gate_proj",
         "ffn_up": "feed_forward.up_proj",
         "ffn_down": "feed_forward.down_proj",
@@ -30,7 +30,7 @@ HF_NAMES = (
 
 
 def hf_keys(config: Any) -> dict[str, Any]:
-    return mamba_keys(config) | {"ssm.inner_size": config.mamba_d_ssm}
+    return mamba_keys(config) | {"vocab_size": config.vocab_size, "ssm.inner_size": config.mamba_d_ssm}
 
 
 def hf_tensor(name: str, array: Array, config: Any) -> Array:
@@ -63,6 +63,7 @@ def record(m: Header) -> Graph:
         y = norm(at, "attn_norm", x)
         x = attention(at, y, heads, rope, residual=x)
         x = mamba(at, y, net, residual=x)
-        return gated_mlp(at, norm(at, "ffn_norm", x), n_ff, residual=x)
+        y = at.add(RMSNorm(x, at.weights.require("ffn_norm", at.n_embd), at.norm_eps))
+        return gated_mlp(at, y, n_ff, residual=x)
 
     return decoder(m, layer)

@@ -22,7 +22,10 @@ HF_NAMES = {
     "ffn_up": "mlp.dense_h_to_4h",
     "ffn_down": "mlp.dense_4h_to_h",
 }
-hf_keys = parallel_keys
+
+
+def hf_keys(config: Any) -> dict[str, Any]:
+    return parallel_keys(config) | {"attention.head_count_kv": None}
 
 
 def hf_tensor(name: str, array: Array, config: Any) -> Array:

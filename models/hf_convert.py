@@ -129,7 +129,7 @@ def routing_keys(config: Any) -> dict[str, Any]:
         "leading_dense_block_count": getattr(config, "first_k_dense_replace", None),
         "expert_shared_count": config.n_shared_experts,
         "expert_gating_func": 1 if config.model_type == "deepseek_v2" else 2,
-        "expert_weights_norm": bool(config.norm_topk_prob),
+        "expert_weights_norm": bool(config.norm_topk_prob) or (None if config.model_type == "deepseek_v2" else False),
         "expert_weights_scale": config.routed_scaling_factor,
         "expert_group_count": getattr(config, "n_group", None),
         "expert_group_used_count": getattr(config, "topk_group", None),

@@ -20,8 +20,10 @@ hf_tensor = mamba_tensor
 
 
 def hf_keys(config: Any) -> dict[str, Any]:
-    absent = ("attention.head_count_kv", "attention.key_length", "attention.value_length", "rope.freq_base")
-    return dict.fromkeys(absent) | {
+    absent = ("head_count_kv", "key_length", "value_length", "layer_norm_epsilon")
+    return {f"attention.{name}": None for name in absent} | {
+        "rope.freq_base": None,
+        "context_length": 1 << 20,  # it has no limit; as llama.cpp's converter says
         "attention.head_count": 0,
         "feed_forward_length": 0,
         "ssm.conv_kernel": config.conv_kernel,

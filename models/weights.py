@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from math import prod
 from typing import Any, Protocol
 
 import numpy as np
@@ -190,6 +191,8 @@ class Weights:
     def find(self, name: str, *shape: int) -> Weight | None:
         """The tensor ``name``, or None if the file has none: then no other layer that asks for it may have one.
 
+        Leading ones of its shape do not count.
+
         Raises:
             ModelError: its shape is not ``shape``.
         """
@@ -200,12 +203,13 @@ class Weights:
         tensor = self._file.tensors.get(name)
         if tensor is None:
             return None
-        if tensor.shape != shape:
+        if tensor.shape[-len(shape) :] != shape or prod(tensor.shape) != prod(shape):
             raise ModelError(
                 f"tensor {name} has the shape {list(tensor.shape)}, but the hyper-parameters call for "
                 f"{list(shape)}: the file's metadata and tensors disagree"
             )
-        return self._found.setdefault(name, FileWeight(name, tensor.type, tensor.shape, self._file))
+        found = self._found.setdefault(name, FileWeight(name, tensor.type, tensor.shape, self._file))
+        return found if tensor.shape == shape else Reshaped(found, shape)
 
     def require(self, name: str, *shape: int) -> Weight:
         """The tensor ``name``.
@@ -219,8 +223,8 @@ class Weights:
         return tensor
 
     def vector(self, name: str, n: int) -> Weight:
-        """The vector ``{name}.weight`` [n]."""
-        return self.require(f"{name}.weight", n)
+        """The vector ``{name}.weight`` [n]; Falcon-H1's files have one that is called ``name``."""
+        return self.require(name if name in self else f"{name}.weight", n)
 
     def matrix(self, name: str, n_in: int, n_out: int, *, bias: bool = False, tied_to: str | None = None) -> Matrix:
         """The matrix ``{name}.weight`` [n_out, n_in], with ``{name}.bias`` [n_out] if there is one.
@@ -267,8 +271,8 @@ class Weights:
         return dequantize(weight.data, weight.type).reshape(n).astype(np.float64)
 
     def check_all_used(self) -> None:
-        """To be called at the end: with a tensor that nobody asked for, or that only some layers have, the model would
-        compute something else.
+        """To be called at the end: a tensor that nobody asked for, or that some layers lack, means that the model
+        computes something else.
 
         Raises:
             ModelError: there is one.

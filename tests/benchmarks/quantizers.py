@@ -4,6 +4,7 @@
     python -m tests.benchmarks.quantizers mixes
     python -m tests.benchmarks.quantizers logits
     python -m tests.benchmarks.quantizers divergence --model f16.gguf --text calibration.txt --test other.txt
+    python -m tests.benchmarks.quantizers perplexity --model q4_0.gguf --base f16.gguf --test wiki.test.raw
 
 ``errors`` encodes the same matrices with the same importance on as many threads: normal, with heavy tails (Student's
 t, three degrees of freedom), and a model's, where one is given.  The error is the root of the (weighted) squared
@@ -11,7 +12,9 @@ error over that of the squares.  ``mixes`` compares the type of every tensor, fo
 many kinds that ``llama_model_quantize`` writes; the exit code is 1 if one differs.  ``logits`` quantises a tiny model
 with every mix and prints how far the logits of llama.cpp and of localllm are apart on the same file.  ``divergence``
 quantises a real model with the same importance and prints the Kullback-Leibler divergence from the original: of
-llama.cpp's file, of ours, and of ours with error feedback.
+llama.cpp's file, of ours, and of ours with error feedback.  ``perplexity`` measures a model and its divergence from
+another on the first chunks of a text, by our command's code and from llama.cpp's logits; the exit code is 1 if they
+are more than 0.1 % apart.
 """
 
 from __future__ import annotations
@@ -308,13 +311,44 @@ def divergence(folder: Path, model: Path, text: Path, test: Path, context: int, 
     return 0
 
 
+def perplexities(folder: Path, model: Path, original: Path, test: Path, context: int, n: int) -> int:
+    with localllm.load(original, device="cpu", context=context) as llm:
+        first = perplexity(llm, test.read_text(), context=context, chunks=n, save_logits=folder / "base").perplexity
+        bos = llm.tokenizer.bos_id if llm.tokenizer.add_bos else None
+    base = BaseLogits.read(folder / "base")
+    with localllm.load(model, device="cpu", context=context) as llm:
+        found = divergence_of(llm, base)
+    ours = [first.value, found.perplexity.perplexity.value, found.kl.value]
+    theirs = []
+    for path in (original, model):
+        nll, kl = [], []
+        with LlamaCpp(path, repack=False) as llama:
+            sequence = llama.context(1, context, flash=False)
+            for chunk, tokens in enumerate(base.tokens):
+                ids = [int(tokens[0]) if bos is None else bos, *tokens[1:].tolist()]
+                for i, expected in enumerate(base.log_probabilities(chunk), context // 2 + 1):
+                    row = sequence.logits(ids[:i]).astype(np.float64)
+                    row -= row.max() + np.log(np.exp(row - row.max()).sum())
+                    nll.append(-row[ids[i]])
+                    counts = expected > -16
+                    kl.append((np.exp(expected[counts]) * (expected[counts] - row[counts])).sum())
+                sequence.forget()
+        theirs.append(np.exp(np.mean(nll)))
+    theirs.append(np.mean(kl))
+    for name, mine, its in zip(("perplexity of the base", "perplexity", "KL divergence"), ours, theirs, strict=True):
+        print(f"{name:<24} {mine:.6f} llama.cpp {its:.6f} ({mine / its - 1:+.4%})")
+    return int(not np.allclose(ours, theirs, rtol=1e-3))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("errors", "mixes", "logits", "divergence"))
+    parser.add_argument("what", choices=("errors", "mixes", "logits", "divergence", "perplexity"))
     parser.add_argument("types", nargs="*", type=GGMLType.__getitem__, metavar="TYPE")
     parser.add_argument("--real", type=Path, metavar="FILE", help="a safetensors file")
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--model", type=Path, help="a GGUF file of floats")
+    parser.add_argument("--base", type=Path, help="the file that it was made from")
+    parser.add_argument("--chunks", type=int, default=20)
     parser.add_argument("--text", type=Path, help="what importance is measured on")
     parser.add_argument("--test", type=Path, help="what divergence is measured on")
     parser.add_argument("-c", "--context", type=int, default=256)
@@ -326,6 +360,10 @@ def main() -> int:
         if arguments.what == "divergence":
             given = arguments.model, arguments.text, arguments.test, arguments.context, arguments.threads
             return divergence(Path(folder), *given)
+        if arguments.what == "perplexity":
+            return perplexities(
+                Path(folder), arguments.model, arguments.base, arguments.test, arguments.context, arguments.chunks
+            )
         return (mixes if arguments.what == "mixes" else logits)(Path(folder))
 
 
