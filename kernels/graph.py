@@ -913,7 +913,7 @@ class ExpertLinears(Operation[tuple[Tensor, ...]]):
 
 @dataclass(frozen=True, eq=False)
 class ExpertOutput(Operation[Tensor]):
-    """Each row of h times the weight [E, d, n_in] of its expert; of each token the weighted sum, plus residual.
+    """Each row of h times the weight [E, d, n_in] of its expert; of each token the weighted sum, plus a residual.
 
     Gives [T, d].  A token's best expert is added up first.  ``bias`` is [E, d].  Where ``is_weighted`` is not set,
     rows are added up as they are.
@@ -922,7 +922,7 @@ class ExpertOutput(Operation[Tensor]):
     h: Tensor
     experts: Weight
     routing: Routing
-    residual: Tensor
+    residual: Tensor | None = None
     bias: Weight | None = None
     is_weighted: bool = True
     overwrites = "residual"
@@ -932,8 +932,9 @@ class ExpertOutput(Operation[Tensor]):
     def result(self) -> Tensor:
         _check_rows(Rows.CHOSEN, self.h)
         _check_experts(self.experts, self.h, self.routing, self.bias)
-        _check_residual(self.residual, Rows.TOKENS, self.experts.shape[1])
-        return Tensor(Rows.TOKENS, self.residual.width)
+        if self.residual is not None:
+            _check_residual(self.residual, Rows.TOKENS, self.experts.shape[1])
+        return Tensor(Rows.TOKENS, self.experts.shape[1])
 
 
 def _check_experts(weight: Weight, x: Tensor, routing: Routing, bias: Weight | None) -> None:
@@ -1097,6 +1098,8 @@ class Graph:
     def part(self, layers: range) -> Graph:
         """The operations of a range of layers; the first layers also embed, the last ones have norm and head.
 
+        What later layers need of the embedding again (Gemma 4's E2B) they embed themselves.
+
         Raises:
             KernelError: something else than one tensor with a row for each token crosses into it, or a layer of it
                 uses the keys and values of one that is not.
@@ -1116,11 +1119,15 @@ class Graph:
                 )
         made = {x for node in part.nodes for x in node.operation.results}
         crossing = {x for node in part.nodes for x in node.operation.inputs} - made
+        operations = [node.operation for node in self.nodes]
+        embeds = [op for op in operations if isinstance(op, Embed) and op.result in crossing]
         if layers.start:
+            crossing -= {embed.result for embed in embeds}
             inputs = [x for x in crossing if isinstance(x, Tensor) and x.rows is Rows.TOKENS]
             if len(inputs) != 1 or len(crossing) != 1:
                 raise KernelError(f"the model cannot be cut at layer {layers.start}: more than one tensor crosses it")
-            part.nodes.insert(0, Node(Input(inputs[0]), layers.start))
+            first: list[Operation[Any]] = [Input(inputs[0]), *embeds]
+            part.nodes[:0] = [Node(operation, layers.start) for operation in first]
         return part
 
     @property

@@ -441,15 +441,14 @@ class _Run:
         return tuple(self._expert_product(rows, *each, op.routing) for each in zip(op.experts, biases, strict=True))
 
     def expert_output(self, op: g.ExpertOutput) -> Array:
-        routing, residual = self.values[op.routing], self.values[op.residual]
+        routing = self.values[op.routing]
         products = self._expert_product(self.values[op.h], op.experts, op.bias, op.routing)
         products = products.reshape(*routing.ids.shape, -1)
         weights = routing.weights if op.is_weighted else np.ones_like(routing.weights)
-        total = np.zeros_like(residual)  # [T, d], of products [T, k, d]
+        total = np.zeros_like(products[:, 0])  # [T, d], of products [T, k, d]
         for rank in range(op.routing.k):
             total += weights[:, rank, None] * products[:, rank]
-        y: Array = total + residual
-        return y
+        return total if op.residual is None else total + self.values[op.residual]
 
     def _expert_product(self, rows: Array, experts: Weight, bias: Weight | None, routing: g.Routing) -> Array:
         """Rows [T * k, n_in], each times the matrix of its expert, with its bias."""

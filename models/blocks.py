@@ -315,10 +315,9 @@ def mixture(
             weight = at.add(Linear(x, w.row("ffn_gate_inp_shexp", d)))
         residual = at.add(Add(shared, residual, residual_scale, weight))
     n_latent = w.n_rows("ffn_latent_down.weight")
-    total, width = residual, d
+    width = n_latent or d
     if n_latent:
-        x, width = at.linear(x, "ffn_latent_down", n_latent), n_latent
-        total = at.add(Scale(x, 0.0))
+        x = at.linear(x, "ffn_latent_down", n_latent)
     if "ffn_gate_up_exps.weight" in w:
         matrices = w.split_experts("ffn_gate_up_exps", n, width, {"gate": n_ff, "up": n_ff})
     else:
@@ -328,7 +327,7 @@ def mixture(
     hs = at.add(ExpertLinears(x, matrices, routing, biases, is_weighted_first))  # [T * k, n_ff]
     h = at.add(Gated(hs[0], hs[1], activation) if len(hs) == 2 else Activation(hs[0], activation))
     down, bias = w.experts("ffn_down_exps", n, n_ff, width), w.find("ffn_down_exps.bias", n, width)
-    y = at.add(ExpertOutput(h, down, routing, total, bias, not is_weighted_first))
+    y = at.add(ExpertOutput(h, down, routing, None if n_latent else residual, bias, not is_weighted_first))
     return at.linear(y, "ffn_latent_up", d, residual=residual) if n_latent else y
 
 

@@ -18,7 +18,9 @@ HF_NAMES = hf_names.COMMON
 
 
 def hf_keys(config: Any) -> dict[str, Any]:
-    keys = {"logit_scale": config.logit_scale, "rope.scaling.type": "none"}
+    keys = {"logit_scale": config.logit_scale}
+    if config.rope_parameters["rope_type"] == "default":
+        keys["rope.scaling.type"] = "none"
     if config.model_type != "cohere2":
         return keys | {"attention.key_length": None, "attention.value_length": None}
     return keys | sliding_window(config) | rotated_part(config) | {"vocab_size": config.vocab_size}

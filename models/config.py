@@ -311,6 +311,11 @@ class Header:
     def mlp_width(self) -> int:
         return self.meta.read_uniform("feed_forward_length", self.config.n_layers, low=1, high=1 << 24)
 
+    @property
+    def n_dense(self) -> int:
+        """Layers before the first that may have experts."""
+        return self.meta.read("leading_dense_block_count", int, 0, low=0, high=1 << 16)
+
     def heads(self) -> Heads:
         """Attention's heads, the same in all layers; by default the hidden width is shared out among them."""
         meta, n_layers = self.meta, self.config.n_layers

@@ -89,10 +89,13 @@ class Latents:
         meta.find("attention.head_count_kv")
         n_latent = meta.read("attention.kv_lora_rank", int, low=1, high=512)
         n_rot = meta.read("rope.dimension_count", int, low=2, high=128)
+        is_old = meta.find("attention.key_length_mla") is None
         key_dim, value_dim = (
-            meta.read(f"attention.{x}_length_mla", int, meta.read(f"attention.{x}_length", int), low=2, high=1 << 12)
+            meta.read(f"attention.{x}_length{'' if is_old else '_mla'}", int, low=2, high=1 << 12)
             for x in ("key", "value")
         )
+        for x in ("key", "value"):  # of the latents
+            meta.find(f"attention.{x}_length")
         n_query = meta.read("attention.q_lora_rank", int, 0, low=0, high=1 << 16)
         return cls(n_heads, n_latent, n_rot, key_dim, value_dim, n_query, scale * key_dim**-0.5)
 
@@ -100,14 +103,13 @@ class Latents:
 def record(m: Header) -> Graph:
     rope, scale = make_latent_rope(m)
     latents, n_ff = Latents.read(m, scale), m.mlp_width()
-    n_dense = m.meta.read("leading_dense_block_count", int, 0, low=0, high=1 << 16)
     is_biased = f"blk.{m.config.n_layers - 1}.exp_probs_b.bias" in m.weights
     experts = m.experts(norm_topk_prob=False, gating=2 if is_biased else 1)
 
     def layer(at: Layer, x: Tensor) -> Tensor:
         x = attention(at, norm(at, "attn_norm", x), latents, rope, residual=x)
         y = norm(at, "ffn_norm", x)
-        if experts is None or at.number < n_dense:
+        if at.number < m.n_dense or experts is None:
             return gated_mlp(at, y, n_ff, residual=x)
         return mixture(at, y, experts, residual=x)
 

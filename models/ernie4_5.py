@@ -34,13 +34,12 @@ def hf_keys(config: Any) -> dict[str, Any]:
 def record(m: Header) -> Graph:
     heads, n_ff, experts = m.heads(), m.mlp_width(), m.experts()
     rope = make_rope(m, heads.key_dim, interleaved=True)
-    n_dense = m.meta.read("leading_dense_block_count", int, 0, low=0, high=1 << 16)
     step = m.meta.read("interleave_moe_layer_step", int, 1, low=1, high=1 << 16)
 
     def layer(at: Layer, x: Tensor) -> Tensor:
         x = attention(at, norm(at, "attn_norm", x), heads, rope, residual=x)
         y = norm(at, "ffn_norm", x)
-        if experts and at.number >= n_dense and (at.number + 1) % step == 0:
+        if experts and at.number >= m.n_dense and (at.number + 1) % step == 0:
             return mixture(at, y, experts, residual=x)
         return gated_mlp(at, y, n_ff, residual=x)
 

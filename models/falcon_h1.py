@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from localllm.kernels.graph import Graph, Tensor
+from localllm.kernels.graph import Graph, RMSNorm, Tensor
 from localllm.models import hf_names
 from localllm.models.blocks import Layer, Mamba, attention, decoder, gated_mlp, mamba, norm
 from localllm.models.config import Header
@@ -63,6 +63,7 @@ def record(m: Header) -> Graph:
         y = norm(at, "attn_norm", x)
         x = attention(at, y, heads, rope, residual=x)
         x = mamba(at, y, net, residual=x)
-        return gated_mlp(at, norm(at, "ffn_norm", x), n_ff, residual=x)
+        y = at.add(RMSNorm(x, at.weights.require("ffn_norm", at.n_embd), at.norm_eps))
+        return gated_mlp(at, y, n_ff, residual=x)
 
     return decoder(m, layer)

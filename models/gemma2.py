@@ -9,7 +9,7 @@ from localllm.kernels.graph import Graph, Tensor
 from localllm.models import hf_names
 from localllm.models.blocks import Layer, add, attention, decoder, gated_mlp, norm, read_softcap
 from localllm.models.config import Header
-from localllm.models.hf_convert import add_one_to_norms, sliding_window
+from localllm.models.hf_convert import add_one_to_norms, gemma_keys
 from localllm.models.rope import make_rope
 
 HF_NAMES = hf_names.COMMON | hf_names.FOUR_NORMS
@@ -18,7 +18,7 @@ hf_tensor = add_one_to_norms
 
 def hf_keys(config: Any) -> dict[str, Any]:
     names = ("attn_logit_softcapping", "final_logit_softcapping")
-    return {name: getattr(config, name, None) for name in names} | sliding_window(config)
+    return {name: getattr(config, name, None) for name in names} | gemma_keys(config)
 
 
 def record(m: Header) -> Graph:

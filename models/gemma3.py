@@ -7,11 +7,11 @@ from localllm.kernels.graph import Graph, Tensor
 from localllm.models import hf_names
 from localllm.models.blocks import Layer, add, attention, decoder, gated_mlp, norm, read_softcap
 from localllm.models.config import Header
-from localllm.models.hf_convert import add_one_to_norms, sliding_window
+from localllm.models.hf_convert import add_one_to_norms, gemma_keys
 from localllm.models.rope import make_local_rope, make_rope
 
 HF_NAMES = hf_names.COMMON | hf_names.HEAD_NORMS | hf_names.FOUR_NORMS
-hf_keys, hf_tensor = sliding_window, add_one_to_norms
+hf_keys, hf_tensor = gemma_keys, add_one_to_norms
 
 
 def record(m: Header) -> Graph:

@@ -176,8 +176,7 @@ def routed(at: Layer, x: Tensor, experts: Experts) -> Tensor:
         matrices = w.experts("ffn_gate_exps", n, d, n_ff), w.experts("ffn_up_exps", n, d, n_ff)
     gate, up = at.add(ExpertLinears(norm(at, "pre_ffw_norm_2", x), matrices, routing))
     h = at.add(Gated(gate, up, "gelu"))
-    nothing = at.add(Scale(x, 0.0))  # the sum of the experts is normed before anything is added
-    y = at.add(ExpertOutput(h, w.experts("ffn_down_exps", n, n_ff, d), routing, nothing))
+    y = at.add(ExpertOutput(h, w.experts("ffn_down_exps", n, n_ff, d), routing))
     return norm(at, "post_ffw_norm_2", y)
 
 

@@ -28,14 +28,13 @@ def record(m: Header) -> Graph:
     heads, n_ff, experts = m.heads(), m.mlp_width(), m.experts(gating=2)
     rope = make_rope(m, heads.key_dim)
     m.meta.find("rope.dimension_sections")  # of several axes, which agree for text
-    n_dense = m.meta.read("leading_dense_block_count", int, 0, low=0, high=1 << 16)
 
     def layer(at: Layer, x: Tensor) -> Tensor:
         has_norms = "attn_q_norm.weight" in at.weights
         y = norm(at, "attn_norm", x)
         x = attention(at, y, heads, rope, qk_norm="head" if has_norms else None, residual=x)
         y = norm(at, "post_attention_norm", x)
-        if experts and at.number >= n_dense:
+        if experts and at.number >= m.n_dense:
             return mixture(at, y, experts, residual=x)
         return gated_mlp(at, y, n_ff, residual=x)
 

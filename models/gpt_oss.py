@@ -27,6 +27,8 @@ HF_NAMES = (
 
 
 def hf_keys(config: Any) -> dict[str, Any]:
+    if config.rope_parameters["rope_type"] == "yarn" and config.rope_parameters.get("truncate", True):
+        raise ModelError("config.json's rope_scaling truncates, which GGUF files of gpt-oss do not")
     return sliding_window(config) | {"expert_feed_forward_length": config.intermediate_size}
 
 

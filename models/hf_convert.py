@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from localllm.errors import ModelError, quoted
+
 Array = NDArray[Any]
 
 
@@ -58,15 +60,15 @@ def mamba_tensor(name: str, array: Array, config: Any) -> Array:
 
 
 def llama3_factors(config: Any) -> Mapping[str, Array]:
-    """What Llama 3.1 divides each rotary frequency by (Meta's llama-models, ``apply_scaling``)."""
-    rope = config.rope_parameters
+    """What Llama 3.1, and models that scale so, divide frequencies by (Meta's llama-models, ``apply_scaling``)."""
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     if rope.get("rope_type") != "llama3":
         return {}
-    dim = head_dim(config)
+    dim = getattr(config, "qk_rope_head_dim", None) or int(head_dim(config) * rope.get("partial_rotary_factor", 1))
     wavelengths = 2 * np.pi * rope["rope_theta"] ** (np.arange(0, dim, 2) / dim)
     turns = rope["original_max_position_embeddings"] / wavelengths
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-    kept = np.clip((turns - low) / (high - low), 0, 1)
+    kept = np.clip((turns - low) / max(high - low, 1e-9), 0, 1)  # Llama 4 has no ramp
     return {"rope_freqs.weight": (1 / ((1 - kept) / rope["factor"] + kept)).astype(np.float32)}
 
 
@@ -89,6 +91,22 @@ def encoder_keys(config: Any) -> dict[str, Any]:
 
 def sliding_window(config: Any) -> dict[str, Any]:
     return {"attention.sliding_window": getattr(config, "sliding_window", None)}
+
+
+def gemma_keys(config: Any) -> dict[str, Any]:
+    """Of Gemma 2 and 3, whose files have no key for the scale of scores.
+
+    Raises:
+        ModelError: it is another than ``record`` takes.
+    """
+    n, is_27b = head_dim(config), config.num_hidden_layers in (46, 62)
+    expected = config.hidden_size / config.num_attention_heads if is_27b else n
+    scalar = getattr(config, "query_pre_attn_scalar", expected)
+    if scalar != expected:
+        raise ModelError(
+            f"config.json has query_pre_attn_scalar = {quoted(scalar)}, but GGUF files mean {expected:g}"
+        )
+    return sliding_window(config)
 
 
 def window_pattern(config: Any) -> list[bool]:

@@ -52,7 +52,6 @@ def hf_tensor(name: str, array: Array, config: Any) -> Array:
 def record(m: Header) -> Graph:
     heads, n_ff, experts = m.heads_by_layer(), m.mlp_width(), m.experts(gating=2)
     rope = make_rope(m, next((h.key_dim for h in heads if h), m.config.n_embd))
-    n_dense = m.meta.read("leading_dense_block_count", int, 0, low=0, high=1 << 16)
     kernel = m.meta.read("shortconv.l_cache", int, low=2, high=8)
 
     def layer(at: Layer, x: Tensor) -> Tensor:
@@ -62,7 +61,7 @@ def record(m: Header) -> Graph:
         else:
             x = short_convolution(at, y, kernel, residual=x)
         y = norm(at, "ffn_norm", x)
-        if experts and at.number >= n_dense:
+        if experts and at.number >= m.n_dense:
             return mixture(at, y, experts, residual=x)
         return gated_mlp(at, y, n_ff, residual=x)
 

@@ -12,11 +12,11 @@ from localllm.kernels.graph import Graph, Tensor
 from localllm.models import hf_names
 from localllm.models.blocks import Layer, attention, decoder, gated_mlp, mixture, norm
 from localllm.models.config import Header
-from localllm.models.hf_convert import interleave_query_and_key, llama3_factors, rotated_part
+from localllm.models.hf_convert import interleave_query_and_key, rotated_part
 from localllm.models.rope import make_rope
 
 HF_NAMES = hf_names.COMMON | hf_names.BLOCK_SPARSE_EXPERTS
-hf_tensor, hf_extra = interleave_query_and_key, llama3_factors
+hf_tensor = interleave_query_and_key
 
 
 def hf_keys(config: Any) -> dict[str, Any]:

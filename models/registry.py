@@ -10,7 +10,7 @@ from typing import Any
 from localllm.errors import KernelError, ModelError, UnsupportedArchitectureError, quoted
 from localllm.kernels.graph import CacheType, Graph
 from localllm.models.config import Header, Metadata, ModelConfig, read_architecture, read_general
-from localllm.models.hf_convert import Array
+from localllm.models.hf_convert import Array, llama3_factors
 from localllm.models.pooling import Pooling, read_kind
 from localllm.models.weights import ModelFile, Weights
 
@@ -30,7 +30,7 @@ class Conversion:
     names: Mapping[str, str]
     keys: Callable[[Any], Mapping[str, Any]] = lambda config: {}
     tensor: Callable[[str, Array, Any], Array | Mapping[str, Array]] = lambda name, array, config: array
-    extra: Callable[[Any], Mapping[str, Array]] = lambda config: {}
+    extra: Callable[[Any], Mapping[str, Array]] = llama3_factors
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,10 @@ ARCHITECTURES: dict[str, Architecture] = {
     "cohere2": Architecture("cohere", "Command R7B, Command A", "cohere2"),
     "command-r": Architecture("cohere", "Command R, Aya", "cohere"),
     "deepseek2": Architecture(
-        "deepseek2", "DeepSeek V2, V3 and R1, Kimi K2, GLM-4.7-Flash", "deepseek_v2 deepseek_v3 kimi_k2 glm4_moe_lite"
+        "deepseek2",
+        "DeepSeek V2, V3 and R1, Kimi K2, GLM-4.7-Flash",
+        "deepseek_v2 deepseek_v3 kimi_k2 glm4_moe_lite",
+        has_block=True,
     ),
     "ernie4_5": Architecture("ernie4_5", "ERNIE 4.5, dense", "ernie4_5"),
     "ernie4_5-moe": Architecture("ernie4_5", "ERNIE 4.5 with experts", "ernie4_5_moe"),
@@ -86,14 +89,16 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gemma3": Architecture("gemma3", "Gemma 3", "gemma3 gemma3_text"),
     "gemma4": Architecture("gemma4", "Gemma 4", "gemma4 gemma4_text"),
     "glm4": Architecture("glm4", "GLM-4 (0414), GLM-Z1", "glm4"),
-    "glm4moe": Architecture("glm4moe", "GLM-4.5, 4.6 and 4.7", "glm4_moe"),
+    "glm4moe": Architecture("glm4moe", "GLM-4.5, 4.6 and 4.7", "glm4_moe", has_block=True),
     "gpt-oss": Architecture("gpt_oss", "gpt-oss", "gpt_oss"),
+    "gpt2": Architecture("gpt2", "GPT-2", "gpt2"),
     "gptneox": Architecture("gptneox", "GPT-NeoX, Pythia", "gpt_neox"),
     "granite": Architecture("granite", "Granite 3 and 4, dense", "granite"),
     "granitehybrid": Architecture("granite", "Granite 4 with Mamba layers", "granitemoehybrid"),
     "granitemoe": Architecture("granite", "Granite 3 with experts", "granitemoe granitemoeshared"),
     "hunyuan-dense": Architecture("hunyuan", "Hunyuan, dense", "hunyuan_v1_dense"),
     "hunyuan-moe": Architecture("hunyuan", "Hunyuan A13B", "hunyuan_v1_moe"),
+    "kimi-linear": Architecture("kimi_linear", "Kimi Linear", "kimi_linear"),
     "lfm2": Architecture("lfm2", "LFM2", "lfm2"),
     "lfm2moe": Architecture("lfm2", "LFM2 with experts", "lfm2_moe"),
     "llama": Architecture("llama", "Llama 1 to 3.x, Mistral, Mixtral, TinyLlama, SmolLM", "llama mistral mixtral"),

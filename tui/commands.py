@@ -409,11 +409,13 @@ def _import(session: ChatSession, argument: str) -> Result:
     return OpenChat(conversation, f"imported: {conversation.title}\n{_transcript(conversation)}")
 
 
-def export(session: ChatSession, argument: str) -> Result:
+def _export(session: ChatSession, argument: str) -> Result:
     if argument == "all" or argument.startswith("all "):
         folder = path_of(argument[len("all ") :].strip() or "chats")
         return f"{export_all(session.store, folder):,} chats written into {folder}"
-    path = path_of(argument or f"chat-{session.conversation.id}.md")
+    path = path_of(argument or f"chat-{session.conversation.id}")
+    if path.suffix.lower() not in (".md", ".json"):
+        path = path.with_name(f"{path.name}.md")
     write_export(session.conversation, path)
     return f"written to {path}"
 
@@ -636,7 +638,7 @@ COMMANDS = [
         "export",
         "[FILE.md|FILE.json|all FOLDER]",
         "write this chat into a file, or all chats into a folder",
-        export,
+        _export,
         title="Export the chat",
     ),
     Command("rename", "TITLE", "give this chat a title", _rename, title="Rename the chat"),

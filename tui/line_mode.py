@@ -65,9 +65,9 @@ class InputReader:
         if line is None:
             return None
         if line.lstrip().startswith(BLOCK):
-            text = self._block(line.lstrip().removeprefix(BLOCK))
+            text = self._joined(line.lstrip().removeprefix(BLOCK), BLOCK).strip("\n")
         else:
-            text = self._continued(line)
+            text = self._joined(line, None)
         if self._edits:
             self._save_history()
         return text
@@ -92,25 +92,16 @@ class InputReader:
         finally:
             readline.set_startup_hook()
 
-    def _continued(self, line: str) -> str:
+    def _joined(self, line: str, end: str | None) -> str:
+        """A line and those that follow it: till one ends with ``end``, or as long as they end with a backslash."""
         parts = []
-        while line.endswith("\\"):
-            parts.append(line[:-1])
+        while (not line.rstrip().endswith(end)) if end else line.endswith("\\"):
+            parts.append(line if end else line[:-1])
             more = self._line(". ")
             if more is None:
                 return "\n".join(parts)
             line = more
-        return "\n".join([*parts, line])
-
-    def _block(self, line: str) -> str:
-        parts = []
-        while not line.rstrip().endswith(BLOCK):
-            parts.append(line)
-            more = self._line(". ")
-            if more is None:
-                return "\n".join(parts).strip("\n")
-            line = more
-        return "\n".join([*parts, line.rstrip().removesuffix(BLOCK)]).strip("\n")
+        return "\n".join([*parts, line.rstrip().removesuffix(end) if end else line])
 
     def _line(self, prompt: str) -> str | None:
         if self._edits:

@@ -305,6 +305,7 @@ def add_experts(begin, end, products, expert_weights, k, width, stride, residual
     """y = each token's products [T * k, width], the best expert's first, plus residual.
 
     expert_weights: float32 [T * k], of the products; or 0.
+    residual: float32 [T, width], or 0.
     """
     for token in range(begin, end):
         for i in range(0, 4 * width, 64):
@@ -315,4 +316,6 @@ def add_experts(begin, end, products, expert_weights, k, width, stride, residual
                     weight = load_splat_f32(expert_weights + 4 * pair)
                 total = fma(load_f32x16(products + pair * stride + i), weight, total)
             place = token * stride + i
-            store_f32x16(y + place, total + load_f32x16(residual + place))
+            if residual != 0:
+                total = total + load_f32x16(residual + place)
+            store_f32x16(y + place, total)

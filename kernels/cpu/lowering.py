@@ -546,9 +546,9 @@ class Lowering:
     def expert_output(self, op: g.ExpertOutput) -> Stored:
         biases = () if op.bias is None else (op.bias,)
         products = self._multiply_experts(op.h, (op.experts,), biases, op.routing)[0]
-        residual, y = self.stored[op.residual], self.in_place(op)
+        residual, y = 0 if op.residual is None else self.stored[op.residual].buffer, self.in_place(op)
         weights = self.stored[op.routing].weights if op.is_weighted else 0
-        arguments = (products.buffer, weights, op.routing.k, y.stride // 4, y.stride, residual.buffer, y.buffer)
+        arguments = (products.buffer, weights, op.routing.k, y.stride // 4, y.stride, residual, y.buffer)
         self.call(expert_kernels.add_experts, arguments, 1, N_TOKENS)
         return y
 

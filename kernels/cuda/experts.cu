@@ -179,12 +179,12 @@ extern "C" __global__ void __launch_bounds__(SUM_THREADS)
                      fmaf(row->w, weight, b.w));
 }
 
-// y += each token's products, of n values by place, times their weights if those are not null, the best expert's first.
-// Grid: (blocks of 512 columns, tokens).  Strides are multiples of 4.
+// y = (y +) each token's products, of n values by place, times their weights if those are not null, the best expert's
+// first.  Grid: (blocks of 512 columns, tokens).  Strides are multiples of 4.
 extern "C" __global__ void __launch_bounds__(SUM_THREADS)
     add_experts(const int* __restrict__ header, const int* __restrict__ places,
                 const float* __restrict__ expert_weights, int k, const float* __restrict__ products, int stride, int n,
-                float* __restrict__ y, int y_stride) {
+                float* __restrict__ y, int y_stride, int adds) {
   const int token = blockIdx.y, column = 4 * (blockIdx.x * SUM_THREADS + threadIdx.x);
   if (token >= header[N_TOKENS] || column >= n) return;
   float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
@@ -197,6 +197,6 @@ extern "C" __global__ void __launch_bounds__(SUM_THREADS)
     total.w = fmaf(v.w, weight, total.w);
   }
   float4* sum = (float4*)(y + (size_t)token * y_stride + column);
-  const float4 before = *sum;
+  const float4 before = adds ? *sum : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   *sum = make_float4(total.x + before.x, total.y + before.y, total.z + before.z, total.w + before.w);
 }

@@ -614,7 +614,7 @@ class Lowering:
         return results
 
     def expert_output(self, op: g.ExpertOutput) -> Stored:
-        if self.last_uses[op.residual] > self.node:
+        if op.residual is not None and self.last_uses[op.residual] > self.node:
             raise KernelError("the cuda backend adds what experts compute in place: nothing else may read that")
         chosen, matrix, batch = self.stored[op.routing], self.weights.matrix(op.experts), self.batch
         inputs = {matrix.packed.input_kind: self.inputs_of(op.h, matrix.packed)}
@@ -627,7 +627,7 @@ class Lowering:
             n = sizes.rows(N_PLACES)
             return Cost(products.bytes_of(n) + 8 * n + 2 * y.bytes_of(sizes.n_tokens))
 
-        grid, values = (lambda n: (-(-width // _SUM_COLUMNS), n)), (products, width, y)
+        grid, values = (lambda n: (-(-width // _SUM_COLUMNS), n)), (products, width, y, int(op.residual is not None))
         given = batch.header, chosen.places, weights, chosen.mixture.k
         options = {"operands": [chosen.buffer], "cost": cost}
         self._expert_call("add experts", "add_experts", grid, _SUM_THREADS, *given, *values, **options)

@@ -38,6 +38,7 @@ _SAMPLING |= {"repetition_penalty": "penalty_repeat"}
 _OTHERS = re.compile(
     r"(^|\.)(mtp|vision_\w+|visual|audio_\w+|multi_modal_projector|mm_projector|embed_vision|embed_audio)\."
     r"|rotary_emb\.inv_freq$|\.masked_bias$|^pooler\.|^cls\.(predictions|seq_relationship)\.|^head\.|position_ids$"
+    r"|(^|\.)h\.\d+\.attn\.bias$"
 )
 #: How names of tensors in layers begin.
 _LAYER = r"(?:\w+\.)?(?:layers?|h)\.(\d+)\."
@@ -210,6 +211,7 @@ class _Namer:
         groups: dict[str, dict[int, Source]] = defaultdict(dict)
         for name, source in sources.items():
             name = re.sub(r"(^|\.)(language_model|text_model|bert)\.", r"\1", name)
+            name = re.sub(r"^(wte|wpe|h|ln_f)\.", r"transformer.\1.", name)  # GPT-2's
             if _OTHERS.search(name) or (name == "lm_head.weight" and self._config.values.get("tie_word_embeddings")):
                 continue
             layer = re.match(_LAYER, name)

@@ -12,6 +12,21 @@ from localllm.errors import ModelError, path_text, quoted
 _MOST_BYTES = 1 << 28
 
 
+#: What GPT-2 and Kimi Linear call otherwise than the rest.
+_OTHER_NAMES = {
+    "n_layer": "num_hidden_layers",
+    "n_embd": "hidden_size",
+    "n_head": "num_attention_heads",
+    "n_positions": "max_position_embeddings",
+    "model_max_length": "max_position_embeddings",
+    "moe_renormalize": "norm_topk_prob",
+    "num_expert_group": "n_group",
+    "num_experts": "n_routed_experts",
+    "num_experts_per_token": "num_experts_per_tok",
+    "num_shared_experts": "n_shared_experts",
+}
+
+
 class MissingSetting(ModelError, AttributeError):
     """config.json lacks a value that the architecture needs."""
 
@@ -26,6 +41,8 @@ class Config:
     def __init__(self, values: dict[str, Any]) -> None:
         text = values.get("text_config")
         self.values = values | text if isinstance(text, dict) else values
+        values = self.values
+        self.values = {new: values[old] for old, new in _OTHER_NAMES.items() if old in values} | values
         if isinstance(kinds := values.get("layers_block_type"), list):  # Nemotron, which does not count them
             self.values = {"num_hidden_layers": len(kinds)} | self.values
         self.rope_parameters = self._rope()

@@ -1,12 +1,13 @@
 """Tiny models of every architecture in files of llama.cpp's own converter: logits against those of transformers.
 
-    python -m tests.benchmarks.converted LLAMA_CPP [NAME …] [--fuse] [--binding PYTHON]
+    python -m tests.benchmarks.converted LLAMA_CPP [NAME …] [--fuse] [--binding PYTHON] [--table]
 
 LLAMA_CPP is the folder of its source, as the sdist of llama-cpp-python has it; ``--binding`` a Python that has the
 binding.  With ``--fuse``, query, key and value are one tensor, and so are experts' gate and up.  Prints of each the
-largest error of our file's logits, of the converted file's and of llama.cpp's on ours, over the largest logit, and
-where the two files differ but for `EXCEPTIONS`; the exit code is 1 if they do, a converted file does not load, or one
-of ours is beyond 1e-3.
+largest error of our file's logits (on the reference, which keeps keys and values in float32, and on the CPU, in
+float16), of the converted file's and of llama.cpp's on ours, over the largest logit, and where the two files differ
+but for `EXCEPTIONS`; the exit code is 1 if they do, a converted file does not load, or one of ours is beyond 1e-3, or
+on the CPU 5e-3.  With ``--table``, all are compared, and the results go to docs/models.md.
 """
 
 from __future__ import annotations
@@ -18,23 +19,29 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from collections import defaultdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from localllm.errors import LocalLLMError
 from localllm.gguf import GGUFFile, TensorInfo
+from localllm.models.registry import ARCHITECTURES
 from localllm.quant.types import GGMLType
-from tests.helpers.recorder import ReferenceOps
+from tests.helpers.recorder import CPUOps, ReferenceOps
 from tests.helpers.run_model import Runner
+from tests.models import encoders
 from tests.models.tiny import TINY, make_model, write
+
+PAGE = Path(__file__).parents[2] / "docs/models.md"
 
 #: Keys that differ on purpose: what is told of a model's origin, of which ours has the name only, and its vocabulary,
 #: which is not the model's own here; and what llama.cpp's converter leaves to its reader's defaults.
 EXCEPTIONS = re.compile(
     r"general\.(name|size_label|finetune|basename|file_type|version|base_model.*|sampling.*)|tokenizer\..*"
     r"|(gemma2?|gptneox|phi2|stablelm)\.rope\.freq_base|.*\.expert_gating_func|llama4\.attention\.(chunk_size|temperature_.*)"
+    r"|kimi-linear\.expert_weights_norm"
 )
 
 IDS = [int(i) for i in np.random.default_rng(1).integers(3, 300, 41)]
@@ -109,10 +116,13 @@ def differences(ours: Path, theirs: Path) -> list[str]:
 #: What the configurations of released models say otherwise than transformers writes them now.
 RELEASED: dict[str, dict[str, Any]] = {
     "cohere2": {"rotary_pct": 1.0},
+    "command-r": {"head_dim": None},
+    "gpt2": {"n_ctx": 128},
     "gptneox": {"model_type": "released", "rotary_pct": 0.5},
     "gptneox-serial": {"model_type": "released", "rotary_pct": 0.5},
     "granitehybrid": {"layer_types": ["mamba", "mamba", "attention", "mamba"]},
     "granitehybrid-moe": {"layer_types": ["mamba", "mamba", "attention", "mamba"]},
+    "mamba2": {"intermediate_size": None},
     "minimax-m2": {"rotary_dim": 8},
     "nemotron-h": {
         "model_type": "released",
@@ -130,7 +140,12 @@ RELEASED: dict[str, dict[str, Any]] = {
 
 
 def release(name: str, folder: Path) -> None:
-    """Writes a model's configuration as released ones are."""
+    """Writes a model's configuration as released ones are, and names Kimi's dense layer as they do."""
+    from safetensors.torch import load_file, save_file
+
+    if name == "kimi-linear":
+        file = folder / "model.safetensors"
+        save_file({key.replace("0.block_sparse_moe.", "0.mlp."): t for key, t in load_file(file).items()}, file)
     path = folder / "config.json"
     changes = RELEASED.get(name, {})
     settings = json.loads(path.read_text()) | changes
@@ -145,16 +160,25 @@ def write_tokenizer(folder: Path, n_vocab: int) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
 
 
-def compare(name: str, folder: Path, options: argparse.Namespace) -> bool:
-    """Prints one line; whether our logits of both files are near."""
-    import torch
+class Result(NamedTuple):
+    """Of a tiny model, the errors of our file's logits, and whether the file of llama.cpp's converter is the same."""
 
+    on_reference: float
+    on_cpu: float
+    is_same: bool | None
+
+    @property
+    def is_good(self) -> bool:
+        return self.on_reference < 1e-3 and self.on_cpu < 5e-3 and self.is_same is not False
+
+
+def compare(name: str, folder: Path, options: argparse.Namespace) -> Result:
+    """Compares one tiny model in all ways, and prints one line."""
     entry = TINY[name]
     model = make_model(entry)
-    with torch.no_grad():
-        expected = model(torch.tensor([IDS]), use_cache=False).logits[0].numpy()
-    ops = ReferenceOps(np.float32)
-    own = largest_error(Runner(write(folder / f"{name}.gguf", entry, model), ops).logits(IDS), expected)
+    path, expected = write(folder / f"{name}.gguf", entry, model), logits_of(model)
+    own = errors(path, expected)
+    begin = f"{name:20} {own[0]:9.1e} {own[1]:9.1e}"
     converted = folder / f"{name}-converted.gguf"
     write_tokenizer(folder / f"{name}.hf", expected.shape[1])
     release(name, folder / f"{name}.hf")
@@ -162,22 +186,59 @@ def compare(name: str, folder: Path, options: argparse.Namespace) -> bool:
     command = [sys.executable, "-c", CONVERT, str(options.source), str(folder / f"{name}.hf"), str(converted), *flags]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        print(f"{name:20} {own:9.1e}  not converted: {done.stderr.strip().splitlines()[-1]}", flush=True)
-        return own < 1e-3
+        print(f"{begin}  not converted: {done.stderr.strip().splitlines()[-1]}", flush=True)
+        return Result(*own, None)
     try:
-        error = largest_error(Runner(converted, ops).logits(IDS), expected)
+        error = largest_error(Runner(converted, ReferenceOps(np.float32)).logits(IDS), expected)
     except LocalLLMError as refused:
-        print(f"{name:20} {own:9.1e}  {refused}", flush=True)
-        return False
+        print(f"{begin}  {refused}", flush=True)
+        return Result(*own, False)
     theirs = ""
     if options.binding:
         out = folder / f"{name}.npy"
-        command = [options.binding, "-c", COMPUTE, str(folder / f"{name}.gguf"), ",".join(map(str, IDS)), str(out)]
+        command = [options.binding, "-c", COMPUTE, str(path), ",".join(map(str, IDS)), str(out)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         theirs = f"{largest_error(np.load(out), expected):9.1e}" if out.exists() else done.stderr.strip()[-80:]
-    other = differences(folder / f"{name}.gguf", converted)
-    print(f"{name:20} {own:9.1e} {error:9.1e} {theirs}", *other, sep="\n    ", flush=True)
-    return max(own, error) < 1e-3 and not other
+    other = differences(path, converted)
+    print(f"{begin} {error:9.1e} {theirs}", *other, sep="\n    ", flush=True)
+    return Result(*own, None if entry.conversion else error < 1e-3 and not other)
+
+
+def logits_of(model: Any) -> Any:
+    """What transformers computes: logits [T, n_vocab], or of a model that embeds, its vectors [T, d]."""
+    import torch
+
+    with torch.no_grad():
+        return next(iter(model(torch.tensor([IDS])).values()))[0].numpy()
+
+
+def errors(path: Path, expected: Any) -> tuple[float, float]:
+    """On the reference and on the CPU."""
+    on_reference, on_cpu = (Runner(path, ops).logits(IDS) for ops in (ReferenceOps(np.float32), CPUOps(threads=2)))
+    return largest_error(on_reference, expected), largest_error(on_cpu, expected)
+
+
+def compare_encoder(name: str, folder: Path) -> Result:
+    model = encoders.make_model(encoders.ENCODERS[name])
+    path = encoders.write(folder / f"{name}.gguf", encoders.ENCODERS[name], model)
+    own = errors(path, logits_of(model))
+    print(f"{name:20} {own[0]:9.1e} {own[1]:9.1e}", flush=True)
+    return Result(*own, None)
+
+
+def row_of(architecture: str, results: list[Result]) -> str:
+    """A line of the table: the worst of its models."""
+    numbers = [f"{max(each):.0e}" for each in ([r.on_reference for r in results], [r.on_cpu for r in results])]
+    same = {r.is_same for r in results}
+    agrees = "no" if False in same else "–" if None in same else "yes"
+    return f"| `{architecture}` | {ARCHITECTURES[architecture].models} | {numbers[0]} | {numbers[1]} | {agrees} |"
+
+
+def write_table(results: dict[str, list[Result]]) -> None:
+    text = PAGE.read_text("utf-8")
+    begin, line, table = text.partition("|---|---|---|---|---|\n")
+    rows = [row_of(name, results[name]) for name in ARCHITECTURES]
+    PAGE.write_text("\n".join([begin + line + rows[0], *rows[1:], "", table.partition("\n\n")[2]]), "utf-8")
 
 
 def main() -> None:
@@ -186,12 +247,21 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--fuse", action="store_true")
     parser.add_argument("--binding", metavar="PYTHON")
+    parser.add_argument("--table", action="store_true")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
-    print(f"{'':20} {'our file':>9} {'converted':>9} {'llama.cpp':>9}")
+    print(f"{'':20} {'reference':>9} {'CPU':>9} {'converted':>9} {'llama.cpp':>9}")
+    results = defaultdict[str, list[Result]](list)
     with tempfile.TemporaryDirectory() as folder:
-        good = [compare(name, Path(folder), options) for name in options.names or TINY]
-    sys.exit(not all(good))
+        for name in options.names or TINY:
+            results[TINY[name].architecture].append(compare(name, Path(folder), options))
+        for name in encoders.ENCODERS if options.table else ():
+            architecture = encoders.ENCODERS[name].architecture
+            if architecture not in results:
+                results[architecture].append(compare_encoder(name, Path(folder)))
+    if options.table:
+        write_table(results)
+    sys.exit(not all(result.is_good for each in results.values() for result in each))
 
 
 if __name__ == "__main__":

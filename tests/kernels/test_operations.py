@@ -450,15 +450,15 @@ def experts(type: GGMLType, is_weighted_first: bool, with_biases: bool) -> Case:
     gate, up, down = (Tensor(type, (n, *s), p.reshape(n, s[0], -1)) for s, p in zip(sizes, packed, strict=True))
     wg, wu, wd = (values_of(p, type).reshape(n, *s) for s, p in zip(sizes, packed, strict=True))
     bg, bu, bd = (with_biases * random(n, out, seed=7 + i) for i, (out, _) in enumerate(sizes))
+    has_residual = with_biases or not is_weighted_first
 
     def build(graph: Graph, x: g.Tensor, logits: g.Tensor) -> g.Tensor:
         chosen = graph.add(g.Route(logits, 2, norm_topk_prob=False))
         biases = (f32(bg), f32(bu)) if with_biases else ()
         h = graph.add(g.ExpertLinears(x, (gate, up), chosen, biases, is_weighted_first))
         out = f32(bd) if with_biases else None
-        return graph.add(
-            g.ExpertOutput(graph.add(g.Gated(*h, "identity")), down, chosen, x, out, not is_weighted_first)
-        )
+        h = graph.add(g.Gated(*h, "identity"))
+        return graph.add(g.ExpertOutput(h, down, chosen, x if has_residual else None, out, not is_weighted_first))
 
     def expected(x: Array, logits: Array) -> Array:
         weights = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
@@ -466,7 +466,7 @@ def experts(type: GGMLType, is_weighted_first: bool, with_biases: bool) -> Case:
         before, after = (weights, (weights > 0) * 1.0) if is_weighted_first else (np.ones_like(weights), weights)
         rows = before[:, :, None] * x[:, None]
         h = (np.einsum("efd,ted->tef", wg, rows) + bg) * (np.einsum("efd,ted->tef", wu, rows) + bu)
-        return x + np.einsum("te,ted->td", after, np.einsum("edf,tef->ted", wd, h) + bd)
+        return x * has_residual + np.einsum("te,ted->td", after, np.einsum("edf,tef->ted", wd, h) + bd)
 
     error = 1e-5 if type is GGMLType.F32 else 2e-2
     return Case(build, [rows(d, 4), 3 * rows(n, 5)], expected, error=error)

@@ -9,7 +9,7 @@ import pytest
 
 from localllm.errors import KernelError
 from localllm.kernels.backend import HostOutput, Step
-from localllm.kernels.graph import Embed, Graph, Input, Linear, Matrix, Node, Outputs, RMSNorm, Rows, Tensor
+from localllm.kernels.graph import Add, Embed, Graph, Input, Linear, Matrix, Node, Outputs, RMSNorm, Rows, Tensor
 from tests.helpers.recorder import Ops
 from tests.helpers.run_model import make_batch
 from tests.helpers.weights import NO_CACHE, f32, random
@@ -21,13 +21,14 @@ def compiled(ops: Ops, graph: Graph, n: int = 8) -> Step:
 
 @pytest.mark.parametrize("width", [1, 5, 32, 100])
 def test_a_part_goes_from_hidden_states_to_hidden_states(ops: Ops, width: int) -> None:
-    """Three parts together give the bits of the whole, for fewer tokens than before too."""
+    """Three parts together give the bits of the whole, for fewer tokens than before too; each embeds again."""
     x, weight = random(7, width), Matrix(f32(random(width, width, seed=1)))
     norm = f32(random(width, seed=2))
     g = Graph()
-    y = g.add(Embed(f32(x)))
+    y = embedding = g.add(Embed(f32(x)))
     for g.layer in range(3):
         y = g.add(Linear(g.add(RMSNorm(y, norm, 1e-5)), weight, residual=y))
+        y = g.add(Add(embedding, y, 0.5))
     g.layer = "output"
     g.add(Outputs(y))
     whole, *parts = (compiled(ops, part) for part in (g, *(g.part(range(i, i + 1)) for i in range(3))))

@@ -19,7 +19,11 @@ pytest.importorskip("transformers", reason="needs the extra 'reference'")
 INTERVAL = 64
 
 
-@pytest.mark.parametrize("name", ["qwen35", "qwen3next", "olmo3", "gemma4-e2b", "gpt-oss"])
+WINDOWED = ["olmo3", "gemma4-e2b", "gpt-oss", "llama4"]
+RECURRENT = ["qwen35", "qwen3next", "nemotron-h", "granitehybrid", "lfm2", "kimi-linear", "falcon-h1", "mamba2"]
+
+
+@pytest.mark.parametrize("name", WINDOWED + RECURRENT)
 def test_ten_turns_with_edits(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache_module, "SNAPSHOT_TOKENS", INTERVAL)
     entry = replace(TINY[name], config={**TINY[name].config, "max_position_embeddings": 512})

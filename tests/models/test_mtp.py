@@ -70,7 +70,7 @@ def with_block(path: Path, name: str, *, copied: bool = False, **changes: Array 
     return tiny_models.write_file(path.with_suffix(".mtp.gguf"), entry.architecture, metadata, tensors | block), model
 
 
-@pytest.mark.parametrize("name", ["qwen35", "qwen35moe", "qwen3next"])
+@pytest.mark.parametrize("name", ["qwen35", "qwen35moe", "qwen3next", "glm4moe", "deepseek-v3"])
 def test_the_block_computes_what_transformers_layer_does(name: str, tmp_path: Path) -> None:
     import torch
 
@@ -123,7 +123,7 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mtp, "MIN_PROBABILITY", 0.0)
 
 
-@pytest.mark.parametrize("name", ["qwen35", "qwen35moe", "qwen3next"])
+@pytest.mark.parametrize("name", ["qwen35", "qwen3next", "glm4moe", "deepseek-v3"])
 @pytest.mark.usefixtures("always")
 def test_a_text_is_the_same_with_drafts(name: str, tmp_path: Path) -> None:
     path, _ = with_block(tmp_path / "model.gguf", name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 import localllm
+from localllm.convert import Checkpoint
 from localllm.declared_options import LoadOptions
 from localllm.errors import ModelError
 from localllm.gguf import GGUFFile
@@ -23,6 +25,7 @@ from tests.helpers import tiny_models
 from tests.helpers.recorder import ReferenceOps
 from tests.helpers.run_model import Runner
 from tests.helpers.weights import Tensor, f32, random
+from tests.models.tiny import TINY, make_model, save, write
 
 
 @dataclass
@@ -151,6 +154,14 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("gemma4-e2b", {"gemma4.attention.shared_kv_layers": 7}, "shared_kv_layers is 7"),
     ("gemma4-e2b", {"gemma4.attention.head_count_kv": [2]}, "head_count_kv has 1 values"),
     ("granite", {"granite.residual_scale": float("nan")}, "residual_scale is nan"),
+    ("deepseek-v3", {"deepseek2.attention.kv_lora_rank": 1024}, "kv_lora_rank is 1024"),
+    ("deepseek-v3", {"deepseek2.attention.value_length_mla": None}, "no deepseek2.attention.value_length_mla"),
+    ("gpt2", {"gpt2.context_length": 256}, r"position_embd.weight has the shape \[128, 64\]"),
+    ("lfm2", {"lfm2.attention.head_count_kv": [0, 2]}, "head_count_kv has 2 values for 4 layers"),
+    ("lfm2", {"lfm2.shortconv.l_cache": 9}, "shortconv.l_cache is 9"),
+    ("minimax-m2", {"minimax-m2.expert_count": 0}, "no minimax-m2.expert_count"),
+    ("nemotron-h", {"nemotron_h.feed_forward_length": [0, 172, 172, 0, 172]}, "both give layer 2 a width"),
+    ("nemotron-h", {"nemotron_h.ssm.inner_size": 100}, "inner_size is 100, which is no multiple"),
 ]
 
 
@@ -158,10 +169,29 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
 def test_bad_keys_are_refused_by_name(name: str, change: dict[str, Any], message: str, tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="needs the extra 'reference'")
     pytest.importorskip("transformers", reason="needs the extra 'reference'")
-    from tests.models.tiny import TINY, make_model, write
-
     path = write(tmp_path / "model.gguf", TINY[name], make_model(TINY[name]))
     with GGUFFile.open(path) as file:
         keys = {key: value for key, value in {**file.metadata, **change}.items() if value is not None}
         with pytest.raises(ModelError, match=message):
             read_model(File(dict(file.tensors), keys))
+
+
+#: What a key has in place of its value; None: nothing.
+DAMAGE = [None, "text", 0, -1, 1 << 31, 0.5, float("nan"), True, [], [1], [0] * 4, ["text"] * 4]
+
+
+@pytest.mark.parametrize("name", {TINY[name].architecture: name for name in TINY}.values())
+def test_a_model_with_a_damaged_key_is_refused_by_name_or_read(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="needs the extra 'reference'")
+    pytest.importorskip("transformers", reason="needs the extra 'reference'")
+    checkpoint = Checkpoint(save(tmp_path / "model", make_model(TINY[name])), TINY[name].conversion)
+    refused = []
+    for key in [key for key in checkpoint.metadata if key.startswith(f"{checkpoint.architecture}.")]:
+        for damage in DAMAGE:
+            changed = {k: damage if k == key else v for k, v in checkpoint.metadata.items()}
+            try:
+                read_model(File(checkpoint.tensors, {k: v for k, v in changed.items() if v is not None}))
+            except ModelError as error:
+                refused.append(f"{key} = {damage}: {error}")
+    assert len(refused) > 20
+    assert not [each for each in refused if not re.search(rf": .*({checkpoint.architecture}\.|tensor)", each)]

@@ -87,6 +87,13 @@ DELTA_NET: dict[str, Any] = {
     "linear_value_head_dim": 16,
     "rope_parameters": PLAIN_ROPE | {"partial_rotary_factor": 0.5},
 }
+KIMI_DELTA_NET = {
+    "head_dim": 16,
+    "num_heads": 4,
+    "short_conv_kernel_size": 4,
+    "full_attn_layers": [2, 5],
+    "kda_layers": [1, 3, 4],
+}
 SECTIONS = {"rope_parameters": DELTA_NET["rope_parameters"] | {"mrope_section": [2, 1, 1]}}
 MIXTURE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
 LOCAL_MIXTURE = {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 48}
@@ -196,7 +203,7 @@ GEMMA4 = {
 
 TINY: dict[str, Tiny] = {
     "cohere2": Tiny("cohere2", "cohere2", WINDOW | COHERE),
-    "command-r": Tiny("cohere", "command-r", COHERE),
+    "command-r": Tiny("cohere", "command-r", COHERE | {"rope_parameters": LINEAR}),
     "deepseek-v2": Tiny(
         "deepseek_v2",
         "deepseek2",
@@ -221,7 +228,7 @@ TINY: dict[str, Tiny] = {
             "moe_num_shared_experts": 2,
         },
     ),
-    "exaone4": Tiny("exaone4", "exaone4", WINDOW | {"sliding_window_pattern": 4}),
+    "exaone4": Tiny("exaone4", "exaone4", WINDOW | {"sliding_window_pattern": 4, "rope_parameters": LLAMA3}),
     "falcon-h1": Tiny(
         "falcon_h1",
         "falcon-h1",
@@ -284,6 +291,11 @@ TINY: dict[str, Tiny] = {
         "gpt-oss",
         WINDOW | LOCAL_MIXTURE | {"rope_parameters": YARN | {"truncate": False}},
     ),
+    "gpt2": Tiny(
+        "gpt2",
+        "gpt2",
+        {"num_key_value_heads": 4, "rms_norm_eps": None, "tie_word_embeddings": True},
+    ),
     "gptneox": Tiny("gpt_neox", "gptneox", NEOX),
     "gptneox-serial": Tiny("gpt_neox", "gptneox", NEOX | {"use_parallel_residual": False}),
     "granite": Tiny("granite", "granite", GRANITE),
@@ -309,13 +321,21 @@ TINY: dict[str, Tiny] = {
         "hunyuan-moe",
         {"num_experts": 6, "moe_topk": [2] * 4, "num_shared_expert": [1] * 4, "moe_intermediate_size": [172] * 4},
     ),
+    "kimi-linear": Tiny(
+        "kimi_linear",
+        "kimi-linear",
+        LATENTS
+        | MIXTURE
+        | {"q_lora_rank": None, "num_experts": 8, "n_group": 1, "topk_group": 1, "num_hidden_layers": 5}
+        | {"linear_attn_config": KIMI_DELTA_NET},
+    ),
     "lfm2": Tiny("lfm2", "lfm2", LFM2),
     "lfm2moe": Tiny("lfm2_moe", "lfm2moe", LFM2 | MIXTURE | {"num_dense_layers": 1}),
     "llama": Tiny("llama", "llama", {"attention_bias": True, "rope_parameters": LLAMA3}),
     "llama4": Tiny(
         "llama4_text",
         "llama4",
-        LLAMA4 | {"attention_chunk_size": 7, "floor_scale": 5},
+        LLAMA4 | {"attention_chunk_size": 7, "floor_scale": 5, "rope_parameters": LLAMA3 | {"high_freq_factor": 1.0}},
     ),
     "llama4-defaults": Tiny("llama4_text", "llama4", LLAMA4),
     "mamba2": Tiny(

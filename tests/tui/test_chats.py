@@ -169,9 +169,7 @@ def test_searching(store: Store) -> None:
     for text in ("noodles minutes", "salt", "n?odles", "x*", "1000", "'", '"'):
         assert found(text) == [], text
     (hit,) = store.search("boil")
-    assert hit.message == cooking.path()[0].id
     assert "boil" in hit.preview
-    assert store.search("kitchen")[0].message is None
 
 
 def test_an_excerpt_begins_shortly_before_what_is_found(store: Store) -> None:

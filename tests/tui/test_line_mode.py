@@ -241,8 +241,9 @@ def test_from_a_pipe_and_again(run_chat: Callable[..., Outcome], tiny: Path, tmp
     assert (outcome.code, outcome.out, outcome.err) == (0, "zzz\nzzz\n", "")
     store = Store(tmp_path / "chats.sqlite3")
     (summary,) = store.sessions()
-    assert store.load(summary.id).settings == {"temperature": 0.0, "max_tokens": 3}
-    assert summary.model == str(tiny)
+    kept = store.load(summary.id)
+    assert kept.settings == {"temperature": 0.0, "max_tokens": 3}
+    assert kept.model == str(tiny)
     store.close()
     outcome = run_chat("--list")
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(summary.updated))

@@ -319,3 +319,12 @@ def test_chats_of_version_0_1_open_as_before(tmp_path: Path) -> None:
     assert store.search("hello")[0].id == "c1"
     assert store._connection.execute("PRAGMA user_version").fetchone()[0] == len(schema.MIGRATIONS)
     store.close()
+
+
+async def test_a_message_that_was_just_sent_is_selected_once_it_is_drawn() -> None:
+    async with chatting(setup(AppModel(["one"], gate=(steps := Steps())))) as chat:
+        chat.hit("hello", "enter", "ctrl+up", "up")
+        await chat.until(lambda: (view := chat.app._chat.selected) is not None and view.message.role == "user")
+        assert chat.app._chat.composer.text == ""
+        steps.set()
+        await chat.rest()

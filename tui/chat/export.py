@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -171,24 +169,17 @@ def write_export(conversation: Conversation, path: Path) -> None:
     # What has no place in UTF-8 is of names of files that have none either.
     data = text.encode("utf-8", "replace")
     try:
-        with path.open("xb") as file, _removed_if_cut(path):
-            file.write(data)
-            file.flush()
+        with path.open("xb") as file:
+            try:
+                file.write(data)
+                file.flush()
+            except BaseException:  # the next try would find it there already
+                path.unlink(missing_ok=True)
+                raise
     except FileExistsError:
         raise UsageError(f"{path} is there already: choose another name") from None
     except (OSError, ValueError) as error:
         raise UsageError(f"{path} cannot be written ({_reason(error)}): choose another place") from None
-
-
-@contextmanager
-def _removed_if_cut(path: Path) -> Iterator[None]:
-    """Removes a file that could not be written to its end: the next try would find it there already."""
-    try:
-        yield
-    except BaseException:
-        with suppress(OSError):
-            path.unlink()
-        raise
 
 
 def read_export(path: Path) -> Conversation:

@@ -332,19 +332,16 @@ class ChatSession:
         try:
             self.turn, self._full = turn, None
             yield
-            self._tell_warning(turn)
+            self._emit(turn)
         finally:
             self.turn = None
             self._busy.release()
 
-    def _tell_warning(self, turn: Turn) -> None:
+    def _emit(self, turn: Turn, *told: Event) -> None:
+        """Tells of events, and before them of what could not be saved."""
         if (warning := self.take_warning()) is not None:
             turn.emit(events.Warned(warning))
-
-    def _emit(self, turn: Turn, *events: Event) -> None:
-        """Tells of events, and before them of what could not be saved."""
-        self._tell_warning(turn)
-        for event in events:
+        for event in told:
             turn.emit(event)
 
     def _ask(self, text: str, old: Message | None, turn: Turn) -> None:

@@ -271,7 +271,8 @@ class ChatScreen(MessageActions):
         """Asks in a line above the editor: a dialog would take the keys of who is typing."""
         self.asked = asked
         call = "" if asked is None else f"{asked.name} {shortened(asked.arguments, _MOST_OF_A_CALL)}"
-        self.hint(call and f"May the model use {call}? F3 answers; Esc stops the reply.")
+        key = commands.find("allow").shown_key(self.app.setup.keys)
+        self.hint(call and f"May the model use {call}? {key} answers; Esc stops the reply.")
         self.draw_heading()
 
     def answer(self, permission: Permission) -> None:

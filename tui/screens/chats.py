@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import re
 import time
-from typing import ClassVar
+from collections.abc import Callable, Coroutine
+from typing import Any, ClassVar
 
 from textual.actions import SkipAction
 from textual.app import ComposeResult
@@ -90,11 +90,12 @@ class ChatsScreen(Find):
         if self._found_for != self._wanted:
             await self._list()
 
-    async def _chosen(self) -> ChatSummary | None:
-        """The chat that is highlighted, once what was typed has been searched for; None if there is none."""
+    async def _on_chosen(self, work: Callable[[ChatSummary], Coroutine[Any, Any, None]]) -> None:
+        """Does something with the chat that is highlighted, once what was typed has been searched for."""
         await self.listed()
         place = self.query_one(OptionList).highlighted
-        return self._found[place] if place is not None and place < len(self._found) else None
+        if place is not None and place < len(self._found):
+            await work(self._found[place])
 
     def on_input_changed(self, event: Input.Changed) -> None:
         event.stop()
@@ -107,11 +108,10 @@ class ChatsScreen(Find):
     # -- What can be done with one ---------------------------------------------------------------------------------
 
     def action_open(self) -> None:
-        self.app.ask(self._open())
+        self.app.ask(self._on_chosen(self._open))
 
-    async def _open(self) -> None:
-        if (chosen := await self._chosen()) is not None:
-            self.dismiss(chosen.id)
+    async def _open(self, chosen: ChatSummary) -> None:
+        self.dismiss(chosen.id)
 
     def action_hidden(self) -> None:
         self._archived = not self._archived
@@ -119,22 +119,18 @@ class ChatsScreen(Find):
         self._refresh()
 
     def action_rename(self) -> None:
-        self.app.ask(self._rename())
+        self.app.ask(self._on_chosen(self._rename))
 
-    async def _rename(self) -> None:
-        if (chosen := await self._chosen()) is None:
-            return
+    async def _rename(self, chosen: ChatSummary) -> None:
         title = await self.app.push_screen_wait(Ask("Rename", value=chosen.title))
         if title:
             self.titles[chosen.id] = await self.app.offload(self._store.rename, chosen.id, title)
             await self._list()
 
     def action_archive(self) -> None:
-        self.app.ask(self._archive())
+        self.app.ask(self._on_chosen(self._archive))
 
-    async def _archive(self) -> None:
-        if (chosen := await self._chosen()) is None:
-            return
+    async def _archive(self, chosen: ChatSummary) -> None:
         await self.app.offload(self._store.archive, chosen.id, not chosen.archived)
         self.app.notify(f"{chosen.title or 'the chat'}: {'back in the list' if chosen.archived else 'archived'}")
         await self._list()
@@ -143,11 +139,9 @@ class ChatsScreen(Find):
         field = self.query_one(Input)
         if not field.cursor_at_end or not field.selection.is_empty:
             raise SkipAction  # there is something to delete in the field
-        self.app.ask(self._delete())
+        self.app.ask(self._on_chosen(self._delete))
 
-    async def _delete(self) -> None:
-        if (chosen := await self._chosen()) is None:
-            return
+    async def _delete(self, chosen: ChatSummary) -> None:
         text = f"{chosen.title or 'Untitled'}, {_messages(chosen)}"
         if others := await self.app.offload(self._store.others_with_open, chosen.id):
             text += f"\n\nIt is open in another terminal ({', '.join(others)})."
@@ -155,17 +149,6 @@ class ChatsScreen(Find):
             await self.app.offload(self._store.delete, chosen.id)
             self.deleted.add(chosen.id)
             await self._list()
-
-
-def ask_export(title: str) -> Ask:
-    """Asks for the file that a chat is written into."""
-    name = re.sub(r"\W+", "-", title.lower())[:40].strip("-") or "chat"
-    return Ask("Export", "A new file: .md to read, or .json with all branches", value=f"{name}.md")
-
-
-def ask_import() -> Ask:
-    """Asks for the file of a chat."""
-    return Ask("Import", "A .json file that was exported", placeholder="for example ~/Downloads/chat.json")
 
 
 def _entry(summary: ChatSummary, current: str) -> Content:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from localllm.cli.terminal import quantity
@@ -11,10 +11,9 @@ from localllm.errors import StoreError, UsageError
 from localllm.tui import commands
 from localllm.tui.chat.attachments import command_output
 from localllm.tui.chat.conversation import Conversation, Message
-from localllm.tui.chat.export import import_chat, path_of, write_export
 from localllm.tui.chat.tools import Permission
 from localllm.tui.commands import NO_BRANCHES, branch_meant, check_begun, forks, to_remove
-from localllm.tui.screens.chats import ChatsScreen, ask_export, ask_import
+from localllm.tui.screens.chats import ChatsScreen
 from localllm.tui.screens.dialogs import Ask, Choose, CompareScreen, SystemScreen, TextDialog, confirm
 from localllm.tui.screens.help import HelpScreen
 from localllm.tui.screens.sampling import SamplingScreen
@@ -75,6 +74,8 @@ class Commands:
             screen.edit(result.message)
         elif isinstance(result, commands.OpenChat):
             await self._open(result.conversation)
+            if name in ("fork", "import"):
+                screen.app.notify(result.text.splitlines()[0])
         elif isinstance(result, commands.UseModel):
             await screen.models.change(result.path)
         elif isinstance(result, commands.PutText):
@@ -122,32 +123,24 @@ class Commands:
         elif session.conversation.id in chats.deleted:
             await self._new()
 
+    async def ask_load(self) -> None:
+        await self.do_sessions("")
+
     async def do_load(self, argument: str) -> None:
-        if not argument:
-            await self.do_sessions("")
-            return
-        screen = self._screen
-        store = screen.session.store
         if argument.lower().endswith(".json"):
-            await self.do_import(argument)
+            await self.run(f"/import {argument}")
             return
         try:
-            id_ = await self._offload(store.find, argument)
+            id_ = await self._offload(self._screen.session.store.find, argument)
         except StoreError:  # words, then
             await self.do_sessions(argument)
         else:
             await self._open_id(id_)
 
     async def ask_import(self) -> None:
-        name = await self._ask(ask_import())
-        if name:
-            await self.do_import(name)
-
-    async def do_import(self, name: str) -> None:
-        screen = self._screen
-        conversation = await self._offload(import_chat, screen.session.store, path_of(name))
-        await self._open(conversation)
-        screen.app.notify(f"imported: {conversation.title}")
+        asked = Ask("Import", "A .json file that was exported", placeholder="for example ~/Downloads/chat.json")
+        if name := await self._ask(asked):
+            await self.run(f"/import {name}")
 
     async def ask_rename(self) -> None:
         session = self._screen.session
@@ -173,19 +166,12 @@ class Commands:
             await self._new()
 
     async def ask_export(self) -> None:
-        name = await self._ask(ask_export(self._screen.session.conversation.title))
-        if name:
-            await self.do_export(name)
-
-    async def do_export(self, name: str) -> None:
-        if name == "all" or name.startswith("all "):
-            await self._do("export", await self._offload(commands.export, self._screen.session, name))
-            return
-        path = path_of(name)
-        if path.suffix.lower() not in (".md", ".json"):
-            path = Path(f"{path}.md")
-        await self._offload(write_export, self._screen.session.conversation, path)
-        self._screen.app.notify(f"written to {path}")
+        title = self._screen.session.conversation.title
+        name = re.sub(r"\W+", "-", title.lower())[:40].strip("-") or "chat"
+        text = "A new file: .md to read, or .json with all branches"
+        chosen = await self._ask(Ask("Export", text, value=f"{name}.md"))
+        if chosen:
+            await self.run(f"/export {chosen}")
 
     # -- How replies are generated ---------------------------------------------------------------------------------
 

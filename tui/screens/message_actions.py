@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import cast
 
@@ -15,6 +17,7 @@ from localllm.tui.chat.conversation import Message
 from localllm.tui.chat.events import Turn
 from localllm.tui.chat.session import ChatSession
 from localllm.tui.screens.dialogs import Choose, confirm
+from localllm.tui.screens.streaming import StreamedTurn
 from localllm.tui.text import CodeBlock, code_blocks
 from localllm.tui.widgets.composer import Composer
 from localllm.tui.widgets.message import MessageView
@@ -23,12 +26,16 @@ from localllm.tui.widgets.transcript import Transcript
 _ON_A_MESSAGE = ("edit", "regenerate", "branch", "step", "continue_reply", "copy", "copy_code", "unfold", "delete")
 
 
+#: Seconds that selecting waits for what was just sent to be drawn.
+_DRAWN_SECONDS = 0.5
+
+
 class MessageActions(Screen[None]):
     """The part of a `ChatScreen` that keys on a message call."""
 
     app = getters.app(BaseApp)
     session: ChatSession
-    turn: Turn | None
+    turn: StreamedTurn | None
     transcript: Transcript
     composer: Composer
     replacing: str | None
@@ -74,6 +81,14 @@ class MessageActions(Screen[None]):
 
     def action_select(self, by: int) -> None:
         """Selects the message before or after; from the editor, the last one."""
+        self.app.ask(self._select(by), group="select")
+
+    async def _select(self, by: int) -> None:
+        if (
+            self.turn is not None and not self.turn.has_ended
+        ):  # what was just sent may take the place of what is there
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self.turn.is_drawn.wait(), _DRAWN_SECONDS)
         views = self.transcript.views
         view = self.selected
         if not views:

@@ -33,6 +33,7 @@ class StreamedTurn(Turn):
         typed: the message that began it, which is given back where it never became one.
         replaced: the id of the message in whose place it stands.
         has_ended: whether all is generated; the screen may be about to draw it.
+        is_drawn: whether the message and the beginning of the reply are on the screen.
     """
 
     def __init__(self, start: Callable[[Turn], None], typed: str | None = None, replaced: str | None = None) -> None:
@@ -42,6 +43,7 @@ class StreamedTurn(Turn):
         self.typed = typed
         self.replaced = replaced
         self.has_ended = False
+        self.is_drawn = asyncio.Event()
         self._start = start
 
     def run(self) -> None:
@@ -99,6 +101,8 @@ class Follower:
                     self._status.change(activity="", progress=None)
                     return Outcome(event.error, self._full)
                 await self._handle(event)
+                if isinstance(event, events.Started):
+                    turn.is_drawn.set()
             self._show_counters()
 
     def _show_counters(self) -> None:

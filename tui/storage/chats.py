@@ -33,7 +33,7 @@ DATA_VARIABLE = "LOCALLLM_DATA"
 _PREVIEW = 80
 
 _SUMMARY = """
-    SELECT s.id, s.title, s.created, s.updated, s.archived, s.model,
+    SELECT s.id, s.title, s.updated, s.archived,
         (SELECT count(*) FROM messages WHERE session = s.id) AS n_messages,
         (SELECT role FROM messages WHERE id = s.leaf) AS role,
         (SELECT substr(text, 1, 4000) FROM messages WHERE id = s.leaf) AS text,
@@ -49,23 +49,18 @@ class ChatSummary:
     Attributes:
         id: what `Store.load` takes.
         title: its name.
-        created, updated: in seconds since 1970.
+        updated: in seconds since 1970.
         archived: whether lists leave it out.
-        model: the path of the model's file; empty is the demo model.
         n_messages: messages of all branches.
         preview: the beginning of the last message, or where it was found, in one line.
-        message: the id of the message that was found.
     """
 
     id: str
     title: str
-    created: float
     updated: float
     archived: bool
-    model: str
     n_messages: int
     preview: str
-    message: str | None = None
 
 
 def default_path() -> Path:
@@ -274,21 +269,17 @@ class Store:
             return []
         titled = self._summaries("WHERE " + " AND ".join(["folded(title) GLOB ?"] * len(words)), _patterns(words))
         found = {summary.id: summary for summary in titled}
-        for session, message, content in self._matches(words):
-            summary = found.get(session) or self._summaries("WHERE s.id = ?", (session,))[0]
-            found[session] = replace(summary, preview=_excerpt(content, words[0]), message=message)
-        return sorted(found.values(), key=lambda summary: summary.updated, reverse=True)[:limit]
-
-    def _matches(self, words: list[str]) -> list[tuple[str, str, str]]:
-        """Of each conversation the newest message with all words: ids of both, and its text."""
         condition = " AND ".join(["folded(content(role, text, opened)) GLOB ?"] * len(words))
-        with self._reading():
+        with self._reading():  # of each conversation the newest message with all words
             rows = self._connection.execute(
-                "SELECT session, id, content(role, text, opened), max(seq) FROM messages"
+                "SELECT session, content(role, text, opened), max(seq) FROM messages"
                 f" WHERE {condition} AND session IN (SELECT id FROM sessions) GROUP BY session",
                 _patterns(words),
             ).fetchall()
-        return [(row[0], row[1], row[2]) for row in rows]
+        for session, content, _ in rows:
+            summary = found.get(session) or self._summaries("WHERE s.id = ?", (session,))[0]
+            found[session] = replace(summary, preview=_excerpt(content, words[0]))
+        return sorted(found.values(), key=lambda summary: summary.updated, reverse=True)[:limit]
 
     def _summaries(self, condition: str, values: Iterable[Any]) -> list[ChatSummary]:
         with self._reading():
@@ -297,10 +288,8 @@ class Store:
             ChatSummary(
                 id=row["id"],
                 title=row["title"],
-                created=_time(row["created"]),
                 updated=_time(row["updated"]),
                 archived=bool(row["archived"]),
-                model=row["model"],
                 n_messages=row["n_messages"],
                 preview=_preview(row),
             )

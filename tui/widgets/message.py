@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import ClassVar
 
+from textual import events
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
@@ -33,6 +34,7 @@ class Reply(Markdown):
     def __init__(self) -> None:
         super().__init__(parser_factory=parser, open_links=False)
         self._held = ""
+        self._n_settled = self._width = 0
 
     async def write(self, text: str) -> None:
         """Adds a piece, but for the beginning of a line that may become anything yet: an item, a fence, a title."""
@@ -43,6 +45,7 @@ class Reply(Markdown):
 
     async def _add(self, text: str) -> None:
         for piece in _pieces(text):
+            self._settle()
             last = self.children[-1] if self.children else None
             await self.append(piece)
             # The style sheet's :last-child would have all blocks styled anew for each that comes.
@@ -52,6 +55,20 @@ class Reply(Markdown):
                 self.children[-1].add_class("last")
             await asyncio.sleep(_REST)
 
+    def _settle(self) -> None:
+        """Fixes the heights of blocks that stay as they are: to lay out hundreds anew for each that comes is slow."""
+        for block in self.children[self._n_settled : -_UNSETTLED]:
+            if not block.outer_size.height:
+                break
+            block.styles.height = block.outer_size.height
+            self._n_settled += 1
+
+    def on_resize(self, event: events.Resize) -> None:
+        if event.size.width != self._width:
+            self._width, n, self._n_settled = event.size.width, self._n_settled, 0
+            for block in self.children[:n]:
+                block.styles.height = "auto"
+
     async def show(self, text: str) -> None:
         """Shows a whole text; what stands there already is drawn anew only where the end may have changed it."""
         text, self._held = escape_controls(text), ""
@@ -59,6 +76,7 @@ class Reply(Markdown):
         if text.startswith(self.source) and not is_odd:
             await self._add(text.removeprefix(self.source))
         else:
+            self._n_settled = 0
             await self.update("")
             await self._add(text)
 
@@ -143,6 +161,8 @@ def _title(text: str, seconds: float | None, is_thinking: bool) -> str:
     return f"Thought in {n_words:,} word{'s' * (n_words != 1)}"
 
 
+#: Blocks at the end of a reply whose heights are not fixed.
+_UNSETTLED = 2
 #: Characters of a reply that are drawn at a time.
 _PIECE_LENGTH = 1000
 #: Seconds between two of them, in which keys are handled.

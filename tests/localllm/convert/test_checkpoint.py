@@ -9,6 +9,7 @@ import errno
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,8 @@ from localllm import files
 from localllm.convert import Checkpoint
 from localllm.errors import LocalLLMError, ModelError, OutputError, UnsupportedArchitectureError
 from localllm.gguf import GGUFFile
+from localllm.models import gpt_oss
+from localllm.models.hf_convert import gemma_keys
 from localllm.quant.formats import dequantize
 from localllm.quant.types import GGMLType
 from localllm.quantize import plan, run
@@ -233,3 +236,12 @@ def test_the_command_line(
     assert done.code == 0, done.err
     assert "blk.0.attn_q.weight" in done.out
     assert not (tmp_path / "x.gguf").exists()
+
+
+def test_what_files_have_no_key_for_is_refused() -> None:
+    gemma = {"head_dim": 16, "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 7}
+    assert gemma_keys(SimpleNamespace(**gemma, query_pre_attn_scalar=16)) == gemma_keys(SimpleNamespace(**gemma))
+    with pytest.raises(ModelError, match="query_pre_attn_scalar = 24, but GGUF files mean 16"):
+        gemma_keys(SimpleNamespace(**gemma, query_pre_attn_scalar=24))
+    with pytest.raises(ModelError, match="truncates, which GGUF files of gpt-oss do not"):
+        gpt_oss.hf_keys(SimpleNamespace(rope_parameters={"rope_type": "yarn"}))

@@ -1,0 +1,52 @@
+"""GPT-2: learned embeddings of positions, LayerNorm, and biases everywhere."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from localllm.errors import ModelError
+from localllm.kernels.graph import Embed, Graph, Tensor
+from localllm.models.blocks import Layer, add, attention, decoder, layer_norm, mlp
+from localllm.models.config import Header
+from localllm.models.hf_convert import Array
+
+HF_NAMES = {
+    "token_embd": "transformer.wte",
+    "position_embd": "transformer.wpe",
+    "output_norm": "transformer.ln_f",
+    "output": "lm_head",
+    "attn_norm": "ln_1",
+    "attn_qkv": "attn.c_attn",
+    "attn_output": "attn.c_proj",
+    "ffn_norm": "ln_2",
+    "ffn_up": "mlp.c_fc",
+    "ffn_down": "mlp.c_proj",
+}
+_ABSENT = ("attention.head_count_kv", "attention.key_length", "attention.value_length", "rope.freq_base")
+
+
+def hf_keys(config: Any) -> dict[str, Any]:
+    width = getattr(config, "n_inner", None) or 4 * config.hidden_size
+    return {"feed_forward_length": width} | dict.fromkeys(_ABSENT)
+
+
+def hf_tensor(name: str, array: Array, config: Any) -> Array:
+    """Its matrices are [inputs, outputs]."""
+    return array.T if re.search(r"c_\w+\.weight", name) else array
+
+
+def record(m: Header) -> Graph:
+    heads, n_ff, n_positions = m.heads(), m.mlp_width(), m.config.context_length
+    if m.context > n_positions:
+        raise ModelError(f"the model has no positions beyond {n_positions}: a context of {m.context} is too long")
+    positions = m.weights.require("position_embd.weight", n_positions, m.config.n_embd)
+
+    def embedding(at: Layer, x: Tensor) -> Tensor:
+        return add(at, at.add(Embed(positions, by_position=True)), x)
+
+    def layer(at: Layer, x: Tensor) -> Tensor:
+        x = attention(at, layer_norm(at, "attn_norm", x), heads, None, residual=x)
+        return mlp(at, layer_norm(at, "ffn_norm", x), n_ff, activation="gelu", residual=x)
+
+    return decoder(m, layer, change_embedding=embedding, output_norm=layer_norm, norm_eps=m.layer_norm_eps)

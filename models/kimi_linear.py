@@ -1,0 +1,101 @@
+"""Kimi Linear (arXiv:2510.26692): of four layers, three are gated delta nets that decay by channel, and one is
+attention over latents without rotation."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+
+from localllm.kernels.graph import CausalConv, Gated, GatedDelta, Graph, Linears, RMSNorm, Tensor
+from localllm.models import deepseek2, hf_names
+from localllm.models.blocks import Layer, decoder, gated_mlp, mixture, norm
+from localllm.models.config import Header
+from localllm.models.hf_convert import Array, floats
+from localllm.models.weights import Reshaped
+
+HF_NAMES = hf_names.COMMON | {
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "ssm_conv1d_q": "self_attn.q_conv1d",
+    "ssm_conv1d_k": "self_attn.k_conv1d",
+    "ssm_conv1d_v": "self_attn.v_conv1d",
+    "ssm_f_a": "self_attn.f_a_proj",
+    "ssm_f_b": "self_attn.f_b_proj",
+    "ssm_g_a": "self_attn.g_a_proj",
+    "ssm_g_b": "self_attn.g_b_proj",
+    "ssm_beta": "self_attn.b_proj",
+    "ssm_a": "self_attn.A_log",
+    "ssm_dt.bias": "self_attn.dt_bias",
+    "ssm_norm": "self_attn.o_norm",
+    "ffn_gate_inp": "block_sparse_moe.gate",
+    "exp_probs_b.bias": "block_sparse_moe.gate.e_score_correction_bias",
+    "ffn_gate_exps": "block_sparse_moe.experts.*.w1",
+    "ffn_down_exps": "block_sparse_moe.experts.*.w2",
+    "ffn_up_exps": "block_sparse_moe.experts.*.w3",
+    "ffn_gate_shexp": "block_sparse_moe.shared_experts.gate_proj",
+    "ffn_up_shexp": "block_sparse_moe.shared_experts.up_proj",
+    "ffn_down_shexp": "block_sparse_moe.shared_experts.down_proj",
+}
+
+
+def hf_keys(config: Any) -> dict[str, Any]:
+    linear = config.linear_attn_config
+    full_layers = [i - 1 for i in linear["full_attn_layers"]]
+    return deepseek2.hf_keys(config) | {
+        "attention.head_count_kv": [int(i in full_layers) for i in range(config.num_hidden_layers)],
+        "attention.value_length": config.v_head_dim,
+        "kda.head_dim": linear["head_dim"],
+        "ssm.conv_kernel": linear["short_conv_kernel_size"],
+        "expert_group_count": None,
+        "rope.freq_base": None,
+        "rope.scaling.yarn_log_multiplier": None,
+    }
+
+
+def hf_tensor(name: str, array: Array, config: Any) -> Array | dict[str, Array]:
+    if name.endswith("A_log"):
+        return -np.exp(floats(array))
+    if name.endswith("conv1d.weight"):
+        return array.reshape(1, -1, 1, array.shape[-1])
+    match = re.fullmatch(r"model\.layers\.\d+\.block_sparse_moe\.(gate|up|down)_proj\.weight", name)
+    return {f"ffn_{match[1]}.weight": array} if match else deepseek2.hf_tensor(name, array, config)
+
+
+def record(m: Header) -> Graph:
+    meta, latents, n_ff, experts = m.meta, deepseek2.Latents.read(m), m.mlp_width(), m.experts(gating=2)
+    n_kv = meta.read_each("attention.head_count_kv", m.config.n_layers, int, low=0, high=1 << 14)
+    dim = meta.read("kda.head_dim", int, low=16, high=1 << 10)
+    kernel = meta.read("ssm.conv_kernel", int, low=2, high=8)
+    meta.find("rope.freq_base")  # nothing is rotated
+
+    def layer(at: Layer, x: Tensor) -> Tensor:
+        y = norm(at, "attn_norm", x)
+        if n_kv[at.number]:
+            x = deepseek2.attention(at, y, latents, None, residual=x)
+        else:
+            x = delta_net(at, y, latents.n_heads, dim, kernel, residual=x)
+        y = norm(at, "ffn_norm", x)
+        if experts and at.number >= m.n_dense:
+            return mixture(at, y, experts, residual=x)
+        return gated_mlp(at, y, n_ff, residual=x)
+
+    return decoder(m, layer)
+
+
+def delta_net(at: Layer, x: Tensor, n: int, dim: int, kernel: int, *, residual: Tensor) -> Tensor:
+    """A gated delta net of n heads, with a convolution each for queries, keys and values."""
+    w, d, width = at.weights, at.n_embd, n * dim
+    widths = {"attn_q": width, "attn_k": width, "attn_v": width, "ssm_beta": n, "ssm_f_a": dim, "ssm_g_a": dim}
+    *qkv, beta, decay, gate = at.add(Linears(x, tuple(w.matrix(name, d, n_out) for name, n_out in widths.items())))
+    mixed = []
+    for name, part in zip("qkv", qkv, strict=True):
+        conv = Reshaped(w.require(f"ssm_conv1d_{name}.weight", 1, width, 1, kernel), (width, kernel))
+        state = at.graph.state(f"conv_{name}", kernel - 1, width)
+        mixed.append(at.add(CausalConv(part, conv, state, silu=True)))
+    decay, gate = at.linear(decay, "ssm_f_b", width), at.linear(gate, "ssm_g_b", width)
+    a, bias = Reshaped(w.require("ssm_a", 1, 1, n, 1), (n,)), w.require("ssm_dt.bias", width)
+    y = at.add(GatedDelta(tuple(mixed), decay, beta, a, bias, at.graph.state("S", n, dim, dim), n))
+    y = at.add(RMSNorm(y, w.vector("ssm_norm", dim), at.norm_eps, n))
+    return at.linear(at.add(Gated(gate, y, "sigmoid")), "attn_output", d, residual=residual)
