@@ -157,7 +157,7 @@ def attention(at: Layer, x: Tensor, heads: Heads, rope: Rope, window: int | None
         q = at.add(RopeAppend(at.add(Linear(x, query)), None, None, cache, rope, q_norm))
     else:
         cache = at.graph.kv_cache(heads.n_kv, heads.key_dim, window=window)
-        names = ("attn_k", "attn_v") if "attn_v.weight" in w else ("attn_k",)
+        names = ("attn_k", "attn_v") if w.n_rows("attn_v.weight") else ("attn_k",)
         q, *kv = at.add(Linears(x, (query, *(w.matrix(name, d, width) for name in names))))
         k_norm = HeadNorm(at.norm_eps, w.vector("attn_k_norm", heads.key_dim))
         q = at.add(RopeAppend(q, kv[0], kv[-1], cache, rope, q_norm, k_norm, HeadNorm(at.norm_eps)))

@@ -66,6 +66,8 @@ def read_rope(m: Header, head_dim: int, scaling: str | None = None) -> RopeConfi
     # As in llama.cpp: 0 stands for "no factor", and a factor without a type scales linearly.
     old_factor = meta.read("rope.scale_linear", float, 0.0, low=0.0, high=1e6)
     factor = meta.read("rope.scaling.factor", float, old_factor, low=0.0, high=1e6) or 1.0
+    if factor < 1e-3:
+        raise ModelError(f"{meta.architecture}.rope.scaling.factor is {factor:g}, near 0: the file is broken")
     scaling = meta.read("rope.scaling.type", str, scaling or ("none" if factor == 1 else "linear"))
     if scaling not in SCALINGS:
         raise ModelError(

@@ -164,17 +164,24 @@ class PositionTable:
 class Weights:
     """Finds a model's tensors, and remembers which ones it has found.  None of them is read, but by `values`."""
 
-    def __init__(self, file: ModelFile, prefix: str = "", found: dict[str, FileWeight] | None = None) -> None:
-        """``prefix`` stands before every name; ``found`` is what was found so far."""
+    def __init__(self, file: ModelFile, prefix: str = "") -> None:
+        """``prefix`` stands before every name."""
         self._file, self._prefix = file, prefix
-        self._found = dict[str, FileWeight]() if found is None else found
+        self._found: dict[str, FileWeight] = {}
+        #: Of names that layers may have, one that is there, and one that is not.
+        self._optional: dict[str, dict[bool, str]] = {}
 
     def layer(self, i: int) -> Weights:
         """The weights of layer ``i``, whose names begin with ``blk.{i}.``."""
-        return Weights(self._file, f"{self._prefix}blk.{i}.", self._found)
+        layer = Weights(self._file, f"{self._prefix}blk.{i}.")
+        layer._found, layer._optional = self._found, self._optional
+        return layer
 
     def __contains__(self, name: str) -> bool:
-        return self._prefix + name in self._file.tensors
+        is_there = self._prefix + name in self._file.tensors
+        if self._prefix:
+            self._optional.setdefault(name, {})[is_there] = self._prefix + name
+        return is_there
 
     def n_rows(self, name: str) -> int:
         """Rows of a matrix, or 0 if the file has none of that name."""
@@ -182,11 +189,16 @@ class Weights:
         return tensor.shape[-2] if tensor is not None and len(tensor.shape) > 1 else 0
 
     def find(self, name: str, *shape: int) -> Weight | None:
-        """The tensor ``name``, or None if the file has none; leading ones of its shape do not count.
+        """The tensor ``name``, or None if the file has none: then no other layer that asks for it may have one.
+
+        Leading ones of its shape do not count.
 
         Raises:
             ModelError: its shape is not ``shape``.
         """
+        return self._find(name, *shape) if name in self else None
+
+    def _find(self, name: str, *shape: int) -> Weight | None:
         name = self._prefix + name
         tensor = self._file.tensors.get(name)
         if tensor is None:
@@ -205,7 +217,7 @@ class Weights:
         Raises:
             ModelError: the file has none, or its shape is not ``shape``.
         """
-        tensor = self.find(name, *shape)
+        tensor = self._find(name, *shape)
         if tensor is None:
             raise ModelError(f"the file has no tensor {self._prefix}{name}: is it complete?")
         return tensor
@@ -219,7 +231,7 @@ class Weights:
 
         With ``bias``, there must be one.  With ``tied_to``, a file without the matrix shares that one.
         """
-        weight = self.find(f"{name}.weight", n_out, n_in)
+        weight = self._find(f"{name}.weight", n_out, n_in)
         if weight is None:
             weight = self.require(f"{tied_to or name}.weight", n_out, n_in)
         return Matrix(weight, (self.require if bias else self.find)(f"{name}.bias", n_out))
@@ -246,7 +258,7 @@ class Weights:
     def skip(self, *names: str) -> None:
         """Lets be tensors of these names, if the file has them."""
         for name in {self._prefix + name for name in names} & {*self._file.tensors}:
-            self.find(name.removeprefix(self._prefix), *self._file.tensors[name].shape)
+            self._find(name.removeprefix(self._prefix), *self._file.tensors[name].shape)
 
     def skip_layers(self, first: int) -> None:
         """Lets be the tensors of all layers from number ``first`` on."""
@@ -259,11 +271,15 @@ class Weights:
         return dequantize(weight.data, weight.type).reshape(n).astype(np.float64)
 
     def check_all_used(self) -> None:
-        """To be called at the end: a tensor that nobody asked for means that the model computes something else.
+        """To be called at the end: a tensor that nobody asked for, or that some layers lack, means that the model
+        computes something else.
 
         Raises:
             ModelError: there is one.
         """
+        for asked in self._optional.values():
+            if len(asked) == 2:
+                raise ModelError(f"the file has no tensor {asked[False]}, but has {asked[True]}: is it complete?")
         left = [name for name in self._file.tensors if name not in self._found and not _NEEDLESS.fullmatch(name)]
         if left:
             others = f" and {len(left) - 1} more" if len(left) > 1 else ""

@@ -23,6 +23,7 @@ from tests.helpers.hub_server import Repo, hub_server
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 DEMO = ROOT / "localllm" / "data" / "demo.gguf"
+ORIGINAL = ROOT / "tests" / "data" / "demo-f16.gguf"
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 #: What the README's one model from the hub is called, and its file there.
@@ -63,6 +64,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder with the models that the pages name, beside a hub that has the one that they pull."""
     for name in ("model.gguf", "small.gguf"):
         shutil.copy(DEMO, tmp_path / name)
+    shutil.copy(ORIGINAL, tmp_path / "f16.gguf")
     write_checkpoint(tmp_path / "checkpoint")
     monkeypatch.chdir(tmp_path)
     with hub_server() as hub:

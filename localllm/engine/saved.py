@@ -101,6 +101,8 @@ def load(cache: PagedCache, path: Path, key: str) -> int:
             for saved in header.blocks:
                 pages = {group: next(pieces) for group in saved.groups}
                 snapshots = {n: next(pieces) for n in saved.snapshots}
+                if not NONE <= saved.parent < len(added):
+                    raise ValueError("a block without the one before it")
                 parent = cache.root if saved.parent == NONE else added[saved.parent]
                 added.append(None if parent is None else cache.restore(parent, saved.ids, pages, snapshots))
     except OSError as error:

@@ -295,7 +295,7 @@ def divergence(folder: Path, model: Path, text: Path, test: Path, context: int, 
     means = {name: entry.means for name, entry in entries.items()}
     line = "{:<8} {:>19} {:>19} {:>7} {:>19} {:>7}"
     print(line.format("mix", "llama.cpp", "ours", "ratio", "error feedback", "ratio"))
-    for mix in ("Q2_K", "Q3_K_S", "Q3_K_M", "Q4_K_S", "Q4_K_M", "IQ4_XS", "Q5_K_S", "Q6_K"):
+    for mix in ("Q2_K", "Q3_K_S", "Q3_K_M", "Q4_K_S", "Q4_K_M", "IQ4_XS"):
         files = [folder / f"{mix}-{i}.gguf" for i in range(3)]
         their_file(model, files[0], MIXES[mix][0], means)
         for target, matrix in zip(files[1:], (importance, with_hessians), strict=True):

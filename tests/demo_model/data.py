@@ -1,6 +1,10 @@
-"""Training documents for the demo model: chats, bare questions and stories, packed into rows of tokens."""
+"""Training documents for the demo model: chats, bare questions and stories, packed into rows of tokens.
+
+python -m tests.demo_model.data SEED NUMBER > text.txt    # so many of them as plain text, without TinyStories
+"""
 
 import random
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -203,9 +207,9 @@ class Encoder:
 def document(corpus: Corpus, encoder: Encoder, rng: random.Random) -> tuple[list[int], list[float]]:
     """One document of a kind drawn at random."""
     kind = rng.random()
-    if kind < 0.06:
+    if kind < 0.03:
         return encoder.bare("", rng.choice(corpus.stories))
-    if kind < 0.17:
+    if kind < 0.15:
         return encoder.bare("", written_story(corpus.plots, rng)[1])
     if kind < 0.26:
         question, answer = corpus.turn(rng)
@@ -262,3 +266,14 @@ def load_vocabulary(corpus: Corpus, size: int, prefix: Path) -> sentencepiece.Se
         minloglevel=2,
     )
     return sentencepiece.SentencePieceProcessor(model_file=str(path))
+
+
+def main() -> None:
+    seed, n = sys.argv[1:]
+    corpus, rng = Corpus.load([]), random.Random(seed)
+    for _ in range(int(n)):
+        print("\n".join(corpus.turn(rng)) if rng.random() < 0.7 else written_story(corpus.plots, rng)[1], end="\n\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -68,7 +68,7 @@ def test_logits_of_a_trained_model() -> None:
 def test_the_plan_counts_half_the_bytes() -> None:
     placements = [load(None, "cpu", cache_type).info.placement for cache_type in ("f16", "q8_0")]
     halves, scaled = (placement.kv_cache for placement in placements)
-    assert halves == 6 * 2 * 32 * 1024 * 2 * 2  # the demo model's layers, heads, head size and context
+    assert halves == 5 * 2 * 32 * 1024 * 2 * 2  # the demo model's layers, heads, head size and context
     assert scaled == halves * 34 // 64
     assert placements[0].total - placements[1].total == halves - scaled
 

@@ -190,7 +190,7 @@ def test_other_imports(llm: Llama) -> None:
     llm.set_cache(compat.LlamaRAMCache())
     assert llm("a", max_tokens=1, logits_processor=compat.LogitsProcessorList([lambda ids, scores: scores]))
     assert llm.metadata["general.architecture"] == "llama"
-    assert llm.n_embd() == 192
+    assert llm.n_embd() == 256
     for name, hint in (
         ("eval", r"use Llama\.llm\.logits"),
         ("tokenizer", r"use Llama\.llm\.tokenizer$"),

@@ -158,7 +158,7 @@ def topic_named(name: str) -> Topic:
 
 
 def test_file_is_small_enough_to_ship() -> None:
-    assert DEMO.stat().st_size <= 4_000_000
+    assert DEMO.stat().st_size <= 5_000_000
 
 
 def test_metadata_describes_a_llama() -> None:
@@ -198,7 +198,7 @@ def test_tensors_are_complete_and_finite() -> None:
 def test_the_model_knows_its_own_size() -> None:
     parameters = sum(values.size for values in weights().values())
     assert f"{parameters / 1e6:.1f} million" in topic_named("how_big").answers[0]
-    assert DEMO.stat().st_size < 3_000_000  # "under 3 megabytes", it says
+    assert DEMO.stat().st_size < 5_000_000  # "under 5 megabytes", it says
 
 
 def test_vocabulary_is_usable() -> None:

@@ -179,6 +179,7 @@ BAD: list[tuple[str, Any]] = [
     ("llama.rope.scaling.type", "dynamic"),
     ("llama.rope.scaling.type", 1),
     ("llama.rope.scaling.factor", -1.0),
+    ("llama.rope.scaling.factor", 1e-30),
     ("llama.rope.scaling.factor", math.nan),
     ("llama.rope.scaling.original_context_length", 0),
     ("llama.rope.scaling.attn_factor", 0.0),

@@ -176,6 +176,16 @@ def test_bad_keys_are_refused_by_name(name: str, change: dict[str, Any], message
             read_model(File(dict(file.tensors), keys))
 
 
+def test_what_only_some_layers_have_is_missing_in_the_others() -> None:
+    weights = Weights(File({"blk.0.a.bias": f32(random(4)), "blk.1.b.bias": f32(random(4))}))
+    assert weights.layer(0).find("a.bias", 4) is not None
+    assert weights.layer(1).find("b.bias", 4) is not None
+    weights.check_all_used()
+    assert "a.bias" not in weights.layer(1)
+    with pytest.raises(ModelError, match=r"no tensor blk\.1\.a\.bias, but has blk\.0\.a\.bias"):
+        weights.check_all_used()
+
+
 #: What a key has in place of its value; None: nothing.
 DAMAGE = [None, "text", 0, -1, 1 << 31, 0.5, float("nan"), True, [], [1], [0] * 4, ["text"] * 4]
 

@@ -235,7 +235,7 @@ def generated(capfdbinary: Capture, *arguments: object) -> dict[str, object]:
 
 def test_settings_hold_for_generate_and_flags_override_them(path: Path, capfdbinary: Capture) -> None:
     cold = ["--device", "reference", "--temp", "0"]
-    plain = generated(capfdbinary, *cold, "-p", "What is localllm?")
+    plain = generated(capfdbinary, *cold, "-p", "What is localllm?", "-sys", "")
     text = str(plain["text"])
     assert len(text.split()) > 2
     stop = text.split()[1]

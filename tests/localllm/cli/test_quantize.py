@@ -78,5 +78,5 @@ def test_refusals(run: Run, model: Path, tmp_path: Path) -> None:
 
 
 def test_the_demo_model_by_name(run: Run, tmp_path: Path) -> None:
-    assert "to 1" in run("demo", tmp_path / "new.gguf", "Q4_0", "--allow-requantize", "--dry-run").out
+    assert "4.57 MB to 2" in run("demo", tmp_path / "new.gguf", "Q4_0", "--allow-requantize", "--dry-run").out
     assert "is not a regular file" in run("demo", tmp_path / "new.gguf", "Q4_0", "--imatrix", "/dev/zero").error()

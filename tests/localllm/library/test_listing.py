@@ -355,8 +355,8 @@ def test_models_as_a_table_and_as_json(folder: Path, capfdbinary: pytest.Capture
     assert [line.split("\t") for line in outcome.out.splitlines()] == [
         ["name", "size", "format", "parameters", "architecture", "context", "fits"],
         ["bad\\x1b.gguf", "4 B", "-", "-", "-", "-", "cannot be read"],
-        ["m.gguf", "2.51 MB", "Q8_0", "2.31M", "llama", "1,024", "yes"],
-        ["demo", "2.51 MB", "Q8_0", "2.31M", "llama", "1,024", "yes"],
+        ["m.gguf", "4.62 MB", "Q8_0", "4.3M", "llama", "1,024", "yes"],
+        ["demo", "4.62 MB", "Q8_0", "4.3M", "llama", "1,024", "yes"],
     ]
     assert "bad\\x1b.gguf: " in outcome.err
     data = json.loads(run_main(capfdbinary, "models", "--json").out)

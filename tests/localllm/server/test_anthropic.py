@@ -75,7 +75,7 @@ def test_a_reply_goes_on_from_its_beginning(client: Any) -> None:
     text = client.messages.create(model="demo", max_tokens=20, messages=HELLO, **GREEDY).content[0].text
     begun = [*HELLO, {"role": "assistant", "content": text[:6]}]
     reply = client.messages.create(model="demo", max_tokens=20, messages=begun, **GREEDY)
-    assert text[:6] + reply.content[0].text == text
+    assert (text[:6] + reply.content[0].text).startswith(text)
 
 
 def test_output_follows_a_schema(client: Any) -> None:

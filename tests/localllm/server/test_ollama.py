@@ -67,7 +67,7 @@ def test_tools_and_thinking() -> None:
 
 def test_what_there_is(client: Any) -> None:
     (listed,) = client.list().models
-    assert (listed.model, listed.details.family, listed.details.parameter_size) == ("demo", "llama", "2.3M")
+    assert (listed.model, listed.details.family, listed.details.parameter_size) == ("demo", "llama", "4.3M")
     assert listed.size > 2e6
     assert len(listed.digest) == 64
     client.generate(model="demo", prompt="")
