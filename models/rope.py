@@ -118,7 +118,7 @@ def make_rope(
     return Rope(frequencies.astype(np.float32), interleaved, magnitude)
 
 
-def make_local_rope(m: Header, head_dim: int, theta: float | None = None, *, interleaved: bool = False) -> Rope:
+def make_local_rope(m: Header, head_dim: int, theta: float | None = None) -> Rope:
     """The rotation of layers that see a window only, which nothing scales: of base ``rope.freq_base_swa``.
 
     Where the file has none, it is ``theta``, and without that the other layers'.
@@ -127,7 +127,7 @@ def make_local_rope(m: Header, head_dim: int, theta: float | None = None, *, int
     n_rot = m.meta.read(f"rope.dimension_count{suffix}", int, head_dim, low=2, high=head_dim)
     base = theta or m.meta.read("rope.freq_base", float, 10_000.0, low=2.0, high=1e15)
     base = m.meta.read("rope.freq_base_swa", float, base, low=2.0, high=1e15)
-    return Rope(plain_frequencies(base, n_rot).astype(np.float32), interleaved)
+    return Rope(plain_frequencies(base, n_rot).astype(np.float32), interleaved=False)
 
 
 def plain_frequencies(theta: float, n_rot: int) -> Frequencies:

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from localllm.cli.defaults import settle
+from localllm.cli.defaults import load_options, settle
 from localllm.cli.main import DONE
 from localllm.cli.terminal import LoadStatus, StatusLine, model_line, quantity, visible_line
 from localllm.errors import UsageError
@@ -133,18 +133,7 @@ def _compare(arguments: argparse.Namespace) -> int:
 def _loaded(arguments: argparse.Namespace, model: Any, context: int | None) -> Iterator[LLM]:
     status = LoadStatus(enabled=not arguments.quiet)
     try:
-        llm = load(
-            model,
-            device=arguments.device,
-            n_gpu_layers=arguments.n_gpu_layers,
-            tensor_split=arguments.tensor_split,
-            isa=arguments.isa,
-            context=context,
-            threads=arguments.threads,
-            cache_type=arguments.cache_type,
-            parallel=_PARALLEL,
-            progress=status,
-        )
+        llm = load(model, **load_options(arguments, model, context=context, parallel=_PARALLEL), progress=status)
     finally:
         status.close()
     with llm:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from localllm.cli.defaults import settle
+from localllm.cli.defaults import load_options, settle
 from localllm.cli.main import DONE
 from localllm.cli.terminal import say, warn
 from localllm.engine.engine import Counts
@@ -62,19 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
             progress(stage, done, total)
             notice(stage, done, total)
 
-        llm = load(
-            source,
-            device=arguments.device,
-            n_gpu_layers=arguments.n_gpu_layers,
-            tensor_split=arguments.tensor_split,
-            isa=arguments.isa,
-            context=arguments.context,
-            threads=arguments.threads,
-            cache_type=arguments.cache_type,
-            parallel=arguments.parallel,
-            max_waiting=arguments.max_queue,
-            progress=report,
-        )
+        llm = load(source, **load_options(arguments, source, max_waiting=arguments.max_queue), progress=report)
         if not arguments.quiet:
             say(str(llm.info))
         if arguments.stats:

@@ -25,6 +25,7 @@ Source: Kwon et al., Efficient Memory Management for LLM Serving with PagedAtten
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from weakref import WeakValueDictionary
 
 from localllm.engine.snapshots import NONE, Block, Snapshots
 from localllm.kernels.backend import Cache
@@ -88,8 +89,10 @@ class PagedCache:
         # One slot is left for what only lasts a step.
         self.max_sequences = max(1, kept.n_states - 1) if kept.n_states else self.n_pages
         self.root = Block([])
-        #: Adapters change keys and values: what was evaluated with others cannot be shared.
-        self._roots: dict[tuple[float, ...], Block] = {(): self.root}
+        #: Adapters change keys and values: what was evaluated with others cannot be shared.  Weak, as requests may
+        #: name any scales: a root goes with the last of its blocks.
+        self._roots: WeakValueDictionary[tuple[float, ...], Block] = WeakValueDictionary()
+        self._roots[()] = self.root
 
     @property
     def n_available(self) -> int:

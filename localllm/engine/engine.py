@@ -62,7 +62,7 @@ class Counts:
     Attributes:
         running: requests whose tokens are in the cache.
         n_pages, n_pages_used: pages of the cache, and those that running requests hold.
-        steps: evaluated, and how many of them had requests that decode.
+        steps: evaluated.
         step_s: seconds that they took.
         prompt_tokens: evaluated of prompts.
         cached_tokens: of prompts, which were in the cache and cost nothing; counted when a request ends.
@@ -75,7 +75,6 @@ class Counts:
     n_pages: int = 0
     n_pages_used: int = 0
     steps: int = 0
-    decode_steps: int = 0
     step_s: float = 0.0
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -404,7 +403,6 @@ class EngineLoop:
         n_decoding = sum(each.request.is_decoding for each in batch)
         self.counts.steps += 1
         self.counts.step_s += seconds
-        self.counts.decode_steps += n_decoding > 0
         self.counts.prompt_tokens += sum(e.n_tokens for e in batch if not e.request.n_generated)
         self._scheduler.step_times.add(
             sum(e.n_tokens for e in batch if not e.request.is_decoding), n_decoding, seconds

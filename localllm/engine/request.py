@@ -21,8 +21,6 @@ FinishReason = Literal["stop", "length", "cancelled", "timeout"]
 #: Requests that somebody waits for, and those that can wait for them.
 Priority = Literal["normal", "background"]
 
-PRIORITIES: tuple[Priority, ...] = ("normal", "background")
-
 #: A background request is served as if it had come so many seconds later: behind those that wait, but never starving.
 BACKGROUND_DELAY_S = 30.0
 

@@ -21,7 +21,7 @@ class Block:
         snapshots: slots with the states after so many of its tokens.
     """
 
-    __slots__ = ("children", "ids", "n_users", "pages", "parent", "snapshots", "tails")
+    __slots__ = ("__weakref__", "children", "ids", "n_users", "pages", "parent", "snapshots", "tails")
 
     def __init__(self, pages: list[int]) -> None:
         self.pages = pages

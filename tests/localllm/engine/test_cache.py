@@ -395,6 +395,18 @@ def test_a_block_that_lost_its_page_gets_that_of_an_equal_one() -> None:
     assert read(kept, late) == [0, 1, 2, 3, 4]
 
 
+def test_what_other_adapters_made_is_not_shared_and_their_trees_go_with_their_last_block() -> None:
+    cache, kept = new_cache((2,))
+    for scale in (0.5, 0.25, 0.125):
+        for n in (0, 5):
+            sequence = cache.begin(list(range(5)), (scale,))
+            assert len(sequence) == n
+            write(cache, kept, sequence, list(range(n, 5)))
+            cache.release(sequence)
+        del sequence
+    assert list(cache._roots) == [(), (0.125,)]
+
+
 def test_a_sequence_goes_on_from_the_end_of_a_prompt_or_of_another_sequence() -> None:
     cache, kept = new_cache(n_states=8)
     prompt = list(range(6))

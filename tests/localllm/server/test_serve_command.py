@@ -45,14 +45,16 @@ def started(*arguments: object) -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_it_serves_until_it_is_told_to_stop(number: signal.Signals) -> None:
-    with started("-m", "demo", "--port", 0, "--api-key", "k", "-q", "--stats") as (process, url):
+def test_it_serves_until_it_is_told_to_stop(number: signal.Signals, tmp_path: Path) -> None:
+    flags = ("-q", "--stats", "-c", 0, "--prompt-cache", tmp_path / "prompts")
+    with started("-m", "demo", "--port", 0, "--api-key", "k", *flags) as (process, url):
         headers = {"Authorization": "Bearer k"}
         body = {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 4}
         response = httpx.post(f"{url}/v1/chat/completions", json=body, headers=headers, timeout=300)
         assert response.status_code == 200
         process.send_signal(number)
         assert process.wait(60) == 0
+    assert len(list((tmp_path / "prompts").glob("*.prompts"))) == 1
 
 
 def test_models_by_name(tmp_path: Path) -> None:
