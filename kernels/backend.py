@@ -197,10 +197,14 @@ class Cache(Protocol):
         """What it takes in memory."""
         ...
 
-    # Of the next three, a group of None means slots of recurrent states, in all layers, instead of pages.
+    # Of the next four, a group of None means slots of recurrent states, in all layers, instead of pages.
 
     def copy(self, group: int | None, source: int, target: int) -> None:
         """Copies one page, in all layers of a group."""
+        ...
+
+    def n_bytes_of(self, group: int | None) -> int:
+        """The bytes that `read` gives."""
         ...
 
     def read(self, group: int | None, number: int) -> bytes:

@@ -139,6 +139,9 @@ class ReferencePages:
         for kept, copied in zip(self._where(group, source), self._where(group, target), strict=True):
             copied[...] = kept
 
+    def n_bytes_of(self, group: int | None) -> int:
+        return sum(part.nbytes for part in self._where(group, 0))
+
     def read(self, group: int | None, number: int) -> bytes:
         return b"".join(part.tobytes() for part in self._where(group, number))
 

@@ -58,12 +58,15 @@ class SplitCache:
         n_pages = [1 if group is None else self.page_size // part.page_size for part in self.parts]
         return [(part, n * number + i) for part, n in zip(self.parts, n_pages, strict=True) for i in range(n)]
 
+    def n_bytes_of(self, group: int | None) -> int:
+        return sum(part.n_bytes_of(group) for part, _ in self._where(group, 0))
+
     def read(self, group: int | None, number: int) -> bytes:
         return b"".join(part.read(group, own) for part, own in self._where(group, number))
 
     def write(self, group: int | None, number: int, data: bytes) -> None:
         for part, own in self._where(group, number):
-            n = len(part.read(group, own))
+            n = part.n_bytes_of(group)
             part.write(group, own, data[:n])
             data = data[n:]
 

@@ -206,6 +206,9 @@ class CUDACache:
             if part.page_bytes
         ]
 
+    def n_bytes_of(self, group: int | None) -> int:
+        return sum(place.n_bytes for place in self._where(group, 0))
+
     def read(self, group: int | None, number: int) -> bytes:
         places = self._where(group, number)
         parts = [np.empty(place.n_bytes, np.uint8) for place in places]

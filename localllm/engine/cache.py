@@ -259,8 +259,12 @@ class PagedCache:
             ValueError: it cannot be a block of this cache.
         """
         groups = range(len(self._free))
-        if not (0 < len(ids) <= self.page_size and len(parent.ids) in (0, self.page_size) and 0 in pages):
-            raise ValueError("a block of other tokens")
+        is_page = 0 < len(ids) <= self.page_size and len(parent.ids) in (0, self.page_size)
+        fits = all(group in groups and len(data) == self.kept.n_bytes_of(group) for group, data in pages.items())
+        if not (is_page and 0 in pages and fits):
+            raise ValueError("no page of this cache")
+        if any(len(data) != self.kept.n_bytes_of(None) for data in snapshots.values()):
+            raise ValueError("no recurrent states of this cache")
         is_full = len(ids) == self.page_size
         known = parent.children.get(tuple(ids)) or next((tail for tail in parent.tails if tail.ids == ids), None)
         if known is not None:

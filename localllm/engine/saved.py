@@ -60,8 +60,10 @@ def save(cache: PagedCache, path: Path, key: str) -> int:
         groups = [group for group, page in enumerate(block.pages) if page != NONE]
         parent = NONE if block.parent is None else numbers.get(block.parent, NONE)
         header.blocks.append(_Block(parent, block.ids, groups, sorted(block.snapshots)))
-    page_bytes = [len(kept.read(group, 0)) for group in range(len(kept.n_pages))]
-    with NewFile(path, sum(page_bytes[group] for block in header.blocks for group in block.groups)) as file:
+    # Of each block's pages and snapshots.
+    holds = [group for block in header.blocks for group in (*block.groups, *(None for _ in block.snapshots))]
+    sizes = {group: kept.n_bytes_of(group) for group in set(holds)}
+    with NewFile(path, sum(sizes[group] for group in holds)) as file:
         file.put(MAGIC)
 
         def put(data: bytes) -> None:

@@ -135,6 +135,9 @@ class _NoPages:
     def copy(self, group: int | None, source: int, target: int) -> None:
         """There is nothing to copy."""
 
+    def n_bytes_of(self, group: int | None) -> int:
+        return 0
+
     def read(self, group: int | None, number: int) -> bytes:
         return b""
 

@@ -37,6 +37,10 @@ def greedy_after(ids: Sequence[int], n: int) -> list[int]:
     return ids[-n:] if n else []
 
 
+#: Numbers that a state of `FakeCache` takes where it is read: how many ids there are, and those.
+_STATE_SIZE = 256
+
+
 class FakeCache:
     """Pages of ids; -1 where nothing was written.  States are the ids that they have seen."""
 
@@ -58,13 +62,19 @@ class FakeCache:
         else:
             self.groups[group][target] = self.groups[group][source]
 
+    def n_bytes_of(self, group: int | None) -> int:
+        return 4 * (_STATE_SIZE if group is None else PAGE_SIZE)
+
     def read(self, group: int | None, number: int) -> bytes:
-        return (np.array(self.states[number], np.int32) if group is None else self.groups[group][number]).tobytes()
+        if group is not None:
+            return self.groups[group][number].tobytes()
+        ids = self.states[number]
+        return np.pad(np.array([len(ids), *ids], np.int32), (0, _STATE_SIZE - len(ids) - 1)).tobytes()
 
     def write(self, group: int | None, number: int, data: bytes) -> None:
         ids = np.frombuffer(data, np.int32)
         if group is None:
-            self.states[number] = ids.tolist()
+            self.states[number] = ids[1 : 1 + ids[0]].tolist()
         else:
             self.groups[group][number] = ids
 

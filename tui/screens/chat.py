@@ -18,6 +18,7 @@ from textual.binding import Binding, BindingType
 from textual.containers import Vertical
 from textual.content import Content
 from textual.widgets import Static
+from textual.worker import Worker
 
 from localllm.errors import UsageError
 from localllm.tui import commands
@@ -425,8 +426,9 @@ class ChatScreen(MessageActions):
 
     def on_composer_typed(self, event: Composer.Typed) -> None:
         event.stop()
-        work = self._suggest(event.line, event.is_first)
-        self.run_worker(work, group="suggestions", exclusive=True, exit_on_error=False)
+        # Not a coroutine: one that is cancelled before it begins would never be awaited.
+        work = partial(self._suggest, event.line, event.is_first)
+        _: Worker[None] = self.run_worker(work, group="suggestions", exclusive=True, exit_on_error=False)
 
     async def _suggest(self, line: str, is_first: bool) -> None:
         choices = commands.completions(line) if is_first else []

@@ -535,6 +535,29 @@ def test_no_damage_is_loaded(prompts: Path) -> None:
         assert {text: whole[text] for text in found} == found
 
 
+def test_a_block_of_another_cache_is_refused_and_takes_nothing() -> None:
+    cache, kept = new_cache(*KINDS["all"])
+    page, state = kept.read(0, 0), kept.read(None, 0)
+    good = {0: page, 1: page}
+    for ids, pages, snapshots in (
+        ([], good, {}),
+        ([0] * (PAGE_SIZE + 1), good, {}),
+        ([1], {1: page}, {}),
+        ([1], {0: page, -1: page}, {}),
+        ([1], {0: page, 2: page}, {}),
+        ([1], {0: page[:-4]}, {}),
+        ([1], good, {1: state[:-4]}),
+    ):
+        with pytest.raises(ValueError, match="of this cache"):
+            cache.restore(cache.root, ids, pages, snapshots)
+        assert cache.n_available == cache.n_pages
+        assert not cache.root.tails
+    tail = cache.restore(cache.root, [1], good, {1: state})
+    assert tail is not None
+    with pytest.raises(ValueError, match="of this cache"):
+        cache.restore(tail, [1], good, {})
+
+
 def contents_of(path: Path) -> dict[tuple[int, ...], object]:
     cache, kept = new_cache(*KINDS["all"])
     saved.load(cache, path, "a key")
