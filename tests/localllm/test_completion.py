@@ -406,6 +406,9 @@ async def read_slowly(stream: AsyncStream) -> None:
 
 
 def test_a_task_that_is_cancelled_stops_the_work(models: Models) -> None:
+    goes_on = threading.Event()
+    models.step.before_step = lambda batch: goes_on.wait(60) and None
+
     async def main() -> None:
         task = asyncio.create_task(models.astream([1]).read())
         while not models.step.batches:
@@ -413,6 +416,7 @@ def test_a_task_that_is_cancelled_stops_the_work(models: Models) -> None:
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
+        goes_on.set()
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(read_slowly(models.astream([2])), 0.01)
 
