@@ -17,6 +17,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
+from types import FrameType
 from typing import Any, NoReturn
 
 from localllm.cli.flags import in_flags, in_our_command, in_our_flags, take_words
@@ -106,8 +107,14 @@ def _interrupts() -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _interrupt(number: int, frame: object) -> NoReturn:
+def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
     signal.signal(signal.SIGINT, end_at_once)
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            # A module in C may drop exceptions while it is imported: numpy.random does.
+            _end_line()
+            end_at_once()
+        frame = frame.f_back
     raise KeyboardInterrupt
 
 
