@@ -33,36 +33,48 @@ def dot_op(name: str, n_vectors: int, bits: int) -> Any:
     return op(i32x16, i32x16, *[i8x64] * n_vectors, intp, *[i32x16] * (bits == 8))(emit)
 
 
-def scaled_dot_op(name: str, n_scales: int, bits: int) -> Any:
-    """Dot products over 32 columns of sixteen rows, or over two times sixteen, each times a whole number.
+def scaled_dot_op(name: str, n_scales: int, bits: int, offset: int = 0) -> Any:
+    """Dot products over 32 columns of sixteen rows, or over two times sixteen, each times a whole number and a unit.
 
-    The function is ``(start i32x16, scale_0 … i32x16, w_0 … w_7 i8x64, x) -> f32x16``, where the ``n_scales`` (one or
-    two) hold the rows' numbers, -128 … 127, each twice in a word, as 16 bits.  Lane r of the result is start[r] plus
-    row r's products; where the processor multiplies by whole numbers at once, rounded at the end only.  Codes are
-    unsigned numbers of so many bits, at most 6; the rest is as in `dot_op`.
+    The function is ``(unit f32x16, scale_0 … i32x16, w_0 … w_7 i8x64, x) -> f32x16``, where the ``n_scales`` (one or
+    two) hold the rows' numbers, -128 … 127, each twice in a word, as 16 bits.  Lane r of the result is unit[r] times
+    row r's products.  Codes are unsigned numbers of so many bits, at most 6; the rest is as in `dot_op`.
+
+    With an ``offset``, which is subtracted from each code, the function takes two more arguments: the pairs of scales
+    times the offset, as 16-bit numbers, and the address of two 16-bit numbers, the sums of the activations of both
+    halves.
     """
 
-    def emit(b: Any, start: Any, *values: Any) -> Any:
-        scales, weights, x = values[:n_scales], values[n_scales:-1], values[-1]
+    def emit(b: Any, unit: Any, *values: Any) -> Any:
+        scales, weights, x, offsets = values[:n_scales], values[n_scales:][:8], values[n_scales + 8], values[-2:]
         pairs = _with_activations(b, weights, x)
         n = len(pairs) // n_scales
         parts = [pairs[i : i + n] for i in range(0, len(pairs), n)]
         kind = dot_kind()
-        if kind.startswith("maddubs"):
+        if kind.startswith("maddubs"):  # which multiplies by the whole numbers on the way, all exact
+            start = constant(0, i32, 16)
+            if offset:
+                start = b.sub(start, multiply_pairs(b, offsets[0], broadcast(b, load(b, offsets[1], i32), 16)))
             totals = halves(b, start, _REGISTERS[kind])
             for scale, part in zip(scales, parts, strict=True):
                 words = b.bitcast(scale, ir.VectorType(i16, 32))
                 totals = _add_products(b, totals, part, bits, halves(b, words, len(totals)))
-            return b.sitofp(join(b, totals), f32x16.llvm)
-        # A dot product is below 2^17 and a number at most 2^7: as floats their product is exact too.
-        total = b.sitofp(start, f32x16.llvm)
-        for scale, part in zip(scales, parts, strict=True):
-            dot = b.sitofp(_DOTS[kind](b, constant(0, i32, 16), part, bits, None), f32x16.llvm)
-            total = fma(b, b.sitofp(high_number(b, scale), f32x16.llvm), dot, total)
+            return b.fmul(unit, b.sitofp(join(b, totals), f32x16.llvm))
+        total = None
+        for i, (scale, part) in enumerate(zip(scales, parts, strict=True)):
+            start = constant(0, i32, 16)
+            if offset:
+                sum_x = b.sext(load(b, b.add(offsets[1], ir.Constant(i64, 2 * i)), i16), i32)
+                start = broadcast(b, b.mul(sum_x, ir.Constant(i32, -offset)), 16)
+            dot = b.sitofp(_DOTS[kind](b, start, part, bits, None), f32x16.llvm)
+            # The same for all tokens.  It and the dot product are exact.
+            scale = b.fmul(unit, b.sitofp(high_number(b, scale), f32x16.llvm))
+            total = b.fmul(scale, dot) if total is None else fma(b, scale, dot, total)
         return total
 
     emit.__name__ = name
-    return op(f32x16, *[i32x16] * (1 + n_scales), *[i8x64] * 8, intp)(emit)
+    more = [i32x16, intp] if offset else []
+    return op(f32x16, f32x16, *[i32x16] * n_scales, *[i8x64] * 8, intp, *more)(emit)
 
 
 def _with_activations(b: Any, weights: Sequence[Any], x: Any) -> list[tuple[Any, Any]]:
@@ -195,5 +207,5 @@ dot16_s8 = dot_op("dot16_s8", 4, 8)
 scaled_dot32_u4 = scaled_dot_op("scaled_dot32_u4", 1, 4)
 scaled_dot32_u5 = scaled_dot_op("scaled_dot32_u5", 1, 5)
 scaled_dot16_u2 = scaled_dot_op("scaled_dot16_u2", 2, 2)
-scaled_dot16_u3 = scaled_dot_op("scaled_dot16_u3", 2, 3)
-scaled_dot16_u6 = scaled_dot_op("scaled_dot16_u6", 2, 6)
+scaled_dot16_u3 = scaled_dot_op("scaled_dot16_u3", 2, 3, offset=4)
+scaled_dot16_u6 = scaled_dot_op("scaled_dot16_u6", 2, 6, offset=32)

@@ -35,7 +35,7 @@ tokens.  Each token has a record of 44 bytes in it:
     [ 32 q  ][ d  ][ sum(q) ][ sum of the first 16 ][ sum of the others ]
       int8    f32    f32       int16                  int16
 
-Products of codes, whole scales and activations are exact, and so are their sums while below 2^24.
+Products of codes and activations are exact, and so are their sums.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def add_codes(acc, x, scale, minimum, w0, w1, w2, w3, w4, w5, w6, w7):
 @device
 def add_scaled(acc, x, scale, unit, minimum, w0, w1, w2, w3, w4, w5, w6, w7):
     """Unsigned codes with a whole scale, in units of ``unit``, and a minimum."""
-    total = unit * DOT(zero_i32x16(), as_int(scale), w0, w1, w2, w3, w4, w5, w6, w7, x)
+    total = DOT(unit, as_int(scale), w0, w1, w2, w3, w4, w5, w6, w7, x)
     total = fma(minimum, load_splat_f32(x + SUM), total)
     return fma(total, load_splat_f32(x + D), acc)
 
@@ -150,15 +150,15 @@ def add_halves(acc, x, first, second, w0, w1, w2, w3, w4, w5, w6, w7):
 @device
 def add_sixteens(acc, x, first, second, offsets, unit, w0, w1, w2, w3, w4, w5, w6, w7):
     """Unsigned codes, less an offset, with a whole scale for each sixteen columns, in units of ``unit``."""
-    less = zero_i32x16() - multiply_pairs(as_int(offsets), load_splat_i32(x + SUMS))
-    total = unit * DOT(less, as_int(first), as_int(second), w0, w1, w2, w3, w4, w5, w6, w7, x)
+    sums = x + SUMS
+    total = DOT(unit, as_int(first), as_int(second), w0, w1, w2, w3, w4, w5, w6, w7, x, as_int(offsets), sums)
     return fma(total, load_splat_f32(x + D), acc)
 
 
 @device
 def add_minima(acc, x, first, second, minima, unit, min_unit, w0, w1, w2, w3, w4, w5, w6, w7):
     """Unsigned codes with a whole scale and a whole minimum for each sixteen columns, and units of both."""
-    total = unit * DOT(zero_i32x16(), as_int(first), as_int(second), w0, w1, w2, w3, w4, w5, w6, w7, x)
+    total = DOT(unit, as_int(first), as_int(second), w0, w1, w2, w3, w4, w5, w6, w7, x)
     total = fma(min_unit, to_float(multiply_pairs(as_int(minima), load_splat_i32(x + SUMS))), total)
     return fma(total, load_splat_f32(x + D), acc)
 

@@ -112,37 +112,39 @@ N_RESULTS = 11
 
 
 @kernel
-def all_products(begin, end, x, sums_x, codes, first, second, pairs, sums, out):
+def all_products(begin, end, x, sums_x, codes, first, second, offsets, units, pairs, sums, out):
     """Every product of ``codes`` int8 [units, 6, 8, 64] with ``x`` int8 [units, 32], added to ``sums`` [units, 16].
 
-    sums_x: of the first 16 and of all 32 of x.  first, second: scales, int16 [units, 16, 2], both numbers the same.
-    pairs: int16 [units, 2, 16, 2].  out: float32 [units, N_RESULTS, 16].
+    sums_x: of the first 16 and of all 32 of x, and in the last word of both halves as 16-bit numbers.  first, second:
+    scales, int16 [units, 16, 2], both numbers the same.  offsets: int16 [units, 2, 16, 2], pairs of scales times 4, and
+    times 32.  units: float32 [units, 16].  pairs: int16 [units, 2, 16, 2].  out: float32 [units, N_RESULTS, 16].
     """
     for unit in range(begin, end):
         row, place, w2 = x + 32 * unit, out + N_RESULTS * 64 * unit, codes + 6 * 512 * unit
         start, f, s = load_i32x16(sums + 64 * unit), load_i32x16(first + 64 * unit), load_i32x16(second + 64 * unit)
+        d, less, halves = load_f32x16(units + 64 * unit), offsets + 128 * unit, sums_x + (12 * unit + 8)
         for v in static_range(8):
             w[v] = load_i8x64(w2 + 64 * v)
-        store_f32x16(place, scaled_dot16_u2(start, f, s, *w[0:8], row))
+        store_f32x16(place, scaled_dot16_u2(d, f, s, *w[0:8], row))
         for v in static_range(8):
             w[v] = load_i8x64(w2 + (512 + 64 * v))
-        store_f32x16(place + 64, scaled_dot16_u3(start, f, s, *w[0:8], row))
+        store_f32x16(place + 64, scaled_dot16_u3(d, f, s, *w[0:8], row, load_i32x16(less), halves))
         for v in static_range(8):
             w[v] = load_i8x64(w2 + (1024 + 64 * v))
         store_f32x16(place + 128, to_float(dot32_u4(start, *w[0:8], row)))
-        store_f32x16(place + 192, scaled_dot32_u4(start, f, *w[0:8], row))
+        store_f32x16(place + 192, scaled_dot32_u4(d, f, *w[0:8], row))
         for v in static_range(8):
             w[v] = load_i8x64(w2 + (1536 + 64 * v))
         store_f32x16(place + 256, to_float(dot32_u5(start, *w[0:8], row)))
-        store_f32x16(place + 320, scaled_dot32_u5(start, f, *w[0:8], row))
+        store_f32x16(place + 320, scaled_dot32_u5(d, f, *w[0:8], row))
         for v in static_range(8):
             w[v] = load_i8x64(w2 + (2048 + 64 * v))
         store_f32x16(place + 384, to_float(dot32_u6(start, *w[0:8], row)))
-        store_f32x16(place + 448, scaled_dot16_u6(start, f, s, *w[0:8], row))
+        store_f32x16(place + 448, scaled_dot16_u6(d, f, s, *w[0:8], row, load_i32x16(less + 64), halves))
         for v in static_range(8):
             w[v] = load_i8x64(w2 + (2560 + 64 * v))
-        store_f32x16(place + 512, to_float(dot32_s8(start, *w[0:8], row, load_splat_i32(sums_x + 8 * unit + 4))))
-        store_f32x16(place + 576, to_float(dot16_s8(start, *w[0:4], row, load_splat_i32(sums_x + 8 * unit))))
+        store_f32x16(place + 512, to_float(dot32_s8(start, *w[0:8], row, load_splat_i32(sums_x + 12 * unit + 4))))
+        store_f32x16(place + 576, to_float(dot16_s8(start, *w[0:4], row, load_splat_i32(sums_x + 12 * unit))))
         numbers = multiply_pairs(load_i32x16(pairs + 128 * unit), load_i32x16(pairs + 128 * unit + 64))
         store_f32x16(place + 640, to_float(numbers))
 
@@ -157,11 +159,14 @@ def test_products_of_bytes(target: Target) -> None:
     x[1::4], x[2::4] = 127, -127
     x[3::4] = np.where(np.arange(32) % 2, 127, -127)
     x[4::4] = np.where(np.arange(32) % 3, 127, -127)
-    sums_x = np.stack([x[:, :16].sum(1), x.sum(1)], 1)
+    sum_first, sum_second = x[:, :16].sum(1), x[:, 16:].sum(1)
+    sums_x = np.stack([sum_first, x.sum(1), (sum_first & 0xFFFF) | (sum_second << 16)], 1)
+    offsets = np.stack(scales, -1)[:, None] * np.array([4, 32])[:, None, None]
+    units = RNG.uniform(0.001, 1, (n, 16)).astype(np.float16)
     sums, out = RNG.integers(-1000, 1000, (n, 16)), np.zeros((n, N_RESULTS, 16), np.float32)
     pairs = RNG.integers(-2000, 2000, (n, 2, 16, 2))
-    kinds = [np.int8, np.int32, np.int8, *[np.int16] * 3, np.int32]
-    given = [x, sums_x, codes, *np.repeat(scales[..., None], 2, 3), pairs, sums]
+    kinds = [np.int8, np.int32, np.int8, *[np.int16] * 3, np.float32, np.int16, np.int32]
+    given = [x, sums_x, codes, *np.repeat(scales[..., None], 2, 3), offsets, units, pairs, sums]
     call(all_products, target, n, *(a.astype(kind) for a, kind in zip(given, kinds, strict=True)), out)
 
     rows = codes.reshape(n, 6, 8, 16, 4).transpose(1, 0, 3, 2, 4).reshape(6, n, 16, 32)
@@ -170,9 +175,12 @@ def test_products_of_bytes(target: Target) -> None:
     for place, product in {2: u4, 4: u5, 6: u6, 8: s8, 9: low[5]}.items():
         np.testing.assert_array_equal(out[:, place], sums + product)
     np.testing.assert_array_equal(out[:, 10], pairs.prod(1).sum(-1))
-    sixteens = {place: f * low[i] + s * high[i] for place, i in ((0, 0), (1, 1), (7, 4))}
-    for place, product in {**sixteens, 3: f * u4, 5: f * u5}.items():
-        np.testing.assert_allclose(out[:, place], sums + product, rtol=2**-23, atol=2)
+    scaled = {3: f * u4, 5: f * u5}
+    for place, i, offset in ((0, 0, 0), (1, 1, 4), (7, 4, 32)):
+        of_low, of_high = (part[i] - offset * sum_x[:, None] for part, sum_x in ((low, sum_first), (high, sum_second)))
+        scaled[place] = f * of_low + s * of_high
+    for place, product in scaled.items():
+        np.testing.assert_allclose(out[:, place], units.astype(np.float64) * product, rtol=2**-22, atol=2)
 
 
 # -- Codes ---------------------------------------------------------------------------------------------------------
