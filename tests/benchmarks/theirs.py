@@ -124,7 +124,9 @@ class Context:
     def evaluate(self, ids: Sequence[int]) -> float:
         """Evaluates what of ``ids`` is not in the cache, the last token at least; seconds."""
         n_kept = min(common_prefix(self._ids, ids), len(ids) - 1)
-        self._api.llama_memory_seq_rm(self._memory, 0, n_kept, -1)
+        if not self._api.llama_memory_seq_rm(self._memory, 0, n_kept, -1):  # recurrent states cannot be cut
+            self.forget()
+            n_kept = 0
         self._ids = list(ids)
         start = time.perf_counter()
         for first in range(n_kept, len(ids), N_BATCH):
