@@ -116,8 +116,8 @@ def all_products(begin, end, x, sums_x, codes, first, second, offsets, units, pa
     """Every product of ``codes`` int8 [units, 6, 8, 64] with ``x`` int8 [units, 32], added to ``sums`` [units, 16].
 
     sums_x: of the first 16 and of all 32 of x, and in the last word of both halves as 16-bit numbers.  first, second:
-    scales, int16 [units, 16, 2], both numbers the same.  offsets: int16 [units, 2, 16, 2], pairs of scales times 4, and
-    times 32.  units: float32 [units, 16].  pairs: int16 [units, 2, 16, 2].  out: float32 [units, N_RESULTS, 16].
+    scales, int16 [units, 16, 2], both numbers the same.  offsets: int16 [units, 2, 16, 2], pairs of scales times 4,
+    and times 32.  units: float32 [units, 16].  pairs: int16 [units, 2, 16, 2].  out: float32 [units, N_RESULTS, 16].
     """
     for unit in range(begin, end):
         row, place, w2 = x + 32 * unit, out + N_RESULTS * 64 * unit, codes + 6 * 512 * unit
@@ -177,8 +177,8 @@ def test_products_of_bytes(target: Target) -> None:
     np.testing.assert_array_equal(out[:, 10], pairs.prod(1).sum(-1))
     scaled = {3: f * u4, 5: f * u5}
     for place, i, offset in ((0, 0, 0), (1, 1, 4), (7, 4, 32)):
-        of_low, of_high = (part[i] - offset * sum_x[:, None] for part, sum_x in ((low, sum_first), (high, sum_second)))
-        scaled[place] = f * of_low + s * of_high
+        less_low, less_high = (offset * sum_x[:, None] for sum_x in (sum_first, sum_second))
+        scaled[place] = f * (low[i] - less_low) + s * (high[i] - less_high)
     for place, product in scaled.items():
         np.testing.assert_allclose(out[:, place], units.astype(np.float64) * product, rtol=2**-22, atol=2)
 

@@ -1,10 +1,14 @@
-"""Embeddings and reranking through the clients of OpenAI and Ollama."""
+"""Embeddings and reranking through the clients of OpenAI and Ollama, and LangChain's own tests of embeddings.
+
+LangChain's run with `pytest -W default -o asyncio_mode=auto`.
+"""
 
 from __future__ import annotations
 
 import base64
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -118,3 +122,34 @@ def test_base64_is_little_endian_float32(server: Serving) -> None:
     coded = httpx.post(server.url + "/v1/embeddings", json={**body, "encoding_format": "base64"}).json()
     values = np.frombuffer(base64.b64decode(coded["data"][0]["embedding"]), "<f4")
     np.testing.assert_allclose(values, plain, rtol=1e-6)
+
+
+# -- LangChain -----------------------------------------------------------------------------------------------------
+
+if all(map(find_spec, ("langchain_tests", "langchain_openai", "langchain_ollama"))):
+    from langchain_ollama import OllamaEmbeddings
+    from langchain_openai import OpenAIEmbeddings
+    from langchain_tests.integration_tests import EmbeddingsIntegrationTests
+
+    class Standard(EmbeddingsIntegrationTests):
+        url = ""
+
+        @pytest.fixture(autouse=True)
+        def _at(self, server: Serving) -> None:
+            type(self).url = server.url
+
+    class TestOpenAI(Standard):
+        embeddings_class = OpenAIEmbeddings
+
+        @property
+        def embedding_model_params(self) -> dict[str, Any]:
+            # It would cut texts by OpenAI's tokens.
+            options = {"base_url": self.url + "/v1", "api_key": "none", "check_embedding_ctx_length": False}
+            return {"model": "embedder", **options}
+
+    class TestOllama(Standard):
+        embeddings_class = OllamaEmbeddings
+
+        @property
+        def embedding_model_params(self) -> dict[str, Any]:
+            return {"model": "embedder", "base_url": self.url}
