@@ -6,6 +6,7 @@ Source: https://docs.anthropic.com/en/api/messages.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from contextlib import closing
 from typing import Any
 
 import msgspec
@@ -171,12 +172,8 @@ async def messages(request: Request, desk: Desk) -> Response:
             on_error=lambda problem: event(problem.body(request.url.path), "error"),
             ping=event({"type": "ping"}, "ping"),
         )
-    try:
+    with closing(answer):
         replies = await unless_gone(request, answer.read())
-    finally:
-        answer.close()
-    if replies is None:
-        return Response(status_code=499)
     reply = replies[0]
     content: list[dict[str, Any]] = []
     if reply.thinking:

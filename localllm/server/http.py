@@ -89,7 +89,7 @@ class Problem:
         if isinstance(error, ClosedError):
             return cls(503, "the model is being unloaded: try again")
         if isinstance(error, ClientDisconnect):  # nobody reads it
-            return cls(400, "the request ended before all of it was there")
+            return cls(499, "the client has gone")
         if isinstance(error, LoadError):
             return cls(500, str(error))
         traceback.print_exception(error, file=sys.stderr)
@@ -168,13 +168,19 @@ def _ignored(body: bytes, kind: type[Any]) -> Iterator[str]:
                 yield from _ignored(bytes(value), inner)
 
 
-async def unless_gone(request: Request, work: Awaitable[_T]) -> _T | None:
-    """What ``work`` gives; it is cancelled, and None given, when the client has gone meanwhile."""
+async def unless_gone(request: Request, work: Awaitable[_T]) -> _T:
+    """What ``work`` gives; it is cancelled when the client goes meanwhile.
+
+    Raises:
+        ClientDisconnect: the client has gone.
+    """
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnect(request.receive))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        return task.result() if task.done() else None
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
     finally:
         for each in (task, gone):
             each.cancel()

@@ -9,6 +9,7 @@ import os
 import re
 import time
 from collections.abc import AsyncIterator, Sequence
+from contextlib import closing
 from functools import partial
 from typing import Any
 
@@ -271,12 +272,8 @@ async def _complete(request: Request, desk: Desk, body: CompletionRequest, promp
     answer = await desk.begin(Ask(body.model, options, prompt=prompt, special=True), request)
     if body.stream:
         return EventStream(_events(answer), answer.close, path=request.url.path)
-    try:
+    with closing(answer):
         replies = await unless_gone(request, answer.read())
-    finally:
-        answer.close()
-    if replies is None:
-        return Response(status_code=499)
     return json_response({**_end(answer, replies[0]), "content": replies[0].text})
 
 

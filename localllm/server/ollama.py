@@ -10,6 +10,7 @@ import math
 import re
 import time
 from collections.abc import AsyncIterator, Callable
+from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Any
@@ -159,12 +160,8 @@ async def _answer(request: Request, body: OllamaRequest, desk: Desk, ask: Ask, s
             on_error=lambda problem: _line(problem.body(request.url.path)),
             ping=b"",
         )
-    try:
+    with closing(answer):
         replies = await unless_gone(request, answer.read())
-    finally:
-        answer.close()
-    if replies is None:
-        return Response(status_code=499)
     return json_response(
         {**_head(answer), **shape(None, replies[0]), **_end(answer, replies[0], bool(body.messages))}
     )

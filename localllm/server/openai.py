@@ -11,6 +11,7 @@ import math
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
+from contextlib import closing
 from functools import partial
 from typing import Any
 
@@ -278,12 +279,8 @@ async def chat_completions(request: Request, desk: Desk) -> Response:
     answer = await desk.begin(_ask_of_chat(body), request)
     if body.stream:
         return EventStream(_chat_events(answer, body), answer.close, path=request.url.path)
-    try:
+    with closing(answer):
         replies = await unless_gone(request, answer.read())
-    finally:
-        answer.close()
-    if replies is None:
-        return Response(status_code=499)
     head = _Head("chatcmpl-", "chat.completion", answer)
     choices = [
         {
@@ -389,8 +386,6 @@ async def completions(request: Request, desk: Desk) -> Response:
     try:
         for i, each in enumerate(answers):
             replies = await unless_gone(request, each.read())
-            if replies is None:
-                return Response(status_code=499)
             all_replies += replies
             for reply in replies:
                 echo, logprobs = echoes[i] if body.echo else ("", [])

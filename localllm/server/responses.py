@@ -198,12 +198,9 @@ async def responses(request: Request, desk: Desk) -> Response:
         response: dict[str, Any] = last["response"]
         return response
 
-    try:
+    with contextlib.closing(answer):
         response = await unless_gone(request, read())
-    finally:
-        answer.close()
-    if response is None or writer.reply is None:
-        return Response(status_code=499)
+    assert writer.reply is not None  # its last event has it
     keep(response, writer.reply)
     return json_response(response)
 

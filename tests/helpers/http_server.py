@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 
 from localllm.declared_options import LoadOptions
@@ -120,6 +121,14 @@ class Serving:
     @property
     def models(self) -> Models:
         return self.app.models
+
+    @property
+    def llm(self) -> LLM:
+        """The model "demo", which is loaded if no request has named it yet."""
+        httpx.post(self.url + "/tokenize", json={"model": "demo", "content": ""}, timeout=120).raise_for_status()
+        llm = self.models.served["demo"].llm
+        assert llm is not None
+        return llm
 
 
 @contextmanager

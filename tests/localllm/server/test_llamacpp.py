@@ -62,8 +62,7 @@ def test_what_is_said_of_the_server(server: Serving) -> None:
     assert (slot["model"], slot["is_processing"]) == ("demo", False)
     lines = httpx.get(server.url + "/metrics").text.splitlines()
     values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
-    llm = server.models.served["demo"].llm
-    assert llm is not None
+    llm = server.llm
     assert float(values['llamacpp:tokens_predicted_total{model="demo"}']) == llm.counts.generated_tokens > 0
     assert float(values['localllm_cache_usage_ratio{model="demo"}']) == 0
     kinds = [line.split()[2] for line in lines if line.startswith("# TYPE")]

@@ -49,7 +49,7 @@ def test_chat_whole_and_streamed(client: Any) -> None:
 
 
 def test_generate_with_the_template_and_raw(client: Any, server: Serving) -> None:
-    llm = server.models.served["demo"].llm or server.models._load(None, lambda *_: None)
+    llm = server.llm
     asked = client.generate(model="demo:latest", prompt="Hello!", options=GREEDY)
     assert asked.response == llm.chat(HELLO, max_tokens=12, temperature=0).text
     raw = client.generate(model="demo", prompt="Once upon", raw=True, options=GREEDY)
@@ -113,8 +113,7 @@ def test_a_reply_gives_the_context_for_the_next_one(client: Any, server: Serving
     first = client.generate(model="demo", prompt="Hello!", options=GREEDY)
     second = client.generate(model="demo", prompt="Thanks!", context=first.context, options=GREEDY)
     assert second.prompt_eval_count > len(first.context) > first.prompt_eval_count
-    llm = server.models.served["demo"].llm
-    assert llm is not None
+    llm = server.llm
     assert second.context[: len(first.context)] == first.context
     assert llm.detokenize(second.context).endswith(second.response)
 

@@ -61,8 +61,7 @@ def actor() -> Iterator[Any]:
 
 def test_a_chat_is_answered_as_the_library_answers_it(client: Any, server: Serving) -> None:
     reply = client.chat.completions.create(model="demo", messages=HELLO, max_tokens=12, seed=5)
-    llm = server.models.served["demo"].llm
-    assert llm is not None
+    llm = server.llm
     expected = llm.chat(HELLO, max_tokens=12, seed=5)
     assert reply.choices[0].message.content == expected.text
     assert reply.choices[0].finish_reason == "length"
@@ -100,8 +99,7 @@ def test_what_a_prompt_has_in_common_with_an_earlier_one_is_counted_as_cached(cl
 
 def test_turns_of_an_agent_evaluate_what_they_share_once(client: Any, server: Serving) -> None:
     messages: list[Any] = [{"role": "system", "content": "You may read and write files. " * 40}]
-    llm = server.models.served["demo"].llm
-    assert llm is not None
+    llm = server.llm
     n_before, n_shared, n_new = llm.counts.prompt_tokens, 0, 0
     for turn in range(20):
         messages.append({"role": "user", "content": f"Step {turn}."})
@@ -232,8 +230,7 @@ def test_tools_for_a_model_that_knows_none_are_refused(client: Any) -> None:
 
 
 def test_completions_of_texts_and_tokens(client: Any, server: Serving) -> None:
-    llm = server.models.served["demo"].llm
-    assert llm is not None
+    llm = server.llm
     options = {"model": "demo", "max_tokens": 6, "temperature": 0}
     expected = llm.generate("Once upon a time", max_tokens=6, temperature=0).text
     single = client.completions.create(prompt="Once upon a time", **options)
@@ -255,8 +252,7 @@ def test_echo_with_the_logprobs_of_the_prompt(server: Serving) -> None:
             model="demo", prompt="Once upon a time", echo=True, logprobs=2, max_tokens=2, temperature=0
         ).choices[0]
     assert reply.text.startswith("Once upon a time")
-    llm = server.models.served["demo"].llm
-    assert llm is not None
+    llm = server.llm
     ids = llm.tokenize("Once upon a time")
     score = llm.score(ids[:1], [ids[1:]])[0]
     assert reply.logprobs.token_logprobs[0] is None

@@ -82,8 +82,7 @@ def test_stats_are_those_of_the_engine() -> None:
         stats = Stats(server.models)
         assert list(stats.rows()) == []
         httpx.post(server.url + "/completion", json={"prompt": "a b c", "n_predict": 7}, timeout=60)
-        llm = server.models.served["demo"].llm
-        assert llm is not None
+        llm = server.llm
         stats.measure(llm)
         (row,) = stats.rows()
         assert row[:3] == ("demo", "0", "0")
