@@ -18,13 +18,13 @@ import pytest
 
 from localllm.errors import DeviceError
 from localllm.kernels.cuda.step import CUDAStep
-from tests.benchmarks.gpu import correctness, installed, kernels, layers, machine, models
+from tests.benchmarks.gpu import correctness, installed, kernels, layers, machine, models, predict
 from tests.benchmarks.gpu.installed import missing
 from tests.benchmarks.gpu.report import markdown
 from tests.benchmarks.gpu.run import SHARES, main
 from tests.benchmarks.gpu.sections import Found, Row, Section, escape_controls, run, run_all
 from tests.helpers.backends import no_harness
-from tests.helpers.synthetic import random_gguf
+from tests.helpers.synthetic import SHAPES, gguf_bytes, random_gguf
 from tests.kernels.cuda.watched import KernellessDriver
 
 
@@ -205,6 +205,19 @@ def test_every_format_and_size_of_the_real_run(tmp_path: Path, monkeypatch: pyte
         rows = list(models.models(devices))
     assert {row["model"] for row in rows} == set(machine.FULL.file_types)
     assert not list(tmp_path.iterdir())
+
+
+def test_predictions() -> None:
+    """A token reads all weights but the table once; what a second GPU adds to it is the hand-over."""
+    shape, card = SHAPES["llama-8b"], predict.CARDS[0]
+    table = 144 / 256 * shape.n_vocab * shape.n_embd
+    token = predict.total(predict.Model(card, 1, 64).predict(1, 1, 1))
+    assert token.n_bytes == pytest.approx(gguf_bytes(shape, "q4_k_m") - table, rel=0.01)
+    assert token.seconds > token.n_bytes / card.copy + token.n_launches * predict.GAP
+    one, two = (predict.decode(card, 1, 512, n_gpus) for n_gpus in (1, 2))
+    assert 1 / two["tok/s"] - 1 / one["tok/s"] == pytest.approx(predict.HANDOVER)
+    assert predict.decode(card, 32, 32768, 1)["tok/s"] == "does not fit"
+    assert predict.prefill(card, 1024, 1)["launches"] == 2 * predict.prefill(card, 512, 1)["launches"]
 
 
 # -- Sections ------------------------------------------------------------------------------------------------------

@@ -229,16 +229,16 @@ def _peer_copies(machine: Machine) -> Iterator[Row]:
         driver.enable_peer_access(target, source)
         a, b, stream = driver.allocate(source, n), driver.allocate(target, n), driver.stream(target)
         filler = driver.stream(source)
-        driver.fill(a, 7, filler)
+        sent, arrived = np.random.default_rng(source).integers(0, 256, n, np.uint8), np.zeros(n, np.uint8)
+        driver.upload(a, sent, filler)
         driver.synchronize(filler)
         seconds = Stopwatch(driver, stream, machine.repetitions).seconds(
             lambda a=a, b=b, s=stream: driver.copy(b, a, s)
         )
-        arrived = np.zeros(n, np.uint8)
         driver.download(arrived, b, stream)
         driver.synchronize(stream)
         row: Row = {"what": what, "B/s": n / seconds}
-        if not (arrived == 7).all():
+        if not np.array_equal(arrived, sent):
             row["fault"] = f"{what}: the bytes did not arrive"
         yield row
 

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tests.benchmarks.gpu.sections import Found, escape_controls
+from tests.benchmarks.gpu.sections import Found, Row, escape_controls
 
 
 def markdown(head: dict[str, str], results: Sequence[Found]) -> str:
@@ -17,7 +17,7 @@ def markdown(head: dict[str, str], results: Sequence[Found]) -> str:
     for found in results:
         parts.append(f"## {found.title} ({found.seconds:.0f} s)")
         if found.rows:
-            parts.append(_table(found))
+            parts.append(table(found.rows))
         if found.note:
             parts.append(found.note)
     faults = [fault for found in results for fault in found.faults]
@@ -25,10 +25,11 @@ def markdown(head: dict[str, str], results: Sequence[Found]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _table(found: Found) -> str:
-    columns = list(dict.fromkeys(name for row in found.rows for name in row))
+def table(rows: Sequence[Row]) -> str:
+    """Rows as Markdown."""
+    columns = list(dict.fromkeys(name for row in rows for name in row))
     lines = [columns, ["---"] * len(columns)]
-    lines += [["" if row.get(name) is None else escape_controls(row[name]) for name in columns] for row in found.rows]
+    lines += [["" if row.get(name) is None else escape_controls(row[name]) for name in columns] for row in rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "/") for cell in line) + " |" for line in lines)
 
 

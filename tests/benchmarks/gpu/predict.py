@@ -1,0 +1,256 @@
+"""What the CUDA backend should do on GPUs that are not at hand: a model of what each launch costs at least.
+
+    python -m tests.benchmarks.gpu.predict            tokens a second, and the share of what the GPU could do
+    python -m tests.benchmarks.gpu.predict --calls    a decoded token and a prompt by call: launches, bytes, times
+
+The launches are those that the backend lowers Llama 3 8B in Q4_K_M to; only their times are a model.  A launch takes
+the gap before it, a latency of memory, and the longest of three: its bytes at the speed of copies, its products at
+the tensor cores' rate, its instructions at the schedulers' rate.  What it leaves out makes all of it too good: the
+blocks of the last wave, weights and keys that are read again (from the second cache), and attention's exponentials.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import astuple, dataclass
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+
+from localllm.engine.runner import MAX_TOKENS
+from localllm.kernels import graph as g
+from localllm.kernels.backend import Batch
+from localllm.kernels.cuda.cache import PAGE, CUDACache
+from localllm.kernels.cuda.calls import BatchSizes, Extent, StepLimits
+from localllm.kernels.cuda.driver import DeviceProperties, Driver
+from localllm.kernels.cuda.lowering import Lowered, Lowering
+from localllm.kernels.cuda.matmul import ProductLimits
+from localllm.kernels.cuda.step import CUDAStep
+from localllm.kernels.cuda.weights import PackedWeights, WeightLoader
+from localllm.kernels.split import MICRO_BATCH
+from tests.benchmarks.gpu.report import table
+from tests.benchmarks.gpu.sections import Row
+from tests.helpers.synthetic import FILE_TYPES, SHAPES, tensor_shapes, tensor_type
+from tests.helpers.weights import Tensor
+
+#: Seconds between two kernels of a graph.  Kernels of 2.9 us took 3.4 us each in a graph on a V100 (A. Gray, "Getting
+#: Started with CUDA Graphs", NVIDIA, 2019); `tests.benchmarks.gpu` measures it, in the section ceilings.
+GAP = 0.5e-6
+#: Seconds that a load takes which no cache answers, as matvec.cu has it; to be measured.
+LATENCY = 0.7e-6
+#: Seconds that hidden states take to another GPU over PCIe; a guess: an event, a copy and a wait.
+HANDOVER = 15e-6
+#: Instructions of a warp for 32 rows and 32 columns of weights: of matvec (its head) for a token and for the weights,
+#: and of matmul (its head) and matmul_few for 8 tokens, with two of the tensor cores.
+TOKEN, UNPACK = 8 + 3 + 3, {"Q4_K": 12, "Q6_K": 24}
+EIGHT_TOKENS = {"Q4_K": 32 + 2, "Q6_K": 40 + 4}
+#: Products of attention, where a graph counts 4 a key, query and value: weights are two halves (attention.cu).
+ATTENTION = 1.5
+#: Share of the peak that prompts should have; and of the memory that weights and caches may take.
+PREFILL, ROOM = 0.45, 0.95
+
+
+@dataclass(frozen=True)
+class Card:
+    """A GPU.
+
+    Attributes:
+        copy: bytes a second, read and written.
+        clock: of multiprocessors, which begin four instructions of warps in each period.
+        rates: operations a second by mma.sync.
+        peak: that of the tensor cores for int8, dense, by the data sheet.
+        decode_aim: share of the speed of copies that one sequence should have.
+    """
+
+    properties: DeviceProperties
+    copy: float
+    clock: float
+    rates: dict[str, float]
+    peak: float
+    decode_aim: float
+
+
+def _card(name: str, capability: tuple[int, int], n: int, gb: int, shared: int, **rest: Any) -> Card:
+    return Card(DeviceProperties(name, capability, n, gb << 30, shared << 10, ""), **rest)
+
+
+CARDS = (
+    # NVIDIA's data sheet of the H100 SXM: 132 multiprocessors, 3.35 TB/s, 1,979 int8 and 989 f16 dense; its
+    # whitepaper: 1.755 GHz.  Copies move 3.0 TB/s (seen on one, through PyTorch).  mma.sync reaches 62% of the peak
+    # (Luo et al., "Benchmarking and Dissecting the Nvidia Hopper GPU Architecture via Microbenchmarking", 2024).
+    _card("H100", (9, 0), 132, 80, 227, copy=3.0e12, clock=1.755e9,
+          rates={"int8": 0.62 * 1979e12, "f16": 0.62 * 989e12}, peak=1979e12, decode_aim=0.8),
+    # NVIDIA's whitepaper of Ada: 128 multiprocessors at 2.52 GHz, 1,008 GB/s, 660.6 int8 and 165.2 f16 with sums of
+    # float32, dense.  That copies move 92% of the bandwidth is a guess.
+    _card("RTX 4090", (8, 9), 128, 24, 99, copy=0.92 * 1008e9, clock=2.52e9,
+          rates={"int8": 660.6e12, "f16": 165.2e12}, peak=660.6e12, decode_aim=0.88),
+)  # fmt: skip
+
+
+def llama(name: str = "llama-8b", file_type: str = "q4_k_m") -> g.Graph:
+    """Its graph; weights have sizes and no bytes."""
+    shape, kind, graph = SHAPES[name], FILE_TYPES[file_type], g.Graph()
+    weights = {
+        name: Tensor(tensor_type(name, size, shape, kind), size, np.empty(0, np.uint8), name)
+        for name, size in tensor_shapes(shape)
+    }
+    rope, dim = g.Rope(np.ones(shape.head_dim // 2, np.float32), interleaved=True), shape.head_dim
+    x = graph.add(g.Embed(weights["token_embd.weight"]))
+    for graph.layer in range(shape.n_layers):
+        own = {name.split(".")[2]: w for name, w in weights.items() if name.startswith(f"blk.{graph.layer}.")}
+        cache = graph.kv_cache(shape.n_kv_heads, dim)
+        h = graph.add(g.RMSNorm(x, own["attn_norm"], shape.norm_eps))
+        q, k, v = graph.add(g.Linears(h, tuple(g.Matrix(own[f"attn_{name}"]) for name in "qkv")))
+        q = graph.add(g.RopeAppend(q, k, v, cache, rope))
+        x = graph.add(g.Linear(graph.add(g.Attention(q, cache, dim**-0.5)), g.Matrix(own["attn_output"]), x))
+        h = graph.add(g.RMSNorm(x, own["ffn_norm"], shape.norm_eps))
+        gate, up = graph.add(g.Linears(h, (g.Matrix(own["ffn_gate"]), g.Matrix(own["ffn_up"]))))
+        x = graph.add(g.Linear(graph.add(g.Gated(gate, up, "silu")), g.Matrix(own["ffn_down"]), x))
+    graph.layer = "output"
+    x = graph.add(g.RMSNorm(graph.add(g.Outputs(x)), weights["output_norm.weight"], shape.norm_eps))
+    graph.add(g.Linear(x, g.Matrix(weights["output.weight"])))
+    return graph
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What calls take; of the seconds, ``waits`` are gaps and latencies."""
+
+    n_launches: int = 0
+    n_bytes: float = 0.0
+    waits: float = 0.0
+    seconds: float = 0.0
+
+    def __add__(self, other: Taken) -> Taken:
+        return Taken(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+    def row(self, name: str) -> Row:
+        times = {"gaps and latencies, us": 1e6 * self.waits, "us": 1e6 * self.seconds}
+        return {"call": name, "launches": self.n_launches, "MB": self.n_bytes / 1e6, **times}
+
+
+def total(calls: Mapping[str, Taken]) -> Taken:
+    return sum(calls.values(), Taken())
+
+
+class Model:
+    """The 8B model on a card, without memory: steps of up to so many sequences of a length."""
+
+    def __init__(self, card: Card, n_sequences: int, length: int) -> None:
+        self.card, self.pages = card, -(-length // PAGE)
+        graph = llama()
+        driver = cast(Driver, SimpleNamespace(properties=lambda device: card.properties, stream=lambda device: None))
+        cache = CUDACache(graph, (self.pages * n_sequences,), 0)
+        limits = ProductLimits(card.properties.capability, card.properties.shared_bytes)
+        self.lowered: Lowered = Lowering(
+            graph,
+            PackedWeights(WeightLoader(driver, 0)),
+            StepLimits(graph, card.properties, cache, MAX_TOKENS, 32, limits),
+        ).lower()
+        self.step = CUDAStep.__new__(CUDAStep)  # it knows extents; nothing is launched
+        self.step.limits, self.step.cache = self.lowered.limits, cache
+        token = BatchSizes(1, 1, ((1, 1),))  # reads all weights
+        self.n_bytes = cache.n_bytes + sum(call.cost(token).n_bytes for call in self.lowered.calls)
+
+    def predict(self, n_sequences: int, n: int, length: int) -> dict[str, Taken]:
+        """A step of ``n`` tokens of each sequence, whose length is then ``length``."""
+        past, n_tokens = np.arange(length - n, length, dtype=np.int32), n * n_sequences
+        batch = Batch(
+            ids=np.zeros(n_tokens, np.int32),
+            positions=np.tile(past, n_sequences),
+            query_starts=np.arange(0, n_tokens + 1, n, dtype=np.int32),
+            kv_lengths=np.full(n_sequences, length, np.int32),
+            block_tables=np.zeros((1, n_sequences, self.pages), np.int32),
+            outputs=np.arange(n_sequences, dtype=np.int32),
+            states=np.arange(n_sequences, dtype=np.int32),
+        )
+        extent, sizes = self.step._bucket(batch) or self.step._whole(batch), BatchSizes.of(batch)
+        found = defaultdict[str, Taken](Taken)
+        for name, n_launches, n_bytes, seconds in self._calls(extent, sizes):
+            waits = n_launches * (GAP + LATENCY)
+            found[name] += Taken(n_launches, n_bytes, waits, waits + seconds)
+        return found
+
+    def _calls(self, extent: Extent, sizes: BatchSizes) -> Iterator[tuple[str, int, float, float]]:
+        """Of each call its name, launches, bytes, and the seconds that these take beside gaps and latencies."""
+        card, lowered = self.card, self.lowered
+        for call in lowered.calls:
+            kernels, cost = [launch.kernel for launch in call.launches(extent)], call.cost(sizes)
+            seconds, is_lanes = cost.n_bytes / card.copy, "matvec" in kernels
+            if cost.kind is not None and not is_lanes:
+                factor = ATTENTION if call.name == "attention" else 1.0
+                seconds = max(seconds, factor * cost.n_operations / card.rates[cost.kind])
+            if cost.kind == "int8":
+                format = call.name.split()[-1]
+                n = sizes.n_outputs if call is lowered.calls[-1] else sizes.n_tokens  # the last are logits
+                each = n * TOKEN + UNPACK[format] if is_lanes else -(-n // 8) * EIGHT_TOKENS[format]
+                instructions = cost.n_operations / (2 * n * 32 * 32) * each
+                seconds = max(seconds, instructions / (4 * card.properties.n_multiprocessors * card.clock))
+            yield call.name, len(kernels), cost.n_bytes, seconds
+        assert lowered.top_k is not None
+        n_bytes = 4.0 * sizes.n_outputs * lowered.result.width
+        yield "argmax", len(list(lowered.top_k.launches(extent, 1, sizes.n_outputs))), n_bytes, n_bytes / card.copy
+
+
+def decode(card: Card, n_sequences: int, depth: int, n_gpus: int) -> Row:
+    """Of sequences that are so long already."""
+    row = _row(card, f"tg @ {depth}", n_sequences, n_gpus)
+    model = Model(card, n_sequences, depth + 1)
+    if model.n_bytes > ROOM * n_gpus * card.properties.total_bytes:
+        return {**row, "tok/s": "does not fit"}
+    calls = model.predict(n_sequences, 1, depth + 1)
+    seconds = total(calls).seconds + (n_gpus - 1) * HANDOVER
+    share = total(calls).n_bytes / card.copy / seconds / n_gpus
+    aim = card.decode_aim if n_sequences == n_gpus == 1 else None
+    return row | _found(n_sequences / seconds, total(calls).n_launches, share, "copies", aim)
+
+
+def prefill(card: Card, n: int, n_gpus: int) -> Row:
+    """A prompt, in steps; on two GPUs each has half of the layers, and works on a micro-batch."""
+    model, size = Model(card, 1, n), MAX_TOKENS if n_gpus == 1 else MICRO_BATCH
+    steps = [total(model.predict(1, size, end)) for end in range(size, n + 1, size)]
+    seconds = sum(step.seconds / n_gpus + (n_gpus - 1) * HANDOVER for step in steps)
+    seconds += (n_gpus - 1) * steps[-1].seconds / n_gpus  # the second begins later, and ends so
+    matrices = (size for name, size in tensor_shapes(SHAPES["llama-8b"]) if name.startswith("blk.") and len(size) > 1)
+    share = sum(2.0 * n * rows * columns for rows, columns in matrices) / seconds / card.peak / n_gpus
+    n_launches = sum(step.n_launches for step in steps)
+    row = _row(card, f"pp {n}", 1, n_gpus)
+    return row | _found(n / seconds, n_launches, share, "int8's peak", PREFILL if n_gpus == 1 else None)
+
+
+def _row(card: Card, test: str, n_sequences: int, n_gpus: int) -> Row:
+    return {"card": card.properties.name, "test": test, "sequences": n_sequences, "GPUs": n_gpus}
+
+
+def _found(rate: float, n_launches: int, share: float, of: str, aim: float | None) -> Row:
+    verdict = "" if aim is None else f"{'reached' if share >= aim else 'missed'}: {aim:.0%}"
+    return {"tok/s": rate, "launches": n_launches, "share": f"{share:.0%} of {of}", "aim": verdict}
+
+
+def predictions() -> Iterator[Row]:
+    """Every row of the table."""
+    for card in CARDS:
+        for n_gpus in (1, 2):
+            yield from (decode(card, n, depth, n_gpus) for depth in (512, 32768) for n in (1, 8, 32))
+            yield from (prefill(card, n, n_gpus) for n in (512, 8192))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--calls", action="store_true", help="the calls of one token, and of a prompt")
+    if not parser.parse_args().calls:
+        print(table(list(predictions())))
+        return
+    for card in CARDS:
+        for n in (1, MAX_TOKENS):
+            calls = Model(card, 1, MAX_TOKENS).predict(1, n, MAX_TOKENS)
+            took = 1e6 * total(calls).seconds
+            print(f"\n{card.properties.name}, {n} tokens up to {MAX_TOKENS}: {took:,.0f} us\n")
+            print(table([taken.row(name) for name, taken in calls.items()]))
+
+
+if __name__ == "__main__":
+    main()
