@@ -266,7 +266,7 @@ def test_a_client_that_goes_frees_its_place(endless: Serving, stream: bool) -> N
 def test_a_reader_that_takes_nothing_stalls_nobody_and_is_dropped(
     endless: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(EventStream, "send_timeout_s", 1.0)
+    monkeypatch.setattr(EventStream, "send_timeout_s", 0.2)
     slow = socket.socket()
     slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
     slow.connect(("127.0.0.1", endless.port))
