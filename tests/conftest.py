@@ -11,6 +11,9 @@ from hypothesis import settings
 
 from localllm.settings import CONFIG_VARIABLE
 
+# NumPy, which is imported after this, then computes in the calling thread: with threads of its own it hangs where a
+# process is forked meanwhile, as some tests do.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ[CONFIG_VARIABLE] = str(Path(__file__).with_name("no-settings.toml"))
 
 settings.register_profile("no deadline", deadline=None)
