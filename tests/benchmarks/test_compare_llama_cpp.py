@@ -290,7 +290,7 @@ def test_a_run_that_was_cut_off_goes_on(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    shape = replace(SHAPES["llama-1.1b"], n_layers=8, n_embd=256, n_ff=512, n_heads=4, n_kv_heads=2, n_vocab=1000)
+    shape = replace(SHAPES["llama-1.1b"], n_layers=8, n_embd=256, n_ff=512, n_heads=16, n_kv_heads=8, n_vocab=1000)
     return random_gguf(tmp_path_factory.mktemp("model") / "small.gguf", shape, "q5_k_m")
 
 

@@ -9,7 +9,9 @@ import gguf.quants
 import numpy as np
 from numpy.typing import NDArray
 
+from localllm.quant.formats import FORMATS
 from localllm.quant.lut import KernelType, LUTType, block_size
+from localllm.quant.repack import repack_target
 from localllm.quant.types import GGMLType
 
 T = GGMLType
@@ -38,6 +40,16 @@ F16_FIELDS: dict[GGMLType, tuple[int, ...]] = {
     T.IQ4_NL: (0,),
     T.IQ4_XS: (0,),
 }
+
+#: Formats that have a kernel each, if those with look-up tables, which differ in the numbers only, count as one.
+KERNEL_FORMATS = [t for t in FORMATS if repack_target(t) is t] + [T.IQ2_XS]
+
+
+def has_own_kernel(type: GGMLType) -> bool:
+    """Whether one of `KERNEL_FORMATS` is read like it.  Kernels of others, which take a second to compile, only CI
+    needs."""
+    return repack_target(type) in map(repack_target, KERNEL_FORMATS)
+
 
 #: For each format of integers a scale with which all its values are integers: its unit.
 UNITS: dict[GGMLType, float] = {

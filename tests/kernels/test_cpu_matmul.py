@@ -22,7 +22,7 @@ from localllm.kernels.cpu.tiles import TILES
 from localllm.quant.formats import FORMATS
 from localllm.quant.repack import repack_target
 from localllm.quant.types import BLOCK_SIZES, GGMLType
-from tests.helpers.blocks import UNITS, random_rows, set_scales, values_of
+from tests.helpers.blocks import KERNEL_FORMATS, UNITS, has_own_kernel, random_rows, set_scales, values_of
 from tests.helpers.recorder import CPUOps
 from tests.helpers.weights import blocks, f32, one_sequence, run
 
@@ -35,18 +35,19 @@ N_OUT = 37
 #: Batches: one token; less and more than half a tile of tokens; a whole one; a tile and some.
 BATCHES = (1, 2, 5, 8, 11)
 
-#: Formats that have a kernel each, if those with look-up tables, which differ in the numbers only, count as one.
-KERNEL_FORMATS = [t for t in FORMATS if repack_target(t) is t] + [T.IQ2_XS]
 #: Those tried on every instruction set.  What is written differently for each set is in test_simd.py.
 EVERYWHERE = (T.Q8_0, T.F16)
+#: The best instruction set and the best with narrower vectors; only CI tries the others.
+BEST, *OTHERS = available()
+ISAS = [BEST, *[t for t in OTHERS if not t.wide][:1]]
 
 
 def cases() -> Iterator[Any]:
     """(instruction set, format).  Where one that is tried anyway has nearly the same kernel, only in CI: each takes a
     second to compile, and there are a hundred."""
-    for i, target in enumerate(available()):
-        for type in KERNEL_FORMATS if i else FORMATS:
-            is_near = type not in EVERYWHERE if i else repack_target(type) not in map(repack_target, KERNEL_FORMATS)
+    for target in available():
+        for type in FORMATS if target is BEST else KERNEL_FORMATS:
+            is_near = not has_own_kernel(type) if target is BEST else target not in ISAS or type not in EVERYWHERE
             marks = [pytest.mark.ci] if is_near else []
             yield pytest.param(target.name, type, id=f"{target.name}-{type.name}", marks=marks)
 
@@ -54,7 +55,9 @@ def cases() -> Iterator[Any]:
 CASES = list(cases())
 # With the scope of the module all tests of a kernel follow each other, so one worker of pytest-xdist compiles it.
 every_kernel = pytest.mark.parametrize(("isa", "type"), CASES, scope="module")
-every_isa = pytest.mark.parametrize("isa", [t.name for t in available()], scope="module")
+every_isa = pytest.mark.parametrize(
+    "isa", [pytest.param(t.name, marks=[] if t in ISAS else [pytest.mark.ci]) for t in available()], scope="module"
+)
 
 _backends: dict[str, CPUOps] = {}
 

@@ -157,7 +157,7 @@ TYPES = (T.F16, T.Q4_0, T.Q4_K)
     ("backend", "type"),
     [
         *(pytest.param(b, t, id=f"{b.name}-{t.name}") for b in BACKENDS for t in TYPES),
-        *(pytest.param(b, T.Q4_0, id=b.name) for b in OTHER_CPUS),
+        *(pytest.param(b, T.Q4_0, id=b.name, marks=pytest.mark.ci) for b in OTHER_CPUS),
     ],
     scope="module",
 )

@@ -364,9 +364,10 @@ def head_linear(type: GGMLType, rest: int) -> Case:
         return np.concatenate([y, each[..., n_in:]], axis=2).reshape(len(x), -1)
 
     error = {GGMLType.F32: 1e-5, GGMLType.F16: 1e-3, GGMLType.BF16: 1e-2}.get(type, 2e-2)
-    every_cpu = type in (GGMLType.F32, GGMLType.Q4_0)
+    more = {"every_cpu": type in (GGMLType.F32, GGMLType.Q4_0)}
+    more["has_near"] = type in (GGMLType.F16, GGMLType.BF16, GGMLType.Q8_0, GGMLType.Q6_K)
     x = rows(n_heads * (n_in + rest))
-    return Case(lambda graph, x: graph.add(g.HeadLinear(x, weight)), [x], expected, error=error, every_cpu=every_cpu)
+    return Case(lambda graph, x: graph.add(g.HeadLinear(x, weight)), [x], expected, error=error, **more)
 
 
 @cases(norm_topk_prob=(False, True), k=(1, 3))
@@ -493,7 +494,8 @@ def causal_conv(kernel: int, silu_after: bool, with_bias: bool) -> Case:
         y = np.array([np.sum(wide[t : t + kernel] * weight.T, axis=0) for t in range(len(x))]) + bias
         return silu(y) if silu_after else y
 
-    return Case(build, [rows(50)], expected, every_cpu=kernel == 4)
+    has_near = kernel != 4 and not (silu_after and with_bias)
+    return Case(build, [rows(50)], expected, every_cpu=kernel == 4, has_near=has_near)
 
 
 #: Heads, heads of keys, and the sides of a head's state.
@@ -527,7 +529,8 @@ def gated_delta(sizes: str, is_grouped: bool, per_channel: bool, in_parts: bool)
         return y.reshape(len(y), -1)
 
     inputs = [*(qkv if in_parts else [np.concatenate(qkv, axis=1)]), rows(n_decays, 5), rows(n_heads, 6)]
-    return Case(build, inputs, expected, error=2e-6, every_cpu=sizes == "wide")
+    has_near = per_channel != (sizes in ("small", "odd"))
+    return Case(build, inputs, expected, error=2e-6, every_cpu=sizes == "wide", has_near=has_near)
 
 
 @cases(sizes=((4, 2, 32, 16), (3, 3, 16, 80), (2, 1, 128, 64)), in_parts=(False, True))
@@ -782,10 +785,16 @@ OPTIONS: dict[str, Heads] = {
     "latents, windowed": Heads(**LATENT, window=30),
 }
 
+#: Those whose kernel is another's with other numbers, or has one thing of what "all" has.  Of the others one type of
+#: cache has nearly the same kernel as the other: the one that is tried everywhere is the one that more of them share.
+NEAR = {"heads of 64", "heads of 96", "heads of 128", "keys of 192, values of 128", "capped", "sinks"}
+NEAR |= {"latents of 320", "latents of 576"}
+
 
 @cases(kind=tuple(OPTIONS), type=("f16", "q8_0"))
 def attention(kind: str, type: CacheType) -> Case:
-    has_near = [*OPTIONS].index(kind) % 2 == (type == "f16")
+    one = "q8_0" if kind.startswith(("in both", "latents")) or [*OPTIONS].index(kind) % 2 else "f16"
+    has_near = kind in NEAR or type != ("f16" if kind.startswith("chunks") else one)
     made = replace(OPTIONS[kind], type=type).case()
     return replace(made, every_cpu=kind in ("all", "latents"), has_near=has_near)
 

@@ -188,13 +188,14 @@ _BLOCKS = (
 )
 
 
-async def test_a_reply_that_streams_in_is_drawn_as_a_whole_one_is() -> None:
+@pytest.mark.parametrize("n", [2, pytest.param(10, marks=pytest.mark.ci)])
+async def test_a_reply_that_streams_in_is_drawn_as_a_whole_one_is(n: int) -> None:
     chosen = random.Random(3)
     async with chatting(keeping(("q", "a", "q", "b"))) as chat:
         _, streamed, _, whole = (view.query_one(Reply) if view.query(Reply) else None for view in chat.views)
         assert streamed is not None
         assert whole is not None
-        for _ in range(10):
+        for _ in range(n):
             text = "".join(chosen.choices(_BLOCKS, k=chosen.randint(1, 14)))
             await streamed.update("")
             at = 0

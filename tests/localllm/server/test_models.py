@@ -11,7 +11,8 @@ import pytest
 
 from localllm.errors import GGUFError, NotEnoughMemoryError
 from localllm.server.models import LoadError, Models, UnknownModelError
-from tests.helpers.http_server import demo, serving
+from tests.helpers.engines import eventually
+from tests.helpers.http_server import Serving, demo, serving
 
 
 class FakeLLM:
@@ -111,14 +112,16 @@ def test_names() -> None:
 
 
 def test_a_model_that_nobody_uses_is_unloaded_after_a_while() -> None:
-    with serving(demo(), ttl_s=0.5) as server:
+    def state(server: Serving) -> str:
+        listed: str = httpx.get(server.url + "/v1/models").json()["data"][0]["status"]["value"]
+        return listed
+
+    with serving(demo(), ttl_s=3600) as server:
         assert httpx.post(server.url + "/tokenize", json={"content": "a"}, timeout=60).status_code == 200
-        state = httpx.get(server.url + "/v1/models").json()["data"][0]["status"]["value"]
-        assert state == "loaded"
-        end = time.monotonic() + 30
-        while httpx.get(server.url + "/v1/models").json()["data"][0]["status"]["value"] != "unloaded":
-            assert time.monotonic() < end
-            time.sleep(0.1)
+        assert state(server) == "loaded"
+        server.models.served["demo"].ttl_s = 0.1
+        assert httpx.post(server.url + "/tokenize", json={"content": "a"}, timeout=60).status_code == 200
+        assert eventually(lambda: state(server) == "unloaded")
         assert httpx.post(server.url + "/tokenize", json={"content": "a"}, timeout=60).status_code == 200
 
 

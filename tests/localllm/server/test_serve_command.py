@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -75,6 +76,13 @@ def test_a_port_that_is_taken(capfdbinary: pytest.CaptureFixture[bytes]) -> None
     assert "cannot be listened on" in outcome.error()
     with pytest.raises(UsageError, match="choose another"):
         listen("256.1.1.1", 80)
+
+
+def test_connections_send_each_token_at_once() -> None:
+    with listen("127.0.0.1", 0) as server, socket.create_connection(server.getsockname(), timeout=60):
+        accepted, _ = server.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def test_stats_are_those_of_the_engine() -> None:
