@@ -68,6 +68,7 @@ class Architecture:
 
 
 ARCHITECTURES: dict[str, Architecture] = {
+    "arcee": Architecture("arcee", "AFM 4.5B", "arcee"),
     "bert": Architecture(
         "bert", "BERT, RoBERTa and XLM-R, as embedding models and rerankers", "bert", is_encoder=True
     ),

@@ -202,6 +202,7 @@ GEMMA4 = {
 }
 
 TINY: dict[str, Tiny] = {
+    "arcee": Tiny("arcee", "arcee", {"rope_parameters": YARN}),
     "cohere2": Tiny("cohere2", "cohere2", WINDOW | COHERE),
     "command-r": Tiny("cohere", "command-r", COHERE | {"rope_parameters": LINEAR}),
     "deepseek-v2": Tiny(
