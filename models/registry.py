@@ -68,6 +68,7 @@ class Architecture:
 
 
 ARCHITECTURES: dict[str, Architecture] = {
+    "arcee": Architecture("arcee", "AFM 4.5B", "arcee"),
     "bert": Architecture(
         "bert", "BERT, RoBERTa and XLM-R, as embedding models and rerankers", "bert", is_encoder=True
     ),
@@ -113,6 +114,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "nemotron_h_moe": Architecture("nemotron_h", "Nemotron 3, with experts", "nemotron_h"),
     "nomic-bert": Architecture("nomic_bert", "Nomic Embed", "nomic_bert", is_encoder=True),
     "olmo2": Architecture("olmo2", "OLMo 2 and 3", "olmo2 olmo3"),
+    "olmoe": Architecture("olmoe", "OLMoE", "olmoe"),
     "phi2": Architecture("phi2", "Phi 1, 1.5 and 2", "phi"),
     "phi3": Architecture("phi3", "Phi-3, 3.5 and 4", "phi3"),
     "qwen2": Architecture("qwen2", "Qwen 2 and 2.5", "qwen2"),

@@ -202,6 +202,7 @@ GEMMA4 = {
 }
 
 TINY: dict[str, Tiny] = {
+    "arcee": Tiny("arcee", "arcee", {"rope_parameters": YARN}),
     "cohere2": Tiny("cohere2", "cohere2", WINDOW | COHERE),
     "command-r": Tiny("cohere", "command-r", COHERE | {"rope_parameters": LINEAR}),
     "deepseek-v2": Tiny(
@@ -367,6 +368,7 @@ TINY: dict[str, Tiny] = {
         "olmo2",
         WINDOW | {"rope_parameters": {"sliding_attention": PLAIN_ROPE, "full_attention": YARN}},
     ),
+    "olmoe": Tiny("olmoe", "olmoe", LOCAL_MIXTURE | {"num_key_value_heads": 4}),
     "phi2": Tiny("phi", "phi2", NEOX | {"intermediate_size": 256}),
     "phi3": Tiny("phi3", "phi3", WINDOW | {"original_max_position_embeddings": 128}),
     "phi3-longrope": Tiny(
