@@ -477,6 +477,25 @@ def _calls_grammar(tools: list[dict[str, Any]]) -> str:
     )
 
 
+#: A text, the ids of its tokens, or a list of either.
+Texts = str | list[str | int | list[int]]
+
+
+def each_text(name: str, given: Texts) -> list[str | list[int]]:
+    """Each text of the field ``name``, or its tokens.
+
+    Raises:
+        HTTPError: texts and tokens are mixed.
+    """
+    if isinstance(given, str):
+        return [given]
+    ids = [each for each in given if isinstance(each, int)]
+    texts = [each for each in given if not isinstance(each, int)]
+    if ids and texts:
+        raise HTTPError(400, f"{name} has texts and ids of tokens: give a list of one kind")
+    return [ids] if ids else texts
+
+
 def fill_in(llm: LLM, before: str, after: str, begun: str = "") -> list[int]:
     """The tokens of a prompt for what stands between two texts, and begins with ``begun``.
 
