@@ -230,7 +230,7 @@ class Answer:
             async for part in self._parts_of(0):
                 yield part
             return
-        #: Bounded, so that a slow reader slows the model down and not the memory.
+        # Bounded, so that a slow reader slows the model down and not the memory.
         queue: asyncio.Queue[Part | BaseException] = asyncio.Queue(maxsize=4 * len(self.streams))
         tasks = [asyncio.create_task(self._put_parts(index, queue)) for index in range(len(self.streams))]
         try:
@@ -272,7 +272,7 @@ class Answer:
     async def read(self) -> list[Reply]:
         """All replies, whole."""
         for stream in self.streams:
-            stream.read_at_end()
+            stream.deliver_at_end()
         replies = [part.end async for part in self.parts() if part.end is not None]
         return sorted(replies, key=lambda reply: reply.index)
 
