@@ -101,7 +101,7 @@ def _kept_type(cache: KVCache) -> type[np.float16] | type[np.float32]:
 
 
 def _kept_shapes(cache: KVCache, n_pages: int, page_size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of keys and of values; of none, where they are in the keys."""
+    """The shapes of keys and of values, which are empty where the keys hold them."""
     return (
         (n_pages, page_size, cache.n_heads, cache.key_dim),
         (n_pages, page_size, cache.n_heads, 0 if cache.values_in_keys else cache.value_dim),
@@ -109,7 +109,7 @@ def _kept_shapes(cache: KVCache, n_pages: int, page_size: int) -> tuple[tuple[in
 
 
 @dataclass(frozen=True)
-class ReferencePages:
+class ReferenceCache:
     """Of each layer, keys [n_pages, page_size, G, key_dim] and values; and of each state [n_states, …]."""
 
     graph: Graph
@@ -152,7 +152,7 @@ class ReferencePages:
 class ReferenceStep(Step):
     """Computes node after node."""
 
-    cache: ReferencePages
+    cache: ReferenceCache
 
     def __init__(
         self,
@@ -166,14 +166,14 @@ class ReferenceStep(Step):
         self._graph, self._limits = graph, limits
         self._last_uses = graph.last_uses()
         self._in_step = threading.Lock()
-        #: Those of the last batch that nobody overwrites.
+        #: Values of the last batch that nothing overwrites.
         self._values: dict[Value, Any] = {}
         kept: dict[int, tuple[Array, Array]] = {}
         for n, cache in graph.caches.items():
             keys, values = _kept_shapes(cache, n_pages[graph.group(cache)], page_size)
             kept[n] = np.zeros(keys, _kept_type(cache)), np.zeros(values, _kept_type(cache))
         states = {s: np.zeros((n_states, *s.shape), np.float32) for of in graph.states.values() for s in of}
-        self.cache = ReferencePages(graph, kept, page_size, n_pages, states, n_states if states else 0)
+        self.cache = ReferenceCache(graph, kept, page_size, n_pages, states, n_states if states else 0)
         self._arrays: dict[Weight, Array] = {}
         self._tables: dict[Weight, CopiedTable] = {}
         uses = weights_of(graph)
@@ -222,7 +222,7 @@ class _Run:
 
     batch: Batch
     hidden: Output | None
-    cache: ReferencePages
+    cache: ReferenceCache
     graph: Graph
     arrays: Mapping[Weight, Array]
     tables: Mapping[Weight, CopiedTable]
@@ -288,11 +288,11 @@ class _Run:
 
     def rope_append(self, op: g.RopeAppend) -> Array:
         batch, page_size, cache = self.batch, self.cache.page_size, op.cache
-        q = self._turned(op.q, cache.key_dim, op.q_norm, op.rope, norm_last=op.norm_last)
+        q = self._heads(op.q, cache.key_dim, op.q_norm, op.rope, norm_last=op.norm_last)
         if op.q_scale is not None:
             q = q * position_factors(op.q_scale, batch.positions)[:, None, None]
-        k = None if op.k is None else self._turned(op.k, cache.key_dim, op.k_norm, op.rope, norm_last=op.norm_last)
-        v = None if op.v is None else self._turned(op.v, cache.value_dim, op.v_norm, None)
+        k = None if op.k is None else self._heads(op.k, cache.key_dim, op.k_norm, op.rope, norm_last=op.norm_last)
+        v = None if op.v is None else self._heads(op.v, cache.value_dim, op.v_norm, None)
         rounded = in_q8_0 if cache.type == "q8_0" else in_range
         for x, kept in zip((k, v), self.cache.layers[cache.layer], strict=True):
             if x is None:
@@ -304,7 +304,7 @@ class _Run:
         turned: Array = q.reshape(len(q), -1)
         return turned
 
-    def _turned(
+    def _heads(
         self, x: Tensor, dim: int, norm: g.HeadNorm | None, rope: Rope | None, *, norm_last: bool = False
     ) -> Array:
         """Heads of ``dim`` values [T, n, dim], normed and rotated in one order or the other."""
@@ -408,15 +408,15 @@ class _Run:
         gate, up = self.values[op.gate], self.values[op.up]
         if op.activation == "clamped_swiglu":
             return clamped_swiglu(gate, up)
-        y: Array = ACTIVATIONS[op.activation](gate) * up
+        y: Array = ACTIVATION_FUNCTIONS[op.activation](gate) * up
         return y
 
     def activation(self, op: g.Activation) -> Array:
-        return ACTIVATIONS[op.activation](self.values[op.x])
+        return ACTIVATION_FUNCTIONS[op.activation](self.values[op.x])
 
     def route(self, op: g.Route) -> ChosenExperts:
         logits = self.values[op.logits]
-        probabilities = GATINGS[op.gating](logits)
+        probabilities = GATING_FUNCTIONS[op.gating](logits)
         scores = logits if op.is_by_logits else probabilities
         if op.selection_bias is not None:
             scores = scores + self.arrays[op.selection_bias]
@@ -587,7 +587,7 @@ def identity(x: Array) -> Array:
     return x
 
 
-ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+ACTIVATION_FUNCTIONS: dict[str, Callable[[Array], Array]] = {
     "silu": silu,
     "gelu": gelu,
     "gelu_erf": gelu_erf,
@@ -596,7 +596,7 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "identity": identity,
 }
 
-GATINGS: dict[str, Callable[[Array], Array]] = {
+GATING_FUNCTIONS: dict[str, Callable[[Array], Array]] = {
     "softmax": softmax,
     "sigmoid": sigmoid,
     "sqrt_softplus": sqrt_softplus,

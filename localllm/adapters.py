@@ -42,7 +42,7 @@ def read_adapter(name: str, path: Path, file: GGUFFile) -> Adapter:
     lacking = [part for part, (a, b) in pairs.items() if a is None or b is None]
     if lacking or not pairs:
         what = f"only one of the two matrices of {quoted(lacking[0])}" if lacking else "no low-rank matrices"
-        raise ModelError(f"{path_text(path)} has {what}: it is no adapter, or damaged")
+        raise ModelError(f"{path_text(path)} has {what}: it is not an adapter, or damaged")
     parts = {part: (a, b * np.float32(scale(part, len(a)))) for part, (a, b) in pairs.items()}
     adapter = Adapter(name, parts)
     check(adapter, {tensor: info.shape for tensor, info in file.tensors.items()})
@@ -58,7 +58,7 @@ def _read_gguf(path: Path, file: GGUFFile) -> _Read:
         metadata = adapter.metadata
         if metadata.get("general.type") != "adapter" or metadata.get("adapter.type") != "lora":
             raise ModelError(
-                f"{path_text(path)} is no adapter (general.type is {quoted(metadata.get('general.type'))})"
+                f"{path_text(path)} is not an adapter (general.type is {quoted(metadata.get('general.type'))})"
             )
         if adapter.architecture != file.architecture:
             raise ModelError(

@@ -148,7 +148,7 @@ class TextOutput:
         deliver: takes the items of a step; called in the engine's thread.
         logprobs: whether chunks have them.
         reports_progress: whether the reader wants to know how far the prompt is.
-        is_reader_patient: whether the reader wants everything at once, at the end.
+        delivers_at_end: whether all is delivered at once, at the end.
         n_read: chunks that the reader has taken; the reader counts.
         on_end: called in the engine's thread when all was delivered.
     """
@@ -156,7 +156,7 @@ class TextOutput:
     def __init__(self, decoder: StreamDecoder, deliver: Callable[[list[_Item]], object], *, logprobs: bool) -> None:
         self.deliver = deliver
         self.logprobs = logprobs
-        self.is_reader_patient = self.reports_progress = False
+        self.delivers_at_end = self.reports_progress = False
         self.n_read = 0
         self.on_end: Callable[[], object] | None = None
         self.request: Request | None = None
@@ -191,7 +191,7 @@ class TextOutput:
 
     def flush(self) -> None:
         now = time.perf_counter()
-        if self._pending and not self.is_reader_patient and now - self._delivered_at >= DELIVERY_S:
+        if self._pending and not self.delivers_at_end and now - self._delivered_at >= DELIVERY_S:
             self._n_delivered += len(self._pending)
             self.deliver(self._pending)
             self._pending, self._delivered_at = [], now
@@ -229,7 +229,7 @@ class _Reader:
         self._items: Iterator[_Item] = iter(())  # of the step that is being read
         self._finish_reason: FinishReason | None = None
         self._ended = False
-        self._is_read = threading.Lock()
+        self._read_lock = threading.Lock()
         output.request, output.reports_progress = request, progress is not None
         engine.submit(request)
 
@@ -267,9 +267,9 @@ class _Reader:
         """Ends the text before the next step; a last chunk says so."""
         self._engine.cancel(self._request)
 
-    def read_at_end(self) -> None:
-        """Says that nothing is read before all of it is there, so that the model need not wait for the reader."""
-        self._output.is_reader_patient = True
+    def deliver_at_end(self) -> None:
+        """Delivers nothing before all of it is there, so that the model need not wait for the reader."""
+        self._output.delivers_at_end = True
 
     def _close(self) -> None:
         if not self._ended:
@@ -277,7 +277,7 @@ class _Reader:
             self._engine.cancel(self._request)
 
     def __del__(self) -> None:
-        if hasattr(self, "_is_read"):
+        if hasattr(self, "_read_lock"):
             self._close()
 
     def _next_chunk(self) -> Chunk | None:
@@ -312,7 +312,7 @@ class _Reader:
     @contextlib.contextmanager
     def _reading(self) -> Iterator[None]:
         """One read at a time; whatever it raises ends the stream."""
-        if not self._is_read.acquire(blocking=False):
+        if not self._read_lock.acquire(blocking=False):
             raise UsageError("this stream is already being read: ask for one chunk at a time")
         try:
             yield
@@ -321,7 +321,7 @@ class _Reader:
             self._finish_reason = None
             raise
         finally:
-            self._is_read.release()
+            self._read_lock.release()
 
     def _completion(self, chunks: list[Chunk]) -> Completion:
         return Completion(
@@ -356,7 +356,7 @@ class Stream(_Reader):
         """``on_end``: called in the engine's thread when all is there; nothing is read before."""
         self._queue: queue.SimpleQueue[list[_Item]] = queue.SimpleQueue()
         output = TextOutput(decoder, self._queue.put, logprobs=logprobs)
-        output.on_end, output.is_reader_patient = on_end, on_end is not None
+        output.on_end, output.delivers_at_end = on_end, on_end is not None
         super().__init__(engine, make_request(output), output, progress)
 
     def close(self) -> None:
@@ -391,7 +391,7 @@ class Stream(_Reader):
 
     def read(self) -> Completion:
         """Waits for what is still to come, and returns it as one."""
-        self.read_at_end()
+        self.deliver_at_end()
         return self._completion(list(self))
 
 
@@ -457,5 +457,5 @@ class AsyncStream(_Reader):
 
     async def read(self) -> Completion:
         """Waits for what is still to come, and returns it as one."""
-        self.read_at_end()
+        self.deliver_at_end()
         return self._completion([chunk async for chunk in self])

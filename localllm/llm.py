@@ -49,7 +49,7 @@ _Reader = TypeVar("_Reader", Stream, AsyncStream)
 _AT_ONCE = 64
 
 #: Names that `LLM.chat` gives to a template, or to the functions that run it, itself.
-_TAKEN_NAMES = frozenset({"messages", "tools", "add_generation_prompt", "tokenizer", "template", "self"})
+_RESERVED_NAMES = frozenset({"messages", "tools", "add_generation_prompt", "tokenizer", "template", "self"})
 
 
 @describes(LoadOptions)
@@ -178,7 +178,12 @@ class LLM:
         Raises:
             TemplateError: it is not valid.
         """
-        return self._compiled_template()
+        self._opened()
+        if self._template is None:
+            self._template = compile_template(self._template_source, self._tokenizer)
+            if self._template.is_fallback:
+                warn(f"{self._info.path} has no chat template: ChatML is used, which the model may not know")
+        return self._template
 
     def tokenize(self, text: str, add_special: bool = True, parse_special: bool = False) -> list[int]:
         """The tokens of a text.
@@ -190,7 +195,7 @@ class LLM:
                 for text of others.
 
         Raises:
-            UsageError: it is no text.
+            UsageError: it is not a text.
             TokenizerError: the text is not valid Unicode, or cannot be spelled with the vocabulary.
         """
         self._opened()
@@ -332,12 +337,14 @@ class LLM:
         """How well each document answers a query, float32 [n]: the more, the better; by a reranker.
 
         Raises:
-            UsageError: it is another kind of model, or an argument is no text.
+            UsageError: it is another kind of model, or an argument is not a text.
             TokenizerError, ContextLengthError: as `embed`.
         """
         engine, embedder = self._opened(), self._embedder
         if embedder is None or not embedder.is_reranker:
-            raise UsageError(f"{self._info.path.name} is no reranker: load one, such as a GGUF of bge-reranker-v2-m3")
+            raise UsageError(
+                f"{self._info.path.name} is not a reranker: load one, such as a GGUF of bge-reranker-v2-m3"
+            )
         if isinstance(documents, str | bytes) or not isinstance(documents, Sequence):
             raise UsageError("documents must be a list of texts")
         pairs = [embedder.pair(self._tokenizer, text("query", query), text("document", each)) for each in documents]
@@ -618,7 +625,7 @@ class LLM:
         return self._opened().with_cache(lambda cache: saved.load(cache, source, key))
 
     def close(self) -> None:
-        """Lets the model's memory go.  Requests under way in other threads end with a `ClosedError`."""
+        """Frees the model's memory.  Requests under way in other threads end with a `ClosedError`."""
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.close()
@@ -686,14 +693,6 @@ class LLM:
         if isinstance(continuation, str):
             return before + self._tokenizer.encode(continuation, add_special=False, continuation=True), len(before)
         return before + token_ids(continuation, self._info.n_vocab), len(before)
-
-    def _compiled_template(self) -> ChatTemplate:
-        self._opened()
-        if self._template is None:
-            self._template = compile_template(self._template_source, self._tokenizer)
-            if self._template.is_fallback:
-                warn(f"{self._info.path} has no chat template: ChatML is used, which the model may not know")
-        return self._template
 
     def _prompt_ids(self, prompt: str | Sequence[int], add_special: bool, parse_special: bool) -> list[int]:
         if isinstance(prompt, str):
@@ -772,11 +771,11 @@ class LLM:
 
         tokenizer = self._tokenizer
         self._opened()
-        more: dict[str, Any] = {} if variables is None else template_variables(variables)
+        more: dict[str, Any] = {} if variables is None else _checked_variables(variables)
         if tools is not None:
             mappings("tools", tools)
         text("reply_prefix", reply_prefix)
-        template = self._compiled_template()
+        template = self.chat_template
         if tools and not template.reads("tools"):
             warn(f"the chat template of {self._info.path} does not use tools: the model is told of none")
 
@@ -885,18 +884,18 @@ def _is_chat(prompt: object) -> bool:
     return isinstance(prompt, list | tuple) and any(isinstance(each, Mapping) for each in prompt)
 
 
-def template_variables(value: object) -> dict[str, object]:
-    """What a template shall read beside the messages.
+def _checked_variables(value: object) -> dict[str, object]:
+    """The ``template_variables`` that were given.
 
     Raises:
-        UsageError: it is no mapping, or has a name that is not a text or has another meaning.
+        UsageError: it is not a mapping, or has a name that is not a text or has another meaning.
     """
     if not isinstance(value, Mapping):
         raise UsageError(f"template_variables is {value!r:.80}, but must be a mapping of names to values")
     for name in value:
         if not isinstance(name, str):
             raise UsageError(f"template_variables has the name {name!r:.80}, but names must be texts")
-        if name in _TAKEN_NAMES:
+        if name in _RESERVED_NAMES:
             raise UsageError(f"template_variables cannot have the name {name!r}, which chat sets itself")
     return dict(value)
 

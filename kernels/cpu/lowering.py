@@ -47,7 +47,7 @@ _ACTIVATIONS = {
     "clamped_swiglu": elementwise.clamped_swiglu,
 }
 
-FLOAT_LOADS: dict[KernelType, Any] = {
+_FLOAT_LOADS: dict[KernelType, Any] = {
     GGMLType.F32: load_f32x16,
     GGMLType.F16: load_f16x16,
     GGMLType.BF16: load_bf16x16,
@@ -139,7 +139,7 @@ class Lowering:
         self.tables = BatchTables(max_tokens, max_outputs, cache.n_pages, n_chosen, threads)
         self.layers, self.states = cache.places, cache.states
         self.last_uses = graph.last_uses()
-        self.node = 0
+        self.node_index = 0
         self.instructions: list[Instruction] = []
         self.stored: dict[Value, Any] = {}
         #: Rows of tensors in integers, as `tiles` draws them.
@@ -151,7 +151,7 @@ class Lowering:
 
     def lower(self) -> Lowered:
         for i, node in enumerate(self.graph.nodes):
-            self.node = i
+            self.node_index = i
             self.stored.update(node.operation.computed_by(self))
         result = self.stored[self.graph.result]
         filled = [*self.tables.buffers, *(y.buffer for _, y in (*self.embeddings, *self.adapters))]
@@ -170,7 +170,7 @@ class Lowering:
         )
 
     def _stages(self) -> list[list[Buffer]]:
-        """Of instructions that may run at the same time, the buffers that they use."""
+        """The buffers of each run of instructions that do not wait for each other."""
         stages: list[list[Buffer]] = [[]]
         for instruction in self.instructions:
             for x in instruction.arguments:
@@ -191,7 +191,7 @@ class Lowering:
     def in_place(self, op: g.Operation[Tensor]) -> Stored:
         """Memory for a result: that of the input which it may overwrite, if nothing reads it any more."""
         x = getattr(op, op.overwrites) if op.overwrites else None
-        if x is not None and self.last_uses[x] == self.node:
+        if x is not None and self.last_uses[x] == self.node_index:
             stored: Stored = self.stored[x]
             return stored
         return self.new(op.result.rows, op.result.width)
@@ -260,31 +260,31 @@ class Lowering:
     def gated(self, op: g.Gated) -> Stored:
         gate, up = self.stored[op.gate], self.stored[op.up]
         activation = {"ACTIVATION": _ACTIVATIONS[op.activation]}
-        return self._rows_of(elementwise.gated, op, gate, (gate.buffer, up.buffer), **activation)
+        return self._row_by_row(elementwise.gated, op, gate, (gate.buffer, up.buffer), **activation)
 
     def activation(self, op: g.Activation) -> Stored:
         x, activation = self.stored[op.x], {"ACTIVATION": _ACTIVATIONS[op.activation]}
-        return self._rows_of(elementwise.activation, op, x, (x.buffer,), **activation)
+        return self._row_by_row(elementwise.activation, op, x, (x.buffer,), **activation)
 
     def add(self, op: g.Add) -> Stored:
         x, gated = self.stored[op.x], {"GATE": op.gate is not None}
-        first = x.buffer, *self._rows(op.gate), self.stored[op.residual].buffer
-        return self._rows_of(elementwise.add, op, x, first, float(op.scale), **gated)
+        first = x.buffer, *self._address_and_stride(op.gate), self.stored[op.residual].buffer
+        return self._row_by_row(elementwise.add, op, x, first, float(op.scale), **gated)
 
     def scale(self, op: g.Scale) -> Stored:
         x, weighted = self.stored[op.x], {"WEIGHT": op.weight is not None}
         first = x.buffer, self.weights.vector(op.weight)
-        return self._rows_of(elementwise.scale, op, x, first, float(op.factor), **weighted)
+        return self._row_by_row(elementwise.scale, op, x, first, float(op.factor), **weighted)
 
     def softcap(self, op: g.Softcap) -> Stored:
         x, cap = self.stored[op.x], float(op.cap)
-        return self._rows_of(elementwise.softcap, op, x, (x.buffer,), cap, 1 / cap)
+        return self._row_by_row(elementwise.softcap, op, x, (x.buffer,), cap, 1 / cap)
 
     def outputs(self, op: g.Outputs) -> Stored:
         x = self.stored[op.x]
-        return self._rows_of(elementwise.gather_rows, op, x, (self.tables.output_rows, x.buffer))
+        return self._row_by_row(elementwise.gather_rows, op, x, (self.tables.output_rows, x.buffer))
 
-    def _rows_of(
+    def _row_by_row(
         self,
         kernel: Kernel,
         op: g.Operation[Tensor],
@@ -293,7 +293,7 @@ class Lowering:
         *last: Argument,
         **constants: Any,
     ) -> Stored:
-        """Of a kernel that takes, between other arguments, the width and the stride of x, and the result."""
+        """Calls a kernel with ``first``, the width and the stride of x, the result, and ``last``."""
         y = self.in_place(op)
         self.call(kernel, (*first, x.stride // 4, x.stride, y.buffer, *last), 1, y.slot, **constants)
         return y
@@ -326,7 +326,7 @@ class Lowering:
             kernel, units = matmul.matmul_float, groups // matmul.FLOAT_GROUPS
             arguments += [matrix.n_in, s.buffer, s.stride]
         arguments = [self.counter(s.slot), address, *arguments, bias, residual, y.buffer, y.stride, 0, 0, 0]
-        self.call(kernel, arguments, units, ALWAYS, wait=wait, HEADS=False, **_constants(kind))
+        self.call(kernel, arguments, units, ALWAYS, wait=wait, HEADS=False, **_format_constants(kind))
         self.n_products += matrix.n_in * matrix.n_out
 
     def head_linear(self, op: g.HeadLinear) -> Stored:
@@ -349,7 +349,7 @@ class Lowering:
         else:
             kernel, units = matmul.matmul_float, n_out // GROUP // matmul.FLOAT_GROUPS
             arguments += [n_in, x.buffer, x.stride, 0, 0, y.buffer, y.stride, units, x_head, rest]
-        self.call(kernel, arguments, n_heads * units, ALWAYS, HEADS=True, **_constants(kind))
+        self.call(kernel, arguments, n_heads * units, ALWAYS, HEADS=True, **_format_constants(kind))
         self.n_products += n_heads * n_in * n_out
         return y
 
@@ -376,8 +376,8 @@ class Lowering:
             (
                 *(tables.slots[self.graph.group(cache)], tables.positions, angles, n_pairs, step, offset),
                 *(q.buffer, q.stride, q.width // cache.key_dim, cache.key_dim),
-                *self._rows(op.k),
-                *self._rows(op.v),
+                *self._address_and_stride(op.k),
+                *self._address_and_stride(op.v),
                 *(cache.n_heads, cache.value_dim, keys, values),
                 *(number for weight, n, _ in norms for number in (weight, n)),
                 *factors,
@@ -403,8 +403,8 @@ class Lowering:
         )
         return q
 
-    def _rows(self, x: Tensor | None) -> tuple[Argument, Argument]:
-        """Where rows begin, and their stride."""
+    def _address_and_stride(self, x: Tensor | None) -> tuple[Argument, Argument]:
+        """Where the rows of x begin, and the bytes from row to row; 0 without x."""
         return (0, 0) if x is None else (self.stored[x].buffer, self.stored[x].stride)
 
     def _norm(self, norm: g.HeadNorm | None, dim: int) -> tuple[Argument, int, float]:
@@ -465,8 +465,8 @@ class Lowering:
         q, k, v = self._side_by_side(op.qkv, (keys, keys, n_heads * d_v))
         per_group = n_heads // op.n_key_heads if op.is_grouped else 0
         gates = (
-            *self._rows(op.decay),
-            *self._rows(op.beta),
+            *self._address_and_stride(op.decay),
+            *self._address_and_stride(op.beta),
             self.weights.vector(op.a),
             self.weights.vector(op.dt_bias),
         )
@@ -477,7 +477,7 @@ class Lowering:
         n_heads, n, p = op.state.shape
         x, b, c = self._side_by_side(op.xbc, (n_heads * p, op.n_groups * n, op.n_groups * n))
         a, dt_bias, d = map(self.weights.vector, (op.a, op.dt_bias, op.d))
-        given = (*c, *b, *x, *self._rows(op.dt), 0, 0, a, dt_bias, d)
+        given = (*c, *b, *x, *self._address_and_stride(op.dt), 0, 0, a, dt_bias, d)
         constants = {"DELTA": False, "PER_CHANNEL": False}
         return self._recurrence(op, given, op.n_groups, n_heads // op.n_groups, 0.0, 1.0, constants)
 
@@ -581,7 +581,7 @@ class Lowering:
                 arguments += [units, address, n_in, rows, s.stride]
             bias = self.weights.vector(biases[i]) if biases else 0
             arguments = [chosen.entries, *arguments, chosen.pairs, bias, y.buffer, y.stride]
-            self.call(kernel, arguments, units, N_USED, wait=i == len(results) - 1, **_constants(kind))
+            self.call(kernel, arguments, units, N_USED, wait=i == len(results) - 1, **_format_constants(kind))
             self.n_products += routing.k * n_in * n_out
         return results
 
@@ -601,9 +601,9 @@ def _norm_kind(norm: g.HeadNorm | None) -> int:
     return 0 if norm is None else 1 if norm.weight is None else 2
 
 
-def _constants(kind: KernelType) -> dict[str, Any]:
-    """What kernels of a format's products are compiled for."""
+def _format_constants(kind: KernelType) -> dict[str, Any]:
+    """The constants that a kernel for products of a format is compiled with."""
     layout = LAYOUTS[kind]
     if tile := TILES.get(kind):
         return {"TILE_BYTES": layout.tile_bytes, "BLOCKS": layout.columns // 32, **tile.constants}
-    return {"LOAD": FLOAT_LOADS[kind], "COLUMN_BYTES": layout.tile_bytes}
+    return {"LOAD": _FLOAT_LOADS[kind], "COLUMN_BYTES": layout.tile_bytes}

@@ -19,13 +19,13 @@ from numpy.typing import NDArray
 
 from localllm.convert.config import Config, general_keys, read_json
 from localllm.convert.safetensors import read_folder
-from localllm.convert.sources import Source, find_sources, row_bytes
+from localllm.convert.sources import Source, find_sources
 from localllm.convert.vocabulary import vocabulary_keys
 from localllm.errors import ModelError, UnsupportedArchitectureError, path_text, quoted
 from localllm.gguf.writer import TensorSpec, encode_value
 from localllm.models.hf_convert import floats
 from localllm.models.registry import ARCHITECTURES, Conversion, read_model
-from localllm.quant.types import GGMLType
+from localllm.quant.types import BLOCK_SIZES, GGMLType
 from localllm.quantize.mixes import is_quantizable
 
 Array = NDArray[Any]
@@ -254,8 +254,8 @@ class _Namer:
         return found
 
     def _moves_rows(self, name: str, source: Source, is_stacked: bool) -> bool:
-        """Whether rows are moved about as a whole, so that it can be done with their blocks, too."""
-        n = row_bytes(source)
+        """Whether the conversion moves whole rows only, so that it can move rows of blocks as well."""
+        n = BLOCK_SIZES[source.type].row_bytes(source.shape[-1])
         numbers = np.arange(n, dtype=np.uint16)
         try:
             outputs = self._changed(name, _placeholder((*source.shape[:-1], n), numbers, is_stacked))

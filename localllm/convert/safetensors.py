@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from localllm.convert.config import read_json
 from localllm.errors import ModelError, path_text, quoted
 
-#: numpy's types; those that it has not are read as their bits.
+#: numpy's types; those that numpy lacks are read as their bits.
 DTYPES = {
     "F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1",
     "U8": "u1", "BOOL": "u1", "F8_E4M3": "u1", "F8_E5M2": "u1", "F8_E8M0": "u1",
@@ -28,7 +28,7 @@ _AGAIN = "download it again"
 
 
 @dataclass(frozen=True)
-class Stored:
+class FileTensor:
     """A tensor in a file: ``dtype`` is one of `DTYPES`."""
 
     name: str
@@ -38,7 +38,7 @@ class Stored:
     offset: int
 
     def read(self) -> NDArray[Any]:
-        """Its values, or their bits where numpy has no such type.
+        """Its values, or their bits where numpy lacks the type.
 
         Raises:
             ModelError: the file cannot be read.
@@ -52,7 +52,7 @@ class Stored:
         return values.reshape(self.shape)
 
 
-def read_folder(folder: Path) -> dict[str, Stored]:
+def read_folder(folder: Path) -> dict[str, FileTensor]:
     """The tensors of all safetensors files of a checkpoint, by name.
 
     Raises:
@@ -76,7 +76,7 @@ def read_folder(folder: Path) -> dict[str, Stored]:
         raise ModelError(
             f"{path_text(folder)} has no .safetensors file: localllm converts checkpoints in that format"
         )
-    tensors: dict[str, Stored] = {}
+    tensors: dict[str, FileTensor] = {}
     for path in paths:
         tensors |= read_header(path)
     if isinstance(index, dict) and (lacking := index.keys() - tensors.keys()):
@@ -84,7 +84,7 @@ def read_folder(folder: Path) -> dict[str, Stored]:
     return tensors
 
 
-def read_header(path: Path) -> dict[str, Stored]:
+def read_header(path: Path) -> dict[str, FileTensor]:
     """The tensors of one file, by name.
 
     Raises:
@@ -105,7 +105,7 @@ def read_header(path: Path) -> dict[str, Stored]:
         raise ModelError(f"{path_text(path)} is not a whole safetensors file ({error!s:.100}): {_AGAIN}") from error
 
 
-def _entry(path: Path, name: str, entry: dict[str, Any], data: int, n_file: int) -> Stored:
+def _entry(path: Path, name: str, entry: dict[str, Any], data: int, n_file: int) -> FileTensor:
     """Raises:
     ValueError, TypeError, KeyError: it is not one of a file of so many bytes.
     """
@@ -117,4 +117,4 @@ def _entry(path: Path, name: str, entry: dict[str, Any], data: int, n_file: int)
     n_bytes = np.dtype(DTYPES[dtype]).itemsize * prod(shape)
     if last - first != n_bytes or data + last > n_file:
         raise ValueError(f"tensor {quoted(name)} takes {n_bytes} bytes, but the file has other ones for it")
-    return Stored(name, dtype, tuple(shape), path, data + first)
+    return FileTensor(name, dtype, tuple(shape), path, data + first)

@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.convert.config import Config
-from localllm.convert.safetensors import Stored
+from localllm.convert.safetensors import FileTensor
 from localllm.errors import ModelError, quoted
 from localllm.models.hf_convert import floats
-from localllm.quant.types import BLOCK_SIZES, GGMLType
+from localllm.quant.types import GGMLType
 
 Array = NDArray[Any]
 
@@ -39,7 +39,7 @@ class Source:
     blocks: Callable[[], Array] | None = None
 
 
-def find_sources(tensors: Mapping[str, Stored], config: Config) -> dict[str, Source]:
+def find_sources(tensors: Mapping[str, FileTensor], config: Config) -> dict[str, Source]:
     """The tensors of a checkpoint by the names that they have where nothing is packed.
 
     Raises:
@@ -69,7 +69,7 @@ def find_sources(tensors: Mapping[str, Stored], config: Config) -> dict[str, Sou
 
 _SCALES = {"weight_scale", "weight_scale_inv"}
 _SCALED = ("F8_E4M3", "F8_E5M2", "I8", "U8")
-#: What stands beside a packed weight, and is no tensor of the model.
+#: Names of tensors beside a packed weight, which are not the model's own.
 _BESIDE = (
     "weight", "weight_packed", "qweight", "qzeros", "scales", "g_idx", "weight_scale", "weight_scale_inv",
     "weight_scale_2", "weight_global_scale", "weight_zero_point", "weight_shape", "weight_g_idx", "input_scale",
@@ -77,15 +77,15 @@ _BESIDE = (
 )  # fmt: skip
 
 
-def _plain(tensor: Stored) -> Source:
+def _plain(tensor: FileTensor) -> Source:
     types = {"F16": GGMLType.F16, "BF16": GGMLType.BF16}
     if tensor.dtype in ("BOOL", "U8", "F8_E4M3", "F8_E5M2", "F8_E8M0"):
         raise ModelError(f"tensor {quoted(tensor.name)} is {tensor.dtype} without scales, which localllm cannot read")
     type = types.get(tensor.dtype, GGMLType.F32)
-    return Source(tensor.shape, type, tensor.read if type in types.values() else lambda: floats32(tensor))
+    return Source(tensor.shape, type, tensor.read if type in types.values() else lambda: read_float32(tensor))
 
 
-def floats32(tensor: Stored) -> NDArray[np.float32]:
+def read_float32(tensor: FileTensor) -> NDArray[np.float32]:
     """Values of any type in float32."""
     values = tensor.read()
     if tensor.dtype == "F8_E5M2":
@@ -118,7 +118,7 @@ def bfloat16(values: NDArray[np.float32]) -> Array:
 # -- FP8 and INT8 --------------------------------------------------------------------------------------------------
 
 
-def _scaled(beside: Mapping[str, Stored], settings: Mapping[str, Any]) -> Source:
+def _scaled(beside: Mapping[str, FileTensor], settings: Mapping[str, Any]) -> Source:
     weight, scale = beside["weight"], beside.get("weight_scale") or beside["weight_scale_inv"]
     (rows, columns), sizes = weight.shape, settings.get("weight_block_size") or (128, 128)
     per_row = scale.shape in ((rows,), (rows, 1))
@@ -127,14 +127,14 @@ def _scaled(beside: Mapping[str, Stored], settings: Mapping[str, Any]) -> Source
         raise ValueError(f"scales {list(scale.shape)} for {list(weight.shape)}")
 
     def read_scale() -> NDArray[np.float32]:
-        found = floats32(scale)
+        found = read_float32(scale)
         if is_block:
             return np.repeat(np.repeat(found, sizes[0], 0)[:rows], sizes[1], 1)[:, :columns]
         return found.reshape(-1, 1) if per_row else found.reshape(1, 1)
 
     def values() -> Array:
         with np.errstate(invalid="ignore"):  # NaN is found when it is written
-            return bfloat16(floats32(weight) * read_scale())
+            return bfloat16(read_float32(weight) * read_scale())
 
     if weight.dtype != "I8" or is_block or columns % 32:
         return Source(weight.shape, GGMLType.BF16, values)
@@ -157,7 +157,7 @@ def _bytes(values: Array, dtype: str) -> Array:
 
 @dataclass(frozen=True)
 class _Groups:
-    """Rows of integers 0 … 2^bits - 1, of which ``zeros`` are taken, and what is left is times ``scales``."""
+    """Rows of integers 0 … 2^bits - 1 in groups: a value is (integer - zero of its group) * scale of its group."""
 
     integers: NDArray[np.uint8]  # [rows, columns]
     zeros: NDArray[np.uint8]  # [rows, groups]
@@ -172,26 +172,29 @@ class _Groups:
         """Q4_0 where all zeros are 8, else Q4_1; of a block, the first 16 values are the bytes' lower halves."""
         first = self.groups[::32]
         scales, zeros = self.scales[:, first, None], self.zeros[:, first, None]
-        halves = self.integers.reshape(*first.shape[:0], len(self.integers), -1, 2, 16)
+        halves = self.integers.reshape(len(self.integers), -1, 2, 16)
         parts = [_bytes(scales, "<f2"), halves[:, :, 0] | halves[:, :, 1] << 4]
         if type is GGMLType.Q4_1:
             parts.insert(1, _bytes(-scales * zeros, "<f2"))
         return np.concatenate(parts, axis=2).reshape(len(self.integers), -1)
 
 
-def _integers(shape: tuple[int, ...], bits: int, read: Callable[[], _Groups], zeros_and_order: Any) -> Source:
-    """``zeros_and_order``: gives the zeros, and the group of each column, without reading the integers."""
-    zeros, groups = zeros_and_order()
-    whole = shape[-1] % 32 == 0 and bool((groups.reshape(-1, 32) == groups[::32, None]).all()) and bits == 4
-    if not whole:
+def _grouped(
+    shape: tuple[int, int], bits: int, read: Callable[[], _Groups], zeros_and_groups: tuple[Array, Array]
+) -> Source:
+    """A source of `_Groups`, which ``read`` reads whole; blocks need one group for every 32 columns."""
+    zeros, groups = zeros_and_groups
+    if groups.shape != shape[1:] or groups.min() < 0 or groups.max() >= zeros.shape[1]:
+        raise ValueError(f"groups {list(groups.shape)} for {shape[1]} columns")
+    if bits != 4 or shape[1] % 32 or (groups.reshape(-1, 32) != groups[::32, None]).any():
         return Source(shape, GGMLType.F16, lambda: read().values())
     type = GGMLType.Q4_0 if (zeros == 8).all() else GGMLType.Q4_1
     return Source(shape, type, lambda: read().values(), lambda: read().blocks(type))
 
 
-def _unpacked(words: Array, bits: int, order: Any = None) -> NDArray[np.uint8]:
+def _unpacked(words: Array, bits: int, order: list[int] | None = None) -> NDArray[np.uint8]:
     """[rows, words] to [rows, integers], the lowest bits first, or in the order that is given."""
-    shifts = np.arange(0, 32, bits, dtype=np.uint32)[order if order is not None else slice(None)]
+    shifts = np.arange(0, 32, bits, dtype=np.uint32)[slice(None) if order is None else order]
     found = words.view(np.uint32)[..., None] >> shifts & np.uint32((1 << bits) - 1)
     return found.astype(np.uint8).reshape(len(words), -1)
 
@@ -200,7 +203,7 @@ def _unpacked(words: Array, bits: int, order: Any = None) -> NDArray[np.uint8]:
 _AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
 
 
-def _gptq_or_awq(beside: Mapping[str, Stored], settings: Mapping[str, Any]) -> Source:
+def _gptq_or_awq(beside: Mapping[str, FileTensor], settings: Mapping[str, Any]) -> Source:
     weight, scales, packed_zeros = beside["qweight"], beside["scales"], beside["qzeros"]
     n_groups, rows = scales.shape
     is_gptq = weight.shape[1] == rows
@@ -214,31 +217,28 @@ def _gptq_or_awq(beside: Mapping[str, Stored], settings: Mapping[str, Any]) -> S
     # GPTQ's first format stores zeros less 1.
     more = 1 if is_gptq and settings.get("checkpoint_format", "gptq") == "gptq" else 0
 
-    def zeros_and_order() -> tuple[Array, Array]:
+    def zeros_and_groups() -> tuple[Array, Array]:
         zeros = _unpacked(packed_zeros.read(), bits, order).T + np.uint8(more)
         index = beside["g_idx"].read() if "g_idx" in beside and is_gptq else None
-        groups = np.arange(columns, dtype=np.int32) // -(-columns // n_groups) if index is None else index
-        if groups.shape != (columns,) or groups.min() < 0 or groups.max() >= n_groups:
-            raise ValueError(f"g_idx {list(groups.shape)} for {columns} columns")
-        return zeros, groups
+        return zeros, np.arange(columns, dtype=np.int32) // -(-columns // n_groups) if index is None else index
 
     def read() -> _Groups:
         words = weight.read()
         integers = _unpacked(np.ascontiguousarray(words.T), bits) if is_gptq else _unpacked(words, bits, order).T
-        zeros, groups = zeros_and_order()
-        return _Groups(np.ascontiguousarray(integers), zeros, floats32(scales).T, groups)
+        zeros, groups = zeros_and_groups()
+        return _Groups(np.ascontiguousarray(integers), zeros, read_float32(scales).T, groups)
 
-    return _integers((rows, columns), bits, read, zeros_and_order)
+    return _grouped((rows, columns), bits, read, zeros_and_groups())
 
 
-def _packed(beside: Mapping[str, Stored], settings: Mapping[str, Any]) -> Source:
+def _packed(beside: Mapping[str, FileTensor], settings: Mapping[str, Any]) -> Source:
     """compressed-tensors' packs, and NVFP4 as ModelOpt has it."""
     weight, scale = beside.get("weight_packed") or beside["weight"], beside["weight_scale"]
     if weight.dtype == "U8":
         shape = (weight.shape[0], weight.shape[1] * 2)
         if scale.dtype in ("U8", "F8_E8M0"):
             return _mxfp4(weight, scale, shape)
-        return _nvfp4(weight, scale, beside.get("weight_global_scale"), beside.get("weight_scale_2"), shape)
+        return _nvfp4(weight, scale, beside, shape)
     rows, columns = (int(n) for n in beside["weight_shape"].read())
     bits = 32 * weight.shape[1] // columns
     if bits not in (4, 8):
@@ -247,7 +247,7 @@ def _packed(beside: Mapping[str, Stored], settings: Mapping[str, Any]) -> Source
     if weight.shape[0] != rows or scale.shape[0] != rows:
         raise ValueError(f"shapes {list(weight.shape)} and {list(scale.shape)} for {rows} rows")
 
-    def zeros_and_order() -> tuple[Array, Array]:
+    def zeros_and_groups() -> tuple[Array, Array]:
         zeros = np.full((rows, n_groups), 1 << bits - 1, np.uint8)
         if "weight_zero_point" in beside:  # packed along the rows
             words = np.ascontiguousarray(beside["weight_zero_point"].read().reshape(-1, n_groups).T)
@@ -258,16 +258,16 @@ def _packed(beside: Mapping[str, Stored], settings: Mapping[str, Any]) -> Source
 
     def read() -> _Groups:
         integers = _unpacked(weight.read(), bits)[:, :columns]
-        zeros, groups = zeros_and_order()
-        return _Groups(np.ascontiguousarray(integers), zeros, floats32(scale).reshape(rows, n_groups), groups)
+        zeros, groups = zeros_and_groups()
+        return _Groups(np.ascontiguousarray(integers), zeros, read_float32(scale).reshape(rows, n_groups), groups)
 
-    return _integers((rows, columns), bits, read, zeros_and_order)
+    return _grouped((rows, columns), bits, read, zeros_and_groups())
 
 
 # -- FP4 -----------------------------------------------------------------------------------------------------------
 
 
-def _mxfp4(weight: Stored, scales: Stored, shape: tuple[int, ...]) -> Source:
+def _mxfp4(weight: FileTensor, scales: FileTensor, shape: tuple[int, ...]) -> Source:
     """Blocks of 32 with a power of two each: of a byte, the lower half comes first."""
     if scales.shape != (*shape[:-1], shape[-1] // 32) or shape[-1] % 32:
         raise ValueError(f"scales {list(scales.shape)} for {list(shape)}")
@@ -292,20 +292,17 @@ def _nibbles(data: Array) -> Array:
 
 
 def _nvfp4(
-    weight: Stored, scales: Stored, divisor: Stored | None, factor: Stored | None, shape: tuple[int, ...]
+    weight: FileTensor, scales: FileTensor, beside: Mapping[str, FileTensor], shape: tuple[int, ...]
 ) -> Source:
     """Blocks of 16 with FP8 scales, and a factor or divisor for all."""
+    factor, divisor = beside.get("weight_scale_2"), beside.get("weight_global_scale")
     if scales.shape != (shape[0], shape[1] // 16):
         raise ValueError(f"scales {list(scales.shape)} for {list(shape)}")
 
     def values() -> Array:
         one = factor or divisor
-        whole = 1.0 if one is None else float(floats32(one).reshape(-1)[0]) ** (1 if factor else -1)
+        whole = 1.0 if one is None else float(read_float32(one).reshape(-1)[0]) ** (1 if factor else -1)
         found = _FP4[_nibbles(weight.read()).reshape(shape[0], -1, 16)]
-        return bfloat16((found * (floats32(scales) * whole)[..., None]).reshape(shape))
+        return bfloat16((found * (read_float32(scales) * whole)[..., None]).reshape(shape))
 
     return Source(shape, GGMLType.BF16, values)
-
-
-def row_bytes(source: Source) -> int:
-    return BLOCK_SIZES[source.type].row_bytes(source.shape[-1])

@@ -230,7 +230,7 @@ class Answer:
             async for part in self._parts_of(0):
                 yield part
             return
-        #: Bounded, so that a slow reader slows the model down and not the memory.
+        # Bounded, so that a slow reader slows the model down and not the memory.
         queue: asyncio.Queue[Part | BaseException] = asyncio.Queue(maxsize=4 * len(self.streams))
         tasks = [asyncio.create_task(self._put_parts(index, queue)) for index in range(len(self.streams))]
         try:
@@ -272,7 +272,7 @@ class Answer:
     async def read(self) -> list[Reply]:
         """All replies, whole."""
         for stream in self.streams:
-            stream.read_at_end()
+            stream.deliver_at_end()
         replies = [part.end async for part in self.parts() if part.end is not None]
         return sorted(replies, key=lambda reply: reply.index)
 
@@ -475,6 +475,25 @@ def _calls_grammar(tools: list[dict[str, Any]]) -> str:
         f"json: %json {schema}\n"
         "TEXT: /(.|\\n)*/\n"
     )
+
+
+#: A text, the ids of its tokens, or a list of either.
+Texts = str | list[str | int | list[int]]
+
+
+def each_text(name: str, given: Texts) -> list[str | list[int]]:
+    """Each text of the field ``name``, or its tokens.
+
+    Raises:
+        HTTPError: texts and tokens are mixed.
+    """
+    if isinstance(given, str):
+        return [given]
+    ids = [each for each in given if isinstance(each, int)]
+    texts = [each for each in given if not isinstance(each, int)]
+    if ids and texts:
+        raise HTTPError(400, f"{name} has texts and ids of tokens: give a list of one kind")
+    return [ids] if ids else texts
 
 
 def fill_in(llm: LLM, before: str, after: str, begun: str = "") -> list[int]:

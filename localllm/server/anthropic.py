@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import closing
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -24,7 +25,6 @@ class Tool(msgspec.Struct):
     description: str | None = None
     input_schema: dict[str, Any] | None = None
     strict: bool = False
-    type: str | None = None
 
 
 class Thinking(msgspec.Struct):
@@ -38,7 +38,6 @@ class OutputFormat(msgspec.Struct):
 
 class OutputConfig(msgspec.Struct):
     format: OutputFormat | None = None
-    effort: str | None = None
 
 
 class MessagesRequest(Generation):
@@ -169,7 +168,7 @@ async def messages(request: Request, desk: Desk) -> Response:
             _events(answer),
             answer.close,
             path=request.url.path,
-            on_error=lambda problem: event(problem.body(request.url.path), "error"),
+            encode_error=partial(event, name="error"),
             ping=event({"type": "ping"}, "ping"),
         )
     with closing(answer):

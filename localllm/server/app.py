@@ -7,7 +7,6 @@ import contextlib
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
-from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -25,8 +24,8 @@ from localllm.server.answers import Desk
 from localllm.server.http import Guard, HTTPError, Limits, json_response
 from localllm.server.models import Models
 
-#: Seconds between two looks for models that nobody has used for long.
-_LOOK_S = 1.0
+#: Seconds between two searches for models to unload.
+_EXPIRY_CHECK_S = 1.0
 
 _Endpoint = Callable[[Request, Desk], Awaitable[Response]]
 
@@ -45,13 +44,11 @@ async def _openapi(request: Request, desk: Desk) -> Response:
     return json_response(description())
 
 
-async def _refuse(status: int, message: str, request: Request, desk: Desk) -> Response:
-    raise HTTPError(status, message, "not_available" if status == 501 else None)
+async def _refuse_change(request: Request, desk: Desk) -> Response:
+    raise HTTPError(
+        403, "requests change no models: they are plain files, which localllm models lists where the server runs"
+    )
 
-
-_files = partial(
-    _refuse, 403, "requests change no models: they are plain files, which localllm models lists where the server runs"
-)
 
 #: Method, paths, what answers, and what it takes.
 _ENDPOINTS: tuple[tuple[str, tuple[str, ...], _Endpoint, type[msgspec.Struct] | None], ...] = (
@@ -77,8 +74,8 @@ _ENDPOINTS: tuple[tuple[str, tuple[str, ...], _Endpoint, type[msgspec.Struct] | 
     ("GET", ("/api/version",), ollama.version, None),
     ("POST", ("/api/show",), ollama.show, ollama.OllamaRequest),
     ("POST", ("/api/pull",), ollama.pull, ollama.OllamaRequest),
-    ("DELETE", ("/api/delete",), _files, None),
-    ("POST", ("/api/copy", "/api/create", "/api/push", "/api/blobs/{digest}"), _files, None),
+    ("DELETE", ("/api/delete",), _refuse_change, None),
+    ("POST", ("/api/copy", "/api/create", "/api/push", "/api/blobs/{digest}"), _refuse_change, None),
     ("GET", ("/api/v0/models",), openai.lm_studio_models, None),
     ("GET", ("/health", "/v1/health"), llamacpp.health, None),
     ("GET", ("/props",), llamacpp.props, None),
@@ -101,7 +98,7 @@ def description() -> dict[str, Any]:
     schema_of = dict(zip(taken, schemas, strict=True))
     paths: dict[str, dict[str, Any]] = {}
     for method, names, endpoint, body in _ENDPOINTS:
-        for name in () if isinstance(endpoint, partial) else names:  # which refuses
+        for name in () if endpoint is _refuse_change else names:
             path = name.replace(":path", "")
             operation: dict[str, Any] = {
                 "responses": {"200": {"description": "done"}, "default": {"description": "an error, and why"}}
@@ -186,7 +183,7 @@ class App:
 
     async def _unload_expired(self) -> None:
         while True:
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_EXPIRY_CHECK_S)
             await self.models.unload_expired()
 
 

@@ -12,18 +12,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from localllm.llm import LLM
-from localllm.server.answers import Desk
+from localllm.server.answers import Desk, Texts, each_text
 from localllm.server.http import HTTPError, decode, json_response
-
-#: A text, the ids of its tokens, or a list of either.
-Input = str | list[str | int | list[int]]
 
 
 class EmbeddingsRequest(msgspec.Struct):
     """OpenAI's and Ollama's ``input``, llama.cpp's ``content``, and the ``prompt`` of Ollama's older path."""
 
-    input: Input | None = None
-    content: Input | None = None
+    input: Texts | None = None
+    content: Texts | None = None
     prompt: str | None = None
     model: str | None = None
     dimensions: int | None = None
@@ -37,21 +34,13 @@ class EmbeddingsRequest(msgspec.Struct):
         given = next((each for each in (self.input, self.content, self.prompt) if each is not None), None)
         if given is None:
             raise HTTPError(400, "input is missing: it is a text, or a list of texts")
-        if isinstance(given, str):
-            return [given]
-        ids = [each for each in given if isinstance(each, int)]
-        texts = [each for each in given if not isinstance(each, int)]
-        if ids and texts:
-            raise HTTPError(400, "input has texts and ids of tokens: give a list of one kind")
-        return [ids] if ids else texts
+        return each_text("input", given)
 
 
 class OllamaEmbedRequest(EmbeddingsRequest):
     """A text that is too long is cut, unless ``truncate`` is false."""
 
     truncate: bool = True
-    options: dict[str, Any] | None = None
-    keep_alive: str | float | None = None
 
 
 class RerankRequest(msgspec.Struct):

@@ -11,7 +11,7 @@ import socket
 import sys
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar, get_args
 from urllib.parse import urlsplit
 
@@ -38,14 +38,6 @@ _T = TypeVar("_T")
 PING_S = 10.0
 
 
-class HTTPError(LocalLLMError):
-    """A refusal with its status; ``code`` is a word for programs, ``allow`` the methods that a path takes."""
-
-    def __init__(self, status: int, message: str, code: str | None = None, allow: str = "") -> None:
-        super().__init__(message)
-        self.status, self.code, self.allow = status, code, allow
-
-
 # -- Errors --------------------------------------------------------------------------------------------------------
 
 _TYPES = {
@@ -59,27 +51,29 @@ _TYPES = {
 }
 
 
-@dataclass(frozen=True)
-class Problem:
-    """What a client is told of an error."""
+#: The folders of a model file's path, which clients are not told.
+_FOLDERS = re.compile(r"(?:[A-Za-z]:)?[/\\].*[/\\](?=[^/\\]*\.gguf)")
 
-    status: int
-    message: str
-    code: str | None = None
-    allow: str = ""
+
+class HTTPError(LocalLLMError):
+    """A refusal with its status; ``code`` is a word for programs, ``allow`` the methods that a path takes."""
+
+    def __init__(self, status: int, message: str, code: str | None = None, allow: str = "") -> None:
+        super().__init__(message)
+        self.status, self.code, self.allow = status, code, allow
 
     @classmethod
-    def of(cls, error: BaseException) -> Problem:
-        """What an error comes to.  One of ours is told in its own words, without paths of this machine."""
+    def of(cls, error: BaseException) -> HTTPError:
+        """What a client is told of an error: one of ours in its own words, without paths of this machine."""
         if isinstance(error, HTTPError):
-            return cls(error.status, str(error), error.code, error.allow)
+            return error
         if isinstance(error, ContextLengthError):
             message = f"the prompt has {error.n_tokens:,} tokens but the context holds {error.context:,}: shorten it"
             return cls(400, message, "context_length_exceeded")
         if isinstance(error, msgspec.DecodeError):
             return cls(400, f"the body is not what this endpoint takes: {error}")
         if isinstance(error, UsageError | TemplateError | TokenizerError):
-            return cls(400, _without_path(str(error)))
+            return cls(400, _FOLDERS.sub("", str(error)))
         if isinstance(error, UnknownModelError):
             return cls(404, str(error), "model_not_found")
         if isinstance(error, QueueFullError):
@@ -99,10 +93,10 @@ class Problem:
         """As the API of a path tells errors."""
         kind = _TYPES.get(self.status, "api_error")
         if path.startswith("/v1/messages"):
-            return {"type": "error", "error": {"type": kind, "message": self.message}}
+            return {"type": "error", "error": {"type": kind, "message": str(self)}}
         if path.startswith("/api/"):
-            return {"error": self.message}
-        return {"error": {"message": self.message, "type": kind, "param": None, "code": self.code}}
+            return {"error": str(self)}
+        return {"error": {"message": str(self), "type": kind, "param": None, "code": self.code}}
 
     def response(self, path: str) -> Response:
         headers = {"Retry-After": "2"} if self.status in (429, 503) else {}
@@ -111,14 +105,6 @@ class Problem:
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
         return json_response(self.body(path), self.status, headers)
-
-
-#: A path of a model file: its folders are nobody's business.
-_FOLDERS = re.compile(r"(?:[A-Za-z]:)?[/\\].*[/\\](?=[^/\\]*\.gguf)")
-
-
-def _without_path(text: str) -> str:
-    return _FOLDERS.sub("", text)
 
 
 def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -207,13 +193,13 @@ class EventStream(Response):
         *,
         path: str,
         media_type: str = "text/event-stream",
-        on_error: Callable[[Problem], bytes] | None = None,
+        encode_error: Callable[[Any], bytes] | None = None,
         ping: bytes = b": still at work\n\n",
     ) -> None:
         super().__init__(None, 200, {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}, media_type)
         del self.headers["content-length"]
         self._pieces, self._close, self._ping = pieces, close, ping
-        self._error_piece = on_error or (lambda problem: event(problem.body(path)))
+        self._path, self._encode_error = path, encode_error or event
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gone = asyncio.ensure_future(_disconnect(receive))
@@ -250,7 +236,7 @@ class EventStream(Response):
                 except StopAsyncIteration:
                     break
                 except Exception as error:
-                    piece = self._error_piece(Problem.of(error))
+                    piece = self._encode_error(HTTPError.of(error).body(self._path))
                     await put({"type": "http.response.body", "body": piece, "more_body": True})
                     break
                 await put({"type": "http.response.body", "body": piece, "more_body": True})
@@ -277,6 +263,10 @@ DONE = b"data: [DONE]\n\n"
 # -- Who may ask ---------------------------------------------------------------------------------------------------
 
 
+#: What may be asked for without a key.
+_OPEN_PATHS = ("/", "/health")
+
+
 @dataclass(frozen=True)
 class Limits:
     """Who may ask, and for how much.
@@ -294,7 +284,6 @@ class Limits:
     origins: Sequence[str] = ()
     max_body: int = 32 << 20
     read_timeout_s: float = 60.0
-    open_paths: frozenset[str] = field(default=frozenset({"/", "/health"}))
 
 
 class Guard:
@@ -322,12 +311,12 @@ class Guard:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                message = {**message, "headers": [*message["headers"], *cors, *self._told(scope["state"])]}
+                message = {**message, "headers": [*message["headers"], *cors, *self._ignored_fields(scope["state"])]}
             await send(message)
 
         scope.setdefault("state", {})
         try:
-            self._check_place(headers)
+            self._check_host_and_origin(headers)
             if scope["method"] == "OPTIONS" and cors:
                 return await Response(status_code=204)(scope, receive, sending)
             scope["state"] = {**scope["state"], "client": self._client(scope, headers)}
@@ -335,10 +324,10 @@ class Guard:
         except Exception as error:
             if started:
                 raise
-            await Problem.of(error).response(scope["path"])(scope, receive, sending)
+            await HTTPError.of(error).response(scope["path"])(scope, receive, sending)
         return None
 
-    def _told(self, state: dict[str, Any]) -> list[tuple[bytes, bytes]]:
+    def _ignored_fields(self, state: dict[str, Any]) -> list[tuple[bytes, bytes]]:
         """A header with the fields of a request that nothing here reads; the log has each once."""
         names = [name for name in state.get("ignored", ()) if name.isidentifier() and name.isascii()][:20]
         for name in names:
@@ -348,7 +337,7 @@ class Guard:
                 self._log(f"a request has {name:.40}, which is ignored{advice}")
         return [(b"x-ignored-fields", ", ".join(names).encode())] if names else []
 
-    def _check_place(self, headers: dict[str, str]) -> None:
+    def _check_host_and_origin(self, headers: dict[str, str]) -> None:
         host = headers.get("host", "")
         name = urlsplit(f"//{host}").hostname or "" if _is_host(host) else ""
         if name not in self._hosts and not _is_address(name):
@@ -384,7 +373,7 @@ class Guard:
         # Each is compared, so that the time tells nothing.
         found = [hmac.compare_digest(digest, key) for key in self._keys]
         if not any(found):
-            if scope["path"] in self._limits.open_paths:
+            if scope["path"] in _OPEN_PATHS:
                 return ""
             raise HTTPError(401, "the API key is missing or wrong: send it as Authorization: Bearer KEY")
         return f"key {found.index(True)}"

@@ -23,7 +23,14 @@ from localllm.llm import LLM
 from localllm.sampling import Choice, Sampling
 from localllm.server.answers import Answer, Ask, Desk, Generation, Reply, check_tools, fill_in
 from localllm.server.http import EventStream, HTTPError, decode, event, json_response, unless_gone
-from localllm.server.openai import at_most, limit, template_message, thinking_variables, timings_json, token_json
+from localllm.server.openai import (
+    checked_logprobs,
+    template_message,
+    thinking_variables,
+    timings_json,
+    token_json,
+    token_limit,
+)
 from localllm.tokenizer import Tokenizer
 
 #: Names that files of saved prompts may have.
@@ -267,8 +274,8 @@ async def infill(request: Request, desk: Desk) -> Response:
 
 
 async def _complete(request: Request, desk: Desk, body: CompletionRequest, prompt: str | list[int]) -> Response:
-    logprobs = at_most(body.n_probs) or None
-    options = body.options(max_tokens=limit(body.n_predict), logprobs=logprobs)
+    logprobs = checked_logprobs(body.n_probs) or None
+    options = body.options(max_tokens=token_limit(body.n_predict), logprobs=logprobs)
     answer = await desk.begin(Ask(body.model, options, prompt=prompt, special=True), request)
     if body.stream:
         return EventStream(_events(answer), answer.close, path=request.url.path)

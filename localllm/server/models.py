@@ -1,4 +1,4 @@
-"""The models that a server has by name: loaded when somebody asks for one, and let go when nobody does."""
+"""The models that a server has by name: loaded when a request names one, and unloaded when none does for long."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ class Models:
             self.log(f"prompts of {served.name} are not saved: {error}")
 
     async def unload(self, served: ServedModel) -> None:
-        """Lets a model go; requests that it still has end."""
+        """Unloads a model; requests that it still has end."""
         llm, served.llm = served.llm, None
         if llm is not None:
             await asyncio.to_thread(self._save_prompts, served, llm)
@@ -236,13 +236,13 @@ class Models:
             self.log(f"unloaded {served.name}")
 
     async def unload_expired(self) -> None:
-        """Lets those go that nobody has used for long enough."""
+        """Unloads the models that nobody has used for their ``ttl_s``."""
         for served in self.served.values():
             if served.expires_s == 0.0 and not served.n_users:
                 await self.unload(served)
 
     async def close(self) -> None:
-        """Lets all go."""
+        """Unloads all models."""
         self.is_closed = True
         for served in self.served.values():
             await self.unload(served)

@@ -25,7 +25,7 @@ from localllm.llm import LLM
 from localllm.server.answers import Answer, Ask, Desk, Generation, Part, Reply, constrain, fill_in
 from localllm.server.http import EventStream, HTTPError, decode, json_response, unless_gone
 from localllm.server.models import ServedModel
-from localllm.server.openai import limit, template_message
+from localllm.server.openai import template_message, token_limit
 
 
 class RunOptions(Generation):
@@ -57,7 +57,7 @@ _Shape = Callable[[Part | None, Reply | None], dict[str, Any]]
 
 def _ask(body: OllamaRequest, **more: Any) -> Ask:
     run = body.options or RunOptions()
-    options = run.options(max_tokens=limit(run.num_predict))
+    options = run.options(max_tokens=token_limit(run.num_predict))
     if body.images:
         raise HTTPError(400, "there is an image, but this model reads text only")
     if body.format:
@@ -157,7 +157,7 @@ async def _answer(request: Request, body: OllamaRequest, desk: Desk, ask: Ask, s
             answer.close,
             path=request.url.path,
             media_type="application/x-ndjson",
-            on_error=lambda problem: _line(problem.body(request.url.path)),
+            encode_error=_line,
             ping=b"",
         )
     with closing(answer):

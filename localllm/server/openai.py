@@ -31,7 +31,9 @@ from localllm.server.answers import (
     Generation,
     Part,
     Reply,
+    Texts,
     constrain,
+    each_text,
     fill_in,
     force_call,
 )
@@ -80,13 +82,12 @@ class ChatRequest(Generation):
 
 
 class CompletionRequest(Generation):
-    prompt: str | list[str | int | list[int]] = ""
+    prompt: Texts = ""
     suffix: str | None = None
     max_tokens: int | None = 16
     n: int | None = None
     echo: bool | None = None
     logprobs: int | None = None
-    best_of: int | None = None
     stream_options: StreamOptions | None = None
 
 
@@ -160,7 +161,7 @@ def thinking_variables(effort: str | None, given: dict[str, Any] | None) -> dict
 def _ask_of_chat(body: ChatRequest) -> Ask:
     logprobs = body.top_logprobs or 0 if body.logprobs else None
     most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    options = body.options(max_tokens=limit(most), logprobs=at_most(logprobs))
+    options = body.options(max_tokens=token_limit(most), logprobs=checked_logprobs(logprobs))
     form = body.response_format
     if form is not None and form.type not in ("text", "json_object", "json_schema"):
         raise HTTPError(
@@ -180,12 +181,17 @@ def _ask_of_chat(body: ChatRequest) -> Ask:
     )
 
 
-def limit(n_tokens: int | None) -> int | None:
+def token_limit(n_tokens: int | None) -> int | None:
     """``max_tokens``, of which -1 is no limit."""
     return None if n_tokens is None or n_tokens < 0 else n_tokens
 
 
-def at_most(logprobs: int | None) -> int | None:
+def checked_logprobs(logprobs: int | None) -> int | None:
+    """How many of the likeliest tokens to list for each.
+
+    Raises:
+        HTTPError: too many.
+    """
     if logprobs is not None and logprobs > _MOST_LOGPROBS:
         raise HTTPError(400, f"at most {_MOST_LOGPROBS} likeliest tokens can be listed, not {logprobs}")
     return logprobs
@@ -194,15 +200,16 @@ def at_most(logprobs: int | None) -> int | None:
 # -- Parts of responses --------------------------------------------------------------------------------------------
 
 
-def usage_json(usages: Sequence[Usage]) -> dict[str, Any]:
-    """Tokens of all replies to one prompt, which counts once."""
-    n_prompt = usages[0].prompt_tokens
-    n_completion = sum(usage.completion_tokens for usage in usages)
+def _usage_json(replies: Sequence[Reply]) -> dict[str, Any]:
+    """Tokens of all replies; a prompt counts once, with the first of its replies."""
+    firsts = [reply.usage for reply in replies if not reply.index]
+    n_prompt = sum(usage.prompt_tokens for usage in firsts)
+    n_completion = sum(reply.usage.completion_tokens for reply in replies)
     return {
         "prompt_tokens": n_prompt,
         "completion_tokens": n_completion,
         "total_tokens": n_prompt + n_completion,
-        "prompt_tokens_details": {"cached_tokens": usages[0].cached_tokens},
+        "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in firsts)},
     }
 
 
@@ -297,7 +304,7 @@ async def chat_completions(request: Request, desk: Desk) -> Response:
 def _totals(replies: Sequence[Reply]) -> dict[str, Any]:
     warnings = [warning for reply in replies for warning in reply.warnings]
     return {
-        "usage": usage_json([reply.usage for reply in replies]),
+        "usage": _usage_json(replies),
         "timings": timings_json(replies[0].usage, replies[0].timings),
         **({"warnings": warnings} if warnings else {}),
     }
@@ -333,8 +340,7 @@ async def _chat_events(answer: Answer, body: ChatRequest) -> AsyncIterator[bytes
         logprobs = _chat_logprobs(answer.llm, part.logprobs) if part.logprobs else None
         yield event(piece(part.index, delta, logprobs=logprobs))
     if body.stream_options is not None and body.stream_options.include_usage:
-        replies.sort(key=lambda reply: reply.index)
-        yield event(head.json([], usage=usage_json([reply.usage for reply in replies])))
+        yield event(head.json([], usage=_usage_json(replies)))
     yield DONE
 
 
@@ -356,11 +362,13 @@ def _delta(part: Part, n_calls: list[int]) -> dict[str, Any]:
 
 async def completions(request: Request, desk: Desk) -> Response:
     body = await decode(request, CompletionRequest)
-    prompts = _prompts(body.prompt)
+    prompts = each_text("prompt", body.prompt)
+    if not 1 <= len(prompts) <= MOST_REPLIES:
+        raise HTTPError(400, f"there are {len(prompts):,} prompts, but a request has from 1 to {MOST_REPLIES}")
     if body.stream and len(prompts) > 1:
         raise HTTPError(400, "a stream has one prompt: send several without stream, or one after the other")
     n = 1 if body.n is None else body.n
-    options = body.options(max_tokens=limit(body.max_tokens), logprobs=at_most(body.logprobs))
+    options = body.options(max_tokens=token_limit(body.max_tokens), logprobs=checked_logprobs(body.logprobs))
     answers: list[Answer] = []
 
     def close() -> None:
@@ -400,26 +408,7 @@ async def completions(request: Request, desk: Desk) -> Response:
                 )
     finally:
         close()
-    usage = usage_json([reply.usage for reply in all_replies])
-    first = [reply.usage for reply in all_replies[::n]]
-    usage["prompt_tokens"] = sum(each.prompt_tokens for each in first)
-    usage["total_tokens"] = usage["prompt_tokens"] + usage["completion_tokens"]
-    usage["prompt_tokens_details"]["cached_tokens"] = sum(each.cached_tokens for each in first)
-    timings = timings_json(all_replies[0].usage, all_replies[0].timings)
-    return json_response(_Head("cmpl-", "text_completion", answer).json(choices, usage=usage, timings=timings))
-
-
-def _prompts(given: str | list[str | int | list[int]]) -> list[str | list[int]]:
-    """Each prompt of a text, a list of texts or of tokens, or a list of lists of tokens."""
-    if isinstance(given, str):
-        return [given]
-    ids = [each for each in given if isinstance(each, int)]
-    prompts = [each for each in given if not isinstance(each, int)]
-    if not given or (ids and prompts):
-        raise HTTPError(400, "prompt must be a text, a list of texts, or tokens")
-    if len(prompts) > MOST_REPLIES:
-        raise HTTPError(400, f"there are {len(prompts):,} prompts, but one request has at most {MOST_REPLIES}")
-    return [ids] if ids else prompts
+    return json_response(_Head("cmpl-", "text_completion", answer).json(choices, **_totals(all_replies)))
 
 
 async def _echo(
@@ -472,8 +461,7 @@ async def _completion_events(
         elif part.text or part.logprobs:
             yield event(piece(part.index, part.text, part.logprobs))
     if body.stream_options is not None and body.stream_options.include_usage:
-        replies.sort(key=lambda reply: reply.index)
-        yield event(head.json([], usage=usage_json([reply.usage for reply in replies])))
+        yield event(head.json([], usage=_usage_json(replies)))
     yield DONE
 
 

@@ -20,7 +20,14 @@ from localllm.chat.reply import ToolCall
 from localllm.engine.request import Usage
 from localllm.server.answers import Answer, Ask, Desk, Generation, Part, Reply, constrain
 from localllm.server.http import EventStream, HTTPError, decode, event, json_response, unless_gone
-from localllm.server.openai import at_most, chosen_tools, limit, new_id, template_message, thinking_variables
+from localllm.server.openai import (
+    checked_logprobs,
+    chosen_tools,
+    new_id,
+    template_message,
+    thinking_variables,
+    token_limit,
+)
 
 #: Bytes of responses that are kept in memory at most; the oldest go first.
 _MOST_BYTES = 64 << 20
@@ -117,7 +124,9 @@ class Store:
 
 
 def _ask(body: ResponsesRequest, before: list[dict[str, Any]]) -> Ask:
-    options = body.options(max_tokens=limit(body.max_output_tokens), logprobs=at_most(body.top_logprobs))
+    options = body.options(
+        max_tokens=token_limit(body.max_output_tokens), logprobs=checked_logprobs(body.top_logprobs)
+    )
     form = body.text.format if body.text is not None else None
     if form is not None and form.type != "text":
         constrain(options, form.schema if isinstance(form.schema, dict) else None)

@@ -178,7 +178,7 @@ def test_what_is_no_adapter_for_the_model_is_said(base: Path, adapters: dict[str
     with GGUFFile.open(base) as file:
         for path, message in (
             (write_gguf(tmp_path / "q.gguf", 1, architecture="qwen2"), "an adapter for qwen2 models"),
-            (base, "is no adapter"),
+            (base, "is not an adapter"),
             (write_peft(tmp_path / "dora", 1, use_dora=True), "use_dora"),
             (write_peft(tmp_path / "ia3", 1, peft_type="IA3"), "of the kind 'IA3'"),
             (tmp_path, "has no adapter_config.json"),

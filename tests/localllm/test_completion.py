@@ -298,7 +298,7 @@ def test_two_threads_on_one_stream(models: Models) -> None:
     written: list[Chunk] = []
     reader = threading.Thread(target=lambda: written.extend(stream))
     reader.start()
-    assert eventually(stream._is_read.locked)
+    assert eventually(stream._read_lock.locked)
     with pytest.raises(UsageError, match="already being read"):
         next(stream)
     go_on.set()
@@ -339,7 +339,7 @@ def test_a_processor_cannot_read_its_own_stream(models: Models) -> None:
 
     reader = threading.Thread(target=read)
     reader.start()
-    assert eventually(stream._is_read.locked)
+    assert eventually(stream._read_lock.locked)
     go_on.set()
     reader.join(60)
     assert "cannot wait for the same model" in str(caught[0])
@@ -441,7 +441,7 @@ def test_a_loop_that_was_closed_harms_nobody(models: Models) -> None:
 
     async def main() -> None:
         kept.append(models.astream([1] * 50, 100))
-        kept[0].read_at_end()
+        kept[0].deliver_at_end()
 
     go_on = models.hold()
     asyncio.run(main())

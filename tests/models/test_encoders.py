@@ -135,7 +135,7 @@ def test_what_cannot_be_embedded_is_said(tmp_path: Path) -> None:
     with localllm.load(path, device="cpu") as llm:
         with pytest.raises(UsageError, match="writes no text"):
             llm.generate("a")
-        with pytest.raises(UsageError, match="is no reranker"):
+        with pytest.raises(UsageError, match="is not a reranker"):
             llm.rerank("a", ["b"])
         with pytest.raises(UsageError, match="vectors have 64 values"):
             llm.embed(["a"], dimensions=65)

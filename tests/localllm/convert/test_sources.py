@@ -197,6 +197,15 @@ def test_scales_of_another_tensor_are_refused(change: dict[str, Any], message: s
         source(tmp_path, tensors, bits=4)
 
 
+@pytest.mark.parametrize("group", [-1, COLUMNS // GROUP])
+def test_groups_that_are_not_there_are_refused(group: int, tmp_path: Path) -> None:
+    groups = np.full(COLUMNS, group, np.int32)
+    packs = {"x.weight_packed": packed(INTEGERS), "x.weight_shape": np.array([ROWS, COLUMNS], np.int32)}
+    for tensors in (gptq(ZEROS) | {"x.g_idx": groups}, packs | {"x.weight_scale": SCALES, "x.weight_g_idx": groups}):
+        with pytest.raises(ModelError, match="its scales do not fit"):
+            source(tmp_path, tensors, bits=4)
+
+
 def test_other_bits_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="has 3 bits"):
         source(tmp_path, gptq(ZEROS), bits=3)

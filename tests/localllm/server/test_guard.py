@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from localllm.errors import TemplateError
-from localllm.server.http import EventStream, Limits, Problem
+from localllm.server.http import EventStream, HTTPError, Limits
 from tests.helpers.http_server import FAILS, Serving, demo, scripted, serving
 
 HELLO = [{"role": "user", "content": "Hello!"}]
@@ -99,9 +99,9 @@ def test_errors_have_the_form_of_each_api(server: Serving) -> None:
 
 
 def test_no_path_in_an_error() -> None:
-    problem = Problem.of(TemplateError("the chat template of /home/me/my models/a.gguf failed on these messages: x"))
-    assert problem.message == "the chat template of a.gguf failed on these messages: x"
-    assert problem.status == 400
+    error = HTTPError.of(TemplateError("the chat template of /home/me/my models/a.gguf failed on these messages: x"))
+    assert str(error) == "the chat template of a.gguf failed on these messages: x"
+    assert error.status == 400
 
 
 # -- Hostile requests ----------------------------------------------------------------------------------------------
