@@ -358,6 +358,11 @@ TINY: dict[str, Tiny] = {
             | {"llama_4_scaling_beta": 0.3}
         },
     ),
+    "mistral3-llama3": Tiny(
+        "ministral3",
+        "mistral3",
+        {"rope_parameters": LLAMA3 | {"original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.3}},
+    ),
     "mixtral": Tiny("mixtral", "llama", LOCAL_MIXTURE),
     "nemotron-h": Tiny("nemotron_h", "nemotron_h", NEMOTRON),
     "nemotron-h-latent": Tiny("nemotron_h", "nemotron_h_moe", NEMOTRON_MOE | {"moe_latent_size": 32}),
