@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from localllm.models.registry import ARCHITECTURES
+from tests.models.tiny import ENCODERS, TINY
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -62,4 +63,5 @@ def test_the_page_of_models_has_the_architectures_of_the_registry() -> None:
         named = re.escape(f"| `{name}` | {architecture.models} |")
         numbers = r"\de-0[4-9] \| \de-0[3-9]" + (r"|– \| –" if architecture.is_encoder else "")
         assert re.fullmatch(rf"{named} ({numbers}) \| (yes|–) \|", row), f"write {row} anew: see above the table"
+    assert {tiny.architecture for tiny in (TINY | ENCODERS).values()} == set(ARCHITECTURES), "tests/models/tiny.py"
     assert f"[{len(ARCHITECTURES)} architectures](docs/models.md)" in (ROOT / "README.md").read_text("utf-8")

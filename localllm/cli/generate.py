@@ -334,7 +334,8 @@ def _report(stream: Stream, *, verbose: bool) -> None:
     usage, timings = stream.usage, stream.timings
     say(
         f"prompt {_tokens(usage.prompt_tokens)}, {timings.prefill_tokens_per_s:.1f} tok/s; "
-        f"answer {_tokens(usage.completion_tokens)}, {timings.decode_tokens_per_s:.1f} tok/s"
+        f"answer {_tokens(usage.completion_tokens)}{', cut off' * (stream.finish_reason == 'length')}, "
+        f"{timings.decode_tokens_per_s:.1f} tok/s"
     )
     if (drafts := stream.drafts) is not None:
         if drafts.drafted:

@@ -320,7 +320,9 @@ class _Namer:
             stem, _, suffix = whole.rpartition(".")
             if ours := self._names.get(whole) or (f"{self._names[stem]}.{suffix}" if stem in self._names else None):
                 return ours
-        raise ModelError(f"the checkpoint has the tensor {quoted(name)}, which GGUF files of its kind have not")
+        raise ModelError(
+            f"the checkpoint has the tensor {quoted(name)}, which localllm convert does not know for its architecture"
+        )
 
 
 def _placeholder(shape: Sequence[int], row: Array, is_stacked: bool) -> Array:

@@ -196,7 +196,7 @@ class Models:
                     idle = [each for each in self.served.values() if each.llm is not None and not each.n_users]
                     if not idle:
                         raise
-                    await self.unload(min(idle, key=lambda each: each.used_at))
+                    await self._unload(min(idle, key=lambda each: each.used_at))
         except Exception as error:
             self.log(f"{served.name} cannot be loaded: {error}")
             if isinstance(error, NotEnoughMemoryError):
@@ -227,7 +227,11 @@ class Models:
             self.log(f"prompts of {served.name} are not saved: {error}")
 
     async def unload(self, served: ServedModel) -> None:
-        """Unloads a model; requests that it still has end."""
+        """Unloads a model; requests that it still has end.  Another is not loaded before its memory is free."""
+        async with self._loading:
+            await self._unload(served)
+
+    async def _unload(self, served: ServedModel) -> None:
         llm, served.llm = served.llm, None
         if llm is not None:
             await asyncio.to_thread(self._save_prompts, served, llm)
@@ -237,15 +241,16 @@ class Models:
 
     async def unload_expired(self) -> None:
         """Unloads the models that nobody has used for their ``ttl_s``."""
-        for served in self.served.values():
-            if served.expires_s == 0.0 and not served.n_users:
-                await self.unload(served)
+        async with self._loading:
+            for served in self.served.values():
+                if served.expires_s == 0.0 and not served.n_users:
+                    await self._unload(served)
 
     async def close(self) -> None:
         """Unloads all models."""
         self.is_closed = True
         for served in self.served.values():
-            await self.unload(served)
+            await self._unload(served)
 
 
 def _key(name: str) -> str:

@@ -245,7 +245,7 @@ def main() -> None:
     parser.add_argument("--fuse", action="store_true")
     parser.add_argument("--binding", metavar="PYTHON")
     parser.add_argument("--table", action="store_true")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     warnings.simplefilter("ignore")
     print(f"{'':20} {'reference':>9} {'CPU':>9} {'converted':>9} {'llama.cpp':>9}")
     results = defaultdict[str, list[Result]](list)

@@ -352,7 +352,7 @@ def test_what_is_said_beside_the_text(generate: Generate, plain: Path) -> None:
     assert empty == ""  # where the text and this go to one place, this begins on a line of its own
     assert first.startswith(f"{plain.name}: llama, ")
     assert "reference (numpy), 1 thread, 128 tokens of context" in first
-    assert re.fullmatch(r"prompt 2 tokens, [\d.]+ tok/s; answer 12 tokens, [\d.]+ tok/s", last)
+    assert re.fullmatch(r"prompt 2 tokens, [\d.]+ tok/s; answer 12 tokens, cut off, [\d.]+ tok/s", last)
     lines = verbose.err.splitlines()
     assert lines[0] == first
     named = {line[2:22].strip() for line in lines if line.startswith("  ")}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from typing import Any
 
@@ -18,8 +19,11 @@ from tests.helpers.http_server import Serving, demo, serving
 class FakeLLM:
     def __init__(self, name: str | None) -> None:
         self.name, self.is_closed = name, False
+        self.may_close = threading.Event()
+        self.may_close.set()
 
     def close(self) -> None:
+        self.may_close.wait(10)
         self.is_closed = True
 
 
@@ -72,6 +76,26 @@ def test_what_is_in_use_stays() -> None:
 
     memory = Memory(1)
     models = models_in(memory)
+    asyncio.run(use())
+    assert memory.names == ["b"]
+
+
+def test_a_model_is_loaded_when_the_memory_of_one_that_goes_is_free() -> None:
+    async def use() -> None:
+        served, llm = await models.acquire("a")
+        models.release(served)
+        fake: Any = llm
+        fake.may_close.clear()
+        unloading = asyncio.create_task(models.unload_expired())
+        while served.llm is not None:
+            await asyncio.sleep(0)
+        loading = asyncio.create_task(models.acquire("b"))
+        await asyncio.wait({loading}, timeout=0.2)
+        fake.may_close.set()
+        await asyncio.gather(unloading, loading)
+
+    memory = Memory(1)
+    models = models_in(memory, ttl_s=0.0)
     asyncio.run(use())
     assert memory.names == ["b"]
 
