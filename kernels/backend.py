@@ -241,6 +241,7 @@ class PackedWeight:
         kernel_type: the format that kernels read, such as "LUT_IQ2_16".
         n_bytes: what it takes in memory.
         is_expert: whether it is the matrices of experts, of which a token needs a few.
+        is_shared: whether another model from the same file has it already: it takes no further memory.
     """
 
     name: str
@@ -249,6 +250,12 @@ class PackedWeight:
     kernel_type: str
     n_bytes: int
     is_expert: bool = False
+    is_shared: bool = False
+
+    @property
+    def own_bytes(self) -> int:
+        """What it takes beside those that are shared."""
+        return 0 if self.is_shared else self.n_bytes
 
 
 class Step(ABC):
@@ -342,10 +349,12 @@ class Backend(Protocol):
     Attributes:
         name: "reference", "cpu", …
         page_size: tokens in a page of the cache.
+        shares_weights: whether a weight that two of its steps use is packed once.
     """
 
     name: str
     page_size: int
+    shares_weights: bool = False
 
     def footprint(
         self, graph: Graph, *, n_pages: tuple[int, ...], max_tokens: int, max_outputs: int, n_states: int = 0

@@ -293,8 +293,9 @@ def _plan(
     split = None if options.tensor_split is None else tuple(options.tensor_split)
     # The number of layers is the model's: of the draft model as many go to a GPU as fit, unless none are to.
     numbers = options.n_gpu_layers, 0 if options.n_gpu_layers == 0 else None
+    shares = sources[0].hidden is not None and devices[0].backend.shares_weights
     planners = [
-        Planner(source.name, source.model, devices, free, options.parallel, n_gpu_layers, split)
+        Planner(source.name, source.model, devices, free, options.parallel, n_gpu_layers, split, shares)
         for source, n_gpu_layers in zip(sources, numbers, strict=False)
     ]
     placements = fit(planners, available, options.context)

@@ -52,7 +52,7 @@ def sum_formats(weights: Iterable[PackedWeight]) -> tuple[Format, ...]:
     """One entry for each pair of types, with the bytes of all of them; those of most bytes first."""
     n_bytes: Counter[tuple[str, str]] = Counter()
     for weight in weights:
-        n_bytes[weight.file_type, weight.kernel_type] += weight.n_bytes
+        n_bytes[weight.file_type, weight.kernel_type] += weight.own_bytes
     return tuple(Format(*types, n) for types, n in n_bytes.most_common())
 
 
@@ -80,8 +80,8 @@ class LayerGroup:
 
     @property
     def weights(self) -> int:
-        """Bytes of packed weights."""
-        return sum(weight.n_bytes for weight in self.packed)
+        """Bytes of packed weights, less those that are shared."""
+        return sum(weight.own_bytes for weight in self.packed)
 
     @property
     def formats(self) -> tuple[Format, ...]:
@@ -180,6 +180,11 @@ class Placement:
         """How many layers a device has."""
         return sum(len(group.layers) for group in self.groups if group.device == device)
 
+    def sharing(self, other: Placement) -> Placement:
+        """The same beside another model from the same file, whose weights it takes as they are packed."""
+        theirs = {weight for group in other.groups for weight in group.packed}
+        return self.loaded(replace(w, is_shared=w in theirs) for group in self.groups for w in group.packed)
+
     def loaded(self, weights: Iterable[PackedWeight]) -> Placement:
         """The same with the weights as they were loaded."""
         held = {(weight.name, weight.layer): weight for weight in weights}
@@ -239,6 +244,7 @@ class Planner:
         free: bytes that can be had on each device.
         parallel: how many sequences of full length the cache shall have room for.
         n_gpu_layers, tensor_split: see `localllm.layers.plan_layers`.
+        shares: whether it is from the file of the model that it drafts for, and takes that one's weights.
     """
 
     name: str
@@ -248,6 +254,7 @@ class Planner:
     parallel: int = 1
     n_gpu_layers: int | None = None
     tensor_split: tuple[float, ...] | None = None
+    shares: bool = False
     _known: dict[tuple[str, range, StepSizes], Footprint] = field(default_factory=dict, compare=False)
 
     @property
@@ -366,7 +373,9 @@ def fit(planners: Sequence[Planner], available: int, context: int | None = None)
 
     def at(n_tokens: int) -> tuple[Placement, ...]:
         drafting = [draft.as_draft(n_tokens) for draft in drafts]
-        return planner.beside(*drafting).at(n_tokens), *drafting
+        model = planner.beside(*drafting).at(n_tokens)
+        both = zip(drafts, drafting, strict=True)
+        return model, *(placed.sharing(model) if draft.shares else placed for draft, placed in both)
 
     def is_too_large(n_tokens: int) -> bool:
         try:

@@ -2,7 +2,8 @@
 
 Of a token's hidden state, which the model's head reads, and the embedding of the token that follows, it makes the
 hidden state of that one: what its head makes of it is a draft of the next.  Fed with its own hidden states, it drafts
-further ones.  Source: DeepSeek-V3 (arXiv:2412.19437), section 2.2.
+further ones.  Of several blocks in a file only the first drafts: llama.cpp takes no more of DeepSeek's files either.
+Source: DeepSeek-V3 (arXiv:2412.19437), section 2.2.
 """
 
 from __future__ import annotations

@@ -70,7 +70,8 @@ def delta_net_keys(config: Any) -> dict[str, Any]:
         "ssm.group_count": config.linear_num_key_heads,
         "ssm.time_step_rank": config.linear_num_value_heads,
         "ssm.inner_size": config.linear_value_head_dim * config.linear_num_value_heads,
-        "attention.recurrent_layers": [kind == "linear_attention" for kind in config.layer_types],
+        "attention.recurrent_layers": [kind == "linear_attention" for kind in config.layer_types]
+        + [False] * config.n_nextn,
         "full_attention_interval": getattr(config, "full_attention_interval", 4),
     }
 

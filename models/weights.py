@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from math import prod
 from typing import Any, Protocol
@@ -36,14 +36,17 @@ class ModelFile(Protocol):
         ...
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class FileWeight:
-    """A tensor of a file that is open while its data is read: of a closed one, nothing stays mapped."""
+    """A tensor of a file that is open while its data is read: of a closed one, nothing stays mapped.
+
+    A tensor that is found twice is equal to itself, so that it is packed once.
+    """
 
     name: str
     type: GGMLType
     shape: tuple[int, ...]
-    _file: ModelFile
+    _file: ModelFile = field(hash=False)
 
     @property
     def data(self) -> NDArray[np.uint8]:

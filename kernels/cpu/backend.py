@@ -58,6 +58,7 @@ class CPUBackend(Backend):
 
     name = "cpu"
     page_size = PAGE
+    shares_weights = True
     #: Products of activations and weights below which the calling thread computes a step alone: handing it to others
     #: would take longer.
     small_step = 8 << 20

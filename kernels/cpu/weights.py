@@ -6,8 +6,10 @@ import itertools
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +34,21 @@ PACKED_ROWS = 256
 KEPT_BYTES = 16 << 20
 
 
+@dataclass(frozen=True, eq=False)
+class LoadedWeight:
+    """A weight in memory.
+
+    Attributes:
+        array: tiles in the format ``kind``, or without one float32; None where rows are looked up alone.
+        table: what they are looked up in.
+    """
+
+    packed: PackedWeight
+    array: NDArray[Any] | None = None
+    kind: KernelType | None = None
+    table: EmbeddingTable | None = None
+
+
 class WeightLoader:
     """Packs weights.
 
@@ -45,6 +62,8 @@ class WeightLoader:
         self._workers, self._target, self._progress = workers, target, progress
         self._packers: dict[KernelType, Packer] = {}
         self._memory = Arena()
+        #: What any step has in memory: another that uses it so takes it from there.
+        self.loaded = WeakValueDictionary[WeightUse, LoadedWeight]()
 
     def pack(self, weight: Weight) -> tuple[NDArray[np.uint8], KernelType]:
         """The tiles of one matrix or of several, and their format: another one if that of the plan cannot hold them.
@@ -111,49 +130,57 @@ class PackedWeights:
     """The weights of a graph as kernels read them; of those that were not loaded, as they will."""
 
     def __init__(self) -> None:
-        self._matrices: dict[Weight, tuple[NDArray[np.uint8], KernelType]] = {}
-        self._vectors: dict[Weight, NDArray[np.float32]] = {}
-        #: Where both lie, once they are loaded.
+        self._loaded: dict[Weight, LoadedWeight] = {}
+        #: Where they lie, once they are loaded.
         self._places = defaultdict[Weight, Buffer](lambda: Buffer(0, address=0))
         #: Those that rows are looked up in.
         self.tables: dict[Weight, EmbeddingTable] = {}
 
     def matrix(self, weight: Weight) -> tuple[Buffer, KernelType]:
         """The tiles of one matrix or of several, and their format."""
-        kind = self._matrices[weight][1] if weight in self._matrices else repack_target(weight.type)
-        return self._places[weight], kind
+        kind = self._loaded[weight].kind if weight in self._loaded else None
+        return self._places[weight], repack_target(weight.type) if kind is None else kind
 
     def vector(self, weight: Weight | None) -> Buffer | int:
         """A vector, or a matrix's rows or columns, in float32 with zeros behind each; 0 of none."""
         return 0 if weight is None else self._places[weight]
 
     def load(self, use: WeightUse, loader: WeightLoader, progress: Progress | None) -> PackedWeight:
-        """Packs a weight."""
-        weight, planned = use.weight, planned_weight(use)
-        if use.is_float:
-            values = use.floats()
-            vector = np.pad(values, ((0, 0), (0, padded(values.shape[1]) - values.shape[1])))
-            self._vectors[weight], self._places[weight].address = vector, vector.ctypes.data
-        elif use.is_operand:
-            tiles, kind = self._matrices[weight] = loader.pack(weight)
-            self._places[weight].address = tiles.ctypes.data
-            n_bytes = planned.n_bytes + tiles.nbytes - _packed_bytes(weight.shape, repack_target(weight.type))
-            planned = replace(planned, kernel_type=kind.name, n_bytes=n_bytes)
-        if use.is_table:
-            self.tables[weight] = self._table(weight)
+        """Packs a weight, unless another step has it."""
+        weight, shared = use.weight, loader.loaded.get(use)
+        loaded = shared or _load(use, loader)
+        self._loaded[weight] = loader.loaded[use] = loaded
+        if loaded.array is not None:
+            self._places[weight].address = loaded.array.ctypes.data
+        if loaded.table is not None:
+            self.tables[weight] = loaded.table
         weight.drop_pages()
         if progress is not None:
             progress(weight)
-        return planned
+        return replace(loaded.packed, is_shared=shared is not None)
 
-    def _table(self, weight: Weight) -> EmbeddingTable:
+
+def _load(use: WeightUse, loader: WeightLoader) -> LoadedWeight:
+    weight, planned = use.weight, planned_weight(use)
+    array: NDArray[Any] | None = None
+    kind: KernelType | None = None
+    table: EmbeddingTable | None = None
+    if use.is_float:
+        values = use.floats()
+        array = np.pad(values, ((0, 0), (0, padded(values.shape[1]) - values.shape[1])))
+    elif use.is_operand:
+        array, kind = loader.pack(weight)
+        n_bytes = planned.n_bytes + array.nbytes - _packed_bytes(weight.shape, repack_target(weight.type))
+        planned = replace(planned, kernel_type=kind.name, n_bytes=n_bytes)
+    if use.is_table:
         n_rows, n_columns = weight.shape
         if n_rows * n_columns <= SMALL_TABLE:
-            return DecodedTable.of(weight)
-        if weight not in self._matrices:
-            return CopiedTable.of(weight)
-        tiles, kind = self._matrices[weight]
-        return PackedTable(kind, (n_rows, n_columns), tiles)
+            table = DecodedTable.of(weight)
+        elif array is None or kind is None:
+            table = CopiedTable.of(weight)
+        else:
+            table = PackedTable(kind, (n_rows, n_columns), array)
+    return LoadedWeight(planned, array, kind, table)
 
 
 def planned_weight(use: WeightUse) -> PackedWeight:

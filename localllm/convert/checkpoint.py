@@ -24,7 +24,7 @@ from localllm.convert.vocabulary import vocabulary_keys
 from localllm.errors import ModelError, UnsupportedArchitectureError, path_text, quoted
 from localllm.gguf.writer import TensorSpec, encode_value
 from localllm.models.hf_convert import floats
-from localllm.models.registry import ARCHITECTURES, Conversion, read_model
+from localllm.models.registry import ARCHITECTURES, Conversion, has_block, read_model
 from localllm.quant.types import BLOCK_SIZES, GGMLType
 from localllm.quantize.mixes import is_quantizable
 
@@ -42,6 +42,19 @@ _OTHERS = re.compile(
 )
 #: How names of tensors in layers begin.
 _LAYER = r"(?:\w+\.)?(?:layers?|h)\.(\d+)\."
+#: Of a block that predicts one token more, GGUF's names behind "nextn." by DeepSeek's and by Qwen's.
+_NEXTN = {
+    "eh_proj": "eh_proj",
+    "enorm": "enorm",
+    "hnorm": "hnorm",
+    "embed_tokens": "embed_tokens",
+    "shared_head.norm": "shared_head_norm",
+    "shared_head.head": "shared_head_head",
+    "fc": "eh_proj",
+    "pre_fc_norm_embedding": "enorm",
+    "pre_fc_norm_hidden": "hnorm",
+    "norm": "shared_head_norm",
+}
 
 #: ``pooling_type`` by what sentence-transformers' 1_Pooling/config.json has set.
 _POOLING = {"pooling_mode_mean_tokens": 1, "pooling_mode_cls_token": 2, "pooling_mode_lasttoken": 3}
@@ -112,11 +125,16 @@ class Checkpoint:
             )
         config = Config(values)
         self.architecture = _architecture(config, values)
-        conversion = conversion or ARCHITECTURES[self.architecture].conversion
+        architecture = ARCHITECTURES[self.architecture]
+        conversion = conversion or architecture.conversion
         sources = find_sources(read_folder(folder), config)
         try:
-            self.tensors = _Namer(conversion, config).tensors(sources)
+            self.tensors = _Namer(conversion, config, architecture.has_block).tensors(sources)
+            n_blocks = len({name.split(".")[1] for name in self.tensors if name.startswith("blk.")})
+            config.n_nextn = max(0, n_blocks - config.num_hidden_layers)
             keys = general_keys(config) | dict(conversion.keys(config))
+            if config.n_nextn:
+                keys |= {"block_count": n_blocks, "nextn_predict_layers": config.n_nextn}
         except (TypeError, ValueError, KeyError, IndexError, AttributeError, ZeroDivisionError) as error:
             raise ModelError(
                 f"config.json and the tensors of {path_text(folder)} do not make a {self.architecture} model "
@@ -134,6 +152,8 @@ class Checkpoint:
         )
         try:
             read_model(self)
+            if has_block(self):
+                read_model(self, is_block=True)
         except UnsupportedArchitectureError:
             raise
         except ModelError as error:
@@ -198,8 +218,8 @@ def _pooling(folder: Path, architecture: str) -> dict[str, Any]:
 class _Namer:
     """Gives a checkpoint's tensors GGUF's names, and plans what becomes of each."""
 
-    def __init__(self, conversion: Conversion, config: Config) -> None:
-        self._conversion, self._config = conversion, config
+    def __init__(self, conversion: Conversion, config: Config, has_block: bool) -> None:
+        self._conversion, self._config, self._has_block = conversion, config, has_block
         self._names = {hf: ours for ours, hf in conversion.names.items()}
 
     def tensors(self, sources: Mapping[str, Source]) -> dict[str, CheckpointTensor]:
@@ -211,10 +231,12 @@ class _Namer:
         groups: dict[str, dict[int, Source]] = defaultdict(dict)
         for name, source in sources.items():
             name = re.sub(r"(^|\.)(language_model|text_model|bert)\.", r"\1", name)
+            if self._has_block:
+                name = self._block_name(name)
             if _OTHERS.search(name) or (name == "lm_head.weight" and self._config.values.get("tie_word_embeddings")):
                 continue
             layer = re.match(_LAYER, name)
-            if layer and int(layer[1]) >= self._config.num_hidden_layers:
+            if layer and int(layer[1]) >= self._config.num_hidden_layers and not self._has_block:
                 continue  # it predicts further tokens
             expert = re.search(r"\.experts\.(\d+)\.", name)
             generic = name if expert is None else name.replace(expert[0], ".experts.*.")
@@ -227,6 +249,16 @@ class _Namer:
         for name, array in self._conversion.extra(self._config).items():
             found[name] = CheckpointTensor(name, array.shape, GGMLType.F32, partial(iter, [array]))
         return found
+
+    def _block_name(self, name: str) -> str:
+        """As DeepSeek names tensors of a block that predicts one token more, a layer behind the last: Qwen's stand
+        apart.  What only such blocks have is called as in GGUF files."""
+        n_layers = self._config.num_hidden_layers
+        name = re.sub(r"^(?:model\.)?mtp\.(?:layers\.0\.)?", f"model.layers.{n_layers}.", name)
+        match = re.fullmatch(_LAYER + r"(.*)\.weight", name)
+        if match and int(match[1]) >= n_layers and match[2] in _NEXTN:
+            return f"model.layers.{match[1]}.nextn.{_NEXTN[match[2]]}.weight"
+        return name
 
     def _planned(self, name: str, sources: Sequence[Source]) -> dict[str, CheckpointTensor]:
         """What becomes of a tensor, or of that of all experts of a layer."""
@@ -282,6 +314,8 @@ class _Namer:
         return {ours.replace("gate_up", half): part for half, part in halves}
 
     def _gguf_name(self, name: str) -> str:
+        if name.startswith("nextn."):
+            return name
         for whole in (name, f"model.{name}", f"transformer.{name}"):  # of models without a head
             stem, _, suffix = whole.rpartition(".")
             if ours := self._names.get(whole) or (f"{self._names[stem]}.{suffix}" if stem in self._names else None):

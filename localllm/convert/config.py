@@ -36,6 +36,7 @@ class Config:
 
     Attributes:
         rope_parameters: of the rotation, whether the file has them there, in ``rope_scaling``, or on their own.
+        n_nextn: blocks behind the last layer, each of which predicts one token more.
     """
 
     def __init__(self, values: dict[str, Any]) -> None:
@@ -46,6 +47,7 @@ class Config:
         if isinstance(kinds := values.get("layers_block_type"), list):  # Nemotron, which does not count them
             self.values = {"num_hidden_layers": len(kinds)} | self.values
         self.rope_parameters = self._rope()
+        self.n_nextn = 0
 
     def __getattr__(self, name: str) -> Any:
         try:

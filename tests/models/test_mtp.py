@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,17 +11,22 @@ import pytest
 from numpy.typing import NDArray
 
 import localllm
+from localllm.convert import Checkpoint
+from localllm.convert.safetensors import read_folder
 from localllm.engine.drafting import mtp
 from localllm.engine.drafting.cost import StepCost
 from localllm.errors import ModelError, UsageError
 from localllm.gguf import GGUFFile
 from localllm.kernels.backend import HostOutput
+from localllm.kernels.cpu.weights import WeightLoader
 from localllm.kernels.reference import ReferenceBackend
+from localllm.loading import LoadOptions, plan_file
 from localllm.models.registry import read_model
-from localllm.quant.types import GGMLType
-from tests.helpers import tiny_models
+from localllm.quantize import plan as quantization_plan
+from localllm.quantize import run
+from tests.helpers.checkpoints import write_safetensors
 from tests.helpers.engines import in_engine
-from tests.models.tiny import TINY, make_model, write
+from tests.models.tiny import TINY, make_model, save
 
 pytest.importorskip("torch", reason="needs the extra 'reference'")
 pytest.importorskip("transformers", reason="needs the extra 'reference'")
@@ -32,42 +36,46 @@ PROMPT = [1, *np.random.default_rng(0).integers(3, 300, 40).tolist()]
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
 
 
+#: Names that Qwen's checkpoints have for those of DeepSeek's.
+QWEN = {
+    "eh_proj": "fc",
+    "enorm": "pre_fc_norm_embedding",
+    "hnorm": "pre_fc_norm_hidden",
+    "shared_head.norm": "norm",
+    "shared_head.head": "shared_head.head",
+}
+
+
 def with_block(path: Path, name: str, *, copied: bool = False, **changes: Array | None) -> tuple[Path, Any]:
-    """A tiny random model with a block behind it, whose layer is the same as the model's last.
+    """A tiny random model with a block behind it, whose layer is the same as the model's last, converted.
 
     With ``copied``, no layer changes anything, and the block knows the token that follows: it predicts what the model
-    will.  Changes are tensors of the block by their names behind "nextn.", with _ for a point.
+    will.  Changes are tensors of the block by DeepSeek's names, with __ for a point.
     """
     entry = replace(TINY[name], config={**TINY[name].config, "max_position_embeddings": 512})
-    model = make_model(entry)
+    model, is_qwen = make_model(entry), name.startswith("qwen")
     last, d, rng = model.config.num_hidden_layers - 1, model.config.hidden_size, np.random.default_rng(3)
     if copied:
         for key, parameter in model.state_dict().items():
             if "layers." in key and ("o_proj" in key or "out_proj" in key or "down_proj" in key):
                 parameter.zero_()
-    write(path, entry, model)
-    with GGUFFile.open(path) as file:
-        metadata = {key: value for key, value in file.metadata.items() if not key.startswith("general.")}
-        metadata = {
-            key: value.tolist() if isinstance(value, np.ndarray) else value for key, value in metadata.items()
-        }
-        metadata["tokenizer.ggml.tokens"] = list(metadata["tokenizer.ggml.tokens"])
-        tensors = {n: (np.array(t.data).view(np.float32).reshape(t.shape), t.type) for n, t in file.tensors.items()}
-    assert {type for _, type in tensors.values()} == {GGMLType.F32}
-    metadata |= {f"{entry.architecture}.block_count": last + 2, f"{entry.architecture}.nextn_predict_layers": 1}
-    if (recurrent := f"{entry.architecture}.attention.recurrent_layers") in metadata:
-        metadata[recurrent] = [*metadata[recurrent], False]
-    block = {n.replace(f"blk.{last}.", f"blk.{last + 1}."): t for n, t in tensors.items() if f"blk.{last}." in n}
+    folder = save(path.with_suffix(".hf"), model)
     eye = np.eye(d, 2 * d, dtype=np.float32)
-    nextn: Mapping[str, Array | None] = {
+    of_ones = {x: (np.ones(d) if copied else rng.uniform(0.5, 1.5, d)) - is_qwen for x in ("enorm", "hnorm")}
+    own: dict[str, Array | None] = {
         "eh_proj": eye if copied else rng.normal(0, 0.1, (d, 2 * d)).astype(np.float32),
-        **{x: (np.ones(d) if copied else rng.uniform(0.5, 1.5, d)).astype(np.float32) for x in ("enorm", "hnorm")},
-        "shared_head_norm": None if copied else rng.uniform(0.5, 1.5, d).astype(np.float32),
-        **changes,
+        **{x: values.astype(np.float32) for x, values in of_ones.items()},
+        "shared_head.norm": None if copied else (rng.uniform(0.5, 1.5, d) - is_qwen).astype(np.float32),
+        **{x.replace("__", "."): array for x, array in changes.items()},
     }
-    prefix = f"blk.{last + 1}.nextn."
-    block |= {f"{prefix}{x}.weight": (t, GGMLType.F32) for x, t in nextn.items() if t is not None}
-    return tiny_models.write_file(path.with_suffix(".mtp.gguf"), entry.architecture, metadata, tensors | block), model
+    of_layers, of_own = ("mtp.layers.0.", "mtp.") if is_qwen else (f"model.layers.{last + 1}.",) * 2
+    tensors = {n: tensor.read() for n, tensor in read_folder(folder).items()}
+    block = {n.replace(f"model.layers.{last}.", of_layers): t for n, t in tensors.items() if f"layers.{last}." in n}
+    block |= {f"{of_own}{QWEN[x] if is_qwen else x}.weight": t for x, t in own.items() if t is not None}
+    write_safetensors(folder / "model.safetensors", tensors | block)
+    for _ in run(quantization_plan(Checkpoint(folder), path, "F32")):
+        pass
+    return path, model
 
 
 @pytest.mark.parametrize("name", ["qwen35", "qwen35moe", "qwen3next", "glm4moe", "deepseek-v3"])
@@ -168,7 +176,7 @@ def test_a_block_that_copies_the_head_is_always_right(tmp_path: Path) -> None:
 
 def test_a_block_that_is_always_wrong_is_left_alone(tmp_path: Path) -> None:
     head = -read_head(with_block(tmp_path / "a.gguf", "qwen35", copied=True)[0])
-    path, _ = with_block(tmp_path / "b.gguf", "qwen35", copied=True, shared_head_head=head)
+    path, _ = with_block(tmp_path / "b.gguf", "qwen35", copied=True, shared_head__head=head)
     with localllm.load(path, context=512, threads=1) as llm:
         in_engine(llm, lambda loop: loop._cost.add(1, 1.0))
         done = llm.generate(PROMPT, **{**GREEDY, "max_tokens": 300})
@@ -183,12 +191,34 @@ def read_head(path: Path) -> Array:
         return np.array(tensor.data).view(np.float32).reshape(tensor.shape)
 
 
+@pytest.mark.parametrize("has_own", [False, True])
+def test_the_block_takes_head_and_embedding_as_the_model_has_them(
+    has_own: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed: list[str] = []
+    pack = WeightLoader.pack
+    monkeypatch.setattr(WeightLoader, "pack", lambda self, weight: packed.append(weight.name) or pack(self, weight))
+    own: dict[str, Array | None] = {}
+    if has_own:
+        own = {x: np.zeros((300, 64), np.float32) for x in ("shared_head__head", "embed_tokens")}
+    path, _ = with_block(tmp_path / "model.gguf", "glm4moe", **own)
+    plan = plan_file(LoadOptions(path, context=64, threads=1))
+    with localllm.load(path, context=64, threads=1) as llm:
+        assert llm.info.draft is not None
+        assert (llm.info.placement, llm.info.draft.placement) == plan.placements
+        weights = [weight for group in llm.info.draft.placement.groups for weight in group.packed]
+    assert len(packed) == len(set(packed))
+    shared = {weight.name for weight in weights if weight.is_shared}
+    assert shared == (set() if has_own else {"token_embd.weight", "output.weight"})
+    assert sum(w.own_bytes for w in weights) == sum(w.n_bytes for w in weights if w.name not in shared)
+    assert llm.info.draft.placement.multiplied >= next(w.n_bytes for w in weights if w.layer == "output")
+
+
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
     whole, _ = with_block(tmp_path / "a.gguf", "qwen35")
-    partly, _ = with_block(tmp_path / "b.gguf", "qwen35", enorm=None)
     without, _ = with_block(tmp_path / "c.gguf", "qwen35", eh_proj=None)
     with pytest.raises(ModelError, match=r"the file has no tensor blk\.4\.nextn\.enorm\.weight"):
-        localllm.load(partly)
+        with_block(tmp_path / "b.gguf", "qwen35", enorm=None)
     with localllm.load(without, threads=1) as llm:  # one without its block, as some are published
         assert llm.generate(PROMPT, **GREEDY).drafts is None
         with pytest.raises(UsageError, match="speculate is 'mtp', but the model has no block"):
