@@ -434,9 +434,15 @@ def check_tools(tools: list[dict[str, Any]]) -> None:
             raise HTTPError(400, f"tool {number} is not a function with a name: only such tools are called")
 
 
-def constrain(options: dict[str, Any], schema: Mapping[str, Any] | None) -> None:
-    """Makes a reply follow a JSON schema; None is any JSON object."""
-    options["json_schema"] = {"type": "object"} if schema is None else dict(schema)
+def constrain(options: dict[str, Any], schema: object) -> None:
+    """Makes a reply follow a JSON schema; None is any JSON object.
+
+    Raises:
+        HTTPError: it is not a JSON object.
+    """
+    if schema is not None and not isinstance(schema, dict):
+        raise HTTPError(400, "the schema of a reply's format must be a JSON object")
+    options["json_schema"] = {"type": "object"} if schema is None else schema
 
 
 def force_call(options: dict[str, Any], tools: list[dict[str, Any]], name: str | None) -> None:

@@ -57,7 +57,7 @@ def test_pages_may_ask_only_if_they_are_named() -> None:
         assert (good.status_code, good.headers["access-control-allow-origin"]) == (200, "https://good.example")
         asked = {"Origin": "https://good.example", "Access-Control-Request-Method": "POST"}
         assert status(server, "OPTIONS", CHAT, headers=asked) == 204
-        for origin in ("https://evil.example", "null", "http://localhost:1"):
+        for origin in ("https://evil.example", "null", "http://localhost:1", "http://[::1"):
             refused = httpx.get(server.url + "/v1/models", headers={"Origin": origin})
             assert refused.status_code == 403
             assert "access-control-allow-origin" not in refused.headers
@@ -139,6 +139,7 @@ BODIES = [
     + b"]" * 900
     + b"}}",
     b'{"messages": [{"role": "user", "content": "a"}], "timeout": -1}',
+    b'{"messages": [], "response_format": {"type": "json_schema", "json_schema": {"schema": "x"}}}',
     b'{"messages": [{"role": "user", "content": "a"}], "priority": "first"}',
     b'{"model": "../../etc/passwd", "messages": []}',
     b'{"model": "", "prompt": [[]], "input": [], "tokens": [-1], "max_tokens": 1}',
