@@ -384,13 +384,14 @@ class Guard:
         if length.isascii() and length.isdigit() and int(length[:20]) > limit:
             raise refusal
         n_bytes, is_whole = 0, False
+        deadline = asyncio.get_running_loop().time() + self._limits.read_timeout_s
 
         async def bounded() -> Message:
             nonlocal n_bytes, is_whole
             if is_whole:  # only the client's going can come
                 return await receive()
             try:
-                async with asyncio.timeout(self._limits.read_timeout_s):
+                async with asyncio.timeout_at(deadline):
                     message = await receive()
             except TimeoutError:
                 raise HTTPError(408, "the request did not come in time: send it again") from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import threading
@@ -15,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from localllm.errors import TemplateError
+from localllm.server import run
 from localllm.server.http import EventStream, HTTPError, Limits
 from tests.helpers.http_server import FAILS, Serving, demo, scripted, serving
 
@@ -223,7 +225,24 @@ def test_a_body_that_is_too_large_is_refused() -> None:
 def test_a_request_that_never_comes_to_an_end_is_refused() -> None:
     with serving(demo(), limits=Limits(read_timeout_s=0.3)) as server, connect(server) as connection:
         connection.sendall(b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
-        assert b"408" in connection.recv(4096).split(b"\r\n")[0]
+        connection.settimeout(0.05)
+        for _ in range(99):  # a byte now and then is no excuse
+            connection.sendall(b" ")
+            with contextlib.suppress(TimeoutError):
+                reply = connection.recv(4096)
+                break
+        assert b"408" in reply.split(b"\r\n")[0]
+
+
+def test_idle_connections_end_and_lock_nobody_out(server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "KEEP_ALIVE_S", 0.1)
+    monkeypatch.setattr(run, "MOST_CONNECTIONS", 4)
+    with contextlib.ExitStack() as stack:
+        connections = [stack.enter_context(connect(server)) for _ in range(6)]
+        connections[0].sendall(b"GET /health HTTP/1.1\r\nHo")
+        for connection in connections:  # the last ones at once, the others in time
+            assert connection.recv(100) == b""
+        assert status(server, path="/health") == 200
 
 
 # -- Clients that go -----------------------------------------------------------------------------------------------
