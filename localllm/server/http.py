@@ -120,6 +120,7 @@ async def decode(request: Request, kind: type[_T]) -> _T:
         msgspec.DecodeError: it is not JSON, or not of this kind.
     """
     body = await request.body() or b"{}"
+    request.state.n_bytes = len(body)
     try:
         value = msgspec.json.decode(body, type=kind)
         request.state.ignored = list(_ignored(body, kind))

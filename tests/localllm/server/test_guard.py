@@ -210,6 +210,22 @@ def test_no_json_is_a_5xx(server: Serving, path: str, body: dict[str, Any], mess
     assert response.status_code < 500 or response.status_code == 501, response.text
 
 
+MANY_ITEMS = {
+    "/v1/responses": {"input": [{"type": "function_call", "name": "a"}] * 30_000, "max_output_tokens": 1},
+    "/v1/messages": {
+        "messages": [{"role": "user", "content": [{"type": "thinking", "thinking": "a" * 99}] * 99_999}],
+        "max_tokens": 1,
+    },
+    "/v1/completions": {"prompt": " " * 9_000_000},
+    "/completion": {"prompt": [5] * 2_000},
+}
+
+
+@pytest.mark.parametrize("path", MANY_ITEMS)
+def test_a_long_request_takes_time_in_proportion(server: Serving, path: str) -> None:
+    assert httpx.post(server.url + path, json=MANY_ITEMS[path], timeout=30).status_code in (200, 400)
+
+
 def test_a_body_that_is_too_large_is_refused() -> None:
     with serving(demo(), limits=Limits(max_body=1000)) as server:
         assert status(server, "POST", "/tokenize", content=b"{" + b" " * 2000) == 413
