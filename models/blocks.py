@@ -40,7 +40,7 @@ from localllm.kernels.graph import (
     Softcap,
     Tensor,
 )
-from localllm.models.config import Experts, Header, Heads, Metadata
+from localllm.models.config import Experts, FeedForward, Header, Heads, Metadata
 from localllm.models.mtp import record_block
 from localllm.models.weights import Reshaped, Weights, split_rows
 
@@ -144,6 +144,36 @@ def decoder(
     if softcap is not None:
         at.add(Softcap(logits, softcap))
     return g
+
+
+def llama_like(
+    m: Header,
+    rope: Rope,
+    experts: Experts | None = None,
+    *,
+    windows: tuple[int | None, ...] | None = None,
+    ffn_norm: str = "ffn_norm",
+    activation: str = "silu",
+    **attention_options: Any,
+) -> Graph:
+    """A model of Llama's layers: attention and feed-forward one behind the other, an RMSNorm before each.
+
+    Args:
+        rope: of query and key in every layer.
+        experts: None for an MLP in every layer.
+        windows: of each layer, as `Header.windows` gives them; none by default.
+        ffn_norm: the name of the second norm.
+        attention_options: what else `attention` is given.
+    """
+    heads, ffn = m.heads(), m.feed_forward(experts)
+
+    def layer(at: Layer, x: Tensor) -> Tensor:
+        window = windows[at.number] if windows else None
+        y = norm(at, "attn_norm", x)
+        x = attention(at, y, heads, rope, residual=x, window=window, **attention_options)
+        return feed_forward(at, norm(at, ffn_norm, x), ffn, residual=x, activation=activation)
+
+    return decoder(m, layer)
 
 
 # -- Attention -----------------------------------------------------------------------------------------------------
@@ -272,6 +302,14 @@ def mlp(
     return at.linear(at.add(Activation(up, activation)), f"ffn_down{suffix}", at.n_embd, residual=residual)
 
 
+def feed_forward(at: Layer, x: Tensor, ffn: FeedForward, *, residual: Tensor, activation: str = "silu") -> Tensor:
+    """The layer's experts, or its gated MLP."""
+    experts = ffn.experts_of(at.number)
+    if experts is not None:
+        return mixture(at, x, experts, residual=residual, activation=activation)
+    return gated_mlp(at, x, ffn.n_ff, residual=residual, activation=activation)
+
+
 def mixture(
     at: Layer,
     x: Tensor,
@@ -295,14 +333,14 @@ def mixture(
     routing = at.add(
         Route(
             logits,
-            experts.n_used,
-            experts.norm_topk_prob,
-            experts.scale * residual_scale,
-            experts.gating,
-            w.find("exp_probs_b.bias", n),
-            experts.n_groups,
-            experts.n_top_groups,
-            1 if experts.gating == "softmax" else 2,  # as DeepSeek V2, and V3
+            k=experts.n_used,
+            norm_topk_prob=experts.norm_topk_prob,
+            scale=experts.scale * residual_scale,
+            gating=experts.gating,
+            selection_bias=w.find("exp_probs_b.bias", n),
+            n_groups=experts.n_groups,
+            n_top_groups=experts.n_top_groups,
+            n_group_best=1 if experts.gating == "softmax" else 2,  # as DeepSeek V2, and V3
             expert_scales=w.find("ffn_down_exps.scale", n),
         )
     )

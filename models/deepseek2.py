@@ -14,7 +14,7 @@ import numpy as np
 
 from localllm.kernels.graph import Attention, Graph, HeadLinear, HeadNorm, Linear, Linears, Rope, RopeAppend, Tensor
 from localllm.models import hf_names
-from localllm.models.blocks import Layer, decoder, gated_mlp, mixture, norm
+from localllm.models.blocks import Layer, decoder, feed_forward, norm
 from localllm.models.config import Header
 from localllm.models.hf_convert import Array, routing_keys
 from localllm.models.rope import make_rope, read_rope, yarn_mscale
@@ -102,16 +102,13 @@ class Latents:
 
 def record(m: Header) -> Graph:
     rope, scale = make_latent_rope(m)
-    latents, n_ff = Latents.read(m, scale), m.mlp_width()
+    latents = Latents.read(m, scale)
     is_biased = f"blk.{m.config.n_layers - 1}.exp_probs_b.bias" in m.weights
-    experts = m.experts(norm_topk_prob=False, gating=2 if is_biased else 1)
+    ffn = m.feed_forward(m.experts(norm_topk_prob=False, gating="sigmoid" if is_biased else "softmax"))
 
     def layer(at: Layer, x: Tensor) -> Tensor:
         x = attention(at, norm(at, "attn_norm", x), latents, rope, residual=x)
-        y = norm(at, "ffn_norm", x)
-        if at.number < m.n_dense or experts is None:
-            return gated_mlp(at, y, n_ff, residual=x)
-        return mixture(at, y, experts, residual=x)
+        return feed_forward(at, norm(at, "ffn_norm", x), ffn, residual=x)
 
     return decoder(m, layer)
 

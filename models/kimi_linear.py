@@ -10,7 +10,7 @@ import numpy as np
 
 from localllm.kernels.graph import CausalConv, Gated, GatedDelta, Graph, Linears, RMSNorm, Tensor
 from localllm.models import deepseek2, hf_names
-from localllm.models.blocks import Layer, decoder, gated_mlp, mixture, norm
+from localllm.models.blocks import Layer, decoder, feed_forward, norm
 from localllm.models.config import Header
 from localllm.models.hf_convert import Array, floats
 from localllm.models.weights import Reshaped
@@ -64,7 +64,7 @@ def hf_tensor(name: str, array: Array, config: Any) -> Array | dict[str, Array]:
 
 
 def record(m: Header) -> Graph:
-    meta, latents, n_ff, experts = m.meta, deepseek2.Latents.read(m), m.mlp_width(), m.experts(gating=2)
+    meta, latents, ffn = m.meta, deepseek2.Latents.read(m), m.feed_forward(m.experts(gating="sigmoid"))
     n_kv = meta.read_each("attention.head_count_kv", m.config.n_layers, int, low=0, high=1 << 14)
     dim = meta.read("kda.head_dim", int, low=16, high=1 << 10)
     kernel = meta.read("ssm.conv_kernel", int, low=2, high=8)
@@ -76,10 +76,7 @@ def record(m: Header) -> Graph:
             x = deepseek2.attention(at, y, latents, None, residual=x)
         else:
             x = delta_net(at, y, latents.n_heads, dim, kernel, residual=x)
-        y = norm(at, "ffn_norm", x)
-        if experts and at.number >= m.n_dense:
-            return mixture(at, y, experts, residual=x)
-        return gated_mlp(at, y, n_ff, residual=x)
+        return feed_forward(at, norm(at, "ffn_norm", x), ffn, residual=x)
 
     return decoder(m, layer)
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from localllm.errors import ModelError
-from localllm.kernels.graph import Graph, Tensor
+from localllm.kernels.graph import Graph
 from localllm.models import hf_names
-from localllm.models.blocks import Layer, attention, decoder, mixture, norm
+from localllm.models.blocks import llama_like
 from localllm.models.config import Header
 from localllm.models.hf_convert import rotated_part
 from localllm.models.rope import make_rope
@@ -35,13 +34,4 @@ def hf_keys(config: Any) -> dict[str, Any]:
 
 
 def record(m: Header) -> Graph:
-    heads, experts = m.heads(), m.experts(gating=2)
-    rope = make_rope(m, heads.key_dim)
-    if experts is None:
-        raise ModelError("the file has no minimax-m2.expert_count: is it complete?")
-
-    def layer(at: Layer, x: Tensor) -> Tensor:
-        x = attention(at, norm(at, "attn_norm", x), heads, rope, qk_norm="row", residual=x)
-        return mixture(at, norm(at, "ffn_norm", x), experts, residual=x)
-
-    return decoder(m, layer)
+    return llama_like(m, make_rope(m, m.heads().key_dim), m.experts(gating="sigmoid"), qk_norm="row")
