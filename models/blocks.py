@@ -35,6 +35,7 @@ from localllm.kernels.graph import (
     Rope,
     RopeAppend,
     Route,
+    Routing,
     Scale,
     Scan,
     Softcap,
@@ -328,14 +329,33 @@ def mixture(
     ``residual_scale``.  ``is_weighted_first``: it is what experts are given that is weighed.
     Sources: arXiv:2401.04088 (Mixtral), arXiv:2401.06066 (DeepSeekMoE).
     """
-    w, d, n, n_ff = at.weights, at.n_embd, experts.n, experts.n_ff
-    logits = at.linear(x, "ffn_gate_inp", n)  # [T, E]
-    routing = at.add(
+    w = at.weights
+    routing = route(at, x, experts, residual_scale)
+    if experts.n_ff_shared:
+        is_gated = "ffn_gate_shexp.weight" in w
+        record_mlp = gated_mlp if is_gated else mlp
+        shared = record_mlp(at, x, experts.n_ff_shared, activation=activation, suffix="_shexp")
+        weight = None  # [T, 1]
+        if "ffn_gate_inp_shexp.weight" in w:
+            weight = at.add(Linear(x, w.row("ffn_gate_inp_shexp", at.n_embd)))
+        residual = at.add(Add(shared, residual, residual_scale, weight))
+    n_latent = w.n_rows("ffn_latent_down.weight")
+    if not n_latent:
+        return chosen_experts(at, x, experts, routing, activation, residual, is_weighted_first=is_weighted_first)
+    x = at.linear(x, "ffn_latent_down", n_latent)
+    y = chosen_experts(at, x, experts, routing, activation, is_weighted_first=is_weighted_first)
+    return at.linear(y, "ffn_latent_up", at.n_embd, residual=residual)
+
+
+def route(at: Layer, x: Tensor, experts: Experts, scale: float = 1.0) -> Routing:
+    """Which experts each token goes to; their weights times ``scale``."""
+    w, n = at.weights, experts.n
+    return at.add(
         Route(
-            logits,
+            at.linear(x, "ffn_gate_inp", n),  # [T, E]
             k=experts.n_used,
             norm_topk_prob=experts.norm_topk_prob,
-            scale=experts.scale * residual_scale,
+            scale=experts.scale * scale,
             gating=experts.gating,
             selection_bias=w.find("exp_probs_b.bias", n),
             n_groups=experts.n_groups,
@@ -344,18 +364,20 @@ def mixture(
             expert_scales=w.find("ffn_down_exps.scale", n),
         )
     )
-    if experts.n_ff_shared:
-        is_gated = "ffn_gate_shexp.weight" in w
-        record_mlp = gated_mlp if is_gated else mlp
-        shared = record_mlp(at, x, experts.n_ff_shared, activation=activation, suffix="_shexp")
-        weight = None  # [T, 1]
-        if "ffn_gate_inp_shexp.weight" in w:
-            weight = at.add(Linear(x, w.row("ffn_gate_inp_shexp", d)))
-        residual = at.add(Add(shared, residual, residual_scale, weight))
-    n_latent = w.n_rows("ffn_latent_down.weight")
-    width = n_latent or d
-    if n_latent:
-        x = at.linear(x, "ffn_latent_down", n_latent)
+
+
+def chosen_experts(
+    at: Layer,
+    x: Tensor,
+    experts: Experts,
+    routing: Routing,
+    activation: str,
+    residual: Tensor | None = None,
+    *,
+    is_weighted_first: bool = False,
+) -> Tensor:
+    """The weighted sum of what each token's experts make of x."""
+    w, n, n_ff, width = at.weights, experts.n, experts.n_ff, x.width
     if "ffn_gate_up_exps.weight" in w:
         matrices = w.split_experts("ffn_gate_up_exps", n, width, {"gate": n_ff, "up": n_ff})
     else:
@@ -365,8 +387,7 @@ def mixture(
     hs = at.add(ExpertLinears(x, matrices, routing, biases, is_weighted_first))  # [T * k, n_ff]
     h = at.add(Gated(hs[0], hs[1], activation) if len(hs) == 2 else Activation(hs[0], activation))
     down, bias = w.experts("ffn_down_exps", n, n_ff, width), w.find("ffn_down_exps.bias", n, width)
-    y = at.add(ExpertOutput(h, down, routing, None if n_latent else residual, bias, not is_weighted_first))
-    return at.linear(y, "ffn_latent_up", d, residual=residual) if n_latent else y
+    return at.add(ExpertOutput(h, down, routing, residual, bias, not is_weighted_first))
 
 
 @dataclass(frozen=True)

@@ -74,6 +74,10 @@ class Metadata:
         self._read.add(full)
         return _plain(self.values.get(full))
 
+    def skip(self, *keys: str) -> None:
+        """Lets be keys that change nothing in this architecture."""
+        self._read.update(f"{self.architecture}.{key}" for key in keys)
+
     def read(
         self,
         key: str,

@@ -86,7 +86,7 @@ class Latents:
         """From a file's keys; those of old files tell of heads with keys of their own."""
         meta, n_layers = m.meta, m.config.n_layers
         n_heads = meta.read_uniform("attention.head_count", n_layers, low=1, high=1 << 14)
-        meta.find("attention.head_count_kv")
+        meta.skip("attention.head_count_kv", "attention.key_length", "attention.value_length")  # of the latents
         n_latent = meta.read("attention.kv_lora_rank", int, low=1, high=512)
         n_rot = meta.read("rope.dimension_count", int, low=2, high=128)
         is_old = meta.find("attention.key_length_mla") is None
@@ -94,8 +94,6 @@ class Latents:
             meta.read(f"attention.{x}_length{'' if is_old else '_mla'}", int, low=2, high=1 << 12)
             for x in ("key", "value")
         )
-        for x in ("key", "value"):  # of the latents
-            meta.find(f"attention.{x}_length")
         n_query = meta.read("attention.q_lora_rank", int, 0, low=0, high=1 << 16)
         return cls(n_heads, n_latent, n_rot, key_dim, value_dim, n_query, scale * key_dim**-0.5)
 

@@ -25,7 +25,7 @@ def hf_keys(config: Any) -> dict[str, Any]:
 
 
 def record(m: Header) -> Graph:
-    m.meta.find("rope.dimension_sections")  # of several axes, which agree for text
+    m.meta.skip("rope.dimension_sections")  # of several axes, which agree for text
     qk_norm = "head" if "blk.0.attn_q_norm.weight" in m.weights else None
     experts = m.experts(gating="sigmoid")
     rope = make_rope(m, m.heads().key_dim)

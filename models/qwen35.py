@@ -89,7 +89,7 @@ def record_hybrid(m: Header, *, is_grouped: bool) -> Graph:
     """Qwen 3.5's; and with V heads grouped by the key head they share, Qwen 3 Next's."""
     heads, net, ffn = m.heads(), DeltaNet.read(m.meta), m.feed_forward(m.experts())
     rope = make_rope(m, heads.key_dim)
-    m.meta.find("rope.dimension_sections")  # of the axes, which agree for text
+    m.meta.skip("rope.dimension_sections")  # of the axes, which agree for text
     is_recurrent = recurrent_layers(m)
 
     def layer(at: Layer, x: Tensor) -> Tensor:
