@@ -13,13 +13,11 @@ from localllm.models.rope import make_rope
 HF_NAMES = (
     hf_names.COMMON
     | hf_names.EXPERTS
+    | hf_names.projections("mlp.shared_mlp", "_shexp")
     | {
         "attn_q_norm": "self_attn.query_layernorm",
         "attn_k_norm": "self_attn.key_layernorm",
         "ffn_gate_inp": "mlp.gate.wg",
-        "ffn_gate_shexp": "mlp.shared_mlp.gate_proj",
-        "ffn_up_shexp": "mlp.shared_mlp.up_proj",
-        "ffn_down_shexp": "mlp.shared_mlp.down_proj",
     }
 )
 

@@ -29,15 +29,10 @@ HF_NAMES = hf_names.COMMON | {
     "ssm_a": "self_attn.A_log",
     "ssm_dt.bias": "self_attn.dt_bias",
     "ssm_norm": "self_attn.o_norm",
-    "ffn_gate_inp": "block_sparse_moe.gate",
     "exp_probs_b.bias": "block_sparse_moe.gate.e_score_correction_bias",
-    "ffn_gate_exps": "block_sparse_moe.experts.*.w1",
-    "ffn_down_exps": "block_sparse_moe.experts.*.w2",
-    "ffn_up_exps": "block_sparse_moe.experts.*.w3",
-    "ffn_gate_shexp": "block_sparse_moe.shared_experts.gate_proj",
-    "ffn_up_shexp": "block_sparse_moe.shared_experts.up_proj",
-    "ffn_down_shexp": "block_sparse_moe.shared_experts.down_proj",
 }
+HF_NAMES |= hf_names.w123_experts("block_sparse_moe")
+HF_NAMES |= hf_names.projections("block_sparse_moe.shared_experts", "_shexp")
 
 
 def hf_keys(config: Any) -> dict[str, Any]:

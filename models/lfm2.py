@@ -25,12 +25,9 @@ HF_NAMES = hf_names.COMMON | {
     "ffn_gate": "feed_forward.w1",
     "ffn_down": "feed_forward.w2",
     "ffn_up": "feed_forward.w3",
-    "ffn_gate_inp": "feed_forward.gate",
     "exp_probs_b.bias": "feed_forward.expert_bias",
-    "ffn_gate_exps": "feed_forward.experts.*.w1",
-    "ffn_down_exps": "feed_forward.experts.*.w2",
-    "ffn_up_exps": "feed_forward.experts.*.w3",
 }
+HF_NAMES |= hf_names.w123_experts("feed_forward")
 
 
 def hf_keys(config: Any) -> dict[str, Any]:

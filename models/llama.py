@@ -15,7 +15,7 @@ from localllm.models.config import Header
 from localllm.models.hf_convert import interleave_query_and_key, rotated_part
 from localllm.models.rope import make_rope
 
-HF_NAMES = hf_names.COMMON | hf_names.BLOCK_SPARSE_EXPERTS
+HF_NAMES = hf_names.COMMON | hf_names.w123_experts("block_sparse_moe")
 hf_tensor = interleave_query_and_key
 
 

@@ -13,17 +13,16 @@ from localllm.models.config import Header
 from localllm.models.hf_convert import Array, rotated_part
 from localllm.models.rope import make_rope
 
-HF_NAMES = hf_names.COMMON | {
-    "ffn_gate": "feed_forward.gate_proj",
-    "ffn_up": "feed_forward.up_proj",
-    "ffn_down": "feed_forward.down_proj",
-    "ffn_gate_inp": "feed_forward.router",
-    "ffn_gate_up_exps.weight": "feed_forward.experts.gate_up_proj",
-    "ffn_down_exps.weight": "feed_forward.experts.down_proj",
-    "ffn_gate_shexp": "feed_forward.shared_expert.gate_proj",
-    "ffn_up_shexp": "feed_forward.shared_expert.up_proj",
-    "ffn_down_shexp": "feed_forward.shared_expert.down_proj",
-}
+HF_NAMES = (
+    hf_names.COMMON
+    | hf_names.projections("feed_forward")
+    | hf_names.projections("feed_forward.shared_expert", "_shexp")
+    | {
+        "ffn_gate_inp": "feed_forward.router",
+        "ffn_gate_up_exps.weight": "feed_forward.experts.gate_up_proj",
+        "ffn_down_exps.weight": "feed_forward.experts.down_proj",
+    }
+)
 
 
 def hf_keys(config: Any) -> dict[str, Any]:

@@ -14,13 +14,8 @@ from localllm.models.rope import make_rope
 HF_NAMES = (
     hf_names.COMMON
     | hf_names.HEAD_NORMS
-    | {
-        "ffn_gate_inp": "block_sparse_moe.gate",
-        "exp_probs_b.bias": "block_sparse_moe.e_score_correction_bias",
-        "ffn_gate_exps": "block_sparse_moe.experts.*.w1",
-        "ffn_down_exps": "block_sparse_moe.experts.*.w2",
-        "ffn_up_exps": "block_sparse_moe.experts.*.w3",
-    }
+    | hf_names.w123_experts("block_sparse_moe")
+    | {"exp_probs_b.bias": "block_sparse_moe.e_score_correction_bias"}
 )
 
 
