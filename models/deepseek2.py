@@ -105,7 +105,7 @@ def record(m: Header) -> Graph:
     ffn = m.feed_forward(m.experts(norm_topk_prob=False, gating="sigmoid" if is_biased else "softmax"))
 
     def layer(at: Layer, x: Tensor) -> Tensor:
-        x = attention(at, norm(at, "attn_norm", x), latents, rope, residual=x)
+        x = latent_attention(at, norm(at, "attn_norm", x), latents, rope, residual=x)
         return feed_forward(at, norm(at, "ffn_norm", x), ffn, residual=x)
 
     return decoder(m, layer)
@@ -126,7 +126,7 @@ def make_latent_rope(m: Header) -> tuple[Rope, float]:
     return replace(rope, first=first, magnitude=magnitude), yarn_mscale(config.factor, multiplier) ** 2
 
 
-def attention(at: Layer, x: Tensor, latents: Latents, rope: Rope | None, *, residual: Tensor) -> Tensor:
+def latent_attention(at: Layer, x: Tensor, latents: Latents, rope: Rope | None, *, residual: Tensor) -> Tensor:
     """Attention over latents; without ``rope``, nothing is rotated."""
     w, d, n, n_latent = at.weights, at.n_embd, latents.n_heads, latents.n_latent
     width, n_nope, cached = n * latents.key_dim, latents.key_dim - latents.n_rot, n_latent + latents.n_rot

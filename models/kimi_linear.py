@@ -68,7 +68,7 @@ def record(m: Header) -> Graph:
     def layer(at: Layer, x: Tensor) -> Tensor:
         y = norm(at, "attn_norm", x)
         if n_kv[at.number]:
-            x = deepseek2.attention(at, y, latents, None, residual=x)
+            x = deepseek2.latent_attention(at, y, latents, None, residual=x)
         else:
             x = delta_net(at, y, latents.n_heads, dim, kernel, residual=x)
         return feed_forward(at, norm(at, "ffn_norm", x), ffn, residual=x)
