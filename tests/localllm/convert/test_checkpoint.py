@@ -241,6 +241,18 @@ def test_the_command_line(
     assert not (tmp_path / "x.gguf").exists()
 
 
+def test_clipped_queries_are_refused(tmp_path: Path) -> None:
+    sizes = {"q_norm": 64, "k_norm": 32}
+    norms = {
+        f"model.layers.{i}.self_attn.{name}.weight": np.ones(n, np.float32)
+        for i in range(3)
+        for name, n in sizes.items()
+    }
+    Checkpoint(write_checkpoint(tmp_path / "a", "olmoe", tensors=norms))
+    with pytest.raises(ModelError, match=r"olmoe.attention.clamp_kqv = 8.0, which localllm does not support yet"):
+        Checkpoint(write_checkpoint(tmp_path / "b", "olmoe", tensors=norms, clip_qkv=8.0))
+
+
 def test_what_files_have_no_key_for_is_refused() -> None:
     gemma = {"head_dim": 16, "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 7}
     assert gemma_keys(SimpleNamespace(**gemma, query_pre_attn_scalar=16)) == gemma_keys(SimpleNamespace(**gemma))
