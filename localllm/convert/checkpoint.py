@@ -107,6 +107,7 @@ class Checkpoint:
         conversion: by default that of its architecture.
 
     Attributes:
+        paths: of the safetensors files.
         metadata, tensors: of the GGUF file that it makes.
 
     Raises:
@@ -127,7 +128,9 @@ class Checkpoint:
         self.architecture = _architecture(config, values)
         architecture = ARCHITECTURES[self.architecture]
         conversion = conversion or architecture.conversion
-        sources = find_sources(read_folder(folder), config)
+        files = read_folder(folder)
+        self.paths = sorted({tensor.path for tensor in files.values()})
+        sources = find_sources(files, config)
         try:
             self.tensors = _Namer(conversion, config, architecture.has_block).tensors(sources)
             n_blocks = len({name.split(".")[1] for name in self.tensors if name.startswith("blk.")})
@@ -158,10 +161,6 @@ class Checkpoint:
             raise
         except ModelError as error:
             raise ModelError(f"{path_text(folder)} cannot be converted: {error}") from error
-
-    @property
-    def paths(self) -> Sequence[Path]:
-        return ()
 
     @property
     def parts(self) -> Sequence[Sequence[str]]:
