@@ -43,7 +43,8 @@ class TensorSpec:
 def encode_value(value: bool | int | float | str | Sequence[Any], type: ValueType | None = None) -> bytes:
     """A value's type and the value, as a file has them.
 
-    Without ``type`` integers are u32 and floats f32; in arrays, integers are i32.
+    Without ``type`` integers are u32 and floats f32; in arrays, integers are i32, and
+    numpy's unsigned ones bytes.
     """
     match value:
         case bool():
@@ -57,9 +58,9 @@ def encode_value(value: bool | int | float | str | Sequence[Any], type: ValueTyp
             return struct.pack("<I", ValueType.STRING) + _string(value)
     if not len(value) or not isinstance(value[0], str):
         numbers = np.asarray(value, None if len(value) else np.int32)
-        kind, dtype = {"b": (ValueType.BOOL, "?"), "f": (ValueType.FLOAT32, "<f4")}.get(
-            numbers.dtype.kind, (ValueType.INT32, "<i4")
-        )
+        kind, dtype = {
+            "b": (ValueType.BOOL, "?"), "f": (ValueType.FLOAT32, "<f4"), "u": (ValueType.UINT8, "u1")
+        }.get(numbers.dtype.kind, (ValueType.INT32, "<i4"))  # fmt: skip
         return struct.pack("<IIQ", ValueType.ARRAY, kind, len(value)) + numbers.astype(dtype).tobytes()
     head = struct.pack("<IIQ", ValueType.ARRAY, ValueType.STRING, len(value))
     return head + b"".join(_string(text) for text in value)

@@ -91,32 +91,41 @@ def test_texts_together_have_the_vectors_that_each_has_alone(name: str, tmp_path
         assert np.linalg.norm(llm.embed(TEXTS[:1], normalize=False)) != pytest.approx(1, abs=0.01)
 
 
-@pytest.mark.parametrize("name", ["bert", "qwen3-embedding"])
-def test_a_reranker_scores_what_its_classifier_does(name: str, tmp_path: Path) -> None:
-    """One with a dense layer before its output, and one that says yes or no."""
-    rng, entry = np.random.default_rng(3), ENCODERS[name]
-    shapes = {"cls.output.weight": (2, 64)}
-    if name == "bert":
-        shapes = {"cls.weight": (64, 64), "cls.bias": (64,), "cls.output.weight": (1, 64), "cls.output.bias": (1,)}
-    head = {tensor: rng.normal(0, 0.3, shape).astype(np.float32) for tensor, shape in shapes.items()}
-    conversion = replace(ARCHITECTURES[entry.architecture].conversion, extra=lambda config: head)
-    path = write(tmp_path / "model.gguf", replace(entry, conversion=conversion), model_of(name), pooling_type=4)
-    documents = ["the cat", "{query} in a document", "e"]
-    with localllm.load(path, device="cpu") as llm:
-        scores = llm.rerank("a cat?", documents)
-        for document, score in zip(documents, scores, strict=True):
-            query, end = llm.tokenize("a cat?"), [llm.tokenizer.eos_id]
-            ids = [*query, *end, *end, *llm.tokenize(document, add_special=False), *end]
-            rows = hidden(name, [int(i or 0) for i in ids])
-            if name == "bert":
-                dense = np.tanh(head["cls.weight"] @ rows[0] + head["cls.bias"])
-                expected = float((head["cls.output.weight"] @ dense + head["cls.output.bias"])[0])
-            else:
-                yes, no = head["cls.output.weight"] @ rows[-1]
-                expected = float(1 / (1 + np.exp(no - yes)))
+@pytest.mark.parametrize("name", ["bert", "xlm-roberta", "modern-bert"])
+def test_a_reranker_scores_as_transformers_classifier(name: str, tmp_path: Path) -> None:
+    import torch
+
+    entry = ENCODERS[name]
+    config = entry.config | {"num_labels": 1, "classifier_pooling": "mean"}
+    entry = replace(entry, config=config, auto="AutoModelForSequenceClassification")
+    model = make_model(entry)
+    with localllm.load(write(tmp_path / "model.gguf", entry, model), device="cpu") as llm:
+        scores = llm.rerank("a cat?", DOCUMENTS)
+        for document, score in zip(DOCUMENTS, scores, strict=True):
+            with torch.no_grad():
+                expected = float(model(torch.tensor([pair(llm, document)])).logits[0, 0])
             assert score == pytest.approx(expected, abs=0.02)
         with pytest.raises(UsageError, match="scores documents"):
             llm.embed(["a"])
+
+
+DOCUMENTS = ["the cat", "{query} in a document", "e"]
+
+
+def pair(llm: localllm.LLM, document: str) -> list[int]:
+    query, end = llm.tokenize("a cat?"), [int(llm.tokenizer.eos_id or 0)]
+    return [*query, *end, *end, *llm.tokenize(document, add_special=False), *end]
+
+
+def test_a_reranker_that_says_yes_or_no(tmp_path: Path) -> None:
+    entry, output = ENCODERS["qwen3-embedding"], np.random.default_rng(3).normal(0, 0.3, (2, 64)).astype(np.float32)
+    conversion = replace(ARCHITECTURES["qwen3"].conversion, extra=lambda config: {"cls.output.weight": output})
+    model = model_of("qwen3-embedding")
+    path = write(tmp_path / "model.gguf", replace(entry, conversion=conversion), model, pooling_type=4)
+    with localllm.load(path, device="cpu") as llm:
+        for document, score in zip(DOCUMENTS, llm.rerank("a cat?", DOCUMENTS), strict=True):
+            yes, no = output @ hidden("qwen3-embedding", pair(llm, document))[-1]
+            assert score == pytest.approx(float(1 / (1 + np.exp(no - yes))), abs=0.02)
 
 
 def test_llama_cpp_pythons_way_to_embed(tmp_path: Path) -> None:
