@@ -389,7 +389,7 @@ class TensorWork:
         if self.tensor.is_copied and finite.all():
             return rows
         try:
-            encoded = quantize(values, new, weights, self._threads, self._feedback)
+            encoded = quantize(values, new, weights, self._threads, self._feedback, favours_large=True)
         except ModelError as error:
             raise ModelError(f"tensor {quoted(self.tensor.name)}: {error}") from None
         every = max(values.size // _SAMPLE, 1)
