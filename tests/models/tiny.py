@@ -414,7 +414,12 @@ TINY: dict[str, Tiny] = {
 #: Models that embed.
 ENCODERS: dict[str, Tiny] = {
     "bert": Tiny("bert", "bert", {"layer_norm_eps": 1e-5, "head_dim": None}, auto="AutoModel"),
-    "nomic-bert": Tiny("nomic_bert", "nomic-bert", {"layer_norm_eps": 1e-5}, auto="AutoModel"),
+    "nomic-bert": Tiny(
+        "nomic_bert",
+        "nomic-bert",
+        {"layer_norm_eps": 1e-5, "max_position_embeddings": 2048},
+        auto="AutoModel",
+    ),
     "modern-bert": Tiny(
         "modernbert",
         "modern-bert",
