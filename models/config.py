@@ -219,6 +219,12 @@ def _read_n_layers(meta: Metadata, tensors: Iterable[str]) -> int:
             f"{meta.architecture}.block_count is {n_blocks}, but the file has tensors of {len(indices)} layers: "
             "the file's metadata and tensors disagree"
         )
+    for i in indices - set(range(n_layers)):
+        if not any(name.startswith(f"blk.{i}.nextn.") for name in tensors):
+            raise ModelError(
+                f"{meta.architecture}.nextn_predict_layers is {n_blocks - n_layers}, but layer {i} has no tensor "
+                f"blk.{i}.nextn.*: the file's metadata and tensors disagree"
+            )
     return n_layers
 
 
