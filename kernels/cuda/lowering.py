@@ -73,21 +73,6 @@ _FEW_ROWS = 8
 
 
 @dataclass(frozen=True)
-class TopK:
-    """What finds the largest of the logits.
-
-    Attributes:
-        launches: those for an extent, the largest to find, and the outputs of the batch.
-        best: for ids, the largest first, and behind those of all rows their logits.
-        parts: for the largest of each stretch of a row.
-    """
-
-    launches: Callable[[Extent, int, int], Iterator[Launch]]
-    best: Buffer
-    parts: Buffer
-
-
-@dataclass(frozen=True)
 class Lowered:
     """Calls whose buffers have their offsets.
 
@@ -95,7 +80,8 @@ class Lowered:
         limits: what the calls have in common.
         hidden: where hidden states that another device computed are put, if the graph begins with them.
         tables: rows of those that are looked up in, and whether by position.
-        top_k: what finds the largest of the result, if that is logits.
+        found: where the largest of the result is put, and where more of them are, if that is logits: ids, and behind
+            those of all rows their logits.
         arena_bytes: what all buffers take.
     """
 
@@ -104,7 +90,7 @@ class Lowered:
     hidden: Stored | None
     result: Stored
     tables: list[tuple[int, bool]]
-    top_k: TopK | None
+    found: tuple[Buffer, Buffer] | None
     arena_bytes: int
 
 
@@ -143,6 +129,8 @@ class Lowering:
         #: Rows as products with weights of a kind of formats read them.
         self.inputs: dict[tuple[Tensor, str], Inputs] = {}
         self.hidden: Stored | None = None
+        #: What the last batch chose, which may be ids of the next one.
+        self.chosen = Buffer(8 * limits.max_outputs, is_kept=True)
         self.tables: list[tuple[int, bool]] = []
 
     def lower(self) -> Lowered:
@@ -150,14 +138,14 @@ class Lowering:
             self.node = i
             self.stored.update(node.operation.computed_by(self))
         result = self.stored[self.graph.result]
-        top_k = self.top_k(result) if self.graph.result.rows is Rows.OUTPUTS else None
-        # What a step begins with is there before its calls; what finds the largest logits comes behind them.
+        found = self.choose(result) if self.graph.result.rows is Rows.OUTPUTS else None
+        # What a step begins with is there before its calls, and what it ends with stays.
         begin = [] if self.hidden is None else [self.hidden.buffer]
-        end = [result.buffer] if top_k is None else [result.buffer, top_k.best, top_k.parts]
-        kept = [self.batch.buffer, *(buffer for _, buffer in self.limits.ropes)]
+        end = [result.buffer, *(found or ())]
+        kept = [self.batch.buffer, self.chosen, *(buffer for _, buffer in self.limits.ropes)]
         n_bytes = assign([begin, *(call.buffers for call in self.calls), end], kept)
         calls, self.calls = self.calls, []  # which refer to this: a circle would keep memory till the next collection
-        return Lowered(self.limits, calls, self.hidden, result, self.tables, top_k, n_bytes)
+        return Lowered(self.limits, calls, self.hidden, result, self.tables, found, n_bytes)
 
     # -- Memory ----------------------------------------------------------------------------------------------------
 
@@ -234,7 +222,8 @@ class Lowering:
         columns, format, batch = op.columns or range(table.n_in), table.packed, self.batch
         numbers = batch.positions if op.by_position else batch.ids
         launch, row_bytes = matmul.embed_launch(format, 1), table.memory.n_bytes / table.n_out + y.bytes_of(1)
-        values = table.memory, columns.start, columns.stop, format.n_tiles(table.n_in), numbers, batch.header
+        chosen = None if op.by_position else self.chosen
+        values = table.memory, columns.start, columns.stop, format.n_tiles(table.n_in), numbers, chosen, batch.header
         options = {"defines": launch.defines, "cost": lambda sizes: Cost(sizes.n_tokens * row_bytes)}
         kernel = launch.module, launch.kernel
         self.call("embed", kernel, N_TOKENS, _each, launch.block[0], *values, float(op.scale), y, **options)
@@ -308,26 +297,27 @@ class Lowering:
         self.call("gather", kernel, N_OUTPUTS, _columns(x), _GATE_THREADS, *values, cost=cost)
         return y
 
-    def top_k(self, logits: Stored) -> TopK:
-        """With memory for as many of the largest as there may be wanted."""
-        n_bytes = 8 * self.limits.max_outputs * min(MAX_TOP_K, logits.width)
-        n_parts, header = -(-logits.width // SORTED), self.batch.header
-        best, parts = Buffer(n_bytes), Buffer(n_bytes * n_parts)
+    def choose(self, logits: Stored) -> tuple[Buffer, Buffer]:
+        """Finds the largest of the logits: as many as an extent says."""
+        n_parts, n_outputs, header = -(-logits.width // SORTED), self.limits.max_outputs, self.batch.header
+        best = Buffer(8 * n_outputs * min(MAX_TOP_K, logits.width))
+        parts = Buffer(best.n_bytes * n_parts)
 
-        def launches(extent: Extent, k: int, n_rows: int) -> Iterator[Launch]:
-            found, n = (best, best.at(4 * n_rows * k)), extent.n_outputs
-
+        def launches(extent: Extent) -> Iterator[Launch]:
             def launch(kernel: str, grid: tuple[int, ...], *values: Any) -> Launch:
                 given = arguments(header, *values)
                 return Launch("elementwise", kernel, {}, grid, (_SORT_THREADS,), 0, given)
 
-            if k == 1:
-                yield launch("argmax", (n,), logits, logits.width, *found)
-            else:
+            k, n = extent.top_k, extent.n_outputs
+            if k == 1 and n:
+                yield launch("argmax", (n,), logits, logits.width, self.chosen)
+            elif k and n:
                 yield launch("top_parts", (n_parts, n), logits, logits.width, k, parts)
-                yield launch("top_merge", (n,), parts, n_parts * k, k, logits, *found)
+                yield launch("top_merge", (n,), parts, n_parts * k, k, logits, best)
 
-        return TopK(launches, best, parts)
+        cost = lambda sizes: Cost(logits.bytes_of(sizes.n_outputs))  # noqa: E731
+        self.calls.append(Call("choice", launches, [logits, best, parts], cost))
+        return self.chosen, best
 
     # -- Products --------------------------------------------------------------------------------------------------
 

@@ -231,8 +231,8 @@ def quantise_launch(format: PackedFormat, n_in: int, n_rows: int) -> Launch:
 def embed_launch(format: PackedFormat, n_rows: int) -> Launch:
     """`embed` of up to ``n_rows`` tokens.
 
-    Arguments: weights, int32 first column and the one behind the last, int32 tiles, ids (int32), n_tokens (int32 in
-    memory), float32 scale, y, int32 stride.
+    Arguments: weights, int32 first column and the one behind the last, int32 tiles, ids (int32), ids that the last
+    batch chose (int32), n_tokens (int32 in memory), float32 scale, y, int32 stride.
     """
     return Launch("embed", "embed", format.defines, (n_rows,), (_EMBED_THREADS,))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -269,6 +270,30 @@ def test_numbers_of_choices_out_of_range() -> None:
     for k in (0, 41):
         with pytest.raises(KernelError, match=f"{k} of 40 logits cannot be chosen: 1 to 40 can"):
             step.top_k(batch, k)
+
+
+@needs_harness
+@pytest.mark.parametrize("order", ["lazy", "eager"])
+def test_a_batch_goes_on_with_ids_that_are_not_known_yet(order: Any) -> None:
+    """Several begun before one is read, some of them in graphs; the ids may be of any row."""
+    follows = np.random.default_rng(3).permutation(40)
+    driver = EmulatedDriver(order=order)
+    step = logits_step(emulated_cuda(driver), np.eye(40, dtype=np.float32)[follows])
+    assert step.chooses_ahead
+    given = make_batch([([7], 0, [0]), ([30], 0, [1])], outputs=[0, 1])
+    ids = np.array([7, 30])
+    found = step.run(replace(given, top_k=1))
+    for _ in range(4):
+        ids = follows[ids]
+        swapped = replace(given, ids=np.array([~1, ~0], np.int32), top_k=1, n_chosen=2)
+        coming = step.run(swapped)
+        np.testing.assert_array_equal(found.top_k(1).ids[:, 0], ids)
+        found, ids = coming, ids[::-1]
+    step.run(given)
+    with pytest.raises(KernelError, match="goes on with 2 ids, of which 0 were chosen"):
+        step.run(swapped)
+    with pytest.raises(KernelError, match="token ids outside the vocabulary"):
+        step.run(replace(swapped, n_chosen=1))
 
 
 # -- Parts ---------------------------------------------------------------------------------------------------------
