@@ -10,6 +10,7 @@
 #include "activations.cuh"
 #include "batch.cuh"
 #include "choice.cuh"
+#include "gate.cuh"
 
 #define ROW_THREADS 512
 #define ROW_WARPS (ROW_THREADS / WARP)
@@ -107,30 +108,6 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS)
 }
 
 // -- Activations ------------------------------------------------------------------------------------------------------
-
-// In the order of graph.ACTIVATIONS.
-enum { SILU, GELU, GELU_ERF, RELU2, SIGMOID, IDENTITY, CLAMPED_SWIGLU };
-
-DEVICE float activated(int kind, float g, float u) {
-  switch (kind) {
-    case SILU:
-      return g / (1.0f + expf(-g)) * u;
-    case GELU:  // the tanh form: x * sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3))
-      return g / (1.0f + expf(-1.5957691216057308f * fmaf(0.044715f * g * g, g, g))) * u;
-    case GELU_ERF:
-      return 0.5f * g * erfcf(-0.70710678f * g) * u;
-    case RELU2:
-      return g > 0.0f ? g * g * u : g != g ? g : 0.0f;
-    case SIGMOID:
-      return u / (1.0f + expf(-g));
-    case IDENTITY:
-      return g * u;
-    default:  // gpt-oss's
-      g = fminf(g, 7.0f);
-      u = fmaxf(fminf(u, 7.0f), -7.0f);
-      return g / (1.0f + expf(-1.702f * g)) * (u + 1.0f);
-  }
-}
 
 DEVICE float4 gated(int kind, const float* gate, const float* up, size_t row, int column, int n) {
   const float4 g = load_four(gate + row, column, n);

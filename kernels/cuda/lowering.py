@@ -2,10 +2,10 @@
 
 Nothing is launched here, and no memory is needed: it also tells what a step will take before anything is loaded.
 
-A layer of a llama takes eleven launches for a token: norm and quantise, the product with query, key and value,
+A layer of a llama takes ten launches for a token: norm and quantise, the product with query, key and value,
 rotation and append, attention over KV splits and their merge, quantise, the product with its output; norm and
-quantise, the product with gate and up, gate and quantise, the product with down.  Norms and gates write integers at
-once where products with integers are all that read them.
+quantise, the product with gate and up, which ends with the gate, the product with down.  Norms and gates write
+integers at once where products with integers are all that read them.
 """
 
 from __future__ import annotations
@@ -128,6 +128,8 @@ class Lowering:
         self.stored: dict[Value | None, Any] = {None: None}
         #: Rows as products with weights of a kind of formats read them.
         self.inputs: dict[tuple[Tensor, str], Inputs] = {}
+        #: Of gates that products may end with: where they go, and whether those of an extent do.
+        self.ends: dict[Tensor, tuple[Inputs, Callable[[Extent], bool]]] = {}
         self.hidden: Stored | None = None
         #: What the last batch chose, which may be ids of the next one.
         self.chosen = Buffer(8 * limits.max_outputs, is_kept=True)
@@ -254,7 +256,8 @@ class Lowering:
     def _gate(self, result: Tensor, gate: Tensor, up: Tensor | None, activation: str) -> Stored | Inputs:
         """An activation, times another row if there is one."""
         x, other = self.stored[gate], self.stored[up]
-        y, kernel, name = self.result_of(result)
+        ended, is_done = self.ends.get(result, (None, None))
+        y, kernel, name = (ended, "_quantised", " + quantise") if ended else self.result_of(result)
         values = (
             ACTIVATIONS.index(activation),
             x.buffer,
@@ -265,6 +268,9 @@ class Lowering:
         )
         operands = [x] if other is None else [x, other]
         self.elementwise(f"gate{name}", f"gated{kernel}", x, _columns(x), _GATE_THREADS, *values, operands=operands)
+        if is_done is not None:
+            call = self.calls.pop()
+            self.calls.append(replace(call, launches=lambda n: () if is_done(n) else call.launches(n)))
         return y
 
     def add(self, op: g.Add) -> Stored:
@@ -335,9 +341,23 @@ class Lowering:
         inputs = {matrix.format: self.inputs_of(op.x, matrix.packed) for matrix in matrices}
         biases = [self.weights.vector(matrix.bias) for matrix in op.matrices]
         products = list(zip(matrices, results, biases, strict=True))
+        gate = self._gate_of(op, list(inputs)) if len(products) == 2 else None
         for format in sorted(inputs):
-            self._multiply(inputs[format], [product for product in products if product[0].format == format])
+            self._multiply(
+                inputs[format], [product for product in products if product[0].format == format], gate=gate
+            )
         return results
+
+    def _gate_of(self, op: g.Linears, formats: Sequence[str]) -> tuple[g.Gated, Inputs] | None:
+        """The gate that both products go to, and nothing else, if their codes are what is read of it."""
+        gates = {reader for x in op.result for reader in self.readers[x]}
+        [gate] = gates if len(gates) == 1 else (None,)
+        if not isinstance(gate, g.Gated) or (gate.gate, gate.up) != op.result or self.graph.result in op.result:
+            return None
+        if len(formats) > 1 or gate.result.width % matmul.RUN:
+            return None
+        y = self.result_of(gate.result)[0]
+        return (gate, y) if isinstance(y, Inputs) else None
 
     def head_linear(self, op: g.HeadLinear) -> Stored:
         x, y, matrix = self.stored[op.x], self.new(op.x.rows, op.result.width), self.weights.matrix(op.weight)
@@ -357,12 +377,14 @@ class Lowering:
         inputs: Inputs,
         products: Sequence[tuple[PackedMatrix, Stored, DeviceMemory | None]],
         residual: Stored | None = None,
+        gate: tuple[g.Gated, Inputs] | None = None,
     ) -> None:
         """Products of the same inputs with matrices of one format.
 
         Args:
             products: the matrix, or those of the inputs' heads, where the product goes, and the bias.
             residual: what is added to the product, of which there is one then; it may be where that goes.
+            gate: what both products are for, and where its codes go.
         """
         limits, slot, added = self.limits, inputs.slot, None if residual is None else residual.buffer
         packed, results = [w for w, _, _ in products], [y for _, y, _ in products]
@@ -381,6 +403,9 @@ class Lowering:
                 launch = matmul.product_launch(format, n_outs, n_in, n_rows, limits.products, inputs.n_heads)
                 counter = self.batch.counter(slot)
                 given = matmul.product_arguments(launch, format, n_in, n_rows, (units, scales), counter, some)
+                if gate is not None and (gated := matmul.gated_launch(format, launch)):
+                    kind, to = ACTIVATIONS.index(gate[0].activation), gate[1].as_arguments(n)
+                    launch, given = gated, [*given[:5], *matmul.gate_arguments(some[0], some[1], kind, to)]
                 yield launch.given(*given)
 
         def cost(sizes: BatchSizes) -> Cost:
@@ -388,6 +413,12 @@ class Lowering:
             return _product_cost(packed, inputs, sizes.rows(slot), extra_bytes=extra)
 
         operands: list[Stored | Inputs | Buffer] = [inputs, *results, *([] if residual is None else [residual])]
+        if gate is not None:
+            operands.append(gate[1])
+            self.ends[gate[0].result] = (
+                gate[1],
+                lambda extent: any(x.kernel == "matvec_gated" for x in launches(extent)),
+            )
         name = "linear" if inputs.n_heads == 1 else "heads"
         self.calls.append(Call(f"{name} {_names(packed)}", launches, operands, cost))
 

@@ -180,6 +180,8 @@ class Model:
         card, lowered = self.card, self.lowered
         for call in lowered.calls:
             kernels, cost = [launch.kernel for launch in call.launches(extent)], call.cost(sizes)
+            if not kernels:
+                continue
             seconds, is_lanes = cost.n_bytes / card.copy, "matvec" in kernels
             if cost.kind is not None and not is_lanes:
                 factor = ATTENTION if call.name == "attention" else 1.0

@@ -90,6 +90,7 @@ def _of_format(type: KernelType, architecture: int) -> Iterator[Case]:
     limits = ProductLimits(capability, SHARED_BYTES[architecture])
     for rows in sorted({format.input_rows(n) for n in ROWS}):
         launches.append(matmul.product_launch(format, [4096], 4096, rows, limits))
+        launches += [gated for gated in (matmul.gated_launch(format, launches[-1]),) if gated]
         if rows in (1, 8, 64):
             launches.append(matmul.product_launch(format, [512], 512, rows, limits, n_heads=16))
     for rows in (8, 64) if capability >= matmul.TENSOR_CORES else (8,):

@@ -22,9 +22,10 @@ from tests.cuda_on_cpu import fake_cupy
 from tests.cuda_on_cpu.emulated_driver import EmulatedDriver
 from tests.helpers import tiny_models
 from tests.helpers.backends import emulated_cuda, no_harness
+from tests.helpers.blocks import random_rows
 from tests.helpers.recorder import CacheShape, Ops, SplitOps
 from tests.helpers.run_model import Runner, make_batch
-from tests.helpers.weights import NO_CACHE, f32
+from tests.helpers.weights import NO_CACHE, blocks, f32, random
 from tests.kernels.cuda.watched import KernellessDriver, WatchedDriver
 
 T = GGMLType
@@ -33,18 +34,18 @@ IDS = [int(i) for i in np.random.default_rng(3).integers(3, 300, 600)]
 #: Kernels of a layer for one token.
 LAYER = {
     "rms_norm_quantised": 2,
-    "matvec": 4,
+    "matvec": 3,
+    "matvec_gated": 1,
     "rope_append": 1,
     "attention_split": 1,
     "attention_merge": 1,
     "quantise": 1,
-    "gated_quantised": 1,
 }
 
 
 def small(path: Path, **changes: Any) -> Path:
     """A model whose matrices all have one format."""
-    options = {"head_dim": 16, "intermediate_size": 192, "max_position_embeddings": 1024} | changes
+    options = {"head_dim": 16, "intermediate_size": 256, "max_position_embeddings": 1024} | changes
     return tiny_models.tiny_gguf(path / "model.gguf", type=T.Q4_0, **options)
 
 
@@ -56,17 +57,40 @@ def watched(**options: Any) -> tuple[WatchedDriver, CUDABackend]:
 # -- Launches and graphs -------------------------------------------------------------------------------------------
 
 
-def test_a_layer_takes_eleven_launches_for_a_token(tmp_path: Path) -> None:
+def test_a_layer_takes_ten_launches_for_a_token(tmp_path: Path) -> None:
     driver = KernellessDriver()
     runner = Runner(small(tmp_path), CUDABackend(driver, 0, compiles_ahead=False))
     driver.forget()
     runner.run((IDS[:1], 0, [0]))
     once = dict(driver.kernels)
-    assert sum(LAYER.values()) == 11
+    assert sum(LAYER.values()) == 10
     assert once.pop("embed") == 1
     assert once.pop("gather_rows") == 1
     last = {"rms_norm_quantised": 1, "matvec": 1}
     assert once == {name: 3 * n + last.get(name, 0) for name, n in LAYER.items()}
+
+
+@needs_harness
+@pytest.mark.parametrize(("type", "activation"), [(T.Q4_0, "silu"), (T.Q4_K, "gelu"), (T.Q5_1, "clamped_swiglu")])
+def test_a_product_that_ends_with_its_gate(type: T, activation: str) -> None:
+    """A token alone has the bits that it has in a batch, where the gate is a launch of its own."""
+    driver, backend = watched()
+    ops = Ops(backend)
+    weights = [blocks(random_rows(type, 256, 512, seed=seed), type, 512) for seed in (0, 1)]
+    matrices = [Matrix(weights[0], f32(random(256))), Matrix(weights[1])]
+    down, table = Matrix(blocks(random_rows(type, 40, 256), type, 256)), ops.load_embedding(f32(random(5, 512)))
+
+    def forward() -> Any:
+        gate, up = ops.linears(ops.embed(table), matrices)
+        return ops.outputs(ops.linear(ops.gated(gate, up, activation), down))
+
+    step = ops.compile(forward, ops.new_cache(NO_CACHE, 4), max_tokens=5, max_outputs=5)
+    together = step(make_batch([(range(5), 0, [0])], outputs=range(5))).copy()
+    assert driver.kernels["gated_quantised"] == 1
+    for i in range(5):
+        np.testing.assert_array_equal(step(make_batch([([i], 0, [0])]))[0], together[i])
+    assert driver.kernels["matvec_gated"] > 0
+    assert driver.kernels["gated_quantised"] == 1
 
 
 @needs_harness
