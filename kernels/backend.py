@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.errors import KernelError
-from localllm.kernels.graph import Embed, ExpertLinears, ExpertOutput, Graph, Layer, Value, Weight
+from localllm.kernels.graph import Embed, ExpertLinears, ExpertOutput, Graph, LayerTag, Value, Weight
 from localllm.quant.formats import dequantize
 
 #: Called with each weight of a file once it was packed.
@@ -250,7 +250,7 @@ class PackedWeight:
     """
 
     name: str
-    layer: Layer
+    layer: LayerTag
     file_type: str
     kernel_type: str
     n_bytes: int
@@ -439,7 +439,7 @@ class WeightUse:
     """
 
     weight: Weight
-    layer: Layer
+    layer: LayerTag
     is_table: bool
     is_operand: bool
     is_float: bool
@@ -472,7 +472,7 @@ def weights_of(graph: Graph) -> tuple[WeightUse, ...]:
     """
     tables = {node.operation.table for node in graph.nodes if isinstance(node.operation, Embed)}
     operands = {w for node in graph.nodes if not isinstance(node.operation, Embed) for w in node.operation.weights}
-    layers: dict[Weight, Layer] = {}
+    layers: dict[Weight, LayerTag] = {}
     for node in sorted(graph.nodes, key=lambda node: node.layer != "output"):
         for weight in node.operation.weights:
             layers.setdefault(weight, node.layer)

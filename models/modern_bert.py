@@ -41,7 +41,7 @@ def record(m: Header) -> Graph:
     eps = meta.read("attention.layer_norm_epsilon", float, low=0.0, high=1.0)
     rope, local_rope = make_rope(m, heads.key_dim), make_local_rope(m, heads.key_dim)
     activation = {"gelu": "gelu_erf"}.get(hidden := meta.read("hidden_act", str, "gelu"), hidden)
-    meta.find("attention.causal")
+    meta.skip("attention.causal")
     period = meta.find("attention.sliding_window_pattern")
     windows = m.windows(period=1)
     if not isinstance(period, list | tuple):

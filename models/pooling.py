@@ -59,14 +59,8 @@ class Pooling:
             ModelError: a reranker has no classifier, or a tensor's shape does not fit.
         """
         rank, causal, width = kind == "rank", graph.is_causal, graph.result.width
-        for key in (
-            "classifier.output_labels",
-            "dense_2_feat_in",
-            "dense_2_feat_out",
-            "dense_3_feat_in",
-            "dense_3_feat_out",
-        ):
-            meta.find(key)
+        widths = (f"dense_{i}_feat_{side}" for i in (2, 3) for side in ("in", "out"))
+        meta.skip("classifier.output_labels", *widths)  # as the tensors say
         rows = kind if not rank else "last" if causal else "cls"
         of_class = meta.read("classifier.pooling_type", int, 0, low=0, high=len(KINDS) - 1)
         if rank and of_class:

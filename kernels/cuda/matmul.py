@@ -146,7 +146,8 @@ def _packed_format(type: KernelType) -> PackedFormat:
     scale_bytes = size.n_bytes * columns // size.length - bits * columns // 8
     defines: dict[str, int | str] = {"FORMAT": type.name}
     if isinstance(type, LUTType):
-        defines = {"FORMAT": f"LUT_{type.scale_length}", **_table_defines(type.table)}
+        kind = "LUT" if type.bits == 4 else "LUT3"
+        defines = {"FORMAT": f"{kind}_{type.scale_length}", **_table_defines(type.table)}
     elif type is GGMLType.IQ4_NL:
         defines = {"FORMAT": "LUT_32", **_table_defines(IQ4_VALUES.tolist())}
     return PackedFormat(type, columns, GROUP * RUN * bits // 8, GROUP * scale_bytes, UNIT, defines)

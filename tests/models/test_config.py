@@ -274,6 +274,7 @@ def test_experts() -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
+        ("llama.expert_count", None),
         ("llama.expert_used_count", 0),
         ("llama.expert_used_count", 9),
         ("llama.expert_used_count", None),

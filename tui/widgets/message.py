@@ -276,6 +276,8 @@ class MessageView(Vertical, can_focus=True):
         divider.update(Content(text))
 
     def on_mount(self) -> None:
+        if not self.children:  # the app is closing
+            return
         self.query_one(".divider").display = False
         self._draw()
         self._draw_calls()

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from localllm.kernels.cuda import matmul
 from localllm.quant.formats import dequantize
-from localllm.quant.lut import LUT_E2M1_32, LUT_IQ1_16, KernelType, LUTType, block_size, dequantize_lut
+from localllm.quant.lut import LUT_TYPES, KernelType, LUTType, block_size, dequantize_lut
 from localllm.quant.types import BLOCK_SIZES, GGMLType
 from tests.helpers import packed
 from tests.helpers.blocks import F16_FIELDS, random_rows
@@ -20,7 +20,11 @@ from tests.kernels.cuda.device import Device, load
 T = GGMLType
 
 #: Tables differ in numbers only: one with a scale for 32 columns, and one for 16.
-TYPES: list[KernelType] = [*(t for t in matmul.PACKED_FORMATS if not isinstance(t, LUTType)), LUT_E2M1_32, LUT_IQ1_16]
+TYPES: list[KernelType] = [
+    *(t for t in matmul.PACKED_FORMATS if not isinstance(t, LUTType)),
+    *LUT_TYPES[1:3],
+    *LUT_TYPES[-2:],
+]
 every_type = pytest.mark.parametrize("type", TYPES, ids=lambda type: type.name)
 
 
