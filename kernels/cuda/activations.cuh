@@ -56,19 +56,6 @@ DEVICE int largest_magnitude(float4 v) {
   return max(max(magnitude(v.x), magnitude(v.y)), max(magnitude(v.z), magnitude(v.w)));
 }
 
-// Rounds 32 columns of a row to int8, of which lane i of a warp has the one: the bits of `store_codes`.
-DEVICE void store_code(float v, int8_t* units, float2* scales, int block, int row, int n_rows) {
-  const int lane = threadIdx.x % WARP;
-  int bits = magnitude(v);
-#pragma unroll
-  for (int offset = 1; offset < WARP; offset *= 2) bits = max(bits, __shfl_xor_sync(FULL_MASK, bits, offset));
-  const float largest = __int_as_float(bits);
-  const int code = __float2int_rn(v * (largest > NEGLIGIBLE ? LARGEST_CODE / largest : 0.0f)), sum = warp_sum(code);
-  units[((int64_t)(block * (BLOCK / 16) + lane / 16) * n_rows + row) * UNIT + lane % 16] = (int8_t)code;
-  const float scale = largest / LARGEST_CODE;
-  if (lane == 0) scales[(int64_t)block * n_rows + row] = make_float2(scale, scale * sum);
-}
-
 // Rounds 128 columns of a row to int8, with the same bits as the CPU's kernels.  A whole warp calls it, where lane i has
 // columns 4 i ... 4 i + 3; it writes a word of a unit, and every eighth lane the scales.
 //

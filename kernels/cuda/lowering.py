@@ -2,10 +2,10 @@
 
 Nothing is launched here, and no memory is needed: it also tells what a step will take before anything is loaded.
 
-A layer of a llama takes ten launches for a token: norm and quantise, the product with query, key and value,
-rotation and append, attention over KV splits and their merge, quantise, the product with its output; norm and
-quantise, the product with gate and up, which ends with the gate, the product with down.  Norms and gates write
-integers at once where products with integers are all that read them.
+A layer of a llama takes nine launches for a token: norm and quantise, the product with query, key and value,
+rotation and append, attention over KV splits, their merge and quantise, the product with its output; norm and
+quantise, the product with gate and up, which ends with the gate, the product with down.  Norms, gates and attention
+write integers at once where products with integers are all that read them.
 """
 
 from __future__ import annotations
@@ -204,6 +204,11 @@ class Lowering:
         """Adds what `rows_call` makes."""
         self.calls.append(rows_call(*given, **options))
 
+    def _omit_last(self, is_done: Callable[[Extent], bool]) -> None:
+        """The last call is not launched for extents where another one has done it."""
+        call = self.calls.pop()
+        self.calls.append(replace(call, launches=lambda extent: () if is_done(extent) else call.launches(extent)))
+
     def elementwise(
         self, name: str, kernel: str, x: Stored, grid: Grid, threads: int, *values: Any, **options: Any
     ) -> None:
@@ -269,8 +274,7 @@ class Lowering:
         operands = [x] if other is None else [x, other]
         self.elementwise(f"gate{name}", f"gated{kernel}", x, _columns(x), _GATE_THREADS, *values, operands=operands)
         if is_done is not None:
-            call = self.calls.pop()
-            self.calls.append(replace(call, launches=lambda n: () if is_done(n) else call.launches(n)))
+            self._omit_last(is_done)
         return y
 
     def add(self, op: g.Add) -> Stored:
@@ -457,6 +461,10 @@ class Lowering:
 
     def attention(self, op: g.Attention) -> Stored:
         limits, kept, q, y = self.limits, op.cache, self.stored[op.q], self.new(Rows.TOKENS, op.result.width)
+        # What merges splits ends with codes, if that is all that is read; whole heads must make whole rows of them.
+        fits = kept.value_dim % matmul.BLOCK == y.width % matmul.RUN == 0
+        inputs = self.result_of(op.result)[0] if fits else None
+        codes = inputs if isinstance(inputs, Inputs) else None
         kind, sinks, partials = limits.kind(op), self.weights.vector(op.sinks), limits.new_partials()
         heads = kind.heads
         variant = replace(kind.variant, soft_cap=op.softcap is not None, sinks=sinks is not None)
@@ -470,8 +478,10 @@ class Lowering:
             own: dict[str, tuple[Any, ...]] = {
                 "attention_prefill": (*cache, q, y, sinks, *scoring),
                 "attention_split": (*cache, q, *parts, *scoring),
-                "attention_merge": (*parts, y, sinks),
+                "attention_merge": (*parts, y, sinks, None, None, 0),
             }
+            if codes is not None and not work.prefill_tiles:
+                own["attention_merge"] = *parts, y, sinks, *codes.as_arguments(extent.n_tokens)
             for launch in attention.launches(work, heads, variant, limits.properties.n_multiprocessors):
                 numbers = heads.n_kv_heads, heads.group_size, *attention.token_range(launch, work), heads.window
                 yield launch.given(*arguments(*batch, *numbers, *own[launch.kernel]))
@@ -482,7 +492,10 @@ class Lowering:
             return Cost(n_bytes, 4 * pairs * q.width, "f16")  # query times key, and weight times value
 
         name = "attention" if heads.window == attention.NO_WINDOW else f"attention, window {heads.window}"
-        self.calls.append(Call(name, launches, [q, y, partials], cost))
+        self.calls.append(Call(name, launches, [q, y, partials, *([codes] if codes else [])], cost))
+        if codes is not None:
+            self._quantise("quantise", "quantise", y, codes)
+            self._omit_last(lambda extent: not extent.work(kind).prefill_tiles)
         return y
 
     # -- Recurrent states ------------------------------------------------------------------------------------------
