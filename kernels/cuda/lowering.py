@@ -342,25 +342,21 @@ class Lowering:
     def linears(self, op: g.Linears) -> tuple[Stored, ...]:
         matrices = [self.weights.matrix(matrix.weight) for matrix in op.matrices]
         results = tuple(self.new(op.x.rows, matrix.n_out) for matrix in matrices)
-        inputs = {matrix.format: self.inputs_of(op.x, matrix.packed) for matrix in matrices}
+        inputs = [self.inputs_of(op.x, matrix.packed) for matrix in matrices]
         biases = [self.weights.vector(matrix.bias) for matrix in op.matrices]
         products = list(zip(matrices, results, biases, strict=True))
-        gate = self._gate_of(op, list(inputs)) if len(products) == 2 else None
-        for format in sorted(inputs):
-            self._multiply(
-                inputs[format], [product for product in products if product[0].format == format], gate=gate
-            )
+        gate = self._gate_of(op) if len({matrix.format for matrix in matrices}) == 1 else None
+        for own in dict.fromkeys(inputs):
+            self._multiply(own, [product for x, product in zip(inputs, products, strict=True) if x is own], gate=gate)
         return results
 
-    def _gate_of(self, op: g.Linears, formats: Sequence[str]) -> tuple[g.Gated, Inputs] | None:
+    def _gate_of(self, op: g.Linears) -> tuple[g.Gated, Inputs] | None:
         """The gate that both products go to, and nothing else, if their codes are what is read of it."""
         gates = {reader for x in op.result for reader in self.readers[x]}
         [gate] = gates if len(gates) == 1 else (None,)
         if not isinstance(gate, g.Gated) or (gate.gate, gate.up) != op.result or self.graph.result in op.result:
             return None
-        if len(formats) > 1 or gate.result.width % matmul.RUN:
-            return None
-        y = self.result_of(gate.result)[0]
+        y = None if gate.result.width % matmul.RUN else self.result_of(gate.result)[0]
         return (gate, y) if isinstance(y, Inputs) else None
 
     def head_linear(self, op: g.HeadLinear) -> Stored:
@@ -383,7 +379,7 @@ class Lowering:
         residual: Stored | None = None,
         gate: tuple[g.Gated, Inputs] | None = None,
     ) -> None:
-        """Products of the same inputs with matrices of one format.
+        """Products of the same inputs with matrices of all formats that read those.
 
         Args:
             products: the matrix, or those of the inputs' heads, where the product goes, and the bias.
@@ -392,25 +388,38 @@ class Lowering:
         """
         limits, slot, added = self.limits, inputs.slot, None if residual is None else residual.buffer
         packed, results = [w for w, _, _ in products], [y for _, y, _ in products]
-        format, n_in = packed[0].packed, packed[0].n_in
+        names, n_in = [w.format for w in packed], packed[0].n_in
+        formats = {w.format: w.packed for w in packed}
 
         def launches(extent: Extent) -> Iterator[Launch]:
-            n = extent.rows(slot)
-            if not n:
-                return
-            units, scales, _ = inputs.as_arguments(n)
-            n_rows = format.input_rows(n)
-            operands = [matmul.Product(w.memory, y.buffer, w.n_out, y.stride, bias, added) for w, y, bias in products]
-            step = matmul.matrices_at_once(format, n_rows, limits.products.capability)
-            for some in (operands[i : i + step] for i in range(0, len(operands), step)):
-                n_outs = [p.n_out for p in some]
-                launch = matmul.product_launch(format, n_outs, n_in, n_rows, limits.products, inputs.n_heads)
-                counter = self.batch.counter(slot)
-                given = matmul.product_arguments(launch, format, n_in, n_rows, (units, scales), counter, some)
-                if gate is not None and (gated := matmul.gated_launch(format, launch)):
-                    kind, to = ACTIVATIONS.index(gate[0].activation), gate[1].as_arguments(n)
-                    launch, given = gated, [*given[:5], *matmul.gate_arguments(some[0], some[1], kind, to)]
-                yield launch.given(*given)
+            if n := extent.rows(slot):
+                operands = [
+                    matmul.Product(w.memory, y.buffer, w.n_out, y.stride, bias, added) for w, y, bias in products
+                ]
+                by_format = [[p for p, own in zip(operands, names, strict=True) if own == name] for name in formats]
+                most = matmul.matrices_at_once(
+                    packed[0].packed, packed[0].packed.input_rows(n), limits.products.capability
+                )
+                if len(formats) == 2 and len(by_format[1]) == 1 and len(operands) <= most:
+                    *_, last = formats.values()
+                    launch, given = product(n, packed[0].packed, [*by_format[0], *by_format[1]])
+                    if mixed := matmul.mixed_launch(packed[0].packed, launch, last):
+                        yield mixed.given(*given)
+                        return
+                for format, own in zip(formats.values(), by_format, strict=True):
+                    step = matmul.matrices_at_once(format, format.input_rows(n), limits.products.capability)
+                    for some in (own[i : i + step] for i in range(0, len(own), step)):
+                        launch, given = product(n, format, some)
+                        if gate is not None and (gated := matmul.gated_launch(format, launch)):
+                            kind, to = ACTIVATIONS.index(gate[0].activation), gate[1].as_arguments(n)
+                            launch, given = gated, [*given[:5], *matmul.gate_arguments(some[0], some[1], kind, to)]
+                        yield launch.given(*given)
+
+        def product(n: int, format: PackedFormat, some: Sequence[matmul.Product]) -> tuple[Launch, list[Any]]:
+            (units, scales, _), n_rows = inputs.as_arguments(n), format.input_rows(n)
+            n_outs, counter = [p.n_out for p in some], self.batch.counter(slot)
+            launch = matmul.product_launch(format, n_outs, n_in, n_rows, limits.products, inputs.n_heads)
+            return launch, matmul.product_arguments(launch, format, n_in, n_rows, (units, scales), counter, some)
 
         def cost(sizes: BatchSizes) -> Cost:
             extra = 0 if residual is None else residual.bytes_of(sizes.rows(slot))
@@ -744,7 +753,7 @@ def _multiplied(op: g.Operation[Any], x: Tensor) -> list[Weight]:
 def _names(weights: Sequence[PackedMatrix]) -> str:
     """Of matrices in a layer, and their format."""
     names = dict.fromkeys(_LAYER.sub("", w.name).removesuffix(".weight") or "?" for w in weights)
-    return f"{'+'.join(names)} {weights[0].format}"
+    return f"{'+'.join(names)} {'+'.join(dict.fromkeys(w.format for w in weights))}"
 
 
 def _product_cost(

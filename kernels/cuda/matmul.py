@@ -54,6 +54,14 @@ _BOUNDS: dict[tuple[int | str, int], int | str] = {("Q5_0", 4): "512,1", ("Q8_0"
 
 #: Formats of whose `matvec` of one token two fit into the registers of a block, as `matvec_gated` has them.
 _GATED = {GGMLType.Q4_0, GGMLType.Q4_1, GGMLType.Q5_0, GGMLType.Q5_1, GGMLType.Q4_K}
+#: Formats of the first matrices and of the last of a launch of matvec: those that files mix in a layer.
+_MIXED = {
+    (GGMLType.Q4_K, GGMLType.Q6_K),
+    (GGMLType.Q5_K, GGMLType.Q6_K),
+    (GGMLType.Q3_K, GGMLType.Q4_K),
+    (GGMLType.Q3_K, GGMLType.Q5_K),
+    (GGMLType.Q4_K, GGMLType.Q5_K),
+}
 
 _WARP = 32
 _PACK_WARPS, _EMBED_THREADS, _MATMUL_THREADS = 4, 256, 256
@@ -286,6 +294,17 @@ def gated_launch(format: PackedFormat, launch: Launch) -> Launch | None:
     defines = {**launch.defines, "GATED": 1, "BOUNDS": MAX_BLOCK_THREADS}
     grid, block = (launch.grid[0], launch.grid[1] // 2), (2 * launch.block[0],)
     return replace(launch, kernel=launch.kernel + "_gated", defines=defines, grid=grid, block=block)
+
+
+def mixed_launch(format: PackedFormat, launch: Launch, last: PackedFormat) -> Launch | None:
+    """A `product_launch` whose last matrix is of another format, where there is such a kernel."""
+    if (
+        launch.kernel != "matvec"
+        or launch.defines["ROWS"] not in VECTOR_ROWS
+        or (format.type, last.type) not in _MIXED
+    ):
+        return None
+    return replace(launch, defines={**launch.defines, "LAST_FORMAT": last.name})
 
 
 def gate_arguments(gate: Product, up: Product, kind: int, to: Sequence[Any]) -> list[Any]:

@@ -197,7 +197,7 @@ DEVICE void multiply_gated(ChunkSums<N> (&sums)[2], const uint8_t* gate_tiles, c
 
 #if !defined(EXPERTS) && !defined(GATED)
 
-// y = x W^T (+ bias) (+ residual) for up to three matrices W.
+// y = x W^T (+ bias) (+ residual) for up to three matrices W, of which the last may be of LAST_FORMAT.
 //
 // units, scales: activations (activations.cuh), laid out for n_rows, a multiple of TOKENS; ROWS is that, or 0.
 // n_tokens: how many there are.  n_tiles: tiles along a row of weights.  A warp a chunk of columns; grid (TOKENS tokens
@@ -214,8 +214,15 @@ extern "C" __global__ void __launch_bounds__(BOUNDS)
                     (const float2*)own_scales<FORMAT>(scales, n_tiles, laid_out) + first_token, laid_out};
   int group = blockIdx.y;
   const int which = CHOOSE_MATRIX(group);
-  const uint8_t* tiles = CHOSEN_WEIGHTS(which) + first_tile(group, CHOSEN_ROWS(which), n_tiles) * tile_bytes<FORMAT>();
-  multiply<FORMAT, TOKENS>(sums, tiles, x, n_tiles, threadIdx.x / WARP, blockDim.x / WARP);
+  const int64_t first = first_tile(group, CHOSEN_ROWS(which), n_tiles);
+  const int chunk = threadIdx.x / WARP, n_chunks = blockDim.x / WARP;
+#ifdef LAST_FORMAT
+  if (which == (n_out2 ? 2 : 1)) {
+    const uint8_t* tiles = CHOSEN_WEIGHTS(which) + first * tile_bytes<LAST_FORMAT>();
+    multiply<LAST_FORMAT, TOKENS>(sums, tiles, x, n_tiles, chunk, n_chunks);
+  } else
+#endif
+    multiply<FORMAT, TOKENS>(sums, CHOSEN_WEIGHTS(which) + first * tile_bytes<FORMAT>(), x, n_tiles, chunk, n_chunks);
   add_chunks(CHOSEN_MATRIX(which), group, sums, first_token, n);
 }
 

@@ -187,7 +187,7 @@ class Model:
                 factor = ATTENTION if call.name == "attention" else 1.0
                 seconds = max(seconds, factor * cost.n_operations / card.rates[cost.kind])
             if cost.kind == "int8":
-                format = call.name.split()[-1]
+                format = call.name.split()[-1].split("+")[0]  # of the most
                 n = sizes.n_outputs if lowered.result in call.operands else sizes.n_tokens
                 each = n * TOKEN + UNPACK[format] if is_lanes else -(-n // 8) * EIGHT_TOKENS[format]
                 instructions = cost.n_operations / (2 * n * 32 * 32) * each

@@ -106,6 +106,31 @@ def test_a_product_that_ends_with_its_gate(type: T, activation: str) -> None:
 
 
 @needs_harness
+@pytest.mark.parametrize("types", [(T.Q4_K, T.Q4_K, T.Q6_K), (T.Q5_K, T.Q6_K), (T.Q4_K, T.Q3_K)])
+def test_matrices_of_two_formats(types: Sequence[T]) -> None:
+    """Of few tokens they share a launch if there is one for their formats; the bits are those of a batch."""
+    driver, backend = watched()
+    ops, sizes = Ops(backend), (96, 32, 40)
+    matrices = [Matrix(blocks(random_rows(t, n, 512, seed=n), t, 512)) for t, n in zip(types, sizes, strict=False)]
+    table, head = ops.load_embedding(f32(random(5, 512))), [Matrix(f32(random(7, n))) for n in sizes]
+
+    def forward() -> Any:
+        total = None
+        for y, matrix in zip(ops.linears(ops.embed(table), matrices), head, strict=False):
+            total = ops.linear(y, matrix, residual=total)
+        return ops.outputs(total)
+
+    step = ops.compile(forward, ops.new_cache(NO_CACHE, 4), max_tokens=5, max_outputs=5)
+    together = step(make_batch([(range(5), 0, [0])], outputs=range(5))).copy()
+    for n in (1, 2, 4):
+        driver.forget()
+        found = step(make_batch([(range(n), 0, [0])], outputs=range(n)))
+        np.testing.assert_array_equal(found, together[:n])
+        is_shared = types != (T.Q4_K, T.Q3_K)
+        assert driver.kernels["matvec"] == len(types) + (1 if is_shared else 2)
+
+
+@needs_harness
 def test_batches_of_a_bucket_are_one_replay(tmp_path: Path) -> None:
     driver, ops = watched()
     path = small(tmp_path)
