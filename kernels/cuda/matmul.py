@@ -25,7 +25,7 @@ import numpy as np
 from localllm.errors import KernelError
 from localllm.kernels.cuda.driver import MAX_BLOCK_THREADS, Launch
 from localllm.quant.iquants import IQ4_VALUES
-from localllm.quant.lut import KernelType, LUTType, block_size
+from localllm.quant.lut import LUT_IQ1_16, LUT_IQ2_16, KernelType, LUTType, block_size
 from localllm.quant.packing import LAYOUTS
 from localllm.quant.types import GGMLType
 
@@ -44,7 +44,7 @@ ROW_WARPS, TILE_ROWS, MAX_STAGES = 4, (128, 64), 4
 
 #: Formats of which matmul_few takes 8 rows at once instead of 16, and matmul 64 instead of 128: their scales and
 #: codes take the registers for more.  Q2_K, with most scales of all, goes through matvec instead of matmul_few.
-_FEW_AT_ONCE = {GGMLType.Q3_K, GGMLType.Q4_K, GGMLType.Q5_K, GGMLType.Q6_K}
+_FEW_AT_ONCE: set[KernelType] = {GGMLType.Q3_K, GGMLType.Q4_K, GGMLType.Q5_K, GGMLType.Q6_K, LUT_IQ1_16, LUT_IQ2_16}
 _SMALL_TILES = _FEW_AT_ONCE | {GGMLType.Q2_K, GGMLType.Q5_1, GGMLType.Q8_0}
 #: Formats for which ptxas spills registers of matmul_few_experts on some architectures.  matmul_experts takes few
 #: rows too, and multiplies them in about the time that it takes to read the weights.
