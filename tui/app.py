@@ -156,7 +156,7 @@ class ChatApp(BaseApp):
         """
         chat, chats = self._chat, self.models.chats
         if len(chats) == 1:
-            raise UsageError("this is the only chat that is open: Ctrl+Q quits")
+            raise UsageError(f"this is the only chat that is open: {self.key_of('quit')} quits")
         await chat.end_turn()
         place = chats.index(chat)
         await self.show_tab(place - 1 if place else 1)
@@ -165,6 +165,7 @@ class ChatApp(BaseApp):
         self.uninstall_screen(chat)
         await chat.remove()
         self._chat.draw_heading()
+        await self._chat.mark_open()
 
     def _terminated(self) -> None:
         """Quits, so that the terminal is left as it was; at once, should it be asked again."""

@@ -17,6 +17,7 @@ from textual.notifications import SeverityLevel
 from textual.worker import Worker, WorkerState
 
 from localllm.errors import UsageError
+from localllm.tui import commands
 from localllm.tui.chat.conversation import Conversation
 from localllm.tui.key_buffer import KeyBuffer, Passed
 from localllm.tui.setup import Setup
@@ -54,6 +55,10 @@ class BaseApp(App[int]):
 
     async def close_tab(self) -> None:
         raise NotImplementedError
+
+    def key_of(self, name: str) -> str:
+        """What calls a command, for people: its key, or what is typed where it has none."""
+        return commands.find(name).shown_key(self.setup.keys) or f"/{name}"
 
     async def offload(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Calls a function in a thread, after all that were given before it."""

@@ -100,7 +100,7 @@ class Command:
         return f"/{self.name} {self.arguments}".rstrip()
 
     def shown_key(self, keys: Mapping[str, str]) -> str:
-        """Its key as people read it, where some have been changed; empty if it has none."""
+        """Its key as people read it, where ``keys`` has those that were changed; empty if it has none."""
         return "+".join(part.capitalize() for part in keys.get(self.name, self.key).split(",")[0].split("+"))
 
 

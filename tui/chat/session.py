@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import queue
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -83,10 +83,14 @@ class ChatSession:
         self._busy = threading.Lock()
         self._full: _Full | None = None
 
-    def mark_open(self) -> str | None:
-        """Notes that the conversation is open here; returns what there is to tell if it is so elsewhere too."""
+    def mark_open(self, beside: Iterable[str] = ()) -> str | None:
+        """Notes that the conversation is open here; returns what there is to tell if it is so elsewhere too.
+
+        Args:
+            beside: the ids of others that are open here.
+        """
         try:
-            others = self.store.mark_open(self.conversation.id)
+            others = self.store.mark_open(self.conversation.id, beside)
         except StoreError:  # told when something cannot be saved
             return None
         if not others:

@@ -160,9 +160,15 @@ class ChatScreen(MessageActions):
     async def _show_chat(self) -> None:
         await self.refresh_all()
         self.transcript.follow()
-        if (warning := await self.app.offload(self.session.mark_open)) is not None:
+        if (warning := await self.mark_open()) is not None:
             self.app.notify(warning, severity="warning")
             self.hint("Open in another terminal too: what both say is kept, as branches.")
+
+    async def mark_open(self) -> str | None:
+        """Tells other terminals which chats are open here; returns what there is to tell of this one."""
+        return await self.app.offload(
+            self.session.mark_open, [chat.session.conversation.id for chat in self.models.chats]
+        )
 
     async def ended(self) -> None:
         """Waits until nothing is generated, and all of it is drawn."""
@@ -272,8 +278,7 @@ class ChatScreen(MessageActions):
         """Asks in a line above the editor: a dialog would take the keys of who is typing."""
         self.asked = asked
         call = "" if asked is None else f"{asked.name} {shortened(asked.arguments, _MOST_OF_A_CALL)}"
-        key = commands.find("allow").shown_key(self.app.setup.keys)
-        self.hint(call and f"May the model use {call}? {key} answers; Esc stops the reply.")
+        self.hint(call and f"May the model use {call}? {self.app.key_of('allow')} answers; Esc stops the reply.")
         self.draw_heading()
 
     def answer(self, permission: Permission) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Set
 from typing import Any, ClassVar
 
 from textual.actions import SkipAction
@@ -29,11 +29,11 @@ class ChatsScreen(Find):
         Binding("f6", "hidden", "Archived"),
     ]
 
-    def __init__(self, store: Store, current: str, search: str = "", *, archived: bool = False) -> None:
-        """``current`` is the id of the chat that is open."""
+    def __init__(self, store: Store, open_ids: Set[str], search: str = "", *, archived: bool = False) -> None:
+        """``open_ids`` are those of the chats that are open here."""
         super().__init__(_title(archived))
         self._store = store
-        self._current = current
+        self._open_ids = open_ids
         self._search = search
         self._archived = archived
         self._found: list[ChatSummary] = []
@@ -75,7 +75,7 @@ class ChatsScreen(Find):
         place = chats.highlighted or 0
         self._found, self._found_for = found, wanted
         chats.clear_options()
-        chats.add_options([Option(_entry(summary, self._current), id=summary.id) for summary in found])
+        chats.add_options([Option(_entry(summary, summary.id in self._open_ids), id=summary.id) for summary in found])
         chats.highlighted = min(place, len(found) - 1) if found else None
         empty = self.query_one(".empty", Static)
         empty.display = not found
@@ -151,8 +151,8 @@ class ChatsScreen(Find):
             await self._list()
 
 
-def _entry(summary: ChatSummary, current: str) -> Content:
-    marks = ["open" if summary.id == current else "", "archived" if summary.archived else ""]
+def _entry(summary: ChatSummary, is_open: bool) -> Content:
+    marks = ["open" if is_open else "", "archived" if summary.archived else ""]
     about = " · ".join(filter(None, [*marks, age(time.time() - summary.updated), _messages(summary)]))
     title = Content.styled(escape_controls(summary.title or "Untitled"), "bold")
     return Content.assemble(title, (f"  {about}\n", "dim"), escape_controls(summary.preview))

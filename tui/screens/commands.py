@@ -113,15 +113,17 @@ class Commands:
         screen = self._screen
         session = screen.session
         archived = words == "archived"
-        chats = ChatsScreen(session.store, session.conversation.id, "" if archived else words, archived=archived)
+        open_ids = {chat.session.conversation.id for chat in screen.models.chats}
+        chats = ChatsScreen(session.store, open_ids, "" if archived else words, archived=archived)
         chosen = await self._ask(chats)
         if (title := chats.titles.get(session.conversation.id)) is not None:
             session.conversation.title = title
             await screen.refresh_all()
+        for chat in screen.models.chats:
+            if chat.session.conversation.id in chats.deleted:
+                await chat.open(commands.new_chat(chat.session))
         if chosen is not None:
             await self._open_id(chosen)
-        elif session.conversation.id in chats.deleted:
-            await self._new()
 
     async def ask_load(self) -> None:
         await self.do_sessions("")
@@ -153,7 +155,7 @@ class Commands:
         session = self._screen.session
         check_begun(session.conversation)
         await self._offload(session.store.archive, session.conversation.id)
-        self._screen.app.notify("the chat is archived: Ctrl+O and F6 show it")
+        self._screen.app.notify(f"the chat is archived: {self._screen.app.key_of('sessions')} and F6 show it")
         await self._new()
 
     async def ask_delete(self) -> None:

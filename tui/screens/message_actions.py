@@ -141,7 +141,11 @@ class MessageActions(Screen[None]):
         """Puts a message into the editor; what is sent next takes its place, as another branch."""
         self.replacing = message.id
         self.composer.put(message.text)
-        what = "your message" if message.role == "user" else "the reply; Ctrl+G continues it then"
+        what = (
+            "your message"
+            if message.role == "user"
+            else f"the reply; {self.app.key_of('continue')} continues it then"
+        )
         is_kept = self.session.conversation.was_replied_to(message.id)
         stays = "keeps the old one as a branch" if is_kept else "sends it"
         self.hint(f"Editing {what}: Enter {stays}, Esc leaves it.")

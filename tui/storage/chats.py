@@ -109,7 +109,7 @@ class Store:
 
     def close(self) -> None:
         with suppress(StoreError), self._writing() as execute:
-            self._marker.remove(execute)
+            self._marker.set(execute, ())
         with self._lock:
             self._connection.close()
 
@@ -187,10 +187,10 @@ class Store:
 
     # -- Other terminals -------------------------------------------------------------------------------------------
 
-    def mark_open(self, id_: str) -> list[str]:
-        """Notes that a conversation is open here, and no longer the one before; returns `others_with_open`."""
+    def mark_open(self, id_: str, beside: Iterable[str] = ()) -> list[str]:
+        """Notes that a conversation is open here, and others beside it, and no more; returns `others_with_open`."""
         with self._writing() as execute:
-            self._marker.set(execute, id_)
+            self._marker.set(execute, {id_, *beside})
         return self.others_with_open(id_)
 
     def others_with_open(self, id_: str) -> list[str]:
@@ -362,10 +362,10 @@ _TOLERANCE_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class OpenChatMarker:
-    """What has at most one chat open at a time; two of them may be in one process.
+    """A terminal that has chats open; two of them may be in one process.
 
     Attributes:
-        id: unique.
+        id: unique, of 32 characters.
         host, pid, began: its process.
     """
 
@@ -374,24 +374,20 @@ class OpenChatMarker:
     pid: int = field(default_factory=os.getpid)
     began: float = field(default_factory=lambda: psutil.Process().create_time())
 
-    def set(self, execute: Execute, session: str) -> None:
-        """Notes that a chat is open here, and no longer the one before."""
-        execute(
-            "INSERT OR REPLACE INTO terminals (id, host, pid, began, session) VALUES (?, ?, ?, ?, ?)",
-            (self.id, self.host, self.pid, self.began, session),
-        )
-
-    def remove(self, execute: Execute) -> None:
-        """Notes that none is open here any more; forgets terminals that were killed as well."""
+    def set(self, execute: Execute, chats: Iterable[str]) -> None:
+        """Notes which chats are open here; forgets terminals that were killed."""
         rows = execute("SELECT id, host, pid, began FROM terminals").fetchall()
         for id_, host, pid, began in rows:
-            if id_ == self.id or (host == self.host and not _is_alive(pid, began)):
+            if id_.startswith(self.id) or (host == self.host and not _is_alive(pid, began)):
                 execute("DELETE FROM terminals WHERE id = ?", (id_,))
+        for chat in chats:
+            values = (f"{self.id} {chat}", self.host, self.pid, self.began, chat)
+            execute("INSERT INTO terminals (id, host, pid, began, session) VALUES (?, ?, ?, ?, ?)", values)
 
     def others(self, execute: Execute, session: str) -> list[str]:
         """The other terminals that have a chat open, as people know them."""
         rows = execute(
-            "SELECT host, pid, began FROM terminals WHERE session = ? AND id != ?", (session, self.id)
+            "SELECT host, pid, began FROM terminals WHERE session = ? AND substr(id, 1, 32) != ?", (session, self.id)
         ).fetchall()
         return [
             f"process {pid}" if host == self.host else f"process {pid} on {host}"

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import ClassVar
 
-from textual import events
+from textual import events, getters
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
@@ -16,6 +16,7 @@ from textual.message import Message as Posted
 from textual.style import Style
 from textual.widgets import Collapsible, Markdown, Static
 
+from localllm.tui.base_app import BaseApp
 from localllm.tui.chat.conversation import Call, Message
 from localllm.tui.chat.thinking import Piece, ThinkingClock
 from localllm.tui.text import escape_controls, parser, shortened
@@ -196,6 +197,7 @@ class MessageView(Vertical, can_focus=True):
         is_last: whether nothing follows it.
     """
 
+    app = getters.app(BaseApp)
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("e", "screen.edit", "Edit"),
         Binding("r", "screen.regenerate", "Regenerate"),
@@ -368,7 +370,7 @@ class MessageView(Vertical, can_focus=True):
             return Content("")
         parts = [f"+ {escape_controls(file.name)} · {file.n_tokens:,} tokens" for file in message.attachments]
         if message.role == "assistant" and message.state in _ENDS:
-            how = " · Ctrl+G or /continue goes on" if self.is_last else ""
+            how = f" · {self.app.key_of('continue')} goes on" if self.is_last else ""
             parts.append(_ENDS[message.state] + how)
         return Content("\n".join(parts))
 
