@@ -27,7 +27,7 @@ from localllm.tui.chat.conversation import Conversation
 from localllm.tui.chat.session import ChatSession
 from localllm.tui.commands import PALETTE, Command
 from localllm.tui.screens.chat import ChatScreen
-from localllm.tui.screens.model_loader import ModelLoader
+from localllm.tui.screens.models import ModelLoader
 from localllm.tui.setup import Setup
 from localllm.tui.text import without_controls
 

@@ -21,7 +21,7 @@ from textual import events
 import localllm
 from localllm.tui.app import ChatApp, responsive
 from localllm.tui.chat.conversation import Conversation
-from localllm.tui.screens.model_loader import ModelState
+from localllm.tui.screens.models import ModelState
 from localllm.tui.setup import Setup
 from localllm.tui.storage.chats import Store
 

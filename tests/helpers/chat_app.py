@@ -17,7 +17,7 @@ from textual.pilot import Pilot
 
 from localllm.tui.app import ChatApp
 from localllm.tui.chat.conversation import Conversation
-from localllm.tui.screens.model_loader import ModelState
+from localllm.tui.screens.models import ModelState
 from localllm.tui.setup import Setup
 from localllm.tui.storage.chats import Store
 from localllm.tui.widgets.message import MessageView

@@ -6,7 +6,7 @@ import inspect
 
 import pytest
 
-from localllm.tui.screens import model_loader, streaming
+from localllm.tui.screens import models, streaming
 from tests.helpers.chat_app import run
 
 
@@ -23,4 +23,4 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 def quick_app(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draws what a model writes as soon as it comes; collecting garbage would take longer than most tests."""
     monkeypatch.setattr(streaming, "PERIOD", 0.005)
-    monkeypatch.setattr(model_loader, "freeze_gc_heap", lambda: None)
+    monkeypatch.setattr(models, "freeze_gc_heap", lambda: None)

@@ -18,9 +18,18 @@ import msgspec
 from localllm.errors import StoreError, UsageError
 from localllm.tui.chat import settings as chat_settings
 from localllm.tui.chat.attachments import fenced
-from localllm.tui.chat.conversation import Conversation, Id, Message, Time, new_id, short_id
+from localllm.tui.chat.conversation import (
+    Conversation,
+    Id,
+    Message,
+    Time,
+    converted,
+    new_id,
+    parsed,
+    short_id,
+    to_message,
+)
 from localllm.tui.storage.chats import Store
-from localllm.tui.storage.records import converted, parsed, to_message
 from localllm.tui.text import clean_title, escape_controls
 
 FORMAT, VERSION = "localllm-chat", 1

@@ -16,15 +16,15 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from localllm.chat.reply import ReplyParser, ToolCall
+from localllm.chat.thinking import Piece, opening_tag, split
 from localllm.errors import StoreError, UsageError
 from localllm.tui.chat import events
 from localllm.tui.chat import settings as chat_settings
 from localllm.tui.chat.attachments import Attached, attach
 from localllm.tui.chat.context import ContextTrimmer, whole_prompt
 from localllm.tui.chat.conversation import Attachment, Call, Conversation, Message, State, Stats, Window
-from localllm.tui.chat.events import Choice, Event, Turn
+from localllm.tui.chat.events import Choice, Event, ThinkingClock, Turn
 from localllm.tui.chat.model import ChatModel, ReplyStream
-from localllm.tui.chat.thinking import Piece, ThinkingClock, opening_tag, split
 from localllm.tui.chat.tools import Permission, Tool, Toolbox, result_of
 from localllm.tui.storage.autosave import AutoSaver
 from localllm.tui.storage.chats import Store

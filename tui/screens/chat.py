@@ -31,15 +31,14 @@ from localllm.tui.chat.tools import Permission
 from localllm.tui.screens.commands import Commands
 from localllm.tui.screens.dialogs import EDIT, TAKE_BACK, ask_room, open_link
 from localllm.tui.screens.message_actions import MessageActions
-from localllm.tui.screens.model_loader import ModelLoader, ModelState
+from localllm.tui.screens.models import ModelLoader, ModelState
 from localllm.tui.screens.streaming import Follower, StreamedTurn
 from localllm.tui.setup import Setup
 from localllm.tui.storage.prompt_history import PromptHistory
 from localllm.tui.text import escape_controls, sentence, shortened
 from localllm.tui.widgets.composer import Composer, Suggestions
-from localllm.tui.widgets.footer import KeyFooter
 from localllm.tui.widgets.message import Reply
-from localllm.tui.widgets.status import StatusLine
+from localllm.tui.widgets.status import KeyFooter, StatusLine
 from localllm.tui.widgets.transcript import Transcript
 
 #: Commands whose keys stand in the footer.

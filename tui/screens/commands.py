@@ -14,9 +14,8 @@ from localllm.tui.chat.conversation import Conversation, Message
 from localllm.tui.chat.tools import Permission
 from localllm.tui.commands import NO_BRANCHES, branch_meant, check_begun, forks, to_remove
 from localllm.tui.screens.chats import ChatsScreen
-from localllm.tui.screens.dialogs import Ask, Choose, CompareScreen, SystemScreen, TextDialog, confirm
+from localllm.tui.screens.dialogs import Ask, Choose, CompareScreen, SamplingScreen, SystemScreen, TextDialog, confirm
 from localllm.tui.screens.help import HelpScreen
-from localllm.tui.screens.sampling import SamplingScreen
 from localllm.tui.text import shortened
 
 if TYPE_CHECKING:

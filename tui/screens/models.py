@@ -1,10 +1,13 @@
-"""The picker of models: what is on this machine, and whether it fits."""
+"""Models: which are on this machine and whether they fit, and the one that is being loaded, by its own thread."""
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import ClassVar
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
@@ -14,9 +17,15 @@ from textual.widgets.option_list import Option
 from textual.worker import Worker, WorkerFailed
 
 from localllm.cli.terminal import quantity
-from localllm.tui.screens.dialogs import Find, FoundList, rows
-from localllm.tui.setup import ModelEntry
+from localllm.errors import LocalLLMError
+from localllm.tui.base_app import BaseApp, freeze_gc_heap, unfreeze_gc_heap
+from localllm.tui.chat.model import ChatModel
+from localllm.tui.screens.dialogs import Choose, Find, FoundList, rows
+from localllm.tui.setup import Loader, ModelEntry
 from localllm.tui.text import sentence
+
+if TYPE_CHECKING:
+    from localllm.tui.screens.chat import ChatScreen
 
 _HEAD = ("model", "size", "format", "parameters", "context", "fits")
 
@@ -115,3 +124,227 @@ class ModelsScreen(Find):
             self.dismiss(self._shown[place].path)
         elif typed:
             self.dismiss(typed)
+
+
+class Cancelled(Exception):
+    """Loading was ended by whoever began it."""
+
+
+class Loading:
+    """Loads one model.
+
+    Attributes:
+        name: of the model, as `Loader` takes it.
+        progress: how far it is, in words, and from 0 to 1, or None where no total is known; any thread may read it.
+    """
+
+    def __init__(self, loader: Loader, name: str) -> None:
+        self.name = name
+        self.progress: tuple[str, float | None] = ("loading the model", None)
+        self._loader = loader
+        self._cancelled = threading.Event()
+        self._compiled = 0
+
+    def run(self) -> ChatModel:
+        """Loads it, on the thread that calls.
+
+        Raises:
+            Cancelled: `cancel` was called.
+            LocalLLMError: it cannot be loaded.
+        """
+        if not self._cancelled.is_set():
+            model = self._loader(self.name, self._report)
+            if not self._cancelled.is_set():
+                return model
+            model.close()
+        raise Cancelled
+
+    @property
+    def is_cancelled(self) -> bool:
+        return self._cancelled.is_set()
+
+    def cancel(self) -> None:
+        """Ends it soon, at its next sign of life; any thread may call it."""
+        self._cancelled.set()
+
+    def _report(self, stage: str, done: int, total: int) -> None:
+        if self._cancelled.is_set():
+            raise Cancelled
+        if stage == "weights":
+            self.progress = ("loading weights", done / total if total else None)
+        elif done < total:
+            self.progress = (f"compiling kernel {self._compiled + done + 1}, once on this machine", None)
+        else:
+            self._compiled += total
+
+
+#: Seconds between two looks at how far loading is.
+_PERIOD = 0.1
+
+
+class ModelState(Enum):
+    """What becomes of a message that is sent now."""
+
+    #: It waits: a model was asked for, as when the app starts, but its loading has not begun.
+    TO_LOAD = auto()
+    #: It waits: a model is being loaded.
+    LOADING = auto()
+    #: The model replies to it.
+    LOADED = auto()
+    #: It is refused: loading failed.
+    NONE = auto()
+
+
+class ModelLoader:
+    """One model at a time for all chats, for two may not fit.
+
+    Attributes:
+        state: whether there is a model, or will be; only this class sets it.
+        model: the one that is loaded; None if none is.
+        name: its name, empty for the demo model; None if none is loaded.
+        chats: those that are open.
+    """
+
+    def __init__(self, app: BaseApp) -> None:
+        self.state = ModelState.TO_LOAD
+        self.model: ChatModel | None = None
+        self.name: str | None = None
+        self.chats: list[ChatScreen] = []
+        self._app = app
+        self._loading: Loading | None = None
+        self._one_at_a_time = asyncio.Lock()
+
+    def cancel(self) -> None:
+        """Ends loading, if a model is being loaded."""
+        if self._loading is not None:
+            self._loading.cancel()
+
+    async def change(self, name: str) -> None:
+        """Loads a model in the place of the one before, which stays where the file of the new one cannot be read."""
+        if self.model is not None and self.name == name:
+            self._app.notify(f"{_title(name)} is loaded already")
+            return
+        if self.state is not ModelState.NONE:
+            try:
+                await self._app.in_thread(self._app.setup.check, name)
+            except LocalLLMError as error:
+                back = "Back" if self.model is None else f"Back to {_title(self.name)}"
+                if await self._ask(name, error, ("back", back), _OTHER) == "other":
+                    await self.choose()
+                return
+        self._app.keys.go_on()
+        await self.load(name)
+
+    async def load(self, name: str, *, keeps: bool = True) -> None:
+        """Loads a model in the place of the one before; where that fails, asks what to do.
+
+        A later call takes the place of one whose model is still being loaded.
+
+        Args:
+            name: as a command takes it; empty for the demo model.
+            keeps: note the model with the chats.
+        """
+        self.cancel()
+        loading = self._loading = Loading(self._app.setup.load, name)
+        self.state = ModelState.TO_LOAD
+        async with self._one_at_a_time:
+            before = self.name
+            for chat in self.chats:
+                await chat.end_turn()
+            await self._close()
+            error = await self._load_now(loading, name if keeps else None)
+        if error is not None:
+            await self._ask_after_failure(name, before, error)
+            self._go_on()
+
+    async def _load_now(self, loading: Loading, kept: str | None) -> Exception | None:
+        """Loads a model and lets it reply; returns why it cannot be loaded, unless that was cancelled."""
+        self.state = ModelState.LOADING
+        thread = asyncio.create_task(self._app.in_thread(loading.run))
+        while not thread.done():
+            text, share = loading.progress
+            self._show(activity=text, progress=share)
+            await asyncio.wait([thread], timeout=_PERIOD)
+        try:
+            model = thread.result()
+        except Exception as error:
+            if loading.is_cancelled:
+                return None
+            self.state = ModelState.NONE
+            self._show(activity="", progress=None)
+            return error
+        self.model, self.name = model, loading.name
+        freeze_gc_heap()
+        info = model.info
+        name = info.name or info.path.name
+        self._show(activity="", progress=None, model=name, device=info.device, gpu_memory=info.gpu_bytes)
+        for chat in self.chats:
+            await self._app.offload(chat.session.use_model, model, kept)
+        try:
+            for chat in self.chats:
+                await chat.refresh_all()
+        finally:
+            if not loading.is_cancelled:  # else the app ends, or another model is to be loaded
+                self.state = ModelState.LOADED
+                self._go_on()
+        return None
+
+    def _show(self, **changes: Any) -> None:
+        for chat in self.chats:
+            chat.status.change(**changes)
+
+    def _go_on(self) -> None:
+        for chat in self.chats:
+            chat.send_pending()
+
+    async def _close(self) -> None:
+        model, self.model, self.name = self.model, None, None
+        self._show(model="", device="", gpu_memory=0)
+        if model is not None:
+            unfreeze_gc_heap()
+            for chat in self.chats:
+                await self._app.offload(chat.session.use_model, None, None)
+            await self._app.offload(model.close)
+
+    async def _ask_after_failure(self, name: str, before: str | None, error: Exception) -> None:
+        can_go_back = before is not None and before != name
+        back = [("back", f"Back to {_title(before)}")] if can_go_back else []
+        none = ("none", "Go on without a model: the chat can be read")
+        chosen = await self._ask(name, error, *back, _OTHER, ("again", "Try again"), none)
+        if chosen == "other":
+            await self.choose()
+        elif chosen == "again":
+            await self.change(name)
+        elif before is not None and can_go_back and chosen != "none":  # Esc goes back as well
+            await self.load(before)
+
+    async def _ask(self, name: str, error: Exception, *choices: tuple[str, str]) -> str | None:
+        title = f"{name or 'The demo model'} cannot be loaded"
+        return await self._app.push_screen_wait(Choose(title, sentence(error), choices))
+
+    async def tell_difference(self, saved: str) -> None:
+        """Says so where a chat that is opened was with another model than the one that is loaded."""
+        if self.name is None or self.name == saved:
+            return
+        try:
+            await self._app.in_thread(self._app.setup.check, saved)
+        except LocalLLMError:
+            here = f"the model of this chat, {saved}, is not here: {_title(self.name)} replies now"
+            self._app.notify(here, severity="warning")
+        else:
+            self._app.notify(
+                f"this chat was with {_title(saved)}: {_title(self.name)} replies now, /model changes that"
+            )
+
+    async def choose(self) -> None:
+        """Asks for a model, and loads it."""
+        name = await self._app.push_screen_wait(ModelsScreen(self._app.setup.list_models, self.name))
+        if name is not None:
+            await self.change(name)
+
+
+_OTHER = ("other", "Choose another model")
+
+
+def _title(name: str | None) -> str:
+    return name or "the demo model"

@@ -17,14 +17,14 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Self
 
+import msgspec
 import psutil
 
+from localllm.chat.thinking import split
 from localllm.errors import StoreError
 from localllm.tui.chat import settings as chat_settings
-from localllm.tui.chat.conversation import Conversation, Message
-from localllm.tui.chat.thinking import split
+from localllm.tui.chat.conversation import Conversation, Message, parsed, to_message
 from localllm.tui.storage import schema
-from localllm.tui.storage.records import extras, parsed, storable, to_message
 from localllm.tui.text import clean_title, shortened
 
 #: Environment variable with the folder that chats are kept in.
@@ -404,3 +404,16 @@ def _is_alive(pid: int, began: float) -> bool:
         return bool(is_same and process.status() != psutil.STATUS_ZOMBIE)
     except (psutil.Error, OSError, ValueError, TypeError, OverflowError):
         return False
+
+
+def extras(message: Message) -> dict[str, Any]:
+    """What most messages do not have, as values of JSON."""
+    files = tuple(replace(file, name=storable(file.name)) for file in message.attachments)
+    found = {"stats": message.stats, "window": message.window, "attachments": files, "calls": message.calls}
+    values: dict[str, Any] = msgspec.to_builtins({name: value for name, value in found.items() if value})
+    return values
+
+
+def storable(text: str) -> str:
+    """A text with lone surrogates spelled out, which UTF-8 does not have, but names of files do."""
+    return text.encode("utf-8", "backslashreplace").decode()

@@ -16,9 +16,10 @@ from textual.message import Message as Posted
 from textual.style import Style
 from textual.widgets import Collapsible, Markdown, Static
 
+from localllm.chat.thinking import Piece
 from localllm.tui.base_app import BaseApp
 from localllm.tui.chat.conversation import Call, Message
-from localllm.tui.chat.thinking import Piece, ThinkingClock
+from localllm.tui.chat.events import ThinkingClock
 from localllm.tui.text import escape_controls, parser, shortened
 
 
