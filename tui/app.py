@@ -22,7 +22,7 @@ from textual.keys import Keys
 from textual.theme import Theme
 
 from localllm.errors import UsageError
-from localllm.tui.base_app import BaseApp, unfreeze_gc_heap
+from localllm.tui.base_app import BaseApp
 from localllm.tui.chat.conversation import Conversation
 from localllm.tui.chat.session import ChatSession
 from localllm.tui.commands import PALETTE, Command
@@ -194,8 +194,8 @@ class ChatApp(BaseApp):
 
     def end(self) -> None:
         """Lets the threads end, and closes the model."""
-        self.end_threads()
-        unfreeze_gc_heap()
+        super().end()
+        gc.unfreeze()
         if self.models.model is not None:
             self.models.model.close()
 

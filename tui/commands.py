@@ -17,10 +17,10 @@ from typing import NamedTuple
 from localllm.errors import UsageError
 from localllm.sampling import Sampling
 from localllm.tui.chat import settings as chat_settings
-from localllm.tui.chat.attachments import Completion, command_output, read_text_file
+from localllm.tui.chat.attachments import Completion, command_output, path_of, read_text_file
 from localllm.tui.chat.conversation import Conversation, Message
 from localllm.tui.chat.events import Turn
-from localllm.tui.chat.export import copied_path, export_all, import_chat, path_of, write_export
+from localllm.tui.chat.export import copied_path, export_all, import_chat, write_export
 from localllm.tui.chat.session import ChatSession
 from localllm.tui.storage.chats import ChatSummary, default_path
 from localllm.tui.text import shortened

@@ -140,12 +140,12 @@ def is_here(model: str, folders: Iterable[Path]) -> bool:
 def _save_the_rest(sessions: list[ChatSession]) -> None:
     """Saves what could not be saved while the chats ran, as where another program had locked the file."""
     for session in sessions:
-        if (reason := session.flush(_FLUSH_SECONDS)) is not None:
+        if (reason := session.saver.flush(_FLUSH_SECONDS)) is not None:
             warn(f"the end of the chat {session.conversation.title!r} could not be saved: {reason}")
 
 
 def _say_how_to_go_on(session: ChatSession) -> None:
-    if session.store.path is not None and session.is_saved and len(session.conversation):
+    if session.store.path is not None and session.saver.is_saved and len(session.conversation):
         say(f"Continue this chat with: localllm chat --session {session.conversation.id}")
 
 

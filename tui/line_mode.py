@@ -243,7 +243,7 @@ class LineChat:
             self._play(partial(self.session.send, typed))
             return
         self._do(commands.run(self.session, typed))
-        if warning := self.session.take_warning():
+        if warning := self.session.saver.take_warning():
             warn(warning)
 
     def _do(self, result: commands.Result) -> None:
@@ -312,7 +312,7 @@ class LineChat:
     def _open(self, conversation: Conversation) -> None:
         """Goes on with another conversation."""
         old = self.session
-        if old.flush(0.0) is not None:
+        if old.saver.flush(0.0) is not None:
             self.unsaved.append(old)
         self.session = ChatSession(old.model, old.store, conversation, old.more, old.toolbox)
         if (warning := self.session.mark_open()) is not None:

@@ -142,7 +142,7 @@ async def test_a_model_that_is_chosen_while_another_is_loaded_takes_its_place(st
         for name in ("two", "three"):
             chat.app.spawn(models.change(name))  # a command would wait for the thread that halts
             await chat.until(lambda name=name: models._loading.name == name)  # type: ignore[misc, union-attr]
-        assert models.state is ModelState.TO_LOAD
+        assert models.state is ModelState.LOADING
         await chat.say("hello")
         halt.goes.set()
         await chat.until(lambda: texts(chat) == ["hello", "by three"])

@@ -129,8 +129,8 @@ def test_a_chat_that_another_terminal_deletes_does_not_come_back(stores: tuple[S
     warnings = [e.text for text in ("again", "and again") for e in play(one.send, text) if isinstance(e, Warned)]
     assert warnings == ["this chat was deleted: what is said here is not saved; /export writes it into a file"]
     assert [m.text for m in one.conversation.path()][-2:] == ["and again", "and more"]
-    assert not one.is_saved
-    assert one.flush(0.0) is None
+    assert not one.saver.is_saved
+    assert one.saver.flush(0.0) is None
     assert stores[0].sessions() == []
 
 

@@ -206,7 +206,7 @@ class Person:
         await chat.until(lambda: not chat.app.is_running, "the end")
         session = chat.app.session
         if len(session.conversation):
-            assert session.is_saved
+            assert session.saver.is_saved
             self.conversation = self.store.load(session.conversation.id)
         else:
             self.conversation = Conversation()

@@ -558,7 +558,7 @@ def test_what_could_not_be_kept_is_kept_later(store: Store) -> None:
     session.set_title("new")
     session.set_system("be kind")
     session.delete(conversation.path()[2].id)
-    assert "is not saved" in (session.take_warning() or "")
+    assert "is not saved" in (session.saver.take_warning() or "")
     other.execute("ROLLBACK")
     assert len(kept(session)) == 4
     play(session.send, "third")

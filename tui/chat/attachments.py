@@ -119,8 +119,8 @@ def _files(name: str) -> list[str]:
     Raises:
         UsageError: there are too many, or a folder has none.
     """
-    path = _path(name)
     try:
+        path = path_of(name)
         if path.is_dir():
             found = _walk(path)
         elif path.exists():
@@ -129,7 +129,7 @@ def _files(name: str) -> list[str]:
             has_marks = any(mark in name for mark in "*?[")
             found = (each for each in glob.iglob(str(path), recursive=True) if has_marks and os.path.isfile(each))
         listed = list(itertools.islice(found, MOST_FILES + 1))
-    except (OSError, ValueError):  # too long, or a NUL
+    except (OSError, ValueError, UsageError):  # too long, a NUL, or ~somebody
         return []
     if not listed and path.is_dir():
         raise UsageError(f"{name} cannot be attached: it has no files")
@@ -159,11 +159,16 @@ def fenced(text: str) -> str:
     return f"{fence}\n{text.removesuffix(chr(10))}\n{fence}"
 
 
-def _path(name: str) -> Path:
+def path_of(name: str) -> Path:
+    """The path that somebody typed.
+
+    Raises:
+        UsageError: it begins with the home of somebody who is not there.
+    """
     try:
         return Path(name).expanduser()
-    except RuntimeError:  # ~somebody
-        return Path(name)
+    except RuntimeError:
+        raise UsageError(f"{name} is no path here: check its beginning") from None
 
 
 def read_text_file(name: str) -> str:
@@ -172,7 +177,7 @@ def read_text_file(name: str) -> str:
     Raises:
         UsageError: it cannot be read, is too large or no text.
     """
-    path = _path(name)
+    path = path_of(name)
     if path.suffix.lower() == ".pdf":
         return _pdf_text(path)
     try:

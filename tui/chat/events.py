@@ -6,12 +6,14 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from localllm.chat.thinking import Piece
 from localllm.tui.chat.conversation import Message
-from localllm.tui.chat.model import ReplyStream
 from localllm.tui.chat.tools import Permission
+
+if TYPE_CHECKING:
+    from localllm.completion import Stream
 
 #: What can be done where the context is full: leave out the oldest turns, put a summary in their place, or nothing.
 Choice = Literal["drop", "summarise", "stop"]
@@ -161,7 +163,7 @@ class Turn:
         self.emit = emit
         self.question: str | None = None
         self._stopped = threading.Event()
-        self._stream: ReplyStream | None = None
+        self._stream: Stream | None = None
 
     @property
     def is_stopped(self) -> bool:
@@ -174,12 +176,12 @@ class Turn:
             stream.cancel()
 
     @property
-    def stream(self) -> ReplyStream | None:
+    def stream(self) -> Stream | None:
         """What is read now; `stop` ends it, even if it came before."""
         return self._stream
 
     @stream.setter
-    def stream(self, stream: ReplyStream | None) -> None:
+    def stream(self, stream: Stream | None) -> None:
         self._stream = stream
         if stream is not None and self.is_stopped:
             stream.cancel()

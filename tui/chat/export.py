@@ -156,18 +156,6 @@ def _messages(values: list[object]) -> tuple[list[Message], dict[str, str]]:
     return messages, ids
 
 
-def path_of(name: str) -> Path:
-    """The path that somebody typed.
-
-    Raises:
-        UsageError: it begins with the home of somebody who is not there.
-    """
-    try:
-        return Path(name).expanduser()
-    except RuntimeError:
-        raise UsageError(f"{name} is no path here: check its beginning") from None
-
-
 def write_export(conversation: Conversation, path: Path) -> None:
     """Writes a conversation into a new file: JSON if its name ends in ``.json``, else Markdown.
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from localllm.chat.reply import ReplyParser, ToolCall
 from localllm.chat.thinking import Piece, opening_tag, split
@@ -24,11 +24,14 @@ from localllm.tui.chat.attachments import Attached, attach
 from localllm.tui.chat.context import ContextTrimmer, whole_prompt
 from localllm.tui.chat.conversation import Attachment, Call, Conversation, Message, State, Stats, Window
 from localllm.tui.chat.events import Choice, Event, ThinkingClock, Turn
-from localllm.tui.chat.model import ChatModel, ReplyStream
+from localllm.tui.chat.model import ChatModel
 from localllm.tui.chat.tools import Permission, Tool, Toolbox, result_of
 from localllm.tui.storage.autosave import AutoSaver
 from localllm.tui.storage.chats import Store
 from localllm.tui.text import automatic_title, clean_title, shortened
+
+if TYPE_CHECKING:
+    from localllm.completion import Stream
 
 #: Seconds between two looks at whether somebody still wants an answer.
 _ANSWER_SECONDS = 0.05
@@ -60,6 +63,7 @@ class ChatSession:
         more: keywords of `LLM.stream_chat` beside the conversation's settings, which are not kept.
         toolbox: what the model may call.
         turn: what is being generated; None if nothing is.
+        saver: keeps the conversation in the store.
     """
 
     def __init__(
@@ -79,7 +83,7 @@ class ChatSession:
         self.turn: Turn | None = None
         self._tools: dict[str, Tool] = {}
         self._allowed: set[str] = set()
-        self._saver = AutoSaver(store, self.conversation)
+        self.saver = AutoSaver(store, self.conversation)
         self._busy = threading.Lock()
         self._full: _Full | None = None
 
@@ -134,7 +138,7 @@ class ChatSession:
             return
         with self._taking(turn):
             edited = self.conversation.add_sibling(id_, text, state="edited", opened=old.opened)
-            self._saver.save(edited.id)
+            self.saver.save(edited.id)
 
     def regenerate(self, id_: str | None, turn: Turn) -> None:
         """Has a message replied to again; the earlier reply stays as a branch.
@@ -223,30 +227,17 @@ class ChatSession:
         messages = whole_prompt(self.conversation.path(), self.conversation.system)
         return Meter(len(self.model.tokenize_chat(messages)) if messages else 0, context)
 
-    def flush(self, seconds: float) -> str | None:
-        """Saves what could not be saved yet, trying for so long; returns why that fails, or None."""
-        return self._saver.flush(seconds)
-
-    @property
-    def is_saved(self) -> bool:
-        """Whether all that was said is in the store."""
-        return self._saver.is_saved
-
-    def take_warning(self) -> str | None:
-        """What there is to tell of the store since the last event, once."""
-        return self._saver.take_warning()
-
     # -- What belongs to the conversation as a whole ---------------------------------------------------------------
 
     def set_system(self, text: str) -> None:
         """Sets the system prompt; an empty one takes it away."""
         self.conversation.system = text
-        self._saver.set(system=text)
+        self.saver.set(system=text)
 
     def set_title(self, text: str) -> str:
         """Gives the conversation a title; returns it as it is kept, in one line."""
         self.conversation.title = clean_title(text)
-        self._saver.set(title=self.conversation.title)
+        self.saver.set(title=self.conversation.title)
         return self.conversation.title
 
     def set_options(self, settings: dict[str, Any]) -> None:
@@ -257,7 +248,7 @@ class ChatSession:
         """
         chat_settings.check(settings)
         self.conversation.settings = settings
-        self._saver.set(settings=settings)
+        self.saver.set(settings=settings)
 
     def use_model(self, model: ChatModel | None, path: str | None) -> None:
         """Lets another model reply from now on.
@@ -273,7 +264,7 @@ class ChatSession:
         self.model = model
         if path is not None:
             self.conversation.model = path
-            self._saver.set(model=path)
+            self.saver.set(model=path)
 
     def switch(self, id_: str) -> None:
         """Goes to the branch that a message is in."""
@@ -294,7 +285,7 @@ class ChatSession:
     def delete(self, id_: str) -> None:
         """Deletes a message and all that follows it, for good."""
         self._check_free()
-        self._saver.delete(self.conversation.delete(id_))
+        self.saver.delete(self.conversation.delete(id_))
         self._moved()
 
     def detach(self, name: str) -> int:
@@ -309,13 +300,13 @@ class ChatSession:
             if kept != message.attachments:
                 n += len(message.attachments) - len(kept)
                 self.conversation.update(message.id, attachments=kept)
-                self._saver.save(message.id)
+                self.saver.save(message.id)
         return n
 
     def _moved(self) -> None:
         self._full = None
         leaf = self.conversation.leaf
-        self._saver.set(leaf=None if leaf is None else leaf.id)
+        self.saver.set(leaf=None if leaf is None else leaf.id)
 
     # -- Turns -----------------------------------------------------------------------------------------------------
 
@@ -343,7 +334,7 @@ class ChatSession:
 
     def _emit(self, turn: Turn, *told: Event) -> None:
         """Tells of events, and before them of what could not be saved."""
-        if (warning := self.take_warning()) is not None:
+        if (warning := self.saver.take_warning()) is not None:
             turn.emit(events.Warned(warning))
         for event in told:
             turn.emit(event)
@@ -396,8 +387,8 @@ class ChatSession:
                 first = question.id if old.window.first == old.id else old.window.first
                 question = self.conversation.update(question.id, window=Window(first, old.window.summary))
             if not self.conversation.was_replied_to(old.id):
-                self._saver.delete(self.conversation.delete(old.id))
-        self._saver.save(question.id)
+                self.saver.delete(self.conversation.delete(old.id))
+        self.saver.save(question.id)
         return question
 
     def _reply(self, question: str, id_: str | None, turn: Turn) -> None:
@@ -432,7 +423,7 @@ class ChatSession:
                 result = result_of(tool, json.loads(call.arguments), lambda: turn.is_stopped)
             calls[i] = replace(call, result=result)
             message = self.conversation.update(reply.id, calls=tuple(calls))
-            self._saver.save(reply.id)
+            self.saver.save(reply.id)
             self._emit(turn, events.ToolsUsed(message))
 
     def _may_run(self, tool: Tool, call: Call, turn: Turn) -> bool:
@@ -473,7 +464,7 @@ class ChatSession:
             id_ = conversation.add("assistant", begun, parent=question, state="streaming", opened=opened).id
         else:
             conversation.update(id_, state="streaming")
-        self._saver.save(question, id_)
+        self.saver.save(question, id_)
         self._emit(turn, events.Started(id_))
         start = partial(
             model.stream_chat,
@@ -490,7 +481,7 @@ class ChatSession:
             self._emit(turn, self._context_full(question, id_, message.stats.total_tokens))
         return message if message is not None and message.state == "complete" else None
 
-    def _write(self, id_: str, start: Callable[[], ReplyStream], turn: Turn, *, show_begun: bool) -> None:
+    def _write(self, id_: str, start: Callable[[], Stream], turn: Turn, *, show_begun: bool) -> None:
         """Writes a reply as it comes; whatever ends it, what was said stays.
 
         Args:
@@ -517,11 +508,11 @@ class ChatSession:
 
         clock = ThinkingClock(None if reply.stats is None else reply.stats.thinking_s)
         state: State = "failed"
-        stream: ReplyStream | None = None
+        stream: Stream | None = None
         try:
             tell(parser.feed(reply.text), show=show_begun)
             turn.stream = stream = start()
-            with self._saver.saving(id_):
+            with self.saver.saving(id_):
                 for chunk in stream:
                     if chunk.text:
                         self.conversation.update(id_, text=self.conversation[id_].text + chunk.text)
@@ -548,11 +539,11 @@ class ChatSession:
         """Keeps a reply as it will stay; one without a word is taken away, unless the model wanted it so."""
         if self.conversation[id_].text or state == "complete":
             self.conversation.update(id_, state=state, stats=stats)
-            self._saver.save(id_)
+            self.saver.save(id_)
         else:
-            self._saver.delete(self.conversation.delete(id_))
+            self.saver.delete(self.conversation.delete(id_))
             leaf = self.conversation.leaf
-            self._saver.set(leaf=None if leaf is None else leaf.id)
+            self.saver.set(leaf=None if leaf is None else leaf.id)
 
     # -- A full context --------------------------------------------------------------------------------------------
 
@@ -577,7 +568,7 @@ class ChatSession:
             return
         self._full = None
         self.conversation.update(full.question, window=Window(trimmer.path[first].id, summary))
-        self._saver.save(full.question)
+        self.saver.save(full.question)
         self._emit(turn, events.RoomMade(first, summary))
         self._reply(full.question, full.reply, turn)
 
@@ -604,13 +595,13 @@ def _name(model: ChatModel) -> str:
     return model.info.name or model.info.path.name
 
 
-def _state(stream: ReplyStream, model: ChatModel) -> State:
+def _state(stream: Stream, model: ChatModel) -> State:
     if stream.finish_reason == "length":
         return "context" if stream.usage.total_tokens >= model.info.context else "length"
     return "stopped" if stream.finish_reason == "cancelled" else "complete"
 
 
-def _stats(stream: ReplyStream, model: ChatModel) -> Stats:
+def _stats(stream: Stream, model: ChatModel) -> Stats:
     usage, timings = stream.usage, stream.timings
     return Stats(
         prompt_tokens=usage.prompt_tokens,

@@ -147,7 +147,7 @@ class ChatScreen(MessageActions):
         await self.end_turn()
         self._take_back_pending()
         setup = self.app.setup
-        if await self.app.offload(self.session.flush, 0.0) is not None:
+        if await self.app.offload(self.session.saver.flush, 0.0) is not None:
             self.unsaved.append(self.session)
         self.session = ChatSession(self.models.model, setup.store, conversation, setup.more, setup.toolbox)
         self.replacing = None
@@ -199,7 +199,7 @@ class ChatScreen(MessageActions):
         meter = await self.app.offload(session.meter)
         if session is self.session and self.turn is None:
             self.status.change(meter=meter, stats=session.last)
-        if (warning := session.take_warning()) is not None:
+        if (warning := session.saver.take_warning()) is not None:
             self.app.notify(warning, severity="warning")
 
     @property
@@ -240,7 +240,7 @@ class ChatScreen(MessageActions):
         """
         if self.turn is not None:
             raise UsageError("a reply is under way: Esc stops it")
-        if self.models.state in (ModelState.TO_LOAD, ModelState.LOADING):
+        if self.models.state is ModelState.LOADING:
             raise UsageError("the model is being loaded: wait until it is there")
         self.turn = StreamedTurn(start, typed, replaced)
         self._ended.clear()
@@ -368,7 +368,7 @@ class ChatScreen(MessageActions):
     def send_pending(self) -> None:
         """Sends the message that waits, if it can be sent now; where no model could be loaded, takes it back."""
         draft, state = self._pending, self.models.state
-        if draft is None or self.turn is not None or state in (ModelState.TO_LOAD, ModelState.LOADING):
+        if draft is None or self.turn is not None or state is ModelState.LOADING:
             return
         if state is ModelState.NONE:
             self._take_back_pending()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from functools import partial
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, cast, get_args
 
 from localllm.cli.terminal import quantity
 from localllm.errors import StoreError, UsageError
@@ -19,6 +19,7 @@ from localllm.tui.screens.help import HelpScreen
 from localllm.tui.text import shortened
 
 if TYPE_CHECKING:
+    from localllm.tui.app import ChatApp
     from localllm.tui.screens.chat import ChatScreen
 
 #: More lines than these are told in a dialog, and no notification.
@@ -42,6 +43,7 @@ class Commands:
 
     def __init__(self, screen: ChatScreen) -> None:
         self._screen = screen
+        self._app = cast("ChatApp", screen.app)
         self._ask, self._offload = screen.app.push_screen_wait, screen.app.offload
 
     async def run(self, text: str) -> None:
@@ -74,7 +76,7 @@ class Commands:
         elif isinstance(result, commands.OpenChat):
             await self._open(result.conversation)
             if name in ("fork", "import"):
-                screen.app.notify(result.text.splitlines()[0])
+                self._app.notify(result.text.splitlines()[0])
         elif isinstance(result, commands.UseModel):
             await screen.models.change(result.path)
         elif isinstance(result, commands.PutText):
@@ -87,7 +89,7 @@ class Commands:
 
     async def _tell(self, title: str, text: str) -> None:
         if text.count("\n") < _MOST_LINES:
-            self._screen.app.notify(text)
+            self._app.notify(text)
         else:
             await self._ask(TextDialog(title.capitalize(), text))
 
@@ -106,7 +108,7 @@ class Commands:
         if place is None:
             await self._open(await self._offload(self._screen.session.store.load, id_))
         else:
-            await self._screen.app.show_tab(place)
+            await self._app.show_tab(place)
 
     async def do_sessions(self, words: str) -> None:
         screen = self._screen
@@ -154,7 +156,7 @@ class Commands:
         session = self._screen.session
         check_begun(session.conversation)
         await self._offload(session.store.archive, session.conversation.id)
-        self._screen.app.notify(f"the chat is archived: {self._screen.app.key_of('sessions')} and F6 show it")
+        self._app.notify(f"the chat is archived: {self._app.key_of('sessions')} and F6 show it")
         await self._new()
 
     async def ask_delete(self) -> None:
@@ -181,7 +183,7 @@ class Commands:
         text = await self._ask(SystemScreen(session.conversation.system))
         if text is not None:
             await self._offload(session.set_system, text)
-            self._screen.app.notify("the system prompt is set" if text else "there is no system prompt now")
+            self._app.notify("the system prompt is set" if text else "there is no system prompt now")
             await self._screen.refresh_all()
 
     async def ask_set(self) -> None:
@@ -190,7 +192,7 @@ class Commands:
         if settings is not None:
             await self._offload(session.set_options, settings)
             given = ", ".join(f"{name} {value}" for name, value in settings.items()) or "all by default"
-            self._screen.app.notify(f"settings of this chat: {given}")
+            self._app.notify(f"settings of this chat: {given}")
 
     async def ask_allow(self) -> None:
         asked = self._screen.asked
@@ -238,7 +240,7 @@ class Commands:
             await screen.models.change(name)
             if screen.models.name != name:
                 return  # which was told
-            screen.app.keys.go_on()
+            self._app.keys.go_on()
             screen.begin(partial(session.regenerate, None))
             await screen.ended()
         pair = [(reply.id, commands.who(reply), reply.content) for reply in commands.compared(session.conversation)]
@@ -272,21 +274,21 @@ class Commands:
 
     async def do_run(self, argument: str) -> None:
         screen = self._screen
-        screen.composer.put(await screen.app.in_thread(command_output, argument))
+        screen.composer.put(await self._app.in_thread(command_output, argument))
 
     # -- The rest --------------------------------------------------------------------------------------------------
 
     async def ask_stats(self) -> None:
         screen = self._screen
         text = await self._offload(commands.stats_text, screen.session)
-        memory = await self._offload(screen.app.setup.memory)
+        memory = await self._offload(self._app.setup.memory)
         lines = [text, f"memory {quantity(memory, 'B')} in use"]
         if screen.models.model is not None:
             lines += ["", str(screen.models.model.info)]
         await self._ask(TextDialog("Statistics", "\n".join(lines)))
 
     async def ask_tab(self) -> None:
-        await self._screen.app.open_tab(commands.new_chat(self._screen.session))
+        await self._app.open_tab(commands.new_chat(self._screen.session))
 
     async def do_tab(self, where: str) -> None:
         chats = self._screen.models.chats
@@ -296,13 +298,13 @@ class Commands:
             place = int(where) - 1 if where.isdecimal() else -1
         if not 0 <= place < len(chats):
             raise UsageError(f"there is no tab {where}: {len(chats)} are open; /tab opens a new one")
-        await self._screen.app.show_tab(place)
+        await self._app.show_tab(place)
 
     async def do_close(self, argument: str) -> None:
-        await self._screen.app.close_tab()
+        await self._app.close_tab()
 
     async def do_theme(self, argument: str) -> None:
-        app = self._screen.app
+        app = self._app
         if not argument:
             app.search_themes()
         elif argument in app.available_themes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -18,7 +19,7 @@ from textual.worker import Worker, WorkerFailed
 
 from localllm.cli.terminal import quantity
 from localllm.errors import LocalLLMError
-from localllm.tui.base_app import BaseApp, freeze_gc_heap, unfreeze_gc_heap
+from localllm.tui.base_app import BaseApp
 from localllm.tui.chat.model import ChatModel
 from localllm.tui.screens.dialogs import Choose, Find, FoundList, rows
 from localllm.tui.setup import Loader, ModelEntry
@@ -185,9 +186,7 @@ _PERIOD = 0.1
 class ModelState(Enum):
     """What becomes of a message that is sent now."""
 
-    #: It waits: a model was asked for, as when the app starts, but its loading has not begun.
-    TO_LOAD = auto()
-    #: It waits: a model is being loaded.
+    #: It waits: a model was asked for, as when the app starts.
     LOADING = auto()
     #: The model replies to it.
     LOADED = auto()
@@ -206,7 +205,7 @@ class ModelLoader:
     """
 
     def __init__(self, app: BaseApp) -> None:
-        self.state = ModelState.TO_LOAD
+        self.state = ModelState.LOADING
         self.model: ChatModel | None = None
         self.name: str | None = None
         self.chats: list[ChatScreen] = []
@@ -246,7 +245,7 @@ class ModelLoader:
         """
         self.cancel()
         loading = self._loading = Loading(self._app.setup.load, name)
-        self.state = ModelState.TO_LOAD
+        self.state = ModelState.LOADING
         async with self._one_at_a_time:
             before = self.name
             for chat in self.chats:
@@ -259,7 +258,6 @@ class ModelLoader:
 
     async def _load_now(self, loading: Loading, kept: str | None) -> Exception | None:
         """Loads a model and lets it reply; returns why it cannot be loaded, unless that was cancelled."""
-        self.state = ModelState.LOADING
         thread = asyncio.create_task(self._app.in_thread(loading.run))
         while not thread.done():
             text, share = loading.progress
@@ -274,7 +272,8 @@ class ModelLoader:
             self._show(activity="", progress=None)
             return error
         self.model, self.name = model, loading.name
-        freeze_gc_heap()
+        # It has a million objects that stay: to look through all of them takes a tenth of a second without a key.
+        gc.freeze()
         info = model.info
         name = info.name or info.path.name
         self._show(activity="", progress=None, model=name, device=info.device, gpu_memory=info.gpu_bytes)
@@ -301,7 +300,7 @@ class ModelLoader:
         model, self.model, self.name = self.model, None, None
         self._show(model="", device="", gpu_memory=0)
         if model is not None:
-            unfreeze_gc_heap()
+            gc.unfreeze()
             for chat in self.chats:
                 await self._app.offload(chat.session.use_model, None, None)
             await self._app.offload(model.close)

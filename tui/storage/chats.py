@@ -10,9 +10,9 @@ import threading
 import time
 import uuid
 from bisect import bisect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Self
@@ -93,7 +93,8 @@ class Store:
             StoreError: it cannot be opened, is damaged, or was written by a newer version.
         """
         self.path = path
-        self._marker = OpenChatMarker()
+        #: What tells this from other stores, of which several may be in one process: unique, host, process, its time.
+        self._marks = (uuid.uuid4().hex, socket.gethostname(), os.getpid(), psutil.Process().create_time())
         self._lock = threading.RLock()
         self._connection = schema.connect(path)
         self._connection.row_factory = sqlite3.Row
@@ -108,8 +109,8 @@ class Store:
         return cls(None)
 
     def close(self) -> None:
-        with suppress(StoreError), self._writing() as execute:
-            self._marker.set(execute, ())
+        with suppress(StoreError):
+            self._mark_open(())
         with self._lock:
             self._connection.close()
 
@@ -189,14 +190,33 @@ class Store:
 
     def mark_open(self, id_: str, beside: Iterable[str] = ()) -> list[str]:
         """Notes that a conversation is open here, and others beside it, and no more; returns `others_with_open`."""
-        with self._writing() as execute:
-            self._marker.set(execute, {id_, *beside})
+        self._mark_open({id_, *beside})
         return self.others_with_open(id_)
+
+    def _mark_open(self, chats: Iterable[str]) -> None:
+        """Notes which chats are open here; forgets terminals that were killed."""
+        own, here, *process = self._marks
+        with self._writing() as execute:
+            for id_, host, pid, began in execute("SELECT id, host, pid, began FROM terminals").fetchall():
+                if id_.startswith(own) or (host == here and not _is_alive(pid, began)):
+                    execute("DELETE FROM terminals WHERE id = ?", (id_,))
+            for chat in chats:
+                values = (f"{own} {chat}", here, *process, chat)
+                execute("INSERT INTO terminals (id, host, pid, began, session) VALUES (?, ?, ?, ?, ?)", values)
 
     def others_with_open(self, id_: str) -> list[str]:
         """The other terminals that have a conversation open, such as "process 123"."""
+        own, here, *_ = self._marks
         with self._reading():
-            return self._marker.others(self._connection.execute, id_)
+            rows = self._connection.execute(
+                "SELECT host, pid, began FROM terminals WHERE session = ? AND substr(id, 1, 32) != ?", (id_, own)
+            ).fetchall()
+        return [
+            f"process {pid}" if host == here else f"process {pid} on {host}"
+            for host, pid, began in rows
+            # Whether one on another machine lives cannot be known: that it may is the safer guess.
+            if host != here or _is_alive(pid, began)
+        ]
 
     # -- Reading ---------------------------------------------------------------------------------------------------
 
@@ -354,47 +374,8 @@ def _excerpt(text: str, word: str) -> str:
     return ("…" if place else "") + shortened(text[place : place + 4 * _PREVIEW], _PREVIEW)
 
 
-Execute = Callable[..., Any]
-
 #: Seconds by which the time that a process began may seem to move, when the clock is set.
 _TOLERANCE_SECONDS = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class OpenChatMarker:
-    """A terminal that has chats open; two of them may be in one process.
-
-    Attributes:
-        id: unique, of 32 characters.
-        host, pid, began: its process.
-    """
-
-    id: str = field(default_factory=lambda: uuid.uuid4().hex)
-    host: str = field(default_factory=socket.gethostname)
-    pid: int = field(default_factory=os.getpid)
-    began: float = field(default_factory=lambda: psutil.Process().create_time())
-
-    def set(self, execute: Execute, chats: Iterable[str]) -> None:
-        """Notes which chats are open here; forgets terminals that were killed."""
-        rows = execute("SELECT id, host, pid, began FROM terminals").fetchall()
-        for id_, host, pid, began in rows:
-            if id_.startswith(self.id) or (host == self.host and not _is_alive(pid, began)):
-                execute("DELETE FROM terminals WHERE id = ?", (id_,))
-        for chat in chats:
-            values = (f"{self.id} {chat}", self.host, self.pid, self.began, chat)
-            execute("INSERT INTO terminals (id, host, pid, began, session) VALUES (?, ?, ?, ?, ?)", values)
-
-    def others(self, execute: Execute, session: str) -> list[str]:
-        """The other terminals that have a chat open, as people know them."""
-        rows = execute(
-            "SELECT host, pid, began FROM terminals WHERE session = ? AND substr(id, 1, 32) != ?", (session, self.id)
-        ).fetchall()
-        return [
-            f"process {pid}" if host == self.host else f"process {pid} on {host}"
-            for host, pid, began in rows
-            # Whether one on another machine lives cannot be known: that it may is the safer guess.
-            if host != self.host or _is_alive(pid, began)
-        ]
 
 
 def _is_alive(pid: int, began: float) -> bool:

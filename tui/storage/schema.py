@@ -74,8 +74,7 @@ def connect(path: Path | None) -> sqlite3.Connection:
             ":memory:" if path is None else path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False
         )
         try:
-            with in_words(path):
-                _prepare(connection, path)
+            _prepare(connection, path)
         except BaseException:
             connection.close()
             raise

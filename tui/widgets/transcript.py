@@ -111,22 +111,19 @@ class Transcript(VerticalScroll, can_focus=False):
     async def show_earlier(self) -> bool:
         """Draws more of the messages before those that are drawn; returns whether there are any."""
         async with self._drawing:
-            return await self._draw_earlier()
-
-    async def _draw_earlier(self) -> bool:
-        first = self.views[0] if self.views else None
-        if first is None or len(self._places) <= self._n_drawn:
-            return False
-        self.release_anchor()
-        before = len(self.views)
-        self._n_drawn += MOST_DRAWN
-        earlier = self._places[-self._n_drawn :][: -before or None]
-        await self._draw_notes(len(self._places) - len(earlier) - before)
-        for place in earlier:
-            await self._mount(place, before=first)
-        for view in self.views[: len(earlier)][::-1]:
-            await view.fill()
-        return True
+            first = self.views[0] if self.views else None
+            if first is None or len(self._places) <= self._n_drawn:
+                return False
+            self.release_anchor()
+            before = len(self.views)
+            self._n_drawn += MOST_DRAWN
+            earlier = self._places[-self._n_drawn :][: -before or None]
+            await self._draw_notes(len(self._places) - len(earlier) - before)
+            for place in earlier:
+                await self._mount(place, before=first)
+            for view in self.views[: len(earlier)][::-1]:
+                await view.fill()
+            return True
 
     def follow(self) -> None:
         """Goes to the end, and stays there while more comes."""
