@@ -314,7 +314,7 @@ class LineChat:
         old = self.session
         if old.saver.flush(0.0) is not None:
             self.unsaved.append(old)
-        self.session = ChatSession(old.model, old.store, conversation, old.more, old.toolbox)
+        self.session = ChatSession(old.model, old.store, conversation, old.more, old.toolbox, old.rank)
         if (warning := self.session.mark_open()) is not None:
             warn(warning)
 

@@ -25,6 +25,7 @@ from localllm.tui.chat.context import ContextTrimmer, whole_prompt
 from localllm.tui.chat.conversation import Attachment, Call, Conversation, Message, State, Stats, Window
 from localllm.tui.chat.events import Choice, Event, ThinkingClock, Turn
 from localllm.tui.chat.model import ChatModel
+from localllm.tui.chat.pieces import Rank, ranked
 from localllm.tui.chat.tools import Permission, Tool, Toolbox, result_of
 from localllm.tui.storage.autosave import AutoSaver
 from localllm.tui.storage.chats import Store
@@ -62,6 +63,7 @@ class ChatSession:
         conversation: what was said.
         more: keywords of `LLM.stream_chat` beside the conversation's settings, which are not kept.
         toolbox: what the model may call.
+        rank: ranks the pieces of files that do not fit.
         turn: what is being generated; None if nothing is.
         saver: keeps the conversation in the store.
     """
@@ -73,6 +75,7 @@ class ChatSession:
         conversation: Conversation | None = None,
         more: Mapping[str, Any] | None = None,
         toolbox: Toolbox | None = None,
+        rank: Rank = ranked,
     ) -> None:
         """A session, see above; a new conversation where none is given."""
         self.model = model
@@ -80,6 +83,7 @@ class ChatSession:
         self.store = store
         self.conversation = Conversation() if conversation is None else conversation
         self.toolbox = Toolbox() if toolbox is None else toolbox
+        self.rank = rank
         self.turn: Turn | None = None
         self._tools: dict[str, Tool] = {}
         self._allowed: set[str] = set()
@@ -345,7 +349,9 @@ class ChatSession:
             model = self._loaded()
             if not text.strip():
                 raise UsageError("there is nothing to send: type a message")
-            attached = self.attach(text, lambda content: len(model.tokenize(content, add_special=False)), old)
+            attached = self.attach(
+                text, lambda content: len(model.tokenize(content, add_special=False)), old, self.rank
+            )
             if turn.is_stopped:
                 turn.emit(events.Finished(None))
                 return
@@ -363,7 +369,9 @@ class ChatSession:
                 )
             self._reply(question.id, None, turn)
 
-    def attach(self, text: str, count: Callable[[str], int], old: Message | None = None) -> Attached:
+    def attach(
+        self, text: str, count: Callable[[str], int], old: Message | None = None, rank: Rank = ranked
+    ) -> Attached:
         """The files that a text in the place of ``old`` names, or those of their pieces that fit; see `attach`."""
 
         def room() -> int:
@@ -374,7 +382,7 @@ class ChatSession:
             left = context - count(text) - (len(self._loaded().tokenize_chat(said)) if said else 0)
             return max(left, context // 2) - context // 4  # of a long past, turns can be dropped
 
-        return attach(text, count, () if old is None else old.attachments, room)
+        return attach(text, count, () if old is None else old.attachments, room, rank)
 
     def _say(self, text: str, old: Message | None, files: tuple[Attachment, ...]) -> Message:
         if not self.conversation.title:

@@ -82,7 +82,7 @@ class ChatScreen(MessageActions):
 
     def __init__(self, setup: Setup, models: ModelLoader, conversation: Conversation) -> None:
         super().__init__()
-        self.session = ChatSession(models.model, setup.store, conversation, setup.more, setup.toolbox)
+        self.session = setup.session(models.model, conversation)
         self.turn: StreamedTurn | None = None
         self.models = models
         models.chats.append(self)
@@ -91,6 +91,7 @@ class ChatScreen(MessageActions):
         self.asked: ToolAsked | None = None
         self.suggestions = Suggestions()
         self.composer = Composer(PromptHistory(setup.history), self.suggestions)
+        self._heading, self._hint = Static(id="heading"), Static(id="hint")
         self.transcript = Transcript()
         self.status = StatusLine()
         #: Whether it is the chat that is shown; dialogs may be above it.
@@ -101,10 +102,10 @@ class ChatScreen(MessageActions):
         self._pending: _Draft | None = None
 
     def compose(self) -> ComposeResult:
-        yield Static(id="heading")
+        yield self._heading
         yield self.transcript
         yield self.suggestions
-        yield Static(id="hint")
+        yield self._hint
         with Vertical(id="editor"):
             yield self.composer
         yield self.status
@@ -146,10 +147,9 @@ class ChatScreen(MessageActions):
         """Shows a conversation in the place of the one before."""
         await self.end_turn()
         self._take_back_pending()
-        setup = self.app.setup
         if await self.app.offload(self.session.saver.flush, 0.0) is not None:
             self.unsaved.append(self.session)
-        self.session = ChatSession(self.models.model, setup.store, conversation, setup.more, setup.toolbox)
+        self.session = self.app.setup.session(self.models.model, conversation)
         self.replacing = None
         self.hint("")
         await self._show_chat()
@@ -210,19 +210,17 @@ class ChatScreen(MessageActions):
 
     def draw_heading(self) -> None:
         """Draws the titles of the chats that are open, in all of them."""
-        for chat in filter(lambda each: each.is_mounted, self.models.chats):
-            titles = [shortened(each.title_line, 30) for each in self.models.chats]
-            at = self.models.chats.index(chat)
+        titles = [shortened(chat.title_line, 30) for chat in self.models.chats]
+        for at, chat in enumerate(self.models.chats):
             parts: list[str | tuple[str, str]] = [f" {chat.title_line}"]
             if len(titles) > 1:
                 parts = [(f" {i + 1} {title} ", "reverse" if i == at else "") for i, title in enumerate(titles)]
-            chat.query_one("#heading", Static).update(Content.assemble((" localllm ", "bold"), *parts))
+            chat._heading.update(Content.assemble((" localllm ", "bold"), *parts))
 
     def hint(self, text: str) -> None:
         """Says something above the editor; an empty text says nothing."""
-        hint = self.query_one("#hint", Static)
-        hint.update(Content(escape_controls(text)))
-        hint.display = bool(text)
+        self._hint.update(Content(escape_controls(text)))
+        self._hint.display = bool(text)
 
     def _look_at_memory(self) -> None:
         self.app.spawn(self._sample_memory(), group="memory")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from textual import getters
 from textual.app import ComposeResult
@@ -24,6 +24,7 @@ from localllm.tui.text import escape_controls, is_web, parser, sentence
 from localllm.tui.widgets.status import KeyFooter
 
 Result = TypeVar("Result")
+Entry = TypeVar("Entry")
 
 
 class Dialog(ModalScreen[Result | None]):
@@ -78,10 +79,15 @@ class Choose(Dialog[str]):
         self.dismiss(event.option_id)
 
 
-class Find(Dialog[str]):
-    """One of a list that is searched: letters always go into the field above it, and the arrows move in the list."""
+class Find(Dialog[str], Generic[Entry]):
+    """One of a list that is searched: letters always go into the field above it, and the arrows move in the list.
+
+    Attributes:
+        found: what the list shows.
+    """
 
     BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("enter", "choose", "Choose", priority=True),
         Binding("up", "move('cursor_up')", "Up", show=False),
         Binding("down", "move('cursor_down')", "Down", show=False),
         Binding("pageup", "move('page_up')", "Page up", show=False),
@@ -90,16 +96,106 @@ class Find(Dialog[str]):
         Binding("ctrl+end", "move('last')", "Last", show=False),
     ]
 
+    def __init__(self, title: str, placeholder: str, text: str = "", note: str = "") -> None:
+        """``note`` is said until the list is there."""
+        super().__init__(title)
+        self.found: list[Entry] = []
+        self._found_for: object = None
+        self._field = Input(text, placeholder=placeholder, id="search")
+        self._list = FoundList()
+        self._note = Static(note, classes="empty", markup=False)
+        self.add_class("large")
+
+    async def find(self, text: str) -> list[Entry]:
+        """What the list shows for a text in the field."""
+        raise NotImplementedError
+
+    def options(self) -> list[Option]:
+        """What stands in the list for what was found."""
+        raise NotImplementedError
+
+    def first(self, before: int) -> int:
+        """The place that is highlighted in a new list, where it was ``before`` in the last one."""
+        return before
+
+    def note(self, entry: Entry | None) -> str:
+        """What is said of what is highlighted, or where nothing was found."""
+        raise NotImplementedError
+
+    def result(self, entry: Entry | None) -> str | None:
+        """What is chosen with an entry; None is nothing yet."""
+        raise NotImplementedError
+
+    @property
+    def wanted(self) -> object:
+        """What the list is for; where it changes, another one is wanted."""
+        return self._field.value
+
+    def content(self) -> ComposeResult:
+        yield self._field
+        yield self._list
+        yield self._note
+
+    def on_mount(self) -> None:
+        self.refresh_list()
+
+    def refresh_list(self) -> None:
+        self.app.spawn(self.search(), group="find")
+
+    async def search(self) -> None:
+        """Finds what is wanted now, and shows it."""
+        wanted = self.wanted
+        try:
+            found = await self.find(self._field.value)
+        except Exception as error:
+            self.app.notify_error(error)
+            found = []
+        if not self.is_attached or wanted != self.wanted:
+            return
+        before = self._list.highlighted or 0
+        self.found, self._found_for = found, wanted
+        self._list.clear_options().add_options(self.options())
+        self._list.highlighted = min(self.first(before), len(found) - 1) if found else None
+        self._explain()
+
+    async def highlighted(self) -> Entry | None:
+        """What is highlighted, once what was typed has been searched for."""
+        if self._found_for != self.wanted:
+            await self.search()
+        place = self._list.highlighted
+        return None if place is None else self.found[place]
+
+    def _explain(self) -> None:
+        place = self._list.highlighted
+        text = self.note(None if place is None else self.found[place])
+        self._note.update(Content(text))
+        self._note.display = bool(text)
+
+    def on_input_changed(self, event: Input.Changed) -> None:
+        event.stop()
+        self.refresh_list()
+
+    def on_option_list_option_highlighted(self, event: OptionList.OptionHighlighted) -> None:
+        event.stop()
+        self._explain()
+
+    def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
+        event.stop()
+        self.dismiss(self.result(self.found[event.option_index]))
+
     def action_move(self, where: str) -> None:
         self.app.ask(self._move(where))
 
     async def _move(self, where: str) -> None:
-        await self.listed()
-        getattr(self.query_one(OptionList), f"action_{where}")()
+        await self.highlighted()
+        getattr(self._list, f"action_{where}")()
 
-    async def listed(self) -> None:
-        """Waits until the list is of what was typed."""
-        raise NotImplementedError
+    def action_choose(self) -> None:
+        self.app.ask(self._choose())
+
+    async def _choose(self) -> None:
+        if (result := self.result(await self.highlighted())) is not None:
+            self.dismiss(result)
 
 
 class FoundList(OptionList, can_focus=False):

@@ -234,12 +234,17 @@ class MessageView(Vertical, can_focus=True):
         self._reply: Reply | None = None
         self._thinking: Thinking | None = None
         self._shown_calls: tuple[Call, ...] = ()
+        # Not looked for by their classes: they may not be there yet, or not any more where the app ends.
+        self._divider, self._head = Static(classes="divider"), Static(classes="head")
+        self._said, self._foot = Static(classes="said"), Static(classes="foot")
+        self._calls = Vertical(classes="calls")
+        self._divider.display = False
 
     def compose(self) -> ComposeResult:
-        yield Static(classes="divider")
-        yield Static(self._head(), classes="head")
+        yield self._divider
+        yield self._head
         if self.message.role == "user":
-            yield Static(self._said(), classes="said")
+            yield self._said
         else:
             # What streams in comes as pieces, from the first one on.
             thinking = "" if self._is_streaming else self.message.thinking
@@ -248,8 +253,8 @@ class MessageView(Vertical, can_focus=True):
             yield self._thinking
             self._reply = Reply()
             yield self._reply
-            yield Vertical(classes="calls")
-        yield Static(self._foot(), classes="foot")
+            yield self._calls
+        yield self._foot
 
     @property
     def thinking(self) -> Thinking | None:
@@ -274,12 +279,10 @@ class MessageView(Vertical, can_focus=True):
 
     def set_divider(self, text: str) -> None:
         """Puts a line above it; an empty one takes it away."""
-        divider = self.query_one(".divider", Static)
-        divider.display = bool(text)
-        divider.update(Content(text))
+        self._divider.display = bool(text)
+        self._divider.update(Content(text))
 
     def on_mount(self) -> None:
-        self.query_one(".divider").display = False
         self._draw()
         self._draw_calls()
 
@@ -290,7 +293,7 @@ class MessageView(Vertical, can_focus=True):
                 section.collapsed = not section.collapsed
         elif self.is_long:
             self._is_unfolded = not self._is_unfolded
-            self.query_one(".said", Static).update(self._said())
+            self._draw()
 
     async def fill(self) -> None:
         """Draws what a reply says, where that is not being written."""
@@ -332,20 +335,20 @@ class MessageView(Vertical, can_focus=True):
     # -- Drawing ---------------------------------------------------------------------------------------------------
 
     def _draw(self) -> None:
-        self.query_one(".head", Static).update(self._head())
-        foot, text = self.query_one(".foot", Static), self._foot()
-        foot.update(text)
-        foot.display = bool(text)
+        self._head.update(self._head_text())
+        self._said.update(self._said_text())
+        text = self._foot_text()
+        self._foot.update(text)
+        self._foot.display = bool(text)
 
     def _draw_calls(self) -> None:
         """Shows calls of tools, their results folded."""
-        if self._shown_calls != self.message.calls:
+        if self._shown_calls != self.message.calls and self._calls.is_attached:
             self._shown_calls = self.message.calls
-            calls = self.query_one(".calls", Vertical)
-            calls.remove_children()
-            calls.mount_all(_call(call) for call in self.message.calls)
+            self._calls.remove_children()
+            self._calls.mount_all(_call(call) for call in self.message.calls)
 
-    def _head(self) -> Content:
+    def _head_text(self) -> Content:
         if self.message.role == "user":
             name = "You"
         else:
@@ -357,7 +360,7 @@ class MessageView(Vertical, can_focus=True):
             parts += ["  ", self._step("‹", -1, number > 1), f" {number}/{n} ", self._step("›", 1, number < n)]
         return Content.assemble(*parts)
 
-    def _said(self) -> Content:
+    def _said_text(self) -> Content:
         lines = escape_controls(self.message.text).split("\n")
         if len(lines) <= _MOST_LINES or self._is_unfolded:
             return Content("\n".join(lines))
@@ -365,7 +368,7 @@ class MessageView(Vertical, can_focus=True):
         shown_lines = "\n".join(lines[: _MOST_LINES // 2])
         return Content.assemble(shown_lines, (f"\n… {n_more:,} more lines (t unfolds)", "dim"))
 
-    def _foot(self) -> Content:
+    def _foot_text(self) -> Content:
         message = self.message
         if self._is_streaming:
             return Content("")
