@@ -20,6 +20,12 @@ settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are processors: many tests wait for a process, a socket or a screen."""
+    return (os.cpu_count() or 1) + 1
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("ci") and not os.environ.get("CI"):
         pytest.skip("runs in CI: set the environment variable CI")

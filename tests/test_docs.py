@@ -106,6 +106,7 @@ def test_a_command(
     run(capfdbinary, monkeypatch, line)
 
 
+@pytest.mark.ci  # which quantises a dozen times
 @pytest.mark.parametrize("page", IN_ORDER)
 def test_the_commands_of_a_page(
     capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch, folder: Path, page: str

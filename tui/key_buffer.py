@@ -170,7 +170,9 @@ async def _passed(target: MessagePump | None) -> None:
     if target is None or not target.post_message(passed):
         return
     end = asyncio.get_running_loop().time() + _TRIP_SECONDS
-    while target.is_running and not passed.arrived.is_set() and asyncio.get_running_loop().time() < end:
+    while target.is_running and target.app.is_running and asyncio.get_running_loop().time() < end:
+        if passed.arrived.is_set():
+            return
         with suppress(TimeoutError):  # the widget may have gone meanwhile
             await asyncio.wait_for(passed.arrived.wait(), 0.5)
 

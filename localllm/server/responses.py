@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -31,6 +32,8 @@ from localllm.server.openai import (
 
 #: Bytes of responses that are kept in memory at most; the oldest go first.
 _MOST_BYTES = 64 << 20
+#: Files of responses are kept so long, as OpenAI keeps responses.
+_KEPT_SECONDS = 30 * 24 * 60 * 60
 
 _ID = re.compile(r"resp_[0-9a-f]{32}")
 
@@ -81,7 +84,7 @@ class Kept(msgspec.Struct):
 
 
 class Store:
-    """Keeps responses: in memory, as many as fit, and in a folder where there is one."""
+    """Keeps responses: in memory, as many as fit, and for thirty days in a folder where there is one."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder
@@ -89,6 +92,9 @@ class Store:
         self._n_bytes = 0
         if folder is not None:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for path in folder.glob("resp_*.json"):
+                if path.stat().st_mtime < time.time() - _KEPT_SECONDS:
+                    path.unlink()
 
     def put(self, id_: str, kept: Kept) -> None:
         data = msgspec.json.encode(kept)
@@ -98,8 +104,11 @@ class Store:
             self._n_bytes -= len(self._kept.pop(next(iter(self._kept))))
         if self._folder is not None:
             path = self._folder / f"{id_}.json"
-            path.touch(mode=0o600)
-            path.write_bytes(data)
+            try:
+                path.touch(mode=0o600)
+                path.write_bytes(data)
+            except OSError as error:  # a full disk must not cost a reply that is there
+                print(f"localllm: a response will be lost at a restart: {error}", file=sys.stderr)
 
     def get(self, id_: str, client: str) -> Kept:
         """Raises:

@@ -18,10 +18,10 @@ HELLO = [{"role": "user", "content": "hi"}]
 
 def test_hostile_templates_end_typed() -> None:
     """In a process of their own, which they could crash, with a small budget, because work is counted by it."""
-    command = [sys.executable, "-m", "tests.localllm.chat.hostile_templates", str(sandbox.BUDGET // 50), "8"]
+    command = [sys.executable, "-m", "tests.localllm.chat.hostile_templates", str(sandbox.BUDGET // 50), "16"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert int(done.stdout.splitlines()[-1].split()[0]) > 500
+    assert int(done.stdout.splitlines()[-1].split()[0]) > 250
 
 
 def test_lazy_filters_do_not_nest() -> None:

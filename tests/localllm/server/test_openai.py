@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -321,15 +322,26 @@ def test_thinking_in_responses(actor: Any) -> None:
     assert response.output_text == "Yes."
 
 
+def test_a_folder_that_takes_no_response_costs_no_reply(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with serving(demo(), responses_folder=tmp_path / "kept") as server, client_of(server) as client:
+        (tmp_path / "kept").rmdir()
+        first = client.responses.create(model="demo", input="Hello!", max_output_tokens=3)
+        assert client.responses.retrieve(first.id).output_text == first.output_text
+    assert "a response will be lost at a restart" in capfd.readouterr().err
+
+
 def test_responses_in_a_folder_outlive_the_server(tmp_path: Path) -> None:
     with serving(demo(), responses_folder=tmp_path / "kept") as server, client_of(server) as client:
         first = client.responses.create(model="demo", input="Hello!", max_output_tokens=3)
     with serving(demo(), responses_folder=tmp_path / "kept") as server, client_of(server) as client:
         assert client.responses.retrieve(first.id).output_text == first.output_text
         (tmp_path / "kept" / f"{first.id}.json").write_bytes(b'{"client": ')
+        (tmp_path / "kept" / "resp_old.json").touch()
+        os.utime(tmp_path / "kept" / "resp_old.json", (0, 0))
     with (
         serving(demo(), responses_folder=tmp_path / "kept") as server,
         client_of(server) as client,
         pytest.raises(openai.NotFoundError),
     ):
         client.responses.retrieve(first.id)
+    assert [path.name for path in (tmp_path / "kept").iterdir()] == [f"{first.id}.json"]
