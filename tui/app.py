@@ -185,12 +185,9 @@ class ChatApp(BaseApp):
         elif turn is None and self._chat.composer.text.strip() and not self._is_warned:
             self._is_warned = True
             self.notify("Ctrl+C again quits; the message that you are typing would be lost", severity="warning")
-            self.set_timer(3.0, self._forget_warning)
+            self.set_timer(3.0, partial(setattr, self, "_is_warned", False))
         else:
             self.spawn(self._chat.quit(), group="quit")
-
-    def _forget_warning(self) -> None:
-        self._is_warned = False
 
     def end(self) -> None:
         """Lets the threads end, and closes the model."""

@@ -28,8 +28,8 @@ from localllm.loading import check_file
 from localllm.progress import LoadPlan, LoadProgress
 from localllm.settings import Settings
 from localllm.tui.chat import settings as chat_settings
+from localllm.tui.chat.context import ChatModel
 from localllm.tui.chat.conversation import Conversation
-from localllm.tui.chat.model import ChatModel
 from localllm.tui.chat.pieces import ranked, ranked_by_vectors
 from localllm.tui.chat.session import ChatSession
 from localllm.tui.chat.tools import Toolbox
@@ -245,7 +245,7 @@ def _store(arguments: argparse.Namespace, notices: list[str]) -> Store:
         if arguments.session is not None or arguments.resume:
             raise
         notices.append(f"{error}; this chat is not saved")
-        return Store.in_memory()
+        return Store(None)
 
 
 def _conversation(arguments: argparse.Namespace, store: Store, notices: list[str]) -> Conversation:

@@ -24,9 +24,9 @@ from localllm.cli.terminal import StatusLine, is_terminal, say, warn
 from localllm.errors import ContextLengthError, LocalLLMError, UsageError
 from localllm.tui import commands
 from localllm.tui.chat import events
+from localllm.tui.chat.context import ChatModel
 from localllm.tui.chat.conversation import Conversation, Message
 from localllm.tui.chat.events import Choice, Event, Turn
-from localllm.tui.chat.model import ChatModel
 from localllm.tui.chat.session import ChatSession
 from localllm.tui.chat.tools import Permission
 from localllm.tui.text import escape_controls
@@ -248,21 +248,19 @@ class LineChat:
 
     def _do(self, result: commands.Result) -> None:
         """Does what a command leads to."""
-        if isinstance(result, commands.Play):
-            self._play(result.start)
-        elif isinstance(result, commands.EditMessage):
-            self._edit(result.message)
-        elif isinstance(result, commands.OpenChat):
-            self._open(result.conversation)
+        self._ended = result.ends
+        if result.play:
+            self._play(result.play)
+        elif result.edit:
+            self._edit(result.edit)
+        elif result.model is not None:
+            self._use_model(result.model)
+        elif result.draft:
+            self._play(partial(self.session.send, result.draft))
+        elif result.chat is not None:
+            self._open(result.chat)
+        if result.text:
             self._say(result.text)
-        elif isinstance(result, commands.UseModel):
-            self._use_model(result.path)
-        elif isinstance(result, commands.PutText):
-            self._play(partial(self.session.send, result.text))
-        elif isinstance(result, commands.Quit):
-            self._ended = True
-        else:
-            self._say(result)
 
     def _say(self, text: str) -> None:
         """Tells something, of one line or several; on a terminal, in lines that end between words."""

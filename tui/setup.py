@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from localllm.tui.chat.context import ChatModel
 from localllm.tui.chat.conversation import Conversation
 from localllm.tui.chat.events import Choice
-from localllm.tui.chat.model import ChatModel
 from localllm.tui.chat.pieces import Rank, ranked
 from localllm.tui.chat.session import ChatSession
 from localllm.tui.chat.tools import Toolbox

@@ -75,7 +75,7 @@ class Asked:
 
 @dataclass
 class FakeModel:
-    """A `localllm.tui.chat.model.ChatModel`.
+    """A `localllm.tui.chat.context.ChatModel`.
 
     Attributes:
         replies: one after the other; after the last one "ok" comes.  An exception is raised in the midst of a reply.

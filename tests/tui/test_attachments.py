@@ -118,17 +118,17 @@ def test_of_a_file_larger_than_the_context_pieces_are_sent(tmp_path: Path) -> No
     path = tmp_path / "big.log"
     path.write_text("".join(lines))
     model = FakeModel(["It is swordfish."], context=2000)
-    session = ChatSession(model, Store.in_memory())
+    session = ChatSession(model, Store(None))
     play(session.send, f"what is the password? @{path}")
     question, reply = session.conversation.path()
     assert reply.text == "It is swordfish."
     assert "swordfish" in str(model.asked[0].messages[0]["content"])
     assert any(", lines " in file.name for file in question.attachments)
     assert count("".join(file.text for file in question.attachments)) < 1500
-    names = str(run(session, Call(find("detach"), "")))
+    names = run(session, Call(find("detach"), "")).text
     assert f"{path}, lines " in names
     run(session, Call(find("detach"), str(path)))
-    assert run(session, Call(find("detach"), "")) == "nothing is attached"
+    assert run(session, Call(find("detach"), "")).text == "nothing is attached"
     assert session.store.load(session.conversation.id).path()[0].attachments == ()
     with pytest.raises(UsageError, match="nothing is attached by the name"):
         run(session, Call(find("detach"), "x"))

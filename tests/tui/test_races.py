@@ -245,7 +245,7 @@ def test_of_a_large_history_the_end_is_read(tmp_path: Path) -> None:
 
 
 def test_the_counters_of_another_model_are_not_shown(tmp_path: Path) -> None:
-    session = ChatSession(FakeModel(["one two"]), Store.in_memory())
+    session = ChatSession(FakeModel(["one two"]), Store(None))
     play(session.send, "a")
     assert session.last is not None
     counted = session.meter().used

@@ -51,7 +51,7 @@ class Person:
         self.replying = self.editing = self.is_sent = False
         self.system = ""
         self.gate = Steps()
-        self.store = Store.in_memory()
+        self.store = Store(None)
         self.conversation = Conversation()
         self.n_words = 0
         self.done: list[str] = []  # for whoever reads of a failure

@@ -14,6 +14,7 @@ import pytest
 import localllm
 from localllm.errors import DeviceLostError, UsageError
 from localllm.quant.types import GGMLType
+from localllm.tui.chat.context import ChatModel
 from localllm.tui.chat.conversation import Conversation, Message, Stats
 from localllm.tui.chat.events import (
     ContextFull,
@@ -27,7 +28,6 @@ from localllm.tui.chat.events import (
     Turn,
     Warned,
 )
-from localllm.tui.chat.model import ChatModel
 from localllm.tui.chat.session import ChatSession
 from localllm.tui.storage.chats import Store
 from tests.helpers.fake_chat import FakeModel, Reply, play

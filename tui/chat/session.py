@@ -21,10 +21,9 @@ from localllm.errors import StoreError, UsageError
 from localllm.tui.chat import events
 from localllm.tui.chat import settings as chat_settings
 from localllm.tui.chat.attachments import Attached, attach
-from localllm.tui.chat.context import ContextTrimmer, whole_prompt
+from localllm.tui.chat.context import ChatModel, ContextTrimmer, whole_prompt
 from localllm.tui.chat.conversation import Attachment, Call, Conversation, Message, State, Stats, Window
 from localllm.tui.chat.events import Choice, Event, ThinkingClock, Turn
-from localllm.tui.chat.model import ChatModel
 from localllm.tui.chat.pieces import Rank, ranked
 from localllm.tui.chat.tools import Permission, Tool, Toolbox, result_of
 from localllm.tui.storage.autosave import AutoSaver

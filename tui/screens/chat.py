@@ -23,9 +23,9 @@ from textual.worker import Worker
 from localllm.errors import UsageError
 from localllm.tui import commands
 from localllm.tui.chat.attachments import file_completions, file_word
+from localllm.tui.chat.context import ChatModel
 from localllm.tui.chat.conversation import Conversation
 from localllm.tui.chat.events import ContextFull, ToolAsked, Turn
-from localllm.tui.chat.model import ChatModel
 from localllm.tui.chat.session import ChatSession
 from localllm.tui.chat.tools import Permission
 from localllm.tui.screens.commands import Commands
@@ -69,8 +69,8 @@ class ChatScreen(MessageActions):
         Binding("escape", "stop", "Stop"),
         Binding("ctrl+up", "select(-1)", "Messages", key_display="^↑"),
         Binding("ctrl+down", "select(1)", "Next message", show=False),
-        Binding("ctrl+pagedown", "tab('next')", "Next tab", show=False),
-        Binding("ctrl+pageup", "tab('prev')", "Previous tab", show=False),
+        Binding("ctrl+pagedown", "command('tab next')", "Next tab", show=False),
+        Binding("ctrl+pageup", "command('tab prev')", "Previous tab", show=False),
         Binding("f1", "command('help')", "Help", id="help"),
         # What has no key can be given one by the settings file.
         *(
@@ -96,8 +96,9 @@ class ChatScreen(MessageActions):
         self.status = StatusLine()
         #: Whether it is the chat that is shown; dialogs may be above it.
         self.seen = asyncio.Event()
-        self._ended = asyncio.Event()
-        self._ended.set()
+        #: Whether nothing is generated, and all of it is drawn.
+        self.ended = asyncio.Event()
+        self.ended.set()
         #: What is sent once a model is loaded, or the reply that was stopped has ended.
         self._pending: _Draft | None = None
 
@@ -118,7 +119,7 @@ class ChatScreen(MessageActions):
         self.composer.focus()
         self.hint("")
         self.app.spawn(self._start())
-        self.set_interval(_MEMORY_SECONDS, self._look_at_memory)
+        self.set_interval(_MEMORY_SECONDS, self._sample_memory)
         if len(self.models.chats) > 1:
             self.status.change(**self.models.chats[0].status.shared)
             return
@@ -128,10 +129,7 @@ class ChatScreen(MessageActions):
         self.app.spawn(self.models.load(name, keeps=name == saved), group="loading")
         if self.app.setup.question:
             self._send(self.app.setup.question)
-        self.app.spawn(self._tell_notices())
-
-    async def _tell_notices(self) -> None:
-        unknown = [name for name in self.app.setup.keys if name not in {entry.name for entry in commands.COMMANDS}]
+        unknown = set(self.app.setup.keys).difference(command.name for command in commands.COMMANDS)
         wrong = [
             f"[keys] of the settings file has {name!r}, which is no command: /help lists them" for name in unknown
         ]
@@ -169,15 +167,11 @@ class ChatScreen(MessageActions):
             self.session.mark_open, [chat.session.conversation.id for chat in self.models.chats]
         )
 
-    async def ended(self) -> None:
-        """Waits until nothing is generated, and all of it is drawn."""
-        await self._ended.wait()
-
     async def end_turn(self) -> None:
         """Stops what is generated, and waits for its end."""
         if self.turn is not None:
             self.turn.stop()
-            await self._ended.wait()
+            await self.ended.wait()
 
     async def quit(self) -> None:
         """Ends the program; replies that are under way are kept as far as they came."""
@@ -222,11 +216,8 @@ class ChatScreen(MessageActions):
         self._hint.update(Content(escape_controls(text)))
         self._hint.display = bool(text)
 
-    def _look_at_memory(self) -> None:
-        self.app.spawn(self._sample_memory(), group="memory")
-
     async def _sample_memory(self) -> None:
-        self.status.change(memory=await asyncio.to_thread(self.app.setup.memory))
+        self.status.change(memory=await self.app.in_thread(self.app.setup.memory))
 
     # -- Turns -----------------------------------------------------------------------------------------------------
 
@@ -241,7 +232,7 @@ class ChatScreen(MessageActions):
         if self.models.state is ModelState.LOADING:
             raise UsageError("the model is being loaded: wait until it is there")
         self.turn = StreamedTurn(start, typed, replaced)
-        self._ended.clear()
+        self.ended.clear()
         self.refresh_bindings()
         self.draw_heading()
         self.app.spawn(self._run(self.session, self.turn), group="turn")
@@ -254,7 +245,7 @@ class ChatScreen(MessageActions):
         finally:
             await thread
             self.turn = None
-            self._ended.set()
+            self.ended.set()
             if self.asked is not None:
                 self._ask_for_tool(None)
             self.draw_heading()
@@ -471,11 +462,8 @@ class ChatScreen(MessageActions):
 
     async def _run_command(self, text: str) -> None:
         if self.is_ending:
-            await self.ended()
+            await self.ended.wait()
         await self.commands.run(text)
-
-    def action_tab(self, where: str) -> None:
-        self.run_command(f"/tab {where}")
 
     def action_command(self, name: str) -> None:
         self.run_command(f"/{name}")

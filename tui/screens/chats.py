@@ -88,7 +88,7 @@ class ChatsScreen(Find[ChatSummary]):
         self.app.ask(self._on_highlighted(self._archive))
 
     async def _archive(self, chosen: ChatSummary) -> None:
-        await self.app.offload(self._store.archive, chosen.id, not chosen.archived)
+        await self.app.offload(self._store.set, chosen.id, archived=not chosen.archived)
         self.app.notify(f"{chosen.title or 'the chat'}: {'back in the list' if chosen.archived else 'archived'}")
         await self.search()
 

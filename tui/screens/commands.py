@@ -69,23 +69,23 @@ class Commands:
     async def _do(self, name: str, result: commands.Result) -> None:
         """Does what a command leads to."""
         screen = self._screen
-        if isinstance(result, commands.Play):
-            screen.begin(result.start)
-        elif isinstance(result, commands.EditMessage):
-            screen.edit(result.message)
-        elif isinstance(result, commands.OpenChat):
-            await self._open(result.conversation)
+        if result.play:
+            screen.begin(result.play)
+        elif result.edit:
+            screen.edit(result.edit)
+        elif result.chat is not None:
+            await self._open(result.chat)
             if name in ("fork", "import"):
                 self._app.notify(result.text.splitlines()[0])
-        elif isinstance(result, commands.UseModel):
-            await screen.models.change(result.path)
-        elif isinstance(result, commands.PutText):
-            screen.composer.put(result.text)
-        elif isinstance(result, commands.Quit):
+        elif result.model is not None:
+            await screen.models.change(result.model)
+        elif result.draft:
+            screen.composer.put(result.draft)
+        elif result.ends:
             await screen.quit()
         else:
             await screen.refresh_all()
-            await self._tell(name, result)
+            await self._tell(name, result.text)
 
     async def _tell(self, title: str, text: str) -> None:
         if text.count("\n") < _MOST_LINES:
@@ -155,7 +155,7 @@ class Commands:
     async def ask_archive(self) -> None:
         session = self._screen.session
         check_begun(session.conversation)
-        await self._offload(session.store.archive, session.conversation.id)
+        await self._offload(session.store.set, session.conversation.id, archived=True)
         self._app.notify(f"the chat is archived: {self._app.key_of('sessions')} and F6 show it")
         await self._new()
 
@@ -242,7 +242,7 @@ class Commands:
                 return  # which was told
             self._app.keys.go_on()
             screen.begin(partial(session.regenerate, None))
-            await screen.ended()
+            await screen.ended.wait()
         pair = [(reply.id, commands.who(reply), reply.content) for reply in commands.compared(session.conversation)]
         chosen = await self._ask(CompareScreen(pair))
         if chosen is not None and session is screen.session:

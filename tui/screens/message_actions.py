@@ -98,7 +98,7 @@ class MessageActions(Screen[None]):
         if place >= len(views):
             self.action_compose_message()
         elif place < 0:
-            self.app.spawn(self._show_earlier(), group="earlier")
+            self.action_show_earlier()
         else:
             self.transcript.release_anchor()
             views[place].focus()
@@ -108,13 +108,10 @@ class MessageActions(Screen[None]):
         views = self.transcript.views
         if views:
             views[0].focus()
-            self.app.spawn(self._show_earlier(), group="earlier")
+            self.action_show_earlier()
 
     def action_show_earlier(self) -> None:
-        self.app.spawn(self._show_earlier(), group="earlier")
-
-    async def _show_earlier(self) -> None:
-        await self.transcript.show_earlier()
+        self.app.spawn(self.transcript.show_earlier(), group="earlier")
 
     def action_compose_message(self) -> None:
         self.transcript.follow()

@@ -16,7 +16,7 @@ from textual.widgets.option_list import Option
 from localllm.cli.terminal import quantity
 from localllm.errors import LocalLLMError
 from localllm.tui.base_app import BaseApp
-from localllm.tui.chat.model import ChatModel
+from localllm.tui.chat.context import ChatModel
 from localllm.tui.screens.dialogs import Choose, Find, rows
 from localllm.tui.setup import Loader, ModelEntry
 from localllm.tui.text import sentence
@@ -86,39 +86,32 @@ class Loading:
     Attributes:
         name: of the model, as `Loader` takes it.
         progress: how far it is, in words, and from 0 to 1, or None where no total is known; any thread may read it.
+        cancelled: whether it is to end soon, at its next sign of life; any thread may set it.
     """
 
     def __init__(self, loader: Loader, name: str) -> None:
         self.name = name
         self.progress: tuple[str, float | None] = ("loading the model", None)
+        self.cancelled = threading.Event()
         self._loader = loader
-        self._cancelled = threading.Event()
         self._compiled = 0
 
     def run(self) -> ChatModel:
         """Loads it, on the thread that calls.
 
         Raises:
-            Cancelled: `cancel` was called.
+            Cancelled: it was cancelled.
             LocalLLMError: it cannot be loaded.
         """
-        if not self._cancelled.is_set():
+        if not self.cancelled.is_set():
             model = self._loader(self.name, self._report)
-            if not self._cancelled.is_set():
+            if not self.cancelled.is_set():
                 return model
             model.close()
         raise Cancelled
 
-    @property
-    def is_cancelled(self) -> bool:
-        return self._cancelled.is_set()
-
-    def cancel(self) -> None:
-        """Ends it soon, at its next sign of life; any thread may call it."""
-        self._cancelled.set()
-
     def _report(self, stage: str, done: int, total: int) -> None:
-        if self._cancelled.is_set():
+        if self.cancelled.is_set():
             raise Cancelled
         if stage == "weights":
             self.progress = ("loading weights", done / total if total else None)
@@ -165,7 +158,7 @@ class ModelLoader:
     def cancel(self) -> None:
         """Ends loading, if a model is being loaded."""
         if self._loading is not None:
-            self._loading.cancel()
+            self._loading.cancelled.set()
 
     async def change(self, name: str) -> None:
         """Loads a model in the place of the one before, which stays where the file of the new one cannot be read."""
@@ -215,7 +208,7 @@ class ModelLoader:
         try:
             model = thread.result()
         except Exception as error:
-            if loading.is_cancelled:
+            if loading.cancelled.is_set():
                 return None
             self.state = ModelState.NONE
             self._show(activity="", progress=None)
@@ -232,7 +225,7 @@ class ModelLoader:
             for chat in self.chats:
                 await chat.refresh_all()
         finally:
-            if not loading.is_cancelled:  # else the app ends, or another model is to be loaded
+            if not loading.cancelled.is_set():  # else the app ends, or another model is to be loaded
                 self.state = ModelState.LOADED
                 self._go_on()
         return None

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 import psutil
@@ -87,7 +87,7 @@ class Store:
     """
 
     def __init__(self, path: Path | None) -> None:
-        """Opens a file, or makes it.
+        """Opens a file, or makes it; without one, all is gone with the process.
 
         Raises:
             StoreError: it cannot be opened, is damaged, or was written by a newer version.
@@ -102,11 +102,6 @@ class Store:
         self._connection.text_factory = lambda data: data.decode("utf-8", "replace")
         self._connection.create_function("folded", 1, str.casefold, deterministic=True)
         self._connection.create_function("content", 3, _content, deterministic=True)
-
-    @classmethod
-    def in_memory(cls) -> Self:
-        """A store that is gone with the process."""
-        return cls(None)
 
     def close(self) -> None:
         with suppress(StoreError):
@@ -169,10 +164,6 @@ class Store:
         title = clean_title(title)
         self.set(id_, title=title)
         return title
-
-    def archive(self, id_: str, archived: bool = True) -> None:
-        """Takes a conversation out of lists, or back into them."""
-        self.set(id_, archived=archived)
 
     def delete(self, id_: str) -> None:
         """Deletes a conversation for good."""
