@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from functools import partial
-from typing import TYPE_CHECKING, cast, get_args
+from typing import TYPE_CHECKING, cast
 
 from localllm.cli.terminal import quantity
 from localllm.errors import StoreError, UsageError
@@ -85,22 +85,16 @@ class Commands:
             await screen.quit()
         else:
             await screen.refresh_all()
-            await self._tell(name, result.text)
-
-    async def _tell(self, title: str, text: str) -> None:
-        if text.count("\n") < _MOST_LINES:
-            self._app.notify(text)
-        else:
-            await self._ask(TextDialog(title.capitalize(), text))
+            if result.text.count("\n") < _MOST_LINES:
+                self._app.notify(result.text)
+            else:
+                await self._ask(TextDialog(name.capitalize(), result.text))
 
     # -- Chats -----------------------------------------------------------------------------------------------------
 
     async def _open(self, conversation: Conversation) -> None:
         await self._screen.open(conversation)
         self._screen.composer.focus()
-
-    async def _new(self) -> None:
-        await self.run("/clear")
 
     async def _open_id(self, id_: str) -> None:
         chats = self._screen.models.chats
@@ -117,12 +111,12 @@ class Commands:
         open_ids = {chat.session.conversation.id for chat in screen.models.chats}
         chats = ChatsScreen(session.store, open_ids, "" if archived else words, archived=archived)
         chosen = await self._ask(chats)
-        if (title := chats.titles.get(session.conversation.id)) is not None:
-            session.conversation.title = title
-            await screen.refresh_all()
         for chat in screen.models.chats:
-            if chat.session.conversation.id in chats.deleted:
+            conversation = chat.session.conversation
+            conversation.title = chats.titles.get(conversation.id, conversation.title)
+            if conversation.id in chats.deleted:
                 await chat.open(commands.new_chat(chat.session))
+        screen.draw_heading()
         if chosen is not None:
             await self._open_id(chosen)
 
@@ -157,7 +151,7 @@ class Commands:
         check_begun(session.conversation)
         await self._offload(session.store.set, session.conversation.id, archived=True)
         self._app.notify(f"the chat is archived: {self._app.key_of('sessions')} and F6 show it")
-        await self._new()
+        await self.run("/clear")
 
     async def ask_delete(self) -> None:
         screen = self._screen
@@ -166,7 +160,7 @@ class Commands:
         if await self._ask(confirm("Delete this chat for good?", text, "Delete")) == "yes":
             await screen.end_turn()
             await self._offload(screen.session.store.delete, conversation.id)
-            await self._new()
+            await self.run("/clear")
 
     async def ask_export(self) -> None:
         title = self._screen.session.conversation.title
@@ -204,11 +198,9 @@ class Commands:
             await self.do_allow(answer)
 
     async def do_allow(self, argument: str) -> None:
-        for permission in get_args(Permission):
-            if permission == argument:
-                self._screen.answer(permission)
-                return
-        raise UsageError(f"answer with {', '.join(_PERMISSIONS)}")
+        if argument not in _PERMISSIONS:
+            raise UsageError(f"answer with {', '.join(_PERMISSIONS)}")
+        self._screen.answer(cast(Permission, argument))
 
     async def ask_model(self) -> None:
         await self._screen.models.choose()
@@ -221,7 +213,11 @@ class Commands:
         if not found:
             raise UsageError(NO_BRANCHES)
         labels = [
-            (branch.id, f"{'●' if i == fork.at else '○'} #{fork.number}  {i}/{len(fork.branches)}  {_line(branch)}")
+            (
+                branch.id,
+                f"{'●' if i == fork.at else '○'} #{fork.number}  {i}/{len(fork.branches)}  "
+                + shortened(branch.content, 55),
+            )
             for fork in found
             for i, branch in enumerate(fork.branches, 1)
         ]
@@ -316,7 +312,3 @@ class Commands:
 
     async def do_help(self, argument: str) -> None:
         await self._ask(HelpScreen())
-
-
-def _line(message: Message) -> str:
-    return shortened(message.content, 55)

@@ -210,7 +210,7 @@ def confirm(title: str, text: str, yes: str) -> Choose:
 class Ask(Dialog[str]):
     """A line of text."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("enter", "done", "OK")]
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("enter", "done", "OK", priority=True)]
 
     def __init__(self, title: str, text: str = "", value: str = "", placeholder: str = "") -> None:
         super().__init__(title)
@@ -222,10 +222,6 @@ class Ask(Dialog[str]):
         if self._text:
             yield Static(Content(escape_controls(self._text)), classes="text")
         yield Input(self._value, placeholder=self._placeholder)
-
-    def on_input_submitted(self, event: Input.Submitted) -> None:
-        event.stop()
-        self.dismiss(event.value)
 
     def action_done(self) -> None:
         self.dismiss(self.query_one(Input).value)
@@ -368,7 +364,7 @@ class SamplingScreen(Dialog[dict[str, Any]]):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("ctrl+s", "save", "Save", priority=True),
         Binding("ctrl+r", "reset", "Defaults", priority=True),
-        Binding("enter", "save", "Save", show=False),
+        Binding("enter", "save", "Save", show=False, priority=True),
     ]
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
@@ -383,10 +379,6 @@ class SamplingScreen(Dialog[dict[str, Any]]):
                     yield Label(field.label)
                     yield Input(_typed(self._settings.get(field.name)), placeholder=_default(field), id=field.name)
         yield Static(classes="error")
-
-    def on_input_submitted(self, event: Input.Submitted) -> None:
-        event.stop()
-        self.action_save()
 
     def action_reset(self) -> None:
         for field in _FIELDS:

@@ -63,14 +63,14 @@ class MessageActions(Screen[None]):
         view = self.selected
         if view is None:
             return False
-        message, (number, n) = view.message, view.branch
+        message, (number, n) = view.message, view.place.branch
         is_reply, is_busy = message.role == "assistant", self.turn is not None
         if action == "step":
             return not is_busy and 1 <= number + cast(int, parameters[0]) <= n
         if action == "continue_reply":
-            return not is_busy and message.can_go_on and view.is_last
+            return not is_busy and message.can_go_on and view.place.is_last
         if action == "branch":
-            return not is_busy and is_reply and not view.is_last
+            return not is_busy and is_reply and not view.place.is_last
         if action == "unfold":
             return view.can_unfold
         if action == "copy_code":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from textual import events, getters
 from textual.app import ComposeResult
@@ -188,14 +188,29 @@ _ENDS = {
 }
 
 
+class Place(NamedTuple):
+    """A message of the path that is being talked about.
+
+    Attributes:
+        number: its place in the path, from 1; commands take it.
+        branch: its number among those in its place, and how many there are.
+        divider: what stands above it.
+        is_last: whether nothing follows it.
+    """
+
+    message: Message
+    number: int
+    branch: tuple[int, int]
+    divider: str
+    is_last: bool
+
+
 class MessageView(Vertical, can_focus=True):
     """A message, which can be selected, and then be edited, copied, …
 
     Attributes:
+        place: where it stands.
         message: what it shows.
-        number: its place in the conversation, from 1; commands take it.
-        branch: its number among those in its place, and how many there are.
-        is_last: whether nothing follows it.
     """
 
     app = getters.app(BaseApp)
@@ -219,26 +234,23 @@ class MessageView(Vertical, can_focus=True):
         Binding("pagedown", "screen.scroll_page(1)", "Page down", show=False),
     ]
 
-    def __init__(
-        self, message: Message, number: int, branch: tuple[int, int], *, is_last: bool, is_streaming: bool = False
-    ) -> None:
-        super().__init__(classes=message.role)
-        self.message = message
-        self.number = number
-        self.branch = branch
-        self.is_last = is_last
+    def __init__(self, place: Place, *, is_streaming: bool = False) -> None:
+        super().__init__(classes=place.message.role)
+        self.place = place
+        self.message = place.message
         self._is_streaming = is_streaming
         self._is_unfolded = False
         self._writer = ""
         self._clock = ThinkingClock()
-        self._reply: Reply | None = None
-        self._thinking: Thinking | None = None
+        # What streams in comes as pieces, from the first one on.
+        self._thinking = Thinking("" if is_streaming else self.message.thinking, _seconds(self.message))
+        self._thinking.display = bool(self._thinking.text.strip())
+        self._reply = Reply()
         self._shown_calls: tuple[Call, ...] = ()
         # Not looked for by their classes: they may not be there yet, or not any more where the app ends.
         self._divider, self._head = Static(classes="divider"), Static(classes="head")
         self._said, self._foot = Static(classes="said"), Static(classes="foot")
         self._calls = Vertical(classes="calls")
-        self._divider.display = False
 
     def compose(self) -> ComposeResult:
         yield self._divider
@@ -246,12 +258,7 @@ class MessageView(Vertical, can_focus=True):
         if self.message.role == "user":
             yield self._said
         else:
-            # What streams in comes as pieces, from the first one on.
-            thinking = "" if self._is_streaming else self.message.thinking
-            self._thinking = Thinking(thinking, _seconds(self.message))
-            self._thinking.display = bool(thinking.strip())
             yield self._thinking
-            self._reply = Reply()
             yield self._reply
             yield self._calls
         yield self._foot
@@ -259,7 +266,7 @@ class MessageView(Vertical, can_focus=True):
     @property
     def thinking(self) -> Thinking | None:
         """The thinking section; None if there is nothing in it."""
-        return self._thinking if self._thinking is not None and self._thinking.display else None
+        return self._thinking if self._thinking.display else None
 
     @property
     def is_long(self) -> bool:
@@ -271,16 +278,11 @@ class MessageView(Vertical, can_focus=True):
         """Whether something is folded in it."""
         return self.thinking is not None or self.is_long or bool(self.message.calls)
 
-    def show(self, message: Message, branch: tuple[int, int], *, is_last: bool) -> None:
+    def show(self, place: Place) -> None:
         """Shows the same message as it is now, its text aside."""
-        if (message, branch, is_last) != (self.message, self.branch, self.is_last):
-            self.message, self.branch, self.is_last = message, branch, is_last
+        if place != self.place or place.message != self.message:
+            self.place, self.message = place, place.message
             self._draw()
-
-    def set_divider(self, text: str) -> None:
-        """Puts a line above it; an empty one takes it away."""
-        self._divider.display = bool(text)
-        self._divider.update(Content(text))
 
     def on_mount(self) -> None:
         self._draw()
@@ -297,7 +299,7 @@ class MessageView(Vertical, can_focus=True):
 
     async def fill(self) -> None:
         """Draws what a reply says, where that is not being written."""
-        if self._reply is not None and not self._is_streaming:
+        if self.message.role == "assistant" and not self._is_streaming:
             await self._reply.show(self.message.content)
 
     # -- Streaming -------------------------------------------------------------------------------------------------
@@ -311,8 +313,6 @@ class MessageView(Vertical, can_focus=True):
 
     async def write(self, text: str, *, thinking: bool) -> None:
         """Adds a piece."""
-        if self._reply is None or self._thinking is None:
-            return
         self._clock.see([Piece(text, thinking)])
         if thinking:
             self._thinking.display = True
@@ -324,8 +324,6 @@ class MessageView(Vertical, can_focus=True):
         """Shows a reply as it will stay."""
         self._is_streaming = False
         self.message = message
-        if self._reply is None or self._thinking is None:
-            return
         self._thinking.display = bool(message.thinking.strip())
         self._thinking.show(message.thinking, _seconds(message))
         await self._reply.show(message.content)
@@ -337,9 +335,9 @@ class MessageView(Vertical, can_focus=True):
     def _draw(self) -> None:
         self._head.update(self._head_text())
         self._said.update(self._said_text())
-        text = self._foot_text()
-        self._foot.update(text)
-        self._foot.display = bool(text)
+        for line, text in ((self._divider, Content(self.place.divider)), (self._foot, self._foot_text())):
+            line.update(text)
+            line.display = bool(text)
 
     def _draw_calls(self) -> None:
         """Shows calls of tools, their results folded."""
@@ -354,8 +352,8 @@ class MessageView(Vertical, can_focus=True):
         else:
             written = "" if self.message.stats is None or self._is_streaming else self.message.stats.model
             name = escape_controls(written or self._writer) or "Reply"
-        number, n = self.branch
-        parts: list[str | Content | tuple[str, str | Style]] = [(name, "bold"), (f" #{self.number}", "dim")]
+        number, n = self.place.branch
+        parts: list[str | Content | tuple[str, str | Style]] = [(name, "bold"), (f" #{self.place.number}", "dim")]
         if n > 1:
             parts += ["  ", self._step("‹", -1, number > 1), f" {number}/{n} ", self._step("›", 1, number < n)]
         return Content.assemble(*parts)
@@ -374,7 +372,7 @@ class MessageView(Vertical, can_focus=True):
             return Content("")
         parts = [f"+ {escape_controls(file.name)} · {file.n_tokens:,} tokens" for file in message.attachments]
         if message.role == "assistant" and message.state in _ENDS:
-            how = f" · {self.app.key_of('continue')} goes on" if self.is_last else ""
+            how = f" · {self.app.key_of('continue')} goes on" if self.place.is_last else ""
             parts.append(_ENDS[message.state] + how)
         return Content("\n".join(parts))
 
