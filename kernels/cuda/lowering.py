@@ -323,10 +323,10 @@ class Lowering:
                 yield launch("argmax", (n,), logits, logits.width, self.chosen)
             elif k and n:
                 yield launch("top_parts", (n_parts, n), logits, logits.width, k, parts)
-                yield launch("top_merge", (n,), parts, n_parts * k, k, logits, best)
+                yield launch("top_merge", (n,), parts, n_parts * k, k, logits, best, self.chosen)
 
         cost = lambda sizes: Cost(logits.bytes_of(sizes.n_outputs))  # noqa: E731
-        self.calls.append(Call("choice", launches, [logits, best, parts], cost))
+        self.calls.append(Call("choice", launches, [logits, best, parts, self.chosen], cost))
         return self.chosen, best
 
     # -- Products --------------------------------------------------------------------------------------------------
