@@ -272,8 +272,8 @@ _CODES: dict[GGMLType, _Codes] = {
 }  # fmt: skip
 
 
-#: Formats whose models diverge less (measured on equal models with rows in other orders) if large values weigh more than
-#: their columns alone are: by the root of x² and the block's mean square, much as llama.cpp does.
+#: Formats whose models diverge less if large values weigh more than their columns alone do, by the root of x² and the
+#: block's mean square, much as in llama.cpp.  Measured on the demo model with its dimensions in six other orders.
 _LARGE_MATTER = {GGMLType.Q2_K, GGMLType.Q3_K, GGMLType.Q4_K, GGMLType.IQ4_XS}
 
 
