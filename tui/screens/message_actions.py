@@ -63,14 +63,14 @@ class MessageActions(Screen[None]):
         view = self.selected
         if view is None:
             return False
-        message, (number, n) = view.message, view.branch
+        message, (number, n) = view.message, view.place.branch
         is_reply, is_busy = message.role == "assistant", self.turn is not None
         if action == "step":
             return not is_busy and 1 <= number + cast(int, parameters[0]) <= n
         if action == "continue_reply":
-            return not is_busy and message.can_go_on and view.is_last
+            return not is_busy and message.can_go_on and view.place.is_last
         if action == "branch":
-            return not is_busy and is_reply and not view.is_last
+            return not is_busy and is_reply and not view.place.is_last
         if action == "unfold":
             return view.can_unfold
         if action == "copy_code":
@@ -98,7 +98,7 @@ class MessageActions(Screen[None]):
         if place >= len(views):
             self.action_compose_message()
         elif place < 0:
-            self.app.spawn(self._show_earlier(), group="earlier")
+            self.action_show_earlier()
         else:
             self.transcript.release_anchor()
             views[place].focus()
@@ -108,13 +108,10 @@ class MessageActions(Screen[None]):
         views = self.transcript.views
         if views:
             views[0].focus()
-            self.app.spawn(self._show_earlier(), group="earlier")
+            self.action_show_earlier()
 
     def action_show_earlier(self) -> None:
-        self.app.spawn(self._show_earlier(), group="earlier")
-
-    async def _show_earlier(self) -> None:
-        await self.transcript.show_earlier()
+        self.app.spawn(self.transcript.show_earlier(), group="earlier")
 
     def action_compose_message(self) -> None:
         self.transcript.follow()
@@ -141,7 +138,11 @@ class MessageActions(Screen[None]):
         """Puts a message into the editor; what is sent next takes its place, as another branch."""
         self.replacing = message.id
         self.composer.put(message.text)
-        what = "your message" if message.role == "user" else "the reply; Ctrl+G continues it then"
+        what = (
+            "your message"
+            if message.role == "user"
+            else f"the reply; {self.app.key_of('continue')} continues it then"
+        )
         is_kept = self.session.conversation.was_replied_to(message.id)
         stays = "keeps the old one as a branch" if is_kept else "sends it"
         self.hint(f"Editing {what}: Enter {stays}, Esc leaves it.")
