@@ -38,7 +38,7 @@ from localllm.kernels.q8_0 import VALUES_PER_SCALE
 from localllm.quant.types import GGMLType
 
 #: Where an operation belongs: in the layer of that number, or before or behind all of them.
-Layer = int | Literal["embedding", "output"]
+LayerTag = int | Literal["embedding", "output"]
 
 #: What keys and values are kept in: float16; or bytes, of which 32 neighbours in a head share a float16 scale; or,
 #: in the reference alone, float32, to be compared with implementations that have no cache.
@@ -977,7 +977,7 @@ class Node:
     """An operation, and the layer that it belongs to."""
 
     operation: Operation[Any]
-    layer: Layer
+    layer: LayerTag
 
 
 @dataclass
@@ -1000,7 +1000,7 @@ class Graph:
     caches: dict[int, KVCache] = field(default_factory=dict)
     states: dict[int, tuple[RecurrentState, ...]] = field(default_factory=dict)
     windows: list[int | None] = field(default_factory=lambda: [None])
-    layer: Layer = "embedding"
+    layer: LayerTag = "embedding"
     watched: set[Value] = field(default_factory=set)
     _known: set[Value] = field(default_factory=set)
     _consumed: set[Value] = field(default_factory=set)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from localllm.convert.checkpoint import gguf_name
 from localllm.convert.config import read_json
 from localllm.convert.safetensors import read_header
 from localllm.errors import ModelError, ModelNotFoundError, OutputError, UsageError, path_text, quoted
@@ -90,25 +91,22 @@ def _read_peft(folder: Path, file: GGUFFile) -> _Read:
         what = f"of the kind {quoted(kind)}" if kind != "LORA" else f"one with {', '.join(unsupported)}"
         raise ModelError(f"the adapter {path_text(folder)} is {what}, which localllm does not support: plain LoRA is")
     conversion = find_architecture(file.metadata).conversion
-    names = {theirs: ours for ours, theirs in conversion.names.items()}
     found: dict[str, list[Any]] = {}
     for name, stored in read_header(folder / "adapter_model.safetensors").items():
         match = re.fullmatch(
             r"(?:base_model\.model\.)?(.+)\.lora_(A|B|embedding_A|embedding_B)(?:\.default)?(?:\.weight)?", name
         )
-        layer = re.fullmatch(r"(?:model\.)?layers\.(\d+)\.(.+)", match[1]) if match else None
-        stem = layer[2] if layer else match[1] if match else ""
-        ours = names.get(stem, names.get(f"model.{stem}"))
+        theirs = f"{match[1]}.weight" if match else name
+        target = gguf_name(conversion, theirs)
         is_matrix = len(stored.shape) == 2 and stored.dtype in ("F32", "F16", "BF16")
-        if match is None or ours is None or "embedding" in match[2] or not is_matrix:
+        if match is None or target is None or "embedding" in match[2] or not is_matrix:
             raise ModelError(
                 f"the adapter {path_text(folder)} changes {quoted(name)}, which localllm does not support"
             )
         values = floats(stored.read())
-        if match[2] == "B" and ours in ("attn_q", "attn_k"):
+        if match[2] == "B" and target.endswith(("attn_q.weight", "attn_k.weight")):
             with suppress(ValueError):  # of another model, which is said where shapes are compared
-                values = np.ascontiguousarray(conversion.tensor(f"{stem}.weight", values, _heads(file)))
-        target = f"blk.{layer[1]}.{ours}.weight" if layer else f"{ours}.weight"
+                values = np.ascontiguousarray(conversion.tensor(theirs, values, _heads(file)))
         found.setdefault(target, [None, None])["AB".index(match[2])] = values
     alphas = config.get("alpha_pattern") or {}
     if alphas or config.get("rank_pattern"):

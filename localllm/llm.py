@@ -147,6 +147,9 @@ class LLM:
     def __init__(self, parts: object) -> None:
         if not isinstance(parts, Parts):
             raise TypeError(f"a model is loaded by localllm.load({parts!r:.80}), which gives an LLM")
+        self._take(parts)
+
+    def _take(self, parts: Parts) -> None:
         self._tokenizer = parts.tokenizer
         self._engine: Engine | None = parts.engine
         self._embedder = parts.embedder
@@ -289,7 +292,7 @@ class LLM:
         check_adapters(options)
         template, source = self._template, self._template_source
         self.close()
-        LLM.__init__(self, load_parts(options))
+        self._take(load_parts(options))
         self._template, self._template_source = template, source
 
     def embed(

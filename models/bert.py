@@ -40,7 +40,7 @@ def record(m: Header) -> Graph:
     eps = m.meta.read("attention.layer_norm_epsilon", float, low=0.0, high=1.0)
     is_rotated = m.config.architecture == "nomic-bert"
     rope = make_rope(m, heads.key_dim) if is_rotated else None
-    m.meta.find("attention.causal")
+    m.meta.skip("attention.causal")
 
     def embedding(at: Layer, x: Tensor) -> Tensor:
         n, w = m.config.context_length, at.weights

@@ -35,12 +35,13 @@ from localllm.kernels.graph import (
     Rope,
     RopeAppend,
     Route,
+    Routing,
     Scale,
     Scan,
     Softcap,
     Tensor,
 )
-from localllm.models.config import Experts, Header, Heads, Metadata
+from localllm.models.config import Experts, FeedForward, Header, Heads, Metadata
 from localllm.models.mtp import record_block
 from localllm.models.weights import Reshaped, Weights, split_rows
 
@@ -144,6 +145,36 @@ def decoder(
     if softcap is not None:
         at.add(Softcap(logits, softcap))
     return g
+
+
+def llama_like(
+    m: Header,
+    rope: Rope,
+    experts: Experts | None = None,
+    *,
+    windows: tuple[int | None, ...] | None = None,
+    ffn_norm: str = "ffn_norm",
+    activation: str = "silu",
+    **attention_options: Any,
+) -> Graph:
+    """A model of Llama's layers: attention and feed-forward one behind the other, an RMSNorm before each.
+
+    Args:
+        rope: of query and key in every layer.
+        experts: None for an MLP in every layer.
+        windows: of each layer, as `Header.windows` gives them; none by default.
+        ffn_norm: the name of the second norm.
+        attention_options: what else `attention` is given.
+    """
+    heads, ffn = m.heads(), m.feed_forward(experts)
+
+    def layer(at: Layer, x: Tensor) -> Tensor:
+        window = windows[at.number] if windows else None
+        y = norm(at, "attn_norm", x)
+        x = attention(at, y, heads, rope, residual=x, window=window, **attention_options)
+        return feed_forward(at, norm(at, ffn_norm, x), ffn, residual=x, activation=activation)
+
+    return decoder(m, layer)
 
 
 # -- Attention -----------------------------------------------------------------------------------------------------
@@ -272,6 +303,14 @@ def mlp(
     return at.linear(at.add(Activation(up, activation)), f"ffn_down{suffix}", at.n_embd, residual=residual)
 
 
+def feed_forward(at: Layer, x: Tensor, ffn: FeedForward, *, residual: Tensor, activation: str = "silu") -> Tensor:
+    """The layer's experts, or its gated MLP."""
+    experts = ffn.experts_of(at.number)
+    if experts is not None:
+        return mixture(at, x, experts, residual=residual, activation=activation)
+    return gated_mlp(at, x, ffn.n_ff, residual=residual, activation=activation)
+
+
 def mixture(
     at: Layer,
     x: Tensor,
@@ -290,34 +329,55 @@ def mixture(
     ``residual_scale``.  ``is_weighted_first``: it is what experts are given that is weighed.
     Sources: arXiv:2401.04088 (Mixtral), arXiv:2401.06066 (DeepSeekMoE).
     """
-    w, d, n, n_ff = at.weights, at.n_embd, experts.n, experts.n_ff
-    logits = at.linear(x, "ffn_gate_inp", n)  # [T, E]
-    routing = at.add(
-        Route(
-            logits,
-            experts.n_used,
-            experts.norm_topk_prob,
-            experts.scale * residual_scale,
-            experts.gating,
-            w.find("exp_probs_b.bias", n),
-            experts.n_groups,
-            experts.n_top_groups,
-            1 if experts.gating == "softmax" else 2,  # as DeepSeek V2, and V3
-            expert_scales=w.find("ffn_down_exps.scale", n),
-        )
-    )
+    w = at.weights
+    routing = route(at, x, experts, residual_scale)
     if experts.n_ff_shared:
         is_gated = "ffn_gate_shexp.weight" in w
         record_mlp = gated_mlp if is_gated else mlp
         shared = record_mlp(at, x, experts.n_ff_shared, activation=activation, suffix="_shexp")
         weight = None  # [T, 1]
         if "ffn_gate_inp_shexp.weight" in w:
-            weight = at.add(Linear(x, w.row("ffn_gate_inp_shexp", d)))
+            weight = at.add(Linear(x, w.row("ffn_gate_inp_shexp", at.n_embd)))
         residual = at.add(Add(shared, residual, residual_scale, weight))
     n_latent = w.n_rows("ffn_latent_down.weight")
-    width = n_latent or d
-    if n_latent:
-        x = at.linear(x, "ffn_latent_down", n_latent)
+    if not n_latent:
+        return chosen_experts(at, x, experts, routing, activation, residual, is_weighted_first=is_weighted_first)
+    x = at.linear(x, "ffn_latent_down", n_latent)
+    y = chosen_experts(at, x, experts, routing, activation, is_weighted_first=is_weighted_first)
+    return at.linear(y, "ffn_latent_up", at.n_embd, residual=residual)
+
+
+def route(at: Layer, x: Tensor, experts: Experts, scale: float = 1.0) -> Routing:
+    """Which experts each token goes to; their weights times ``scale``."""
+    w, n = at.weights, experts.n
+    return at.add(
+        Route(
+            at.linear(x, "ffn_gate_inp", n),  # [T, E]
+            k=experts.n_used,
+            norm_topk_prob=experts.norm_topk_prob,
+            scale=experts.scale * scale,
+            gating=experts.gating,
+            selection_bias=w.find("exp_probs_b.bias", n),
+            n_groups=experts.n_groups,
+            n_top_groups=experts.n_top_groups,
+            n_group_best=1 if experts.gating == "softmax" else 2,  # as DeepSeek V2, and V3
+            expert_scales=w.find("ffn_down_exps.scale", n),
+        )
+    )
+
+
+def chosen_experts(
+    at: Layer,
+    x: Tensor,
+    experts: Experts,
+    routing: Routing,
+    activation: str,
+    residual: Tensor | None = None,
+    *,
+    is_weighted_first: bool = False,
+) -> Tensor:
+    """The weighted sum of what each token's experts make of x."""
+    w, n, n_ff, width = at.weights, experts.n, experts.n_ff, x.width
     if "ffn_gate_up_exps.weight" in w:
         matrices = w.split_experts("ffn_gate_up_exps", n, width, {"gate": n_ff, "up": n_ff})
     else:
@@ -327,8 +387,7 @@ def mixture(
     hs = at.add(ExpertLinears(x, matrices, routing, biases, is_weighted_first))  # [T * k, n_ff]
     h = at.add(Gated(hs[0], hs[1], activation) if len(hs) == 2 else Activation(hs[0], activation))
     down, bias = w.experts("ffn_down_exps", n, n_ff, width), w.find("ffn_down_exps.bias", n, width)
-    y = at.add(ExpertOutput(h, down, routing, None if n_latent else residual, bias, not is_weighted_first))
-    return at.linear(y, "ffn_latent_up", d, residual=residual) if n_latent else y
+    return at.add(ExpertOutput(h, down, routing, residual, bias, not is_weighted_first))
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,9 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "tensor_data_layout": ("reference",),
 }
 
+#: ``expert_gating_func`` (llama.cpp's ``enum llama_expert_gating_func_type``).
+_GATING_FUNCTIONS = {1: "softmax", 2: "sigmoid", 3: "softmax", 4: "sqrt_softplus"}
+
 
 @dataclass(frozen=True)
 class Metadata:
@@ -70,6 +73,10 @@ class Metadata:
         full = f"{self.architecture}.{key}"
         self._read.add(full)
         return _plain(self.values.get(full))
+
+    def skip(self, *keys: str) -> None:
+        """Lets be keys that change nothing in this architecture."""
+        self._read.update(f"{self.architecture}.{key}" for key in keys)
 
     def read(
         self,
@@ -212,6 +219,12 @@ def _read_n_layers(meta: Metadata, tensors: Iterable[str]) -> int:
             f"{meta.architecture}.block_count is {n_blocks}, but the file has tensors of {len(indices)} layers: "
             "the file's metadata and tensors disagree"
         )
+    for i in indices - set(range(n_layers)):
+        if not any(name.startswith(f"blk.{i}.nextn.") for name in tensors):
+            raise ModelError(
+                f"{meta.architecture}.nextn_predict_layers is {n_blocks - n_layers}, but layer {i} has no tensor "
+                f"blk.{i}.nextn.*: the file's metadata and tensors disagree"
+            )
     return n_layers
 
 
@@ -268,12 +281,34 @@ class Experts:
     n: int
     n_used: int
     n_ff: int
-    n_ff_shared: int = 0
-    gating: str = "softmax"
-    norm_topk_prob: bool = True
-    scale: float = 1.0
-    n_groups: int = 1
-    n_top_groups: int = 1
+    n_ff_shared: int
+    gating: str
+    norm_topk_prob: bool
+    scale: float
+    n_groups: int
+    n_top_groups: int
+
+
+@dataclass(frozen=True)
+class FeedForward:
+    """A gated MLP in each layer, or experts in all of them or in some.
+
+    Attributes:
+        n_ff: width of the MLP; 0 where every layer has experts.
+        experts: None without.
+        n_dense: layers before the first that may have experts.
+        step: of the layers from there on, those have experts whose number, counted from 1, is a multiple of it; with
+            0 none has.
+    """
+
+    n_ff: int
+    experts: Experts | None
+    n_dense: int
+    step: int
+
+    def experts_of(self, layer: int) -> Experts | None:
+        """The experts of a layer, counted from 0; None where it has an MLP."""
+        return self.experts if layer >= self.n_dense and self.step and (layer + 1) % self.step == 0 else None
 
 
 @dataclass(frozen=True)
@@ -310,11 +345,6 @@ class Header:
 
     def mlp_width(self) -> int:
         return self.meta.read_uniform("feed_forward_length", self.config.n_layers, low=1, high=1 << 24)
-
-    @property
-    def n_dense(self) -> int:
-        """Layers before the first that may have experts."""
-        return self.meta.read("leading_dense_block_count", int, 0, low=0, high=1 << 16)
 
     def heads(self) -> Heads:
         """Attention's heads, the same in all layers; by default the hidden width is shared out among them."""
@@ -353,14 +383,16 @@ class Header:
                 raise ModelError(f"{self.meta.architecture}.{name} is {length}, but must be at least 2")
         return lengths[0], lengths[1] or lengths[0]
 
-    def windows(self, period: int, default: int = 0) -> tuple[int | None, ...]:
+    def windows(self, period: int, default: int | None = 0) -> tuple[int | None, ...]:
         """Of each layer, the tokens that a token sees, itself included; None for all of them.
 
         By default, one of ``period`` layers sees all, the last of them; with period 1, every layer does, and with
-        0 none.  Without a window in the file it is ``default``, and with 0 every layer sees all.
+        0 none.  Without a window in the file it is ``default``, and with 0 every layer sees all; with None as the
+        default there must be one.
         """
         meta, n_layers = self.meta, self.config.n_layers
-        window = meta.read("attention.sliding_window", int, default, low=0, high=(1 << 32) - 1)
+        least, default = (1, _REQUIRED) if default is None else (0, default)
+        window = meta.read("attention.sliding_window", int, default, low=least, high=(1 << 32) - 1)
         pattern = meta.find("attention.sliding_window_pattern")
         if isinstance(pattern, list | tuple):
             has_window = meta.read_each("attention.sliding_window_pattern", n_layers, bool, low=0, high=1)
@@ -374,11 +406,20 @@ class Header:
             has_window = tuple(not period or (i + 1) % period != 0 for i in range(n_layers))
         return tuple((window or None) if has else None for has in has_window)
 
-    def experts(self, *, norm_topk_prob: bool = True, gating: int = 1) -> Experts | None:
+    def feed_forward(self, experts: Experts | None) -> FeedForward:
+        """What each layer has behind attention: an MLP or experts."""
+        n_dense = self.meta.read("leading_dense_block_count", int, 0, low=0, high=1 << 16)
+        step = self.meta.read("interleave_moe_layer_step", int, 1, low=0, high=1 << 16)
+        has_mlp = experts is None or n_dense or step != 1
+        return FeedForward(self.mlp_width() if has_mlp else 0, experts, n_dense, step)
+
+    def experts(self, *, norm_topk_prob: bool = True, gating: str = "softmax", n_shared: int = 0) -> Experts | None:
         """The mixture of experts, if there is one; what the file may leave out is given."""
         meta = self.meta
         n = meta.read("expert_count", int, 0, low=0, high=1 << 12)
         if not n:
+            if f"blk.{self.config.n_layers - 1}.ffn_gate_inp.weight" in self.weights:
+                raise ModelError(f"the file has experts, but no {meta.architecture}.expert_count: is it complete?")
             return None
         n_used = meta.read("expert_used_count", int, low=1, high=1 << 10)
         if n_used > n:
@@ -390,22 +431,19 @@ class Header:
         n_ff = (
             self.mlp_width() if width is None else meta.read("expert_feed_forward_length", int, low=1, high=1 << 24)
         )
-        function = meta.read("expert_gating_func", int, 0, low=0, high=4) or gating
-        n_shared = meta.read("expert_shared_count", int, 0, low=0, high=1 << 10)
+        function = meta.read("expert_gating_func", int, 0, low=0, high=4)
+        n_shared = meta.read("expert_shared_count", int, n_shared, low=0, high=1 << 10)
         shared = meta.read("expert_shared_feed_forward_length", int, n_shared * n_ff, low=0, high=1 << 24)
         return Experts(
-            n,
-            n_used,
-            n_ff,
-            shared,
-            GATINGS[function],
+            n=n,
+            n_used=n_used,
+            n_ff=n_ff,
+            n_ff_shared=shared,
+            gating=_GATING_FUNCTIONS.get(function, gating),
             # The third function is softmax of the chosen experts' logits.
-            function == 3 or bool(meta.read("expert_weights_norm", bool, norm_topk_prob)),
-            meta.read("expert_weights_scale", float, 0.0, low=0.0, high=1e6) or 1.0,  # 0, as in llama.cpp, for none
-            meta.read("expert_group_count", int, 1, low=0, high=1 << 10) or 1,
-            meta.read("expert_group_used_count", int, 1, low=0, high=1 << 10) or 1,
+            norm_topk_prob=function == 3 or bool(meta.read("expert_weights_norm", bool, norm_topk_prob)),
+            # 0, as in llama.cpp, for none
+            scale=meta.read("expert_weights_scale", float, 0.0, low=0.0, high=1e6) or 1.0,
+            n_groups=meta.read("expert_group_count", int, 1, low=0, high=1 << 10) or 1,
+            n_top_groups=meta.read("expert_group_used_count", int, 1, low=0, high=1 << 10) or 1,
         )
-
-
-#: ``expert_gating_func`` (llama.cpp's ``enum llama_expert_gating_func_type``).
-GATINGS = {1: "softmax", 2: "sigmoid", 3: "softmax", 4: "sqrt_softplus"}

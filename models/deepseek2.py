@@ -14,7 +14,7 @@ import numpy as np
 
 from localllm.kernels.graph import Attention, Graph, HeadLinear, HeadNorm, Linear, Linears, Rope, RopeAppend, Tensor
 from localllm.models import hf_names
-from localllm.models.blocks import Layer, decoder, gated_mlp, mixture, norm
+from localllm.models.blocks import Layer, decoder, feed_forward, norm
 from localllm.models.config import Header
 from localllm.models.hf_convert import Array, routing_keys
 from localllm.models.rope import make_rope, read_rope, yarn_mscale
@@ -86,7 +86,7 @@ class Latents:
         """From a file's keys; those of old files tell of heads with keys of their own."""
         meta, n_layers = m.meta, m.config.n_layers
         n_heads = meta.read_uniform("attention.head_count", n_layers, low=1, high=1 << 14)
-        meta.find("attention.head_count_kv")
+        meta.skip("attention.head_count_kv", "attention.key_length", "attention.value_length")  # of the latents
         n_latent = meta.read("attention.kv_lora_rank", int, low=1, high=512)
         n_rot = meta.read("rope.dimension_count", int, low=2, high=128)
         is_old = meta.find("attention.key_length_mla") is None
@@ -94,24 +94,19 @@ class Latents:
             meta.read(f"attention.{x}_length{'' if is_old else '_mla'}", int, low=2, high=1 << 12)
             for x in ("key", "value")
         )
-        for x in ("key", "value"):  # of the latents
-            meta.find(f"attention.{x}_length")
         n_query = meta.read("attention.q_lora_rank", int, 0, low=0, high=1 << 16)
         return cls(n_heads, n_latent, n_rot, key_dim, value_dim, n_query, scale * key_dim**-0.5)
 
 
 def record(m: Header) -> Graph:
     rope, scale = make_latent_rope(m)
-    latents, n_ff = Latents.read(m, scale), m.mlp_width()
+    latents = Latents.read(m, scale)
     is_biased = f"blk.{m.config.n_layers - 1}.exp_probs_b.bias" in m.weights
-    experts = m.experts(norm_topk_prob=False, gating=2 if is_biased else 1)
+    ffn = m.feed_forward(m.experts(norm_topk_prob=False, gating="sigmoid" if is_biased else "softmax"))
 
     def layer(at: Layer, x: Tensor) -> Tensor:
-        x = attention(at, norm(at, "attn_norm", x), latents, rope, residual=x)
-        y = norm(at, "ffn_norm", x)
-        if at.number < m.n_dense or experts is None:
-            return gated_mlp(at, y, n_ff, residual=x)
-        return mixture(at, y, experts, residual=x)
+        x = latent_attention(at, norm(at, "attn_norm", x), latents, rope, residual=x)
+        return feed_forward(at, norm(at, "ffn_norm", x), ffn, residual=x)
 
     return decoder(m, layer)
 
@@ -131,7 +126,7 @@ def make_latent_rope(m: Header) -> tuple[Rope, float]:
     return replace(rope, first=first, magnitude=magnitude), yarn_mscale(config.factor, multiplier) ** 2
 
 
-def attention(at: Layer, x: Tensor, latents: Latents, rope: Rope | None, *, residual: Tensor) -> Tensor:
+def latent_attention(at: Layer, x: Tensor, latents: Latents, rope: Rope | None, *, residual: Tensor) -> Tensor:
     """Attention over latents; without ``rope``, nothing is rotated."""
     w, d, n, n_latent = at.weights, at.n_embd, latents.n_heads, latents.n_latent
     width, n_nope, cached = n * latents.key_dim, latents.key_dim - latents.n_rot, n_latent + latents.n_rot

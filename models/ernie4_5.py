@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from localllm.kernels.graph import Graph, Tensor
+from localllm.kernels.graph import Graph
 from localllm.models import hf_names
-from localllm.models.blocks import Layer, attention, decoder, gated_mlp, mixture, norm
+from localllm.models.blocks import llama_like
 from localllm.models.config import Header
 from localllm.models.rope import make_rope
 
@@ -32,15 +32,4 @@ def hf_keys(config: Any) -> dict[str, Any]:
 
 
 def record(m: Header) -> Graph:
-    heads, n_ff, experts = m.heads(), m.mlp_width(), m.experts()
-    rope = make_rope(m, heads.key_dim, interleaved=True)
-    step = m.meta.read("interleave_moe_layer_step", int, 1, low=1, high=1 << 16)
-
-    def layer(at: Layer, x: Tensor) -> Tensor:
-        x = attention(at, norm(at, "attn_norm", x), heads, rope, residual=x)
-        y = norm(at, "ffn_norm", x)
-        if experts and at.number >= m.n_dense and (at.number + 1) % step == 0:
-            return mixture(at, y, experts, residual=x)
-        return gated_mlp(at, y, n_ff, residual=x)
-
-    return decoder(m, layer)
+    return llama_like(m, make_rope(m, m.heads().key_dim, interleaved=True), m.experts())

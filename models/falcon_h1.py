@@ -19,13 +19,8 @@ from localllm.models.rope import make_rope
 HF_NAMES = (
     hf_names.COMMON
     | hf_names.mamba("mamba")
-    | {
-        "output_norm": "model.final_layernorm",
-        "ffn_norm": "pre_ff_layernorm.weight",
-        "ffn_gate": "feed_forward.gate_proj",
-        "ffn_up": "feed_forward.up_proj",
-        "ffn_down": "feed_forward.down_proj",
-    }
+    | hf_names.projections("feed_forward")
+    | {"output_norm": "model.final_layernorm", "ffn_norm": "pre_ff_layernorm.weight"}
 )
 
 

@@ -14,8 +14,6 @@ from localllm.errors import ModelError
 from localllm.kernels.graph import (
     Add,
     Embed,
-    ExpertLinears,
-    ExpertOutput,
     Gated,
     Graph,
     HeadNorm,
@@ -25,12 +23,11 @@ from localllm.kernels.graph import (
     RMSNorm,
     Rope,
     RopeAppend,
-    Route,
     Scale,
     Tensor,
 )
 from localllm.models import hf_names
-from localllm.models.blocks import Layer, add, attend, decoder, gated_mlp, norm, read_softcap
+from localllm.models.blocks import Layer, add, attend, chosen_experts, decoder, gated_mlp, norm, read_softcap, route
 from localllm.models.config import Experts, Header, Heads
 from localllm.models.hf_convert import Array, window_keys, window_pattern
 from localllm.models.rope import make_local_rope, make_rope
@@ -104,7 +101,7 @@ def hf_extra(config: Any) -> dict[str, Array]:
 
 def record(m: Header) -> Graph:
     meta, n_layers, d = m.meta, m.config.n_layers, m.config.n_embd
-    windows, heads, experts = m.windows(period=6), read_heads(m), m.experts()
+    windows, heads, experts = m.windows(period=6, default=None), read_heads(m), m.experts()
     widths = meta.read_each("feed_forward_length", n_layers, int, low=1, high=1 << 24)
     n_shared = meta.read("attention.shared_kv_layers", int, 0, low=0, high=n_layers - 1)
     n_per_layer = meta.read("embedding_length_per_layer_input", int, 0, low=0, high=1 << 16)
@@ -137,7 +134,7 @@ def read_heads(m: Header) -> list[Heads]:
     n = m.meta.read_uniform("attention.head_count", n_layers, low=1, high=1 << 14)
     n_kv = m.meta.read_each("attention.head_count_kv", n_layers, int, n, low=1, high=n)
     full, local = m.head_dims(), m.head_dims("_swa")
-    dims = [(local if window else full)[0] or full[0] for window in m.windows(period=6)]
+    dims = [(local if window else full)[0] or full[0] for window in m.windows(period=6, default=None)]
     if not full[0]:
         raise ModelError("the file has no gemma4.attention.key_length: is it complete?")
     return [Heads(n, kv, dim, dim) for kv, dim in zip(n_kv, dims, strict=True)]
@@ -166,17 +163,9 @@ def attention(at: Layer, x: Tensor, heads: Heads, rope: Rope, window: int | None
 
 def routed(at: Layer, x: Tensor, experts: Experts) -> Tensor:
     """The experts' part: the router sees x normed and scaled, the experts x behind a norm of its own."""
-    w, d, n, n_ff = at.weights, at.n_embd, experts.n, experts.n_ff
-    y = at.add(Scale(at.add(RMSNorm(x, w.require("ffn_gate_inp.scale", d), at.norm_eps)), d**-0.5))
-    scales = w.find("ffn_down_exps.scale", n)
-    routing = at.add(Route(at.linear(y, "ffn_gate_inp", n), experts.n_used, True, expert_scales=scales))
-    if "ffn_gate_up_exps.weight" in w:
-        matrices = w.split_experts("ffn_gate_up_exps", n, d, {"gate": n_ff, "up": n_ff})
-    else:
-        matrices = w.experts("ffn_gate_exps", n, d, n_ff), w.experts("ffn_up_exps", n, d, n_ff)
-    gate, up = at.add(ExpertLinears(norm(at, "pre_ffw_norm_2", x), matrices, routing))
-    h = at.add(Gated(gate, up, "gelu"))
-    y = at.add(ExpertOutput(h, w.experts("ffn_down_exps", n, n_ff, d), routing))
+    y = at.add(RMSNorm(x, at.weights.require("ffn_gate_inp.scale", at.n_embd), at.norm_eps))
+    routing = route(at, at.add(Scale(y, at.n_embd**-0.5)), experts)
+    y = chosen_experts(at, norm(at, "pre_ffw_norm_2", x), experts, routing, "gelu")
     return norm(at, "post_ffw_norm_2", y)
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from localllm.kernels.graph import Graph, Tensor
+from localllm.kernels.graph import Graph
 from localllm.models import hf_names
-from localllm.models.blocks import Layer, attention, decoder, gated_mlp, mixture, norm
+from localllm.models.blocks import llama_like
 from localllm.models.config import Header
 from localllm.models.hf_convert import rotated_part, routing_keys
 from localllm.models.rope import make_rope
@@ -25,17 +25,8 @@ def hf_keys(config: Any) -> dict[str, Any]:
 
 
 def record(m: Header) -> Graph:
-    heads, n_ff, experts = m.heads(), m.mlp_width(), m.experts(gating=2)
-    rope = make_rope(m, heads.key_dim)
-    m.meta.find("rope.dimension_sections")  # of several axes, which agree for text
-
-    def layer(at: Layer, x: Tensor) -> Tensor:
-        has_norms = "attn_q_norm.weight" in at.weights
-        y = norm(at, "attn_norm", x)
-        x = attention(at, y, heads, rope, qk_norm="head" if has_norms else None, residual=x)
-        y = norm(at, "post_attention_norm", x)
-        if experts and at.number >= m.n_dense:
-            return mixture(at, y, experts, residual=x)
-        return gated_mlp(at, y, n_ff, residual=x)
-
-    return decoder(m, layer)
+    m.meta.skip("rope.dimension_sections")  # of several axes, which agree for text
+    qk_norm = "head" if "blk.0.attn_q_norm.weight" in m.weights else None
+    experts = m.experts(gating="sigmoid")
+    rope = make_rope(m, m.heads().key_dim)
+    return llama_like(m, rope, experts, ffn_norm="post_attention_norm", qk_norm=qk_norm)

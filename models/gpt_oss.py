@@ -6,9 +6,9 @@ from __future__ import annotations
 from typing import Any
 
 from localllm.errors import ModelError
-from localllm.kernels.graph import Graph, Tensor
+from localllm.kernels.graph import Graph
 from localllm.models import hf_names
-from localllm.models.blocks import Layer, attention, decoder, mixture, norm
+from localllm.models.blocks import llama_like
 from localllm.models.config import Header
 from localllm.models.hf_convert import Array, sliding_window
 from localllm.models.rope import make_rope
@@ -44,15 +44,13 @@ def hf_tensor(name: str, array: Array, config: Any) -> Array | dict[str, Array]:
 
 
 def record(m: Header) -> Graph:
-    heads, windows, experts = m.heads(), m.windows(period=2), m.experts()
-    if experts is None:
-        raise ModelError("the file has no gpt-oss.expert_count: is it complete?")
-    rope = make_rope(m, heads.key_dim, rounds_ramp=False)
-
-    def layer(at: Layer, x: Tensor) -> Tensor:
-        y = norm(at, "attn_norm", x)
-        x = attention(at, y, heads, rope, window=windows[at.number], qkv_bias=True, has_sinks=True, residual=x)
-        y = norm(at, "post_attention_norm", x)
-        return mixture(at, y, experts, activation="clamped_swiglu", residual=x)
-
-    return decoder(m, layer)
+    return llama_like(
+        m,
+        make_rope(m, m.heads().key_dim, rounds_ramp=False),
+        m.experts(),
+        windows=m.windows(period=2, default=None),
+        ffn_norm="post_attention_norm",
+        activation="clamped_swiglu",
+        qkv_bias=True,
+        has_sinks=True,
+    )

@@ -69,7 +69,7 @@ def hf_tensor(name: str, array: Array, config: Any) -> Array | dict[str, Array]:
 def record(m: Header) -> Graph:
     heads, experts = m.heads_by_layer(), m.experts()
     n_ff = 0 if experts else m.mlp_width()
-    m.meta.find("expert_shared_feed_forward_length")  # without experts, the MLP's width
+    m.meta.skip("expert_shared_feed_forward_length")  # without experts, the MLP's width
     net = None if all(heads) else Mamba.read(m.meta)
     rope: Rope | None = make_rope(m, next((h.key_dim for h in heads if h), m.config.n_embd), interleaved=True)
     if not m.meta.read("rope.scaling.finetuned", bool, True):

@@ -5,6 +5,33 @@ Names of layers' tensors stand without ``blk.{i}.`` and ``model.layers.{i}.``, a
 matrices lie in one tensor.
 """
 
+
+def projections(module: str, suffix: str = "") -> dict[str, str]:
+    """The matrices of a gated MLP; the suffix is GGUF's."""
+    return {f"ffn_{name}{suffix}": f"{module}.{name}_proj" for name in ("gate", "up", "down")}
+
+
+def w123_experts(module: str) -> dict[str, str]:
+    """Experts with Mixtral's names, and what chooses them."""
+    names = {"gate": "w1", "up": "w3", "down": "w2"}
+    experts = {f"ffn_{ours}_exps": f"{module}.experts.*.{theirs}" for ours, theirs in names.items()}
+    return {"ffn_gate_inp": f"{module}.gate"} | experts
+
+
+def mamba(module: str) -> dict[str, str]:
+    """A layer of Mamba 2."""
+    names = {
+        "ssm_in": "in_proj",
+        "ssm_conv1d": "conv1d",
+        "ssm_a": "A_log",
+        "ssm_d": "D",
+        "ssm_dt.bias": "dt_bias",
+        "ssm_norm": "norm",
+        "ssm_out": "out_proj",
+    }
+    return {ours: f"{module}.{theirs}" for ours, theirs in names.items()}
+
+
 COMMON = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -15,29 +42,14 @@ COMMON = {
     "attn_v": "self_attn.v_proj",
     "attn_output": "self_attn.o_proj",
     "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
     "ffn_gate_inp": "mlp.gate",
-}
+} | projections("mlp")
 
 #: Experts, each with tensors of its own, or all in one.
-EXPERTS = {
-    "ffn_gate_exps": "mlp.experts.*.gate_proj",
-    "ffn_up_exps": "mlp.experts.*.up_proj",
-    "ffn_down_exps": "mlp.experts.*.down_proj",
-}
+EXPERTS = projections("mlp.experts.*", "_exps")
 STACKED_EXPERTS = {
     "ffn_gate_up_exps.weight": "mlp.experts.gate_up_proj",
     "ffn_down_exps.weight": "mlp.experts.down_proj",
-}
-
-#: Mixtral's.
-BLOCK_SPARSE_EXPERTS = {
-    "ffn_gate_inp": "block_sparse_moe.gate",
-    "ffn_gate_exps": "block_sparse_moe.experts.*.w1",
-    "ffn_up_exps": "block_sparse_moe.experts.*.w3",
-    "ffn_down_exps": "block_sparse_moe.experts.*.w2",
 }
 
 #: Norms of the heads of query and key, or of their rows.
@@ -51,31 +63,9 @@ FOUR_NORMS = {
 }
 
 #: The expert that every token goes to.
-SHARED_EXPERT = {
-    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
-    "ffn_up_shexp": "mlp.shared_expert.up_proj",
-    "ffn_down_shexp": "mlp.shared_expert.down_proj",
-}
+SHARED_EXPERT = {"ffn_gate_inp_shexp": "mlp.shared_expert_gate"} | projections("mlp.shared_expert", "_shexp")
 
-#: The expert that every token goes to, and the bias of the selection, as DeepSeek V3 has them.
-SHARED_EXPERTS = {
-    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
-    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
-    "ffn_up_shexp": "mlp.shared_experts.up_proj",
-    "ffn_down_shexp": "mlp.shared_experts.down_proj",
-}
-
-
-def mamba(prefix: str) -> dict[str, str]:
-    """A layer of Mamba 2."""
-    names = {
-        "ssm_in": "in_proj",
-        "ssm_conv1d": "conv1d",
-        "ssm_a": "A_log",
-        "ssm_d": "D",
-        "ssm_dt.bias": "dt_bias",
-        "ssm_norm": "norm",
-        "ssm_out": "out_proj",
-    }
-    return {ours: f"{prefix}.{theirs}" for ours, theirs in names.items()}
+#: The same, and the bias of the selection, as DeepSeek V3 has them.
+SHARED_EXPERTS = {"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"} | projections(
+    "mlp.shared_experts", "_shexp"
+)

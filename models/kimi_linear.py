@@ -10,7 +10,7 @@ import numpy as np
 
 from localllm.kernels.graph import CausalConv, Gated, GatedDelta, Graph, Linears, RMSNorm, Tensor
 from localllm.models import deepseek2, hf_names
-from localllm.models.blocks import Layer, decoder, gated_mlp, mixture, norm
+from localllm.models.blocks import Layer, decoder, feed_forward, norm
 from localllm.models.config import Header
 from localllm.models.hf_convert import Array, floats
 from localllm.models.weights import Reshaped
@@ -29,15 +29,10 @@ HF_NAMES = hf_names.COMMON | {
     "ssm_a": "self_attn.A_log",
     "ssm_dt.bias": "self_attn.dt_bias",
     "ssm_norm": "self_attn.o_norm",
-    "ffn_gate_inp": "block_sparse_moe.gate",
     "exp_probs_b.bias": "block_sparse_moe.gate.e_score_correction_bias",
-    "ffn_gate_exps": "block_sparse_moe.experts.*.w1",
-    "ffn_down_exps": "block_sparse_moe.experts.*.w2",
-    "ffn_up_exps": "block_sparse_moe.experts.*.w3",
-    "ffn_gate_shexp": "block_sparse_moe.shared_experts.gate_proj",
-    "ffn_up_shexp": "block_sparse_moe.shared_experts.up_proj",
-    "ffn_down_shexp": "block_sparse_moe.shared_experts.down_proj",
 }
+HF_NAMES |= hf_names.w123_experts("block_sparse_moe")
+HF_NAMES |= hf_names.projections("block_sparse_moe.shared_experts", "_shexp")
 
 
 def hf_keys(config: Any) -> dict[str, Any]:
@@ -64,22 +59,19 @@ def hf_tensor(name: str, array: Array, config: Any) -> Array | dict[str, Array]:
 
 
 def record(m: Header) -> Graph:
-    meta, latents, n_ff, experts = m.meta, deepseek2.Latents.read(m), m.mlp_width(), m.experts(gating=2)
+    meta, latents, ffn = m.meta, deepseek2.Latents.read(m), m.feed_forward(m.experts(gating="sigmoid"))
     n_kv = meta.read_each("attention.head_count_kv", m.config.n_layers, int, low=0, high=1 << 14)
     dim = meta.read("kda.head_dim", int, low=16, high=1 << 10)
     kernel = meta.read("ssm.conv_kernel", int, low=2, high=8)
-    meta.find("rope.freq_base")  # nothing is rotated
+    meta.skip("rope.freq_base")  # nothing is rotated
 
     def layer(at: Layer, x: Tensor) -> Tensor:
         y = norm(at, "attn_norm", x)
         if n_kv[at.number]:
-            x = deepseek2.attention(at, y, latents, None, residual=x)
+            x = deepseek2.latent_attention(at, y, latents, None, residual=x)
         else:
             x = delta_net(at, y, latents.n_heads, dim, kernel, residual=x)
-        y = norm(at, "ffn_norm", x)
-        if experts and at.number >= m.n_dense:
-            return mixture(at, y, experts, residual=x)
-        return gated_mlp(at, y, n_ff, residual=x)
+        return feed_forward(at, norm(at, "ffn_norm", x), ffn, residual=x)
 
     return decoder(m, layer)
 

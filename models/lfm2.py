@@ -7,7 +7,7 @@ from typing import Any
 
 from localllm.kernels.graph import CausalConv, Gated, Graph, Linears, Tensor
 from localllm.models import hf_names
-from localllm.models.blocks import Layer, attention, decoder, gated_mlp, mixture, norm
+from localllm.models.blocks import Layer, attention, decoder, feed_forward, norm
 from localllm.models.config import Header
 from localllm.models.hf_convert import Array, attention_layers
 from localllm.models.rope import make_rope
@@ -25,12 +25,9 @@ HF_NAMES = hf_names.COMMON | {
     "ffn_gate": "feed_forward.w1",
     "ffn_down": "feed_forward.w2",
     "ffn_up": "feed_forward.w3",
-    "ffn_gate_inp": "feed_forward.gate",
     "exp_probs_b.bias": "feed_forward.expert_bias",
-    "ffn_gate_exps": "feed_forward.experts.*.w1",
-    "ffn_down_exps": "feed_forward.experts.*.w2",
-    "ffn_up_exps": "feed_forward.experts.*.w3",
 }
+HF_NAMES |= hf_names.w123_experts("feed_forward")
 
 
 def hf_keys(config: Any) -> dict[str, Any]:
@@ -50,7 +47,7 @@ def hf_tensor(name: str, array: Array, config: Any) -> Array:
 
 
 def record(m: Header) -> Graph:
-    heads, n_ff, experts = m.heads_by_layer(), m.mlp_width(), m.experts(gating=2)
+    heads, ffn = m.heads_by_layer(), m.feed_forward(m.experts(gating="sigmoid"))
     rope = make_rope(m, next((h.key_dim for h in heads if h), m.config.n_embd))
     kernel = m.meta.read("shortconv.l_cache", int, low=2, high=8)
 
@@ -60,10 +57,7 @@ def record(m: Header) -> Graph:
             x = attention(at, y, own_heads, rope, qk_norm="head", residual=x)
         else:
             x = short_convolution(at, y, kernel, residual=x)
-        y = norm(at, "ffn_norm", x)
-        if experts and at.number >= m.n_dense:
-            return mixture(at, y, experts, residual=x)
-        return gated_mlp(at, y, n_ff, residual=x)
+        return feed_forward(at, norm(at, "ffn_norm", x), ffn, residual=x)
 
     return decoder(m, layer, output_norm=lambda at, _, x: norm(at, "token_embd_norm", x))
 

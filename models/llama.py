@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from localllm.kernels.graph import Graph, Tensor
+from localllm.kernels.graph import Graph
 from localllm.models import hf_names
-from localllm.models.blocks import Layer, attention, decoder, gated_mlp, mixture, norm
+from localllm.models.blocks import llama_like
 from localllm.models.config import Header
 from localllm.models.hf_convert import interleave_query_and_key, rotated_part
 from localllm.models.rope import make_rope
 
-HF_NAMES = hf_names.COMMON | hf_names.BLOCK_SPARSE_EXPERTS
+HF_NAMES = hf_names.COMMON | hf_names.w123_experts("block_sparse_moe")
 hf_tensor = interleave_query_and_key
 
 
@@ -24,12 +24,5 @@ def hf_keys(config: Any) -> dict[str, Any]:
 
 
 def record(m: Header) -> Graph:
-    heads, experts, windows = m.heads(), m.experts(), m.windows(period=0)
-    rope, n_ff = make_rope(m, heads.key_dim, interleaved=True), 0 if experts else m.mlp_width()
-
-    def layer(at: Layer, x: Tensor) -> Tensor:
-        x = attention(at, norm(at, "attn_norm", x), heads, rope, window=windows[at.number], residual=x)
-        y = norm(at, "ffn_norm", x)
-        return mixture(at, y, experts, residual=x) if experts else gated_mlp(at, y, n_ff, residual=x)
-
-    return decoder(m, layer)
+    rope = make_rope(m, m.heads().key_dim, interleaved=True)
+    return llama_like(m, rope, m.experts(), windows=m.windows(period=0))

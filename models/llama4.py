@@ -4,7 +4,6 @@ queries that grow with the logarithm of their position.  Experts are given what 
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, Literal
 
 from localllm.kernels.graph import Graph, PositionScale, Tensor
@@ -14,17 +13,16 @@ from localllm.models.config import Header
 from localllm.models.hf_convert import Array, rotated_part
 from localllm.models.rope import make_rope
 
-HF_NAMES = hf_names.COMMON | {
-    "ffn_gate": "feed_forward.gate_proj",
-    "ffn_up": "feed_forward.up_proj",
-    "ffn_down": "feed_forward.down_proj",
-    "ffn_gate_inp": "feed_forward.router",
-    "ffn_gate_up_exps.weight": "feed_forward.experts.gate_up_proj",
-    "ffn_down_exps.weight": "feed_forward.experts.down_proj",
-    "ffn_gate_shexp": "feed_forward.shared_expert.gate_proj",
-    "ffn_up_shexp": "feed_forward.shared_expert.up_proj",
-    "ffn_down_shexp": "feed_forward.shared_expert.down_proj",
-}
+HF_NAMES = (
+    hf_names.COMMON
+    | hf_names.projections("feed_forward")
+    | hf_names.projections("feed_forward.shared_expert", "_shexp")
+    | {
+        "ffn_gate_inp": "feed_forward.router",
+        "ffn_gate_up_exps.weight": "feed_forward.experts.gate_up_proj",
+        "ffn_down_exps.weight": "feed_forward.experts.down_proj",
+    }
+)
 
 
 def hf_keys(config: Any) -> dict[str, Any]:
@@ -48,10 +46,9 @@ CHUNK, TEMPERATURE = 8192, 0.1
 
 
 def record(m: Header) -> Graph:
-    meta, heads, n_ff, experts = m.meta, m.heads(), m.mlp_width(), m.experts(norm_topk_prob=False, gating=2)
-    experts = experts and replace(experts, n_ff_shared=experts.n_ff)
+    meta, heads, experts = m.meta, m.heads(), m.experts(norm_topk_prob=False, gating="sigmoid", n_shared=1)
     rope = make_rope(m, heads.key_dim, interleaved=True)
-    step = meta.read("interleave_moe_layer_step", int, 1, low=0, high=1 << 16)
+    ffn = m.feed_forward(experts)
     # Small models without chunks, such as MobileLLM-R1, rotate everywhere.
     has_chunks = meta.read("attention.sliding_window", int, 1, low=0, high=1 << 31) > 0
     chunk = meta.read("attention.chunk_size", int, CHUNK, low=1, high=1 << 31)
@@ -68,8 +65,9 @@ def record(m: Header) -> Graph:
             qk_norm: Literal["unweighted"] | None = "unweighted" if is_normed else None
             x = attention(at, y, heads, rope, qk_norm=qk_norm, norm_last=True, chunk=own_chunk, residual=x)
         y = norm(at, "ffn_norm", x)
-        if experts and step and (at.number + 1) % step == 0:
-            return mixture(at, y, experts, is_weighted_first=True, residual=x)
-        return gated_mlp(at, y, n_ff, residual=x)
+        own_experts = ffn.experts_of(at.number)
+        if own_experts:
+            return mixture(at, y, own_experts, is_weighted_first=True, residual=x)
+        return gated_mlp(at, y, ffn.n_ff, residual=x)
 
     return decoder(m, layer)

@@ -36,7 +36,7 @@ def hf_keys(config: Any) -> dict[str, Any]:
 
 def record(m: Header) -> Graph:
     net = Mamba.read(m.meta)
-    m.meta.find("attention.head_count")  # 0
+    m.meta.skip("attention.head_count")  # 0
 
     def layer(at: Layer, x: Tensor) -> Tensor:
         return mamba(at, norm(at, "attn_norm", x), net, residual=x)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from localllm.kernels.graph import Graph, PositionScale, Tensor
+from localllm.kernels.graph import Graph, PositionScale
 from localllm.models import hf_names
-from localllm.models.blocks import Layer, attention, decoder, gated_mlp, mixture, norm
+from localllm.models.blocks import llama_like
 from localllm.models.config import Header
 from localllm.models.hf_convert import interleave_query_and_key, rotated_part
 from localllm.models.rope import make_rope
@@ -26,15 +26,7 @@ def hf_keys(config: Any) -> dict[str, Any]:
 
 
 def record(m: Header) -> Graph:
-    heads, experts, windows = m.heads(), m.experts(), m.windows(period=0)
-    rope, n_ff = make_rope(m, heads.key_dim, interleaved=True), 0 if experts else m.mlp_width()
+    rope = make_rope(m, m.heads().key_dim, interleaved=True)
     rate = m.meta.read("attention.temperature_scale", float, 0.0, low=0.0, high=1e3)
     q_scale = PositionScale(rate, m.config.original_context) if rate else None
-
-    def layer(at: Layer, x: Tensor) -> Tensor:
-        y = norm(at, "attn_norm", x)
-        x = attention(at, y, heads, rope, q_scale=q_scale, window=windows[at.number], residual=x)
-        y = norm(at, "ffn_norm", x)
-        return mixture(at, y, experts, residual=x) if experts else gated_mlp(at, y, n_ff, residual=x)
-
-    return decoder(m, layer)
+    return llama_like(m, rope, m.experts(), windows=m.windows(period=0), q_scale=q_scale)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from localllm.errors import ModelError
-from localllm.kernels.graph import Graph, Tensor
+from localllm.kernels.graph import Graph
 from localllm.models import hf_names
-from localllm.models.blocks import Layer, attention, decoder, mixture, norm
+from localllm.models.blocks import llama_like
 from localllm.models.config import Header
 from localllm.models.rope import make_rope
 
@@ -13,13 +12,4 @@ HF_NAMES = hf_names.COMMON | hf_names.HEAD_NORMS | hf_names.EXPERTS
 
 
 def record(m: Header) -> Graph:
-    heads, experts = m.heads(), m.experts(norm_topk_prob=False)
-    rope = make_rope(m, heads.key_dim)
-    if experts is None:
-        raise ModelError("the file has no olmoe.expert_count: is it complete?")
-
-    def layer(at: Layer, x: Tensor) -> Tensor:
-        x = attention(at, norm(at, "attn_norm", x), heads, rope, qk_norm="row", residual=x)
-        return mixture(at, norm(at, "ffn_norm", x), experts, residual=x)
-
-    return decoder(m, layer)
+    return llama_like(m, make_rope(m, m.heads().key_dim), m.experts(norm_topk_prob=False), qk_norm="row")

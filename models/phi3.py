@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from localllm.kernels.graph import Graph, Tensor
+from localllm.kernels.graph import Graph
 from localllm.models import hf_names
-from localllm.models.blocks import Layer, attention, decoder, gated_mlp, norm
+from localllm.models.blocks import llama_like
 from localllm.models.config import Header
 from localllm.models.hf_convert import Array, rotated_part
 from localllm.models.rope import make_rope
@@ -38,13 +38,7 @@ def hf_extra(config: Any) -> dict[str, Array]:
 
 
 def record(m: Header) -> Graph:
-    heads, n_ff, windows = m.heads(), m.mlp_width(), m.windows(period=0)
     # Files do not say that it is LongRoPE, but have its factors.
     scaling = "longrope" if "rope_factors_long.weight" in m.weights else None
-    rope = make_rope(m, heads.key_dim, scaling=scaling)
-
-    def layer(at: Layer, x: Tensor) -> Tensor:
-        x = attention(at, norm(at, "attn_norm", x), heads, rope, window=windows[at.number], residual=x)
-        return gated_mlp(at, norm(at, "ffn_norm", x), n_ff, residual=x)
-
-    return decoder(m, layer)
+    rope = make_rope(m, m.heads().key_dim, scaling=scaling)
+    return llama_like(m, rope, windows=m.windows(period=0))

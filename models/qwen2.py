@@ -3,9 +3,9 @@ biases."""
 
 from __future__ import annotations
 
-from localllm.kernels.graph import Graph, Tensor
+from localllm.kernels.graph import Graph
 from localllm.models import hf_names
-from localllm.models.blocks import Layer, attention, decoder, gated_mlp, mixture, norm
+from localllm.models.blocks import llama_like
 from localllm.models.config import Header
 from localllm.models.rope import make_rope
 
@@ -13,14 +13,6 @@ HF_NAMES = hf_names.COMMON | hf_names.EXPERTS | hf_names.SHARED_EXPERT
 
 
 def record(m: Header) -> Graph:
-    heads, windows, rope = m.heads(), m.windows(period=0), make_rope(m, m.heads().key_dim)
     experts = m.experts(norm_topk_prob=False) if m.config.architecture == "qwen2moe" else None
-    n_ff = 0 if experts else m.mlp_width()
-
-    def layer(at: Layer, x: Tensor) -> Tensor:
-        y = norm(at, "attn_norm", x)
-        x = attention(at, y, heads, rope, qkv_bias=True, window=windows[at.number], residual=x)
-        y = norm(at, "ffn_norm", x)
-        return mixture(at, y, experts, residual=x) if experts else gated_mlp(at, y, n_ff, residual=x)
-
-    return decoder(m, layer)
+    rope, windows = make_rope(m, m.heads().key_dim), m.windows(period=0)
+    return llama_like(m, rope, experts, windows=windows, qkv_bias=True)

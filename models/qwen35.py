@@ -13,7 +13,7 @@ import numpy as np
 
 from localllm.kernels.graph import Graph, Tensor
 from localllm.models import hf_names
-from localllm.models.blocks import DeltaNet, Layer, attention, decoder, delta_net, gated_mlp, mixture, norm
+from localllm.models.blocks import DeltaNet, Layer, attention, decoder, delta_net, feed_forward, norm
 from localllm.models.config import Header
 from localllm.models.hf_convert import Array, add_one_to_norms, rotated_part
 from localllm.models.rope import make_rope
@@ -87,9 +87,9 @@ def record(m: Header) -> Graph:
 
 def record_hybrid(m: Header, *, is_grouped: bool) -> Graph:
     """Qwen 3.5's; and with V heads grouped by the key head they share, Qwen 3 Next's."""
-    heads, net, experts = m.heads(), DeltaNet.read(m.meta), m.experts()
-    rope, n_ff = make_rope(m, heads.key_dim), 0 if experts else m.mlp_width()
-    m.meta.find("rope.dimension_sections")  # of the axes, which agree for text
+    heads, net, ffn = m.heads(), DeltaNet.read(m.meta), m.feed_forward(m.experts())
+    rope = make_rope(m, heads.key_dim)
+    m.meta.skip("rope.dimension_sections")  # of the axes, which agree for text
     is_recurrent = recurrent_layers(m)
 
     def layer(at: Layer, x: Tensor) -> Tensor:
@@ -98,8 +98,7 @@ def record_hybrid(m: Header, *, is_grouped: bool) -> Graph:
             x = delta_net(at, y, net, is_grouped=is_grouped, residual=x)
         else:
             x = attention(at, y, heads, rope, qk_norm="head", has_gate=True, residual=x)
-        y = norm(at, "post_attention_norm", x)
-        return mixture(at, y, experts, residual=x) if experts else gated_mlp(at, y, n_ff, residual=x)
+        return feed_forward(at, norm(at, "post_attention_norm", x), ffn, residual=x)
 
     return decoder(m, layer)
 

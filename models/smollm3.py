@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from localllm.kernels.graph import Graph, Tensor
-from localllm.models import hf_names
+from localllm.models import hf_names, llama
 from localllm.models.blocks import Layer, attention, decoder, gated_mlp, norm
 from localllm.models.config import Header
-from localllm.models.hf_convert import interleave_query_and_key, rotated_part
 from localllm.models.rope import make_rope
 
 HF_NAMES = hf_names.COMMON
-hf_tensor = interleave_query_and_key
-
-
-def hf_keys(config: Any) -> dict[str, Any]:
-    return {"vocab_size": config.vocab_size} | rotated_part(config)
+hf_keys, hf_tensor = llama.hf_keys, llama.hf_tensor
 
 
 def record(m: Header) -> Graph:

@@ -57,13 +57,30 @@ class FileWeight:
 
 
 @dataclass(frozen=True, eq=False)
-class RowsOf:
+class WeightView:
+    """A weight that is made of another when it is read: here of the same name and format."""
+
+    whole: Weight
+
+    @property
+    def name(self) -> str:
+        return self.whole.name
+
+    @property
+    def type(self) -> GGMLType:
+        return self.whole.type
+
+    def drop_pages(self) -> None:
+        self.whole.drop_pages()
+
+
+@dataclass(frozen=True, eq=False)
+class RowsOf(WeightView):
     """A matrix, or its bias, whose rows are some of a tensor's, in which several matrices lie.
 
     The tensor's rows are ``n_groups`` times as many groups as it has experts; of each, the matrix has ``rows``.
     """
 
-    whole: Weight
     part: str
     rows: range
     n_groups: int
@@ -71,10 +88,6 @@ class RowsOf:
     @property
     def name(self) -> str:
         return f"{self.whole.name}[{self.part}]"
-
-    @property
-    def type(self) -> GGMLType:
-        return self.whole.type
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -93,19 +106,16 @@ class RowsOf:
         own = grouped[..., self.rows.start : self.rows.stop, :]
         return own.reshape(-1 if len(self.shape) == 1 else (*self.shape[:-1], own.shape[-1]))
 
-    def drop_pages(self) -> None:
-        self.whole.drop_pages()
-
 
 @dataclass(frozen=True, eq=False)
-class HeadsOf:
+class HeadsOf(WeightView):
     """Of each head's rows of a matrix some, as float32: [n_heads, rows, columns], or the last two in turn."""
 
-    whole: Weight
     n_heads: int
     rows: range
     is_transposed: bool
-    type: GGMLType = GGMLType.F32
+
+    type = GGMLType.F32
 
     @property
     def name(self) -> str:
@@ -121,9 +131,6 @@ class HeadsOf:
         rows = dequantize(self.whole.data, self.whole.type).reshape(self.n_heads, -1, self.whole.shape[1])
         heads = rows[:, self.rows.start : self.rows.stop]
         return np.ascontiguousarray(heads.swapaxes(1, 2) if self.is_transposed else heads, np.float32).view(np.uint8)
-
-    def drop_pages(self) -> None:
-        self.whole.drop_pages()
 
 
 def heads_of(whole: Weight, n_heads: int, rows: range, *, is_transposed: bool = False) -> HeadsOf:
@@ -293,26 +300,14 @@ class Weights:
 
 
 @dataclass(frozen=True, eq=False)
-class Reshaped:
+class Reshaped(WeightView):
     """A tensor in another shape: a vector as a matrix of one row, or groups of values as a vector."""
 
-    whole: Weight
     shape: tuple[int, ...]
-
-    @property
-    def name(self) -> str:
-        return self.whole.name
-
-    @property
-    def type(self) -> GGMLType:
-        return self.whole.type
 
     @property
     def data(self) -> NDArray[np.uint8]:
         return self.whole.data.reshape(*self.shape[:-1], -1)
-
-    def drop_pages(self) -> None:
-        self.whole.drop_pages()
 
 
 def split_rows(matrix: Matrix, parts: Mapping[str, int], *, n_groups: int = 1) -> tuple[Matrix, ...]:
@@ -340,19 +335,14 @@ def split_columns(whole: Weight) -> tuple[Weight, Weight]:
 
 
 @dataclass(frozen=True, eq=False)
-class _Half:
+class _Half(WeightView):
     """The left or the right columns of a matrix."""
 
-    whole: Weight
     side: int
 
     @property
     def name(self) -> str:
         return f"{self.whole.name}[{'right' if self.side else 'left'}]"
-
-    @property
-    def type(self) -> GGMLType:
-        return self.whole.type
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -362,9 +352,6 @@ class _Half:
     def data(self) -> NDArray[np.uint8]:
         data = self.whole.data
         return np.ascontiguousarray(data.reshape(len(data), 2, -1)[:, self.side])
-
-    def drop_pages(self) -> None:
-        self.whole.drop_pages()
 
 
 def _split(whole: Weight, parts: Mapping[str, int], n_groups: int) -> tuple[RowsOf, ...]:

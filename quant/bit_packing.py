@@ -17,7 +17,7 @@ Source of the files' order: the block structures of ggml (ggml-common.h), as in 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from localllm.quant.types import GGMLType
 
 Bytes = NDArray[np.uint8]
+Words = NDArray[np.uint32]
 
 #: Columns whose codes are packed together, and how many of them lie in a word.
 COLUMNS, IN_A_WORD = 32, 4
@@ -51,6 +52,31 @@ BIT_RUNS: dict[int, tuple[tuple[tuple[int, int, int], ...], ...]] = {
         ((3, 6, 2), (4, 6, 2), (5, 6, 2)),
     ),
 }
+
+
+def pack_words(codes: Words, bits: int) -> Words:
+    """Words with the codes of four columns each, one in a byte, [..., 8], bit-packed: [..., bits]."""
+    packed = np.zeros((*codes.shape[:-1], bits), "<u4")
+    for v, word, mask, down, up in _moves(bits):
+        packed[..., word] |= (codes[..., v] >> down & mask) << up
+    return packed
+
+
+def unpack_words(packed: Words, bits: int) -> Words:
+    """The inverse of `pack_words`."""
+    codes = np.zeros((*packed.shape[:-1], COLUMNS // IN_A_WORD), "<u4")
+    for v, word, mask, down, up in _moves(bits):
+        codes[..., v] |= (packed[..., word] >> up & mask) << down
+    return codes
+
+
+def _moves(bits: int) -> Iterator[tuple[int, int, np.uint32, np.uint32, np.uint32]]:
+    """For each run: v, the word, a mask of its bits in every byte, and their places in the code and in the word."""
+    for v, runs in enumerate(BIT_RUNS[bits]):
+        down = 0
+        for word, first, n in runs:
+            yield v, word, np.uint32(0x01010101 * ((1 << n) - 1)), np.uint32(down), np.uint32(first)
+            down += n
 
 
 @dataclass(frozen=True)

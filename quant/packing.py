@@ -155,7 +155,7 @@ _LAYOUTS = [
     TileLayout(GGMLType.Q4_K, (0, 2), ((4, 12), (16, 128))),
     TileLayout(GGMLType.Q5_K, (0, 2), ((4, 12), (16, 160)), BIT_PACKINGS[GGMLType.Q5_K]),
     TileLayout(GGMLType.Q6_K, (208,), ((192, 16), (0, 192)), BIT_PACKINGS[GGMLType.Q6_K]),
-    *(TileLayout(t, (0,), ((2, 16),)) if t.n_scales == 1 else TileLayout(t, (0, 2), ((4, 16),)) for t in LUT_TYPES),
+    *(TileLayout(t, tuple(range(0, 2 * t.n_scales, 2)), ((2 * t.n_scales, 4 * t.bits),)) for t in LUT_TYPES),
 ]
 
 LAYOUTS: dict[KernelType, TileLayout] = {layout.type: layout for layout in _LAYOUTS}

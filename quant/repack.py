@@ -7,10 +7,10 @@ of their summed squares, in every row, where rounding numbers to float16 makes s
 format, bits a weight       read as        bits        what is lost (squared error / squares)
 ==========================  =============  ==========  =======================================================
 TQ1_0 1.69, TQ2_0 2.06      Q2_K           2.63        nothing: d · 1 · code - d · 1
-IQ1_S 1.56                  LUT_IQ1_32     4.5         scales d · (2 S + 1) / 8, rounded to float16: 4e-8
-IQ1_M 1.75                  LUT_IQ1_16     5           likewise
-IQ2_XXS 2.06                LUT_IQ2_32     4.5         scales d · (2 S + 1) / 8, rounded to float16: 4e-8
-IQ2_XS 2.31, IQ2_S 2.56     LUT_IQ2_16     5           likewise
+IQ1_S 1.56                  LUT_IQ1_32     3.5         scales d · (2 S + 1) / 8, rounded to float16: 4e-8
+IQ1_M 1.75                  LUT_IQ1_16     4           likewise
+IQ2_XXS 2.06                LUT_IQ2_32     3.5         scales d · (2 S + 1) / 8, rounded to float16: 4e-8
+IQ2_XS 2.31, IQ2_S 2.56     LUT_IQ2_16     4           likewise
 IQ3_XXS 3.06                LUT_IQ3_XXS    4.5         scales d · (2 S + 1) / 4, rounded to float16: 4e-8
 IQ3_S 3.44                  LUT_IQ3_S      4.5         scales d · (2 S + 1), rounded to float16: 4e-8
 IQ4_XS 4.25                 IQ4_NL         4.5         scales d · S, rounded to float16: 4e-8
@@ -36,6 +36,7 @@ import numpy.typing as npt
 
 from localllm.errors import KernelError, ModelError
 from localllm.quant import lut
+from localllm.quant.bit_packing import pack_words
 from localllm.quant.bits import Bytes, Floats, Halves
 from localllm.quant.block_format import IntegerFormat, Parts
 from localllm.quant.formats import dequantize
@@ -111,9 +112,9 @@ def _halves(scales: npt.NDArray[Any], n_rows: int) -> Halves:
     return halves
 
 
-def _lut_blocks(scales: Floats, n_scales: int, codes: Words, n_rows: int) -> Bytes:
-    """Blocks of 32 columns, as `lut` draws them, from scales in the order of the columns and codes."""
-    blocks = np.empty(len(codes), np.dtype([("d", "<f2", (n_scales,)), ("qs", "=u8", (2,))]))
+def _lut_blocks(scales: Floats, n_scales: int, codes: npt.NDArray[Any], n_rows: int) -> Bytes:
+    """Blocks of 32 columns, as `lut` draws them, from scales in the order of the columns and words of codes."""
+    blocks = np.empty(len(codes), np.dtype([("d", "<f2", (n_scales,)), ("qs", codes.dtype, codes.shape[1:])]))
     blocks["d"] = _halves(scales, n_rows).reshape(-1, n_scales)
     blocks["qs"] = codes
     return blocks.view(np.uint8)
@@ -121,8 +122,8 @@ def _lut_blocks(scales: Floats, n_scales: int, codes: Words, n_rows: int) -> Byt
 
 # -- IQ1, IQ2, IQ3: eight codes at a time, in the bytes of a word --------------------------------------------------
 
-# A mask's bits in bit 3 of the bytes of a word: uint64 [256].
-_MASK_BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little") << 3
+# A mask's bits in the lowest bits of the bytes of a word: uint64 [256].
+_MASK_BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
 _MASK_WORDS = _MASK_BITS.view(np.uint64)[:, 0]
 
 
@@ -132,7 +133,8 @@ def _code_rows(source: GridFormat, target: LUTType) -> npt.NDArray[Any]:
     values = grid(source.grid_name).copy()
     rows = values.reshape(1, -1, 8)
     source.apply_masks(rows, np.zeros(rows.shape[:2], np.uint8))
-    codes = (np.array(target.table[:8]) == values[..., None] / source.unit).argmax(axis=-1).astype(np.uint8)
+    unsigned = np.array(target.table[: len(target.table) // 2])
+    codes = (unsigned == values[..., None] / source.unit).argmax(axis=-1).astype(np.uint8)
     words: npt.NDArray[Any] = codes.view(f"=u{codes.shape[1]}")[:, 0]
     return words
 
@@ -140,10 +142,13 @@ def _code_rows(source: GridFormat, target: LUTType) -> npt.NDArray[Any]:
 def _from_grid(source: GridFormat, target: LUTType) -> tuple[KernelType, Repacker]:
     def repack(blocks: Bytes, n_rows: int) -> Bytes:
         parts = source.unpack(blocks)
-        eights = _code_rows(source, target)[parts.index].view(np.uint64) ^ _MASK_WORDS[parts.masks]
-        # Columns 0 … 7 and 16 … 23 share bytes, and so do 8 … 15 and 24 … 31.
-        halves = eights.reshape(-1, 2, 2)
-        codes = np.bitwise_or(halves[:, 0], halves[:, 1] << 4, dtype=np.uint64)
+        signs = _MASK_WORDS[parts.masks] << np.uint64(target.bits - 1)
+        eights = _code_rows(source, target)[parts.index].view(np.uint64) ^ signs
+        if target.bits == 3:
+            codes = pack_words(eights.view("<u4").reshape(-1, 8), 3)
+        else:  # columns 0 … 7 and 16 … 23 share bytes, and so do 8 … 15 and 24 … 31
+            halves = eights.reshape(-1, 2, 2)
+            codes = np.bitwise_or(halves[:, 0], halves[:, 1] << 4, dtype=np.uint64)
         return _lut_blocks(parts.scales * np.float32(source.unit), target.n_scales, codes, n_rows)
 
     return target, repack

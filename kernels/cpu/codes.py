@@ -136,10 +136,11 @@ def high_number(b, x):
 
 
 def lut_op(table: Sequence[int]) -> Any:
-    """A function (codes i8x64) -> i8x64 that puts ``table[code]`` for each code; codes lie in 0 … 15."""
+    """A function (codes i8x64) -> i8x64 that puts ``table[code]`` for each code; the table has 16 values or 8."""
+    sixteen = [*table] * (16 // len(table))
 
     def emit(b: Any, codes: Any) -> Any:
-        return _LOOK_UPS[dot_kind()](b, codes, table)
+        return _LOOK_UPS[dot_kind()](b, codes, sixteen)
 
     # The name becomes part of that of the kernels that use it, which is how they are found in the cache.
     emit.__name__ = "look_up_" + "_".join(map(str, table))

@@ -223,7 +223,7 @@ def moves(layout: TileLayout) -> tuple[int, list[tuple[int, int, int, int]]]:
 
     A block of a single value is too little to take at a time: of those, as many go together as fill `WIDE` bytes.
     """
-    if layout.block_bytes < WIDE:
+    if layout.columns == 1:
         return WIDE, [(HALVES if layout.halves else WORDS, 0, 0, 0)]
     table, place = [], 0
     for part in layout.parts:

@@ -258,9 +258,9 @@ def load_q2_codes(codes, k):
 
 
 @device
-def look_up_nibbles(codes):
-    """The values of codes as `load_nibbles` takes them."""
-    w[0:8] = load_nibbles(codes)
+def look_up_codes(codes):
+    """The values of codes as `load_codes` takes them."""
+    w[0:8] = load_codes(codes)
     for v in static_range(8):
         w[v] = LOOK_UP(w[v])
     return (*w[0:8],)
@@ -301,7 +301,7 @@ def unpack_q8_0(acc: Registers, n, tile, place, step):
 @template
 def unpack_lut_32(acc: Registers, n, tile, place, step):
     fetch_ahead(tile, TILE_BYTES)
-    w[0:8] = look_up_nibbles(tile + 32)
+    w[0:8] = look_up_codes(tile + 32)
     s[0] = load_f16x16(tile)
     take(acc, n, place, s, w)
 
@@ -309,7 +309,7 @@ def unpack_lut_32(acc: Registers, n, tile, place, step):
 @template
 def unpack_lut_16(acc: Registers, n, tile, place, step):
     fetch_ahead(tile, TILE_BYTES)
-    w[0:8] = look_up_nibbles(tile + 64)
+    w[0:8] = look_up_codes(tile + 64)
     s[0] = load_f16x16(tile)
     s[1] = load_f16x16(tile + 32)
     take(acc, n, place, s, w)
@@ -464,7 +464,7 @@ class Tile:
 
 def _lut_tile(table: Sequence[int], n_scales: int) -> Tile:
     unpack, block = (unpack_lut_32, SIGNED) if n_scales == 1 else (unpack_lut_16, HALVES)
-    return Tile(unpack, block, look_up=lut_op(table))
+    return Tile(unpack, block, len(table).bit_length() - 1, look_up=lut_op(table))
 
 
 TILES: dict[KernelType, Tile] = {

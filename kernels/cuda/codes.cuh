@@ -109,3 +109,16 @@ struct TableCodes : Codes<4, false> {
     return {__byte_perm(mixed[0], mixed[1], 0x6420), __byte_perm(mixed[0], mixed[1], 0x7531)};
   }
 };
+
+// Codes of three bits that are places in a table of 8 signed bytes.
+template <uint32_t T0, uint32_t T1>
+struct TableCodes3 : Codes<3, false> {
+  DEVICE uint32_t look_up(uint32_t places) {  // a byte permutation takes its four places from four nibbles
+    const uint32_t pairs = places | places >> 4;
+    return __byte_perm(T0, T1, (pairs & 0xff) | (pairs >> 8 & 0xff00));
+  }
+  DEVICE CodePair unpack(const uint32_t* q, const uint32_t* rows, int t) {
+    const CodePair places = Codes<3, false>::unpack(q, rows, t);
+    return {look_up(places.low), look_up(places.high)};
+  }
+};

@@ -110,6 +110,11 @@ struct Blocks32 {
     const uint8_t* codes = block + 2 * HALVES;
     if constexpr (CODES::BITS == 8) return codes[column];
     if constexpr (CODES::BITS == 4) return nibble(codes, column);
+    if constexpr (CODES::BITS == 3) {  // bit-packed: see quant/bit_packing.py
+      const int v = column / 4, c = column % 4;
+      if (v < 6) return codes[4 * (v % 3) + c] >> 3 * (v / 3) & 7;
+      return codes[4 * (v - 6) + c] >> 6 | (codes[8 + c] >> v & 1) << 2;
+    }
     return nibble(codes + 4, column) | (codes[column / 8] >> column % 8 & 1) << 4;  // fifth bits come first
   }
 
@@ -149,9 +154,12 @@ using Q5_0 = Blocks32<Codes<5, true>, 1, 0>;
 using Q5_1 = Blocks32<Codes<5, false>, 1, 1>;
 using Q8_0 = Blocks32<Codes<8, true>, 1, 0>;
 
-#ifdef TABLE_0  // the table's 16 bytes, as words
+#ifdef TABLE_2  // the table's 16 bytes, as words
 using LUT_32 = Blocks32<TableCodes<TABLE_0, TABLE_1, TABLE_2, TABLE_3>, 1, 0>;
 using LUT_16 = Blocks32<TableCodes<TABLE_0, TABLE_1, TABLE_2, TABLE_3>, 2, 0>;
+#elif defined(TABLE_0)  // or 8 bytes
+using LUT3_32 = Blocks32<TableCodes3<TABLE_0, TABLE_1>, 1, 0>;
+using LUT3_16 = Blocks32<TableCodes3<TABLE_0, TABLE_1>, 2, 0>;
 #endif
 
 // -- K formats -----------------------------------------------------------------------------------------------------

@@ -58,6 +58,8 @@ _NEXTN = {
 
 #: ``pooling_type`` by what sentence-transformers' 1_Pooling/config.json has set.
 _POOLING = {"pooling_mode_mean_tokens": 1, "pooling_mode_cls_token": 2, "pooling_mode_lasttoken": 3}
+#: And by its "pooling_mode", which newer ones have in place of those.
+_POOLING_MODES = {"mean": 1, "cls": 2, "lasttoken": 3}
 
 
 class Keys(dict[str, Any]):
@@ -212,6 +214,7 @@ def _sampling(values: Mapping[str, Any]) -> dict[str, Any]:
 def _pooling(folder: Path, architecture: str) -> dict[str, Any]:
     values = read_json(folder / "1_Pooling" / "config.json")
     found = [number for name, number in _POOLING.items() if values.get(name)]
+    found += [number for mode, number in _POOLING_MODES.items() if values.get("pooling_mode") == mode]
     return {f"{architecture}.pooling_type": found[0]} if found else {}
 
 
@@ -220,7 +223,6 @@ class _Namer:
 
     def __init__(self, conversion: Conversion, config: Config, has_block: bool) -> None:
         self._conversion, self._config, self._has_block = conversion, config, has_block
-        self._names = {hf: ours for ours, hf in conversion.names.items()}
 
     def tensors(self, sources: Mapping[str, Source]) -> dict[str, CheckpointTensor]:
         """All tensors of the file, by name.
@@ -230,7 +232,7 @@ class _Namer:
         """
         groups: dict[str, dict[int, Source]] = defaultdict(dict)
         for name, source in sources.items():
-            name = re.sub(r"(^|\.)(language_model|text_model|bert)\.", r"\1", name)
+            name = _without_wrappers(name)
             if self._has_block:
                 name = self._block_name(name)
             if _OTHERS.search(name) or (name == "lm_head.weight" and self._config.values.get("tie_word_embeddings")):
@@ -303,26 +305,43 @@ class _Namer:
         """What the file has of a tensor, by GGUF's names; of experts, gate and up are two."""
         array = floats(array) if array.ndim == 1 else array
         changed = self._conversion.tensor(name, array, self._config)
-        match = re.fullmatch(_LAYER + "(.*)", name)
-        prefix, name_in_layer = (f"blk.{match[1]}.", match[2]) if match else ("", name)
         if isinstance(changed, Mapping):
+            prefix, _ = _layer_of(name)
             return {prefix + ours: part for ours, part in changed.items()}
-        ours = prefix + self._gguf_name(name_in_layer.removesuffix("_blocks"))
+        ours = gguf_name(self._conversion, name.removesuffix("_blocks"))
+        if ours is None:
+            raise ModelError(
+                f"the checkpoint has the tensor {quoted(name)}, which localllm convert does not know for its "
+                "architecture"
+            )
         if "ffn_gate_up_exps" not in ours:
             return {ours: changed}
         halves = zip(("gate", "up"), np.split(changed, 2, axis=1), strict=True)
         return {ours.replace("gate_up", half): part for half, part in halves}
 
-    def _gguf_name(self, name: str) -> str:
-        if name.startswith("nextn."):
-            return name
-        for whole in (name, f"model.{name}", f"transformer.{name}"):  # of models without a head
-            stem, _, suffix = whole.rpartition(".")
-            if ours := self._names.get(whole) or (f"{self._names[stem]}.{suffix}" if stem in self._names else None):
-                return ours
-        raise ModelError(
-            f"the checkpoint has the tensor {quoted(name)}, which localllm convert does not know for its architecture"
-        )
+
+def _without_wrappers(name: str) -> str:
+    """A tensor's name as models without images, and without a task, have it."""
+    return re.sub(r"(^|\.)(language_model|text_model|bert)\.", r"\1", name)
+
+
+def gguf_name(conversion: Conversion, name: str) -> str | None:
+    """The name in GGUF files of a checkpoint's tensor; None where they have no place for it."""
+    names = {theirs: ours for ours, theirs in conversion.names.items()}
+    prefix, name = _layer_of(_without_wrappers(name))
+    if name.startswith("nextn."):
+        return prefix + name
+    for whole in (name, f"model.{name}", f"transformer.{name}"):  # of models without a head
+        stem, _, suffix = whole.rpartition(".")
+        if ours := names.get(whole) or (f"{names[stem]}.{suffix}" if stem in names else None):
+            return prefix + ours
+    return None
+
+
+def _layer_of(name: str) -> tuple[str, str]:
+    """The beginning of GGUF's name of a layer's tensor, and the rest of its name in the checkpoint."""
+    match = re.fullmatch(_LAYER + "(.*)", name)
+    return (f"blk.{match[1]}.", match[2]) if match else ("", name)
 
 
 def _placeholder(shape: Sequence[int], row: Array, is_stacked: bool) -> Array:

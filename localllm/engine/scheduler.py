@@ -54,7 +54,8 @@ class Scheduled:
         start = len(sequence)
         ids = request.tokens[start : start + self.n_tokens] + request.drafts[: self.n_drafts]
         n_outputs = request.n_outputs(start, self.n_tokens, self.n_drafts)
-        return Chunk(sequence, ids, n_outputs, start, request.adapters)
+        goes_on = request.drafter is None and request.max_tokens != request.n_generated + 1
+        return Chunk(sequence, ids, n_outputs, start, request.adapters, goes_on)
 
 
 class StepTimes:

@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 #: Replies to one request, texts that end one, and characters of each of these, at most.
 MOST_REPLIES, MOST_STOPS, MOST_STOP_LENGTH = 64, 32, 1000
 
+#: Bytes of a request that is long, and characters of a prompt for each token of the context, at most.
+LONG_REQUEST, MOST_CHARACTERS = 256 << 10, 256
+
 #: What stands before what precedes a gap, before what follows it, and where it is filled in.
 _FILL_IN = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
@@ -321,8 +324,10 @@ class Desk:
         self.models, self.kept = models, kept
         self.active: dict[int, Answer] = {}
         self.is_stopping = False
-        # Tokenizing a long prompt, and running a template, must not hold up the event loop.
+        # Tokenizing a prompt, and running a template, must not hold up the event loop.  What takes longer, such as
+        # making vectors of many texts, has threads of its own, so that no chat waits for it.
         self._threads = ThreadPoolExecutor(4, "localllm-prompt")
+        self._long_threads = ThreadPoolExecutor(4, "localllm-long")
 
     async def begin(self, ask: Ask, request: Request) -> Answer:
         """Submits what a request asks for; its headers may say how urgent it is, if its fields do not.
@@ -338,13 +343,14 @@ class Desk:
             ask.options.setdefault("priority", request.headers["x-priority"])
         if "x-timeout" in request.headers:
             ask.options.setdefault("timeout", _seconds(request.headers["x-timeout"]))
+        threads = self._long_threads if request.state.n_bytes > LONG_REQUEST else self._threads
         began = time.perf_counter()
         for attempt in range(3):
             served, llm = await self.models.acquire(ask.model)
             load_s = time.perf_counter() - began
             try:
                 loop = asyncio.get_running_loop()
-                streams = await loop.run_in_executor(self._threads, _submit, ask, llm, client, loop)
+                streams = await loop.run_in_executor(threads, _submit, ask, llm, client, loop)
                 break
             except ClosedError:  # it was unloaded between the two
                 self.models.release(served)
@@ -361,7 +367,7 @@ class Desk:
         """What ``work`` makes of a model, in another thread."""
         served, llm = await self.models.acquire(name)
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, work, llm)
+            return await asyncio.get_running_loop().run_in_executor(self._long_threads, work, llm)
         finally:
             self.models.release(served)
 
@@ -373,7 +379,8 @@ class Desk:
                 answer.stop()
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._long_threads):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     def _end(self, answer: Answer) -> None:
         self.active.pop(answer.number, None)
@@ -390,6 +397,7 @@ class Desk:
 def _submit(ask: Ask, llm: LLM, client: str, loop: asyncio.AbstractEventLoop) -> list[AsyncStream]:
     begin: Callable[..., AsyncStream]
     if ask.messages is None:
+        _check_length(ask.prompt, llm.info.context)
         begin = partial(llm.astream, ask.prompt, parse_special=ask.special)
     else:
         if ask.tools and not llm.chat_template.reads("tools"):
@@ -419,6 +427,16 @@ def _submit(ask: Ask, llm: LLM, client: str, loop: asyncio.AbstractEventLoop) ->
     return streams
 
 
+def _check_length(prompt: str | list[int], context: int) -> None:
+    """Raises:
+    HTTPError: it is much too long, which to find out by tokenizing it would take seconds.
+    """
+    kind, most = ("characters", MOST_CHARACTERS * context) if isinstance(prompt, str) else ("tokens", context)
+    if len(prompt) > most:
+        message = f"the prompt has {len(prompt):,} {kind} but the context holds {context:,} tokens: shorten it"
+        raise HTTPError(400, message, "context_length_exceeded")
+
+
 def _without_strict(tool: dict[str, Any]) -> dict[str, Any]:
     """As the model is told of it."""
     return {**tool, "function": {name: value for name, value in tool["function"].items() if name != "strict"}}
@@ -434,9 +452,15 @@ def check_tools(tools: list[dict[str, Any]]) -> None:
             raise HTTPError(400, f"tool {number} is not a function with a name: only such tools are called")
 
 
-def constrain(options: dict[str, Any], schema: Mapping[str, Any] | None) -> None:
-    """Makes a reply follow a JSON schema; None is any JSON object."""
-    options["json_schema"] = {"type": "object"} if schema is None else dict(schema)
+def constrain(options: dict[str, Any], schema: object) -> None:
+    """Makes a reply follow a JSON schema; None is any JSON object.
+
+    Raises:
+        HTTPError: it is not a JSON object.
+    """
+    if schema is not None and not isinstance(schema, dict):
+        raise HTTPError(400, "the schema of a reply's format must be a JSON object")
+    options["json_schema"] = {"type": "object"} if schema is None else schema
 
 
 def force_call(options: dict[str, Any], tools: list[dict[str, Any]], name: str | None) -> None:

@@ -110,6 +110,7 @@ def _from_blocks(number: int, role: str, blocks: list[Any]) -> list[dict[str, An
     """A message of blocks: results of tools are messages of their own, before what else it says."""
     results: list[dict[str, Any]] = []
     said: dict[str, Any] = {"role": role, "content": []}
+    thinking: list[str] = []
     for block in blocks:
         kind = block.get("type") if isinstance(block, dict) else None
         if kind == "tool_result":
@@ -121,9 +122,11 @@ def _from_blocks(number: int, role: str, blocks: list[Any]) -> list[dict[str, An
             call = {"id": block.get("id"), "type": "function", "function": function}
             said.setdefault("tool_calls", []).append(call)
         elif kind == "thinking":
-            said["reasoning_content"] = said.get("reasoning_content", "") + str(block.get("thinking", ""))
+            thinking.append(str(block.get("thinking", "")))
         elif kind != "redacted_thinking":
             said["content"].append(block)
+    if thinking:
+        said["reasoning_content"] = "".join(thinking)
     has_said = said["content"] or len(said) > 2 or not results
     return [*results, template_message(number, said)] if has_said else results
 

@@ -41,7 +41,6 @@ PING_S = 10.0
 # -- Errors --------------------------------------------------------------------------------------------------------
 
 _TYPES = {
-    400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
@@ -91,7 +90,7 @@ class HTTPError(LocalLLMError):
 
     def body(self, path: str) -> dict[str, Any]:
         """As the API of a path tells errors."""
-        kind = _TYPES.get(self.status, "api_error")
+        kind = _TYPES.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
         if path.startswith("/v1/messages"):
             return {"type": "error", "error": {"type": kind, "message": str(self)}}
         if path.startswith("/api/"):
@@ -121,6 +120,7 @@ async def decode(request: Request, kind: type[_T]) -> _T:
         msgspec.DecodeError: it is not JSON, or not of this kind.
     """
     body = await request.body() or b"{}"
+    request.state.n_bytes = len(body)
     try:
         value = msgspec.json.decode(body, type=kind)
         request.state.ignored = list(_ignored(body, kind))
@@ -343,7 +343,7 @@ class Guard:
         if name not in self._hosts and not _is_address(name):
             raise HTTPError(403, f"the Host {host!r:.80} is not this server's: name it with --allow-host")
         origin = headers.get("origin")
-        if origin is not None and not self._allows(origin) and urlsplit(origin).netloc.lower() != host.lower():
+        if origin is not None and not self._allows(origin) and origin.lower().partition("//")[2] != host.lower():
             raise HTTPError(403, f"pages of {origin!r:.80} may not ask this server: name it with --cors-origin")
 
     def _allows(self, origin: str) -> bool:
@@ -360,7 +360,7 @@ class Guard:
         ]
 
     def _client(self, scope: Scope, headers: dict[str, str]) -> str:
-        """Who asks, for the queue: the key's number, or the address.
+        """Who asks, for the queue and for kept responses: the key's hash, whichever its place, or the address.
 
         Raises:
             HTTPError: no key was given, or a wrong one.
@@ -376,7 +376,7 @@ class Guard:
             if scope["path"] in _OPEN_PATHS:
                 return ""
             raise HTTPError(401, "the API key is missing or wrong: send it as Authorization: Bearer KEY")
-        return f"key {found.index(True)}"
+        return f"key {digest.hex()[:16]}"
 
     def _bounded(self, headers: dict[str, str], receive: Receive) -> Receive:
         limit = self._limits.max_body
@@ -385,13 +385,14 @@ class Guard:
         if length.isascii() and length.isdigit() and int(length[:20]) > limit:
             raise refusal
         n_bytes, is_whole = 0, False
+        deadline = asyncio.get_running_loop().time() + self._limits.read_timeout_s
 
         async def bounded() -> Message:
             nonlocal n_bytes, is_whole
             if is_whole:  # only the client's going can come
                 return await receive()
             try:
-                async with asyncio.timeout(self._limits.read_timeout_s):
+                async with asyncio.timeout_at(deadline):
                     message = await receive()
             except TimeoutError:
                 raise HTTPError(408, "the request did not come in time: send it again") from None

@@ -172,8 +172,8 @@ def _messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
             call = {"id": item.get("call_id"), "type": "function", "function": function}
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": ""})
-            calls = [*messages[-1].get("tool_calls", []), call]
-            messages[-1] = template_message(number, {**messages[-1], "tool_calls": calls})
+            calls = template_message(number, {"tool_calls": [call]})["tool_calls"]
+            messages[-1].setdefault("tool_calls", []).extend(calls)
         elif kind == "function_call_output":
             result = {"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")}
             messages.append(template_message(number, result))

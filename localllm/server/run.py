@@ -11,12 +11,16 @@ from collections.abc import Iterator
 from types import FrameType
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from localllm.errors import UsageError
 from localllm.server.app import App
 
-#: Connections that may be open at once, and seconds for which an idle one is kept.
-MOST_CONNECTIONS, KEEP_ALIVE_S = 1024, 75
+#: Connections whose requests are answered, and of all that may be open: fewer than most systems allow files.
+ANSWERED_CONNECTIONS, MOST_CONNECTIONS = 512, 640
+
+#: Seconds for which an idle connection is kept.
+KEEP_ALIVE_S = 75
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -36,17 +40,40 @@ def listen(host: str, port: int) -> socket.socket:
     return listening
 
 
+class _Connection(H11Protocol):
+    """Uvicorn's, but that connections are bounded in number, and closed if no request's head comes within twice
+    ``KEEP_ALIVE_S``: uvicorn waits for ever for the first one, and for the rest of one that has begun."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > MOST_CONNECTIONS:
+            transport.close()
+        self._close_if_idle(object())
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._timer.cancel()
+        super().connection_lost(exc)
+
+    def _close_if_idle(self, before: object) -> None:
+        is_busy = self.cycle is not None and not self.cycle.response_complete
+        if self.cycle is before and not is_busy:
+            self.transport.close()
+        self._timer = self.loop.call_later(KEEP_ALIVE_S, self._close_if_idle, object() if is_busy else self.cycle)
+
+
 class Server(uvicorn.Server):
     """Uvicorn, but that replies under way have ``grace_s`` to end, and are then cut with an error that says so."""
 
     def __init__(self, app: App, *, grace_s: float) -> None:
         config = uvicorn.Config(
             app.asgi,
+            http=_Connection,
+            ws="none",
             log_config=None,
             access_log=False,
             server_header=False,
             timeout_keep_alive=KEEP_ALIVE_S,
-            limit_concurrency=MOST_CONNECTIONS,
+            limit_concurrency=ANSWERED_CONNECTIONS,
             timeout_graceful_shutdown=int(grace_s) + 10,
         )
         super().__init__(config)

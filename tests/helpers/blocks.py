@@ -117,6 +117,13 @@ def _write(blocks: NDArray[np.uint8], offset: int, values: NDArray[Any]) -> None
     blocks[:, offset : offset + raw.shape[1]] = raw
 
 
+def three_bit_codes(packed: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Codes [..., 32] of bytes [..., 12], whose first 24 are bits 0 to 2 and 3 to 5 of each."""
+    rest, top = packed[..., :8] >> 6, packed[..., 8:] >> 6
+    last = [rest[..., :4] | (top & 1) << 2, rest[..., 4:] | top >> 1 << 2]
+    return np.concatenate([packed & 7, packed >> 3 & 7, *last], axis=-1)
+
+
 def values_of(rows: NDArray[np.uint8], type: KernelType) -> NDArray[np.float64]:
     """The values of rows, by the gguf package, or for the kernels' own formats by their definition."""
     with np.errstate(all="ignore"):
@@ -125,7 +132,9 @@ def values_of(rows: NDArray[np.uint8], type: KernelType) -> NDArray[np.float64]:
         blocks = rows.reshape(-1, type.size.n_bytes)
         n_scales = 32 // type.scale_length
         scales = np.ascontiguousarray(blocks[:, : 2 * n_scales]).view("<f2").astype(np.float64)
-        nibbles = blocks[:, 2 * n_scales :]
-        codes = np.concatenate([nibbles & 15, nibbles >> 4], axis=1)  # two planes of 16
+        packed = blocks[:, 2 * n_scales :]
+        codes = np.concatenate([packed & 15, packed >> 4], axis=1)  # two planes of 16
+        if len(type.table) == 8:
+            codes = three_bit_codes(packed)
         values = np.array(type.table, np.float64)[codes].reshape(len(blocks), n_scales, -1) * scales[:, :, None]
         return np.asarray(values.reshape(len(rows), -1))

@@ -14,6 +14,7 @@ from localllm.quant.formats import integer_format
 from localllm.quant.iquants import IQ4_VALUES
 from localllm.quant.lut import KernelType, LUTType
 from localllm.quant.types import GGMLType
+from tests.helpers.blocks import three_bit_codes
 from tests.helpers.packed import tile_columns
 
 Floats = NDArray[np.float32]
@@ -80,8 +81,10 @@ def blocks_of(rows: NDArray[np.uint8], type: KernelType) -> Blocks:
     if isinstance(type, LUTType) or type is GGMLType.IQ4_NL:
         table = np.array(type.table if isinstance(type, LUTType) else IQ4_VALUES, np.int64)
         blocks = rows.reshape(n, -1, type.size.n_bytes if isinstance(type, LUTType) else 18)
-        codes = np.concatenate([blocks[..., -16:] & 15, blocks[..., -16:] >> 4], axis=-1)
-        return Blocks(table[codes], np.ascontiguousarray(blocks[..., :-16]).view("<f2").astype(F), None)
+        n_bytes = len(table).bit_length() * 4 - 4
+        packed = blocks[..., -n_bytes:]
+        codes = np.concatenate([packed & 15, packed >> 4], axis=-1) if n_bytes == 16 else three_bit_codes(packed)
+        return Blocks(table[codes], np.ascontiguousarray(blocks[..., :-n_bytes]).view("<f2").astype(F), None)
     format = integer_format(type)
     assert format is not None
     parts = format.unpack(rows.reshape(-1, format.block_bytes))

@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.quant.formats import integer_format
-from localllm.quant.lut import KernelType, block_size
+from localllm.quant.lut import KernelType, LUTType, block_size
 from localllm.quant.types import GGMLType
+from tests.helpers.blocks import three_bit_codes
 
 T = GGMLType
 Bytes = NDArray[np.uint8]
@@ -46,7 +47,7 @@ class Rows:
 
 def bits_of(type: KernelType) -> int:
     """Of a code."""
-    return K_BITS.get(type) or BITS.get(type, 4)
+    return type.bits if isinstance(type, LUTType) else K_BITS.get(type) or BITS[type]
 
 
 def tile_columns(type: KernelType) -> int:
@@ -64,6 +65,8 @@ def _codes(blocks: Bytes, type: KernelType) -> Bytes:
     known = None if not isinstance(type, GGMLType) or type is T.IQ4_NL else integer_format(type)
     if known is not None:
         return known.unpack(blocks).codes.view(np.uint8)
+    if bits_of(type) == 3:
+        return three_bit_codes(blocks[:, -12:])
     nibbles = blocks[:, -16:]
     return np.concatenate([nibbles & 15, nibbles >> 4], axis=1)
 

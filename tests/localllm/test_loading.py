@@ -102,7 +102,7 @@ def test_what_kernels_read_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixt
     caplog.set_level(logging.INFO, "localllm")
     with localllm.load(path, device="cpu", threads=1) as llm:
         info = llm.info
-    n_bytes = 512 * 256 * 5 // 8
+    n_bytes = 512 * 256 * 4 // 8
     assert Format("IQ2_XS", "LUT_IQ2_16", n_bytes) in info.formats
     embedding, layers, output = info.placement.groups
     assert layers.formats[1] == ("IQ2_XS", "LUT_IQ2_16", n_bytes)

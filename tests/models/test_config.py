@@ -274,6 +274,7 @@ def test_experts() -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
+        ("llama.expert_count", None),
         ("llama.expert_used_count", 0),
         ("llama.expert_used_count", 9),
         ("llama.expert_used_count", None),
@@ -315,6 +316,11 @@ def test_layers_must_be_all_there() -> None:
     tensors = {name: tensor for name, tensor in TENSORS.items() if "blk.0" not in name}
     with pytest.raises(ModelError, match=r"block_count is 2, but the file has tensors of 1 layers"):
         read_model(FakeFile(GOOD, tensors))
+
+
+def test_a_layer_is_not_taken_for_a_block_that_predicts() -> None:
+    with pytest.raises(ModelError, match=r"nextn_predict_layers is 1, but layer 1 has no tensor blk\.1\.nextn"):
+        read({"llama.nextn_predict_layers": 1})
 
 
 def test_the_vocabulary_must_be_as_long_as_the_embedding() -> None:

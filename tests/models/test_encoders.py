@@ -15,7 +15,10 @@ import localllm
 from localllm import UsageError
 from localllm.compat import Llama
 from localllm.convert import Checkpoint
-from localllm.models.registry import ARCHITECTURES
+from localllm.gguf import GGUFFile
+from localllm.kernels.graph import Gated
+from localllm.kernels.reference import gelu_erf
+from localllm.models.registry import ARCHITECTURES, read_model
 from localllm.quantize import plan, run
 from tests.helpers.backends import emulated_cuda, no_harness, shared_by_threads
 from tests.helpers.recorder import CPUOps, ReferenceOps
@@ -69,6 +72,14 @@ def test_the_cpu_computes_what_transformers_does(name: str, tmp_path: Path) -> N
     assert error(runner.logits(IDS), hidden(name, IDS)) < 5e-3
 
 
+def test_modern_bert_takes_the_keys_that_llama_cpp_writes(tmp_path: Path) -> None:
+    keys = {"attention.layer_norm_rms_epsilon": 1e-5, "hidden_activation": "silu"}
+    path = write(tmp_path / "model.gguf", ENCODERS["modern-bert"], model_of("modern-bert"), **keys)
+    with GGUFFile.open(path) as file:
+        nodes = read_model(file).graph.nodes
+    assert {node.operation.activation for node in nodes if isinstance(node.operation, Gated)} == {"silu"}
+
+
 @pytest.mark.skipif(no_harness() is not None, reason=no_harness() or "")
 @pytest.mark.parametrize("name", ["bert", "modern-bert"])
 def test_cuda_computes_what_transformers_does(name: str, tmp_path: Path) -> None:
@@ -91,16 +102,17 @@ def test_texts_together_have_the_vectors_that_each_has_alone(name: str, tmp_path
         assert np.linalg.norm(llm.embed(TEXTS[:1], normalize=False)) != pytest.approx(1, abs=0.01)
 
 
-@pytest.mark.parametrize("name", ["bert", "qwen3-embedding"])
+@pytest.mark.parametrize("name", ["bert", "modern-bert", "qwen3-embedding"])
 def test_a_reranker_scores_what_its_classifier_does(name: str, tmp_path: Path) -> None:
-    """One with a dense layer before its output, and one that says yes or no."""
+    """With a dense layer before the output, of the first token or of the mean; and one that says yes or no."""
     rng, entry = np.random.default_rng(3), ENCODERS[name]
     shapes = {"cls.output.weight": (2, 64)}
-    if name == "bert":
+    if name != "qwen3-embedding":
         shapes = {"cls.weight": (64, 64), "cls.bias": (64,), "cls.output.weight": (1, 64), "cls.output.bias": (1,)}
     head = {tensor: rng.normal(0, 0.3, shape).astype(np.float32) for tensor, shape in shapes.items()}
     conversion = replace(ARCHITECTURES[entry.architecture].conversion, extra=lambda config: head)
-    path = write(tmp_path / "model.gguf", replace(entry, conversion=conversion), model_of(name), pooling_type=4)
+    keys = {"pooling_type": 4, "classifier.pooling_type": 0}
+    path = write(tmp_path / "model.gguf", replace(entry, conversion=conversion), model_of(name), **keys)
     documents = ["the cat", "{query} in a document", "e"]
     with localllm.load(path, device="cpu") as llm:
         scores = llm.rerank("a cat?", documents)
@@ -108,8 +120,9 @@ def test_a_reranker_scores_what_its_classifier_does(name: str, tmp_path: Path) -
             query, end = llm.tokenize("a cat?"), [llm.tokenizer.eos_id]
             ids = [*query, *end, *end, *llm.tokenize(document, add_special=False), *end]
             rows = hidden(name, [int(i or 0) for i in ids])
-            if name == "bert":
-                dense = np.tanh(head["cls.weight"] @ rows[0] + head["cls.bias"])
+            if name != "qwen3-embedding":
+                first, activation = (rows[0], np.tanh) if name == "bert" else (rows.mean(axis=0), gelu_erf)
+                dense = activation(head["cls.weight"] @ first + head["cls.bias"])
                 expected = float((head["cls.output.weight"] @ dense + head["cls.output.bias"])[0])
             else:
                 yes, no = head["cls.output.weight"] @ rows[-1]

@@ -18,7 +18,7 @@ from localllm.errors import KernelError
 from localllm.kernels.cuda import matmul
 from localllm.kernels.cuda.driver import Launch
 from localllm.kernels.cuda.matmul import PACKED_FORMATS, ProductLimits, product_launch
-from localllm.quant.lut import LUT_E2M1_32, LUT_IQ1_16, KernelType, LUTType
+from localllm.quant.lut import LUT_E2M1_16, LUT_E2M1_32, LUT_IQ1_16, LUT_IQ2_32, KernelType, LUTType
 from localllm.quant.types import BLOCK_SIZES, GGMLType
 from tests.cuda_on_cpu import build, nvrtc
 from tests.cuda_on_cpu.emulated_driver import EmulatedDriver
@@ -30,10 +30,12 @@ from tests.kernels.cuda.device import Device, load, multiply
 T = GGMLType
 Floats = NDArray[np.float32]
 
-#: Tables differ in numbers only: one with a scale for 32 columns, and one for 16.
+#: Tables of 16 values and of 8 differ in numbers only: those with a scale for 32 columns, and with one for 16.
 INTEGERS: list[KernelType] = [
     *(t for t in PACKED_FORMATS if not PACKED_FORMATS[t].is_float and not isinstance(t, LUTType)),
     LUT_E2M1_32,
+    LUT_E2M1_16,
+    LUT_IQ2_32,
     LUT_IQ1_16,
 ]
 #: One for each way in which tensor cores read codes and scales.

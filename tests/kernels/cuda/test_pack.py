@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from localllm.kernels.cuda import matmul
 from localllm.quant.formats import dequantize
-from localllm.quant.lut import LUT_E2M1_32, LUT_IQ1_16, KernelType, LUTType, block_size, dequantize_lut
+from localllm.quant.lut import LUT_TYPES, KernelType, LUTType, block_size, dequantize_lut
 from localllm.quant.types import BLOCK_SIZES, GGMLType
 from tests.helpers import packed
 from tests.helpers.blocks import F16_FIELDS, random_rows
@@ -20,7 +20,11 @@ from tests.kernels.cuda.device import Device, load
 T = GGMLType
 
 #: Tables differ in numbers only: one with a scale for 32 columns, and one for 16.
-TYPES: list[KernelType] = [*(t for t in matmul.PACKED_FORMATS if not isinstance(t, LUTType)), LUT_E2M1_32, LUT_IQ1_16]
+TYPES: list[KernelType] = [
+    *(t for t in matmul.PACKED_FORMATS if not isinstance(t, LUTType)),
+    *LUT_TYPES[1:3],
+    *LUT_TYPES[-2:],
+]
 every_type = pytest.mark.parametrize("type", TYPES, ids=lambda type: type.name)
 
 
@@ -43,10 +47,14 @@ def test_packing(device: Device, type: KernelType) -> None:
 def decoded(
     device: Device, rows: NDArray[np.uint8], type: KernelType, n_in: int, ids: Sequence[int]
 ) -> NDArray[np.float32]:
-    """Some rows, packed and read, times 2.5: [ids, n_in + 4], NaN where nothing was written."""
+    """Some rows, packed and read, times 2.5: [ids, n_in + 4], NaN where nothing was written.
+
+    The first id is given, the others are those that the batch before chose.
+    """
     weights = load(device, rows, type, n_in)
     y = device.upload(np.full((len(ids), n_in + 4), np.nan, np.float32))
-    wanted = device.upload(np.array(ids, np.int32)), device.count(len(ids))
+    named = np.array([ids[0], *(~i for i in range(1, len(ids)))], np.int32)
+    wanted = device.upload(named), device.upload(np.array(ids, np.int32)), device.count(len(ids))
     tiles, stride = np.int32(weights.format.n_tiles(n_in)), np.int32(n_in + 4)
     arguments: list[Any] = [weights.memory, np.int32(0), np.int32(n_in), tiles, *wanted, np.float32(2.5), y, stride]
     device.run(matmul.embed_launch(weights.format, 8), arguments)

@@ -164,7 +164,10 @@ Q = "model.layers.1.self_attn.q_proj.weight"
     [
         ({"without": Q}, "has no tensor blk.1.attn_q.weight"),
         ({"tensors": {Q: np.zeros((32, 64), np.float32)}}, r"blk.1.attn_q.weight"),
-        ({"tensors": {"model.layers.0.extra.weight": np.zeros(4, np.float32)}}, "has the tensor 'extra.weight'"),
+        (
+            {"tensors": {"model.layers.0.extra.weight": np.zeros(4, np.float32)}},
+            "has the tensor 'model.layers.0.extra.weight'",
+        ),
         ({"tensors": {Q: np.zeros((64, 64), np.uint8)}}, "is U8 without scales"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import threading
@@ -15,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from localllm.errors import TemplateError
+from localllm.server import run
 from localllm.server.http import EventStream, HTTPError, Limits
 from tests.helpers.http_server import FAILS, Serving, demo, scripted, serving
 
@@ -57,7 +59,7 @@ def test_pages_may_ask_only_if_they_are_named() -> None:
         assert (good.status_code, good.headers["access-control-allow-origin"]) == (200, "https://good.example")
         asked = {"Origin": "https://good.example", "Access-Control-Request-Method": "POST"}
         assert status(server, "OPTIONS", CHAT, headers=asked) == 204
-        for origin in ("https://evil.example", "null", "http://localhost:1"):
+        for origin in ("https://evil.example", "null", "http://localhost:1", "http://[::1"):
             refused = httpx.get(server.url + "/v1/models", headers={"Origin": origin})
             assert refused.status_code == 403
             assert "access-control-allow-origin" not in refused.headers
@@ -139,6 +141,7 @@ BODIES = [
     + b"]" * 900
     + b"}}",
     b'{"messages": [{"role": "user", "content": "a"}], "timeout": -1}',
+    b'{"messages": [], "response_format": {"type": "json_schema", "json_schema": {"schema": "x"}}}',
     b'{"messages": [{"role": "user", "content": "a"}], "priority": "first"}',
     b'{"model": "../../etc/passwd", "messages": []}',
     b'{"model": "", "prompt": [[]], "input": [], "tokens": [-1], "max_tokens": 1}',
@@ -207,6 +210,22 @@ def test_no_json_is_a_5xx(server: Serving, path: str, body: dict[str, Any], mess
     assert response.status_code < 500 or response.status_code == 501, response.text
 
 
+MANY_ITEMS = {
+    "/v1/responses": {"input": [{"type": "function_call", "name": "a"}] * 30_000, "max_output_tokens": 1},
+    "/v1/messages": {
+        "messages": [{"role": "user", "content": [{"type": "thinking", "thinking": "a" * 99}] * 99_999}],
+        "max_tokens": 1,
+    },
+    "/v1/completions": {"prompt": " " * 9_000_000},
+    "/completion": {"prompt": [5] * 2_000},
+}
+
+
+@pytest.mark.parametrize("path", MANY_ITEMS)
+def test_a_long_request_takes_time_in_proportion(server: Serving, path: str) -> None:
+    assert httpx.post(server.url + path, json=MANY_ITEMS[path], timeout=30).status_code in (200, 400)
+
+
 def test_a_body_that_is_too_large_is_refused() -> None:
     with serving(demo(), limits=Limits(max_body=1000)) as server:
         assert status(server, "POST", "/tokenize", content=b"{" + b" " * 2000) == 413
@@ -222,7 +241,24 @@ def test_a_body_that_is_too_large_is_refused() -> None:
 def test_a_request_that_never_comes_to_an_end_is_refused() -> None:
     with serving(demo(), limits=Limits(read_timeout_s=0.3)) as server, connect(server) as connection:
         connection.sendall(b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
-        assert b"408" in connection.recv(4096).split(b"\r\n")[0]
+        connection.settimeout(0.05)
+        for _ in range(99):  # a byte now and then is no excuse
+            connection.sendall(b" ")
+            with contextlib.suppress(TimeoutError):
+                reply = connection.recv(4096)
+                break
+        assert b"408" in reply.split(b"\r\n")[0]
+
+
+def test_idle_connections_end_and_lock_nobody_out(server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "KEEP_ALIVE_S", 0.1)
+    monkeypatch.setattr(run, "MOST_CONNECTIONS", 4)
+    with contextlib.ExitStack() as stack:
+        connections = [stack.enter_context(connect(server)) for _ in range(6)]
+        connections[0].sendall(b"GET /health HTTP/1.1\r\nHo")
+        for connection in connections:  # the last ones at once, the others in time
+            assert connection.recv(100) == b""
+        assert status(server, path="/health") == 200
 
 
 # -- Clients that go -----------------------------------------------------------------------------------------------
