@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import prod
 from types import MappingProxyType
@@ -28,7 +28,7 @@ class Batch:
     Prefill, decode, several sequences at once and the checking of drafted tokens are all this.
 
     Attributes:
-        ids: int32 [T], token ids.
+        ids: int32 [T], token ids; ~i is the one that row i of the batch before this one chose, see `n_chosen`.
         positions: int32 [T], place of each token in its sequence, from 0.
         query_starts: int32 [S + 1]; sequence s has the tokens query_starts[s] : query_starts[s + 1].
         kv_lengths: int32 [S], tokens in the cache once this batch's are appended.
@@ -37,6 +37,9 @@ class Batch:
         outputs: int32 [N], rows of the batch whose logits are wanted.
         states: int32 [S], the slot of each sequence's recurrent states, where a model has any.
         adapters: float32 [T, n_adapters], how much of each a token gets; [0, 0] for nothing of any.
+        top_k: how many of the largest logits of each output are wanted; 0 for all.
+        n_chosen: outputs of the batch before this one whose largest logits choose ids of this: that had a top_k,
+            and the step `chooses_ahead`.
     """
 
     ids: NDArray[np.int32]
@@ -47,6 +50,8 @@ class Batch:
     outputs: NDArray[np.int32]
     states: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
     adapters: NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, 0), np.float32))
+    top_k: int = 0
+    n_chosen: int = 0
 
     def sequences(self) -> Iterator[tuple[int, int, int]]:
         """Of each sequence: its first row in the batch, the one behind its last, and its length in the cache."""
@@ -111,7 +116,7 @@ class Batch:
         """
         rows = self.positions if by_position else self.ids
         numbers = rows.tolist()
-        if numbers and not 0 <= min(numbers) <= max(numbers) < n_rows:
+        if numbers and not -self.n_chosen <= min(numbers) <= max(numbers) < n_rows:
             what = "positions outside a table" if by_position else "token ids outside the vocabulary"
             raise KernelError(f"a batch has {what} of {n_rows}")
         return rows
@@ -271,6 +276,12 @@ class Step(ABC):
     weights: tuple[PackedWeight, ...]
     max_top_k: int = 0
 
+    @property
+    def chooses_ahead(self) -> bool:
+        """Whether a batch may name ids that the one before it has yet to choose; the results of both are good until
+        the batch after them."""
+        return False
+
     @abstractmethod
     def run(self, batch: Batch, hidden: Output | None = None) -> Output:
         """Runs a batch, perhaps returning before it is computed.
@@ -290,7 +301,7 @@ class Step(ABC):
 
     def top_k(self, batch: Batch, k: int, whole: Sequence[int] = ()) -> TopK:
         """Runs a batch, and gives the ``k`` largest logits, up to `max_top_k`; all of them only of ``whole``."""
-        return self.run(batch).top_k(k, whole)
+        return self.run(replace(batch, top_k=k)).top_k(k, whole)
 
     def value(self, x: Value) -> NDArray[Any]:
         """What the last batch made of a value that its graph watches: float32 [rows, width], or of a `Routing` the

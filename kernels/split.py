@@ -235,6 +235,7 @@ def _tokens(batch: Batch, start: int, stop: int) -> MicroBatch:
         block_tables=batch.block_tables[:, within],
         states=batch.states[within] if len(batch.states) else batch.states,
         outputs=batch.outputs[rows] - np.int32(start),
+        top_k=batch.top_k,
     )
     return MicroBatch(part, rows, slice(start, stop))
 

@@ -60,6 +60,7 @@ class Settings:
         system_prompt: the message before the user's first.
         stop: texts that end an answer.
         theme: the chat app's.
+        embedding_model: ranks pieces of large files in the chat, as ``-m`` takes it; None goes by their words.
         model_folders: where GGUF files are looked for, beside the cache of the Hugging Face hub.
         sampling: those settings of `localllm.Sampling` that the file has, as the keywords of `LLM.chat`.
         given: the keys that the file has; those of sampling as "sampling.temperature".
@@ -77,6 +78,7 @@ class Settings:
     system_prompt: str | None = None
     stop: tuple[str, ...] = ()
     theme: str = "dark"
+    embedding_model: str | None = None
     model_folders: tuple[Path, ...] = ()
     sampling: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     given: frozenset[str] = frozenset()
@@ -195,6 +197,7 @@ KEYS: Mapping[str, Kind] = {
     "system_prompt": Kind("a text that is not empty", _text),
     "stop": STOPS,
     "theme": Kind("the name of a theme, such as 'dark' or 'light'", _text),
+    "embedding_model": Kind("a GGUF file's path, or ORG/REPO[:QUANT]", _text),
     "model_folders": Kind("a folder's path, or a list of such", STOPS.read),
 }
 

@@ -29,7 +29,7 @@ def hf_keys(config: Any) -> dict[str, Any]:
 def record(m: Header) -> Graph:
     meta, heads, n_ff = m.meta, m.heads(), m.mlp_width()
     is_second = m.config.architecture == "cohere2"
-    windows = m.windows(period=4) if is_second else (None,) * m.config.n_layers
+    windows = m.windows(period=4, default=None) if is_second else (None,) * m.config.n_layers
     rope = make_rope(m, heads.key_dim, interleaved=True)
     logit_scale = meta.read("logit_scale", float, 0.0, low=0.0, high=1e6) or 1.0
 

@@ -219,6 +219,12 @@ def _read_n_layers(meta: Metadata, tensors: Iterable[str]) -> int:
             f"{meta.architecture}.block_count is {n_blocks}, but the file has tensors of {len(indices)} layers: "
             "the file's metadata and tensors disagree"
         )
+    for i in indices - set(range(n_layers)):
+        if not any(name.startswith(f"blk.{i}.nextn.") for name in tensors):
+            raise ModelError(
+                f"{meta.architecture}.nextn_predict_layers is {n_blocks - n_layers}, but layer {i} has no tensor "
+                f"blk.{i}.nextn.*: the file's metadata and tensors disagree"
+            )
     return n_layers
 
 
@@ -377,14 +383,16 @@ class Header:
                 raise ModelError(f"{self.meta.architecture}.{name} is {length}, but must be at least 2")
         return lengths[0], lengths[1] or lengths[0]
 
-    def windows(self, period: int, default: int = 0) -> tuple[int | None, ...]:
+    def windows(self, period: int, default: int | None = 0) -> tuple[int | None, ...]:
         """Of each layer, the tokens that a token sees, itself included; None for all of them.
 
         By default, one of ``period`` layers sees all, the last of them; with period 1, every layer does, and with
-        0 none.  Without a window in the file it is ``default``, and with 0 every layer sees all.
+        0 none.  Without a window in the file it is ``default``, and with 0 every layer sees all; with None as the
+        default there must be one.
         """
         meta, n_layers = self.meta, self.config.n_layers
-        window = meta.read("attention.sliding_window", int, default, low=0, high=(1 << 32) - 1)
+        least, default = (1, _REQUIRED) if default is None else (0, default)
+        window = meta.read("attention.sliding_window", int, default, low=least, high=(1 << 32) - 1)
         pattern = meta.find("attention.sliding_window_pattern")
         if isinstance(pattern, list | tuple):
             has_window = meta.read_each("attention.sliding_window_pattern", n_layers, bool, low=0, high=1)

@@ -101,7 +101,7 @@ def hf_extra(config: Any) -> dict[str, Array]:
 
 def record(m: Header) -> Graph:
     meta, n_layers, d = m.meta, m.config.n_layers, m.config.n_embd
-    windows, heads, experts = m.windows(period=6), read_heads(m), m.experts()
+    windows, heads, experts = m.windows(period=6, default=None), read_heads(m), m.experts()
     widths = meta.read_each("feed_forward_length", n_layers, int, low=1, high=1 << 24)
     n_shared = meta.read("attention.shared_kv_layers", int, 0, low=0, high=n_layers - 1)
     n_per_layer = meta.read("embedding_length_per_layer_input", int, 0, low=0, high=1 << 16)
@@ -134,7 +134,7 @@ def read_heads(m: Header) -> list[Heads]:
     n = m.meta.read_uniform("attention.head_count", n_layers, low=1, high=1 << 14)
     n_kv = m.meta.read_each("attention.head_count_kv", n_layers, int, n, low=1, high=n)
     full, local = m.head_dims(), m.head_dims("_swa")
-    dims = [(local if window else full)[0] or full[0] for window in m.windows(period=6)]
+    dims = [(local if window else full)[0] or full[0] for window in m.windows(period=6, default=None)]
     if not full[0]:
         raise ModelError("the file has no gemma4.attention.key_length: is it complete?")
     return [Heads(n, kv, dim, dim) for kv, dim in zip(n_kv, dims, strict=True)]

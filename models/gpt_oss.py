@@ -48,7 +48,7 @@ def record(m: Header) -> Graph:
         m,
         make_rope(m, m.heads().key_dim, rounds_ramp=False),
         m.experts(),
-        windows=m.windows(period=2),
+        windows=m.windows(period=2, default=None),
         ffn_norm="post_attention_norm",
         activation="clamped_swiglu",
         qkv_bias=True,

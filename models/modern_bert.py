@@ -35,7 +35,10 @@ def hf_keys(config: Any) -> dict[str, Any]:
         "attention.layer_norm_epsilon": config.norm_eps,
         "attention.sliding_window": config.local_attention,
         "attention.sliding_window_pattern": getattr(config, "global_attn_every_n_layers", None),
-        "hidden_act": getattr(config, "hidden_activation", None),
+        "hidden_activation": getattr(config, "hidden_activation", None),
+        "classifier.pooling_type": {"mean": 1, "cls": 2}.get(getattr(config, "classifier_pooling", "")),
+        "rope.scaling.type": "none",
+        "vocab_size": config.vocab_size,
     }
 
 
@@ -43,8 +46,8 @@ def record(m: Header) -> Graph:
     heads, n_ff, meta = m.heads(), m.mlp_width(), m.meta
     eps = meta.read("attention.layer_norm_epsilon", float, low=0.0, high=1.0)
     rope, local_rope = make_rope(m, heads.key_dim), make_local_rope(m, heads.key_dim)
-    activation = {"gelu": "gelu_erf"}.get(hidden := meta.read("hidden_act", str, "gelu"), hidden)
-    meta.skip("attention.causal")
+    activation = {"gelu": "gelu_erf"}.get(hidden := meta.read("hidden_activation", str, "gelu"), hidden)
+    meta.skip("attention.causal", "attention.layer_norm_rms_epsilon")  # llama.cpp's converter writes it too
     period = meta.find("attention.sliding_window_pattern")
     windows = m.windows(period=1)
     if not isinstance(period, list | tuple):

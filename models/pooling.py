@@ -61,7 +61,8 @@ class Pooling:
         rank, causal, width = kind == "rank", graph.is_causal, graph.result.width
         widths = (f"dense_{i}_feat_{side}" for i in (2, 3) for side in ("in", "out"))
         meta.skip("classifier.output_labels", *widths)  # as the tensors say
-        rows = kind if not rank else "last" if causal else "cls"
+        is_modern = meta.architecture == "modern-bert"
+        rows = kind if not rank else "last" if causal else "mean" if is_modern else "cls"
         of_class = meta.read("classifier.pooling_type", int, 0, low=0, high=len(KINDS) - 1)
         if rank and of_class:
             rows = KINDS[of_class] or rows
@@ -76,7 +77,7 @@ class Pooling:
         if rank and not any(name.startswith("cls") for name in found):
             raise ModelError("the file says that it is a reranker, but has no classifier (cls.output.weight)")
         is_qwen = meta.architecture.startswith("qwen3")
-        return cls(kind, rows, width, causal, found, meta.architecture == "modern-bert", rank and is_qwen)
+        return cls(kind, rows, width, causal, found, is_modern, rank and is_qwen)
 
     def head(self) -> Callable[[Array], Array]:
         """Reads the weights; what it gives makes of the vector [d] of a text's tokens the result [width]."""

@@ -22,12 +22,12 @@ from textual.keys import Keys
 from textual.theme import Theme
 
 from localllm.errors import UsageError
-from localllm.tui.base_app import BaseApp, unfreeze_gc_heap
+from localllm.tui.base_app import BaseApp
 from localllm.tui.chat.conversation import Conversation
 from localllm.tui.chat.session import ChatSession
 from localllm.tui.commands import PALETTE, Command
 from localllm.tui.screens.chat import ChatScreen
-from localllm.tui.screens.model_loader import ModelLoader
+from localllm.tui.screens.models import ModelLoader
 from localllm.tui.setup import Setup
 from localllm.tui.text import without_controls
 
@@ -156,7 +156,7 @@ class ChatApp(BaseApp):
         """
         chat, chats = self._chat, self.models.chats
         if len(chats) == 1:
-            raise UsageError("this is the only chat that is open: Ctrl+Q quits")
+            raise UsageError(f"this is the only chat that is open: {self.key_of('quit')} quits")
         await chat.end_turn()
         place = chats.index(chat)
         await self.show_tab(place - 1 if place else 1)
@@ -165,6 +165,7 @@ class ChatApp(BaseApp):
         self.uninstall_screen(chat)
         await chat.remove()
         self._chat.draw_heading()
+        await self._chat.mark_open()
 
     def _terminated(self) -> None:
         """Quits, so that the terminal is left as it was; at once, should it be asked again."""
@@ -184,17 +185,14 @@ class ChatApp(BaseApp):
         elif turn is None and self._chat.composer.text.strip() and not self._is_warned:
             self._is_warned = True
             self.notify("Ctrl+C again quits; the message that you are typing would be lost", severity="warning")
-            self.set_timer(3.0, self._forget_warning)
+            self.set_timer(3.0, partial(setattr, self, "_is_warned", False))
         else:
             self.spawn(self._chat.quit(), group="quit")
 
-    def _forget_warning(self) -> None:
-        self._is_warned = False
-
     def end(self) -> None:
         """Lets the threads end, and closes the model."""
-        self.end_threads()
-        unfreeze_gc_heap()
+        super().end()
+        gc.unfreeze()
         if self.models.model is not None:
             self.models.model.close()
 

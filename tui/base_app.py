@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import threading
 from collections.abc import Callable, Coroutine
@@ -17,7 +16,7 @@ from textual.notifications import SeverityLevel
 from textual.worker import Worker, WorkerState
 
 from localllm.errors import UsageError
-from localllm.tui.chat.conversation import Conversation
+from localllm.tui import commands
 from localllm.tui.key_buffer import KeyBuffer, Passed
 from localllm.tui.setup import Setup
 from localllm.tui.text import escape_controls, sentence
@@ -46,14 +45,9 @@ class BaseApp(App[int]):
         self.keys = KeyBuffer(self, super().on_event, self.notify_error)
         self._hands = ThreadPoolExecutor(1, "chat")
 
-    async def open_tab(self, conversation: Conversation) -> None:
-        raise NotImplementedError
-
-    async def show_tab(self, place: int) -> None:
-        raise NotImplementedError
-
-    async def close_tab(self) -> None:
-        raise NotImplementedError
+    def key_of(self, name: str) -> str:
+        """What calls a command, for people: its key, or what is typed where it has none."""
+        return commands.find(name).shown_key(self.setup.keys) or f"/{name}"
 
     async def offload(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Calls a function in a thread, after all that were given before it."""
@@ -117,20 +111,6 @@ class BaseApp(App[int]):
         LOG.debug("told to the user", exc_info=error)
         self.notify(sentence(error), severity="warning" if isinstance(error, UsageError) else "error")
 
-    def end_threads(self) -> None:
+    def end(self) -> None:
         """Lets the thread of `offload` finish what it has begun."""
-        self._hands.shutdown(wait=True, cancel_futures=False)
-
-
-def freeze_gc_heap() -> None:
-    """Leaves what is there out of later garbage collections.
-
-    With a model loaded there are a million objects that stay, and looking through all of them takes a tenth of a
-    second, during which no key is handled.
-    """
-    gc.freeze()
-
-
-def unfreeze_gc_heap() -> None:
-    """Lets everything be collected again, for some of it may be garbage soon."""
-    gc.unfreeze()
+        self._hands.shutdown()

@@ -17,10 +17,10 @@ from typing import NamedTuple
 from localllm.errors import UsageError
 from localllm.sampling import Sampling
 from localllm.tui.chat import settings as chat_settings
-from localllm.tui.chat.attachments import Completion, command_output, read_text_file
+from localllm.tui.chat.attachments import Completion, command_output, path_of, read_text_file
 from localllm.tui.chat.conversation import Conversation, Message
-from localllm.tui.chat.events import Turn
-from localllm.tui.chat.export import copied_path, export_all, import_chat, path_of, write_export
+from localllm.tui.chat.events import Choice, Turn
+from localllm.tui.chat.export import copied_path, export_all, import_chat, write_export
 from localllm.tui.chat.session import ChatSession
 from localllm.tui.storage.chats import ChatSummary, default_path
 from localllm.tui.text import shortened
@@ -28,49 +28,26 @@ from localllm.tui.text import shortened
 NO_BRANCHES = "there are no branches: /edit and /regen make them"
 
 
-@dataclass(frozen=True, slots=True)
-class Play:
-    """Something is to be generated."""
+class Result(NamedTuple):
+    """What a command leads to: one of these.
 
-    start: Callable[[Turn], None]
+    Attributes:
+        text: is to be told; beside ``chat``, in line mode alone.
+        play: generates something.
+        edit: the message to be changed by whoever sits there.
+        chat: the conversation to be gone on with.
+        model: the file of the model to be loaded.
+        draft: a text to be sent; the app puts it into the editor first, where it can be changed.
+        ends: whether the program is to end.
+    """
 
-
-@dataclass(frozen=True, slots=True)
-class EditMessage:
-    """A message is to be changed by whoever sits there."""
-
-    message: Message
-
-
-@dataclass(frozen=True, slots=True)
-class OpenChat:
-    """Another conversation is to be gone on with; ``text`` is what there is to tell in line mode."""
-
-    conversation: Conversation
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class UseModel:
-    """Another model is to be loaded."""
-
-    path: str
-
-
-@dataclass(frozen=True, slots=True)
-class PutText:
-    """A text is to be sent; the app puts it into the editor first, where it can be changed."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Quit:
-    """The program is to end."""
-
-
-#: What a command leads to; a text is told.
-Result = str | Play | EditMessage | OpenChat | UseModel | PutText | Quit
+    text: str = ""
+    play: Callable[[Turn], None] | None = None
+    edit: Message | None = None
+    chat: Conversation | None = None
+    model: str | None = None
+    draft: str = ""
+    ends: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +67,7 @@ class Command:
     name: str
     arguments: str
     help: str
-    run: Callable[[ChatSession, str], Result] | None
+    run: Callable[[ChatSession, str], str | Result] | None
     aliases: tuple[str, ...] = ()
     title: str = ""
     key: str = ""
@@ -100,7 +77,7 @@ class Command:
         return f"/{self.name} {self.arguments}".rstrip()
 
     def shown_key(self, keys: Mapping[str, str]) -> str:
-        """Its key as people read it, where some have been changed; empty if it has none."""
+        """Its key as people read it, where ``keys`` has those that were changed; empty if it has none."""
         return "+".join(part.capitalize() for part in keys.get(self.name, self.key).split(",")[0].split("+"))
 
 
@@ -146,7 +123,8 @@ def run(session: ChatSession, call: Call) -> Result:
     """
     if call.command.run is None:
         raise UsageError(f"/{call.command.name} is for the app: start localllm chat without --plain")
-    return call.command.run(session, call.argument)
+    result = call.command.run(session, call.argument)
+    return Result(result) if isinstance(result, str) else result
 
 
 def completions(line: str) -> list[Completion]:
@@ -230,18 +208,22 @@ def _edit(session: ChatSession, argument: str) -> Result:
         text = argument
     if message is None:
         raise UsageError("there is nothing to edit yet: send a message first")
-    return Play(partial(session.edit, message.id, text)) if text else EditMessage(message)
+    return Result(play=partial(session.edit, message.id, text)) if text else Result(edit=message)
 
 
 def _regenerate(session: ChatSession, argument: str) -> Result:
     message = numbered(session.conversation, argument) if argument else None
-    return Play(partial(session.regenerate, None if message is None else message.id))
+    return Result(play=partial(session.regenerate, None if message is None else message.id))
 
 
-def _branch(session: ChatSession, argument: str) -> Result:
+def _continue(session: ChatSession, argument: str) -> str | Result:
+    return Result(play=session.continue_reply)
+
+
+def _branch(session: ChatSession, argument: str) -> str:
     if argument:
         session.switch(branch_meant(session.conversation, argument).id)
-        return _show(session)
+        return _transcript(session.conversation)
     lines = []
     for fork in forks(session.conversation):
         lines += [f"#{fork.number} {fork.branches[0].role}, {len(fork.branches)} branches"]
@@ -259,12 +241,8 @@ def to_remove(conversation: Conversation, argument: str) -> Message:
     return numbered(conversation, argument)
 
 
-def _remove(session: ChatSession, argument: str) -> Result:
+def _remove(session: ChatSession, argument: str) -> str:
     session.delete(to_remove(session.conversation, argument).id)
-    return _show(session)
-
-
-def _show(session: ChatSession, argument: str = "") -> str:
     return _transcript(session.conversation)
 
 
@@ -281,13 +259,17 @@ def _transcript(conversation: Conversation) -> str:
 # -- How replies are generated ---------------------------------------------------------------------------------------
 
 
-def _system(session: ChatSession, argument: str) -> Result:
+def _make_room(choice: Choice, session: ChatSession, argument: str) -> Result:
+    return Result(play=partial(session.make_room, choice))
+
+
+def _system(session: ChatSession, argument: str) -> str | Result:
     if argument:
         session.set_system("" if argument == "none" else argument)
     return f"system prompt: {session.conversation.system or 'none'}"
 
 
-def _set(session: ChatSession, argument: str) -> Result:
+def _set(session: ChatSession, argument: str) -> str | Result:
     settings = session.conversation.settings
     name, *rest = argument.split(maxsplit=1) or [""]
     if rest:
@@ -304,11 +286,11 @@ def _set(session: ChatSession, argument: str) -> Result:
     return "\n".join(lines)
 
 
-def _set_one(name: str, session: ChatSession, argument: str) -> Result:
+def _set_one(name: str, session: ChatSession, argument: str) -> str | Result:
     return _set(session, f"{name} {'default' if argument == 'none' else argument}")
 
 
-def _format(session: ChatSession, argument: str) -> Result:
+def _format(session: ChatSession, argument: str) -> str | Result:
     settings = session.conversation.settings
     if argument:
         schema = "default" if argument == "none" else read_text_file(argument)
@@ -317,7 +299,7 @@ def _format(session: ChatSession, argument: str) -> Result:
     return "replies are free text" if held_to is None else f"replies are JSON, by the schema {json.dumps(held_to)}"
 
 
-def _detach(session: ChatSession, argument: str) -> Result:
+def _detach(session: ChatSession, argument: str) -> str | Result:
     if argument:
         n = session.detach(argument)
         if not n:
@@ -327,7 +309,7 @@ def _detach(session: ChatSession, argument: str) -> Result:
     return "\n".join(f"{file.name}: {file.n_tokens:,} tokens" for file in files) or "nothing is attached"
 
 
-def _compare(session: ChatSession, argument: str) -> Result:
+def _compare(session: ChatSession, argument: str) -> str | Result:
     if argument:
         raise UsageError("in lines, ask the other model yourself: /model FILE, /regen, and then /compare")
     return "\n\n".join(f"{who(reply)}\n{reply.content}" for reply in compared(session.conversation))
@@ -351,9 +333,9 @@ def compared(conversation: Conversation) -> list[Message]:
     return [max(others, key=lambda other: (who(other) != who(reply), other.created)), reply]
 
 
-def _model(session: ChatSession, argument: str) -> Result:
+def _model(session: ChatSession, argument: str) -> str | Result:
     if argument:
-        return UseModel(argument)
+        return Result(model=argument)
     if session.model is None:
         return "no model is loaded: /model FILE loads one"
     info = session.model.info
@@ -379,7 +361,7 @@ def stats_text(session: ChatSession) -> str:
 # -- Chats -----------------------------------------------------------------------------------------------------------
 
 
-def _save(session: ChatSession, argument: str) -> Result:
+def _save(session: ChatSession, argument: str) -> str | Result:
     check_begun(session.conversation)
     if argument:
         session.set_title(argument)
@@ -393,23 +375,23 @@ def check_begun(conversation: Conversation) -> None:
         raise UsageError("there is nothing to save yet: chats are saved as they are written")
 
 
-def _load(session: ChatSession, argument: str) -> Result:
+def _load(session: ChatSession, argument: str) -> str | Result:
     if not argument:
         raise UsageError("name a chat, or a file: /load ID, or /load FILE.json; /sessions lists chats")
     if argument.lower().endswith(".json"):
         return _import(session, argument)
     conversation = session.store.load(session.store.find(argument))
-    return OpenChat(conversation, _transcript(conversation))
+    return Result(_transcript(conversation), chat=conversation)
 
 
-def _import(session: ChatSession, argument: str) -> Result:
+def _import(session: ChatSession, argument: str) -> str | Result:
     if not argument:
         raise UsageError("name a file that was exported: /import FILE.json")
     conversation = import_chat(session.store, path_of(argument))
-    return OpenChat(conversation, f"imported: {conversation.title}\n{_transcript(conversation)}")
+    return Result(f"imported: {conversation.title}\n{_transcript(conversation)}", chat=conversation)
 
 
-def _export(session: ChatSession, argument: str) -> Result:
+def _export(session: ChatSession, argument: str) -> str | Result:
     if argument == "all" or argument.startswith("all "):
         folder = path_of(argument[len("all ") :].strip() or "chats")
         return f"{export_all(session.store, folder):,} chats written into {folder}"
@@ -420,7 +402,7 @@ def _export(session: ChatSession, argument: str) -> Result:
     return f"written to {path}"
 
 
-def _sessions(session: ChatSession, argument: str) -> Result:
+def _sessions(session: ChatSession, argument: str) -> str | Result:
     store = session.store
     if argument == "archived":
         found = store.sessions(archived=True)
@@ -434,7 +416,7 @@ def _line(summary: ChatSummary) -> str:
     return f"{summary.id}  {summary.title or 'untitled'}{archived} · {summary.n_messages} · {summary.preview}"
 
 
-def _rename(session: ChatSession, argument: str) -> Result:
+def _rename(session: ChatSession, argument: str) -> str | Result:
     if not argument:
         raise UsageError("give a title: /rename TITLE")
     return f"title: {session.set_title(argument)}"
@@ -444,27 +426,21 @@ def _chosen(session: ChatSession, argument: str) -> str:
     return session.conversation.id if argument in ("", "this") else session.store.find(argument)
 
 
-def _delete(session: ChatSession, argument: str) -> Result:
+def _delete(session: ChatSession, argument: str) -> str | Result:
     if not argument:
         raise UsageError("name the chat: /delete ID, or /delete this; /remove 3 deletes messages")
     id_ = _chosen(session, argument)
     session.store.delete(id_)
     text = f"deleted {id_}"
-    return OpenChat(new_chat(session), f"{text}\na new chat") if id_ == session.conversation.id else text
+    return Result(f"{text}\na new chat", chat=new_chat(session)) if id_ == session.conversation.id else text
 
 
-def _archive(session: ChatSession, argument: str) -> Result:
+def _archive(archived: bool, session: ChatSession, argument: str) -> str:
     id_ = _chosen(session, argument)
     if id_ == session.conversation.id:
         check_begun(session.conversation)
-    session.store.archive(id_)
-    return f"archived {id_}: /unarchive {id_} brings it back"
-
-
-def _unarchive(session: ChatSession, argument: str) -> Result:
-    id_ = _chosen(session, argument)
-    session.store.archive(id_, False)
-    return f"{id_} is among the chats again"
+    session.store.set(id_, archived=archived)
+    return f"archived {id_}: /unarchive {id_} brings it back" if archived else f"{id_} is among the chats again"
 
 
 def new_chat(session: ChatSession) -> Conversation:
@@ -473,18 +449,22 @@ def new_chat(session: ChatSession) -> Conversation:
     return Conversation(system=old.system, settings=dict(old.settings), model=old.model)
 
 
-def _fork(session: ChatSession, argument: str) -> Result:
+def _clear(session: ChatSession, argument: str) -> str | Result:
+    return Result("a new chat", chat=new_chat(session))
+
+
+def _fork(session: ChatSession, argument: str) -> str | Result:
     check_begun(session.conversation)
     to = numbered(session.conversation, argument).id if argument else None
     conversation = copied_path(session.conversation, to)
     session.store.save(conversation, conversation.messages)
-    return OpenChat(conversation, f"a new chat: {conversation.title}")
+    return Result(f"a new chat: {conversation.title}", chat=conversation)
 
 
 # -- Texts from elsewhere --------------------------------------------------------------------------------------------
 
 
-def _prompt(session: ChatSession, argument: str) -> Result:
+def _prompt(session: ChatSession, argument: str) -> str | Result:
     folder = (session.store.path or default_path()).with_name("prompts")
     files = {path.stem: path for path in sorted(folder.glob("*.*")) if path.suffix in (".md", ".txt")}
     name, *rest = argument.split(maxsplit=1) or [""]
@@ -498,7 +478,7 @@ def _prompt(session: ChatSession, argument: str) -> Result:
         text = files[name].read_text("utf-8")
     except (OSError, ValueError) as error:
         raise UsageError(f"{files[name]} cannot be read ({error}): check that it is a text in UTF-8") from None
-    return PutText(filled(text.strip(), rest[0] if rest else ""))
+    return Result(draft=filled(text.strip(), rest[0] if rest else ""))
 
 
 def filled(prompt: str, argument: str) -> str:
@@ -512,14 +492,14 @@ def filled(prompt: str, argument: str) -> str:
     return f"{prompt}\n\n{argument}" if argument and found == prompt else found
 
 
-def _run(session: ChatSession, argument: str) -> Result:
-    return PutText(command_output(argument))
+def _run(session: ChatSession, argument: str) -> str | Result:
+    return Result(draft=command_output(argument))
 
 
 # -- Tools -----------------------------------------------------------------------------------------------------------
 
 
-def _tools(session: ChatSession, argument: str) -> Result:
+def _tools(session: ChatSession, argument: str) -> str | Result:
     toolbox = session.toolbox
     if argument:
         toolbox.change(argument)
@@ -537,7 +517,7 @@ def _tools(session: ChatSession, argument: str) -> Result:
 # -- The table -------------------------------------------------------------------------------------------------------
 
 
-def _help(session: ChatSession, argument: str) -> Result:
+def _help(session: ChatSession, argument: str) -> str | Result:
     name = argument.removeprefix("/")
     wanted = [find(name)] if name else [command for command in COMMANDS if command.run is not None]
     width = max(len(command.usage) for command in wanted)
@@ -563,14 +543,7 @@ COMMANDS = [
         title="Edit your last message",
         key="f2",
     ),
-    Command(
-        "continue",
-        "",
-        "go on with a reply that was cut off",
-        lambda session, _: Play(session.continue_reply),
-        title="Continue the reply",
-        key="ctrl+g",
-    ),
+    Command("continue", "", "go on with a reply that was cut off", _continue, (), "Continue the reply", "ctrl+g"),
     Command(
         "branch",
         "[[N] next|prev|K]",
@@ -578,29 +551,17 @@ COMMANDS = [
         _branch,
         title="Branches",
     ),
-    Command("show", "", "show the conversation, with numbers", _show, ("history",)),
-    Command("remove", "N", "delete message N and all that follows it", _remove),
     Command(
-        "drop",
-        "",
-        "where the context is full: leave out the oldest turns",
-        lambda session, _: Play(partial(session.make_room, "drop")),
+        "show", "", "show the conversation, with numbers", lambda s, _: _transcript(s.conversation), ("history",)
     ),
+    Command("remove", "N", "delete message N and all that follows it", _remove),
+    Command("drop", "", "where the context is full: leave out the oldest turns", partial(_make_room, "drop")),
     Command(
-        "summarise",
-        "",
-        "where the context is full: put a summary in their place",
-        lambda session, _: Play(partial(session.make_room, "summarise")),
-        ("summarize",),
+        "summarise", "", "the same, with a summary in their place", partial(_make_room, "summarise"), ("summarize",)
     ),
     Command("system", "[TEXT|none]", "show or set the system prompt", _system, title="System prompt", key="ctrl+s"),
     Command(
-        "set",
-        "[NAME [VALUE|default]]",
-        "show or change how replies are generated",
-        _set,
-        title="Sampling",
-        key="ctrl+t",
+        "set", "[NAME [VALUE|default]]", "show or change how replies are generated", _set, (), "Sampling", "ctrl+t"
     ),
     Command("prefix", "[TEXT|none]", "what replies begin with", partial(_set_one, "reply_prefix")),
     Command(
@@ -622,14 +583,7 @@ COMMANDS = [
         _tools,
         title="Tools",
     ),
-    Command(
-        "allow",
-        "[no|once|chat|always]",
-        "answer a model that wants to use a tool",
-        None,
-        title="Allow a tool",
-        key="f3",
-    ),
+    Command("allow", "[no|once|chat|always]", "answer a model that asks for a tool", None, (), "Allow a tool", "f3"),
     Command("editor", "", "write the message in $EDITOR", None, title="Write in your editor", key="ctrl+e"),
     Command("save", "[TITLE]", "tell where this chat is saved, and name it", _save),
     Command("load", "ID|FILE.json", "open a saved chat, or import one", _load, ("open",), "Open a chat"),
@@ -642,23 +596,23 @@ COMMANDS = [
         title="Export the chat",
     ),
     Command("rename", "TITLE", "give this chat a title", _rename, title="Rename the chat"),
-    Command("archive", "[ID]", "take this chat, or another one, out of the list", _archive, title="Archive the chat"),
-    Command("unarchive", "[ID]", "take it back into the list", _unarchive),
-    Command("delete", "ID|this", "delete a chat for good", _delete, title="Delete the chat"),
     Command(
-        "clear",
-        "",
-        "begin a new chat; this one stays saved",
-        lambda session, _: OpenChat(new_chat(session), "a new chat"),
-        ("new",),
-        "New chat",
-        "ctrl+n",
+        "archive",
+        "[ID]",
+        "take this chat, or another one, out of the list",
+        partial(_archive, True),
+        title="Archive the chat",
     ),
+    Command("unarchive", "[ID]", "take it back into the list", partial(_archive, False)),
+    Command("delete", "ID|this", "delete a chat for good", _delete, title="Delete the chat"),
+    Command("clear", "", "begin a new chat; this one stays saved", _clear, ("new",), "New chat", "ctrl+n"),
     Command("tab", "[N|next|prev]", "open a new chat beside this one, or go to one", None, title="New tab", key="f4"),
     Command("close", "", "close this chat; it stays saved", None, title="Close the tab"),
-    Command("copy", "[code [N]]", "copy the last reply, or a block of its code", None, title="Copy the last reply"),
+    Command(
+        "copy", "[N] [code [K]]", "copy the last reply or message N, or its code", None, (), "Copy the last reply"
+    ),
     Command("theme", "[NAME]", "choose colours", None, title="Theme"),
-    Command("quit", "", "end", lambda session, _: Quit(), ("exit", "bye", "q"), "Quit", "ctrl+q"),
+    Command("quit", "", "end", lambda session, _: Result(ends=True), ("exit", "bye", "q"), "Quit", "ctrl+q"),
 ]
 
 #: Those of the palette that people need first; the others follow as they stand in the table.

@@ -9,10 +9,11 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import psutil
 
+import localllm
 from localllm.cli.defaults import settle
 from localllm.cli.generate import describe, generation_options, load_model, plan_shower
 from localllm.cli.terminal import LoadStatus, is_terminal, say, short_count, visible_line, warn
@@ -27,13 +28,18 @@ from localllm.loading import check_file
 from localllm.progress import LoadPlan, LoadProgress
 from localllm.settings import Settings
 from localllm.tui.chat import settings as chat_settings
+from localllm.tui.chat.context import ChatModel
 from localllm.tui.chat.conversation import Conversation
-from localllm.tui.chat.model import ChatModel
+from localllm.tui.chat.pieces import ranked, ranked_by_vectors
 from localllm.tui.chat.session import ChatSession
 from localllm.tui.chat.tools import Toolbox
 from localllm.tui.line_mode import InputReader, LineChat
 from localllm.tui.setup import ModelEntry, Setup
 from localllm.tui.storage.chats import Store, default_path
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 #: Seconds that what is not saved yet is tried to be saved when the program ends.
 _FLUSH_SECONDS = 5.0
@@ -86,6 +92,10 @@ def setup_of(arguments: argparse.Namespace) -> Setup:
         if (found := path(name)) is not None:
             check_file(found)
 
+    def embed(texts: list[str]) -> NDArray[np.float32]:
+        with localllm.load(path(defaults.embedding_model or ""), device=arguments.device) as llm:
+            return llm.embed(texts, truncate=True)
+
     def beside(name: str) -> Path | None:
         return None if store.path is None else store.path.with_name(name)
 
@@ -104,6 +114,7 @@ def setup_of(arguments: argparse.Namespace) -> Setup:
         theme=defaults.theme,
         question=question or "",
         keys=defaults.keys,
+        rank=ranked if defaults.embedding_model is None else ranked_by_vectors(embed),
         toolbox=Toolbox(defaults.tools, beside("allowed-tools")),
     )
 
@@ -115,7 +126,8 @@ def run(arguments: argparse.Namespace) -> int:
     setup = setup_of(arguments)
     sessions: list[ChatSession] = []
     try:
-        is_plain = arguments.plain or not _has_screen()
+        has_screen = is_terminal(sys.stdin) and is_terminal(sys.stdout) and os.environ.get("TERM") != "dumb"
+        is_plain = arguments.plain or not has_screen
         try:
             code = _run_plain(arguments, setup, sessions) if is_plain else int(_app().run(setup, sessions))
         finally:
@@ -140,12 +152,12 @@ def is_here(model: str, folders: Iterable[Path]) -> bool:
 def _save_the_rest(sessions: list[ChatSession]) -> None:
     """Saves what could not be saved while the chats ran, as where another program had locked the file."""
     for session in sessions:
-        if (reason := session.flush(_FLUSH_SECONDS)) is not None:
+        if (reason := session.saver.flush(_FLUSH_SECONDS)) is not None:
             warn(f"the end of the chat {session.conversation.title!r} could not be saved: {reason}")
 
 
 def _say_how_to_go_on(session: ChatSession) -> None:
-    if session.store.path is not None and session.is_saved and len(session.conversation):
+    if session.store.path is not None and session.saver.is_saved and len(session.conversation):
         say(f"Continue this chat with: localllm chat --session {session.conversation.id}")
 
 
@@ -163,10 +175,6 @@ def _list_chats() -> int:
         plural = "s" if chat.n_messages != 1 else " "
         print(f"{visible_line(chat.id)}  {when}  {chat.n_messages:>4} message{plural}  {visible_line(chat.title)}")
     return 0
-
-
-def _has_screen() -> bool:
-    return is_terminal(sys.stdin) and is_terminal(sys.stdout) and os.environ.get("TERM") != "dumb"
 
 
 def _app() -> Any:
@@ -193,7 +201,7 @@ def _run_plain(arguments: argparse.Namespace, setup: Setup, sessions: list[ChatS
             describe(llm.info, verbose=arguments.verbose)
         return llm
 
-    session = ChatSession(load(setup.first_model or ""), setup.store, setup.conversation, setup.more, setup.toolbox)
+    session = setup.session(load(setup.first_model or ""), setup.conversation)
     if (warning := session.mark_open()) is not None:
         warn(warning)
     lines = InputReader(setup.history and setup.history.with_suffix(""))
@@ -234,7 +242,7 @@ def _store(arguments: argparse.Namespace, notices: list[str]) -> Store:
         if arguments.session is not None or arguments.resume:
             raise
         notices.append(f"{error}; this chat is not saved")
-        return Store.in_memory()
+        return Store(None)
 
 
 def _conversation(arguments: argparse.Namespace, store: Store, notices: list[str]) -> Conversation:

@@ -24,9 +24,9 @@ from localllm.cli.terminal import StatusLine, is_terminal, say, warn
 from localllm.errors import ContextLengthError, LocalLLMError, UsageError
 from localllm.tui import commands
 from localllm.tui.chat import events
+from localllm.tui.chat.context import ChatModel
 from localllm.tui.chat.conversation import Conversation, Message
 from localllm.tui.chat.events import Choice, Event, Turn
-from localllm.tui.chat.model import ChatModel
 from localllm.tui.chat.session import ChatSession
 from localllm.tui.chat.tools import Permission
 from localllm.tui.text import escape_controls
@@ -243,26 +243,24 @@ class LineChat:
             self._play(partial(self.session.send, typed))
             return
         self._do(commands.run(self.session, typed))
-        if warning := self.session.take_warning():
+        if warning := self.session.saver.take_warning():
             warn(warning)
 
     def _do(self, result: commands.Result) -> None:
         """Does what a command leads to."""
-        if isinstance(result, commands.Play):
-            self._play(result.start)
-        elif isinstance(result, commands.EditMessage):
-            self._edit(result.message)
-        elif isinstance(result, commands.OpenChat):
-            self._open(result.conversation)
+        self._ended = result.ends
+        if result.play:
+            self._play(result.play)
+        elif result.edit:
+            self._edit(result.edit)
+        elif result.model is not None:
+            self._use_model(result.model)
+        elif result.draft:
+            self._play(partial(self.session.send, result.draft))
+        elif result.chat is not None:
+            self._open(result.chat)
+        if result.text:
             self._say(result.text)
-        elif isinstance(result, commands.UseModel):
-            self._use_model(result.path)
-        elif isinstance(result, commands.PutText):
-            self._play(partial(self.session.send, result.text))
-        elif isinstance(result, commands.Quit):
-            self._ended = True
-        else:
-            self._say(result)
 
     def _say(self, text: str) -> None:
         """Tells something, of one line or several; on a terminal, in lines that end between words."""
@@ -312,9 +310,9 @@ class LineChat:
     def _open(self, conversation: Conversation) -> None:
         """Goes on with another conversation."""
         old = self.session
-        if old.flush(0.0) is not None:
+        if old.saver.flush(0.0) is not None:
             self.unsaved.append(old)
-        self.session = ChatSession(old.model, old.store, conversation, old.more, old.toolbox)
+        self.session = ChatSession(old.model, old.store, conversation, old.more, old.toolbox, old.rank)
         if (warning := self.session.mark_open()) is not None:
             warn(warning)
 

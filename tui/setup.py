@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from localllm.tui.chat.context import ChatModel
 from localllm.tui.chat.conversation import Conversation
 from localllm.tui.chat.events import Choice
-from localllm.tui.chat.model import ChatModel
+from localllm.tui.chat.pieces import Rank, ranked
+from localllm.tui.chat.session import ChatSession
 from localllm.tui.chat.tools import Toolbox
 from localllm.tui.storage.chats import Store
 
@@ -62,6 +64,7 @@ class Setup:
         theme: the name of a theme.
         question: the first message; empty for none.
         toolbox: what models may call.
+        rank: ranks the pieces of files that do not fit into the context.
         keys: of commands, by their names, where they are not the table's.
     """
 
@@ -79,4 +82,9 @@ class Setup:
     theme: str = "dark"
     question: str = ""
     toolbox: Toolbox = field(default_factory=Toolbox)
+    rank: Rank = ranked
     keys: Mapping[str, str] = field(default_factory=dict)
+
+    def session(self, model: ChatModel | None, conversation: Conversation) -> ChatSession:
+        """What a conversation goes on in."""
+        return ChatSession(model, self.store, conversation, self.more, self.toolbox, self.rank)

@@ -41,17 +41,14 @@ def escape_controls(text: str) -> str:
 
 def sentence(error: BaseException) -> str:
     """What happened and what to do about it, in one line that a terminal can be given."""
-    return visible_line(_sentence(error))
-
-
-def _sentence(error: BaseException) -> str:
+    text = f"something went wrong inside localllm ({type(error).__name__}: {error}): please report it"
     if isinstance(error, LocalLLMError):
-        return str(error)
-    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
-        return "memory ran out: close other programs, or choose a smaller model or context"
-    if isinstance(error, OSError):
-        return f"the system refused: {error}"
-    return f"something went wrong inside localllm ({type(error).__name__}: {error}): please report it"
+        text = str(error)
+    elif isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+        text = "memory ran out: close other programs, or choose a smaller model or context"
+    elif isinstance(error, OSError):
+        text = f"the system refused: {error}"
+    return visible_line(text)
 
 
 _MOST_OF_A_TITLE = 200

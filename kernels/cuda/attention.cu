@@ -876,12 +876,13 @@ extern "C" __global__ void __launch_bounds__(SPLIT_THREADS, 3)
   }
 }
 
-// Merges the splits' states of each row, in order, and writes the row.  Grid: (4, key heads, tiles); a warp has a row.
+// Merges the splits' states of each row, in order, and writes the row: to `out`, or where there are units, as codes and
+// scales laid out for n_rows tokens (heads of a multiple of 32).  Grid: (4, key heads, tiles); a warp has a row.
 // Reads (VALUE_HEAD + 2) * 4 bytes a row and split: an eightieth of what `attention_split` reads, at four rows.
 extern "C" __global__ void __launch_bounds__(SPLIT_THREADS, 3)
   attention_merge(PARAMETERS, const float* __restrict__ partial_sums, const float2* __restrict__ partial_states,
           int max_splits, int partial_rows, float* __restrict__ out, int out_stride,
-          const float* __restrict__ sinks) {
+          const float* __restrict__ sinks, int8_t* __restrict__ units, float2* __restrict__ scales, int n_rows) {
   const Batch batch = {header, query_starts, kv_lengths, block_tables, block_stride};
   const Tile tile = find_tile(batch, blockIdx.z, ROWS, group_size, least, most);
   const int kv_head = blockIdx.y, row = SPLIT_WARPS * blockIdx.x + threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -901,9 +902,14 @@ extern "C" __global__ void __launch_bounds__(SPLIT_THREADS, 3)
     for (int i = 0; i < (VALUE_HEAD + 31) / 32; i++)
       if (32 * i + lane < VALUE_HEAD) sums[i] = merge.sum(sums[i], partial_sums[at * VALUE_HEAD + 32 * i + lane]);
   }
-  const float share = share_of(total, sinks, kv_head * group_size + (tile.first_row + row) % group_size);
+  const int number = tile.first_row + row, head = kv_head * group_size + number % group_size;
+  const float share = share_of(total, sinks, head);
   float* to = out + place_of(tile, row, kv_head, group_size, out_stride, VALUE_DIM);
 #pragma unroll
-  for (int i = 0; i < (VALUE_HEAD + 31) / 32; i++)
-    if (32 * i + lane < VALUE_DIM) to[32 * i + lane] = sums[i] * share;
+  for (int i = 0; i < (VALUE_HEAD + 31) / 32; i++) {
+    if (VALUE_DIM % 32 == 0 && units)
+      store_code(sums[i] * share, units, scales, head * (VALUE_DIM / 32) + i, tile.first_token + number / group_size, n_rows);
+    else if (32 * i + lane < VALUE_DIM)
+      to[32 * i + lane] = sums[i] * share;
+  }
 }

@@ -218,12 +218,14 @@ class Extent:
         n_tokens, n_outputs: in a batch, at most.
         n_places: of what goes to experts, at most.
         attention: the work of each kind of attention that the graph has.
+        top_k: how many of the largest logits are found; 0 where all are wanted.
     """
 
     n_tokens: int
     n_outputs: int
     attention: tuple[tuple[AttentionKind, Work], ...] = ()
     n_places: int = 0
+    top_k: int = 0
 
     def rows(self, slot: int) -> int:
         """Rows of a tensor whose rows ``slot`` counts."""

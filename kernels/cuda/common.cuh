@@ -70,3 +70,16 @@ DEVICE float warp_max(float value) {
   }
   return value;
 }
+
+// Rounds 32 columns of a row to int8, of which each lane of a warp has one: the bits of `store_codes` (activations.cuh).
+DEVICE void store_code(float v, int8_t* units, float2* scales, int block, int row, int n_rows) {
+  const int lane = threadIdx.x % WARP;
+  int bits = __float_as_int(v) & 0x7fffffff;
+#pragma unroll
+  for (int offset = 1; offset < WARP; offset *= 2) bits = max(bits, __shfl_xor_sync(FULL_MASK, bits, offset));
+  const float largest = __int_as_float(bits);
+  const int code = __float2int_rn(v * (largest > NEGLIGIBLE ? LARGEST_CODE / largest : 0.0f)), sum = warp_sum(code);
+  units[((int64_t)(2 * block + lane / 16) * n_rows + row) * 16 + lane % 16] = (int8_t)code;
+  const float scale = largest / LARGEST_CODE;
+  if (lane == 0) scales[(int64_t)block * n_rows + row] = make_float2(scale, scale * sum);
+}

@@ -10,6 +10,7 @@
 #include "activations.cuh"
 #include "batch.cuh"
 #include "choice.cuh"
+#include "gate.cuh"
 
 #define ROW_THREADS 512
 #define ROW_WARPS (ROW_THREADS / WARP)
@@ -108,30 +109,6 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS)
 
 // -- Activations ------------------------------------------------------------------------------------------------------
 
-// In the order of graph.ACTIVATIONS.
-enum { SILU, GELU, GELU_ERF, RELU2, SIGMOID, IDENTITY, CLAMPED_SWIGLU };
-
-DEVICE float activated(int kind, float g, float u) {
-  switch (kind) {
-    case SILU:
-      return g / (1.0f + expf(-g)) * u;
-    case GELU:  // the tanh form: x * sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3))
-      return g / (1.0f + expf(-1.5957691216057308f * fmaf(0.044715f * g * g, g, g))) * u;
-    case GELU_ERF:
-      return 0.5f * g * erfcf(-0.70710678f * g) * u;
-    case RELU2:
-      return g > 0.0f ? g * g * u : g != g ? g : 0.0f;
-    case SIGMOID:
-      return u / (1.0f + expf(-g));
-    case IDENTITY:
-      return g * u;
-    default:  // gpt-oss's
-      g = fminf(g, 7.0f);
-      u = fmaxf(fminf(u, 7.0f), -7.0f);
-      return g / (1.0f + expf(-1.702f * g)) * (u + 1.0f);
-  }
-}
-
 DEVICE float4 gated(int kind, const float* gate, const float* up, size_t row, int column, int n) {
   const float4 g = load_four(gate + row, column, n);
   const float4 u = up ? load_four(up + row, column, n) : make_float4(1.0f, 1.0f, 1.0f, 1.0f);
@@ -216,10 +193,13 @@ extern "C" __global__ void __launch_bounds__(WARP)
 #define SORT_THREADS 1024
 #define SORTED (2 * SORT_THREADS)
 
-// ids[i] = the best of row i of logits [N, n], and values[i] that logit.  Grid: (rows).
+// Where what is found lies: the ids, and behind those of all rows their logits.
+DEVICE float* values_of(int* found, const int* header, int k) { return (float*)(found + header[N_OUTPUTS] * k); }
+
+// found: the id of the best of each row of logits [N, n], and that logit.  Grid: (rows).
 extern "C" __global__ void __launch_bounds__(SORT_THREADS, 1)
-    argmax(const int* __restrict__ header, const float* __restrict__ logits, int stride, int n, int* __restrict__ ids,
-           float* __restrict__ values) {
+    argmax(const int* __restrict__ header, const float* __restrict__ logits, int stride, int n,
+           int* __restrict__ found) {
   __shared__ uint64_t parts[SORT_THREADS / WARP];
   if (blockIdx.x >= header[N_OUTPUTS]) return;
   const float* row = logits + (size_t)blockIdx.x * stride;
@@ -237,8 +217,8 @@ extern "C" __global__ void __launch_bounds__(SORT_THREADS, 1)
   if (threadIdx.x >= WARP) return;
   best = best_of_warp(parts[threadIdx.x]);
   if (threadIdx.x) return;
-  ids[blockIdx.x] = id_of(best);
-  values[blockIdx.x] = row[id_of(best)];
+  found[blockIdx.x] = id_of(best);
+  values_of(found, header, 1)[blockIdx.x] = row[id_of(best)];
 }
 
 // Sorts keys [SORTED], the largest first (bitonic: Batcher, 1968).  All threads of the block; they have written them.
@@ -271,11 +251,11 @@ extern "C" __global__ void __launch_bounds__(SORT_THREADS, 1)
   if (threadIdx.x < k) parts[((size_t)blockIdx.y * gridDim.x + blockIdx.x) * k + threadIdx.x] = keys[threadIdx.x];
 }
 
-// ids, values [rows, k] = the k best of each row, best first, of n_keys = k * (blocks of `top_parts`) keys; where a row
-// has fewer, the last ids are -1.  Grid: (rows).  k: 1 ... SORT_THREADS.
+// found [2, rows, k]: the k best of each row, best first, of n_keys = k * (blocks of `top_parts`) keys; where a row has
+// fewer, the last ids are -1.  chosen [rows]: the best.  Grid: (rows).  k: 1 ... SORT_THREADS.
 extern "C" __global__ void __launch_bounds__(SORT_THREADS, 1)
     top_merge(const int* __restrict__ header, const uint64_t* __restrict__ parts, int n_keys, int k,
-              const float* __restrict__ logits, int stride, int* __restrict__ ids, float* __restrict__ values) {
+              const float* __restrict__ logits, int stride, int* __restrict__ found, int* __restrict__ chosen) {
   __shared__ uint64_t keys[SORTED];
   if (blockIdx.x >= header[N_OUTPUTS]) return;
   const uint64_t* row = parts + (size_t)blockIdx.x * n_keys;
@@ -287,6 +267,7 @@ extern "C" __global__ void __launch_bounds__(SORT_THREADS, 1)
   if (threadIdx.x >= k) return;
   const uint64_t key = keys[threadIdx.x];
   const size_t to = (size_t)blockIdx.x * k + threadIdx.x;
-  ids[to] = key ? id_of(key) : -1;
-  values[to] = key ? logits[(size_t)blockIdx.x * stride + id_of(key)] : 0.0f;
+  found[to] = key ? id_of(key) : -1;
+  if (threadIdx.x == 0) chosen[blockIdx.x] = id_of(key);
+  values_of(found, header, k)[to] = key ? logits[(size_t)blockIdx.x * stride + id_of(key)] : 0.0f;
 }

@@ -64,13 +64,14 @@ DEVICE void embed_row(const uint8_t* tiles, int row, int begin, int end, float s
 }
 
 // y [T, stride]: the columns begin ... end - 1 of the rows `ids` of a matrix, times scale.  A block a token.
+// An id below 0 is the one that row ~id of the last batch chose.
 extern "C" __global__ void __launch_bounds__(256)
     embed(const uint8_t* __restrict__ weights, int begin, int end, int n_tiles, const int* __restrict__ ids,
-          const int* __restrict__ n_tokens, float scale, float* __restrict__ y, int stride) {
+          const int* __restrict__ chosen, const int* __restrict__ n_tokens, float scale, float* __restrict__ y, int stride) {
   using F = FORMAT;
   const int token = blockIdx.x;
   if (token >= *n_tokens) return;
-  const int id = ids[token];
+  const int named = ids[token], id = named < 0 ? chosen[~named] : named;
   embed_row<F>(weights + (int64_t)(id / GROUP) * n_tiles * tile_bytes<F>(), id % GROUP, begin, end, scale,
                y + (int64_t)token * stride);
 }

@@ -2,10 +2,10 @@
 
 Nothing is launched here, and no memory is needed: it also tells what a step will take before anything is loaded.
 
-A layer of a llama takes eleven launches for a token: norm and quantise, the product with query, key and value,
-rotation and append, attention over KV splits and their merge, quantise, the product with its output; norm and
-quantise, the product with gate and up, gate and quantise, the product with down.  Norms and gates write integers at
-once where products with integers are all that read them.
+A layer of a llama takes nine launches for a token: norm and quantise, the product with query, key and value,
+rotation and append, attention over KV splits, their merge and quantise, the product with its output; norm and
+quantise, the product with gate and up, which ends with the gate, the product with down.  Norms, gates and attention
+write integers at once where products with integers are all that read them.
 """
 
 from __future__ import annotations
@@ -68,23 +68,10 @@ _CONV_COLUMNS, _CONV_TOKENS = 128, 32
 _ROUTE_THREADS, _ROUTE_TOKENS, _GROUP_THREADS, _SUM_THREADS, _SUM_COLUMNS = 128, 4, 1024, 128, 512
 #: Sequences that a launch of recurrent kernels has blocks for: these take the others in turn.
 _MAX_SEQUENCES = 16
+#: Attention ends with codes where heads are a multiple of so many values.
+_CODED_HEAD = 32
 #: Rows of a product with experts before those that matmul takes.
 _FEW_ROWS = 8
-
-
-@dataclass(frozen=True)
-class TopK:
-    """What finds the largest of the logits.
-
-    Attributes:
-        launches: those for an extent, the largest to find, and the outputs of the batch.
-        best: for ids, the largest first, and behind those of all rows their logits.
-        parts: for the largest of each stretch of a row.
-    """
-
-    launches: Callable[[Extent, int, int], Iterator[Launch]]
-    best: Buffer
-    parts: Buffer
 
 
 @dataclass(frozen=True)
@@ -95,7 +82,8 @@ class Lowered:
         limits: what the calls have in common.
         hidden: where hidden states that another device computed are put, if the graph begins with them.
         tables: rows of those that are looked up in, and whether by position.
-        top_k: what finds the largest of the result, if that is logits.
+        found: where the largest of the result is put, and where more of them are, if that is logits: ids, and behind
+            those of all rows their logits.
         arena_bytes: what all buffers take.
     """
 
@@ -104,7 +92,7 @@ class Lowered:
     hidden: Stored | None
     result: Stored
     tables: list[tuple[int, bool]]
-    top_k: TopK | None
+    found: tuple[Buffer, Buffer] | None
     arena_bytes: int
 
 
@@ -142,7 +130,11 @@ class Lowering:
         self.stored: dict[Value | None, Any] = {None: None}
         #: Rows as products with weights of a kind of formats read them.
         self.inputs: dict[tuple[Tensor, str], Inputs] = {}
+        #: Of gates that products may end with: where they go, and whether those of an extent do.
+        self.ends: dict[Tensor, tuple[Inputs, Callable[[Extent], bool]]] = {}
         self.hidden: Stored | None = None
+        #: What the last batch chose, which may be ids of the next one.
+        self.chosen = Buffer(8 * limits.max_outputs, is_kept=True)
         self.tables: list[tuple[int, bool]] = []
 
     def lower(self) -> Lowered:
@@ -150,14 +142,14 @@ class Lowering:
             self.node = i
             self.stored.update(node.operation.computed_by(self))
         result = self.stored[self.graph.result]
-        top_k = self.top_k(result) if self.graph.result.rows is Rows.OUTPUTS else None
-        # What a step begins with is there before its calls; what finds the largest logits comes behind them.
+        found = self.choose(result) if self.graph.result.rows is Rows.OUTPUTS else None
+        # What a step begins with is there before its calls, and what it ends with stays.
         begin = [] if self.hidden is None else [self.hidden.buffer]
-        end = [result.buffer] if top_k is None else [result.buffer, top_k.best, top_k.parts]
-        kept = [self.batch.buffer, *(buffer for _, buffer in self.limits.ropes)]
+        end = [result.buffer, *(found or ())]
+        kept = [self.batch.buffer, self.chosen, *(buffer for _, buffer in self.limits.ropes)]
         n_bytes = assign([begin, *(call.buffers for call in self.calls), end], kept)
         calls, self.calls = self.calls, []  # which refer to this: a circle would keep memory till the next collection
-        return Lowered(self.limits, calls, self.hidden, result, self.tables, top_k, n_bytes)
+        return Lowered(self.limits, calls, self.hidden, result, self.tables, found, n_bytes)
 
     # -- Memory ----------------------------------------------------------------------------------------------------
 
@@ -214,6 +206,11 @@ class Lowering:
         """Adds what `rows_call` makes."""
         self.calls.append(rows_call(*given, **options))
 
+    def _omit_last(self, is_done: Callable[[Extent], bool]) -> None:
+        """The last call is not launched for extents where another one has done it."""
+        call = self.calls.pop()
+        self.calls.append(replace(call, launches=lambda extent: () if is_done(extent) else call.launches(extent)))
+
     def elementwise(
         self, name: str, kernel: str, x: Stored, grid: Grid, threads: int, *values: Any, **options: Any
     ) -> None:
@@ -234,7 +231,8 @@ class Lowering:
         columns, format, batch = op.columns or range(table.n_in), table.packed, self.batch
         numbers = batch.positions if op.by_position else batch.ids
         launch, row_bytes = matmul.embed_launch(format, 1), table.memory.n_bytes / table.n_out + y.bytes_of(1)
-        values = table.memory, columns.start, columns.stop, format.n_tiles(table.n_in), numbers, batch.header
+        chosen = None if op.by_position else self.chosen
+        values = table.memory, columns.start, columns.stop, format.n_tiles(table.n_in), numbers, chosen, batch.header
         options = {"defines": launch.defines, "cost": lambda sizes: Cost(sizes.n_tokens * row_bytes)}
         kernel = launch.module, launch.kernel
         self.call("embed", kernel, N_TOKENS, _each, launch.block[0], *values, float(op.scale), y, **options)
@@ -265,7 +263,8 @@ class Lowering:
     def _gate(self, result: Tensor, gate: Tensor, up: Tensor | None, activation: str) -> Stored | Inputs:
         """An activation, times another row if there is one."""
         x, other = self.stored[gate], self.stored[up]
-        y, kernel, name = self.result_of(result)
+        ended, is_done = self.ends.get(result, (None, None))
+        y, kernel, name = (ended, "_quantised", " + quantise") if ended else self.result_of(result)
         values = (
             ACTIVATIONS.index(activation),
             x.buffer,
@@ -276,6 +275,8 @@ class Lowering:
         )
         operands = [x] if other is None else [x, other]
         self.elementwise(f"gate{name}", f"gated{kernel}", x, _columns(x), _GATE_THREADS, *values, operands=operands)
+        if is_done is not None:
+            self._omit_last(is_done)
         return y
 
     def add(self, op: g.Add) -> Stored:
@@ -308,26 +309,27 @@ class Lowering:
         self.call("gather", kernel, N_OUTPUTS, _columns(x), _GATE_THREADS, *values, cost=cost)
         return y
 
-    def top_k(self, logits: Stored) -> TopK:
-        """With memory for as many of the largest as there may be wanted."""
-        n_bytes = 8 * self.limits.max_outputs * min(MAX_TOP_K, logits.width)
-        n_parts, header = -(-logits.width // SORTED), self.batch.header
-        best, parts = Buffer(n_bytes), Buffer(n_bytes * n_parts)
+    def choose(self, logits: Stored) -> tuple[Buffer, Buffer]:
+        """Finds the largest of the logits: as many as an extent says."""
+        n_parts, n_outputs, header = -(-logits.width // SORTED), self.limits.max_outputs, self.batch.header
+        best = Buffer(8 * n_outputs * min(MAX_TOP_K, logits.width))
+        parts = Buffer(best.n_bytes * n_parts)
 
-        def launches(extent: Extent, k: int, n_rows: int) -> Iterator[Launch]:
-            found, n = (best, best.at(4 * n_rows * k)), extent.n_outputs
-
+        def launches(extent: Extent) -> Iterator[Launch]:
             def launch(kernel: str, grid: tuple[int, ...], *values: Any) -> Launch:
                 given = arguments(header, *values)
                 return Launch("elementwise", kernel, {}, grid, (_SORT_THREADS,), 0, given)
 
-            if k == 1:
-                yield launch("argmax", (n,), logits, logits.width, *found)
-            else:
+            k, n = extent.top_k, extent.n_outputs
+            if k == 1 and n:
+                yield launch("argmax", (n,), logits, logits.width, self.chosen)
+            elif k and n:
                 yield launch("top_parts", (n_parts, n), logits, logits.width, k, parts)
-                yield launch("top_merge", (n,), parts, n_parts * k, k, logits, *found)
+                yield launch("top_merge", (n,), parts, n_parts * k, k, logits, best, self.chosen)
 
-        return TopK(launches, best, parts)
+        cost = lambda sizes: Cost(logits.bytes_of(sizes.n_outputs))  # noqa: E731
+        self.calls.append(Call("choice", launches, [logits, best, parts, self.chosen], cost))
+        return self.chosen, best
 
     # -- Products --------------------------------------------------------------------------------------------------
 
@@ -342,12 +344,22 @@ class Lowering:
     def linears(self, op: g.Linears) -> tuple[Stored, ...]:
         matrices = [self.weights.matrix(matrix.weight) for matrix in op.matrices]
         results = tuple(self.new(op.x.rows, matrix.n_out) for matrix in matrices)
-        inputs = {matrix.format: self.inputs_of(op.x, matrix.packed) for matrix in matrices}
+        inputs = [self.inputs_of(op.x, matrix.packed) for matrix in matrices]
         biases = [self.weights.vector(matrix.bias) for matrix in op.matrices]
         products = list(zip(matrices, results, biases, strict=True))
-        for format in sorted(inputs):
-            self._multiply(inputs[format], [product for product in products if product[0].format == format])
+        gate = self._gate_of(op) if len({matrix.format for matrix in matrices}) == 1 else None
+        for own in dict.fromkeys(inputs):
+            self._multiply(own, [product for x, product in zip(inputs, products, strict=True) if x is own], gate=gate)
         return results
+
+    def _gate_of(self, op: g.Linears) -> tuple[g.Gated, Inputs] | None:
+        """The gate that both products go to, and nothing else, if their codes are what is read of it."""
+        gates = {reader for x in op.result for reader in self.readers[x]}
+        [gate] = gates if len(gates) == 1 else (None,)
+        if not isinstance(gate, g.Gated) or (gate.gate, gate.up) != op.result or self.graph.result in op.result:
+            return None
+        y = None if gate.result.width % matmul.RUN else self.result_of(gate.result)[0]
+        return (gate, y) if isinstance(y, Inputs) else None
 
     def head_linear(self, op: g.HeadLinear) -> Stored:
         x, y, matrix = self.stored[op.x], self.new(op.x.rows, op.result.width), self.weights.matrix(op.weight)
@@ -367,37 +379,61 @@ class Lowering:
         inputs: Inputs,
         products: Sequence[tuple[PackedMatrix, Stored, DeviceMemory | None]],
         residual: Stored | None = None,
+        gate: tuple[g.Gated, Inputs] | None = None,
     ) -> None:
-        """Products of the same inputs with matrices of one format.
+        """Products of the same inputs with matrices of all formats that read those.
 
         Args:
             products: the matrix, or those of the inputs' heads, where the product goes, and the bias.
             residual: what is added to the product, of which there is one then; it may be where that goes.
+            gate: what both products are for, and where its codes go.
         """
         limits, slot, added = self.limits, inputs.slot, None if residual is None else residual.buffer
         packed, results = [w for w, _, _ in products], [y for _, y, _ in products]
-        format, n_in = packed[0].packed, packed[0].n_in
+        names, n_in = [w.format for w in packed], packed[0].n_in
+        formats = {w.format: w.packed for w in packed}
 
         def launches(extent: Extent) -> Iterator[Launch]:
-            n = extent.rows(slot)
-            if not n:
-                return
-            units, scales, _ = inputs.as_arguments(n)
-            n_rows = format.input_rows(n)
-            operands = [matmul.Product(w.memory, y.buffer, w.n_out, y.stride, bias, added) for w, y, bias in products]
-            step = matmul.matrices_at_once(format, n_rows, limits.products.capability)
-            for some in (operands[i : i + step] for i in range(0, len(operands), step)):
-                n_outs = [p.n_out for p in some]
-                launch = matmul.product_launch(format, n_outs, n_in, n_rows, limits.products, inputs.n_heads)
-                counter = self.batch.counter(slot)
-                given = matmul.product_arguments(launch, format, n_in, n_rows, (units, scales), counter, some)
-                yield launch.given(*given)
+            if n := extent.rows(slot):
+                operands = [
+                    matmul.Product(w.memory, y.buffer, w.n_out, y.stride, bias, added) for w, y, bias in products
+                ]
+                by_format = [[p for p, own in zip(operands, names, strict=True) if own == name] for name in formats]
+                most = matmul.matrices_at_once(
+                    packed[0].packed, packed[0].packed.input_rows(n), limits.products.capability
+                )
+                if len(formats) == 2 and len(by_format[1]) == 1 and len(operands) <= most:
+                    *_, last = formats.values()
+                    launch, given = product(n, packed[0].packed, [*by_format[0], *by_format[1]])
+                    if mixed := matmul.mixed_launch(packed[0].packed, launch, last):
+                        yield mixed.given(*given)
+                        return
+                for format, own in zip(formats.values(), by_format, strict=True):
+                    step = matmul.matrices_at_once(format, format.input_rows(n), limits.products.capability)
+                    for some in (own[i : i + step] for i in range(0, len(own), step)):
+                        launch, given = product(n, format, some)
+                        if gate is not None and (gated := matmul.gated_launch(format, launch)):
+                            kind, to = ACTIVATIONS.index(gate[0].activation), gate[1].as_arguments(n)
+                            launch, given = gated, [*given[:5], *matmul.gate_arguments(some[0], some[1], kind, to)]
+                        yield launch.given(*given)
+
+        def product(n: int, format: PackedFormat, some: Sequence[matmul.Product]) -> tuple[Launch, list[Any]]:
+            (units, scales, _), n_rows = inputs.as_arguments(n), format.input_rows(n)
+            n_outs, counter = [p.n_out for p in some], self.batch.counter(slot)
+            launch = matmul.product_launch(format, n_outs, n_in, n_rows, limits.products, inputs.n_heads)
+            return launch, matmul.product_arguments(launch, format, n_in, n_rows, (units, scales), counter, some)
 
         def cost(sizes: BatchSizes) -> Cost:
             extra = 0 if residual is None else residual.bytes_of(sizes.rows(slot))
             return _product_cost(packed, inputs, sizes.rows(slot), extra_bytes=extra)
 
         operands: list[Stored | Inputs | Buffer] = [inputs, *results, *([] if residual is None else [residual])]
+        if gate is not None:
+            operands.append(gate[1])
+            self.ends[gate[0].result] = (
+                gate[1],
+                lambda extent: any(x.kernel == "matvec_gated" for x in launches(extent)),
+            )
         name = "linear" if inputs.n_heads == 1 else "heads"
         self.calls.append(Call(f"{name} {_names(packed)}", launches, operands, cost))
 
@@ -436,6 +472,10 @@ class Lowering:
 
     def attention(self, op: g.Attention) -> Stored:
         limits, kept, q, y = self.limits, op.cache, self.stored[op.q], self.new(Rows.TOKENS, op.result.width)
+        # What merges splits ends with codes, if that is all that is read; whole heads must make whole rows of them.
+        fits = kept.value_dim % _CODED_HEAD == y.width % matmul.RUN == 0
+        inputs = self.result_of(op.result)[0] if fits else None
+        codes = inputs if isinstance(inputs, Inputs) else None
         kind, sinks, partials = limits.kind(op), self.weights.vector(op.sinks), limits.new_partials()
         heads = kind.heads
         variant = replace(kind.variant, soft_cap=op.softcap is not None, sinks=sinks is not None)
@@ -449,8 +489,10 @@ class Lowering:
             own: dict[str, tuple[Any, ...]] = {
                 "attention_prefill": (*cache, q, y, sinks, *scoring),
                 "attention_split": (*cache, q, *parts, *scoring),
-                "attention_merge": (*parts, y, sinks),
+                "attention_merge": (*parts, y, sinks, None, None, 0),
             }
+            if codes is not None and not work.prefill_tiles:
+                own["attention_merge"] = *parts, y, sinks, *codes.as_arguments(extent.n_tokens)
             for launch in attention.launches(work, heads, variant, limits.properties.n_multiprocessors):
                 numbers = heads.n_kv_heads, heads.group_size, *attention.token_range(launch, work), heads.window
                 yield launch.given(*arguments(*batch, *numbers, *own[launch.kernel]))
@@ -461,7 +503,10 @@ class Lowering:
             return Cost(n_bytes, 4 * pairs * q.width, "f16")  # query times key, and weight times value
 
         name = "attention" if heads.window == attention.NO_WINDOW else f"attention, window {heads.window}"
-        self.calls.append(Call(name, launches, [q, y, partials], cost))
+        self.calls.append(Call(name, launches, [q, y, partials, *([codes] if codes else [])], cost))
+        if codes is not None:
+            self._quantise("quantise", "quantise", y, codes)
+            self._omit_last(lambda extent: not extent.work(kind).prefill_tiles)
         return y
 
     # -- Recurrent states ------------------------------------------------------------------------------------------
@@ -710,7 +755,7 @@ def _multiplied(op: g.Operation[Any], x: Tensor) -> list[Weight]:
 def _names(weights: Sequence[PackedMatrix]) -> str:
     """Of matrices in a layer, and their format."""
     names = dict.fromkeys(_LAYER.sub("", w.name).removesuffix(".weight") or "?" for w in weights)
-    return f"{'+'.join(names)} {weights[0].format}"
+    return f"{'+'.join(names)} {'+'.join(dict.fromkeys(w.format for w in weights))}"
 
 
 def _product_cost(

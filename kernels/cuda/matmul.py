@@ -25,7 +25,7 @@ import numpy as np
 from localllm.errors import KernelError
 from localllm.kernels.cuda.driver import MAX_BLOCK_THREADS, Launch
 from localllm.quant.iquants import IQ4_VALUES
-from localllm.quant.lut import KernelType, LUTType, block_size
+from localllm.quant.lut import LUT_IQ1_16, LUT_IQ2_16, KernelType, LUTType, block_size
 from localllm.quant.packing import LAYOUTS
 from localllm.quant.types import GGMLType
 
@@ -44,13 +44,24 @@ ROW_WARPS, TILE_ROWS, MAX_STAGES = 4, (128, 64), 4
 
 #: Formats of which matmul_few takes 8 rows at once instead of 16, and matmul 64 instead of 128: their scales and
 #: codes take the registers for more.  Q2_K, with most scales of all, goes through matvec instead of matmul_few.
-_FEW_AT_ONCE = {GGMLType.Q3_K, GGMLType.Q4_K, GGMLType.Q5_K, GGMLType.Q6_K}
+_FEW_AT_ONCE: set[KernelType] = {GGMLType.Q3_K, GGMLType.Q4_K, GGMLType.Q5_K, GGMLType.Q6_K, LUT_IQ1_16, LUT_IQ2_16}
 _SMALL_TILES = _FEW_AT_ONCE | {GGMLType.Q2_K, GGMLType.Q5_1, GGMLType.Q8_0}
 #: Formats for which ptxas spills registers of matmul_few_experts on some architectures.  matmul_experts takes few
 #: rows too, and multiplies them in about the time that it takes to read the weights.
 _FEW_EXPERTS_SPILL = {GGMLType.Q2_K, GGMLType.Q3_K, GGMLType.Q5_K, GGMLType.Q6_K}
 #: Launch bounds of matvec by FORMAT and rows, where those of `_vector_bounds` are not good.
 _BOUNDS: dict[tuple[int | str, int], int | str] = {("Q5_0", 4): "512,1", ("Q8_0", 1): 640, ("LUT_32", 2): 640}
+
+#: Formats of whose `matvec` of one token two fit into the registers of a block, as `matvec_gated` has them.
+_GATED = {GGMLType.Q4_0, GGMLType.Q4_1, GGMLType.Q5_0, GGMLType.Q5_1, GGMLType.Q4_K}
+#: Formats of the first matrices and of the last of a launch of matvec: those that files mix in a layer.
+_MIXED = {
+    (GGMLType.Q4_K, GGMLType.Q6_K),
+    (GGMLType.Q5_K, GGMLType.Q6_K),
+    (GGMLType.Q3_K, GGMLType.Q4_K),
+    (GGMLType.Q3_K, GGMLType.Q5_K),
+    (GGMLType.Q4_K, GGMLType.Q5_K),
+}
 
 _WARP = 32
 _PACK_WARPS, _EMBED_THREADS, _MATMUL_THREADS = 4, 256, 256
@@ -232,8 +243,8 @@ def quantise_launch(format: PackedFormat, n_in: int, n_rows: int) -> Launch:
 def embed_launch(format: PackedFormat, n_rows: int) -> Launch:
     """`embed` of up to ``n_rows`` tokens.
 
-    Arguments: weights, int32 first column and the one behind the last, int32 tiles, ids (int32), n_tokens (int32 in
-    memory), float32 scale, y, int32 stride.
+    Arguments: weights, int32 first column and the one behind the last, int32 tiles, ids (int32), ids that the last
+    batch chose (int32), n_tokens (int32 in memory), float32 scale, y, int32 stride.
     """
     return Launch("embed", "embed", format.defines, (n_rows,), (_EMBED_THREADS,))
 
@@ -274,6 +285,31 @@ def product_launch(
     defines = {**format.defines, "TOKENS": rows, "ROWS": n_rows if n_rows <= FEW_ROWS else 0}
     defines["BOUNDS"] = _vector_bounds(format, rows) if uses_lanes else _few_bounds(format, rows)
     return Launch(kernel, kernel, defines, grid, (_WARP * format.n_chunks(n_in),))
+
+
+def gated_launch(format: PackedFormat, launch: Launch) -> Launch | None:
+    """A `product_launch` with two matrices as the one that ends with their gate, where there is such a kernel."""
+    if format.type not in _GATED or launch.kernel != "matvec" or launch.defines["TOKENS"] != 1:
+        return None
+    defines = {**launch.defines, "GATED": 1, "BOUNDS": MAX_BLOCK_THREADS}
+    grid, block = (launch.grid[0], launch.grid[1] // 2), (2 * launch.block[0],)
+    return replace(launch, kernel=launch.kernel + "_gated", defines=defines, grid=grid, block=block)
+
+
+def mixed_launch(format: PackedFormat, launch: Launch, last: PackedFormat) -> Launch | None:
+    """A `product_launch` whose last matrix is of another format, where there is such a kernel."""
+    if (
+        launch.kernel != "matvec"
+        or launch.defines["ROWS"] not in VECTOR_ROWS
+        or (format.type, last.type) not in _MIXED
+    ):
+        return None
+    return replace(launch, defines={**launch.defines, "LAST_FORMAT": last.name})
+
+
+def gate_arguments(gate: Product, up: Product, kind: int, to: Sequence[Any]) -> list[Any]:
+    """GATE_PARAMETERS of gate.cuh; ``to``: units, scales and the rows that they are laid out for."""
+    return [*gate.arguments()[:2], *up.arguments()[:2], np.int32(kind), *to]
 
 
 def expert_launch(

@@ -9,6 +9,7 @@
 // of a processor, whose first cache they stay in.  For a block of 32 columns a token takes 8 dot products, 3 loads and
 // 3 operations on floats; unpacking takes 12 (Q4_0, Q4_K), 20 (Q5_0), 24 (Q6_K) or 56 (tables) for all tokens.
 #include "dots.cuh"
+#include "gate.cuh"
 
 constexpr int MAX_CHUNKS = 16;
 
@@ -152,8 +153,8 @@ template <int N>
 using ChunkSums = float[MAX_CHUNKS][N][GROUP];
 
 template <class F, int N>
-DEVICE void multiply(ChunkSums<N>& sums, const uint8_t* tiles, const Inputs& x, int n_tiles) {
-  const int lane = threadIdx.x % WARP, chunk = threadIdx.x / WARP, n_chunks = blockDim.x / WARP;
+DEVICE void multiply(ChunkSums<N>& sums, const uint8_t* tiles, const Inputs& x, int n_tiles, int chunk, int n_chunks) {
+  const int lane = threadIdx.x % WARP;
   const int begin = chunk_begin(chunk, n_chunks, n_tiles), end = chunk_begin(chunk + 1, n_chunks, n_tiles);
   float acc[N] = {};
   if constexpr (IS_FLOAT<F>)
@@ -166,18 +167,37 @@ DEVICE void multiply(ChunkSums<N>& sums, const uint8_t* tiles, const Inputs& x, 
 }
 
 template <int N>
-DEVICE void add_chunks(const Matrix& matrix, int group, const ChunkSums<N>& sums, int first_token, int n_tokens) {
-  const int lane = threadIdx.x % WARP, n_chunks = blockDim.x / WARP;
-  for (int i = threadIdx.x / WARP; i < N && first_token + i < n_tokens; i += n_chunks) {
-    float total = 0.0f;
-    for (int chunk = 0; chunk < n_chunks; ++chunk) total += sums[chunk][i][lane];
-    store_result(matrix, total, first_token + i, group * GROUP + lane);
-  }
+DEVICE float added_chunks(const ChunkSums<N>& sums, int n_chunks, int token) {
+  float total = 0.0f;
+  for (int chunk = 0; chunk < n_chunks; ++chunk) total += sums[chunk][token][threadIdx.x % WARP];
+  return total;
 }
 
-#ifndef EXPERTS
+template <int N>
+DEVICE void add_chunks(const Matrix& matrix, int group, const ChunkSums<N>& sums, int first_token, int n_tokens) {
+  const int lane = threadIdx.x % WARP, n_chunks = blockDim.x / WARP;
+  for (int i = threadIdx.x / WARP; i < N && first_token + i < n_tokens; i += n_chunks)
+    store_result(matrix, added_chunks<N>(sums, n_chunks, i), first_token + i, group * GROUP + lane);
+}
 
-// y = x W^T (+ bias) (+ residual) for up to three matrices W.
+#ifdef GATED
+
+// sums: of a gate's group by the first half of the block's warps, and of what it is multiplied with by the others.  A
+// row is then written as codes: the group is a block of its columns.
+template <class F, int N>
+DEVICE void multiply_gated(ChunkSums<N> (&sums)[2], const uint8_t* gate_tiles, const uint8_t* up_tiles, const Inputs& x,
+                           int n_tiles, const Gate& gate, int group, int first_token, int n_tokens) {
+  const int warp = threadIdx.x / WARP, n_chunks = blockDim.x / WARP / 2, half = warp / n_chunks;
+  multiply<F, N>(sums[half], half ? up_tiles : gate_tiles, x, n_tiles, warp - half * n_chunks, n_chunks);
+  for (int i = warp; i < N && first_token + i < n_tokens; i += 2 * n_chunks)
+    gate.store(added_chunks<N>(sums[0], n_chunks, i), added_chunks<N>(sums[1], n_chunks, i), group, first_token + i);
+}
+
+#endif
+
+#if !defined(EXPERTS) && !defined(GATED)
+
+// y = x W^T (+ bias) (+ residual) for up to three matrices W, of which the last may be of LAST_FORMAT.
 //
 // units, scales: activations (activations.cuh), laid out for n_rows, a multiple of TOKENS; ROWS is that, or 0.
 // n_tokens: how many there are.  n_tiles: tiles along a row of weights.  A warp a chunk of columns; grid (TOKENS tokens
@@ -194,9 +214,31 @@ extern "C" __global__ void __launch_bounds__(BOUNDS)
                     (const float2*)own_scales<FORMAT>(scales, n_tiles, laid_out) + first_token, laid_out};
   int group = blockIdx.y;
   const int which = CHOOSE_MATRIX(group);
-  const uint8_t* tiles = CHOSEN_WEIGHTS(which) + first_tile(group, CHOSEN_ROWS(which), n_tiles) * tile_bytes<FORMAT>();
-  multiply<FORMAT, TOKENS>(sums, tiles, x, n_tiles);
+  const int64_t first = first_tile(group, CHOSEN_ROWS(which), n_tiles);
+  const int chunk = threadIdx.x / WARP, n_chunks = blockDim.x / WARP;
+#ifdef LAST_FORMAT
+  if (which == (n_out2 ? 2 : 1)) {
+    const uint8_t* tiles = CHOSEN_WEIGHTS(which) + first * tile_bytes<LAST_FORMAT>();
+    multiply<LAST_FORMAT, TOKENS>(sums, tiles, x, n_tiles, chunk, n_chunks);
+  } else
+#endif
+    multiply<FORMAT, TOKENS>(sums, CHOSEN_WEIGHTS(which) + first * tile_bytes<FORMAT>(), x, n_tiles, chunk, n_chunks);
   add_chunks(CHOSEN_MATRIX(which), group, sums, first_token, n);
+}
+
+#elif !defined(EXPERTS)
+
+// activation(x W^T) * (x V^T) as codes, where W and V have n_out rows, a multiple of 128, for few tokens.  A block has a
+// group of both, and two warps a chunk of columns; grid (TOKENS tokens each, groups of rows).  The rest is as above.
+extern "C" __global__ void __launch_bounds__(BOUNDS)
+    matvec_gated(const void* __restrict__ units, const float2* __restrict__ scales, int n_rows,
+                 const int* __restrict__ n_tokens, int n_tiles, GATE_PARAMETERS) {
+  __shared__ ChunkSums<TOKENS> sums[2];
+  const int first_token = blockIdx.x * TOKENS, group = blockIdx.y, n = *n_tokens, laid_out = ROWS ? ROWS : n_rows;
+  if (first_token > 0 && first_token >= n) return;
+  const Inputs x = {(const int4*)units + first_token, scales + first_token, laid_out};
+  const int64_t first = (int64_t)group * n_tiles * tile_bytes<FORMAT>();
+  multiply_gated<FORMAT, TOKENS>(sums, gates + first, ups + first, x, n_tiles, GATE, group, first_token, n);
 }
 
 #else
@@ -220,7 +262,7 @@ extern "C" __global__ void __launch_bounds__(BOUNDS)
   const int which = CHOOSE_MATRIX(group);
   const int64_t first_group = (int64_t)experts[pair] * n_groups(CHOSEN_ROWS(which));
   const uint8_t* tiles = CHOSEN_WEIGHTS(which) + (first_group + group) * n_tiles * tile_bytes<FORMAT>();
-  multiply<FORMAT, 1>(sums, tiles, x, n_tiles);
+  multiply<FORMAT, 1>(sums, tiles, x, n_tiles, threadIdx.x / WARP, blockDim.x / WARP);
   add_chunks(CHOSEN_MATRIX(which), group, sums, place, place + 1);
 }
 

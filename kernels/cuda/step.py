@@ -12,7 +12,7 @@ import contextlib
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -64,6 +64,14 @@ class _Slot:
     rows: NDArray[np.uint8] | None = None
 
 
+@dataclass(eq=False)
+class _Found:
+    """Pinned memory for ids and their logits, int32 [2, rows, k]; and when they have come."""
+
+    event: Event
+    numbers: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
+
+
 class Watch(Protocol):
     """What runs steps in their place, to see what they do; see `localllm.kernels.cuda.profile`."""
 
@@ -98,8 +106,9 @@ class CUDAStep(Step):
         self.weights, self.limits, self.cache = weights, lowered.limits, lowered.limits.cache
         self.stream = self.cache.stream  # what copies its pages comes behind the steps that fill them
         self.calls, self.result, self.hidden = lowered.calls, lowered.result, lowered.hidden
-        self.max_top_k = 0 if lowered.top_k is None else min(MAX_TOP_K, lowered.result.width)
-        self._top_k, self._tables = lowered.top_k, lowered.tables
+        self._found, self._tables = lowered.found, lowered.tables
+        self.max_top_k = 0 if lowered.found is None else min(MAX_TOP_K, lowered.result.width)
+        self._n_chosen = 0  # rows of the last run, which the next may begin with
         self.arena = driver.allocate(device, lowered.arena_bytes)
         # What pads rows is read, and must be something.
         driver.fill(self.arena, 0, self.stream)
@@ -116,7 +125,8 @@ class CUDAStep(Step):
         #: What still reads the result of the last run, on other devices.
         self._readers: list[Event] = []
         self._host_rows: NDArray[np.float32] | None = None
-        self._host_top_k: dict[int, NDArray[np.uint8]] = {}
+        #: For what was chosen, in turn: one is read while the next is on its way.
+        self._host_found = [_Found(self._event()) for _ in range(2)]
         self._staging: NDArray[np.uint8] | None = None
         # Whoever lets go of the step does not know what is under way: memory is given back after it.
         kept = (self.arena, self.cache.memory, self._host_memory, (*self._slots,), keep)
@@ -157,6 +167,12 @@ class CUDAStep(Step):
         batch.check(self.cache)
         for n_rows, by_position in self._tables:
             batch.rows_of(n_rows, by_position=by_position)
+        if batch.top_k > self.max_top_k > 0:
+            raise KernelError(
+                f"{batch.top_k} of {self.result.width} logits cannot be chosen: 1 to {self.max_top_k} can"
+            )
+        if batch.n_chosen > self._n_chosen:
+            raise KernelError(f"a batch goes on with {batch.n_chosen} ids, of which {self._n_chosen} were chosen")
         slot = self._slots[0]
         self._slots = [*self._slots[1:], slot]
         driver.synchronize(slot.event)
@@ -171,13 +187,23 @@ class CUDAStep(Step):
         self._receive(hidden, len(batch.ids), slot)
         driver.record(slot.event, self.stream)
         extent = self._bucket(batch) or self._whole(batch)
+        if batch.top_k and self.max_top_k:
+            most = next(k for k in _TOP_K if batch.top_k <= k)
+            extent = replace(extent, top_k=min(most, self.result.width))
         if WATCHES:
             WATCHES[-1].run(self, batch, extent)
         else:
             self.launch(extent)
         driver.record(self._done, self.stream)
         n = len(batch.ids) if self.result.slot == N_TOKENS else len(batch.outputs)
-        return CUDAOutput(self, n, extent)
+        self._n_chosen = n if extent.top_k else 0
+        return CUDAOutput(self, n, self._download_found(n, extent.top_k) if extent.top_k else None)
+
+    @property
+    def chooses_ahead(self) -> bool:
+        n_ids = min((n for n, by_position in self._tables if not by_position), default=0)
+        # What watches runs a batch several times, and would have it choose another id each time.
+        return self.max_top_k > 0 and n_ids >= self.result.width and not WATCHES
 
     def _receive(self, hidden: Output | None, n_tokens: int, slot: _Slot) -> None:
         """Puts hidden states where the calls begin with them, if they do."""
@@ -299,21 +325,18 @@ class CUDAStep(Step):
         self.driver.synchronize(self.stream)
         return self._host_rows[:, : rows.width]
 
-    def largest(self, extent: Extent, n: int, k: int) -> TopK:
-        """Waits, and gives the ``k`` largest of the first ``n`` rows of the result, of a batch of that extent."""
-        n_vocab = self.result.width
-        if self._top_k is None or not 1 <= k <= self.max_top_k:
-            raise KernelError(f"{k} of {n_vocab} logits cannot be chosen: 1 to {self.max_top_k} can")
-        found = min(next(most for most in _TOP_K if k <= most), n_vocab)
-        if found not in self._host_top_k:
-            self._host_top_k[found] = self._pinned(8 * self.limits.max_outputs * found)
-        host, n_bytes = self._host_top_k[found], 4 * n * found
+    def _download_found(self, n: int, k: int) -> _Found:
+        """Has the ``k`` largest of the first ``n`` rows of the result brought here, once they are found."""
+        assert self._found is not None
+        found = self._host_found[0]
+        self._host_found.reverse()
+        self.driver.synchronize(found.event)  # what it held, somebody may have run and never read
+        if found.numbers.nbytes < 8 * n * k:
+            found.numbers = self._pinned(8 * self.limits.max_outputs * k).view(np.int32)
         if n:
-            self._launch([self._load(launch) for launch in self._top_k.launches(extent, found, n)])
-            self.driver.download(host[: 2 * n_bytes], self.memory(self._top_k.best, 2 * n_bytes), self.stream)
-        self.driver.synchronize(self.stream)
-        ids, logits = host[:n_bytes].view(np.int32), host[n_bytes : 2 * n_bytes].view(np.float32)
-        return TopK(ids.reshape(n, found)[:, :k], logits.reshape(n, found)[:, :k])
+            self.driver.download(found.numbers[: 2 * n * k], self.memory(self._found[k > 1], 8 * n * k), self.stream)
+        self.driver.record(found.event, self.stream)
+        return _Found(found.event, found.numbers[: 2 * n * k].reshape(2, n, k))
 
     def send(self, n: int, to: DeviceMemory, stream: Stream) -> None:
         """Brings the first ``n`` rows of the result to another device, in whose stream they are copied."""
@@ -357,7 +380,7 @@ class CUDAOutput(Output):
 
     step: CUDAStep
     n: int
-    extent: Extent
+    found: _Found | None
 
     @property
     def width(self) -> int:
@@ -367,7 +390,13 @@ class CUDAOutput(Output):
         return self.step.download(range(self.n))[: self.n]
 
     def top_k(self, k: int, whole: Sequence[int] = ()) -> TopK:
-        best = self.step.largest(self.extent, self.n, k)
+        found = self.found
+        if found is None or not 1 <= k <= found.numbers.shape[2]:
+            most = self.step.max_top_k if found is None else found.numbers.shape[2]
+            raise KernelError(f"{k} of {self.width} logits cannot be chosen: 1 to {most} can")
+        self.step.driver.synchronize(found.event)
+        ids, logits = found.numbers[:, :, :k]
+        best = TopK(ids, logits.view(np.float32))
         if not whole:
             return best
         rows = self.step.download(*(range(i, i + 1) for i in whole))

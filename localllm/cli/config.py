@@ -131,7 +131,8 @@ def _lines(path: Path, settings: Settings) -> Iterator[str]:
 def _shown(key: str, value: object) -> str:
     if value is None:
         name = key.removeprefix(f"{SAMPLING}.")
-        return {"model": "the demo model", "system_prompt": "-"}.get(name) or _OPTIONS[name].none
+        without = {"model": "the demo model", "system_prompt": "-", "embedding_model": "-"}
+        return without.get(name) or _OPTIONS[name].none
     if isinstance(value, tuple):
         return ", ".join(repr(each) if isinstance(each, str) else str(each) for each in value) or "-"
     return str(value)
@@ -191,7 +192,7 @@ def set_key(path: Path, key: str, text: str) -> object:
 
 def _doubt(key: str, value: Any) -> str | None:
     """Why a setting that was made may not do what was meant, if anything here says so."""
-    if key == "model":
+    if key in ("model", "embedding_model"):
         try:
             found = find(value, load_settings().model_folders)
         except LocalLLMError as error:

@@ -60,6 +60,8 @@ _NEXTN = {
 
 #: ``pooling_type`` by what sentence-transformers' 1_Pooling/config.json has set.
 _POOLING = {"pooling_mode_mean_tokens": 1, "pooling_mode_cls_token": 2, "pooling_mode_lasttoken": 3}
+#: And by its "pooling_mode", which newer ones have in place of those.
+_POOLING_MODES = {"mean": 1, "cls": 2, "lasttoken": 3}
 
 
 #: BERT's names of the layers of a classifier, by RoBERTa's.
@@ -217,6 +219,7 @@ def _sampling(values: Mapping[str, Any]) -> dict[str, Any]:
 def _pooling(folder: Path, architecture: str) -> dict[str, Any]:
     values = read_json(folder / "1_Pooling" / "config.json")
     found = [number for name, number in _POOLING.items() if values.get(name)]
+    found += [number for mode, number in _POOLING_MODES.items() if values.get("pooling_mode") == mode]
     return {f"{architecture}.pooling_type": found[0]} if found else {}
 
 

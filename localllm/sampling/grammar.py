@@ -6,6 +6,7 @@ model thinks before its answer is free; the grammar holds from the end of that o
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import threading
@@ -39,6 +40,14 @@ _SAYS_MORE = {
     "if",
 }
 
+#: What combines a schema with others, beside allOf.
+_COMBINE = {"$ref", "anyOf", "oneOf"}
+
+#: Characters of a grammar, rules and references in it, and patterns of schemas that are combined, at most: in
+#: llguidance a chain of rules takes stack, which ends the process where there is none left, and each pattern that is
+#: combined with others doubles time and memory.
+_MOST_CHARACTERS, _MOST_RULES, _MOST_COMBINED = 512 << 10, 500, 10
+
 #: Compiled grammars that are kept for the next request.
 _MOST_KEPT = 32
 
@@ -66,6 +75,7 @@ def _internal(sampling: Sampling) -> str:
     """The grammar in llguidance's own notation."""
     matcher, complaint = llguidance.LLMatcher, f"{sampling.grammar_kind} cannot be used"
     try:
+        _check_size(sampling)
         if sampling.json_schema is not None:
             schema = str(sampling.json_schema)
             if '"allOf"' not in schema:
@@ -80,6 +90,31 @@ def _internal(sampling: Sampling) -> str:
         return str(matcher.grammar_from_lark(gbnf_to_lark(grammar)))
     except Exception as error:  # it raises nothing more specific
         raise GrammarError(f"{complaint}: {_line(str(error))}") from None
+
+
+def _check_size(sampling: Sampling) -> None:
+    """Raises:
+    ValueError: to compile it could take all time and memory.
+    """
+    lark = sampling.grammar or ""
+    if len(lark) + len(sampling.regex or "") + len(str(sampling.json_schema or "")) > _MOST_CHARACTERS:
+        raise ValueError(f"it has more than {_MOST_CHARACTERS:,} characters: make it simpler")
+    n_rules, n_patterns, is_combined = len(lark.splitlines()), 0, False
+    left: list[Any] = [json.loads(str(sampling.json_schema))] if sampling.json_schema is not None else []
+    for found in re.finditer(r"%json\s*", lark):
+        with contextlib.suppress(ValueError):  # llguidance says what is wrong
+            left.append(json.JSONDecoder().raw_decode(lark, found.end())[0])
+    while left:
+        schema = left.pop()
+        left += schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ()
+        if isinstance(schema, dict):
+            n_rules += "$ref" in schema
+            n_patterns += ("pattern" in schema) + len(schema.get("patternProperties") or ())
+            is_combined |= "allOf" in schema or ("pattern" in schema and not schema.keys().isdisjoint(_COMBINE))
+    if n_rules > _MOST_RULES:
+        raise ValueError(f"it has more than {_MOST_RULES} rules or references: make it simpler")
+    if is_combined and n_patterns > _MOST_COMBINED:
+        raise ValueError(f"it combines more than {_MOST_COMBINED} patterns: make it simpler")
 
 
 def _closed(schema: Any) -> Any:
@@ -140,8 +175,11 @@ class Grammars:
         """
         internal = _internal(sampling)
         with self._lock:
-            matcher = self._kept.pop(internal, None) or self._compiled(internal, sampling)
+            matcher = self._kept.get(internal)
+        matcher = matcher or self._compiled(internal, sampling)  # unlocked: it may take a second
+        with self._lock:
             self._kept[internal] = matcher
+            self._kept.move_to_end(internal)
             if len(self._kept) > _MOST_KEPT:
                 self._kept.popitem(last=False)
             matcher, vocabulary = matcher.deep_copy(), self._vocabulary
@@ -152,12 +190,13 @@ class Grammars:
         return Constraint(matcher, vocabulary, self._tokenizer, self._n_vocab, closing=closing, opening=opening)
 
     def _compiled(self, internal: str, sampling: Sampling) -> Any:
-        if self._vocabulary is None:
-            self._vocabulary = llguidance.LLTokenizer(
-                _Vocabulary(self._tokenizer, self._n_vocab),
-                # A vocabulary without an end gets one beyond its tokens, which no mask contains.
-                eos_token=sorted(self._tokenizer.eog_ids) or [self._n_vocab],
-            )
+        with self._lock:
+            if self._vocabulary is None:
+                self._vocabulary = llguidance.LLTokenizer(
+                    _Vocabulary(self._tokenizer, self._n_vocab),
+                    # A vocabulary without an end gets one beyond its tokens, which no mask contains.
+                    eos_token=sorted(self._tokenizer.eog_ids) or [self._n_vocab],
+                )
         matcher = llguidance.LLMatcher(self._vocabulary, internal, log_level=0)
         _raise_if(matcher.get_error(), sampling)
         return matcher

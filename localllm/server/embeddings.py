@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
@@ -13,7 +15,7 @@ from starlette.responses import Response
 
 from localllm.llm import LLM
 from localllm.server.answers import Desk, Texts, each_text
-from localllm.server.http import HTTPError, decode, json_response
+from localllm.server.http import HTTPError, decode, json_response, unless_gone
 
 
 class EmbeddingsRequest(msgspec.Struct):
@@ -53,16 +55,42 @@ class RerankRequest(msgspec.Struct):
     return_documents: bool = False
 
 
-async def _vectors(desk: Desk, body: EmbeddingsRequest) -> tuple[NDArray[np.float32], int]:
-    """A row for each text, and the number of tokens that they have."""
-    texts = body.texts()
+#: Texts between two looks at whether the client is still there.
+_AT_ONCE = 64
 
-    def work(llm: LLM) -> tuple[NDArray[np.float32], int]:
+
+async def _in_steps(
+    request: Request,
+    desk: Desk,
+    model: str | None,
+    texts: list[Any],
+    work: Callable[[list[Any], LLM], tuple[Any, int]],
+) -> tuple[list[Any], int]:
+    """What ``work`` makes of each text, and the number of tokens in all.
+
+    Raises:
+        ClientDisconnect: the client has gone.
+    """
+
+    async def steps() -> tuple[list[Any], int]:
+        rows, n_tokens = [], 0
+        for i in range(0, max(1, len(texts)), _AT_ONCE):
+            more, n = await desk.with_model(model, partial(work, texts[i : i + _AT_ONCE]))
+            rows += list(more)
+            n_tokens += n
+        return rows, n_tokens
+
+    return await unless_gone(request, steps())
+
+
+async def _vectors(request: Request, desk: Desk, body: EmbeddingsRequest) -> tuple[list[NDArray[np.float32]], int]:
+    """A row for each text, and the number of tokens that they have."""
+
+    def work(texts: list[Any], llm: LLM) -> tuple[NDArray[np.float32], int]:
         vectors = llm.embed(texts, dimensions=body.dimensions, truncate=body.truncate)
         return vectors, sum(len(llm.tokenize(text) if isinstance(text, str) else text) for text in texts)
 
-    vectors, n_tokens = await desk.with_model(body.model, work)
-    return vectors, n_tokens
+    return await _in_steps(request, desk, body.model, body.texts(), work)
 
 
 def _name(desk: Desk, name: str | None) -> str:
@@ -71,7 +99,7 @@ def _name(desk: Desk, name: str | None) -> str:
 
 async def openai(request: Request, desk: Desk) -> Response:
     body = await decode(request, EmbeddingsRequest)
-    vectors, n_tokens = await _vectors(desk, body)
+    vectors, n_tokens = await _vectors(request, desk, body)
 
     def written(vector: NDArray[np.float32]) -> Any:
         # msgspec writes bytes as base64.
@@ -83,29 +111,31 @@ async def openai(request: Request, desk: Desk) -> Response:
 
 
 async def llamacpp(request: Request, desk: Desk) -> Response:
-    vectors, _ = await _vectors(desk, await decode(request, EmbeddingsRequest))
+    vectors, _ = await _vectors(request, desk, await decode(request, EmbeddingsRequest))
     return json_response([{"index": i, "embedding": [vector.tolist()]} for i, vector in enumerate(vectors)])
 
 
 async def ollama(request: Request, desk: Desk) -> Response:
     began = time.perf_counter_ns()
     body = await decode(request, OllamaEmbedRequest)
-    vectors, n_tokens = await _vectors(desk, body)
+    vectors, n_tokens = await _vectors(request, desk, body)
     if request.url.path.endswith("/embeddings"):  # the older path, of one text
-        return json_response({"embedding": vectors[0].tolist()})
+        return json_response({"embedding": vectors[0].tolist() if vectors else []})
     took = {"total_duration": time.perf_counter_ns() - began, "prompt_eval_count": n_tokens}
-    return json_response({"model": _name(desk, body.model), "embeddings": vectors.tolist(), **took})
+    return json_response(
+        {"model": _name(desk, body.model), "embeddings": [vector.tolist() for vector in vectors], **took}
+    )
 
 
 async def rerank(request: Request, desk: Desk) -> Response:
     body = await decode(request, RerankRequest)
     texts = [each if isinstance(each, str) else each.get("text", "") for each in body.documents]
 
-    def work(llm: LLM) -> tuple[list[float], int]:
-        n_tokens = sum(len(llm.tokenize(text)) for text in (body.query, *texts))
-        return [float(score) for score in llm.rerank(body.query, texts)], n_tokens
+    def work(texts: list[str], llm: LLM) -> tuple[list[float], int]:
+        return [float(each) for each in llm.rerank(body.query, texts)], sum(len(llm.tokenize(each)) for each in texts)
 
-    scores, n_tokens = await desk.with_model(body.model, work)
+    scores, n_tokens = await _in_steps(request, desk, body.model, texts, work)
+    n_tokens += await desk.with_model(body.model, lambda llm: len(llm.tokenize(body.query)))
     best = sorted(range(len(scores)), key=lambda i: -scores[i])[: body.top_n]
     results: list[dict[str, Any]] = [{"index": i, "relevance_score": scores[i]} for i in best]
     if body.return_documents:

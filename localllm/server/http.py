@@ -360,7 +360,7 @@ class Guard:
         ]
 
     def _client(self, scope: Scope, headers: dict[str, str]) -> str:
-        """Who asks, for the queue: the key's number, or the address.
+        """Who asks, for the queue and for kept responses: the key's hash, whichever its place, or the address.
 
         Raises:
             HTTPError: no key was given, or a wrong one.
@@ -376,7 +376,7 @@ class Guard:
             if scope["path"] in _OPEN_PATHS:
                 return ""
             raise HTTPError(401, "the API key is missing or wrong: send it as Authorization: Bearer KEY")
-        return f"key {found.index(True)}"
+        return f"key {digest.hex()[:16]}"
 
     def _bounded(self, headers: dict[str, str], receive: Receive) -> Receive:
         limit = self._limits.max_body

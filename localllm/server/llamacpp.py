@@ -34,7 +34,7 @@ from localllm.server.openai import (
 from localllm.tokenizer import Tokenizer
 
 #: Names that files of saved prompts may have.
-_FILE_NAME = re.compile(r"[\w-][\w.-]{0,127}")
+_FILE_NAME = re.compile(r"[\w-][\w.-]{0,127}", re.ASCII)
 
 
 async def health(request: Request, desk: Desk) -> Response:

@@ -132,12 +132,15 @@ def _after(llm: LLM, context: list[int], messages: list[dict[str, Any]], variabl
 
 
 async def _load_only(body: OllamaRequest, desk: Desk, shape: _Shape) -> Response:
-    """A request without a prompt loads a model, or with ``keep_alive`` 0 unloads it."""
+    """A request without a prompt loads a model, or with ``keep_alive`` 0 unloads it when its replies have ended."""
     name, keep_alive = body.model or body.name, _seconds(body.keep_alive)
     served = desk.models.find(name)
     if keep_alive == 0:
-        await desk.models.unload(served)
         reason = "unload"
+        if served.n_users:
+            _keep(served, keep_alive)
+        else:
+            await desk.models.unload(served)
     else:
         served, _ = await desk.models.acquire(name)
         _keep(served, keep_alive)

@@ -21,7 +21,7 @@ from textual import events
 import localllm
 from localllm.tui.app import ChatApp, responsive
 from localllm.tui.chat.conversation import Conversation
-from localllm.tui.screens.model_loader import ModelState
+from localllm.tui.screens.models import ModelState
 from localllm.tui.setup import Setup
 from localllm.tui.storage.chats import Store
 
@@ -63,7 +63,7 @@ def main() -> None:
     arguments = parser.parse_args()
     settings: dict[str, Any] = {"ignore_eos": True, "max_tokens": 700, "temperature": 0.8}
     setup = Setup(
-        Store.in_memory(),
+        Store(None),
         conversation=Conversation(settings=settings),
         load=lambda name, progress: localllm.load(arguments.model, progress=progress),
         when_full="drop",

@@ -17,11 +17,11 @@ from textual.pilot import Pilot
 
 from localllm.tui.app import ChatApp
 from localllm.tui.chat.conversation import Conversation
-from localllm.tui.screens.model_loader import ModelState
+from localllm.tui.screens.models import ModelState
 from localllm.tui.setup import Setup
 from localllm.tui.storage.chats import Store
 from localllm.tui.widgets.message import MessageView
-from tests.helpers.fake_chat import FakeModel, FakeStream, Reply
+from tests.helpers.fake_chat import FakeModel, Reply
 
 #: Seconds that something may take on a slow machine.
 LIMIT = 60.0
@@ -57,7 +57,7 @@ class AppModel(FakeModel):
         not_drawing()
         return super().tokenize_chat(*arguments, **options)
 
-    def stream_chat(self, *arguments: Any, **options: Any) -> FakeStream:
+    def stream_chat(self, *arguments: Any, **options: Any) -> Any:
         not_drawing()
         return super().stream_chat(*arguments, **options)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -109,27 +109,36 @@ class FakeStep(Step):
         batches: every batch that was run.
         chosen: for each of them how many of the largest logits were asked for, 0 for all, and of which rows all.
         before_step: called with each batch before it is run; may raise.
+        chooses_ahead: what the largest logits of the last two batches chose is kept.
     """
 
     weights = ()
+    chooses_ahead = False
 
     def __init__(self, cache: FakeCache, max_tokens: int, max_outputs: int, max_top_k: int = 0) -> None:
         self.batches: list[Batch] = []
         self.chosen: list[tuple[int, list[int]]] = []
         self.before_step: Callable[[Batch], None] = lambda batch: None
         self.cache = cache
-        self.max_top_k, self._max_tokens = max_top_k, max_tokens
-        self._own = np.empty((max_outputs, N_VOCAB), np.float32)  # reused, as a backend may
+        self.max_top_k, self._max_tokens, self._ids = max_top_k, max_tokens, np.zeros(0, np.int32)
+        # Reused, as a backend may.
+        self._own, self._other = np.empty((2, max_outputs, N_VOCAB), np.float32)
 
     def run(self, batch: Batch, hidden: Output | None = None) -> FakeLogits:
         assert 0 < len(batch.ids) <= self._max_tokens
         assert len(batch.outputs) <= len(self._own)
+        if batch.n_chosen:
+            batch = replace(batch, ids=np.where(batch.ids < 0, self._ids[~batch.ids], batch.ids))
+        if self.chooses_ahead:
+            self._own, self._other = self._other, self._own
         self.batches.append(batch)
         self.before_step(batch)
         histories = _write_and_read(batch, self.cache)
         for n, row in enumerate(batch.outputs):
             self._own[n] = logits_after(histories[row])
-        return FakeLogits(self._own[: len(batch.outputs)], self.chosen)
+        logits = self._own[: len(batch.outputs)]
+        self._ids = logits.argmax(1) if batch.top_k else np.zeros(0, np.int32)
+        return FakeLogits(logits, self.chosen)
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,7 @@ class Asked:
 
 @dataclass
 class FakeModel:
-    """A `localllm.tui.chat.model.ChatModel`.
+    """A `localllm.tui.chat.context.ChatModel`.
 
     Attributes:
         replies: one after the other; after the last one "ok" comes.  An exception is raised in the midst of a reply.
@@ -98,14 +98,14 @@ class FakeModel:
     name = "Fake"
 
     @property
-    def info(self) -> FakeInfo:
+    def info(self) -> Any:
         return FakeInfo(self.context, name=self.name)
 
     def close(self) -> None:
         self.closed = True
 
     @property
-    def chat_template(self) -> FakeTemplate:
+    def chat_template(self) -> Any:
         return FakeTemplate(self.ending)
 
     def tokenize(self, text: str, add_special: bool = True) -> list[int]:
@@ -132,7 +132,7 @@ class FakeModel:
         template_variables: Mapping[str, object] | None = None,
         reply_prefix: str = "",
         **options: Any,
-    ) -> FakeStream:
+    ) -> Any:
         request = CheckedOptions.of(options)
         self.asked.append(
             Asked([dict(m) for m in messages], reply_prefix, dict(template_variables or {}), dict(options), tools)
@@ -148,7 +148,7 @@ class FakeModel:
 
 
 class FakeStream:
-    """A `localllm.tui.chat.model.ReplyStream`."""
+    """What is used of a `localllm.Stream`."""
 
     def __init__(
         self, model: FakeModel, prompt: list[str], n_cached: int, text: str | Exception, request: CheckedOptions

@@ -23,6 +23,7 @@ cache_type = "q8_0"
 system_prompt = "Be brief."
 stop = ["###", "\\n\\n"]
 theme = "light"
+embedding_model = "e.gguf"
 model_folders = ["~/models", "here", "/there"]
 
 [sampling]
@@ -51,6 +52,7 @@ def test_all_keys(tmp_path: Path) -> None:
         system_prompt="Be brief.",
         stop=("###", "\n\n"),
         theme="light",
+        embedding_model="e.gguf",
         model_folders=(Path.home() / "models", tmp_path / "here", Path("/there")),
         sampling={"temperature": 0.5, "top_k": 10, "seed": 7, "dry_sequence_breakers": ("\n",)},
         given=frozenset(KEYS)

@@ -318,6 +318,11 @@ def test_layers_must_be_all_there() -> None:
         read_model(FakeFile(GOOD, tensors))
 
 
+def test_a_layer_is_not_taken_for_a_block_that_predicts() -> None:
+    with pytest.raises(ModelError, match=r"nextn_predict_layers is 1, but layer 1 has no tensor blk\.1\.nextn"):
+        read({"llama.nextn_predict_layers": 1})
+
+
 def test_the_vocabulary_must_be_as_long_as_the_embedding() -> None:
     with pytest.raises(ModelError, match=r"512 rows.*511 tokens"):
         read({"tokenizer.ggml.tokens": ["a"] * 511})

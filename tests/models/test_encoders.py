@@ -15,7 +15,9 @@ import localllm
 from localllm import UsageError
 from localllm.compat import Llama
 from localllm.convert import Checkpoint
-from localllm.models.registry import ARCHITECTURES
+from localllm.gguf import GGUFFile
+from localllm.kernels.graph import Gated
+from localllm.models.registry import ARCHITECTURES, read_model
 from localllm.quantize import plan, run
 from tests.helpers.backends import emulated_cuda, no_harness, shared_by_threads
 from tests.helpers.recorder import CPUOps, ReferenceOps
@@ -69,6 +71,14 @@ def test_the_cpu_computes_what_transformers_does(name: str, tmp_path: Path) -> N
     assert error(runner.logits(IDS), hidden(name, IDS)) < 5e-3
 
 
+def test_modern_bert_takes_the_keys_that_llama_cpp_writes(tmp_path: Path) -> None:
+    keys = {"attention.layer_norm_rms_epsilon": 1e-5, "hidden_activation": "silu"}
+    path = write(tmp_path / "model.gguf", ENCODERS["modern-bert"], model_of("modern-bert"), **keys)
+    with GGUFFile.open(path) as file:
+        nodes = read_model(file).graph.nodes
+    assert {node.operation.activation for node in nodes if isinstance(node.operation, Gated)} == {"silu"}
+
+
 @pytest.mark.skipif(no_harness() is not None, reason=no_harness() or "")
 @pytest.mark.parametrize("name", ["bert", "modern-bert"])
 def test_cuda_computes_what_transformers_does(name: str, tmp_path: Path) -> None:
@@ -91,15 +101,18 @@ def test_texts_together_have_the_vectors_that_each_has_alone(name: str, tmp_path
         assert np.linalg.norm(llm.embed(TEXTS[:1], normalize=False)) != pytest.approx(1, abs=0.01)
 
 
-@pytest.mark.parametrize("name", ["bert", "xlm-roberta", "modern-bert"])
-def test_a_reranker_scores_as_transformers_classifier(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "pooling"), [("bert", "cls"), ("xlm-roberta", "cls"), ("modern-bert", "cls"), ("modern-bert", "mean")]
+)
+def test_a_reranker_scores_as_transformers_classifier(name: str, pooling: str, tmp_path: Path) -> None:
     import torch
 
     entry = ENCODERS[name]
-    config = entry.config | {"num_labels": 1, "classifier_pooling": "mean"}
+    config = entry.config | {"num_labels": 1, "classifier_pooling": pooling}
     entry = replace(entry, config=config, auto="AutoModelForSequenceClassification")
     model = make_model(entry)
-    with localllm.load(write(tmp_path / "model.gguf", entry, model), device="cpu") as llm:
+    keys = {"classifier.pooling_type": 0} if pooling == "mean" else {}  # older files of ModernBERT do not say it
+    with localllm.load(write(tmp_path / "model.gguf", entry, model, **keys), device="cpu") as llm:
         scores = llm.rerank("a cat?", DOCUMENTS)
         for document, score in zip(DOCUMENTS, scores, strict=True):
             with torch.no_grad():

@@ -417,7 +417,12 @@ ENCODERS: dict[str, Tiny] = {
     "xlm-roberta": Tiny(
         "xlm-roberta", "bert", {"layer_norm_eps": 1e-5, "max_position_embeddings": 129}, auto="AutoModel"
     ),
-    "nomic-bert": Tiny("nomic_bert", "nomic-bert", {"layer_norm_eps": 1e-5}, auto="AutoModel"),
+    "nomic-bert": Tiny(
+        "nomic_bert",
+        "nomic-bert",
+        {"layer_norm_eps": 1e-5, "max_position_embeddings": 2048},
+        auto="AutoModel",
+    ),
     "modern-bert": Tiny(
         "modernbert",
         "modern-bert",
@@ -481,7 +486,7 @@ def write(path: Path, entry: Tiny, model: Any, type: str = "F32", **keys: Any) -
     """Writes a model of transformers as a GGUF file, as ``localllm convert`` does; ``keys`` are further ones."""
     folder = save(path.with_suffix(".hf"), model)
     if entry.auto == "AutoModel":
-        _write_pooling(folder, "lasttoken" if entry.architecture == "qwen3" else "mean_tokens")
+        _write_pooling(folder, "lasttoken" if entry.architecture == "qwen3" else "mean")
     checkpoint = Checkpoint(folder, entry.conversion)
     assert checkpoint.architecture == entry.architecture
     checkpoint.metadata |= {f"{entry.architecture}.{key}": value for key, value in keys.items()}
@@ -493,7 +498,8 @@ def write(path: Path, entry: Tiny, model: Any, type: str = "F32", **keys: Any) -
 def _write_pooling(folder: Path, mode: str) -> None:
     """As sentence-transformers does."""
     (folder / "1_Pooling").mkdir(exist_ok=True)
-    (folder / "1_Pooling" / "config.json").write_text(json.dumps({f"pooling_mode_{mode}": True}))
+    setting = {"pooling_mode_mean_tokens": True} if mode == "mean" else {"pooling_mode": mode}  # old and new
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(setting))
 
 
 def save(folder: Path, model: Any) -> Path:

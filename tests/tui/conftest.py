@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 
 import pytest
 
-from localllm.tui.screens import model_loader, streaming
+from localllm.tui.screens import streaming
 from tests.helpers.chat_app import run
 
 
@@ -23,4 +24,4 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 def quick_app(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draws what a model writes as soon as it comes; collecting garbage would take longer than most tests."""
     monkeypatch.setattr(streaming, "PERIOD", 0.005)
-    monkeypatch.setattr(model_loader, "freeze_gc_heap", lambda: None)
+    monkeypatch.setattr(gc, "freeze", lambda: None)

@@ -86,7 +86,7 @@ async def test_esc_stops_and_keeps_what_was_said() -> None:
         await chat.sees("writing · ")
         await chat.press("escape")
         await chat.rest()
-        assert "stopped · Ctrl+G or /continue goes on" in chat.screen
+        assert "stopped · Ctrl+G goes on" in chat.screen
         assert "writing" not in chat.screen
         (_, reply) = chat.app._chat.session.conversation.path()
         assert reply.state == "stopped"

@@ -5,12 +5,14 @@ from __future__ import annotations
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from localllm.errors import UsageError
 from localllm.tui.chat import attachments
 from localllm.tui.chat.attachments import attach
-from localllm.tui.chat.pieces import best, cut, ranked
+from localllm.tui.chat.pieces import best, cut, ranked, ranked_by_vectors
 from localllm.tui.chat.session import ChatSession
 from localllm.tui.commands import Call, find, run
 from localllm.tui.storage.chats import Store
@@ -84,7 +86,7 @@ def test_what_matches_a_question_comes_first() -> None:
 def test_the_best_pieces_fit_and_are_in_order() -> None:
     lines = [f"{'word ' * 60}{i}\n" for i in range(60)]
     lines[7], lines[50] = "the zebra lives here\n", "here a zebra eats\n"
-    files = best({"big.txt": "".join(lines), "small.txt": "zebra"}, "what does the zebra do?", count, 1500)
+    files = best({"big.txt": "".join(lines), "small.txt": "zebra"}, "what does the zebra do?", count, 1500, ranked)
     assert sum(file.n_tokens for file in files) <= 1500
     assert [file.name.split(",")[0] for file in files] == sorted(file.name.split(",")[0] for file in files)
     text = "".join(file.text for file in files)
@@ -92,7 +94,22 @@ def test_the_best_pieces_fit_and_are_in_order() -> None:
     assert "here a zebra eats" in text
     assert "big.txt, lines " in files[0].name
     assert files[0].text in "".join(lines)
-    assert best({"big.txt": "x " * 9000}, "x", count, 5) == []
+    assert best({"big.txt": "x " * 9000}, "x", count, 5, ranked) == []
+
+
+def test_pieces_are_ranked_by_an_embedding_model() -> None:
+    embedded: list[list[str]] = []
+
+    def embed(texts: list[str]) -> NDArray[np.float32]:
+        embedded.append(texts)
+        return np.array([[1, 0] if "cat" in text or "pet" in text else [0, 1] for text in texts], np.float32)
+
+    texts = [*(f"which {i}" for i in range(150)), "a cat"]
+    texts[3] = "which cat"
+    rank = ranked_by_vectors(embed)
+    assert rank(texts, "which pet?")[:3] == [3, 0, 1]  # the last text has none of the words, and is one too many
+    assert rank(["a dog", "a cat"], "which pet?") == [1, 0]
+    assert [len(each) for each in embedded] == [101, 3]
 
 
 def test_of_a_file_larger_than_the_context_pieces_are_sent(tmp_path: Path) -> None:
@@ -101,17 +118,17 @@ def test_of_a_file_larger_than_the_context_pieces_are_sent(tmp_path: Path) -> No
     path = tmp_path / "big.log"
     path.write_text("".join(lines))
     model = FakeModel(["It is swordfish."], context=2000)
-    session = ChatSession(model, Store.in_memory())
+    session = ChatSession(model, Store(None))
     play(session.send, f"what is the password? @{path}")
     question, reply = session.conversation.path()
     assert reply.text == "It is swordfish."
     assert "swordfish" in str(model.asked[0].messages[0]["content"])
     assert any(", lines " in file.name for file in question.attachments)
     assert count("".join(file.text for file in question.attachments)) < 1500
-    names = str(run(session, Call(find("detach"), "")))
+    names = run(session, Call(find("detach"), "")).text
     assert f"{path}, lines " in names
     run(session, Call(find("detach"), str(path)))
-    assert run(session, Call(find("detach"), "")) == "nothing is attached"
+    assert run(session, Call(find("detach"), "")).text == "nothing is attached"
     assert session.store.load(session.conversation.id).path()[0].attachments == ()
     with pytest.raises(UsageError, match="nothing is attached by the name"):
         run(session, Call(find("detach"), "x"))

@@ -110,10 +110,10 @@ def test_lists(store: Store) -> None:
     assert len(listed[0].preview) <= 81
     store.save(first, [])
     assert store.latest() == first.id
-    store.archive(first.id)
+    store.set(first.id, archived=True)
     assert store.latest() == second.id
     assert [summary.id for summary in store.sessions(archived=True)] == [first.id]
-    store.archive(first.id, False)
+    store.set(first.id, archived=False)
     assert len(store.sessions(limit=1)) == 1
     assert store.rename(first.id, "  new\nname\x1b ") == "new name\\x1b"
     assert store.load(first.id).title == "new name\\x1b"
@@ -325,7 +325,7 @@ def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:
 
 
 def test_memory() -> None:
-    store = Store.in_memory()
+    store = Store(None)
     conversation = saved(store, "hello")
     assert store.load(conversation.id) == conversation
     assert store.search("hell")

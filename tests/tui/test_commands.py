@@ -34,25 +34,23 @@ class Notebook:
         said = ""
         for line in lines:
             typed = commands.parse(line)
-            result = commands.Play(partial(self.session.send, typed)) if isinstance(typed, str) else None
-            said = self._do(commands.run(self.session, typed) if isinstance(typed, commands.Call) else result)
+            if isinstance(typed, str):
+                said = self._do(commands.Result(play=partial(self.session.send, typed)))
+            else:
+                said = self._do(commands.run(self.session, typed))
         return said
 
-    def _do(self, result: commands.Result | None) -> str:
-        if isinstance(result, commands.Play):
-            self.events = play(result.start)
-        elif isinstance(result, commands.EditMessage):
-            self.opened = result.message.text
-        elif isinstance(result, commands.OpenChat):
-            self.session = ChatSession(self.session.model, self.session.store, result.conversation)
-            return result.text
-        elif isinstance(result, commands.UseModel):
-            self.session.use_model(FakeModel(), result.path)
-        elif isinstance(result, commands.PutText):
-            return result.text
-        elif isinstance(result, commands.Quit):
-            self.ended = True
-        return result if isinstance(result, str) else ""
+    def _do(self, result: commands.Result) -> str:
+        if result.play:
+            self.events = play(result.play)
+        elif result.edit:
+            self.opened = result.edit.text
+        elif result.chat is not None:
+            self.session = ChatSession(self.session.model, self.session.store, result.chat)
+        elif result.model:
+            self.session.use_model(FakeModel(), result.model)
+        self.ended = result.ends
+        return result.text or result.draft
 
     @property
     def path(self) -> list[str]:

@@ -250,8 +250,15 @@ async def test_another_model_replies_and_both_are_compared() -> None:
 
 
 async def test_keys_are_as_the_settings_say() -> None:
-    keys = {"clear": "f9", "stats": "f10", "nothing": "f8"}
-    async with chatting(setup(AppModel(), keys=keys), (100, 30)) as chat:
+    keys = {"clear": "f9", "stats": "f10", "nothing": "f8", "continue": "f7"}
+    cut = talk("hi", "a reply")
+    cut.update(cut.path()[-1].id, state="stopped")
+    async with chatting(setup(AppModel(), keys=keys, conversation=cut), (100, 30)) as chat:
+        await chat.sees("stopped · F7 goes on")
+        await chat.press("ctrl+up", "e")
+        await chat.sees("Editing the reply; F7 continues it then")
+        await chat.press("escape", "f9")
+        await chat.until(lambda: len(chat.app.session.conversation) == 0)
         await chat.hears("has 'nothing', which is no command")
         await chat.press("f10")
         await chat.sees("Statistics")

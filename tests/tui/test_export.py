@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localllm.errors import StoreError, UsageError
+from localllm.tui.chat.attachments import path_of
 from localllm.tui.chat.conversation import Attachment, Conversation, Stats, Window
-from localllm.tui.chat.export import from_json, path_of, read_export, to_json, to_markdown, write_export
+from localllm.tui.chat.export import from_json, read_export, to_json, to_markdown, write_export
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from localllm.errors import ModelNotFoundError, NotEnoughMemoryError
 from localllm.progress import LoadProgress
 from localllm.tui.app import ChatApp
 from localllm.tui.chat.conversation import Conversation, Message
-from localllm.tui.screens.model_loader import ModelState
+from localllm.tui.screens.models import ModelState
 from localllm.tui.setup import ModelEntry
 from tests.helpers.chat_app import LIMIT, AppModel, AppStore, Chat, chatting, setup, starting, talk
 
@@ -142,7 +142,7 @@ async def test_a_model_that_is_chosen_while_another_is_loaded_takes_its_place(st
         for name in ("two", "three"):
             chat.app.spawn(models.change(name))  # a command would wait for the thread that halts
             await chat.until(lambda name=name: models._loading.name == name)  # type: ignore[misc, union-attr]
-        assert models.state is ModelState.TO_LOAD
+        assert models.state is ModelState.LOADING
         await chat.say("hello")
         halt.goes.set()
         await chat.until(lambda: texts(chat) == ["hello", "by three"])

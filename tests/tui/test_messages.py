@@ -101,6 +101,8 @@ async def test_copying() -> None:
         await chat.until(lambda: chat.app.clipboard == reply)
         await chat.say("/copy code 3")
         await chat.hears("there are 2 blocks of code")
+        await chat.say("/copy 1")
+        await chat.until(lambda: chat.app.clipboard == "a")
 
 
 async def test_deleting_asks_first() -> None:
@@ -220,9 +222,9 @@ async def test_of_a_reply_that_comes_at_once_few_blocks_are_drawn_at_a_time(monk
     drawn: list[int] = []
     append = Reply.append
     monkeypatch.setattr(Reply, "append", lambda self, text: drawn.append(text.count("\n\n")) or append(self, text))
-    text = "\n\n".join(f"- block {i}\n- of a list" if i % 2 else f"block {i} " + "word " * 20 for i in range(200))
+    text = "\n\n".join(f"- block {i}\n- of a list" if i % 2 else f"block {i} " + "word " * 20 for i in range(60))
     async with chatting(setup(AppModel([text], context=100_000))) as chat:
         await chat.ask("write")
-        assert len(chat.views[1].query_one(Reply).children) == 200
-        assert 199 <= sum(drawn) < 2 * 199  # once
+        assert len(chat.views[1].query_one(Reply).children) == 60
+        assert 59 <= sum(drawn) < 2 * 59  # once
         assert max(drawn) < 30

@@ -129,9 +129,30 @@ def test_a_chat_that_another_terminal_deletes_does_not_come_back(stores: tuple[S
     warnings = [e.text for text in ("again", "and again") for e in play(one.send, text) if isinstance(e, Warned)]
     assert warnings == ["this chat was deleted: what is said here is not saved; /export writes it into a file"]
     assert [m.text for m in one.conversation.path()][-2:] == ["and again", "and more"]
-    assert not one.is_saved
-    assert one.flush(0.0) is None
+    assert not one.saver.is_saved
+    assert one.saver.flush(0.0) is None
     assert stores[0].sessions() == []
+
+
+async def test_all_tabs_of_the_app_count(tmp_path: Path) -> None:
+    first, second = Store(tmp_path / "chats.sqlite3"), Store(tmp_path / "chats.sqlite3")
+    async with chatting(setup(AppModel(["a", "b"]), first)) as chat:
+        await chat.ask("one")
+        await chat.press("f4")
+        await chat.ask("two")
+        (two, one) = (summary.id for summary in first.sessions())
+        await chat.until(lambda: second.others_with_open(one) and second.others_with_open(two))
+        await chat.press("ctrl+o")
+        await chat.until(lambda: chat.screen.count("  open · ") == 2)
+        await chat.press("down", "delete", "down", "enter")  # the chat of the hidden tab
+        await chat.until(lambda: len(first.sessions()) == 1)
+        await chat.press("escape")
+        await chat.until(lambda: not second.others_with_open(one))
+        assert "1 New chat" in chat.screen
+        await chat.say("/close")
+        await chat.until(lambda: not second.others_with_open(two))
+    first.close()
+    second.close()
 
 
 async def test_the_app_tells(tmp_path: Path) -> None:
@@ -156,7 +177,7 @@ async def test_the_app_tells(tmp_path: Path) -> None:
 def test_a_store_that_cannot_be_written_tells_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = Store(tmp_path / "chats.sqlite3")
 
-    def fail(id_: str) -> list[str]:
+    def fail(*ids: object) -> list[str]:
         raise StoreError("the disk is full")
 
     monkeypatch.setattr(store, "mark_open", fail)

@@ -162,17 +162,17 @@ def test_what_a_lock_kept_from_being_saved_is_saved_at_the_end(
     store = Store(tmp_path / "chats.sqlite3")
     session = ChatSession(FakeModel(["one", "two"]), store)
     play(session.send, "a")
-    assert session.is_saved
+    assert session.saver.is_saved
     assert store.path is not None
     other = sqlite3.connect(store.path, isolation_level=None, check_same_thread=False)
     other.execute("BEGIN IMMEDIATE")
     play(session.send, "b")
-    assert not session.is_saved
-    assert "locked by another program" in (session.flush(0.0) or "")
+    assert not session.saver.is_saved
+    assert "locked by another program" in (session.saver.flush(0.0) or "")
     release = threading.Timer(0.2, other.execute, ["ROLLBACK"])
     release.start()
-    assert session.flush(LIMIT) is None
-    assert session.is_saved
+    assert session.saver.flush(LIMIT) is None
+    assert session.saver.is_saved
     assert [m.text for m in store.load(session.conversation.id).path()] == ["a", "one", "b", "two"]
     release.join()
     other.close()
@@ -196,7 +196,7 @@ async def test_a_chat_that_is_left_unsaved_is_kept_for_the_end(monkeypatch: pyte
         await chat.until(lambda: len(chat.app.session.conversation) == 0)
         left, _ = chat.app.sessions
     is_full = False
-    assert left.flush(0.0) is None
+    assert left.saver.flush(0.0) is None
     assert [m.text for m in store.load(left.conversation.id).path()] == ["hi", "one"]
 
 
@@ -245,7 +245,7 @@ def test_of_a_large_history_the_end_is_read(tmp_path: Path) -> None:
 
 
 def test_the_counters_of_another_model_are_not_shown(tmp_path: Path) -> None:
-    session = ChatSession(FakeModel(["one two"]), Store.in_memory())
+    session = ChatSession(FakeModel(["one two"]), Store(None))
     play(session.send, "a")
     assert session.last is not None
     counted = session.meter().used

@@ -51,7 +51,7 @@ class Person:
         self.replying = self.editing = self.is_sent = False
         self.system = ""
         self.gate = Steps()
-        self.store = Store.in_memory()
+        self.store = Store(None)
         self.conversation = Conversation()
         self.n_words = 0
         self.done: list[str] = []  # for whoever reads of a failure
@@ -206,7 +206,7 @@ class Person:
         await chat.until(lambda: not chat.app.is_running, "the end")
         session = chat.app.session
         if len(session.conversation):
-            assert session.is_saved
+            assert session.saver.is_saved
             self.conversation = self.store.load(session.conversation.id)
         else:
             self.conversation = Conversation()

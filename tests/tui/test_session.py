@@ -14,6 +14,7 @@ import pytest
 import localllm
 from localllm.errors import DeviceLostError, UsageError
 from localllm.quant.types import GGMLType
+from localllm.tui.chat.context import ChatModel
 from localllm.tui.chat.conversation import Conversation, Message, Stats
 from localllm.tui.chat.events import (
     ContextFull,
@@ -27,7 +28,6 @@ from localllm.tui.chat.events import (
     Turn,
     Warned,
 )
-from localllm.tui.chat.model import ChatModel
 from localllm.tui.chat.session import ChatSession
 from localllm.tui.storage.chats import Store
 from tests.helpers.fake_chat import FakeModel, Reply, play
@@ -558,7 +558,7 @@ def test_what_could_not_be_kept_is_kept_later(store: Store) -> None:
     session.set_title("new")
     session.set_system("be kind")
     session.delete(conversation.path()[2].id)
-    assert "is not saved" in (session.take_warning() or "")
+    assert "is not saved" in (session.saver.take_warning() or "")
     other.execute("ROLLBACK")
     assert len(kept(session)) == 4
     play(session.send, "third")

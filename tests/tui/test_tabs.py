@@ -101,4 +101,4 @@ async def test_quitting_keeps_the_replies_of_all_tabs() -> None:
         await chat.press("ctrl+q")
         await chat.until(lambda: not chat.app.is_running)
         assert [len(session.conversation) > 0 for session in chat.app.sessions] == [True, True, False]
-        assert all(session.is_saved for session in chat.app.sessions[:2])
+        assert all(session.saver.is_saved for session in chat.app.sessions[:2])

@@ -31,7 +31,7 @@ def test_a_chat_in_a_terminal(terminal: Terminal) -> None:
     terminal.press("Tell me a story about a boat, and another one, and another one", "Enter")
     terminal.sees("writing")
     terminal.press("Escape")
-    terminal.sees("stopped · Ctrl+G or /continue goes on")
+    terminal.sees("stopped · Ctrl+G goes on")
     terminal.press("C-Up")
     terminal.sees("y Copy")
     terminal.press("y")

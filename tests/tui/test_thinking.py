@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localllm.tui.chat.thinking import TAGS, ThinkingSplitter, opening_tag, split
+from localllm.chat.thinking import TAGS, ThinkingSplitter, opening_tag, split
 
 ANALYSIS = "<|channel|>analysis<|message|>well<|end|>"
 CASES = {

@@ -35,7 +35,7 @@ def call(name: str, **arguments: object) -> str:
 
 def asking(*replies: Reply, store: Store | None = None, **settings: Any) -> tuple[ChatSession, FakeModel]:
     model = FakeModel([*replies], context=100_000)
-    return ChatSession(model, store or Store.in_memory(), toolbox=Toolbox(settings)), model
+    return ChatSession(model, store or Store(None), toolbox=Toolbox(settings)), model
 
 
 def answering(*answers: Permission) -> Any:
@@ -191,10 +191,10 @@ def test_wrong_settings_are_told(settings: Any) -> None:
 
 def test_tools_are_switched_on_by_a_command(folder: Path) -> None:
     session, _ = asking()
-    assert "no tools" in str(run_command(session, Call(find("tools"), "")))
+    assert "no tools" in run_command(session, Call(find("tools"), "")).text
     for argument in (f"read {folder}", "run on", "fetch on"):
-        told = run_command(session, Call(find("tools"), argument))
-    assert [line.split()[0] for line in str(told).splitlines()] == ["read_file", "run_command", "fetch_page"]
+        told = run_command(session, Call(find("tools"), argument)).text
+    assert [line.split()[0] for line in told.splitlines()] == ["read_file", "run_command", "fetch_page"]
     run_command(session, Call(find("tools"), "run off"))
     assert "run_command" not in session.toolbox.tools()
     for argument in ("x", "read /nowhere", "run maybe", "add a", "remove b", 'add a "x'):

@@ -57,6 +57,7 @@ def attach(
     count: Callable[[str], int],
     known: Iterable[Attachment] = (),
     room: Callable[[], int] = lambda: sys.maxsize,
+    rank: pieces.Rank = pieces.ranked,
 ) -> Attached:
     """Reads the files that a text names, also by folders and by patterns such as ``@docs/*.md``.
 
@@ -65,6 +66,7 @@ def attach(
         count: gives the tokens of a text.
         known: files that came with an earlier version of the text: those that are gone are taken from here.
         room: gives the tokens that files may have; it is asked if there are any.
+        rank: ranks pieces of files that do not fit.
 
     Raises:
         UsageError: one cannot be read, is too large or no text, or a name in quotes is of no file.
@@ -92,12 +94,16 @@ def attach(
             raise UsageError(f"there is no file {quoted!r} to attach: check the path")
         else:
             unknown.append(match[3])
-    files, n_tokens, is_cut = _fitting(texts, _REFERENCE.sub("", text), count, room)
+    files, n_tokens, is_cut = _fitting(texts, _REFERENCE.sub("", text), count, room, rank)
     return Attached((*kept, *files), tuple(unknown), tuple(skipped), n_tokens, is_cut)
 
 
 def _fitting(
-    texts: Mapping[str, str], question: str, count: Callable[[str], int], room: Callable[[], int]
+    texts: Mapping[str, str],
+    question: str,
+    count: Callable[[str], int],
+    room: Callable[[], int],
+    rank: pieces.Rank,
 ) -> tuple[list[Attachment], int, bool]:
     """Files as a whole, or their best pieces; all their tokens, and whether these are pieces."""
     left = room() if texts else 0
@@ -107,7 +113,7 @@ def _fitting(
         n_tokens = sum(file.n_tokens for file in files)
         if n_tokens <= left:
             return files, n_tokens, False
-    best = pieces.best(texts, question, count, left)
+    best = pieces.best(texts, question, count, left, rank)
     if not best:
         raise UsageError(f"there is room for {left:,} tokens of files alone: load the model with a larger context")
     return best, n_tokens, True
@@ -119,8 +125,8 @@ def _files(name: str) -> list[str]:
     Raises:
         UsageError: there are too many, or a folder has none.
     """
-    path = _path(name)
     try:
+        path = path_of(name)
         if path.is_dir():
             found = _walk(path)
         elif path.exists():
@@ -129,7 +135,7 @@ def _files(name: str) -> list[str]:
             has_marks = any(mark in name for mark in "*?[")
             found = (each for each in glob.iglob(str(path), recursive=True) if has_marks and os.path.isfile(each))
         listed = list(itertools.islice(found, MOST_FILES + 1))
-    except (OSError, ValueError):  # too long, or a NUL
+    except (OSError, ValueError, UsageError):  # too long, a NUL, or ~somebody
         return []
     if not listed and path.is_dir():
         raise UsageError(f"{name} cannot be attached: it has no files")
@@ -159,11 +165,16 @@ def fenced(text: str) -> str:
     return f"{fence}\n{text.removesuffix(chr(10))}\n{fence}"
 
 
-def _path(name: str) -> Path:
+def path_of(name: str) -> Path:
+    """The path that somebody typed.
+
+    Raises:
+        UsageError: it begins with the home of somebody who is not there.
+    """
     try:
         return Path(name).expanduser()
-    except RuntimeError:  # ~somebody
-        return Path(name)
+    except RuntimeError:
+        raise UsageError(f"{name} is no path here: check its beginning") from None
 
 
 def read_text_file(name: str) -> str:
@@ -172,7 +183,7 @@ def read_text_file(name: str) -> str:
     Raises:
         UsageError: it cannot be read, is too large or no text.
     """
-    path = _path(name)
+    path = path_of(name)
     if path.suffix.lower() == ".pdf":
         return _pdf_text(path)
     try:

@@ -5,16 +5,50 @@ from __future__ import annotations
 import json
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, Unpack
 
 from localllm.tui.chat import settings as chat_settings
 from localllm.tui.chat.attachments import with_attachments
 from localllm.tui.chat.conversation import Conversation, Message, Window
 from localllm.tui.chat.events import Choice
-from localllm.tui.chat.model import ChatModel
 
-#: A message as `LLM.chat` takes it.
+if TYPE_CHECKING:
+    from localllm.chat import ChatTemplate
+    from localllm.completion import Stream
+    from localllm.info import ModelInfo
+    from localllm.options import Options
+
+#: A message as `LLM.chat` takes it, and several.
 Sent = dict[str, Any]
+Messages = Sequence[Mapping[str, object]]
+
+
+class ChatModel(Protocol):
+    """What is needed of a `localllm.LLM`, or of a model of tests."""
+
+    @property
+    def info(self) -> ModelInfo: ...
+    @property
+    def chat_template(self) -> ChatTemplate: ...
+    def close(self) -> None: ...
+    def tokenize(self, text: str, add_special: bool = True) -> list[int]: ...
+    def tokenize_chat(
+        self,
+        messages: Messages,
+        *,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        template_variables: Mapping[str, object] | None = None,
+        reply_prefix: str = "",
+    ) -> list[int]: ...
+    def stream_chat(
+        self,
+        messages: Messages,
+        *,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        template_variables: Mapping[str, object] | None = None,
+        reply_prefix: str = "",
+        **options: Unpack[Options],
+    ) -> Stream: ...
 
 
 def window_of(path: Sequence[Message]) -> Window | None:

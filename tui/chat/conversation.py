@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
+import msgspec
 from msgspec import Meta
 
-from localllm.errors import UsageError
-from localllm.tui.chat.thinking import split
+from localllm.chat.thinking import split
+from localllm.errors import StoreError, UsageError
+
+T = TypeVar("T")
 
 Role = Literal["user", "assistant"]
 
@@ -125,7 +128,7 @@ class Message:
         text: what was said; of a reply all that the model wrote, thinking and tags as well.
         created: when, in seconds since 1970.
         state: how far it came.
-        opened: the tag of thinking that the prompt ended with; see `localllm.tui.chat.thinking`.
+        opened: the tag of thinking that the prompt ended with; see `localllm.chat.thinking`.
         stats: what a reply cost.
         window: what the model gets of the conversation from here on, where it did not fit.
         attachments: files that were sent with it.
@@ -369,3 +372,39 @@ class Conversation:
             parent = self._messages[at].parent
             self._chosen[parent] = at
             at = parent
+
+
+# -- Values of files and of the database: anybody may have written them ----------------------------------------------
+
+
+def parsed(text: str | bytes) -> Any:
+    """The values of a JSON text.
+
+    Raises:
+        StoreError: it is not valid.
+    """
+    try:
+        return msgspec.json.decode(text)
+    except RecursionError:
+        raise StoreError("it is nested too deeply") from None
+    except (msgspec.DecodeError, UnicodeError) as error:
+        raise StoreError(f"it is not valid JSON ({error})") from None
+
+
+def converted(values: object, type_: type[T], where: str) -> T:
+    """Values of JSON as a class says; unknown ones are left out.
+
+    Raises:
+        StoreError: one is missing or wrong; ``where`` is the name of it all for people.
+    """
+    try:
+        return msgspec.convert(values, type_)
+    except msgspec.ValidationError as error:
+        raise StoreError(f"{where} is damaged: {error}") from None
+
+
+def to_message(values: object, where: str) -> Message:
+    """A message of its values; see `converted`."""
+    if isinstance(values, Mapping):
+        values = {"parent": None, "created": 0.0, **values}
+    return converted(values, Message, where)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
+from localllm.chat.thinking import Piece
 from localllm.tui.chat.conversation import Message
-from localllm.tui.chat.model import ReplyStream
 from localllm.tui.chat.tools import Permission
+
+if TYPE_CHECKING:
+    from localllm.completion import Stream
 
 #: What can be done where the context is full: leave out the oldest turns, put a summary in their place, or nothing.
 Choice = Literal["drop", "summarise", "stop"]
@@ -159,7 +163,7 @@ class Turn:
         self.emit = emit
         self.question: str | None = None
         self._stopped = threading.Event()
-        self._stream: ReplyStream | None = None
+        self._stream: Stream | None = None
 
     @property
     def is_stopped(self) -> bool:
@@ -172,12 +176,40 @@ class Turn:
             stream.cancel()
 
     @property
-    def stream(self) -> ReplyStream | None:
+    def stream(self) -> Stream | None:
         """What is read now; `stop` ends it, even if it came before."""
         return self._stream
 
     @stream.setter
-    def stream(self, stream: ReplyStream | None) -> None:
+    def stream(self, stream: Stream | None) -> None:
         self._stream = stream
         if stream is not None and self.is_stopped:
             stream.cancel()
+
+
+class ThinkingClock:
+    """Tells how long a model thinks, from its first thought to its first word of an answer."""
+
+    def __init__(self, before: float | None = None) -> None:
+        """``before`` are the seconds of a reply that goes on; None if it has no thought yet."""
+        self._before = before
+        self._began: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        """How long it has thought by now."""
+        return (self._before or 0.0) + (0.0 if self._began is None else time.monotonic() - self._began)
+
+    def see(self, pieces: Iterable[Piece]) -> None:
+        """Takes note of pieces that have just come."""
+        for piece in pieces:
+            if not piece.thinking:
+                self.stop()
+            elif self._began is None:
+                self._began = time.monotonic()
+
+    def stop(self) -> float | None:
+        """Ends a thought that is under way; returns the seconds of all; None if there was none."""
+        if self._began is not None:
+            self._before, self._began = self.seconds, None
+        return self._before

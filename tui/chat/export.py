@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
 from dataclasses import replace
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,18 @@ import msgspec
 from localllm.errors import StoreError, UsageError
 from localllm.tui.chat import settings as chat_settings
 from localllm.tui.chat.attachments import fenced
-from localllm.tui.chat.conversation import Conversation, Id, Message, Time, new_id, short_id
+from localllm.tui.chat.conversation import (
+    Conversation,
+    Id,
+    Message,
+    Time,
+    converted,
+    new_id,
+    parsed,
+    short_id,
+    to_message,
+)
 from localllm.tui.storage.chats import Store
-from localllm.tui.storage.records import converted, parsed, to_message
 from localllm.tui.text import clean_title, escape_controls
 
 FORMAT, VERSION = "localllm-chat", 1
@@ -31,7 +41,8 @@ _MOST_BYTES = 256 << 20
 def to_markdown(conversation: Conversation) -> str:
     """The path from the first message to the leaf, as people read it."""
     c = conversation
-    parts = [f"# {c.title or 'Chat'}", f"*{_date(c.created)}{f' · {c.model}' if c.model else ''}*"]
+    date = time.strftime("%Y-%m-%d %H:%M", time.localtime(c.created))
+    parts = [f"# {c.title or 'Chat'}", f"*{date}{f' · {c.model}' if c.model else ''}*"]
     if c.system:
         parts += ["## System", c.system]
     for message in c.path():
@@ -47,10 +58,6 @@ def to_markdown(conversation: Conversation) -> str:
         if message.is_cut:
             parts.append("*(cut off)*")
     return escape_controls("\n\n".join(parts) + "\n")
-
-
-def _date(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
 
 
 def to_json(conversation: Conversation) -> str:
@@ -130,33 +137,20 @@ def _messages(values: list[object]) -> tuple[list[Message], dict[str, str]]:
         if message.parent is not None and message.parent not in ids:
             raise StoreError(f"the 'parent' of {where} is none of the messages before it")
         ids[message.id] = new_id()
-        window = message.window
-        if window is not None:
-            if window.first not in ids:
-                raise StoreError(f"the window of {where} begins at none of the messages before it")
-            window = replace(window, first=ids[window.first])
-        messages.append(
-            replace(
-                message,
-                id=ids[message.id],
-                parent=None if message.parent is None else ids[message.parent],
-                state="killed" if message.state == "streaming" else message.state,
-                window=window,
-            )
-        )
-    return messages, ids
+        if message.window is not None and message.window.first not in ids:
+            raise StoreError(f"the window of {where} begins at none of the messages before it")
+        messages.append(replace(message, state="killed" if message.state == "streaming" else message.state))
+    return [_with_new_id(message, ids) for message in messages], ids
 
 
-def path_of(name: str) -> Path:
-    """The path that somebody typed.
-
-    Raises:
-        UsageError: it begins with the home of somebody who is not there.
-    """
-    try:
-        return Path(name).expanduser()
-    except RuntimeError:
-        raise UsageError(f"{name} is no path here: check its beginning") from None
+def _with_new_id(message: Message, ids: Mapping[str, str]) -> Message:
+    """A message whose id, and those that it names, are replaced; one that is not there begins a path, or a window."""
+    return replace(
+        message,
+        id=ids[message.id],
+        parent=None if message.parent is None else ids[message.parent],
+        window=message.window and replace(message.window, first=ids.get(message.window.first, ids[message.id])),
+    )
 
 
 def write_export(conversation: Conversation, path: Path) -> None:
@@ -211,7 +205,9 @@ def import_chat(store: Store, path: Path) -> Conversation:
     """
     conversation = read_export(path)
     titles = {chat.title for archived in (False, True) for chat in store.sessions(archived=archived)}
-    conversation.title = _new_title(conversation.title or path.stem, titles)
+    title = conversation.title or path.stem
+    names = chain([title, f"{title} (copy)"], (f"{title} (copy {number})" for number in count(2)))
+    conversation.title = next(name for name in names if name not in titles)
     store.save(conversation, conversation.messages)
     return conversation
 
@@ -237,25 +233,11 @@ def copied_path(conversation: Conversation, to: str | None = None) -> Conversati
     """A new conversation with what was said up to a message, by default to the leaf."""
     path = conversation.path(to)
     ids = {message.id: new_id() for message in path}
-    copies = [
-        replace(
-            message,
-            id=ids[message.id],
-            parent=None if message.parent is None else ids[message.parent],
-            window=message.window and replace(message.window, first=ids.get(message.window.first, message.id)),
-        )
-        for message in path
-    ]
     c = conversation
     title = f"{c.title or 'Chat'} (fork)"
     copy = Conversation(title=title, system=c.system, settings=dict(c.settings), model=c.model)
-    copy.restore(copies, None)
+    copy.restore([_with_new_id(message, ids) for message in path], None)
     return copy
-
-
-def _new_title(title: str, titles: set[str]) -> str:
-    names = (f"{title} (copy)" if number == 1 else f"{title} (copy {number})" for number in count(1))
-    return title if title not in titles else next(name for name in names if name not in titles)
 
 
 def _reason(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""Pieces of files that are larger than the context: those that matter for a message, found by BM25.
+"""Pieces of files that are larger than the context: those that match a message, by BM25 or by an embedding model.
 
 Source: Robertson and Zaragoza, "The Probabilistic Relevance Framework: BM25 and Beyond", 2009.
 """
@@ -10,16 +10,26 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from localllm.tui.chat.conversation import Attachment
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 #: Characters of a piece, at least: it ends with a line.  Where there is little room, it has fewer.
 _LENGTH, _SHORTEST = 1500, 200
 #: The constants of BM25: how soon more of a word says nothing more, and how much long pieces are held back.
 _K1, _B = 1.5, 0.75
+#: Texts that an embedding model is given: on a CPU each takes its time.
+_MOST_EMBEDDED = 100
 #: Tokens of what stands around a piece in the prompt.
 _AROUND = 16
+
+
+#: Gives the places of texts, the one that matches a question best first.
+Rank = Callable[[Sequence[str], str], list[int]]
 
 
 class Piece(NamedTuple):
@@ -56,7 +66,9 @@ def cut(name: str, text: str, length: int = _LENGTH) -> Iterator[Piece]:
             first, lines, size = number + 1, [], 0
 
 
-def best(texts: Mapping[str, str], question: str, count: Callable[[str], int], room: int) -> list[Attachment]:
+def best(
+    texts: Mapping[str, str], question: str, count: Callable[[str], int], room: int, rank: Rank
+) -> list[Attachment]:
     """The pieces of files that match a question best and fit, in the order of the files, neighbours joined.
 
     Args:
@@ -64,11 +76,12 @@ def best(texts: Mapping[str, str], question: str, count: Callable[[str], int], r
         question: the message.
         count: gives the tokens of a text.
         room: tokens that all of them may have.
+        rank: ranks them.
     """
     length = min(max(room, _SHORTEST), _LENGTH)
     pieces = [piece for name, text in texts.items() for piece in cut(name, text, length)]
     taken: dict[int, int] = {}
-    for place in ranked([piece.text for piece in pieces], question):
+    for place in rank([piece.text for piece in pieces], question):
         n_tokens = count(pieces[place].text) + _AROUND
         if n_tokens > room:
             break
@@ -106,6 +119,19 @@ def ranked(texts: Sequence[str], question: str) -> list[int]:
         return sum(weights[word] * n * (_K1 + 1) / (n + longer) for word, n in counts[place].items())
 
     return sorted(range(len(texts)), key=score, reverse=True)
+
+
+def ranked_by_vectors(embed: Callable[[list[str]], NDArray[np.float32]]) -> Rank:
+    """Ranks by vectors of length 1, which ``embed`` gives; of many texts, those that BM25 ranks first."""
+
+    def rank(texts: Sequence[str], question: str) -> list[int]:
+        places = ranked(texts, question)
+        embedded = places[:_MOST_EMBEDDED]
+        vectors = embed([question, *(texts[place] for place in embedded)])
+        cosines = dict(zip(embedded, vectors[1:] @ vectors[0], strict=True))
+        return sorted(places, key=lambda place: cosines.get(place, -2.0), reverse=True)
+
+    return rank
 
 
 def _words(text: str) -> list[str]:

@@ -9,26 +9,29 @@ from __future__ import annotations
 import json
 import queue
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from localllm.chat.reply import ReplyParser, ToolCall
+from localllm.chat.thinking import Piece, opening_tag, split
 from localllm.errors import StoreError, UsageError
 from localllm.tui.chat import events
 from localllm.tui.chat import settings as chat_settings
 from localllm.tui.chat.attachments import Attached, attach
-from localllm.tui.chat.context import ContextTrimmer, whole_prompt
+from localllm.tui.chat.context import ChatModel, ContextTrimmer, whole_prompt
 from localllm.tui.chat.conversation import Attachment, Call, Conversation, Message, State, Stats, Window
-from localllm.tui.chat.events import Choice, Event, Turn
-from localllm.tui.chat.model import ChatModel, ReplyStream
-from localllm.tui.chat.thinking import Piece, ThinkingClock, opening_tag, split
+from localllm.tui.chat.events import Choice, Event, ThinkingClock, Turn
+from localllm.tui.chat.pieces import Rank, ranked
 from localllm.tui.chat.tools import Permission, Tool, Toolbox, result_of
 from localllm.tui.storage.autosave import AutoSaver
 from localllm.tui.storage.chats import Store
 from localllm.tui.text import automatic_title, clean_title, shortened
+
+if TYPE_CHECKING:
+    from localllm.completion import Stream
 
 #: Seconds between two looks at whether somebody still wants an answer.
 _ANSWER_SECONDS = 0.05
@@ -59,7 +62,9 @@ class ChatSession:
         conversation: what was said.
         more: keywords of `LLM.stream_chat` beside the conversation's settings, which are not kept.
         toolbox: what the model may call.
+        rank: ranks the pieces of files that do not fit.
         turn: what is being generated; None if nothing is.
+        saver: keeps the conversation in the store.
     """
 
     def __init__(
@@ -69,6 +74,7 @@ class ChatSession:
         conversation: Conversation | None = None,
         more: Mapping[str, Any] | None = None,
         toolbox: Toolbox | None = None,
+        rank: Rank = ranked,
     ) -> None:
         """A session, see above; a new conversation where none is given."""
         self.model = model
@@ -76,17 +82,22 @@ class ChatSession:
         self.store = store
         self.conversation = Conversation() if conversation is None else conversation
         self.toolbox = Toolbox() if toolbox is None else toolbox
+        self.rank = rank
         self.turn: Turn | None = None
         self._tools: dict[str, Tool] = {}
         self._allowed: set[str] = set()
-        self._saver = AutoSaver(store, self.conversation)
+        self.saver = AutoSaver(store, self.conversation)
         self._busy = threading.Lock()
         self._full: _Full | None = None
 
-    def mark_open(self) -> str | None:
-        """Notes that the conversation is open here; returns what there is to tell if it is so elsewhere too."""
+    def mark_open(self, beside: Iterable[str] = ()) -> str | None:
+        """Notes that the conversation is open here; returns what there is to tell if it is so elsewhere too.
+
+        Args:
+            beside: the ids of others that are open here.
+        """
         try:
-            others = self.store.mark_open(self.conversation.id)
+            others = self.store.mark_open(self.conversation.id, beside)
         except StoreError:  # told when something cannot be saved
             return None
         if not others:
@@ -130,7 +141,7 @@ class ChatSession:
             return
         with self._taking(turn):
             edited = self.conversation.add_sibling(id_, text, state="edited", opened=old.opened)
-            self._saver.save(edited.id)
+            self.saver.save(edited.id)
 
     def regenerate(self, id_: str | None, turn: Turn) -> None:
         """Has a message replied to again; the earlier reply stays as a branch.
@@ -219,30 +230,17 @@ class ChatSession:
         messages = whole_prompt(self.conversation.path(), self.conversation.system)
         return Meter(len(self.model.tokenize_chat(messages)) if messages else 0, context)
 
-    def flush(self, seconds: float) -> str | None:
-        """Saves what could not be saved yet, trying for so long; returns why that fails, or None."""
-        return self._saver.flush(seconds)
-
-    @property
-    def is_saved(self) -> bool:
-        """Whether all that was said is in the store."""
-        return self._saver.is_saved
-
-    def take_warning(self) -> str | None:
-        """What there is to tell of the store since the last event, once."""
-        return self._saver.take_warning()
-
     # -- What belongs to the conversation as a whole ---------------------------------------------------------------
 
     def set_system(self, text: str) -> None:
         """Sets the system prompt; an empty one takes it away."""
         self.conversation.system = text
-        self._saver.set(system=text)
+        self.saver.set(system=text)
 
     def set_title(self, text: str) -> str:
         """Gives the conversation a title; returns it as it is kept, in one line."""
         self.conversation.title = clean_title(text)
-        self._saver.set(title=self.conversation.title)
+        self.saver.set(title=self.conversation.title)
         return self.conversation.title
 
     def set_options(self, settings: dict[str, Any]) -> None:
@@ -253,7 +251,7 @@ class ChatSession:
         """
         chat_settings.check(settings)
         self.conversation.settings = settings
-        self._saver.set(settings=settings)
+        self.saver.set(settings=settings)
 
     def use_model(self, model: ChatModel | None, path: str | None) -> None:
         """Lets another model reply from now on.
@@ -269,7 +267,7 @@ class ChatSession:
         self.model = model
         if path is not None:
             self.conversation.model = path
-            self._saver.set(model=path)
+            self.saver.set(model=path)
 
     def switch(self, id_: str) -> None:
         """Goes to the branch that a message is in."""
@@ -290,7 +288,7 @@ class ChatSession:
     def delete(self, id_: str) -> None:
         """Deletes a message and all that follows it, for good."""
         self._check_free()
-        self._saver.delete(self.conversation.delete(id_))
+        self.saver.delete(self.conversation.delete(id_))
         self._moved()
 
     def detach(self, name: str) -> int:
@@ -305,13 +303,13 @@ class ChatSession:
             if kept != message.attachments:
                 n += len(message.attachments) - len(kept)
                 self.conversation.update(message.id, attachments=kept)
-                self._saver.save(message.id)
+                self.saver.save(message.id)
         return n
 
     def _moved(self) -> None:
         self._full = None
         leaf = self.conversation.leaf
-        self._saver.set(leaf=None if leaf is None else leaf.id)
+        self.saver.set(leaf=None if leaf is None else leaf.id)
 
     # -- Turns -----------------------------------------------------------------------------------------------------
 
@@ -339,7 +337,7 @@ class ChatSession:
 
     def _emit(self, turn: Turn, *told: Event) -> None:
         """Tells of events, and before them of what could not be saved."""
-        if (warning := self.take_warning()) is not None:
+        if (warning := self.saver.take_warning()) is not None:
             turn.emit(events.Warned(warning))
         for event in told:
             turn.emit(event)
@@ -350,7 +348,9 @@ class ChatSession:
             model = self._loaded()
             if not text.strip():
                 raise UsageError("there is nothing to send: type a message")
-            attached = self.attach(text, lambda content: len(model.tokenize(content, add_special=False)), old)
+            attached = self.attach(
+                text, lambda content: len(model.tokenize(content, add_special=False)), old, self.rank
+            )
             if turn.is_stopped:
                 turn.emit(events.Finished(None))
                 return
@@ -368,7 +368,9 @@ class ChatSession:
                 )
             self._reply(question.id, None, turn)
 
-    def attach(self, text: str, count: Callable[[str], int], old: Message | None = None) -> Attached:
+    def attach(
+        self, text: str, count: Callable[[str], int], old: Message | None = None, rank: Rank = ranked
+    ) -> Attached:
         """The files that a text in the place of ``old`` names, or those of their pieces that fit; see `attach`."""
 
         def room() -> int:
@@ -379,7 +381,7 @@ class ChatSession:
             left = context - count(text) - (len(self._loaded().tokenize_chat(said)) if said else 0)
             return max(left, context // 2) - context // 4  # of a long past, turns can be dropped
 
-        return attach(text, count, () if old is None else old.attachments, room)
+        return attach(text, count, () if old is None else old.attachments, room, rank)
 
     def _say(self, text: str, old: Message | None, files: tuple[Attachment, ...]) -> Message:
         if not self.conversation.title:
@@ -392,8 +394,8 @@ class ChatSession:
                 first = question.id if old.window.first == old.id else old.window.first
                 question = self.conversation.update(question.id, window=Window(first, old.window.summary))
             if not self.conversation.was_replied_to(old.id):
-                self._saver.delete(self.conversation.delete(old.id))
-        self._saver.save(question.id)
+                self.saver.delete(self.conversation.delete(old.id))
+        self.saver.save(question.id)
         return question
 
     def _reply(self, question: str, id_: str | None, turn: Turn) -> None:
@@ -428,7 +430,7 @@ class ChatSession:
                 result = result_of(tool, json.loads(call.arguments), lambda: turn.is_stopped)
             calls[i] = replace(call, result=result)
             message = self.conversation.update(reply.id, calls=tuple(calls))
-            self._saver.save(reply.id)
+            self.saver.save(reply.id)
             self._emit(turn, events.ToolsUsed(message))
 
     def _may_run(self, tool: Tool, call: Call, turn: Turn) -> bool:
@@ -469,7 +471,7 @@ class ChatSession:
             id_ = conversation.add("assistant", begun, parent=question, state="streaming", opened=opened).id
         else:
             conversation.update(id_, state="streaming")
-        self._saver.save(question, id_)
+        self.saver.save(question, id_)
         self._emit(turn, events.Started(id_))
         start = partial(
             model.stream_chat,
@@ -486,7 +488,7 @@ class ChatSession:
             self._emit(turn, self._context_full(question, id_, message.stats.total_tokens))
         return message if message is not None and message.state == "complete" else None
 
-    def _write(self, id_: str, start: Callable[[], ReplyStream], turn: Turn, *, show_begun: bool) -> None:
+    def _write(self, id_: str, start: Callable[[], Stream], turn: Turn, *, show_begun: bool) -> None:
         """Writes a reply as it comes; whatever ends it, what was said stays.
 
         Args:
@@ -513,11 +515,11 @@ class ChatSession:
 
         clock = ThinkingClock(None if reply.stats is None else reply.stats.thinking_s)
         state: State = "failed"
-        stream: ReplyStream | None = None
+        stream: Stream | None = None
         try:
             tell(parser.feed(reply.text), show=show_begun)
             turn.stream = stream = start()
-            with self._saver.saving(id_):
+            with self.saver.saving(id_):
                 for chunk in stream:
                     if chunk.text:
                         self.conversation.update(id_, text=self.conversation[id_].text + chunk.text)
@@ -544,11 +546,11 @@ class ChatSession:
         """Keeps a reply as it will stay; one without a word is taken away, unless the model wanted it so."""
         if self.conversation[id_].text or state == "complete":
             self.conversation.update(id_, state=state, stats=stats)
-            self._saver.save(id_)
+            self.saver.save(id_)
         else:
-            self._saver.delete(self.conversation.delete(id_))
+            self.saver.delete(self.conversation.delete(id_))
             leaf = self.conversation.leaf
-            self._saver.set(leaf=None if leaf is None else leaf.id)
+            self.saver.set(leaf=None if leaf is None else leaf.id)
 
     # -- A full context --------------------------------------------------------------------------------------------
 
@@ -573,7 +575,7 @@ class ChatSession:
             return
         self._full = None
         self.conversation.update(full.question, window=Window(trimmer.path[first].id, summary))
-        self._saver.save(full.question)
+        self.saver.save(full.question)
         self._emit(turn, events.RoomMade(first, summary))
         self._reply(full.question, full.reply, turn)
 
@@ -600,13 +602,13 @@ def _name(model: ChatModel) -> str:
     return model.info.name or model.info.path.name
 
 
-def _state(stream: ReplyStream, model: ChatModel) -> State:
+def _state(stream: Stream, model: ChatModel) -> State:
     if stream.finish_reason == "length":
         return "context" if stream.usage.total_tokens >= model.info.context else "length"
     return "stopped" if stream.finish_reason == "cancelled" else "complete"
 
 
-def _stats(stream: ReplyStream, model: ChatModel) -> Stats:
+def _stats(stream: Stream, model: ChatModel) -> Stats:
     usage, timings = stream.usage, stream.timings
     return Stats(
         prompt_tokens=usage.prompt_tokens,

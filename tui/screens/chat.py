@@ -23,23 +23,22 @@ from textual.worker import Worker
 from localllm.errors import UsageError
 from localllm.tui import commands
 from localllm.tui.chat.attachments import file_completions, file_word
+from localllm.tui.chat.context import ChatModel
 from localllm.tui.chat.conversation import Conversation
 from localllm.tui.chat.events import ContextFull, ToolAsked, Turn
-from localllm.tui.chat.model import ChatModel
 from localllm.tui.chat.session import ChatSession
 from localllm.tui.chat.tools import Permission
 from localllm.tui.screens.commands import Commands
 from localllm.tui.screens.dialogs import EDIT, TAKE_BACK, ask_room, open_link
 from localllm.tui.screens.message_actions import MessageActions
-from localllm.tui.screens.model_loader import ModelLoader, ModelState
+from localllm.tui.screens.models import ModelLoader, ModelState
 from localllm.tui.screens.streaming import Follower, StreamedTurn
 from localllm.tui.setup import Setup
 from localllm.tui.storage.prompt_history import PromptHistory
 from localllm.tui.text import escape_controls, sentence, shortened
 from localllm.tui.widgets.composer import Composer, Suggestions
-from localllm.tui.widgets.footer import KeyFooter
 from localllm.tui.widgets.message import Reply
-from localllm.tui.widgets.status import StatusLine
+from localllm.tui.widgets.status import KeyFooter, StatusLine
 from localllm.tui.widgets.transcript import Transcript
 
 #: Commands whose keys stand in the footer.
@@ -70,8 +69,8 @@ class ChatScreen(MessageActions):
         Binding("escape", "stop", "Stop"),
         Binding("ctrl+up", "select(-1)", "Messages", key_display="^↑"),
         Binding("ctrl+down", "select(1)", "Next message", show=False),
-        Binding("ctrl+pagedown", "tab('next')", "Next tab", show=False),
-        Binding("ctrl+pageup", "tab('prev')", "Previous tab", show=False),
+        Binding("ctrl+pagedown", "command('tab next')", "Next tab", show=False),
+        Binding("ctrl+pageup", "command('tab prev')", "Previous tab", show=False),
         Binding("f1", "command('help')", "Help", id="help"),
         # What has no key can be given one by the settings file.
         *(
@@ -83,7 +82,7 @@ class ChatScreen(MessageActions):
 
     def __init__(self, setup: Setup, models: ModelLoader, conversation: Conversation) -> None:
         super().__init__()
-        self.session = ChatSession(models.model, setup.store, conversation, setup.more, setup.toolbox)
+        self.session = setup.session(models.model, conversation)
         self.turn: StreamedTurn | None = None
         self.models = models
         models.chats.append(self)
@@ -92,20 +91,22 @@ class ChatScreen(MessageActions):
         self.asked: ToolAsked | None = None
         self.suggestions = Suggestions()
         self.composer = Composer(PromptHistory(setup.history), self.suggestions)
+        self._heading, self._hint = Static(id="heading"), Static(id="hint")
         self.transcript = Transcript()
         self.status = StatusLine()
         #: Whether it is the chat that is shown; dialogs may be above it.
         self.seen = asyncio.Event()
-        self._ended = asyncio.Event()
-        self._ended.set()
+        #: Whether nothing is generated, and all of it is drawn.
+        self.ended = asyncio.Event()
+        self.ended.set()
         #: What is sent once a model is loaded, or the reply that was stopped has ended.
         self._pending: _Draft | None = None
 
     def compose(self) -> ComposeResult:
-        yield Static(id="heading")
+        yield self._heading
         yield self.transcript
         yield self.suggestions
-        yield Static(id="hint")
+        yield self._hint
         with Vertical(id="editor"):
             yield self.composer
         yield self.status
@@ -118,7 +119,7 @@ class ChatScreen(MessageActions):
         self.composer.focus()
         self.hint("")
         self.app.spawn(self._start())
-        self.set_interval(_MEMORY_SECONDS, self._look_at_memory)
+        self.set_interval(_MEMORY_SECONDS, self._sample_memory)
         if len(self.models.chats) > 1:
             self.status.change(**self.models.chats[0].status.shared)
             return
@@ -128,10 +129,7 @@ class ChatScreen(MessageActions):
         self.app.spawn(self.models.load(name, keeps=name == saved), group="loading")
         if self.app.setup.question:
             self._send(self.app.setup.question)
-        self.app.spawn(self._tell_notices())
-
-    async def _tell_notices(self) -> None:
-        unknown = [name for name in self.app.setup.keys if name not in {entry.name for entry in commands.COMMANDS}]
+        unknown = set(self.app.setup.keys).difference(command.name for command in commands.COMMANDS)
         wrong = [
             f"[keys] of the settings file has {name!r}, which is no command: /help lists them" for name in unknown
         ]
@@ -147,10 +145,9 @@ class ChatScreen(MessageActions):
         """Shows a conversation in the place of the one before."""
         await self.end_turn()
         self._take_back_pending()
-        setup = self.app.setup
-        if await self.app.offload(self.session.flush, 0.0) is not None:
+        if await self.app.offload(self.session.saver.flush, 0.0) is not None:
             self.unsaved.append(self.session)
-        self.session = ChatSession(self.models.model, setup.store, conversation, setup.more, setup.toolbox)
+        self.session = self.app.setup.session(self.models.model, conversation)
         self.replacing = None
         self.hint("")
         await self._show_chat()
@@ -160,19 +157,21 @@ class ChatScreen(MessageActions):
     async def _show_chat(self) -> None:
         await self.refresh_all()
         self.transcript.follow()
-        if (warning := await self.app.offload(self.session.mark_open)) is not None:
+        if (warning := await self.mark_open()) is not None:
             self.app.notify(warning, severity="warning")
             self.hint("Open in another terminal too: what both say is kept, as branches.")
 
-    async def ended(self) -> None:
-        """Waits until nothing is generated, and all of it is drawn."""
-        await self._ended.wait()
+    async def mark_open(self) -> str | None:
+        """Tells other terminals which chats are open here; returns what there is to tell of this one."""
+        return await self.app.offload(
+            self.session.mark_open, [chat.session.conversation.id for chat in self.models.chats]
+        )
 
     async def end_turn(self) -> None:
         """Stops what is generated, and waits for its end."""
         if self.turn is not None:
             self.turn.stop()
-            await self._ended.wait()
+            await self.ended.wait()
 
     async def quit(self) -> None:
         """Ends the program; replies that are under way are kept as far as they came."""
@@ -194,7 +193,7 @@ class ChatScreen(MessageActions):
         meter = await self.app.offload(session.meter)
         if session is self.session and self.turn is None:
             self.status.change(meter=meter, stats=session.last)
-        if (warning := session.take_warning()) is not None:
+        if (warning := session.saver.take_warning()) is not None:
             self.app.notify(warning, severity="warning")
 
     @property
@@ -205,25 +204,20 @@ class ChatScreen(MessageActions):
 
     def draw_heading(self) -> None:
         """Draws the titles of the chats that are open, in all of them."""
-        for chat in filter(lambda each: each.is_mounted, self.models.chats):
-            titles = [shortened(each.title_line, 30) for each in self.models.chats]
-            at = self.models.chats.index(chat)
+        titles = [shortened(chat.title_line, 30) for chat in self.models.chats]
+        for at, chat in enumerate(self.models.chats):
             parts: list[str | tuple[str, str]] = [f" {chat.title_line}"]
             if len(titles) > 1:
                 parts = [(f" {i + 1} {title} ", "reverse" if i == at else "") for i, title in enumerate(titles)]
-            chat.query_one("#heading", Static).update(Content.assemble((" localllm ", "bold"), *parts))
+            chat._heading.update(Content.assemble((" localllm ", "bold"), *parts))
 
     def hint(self, text: str) -> None:
         """Says something above the editor; an empty text says nothing."""
-        hint = self.query_one("#hint", Static)
-        hint.update(Content(escape_controls(text)))
-        hint.display = bool(text)
-
-    def _look_at_memory(self) -> None:
-        self.app.spawn(self._sample_memory(), group="memory")
+        self._hint.update(Content(escape_controls(text)))
+        self._hint.display = bool(text)
 
     async def _sample_memory(self) -> None:
-        self.status.change(memory=await asyncio.to_thread(self.app.setup.memory))
+        self.status.change(memory=await self.app.in_thread(self.app.setup.memory))
 
     # -- Turns -----------------------------------------------------------------------------------------------------
 
@@ -235,10 +229,10 @@ class ChatScreen(MessageActions):
         """
         if self.turn is not None:
             raise UsageError("a reply is under way: Esc stops it")
-        if self.models.state in (ModelState.TO_LOAD, ModelState.LOADING):
+        if self.models.state is ModelState.LOADING:
             raise UsageError("the model is being loaded: wait until it is there")
         self.turn = StreamedTurn(start, typed, replaced)
-        self._ended.clear()
+        self.ended.clear()
         self.refresh_bindings()
         self.draw_heading()
         self.app.spawn(self._run(self.session, self.turn), group="turn")
@@ -251,7 +245,7 @@ class ChatScreen(MessageActions):
         finally:
             await thread
             self.turn = None
-            self._ended.set()
+            self.ended.set()
             if self.asked is not None:
                 self._ask_for_tool(None)
             self.draw_heading()
@@ -272,8 +266,7 @@ class ChatScreen(MessageActions):
         """Asks in a line above the editor: a dialog would take the keys of who is typing."""
         self.asked = asked
         call = "" if asked is None else f"{asked.name} {shortened(asked.arguments, _MOST_OF_A_CALL)}"
-        key = commands.find("allow").shown_key(self.app.setup.keys)
-        self.hint(call and f"May the model use {call}? {key} answers; Esc stops the reply.")
+        self.hint(call and f"May the model use {call}? {self.app.key_of('allow')} answers; Esc stops the reply.")
         self.draw_heading()
 
     def answer(self, permission: Permission) -> None:
@@ -364,7 +357,7 @@ class ChatScreen(MessageActions):
     def send_pending(self) -> None:
         """Sends the message that waits, if it can be sent now; where no model could be loaded, takes it back."""
         draft, state = self._pending, self.models.state
-        if draft is None or self.turn is not None or state in (ModelState.TO_LOAD, ModelState.LOADING):
+        if draft is None or self.turn is not None or state is ModelState.LOADING:
             return
         if state is ModelState.NONE:
             self._take_back_pending()
@@ -469,11 +462,8 @@ class ChatScreen(MessageActions):
 
     async def _run_command(self, text: str) -> None:
         if self.is_ending:
-            await self.ended()
+            await self.ended.wait()
         await self.commands.run(text)
-
-    def action_tab(self, where: str) -> None:
-        self.run_command(f"/tab {where}")
 
     def action_command(self, name: str) -> None:
         self.run_command(f"/{name}")

@@ -3,143 +3,99 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Set
 from typing import Any, ClassVar
 
 from textual.actions import SkipAction
-from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.content import Content
-from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
 
-from localllm.tui.screens.dialogs import Ask, Find, FoundList, confirm
+from localllm.tui.screens.dialogs import Ask, Find, confirm
 from localllm.tui.storage.chats import ChatSummary, Store
 from localllm.tui.text import escape_controls
 
 
-class ChatsScreen(Find):
-    """The chats that are kept; the result is the id of the one to open."""
+class ChatsScreen(Find[ChatSummary]):
+    """The chats that are kept; the result is the id of the one to open.
+
+    Attributes:
+        deleted: ids of chats that were deleted here.
+        titles: new titles of chats that were renamed here, by id.
+    """
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("enter", "open", "Open", priority=True),
         Binding("f2", "rename", "Rename"),
         Binding("f3", "archive", "Archive"),
         Binding("delete", "delete", "Delete", key_display="del", priority=True),
         Binding("f6", "hidden", "Archived"),
     ]
 
-    def __init__(self, store: Store, current: str, search: str = "", *, archived: bool = False) -> None:
-        """``current`` is the id of the chat that is open."""
-        super().__init__(_title(archived))
+    def __init__(self, store: Store, open_ids: Set[str], search: str = "", *, archived: bool = False) -> None:
+        """``open_ids`` are those of the chats that are open here."""
+        super().__init__(_title(archived), "Search titles and messages", search)
         self._store = store
-        self._current = current
-        self._search = search
+        self._open_ids = open_ids
         self._archived = archived
-        self._found: list[ChatSummary] = []
-        #: What these were found for, and whether among archived chats.
-        self._found_for: tuple[str, bool] | None = None
-        #: Ids of chats that were deleted here.
         self.deleted: set[str] = set()
-        #: New titles of chats that were renamed here, by id.
         self.titles: dict[str, str] = {}
-        self.add_class("large")
-
-    def content(self) -> ComposeResult:
-        yield Input(self._search, placeholder="Search titles and messages", id="search")
-        yield FoundList()
-        yield Static(classes="empty")
-
-    def on_mount(self) -> None:
-        self._refresh()
-
-    # -- The list --------------------------------------------------------------------------------------------------
-
-    def _refresh(self) -> None:
-        self.app.spawn(self._list(), group="sessions")
 
     @property
-    def _wanted(self) -> tuple[str, bool]:
-        return self.query_one(Input).value, self._archived
+    def wanted(self) -> object:
+        return self._field.value, self._archived
 
-    async def _list(self) -> None:
-        wanted = text, archived = self._wanted
-        if text.strip():
-            found = await self.app.offload(self._store.search, text)
-            found = [summary for summary in found if summary.archived or not archived]
-        else:
-            found = await self.app.offload(self._store.sessions, archived=archived)
-        if not self.is_attached or wanted != self._wanted:
-            return
-        chats = self.query_one(OptionList)
-        place = chats.highlighted or 0
-        self._found, self._found_for = found, wanted
-        chats.clear_options()
-        chats.add_options([Option(_entry(summary, self._current), id=summary.id) for summary in found])
-        chats.highlighted = min(place, len(found) - 1) if found else None
-        empty = self.query_one(".empty", Static)
-        empty.display = not found
-        empty.update(Content(self._nothing(text)))
+    async def find(self, text: str) -> list[ChatSummary]:
+        archived = self._archived
+        if not text.strip():
+            return await self.app.offload(self._store.sessions, archived=archived)
+        found = await self.app.offload(self._store.search, text)
+        return [summary for summary in found if summary.archived or not archived]
 
-    def _nothing(self, text: str) -> str:
-        if text.strip():
+    def options(self) -> list[Option]:
+        return [Option(_entry(summary, summary.id in self._open_ids)) for summary in self.found]
+
+    def note(self, entry: ChatSummary | None) -> str:
+        if entry is not None:
+            return ""
+        if self._field.value.strip():
             return "no chat has these words"
         return "no chat is archived" if self._archived else "no chat is kept yet"
 
-    async def listed(self) -> None:
-        if self._found_for != self._wanted:
-            await self._list()
-
-    async def _on_chosen(self, work: Callable[[ChatSummary], Coroutine[Any, Any, None]]) -> None:
-        """Does something with the chat that is highlighted, once what was typed has been searched for."""
-        await self.listed()
-        place = self.query_one(OptionList).highlighted
-        if place is not None and place < len(self._found):
-            await work(self._found[place])
-
-    def on_input_changed(self, event: Input.Changed) -> None:
-        event.stop()
-        self._refresh()
-
-    def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
-        event.stop()
-        self.dismiss(event.option_id)
+    def result(self, entry: ChatSummary | None) -> str | None:
+        return None if entry is None else entry.id
 
     # -- What can be done with one ---------------------------------------------------------------------------------
 
-    def action_open(self) -> None:
-        self.app.ask(self._on_chosen(self._open))
-
-    async def _open(self, chosen: ChatSummary) -> None:
-        self.dismiss(chosen.id)
+    async def _on_highlighted(self, work: Callable[[ChatSummary], Coroutine[Any, Any, None]]) -> None:
+        if (chosen := await self.highlighted()) is not None:
+            await work(chosen)
 
     def action_hidden(self) -> None:
         self._archived = not self._archived
         self.query_one(".box").border_title = _title(self._archived)
-        self._refresh()
+        self.refresh_list()
 
     def action_rename(self) -> None:
-        self.app.ask(self._on_chosen(self._rename))
+        self.app.ask(self._on_highlighted(self._rename))
 
     async def _rename(self, chosen: ChatSummary) -> None:
         title = await self.app.push_screen_wait(Ask("Rename", value=chosen.title))
         if title:
             self.titles[chosen.id] = await self.app.offload(self._store.rename, chosen.id, title)
-            await self._list()
+            await self.search()
 
     def action_archive(self) -> None:
-        self.app.ask(self._on_chosen(self._archive))
+        self.app.ask(self._on_highlighted(self._archive))
 
     async def _archive(self, chosen: ChatSummary) -> None:
-        await self.app.offload(self._store.archive, chosen.id, not chosen.archived)
+        await self.app.offload(self._store.set, chosen.id, archived=not chosen.archived)
         self.app.notify(f"{chosen.title or 'the chat'}: {'back in the list' if chosen.archived else 'archived'}")
-        await self._list()
+        await self.search()
 
     def action_delete(self) -> None:
-        field = self.query_one(Input)
-        if not field.cursor_at_end or not field.selection.is_empty:
+        if not self._field.cursor_at_end or not self._field.selection.is_empty:
             raise SkipAction  # there is something to delete in the field
-        self.app.ask(self._on_chosen(self._delete))
+        self.app.ask(self._on_highlighted(self._delete))
 
     async def _delete(self, chosen: ChatSummary) -> None:
         text = f"{chosen.title or 'Untitled'}, {_messages(chosen)}"
@@ -148,11 +104,11 @@ class ChatsScreen(Find):
         if await self.app.push_screen_wait(confirm("Delete the chat for good?", text, "Delete")) == "yes":
             await self.app.offload(self._store.delete, chosen.id)
             self.deleted.add(chosen.id)
-            await self._list()
+            await self.search()
 
 
-def _entry(summary: ChatSummary, current: str) -> Content:
-    marks = ["open" if summary.id == current else "", "archived" if summary.archived else ""]
+def _entry(summary: ChatSummary, is_open: bool) -> Content:
+    marks = ["open" if is_open else "", "archived" if summary.archived else ""]
     about = " · ".join(filter(None, [*marks, age(time.time() - summary.updated), _messages(summary)]))
     title = Content.styled(escape_controls(summary.title or "Untitled"), "bold")
     return Content.assemble(title, (f"  {about}\n", "dim"), escape_controls(summary.preview))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, cast
 
 from localllm.cli.terminal import quantity
 from localllm.errors import StoreError, UsageError
@@ -14,12 +15,12 @@ from localllm.tui.chat.conversation import Conversation, Message
 from localllm.tui.chat.tools import Permission
 from localllm.tui.commands import NO_BRANCHES, branch_meant, check_begun, forks, to_remove
 from localllm.tui.screens.chats import ChatsScreen
-from localllm.tui.screens.dialogs import Ask, Choose, CompareScreen, SystemScreen, TextDialog, confirm
+from localllm.tui.screens.dialogs import Ask, Choose, CompareScreen, SamplingScreen, SystemScreen, TextDialog, confirm
 from localllm.tui.screens.help import HelpScreen
-from localllm.tui.screens.sampling import SamplingScreen
-from localllm.tui.text import shortened
+from localllm.tui.text import code_blocks, shortened
 
 if TYPE_CHECKING:
+    from localllm.tui.app import ChatApp
     from localllm.tui.screens.chat import ChatScreen
 
 #: More lines than these are told in a dialog, and no notification.
@@ -43,6 +44,7 @@ class Commands:
 
     def __init__(self, screen: ChatScreen) -> None:
         self._screen = screen
+        self._app = cast("ChatApp", screen.app)
         self._ask, self._offload = screen.app.push_screen_wait, screen.app.offload
 
     async def run(self, text: str) -> None:
@@ -68,29 +70,27 @@ class Commands:
     async def _do(self, name: str, result: commands.Result) -> None:
         """Does what a command leads to."""
         screen = self._screen
-        if isinstance(result, commands.Play):
-            screen.begin(result.start)
-        elif isinstance(result, commands.EditMessage):
-            screen.edit(result.message)
-        elif isinstance(result, commands.OpenChat):
-            await self._open(result.conversation)
+        if result.play:
+            screen.composer.focus()
+            screen.begin(result.play)
+        elif result.edit:
+            screen.edit(result.edit)
+        elif result.chat is not None:
+            await self._open(result.chat)
             if name in ("fork", "import"):
-                screen.app.notify(result.text.splitlines()[0])
-        elif isinstance(result, commands.UseModel):
-            await screen.models.change(result.path)
-        elif isinstance(result, commands.PutText):
-            screen.composer.put(result.text)
-        elif isinstance(result, commands.Quit):
+                self._app.notify(result.text.splitlines()[0])
+        elif result.model is not None:
+            await screen.models.change(result.model)
+        elif result.draft:
+            screen.composer.put(result.draft)
+        elif result.ends:
             await screen.quit()
         else:
             await screen.refresh_all()
-            await self._tell(name, result)
-
-    async def _tell(self, title: str, text: str) -> None:
-        if text.count("\n") < _MOST_LINES:
-            self._screen.app.notify(text)
-        else:
-            await self._ask(TextDialog(title.capitalize(), text))
+            if result.text.count("\n") < _MOST_LINES:
+                self._app.notify(result.text)
+            else:
+                await self._ask(TextDialog(name.capitalize(), result.text))
 
     # -- Chats -----------------------------------------------------------------------------------------------------
 
@@ -98,30 +98,29 @@ class Commands:
         await self._screen.open(conversation)
         self._screen.composer.focus()
 
-    async def _new(self) -> None:
-        await self.run("/clear")
-
     async def _open_id(self, id_: str) -> None:
         chats = self._screen.models.chats
         place = next((i for i, chat in enumerate(chats) if chat.session.conversation.id == id_), None)
         if place is None:
             await self._open(await self._offload(self._screen.session.store.load, id_))
         else:
-            await self._screen.app.show_tab(place)
+            await self._app.show_tab(place)
 
     async def do_sessions(self, words: str) -> None:
         screen = self._screen
         session = screen.session
         archived = words == "archived"
-        chats = ChatsScreen(session.store, session.conversation.id, "" if archived else words, archived=archived)
+        open_ids = {chat.session.conversation.id for chat in screen.models.chats}
+        chats = ChatsScreen(session.store, open_ids, "" if archived else words, archived=archived)
         chosen = await self._ask(chats)
-        if (title := chats.titles.get(session.conversation.id)) is not None:
-            session.conversation.title = title
-            await screen.refresh_all()
+        for chat in screen.models.chats:
+            conversation = chat.session.conversation
+            conversation.title = chats.titles.get(conversation.id, conversation.title)
+            if conversation.id in chats.deleted:
+                await chat.open(commands.new_chat(chat.session))
+        screen.draw_heading()
         if chosen is not None:
             await self._open_id(chosen)
-        elif session.conversation.id in chats.deleted:
-            await self._new()
 
     async def ask_load(self) -> None:
         await self.do_sessions("")
@@ -152,9 +151,9 @@ class Commands:
     async def ask_archive(self) -> None:
         session = self._screen.session
         check_begun(session.conversation)
-        await self._offload(session.store.archive, session.conversation.id)
-        self._screen.app.notify("the chat is archived: Ctrl+O and F6 show it")
-        await self._new()
+        await self._offload(session.store.set, session.conversation.id, archived=True)
+        self._app.notify(f"the chat is archived: {self._app.key_of('sessions')} and F6 show it")
+        await self.run("/clear")
 
     async def ask_delete(self) -> None:
         screen = self._screen
@@ -163,7 +162,7 @@ class Commands:
         if await self._ask(confirm("Delete this chat for good?", text, "Delete")) == "yes":
             await screen.end_turn()
             await self._offload(screen.session.store.delete, conversation.id)
-            await self._new()
+            await self.run("/clear")
 
     async def ask_export(self) -> None:
         title = self._screen.session.conversation.title
@@ -180,7 +179,7 @@ class Commands:
         text = await self._ask(SystemScreen(session.conversation.system))
         if text is not None:
             await self._offload(session.set_system, text)
-            self._screen.app.notify("the system prompt is set" if text else "there is no system prompt now")
+            self._app.notify("the system prompt is set" if text else "there is no system prompt now")
             await self._screen.refresh_all()
 
     async def ask_set(self) -> None:
@@ -189,7 +188,7 @@ class Commands:
         if settings is not None:
             await self._offload(session.set_options, settings)
             given = ", ".join(f"{name} {value}" for name, value in settings.items()) or "all by default"
-            self._screen.app.notify(f"settings of this chat: {given}")
+            self._app.notify(f"settings of this chat: {given}")
 
     async def ask_allow(self) -> None:
         asked = self._screen.asked
@@ -201,11 +200,9 @@ class Commands:
             await self.do_allow(answer)
 
     async def do_allow(self, argument: str) -> None:
-        for permission in get_args(Permission):
-            if permission == argument:
-                self._screen.answer(permission)
-                return
-        raise UsageError(f"answer with {', '.join(_PERMISSIONS)}")
+        if argument not in _PERMISSIONS:
+            raise UsageError(f"answer with {', '.join(_PERMISSIONS)}")
+        self._screen.answer(cast(Permission, argument))
 
     async def ask_model(self) -> None:
         await self._screen.models.choose()
@@ -218,7 +215,11 @@ class Commands:
         if not found:
             raise UsageError(NO_BRANCHES)
         labels = [
-            (branch.id, f"{'●' if i == fork.at else '○'} #{fork.number}  {i}/{len(fork.branches)}  {_line(branch)}")
+            (
+                branch.id,
+                f"{'●' if i == fork.at else '○'} #{fork.number}  {i}/{len(fork.branches)}  "
+                + shortened(branch.content, 55),
+            )
             for fork in found
             for i, branch in enumerate(fork.branches, 1)
         ]
@@ -237,9 +238,9 @@ class Commands:
             await screen.models.change(name)
             if screen.models.name != name:
                 return  # which was told
-            screen.app.keys.go_on()
+            self._app.keys.go_on()
             screen.begin(partial(session.regenerate, None))
-            await screen.ended()
+            await screen.ended.wait()
         pair = [(reply.id, commands.who(reply), reply.content) for reply in commands.compared(session.conversation)]
         chosen = await self._ask(CompareScreen(pair))
         if chosen is not None and session is screen.session:
@@ -249,43 +250,69 @@ class Commands:
         await self._screen.switch(branch_meant(self._screen.session.conversation, argument).id)
 
     async def do_remove(self, argument: str) -> None:
-        await self._screen.delete_asked(to_remove(self._screen.session.conversation, argument))
+        screen = self._screen
+        message = to_remove(screen.session.conversation, argument)
+        text = "It goes for good, and so does all that follows it."
+        if await self._ask(confirm("Delete this message?", text, "Delete")) == "yes":
+            await self._offload(screen.session.delete, message.id)
+            await screen.refresh_all()
+            screen.composer.focus()
 
     async def do_copy(self, argument: str) -> None:
-        message = self._last("assistant")
-        what, _, number = argument.partition(" ")
-        if what == "code":
-            await self._screen.copy_code(message, int(number) if number.strip().isdecimal() else None)
+        words = argument.split()
+        message: Message | None
+        if words and words[0] != "code":
+            message = commands.numbered(self._screen.session.conversation, words.pop(0))
         else:
-            self._screen.copy_message(message)
-
-    def _last(self, role: str) -> Message:
-        path = self._screen.session.conversation.path()
-        message = next((each for each in reversed(path) if each.role == role), None)
+            path = self._screen.session.conversation.path()
+            message = next((each for each in reversed(path) if each.role == "assistant"), None)
         if message is None:
-            raise UsageError("there is no such message yet: send one first")
-        return message
+            raise UsageError("there is no reply yet: send a message first")
+        if words:
+            await self._copy_code(message, *words[1:2])
+        else:
+            self._app.copy_to_clipboard(message.content)
+            self._app.notify(f"copied {len(message.content):,} characters")
+
+    async def _copy_code(self, message: Message, number: str | None = None) -> None:
+        """Puts a block of code on the clipboard: the one of a number, from 1, or one that is chosen."""
+        blocks = {str(i): block for i, block in enumerate(await self._offload(code_blocks, message.content), 1)}
+        if not blocks:
+            raise UsageError("there is no block of code in this message")
+        if number is None and len(blocks) > 1:
+            labels = []
+            for i, block in blocks.items():
+                first, *_ = lines = block.text.splitlines() or [""]
+                labels.append((i, f"{i}  {block.language or 'text'}, {_lines(lines)}: {first.strip():.50}"))
+            number = await self._ask(Choose("Copy which block?", "", labels))
+            if number is None:
+                return
+        chosen = blocks.get(number or "1")
+        if chosen is None:
+            raise UsageError(f"there are {len(blocks)} blocks of code: give a number from 1 to {len(blocks)}")
+        self._app.copy_to_clipboard(chosen.text)
+        self._app.notify(f"copied {_lines(chosen.text.splitlines())} of code")
 
     async def do_editor(self, argument: str) -> None:
         await self._screen.write_outside()
 
     async def do_run(self, argument: str) -> None:
         screen = self._screen
-        screen.composer.put(await screen.app.in_thread(command_output, argument))
+        screen.composer.put(await self._app.in_thread(command_output, argument))
 
     # -- The rest --------------------------------------------------------------------------------------------------
 
     async def ask_stats(self) -> None:
         screen = self._screen
         text = await self._offload(commands.stats_text, screen.session)
-        memory = await self._offload(screen.app.setup.memory)
+        memory = await self._offload(self._app.setup.memory)
         lines = [text, f"memory {quantity(memory, 'B')} in use"]
         if screen.models.model is not None:
             lines += ["", str(screen.models.model.info)]
         await self._ask(TextDialog("Statistics", "\n".join(lines)))
 
     async def ask_tab(self) -> None:
-        await self._screen.app.open_tab(commands.new_chat(self._screen.session))
+        await self._app.open_tab(commands.new_chat(self._screen.session))
 
     async def do_tab(self, where: str) -> None:
         chats = self._screen.models.chats
@@ -295,13 +322,13 @@ class Commands:
             place = int(where) - 1 if where.isdecimal() else -1
         if not 0 <= place < len(chats):
             raise UsageError(f"there is no tab {where}: {len(chats)} are open; /tab opens a new one")
-        await self._screen.app.show_tab(place)
+        await self._app.show_tab(place)
 
     async def do_close(self, argument: str) -> None:
-        await self._screen.app.close_tab()
+        await self._app.close_tab()
 
     async def do_theme(self, argument: str) -> None:
-        app = self._screen.app
+        app = self._app
         if not argument:
             app.search_themes()
         elif argument in app.available_themes:
@@ -315,5 +342,5 @@ class Commands:
         await self._ask(HelpScreen())
 
 
-def _line(message: Message) -> str:
-    return shortened(message.content, 55)
+def _lines(lines: Sequence[str]) -> str:
+    return f"{len(lines):,} line{'s' * (len(lines) != 1)}"

@@ -1,9 +1,10 @@
-"""Small dialogs: a choice, a question, a line of text."""
+"""Dialogs: a choice, a question, a line of text, the system prompt, sampling."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import ClassVar, TypeVar
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from textual import getters
 from textual.app import ComposeResult
@@ -11,15 +12,19 @@ from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.content import Content
 from textual.screen import ModalScreen
-from textual.widgets import Input, Markdown, OptionList, Static, TextArea
+from textual.widgets import Input, Label, Markdown, OptionList, Static, TextArea
 from textual.widgets.option_list import Option
 
+from localllm.declared_options import Sampling, declared
+from localllm.errors import UsageError
 from localllm.tui.base_app import BaseApp
+from localllm.tui.chat import settings as chat_settings
 from localllm.tui.chat.events import ContextFull
-from localllm.tui.text import escape_controls, is_web, parser
-from localllm.tui.widgets.footer import KeyFooter
+from localllm.tui.text import escape_controls, is_web, parser, sentence
+from localllm.tui.widgets.status import KeyFooter
 
 Result = TypeVar("Result")
+Entry = TypeVar("Entry")
 
 
 class Dialog(ModalScreen[Result | None]):
@@ -74,10 +79,15 @@ class Choose(Dialog[str]):
         self.dismiss(event.option_id)
 
 
-class Find(Dialog[str]):
-    """One of a list that is searched: letters always go into the field above it, and the arrows move in the list."""
+class Find(Dialog[str], Generic[Entry]):
+    """One of a list that is searched: letters always go into the field above it, and the arrows move in the list.
+
+    Attributes:
+        found: what the list shows.
+    """
 
     BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("enter", "choose", "Choose", priority=True),
         Binding("up", "move('cursor_up')", "Up", show=False),
         Binding("down", "move('cursor_down')", "Down", show=False),
         Binding("pageup", "move('page_up')", "Page up", show=False),
@@ -86,16 +96,106 @@ class Find(Dialog[str]):
         Binding("ctrl+end", "move('last')", "Last", show=False),
     ]
 
+    def __init__(self, title: str, placeholder: str, text: str = "", note: str = "") -> None:
+        """``note`` is said until the list is there."""
+        super().__init__(title)
+        self.found: list[Entry] = []
+        self._found_for: object = None
+        self._field = Input(text, placeholder=placeholder, id="search")
+        self._list = FoundList()
+        self._note = Static(note, classes="empty", markup=False)
+        self.add_class("large")
+
+    async def find(self, text: str) -> list[Entry]:
+        """What the list shows for a text in the field."""
+        raise NotImplementedError
+
+    def options(self) -> list[Option]:
+        """What stands in the list for what was found."""
+        raise NotImplementedError
+
+    def first(self, before: int) -> int:
+        """The place that is highlighted in a new list, where it was ``before`` in the last one."""
+        return before
+
+    def note(self, entry: Entry | None) -> str:
+        """What is said of what is highlighted, or where nothing was found."""
+        raise NotImplementedError
+
+    def result(self, entry: Entry | None) -> str | None:
+        """What is chosen with an entry; None is nothing yet."""
+        raise NotImplementedError
+
+    @property
+    def wanted(self) -> object:
+        """What the list is for; where it changes, another one is wanted."""
+        return self._field.value
+
+    def content(self) -> ComposeResult:
+        yield self._field
+        yield self._list
+        yield self._note
+
+    def on_mount(self) -> None:
+        self.refresh_list()
+
+    def refresh_list(self) -> None:
+        self.app.spawn(self.search(), group="find")
+
+    async def search(self) -> None:
+        """Finds what is wanted now, and shows it."""
+        wanted = self.wanted
+        try:
+            found = await self.find(self._field.value)
+        except Exception as error:
+            self.app.notify_error(error)
+            found = []
+        if not self.is_attached or wanted != self.wanted:
+            return
+        before = self._list.highlighted or 0
+        self.found, self._found_for = found, wanted
+        self._list.clear_options().add_options(self.options())
+        self._list.highlighted = min(self.first(before), len(found) - 1) if found else None
+        self._explain()
+
+    async def highlighted(self) -> Entry | None:
+        """What is highlighted, once what was typed has been searched for."""
+        if self._found_for != self.wanted:
+            await self.search()
+        place = self._list.highlighted
+        return None if place is None else self.found[place]
+
+    def _explain(self) -> None:
+        place = self._list.highlighted
+        text = self.note(None if place is None else self.found[place])
+        self._note.update(Content(text))
+        self._note.display = bool(text)
+
+    def on_input_changed(self, event: Input.Changed) -> None:
+        event.stop()
+        self.refresh_list()
+
+    def on_option_list_option_highlighted(self, event: OptionList.OptionHighlighted) -> None:
+        event.stop()
+        self._explain()
+
+    def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
+        event.stop()
+        self.dismiss(self.result(self.found[event.option_index]))
+
     def action_move(self, where: str) -> None:
         self.app.ask(self._move(where))
 
     async def _move(self, where: str) -> None:
-        await self.listed()
-        getattr(self.query_one(OptionList), f"action_{where}")()
+        await self.highlighted()
+        getattr(self._list, f"action_{where}")()
 
-    async def listed(self) -> None:
-        """Waits until the list is of what was typed."""
-        raise NotImplementedError
+    def action_choose(self) -> None:
+        self.app.ask(self._choose())
+
+    async def _choose(self) -> None:
+        if (result := self.result(await self.highlighted())) is not None:
+            self.dismiss(result)
 
 
 class FoundList(OptionList, can_focus=False):
@@ -110,7 +210,7 @@ def confirm(title: str, text: str, yes: str) -> Choose:
 class Ask(Dialog[str]):
     """A line of text."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("enter", "done", "OK")]
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("enter", "done", "OK", priority=True)]
 
     def __init__(self, title: str, text: str = "", value: str = "", placeholder: str = "") -> None:
         super().__init__(title)
@@ -122,10 +222,6 @@ class Ask(Dialog[str]):
         if self._text:
             yield Static(Content(escape_controls(self._text)), classes="text")
         yield Input(self._value, placeholder=self._placeholder)
-
-    def on_input_submitted(self, event: Input.Submitted) -> None:
-        event.stop()
-        self.dismiss(event.value)
 
     def action_done(self) -> None:
         self.dismiss(self.query_one(Input).value)
@@ -243,3 +339,80 @@ async def open_link(app: BaseApp, address: str) -> None:
         app.open_url(address)
     elif chosen == "copy":
         app.copy_to_clipboard(text)
+
+
+class _Field(NamedTuple):
+    name: str
+    label: str
+    help: str
+
+
+_FIELDS = (
+    *(_Field(name, each.label, each.brief) for name, each in declared(Sampling).items() if each.label),
+    _Field("max_tokens", "Longest reply", "tokens; none for no limit"),
+    _Field("thinking", "Thinking", "on or off, for models that can"),
+    _Field("reply_prefix", "Reply begins with", "every reply goes on from it"),
+    _Field("stop", "Stop at", r"texts in quotes; \n is a line end"),
+)
+#: The settings that the form has.
+_NAMES = {field.name for field in _FIELDS}
+
+
+class SamplingScreen(Dialog[dict[str, Any]]):
+    """The settings of a chat; the result has all of them."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("ctrl+s", "save", "Save", priority=True),
+        Binding("ctrl+r", "reset", "Defaults", priority=True),
+        Binding("enter", "save", "Save", show=False, priority=True),
+    ]
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        super().__init__("Sampling")
+        self._settings = dict(settings)
+        self.add_class("large")
+
+    def content(self) -> ComposeResult:
+        with VerticalScroll(can_focus=False):
+            for field in _FIELDS:
+                with Horizontal(classes="field"):
+                    yield Label(field.label)
+                    yield Input(_typed(self._settings.get(field.name)), placeholder=_default(field), id=field.name)
+        yield Static(classes="error")
+
+    def action_reset(self) -> None:
+        for field in _FIELDS:
+            self.query_one(f"#{field.name}", Input).value = ""
+
+    def action_save(self) -> None:
+        settings = {name: value for name, value in self._settings.items() if name not in _NAMES}
+        for field in _FIELDS:
+            widget = self.query_one(f"#{field.name}", Input)
+            text = widget.value if field.name == "reply_prefix" else widget.value.strip()
+            try:
+                settings = chat_settings.with_setting(settings, field.name, text) if text else settings
+            except UsageError as error:
+                self._complain(error, widget)
+                return
+        self.dismiss(settings)
+
+    def _complain(self, error: UsageError, widget: Input) -> None:
+        self.query_one(".error", Static).update(Content(sentence(error)))
+        widget.focus()
+
+
+def _default(field: _Field) -> str:
+    """What a field without a value means."""
+    value = getattr(Sampling(), field.name, None)
+    return field.help if value is None else f"{value:g} by default; {field.help}"
+
+
+def _typed(value: Any) -> str:
+    """A value as it is typed."""
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, list):
+        return shlex.join(text.replace("\n", "\\n") for text in value)
+    return str(value)

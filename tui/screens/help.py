@@ -24,7 +24,6 @@ _TYPING = (
     ("/ @", "a command; a file or a folder to attach. Tab takes what is offered"),
     ("! Ctrl+E", "a shell command, whose output is sent; your own editor"),
     ("Esc", "stops the reply at once; what was said is kept"),
-    ("Ctrl+G", "goes on with a reply that was cut off"),
     ("Page ↑ ↓", "scrolls the conversation"),
     ("Ctrl+P", "finds every command"),
     ("F4 Ctrl+Page ↑ ↓", "opens another chat beside this one; goes from one to the other"),

@@ -1,70 +1,63 @@
-"""The picker of models: what is on this machine, and whether it fits."""
+"""Models: which are on this machine and whether they fit, and the one that is being loaded, by its own thread."""
 
 from __future__ import annotations
 
+import asyncio
+import gc
+import threading
 from collections.abc import Callable, Iterable
-from contextlib import suppress
-from typing import ClassVar
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Any
 
 from textual.app import ComposeResult
-from textual.binding import Binding, BindingType
-from textual.content import Content
-from textual.widgets import Input, OptionList, Static
+from textual.widgets import Static
 from textual.widgets.option_list import Option
-from textual.worker import Worker, WorkerFailed
 
 from localllm.cli.terminal import quantity
-from localllm.tui.screens.dialogs import Find, FoundList, rows
-from localllm.tui.setup import ModelEntry
+from localllm.errors import LocalLLMError
+from localllm.tui.base_app import BaseApp
+from localllm.tui.chat.context import ChatModel
+from localllm.tui.screens.dialogs import Choose, Find, rows
+from localllm.tui.setup import Loader, ModelEntry
 from localllm.tui.text import sentence
+
+if TYPE_CHECKING:
+    from localllm.tui.screens.chat import ChatScreen
 
 _HEAD = ("model", "size", "format", "parameters", "context", "fits")
 
 
-class ModelsScreen(Find):
+class ModelsScreen(Find[ModelEntry]):
     """The models to choose from; the result is the path of one, or what was typed."""
-
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("enter", "choose", "Choose", priority=True)]
 
     def __init__(self, list_models: Callable[[], Iterable[ModelEntry]], current: str | None) -> None:
         """``current`` is the path of the model that is loaded."""
-        super().__init__("Models")
+        field = "Search, or a path to a GGUF file, or ORG/REPO[:QUANT]"
+        super().__init__("Models", field, note="looking for models …")
         self._list_models = list_models
         self._current = current
-        self._entries: list[ModelEntry] = []
-        self._shown: list[ModelEntry] = []
-        self._listing: Worker[object] | None = None
-        self.add_class("large")
+        self._head = Static(classes="head")
+        self._listing: asyncio.Task[list[ModelEntry]] | None = None
 
     def content(self) -> ComposeResult:
-        yield Input(placeholder="Search, or a path to a GGUF file, or ORG/REPO[:QUANT]", id="search")
-        yield Static(classes="head")
-        yield FoundList()
-        yield Static("looking for models …", classes="empty", markup=False)
+        yield self._field
+        yield self._head
+        yield self._list
+        yield self._note
 
-    def on_mount(self) -> None:
-        self._listing = self.app.spawn(self._list())
+    async def find(self, text: str) -> list[ModelEntry]:
+        if self._listing is None:
+            self._listing = asyncio.create_task(self.app.in_thread(lambda: list(self._list_models())))
+        entries = await asyncio.shield(self._listing)
+        return [e for e in entries if all(word in e.name.casefold() for word in text.casefold().split())]
 
-    async def _list(self) -> None:
-        try:
-            self._entries = await self.app.in_thread(lambda: list(self._list_models()))
-        except Exception as error:
-            self.query_one(".empty", Static).update(Content(sentence(error)))
-            raise
-        if self.is_attached:
-            self._draw()
+    def options(self) -> list[Option]:
+        lines = rows([_HEAD, *map(self._row, self.found)])
+        self._head.update(lines[0])
+        return [Option(line) for line in lines[1:]]
 
-    def _draw(self) -> None:
-        words = self.query_one(Input).value.casefold().split()
-        self._shown = [e for e in self._entries if all(word in e.name.casefold() for word in words)]
-        lines = rows([_HEAD, *map(self._row, self._shown)])
-        self.query_one(".head", Static).update(lines[0])
-        models = self.query_one(OptionList)
-        models.clear_options()
-        models.add_options([Option(line) for line in lines[1:]])
-        if self._shown:
-            models.highlighted = next((i for i, e in enumerate(self._shown) if e.path == self._current), 0)
-        self._explain()
+    def first(self, before: int) -> int:
+        return next((i for i, entry in enumerate(self.found) if entry.path == self._current), 0)
 
     def _row(self, entry: ModelEntry) -> tuple[str, ...]:
         return (
@@ -76,42 +69,223 @@ class ModelsScreen(Find):
             ("cannot be run" if entry.error else entry.fits or "-") + (" (loaded)" * (entry.path == self._current)),
         )
 
-    def _explain(self) -> None:
-        """Says what there is to say of the model that is highlighted."""
-        place = self.query_one(OptionList).highlighted
-        text = "no model here: type a path, or get one with localllm pull ORG/REPO" if not self._shown else ""
-        if self._shown and place is not None and place < len(self._shown):
-            text = self._shown[place].error
-        note = self.query_one(".empty", Static)
-        note.update(Content(text))
-        note.display = bool(text)
+    def note(self, entry: ModelEntry | None) -> str:
+        return entry.error if entry else "no model here: type a path, or get one with localllm pull ORG/REPO"
 
-    def on_input_changed(self, event: Input.Changed) -> None:
-        event.stop()
-        self._draw()
+    def result(self, entry: ModelEntry | None) -> str | None:
+        return entry.path if entry else self._field.value.strip() or None
 
-    def on_option_list_option_highlighted(self, event: OptionList.OptionHighlighted) -> None:
-        event.stop()
-        self._explain()
 
-    def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
-        event.stop()
-        self.dismiss(self._shown[event.option_index].path)
+class Cancelled(Exception):
+    """Loading was ended by whoever began it."""
 
-    def action_choose(self) -> None:
-        """The model that is highlighted, or what was typed where that is none of them."""
-        self.app.ask(self._choose())
 
-    async def listed(self) -> None:
-        if self._listing is not None:
-            with suppress(WorkerFailed):  # which was told
-                await self._listing.wait()
+class Loading:
+    """Loads one model.
 
-    async def _choose(self) -> None:
-        await self.listed()
-        place = self.query_one(OptionList).highlighted
-        typed = self.query_one(Input).value.strip()
-        if place is not None and place < len(self._shown):
-            self.dismiss(self._shown[place].path)
-        elif typed:
-            self.dismiss(typed)
+    Attributes:
+        name: of the model, as `Loader` takes it.
+        progress: how far it is, in words, and from 0 to 1, or None where no total is known; any thread may read it.
+        cancelled: whether it is to end soon, at its next sign of life; any thread may set it.
+    """
+
+    def __init__(self, loader: Loader, name: str) -> None:
+        self.name = name
+        self.progress: tuple[str, float | None] = ("loading the model", None)
+        self.cancelled = threading.Event()
+        self._loader = loader
+        self._compiled = 0
+
+    def run(self) -> ChatModel:
+        """Loads it, on the thread that calls.
+
+        Raises:
+            Cancelled: it was cancelled.
+            LocalLLMError: it cannot be loaded.
+        """
+        if not self.cancelled.is_set():
+            model = self._loader(self.name, self._report)
+            if not self.cancelled.is_set():
+                return model
+            model.close()
+        raise Cancelled
+
+    def _report(self, stage: str, done: int, total: int) -> None:
+        if self.cancelled.is_set():
+            raise Cancelled
+        if stage == "weights":
+            self.progress = ("loading weights", done / total if total else None)
+        elif done < total:
+            self.progress = (f"compiling kernel {self._compiled + done + 1}, once on this machine", None)
+        else:
+            self._compiled += total
+
+
+#: Seconds between two looks at how far loading is.
+_PERIOD = 0.1
+
+
+class ModelState(Enum):
+    """What becomes of a message that is sent now."""
+
+    #: It waits: a model was asked for, as when the app starts.
+    LOADING = auto()
+    #: The model replies to it.
+    LOADED = auto()
+    #: It is refused: loading failed.
+    NONE = auto()
+
+
+class ModelLoader:
+    """One model at a time for all chats, for two may not fit.
+
+    Attributes:
+        state: whether there is a model, or will be; only this class sets it.
+        model: the one that is loaded; None if none is.
+        name: its name, empty for the demo model; None if none is loaded.
+        chats: those that are open.
+    """
+
+    def __init__(self, app: BaseApp) -> None:
+        self.state = ModelState.LOADING
+        self.model: ChatModel | None = None
+        self.name: str | None = None
+        self.chats: list[ChatScreen] = []
+        self._app = app
+        self._loading: Loading | None = None
+        self._one_at_a_time = asyncio.Lock()
+
+    def cancel(self) -> None:
+        """Ends loading, if a model is being loaded."""
+        if self._loading is not None:
+            self._loading.cancelled.set()
+
+    async def change(self, name: str) -> None:
+        """Loads a model in the place of the one before, which stays where the file of the new one cannot be read."""
+        if self.model is not None and self.name == name:
+            self._app.notify(f"{_title(name)} is loaded already")
+            return
+        if self.state is not ModelState.NONE:
+            try:
+                await self._app.in_thread(self._app.setup.check, name)
+            except LocalLLMError as error:
+                back = "Back" if self.model is None else f"Back to {_title(self.name)}"
+                if await self._ask(name, error, ("back", back), _OTHER) == "other":
+                    await self.choose()
+                return
+        self._app.keys.go_on()
+        await self.load(name)
+
+    async def load(self, name: str, *, keeps: bool = True) -> None:
+        """Loads a model in the place of the one before; where that fails, asks what to do.
+
+        A later call takes the place of one whose model is still being loaded.
+
+        Args:
+            name: as a command takes it; empty for the demo model.
+            keeps: note the model with the chats.
+        """
+        self.cancel()
+        loading = self._loading = Loading(self._app.setup.load, name)
+        self.state = ModelState.LOADING
+        async with self._one_at_a_time:
+            before = self.name
+            for chat in self.chats:
+                await chat.end_turn()
+            await self._close()
+            error = await self._load_now(loading, name if keeps else None)
+        if error is not None:
+            await self._ask_after_failure(name, before, error)
+            self._go_on()
+
+    async def _load_now(self, loading: Loading, kept: str | None) -> Exception | None:
+        """Loads a model and lets it reply; returns why it cannot be loaded, unless that was cancelled."""
+        thread = asyncio.create_task(self._app.in_thread(loading.run))
+        while not thread.done():
+            text, share = loading.progress
+            self._show(activity=text, progress=share)
+            await asyncio.wait([thread], timeout=_PERIOD)
+        try:
+            model = thread.result()
+        except Exception as error:
+            if loading.cancelled.is_set():
+                return None
+            self.state = ModelState.NONE
+            self._show(activity="", progress=None)
+            return error
+        self.model, self.name = model, loading.name
+        # It has a million objects that stay: to look through all of them takes a tenth of a second without a key.
+        gc.freeze()
+        info = model.info
+        name = info.name or info.path.name
+        self._show(activity="", progress=None, model=name, device=info.device, gpu_memory=info.gpu_bytes)
+        for chat in self.chats:
+            await self._app.offload(chat.session.use_model, model, kept)
+        try:
+            for chat in self.chats:
+                await chat.refresh_all()
+        finally:
+            if not loading.cancelled.is_set():  # else the app ends, or another model is to be loaded
+                self.state = ModelState.LOADED
+                self._go_on()
+        return None
+
+    def _show(self, **changes: Any) -> None:
+        for chat in self.chats:
+            chat.status.change(**changes)
+
+    def _go_on(self) -> None:
+        for chat in self.chats:
+            chat.send_pending()
+
+    async def _close(self) -> None:
+        model, self.model, self.name = self.model, None, None
+        self._show(model="", device="", gpu_memory=0)
+        if model is not None:
+            gc.unfreeze()
+            for chat in self.chats:
+                await self._app.offload(chat.session.use_model, None, None)
+            await self._app.offload(model.close)
+
+    async def _ask_after_failure(self, name: str, before: str | None, error: Exception) -> None:
+        can_go_back = before is not None and before != name
+        back = [("back", f"Back to {_title(before)}")] if can_go_back else []
+        none = ("none", "Go on without a model: the chat can be read")
+        chosen = await self._ask(name, error, *back, _OTHER, ("again", "Try again"), none)
+        if chosen == "other":
+            await self.choose()
+        elif chosen == "again":
+            await self.change(name)
+        elif before is not None and can_go_back and chosen != "none":  # Esc goes back as well
+            await self.load(before)
+
+    async def _ask(self, name: str, error: Exception, *choices: tuple[str, str]) -> str | None:
+        title = f"{name or 'The demo model'} cannot be loaded"
+        return await self._app.push_screen_wait(Choose(title, sentence(error), choices))
+
+    async def tell_difference(self, saved: str) -> None:
+        """Says so where a chat that is opened was with another model than the one that is loaded."""
+        if self.name is None or self.name == saved:
+            return
+        try:
+            await self._app.in_thread(self._app.setup.check, saved)
+        except LocalLLMError:
+            here = f"the model of this chat, {saved}, is not here: {_title(self.name)} replies now"
+            self._app.notify(here, severity="warning")
+        else:
+            self._app.notify(
+                f"this chat was with {_title(saved)}: {_title(self.name)} replies now, /model changes that"
+            )
+
+    async def choose(self) -> None:
+        """Asks for a model, and loads it."""
+        name = await self._app.push_screen_wait(ModelsScreen(self._app.setup.list_models, self.name))
+        if name is not None:
+            await self.change(name)
+
+
+_OTHER = ("other", "Choose another model")
+
+
+def _title(name: str | None) -> str:
+    return name or "the demo model"

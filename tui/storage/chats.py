@@ -10,21 +10,21 @@ import threading
 import time
 import uuid
 from bisect import bisect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
+import msgspec
 import psutil
 
+from localllm.chat.thinking import split
 from localllm.errors import StoreError
 from localllm.tui.chat import settings as chat_settings
-from localllm.tui.chat.conversation import Conversation, Message
-from localllm.tui.chat.thinking import split
+from localllm.tui.chat.conversation import Conversation, Message, parsed, to_message
 from localllm.tui.storage import schema
-from localllm.tui.storage.records import extras, parsed, storable, to_message
 from localllm.tui.text import clean_title, shortened
 
 #: Environment variable with the folder that chats are kept in.
@@ -87,13 +87,14 @@ class Store:
     """
 
     def __init__(self, path: Path | None) -> None:
-        """Opens a file, or makes it.
+        """Opens a file, or makes it; without one, all is gone with the process.
 
         Raises:
             StoreError: it cannot be opened, is damaged, or was written by a newer version.
         """
         self.path = path
-        self._marker = OpenChatMarker()
+        #: What tells this from other stores, of which several may be in one process: unique, host, process, its time.
+        self._marks = (uuid.uuid4().hex, socket.gethostname(), os.getpid(), psutil.Process().create_time())
         self._lock = threading.RLock()
         self._connection = schema.connect(path)
         self._connection.row_factory = sqlite3.Row
@@ -102,14 +103,9 @@ class Store:
         self._connection.create_function("folded", 1, str.casefold, deterministic=True)
         self._connection.create_function("content", 3, _content, deterministic=True)
 
-    @classmethod
-    def in_memory(cls) -> Self:
-        """A store that is gone with the process."""
-        return cls(None)
-
     def close(self) -> None:
-        with suppress(StoreError), self._writing() as execute:
-            self._marker.remove(execute)
+        with suppress(StoreError):
+            self._mark_open(())
         with self._lock:
             self._connection.close()
 
@@ -169,10 +165,6 @@ class Store:
         self.set(id_, title=title)
         return title
 
-    def archive(self, id_: str, archived: bool = True) -> None:
-        """Takes a conversation out of lists, or back into them."""
-        self.set(id_, archived=archived)
-
     def delete(self, id_: str) -> None:
         """Deletes a conversation for good."""
         with self._writing() as execute:
@@ -187,16 +179,35 @@ class Store:
 
     # -- Other terminals -------------------------------------------------------------------------------------------
 
-    def mark_open(self, id_: str) -> list[str]:
-        """Notes that a conversation is open here, and no longer the one before; returns `others_with_open`."""
-        with self._writing() as execute:
-            self._marker.set(execute, id_)
+    def mark_open(self, id_: str, beside: Iterable[str] = ()) -> list[str]:
+        """Notes that a conversation is open here, and others beside it, and no more; returns `others_with_open`."""
+        self._mark_open({id_, *beside})
         return self.others_with_open(id_)
+
+    def _mark_open(self, chats: Iterable[str]) -> None:
+        """Notes which chats are open here; forgets terminals that were killed."""
+        own, here, *process = self._marks
+        with self._writing() as execute:
+            for id_, host, pid, began in execute("SELECT id, host, pid, began FROM terminals").fetchall():
+                if id_.startswith(own) or (host == here and not _is_alive(pid, began)):
+                    execute("DELETE FROM terminals WHERE id = ?", (id_,))
+            for chat in chats:
+                values = (f"{own} {chat}", here, *process, chat)
+                execute("INSERT INTO terminals (id, host, pid, began, session) VALUES (?, ?, ?, ?, ?)", values)
 
     def others_with_open(self, id_: str) -> list[str]:
         """The other terminals that have a conversation open, such as "process 123"."""
+        own, here, *_ = self._marks
         with self._reading():
-            return self._marker.others(self._connection.execute, id_)
+            rows = self._connection.execute(
+                "SELECT host, pid, began FROM terminals WHERE session = ? AND substr(id, 1, 32) != ?", (id_, own)
+            ).fetchall()
+        return [
+            f"process {pid}" if host == here else f"process {pid} on {host}"
+            for host, pid, began in rows
+            # Whether one on another machine lives cannot be known: that it may is the safer guess.
+            if host != here or _is_alive(pid, began)
+        ]
 
     # -- Reading ---------------------------------------------------------------------------------------------------
 
@@ -354,51 +365,8 @@ def _excerpt(text: str, word: str) -> str:
     return ("…" if place else "") + shortened(text[place : place + 4 * _PREVIEW], _PREVIEW)
 
 
-Execute = Callable[..., Any]
-
 #: Seconds by which the time that a process began may seem to move, when the clock is set.
 _TOLERANCE_SECONDS = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class OpenChatMarker:
-    """What has at most one chat open at a time; two of them may be in one process.
-
-    Attributes:
-        id: unique.
-        host, pid, began: its process.
-    """
-
-    id: str = field(default_factory=lambda: uuid.uuid4().hex)
-    host: str = field(default_factory=socket.gethostname)
-    pid: int = field(default_factory=os.getpid)
-    began: float = field(default_factory=lambda: psutil.Process().create_time())
-
-    def set(self, execute: Execute, session: str) -> None:
-        """Notes that a chat is open here, and no longer the one before."""
-        execute(
-            "INSERT OR REPLACE INTO terminals (id, host, pid, began, session) VALUES (?, ?, ?, ?, ?)",
-            (self.id, self.host, self.pid, self.began, session),
-        )
-
-    def remove(self, execute: Execute) -> None:
-        """Notes that none is open here any more; forgets terminals that were killed as well."""
-        rows = execute("SELECT id, host, pid, began FROM terminals").fetchall()
-        for id_, host, pid, began in rows:
-            if id_ == self.id or (host == self.host and not _is_alive(pid, began)):
-                execute("DELETE FROM terminals WHERE id = ?", (id_,))
-
-    def others(self, execute: Execute, session: str) -> list[str]:
-        """The other terminals that have a chat open, as people know them."""
-        rows = execute(
-            "SELECT host, pid, began FROM terminals WHERE session = ? AND id != ?", (session, self.id)
-        ).fetchall()
-        return [
-            f"process {pid}" if host == self.host else f"process {pid} on {host}"
-            for host, pid, began in rows
-            # Whether one on another machine lives cannot be known: that it may is the safer guess.
-            if host != self.host or _is_alive(pid, began)
-        ]
 
 
 def _is_alive(pid: int, began: float) -> bool:
@@ -408,3 +376,16 @@ def _is_alive(pid: int, began: float) -> bool:
         return bool(is_same and process.status() != psutil.STATUS_ZOMBIE)
     except (psutil.Error, OSError, ValueError, TypeError, OverflowError):
         return False
+
+
+def extras(message: Message) -> dict[str, Any]:
+    """What most messages do not have, as values of JSON."""
+    files = tuple(replace(file, name=storable(file.name)) for file in message.attachments)
+    found = {"stats": message.stats, "window": message.window, "attachments": files, "calls": message.calls}
+    values: dict[str, Any] = msgspec.to_builtins({name: value for name, value in found.items() if value})
+    return values
+
+
+def storable(text: str) -> str:
+    """A text with lone surrogates spelled out, which UTF-8 does not have, but names of files do."""
+    return text.encode("utf-8", "backslashreplace").decode()

@@ -71,14 +71,10 @@ def connect(path: Path | None) -> sqlite3.Connection:
         if path is not None:
             _create_private(path)
         connection = sqlite3.connect(
-            ":memory:" if path is None else path,
-            timeout=BUSY_SECONDS,
-            isolation_level=None,
-            check_same_thread=False,
+            ":memory:" if path is None else path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False
         )
         try:
-            with in_words(path):
-                _prepare(connection, path)
+            _prepare(connection, path)
         except BaseException:
             connection.close()
             raise

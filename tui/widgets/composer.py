@@ -145,7 +145,7 @@ class Composer(TextArea):
 
     def action_send(self) -> None:
         chosen = self.suggestions.chosen(self.line_to_cursor)
-        if chosen is not None and self._word(chosen) != chosen.text.rstrip():
+        if chosen is not None and self.line_to_cursor[chosen.start :] != chosen.text.rstrip():
             self.complete(chosen)
         elif self.line_to_cursor.endswith("\\"):  # for terminals that know Enter alone
             self.action_delete_left()
@@ -214,6 +214,3 @@ class Composer(TextArea):
         """What stands before the cursor in its line."""
         row, column = self.cursor_location
         return self.document.get_line(row)[:column]
-
-    def _word(self, choice: Completion) -> str:
-        return self.line_to_cursor[choice.start :]

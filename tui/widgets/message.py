@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
-from textual import events
+from textual import events, getters
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
@@ -16,8 +16,10 @@ from textual.message import Message as Posted
 from textual.style import Style
 from textual.widgets import Collapsible, Markdown, Static
 
+from localllm.chat.thinking import Piece
+from localllm.tui.base_app import BaseApp
 from localllm.tui.chat.conversation import Call, Message
-from localllm.tui.chat.thinking import Piece, ThinkingClock
+from localllm.tui.chat.events import ThinkingClock
 from localllm.tui.text import escape_controls, parser, shortened
 
 
@@ -186,27 +188,43 @@ _ENDS = {
 }
 
 
+class Place(NamedTuple):
+    """A message of the path that is being talked about.
+
+    Attributes:
+        number: its place in the path, from 1; commands take it.
+        branch: its number among those in its place, and how many there are.
+        divider: what stands above it.
+        is_last: whether nothing follows it.
+    """
+
+    message: Message
+    number: int
+    branch: tuple[int, int]
+    divider: str
+    is_last: bool
+
+
 class MessageView(Vertical, can_focus=True):
     """A message, which can be selected, and then be edited, copied, …
 
     Attributes:
+        place: where it stands.
         message: what it shows.
-        number: its place in the conversation, from 1; commands take it.
-        branch: its number among those in its place, and how many there are.
-        is_last: whether nothing follows it.
     """
 
+    app = getters.app(BaseApp)
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("e", "screen.edit", "Edit"),
-        Binding("r", "screen.regenerate", "Regenerate"),
+        Binding("e", "screen.on_message('edit')", "Edit"),
+        Binding("r", "screen.on_message('regen')", "Regenerate"),
         Binding("b", "screen.branch", "New branch"),
         Binding("left", "screen.step(-1)", "Previous branch", key_display="←"),
         Binding("right", "screen.step(1)", "Next branch", key_display="→"),
-        Binding("c", "screen.continue_reply", "Continue"),
-        Binding("y", "screen.copy", "Copy"),
-        Binding("k", "screen.copy_code", "Copy code"),
+        Binding("c", "screen.on_message('continue')", "Continue"),
+        Binding("y", "screen.on_message('copy')", "Copy"),
+        Binding("k", "screen.on_message('copy', 'code')", "Copy code"),
         Binding("t", "screen.unfold", "Unfold"),
-        Binding("d,delete", "screen.delete", "Delete", key_display="d"),
+        Binding("d,delete", "screen.on_message('remove')", "Delete", key_display="d"),
         Binding("up,ctrl+up", "screen.select(-1)", "Up", show=False),
         Binding("down,ctrl+down", "screen.select(1)", "Down", show=False),
         Binding("home", "screen.select_first", "First", show=False),
@@ -216,42 +234,39 @@ class MessageView(Vertical, can_focus=True):
         Binding("pagedown", "screen.scroll_page(1)", "Page down", show=False),
     ]
 
-    def __init__(
-        self, message: Message, number: int, branch: tuple[int, int], *, is_last: bool, is_streaming: bool = False
-    ) -> None:
-        super().__init__(classes=message.role)
-        self.message = message
-        self.number = number
-        self.branch = branch
-        self.is_last = is_last
+    def __init__(self, place: Place, *, is_streaming: bool = False) -> None:
+        super().__init__(classes=place.message.role)
+        self.place = place
+        self.message = place.message
         self._is_streaming = is_streaming
         self._is_unfolded = False
         self._writer = ""
         self._clock = ThinkingClock()
-        self._reply: Reply | None = None
-        self._thinking: Thinking | None = None
+        # What streams in comes as pieces, from the first one on.
+        self._thinking = Thinking("" if is_streaming else self.message.thinking, _seconds(self.message))
+        self._thinking.display = bool(self._thinking.text.strip())
+        self._reply = Reply()
         self._shown_calls: tuple[Call, ...] = ()
+        # Not looked for by their classes: they may not be there yet, or not any more where the app ends.
+        self._divider, self._head = Static(classes="divider"), Static(classes="head")
+        self._said, self._foot = Static(classes="said"), Static(classes="foot")
+        self._calls = Vertical(classes="calls")
 
     def compose(self) -> ComposeResult:
-        yield Static(classes="divider")
-        yield Static(self._head(), classes="head")
+        yield self._divider
+        yield self._head
         if self.message.role == "user":
-            yield Static(self._said(), classes="said")
+            yield self._said
         else:
-            # What streams in comes as pieces, from the first one on.
-            thinking = "" if self._is_streaming else self.message.thinking
-            self._thinking = Thinking(thinking, _seconds(self.message))
-            self._thinking.display = bool(thinking.strip())
             yield self._thinking
-            self._reply = Reply()
             yield self._reply
-            yield Vertical(classes="calls")
-        yield Static(self._foot(), classes="foot")
+            yield self._calls
+        yield self._foot
 
     @property
     def thinking(self) -> Thinking | None:
         """The thinking section; None if there is nothing in it."""
-        return self._thinking if self._thinking is not None and self._thinking.display else None
+        return self._thinking if self._thinking.display else None
 
     @property
     def is_long(self) -> bool:
@@ -263,22 +278,13 @@ class MessageView(Vertical, can_focus=True):
         """Whether something is folded in it."""
         return self.thinking is not None or self.is_long or bool(self.message.calls)
 
-    def show(self, message: Message, branch: tuple[int, int], *, is_last: bool) -> None:
+    def show(self, place: Place) -> None:
         """Shows the same message as it is now, its text aside."""
-        if (message, branch, is_last) != (self.message, self.branch, self.is_last):
-            self.message, self.branch, self.is_last = message, branch, is_last
+        if place != self.place or place.message != self.message:
+            self.place, self.message = place, place.message
             self._draw()
 
-    def set_divider(self, text: str) -> None:
-        """Puts a line above it; an empty one takes it away."""
-        divider = self.query_one(".divider", Static)
-        divider.display = bool(text)
-        divider.update(Content(text))
-
     def on_mount(self) -> None:
-        if not self.children:  # the app is closing
-            return
-        self.query_one(".divider").display = False
         self._draw()
         self._draw_calls()
 
@@ -289,11 +295,11 @@ class MessageView(Vertical, can_focus=True):
                 section.collapsed = not section.collapsed
         elif self.is_long:
             self._is_unfolded = not self._is_unfolded
-            self.query_one(".said", Static).update(self._said())
+            self._draw()
 
     async def fill(self) -> None:
         """Draws what a reply says, where that is not being written."""
-        if self._reply is not None and not self._is_streaming:
+        if self.message.role == "assistant" and not self._is_streaming:
             await self._reply.show(self.message.content)
 
     # -- Streaming -------------------------------------------------------------------------------------------------
@@ -307,8 +313,6 @@ class MessageView(Vertical, can_focus=True):
 
     async def write(self, text: str, *, thinking: bool) -> None:
         """Adds a piece."""
-        if self._reply is None or self._thinking is None:
-            return
         self._clock.see([Piece(text, thinking)])
         if thinking:
             self._thinking.display = True
@@ -320,8 +324,6 @@ class MessageView(Vertical, can_focus=True):
         """Shows a reply as it will stay."""
         self._is_streaming = False
         self.message = message
-        if self._reply is None or self._thinking is None:
-            return
         self._thinking.display = bool(message.thinking.strip())
         self._thinking.show(message.thinking, _seconds(message))
         await self._reply.show(message.content)
@@ -331,32 +333,32 @@ class MessageView(Vertical, can_focus=True):
     # -- Drawing ---------------------------------------------------------------------------------------------------
 
     def _draw(self) -> None:
-        self.query_one(".head", Static).update(self._head())
-        foot, text = self.query_one(".foot", Static), self._foot()
-        foot.update(text)
-        foot.display = bool(text)
+        self._head.update(self._head_text())
+        self._said.update(self._said_text())
+        for line, text in ((self._divider, Content(self.place.divider)), (self._foot, self._foot_text())):
+            line.update(text)
+            line.display = bool(text)
 
     def _draw_calls(self) -> None:
         """Shows calls of tools, their results folded."""
-        if self._shown_calls != self.message.calls:
+        if self._shown_calls != self.message.calls and self._calls.is_attached:
             self._shown_calls = self.message.calls
-            calls = self.query_one(".calls", Vertical)
-            calls.remove_children()
-            calls.mount_all(_call(call) for call in self.message.calls)
+            self._calls.remove_children()
+            self._calls.mount_all(_call(call) for call in self.message.calls)
 
-    def _head(self) -> Content:
+    def _head_text(self) -> Content:
         if self.message.role == "user":
             name = "You"
         else:
             written = "" if self.message.stats is None or self._is_streaming else self.message.stats.model
             name = escape_controls(written or self._writer) or "Reply"
-        number, n = self.branch
-        parts: list[str | Content | tuple[str, str | Style]] = [(name, "bold"), (f" #{self.number}", "dim")]
+        number, n = self.place.branch
+        parts: list[str | Content | tuple[str, str | Style]] = [(name, "bold"), (f" #{self.place.number}", "dim")]
         if n > 1:
             parts += ["  ", self._step("‹", -1, number > 1), f" {number}/{n} ", self._step("›", 1, number < n)]
         return Content.assemble(*parts)
 
-    def _said(self) -> Content:
+    def _said_text(self) -> Content:
         lines = escape_controls(self.message.text).split("\n")
         if len(lines) <= _MOST_LINES or self._is_unfolded:
             return Content("\n".join(lines))
@@ -364,13 +366,13 @@ class MessageView(Vertical, can_focus=True):
         shown_lines = "\n".join(lines[: _MOST_LINES // 2])
         return Content.assemble(shown_lines, (f"\n… {n_more:,} more lines (t unfolds)", "dim"))
 
-    def _foot(self) -> Content:
+    def _foot_text(self) -> Content:
         message = self.message
         if self._is_streaming:
             return Content("")
         parts = [f"+ {escape_controls(file.name)} · {file.n_tokens:,} tokens" for file in message.attachments]
         if message.role == "assistant" and message.state in _ENDS:
-            how = " · Ctrl+G or /continue goes on" if self.is_last else ""
+            how = f" · {self.app.key_of('continue')} goes on" if self.place.is_last else ""
             parts.append(_ENDS[message.state] + how)
         return Content("\n".join(parts))
 

@@ -1,12 +1,13 @@
-"""The line that tells how full the context is, how fast the model writes, and what runs where."""
+"""The foot of the screen: how full the context is, how fast the model writes, what runs where, and keys."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import Any
 
+from textual.binding import Binding
 from textual.content import Content
-from textual.widgets import Static
+from textual.widgets import Footer, Static
 
 from localllm.cli.terminal import quantity
 from localllm.tui.chat.conversation import Stats
@@ -79,9 +80,12 @@ def _parts(status: Status) -> list[tuple[int, Content]]:
     """What there is to tell, each with how much it matters."""
     parts: list[tuple[int, Content]] = []
     if status.activity:
-        parts.append((9, Content.styled(_activity(status), "$text-accent")))
+        done = "" if status.progress is None else f" {_bar(status.progress)} {status.progress:.0%}"
+        parts.append((9, Content.styled(f"{status.activity}{done}", "$text-accent")))
     if status.meter is not None and status.meter.context:
-        parts.append((8, _meter(status.meter)))
+        share = status.meter.used / status.meter.context
+        text = f"{status.meter.used:,} / {status.meter.context:,} · {share:.0%}"
+        parts.append((8, Content.styled(text, "$text-warning" if share >= _NEARLY_FULL else "")))
     if (stats := status.stats) is not None and stats.new_tokens:
         parts.append((7, Content(f"{stats.rate:.1f} tok/s")))
         parts.append((3, Content(f"first after {stats.first_token_s:.2f} s")))
@@ -96,19 +100,32 @@ def _parts(status: Status) -> list[tuple[int, Content]]:
     return parts
 
 
-def _activity(status: Status) -> str:
-    if status.progress is None:
-        return status.activity
-    return f"{status.activity} {_bar(status.progress)} {status.progress:.0%}"
-
-
 def _bar(share: float) -> str:
     """A bar, so much of it full."""
     n_full = round(_BAR_WIDTH * min(1.0, max(0.0, share)))
     return "━" * n_full + "╌" * (_BAR_WIDTH - n_full)
 
 
-def _meter(meter: Meter) -> Content:
-    share = meter.used / meter.context
-    text = f"{meter.used:,} / {meter.context:,} · {share:.0%}"
-    return Content.styled(text, "$text-warning") if share >= _NEARLY_FULL else Content(text)
+class KeyFooter(Footer):
+    """A footer in which no key is cut: where it is too narrow for all, the last ones are left out."""
+
+    _offered: list[tuple[Binding, bool]] | None = None
+
+    async def recompose(self) -> None:
+        if not self.is_attached:
+            return
+        offered = [(active.binding, active.enabled) for active in self.screen.active_bindings.values()]
+        if offered != self._offered:  # what Textual reports is mostly another focus, with the same keys
+            self._offered = offered
+            await super().recompose()
+            self._fit()
+
+    def on_resize(self) -> None:
+        self._fit()
+
+    def _fit(self) -> None:
+        room = self.size.width
+        # The palette, from which all else can be reached, stands last, but stays.
+        for key in sorted(self.children, key=lambda child: not child.has_class("-command-palette")):
+            room -= key.get_content_width(self.size, self.size) + key.gutter.width
+            key.display = room >= 0

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from textual.containers import VerticalScroll
 from textual.content import Content
 from textual.widgets import Static
 
 from localllm.tui.chat.context import window_of
-from localllm.tui.chat.conversation import Conversation, Message
-from localllm.tui.widgets.message import MessageView
+from localllm.tui.chat.conversation import Conversation
+from localllm.tui.widgets.message import MessageView, Place
 
 #: Messages that are drawn at first, and how many more each time that earlier ones are asked for.
 MOST_DRAWN = 30
@@ -24,16 +23,6 @@ Type a message, and press Enter.
 @ attaches a file or a folder: @notes.txt
 Ctrl+Up selects a message: to edit, regenerate, branch or copy it\
 """
-
-
-class Place(NamedTuple):
-    """A message of the path, its number there, its branch, and what stands above it."""
-
-    message: Message
-    number: int
-    branch: tuple[int, int]
-    divider: str
-    is_last: bool
 
 
 class Transcript(VerticalScroll, can_focus=False):
@@ -80,23 +69,15 @@ class Transcript(VerticalScroll, can_focus=False):
             for view in self.views[kept:]:
                 await view.remove()
             for view, place in zip(self.views, drawn, strict=False):
-                view.show(place.message, place.branch, is_last=place.is_last)
-                view.set_divider(place.divider)
+                view.show(place)
             await self._draw_notes(len(self._places) - len(drawn))
             for place in drawn[kept:]:
-                await self._mount(place, is_streaming=place.message.id == streaming)
+                await self.mount(MessageView(place, is_streaming=place.message.id == streaming))
         for view in self.views[kept:][::-1]:  # what is seen first, for long ones take their time
             await view.fill()
         written = None if streaming is None else self.view(streaming)
         if written is not None:
             written.begin(writer)
-
-    async def _mount(self, place: Place, *, before: MessageView | None = None, is_streaming: bool = False) -> None:
-        view = MessageView(
-            place.message, place.number, place.branch, is_last=place.is_last, is_streaming=is_streaming
-        )
-        await self.mount(view, before=before)
-        view.set_divider(place.divider)
 
     async def _draw_notes(self, n_earlier: int) -> None:
         await self.query(".note").remove()
@@ -111,22 +92,19 @@ class Transcript(VerticalScroll, can_focus=False):
     async def show_earlier(self) -> bool:
         """Draws more of the messages before those that are drawn; returns whether there are any."""
         async with self._drawing:
-            return await self._draw_earlier()
-
-    async def _draw_earlier(self) -> bool:
-        first = self.views[0] if self.views else None
-        if first is None or len(self._places) <= self._n_drawn:
-            return False
-        self.release_anchor()
-        before = len(self.views)
-        self._n_drawn += MOST_DRAWN
-        earlier = self._places[-self._n_drawn :][: -before or None]
-        await self._draw_notes(len(self._places) - len(earlier) - before)
-        for place in earlier:
-            await self._mount(place, before=first)
-        for view in self.views[: len(earlier)][::-1]:
-            await view.fill()
-        return True
+            first = self.views[0] if self.views else None
+            if first is None or len(self._places) <= self._n_drawn:
+                return False
+            self.release_anchor()
+            before = len(self.views)
+            self._n_drawn += MOST_DRAWN
+            earlier = self._places[-self._n_drawn :][: -before or None]
+            await self._draw_notes(len(self._places) - len(earlier) - before)
+            for place in earlier:
+                await self.mount(MessageView(place), before=first)
+            for view in self.views[: len(earlier)][::-1]:
+                await view.fill()
+            return True
 
     def follow(self) -> None:
         """Goes to the end, and stays there while more comes."""

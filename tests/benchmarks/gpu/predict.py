@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -167,7 +167,8 @@ class Model:
             outputs=np.arange(n_sequences, dtype=np.int32),
             states=np.arange(n_sequences, dtype=np.int32),
         )
-        extent, sizes = self.step._bucket(batch) or self.step._whole(batch), BatchSizes.of(batch)
+        extent = replace(self.step._bucket(batch) or self.step._whole(batch), top_k=1)
+        sizes = BatchSizes.of(batch)
         found = defaultdict[str, Taken](Taken)
         for name, n_launches, n_bytes, seconds in self._calls(extent, sizes):
             waits = n_launches * (GAP + LATENCY)
@@ -179,20 +180,19 @@ class Model:
         card, lowered = self.card, self.lowered
         for call in lowered.calls:
             kernels, cost = [launch.kernel for launch in call.launches(extent)], call.cost(sizes)
+            if not kernels:
+                continue
             seconds, is_lanes = cost.n_bytes / card.copy, "matvec" in kernels
             if cost.kind is not None and not is_lanes:
                 factor = ATTENTION if call.name == "attention" else 1.0
                 seconds = max(seconds, factor * cost.n_operations / card.rates[cost.kind])
             if cost.kind == "int8":
-                format = call.name.split()[-1]
-                n = sizes.n_outputs if call is lowered.calls[-1] else sizes.n_tokens  # the last are logits
+                format = call.name.split()[-1].split("+")[0]  # of the most
+                n = sizes.n_outputs if lowered.result in call.operands else sizes.n_tokens
                 each = n * TOKEN + UNPACK[format] if is_lanes else -(-n // 8) * EIGHT_TOKENS[format]
                 instructions = cost.n_operations / (2 * n * 32 * 32) * each
                 seconds = max(seconds, instructions / (4 * card.properties.n_multiprocessors * card.clock))
             yield call.name, len(kernels), cost.n_bytes, seconds
-        assert lowered.top_k is not None
-        n_bytes = 4.0 * sizes.n_outputs * lowered.result.width
-        yield "argmax", len(list(lowered.top_k.launches(extent, 1, sizes.n_outputs))), n_bytes, n_bytes / card.copy
 
 
 def decode(card: Card, n_sequences: int, depth: int, n_gpus: int) -> Row:

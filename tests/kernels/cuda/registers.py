@@ -90,6 +90,10 @@ def _of_format(type: KernelType, architecture: int) -> Iterator[Case]:
     limits = ProductLimits(capability, SHARED_BYTES[architecture])
     for rows in sorted({format.input_rows(n) for n in ROWS}):
         launches.append(matmul.product_launch(format, [4096], 4096, rows, limits))
+        product = launches[-1]
+        others = [matmul.gated_launch(format, product)]
+        others += [matmul.mixed_launch(format, product, last) for last in PACKED_FORMATS.values()]
+        launches += [launch for launch in others if launch]
         if rows in (1, 8, 64):
             launches.append(matmul.product_launch(format, [512], 512, rows, limits, n_heads=16))
     for rows in (8, 64) if capability >= matmul.TENSOR_CORES else (8,):
@@ -102,7 +106,7 @@ def _of_format(type: KernelType, architecture: int) -> Iterator[Case]:
 
 def _name(launch: Launch) -> str:
     """Stages of shared memory take no registers."""
-    parts = (launch.kernel, *(launch.defines.get(key) for key in ("FORMAT", "TOKENS", "ROWS")))
+    parts = (launch.kernel, *(launch.defines.get(key) for key in ("FORMAT", "LAST_FORMAT", "TOKENS", "ROWS")))
     return " ".join(str(part) for part in parts if part is not None) + " of heads" * ("HEADS" in launch.defines)
 
 

@@ -140,7 +140,7 @@ class Talk:
         own: dict[str, list[Any]] = {
             "attention_prefill": [*cache, q, stride, out, stride, sinks, *scoring],
             "attention_split": [*cache, q, stride, sums, states, *parts, *scoring],
-            "attention_merge": [sums, states, *parts, out, stride, sinks],
+            "attention_merge": [sums, states, *parts, out, stride, sinks, *2 * [np.uint64(0)], np.int32(0)],
         }
         for launch in attention.launches(work, heads, self.variant, n_multiprocessors=4):
             numbers = (self.tables.shape[1], heads.n_kv_heads, heads.group_size)

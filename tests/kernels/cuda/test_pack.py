@@ -47,10 +47,14 @@ def test_packing(device: Device, type: KernelType) -> None:
 def decoded(
     device: Device, rows: NDArray[np.uint8], type: KernelType, n_in: int, ids: Sequence[int]
 ) -> NDArray[np.float32]:
-    """Some rows, packed and read, times 2.5: [ids, n_in + 4], NaN where nothing was written."""
+    """Some rows, packed and read, times 2.5: [ids, n_in + 4], NaN where nothing was written.
+
+    The first id is given, the others are those that the batch before chose.
+    """
     weights = load(device, rows, type, n_in)
     y = device.upload(np.full((len(ids), n_in + 4), np.nan, np.float32))
-    wanted = device.upload(np.array(ids, np.int32)), device.count(len(ids))
+    named = np.array([ids[0], *(~i for i in range(1, len(ids)))], np.int32)
+    wanted = device.upload(named), device.upload(np.array(ids, np.int32)), device.count(len(ids))
     tiles, stride = np.int32(weights.format.n_tiles(n_in)), np.int32(n_in + 4)
     arguments: list[Any] = [weights.memory, np.int32(0), np.int32(n_in), tiles, *wanted, np.float32(2.5), y, stride]
     device.run(matmul.embed_launch(weights.format, 8), arguments)

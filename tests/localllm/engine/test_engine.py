@@ -24,7 +24,7 @@ from localllm.kernels.backend import Batch
 from localllm.models.registry import read_model
 from localllm.sampling import Sampling
 from tests.helpers.devices import DEVICES
-from tests.helpers.fake_backend import N_VOCAB, fake_engine, fake_runner, greedy_after
+from tests.helpers.fake_backend import N_VOCAB, PAGE_SIZE, fake_engine, fake_runner, greedy_after
 from tests.helpers.requests import Results, SteppedEngine, finish, reading, results, writing
 from tests.helpers.tiny_models import tiny_gguf
 
@@ -161,6 +161,48 @@ def test_the_largest_logits_choose_as_all_would() -> None:
         engine.run(request)
         texts.append(results(request).ids)
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("max_tokens", [4, 64])
+def test_the_next_step_is_begun_before_its_token_is_known(max_tokens: int) -> None:
+    """The texts are the same where it is, whatever comes between, and no more is evaluated than is thrown away."""
+
+    def run(is_ahead: bool) -> tuple[list[list[int]], SteppedEngine]:
+        engine = SteppedEngine(parallel=4, max_tokens=max_tokens, max_top_k=20)
+        engine.fake.chooses_ahead = is_ahead
+        stop = greedy_after([5, 6, 7], 9)[-1]
+        requests = [
+            writing([5, 6, 7], 20, stop_ids={stop}),
+            writing([1, 2], 30),
+            writing(range(9), 11, sampling=Sampling(top_k=3, seed=1)),
+            writing([7, 8], 12, speculate="lookup"),
+            writing([5, 6, 7, 8], 30),
+            writing([9, 9], 25, sampling=Sampling(temperature=0, logit_bias={greedy_after([9, 9], 3)[-1]: -100.0})),
+        ]
+        for request in requests:  # each comes while the one before it is at work
+            engine.submit(request)
+            engine.step(5)
+        engine.run()
+        engine.check_all_pages_are_back()
+        return [results(request).ids for request in requests], engine
+
+    (texts, engine), (ahead, other) = run(False), run(True)
+    assert ahead == texts
+    assert texts[0] == greedy_after([5, 6, 7], 8)
+    assert engine.loop.counts.generated_tokens == other.loop.counts.generated_tokens
+    assert engine.n_evaluated < other.n_evaluated
+
+
+def test_a_step_ahead_is_used() -> None:
+    """All but those that begin a page."""
+    engine = SteppedEngine(max_top_k=20)
+    engine.fake.chooses_ahead = True
+    begun = list[int]()
+    request = writing([1, 2, 3], 20, output=Results(lambda _: begun.append(len(engine.fake.batches))))
+    engine.run(request)
+    assert results(request).ids == greedy_after([1, 2, 3], 20)
+    assert len(engine.fake.batches) == 20
+    assert begun == [i + ((2 + i) % PAGE_SIZE != 0 and i < 20) for i in range(1, 21)]
 
 
 class OddError(BaseException):

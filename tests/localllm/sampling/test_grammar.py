@@ -385,3 +385,35 @@ def test_bad_flags_fail_before_a_model_is_loaded(
     outcome = run_main(capfdbinary, "generate", "-m", "no-such-model.gguf", "-p", "Say", *flags)
     assert outcome.code == 2
     assert words in outcome.err
+
+
+def _chain(n: int) -> dict[str, Any]:
+    """A schema of references to references, as deep as that."""
+    defs: dict[str, Any] = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(n)}
+    return {"$ref": "#/$defs/d0", "$defs": {**defs, f"d{n}": {"const": 1}}}
+
+
+PATTERNS = [{"type": "string", "pattern": f"a.{{{i}}}b.*c"} for i in range(40)]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"json_schema": _chain(9_000)},
+        {"grammar": "start: %json " + json.dumps(_chain(9_000))},
+        {"grammar": "root ::= r0\n" + "".join(f"r{i} ::= r{i + 1}\n" for i in range(9_000)) + 'r9000 ::= "a"'},
+        {"grammar": "start: T0\n" + "".join(f"T{i}: T{i + 1} T{i + 1}\n" for i in range(9_000)) + 'T9000: "a"'},
+        {"json_schema": {"allOf": PATTERNS}},
+        {"json_schema": {"$ref": "#/$defs/0", "$defs": {str(i): {**p, "$ref": "#"} for i, p in enumerate(PATTERNS)}}},
+        {"json_schema": {"enum": ["a" * i for i in range(2_000)]}},
+        {"regex": "a" * 1_000_000},
+    ],
+)
+def test_what_could_take_all_stack_time_or_memory_is_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(GrammarError, match=r"it (has|combines) more than [\d,]+ .*: make it simpler"):
+        check_grammar(Sampling(**given))
+
+
+def test_many_patterns_and_references_are_no_trouble_by_themselves() -> None:
+    check_grammar(Sampling(json_schema={"type": "object", "properties": dict(enumerate(PATTERNS))}))
+    check_grammar(Sampling(json_schema=_chain(400)))

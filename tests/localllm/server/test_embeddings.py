@@ -6,6 +6,9 @@ LangChain's run with `pytest -W default -o asyncio_mode=auto`.
 from __future__ import annotations
 
 import base64
+import json
+import socket
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
@@ -76,6 +79,23 @@ def test_openai(openai_client: Any, folder: Path) -> None:
         client.embeddings.create(model="reranker", input="b")
 
 
+def test_a_client_that_goes_ends_the_work(server: Serving) -> None:
+    llm_of = server.models.served["embedder"]
+    httpx.post(server.url + "/embedding", json={"content": "a", "model": "embedder"}).raise_for_status()
+    assert llm_of.llm is not None
+    before = llm_of.llm.counts.ended
+    content = json.dumps({"content": ["a cat " * 9] * 5_000, "model": "embedder"}).encode()
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        head = f"POST /embedding HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n\r\n"
+        connection.sendall(head.encode() + content)
+        while llm_of.llm.counts.ended == before:
+            time.sleep(0.001)
+    server.wait_until_idle()
+    while llm_of.n_users:
+        time.sleep(0.001)
+    assert llm_of.llm.counts.ended - before < 5_000
+
+
 def test_ollama_and_llama_cpp(server: Serving, ollama_client: Any) -> None:
     ollama, client = pytest.importorskip("ollama"), ollama_client
     first, second = client.embed(model="embedder", input=["a", "b " * 200]).embeddings  # the second is cut
@@ -83,6 +103,8 @@ def test_ollama_and_llama_cpp(server: Serving, ollama_client: Any) -> None:
     old = client.embeddings(model="embedder", prompt="a").embedding
     (row,) = httpx.post(server.url + "/embedding", json={"content": "a", "model": "embedder"}).json()
     np.testing.assert_allclose([old, row["embedding"][0]], [first, first], rtol=1e-5, atol=1e-6)
+    none = httpx.post(server.url + "/api/embeddings", json={"input": [], "model": "embedder"})
+    assert none.json() == {"embedding": []}
     with pytest.raises(ollama.ResponseError, match="context"):
         client.embed(model="embedder", input="b " * 200, truncate=False)
 

@@ -93,7 +93,7 @@ def test_slots_are_saved_and_restored(tmp_path: Path) -> None:
         post(server, "/slots/1?action=erase")
         assert post(server, "/slots/1?action=restore", filename="a.bin")["n_restored"] == n
         assert evaluated(server) == 1
-        for filename in ("", "../a.bin", "/etc/passwd", ".hidden", "a/b", "x" * 200, "a\0"):
+        for filename in ("", "../a.bin", "/etc/passwd", ".hidden", "a/b", "x" * 200, "é" * 128, "a\0"):
             response = httpx.post(server.url + "/slots/0?action=restore", json={"filename": filename})
             assert response.status_code == 400
         (tmp_path / "b.bin").write_bytes((tmp_path / "a.bin").read_bytes()[:-1])

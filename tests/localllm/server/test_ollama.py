@@ -109,6 +109,18 @@ def test_keep_alive_unloads() -> None:
             time.sleep(0.1)
 
 
+def test_keep_alive_ends_no_reply() -> None:
+    with serving(scripted("word " * 300)) as server, ollama.Client(host=server.url) as client:
+        reply = client.chat(model="demo", messages=HELLO, stream=True)
+        next(reply)
+        client.generate(model="demo", prompt="", keep_alive=0)
+        assert list(reply)[-1].done_reason == "stop"
+        end = time.monotonic() + 30
+        while client.ps().models:
+            assert time.monotonic() < end
+            time.sleep(0.1)
+
+
 def test_a_reply_gives_the_context_for_the_next_one(client: Any, server: Serving) -> None:
     first = client.generate(model="demo", prompt="Hello!", options=GREEDY)
     second = client.generate(model="demo", prompt="Thanks!", context=first.context, options=GREEDY)

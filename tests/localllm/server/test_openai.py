@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from localllm.server.http import Limits
 from tests.helpers.http_server import Serving, demo, scripted, serving
 
 openai = pytest.importorskip("openai")
@@ -345,3 +346,15 @@ def test_responses_in_a_folder_outlive_the_server(tmp_path: Path) -> None:
     ):
         client.responses.retrieve(first.id)
     assert [path.name for path in (tmp_path / "kept").iterdir()] == [f"{first.id}.json"]
+
+
+def test_responses_are_of_a_key_whichever_its_place(tmp_path: Path) -> None:
+    """Else another could read them after a restart."""
+    limits = Limits(api_keys=("none", "other"))
+    with serving(demo(), limits=limits, responses_folder=tmp_path) as server, client_of(server) as client:
+        first = client.responses.create(model="demo", input="Hello!", max_output_tokens=3)
+    limits = Limits(api_keys=("other", "none"))
+    with serving(demo(), limits=limits, responses_folder=tmp_path) as server, client_of(server) as client:
+        assert client.responses.retrieve(first.id).output_text == first.output_text
+        with pytest.raises(openai.NotFoundError):
+            client.with_options(api_key="other").responses.retrieve(first.id)

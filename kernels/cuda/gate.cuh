@@ -1,0 +1,52 @@
+// The functions of gates, and what a product that ends with one writes.
+#pragma once
+#include "activations.cuh"
+
+// In the order of graph.ACTIVATIONS.
+enum { SILU, GELU, GELU_ERF, RELU2, SIGMOID, IDENTITY, CLAMPED_SWIGLU };
+
+DEVICE float activated(int kind, float g, float u) {
+  switch (kind) {
+    case SILU:
+      return g / (1.0f + expf(-g)) * u;
+    case GELU:  // the tanh form: x * sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3))
+      return g / (1.0f + expf(-1.5957691216057308f * fmaf(0.044715f * g * g, g, g))) * u;
+    case GELU_ERF:
+      return 0.5f * g * erfcf(-0.70710678f * g) * u;
+    case RELU2:
+      return g > 0.0f ? g * g * u : g != g ? g : 0.0f;
+    case SIGMOID:
+      return u / (1.0f + expf(-g));
+    case IDENTITY:
+      return g * u;
+    default:  // gpt-oss's
+      g = fminf(g, 7.0f);
+      u = fmaxf(fminf(u, 7.0f), -7.0f);
+      return g / (1.0f + expf(-1.702f * g)) * (u + 1.0f);
+  }
+}
+
+// A gate over the results of two products, and where its codes go.
+struct Gate {
+  int kind;
+  const float *gate_bias, *up_bias;  // or null
+  int8_t* units;
+  float2* scales;
+  int n_rows;  // that those are laid out for
+
+  // A row's block of 32 columns, of which each lane of a warp has one.
+  __device__ __forceinline__ void store(float g, float u, int block, int row) const {
+    const int column = BLOCK * block + threadIdx.x % WARP;
+    if (gate_bias) g += gate_bias[column];
+    if (up_bias) u += up_bias[column];
+    store_code(activated(kind, g, u), units, scales, block, row, n_rows);
+  }
+};
+
+// Both products' weights, and a Gate, as parameters of a kernel.
+#define GATE_PARAMETERS                                                                                             \
+  const uint8_t *__restrict__ gates, const float *__restrict__ gate_bias, const uint8_t *__restrict__ ups,           \
+      const float *__restrict__ up_bias, int kind, int8_t *__restrict__ gated, float2 *__restrict__ gated_scales,    \
+      int gated_rows
+#define GATE \
+  Gate { kind, gate_bias, up_bias, gated, gated_scales, gated_rows }
