@@ -183,8 +183,8 @@ def _favouring_large(x: Floats, weights: Floats) -> Floats:
     """The weights [n_blocks, length] of values: those of their columns times √(σ² + x²), much as in llama.cpp.
 
     The squared error weighted by columns alone is a little larger with them, but the divergence from the original is
-    smaller: on copies of the demo model that compute the same and round otherwise, Q2_K loses about 25 % less, with an
-    importance matrix 12 %, with Hessians 20 %; Q3_K_M about 8 %, and Q4_K_M with either matrix 2 to 4 %.
+    smaller: on copies of the demo model that compute the same and round otherwise, Q2_K loses about 25 % less, with
+    an importance matrix 12 %, with Hessians 20 %; Q3_K_M about 8 %, and Q4_K_M with either matrix 2 to 4 %.
     """
     squares = x * x
     large = np.sqrt(squares + squares.mean(axis=1, keepdims=True))

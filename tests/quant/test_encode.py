@@ -116,7 +116,7 @@ def test_large_values_can_count_more() -> None:
         back = dequantize(quantize(values, T.Q2_K, weights, favours_large=favours_large), T.Q2_K)
         lost.append([relative_rms(values, back, w) for w in (weights, weights * values**2)])
     (least, of_large), (more, least_of_large) = lost
-    assert least < more < 1.02 * least
+    assert least < more < 1.04 * least
     assert least_of_large < of_large
 
 
