@@ -38,7 +38,7 @@ class Batch:
         states: int32 [S], the slot of each sequence's recurrent states, where a model has any.
         adapters: float32 [T, n_adapters], how much of each a token gets; [0, 0] for nothing of any.
         top_k: how many of the largest logits of each output are wanted; 0 for all.
-        n_chosen: outputs of the batch before this one whose largest logits choose ids of this: that had a top_k of 1,
+        n_chosen: outputs of the batch before this one whose largest logits choose ids of this: that had a top_k,
             and the step `chooses_ahead`.
     """
 

@@ -272,7 +272,17 @@ _CODES: dict[GGMLType, _Codes] = {
 }  # fmt: skip
 
 
+#: Formats whose models diverge less if large values weigh more than their columns alone do, by the root of x² and the
+#: block's mean square, much as in llama.cpp.  Measured on the demo model with its dimensions in six other orders.
+_LARGE_MATTER = {GGMLType.Q2_K, GGMLType.Q3_K, GGMLType.Q4_K, GGMLType.IQ4_XS}
+
+
 def _encode_codes(x: Floats, type: GGMLType, weights: Floats) -> Bytes:
+    if type in _LARGE_MATTER and weights.min() != weights.max():
+        squares = x * x
+        large = np.sqrt(squares.mean(axis=1, keepdims=True) + squares)
+        weights = np.tile(weights, (len(x) // len(weights), 1)) * large
+        weights /= np.maximum(weights.mean(axis=1, keepdims=True), 1e-30)
     return _packed(type, *_codes(x, type, weights))
 
 

@@ -252,10 +252,10 @@ extern "C" __global__ void __launch_bounds__(SORT_THREADS, 1)
 }
 
 // found [2, rows, k]: the k best of each row, best first, of n_keys = k * (blocks of `top_parts`) keys; where a row has
-// fewer, the last ids are -1.  Grid: (rows).  k: 1 ... SORT_THREADS.
+// fewer, the last ids are -1.  chosen [rows]: the best.  Grid: (rows).  k: 1 ... SORT_THREADS.
 extern "C" __global__ void __launch_bounds__(SORT_THREADS, 1)
     top_merge(const int* __restrict__ header, const uint64_t* __restrict__ parts, int n_keys, int k,
-              const float* __restrict__ logits, int stride, int* __restrict__ found) {
+              const float* __restrict__ logits, int stride, int* __restrict__ found, int* __restrict__ chosen) {
   __shared__ uint64_t keys[SORTED];
   if (blockIdx.x >= header[N_OUTPUTS]) return;
   const uint64_t* row = parts + (size_t)blockIdx.x * n_keys;
@@ -268,5 +268,6 @@ extern "C" __global__ void __launch_bounds__(SORT_THREADS, 1)
   const uint64_t key = keys[threadIdx.x];
   const size_t to = (size_t)blockIdx.x * k + threadIdx.x;
   found[to] = key ? id_of(key) : -1;
+  if (threadIdx.x == 0) chosen[blockIdx.x] = id_of(key);
   values_of(found, header, k)[to] = key ? logits[(size_t)blockIdx.x * stride + id_of(key)] : 0.0f;
 }

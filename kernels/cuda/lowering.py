@@ -68,6 +68,8 @@ _CONV_COLUMNS, _CONV_TOKENS = 128, 32
 _ROUTE_THREADS, _ROUTE_TOKENS, _GROUP_THREADS, _SUM_THREADS, _SUM_COLUMNS = 128, 4, 1024, 128, 512
 #: Sequences that a launch of recurrent kernels has blocks for: these take the others in turn.
 _MAX_SEQUENCES = 16
+#: Attention ends with codes where heads are a multiple of so many values.
+_CODED_HEAD = 32
 #: Rows of a product with experts before those that matmul takes.
 _FEW_ROWS = 8
 
@@ -323,10 +325,10 @@ class Lowering:
                 yield launch("argmax", (n,), logits, logits.width, self.chosen)
             elif k and n:
                 yield launch("top_parts", (n_parts, n), logits, logits.width, k, parts)
-                yield launch("top_merge", (n,), parts, n_parts * k, k, logits, best)
+                yield launch("top_merge", (n,), parts, n_parts * k, k, logits, best, self.chosen)
 
         cost = lambda sizes: Cost(logits.bytes_of(sizes.n_outputs))  # noqa: E731
-        self.calls.append(Call("choice", launches, [logits, best, parts], cost))
+        self.calls.append(Call("choice", launches, [logits, best, parts, self.chosen], cost))
         return self.chosen, best
 
     # -- Products --------------------------------------------------------------------------------------------------
@@ -471,7 +473,7 @@ class Lowering:
     def attention(self, op: g.Attention) -> Stored:
         limits, kept, q, y = self.limits, op.cache, self.stored[op.q], self.new(Rows.TOKENS, op.result.width)
         # What merges splits ends with codes, if that is all that is read; whole heads must make whole rows of them.
-        fits = kept.value_dim % matmul.BLOCK == y.width % matmul.RUN == 0
+        fits = kept.value_dim % _CODED_HEAD == y.width % matmul.RUN == 0
         inputs = self.result_of(op.result)[0] if fits else None
         codes = inputs if isinstance(inputs, Inputs) else None
         kind, sinks, partials = limits.kind(op), self.weights.vector(op.sinks), limits.new_partials()

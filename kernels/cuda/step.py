@@ -196,7 +196,7 @@ class CUDAStep(Step):
             self.launch(extent)
         driver.record(self._done, self.stream)
         n = len(batch.ids) if self.result.slot == N_TOKENS else len(batch.outputs)
-        self._n_chosen = n if extent.top_k == 1 else 0
+        self._n_chosen = n if extent.top_k else 0
         return CUDAOutput(self, n, self._download_found(n, extent.top_k) if extent.top_k else None)
 
     @property

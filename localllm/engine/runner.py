@@ -35,7 +35,7 @@ class Chunk:
         n_outputs: for how many of the last of them logits are wanted.
         start: position of the first of them; what the cache holds from there on is overwritten.
         adapters: how much of each adapter it gets; none at all for nothing of any.
-        goes_on: whether the token that its logits choose is likely to be evaluated next.
+        goes_on: whether the token with the largest logit is likely to be evaluated next.
     """
 
     sequence: CachedSequence
@@ -87,7 +87,7 @@ class ModelRunner:
         self.hidden = hidden
         self._step = step
         #: What was begun before anybody asked for it, and what comes of it.
-        self._ahead: tuple[list[Chunk], Output] | None = None
+        self._ahead: tuple[list[Chunk], int, Output] | None = None
 
     def run(self, chunks: Sequence[Chunk], top_k: int = 0, whole: Sequence[int] = ()) -> NDArray[np.float32] | TopK:
         """Evaluates a batch; writes the cache's pages, but records nothing of it (`PagedCache.append`).
@@ -96,28 +96,29 @@ class ModelRunner:
             The logits [rows, n_vocab] of all chunks in turn, or only the ``top_k`` largest of each row, and all of
             those ``whole``: the backend's own memory, good until the next call.
         """
-        (known, output), self._ahead = self._ahead or ([], None), None
+        ahead, self._ahead = self._ahead, None
         for chunk in chunks:
             chunk.sequence.is_ahead = True
-        if top_k != 1 or whole or not self._step.chooses_ahead:
+        if not 0 < top_k <= self.max_top_k or whole or not self._step.chooses_ahead:
             batch = make_batch(chunks, self.cache.page_size)
             return self._step.top_k(batch, top_k, whole) if 0 < top_k <= self.max_top_k else self._step(batch)
-        if output is None or known != list(chunks):
-            output = self._run_greedily(chunks, 0)
+        is_known = ahead is not None and ahead[:2] == (list(chunks), top_k)
+        output = ahead[2] if ahead is not None and is_known else self._begin(chunks, top_k)
         # The device is given its next work before anybody waits for this.
         following = self._following(chunks)
-        coming = self._run_greedily(following, len(following)) if following else None
-        best = output.top_k(1)
+        coming = self._begin(following, top_k, len(following)) if following else None
+        best = output.top_k(top_k)
         if coming is not None:
             ids = best.ids[:, 0].tolist()
-            self._ahead = [replace(chunk, ids=[id_]) for chunk, id_ in zip(following, ids, strict=True)], coming
+            chosen = [replace(chunk, ids=[id_]) for chunk, id_ in zip(following, ids, strict=True)]
+            self._ahead = chosen, top_k, coming
         return best
 
-    def _run_greedily(self, chunks: Sequence[Chunk], n_chosen: int) -> Output:
-        return self._step.run(replace(make_batch(chunks, self.cache.page_size), top_k=1, n_chosen=n_chosen))
+    def _begin(self, chunks: Sequence[Chunk], top_k: int, n_chosen: int = 0) -> Output:
+        return self._step.run(replace(make_batch(chunks, self.cache.page_size), top_k=top_k, n_chosen=n_chosen))
 
     def _following(self, chunks: Sequence[Chunk]) -> list[Chunk]:
-        """What comes after these if each goes on with the token that it chooses; nothing where that is not to be
+        """What comes after these if each goes on with its likeliest token; nothing where that is not to be
         evaluated yet, because a sequence has no page for it, or a state that it would change for good."""
         following = [
             replace(chunk, ids=[~i], start=chunk.start + len(chunk.ids))

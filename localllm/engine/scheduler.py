@@ -54,7 +54,8 @@ class Scheduled:
         start = len(sequence)
         ids = request.tokens[start : start + self.n_tokens] + request.drafts[: self.n_drafts]
         n_outputs = request.n_outputs(start, self.n_tokens, self.n_drafts)
-        goes_on = request.drafter is None and request.max_tokens != request.n_generated + 1
+        is_greedy = request.sampler is not None and not request.sampler.sampling.temperature
+        goes_on = is_greedy and request.drafter is None and request.max_tokens != request.n_generated + 1
         return Chunk(sequence, ids, n_outputs, start, request.adapters, goes_on)
 
 

@@ -35,7 +35,7 @@ def harness() -> None:
 
 
 def test_a_run_on_emulated_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    chosen = [name for name in SHARES if name not in ("tests", "sanitizer")]
+    chosen = [name for name in SHARES if name not in ("tests", "sanitizer", "processes")]
     assert main(["--emulated", "--out", str(tmp_path / "new"), "--sections", ",".join(chosen)]) == 0
     _, err = capsys.readouterr()
     assert err == ""
@@ -83,7 +83,7 @@ def test_without_a_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--sections", "ceilings,banana"], "there is no section 'banana': choose of environment, ceilings, "),
+        (["--sections", "ceilings,banana"], "there is no section 'banana': choose of environment, sanitizer, "),
         (["--sections", ""], "there is no section ''"),
         (["--sanitizer", "valgrind"], "there is no tool of compute-sanitizer 'valgrind': choose of memcheck, "),
         (["--minutes", "0"], "--minutes is 0, but must be a number above 0"),
@@ -130,7 +130,7 @@ def test_models_that_have_no_room(
     assert main(["--emulated", "--sections", "environment,several"]) == 2
     assert capsys.readouterr().err == (
         f"the models take up to 0.0 GB on the disk, but {tmp_path} has 0.0 GB free: set TMPDIR to another folder, or "
-        "leave the sections models and several out\n"
+        "leave models, variants and several out\n"
     )
     assert not list(tmp_path.iterdir())
     assert main(["--emulated", "--sections", "environment", "--out", str(tmp_path)]) == 0
@@ -275,6 +275,19 @@ def test_packages_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert missing().startswith("not installed, or of another version: 'no-such-package>=2' 'pytest<1'\n")
 
 
+def test_wheels_are_collected(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = []
+    monkeypatch.setattr(
+        installed.subprocess, "run", lambda command, **_: ran.append(command) or SimpleNamespace(returncode=3)
+    )
+    assert installed.collect("wheels", "3.12") == 3
+    (command,) = ran
+    assert command[1:6] == ["-m", "pip", "download", "--only-binary=:all:", "--dest"]
+    assert command[command.index("--python-version") + 1] == "3.12"
+    assert "pytest" in command
+    assert any(word.startswith("cupy-cuda12x") for word in command)
+
+
 def test_the_tables() -> None:
     found = Found("numbers", [{"a": "x|y", "b": 1234.5}, {"b": 0.00012, "c": True}], 3.2, ["bad"])
     text = markdown({"date": "today"}, [found, Found("none", note="left out")])
@@ -298,19 +311,51 @@ def suites(folder: Path, chosen: str) -> list[tuple[str, tuple[str, ...]]]:
     ("chosen", "fault"), [("bad", "some: FAILED .*::test_bad - assert 1 == 2$"), ("none", "some: no test ran$")]
 )
 def test_suites_that_fail(tmp_path: Path, chosen: str, fault: str) -> None:
-    (row,) = correctness.run_tests(100, suites(tmp_path, chosen))
+    (row,) = correctness.run_tests(100, suites(tmp_path, chosen), tmp_path)
     assert re.match(fault, row["fault"])
 
 
 def test_a_suite_that_takes_too_long(tmp_path: Path) -> None:
-    (row,) = correctness.run_tests(0.01, suites(tmp_path, "good"))
-    assert row == {"tests": "some", "result": "stopped after 0 s:"}
+    """What it said so far is kept."""
+    (tmp_path / "test_slow.py").write_text("import time\nprint('here', flush=True)\ntime.sleep(100)\n")
+    suite = "some", (str(tmp_path / "test_slow.py"), "--rootdir", str(tmp_path), "-s")
+    (row,) = correctness.run_tests(5, [suite], tmp_path)
+    assert row == {"tests": "some", "result": "stopped after 5 s: see some.txt"}
+    assert "here" in (tmp_path / "some.txt").read_text()
+
+
+def test_two_processes(tmp_path: Path) -> None:
+    rows = list(correctness.two_processes(100, suites(tmp_path, "good")[0], tmp_path))
+    assert [row["tests"] for row in rows] == ["some, process 1", "some, process 2"]
+    assert all(row["result"].startswith("1 passed") for row in rows)
+
+
+def test_what_ncu_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in that writes a table."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (row,) = correctness.count(100, (), tmp_path)
+    assert row["result"] == "not counted: ncu is not on the PATH"
+    columns = ['"ID"', '"Kernel Name"', *(f'"{metric}"' for metric in correctness.METRICS)]
+    table = [columns, ['""'] * 2 + ['"%"'] * 5, ['"0"', '"matvec"', '"7.5"', '"81"', '"30"', '"44"', '"60"']]
+    tool = tmp_path / correctness.NCU
+    text = "==PROF== Connected\n" + "\n".join(",".join(line) for line in table) + "\n"
+    tool.write_text(
+        f"#!{sys.executable}\nimport sys\nopen(sys.argv[sys.argv.index('--log-file') + 1], 'w').write({text!r})\n"
+    )
+    tool.chmod(0o755)
+    (row,) = correctness.count(100, (), tmp_path)
+    assert list(row) == ["kernel", *correctness.METRICS.values()]
+    assert list(row.values()) == ["matvec", "7.5", "81", "30", "44", "60"]
+    tool.write_text(f"#!{sys.executable}\n")
+    (tmp_path / "ncu.csv").unlink()
+    (row,) = correctness.count(100, (), tmp_path)
+    assert row["fault"].startswith("ncu counted nothing")
 
 
 def test_the_sanitizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in that checks its options, and runs the command behind them."""
     monkeypatch.setenv("PATH", str(tmp_path))
-    (row,) = correctness.sanitize(["memcheck"], 100, suites(tmp_path, "good"))
+    (row,) = correctness.sanitize(["memcheck"], 100, suites(tmp_path, "good"), tmp_path)
     assert "compute-sanitizer is not on the PATH" in row["result"]
     tool = tmp_path / correctness.SANITIZER
     tool.write_text(
@@ -319,7 +364,7 @@ def test_the_sanitizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "os.execv(sys.argv[5], sys.argv[5:])\n"
     )
     tool.chmod(0o755)
-    (row,) = correctness.sanitize(["racecheck"], 100, suites(tmp_path, "good"))
+    (row,) = correctness.sanitize(["racecheck"], 100, suites(tmp_path, "good"), tmp_path)
     assert row["tests"] == "some, racecheck"
     assert row["result"].startswith("1 passed, 1 deselected")
     assert "fault" not in row

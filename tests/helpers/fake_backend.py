@@ -137,7 +137,7 @@ class FakeStep(Step):
         for n, row in enumerate(batch.outputs):
             self._own[n] = logits_after(histories[row])
         logits = self._own[: len(batch.outputs)]
-        self._ids = logits.argmax(1) if batch.top_k == 1 else np.zeros(0, np.int32)
+        self._ids = logits.argmax(1) if batch.top_k else np.zeros(0, np.int32)
         return FakeLogits(logits, self.chosen)
 
 

@@ -313,7 +313,7 @@ def test_feedback_lessens_the_error_of_products(type: GGMLType) -> None:
     assert error(quantize(values, type, feedback=Feedback.of(hessian))) < 0.7 * plain
 
 
-@pytest.mark.parametrize("type", [GGMLType.Q4_0, GGMLType.Q4_K, GGMLType.IQ4_NL])
+@pytest.mark.parametrize("type", [GGMLType.Q4_0, GGMLType.Q5_K, GGMLType.Q6_K, GGMLType.IQ4_NL])
 def test_columns_that_do_not_go_together_make_up_for_nothing(type: GGMLType) -> None:
     values = np.random.default_rng(5).standard_normal((16, 256)).astype(np.float32)
     alone = Feedback.of(np.diag(np.random.default_rng(6).uniform(1, 3, 256)))

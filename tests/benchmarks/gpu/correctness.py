@@ -1,13 +1,19 @@
-"""The CUDA tests on the real devices, perhaps under compute-sanitizer."""
+"""Programs beside this one: the CUDA tests, under compute-sanitizer, in two processes; and kernels under ncu.
+
+What they print is kept whole in the folder of the results, also where they are stopped.
+"""
 
 from __future__ import annotations
 
+import csv
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
+from pathlib import Path
 
 from tests.benchmarks.gpu.sections import Row
 from tests.helpers.data import ROOT
@@ -27,19 +33,56 @@ SANITIZED: tuple[Suite, ...] = tuple(
 )
 SANITIZER = "compute-sanitizer"
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+NCU = "ncu"
+#: What ncu counts of a kernel, and the columns of the table.
+METRICS = {
+    "gpu__time_duration.sum": "time",
+    "dram__throughput.avg.pct_of_peak_sustained_elapsed": "% of memory",
+    "sm__throughput.avg.pct_of_peak_sustained_elapsed": "% of processors",
+    "sm__warps_active.avg.pct_of_peak_sustained_active": "% of warps",
+    "launch__registers_per_thread": "registers",
+}
+#: Of those, the kernels, and how many launches.
+_COUNTED, _LAUNCHES = "regex:^(matvec|matmul|attention)", 60
 #: Processes that share the device.
 _WORKERS = 4
 _NO_TESTS = 5
 
 
-def run_tests(seconds: float, suites: Sequence[Suite]) -> Iterator[Row]:
+def run_tests(seconds: float, suites: Sequence[Suite], folder: Path) -> Iterator[Row]:
     """Every suite; each may take an equal part of the time."""
     workers = ("-n", str(_WORKERS)) if find_spec("xdist") and suites is SUITES else ()
     for name, arguments in suites:
-        yield _suite(name, (*_pytest(), *workers, *arguments), seconds / len(suites))
+        yield _suite(name, (*_pytest(), *workers, *arguments), seconds / len(suites), folder)
 
 
-def sanitize(tools: Sequence[str], seconds: float, suites: Sequence[Suite]) -> Iterator[Row]:
+def two_processes(seconds: float, suite: Suite, folder: Path) -> Iterator[Row]:
+    """A suite in two processes at a time, on the same device."""
+    command = (*_pytest(), *suite[1])
+    with ThreadPoolExecutor(2) as pool:
+        yield from pool.map(lambda i: _suite(f"{suite[0]}, process {i}", command, seconds, folder), (1, 2))
+
+
+def count(seconds: float, words: Sequence[str], folder: Path) -> Iterator[Row]:
+    """What ncu says of the kernels of a run of this program."""
+    if shutil.which(NCU) is None:
+        yield {"kernel": "all", "result": f"not counted: {NCU} is not on the PATH"}
+        return
+    log = folder / "ncu.csv"
+    options = ("--csv", "--page", "raw", "--metrics", ",".join(METRICS), "--log-file", str(log))
+    own = (sys.executable, "-m", "tests.benchmarks.gpu", "--out", str(folder / "under ncu"), *words)
+    command = (NCU, *options, "-k", _COUNTED, "-c", str(_LAUNCHES), *own)
+    said = _suite("ncu", command, seconds, folder)
+    lines = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
+    begin = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), len(lines))
+    rows = list(csv.DictReader(lines[begin:]))
+    if len(rows) < 2:
+        yield {"kernel": "all", "result": said["result"], "fault": "ncu counted nothing: see ncu.txt and ncu.csv"}
+    for row in rows[1:]:  # the first are units
+        yield {"kernel": row["Kernel Name"], **{name: row.get(metric) for metric, name in METRICS.items()}}
+
+
+def sanitize(tools: Sequence[str], seconds: float, suites: Sequence[Suite], folder: Path) -> Iterator[Row]:
     """The same under each tool, of `TOOLS`."""
     if shutil.which(SANITIZER) is None:
         yield {"tests": "all", "result": f"not run: {SANITIZER} is not on the PATH"}
@@ -47,34 +90,30 @@ def sanitize(tools: Sequence[str], seconds: float, suites: Sequence[Suite]) -> I
     for tool in tools:
         for name, arguments in suites:
             command = (SANITIZER, "--tool", tool, "--error-exitcode", "9", *_pytest(), *arguments)
-            yield _suite(f"{name}, {tool}", command, seconds / len(tools) / len(suites))
+            yield _suite(f"{name}, {tool}", command, seconds / len(tools) / len(suites), folder)
 
 
 def _pytest() -> tuple[str, ...]:
     return (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")
 
 
-def _suite(name: str, command: Sequence[str], seconds: float) -> Row:
-    try:
-        done = subprocess.run(
-            command,
-            cwd=ROOT,
-            env={**os.environ, "COLUMNS": "400"},  # or pytest shortens what it says of failures
-            capture_output=True,
-            text=True,
-            timeout=seconds,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as error:
-        said = error.stdout.decode(errors="replace").split("\n") if isinstance(error.stdout, bytes) else [""]
-        return {"tests": name, "result": f"stopped after {seconds:.0f} s: {' '.join(said)[-300:]}".strip()}
-    lines = [line for line in done.stdout.splitlines() if line.strip()]
-    row: Row = {"tests": name, "result": lines[-1].strip("= ") if lines else f"exit code {done.returncode}"}
-    if done.returncode == _NO_TESTS:
+def _suite(name: str, command: Sequence[str], seconds: float, folder: Path) -> Row:
+    log = folder / f"{name}.txt"
+    env = {**os.environ, "COLUMNS": "400"}  # or pytest shortens what it says of failures
+    with log.open("w", encoding="utf-8") as to:
+        try:
+            code = subprocess.run(
+                command, cwd=ROOT, env=env, stdout=to, stderr=subprocess.STDOUT, timeout=seconds, check=False
+            ).returncode
+        except subprocess.TimeoutExpired:
+            return {"tests": name, "result": f"stopped after {seconds:.0f} s: see {log.name}"}
+    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    row: Row = {"tests": name, "result": lines[-1].strip("= ") if lines else f"exit code {code}"}
+    if code == _NO_TESTS:
         row["fault"] = f"{name}: no test ran"
-    elif done.returncode:
+    elif code:
         failed = [line for line in lines if line.startswith(("FAILED", "ERROR", "=========     "))] or lines[-1:]
-        row["fault"] = f"{name}: {'; '.join(failed[:5])} {done.stderr.strip()[-300:]}".strip()
+        row["fault"] = f"{name}: {'; '.join(failed[:5])}"
     elif " passed" not in row["result"]:
         row["fault"] = f"{name}: nothing passed, all was skipped"
     return row

@@ -56,7 +56,7 @@ class Sizes:
         layers: other kinds of layers: the width of their input, and what records one.
         batches: sequences, tokens of each, and their length, for those.
         model, file_types: of whole models.
-        prompts, generated, depth, sequences, replays: what whole models do.
+        prompts, generated, depth, long, sequences, replays: what whole models do.
         transferred: bytes of a copy between devices, or over the bus.
     """
 
@@ -75,6 +75,7 @@ class Sizes:
     prompts: tuple[int, ...]
     generated: int
     depth: int
+    long: int
     sequences: int
     replays: int
     transferred: int
@@ -114,6 +115,7 @@ FULL = Sizes(
     prompts=(512, 4096),
     generated=64,
     depth=512,
+    long=32768,
     sequences=32,
     replays=1000,
     transferred=1 << 28,
@@ -135,6 +137,7 @@ TINY = Sizes(
     prompts=(20,),
     generated=2,
     depth=5,
+    long=70,
     sequences=2,
     replays=3,
     transferred=1 << 12,

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -14,8 +17,10 @@ from localllm.cli.bench import Measurement, measure, profile
 from localllm.cli.bench_profile import DeviceProfile
 from localllm.cli.bench_work import Test
 from localllm.kernels.cpu.host import usable_cpus
+from localllm.kernels.cuda import lowering, matmul
 from localllm.kernels.cuda.profile import BusyTime, watching
 from localllm.kernels.cuda.roofline import Stopwatch
+from localllm.kernels.cuda.step import CUDAStep
 from localllm.llm import LLM
 from tests.benchmarks.gpu.kernels import DECODE, FLOAT_DECODE, PREFILL
 from tests.benchmarks.gpu.machine import Machine, Sizes
@@ -40,6 +45,8 @@ def models(machine: Machine) -> Iterator[Row]:
             random_gguf(path, machine.sizes.model, file_type, repeat_layers=True)
             yield {"model": file_type, "test": "written", "s": time.monotonic() - begin}
             yield from _model(machine, path, file_type)
+            if file_type == machine.sizes.file_types[0]:
+                yield from _long_context(machine, path, file_type)
         finally:
             path.unlink(missing_ok=True)
     yield _against_the_cpu(machine, machine.sizes.file_types[0])
@@ -89,15 +96,23 @@ def _model(machine: Machine, path: Path, file_type: str) -> Iterator[Row]:
     yield from _llama_cpp(machine, path, file_type)
 
 
-def _check_text(llm: LLM, file_type: str, n: int) -> Row:
+def _long_context(machine: Machine, path: Path, file_type: str) -> Iterator[Row]:
+    """The whole model far into a cache."""
+    n, long = machine.sizes.generated, machine.sizes.long
+    with machine.load(path, "cuda:0", context=long + n + 2) as llm:
+        yield _check_text(llm, file_type, n, long)
+        yield _measured(file_type, measure(llm, Test("tg", n, long), 1))
+
+
+def _check_text(llm: LLM, file_type: str, n: int, n_prompt: int = CHECKED) -> Row:
     """Tokens one by one, in replays of a graph, are those that a prefill of them all finds the likeliest."""
-    prompt = _ids(llm, CHECKED)
+    prompt = _ids(llm, n_prompt)
     text = list(llm.generate(prompt, max_tokens=n, temperature=0, ignore_eos=True).ids)
-    logits = llm.logits(prompt + text)[CHECKED - 1 : -1]
+    logits = llm.logits(prompt + text, last=n + 1)[:-1]
     is_same = logits.argmax(axis=1).tolist() == text and bool(np.isfinite(logits).all())
     row: Row = {
         "model": file_type,
-        "test": f"{n} tokens, as a prefill has them",
+        "test": f"{n} tokens behind {n_prompt}, as a prefill has them",
         "error": "none" if is_same else "yes",
     }
     if not is_same:
@@ -199,6 +214,33 @@ def _llama_cpp(machine: Machine, path: Path, file_type: str) -> Iterator[Row]:
         "test": f"llama.cpp, tg{sizes.generated} @ d{sizes.depth}",
         "tok/s": sizes.generated / decode,
     }
+
+
+# -- What makes it fast --------------------------------------------------------------------------------------------
+
+
+def variants(machine: Machine) -> Iterator[Row]:
+    """Decoding with all that makes it fast, before and after it with one thing left out each."""
+    left_out: tuple[tuple[str, Any, str, Any], ...] = (
+        ("all", None, "", None),
+        ("without gates in products", matmul, "_GATED", frozenset()),
+        ("formats apart", matmul, "_MIXED", frozenset()),
+        ("without codes by attention", lowering, "_CODED_HEAD", 1 << 30),
+        ("no step ahead", CUDAStep, "chooses_ahead", False),
+        ("all again", None, "", None),
+    )
+    for file_type in machine.sizes.file_types[:2]:
+        path, test = machine.scratch / f"{file_type}.gguf", Test("tg", machine.sizes.generated, machine.sizes.depth)
+        try:
+            random_gguf(path, machine.sizes.model, file_type, repeat_layers=True)
+            for name, owner, attribute, value in left_out:
+                with contextlib.ExitStack() as stack:
+                    if owner is not None:
+                        stack.enter_context(mock.patch.object(owner, attribute, value))
+                    llm = stack.enter_context(machine.load(path, "cuda:0", context=test.n + test.depth + 2))
+                    yield {"variant": name, **_measured(file_type, measure(llm, test, min(3, machine.repetitions)))}
+        finally:
+            path.unlink(missing_ok=True)
 
 
 # -- Several devices -----------------------------------------------------------------------------------------------

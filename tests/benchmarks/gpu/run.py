@@ -1,20 +1,23 @@
 """Everything that is to be measured on a GPU, and checked, in runs of less than ten minutes.
 
-    python -m tests.benchmarks.gpu --out 1 --sections environment,ceilings,products,attention,layers
-    python -m tests.benchmarks.gpu --out 2 --sections environment,models,several
-    python -m tests.benchmarks.gpu --out 3 --sections environment,tests,sanitizer
+    python -m tests.benchmarks.gpu --out 1 --sections environment,sanitizer,tests,processes
+    python -m tests.benchmarks.gpu --out 2 --sections environment,ceilings,products,attention,layers,ncu
+    python -m tests.benchmarks.gpu --out 3 --sections environment,models,variants,several
     python -m tests.benchmarks.gpu --emulated
 
 | section | what is found |
 |---|---|
 | environment | card, driver, CuPy, NVRTC |
+| sanitizer | the tests under the tools of compute-sanitizer that --sanitizer names |
 | ceilings | what the card does at most: copies, reads, products, launches, and the bus |
 | products, attention | kernels one by one: the floor, what is hoped for, what came out, the error |
 | layers | where the time goes in layers of latents, recurrences, experts |
+| ncu | what it counts of matvec, matmul and attention in the sections products and attention |
 | models | models of 8B parameters with random weights: tokens a second, profiles, llama.cpp where it is there |
+| variants | decoding with each of what makes it fast left out |
 | several | with two GPUs: copies between them, and a split model |
 | tests | whether the CUDA tests pass on the card |
-| sanitizer | the tests under the tools of compute-sanitizer that --sanitizer names |
+| processes | some of them in two processes at a time |
 
 First it says what is not installed that the project or its tests need.  Sections share the time: --minutes, and what
 is at hand then.
@@ -47,15 +50,20 @@ from tests.helpers.backends import no_harness
 #: Sections, and their shares of the time.
 SHARES = {
     "environment": 1.0,
+    "sanitizer": 12.0,
     "ceilings": 2.0,
     "products": 8.0,
     "attention": 4.0,
     "layers": 6.0,
+    "ncu": 4.0,
     "models": 12.0,
+    "variants": 4.0,
     "several": 4.0,
     "tests": 12.0,
-    "sanitizer": 12.0,
+    "processes": 4.0,
 }
+#: What stands for the tests in two processes.
+_OF_TWO = ("models", ("tests/kernels/cuda/test_models.py", "-k", "real"))
 #: A quick test, for emulated devices.
 _EMULATED_SUITES = (("profile", ("tests/kernels/cuda/test_profile.py", "-k", "floor")),)
 
@@ -109,25 +117,25 @@ def _check_room(given: argparse.Namespace, devices: Machine) -> None:
     """Raises:
     UsageError: there is no room on the disk for the largest model.
     """
-    if not {"models", "several"} & set(given.sections.split(",")):
+    if not {"models", "variants", "several"} & set(given.sections.split(",")):
         return
     needed, free = models.largest_file(devices.sizes), shutil.disk_usage(devices.scratch).free
     if free < needed:
         raise UsageError(
             f"the models take up to {needed / 1e9:.1f} GB on the disk, but {devices.scratch.parent} has "
-            f"{free / 1e9:.1f} GB free: set TMPDIR to another folder, or leave the sections models and several out"
+            f"{free / 1e9:.1f} GB free: set TMPDIR to another folder, or leave models, variants and several out"
         )
 
 
 def _run(given: argparse.Namespace, devices: Machine) -> int:
-    chosen = given.sections.split(",")
-    sections = [section for name, section in _sections(devices, given).items() if name in chosen]
+    chosen, folder = given.sections.split(","), given.out or Path(tempfile.mkdtemp(prefix="localllm-gpu-results-"))
+    folder = folder.absolute()
+    sections = [section for name, section in _sections(devices, given, folder).items() if name in chosen]
     head = {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "card": ", ".join(devices.driver.properties(i).name for i in range(devices.count)),
         "command": "python -m tests.benchmarks.gpu " + shlex.join(given.words),
     }
-    folder = given.out or Path(tempfile.mkdtemp(prefix="localllm-gpu-results-"))
     results = run_all(
         sections, 60 * given.minutes, lambda line: print(line, flush=True), lambda found: write(folder, head, found)
     )
@@ -140,10 +148,11 @@ def _run(given: argparse.Namespace, devices: Machine) -> int:
     return 1 if faults else 0
 
 
-def _sections(devices: Machine, given: argparse.Namespace) -> dict[str, Section]:
+def _sections(devices: Machine, given: argparse.Namespace, folder: Path) -> dict[str, Section]:
     suites = _EMULATED_SUITES if given.emulated else correctness.SUITES
     sanitized = _EMULATED_SUITES if given.emulated else correctness.SANITIZED
-    tools = given.sanitizer.split(",")
+    tools, of_two = given.sanitizer.split(","), _EMULATED_SUITES[0] if given.emulated else _OF_TWO
+    counted = ("--sections", "products,attention", *(("--emulated",) if given.emulated else ()))
 
     def of(find: Callable[[Machine], Iterator[Row]]) -> Callable[[float], Iterator[Row]]:
         return lambda seconds: find(devices)
@@ -151,13 +160,16 @@ def _sections(devices: Machine, given: argparse.Namespace) -> dict[str, Section]
     finders: dict[str, Callable[[float], Iterator[Row]]] = {
         "environment": of(machine.environment),
         "ceilings": of(machine.ceilings),
-        "tests": lambda seconds: correctness.run_tests(seconds, suites),
+        "tests": lambda seconds: correctness.run_tests(seconds, suites, folder),
+        "processes": lambda seconds: correctness.two_processes(seconds, of_two, folder),
+        "ncu": lambda seconds: correctness.count(seconds, (*counted, "--minutes", str(seconds / 60)), folder),
         "products": of(kernels.products),
         "attention": of(kernels.attention),
         "layers": of(layers.layers),
         "models": of(models.models),
+        "variants": of(models.variants),
         "several": of(models.several),
-        "sanitizer": lambda seconds: correctness.sanitize(tools, seconds, sanitized),
+        "sanitizer": lambda seconds: correctness.sanitize(tools, seconds, sanitized, folder),
     }
     return {name: Section(name, finders[name], share) for name, share in SHARES.items()}
 

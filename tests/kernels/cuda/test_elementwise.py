@@ -206,11 +206,12 @@ def top(device: Device, x: Array, k: int) -> tuple[Array, Array]:
     wide, chunks = padded(x), -(-n // SORTED)
     head, rows, stride = header(device, 0, n_rows), device.upload(wide), np.int32(wide.shape[1])
     parts = device.empty(8 * n_rows * chunks * k)
-    found = device.empty(8 * n_rows * k)
+    found, chosen = device.empty(8 * n_rows * k), device.empty(4 * n_rows)
     launch(device, "top_parts", (chunks, n_rows), 1024, [head, rows, stride, np.int32(n), np.int32(k), parts])
     sizes = np.int32(chunks * k), np.int32(k)
-    launch(device, "top_merge", (n_rows,), 1024, [head, parts, *sizes, rows, stride, found])
+    launch(device, "top_merge", (n_rows,), 1024, [head, parts, *sizes, rows, stride, found, chosen])
     ids, values = device.download(found, np.int32, 2, n_rows, k)
+    np.testing.assert_array_equal(device.download(chosen, np.int32, n_rows), ids[:, 0])
     return ids, values.view(np.float32)
 
 

@@ -177,6 +177,7 @@ def test_the_next_step_is_begun_before_its_token_is_known(max_tokens: int) -> No
             writing(range(9), 11, sampling=Sampling(top_k=3, seed=1)),
             writing([7, 8], 12, speculate="lookup"),
             writing([5, 6, 7, 8], 30),
+            writing([9, 9], 25, sampling=Sampling(temperature=0, logit_bias={greedy_after([9, 9], 3)[-1]: -100.0})),
         ]
         for request in requests:  # each comes while the one before it is at work
             engine.submit(request)
