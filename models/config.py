@@ -17,7 +17,7 @@ from localllm.errors import ModelError, quoted
 from localllm.kernels.graph import CacheType, Weight
 from localllm.models.weights import Weights
 
-T = TypeVar("T", int, float, str)
+T = TypeVar("T", bool, int, float, str)
 
 _REQUIRED: Any = object()
 
@@ -441,7 +441,7 @@ class Header:
             n_ff_shared=shared,
             gating=_GATING_FUNCTIONS.get(function, gating),
             # The third function is softmax of the chosen experts' logits.
-            norm_topk_prob=function == 3 or bool(meta.read("expert_weights_norm", bool, norm_topk_prob)),
+            norm_topk_prob=function == 3 or meta.read("expert_weights_norm", bool, norm_topk_prob),
             # 0, as in llama.cpp, for none
             scale=meta.read("expert_weights_scale", float, 0.0, low=0.0, high=1e6) or 1.0,
             n_groups=meta.read("expert_group_count", int, 1, low=0, high=1 << 10) or 1,

@@ -608,7 +608,9 @@ COMMANDS = [
     Command("clear", "", "begin a new chat; this one stays saved", _clear, ("new",), "New chat", "ctrl+n"),
     Command("tab", "[N|next|prev]", "open a new chat beside this one, or go to one", None, title="New tab", key="f4"),
     Command("close", "", "close this chat; it stays saved", None, title="Close the tab"),
-    Command("copy", "[code [N]]", "copy the last reply, or a block of its code", None, title="Copy the last reply"),
+    Command(
+        "copy", "[N] [code [K]]", "copy the last reply or message N, or its code", None, (), "Copy the last reply"
+    ),
     Command("theme", "[NAME]", "choose colours", None, title="Theme"),
     Command("quit", "", "end", lambda session, _: Result(ends=True), ("exit", "bye", "q"), "Quit", "ctrl+q"),
 ]

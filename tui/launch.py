@@ -126,7 +126,8 @@ def run(arguments: argparse.Namespace) -> int:
     setup = setup_of(arguments)
     sessions: list[ChatSession] = []
     try:
-        is_plain = arguments.plain or not _has_screen()
+        has_screen = is_terminal(sys.stdin) and is_terminal(sys.stdout) and os.environ.get("TERM") != "dumb"
+        is_plain = arguments.plain or not has_screen
         try:
             code = _run_plain(arguments, setup, sessions) if is_plain else int(_app().run(setup, sessions))
         finally:
@@ -174,10 +175,6 @@ def _list_chats() -> int:
         plural = "s" if chat.n_messages != 1 else " "
         print(f"{visible_line(chat.id)}  {when}  {chat.n_messages:>4} message{plural}  {visible_line(chat.title)}")
     return 0
-
-
-def _has_screen() -> bool:
-    return is_terminal(sys.stdin) and is_terminal(sys.stdout) and os.environ.get("TERM") != "dumb"
 
 
 def _app() -> Any:

@@ -101,6 +101,8 @@ async def test_copying() -> None:
         await chat.until(lambda: chat.app.clipboard == reply)
         await chat.say("/copy code 3")
         await chat.hears("there are 2 blocks of code")
+        await chat.say("/copy 1")
+        await chat.until(lambda: chat.app.clipboard == "a")
 
 
 async def test_deleting_asks_first() -> None:

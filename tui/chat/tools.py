@@ -22,6 +22,7 @@ import shlex
 import socket
 import urllib.request
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from html.parser import HTMLParser
 from pathlib import Path
@@ -113,7 +114,10 @@ class Toolbox:
         for name, server in self.settings.servers.items():
             _check_server(name, server)
         self._path = allowed
-        self._allowed = set(_lines(allowed))
+        self._allowed: set[str] = set()
+        if allowed is not None:
+            with suppress(OSError, ValueError):
+                self._allowed.update(allowed.read_text("utf-8").splitlines())
         self._servers: dict[str, Server] = {}
         self._failed: dict[str, str] = {}
 
@@ -203,13 +207,6 @@ def _check_server(name: str, server: ServerSettings) -> None:
         raise UsageError(f"an MCP server cannot be named {name!r:.60}: use up to 20 letters, digits and hyphens")
     if bool(server.command) == bool(server.url):
         raise UsageError(f"the MCP server {name!r} needs either a command or a url")
-
-
-def _lines(path: Path | None) -> list[str]:
-    try:
-        return [] if path is None else path.read_text("utf-8").splitlines()
-    except (OSError, ValueError):
-        return []
 
 
 def _split(command: str) -> list[str]:

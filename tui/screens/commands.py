@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
@@ -16,7 +17,7 @@ from localllm.tui.commands import NO_BRANCHES, branch_meant, check_begun, forks,
 from localllm.tui.screens.chats import ChatsScreen
 from localllm.tui.screens.dialogs import Ask, Choose, CompareScreen, SamplingScreen, SystemScreen, TextDialog, confirm
 from localllm.tui.screens.help import HelpScreen
-from localllm.tui.text import shortened
+from localllm.tui.text import code_blocks, shortened
 
 if TYPE_CHECKING:
     from localllm.tui.app import ChatApp
@@ -70,6 +71,7 @@ class Commands:
         """Does what a command leads to."""
         screen = self._screen
         if result.play:
+            screen.composer.focus()
             screen.begin(result.play)
         elif result.edit:
             screen.edit(result.edit)
@@ -248,22 +250,48 @@ class Commands:
         await self._screen.switch(branch_meant(self._screen.session.conversation, argument).id)
 
     async def do_remove(self, argument: str) -> None:
-        await self._screen.delete_asked(to_remove(self._screen.session.conversation, argument))
+        screen = self._screen
+        message = to_remove(screen.session.conversation, argument)
+        text = "It goes for good, and so does all that follows it."
+        if await self._ask(confirm("Delete this message?", text, "Delete")) == "yes":
+            await self._offload(screen.session.delete, message.id)
+            await screen.refresh_all()
+            screen.composer.focus()
 
     async def do_copy(self, argument: str) -> None:
-        message = self._last("assistant")
-        what, _, number = argument.partition(" ")
-        if what == "code":
-            await self._screen.copy_code(message, int(number) if number.strip().isdecimal() else None)
+        words = argument.split()
+        message: Message | None
+        if words and words[0] != "code":
+            message = commands.numbered(self._screen.session.conversation, words.pop(0))
         else:
-            self._screen.copy_message(message)
-
-    def _last(self, role: str) -> Message:
-        path = self._screen.session.conversation.path()
-        message = next((each for each in reversed(path) if each.role == role), None)
+            path = self._screen.session.conversation.path()
+            message = next((each for each in reversed(path) if each.role == "assistant"), None)
         if message is None:
-            raise UsageError("there is no such message yet: send one first")
-        return message
+            raise UsageError("there is no reply yet: send a message first")
+        if words:
+            await self._copy_code(message, *words[1:2])
+        else:
+            self._app.copy_to_clipboard(message.content)
+            self._app.notify(f"copied {len(message.content):,} characters")
+
+    async def _copy_code(self, message: Message, number: str | None = None) -> None:
+        """Puts a block of code on the clipboard: the one of a number, from 1, or one that is chosen."""
+        blocks = {str(i): block for i, block in enumerate(await self._offload(code_blocks, message.content), 1)}
+        if not blocks:
+            raise UsageError("there is no block of code in this message")
+        if number is None and len(blocks) > 1:
+            labels = []
+            for i, block in blocks.items():
+                first, *_ = lines = block.text.splitlines() or [""]
+                labels.append((i, f"{i}  {block.language or 'text'}, {_lines(lines)}: {first.strip():.50}"))
+            number = await self._ask(Choose("Copy which block?", "", labels))
+            if number is None:
+                return
+        chosen = blocks.get(number or "1")
+        if chosen is None:
+            raise UsageError(f"there are {len(blocks)} blocks of code: give a number from 1 to {len(blocks)}")
+        self._app.copy_to_clipboard(chosen.text)
+        self._app.notify(f"copied {_lines(chosen.text.splitlines())} of code")
 
     async def do_editor(self, argument: str) -> None:
         await self._screen.write_outside()
@@ -312,3 +340,7 @@ class Commands:
 
     async def do_help(self, argument: str) -> None:
         await self._ask(HelpScreen())
+
+
+def _lines(lines: Sequence[str]) -> str:
+    return f"{len(lines):,} line{'s' * (len(lines) != 1)}"

@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from typing import cast
 
 from textual import getters
 from textual.screen import Screen
 
-from localllm.errors import UsageError
 from localllm.tui.base_app import BaseApp
 from localllm.tui.chat.conversation import Message
-from localllm.tui.chat.events import Turn
 from localllm.tui.chat.session import ChatSession
-from localllm.tui.screens.dialogs import Choose, confirm
 from localllm.tui.screens.streaming import StreamedTurn
-from localllm.tui.text import CodeBlock, code_blocks
 from localllm.tui.widgets.composer import Composer
 from localllm.tui.widgets.message import MessageView
 from localllm.tui.widgets.transcript import Transcript
-
-_ON_A_MESSAGE = ("edit", "regenerate", "branch", "step", "continue_reply", "copy", "copy_code", "unfold", "delete")
-
 
 #: Seconds that selecting waits for what was just sent to be drawn.
 _DRAWN_SECONDS = 0.5
@@ -40,10 +31,10 @@ class MessageActions(Screen[None]):
     composer: Composer
     replacing: str | None
 
-    def begin(self, start: Callable[[Turn], None]) -> None:
+    def hint(self, text: str) -> None:
         raise NotImplementedError
 
-    def hint(self, text: str) -> None:
+    def run_command(self, text: str) -> None:
         raise NotImplementedError
 
     async def refresh_all(self) -> None:
@@ -58,7 +49,7 @@ class MessageActions(Screen[None]):
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Keys for what cannot be done are not shown."""
-        if action not in _ON_A_MESSAGE:
+        if action not in ("on_message", "branch", "step", "unfold"):
             return True
         view = self.selected
         if view is None:
@@ -67,15 +58,15 @@ class MessageActions(Screen[None]):
         is_reply, is_busy = message.role == "assistant", self.turn is not None
         if action == "step":
             return not is_busy and 1 <= number + cast(int, parameters[0]) <= n
-        if action == "continue_reply":
+        if parameters == ("continue",):
             return not is_busy and message.can_go_on and view.place.is_last
         if action == "branch":
             return not is_busy and is_reply and not view.place.is_last
         if action == "unfold":
             return view.can_unfold
-        if action == "copy_code":
+        if parameters == ("copy", "code"):
             return is_reply and "```" in message.text
-        return action == "copy" or not is_busy
+        return parameters == ("copy",) or not is_busy
 
     # -- Selecting -------------------------------------------------------------------------------------------------
 
@@ -125,14 +116,10 @@ class MessageActions(Screen[None]):
 
     # -- Doing -----------------------------------------------------------------------------------------------------
 
-    @property
-    def _picked(self) -> Message:
-        view = self.selected
-        assert view is not None  # else `check_action` lets no key through
-        return view.message
-
-    def action_edit(self) -> None:
-        self.edit(self._picked)
+    def action_on_message(self, command: str, more: str = "") -> None:
+        """Runs a command on the message that is selected."""
+        if (view := self.selected) is not None:
+            self.run_command(f"/{command} {view.place.number} {more}")
 
     def edit(self, message: Message) -> None:
         """Puts a message into the editor; what is sent next takes its place, as another branch."""
@@ -148,14 +135,11 @@ class MessageActions(Screen[None]):
         self.hint(f"Editing {what}: Enter {stays}, Esc leaves it.")
         self.composer.focus()
 
-    def action_regenerate(self) -> None:
-        start = partial(self.session.regenerate, self._picked.id)
-        self.composer.focus()
-        self.begin(start)
-
     def action_branch(self) -> None:
         """Has the next message go on from this one, beside what follows it now."""
-        id_ = self._picked.id
+        if (view := self.selected) is None:
+            return
+        id_ = view.message.id
         after = next((later for later in self.session.conversation.path() if later.parent == id_), None)
         self.replacing = None if after is None else after.id
         self.composer.empty()
@@ -163,7 +147,8 @@ class MessageActions(Screen[None]):
         self.composer.focus()
 
     def action_step(self, by: int) -> None:
-        self.action_step_message(self._picked.id, by)
+        if (view := self.selected) is not None:
+            self.action_step_message(view.message.id, by)
 
     def action_step_message(self, id_: str, by: int) -> None:
         """For clicks."""
@@ -185,61 +170,6 @@ class MessageActions(Screen[None]):
             self.transcript.release_anchor()
             view.focus()
 
-    def action_continue_reply(self) -> None:
-        self.composer.focus()
-        self.begin(self.session.continue_reply)
-
-    def action_copy(self) -> None:
-        self.copy_message(self._picked)
-
-    def copy_message(self, message: Message) -> None:
-        """Puts what was said on the clipboard."""
-        self.app.copy_to_clipboard(message.content)
-        self.app.notify(f"copied {len(message.content):,} characters")
-
-    def action_copy_code(self) -> None:
-        self.app.ask(self.copy_code(self._picked, None), group="copy")
-
-    async def copy_code(self, message: Message, number: int | None) -> None:
-        """Puts a block of code on the clipboard: the one of a number, from 1, or one that is chosen.
-
-        Raises:
-            UsageError: there is none.
-        """
-        blocks = await self.app.offload(code_blocks, message.content)
-        if not blocks:
-            raise UsageError("there is no block of code in this message")
-        if number is None and len(blocks) > 1:
-            labels = [(str(i), _label(i, block)) for i, block in enumerate(blocks, 1)]
-            chosen = await self.app.push_screen_wait(Choose("Copy which block?", "", labels))
-            if chosen is None:
-                return
-            number = int(chosen)
-        number = 1 if number is None else number
-        if not 1 <= number <= len(blocks):
-            raise UsageError(f"there are {len(blocks)} blocks of code: give a number from 1 to {len(blocks)}")
-        block = blocks[number - 1]
-        self.app.copy_to_clipboard(block.text)
-        n_lines = len(block.text.splitlines())
-        self.app.notify(f"copied {n_lines:,} line{'s' * (n_lines != 1)} of code")
-
     def action_unfold(self) -> None:
         if (view := self.selected) is not None:
             view.toggle()
-
-    def action_delete(self) -> None:
-        self.app.ask(self.delete_asked(self._picked), group="delete")
-
-    async def delete_asked(self, message: Message) -> None:
-        """Deletes a message and what follows it, if that is meant."""
-        text = "It goes for good, and so does all that follows it."
-        if await self.app.push_screen_wait(confirm("Delete this message?", text, "Delete")) == "yes":
-            await self.app.offload(self.session.delete, message.id)
-            await self.refresh_all()
-            self.composer.focus()
-
-
-def _label(number: int, block: CodeBlock) -> str:
-    lines = block.text.splitlines() or [""]
-    size = f"{len(lines):,} line{'s' * (len(lines) != 1)}"
-    return f"{number}  {block.language or 'text'}, {size}: {lines[0].strip():.50}"

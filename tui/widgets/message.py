@@ -215,16 +215,16 @@ class MessageView(Vertical, can_focus=True):
 
     app = getters.app(BaseApp)
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("e", "screen.edit", "Edit"),
-        Binding("r", "screen.regenerate", "Regenerate"),
+        Binding("e", "screen.on_message('edit')", "Edit"),
+        Binding("r", "screen.on_message('regen')", "Regenerate"),
         Binding("b", "screen.branch", "New branch"),
         Binding("left", "screen.step(-1)", "Previous branch", key_display="←"),
         Binding("right", "screen.step(1)", "Next branch", key_display="→"),
-        Binding("c", "screen.continue_reply", "Continue"),
-        Binding("y", "screen.copy", "Copy"),
-        Binding("k", "screen.copy_code", "Copy code"),
+        Binding("c", "screen.on_message('continue')", "Continue"),
+        Binding("y", "screen.on_message('copy')", "Copy"),
+        Binding("k", "screen.on_message('copy', 'code')", "Copy code"),
         Binding("t", "screen.unfold", "Unfold"),
-        Binding("d,delete", "screen.delete", "Delete", key_display="d"),
+        Binding("d,delete", "screen.on_message('remove')", "Delete", key_display="d"),
         Binding("up,ctrl+up", "screen.select(-1)", "Up", show=False),
         Binding("down,ctrl+down", "screen.select(1)", "Down", show=False),
         Binding("home", "screen.select_first", "First", show=False),
