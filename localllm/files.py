@@ -54,37 +54,61 @@ class NewFile:
     Args:
         path: where it will be; what is there stays until the new one is complete.
         n_bytes: how many it will have.
+        is_resumable: keep what was written when Ctrl-C stops it, as a kill does anyway.
 
     Raises:
         OutputError: it cannot be written, or there is not enough space.
     """
 
-    def __init__(self, path: Path, n_bytes: int) -> None:
+    def __init__(self, path: Path, n_bytes: int, *, is_resumable: bool = False) -> None:
         self.path = path
         self.n_bytes = n_bytes
+        self.is_resumable = is_resumable
         self._partial = path.with_name(path.name + ".part")
 
     def __enter__(self) -> Self:
         try:
+            n_kept = self._n_kept() if self.is_resumable and self._partial.is_file() else 0
             free = shutil.disk_usage(self.path.parent).free
-            if free < self.n_bytes:
+            if free < self.n_bytes - n_kept:
                 raise OutputError(
                     f"{path_text(self.path)} takes {self.n_bytes:,} bytes but the disk has {free:,} left: "
                     "make space, or write to another disk"
                 )
-            self._file = self._partial.open("wb")
+            self._file = self._partial.open("r+b") if n_kept else self._partial.open("w+b")
+            self._file.truncate(n_kept)
+            self._file.seek(n_kept)
         except OSError as error:
             raise self._error(error) from error
         return self
 
-    def put(self, data: Any) -> None:
-        """Add bytes.
+    def _n_kept(self) -> int:
+        """How many bytes of an earlier, unfinished file stay."""
+        return 0
+
+    def put(self, data: Any, at: int | None = None) -> None:
+        """Add bytes, or replace those at a position.
 
         Raises:
             OutputError: the disk is full, or fails.
         """
         try:
+            if at is not None:
+                self._file.seek(at)
             self._file.write(data)
+        except OSError as error:
+            self._discard()
+            raise self._error(error) from error
+
+    def sync(self) -> None:
+        """Return when all bytes so far are on the disk.
+
+        Raises:
+            OutputError: the disk is full, or fails.
+        """
+        try:
+            self._file.flush()
+            os.fsync(self._file.fileno())
         except OSError as error:
             self._discard()
             raise self._error(error) from error
@@ -94,14 +118,16 @@ class NewFile:
     ) -> None:
         try:
             if kind is None:
-                self._file.flush()
-                os.fsync(self._file.fileno())
+                self.sync()
                 self._file.close()
                 os.replace(self._partial, self.path)
         except OSError as failure:
             raise self._error(failure) from failure
         finally:
-            self._discard()
+            if self.is_resumable and kind in (KeyboardInterrupt, GeneratorExit):
+                self._file.close()
+            else:
+                self._discard()
 
     def _discard(self) -> None:
         """Remove what was written, unless it has its name already."""

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from localllm.errors import ModelError, quoted
 from localllm.kernels.graph import Embed, Graph, Tensor
 from localllm.models.blocks import Layer, add, attention, decoder, gated_mlp, layer_norm, mlp
 from localllm.models.config import Header
-from localllm.models.hf_convert import encoder_keys
+from localllm.models.hf_convert import Array, encoder_keys
 from localllm.models.rope import make_rope
 from localllm.models.weights import PositionTable
 
@@ -28,11 +29,26 @@ HF_NAMES = {
     "ffn_up": "intermediate.dense",
     "ffn_down": "output.dense",
     "layer_output_norm": "output.LayerNorm",
+    "cls": "pooler.dense",
+    "cls.output": "classifier",
 }
 
 
 def hf_keys(config: Any) -> dict[str, Any]:
-    return encoder_keys(config) | {"rope.freq_base": None}
+    for name, usual in (("hidden_act", "gelu"), ("position_embedding_type", "absolute")):
+        if (value := getattr(config, name, usual)) != usual:
+            raise ModelError(f"config.json has {name} = {quoted(value)}, but GGUF files of BERT mean {usual}")
+    n_positions = config.max_position_embeddings - _first_position(config)
+    return encoder_keys(config) | {"rope.freq_base": None, "context_length": n_positions}
+
+
+def hf_tensor(name: str, array: Array, config: Any) -> Array:
+    return array[_first_position(config) :] if name.endswith("position_embeddings.weight") else array
+
+
+def _first_position(config: Any) -> int:
+    """RoBERTa counts positions from the one behind its padding token's."""
+    return int(config.pad_token_id) + 1 if "roberta" in config.model_type else 0
 
 
 def record(m: Header) -> Graph:

@@ -83,10 +83,20 @@ def rotated_part(config: Any) -> dict[str, Any]:
     return {"rope.dimension_count": int(head_dim(config) * config.rope_parameters.get("partial_rotary_factor", 1))}
 
 
+def is_classifier(config: Any) -> bool:
+    """Whether an encoder scores a text, or a query and a document, rather than making a vector of it."""
+    return any(name.endswith("ForSequenceClassification") for name in getattr(config, "architectures", None) or ())
+
+
 def encoder_keys(config: Any) -> dict[str, Any]:
     """Those of BERT's kin, which llama.cpp's converter writes fewer for."""
     left_out = "head_count_kv key_length value_length layer_norm_rms_epsilon"
-    return {"attention.causal": False} | {f"attention.{name}": None for name in left_out.split()}
+    keys: dict[str, Any] = {"attention.causal": False} | {f"attention.{name}": None for name in left_out.split()}
+    if is_classifier(config):
+        labels = [text for _, text in sorted((getattr(config, "id2label", None) or {}).items())]
+        pooling = {"mean": 1, "cls": 2}.get(getattr(config, "classifier_pooling", ""))
+        keys |= {"pooling_type": 4, "classifier.pooling_type": pooling, "classifier.output_labels": labels or None}
+    return keys
 
 
 def sliding_window(config: Any) -> dict[str, Any]:

@@ -24,6 +24,9 @@ HF_NAMES = {
     "ffn_norm": "mlp_norm",
     "ffn_up": "mlp.Wi",
     "ffn_down": "mlp.Wo",
+    "cls": "head.dense",
+    "cls.norm": "head.norm",
+    "cls.output": "classifier",
 }
 
 

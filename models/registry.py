@@ -70,7 +70,10 @@ class Architecture:
 ARCHITECTURES: dict[str, Architecture] = {
     "arcee": Architecture("arcee", "AFM 4.5B", "arcee"),
     "bert": Architecture(
-        "bert", "BERT, RoBERTa and XLM-R, as embedding models and rerankers", "bert", is_encoder=True
+        "bert",
+        "BERT, RoBERTa and XLM-R, as embedding models and rerankers",
+        "bert roberta xlm-roberta",
+        is_encoder=True,
     ),
     "cohere2": Architecture("cohere", "Command R7B, Command A", "cohere2"),
     "command-r": Architecture("cohere", "Command R, Aya", "cohere"),

@@ -28,6 +28,8 @@ from localllm.quant.types import BLOCK_SIZES, GGMLType
 _CHUNK = 1 << 16
 # More than blocks with float16 scales can hold, and little enough for sums of squares.
 _MOST = 1e15
+# Types in which large values can count more: see `_favouring_large`.
+_COARSE, _WITH_WEIGHTS = (GGMLType.Q2_K, GGMLType.Q3_K), (GGMLType.Q4_K, GGMLType.IQ4_XS)
 # What is added to the diagonal of XᵀX, as a part of its mean.
 _DAMPING = 0.01
 
@@ -38,6 +40,8 @@ def quantize(
     weights: npt.NDArray[np.floating] | None = None,
     threads: int | None = None,
     feedback: Feedback | None = None,
+    *,
+    favours_large: bool = False,
 ) -> Bytes:
     """Encode rows of values with the least weighted squared error that the search finds.
 
@@ -48,6 +52,7 @@ def quantize(
         threads: by default one a processor.
         feedback: instead of ``weights``, for the formats in `FEEDBACK`: the error is that of the products with the
             inputs that it was made of.
+        favours_large: let large values count more, in the types in which that serves a model better.
 
     Returns:
         uint8 [..., row_bytes].
@@ -74,6 +79,7 @@ def quantize(
     rows = np.ascontiguousarray(values).reshape(-1, n)
     blocks = out.reshape(len(rows), -1, size.n_bytes)
     importance = _importance(weights, n).reshape(-1, size.length)
+    favours_large = favours_large and (type in _COARSE or (weights is not None and type in _WITH_WEIGHTS))
 
     def encode(first: int) -> None:
         with np.errstate(all="ignore"):  # what overflows is found
@@ -81,9 +87,10 @@ def quantize(
             if not (np.abs(chunk) <= most).all():
                 raise _unfit(type)
             if feedback is None or type not in FEEDBACK:
-                done = _encode(chunk.reshape(-1, size.length), type, importance)
+                x = chunk.reshape(-1, size.length)
+                done = _encode(x, type, _favouring_large(x, importance) if favours_large else importance)
             else:
-                done = _encode_with_feedback(chunk.copy(), type, importance, feedback.factor)
+                done = _encode_with_feedback(chunk.copy(), type, importance, feedback.factor, favours_large)
         blocks[first : first + step] = done.reshape(len(chunk), -1, size.n_bytes)
 
     most = np.finfo(np.float32).max if size.length == 1 else _MOST
@@ -169,7 +176,21 @@ def _encode(x: Floats, type: GGMLType, weights: Floats) -> Bytes:
         case _ if type in _ROWS:
             return _encode_rows(x, type, weights)
         case _:
-            return _encode_codes(x, type, weights)
+            return _packed(type, *_codes(x, type, weights))
+
+
+def _favouring_large(x: Floats, weights: Floats) -> Floats:
+    """The weights [n_blocks, length] of values: those of their columns times √(σ² + x²), much as in llama.cpp.
+
+    The squared error weighted by columns alone is a little larger with them, but the divergence from the original is
+    smaller: on copies of the demo model that compute the same and round otherwise, Q2_K loses about 25 % less, with
+    an importance matrix 12 %, with Hessians 20 %; Q3_K_M about 8 %, and Q4_K_M with either matrix 2 to 4 %.
+    """
+    squares = x * x
+    large = np.sqrt(squares + squares.mean(axis=1, keepdims=True))
+    found: Floats = (large.reshape(-1, *weights.shape) * weights).reshape(x.shape)
+    found /= np.maximum(found.mean(axis=1, keepdims=True), np.float32(1e-30))
+    return found
 
 
 def _finite_half(values: Floats, type: GGMLType) -> npt.NDArray[np.float16]:
@@ -272,20 +293,6 @@ _CODES: dict[GGMLType, _Codes] = {
 }  # fmt: skip
 
 
-#: Formats whose models diverge less if large values weigh more than their columns alone do, by the root of x² and the
-#: block's mean square, much as in llama.cpp.  Measured on the demo model with its dimensions in six other orders.
-_LARGE_MATTER = {GGMLType.Q2_K, GGMLType.Q3_K, GGMLType.Q4_K, GGMLType.IQ4_XS}
-
-
-def _encode_codes(x: Floats, type: GGMLType, weights: Floats) -> Bytes:
-    if type in _LARGE_MATTER and weights.min() != weights.max():
-        squares = x * x
-        large = np.sqrt(squares.mean(axis=1, keepdims=True) + squares)
-        weights = np.tile(weights, (len(x) // len(weights), 1)) * large
-        weights /= np.maximum(weights.mean(axis=1, keepdims=True), 1e-30)
-    return _packed(type, *_codes(x, type, weights))
-
-
 def _codes(x: Floats, type: GGMLType, weights: Floats) -> tuple[npt.NDArray[np.int8], Floats, npt.NDArray[np.int16]]:
     """The codes of blocks [n_blocks, length], their scales and minima [n_blocks, 2], and the integer ones of their
     sub-blocks [2, n_blocks, n_sub]."""
@@ -317,7 +324,9 @@ def _packed(type: GGMLType, out: npt.NDArray[np.int8], scales: Floats, integers:
     return form.pack(Parts(stored, scale, minimum if codes.has_min else None, sub_scales, sub_mins))
 
 
-def _encode_with_feedback(rows: Floats, type: GGMLType, weights: Floats, factor: Floats) -> Bytes:
+def _encode_with_feedback(
+    rows: Floats, type: GGMLType, weights: Floats, factor: Floats, favours_large: bool
+) -> Bytes:
     """Encode rows [n_rows, n], block after block; ``rows`` receives what is to be encoded with feedback."""
     from localllm.quant import rounding
 
@@ -328,7 +337,8 @@ def _encode_with_feedback(rows: Floats, type: GGMLType, weights: Floats, factor:
     for i, importance in enumerate(weights):
         here = slice(i * length, (i + 1) * length)
         x = np.ascontiguousarray(rows[:, here])
-        out, scales, integers = _codes(x, type, importance[None])
+        w = importance[None]
+        out, scales, integers = _codes(x, type, _favouring_large(x, w) if favours_large else w)
         errors = np.empty(x.shape, np.float32)
         rounding.feed_back(
             x, form.sub_length, single(codes.lo), single(codes.hi), table, np.ascontiguousarray(factor[here, here]),

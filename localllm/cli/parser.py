@@ -199,7 +199,8 @@ environment variable LOCALLLM_API_KEY gives API keys too, with commas between th
 CONVERT_DETAILS = """\
 Reads safetensors, also split, of F32, F16, BF16, FP8, MXFP4 and NVFP4, and INT4 as GPTQ, AWQ and compressed-tensors
 have it, whose integers are kept as Q4_0 or Q4_1 unless --type says otherwise.  Of models that see or hear it converts
-what writes.  What would not load is refused before anything is written.
+what writes.  What would not load is refused before anything is written.  After Ctrl-C or a crash the same
+command goes on where it stopped.
 """
 
 QUANTIZE_DETAILS = """\

@@ -23,7 +23,7 @@ from localllm.convert.sources import Source, find_sources
 from localllm.convert.vocabulary import vocabulary_keys
 from localllm.errors import ModelError, UnsupportedArchitectureError, path_text, quoted
 from localllm.gguf.writer import TensorSpec, encode_value
-from localllm.models.hf_convert import floats
+from localllm.models.hf_convert import floats, is_classifier
 from localllm.models.registry import ARCHITECTURES, Conversion, has_block, read_model
 from localllm.quant.types import BLOCK_SIZES, GGMLType
 from localllm.quantize.mixes import is_quantizable
@@ -37,9 +37,11 @@ _SAMPLING |= {"repetition_penalty": "penalty_repeat"}
 #: Tensors of a checkpoint that are not the language model's.
 _OTHERS = re.compile(
     r"(^|\.)(mtp|vision_\w+|visual|audio_\w+|multi_modal_projector|mm_projector|embed_vision|embed_audio)\."
-    r"|rotary_emb\.inv_freq$|\.masked_bias$|^pooler\.|^cls\.(predictions|seq_relationship)\.|^head\.|position_ids$"
+    r"|rotary_emb\.inv_freq$|\.masked_bias$|^cls\.(predictions|seq_relationship)\.|position_ids$"
     r"|(^|\.)h\.\d+\.attn\.bias$"
 )
+#: What encoders have behind their last layer: classifiers use it.
+_HEAD = re.compile(r"^(pooler|head)\.")
 #: How names of tensors in layers begin.
 _LAYER = r"(?:\w+\.)?(?:layers?|h)\.(\d+)\."
 #: Of a block that predicts one token more, GGUF's names behind "nextn." by DeepSeek's and by Qwen's.
@@ -60,6 +62,10 @@ _NEXTN = {
 _POOLING = {"pooling_mode_mean_tokens": 1, "pooling_mode_cls_token": 2, "pooling_mode_lasttoken": 3}
 #: And by its "pooling_mode", which newer ones have in place of those.
 _POOLING_MODES = {"mean": 1, "cls": 2, "lasttoken": 3}
+
+
+#: BERT's names of the layers of a classifier, by RoBERTa's.
+_CLASSIFIER = {"dense": "pooler.dense.", "out_proj": "classifier."}
 
 
 class Keys(dict[str, Any]):
@@ -109,6 +115,7 @@ class Checkpoint:
         conversion: by default that of its architecture.
 
     Attributes:
+        paths: of the safetensors files.
         metadata, tensors: of the GGUF file that it makes.
 
     Raises:
@@ -129,7 +136,9 @@ class Checkpoint:
         self.architecture = _architecture(config, values)
         architecture = ARCHITECTURES[self.architecture]
         conversion = conversion or architecture.conversion
-        sources = find_sources(read_folder(folder), config)
+        files = read_folder(folder)
+        self.paths = sorted({tensor.path for tensor in files.values()})
+        sources = find_sources(files, config)
         try:
             self.tensors = _Namer(conversion, config, architecture.has_block).tensors(sources)
             n_blocks = len({name.split(".")[1] for name in self.tensors if name.startswith("blk.")})
@@ -160,10 +169,6 @@ class Checkpoint:
             raise
         except ModelError as error:
             raise ModelError(f"{path_text(folder)} cannot be converted: {error}") from error
-
-    @property
-    def paths(self) -> Sequence[Path]:
-        return ()
 
     @property
     def parts(self) -> Sequence[Sequence[str]]:
@@ -235,6 +240,8 @@ class _Namer:
             name = _without_wrappers(name)
             if self._has_block:
                 name = self._block_name(name)
+            if _HEAD.search(name) and not is_classifier(self._config):
+                continue
             if _OTHERS.search(name) or (name == "lm_head.weight" and self._config.values.get("tie_word_embeddings")):
                 continue
             layer = re.match(_LAYER, name)
@@ -322,7 +329,8 @@ class _Namer:
 
 def _without_wrappers(name: str) -> str:
     """A tensor's name as models without images, and without a task, have it."""
-    return re.sub(r"(^|\.)(language_model|text_model|bert)\.", r"\1", name)
+    name = re.sub(r"(^|\.)(language_model|text_model|bert|roberta)\.", r"\1", name)
+    return re.sub(r"^classifier\.(dense|out_proj)\.", lambda head: _CLASSIFIER[head[1]], name)
 
 
 def gguf_name(conversion: Conversion, name: str) -> str | None:
@@ -331,7 +339,8 @@ def gguf_name(conversion: Conversion, name: str) -> str | None:
     prefix, name = _layer_of(_without_wrappers(name))
     if name.startswith("nextn."):
         return prefix + name
-    for whole in (name, f"model.{name}", f"transformer.{name}"):  # of models without a head
+    # Models with a head have one name more in front, and the mapping has those of the usual kind.
+    for whole in (name, f"model.{name}", f"transformer.{name}", name.removeprefix("model.")):
         stem, _, suffix = whole.rpartition(".")
         if ours := names.get(whole) or (f"{names[stem]}.{suffix}" if stem in names else None):
             return prefix + ours

@@ -1,19 +1,22 @@
 """A checkpoint's tokenizer and chat template as GGUF's keys.
 
 ``tokenizer.model`` (sentencepiece) is taken where there is one, else ``tokenizer.json``: byte-level BPE, WordPiece,
-or BPE with sentencepiece's spaces, whose scores are made of the order of merges.
+Unigram, or BPE with sentencepiece's spaces, whose scores are made of the order of merges.
 """
 
 from __future__ import annotations
 
+from base64 import b64decode
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from localllm.convert.config import Config, read_json
 from localllm.errors import TokenizerError, path_text, quoted
 from localllm.tokenizer.pretokenizers import PRE_TOKENIZERS
-from localllm.tokenizer.vocabulary import BPE, SPM, WORD_PIECE, TokenType
+from localllm.tokenizer.vocabulary import BPE, SPM, UNIGRAM, WORD_PIECE, TokenType
 
 #: GGUF's names of special tokens, by Hugging Face's.
 _SPECIAL = {
@@ -44,6 +47,8 @@ def vocabulary_keys(folder: Path, config: Config, n_vocab: int) -> dict[str, Any
             keys = _sentencepiece(folder / "tokenizer.model", added, n_vocab)
         elif json and json["model"]["type"] == "WordPiece":
             keys = _word_piece(json, added)
+        elif json and json["model"]["type"] == "Unigram":
+            keys = _unigram(folder / "tokenizer.json", json, added, n_vocab)
         elif json:
             keys = _bpe(folder / "tokenizer.json", json, added, n_vocab)
         else:
@@ -143,12 +148,43 @@ def _word_piece(json: Mapping[str, Any], added: Mapping[int, tuple[str, bool]]) 
     return {f"tokenizer.ggml.{key}": value for key, value in keys.items() if value is not None}
 
 
-def _bpe(path: Path, json: Mapping[str, Any], added: Mapping[int, tuple[str, bool]], n_vocab: int) -> dict[str, Any]:
+def _unigram(
+    path: Path, json: Mapping[str, Any], added: Mapping[int, tuple[str, bool]], n_vocab: int
+) -> dict[str, Any]:
+    """As XLM-R's, of sentencepiece: what it does with spaces is seen from what it makes of some."""
+    model, tokenizer = json["model"], _read_tokenizer(path)
+    n = min(len(model["vocab"]), n_vocab)
+    tokens = [text for text, _ in model["vocab"][:n]] + [f"[PAD{i}]" for i in range(n, n_vocab)]
+    scores = [float(score) for _, score in model["vocab"][:n]] + [-10_000.0] * (n_vocab - n)
+    keys = _with_added(tokens, [TokenType.NORMAL] * n + [TokenType.UNUSED] * (n_vocab - n), [*scores], added)
+    keys["tokenizer.ggml.token_type"][model["unk_id"]] = int(TokenType.UNKNOWN)
+    normalizer = json.get("normalizer") or {}
+    maps = [part.get("precompiled_charsmap") for part in (normalizer, *normalizer.get("normalizers", ()))]
+    for charsmap in filter(None, maps):
+        keys["tokenizer.ggml.precompiled_charsmap"] = np.frombuffer(b64decode(charsmap), np.uint8)
+    once, twice = (tokenizer.encode(text, add_special_tokens=False) for text in ("a a", " a  a"))
+    return keys | _added_around(tokenizer) | {
+        "tokenizer.ggml.model": UNIGRAM, "tokenizer.ggml.pre": "default", "tokenizer.ggml.scores": scores,
+        "tokenizer.ggml.add_space_prefix": once.tokens[0].startswith("\u2581"),
+        "tokenizer.ggml.remove_extra_whitespaces": once.ids == twice.ids,
+    }  # fmt: skip
+
+
+def _read_tokenizer(path: Path) -> Any:
     import tokenizers
 
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library has no type for it
+        raise TokenizerError(f"{path_text(path)} cannot be read ({error!s:.100}): download it again") from error
+
+
+def _bpe(path: Path, json: Mapping[str, Any], added: Mapping[int, tuple[str, bool]], n_vocab: int) -> dict[str, Any]:
     model = json["model"]
     if model["type"] != "BPE":
-        raise TokenizerError(f"{path_text(path)} is of the kind {quoted(model['type'])}: localllm converts BPE")
+        raise TokenizerError(
+            f"{path_text(path)} is of the kind {quoted(model['type'])}: localllm converts BPE, Unigram and WordPiece"
+        )
     tokens, types = [f"[PAD{i}]" for i in range(n_vocab)], [TokenType.UNUSED] * n_vocab
     for text, i in model["vocab"].items():
         if i < n_vocab:
@@ -156,10 +192,7 @@ def _bpe(path: Path, json: Mapping[str, Any], added: Mapping[int, tuple[str, boo
     merges = [merge.split(" ", 1) if isinstance(merge, str) else merge for merge in model["merges"]]
     # Spaces inside a part, which would divide it, as byte-level BPE spells them.
     joined = [" ".join(part.replace(" ", "\u0120") for part in merge) for merge in merges]
-    try:
-        tokenizer = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library has no type for it
-        raise TokenizerError(f"{path_text(path)} cannot be read ({error!s:.100}): download it again") from error
+    tokenizer = _read_tokenizer(path)
     flags = _added_around(tokenizer)
     if _is_byte_level(json):
         head = {"tokenizer.ggml.model": BPE, "tokenizer.ggml.pre": _pre_tokenizer(path, tokenizer, model)}

@@ -5,6 +5,7 @@ The layout is drawn in `localllm.gguf.file`.
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from localllm.gguf.metadata import ValueType
 from localllm.quant.types import BLOCK_SIZES, GGMLType
 
 _DEFAULT_ALIGNMENT = 32
+# Bytes after which what was written is made sure to be on the disk.
+_SYNC = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +43,8 @@ class TensorSpec:
 def encode_value(value: bool | int | float | str | Sequence[Any], type: ValueType | None = None) -> bytes:
     """A value's type and the value, as a file has them.
 
-    Without ``type`` integers are u32 and floats f32; in arrays, integers are i32.
+    Without ``type`` integers are u32 and floats f32; in arrays, integers are i32, and
+    numpy's unsigned ones bytes.
     """
     match value:
         case bool():
@@ -54,9 +58,9 @@ def encode_value(value: bool | int | float | str | Sequence[Any], type: ValueTyp
             return struct.pack("<I", ValueType.STRING) + _string(value)
     if not len(value) or not isinstance(value[0], str):
         numbers = np.asarray(value, None if len(value) else np.int32)
-        kind, dtype = {"b": (ValueType.BOOL, "?"), "f": (ValueType.FLOAT32, "<f4")}.get(
-            numbers.dtype.kind, (ValueType.INT32, "<i4")
-        )
+        kind, dtype = {
+            "b": (ValueType.BOOL, "?"), "f": (ValueType.FLOAT32, "<f4"), "u": (ValueType.UINT8, "u1")
+        }.get(numbers.dtype.kind, (ValueType.INT32, "<i4"))  # fmt: skip
         return struct.pack("<IIQ", ValueType.ARRAY, kind, len(value)) + numbers.astype(dtype).tobytes()
     head = struct.pack("<IIQ", ValueType.ARRAY, ValueType.STRING, len(value))
     return head + b"".join(_string(text) for text in value)
@@ -75,6 +79,11 @@ class GGUFWriter(NewFile):
         metadata: values as `encode_value` and `Metadata.encoded` give them.
         tensors: all tensors, in the order in which `write` brings them.
         alignment: of the data section and of each tensor, in bytes.
+        origin: what the tensors' bytes depend on.  If an earlier writer of this file was killed, and had the same
+            origin, metadata and tensors, what it wrote is kept.  By default nothing is.
+
+    Attributes:
+        n_kept: tensors that an earlier writer wrote: `write` goes on behind them.
 
     Raises:
         OutputError: it cannot be written, or there is not enough space.
@@ -86,11 +95,12 @@ class GGUFWriter(NewFile):
         metadata: Mapping[str, bytes],
         tensors: Sequence[TensorSpec],
         alignment: int = _DEFAULT_ALIGNMENT,
+        origin: str = "",
     ) -> None:
         self._tensors = tensors
         self._alignment = alignment
-        self._next = 0
-        self._left = 0
+        self._next = self.n_kept = 0
+        self._left = self._unsynced = 0
         head = [b"GGUF", struct.pack("<IQQ", 3, len(tensors), len(metadata))]
         head += [_string(key) + value for key, value in metadata.items()]
         offset = 0
@@ -101,12 +111,29 @@ class GGUFWriter(NewFile):
             offset += align(tensor.n_bytes, alignment)
         header = b"".join(head)
         self._header = header + bytes(-len(header) % alignment)
-        super().__init__(path, len(self._header) + offset)
+        # An unfinished file begins with this instead of the header's first bytes: it is no GGUF file yet.
+        self._mark = hashlib.sha256(self._header + origin.encode()).digest()[:24]
+        super().__init__(path, len(self._header) + offset, is_resumable=bool(origin))
 
     def __enter__(self) -> Self:
         super().__enter__()
-        self.put(self._header)
+        if not self.n_kept:
+            self.put(self._mark + self._header[24:])
         return self
+
+    def _n_kept(self) -> int:
+        with self._partial.open("rb") as file:
+            is_ours = file.read(24) == self._mark
+        # The rest may not have reached the disk when a computer lost its power.
+        most = self._partial.stat().st_size - 2 * _SYNC
+        end = len(self._header)
+        for tensor in self._tensors if is_ours else ():
+            if end + align(tensor.n_bytes, self._alignment) > most:
+                break
+            end += align(tensor.n_bytes, self._alignment)
+            self.n_kept += 1
+        self._next = self.n_kept
+        return end if self.n_kept else 0
 
     def write(self, data: NDArray[np.uint8]) -> None:
         """Add bytes: the next of the tensor at hand, or the first of the next one.
@@ -119,7 +146,11 @@ class GGUFWriter(NewFile):
             self._next += 1
         if data.nbytes > self._left:
             raise ValueError(f"more bytes than {self._tensors[self._next - 1].name} has")
+        if self.is_resumable and self._unsynced >= _SYNC:
+            self.sync()
+            self._unsynced = 0
         self.put(np.ascontiguousarray(data).data)
+        self._unsynced += data.nbytes
         self._left -= data.nbytes
         if not self._left:
             self.put(bytes(-self._tensors[self._next - 1].n_bytes % self._alignment))
@@ -130,4 +161,6 @@ class GGUFWriter(NewFile):
         if kind is None and (self._left or self._next < len(self._tensors)):
             self._discard()
             raise ValueError("not all tensors were written")
+        if kind is None:
+            self.put(self._header[:24], at=0)
         super().__exit__(kind, error, trace)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from localllm import __version__
 from localllm.errors import ModelError, OutputError, UsageError, path_text, quoted
 from localllm.gguf import Metadata, TensorInfo
 from localllm.gguf.metadata import ValueType
@@ -38,7 +39,7 @@ _SPLIT_KEYS = ("split.no", "split.count", "split.tensors.count")
 
 
 class SourceFile(Protocol):
-    """What is quantised: a `GGUFFile`, or a `localllm.convert.Checkpoint`, which has no ``paths``."""
+    """What is quantised: a `GGUFFile`, or a `localllm.convert.Checkpoint`."""
 
     @property
     def architecture(self) -> str: ...
@@ -225,6 +226,8 @@ def run(
 ) -> Iterator[TensorResult]:
     """Write the files of a plan; yields each tensor when it was written.
 
+    After Ctrl-C or a kill, the same call goes on where that one stopped; tensors that were written are not yielded.
+
     Args:
         allow_nan: make values that are not finite 0, instead of refusing them.
         overwrite: replace files that are there.
@@ -254,8 +257,10 @@ def run(
         for number, (path, tensors) in enumerate(plan.files):
             specs = [tensor.spec for tensor in tensors]
             alignment = plan.file.metadata.alignment
-            writer = files.enter_context(GGUFWriter(path, _metadata(plan, number), specs, alignment))
-            for tensor in tensors:
+            origin = _origin(plan, allow_nan)
+            writer = files.enter_context(GGUFWriter(path, _metadata(plan, number), specs, alignment, origin))
+            done += sum(tensor.source.n_bytes for tensor in tensors[: writer.n_kept])
+            for tensor in tensors[writer.n_kept :]:
                 if progress:
                     progress(tensor, done, total)
                 work = TensorWork(tensor, plan.imatrix, feedbacks, allow_nan, threads)
@@ -267,6 +272,18 @@ def run(
                 done += tensor.source.n_bytes
                 yield work.result()
         plan.file.check_unchanged()
+
+
+def _origin(plan: Plan, allow_nan: bool) -> str:
+    """What the bytes of a plan's tensors depend on; empty where that is not known from outside of this process."""
+    inputs = [*plan.file.paths]
+    if plan.imatrix is not None:
+        if plan.imatrix.path is None or not plan.imatrix.path.exists():
+            return ""
+        inputs.append(plan.imatrix.path)
+    stats = [path.stat() for path in inputs]
+    files = [(os.fspath(path.resolve()), s.st_size, s.st_mtime_ns) for path, s in zip(inputs, stats, strict=True)]
+    return f"{__version__} {allow_nan} {files}"
 
 
 def _metadata(plan: Plan, number: int) -> dict[str, bytes]:
@@ -372,7 +389,7 @@ class TensorWork:
         if self.tensor.is_copied and finite.all():
             return rows
         try:
-            encoded = quantize(values, new, weights, self._threads, self._feedback)
+            encoded = quantize(values, new, weights, self._threads, self._feedback, favours_large=True)
         except ModelError as error:
             raise ModelError(f"tensor {quoted(self.tensor.name)}: {error}") from None
         every = max(values.size // _SAMPLE, 1)

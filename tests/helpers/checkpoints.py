@@ -62,3 +62,25 @@ def write_checkpoint(
     write_safetensors(folder / "model.safetensors", {k: v for k, v in weights.items() if k != without})
     write_tokenizer(folder, settings["vocab_size"])
     return folder
+
+
+def bytes_field(message: bytes, wanted: int) -> bytes:
+    """The first field of a number, of those of a protocol buffer's message that are bytes."""
+    at = 0
+
+    def varint() -> int:
+        nonlocal at
+        value = shift = 0
+        while True:
+            byte, at = message[at], at + 1
+            value, shift = value | (byte & 127) << shift, shift + 7
+            if byte < 128:
+                return value
+
+    while True:
+        number, kind = divmod(varint(), 8)
+        n = varint() if kind in (0, 2) else 4  # the other kind of a model's fields is float32
+        n = n if kind else 0
+        if (number, kind) == (wanted, 2):
+            return message[at : at + n]
+        at += n

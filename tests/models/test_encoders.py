@@ -17,7 +17,6 @@ from localllm.compat import Llama
 from localllm.convert import Checkpoint
 from localllm.gguf import GGUFFile
 from localllm.kernels.graph import Gated
-from localllm.kernels.reference import gelu_erf
 from localllm.models.registry import ARCHITECTURES, read_model
 from localllm.quantize import plan, run
 from tests.helpers.backends import emulated_cuda, no_harness, shared_by_threads
@@ -109,34 +108,44 @@ def test_texts_together_have_the_vectors_that_each_has_alone(name: str, tmp_path
         assert np.linalg.norm(llm.embed(TEXTS[:1], normalize=False)) != pytest.approx(1, abs=0.01)
 
 
-@pytest.mark.parametrize("name", ["bert", "modern-bert", "qwen3-embedding"])
-def test_a_reranker_scores_what_its_classifier_does(name: str, tmp_path: Path) -> None:
-    """With a dense layer before the output, of the first token or of the mean; and one that says yes or no."""
-    rng, entry = np.random.default_rng(3), ENCODERS[name]
-    shapes = {"cls.output.weight": (2, 64)}
-    if name != "qwen3-embedding":
-        shapes = {"cls.weight": (64, 64), "cls.bias": (64,), "cls.output.weight": (1, 64), "cls.output.bias": (1,)}
-    head = {tensor: rng.normal(0, 0.3, shape).astype(np.float32) for tensor, shape in shapes.items()}
-    conversion = replace(ARCHITECTURES[entry.architecture].conversion, extra=lambda config: head)
-    keys = {"pooling_type": 4, "classifier.pooling_type": 0}
-    path = write(tmp_path / "model.gguf", replace(entry, conversion=conversion), model_of(name), **keys)
-    documents = ["the cat", "{query} in a document", "e"]
-    with localllm.load(path, device="cpu") as llm:
-        scores = llm.rerank("a cat?", documents)
-        for document, score in zip(documents, scores, strict=True):
-            query, end = llm.tokenize("a cat?"), [llm.tokenizer.eos_id]
-            ids = [*query, *end, *end, *llm.tokenize(document, add_special=False), *end]
-            rows = hidden(name, [int(i or 0) for i in ids])
-            if name != "qwen3-embedding":
-                first, activation = (rows[0], np.tanh) if name == "bert" else (rows.mean(axis=0), gelu_erf)
-                dense = activation(head["cls.weight"] @ first + head["cls.bias"])
-                expected = float((head["cls.output.weight"] @ dense + head["cls.output.bias"])[0])
-            else:
-                yes, no = head["cls.output.weight"] @ rows[-1]
-                expected = float(1 / (1 + np.exp(no - yes)))
+@pytest.mark.parametrize(
+    ("name", "pooling"), [("bert", "cls"), ("xlm-roberta", "cls"), ("modern-bert", "cls"), ("modern-bert", "mean")]
+)
+def test_a_reranker_scores_as_transformers_classifier(name: str, pooling: str, tmp_path: Path) -> None:
+    import torch
+
+    entry = ENCODERS[name]
+    config = entry.config | {"num_labels": 1, "classifier_pooling": pooling}
+    entry = replace(entry, config=config, auto="AutoModelForSequenceClassification")
+    model = make_model(entry)
+    keys = {"classifier.pooling_type": 0} if pooling == "mean" else {}  # older files of ModernBERT do not say it
+    with localllm.load(write(tmp_path / "model.gguf", entry, model, **keys), device="cpu") as llm:
+        scores = llm.rerank("a cat?", DOCUMENTS)
+        for document, score in zip(DOCUMENTS, scores, strict=True):
+            with torch.no_grad():
+                expected = float(model(torch.tensor([pair(llm, document)])).logits[0, 0])
             assert score == pytest.approx(expected, abs=0.02)
         with pytest.raises(UsageError, match="scores documents"):
             llm.embed(["a"])
+
+
+DOCUMENTS = ["the cat", "{query} in a document", "e"]
+
+
+def pair(llm: localllm.LLM, document: str) -> list[int]:
+    query, end = llm.tokenize("a cat?"), [int(llm.tokenizer.eos_id or 0)]
+    return [*query, *end, *end, *llm.tokenize(document, add_special=False), *end]
+
+
+def test_a_reranker_that_says_yes_or_no(tmp_path: Path) -> None:
+    entry, output = ENCODERS["qwen3-embedding"], np.random.default_rng(3).normal(0, 0.3, (2, 64)).astype(np.float32)
+    conversion = replace(ARCHITECTURES["qwen3"].conversion, extra=lambda config: {"cls.output.weight": output})
+    model = model_of("qwen3-embedding")
+    path = write(tmp_path / "model.gguf", replace(entry, conversion=conversion), model, pooling_type=4)
+    with localllm.load(path, device="cpu") as llm:
+        for document, score in zip(DOCUMENTS, llm.rerank("a cat?", DOCUMENTS), strict=True):
+            yes, no = output @ hidden("qwen3-embedding", pair(llm, document))[-1]
+            assert score == pytest.approx(float(1 / (1 + np.exp(no - yes))), abs=0.02)
 
 
 def test_llama_cpp_pythons_way_to_embed(tmp_path: Path) -> None:

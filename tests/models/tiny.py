@@ -414,6 +414,9 @@ TINY: dict[str, Tiny] = {
 #: Models that embed.
 ENCODERS: dict[str, Tiny] = {
     "bert": Tiny("bert", "bert", {"layer_norm_eps": 1e-5, "head_dim": None}, auto="AutoModel"),
+    "xlm-roberta": Tiny(
+        "xlm-roberta", "bert", {"layer_norm_eps": 1e-5, "max_position_embeddings": 129}, auto="AutoModel"
+    ),
     "nomic-bert": Tiny(
         "nomic_bert",
         "nomic-bert",

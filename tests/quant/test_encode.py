@@ -109,6 +109,17 @@ def test_importance_counts_in_proportion_only(type: GGMLType) -> None:
     np.testing.assert_array_equal(quantize(values, type, 0 * same), quantize(values, type))
 
 
+def test_large_values_can_count_more() -> None:
+    values, weights = normal(24, 1024), importance(1024)
+    lost = []
+    for favours_large in (False, True):
+        back = dequantize(quantize(values, T.Q2_K, weights, favours_large=favours_large), T.Q2_K)
+        lost.append([relative_rms(values, back, w) for w in (weights, weights * values**2)])
+    (least, of_large), (more, least_of_large) = lost
+    assert least < more < 1.04 * least
+    assert least_of_large < of_large
+
+
 @of_types(*BLOCKS)
 def test_doubled_values_decode_doubled(type: GGMLType) -> None:
     """Every step is the same at every scale, as long as float16 has room for it."""

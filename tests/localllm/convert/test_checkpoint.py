@@ -8,6 +8,10 @@ from __future__ import annotations
 import errno
 import json
 import re
+import signal
+import subprocess
+import sys
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +23,7 @@ import localllm
 from localllm import files
 from localllm.convert import Checkpoint
 from localllm.errors import LocalLLMError, ModelError, OutputError, UnsupportedArchitectureError
-from localllm.gguf import GGUFFile
+from localllm.gguf import GGUFFile, writer
 from localllm.models import gpt_oss
 from localllm.models.hf_convert import gemma_keys
 from localllm.quant.formats import dequantize
@@ -202,6 +206,46 @@ def test_nan_weights_are_named_and_leave_no_file(tmp_path: Path) -> None:
         assert not file.tensors["blk.1.attn_q.weight"].data.any()
 
 
+_KILLED = """
+import os, pathlib, signal, sys
+from localllm.convert import Checkpoint
+from localllm.quantize import plan, run
+for i, _ in enumerate(run(plan(Checkpoint(pathlib.Path(sys.argv[1])), pathlib.Path(sys.argv[2]), "F16"), threads=1)):
+    if i == 12:
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGKILL")
+def test_what_was_killed_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "_SYNC", 1000)
+    folder, out, partial = write_checkpoint(tmp_path / "a"), tmp_path / "out.gguf", tmp_path / "out.gguf.part"
+    whole = convert(folder, tmp_path / "whole.gguf", "F16").read_bytes()
+    killed = subprocess.run([sys.executable, "-c", _KILLED, folder, out], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert not out.exists()
+    assert partial.read_bytes()[:4] != b"GGUF"
+    n_all = len(Checkpoint(folder).tensors)
+    n_written = len(list(islice(run(plan(Checkpoint(folder), out, "F16")), 3)))  # stopped as by Ctrl-C
+    n_written += len(list(run(plan(Checkpoint(folder), out, "F16"))))
+    assert n_all - 12 < n_written < n_all
+    assert out.read_bytes() == whole
+    assert not partial.exists()
+
+
+def test_what_was_written_of_other_weights_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "_SYNC", 1000)
+    folder, out = write_checkpoint(tmp_path / "a"), tmp_path / "out.gguf"
+    n_all = len(Checkpoint(folder).tensors)
+    n_written = []
+    for is_other in (False, True):
+        list(islice(run(plan(Checkpoint(folder), out, "F16"), overwrite=True), 15))
+        if is_other:
+            (folder / "model.safetensors").touch()
+        n_written.append(len(list(run(plan(Checkpoint(folder), out, "F16"), overwrite=True))))
+    assert n_written[0] < n_written[1] == n_all
+
+
 def test_a_full_disk_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_checkpoint(tmp_path / "a")
     put, written = files.NewFile.put, []
@@ -239,6 +283,18 @@ def test_the_command_line(
     assert done.code == 0, done.err
     assert "blk.0.attn_q.weight" in done.out
     assert not (tmp_path / "x.gguf").exists()
+
+
+def test_clipped_queries_are_refused(tmp_path: Path) -> None:
+    sizes = {"q_norm": 64, "k_norm": 32}
+    norms = {
+        f"model.layers.{i}.self_attn.{name}.weight": np.ones(n, np.float32)
+        for i in range(3)
+        for name, n in sizes.items()
+    }
+    Checkpoint(write_checkpoint(tmp_path / "a", "olmoe", tensors=norms))
+    with pytest.raises(ModelError, match=r"olmoe.attention.clamp_kqv = 8.0, which localllm does not support yet"):
+        Checkpoint(write_checkpoint(tmp_path / "b", "olmoe", tensors=norms, clip_qkv=8.0))
 
 
 def test_what_files_have_no_key_for_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,15 +10,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import sentencepiece
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from localllm.convert.config import Config
 from localllm.convert.vocabulary import vocabulary_keys
 from localllm.errors import TokenizerError
 from localllm.tokenizer import Tokenizer
 from localllm.tokenizer.pretokenizers import PRE_TOKENIZERS
-from tests.helpers.checkpoints import write_tokenizer
+from tests.helpers.checkpoints import bytes_field, write_tokenizer
 
 TEXTS = [
     "The quick brown fox jumps over 12345 lazy dogs.\n\n  It's 3.14, isn't it?  \tEND",
@@ -120,6 +122,36 @@ def test_bpe_with_sentencepieces_spaces(tmp_path: Path) -> None:
         assert tokenizer.encode(text) == original.encode(text).ids
 
 
+@pytest.mark.parametrize("splits", [False, True])
+def test_unigram(splits: bool, tmp_path: Path) -> None:
+    """As XLM-R's tokenizer.json, with sentencepiece's map of characters."""
+    trained = tokenizers.Tokenizer(models.Unigram())
+    trained.pre_tokenizer = space = pre_tokenizers.Metaspace("▁", prepend_scheme="always")
+    special = ["<s>", "<pad>", "</s>", "<unk>"]
+    trained.train_from_iterator(
+        TEXTS * 2,
+        trainers.UnigramTrainer(vocab_size=200, special_tokens=special, unk_token="<unk>", show_progress=False),
+    )
+    made = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(TEXTS), model_writer=made, vocab_size=100, hard_vocab_limit=False, minloglevel=2
+    )
+    charsmap = normalizers.Precompiled(bytes_field(bytes_field(made.getvalue(), 3), 2))
+    merge = normalizers.Replace(Regex(" {2,}"), " ")
+    trained.normalizer = charsmap if splits else normalizers.Sequence([charsmap, merge])
+    if splits:
+        trained.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), space])
+    trained.post_processor = processors.TemplateProcessing("<s> $A </s>", None, [("<s>", 0), ("</s>", 2)])
+    trained.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
+    keys, tokenizer = read(tmp_path, trained.get_vocab_size() + 2)
+    assert keys["tokenizer.ggml.token_type"][:5] == [3, 3, 3, 2, 1]
+    assert keys["tokenizer.ggml.remove_extra_whitespaces"] is True
+    for text in [*TEXTS, "a  b", "ﬁne ①"]:
+        text = text if splits else text.rstrip()
+        assert tokenizer.encode(text) == trained.encode(text).ids, text
+
+
 def test_sentencepiece_with_added_tokens(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, 290)
     decoder = {"3": {"content": "<|im_start|>"}, "291": {"content": "<tool>"}, "999": {"content": "<beyond>"}}
@@ -150,7 +182,7 @@ def test_chat_templates_in_files_of_their_own(tmp_path: Path) -> None:
     [
         ({}, "has no tokenizer.model or tokenizer.json"),
         ({"tokenizer.model": "no protocol buffer"}, "is not a sentencepiece model"),
-        ({"tokenizer.json": '{"model": {"type": "Unigram"}}'}, "is of the kind 'Unigram'"),
+        ({"tokenizer.json": '{"model": {"type": "WordLevel"}}'}, "is of the kind 'WordLevel'"),
         ({"tokenizer.json": '{"model": {"type": "BPE", "vocab": [], "merges": []}}'}, "is damaged"),
         ({"tokenizer.json": '{"model": {"type": "BPE", "vocab": {}, "merges": [1]}}'}, "is damaged"),
     ],

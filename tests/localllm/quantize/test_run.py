@@ -109,10 +109,10 @@ def test_importance_is_used_and_named(model: Path, tmp_path: Path) -> None:
             tensor, values = file.tensors[name], given[name]
             w = matrix.entries[name].means.reshape(-1, 256)
             if len(w) == 2:
-                encoded = np.stack([quantize(values[i], tensor.type, w[i]) for i in range(2)])
+                encoded = np.stack([quantize(values[i], tensor.type, w[i], favours_large=True) for i in range(2)])
                 w = w[:, None]
             else:
-                encoded = quantize(values, tensor.type, w[0])
+                encoded = quantize(values, tensor.type, w[0], favours_large=True)
             np.testing.assert_array_equal(tensor.data, encoded)
             back = gguf.quants.dequantize(tensor.data, gguf.GGMLQuantizationType(tensor.type))
             expected = np.sqrt((w * (back - values) ** 2).sum() / (w * values**2).sum())

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from localllm.errors import TokenizerError
 from localllm.gguf import GGUFFile
 from localllm.tokenizer import Tokenizer
+from tests.helpers.checkpoints import bytes_field
 from tests.helpers.vocabularies import BYTE, CONTROL, NORMAL, UNKNOWN, FakeFile, tokenizer_keys
 from tests.localllm.tokenizer.test_tokenizer import CORPUS, any_text, wordy_text
 
@@ -100,31 +101,9 @@ def unigram(**changes: Any) -> tuple[sentencepiece.SentencePieceProcessor, Token
         "eos_token_id": 2,
         "add_space_prefix": True,
         "remove_extra_whitespaces": True,
-        "precompiled_charsmap": np.frombuffer(field(field(made.getvalue(), 3), 2), np.uint8),
+        "precompiled_charsmap": np.frombuffer(bytes_field(bytes_field(made.getvalue(), 3), 2), np.uint8),
     }
     return processor, tiny([processor.id_to_piece(i) for i in ids], types, **{**keys, **changes})
-
-
-def field(message: bytes, wanted: int) -> bytes:
-    """The first field of a number, of those of a protocol buffer's message that are bytes."""
-    at = 0
-
-    def varint() -> int:
-        nonlocal at
-        value = shift = 0
-        while True:
-            byte, at = message[at], at + 1
-            value, shift = value | (byte & 127) << shift, shift + 7
-            if byte < 128:
-                return value
-
-    while True:
-        number, kind = divmod(varint(), 8)
-        n = varint() if kind in (0, 2) else 4  # the other kind of a model's fields is float32
-        n = n if kind else 0
-        if (number, kind) == (wanted, 2):
-            return message[at : at + n]
-        at += n
 
 
 def test_agrees_with_a_trained_unigram_model() -> None:
