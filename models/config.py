@@ -22,7 +22,7 @@ T = TypeVar("T", bool, int, float, str)
 _REQUIRED: Any = object()
 
 #: Values in a head of attention: real models have at most 256, and kernels keep rows of them on their stack.
-LARGEST_HEAD = 512
+MAX_HEAD_DIM = 512
 
 #: Keys that may be left unread if they have one of these values, which change nothing; with none given, any value.
 _HARMLESS: dict[str, tuple[Any, ...]] = {
@@ -377,7 +377,7 @@ class Header:
     def head_dims(self, suffix: str = "") -> tuple[int, int]:
         """Values of a head in keys and in values, 0 where the file does not say; keys may have a suffix."""
         names = f"attention.key_length{suffix}", f"attention.value_length{suffix}"
-        lengths = [self.meta.read(name, int, 0, low=0, high=LARGEST_HEAD) for name in names]
+        lengths = [self.meta.read(name, int, 0, low=0, high=MAX_HEAD_DIM) for name in names]
         for name, length in zip(names, lengths, strict=True):
             if self.meta.find(name) is not None and length < 2:
                 raise ModelError(f"{self.meta.architecture}.{name} is {length}, but must be at least 2")
