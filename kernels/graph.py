@@ -47,7 +47,7 @@ CacheType = Literal["f16", "q8_0", "f32"]
 CACHE_TYPES: tuple[CacheType, ...] = ("f16", "q8_0")
 
 #: What a soft-cap may be.  Beyond, float32 could not hold scores divided by it, or would not tell it from none.
-LEAST_SOFTCAP, MOST_SOFTCAP = 1e-6, 1e6
+MIN_SOFTCAP, MAX_SOFTCAP = 1e-6, 1e6
 
 #: What `Gated` can apply, and of these what `Activation` can.
 ACTIVATIONS = ("silu", "gelu", "gelu_erf", "relu2", "sigmoid", "identity", "clamped_swiglu")
@@ -244,9 +244,9 @@ def _check_residual(residual: Tensor, rows: Rows, width: int) -> None:
 
 
 def _check_softcap(cap: float | None) -> None:
-    if cap is not None and not LEAST_SOFTCAP <= cap <= MOST_SOFTCAP:
+    if cap is not None and not MIN_SOFTCAP <= cap <= MAX_SOFTCAP:
         raise KernelError(
-            f"a soft-cap is {cap}, but must lie between {LEAST_SOFTCAP:g} and {MOST_SOFTCAP:g}; without one, "
+            f"a soft-cap is {cap}, but must lie between {MIN_SOFTCAP:g} and {MAX_SOFTCAP:g}; without one, "
             "nothing is capped"
         )
 

@@ -8,17 +8,17 @@ import sys
 import warnings
 
 #: Characters of a value from a file that an error text shows.
-_MOST_QUOTED = 60
+_MAX_QUOTED = 60
 #: How the paths of localllm's own modules begin.
 _HERE = os.path.join(os.path.dirname(__file__), "")
 _short = reprlib.Repr()
-_short.maxstring = _short.maxother = _MOST_QUOTED
+_short.maxstring = _short.maxother = _MAX_QUOTED
 
 
 def quoted(value: object) -> str:
     """A value that a file gave, for an error text: on one line, escaped, and at most 60 characters long."""
     text = _short.repr(value).replace("\n", " ")  # of an array; a text's are escaped
-    return text if len(text) <= _MOST_QUOTED else text[: _MOST_QUOTED - 1] + "…"
+    return text if len(text) <= _MAX_QUOTED else text[: _MAX_QUOTED - 1] + "…"
 
 
 def path_text(path: str | os.PathLike[str]) -> str:

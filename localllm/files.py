@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, Self
 from localllm.errors import OutputError, UsageError, path_text
 
 #: Bytes of a text at most: more fit into no context, and what never ends, as /dev/zero, is not read on.
-MOST_TEXT_BYTES = 64 << 20
+MAX_TEXT_BYTES = 64 << 20
 
 
 def read_text(source: str | os.PathLike[str] | BinaryIO, what: str = "") -> str:
@@ -31,14 +31,14 @@ def read_text(source: str | os.PathLike[str] | BinaryIO, what: str = "") -> str:
         if isinstance(source, str | os.PathLike):
             where = f"{what} {path_text(source)}".lstrip()
             with open(source, "rb") as file:
-                data = file.read(MOST_TEXT_BYTES + 1)
+                data = file.read(MAX_TEXT_BYTES + 1)
         else:
-            data = source.read(MOST_TEXT_BYTES + 1)
+            data = source.read(MAX_TEXT_BYTES + 1)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise UsageError(f"{where} cannot be read ({reason}): check the path") from None
-    if len(data) > MOST_TEXT_BYTES:
-        raise UsageError(f"{where} has more than {MOST_TEXT_BYTES >> 20} MiB, the most a text may have: shorten it")
+    if len(data) > MAX_TEXT_BYTES:
+        raise UsageError(f"{where} has more than {MAX_TEXT_BYTES >> 20} MiB, the most a text may have: shorten it")
     data = data.removeprefix(codecs.BOM_UTF8)
     try:
         return data.decode()

@@ -25,7 +25,7 @@ from localllm.models.registry import Model
 DEFAULT_CONTEXT = 4096
 
 #: The least that a context nobody asked for is reduced to where memory is short.
-LEAST_CONTEXT = 512
+MIN_CONTEXT = 512
 
 #: Bytes beside the model's: compiled kernels, vocabulary, Python.
 OVERHEAD_BYTES = 160 << 20
@@ -363,7 +363,7 @@ def fit(planners: Sequence[Planner], available: int, context: int | None = None)
         planners: of the model, and of the draft model, if there is one.
         available: bytes of memory that can be had on the host.
         context: tokens of context.  By default as many as the model was trained on, at most `DEFAULT_CONTEXT`,
-            and fewer, down to `LEAST_CONTEXT`, where memory is short.
+            and fewer, down to `MIN_CONTEXT`, where memory is short.
 
     Raises:
         NotEnoughMemoryError: they do not fit; gives the numbers and the largest context that does.
@@ -388,14 +388,14 @@ def fit(planners: Sequence[Planner], available: int, context: int | None = None)
         return at(wanted)
     contexts = range(0, wanted, planner.page_size)
     fitting = contexts[bisect(contexts, False, lo=1, key=is_too_large) - 1]  # 0 where none does
-    if context is None and fitting >= LEAST_CONTEXT:
+    if context is None and fitting >= MIN_CONTEXT:
         return at(fitting)
     if drafts:
         fit([planner], available, context)  # raises if not even the model alone fits
     named = zip((each.name for each in planners), at(wanted), strict=True)
     needs = " and ".join(f"{name} needs {_needs(placed.on(placed.host))}" for name, placed in named)
     advice = f"{memory_advice()} or choose a smaller quantisation of the model"
-    if fitting >= LEAST_CONTEXT:
+    if fitting >= MIN_CONTEXT:
         advice = f"load {'both' if drafts else 'it'} with context={fitting:,} or less, or {advice}"
     leave_out = "leave the draft model out, " if drafts else ""
     raise NotEnoughMemoryError(f"{needs}, but {_gigabytes(available)} is available: {leave_out}{advice}")

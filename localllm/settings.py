@@ -43,7 +43,7 @@ TOOLS = "tools"
 CHAT_KEYS = "keys"
 
 #: A settings file of more bytes than this is another file.
-_MOST_BYTES = 1 << 20
+_MAX_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -160,9 +160,9 @@ def read_text(path: Path) -> str:
         if path.is_fifo():
             raise ValueError("it is a pipe, which may have no end")
         with path.open("rb") as file:
-            data = file.read(_MOST_BYTES + 1)
-        if len(data) > _MOST_BYTES:
-            raise ValueError(f"it has more than {_MOST_BYTES:,} bytes")
+            data = file.read(_MAX_BYTES + 1)
+        if len(data) > _MAX_BYTES:
+            raise ValueError(f"it has more than {_MAX_BYTES:,} bytes")
         return data.decode()
     except FileNotFoundError:
         return ""

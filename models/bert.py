@@ -56,7 +56,7 @@ def record(m: Header) -> Graph:
     eps = m.meta.read("attention.layer_norm_epsilon", float, low=0.0, high=1.0)
     is_rotated = m.config.architecture == "nomic-bert"
     rope = make_rope(m, heads.key_dim) if is_rotated else None
-    m.meta.skip("attention.causal")
+    causal = m.meta.read("attention.causal", bool, False)
 
     def embedding(at: Layer, x: Tensor) -> Tensor:
         n, w = m.config.context_length, at.weights
@@ -69,7 +69,7 @@ def record(m: Header) -> Graph:
         return layer_norm(at, "token_embd_norm", x)
 
     def layer(at: Layer, x: Tensor) -> Tensor:
-        x = layer_norm(at, "attn_output_norm", attention(at, x, heads, rope, residual=x, causal=False))
+        x = layer_norm(at, "attn_output_norm", attention(at, x, heads, rope, residual=x, causal=causal))
         if "ffn_gate.weight" in at.weights:
             y = gated_mlp(at, x, n_ff, residual=x)
         else:

@@ -17,12 +17,12 @@ from localllm.errors import ModelError, quoted
 from localllm.kernels.graph import CacheType, Weight
 from localllm.models.weights import Weights
 
-T = TypeVar("T", int, float, str)
+T = TypeVar("T", bool, int, float, str)
 
 _REQUIRED: Any = object()
 
 #: Values in a head of attention: real models have at most 256, and kernels keep rows of them on their stack.
-LARGEST_HEAD = 512
+MAX_HEAD_DIM = 512
 
 #: Keys that may be left unread if they have one of these values, which change nothing; with none given, any value.
 _HARMLESS: dict[str, tuple[Any, ...]] = {
@@ -377,7 +377,7 @@ class Header:
     def head_dims(self, suffix: str = "") -> tuple[int, int]:
         """Values of a head in keys and in values, 0 where the file does not say; keys may have a suffix."""
         names = f"attention.key_length{suffix}", f"attention.value_length{suffix}"
-        lengths = [self.meta.read(name, int, 0, low=0, high=LARGEST_HEAD) for name in names]
+        lengths = [self.meta.read(name, int, 0, low=0, high=MAX_HEAD_DIM) for name in names]
         for name, length in zip(names, lengths, strict=True):
             if self.meta.find(name) is not None and length < 2:
                 raise ModelError(f"{self.meta.architecture}.{name} is {length}, but must be at least 2")
@@ -441,7 +441,7 @@ class Header:
             n_ff_shared=shared,
             gating=_GATING_FUNCTIONS.get(function, gating),
             # The third function is softmax of the chosen experts' logits.
-            norm_topk_prob=function == 3 or bool(meta.read("expert_weights_norm", bool, norm_topk_prob)),
+            norm_topk_prob=function == 3 or meta.read("expert_weights_norm", bool, norm_topk_prob),
             # 0, as in llama.cpp, for none
             scale=meta.read("expert_weights_scale", float, 0.0, low=0.0, high=1e6) or 1.0,
             n_groups=meta.read("expert_group_count", int, 1, low=0, high=1 << 10) or 1,

@@ -18,7 +18,7 @@ from localllm.models.blocks import Layer, decoder, feed_forward, norm
 from localllm.models.config import Header
 from localllm.models.hf_convert import Array, routing_keys
 from localllm.models.rope import make_rope, read_rope, yarn_mscale
-from localllm.models.weights import heads_of
+from localllm.models.weights import HeadsOf
 
 HF_NAMES = (
     hf_names.COMMON
@@ -142,8 +142,8 @@ def latent_attention(at: Layer, x: Tensor, latents: Latents, rope: Rope | None, 
         w.skip("attn_kv_b.weight")
     else:
         both = w.require("attn_kv_b.weight", n * (n_nope + latents.value_dim), n_latent)
-        to_latents = heads_of(both, n, range(n_nope), is_transposed=True)
-        from_latents = heads_of(both, n, range(n_nope, n_nope + latents.value_dim))
+        to_latents = HeadsOf(both, n, range(n_nope), is_transposed=True)
+        from_latents = HeadsOf(both, n, range(n_nope, n_nope + latents.value_dim))
     cache = at.graph.kv_cache(1, cached, n_latent, values_in_keys=True)
     k_norm = HeadNorm(at.norm_eps, w.vector("attn_kv_a_norm", n_latent))
     q = at.add(RopeAppend(at.add(HeadLinear(q, to_latents)), k, None, cache, rope, k_norm=k_norm))

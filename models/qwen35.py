@@ -109,4 +109,4 @@ def recurrent_layers(m: Header) -> list[bool]:
     interval = m.meta.read("full_attention_interval", int, 4, low=1, high=1 << 16)
     if m.meta.find("attention.recurrent_layers") is None:
         return [i < m.config.n_layers and (i + 1) % interval != 0 for i in range(n_blocks)]
-    return [bool(x) for x in m.meta.read_each("attention.recurrent_layers", n_blocks, bool, low=0, high=1)]
+    return list(m.meta.read_each("attention.recurrent_layers", n_blocks, bool, low=0, high=1))

@@ -109,11 +109,12 @@ class RowsOf(WeightView):
 
 @dataclass(frozen=True, eq=False)
 class HeadsOf(WeightView):
-    """Of each head's rows of a matrix some, as float32: [n_heads, rows, columns], or the last two in turn."""
+    """Of each head's rows of a matrix [n_heads * n, columns] some, as float32: [n_heads, rows, columns], or the last
+    two in turn."""
 
     n_heads: int
     rows: range
-    is_transposed: bool
+    is_transposed: bool = False
 
     type = GGMLType.F32
 
@@ -131,11 +132,6 @@ class HeadsOf(WeightView):
         rows = dequantize(self.whole.data, self.whole.type).reshape(self.n_heads, -1, self.whole.shape[1])
         heads = rows[:, self.rows.start : self.rows.stop]
         return np.ascontiguousarray(heads.swapaxes(1, 2) if self.is_transposed else heads, np.float32).view(np.uint8)
-
-
-def heads_of(whole: Weight, n_heads: int, rows: range, *, is_transposed: bool = False) -> HeadsOf:
-    """A matrix of each head that lies in those rows of its share of ``whole`` [n_heads * n, n_in]."""
-    return HeadsOf(whole, n_heads, rows, is_transposed)
 
 
 @dataclass(frozen=True, eq=False)

@@ -34,8 +34,8 @@ from localllm.tui.text import escape_controls
 BLOCK = '"""'
 
 #: A message of more bytes than this fits into no context.
-_MOST_BYTES = 64 << 20
-_MOST_HISTORY = 1000
+_MAX_BYTES = 64 << 20
+_MAX_HISTORY = 1000
 
 
 class InputReader:
@@ -114,9 +114,9 @@ class InputReader:
             print(prompt, end="", file=sys.stderr, flush=True)
         if sys.stdin is None or sys.stdin.closed:
             return None
-        data = sys.stdin.buffer.readline(_MOST_BYTES)
-        if len(data) == _MOST_BYTES:
-            raise UsageError(f"a line has more than {_MOST_BYTES >> 20} MiB, the most a message may have: shorten it")
+        data = sys.stdin.buffer.readline(_MAX_BYTES)
+        if len(data) == _MAX_BYTES:
+            raise UsageError(f"a line has more than {_MAX_BYTES >> 20} MiB, the most a message may have: shorten it")
         if not data:
             return None
         try:
@@ -139,7 +139,7 @@ def _load_history(history: Path | None) -> bool:
         import readline
     except ImportError:  # Windows
         return False
-    readline.set_history_length(_MOST_HISTORY)
+    readline.set_history_length(_MAX_HISTORY)
     if history is not None:
         with contextlib.suppress(OSError):
             readline.read_history_file(history)

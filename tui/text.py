@@ -51,7 +51,7 @@ def sentence(error: BaseException) -> str:
     return visible_line(text)
 
 
-_MOST_OF_A_TITLE = 200
+_MAX_OF_A_TITLE = 200
 _AUTOMATIC_TITLE = 50
 
 
@@ -66,7 +66,7 @@ def shortened(text: str, length: int) -> str:
 
 def clean_title(title: str) -> str:
     """A title in one line, without control characters, and of bounded length."""
-    return shortened(title, _MOST_OF_A_TITLE)
+    return shortened(title, _MAX_OF_A_TITLE)
 
 
 def automatic_title(text: str) -> str:
@@ -117,8 +117,8 @@ def code_blocks(text: str) -> list[CodeBlock]:
 
 
 #: Texts with more lines or characters than these are folded.
-MOST_LINES = 40
-MOST_CHARACTERS = 4000
+MAX_LINES = 40
+MAX_CHARACTERS = 4000
 
 _MARK = re.compile(r"\[pasted text #(\d+): [\d,]+ (?:lines|characters)\]")
 
@@ -132,11 +132,11 @@ class Pastes:
     def fold(self, text: str) -> str:
         """What goes into the editor for a text: itself, or a mark if it is large."""
         n_lines = text.removesuffix("\n").count("\n") + 1
-        if n_lines <= MOST_LINES and len(text) <= MOST_CHARACTERS:
+        if n_lines <= MAX_LINES and len(text) <= MAX_CHARACTERS:
             return text
         number = len(self._texts) + 1
         self._texts[number] = text
-        size = f"{n_lines:,} lines" if n_lines > MOST_LINES else f"{len(text):,} characters"
+        size = f"{n_lines:,} lines" if n_lines > MAX_LINES else f"{len(text):,} characters"
         return f"[pasted text #{number}: {size}]"
 
     def unfold(self, text: str) -> str:

@@ -19,7 +19,7 @@ from localllm.kernels.cpu.elementwise import exp, quantise_row, sigmoid, softplu
 from localllm.kernels.cpu.matmul import (
     FLOAT_GROUPS,
     FLOAT_SLAB,
-    MOST_TOKENS,
+    MAX_TOKENS,
     SLAB,
     few_tokens,
     finish_rows,
@@ -250,7 +250,7 @@ def experts_quantised(begin, end, experts, n_groups, weights, n_tiles, x, pairs,
     The rest is as in `matmul_quantised`.
     """
     slab = stack(SLAB * BLOCK_BYTES)
-    sums = stack(64 * MOST_TOKENS)
+    sums = stack(64 * MAX_TOKENS)
     for unit in range(begin, end):
         entry, group = experts + unit // n_groups * ENTRY, unit % n_groups
         tiles = weights + (load_i64(entry) * n_groups + group) * n_tiles * TILE_BYTES
@@ -263,8 +263,8 @@ def experts_quantised(begin, end, experts, n_groups, weights, n_tiles, x, pairs,
             place = load_i64(pairs + 8 * first_place) * y_stride + rows
             finish_rows(load_f32x16(sums), bias, 0, y, rows, place)
         else:
-            for first in range(first_place, first_place + n_places, MOST_TOKENS):
-                n = min(MOST_TOKENS, first_place + n_places - first)
+            for first in range(first_place, first_place + n_places, MAX_TOKENS):
+                n = min(MAX_TOKENS, first_place + n_places - first)
                 multiply_tokens(n, tiles, n_tiles, slab, sums, x + first * n_tiles * (BLOCKS * RECORD))
                 for i in range(n):
                     place = load_i64(pairs + 8 * (first + i)) * y_stride + rows
@@ -278,7 +278,7 @@ def experts_float(begin, end, experts, n_units, weights, n_in, x, x_stride, pair
     x: float32 rows by place.  The rest is as in `experts_quantised` and `matmul_float`.
     """
     slab = stack(64 * FLOAT_GROUPS * FLOAT_SLAB)
-    sums = stack(64 * FLOAT_GROUPS * MOST_TOKENS)
+    sums = stack(64 * FLOAT_GROUPS * MAX_TOKENS)
     for unit in range(begin, end):
         entry, own = experts + unit // n_units * ENTRY, unit % n_units
         tiles = weights + (load_i64(entry) * n_units + own) * FLOAT_GROUPS * n_in * COLUMN_BYTES
@@ -290,8 +290,8 @@ def experts_float(begin, end, experts, n_units, weights, n_in, x, x_stride, pair
             out = y + load_i64(pairs + 8 * first_place) * y_stride
             one_float_token(tiles, n_in, x + first_place * x_stride, bias, 0, out, rows)
         else:
-            for first in range(first_place, first_place + n_places, MOST_TOKENS):
-                n = min(MOST_TOKENS, first_place + n_places - first)
+            for first in range(first_place, first_place + n_places, MAX_TOKENS):
+                n = min(MAX_TOKENS, first_place + n_places - first)
                 several_float_tokens(n, tiles, n_in, slab, sums, x + first * x_stride, x_stride)
                 for i in range(n):
                     for g in static_range(FLOAT_GROUPS):

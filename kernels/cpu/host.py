@@ -26,7 +26,7 @@ OTHER_CPUS = 0.5
 LLVM_BYTES = 192 << 20
 
 #: A limit of the address space below which hardly anything runs.
-LEAST_ADDRESS_SPACE = 1 << 30
+MIN_ADDRESS_SPACE = 1 << 30
 
 #: Most threads that anybody may ask for: so many for each processor, or this many where there are few.
 THREADS_PER_CPU, FEW_THREADS = 4, 64

@@ -15,7 +15,7 @@ from localllm.kernels.cpu.tiles import FETCH_AHEAD, RECORD, TOKENS, X_STEP, fetc
 
 #: Tokens that a group of rows is multiplied with before the next one's turn, a multiple of `TOKENS`: as many as have
 #: their activations in the second nearest cache.
-MOST_TOKENS = 64
+MAX_TOKENS = 64
 #: Blocks of 32 columns in a slab: what a tile of the K formats has.
 SLAB = 8
 #: So few tokens are worth code of their own.
@@ -123,7 +123,7 @@ def matmul_quantised(begin, end, batch, weights, n_tiles, x, bias, residual, y, 
     """
     n_tokens = load_i64(batch)
     slab = stack(SLAB * BLOCK_BYTES)
-    sums = stack(64 * MOST_TOKENS)
+    sums = stack(64 * MAX_TOKENS)
     if n_tokens == 1:  # by itself, as decoding is bound by how fast weights are read
         for group in range(begin, end):
             own_x, place = x, group * 64
@@ -132,8 +132,8 @@ def matmul_quantised(begin, end, batch, weights, n_tiles, x, bias, residual, y, 
             few_tokens(1, weights + group * n_tiles * TILE_BYTES, n_tiles, own_x, sums)
             finish_rows(load_f32x16(sums), bias, residual, y, group * 64, place)
         return
-    for first in range(0, n_tokens, MOST_TOKENS):
-        n = min(MOST_TOKENS, n_tokens - first)
+    for first in range(0, n_tokens, MAX_TOKENS):
+        n = min(MAX_TOKENS, n_tokens - first)
         records = x + first * n_tiles * (BLOCKS * RECORD)
         for group in range(begin, end):
             rows = group * 64
@@ -209,9 +209,9 @@ def matmul_float(begin, end, batch, weights, n_in, x, x_stride, bias, residual, 
     """
     n_tokens = load_i64(batch)
     slab = stack(64 * FLOAT_GROUPS * FLOAT_SLAB)
-    sums = stack(64 * FLOAT_GROUPS * MOST_TOKENS)
-    for first in range(0, n_tokens, MOST_TOKENS):
-        n = min(MOST_TOKENS, n_tokens - first)
+    sums = stack(64 * FLOAT_GROUPS * MAX_TOKENS)
+    for first in range(0, n_tokens, MAX_TOKENS):
+        n = min(MAX_TOKENS, n_tokens - first)
         for unit in range(begin, end):
             tiles = weights + unit * FLOAT_GROUPS * n_in * COLUMN_BYTES
             rows = unit * FLOAT_GROUPS * 64

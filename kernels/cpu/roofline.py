@@ -31,7 +31,7 @@ STREAMS = 4
 #: Vectors read in turn from each of them.
 VECTORS = 2
 #: Bytes that one measurement of bandwidth reads at least: smaller buffers are read several times.
-LEAST_READ = 1 << 26
+MIN_READ = 1 << 26
 
 #: Rounds of multiplications in a unit of work.
 ROUNDS = 1 << 12
@@ -172,7 +172,7 @@ class ReadTest:
         self.data, self._sums = aligned_zeros(n_units * UNIT // 4, np.uint32), np.zeros(n_units, np.uint32)
         # Pages never written to are all the same one.
         self.data.reshape(n_units, -1)[:] = np.arange(UNIT // 4, dtype=np.uint32)
-        n_passes = 1 if flushed else -(-LEAST_READ // self.data.nbytes)
+        n_passes = 1 if flushed else -(-MIN_READ // self.data.nbytes)
         self._n_bytes = n_passes * self.data.nbytes
         operands, code = [self.data, self._sums], variant(read_words, target)
         self._seconds = _timed(workers, code, operands, n_units, progress, n_passes)

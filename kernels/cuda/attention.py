@@ -25,7 +25,7 @@ ROWS = 16
 #: Where there is no window.
 NO_WINDOW = 1 << 30
 #: More tokens than any sequence of a batch has.
-MOST_TOKENS = (1 << 31) - 1
+MAX_TOKENS = (1 << 31) - 1
 #: Sequences of at most so many rows (tokens times query heads of a key head) may be split.
 SPLIT_ROWS = 256
 
@@ -227,7 +227,7 @@ def work_of_bucket(n_tokens: int, longest: int, heads: Heads) -> Work:
     """For every batch of at most ``n_tokens`` tokens, in sequences of at most ``longest``: all of it is split."""
     tiles = n_tokens * -(-heads.group_size // ROWS)
     rows = min(ROWS, n_tokens * heads.group_size)
-    return Work(MOST_TOKENS, 0, tiles, _most_splits(n_tokens, longest, heads), rows)
+    return Work(MAX_TOKENS, 0, tiles, _most_splits(n_tokens, longest, heads), rows)
 
 
 def work_of_batch(sequences: Iterable[tuple[int, int]], heads: Heads, variant: Variant, partial_bytes: int) -> Work:
@@ -283,4 +283,4 @@ def _launch(kernel: str, variant: Variant, grid: tuple[int, ...], warps: int, sh
 
 def token_range(launch: Launch, work: Work) -> tuple[int, int]:
     """``least`` and ``most``, the kernel's arguments: the sequences that it takes have so many tokens."""
-    return (work.split_tokens + 1, MOST_TOKENS) if launch.kernel == "attention_prefill" else (1, work.split_tokens)
+    return (work.split_tokens + 1, MAX_TOKENS) if launch.kernel == "attention_prefill" else (1, work.split_tokens)

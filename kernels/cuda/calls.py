@@ -130,8 +130,12 @@ class BatchBuffer:
         """The words that batches of so many sequences take at most."""
         return self._bounds[-1] + n_sequences * self._table_stride
 
-    def fill(self, words: NDArray[np.int32], batch: Batch) -> int:
-        """Writes a batch that was checked; returns the words that it takes."""
+    def fill(self, words: NDArray[np.int32], batch: Batch, sent: NDArray[np.int32]) -> list[slice]:
+        """Writes a batch that was checked; returns the words to upload.
+
+        Args:
+            sent: block tables of the batch before it, as batches have them: those that are the same stay.
+        """
         n_tokens, n_sequences = len(batch.ids), len(batch.kv_lengths)
         tables = batch.block_tables[:, :, : self._n_blocks]
         sequences = np.repeat(np.arange(n_sequences), np.diff(batch.query_starts))
@@ -140,10 +144,17 @@ class BatchBuffer:
         words[:3] = n_tokens, len(batch.outputs), n_sequences
         for begin, values in zip(self._bounds[1:], (*parts, *slots), strict=False):
             words[begin : begin + len(values)] = values
-        end = self.words_of(n_sequences)
-        own = words[self._bounds[-1] : end].reshape(n_sequences, self.n_groups, self._n_blocks)
-        own[:, :, : tables.shape[2]] = tables.swapaxes(0, 1)
-        return end
+        is_new = np.ones(n_sequences, np.bool_)
+        if sent.shape[::2] == tables.shape[::2]:
+            n = min(n_sequences, sent.shape[1])
+            is_new[:n] = (sent[:, :n] != tables[:, :n]).any(axis=(0, 2))
+        if not is_new.any():
+            return [slice(0, self._bounds[-1])]
+        first, stop = int(is_new.argmax()), n_sequences - int(is_new[::-1].argmax())
+        part = slice(self.words_of(first), self.words_of(stop))
+        own = words[part].reshape(-1, self.n_groups, self._n_blocks)
+        own[:, :, : tables.shape[2]] = tables[:, first:stop].swapaxes(0, 1)
+        return [slice(0, part.stop)] if first == 0 else [slice(0, self._bounds[-1]), part]
 
     @property
     def sequences(self) -> tuple[Address, ...]:

@@ -352,7 +352,7 @@ class Lowering:
             self._multiply(own, [product for x, product in zip(inputs, products, strict=True) if x is own], gate=gate)
         return results
 
-    def _gate_of(self, op: g.Linears) -> tuple[g.Gated, Inputs] | None:
+    def _gate_of(self, op: g.Linears | g.ExpertLinears) -> tuple[g.Gated, Inputs] | None:
         """The gate that both products go to, and nothing else, if their codes are what is read of it."""
         gates = {reader for x in op.result for reader in self.readers[x]}
         [gate] = gates if len(gates) == 1 else (None,)
@@ -360,6 +360,22 @@ class Lowering:
             return None
         y = None if gate.result.width % matmul.RUN else self.result_of(gate.result)[0]
         return (gate, y) if isinstance(y, Inputs) else None
+
+    def _gate_arguments(
+        self, gate: tuple[g.Gated, Inputs], products: Sequence[matmul.Product], n_rows: int
+    ) -> list[Any]:
+        kind, to = ACTIVATIONS.index(gate[0].activation), gate[1].as_arguments(n_rows)
+        return matmul.gate_arguments(products[0], products[1], kind, to)
+
+    def _ends_with(
+        self, gate: tuple[g.Gated, Inputs] | None, launches: Callable[[Extent], Iterator[Launch]]
+    ) -> list[Inputs]:
+        """What products that may end with a gate write beside their results."""
+        if gate is None:
+            return []
+        is_done = lambda extent: any(launch.kernel.endswith("_gated") for launch in launches(extent))  # noqa: E731
+        self.ends[gate[0].result] = gate[1], is_done
+        return [gate[1]]
 
     def head_linear(self, op: g.HeadLinear) -> Stored:
         x, y, matrix = self.stored[op.x], self.new(op.x.rows, op.result.width), self.weights.matrix(op.weight)
@@ -413,8 +429,7 @@ class Lowering:
                     for some in (own[i : i + step] for i in range(0, len(own), step)):
                         launch, given = product(n, format, some)
                         if gate is not None and (gated := matmul.gated_launch(format, launch)):
-                            kind, to = ACTIVATIONS.index(gate[0].activation), gate[1].as_arguments(n)
-                            launch, given = gated, [*given[:5], *matmul.gate_arguments(some[0], some[1], kind, to)]
+                            launch, given = gated, [*given[:5], *self._gate_arguments(gate, some, n)]
                         yield launch.given(*given)
 
         def product(n: int, format: PackedFormat, some: Sequence[matmul.Product]) -> tuple[Launch, list[Any]]:
@@ -428,12 +443,7 @@ class Lowering:
             return _product_cost(packed, inputs, sizes.rows(slot), extra_bytes=extra)
 
         operands: list[Stored | Inputs | Buffer] = [inputs, *results, *([] if residual is None else [residual])]
-        if gate is not None:
-            operands.append(gate[1])
-            self.ends[gate[0].result] = (
-                gate[1],
-                lambda extent: any(x.kernel == "matvec_gated" for x in launches(extent)),
-            )
+        operands += self._ends_with(gate, launches)
         name = "linear" if inputs.n_heads == 1 else "heads"
         self.calls.append(Call(f"{name} {_names(packed)}", launches, operands, cost))
 
@@ -652,7 +662,9 @@ class Lowering:
             )
             options = {"operands": [chosen.buffer], "cost": cost}
             self._quantise("gather for experts", "quantise_gathered", x, rows, chosen.rows, **options)
-        results = self._multiply_experts(chosen, matrices, inputs)
+        is_plain = not op.biases and not op.is_weighted and len({matrix.format for matrix in matrices}) == 1
+        gate = self._gate_of(op) if is_plain else None
+        results = self._multiply_experts(chosen, matrices, inputs, gate)
         for i, y in enumerate(results):
             if op.biases or op.is_weighted:  # a weight counts before the bias: after the product it is the same
                 self._finish_experts(chosen, op.is_weighted, op.biases[i] if op.biases else None, y)
@@ -687,17 +699,25 @@ class Lowering:
         self._expert_call("finish experts", "finish_experts", grid, _SUM_THREADS, *given, operands=operands)
 
     def _multiply_experts(
-        self, chosen: _Chosen, matrices: Sequence[PackedMatrix], inputs: dict[str, Inputs]
+        self,
+        chosen: _Chosen,
+        matrices: Sequence[PackedMatrix],
+        inputs: dict[str, Inputs],
+        gate: tuple[g.Gated, Inputs] | None = None,
     ) -> tuple[Stored, ...]:
         """Products of rows by place, those of one format in one call."""
         results = tuple(self.new(Rows.CHOSEN, matrix.n_out) for matrix in matrices)
         for format in dict.fromkeys(matrix.format for matrix in matrices):
             own = [(w, y) for w, y in zip(matrices, results, strict=True) if w.format == format]
-            self._multiply_some_experts(chosen, own, inputs[own[0][0].packed.input_kind])
+            self._multiply_some_experts(chosen, own, inputs[own[0][0].packed.input_kind], gate)
         return results
 
     def _multiply_some_experts(
-        self, chosen: _Chosen, pairs: Sequence[tuple[PackedMatrix, Stored]], inputs: Inputs
+        self,
+        chosen: _Chosen,
+        pairs: Sequence[tuple[PackedMatrix, Stored]],
+        inputs: Inputs,
+        gate: tuple[g.Gated, Inputs] | None,
     ) -> None:
         mixture, limits, packed = chosen.mixture, self.limits.products, [w for w, _ in pairs]
         format, n_in = packed[0].packed, packed[0].n_in
@@ -720,6 +740,9 @@ class Lowering:
                     "matmul_experts": (chosen.n_products, tiles, n_chunks, chosen.products),
                 }
                 given = some[0].arguments() if launch.kernel == "matmul_experts" else matmul.matrix_arguments(some)
+                if gate is not None and (gated := matmul.gated_launch(format, launch)):
+                    given, own[gated.kernel] = self._gate_arguments(gate, some, extent.n_places), own[launch.kernel]
+                    launch = gated
                 yield launch.given(*arguments(inputs, *own[launch.kernel], *given, n_rows=extent.n_places))
 
         def cost(sizes: BatchSizes) -> Cost:
@@ -727,6 +750,7 @@ class Lowering:
             return _product_cost(packed, inputs, sizes.rows(N_PLACES), part=used)
 
         operands: list[Stored | Inputs | Buffer] = [inputs, chosen.buffer, *(y for _, y in pairs)]
+        operands += self._ends_with(gate, launches)
         self.calls.append(Call(f"experts {_names(packed)}", launches, operands, cost))
 
 

@@ -52,7 +52,8 @@ _FEW_EXPERTS_SPILL = {GGMLType.Q2_K, GGMLType.Q3_K, GGMLType.Q5_K, GGMLType.Q6_K
 #: Launch bounds of matvec by FORMAT and rows, where those of `_vector_bounds` are not good.
 _BOUNDS: dict[tuple[int | str, int], int | str] = {("Q5_0", 4): "512,1", ("Q8_0", 1): 640, ("LUT_32", 2): 640}
 
-#: Formats of whose `matvec` of one token two fit into the registers of a block, as `matvec_gated` has them.
+#: Formats of whose `matvec` of one token two fit into the registers of a block, as `matvec_gated` has them.  With
+#: experts, that takes more: only half as many threads fit.
 _GATED = {GGMLType.Q4_0, GGMLType.Q4_1, GGMLType.Q5_0, GGMLType.Q5_1, GGMLType.Q4_K}
 #: Formats of the first matrices and of the last of a launch of matvec: those that files mix in a layer.
 _MIXED = {
@@ -288,12 +289,15 @@ def product_launch(
 
 
 def gated_launch(format: PackedFormat, launch: Launch) -> Launch | None:
-    """A `product_launch` with two matrices as the one that ends with their gate, where there is such a kernel."""
-    if format.type not in _GATED or launch.kernel != "matvec" or launch.defines["TOKENS"] != 1:
+    """A launch of products with two matrices as the one that ends with their gate, where there is such a kernel."""
+    threads, is_expert = 2 * launch.block[0], launch.kernel == "matvec_experts"
+    is_one = launch.kernel == "matvec" and launch.defines["TOKENS"] == 1
+    if format.type not in _GATED or not (is_one or (is_expert and threads <= MAX_BLOCK_THREADS // 2)):
         return None
-    defines = {**launch.defines, "GATED": 1, "BOUNDS": MAX_BLOCK_THREADS}
-    grid, block = (launch.grid[0], launch.grid[1] // 2), (2 * launch.block[0],)
-    return replace(launch, kernel=launch.kernel + "_gated", defines=defines, grid=grid, block=block)
+    bounds = launch.defines["BOUNDS"] if is_expert else MAX_BLOCK_THREADS
+    defines = {**launch.defines, "GATED": 1, "BOUNDS": bounds}
+    grid = (launch.grid[0], launch.grid[1] // 2)
+    return replace(launch, kernel=launch.kernel + "_gated", defines=defines, grid=grid, block=(threads,))
 
 
 def mixed_launch(format: PackedFormat, launch: Launch, last: PackedFormat) -> Launch | None:

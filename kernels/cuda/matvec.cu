@@ -241,6 +241,22 @@ extern "C" __global__ void __launch_bounds__(BOUNDS)
   multiply_gated<FORMAT, TOKENS>(sums, gates + first, ups + first, x, n_tiles, GATE, group, first_token, n);
 }
 
+#elif defined(GATED)
+
+// The same with the matrices of experts, of a token each: see matvec_experts.  Grid (pairs, groups of rows).
+extern "C" __global__ void __launch_bounds__(BOUNDS)
+    matvec_experts_gated(const void* __restrict__ units, const float2* __restrict__ scales, int n_rows,
+                         const int* __restrict__ n_tokens, int n_tiles, int k, const int* __restrict__ experts,
+                         const int* __restrict__ places, GATE_PARAMETERS) {
+  __shared__ ChunkSums<1> sums[2];
+  const int pair = blockIdx.x, group = blockIdx.y;
+  if (pair >= *n_tokens * k) return;
+  const int place = places[pair];
+  const Inputs x = {(const int4*)units + place, scales + place, n_rows};
+  const int64_t first = ((int64_t)experts[pair] * gridDim.y + group) * n_tiles * tile_bytes<FORMAT>();
+  multiply_gated<FORMAT, 1>(sums, gates + first, ups + first, x, n_tiles, GATE, group, place, place + 1);
+}
+
 #else
 
 // With the matrices of experts: a block has a group of 32 rows, and one token of an expert.

@@ -34,7 +34,7 @@ OPTIONS = ("--std=c++17", "-ftz=true", "--device-as-default-execution-space", "-
 #: Modules that are compiled at once: each takes some 100 MB meanwhile.
 _COMPILERS = 8
 #: What a compiler's message quotes: so many errors.
-_MOST_ERRORS = 3
+_MAX_ERRORS = 3
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 _INCLUDE = re.compile(r'\s*#\s*include\s*"([^"]*)"')
 _CONDITION = re.compile(r"\s*#\s*(if|endif)")
@@ -157,7 +157,7 @@ def first_errors(log: str) -> str:
     begins = [match.start() for match in _DIAGNOSTIC.finditer(log)]
     parts = [log[i:j].strip() for i, j in pairwise([*begins, len(log)])]
     errors = [part for part in parts if "error" in part.partition("\n")[0]]
-    return "\n".join(errors[:_MOST_ERRORS]) or log.strip()[:2000]
+    return "\n".join(errors[:_MAX_ERRORS]) or log.strip()[:2000]
 
 
 class ModuleCompiler:

@@ -23,7 +23,7 @@ from localllm.kernels.cuda.roofline import Stopwatch
 from localllm.kernels.cuda.step import WATCHES, CUDAStep, Watch
 
 #: Launches that a graph has at least, lest the host takes longer to launch it than the device to run it.
-LEAST_LAUNCHES = 32
+MIN_LAUNCHES = 32
 
 
 @contextmanager
@@ -101,12 +101,12 @@ class Profiler:
 
     Args:
         repetitions: how often a graph is timed.
-        least_launches: that it has; by default `LEAST_LAUNCHES`.
+        least_launches: that it has; by default `MIN_LAUNCHES`.
     """
 
     def __init__(self, repetitions: int = 5, least_launches: int = 0) -> None:
         self.profiles: dict[int, Profile] = {}
-        self._repetitions, self._least_launches = repetitions, least_launches or LEAST_LAUNCHES
+        self._repetitions, self._least_launches = repetitions, least_launches or MIN_LAUNCHES
 
     def run(self, step: CUDAStep, batch: Batch, extent: Extent) -> None:
         profile = self.profiles.setdefault(step.stream.device, Profile())

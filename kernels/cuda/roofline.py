@@ -26,7 +26,7 @@ Kind = Literal["int8", "f16", "bf16"]
 KINDS: tuple[Kind, ...] = ("int8", "f16", "bf16")
 
 #: Bytes that are copied or read at once: many times what caches hold.  They take a part of the free memory at most.
-MOST_BYTES, PART_OF_MEMORY = 1 << 29, 4
+MAX_BYTES, PART_OF_MEMORY = 1 << 29, 4
 #: Rounds of products in one launch: some milliseconds.
 ROUNDS = 1 << 12
 
@@ -80,7 +80,7 @@ class CUDARoofline:
     def __init__(self, driver: Driver, device: int, *, n_bytes: int = 0, rounds: int = 0) -> None:
         self._driver, self._device, self._rounds = driver, device, rounds or ROUNDS
         self._properties = driver.properties(device)
-        n_bytes = n_bytes or min(MOST_BYTES, driver.memory_info(device).free // PART_OF_MEMORY)
+        n_bytes = n_bytes or min(MAX_BYTES, driver.memory_info(device).free // PART_OF_MEMORY)
         self.n_bytes = n_bytes // 16 * 16
         has_tensor_cores = self._properties.capability >= TENSOR_CORES
         self.kinds: tuple[Kind, ...] = KINDS if has_tensor_cores else ("int8", "f16")

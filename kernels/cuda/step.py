@@ -108,6 +108,7 @@ class CUDAStep(Step):
         self.calls, self.result, self.hidden = lowered.calls, lowered.result, lowered.hidden
         self._found, self._tables = lowered.found, lowered.tables
         self.max_top_k = 0 if lowered.found is None else min(MAX_TOP_K, lowered.result.width)
+        self._sent = np.zeros((0, 0, 0), np.int32)  # block tables of the last run
         self._n_chosen = 0  # rows of the last run, which the next may begin with
         self.arena = driver.allocate(device, lowered.arena_bytes)
         # What pads rows is read, and must be something.
@@ -179,11 +180,14 @@ class CUDAStep(Step):
         n_sequences, layout = len(batch.kv_lengths), limits.batch
         if len(slot.words) < layout.words_of(n_sequences):
             slot.words = self._words(min(2 * n_sequences, limits.max_tokens))
-        n_words = layout.fill(slot.words, batch)
+        parts = layout.fill(slot.words, batch, self._sent)
+        self._sent = batch.block_tables.copy()
         for event in self._readers:
             driver.wait(self.stream, event)
         self._readers.clear()
-        driver.upload(self.memory(layout.buffer, 4 * n_words), slot.words[:n_words], self.stream)
+        for part in parts:
+            memory = self.memory(layout.buffer.at(4 * part.start), 4 * (part.stop - part.start))
+            driver.upload(memory, slot.words[part], self.stream)
         self._receive(hidden, len(batch.ids), slot)
         driver.record(slot.event, self.stream)
         extent = self._bucket(batch) or self._whole(batch)

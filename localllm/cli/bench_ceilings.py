@@ -16,7 +16,7 @@ from localllm.kernels.cpu.roofline import Roofline
 from localllm.kernels.cpu.target import choose
 
 #: Bytes that a test of the bandwidth reads at most, and the part of the free memory that it takes at most.
-_MOST_READ, _PART_OF_MEMORY = 1 << 30, 4
+_MAX_READ, _PART_OF_MEMORY = 1 << 30, 4
 
 #: What measures, now, the seconds that a device needs at least: for a token that a test generates, or for a prompt.
 Seconds = Callable[[], float]
@@ -75,7 +75,7 @@ def _seconds(info: ModelInfo, device: str, test: Test, work: Work, isa: str | No
     if (index := gpu_index(device)) is not None:
         return _gpu_seconds(index, test, work)
     n_bytes, (of_bytes, of_floats) = work.bytes_per_token(test), work.products(test)
-    n_read = int(min(n_bytes, _MOST_READ, available_memory() // _PART_OF_MEMORY))
+    n_read = int(min(n_bytes, _MAX_READ, available_memory() // _PART_OF_MEMORY))
     roofline = stack.enter_context(Roofline(threads_of(info, test), choose(isa), n_read))
     if test.kind == "tg":
         return lambda: n_bytes / roofline.read_bandwidth()

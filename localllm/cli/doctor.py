@@ -27,7 +27,7 @@ from localllm.cli.terminal import LoadStatus, quantity, visible_line, warn
 from localllm.errors import DeviceError, LocalLLMError
 from localllm.kernels.cpu.control_groups import cpu_quota
 from localllm.kernels.cpu.host import (
-    LEAST_ADDRESS_SPACE,
+    MIN_ADDRESS_SPACE,
     address_space_limit,
     available_memory,
     cpu_model,
@@ -203,7 +203,7 @@ def _packages() -> Iterator[Finding]:
 def _is_cramped() -> bool:
     """Whether addresses are so short that libraries cannot be loaded."""
     limit = address_space_limit()
-    return limit is not None and limit < LEAST_ADDRESS_SPACE
+    return limit is not None and limit < MIN_ADDRESS_SPACE
 
 
 def _version(distribution: str) -> str | None:

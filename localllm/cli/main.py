@@ -32,7 +32,7 @@ from localllm.errors import (
     NotEnoughMemoryError,
     UsageError,
 )
-from localllm.kernels.cpu.host import LEAST_ADDRESS_SPACE, address_space_limit, memory_advice
+from localllm.kernels.cpu.host import MIN_ADDRESS_SPACE, address_space_limit, memory_advice
 
 DONE, FAILED, BAD_USAGE = 0, 1, 2
 #: What a shell reports of a program that wrote into a closed pipe (128 + SIGPIPE).
@@ -42,7 +42,7 @@ BROKEN_PIPE = 141
 NO_ROOM = (errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC))
 
 #: Characters of an error's sentence that are shown, more than the longest path has.
-_MOST_SHOWN = 6000
+_MAX_SHOWN = 6000
 
 #: Environment variable that makes errors show where they happened.
 DEBUG_VARIABLE = "LOCALLLM_DEBUG"
@@ -178,8 +178,8 @@ def _failure(error: BaseException, debug: bool, settled: Mapping[str, str]) -> i
 
         say("".join(traceback.format_exception(error)).rstrip("\n"))
     text = visible_line(_sentence(error, settled))
-    if len(text) > _MOST_SHOWN:
-        text = f"{text[: _MOST_SHOWN // 2]} … {text[-_MOST_SHOWN // 2 :]}"
+    if len(text) > _MAX_SHOWN:
+        text = f"{text[: _MAX_SHOWN // 2]} … {text[-_MAX_SHOWN // 2 :]}"
     say(f"localllm: error: {text}")
     return BAD_USAGE if isinstance(error, UsageError) else FAILED
 
@@ -213,10 +213,10 @@ def _sentence(error: BaseException, settled: Mapping[str, str]) -> str:
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return f"memory ran out: {memory_advice()}, or choose a smaller context or a smaller model"
     limit = address_space_limit()
-    if isinstance(error, OSError | ImportError) and limit is not None and limit < LEAST_ADDRESS_SPACE:
+    if isinstance(error, OSError | ImportError) and limit is not None and limit < MIN_ADDRESS_SPACE:
         return (
             f"the address space of this process is limited to {limit / 1e9:.2f} GB (ulimit -v), which is too little "
-            f"to start in: raise the limit to {LEAST_ADDRESS_SPACE >> 10} or more"
+            f"to start in: raise the limit to {MIN_ADDRESS_SPACE >> 10} or more"
         )
     if isinstance(error, OSError) and error.errno in NO_ROOM and error.filename is None:
         # Of all that is written only the result cannot be done without.

@@ -9,7 +9,7 @@ from typing import Any
 from localllm.errors import ModelError, path_text, quoted
 
 #: Bytes that a JSON file of a checkpoint may have; large vocabularies take 35 MB.
-_MOST_BYTES = 1 << 28
+_MAX_BYTES = 1 << 28
 
 
 #: What GPT-2 and Kimi Linear call otherwise than the rest.
@@ -77,8 +77,8 @@ def read_json(path: Path) -> dict[str, Any]:
         ModelError: it cannot be read, or is no JSON object.
     """
     try:
-        if path.stat().st_size > _MOST_BYTES:
-            raise ModelError(f"{path_text(path)} has more than {_MOST_BYTES >> 20} MiB: it is not of a checkpoint")
+        if path.stat().st_size > _MAX_BYTES:
+            raise ModelError(f"{path_text(path)} has more than {_MAX_BYTES >> 20} MiB: it is not of a checkpoint")
         value = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
         return {}

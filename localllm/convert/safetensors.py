@@ -23,7 +23,7 @@ DTYPES = {
     "F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1",
     "U8": "u1", "BOOL": "u1", "F8_E4M3": "u1", "F8_E5M2": "u1", "F8_E8M0": "u1",
 }  # fmt: skip
-_MOST_HEADER_BYTES = 100_000_000  # as the format's own library
+_MAX_HEADER_BYTES = 100_000_000  # as the format's own library
 _AGAIN = "download it again"
 
 
@@ -94,7 +94,7 @@ def read_header(path: Path) -> dict[str, FileTensor]:
         n_file = path.stat().st_size
         with path.open("rb") as file:
             n_header = int.from_bytes(file.read(8), "little")
-            if not 2 <= n_header <= min(n_file - 8, _MOST_HEADER_BYTES):
+            if not 2 <= n_header <= min(n_file - 8, _MAX_HEADER_BYTES):
                 raise ValueError(f"a header of {n_header} bytes in a file of {n_file}")
             header = json.loads(file.read(n_header))
         header.pop("__metadata__", None)

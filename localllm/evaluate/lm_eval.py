@@ -28,7 +28,7 @@ except ImportError as error:
 _AT_ONCE = 16
 
 #: Tokens of an answer where a task sets no limit.
-_MOST_TOKENS = 256
+_MAX_TOKENS = 256
 
 
 class HarnessModel(LM):  # type: ignore[misc]
@@ -91,7 +91,7 @@ class HarnessModel(LM):  # type: ignore[misc]
             context,
             parse_special=True,
             stop=until,
-            max_tokens=options.get("max_gen_toks", _MOST_TOKENS),
+            max_tokens=options.get("max_gen_toks", _MAX_TOKENS),
             temperature=sampled or 0.0,
             overflow="truncate",
             seed=0,

@@ -17,7 +17,7 @@ from localllm.gguf.cursor import Cursor, Text, error_at
 from localllm.gguf.strings import StringArray, read_strings
 
 _DEFAULT_ALIGNMENT = 32
-_LEAST_ALIGNMENT = 8  # specification: a multiple of 8; ggml: a power of two
+_MIN_ALIGNMENT = 8  # specification: a multiple of 8; ggml: a power of two
 _MAX_KEY_BYTES = 65_535  # specification
 _MAX_NESTING = 4
 # The fewest bytes that an array inside an array takes: element type and length.
@@ -172,8 +172,8 @@ def _read_alignment(cursor: Cursor) -> int:
     if value_type is not ValueType.UINT32:
         raise cursor.error(f"the alignment is of type {value_type.name}, not UINT32", at=start)
     alignment = cursor.u32("the alignment")
-    if alignment < _LEAST_ALIGNMENT or alignment & (alignment - 1):
-        defect = f"the alignment {alignment} is not a power of two of at least {_LEAST_ALIGNMENT}"
+    if alignment < _MIN_ALIGNMENT or alignment & (alignment - 1):
+        defect = f"the alignment {alignment} is not a power of two of at least {_MIN_ALIGNMENT}"
         raise cursor.error(defect, at=start + 4)
     return alignment
 

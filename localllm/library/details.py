@@ -21,7 +21,7 @@ from localllm.kernels.code_cache import cache_root, write_aside
 #: To be raised when `Details` mean something else than before.
 _VERSION = f"{__version__}-2"
 #: Files that are remembered at most.
-_MOST_KEPT = 2000
+_MAX_KEPT = 2000
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class DetailsReader:
         """Keeps what was read for the next program, if there is a place for it."""
         if self._store is None or not self._is_changed:
             return
-        files = dict(list(self._kept.items())[-_MOST_KEPT:])
+        files = dict(list(self._kept.items())[-_MAX_KEPT:])
         write_aside(self._store, json.dumps({"version": _VERSION, "files": files}).encode())
 
 
@@ -156,7 +156,7 @@ def _memory(file: GGUFFile) -> dict[str, Any]:
     from localllm.kernels.cpu.host import default_threads
     from localllm.loading import check_runs
     from localllm.models.registry import read_model
-    from localllm.placement import DEFAULT_CONTEXT, LEAST_CONTEXT, Planner
+    from localllm.placement import DEFAULT_CONTEXT, MIN_CONTEXT, Planner
 
     check_runs(file)
     model = read_model(file)
@@ -169,5 +169,5 @@ def _memory(file: GGUFFile) -> dict[str, Any]:
         "trained_context": config.context_length,
         "context": context,
         "memory": planner.at(context).total,
-        "least_memory": planner.at(min(context, LEAST_CONTEXT)).total,
+        "least_memory": planner.at(min(context, MIN_CONTEXT)).total,
     }

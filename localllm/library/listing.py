@@ -18,8 +18,8 @@ from localllm.library.hub_cache import cached_models, cached_repos, hub_cache
 from localllm.library.names import DEMO, FileGroup, group_files, label
 
 #: How deep folders are searched, and how many entries in all: whoever names a folder of models means no whole disk.
-MOST_DEPTH = 8
-MOST_ENTRIES = 100_000
+MAX_DEPTH = 8
+MAX_ENTRIES = 100_000
 
 
 @dataclass(frozen=True)
@@ -141,14 +141,14 @@ class _Search:
         """The GGUF files below a folder, in no order."""
         try:
             status = folder.stat()
-            if self._is_seen(status) or depth > MOST_DEPTH:
+            if self._is_seen(status) or depth > MAX_DEPTH:
                 return
             with os.scandir(folder) as entries:
                 for entry in entries:
                     self._n_entries += 1
-                    if self._n_entries == MOST_ENTRIES:
-                        self.problems.append(f"{folder} and more have over {MOST_ENTRIES:,} entries: name less")
-                    if self._n_entries >= MOST_ENTRIES:
+                    if self._n_entries == MAX_ENTRIES:
+                        self.problems.append(f"{folder} and more have over {MAX_ENTRIES:,} entries: name less")
+                    if self._n_entries >= MAX_ENTRIES:
                         return
                     if _is_folder(entry):
                         yield from self._files(Path(entry.path), depth + 1)

@@ -28,7 +28,7 @@ _QUANT = re.compile(
     r"(?<![a-z0-9])((?:UD-)?(?:I?Q\d|TQ\d|MXFP4|NVFP4|BF16|FP?16|FP?32)(?:_[a-z0-9]+)*)(?![a-z0-9])", re.IGNORECASE
 )
 #: Models that a message lists at most.
-_MOST_LISTED = 12
+_MAX_LISTED = 12
 
 #: GGUF files beside models: projectors of images, and statistics for quantisers.
 _NO_MODEL = re.compile(r"(mmproj|imatrix)|.*\b(mmproj|imatrix)\b", re.IGNORECASE)
@@ -162,8 +162,8 @@ def matching(choice: str, groups: Iterable[FileGroup]) -> list[FileGroup]:
 def choices(name: HubName, groups: Sequence[FileGroup], some: Sequence[FileGroup] | None = None) -> str:
     """What to choose from, ``some`` of the groups or all, with their sizes."""
     listed = groups if some is None else some
-    more = [f"and {len(listed) - _MOST_LISTED:,} more"] if len(listed) > _MOST_LISTED else []
-    shown = (f"{name.repo}:{label(group, groups)} ({_size(group.n_bytes)})" for group in listed[:_MOST_LISTED])
+    more = [f"and {len(listed) - _MAX_LISTED:,} more"] if len(listed) > _MAX_LISTED else []
+    shown = (f"{name.repo}:{label(group, groups)} ({_size(group.n_bytes)})" for group in listed[:_MAX_LISTED])
     return ", ".join([*shown, *more])
 
 

@@ -46,10 +46,10 @@ _COMBINE = {"$ref", "anyOf", "oneOf"}
 #: Characters of a grammar, rules and references in it, and patterns of schemas that are combined, at most: in
 #: llguidance a chain of rules takes stack, which ends the process where there is none left, and each pattern that is
 #: combined with others doubles time and memory.
-_MOST_CHARACTERS, _MOST_RULES, _MOST_COMBINED = 512 << 10, 500, 10
+_MAX_CHARACTERS, _MAX_RULES, _MAX_COMBINED = 512 << 10, 500, 10
 
 #: Compiled grammars that are kept for the next request.
-_MOST_KEPT = 32
+_MAX_KEPT = 32
 
 #: A rule of llama.cpp's GBNF; Lark's have a colon alone.
 _GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
@@ -97,8 +97,8 @@ def _check_size(sampling: Sampling) -> None:
     ValueError: to compile it could take all time and memory.
     """
     lark = sampling.grammar or ""
-    if len(lark) + len(sampling.regex or "") + len(str(sampling.json_schema or "")) > _MOST_CHARACTERS:
-        raise ValueError(f"it has more than {_MOST_CHARACTERS:,} characters: make it simpler")
+    if len(lark) + len(sampling.regex or "") + len(str(sampling.json_schema or "")) > _MAX_CHARACTERS:
+        raise ValueError(f"it has more than {_MAX_CHARACTERS:,} characters: make it simpler")
     n_rules, n_patterns, is_combined = len(lark.splitlines()), 0, False
     left: list[Any] = [json.loads(str(sampling.json_schema))] if sampling.json_schema is not None else []
     for found in re.finditer(r"%json\s*", lark):
@@ -111,10 +111,10 @@ def _check_size(sampling: Sampling) -> None:
             n_rules += "$ref" in schema
             n_patterns += ("pattern" in schema) + len(schema.get("patternProperties") or ())
             is_combined |= "allOf" in schema or ("pattern" in schema and not schema.keys().isdisjoint(_COMBINE))
-    if n_rules > _MOST_RULES:
-        raise ValueError(f"it has more than {_MOST_RULES} rules or references: make it simpler")
-    if is_combined and n_patterns > _MOST_COMBINED:
-        raise ValueError(f"it combines more than {_MOST_COMBINED} patterns: make it simpler")
+    if n_rules > _MAX_RULES:
+        raise ValueError(f"it has more than {_MAX_RULES} rules or references: make it simpler")
+    if is_combined and n_patterns > _MAX_COMBINED:
+        raise ValueError(f"it combines more than {_MAX_COMBINED} patterns: make it simpler")
 
 
 def _closed(schema: Any) -> Any:
@@ -180,7 +180,7 @@ class Grammars:
         with self._lock:
             self._kept[internal] = matcher
             self._kept.move_to_end(internal)
-            if len(self._kept) > _MOST_KEPT:
+            if len(self._kept) > _MAX_KEPT:
                 self._kept.popitem(last=False)
             matcher, vocabulary = matcher.deep_copy(), self._vocabulary
         end = self._tokenizer.decode(prompt_ids[-_LAST_TOKENS:], special=True).rstrip()

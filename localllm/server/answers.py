@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from localllm.server.responses import Store
 
 #: Replies to one request, texts that end one, and characters of each of these, at most.
-MOST_REPLIES, MOST_STOPS, MOST_STOP_LENGTH = 64, 32, 1000
+MAX_REPLIES, MAX_STOPS, MAX_STOP_LENGTH = 64, 32, 1000
 
 #: Bytes of a request that is long, and characters of a prompt for each token of the context, at most.
-LONG_REQUEST, MOST_CHARACTERS = 256 << 10, 256
+LONG_REQUEST, MAX_CHARACTERS = 256 << 10, 256
 
 #: What stands before what precedes a gap, before what follows it, and where it is filled in.
 _FILL_IN = (
@@ -98,8 +98,8 @@ class Generation(msgspec.Struct):
         for name in ("stop", "dry_sequence_breakers"):
             values = options.get(name, ())
             values = (values,) if isinstance(values, str) else tuple(value for value in values if value)
-            if len(values) > MOST_STOPS or any(len(value) > MOST_STOP_LENGTH for value in values):
-                raise HTTPError(400, f"{name} has more than {MOST_STOPS} texts, or one that is too long")
+            if len(values) > MAX_STOPS or any(len(value) > MAX_STOP_LENGTH for value in values):
+                raise HTTPError(400, f"{name} has more than {MAX_STOPS} texts, or one that is too long")
             if name in options:
                 options[name] = values
         return {**options, **{name: value for name, value in more.items() if value is not None}}
@@ -389,8 +389,8 @@ class Desk:
     def _check(self, ask: Ask) -> None:
         if self.is_stopping:
             raise HTTPError(503, "the server is stopping: send the request again later", "stopping")
-        if not 1 <= ask.n <= MOST_REPLIES:
-            raise HTTPError(400, f"n is {ask.n}, but must be from 1 to {MOST_REPLIES}")
+        if not 1 <= ask.n <= MAX_REPLIES:
+            raise HTTPError(400, f"n is {ask.n}, but must be from 1 to {MAX_REPLIES}")
         check_tools(ask.tools)
 
 
@@ -431,7 +431,7 @@ def _check_length(prompt: str | list[int], context: int) -> None:
     """Raises:
     HTTPError: it is much too long, which to find out by tokenizing it would take seconds.
     """
-    kind, most = ("characters", MOST_CHARACTERS * context) if isinstance(prompt, str) else ("tokens", context)
+    kind, most = ("characters", MAX_CHARACTERS * context) if isinstance(prompt, str) else ("tokens", context)
     if len(prompt) > most:
         message = f"the prompt has {len(prompt):,} {kind} but the context holds {context:,} tokens: shorten it"
         raise HTTPError(400, message, "context_length_exceeded")

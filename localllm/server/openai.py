@@ -24,7 +24,7 @@ from localllm.engine.request import Timings, Usage
 from localllm.llm import LLM
 from localllm.sampling import Choice
 from localllm.server.answers import (
-    MOST_REPLIES,
+    MAX_REPLIES,
     Answer,
     Ask,
     Desk,
@@ -49,7 +49,7 @@ from localllm.server.http import (
 from localllm.server.models import ServedModel
 
 #: Likeliest tokens that are listed at most.
-_MOST_LOGPROBS = 100
+_MAX_LOGPROBS = 100
 
 
 # -- Requests ------------------------------------------------------------------------------------------------------
@@ -192,8 +192,8 @@ def checked_logprobs(logprobs: int | None) -> int | None:
     Raises:
         HTTPError: too many.
     """
-    if logprobs is not None and logprobs > _MOST_LOGPROBS:
-        raise HTTPError(400, f"at most {_MOST_LOGPROBS} likeliest tokens can be listed, not {logprobs}")
+    if logprobs is not None and logprobs > _MAX_LOGPROBS:
+        raise HTTPError(400, f"at most {_MAX_LOGPROBS} likeliest tokens can be listed, not {logprobs}")
     return logprobs
 
 
@@ -363,8 +363,8 @@ def _delta(part: Part, n_calls: list[int]) -> dict[str, Any]:
 async def completions(request: Request, desk: Desk) -> Response:
     body = await decode(request, CompletionRequest)
     prompts = each_text("prompt", body.prompt)
-    if not 1 <= len(prompts) <= MOST_REPLIES:
-        raise HTTPError(400, f"there are {len(prompts):,} prompts, but a request has from 1 to {MOST_REPLIES}")
+    if not 1 <= len(prompts) <= MAX_REPLIES:
+        raise HTTPError(400, f"there are {len(prompts):,} prompts, but a request has from 1 to {MAX_REPLIES}")
     if body.stream and len(prompts) > 1:
         raise HTTPError(400, "a stream has one prompt: send several without stream, or one after the other")
     n = 1 if body.n is None else body.n

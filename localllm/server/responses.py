@@ -31,7 +31,7 @@ from localllm.server.openai import (
 )
 
 #: Bytes of responses that are kept in memory at most; the oldest go first.
-_MOST_BYTES = 64 << 20
+_MAX_BYTES = 64 << 20
 #: Files of responses are kept so long, as OpenAI keeps responses.
 _KEPT_SECONDS = 30 * 24 * 60 * 60
 
@@ -100,7 +100,7 @@ class Store:
         data = msgspec.json.encode(kept)
         self._kept[id_] = data
         self._n_bytes += len(data)
-        while self._n_bytes > _MOST_BYTES:
+        while self._n_bytes > _MAX_BYTES:
             self._n_bytes -= len(self._kept.pop(next(iter(self._kept))))
         if self._folder is not None:
             path = self._folder / f"{id_}.json"

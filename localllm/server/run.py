@@ -17,7 +17,7 @@ from localllm.errors import UsageError
 from localllm.server.app import App
 
 #: Connections whose requests are answered, and of all that may be open: fewer than most systems allow files.
-ANSWERED_CONNECTIONS, MOST_CONNECTIONS = 512, 640
+ANSWERED_CONNECTIONS, MAX_CONNECTIONS = 512, 640
 
 #: Seconds for which an idle connection is kept.
 KEEP_ALIVE_S = 75
@@ -31,7 +31,7 @@ def listen(host: str, port: int) -> socket.socket:
     """
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listening = socket.create_server((host, port), family=family, backlog=MOST_CONNECTIONS)
+        listening = socket.create_server((host, port), family=family, backlog=MAX_CONNECTIONS)
     except (OSError, OverflowError) as error:
         raise UsageError(f"{host} port {port} cannot be listened on ({error}): choose another --port") from None
     # Connections take it over.  Without it a token waits 40 ms until the one before is acknowledged (asyncio sets it
@@ -46,7 +46,7 @@ class _Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if len(self.connections) > MOST_CONNECTIONS:
+        if len(self.connections) > MAX_CONNECTIONS:
             transport.close()
         self._close_if_idle(object())
 

@@ -263,7 +263,7 @@ class BPEEncoder:
         whole = self._ids.get(word) if is_whole else None
         ids = [id_ for part in self._merged(word) for id_ in self._spelled(part)] if whole is None else [whole]
         if len(word) <= _LONGEST_SEEN:
-            if len(self._seen) >= _MOST_SEEN:
+            if len(self._seen) >= _MAX_SEEN:
                 self._seen.clear()
             self._seen[word] = ids
         return ids
@@ -300,7 +300,7 @@ class BPEEncoder:
 
 
 #: Words whose ids are remembered, and characters of the longest of them.
-_MOST_SEEN, _LONGEST_SEEN = 1 << 16, 64
+_MAX_SEEN, _LONGEST_SEEN = 1 << 16, 64
 
 
 def word_splitter(kind: PreTokenizer) -> tokenizers.pre_tokenizers.PreTokenizer:

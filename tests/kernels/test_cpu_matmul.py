@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from localllm.errors import KernelError, NotEnoughMemoryError
 from localllm.kernels.cpu import host
-from localllm.kernels.cpu.matmul import MOST_TOKENS
+from localllm.kernels.cpu.matmul import MAX_TOKENS
 from localllm.kernels.cpu.memory import padded
 from localllm.kernels.cpu.target import available
 from localllm.kernels.cpu.tiles import TILES
@@ -155,9 +155,9 @@ def test_products(isa: str, type: GGMLType) -> None:
 def test_a_token_has_the_same_bits_in_any_batch(isa: str, type: GGMLType) -> None:
     k = 512 if type in FLOATS else 256 + BLOCK_SIZES[type].length
     rows = random_rows(type, N_OUT, k)
-    x = activations(MOST_TOKENS + 7, k)
+    x = activations(MAX_TOKENS + 7, k)
     together = multiply(isa, x, rows, type)
-    for part in (slice(0, 1), slice(7, 8), slice(8, 19), slice(MOST_TOKENS - 2, MOST_TOKENS + 2), slice(-1, None)):
+    for part in (slice(0, 1), slice(7, 8), slice(8, 19), slice(MAX_TOKENS - 2, MAX_TOKENS + 2), slice(-1, None)):
         np.testing.assert_array_equal(multiply(isa, x[part], rows, type), together[part])
 
 

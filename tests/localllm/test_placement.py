@@ -25,7 +25,7 @@ from localllm.models.config import ModelConfig
 from localllm.models.registry import Model, read_model
 from localllm.placement import (
     DEFAULT_CONTEXT,
-    LEAST_CONTEXT,
+    MIN_CONTEXT,
     OVERHEAD_BYTES,
     Placement,
     Planner,
@@ -260,9 +260,9 @@ def test_default_context_shrinks_to_what_fits(missing: int) -> None:
     try:
         placed = place(available)
     except NotEnoughMemoryError:
-        assert place(context=LEAST_CONTEXT).total > available
+        assert place(context=MIN_CONTEXT).total > available
         return
-    assert LEAST_CONTEXT <= placed.context < DEFAULT_CONTEXT
+    assert MIN_CONTEXT <= placed.context < DEFAULT_CONTEXT
     assert placed.total <= available
     assert place(context=placed.context + 16).total > available
 
@@ -306,13 +306,13 @@ def test_a_draft_model_has_the_models_context_or_what_it_was_trained_on() -> Non
 def test_a_default_context_shrinks_until_both_fit(missing: int) -> None:
     full = sum(placed.total for placed in plan_with_draft(planner(), DRAFT, 1 << 50))
     available = full - missing
-    least = planner().at(LEAST_CONTEXT).total + DRAFT.as_draft(LEAST_CONTEXT).total
+    least = planner().at(MIN_CONTEXT).total + DRAFT.as_draft(MIN_CONTEXT).total
     if available < least:
         with pytest.raises(NotEnoughMemoryError):
             plan_with_draft(planner(), DRAFT, available)
         return
     placed, draft = plan_with_draft(planner(), DRAFT, available)
-    assert placed.context == draft.context >= LEAST_CONTEXT
+    assert placed.context == draft.context >= MIN_CONTEXT
     assert placed.total + draft.total <= available
     more = placed.context + 16
     assert planner().at(more).total + DRAFT.as_draft(more).total > available

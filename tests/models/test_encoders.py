@@ -79,6 +79,13 @@ def test_modern_bert_takes_the_keys_that_llama_cpp_writes(tmp_path: Path) -> Non
     assert {node.operation.activation for node in nodes if isinstance(node.operation, Gated)} == {"silu"}
 
 
+@pytest.mark.parametrize("name", ["bert", "modern-bert"])
+def test_an_encoder_whose_file_says_so_is_causal(name: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "model.gguf", ENCODERS[name], model_of(name), **{"attention.causal": True})
+    runner = Runner(path, ReferenceOps(np.float32))
+    np.testing.assert_array_equal(runner.logits(IDS[:9]), runner.logits(IDS)[:9])
+
+
 @pytest.mark.skipif(no_harness() is not None, reason=no_harness() or "")
 @pytest.mark.parametrize("name", ["bert", "modern-bert"])
 def test_cuda_computes_what_transformers_does(name: str, tmp_path: Path) -> None:

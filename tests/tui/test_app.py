@@ -402,7 +402,7 @@ async def test_the_end_is_followed_unless_somebody_scrolls() -> None:
 
 
 async def test_long_conversations_are_drawn_from_their_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transcript, "MOST_DRAWN", 3)
+    monkeypatch.setattr(transcript, "MAX_DRAWN", 3)
     conversation = talk(*(f"message {i}" for i in range(10)))
     async with chatting(setup(AppModel(), conversation=conversation)) as chat:
         assert len(chat.views) == 3

@@ -52,7 +52,7 @@ def test_folders_and_patterns(folder: Path) -> None:
 
 
 def test_too_many_files_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attachments, "MOST_FILES", 2)
+    monkeypatch.setattr(attachments, "MAX_FILES", 2)
     with pytest.raises(UsageError, match="more than 2 files"):
         attach("@docs", count)
 

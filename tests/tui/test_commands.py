@@ -324,7 +324,7 @@ def test_what_a_command_prints(front: Notebook, monkeypatch: pytest.MonkeyPatch)
     assert commands.parse("!!important") == "!important"
     assert front.type("!echo one; echo two >&2") == "Output of `echo one; echo two >&2`:\n\n```\none\ntwo\n```"
     assert front.type("/run printf '```'").endswith("````\n```\n````")
-    monkeypatch.setattr(attachments, "MOST_OUTPUT", 100)
+    monkeypatch.setattr(attachments, "MAX_OUTPUT", 100)
     assert len(front.type("!yes")) < 200  # which never ends by itself
     monkeypatch.setattr(attachments, "COMMAND_SECONDS", 0.1)
     assert front.type("!echo begun; sleep 1000 & wait").endswith("```\nbegun\n```")

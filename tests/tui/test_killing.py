@@ -25,7 +25,7 @@ pytestmark = [
 
 KILLS = int(os.environ.get("LOCALLLM_KILLS", "3"))
 #: Seconds of text that may be lost.  The program promises one, on a machine that lets it run.
-MOST_LOST = 1.0 if "LOCALLLM_KILLS" in os.environ else 10.0
+MAX_LOST = 1.0 if "LOCALLLM_KILLS" in os.environ else 10.0
 
 
 @pytest.fixture
@@ -90,4 +90,4 @@ def test_killed_in_mid_reply(terminal: Terminal, tiny: Path, tmp_path: Path) -> 
     assert path[-1].state == "killed"
     assert all(set(message.text) == {"z"} for message in path if message.role == "assistant")
     print(f"{KILLS} kills: at most {max(lost):.2f} s of text lost, {sum(lost) / KILLS:.2f} s on average")
-    assert max(lost) <= MOST_LOST, lost
+    assert max(lost) <= MAX_LOST, lost

@@ -11,8 +11,8 @@ from localllm.tui.chat.attachments import Completion, file_completions, file_wor
 from localllm.tui.chat.conversation import Stats
 from localllm.tui.chat.events import Delta, Ended, EventQueue, Finished, Prefill, Started, Summarising
 from localllm.tui.chat.session import Meter
-from localllm.tui.storage.prompt_history import MOST_ENTRIES, PromptHistory
-from localllm.tui.text import MOST_LINES, Pastes, code_blocks, is_web
+from localllm.tui.storage.prompt_history import MAX_ENTRIES, PromptHistory
+from localllm.tui.text import MAX_LINES, Pastes, code_blocks, is_web
 from localllm.tui.widgets.status import Status, line
 
 
@@ -60,16 +60,16 @@ def test_history_goes_back_and_forth_and_is_bounded(tmp_path: Path) -> None:
         None,
     ]
     with path.open("a") as file:
-        file.write("not json\n[1]\n" + '"again"\n' * (3 * MOST_ENTRIES))
-    assert len(PromptHistory(path).load()) == MOST_ENTRIES
-    assert len(path.read_text().splitlines()) == MOST_ENTRIES
+        file.write("not json\n[1]\n" + '"again"\n' * (3 * MAX_ENTRIES))
+    assert len(PromptHistory(path).load()) == MAX_ENTRIES
+    assert len(path.read_text().splitlines()) == MAX_ENTRIES
     assert PromptHistory(tmp_path / "none").load() == []
     PromptHistory(tmp_path / "history" / "no folder").save("lost")  # nobody minds
 
 
 def test_large_texts_are_folded() -> None:
     pastes = Pastes()
-    long, wide = "x\n" * (MOST_LINES + 1), "y" * 5000
+    long, wide = "x\n" * (MAX_LINES + 1), "y" * 5000
     assert pastes.fold("short") == "short"
     message = f"see {pastes.fold(long)} and {pastes.fold(wide)}"
     assert message == "see [pasted text #1: 41 lines] and [pasted text #2: 5,000 characters]"

@@ -18,7 +18,7 @@ from localllm.tui.screens import chat as chat_screen
 from localllm.tui.setup import ModelEntry
 from localllm.tui.storage import schema
 from localllm.tui.storage.chats import Store
-from localllm.tui.storage.prompt_history import MOST_ENTRIES, PromptHistory
+from localllm.tui.storage.prompt_history import MAX_ENTRIES, PromptHistory
 from tests.helpers.chat_app import LIMIT, AppModel, AppStore, Steps, chatting, screen_text, setup, talk
 from tests.helpers.fake_chat import FakeModel, play
 
@@ -236,7 +236,7 @@ def test_of_a_large_history_the_end_is_read(tmp_path: Path) -> None:
     path.write_text("".join(f'"{"x" * 5000} {i}"\n' for i in range(1500)))
     loaded = PromptHistory(path).load()
     assert loaded[-1].endswith(" 1499")
-    assert 0 < len(loaded) <= MOST_ENTRIES
+    assert 0 < len(loaded) <= MAX_ENTRIES
     history = PromptHistory(path)
     assert history.load() == loaded  # it was made shorter, and the newest are there
     assert path.stat().st_size < 4 << 20

@@ -320,7 +320,7 @@ def test_what_a_hostile_server_says_is_bounded_and_takes_no_names(hostile: Any) 
     found = toolbox.tools()
     assert set(found) == {"h__read_file", "h___quit", "h__add", "h____2J"}
     assert all(name.startswith("h__") and name.replace("_", "").isalnum() for name in found)
-    assert all(len(tool.description) <= mcp_servers.MOST_CHARACTERS for tool in found.values())
+    assert all(len(tool.description) <= mcp_servers.MAX_CHARACTERS for tool in found.values())
     text = result_of(found["h__add"], {}, lambda: False)
     assert len(text) < 21_000
     toolbox.close()

@@ -23,7 +23,7 @@ from localllm.tui.chat import pieces
 from localllm.tui.chat.conversation import Attachment, Message
 
 #: Bytes of a file, of what a command prints, and files of a folder.
-MOST_BYTES, MOST_OUTPUT, MOST_FILES = 32 << 20, 1 << 20, 500
+MAX_BYTES, MAX_OUTPUT, MAX_FILES = 32 << 20, 1 << 20, 500
 #: Seconds that a shell command may take.
 COMMAND_SECONDS = 30.0
 #: Seconds between two looks at whether it is to end.
@@ -134,13 +134,13 @@ def _files(name: str) -> list[str]:
         else:
             has_marks = any(mark in name for mark in "*?[")
             found = (each for each in glob.iglob(str(path), recursive=True) if has_marks and os.path.isfile(each))
-        listed = list(itertools.islice(found, MOST_FILES + 1))
+        listed = list(itertools.islice(found, MAX_FILES + 1))
     except (OSError, ValueError, UsageError):  # too long, a NUL, or ~somebody
         return []
     if not listed and path.is_dir():
         raise UsageError(f"{name} cannot be attached: it has no files")
-    if len(listed) > MOST_FILES:
-        raise UsageError(f"{name} has more than {MOST_FILES} files: name a smaller folder, or a pattern")
+    if len(listed) > MAX_FILES:
+        raise UsageError(f"{name} has more than {MAX_FILES} files: name a smaller folder, or a pattern")
     return listed
 
 
@@ -191,11 +191,11 @@ def read_text_file(name: str) -> str:
         if not stat.S_ISREG(status.st_mode):
             raise UsageError(f"{name} cannot be attached: it is no file")
         with path.open("rb") as file:
-            data = file.read(MOST_BYTES + 1)
+            data = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise UsageError(f"{name} cannot be attached ({error.strerror}): check its rights") from None
-    if len(data) > MOST_BYTES:
-        raise UsageError(f"{name} cannot be attached: it has more than {MOST_BYTES >> 20} MiB; cut it short")
+    if len(data) > MAX_BYTES:
+        raise UsageError(f"{name} cannot be attached: it has more than {MAX_BYTES >> 20} MiB; cut it short")
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError:
@@ -251,7 +251,7 @@ def command_output(command: str, is_stopped: Callable[[], bool] = lambda: False)
         watcher = threading.Thread(target=watch, daemon=True)
         watcher.start()
         try:
-            data = b"" if output is None else output.read(MOST_OUTPUT)
+            data = b"" if output is None else output.read(MAX_OUTPUT)
         finally:
             is_read.set()
             watcher.join()
@@ -272,7 +272,7 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 #: Choices that are offered at once.
 MOST = 8
-_MOST_SCANNED = 5000
+_MAX_SCANNED = 5000
 
 _FILE = re.compile(r"""(?:^|(?<=\s))@("[^"\n]*|[^\s"']*)$""")
 
@@ -309,7 +309,7 @@ def file_completions(line: str) -> list[Completion]:
     found: list[Completion] = []
     try:
         with os.scandir(os.path.expanduser(folder) or ".") as entries:
-            for _, entry in zip(range(_MOST_SCANNED), entries, strict=False):
+            for _, entry in zip(range(_MAX_SCANNED), entries, strict=False):
                 name = entry.name
                 if name.casefold().startswith(beginning.casefold()) and (beginning or not name.startswith(".")):
                     found.append(_completion(os.path.join(folder, name), entry.is_dir(), match.start()))

@@ -35,7 +35,7 @@ from localllm.tui.text import clean_title, escape_controls
 
 FORMAT, VERSION = "localllm-chat", 1
 
-_MOST_BYTES = 256 << 20
+_MAX_BYTES = 256 << 20
 
 
 def to_markdown(conversation: Conversation) -> str:
@@ -185,11 +185,11 @@ def read_export(path: Path) -> Conversation:
     """
     try:
         with path.open("rb") as file:
-            data = file.read(_MOST_BYTES + 1)
+            data = file.read(_MAX_BYTES + 1)
     except (OSError, ValueError) as error:
         raise UsageError(f"{path} cannot be read ({_reason(error)}): check the path") from None
-    if len(data) > _MOST_BYTES:
-        raise StoreError(f"{path} cannot be imported: it has more than {_MOST_BYTES >> 20} MiB")
+    if len(data) > _MAX_BYTES:
+        raise StoreError(f"{path} cannot be imported: it has more than {_MAX_BYTES >> 20} MiB")
     try:
         return from_json(data)
     except StoreError as error:

@@ -21,7 +21,7 @@ from localllm.errors import LocalLLMError, UsageError
 #: Seconds that a server has to start in, and to answer a call in.
 START_SECONDS, CALL_SECONDS = 30.0, 120.0
 #: Bytes of a line, tools of a server, and characters of a description.
-MOST_BYTES, MOST_TOOLS, MOST_CHARACTERS = 8 << 20, 100, 2000
+MAX_BYTES, MAX_TOOLS, MAX_CHARACTERS = 8 << 20, 100, 2000
 #: Seconds that one has to end in.
 _END_SECONDS = 5.0
 #: Seconds between two looks at whether somebody still waits.
@@ -95,15 +95,15 @@ class Server:
         async with Client(target, read_timeout_seconds=CALL_SECONDS) as client:
             async with asyncio.timeout(START_SECONDS):
                 cursor = None
-                while len(self.tools) < MOST_TOOLS:
+                while len(self.tools) < MAX_TOOLS:
                     page = await client.list_tools(cursor=cursor)
                     self.tools += [
-                        (t.name, (t.description or "")[:MOST_CHARACTERS], t.input_schema) for t in page.tools
+                        (t.name, (t.description or "")[:MAX_CHARACTERS], t.input_schema) for t in page.tools
                     ]
                     cursor = page.next_cursor
                     if not cursor or not page.tools:
                         break
-            del self.tools[MOST_TOOLS:]
+            del self.tools[MAX_TOOLS:]
             self._client = client
             self._started.set_result(None)
             await asyncio.Event().wait()
@@ -149,7 +149,7 @@ async def _over_stdio(command: Sequence[str], env: Mapping[str, str]) -> AsyncIt
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.DEVNULL,
         env={**get_default_environment(), **env},
-        limit=MOST_BYTES,
+        limit=MAX_BYTES,
         start_new_session=True,
     )
     assert process.stdin is not None

@@ -23,7 +23,7 @@ _LENGTH, _SHORTEST = 1500, 200
 #: The constants of BM25: how soon more of a word says nothing more, and how much long pieces are held back.
 _K1, _B = 1.5, 0.75
 #: Texts that an embedding model is given: on a CPU each takes its time.
-_MOST_EMBEDDED = 100
+_MAX_EMBEDDED = 100
 #: Tokens of what stands around a piece in the prompt.
 _AROUND = 16
 
@@ -126,7 +126,7 @@ def ranked_by_vectors(embed: Callable[[list[str]], NDArray[np.float32]]) -> Rank
 
     def rank(texts: Sequence[str], question: str) -> list[int]:
         places = ranked(texts, question)
-        embedded = places[:_MOST_EMBEDDED]
+        embedded = places[:_MAX_EMBEDDED]
         vectors = embed([question, *(texts[place] for place in embedded)])
         cosines = dict(zip(embedded, vectors[1:] @ vectors[0], strict=True))
         return sorted(places, key=lambda place: cosines.get(place, -2.0), reverse=True)

@@ -32,7 +32,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from localllm.errors import SettingsError, StoreError, UsageError
-from localllm.tui.chat.attachments import MOST_OUTPUT, command_output, read_text_file
+from localllm.tui.chat.attachments import MAX_OUTPUT, command_output, read_text_file
 from localllm.tui.chat.mcp_servers import Server
 from localllm.tui.text import is_web
 
@@ -41,7 +41,7 @@ Permission = Literal["no", "once", "chat", "always"]
 IsStopped = Callable[[], bool]
 
 #: Characters of a result that the model gets.
-MOST_RESULT = 20_000
+MAX_RESULT = 20_000
 _FETCH_SECONDS = 20.0
 
 
@@ -234,7 +234,7 @@ def result_of(tool: Tool, arguments: Mapping[str, Any], is_stopped: IsStopped) -
         text = tool.run(arguments, is_stopped)
     except Exception as error:  # of a tool, whatever it is, the model is told
         text = f"error: {error}"
-    return text if len(text) <= MOST_RESULT else f"{text[:MOST_RESULT]}\n(cut off: it has {len(text):,} characters)"
+    return text if len(text) <= MAX_RESULT else f"{text[:MAX_RESULT]}\n(cut off: it has {len(text):,} characters)"
 
 
 # -- Built in --------------------------------------------------------------------------------------------------------
@@ -315,7 +315,7 @@ def _fetch(arguments: Mapping[str, Any], is_stopped: IsStopped) -> str:
     with opener.open(
         urllib.request.Request(address, headers={"User-Agent": "localllm"}), timeout=_FETCH_SECONDS
     ) as page:
-        while len(data) < MOST_OUTPUT and not is_stopped() and (more := page.read1(1 << 16)):
+        while len(data) < MAX_OUTPUT and not is_stopped() and (more := page.read1(1 << 16)):
             data += more
         text = data.decode(page.headers.get_content_charset("utf-8"), "replace")
         if page.headers.get_content_type() != "text/html":

@@ -48,7 +48,7 @@ _MEMORY_SECONDS = 3.0
 #: Seconds without a key after which the size of a file that was named is counted.
 _TYPING_SECONDS = 0.15
 #: Characters of a tool's arguments that are shown above the editor.
-_MOST_OF_A_CALL = 120
+_MAX_OF_A_CALL = 120
 #: Seconds that a reply has to end in when the program does.
 _PATIENCE_SECONDS = 5.0
 
@@ -265,7 +265,7 @@ class ChatScreen(MessageActions):
     def _ask_for_tool(self, asked: ToolAsked | None) -> None:
         """Asks in a line above the editor: a dialog would take the keys of who is typing."""
         self.asked = asked
-        call = "" if asked is None else f"{asked.name} {shortened(asked.arguments, _MOST_OF_A_CALL)}"
+        call = "" if asked is None else f"{asked.name} {shortened(asked.arguments, _MAX_OF_A_CALL)}"
         self.hint(call and f"May the model use {call}? {self.app.key_of('allow')} answers; Esc stops the reply.")
         self.draw_heading()
 
@@ -481,7 +481,7 @@ class _Draft(NamedTuple):
 
 
 #: More files than these are not named one by one.
-_MOST_NAMED = 3
+_MAX_NAMED = 3
 
 
 def _sizes(session: ChatSession, line: str, model: ChatModel, is_wanted: threading.Event) -> str:
@@ -495,6 +495,6 @@ def _sizes(session: ChatSession, line: str, model: ChatModel, is_wanted: threadi
     if is_cut:
         sent = sum(file.n_tokens for file in files)
         return f"about {n_tokens:,} tokens: the pieces that match your message best are sent, {sent:,} fit{left_out}"
-    if len(files) > _MOST_NAMED:
+    if len(files) > _MAX_NAMED:
         return f"{len(files):,} files: {n_tokens:,} tokens{left_out}"
     return ", ".join(f"{file.name}: {file.n_tokens:,} tokens" for file in files) + left_out

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from localllm.tui.screens.chat import ChatScreen
 
 #: More lines than these are told in a dialog, and no notification.
-_MOST_LINES = 3
+_MAX_LINES = 3
 
 
 _PERMISSIONS = {
@@ -87,7 +87,7 @@ class Commands:
             await screen.quit()
         else:
             await screen.refresh_all()
-            if result.text.count("\n") < _MOST_LINES:
+            if result.text.count("\n") < _MAX_LINES:
                 self._app.notify(result.text)
             else:
                 await self._ask(TextDialog(name.capitalize(), result.text))

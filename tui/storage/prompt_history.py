@@ -8,11 +8,11 @@ import os
 from pathlib import Path
 
 #: Entries that are kept.
-MOST_ENTRIES = 500
+MAX_ENTRIES = 500
 #: Longer texts are not kept: nobody looks for a pasted book here.
-MOST_CHARACTERS = 20_000
+MAX_CHARACTERS = 20_000
 
-_MOST_BYTES = 4 << 20
+_MAX_BYTES = 4 << 20
 
 
 class PromptHistory:
@@ -36,17 +36,17 @@ class PromptHistory:
         try:
             with self.path.open("rb") as file:
                 size = file.seek(0, os.SEEK_END)
-                file.seek(max(0, size - _MOST_BYTES))
+                file.seek(max(0, size - _MAX_BYTES))
                 lines = file.read().decode("utf-8", "replace").splitlines()
         except OSError:
             return []
         entries = []
-        for line in lines[-MOST_ENTRIES:]:
+        for line in lines[-MAX_ENTRIES:]:
             with contextlib.suppress(ValueError, RecursionError):
                 entry = json.loads(line)
                 if isinstance(entry, str):
                     entries.append(entry)
-        if len(lines) > 2 * MOST_ENTRIES or size > _MOST_BYTES:
+        if len(lines) > 2 * MAX_ENTRIES or size > _MAX_BYTES:
             _rewrite(self.path, entries, size)
         return entries
 
@@ -56,7 +56,7 @@ class PromptHistory:
 
     def save(self, text: str) -> None:
         """Adds an entry to the file."""
-        if self.path is None or len(text) > MOST_CHARACTERS:
+        if self.path is None or len(text) > MAX_CHARACTERS:
             return
         with contextlib.suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -67,7 +67,7 @@ class PromptHistory:
     def add(self, text: str) -> bool:
         """Remembers a text, and leaves the past; returns whether it is to be saved."""
         self._place = None
-        if not text.strip() or len(text) > MOST_CHARACTERS or self._entries[-1:] == [text]:
+        if not text.strip() or len(text) > MAX_CHARACTERS or self._entries[-1:] == [text]:
             return False
         self._entries.append(text)
         return True

@@ -172,9 +172,9 @@ _REST = 0.01
 #: The beginning of a line without a letter.
 _UNCERTAIN = re.compile(r"\W{0,80}+\d{0,9}+\W{0,80}+")
 #: Characters of a call's arguments that are shown before it is unfolded.
-_MOST_OF_A_CALL = 200
+_MAX_OF_A_CALL = 200
 #: Lines of a user's message that are shown before it is unfolded.
-_MOST_LINES = 30
+_MAX_LINES = 30
 #: Characters of thinking that are drawn as one block, which ends where a line does.
 _BLOCK_LENGTH = 2000
 
@@ -271,7 +271,7 @@ class MessageView(Vertical, can_focus=True):
     @property
     def is_long(self) -> bool:
         """Whether it is a user's message that does not stand there as a whole at first."""
-        return self.message.role == "user" and self.message.text.count("\n") >= _MOST_LINES
+        return self.message.role == "user" and self.message.text.count("\n") >= _MAX_LINES
 
     @property
     def can_unfold(self) -> bool:
@@ -360,10 +360,10 @@ class MessageView(Vertical, can_focus=True):
 
     def _said_text(self) -> Content:
         lines = escape_controls(self.message.text).split("\n")
-        if len(lines) <= _MOST_LINES or self._is_unfolded:
+        if len(lines) <= _MAX_LINES or self._is_unfolded:
             return Content("\n".join(lines))
-        n_more = len(lines) - _MOST_LINES // 2
-        shown_lines = "\n".join(lines[: _MOST_LINES // 2])
+        n_more = len(lines) - _MAX_LINES // 2
+        shown_lines = "\n".join(lines[: _MAX_LINES // 2])
         return Content.assemble(shown_lines, (f"\n… {n_more:,} more lines (t unfolds)", "dim"))
 
     def _foot_text(self) -> Content:
@@ -386,7 +386,7 @@ class MessageView(Vertical, can_focus=True):
 def _call(call: Call) -> Collapsible:
     """A call of a tool, with its arguments."""
     size = "…" if call.result is None else f"{len(call.result):,} characters"
-    title = escape_controls(f"{call.name} {shortened(call.arguments, _MOST_OF_A_CALL)} · {size}")
+    title = escape_controls(f"{call.name} {shortened(call.arguments, _MAX_OF_A_CALL)} · {size}")
     text = Content(escape_controls(f"{call.arguments}\n\n{call.result or ''}"))
     return Collapsible(Static(text, classes="thought"), title=title.replace("[", "\\["), collapsed=True)
 

@@ -14,7 +14,7 @@ from localllm.tui.chat.conversation import Conversation
 from localllm.tui.widgets.message import MessageView, Place
 
 #: Messages that are drawn at first, and how many more each time that earlier ones are asked for.
-MOST_DRAWN = 30
+MAX_DRAWN = 30
 
 WELCOME = """\
 Type a message, and press Enter.
@@ -31,7 +31,7 @@ class Transcript(VerticalScroll, can_focus=False):
     def __init__(self) -> None:
         super().__init__()
         self._places: list[Place] = []
-        self._n_drawn = MOST_DRAWN
+        self._n_drawn = MAX_DRAWN
         self._conversation: str | None = None
         # Several tasks may want it drawn, and drawing waits for widgets.
         self._drawing = asyncio.Lock()
@@ -57,7 +57,7 @@ class Transcript(VerticalScroll, can_focus=False):
         """
         async with self._drawing:
             if conversation.id != self._conversation:
-                self._conversation, self._n_drawn = conversation.id, MOST_DRAWN
+                self._conversation, self._n_drawn = conversation.id, MAX_DRAWN
                 await self.remove_children()
             self._places = _places(conversation)
             await self._draw(streaming, writer)
@@ -97,7 +97,7 @@ class Transcript(VerticalScroll, can_focus=False):
                 return False
             self.release_anchor()
             before = len(self.views)
-            self._n_drawn += MOST_DRAWN
+            self._n_drawn += MAX_DRAWN
             earlier = self._places[-self._n_drawn :][: -before or None]
             await self._draw_notes(len(self._places) - len(earlier) - before)
             for place in earlier:

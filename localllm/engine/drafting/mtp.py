@@ -23,7 +23,7 @@ from localllm.engine.runner import Chunk, ModelRunner
 Norm = Callable[[NDArray[np.float32]], NDArray[np.float32]]
 
 #: Rows of hidden states that wait for the block at most.
-_MOST_ROWS = 64
+_MAX_ROWS = 64
 
 #: Of sequences whose beginning the block has not seen; nobody may find them by their tokens.
 _salts = count(1)
@@ -75,7 +75,7 @@ class MTPDrafter(ModelDrafter):
             return
         self._rows.append(self._model.of_model(rows[n_known:n]))
         self._end = start + n
-        if sum(map(len, self._rows)) > _MOST_ROWS:
+        if sum(map(len, self._rows)) > _MAX_ROWS:
             self._evaluate(tokens, 0)
 
     def _begin(self, start: int, tokens: Sequence[int]) -> None:

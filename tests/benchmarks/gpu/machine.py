@@ -215,8 +215,8 @@ def emulated(scratch: Path, driver: EmulatedDriver | None = None) -> Iterator[Ma
             "localllm.loading.open_devices": devices,
             "localllm.kernels.cuda.cupy_driver.open_driver": lambda: driver,
             "localllm.kernels.cuda.roofline.ROUNDS": 1,
-            "localllm.kernels.cuda.roofline.MOST_BYTES": 1 << 12,
-            "localllm.kernels.cuda.profile.LEAST_LAUNCHES": 1,
+            "localllm.kernels.cuda.roofline.MAX_BYTES": 1 << 12,
+            "localllm.kernels.cuda.profile.MIN_LAUNCHES": 1,
             "localllm.cli.bench_profile._REPETITIONS": 1,
         }.items():
             stack.enter_context(patch(name, value))

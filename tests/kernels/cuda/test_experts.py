@@ -26,6 +26,7 @@ from tests.helpers.blocks import random_rows
 from tests.helpers.recorder import Ops
 from tests.helpers.weights import Tensor, f32, one_sequence, run
 from tests.kernels.cuda.device import Device
+from tests.kernels.cuda.watched import WatchedDriver
 
 T = GGMLType
 ALIGNMENT = 8
@@ -114,7 +115,7 @@ N_EXPERTS, N_FF, D, K = 3, 64, 256, 2
 BATCHES = {"matvec_experts": 2, "matmul_few_experts": 7, "matmul_experts": 20}
 
 
-def mixed(ops: Ops, type: GGMLType, n: int) -> NDArray[np.float32]:
+def mixed(ops: Ops, type: GGMLType, n: int, n_ff: int = N_FF) -> NDArray[np.float32]:
     """What ``n`` tokens become."""
     rng = np.random.default_rng(1)
 
@@ -122,8 +123,8 @@ def mixed(ops: Ops, type: GGMLType, n: int) -> NDArray[np.float32]:
         rows = random_rows(type, N_EXPERTS * n_out, n_in)
         return ops.load_experts(Tensor(type, (N_EXPERTS, n_out, n_in), rows.reshape(N_EXPERTS, n_out, -1)))
 
-    gate, up, down = experts(type, N_FF, D), experts(type, N_FF, D), experts(T.Q8_0, 40, N_FF)
-    x, logits, residual = (rng.standard_normal((n, width), np.float32) for width in (D, N_EXPERTS, 40))
+    gate, up, down = experts(type, n_ff, D), experts(type, n_ff, D), experts(T.Q8_0, 40, n_ff)
+    x, logits, residual = (rng.standard_normal((20, width), np.float32)[:n] for width in (D, N_EXPERTS, 40))
     tables = [ops.load_embedding(f32(a)) for a in (x, logits, residual)]
 
     def forward() -> Any:
@@ -149,6 +150,14 @@ def ops_of(driver: EmulatedDriver) -> Ops:
 def test_no_access_is_wrong(n: int, order: Order) -> None:
     found = mixed(ops_of(EmulatedDriver(mode="check", kernel_order=order)), T.Q4_0, n)
     np.testing.assert_array_equal(found, expected(n))
+
+
+def test_products_that_end_with_their_gate() -> None:
+    """They have the bits of those of more tokens, whose gate is a launch of its own."""
+    driver = WatchedDriver(mode="check")
+    found = mixed(ops_of(driver), T.Q4_K, 2, n_ff=256)
+    assert (driver.kernels["matvec_experts_gated"], driver.kernels["gated_quantised"]) == (1, 0)
+    np.testing.assert_array_equal(found[0], mixed(ops_of(EmulatedDriver()), T.Q4_K, 20, n_ff=256)[0])
 
 
 @pytest.mark.parametrize("type", [T.Q4_0, T.F16], ids=lambda t: t.name)

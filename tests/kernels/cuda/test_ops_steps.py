@@ -70,6 +70,27 @@ def test_a_layer_takes_nine_launches_for_a_token(tmp_path: Path) -> None:
 
 
 @needs_harness
+def test_block_tables_go_up_as_they_change(tmp_path: Path) -> None:
+    """Of a middle sequence alone, too; after a smaller batch those of the others again."""
+    driver, ops = watched()
+    path = small(tmp_path, num_hidden_layers=1)
+    runner, other = Runner(path, ops, 8), Runner(path, ops, 8)
+    alone = [other.run((IDS[10 * i : 10 * i + 4], 0, [i])) for i in range(4)]
+    for pages, n_uploads in (
+        ([0, 1, 2], 1),
+        ([0, 1, 2], 1),
+        ([0, 3, 2], 2),
+        ([4], 1),
+        ([4, 3, 2], 2),
+        ([4, 5, 6, 3], 2),
+    ):
+        driver.forget()
+        found = runner.run(*((IDS[10 * i : 10 * i + 4], 0, [page]) for i, page in enumerate(pages)))
+        np.testing.assert_array_equal(found, np.concatenate(alone[: len(pages)]))
+        assert driver.calls["upload"] == n_uploads
+
+
+@needs_harness
 def test_merged_splits_end_with_codes(tmp_path: Path) -> None:
     """With the bits that prefilled tokens have, whose codes are made by a launch of its own."""
     driver, ops = watched()

@@ -299,7 +299,7 @@ def test_system_prompts(generate: Generate, llm: LLM, chatty: Path, plain: Path)
 
 
 def test_a_prompt_that_never_ends(generate: Generate, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("localllm.files.MOST_TEXT_BYTES", 1 << 20)
+    monkeypatch.setattr("localllm.files.MAX_TEXT_BYTES", 1 << 20)
     path = tmp_path / "prompt"
     path.write_bytes(b"a" * (1 << 20) + b"b")
     outcome = generate("-q", "-f", path)

@@ -158,8 +158,8 @@ def test_a_folder_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_huge_folder_is_not_searched_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listing, "MOST_ENTRIES", 20)
-    monkeypatch.setattr(listing, "MOST_DEPTH", 2)
+    monkeypatch.setattr(listing, "MAX_ENTRIES", 20)
+    monkeypatch.setattr(listing, "MAX_DEPTH", 2)
     for i in range(30):
         (tmp_path / "many" / f"{i}").mkdir(parents=True)
     found = find_models([tmp_path / "many"])

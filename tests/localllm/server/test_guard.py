@@ -252,7 +252,7 @@ def test_a_request_that_never_comes_to_an_end_is_refused() -> None:
 
 def test_idle_connections_end_and_lock_nobody_out(server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "KEEP_ALIVE_S", 0.1)
-    monkeypatch.setattr(run, "MOST_CONNECTIONS", 4)
+    monkeypatch.setattr(run, "MAX_CONNECTIONS", 4)
     with contextlib.ExitStack() as stack:
         connections = [stack.enter_context(connect(server)) for _ in range(6)]
         connections[0].sendall(b"GET /health HTTP/1.1\r\nHo")
