@@ -190,17 +190,19 @@ def choose_types(
         rest = sum(path.stat().st_size for path in file.paths) - sum(file.tensors[name].n_bytes for name in names)
         return measured_with(allot(options, n_bytes=n_bytes - rest))
     assert divergence is not None
-    goal = divergence
+    goal, best = divergence, None
     for _ in range(_ROUNDS):
         chosen = measured_with(allot(options, loss=goal))
+        if chosen.divergence <= divergence and (best is None or chosen.divergence > best.divergence):
+            best = chosen
         if 0.9 * divergence <= chosen.divergence <= divergence:
             break
         goal *= 0.95 * divergence / max(chosen.divergence, divergence / 8)
-    if chosen.divergence > divergence:
+    if best is None:
         raise UsageError(
             f"the divergence stays at {chosen.divergence:.5f}, more than {divergence:.5f}: allow a larger one"
         )
-    return chosen
+    return best
 
 
 def _sampled(tensor: TensorInfo) -> TensorInfo:
