@@ -16,7 +16,7 @@ from localllm.cli.chart import Point, letter, svg_chart, text_chart
 from localllm.cli.defaults import load_options, settle
 from localllm.cli.main import DONE
 from localllm.cli.terminal import LoadStatus, StatusLine, model_line, quantity, visible_line
-from localllm.errors import UsageError
+from localllm.errors import UsageError, path_text
 from localllm.evaluate import (
     BaseLogits,
     Divergence,
@@ -29,6 +29,7 @@ from localllm.evaluate import (
 )
 from localllm.evaluate.perplexity import CONTEXT
 from localllm.files import read_text
+from localllm.gguf import GGUFFile
 from localllm.info import ModelInfo
 from localllm.llm import LLM, load, model_file
 
@@ -105,6 +106,10 @@ def _compare(arguments: argparse.Namespace) -> int:
     """The divergence of several models from one, or from its logits in a file."""
     others = [arguments.model] if arguments.base_logits is not None else []
     others += [model_file(name) for name in arguments.compare]
+    for other in others:
+        GGUFFile.open(other).close()  # what cannot be read is said before anything is measured
+    if arguments.svg is not None and not arguments.svg.absolute().parent.is_dir():
+        raise UsageError(f"--svg: {path_text(arguments.svg)} is in no folder that exists: name another file")
     with tempfile.TemporaryDirectory(prefix="localllm-") as folder:
         path = arguments.base_logits or arguments.save_logits or Path(folder) / "base.logits"
         if arguments.base_logits is None:
