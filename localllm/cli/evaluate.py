@@ -31,6 +31,7 @@ from localllm.evaluate.perplexity import CONTEXT
 from localllm.files import read_text
 from localllm.gguf import GGUFFile
 from localllm.info import ModelInfo
+from localllm.library.find import demo_path
 from localllm.llm import LLM, load, model_file
 
 #: Sequences that the cache has room for, so that a chunk begins while others go on.
@@ -107,7 +108,7 @@ def _compare(arguments: argparse.Namespace) -> int:
     others = [arguments.model] if arguments.base_logits is not None else []
     others += [model_file(name) for name in arguments.compare]
     for other in others:
-        GGUFFile.open(other).close()  # what cannot be read is said before anything is measured
+        GGUFFile.open(other or demo_path()).close()  # what cannot be read is said before anything is measured
     if arguments.svg is not None and not arguments.svg.absolute().parent.is_dir():
         raise UsageError(f"--svg: {path_text(arguments.svg)} is in no folder that exists: name another file")
     with tempfile.TemporaryDirectory(prefix="localllm-") as folder:

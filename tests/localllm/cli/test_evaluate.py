@@ -85,6 +85,7 @@ def test_models_are_compared(evaluate: Evaluate, folder: Path) -> None:
     compared = json.loads(outcome.out)["compared"]
     assert [Path(each["model"]).name for each in compared] == ["two.gguf", "one.gguf"]
     assert compared[0]["kl"] == two["kl"]
+    assert evaluate("demo", "-f", "text", "-c", 16, "--compare", "demo", "-q").code == 0
 
 
 def test_questions(evaluate: Evaluate, folder: Path) -> None:
