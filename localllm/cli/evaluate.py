@@ -184,7 +184,7 @@ def _compared_line(i: int, info: ModelInfo, far: Divergence) -> str:
         visible_line(info.path.name)[:36],
         quantity(info.n_bytes, "B"),
         f"{far.perplexity.perplexity.value:.3f}",
-        f"{far.kl.value:.5f}",
+        f"{far.kl.value:z.5f}",
         f"{far.kl_percentiles[99]:.4f}",
         f"{far.same_top.value:.2%}",
     )
@@ -202,7 +202,7 @@ def _divergence_lines(far: Divergence) -> list[str]:
         f"  of the base model     {far.base_perplexity.value:.4f} ± {far.base_perplexity.error:.4f}",
         f"  ratio                 {far.ratio.value:.5f} ± {far.ratio.error:.5f}, "
         f"correlation of log-likelihoods {far.correlation:.2%}",
-        f"KL divergence           {far.kl.value:.6f} ± {far.kl.error:.6f}",
+        f"KL divergence           {far.kl.value:z.6f} ± {far.kl.error:.6f}",
         "  percentiles           " + ", ".join(f"{p} %: {kl[p]:.5f}" for p in (50, 90, 99, 99.9, 100)),
         f"change of probability   {_percent(far.probability_change)}, RMS {_percent(far.probability_change_rms)}",
         "  percentiles           " + ", ".join(f"{p} %: {change[p]:.2%}" for p in (1, 10, 50, 90, 99)),
