@@ -23,8 +23,9 @@ from localllm.errors import KernelError
 from localllm.kernels.backend import Backend, Batch, Cache, Footprint, HostOutput, Output, Step, TopK
 from localllm.kernels.graph import Graph
 
-#: Tokens of a micro-batch: enough for weights to be read seldom, and four of them in a step of 512.
-MICRO_BATCH = 128
+#: Tokens of a micro-batch.  By tests.benchmarks.gpu.predict two GPUs can be slower than one with 128, where products
+#: take less time than reading the weights; with 512 they share no prompt of 512 tokens.
+MICRO_BATCH = 256
 #: Their number is a multiple of this, as large as kernels' tiles.
 _WHOLE_TILES = 16
 

@@ -277,7 +277,7 @@ def test_a_model_takes_the_memory_that_was_planned(
 
 
 def test_a_mixture_on_two_devices_takes_the_memory_that_was_planned(load: Callable[..., LLM], tmp_path: Path) -> None:
-    path = small(tmp_path, "mixtral", **LARGER)
+    path = small(tmp_path, "mixtral", max_position_embeddings=MICRO_BATCH, **LARGER)
     assert_takes_what_was_planned(load, path, MICRO_BATCH, 2)
 
 
