@@ -23,8 +23,8 @@ from localllm.errors import KernelError
 from localllm.kernels.backend import Backend, Batch, Cache, Footprint, HostOutput, Output, Step, TopK
 from localllm.kernels.graph import Graph
 
-#: Tokens of a micro-batch.  By tests.benchmarks.gpu.predict two GPUs can be slower than one with 128, where products
-#: take less time than reading the weights; with 512 they share no prompt of 512 tokens.
+#: Tokens of a micro-batch.  By `tests.benchmarks.gpu.predict` two GPUs are slower than one with 128, where products
+#: take less time than to read the weights; with 512 they share no prompt of 512 tokens.
 MICRO_BATCH = 256
 #: Their number is a multiple of this, as large as kernels' tiles.
 _WHOLE_TILES = 16
