@@ -34,6 +34,7 @@ def test_a_step_takes_what_the_plan_says(
     load: Callable[..., LLM], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, type: Any, split: str
 ) -> None:
     """Prompts longer than a step and a micro-batch, and tokens chosen among the best of them on the device."""
+    monkeypatch.setattr(CUDABackend, "step_tokens", MAX_TOKENS)
     n_devices, options = SPLITS[split]
     if type == "mixture":
         path = tiny_gguf(tmp_path / "model.gguf", "qwen3_moe", type=T.Q4_0, max_position_embeddings=2048)
