@@ -91,7 +91,7 @@ def _model(machine: Machine, path: Path, file_type: str) -> Iterator[Row]:
             for found in profile(llm, test, {"cuda:0": machine.ceilings(0)}):
                 yield from _profiled(file_type, found)
         taken = (free - machine.driver.memory_info(0).free) / 1e6
-        yield {"model": file_type, "test": "memory taken beside the plan, by modules and graphs", "MB": taken}
+        yield {"model": file_type, "test": "memory taken since, by modules and graphs", "MB": taken}
     yield from _together(machine, path, file_type)
     yield from _llama_cpp(machine, path, file_type)
 

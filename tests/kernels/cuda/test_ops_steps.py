@@ -67,6 +67,8 @@ def test_a_layer_takes_nine_launches_for_a_token(tmp_path: Path) -> None:
     assert once.pop("gather_rows") == 1
     last = {"rms_norm_quantised": 1, "matvec": 1}
     assert once == {name: 3 * n + last.get(name, 0) for name, n in LAYER.items()}
+    n = driver.calls["launch"]
+    assert steps.graph_bytes(runner.step) == 16 * n * steps.NODE_BYTES  # the plan of a graph for each of 16 extents
 
 
 @needs_harness
