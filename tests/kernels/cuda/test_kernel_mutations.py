@@ -233,9 +233,7 @@ CASES = {
     **{name: rows(name) for name in ("rms_norm", "gated", "rms_norm quantised", "gated quantised")},
     "layer_norm": operation("layer_norm", "elementwise", {}, lambda: operations.layer_norm(700, True)),
     "add": operation("add", "elementwise", {}, lambda: operations.add(0.5, True)),
-    "route with groups": operation(
-        "route", "experts", {}, lambda: operations.routing("sigmoid with all", norm_topk_prob=True)
-    ),
+    "route": operation("route", "experts", {}, lambda: operations.routing("sigmoid with all", norm_topk_prob=True)),
     "finish_experts": operation(
         "finish_experts", "experts", {}, lambda: operations.experts(T.F32, is_weighted_first=True, with_biases=True)
     ),
@@ -256,7 +254,6 @@ CASES = {
     "argmax": elementwise("argmax", lambda d: largest(d, logits(5000))[0]),
     "top_parts": elementwise("top_parts", lambda d: top(d, logits(4000)[:1], 700)[0]),
     "top_merge": elementwise("top_merge", lambda d: top(d, logits(4000)[:1], 700)[0]),
-    "route": mixture("route", "experts", 7, {}),
     "group_by_expert": Case("group_by_expert", "experts", {}, grouped),
     "add_experts": mixture("add_experts", "experts", 7, {}),
     "quantise gathered": mixture("quantise", "quantise", 7, quantised(T.Q4_0).defines),
