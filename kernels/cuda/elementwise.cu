@@ -58,6 +58,7 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS)
     rms_norm(const int* __restrict__ header, const float* __restrict__ x, int stride, int n,
              const float* __restrict__ weight, float eps, int weight_step, float* __restrict__ y, int y_stride,
              int8_t* __restrict__ units, float2* __restrict__ scales, int n_rows) {
+  let_next_begin();
   if (is_beyond(blockIdx.x, header + N_TOKENS)) return;
   const float* row = x + (size_t)blockIdx.x * stride + (size_t)blockIdx.y * n;
   const float* own = weight ? weight + (size_t)blockIdx.y * weight_step : nullptr;

@@ -117,6 +117,7 @@ DEVICE void multiply_chunk(float (&acc)[N], const uint8_t* tiles, int begin, int
 #pragma unroll
   for (int unit = 0; unit < F::Codes::BITS; ++unit) words.load(tile, unit, lane);
   typename F::Raw next_scales = F::template load<Streamed>(tile + F::RUNS * run_bytes<F>(), lane);
+  wait_for_last();  // weights were there before it
   for (int i = begin; i < end; ++i) {
     const typename F::Raw scales = next_scales;
     const uint8_t* next = i + 1 < end ? tile + tile_bytes<F>() : nullptr;
@@ -132,6 +133,7 @@ DEVICE void multiply_chunk(float (&acc)[N], const uint8_t* tiles, int begin, int
 template <int N>
 DEVICE void multiply_floats(float (&acc)[N], const uint8_t* tiles, int begin, int end, Inputs x, int lane) {
   x = x.from(begin * RUN_BLOCKS, 4);
+  wait_for_last();
   const uint8_t* unit = tiles + begin * tile_bytes<F32>() + UNIT * lane;
 #pragma unroll 4
   for (int i = begin * (RUN / 4); i < end * (RUN / 4); ++i) {
@@ -213,6 +215,7 @@ extern "C" __global__ void __launch_bounds__(BOUNDS)
            const int* __restrict__ n_tokens, int n_tiles, MATRIX_PARAMETERS(0), MATRIX_PARAMETERS(1),
            MATRIX_PARAMETERS(2)) {
   __shared__ ChunkSums<TOKENS> sums;
+  let_next_begin();
   const int first_token = blockIdx.x * TOKENS, n = *n_tokens;
   if (first_token > 0 && first_token >= n) return;  // the first tokens do not wait for n
   const int laid_out = ROWS ? ROWS : n_rows;
@@ -240,6 +243,7 @@ extern "C" __global__ void __launch_bounds__(BOUNDS)
     matvec_gated(const void* __restrict__ units, const float2* __restrict__ scales, int n_rows,
                  const int* __restrict__ n_tokens, int n_tiles, GATE_PARAMETERS) {
   __shared__ ChunkSums<TOKENS> sums[2];
+  let_next_begin();
   const int first_token = blockIdx.x * TOKENS, group = blockIdx.y, n = *n_tokens, laid_out = ROWS ? ROWS : n_rows;
   if (first_token > 0 && first_token >= n) return;
   const Inputs x = {(const int4*)units + first_token, scales + first_token, laid_out};

@@ -18,10 +18,12 @@ from localllm.cli.bench_profile import DeviceProfile
 from localllm.cli.bench_work import Test
 from localllm.kernels.cpu.host import usable_cpus
 from localllm.kernels.cuda import lowering, matmul
+from localllm.kernels.cuda.cupy_driver import CupyDriver
 from localllm.kernels.cuda.profile import BusyTime, watching
 from localllm.kernels.cuda.roofline import Stopwatch
 from localllm.kernels.cuda.step import CUDAStep
 from localllm.llm import LLM
+from tests.benchmarks.gpu import early
 from tests.benchmarks.gpu.kernels import DECODE, FLOAT_DECODE, PREFILL
 from tests.benchmarks.gpu.machine import Machine, Sizes
 from tests.benchmarks.gpu.sections import Row
@@ -229,6 +231,8 @@ def variants(machine: Machine) -> Iterator[Row]:
         ("no step ahead", CUDAStep, "chooses_ahead", False),
         ("all again", None, "", None),
     )
+    if not machine.is_emulated and machine.driver.properties(0).capability >= early.CAPABILITY:
+        left_out += (("products that begin early", CupyDriver, "load_module", early.load_early),)
     for file_type in machine.sizes.file_types[:2]:
         path, test = machine.scratch / f"{file_type}.gguf", Test("tg", machine.sizes.generated, machine.sizes.depth)
         try:
@@ -239,6 +243,7 @@ def variants(machine: Machine) -> Iterator[Row]:
                         stack.enter_context(mock.patch.object(owner, attribute, value))
                     llm = stack.enter_context(machine.load(path, "cuda:0", context=test.n + test.depth + 2))
                     yield {"variant": name, **_measured(file_type, measure(llm, test, min(3, machine.repetitions)))}
+                    yield {"variant": name, **_check_replays(llm, file_type, machine.sizes.replays)}
         finally:
             path.unlink(missing_ok=True)
 
