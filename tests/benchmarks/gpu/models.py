@@ -229,6 +229,7 @@ def variants(machine: Machine) -> Iterator[Row]:
         ("formats apart", matmul, "_MIXED", frozenset()),
         ("without codes by attention", lowering, "_CODED_HEAD", 1 << 30),
         ("no step ahead", CUDAStep, "chooses_ahead", False),
+        ("weights read beside attention", CUDAStep, "_launch", early.launch_reading_ahead),
         ("all again", None, "", None),
     )
     if not machine.is_emulated and machine.driver.properties(0).capability >= early.CAPABILITY:
@@ -237,11 +238,12 @@ def variants(machine: Machine) -> Iterator[Row]:
         path, test = machine.scratch / f"{file_type}.gguf", Test("tg", machine.sizes.generated, machine.sizes.depth)
         try:
             random_gguf(path, machine.sizes.model, file_type, repeat_layers=True)
+            context = max(test.n + test.depth, CHECKED) + 2
             for name, owner, attribute, value in left_out:
                 with contextlib.ExitStack() as stack:
                     if owner is not None:
                         stack.enter_context(mock.patch.object(owner, attribute, value))
-                    llm = stack.enter_context(machine.load(path, "cuda:0", context=test.n + test.depth + 2))
+                    llm = stack.enter_context(machine.load(path, "cuda:0", context=context))
                     yield {"variant": name, **_measured(file_type, measure(llm, test, min(3, machine.repetitions)))}
                     yield {"variant": name, **_check_replays(llm, file_type, machine.sizes.replays)}
         finally:
