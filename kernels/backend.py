@@ -340,7 +340,7 @@ class Footprint:
     Attributes:
         weights: bytes of each.
         caches: of what each layer keeps.
-        buffers: of what is computed.
+        buffers: of what is computed, and about those of CUDA graphs.
         load: packs the weights, takes the memory, and gives the step; to be called once.
     """
 

@@ -65,7 +65,7 @@ class LayerGroup:
         device: "cpu", …
         packed: its weights, as the backend holds them.
         kv_cache: bytes of keys and values.
-        scratch: bytes that a step takes there to compute in.
+        scratch: bytes that a step takes there to compute in, and about those of its CUDA graphs.
         kernels: which kernels run there, in words.
         layers: those in it.
     """
