@@ -9,35 +9,38 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, cast
 
+from textual import getters
 from textual.app import ComposeResult, SuspendNotSupported
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
 from textual.content import Content
+from textual.screen import Screen
 from textual.widgets import Static
 from textual.worker import Worker
 
 from localllm.errors import UsageError
 from localllm.tui import commands
+from localllm.tui.base_app import BaseApp
 from localllm.tui.chat.attachments import file_completions, file_word
 from localllm.tui.chat.context import ChatModel
-from localllm.tui.chat.conversation import Conversation
+from localllm.tui.chat.conversation import Conversation, Message
 from localllm.tui.chat.events import ContextFull, ToolAsked, Turn
 from localllm.tui.chat.session import ChatSession
 from localllm.tui.chat.tools import Permission
 from localllm.tui.screens.commands import Commands
 from localllm.tui.screens.dialogs import EDIT, TAKE_BACK, ask_room, open_link
-from localllm.tui.screens.message_actions import MessageActions
 from localllm.tui.screens.models import ModelLoader, ModelState
 from localllm.tui.screens.streaming import Follower, StreamedTurn
 from localllm.tui.setup import Setup
 from localllm.tui.storage.prompt_history import PromptHistory
 from localllm.tui.text import escape_controls, sentence, shortened
 from localllm.tui.widgets.composer import Composer, Suggestions
-from localllm.tui.widgets.message import Reply
+from localllm.tui.widgets.message import MessageView, Reply
 from localllm.tui.widgets.status import KeyFooter, StatusLine
 from localllm.tui.widgets.transcript import Transcript
 
@@ -49,11 +52,13 @@ _MEMORY_SECONDS = 3.0
 _TYPING_SECONDS = 0.15
 #: Characters of a tool's arguments that are shown above the editor.
 _MAX_OF_A_CALL = 120
+#: Seconds that selecting waits for what was just sent to be drawn.
+_DRAWN_SECONDS = 0.5
 #: Seconds that a reply has to end in when the program does.
 _PATIENCE_SECONDS = 5.0
 
 
-class ChatScreen(MessageActions):
+class ChatScreen(Screen[None]):
     """The chat.
 
     Attributes:
@@ -64,6 +69,8 @@ class ChatScreen(MessageActions):
         unsaved: sessions of chats that were left while they could not be saved.
         asked: the tool that the model wants to use, and waits for an answer.
     """
+
+    app = getters.app(BaseApp)
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "stop", "Stop"),
@@ -453,6 +460,141 @@ class ChatScreen(MessageActions):
     def on_option_list_option_selected(self, event: Suggestions.OptionSelected) -> None:
         event.stop()
         self.composer.complete(self.suggestions.choices[event.option_index])
+
+    # -- The message that is selected -------------------------------------------------------------------------------
+
+    @property
+    def selected(self) -> MessageView | None:
+        """The message that is selected; None if the editor has the focus."""
+        focused = self.focused
+        nodes = () if focused is None else focused.ancestors_with_self
+        return next((node for node in nodes if isinstance(node, MessageView)), None)
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Keys for what cannot be done are not shown."""
+        if action not in ("on_message", "branch", "step", "unfold"):
+            return True
+        view = self.selected
+        if view is None:
+            return False
+        message, (number, n) = view.message, view.place.branch
+        is_reply, is_busy = message.role == "assistant", self.turn is not None
+        if action == "step":
+            return not is_busy and 1 <= number + cast(int, parameters[0]) <= n
+        if parameters == ("continue",):
+            return not is_busy and message.can_go_on and view.place.is_last
+        if action == "branch":
+            return not is_busy and is_reply and not view.place.is_last
+        if action == "unfold":
+            return view.can_unfold
+        if parameters == ("copy", "code"):
+            return is_reply and "```" in message.text
+        return parameters == ("copy",) or not is_busy
+
+    # -- Selecting -------------------------------------------------------------------------------------------------
+
+    def action_select(self, by: int) -> None:
+        """Selects the message before or after; from the editor, the last one."""
+        self.app.ask(self._select(by), group="select")
+
+    async def _select(self, by: int) -> None:
+        # What was just sent may take the place of what is there.
+        if self.turn is not None and not self.turn.has_ended:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self.turn.is_drawn.wait(), _DRAWN_SECONDS)
+        views = self.transcript.views
+        view = self.selected
+        if not views:
+            return
+        at = len(views) if view is None else views.index(view)
+        place = at + by
+        if place >= len(views):
+            self.action_compose_message()
+        elif place < 0:
+            self.action_show_earlier()
+        else:
+            self.transcript.release_anchor()
+            views[place].focus()
+
+    def action_select_first(self) -> None:
+        """Selects the first message that is drawn, and draws earlier ones where there are any."""
+        views = self.transcript.views
+        if views:
+            views[0].focus()
+            self.action_show_earlier()
+
+    def action_show_earlier(self) -> None:
+        self.app.spawn(self.transcript.show_earlier(), group="earlier")
+
+    def action_compose_message(self) -> None:
+        self.transcript.follow()
+        self.composer.focus()
+
+    def action_scroll_page(self, by: int) -> None:
+        if by < 0:
+            self.transcript.scroll_page_up(animate=False)
+        else:
+            self.transcript.scroll_page_down(animate=False)
+
+    # -- Doing -----------------------------------------------------------------------------------------------------
+
+    def action_on_message(self, command: str, more: str = "") -> None:
+        """Runs a command on the message that is selected."""
+        if (view := self.selected) is not None:
+            self.run_command(f"/{command} {view.place.number} {more}")
+
+    def edit(self, message: Message) -> None:
+        """Puts a message into the editor; what is sent next takes its place, as another branch."""
+        self.replacing = message.id
+        self.composer.put(message.text)
+        what = (
+            "your message"
+            if message.role == "user"
+            else f"the reply; {self.app.key_of('continue')} continues it then"
+        )
+        is_kept = self.session.conversation.was_replied_to(message.id)
+        stays = "keeps the old one as a branch" if is_kept else "sends it"
+        self.hint(f"Editing {what}: Enter {stays}, Esc leaves it.")
+        self.composer.focus()
+
+    def action_branch(self) -> None:
+        """Has the next message go on from this one, beside what follows it now."""
+        if (view := self.selected) is None:
+            return
+        id_ = view.message.id
+        after = next((later for later in self.session.conversation.path() if later.parent == id_), None)
+        self.replacing = None if after is None else after.id
+        self.composer.empty()
+        self.hint("A new branch: what you send goes on from the selected reply. Esc leaves it.")
+        self.composer.focus()
+
+    def action_step(self, by: int) -> None:
+        if (view := self.selected) is not None:
+            self.action_step_message(view.message.id, by)
+
+    def action_step_message(self, id_: str, by: int) -> None:
+        """For clicks."""
+        self.app.ask(self.step(id_, by), group="step")
+
+    async def switch(self, id_: str) -> None:
+        """Goes to the branch that a message is in."""
+        await self.app.offload(self.session.switch, id_)
+        await self.refresh_all()
+
+    async def step(self, id_: str, by: int) -> None:
+        """Goes to another branch, and selects the message there."""
+        session = self.session
+        parent = session.conversation[id_].parent
+        await self.app.offload(session.step, id_, by)
+        await self.refresh_all()
+        there = next((m.id for m in session.conversation.path() if m.parent == parent), "")
+        if (view := self.transcript.view(there)) is not None:
+            self.transcript.release_anchor()
+            view.focus()
+
+    def action_unfold(self) -> None:
+        if (view := self.selected) is not None:
+            view.toggle()
 
     # -- Commands, links -------------------------------------------------------------------------------------------
 
