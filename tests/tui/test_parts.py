@@ -9,7 +9,7 @@ import pytest
 from localllm.tui import commands
 from localllm.tui.chat.attachments import Completion, file_completions, file_word
 from localllm.tui.chat.conversation import Stats
-from localllm.tui.chat.events import Delta, Ended, EventQueue, Finished, Prefill, Started, Summarising
+from localllm.tui.chat.events import Delta, EventQueue, Finished, Prefill, Started, Summarising
 from localllm.tui.chat.session import Meter
 from localllm.tui.storage.prompt_history import MAX_ENTRIES, PromptHistory
 from localllm.tui.text import MAX_LINES, Pastes, code_blocks, is_web
@@ -29,7 +29,6 @@ def test_events_that_wait_are_joined() -> None:
         Summarising("s"),
         Summarising("t"),
         Finished(None),
-        Ended(None),
     ):
         inbox.put(event)
     assert inbox.take() == [
@@ -39,7 +38,6 @@ def test_events_that_wait_are_joined() -> None:
         Delta("z!"),
         Summarising("st"),
         Finished(None),
-        Ended(None),
     ]
     assert inbox.take() == []
 

@@ -247,8 +247,7 @@ class ChatScreen(Screen[None]):
     async def _run(self, session: ChatSession, turn: StreamedTurn) -> None:
         thread = asyncio.create_task(self.app.in_thread(turn.run))
         try:
-            follower = Follower(self.app, session, self.transcript, self.status, self._ask_for_tool)
-            outcome = await follower.follow(turn)
+            await Follower(self.app, session, self.transcript, self.status, self._ask_for_tool).follow(turn)
         finally:
             await thread
             self.turn = None
@@ -258,15 +257,15 @@ class ChatScreen(Screen[None]):
             self.draw_heading()
         if turn.typed is not None and turn.question is None:  # it never became a message
             self._take_back(_Draft(turn.typed, turn.replaced))
-        if outcome.error is not None:
-            self.app.notify_error(outcome.error)
+        if turn.error is not None:
+            self.app.notify_error(turn.error)
         if session is self.session:
             await self.refresh_all()
         # A context that was full says nothing of the model that is being loaded in the place of this one.
-        if outcome.full is not None and session is self.session and self.models.state is ModelState.LOADED:
+        if turn.full is not None and session is self.session and self.models.state is ModelState.LOADED:
             self._take_back_pending()
             await self.seen.wait()
-            await self._make_room(session, outcome.full)
+            await self._make_room(session, turn.full)
         self.send_pending()
 
     def _ask_for_tool(self, asked: ToolAsked | None) -> None:

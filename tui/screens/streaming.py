@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import NamedTuple
 
 from localllm.tui.base_app import BaseApp
 from localllm.tui.chat import events
@@ -29,10 +28,12 @@ class StreamedTurn(Turn):
     """A turn whose events wait for the screen.
 
     Attributes:
-        queue: the events, and `Ended` last.
+        queue: the events.
         typed: the message that began it, which is given back where it never became one.
         replaced: the id of the message in whose place it stands.
-        has_ended: whether all is generated; the screen may be about to draw it.
+        has_ended: whether all is generated, and in the queue; the screen may be about to draw it.
+        error: what ended it; None if nothing went wrong.
+        full: tells that the context is full, with which it ended then.
         is_drawn: whether the message and the beginning of the reply are on the screen.
     """
 
@@ -43,26 +44,18 @@ class StreamedTurn(Turn):
         self.typed = typed
         self.replaced = replaced
         self.has_ended = False
+        self.error: BaseException | None = None
+        self.full: events.ContextFull | None = None
         self.is_drawn = asyncio.Event()
         self._start = start
 
     def run(self) -> None:
         """Generates, on the thread that calls."""
-        error: BaseException | None = None
         try:
             self._start(self)
-        except BaseException as failure:  # the screen's to tell
-            error = failure
-        finally:
-            self.has_ended = True
-            self.queue.put(events.Ended(error))
-
-
-class Outcome(NamedTuple):
-    """How a turn ended: by an error, with a full context, or well."""
-
-    error: BaseException | None
-    full: events.ContextFull | None
+        except BaseException as error:  # the screen's to tell
+            self.error = error
+        self.has_ended = True
 
 
 class Follower:
@@ -82,32 +75,26 @@ class Follower:
         self._transcript = transcript
         self._status = status
         self._view: MessageView | None = None
-        self._full: events.ContextFull | None = None
         self._summary_words = 0
 
-    async def follow(self, turn: StreamedTurn) -> Outcome:
+    async def follow(self, turn: StreamedTurn) -> None:
         """Shows a turn to its end."""
         pause = PERIOD
         self._status.change(activity="waiting for the model", progress=None)
-        while True:
+        has_ended = False
+        while not has_ended:
             before = time.monotonic()
             await asyncio.sleep(pause)
             # What the loop is late by it was drawing, or reading keys.
             late = max(0.0, time.monotonic() - before - pause)
             pause = min(PERIOD + _REST * late, _LONGEST)
+            has_ended = turn.has_ended
             for event in turn.queue.take():
-                if isinstance(event, events.Ended):
-                    await self._finish()
-                    self._status.change(activity="", progress=None)
-                    return Outcome(event.error, self._full)
-                await self._handle(event)
-                if isinstance(event, events.Started):
-                    turn.is_drawn.set()
-            self._show_counters()
-
-    def _show_counters(self) -> None:
-        if (stats := self._session.live) is not None:
-            self._status.change(stats=stats, meter=self._session.meter())
+                await self._handle(event, turn)
+            if (stats := self._session.live) is not None:
+                self._status.change(stats=stats, meter=self._session.meter())
+        await self._finish()
+        self._status.change(activity="", progress=None)
 
     async def _finish(self) -> None:
         """Draws the reply as it stays; one that failed has no `Finished`."""
@@ -115,7 +102,7 @@ class Follower:
         if view is not None and (message := self._session.conversation.get(view.message.id)) is not None:
             await view.finish(message)
 
-    async def _handle(self, event: Event) -> None:
+    async def _handle(self, event: Event, turn: StreamedTurn) -> None:
         if isinstance(event, events.Delta):
             self._status.change(activity="thinking" if event.thinking else "writing", progress=None)
             if self._view is not None:
@@ -129,6 +116,7 @@ class Follower:
             await self._transcript.show(self._session.conversation, streaming=event.id, writer=writer)
             self._view = self._transcript.view(event.id)
             self._transcript.follow()
+            turn.is_drawn.set()
         elif isinstance(event, events.Finished):
             await self._finish()
         elif isinstance(event, events.Summarising):
@@ -147,4 +135,4 @@ class Follower:
         elif isinstance(event, events.Warned):
             self._app.notify(event.text, severity="warning")
         elif isinstance(event, events.ContextFull):
-            self._full = event
+            turn.full = event

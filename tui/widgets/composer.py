@@ -1,11 +1,12 @@
-"""The list of ways to go on with what is being typed."""
+"""The editor of messages, and the list of ways to go on with what is being typed."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
-from textual import events
+from textual import events, on
 from textual.actions import SkipAction
 from textual.binding import Binding, BindingType
 from textual.content import Content
@@ -79,20 +80,18 @@ class Composer(TextArea):
         Binding("pagedown", "screen.scroll_page(1)", "Page down", show=False),
     ]
 
+    @dataclass
     class Sent(Message):
         """Somebody sends what was typed."""
 
-        def __init__(self, text: str) -> None:
-            super().__init__()
-            self.text = text
+        text: str
 
+    @dataclass
     class Typed(Message):
         """The line to the cursor has changed: other ways to go on may fit."""
 
-        def __init__(self, line: str, is_first: bool) -> None:
-            super().__init__()
-            self.line = line
-            self.is_first = is_first
+        line: str
+        is_first: bool
 
     def __init__(self, history: PromptHistory, suggestions: Suggestions) -> None:
         super().__init__(placeholder=PLACEHOLDER, compact=True, highlight_cursor_line=False)
@@ -130,13 +129,13 @@ class Composer(TextArea):
     async def on_key(self, event: events.Key) -> None:
         # No binding with priority: that would overtake letters that wait, of one who types fast.
         if event.key == "enter":
-            event.prevent_default()
-            event.stop()
             self.action_send()
         elif event.key == "ctrl+d" and not self.text:  # elsewhere it deletes a character
-            event.prevent_default()
-            event.stop()
             await self.run_action("app.quit")
+        else:
+            return
+        event.prevent_default()
+        event.stop()
 
     async def on_paste(self, event: events.Paste) -> None:
         event.prevent_default()
@@ -193,12 +192,8 @@ class Composer(TextArea):
         if not choice.goes_on:
             self.suggestions.offer([])
 
-    def on_text_area_changed(self) -> None:
-        self._tell()
-
-    def on_text_area_selection_changed(self) -> None:
-        self._tell()
-
+    @on(TextArea.Changed)
+    @on(TextArea.SelectionChanged)
     def _tell(self) -> None:
         if self.text and self.text == self._called_up:
             self.suggestions.offer([])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 from textual import events, getters
@@ -26,12 +27,11 @@ from localllm.tui.text import escape_controls, parser, shortened
 class Reply(Markdown):
     """A reply's answer, drawn in pieces: a long one that comes at once holds up no key."""
 
+    @dataclass
     class Link(Posted):
         """Somebody wants to open a link."""
 
-        def __init__(self, address: str) -> None:
-            super().__init__()
-            self.address = address
+        address: str
 
     def __init__(self) -> None:
         super().__init__(parser_factory=parser, open_links=False)
