@@ -149,11 +149,7 @@ class ChatApp(BaseApp):
             chat.composer.focus()
 
     async def close_tab(self) -> None:
-        """Closes the chat that is shown, and shows the one beside it; the last one stays.
-
-        Raises:
-            UsageError: it is the last one.
-        """
+        """Closes the chat that is shown, and shows the one beside it.  Raises UsageError if there is no other."""
         chat, chats = self._chat, self.models.chats
         if len(chats) == 1:
             raise UsageError(f"this is the only chat that is open: {self.key_of('quit')} quits")

@@ -89,11 +89,7 @@ class Call(NamedTuple):
 
 
 def parse(text: str) -> Call | str:
-    """What was typed: a command, or a message, of which ``//`` begins one with a slash, and ``!!`` one with a "!".
-
-    Raises:
-        UsageError: there is no such command; names the one that was meant.
-    """
+    """A command, or a message, of which ``//`` and ``!!`` begin one with / or !.  Raises UsageError; see `find`."""
     if text.startswith("!") and not text.startswith("!!"):
         return Call(find("run"), text[1:].strip())
     if not text.startswith("/") or text.startswith("//"):
@@ -103,11 +99,7 @@ def parse(text: str) -> Call | str:
 
 
 def find(name: str) -> Command:
-    """The command of a name.
-
-    Raises:
-        UsageError: there is none; names the one that was meant.
-    """
+    """The command of a name.  Raises UsageError if there is none; names the one that was meant."""
     if (command := _BY_NAME.get(name)) is not None:
         return command
     near = difflib.get_close_matches(name, _BY_NAME, n=1)
@@ -116,11 +108,7 @@ def find(name: str) -> Command:
 
 
 def run(session: ChatSession, call: Call) -> Result:
-    """Does what a command says, or says what is to be done.
-
-    Raises:
-        LocalLLMError: it cannot be done.
-    """
+    """Does what a command says, or says what is to be done.  Raises LocalLLMError if it cannot be done."""
     if call.command.run is None:
         raise UsageError(f"/{call.command.name} is for the app: start localllm chat without --plain")
     result = call.command.run(session, call.argument)
@@ -138,11 +126,7 @@ def completions(line: str) -> list[Completion]:
 
 
 def numbered(conversation: Conversation, number: str) -> Message:
-    """The message of the path that ``3`` or ``#3`` stands for.
-
-    Raises:
-        UsageError: there is none.
-    """
+    """The message of the path that ``3`` or ``#3`` stands for.  Raises UsageError if there is none."""
     path = conversation.path()
     digits = number.removeprefix("#")
     if not digits.isdecimal() or not 0 < int(digits) <= len(path):
@@ -152,13 +136,7 @@ def numbered(conversation: Conversation, number: str) -> Message:
 
 
 class Fork(NamedTuple):
-    """A message of the path that has others in its place.
-
-    Attributes:
-        number: its place in the path, from 1.
-        branches: what stands there, oldest first.
-        at: which of them is in the path, from 1.
-    """
+    """Message ``number`` of the path has ``branches``, oldest first; it is branch ``at``; both count from 1."""
 
     number: int
     branches: list[Message]
@@ -175,11 +153,7 @@ def forks(conversation: Conversation) -> list[Fork]:
 
 
 def branch_meant(conversation: Conversation, argument: str) -> Message:
-    """The branch that ``next``, ``prev`` or a number means: at the last fork, or of the message named before it.
-
-    Raises:
-        UsageError: there is none.
-    """
+    """The branch ``next``, ``prev`` or of a number, at the last fork or a message.  Raises UsageError."""
     found = forks(conversation)
     if not found:
         raise UsageError(NO_BRANCHES)
@@ -321,11 +295,7 @@ def who(reply: Message) -> str:
 
 
 def compared(conversation: Conversation) -> list[Message]:
-    """The last reply, and before it the newest one in its place, by another model if there is one.
-
-    Raises:
-        UsageError: there are not two.
-    """
+    """The last reply, and before it the newest beside it, of another model if any.  Raises UsageError if alone."""
     reply = next((m for m in reversed(conversation.path()) if m.role == "assistant"), None)
     others = [] if reply is None else [m for m in conversation.siblings(reply.id) if m.id != reply.id]
     if reply is None or not others:

@@ -39,11 +39,7 @@ _MAX_HISTORY = 1000
 
 
 class InputReader:
-    """Standard input.
-
-    Attributes:
-        interactive: whether somebody types.
-    """
+    """Standard input; ``interactive`` if somebody types."""
 
     def __init__(self, history: Path | None = None) -> None:
         """Begin to read.
@@ -56,11 +52,7 @@ class InputReader:
         self._edits = self.interactive and is_terminal(sys.stdout) and _load_history(history)
 
     def read(self) -> str | None:
-        """The next message; None where the input ends.
-
-        Raises:
-            UsageError: it is not valid UTF-8, or too long.
-        """
+        """The next message; None where the input ends.  Raises UsageError if it is not valid UTF-8, or too long."""
         line = self._line("> ")
         if line is None:
             return None
@@ -292,11 +284,7 @@ class LineChat:
             self._make_room(full[0])
 
     def _edit(self, message: Message) -> None:
-        """Has a message changed, and goes on from there.
-
-        Raises:
-            UsageError: nobody sits there who could.
-        """
+        """Has a message changed, and goes on from there.  Raises UsageError if nobody sits there who could."""
         if not self._lines.interactive:
             raise UsageError("give the new text: /edit TEXT, or /edit 3 TEXT for the message of that number")
         text = self._lines.edit(message.text)
@@ -317,11 +305,7 @@ class LineChat:
             warn(warning)
 
     def _use_model(self, path: str) -> None:
-        """Loads another model for this conversation, in the place of the one before: two may not fit.
-
-        Raises:
-            LocalLLMError: it cannot be loaded; where its file cannot be read, the one before stays.
-        """
+        """Loads another model in the place of the one before, which stays if the new file cannot be read."""
         self._check(path)
         self.close()
         self.session.use_model(self._load(path), path)

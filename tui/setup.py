@@ -22,18 +22,7 @@ Loader = Callable[..., ChatModel]
 
 @dataclass(frozen=True, slots=True)
 class ModelEntry:
-    """A model to choose.
-
-    Attributes:
-        name: for people.
-        path: what `Loader` takes.
-        size: bytes of its files.
-        quantisation: such as "Q4_K_M"; empty if it is not known, as what follows.
-        parameters: such as "1.24B".
-        context: tokens that it was trained on.
-        fits: "yes", "with less context" or "no".
-        error: why it cannot be run.
-    """
+    """A model to choose; ``path`` is what `Loader` takes; a field that is not known is empty."""
 
     name: str
     path: str

@@ -120,11 +120,7 @@ def _fitting(
 
 
 def _files(name: str) -> list[str]:
-    """The files that a name means: one, those of a folder, or those of a pattern; hidden ones by their names alone.
-
-    Raises:
-        UsageError: there are too many, or a folder has none.
-    """
+    """The files of a name, folder or pattern; hidden ones by name alone.  Raises UsageError if too many or none."""
     try:
         path = path_of(name)
         if path.is_dir():
@@ -166,11 +162,7 @@ def fenced(text: str) -> str:
 
 
 def path_of(name: str) -> Path:
-    """The path that somebody typed.
-
-    Raises:
-        UsageError: it begins with the home of somebody who is not there.
-    """
+    """The path that somebody typed.  Raises UsageError if it begins with the home of somebody who is not there."""
     try:
         return Path(name).expanduser()
     except RuntimeError:
@@ -178,11 +170,7 @@ def path_of(name: str) -> Path:
 
 
 def read_text_file(name: str) -> str:
-    """The text of a file.
-
-    Raises:
-        UsageError: it cannot be read, is too large or no text.
-    """
+    """The text of a file.  Raises UsageError if it cannot be read, is too large or no text."""
     path = path_of(name)
     if path.suffix.lower() == ".pdf":
         return _pdf_text(path)
@@ -221,11 +209,7 @@ def _pdf_text(path: Path) -> str:
 
 
 def command_output(command: str, is_stopped: Callable[[], bool] = lambda: False) -> str:
-    """What a shell command prints, as a text to send; it is ended after `COMMAND_SECONDS`, or where it is stopped.
-
-    Raises:
-        UsageError: there is no command, or it cannot be run.
-    """
+    """What a shell command prints within `COMMAND_SECONDS`, as a text to send.  Raises UsageError if it fails."""
     if not command:
         raise UsageError("give a command: !ls, or /run ls; !! begins a message with an exclamation mark")
     try:
@@ -279,14 +263,7 @@ _FILE = re.compile(r"""(?:^|(?<=\s))@("[^"\n]*|[^\s"']*)$""")
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A way to go on.
-
-    Attributes:
-        text: what takes the place of the word at the cursor.
-        start: where in the line that word begins.
-        help: what it is, in a few words.
-        goes_on: whether more can follow at once: it is a folder.
-    """
+    """A way to go on: ``text`` for what stands from ``start`` on; after a folder more can follow (``goes_on``)."""
 
     text: str
     start: int

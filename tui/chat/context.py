@@ -119,10 +119,8 @@ class ContextTrimmer:
     """Where the prompt of a reply can begin.
 
     Attributes:
-        path: the messages to the one that is replied to.
-        start: the place in it from which on the model gets it now.
-        summary: what the model is told of those before.
-        summary_tokens: tokens that a new summary may have.
+        path: the messages up to the one that is replied to; the model gets it from the place ``start`` on.
+        summary: of the messages before; a new one may have ``summary_tokens``.
     """
 
     def __init__(

@@ -71,12 +71,7 @@ class Stats:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What of a long conversation the model still gets, from the message on that has this window.
-
-    Attributes:
-        first: the id of the first message that it gets.
-        summary: what it is told of those before.
-    """
+    """From its message on, the model gets the messages from the id ``first`` on, and a summary of the others."""
 
     first: Id
     summary: str = ""
@@ -84,13 +79,7 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Attachment:
-    """A text file that was sent with a message.
-
-    Attributes:
-        name: its path, as it was typed.
-        text: what was in it.
-        n_tokens: how many tokens that is.
-    """
+    """A text file, or a piece of it, that was sent with a message; ``name`` is its path as it was typed."""
 
     name: str
     text: str
@@ -104,13 +93,7 @@ class Attachment:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call of a tool, which a reply ends with.
-
-    Attributes:
-        name: of the tool.
-        arguments: the text of a JSON object.
-        result: what the model is told of it; None as long as it is not known.
-    """
+    """A call of a tool, with its arguments as JSON; ``result`` is None until it has been run."""
 
     name: str
     arguments: str
@@ -278,14 +261,7 @@ class Conversation:
     # -- Writing ---------------------------------------------------------------------------------------------------
 
     def add(self, role: Role, text: str, *, parent: str | None = None, **fields: Any) -> Message:
-        """Says something, by default to the leaf; it becomes the leaf.
-
-        Args:
-            role: who says it.
-            text: what.
-            parent: the id of the message that it answers; None for the leaf, or for a first message if there is none.
-            fields: other attributes of `Message`.
-        """
+        """Says something to ``parent``, by default to the leaf; it becomes the leaf.  ``fields`` are of `Message`."""
         return self._append(role, text, self._leaf if parent is None else self[parent].id, fields)
 
     def add_sibling(self, id_: str, text: str, **fields: Any) -> Message:
@@ -318,11 +294,7 @@ class Conversation:
         return self._messages[at]
 
     def step(self, id_: str, by: int) -> Message:
-        """Goes to the branch ``by`` places after (below 0 before) that of a message; returns the leaf.
-
-        Raises:
-            UsageError: there is none.
-        """
+        """Goes to the branch ``by`` places beside a message; returns the leaf.  Raises UsageError."""
         number, n = self.branch_of(id_)
         if not 1 <= number + by <= n:
             raise UsageError(f"this is branch {number} of {n}: there is none {'after' if by > 0 else 'before'} it")
@@ -378,11 +350,7 @@ class Conversation:
 
 
 def parsed(text: str | bytes) -> Any:
-    """The values of a JSON text.
-
-    Raises:
-        StoreError: it is not valid.
-    """
+    """The values of a JSON text.  Raises StoreError if it is not valid."""
     try:
         return msgspec.json.decode(text)
     except RecursionError:
@@ -392,11 +360,7 @@ def parsed(text: str | bytes) -> Any:
 
 
 def converted(values: object, type_: type[T], where: str) -> T:
-    """Values of JSON as a class says; unknown ones are left out.
-
-    Raises:
-        StoreError: one is missing or wrong; ``where`` is the name of it all for people.
-    """
+    """JSON values as a class, unknown ones left out.  Raises StoreError, which names ``where``, if one is wrong."""
     try:
         return msgspec.convert(values, type_)
     except msgspec.ValidationError as error:

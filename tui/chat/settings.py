@@ -77,11 +77,7 @@ def full_name(name: str) -> str:
 
 
 def with_setting(settings: Mapping[str, Any], name: str, text: str) -> dict[str, Any]:
-    """Settings with one changed as somebody typed it; ``default`` takes it away.
-
-    Raises:
-        UsageError: there is no such setting, or the value is not one for it.
-    """
+    """Settings with one as it was typed; ``default`` removes it.  Raises UsageError if it is unknown or wrong."""
     name = full_name(name)
     if name not in READERS:
         near = difflib.get_close_matches(name, READERS, n=1)

@@ -91,11 +91,7 @@ class ToolSettings(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Toolbox:
-    """The tools of one program, for all its chats.
-
-    Attributes:
-        settings: may be changed.
-    """
+    """The tools of one program, for all its chats; ``settings`` may be changed."""
 
     def __init__(self, settings: Mapping[str, Any] | None = None, allowed: Path | None = None) -> None:
         """Nothing is started yet.
@@ -151,11 +147,7 @@ class Toolbox:
         return tool.mark in self._allowed
 
     def allow(self, tool: Tool) -> None:
-        """Allows it from now on, in later chats as well.
-
-        Raises:
-            StoreError: that cannot be kept.
-        """
+        """Allows it from now on, in later chats as well.  Raises StoreError if that cannot be kept."""
         self._allowed.add(tool.mark)
         if self._path is not None:
             try:
@@ -165,11 +157,7 @@ class Toolbox:
                 raise StoreError(f"{self._path} cannot be written ({error.strerror}): it is asked again") from None
 
     def change(self, text: str) -> None:
-        """Switches tools on and off for as long as the program runs: ``read FOLDER``, ``run on``, ``add NAME URL``.
-
-        Raises:
-            UsageError: that is none of these.
-        """
+        """Switches tools on and off until the program ends: ``read FOLDER``, ``run on``.  Raises UsageError."""
         what, _, value = text.partition(" ")
         name, _, where = value.strip().partition(" ")
         if what == "read" and value:

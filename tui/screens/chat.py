@@ -62,12 +62,9 @@ class ChatScreen(Screen[None]):
     """The chat.
 
     Attributes:
-        session: what is talked in.
-        models: the model that is loaded, or will be.
-        turn: what is being generated; None if nothing is.
-        replacing: the id of the message in whose place stands what is sent next.
+        replacing: the id of the message that the next one takes the place of.
         unsaved: sessions of chats that were left while they could not be saved.
-        asked: the tool that the model wants to use, and waits for an answer.
+        asked: the tool call that waits for an answer.
     """
 
     app = getters.app(BaseApp)
@@ -229,11 +226,7 @@ class ChatScreen(Screen[None]):
     # -- Turns -----------------------------------------------------------------------------------------------------
 
     def begin(self, start: Callable[[Turn], None], typed: str | None = None, replaced: str | None = None) -> None:
-        """Has something generated; see `StreamedTurn`.
-
-        Raises:
-            UsageError: a reply is under way, or a model is being loaded.
-        """
+        """Has something generated.  Raises UsageError during a reply, or while a model is being loaded."""
         if self.turn is not None:
             raise UsageError("a reply is under way: Esc stops it")
         if self.models.state is ModelState.LOADING:
@@ -276,11 +269,7 @@ class ChatScreen(Screen[None]):
         self.draw_heading()
 
     def answer(self, permission: Permission) -> None:
-        """Allows the tool that the model wants to use, or does not.
-
-        Raises:
-            UsageError: it wants to use none.
-        """
+        """Allows the tool that the model wants to use, or does not.  Raises UsageError if it wants to use none."""
         if self.asked is None:
             raise UsageError("no tool waits for an answer")
         self.asked.answer(permission)
@@ -336,11 +325,7 @@ class ChatScreen(Screen[None]):
             self.app.notify_error(error)
 
     def submit(self, text: str) -> None:
-        """Sends a message, or runs a command.
-
-        Raises:
-            UsageError: it cannot be sent now; it stays in the editor.
-        """
+        """Sends a message, or runs a command.  Raises UsageError if it cannot be sent now; it stays in the editor."""
         if not text.strip():
             return
         typed = commands.parse(text)  # what is no command stays where it can be mended
@@ -398,11 +383,7 @@ class ChatScreen(Screen[None]):
             self.app.spawn(self.app.offload(self.composer.typed.save, text), group="history")
 
     async def write_outside(self) -> None:
-        """Has the message written in the editor that the user's environment names.
-
-        Raises:
-            UsageError: there is none, or it fails; the message stays as it was.
-        """
+        """Opens the message in $VISUAL or $EDITOR.  Raises UsageError if that fails; the message stays as it was."""
         command = os.environ.get("VISUAL") or os.environ.get("EDITOR")
         if not command:
             raise UsageError("no editor is set: export EDITOR=nano, or another one, and start the chat again")

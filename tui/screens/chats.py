@@ -17,12 +17,7 @@ from localllm.tui.text import escape_controls
 
 
 class ChatsScreen(Find[ChatSummary]):
-    """The chats that are kept; the result is the id of the one to open.
-
-    Attributes:
-        deleted: ids of chats that were deleted here.
-        titles: new titles of chats that were renamed here, by id.
-    """
+    """The saved chats; the result is the id of one to open.  It notes ``deleted`` ids, and new ``titles`` by id."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("f2", "on_highlighted('rename')", "Rename"),

@@ -48,11 +48,7 @@ class Commands:
         self._ask, self._offload = screen.app.push_screen_wait, screen.app.offload
 
     async def run(self, text: str) -> None:
-        """Runs a command as it is typed.
-
-        Raises:
-            LocalLLMError: there is none of this name, or it fails.
-        """
+        """Runs a command as it is typed.  Raises LocalLLMError if there is none of this name, or it fails."""
         call = commands.parse(text)
         if isinstance(call, str):
             return

@@ -80,11 +80,7 @@ class Choose(Dialog[str]):
 
 
 class Find(Dialog[str], Generic[Entry]):
-    """One of a list that is searched: letters always go into the field above it, and the arrows move in the list.
-
-    Attributes:
-        found: what the list shows.
-    """
+    """One of a list that is searched: letters go into the field above it, arrows move in the list."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("enter", "choose", "Choose", priority=True),

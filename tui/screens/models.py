@@ -84,9 +84,8 @@ class Loading:
     """Loads one model.
 
     Attributes:
-        name: of the model, as `Loader` takes it.
-        progress: how far it is, in words, and from 0 to 1, or None where no total is known; any thread may read it.
-        cancelled: whether it is to end soon, at its next sign of life; any thread may set it.
+        progress: what is being done, and the share that is done if it is known; any thread may read it.
+        cancelled: any thread may set it: loading ends at its next report.
     """
 
     def __init__(self, loader: Loader, name: str) -> None:
@@ -97,12 +96,7 @@ class Loading:
         self._compiled = 0
 
     def run(self) -> ChatModel:
-        """Loads it, on the thread that calls.
-
-        Raises:
-            Cancelled: it was cancelled.
-            LocalLLMError: it cannot be loaded.
-        """
+        """Loads it, on the thread that calls.  Raises Cancelled, or LocalLLMError if it cannot be loaded."""
         if not self.cancelled.is_set():
             model = self._loader(self.name, self._report)
             if not self.cancelled.is_set():
@@ -140,9 +134,7 @@ class ModelLoader:
     """One model at a time for all chats, for two may not fit.
 
     Attributes:
-        state: whether there is a model, or will be; only this class sets it.
-        model: the one that is loaded; None if none is.
-        name: its name, empty for the demo model; None if none is loaded.
+        model, name: the one that is loaded, and its name, empty for the demo model; None if none is.
         chats: those that are open.
     """
 
@@ -177,13 +169,9 @@ class ModelLoader:
         await self.load(name)
 
     async def load(self, name: str, *, keeps: bool = True) -> None:
-        """Loads a model in the place of the one before; where that fails, asks what to do.
+        """Loads a model in the place of the one before, or of one that is being loaded; where that fails, asks.
 
-        A later call takes the place of one whose model is still being loaded.
-
-        Args:
-            name: as a command takes it; empty for the demo model.
-            keeps: note the model with the chats.
+        ``name`` is as a command takes it, empty for the demo model; it is saved with the chats if ``keeps``.
         """
         self.cancel()
         loading = self._loading = Loading(self._app.setup.load, name)

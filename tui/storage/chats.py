@@ -44,16 +44,7 @@ _SUMMARY = """
 
 @dataclass(frozen=True, slots=True)
 class ChatSummary:
-    """A chat in a list.
-
-    Attributes:
-        id: what `Store.load` takes.
-        title: its name.
-        updated: in seconds since 1970.
-        archived: whether lists leave it out.
-        n_messages: messages of all branches.
-        preview: the beginning of the last message, or where it was found, in one line.
-    """
+    """A chat in a list; ``updated`` in seconds since 1970; the preview is its last message, or where it was found."""
 
     id: str
     title: str
@@ -78,12 +69,9 @@ class ChatDeletedError(StoreError):
 
 
 class Store:
-    """The chats in one SQLite file.  Any number of threads and of processes may use it at once.
+    """The chats in one SQLite file, or in memory.  Any number of threads and of processes may use it at once.
 
     Everything raises `StoreError` where the file cannot be read or written.
-
-    Attributes:
-        path: the file; None is memory.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -145,12 +133,7 @@ class Store:
         c.is_saved = True
 
     def set(self, id_: str, **changes: str | bool | dict[str, Any] | None) -> None:
-        """Changes what belongs to a conversation as a whole.
-
-        Args:
-            id_: which one; one that was never saved stays so.
-            changes: ``title``, ``system``, ``settings``, ``model``, ``archived``, ``leaf``.
-        """
+        """Changes title, system, settings, model, archived or leaf of a conversation, unless it was never saved."""
         with self._writing() as execute:
             for name, value in changes.items():
                 if name not in ("title", "system", "settings", "model", "archived", "leaf"):
@@ -245,11 +228,7 @@ class Store:
         return conversation
 
     def find(self, beginning: str) -> str:
-        """The id that begins so.
-
-        Raises:
-            StoreError: there is none, or several.
-        """
+        """The id that begins so.  Raises StoreError if there is none, or several."""
         with self._reading():
             rows = self._connection.execute(
                 "SELECT id FROM sessions WHERE substr(id, 1, length(?1)) = ?1 ORDER BY id = ?1 DESC LIMIT 2",

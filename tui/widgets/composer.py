@@ -61,13 +61,7 @@ PLACEHOLDER = "Message · Enter sends · Ctrl+J line · / command · @ file"
 
 
 class Composer(TextArea):
-    """A message that is being typed: Enter sends it, the arrows at its edges call up earlier ones.
-
-    Attributes:
-        typed: what was typed before.
-        pastes: what the marks in it stand for.
-        suggestions: the list that it fills and steers.
-    """
+    """A message that is being typed: Enter sends it, the arrows at its edges call up earlier ones (``typed``)."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("enter", "send", "Send"),

@@ -99,11 +99,7 @@ def _pieces(text: str) -> Iterator[str]:
 
 
 class Thinking(Collapsible):
-    """A thinking section, drawn only while it is open: in blocks, of which what comes next changes the last one.
-
-    Attributes:
-        text: all of it.
-    """
+    """A thinking section, drawn only while it is open, in blocks, of which only the last one changes."""
 
     def __init__(self, text: str, seconds: float | None) -> None:
         self.text = escape_controls(text)
@@ -189,14 +185,7 @@ _ENDS = {
 
 
 class Place(NamedTuple):
-    """A message of the path that is being talked about.
-
-    Attributes:
-        number: its place in the path, from 1; commands take it.
-        branch: its number among those in its place, and how many there are.
-        divider: what stands above it.
-        is_last: whether nothing follows it.
-    """
+    """A message of the path: its number and its branch (which, of how many), from 1, and the ``divider`` above it."""
 
     message: Message
     number: int
@@ -206,12 +195,7 @@ class Place(NamedTuple):
 
 
 class MessageView(Vertical, can_focus=True):
-    """A message, which can be selected, and then be edited, copied, …
-
-    Attributes:
-        place: where it stands.
-        message: what it shows.
-    """
+    """A message, which can be selected, and then be edited, copied, …"""
 
     app = getters.app(BaseApp)
     BINDINGS: ClassVar[list[BindingType]] = [

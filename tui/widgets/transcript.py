@@ -49,12 +49,7 @@ class Transcript(VerticalScroll, can_focus=False):
         self.anchor()
 
     async def show(self, conversation: Conversation, *, streaming: str | None = None, writer: str = "") -> None:
-        """Draws the path as it is now; what stands there already stays.
-
-        Args:
-            streaming: the id of a reply that is about to be written.
-            writer: the name of the model that writes it.
-        """
+        """Draws the path; the model named ``writer`` is about to write the reply of the id ``streaming``."""
         async with self._drawing:
             if conversation.id != self._conversation:
                 self._conversation, self._n_drawn = conversation.id, MAX_DRAWN
