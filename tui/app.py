@@ -238,11 +238,8 @@ def take_any_bytes() -> None:
     except ImportError:  # Windows, whose consoles give characters
         return
     if hasattr(linux_driver, "getincrementaldecoder"):
-        vars(linux_driver)["getincrementaldecoder"] = _tolerant_decoder
-
-
-def _tolerant_decoder(encoding: str) -> Callable[[], codecs.IncrementalDecoder]:
-    return partial(codecs.getincrementaldecoder(encoding), errors="replace")
+        tolerant = partial(codecs.getincrementaldecoder("utf-8"), errors="replace")
+        vars(linux_driver)["getincrementaldecoder"] = lambda encoding: tolerant
 
 
 def _teach_alt_enter() -> None:

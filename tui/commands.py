@@ -190,10 +190,6 @@ def _regenerate(session: ChatSession, argument: str) -> Result:
     return Result(play=partial(session.regenerate, None if message is None else message.id))
 
 
-def _continue(session: ChatSession, argument: str) -> str | Result:
-    return Result(play=session.continue_reply)
-
-
 def _branch(session: ChatSession, argument: str) -> str:
     if argument:
         session.switch(branch_meant(session.conversation, argument).id)
@@ -419,10 +415,6 @@ def new_chat(session: ChatSession) -> Conversation:
     return Conversation(system=old.system, settings=dict(old.settings), model=old.model)
 
 
-def _clear(session: ChatSession, argument: str) -> str | Result:
-    return Result("a new chat", chat=new_chat(session))
-
-
 def _fork(session: ChatSession, argument: str) -> str | Result:
     check_begun(session.conversation)
     to = numbered(session.conversation, argument).id if argument else None
@@ -462,10 +454,6 @@ def filled(prompt: str, argument: str) -> str:
     return f"{prompt}\n\n{argument}" if argument and found == prompt else found
 
 
-def _run(session: ChatSession, argument: str) -> str | Result:
-    return Result(draft=command_output(argument))
-
-
 # -- Tools -----------------------------------------------------------------------------------------------------------
 
 
@@ -494,6 +482,7 @@ def _help(session: ChatSession, argument: str) -> str | Result:
     return "\n".join(f"{command.usage:<{width}}  {command.help}" for command in wanted)
 
 
+# fmt: off, so that each command is a row
 COMMANDS = [
     Command("help", "[COMMAND]", "list the commands", _help, ("?",), "Help: keys and commands", "f1"),
     Command(
@@ -513,7 +502,15 @@ COMMANDS = [
         title="Edit your last message",
         key="f2",
     ),
-    Command("continue", "", "go on with a reply that was cut off", _continue, (), "Continue the reply", "ctrl+g"),
+    Command(
+        "continue",
+        "",
+        "go on with a reply that was cut off",
+        lambda s, _: Result(play=s.continue_reply),
+        (),
+        "Continue the reply",
+        "ctrl+g",
+    ),
     Command(
         "branch",
         "[[N] next|prev|K]",
@@ -545,7 +542,12 @@ COMMANDS = [
     Command("sessions", "[WORDS|archived]", "list chats, or search them", _sessions, ("list",), "Chats", "ctrl+o"),
     Command("fork", "[N]", "go on in a new chat, with what was said up to number N", _fork, title="Fork the chat"),
     Command("prompt", "[NAME [WORDS]]", "list the prompts of your folder, or use one", _prompt),
-    Command("run", "COMMAND", "send what a shell command prints; so does !COMMAND", _run),
+    Command(
+        "run",
+        "COMMAND",
+        "send what a shell command prints; so does !COMMAND",
+        lambda _, command: Result(draft=command_output(command)),
+    ),
     Command(
         "tools",
         "[read FOLDER|run on|fetch on|add NAME COMMAND|…]",
@@ -575,7 +577,15 @@ COMMANDS = [
     ),
     Command("unarchive", "[ID]", "take it back into the list", partial(_archive, False)),
     Command("delete", "ID|this", "delete a chat for good", _delete, title="Delete the chat"),
-    Command("clear", "", "begin a new chat; this one stays saved", _clear, ("new",), "New chat", "ctrl+n"),
+    Command(
+        "clear",
+        "",
+        "begin a new chat; this one stays saved",
+        lambda s, _: Result("a new chat", chat=new_chat(s)),
+        ("new",),
+        "New chat",
+        "ctrl+n",
+    ),
     Command("tab", "[N|next|prev]", "open a new chat beside this one, or go to one", None, title="New tab", key="f4"),
     Command("close", "", "close this chat; it stays saved", None, title="Close the tab"),
     Command(
@@ -584,6 +594,7 @@ COMMANDS = [
     Command("theme", "[NAME]", "choose colours", None, title="Theme"),
     Command("quit", "", "end", lambda session, _: Result(ends=True), ("exit", "bye", "q"), "Quit", "ctrl+q"),
 ]
+# fmt: on
 
 #: Those of the palette that people need first; the others follow as they stand in the table.
 _FIRST = ("clear", "sessions", "model", "system", "set", "regen", "continue", "edit", "branch", "copy")

@@ -15,6 +15,7 @@ import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -300,7 +301,7 @@ class LineChat:
         old = self.session
         if old.saver.flush(0.0) is not None:
             self.unsaved.append(old)
-        self.session = ChatSession(old.model, old.store, conversation, old.more, old.toolbox, old.rank)
+        self.session = replace(old, conversation=conversation)
         if (warning := self.session.mark_open()) is not None:
             warn(warning)
 

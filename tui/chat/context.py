@@ -149,7 +149,8 @@ class ContextTrimmer:
         if self.first(0) is None:
             return ("stop",)
         first = self.first(self.summary_tokens)
-        is_short = first is not None and self._fits(self.request(first))
+        limit = self._context - self.summary_tokens
+        is_short = first is not None and len(self._model.tokenize_chat(self.request(first))) <= limit
         return ("drop", "summarise", "stop") if is_short else ("drop", "stop")
 
     def first(self, reserve: int) -> int | None:
@@ -181,6 +182,3 @@ class ContextTrimmer:
         else:
             sent.append({"role": "user", "content": INSTRUCTION})
         return sent
-
-    def _fits(self, request: list[Sent]) -> bool:
-        return len(self._model.tokenize_chat(request)) <= self._context - self.summary_tokens

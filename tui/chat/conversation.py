@@ -107,14 +107,10 @@ class Message:
     Attributes:
         id: unique among all messages of all conversations.
         parent: the id of the message before it; None for a first one.
-        role: who said it.
         text: what was said; of a reply all that the model wrote, thinking and tags as well.
-        created: when, in seconds since 1970.
-        state: how far it came.
+        created: in seconds since 1970.
         opened: the tag of thinking that the prompt ended with; see `localllm.chat.thinking`.
-        stats: what a reply cost.
         window: what the model gets of the conversation from here on, where it did not fit.
-        attachments: files that were sent with it.
         calls: of tools, with which a reply ends; another reply follows them.
     """
 
@@ -171,12 +167,9 @@ class Conversation:
     """A tree of messages, and what belongs to it as a whole.
 
     Attributes:
-        id: unique among conversations.
-        title: empty until it has one.
-        system: the system prompt; empty is none.
         settings: how replies are generated; see `localllm.tui.chat.settings`.
         model: the path of the model's file; empty is the demo model.
-        created, updated: when, in seconds since 1970.
+        created, updated: in seconds since 1970.
         archived: whether lists leave it out.
         is_saved: whether it was ever saved: where it is gone from the store then, somebody has deleted it.
     """

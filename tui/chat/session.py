@@ -10,8 +10,8 @@ import json
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -53,40 +53,28 @@ class _Full:
     choices: tuple[Choice, ...]
 
 
+@dataclass(eq=False)
 class ChatSession:
-    """One conversation with a model.
+    """One conversation with a model, or with none while none is loaded.
 
     Attributes:
-        model: who replies; None while none is loaded.
-        store: where the conversation is kept.
-        conversation: what was said.
         more: keywords of `LLM.stream_chat` beside the conversation's settings, which are not kept.
-        toolbox: what the model may call.
         rank: ranks the pieces of files that do not fit.
         turn: what is being generated; None if nothing is.
-        saver: keeps the conversation in the store.
     """
 
-    def __init__(
-        self,
-        model: ChatModel | None,
-        store: Store,
-        conversation: Conversation | None = None,
-        more: Mapping[str, Any] | None = None,
-        toolbox: Toolbox | None = None,
-        rank: Rank = ranked,
-    ) -> None:
-        """A session, see above; a new conversation where none is given."""
-        self.model = model
-        self.more = dict(more or {})
-        self.store = store
-        self.conversation = Conversation() if conversation is None else conversation
-        self.toolbox = Toolbox() if toolbox is None else toolbox
-        self.rank = rank
+    model: ChatModel | None
+    store: Store
+    conversation: Conversation = field(default_factory=Conversation)
+    more: Mapping[str, Any] = field(default_factory=dict)
+    toolbox: Toolbox = field(default_factory=Toolbox)
+    rank: Rank = ranked
+
+    def __post_init__(self) -> None:
         self.turn: Turn | None = None
         self._tools: dict[str, Tool] = {}
         self._allowed: set[str] = set()
-        self.saver = AutoSaver(store, self.conversation)
+        self.saver = AutoSaver(self.store, self.conversation)
         self._busy = threading.Lock()
         self._full: _Full | None = None
 
@@ -102,12 +90,6 @@ class ChatSession:
             f"this chat is open in another terminal too ({', '.join(others)}): what is said there is not shown here, "
             "and what both say is kept, as branches of the chat"
         )
-
-    def _is_shared(self) -> bool:
-        try:
-            return bool(self.store.others_with_open(self.conversation.id))
-        except StoreError:
-            return False
 
     # -- What people do --------------------------------------------------------------------------------------------
 
@@ -149,7 +131,10 @@ class ChatSession:
                 raise UsageError("the last message is no reply that could be continued: /regen has it replied to")
             if not reply.can_go_on:
                 raise UsageError("the last reply is complete: /regen asks for another one")
-            if self._is_shared():  # or two terminals might go on with one reply, each in its way
+            is_shared = False
+            with suppress(StoreError):
+                is_shared = bool(self.store.others_with_open(self.conversation.id))
+            if is_shared:  # or two terminals might go on with one reply, each in its way
                 reply = self.conversation.add_sibling(reply.id, reply.text, state=reply.state, opened=reply.opened)
             self._reply(parent, reply.id, turn)
 

@@ -24,6 +24,7 @@ import urllib.request
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -207,12 +208,8 @@ def _split(command: str) -> list[str]:
 def _tools_of(server_name: str, server: Server) -> list[Tool]:
     found = []
     for name, description, parameters in server.tools:
-
-        def run(arguments: Mapping[str, Any], is_stopped: IsStopped, name: str = name) -> str:
-            return server.call(name, arguments, is_stopped)
-
         plain = re.sub(r"[^A-Za-z0-9_-]", "_", name)[:40]
-        found.append(Tool(f"{server_name}__{plain}", description, parameters, run))
+        found.append(Tool(f"{server_name}__{plain}", description, parameters, partial(server.call, name)))
     return found
 
 

@@ -35,7 +35,7 @@ from localllm.tui.chat.tools import Permission
 from localllm.tui.screens.commands import Commands
 from localllm.tui.screens.dialogs import EDIT, TAKE_BACK, ask_room, open_link
 from localllm.tui.screens.models import ModelLoader, ModelState
-from localllm.tui.screens.streaming import Follower, StreamedTurn
+from localllm.tui.screens.streaming import StreamedTurn
 from localllm.tui.setup import Setup
 from localllm.tui.storage.prompt_history import PromptHistory
 from localllm.tui.text import escape_controls, sentence, shortened
@@ -240,13 +240,13 @@ class ChatScreen(Screen[None]):
     async def _run(self, session: ChatSession, turn: StreamedTurn) -> None:
         thread = asyncio.create_task(self.app.in_thread(turn.run))
         try:
-            await Follower(self.app, session, self.transcript, self.status, self._ask_for_tool).follow(turn)
+            await turn.follow(self, session)
         finally:
             await thread
             self.turn = None
             self.ended.set()
             if self.asked is not None:
-                self._ask_for_tool(None)
+                self.ask_for_tool(None)
             self.draw_heading()
         if turn.typed is not None and turn.question is None:  # it never became a message
             self._take_back(_Draft(turn.typed, turn.replaced))
@@ -261,7 +261,7 @@ class ChatScreen(Screen[None]):
             await self._make_room(session, turn.full)
         self.send_pending()
 
-    def _ask_for_tool(self, asked: ToolAsked | None) -> None:
+    def ask_for_tool(self, asked: ToolAsked | None) -> None:
         """Asks in a line above the editor: a dialog would take the keys of who is typing."""
         self.asked = asked
         call = "" if asked is None else f"{asked.name} {shortened(asked.arguments, _MAX_OF_A_CALL)}"
@@ -273,7 +273,7 @@ class ChatScreen(Screen[None]):
         if self.asked is None:
             raise UsageError("no tool waits for an answer")
         self.asked.answer(permission)
-        self._ask_for_tool(None)
+        self.ask_for_tool(None)
 
     async def _make_room(self, session: ChatSession, full: ContextFull) -> None:
         """Does what is to be done about a full context; asks, unless that was said before."""

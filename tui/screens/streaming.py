@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from localllm.tui.base_app import BaseApp
 from localllm.tui.chat import events
 from localllm.tui.chat.events import Event, EventQueue, Turn
 from localllm.tui.chat.session import ChatSession
 from localllm.tui.widgets.message import MessageView
-from localllm.tui.widgets.status import StatusLine
-from localllm.tui.widgets.transcript import Transcript
 
-#: Seconds between two looks into the inbox, at least.
+if TYPE_CHECKING:
+    from localllm.tui.screens.chat import ChatScreen
+
+#: Seconds between two looks into the queue, at least.
 PERIOD = 1 / 20
 #: Where drawing takes long, this many times as long is left to keys and all else.
 _REST = 3.0
@@ -28,7 +29,6 @@ class StreamedTurn(Turn):
     """A turn whose events wait for the screen.
 
     Attributes:
-        queue: the events.
         typed: the message that began it, which is given back where it never became one.
         replaced: the id of the message in whose place it stands.
         has_ended: whether all is generated, and in the queue; the screen may be about to draw it.
@@ -39,8 +39,8 @@ class StreamedTurn(Turn):
 
     def __init__(self, start: Callable[[Turn], None], typed: str | None = None, replaced: str | None = None) -> None:
         """``start`` is a method of a `localllm.tui.chat.session.ChatSession`."""
-        self.queue = EventQueue()
-        super().__init__(self.queue.put)
+        self._queue = EventQueue()
+        super().__init__(self._queue.put)
         self.typed = typed
         self.replaced = replaced
         self.has_ended = False
@@ -48,6 +48,8 @@ class StreamedTurn(Turn):
         self.full: events.ContextFull | None = None
         self.is_drawn = asyncio.Event()
         self._start = start
+        self._view: MessageView | None = None
+        self._summary_words = 0
 
     def run(self) -> None:
         """Generates, on the thread that calls."""
@@ -57,82 +59,62 @@ class StreamedTurn(Turn):
             self.error = error
         self.has_ended = True
 
-
-class Follower:
-    """Shows the turns of one session."""
-
-    def __init__(
-        self,
-        app: BaseApp,
-        session: ChatSession,
-        transcript: Transcript,
-        status: StatusLine,
-        ask: Callable[[events.ToolAsked], None],
-    ) -> None:
-        self._app = app
-        self._ask = ask
-        self._session = session
-        self._transcript = transcript
-        self._status = status
-        self._view: MessageView | None = None
-        self._summary_words = 0
-
-    async def follow(self, turn: StreamedTurn) -> None:
-        """Shows a turn to its end."""
-        pause = PERIOD
-        self._status.change(activity="waiting for the model", progress=None)
-        has_ended = False
+    async def follow(self, screen: ChatScreen, session: ChatSession) -> None:
+        """Shows what is generated, to its end."""
+        status = screen.status
+        status.change(activity="waiting for the model", progress=None)
+        pause, has_ended = PERIOD, False
         while not has_ended:
             before = time.monotonic()
             await asyncio.sleep(pause)
             # What the loop is late by it was drawing, or reading keys.
             late = max(0.0, time.monotonic() - before - pause)
             pause = min(PERIOD + _REST * late, _LONGEST)
-            has_ended = turn.has_ended
-            for event in turn.queue.take():
-                await self._handle(event, turn)
-            if (stats := self._session.live) is not None:
-                self._status.change(stats=stats, meter=self._session.meter())
-        await self._finish()
-        self._status.change(activity="", progress=None)
+            has_ended = self.has_ended
+            for event in self._queue.take():
+                await self._show(event, screen, session)
+            if (stats := session.live) is not None:
+                status.change(stats=stats, meter=session.meter())
+        await self._finish(session)
+        status.change(activity="", progress=None)
 
-    async def _finish(self) -> None:
+    async def _finish(self, session: ChatSession) -> None:
         """Draws the reply as it stays; one that failed has no `Finished`."""
         view, self._view = self._view, None
-        if view is not None and (message := self._session.conversation.get(view.message.id)) is not None:
+        if view is not None and (message := session.conversation.get(view.message.id)) is not None:
             await view.finish(message)
 
-    async def _handle(self, event: Event, turn: StreamedTurn) -> None:
+    async def _show(self, event: Event, screen: ChatScreen, session: ChatSession) -> None:
+        status, transcript = screen.status, screen.transcript
         if isinstance(event, events.Delta):
-            self._status.change(activity="thinking" if event.thinking else "writing", progress=None)
+            status.change(activity="thinking" if event.thinking else "writing", progress=None)
             if self._view is not None:
                 await self._view.write(event.text, thinking=event.thinking)
         elif isinstance(event, events.Prefill):
             if event.total >= _SHORT_PROMPT and event.done < event.total:
-                self._status.change(activity="reading the prompt", progress=event.done / event.total)
+                status.change(activity="reading the prompt", progress=event.done / event.total)
         elif isinstance(event, events.Started):
-            model = self._session.model
+            model = session.model
             writer = "" if model is None else model.info.name or model.info.path.name
-            await self._transcript.show(self._session.conversation, streaming=event.id, writer=writer)
-            self._view = self._transcript.view(event.id)
-            self._transcript.follow()
-            turn.is_drawn.set()
+            await transcript.show(session.conversation, streaming=event.id, writer=writer)
+            self._view = transcript.view(event.id)
+            transcript.follow()
+            self.is_drawn.set()
         elif isinstance(event, events.Finished):
-            await self._finish()
+            await self._finish(session)
         elif isinstance(event, events.Summarising):
             self._summary_words += len(event.text.split())
-            self._status.change(activity=f"summarising: {self._summary_words:,} words")
+            status.change(activity=f"summarising: {self._summary_words:,} words")
         elif isinstance(event, events.RoomMade):
-            self._summary_words = 0
-            self._status.change(activity="")
+            status.change(activity="")
         elif isinstance(event, events.ToolAsked):
-            self._status.change(activity="a tool waits for your answer")
-            self._ask(event)
+            status.change(activity="a tool waits for your answer")
+            screen.ask_for_tool(event)
         elif isinstance(event, events.ToolsUsed):
-            self._status.change(activity="using tools")
-            if (view := self._transcript.view(event.message.id)) is not None:
+            status.change(activity="using tools")
+            if (view := transcript.view(event.message.id)) is not None:
                 await view.finish(event.message)
         elif isinstance(event, events.Warned):
-            self._app.notify(event.text, severity="warning")
+            screen.app.notify(event.text, severity="warning")
         elif isinstance(event, events.ContextFull):
-            turn.full = event
+            self.full = event
