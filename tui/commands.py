@@ -250,8 +250,7 @@ def _set(session: ChatSession, argument: str) -> str | Result:
     defaults = vars(Sampling())
     lines = []
     for each in [chat_settings.full_name(name)] if name else chat_settings.READERS:
-        value = settings.get(each, defaults.get(each, "default"))
-        text = ("on" if value else "off") if isinstance(value, bool) else "none" if value is None else value
+        text = chat_settings.typed(settings.get(each, defaults.get(each, "default")))
         lines.append(f"{each:<20} {text}{'' if each in settings else '  (default)'}")
     return "\n".join(lines)
 

@@ -54,6 +54,15 @@ def _readers() -> dict[str, Callable[[str], object]]:
 READERS = _readers()
 
 
+def typed(value: object) -> str:
+    """A value as it is typed."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, list):
+        return shlex.join(text.replace("\n", "\\n") for text in value)
+    return "none" if value is None else json.dumps(value) if isinstance(value, dict) else str(value)
+
+
 class Generation(NamedTuple):
     """What settings come to: keywords of `LLM.stream_chat`."""
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, NamedTuple, cast
+from typing import ClassVar, cast
 
 from textual import getters
 from textual.app import ComposeResult, SuspendNotSupported
@@ -35,7 +35,7 @@ from localllm.tui.chat.tools import Permission
 from localllm.tui.screens.commands import Commands
 from localllm.tui.screens.dialogs import EDIT, TAKE_BACK, ask_room, open_link
 from localllm.tui.screens.models import ModelLoader, ModelState
-from localllm.tui.screens.streaming import StreamedTurn
+from localllm.tui.screens.streaming import Draft, StreamedTurn
 from localllm.tui.setup import Setup
 from localllm.tui.storage.prompt_history import PromptHistory
 from localllm.tui.text import escape_controls, sentence, shortened
@@ -104,7 +104,7 @@ class ChatScreen(Screen[None]):
         self.ended = asyncio.Event()
         self.ended.set()
         #: What is sent once a model is loaded, or the reply that was stopped has ended.
-        self._pending: _Draft | None = None
+        self._pending: Draft | None = None
 
     def compose(self) -> ComposeResult:
         yield self._heading
@@ -225,13 +225,13 @@ class ChatScreen(Screen[None]):
 
     # -- Turns -----------------------------------------------------------------------------------------------------
 
-    def begin(self, start: Callable[[Turn], None], typed: str | None = None, replaced: str | None = None) -> None:
+    def begin(self, start: Callable[[Turn], None], draft: Draft | None = None) -> None:
         """Has something generated.  Raises UsageError during a reply, or while a model is being loaded."""
         if self.turn is not None:
             raise UsageError("a reply is under way: Esc stops it")
         if self.models.state is ModelState.LOADING:
             raise UsageError("the model is being loaded: wait until it is there")
-        self.turn = StreamedTurn(start, typed, replaced)
+        self.turn = StreamedTurn(start, draft)
         self.ended.clear()
         self.refresh_bindings()
         self.draw_heading()
@@ -248,8 +248,8 @@ class ChatScreen(Screen[None]):
             if self.asked is not None:
                 self.ask_for_tool(None)
             self.draw_heading()
-        if turn.typed is not None and turn.question is None:  # it never became a message
-            self._take_back(_Draft(turn.typed, turn.replaced))
+        if turn.draft is not None and turn.question is None:
+            self._take_back(turn.draft)
         if turn.error is not None:
             self.app.notify_error(turn.error)
         if session is self.session:
@@ -339,7 +339,7 @@ class ChatScreen(Screen[None]):
             raise UsageError("a message waits to be sent already: Esc takes it back")
         if self.models.state is ModelState.NONE:
             raise UsageError("no model is loaded: choose one with /model")
-        self._pending, self.replacing = _Draft(text, self.replacing), None
+        self._pending, self.replacing = Draft(text, self.replacing), None
         self._remember(text)
         if self.models.state is not ModelState.LOADED:
             self.hint("The model is being loaded: your message is sent as soon as it is there. Esc takes it back.")
@@ -360,7 +360,7 @@ class ChatScreen(Screen[None]):
         start = partial(self.session.send, text)
         if draft.replaced is not None:
             start = partial(self.session.edit, draft.replaced, text)
-        self.begin(start, draft.text, draft.replaced)
+        self.begin(start, draft)
 
     def _take_back_pending(self) -> None:
         draft, self._pending = self._pending, None
@@ -368,7 +368,7 @@ class ChatScreen(Screen[None]):
             self.hint("")
             self._take_back(draft)
 
-    def _take_back(self, draft: _Draft) -> None:
+    def _take_back(self, draft: Draft) -> None:
         """Puts a message that was not sent into the editor again, before what was typed since."""
         since = self.composer.message
         self.composer.put(f"{draft.text}\n{since}" if since else draft.text)
@@ -593,13 +593,6 @@ class ChatScreen(Screen[None]):
     def on_reply_link(self, event: Reply.Link) -> None:
         event.stop()
         self.app.spawn(open_link(self.app, event.address), group="link")
-
-
-class _Draft(NamedTuple):
-    """A message as it was typed, and the id of the one in whose place it shall stand."""
-
-    text: str
-    replaced: str | None
 
 
 #: More files than these are not named one by one.

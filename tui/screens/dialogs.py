@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
@@ -371,9 +370,10 @@ class SamplingScreen(Dialog[dict[str, Any]]):
     def content(self) -> ComposeResult:
         with VerticalScroll(can_focus=False):
             for field in _FIELDS:
+                value = chat_settings.typed(self._settings.get(field.name, ""))
                 with Horizontal(classes="field"):
                     yield Label(field.label)
-                    yield Input(_typed(self._settings.get(field.name)), placeholder=_default(field), id=field.name)
+                    yield Input(value, placeholder=_default(field), id=field.name)
         yield Static(classes="error")
 
     def action_reset(self) -> None:
@@ -401,14 +401,3 @@ def _default(field: _Field) -> str:
     """What a field without a value means."""
     value = getattr(Sampling(), field.name, None)
     return field.help if value is None else f"{value:g} by default; {field.help}"
-
-
-def _typed(value: Any) -> str:
-    """A value as it is typed."""
-    if value is None:
-        return ""
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    if isinstance(value, list):
-        return shlex.join(text.replace("\n", "\\n") for text in value)
-    return str(value)

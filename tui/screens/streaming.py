@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from localllm.tui.chat import events
 from localllm.tui.chat.events import Event, EventQueue, Turn
@@ -25,24 +25,29 @@ _LONGEST = 0.25
 _SHORT_PROMPT = 64
 
 
+class Draft(NamedTuple):
+    """A message as it was typed, and the id of the one that it takes the place of."""
+
+    text: str
+    replaced: str | None
+
+
 class StreamedTurn(Turn):
     """A turn whose events wait for the screen.
 
     Attributes:
-        typed: the message that began it, which is given back where it never became one.
-        replaced: the id of the message in whose place it stands.
+        draft: what was sent; it goes back into the editor if it never became a message.
         has_ended: whether all is generated, and in the queue; the screen may be about to draw it.
         error: what ended it; None if nothing went wrong.
         full: tells that the context is full, with which it ended then.
         is_drawn: whether the message and the beginning of the reply are on the screen.
     """
 
-    def __init__(self, start: Callable[[Turn], None], typed: str | None = None, replaced: str | None = None) -> None:
+    def __init__(self, start: Callable[[Turn], None], draft: Draft | None = None) -> None:
         """``start`` is a method of a `localllm.tui.chat.session.ChatSession`."""
         self._queue = EventQueue()
         super().__init__(self._queue.put)
-        self.typed = typed
-        self.replaced = replaced
+        self.draft = draft
         self.has_ended = False
         self.error: BaseException | None = None
         self.full: events.ContextFull | None = None
