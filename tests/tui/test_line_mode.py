@@ -18,6 +18,7 @@ import pytest
 from localllm.errors import ContextLengthError, DeviceLostError, UsageError
 from localllm.tui.chat.events import Delta, Event, Turn
 from localllm.tui.chat.session import ChatSession
+from localllm.tui.chat.tools import Toolbox
 from localllm.tui.line_mode import InputReader, LineChat
 from localllm.tui.storage.chats import Store
 from tests.helpers.command_line import Outcome, Process, environment, on_terminal, run_main, run_process
@@ -174,6 +175,24 @@ def test_a_message_that_is_too_long(give: Give, store: Store, capfd: pytest.Capt
     err = capfd.readouterr().err
     assert "/edit makes it shorter, /remove 3 takes it back" in err
     assert [m.text for m in plain.session.conversation.path()] == ["hi", "ok", "you", "ok", "me", "ok"]
+
+
+def test_a_tool_is_asked_for(give: Give, store: Store, capfd: pytest.CaptureFixture[str]) -> None:
+    call = '<tool_call>{"name": "run_command", "arguments": {"command": "echo pears"}}</tool_call>'
+    give("go\no\n")
+    plain = chat(store, FakeModel([call, "done"], context=10_000), interactive=True)
+    plain.session.toolbox = Toolbox({"run": True})
+    assert plain.run() == 0
+    out, err = capfd.readouterr()
+    assert out == "done\n"
+    assert 'the model wants to use run_command {"command": "echo pears"}' in err
+    assert 'run_command {"command": "echo pears"}: ' in err
+    assert "pears" in (plain.session.conversation.path()[1].calls[0].result or "")
+    give("go\n")  # where nobody can be asked, it is not run
+    plain = chat(store, FakeModel([call, "done"], context=10_000))
+    plain.session.toolbox = Toolbox({"run": True})
+    assert plain.run() == 0
+    assert "does not allow" in (plain.session.conversation.path()[1].calls[0].result or "")
 
 
 def test_an_interrupt_ends_a_pipe_and_keeps_the_reply(give: Give, store: Store) -> None:

@@ -155,6 +155,19 @@ async def test_a_file_is_counted_once_when_its_name_is_typed(notes: str, monkeyp
         assert model.counted == 1
 
 
+async def test_counting_files_ends_when_somebody_types_on(notes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_screen, "_TYPING_SECONDS", 0.01)
+    Path("more.txt").write_text("a file of more")
+    model = SlowCounter()
+    async with chatting(setup(model)) as chat:
+        await chat.type(f"{notes} @more.txt ")
+        await chat.until(model.came.is_set)
+        await chat.press("x")
+        model.goes.set()
+        await chat.until(lambda: not any("(run)" in thread.name for thread in threading.enumerate()))
+        assert model.counted == 1
+
+
 def test_what_a_lock_kept_from_being_saved_is_saved_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

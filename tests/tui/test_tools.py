@@ -8,6 +8,7 @@ import sys
 import textwrap
 import threading
 import time
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -238,10 +239,32 @@ async def test_esc_ends_a_question_in_the_app(folder: Path) -> None:
 SERVER = Path(__file__).parents[1] / "helpers" / "mcp_server.py"
 
 
-def test_the_tools_of_an_mcp_server_are_called() -> None:
+@pytest.fixture(params=["stdio", "http"])
+def numbers(request: pytest.FixtureRequest) -> Iterator[dict[str, object]]:
+    """The settings of an MCP server: a program, or an address."""
     pytest.importorskip("mcp")
-    servers = {"numbers": {"command": [sys.executable, str(SERVER)]}}
-    session, _ = asking(call("numbers__add", a=2, b=40), "42", servers=servers)
+    if request.param == "stdio":
+        yield {"command": [sys.executable, str(SERVER)]}
+        return
+    import uvicorn
+
+    from tests.helpers import mcp_server
+
+    config = uvicorn.Config(mcp_server.server.streamable_http_app(), port=0, log_level="critical", ws="none")
+    web = uvicorn.Server(config)
+    thread = threading.Thread(target=web.run, daemon=True)
+    thread.start()
+    while not web.started:
+        assert thread.is_alive()
+        time.sleep(0.01)
+    port = web.servers[0].sockets[0].getsockname()[1]
+    yield {"url": f"http://127.0.0.1:{port}/mcp"}
+    web.should_exit = web.force_exit = True
+    thread.join(20)
+
+
+def test_the_tools_of_an_mcp_server_are_called(numbers: dict[str, object]) -> None:
+    session, _ = asking(call("numbers__add", a=2, b=40), "42", servers={"numbers": numbers})
     play(session.send, "add", watch=answering("once"))
     assert [c.result for c in session.conversation.path()[1].calls] == ["42"]
     toolbox = session.toolbox
