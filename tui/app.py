@@ -232,7 +232,7 @@ def _warnings_shown(app: BaseApp) -> Iterator[None]:
 
 
 def take_any_bytes() -> None:
-    """Has Textual read bytes that are no UTF-8 as U+FFFD: one that is pasted would end the app with an error."""
+    """Has Textual read bytes that are not UTF-8 as U+FFFD: one that is pasted would end the app with an error."""
     try:
         from textual.drivers import linux_driver
     except ImportError:  # Windows, whose consoles give characters

@@ -55,11 +55,8 @@ class Command:
     """What can be typed after a slash.
 
     Attributes:
-        name: without the slash.
-        arguments: what follows it, for people.
-        help: what it does.
+        arguments: what follows the name, for people.
         run: does it, given what was typed after the name; None where only the app knows how.
-        aliases: other names.
         title: its name in the palette; empty for what says nothing without arguments.
         key: that calls it in the app, as Textual names it; empty if none does.
     """
@@ -481,58 +478,29 @@ def _help(session: ChatSession, argument: str) -> str | Result:
     return "\n".join(f"{command.usage:<{width}}  {command.help}" for command in wanted)
 
 
-# fmt: off, so that each command is a row
+# fmt: off
 COMMANDS = [
     Command("help", "[COMMAND]", "list the commands", _help, ("?",), "Help: keys and commands", "f1"),
-    Command(
-        "regen",
-        "[N]",
-        "reply again; the earlier reply stays as a branch",
-        _regenerate,
-        ("retry",),
-        "Regenerate",
-        "ctrl+r",
-    ),
-    Command(
-        "edit",
-        "[N] [TEXT]",
-        "change your last message, or number N: a new branch goes on from there",
-        _edit,
-        title="Edit your last message",
-        key="f2",
-    ),
-    Command(
-        "continue",
-        "",
-        "go on with a reply that was cut off",
-        lambda s, _: Result(play=s.continue_reply),
-        (),
-        "Continue the reply",
-        "ctrl+g",
-    ),
-    Command(
-        "branch",
-        "[[N] next|prev|K]",
-        "list branches, or go to the next, the one before or number K",
-        _branch,
-        title="Branches",
-    ),
-    Command(
-        "show", "", "show the conversation, with numbers", lambda s, _: _transcript(s.conversation), ("history",)
-    ),
+    Command("regen", "[N]", "reply again; the earlier reply stays as a branch", _regenerate, ("retry",), "Regenerate",
+            "ctrl+r"),
+    Command("edit", "[N] [TEXT]", "change your last message, or number N: a new branch goes on from there", _edit,
+            title="Edit your last message", key="f2"),
+    Command("continue", "", "go on with a reply that was cut off", lambda s, _: Result(play=s.continue_reply), (),
+            "Continue the reply", "ctrl+g"),
+    Command("branch", "[[N] next|prev|K]", "list branches, or go to the next, the one before or number K", _branch,
+            title="Branches"),
+    Command("show", "", "show the conversation, with numbers", lambda s, _: _transcript(s.conversation),
+            ("history",)),
     Command("remove", "N", "delete message N and all that follows it", _remove),
     Command("drop", "", "where the context is full: leave out the oldest turns", partial(_make_room, "drop")),
-    Command(
-        "summarise", "", "the same, with a summary in their place", partial(_make_room, "summarise"), ("summarize",)
-    ),
+    Command("summarise", "", "the same, with a summary in their place", partial(_make_room, "summarise"),
+            ("summarize",)),
     Command("system", "[TEXT|none]", "show or set the system prompt", _system, title="System prompt", key="ctrl+s"),
-    Command(
-        "set", "[NAME [VALUE|default]]", "show or change how replies are generated", _set, (), "Sampling", "ctrl+t"
-    ),
+    Command("set", "[NAME [VALUE|default]]", "show or change how replies are generated", _set, (), "Sampling",
+            "ctrl+t"),
     Command("prefix", "[TEXT|none]", "what replies begin with", partial(_set_one, "reply_prefix")),
-    Command(
-        "stop-strings", "[TEXT … |none]", "what replies end before; in quotes for spaces", partial(_set_one, "stop")
-    ),
+    Command("stop-strings", "[TEXT … |none]", "what replies end before; in quotes for spaces",
+            partial(_set_one, "stop")),
     Command("model", "[FILE]", "show the model, or load another one", _model, title="Model", key="ctrl+l"),
     Command("compare", "[FILE]", "another model replies too; both replies side by side", _compare, title="Compare"),
     Command("format", "[FILE.json|none]", "replies are JSON, by the schema in a file", _format),
@@ -541,55 +509,28 @@ COMMANDS = [
     Command("sessions", "[WORDS|archived]", "list chats, or search them", _sessions, ("list",), "Chats", "ctrl+o"),
     Command("fork", "[N]", "go on in a new chat, with what was said up to number N", _fork, title="Fork the chat"),
     Command("prompt", "[NAME [WORDS]]", "list the prompts of your folder, or use one", _prompt),
-    Command(
-        "run",
-        "COMMAND",
-        "send what a shell command prints; so does !COMMAND",
-        lambda _, command: Result(draft=command_output(command)),
-    ),
-    Command(
-        "tools",
-        "[read FOLDER|run on|fetch on|add NAME COMMAND|…]",
-        "list the tools that the model may call, or switch some on",
-        _tools,
-        title="Tools",
-    ),
+    Command("run", "COMMAND", "send what a shell command prints; so does !COMMAND",
+            lambda _, command: Result(draft=command_output(command))),
+    Command("tools", "[read FOLDER|run on|fetch on|add NAME COMMAND|…]",
+            "list the tools that the model may call, or switch some on", _tools, title="Tools"),
     Command("allow", "[no|once|chat|always]", "answer a model that asks for a tool", None, (), "Allow a tool", "f3"),
     Command("editor", "", "write the message in $EDITOR", None, title="Write in your editor", key="ctrl+e"),
     Command("save", "[TITLE]", "tell where this chat is saved, and name it", _save),
     Command("load", "ID|FILE.json", "open a saved chat, or import one", _load, ("open",), "Open a chat"),
     Command("import", "FILE.json", "open a chat that was exported", _import, title="Import a chat"),
-    Command(
-        "export",
-        "[FILE.md|FILE.json|all FOLDER]",
-        "write this chat into a file, or all chats into a folder",
-        _export,
-        title="Export the chat",
-    ),
+    Command("export", "[FILE.md|FILE.json|all FOLDER]", "write this chat into a file, or all chats into a folder",
+            _export, title="Export the chat"),
     Command("rename", "TITLE", "give this chat a title", _rename, title="Rename the chat"),
-    Command(
-        "archive",
-        "[ID]",
-        "take this chat, or another one, out of the list",
-        partial(_archive, True),
-        title="Archive the chat",
-    ),
+    Command("archive", "[ID]", "take this chat, or another one, out of the list", partial(_archive, True),
+            title="Archive the chat"),
     Command("unarchive", "[ID]", "take it back into the list", partial(_archive, False)),
     Command("delete", "ID|this", "delete a chat for good", _delete, title="Delete the chat"),
-    Command(
-        "clear",
-        "",
-        "begin a new chat; this one stays saved",
-        lambda s, _: Result("a new chat", chat=new_chat(s)),
-        ("new",),
-        "New chat",
-        "ctrl+n",
-    ),
+    Command("clear", "", "begin a new chat; this one stays saved",
+            lambda s, _: Result("a new chat", chat=new_chat(s)), ("new",), "New chat", "ctrl+n"),
     Command("tab", "[N|next|prev]", "open a new chat beside this one, or go to one", None, title="New tab", key="f4"),
     Command("close", "", "close this chat; it stays saved", None, title="Close the tab"),
-    Command(
-        "copy", "[N] [code [K]]", "copy the last reply or message N, or its code", None, (), "Copy the last reply"
-    ),
+    Command("copy", "[N] [code [K]]", "copy the last reply or message N, or its code", None, (),
+            "Copy the last reply"),
     Command("theme", "[NAME]", "choose colours", None, title="Theme"),
     Command("quit", "", "end", lambda session, _: Result(ends=True), ("exit", "bye", "q"), "Quit", "ctrl+q"),
 ]

@@ -195,7 +195,7 @@ class Chat:
 
 
 def press(app: App[Any], *keys: str) -> None:
-    """Presses keys, and waits for nothing; what is no name of a key is typed."""
+    """Presses keys, and waits for nothing; what is not the name of a key is typed."""
     for key in keys:
         for each in [key] if key in set(Keys) else key:
             app.post_message(_key(each))

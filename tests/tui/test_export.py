@@ -117,7 +117,7 @@ HOSTILE = {
         messages({"attachments": [{"name": "a"}]}),
         "field `text` - at `$.attachments[0]`",
     ),
-    "a leaf": (altered(leaf="x"), "its 'leaf' is none of its messages"),
+    "a leaf": (altered(leaf="x"), "its 'leaf' is not one of its messages"),
     "settings": (altered(settings={"temperature": "hot"}), "its settings are wrong: temperature is 'hot'"),
     "strange settings": (altered(settings={"processors": []}), "there is no setting 'processors'"),
     "settings without a name": (altered(settings={"": None}), "there is no setting ''"),
@@ -168,7 +168,7 @@ def test_any_value_anywhere_is_taken_or_refused(key: str, value: Any) -> None:
 
 
 def test_the_home_of_nobody_is_said() -> None:
-    with pytest.raises(UsageError, match="is no path here"):
+    with pytest.raises(UsageError, match="is not a path here"):
         path_of("~nobody-of-this-name/chat.json")
 
 

@@ -341,7 +341,7 @@ def test_a_message_is_edited_in_its_line(tiny: Path, tmp_path: Path) -> None:
         assert process.wait(60) == 0
     assert max(map(len, help_lines)) < 80
     store = Store(tmp_path / "chats.sqlite3")
-    assert [m.text for m in store.load(store.latest() or "").path()] == ["hi there", "zz"]
+    assert [m.text for m in store.load(store.sessions()[0].id).path()] == ["hi there", "zz"]
     store.close()
 
 
@@ -363,7 +363,7 @@ def test_at_a_terminal(tiny: Path, tmp_path: Path) -> None:
         assert process.wait(60) == 0
     assert b"Ctrl-D or /quit" in screen
     store = Store(tmp_path / "chats.sqlite3")
-    reply = store.load(store.latest() or "").path()[1]
+    reply = store.load(store.sessions()[0].id).path()[1]
     store.close()
     assert reply.state == "stopped"
     assert set(reply.text) == {"z"}
@@ -424,7 +424,7 @@ def test_a_killed_chat_loses_a_second_at_most(tmp_path: Path, round_: int) -> No
     process.wait()
     process.stdout.close()
     store = Store(path)
-    conversation = store.load(store.latest() or "")
+    conversation = store.load(store.sessions()[0].id)
     reply = conversation.path()[1]
     store.close()
     assert (conversation.path()[0].text, reply.state) == ("go on", "killed")

@@ -284,7 +284,7 @@ def say(value):
 def endless():
     while True:
         sys.stdout.write("x" * 65536)
-print("this is no JSON", "\\x1b[2J", flush=True)
+print("this is not JSON", "\\x1b[2J", flush=True)
 print("\\x1b[2Jerror", file=sys.stderr, flush=True)
 if how == "endless":
     endless()

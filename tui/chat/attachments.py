@@ -40,7 +40,7 @@ class Attached(NamedTuple):
     Attributes:
         files: each of them once, or where they do not fit, the pieces that match the text best.
         unknown: what looks like a name but is that of no file; it may be just a word with an @.
-        skipped: files of folders that are no text.
+        skipped: files of folders that are not text.
         n_tokens: of all files, about.
         is_cut: whether these are pieces.
     """
@@ -99,11 +99,7 @@ def attach(
 
 
 def _fitting(
-    texts: Mapping[str, str],
-    question: str,
-    count: Callable[[str], int],
-    room: Callable[[], int],
-    rank: pieces.Rank,
+    texts: Mapping[str, str], question: str, count: Callable[[str], int], room: Callable[[], int], rank: pieces.Rank
 ) -> tuple[list[Attachment], int, bool]:
     """Files as a whole, or their best pieces; all their tokens, and whether these are pieces."""
     left = room() if texts else 0
@@ -166,7 +162,7 @@ def path_of(name: str) -> Path:
     try:
         return Path(name).expanduser()
     except RuntimeError:
-        raise UsageError(f"{name} is no path here: check its beginning") from None
+        raise UsageError(f"{name} is not a path here: check its beginning") from None
 
 
 def read_text_file(name: str) -> str:
@@ -177,7 +173,7 @@ def read_text_file(name: str) -> str:
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
-            raise UsageError(f"{name} cannot be attached: it is no file")
+            raise UsageError(f"{name} cannot be attached: it is not a regular file")
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
     except OSError as error:
@@ -189,7 +185,7 @@ def read_text_file(name: str) -> str:
     except UnicodeDecodeError:
         text = "\0"
     if "\0" in text:
-        raise UsageError(f"{name} cannot be attached: it is no text in UTF-8")
+        raise UsageError(f"{name} cannot be attached: it is not UTF-8 text")
     return text
 
 

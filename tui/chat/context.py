@@ -124,16 +124,11 @@ class ContextTrimmer:
     """
 
     def __init__(
-        self,
-        model: ChatModel,
-        conversation: Conversation,
-        question: str,
-        begun: str,
-        tools: Mapping[str, Any] | None = None,
+        self, model: ChatModel, conversation: Conversation, question: str, begun: str, tools: Mapping[str, Any]
     ) -> None:
         """For the reply to ``question``, of which ``begun`` is there already; ``tools`` are keywords of the model."""
         self._model = model
-        self._tools = dict(tools or {})
+        self._tools = tools
         self._system = conversation.system
         self._begun = begun
         self._settings = chat_settings.generation(conversation.settings)

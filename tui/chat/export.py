@@ -103,7 +103,7 @@ def from_json(text: str | bytes) -> Conversation:
     exported = converted(values, _Exported, "it")
     messages, ids = _messages(exported.messages)
     if exported.leaf is not None and exported.leaf not in ids:
-        raise StoreError("its 'leaf' is none of its messages")
+        raise StoreError("its 'leaf' is not one of its messages")
     try:
         chat_settings.check(exported.settings or {})
     except UsageError as error:
@@ -131,10 +131,10 @@ def _messages(values: list[object]) -> tuple[list[Message], dict[str, str]]:
         if message.id in ids:
             raise StoreError(f"{where} has the id of an earlier one")
         if message.parent is not None and message.parent not in ids:
-            raise StoreError(f"the 'parent' of {where} is none of the messages before it")
+            raise StoreError(f"the 'parent' of {where} is not one of the messages before it")
         ids[message.id] = new_id()
         if message.window is not None and message.window.first not in ids:
-            raise StoreError(f"the window of {where} begins at none of the messages before it")
+            raise StoreError(f"the window of {where} begins at no message before it")
         messages.append(replace(message, state="killed" if message.state == "streaming" else message.state))
     return [_with_new_id(message, ids) for message in messages], ids
 

@@ -128,7 +128,7 @@ class ChatSession:
             reply = self.conversation.leaf
             parent = None if reply is None else reply.parent
             if reply is None or reply.role == "user" or parent is None:
-                raise UsageError("the last message is no reply that could be continued: /regen has it replied to")
+                raise UsageError("the last message is not a reply that can be continued: /regen has it replied to")
             if not reply.can_go_on:
                 raise UsageError("the last reply is complete: /regen asks for another one")
             is_shared = False
@@ -302,7 +302,7 @@ class ChatSession:
                 turn.emit(events.Warned(f"{what}: the pieces that match the message best are sent"))
             if attached.skipped:
                 turn.emit(
-                    events.Warned(f"not sent, as they are no texts: {shortened(', '.join(attached.skipped), 200)}")
+                    events.Warned(f"not sent, as they are not text: {shortened(', '.join(attached.skipped), 200)}")
                 )
             self._reply(question.id, None, turn)
 
@@ -500,7 +500,7 @@ class ChatSession:
         trimmer = self._trimmer(full.question, full.reply)
         first = trimmer.first(trimmer.summary_tokens if summarise else 0)
         if first is None:
-            raise UsageError("there is no room to be made: the last message alone is too long")
+            raise UsageError("no room can be made: the last message alone is too long")
         summary = self._summarise(trimmer, first, turn) if summarise else trimmer.summary
         if turn.is_stopped:
             return

@@ -48,12 +48,10 @@ _FETCH_SECONDS = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """What can be called.
+    """What can be called; ``parameters`` is a JSON schema.
 
-    Attributes:
-        name: as the model calls it: its server's name is in it, so that none takes another one's place.
-        description, parameters: what the model is told: a text, and a JSON schema.
-        run: gives the result; it is to end soon where its second argument says that it is stopped.
+    A server's name is in its tools' names, so that none takes another one's place.  ``run`` gives the result of the
+    arguments, and ends soon where its second argument says that it is stopped.
     """
 
     name: str
@@ -95,15 +93,7 @@ class Toolbox:
     """The tools of one program, for all its chats; ``settings`` may be changed."""
 
     def __init__(self, settings: Mapping[str, Any] | None = None, allowed: Path | None = None) -> None:
-        """Nothing is started yet.
-
-        Args:
-            settings: the table ``[tools]``.
-            allowed: the file that keeps what is always allowed; None keeps nothing.
-
-        Raises:
-            SettingsError: a setting is unknown or wrong.
-        """
+        """The table ``[tools]``, and the file of what is always allowed.  Raises SettingsError if one is wrong."""
         try:
             self.settings = msgspec.convert(settings or {}, ToolSettings)
         except msgspec.ValidationError as error:

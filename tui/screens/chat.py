@@ -135,7 +135,7 @@ class ChatScreen(Screen[None]):
             self._send(self.app.setup.question)
         unknown = set(self.app.setup.keys).difference(command.name for command in commands.COMMANDS)
         wrong = [
-            f"[keys] of the settings file has {name!r}, which is no command: /help lists them" for name in unknown
+            f"[keys] of the settings file has {name!r}, which is not a command: /help lists them" for name in unknown
         ]
         for notice in (*self.app.setup.notices, *wrong):
             self.app.notify(notice, severity="warning")
@@ -328,7 +328,7 @@ class ChatScreen(Screen[None]):
         """Sends a message, or runs a command.  Raises UsageError if it cannot be sent now; it stays in the editor."""
         if not text.strip():
             return
-        typed = commands.parse(text)  # what is no command stays where it can be mended
+        typed = commands.parse(text)  # what is not a command stays where it can be mended
         if not isinstance(typed, str):
             self._remember(text)
             self.run_command(text)
@@ -606,7 +606,7 @@ def _sizes(session: ChatSession, line: str, model: ChatModel, is_wanted: threadi
         return len(model.tokenize(text, add_special=False)) if is_wanted.is_set() else 0
 
     files, _, skipped, n_tokens, is_cut = session.attach(line, count)
-    left_out = f"; {len(skipped):,} that are no texts are left out" if skipped else ""
+    left_out = f"; {len(skipped):,} that are not text are left out" if skipped else ""
     if is_cut:
         sent = sum(file.n_tokens for file in files)
         return f"about {n_tokens:,} tokens: the pieces that match your message best are sent, {sent:,} fit{left_out}"

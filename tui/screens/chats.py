@@ -20,6 +20,7 @@ class ChatsScreen(Find[ChatSummary]):
     """The saved chats; the result is the id of one to open.  It notes ``deleted`` ids, and new ``titles`` by id."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("enter", "choose", "Open", priority=True),
         Binding("f2", "on_highlighted('rename')", "Rename"),
         Binding("f3", "on_highlighted('archive')", "Archive"),
         Binding("delete", "delete", "Delete", key_display="del", priority=True),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, cast
@@ -293,8 +294,13 @@ class Commands:
         await self._screen.write_outside()
 
     async def do_run(self, argument: str) -> None:
-        screen = self._screen
-        screen.composer.put(await self._app.in_thread(command_output, argument))
+        screen, is_stopped = self._screen, threading.Event()
+        screen.status.change(activity="the command runs: Esc ends it", progress=None)
+        try:
+            screen.composer.put(await self._app.in_thread(command_output, argument, is_stopped.is_set))
+        finally:
+            is_stopped.set()
+            screen.status.change(activity="")
 
     # -- The rest --------------------------------------------------------------------------------------------------
 

@@ -54,7 +54,7 @@ class Dialog(ModalScreen[Result | None]):
 class Choose(Dialog[str]):
     """One of several things; the result is its id."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("enter", "choose", "Choose")]
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("enter", "choose", "Choose", priority=True)]
 
     def __init__(self, title: str, text: str, choices: Iterable[tuple[str, str]], at: int = 0) -> None:
         """``choices`` are ids and what is shown for them; the one at place ``at`` is highlighted first."""
@@ -325,7 +325,7 @@ async def open_link(app: BaseApp, address: str) -> None:
     """Asks whether to open a link, with all of its address, and does so."""
     text = escape_controls(address).replace("\n", "")
     choices = [("no", "Cancel"), ("copy", "Copy the address")]
-    title = "No link to a web page"
+    title = "Not a link to a web page"
     if is_web(address):
         choices.append(("open", "Open in the browser"))
         title = "Open this link?"

@@ -24,7 +24,8 @@ from localllm.tui.text import sentence
 if TYPE_CHECKING:
     from localllm.tui.screens.chat import ChatScreen
 
-_HEAD = ("model", "size", "format", "parameters", "context", "fits")
+#: What is cut where the screen is narrow stands last.
+_HEAD = ("model", "fits", "size", "format", "params", "context")
 
 
 class ModelsScreen(Find[ModelEntry]):
@@ -62,11 +63,11 @@ class ModelsScreen(Find[ModelEntry]):
     def _row(self, entry: ModelEntry) -> tuple[str, ...]:
         return (
             entry.name,
+            ("cannot be run" if entry.error else entry.fits or "-") + (" (loaded)" * (entry.path == self._current)),
             quantity(entry.size, "B"),
             entry.quantisation or "-",
             entry.parameters or "-",
             "-" if entry.context is None else f"{entry.context:,}",
-            ("cannot be run" if entry.error else entry.fits or "-") + (" (loaded)" * (entry.path == self._current)),
         )
 
     def note(self, entry: ModelEntry | None) -> str:

@@ -240,11 +240,6 @@ class Store:
             raise StoreError(f"there are several chats whose id begins with {beginning!r}: give more of it")
         return str(rows[0]["id"])
 
-    def latest(self) -> str | None:
-        """The id of the conversation that was talked in last, archived ones left out; None if there is none."""
-        found = self.sessions(limit=1)
-        return found[0].id if found else None
-
     def sessions(self, *, archived: bool = False, limit: int = -1) -> list[ChatSummary]:
         """Conversations, the ones that were talked in last first: those that are archived, or those that are not."""
         return self._summaries("WHERE archived = ? ORDER BY updated DESC, s.rowid DESC LIMIT ?", (archived, limit))
@@ -275,15 +270,8 @@ class Store:
         with self._reading():
             rows = self._connection.execute(_SUMMARY + condition, tuple(values)).fetchall()
         return [
-            ChatSummary(
-                id=row["id"],
-                title=row["title"],
-                updated=_time(row["updated"]),
-                archived=bool(row["archived"]),
-                n_messages=row["n_messages"],
-                preview=_preview(row),
-            )
-            for row in rows
+            ChatSummary(id_, title, _time(updated), bool(archived), n_messages, _preview(*last))
+            for id_, title, updated, archived, n_messages, *last in rows
         ]
 
     @contextmanager
@@ -329,10 +317,8 @@ def _patterns(words: Iterable[str]) -> list[str]:
     return ["*" + "".join(f"[{c}]" if c in "*?[" else c for c in word) + "*" for word in words]
 
 
-def _preview(row: sqlite3.Row) -> str:
-    if row["text"] is None:
-        return ""
-    thinking, content = split(row["text"], row["opened"]) if row["role"] == "assistant" else ("", row["text"])
+def _preview(role: str | None, text: str | None, opened: str | None) -> str:
+    thinking, content = split(text or "", opened or "") if role == "assistant" else ("", text or "")
     return shortened(content or thinking, _PREVIEW)
 
 

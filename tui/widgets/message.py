@@ -108,10 +108,6 @@ class Thinking(Collapsible):
         self._body = Vertical(self._last, classes="thoughts")
         super().__init__(self._body, title=_title(self.text, seconds, False), collapsed=True)
 
-    @property
-    def blocks(self) -> list[Static]:
-        return list(self._body.query(Static))
-
     def write(self, text: str, seconds: float) -> None:
         """Adds a piece, after so many seconds of thinking."""
         self.text += escape_controls(text)

@@ -118,5 +118,6 @@ class KeyFooter(Footer):
         room = self.size.width
         # The palette, from which all else can be reached, stands last, but stays.
         for key in sorted(self.children, key=lambda child: not child.has_class("-command-palette")):
-            room -= key.get_content_width(self.size, self.size) + key.gutter.width
-            key.display = room >= 0
+            margin = key.styles.margin.width
+            room -= key.get_content_width(self.size, self.size) + key.gutter.width + margin
+            key.display = room + margin >= 0
