@@ -16,7 +16,7 @@ from localllm.tui.chat.conversation import Conversation, Message
 from localllm.tui.chat.tools import Permission
 from localllm.tui.commands import NO_BRANCHES, branch_meant, check_begun, forks, to_remove
 from localllm.tui.screens.chats import ChatsScreen
-from localllm.tui.screens.dialogs import Ask, Choose, CompareScreen, SamplingScreen, SystemScreen, TextDialog, confirm
+from localllm.tui.screens.dialogs import Ask, Choose, CompareScreen, Dialog, SamplingScreen, SystemScreen, confirm
 from localllm.tui.screens.help import HelpScreen
 from localllm.tui.text import code_blocks, shortened
 
@@ -87,7 +87,7 @@ class Commands:
             if result.text.count("\n") < _MAX_LINES:
                 self._app.notify(result.text)
             else:
-                await self._ask(TextDialog(name.capitalize(), result.text))
+                await self._ask(Dialog[None](name.capitalize(), result.text))
 
     # -- Chats -----------------------------------------------------------------------------------------------------
 
@@ -311,7 +311,7 @@ class Commands:
         lines = [text, f"memory {quantity(memory, 'B')} in use"]
         if screen.models.model is not None:
             lines += ["", str(screen.models.model.info)]
-        await self._ask(TextDialog("Statistics", "\n".join(lines)))
+        await self._ask(Dialog[None]("Statistics", "\n".join(lines)))
 
     async def ask_tab(self) -> None:
         await self._app.open_tab(commands.new_chat(self._screen.session))

@@ -27,25 +27,28 @@ Entry = TypeVar("Entry")
 
 
 class Dialog(ModalScreen[Result | None]):
-    """A box above the conversation; Esc closes it without a result."""
+    """A box with a text above the conversation; Esc closes it without a result."""
 
     app = getters.app(BaseApp)
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "close", "Close")]
 
-    def __init__(self, title: str) -> None:
+    def __init__(self, title: str, text: str = "") -> None:
         super().__init__()
         self._title = title
+        self._text = text
 
     def compose(self) -> ComposeResult:
         with Vertical(classes="box") as box:
             box.border_title = Content(escape_controls(self._title))
+            if self._text:
+                yield Static(Content(escape_controls(self._text)), classes="text")
             yield from self.content()
         yield KeyFooter(show_command_palette=False, compact=True)
 
     def content(self) -> ComposeResult:
-        """What is in the box."""
-        raise NotImplementedError
+        """What is in the box, below its text."""
+        yield from ()
 
     def action_close(self) -> None:
         self.dismiss(None)
@@ -58,14 +61,11 @@ class Choose(Dialog[str]):
 
     def __init__(self, title: str, text: str, choices: Iterable[tuple[str, str]], at: int = 0) -> None:
         """``choices`` are ids and what is shown for them; the one at place ``at`` is highlighted first."""
-        super().__init__(title)
+        super().__init__(title, text)
         self._at = at
-        self._text = text
         self._choices = list(choices)
 
     def content(self) -> ComposeResult:
-        if self._text:
-            yield Static(Content(escape_controls(self._text)), classes="text")
         options = OptionList(*(Option(Content(escape_controls(label)), id=id_) for id_, label in self._choices))
         options.highlighted = self._at  # before any key comes
         yield options
@@ -208,29 +208,15 @@ class Ask(Dialog[str]):
     BINDINGS: ClassVar[list[BindingType]] = [Binding("enter", "done", "OK", priority=True)]
 
     def __init__(self, title: str, text: str = "", value: str = "", placeholder: str = "") -> None:
-        super().__init__(title)
-        self._text = text
+        super().__init__(title, text)
         self._value = value
         self._placeholder = placeholder
 
     def content(self) -> ComposeResult:
-        if self._text:
-            yield Static(Content(escape_controls(self._text)), classes="text")
         yield Input(self._value, placeholder=self._placeholder)
 
     def action_done(self) -> None:
         self.dismiss(self.query_one(Input).value)
-
-
-class TextDialog(Dialog[None]):
-    """A text to read."""
-
-    def __init__(self, title: str, text: str) -> None:
-        super().__init__(title)
-        self._text = text
-
-    def content(self) -> ComposeResult:
-        yield Static(Content(escape_controls(self._text)), classes="text")
 
 
 class CompareScreen(Dialog[str]):
@@ -273,16 +259,13 @@ class SystemScreen(Dialog[str]):
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("ctrl+s", "save", "Save", priority=True)]
 
-    def __init__(self, text: str) -> None:
-        super().__init__("System prompt")
-        self._text = text
+    def __init__(self, prompt: str) -> None:
+        super().__init__("System prompt", "What the model is told before the conversation begins. Empty: nothing.")
+        self._prompt = prompt
         self.add_class("large")
 
     def content(self) -> ComposeResult:
-        yield Static(
-            Content("What the model is told before the conversation begins. Empty: nothing."), classes="text"
-        )
-        yield TextArea(self._text, compact=True, highlight_cursor_line=False)
+        yield TextArea(self._prompt, compact=True, highlight_cursor_line=False)
 
     def on_mount(self) -> None:
         editor = self.query_one(TextArea)
