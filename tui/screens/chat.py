@@ -34,7 +34,7 @@ from localllm.tui.chat.session import ChatSession
 from localllm.tui.chat.tools import Permission
 from localllm.tui.screens.commands import Commands
 from localllm.tui.screens.dialogs import EDIT, TAKE_BACK, ask_room, open_link
-from localllm.tui.screens.models import ModelLoader, ModelState
+from localllm.tui.screens.models import ModelLoader
 from localllm.tui.screens.streaming import Draft, StreamedTurn
 from localllm.tui.setup import Setup
 from localllm.tui.storage.prompt_history import PromptHistory
@@ -229,7 +229,7 @@ class ChatScreen(Screen[None]):
         """Has something generated.  Raises UsageError during a reply, or while a model is being loaded."""
         if self.turn is not None:
             raise UsageError("a reply is under way: Esc stops it")
-        if self.models.state is ModelState.LOADING:
+        if self.models.state == "loading":
             raise UsageError("the model is being loaded: wait until it is there")
         self.turn = StreamedTurn(start, draft)
         self.ended.clear()
@@ -255,7 +255,7 @@ class ChatScreen(Screen[None]):
         if session is self.session:
             await self.refresh_all()
         # A context that was full says nothing of the model that is being loaded in the place of this one.
-        if turn.full is not None and session is self.session and self.models.state is ModelState.LOADED:
+        if turn.full is not None and session is self.session and self.models.state == "loaded":
             self._take_back_pending()
             await self.seen.wait()
             await self._make_room(session, turn.full)
@@ -337,20 +337,20 @@ class ChatScreen(Screen[None]):
             raise UsageError("a reply is under way: Esc stops it")
         if self._pending is not None:
             raise UsageError("a message waits to be sent already: Esc takes it back")
-        if self.models.state is ModelState.NONE:
+        if self.models.state == "none":
             raise UsageError("no model is loaded: choose one with /model")
         self._pending, self.replacing = Draft(text, self.replacing), None
         self._remember(text)
-        if self.models.state is not ModelState.LOADED:
+        if self.models.state != "loaded":
             self.hint("The model is being loaded: your message is sent as soon as it is there. Esc takes it back.")
         self.send_pending()
 
     def send_pending(self) -> None:
         """Sends the message that waits, if it can be sent now; where no model could be loaded, takes it back."""
         draft, state = self._pending, self.models.state
-        if draft is None or self.turn is not None or state is ModelState.LOADING:
+        if draft is None or self.turn is not None or state == "loading":
             return
-        if state is ModelState.NONE:
+        if state == "none":
             self._take_back_pending()
             self.app.notify_error(UsageError("no model is loaded: choose one with /model"))
             return

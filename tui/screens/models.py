@@ -6,8 +6,7 @@ import asyncio
 import gc
 import threading
 from collections.abc import Callable, Iterable
-from enum import Enum, auto
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from textual.app import ComposeResult
 from textual.widgets import Static
@@ -120,15 +119,8 @@ class Loading:
 _PERIOD = 0.1
 
 
-class ModelState(Enum):
-    """What becomes of a message that is sent now."""
-
-    #: It waits: a model was asked for, as when the app starts.
-    LOADING = auto()
-    #: The model replies to it.
-    LOADED = auto()
-    #: It is refused: loading failed.
-    NONE = auto()
+#: A message that is sent now waits for the model, is replied to, or is refused as loading failed.
+ModelState = Literal["loading", "loaded", "none"]
 
 
 class ModelLoader:
@@ -140,7 +132,7 @@ class ModelLoader:
     """
 
     def __init__(self, app: BaseApp) -> None:
-        self.state = ModelState.LOADING
+        self.state: ModelState = "loading"
         self.model: ChatModel | None = None
         self.name: str | None = None
         self.chats: list[ChatScreen] = []
@@ -158,7 +150,7 @@ class ModelLoader:
         if self.model is not None and self.name == name:
             self._app.notify(f"{_title(name)} is loaded already")
             return
-        if self.state is not ModelState.NONE:
+        if self.state != "none":
             try:
                 await self._app.in_thread(self._app.setup.check, name)
             except LocalLLMError as error:
@@ -176,7 +168,7 @@ class ModelLoader:
         """
         self.cancel()
         loading = self._loading = Loading(self._app.setup.load, name)
-        self.state = ModelState.LOADING
+        self.state = "loading"
         async with self._one_at_a_time:
             before = self.name
             for chat in self.chats:
@@ -199,7 +191,7 @@ class ModelLoader:
         except Exception as error:
             if loading.cancelled.is_set():
                 return None
-            self.state = ModelState.NONE
+            self.state = "none"
             self._show(activity="", progress=None)
             return error
         self.model, self.name = model, loading.name
@@ -215,7 +207,7 @@ class ModelLoader:
                 await chat.refresh_all()
         finally:
             if not loading.cancelled.is_set():  # else the app ends, or another model is to be loaded
-                self.state = ModelState.LOADED
+                self.state = "loaded"
                 self._go_on()
         return None
 
