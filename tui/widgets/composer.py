@@ -66,8 +66,8 @@ class Composer(TextArea):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("enter", "send", "Send"),
         Binding("shift+enter,ctrl+j,alt+enter", "new_line", "New line", key_display="^j", show=False),
-        Binding("up", "older", "Earlier message", show=False),
-        Binding("down", "newer", "Later message", show=False),
+        Binding("up", "history(-1)", "Earlier message", show=False),
+        Binding("down", "history(1)", "Later message", show=False),
         Binding("tab", "complete", "Complete", show=False),
         Binding("ctrl+e", "screen.command('editor')", "Editor", show=False),
         Binding("pageup", "screen.scroll_page(-1)", "Page up", show=False),
@@ -149,26 +149,18 @@ class Composer(TextArea):
     def action_new_line(self) -> None:
         self.insert("\n")
 
-    def action_older(self) -> None:
+    def action_history(self, by: int) -> None:
+        """Goes through suggestions, through lines, and at the first or last line through earlier messages."""
+        is_at_edge = self.cursor_at_first_line if by < 0 else self.cursor_at_last_line
         if self.suggestions.display:
-            self.suggestions.move(-1)
-        elif not self.cursor_at_first_line or (text := self.typed.older(self.text)) is None:
+            self.suggestions.move(by)
+        elif is_at_edge and (text := self.typed.older(self.text) if by < 0 else self.typed.newer()) is not None:
+            self.put(text)
+            self._called_up = self.text  # for which nothing is suggested: the arrows would go through that
+        elif by < 0:
             self.action_cursor_up()
         else:
-            self._call_up(text)
-
-    def action_newer(self) -> None:
-        if self.suggestions.display:
-            self.suggestions.move(1)
-        elif not self.cursor_at_last_line or (text := self.typed.newer()) is None:
             self.action_cursor_down()
-        else:
-            self._call_up(text)
-
-    def _call_up(self, text: str) -> None:
-        """Puts in what was typed before, and offers no way to go on: the arrows would go through these."""
-        self.put(text)
-        self._called_up = self.text
 
     def action_complete(self) -> None:
         if (chosen := self.suggestions.chosen(self.line_to_cursor)) is not None:
