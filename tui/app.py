@@ -146,7 +146,7 @@ class ChatApp(BaseApp):
             await self.switch_screen(chat)
             chat.seen.set()
             chat.draw_heading()
-            chat.composer.focus()
+            chat.set_focus(chat.composer)
 
     async def close_tab(self) -> None:
         """Closes the chat that is shown, and shows the one beside it.  Raises UsageError if there is no other."""

@@ -120,7 +120,7 @@ class ChatScreen(Screen[None]):
 
     def on_mount(self) -> None:
         self.commands = Commands(self)
-        self.composer.focus()
+        self.set_focus(self.composer)
         self.hint("")
         self.app.spawn(self._start())
         self.set_interval(_MEMORY_SECONDS, self._sample_memory)
@@ -309,7 +309,7 @@ class ChatScreen(Screen[None]):
             self.composer.empty()
         else:
             self.transcript.follow()
-        self.composer.focus()
+        self.set_focus(self.composer)
 
     # -- The editor ------------------------------------------------------------------------------------------------
 
@@ -402,7 +402,7 @@ class ChatScreen(Screen[None]):
                 ) from None
         self.refresh(layout=True)
         self.composer.put(text.removesuffix("\n"))
-        self.composer.focus()
+        self.set_focus(self.composer)
 
     def on_composer_typed(self, event: Composer.Typed) -> None:
         event.stop()
@@ -494,13 +494,13 @@ class ChatScreen(Screen[None]):
             self.action_show_earlier()
         else:
             self.transcript.release_anchor()
-            views[place].focus()
+            self.set_focus(views[place])
 
     def action_select_first(self) -> None:
         """Selects the first message that is drawn, and draws earlier ones where there are any."""
         views = self.transcript.views
         if views:
-            views[0].focus()
+            self.set_focus(views[0])
             self.action_show_earlier()
 
     def action_show_earlier(self) -> None:
@@ -508,7 +508,7 @@ class ChatScreen(Screen[None]):
 
     def action_compose_message(self) -> None:
         self.transcript.follow()
-        self.composer.focus()
+        self.set_focus(self.composer)
 
     def action_scroll_page(self, by: int) -> None:
         if by < 0:
@@ -535,7 +535,7 @@ class ChatScreen(Screen[None]):
         is_kept = self.session.conversation.was_replied_to(message.id)
         stays = "keeps the old one as a branch" if is_kept else "sends it"
         self.hint(f"Editing {what}: Enter {stays}, Esc leaves it.")
-        self.composer.focus()
+        self.set_focus(self.composer)
 
     def action_branch(self) -> None:
         """Has the next message go on from this one, beside what follows it now."""
@@ -546,7 +546,7 @@ class ChatScreen(Screen[None]):
         self.replacing = None if after is None else after.id
         self.composer.empty()
         self.hint("A new branch: what you send goes on from the selected reply. Esc leaves it.")
-        self.composer.focus()
+        self.set_focus(self.composer)
 
     def action_step(self, by: int) -> None:
         if (view := self.selected) is not None:
@@ -570,7 +570,7 @@ class ChatScreen(Screen[None]):
         there = next((m.id for m in session.conversation.path() if m.parent == parent), "")
         if (view := self.transcript.view(there)) is not None:
             self.transcript.release_anchor()
-            view.focus()
+            self.set_focus(view)
 
     def action_unfold(self) -> None:
         if (view := self.selected) is not None:

@@ -68,7 +68,7 @@ class Commands:
         """Does what a command leads to."""
         screen = self._screen
         if result.play:
-            screen.composer.focus()
+            screen.set_focus(screen.composer)
             screen.begin(result.play)
         elif result.edit:
             screen.edit(result.edit)
@@ -93,7 +93,7 @@ class Commands:
 
     async def _open(self, conversation: Conversation) -> None:
         await self._screen.open(conversation)
-        self._screen.composer.focus()
+        self._screen.set_focus(self._screen.composer)
 
     async def _open_id(self, id_: str) -> None:
         chats = self._screen.models.chats
@@ -253,7 +253,7 @@ class Commands:
         if await self._ask(confirm("Delete this message?", text, "Delete")) == "yes":
             await self._offload(screen.session.delete, message.id)
             await screen.refresh_all()
-            screen.composer.focus()
+            screen.set_focus(screen.composer)
 
     async def do_copy(self, argument: str) -> None:
         words = argument.split()

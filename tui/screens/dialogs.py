@@ -377,7 +377,7 @@ class SamplingScreen(Dialog[dict[str, Any]]):
 
     def _complain(self, error: UsageError, widget: Input) -> None:
         self.query_one(".error", Static).update(Content(sentence(error)))
-        widget.focus()
+        self.set_focus(widget)
 
 
 def _default(field: _Field) -> str:
