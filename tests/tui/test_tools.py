@@ -329,8 +329,8 @@ def hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.parametrize("how", ["endless", "ends", "silent"])
 def test_a_server_that_does_not_start_is_told_once(hostile: Any, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mcp_servers, "START_SECONDS", 3.0)
-    monkeypatch.setattr(mcp_servers, "CALL_SECONDS", 3.0)
+    monkeypatch.setattr(mcp_servers, "START_SECONDS", 1.0)
+    monkeypatch.setattr(mcp_servers, "CALL_SECONDS", 1.0)
     toolbox = hostile(how)
     assert toolbox.tools() == {}
     assert "the MCP server 'h'" in toolbox.take_warnings()[0]
