@@ -19,7 +19,7 @@ from localllm.errors import ModelError
 from localllm.quant.bits import Bytes, Floats, Ints
 from localllm.quant.block_format import PackableFormat, Parts
 from localllm.quant.formats import FORMATS
-from localllm.quant.fp4 import E2M1_DOUBLED, MXFP4
+from localllm.quant.fp4 import MXFP4
 from localllm.quant.iq_grids import grid
 from localllm.quant.iquants import IQ4_VALUES, GridFormat
 from localllm.quant.types import BLOCK_SIZES, GGMLType
@@ -353,7 +353,7 @@ def _encode_mxfp4(x: Floats, weights: Floats) -> Bytes:
     from localllm.quant import rounding
 
     levels, exponents = np.empty(x.shape, np.int8), np.empty(len(x), np.uint8)
-    rounding.encode_powers(x, weights, _halves_table(E2M1_DOUBLED), levels, exponents)
+    rounding.encode_powers(x, weights, levels, exponents)
     return MXFP4().pack(levels, exponents)
 
 

@@ -184,7 +184,9 @@ def fit(x, w, lo, hi, lut, affine, m_most, tries, t):
         t[OFF + c] = tries[c, 0] - low * t[INV + c] if affine else np.float32(0)
     scan(x, w, lo, hi, lut, t)
     most, scale, minimum, sqq = best(t, sw, sx, affine, m_most)
-    if lut.size:  # where a look costs ten times as much, and the table's steps leave less to find
+    # No second look in tables, where it costs ten times as much and finds less; nor where levels are so many that one
+    # scale is as good as the next, or so few that the first look has tried all that matter.
+    if lut.size or not np.float32(2) < hi - lo < np.float32(254):
         return scale, minimum, sqq
     # Once more around the best scale: steps of 1/100 in symmetric formats; else of 1/30, and of 1/8 of a level.
     for c in range(LANES):
@@ -490,15 +492,22 @@ def make_even(y, w, mask):
 
 
 @jit
-def encode_powers(x, weights, lut, out, exponents):
-    """Encode blocks whose scale is a power of two: of the three that may be best, the one with the least error.
+def e2m1(x, scale):
+    """The number of E2M1, doubled (0, 1, 2, 3, 4, 6, 8, 12 or less than 0), that is nearest to x / scale."""
+    y = x * (np.float32(1) / scale)
+    size = min(abs(y), np.float32(12))
+    step = np.float32(1) if size < 4 else np.float32(2) if size < 8 else np.float32(4)
+    return math.copysign(np.rint(size * (np.float32(1) / step)) * step, y)
+
+
+@jit
+def encode_powers(x, weights, out, exponents):
+    """Encode blocks of E2M1 whose scale is a power of two: of the three that may be best, that of the least error.
 
     Args:
         x, weights, out: as in `encode`.
-        lut: the levels, as `scan` takes them; the highest is 12.
         exponents: uint8 [n_blocks], receives e, where the scale is 2^(e - 128).
     """
-    trial = np.empty(x.shape[1], np.int8)
     for b in range(x.shape[0]):
         w = weights[b % weights.shape[0]]
         high = np.float32(0)
@@ -506,13 +515,14 @@ def encode_powers(x, weights, lut, out, exponents):
             high = max(high, abs(x[b, i]))
         # 6 times 2^p is at least the largest value.
         first = math.frexp(high / np.float32(12))[1] if high > 0 else -125
-        least = np.float32(np.inf)
+        least, best = np.float32(np.inf), np.float32(1)
         for e in range(max(first - 1, -127), first + 2):
             scale = np.float32(math.ldexp(1.0, e))
-            code(x[b], np.float32(1) / scale, np.float32(0), np.float32(0), np.float32(0), lut, trial)
             error = np.float32(0)
             for i in range(x.shape[1]):
-                error += w[i] * (x[b, i] - scale * trial[i]) ** 2
+                off = x[b, i] - scale * e2m1(x[b, i], scale)
+                error += w[i] * off * off
             if error < least:
-                least, exponents[b] = error, np.uint8(e + 128)
-                out[b] = trial
+                least, best, exponents[b] = error, scale, np.uint8(e + 128)
+        for i in range(x.shape[1]):
+            out[b, i] = np.int8(e2m1(x[b, i], best))

@@ -25,8 +25,9 @@ Typed = events.Key | events.Paste
 
 #: Seconds between two looks at whether the screen has followed.
 _PERIOD = 0.01
-#: Seconds that keys which end something wait for what was begun before them.
-_PATIENCE_SECONDS = 0.5
+#: Looks, half a second of them, that keys which end something wait for what was begun before them.  No time: where
+#: the app itself stood still, what was begun did so too.
+_PATIENCE = 50
 _ENDING = ("escape", "ctrl+c", "ctrl+q")
 #: Seconds after which a key counts as handled, whatever the widget that it went to is doing.
 _TRIP_SECONDS = 5.0
@@ -116,11 +117,12 @@ class KeyBuffer:
         Where what was begun takes its time, Esc ends it, and Ctrl+C and Ctrl+Q go through; what was typed for it
         before these goes with it.
         """
-        end = asyncio.get_running_loop().time() + _PATIENCE_SECONDS
+        looks = 0
         while not self._has_followed():
             await asyncio.sleep(_PERIOD)
+            looks += 1
             place = next((i for i, event in enumerate(self._waiting) if _key(event) in _ENDING), None)
-            if place is None or asyncio.get_running_loop().time() < end:
+            if place is None or looks < _PATIENCE or self._has_followed():
                 continue
             for _ in range(place):
                 self._waiting.popleft()

@@ -141,6 +141,7 @@ class Checkpoint:
         sources = find_sources(files, config)
         try:
             self.tensors = _Namer(conversion, config, architecture.has_block).tensors(sources)
+            self.tensors |= (dense := _dense(folder))
             n_blocks = len({name.split(".")[1] for name in self.tensors if name.startswith("blk.")})
             config.n_nextn = max(0, n_blocks - config.num_hidden_layers)
             keys = general_keys(config) | dict(conversion.keys(config))
@@ -159,6 +160,12 @@ class Checkpoint:
             | _sampling(read_json(folder / "generation_config.json"))
             | {f"{self.architecture}.{key}": value for key, value in keys.items() if value is not None}
             | _pooling(folder, self.architecture)
+            | {
+                f"{self.architecture}.{name.partition('.')[0]}_feat_{side}": width
+                for name, tensor in dense.items()
+                if name.endswith("weight")
+                for side, width in zip(("out", "in"), tensor.shape, strict=True)
+            }
             | vocabulary_keys(folder, config, n_vocab)
         )
         try:
@@ -221,6 +228,32 @@ def _pooling(folder: Path, architecture: str) -> dict[str, Any]:
     found = [number for name, number in _POOLING.items() if values.get(name)]
     found += [number for mode, number in _POOLING_MODES.items() if values.get("pooling_mode") == mode]
     return {f"{architecture}.pooling_type": found[0]} if found else {}
+
+
+def _dense(folder: Path) -> dict[str, CheckpointTensor]:
+    """The linear layers that sentence-transformers has behind the pooling, in folders 2_Dense and 3_Dense.
+
+    Raises:
+        ModelError: GGUF has no place for one.
+    """
+    found = {}
+    for place, path in enumerate(sorted(folder.glob("[0-9]_Dense")), 2):
+        values = read_json(path / "config.json")
+        activation = str(values.get("activation_function", "Tanh")).rpartition(".")[2]
+        if activation != "Identity" or path.name not in ("2_Dense", "3_Dense"):
+            raise ModelError(
+                f"{path_text(path)} is a linear layer behind the pooling, with the activation {quoted(activation)}: "
+                "GGUF files have a place for two such layers, in 2_Dense and 3_Dense, without an activation"
+            )
+        for name, source in find_sources(read_folder(path), Config(values)).items():
+            ours = f"dense_{place}.{name.removeprefix('linear.')}"
+
+            def read(source: Source = source) -> Iterator[Array]:
+                yield source.values()
+
+            type = source.type if len(source.shape) == 2 else GGMLType.F32
+            found[ours] = CheckpointTensor(ours, source.shape, type, read)
+    return found
 
 
 class _Namer:

@@ -12,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 import localllm
-from localllm import UsageError
+from localllm import ModelError, UsageError
 from localllm.compat import Llama
 from localllm.convert import Checkpoint
 from localllm.gguf import GGUFFile
@@ -106,6 +106,27 @@ def test_texts_together_have_the_vectors_that_each_has_alone(name: str, tmp_path
         few = llm.embed(TEXTS[:1], dimensions=16)[0]
         np.testing.assert_allclose(few, vectors[0, :16] / np.linalg.norm(vectors[0, :16]), rtol=1e-5)
         assert np.linalg.norm(llm.embed(TEXTS[:1], normalize=False)) != pytest.approx(1, abs=0.01)
+
+
+@pytest.mark.parametrize("activation", ["Identity", "Tanh"])
+def test_the_linear_layers_behind_the_pooling_are_converted(activation: str, tmp_path: Path) -> None:
+    save_file = pytest.importorskip("safetensors.numpy").save_file
+    path = write(tmp_path / "plain.gguf", ENCODERS["gemma-embedding"], model_of("gemma-embedding"))
+    rng, folder, layers = np.random.default_rng(3), path.with_suffix(".hf"), []
+    for name, shape in (("2_Dense", (96, 64)), ("3_Dense", (32, 96))):
+        layers.append(rng.normal(0, 0.1, shape).astype(np.float32))
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(f'{{"activation_function": "torch.nn.{activation}"}}')
+        save_file({"linear.weight": layers[-1]}, folder / name / "model.safetensors")
+    if activation == "Tanh":
+        with pytest.raises(ModelError, match=r"2_Dense is a linear layer .* 'Tanh'"):
+            Checkpoint(folder)
+        return
+    for _ in run(plan(Checkpoint(folder), tmp_path / "dense.gguf", "F32")):
+        pass
+    with localllm.load(path, device="cpu") as llm, localllm.load(tmp_path / "dense.gguf", device="cpu") as dense:
+        expected = layers[1] @ layers[0] @ llm.embed([IDS], normalize=False)[0]
+        np.testing.assert_allclose(dense.embed([IDS], normalize=False)[0], expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from localllm.progress import LoadProgress
 from localllm.tui import app
 from localllm.tui.app import ChatApp
+from localllm.tui.key_buffer import KeyBuffer
 from localllm.tui.screens.chats import ChatsScreen
 from localllm.tui.setup import ModelEntry, Setup
 from tests.helpers.chat_app import LIMIT, AppModel, Chat, chatting, keeping, press, setup, starting, talk
@@ -58,6 +60,24 @@ async def test_an_arrow_moves_in_what_was_searched_for_even_before_it_is_found(
         await asyncio.sleep(0.1)
         found.set()
         await chat.until(lambda: texts(chat) == ["first", "pears"])
+
+
+async def test_esc_waits_for_what_was_begun_though_the_app_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as the second one, which waits till the command has ended whose question the first one answered."""
+    has_followed = KeyBuffer._has_followed
+    stood_still = []
+
+    def stand_still(keys: KeyBuffer) -> bool:
+        if len(keys._waiting) != 2 or stood_still:
+            return has_followed(keys)
+        stood_still.append(time.sleep(1))
+        return False
+
+    monkeypatch.setattr(KeyBuffer, "_has_followed", stand_still)
+    async with chatting(keeping(("first", "pears"))) as chat:
+        chat.hit("ctrl+o", "ear", "delete", "escape", "escape", "!")
+        await chat.until(lambda: chat.app._chat.composer.text == "!")
+        assert stood_still
 
 
 async def test_a_name_and_a_path_typed_into_dialogs_that_open(tmp_path: Path) -> None:

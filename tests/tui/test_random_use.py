@@ -277,5 +277,5 @@ def _plain(text: str) -> str:
 
 
 def test_no_key_is_lost_whatever_is_pressed_when(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(key_buffer, "_PATIENCE_SECONDS", LIMIT)
+    monkeypatch.setattr(key_buffer, "_PATIENCE", 100 * LIMIT)
     asyncio.run(Person(SEED).sit(STEPS))
