@@ -270,12 +270,10 @@ class MessageView(Vertical, can_focus=True):
 
     def toggle(self) -> None:
         """Unfolds what is folded in it, and folds it again."""
-        if self.can_unfold and not self.is_long:
-            for section in self.query(Collapsible):
-                section.collapsed = not section.collapsed
-        elif self.is_long:
-            self._is_unfolded = not self._is_unfolded
-            self._draw()
+        self._is_unfolded = not self._is_unfolded
+        for section in self.query(Collapsible):
+            section.collapsed = not section.collapsed
+        self._draw()
 
     async def fill(self) -> None:
         """Draws what a reply says, where that is not being written."""
