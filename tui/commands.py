@@ -453,11 +453,12 @@ def filled(prompt: str, argument: str) -> str:
 # -- Tools -----------------------------------------------------------------------------------------------------------
 
 
-def _tools(session: ChatSession, argument: str) -> str | Result:
+def tools_text(session: ChatSession, argument: str, is_stopped: Callable[[], bool] = lambda: False) -> str:
+    """Switches tools on or off, and lists those that there are then; starts servers."""
     toolbox = session.toolbox
     if argument:
         toolbox.change(argument)
-    tools = toolbox.tools()
+    tools = toolbox.tools(is_stopped)
     lines = [
         f"{tool.name:<24} {'always allowed' if toolbox.is_allowed(tool) else 'asked for'}: "
         f"{shortened(tool.description, 60)}"
@@ -512,7 +513,7 @@ COMMANDS = [
     Command("run", "COMMAND", "send what a shell command prints; so does !COMMAND",
             lambda _, command: Result(draft=command_output(command))),
     Command("tools", "[read FOLDER|run on|fetch on|add NAME COMMAND|…]",
-            "list the tools that the model may call, or switch some on", _tools, title="Tools"),
+            "list the tools that the model may call, or switch some on", tools_text, title="Tools"),
     Command("allow", "[no|once|chat|always]", "answer a model that asks for a tool", None, (), "Allow a tool", "f3"),
     Command("editor", "", "write the message in $EDITOR", None, title="Write in your editor", key="ctrl+e"),
     Command("save", "[TITLE]", "tell where this chat is saved, and name it", _save),

@@ -24,7 +24,7 @@ from localllm.tui.chat.tools import Permission, Toolbox, check_public, result_of
 from localllm.tui.commands import Call, find
 from localllm.tui.commands import run as run_command
 from localllm.tui.storage.chats import Store
-from tests.helpers.chat_app import AppModel, chatting, setup
+from tests.helpers.chat_app import LIMIT, AppModel, chatting, setup, talk
 from tests.helpers.fake_chat import FakeModel, Reply, play
 
 EVIL = "\x1b]0;title\x07\x1b[2J\u202e"
@@ -354,6 +354,18 @@ def test_a_call_that_is_answered_badly_fails(hostile: Any, how: str) -> None:
     toolbox = hostile(how)
     assert result_of(toolbox.tools()["h__add"], {}, lambda: False).startswith("error: ")
     toolbox.close()
+
+
+async def test_a_server_that_says_nothing_holds_up_no_key(hostile: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mcp_servers, "START_SECONDS", 10 * LIMIT)
+    toolbox = hostile("silent")
+    async with chatting(setup(AppModel(), toolbox=toolbox, conversation=talk("a", "b"))) as chat:
+        await chat.say("/tools")
+        await chat.sees("tools start: Esc ends it")
+        chat.hit("escape", "ctrl+n", "draft")
+        await chat.until(lambda: chat.app._chat.composer.text == "draft")
+        assert len(chat.app.session.conversation) == 0
+        await chat.until(lambda: not toolbox._servers, "an end of the server")
 
 
 async def test_nothing_of_a_hostile_server_reaches_the_terminal(hostile: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
@@ -294,13 +294,21 @@ class Commands:
         await self._screen.write_outside()
 
     async def do_run(self, argument: str) -> None:
-        screen, is_stopped = self._screen, threading.Event()
-        screen.status.change(activity="the command runs: Esc ends it", progress=None)
+        self._screen.composer.put(await self._until_esc("the command runs", command_output, argument))
+
+    async def do_tools(self, argument: str) -> None:
+        text = await self._until_esc("tools start", commands.tools_text, self._screen.session, argument)
+        await self._do("tools", commands.Result(text))
+
+    async def _until_esc(self, activity: str, function: Callable[..., str], *arguments: object) -> str:
+        """Calls what may take long in a thread of its own; its last argument tells whether Esc was pressed."""
+        is_stopped = threading.Event()
+        self._screen.status.change(activity=f"{activity}: Esc ends it", progress=None)
         try:
-            screen.composer.put(await self._app.in_thread(command_output, argument, is_stopped.is_set))
+            return await self._app.in_thread(function, *arguments, is_stopped.is_set)
         finally:
             is_stopped.set()
-            screen.status.change(activity="")
+            self._screen.status.change(activity="")
 
     # -- The rest --------------------------------------------------------------------------------------------------
 
