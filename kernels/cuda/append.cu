@@ -160,12 +160,3 @@ extern "C" __global__ void __launch_bounds__(WARP * HEADS_PER_BLOCK)
   else
     write_head<KEY_HEAD>(x, keys, key_scales, block, slot % PAGE);
 }
-
-// Copies a page of one part of the cache (cache.py), in all layers.  Grid: (any number, layers).
-extern "C" __global__ void __launch_bounds__(256)
-    copy_page(uint4* __restrict__ part, int page_bytes, int64_t layer_bytes, int source, int target) {
-  uint4* const layer = part + layer_bytes / 16 * blockIdx.y;
-  const int n = page_bytes / 16;
-  for (int i = 256 * blockIdx.x + threadIdx.x; i < n; i += 256 * gridDim.x)
-    layer[(int64_t)target * n + i] = layer[(int64_t)source * n + i];
-}

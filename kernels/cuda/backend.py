@@ -10,7 +10,7 @@ from localllm.kernels.cuda.calls import StepLimits
 from localllm.kernels.cuda.driver import CompileProgress, Driver
 from localllm.kernels.cuda.lowering import Lowered, Lowering
 from localllm.kernels.cuda.matmul import TILE_ROWS, ProductLimits
-from localllm.kernels.cuda.step import CUDAStep
+from localllm.kernels.cuda.step import CUDAStep, graph_bytes
 from localllm.kernels.cuda.weights import CHUNK_BYTES, PackedWeights, WeightLoader
 from localllm.kernels.graph import Graph
 
@@ -33,6 +33,7 @@ class CUDABackend(Backend):
 
     name = "cuda"
     page_size = PAGE
+    step_tokens = 2048  # so that narrow matrices have tiles for all multiprocessors
 
     def __init__(
         self,
@@ -68,7 +69,8 @@ class CUDABackend(Backend):
                 step.compile_kernels(self._progress)
             return step
 
-        return Footprint(tuple(map(weights.planned, uses)), cache.layer_bytes(), planned.arena_bytes, load)
+        buffers = planned.arena_bytes + graph_bytes(planned)
+        return Footprint(tuple(map(weights.planned, uses)), cache.layer_bytes(), buffers, load)
 
     def _lower(
         self, graph: Graph, weights: PackedWeights, cache: CUDACache, max_tokens: int, max_outputs: int

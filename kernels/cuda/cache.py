@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
 
 import numpy as np
 
@@ -29,8 +28,6 @@ from localllm.kernels.q8_0 import VALUES_PER_SCALE
 PAGE = 64
 #: What parts begin at a multiple of, in bytes.
 _ALIGNMENT = 256
-#: Bytes of a page that a block copies.
-_COPIED_BYTES = 16 * 256 * 4
 
 
 def padded_head(head_dim: int) -> int:
@@ -162,23 +159,9 @@ class CUDACache:
         )
         return keys, key_scales, values, value_scales
 
-    def _check(self, group: int | None, *numbers: int) -> None:
-        n, what = (self.n_states, "slot") if group is None else (self.n_pages[group], "page")
-        for number in numbers:
-            if not 0 <= number < n:
-                raise KernelError(f"there is no {what} {number} in a cache of {n}")
-
     def copy(self, group: int | None, source: int, target: int) -> None:
-        self._check(group, source, target)
-        if group is None:
-            self._copy_state(source, target)
-            return
-        # Neighbouring layers of one kind go in one launch.
-        kinds = {n: (self.groups[n], layout.parts, append_defines(layout.kept)) for n, layout in self.layouts.items()}
-        for (own, *_), alike in groupby(kinds, key=lambda n: kinds[n]):
-            if own == group:
-                numbers = list(alike)
-                self._copy_page(numbers[0], len(numbers), source, target)
+        for to, of in zip(self._where(group, target), self._where(group, source), strict=True):
+            self.driver.copy(to, of, self.stream)
         self.driver.synchronize(self.stream)
 
     def layer_bytes(self) -> dict[int, int]:
@@ -195,7 +178,9 @@ class CUDACache:
 
     def _where(self, group: int | None, number: int) -> list[DeviceMemory]:
         """The parts of a page in the layers of a group; with None, a slot."""
-        self._check(group, number)
+        n, what = (self.n_states, "slot") if group is None else (self.n_pages[group], "page")
+        if not 0 <= number < n:
+            raise KernelError(f"there is no {what} {number} in a cache of {n}")
         if group is None:
             return [self.memory.at(self._first_slot + number * self.slot_bytes, self.slot_bytes)]
         return [
@@ -224,29 +209,3 @@ class CUDACache:
         for part, place in zip(parts, places, strict=True):
             self.driver.upload(place, part, self.stream)
         self.driver.synchronize(self.stream)
-
-    def _copy_state(self, source: int, target: int) -> None:
-        if self.slot_bytes:
-            memory = self.memory.at(self._first_slot, self.n_states * self.slot_bytes)
-            defines: Defines = {"KEY_DIM": 16, "VALUE_DIM": 16, "Q8_0": 0}
-            self._copy(memory, defines, self.slot_bytes, 0, 1, source, target)
-            self.driver.synchronize(self.stream)
-
-    def _copy_page(self, first: int, n_layers: int, source: int, target: int) -> None:
-        """In layers of one kind, from the ``first`` on."""
-        layout, begin = self.layouts[first], self.offsets[first]
-        for part in layout.parts:
-            if part.n_bytes:
-                memory = self.memory.at(begin + part.offset, (n_layers - 1) * layout.n_bytes + part.n_bytes)
-                defines = append_defines(layout.kept)
-                self._copy(memory, defines, part.page_bytes, layout.n_bytes, n_layers, source, target)
-
-    def _copy(
-        self, memory: DeviceMemory, defines: Defines, n_bytes: int, step: int, n: int, source: int, target: int
-    ) -> None:
-        """Copies piece ``source`` of so many bytes to ``target``, in each of n parts ``step`` bytes apart."""
-        sizes = np.int32(n_bytes), np.int64(step), np.int32(source), np.int32(target)
-        module = self.driver.load_module(memory.device, "append", defines)
-        self.driver.launch(
-            module, "copy_page", (-(-n_bytes // _COPIED_BYTES), n), (256,), [memory, *sizes], self.stream
-        )

@@ -79,6 +79,7 @@ class Inputs:
 
     Attributes:
         width: of a row, or of each of its heads, where these have a matrix of their own each.
+        alone: of one row alone, the rows themselves, if they are the same as its units.
     """
 
     buffer: Buffer
@@ -87,6 +88,7 @@ class Inputs:
     slot: int
     n_heads: int
     scale_bytes: int
+    alone: Stored | None = None
 
     @classmethod
     def new(cls, format: PackedFormat, n_rows: int, width: int, slot: int, n_heads: int = 1) -> Inputs:
@@ -103,7 +105,8 @@ class Inputs:
     def as_arguments(self, n_rows: int) -> tuple[Any, ...]:
         """Units, scales, and the rows that they are laid out for."""
         scales = self.buffer.at(self.buffer.n_bytes - self.scale_bytes)
-        return self.buffer, scales, np.int32(self.format.input_rows(n_rows))
+        units = self.alone.buffer if self.alone and n_rows == 1 else self.buffer
+        return units, scales, np.int32(self.format.input_rows(n_rows))
 
 
 class BatchBuffer:
@@ -403,7 +406,8 @@ class Call:
 
     @property
     def buffers(self) -> list[Buffer]:
-        return [x if isinstance(x, Buffer) else x.buffer for x in self.operands]
+        alone = (x.alone for x in self.operands if isinstance(x, Inputs) and x.alone)
+        return [x if isinstance(x, Buffer) else x.buffer for x in (*self.operands, *alone)]
 
 
 def arguments(*values: Any, n_rows: int = 0) -> tuple[Any, ...]:

@@ -46,55 +46,38 @@ DEVICE Operands load_operands(const uint32_t* words) {
 }
 
 // acc += A times B, of signed bytes: [16, 32] times [32, 8], or without such tensor cores each lane's words by words.
-DEVICE void multiply_add(int (&acc)[4], uint4 a, uint2 b) {
+DEVICE void multiply_add(int (&acc)[4], uint4 a, uint32_t b0, uint32_t b1) {
 #if __CUDA_ARCH__ >= 800
   asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+r"(acc[0]), "+r"(acc[1]), "+r"(acc[2]), "+r"(acc[3])
-      : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b.x), "r"(b.y));
+      : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
 #else
-  acc[0] = __dp4a((int)a.x, (int)b.x, acc[0]);
-  acc[1] = __dp4a((int)a.y, (int)b.x, acc[1]);
-  acc[2] = __dp4a((int)a.z, (int)b.y, acc[2]);
-  acc[3] = __dp4a((int)a.w, (int)b.y, acc[3]);
+  acc[0] = __dp4a((int)a.x, (int)b0, acc[0]);
+  acc[1] = __dp4a((int)a.y, (int)b0, acc[1]);
+  acc[2] = __dp4a((int)a.z, (int)b1, acc[2]);
+  acc[3] = __dp4a((int)a.w, (int)b1, acc[3]);
 #endif
 }
 
-// Products of all left operands with each right one in turn, `rounds` times; one sum for each warp.
-extern "C" __global__ void __launch_bounds__(THREADS)
-    multiply_int8(const uint32_t* __restrict__ words, int rounds, uint32_t* __restrict__ sums) {
-  const Operands o = load_operands(words);
-  int acc[CHAINS][4] = {};
-  for (int i = 0; i < rounds; i++) {
-#pragma unroll
-    for (int p = 0; p < PERIOD; p++) {
-#pragma unroll
-      for (int c = 0; c < CHAINS; c++) multiply_add(acc[c], o.left[c], o.right[p]);
-    }
-  }
-  uint32_t total = 0;
-#pragma unroll
-  for (int c = 0; c < CHAINS; c++) total += (uint32_t)acc[c][0] + acc[c][1] + acc[c][2] + acc[c][3];
-  total = warp_sum(total);
-  if (threadIdx.x % WARP == 0) sums[blockIdx.x * WARPS + threadIdx.x / WARP] = total;
-}
-
-// The same of floats of 16 bits, [16, 16] times [16, 8].
-#define MULTIPLY_FLOATS(name, mma)                                                                       \
+// Products of all left operands with each right one in turn, `rounds` times; one sum, of bytes modulo 2^32, for each warp.
+#define MULTIPLY(name, T, SUM, mma)                                                                      \
   extern "C" __global__ void __launch_bounds__(THREADS)                                                  \
-      name(const uint32_t* __restrict__ words, int rounds, float* __restrict__ sums) {                   \
+      name(const uint32_t* __restrict__ words, int rounds, SUM* __restrict__ sums) {                     \
     const Operands o = load_operands(words);                                                             \
-    float acc[CHAINS][4] = {};                                                                           \
+    T acc[CHAINS][4] = {};                                                                               \
     for (int i = 0; i < rounds; i++) {                                                                   \
       _Pragma("unroll") for (int p = 0; p < PERIOD; p++) {                                               \
         _Pragma("unroll") for (int c = 0; c < CHAINS; c++) mma(acc[c], o.left[c], o.right[p].x, o.right[p].y); \
       }                                                                                                  \
     }                                                                                                    \
-    float total = 0.0f;                                                                                  \
-    _Pragma("unroll") for (int c = 0; c < CHAINS; c++) total += acc[c][0] + acc[c][1] + acc[c][2] + acc[c][3]; \
+    SUM total = 0;                                                                                       \
+    _Pragma("unroll") for (int c = 0; c < CHAINS; c++)                                                   \
+      total += (SUM)acc[c][0] + (SUM)acc[c][1] + (SUM)acc[c][2] + (SUM)acc[c][3];                        \
     total = warp_sum(total);                                                                             \
     if (threadIdx.x % WARP == 0) sums[blockIdx.x * WARPS + threadIdx.x / WARP] = total;                  \
   }
-MULTIPLY_FLOATS(multiply_f16, mma_f16)
+MULTIPLY(multiply_int8, int, uint32_t, multiply_add)
+MULTIPLY(multiply_f16, float, float, mma_f16)
 #if __CUDA_ARCH__ >= 800
-MULTIPLY_FLOATS(multiply_bf16, mma_bf16)
+MULTIPLY(multiply_bf16, float, float, mma_bf16)
 #endif

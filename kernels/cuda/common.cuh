@@ -20,6 +20,21 @@ constexpr float LARGEST_CODE = 127.0f, NEGLIGIBLE = 1e-36f;
 // Asks for what lies there to be in the first cache when it is read.
 DEVICE void prefetch(const void* place) { asm volatile("prefetch.global.L1 [%0];" ::"l"(place)); }
 
+// Programmatic dependent launch (PTX ISA, griddepcontrol; sm_90), with EARLY and launches that ask for it, as none here
+// does yet: tests/benchmarks/gpu/early.py compares it.  Behind `let_next_begin` the next kernel may; behind `wait_for_last`
+// the one before has ended, and all that it wrote is there.
+DEVICE void let_next_begin() {
+#ifdef EARLY
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
+DEVICE void wait_for_last() {
+#ifdef EARLY
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // Whether a row is none of the batch's, whose number lies in memory.  The first does not wait for the number: where not
 // even that is there, what becomes of its memory does not matter.
 DEVICE bool is_beyond(int row, const int* n_rows) { return row > 0 && row >= *n_rows; }

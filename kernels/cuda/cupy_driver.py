@@ -6,14 +6,14 @@ and given back at once, streams are those made here, and the current device of t
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -381,13 +381,26 @@ class CupyDriver:
             return MemoryInfo(0, self.properties(device).total_bytes)
         return info
 
-    def _calls(self, device: int, doing: str) -> _Calls:
+    @contextlib.contextmanager
+    def _calls(self, device: int, doing: str, n_bytes: int | None = None) -> Iterator[None]:
         """Turns CUDA's errors into ours."""
-        return _Calls(self, device, doing, None, is_current=False)
+        try:
+            yield
+        except RuntimeError as error:  # CuPy's errors of CUDA's runtime and of its driver have a status
+            if not hasattr(error, "status"):
+                raise
+            raise self._error(error, device, doing, n_bytes) from error
 
-    def _on(self, device: int, doing: str, n_bytes: int | None = None) -> _Calls:
+    @contextlib.contextmanager
+    def _on(self, device: int, doing: str, n_bytes: int | None = None) -> Iterator[None]:
         """The same, with ``device`` as CUDA's current one, which the calling program has again afterwards."""
-        return _Calls(self, device, doing, n_bytes, is_current=True)
+        with self._calls(device, doing, n_bytes):
+            previous = self._runtime.getDevice()
+            self._runtime.setDevice(device)
+            try:
+                yield
+            finally:
+                self._runtime.setDevice(previous)
 
     def _error(self, error: Any, device: int, doing: str, n_bytes: int | None = None) -> LocalLLMError:
         """What one of CUDA's errors means."""
@@ -418,41 +431,6 @@ class _Owner:
     """What keeps an allocation: it is freed when this is garbage."""
 
     __slots__ = ("__weakref__",)
-
-
-class _Calls:
-    """A stretch of calls of CUDA for one device.  (A class: contextlib's way costs more than a launch.)"""
-
-    __slots__ = ("_device", "_doing", "_driver", "_is_current", "_n_bytes", "_previous")
-
-    def __init__(self, driver: CupyDriver, device: int, doing: str, n_bytes: int | None, *, is_current: bool) -> None:
-        self._driver, self._device, self._doing, self._n_bytes = driver, device, doing, n_bytes
-        self._is_current = is_current
-        self._previous = device
-
-    def __enter__(self) -> None:
-        if not self._is_current:
-            return
-        runtime = self._driver._runtime
-        try:
-            self._previous = runtime.getDevice()
-            if self._previous != self._device:
-                runtime.setDevice(self._device)
-        except RuntimeError as error:
-            raise self._driver._error(error, self._device, self._doing, self._n_bytes) from error
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if self._previous != self._device:
-            try:
-                self._driver._runtime.setDevice(self._previous)
-            except RuntimeError:
-                if error is None:
-                    raise
-        # CuPy's errors of CUDA's runtime and of its driver are RuntimeErrors with a status.
-        if isinstance(error, RuntimeError) and hasattr(error, "status"):
-            raise self._driver._error(error, self._device, self._doing, self._n_bytes) from error
 
 
 def _cupy(handle: object) -> Any:

@@ -17,8 +17,19 @@
 
 // -- RMS norm ---------------------------------------------------------------------------------------------------------
 
-// 1 / sqrt(mean of the row's squares + eps), in all threads of a block.  Each thread adds up its columns, a warp its
-// lanes, the block its warps, always in the same order.  The weight comes meanwhile: no cache has it since the last token.
+// The sum of a block's values, in all its threads; always in the same order.
+DEVICE float block_sum(float value, float* parts) {
+  value = warp_sum(value);
+  if (threadIdx.x % WARP == 0) parts[threadIdx.x / WARP] = value;
+  __syncthreads();
+  float total = 0.0f;
+#pragma unroll
+  for (int warp = 0; warp < ROW_WARPS; warp++) total += parts[warp];
+  return total;
+}
+
+// 1 / sqrt(mean of the row's squares + eps), in all threads of a block.  The weight comes meanwhile: no cache has it since
+// the last token.
 DEVICE float scale_of_row(const float* row, const float* weight, int n, float eps) {
   __shared__ float parts[ROW_WARPS];
   float squares = 0.0f;
@@ -30,13 +41,7 @@ DEVICE float scale_of_row(const float* row, const float* weight, int n, float ep
     squares = fmaf(v.z, v.z, squares);
     squares = fmaf(v.w, v.w, squares);
   }
-  squares = warp_sum(squares);
-  if (threadIdx.x % WARP == 0) parts[threadIdx.x / WARP] = squares;
-  __syncthreads();
-  float total = 0.0f;
-#pragma unroll
-  for (int warp = 0; warp < ROW_WARPS; warp++) total += parts[warp];
-  return 1.0f / sqrtf(total / (float)n + eps);
+  return 1.0f / sqrtf(block_sum(squares, parts) / (float)n + eps);
 }
 
 DEVICE float4 normed(const float* row, const float* weight, int column, int n, float scale) {
@@ -48,45 +53,26 @@ DEVICE float4 normed(const float* row, const float* weight, int column, int n, f
 
 // y = x / sqrt(mean(x^2) + eps) * weight, over groups of n values.  Grid: (rows, groups of a row); several are of a
 // multiple of 16 values.  weight: readable to a multiple of 4, `weight_step` values from one group's to the next one's;
-// or null.
+// or null.  y, or else units and scales laid out for n_rows rows, may be null; codes are of whole rows.
 extern "C" __global__ void __launch_bounds__(ROW_THREADS)
     rms_norm(const int* __restrict__ header, const float* __restrict__ x, int stride, int n,
-             const float* __restrict__ weight, float eps, int weight_step, float* __restrict__ y, int y_stride) {
+             const float* __restrict__ weight, float eps, int weight_step, float* __restrict__ y, int y_stride,
+             int8_t* __restrict__ units, float2* __restrict__ scales, int n_rows) {
+  let_next_begin();
   if (is_beyond(blockIdx.x, header + N_TOKENS)) return;
   const float* row = x + (size_t)blockIdx.x * stride + (size_t)blockIdx.y * n;
   const float* own = weight ? weight + (size_t)blockIdx.y * weight_step : nullptr;
   float* to = y + (size_t)blockIdx.x * y_stride + (size_t)blockIdx.y * n;
   const float scale = scale_of_row(row, own, n, eps);
-  for (int column = 4 * threadIdx.x; column < n; column += 4 * ROW_THREADS)
-    *(float4*)(to + column) = normed(row, own, column, n, scale);
-}
-
-// The same over whole rows, as codes and scales laid out for n_rows rows.
-extern "C" __global__ void __launch_bounds__(ROW_THREADS)
-    rms_norm_quantised(const int* __restrict__ header, const float* __restrict__ x, int stride, int n,
-                       const float* __restrict__ weight, float eps, int8_t* __restrict__ units,
-                       float2* __restrict__ scales, int n_rows) {
-  if (is_beyond(blockIdx.x, header + N_TOKENS)) return;
-  const float* row = x + (size_t)blockIdx.x * stride;
-  const float scale = scale_of_row(row, weight, n, eps);
   for (int run = threadIdx.x / WARP; RUN * run < n; run += ROW_WARPS) {
-    const float4 v = normed(row, weight, RUN * run + threadIdx.x % WARP * 4, n, scale);
-    store_codes(v, units, scales, run, blockIdx.x, n_rows);
+    const int column = RUN * run + threadIdx.x % WARP * 4;
+    const float4 v = normed(row, own, column, n, scale);
+    if (y && column < n) *(float4*)(to + column) = v;
+    if (units) store_codes(v, units, scales, run, blockIdx.x, n_rows);
   }
 }
 
 // -- Layer norm -------------------------------------------------------------------------------------------------------
-
-// The sum of a block's values, in all its threads; always in the same order.
-DEVICE float block_sum(float value, float* parts) {
-  value = warp_sum(value);
-  if (threadIdx.x % WARP == 0) parts[threadIdx.x / WARP] = value;
-  __syncthreads();
-  float total = 0.0f;
-#pragma unroll
-  for (int warp = 0; warp < ROW_WARPS; warp++) total += parts[warp];
-  return total;
-}
 
 // y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias, over rows of n values.  Grid: (rows).  bias: or null.
 extern "C" __global__ void __launch_bounds__(ROW_THREADS)
@@ -118,24 +104,17 @@ DEVICE float4 gated(int kind, const float* gate, const float* up, size_t row, in
 
 #define GATE_WARPS 4
 
-// y = activation(gate) * up, over rows of n values.  Grid: (blocks of 512 columns, rows).  up: or null, which is 1.
+// y = activation(gate) * up, over rows of n values.  Grid: (blocks of 512 columns, rows).  up: or null, which is 1.  y, or
+// else units and scales laid out for n_rows rows, may be null.
 extern "C" __global__ void __launch_bounds__(WARP * GATE_WARPS)
     gated(const int* __restrict__ header, int kind, const float* __restrict__ gate, const float* __restrict__ up,
-          int stride, int n, float* __restrict__ y, int y_stride) {
-  const int row = blockIdx.y, column = 4 * (blockIdx.x * (WARP * GATE_WARPS) + threadIdx.x);
-  if (is_beyond(row, header + N_TOKENS) || column >= n) return;
-  *(float4*)(y + (size_t)row * y_stride + column) = gated(kind, gate, up, (size_t)row * stride, column, n);
-}
-
-// The same, as codes and scales laid out for n_rows rows.
-extern "C" __global__ void __launch_bounds__(WARP * GATE_WARPS)
-    gated_quantised(const int* __restrict__ header, int kind, const float* __restrict__ gate,
-                    const float* __restrict__ up, int stride, int n, int8_t* __restrict__ units,
-                    float2* __restrict__ scales, int n_rows) {
-  const int row = blockIdx.y, run = blockIdx.x * GATE_WARPS + threadIdx.x / WARP;
+          int stride, int n, float* __restrict__ y, int y_stride, int8_t* __restrict__ units,
+          float2* __restrict__ scales, int n_rows) {
+  const int row = blockIdx.y, column = 4 * (blockIdx.x * (WARP * GATE_WARPS) + threadIdx.x), run = column / RUN;
   if (is_beyond(row, header + N_TOKENS) || RUN * run >= n) return;
-  const float4 v = gated(kind, gate, up, (size_t)row * stride, RUN * run + threadIdx.x % WARP * 4, n);
-  store_codes(v, units, scales, run, row, n_rows);
+  const float4 v = gated(kind, gate, up, (size_t)row * stride, column, n);
+  if (y && column < n) *(float4*)(y + (size_t)row * y_stride + column) = v;
+  if (units) store_codes(v, units, scales, run, row, n_rows);
 }
 
 // y = factor * weight * sigmoid(gate) * x + residual, over rows of n values, where all but x and the factor may be null.

@@ -29,57 +29,58 @@ DEVICE float best_of_group(const float* values, int n, int n_best) {
   return n_best == 1 ? first : first + second;
 }
 
-// probabilities [T, stride] of experts; and scores: those, plus `bias` if it is not null, and -infinity in all but the
-// `n_top_groups` of n_groups whose best, or two best (n_best), have the largest sums.  A warp a token.
+// ids, expert_weights [T, k]: the k experts of a row's n logits with the largest scores, of equals the lowest first, and
+// their weights: of all experts or, with `norm_topk_prob`, of these, times `scale` and `factors` [n], if not null.
+//
+// Scores are the logits, whose softmax is the weights, where `probabilities` is null.  Else these [T, stride] are
+// written, and scores [T, stride]: they plus `bias` if it is not null, and -infinity in all but the `n_top_groups` of
+// n_groups whose best, or two best (n_best), have the largest sums.
+//
+// places, rows: if not null, each pair's place is its own number: see group_by_expert.  A warp a token; k <= 32.
 extern "C" __global__ void __launch_bounds__(WARP * ROUTE_WARPS)
-    expert_scores(const int* __restrict__ header, const float* __restrict__ logits, int stride, int n, int gating,
-                  const float* __restrict__ bias, int n_groups, int n_top_groups, int n_best,
-                  float* __restrict__ probabilities, float* __restrict__ scores) {
+    route(int* header, const float* logits, int stride, int n, int k, int norm_topk_prob, float scale, int gating,
+          const float* __restrict__ bias, int n_groups, int n_top_groups, int n_best, float* probabilities, float* scores,
+          const float* __restrict__ factors, int* __restrict__ ids, float* __restrict__ expert_weights,
+          int* __restrict__ places, int* __restrict__ rows) {
   __shared__ float sums[ROUTE_WARPS][MAX_GROUPS];
   const int token = blockIdx.x * ROUTE_WARPS + threadIdx.x / WARP, lane = threadIdx.x % WARP, size = n / n_groups;
-  if (token >= header[N_TOKENS]) return;
+  const int n_tokens = header[N_TOKENS];
+  if (token >= n_tokens) return;
+  if (places && token == 0 && lane == 0) header[N_PLACES] = n_tokens * k;
   const float* row = logits + (size_t)token * stride;
-  float *to = probabilities + (size_t)token * stride, *score = scores + (size_t)token * stride;
-  float* own = sums[threadIdx.x / WARP];
   float peak = -infinity(), total = 0.0f;
-  if (gating == SOFTMAX) {
+  if (gating == SOFTMAX && !(norm_topk_prob && !probabilities)) {
     for (int expert = lane; expert < n; expert += WARP) peak = fmaxf(peak, row[expert]);
     peak = warp_max(peak);
     for (int expert = lane; expert < n; expert += WARP) total += expf(row[expert] - peak);
     total = warp_sum(total);
   }
-  for (int expert = lane; expert < n; expert += WARP) {
-    const float x = row[expert];
-    const float p = gating == SOFTMAX ? expf(x - peak) / total
-                    : gating == SIGMOID ? sigmoid(x)
-                                        : sqrtf(softplus(x));
-    to[expert] = p;
-    score[expert] = bias ? p + bias[expert] : p;
+  if (probabilities) {
+    float *to = probabilities + (size_t)token * stride, *score = scores + (size_t)token * stride;
+    for (int expert = lane; expert < n; expert += WARP) {
+      const float x = row[expert];
+      const float p = gating == SOFTMAX ? expf(x - peak) / total
+                      : gating == SIGMOID ? sigmoid(x)
+                                          : sqrtf(softplus(x));
+      to[expert] = p;
+      score[expert] = bias ? p + bias[expert] : p;
+    }
+    __syncwarp();
+    if (n_groups > 1) {
+      float* own = sums[threadIdx.x / WARP];
+      for (int group = lane; group < n_groups; group += WARP) own[group] = best_of_group(score + size * group, size, n_best);
+      __syncwarp();
+      for (int expert = lane; expert < n; expert += WARP) {
+        const int group = expert / size;
+        int better = 0;
+        for (int other = 0; other < n_groups; other++)
+          better += own[other] > own[group] || (own[other] == own[group] && other < group);
+        if (better >= n_top_groups) score[expert] = -infinity();
+      }
+      __syncwarp();
+    }
+    row = score;
   }
-  if (n_groups == 1) return;
-  __syncwarp();
-  for (int group = lane; group < n_groups; group += WARP) own[group] = best_of_group(score + size * group, size, n_best);
-  __syncwarp();
-  for (int expert = lane; expert < n; expert += WARP) {
-    const int group = expert / size;
-    int better = 0;
-    for (int other = 0; other < n_groups; other++)
-      better += own[other] > own[group] || (own[other] == own[group] && other < group);
-    if (better >= n_top_groups) score[expert] = -infinity();
-  }
-}
-
-// ids, expert_weights [T, k]: the k experts of the largest of a row's n logits, of equals the lowest, and their weights:
-// of all experts or, with `norm_topk_prob`, of these.  Where `probabilities` are not null, the logits are but scores,
-// and the weights are probabilities, or those by their sum.  factors [n]: of the weights, or null.  A warp a token; k is
-// at most 32.
-extern "C" __global__ void __launch_bounds__(WARP * ROUTE_WARPS)
-    route(const int* __restrict__ header, const float* __restrict__ logits, int stride, int n, int k,
-          int norm_topk_prob, float scale, const float* __restrict__ probabilities, const float* __restrict__ factors,
-          int* __restrict__ ids, float* __restrict__ expert_weights) {
-  const int token = blockIdx.x * ROUTE_WARPS + threadIdx.x / WARP, lane = threadIdx.x % WARP;
-  if (token >= header[N_TOKENS]) return;
-  const float* row = logits + (size_t)token * stride;
   uint64_t last = 0;
   int id = 0;  // lane i has the expert of rank i
   for (int rank = 0; rank < k; rank++) {
@@ -91,20 +92,19 @@ extern "C" __global__ void __launch_bounds__(WARP * ROUTE_WARPS)
     last = best_of_warp(best);
     if (lane == rank) id = id_of(last);
   }
-  const float peak = __shfl_sync(FULL_MASK, row[id], 0);
-  const float mine = probabilities ? probabilities[(size_t)token * stride + id] : expf(row[id] - peak);
-  float total = 0.0f;
+  const float best = __shfl_sync(FULL_MASK, row[id], 0);
+  const float mine = probabilities ? probabilities[(size_t)token * stride + id] : expf(row[id] - best);
   if (norm_topk_prob) {
+    total = 0.0f;
     for (int rank = 0; rank < k; rank++) total += __shfl_sync(FULL_MASK, mine, rank);
   } else if (probabilities) {
     total = 1.0f;
-  } else {
-    for (int expert = lane; expert < n; expert += WARP) total += expf(row[expert] - peak);
-    total = warp_sum(total);
   }
   if (lane >= k) return;
-  ids[token * k + lane] = id;
-  expert_weights[token * k + lane] = mine / total * (factors ? factors[id] : 1.0f) * scale;
+  const int pair = token * k + lane;
+  ids[pair] = id;
+  expert_weights[pair] = mine / total * (factors ? factors[id] : 1.0f) * scale;
+  if (places) places[pair] = pair, rows[pair] = token;
 }
 
 // The sum of `value` over this and the lanes before it.

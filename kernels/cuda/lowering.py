@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -42,10 +42,11 @@ from localllm.kernels.cuda.calls import (
     rows_call,
 )
 from localllm.kernels.cuda.driver import DeviceMemory, Launch
-from localllm.kernels.cuda.matmul import PackedFormat
+from localllm.kernels.cuda.matmul import PackedFormat, ProductLimits
 from localllm.kernels.cuda.roofline import Kind
 from localllm.kernels.cuda.weights import PackedMatrix, PackedWeights
 from localllm.kernels.graph import ACTIVATIONS, GATINGS, Graph, Rows, Tensor, Value, Weight
+from localllm.quant.types import GGMLType
 
 #: Columns that a block of `top_parts` sorts, and how many of the largest may be wanted.
 SORTED, MAX_TOP_K = 2048, 1024
@@ -98,9 +99,14 @@ class Lowered:
 
 @dataclass(frozen=True)
 class _Chosen:
-    """The experts that each token goes to, and what is made of that: see experts.cu."""
+    """The experts that each token goes to, and what is made of that: see experts.cu.
+
+    Attributes:
+        is_single: whether all products of an extent are of single rows, which need not lie side by side.
+    """
 
     mixture: Mixture
+    is_single: Callable[[Extent], bool]
     buffer: Buffer
     products: Address
     n_products: Address
@@ -176,40 +182,56 @@ class Lowering:
         key = x, format.input_kind
         if key not in self.inputs:
             rows: Stored = self.stored[x]
-            self.inputs[key] = inputs = self.new_inputs(format, x, rows.slot)
-            self._quantise("quantise", "quantise", rows, inputs)
+            inputs = self.new_inputs(format, x, rows.slot)
+            is_read = any(getattr(op, "residual", None) is x for op in self.readers[x])  # and written, by a product
+            is_same = format.type is GGMLType.F32 and x.width % matmul.RUN == 0 and not is_read
+            self.inputs[key] = replace(inputs, alone=rows) if is_same else inputs
+            self._quantise("quantise", rows, inputs)
+            if is_same:
+                self._omit_last(lambda extent: extent.rows(rows.slot) == 1)
         return self.inputs[key]
 
-    def _quantise(self, name: str, kernel: str, x: Stored, inputs: Inputs, *which: Any, **options: Any) -> None:
-        """Of a kernel of quantise.cu."""
+    def _quantise(
+        self, name: str, x: Stored, inputs: Inputs, rows: Any = None, head_stride: int = 0, **options: Any
+    ) -> None:
+        """Rows as products read them: all, or those that are named, or the first values of each of their heads."""
         format, counter = inputs.format, self.batch.counter(inputs.slot)
         launch = matmul.quantise_launch(format, inputs.width, 1)
-        values = x, inputs.width, counter, *which, inputs
+        values = x, inputs.width, counter, rows, head_stride, inputs
         options |= {"defines": launch.defines}
         grid = lambda n: (format.input_rows(n), inputs.n_heads)  # noqa: E731
-        self.call(name, (launch.module, kernel), inputs.slot, grid, launch.block[0], *values, **options)
+        self.call(name, (launch.module, launch.kernel), inputs.slot, grid, launch.block[0], *values, **options)
 
-    def result_of(self, x: Tensor) -> tuple[Stored | Inputs, str, str]:
-        """Where a norm or a gate writes, and what that adds to the names of its kernel and of its call.
+    def result_of(self, x: Tensor, *, both: bool = False) -> tuple[Stored | None, Inputs | None]:
+        """Where a norm or a gate writes rows, and where integers, if it does.
 
-        That is integers, if products with those are all that read the tensor.
+        Those alone, if products with them are all that read the tensor.
+
+        Args:
+            both: whether it can write both.
         """
-        multiplied = [_multiplied(op, x) for op in self.readers[x]]
+        readers = self.readers[x]
+        multiplied = [_multiplied(op, x) for op in readers]
         formats = [self.weights.matrix(weight).packed for weights in multiplied for weight in weights]
-        is_alone = formats and all(multiplied) and x is not self.graph.result
-        if not is_alone or any(format.is_float for format in formats):
-            return self.like(x), "", ""
-        inputs = self.inputs[x, formats[0].input_kind] = self.new_inputs(formats[0], x, _SLOTS[x.rows])
-        return inputs, "_quantised", " + quantise"
+        gathered = [w for op in readers if isinstance(op, g.ExpertLinears) for w in op.experts]
+        integers = [f for f in (*formats, *(self.weights.matrix(w).packed for w in gathered)) if not f.is_float]
+        is_alone = all(multiplied) and len(integers) == len(formats) and x is not self.graph.result
+        if not integers or not (both or is_alone):
+            return self.like(x), None
+        inputs = self.inputs[x, integers[0].input_kind] = self.new_inputs(integers[0], x, _SLOTS[x.rows])
+        return None if is_alone else self.like(x), inputs
 
     def call(self, *given: Any, **options: Any) -> None:
         """Adds what `rows_call` makes."""
         self.calls.append(rows_call(*given, **options))
 
-    def _omit_last(self, is_done: Callable[[Extent], bool]) -> None:
-        """The last call is not launched for extents where another one has done it."""
-        call = self.calls.pop()
-        self.calls.append(replace(call, launches=lambda extent: () if is_done(extent) else call.launches(extent)))
+    def _omit_last(self, is_done: Callable[[Extent], bool], n: int = 1) -> None:
+        """The last calls are not launched for extents where another one has done it."""
+
+        def omitted(call: Call) -> Call:
+            return replace(call, launches=lambda extent: () if is_done(extent) else call.launches(extent))
+
+        self.calls[-n:] = map(omitted, self.calls[-n:])
 
     def elementwise(
         self, name: str, kernel: str, x: Stored, grid: Grid, threads: int, *values: Any, **options: Any
@@ -238,14 +260,14 @@ class Lowering:
         self.call("embed", kernel, N_TOKENS, _each, launch.block[0], *values, float(op.scale), y, **options)
         return y
 
-    def rms_norm(self, op: g.RMSNorm) -> Stored | Inputs:
+    def rms_norm(self, op: g.RMSNorm) -> Stored | Inputs | None:
         x, n_groups, eps = self.stored[op.x], op.n_groups, float(op.eps)
-        y, kernel, name = self.result_of(op.result) if n_groups == 1 else (self.like(op.result), "", "")
+        y, codes = self.result_of(op.result, both=True) if n_groups == 1 else (self.like(op.result), None)
         step = 0 if op.weight is None or op.weight.shape != (op.x.width,) else op.x.width // n_groups
-        values = [x, x.width // n_groups, self.weights.vector(op.weight), eps, *([] if kernel else [step]), y]
-        grid = _each if kernel else lambda n: (n, n_groups)
-        self.elementwise(f"norm{name}", f"rms_norm{kernel}", x, grid, _NORM_THREADS, *values)
-        return y
+        values = x, x.width // n_groups, self.weights.vector(op.weight), eps
+        name, grid = f"norm{' + quantise' if codes else ''}", lambda n: (n, n_groups)
+        self.elementwise(name, "rms_norm", x, grid, _NORM_THREADS, *values, step, *_written(y, codes))
+        return y or codes
 
     def layer_norm(self, op: g.LayerNorm) -> Stored:
         x, y = self.stored[op.x], self.like(op.result)
@@ -254,30 +276,31 @@ class Lowering:
         self.elementwise("layer norm", "layer_norm", x, _each, _NORM_THREADS, *values)
         return y
 
-    def gated(self, op: g.Gated) -> Stored | Inputs:
+    def gated(self, op: g.Gated) -> Stored | Inputs | None:
         return self._gate(op.result, op.gate, op.up, op.activation)
 
-    def activation(self, op: g.Activation) -> Stored | Inputs:
+    def activation(self, op: g.Activation) -> Stored | Inputs | None:
         return self._gate(op.result, op.x, None, op.activation)
 
-    def _gate(self, result: Tensor, gate: Tensor, up: Tensor | None, activation: str) -> Stored | Inputs:
+    def _gate(self, result: Tensor, gate: Tensor, up: Tensor | None, activation: str) -> Stored | Inputs | None:
         """An activation, times another row if there is one."""
         x, other = self.stored[gate], self.stored[up]
         ended, is_done = self.ends.get(result, (None, None))
-        y, kernel, name = (ended, "_quantised", " + quantise") if ended else self.result_of(result)
+        y, codes = (None, ended) if ended else self.result_of(result, both=True)
         values = (
             ACTIVATIONS.index(activation),
             x.buffer,
             None if other is None else other.buffer,
             x.stride,
             x.width,
-            y,
+            *_written(y, codes),
         )
         operands = [x] if other is None else [x, other]
-        self.elementwise(f"gate{name}", f"gated{kernel}", x, _columns(x), _GATE_THREADS, *values, operands=operands)
+        name = f"gate{' + quantise' if codes else ''}"
+        self.elementwise(name, "gated", x, _columns(x), _GATE_THREADS, *values, operands=operands)
         if is_done is not None:
             self._omit_last(is_done)
-        return y
+        return y or codes
 
     def add(self, op: g.Add) -> Stored:
         return self._add(op.x, op.scale, None, op.gate, op.residual)
@@ -358,8 +381,8 @@ class Lowering:
         [gate] = gates if len(gates) == 1 else (None,)
         if not isinstance(gate, g.Gated) or (gate.gate, gate.up) != op.result or self.graph.result in op.result:
             return None
-        y = None if gate.result.width % matmul.RUN else self.result_of(gate.result)[0]
-        return (gate, y) if isinstance(y, Inputs) else None
+        codes = None if gate.result.width % matmul.RUN else self.result_of(gate.result)[1]
+        return (gate, codes) if codes else None
 
     def _gate_arguments(
         self, gate: tuple[g.Gated, Inputs], products: Sequence[matmul.Product], n_rows: int
@@ -381,7 +404,7 @@ class Lowering:
         x, y, matrix = self.stored[op.x], self.new(op.x.rows, op.result.width), self.weights.matrix(op.weight)
         (n_heads, n_out, n_in), rest = op.weight.shape, op.n_rest
         inputs = Inputs.new(matrix.packed, self.limits.max_rows(x.slot), n_in, x.slot, n_heads)
-        self._quantise("quantise", "quantise_heads", x, inputs, n_in + rest)
+        self._quantise("quantise", x, inputs, head_stride=n_in + rest)
         self._multiply(inputs, [(matrix, y, None)])
         if rest:
             source, target = (x.buffer.at(4 * n_in), x.stride), (y.buffer.at(4 * n_out), y.stride)
@@ -484,8 +507,7 @@ class Lowering:
         limits, kept, q, y = self.limits, op.cache, self.stored[op.q], self.new(Rows.TOKENS, op.result.width)
         # What merges splits ends with codes, if that is all that is read; whole heads must make whole rows of them.
         fits = kept.value_dim % _CODED_HEAD == y.width % matmul.RUN == 0
-        inputs = self.result_of(op.result)[0] if fits else None
-        codes = inputs if isinstance(inputs, Inputs) else None
+        codes = self.result_of(op.result)[1] if fits else None
         kind, sinks, partials = limits.kind(op), self.weights.vector(op.sinks), limits.new_partials()
         heads = kind.heads
         variant = replace(kind.variant, soft_cap=op.softcap is not None, sinks=sinks is not None)
@@ -515,7 +537,7 @@ class Lowering:
         name = "attention" if heads.window == attention.NO_WINDOW else f"attention, window {heads.window}"
         self.calls.append(Call(name, launches, [q, y, partials, *([codes] if codes else [])], cost))
         if codes is not None:
-            self._quantise("quantise", "quantise", y, codes)
+            self._quantise("quantise", y, codes)
             self._omit_last(lambda extent: not extent.work(kind).prefill_tiles)
         return y
 
@@ -610,58 +632,54 @@ class Lowering:
         # Products, how many there are, ids, expert weights, places, and the places' tokens.
         sizes = 16 * mixture.n_products(limits.max_tokens, _FEW_ROWS), 16, *3 * [4 * n_pairs], 4 * n_places
         memory, header = Buffer(sum(sizes)), self.batch.header
-        chosen = _Chosen(mixture, memory, *map(memory.at, accumulate(sizes[:-1], initial=0)))
-        scores, probabilities = logits, None
-        grid = lambda n: (-(-n // _ROUTE_TOKENS),)  # noqa: E731
-        if not op.is_by_logits:
-            scores, probabilities = (self.new(Rows.TOKENS, logits.width) for _ in range(2))
-            how = GATINGS.index(op.gating), self.weights.vector(op.selection_bias)
-            groups = op.n_groups, op.n_top_groups, op.n_group_best
-            to, written = (probabilities.buffer, scores.buffer), [probabilities, scores]
-            given = header, logits, logits.width, *how, *groups, *to
-            self._expert_call("expert scores", "expert_scores", grid, _ROUTE_THREADS, *given, operands=written)
+        readers = [op for op in self.readers[op.result] if isinstance(op, g.ExpertLinears | g.ExpertOutput)]
+        experts = [w for op in readers for w in (op.experts if isinstance(op, g.ExpertLinears) else (op.experts,))]
+        formats, products = [self.weights.matrix(weight).packed for weight in experts], limits.products
+
+        def is_single(extent: Extent) -> bool:
+            sizes = extent.n_tokens, _product_rows(mixture, extent, products), products.capability
+            return all(matmul.expert_kernel(format, *sizes) == "matvec_experts" for format in formats)
+
+        chosen = _Chosen(mixture, is_single, memory, *map(memory.at, accumulate(sizes[:-1], initial=0)))
+        scored = [] if op.is_by_logits else [self.new(Rows.TOKENS, logits.width) for _ in range(2)]
         values = (
-            *(header, scores, scores.width, mixture.k, op.norm_topk_prob, float(op.scale)),
-            *(probabilities and probabilities.buffer, self.weights.vector(op.expert_scales)),
-            *(chosen.ids, chosen.weights),
+            *(header, logits, logits.width, mixture.k, op.norm_topk_prob, float(op.scale), GATINGS.index(op.gating)),
+            *(self.weights.vector(op.selection_bias), op.n_groups, op.n_top_groups, op.n_group_best),
+            *([each.buffer for each in scored] or (None, None)),
+            *(self.weights.vector(op.expert_scales), chosen.ids, chosen.weights),
         )
-        # Ids, weights, places, and the tokens of these.
-        cost = lambda sizes: Cost(scores.bytes_of(sizes.n_tokens) + sizes.rows(N_PLACES) * 4 * 4)  # noqa: E731
-        operands = [memory, *([] if probabilities is None else [probabilities])]
-        self._expert_call("route", "route", grid, _ROUTE_THREADS, *values, operands=operands, cost=cost)
-        route = self.calls.pop()
+        to = chosen.places, chosen.rows
 
         def launches(extent: Extent) -> Iterator[Launch]:
-            yield from route.launches(extent)
-            rows = self._product_rows(mixture, extent)
-            to = chosen.places, chosen.rows, chosen.products, chosen.n_products
-            values = arguments(header, chosen.ids, mixture.k, mixture.n, rows, *to)
-            yield Launch("experts", "group_by_expert", {}, (1,), (_GROUP_THREADS,), 0, values)
+            grid, own = (-(-extent.n_tokens // _ROUTE_TOKENS),), to if is_single(extent) else (None, None)
+            yield Launch("experts", "route", {}, grid, (_ROUTE_THREADS,), 0, arguments(*values, *own))
+            if not is_single(extent):
+                rows = _product_rows(mixture, extent, products)
+                own = arguments(
+                    header, chosen.ids, mixture.k, mixture.n, rows, *to, chosen.products, chosen.n_products
+                )
+                yield Launch("experts", "group_by_expert", {}, (1,), (_GROUP_THREADS,), 0, own)
 
-        self.calls.append(replace(route, launches=launches))
+        # Ids, weights, places, and the tokens of these.
+        cost = lambda sizes: Cost(  # noqa: E731
+            (1 + 2 * len(scored)) * logits.bytes_of(sizes.n_tokens) + sizes.rows(N_PLACES) * 4 * 4
+        )
+        self.calls.append(Call("route", launches, [logits, memory, *scored], cost))
         return chosen
-
-    def _expert_call(self, name: str, kernel: str, grid: Grid, threads: int, *values: Any, **options: Any) -> None:
-        """Of a kernel of experts.cu."""
-        self.call(name, ("experts", kernel), N_TOKENS, grid, threads, *values, **options)
-
-    def _product_rows(self, mixture: Mixture, extent: Extent) -> int:
-        """Rows of one expert that are multiplied at once, at most."""
-        products = self.limits.products
-        few = extent.n_tokens * mixture.k <= _FEW_ROWS * mixture.n
-        return _FEW_ROWS if few or products.capability < matmul.TENSOR_CORES else products.tile_rows[-1]
 
     def expert_linears(self, op: g.ExpertLinears) -> tuple[Stored, ...]:
         chosen, x = self.stored[op.routing], self.stored[op.x]
         matrices = [self.weights.matrix(weight) for weight in op.experts]
-        inputs = dict[str, Inputs]()
+        inputs = dict[str, tuple[Inputs, Inputs | None]]()
         for kind, format in {matrix.packed.input_kind: matrix.packed for matrix in matrices}.items():
-            inputs[kind] = rows = self.new_inputs(format, op.x, N_PLACES)
+            rows, shared = self.new_inputs(format, op.x, N_PLACES), self.inputs.get((op.x, kind))
+            inputs[kind] = rows, shared
             cost = lambda sizes, rows=rows: Cost(  # noqa: E731
                 x.bytes_of(sizes.n_tokens) + 4 * sizes.rows(N_PLACES) + rows.bytes_of(sizes.rows(N_PLACES))
             )
-            options = {"operands": [chosen.buffer], "cost": cost}
-            self._quantise("gather for experts", "quantise_gathered", x, rows, chosen.rows, **options)
+            self._quantise("gather for experts", x, rows, chosen.rows, operands=[chosen.buffer], cost=cost)
+            if shared is not None:
+                self._omit_last(chosen.is_single)
         is_plain = not op.biases and not op.is_weighted and len({matrix.format for matrix in matrices}) == 1
         gate = self._gate_of(op) if is_plain else None
         results = self._multiply_experts(chosen, matrices, inputs, gate)
@@ -674,7 +692,9 @@ class Lowering:
         if op.residual is not None and self.last_uses[op.residual] > self.node:
             raise KernelError("the cuda backend adds what experts compute in place: nothing else may read that")
         chosen, matrix, batch = self.stored[op.routing], self.weights.matrix(op.experts), self.batch
-        inputs = {matrix.packed.input_kind: self.inputs_of(op.h, matrix.packed)}
+        rows, format, bias = self.inputs_of(op.h, matrix.packed), matrix.packed, self.weights.vector(op.bias)
+        begin, k = len(self.calls), chosen.mixture.k
+        inputs = {format.input_kind: (rows, None)}
         [products], y = self._multiply_experts(chosen, [matrix], inputs), self.in_place(op)
         if op.bias is not None:
             self._finish_experts(chosen, False, op.bias, products)
@@ -687,7 +707,24 @@ class Lowering:
         grid, values = (lambda n: (-(-width // _SUM_COLUMNS), n)), (products, width, y, int(op.residual is not None))
         given = batch.header, chosen.places, weights, chosen.mixture.k
         options = {"operands": [chosen.buffer], "cost": cost}
-        self._expert_call("add experts", "add_experts", grid, _SUM_THREADS, *given, *values, **options)
+        self.call("add experts", ("experts", "add_experts"), N_TOKENS, grid, _SUM_THREADS, *given, *values, **options)
+
+        def launches(extent: Extent) -> Iterator[Launch]:
+            """All of it, of few tokens."""
+            n = extent.n_tokens
+            launch = matmul.summed_launch(format, matrix.n_out, matrix.n_in, n, k)
+            if launch and chosen.is_single(extent):
+                numbers = batch.counter(N_TOKENS), format.n_tiles(matrix.n_in), k, format.n_chunks(matrix.n_in)
+                given = *numbers, chosen.ids, weights, matrix.memory, bias, y.buffer, width, y.stride, values[-1]
+                yield launch.given(*arguments(rows, *given, n_rows=extent.n_places))
+
+        self._omit_last(lambda extent: any(launches(extent)), len(self.calls) - begin)
+        product = self.calls[begin]
+
+        def cost_at_once(sizes: BatchSizes) -> Cost:  # products are not written, and read again
+            return product.cost(sizes) + cost(sizes) + Cost(-2 * products.bytes_of(sizes.rows(N_PLACES)))
+
+        self.calls.append(Call(f"{product.name} + add", launches, [rows, chosen.buffer, y], cost_at_once))
         return y
 
     def _finish_experts(self, chosen: _Chosen, is_weighted: bool, bias: Weight | None, y: Stored) -> None:
@@ -696,20 +733,26 @@ class Lowering:
         given = self.batch.header, chosen.places, chosen.ids, weights, self.weights.vector(bias), k, y, y.width
         grid = lambda n: (-(-y.width // _SUM_COLUMNS), k * n)  # noqa: E731
         operands = [chosen.buffer, y]
-        self._expert_call("finish experts", "finish_experts", grid, _SUM_THREADS, *given, operands=operands)
+        self.call(
+            "finish experts", ("experts", "finish_experts"), N_TOKENS, grid, _SUM_THREADS, *given, operands=operands
+        )
 
     def _multiply_experts(
         self,
         chosen: _Chosen,
         matrices: Sequence[PackedMatrix],
-        inputs: dict[str, Inputs],
+        inputs: Mapping[str, tuple[Inputs, Inputs | None]],
         gate: tuple[g.Gated, Inputs] | None = None,
     ) -> tuple[Stored, ...]:
-        """Products of rows by place, those of one format in one call."""
+        """Products of rows by place, those of one format in one call.
+
+        Args:
+            inputs: by kind, those of places; and those of tokens, if they are there, which single rows are.
+        """
         results = tuple(self.new(Rows.CHOSEN, matrix.n_out) for matrix in matrices)
         for format in dict.fromkeys(matrix.format for matrix in matrices):
             own = [(w, y) for w, y in zip(matrices, results, strict=True) if w.format == format]
-            self._multiply_some_experts(chosen, own, inputs[own[0][0].packed.input_kind], gate)
+            self._multiply_some_experts(chosen, own, *inputs[own[0][0].packed.input_kind], gate)
         return results
 
     def _multiply_some_experts(
@@ -717,6 +760,7 @@ class Lowering:
         chosen: _Chosen,
         pairs: Sequence[tuple[PackedMatrix, Stored]],
         inputs: Inputs,
+        shared: Inputs | None,
         gate: tuple[g.Gated, Inputs] | None,
     ) -> None:
         mixture, limits, packed = chosen.mixture, self.limits.products, [w for w, _ in pairs]
@@ -725,17 +769,16 @@ class Lowering:
         tiles, n_chunks, counter = format.n_tiles(n_in), format.n_chunks(n_in), self.batch.counter(N_TOKENS)
 
         def launches(extent: Extent) -> Iterator[Launch]:
-            n, rows = extent.n_tokens, self._product_rows(mixture, extent)
-            step = (
-                1
-                if matmul.expert_kernel(format, n, rows, limits.capability) == "matmul_experts"
-                else matmul.MAX_MATRICES
-            )
+            n, rows = extent.n_tokens, _product_rows(mixture, extent, limits)
+            is_shared = shared is not None and chosen.is_single(extent)
+            x, n_rows, share = (shared, n, mixture.k) if is_shared else (inputs, extent.n_places, 1)
+            kernel = matmul.expert_kernel(format, n, rows, limits.capability)
+            step = 1 if kernel == "matmul_experts" else matmul.MAX_MATRICES
             sizes = n_in, n, n * mixture.k, mixture.n_products(n, rows), rows
             for some in (products[i : i + step] for i in range(0, len(products), step)):
                 launch = matmul.expert_launch(format, [p.n_out for p in some], *sizes, limits)
                 own: dict[str, tuple[Any, ...]] = {
-                    "matvec_experts": (counter, tiles, mixture.k, chosen.ids, chosen.places),
+                    "matvec_experts": (counter, tiles, mixture.k, share, chosen.ids, chosen.places),
                     "matmul_few_experts": (chosen.n_products, tiles, chosen.products),
                     "matmul_experts": (chosen.n_products, tiles, n_chunks, chosen.products),
                 }
@@ -743,13 +786,14 @@ class Lowering:
                 if gate is not None and (gated := matmul.gated_launch(format, launch)):
                     given, own[gated.kernel] = self._gate_arguments(gate, some, extent.n_places), own[launch.kernel]
                     launch = gated
-                yield launch.given(*arguments(inputs, *own[launch.kernel], *given, n_rows=extent.n_places))
+                yield launch.given(*arguments(x, *own[launch.kernel], *given, n_rows=n_rows))
 
         def cost(sizes: BatchSizes) -> Cost:
             used = 1 - (1 - mixture.k / mixture.n) ** sizes.n_tokens  # that of all experts: the others are not read
             return _product_cost(packed, inputs, sizes.rows(N_PLACES), part=used)
 
         operands: list[Stored | Inputs | Buffer] = [inputs, chosen.buffer, *(y for _, y in pairs)]
+        operands += [shared] if shared else []
         operands += self._ends_with(gate, launches)
         self.calls.append(Call(f"experts {_names(packed)}", launches, operands, cost))
 
@@ -757,6 +801,17 @@ class Lowering:
 def _each(n: int) -> tuple[int, ...]:
     """A block for each row."""
     return (n,)
+
+
+def _written(rows: Stored | None, codes: Inputs | None) -> tuple[Any, ...]:
+    """What kernels write that can write either, or both."""
+    return *((rows,) if rows else (None, 0)), *((codes,) if codes else (None, None, 0))
+
+
+def _product_rows(mixture: Mixture, extent: Extent, limits: ProductLimits) -> int:
+    """Rows of one expert that are multiplied at once, at most."""
+    few = extent.n_tokens * mixture.k <= _FEW_ROWS * mixture.n
+    return _FEW_ROWS if few or limits.capability < matmul.TENSOR_CORES else limits.tile_rows[-1]
 
 
 def _columns(x: Stored) -> Grid:

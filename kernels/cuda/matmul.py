@@ -55,6 +55,8 @@ _BOUNDS: dict[tuple[int | str, int], int | str] = {("Q5_0", 4): "512,1", ("Q8_0"
 #: Formats of whose `matvec` of one token two fit into the registers of a block, as `matvec_gated` has them.  With
 #: experts, that takes more: only half as many threads fit.
 _GATED = {GGMLType.Q4_0, GGMLType.Q4_1, GGMLType.Q5_0, GGMLType.Q5_1, GGMLType.Q4_K}
+#: Chunks of columns that `matvec_experts_summed` adds up, of all experts of a token, and launch bounds.
+MAX_SUMMED, _SUMMED_BOUNDS = 128, 768
 #: Formats of the first matrices and of the last of a launch of matvec: those that files mix in a layer.
 _MIXED = {
     (GGMLType.Q4_K, GGMLType.Q6_K),
@@ -235,7 +237,8 @@ def pack_launch(format: PackedFormat, n_rows: int, n_in: int) -> Launch:
 def quantise_launch(format: PackedFormat, n_in: int, n_rows: int) -> Launch:
     """`quantise` of activations of ``n_in`` columns, laid out for ``n_rows``: a warp takes 128 columns at once.
 
-    Arguments: x, int32 stride (a multiple of 4), int32 n_in, n_tokens (int32 in memory), units, scales, int32 n_rows.
+    Arguments: x, int32 stride (a multiple of 4), int32 n_in, n_tokens (int32 in memory), which rows (int32) or null,
+    int32 stride of heads, units, scales, int32 n_rows.
     """
     threads = min(_WARP * -(-n_in // RUN), MAX_BLOCK_THREADS)
     return Launch("quantise", "quantise", {"FORMAT": format.input_kind}, (n_rows,), (threads,))
@@ -345,6 +348,15 @@ def expert_launch(
     defines = {**format.defines, "EXPERTS": 1, "BOUNDS": bounds}
     module = kernel.removesuffix("_experts")
     return Launch(module, kernel, defines, grid, (_WARP * format.n_chunks(n_in),))
+
+
+def summed_launch(format: PackedFormat, n_out: int, n_in: int, n_tokens: int, k: int) -> Launch | None:
+    """`matvec_experts_summed` of up to ``n_tokens`` tokens, if there is; warps have about as many chunks each."""
+    if (n := k * format.n_chunks(n_in)) > MAX_SUMMED:
+        return None
+    warps = -(-n // -(-n // (_SUMMED_BOUNDS // _WARP)))
+    defines = {**format.defines, "EXPERTS": 1, "SUMMED": 1, "BOUNDS": _SUMMED_BOUNDS}
+    return Launch("matvec", "matvec_experts_summed", defines, (n_tokens, n_groups(n_out)), (_WARP * warps,))
 
 
 def expert_kernel(format: PackedFormat, n_tokens: int, product_rows: int, capability: tuple[int, int]) -> str:

@@ -117,6 +117,7 @@ DEVICE void multiply_chunk(float (&acc)[N], const uint8_t* tiles, int begin, int
 #pragma unroll
   for (int unit = 0; unit < F::Codes::BITS; ++unit) words.load(tile, unit, lane);
   typename F::Raw next_scales = F::template load<Streamed>(tile + F::RUNS * run_bytes<F>(), lane);
+  wait_for_last();  // weights were there before it
   for (int i = begin; i < end; ++i) {
     const typename F::Raw scales = next_scales;
     const uint8_t* next = i + 1 < end ? tile + tile_bytes<F>() : nullptr;
@@ -132,6 +133,7 @@ DEVICE void multiply_chunk(float (&acc)[N], const uint8_t* tiles, int begin, int
 template <int N>
 DEVICE void multiply_floats(float (&acc)[N], const uint8_t* tiles, int begin, int end, Inputs x, int lane) {
   x = x.from(begin * RUN_BLOCKS, 4);
+  wait_for_last();
   const uint8_t* unit = tiles + begin * tile_bytes<F32>() + UNIT * lane;
 #pragma unroll 4
   for (int i = begin * (RUN / 4); i < end * (RUN / 4); ++i) {
@@ -153,7 +155,8 @@ template <int N>
 using ChunkSums = float[MAX_CHUNKS][N][GROUP];
 
 template <class F, int N>
-DEVICE void multiply(ChunkSums<N>& sums, const uint8_t* tiles, const Inputs& x, int n_tiles, int chunk, int n_chunks) {
+DEVICE void multiply_alone(float (&sums)[N][GROUP], const uint8_t* tiles, const Inputs& x, int n_tiles, int chunk,
+                           int n_chunks) {
   const int lane = threadIdx.x % WARP;
   const int begin = chunk_begin(chunk, n_chunks, n_tiles), end = chunk_begin(chunk + 1, n_chunks, n_tiles);
   float acc[N] = {};
@@ -162,12 +165,17 @@ DEVICE void multiply(ChunkSums<N>& sums, const uint8_t* tiles, const Inputs& x, 
   else
     multiply_chunk<F, N>(acc, tiles, begin, end, x, lane);
 #pragma unroll
-  for (int i = 0; i < N; ++i) sums[chunk][i][lane] = acc[i];
+  for (int i = 0; i < N; ++i) sums[i][lane] = acc[i];
+}
+
+template <class F, int N>
+DEVICE void multiply(ChunkSums<N>& sums, const uint8_t* tiles, const Inputs& x, int n_tiles, int chunk, int n_chunks) {
+  multiply_alone<F, N>(sums[chunk], tiles, x, n_tiles, chunk, n_chunks);
   __syncthreads();
 }
 
 template <int N>
-DEVICE float added_chunks(const ChunkSums<N>& sums, int n_chunks, int token) {
+DEVICE float added_chunks(const float (*sums)[N][GROUP], int n_chunks, int token) {
   float total = 0.0f;
   for (int chunk = 0; chunk < n_chunks; ++chunk) total += sums[chunk][token][threadIdx.x % WARP];
   return total;
@@ -207,6 +215,7 @@ extern "C" __global__ void __launch_bounds__(BOUNDS)
            const int* __restrict__ n_tokens, int n_tiles, MATRIX_PARAMETERS(0), MATRIX_PARAMETERS(1),
            MATRIX_PARAMETERS(2)) {
   __shared__ ChunkSums<TOKENS> sums;
+  let_next_begin();
   const int first_token = blockIdx.x * TOKENS, n = *n_tokens;
   if (first_token > 0 && first_token >= n) return;  // the first tokens do not wait for n
   const int laid_out = ROWS ? ROWS : n_rows;
@@ -234,6 +243,7 @@ extern "C" __global__ void __launch_bounds__(BOUNDS)
     matvec_gated(const void* __restrict__ units, const float2* __restrict__ scales, int n_rows,
                  const int* __restrict__ n_tokens, int n_tiles, GATE_PARAMETERS) {
   __shared__ ChunkSums<TOKENS> sums[2];
+  let_next_begin();
   const int first_token = blockIdx.x * TOKENS, group = blockIdx.y, n = *n_tokens, laid_out = ROWS ? ROWS : n_rows;
   if (first_token > 0 && first_token >= n) return;
   const Inputs x = {(const int4*)units + first_token, scales + first_token, laid_out};
@@ -246,40 +256,76 @@ extern "C" __global__ void __launch_bounds__(BOUNDS)
 // The same with the matrices of experts, of a token each: see matvec_experts.  Grid (pairs, groups of rows).
 extern "C" __global__ void __launch_bounds__(BOUNDS)
     matvec_experts_gated(const void* __restrict__ units, const float2* __restrict__ scales, int n_rows,
-                         const int* __restrict__ n_tokens, int n_tiles, int k, const int* __restrict__ experts,
-                         const int* __restrict__ places, GATE_PARAMETERS) {
+                         const int* __restrict__ n_tokens, int n_tiles, int k, int share,
+                         const int* __restrict__ experts, const int* __restrict__ places, GATE_PARAMETERS) {
   __shared__ ChunkSums<1> sums[2];
   const int pair = blockIdx.x, group = blockIdx.y;
   if (pair >= *n_tokens * k) return;
-  const int place = places[pair];
-  const Inputs x = {(const int4*)units + place, scales + place, n_rows};
+  const int place = places[pair], row = place / share;
+  const Inputs x = {(const int4*)units + row, scales + row, n_rows};
   const int64_t first = ((int64_t)experts[pair] * gridDim.y + group) * n_tiles * tile_bytes<FORMAT>();
   multiply_gated<FORMAT, 1>(sums, gates + first, ups + first, x, n_tiles, GATE, group, place, place + 1);
 }
 
-#else
+#elif !defined(SUMMED)
 
 // With the matrices of experts: a block has a group of 32 rows, and one token of an expert.
 //
 // y = x W^T, where each row has the matrix W of its expert, for up to three of them.
 //
 // weights: of all experts, one after the other.  experts, places: of each of the n_tokens * k pairs (experts.cu).  Rows of
-// units, scales and y are places.  Grid (pairs, groups of rows of all matrices).  The rest is as above.
+// y are places; `share` of them, one or k, have a row of units and scales.  Grid (pairs, groups of rows of all matrices).
+// The rest is as above.
 extern "C" __global__ void __launch_bounds__(BOUNDS)
     matvec_experts(const void* __restrict__ units, const float2* __restrict__ scales, int n_rows,
-                   const int* __restrict__ n_tokens, int n_tiles, int k, const int* __restrict__ experts,
+                   const int* __restrict__ n_tokens, int n_tiles, int k, int share, const int* __restrict__ experts,
                    const int* __restrict__ places, MATRIX_PARAMETERS(0), MATRIX_PARAMETERS(1), MATRIX_PARAMETERS(2)) {
   __shared__ ChunkSums<1> sums;
   const int pair = blockIdx.x;
   if (pair >= *n_tokens * k) return;
-  const int place = places[pair];
-  const Inputs x = {(const int4*)units + place, scales + place, n_rows};
+  const int place = places[pair], row = place / share;
+  const Inputs x = {(const int4*)units + row, scales + row, n_rows};
   int group = blockIdx.y;
   const int which = CHOOSE_MATRIX(group);
   const int64_t first_group = (int64_t)experts[pair] * n_groups(CHOSEN_ROWS(which));
   const uint8_t* tiles = CHOSEN_WEIGHTS(which) + (first_group + group) * n_tiles * tile_bytes<FORMAT>();
   multiply<FORMAT, 1>(sums, tiles, x, n_tiles, threadIdx.x / WARP, blockDim.x / WARP);
   add_chunks(CHOSEN_MATRIX(which), group, sums, place, place + 1);
+}
+
+#else
+
+constexpr int MAX_SUMMED = 128;
+
+// y = (y +) the sum of a token's k products with one matrix, each plus the bias of its expert, times its weight, if these
+// are not null; the best expert's first.  Rows of x are pairs.  biases: `stride` values from row to row.
+//
+// Of k * n_chunks chunks, at most MAX_SUMMED, warps take one after the other.  Grid (tokens, groups of rows).
+extern "C" __global__ void __launch_bounds__(BOUNDS)
+    matvec_experts_summed(const void* __restrict__ units, const float2* __restrict__ scales, int n_rows,
+                          const int* __restrict__ n_tokens, int n_tiles, int k, int n_chunks,
+                          const int* __restrict__ experts, const float* __restrict__ expert_weights,
+                          const uint8_t* __restrict__ weights, const float* __restrict__ biases, float* __restrict__ y,
+                          int n_out, int stride, int adds) {
+  __shared__ float sums[MAX_SUMMED][1][GROUP];
+  const int token = blockIdx.x, row = blockIdx.y * GROUP + threadIdx.x % WARP;
+  if (token >= *n_tokens) return;
+  for (int i = threadIdx.x / WARP; i < k * n_chunks; i += blockDim.x / WARP) {
+    const int pair = token * k + i / n_chunks, chunk = i % n_chunks;
+    const Inputs x = {(const int4*)units + pair, scales + pair, n_rows};
+    const int64_t first = ((int64_t)experts[pair] * gridDim.y + blockIdx.y) * n_tiles * tile_bytes<FORMAT>();
+    multiply_alone<FORMAT, 1>(sums[i], weights + first, x, n_tiles, chunk, n_chunks);
+  }
+  __syncthreads();
+  if (threadIdx.x >= WARP || row >= n_out) return;
+  float total = 0.0f;
+  for (int pair = token * k, i = 0; i < k; i++, pair++) {
+    float product = added_chunks<1>(sums + i * n_chunks, n_chunks, 0);
+    if (biases) product += biases[(size_t)experts[pair] * stride + row];
+    total = fmaf(product, expert_weights ? expert_weights[pair] : 1.0f, total);
+  }
+  float* to = y + (size_t)token * stride + row;
+  *to = total + (adds ? *to : 0.0f);
 }
 
 #endif

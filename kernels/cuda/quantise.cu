@@ -53,30 +53,16 @@ DEVICE void quantise_row(const float* row, int n_there, int n_in, void* units, v
   }
 }
 
-// x: float32 rows of `stride` values, a multiple of 4.  n_tokens: how many rows there are.
-// units, scales: laid out for n_rows, those that are not there of zeros.  One block a row.
+// x: float32 rows of `stride` values, a multiple of 4; of each head, which has head_stride of them, the first n_in.
+// n_there: how many rows there are.  rows: if not null, those of x to take, none where it is -1.
+// units, scales: laid out for n_rows, those that are not there of zeros.  Grid: (rows, heads).
 extern "C" __global__ void __launch_bounds__(1024)
-    quantise(const float* __restrict__ x, int stride, int n_in, const int* __restrict__ n_tokens,
-             void* __restrict__ units, void* __restrict__ scales, int n_rows) {
-  const int row = blockIdx.x, n_there = is_beyond(row, n_tokens) ? 0 : n_in;
-  quantise_row<FORMAT>(x + (int64_t)row * stride, n_there, n_in, units, scales, row, n_rows);
-}
-
-// The same of the first n_in columns of each head, of whose rows x has head_stride columns.  Grid: (rows, heads).
-extern "C" __global__ void __launch_bounds__(1024)
-    quantise_heads(const float* __restrict__ x, int stride, int n_in, const int* __restrict__ n_tokens, int head_stride,
-                   uint8_t* __restrict__ units, float* __restrict__ scales, int n_rows) {
-  const int row = blockIdx.x, n_runs = (n_in + RUN - 1) / RUN, n_there = is_beyond(row, n_tokens) ? 0 : n_in;
-  quantise_row<FORMAT>(x + (int64_t)row * stride + (int64_t)blockIdx.y * head_stride, n_there, n_in,
-                       units + UNIT * blockIdx.y * head_units<FORMAT>(n_runs, n_rows),
-                       scales + blockIdx.y * head_scales<FORMAT>(n_runs, n_rows), row, n_rows);
-}
-
-// The same of rows rows[i] of x, or of none where that is -1.  n_there: how many rows there are, and i may be.
-extern "C" __global__ void __launch_bounds__(1024)
-    quantise_gathered(const float* __restrict__ x, int stride, int n_in, const int* __restrict__ n_there,
-                      const int* __restrict__ rows, void* __restrict__ units, void* __restrict__ scales, int n_rows) {
-  if (blockIdx.x >= *n_there) return;
-  const int row = rows[blockIdx.x];
-  quantise_row<FORMAT>(x + (int64_t)row * stride, row < 0 ? 0 : n_in, n_in, units, scales, blockIdx.x, n_rows);
+    quantise(const float* __restrict__ x, int stride, int n_in, const int* __restrict__ n_there,
+             const int* __restrict__ rows, int head_stride, uint8_t* __restrict__ units, float* __restrict__ scales,
+             int n_rows) {
+  const int head = blockIdx.y, n_runs = (n_in + RUN - 1) / RUN;
+  const int row = is_beyond(blockIdx.x, n_there) ? -1 : rows ? rows[blockIdx.x] : blockIdx.x;
+  quantise_row<FORMAT>(x + (int64_t)row * stride + (int64_t)head * head_stride, row < 0 ? 0 : n_in, n_in,
+                       units + UNIT * head * head_units<FORMAT>(n_runs, n_rows),
+                       scales + head * head_scales<FORMAT>(n_runs, n_rows), blockIdx.x, n_rows);
 }

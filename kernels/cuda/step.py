@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from localllm.errors import KernelError, LocalLLMError
 from localllm.kernels.backend import Batch, Output, PackedWeight, Step, TopK, input_rows
 from localllm.kernels.buffers import Address, Buffer
-from localllm.kernels.cuda.attention import work_of_batch
+from localllm.kernels.cuda.attention import work_of_batch, work_of_bucket
 from localllm.kernels.cuda.cache import PAGE, CUDACache
 from localllm.kernels.cuda.calls import BUCKETS, N_TOKENS, Call, Extent, Stored, phases
 from localllm.kernels.cuda.driver import (
@@ -41,8 +41,11 @@ from localllm.kernels.cuda.lowering import MAX_TOP_K, Lowered
 SHORTEST = 1024
 #: Batches that may be on their way to the device.
 _IN_FLIGHT = 4
-#: Extents whose launches are kept to be captured, and graphs.
-_MAX_LAUNCHES, _MAX_GRAPHS = 16, 64
+#: Extents whose launches are kept to be captured, and graphs: those used last.
+_MAX_LAUNCHES, _MAX_GRAPHS = 16, 16
+#: Device memory of a kernel in a graph, for the plan: 1,000 more took 63 MB (driver 470; "Increasing memory footprint
+#: with large task graphs", NVIDIA's forums, 2023).  The section ceilings of `tests.benchmarks.gpu` measures it.
+NODE_BYTES = 64 << 10
 #: Tokens and outputs of larger batches are counted as multiples of this, so that launches serve several of them.
 _STEP = 8
 #: Numbers of the largest logits that are found at once: for another one the next larger is.
@@ -365,6 +368,12 @@ class CUDAStep(Step):
 
 def _launches(calls: Sequence[Call], extent: Extent) -> list[Launch]:
     return [launch for call in calls for launch in call.launches(extent)]
+
+
+def graph_bytes(lowered: Lowered | CUDAStep) -> int:
+    """Device memory of a step's graphs: as many as are kept, of a token each (those of prompts have more nodes)."""
+    work = tuple((kind, work_of_bucket(1, 1, kind.heads)) for kind in lowered.limits.kinds)
+    return _MAX_GRAPHS * NODE_BYTES * len(_launches(lowered.calls, lowered.limits.extent(1, 1, work)))
 
 
 def _rounded(n: int) -> int:

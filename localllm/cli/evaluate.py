@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,10 +12,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from localllm.cli.chart import Point, letter, svg_chart, text_chart
 from localllm.cli.defaults import load_options, settle
 from localllm.cli.main import DONE
 from localllm.cli.terminal import LoadStatus, StatusLine, model_line, quantity, visible_line
-from localllm.errors import UsageError
+from localllm.errors import UsageError, path_text
 from localllm.evaluate import (
     BaseLogits,
     Divergence,
@@ -29,7 +29,9 @@ from localllm.evaluate import (
 )
 from localllm.evaluate.perplexity import CONTEXT
 from localllm.files import read_text
+from localllm.gguf import GGUFFile
 from localllm.info import ModelInfo
+from localllm.library.find import demo_path
 from localllm.llm import LLM, load, model_file
 
 #: Sequences that the cache has room for, so that a chunk begins while others go on.
@@ -37,9 +39,6 @@ _PARALLEL = 4
 
 #: Heights in the line of progress.
 _BARS = "▁▂▃▄▅▆▇█"
-
-#: Size of the picture of `--compare`, in characters.
-_WIDTH, _HEIGHT = 60, 10
 
 _COMPARED = "{:>3} {:<36} {:>9} {:>11} {:>11} {:>10} {:>10}"
 
@@ -52,6 +51,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError("give one of -f FILE with a text, --base-logits FILE and --choices FILE")
     if arguments.file is None and arguments.save_logits is not None:
         raise UsageError("--save-logits needs a text, which -f FILE gives")
+    if arguments.svg is not None and not arguments.compare:
+        raise UsageError("--svg needs --compare FILE …: it draws what they lose")
     if arguments.choices is not None:
         if arguments.compare:
             raise UsageError("--compare needs a text or logits: give -f FILE or --base-logits FILE")
@@ -106,6 +107,10 @@ def _compare(arguments: argparse.Namespace) -> int:
     """The divergence of several models from one, or from its logits in a file."""
     others = [arguments.model] if arguments.base_logits is not None else []
     others += [model_file(name) for name in arguments.compare]
+    for other in others:
+        GGUFFile.open(other or demo_path()).close()  # what cannot be read is said before anything is measured
+    if arguments.svg is not None and not arguments.svg.absolute().parent.is_dir():
+        raise UsageError(f"--svg: {path_text(arguments.svg)} is in no folder that exists: name another file")
     with tempfile.TemporaryDirectory(prefix="localllm-") as folder:
         path = arguments.base_logits or arguments.save_logits or Path(folder) / "base.logits"
         if arguments.base_logits is None:
@@ -120,10 +125,13 @@ def _compare(arguments: argparse.Namespace) -> int:
             with _loaded(arguments, other, base.context) as llm:
                 rows.append((llm.info, _divergence(arguments, llm, base)))
         del base  # Windows removes no file that is mapped
+    points = [Point(info.n_bytes, far.kl.value, visible_line(info.path.name)) for info, far in rows]
     if not arguments.quiet:
         head = _COMPARED.format("", "model", "size", "perplexity", "KL", "KL 99 %", "same top")
         print("", head, *(_compared_line(i, *row) for i, row in enumerate(rows)), sep="\n")
-        print(*picture([(info.n_bytes, far.kl.value) for info, far in rows]), sep="\n", flush=True)
+        print(*text_chart(points), sep="\n", flush=True)
+    if arguments.svg is not None:
+        arguments.svg.write_text(svg_chart({"": points}), "utf-8")
     if arguments.json:
         _print_json({"compared": [_as_json(*row) for row in rows]})
     return DONE
@@ -170,35 +178,13 @@ def bars(values: Sequence[float]) -> str:
     return "".join(_BARS[round((value - low) / step)] for value in values)
 
 
-def picture(points: Sequence[tuple[float, float]]) -> list[str]:
-    """Lines that show size against loss, both logarithmic; the letters are those of `_COMPARED`'s lines."""
-    shown = [(i, math.log(size), math.log(loss)) for i, (size, loss) in enumerate(points) if size > 0 < loss]
-    if len(shown) < 2:
-        return []
-    field = [[" "] * _WIDTH for _ in range(_HEIGHT)]
-    left, right = min(x for _, x, _ in shown), max(x for _, x, _ in shown)
-    low, high = min(y for _, _, y in shown), max(y for _, _, y in shown)
-    for i, x, y in shown:
-        column = round((_WIDTH - 1) * (x - left) / ((right - left) or 1))
-        row = round((_HEIGHT - 1) * (high - y) / ((high - low) or 1))
-        field[row][column] = _letter(i)
-    labels = {0: f"{math.exp(high):.3g}", _HEIGHT - 1: f"{math.exp(low):.3g}"}
-    lines = [f"{labels.get(row, ''):>9} │{''.join(cells).rstrip()}" for row, cells in enumerate(field)]
-    ends = quantity(math.exp(left), "B"), quantity(math.exp(right), "B")
-    return ["", "KL", *lines, f"{'':>9} └{'─' * _WIDTH}", f"{'':>11}{ends[0]}{ends[1]:>{_WIDTH - len(ends[0])}}"]
-
-
-def _letter(i: int) -> str:
-    return chr(ord("a") + i % 26)
-
-
 def _compared_line(i: int, info: ModelInfo, far: Divergence) -> str:
     return _COMPARED.format(
-        _letter(i),
+        letter(i),
         visible_line(info.path.name)[:36],
         quantity(info.n_bytes, "B"),
         f"{far.perplexity.perplexity.value:.3f}",
-        f"{far.kl.value:.5f}",
+        f"{far.kl.value:z.5f}",
         f"{far.kl_percentiles[99]:.4f}",
         f"{far.same_top.value:.2%}",
     )
@@ -216,7 +202,7 @@ def _divergence_lines(far: Divergence) -> list[str]:
         f"  of the base model     {far.base_perplexity.value:.4f} ± {far.base_perplexity.error:.4f}",
         f"  ratio                 {far.ratio.value:.5f} ± {far.ratio.error:.5f}, "
         f"correlation of log-likelihoods {far.correlation:.2%}",
-        f"KL divergence           {far.kl.value:.6f} ± {far.kl.error:.6f}",
+        f"KL divergence           {far.kl.value:z.6f} ± {far.kl.error:.6f}",
         "  percentiles           " + ", ".join(f"{p} %: {kl[p]:.5f}" for p in (50, 90, 99, 99.9, 100)),
         f"change of probability   {_percent(far.probability_change)}, RMS {_percent(far.probability_change_rms)}",
         "  percentiles           " + ", ".join(f"{p} %: {change[p]:.2%}" for p in (1, 10, 50, 90, 99)),

@@ -224,7 +224,7 @@ EVALUATE_DETAILS = """\
 keeps what the model thought of it, and with --base-logits another model is compared with that: Kullback-Leibler
 divergence, change of probability, and how often both have the same likeliest token.  The file is llama.cpp's.
 
---compare measures several models against FILE, and draws their divergence over their size.
+--compare measures several models against FILE, and draws their divergence over their size; --svg does so in a file.
 
 --choices takes questions, in each line {"prompt": "...", "choices": ["...", "..."], "answer": 0}, and counts how
 often the likeliest answer is the right one.
@@ -809,6 +809,7 @@ def _add_evaluate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compare", nargs="+", type=model_file, metavar="FILE", help="compare these models with the first one"
     )
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw what --compare finds into an SVG file, too")
     parser.add_argument("--choices", type=Path, metavar="FILE", help="multiple choice: a JSONL file of questions")
     _add_device(parser)
     _add_declared(parser, LoadOptions, "threads")

@@ -37,6 +37,7 @@ import numpy as np
 import numpy.typing as npt
 
 import localllm
+from localllm.cli.chart import Point, svg_chart
 from localllm.evaluate import BaseLogits, perplexity
 from localllm.evaluate import divergence as divergence_of
 from localllm.gguf import GGUFFile
@@ -278,7 +279,9 @@ def logits(folder: Path) -> int:
 # -- Divergence from the original ----------------------------------------------------------------------------------
 
 
-def divergence(folder: Path, model: Path, text: Path, test: Path, context: int, threads: int) -> int:
+def divergence(
+    folder: Path, model: Path, text: Path, test: Path, context: int, threads: int, svg: Path | None
+) -> int:
     def loaded(path: Path) -> localllm.LLM:
         return localllm.load(path, device="cpu", context=context, threads=threads, parallel=4)
 
@@ -295,6 +298,7 @@ def divergence(folder: Path, model: Path, text: Path, test: Path, context: int, 
     means = {name: entry.means for name, entry in entries.items()}
     line = "{:<8} {:>19} {:>19} {:>7} {:>19} {:>7}"
     print(line.format("mix", "llama.cpp", "ours", "ratio", "error feedback", "ratio"))
+    series: dict[str, list[Point]] = {"llama.cpp": [], "localllm": [], "localllm, --hessian": []}
     for mix in ("Q2_K", "Q3_K_S", "Q3_K_M", "Q4_K_S", "Q4_K_M", "IQ4_XS"):
         files = [folder / f"{mix}-{i}.gguf" for i in range(3)]
         their_file(model, files[0], MIXES[mix][0], means)
@@ -305,9 +309,13 @@ def divergence(folder: Path, model: Path, text: Path, test: Path, context: int, 
         for path in files:
             with loaded(path) as llm:
                 sums.append(divergence_of(llm, base).kl)
+        for points, path, kl, name in zip(series.values(), files, sums, (mix, "", ""), strict=True):
+            points.append(Point(path.stat().st_size, kl.value, name))
         first, *others = [f"{kl.value:.5f} ± {kl.error:.5f}" for kl in sums]
         ratios = [f"{kl.value / sums[0].value:.3f}" for kl in sums[1:]]
         print(line.format(mix, first, others[0], ratios[0], others[1], ratios[1]), flush=True)
+    if svg is not None:
+        svg.write_text(svg_chart(series), "utf-8")
     return 0
 
 
@@ -351,6 +359,9 @@ def main() -> int:
     parser.add_argument("--chunks", type=int, default=20)
     parser.add_argument("--text", type=Path, help="what importance is measured on")
     parser.add_argument("--test", type=Path, help="what divergence is measured on")
+    parser.add_argument(
+        "--svg", type=Path, metavar="FILE", help="where divergence is drawn, over the size of the files"
+    )
     parser.add_argument("-c", "--context", type=int, default=256)
     parser.add_argument("-t", "--threads", type=int, default=os.cpu_count() or 1)
     arguments = parser.parse_args()
@@ -359,7 +370,7 @@ def main() -> int:
             return errors(arguments.types or ENCODABLE, arguments.rows, arguments.real, arguments.threads)
         if arguments.what == "divergence":
             given = arguments.model, arguments.text, arguments.test, arguments.context, arguments.threads
-            return divergence(Path(folder), *given)
+            return divergence(Path(folder), *given, arguments.svg)
         if arguments.what == "perplexity":
             return perplexities(
                 Path(folder), arguments.model, arguments.base, arguments.test, arguments.context, arguments.chunks

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import json
 import re
+import struct
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -12,13 +14,14 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from localllm.errors import DeviceError
+from localllm.errors import DeviceError, KernelError
 from localllm.kernels.cuda.step import CUDAStep
-from tests.benchmarks.gpu import correctness, installed, kernels, layers, machine, models, predict
+from tests.benchmarks.gpu import correctness, early, installed, kernels, layers, machine, models, predict
 from tests.benchmarks.gpu.installed import missing
 from tests.benchmarks.gpu.report import markdown
 from tests.benchmarks.gpu.run import SHARES, main
@@ -217,7 +220,9 @@ def test_predictions() -> None:
     one, two = (predict.decode(card, 1, 512, n_gpus) for n_gpus in (1, 2))
     assert 1 / two["tok/s"] - 1 / one["tok/s"] == pytest.approx(predict.HANDOVER)
     assert predict.decode(card, 32, 32768, 1)["tok/s"] == "does not fit"
-    assert predict.prefill(card, 1024, 1)["launches"] == 2 * predict.prefill(card, 512, 1)["launches"]
+    for each in predict.CARDS:
+        assert predict.prefill(each, 512, 2)["tok/s"] > predict.prefill(each, 512, 1)["tok/s"]
+    assert predict.prefill(card, 4096, 1)["launches"] == 2 * predict.prefill(card, 2048, 1)["launches"]
 
 
 # -- Sections ------------------------------------------------------------------------------------------------------
@@ -368,3 +373,24 @@ def test_the_sanitizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert row["tests"] == "some, racecheck"
     assert row["result"].startswith("1 passed, 1 deselected")
     assert "fault" not in row
+
+
+def test_a_launch_that_begins_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What cuLaunchKernelEx finds in memory is what cuda.h says: CUlaunchConfig, CUlaunchAttribute, the arguments."""
+    seen: list[Any] = []
+
+    @ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 2, ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p)
+    def launch(config: int, function: int, arguments: Any, extra: object) -> int:
+        *sizes, stream, attributes, n = struct.unpack("<7I4xQQI", ctypes.string_at(config, 52))
+        number = ctypes.string_at(arguments[0], 8), ctypes.string_at(arguments[1], 4)
+        seen.append((sizes, stream, struct.unpack("<i4xi60x", ctypes.string_at(attributes, 72)), n, function, number))
+        return len(seen) - 1
+
+    monkeypatch.setattr(early, "library", lambda: SimpleNamespace(cuLaunchKernelEx=launch))
+    function = early.Early(SimpleNamespace(ptr=77))
+    given = (3, 2, 1), (64, 1, 1), (np.uint64(1 << 40), np.float32(1.5)), 96
+    function(*given, SimpleNamespace(ptr=1 << 41))
+    numbers = struct.pack("<Q", 1 << 40), struct.pack("<f", 1.5)
+    assert seen == [([3, 2, 1, 64, 1, 1, 96], 1 << 41, (6, 1), 1, 77, numbers)]
+    with pytest.raises(KernelError, match="CUDA's error 1"):
+        function(*given, SimpleNamespace(ptr=0))

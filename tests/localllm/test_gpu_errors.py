@@ -143,7 +143,7 @@ def test_a_plan_that_does_not_fit(
     gpus: Callable[..., Any], path: Path, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
     """Said before a byte is on the device, if somebody asked for it; else the CPU takes what does not fit, aloud."""
-    driver = gpus(KernellessDriver(memory=(256 << 20) + 3_000_000))
+    driver = gpus(KernellessDriver(memory=(256 << 20) + 20_000_000))
     with pytest.raises(NotEnoughMemoryError, match=r"3 layers on GPUs need .* GB on cuda:0, which has .* GB free"):
         load(path, n_gpu_layers=3, context=4096)
     assert driver.calls["upload"] == 0

@@ -25,6 +25,7 @@ from localllm.kernels.cuda.backend import CUDABackend
 from localllm.kernels.cuda.cupy_driver import open_driver
 from localllm.kernels.cuda.driver import Driver
 from localllm.kernels.cuda.roofline import Stopwatch
+from localllm.kernels.cuda.step import NODE_BYTES
 from localllm.llm import LLM
 from localllm.quant.types import GGMLType
 from tests.benchmarks.gpu import layers
@@ -269,7 +270,7 @@ def ceilings(machine: Machine) -> Iterator[Row]:
         yield {"device": name, "what": "read", "B/s": most.read}
         for kind, rate in most.rates.items():
             yield {"device": name, "what": f"mma.sync, {kind}", "FLOP/s": rate}
-        yield {"device": name, "what": f"launch of a kernel in a graph of {_GAPS}", "us": 1e6 * _gap(machine, device)}
+        yield from _graph(machine, device)
         yield from _bus(machine, device)
     if not machine.is_emulated and (rate := _library_rate()) is not None:
         yield {
@@ -279,9 +280,9 @@ def ceilings(machine: Machine) -> Iterator[Row]:
         }
 
 
-def _gap(machine: Machine, device: int) -> float:
-    """Seconds from one kernel of a graph to the next, where they have next to nothing to do."""
-    driver = machine.driver
+def _graph(machine: Machine, device: int) -> Iterator[Row]:
+    """The time from one kernel of a graph to the next, where they have next to nothing to do, and their memory."""
+    driver, name = machine.driver, f"cuda:{device}"
     stream, memory = driver.stream(device), driver.allocate(device, 1 << 10)
     module = driver.load_module(device, "elementwise")
     driver.fill(memory, 0, stream)  # a header of no rows
@@ -291,11 +292,20 @@ def _gap(machine: Machine, device: int) -> float:
         driver.launch(module, "copy_heads", (1, 1), (32,), arguments, stream)
 
     launch()
+    driver.synchronize(stream)
+    free = driver.memory_info(device).free
     driver.begin_capture(stream)
     for _ in range(_GAPS):
         launch()
     graph = driver.end_capture(stream)
-    return Stopwatch(driver, stream, machine.repetitions).seconds(lambda: driver.replay(graph, stream)) / _GAPS
+    seconds = Stopwatch(driver, stream, machine.repetitions).seconds(lambda: driver.replay(graph, stream))
+    yield {"device": name, "what": f"launch of a kernel in a graph of {_GAPS}", "us": 1e6 * seconds / _GAPS}
+    taken = (free - driver.memory_info(device).free) / _GAPS
+    yield {
+        "device": name,
+        "what": f"memory of a kernel in it; the plan has {NODE_BYTES / 1e3:.1f} kB",
+        "kB": taken / 1e3,
+    }
 
 
 def _bus(machine: Machine, device: int) -> Iterator[Row]:

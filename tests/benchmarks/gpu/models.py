@@ -18,10 +18,12 @@ from localllm.cli.bench_profile import DeviceProfile
 from localllm.cli.bench_work import Test
 from localllm.kernels.cpu.host import usable_cpus
 from localllm.kernels.cuda import lowering, matmul
+from localllm.kernels.cuda.cupy_driver import CupyDriver
 from localllm.kernels.cuda.profile import BusyTime, watching
 from localllm.kernels.cuda.roofline import Stopwatch
 from localllm.kernels.cuda.step import CUDAStep
 from localllm.llm import LLM
+from tests.benchmarks.gpu import early
 from tests.benchmarks.gpu.kernels import DECODE, FLOAT_DECODE, PREFILL
 from tests.benchmarks.gpu.machine import Machine, Sizes
 from tests.benchmarks.gpu.sections import Row
@@ -91,7 +93,7 @@ def _model(machine: Machine, path: Path, file_type: str) -> Iterator[Row]:
             for found in profile(llm, test, {"cuda:0": machine.ceilings(0)}):
                 yield from _profiled(file_type, found)
         taken = (free - machine.driver.memory_info(0).free) / 1e6
-        yield {"model": file_type, "test": "memory taken beside the plan, by modules and graphs", "MB": taken}
+        yield {"model": file_type, "test": "memory taken since, by modules and graphs", "MB": taken}
     yield from _together(machine, path, file_type)
     yield from _llama_cpp(machine, path, file_type)
 
@@ -227,18 +229,23 @@ def variants(machine: Machine) -> Iterator[Row]:
         ("formats apart", matmul, "_MIXED", frozenset()),
         ("without codes by attention", lowering, "_CODED_HEAD", 1 << 30),
         ("no step ahead", CUDAStep, "chooses_ahead", False),
+        ("weights read beside attention", CUDAStep, "_launch", early.launch_reading_ahead),
         ("all again", None, "", None),
     )
+    if not machine.is_emulated and machine.driver.properties(0).capability >= early.CAPABILITY:
+        left_out += (("products that begin early", CupyDriver, "load_module", early.load_early),)
     for file_type in machine.sizes.file_types[:2]:
         path, test = machine.scratch / f"{file_type}.gguf", Test("tg", machine.sizes.generated, machine.sizes.depth)
         try:
             random_gguf(path, machine.sizes.model, file_type, repeat_layers=True)
+            context = max(test.n + test.depth, CHECKED) + 2
             for name, owner, attribute, value in left_out:
                 with contextlib.ExitStack() as stack:
                     if owner is not None:
                         stack.enter_context(mock.patch.object(owner, attribute, value))
-                    llm = stack.enter_context(machine.load(path, "cuda:0", context=test.n + test.depth + 2))
+                    llm = stack.enter_context(machine.load(path, "cuda:0", context=context))
                     yield {"variant": name, **_measured(file_type, measure(llm, test, min(3, machine.repetitions)))}
+                    yield {"variant": name, **_check_replays(llm, file_type, machine.sizes.replays)}
         finally:
             path.unlink(missing_ok=True)
 

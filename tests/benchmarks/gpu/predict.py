@@ -1,7 +1,8 @@
 """What the CUDA backend should do on GPUs that are not at hand: a model of what each launch costs at least.
 
     python -m tests.benchmarks.gpu.predict            tokens a second, and the share of what the GPU could do
-    python -m tests.benchmarks.gpu.predict --calls    a decoded token and a prompt by call: launches, bytes, times
+    python -m tests.benchmarks.gpu.predict --calls    a decoded token and a prompt by call, and a mixture's token:
+                                                      launches, bytes, times
 
 The launches are those that the backend lowers Llama 3 8B in Q4_K_M to; only their times are a model.  A launch takes
 the gap before it, a latency of memory, and the longest of three: its bytes at the speed of copies, its products at
@@ -20,9 +21,9 @@ from typing import Any, cast
 
 import numpy as np
 
-from localllm.engine.runner import MAX_TOKENS
 from localllm.kernels import graph as g
 from localllm.kernels.backend import Batch
+from localllm.kernels.cuda.backend import CUDABackend
 from localllm.kernels.cuda.cache import PAGE, CUDACache
 from localllm.kernels.cuda.calls import BatchSizes, Extent, StepLimits
 from localllm.kernels.cuda.driver import DeviceProperties, Driver
@@ -31,10 +32,13 @@ from localllm.kernels.cuda.matmul import ProductLimits
 from localllm.kernels.cuda.step import CUDAStep
 from localllm.kernels.cuda.weights import PackedWeights, WeightLoader
 from localllm.kernels.split import MICRO_BATCH
+from localllm.quant.types import GGMLType
 from tests.benchmarks.gpu.report import table
 from tests.benchmarks.gpu.sections import Row
 from tests.helpers.synthetic import FILE_TYPES, SHAPES, tensor_shapes, tensor_type
 from tests.helpers.weights import Tensor
+
+MAX_TOKENS = CUDABackend.step_tokens
 
 #: Seconds between two kernels of a graph.  Kernels of 2.9 us took 3.4 us each in a graph on a V100 (A. Gray, "Getting
 #: Started with CUDA Graphs", NVIDIA, 2019); `tests.benchmarks.gpu` measures it, in the section ceilings.
@@ -49,6 +53,9 @@ TOKEN, UNPACK = 8 + 3 + 3, {"Q4_K": 12, "Q6_K": 24}
 EIGHT_TOKENS = {"Q4_K": 32 + 2, "Q6_K": 40 + 4}
 #: Products of attention, where a graph counts 4 a key, query and value: weights are two halves (attention.cu).
 ATTENTION = 1.5
+#: Qwen3 30B A3B, but with half of its query heads; its experts, those that a token goes to, and their width.
+SPARSE = replace(SHAPES["llama-8b"], n_layers=48, n_embd=2048, n_heads=16, n_kv_heads=4, n_vocab=151_936)
+MIXTURE = 128, 8, 768
 #: Share of the peak that prompts should have; and of the memory that weights and caches may take.
 PREFILL, ROOM = 0.45, 0.95
 
@@ -90,9 +97,9 @@ CARDS = (
 )  # fmt: skip
 
 
-def llama(name: str = "llama-8b", file_type: str = "q4_k_m") -> g.Graph:
-    """Its graph; weights have sizes and no bytes."""
-    shape, kind, graph = SHAPES[name], FILE_TYPES[file_type], g.Graph()
+def llama(name: str = "llama-8b", file_type: str = "q4_k_m", *, mixture: bool = False) -> g.Graph:
+    """Its graph, perhaps with experts; weights have sizes and no bytes."""
+    shape, kind, graph = SPARSE if mixture else SHAPES[name], FILE_TYPES[file_type], g.Graph()
     weights = {
         name: Tensor(tensor_type(name, size, shape, kind), size, np.empty(0, np.uint8), name)
         for name, size in tensor_shapes(shape)
@@ -107,12 +114,25 @@ def llama(name: str = "llama-8b", file_type: str = "q4_k_m") -> g.Graph:
         q = graph.add(g.RopeAppend(q, k, v, cache, rope))
         x = graph.add(g.Linear(graph.add(g.Attention(q, cache, dim**-0.5)), g.Matrix(own["attn_output"]), x))
         h = graph.add(g.RMSNorm(x, own["ffn_norm"], shape.norm_eps))
+        if mixture:
+            n, k, width = MIXTURE
+            routing = graph.add(g.Route(graph.add(g.Linear(h, g.Matrix(_weight(n, shape.n_embd)))), k, True))
+            into, out = _weight(n, width, shape.n_embd), _weight(n, shape.n_embd, width)
+            gate, up = graph.add(g.ExpertLinears(h, (into, into), routing))
+            x = graph.add(g.ExpertOutput(graph.add(g.Gated(gate, up, "silu")), out, routing, x))
+            continue
         gate, up = graph.add(g.Linears(h, (g.Matrix(own["ffn_gate"]), g.Matrix(own["ffn_up"]))))
         x = graph.add(g.Linear(graph.add(g.Gated(gate, up, "silu")), g.Matrix(own["ffn_down"]), x))
     graph.layer = "output"
     x = graph.add(g.RMSNorm(graph.add(g.Outputs(x)), weights["output_norm.weight"], shape.norm_eps))
     graph.add(g.Linear(x, g.Matrix(weights["output.weight"])))
     return graph
+
+
+def _weight(*shape: int) -> Tensor:
+    """Of a router, or of experts."""
+    type, name = (GGMLType.Q4_K, "experts") if len(shape) > 2 else (GGMLType.F32, "router")
+    return Tensor(type, shape, np.empty(0, np.uint8), name)
 
 
 @dataclass(frozen=True)
@@ -139,9 +159,9 @@ def total(calls: Mapping[str, Taken]) -> Taken:
 class Model:
     """The 8B model on a card, without memory: steps of up to so many sequences of a length."""
 
-    def __init__(self, card: Card, n_sequences: int, length: int) -> None:
+    def __init__(self, card: Card, n_sequences: int, length: int, *, mixture: bool = False) -> None:
         self.card, self.pages = card, -(-length // PAGE)
-        graph = llama()
+        graph = llama(mixture=mixture)
         driver = cast(Driver, SimpleNamespace(properties=lambda device: card.properties, stream=lambda device: None))
         cache = CUDACache(graph, (self.pages * n_sequences,), 0)
         limits = ProductLimits(card.properties.capability, card.properties.shared_bytes)
@@ -182,12 +202,12 @@ class Model:
             kernels, cost = [launch.kernel for launch in call.launches(extent)], call.cost(sizes)
             if not kernels:
                 continue
-            seconds, is_lanes = cost.n_bytes / card.copy, "matvec" in kernels
+            seconds, is_lanes = cost.n_bytes / card.copy, kernels[0].startswith("matvec")
             if cost.kind is not None and not is_lanes:
                 factor = ATTENTION if call.name == "attention" else 1.0
                 seconds = max(seconds, factor * cost.n_operations / card.rates[cost.kind])
             if cost.kind == "int8":
-                format = call.name.split()[-1].split("+")[0]  # of the most
+                format = call.name.removesuffix(" + add").split()[-1].split("+")[0]  # of the most
                 n = sizes.n_outputs if lowered.result in call.operands else sizes.n_tokens
                 each = n * TOKEN + UNPACK[format] if is_lanes else -(-n // 8) * EIGHT_TOKENS[format]
                 instructions = cost.n_operations / (2 * n * 32 * 32) * each
@@ -210,7 +230,7 @@ def decode(card: Card, n_sequences: int, depth: int, n_gpus: int) -> Row:
 
 def prefill(card: Card, n: int, n_gpus: int) -> Row:
     """A prompt, in steps; on two GPUs each has half of the layers, and works on a micro-batch."""
-    model, size = Model(card, 1, n), MAX_TOKENS if n_gpus == 1 else MICRO_BATCH
+    model, size = Model(card, 1, n), min(n, MAX_TOKENS if n_gpus == 1 else MICRO_BATCH)
     steps = [total(model.predict(1, size, end)) for end in range(size, n + 1, size)]
     seconds = sum(step.seconds / n_gpus + (n_gpus - 1) * HANDOVER for step in steps)
     seconds += (n_gpus - 1) * steps[-1].seconds / n_gpus  # the second begins later, and ends so
@@ -245,10 +265,10 @@ def main() -> None:
         print(table(list(predictions())))
         return
     for card in CARDS:
-        for n in (1, MAX_TOKENS):
-            calls = Model(card, 1, MAX_TOKENS).predict(1, n, MAX_TOKENS)
-            took = 1e6 * total(calls).seconds
-            print(f"\n{card.properties.name}, {n} tokens up to {MAX_TOKENS}: {took:,.0f} us\n")
+        for n, mixture in ((1, False), (MAX_TOKENS, False), (1, True)):
+            calls = Model(card, 1, MAX_TOKENS, mixture=mixture).predict(1, n, MAX_TOKENS)
+            took, of = 1e6 * total(calls).seconds, ", with experts" if mixture else ""
+            print(f"\n{card.properties.name}{of}, {n} tokens up to {MAX_TOKENS}: {took:,.0f} us\n")
             print(table([taken.row(name) for name, taken in calls.items()]))
 
 

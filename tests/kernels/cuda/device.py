@@ -15,6 +15,7 @@ from localllm.kernels.cuda.matmul import PackedFormat, Product, ProductLimits
 from localllm.quant.lut import KernelType
 
 Floats = NDArray[np.float32]
+NULL = np.uint64(0)
 
 
 class Device:
@@ -94,7 +95,7 @@ def quantise(
     sizes = np.int32(wide.shape[1]), np.int32(x.shape[1])
     device.run(
         matmul.quantise_launch(format, x.shape[1], n_rows),
-        [device.upload(wide), *sizes, device.count(len(x)), units, scales, np.int32(n_rows)],
+        [device.upload(wide), *sizes, device.count(len(x)), NULL, np.int32(0), units, scales, np.int32(n_rows)],
     )
     return units, scales, n_rows
 

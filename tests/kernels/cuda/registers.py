@@ -100,6 +100,7 @@ def _of_format(type: KernelType, architecture: int) -> Iterator[Case]:
         for n in (1, 512):
             sizes = [4096], 4096, n, n, n, rows
             launches.append(matmul.expert_launch(format, *sizes, limits))
+            launches += [summed for summed in (matmul.summed_launch(format, 4096, 1024, 1, 2),) if summed]
             narrow = matmul.expert_launch(format, [4096], 1024, *sizes[2:], limits)
             launches += [gated for gated in (matmul.gated_launch(format, narrow),) if gated]
     for launch in launches:

@@ -202,30 +202,6 @@ def test_no_access_is_wrong(cache_type: CacheType) -> None:
         np.testing.assert_array_equal(out.q, first.q)
 
 
-def pages(part: Part) -> Array:
-    """What all pages of three layers hold: uint8 [3, 5, bytes]."""
-    return np.random.default_rng(0).integers(0, 256, (3, 5, part.page_bytes), np.uint8)
-
-
-def copied_page(device: Device, part: Part) -> Array:
-    """`pages`, and page 4 copied to 1."""
-    before = pages(part)
-    memory = device.upload(before)
-    module = device.driver.load_module(0, "append", append_defines(KVCache(0, 2, 8, 8)))
-    sizes = np.int32(part.page_bytes), np.int64(part.n_bytes), np.int32(4), np.int32(1)
-    device.driver.launch(module, "copy_page", (1, 3), (256,), [memory, *sizes], device.stream)
-    return device.download(memory, np.uint8, *before.shape)
-
-
-PART = CacheLayout(KVCache(0, 2, 8, 8), 5).parts[0]
-
-
-def test_a_page_is_copied_in_all_layers(device: Device) -> None:
-    expected = pages(PART)
-    expected[:, 1] = expected[:, 4]
-    np.testing.assert_array_equal(copied_page(device, PART), expected)
-
-
 def test_phases_are_exact() -> None:
     """Against pi by Machin's formula, in whole numbers."""
 

@@ -17,7 +17,7 @@ from tests.cuda_on_cpu import build, nvrtc
 from tests.cuda_on_cpu.emulated_driver import EmulatedDriver
 from tests.cuda_on_cpu.module import ORDERS, Order
 from tests.helpers.weights import random
-from tests.kernels.cuda.device import Device, padded, quantise
+from tests.kernels.cuda.device import NULL, Device, padded, quantise
 
 Array = NDArray[Any]
 T = GGMLType
@@ -53,7 +53,8 @@ def row_launch(device: Device, kernel: str, n_rows: int, width: int, inputs: lis
     stride = -(-width // 4) * 4
     y = device.upload(np.full((n_rows, stride), np.nan, np.float32))
     head = header(device, n_rows - 1)
-    launch(device, kernel, grid, ROW_THREADS if is_norm else 128, [head, *inputs, y, np.int32(stride)])
+    codes = [] if kernel == "softcap" else [NULL, NULL, np.int32(0)]
+    launch(device, kernel, grid, ROW_THREADS if is_norm else 128, [head, *inputs, y, np.int32(stride), *codes])
     out = device.download(y, np.float32, n_rows, stride)[:, :width]
     assert np.isnan(out[-1]).all()
     return out[:-1]
@@ -69,7 +70,7 @@ def quantised_launch(
     units, scales = (device.upload(np.zeros(n, np.uint8)) for n in sizes)
     grid = (n_rows,) if is_norm else (-(-width // 512), n_rows)
     head = header(device, len(x))
-    arguments = [head, *inputs, units, scales, np.int32(n_rows)]
+    arguments = [head, *inputs, NULL, np.int32(0), units, scales, np.int32(n_rows)]
     launch(device, kernel, grid, ROW_THREADS if is_norm else 128, arguments)
     plain = quantise(device, x, format, n_rows)[:2]
     found: list[Array] = []
@@ -102,7 +103,7 @@ def test_a_norm_is_quantised_as_by_itself(device: Device, width: int) -> None:
     x, weight = random(3, width), random(width, seed=1)
     inputs = norm_inputs(device, np.concatenate([x, x[:1]]), weight, 1e-6)
     y = row_launch(device, "rms_norm", 4, width, [*inputs, NO_STEP], True)
-    np.testing.assert_array_equal(*quantised_launch(device, "rms_norm_quantised", y, width, inputs, True))
+    np.testing.assert_array_equal(*quantised_launch(device, "rms_norm", y, width, [*inputs, NO_STEP], True))
 
 
 def cap_inputs(device: Device, x: Array, cap: float) -> list[Any]:
@@ -143,7 +144,7 @@ def test_a_gate_is_quantised_as_by_itself(device: Device, activation: str) -> No
     gate, up = 3 * random(4, 653), random(4, 653, seed=1)
     inputs = gate_inputs(device, activation, gate, up)
     y = row_launch(device, "gated", 4, 653, inputs, False)
-    np.testing.assert_array_equal(*quantised_launch(device, "gated_quantised", y, 653, inputs, False))
+    np.testing.assert_array_equal(*quantised_launch(device, "gated", y, 653, inputs, False))
 
 
 def gathered(device: Device, x: Array, rows: Array) -> Array:

@@ -129,6 +129,7 @@ def mixed(ops: Ops, type: GGMLType, n: int, n_ff: int = N_FF) -> NDArray[np.floa
 
     def forward() -> Any:
         x, logits, residual = (ops.embed(table) for table in tables)
+        x = ops.rms_norm(x, f32(np.ones(D)), 1e-6)
         routing = ops.route(logits, K, norm_topk_prob=True)
         h = ops.gated(*ops.expert_linears(x, [gate, up], routing), "silu")
         return ops.outputs(ops.expert_output(h, down, routing, residual))
@@ -152,11 +153,21 @@ def test_no_access_is_wrong(n: int, order: Order) -> None:
     np.testing.assert_array_equal(found, expected(n))
 
 
+def test_of_few_tokens_products_read_their_rows_and_add_up() -> None:
+    """Nothing is gathered; chunks of more experts than a block has room for are summed apart."""
+    driver = WatchedDriver(mode="check")
+    mixed(ops_of(driver), T.Q4_0, 4)
+    for kernel in ("group_by_expert", "quantise", "add_experts"):
+        assert driver.kernels[kernel] == 0
+    assert (driver.kernels["matvec_experts"], driver.kernels["matvec_experts_summed"]) == (1, 1)
+    assert matmul.summed_launch(PACKED_FORMATS[T.Q4_0], 64, 4096, 1, 9) is None
+
+
 def test_products_that_end_with_their_gate() -> None:
     """They have the bits of those of more tokens, whose gate is a launch of its own."""
     driver = WatchedDriver(mode="check")
     found = mixed(ops_of(driver), T.Q4_K, 2, n_ff=256)
-    assert (driver.kernels["matvec_experts_gated"], driver.kernels["gated_quantised"]) == (1, 0)
+    assert (driver.kernels["matvec_experts_gated"], driver.kernels["gated"]) == (1, 0)
     np.testing.assert_array_equal(found[0], mixed(ops_of(EmulatedDriver()), T.Q4_K, 20, n_ff=256)[0])
 
 

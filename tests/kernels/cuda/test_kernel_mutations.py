@@ -38,7 +38,7 @@ from tests.helpers.run_model import make_batch
 from tests.helpers.weights import random
 from tests.kernels import test_operations as operations
 from tests.kernels.cuda.device import Device, load, multiply, quantise
-from tests.kernels.cuda.test_append import PART, Written, copied_page, heads_of
+from tests.kernels.cuda.test_append import Written, heads_of
 from tests.kernels.cuda.test_attention import Talk, smallest
 from tests.kernels.cuda.test_elementwise import (
     NO_STEP,
@@ -133,11 +133,12 @@ def append(device: Device) -> Array:
 def rows(kernel: str) -> Case:
     """Of norms and gates."""
     is_norm, is_quantised = kernel.startswith("rms_norm"), kernel.endswith("quantised")
+    kernel = kernel.removesuffix(" quantised")
 
     def run(device: Device) -> Array:
         x, other = random(3, 2176), random(3, 2176, seed=1)
         inputs = norm_inputs(device, x, other[0], 1e-6) if is_norm else gate_inputs(device, "gelu", x, other)
-        if kernel == "rms_norm":
+        if is_norm:
             inputs.append(NO_STEP)
         if is_quantised:
             return quantised_launch(device, kernel, x, 2176, inputs, is_norm)[0]
@@ -205,6 +206,7 @@ def ceiling(kernel: str) -> Case:
     return Case(kernel, "ceilings", {}, run)
 
 
+SUMMED = matmul.summed_launch(PACKED_FORMATS[T.Q8_0], 40, N_FF, 2, K)
 WANTED = np.array([4, 0, 0, 1], np.int32)
 F16 = replace(choose_variant(Variant(8, 8, "f16"), 99 << 10), warps=2)
 Q8_0 = replace(choose_variant(Variant(8, 8, "q8_0"), 99 << 10), warps=2)
@@ -228,13 +230,10 @@ CASES = {
     "attention_split Q8_0": attention("attention_split", Q8_0),
     "attention_prefill Q8_0": attention("attention_prefill", Q8_0),
     "rope_append": Case("rope_append", "append", append_defines(KVCache(0, 1, 24, 24, "q8_0")), append),
-    "copy_page": Case("copy_page", "append", append_defines(KVCache(0, 2, 8, 8)), lambda d: copied_page(d, PART)),
-    **{name: rows(name) for name in ("rms_norm", "gated", "rms_norm_quantised", "gated_quantised")},
+    **{name: rows(name) for name in ("rms_norm", "gated", "rms_norm quantised", "gated quantised")},
     "layer_norm": operation("layer_norm", "elementwise", {}, lambda: operations.layer_norm(700, True)),
     "add": operation("add", "elementwise", {}, lambda: operations.add(0.5, True)),
-    "expert_scores": operation(
-        "expert_scores", "experts", {}, lambda: operations.routing("sigmoid with all", norm_topk_prob=True)
-    ),
+    "route": operation("route", "experts", {}, lambda: operations.routing("sigmoid with all", norm_topk_prob=True)),
     "finish_experts": operation(
         "finish_experts", "experts", {}, lambda: operations.experts(T.F32, is_weighted_first=True, with_biases=True)
     ),
@@ -247,19 +246,19 @@ CASES = {
     "recurrence": recurrence(is_per_channel=False),
     "recurrence by channel": recurrence(is_per_channel=True),
     "softcap": elementwise("softcap", soft_capped),
-    "quantise_heads": operation(
-        "quantise_heads", "quantise", quantised(T.Q4_0).defines, lambda: operations.head_linear(T.Q4_0, 32)
+    "quantise of heads": operation(
+        "quantise", "quantise", quantised(T.Q4_0).defines, lambda: operations.head_linear(T.Q4_0, 32)
     ),
     "copy_heads": operation("copy_heads", "elementwise", {}, lambda: operations.head_linear(T.F32, 32)),
     "gather_rows": elementwise("gather_rows", lambda d: gathered(d, random(5, 530), WANTED)),
     "argmax": elementwise("argmax", lambda d: largest(d, logits(5000))[0]),
     "top_parts": elementwise("top_parts", lambda d: top(d, logits(4000)[:1], 700)[0]),
     "top_merge": elementwise("top_merge", lambda d: top(d, logits(4000)[:1], 700)[0]),
-    "route": mixture("route", "experts", 7, {}),
     "group_by_expert": Case("group_by_expert", "experts", {}, grouped),
     "add_experts": mixture("add_experts", "experts", 7, {}),
-    "quantise_gathered": mixture("quantise_gathered", "quantise", 7, quantised(T.Q4_0).defines),
+    "quantise gathered": mixture("quantise", "quantise", 7, quantised(T.Q4_0).defines),
     **{kernel: expert_product(kernel) for kernel in BATCHES},
+    "matvec_experts_summed": mixture("matvec_experts_summed", "matvec", 2, SUMMED.defines),
     **{name: ceiling(name) for name in ("read_words", "multiply_int8", "multiply_f16", "multiply_bf16")},
 }
 

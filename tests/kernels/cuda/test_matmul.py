@@ -6,6 +6,7 @@ bit; that in turn is compared with the product in float64 of the gguf package's 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -269,3 +270,29 @@ def test_activations_are_laid_out_for_as_many_rows_as_kernels_take() -> None:
     assert q4.unit_bytes(100, 4) == 128 * 4
     assert f16.unit_bytes(100, 8) == 128 * 2 * 8
     assert q4.input_scale_bytes(100, 4) == 4 * 8 * 4
+
+
+@pytest.mark.parametrize("type", [T.Q4_0, T.Q4_K, T.Q6_K, T.F32], ids=lambda t: t.name)
+def test_only_weights_are_read_before_the_kernel_in_front_has_ended(type: T) -> None:
+    """And the number of tokens, which no kernel writes; on every way through the code."""
+    if reason := nvrtc.missing():
+        pytest.skip(reason)
+    format, limits = PACKED_FORMATS[type], ProductLimits((9, 0), 227 << 10)
+    launch = matmul.product_launch(format, [64, 64], 512, 1, limits)
+    others = matmul.gated_launch(format, launch), matmul.mixed_launch(format, launch, PACKED_FORMATS[T.Q6_K])
+    for each in filter(None, (launch, *others)):
+        driver = EmulatedDriver(capability=(9, 0))
+        lines = [line.strip() for line in driver.ptx(each.module, {**each.defines, "EARLY": 1}).splitlines()]
+        places = {line[:-1]: i for i, line in enumerate(lines) if line.endswith(":")}
+        ways, seen, loads = [0], set[int](), list[str]()
+        while ways:
+            i = ways.pop()
+            while i < len(lines) and i not in seen and not lines[i].startswith(("griddepcontrol.wait", "ret")):
+                seen.add(i)
+                loads += [lines[i]] * ("ld.global" in lines[i] and "no_allocate" not in lines[i])
+                if branch := re.search(r"bra(?:\.uni)?\s+(\S+);", lines[i]):
+                    ways.append(places[branch[1]])
+                    if not lines[i].startswith("@"):
+                        break
+                i += 1
+        assert [load.split()[0] for load in loads] == ["ld.global.nc.u32"]

@@ -33,7 +33,7 @@ needs_harness = pytest.mark.skipif(no_harness() is not None, reason="the CUDA ha
 IDS = [int(i) for i in np.random.default_rng(3).integers(3, 300, 600)]
 #: Kernels of a layer for one token.
 LAYER = {
-    "rms_norm_quantised": 2,
+    "rms_norm": 2,
     "matvec": 3,
     "matvec_gated": 1,
     "rope_append": 1,
@@ -65,8 +65,24 @@ def test_a_layer_takes_nine_launches_for_a_token(tmp_path: Path) -> None:
     assert sum(LAYER.values()) == 9
     assert once.pop("embed") == 1
     assert once.pop("gather_rows") == 1
-    last = {"rms_norm_quantised": 1, "matvec": 1}
+    last = {"rms_norm": 1, "matvec": 1}
     assert once == {name: 3 * n + last.get(name, 0) for name, n in LAYER.items()}
+    n = driver.calls["launch"]
+    assert steps.graph_bytes(runner.step) == 16 * n * steps.NODE_BYTES  # the plan of a graph for each of 16 extents
+
+
+@needs_harness
+def test_a_mixture_takes_eleven_launches_for_a_token(tmp_path: Path) -> None:
+    """The router reads the row that the norm writes beside codes; the bits are those of a prefill."""
+    driver, ops = watched()
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 128, "head_dim": 32, "num_hidden_layers": 1}
+    path = tiny_models.tiny_gguf(tmp_path / "model.gguf", "qwen3_moe", type=T.Q4_0, **sizes)
+    runner = Runner(path, ops, 2)
+    prefilled = runner.run((IDS[:20], 0, [0]))
+    driver.forget()
+    np.testing.assert_array_equal(runner.run((IDS[19:20], 19, [0])), prefilled[19:])
+    assert driver.calls["launch"] == 11 + 4
+    assert (driver.kernels["quantise"], driver.kernels["route"], driver.kernels["matvec_experts_summed"]) == (0, 1, 1)
 
 
 @needs_harness
@@ -119,11 +135,11 @@ def test_a_product_that_ends_with_its_gate(type: T, activation: str) -> None:
 
     step = ops.compile(forward, ops.new_cache(NO_CACHE, 4), max_tokens=5, max_outputs=5)
     together = step(make_batch([(range(5), 0, [0])], outputs=range(5))).copy()
-    assert driver.kernels["gated_quantised"] == 1
+    assert driver.kernels["gated"] == 1
     for i in range(5):
         np.testing.assert_array_equal(step(make_batch([([i], 0, [0])]))[0], together[i])
     assert driver.kernels["matvec_gated"] > 0
-    assert driver.kernels["gated_quantised"] == 1
+    assert driver.kernels["gated"] == 1
 
 
 @needs_harness

@@ -6,11 +6,14 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
 import localllm
-from localllm.cli.evaluate import bars, picture
+from localllm import UsageError
+from localllm.cli.chart import Point, svg_chart, text_chart
+from localllm.cli.evaluate import bars
 from localllm.evaluate import BaseLogits, divergence, perplexity
 from tests.helpers.command_line import Outcome, run_main
 from tests.helpers.tiny_models import config, random_weights, write_gguf
@@ -66,7 +69,11 @@ def test_perplexity_then_divergence(evaluate: Evaluate, folder: Path) -> None:
 
 
 def test_models_are_compared(evaluate: Evaluate, folder: Path) -> None:
-    outcome = evaluate("one.gguf", "-f", "text", "-c", 16, "--compare", "two.gguf", "one.gguf", "--json")
+    drawn = folder / "drawn.svg"
+    outcome = evaluate(
+        "one.gguf", "-f", "text", "-c", 16, "--compare", "two.gguf", "one.gguf", "--json", "--svg", drawn
+    )
+    assert "two.gguf" in drawn.read_text("utf-8")
     assert (outcome.code, outcome.err) == (0, "")
     one, two = json.loads(outcome.out.splitlines()[-1])["compared"][::-1]
     assert abs(one["kl"]["value"]) < 1e-6 < two["kl"]["value"]
@@ -78,6 +85,7 @@ def test_models_are_compared(evaluate: Evaluate, folder: Path) -> None:
     compared = json.loads(outcome.out)["compared"]
     assert [Path(each["model"]).name for each in compared] == ["two.gguf", "one.gguf"]
     assert compared[0]["kl"] == two["kl"]
+    assert evaluate("demo", "-f", "text", "-c", 16, "--compare", "demo", "-q").code == 0
 
 
 def test_questions(evaluate: Evaluate, folder: Path) -> None:
@@ -101,6 +109,8 @@ def test_quiet_without_json_says_nothing(evaluate: Evaluate) -> None:
         (["-f", "text", "--choices", "q"], "give one of -f FILE"),
         (["--base-logits", "b", "--save-logits", "c"], "--save-logits needs a text"),
         (["--choices", "q", "--compare", "two.gguf"], "--compare needs a text or logits"),
+        (["-f", "text", "--svg", "drawn.svg"], "--svg needs --compare"),
+        (["-f", "text", "--compare", "two.gguf", "--svg", "no/where.svg"], "no/where.svg is in no folder"),
         (["-f", "nowhere"], "nowhere cannot be read (No such file or directory)"),
         (["-f", "/dev/zero"], "/dev/zero has more than 64 MiB, the most a text may have"),
         (["-f", 9999 * "x"], "… "),
@@ -120,10 +130,18 @@ def test_bars_go_from_the_lowest_to_the_highest() -> None:
     assert bars([5, 5]) == "▁▁"
 
 
-def test_a_picture_has_its_points_in_the_corners_they_belong_to() -> None:
-    lines = picture([(1e9, 0.5), (4e9, 0.005), (2e9, 0.05)])
+def test_a_chart_has_its_points_in_the_corners_they_belong_to() -> None:
+    points = [Point(1e9, 0.5), Point(4e9, 0.005, "<b>"), Point(2e9, 0.05)]
+    lines = text_chart(points)
     assert lines[2] == "      0.5 │a"
     assert lines[11] == "    0.005 │" + " " * 59 + "b"
     assert [line.index("c") for line in lines if line.endswith("c")] == [11 + round(59 / 2)]
     assert lines[-1] == "           1 GB" + " " * 52 + "4 GB"
-    assert picture([(1e9, 0.5), (2e9, 0.0)]) == []
+    assert text_chart([Point(1e9, 0.5), Point(2e9, 0.0)]) == []
+    circles = ElementTree.fromstring(svg_chart({"": points})).findall("{*}circle")
+    places = [(float(circle.attrib["cx"]), float(circle.attrib["cy"])) for circle in circles]
+    assert places == sorted(places)  # from small with much loss to large with little
+    assert len({x for x, _ in places}) == len({y for _, y in places}) == 3
+    assert "&lt;b&gt;" in svg_chart({"": points})
+    with pytest.raises(UsageError, match="no loss to draw"):
+        svg_chart({"": [Point(1e9, 0.0)]})
