@@ -359,6 +359,7 @@ def test_files_go_with_a_message(store: Store, tmp_path: Path, monkeypatch: pyte
         ("@large", "it has more than 32 MiB"),
         ("@folder", "it has no files"),
         ("@/dev/zero", "it is not a regular file"),
+        ("@pipe.pdf", "it is not a regular file"),
         ('@"not there"', "there is no file 'not there'"),
     ],
 )
@@ -371,6 +372,7 @@ def test_files_that_cannot_go(
     (tmp_path / "large").write_bytes(b"")
     os.truncate(tmp_path / "large", (32 << 20) + 1)
     (tmp_path / "folder").mkdir()
+    (tmp_path / "pipe.pdf").symlink_to("/dev/zero")  # as a pipe, it has no end
     session, _ = begin(store)
     with pytest.raises(UsageError, match=complaint):
         play(session.send, f"look at {name}")

@@ -168,12 +168,11 @@ def path_of(name: str) -> Path:
 def read_text_file(name: str) -> str:
     """The text of a file.  Raises UsageError if it cannot be read, is too large or no text."""
     path = path_of(name)
-    if path.suffix.lower() == ".pdf":
-        return _pdf_text(path)
     try:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode):
+        if not stat.S_ISREG(path.stat().st_mode):
             raise UsageError(f"{name} cannot be attached: it is not a regular file")
+        if path.suffix.lower() == ".pdf":
+            return _pdf_text(path)
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
     except OSError as error:
