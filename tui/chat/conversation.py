@@ -198,9 +198,7 @@ class Conversation:
         return id_ in self._messages
 
     def __getitem__(self, id_: str) -> Message:
-        """Raises:
-        UsageError: there is no such message.
-        """
+        """The message with an id.  Raises UsageError if there is none."""
         message = self._messages.get(id_)
         if message is None:
             raise UsageError(f"this conversation has no message {id_!r}")

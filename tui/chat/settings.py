@@ -112,9 +112,7 @@ def _kind(name: str) -> str:
 
 
 def check(settings: Mapping[str, Any]) -> None:
-    """Raises:
-    UsageError: a setting is unknown, of the wrong type or out of range.
-    """
+    """Checks settings.  Raises UsageError if one is unknown, of the wrong type or out of range."""
     for name in settings:
         if name not in READERS:
             raise UsageError(f"there is no setting {name!r:.80}")

@@ -60,8 +60,6 @@ class ChatsScreen(Find[ChatSummary]):
     def result(self, entry: ChatSummary | None) -> str | None:
         return None if entry is None else entry.id
 
-    # -- What can be done with one ---------------------------------------------------------------------------------
-
     def action_on_highlighted(self, name: str) -> None:
         self.app.ask(self._on_highlighted(name))
 

@@ -95,8 +95,6 @@ class Composer(TextArea):
         self._called_up = ""
         self._told = ("", True)
 
-    # -- What is in it ---------------------------------------------------------------------------------------------
-
     @property
     def message(self) -> str:
         """What would be sent."""
@@ -117,8 +115,6 @@ class Composer(TextArea):
             super().action_copy()
         else:
             raise SkipAction
-
-    # -- Keys ------------------------------------------------------------------------------------------------------
 
     async def on_key(self, event: events.Key) -> None:
         # No binding with priority: that would overtake letters that wait, of one who types fast.
@@ -167,8 +163,6 @@ class Composer(TextArea):
             self.complete(chosen)
         else:
             self.screen.focus_next()
-
-    # -- Completion ------------------------------------------------------------------------------------------------
 
     def complete(self, choice: Completion) -> None:
         """Goes on with a choice."""

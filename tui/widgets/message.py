@@ -280,8 +280,6 @@ class MessageView(Vertical, can_focus=True):
         if self.message.role == "assistant" and not self._is_streaming:
             await self._reply.show(self.message.content)
 
-    # -- Streaming -------------------------------------------------------------------------------------------------
-
     def begin(self, writer: str) -> None:
         """The model of a name writes it, or goes on."""
         self._is_streaming = True
@@ -307,8 +305,6 @@ class MessageView(Vertical, can_focus=True):
         await self._reply.show(message.content)
         self._draw()
         self._draw_calls()
-
-    # -- Drawing ---------------------------------------------------------------------------------------------------
 
     def _draw(self) -> None:
         self._head.update(self._head_text())
