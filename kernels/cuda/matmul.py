@@ -50,7 +50,12 @@ _SMALL_TILES = _FEW_AT_ONCE | {GGMLType.Q2_K, GGMLType.Q5_1, GGMLType.Q8_0}
 #: rows too, and multiplies them in about the time that it takes to read the weights.
 _FEW_EXPERTS_SPILL = {GGMLType.Q2_K, GGMLType.Q3_K, GGMLType.Q5_K, GGMLType.Q6_K}
 #: Launch bounds of matvec by FORMAT and rows, where those of `_vector_bounds` are not good.
-_BOUNDS: dict[tuple[int | str, int], int | str] = {("Q5_0", 4): "512,1", ("Q8_0", 1): 640, ("LUT_32", 2): 640}
+_BOUNDS: dict[tuple[int | str, int], int | str] = {
+    ("Q5_0", 4): "512,1",
+    ("Q8_0", 1): 640,
+    ("LUT_32", 2): 640,
+    ("LUT3_16", 2): 640,
+}
 
 #: Formats of whose `matvec` of one token two fit into the registers of a block, as `matvec_gated` has them.  With
 #: experts, that takes more: only half as many threads fit.
