@@ -39,6 +39,11 @@ def escape_controls(text: str) -> str:
     return visible(text.replace("\r\n", "\n").translate(_PICTURES))
 
 
+def storable(text: str) -> str:
+    """A text with lone surrogates spelled out, which UTF-8 does not have, but names of files do."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 def sentence(error: BaseException) -> str:
     """What happened and what to do about it, in one line that a terminal can be given."""
     text = f"something went wrong inside localllm ({type(error).__name__}: {error}): please report it"

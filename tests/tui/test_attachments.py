@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -55,6 +57,12 @@ def test_too_many_files_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(attachments, "MAX_FILES", 2)
     with pytest.raises(UsageError, match="more than 2 files"):
         attach("@docs", count)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names are Unicode elsewhere")
+def test_a_file_in_a_folder_may_have_a_name_of_any_bytes(folder: Path) -> None:
+    Path(os.fsdecode(b"docs/y\xff.txt")).write_text("y")
+    assert "docs/y\\udcff.txt" in [file.name for file in attach("@docs/", count).files]
 
 
 def test_pieces_are_cut_at_lines_and_pages_and_lose_nothing() -> None:

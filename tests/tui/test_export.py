@@ -117,6 +117,13 @@ HOSTILE = {
         messages({"attachments": [{"name": "a"}]}),
         "field `text` - at `$.attachments[0]`",
     ),
+    **{
+        f"arguments {text:.9}": (
+            messages({"calls": [{"name": "a", "arguments": text}]}),
+            "message 0 is damaged: the arguments of a call are not a JSON object",
+        )
+        for text in ("x", "5", '{"a": NaN}', '{"a": "\\ud800"}', "[" * 100_000)
+    },
     "a leaf": (altered(leaf="x"), "its 'leaf' is not one of its messages"),
     "settings": (altered(settings={"temperature": "hot"}), "its settings are wrong: temperature is 'hot'"),
     "strange settings": (altered(settings={"processors": []}), "there is no setting 'processors'"),

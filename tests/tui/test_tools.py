@@ -18,10 +18,12 @@ import pytest
 
 from localllm.errors import SettingsError, UsageError
 from localllm.tui.chat import mcp_servers, tools
+from localllm.tui.chat.conversation import Call as Called
+from localllm.tui.chat.conversation import Stats
 from localllm.tui.chat.events import Event, ToolAsked, Turn, Warned
 from localllm.tui.chat.export import from_json, to_json, to_markdown
 from localllm.tui.chat.session import ChatSession
-from localllm.tui.chat.tools import Permission, Toolbox, result_of
+from localllm.tui.chat.tools import Permission, Tool, Toolbox, result_of
 from localllm.tui.commands import Call, find
 from localllm.tui.commands import run as run_command
 from localllm.tui.storage.chats import Store
@@ -104,6 +106,16 @@ def test_nothing_is_switched_on_by_default() -> None:
     play(session.send, "go")
     assert not model.asked[0].tools
     assert "<tool_call>" in session.conversation.path()[-1].content  # which nobody runs
+
+
+def test_names_that_are_not_utf8_are_told_and_kept() -> None:
+    tool = Tool("list", "", {}, lambda arguments, is_stopped: "a\udcff.txt")
+    assert result_of(tool, {}, lambda: False) == "a\\udcff.txt"
+    store, conversation = Store(None), talk("a", "b")
+    reply = conversation.path()[1]
+    conversation.update(reply.id, stats=Stats(model="m\udcff"), calls=(Called("list", "{}", "\udcff"),))
+    store.save(conversation, conversation.messages)
+    assert store.load(conversation.id).path()[1].calls == (Called("list", "{}", "?"),)
 
 
 def test_a_loop_of_calls_ends() -> None:

@@ -21,6 +21,7 @@ from typing import NamedTuple
 from localllm.errors import UsageError
 from localllm.tui.chat import pieces
 from localllm.tui.chat.conversation import Attachment, Message
+from localllm.tui.text import storable
 
 #: Bytes of a file, of what a command prints, and files of a folder.
 MAX_BYTES, MAX_OUTPUT, MAX_FILES = 32 << 20, 1 << 20, 500
@@ -81,7 +82,7 @@ def attach(
         found = next((found for name in names if (found := _files(name))), [])
         for name in found:
             try:
-                texts[name] = read_text_file(name)
+                texts[storable(name)] = read_text_file(name)
             except UsageError:
                 if name in names:
                     raise
@@ -200,7 +201,7 @@ def _pdf_text(path: Path) -> str:
         raise UsageError(f"{path} cannot be attached: it cannot be read as a PDF ({error})") from None
     if not "".join(pages).strip():
         raise UsageError(f"{path} cannot be attached: it has no text, only pictures of it")
-    return "\f".join(pages)
+    return storable("\f".join(pages))
 
 
 def command_output(command: str, is_stopped: Callable[[], bool] = lambda: False) -> str:

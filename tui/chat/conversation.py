@@ -6,6 +6,7 @@ a new one in the old one's place, so that one thread may read a conversation whi
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
 from collections.abc import Iterable, Mapping
@@ -362,4 +363,13 @@ def to_message(values: object, where: str) -> Message:
     """A message of its values; see `converted`."""
     if isinstance(values, Mapping):
         values = {"parent": None, "created": 0.0, **values}
-    return converted(values, Message, where)
+    message = converted(values, Message, where)
+    for call in message.calls:
+        try:
+            arguments = json.loads(call.arguments)
+            json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode()
+        except (ValueError, RecursionError):
+            arguments = None
+        if not isinstance(arguments, dict):
+            raise StoreError(f"{where} is damaged: the arguments of a call are not a JSON object")
+    return message

@@ -37,7 +37,7 @@ import msgspec
 from localllm.errors import SettingsError, StoreError, UsageError
 from localllm.tui.chat.attachments import MAX_OUTPUT, command_output, read_text_file
 from localllm.tui.chat.mcp_servers import Server, wait_for
-from localllm.tui.text import is_web
+from localllm.tui.text import is_web, storable
 
 #: What somebody says of a call: no, this one, all of this tool in this chat, or from now on.
 Permission = Literal["no", "once", "chat", "always"]
@@ -223,6 +223,7 @@ def result_of(tool: Tool, arguments: Mapping[str, Any], is_stopped: IsStopped) -
         text = tool.run(arguments, is_stopped)
     except Exception as error:  # of a tool, whatever it is, the model is told
         text = f"error: {error}"
+    text = storable(text)
     return text if len(text) <= MAX_RESULT else f"{text[:MAX_RESULT]}\n(cut off: it has {len(text):,} characters)"
 
 

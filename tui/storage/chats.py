@@ -25,7 +25,7 @@ from localllm.errors import StoreError
 from localllm.tui.chat import settings as chat_settings
 from localllm.tui.chat.conversation import Conversation, Message, parsed, to_message
 from localllm.tui.storage import schema
-from localllm.tui.text import clean_title, shortened
+from localllm.tui.text import clean_title, shortened, storable
 
 #: Environment variable with the folder that chats are kept in.
 DATA_VARIABLE = "LOCALLLM_DATA"
@@ -123,7 +123,8 @@ class Store:
             ).rowcount:
                 raise ChatDeletedError("this chat was deleted")
             for m in messages:
-                text, more = storable(m.text), json.dumps(extras(m))
+                text = storable(m.text)
+                more = json.dumps(extras(m), ensure_ascii=False).encode("utf-8", "replace").decode()
                 execute(
                     "INSERT INTO messages (id, session, parent, role, text, created, state, opened, extras)"
                     " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO UPDATE SET text = excluded.text,"
@@ -345,12 +346,6 @@ def _is_alive(pid: int, began: float) -> bool:
 
 def extras(message: Message) -> dict[str, Any]:
     """What most messages do not have, as values of JSON."""
-    files = tuple(replace(file, name=storable(file.name)) for file in message.attachments)
-    found = {"stats": message.stats, "window": message.window, "attachments": files, "calls": message.calls}
+    found = {name: getattr(message, name) for name in ("stats", "window", "attachments", "calls")}
     values: dict[str, Any] = msgspec.to_builtins({name: value for name, value in found.items() if value})
     return values
-
-
-def storable(text: str) -> str:
-    """A text with lone surrogates spelled out, which UTF-8 does not have, but names of files do."""
-    return text.encode("utf-8", "backslashreplace").decode()
