@@ -368,11 +368,13 @@ class Backend(Protocol):
         name: "reference", "cpu", …
         page_size: tokens in a page of the cache.
         shares_weights: whether a weight that two of its steps use is packed once.
+        step_tokens: tokens that a step should evaluate at most: more would be no faster.
     """
 
     name: str
     page_size: int
     shares_weights: bool = False
+    step_tokens: int = 512
 
     def footprint(
         self, graph: Graph, *, n_pages: tuple[int, ...], max_tokens: int, max_outputs: int, n_states: int = 0

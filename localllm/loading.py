@@ -25,7 +25,7 @@ from localllm.embedding import Embedder
 from localllm.engine.drafting.model import DraftModel
 from localllm.engine.drafting.mtp import MTPModel
 from localllm.engine.engine import Engine
-from localllm.engine.runner import ModelRunner, max_step_tokens
+from localllm.engine.runner import ModelRunner
 from localllm.errors import LocalLLMError, ModelError, NotEnoughMemoryError, UsageError, path_text
 from localllm.gguf import GGUFFile
 from localllm.info import ModelInfo, file_type_name
@@ -341,7 +341,7 @@ def _load(
         step,
         n_vocab=config.n_vocab,
         context=context,
-        max_tokens=max_step_tokens(graph, context),
+        max_tokens=planner.sizes(context).max_tokens,
         width=graph.result.width,
         is_causal=graph.is_causal,
         hidden=source.hidden,

@@ -265,8 +265,9 @@ class Planner:
     def sizes(self, context: int) -> StepSizes:
         """Those of a step of an engine for sequences of so many tokens."""
         graph = self.model.graph
-        n_tokens = max_step_tokens(graph, context)
-        n_pages = n_cache_pages(graph, context, self.parallel, self.page_size)
+        wanted = self.devices if self.n_gpu_layers != 0 else self.devices[:1]
+        n_tokens = max_step_tokens(graph, context, max(each.backend.step_tokens for each in wanted))
+        n_pages = n_cache_pages(graph, context, self.parallel, self.page_size, n_tokens)
         n_outputs = max_outputs(graph.result.width, n_tokens)
         return StepSizes(n_pages, n_tokens, n_outputs, n_states(graph, context, self.parallel))
 

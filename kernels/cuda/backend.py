@@ -33,6 +33,7 @@ class CUDABackend(Backend):
 
     name = "cuda"
     page_size = PAGE
+    step_tokens = 2048  # so that narrow matrices have tiles for all multiprocessors
 
     def __init__(
         self,

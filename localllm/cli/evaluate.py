@@ -16,7 +16,7 @@ from localllm.cli.chart import Point, letter, svg_chart, text_chart
 from localllm.cli.defaults import load_options, settle
 from localllm.cli.main import DONE
 from localllm.cli.terminal import LoadStatus, StatusLine, model_line, quantity, visible_line
-from localllm.errors import UsageError
+from localllm.errors import UsageError, path_text
 from localllm.evaluate import (
     BaseLogits,
     Divergence,
@@ -29,7 +29,9 @@ from localllm.evaluate import (
 )
 from localllm.evaluate.perplexity import CONTEXT
 from localllm.files import read_text
+from localllm.gguf import GGUFFile
 from localllm.info import ModelInfo
+from localllm.library.find import demo_path
 from localllm.llm import LLM, load, model_file
 
 #: Sequences that the cache has room for, so that a chunk begins while others go on.
@@ -105,6 +107,10 @@ def _compare(arguments: argparse.Namespace) -> int:
     """The divergence of several models from one, or from its logits in a file."""
     others = [arguments.model] if arguments.base_logits is not None else []
     others += [model_file(name) for name in arguments.compare]
+    for other in others:
+        GGUFFile.open(other or demo_path()).close()  # what cannot be read is said before anything is measured
+    if arguments.svg is not None and not arguments.svg.absolute().parent.is_dir():
+        raise UsageError(f"--svg: {path_text(arguments.svg)} is in no folder that exists: name another file")
     with tempfile.TemporaryDirectory(prefix="localllm-") as folder:
         path = arguments.base_logits or arguments.save_logits or Path(folder) / "base.logits"
         if arguments.base_logits is None:
@@ -178,7 +184,7 @@ def _compared_line(i: int, info: ModelInfo, far: Divergence) -> str:
         visible_line(info.path.name)[:36],
         quantity(info.n_bytes, "B"),
         f"{far.perplexity.perplexity.value:.3f}",
-        f"{far.kl.value:.5f}",
+        f"{far.kl.value:z.5f}",
         f"{far.kl_percentiles[99]:.4f}",
         f"{far.same_top.value:.2%}",
     )
@@ -196,7 +202,7 @@ def _divergence_lines(far: Divergence) -> list[str]:
         f"  of the base model     {far.base_perplexity.value:.4f} ± {far.base_perplexity.error:.4f}",
         f"  ratio                 {far.ratio.value:.5f} ± {far.ratio.error:.5f}, "
         f"correlation of log-likelihoods {far.correlation:.2%}",
-        f"KL divergence           {far.kl.value:.6f} ± {far.kl.error:.6f}",
+        f"KL divergence           {far.kl.value:z.6f} ± {far.kl.error:.6f}",
         "  percentiles           " + ", ".join(f"{p} %: {kl[p]:.5f}" for p in (50, 90, 99, 99.9, 100)),
         f"change of probability   {_percent(far.probability_change)}, RMS {_percent(far.probability_change_rms)}",
         "  percentiles           " + ", ".join(f"{p} %: {change[p]:.2%}" for p in (1, 10, 50, 90, 99)),

@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.engine.cache import CachedSequence, PagedCache, n_window_pages
-from localllm.kernels.backend import Batch, HostOutput, Output, Step, TopK
+from localllm.kernels.backend import Backend, Batch, HostOutput, Output, Step, TopK
 from localllm.kernels.graph import Graph, Value
 
-#: Tokens that one step evaluates at most.
-MAX_TOKENS = 512
+#: Tokens that one step evaluates at most, where a backend does not want more (`Backend.step_tokens`).
+MAX_TOKENS = Backend.step_tokens
 
 #: What is kept of windows and of recurrent states for prompts that begin like earlier ones: those at so many places
 #: for each sequence that can run, and where more fits into so many bytes, that.
@@ -143,11 +143,13 @@ class ModelRunner:
         return rows
 
 
-def n_cache_pages(graph: Graph, context: int, parallel: int, page_size: int) -> tuple[int, ...]:
+def n_cache_pages(
+    graph: Graph, context: int, parallel: int, page_size: int, max_tokens: int = MAX_TOKENS
+) -> tuple[int, ...]:
     """Pages of each group of a cache (`Graph.windows`) for ``parallel`` sequences of ``context`` tokens.
 
-    Where there is a window, they hold those of all sequences, the tokens of a step, and as much again as `KEPT_ENDS`
-    and `KEPT_BYTES` say.  No group has more than that of all tokens.
+    Where there is a window, they hold those of all sequences, the ``max_tokens`` of a step, and as much again as
+    `KEPT_ENDS` and `KEPT_BYTES` say.  No group has more than that of all tokens.
     """
     of_all = parallel * -(-context // page_size)
     n_pages = [of_all]
@@ -155,7 +157,7 @@ def n_cache_pages(graph: Graph, context: int, parallel: int, page_size: int) -> 
         page_bytes = page_size * sum(c.bytes_per_token() for c in graph.caches.values() if c.window == window)
         of_windows = parallel * n_window_pages(window or 1, page_size)
         kept = max(KEPT_ENDS * of_windows, KEPT_BYTES // page_bytes)
-        n_pages.append(min(of_all, of_windows + -(-MAX_TOKENS // page_size) + kept))
+        n_pages.append(min(of_all, of_windows + -(-max_tokens // page_size) + kept))
     return tuple(n_pages)
 
 
@@ -172,9 +174,9 @@ def n_states(graph: Graph, context: int, parallel: int) -> int:
     return parallel + max(KEPT_ENDS * parallel, most)
 
 
-def max_step_tokens(graph: Graph, context: int) -> int:
+def max_step_tokens(graph: Graph, context: int, max_tokens: int) -> int:
     """Tokens that one step evaluates at most: of a model whose tokens see those behind them, a whole text."""
-    return min(MAX_TOKENS, context) if graph.is_causal else context
+    return min(max_tokens, context) if graph.is_causal else context
 
 
 def max_outputs(width: int, max_tokens: int) -> int:

@@ -131,6 +131,7 @@ class Plans(Backend):
     footprint: Measure
     page_size: int = 16
     name: str = "plans"
+    step_tokens: int = 512
 
 
 def device(name: str = "cpu", footprint: Measure = footprint, page_size: int = 16) -> Device:
@@ -244,6 +245,16 @@ def test_the_cpu_takes_what_a_step_of_512_tokens_computes_in() -> None:
     scratch = plan(cpu_planner(CPUBackend(threads=2), model()), 1 << 50, 2048).scratch
     activations = 4 * 512 * (2 * FF + 2 * WIDTH)
     assert activations <= scratch <= activations + (64 << 20)
+
+
+def test_a_gpu_takes_more_tokens_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And windows have pages for them; where all layers stay on the host, it does not."""
+    monkeypatch.setattr(runner, "KEPT_BYTES", 0)
+    gpu = replace(device("cuda:0"), backend=Plans(footprint, step_tokens=2048))
+    it = Planner("it", replace(model(), graph=hybrid()), (device(), gpu), {"cpu": 0, "cuda:0": 1 << 40})
+    sizes, on_host = it.sizes(1 << 16), replace(it, n_gpu_layers=0).sizes(1 << 16)
+    assert (sizes.max_tokens, on_host.max_tokens, it.sizes(1000).max_tokens) == (2048, 512, 1000)
+    assert sizes.n_pages[1] - on_host.n_pages[1] == (2048 - 512) // 16
 
 
 def test_default_context_is_what_the_model_was_trained_on_up_to_a_limit() -> None:

@@ -21,9 +21,9 @@ from typing import Any, cast
 
 import numpy as np
 
-from localllm.engine.runner import MAX_TOKENS
 from localllm.kernels import graph as g
 from localllm.kernels.backend import Batch
+from localllm.kernels.cuda.backend import CUDABackend
 from localllm.kernels.cuda.cache import PAGE, CUDACache
 from localllm.kernels.cuda.calls import BatchSizes, Extent, StepLimits
 from localllm.kernels.cuda.driver import DeviceProperties, Driver
@@ -37,6 +37,8 @@ from tests.benchmarks.gpu.report import table
 from tests.benchmarks.gpu.sections import Row
 from tests.helpers.synthetic import FILE_TYPES, SHAPES, tensor_shapes, tensor_type
 from tests.helpers.weights import Tensor
+
+MAX_TOKENS = CUDABackend.step_tokens
 
 #: Seconds between two kernels of a graph.  Kernels of 2.9 us took 3.4 us each in a graph on a V100 (A. Gray, "Getting
 #: Started with CUDA Graphs", NVIDIA, 2019); `tests.benchmarks.gpu` measures it, in the section ceilings.
@@ -228,7 +230,7 @@ def decode(card: Card, n_sequences: int, depth: int, n_gpus: int) -> Row:
 
 def prefill(card: Card, n: int, n_gpus: int) -> Row:
     """A prompt, in steps; on two GPUs each has half of the layers, and works on a micro-batch."""
-    model, size = Model(card, 1, n), MAX_TOKENS if n_gpus == 1 else MICRO_BATCH
+    model, size = Model(card, 1, n), min(n, MAX_TOKENS if n_gpus == 1 else MICRO_BATCH)
     steps = [total(model.predict(1, size, end)) for end in range(size, n + 1, size)]
     seconds = sum(step.seconds / n_gpus + (n_gpus - 1) * HANDOVER for step in steps)
     seconds += (n_gpus - 1) * steps[-1].seconds / n_gpus  # the second begins later, and ends so

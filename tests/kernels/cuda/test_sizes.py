@@ -38,6 +38,7 @@ def test_a_step_takes_what_the_plan_says(
 
     Emulated devices take no memory for graphs.
     """
+    monkeypatch.setattr(CUDABackend, "step_tokens", MAX_TOKENS)
     monkeypatch.setattr(steps, "NODE_BYTES", 0)
     n_devices, options = SPLITS[split]
     if type == "mixture":

@@ -91,8 +91,9 @@ def test_a_profile(run: Bench) -> None:
     assert tables[0].splitlines()[1].split()[-2:] == ["of", "floor"]
 
 
-def test_steps_of_a_prompt_are_averaged(run: Bench) -> None:
-    """600 tokens take two steps; what is generated for a profile is short."""
+def test_steps_of_a_prompt_are_averaged(run: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """600 tokens take two steps of 512; what is generated for a profile is short."""
+    monkeypatch.setattr(CUDABackend, "step_tokens", 512)
     outcome = run("-p", "600", "-n", "9", "-r", "1", "-q", "--json", "--profile")
     pp, tg = json.loads(outcome.out.splitlines()[-1])["results"]
     assert pp["profiles"][0]["n_steps"] == 2

@@ -85,6 +85,7 @@ def test_models_are_compared(evaluate: Evaluate, folder: Path) -> None:
     compared = json.loads(outcome.out)["compared"]
     assert [Path(each["model"]).name for each in compared] == ["two.gguf", "one.gguf"]
     assert compared[0]["kl"] == two["kl"]
+    assert evaluate("demo", "-f", "text", "-c", 16, "--compare", "demo", "-q").code == 0
 
 
 def test_questions(evaluate: Evaluate, folder: Path) -> None:
@@ -109,6 +110,7 @@ def test_quiet_without_json_says_nothing(evaluate: Evaluate) -> None:
         (["--base-logits", "b", "--save-logits", "c"], "--save-logits needs a text"),
         (["--choices", "q", "--compare", "two.gguf"], "--compare needs a text or logits"),
         (["-f", "text", "--svg", "drawn.svg"], "--svg needs --compare"),
+        (["-f", "text", "--compare", "two.gguf", "--svg", "no/where.svg"], "no/where.svg is in no folder"),
         (["-f", "nowhere"], "nowhere cannot be read (No such file or directory)"),
         (["-f", "/dev/zero"], "/dev/zero has more than 64 MiB, the most a text may have"),
         (["-f", 9999 * "x"], "… "),

@@ -34,7 +34,6 @@ def device(request: pytest.FixtureRequest) -> Iterator[Device]:
 def _frequent_snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache_module, "SNAPSHOT_TOKENS", INTERVAL)
     monkeypatch.setattr(runner_module, "KEPT_BYTES", KEPT_BYTES)
-    monkeypatch.setattr(runner_module, "MAX_TOKENS", MAX_TOKENS)
 
 
 class Counted:
@@ -55,7 +54,7 @@ def new_engine(device: Device) -> tuple[SteppedEngine, Counted]:
     """With the pages and states that a plan has, which is what is taken."""
     graph, backend = hybrid(), device.backend
     sizes = {
-        "n_pages": n_cache_pages(graph, CONTEXT, PARALLEL, backend.page_size),
+        "n_pages": n_cache_pages(graph, CONTEXT, PARALLEL, backend.page_size, MAX_TOKENS),
         "n_states": n_states(graph, CONTEXT, PARALLEL),
         "max_tokens": MAX_TOKENS,
         "max_outputs": max_outputs(N_VOCAB, MAX_TOKENS),
