@@ -146,14 +146,10 @@ class ChatApp(BaseApp):
             await self.switch_screen(chat)
             chat.seen.set()
             chat.draw_heading()
-            chat.composer.focus()
+            chat.set_focus(chat.composer)
 
     async def close_tab(self) -> None:
-        """Closes the chat that is shown, and shows the one beside it; the last one stays.
-
-        Raises:
-            UsageError: it is the last one.
-        """
+        """Closes the chat that is shown, and shows the one beside it.  Raises UsageError if there is no other."""
         chat, chats = self._chat, self.models.chats
         if len(chats) == 1:
             raise UsageError(f"this is the only chat that is open: {self.key_of('quit')} quits")
@@ -236,17 +232,14 @@ def _warnings_shown(app: BaseApp) -> Iterator[None]:
 
 
 def take_any_bytes() -> None:
-    """Has Textual read bytes that are no UTF-8 as U+FFFD: one that is pasted would end the app with an error."""
+    """Has Textual read bytes that are not UTF-8 as U+FFFD: one that is pasted would end the app with an error."""
     try:
         from textual.drivers import linux_driver
     except ImportError:  # Windows, whose consoles give characters
         return
     if hasattr(linux_driver, "getincrementaldecoder"):
-        vars(linux_driver)["getincrementaldecoder"] = _tolerant_decoder
-
-
-def _tolerant_decoder(encoding: str) -> Callable[[], codecs.IncrementalDecoder]:
-    return partial(codecs.getincrementaldecoder(encoding), errors="replace")
+        tolerant = partial(codecs.getincrementaldecoder("utf-8"), errors="replace")
+        vars(linux_driver)["getincrementaldecoder"] = lambda encoding: tolerant
 
 
 def _teach_alt_enter() -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
@@ -17,6 +16,7 @@ from textual.worker import Worker, WorkerState
 
 from localllm.errors import UsageError
 from localllm.tui import commands
+from localllm.tui.chat.tools import in_thread
 from localllm.tui.key_buffer import KeyBuffer, Passed
 from localllm.tui.setup import Setup
 from localllm.tui.text import escape_controls, sentence
@@ -56,17 +56,7 @@ class BaseApp(App[int]):
 
     async def in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Calls a function in a thread of its own, whose end nothing waits for when the app ends."""
-        future: Future[T] = Future()
-        future.set_running_or_notify_cancel()
-
-        def run() -> None:
-            try:
-                future.set_result(function(*args, **kwargs))
-            except BaseException as error:  # the caller's to handle
-                future.set_exception(error)
-
-        threading.Thread(target=run, daemon=True).start()
-        return await asyncio.wrap_future(future)
+        return await asyncio.wrap_future(in_thread(partial(function, *args, **kwargs)))
 
     def spawn(self, work: Coroutine[Any, Any, object], group: str = "default") -> Worker[object]:
         """Has something done while the app goes on; what fails in it is told."""

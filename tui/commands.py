@@ -55,11 +55,8 @@ class Command:
     """What can be typed after a slash.
 
     Attributes:
-        name: without the slash.
-        arguments: what follows it, for people.
-        help: what it does.
+        arguments: what follows the name, for people.
         run: does it, given what was typed after the name; None where only the app knows how.
-        aliases: other names.
         title: its name in the palette; empty for what says nothing without arguments.
         key: that calls it in the app, as Textual names it; empty if none does.
     """
@@ -89,11 +86,7 @@ class Call(NamedTuple):
 
 
 def parse(text: str) -> Call | str:
-    """What was typed: a command, or a message, of which ``//`` begins one with a slash, and ``!!`` one with a "!".
-
-    Raises:
-        UsageError: there is no such command; names the one that was meant.
-    """
+    """A command, or a message, of which ``//`` and ``!!`` begin one with / or !.  Raises UsageError; see `find`."""
     if text.startswith("!") and not text.startswith("!!"):
         return Call(find("run"), text[1:].strip())
     if not text.startswith("/") or text.startswith("//"):
@@ -103,11 +96,7 @@ def parse(text: str) -> Call | str:
 
 
 def find(name: str) -> Command:
-    """The command of a name.
-
-    Raises:
-        UsageError: there is none; names the one that was meant.
-    """
+    """The command of a name.  Raises UsageError if there is none; names the one that was meant."""
     if (command := _BY_NAME.get(name)) is not None:
         return command
     near = difflib.get_close_matches(name, _BY_NAME, n=1)
@@ -116,11 +105,7 @@ def find(name: str) -> Command:
 
 
 def run(session: ChatSession, call: Call) -> Result:
-    """Does what a command says, or says what is to be done.
-
-    Raises:
-        LocalLLMError: it cannot be done.
-    """
+    """Does what a command says, or says what is to be done.  Raises LocalLLMError if it cannot be done."""
     if call.command.run is None:
         raise UsageError(f"/{call.command.name} is for the app: start localllm chat without --plain")
     result = call.command.run(session, call.argument)
@@ -138,11 +123,7 @@ def completions(line: str) -> list[Completion]:
 
 
 def numbered(conversation: Conversation, number: str) -> Message:
-    """The message of the path that ``3`` or ``#3`` stands for.
-
-    Raises:
-        UsageError: there is none.
-    """
+    """The message of the path that ``3`` or ``#3`` stands for.  Raises UsageError if there is none."""
     path = conversation.path()
     digits = number.removeprefix("#")
     if not digits.isdecimal() or not 0 < int(digits) <= len(path):
@@ -152,13 +133,7 @@ def numbered(conversation: Conversation, number: str) -> Message:
 
 
 class Fork(NamedTuple):
-    """A message of the path that has others in its place.
-
-    Attributes:
-        number: its place in the path, from 1.
-        branches: what stands there, oldest first.
-        at: which of them is in the path, from 1.
-    """
+    """Message ``number`` of the path has ``branches``, oldest first; it is branch ``at``; both count from 1."""
 
     number: int
     branches: list[Message]
@@ -175,11 +150,7 @@ def forks(conversation: Conversation) -> list[Fork]:
 
 
 def branch_meant(conversation: Conversation, argument: str) -> Message:
-    """The branch that ``next``, ``prev`` or a number means: at the last fork, or of the message named before it.
-
-    Raises:
-        UsageError: there is none.
-    """
+    """The branch ``next``, ``prev`` or of a number, at the last fork or a message.  Raises UsageError."""
     found = forks(conversation)
     if not found:
         raise UsageError(NO_BRANCHES)
@@ -214,10 +185,6 @@ def _edit(session: ChatSession, argument: str) -> Result:
 def _regenerate(session: ChatSession, argument: str) -> Result:
     message = numbered(session.conversation, argument) if argument else None
     return Result(play=partial(session.regenerate, None if message is None else message.id))
-
-
-def _continue(session: ChatSession, argument: str) -> str | Result:
-    return Result(play=session.continue_reply)
 
 
 def _branch(session: ChatSession, argument: str) -> str:
@@ -280,8 +247,7 @@ def _set(session: ChatSession, argument: str) -> str | Result:
     defaults = vars(Sampling())
     lines = []
     for each in [chat_settings.full_name(name)] if name else chat_settings.READERS:
-        value = settings.get(each, defaults.get(each, "default"))
-        text = ("on" if value else "off") if isinstance(value, bool) else "none" if value is None else value
+        text = chat_settings.typed(settings.get(each, defaults.get(each, "default")))
         lines.append(f"{each:<20} {text}{'' if each in settings else '  (default)'}")
     return "\n".join(lines)
 
@@ -321,11 +287,7 @@ def who(reply: Message) -> str:
 
 
 def compared(conversation: Conversation) -> list[Message]:
-    """The last reply, and before it the newest one in its place, by another model if there is one.
-
-    Raises:
-        UsageError: there are not two.
-    """
+    """The last reply, and before it the newest beside it, of another model if any.  Raises UsageError if alone."""
     reply = next((m for m in reversed(conversation.path()) if m.role == "assistant"), None)
     others = [] if reply is None else [m for m in conversation.siblings(reply.id) if m.id != reply.id]
     if reply is None or not others:
@@ -449,10 +411,6 @@ def new_chat(session: ChatSession) -> Conversation:
     return Conversation(system=old.system, settings=dict(old.settings), model=old.model)
 
 
-def _clear(session: ChatSession, argument: str) -> str | Result:
-    return Result("a new chat", chat=new_chat(session))
-
-
 def _fork(session: ChatSession, argument: str) -> str | Result:
     check_begun(session.conversation)
     to = numbered(session.conversation, argument).id if argument else None
@@ -492,18 +450,15 @@ def filled(prompt: str, argument: str) -> str:
     return f"{prompt}\n\n{argument}" if argument and found == prompt else found
 
 
-def _run(session: ChatSession, argument: str) -> str | Result:
-    return Result(draft=command_output(argument))
-
-
 # -- Tools -----------------------------------------------------------------------------------------------------------
 
 
-def _tools(session: ChatSession, argument: str) -> str | Result:
+def tools_text(session: ChatSession, argument: str, is_stopped: Callable[[], bool] = lambda: False) -> str:
+    """Switches tools on or off, and lists those that there are then; starts servers."""
     toolbox = session.toolbox
     if argument:
         toolbox.change(argument)
-    tools = toolbox.tools()
+    tools = toolbox.tools(is_stopped)
     lines = [
         f"{tool.name:<24} {'always allowed' if toolbox.is_allowed(tool) else 'asked for'}: "
         f"{shortened(tool.description, 60)}"
@@ -524,49 +479,29 @@ def _help(session: ChatSession, argument: str) -> str | Result:
     return "\n".join(f"{command.usage:<{width}}  {command.help}" for command in wanted)
 
 
+# fmt: off
 COMMANDS = [
     Command("help", "[COMMAND]", "list the commands", _help, ("?",), "Help: keys and commands", "f1"),
-    Command(
-        "regen",
-        "[N]",
-        "reply again; the earlier reply stays as a branch",
-        _regenerate,
-        ("retry",),
-        "Regenerate",
-        "ctrl+r",
-    ),
-    Command(
-        "edit",
-        "[N] [TEXT]",
-        "change your last message, or number N: a new branch goes on from there",
-        _edit,
-        title="Edit your last message",
-        key="f2",
-    ),
-    Command("continue", "", "go on with a reply that was cut off", _continue, (), "Continue the reply", "ctrl+g"),
-    Command(
-        "branch",
-        "[[N] next|prev|K]",
-        "list branches, or go to the next, the one before or number K",
-        _branch,
-        title="Branches",
-    ),
-    Command(
-        "show", "", "show the conversation, with numbers", lambda s, _: _transcript(s.conversation), ("history",)
-    ),
+    Command("regen", "[N]", "reply again; the earlier reply stays as a branch", _regenerate, ("retry",), "Regenerate",
+            "ctrl+r"),
+    Command("edit", "[N] [TEXT]", "change your last message, or number N: a new branch goes on from there", _edit,
+            title="Edit your last message", key="f2"),
+    Command("continue", "", "go on with a reply that was cut off", lambda s, _: Result(play=s.continue_reply), (),
+            "Continue the reply", "ctrl+g"),
+    Command("branch", "[[N] next|prev|K]", "list branches, or go to the next, the one before or number K", _branch,
+            title="Branches"),
+    Command("show", "", "show the conversation, with numbers", lambda s, _: _transcript(s.conversation),
+            ("history",)),
     Command("remove", "N", "delete message N and all that follows it", _remove),
     Command("drop", "", "where the context is full: leave out the oldest turns", partial(_make_room, "drop")),
-    Command(
-        "summarise", "", "the same, with a summary in their place", partial(_make_room, "summarise"), ("summarize",)
-    ),
+    Command("summarise", "", "the same, with a summary in their place", partial(_make_room, "summarise"),
+            ("summarize",)),
     Command("system", "[TEXT|none]", "show or set the system prompt", _system, title="System prompt", key="ctrl+s"),
-    Command(
-        "set", "[NAME [VALUE|default]]", "show or change how replies are generated", _set, (), "Sampling", "ctrl+t"
-    ),
+    Command("set", "[NAME [VALUE|default]]", "show or change how replies are generated", _set, (), "Sampling",
+            "ctrl+t"),
     Command("prefix", "[TEXT|none]", "what replies begin with", partial(_set_one, "reply_prefix")),
-    Command(
-        "stop-strings", "[TEXT … |none]", "what replies end before; in quotes for spaces", partial(_set_one, "stop")
-    ),
+    Command("stop-strings", "[TEXT … |none]", "what replies end before; in quotes for spaces",
+            partial(_set_one, "stop")),
     Command("model", "[FILE]", "show the model, or load another one", _model, title="Model", key="ctrl+l"),
     Command("compare", "[FILE]", "another model replies too; both replies side by side", _compare, title="Compare"),
     Command("format", "[FILE.json|none]", "replies are JSON, by the schema in a file", _format),
@@ -575,45 +510,32 @@ COMMANDS = [
     Command("sessions", "[WORDS|archived]", "list chats, or search them", _sessions, ("list",), "Chats", "ctrl+o"),
     Command("fork", "[N]", "go on in a new chat, with what was said up to number N", _fork, title="Fork the chat"),
     Command("prompt", "[NAME [WORDS]]", "list the prompts of your folder, or use one", _prompt),
-    Command("run", "COMMAND", "send what a shell command prints; so does !COMMAND", _run),
-    Command(
-        "tools",
-        "[read FOLDER|run on|fetch on|add NAME COMMAND|…]",
-        "list the tools that the model may call, or switch some on",
-        _tools,
-        title="Tools",
-    ),
+    Command("run", "COMMAND", "send what a shell command prints; so does !COMMAND",
+            lambda _, command: Result(draft=command_output(command))),
+    Command("tools", "[read FOLDER|run on|fetch on|add NAME COMMAND|…]",
+            "list the tools that the model may call, or switch some on", tools_text, title="Tools"),
     Command("allow", "[no|once|chat|always]", "answer a model that asks for a tool", None, (), "Allow a tool", "f3"),
     Command("editor", "", "write the message in $EDITOR", None, title="Write in your editor", key="ctrl+e"),
     Command("save", "[TITLE]", "tell where this chat is saved, and name it", _save),
     Command("load", "ID|FILE.json", "open a saved chat, or import one", _load, ("open",), "Open a chat"),
     Command("import", "FILE.json", "open a chat that was exported", _import, title="Import a chat"),
-    Command(
-        "export",
-        "[FILE.md|FILE.json|all FOLDER]",
-        "write this chat into a file, or all chats into a folder",
-        _export,
-        title="Export the chat",
-    ),
+    Command("export", "[FILE.md|FILE.json|all FOLDER]", "write this chat into a file, or all chats into a folder",
+            _export, title="Export the chat"),
     Command("rename", "TITLE", "give this chat a title", _rename, title="Rename the chat"),
-    Command(
-        "archive",
-        "[ID]",
-        "take this chat, or another one, out of the list",
-        partial(_archive, True),
-        title="Archive the chat",
-    ),
+    Command("archive", "[ID]", "take this chat, or another one, out of the list", partial(_archive, True),
+            title="Archive the chat"),
     Command("unarchive", "[ID]", "take it back into the list", partial(_archive, False)),
     Command("delete", "ID|this", "delete a chat for good", _delete, title="Delete the chat"),
-    Command("clear", "", "begin a new chat; this one stays saved", _clear, ("new",), "New chat", "ctrl+n"),
+    Command("clear", "", "begin a new chat; this one stays saved",
+            lambda s, _: Result("a new chat", chat=new_chat(s)), ("new",), "New chat", "ctrl+n"),
     Command("tab", "[N|next|prev]", "open a new chat beside this one, or go to one", None, title="New tab", key="f4"),
     Command("close", "", "close this chat; it stays saved", None, title="Close the tab"),
-    Command(
-        "copy", "[N] [code [K]]", "copy the last reply or message N, or its code", None, (), "Copy the last reply"
-    ),
+    Command("copy", "[N] [code [K]]", "copy the last reply or message N, or its code", None, (),
+            "Copy the last reply"),
     Command("theme", "[NAME]", "choose colours", None, title="Theme"),
     Command("quit", "", "end", lambda session, _: Result(ends=True), ("exit", "bye", "q"), "Quit", "ctrl+q"),
 ]
+# fmt: on
 
 #: Those of the palette that people need first; the others follow as they stand in the table.
 _FIRST = ("clear", "sessions", "model", "system", "set", "regen", "continue", "edit", "branch", "copy")

@@ -47,13 +47,7 @@ class KeyBuffer:
     def __init__(
         self, app: App[Any], give: Callable[[Typed], Awaitable[None]], fail: Callable[[Exception], None]
     ) -> None:
-        """Hands nothing on yet.
-
-        Args:
-            app: whose keys they are.
-            give: hands a key to the widget with the focus.
-            fail: is told what a key's action raised.
-        """
+        """Gives the keys of ``app`` to ``give``; an error of a key's action goes to ``fail``."""
         self._app = app
         self._give = give
         self._fail = fail

@@ -248,7 +248,7 @@ def _store(arguments: argparse.Namespace, notices: list[str]) -> Store:
 def _conversation(arguments: argparse.Namespace, store: Store, notices: list[str]) -> Conversation:
     id_ = store.find(arguments.session) if arguments.session is not None else None
     if arguments.resume:
-        id_ = store.latest()
+        id_ = next((chat.id for chat in store.sessions(limit=1)), None)
         if id_ is None:
             notices.append("there is no chat to go on with yet: this is a new one")
     return Conversation() if id_ is None else store.load(id_)

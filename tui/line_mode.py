@@ -15,6 +15,7 @@ import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -39,28 +40,16 @@ _MAX_HISTORY = 1000
 
 
 class InputReader:
-    """Standard input.
-
-    Attributes:
-        interactive: whether somebody types.
-    """
+    """Standard input; ``interactive`` if somebody types."""
 
     def __init__(self, history: Path | None = None) -> None:
-        """Begin to read.
-
-        Args:
-            history: the file that keeps what was typed on terminals, where Python has readline; None keeps nothing.
-        """
+        """``history`` is the file of what was typed on terminals, where Python has readline; None keeps nothing."""
         self.interactive = is_terminal(sys.stdin)
         self._history = history
         self._edits = self.interactive and is_terminal(sys.stdout) and _load_history(history)
 
     def read(self) -> str | None:
-        """The next message; None where the input ends.
-
-        Raises:
-            UsageError: it is not valid UTF-8, or too long.
-        """
+        """The next message; None where the input ends.  Raises UsageError if it is not valid UTF-8, or too long."""
         line = self._line("> ")
         if line is None:
             return None
@@ -106,10 +95,14 @@ class InputReader:
     def _line(self, prompt: str) -> str | None:
         if self._edits:
             try:
-                return _valid(input(prompt))
+                line = input(prompt)
+                line.encode()
+                return line
             except EOFError:
                 print(flush=True)
                 return None
+            except UnicodeEncodeError:
+                raise UsageError("what was typed is not valid UTF-8: check the terminal's character set") from None
         if self.interactive:
             print(prompt, end="", file=sys.stderr, flush=True)
         if sys.stdin is None or sys.stdin.closed:
@@ -146,15 +139,7 @@ def _load_history(history: Path | None) -> bool:
     return True
 
 
-def _valid(text: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise UsageError("what was typed is not valid UTF-8: check the terminal's character set") from None
-    return text
-
-
-#: InputReader are not folded to fewer columns than these.
+#: Lines are not folded to fewer columns than these.
 _NARROWEST = 20
 
 LoadModel = Callable[[str], ChatModel]
@@ -183,16 +168,7 @@ class LineChat:
         when_full: Choice | None = None,
         quiet: bool = False,
     ) -> None:
-        """A chat.
-
-        Args:
-            session: what is talked in.
-            load: loads the model of a file.
-            check: reads as much of a model's file as tells whether it can be loaded, and raises where it cannot.
-            lines: what is typed.
-            when_full: what is done where the context is full; None asks, and in a pipe ends with an error.
-            quiet: tell nothing of how replies went.
-        """
+        """``load``, ``check`` and ``when_full`` as in `Setup`; ``quiet`` tells nothing of how replies went."""
         self.session = session
         self.unsaved: list[ChatSession] = []
         self._load = load
@@ -206,14 +182,7 @@ class LineChat:
         self._turn: Turn | None = None
 
     def run(self, question: str | None = None) -> int:
-        """Talks until the input ends; returns the exit code.
-
-        Args:
-            question: is taken first, as if it had been typed.
-
-        Raises:
-            LocalLLMError: in a pipe, whatever goes wrong.
-        """
+        """Talks until the input ends, beginning with a question; returns the exit code.  A pipe raises errors."""
         impatience = 0
         with self._interrupts():
             while not self._ended:
@@ -292,11 +261,7 @@ class LineChat:
             self._make_room(full[0])
 
     def _edit(self, message: Message) -> None:
-        """Has a message changed, and goes on from there.
-
-        Raises:
-            UsageError: nobody sits there who could.
-        """
+        """Has a message changed, and goes on from there.  Raises UsageError if nobody sits there who could."""
         if not self._lines.interactive:
             raise UsageError("give the new text: /edit TEXT, or /edit 3 TEXT for the message of that number")
         text = self._lines.edit(message.text)
@@ -312,16 +277,12 @@ class LineChat:
         old = self.session
         if old.saver.flush(0.0) is not None:
             self.unsaved.append(old)
-        self.session = ChatSession(old.model, old.store, conversation, old.more, old.toolbox, old.rank)
+        self.session = replace(old, conversation=conversation)
         if (warning := self.session.mark_open()) is not None:
             warn(warning)
 
     def _use_model(self, path: str) -> None:
-        """Loads another model for this conversation, in the place of the one before: two may not fit.
-
-        Raises:
-            LocalLLMError: it cannot be loaded; where its file cannot be read, the one before stays.
-        """
+        """Loads another model in the place of the one before, which stays if the new file cannot be read."""
         self._check(path)
         self.close()
         self.session.use_model(self._load(path), path)

@@ -22,18 +22,7 @@ Loader = Callable[..., ChatModel]
 
 @dataclass(frozen=True, slots=True)
 class ModelEntry:
-    """A model to choose.
-
-    Attributes:
-        name: for people.
-        path: what `Loader` takes.
-        size: bytes of its files.
-        quantisation: such as "Q4_K_M"; empty if it is not known, as what follows.
-        parameters: such as "1.24B".
-        context: tokens that it was trained on.
-        fits: "yes", "with less context" or "no".
-        error: why it cannot be run.
-    """
+    """A model to choose; ``path`` is what `Loader` takes; a field that is not known is empty."""
 
     name: str
     path: str
@@ -50,21 +39,14 @@ class Setup:
     """What a `localllm.tui.app.ChatApp` is built of, and line mode.  The functions may take their time.
 
     Attributes:
-        store: where chats are kept.
-        conversation: what is talked about first.
         first_model: what replies at first, as `Loader` takes it; None is the conversation's.
-        load: loads models.
         check: reads as much of a model's file as tells whether it can be loaded, and raises where it cannot.
-        list_models: the models to choose from.
         memory: bytes that are in use, GPUs' aside.
         more: keywords of `LLM.stream_chat` beside the conversations' settings.
         when_full: what is done when the context is full; None asks.
         history: the file with what was typed before, of which line mode has another one beside it; None for no file.
         notices: what there is to tell at first.
-        theme: the name of a theme.
         question: the first message; empty for none.
-        toolbox: what models may call.
-        rank: ranks the pieces of files that do not fit into the context.
         keys: of commands, by their names, where they are not the table's.
     """
 

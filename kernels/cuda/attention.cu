@@ -341,75 +341,6 @@ DEVICE void add_values(float (&sums)[2 * PAIRS][4], float (&total)[4],
   }
 }
 
-// -- What is not finite -----------------------------------------------------------------------------------------------
-
-// Whether one of two halves is infinite or a NaN: whether its exponent is all ones.
-DEVICE bool has_infinite(uint32_t halves) { return ((halves & 0x7C007C00u) + 0x04000400u) & 0x80008000u; }
-
-// Those of two halves that are finite, and zeros.
-DEVICE uint32_t finite_halves(uint32_t halves) {
-  const uint32_t infinite = ((halves & 0x7C007C00u) + 0x04000400u) & 0x80008000u;
-  return halves & ~((infinite >> 15) * 0xFFFFu);
-}
-
-DEVICE bool is_infinite(float x) { return (__float_as_int(x) & 0x7F800000) == 0x7F800000; }
-
-// Whether there are positions in a page that some rows of a tile see and others do not.
-DEVICE bool parts_rows(const Tile& tile, const Sight& sight, int position, int group_size, int window) {
-  const int last = row_sight(tile, 0, group_size, window).last;
-  const int first = row_sight(tile, tile.n_rows, group_size, window).first;
-  return (last < sight.last && last < position + PAGE - 1) || (sight.first < first && position < first);
-}
-
-// Of such a page of values, adds what is not finite to the sums of rows that see it, and makes it zero: to the others
-// it must be nothing, and 0 * NaN is NaN.  rows: the 16 of this warp; sums: of PAIRS pairs from `first_pair` on.
-template <int THREADS, int PAIRS>
-DEVICE void set_apart(float (&sums)[2 * PAIRS][4], uint16_t* page, float* factors, int position, const Row* rows,
-                      int first_pair) {
-  constexpr int CHUNKS = Q8_0 ? PAGE * GROUPS_OF(VALUE_HEAD) : PAGE * VALUE_HEAD / 8;
-  bool is_there = false;
-  for (int i = threadIdx.x; i < CHUNKS; i += THREADS) {
-#if Q8_0
-    is_there |= is_infinite(factors[i]);
-#else
-    const uint4 words = *(const uint4*)(page + VALUE_STRIDE * (i / (VALUE_HEAD / 8)) + i % (VALUE_HEAD / 8) * 8);
-    is_there |= has_infinite(words.x) || has_infinite(words.y) || has_infinite(words.z) || has_infinite(words.w);
-#endif
-  }
-  if (!__syncthreads_or(is_there)) return;
-
-  const int lane = threadIdx.x % 32;
-#pragma unroll 1
-  for (int key = 0; key < PAGE; key++) {
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      if (!rows[lane / 4 + 8 * half].sight.has(position + key)) continue;
-#pragma unroll
-      for (int tile = 0; tile < 2 * PAIRS; tile++) {
-        const int column = 16 * first_pair + 8 * tile + lane % 4 * 2;
-        if (column >= VALUE_HEAD) continue;
-        const uint32_t two = *(const uint32_t*)(page + VALUE_STRIDE * key + column);
-        const float factor = Q8_0 ? factors[column / PER_SCALE * PAGE + key] : 1.0f;
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-          const float value = half_to_float((uint16_t)(two >> 16 * i)) * factor;
-          if (is_infinite(value)) sums[tile][2 * half + i] += value;
-        }
-      }
-    }
-  }
-  __syncthreads();
-  for (int i = threadIdx.x; i < CHUNKS; i += THREADS) {
-#if Q8_0
-    if (is_infinite(factors[i])) factors[i] = 0.0f;
-#else
-    uint4& words = *(uint4*)(page + VALUE_STRIDE * (i / (VALUE_HEAD / 8)) + i % (VALUE_HEAD / 8) * 8);
-    words = make_uint4(finite_halves(words.x), finite_halves(words.y), finite_halves(words.z), finite_halves(words.w));
-#endif
-  }
-  __syncthreads();
-}
-
 // -- Softmax ----------------------------------------------------------------------------------------------------------
 
 // How products become scores: with soft-cap, cap * tanh(score / cap).
@@ -647,8 +578,6 @@ extern "C" __global__ void __launch_bounds__(PREFILL_THREADS, 1)
       load_page<PREFILL_THREADS, KEY_HEAD>(load_keys, all_keys, next, position + PAGE, tile_sight);
 #endif
 #endif
-    if (parts_rows(tile, tile_sight, position, group_size, window))
-      set_apart<PREFILL_THREADS, PREFILL_PAIRS>(sums, page_values, factors, position, rows + warp_row, first_pair);
     if (is_seen) add_values<PREFILL_PAIRS>(sums, weight_sums, scores, page_values, factors, first_pair);
 #if !Q8_0 && BUFFERS == 1
     __syncthreads();
@@ -848,9 +777,6 @@ extern "C" __global__ void __launch_bounds__(SPLIT_THREADS, 3)
     for (int half = 0; half < 2; half++) {
       scale_sums<SPLIT_PAIRS>(sums, weight_sums, half, keeps[lane / 4 + 8 * half]);
     }
-    if (parts_rows(tile, tile_sight, PAGE * walk.page, group_size, window))
-      set_apart<SPLIT_THREADS, SPLIT_PAIRS>(sums, page_values, stream.factors(), PAGE * walk.page, rows,
-                                            SPLIT_PAIRS * warp);
     add_values<SPLIT_PAIRS>(sums, weight_sums, weights, page_values, stream.factors(), SPLIT_PAIRS * warp);
 
     const int split = walk.low / SPLIT_PAGES - first_split;

@@ -21,7 +21,6 @@ from textual import events
 import localllm
 from localllm.tui.app import ChatApp, responsive
 from localllm.tui.chat.conversation import Conversation
-from localllm.tui.screens.models import ModelState
 from localllm.tui.setup import Setup
 from localllm.tui.storage.chats import Store
 
@@ -36,7 +35,7 @@ async def measure(app: ChatApp, seconds: float) -> list[float]:
     waited: list[float] = []
     async with app.run_test(size=(120, 40)) as pilot:
         chat = app._chat
-        while chat.models.state is not ModelState.LOADED:
+        while chat.models.state != "loaded":
             await pilot.pause(0.1)
         end = time.perf_counter() + seconds
         while time.perf_counter() < end:

@@ -17,7 +17,6 @@ from textual.pilot import Pilot
 
 from localllm.tui.app import ChatApp
 from localllm.tui.chat.conversation import Conversation
-from localllm.tui.screens.models import ModelState
 from localllm.tui.setup import Setup
 from localllm.tui.storage.chats import Store
 from localllm.tui.widgets.message import MessageView
@@ -128,7 +127,7 @@ class Chat:
     @property
     def model_is_settled(self) -> bool:
         """Whether no model is to be loaded, or being loaded."""
-        return self.app._chat.models.state in (ModelState.LOADED, ModelState.NONE)
+        return self.app._chat.models.state in ("loaded", "none")
 
     async def press(self, *keys: str) -> None:
         """Presses keys, and waits till they have been handled."""
@@ -195,7 +194,7 @@ class Chat:
 
 
 def press(app: App[Any], *keys: str) -> None:
-    """Presses keys, and waits for nothing; what is no name of a key is typed."""
+    """Presses keys, and waits for nothing; what is not the name of a key is typed."""
     for key in keys:
         for each in [key] if key in set(Keys) else key:
             app.post_message(_key(each))
@@ -233,7 +232,7 @@ async def chatting(
     async with starting(ChatApp(built), size, notifications=notifications) as chat:
         if isinstance(built.store, AppStore):
             built.store.watched = True
-        await chat.until(lambda: chat.app._chat.models.state is ModelState.LOADED, "a model")
+        await chat.until(lambda: chat.app._chat.models.state == "loaded", "a model")
         await chat.rest()
         yield chat
         if isinstance(built.store, AppStore):

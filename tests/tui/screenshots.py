@@ -1,4 +1,4 @@
-"""Draws the README's pictures of the chat: ``python -m tests.tui.screenshots [FOLDER]``."""
+"""Draws the pictures of README.md and docs/chat.md: ``python -m tests.tui.screenshots [FOLDER]``."""
 
 from __future__ import annotations
 
@@ -7,17 +7,14 @@ import sys
 from pathlib import Path
 
 from tests.helpers.chat_app import AppModel, chatting, setup
-from tests.helpers.scenes import MODELS, conversation
+from tests.helpers.scenes import conversation
 
 FOLDER = Path(__file__).parent / "screenshots"
 
 #: Of each picture the theme, the size, the keys that lead there, and what is awaited then.
 PICTURES: dict[str, tuple[str, tuple[int, int], tuple[str, ...], str]] = {
     "chat-dark": ("dark", (100, 34), (), "sunset"),
-    "chat-light": ("light", (100, 34), (), "sunset"),
     "message": ("dark", (100, 30), ("ctrl+up",), "Continue"),
-    "models": ("dark", (100, 24), ("ctrl+l",), "llama-3.3-70b"),
-    "palette": ("dark", (100, 30), ("ctrl+p",), "Sampling"),
 }
 
 
@@ -27,7 +24,7 @@ async def draw(folder: Path) -> None:
     for name, (theme, size, keys, awaited) in PICTURES.items():
         model = AppModel()
         model.name = "Qwen2.5 1.5B"
-        built = setup(model, conversation=conversation(), list_models=lambda: MODELS, theme=theme)
+        built = setup(model, conversation=conversation(), theme=theme)
         async with chatting(built, size) as chat:
             await chat.press(*keys)
             await chat.sees(awaited)

@@ -9,6 +9,7 @@ import threading
 from contextlib import nullcontext
 from pathlib import Path
 
+import psutil
 import pytest
 
 from localllm.errors import DeviceError, StoreError
@@ -279,6 +280,17 @@ async def test_what_a_command_prints_is_put_into_the_editor() -> None:
         await chat.rest()
         assert "\n99\n100\n```\n what" not in chat.screen
         assert "99\n100\n``` what is this?" in str(model.asked[0].messages[-1]["content"])
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a POSIX shell")
+async def test_esc_ends_a_command_that_runs(tmp_path: Path) -> None:
+    async with chatting(setup(AppModel())) as chat:
+        await chat.say(f"!echo $$ > {tmp_path}/pid; sleep 100")
+        await chat.sees("the command runs: Esc ends it")
+        await chat.until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
+        await chat.press("escape")
+        await chat.until(lambda: not psutil.pid_exists(int((tmp_path / "pid").read_text())), "an end")
+        await chat.until(lambda: "the command runs" not in chat.screen)
 
 
 async def test_the_question_of_the_command_line_is_sent_first() -> None:

@@ -47,7 +47,7 @@ def test_folders_and_patterns(folder: Path) -> None:
     assert [file.name for file in attach("@docs/**/*.md", count).files] == ["docs/a.md", "docs/deep/c.md"]
     assert [file.name for file in attach('see @"docs/*.txt"', count).files] == ["docs/b.txt"]
     assert attach("@nothing/*.md", count).unknown == ("nothing/*.md",)
-    with pytest.raises(UsageError, match="no text"):
+    with pytest.raises(UsageError, match="not UTF-8 text"):
         attach("@docs/z.bin", count)
 
 
@@ -159,6 +159,6 @@ async def test_the_app_tells_what_fits(folder: Path) -> None:
     (folder / "docs" / "d.md").write_text("more")
     async with chatting(setup(AppModel(context=4000)), (100, 30)) as chat:
         await chat.type("@docs/ ")
-        await chat.sees("4 files: 8 tokens; 1 that are no texts are left out")
+        await chat.sees("4 files: 8 tokens; 1 that are not text are left out")
         await chat.type("@big.txt ")
         await chat.sees("the pieces that match your message best are sent")

@@ -109,9 +109,9 @@ def test_lists(store: Store) -> None:
     assert (listed[1].title, listed[1].preview, listed[1].n_messages) == ("First", "b c", 2)
     assert len(listed[0].preview) <= 81
     store.save(first, [])
-    assert store.latest() == first.id
+    assert store.sessions()[0].id == first.id
     store.set(first.id, archived=True)
-    assert store.latest() == second.id
+    assert store.sessions()[0].id == second.id
     assert [summary.id for summary in store.sessions(archived=True)] == [first.id]
     store.set(first.id, archived=False)
     assert len(store.sessions(limit=1)) == 1
@@ -121,7 +121,6 @@ def test_lists(store: Store) -> None:
 
 def test_an_empty_store(store: Store) -> None:
     assert store.sessions() == store.search("a") == []
-    assert store.latest() is None
     for act in (store.load, store.find):
         with pytest.raises(StoreError, match="there is no chat 'x'"):
             act("x")

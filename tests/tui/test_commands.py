@@ -204,8 +204,8 @@ def test_settings(front: Notebook) -> None:
         ("/load", "name a chat"),
         ("/load xyz", "there is no chat 'xyz'"),
         ("/load no.json", "no.json cannot be read"),
-        ("/import ~nobody-of-this-name/a.json", "is no path here: check its beginning"),
-        ("/export ~nobody-of-this-name/a.md", "is no path here: check its beginning"),
+        ("/import ~nobody-of-this-name/a.json", "is not a path here: check its beginning"),
+        ("/export ~nobody-of-this-name/a.md", "is not a path here: check its beginning"),
         ("/delete", "name the chat"),
         ("/rename", "give a title"),
         ("/save", "nothing to save"),
@@ -215,7 +215,7 @@ def test_settings(front: Notebook) -> None:
         ("/prompt none", "there is no prompt 'none': put it into"),
         ("!", "give a command: !ls"),
         ("/drop", "the context is not full"),
-        ("/continue", "no reply that could be continued"),
+        ("/continue", "not a reply that can be continued"),
     ],
 )
 def test_complaints(front: Notebook, line: str, complaint: str) -> None:

@@ -13,6 +13,7 @@ from localllm.tui.commands import COMMANDS
 from localllm.tui.screens.help import help_text
 from localllm.tui.setup import ModelEntry
 from tests.helpers.chat_app import AppModel, Chat, chatting, keeping, setup, talk
+from tests.helpers.scenes import MODELS
 
 
 def title(chat: Chat) -> str:
@@ -176,6 +177,21 @@ async def test_system_prompt_and_settings() -> None:
         await chat.hears("all by default")
 
 
+async def test_dialogs_fit_in_60_columns() -> None:
+    async with chatting(setup(AppModel(), list_models=lambda: MODELS, conversation=talk("a", "b")), (60, 20)) as chat:
+        await chat.press("ctrl+l")
+        await chat.sees("llama-3.3-70b")
+        lines = chat.screen.splitlines()
+        place = next(i for i, line in enumerate(lines) if "llama-3.2-3b.gguf" in line)
+        assert "with less" in lines[place]
+        assert "llama-3.3-70b.gguf" in lines[place + 1]
+        await chat.press("escape", "ctrl+o")
+        keys = "del Delete ⏎ Open esc Close f2 Rename f3 Archive f6 Archived"
+        await chat.until(lambda: chat.screen.splitlines()[-1].strip() == keys, "all keys")
+        await chat.press("escape", *"/delete", "enter")
+        await chat.sees("⏎ Choose esc Close")
+
+
 @pytest.mark.parametrize("width", [56, 76, 140])
 def test_help_has_every_command_and_key(width: int) -> None:
     console = Console(width=width, file=io.StringIO())
@@ -259,7 +275,7 @@ async def test_keys_are_as_the_settings_say() -> None:
         await chat.sees("Editing the reply; F7 continues it then")
         await chat.press("escape", "f9")
         await chat.until(lambda: len(chat.app.session.conversation) == 0)
-        await chat.hears("has 'nothing', which is no command")
+        await chat.hears("has 'nothing', which is not a command")
         await chat.press("f10")
         await chat.sees("Statistics")
         await chat.press("escape")

@@ -101,7 +101,7 @@ HOSTILE = {
     "an empty id": (messages({"id": ""}), "Expected `str` of length >= 1 - at `$.id`"),
     "a long id": (messages({"id": "x" * 101}), "Expected `str` of length <= 100 - at `$.id`"),
     "an id twice": (messages({}, {"id": "0"}), "message 1 has the id of an earlier one"),
-    "its own parent": (messages({"parent": "0"}), "'parent' of message 0 is none of the messages before"),
+    "its own parent": (messages({"parent": "0"}), "'parent' of message 0 is not one of the messages before"),
     "a parent to come": (messages({"parent": "1"}, {}), "'parent' of message 0"),
     "no text": (altered(messages=[{"id": "a", "role": "user"}]), "missing required field `text`"),
     "half a character": (messages({"text": "\ud800"}), "it is not valid JSON"),
@@ -111,13 +111,13 @@ HOSTILE = {
     "far ahead": (messages({"created": 1e300}), "at `$.created`"),
     "infinity": (messages({"stats": {}}).replace("{}", '{"prompt_tokens": 1e999}'), "Number out of range"),
     "stats": (messages({"stats": {"prompt_tokens": True}}), "got `bool` - at `$.stats.prompt_tokens`"),
-    "a window": (messages({"window": {"first": "x"}}), "the window of message 0 begins at none"),
+    "a window": (messages({"window": {"first": "x"}}), "the window of message 0 begins at no message"),
     "attachments": (messages({"attachments": {}}), "at `$.attachments`"),
     "an attachment": (
         messages({"attachments": [{"name": "a"}]}),
         "field `text` - at `$.attachments[0]`",
     ),
-    "a leaf": (altered(leaf="x"), "its 'leaf' is none of its messages"),
+    "a leaf": (altered(leaf="x"), "its 'leaf' is not one of its messages"),
     "settings": (altered(settings={"temperature": "hot"}), "its settings are wrong: temperature is 'hot'"),
     "strange settings": (altered(settings={"processors": []}), "there is no setting 'processors'"),
     "settings without a name": (altered(settings={"": None}), "there is no setting ''"),
@@ -168,7 +168,7 @@ def test_any_value_anywhere_is_taken_or_refused(key: str, value: Any) -> None:
 
 
 def test_the_home_of_nobody_is_said() -> None:
-    with pytest.raises(UsageError, match="is no path here"):
+    with pytest.raises(UsageError, match="is not a path here"):
         path_of("~nobody-of-this-name/chat.json")
 
 

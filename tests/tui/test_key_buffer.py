@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from localllm.tui.app import ChatApp
 from localllm.tui.key_buffer import KeyBuffer
 from localllm.tui.screens.chats import ChatsScreen
 from localllm.tui.setup import ModelEntry, Setup
-from tests.helpers.chat_app import LIMIT, AppModel, Chat, chatting, keeping, press, setup, starting
+from tests.helpers.chat_app import LIMIT, AppModel, Chat, chatting, keeping, press, setup, starting, talk
 
 
 def texts(chat: Chat) -> list[str]:
@@ -130,3 +131,13 @@ async def test_a_model_is_chosen_before_the_first_screen_and_before_the_list_is_
         chat.hit("ctrl+l", "large", "enter", "and?", "enter")
         await chat.until(lambda: texts(chat)[2:] == ["and?", "by /large.gguf"])
         assert loaded[-2:] == ["/small.gguf", "/large.gguf"]
+
+
+async def test_what_is_typed_while_a_dialog_closes_goes_to_the_editor() -> None:
+    async with chatting(setup(AppModel(), conversation=talk("a", "one", "b", "two"))) as chat:
+        # As Textual does for `Widget.focus`: what it does later may come after the next key.
+        chat.app.call_later = lambda act, *given: bool(chat.app.set_timer(0.3, partial(act, *given)))  # type: ignore[method-assign]
+        chat.hit("ctrl+up", "up", "d", "down", "enter", "hello")
+        await chat.until(lambda: len(chat.app.session.conversation) == 2)
+        await chat.until(lambda: chat.app.keys.is_done)
+        assert chat.app._chat.composer.text == "hello"

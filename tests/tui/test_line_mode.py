@@ -18,6 +18,7 @@ import pytest
 from localllm.errors import ContextLengthError, DeviceLostError, UsageError
 from localllm.tui.chat.events import Delta, Event, Turn
 from localllm.tui.chat.session import ChatSession
+from localllm.tui.chat.tools import Toolbox
 from localllm.tui.line_mode import InputReader, LineChat
 from localllm.tui.storage.chats import Store
 from tests.helpers.command_line import Outcome, Process, environment, on_terminal, run_main, run_process
@@ -176,6 +177,24 @@ def test_a_message_that_is_too_long(give: Give, store: Store, capfd: pytest.Capt
     assert [m.text for m in plain.session.conversation.path()] == ["hi", "ok", "you", "ok", "me", "ok"]
 
 
+def test_a_tool_is_asked_for(give: Give, store: Store, capfd: pytest.CaptureFixture[str]) -> None:
+    call = '<tool_call>{"name": "run_command", "arguments": {"command": "echo pears"}}</tool_call>'
+    give("go\no\n")
+    plain = chat(store, FakeModel([call, "done"], context=10_000), interactive=True)
+    plain.session.toolbox = Toolbox({"run": True})
+    assert plain.run() == 0
+    out, err = capfd.readouterr()
+    assert out == "done\n"
+    assert 'the model wants to use run_command {"command": "echo pears"}' in err
+    assert 'run_command {"command": "echo pears"}: ' in err
+    assert "pears" in (plain.session.conversation.path()[1].calls[0].result or "")
+    give("go\n")  # where nobody can be asked, it is not run
+    plain = chat(store, FakeModel([call, "done"], context=10_000))
+    plain.session.toolbox = Toolbox({"run": True})
+    assert plain.run() == 0
+    assert "does not allow" in (plain.session.conversation.path()[1].calls[0].result or "")
+
+
 def test_an_interrupt_ends_a_pipe_and_keeps_the_reply(give: Give, store: Store) -> None:
     give("hi\nnever")
     model = FakeModel(["one two three"], seconds=0.05)
@@ -322,7 +341,7 @@ def test_a_message_is_edited_in_its_line(tiny: Path, tmp_path: Path) -> None:
         assert process.wait(60) == 0
     assert max(map(len, help_lines)) < 80
     store = Store(tmp_path / "chats.sqlite3")
-    assert [m.text for m in store.load(store.latest() or "").path()] == ["hi there", "zz"]
+    assert [m.text for m in store.load(store.sessions()[0].id).path()] == ["hi there", "zz"]
     store.close()
 
 
@@ -344,7 +363,7 @@ def test_at_a_terminal(tiny: Path, tmp_path: Path) -> None:
         assert process.wait(60) == 0
     assert b"Ctrl-D or /quit" in screen
     store = Store(tmp_path / "chats.sqlite3")
-    reply = store.load(store.latest() or "").path()[1]
+    reply = store.load(store.sessions()[0].id).path()[1]
     store.close()
     assert reply.state == "stopped"
     assert set(reply.text) == {"z"}
@@ -405,7 +424,7 @@ def test_a_killed_chat_loses_a_second_at_most(tmp_path: Path, round_: int) -> No
     process.wait()
     process.stdout.close()
     store = Store(path)
-    conversation = store.load(store.latest() or "")
+    conversation = store.load(store.sessions()[0].id)
     reply = conversation.path()[1]
     store.close()
     assert (conversation.path()[0].text, reply.state) == ("go on", "killed")

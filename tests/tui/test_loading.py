@@ -12,7 +12,6 @@ from localllm.errors import ModelNotFoundError, NotEnoughMemoryError
 from localllm.progress import LoadProgress
 from localllm.tui.app import ChatApp
 from localllm.tui.chat.conversation import Conversation, Message
-from localllm.tui.screens.models import ModelState
 from localllm.tui.setup import ModelEntry
 from tests.helpers.chat_app import LIMIT, AppModel, AppStore, Chat, chatting, setup, starting, talk
 
@@ -142,7 +141,7 @@ async def test_a_model_that_is_chosen_while_another_is_loaded_takes_its_place(st
         for name in ("two", "three"):
             chat.app.spawn(models.change(name))  # a command would wait for the thread that halts
             await chat.until(lambda name=name: models._loading.name == name)  # type: ignore[misc, union-attr]
-        assert models.state is ModelState.LOADING
+        assert models.state == "loading"
         await chat.say("hello")
         halt.goes.set()
         await chat.until(lambda: texts(chat) == ["hello", "by three"])
@@ -185,7 +184,7 @@ async def test_models_that_are_chosen_while_a_reply_stops(when_full: str | None)
         halt.goes.set()
         await chat.until(lambda: all(change.is_finished for change in changes))
         await chat.rest()
-        assert chat.app._chat.models.state is ModelState.LOADED
+        assert chat.app._chat.models.state == "loaded"
         assert chat.app._chat.models.name == models[-1][0] == "c"
         assert [model.closed for _, model in models] == [True] * (len(models) - 1) + [False]
         assert chat.app.session.model is models[-1][1]
@@ -227,7 +226,7 @@ async def test_no_model_is_told() -> None:
         await chat.sees("is being loaded")
         halt.goes.set()
         await chat.sees("memory ran out")
-        assert chat.app._chat.models.state is ModelState.NONE
+        assert chat.app._chat.models.state == "none"
         await chat.press("end", "enter")
         await chat.hears("no model is loaded: choose one with /model")
         await chat.sees("no model: /model chooses one")
@@ -284,7 +283,7 @@ async def test_another_model_is_chosen() -> None:
             await chat.press(go_back)
             await chat.until(lambda: loaded[-1] == "/models/small.gguf")
             await chat.rest()
-            assert chat.app._chat.models.state is ModelState.LOADED
+            assert chat.app._chat.models.state == "loaded"
 
 
 async def test_a_model_that_cannot_be_read_leaves_the_one_before() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from localllm.errors import StoreError
+from localllm.tui.chat.conversation import Conversation
 from localllm.tui.chat.events import Delta, Event, Turn, Warned
 from localllm.tui.chat.session import ChatSession
 from localllm.tui.storage.chats import Store
@@ -27,7 +28,7 @@ def stores(tmp_path: Path) -> Iterator[tuple[Store, Store]]:
 
 
 def session(store: Store, *replies: str, id_: str | None = None) -> ChatSession:
-    conversation = None if id_ is None else store.load(id_)
+    conversation = Conversation() if id_ is None else store.load(id_)
     return ChatSession(FakeModel([*replies]), store, conversation)
 
 

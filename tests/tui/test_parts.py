@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
+from pkgutil import iter_modules
 
 import pytest
 
+import localllm.tui.chat
 from localllm.tui import commands
 from localllm.tui.chat.attachments import Completion, file_completions, file_word
 from localllm.tui.chat.conversation import Stats
-from localllm.tui.chat.events import Delta, Ended, EventQueue, Finished, Prefill, Started, Summarising
+from localllm.tui.chat.events import Delta, EventQueue, Finished, Prefill, Started, Summarising
 from localllm.tui.chat.session import Meter
 from localllm.tui.storage.prompt_history import MAX_ENTRIES, PromptHistory
 from localllm.tui.text import MAX_LINES, Pastes, code_blocks, is_web
 from localllm.tui.widgets.status import Status, line
+from tests.helpers.data import ROOT
+
+
+def test_what_has_no_screen_needs_no_textual() -> None:
+    names = [f"localllm.tui.chat.{module.name}" for module in iter_modules(localllm.tui.chat.__path__)]
+    code = f"import localllm.tui.launch, {', '.join(names)}, sys; print({{'textual', 'rich'}} & set(sys.modules))"
+    assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True) == "set()\n"
 
 
 def test_events_that_wait_are_joined() -> None:
@@ -29,7 +40,6 @@ def test_events_that_wait_are_joined() -> None:
         Summarising("s"),
         Summarising("t"),
         Finished(None),
-        Ended(None),
     ):
         inbox.put(event)
     assert inbox.take() == [
@@ -39,7 +49,6 @@ def test_events_that_wait_are_joined() -> None:
         Delta("z!"),
         Summarising("st"),
         Finished(None),
-        Ended(None),
     ]
     assert inbox.take() == []
 

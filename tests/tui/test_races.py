@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from textual.widgets import Static
 
 from localllm.errors import StoreError
 from localllm.tui import launch
@@ -155,6 +156,19 @@ async def test_a_file_is_counted_once_when_its_name_is_typed(notes: str, monkeyp
         assert model.counted == 1
 
 
+async def test_counting_files_ends_when_somebody_types_on(notes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_screen, "_TYPING_SECONDS", 0.01)
+    Path("more.txt").write_text("a file of more")
+    model = SlowCounter()
+    async with chatting(setup(model)) as chat:
+        await chat.type(f"{notes} @more.txt ")
+        await chat.until(model.came.is_set)
+        await chat.press("x")
+        model.goes.set()
+        await chat.until(lambda: not any("(run)" in thread.name for thread in threading.enumerate()))
+        assert model.counted == 1
+
+
 def test_what_a_lock_kept_from_being_saved_is_saved_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -273,16 +287,16 @@ async def test_thinking_that_is_open_is_drawn_piece_by_piece(monkeypatch: pytest
         await chat.press("ctrl+up", "t")
         (view,) = [view for view in chat.views if view.message.role == "assistant"]
         assert view.thinking is not None
-        (block,) = view.thinking.blocks
+        (block,) = view.thinking._body.query(Static)
         await chat.until(lambda: "thought 1 " in str(block.content))
         steps.set()
         await chat.rest()
         assert view.thinking.text.strip() == "\n".join(lines).strip()
-        drawn = [str(block.content) for block in view.thinking.blocks]
+        drawn = [str(block.content) for block in view.thinking._body.query(Static)]
         assert "\n".join(drawn).split() == "\n".join(lines).split()
         assert len(drawn) > 5
         assert max(map(len, drawn)) < 5000
-        assert view.thinking.blocks[0] is block
+        assert view.thinking._body.query(Static)[0] is block
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="has no ~")

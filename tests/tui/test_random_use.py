@@ -83,7 +83,9 @@ class Person:
         return " ".join(self.done[-20:])
 
     async def _act(self, chat: Chat) -> None:
-        word = self.random.choice(["type"] * 8 + ["enter"] * 4 + ["escape"] * 3 + ["dialog", "resize", "paste"] * 2)
+        word = self.random.choice(
+            ["type"] * 8 + ["enter"] * 4 + ["escape"] * 3 + ["dialog", "resize", "paste"] * 2 + ["tab"]
+        )
         if not self.loose:
             word = self.random.choice([word, word, word, "backspace", "more", "finish", "select", "new", "other"])
         if not self.loose and not self.replying and not self.editing:
@@ -143,6 +145,16 @@ class Person:
     async def _resize(self, chat: Chat) -> None:
         size = Size(*self.random.choice(SIZES))
         chat.app.post_message(Resize(size, size))
+
+    async def _tab(self, chat: Chat) -> None:
+        """Opens another chat beside this one, types there and here, and closes it."""
+        await self._compare(chat)
+        first = chat.app._chat
+        self._write(word := self._word())
+        keys = ("f4", "z", "ctrl+pageup", *word[:-1], "space", "ctrl+pagedown", "backspace", "/close", "enter")
+        chat.hit(*keys)
+        await chat.until(lambda: len(chat.app.models.chats) == 1 and chat.app.screen is first, "the first tab")
+        await self._compare(chat)
 
     async def _system(self, chat: Chat) -> None:
         self.system += "s"

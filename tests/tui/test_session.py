@@ -172,7 +172,7 @@ def test_what_cannot_be_done_is_said(store: Store) -> None:
     for act, complaint in (
         (lambda: play(session.send, "  \n"), "nothing to send"),
         (lambda: play(session.regenerate, None), "nothing to reply to"),
-        (lambda: play(session.continue_reply), "no reply that could be continued"),
+        (lambda: play(session.continue_reply), "not a reply that can be continued"),
         (lambda: play(session.make_room, "drop"), "not full"),
         (lambda: play(session.edit, "x", "y"), "no message 'x'"),
         (lambda: session.set_options({"temperature": -1}), "temperature is -1"),
@@ -354,11 +354,12 @@ def test_files_go_with_a_message(store: Store, tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("name", "complaint"),
     [
-        ("@binary", "it is no text"),
-        ("@latin", "it is no text"),
+        ("@binary", "it is not UTF-8 text"),
+        ("@latin", "it is not UTF-8 text"),
         ("@large", "it has more than 32 MiB"),
         ("@folder", "it has no files"),
-        ("@/dev/zero", "it is no file"),
+        ("@/dev/zero", "it is not a regular file"),
+        ("@pipe.pdf", "it is not a regular file"),
         ('@"not there"', "there is no file 'not there'"),
     ],
 )
@@ -371,6 +372,7 @@ def test_files_that_cannot_go(
     (tmp_path / "large").write_bytes(b"")
     os.truncate(tmp_path / "large", (32 << 20) + 1)
     (tmp_path / "folder").mkdir()
+    (tmp_path / "pipe.pdf").symlink_to("/dev/zero")  # as a pipe, it has no end
     session, _ = begin(store)
     with pytest.raises(UsageError, match=complaint):
         play(session.send, f"look at {name}")

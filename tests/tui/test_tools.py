@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import textwrap
 import threading
 import time
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -19,11 +21,11 @@ from localllm.tui.chat import mcp_servers, tools
 from localllm.tui.chat.events import Event, ToolAsked, Turn, Warned
 from localllm.tui.chat.export import from_json, to_json, to_markdown
 from localllm.tui.chat.session import ChatSession
-from localllm.tui.chat.tools import Permission, Toolbox, check_public, result_of
+from localllm.tui.chat.tools import Permission, Toolbox, result_of
 from localllm.tui.commands import Call, find
 from localllm.tui.commands import run as run_command
 from localllm.tui.storage.chats import Store
-from tests.helpers.chat_app import AppModel, chatting, setup
+from tests.helpers.chat_app import LIMIT, AppModel, chatting, setup, talk
 from tests.helpers.fake_chat import FakeModel, Reply, play
 
 EVIL = "\x1b]0;title\x07\x1b[2J\u202e"
@@ -151,17 +153,14 @@ def test_long_results_are_cut(folder: Path) -> None:
 
 
 def test_a_page_is_fetched_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    for address in (
-        "http://localhost/",
-        "http://127.0.0.1:80/x",
-        "http://[::1]/",
-        "http://169.254.169.254/",
-        "file:///x",
-    ):
-        with pytest.raises((UsageError, OSError)):
-            check_public(address)
-    monkeypatch.setattr(tools, "check_public", lambda address: None)
     (tool,) = Toolbox({"fetch": True}).tools().values()
+    for host in ("localhost", "127.0.0.1:80", "[::1]", "169.254.169.254", "10.0.0.1", "example.org"):
+        with monkeypatch.context() as patch:
+            if host == "example.org":  # which may have another address when it is asked for the second time
+                patch.setattr(socket, "getaddrinfo", lambda *_, **__: [(2, 1, 6, "", ("127.0.0.1", 80))])
+            assert result_of(tool, {"url": f"http://{host}/"}, lambda: False).endswith("is not in the Internet")
+    assert result_of(tool, {"url": "file:///etc/passwd"}, lambda: False).startswith("error: it is not the address")
+    monkeypatch.setattr(tools, "is_public", lambda address: True)
     page = b"<title>T</title><script>bad()</script><p>Some <b>bold</b> text</p><p>more</p>"
 
     class Handler(BaseHTTPRequestHandler):
@@ -178,6 +177,9 @@ def test_a_page_is_fetched_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
         threading.Thread(target=server.handle_request).start()
         address = f"http://127.0.0.1:{server.server_port}/"
         assert result_of(tool, {"url": address}, lambda: False) == "T\nSome bold text\nmore"
+        is_stopped = threading.Event()
+        threading.Timer(0.1, is_stopped.set).start()  # nobody answers any more
+        assert result_of(tool, {"url": address}, is_stopped.is_set) == "error: stopped"
 
 
 @pytest.mark.parametrize(
@@ -238,10 +240,32 @@ async def test_esc_ends_a_question_in_the_app(folder: Path) -> None:
 SERVER = Path(__file__).parents[1] / "helpers" / "mcp_server.py"
 
 
-def test_the_tools_of_an_mcp_server_are_called() -> None:
+@pytest.fixture(params=["stdio", "http"])
+def numbers(request: pytest.FixtureRequest) -> Iterator[dict[str, object]]:
+    """The settings of an MCP server: a program, or an address."""
     pytest.importorskip("mcp")
-    servers = {"numbers": {"command": [sys.executable, str(SERVER)]}}
-    session, _ = asking(call("numbers__add", a=2, b=40), "42", servers=servers)
+    if request.param == "stdio":
+        yield {"command": [sys.executable, str(SERVER)]}
+        return
+    import uvicorn
+
+    from tests.helpers import mcp_server
+
+    config = uvicorn.Config(mcp_server.server.streamable_http_app(), port=0, log_level="critical", ws="none")
+    web = uvicorn.Server(config)
+    thread = threading.Thread(target=web.run, daemon=True)
+    thread.start()
+    while not web.started:
+        assert thread.is_alive()
+        time.sleep(0.01)
+    port = web.servers[0].sockets[0].getsockname()[1]
+    yield {"url": f"http://127.0.0.1:{port}/mcp"}
+    web.should_exit = web.force_exit = True
+    thread.join(20)
+
+
+def test_the_tools_of_an_mcp_server_are_called(numbers: dict[str, object]) -> None:
+    session, _ = asking(call("numbers__add", a=2, b=40), "42", servers={"numbers": numbers})
     play(session.send, "add", watch=answering("once"))
     assert [c.result for c in session.conversation.path()[1].calls] == ["42"]
     toolbox = session.toolbox
@@ -261,7 +285,7 @@ def say(value):
 def endless():
     while True:
         sys.stdout.write("x" * 65536)
-print("this is no JSON", "\\x1b[2J", flush=True)
+print("this is not JSON", "\\x1b[2J", flush=True)
 print("\\x1b[2Jerror", file=sys.stderr, flush=True)
 if how == "endless":
     endless()
@@ -306,8 +330,8 @@ def hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.parametrize("how", ["endless", "ends", "silent"])
 def test_a_server_that_does_not_start_is_told_once(hostile: Any, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mcp_servers, "START_SECONDS", 3.0)
-    monkeypatch.setattr(mcp_servers, "CALL_SECONDS", 3.0)
+    monkeypatch.setattr(mcp_servers, "START_SECONDS", 1.0)
+    monkeypatch.setattr(mcp_servers, "CALL_SECONDS", 1.0)
     toolbox = hostile(how)
     assert toolbox.tools() == {}
     assert "the MCP server 'h'" in toolbox.take_warnings()[0]
@@ -331,6 +355,18 @@ def test_a_call_that_is_answered_badly_fails(hostile: Any, how: str) -> None:
     toolbox = hostile(how)
     assert result_of(toolbox.tools()["h__add"], {}, lambda: False).startswith("error: ")
     toolbox.close()
+
+
+async def test_a_server_that_says_nothing_holds_up_no_key(hostile: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mcp_servers, "START_SECONDS", 10 * LIMIT)
+    toolbox = hostile("silent")
+    async with chatting(setup(AppModel(), toolbox=toolbox, conversation=talk("a", "b"))) as chat:
+        await chat.say("/tools")
+        await chat.sees("tools start: Esc ends it")
+        chat.hit("escape", "ctrl+n", "draft")
+        await chat.until(lambda: chat.app._chat.composer.text == "draft")
+        assert len(chat.app.session.conversation) == 0
+        await chat.until(lambda: not toolbox._servers, "an end of the server")
 
 
 async def test_nothing_of_a_hostile_server_reaches_the_terminal(hostile: Any) -> None:

@@ -40,7 +40,7 @@ class Attached(NamedTuple):
     Attributes:
         files: each of them once, or where they do not fit, the pieces that match the text best.
         unknown: what looks like a name but is that of no file; it may be just a word with an @.
-        skipped: files of folders that are no text.
+        skipped: files of folders that are not text.
         n_tokens: of all files, about.
         is_cut: whether these are pieces.
     """
@@ -99,11 +99,7 @@ def attach(
 
 
 def _fitting(
-    texts: Mapping[str, str],
-    question: str,
-    count: Callable[[str], int],
-    room: Callable[[], int],
-    rank: pieces.Rank,
+    texts: Mapping[str, str], question: str, count: Callable[[str], int], room: Callable[[], int], rank: pieces.Rank
 ) -> tuple[list[Attachment], int, bool]:
     """Files as a whole, or their best pieces; all their tokens, and whether these are pieces."""
     left = room() if texts else 0
@@ -120,11 +116,7 @@ def _fitting(
 
 
 def _files(name: str) -> list[str]:
-    """The files that a name means: one, those of a folder, or those of a pattern; hidden ones by their names alone.
-
-    Raises:
-        UsageError: there are too many, or a folder has none.
-    """
+    """The files of a name, folder or pattern; hidden ones by name alone.  Raises UsageError if too many or none."""
     try:
         path = path_of(name)
         if path.is_dir():
@@ -166,30 +158,21 @@ def fenced(text: str) -> str:
 
 
 def path_of(name: str) -> Path:
-    """The path that somebody typed.
-
-    Raises:
-        UsageError: it begins with the home of somebody who is not there.
-    """
+    """The path that somebody typed.  Raises UsageError if it begins with the home of somebody who is not there."""
     try:
         return Path(name).expanduser()
     except RuntimeError:
-        raise UsageError(f"{name} is no path here: check its beginning") from None
+        raise UsageError(f"{name} is not a path here: check its beginning") from None
 
 
 def read_text_file(name: str) -> str:
-    """The text of a file.
-
-    Raises:
-        UsageError: it cannot be read, is too large or no text.
-    """
+    """The text of a file.  Raises UsageError if it cannot be read, is too large or no text."""
     path = path_of(name)
-    if path.suffix.lower() == ".pdf":
-        return _pdf_text(path)
     try:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode):
-            raise UsageError(f"{name} cannot be attached: it is no file")
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise UsageError(f"{name} cannot be attached: it is not a regular file")
+        if path.suffix.lower() == ".pdf":
+            return _pdf_text(path)
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
     except OSError as error:
@@ -201,7 +184,7 @@ def read_text_file(name: str) -> str:
     except UnicodeDecodeError:
         text = "\0"
     if "\0" in text:
-        raise UsageError(f"{name} cannot be attached: it is no text in UTF-8")
+        raise UsageError(f"{name} cannot be attached: it is not UTF-8 text")
     return text
 
 
@@ -221,11 +204,7 @@ def _pdf_text(path: Path) -> str:
 
 
 def command_output(command: str, is_stopped: Callable[[], bool] = lambda: False) -> str:
-    """What a shell command prints, as a text to send; it is ended after `COMMAND_SECONDS`, or where it is stopped.
-
-    Raises:
-        UsageError: there is no command, or it cannot be run.
-    """
+    """What a shell command prints within `COMMAND_SECONDS`, as a text to send.  Raises UsageError if it fails."""
     if not command:
         raise UsageError("give a command: !ls, or /run ls; !! begins a message with an exclamation mark")
     try:
@@ -279,14 +258,7 @@ _FILE = re.compile(r"""(?:^|(?<=\s))@("[^"\n]*|[^\s"']*)$""")
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A way to go on.
-
-    Attributes:
-        text: what takes the place of the word at the cursor.
-        start: where in the line that word begins.
-        help: what it is, in a few words.
-        goes_on: whether more can follow at once: it is a folder.
-    """
+    """A way to go on: ``text`` for what stands from ``start`` on; after a folder more can follow (``goes_on``)."""
 
     text: str
     start: int

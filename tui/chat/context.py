@@ -119,23 +119,16 @@ class ContextTrimmer:
     """Where the prompt of a reply can begin.
 
     Attributes:
-        path: the messages to the one that is replied to.
-        start: the place in it from which on the model gets it now.
-        summary: what the model is told of those before.
-        summary_tokens: tokens that a new summary may have.
+        path: the messages up to the one that is replied to; the model gets it from the place ``start`` on.
+        summary: of the messages before; a new one may have ``summary_tokens``.
     """
 
     def __init__(
-        self,
-        model: ChatModel,
-        conversation: Conversation,
-        question: str,
-        begun: str,
-        tools: Mapping[str, Any] | None = None,
+        self, model: ChatModel, conversation: Conversation, question: str, begun: str, tools: Mapping[str, Any]
     ) -> None:
         """For the reply to ``question``, of which ``begun`` is there already; ``tools`` are keywords of the model."""
         self._model = model
-        self._tools = dict(tools or {})
+        self._tools = tools
         self._system = conversation.system
         self._begun = begun
         self._settings = chat_settings.generation(conversation.settings)
@@ -151,7 +144,8 @@ class ContextTrimmer:
         if self.first(0) is None:
             return ("stop",)
         first = self.first(self.summary_tokens)
-        is_short = first is not None and self._fits(self.request(first))
+        limit = self._context - self.summary_tokens
+        is_short = first is not None and len(self._model.tokenize_chat(self.request(first))) <= limit
         return ("drop", "summarise", "stop") if is_short else ("drop", "stop")
 
     def first(self, reserve: int) -> int | None:
@@ -183,6 +177,3 @@ class ContextTrimmer:
         else:
             sent.append({"role": "user", "content": INSTRUCTION})
         return sent
-
-    def _fits(self, request: list[Sent]) -> bool:
-        return len(self._model.tokenize_chat(request)) <= self._context - self.summary_tokens

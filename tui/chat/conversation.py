@@ -71,12 +71,7 @@ class Stats:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What of a long conversation the model still gets, from the message on that has this window.
-
-    Attributes:
-        first: the id of the first message that it gets.
-        summary: what it is told of those before.
-    """
+    """From its message on, the model gets the messages from the id ``first`` on, and a summary of the others."""
 
     first: Id
     summary: str = ""
@@ -84,13 +79,7 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Attachment:
-    """A text file that was sent with a message.
-
-    Attributes:
-        name: its path, as it was typed.
-        text: what was in it.
-        n_tokens: how many tokens that is.
-    """
+    """A text file, or a piece of it, that was sent with a message; ``name`` is its path as it was typed."""
 
     name: str
     text: str
@@ -104,13 +93,7 @@ class Attachment:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call of a tool, which a reply ends with.
-
-    Attributes:
-        name: of the tool.
-        arguments: the text of a JSON object.
-        result: what the model is told of it; None as long as it is not known.
-    """
+    """A call of a tool, with its arguments as JSON; ``result`` is None until it has been run."""
 
     name: str
     arguments: str
@@ -124,14 +107,10 @@ class Message:
     Attributes:
         id: unique among all messages of all conversations.
         parent: the id of the message before it; None for a first one.
-        role: who said it.
         text: what was said; of a reply all that the model wrote, thinking and tags as well.
-        created: when, in seconds since 1970.
-        state: how far it came.
+        created: in seconds since 1970.
         opened: the tag of thinking that the prompt ended with; see `localllm.chat.thinking`.
-        stats: what a reply cost.
         window: what the model gets of the conversation from here on, where it did not fit.
-        attachments: files that were sent with it.
         calls: of tools, with which a reply ends; another reply follows them.
     """
 
@@ -188,12 +167,9 @@ class Conversation:
     """A tree of messages, and what belongs to it as a whole.
 
     Attributes:
-        id: unique among conversations.
-        title: empty until it has one.
-        system: the system prompt; empty is none.
         settings: how replies are generated; see `localllm.tui.chat.settings`.
         model: the path of the model's file; empty is the demo model.
-        created, updated: when, in seconds since 1970.
+        created, updated: in seconds since 1970.
         archived: whether lists leave it out.
         is_saved: whether it was ever saved: where it is gone from the store then, somebody has deleted it.
     """
@@ -222,9 +198,7 @@ class Conversation:
         return id_ in self._messages
 
     def __getitem__(self, id_: str) -> Message:
-        """Raises:
-        UsageError: there is no such message.
-        """
+        """The message with an id.  Raises UsageError if there is none."""
         message = self._messages.get(id_)
         if message is None:
             raise UsageError(f"this conversation has no message {id_!r}")
@@ -278,14 +252,7 @@ class Conversation:
     # -- Writing ---------------------------------------------------------------------------------------------------
 
     def add(self, role: Role, text: str, *, parent: str | None = None, **fields: Any) -> Message:
-        """Says something, by default to the leaf; it becomes the leaf.
-
-        Args:
-            role: who says it.
-            text: what.
-            parent: the id of the message that it answers; None for the leaf, or for a first message if there is none.
-            fields: other attributes of `Message`.
-        """
+        """Says something to ``parent``, by default to the leaf; it becomes the leaf.  ``fields`` are of `Message`."""
         return self._append(role, text, self._leaf if parent is None else self[parent].id, fields)
 
     def add_sibling(self, id_: str, text: str, **fields: Any) -> Message:
@@ -318,11 +285,7 @@ class Conversation:
         return self._messages[at]
 
     def step(self, id_: str, by: int) -> Message:
-        """Goes to the branch ``by`` places after (below 0 before) that of a message; returns the leaf.
-
-        Raises:
-            UsageError: there is none.
-        """
+        """Goes to the branch ``by`` places beside a message; returns the leaf.  Raises UsageError."""
         number, n = self.branch_of(id_)
         if not 1 <= number + by <= n:
             raise UsageError(f"this is branch {number} of {n}: there is none {'after' if by > 0 else 'before'} it")
@@ -378,11 +341,7 @@ class Conversation:
 
 
 def parsed(text: str | bytes) -> Any:
-    """The values of a JSON text.
-
-    Raises:
-        StoreError: it is not valid.
-    """
+    """The values of a JSON text.  Raises StoreError if it is not valid."""
     try:
         return msgspec.json.decode(text)
     except RecursionError:
@@ -392,11 +351,7 @@ def parsed(text: str | bytes) -> Any:
 
 
 def converted(values: object, type_: type[T], where: str) -> T:
-    """Values of JSON as a class says; unknown ones are left out.
-
-    Raises:
-        StoreError: one is missing or wrong; ``where`` is the name of it all for people.
-    """
+    """JSON values as a class, unknown ones left out.  Raises StoreError, which names ``where``, if one is wrong."""
     try:
         return msgspec.convert(values, type_)
     except msgspec.ValidationError as error:

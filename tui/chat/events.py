@@ -107,13 +107,6 @@ class ToolsUsed:
 Event = ToolAsked | ToolsUsed | Started | Prefill | Delta | Finished | ContextFull | Summarising | RoomMade | Warned
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """Nothing more comes; ``error`` is what ended it, None if nothing went wrong."""
-
-    error: BaseException | None
-
-
 class EventQueue:
     """Events that wait.  Any thread may put, and any may take.
 
@@ -123,9 +116,9 @@ class EventQueue:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._waiting: list[Event | Ended] = []
+        self._waiting: list[Event] = []
 
-    def put(self, event: Event | Ended) -> None:
+    def put(self, event: Event) -> None:
         with self._lock:
             joined = _joined(self._waiting[-1], event) if self._waiting else None
             if joined is None:
@@ -133,14 +126,14 @@ class EventQueue:
             else:
                 self._waiting[-1] = joined
 
-    def take(self) -> list[Event | Ended]:
+    def take(self) -> list[Event]:
         """All that waits."""
         with self._lock:
             taken, self._waiting = self._waiting, []
         return taken
 
 
-def _joined(last: Event | Ended, event: Event | Ended) -> Event | None:
+def _joined(last: Event, event: Event) -> Event | None:
     """One event that says as much as both; None if there is none."""
     if isinstance(last, Delta) and isinstance(event, Delta) and last.thinking == event.thinking:
         return Delta(last.text + event.text, event.thinking)

@@ -92,11 +92,7 @@ class _Exported(msgspec.Struct):
 
 
 def from_json(text: str | bytes) -> Conversation:
-    """A conversation that was exported, with new ids, so that it may stand beside the one it comes from.
-
-    Raises:
-        StoreError: it is none, or something in it is wrong.
-    """
+    """A conversation that was exported, with new ids.  Raises StoreError if anything in it is wrong."""
     values = parsed(text)
     if not isinstance(values, dict) or values.get("format") != FORMAT:
         raise StoreError(f"it is not a chat that localllm exported: 'format' is not {FORMAT!r}")
@@ -107,7 +103,7 @@ def from_json(text: str | bytes) -> Conversation:
     exported = converted(values, _Exported, "it")
     messages, ids = _messages(exported.messages)
     if exported.leaf is not None and exported.leaf not in ids:
-        raise StoreError("its 'leaf' is none of its messages")
+        raise StoreError("its 'leaf' is not one of its messages")
     try:
         chat_settings.check(exported.settings or {})
     except UsageError as error:
@@ -135,10 +131,10 @@ def _messages(values: list[object]) -> tuple[list[Message], dict[str, str]]:
         if message.id in ids:
             raise StoreError(f"{where} has the id of an earlier one")
         if message.parent is not None and message.parent not in ids:
-            raise StoreError(f"the 'parent' of {where} is none of the messages before it")
+            raise StoreError(f"the 'parent' of {where} is not one of the messages before it")
         ids[message.id] = new_id()
         if message.window is not None and message.window.first not in ids:
-            raise StoreError(f"the window of {where} begins at none of the messages before it")
+            raise StoreError(f"the window of {where} begins at no message before it")
         messages.append(replace(message, state="killed" if message.state == "streaming" else message.state))
     return [_with_new_id(message, ids) for message in messages], ids
 
@@ -154,11 +150,7 @@ def _with_new_id(message: Message, ids: Mapping[str, str]) -> Message:
 
 
 def write_export(conversation: Conversation, path: Path) -> None:
-    """Writes a conversation into a new file: JSON if its name ends in ``.json``, else Markdown.
-
-    Raises:
-        UsageError: the file is there already, or cannot be written.
-    """
+    """Writes a new file, JSON or Markdown by its suffix.  Raises UsageError if it exists or cannot be written."""
     text = to_json(conversation) if path.suffix.lower() == ".json" else to_markdown(conversation)
     # What has no place in UTF-8 is of names of files that have none either.
     data = text.encode("utf-8", "replace")
@@ -177,12 +169,7 @@ def write_export(conversation: Conversation, path: Path) -> None:
 
 
 def read_export(path: Path) -> Conversation:
-    """A conversation of a file that `write_export` wrote as JSON.
-
-    Raises:
-        StoreError: it is not such a file.
-        UsageError: it cannot be read.
-    """
+    """A conversation of a JSON file.  Raises StoreError if it is not one, UsageError if it cannot be read."""
     try:
         with path.open("rb") as file:
             data = file.read(_MAX_BYTES + 1)
@@ -197,12 +184,7 @@ def read_export(path: Path) -> Conversation:
 
 
 def import_chat(store: Store, path: Path) -> Conversation:
-    """Takes the conversation of a file into a store; its title tells it from those that are there.
-
-    Raises:
-        StoreError: it is not such a file, or cannot be kept.
-        UsageError: it cannot be read.
-    """
+    """Saves the conversation of a file under a new title.  Raises StoreError or UsageError; see `read_export`."""
     conversation = read_export(path)
     titles = {chat.title for archived in (False, True) for chat in store.sessions(archived=archived)}
     title = conversation.title or path.stem
@@ -213,12 +195,7 @@ def import_chat(store: Store, path: Path) -> Conversation:
 
 
 def export_all(store: Store, folder: Path) -> int:
-    """Writes all chats into a folder, as JSON by their ids; returns how many.
-
-    Raises:
-        StoreError: one cannot be read.
-        UsageError: the folder cannot be made, or one of the files is there already or cannot be written.
-    """
+    """Writes all chats into a folder as ID.json; returns how many.  Raises StoreError or UsageError if one fails."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -29,11 +29,7 @@ _PERIOD = 0.05
 
 
 class Server:
-    """One server, talked with on a thread of its own.
-
-    Attributes:
-        tools: what it offers: names, descriptions and JSON schemas of arguments.
-    """
+    """One server on a thread of its own; ``tools`` are names, descriptions and JSON schemas of arguments."""
 
     def __init__(self, command: Sequence[str] = (), url: str = "", env: Mapping[str, str] | None = None) -> None:
         """Begins to start it: a program that talks over stdio, or an address of streamable HTTP."""
@@ -47,23 +43,15 @@ class Server:
         self._thread.start()
 
     def wait(self, is_stopped: Callable[[], bool]) -> None:
-        """Waits until it has told its tools.
-
-        Raises:
-            UsageError: it cannot be started.
-        """
-        _await(self._started, START_SECONDS, is_stopped)
+        """Waits until it has told its tools.  Raises UsageError if it cannot be started."""
+        wait_for(self._started, START_SECONDS, is_stopped)
 
     def call(self, name: str, arguments: Mapping[str, Any], is_stopped: Callable[[], bool]) -> str:
-        """What a tool answers, as text.
-
-        Raises:
-            UsageError: it fails, takes too long, or was stopped.
-        """
+        """What a tool answers, as text.  Raises UsageError if it fails, takes too long, or was stopped."""
         if self._client is None:
             raise UsageError("the server has ended")
         future = asyncio.run_coroutine_threadsafe(self._client.call_tool(name, dict(arguments)), self._loop)
-        result = _await(future, CALL_SECONDS, is_stopped)
+        result = wait_for(future, CALL_SECONDS, is_stopped)
         parts = [part.text if part.type == "text" else f"[{part.type}]" for part in result.content]
         return ("error: " if result.is_error else "") + "\n".join(parts)
 
@@ -109,7 +97,8 @@ class Server:
             await asyncio.Event().wait()
 
 
-def _await(future: concurrent.futures.Future[Any], seconds: float, is_stopped: Callable[[], bool]) -> Any:
+def wait_for(future: concurrent.futures.Future[Any], seconds: float, is_stopped: Callable[[], bool]) -> Any:
+    """The result of what is done in another thread.  Raises UsageError if it fails, is stopped or takes too long."""
     for _ in range(int(seconds / _PERIOD)):
         try:
             return future.result(_PERIOD)

@@ -33,13 +33,7 @@ Rank = Callable[[Sequence[str], str], list[int]]
 
 
 class Piece(NamedTuple):
-    """A part of a file.
-
-    Attributes:
-        name: of the file.
-        unit, first, last: its place there, such as lines 1 to 30, or page 3.
-        text: what stands there.
-    """
+    """A part of a file; its place is, for example, "line" 1 to 30 or "page" 3 to 3."""
 
     name: str
     unit: str
@@ -69,15 +63,7 @@ def cut(name: str, text: str, length: int = _LENGTH) -> Iterator[Piece]:
 def best(
     texts: Mapping[str, str], question: str, count: Callable[[str], int], room: int, rank: Rank
 ) -> list[Attachment]:
-    """The pieces of files that match a question best and fit, in the order of the files, neighbours joined.
-
-    Args:
-        texts: of files, by name.
-        question: the message.
-        count: gives the tokens of a text.
-        room: tokens that all of them may have.
-        rank: ranks them.
-    """
+    """The pieces of files that match a question best and have ``room`` tokens at most; neighbours are joined."""
     length = min(max(room, _SHORTEST), _LENGTH)
     pieces = [piece for name, text in texts.items() for piece in cut(name, text, length)]
     taken: dict[int, int] = {}

@@ -10,8 +10,8 @@ import json
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -53,49 +53,33 @@ class _Full:
     choices: tuple[Choice, ...]
 
 
+@dataclass(eq=False)
 class ChatSession:
-    """One conversation with a model.
+    """One conversation with a model, or with none while none is loaded.
 
     Attributes:
-        model: who replies; None while none is loaded.
-        store: where the conversation is kept.
-        conversation: what was said.
         more: keywords of `LLM.stream_chat` beside the conversation's settings, which are not kept.
-        toolbox: what the model may call.
         rank: ranks the pieces of files that do not fit.
         turn: what is being generated; None if nothing is.
-        saver: keeps the conversation in the store.
     """
 
-    def __init__(
-        self,
-        model: ChatModel | None,
-        store: Store,
-        conversation: Conversation | None = None,
-        more: Mapping[str, Any] | None = None,
-        toolbox: Toolbox | None = None,
-        rank: Rank = ranked,
-    ) -> None:
-        """A session, see above; a new conversation where none is given."""
-        self.model = model
-        self.more = dict(more or {})
-        self.store = store
-        self.conversation = Conversation() if conversation is None else conversation
-        self.toolbox = Toolbox() if toolbox is None else toolbox
-        self.rank = rank
+    model: ChatModel | None
+    store: Store
+    conversation: Conversation = field(default_factory=Conversation)
+    more: Mapping[str, Any] = field(default_factory=dict)
+    toolbox: Toolbox = field(default_factory=Toolbox)
+    rank: Rank = ranked
+
+    def __post_init__(self) -> None:
         self.turn: Turn | None = None
         self._tools: dict[str, Tool] = {}
         self._allowed: set[str] = set()
-        self.saver = AutoSaver(store, self.conversation)
+        self.saver = AutoSaver(self.store, self.conversation)
         self._busy = threading.Lock()
         self._full: _Full | None = None
 
     def mark_open(self, beside: Iterable[str] = ()) -> str | None:
-        """Notes that the conversation is open here; returns what there is to tell if it is so elsewhere too.
-
-        Args:
-            beside: the ids of others that are open here.
-        """
+        """Marks the chat as open, and those ``beside`` it; returns a warning if another terminal has it open too."""
         try:
             others = self.store.mark_open(self.conversation.id, beside)
         except StoreError:  # told when something cannot be saved
@@ -107,33 +91,16 @@ class ChatSession:
             "and what both say is kept, as branches of the chat"
         )
 
-    def _is_shared(self) -> bool:
-        try:
-            return bool(self.store.others_with_open(self.conversation.id))
-        except StoreError:
-            return False
-
     # -- What people do --------------------------------------------------------------------------------------------
 
     def send(self, text: str, turn: Turn) -> None:
-        """Says something; the model replies.  Files named in it with an @ go with it.
-
-        Where the turn is stopped before the message is complete, nothing is said.
-
-        Raises:
-            UsageError: there is nothing to say, no model, a reply is under way, or a file cannot be attached.
-            LocalLLMError: whatever fails; what was said till then stays.
-        """
+        """Sends a message, with the files named in it; the model replies.  Raises UsageError if it cannot be sent."""
         self._ask(text, None, turn)
 
     def edit(self, id_: str, text: str, turn: Turn) -> None:
-        """Says something else in the place of an earlier message; the model replies to it.
+        """Puts another text in the place of a message; the old one stays as a branch if it had a reply.
 
-        The earlier one stays as a branch, unless it had no reply.  A reply can be edited too: then nothing is
-        generated, but `continue_reply` goes on from there.
-
-        Raises:
-            UsageError: as `send`, or there is no such message.
+        The model replies to a user's message; after a reply nothing is generated until `continue_reply`.
         """
         old = self.conversation[id_]
         if old.role == "user":
@@ -144,15 +111,7 @@ class ChatSession:
             self.saver.save(edited.id)
 
     def regenerate(self, id_: str | None, turn: Turn) -> None:
-        """Has a message replied to again; the earlier reply stays as a branch.
-
-        Args:
-            id_: a reply, or a user's message; None is the last one.
-            turn: takes the events.
-
-        Raises:
-            UsageError: nothing was said yet, there is no model, or a reply is under way.
-        """
+        """Replies again to a message, or the question of a reply, by default the last; the old reply is a branch."""
         with self._taking(turn):
             self._loaded()
             message = self.conversation.leaf if id_ is None else self.conversation[id_]
@@ -163,29 +122,24 @@ class ChatSession:
             self._reply(message.id, None, turn)
 
     def continue_reply(self, turn: Turn) -> None:
-        """Goes on with the last reply, which was cut off.
-
-        Raises:
-            UsageError: there is none, it is complete, there is no model, or a reply is under way.
-        """
+        """Goes on with the last reply.  Raises UsageError if it was not cut off."""
         with self._taking(turn):
             self._loaded()
             reply = self.conversation.leaf
             parent = None if reply is None else reply.parent
             if reply is None or reply.role == "user" or parent is None:
-                raise UsageError("the last message is no reply that could be continued: /regen has it replied to")
+                raise UsageError("the last message is not a reply that can be continued: /regen has it replied to")
             if not reply.can_go_on:
                 raise UsageError("the last reply is complete: /regen asks for another one")
-            if self._is_shared():  # or two terminals might go on with one reply, each in its way
+            is_shared = False
+            with suppress(StoreError):
+                is_shared = bool(self.store.others_with_open(self.conversation.id))
+            if is_shared:  # or two terminals might go on with one reply, each in its way
                 reply = self.conversation.add_sibling(reply.id, reply.text, state=reply.state, opened=reply.opened)
             self._reply(parent, reply.id, turn)
 
     def make_room(self, choice: Choice, turn: Turn) -> None:
-        """Goes on after `ContextFull`, in the way that was chosen.
-
-        Raises:
-            UsageError: nothing waits for room, or that is no choice here.
-        """
+        """Goes on after `ContextFull`.  Raises UsageError if it was not full, or the choice is not offered."""
         full = self._full
         with self._taking(turn):
             self._full = full  # till there is room
@@ -244,25 +198,13 @@ class ChatSession:
         return self.conversation.title
 
     def set_options(self, settings: dict[str, Any]) -> None:
-        """Sets how replies are generated; see `localllm.tui.chat.settings`.
-
-        Raises:
-            UsageError: one is unknown or out of range.
-        """
+        """Sets how replies are generated.  Raises UsageError if a setting is unknown or out of range."""
         chat_settings.check(settings)
         self.conversation.settings = settings
         self.saver.set(settings=settings)
 
     def use_model(self, model: ChatModel | None, path: str | None) -> None:
-        """Lets another model reply from now on.
-
-        Args:
-            model: None for no model.
-            path: its file, empty for the demo model, which is kept with the chat; None keeps what is there.
-
-        Raises:
-            UsageError: a reply is under way.
-        """
+        """Sets the model, or none; a ``path``, empty for the demo model, is saved.  Raises UsageError in a reply."""
         self._check_free()
         self.model = model
         if path is not None:
@@ -276,11 +218,7 @@ class ChatSession:
         self._moved()
 
     def step(self, id_: str, by: int) -> None:
-        """Goes to the branch ``by`` places after, below 0 before, that of a message.
-
-        Raises:
-            UsageError: there is none, or a reply is under way.
-        """
+        """Goes to the branch ``by`` places beside a message.  Raises UsageError if there is none."""
         self._check_free()
         self.conversation.step(id_, by)
         self._moved()
@@ -364,7 +302,7 @@ class ChatSession:
                 turn.emit(events.Warned(f"{what}: the pieces that match the message best are sent"))
             if attached.skipped:
                 turn.emit(
-                    events.Warned(f"not sent, as they are no texts: {shortened(', '.join(attached.skipped), 200)}")
+                    events.Warned(f"not sent, as they are not text: {shortened(', '.join(attached.skipped), 200)}")
                 )
             self._reply(question.id, None, turn)
 
@@ -489,14 +427,7 @@ class ChatSession:
         return message if message is not None and message.state == "complete" else None
 
     def _write(self, id_: str, start: Callable[[], Stream], turn: Turn, *, show_begun: bool) -> None:
-        """Writes a reply as it comes; whatever ends it, what was said stays.
-
-        Args:
-            id_: the reply, which is there as far as it is written already.
-            start: begins the stream.
-            turn: takes the pieces.
-            show_begun: whether what is written already is told too.
-        """
+        """Writes a reply, or the rest of it, as it comes; whatever ends it, what was said stays."""
         model, reply = self._loaded(), self.conversation[id_]
         parser = ReplyParser(self._told.get("tools", ()), reply.opened)
         calls: list[Call] = []
@@ -569,7 +500,7 @@ class ChatSession:
         trimmer = self._trimmer(full.question, full.reply)
         first = trimmer.first(trimmer.summary_tokens if summarise else 0)
         if first is None:
-            raise UsageError("there is no room to be made: the last message alone is too long")
+            raise UsageError("no room can be made: the last message alone is too long")
         summary = self._summarise(trimmer, first, turn) if summarise else trimmer.summary
         if turn.is_stopped:
             return

@@ -54,6 +54,15 @@ def _readers() -> dict[str, Callable[[str], object]]:
 READERS = _readers()
 
 
+def typed(value: object) -> str:
+    """A value as it is typed."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, list):
+        return shlex.join(text.replace("\n", "\\n") for text in value)
+    return "none" if value is None else json.dumps(value) if isinstance(value, dict) else str(value)
+
+
 class Generation(NamedTuple):
     """What settings come to: keywords of `LLM.stream_chat`."""
 
@@ -77,11 +86,7 @@ def full_name(name: str) -> str:
 
 
 def with_setting(settings: Mapping[str, Any], name: str, text: str) -> dict[str, Any]:
-    """Settings with one changed as somebody typed it; ``default`` takes it away.
-
-    Raises:
-        UsageError: there is no such setting, or the value is not one for it.
-    """
+    """Settings with one as it was typed; ``default`` removes it.  Raises UsageError if it is unknown or wrong."""
     name = full_name(name)
     if name not in READERS:
         near = difflib.get_close_matches(name, READERS, n=1)
@@ -107,9 +112,7 @@ def _kind(name: str) -> str:
 
 
 def check(settings: Mapping[str, Any]) -> None:
-    """Raises:
-    UsageError: a setting is unknown, of the wrong type or out of range.
-    """
+    """Checks settings.  Raises UsageError if one is unknown, of the wrong type or out of range."""
     for name in settings:
         if name not in READERS:
             raise UsageError(f"there is no setting {name!r:.80}")

@@ -15,44 +15,53 @@ Settings are the table ``[tools]`` of the settings file::
 from __future__ import annotations
 
 import hashlib
+import http.client
 import ipaddress
 import json
 import re
 import shlex
 import socket
+import threading
 import urllib.request
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Annotated, Any, Literal
-from urllib.parse import urlsplit
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
 from localllm.errors import SettingsError, StoreError, UsageError
 from localllm.tui.chat.attachments import MAX_OUTPUT, command_output, read_text_file
-from localllm.tui.chat.mcp_servers import Server
+from localllm.tui.chat.mcp_servers import Server, wait_for
 from localllm.tui.text import is_web
 
 #: What somebody says of a call: no, this one, all of this tool in this chat, or from now on.
 Permission = Literal["no", "once", "chat", "always"]
 IsStopped = Callable[[], bool]
+T = TypeVar("T")
 
 #: Characters of a result that the model gets.
 MAX_RESULT = 20_000
 _FETCH_SECONDS = 20.0
+#: Of the library's, without those for other protocols and for proxies.
+_HANDLERS = (
+    urllib.request.HTTPRedirectHandler,
+    urllib.request.HTTPDefaultErrorHandler,
+    urllib.request.HTTPErrorProcessor,
+    urllib.request.UnknownHandler,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """What can be called.
+    """What can be called; ``parameters`` is a JSON schema.
 
-    Attributes:
-        name: as the model calls it: its server's name is in it, so that none takes another one's place.
-        description, parameters: what the model is told: a text, and a JSON schema.
-        run: gives the result; it is to end soon where its second argument says that it is stopped.
+    A server's name is in its tools' names, so that none takes another one's place.  ``run`` gives the result of the
+    arguments, and ends soon where its second argument says that it is stopped.
     """
 
     name: str
@@ -91,22 +100,10 @@ class ToolSettings(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Toolbox:
-    """The tools of one program, for all its chats.
-
-    Attributes:
-        settings: may be changed.
-    """
+    """The tools of one program, for all its chats; ``settings`` may be changed."""
 
     def __init__(self, settings: Mapping[str, Any] | None = None, allowed: Path | None = None) -> None:
-        """Nothing is started yet.
-
-        Args:
-            settings: the table ``[tools]``.
-            allowed: the file that keeps what is always allowed; None keeps nothing.
-
-        Raises:
-            SettingsError: a setting is unknown or wrong.
-        """
+        """The table ``[tools]``, and the file of what is always allowed.  Raises SettingsError if one is wrong."""
         try:
             self.settings = msgspec.convert(settings or {}, ToolSettings)
         except msgspec.ValidationError as error:
@@ -127,18 +124,22 @@ class Toolbox:
         found = [_reader(settings.read)] if settings.read else []
         found += [_RUN] if settings.run else []
         found += [_FETCH] if settings.fetch else []
-        for name, where in settings.servers.items():
-            if name not in self._servers and name not in self._failed:
-                self._servers[name] = server = Server(where.command, where.url, where.env)
-                try:
-                    server.wait(is_stopped)
-                except UsageError as error:
-                    server.close()
-                    del self._servers[name]
-                    if not is_stopped():
-                        self._failed[name] = f"the MCP server {name!r}: {error}"
-            if name in self._servers:
-                found += _tools_of(name, self._servers[name])
+        for name, where in list(settings.servers.items()):
+            if name in self._failed:
+                continue
+            if name not in self._servers:
+                self._servers[name] = Server(where.command, where.url, where.env)
+            server = self._servers[name]
+            try:
+                server.wait(is_stopped)
+            except BaseException as error:  # also Ctrl-C, as one types lines
+                self._end(name)
+                if not isinstance(error, UsageError):
+                    raise
+                if not is_stopped():
+                    self._failed[name] = f"the MCP server {name!r}: {error}"
+            else:
+                found += _tools_of(name, server)
         return {tool.name: tool for tool in found}
 
     def take_warnings(self) -> list[str]:
@@ -151,11 +152,7 @@ class Toolbox:
         return tool.mark in self._allowed
 
     def allow(self, tool: Tool) -> None:
-        """Allows it from now on, in later chats as well.
-
-        Raises:
-            StoreError: that cannot be kept.
-        """
+        """Allows it from now on, in later chats as well.  Raises StoreError if that cannot be kept."""
         self._allowed.add(tool.mark)
         if self._path is not None:
             try:
@@ -165,11 +162,7 @@ class Toolbox:
                 raise StoreError(f"{self._path} cannot be written ({error.strerror}): it is asked again") from None
 
     def change(self, text: str) -> None:
-        """Switches tools on and off for as long as the program runs: ``read FOLDER``, ``run on``, ``add NAME URL``.
-
-        Raises:
-            UsageError: that is none of these.
-        """
+        """Switches tools on and off until the program ends: ``read FOLDER``, ``run on``.  Raises UsageError."""
         what, _, value = text.partition(" ")
         name, _, where = value.strip().partition(" ")
         if what == "read" and value:
@@ -219,12 +212,8 @@ def _split(command: str) -> list[str]:
 def _tools_of(server_name: str, server: Server) -> list[Tool]:
     found = []
     for name, description, parameters in server.tools:
-
-        def run(arguments: Mapping[str, Any], is_stopped: IsStopped, name: str = name) -> str:
-            return server.call(name, arguments, is_stopped)
-
         plain = re.sub(r"[^A-Za-z0-9_-]", "_", name)[:40]
-        found.append(Tool(f"{server_name}__{plain}", description, parameters, run))
+        found.append(Tool(f"{server_name}__{plain}", description, parameters, partial(server.call, name)))
     return found
 
 
@@ -235,6 +224,21 @@ def result_of(tool: Tool, arguments: Mapping[str, Any], is_stopped: IsStopped) -
     except Exception as error:  # of a tool, whatever it is, the model is told
         text = f"error: {error}"
     return text if len(text) <= MAX_RESULT else f"{text[:MAX_RESULT]}\n(cut off: it has {len(text):,} characters)"
+
+
+def in_thread(function: Callable[[], T]) -> Future[T]:
+    """Calls a function in a thread of its own, whose end nothing waits for when the program ends."""
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:  # the caller's to handle
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
 
 
 # -- Built in --------------------------------------------------------------------------------------------------------
@@ -289,28 +293,52 @@ class _Text(HTMLParser):
             self.parts.append(data)
 
 
-class _Redirects(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, req: Any, fp: Any, code: Any, msg: Any, headers: Any, newurl: str) -> Any:
-        check_public(newurl)
-        return super().redirect_request(req, fp, code, msg, headers, newurl)
+def is_public(address: str) -> bool:
+    """Whether an IP address is of the Internet: this machine's and its network's services are not for models."""
+    return ipaddress.ip_address(address.partition("%")[0]).is_global
 
 
-def check_public(address: str) -> None:
-    """Raises:
-    UsageError: it is not of a web page in the Internet: this machine's and its network's services are not for models.
-    """
-    host = urlsplit(address).hostname if is_web(address) else None
-    if host is None:
-        raise UsageError("it is not the address of a web page")
-    found = socket.getaddrinfo(host, None)
-    if not all(ipaddress.ip_address(str(each[4][0]).partition("%")[0]).is_global for each in found):
-        raise UsageError(f"{host} is not in the Internet")
+def _connect(address: tuple[str, int], *options: Any) -> socket.socket:
+    """Connects with what was checked: a name may mean another address when it is asked for again."""
+    found = [str(each[4][0]) for each in socket.getaddrinfo(*address, type=socket.SOCK_STREAM)]
+    if not all(map(is_public, found)):
+        raise UsageError(f"{address[0]} is not in the Internet")
+    for ip in found[:-1]:
+        with suppress(OSError):
+            return socket.create_connection((ip, address[1]), *options)
+    return socket.create_connection((found[-1], address[1]), *options)
+
+
+class _Web(urllib.request.HTTPSHandler):
+    """Opens pages, also those that others redirect to."""
+
+    def http_open(self, request: Any) -> Any:
+        return self.do_open(partial(self._connection, http.client.HTTPConnection), request)
+
+    def https_open(self, request: Any) -> Any:
+        return self.do_open(partial(self._connection, http.client.HTTPSConnection), request)
+
+    http_request = urllib.request.HTTPSHandler.https_request
+
+    def _connection(self, kind: Any, *arguments: Any, **options: Any) -> Any:
+        made = kind(*arguments, **options)
+        made._create_connection = _connect
+        return made
 
 
 def _fetch(arguments: Mapping[str, Any], is_stopped: IsStopped) -> str:
     address = str(arguments["url"])
-    check_public(address)
-    opener = urllib.request.build_opener(_Redirects, urllib.request.ProxyHandler({}))
+    if not is_web(address):
+        raise UsageError("it is not the address of a web page")
+    # Looking up a name and connecting know of no stop.
+    text: str = wait_for(in_thread(partial(_page, address, is_stopped)), 3 * _FETCH_SECONDS, is_stopped)
+    return text
+
+
+def _page(address: str, is_stopped: IsStopped) -> str:
+    opener = urllib.request.OpenerDirector()
+    for handler in (_Web, *_HANDLERS):
+        opener.add_handler(handler())
     data = b""
     with opener.open(
         urllib.request.Request(address, headers={"User-Agent": "localllm"}), timeout=_FETCH_SECONDS

@@ -9,35 +9,38 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, cast
 
+from textual import getters
 from textual.app import ComposeResult, SuspendNotSupported
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
 from textual.content import Content
+from textual.screen import Screen
 from textual.widgets import Static
 from textual.worker import Worker
 
 from localllm.errors import UsageError
 from localllm.tui import commands
+from localllm.tui.base_app import BaseApp
 from localllm.tui.chat.attachments import file_completions, file_word
 from localllm.tui.chat.context import ChatModel
-from localllm.tui.chat.conversation import Conversation
+from localllm.tui.chat.conversation import Conversation, Message
 from localllm.tui.chat.events import ContextFull, ToolAsked, Turn
 from localllm.tui.chat.session import ChatSession
 from localllm.tui.chat.tools import Permission
 from localllm.tui.screens.commands import Commands
 from localllm.tui.screens.dialogs import EDIT, TAKE_BACK, ask_room, open_link
-from localllm.tui.screens.message_actions import MessageActions
-from localllm.tui.screens.models import ModelLoader, ModelState
-from localllm.tui.screens.streaming import Follower, StreamedTurn
+from localllm.tui.screens.models import ModelLoader
+from localllm.tui.screens.streaming import Draft, StreamedTurn
 from localllm.tui.setup import Setup
 from localllm.tui.storage.prompt_history import PromptHistory
 from localllm.tui.text import escape_controls, sentence, shortened
 from localllm.tui.widgets.composer import Composer, Suggestions
-from localllm.tui.widgets.message import Reply
+from localllm.tui.widgets.message import MessageView, Reply
 from localllm.tui.widgets.status import KeyFooter, StatusLine
 from localllm.tui.widgets.transcript import Transcript
 
@@ -49,21 +52,22 @@ _MEMORY_SECONDS = 3.0
 _TYPING_SECONDS = 0.15
 #: Characters of a tool's arguments that are shown above the editor.
 _MAX_OF_A_CALL = 120
+#: Seconds that selecting waits for what was just sent to be drawn.
+_DRAWN_SECONDS = 0.5
 #: Seconds that a reply has to end in when the program does.
 _PATIENCE_SECONDS = 5.0
 
 
-class ChatScreen(MessageActions):
+class ChatScreen(Screen[None]):
     """The chat.
 
     Attributes:
-        session: what is talked in.
-        models: the model that is loaded, or will be.
-        turn: what is being generated; None if nothing is.
-        replacing: the id of the message in whose place stands what is sent next.
+        replacing: the id of the message that the next one takes the place of.
         unsaved: sessions of chats that were left while they could not be saved.
-        asked: the tool that the model wants to use, and waits for an answer.
+        asked: the tool call that waits for an answer.
     """
+
+    app = getters.app(BaseApp)
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "stop", "Stop"),
@@ -100,7 +104,7 @@ class ChatScreen(MessageActions):
         self.ended = asyncio.Event()
         self.ended.set()
         #: What is sent once a model is loaded, or the reply that was stopped has ended.
-        self._pending: _Draft | None = None
+        self._pending: Draft | None = None
 
     def compose(self) -> ComposeResult:
         yield self._heading
@@ -116,7 +120,7 @@ class ChatScreen(MessageActions):
 
     def on_mount(self) -> None:
         self.commands = Commands(self)
-        self.composer.focus()
+        self.set_focus(self.composer)
         self.hint("")
         self.app.spawn(self._start())
         self.set_interval(_MEMORY_SECONDS, self._sample_memory)
@@ -131,7 +135,7 @@ class ChatScreen(MessageActions):
             self._send(self.app.setup.question)
         unknown = set(self.app.setup.keys).difference(command.name for command in commands.COMMANDS)
         wrong = [
-            f"[keys] of the settings file has {name!r}, which is no command: /help lists them" for name in unknown
+            f"[keys] of the settings file has {name!r}, which is not a command: /help lists them" for name in unknown
         ]
         for notice in (*self.app.setup.notices, *wrong):
             self.app.notify(notice, severity="warning")
@@ -221,17 +225,13 @@ class ChatScreen(MessageActions):
 
     # -- Turns -----------------------------------------------------------------------------------------------------
 
-    def begin(self, start: Callable[[Turn], None], typed: str | None = None, replaced: str | None = None) -> None:
-        """Has something generated; see `StreamedTurn`.
-
-        Raises:
-            UsageError: a reply is under way, or a model is being loaded.
-        """
+    def begin(self, start: Callable[[Turn], None], draft: Draft | None = None) -> None:
+        """Has something generated.  Raises UsageError during a reply, or while a model is being loaded."""
         if self.turn is not None:
             raise UsageError("a reply is under way: Esc stops it")
-        if self.models.state is ModelState.LOADING:
+        if self.models.state == "loading":
             raise UsageError("the model is being loaded: wait until it is there")
-        self.turn = StreamedTurn(start, typed, replaced)
+        self.turn = StreamedTurn(start, draft)
         self.ended.clear()
         self.refresh_bindings()
         self.draw_heading()
@@ -240,29 +240,28 @@ class ChatScreen(MessageActions):
     async def _run(self, session: ChatSession, turn: StreamedTurn) -> None:
         thread = asyncio.create_task(self.app.in_thread(turn.run))
         try:
-            follower = Follower(self.app, session, self.transcript, self.status, self._ask_for_tool)
-            outcome = await follower.follow(turn)
+            await turn.follow(self, session)
         finally:
             await thread
             self.turn = None
             self.ended.set()
             if self.asked is not None:
-                self._ask_for_tool(None)
+                self.ask_for_tool(None)
             self.draw_heading()
-        if turn.typed is not None and turn.question is None:  # it never became a message
-            self._take_back(_Draft(turn.typed, turn.replaced))
-        if outcome.error is not None:
-            self.app.notify_error(outcome.error)
+        if turn.draft is not None and turn.question is None:
+            self._take_back(turn.draft)
+        if turn.error is not None:
+            self.app.notify_error(turn.error)
         if session is self.session:
             await self.refresh_all()
         # A context that was full says nothing of the model that is being loaded in the place of this one.
-        if outcome.full is not None and session is self.session and self.models.state is ModelState.LOADED:
+        if turn.full is not None and session is self.session and self.models.state == "loaded":
             self._take_back_pending()
             await self.seen.wait()
-            await self._make_room(session, outcome.full)
+            await self._make_room(session, turn.full)
         self.send_pending()
 
-    def _ask_for_tool(self, asked: ToolAsked | None) -> None:
+    def ask_for_tool(self, asked: ToolAsked | None) -> None:
         """Asks in a line above the editor: a dialog would take the keys of who is typing."""
         self.asked = asked
         call = "" if asked is None else f"{asked.name} {shortened(asked.arguments, _MAX_OF_A_CALL)}"
@@ -270,15 +269,11 @@ class ChatScreen(MessageActions):
         self.draw_heading()
 
     def answer(self, permission: Permission) -> None:
-        """Allows the tool that the model wants to use, or does not.
-
-        Raises:
-            UsageError: it wants to use none.
-        """
+        """Allows the tool that the model wants to use, or does not.  Raises UsageError if it wants to use none."""
         if self.asked is None:
             raise UsageError("no tool waits for an answer")
         self.asked.answer(permission)
-        self._ask_for_tool(None)
+        self.ask_for_tool(None)
 
     async def _make_room(self, session: ChatSession, full: ContextFull) -> None:
         """Does what is to be done about a full context; asks, unless that was said before."""
@@ -314,7 +309,7 @@ class ChatScreen(MessageActions):
             self.composer.empty()
         else:
             self.transcript.follow()
-        self.composer.focus()
+        self.set_focus(self.composer)
 
     # -- The editor ------------------------------------------------------------------------------------------------
 
@@ -330,14 +325,10 @@ class ChatScreen(MessageActions):
             self.app.notify_error(error)
 
     def submit(self, text: str) -> None:
-        """Sends a message, or runs a command.
-
-        Raises:
-            UsageError: it cannot be sent now; it stays in the editor.
-        """
+        """Sends a message, or runs a command.  Raises UsageError if it cannot be sent now; it stays in the editor."""
         if not text.strip():
             return
-        typed = commands.parse(text)  # what is no command stays where it can be mended
+        typed = commands.parse(text)  # what is not a command stays where it can be mended
         if not isinstance(typed, str):
             self._remember(text)
             self.run_command(text)
@@ -346,20 +337,20 @@ class ChatScreen(MessageActions):
             raise UsageError("a reply is under way: Esc stops it")
         if self._pending is not None:
             raise UsageError("a message waits to be sent already: Esc takes it back")
-        if self.models.state is ModelState.NONE:
+        if self.models.state == "none":
             raise UsageError("no model is loaded: choose one with /model")
-        self._pending, self.replacing = _Draft(text, self.replacing), None
+        self._pending, self.replacing = Draft(text, self.replacing), None
         self._remember(text)
-        if self.models.state is not ModelState.LOADED:
+        if self.models.state != "loaded":
             self.hint("The model is being loaded: your message is sent as soon as it is there. Esc takes it back.")
         self.send_pending()
 
     def send_pending(self) -> None:
         """Sends the message that waits, if it can be sent now; where no model could be loaded, takes it back."""
         draft, state = self._pending, self.models.state
-        if draft is None or self.turn is not None or state is ModelState.LOADING:
+        if draft is None or self.turn is not None or state == "loading":
             return
-        if state is ModelState.NONE:
+        if state == "none":
             self._take_back_pending()
             self.app.notify_error(UsageError("no model is loaded: choose one with /model"))
             return
@@ -369,7 +360,7 @@ class ChatScreen(MessageActions):
         start = partial(self.session.send, text)
         if draft.replaced is not None:
             start = partial(self.session.edit, draft.replaced, text)
-        self.begin(start, draft.text, draft.replaced)
+        self.begin(start, draft)
 
     def _take_back_pending(self) -> None:
         draft, self._pending = self._pending, None
@@ -377,7 +368,7 @@ class ChatScreen(MessageActions):
             self.hint("")
             self._take_back(draft)
 
-    def _take_back(self, draft: _Draft) -> None:
+    def _take_back(self, draft: Draft) -> None:
         """Puts a message that was not sent into the editor again, before what was typed since."""
         since = self.composer.message
         self.composer.put(f"{draft.text}\n{since}" if since else draft.text)
@@ -392,11 +383,7 @@ class ChatScreen(MessageActions):
             self.app.spawn(self.app.offload(self.composer.typed.save, text), group="history")
 
     async def write_outside(self) -> None:
-        """Has the message written in the editor that the user's environment names.
-
-        Raises:
-            UsageError: there is none, or it fails; the message stays as it was.
-        """
+        """Opens the message in $VISUAL or $EDITOR.  Raises UsageError if that fails; the message stays as it was."""
         command = os.environ.get("VISUAL") or os.environ.get("EDITOR")
         if not command:
             raise UsageError("no editor is set: export EDITOR=nano, or another one, and start the chat again")
@@ -415,7 +402,7 @@ class ChatScreen(MessageActions):
                 ) from None
         self.refresh(layout=True)
         self.composer.put(text.removesuffix("\n"))
-        self.composer.focus()
+        self.set_focus(self.composer)
 
     def on_composer_typed(self, event: Composer.Typed) -> None:
         event.stop()
@@ -454,6 +441,141 @@ class ChatScreen(MessageActions):
         event.stop()
         self.composer.complete(self.suggestions.choices[event.option_index])
 
+    # -- The message that is selected -------------------------------------------------------------------------------
+
+    @property
+    def selected(self) -> MessageView | None:
+        """The message that is selected; None if the editor has the focus."""
+        focused = self.focused
+        nodes = () if focused is None else focused.ancestors_with_self
+        return next((node for node in nodes if isinstance(node, MessageView)), None)
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Keys for what cannot be done are not shown."""
+        if action not in ("on_message", "branch", "step", "unfold"):
+            return True
+        view = self.selected
+        if view is None:
+            return False
+        message, (number, n) = view.message, view.place.branch
+        is_reply, is_busy = message.role == "assistant", self.turn is not None
+        if action == "step":
+            return not is_busy and 1 <= number + cast(int, parameters[0]) <= n
+        if parameters == ("continue",):
+            return not is_busy and message.can_go_on and view.place.is_last
+        if action == "branch":
+            return not is_busy and is_reply and not view.place.is_last
+        if action == "unfold":
+            return view.can_unfold
+        if parameters == ("copy", "code"):
+            return is_reply and "```" in message.text
+        return parameters == ("copy",) or not is_busy
+
+    # -- Selecting -------------------------------------------------------------------------------------------------
+
+    def action_select(self, by: int) -> None:
+        """Selects the message before or after; from the editor, the last one."""
+        self.app.ask(self._select(by), group="select")
+
+    async def _select(self, by: int) -> None:
+        # What was just sent may take the place of what is there.
+        if self.turn is not None and not self.turn.has_ended:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self.turn.is_drawn.wait(), _DRAWN_SECONDS)
+        views = self.transcript.views
+        view = self.selected
+        if not views:
+            return
+        at = len(views) if view is None else views.index(view)
+        place = at + by
+        if place >= len(views):
+            self.action_compose_message()
+        elif place < 0:
+            self.action_show_earlier()
+        else:
+            self.transcript.release_anchor()
+            self.set_focus(views[place])
+
+    def action_select_first(self) -> None:
+        """Selects the first message that is drawn, and draws earlier ones where there are any."""
+        views = self.transcript.views
+        if views:
+            self.set_focus(views[0])
+            self.action_show_earlier()
+
+    def action_show_earlier(self) -> None:
+        self.app.spawn(self.transcript.show_earlier(), group="earlier")
+
+    def action_compose_message(self) -> None:
+        self.transcript.follow()
+        self.set_focus(self.composer)
+
+    def action_scroll_page(self, by: int) -> None:
+        if by < 0:
+            self.transcript.scroll_page_up(animate=False)
+        else:
+            self.transcript.scroll_page_down(animate=False)
+
+    # -- Doing -----------------------------------------------------------------------------------------------------
+
+    def action_on_message(self, command: str, more: str = "") -> None:
+        """Runs a command on the message that is selected."""
+        if (view := self.selected) is not None:
+            self.run_command(f"/{command} {view.place.number} {more}")
+
+    def edit(self, message: Message) -> None:
+        """Puts a message into the editor; what is sent next takes its place, as another branch."""
+        self.replacing = message.id
+        self.composer.put(message.text)
+        what = (
+            "your message"
+            if message.role == "user"
+            else f"the reply; {self.app.key_of('continue')} continues it then"
+        )
+        is_kept = self.session.conversation.was_replied_to(message.id)
+        stays = "keeps the old one as a branch" if is_kept else "sends it"
+        self.hint(f"Editing {what}: Enter {stays}, Esc leaves it.")
+        self.set_focus(self.composer)
+
+    def action_branch(self) -> None:
+        """Has the next message go on from this one, beside what follows it now."""
+        if (view := self.selected) is None:
+            return
+        id_ = view.message.id
+        after = next((later for later in self.session.conversation.path() if later.parent == id_), None)
+        self.replacing = None if after is None else after.id
+        self.composer.empty()
+        self.hint("A new branch: what you send goes on from the selected reply. Esc leaves it.")
+        self.set_focus(self.composer)
+
+    def action_step(self, by: int) -> None:
+        if (view := self.selected) is not None:
+            self.action_step_message(view.message.id, by)
+
+    def action_step_message(self, id_: str, by: int) -> None:
+        """For clicks."""
+        self.app.ask(self.step(id_, by), group="step")
+
+    async def switch(self, id_: str) -> None:
+        """Goes to the branch that a message is in."""
+        await self.app.offload(self.session.switch, id_)
+        await self.refresh_all()
+
+    async def step(self, id_: str, by: int) -> None:
+        """Goes to another branch, and selects the message there."""
+        session = self.session
+        parent = session.conversation[id_].parent
+        await self.app.offload(session.step, id_, by)
+        await self.refresh_all()
+        there = next((m.id for m in session.conversation.path() if m.parent == parent), "")
+        if (view := self.transcript.view(there)) is not None:
+            self.transcript.release_anchor()
+            self.set_focus(view)
+
+    def action_unfold(self) -> None:
+        if (view := self.selected) is not None:
+            view.toggle()
+
     # -- Commands, links -------------------------------------------------------------------------------------------
 
     def run_command(self, text: str) -> None:
@@ -473,13 +595,6 @@ class ChatScreen(MessageActions):
         self.app.spawn(open_link(self.app, event.address), group="link")
 
 
-class _Draft(NamedTuple):
-    """A message as it was typed, and the id of the one in whose place it shall stand."""
-
-    text: str
-    replaced: str | None
-
-
 #: More files than these are not named one by one.
 _MAX_NAMED = 3
 
@@ -491,7 +606,7 @@ def _sizes(session: ChatSession, line: str, model: ChatModel, is_wanted: threadi
         return len(model.tokenize(text, add_special=False)) if is_wanted.is_set() else 0
 
     files, _, skipped, n_tokens, is_cut = session.attach(line, count)
-    left_out = f"; {len(skipped):,} that are no texts are left out" if skipped else ""
+    left_out = f"; {len(skipped):,} that are not text are left out" if skipped else ""
     if is_cut:
         sent = sum(file.n_tokens for file in files)
         return f"about {n_tokens:,} tokens: the pieces that match your message best are sent, {sent:,} fit{left_out}"

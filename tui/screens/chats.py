@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Coroutine, Set
-from typing import Any, ClassVar
+from collections.abc import Set
+from typing import ClassVar
 
 from textual.actions import SkipAction
 from textual.binding import Binding, BindingType
@@ -17,16 +17,12 @@ from localllm.tui.text import escape_controls
 
 
 class ChatsScreen(Find[ChatSummary]):
-    """The chats that are kept; the result is the id of the one to open.
-
-    Attributes:
-        deleted: ids of chats that were deleted here.
-        titles: new titles of chats that were renamed here, by id.
-    """
+    """The saved chats; the result is the id of one to open.  It notes ``deleted`` ids, and new ``titles`` by id."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("f2", "rename", "Rename"),
-        Binding("f3", "archive", "Archive"),
+        Binding("enter", "choose", "Open", priority=True),
+        Binding("f2", "on_highlighted('rename')", "Rename"),
+        Binding("f3", "on_highlighted('archive')", "Archive"),
         Binding("delete", "delete", "Delete", key_display="del", priority=True),
         Binding("f6", "hidden", "Archived"),
     ]
@@ -64,28 +60,23 @@ class ChatsScreen(Find[ChatSummary]):
     def result(self, entry: ChatSummary | None) -> str | None:
         return None if entry is None else entry.id
 
-    # -- What can be done with one ---------------------------------------------------------------------------------
+    def action_on_highlighted(self, name: str) -> None:
+        self.app.ask(self._on_highlighted(name))
 
-    async def _on_highlighted(self, work: Callable[[ChatSummary], Coroutine[Any, Any, None]]) -> None:
+    async def _on_highlighted(self, name: str) -> None:
         if (chosen := await self.highlighted()) is not None:
-            await work(chosen)
+            await getattr(self, f"_{name}")(chosen)
 
     def action_hidden(self) -> None:
         self._archived = not self._archived
         self.query_one(".box").border_title = _title(self._archived)
         self.refresh_list()
 
-    def action_rename(self) -> None:
-        self.app.ask(self._on_highlighted(self._rename))
-
     async def _rename(self, chosen: ChatSummary) -> None:
         title = await self.app.push_screen_wait(Ask("Rename", value=chosen.title))
         if title:
             self.titles[chosen.id] = await self.app.offload(self._store.rename, chosen.id, title)
             await self.search()
-
-    def action_archive(self) -> None:
-        self.app.ask(self._on_highlighted(self._archive))
 
     async def _archive(self, chosen: ChatSummary) -> None:
         await self.app.offload(self._store.set, chosen.id, archived=not chosen.archived)
@@ -95,7 +86,7 @@ class ChatsScreen(Find[ChatSummary]):
     def action_delete(self) -> None:
         if not self._field.cursor_at_end or not self._field.selection.is_empty:
             raise SkipAction  # there is something to delete in the field
-        self.app.ask(self._on_highlighted(self._delete))
+        self.action_on_highlighted("delete")
 
     async def _delete(self, chosen: ChatSummary) -> None:
         text = f"{chosen.title or 'Untitled'}, {_messages(chosen)}"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
@@ -15,7 +16,7 @@ from localllm.tui.chat.conversation import Conversation, Message
 from localllm.tui.chat.tools import Permission
 from localllm.tui.commands import NO_BRANCHES, branch_meant, check_begun, forks, to_remove
 from localllm.tui.screens.chats import ChatsScreen
-from localllm.tui.screens.dialogs import Ask, Choose, CompareScreen, SamplingScreen, SystemScreen, TextDialog, confirm
+from localllm.tui.screens.dialogs import Ask, Choose, CompareScreen, Dialog, SamplingScreen, SystemScreen, confirm
 from localllm.tui.screens.help import HelpScreen
 from localllm.tui.text import code_blocks, shortened
 
@@ -48,11 +49,7 @@ class Commands:
         self._ask, self._offload = screen.app.push_screen_wait, screen.app.offload
 
     async def run(self, text: str) -> None:
-        """Runs a command as it is typed.
-
-        Raises:
-            LocalLLMError: there is none of this name, or it fails.
-        """
+        """Runs a command as it is typed.  Raises LocalLLMError if there is none of this name, or it fails."""
         call = commands.parse(text)
         if isinstance(call, str):
             return
@@ -71,7 +68,7 @@ class Commands:
         """Does what a command leads to."""
         screen = self._screen
         if result.play:
-            screen.composer.focus()
+            screen.set_focus(screen.composer)
             screen.begin(result.play)
         elif result.edit:
             screen.edit(result.edit)
@@ -90,13 +87,13 @@ class Commands:
             if result.text.count("\n") < _MAX_LINES:
                 self._app.notify(result.text)
             else:
-                await self._ask(TextDialog(name.capitalize(), result.text))
+                await self._ask(Dialog[None](name.capitalize(), result.text))
 
     # -- Chats -----------------------------------------------------------------------------------------------------
 
     async def _open(self, conversation: Conversation) -> None:
         await self._screen.open(conversation)
-        self._screen.composer.focus()
+        self._screen.set_focus(self._screen.composer)
 
     async def _open_id(self, id_: str) -> None:
         chats = self._screen.models.chats
@@ -256,7 +253,7 @@ class Commands:
         if await self._ask(confirm("Delete this message?", text, "Delete")) == "yes":
             await self._offload(screen.session.delete, message.id)
             await screen.refresh_all()
-            screen.composer.focus()
+            screen.set_focus(screen.composer)
 
     async def do_copy(self, argument: str) -> None:
         words = argument.split()
@@ -297,8 +294,21 @@ class Commands:
         await self._screen.write_outside()
 
     async def do_run(self, argument: str) -> None:
-        screen = self._screen
-        screen.composer.put(await self._app.in_thread(command_output, argument))
+        self._screen.composer.put(await self._until_esc("the command runs", command_output, argument))
+
+    async def do_tools(self, argument: str) -> None:
+        text = await self._until_esc("tools start", commands.tools_text, self._screen.session, argument)
+        await self._do("tools", commands.Result(text))
+
+    async def _until_esc(self, activity: str, function: Callable[..., str], *arguments: object) -> str:
+        """Calls what may take long in a thread of its own; its last argument tells whether Esc was pressed."""
+        is_stopped = threading.Event()
+        self._screen.status.change(activity=f"{activity}: Esc ends it", progress=None)
+        try:
+            return await self._app.in_thread(function, *arguments, is_stopped.is_set)
+        finally:
+            is_stopped.set()
+            self._screen.status.change(activity="")
 
     # -- The rest --------------------------------------------------------------------------------------------------
 
@@ -309,7 +319,7 @@ class Commands:
         lines = [text, f"memory {quantity(memory, 'B')} in use"]
         if screen.models.model is not None:
             lines += ["", str(screen.models.model.info)]
-        await self._ask(TextDialog("Statistics", "\n".join(lines)))
+        await self._ask(Dialog[None]("Statistics", "\n".join(lines)))
 
     async def ask_tab(self) -> None:
         await self._app.open_tab(commands.new_chat(self._screen.session))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
@@ -28,25 +27,28 @@ Entry = TypeVar("Entry")
 
 
 class Dialog(ModalScreen[Result | None]):
-    """A box above the conversation; Esc closes it without a result."""
+    """A box with a text above the conversation; Esc closes it without a result."""
 
     app = getters.app(BaseApp)
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "close", "Close")]
 
-    def __init__(self, title: str) -> None:
+    def __init__(self, title: str, text: str = "") -> None:
         super().__init__()
         self._title = title
+        self._text = text
 
     def compose(self) -> ComposeResult:
         with Vertical(classes="box") as box:
             box.border_title = Content(escape_controls(self._title))
+            if self._text:
+                yield Static(Content(escape_controls(self._text)), classes="text")
             yield from self.content()
         yield KeyFooter(show_command_palette=False, compact=True)
 
     def content(self) -> ComposeResult:
-        """What is in the box."""
-        raise NotImplementedError
+        """What is in the box, below its text."""
+        yield from ()
 
     def action_close(self) -> None:
         self.dismiss(None)
@@ -55,18 +57,15 @@ class Dialog(ModalScreen[Result | None]):
 class Choose(Dialog[str]):
     """One of several things; the result is its id."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("enter", "choose", "Choose")]
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("enter", "choose", "Choose", priority=True)]
 
     def __init__(self, title: str, text: str, choices: Iterable[tuple[str, str]], at: int = 0) -> None:
         """``choices`` are ids and what is shown for them; the one at place ``at`` is highlighted first."""
-        super().__init__(title)
+        super().__init__(title, text)
         self._at = at
-        self._text = text
         self._choices = list(choices)
 
     def content(self) -> ComposeResult:
-        if self._text:
-            yield Static(Content(escape_controls(self._text)), classes="text")
         options = OptionList(*(Option(Content(escape_controls(label)), id=id_) for id_, label in self._choices))
         options.highlighted = self._at  # before any key comes
         yield options
@@ -80,11 +79,7 @@ class Choose(Dialog[str]):
 
 
 class Find(Dialog[str], Generic[Entry]):
-    """One of a list that is searched: letters always go into the field above it, and the arrows move in the list.
-
-    Attributes:
-        found: what the list shows.
-    """
+    """One of a list that is searched: letters go into the field above it, arrows move in the list."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("enter", "choose", "Choose", priority=True),
@@ -213,29 +208,15 @@ class Ask(Dialog[str]):
     BINDINGS: ClassVar[list[BindingType]] = [Binding("enter", "done", "OK", priority=True)]
 
     def __init__(self, title: str, text: str = "", value: str = "", placeholder: str = "") -> None:
-        super().__init__(title)
-        self._text = text
+        super().__init__(title, text)
         self._value = value
         self._placeholder = placeholder
 
     def content(self) -> ComposeResult:
-        if self._text:
-            yield Static(Content(escape_controls(self._text)), classes="text")
         yield Input(self._value, placeholder=self._placeholder)
 
     def action_done(self) -> None:
         self.dismiss(self.query_one(Input).value)
-
-
-class TextDialog(Dialog[None]):
-    """A text to read."""
-
-    def __init__(self, title: str, text: str) -> None:
-        super().__init__(title)
-        self._text = text
-
-    def content(self) -> ComposeResult:
-        yield Static(Content(escape_controls(self._text)), classes="text")
 
 
 class CompareScreen(Dialog[str]):
@@ -278,16 +259,13 @@ class SystemScreen(Dialog[str]):
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("ctrl+s", "save", "Save", priority=True)]
 
-    def __init__(self, text: str) -> None:
-        super().__init__("System prompt")
-        self._text = text
+    def __init__(self, prompt: str) -> None:
+        super().__init__("System prompt", "What the model is told before the conversation begins. Empty: nothing.")
+        self._prompt = prompt
         self.add_class("large")
 
     def content(self) -> ComposeResult:
-        yield Static(
-            Content("What the model is told before the conversation begins. Empty: nothing."), classes="text"
-        )
-        yield TextArea(self._text, compact=True, highlight_cursor_line=False)
+        yield TextArea(self._prompt, compact=True, highlight_cursor_line=False)
 
     def on_mount(self) -> None:
         editor = self.query_one(TextArea)
@@ -330,7 +308,7 @@ async def open_link(app: BaseApp, address: str) -> None:
     """Asks whether to open a link, with all of its address, and does so."""
     text = escape_controls(address).replace("\n", "")
     choices = [("no", "Cancel"), ("copy", "Copy the address")]
-    title = "No link to a web page"
+    title = "Not a link to a web page"
     if is_web(address):
         choices.append(("open", "Open in the browser"))
         title = "Open this link?"
@@ -375,9 +353,10 @@ class SamplingScreen(Dialog[dict[str, Any]]):
     def content(self) -> ComposeResult:
         with VerticalScroll(can_focus=False):
             for field in _FIELDS:
+                value = chat_settings.typed(self._settings.get(field.name, ""))
                 with Horizontal(classes="field"):
                     yield Label(field.label)
-                    yield Input(_typed(self._settings.get(field.name)), placeholder=_default(field), id=field.name)
+                    yield Input(value, placeholder=_default(field), id=field.name)
         yield Static(classes="error")
 
     def action_reset(self) -> None:
@@ -398,21 +377,10 @@ class SamplingScreen(Dialog[dict[str, Any]]):
 
     def _complain(self, error: UsageError, widget: Input) -> None:
         self.query_one(".error", Static).update(Content(sentence(error)))
-        widget.focus()
+        self.set_focus(widget)
 
 
 def _default(field: _Field) -> str:
     """What a field without a value means."""
     value = getattr(Sampling(), field.name, None)
     return field.help if value is None else f"{value:g} by default; {field.help}"
-
-
-def _typed(value: Any) -> str:
-    """A value as it is typed."""
-    if value is None:
-        return ""
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    if isinstance(value, list):
-        return shlex.join(text.replace("\n", "\\n") for text in value)
-    return str(value)

@@ -6,8 +6,7 @@ import asyncio
 import gc
 import threading
 from collections.abc import Callable, Iterable
-from enum import Enum, auto
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from textual.app import ComposeResult
 from textual.widgets import Static
@@ -24,7 +23,8 @@ from localllm.tui.text import sentence
 if TYPE_CHECKING:
     from localllm.tui.screens.chat import ChatScreen
 
-_HEAD = ("model", "size", "format", "parameters", "context", "fits")
+#: What is cut where the screen is narrow stands last.
+_HEAD = ("model", "fits", "size", "format", "params", "context")
 
 
 class ModelsScreen(Find[ModelEntry]):
@@ -62,11 +62,11 @@ class ModelsScreen(Find[ModelEntry]):
     def _row(self, entry: ModelEntry) -> tuple[str, ...]:
         return (
             entry.name,
+            ("cannot be run" if entry.error else entry.fits or "-") + (" (loaded)" * (entry.path == self._current)),
             quantity(entry.size, "B"),
             entry.quantisation or "-",
             entry.parameters or "-",
             "-" if entry.context is None else f"{entry.context:,}",
-            ("cannot be run" if entry.error else entry.fits or "-") + (" (loaded)" * (entry.path == self._current)),
         )
 
     def note(self, entry: ModelEntry | None) -> str:
@@ -84,9 +84,8 @@ class Loading:
     """Loads one model.
 
     Attributes:
-        name: of the model, as `Loader` takes it.
-        progress: how far it is, in words, and from 0 to 1, or None where no total is known; any thread may read it.
-        cancelled: whether it is to end soon, at its next sign of life; any thread may set it.
+        progress: what is being done, and the share that is done if it is known; any thread may read it.
+        cancelled: any thread may set it: loading ends at its next report.
     """
 
     def __init__(self, loader: Loader, name: str) -> None:
@@ -97,12 +96,7 @@ class Loading:
         self._compiled = 0
 
     def run(self) -> ChatModel:
-        """Loads it, on the thread that calls.
-
-        Raises:
-            Cancelled: it was cancelled.
-            LocalLLMError: it cannot be loaded.
-        """
+        """Loads it, on the thread that calls.  Raises Cancelled, or LocalLLMError if it cannot be loaded."""
         if not self.cancelled.is_set():
             model = self._loader(self.name, self._report)
             if not self.cancelled.is_set():
@@ -125,29 +119,20 @@ class Loading:
 _PERIOD = 0.1
 
 
-class ModelState(Enum):
-    """What becomes of a message that is sent now."""
-
-    #: It waits: a model was asked for, as when the app starts.
-    LOADING = auto()
-    #: The model replies to it.
-    LOADED = auto()
-    #: It is refused: loading failed.
-    NONE = auto()
+#: A message that is sent now waits for the model, is replied to, or is refused as loading failed.
+ModelState = Literal["loading", "loaded", "none"]
 
 
 class ModelLoader:
     """One model at a time for all chats, for two may not fit.
 
     Attributes:
-        state: whether there is a model, or will be; only this class sets it.
-        model: the one that is loaded; None if none is.
-        name: its name, empty for the demo model; None if none is loaded.
+        model, name: the one that is loaded, and its name, empty for the demo model; None if none is.
         chats: those that are open.
     """
 
     def __init__(self, app: BaseApp) -> None:
-        self.state = ModelState.LOADING
+        self.state: ModelState = "loading"
         self.model: ChatModel | None = None
         self.name: str | None = None
         self.chats: list[ChatScreen] = []
@@ -165,7 +150,7 @@ class ModelLoader:
         if self.model is not None and self.name == name:
             self._app.notify(f"{_title(name)} is loaded already")
             return
-        if self.state is not ModelState.NONE:
+        if self.state != "none":
             try:
                 await self._app.in_thread(self._app.setup.check, name)
             except LocalLLMError as error:
@@ -177,17 +162,13 @@ class ModelLoader:
         await self.load(name)
 
     async def load(self, name: str, *, keeps: bool = True) -> None:
-        """Loads a model in the place of the one before; where that fails, asks what to do.
+        """Loads a model in the place of the one before, or of one that is being loaded; where that fails, asks.
 
-        A later call takes the place of one whose model is still being loaded.
-
-        Args:
-            name: as a command takes it; empty for the demo model.
-            keeps: note the model with the chats.
+        ``name`` is as a command takes it, empty for the demo model; it is saved with the chats if ``keeps``.
         """
         self.cancel()
         loading = self._loading = Loading(self._app.setup.load, name)
-        self.state = ModelState.LOADING
+        self.state = "loading"
         async with self._one_at_a_time:
             before = self.name
             for chat in self.chats:
@@ -210,7 +191,7 @@ class ModelLoader:
         except Exception as error:
             if loading.cancelled.is_set():
                 return None
-            self.state = ModelState.NONE
+            self.state = "none"
             self._show(activity="", progress=None)
             return error
         self.model, self.name = model, loading.name
@@ -226,7 +207,7 @@ class ModelLoader:
                 await chat.refresh_all()
         finally:
             if not loading.cancelled.is_set():  # else the app ends, or another model is to be loaded
-                self.state = ModelState.LOADED
+                self.state = "loaded"
                 self._go_on()
         return None
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from localllm.tui.base_app import BaseApp
 from localllm.tui.chat import events
 from localllm.tui.chat.events import Event, EventQueue, Turn
 from localllm.tui.chat.session import ChatSession
 from localllm.tui.widgets.message import MessageView
-from localllm.tui.widgets.status import StatusLine
-from localllm.tui.widgets.transcript import Transcript
 
-#: Seconds between two looks into the inbox, at least.
+if TYPE_CHECKING:
+    from localllm.tui.screens.chat import ChatScreen
+
+#: Seconds between two looks into the queue, at least.
 PERIOD = 1 / 20
 #: Where drawing takes long, this many times as long is left to keys and all else.
 _REST = 3.0
@@ -25,126 +25,101 @@ _LONGEST = 0.25
 _SHORT_PROMPT = 64
 
 
+class Draft(NamedTuple):
+    """A message as it was typed, and the id of the one that it takes the place of."""
+
+    text: str
+    replaced: str | None
+
+
 class StreamedTurn(Turn):
     """A turn whose events wait for the screen.
 
     Attributes:
-        queue: the events, and `Ended` last.
-        typed: the message that began it, which is given back where it never became one.
-        replaced: the id of the message in whose place it stands.
-        has_ended: whether all is generated; the screen may be about to draw it.
+        draft: what was sent; it goes back into the editor if it never became a message.
+        has_ended: whether all is generated, and in the queue; the screen may be about to draw it.
+        error: what ended it; None if nothing went wrong.
+        full: tells that the context is full, with which it ended then.
         is_drawn: whether the message and the beginning of the reply are on the screen.
     """
 
-    def __init__(self, start: Callable[[Turn], None], typed: str | None = None, replaced: str | None = None) -> None:
+    def __init__(self, start: Callable[[Turn], None], draft: Draft | None = None) -> None:
         """``start`` is a method of a `localllm.tui.chat.session.ChatSession`."""
-        self.queue = EventQueue()
-        super().__init__(self.queue.put)
-        self.typed = typed
-        self.replaced = replaced
+        self._queue = EventQueue()
+        super().__init__(self._queue.put)
+        self.draft = draft
         self.has_ended = False
+        self.error: BaseException | None = None
+        self.full: events.ContextFull | None = None
         self.is_drawn = asyncio.Event()
         self._start = start
+        self._view: MessageView | None = None
+        self._summary_words = 0
 
     def run(self) -> None:
         """Generates, on the thread that calls."""
-        error: BaseException | None = None
         try:
             self._start(self)
-        except BaseException as failure:  # the screen's to tell
-            error = failure
-        finally:
-            self.has_ended = True
-            self.queue.put(events.Ended(error))
+        except BaseException as error:  # the screen's to tell
+            self.error = error
+        self.has_ended = True
 
-
-class Outcome(NamedTuple):
-    """How a turn ended: by an error, with a full context, or well."""
-
-    error: BaseException | None
-    full: events.ContextFull | None
-
-
-class Follower:
-    """Shows the turns of one session."""
-
-    def __init__(
-        self,
-        app: BaseApp,
-        session: ChatSession,
-        transcript: Transcript,
-        status: StatusLine,
-        ask: Callable[[events.ToolAsked], None],
-    ) -> None:
-        self._app = app
-        self._ask = ask
-        self._session = session
-        self._transcript = transcript
-        self._status = status
-        self._view: MessageView | None = None
-        self._full: events.ContextFull | None = None
-        self._summary_words = 0
-
-    async def follow(self, turn: StreamedTurn) -> Outcome:
-        """Shows a turn to its end."""
-        pause = PERIOD
-        self._status.change(activity="waiting for the model", progress=None)
-        while True:
+    async def follow(self, screen: ChatScreen, session: ChatSession) -> None:
+        """Shows what is generated, to its end."""
+        status = screen.status
+        status.change(activity="waiting for the model", progress=None)
+        pause, has_ended = PERIOD, False
+        while not has_ended:
             before = time.monotonic()
             await asyncio.sleep(pause)
             # What the loop is late by it was drawing, or reading keys.
             late = max(0.0, time.monotonic() - before - pause)
             pause = min(PERIOD + _REST * late, _LONGEST)
-            for event in turn.queue.take():
-                if isinstance(event, events.Ended):
-                    await self._finish()
-                    self._status.change(activity="", progress=None)
-                    return Outcome(event.error, self._full)
-                await self._handle(event)
-                if isinstance(event, events.Started):
-                    turn.is_drawn.set()
-            self._show_counters()
+            has_ended = self.has_ended
+            for event in self._queue.take():
+                await self._show(event, screen, session)
+            if (stats := session.live) is not None:
+                status.change(stats=stats, meter=session.meter())
+        await self._finish(session)
+        status.change(activity="", progress=None)
 
-    def _show_counters(self) -> None:
-        if (stats := self._session.live) is not None:
-            self._status.change(stats=stats, meter=self._session.meter())
-
-    async def _finish(self) -> None:
+    async def _finish(self, session: ChatSession) -> None:
         """Draws the reply as it stays; one that failed has no `Finished`."""
         view, self._view = self._view, None
-        if view is not None and (message := self._session.conversation.get(view.message.id)) is not None:
+        if view is not None and (message := session.conversation.get(view.message.id)) is not None:
             await view.finish(message)
 
-    async def _handle(self, event: Event) -> None:
+    async def _show(self, event: Event, screen: ChatScreen, session: ChatSession) -> None:
+        status, transcript = screen.status, screen.transcript
         if isinstance(event, events.Delta):
-            self._status.change(activity="thinking" if event.thinking else "writing", progress=None)
+            status.change(activity="thinking" if event.thinking else "writing", progress=None)
             if self._view is not None:
                 await self._view.write(event.text, thinking=event.thinking)
         elif isinstance(event, events.Prefill):
             if event.total >= _SHORT_PROMPT and event.done < event.total:
-                self._status.change(activity="reading the prompt", progress=event.done / event.total)
+                status.change(activity="reading the prompt", progress=event.done / event.total)
         elif isinstance(event, events.Started):
-            model = self._session.model
+            model = session.model
             writer = "" if model is None else model.info.name or model.info.path.name
-            await self._transcript.show(self._session.conversation, streaming=event.id, writer=writer)
-            self._view = self._transcript.view(event.id)
-            self._transcript.follow()
+            await transcript.show(session.conversation, streaming=event.id, writer=writer)
+            self._view = transcript.view(event.id)
+            transcript.follow()
+            self.is_drawn.set()
         elif isinstance(event, events.Finished):
-            await self._finish()
+            await self._finish(session)
         elif isinstance(event, events.Summarising):
             self._summary_words += len(event.text.split())
-            self._status.change(activity=f"summarising: {self._summary_words:,} words")
+            status.change(activity=f"summarising: {self._summary_words:,} words")
         elif isinstance(event, events.RoomMade):
-            self._summary_words = 0
-            self._status.change(activity="")
+            status.change(activity="")
         elif isinstance(event, events.ToolAsked):
-            self._status.change(activity="a tool waits for your answer")
-            self._ask(event)
+            status.change(activity="a tool waits for your answer")
+            screen.ask_for_tool(event)
         elif isinstance(event, events.ToolsUsed):
-            self._status.change(activity="using tools")
-            if (view := self._transcript.view(event.message.id)) is not None:
+            status.change(activity="using tools")
+            if (view := transcript.view(event.message.id)) is not None:
                 await view.finish(event.message)
         elif isinstance(event, events.Warned):
-            self._app.notify(event.text, severity="warning")
+            screen.app.notify(event.text, severity="warning")
         elif isinstance(event, events.ContextFull):
-            self._full = event
+            self.full = event

@@ -44,16 +44,7 @@ _SUMMARY = """
 
 @dataclass(frozen=True, slots=True)
 class ChatSummary:
-    """A chat in a list.
-
-    Attributes:
-        id: what `Store.load` takes.
-        title: its name.
-        updated: in seconds since 1970.
-        archived: whether lists leave it out.
-        n_messages: messages of all branches.
-        preview: the beginning of the last message, or where it was found, in one line.
-    """
+    """A chat in a list; ``updated`` in seconds since 1970; the preview is its last message, or where it was found."""
 
     id: str
     title: str
@@ -78,12 +69,9 @@ class ChatDeletedError(StoreError):
 
 
 class Store:
-    """The chats in one SQLite file.  Any number of threads and of processes may use it at once.
+    """The chats in one SQLite file, or in memory.  Any number of threads and of processes may use it at once.
 
     Everything raises `StoreError` where the file cannot be read or written.
-
-    Attributes:
-        path: the file; None is memory.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -145,12 +133,7 @@ class Store:
         c.is_saved = True
 
     def set(self, id_: str, **changes: str | bool | dict[str, Any] | None) -> None:
-        """Changes what belongs to a conversation as a whole.
-
-        Args:
-            id_: which one; one that was never saved stays so.
-            changes: ``title``, ``system``, ``settings``, ``model``, ``archived``, ``leaf``.
-        """
+        """Changes title, system, settings, model, archived or leaf of a conversation, unless it was never saved."""
         with self._writing() as execute:
             for name, value in changes.items():
                 if name not in ("title", "system", "settings", "model", "archived", "leaf"):
@@ -245,11 +228,7 @@ class Store:
         return conversation
 
     def find(self, beginning: str) -> str:
-        """The id that begins so.
-
-        Raises:
-            StoreError: there is none, or several.
-        """
+        """The id that begins so.  Raises StoreError if there is none, or several."""
         with self._reading():
             rows = self._connection.execute(
                 "SELECT id FROM sessions WHERE substr(id, 1, length(?1)) = ?1 ORDER BY id = ?1 DESC LIMIT 2",
@@ -260,11 +239,6 @@ class Store:
         if len(rows) > 1 and rows[0]["id"] != beginning:
             raise StoreError(f"there are several chats whose id begins with {beginning!r}: give more of it")
         return str(rows[0]["id"])
-
-    def latest(self) -> str | None:
-        """The id of the conversation that was talked in last, archived ones left out; None if there is none."""
-        found = self.sessions(limit=1)
-        return found[0].id if found else None
 
     def sessions(self, *, archived: bool = False, limit: int = -1) -> list[ChatSummary]:
         """Conversations, the ones that were talked in last first: those that are archived, or those that are not."""
@@ -296,15 +270,8 @@ class Store:
         with self._reading():
             rows = self._connection.execute(_SUMMARY + condition, tuple(values)).fetchall()
         return [
-            ChatSummary(
-                id=row["id"],
-                title=row["title"],
-                updated=_time(row["updated"]),
-                archived=bool(row["archived"]),
-                n_messages=row["n_messages"],
-                preview=_preview(row),
-            )
-            for row in rows
+            ChatSummary(id_, title, _time(updated), bool(archived), n_messages, _preview(*last))
+            for id_, title, updated, archived, n_messages, *last in rows
         ]
 
     @contextmanager
@@ -350,10 +317,8 @@ def _patterns(words: Iterable[str]) -> list[str]:
     return ["*" + "".join(f"[{c}]" if c in "*?[" else c for c in word) + "*" for word in words]
 
 
-def _preview(row: sqlite3.Row) -> str:
-    if row["text"] is None:
-        return ""
-    thinking, content = split(row["text"], row["opened"]) if row["role"] == "assistant" else ("", row["text"])
+def _preview(role: str | None, text: str | None, opened: str | None) -> str:
+    thinking, content = split(text or "", opened or "") if role == "assistant" else ("", text or "")
     return shortened(content or thinking, _PREVIEW)
 
 

@@ -7,6 +7,8 @@ import json
 import os
 from pathlib import Path
 
+import msgspec
+
 #: Entries that are kept.
 MAX_ENTRIES = 500
 #: Longer texts are not kept: nobody looks for a pasted book here.
@@ -42,10 +44,8 @@ class PromptHistory:
             return []
         entries = []
         for line in lines[-MAX_ENTRIES:]:
-            with contextlib.suppress(ValueError, RecursionError):
-                entry = json.loads(line)
-                if isinstance(entry, str):
-                    entries.append(entry)
+            with contextlib.suppress(msgspec.DecodeError):
+                entries.append(msgspec.json.decode(line, type=str))
         if len(lines) > 2 * MAX_ENTRIES or size > _MAX_BYTES:
             _rewrite(self.path, entries, size)
         return entries

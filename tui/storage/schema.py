@@ -62,11 +62,7 @@ BUSY_SECONDS = 2.0
 
 
 def connect(path: Path | None) -> sqlite3.Connection:
-    """Opens a schema, in memory where there is no path, and brings it up to date.
-
-    Raises:
-        StoreError: it cannot be opened or written, is damaged, or is of a newer version.
-    """
+    """Opens the file, or memory, and migrates it.  Raises StoreError if it is damaged, newer or cannot be written."""
     with in_words(path):
         if path is not None:
             _create_private(path)

@@ -1,11 +1,12 @@
-"""The list of ways to go on with what is being typed."""
+"""The editor of messages, and the list of ways to go on with what is being typed."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
-from textual import events
+from textual import events, on
 from textual.actions import SkipAction
 from textual.binding import Binding, BindingType
 from textual.content import Content
@@ -60,39 +61,31 @@ PLACEHOLDER = "Message · Enter sends · Ctrl+J line · / command · @ file"
 
 
 class Composer(TextArea):
-    """A message that is being typed: Enter sends it, the arrows at its edges call up earlier ones.
-
-    Attributes:
-        typed: what was typed before.
-        pastes: what the marks in it stand for.
-        suggestions: the list that it fills and steers.
-    """
+    """A message that is being typed: Enter sends it, the arrows at its edges call up earlier ones (``typed``)."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("enter", "send", "Send"),
         Binding("shift+enter,ctrl+j,alt+enter", "new_line", "New line", key_display="^j", show=False),
-        Binding("up", "older", "Earlier message", show=False),
-        Binding("down", "newer", "Later message", show=False),
+        Binding("up", "history(-1)", "Earlier message", show=False),
+        Binding("down", "history(1)", "Later message", show=False),
         Binding("tab", "complete", "Complete", show=False),
         Binding("ctrl+e", "screen.command('editor')", "Editor", show=False),
         Binding("pageup", "screen.scroll_page(-1)", "Page up", show=False),
         Binding("pagedown", "screen.scroll_page(1)", "Page down", show=False),
     ]
 
+    @dataclass
     class Sent(Message):
         """Somebody sends what was typed."""
 
-        def __init__(self, text: str) -> None:
-            super().__init__()
-            self.text = text
+        text: str
 
+    @dataclass
     class Typed(Message):
         """The line to the cursor has changed: other ways to go on may fit."""
 
-        def __init__(self, line: str, is_first: bool) -> None:
-            super().__init__()
-            self.line = line
-            self.is_first = is_first
+        line: str
+        is_first: bool
 
     def __init__(self, history: PromptHistory, suggestions: Suggestions) -> None:
         super().__init__(placeholder=PLACEHOLDER, compact=True, highlight_cursor_line=False)
@@ -101,8 +94,6 @@ class Composer(TextArea):
         self.pastes = Pastes()
         self._called_up = ""
         self._told = ("", True)
-
-    # -- What is in it ---------------------------------------------------------------------------------------------
 
     @property
     def message(self) -> str:
@@ -125,18 +116,16 @@ class Composer(TextArea):
         else:
             raise SkipAction
 
-    # -- Keys ------------------------------------------------------------------------------------------------------
-
     async def on_key(self, event: events.Key) -> None:
         # No binding with priority: that would overtake letters that wait, of one who types fast.
         if event.key == "enter":
-            event.prevent_default()
-            event.stop()
             self.action_send()
         elif event.key == "ctrl+d" and not self.text:  # elsewhere it deletes a character
-            event.prevent_default()
-            event.stop()
             await self.run_action("app.quit")
+        else:
+            return
+        event.prevent_default()
+        event.stop()
 
     async def on_paste(self, event: events.Paste) -> None:
         event.prevent_default()
@@ -156,34 +145,24 @@ class Composer(TextArea):
     def action_new_line(self) -> None:
         self.insert("\n")
 
-    def action_older(self) -> None:
+    def action_history(self, by: int) -> None:
+        """Goes through suggestions, through lines, and at the first or last line through earlier messages."""
+        is_at_edge = self.cursor_at_first_line if by < 0 else self.cursor_at_last_line
         if self.suggestions.display:
-            self.suggestions.move(-1)
-        elif not self.cursor_at_first_line or (text := self.typed.older(self.text)) is None:
+            self.suggestions.move(by)
+        elif is_at_edge and (text := self.typed.older(self.text) if by < 0 else self.typed.newer()) is not None:
+            self.put(text)
+            self._called_up = self.text  # for which nothing is suggested: the arrows would go through that
+        elif by < 0:
             self.action_cursor_up()
         else:
-            self._call_up(text)
-
-    def action_newer(self) -> None:
-        if self.suggestions.display:
-            self.suggestions.move(1)
-        elif not self.cursor_at_last_line or (text := self.typed.newer()) is None:
             self.action_cursor_down()
-        else:
-            self._call_up(text)
-
-    def _call_up(self, text: str) -> None:
-        """Puts in what was typed before, and offers no way to go on: the arrows would go through these."""
-        self.put(text)
-        self._called_up = self.text
 
     def action_complete(self) -> None:
         if (chosen := self.suggestions.chosen(self.line_to_cursor)) is not None:
             self.complete(chosen)
         else:
             self.screen.focus_next()
-
-    # -- Completion ------------------------------------------------------------------------------------------------
 
     def complete(self, choice: Completion) -> None:
         """Goes on with a choice."""
@@ -193,12 +172,8 @@ class Composer(TextArea):
         if not choice.goes_on:
             self.suggestions.offer([])
 
-    def on_text_area_changed(self) -> None:
-        self._tell()
-
-    def on_text_area_selection_changed(self) -> None:
-        self._tell()
-
+    @on(TextArea.Changed)
+    @on(TextArea.SelectionChanged)
     def _tell(self) -> None:
         if self.text and self.text == self._called_up:
             self.suggestions.offer([])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 from textual import events, getters
@@ -26,12 +27,11 @@ from localllm.tui.text import escape_controls, parser, shortened
 class Reply(Markdown):
     """A reply's answer, drawn in pieces: a long one that comes at once holds up no key."""
 
+    @dataclass
     class Link(Posted):
         """Somebody wants to open a link."""
 
-        def __init__(self, address: str) -> None:
-            super().__init__()
-            self.address = address
+        address: str
 
     def __init__(self) -> None:
         super().__init__(parser_factory=parser, open_links=False)
@@ -99,11 +99,7 @@ def _pieces(text: str) -> Iterator[str]:
 
 
 class Thinking(Collapsible):
-    """A thinking section, drawn only while it is open: in blocks, of which what comes next changes the last one.
-
-    Attributes:
-        text: all of it.
-    """
+    """A thinking section, drawn only while it is open, in blocks, of which only the last one changes."""
 
     def __init__(self, text: str, seconds: float | None) -> None:
         self.text = escape_controls(text)
@@ -111,10 +107,6 @@ class Thinking(Collapsible):
         self._last = Static(classes="thought")
         self._body = Vertical(self._last, classes="thoughts")
         super().__init__(self._body, title=_title(self.text, seconds, False), collapsed=True)
-
-    @property
-    def blocks(self) -> list[Static]:
-        return list(self._body.query(Static))
 
     def write(self, text: str, seconds: float) -> None:
         """Adds a piece, after so many seconds of thinking."""
@@ -189,14 +181,7 @@ _ENDS = {
 
 
 class Place(NamedTuple):
-    """A message of the path that is being talked about.
-
-    Attributes:
-        number: its place in the path, from 1; commands take it.
-        branch: its number among those in its place, and how many there are.
-        divider: what stands above it.
-        is_last: whether nothing follows it.
-    """
+    """A message of the path: its number and its branch (which, of how many), from 1, and the ``divider`` above it."""
 
     message: Message
     number: int
@@ -206,12 +191,7 @@ class Place(NamedTuple):
 
 
 class MessageView(Vertical, can_focus=True):
-    """A message, which can be selected, and then be edited, copied, …
-
-    Attributes:
-        place: where it stands.
-        message: what it shows.
-    """
+    """A message, which can be selected, and then be edited, copied, …"""
 
     app = getters.app(BaseApp)
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -290,19 +270,15 @@ class MessageView(Vertical, can_focus=True):
 
     def toggle(self) -> None:
         """Unfolds what is folded in it, and folds it again."""
-        if self.can_unfold and not self.is_long:
-            for section in self.query(Collapsible):
-                section.collapsed = not section.collapsed
-        elif self.is_long:
-            self._is_unfolded = not self._is_unfolded
-            self._draw()
+        self._is_unfolded = not self._is_unfolded
+        for section in self.query(Collapsible):
+            section.collapsed = not section.collapsed
+        self._draw()
 
     async def fill(self) -> None:
         """Draws what a reply says, where that is not being written."""
         if self.message.role == "assistant" and not self._is_streaming:
             await self._reply.show(self.message.content)
-
-    # -- Streaming -------------------------------------------------------------------------------------------------
 
     def begin(self, writer: str) -> None:
         """The model of a name writes it, or goes on."""
@@ -329,8 +305,6 @@ class MessageView(Vertical, can_focus=True):
         await self._reply.show(message.content)
         self._draw()
         self._draw_calls()
-
-    # -- Drawing ---------------------------------------------------------------------------------------------------
 
     def _draw(self) -> None:
         self._head.update(self._head_text())

@@ -21,16 +21,7 @@ _BAR_WIDTH = 10
 
 @dataclass(frozen=True)
 class Status:
-    """What the line tells.
-
-    Attributes:
-        activity: what goes on, such as that a model is loaded; empty if nothing does.
-        progress: how much of it is done, from 0 to 1; None if that is not known.
-        meter: how full the context is.
-        stats: of the reply that is under way, or of the last one.
-        model, device: which runs where; empty if none is loaded.
-        memory, gpu_memory: bytes in use.
-    """
+    """What the line tells: what goes on, the share (0 to 1) that is done, counters, bytes in use."""
 
     activity: str = ""
     progress: float | None = None
@@ -127,5 +118,6 @@ class KeyFooter(Footer):
         room = self.size.width
         # The palette, from which all else can be reached, stands last, but stays.
         for key in sorted(self.children, key=lambda child: not child.has_class("-command-palette")):
-            room -= key.get_content_width(self.size, self.size) + key.gutter.width
-            key.display = room >= 0
+            margin = key.styles.margin.width
+            room -= key.get_content_width(self.size, self.size) + key.gutter.width + margin
+            key.display = room + margin >= 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 
 from textual.containers import VerticalScroll
 from textual.content import Content
@@ -49,12 +48,7 @@ class Transcript(VerticalScroll, can_focus=False):
         self.anchor()
 
     async def show(self, conversation: Conversation, *, streaming: str | None = None, writer: str = "") -> None:
-        """Draws the path as it is now; what stands there already stays.
-
-        Args:
-            streaming: the id of a reply that is about to be written.
-            writer: the name of the model that writes it.
-        """
+        """Draws the path; the model named ``writer`` is about to write the reply of the id ``streaming``."""
         async with self._drawing:
             if conversation.id != self._conversation:
                 self._conversation, self._n_drawn = conversation.id, MAX_DRAWN
@@ -64,11 +58,12 @@ class Transcript(VerticalScroll, can_focus=False):
 
     async def _draw(self, streaming: str | None, writer: str) -> None:
         drawn = self._places[-self._n_drawn :]
-        kept = _common(self.views, drawn)
+        pairs = list(zip(self.views, drawn, strict=False))
+        kept = next((i for i, (view, place) in enumerate(pairs) if view.message.id != place.message.id), len(pairs))
         with self.app.batch_update():
             for view in self.views[kept:]:
                 await view.remove()
-            for view, place in zip(self.views, drawn, strict=False):
+            for view, place in pairs[:kept]:
                 view.show(place)
             await self._draw_notes(len(self._places) - len(drawn))
             for place in drawn[kept:]:
@@ -109,14 +104,6 @@ class Transcript(VerticalScroll, can_focus=False):
     def follow(self) -> None:
         """Goes to the end, and stays there while more comes."""
         self.anchor()
-
-
-def _common(views: Sequence[MessageView], places: Sequence[Place]) -> int:
-    """How many of the views, from the first one on, show what is to be shown."""
-    for i, (view, place) in enumerate(zip(views, places, strict=False)):
-        if view.message.id != place.message.id:
-            return i
-    return min(len(views), len(places))
 
 
 def _places(conversation: Conversation) -> list[Place]:

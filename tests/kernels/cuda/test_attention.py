@@ -42,12 +42,7 @@ def smallest(variant: Variant) -> Variant:
 
 @dataclass
 class Talk:
-    """Sequences with random queries, and a cache that is NaN wherever none of their tokens lies.
-
-    Attributes:
-        spoilt: what is NaN nevertheless: of keys (0) or values (1), the first head's last value, or in a cache with
-            scales its last values, of that sequence and position.
-    """
+    """Sequences with random queries, and a cache that is NaN wherever none of their tokens lies."""
 
     device: Device
     variant: Variant
@@ -56,7 +51,6 @@ class Talk:
     scale: float = 0.3
     soft_cap: float = 2.0
     seed: int = 0
-    spoilt: Sequence[tuple[int, int, int]] = ()
 
     def __post_init__(self) -> None:
         rng = np.random.default_rng(self.seed)
@@ -89,13 +83,6 @@ class Talk:
             else:
                 scales.transpose(0, 1, 3, 2)[~seen] = np.nan
                 entries[~seen] = -128
-        for what, s, position in self.spoilt:
-            page, place, last = self.tables[s, position // PAGE], position % PAGE, dim - 1
-            if shape.type == "f16":
-                self.entries[what][page, 0, place, last] = self.held[what][page, 0, place, last] = np.nan
-            else:
-                self.scales[what][page, 0, -1, place] = np.nan
-                self.held[what][page, 0, place, last // 32 * 32 :] = np.nan
 
     def _f16(self, whole: tuple[int, int], rng: np.random.Generator) -> tuple[Floats, Floats, Floats]:
         held = rng.standard_normal((*whole, PAGE, self.variant.key_dim)).astype(np.float16)
@@ -193,43 +180,6 @@ WINDOWS = {8: (None, 1, 65, 300), 72: (None, 65), 136: (65, 300)}
 def test_ragged_batches(device: Device, head_dim: int, kind: str, window: int | None) -> None:
     heads = Heads(2, 3, window or attention.NO_WINDOW)
     assert_right(Talk(device, variant_of(head_dim, kind, device), heads=heads, scale=head_dim**-0.5))
-
-
-#: Tiles of several tokens in their own first pages, and further on.
-SPOILT_LENGTHS: Lengths = ((40, 330), (5, 70), (1, 70), (3, 3))
-SPOILT = ((1, 0, 300), (1, 0, 301), (0, 0, 322), (1, 0, 200), (1, 1, 66), (0, 1, 68), (1, 2, 69), (1, 3, 1))
-
-
-@pytest.mark.parametrize(
-    ("head_dim", "kind", "window", "spoilt"),
-    [
-        *((8, "f16", None, SPOILT), (8, "f16", 65, SPOILT[:2]), (8, "f16", 102, SPOILT)),
-        *((72, "q8_0", 65, SPOILT), (72, "q8_0", 102, SPOILT[:2])),
-        *((136, "f16", None, SPOILT[:2]), (136, "f16", 102, SPOILT)),
-    ],
-)
-def test_a_nan_is_seen_by_none_that_do_not_see_its_position(
-    device: Device, head_dim: int, kind: str, window: int | None, spoilt: Any
-) -> None:
-    """Neither by tokens before it nor by those whose window begins after it, though they share a tile with others."""
-    heads, variant = Heads(2, 3, window or attention.NO_WINDOW), variant_of(head_dim, kind, device)
-    clean, talk = (Talk(device, variant, SPOILT_LENGTHS, heads, head_dim**-0.5, spoilt=some) for some in ((), spoilt))
-    expected, out = talk.expected(), assert_right(talk)
-    untouched = ~np.isnan(expected)
-    assert 0.3 < untouched.mean() < 1
-    np.testing.assert_array_equal(out[untouched], clean.run(clean.work_of_bucket())[untouched])
-
-
-def test_an_infinite_value_is_seen_by_none_that_do_not_see_its_position(device: Device) -> None:
-    talk = Talk(device, variant_of(8, device=device), ((5, 70),))
-    clean = talk.run(talk.work_of_bucket())
-    talk.entries[1][talk.tables[0, 1], 0, 68 - PAGE, 2] = np.inf
-    for work in (talk.work_of_bucket(), talk.work(0)):
-        out = talk.run(work)
-        spoilt = np.zeros(out.shape, bool)
-        spoilt[3:, :3, 2] = True
-        assert not np.isfinite(out[spoilt]).any()
-        np.testing.assert_array_equal(out[~spoilt], clean[~spoilt])
 
 
 @pytest.mark.parametrize("group_size", [1, 2, 7, 8, 16])

@@ -29,7 +29,7 @@ SCALES = (0.0, 2.0**-24, 3.0 * 2.0**-20, 2.0**-14, 0.02, 1.0, 60000.0)
 
 
 def random_talk(rng: np.random.Generator, device: Device, variant: Variant, most: int) -> Talk:
-    """Sequences, heads, a window and queries of any size; some keys and values are NaN."""
+    """Sequences, heads, a window and queries of any size."""
     heads = Heads(int(rng.integers(1, 3)), int(rng.choice([1, 2, 3, 4, 7, 8, 16])))
     in_a_tile = max(2, variant.tile_rows // heads.group_size)
     windows = (NO_WINDOW, 1, 2, PAGE - 1, PAGE, PAGE + 1, in_a_tile - 1, in_a_tile, in_a_tile + 1, 10**9)
@@ -40,8 +40,6 @@ def random_talk(rng: np.random.Generator, device: Device, variant: Variant, most
         length = int(rng.choice(edges))
         n = int(rng.choice([n for n in edges if n <= length]))
         lengths.append((n if rng.random() < 0.6 else 1, length))
-    whole = [(int(rng.integers(2)), s, int(rng.integers(length))) for s, (_, length) in enumerate(lengths)]
-    spoilt = [each for each in whole if rng.random() < 0.3]
     power = int(rng.choice([-100, -20, 0, 0, 0, 20, 100]))
     talk = Talk(
         device,
@@ -51,7 +49,6 @@ def random_talk(rng: np.random.Generator, device: Device, variant: Variant, most
         scale=float(rng.uniform(0.05, 1)) * variant.key_dim**-0.5 * 2.0**-power,
         soft_cap=float(rng.choice([0.5, 3.0, 50.0, 1e5])),
         seed=int(rng.integers(1 << 30)),
-        spoilt=spoilt,
     )
     # Of each token's own size: it is as if its scores were.
     talk.q *= np.exp2(power + rng.integers(-3, 3, (len(talk.q), 1))).astype(np.float32)
