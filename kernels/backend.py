@@ -38,8 +38,10 @@ class Batch:
         states: int32 [S], the slot of each sequence's recurrent states, where a model has any.
         adapters: float32 [T, n_adapters], how much of each a token gets; [0, 0] for nothing of any.
         top_k: how many of the largest logits of each output are wanted; 0 for all.
-        n_chosen: outputs of the batch before this one whose largest logits choose ids of this: that had a top_k,
-            and the step `chooses_ahead`.
+        n_chosen: outputs of the batch before this one which choose ids of this: that had a top_k, and the step
+            `chooses_ahead`.
+        draws: float32 [N, 5], how each output chooses: top-k, top-p, min-p, temperature, and the number 0 <= u < 1 to
+            draw by, see `localllm.sampling.candidates`; by its largest logit where top-k is 0.  [0, 5]: all do.
     """
 
     ids: NDArray[np.int32]
@@ -52,6 +54,7 @@ class Batch:
     adapters: NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, 0), np.float32))
     top_k: int = 0
     n_chosen: int = 0
+    draws: NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, 5), np.float32))
 
     def sequences(self) -> Iterator[tuple[int, int, int]]:
         """Of each sequence: its first row in the batch, the one behind its last, and its length in the cache."""
@@ -101,6 +104,8 @@ class Batch:
         outputs = self.outputs.tolist()
         if outputs and not 0 <= min(outputs) <= max(outputs) < n_tokens:
             raise KernelError(f"a batch wants the logits of a row that is none of its {n_tokens} tokens")
+        if len(self.draws) and self.draws.shape != (len(outputs), 5):
+            raise KernelError(f"a batch of {len(outputs)} outputs needs as many draws, not {list(self.draws.shape)}")
         if not cache.n_states:
             return
         if not len(self.states) == len(set(self.states.tolist())) == len(starts) - 1:
@@ -129,11 +134,13 @@ class TopK(NamedTuple):
         ids: int32 [N, k].
         logits: float32 [N, k].
         whole: all logits [n_vocab] of the rows that they were wanted of.
+        chosen: int32 [N], the ids that the next batch may name; by default the largest.
     """
 
     ids: NDArray[np.int32]
     logits: NDArray[np.float32]
     whole: Mapping[int, NDArray[np.float32]] = MappingProxyType({})
+    chosen: NDArray[np.int32] | None = None
 
     def row(self, i: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
         """Ids and logits [k] of one row."""

@@ -171,8 +171,9 @@ class _SplitOutput(Output):
 
         def take(rows: NDArray[np.int64], result: Output) -> None:
             wanted = np.flatnonzero(np.isin(rows, whole)).tolist()
-            best.ids[rows], best.logits[rows], logits = result.top_k(k, wanted)
-            found.update((int(rows[i]), logits[i].copy()) for i in wanted)
+            part = result.top_k(k, wanted)
+            best.ids[rows], best.logits[rows] = part.ids, part.logits
+            found.update((int(rows[i]), part.whole[i].copy()) for i in wanted)
 
         self._pipeline(take)
         return best

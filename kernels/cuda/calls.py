@@ -21,14 +21,14 @@ from localllm.kernels.backend import Batch
 from localllm.kernels.buffers import Address, Buffer
 from localllm.kernels.cuda.attention import NO_WINDOW, Heads, Variant, Work, choose_variant, work_of_bucket
 from localllm.kernels.cuda.cache import PAGE, CUDACache
-from localllm.kernels.cuda.driver import DeviceMemory, DeviceProperties, Launch
+from localllm.kernels.cuda.driver import DeviceProperties, Launch
 from localllm.kernels.cuda.matmul import PackedFormat, ProductLimits
 from localllm.kernels.cuda.roofline import Kind
 from localllm.kernels.graph import Attention, Graph, Rope, Route
 
 #: What counts a tensor's rows: places in a batch's header (batch.cuh).
 N_TOKENS, N_OUTPUTS, N_SEQUENCES, N_PLACES = range(4)
-_HEADER = 4
+_HEADER, DRAW_WORDS = 4, 5
 #: Values that a row is padded to.
 PADDING = 32
 #: Tokens and outputs of the extents that small batches share.
@@ -119,15 +119,16 @@ class BatchBuffer:
     """
 
     def __init__(self, max_tokens: int, max_outputs: int, n_pages: tuple[int, ...]) -> None:
-        sizes = (_HEADER, max_tokens, max_tokens, max_outputs, max_tokens + 1, max_tokens, max_tokens)
+        draws = DRAW_WORDS * max_outputs
+        sizes = (_HEADER, draws, max_tokens, max_tokens, max_outputs, max_tokens + 1, max_tokens, max_tokens)
         self._bounds = [*accumulate((*sizes, *(max_tokens for _ in n_pages)), initial=0)]
         self.n_groups, self._n_blocks = len(n_pages), max(1, n_pages[0])
         #: Entries from one sequence's tables to the next one's.
         self._table_stride = self.n_groups * self._n_blocks
         self.buffer = Buffer(4 * self.words_of(max_tokens), is_kept=True)
         parts = [self.buffer.at(4 * begin) for begin in self._bounds]
-        self.header, self.ids, self.positions, self.outputs, self._starts, self._lengths, self._states = parts[:7]
-        self.slots, self._tables = parts[7:-1], parts[-1]
+        self.header, self.draws, self.ids, self.positions, self.outputs, *others = parts
+        self._starts, self._lengths, self._states, *self.slots, self._tables = others
 
     def words_of(self, n_sequences: int) -> int:
         """The words that batches of so many sequences take at most."""
@@ -143,7 +144,9 @@ class BatchBuffer:
         tables = batch.block_tables[:, :, : self._n_blocks]
         sequences = np.repeat(np.arange(n_sequences), np.diff(batch.query_starts))
         slots = tables[:, sequences, batch.positions // PAGE] * np.int32(PAGE) + batch.positions % PAGE
-        parts = batch.ids, batch.positions, batch.outputs, batch.query_starts, batch.kv_lengths, batch.states
+        draws = batch.draws if len(batch.draws) else np.zeros((len(batch.outputs), DRAW_WORDS), np.float32)
+        rows = draws.ravel().view(np.int32), batch.ids, batch.positions, batch.outputs
+        parts = *rows, batch.query_starts, batch.kv_lengths, batch.states
         words[:3] = n_tokens, len(batch.outputs), n_sequences
         for begin, values in zip(self._bounds[1:], (*parts, *slots), strict=False):
             words[begin : begin + len(values)] = values
@@ -425,38 +428,3 @@ def _arguments(values: Iterable[Any], n_rows: int) -> Iterator[Any]:
             yield np.float32(value)
         else:
             yield _NULL if value is None else value
-
-
-def rows_call(
-    name: str,
-    kernel: tuple[str, str],
-    slot: int,
-    grid: Callable[[int], tuple[int, ...]],
-    threads: int,
-    *values: Any,
-    defines: Mapping[str, int | str] | None = None,
-    operands: Sequence[Stored | Inputs | Buffer] = (),
-    cost: Callable[[BatchSizes], Cost] | None = None,
-) -> Call:
-    """A call of one kernel, whose launches differ in the number of rows alone.
-
-    Args:
-        kernel: the module and the name.
-        slot: what counts the rows: where a batch has none, nothing is launched.
-        grid: of so many rows.
-        values: see `arguments`.
-        operands: rows and buffers that the values point into, beside those that are values themselves.
-        cost: by default, that all rows and weights are read or written once.
-    """
-    rows = [value for value in (*values, *operands) if isinstance(value, Stored | Inputs)]
-    weight_bytes = sum(value.n_bytes for value in values if isinstance(value, DeviceMemory))
-
-    def launches(extent: Extent) -> Iterator[Launch]:
-        if n := extent.rows(slot):
-            yield Launch(*kernel, defines or {}, grid(n), (threads,), 0, arguments(*values, n_rows=n))
-
-    def all_rows(sizes: BatchSizes) -> Cost:
-        return Cost(sum(each.bytes_of(sizes.rows(each.slot)) for each in rows) + weight_bytes)
-
-    buffers = [value for value in (*values, *operands) if isinstance(value, Buffer)]
-    return Call(name, launches, [*rows, *buffers], cost or all_rows)

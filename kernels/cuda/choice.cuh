@@ -2,6 +2,8 @@
 #pragma once
 #include "common.cuh"
 
+DEVICE float infinity() { return __int_as_float(0x7f800000); }
+
 // Logits and their ids as integers of which the largest is the best: the largest logit, of equals the lowest id.  A NaN
 // is better than any number: it must not be missed.  No key is 0.
 DEVICE uint64_t key_of(float logit, int id) {

@@ -230,12 +230,35 @@ extern "C" __global__ void __launch_bounds__(SORT_THREADS, 1)
   if (threadIdx.x < k) parts[((size_t)blockIdx.y * gridDim.x + blockIdx.x) * k + threadIdx.x] = keys[threadIdx.x];
 }
 
+// How a row goes on: with the best of it, where top_k is 0.
+struct Draw {
+  float top_k, top_p, min_p, temperature, u;
+
+  // The place of what a sampler draws by u (localllm/sampling), but for its float64, among n logits, the largest first, of
+  // which it is given exp(x - largest) and exp((x - largest) / temperature).
+  __device__ __forceinline__ int place(const float* weights, const float* tempered, int n) const {
+    n = min(n, (int)top_k);
+    float total = 0.0f, sum = 0.0f;
+    int kept = 0, at = 0;
+    for (int i = 0; i < n; i++) total += weights[i];
+    while (kept < n && (kept == 0 || sum < top_p * total)) sum += weights[kept++];
+    while (kept > 1 && weights[kept - 1] < min_p) kept--;
+    total = sum = 0.0f;
+    for (int i = 0; i < kept; i++) total += tempered[i];
+    while (at < kept - 1 && (sum += tempered[at]) <= u * total) at++;
+    return at;
+  }
+};
+
 // found [2, rows, k]: the k best of each row, best first, of n_keys = k * (blocks of `top_parts`) keys; where a row has
-// fewer, the last ids are -1.  chosen [rows]: the best.  Grid: (rows).  k: 1 ... SORT_THREADS.
+// fewer, the last ids are -1.  chosen [rows], and behind `found` once more: what the row goes on with.  Grid: (rows).  k: 1
+// ... SORT_THREADS.
 extern "C" __global__ void __launch_bounds__(SORT_THREADS, 1)
     top_merge(const int* __restrict__ header, const uint64_t* __restrict__ parts, int n_keys, int k,
-              const float* __restrict__ logits, int stride, int* __restrict__ found, int* __restrict__ chosen) {
+              const float* __restrict__ logits, int stride, const Draw* __restrict__ draws, int* __restrict__ found,
+              int* __restrict__ chosen) {
   __shared__ uint64_t keys[SORTED];
+  __shared__ float weights[2][SORT_THREADS];
   if (blockIdx.x >= header[N_OUTPUTS]) return;
   const uint64_t* row = parts + (size_t)blockIdx.x * n_keys;
   if (threadIdx.x < k) keys[threadIdx.x] = 0;
@@ -243,10 +266,20 @@ extern "C" __global__ void __launch_bounds__(SORT_THREADS, 1)
     for (int i = threadIdx.x; i < SORTED - k; i += SORT_THREADS) keys[k + i] = first + i < n_keys ? row[first + i] : 0;
     sort_keys(keys);
   }
-  if (threadIdx.x >= k) return;
-  const uint64_t key = keys[threadIdx.x];
-  const size_t to = (size_t)blockIdx.x * k + threadIdx.x;
-  found[to] = key ? id_of(key) : -1;
-  if (threadIdx.x == 0) chosen[blockIdx.x] = id_of(key);
-  values_of(found, header, k)[to] = key ? logits[(size_t)blockIdx.x * stride + id_of(key)] : 0.0f;
+  const Draw draw = draws[blockIdx.x];
+  if (threadIdx.x < k) {
+    const uint64_t key = keys[threadIdx.x];
+    const size_t to = (size_t)blockIdx.x * k + threadIdx.x;
+    const float* row = logits + (size_t)blockIdx.x * stride;
+    const float x = key ? row[id_of(key)] : 0.0f, less = key ? x - row[id_of(keys[0])] : -infinity();
+    found[to] = key ? id_of(key) : -1;
+    values_of(found, header, k)[to] = x;
+    weights[0][threadIdx.x] = expf(less);
+    weights[1][threadIdx.x] = expf(less / draw.temperature);
+  }
+  __syncthreads();
+  if (threadIdx.x) return;
+  const int id = id_of(keys[draw.top_k > 0.0f ? draw.place(weights[0], weights[1], k) : 0]);
+  chosen[blockIdx.x] = id;
+  ((int*)values_of(found, header, k))[header[N_OUTPUTS] * k + blockIdx.x] = id;
 }

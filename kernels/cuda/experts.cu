@@ -9,8 +9,6 @@
 constexpr int ROUTE_WARPS = 4, GROUP_THREADS = 1024, MAX_EXPERTS = GROUP_THREADS, ALIGNMENT = 8, SUM_THREADS = 128;
 constexpr int MAX_GROUPS = 64;
 
-DEVICE float infinity() { return __int_as_float(0x7f800000); }
-
 // In the order of graph.GATINGS.
 enum { SOFTMAX, SIGMOID, SQRT_SOFTPLUS };
 

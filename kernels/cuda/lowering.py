@@ -39,7 +39,6 @@ from localllm.kernels.cuda.calls import (
     Stored,
     arguments,
     padded,
-    rows_call,
 )
 from localllm.kernels.cuda.driver import DeviceMemory, Launch
 from localllm.kernels.cuda.matmul import PackedFormat, ProductLimits
@@ -84,7 +83,7 @@ class Lowered:
         hidden: where hidden states that another device computed are put, if the graph begins with them.
         tables: rows of those that are looked up in, and whether by position.
         found: where the largest of the result is put, and where more of them are, if that is logits: ids, and behind
-            those of all rows their logits.
+            those of all rows their logits; of more than one a row, then ids that rows go on with.
         arena_bytes: what all buffers take.
     """
 
@@ -221,9 +220,40 @@ class Lowering:
         inputs = self.inputs[x, integers[0].input_kind] = self.new_inputs(integers[0], x, _SLOTS[x.rows])
         return None if is_alone else self.like(x), inputs
 
-    def call(self, *given: Any, **options: Any) -> None:
-        """Adds what `rows_call` makes."""
-        self.calls.append(rows_call(*given, **options))
+    def call(
+        self,
+        name: str,
+        kernel: tuple[str, str],
+        slot: int,
+        grid: Grid,
+        threads: int,
+        *values: Any,
+        defines: Mapping[str, int | str] | None = None,
+        operands: Sequence[Stored | Inputs | Buffer] = (),
+        cost: Callable[[BatchSizes], Cost] | None = None,
+    ) -> None:
+        """Adds a call of one kernel, whose launches differ in the number of rows alone.
+
+        Args:
+            kernel: the module and the name.
+            slot: what counts the rows: where a batch has none, nothing is launched.
+            grid: of so many rows.
+            values: see `arguments`.
+            operands: rows and buffers that the values point into, beside those that are values themselves.
+            cost: by default, that all rows and weights are read or written once.
+        """
+        rows = [value for value in (*values, *operands) if isinstance(value, Stored | Inputs)]
+        weight_bytes = sum(value.n_bytes for value in values if isinstance(value, DeviceMemory))
+
+        def launches(extent: Extent) -> Iterator[Launch]:
+            if n := extent.rows(slot):
+                yield Launch(*kernel, defines or {}, grid(n), (threads,), 0, arguments(*values, n_rows=n))
+
+        def all_rows(sizes: BatchSizes) -> Cost:
+            return Cost(sum(each.bytes_of(sizes.rows(each.slot)) for each in rows) + weight_bytes)
+
+        buffers = [value for value in (*values, *operands) if isinstance(value, Buffer)]
+        self.calls.append(Call(name, launches, [*rows, *buffers], cost or all_rows))
 
     def _omit_last(self, is_done: Callable[[Extent], bool], n: int = 1) -> None:
         """The last calls are not launched for extents where another one has done it."""
@@ -255,7 +285,7 @@ class Lowering:
         launch, row_bytes = matmul.embed_launch(format, 1), table.memory.n_bytes / table.n_out + y.bytes_of(1)
         chosen = None if op.by_position else self.chosen
         values = table.memory, columns.start, columns.stop, format.n_tiles(table.n_in), numbers, chosen, batch.header
-        options = {"defines": launch.defines, "cost": lambda sizes: Cost(sizes.n_tokens * row_bytes)}
+        options: dict[str, Any] = {"cost": lambda sizes: Cost(sizes.n_tokens * row_bytes), "defines": launch.defines}
         kernel = launch.module, launch.kernel
         self.call("embed", kernel, N_TOKENS, _each, launch.block[0], *values, float(op.scale), y, **options)
         return y
@@ -287,15 +317,8 @@ class Lowering:
         x, other = self.stored[gate], self.stored[up]
         ended, is_done = self.ends.get(result, (None, None))
         y, codes = (None, ended) if ended else self.result_of(result, both=True)
-        values = (
-            ACTIVATIONS.index(activation),
-            x.buffer,
-            None if other is None else other.buffer,
-            x.stride,
-            x.width,
-            *_written(y, codes),
-        )
-        operands = [x] if other is None else [x, other]
+        operands, up_buffer = ([x, other], other.buffer) if other else ([x], None)
+        values = ACTIVATIONS.index(activation), x.buffer, up_buffer, x.stride, x.width, *_written(y, codes)
         name = f"gate{' + quantise' if codes else ''}"
         self.elementwise(name, "gated", x, _columns(x), _GATE_THREADS, *values, operands=operands)
         if is_done is not None:
@@ -335,8 +358,8 @@ class Lowering:
     def choose(self, logits: Stored) -> tuple[Buffer, Buffer]:
         """Finds the largest of the logits: as many as an extent says."""
         n_parts, n_outputs, header = -(-logits.width // SORTED), self.limits.max_outputs, self.batch.header
-        best = Buffer(8 * n_outputs * min(MAX_TOP_K, logits.width))
-        parts = Buffer(best.n_bytes * n_parts)
+        found_bytes = 8 * n_outputs * min(MAX_TOP_K, logits.width)
+        best, parts = Buffer(found_bytes + 4 * n_outputs), Buffer(found_bytes * n_parts)
 
         def launches(extent: Extent) -> Iterator[Launch]:
             def launch(kernel: str, grid: tuple[int, ...], *values: Any) -> Launch:
@@ -348,7 +371,7 @@ class Lowering:
                 yield launch("argmax", (n,), logits, logits.width, self.chosen)
             elif k and n:
                 yield launch("top_parts", (n_parts, n), logits, logits.width, k, parts)
-                yield launch("top_merge", (n,), parts, n_parts * k, k, logits, best, self.chosen)
+                yield launch("top_merge", (n,), parts, n_parts * k, k, logits, self.batch.draws, best, self.chosen)
 
         cost = lambda sizes: Cost(logits.bytes_of(sizes.n_outputs))  # noqa: E731
         self.calls.append(Call("choice", launches, [logits, best, parts, self.chosen], cost))
@@ -706,7 +729,7 @@ class Lowering:
 
         grid, values = (lambda n: (-(-width // _SUM_COLUMNS), n)), (products, width, y, int(op.residual is not None))
         given = batch.header, chosen.places, weights, chosen.mixture.k
-        options = {"operands": [chosen.buffer], "cost": cost}
+        options: dict[str, Any] = {"operands": [chosen.buffer], "cost": cost}
         self.call("add experts", ("experts", "add_experts"), N_TOKENS, grid, _SUM_THREADS, *given, *values, **options)
 
         def launches(extent: Extent) -> Iterator[Launch]:
@@ -732,7 +755,7 @@ class Lowering:
         k, weights = chosen.mixture.k, chosen.weights if is_weighted else None
         given = self.batch.header, chosen.places, chosen.ids, weights, self.weights.vector(bias), k, y, y.width
         grid = lambda n: (-(-y.width // _SUM_COLUMNS), k * n)  # noqa: E731
-        operands = [chosen.buffer, y]
+        operands: list[Stored | Buffer] = [chosen.buffer, y]
         self.call(
             "finish experts", ("experts", "finish_experts"), N_TOKENS, grid, _SUM_THREADS, *given, operands=operands
         )

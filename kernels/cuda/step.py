@@ -69,10 +69,11 @@ class _Slot:
 
 @dataclass(eq=False)
 class _Found:
-    """Pinned memory for ids and their logits, int32 [2, rows, k]; and when they have come."""
+    """Pinned memory for ids and their logits, int32 [2, rows, k], and what rows go on with; and when it has come."""
 
     event: Event
     numbers: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
+    chosen: NDArray[np.int32] | None = None
 
 
 class Watch(Protocol):
@@ -338,12 +339,14 @@ class CUDAStep(Step):
         found = self._host_found[0]
         self._host_found.reverse()
         self.driver.synchronize(found.event)  # what it held, somebody may have run and never read
-        if found.numbers.nbytes < 8 * n * k:
-            found.numbers = self._pinned(8 * self.limits.max_outputs * k).view(np.int32)
+        size = 2 * n * k + (n if k > 1 else 0)
+        if len(found.numbers) < size:
+            found.numbers = self._pinned(4 * self.limits.max_outputs * (2 * k + 1)).view(np.int32)
         if n:
-            self.driver.download(found.numbers[: 2 * n * k], self.memory(self._found[k > 1], 8 * n * k), self.stream)
+            self.driver.download(found.numbers[:size], self.memory(self._found[k > 1], 4 * size), self.stream)
         self.driver.record(found.event, self.stream)
-        return _Found(found.event, found.numbers[: 2 * n * k].reshape(2, n, k))
+        numbers = found.numbers[: 2 * n * k].reshape(2, n, k)
+        return _Found(found.event, numbers, found.numbers[2 * n * k : size] if k > 1 else numbers[0, :, 0])
 
     def send(self, n: int, to: DeviceMemory, stream: Stream) -> None:
         """Brings the first ``n`` rows of the result to another device, in whose stream they are copied."""
@@ -409,7 +412,7 @@ class CUDAOutput(Output):
             raise KernelError(f"{k} of {self.width} logits cannot be chosen: 1 to {most} can")
         self.step.driver.synchronize(found.event)
         ids, logits = found.numbers[:, :, :k]
-        best = TopK(ids, logits.view(np.float32))
+        best = TopK(ids, logits.view(np.float32), chosen=found.chosen)
         if not whole:
             return best
         rows = self.step.download(*(range(i, i + 1) for i in whole))

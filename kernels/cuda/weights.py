@@ -154,14 +154,8 @@ class WeightLoader:
                 launch = pack_launch(format, n, n_in)
                 begin, end = (format.packed_bytes(rows, n_in) for rows in (first, first + n))
                 sizes = np.int32(n), np.int64(row_bytes), np.int32(n_in), np.int32(format.n_tiles(n_in))
-                driver.launch(
-                    module,
-                    launch.kernel,
-                    launch.grid,
-                    launch.block,
-                    [raw, packed.at(begin, end - begin), *sizes],
-                    self._stream,
-                )
+                arguments = raw, packed.at(begin, end - begin), *sizes
+                driver.launch(module, launch.kernel, launch.grid, launch.block, arguments, self._stream)
                 driver.record(place.packed, self._stream)
         finally:
             for stream in (self._uploads, self._stream):
@@ -173,15 +167,8 @@ class WeightLoader:
             self._staging = ()
             n_bytes = max(n_bytes, self._chunk_bytes)
             driver, device = self._driver, self.device
-            self._staging = tuple(
-                _Staging(
-                    driver.pinned(n_bytes),
-                    driver.allocate(device, n_bytes),
-                    driver.event(device),
-                    driver.event(device),
-                )
-                for _ in range(2)
-            )
+            buffers = ((driver.pinned(n_bytes), driver.allocate(device, n_bytes)) for _ in range(2))
+            self._staging = tuple(_Staging(*both, driver.event(device), driver.event(device)) for both in buffers)
         return self._staging
 
     def _read(self, weight: Weight, format: PackedFormat, rows: NDArray[np.uint8], to: NDArray[np.uint8]) -> None:

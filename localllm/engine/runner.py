@@ -35,7 +35,8 @@ class Chunk:
         n_outputs: for how many of the last of them logits are wanted.
         start: position of the first of them; what the cache holds from there on is overwritten.
         adapters: how much of each adapter it gets; none at all for nothing of any.
-        goes_on: whether the token with the largest logit is likely to be evaluated next.
+        goes_on: whether the token that a device can choose is likely to be evaluated next.
+        draws: how it chooses that, and the one after it (`Batch.draws`); nothing for the largest logits.
     """
 
     sequence: CachedSequence
@@ -44,6 +45,7 @@ class Chunk:
     start: int
     adapters: tuple[float, ...] = ()
     goes_on: bool = field(default=False, compare=False)
+    draws: Sequence[tuple[float, ...]] = field(default=(), compare=False)
 
 
 class ModelRunner:
@@ -109,7 +111,7 @@ class ModelRunner:
         coming = self._begin(following, top_k, len(following)) if following else None
         best = output.top_k(top_k)
         if coming is not None:
-            ids = best.ids[:, 0].tolist()
+            ids = (best.ids[:, 0] if best.chosen is None else best.chosen).tolist()
             chosen = [replace(chunk, ids=[id_]) for chunk, id_ in zip(following, ids, strict=True)]
             self._ahead = chosen, top_k, coming
         return best
@@ -118,10 +120,10 @@ class ModelRunner:
         return self._step.run(replace(make_batch(chunks, self.cache.page_size), top_k=top_k, n_chosen=n_chosen))
 
     def _following(self, chunks: Sequence[Chunk]) -> list[Chunk]:
-        """What comes after these if each goes on with its likeliest token; nothing where that is not to be
-        evaluated yet, because a sequence has no page for it, or a state that it would change for good."""
+        """What comes after these if each goes on with the token that a device chooses; nothing where that is not to
+        be evaluated yet, because a sequence has no page for it, or a state that it would change for good."""
         following = [
-            replace(chunk, ids=[~i], start=chunk.start + len(chunk.ids))
+            replace(chunk, ids=[~i], start=chunk.start + len(chunk.ids), draws=chunk.draws[1:])
             for i, chunk in enumerate(chunks)
             if chunk.goes_on and chunk.n_outputs == 1
         ]
@@ -204,6 +206,7 @@ def make_batch(chunks: Sequence[Chunk], page_size: int) -> Batch:
     if n_adapters := max(len(chunk.adapters) for chunk in chunks):
         shares = [chunk.adapters or (0.0,) * n_adapters for chunk in chunks]
         adapters = np.repeat(np.array(shares, np.float32), [len(chunk.ids) for chunk in chunks], axis=0)
+    draws = [(chunk.draws or [(0.0,) * 5])[0] for chunk in chunks for _ in range(chunk.n_outputs)]
     return Batch(
         ids=np.array(ids, np.int32),
         positions=np.array(positions, np.int32),
@@ -213,4 +216,5 @@ def make_batch(chunks: Sequence[Chunk], page_size: int) -> Batch:
         outputs=np.array(outputs, np.int32),
         states=np.array([chunk.sequence.state for chunk in chunks], np.int32),
         adapters=adapters,
+        draws=np.array(draws, np.float32).reshape(-1, 5),
     )

@@ -54,9 +54,10 @@ class Scheduled:
         start = len(sequence)
         ids = request.tokens[start : start + self.n_tokens] + request.drafts[: self.n_drafts]
         n_outputs = request.n_outputs(start, self.n_tokens, self.n_drafts)
-        is_greedy = request.sampler is not None and not request.sampler.sampling.temperature
-        goes_on = is_greedy and request.drafter is None and request.max_tokens != request.n_generated + 1
-        return Chunk(sequence, ids, n_outputs, start, request.adapters, goes_on)
+        sampler, draws = request.sampler, () if request.sampler is None else request.sampler.draws(2)
+        is_foreseen = bool(draws) or (sampler is not None and not sampler.sampling.temperature)
+        goes_on = is_foreseen and request.drafter is None and request.max_tokens != request.n_generated + 1
+        return Chunk(sequence, ids, n_outputs, start, request.adapters, goes_on, draws if goes_on else ())
 
 
 class StepTimes:

@@ -5,9 +5,9 @@ from localllm.sampling.sampler import (
     Choice,
     LogitsProcessor,
     Sampler,
+    UniformNumbers,
     greedy,
     make_sampler,
-    uniform_numbers,
 )
 
-__all__ = ["Choice", "LogitsProcessor", "Sampler", "Sampling", "greedy", "make_sampler", "uniform_numbers"]
+__all__ = ["Choice", "LogitsProcessor", "Sampler", "Sampling", "UniformNumbers", "greedy", "make_sampler"]

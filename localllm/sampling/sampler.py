@@ -137,6 +137,7 @@ class Sampler:
         choose: Callable[[Candidates], int] | None,
         n_enough: int,
         constraint: Constraint | None = None,
+        uniform: UniformNumbers | None = None,
     ) -> None:
         self.sampling = sampling
         self.seed = seed
@@ -147,6 +148,15 @@ class Sampler:
         self._choose = choose  # None: take the largest logit
         self.n_enough = n_enough
         self._constraint = constraint
+        self._uniform = uniform
+
+    def draws(self, n: int) -> list[tuple[float, ...]]:
+        """How the next choices are made among the `n_enough` largest logits, as `Batch.draws` of a backend; none
+        where they are not drawn, or more decides."""
+        s = self.sampling
+        if not self._uniform or not self.n_enough or s.logit_bias or s.typical_p < 1 or s.xtc_probability > 0:
+            return []
+        return [(s.top_k, s.top_p, s.min_p, s.temperature, u) for u in self._uniform.ahead(n)]
 
     @property
     def is_complete(self) -> bool:
@@ -287,6 +297,7 @@ def make_sampler(
     if constraint is not None:
         listeners.append(constraint.accept)
     seed = secrets.randbits(32) if sampling.seed is None else sampling.seed
+    uniform = UniformNumbers(seed) if sampling.temperature > 0 else None
     return Sampler(
         sampling,
         seed=seed,
@@ -294,9 +305,10 @@ def make_sampler(
         n_vocab=n_vocab,
         adjustments=adjustments,
         listeners=listeners,
-        choose=_make_choose(sampling, uniform_numbers(seed)) if sampling.temperature > 0 else None,
+        choose=_make_choose(sampling, uniform) if uniform else None,
         n_enough=0 if trackers or sampling.processors or constraint else _n_enough(sampling, n_vocab),
         constraint=constraint,
+        uniform=uniform,
     )
 
 
@@ -381,11 +393,24 @@ def _truncations(sampling: Sampling, uniform: Callable[[], float]) -> list[Step]
     return chain
 
 
-def uniform_numbers(seed: int) -> Callable[[], float]:
+class UniformNumbers:
     """Random numbers, 0 <= u < 1, in steps of 2^-53.
 
     From the raw output of PCG64, which NumPy keeps stable from version to version; the methods of its
     ``Generator`` are free to change.
     """
-    bits = np.random.PCG64(seed)
-    return lambda: (int(bits.random_raw()) >> 11) * 2.0**-53
+
+    def __init__(self, seed: int) -> None:
+        self._bits = np.random.PCG64(seed)
+        self._known: list[float] = []
+
+    def __call__(self) -> float:
+        (number,) = self.ahead(1)
+        del self._known[0]
+        return number
+
+    def ahead(self, n: int) -> list[float]:
+        """What the next calls will give."""
+        while len(self._known) < n:
+            self._known.append((int(self._bits.random_raw()) >> 11) * 2.0**-53)
+        return self._known[:n]

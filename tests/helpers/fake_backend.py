@@ -18,6 +18,8 @@ from localllm.engine.engine import Engine
 from localllm.engine.runner import ModelRunner, max_outputs, n_cache_pages
 from localllm.kernels.backend import Batch, HostOutput, Output, Step, TopK, top_k
 from localllm.kernels.graph import Graph
+from localllm.sampling import candidates
+from localllm.sampling.candidates import Candidates
 
 N_VOCAB = 97
 PAGE_SIZE = 4
@@ -137,8 +139,13 @@ class FakeStep(Step):
         for n, row in enumerate(batch.outputs):
             self._own[n] = logits_after(histories[row])
         logits = self._own[: len(batch.outputs)]
-        self._ids = logits.argmax(1) if batch.top_k else np.zeros(0, np.int32)
-        return FakeLogits(logits, self.chosen)
+        self._ids = np.zeros(len(logits) if batch.top_k else 0, np.int32)
+        for i, (row, (k, top_p, min_p, temperature, u)) in enumerate(zip(logits, batch.draws.tolist(), strict=True)):
+            if batch.top_k:
+                best = candidates.top_k(Candidates(np.arange(len(row)), row), max(1, int(k)))
+                kept = candidates.min_p(candidates.top_p(best, top_p), min_p or 1e-9) if k else best
+                self._ids[i] = kept.ids[candidates.draw(candidates.temper(kept, temperature), u) if k else 0]
+        return FakeLogits(logits, self.chosen, self._ids)
 
 
 @dataclass(frozen=True)
@@ -146,6 +153,7 @@ class FakeLogits(HostOutput):
     """Logits that note how many of them are asked for."""
 
     chosen: list[tuple[int, list[int]]]
+    ids: NDArray[np.int32]
 
     def rows(self) -> NDArray[np.float32]:
         self.chosen.append((0, []))
@@ -153,7 +161,7 @@ class FakeLogits(HostOutput):
 
     def top_k(self, k: int, whole: Sequence[int] = ()) -> TopK:
         self.chosen.append((k, list(whole)))
-        return top_k(self.matrix, k)._replace(whole={i: self.matrix[i] for i in whole})
+        return top_k(self.matrix, k)._replace(whole={i: self.matrix[i] for i in whole}, chosen=self.ids)
 
 
 def _write_and_read(batch: Batch, cache: FakeCache) -> list[NDArray[np.int32]]:

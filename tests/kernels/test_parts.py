@@ -63,7 +63,7 @@ def test_the_largest_logits(ops: Ops) -> None:
     cache = ops.new_cache(NO_CACHE, 1)
     step: Any = ops.compile(lambda: ops.outputs(ops.embed(table)), cache, max_tokens=4, max_outputs=4)
     for rows, k in (([0, 1, 2, 3], 1), ([3, 0], 7), ([1, 2, 1], 100), ([], 3)):
-        ids, found, whole = step.top_k(make_batch([(range(4), 0, [0])], outputs=rows), k, range(len(rows))[1:3])
+        ids, found, whole, _ = step.top_k(make_batch([(range(4), 0, [0])], outputs=rows), k, range(len(rows))[1:3])
         assert set(whole) == {*range(len(rows))[1:3]}
         for i, row in whole.items():
             np.testing.assert_array_equal(row, logits[rows[i]])

@@ -13,6 +13,7 @@ from localllm.kernels.cuda import matmul
 from localllm.kernels.cuda.driver import DeviceMemory
 from localllm.kernels.graph import ACTIVATIONS
 from localllm.quant.types import GGMLType
+from localllm.sampling import Sampling, make_sampler
 from tests.cuda_on_cpu import build, nvrtc
 from tests.cuda_on_cpu.emulated_driver import EmulatedDriver
 from tests.cuda_on_cpu.module import ORDERS, Order
@@ -201,31 +202,48 @@ def test_argmax(checked: Device, n: int) -> None:
     np.testing.assert_array_equal(values, x[range(6), found])
 
 
-def top(device: Device, x: Array, k: int) -> tuple[Array, Array]:
-    """Ids and values of the largest, [rows, k]."""
+def top(device: Device, x: Array, k: int, draws: Array | None = None) -> tuple[Array, Array, Array]:
+    """Ids and values of the largest, [rows, k], and what rows go on with."""
     n_rows, n = x.shape
     wide, chunks = padded(x), -(-n // SORTED)
     head, rows, stride = header(device, 0, n_rows), device.upload(wide), np.int32(wide.shape[1])
     parts = device.empty(8 * n_rows * chunks * k)
-    found, chosen = device.empty(8 * n_rows * k), device.empty(4 * n_rows)
+    found, chosen = device.empty(8 * n_rows * k + 4 * n_rows), device.empty(4 * n_rows)
+    given = device.upload(np.zeros((n_rows, 5), np.float32) if draws is None else draws)
     launch(device, "top_parts", (chunks, n_rows), 1024, [head, rows, stride, np.int32(n), np.int32(k), parts])
     sizes = np.int32(chunks * k), np.int32(k)
-    launch(device, "top_merge", (n_rows,), 1024, [head, parts, *sizes, rows, stride, found, chosen])
+    launch(device, "top_merge", (n_rows,), 1024, [head, parts, *sizes, rows, stride, given, found, chosen])
     ids, values = device.download(found, np.int32, 2, n_rows, k)
-    np.testing.assert_array_equal(device.download(chosen, np.int32, n_rows), ids[:, 0])
-    return ids, values.view(np.float32)
+    going_on = device.download(chosen, np.int32, n_rows)
+    np.testing.assert_array_equal(device.download(found, np.int32, (2 * k + 1) * n_rows)[-n_rows:], going_on)
+    return ids, values.view(np.float32), going_on
 
 
 @pytest.mark.parametrize(("n", "k"), [(2, 1), (5000, 3), (5000, 700), (2049, 1024)])
 def test_top_k(device: Device, n: int, k: int) -> None:
     x = logits(n)
-    found, values = top(device, x, k)
+    found, values, chosen = top(device, x, k)
     np.testing.assert_array_equal(found, best(x, k))
     np.testing.assert_array_equal(values, np.take_along_axis(x, found, 1))
+    np.testing.assert_array_equal(chosen, found[:, 0])
 
 
 def test_fewer_than_k(device: Device) -> None:
     x = random(1, 3)
-    found, _ = top(device, x, 5)
+    found, _, _ = top(device, x, 5)
     np.testing.assert_array_equal(found[0, :3], best(x, 3)[0])
     np.testing.assert_array_equal(found[0, 3:], -1)
+
+
+WITHOUT = {"top_p": 1.0, "min_p": 0.0, "temperature": 2.0}
+
+
+@pytest.mark.parametrize("settings", [{}, WITHOUT, {"top_k": 1}, {"top_p": 0.3}, {"min_p": 0.5}], ids=str)
+def test_what_is_drawn_is_what_a_sampler_draws(checked: Device, settings: dict[str, float]) -> None:
+    """By the random numbers that it will use, of the logits that it will be given; another row takes its best."""
+    sampling, x = Sampling(**({"top_k": 40, "seed": 5} | settings)), 3 * random(30, 5000)
+    sampler = make_sampler(sampling, 5000)
+    draws = np.array([*sampler.draws(29), (0.0,) * 5], np.float32)
+    ids, values, chosen = top(checked, x, sampler.n_enough, draws)
+    expected = [sampler.among(*row).id for row in zip(ids[:29], values[:29], strict=True)]
+    assert chosen.tolist() == [*expected, ids[29, 0]]

@@ -196,6 +196,12 @@ def soft_capped(device: Device) -> Array:
     return row_launch(device, "softcap", 3, 700, cap_inputs(device, 40 * random(3, 700), 30), False)
 
 
+def drawn(device: Device) -> Array:
+    draws = np.array([[700, 1, 0, 1, 0.999]], np.float32)
+    ids, _, chosen = top(device, random(1, 4000), 700, draws)
+    return np.append(ids, chosen)
+
+
 def ceiling(kernel: str) -> Case:
     def run(device: Device) -> Array:
         roofline = CUDARoofline(device.driver, 0, n_bytes=N_READ, rounds=3)
@@ -252,7 +258,7 @@ CASES = {
     "gather_rows": elementwise("gather_rows", lambda d: gathered(d, random(5, 530), WANTED)),
     "argmax": elementwise("argmax", lambda d: largest(d, logits(5000))[0]),
     "top_parts": elementwise("top_parts", lambda d: top(d, logits(4000)[:1], 700)[0]),
-    "top_merge": elementwise("top_merge", lambda d: top(d, logits(4000)[:1], 700)[0]),
+    "top_merge": elementwise("top_merge", drawn),
     "group_by_expert": Case("group_by_expert", "experts", {}, grouped),
     "add_experts": mixture("add_experts", "experts", 7, {}),
     "quantise gathered": mixture("quantise", "quantise", 7, quantised(T.Q4_0).defines),

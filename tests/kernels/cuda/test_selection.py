@@ -12,6 +12,8 @@ import pytest
 from localllm.engine.drafting import Drafts
 from localllm.engine.drafting.cost import StepCost
 from localllm.engine.drafting.lookup import LookupDrafter
+from localllm.kernels.backend import Batch, Output
+from localllm.kernels.cuda.step import CUDAOutput, CUDAStep
 from localllm.llm import LLM
 from localllm.quant.types import GGMLType
 from tests.helpers import tiny_models
@@ -26,10 +28,10 @@ PROMPT = [int(i) for i in np.random.default_rng(5).integers(3, N_VOCAB, 9)]
 #: Settings, and the bytes that come from the device for a token.
 SETTINGS: dict[str, tuple[dict[str, Any], int]] = {
     "greedy": ({"temperature": 0}, 8),
-    "greedy without an end": ({"temperature": 0, "ignore_eos": True}, 8 * 64),
-    "defaults": ({}, 8 * 64),
-    "a high temperature": ({"temperature": 5, "top_k": 100, "top_p": 1, "min_p": 0}, 8 * 256),
-    "XTC": ({"temperature": 2, "top_k": 20, "xtc_probability": 0.5}, 8 * 64),
+    "greedy without an end": ({"temperature": 0, "ignore_eos": True}, 8 * 64 + 4),
+    "defaults": ({}, 8 * 64 + 4),
+    "a high temperature": ({"temperature": 5, "top_k": 100, "top_p": 1, "min_p": 0}, 8 * 256 + 4),
+    "XTC": ({"temperature": 2, "top_k": 20, "xtc_probability": 0.5}, 8 * 64 + 4),
     "a penalty": ({"temperature": 0, "repeat_penalty": 1.2}, 4 * 3008),
     "log-probabilities": ({"temperature": 0, "logprobs": 1}, 4 * 3008),
     "all tokens": ({"top_k": 0}, 4 * 3008),
@@ -65,6 +67,22 @@ def test_the_text_is_that_of_all_logits(load: Callable[..., LLM], path: Path, fu
         assert write(llm, options, N_FEW) == expected, name
         assert driver.downloaded_bytes == N_FEW * n_bytes, name
         assert driver.calls["download"] == N_FEW
+
+
+@pytest.mark.parametrize("name", ["greedy", "defaults", "a high temperature"])
+def test_the_next_token_is_begun_with_the_one_that_the_device_draws(
+    load: Callable[..., LLM], path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """And none is begun in vain: it draws what the sampler will."""
+    run, begun = CUDAStep.run, list[int]()
+
+    def watched(step: CUDAStep, batch: Batch, hidden: Output | None = None) -> CUDAOutput:
+        begun.append(batch.n_chosen)
+        return run(step, batch, hidden)
+
+    monkeypatch.setattr(CUDAStep, "run", watched)
+    write(load(path, emulated_cuda()), SETTINGS[name][0])
+    assert begun == [0] + (N_WRITTEN - 1) * [1]
 
 
 @pytest.mark.parametrize(
@@ -124,4 +142,4 @@ def test_a_draft_model_on_a_device(
     assert written.drafts is not None
     assert written.drafts.accepted == written.drafts.drafted > 0
     checked = 8 * (1 + written.drafts.steps + written.drafts.drafted)
-    assert driver.downloaded_bytes == checked + 8 * 64 * written.drafts.drafted
+    assert driver.downloaded_bytes == checked + (8 * 64 + 4) * written.drafts.drafted

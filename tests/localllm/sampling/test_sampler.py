@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from localllm.declared_options import CheckedOptions, LoadOptions, declared
 from localllm.errors import ModelError, UsageError
-from localllm.sampling import Sampling, greedy, make_sampler, uniform_numbers
+from localllm.sampling import Sampling, UniformNumbers, greedy, make_sampler
 
 Logits = npt.NDArray[np.float32]
 
@@ -329,7 +329,7 @@ def test_mirostat_takes_the_place_of_the_truncations() -> None:
 
 
 def test_uniform_numbers_are_pcg64s() -> None:
-    uniform = uniform_numbers(12345)
+    uniform = UniformNumbers(12345)
     numbers = [uniform() for _ in range(4)]
     # The first numbers in NumPy's own documentation of default_rng(12345).
     assert numbers[:3] == [0.22733602246716966, 0.31675833970975287, 0.7973654573327341]
