@@ -26,8 +26,10 @@ from localllm.quant.types import BLOCK_SIZES, GGMLType
 
 # Values that a thread encodes at a time.
 _CHUNK = 1 << 16
-# More than blocks with float16 scales can hold, and little enough for sums of squares.
-_MOST = 1e15
+# The largest value that each type can be given: of floats what is not rounded to infinity, of others more than blocks
+# with float16 scales can hold, and little enough for sums of squares.
+_MOST = {GGMLType.F32: 3.4028235e38, GGMLType.F16: 65519.99, GGMLType.BF16: 3.3961774e38}
+_MOST_OF_BLOCKS = 1e15
 # Types in which large values can count more: see `_favouring_large`.
 _COARSE, _WITH_WEIGHTS = (GGMLType.Q2_K, GGMLType.Q3_K), (GGMLType.Q4_K, GGMLType.IQ4_XS)
 # What is added to the diagonal of XᵀX, as a part of its mean.
@@ -84,7 +86,7 @@ def quantize(
     def encode(first: int) -> None:
         with np.errstate(all="ignore"):  # what overflows is found
             chunk = rows[first : first + step].astype(np.float32, copy=False)
-            if not (np.abs(chunk) <= most).all():
+            if not -most <= chunk.min() <= chunk.max() <= most:  # NaN is neither
                 raise _unfit(type)
             if feedback is None or type not in FEEDBACK:
                 x = chunk.reshape(-1, size.length)
@@ -93,7 +95,7 @@ def quantize(
                 done = _encode_with_feedback(chunk.copy(), type, importance, feedback.factor, favours_large)
         blocks[first : first + step] = done.reshape(len(chunk), -1, size.n_bytes)
 
-    most = np.finfo(np.float32).max if size.length == 1 else _MOST
+    most = _MOST.get(type, _MOST_OF_BLOCKS)
     step = max(_CHUNK // n, 1)
     starts = range(0, len(rows), step)
     if len(starts) < 2:
@@ -168,7 +170,7 @@ def _encode(x: Floats, type: GGMLType, weights: Floats) -> Bytes:
         case GGMLType.F32:
             return x.astype("<f4").view(np.uint8)
         case GGMLType.F16:
-            return _finite_half(x, type).view(np.uint8)
+            return x.astype("<f2").view(np.uint8)
         case GGMLType.BF16:
             return _bfloat16(x)
         case GGMLType.MXFP4:
@@ -201,12 +203,14 @@ def _finite_half(values: Floats, type: GGMLType) -> npt.NDArray[np.float16]:
 
 
 def _bfloat16(x: Floats) -> Bytes:
-    bits = x.view(np.uint32)
     # To nearest, ties to even: adds one where the lower half is above 0x8000, or at it and the rest odd.
-    rounded = (bits + (0x7FFF + (bits >> 16 & 1)) >> 16).astype("<u2")
-    if (rounded & 0x7F80 == 0x7F80).any():
-        raise _unfit(GGMLType.BF16)
-    return rounded.view(np.uint8)
+    bits = x.view(np.uint32)
+    rounded = bits >> 16
+    rounded &= 1
+    rounded += 0x7FFF
+    rounded += bits
+    rounded >>= 16
+    return rounded.astype("<u2").view(np.uint8)
 
 
 # -- Formats of codes ----------------------------------------------------------------------------------------------
@@ -227,13 +231,18 @@ def _tries(top: float, least: float, most: float, low: float = 0.0) -> Floats:
     levels = np.linspace(least, most, n) * top
     if low:
         levels = np.concatenate([np.linspace(least, most, n) * low, levels])
-    return np.stack([np.zeros(_LANES), levels], axis=1).astype(np.float32)
+    return np.stack([np.zeros(_LANES), levels]).astype(np.float32)
 
 
 def _tries_with_min(top: float, least: float, most: float) -> Floats:
     """Candidates: the smallest value up to ``most`` levels below the lowest, the largest as far above the highest."""
     beyond = np.linspace(least, most, 8)
-    return np.array([(-u, top + v) for u in np.linspace(least, most, 4) for v in beyond], np.float32)
+    return np.array([(-u, top + v) for u in np.linspace(least, most, 4) for v in beyond], np.float32).T.copy()
+
+
+def _few(top: float, least: float, most: float, n: int) -> Floats:
+    """Candidates of `rounding.encode_alike`: ``top`` times ``least`` … ``most``."""
+    return (np.geomspace(least, most, n) * top).astype(np.float32)
 
 
 @dataclass(frozen=True, eq=False)
@@ -247,6 +256,7 @@ class _Codes:
         s_lo, s_hi, m_hi: the ranges of the sub-blocks' integer scales and minima, where there are any.
         s_tries: candidates for the block's scale (and minimum).
         table: the values of the codes, where they are not integers in order.
+        few: candidates that do where all weights are alike, in formats of one symmetric scale.
     """
 
     lo: int
@@ -258,16 +268,17 @@ class _Codes:
     m_hi: int = 0
     s_tries: Floats | None = None
     table: Floats | None = None
+    few: Floats | None = None
 
 
 _IQ4 = _halves_table(IQ4_VALUES)
 
 _CODES: dict[GGMLType, _Codes] = {
-    GGMLType.Q4_0: _Codes(-8, 7, _tries(7, 0.8, 1.8, low=-8)),
+    GGMLType.Q4_0: _Codes(-8, 7, _tries(7, 0.8, 1.8, low=-8), few=_few(-8, 0.9, 1.4, 10)),
     GGMLType.Q4_1: _Codes(0, 15, _tries_with_min(15, -0.5, 1.3), has_min=True),
-    GGMLType.Q5_0: _Codes(-16, 15, _tries(15, 0.85, 1.3, low=-16)),
+    GGMLType.Q5_0: _Codes(-16, 15, _tries(15, 0.85, 1.3, low=-16), few=_few(-16, 0.93, 1.22, 10)),
     GGMLType.Q5_1: _Codes(0, 31, _tries_with_min(31, -0.5, 1.3), has_min=True),
-    GGMLType.Q8_0: _Codes(-127, 127, _tries(127, 0.96, 1.05)),
+    GGMLType.Q8_0: _Codes(-127, 127, _tries(127, 0.96, 1.05), few=_few(127, 0.96, 1, 4)),
     GGMLType.Q2_K: _Codes(
         0, 3, _tries_with_min(3, -0.4, 1), True, s_hi=15, m_hi=15, s_tries=_tries(15, 0.75, 1.25)
     ),
@@ -288,8 +299,8 @@ _CODES: dict[GGMLType, _Codes] = {
         -127, 113, _tries(113, 0.75, 1.5, low=-127),
         s_lo=-32, s_hi=31, s_tries=_tries(31, 0.85, 1.05, low=-32), table=_IQ4,
     ),
-    GGMLType.TQ1_0: _Codes(-1, 1, _tries(1, 0.5, 7)),
-    GGMLType.TQ2_0: _Codes(-1, 1, _tries(1, 0.5, 7)),
+    GGMLType.TQ1_0: _Codes(-1, 1, _tries(1, 0.5, 7), few=_few(1, 0.5, 7, 12)),
+    GGMLType.TQ2_0: _Codes(-1, 1, _tries(1, 0.5, 7), few=_few(1, 0.5, 7, 12)),
 }  # fmt: skip
 
 
@@ -303,12 +314,16 @@ def _codes(x: Floats, type: GGMLType, weights: Floats) -> tuple[npt.NDArray[np.i
     scales = np.empty((len(x), 2), np.float32)
     integers = np.empty((2, len(x), form.block_length // form.sub_length), np.int16)
     single = np.float32
+    if codes.few is not None and weights.min() == weights.max():
+        rounding.encode_alike(x, single(codes.lo), single(codes.hi), codes.few, out, scales)
+        return out, scales, integers
     table = _NONE if codes.table is None else codes.table
     s_tries = codes.tries if codes.s_tries is None else codes.s_tries
     rounding.encode(
         x, weights, form.sub_length, single(codes.lo), single(codes.hi), table, codes.has_min,
         single(0 if codes.m_hi else np.inf), single(codes.s_lo), single(codes.s_hi), single(codes.m_hi),
         codes.tries, s_tries, s_tries, out, scales, integers,
+        np.empty(rounding.TABLE, single), np.empty((6, integers.shape[2]), single),
     )  # fmt: skip
     return out, scales, integers
 
@@ -342,7 +357,7 @@ def _encode_with_feedback(
         errors = np.empty(x.shape, np.float32)
         rounding.feed_back(
             x, form.sub_length, single(codes.lo), single(codes.hi), table, np.ascontiguousarray(factor[here, here]),
-            out, scales, integers if codes.s_hi else integers[:0], errors,
+            out, scales, integers if codes.s_hi else integers[:0], errors, np.empty(length, single),
         )  # fmt: skip
         rows[:, here.stop :] -= errors @ factor[here, here.stop :]
         blocks.append(_packed(type, out, scales, integers))
@@ -449,9 +464,16 @@ def _encode_rows(x: Floats, type: GGMLType, weights: Floats) -> Bytes:
     integers = np.empty((n, 256 // rows.sub), np.uint8)
     top = 2 * rows.s_hi + 1
     tries = np.geomspace(*rows.tries, rows.n_tries).astype(np.float32) * books.near.max()
+    n_books, _, length, _ = books.near.shape
+    found = np.empty((2, 256 // rows.sub, n_books, rows.sub // length, rows.n_tries), np.float32)
+    space = (
+        *found, np.empty(found.shape[1:], np.int32), np.empty(found.shape[3], np.int64),
+        np.empty(rounding.TABLE, np.float32), np.empty((2, len(found[0])), np.float32), np.empty(256, np.float32),
+    )  # fmt: skip
     rounding.encode_rows(
         x, weights, rows.sub, books.lowest, books.step, books.top, books.near, rows.signed, rows.even, rows.s_hi,
         _halves_table(range(1, top + 1, 2)), tries, _tries(top, 0.6, 1.15), points, masks, scales, integers,
+        space,
     )  # fmt: skip
     index = books.index.ravel()[points]
     if type is GGMLType.IQ1_M:

@@ -10,7 +10,7 @@ are from three weighted sums: of q, of q² and of q times the values.  So for ea
 3. **Settle**: for that scale take for each sub-block the integer scale (and minimum) that really has the least error;
    then the block's scale by least squares for all codes together.
 
-A sweep over every scale at which a code changes would be exact; in tests (`tests/quant/test_rounding.py`) the
+A sweep over every scale at which a code changes would be exact; in tests (`tests/quant/test_encode.py`) the
 candidates here come within a percent of its error, at a tenth of its time, because candidates are lanes of the
 processor's vectors: the loops over them are innermost and of constant length, so that LLVM finds the vectors.
 
@@ -36,31 +36,26 @@ STEPS = np.array([[c - LANES // 2, 0] for c in range(LANES)], np.float32).T.copy
 STEPS_WITH_MIN = np.array([[c // 5 - 3, c % 5 - 2] for c in range(LANES)], np.float32).T.copy()
 
 
-def _compiled(**options):
-    """A decorator that compiles; where nothing can be kept on disk, for this process only."""
+def jit(function):
+    """Compile a function that is given no NaN and no infinity, and that allocates nothing.
 
-    def decorate(function):
-        try:
-            return njit(cache=True, nogil=True, error_model="numpy", **options)(function)
-        except RuntimeError:
-            return njit(nogil=True, error_model="numpy", **options)(function)
-
-    return decorate
-
-
-jit = _compiled(fastmath={"nsz", "arcp", "contract", "afn", "reassoc"})
-#: For what is given no NaN and no infinity.
-jit_finite = _compiled(fastmath=True)
+    So it need not count references to arrays (``_nrt``), which takes as long as rounding a sub-block does.
+    """
+    options = {"nogil": True, "error_model": "numpy", "fastmath": True, "_nrt": False}
+    try:
+        return njit(cache=True, **options)(function)
+    except RuntimeError:  # nothing can be kept on disk
+        return njit(**options)(function)
 
 
 @jit
 def half(x):
     """``x`` as float16 would store it."""
-    if x == 0 or not math.isfinite(x):
-        return np.float32(x)
-    _, exponent = math.frexp(x)
-    unit = math.ldexp(1.0, max(exponent - 11, -24))
-    return np.float32(np.rint(x / unit) * unit)
+    if abs(x) < np.float32(2**-14):
+        return np.rint(x * np.float32(2**24)) * np.float32(2**-24)
+    bits = np.int64(np.float32(x).view(np.uint32))
+    bits += 0xFFF + (bits >> 13 & 1)  # to nearest, ties to even
+    return np.uint32(bits & 0xFFFFE000).view(np.float32)
 
 
 @jit
@@ -142,7 +137,7 @@ def best(t, sw, sx, affine, m_most):
     return t[INV + c], t[SCALE + c], t[MIN + c], t[SQQ + c]
 
 
-@jit_finite
+@jit
 def highest(values):
     """Where the highest of `LANES` values is."""
     most = values[0]
@@ -160,7 +155,7 @@ def fit(x, w, lo, hi, lut, affine, m_most, tries, t):
 
     Args:
         m_most: the highest minimum allowed (0 in formats that subtract it).
-        tries: [LANES, 2], the levels that the smallest and the largest value are put at; in symmetric formats 0
+        tries: [2, LANES], the levels that the smallest and the largest value are put at; in symmetric formats 0
             and the level that the value farthest from zero is put at.
 
     Returns:
@@ -180,13 +175,13 @@ def fit(x, w, lo, hi, lut, affine, m_most, tries, t):
     if abs(span) < np.float32(1e-30):  # 1 / span would not be finite; in float16 it is 0 anyway
         return np.float32(0), low if affine else np.float32(0), np.float32(0)
     for c in range(LANES):
-        t[INV + c] = (tries[c, 1] - tries[c, 0]) / span
-        t[OFF + c] = tries[c, 0] - low * t[INV + c] if affine else np.float32(0)
+        t[INV + c] = (tries[1, c] - tries[0, c]) / span
+        t[OFF + c] = tries[0, c] - low * t[INV + c] if affine else np.float32(0)
     scan(x, w, lo, hi, lut, t)
     most, scale, minimum, sqq = best(t, sw, sx, affine, m_most)
     # No second look in tables, where it costs ten times as much and finds less; nor where levels are so many that one
     # scale is as good as the next, or so few that the first look has tried all that matter.
-    if lut.size or not np.float32(2) < hi - lo < np.float32(254):
+    if lut.size or not np.float32(2) < hi - lo < np.float32(60):
         return scale, minimum, sqq
     # Once more around the best scale: steps of 1/100 in symmetric formats; else of 1/30, and of 1/8 of a level.
     for c in range(LANES):
@@ -225,7 +220,41 @@ def choose(x, w, lo, hi, lut, t, d, dmin, affine, s, m, s_lo, s_hi, m_hi):
 
 
 @jit
-def encode(x, weights, sub, lo, hi, lut, affine, m_most, s_lo, s_hi, m_hi, tries, s_tries, m_tries, out, ds, ss):
+def encode_alike(x, lo, hi, tries, out, ds):
+    """What `encode` does, in a third of its time, where all weights are alike and blocks have nothing but a scale.
+
+    Here a vector holds values, not candidates, of which a few well chosen ones are then as good as many.
+
+    Args:
+        x, lo, hi, out, ds: as in `encode`.
+        tries: [n], the levels that the value farthest from zero is put at.
+    """
+    for b in range(x.shape[0]):
+        low, high = np.float32(0), np.float32(0)
+        for i in range(x.shape[1]):
+            low = min(low, x[b, i])
+            high = max(high, x[b, i])
+        span = high if high > -low else low
+        per_level = np.float32(1) / span if abs(span) > np.float32(1e-30) else np.float32(0)
+        most, scale = np.float32(0), np.float32(0)
+        for c in range(tries.size):
+            inv = tries[c] * per_level
+            sqq, sqx = np.float32(0), np.float32(0)
+            for i in range(x.shape[1]):
+                q = min(max(np.rint(x[b, i] * inv), lo), hi)
+                sqq += q * q
+                sqx += q * x[b, i]
+            best = sqx * inverse(sqq)
+            scale = best if best * sqx > most else scale
+            most = max(most, best * sqx)
+        ds[b, 0], ds[b, 1] = half(scale), 0
+        code(x[b], inverse(ds[b, 0]), np.float32(0), lo, hi, ds[b, :0], out[b])
+
+
+@jit
+def encode(
+    x, weights, sub, lo, hi, lut, affine, m_most, s_lo, s_hi, m_hi, tries, s_tries, m_tries, out, ds, ss, t, part
+):
     """Encode blocks.
 
     Args:
@@ -239,10 +268,7 @@ def encode(x, weights, sub, lo, hi, lut, affine, m_most, s_lo, s_hi, m_hi, tries
         ss: int16 [2, n_blocks, length / sub], receives integer scales and minima.
     """
     n_sub = x.shape[1] // sub
-    t = np.empty(TABLE, np.float32)
-    # Of each sub-block: scale, minimum, their weights, and the integers for them.
-    part = np.empty((6, n_sub), np.float32)
-    none = np.zeros(0, np.float32)
+    none = lut[:0]
     for b in range(x.shape[0]):
         w = weights[b % weights.shape[0]]
         for j in range(n_sub):
@@ -294,7 +320,7 @@ def encode(x, weights, sub, lo, hi, lut, affine, m_most, s_lo, s_hi, m_hi, tries
 
 
 @jit
-def feed_back(x, sub, lo, hi, lut, factor, out, ds, ss, errors):
+def feed_back(x, sub, lo, hi, lut, factor, out, ds, ss, errors, y):
     """Encode blocks once more with scales as they are, each value with what rounding those before it did wrong.
 
     A column's error is made up for by the columns behind it, as far as the inputs of both go together.  Within the
@@ -306,9 +332,9 @@ def feed_back(x, sub, lo, hi, lut, factor, out, ds, ss, errors):
         out, ds, ss: what `encode` gave; ``ss`` is empty without integer scales.  ``out`` receives the new codes.
         errors: float32 [n_blocks, length], receives the error of each value, over its part of the factor.
     """
-    y = np.empty(x.shape[1], np.float32)
     for b in range(x.shape[0]):
-        y[:] = x[b]
+        for i in range(y.size):
+            y[i] = x[b, i]
         for i in range(y.size):
             scale, minimum = ds[b, 0], ds[b, 1]
             if ss.size:
@@ -381,7 +407,7 @@ def choose_rows(s, a, b, rows):
 
 @jit
 def encode_rows(
-    x, weights, sub, lowest, step, top, near, signed, even, s_hi, lut, tries, s_tries, points, masks, ds, ss
+    x, weights, sub, lowest, step, top, near, signed, even, s_hi, lut, tries, s_tries, points, masks, ds, ss, space
 ):
     """Encode blocks of 256 values as rows of a codebook, with a sign for each value or a choice of two codebooks.
 
@@ -404,19 +430,16 @@ def encode_rows(
         masks: uint8 [n_blocks, 32], receives signs, or 255 where the second codebook was chosen.
         ds: float32 [n_blocks], receives scales for which 2 S + 1 are the factors, not yet rounded to float16.
         ss: uint8 [n_blocks, 256 / sub], receives S.
+        space: room to work in: of each sub-block, codebook, row and scale tried Σ w x row, Σ w row² and the row; rows
+            chosen; a table; of each sub-block the scale and its weight; the block's values.
     """
     n_books, _, length, _ = near.shape
     n_sub, n_groups, n_tries = 256 // sub, sub // length, tries.size
-    a = np.empty((n_sub, n_books, n_groups, n_tries), np.float32)
-    b = np.empty((n_sub, n_books, n_groups, n_tries), np.float32)
-    row = np.empty((n_sub, n_books, n_groups, n_tries), np.int32)
-    rows = np.empty(n_groups, np.int64)
-    t = np.empty(TABLE, np.float32)
-    part = np.empty((2, n_sub), np.float32)
-    y = np.empty(256, np.float32)
+    a, b, row, rows, t, part, y = space
     for block in range(x.shape[0]):
         w = weights[block % weights.shape[0]]
-        masks[block] = 0
+        for k in range(32):
+            masks[block, k] = 0
         for i in range(256):
             y[i] = x[block, i]
             if signed and y[i] < 0:
@@ -471,7 +494,8 @@ def encode_rows(
             for k in range(n_groups):
                 points[block, n_groups * j + k] = row[j, chosen, k, rows[k]]
             if chosen == 1:
-                masks[block, sub // 8 * j : sub // 8 * (j + 1)] = 255
+                for k in range(sub // 8 * j, sub // 8 * (j + 1)):
+                    masks[block, k] = 255
         ds[block] = numerator * inverse(denominator)
 
 

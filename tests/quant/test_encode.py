@@ -26,7 +26,7 @@ RELATIVE_RMS = {
     T.F32: (0.0, 0.0),
     T.F16: (0.00022, 0.00022),
     T.BF16: (0.0018, 0.0018),
-    T.Q8_0: (0.0048, 0.0042),
+    T.Q8_0: (0.0050, 0.0042),
     T.Q6_K: (0.0168, 0.0140),
     T.Q5_K: (0.0347, 0.0290),
     T.Q5_1: (0.0338, 0.0275),
@@ -180,15 +180,18 @@ def sweep(x: Floats, w: Floats, levels: npt.NDArray[np.float64]) -> float:
     ids=lambda value: value.name if isinstance(value, GGMLType) else "",
 )
 @pytest.mark.parametrize("shape", ["normal", "heavy tails"])
-def test_scales_are_as_good_as_the_best_there_is(type: GGMLType, levels: list[int], shape: str) -> None:
+@pytest.mark.parametrize("weighted", [True, False], ids=["weighted", "alike"])
+def test_scales_are_as_good_as_the_best_there_is(
+    type: GGMLType, levels: list[int], shape: str, weighted: bool
+) -> None:
     rng = np.random.default_rng(6)
     x = (rng.standard_normal(2048) if shape == "normal" else rng.standard_t(3, 2048)).astype(np.float32)
-    w = importance(2048)
+    w = importance(2048) if weighted else np.ones(2048, np.float32)
     length = BLOCK_SIZES[type].length
     blocks, weights = x.reshape(-1, length), w.reshape(-1, length)
     best = sum(sweep(b, v, np.asarray(levels, np.float64)) for b, v in zip(blocks, weights, strict=True))
     ours = float((w * (x - decoded(x[None], type, w)[0]) ** 2).sum())
-    assert best * 0.999 <= ours <= best * 1.01
+    assert best * 0.999 <= ours <= best * (1.01 if weighted else 1.02)
 
 
 @settings(deadline=None, max_examples=40)
