@@ -44,6 +44,12 @@ def read_adapter(name: str, path: Path, file: GGUFFile) -> Adapter:
     if lacking or not pairs:
         what = f"only one of the two matrices of {quoted(lacking[0])}" if lacking else "no low-rank matrices"
         raise ModelError(f"{path_text(path)} has {what}: it is not an adapter, or damaged")
+    for part, both in pairs.items():
+        if not all(matrix.size and np.isfinite(matrix).all() for matrix in both):
+            raise ModelError(
+                f"{path_text(path)} has for {quoted(part)} an empty matrix, or values that are NaN or infinite: the "
+                "adapter is damaged; get it again"
+            )
     parts = {part: (a, b * np.float32(scale(part, len(a)))) for part, (a, b) in pairs.items()}
     adapter = Adapter(name, parts)
     check(adapter, {tensor: info.shape for tensor, info in file.tensors.items()})
@@ -113,7 +119,9 @@ def _read_peft(folder: Path, file: GGUFFile) -> _Read:
         raise ModelError(
             f"the adapter {path_text(folder)} has an alpha_pattern or rank_pattern, which is not supported"
         )
-    alpha, root = float(config.get("lora_alpha", 8)), bool(config.get("use_rslora"))
+    alpha, root = config.get("lora_alpha", 8), bool(config.get("use_rslora"))
+    if type(alpha) not in (int, float) or not abs(alpha) < 1e30:  # NaN is not less
+        raise ModelError(f"adapter_config.json has lora_alpha = {quoted(alpha)}, which must be a number")
     return {name: (a, b) for name, (a, b) in found.items()}, lambda _, rank: alpha / (rank**0.5 if root else rank)
 
 

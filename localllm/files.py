@@ -6,11 +6,15 @@ import codecs
 import errno
 import os
 import shutil
+import sys
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Self
 
 from localllm.errors import OutputError, UsageError, path_text
+
+if sys.platform != "win32":
+    import fcntl
 
 #: Bytes of a text at most: more fit into no context, and what never ends, as /dev/zero, is not read on.
 MAX_TEXT_BYTES = 64 << 20
@@ -57,7 +61,7 @@ class NewFile:
         is_resumable: keep what was written when Ctrl-C stops it, as a kill does anyway.
 
     Raises:
-        OutputError: it cannot be written, or there is not enough space.
+        OutputError: it cannot be written, there is not enough space, or another program writes it now.
     """
 
     def __init__(self, path: Path, n_bytes: int, *, is_resumable: bool = False) -> None:
@@ -65,6 +69,7 @@ class NewFile:
         self.n_bytes = n_bytes
         self.is_resumable = is_resumable
         self._partial = path.with_name(path.name + ".part")
+        self._lock = -1  # a descriptor of it that holds a lock
 
     def __enter__(self) -> Self:
         try:
@@ -75,12 +80,36 @@ class NewFile:
                     f"{path_text(self.path)} takes {self.n_bytes:,} bytes but the disk has {free:,} left: "
                     "make space, or write to another disk"
                 )
-            self._file = self._partial.open("r+b") if n_kept else self._partial.open("w+b")
+            self._file = open(self._partial, "r+b", opener=_create)
+            self._claim()
             self._file.truncate(n_kept)
             self._file.seek(n_kept)
         except OSError as error:
             raise self._error(error) from error
         return self
+
+    def _claim(self) -> None:
+        """Keep other programs from writing the file, until it has its name; on Windows nothing does.
+
+        Raises:
+            OutputError: one writes it now.
+        """
+        if sys.platform == "win32":
+            return
+        self._lock = os.dup(self._file.fileno())
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_ours = os.path.samestat(os.fstat(self._lock), self._partial.stat())
+        except (BlockingIOError, FileNotFoundError):
+            is_ours = False
+        except OSError:
+            is_ours = True  # a file system without locks
+        if not is_ours:
+            self._file.close()
+            self._release()
+            raise OutputError(
+                f"another program writes {path_text(self.path)} now: wait for it, or choose another name"
+            )
 
     def _n_kept(self) -> int:
         """How many bytes of an earlier, unfinished file stay."""
@@ -121,24 +150,39 @@ class NewFile:
                 self.sync()
                 self._file.close()
                 os.replace(self._partial, self.path)
-        except OSError as failure:
-            raise self._error(failure) from failure
-        finally:
-            if self.is_resumable and kind in (KeyboardInterrupt, GeneratorExit):
+            elif self.is_resumable and kind in (KeyboardInterrupt, GeneratorExit):
                 self._file.close()
             else:
                 self._discard()
+        except BaseException as failure:
+            self._discard()
+            if isinstance(failure, OSError):
+                raise self._error(failure) from failure
+            raise
+        finally:
+            self._release()
 
     def _discard(self) -> None:
-        """Remove what was written, unless it has its name already."""
+        """Remove what was written."""
         try:
             self._file.close()  # which may try to write again
         except OSError:
             self._file.raw.close()
         self._partial.unlink(missing_ok=True)
+        self._release()
+
+    def _release(self) -> None:
+        """Let others write the file."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
 
     def _error(self, error: OSError) -> OutputError:
         shown = path_text(self.path)
         if error.errno in (errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)):
             return OutputError(f"{shown} cannot be written, the disk is full: make space, or write to another disk")
         return OutputError(f"{shown} cannot be written ({error.strerror or error}): choose another place")
+
+
+def _create(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_CREAT, 0o666)

@@ -6,6 +6,7 @@ So it can be written by `localllm.quantize`, in any type.
 from __future__ import annotations
 
 import re
+import struct
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -168,6 +169,15 @@ class Checkpoint:
             }
             | vocabulary_keys(folder, config, n_vocab)
         )
+        for key, value in self.metadata.items():
+            try:
+                if not isinstance(value, list) or not key.startswith("tokenizer."):
+                    encode_value(value)
+            except (TypeError, ValueError, KeyError, OverflowError, struct.error):
+                raise ModelError(
+                    f"the files of {path_text(folder)} give {quoted(value)} for the key {quoted(key)}, which no GGUF "
+                    "file can have: download them again"
+                ) from None
         try:
             read_model(self)
             if has_block(self):
@@ -186,7 +196,7 @@ class Checkpoint:
 
 
 def _architecture(config: Config, values: Mapping[str, Any]) -> str:
-    wanted = {values.get("model_type"), config.values.get("model_type")}
+    wanted = {str(values.get("model_type")), str(config.values.get("model_type"))}
     found = [name for name, each in ARCHITECTURES.items() if wanted & set(each.hf_types.split())]
     if found[1:] and config.values.get("use_bidirectional_attention"):
         return next(name for name in found if ARCHITECTURES[name].is_encoder)
@@ -218,7 +228,7 @@ def _sampling(values: Mapping[str, Any]) -> dict[str, Any]:
     found = {}
     for theirs, ours in _SAMPLING.items():
         value = values.get(theirs)
-        if isinstance(value, int | float) and not isinstance(value, bool):
+        if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e30:
             found[f"general.sampling.{ours}"] = int(value) if theirs == "top_k" else float(value)
     return found
 

@@ -136,20 +136,39 @@ def _scaled(beside: Mapping[str, FileTensor], settings: Mapping[str, Any]) -> So
         with np.errstate(invalid="ignore"):  # NaN is found when it is written
             return bfloat16(read_float32(weight) * read_scale())
 
+    zero = beside.get("weight_zero_point")
+    if zero is not None and weight.dtype == "I8" and not is_block and zero.read().any():
+        zeros = read_float32(zero).reshape(-1, 1)
+        return Source(
+            weight.shape,
+            GGMLType.F16,
+            lambda: ((read_float32(weight) - zeros) * read_scale()).astype(np.float16),
+        )
     if weight.dtype != "I8" or is_block or columns % 32:
         return Source(weight.shape, GGMLType.BF16, values)
 
     def blocks() -> Array:
         integers = weight.read().reshape(rows, -1, 32)
         d = np.broadcast_to(read_scale()[:, :, None], (rows, columns // 32, 1))
-        return np.concatenate([_bytes(d, "<f2"), integers.view(np.uint8)], axis=2).reshape(rows, -1)
+        return np.concatenate([_scale_bytes(d, weight.name), integers.view(np.uint8)], axis=2).reshape(rows, -1)
 
     return Source(weight.shape, GGMLType.Q8_0, values, blocks)
 
 
-def _bytes(values: Array, dtype: str) -> Array:
-    """[…, n] as bytes […, n * size]."""
-    return np.ascontiguousarray(values.astype(dtype)).view(np.uint8)
+def _scale_bytes(scales: Array, name: str) -> Array:
+    """[…, n] as the bytes […, 2 n] of float16.
+
+    Raises:
+        ModelError: they are no such numbers.
+    """
+    with np.errstate(over="ignore"):
+        halves = np.ascontiguousarray(scales.astype("<f2"))
+    if not np.isfinite(halves).all():
+        raise ModelError(
+            f"tensor {quoted(name)} has scales that are NaN, infinite or too large for float16: the checkpoint is "
+            "damaged; download it again"
+        )
+    return halves.view(np.uint8)
 
 
 # -- Integers of 4 and 8 bits with scales of groups ----------------------------------------------------------------
@@ -159,6 +178,7 @@ def _bytes(values: Array, dtype: str) -> Array:
 class _Groups:
     """Rows of integers 0 … 2^bits - 1 in groups: a value is (integer - zero of its group) * scale of its group."""
 
+    name: str
     integers: NDArray[np.uint8]  # [rows, columns]
     zeros: NDArray[np.uint8]  # [rows, groups]
     scales: NDArray[np.float32]  # [rows, groups]
@@ -173,9 +193,9 @@ class _Groups:
         first = self.groups[::32]
         scales, zeros = self.scales[:, first, None], self.zeros[:, first, None]
         halves = self.integers.reshape(len(self.integers), -1, 2, 16)
-        parts = [_bytes(scales, "<f2"), halves[:, :, 0] | halves[:, :, 1] << 4]
+        parts = [_scale_bytes(scales, self.name), halves[:, :, 0] | halves[:, :, 1] << 4]
         if type is GGMLType.Q4_1:
-            parts.insert(1, _bytes(-scales * zeros, "<f2"))
+            parts.insert(1, _scale_bytes(-scales * zeros, self.name))
         return np.concatenate(parts, axis=2).reshape(len(self.integers), -1)
 
 
@@ -190,6 +210,18 @@ def _grouped(
         return Source(shape, GGMLType.F16, lambda: read().values())
     type = GGMLType.Q4_0 if (zeros == 8).all() else GGMLType.Q4_1
     return Source(shape, type, lambda: read().values(), lambda: read().blocks(type))
+
+
+def _groups(columns: int, n_groups: int) -> NDArray[np.int32]:
+    """The group of each column, where groups have a power of two of columns, the last perhaps fewer, or all as many.
+
+    Raises:
+        ValueError: there are no such groups.
+    """
+    for size in (*(1 << power for power in range(4, 24)), columns // n_groups):
+        if -(-columns // size) == n_groups:
+            return np.arange(columns, dtype=np.int32) // size
+    raise ValueError(f"{n_groups} groups for {columns} columns")
 
 
 def _unpacked(words: Array, bits: int, order: list[int] | None = None) -> NDArray[np.uint8]:
@@ -220,13 +252,13 @@ def _gptq_or_awq(beside: Mapping[str, FileTensor], settings: Mapping[str, Any]) 
     def zeros_and_groups() -> tuple[Array, Array]:
         zeros = _unpacked(packed_zeros.read(), bits, order).T + np.uint8(more)
         index = beside["g_idx"].read() if "g_idx" in beside and is_gptq else None
-        return zeros, np.arange(columns, dtype=np.int32) // -(-columns // n_groups) if index is None else index
+        return zeros, _groups(columns, n_groups) if index is None else index
 
     def read() -> _Groups:
         words = weight.read()
         integers = _unpacked(np.ascontiguousarray(words.T), bits) if is_gptq else _unpacked(words, bits, order).T
         zeros, groups = zeros_and_groups()
-        return _Groups(np.ascontiguousarray(integers), zeros, read_float32(scales).T, groups)
+        return _Groups(weight.name, np.ascontiguousarray(integers), zeros, read_float32(scales).T, groups)
 
     return _grouped((rows, columns), bits, read, zeros_and_groups())
 
@@ -254,12 +286,13 @@ def _packed(beside: Mapping[str, FileTensor], settings: Mapping[str, Any]) -> So
             zeros = _unpacked(words, bits)[:, :rows].T
         if "weight_g_idx" in beside:
             return zeros, beside["weight_g_idx"].read()
-        return zeros, np.arange(columns, dtype=np.int32) // -(-columns // n_groups)
+        return zeros, _groups(columns, n_groups)
 
     def read() -> _Groups:
         integers = _unpacked(weight.read(), bits)[:, :columns]
         zeros, groups = zeros_and_groups()
-        return _Groups(np.ascontiguousarray(integers), zeros, read_float32(scale).reshape(rows, n_groups), groups)
+        scales = read_float32(scale).reshape(rows, n_groups)
+        return _Groups(weight.name, np.ascontiguousarray(integers), zeros, scales, groups)
 
     return _grouped((rows, columns), bits, read, zeros_and_groups())
 
@@ -280,9 +313,11 @@ def _mxfp4(weight: FileTensor, scales: FileTensor, shape: tuple[int, ...]) -> So
         return bfloat16((_FP4[codes()] * powers[..., None]).reshape(shape))
 
     def blocks() -> Array:
-        found = codes()
+        found, powers = codes(), scales.read()
+        if (powers == 255).any():
+            raise ModelError(f"tensor {quoted(scales.name)} has scales that are NaN: download the checkpoint again")
         halves = found[..., :16] | found[..., 16:] << 4
-        return np.concatenate([scales.read()[..., None], halves], axis=-1).reshape(*shape[:-1], -1)
+        return np.concatenate([powers[..., None], halves], axis=-1).reshape(*shape[:-1], -1)
 
     return Source(shape, GGMLType.MXFP4, values, blocks)
 
@@ -300,9 +335,14 @@ def _nvfp4(
         raise ValueError(f"scales {list(scales.shape)} for {list(shape)}")
 
     def values() -> Array:
-        one = factor or divisor
-        whole = 1.0 if one is None else float(read_float32(one).reshape(-1)[0]) ** (1 if factor else -1)
+        whole = np.float32(1)
+        if factor is not None:
+            whole = read_float32(factor).reshape(-1)[0]
+        elif divisor is not None:
+            with np.errstate(divide="ignore"):  # infinity is found when it is written
+                whole = 1 / read_float32(divisor).reshape(-1)[0]
         found = _FP4[_nibbles(weight.read()).reshape(shape[0], -1, 16)]
-        return bfloat16((found * (read_float32(scales) * whole)[..., None]).reshape(shape))
+        with np.errstate(invalid="ignore"):
+            return bfloat16((found * (read_float32(scales) * whole)[..., None]).reshape(shape))
 
     return Source(shape, GGMLType.BF16, values)

@@ -40,26 +40,30 @@ def vocabulary_keys(folder: Path, config: Config, n_vocab: int) -> dict[str, Any
     Raises:
         TokenizerError: there is no tokenizer, or one of a kind that GGUF files of these architectures have not.
     """
-    settings, json = read_json(folder / "tokenizer_config.json"), read_json(folder / "tokenizer.json")
-    added = _added_tokens(settings, json, read_json(folder / "added_tokens.json"))
     try:
-        if (folder / "tokenizer.model").is_file():
-            keys = _sentencepiece(folder / "tokenizer.model", added, n_vocab)
-        elif json and json["model"]["type"] == "WordPiece":
-            keys = _word_piece(json, added)
-        elif json and json["model"]["type"] == "Unigram":
-            keys = _unigram(folder / "tokenizer.json", json, added, n_vocab)
-        elif json:
-            keys = _bpe(folder / "tokenizer.json", json, added, n_vocab)
-        else:
-            raise TokenizerError(f"{path_text(folder)} has no tokenizer.model or tokenizer.json: download them")
-    except (TypeError, KeyError, AttributeError, ValueError, IndexError) as error:
+        return _keys(folder, config, n_vocab)
+    except (TypeError, KeyError, AttributeError, ValueError, IndexError, OverflowError) as error:
         raise TokenizerError(
             f"the tokenizer of {path_text(folder)} is damaged ({type(error).__name__}: {error!s:.100}): "
             "download it again"
         ) from error
-    if "type_vocab_size" in config.values:
-        keys["tokenizer.ggml.token_type_count"] = config.type_vocab_size
+
+
+def _keys(folder: Path, config: Config, n_vocab: int) -> dict[str, Any]:
+    settings, json = read_json(folder / "tokenizer_config.json"), read_json(folder / "tokenizer.json")
+    added = _added_tokens(settings, json, read_json(folder / "added_tokens.json"))
+    if (folder / "tokenizer.model").is_file():
+        keys = _sentencepiece(folder / "tokenizer.model", added, n_vocab)
+    elif not json:
+        raise TokenizerError(f"{path_text(folder)} has no tokenizer.model or tokenizer.json: download them")
+    elif json["model"]["type"] == "WordPiece":
+        keys = _word_piece(json, added)
+    elif json["model"]["type"] == "Unigram":
+        keys = _unigram(folder / "tokenizer.json", json, added, n_vocab)
+    else:
+        keys = _bpe(folder / "tokenizer.json", json, added, n_vocab)
+    if type(n_types := config.values.get("type_vocab_size")) is int:
+        keys["tokenizer.ggml.token_type_count"] = n_types
     tokens = keys["tokenizer.ggml.tokens"]
     ids = {token: i for i, token in enumerate(tokens)}
     for name, key in _SPECIAL.items():
@@ -175,7 +179,9 @@ def _read_tokenizer(path: Path) -> Any:
 
     try:
         return tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library has no type for it
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the library has no type for it, and where it panics that is no Exception
         raise TokenizerError(f"{path_text(path)} cannot be read ({error!s:.100}): download it again") from error
 
 

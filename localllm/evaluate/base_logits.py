@@ -87,9 +87,15 @@ class BaseLogits:
         return int(self.tokens.shape[1])
 
     def log_probabilities(self, chunk: int) -> Floats:
-        """float32 [rows_of_chunk, n_vocab]."""
+        """float32 [rows_of_chunk, n_vocab].
+
+        Raises:
+            UsageError: the file has none.
+        """
         rows = self._rows[chunk]
         scale, lowest = np.ascontiguousarray(rows[:, :4]).view("<f4").T[:, :, None]
+        if not (np.isfinite(scale).all() and np.isfinite(lowest).all()):
+            raise UsageError(f"{path_text(self.path)} is damaged: it has logits that are not finite; write it again")
         steps: Floats = rows[:, 4 : 4 + self.n_vocab].astype(np.float32)
         steps *= scale
         steps += lowest

@@ -37,7 +37,7 @@ def pairs(seed: int, rank: int) -> dict[str, tuple[Array, Array]]:
     rng = np.random.default_rng(seed)
 
     def matrix(*shape: int) -> Array:
-        return rng.normal(0, shape[1] ** -0.5, shape).astype(np.float32)
+        return rng.normal(0, max(shape[1], 1) ** -0.5, shape).astype(np.float32)
 
     return {
         f"model.layers.{i}.{name}": (matrix(rank, n_in), matrix(n_out, rank))
@@ -181,10 +181,22 @@ def test_what_is_no_adapter_for_the_model_is_said(base: Path, adapters: dict[str
             (base, "is not an adapter"),
             (write_peft(tmp_path / "dora", 1, use_dora=True), "use_dora"),
             (write_peft(tmp_path / "ia3", 1, peft_type="IA3"), "of the kind 'IA3'"),
+            (write_peft(tmp_path / "alpha", 1, lora_alpha="8"), "lora_alpha = '8', which must be a number"),
+            (write_peft(tmp_path / "huge", 1, lora_alpha=1e300), "lora_alpha = 1e\\+300, which must be a number"),
             (tmp_path, "has no adapter_config.json"),
         ):
             with pytest.raises(ModelError, match=message):
                 read_adapter("x", path, file)
+        for rank, odd in ((0, 0.0), (4, np.nan), (4, np.inf)):
+            folder = write_peft(tmp_path / f"{rank} {odd}", 1, rank)
+            tensors = {
+                f"base_model.model.{name}.lora_{part}.weight": matrix * np.float32(odd)
+                for name, both in pairs(1, rank).items()
+                for part, matrix in zip("AB", both, strict=True)
+            }
+            write_safetensors(folder / "adapter_model.safetensors", tensors)
+            with pytest.raises(ModelError, match="an empty matrix, or values that are NaN"):
+                read_adapter("x", folder, file)
         (tmp_path / "dora" / "adapter_config.json").write_text('{"r": 4}')
         (tmp_path / "dora" / "adapter_model.safetensors").write_bytes(b"\2\0\0\0\0\0\0\0{!")
         with pytest.raises(ModelError, match="not a whole safetensors file"):

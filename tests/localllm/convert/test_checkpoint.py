@@ -146,6 +146,10 @@ BAD: list[tuple[dict[str, Any], type[LocalLLMError], str]] = [
     ({"num_hidden_layers": 4}, ModelError, "block_count is 4, but the file has tensors of 3 layers"),
     ({"rope_scaling": "linear"}, ModelError, "rope_scaling = 'linear', which must be an object"),
     ({"rope_scaling": {"rope_type": "llama3"}}, ModelError, "do not make a llama model"),
+    ({"model_type": ["llama"]}, UnsupportedArchitectureError, "which localllm does not convert"),
+    ({"vocab_size": {"a": 1}}, ModelError, "give {'a': 1} for the key 'llama.vocab_size'"),
+    ({"vocab_size": -1}, ModelError, "give -1 for the key 'llama.vocab_size'"),
+    ({"vocab_size": 1e300}, ModelError, r"give 1e\+300 for the key 'llama.vocab_size'"),
 ]
 
 

@@ -209,3 +209,62 @@ def test_groups_that_are_not_there_are_refused(group: int, tmp_path: Path) -> No
 def test_other_bits_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="has 3 bits"):
         source(tmp_path, gptq(ZEROS), bits=3)
+
+
+def test_the_last_group_may_be_shorter(tmp_path: Path) -> None:
+    """96 columns are a group of 64 and one of 32."""
+    tensors = {
+        "x.weight_packed": packed(INTEGERS[:, :96]),
+        "x.weight_scale": SCALES,
+        "x.weight_shape": np.array([ROWS, 96], np.int32),
+    }
+    found = source(tmp_path, tensors)
+    assert found.type is GGMLType.Q4_0
+    np.testing.assert_allclose(floats(found.values()), expected(EIGHTS)[:, :96], rtol=1e-3)
+    for n_columns, n_groups in ((96, 4), (64, 5)):
+        tensors["x.weight_packed"] = packed(INTEGERS[:, :n_columns])
+        tensors["x.weight_scale"] = np.ones((ROWS, n_groups), np.float16)
+        tensors["x.weight_shape"] = np.array([ROWS, n_columns], np.int32)
+        if n_groups == 4:  # of 24 columns each
+            assert source(tmp_path, tensors).blocks is None
+        else:
+            with pytest.raises(ModelError, match="5 groups for 64 columns"):
+                source(tmp_path, tensors)
+
+
+def test_int8_with_zero_points(tmp_path: Path) -> None:
+    integers = RNG.integers(-128, 128, (ROWS, COLUMNS)).astype(np.int8)
+    zeros = RNG.integers(-128, 128, (ROWS, 1)).astype(np.int8)
+    tensors = {"x.weight": integers, "x.weight_scale": SCALES[:, :1], "x.weight_zero_point": zeros}
+    wanted = (integers - zeros.astype(np.float32)) * SCALES[:, :1]
+    np.testing.assert_allclose(floats(source(tmp_path, tensors).values()), wanted, rtol=1e-3)
+    found = source(tmp_path, tensors | {"x.weight_zero_point": np.zeros_like(zeros)})
+    assert found.type is GGMLType.Q8_0
+
+
+@pytest.mark.parametrize("odd", [np.nan, np.inf, 1e6])
+def test_scales_that_float16_does_not_hold_are_refused(odd: float, tmp_path: Path) -> None:
+    odd_scales = SCALES.astype(np.float32)
+    odd_scales[3, 1] = odd
+    int8 = {"x.weight": INTEGERS.astype(np.int8), "x.weight_scale": odd_scales[:, 1:].copy()}
+    for tensors in (
+        gptq(ZEROS) | {"x.scales": odd_scales.T.copy()},
+        gptq(EIGHTS) | {"x.scales": odd_scales.T.copy()},
+        int8,
+    ):
+        found = source(tmp_path, tensors, bits=4)
+        assert found.blocks is not None
+        with pytest.raises(ModelError, match="has scales that are NaN, infinite or too large"):
+            found.blocks()
+    powers = np.full((ROWS, COLUMNS // 32), 255, np.uint8)
+    found = source(tmp_path, {"x.weight_packed": HALVES, "x.weight_scale": powers})
+    assert found.blocks is not None
+    with pytest.raises(ModelError, match="has scales that are NaN"):
+        found.blocks()
+
+
+def test_a_divisor_of_0_is_found(tmp_path: Path) -> None:
+    scales = np.full((ROWS, COLUMNS // 16), 0x38, np.uint8)
+    tensors = {"x.weight_packed": HALVES, "x.weight_scale": ("F8_E4M3", scales)}
+    values = floats(source(tmp_path, tensors | {"x.weight_global_scale": np.float32([0])}).values())
+    assert not np.isfinite(values).any()

@@ -175,6 +175,9 @@ def test_chat_templates_in_files_of_their_own(tmp_path: Path) -> None:
     keys = read(tmp_path)[0]
     assert (keys["tokenizer.chat_template"], keys["tokenizer.chat_template.rag"]) == ("a", "b")
     assert keys["tokenizer.chat_templates"] == ["rag"]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": [1]}))
+    with pytest.raises(TokenizerError, match="is damaged"):
+        read(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -185,6 +188,8 @@ def test_chat_templates_in_files_of_their_own(tmp_path: Path) -> None:
         ({"tokenizer.json": '{"model": {"type": "WordLevel"}}'}, "is of the kind 'WordLevel'"),
         ({"tokenizer.json": '{"model": {"type": "BPE", "vocab": [], "merges": []}}'}, "is damaged"),
         ({"tokenizer.json": '{"model": {"type": "BPE", "vocab": {}, "merges": [1]}}'}, "is damaged"),
+        ({"tokenizer.json": '{"added_tokens": true}'}, "is damaged"),
+        ({"tokenizer_config.json": '{"added_tokens_decoder": [1]}'}, "is damaged"),
     ],
 )
 def test_damaged_tokenizers_are_refused(files: dict[str, str], message: str, tmp_path: Path) -> None:

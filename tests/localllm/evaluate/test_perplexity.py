@@ -185,7 +185,7 @@ def test_a_failure_leaves_no_file(llm: LLM, tmp_path: Path) -> None:
 def test_damaged_files_are_refused(llm: LLM, tmp_path: Path) -> None:
     path = tmp_path / "base.bin"
     perplexity(llm, TEXT, context=CONTEXT, save_logits=path)
-    whole = path.read_bytes()
+    whole, base = path.read_bytes(), BaseLogits.read(path)
     for data, words in [
         (b"", "is not a file of base logits"),
         (b"GGUF" + bytes(100), "is not a file of base logits"),
@@ -198,3 +198,7 @@ def test_damaged_files_are_refused(llm: LLM, tmp_path: Path) -> None:
             BaseLogits.read(path)
     with pytest.raises(UsageError, match="cannot be read"):
         BaseLogits.read(tmp_path / "nowhere.bin")
+    first_row = 20 + 4 * base.tokens.size
+    path.write_bytes(whole[:first_row] + struct.pack("<f", np.nan) + whole[first_row + 4 :])
+    with pytest.raises(UsageError, match="logits that are not finite"):
+        BaseLogits.read(path).log_probabilities(0)

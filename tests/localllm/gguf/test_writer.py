@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,23 @@ def test_a_file_that_was_there_stays_when_writing_fails(tmp_path: Path) -> None:
     assert path.read_bytes() == b"precious"
     write(path)
     assert path.read_bytes()[:4] == b"GGUF"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="nothing keeps others out there")
+def test_a_file_that_another_program_writes_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "new.gguf"
+    for origin in ("", "the same"):
+        with GGUFWriter(path, METADATA, TENSORS, origin=origin) as first:
+            with (
+                pytest.raises(OutputError, match=r"another program writes .*new\.gguf now"),
+                GGUFWriter(path, METADATA, TENSORS, origin=origin),
+            ):
+                pass
+            for data in DATA:
+                first.write(data)
+        with GGUFFile.open(path) as file:
+            assert list(file.tensors) == [tensor.name for tensor in TENSORS]
+    assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.parametrize("n", [0, 1])
