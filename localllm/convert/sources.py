@@ -18,6 +18,10 @@ from localllm.convert.config import Config
 from localllm.convert.safetensors import FileTensor
 from localllm.errors import ModelError, quoted
 from localllm.models.hf_convert import floats
+from localllm.quant.bits import bit_fields, join_bit_planes
+from localllm.quant.block_format import Parts
+from localllm.quant.fp4 import E2M1_DOUBLED, HALF_UE4M3
+from localllm.quant.legacy import Q4_0, Q4_1, Q8_0
 from localllm.quant.types import GGMLType
 
 Array = NDArray[Any]
@@ -97,15 +101,13 @@ def read_float32(tensor: FileTensor) -> NDArray[np.float32]:
 
 def _e4m3() -> NDArray[np.float32]:
     """The values of 8 bits with 4 of exponent, of which only 0x7f and 0xff are NaN."""
-    codes = np.arange(256)
-    exponents, mantissas = codes >> 3 & 15, codes & 7
-    sizes = np.where(exponents == 0, mantissas / 8 * 2.0**-6, (1 + mantissas / 8) * 2.0 ** (exponents - 7))
-    sizes[codes & 127 == 127] = np.nan
-    return np.where(codes & 128, -sizes, sizes).astype(np.float32)
+    sizes = 2 * HALF_UE4M3[:128]
+    sizes[127] = np.nan
+    return np.concatenate([sizes, -sizes])
 
 
 _E4M3 = _e4m3()
-_FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+_FP4 = E2M1_DOUBLED / 2
 
 
 def bfloat16(values: NDArray[np.float32]) -> Array:
@@ -140,16 +142,10 @@ def _scaled(beside: Mapping[str, FileTensor], settings: Mapping[str, Any]) -> So
         return Source(weight.shape, GGMLType.BF16, values)
 
     def blocks() -> Array:
-        integers = weight.read().reshape(rows, -1, 32)
-        d = np.broadcast_to(read_scale()[:, :, None], (rows, columns // 32, 1))
-        return np.concatenate([_bytes(d, "<f2"), integers.view(np.uint8)], axis=2).reshape(rows, -1)
+        d = np.broadcast_to(read_scale().astype(np.float16), (rows, columns // 32)).ravel()
+        return Q8_0().pack(Parts(weight.read().reshape(-1, 32), d)).reshape(rows, -1)
 
     return Source(weight.shape, GGMLType.Q8_0, values, blocks)
-
-
-def _bytes(values: Array, dtype: str) -> Array:
-    """[…, n] as bytes […, n * size]."""
-    return np.ascontiguousarray(values.astype(dtype)).view(np.uint8)
 
 
 # -- Integers of 4 and 8 bits with scales of groups ----------------------------------------------------------------
@@ -169,14 +165,13 @@ class _Groups:
         return (centred * self.scales[:, self.groups]).astype(np.float16)
 
     def blocks(self, type: GGMLType) -> Array:
-        """Q4_0 where all zeros are 8, else Q4_1; of a block, the first 16 values are the bytes' lower halves."""
+        """Q4_0 where all zeros are 8, else Q4_1."""
         first = self.groups[::32]
-        scales, zeros = self.scales[:, first, None], self.zeros[:, first, None]
-        halves = self.integers.reshape(len(self.integers), -1, 2, 16)
-        parts = [_bytes(scales, "<f2"), halves[:, :, 0] | halves[:, :, 1] << 4]
-        if type is GGMLType.Q4_1:
-            parts.insert(1, _bytes(-scales * zeros, "<f2"))
-        return np.concatenate(parts, axis=2).reshape(len(self.integers), -1)
+        scales = self.scales[:, first].ravel()
+        minima = (-scales * self.zeros[:, first].ravel()).astype(np.float16)
+        parts = Parts(self.integers.reshape(-1, 32), scales.astype(np.float16), minima)
+        form = Q4_1() if type is GGMLType.Q4_1 else Q4_0()
+        return form.pack(parts).reshape(len(self.integers), -1)
 
 
 def _grouped(
@@ -273,7 +268,7 @@ def _mxfp4(weight: FileTensor, scales: FileTensor, shape: tuple[int, ...]) -> So
         raise ValueError(f"scales {list(scales.shape)} for {list(shape)}")
 
     def codes() -> Array:
-        return _nibbles(weight.read()).reshape(*shape[:-1], -1, 32)
+        return bit_fields(weight.read(), 4, 2).reshape(*shape[:-1], -1, 32)
 
     def values() -> Array:
         powers = 2.0 ** (scales.read().astype(np.float32) - 127)
@@ -281,14 +276,10 @@ def _mxfp4(weight: FileTensor, scales: FileTensor, shape: tuple[int, ...]) -> So
 
     def blocks() -> Array:
         found = codes()
-        halves = found[..., :16] | found[..., 16:] << 4
-        return np.concatenate([scales.read()[..., None], halves], axis=-1).reshape(*shape[:-1], -1)
+        planes = join_bit_planes(found.reshape(*found.shape[:-1], 2, 16), 4)
+        return np.concatenate([scales.read()[..., None], planes], axis=-1).reshape(*shape[:-1], -1)
 
     return Source(shape, GGMLType.MXFP4, values, blocks)
-
-
-def _nibbles(data: Array) -> Array:
-    return np.stack([data & 15, data >> 4], axis=-1)
 
 
 def _nvfp4(
@@ -302,7 +293,7 @@ def _nvfp4(
     def values() -> Array:
         one = factor or divisor
         whole = 1.0 if one is None else float(read_float32(one).reshape(-1)[0]) ** (1 if factor else -1)
-        found = _FP4[_nibbles(weight.read()).reshape(shape[0], -1, 16)]
+        found = _FP4[bit_fields(weight.read(), 4, 2).reshape(shape[0], -1, 16)]
         return bfloat16((found * (read_float32(scales) * whole)[..., None]).reshape(shape))
 
     return Source(shape, GGMLType.BF16, values)
