@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from localllm.convert.checkpoint import gguf_name
 from localllm.convert.config import read_json
 from localllm.convert.safetensors import read_header
-from localllm.errors import ModelError, ModelNotFoundError, OutputError, UsageError, path_text, quoted
+from localllm.errors import ModelError, ModelNotFoundError, path_text, quoted
+from localllm.files import check_is_new
 from localllm.gguf import GGUFFile
 from localllm.gguf.writer import GGUFWriter, TensorSpec
 from localllm.models.adapters import Adapter, check
@@ -50,13 +51,14 @@ def read_adapter(name: str, path: Path, file: GGUFFile) -> Adapter:
                 f"{path_text(path)} has for {quoted(part)} an empty matrix, or values that are NaN or infinite: the "
                 "adapter is damaged; get it again"
             )
-    parts = {part: (a, b * np.float32(scale(part, len(a)))) for part, (a, b) in pairs.items()}
+    parts = {part: (a, b * np.float32(scale(len(a)))) for part, (a, b) in pairs.items()}
     adapter = Adapter(name, parts)
     check(adapter, {tensor: info.shape for tensor, info in file.tensors.items()})
     return adapter
 
 
-_Read = tuple[dict[str, tuple[Any, Any]], Callable[[str, int], float]]
+#: A and B by the name of the tensor that they change, None for one that is lacking; and the scale for a rank.
+_Read = tuple[dict[str, list[Any]], Callable[[int], float]]
 
 
 def _read_gguf(path: Path, file: GGUFFile) -> _Read:
@@ -82,7 +84,7 @@ def _read_gguf(path: Path, file: GGUFFile) -> _Read:
                 raise ModelError(f"{path_text(path)} changes {quoted(name)} as a whole, which is not supported")
             values = dequantize(tensor.data, tensor.type).reshape(tensor.shape)
             found.setdefault(match[1], [None, None])["ab".index(match[2])] = values
-    return {name: (a, b) for name, (a, b) in found.items()}, lambda _, rank: float(alpha) / rank if alpha else 1.0
+    return found, lambda rank: float(alpha) / rank if alpha else 1.0
 
 
 def _read_peft(folder: Path, file: GGUFFile) -> _Read:
@@ -122,7 +124,7 @@ def _read_peft(folder: Path, file: GGUFFile) -> _Read:
     alpha, root = config.get("lora_alpha", 8), bool(config.get("use_rslora"))
     if type(alpha) not in (int, float) or not abs(alpha) < 1e30:  # NaN is not less
         raise ModelError(f"adapter_config.json has lora_alpha = {quoted(alpha)}, which must be a number")
-    return {name: (a, b) for name, (a, b) in found.items()}, lambda _, rank: alpha / (rank**0.5 if root else rank)
+    return found, lambda rank: alpha / (rank**0.5 if root else rank)
 
 
 def _heads(file: GGUFFile) -> SimpleNamespace:
@@ -137,8 +139,6 @@ def merge(
     file: GGUFFile,
     adapters: Sequence[tuple[Adapter, float]],
     target: Path,
-    *,
-    overwrite: bool = False,
 ) -> Iterable[str]:
     """Writes a model with adapters added to its weights, each so much of it, in the types that the file has.
 
@@ -148,10 +148,7 @@ def merge(
         UsageError: the output is the input.
         OutputError: the file is there already, or cannot be written.
     """
-    if any(target.exists() and other.samefile(target) for other in file.paths):
-        raise UsageError(f"{path_text(target)} is the model itself: choose another name for the merged one")
-    if target.exists() and not overwrite:
-        raise OutputError(f"{path_text(target)} is there already: choose another name, or remove it first")
+    check_is_new(target, file.paths)
     source = file.metadata
     kept = {key: source.encoded(key) for key in source if not key.startswith("split.")}
     specs = [TensorSpec(tensor.name, tensor.shape, tensor.type) for tensor in file.tensors.values()]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,13 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.engine.engine import Engine
-from localllm.errors import QueueFullError
 from localllm.models.pooling import Pooling
-from localllm.scoring import Evaluation
+from localllm.scoring import Evaluation, evaluate_all
 from localllm.tokenizer import Tokenizer
-
-#: Texts that are evaluated at once.
-_AT_ONCE = 64
 
 
 class Embedder:
@@ -54,42 +49,22 @@ class Embedder:
         Raises:
             As `Engine.submit` and `Evaluation.wait`.
         """
-        vectors = np.empty((len(texts), self.width), np.float32)
-        under_way: deque[tuple[int, _Rows]] = deque()
+        vectors = evaluate_all(lambda ids: _Rows(engine, ids, self._rows), self._vector, texts)
+        return np.array(vectors, np.float32).reshape(-1, self.width)
 
-        def finish() -> None:
-            i, rows = under_way.popleft()
-            rows.evaluation.wait()
-            vectors[i] = self._head(rows.total / np.float32(rows.n))
-
-        try:
-            for i, ids in enumerate(texts):
-                while True:
-                    try:
-                        under_way.append((i, _Rows(engine, ids, self._rows)))
-                        break
-                    except QueueFullError:
-                        if not under_way:
-                            raise
-                        finish()
-                if len(under_way) == _AT_ONCE:
-                    finish()
-            while under_way:
-                finish()
-        finally:
-            for _, rows in under_way:
-                rows.evaluation.cancel()
-        return vectors
+    def _vector(self, rows: _Rows) -> NDArray[np.float32]:
+        rows.wait()
+        return self._head(rows.total / np.float32(rows.n))
 
 
-class _Rows:
+class _Rows(Evaluation):
     """Adds up the vectors of a text's tokens, or takes the first or the last one, as they come."""
 
     def __init__(self, engine: Engine, ids: Sequence[int], which: str) -> None:
         self.total = np.zeros(engine.width, np.float32)
         self.n = len(ids) if which == "mean" else 1
         self._is_first = which == "cls"
-        self.evaluation = Evaluation(engine, ids, len(ids) - 1 if which == "last" else 0, self._add)
+        super().__init__(engine, ids, len(ids) - 1 if which == "last" else 0, self._add)
 
     def _add(self, position: int, rows: NDArray[np.float32]) -> None:
         if not self._is_first:

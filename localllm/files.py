@@ -7,6 +7,7 @@ import errno
 import os
 import shutil
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Self
@@ -50,6 +51,24 @@ def read_text(source: str | os.PathLike[str] | BinaryIO, what: str = "") -> str:
         raise UsageError(
             f"{where} is not valid UTF-8: byte {error.start} is 0x{data[error.start]:02x}; convert it to UTF-8"
         ) from None
+
+
+def check_is_new(path: Path, sources: Iterable[Path]) -> None:
+    """Raise if a file cannot be written because there is one.
+
+    Args:
+        path: where it will be.
+        sources: what it is made of.
+
+    Raises:
+        UsageError: it is one of its sources.
+        OutputError: it is another file.
+    """
+    if not path.exists():
+        return
+    if any(source.samefile(path) for source in sources):
+        raise UsageError(f"{path_text(path)} is the model itself: choose another name for the new one")
+    raise OutputError(f"{path_text(path)} is there already: choose another name, or remove it first")
 
 
 class NewFile:

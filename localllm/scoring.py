@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +18,9 @@ from localllm.sampling import Choice
 
 #: Takes the position of a token, and the logits [n, n_vocab] after it and those that follow.
 OnRows = Callable[[int, NDArray[np.float32]], object]
+
+#: Texts that are evaluated at once.
+_AT_ONCE = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +114,41 @@ def last_logits(engine: Engine, ids: Sequence[int], n: int) -> NDArray[np.float3
     return logits
 
 
+_Item = TypeVar("_Item")
+_Begun = TypeVar("_Begun", bound="Evaluation | _Scoring")
+_Result = TypeVar("_Result")
+
+
+def evaluate_all(
+    begin: Callable[[_Item], _Begun], finish: Callable[[_Begun], _Result], items: Iterable[_Item]
+) -> list[_Result]:
+    """What ``finish`` makes of each evaluation, in order; as many run at once as the engine takes, up to `_AT_ONCE`.
+
+    Raises:
+        What ``begin`` and ``finish`` raise; the other evaluations are cancelled then.
+    """
+    under_way: deque[_Begun] = deque()
+    results: list[_Result] = []
+    try:
+        for item in items:
+            while True:
+                try:
+                    under_way.append(begin(item))
+                    break
+                except QueueFullError:
+                    if not under_way:
+                        raise
+                    results.append(finish(under_way.popleft()))
+            if len(under_way) == _AT_ONCE:
+                results.append(finish(under_way.popleft()))
+        while under_way:
+            results.append(finish(under_way.popleft()))
+        return results
+    finally:
+        for each in under_way:
+            each.cancel()
+
+
 class _Scoring:
     """Adds up how likely the tokens from position ``first`` on are, as logits come."""
 
@@ -138,33 +178,10 @@ class _Scoring:
         return Score(sum(self._logprobs, 0.0), ids, tuple(self._logprobs), self._is_greedy)
 
 
-#: Continuations that are evaluated at once.
-_AT_ONCE = 64
-
-
 def scores(engine: Engine, texts: Sequence[tuple[Sequence[int], int]]) -> list[Score]:
     """How likely the tokens of each text are from a position on, which is at least 1.
 
     Raises:
         As `Engine.submit` and `Evaluation.wait`.
     """
-    under_way: list[_Scoring] = []
-    done: list[Score] = []
-    try:
-        for ids, first in texts:
-            while True:
-                try:
-                    under_way.append(_Scoring(engine, ids, first))
-                    break
-                except QueueFullError:
-                    if not under_way:
-                        raise
-                    done.append(under_way.pop(0).score())
-            if len(under_way) == _AT_ONCE:
-                done.append(under_way.pop(0).score())
-        while under_way:
-            done.append(under_way.pop(0).score())
-        return done
-    finally:
-        for each in under_way:
-            each.cancel()
+    return evaluate_all(lambda text: _Scoring(engine, *text), _Scoring.score, texts)

@@ -9,7 +9,6 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from localllm.errors import ModelError
 from localllm.quant.bits import Bytes, Floats, Halves, Ints
 from localllm.quant.types import BLOCK_SIZES, GGMLType
 
@@ -72,19 +71,11 @@ class Parts:
     sub_mins: Ints | None = None
 
 
-def required(part: Ints | None, name: str) -> Ints:
-    """``part``, which the format at hand cannot be packed without.
-
-    Raises:
-        ModelError: it is None.
-    """
-    if part is None:
-        raise ModelError(f"blocks of this format cannot be packed without {name}")
-    return part
-
-
-class IntegerFormat(BlockFormat):
+class PackableFormat(BlockFormat):
     """A format whose values are small integers times a scale, so that kernels can multiply integers.
+
+    The fields ``d`` and, if `layout` has one, ``m`` or ``dmin`` are the scale and the minimum; a format says where it
+    has its codes and its sub-blocks' scales.  Below, ``block`` are records of `layout`, [n_blocks].
 
     Attributes:
         offset: what is subtracted from every code.
@@ -95,8 +86,42 @@ class IntegerFormat(BlockFormat):
     sub_length: ClassVar[int]
 
     @abstractmethod
+    def unpack_codes(self, block: npt.NDArray[Any]) -> Ints:
+        """`Parts.codes`."""
+
+    @abstractmethod
+    def pack_codes(self, block: npt.NDArray[Any], codes: Ints) -> None:
+        """The inverse: fills all fields that codes are in."""
+
+    def unpack_scales(self, block: npt.NDArray[Any]) -> tuple[Ints | None, Ints | None]:
+        """`Parts.sub_scales` and `Parts.sub_mins`."""
+        return None, None
+
+    def pack_scales(self, block: npt.NDArray[Any], sub_scales: Any, sub_mins: Any) -> None:
+        """The inverse of `unpack_scales`."""
+
     def unpack(self, blocks: Bytes) -> Parts:
         """Take uint8 [n_blocks, block_bytes] apart, losing nothing but unused bits."""
+        block = self.fields(blocks)
+        minimum = None if self._min is None else block[self._min].astype(np.float16)
+        return Parts(self.unpack_codes(block), block["d"].astype(np.float16), minimum, *self.unpack_scales(block))
+
+    def pack(self, parts: Parts) -> Bytes:
+        """The inverse of `unpack`: uint8 [n_blocks, block_bytes].  Codes and sub-scales must be in range."""
+        blocks = np.empty((len(parts.codes), self.block_bytes), np.uint8)
+        block = self.fields(blocks)
+        block["d"] = parts.scale
+        if self._min is not None:
+            assert parts.min is not None
+            block[self._min] = parts.min
+        self.pack_codes(block, parts.codes)
+        self.pack_scales(block, parts.sub_scales, parts.sub_mins)
+        return blocks
+
+    @property
+    def _min(self) -> str | None:
+        """The name of the minimum's field."""
+        return next((name for name in ("m", "dmin") if name in (self.layout.names or ())), None)
 
     def decode(self, blocks: Bytes, out: Floats) -> None:
         parts = self.unpack(blocks)
@@ -116,19 +141,6 @@ class IntegerFormat(BlockFormat):
             values += minimum[:, :, None]
         else:
             values -= (minimum * parts.sub_mins)[:, :, None]
-
-
-class PackableFormat(IntegerFormat):
-    """An integer format that can also be written."""
-
-    @abstractmethod
-    def pack(self, parts: Parts) -> Bytes:
-        """The inverse of `unpack`: uint8 [n_blocks, block_bytes].  Codes and sub-scales must be in range."""
-
-    def _empty(self, n_blocks: int) -> tuple[Bytes, npt.NDArray[Any]]:
-        """Fresh blocks [n_blocks, block_bytes], and the same memory as records to be filled."""
-        blocks = np.empty((n_blocks, self.block_bytes), np.uint8)
-        return blocks, self.fields(blocks)
 
 
 REGISTRY: dict[GGMLType, BlockFormat] = {}

@@ -12,7 +12,7 @@ from localllm.errors import ModelError, UsageError
 # Imported for what they enter into the registry.
 from localllm.quant import floats, fp4, iquants, kquants, legacy, ternary  # noqa: F401
 from localllm.quant.bits import Bytes, Floats
-from localllm.quant.block_format import REGISTRY, BlockFormat, IntegerFormat
+from localllm.quant.block_format import REGISTRY, BlockFormat
 from localllm.quant.types import GGMLType
 
 FORMATS: Mapping[GGMLType, BlockFormat] = MappingProxyType(REGISTRY)
@@ -20,12 +20,6 @@ FORMATS: Mapping[GGMLType, BlockFormat] = MappingProxyType(REGISTRY)
 
 # Values a chunk: what a decoder allocates beside its result stays in a core's second-level cache.
 _CHUNK = 1 << 15
-
-
-def integer_format(type: GGMLType) -> IntegerFormat | None:
-    """The format of ``type`` if its blocks have integer `Parts`, else None."""
-    found = FORMATS.get(type)
-    return found if isinstance(found, IntegerFormat) else None
 
 
 def dequantize(data: Bytes, type: GGMLType) -> Floats:

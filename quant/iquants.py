@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from localllm.quant.bits import Bytes, Floats, Halves, Ints, bit_fields, bit_planes, codes_of, join_bit_planes
-from localllm.quant.block_format import BlockFormat, PackableFormat, Parts, register, required
+from localllm.quant.block_format import BlockFormat, PackableFormat, register
 from localllm.quant.iq_grids import MASKS_OF_7, SIGNS, grid
 from localllm.quant.types import GGMLType
 
@@ -318,16 +318,11 @@ class IQ4_NL(PackableFormat):
     layout = np.dtype([("d", "<f2"), ("qs", "u1", 16)])
     sub_length = 32
 
-    def unpack(self, blocks: Bytes) -> Parts:
-        block = self.fields(blocks)
-        codes = bit_planes(block["qs"], 4).reshape(len(blocks), 32)
-        return Parts(IQ4_VALUES[codes], block["d"].astype(np.float16))
+    def unpack_codes(self, block: npt.NDArray[Any]) -> Ints:
+        return IQ4_VALUES[bit_planes(block["qs"], 4).reshape(len(block), 32)]
 
-    def pack(self, parts: Parts) -> Bytes:
-        blocks, block = self._empty(len(parts.codes))
-        block["d"] = parts.scale
-        block["qs"] = join_bit_planes(_IQ4_CODES[parts.codes.view(np.uint8)].reshape(-1, 2, 16), 4)
-        return blocks
+    def pack_codes(self, block: npt.NDArray[Any], codes: Ints) -> None:
+        block["qs"] = join_bit_planes(_IQ4_CODES[codes.view(np.uint8)].reshape(-1, 2, 16), 4)
 
 
 @register
@@ -344,26 +339,18 @@ class IQ4_XS(PackableFormat):
     layout = np.dtype([("d", "<f2"), ("scales_h", "<u2"), ("scales_l", "u1", 4), ("qs", "u1", 128)])
     sub_length = 32
 
-    def unpack(self, blocks: Bytes) -> Parts:
-        block = self.fields(blocks)
-        codes = bit_planes(block["qs"].reshape(len(blocks), 8, 16), 4).reshape(len(blocks), BLOCK_LENGTH)
-        scale = block["d"].astype(np.float16)
-        return Parts(IQ4_VALUES[codes], scale, sub_scales=self.sub_scales(blocks))
+    def unpack_codes(self, block: npt.NDArray[Any]) -> Ints:
+        return IQ4_VALUES[bit_planes(block["qs"].reshape(-1, 8, 16), 4).reshape(len(block), BLOCK_LENGTH)]
 
-    def pack(self, parts: Parts) -> Bytes:
-        blocks, block = self._empty(len(parts.codes))
-        scales = (required(parts.sub_scales, "sub-scales") + 32).astype(np.uint8)
-        block["d"] = parts.scale
+    def pack_codes(self, block: npt.NDArray[Any], codes: Ints) -> None:
+        planes = _IQ4_CODES[codes.view(np.uint8)].reshape(-1, 8, 2, 16)
+        block["qs"] = join_bit_planes(planes, 4).reshape(-1, 128)
+
+    def unpack_scales(self, block: npt.NDArray[Any]) -> tuple[Ints, None]:
+        high = bit_fields(block["scales_h"], 2, 8).astype(np.uint8)
+        return (_nibbles(block["scales_l"]) | high << 4).view(np.int8) - np.int8(32), None
+
+    def pack_scales(self, block: npt.NDArray[Any], sub_scales: Ints, sub_mins: None) -> None:
+        scales = (sub_scales + 32).astype(np.uint8)
         block["scales_h"] = _join_fields(scales >> 4, 2, 8)[:, 0]
         block["scales_l"] = _join_fields(scales & 15, 4, 2)
-        block["qs"] = join_bit_planes(_IQ4_CODES[parts.codes.view(np.uint8)].reshape(-1, 8, 2, 16), 4).reshape(
-            -1, 128
-        )
-        return blocks
-
-    def sub_scales(self, blocks: Bytes) -> Ints:
-        """S of uint8 [n_blocks, block_bytes]: int8 [n_blocks, 8]."""
-        block = self.fields(blocks)
-        high = bit_fields(block["scales_h"], 2, 8).astype(np.uint8)
-        sub_scales: Ints = (_nibbles(block["scales_l"]) | high << 4).view(np.int8) - np.int8(32)
-        return sub_scales

@@ -6,10 +6,13 @@ k codes, the next bits the next k codes, and so on.  The drawings give runs and 
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import numpy.typing as npt
 
 from localllm.quant.bits import Bytes, Ints, bit_planes, join_bit_planes
-from localllm.quant.block_format import PackableFormat, Parts, register, required
+from localllm.quant.block_format import PackableFormat, register
 from localllm.quant.types import GGMLType
 
 BLOCK_LENGTH = 256
@@ -26,30 +29,28 @@ def _pack_planes(codes: Ints, run: int, width: int) -> Bytes:
     return join_bit_planes(planes, width).reshape(len(codes), -1)
 
 
-def _unpack_scales_and_mins(scales: Bytes) -> tuple[Ints, Ints]:
-    """The eight 6-bit sub-scales A..H and sub-minima a..h of Q4_K and Q5_K, each uint8 [n_blocks, 8].
+class _SixBitScales(PackableFormat):
+    """Q4_K and Q5_K: eight 6-bit sub-scales A..H and sub-minima a..h in twelve bytes::
 
-    ::
-
-        byte  0: EEAAAAAA    byte  4: eeaaaaaa    byte  8: eeeeEEEE   (the lower four bits of e and E,
-        byte  1: FFBBBBBB    byte  5: ffbbbbbb    byte  9: ffffFFFF    whose upper two stand on the left)
-        byte  2: GGCCCCCC    byte  6: ggcccccc    byte 10: ggggGGGG
-        byte  3: HHDDDDDD    byte  7: hhdddddd    byte 11: hhhhHHHH
+    byte  0: EEAAAAAA    byte  4: eeaaaaaa    byte  8: eeeeEEEE   (the lower four bits of e and E,
+    byte  1: FFBBBBBB    byte  5: ffbbbbbb    byte  9: ffffFFFF    whose upper two stand on the left)
+    byte  2: GGCCCCCC    byte  6: ggcccccc    byte 10: ggggGGGG
+    byte  3: HHDDDDDD    byte  7: hhdddddd    byte 11: hhhhHHHH
     """
-    first, second, third = scales[:, 0:4], scales[:, 4:8], scales[:, 8:12]
-    sub_scales = np.concatenate([first & 63, (third & 15) | (first >> 6 << 4)], axis=1)
-    sub_mins = np.concatenate([second & 63, (third >> 4) | (second >> 6 << 4)], axis=1)
-    return sub_scales, sub_mins
 
+    sub_length = 32
 
-def _pack_scales_and_mins(parts: Parts) -> Bytes:
-    """The inverse of `_unpack_scales_and_mins`: uint8 [n_blocks, 12]."""
-    sub_scales = required(parts.sub_scales, "sub-scales")
-    sub_mins = required(parts.sub_mins, "sub-minima")
-    first = sub_scales[:, :4] | (sub_scales[:, 4:] >> 4 << 6)
-    second = sub_mins[:, :4] | (sub_mins[:, 4:] >> 4 << 6)
-    third = (sub_scales[:, 4:] & 15) | (sub_mins[:, 4:] << 4)
-    return np.concatenate([first, second, third], axis=1)
+    def unpack_scales(self, block: npt.NDArray[Any]) -> tuple[Ints, Ints]:
+        first, second, third = np.split(block["scales"], 3, axis=1)
+        sub_scales = np.concatenate([first & 63, (third & 15) | (first >> 6 << 4)], axis=1)
+        sub_mins = np.concatenate([second & 63, (third >> 4) | (second >> 6 << 4)], axis=1)
+        return sub_scales, sub_mins
+
+    def pack_scales(self, block: npt.NDArray[Any], sub_scales: Ints, sub_mins: Ints) -> None:
+        first = sub_scales[:, :4] | (sub_scales[:, 4:] >> 4 << 6)
+        second = sub_mins[:, :4] | (sub_mins[:, 4:] >> 4 << 6)
+        third = (sub_scales[:, 4:] & 15) | (sub_mins[:, 4:] << 4)
+        block["scales"] = np.concatenate([first, second, third], axis=1)
 
 
 @register
@@ -66,23 +67,17 @@ class Q2_K(PackableFormat):
     layout = np.dtype([("scales", "u1", 16), ("qs", "u1", 64), ("d", "<f2"), ("dmin", "<f2")])
     sub_length = 16
 
-    def unpack(self, blocks: Bytes) -> Parts:
-        block = self.fields(blocks)
-        return Parts(
-            codes=_unpack_planes(block["qs"], 32, 2),
-            scale=block["d"].astype(np.float16),
-            min=block["dmin"].astype(np.float16),
-            sub_scales=block["scales"] & 15,
-            sub_mins=block["scales"] >> 4,
-        )
+    def unpack_codes(self, block: npt.NDArray[Any]) -> Ints:
+        return _unpack_planes(block["qs"], 32, 2)
 
-    def pack(self, parts: Parts) -> Bytes:
-        blocks, block = self._empty(len(parts.codes))
-        block["d"] = parts.scale
-        block["dmin"] = required(parts.min, "dmin")
-        block["scales"] = required(parts.sub_scales, "sub-scales") | required(parts.sub_mins, "sub-minima") << 4
-        block["qs"] = _pack_planes(parts.codes, 32, 2)
-        return blocks
+    def pack_codes(self, block: npt.NDArray[Any], codes: Ints) -> None:
+        block["qs"] = _pack_planes(codes, 32, 2)
+
+    def unpack_scales(self, block: npt.NDArray[Any]) -> tuple[Ints, Ints]:
+        return block["scales"] & 15, block["scales"] >> 4
+
+    def pack_scales(self, block: npt.NDArray[Any], sub_scales: Ints, sub_mins: Ints) -> None:
+        block["scales"] = sub_scales | sub_mins << 4
 
 
 @register
@@ -104,102 +99,70 @@ class Q3_K(PackableFormat):
     offset = 4
     sub_length = 16
 
-    def unpack(self, blocks: Bytes) -> Parts:
-        block = self.fields(blocks)
+    def unpack_codes(self, block: npt.NDArray[Any]) -> Ints:
         codes = _unpack_planes(block["hmask"], 32, 1)
         codes <<= 2
         codes |= _unpack_planes(block["qs"], 32, 2)
-        scale = block["d"].astype(np.float16)
-        return Parts(codes, scale, sub_scales=self._unpack_scales(block["scales"]))
+        return codes
 
-    @staticmethod
-    def _unpack_scales(scales: Bytes) -> Ints:
-        low = bit_planes(scales[:, :8], 4).reshape(len(scales), 16)
-        high = bit_planes(scales[:, 8:], 2).reshape(len(scales), 16)
-        return (low | high << 4).view(np.int8) - np.int8(32)
+    def pack_codes(self, block: npt.NDArray[Any], codes: Ints) -> None:
+        block["hmask"] = _pack_planes(codes >> 2, 32, 1)
+        block["qs"] = _pack_planes(codes & 3, 32, 2)
 
-    def pack(self, parts: Parts) -> Bytes:
-        blocks, block = self._empty(len(parts.codes))
-        block["hmask"] = _pack_planes(parts.codes >> 2, 32, 1)
-        block["qs"] = _pack_planes(parts.codes & 3, 32, 2)
-        scales = (required(parts.sub_scales, "sub-scales") + 32).astype(np.uint8)
+    def unpack_scales(self, block: npt.NDArray[Any]) -> tuple[Ints, None]:
+        low = bit_planes(block["scales"][:, :8], 4).reshape(len(block), 16)
+        high = bit_planes(block["scales"][:, 8:], 2).reshape(len(block), 16)
+        return (low | high << 4).view(np.int8) - np.int8(32), None
+
+    def pack_scales(self, block: npt.NDArray[Any], sub_scales: Ints, sub_mins: None) -> None:
+        scales = (sub_scales + 32).astype(np.uint8)
         block["scales"][:, :8] = join_bit_planes((scales & 15).reshape(-1, 2, 8), 4)
         block["scales"][:, 8:] = join_bit_planes((scales >> 4).reshape(-1, 4, 4), 2)
-        block["d"] = parts.scale
-        return blocks
 
 
 @register
-class Q4_K(PackableFormat):
+class Q4_K(_SixBitScales):
     """value = d · S · code - dmin · M, code in 0..15, S and M of 32 values in 0..63::
 
     d       f16
     dmin    f16
-    scales  u8[12]    S and M, 6 bits each (drawn at `_unpack_scales_and_mins`)
+    scales  u8[12]    S and M, 6 bits each (drawn at `_SixBitScales`)
     qs      u8[128]   codes, 4 bits, 4 × 32
     """
 
     type = GGMLType.Q4_K
     layout = np.dtype([("d", "<f2"), ("dmin", "<f2"), ("scales", "u1", 12), ("qs", "u1", 128)])
-    sub_length = 32
 
-    def unpack(self, blocks: Bytes) -> Parts:
-        block = self.fields(blocks)
-        sub_scales, sub_mins = _unpack_scales_and_mins(block["scales"])
-        return Parts(
-            codes=_unpack_planes(block["qs"], 32, 4),
-            scale=block["d"].astype(np.float16),
-            min=block["dmin"].astype(np.float16),
-            sub_scales=sub_scales,
-            sub_mins=sub_mins,
-        )
+    def unpack_codes(self, block: npt.NDArray[Any]) -> Ints:
+        return _unpack_planes(block["qs"], 32, 4)
 
-    def pack(self, parts: Parts) -> Bytes:
-        blocks, block = self._empty(len(parts.codes))
-        block["d"] = parts.scale
-        block["dmin"] = required(parts.min, "dmin")
-        block["scales"] = _pack_scales_and_mins(parts)
-        block["qs"] = _pack_planes(parts.codes, 32, 4)
-        return blocks
+    def pack_codes(self, block: npt.NDArray[Any], codes: Ints) -> None:
+        block["qs"] = _pack_planes(codes, 32, 4)
 
 
 @register
-class Q5_K(PackableFormat):
+class Q5_K(_SixBitScales):
     """value = d · S · code - dmin · M, code in 0..31, S and M of 32 values in 0..63::
 
     d       f16
     dmin    f16
-    scales  u8[12]    S and M, 6 bits each (drawn at `_unpack_scales_and_mins`)
+    scales  u8[12]    S and M, 6 bits each (drawn at `_SixBitScales`)
     qh      u8[32]    fifth bits of the codes, 1 × 32
     qs      u8[128]   lower four bits of the codes, 4 × 32
     """
 
     type = GGMLType.Q5_K
     layout = np.dtype([("d", "<f2"), ("dmin", "<f2"), ("scales", "u1", 12), ("qh", "u1", 32), ("qs", "u1", 128)])
-    sub_length = 32
 
-    def unpack(self, blocks: Bytes) -> Parts:
-        block = self.fields(blocks)
+    def unpack_codes(self, block: npt.NDArray[Any]) -> Ints:
         codes = _unpack_planes(block["qh"], 32, 1)
         codes <<= 4
         codes |= _unpack_planes(block["qs"], 32, 4)
-        sub_scales, sub_mins = _unpack_scales_and_mins(block["scales"])
-        return Parts(
-            codes=codes,
-            scale=block["d"].astype(np.float16),
-            min=block["dmin"].astype(np.float16),
-            sub_scales=sub_scales,
-            sub_mins=sub_mins,
-        )
+        return codes
 
-    def pack(self, parts: Parts) -> Bytes:
-        blocks, block = self._empty(len(parts.codes))
-        block["d"] = parts.scale
-        block["dmin"] = required(parts.min, "dmin")
-        block["scales"] = _pack_scales_and_mins(parts)
-        block["qh"] = _pack_planes(parts.codes >> 4, 32, 1)
-        block["qs"] = _pack_planes(parts.codes & 15, 32, 4)
-        return blocks
+    def pack_codes(self, block: npt.NDArray[Any], codes: Ints) -> None:
+        block["qh"] = _pack_planes(codes >> 4, 32, 1)
+        block["qs"] = _pack_planes(codes & 15, 32, 4)
 
 
 @register
@@ -217,18 +180,18 @@ class Q6_K(PackableFormat):
     offset = 32
     sub_length = 16
 
-    def unpack(self, blocks: Bytes) -> Parts:
-        block = self.fields(blocks)
+    def unpack_codes(self, block: npt.NDArray[Any]) -> Ints:
         codes = _unpack_planes(block["qh"], 32, 2)
         codes <<= 4
         codes |= _unpack_planes(block["ql"], 64, 4)
-        scale = block["d"].astype(np.float16)
-        return Parts(codes, scale, sub_scales=np.ascontiguousarray(block["scales"]))
+        return codes
 
-    def pack(self, parts: Parts) -> Bytes:
-        blocks, block = self._empty(len(parts.codes))
-        block["ql"] = _pack_planes(parts.codes & 15, 64, 4)
-        block["qh"] = _pack_planes(parts.codes >> 4, 32, 2)
-        block["scales"] = required(parts.sub_scales, "sub-scales")
-        block["d"] = parts.scale
-        return blocks
+    def pack_codes(self, block: npt.NDArray[Any], codes: Ints) -> None:
+        block["ql"] = _pack_planes(codes & 15, 64, 4)
+        block["qh"] = _pack_planes(codes >> 4, 32, 2)
+
+    def unpack_scales(self, block: npt.NDArray[Any]) -> tuple[Ints, None]:
+        return np.ascontiguousarray(block["scales"]), None
+
+    def pack_scales(self, block: npt.NDArray[Any], sub_scales: Ints, sub_mins: None) -> None:
+        block["scales"] = sub_scales

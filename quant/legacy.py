@@ -9,37 +9,45 @@
 
 from __future__ import annotations
 
-import numpy as np
+from typing import Any
 
-from localllm.quant.bits import Bytes, Ints, bit_planes, join_bit_planes
-from localllm.quant.block_format import PackableFormat, Parts, register, required
+import numpy as np
+import numpy.typing as npt
+
+from localllm.quant.bits import Ints, bit_planes, join_bit_planes
+from localllm.quant.block_format import PackableFormat, register
 from localllm.quant.types import GGMLType
 
 BLOCK_LENGTH = 32
 
 
-def _unpack_nibbles(qs: Bytes) -> Bytes:
-    """uint8 [n_blocks, 16] to the low four bits of 32 codes."""
-    return bit_planes(qs, 4).reshape(len(qs), BLOCK_LENGTH)
+class _FourBits(PackableFormat):
+    """Formats whose codes are all in ``qs``."""
+
+    sub_length = BLOCK_LENGTH
+
+    def unpack_codes(self, block: npt.NDArray[Any]) -> Ints:
+        return bit_planes(block["qs"], 4).reshape(len(block), BLOCK_LENGTH)
+
+    def pack_codes(self, block: npt.NDArray[Any], codes: Ints) -> None:
+        block["qs"] = join_bit_planes((codes & 15).reshape(len(codes), 2, 16), 4)
 
 
-def _pack_nibbles(codes: Ints) -> Bytes:
-    """The inverse of `_unpack_nibbles`; higher bits are ignored."""
-    return join_bit_planes((codes & 15).reshape(len(codes), 2, 16), 4)
+class _FiveBits(_FourBits):
+    """Formats whose codes have their fifth bits in ``qh``."""
 
+    def unpack_codes(self, block: npt.NDArray[Any]) -> Ints:
+        codes = super().unpack_codes(block)
+        codes |= np.unpackbits(block["qh"], axis=-1, bitorder="little") << np.uint8(4)
+        return codes
 
-def _unpack_fifth_bits(qh: Bytes) -> Bytes:
-    """uint8 [n_blocks, 4] to the fifth bit of 32 codes, in its place (0 or 16)."""
-    return np.unpackbits(qh, axis=-1, bitorder="little") << np.uint8(4)
-
-
-def _pack_fifth_bits(codes: Ints) -> Bytes:
-    """The inverse of `_unpack_fifth_bits`; lower bits are ignored."""
-    return np.packbits(codes & 16, axis=-1, bitorder="little")
+    def pack_codes(self, block: npt.NDArray[Any], codes: Ints) -> None:
+        super().pack_codes(block, codes)
+        block["qh"] = np.packbits(codes & 16, axis=-1, bitorder="little")
 
 
 @register
-class Q4_0(PackableFormat):
+class Q4_0(_FourBits):
     """value = d · (code - 8), code in 0..15::
 
     d   f16
@@ -49,21 +57,10 @@ class Q4_0(PackableFormat):
     type = GGMLType.Q4_0
     layout = np.dtype([("d", "<f2"), ("qs", "u1", 16)])
     offset = 8
-    sub_length = BLOCK_LENGTH
-
-    def unpack(self, blocks: Bytes) -> Parts:
-        block = self.fields(blocks)
-        return Parts(_unpack_nibbles(block["qs"]), block["d"].astype(np.float16))
-
-    def pack(self, parts: Parts) -> Bytes:
-        blocks, block = self._empty(len(parts.codes))
-        block["d"] = parts.scale
-        block["qs"] = _pack_nibbles(parts.codes)
-        return blocks
 
 
 @register
-class Q4_1(PackableFormat):
+class Q4_1(_FourBits):
     """value = d · code + m, code in 0..15::
 
     d   f16
@@ -73,23 +70,10 @@ class Q4_1(PackableFormat):
 
     type = GGMLType.Q4_1
     layout = np.dtype([("d", "<f2"), ("m", "<f2"), ("qs", "u1", 16)])
-    sub_length = BLOCK_LENGTH
-
-    def unpack(self, blocks: Bytes) -> Parts:
-        block = self.fields(blocks)
-        codes = _unpack_nibbles(block["qs"])
-        return Parts(codes, block["d"].astype(np.float16), min=block["m"].astype(np.float16))
-
-    def pack(self, parts: Parts) -> Bytes:
-        blocks, block = self._empty(len(parts.codes))
-        block["d"] = parts.scale
-        block["m"] = required(parts.min, "m")
-        block["qs"] = _pack_nibbles(parts.codes)
-        return blocks
 
 
 @register
-class Q5_0(PackableFormat):
+class Q5_0(_FiveBits):
     """value = d · (code - 16), code in 0..31::
 
     d   f16
@@ -100,23 +84,10 @@ class Q5_0(PackableFormat):
     type = GGMLType.Q5_0
     layout = np.dtype([("d", "<f2"), ("qh", "u1", 4), ("qs", "u1", 16)])
     offset = 16
-    sub_length = BLOCK_LENGTH
-
-    def unpack(self, blocks: Bytes) -> Parts:
-        block = self.fields(blocks)
-        codes = _unpack_nibbles(block["qs"]) | _unpack_fifth_bits(block["qh"])
-        return Parts(codes, block["d"].astype(np.float16))
-
-    def pack(self, parts: Parts) -> Bytes:
-        blocks, block = self._empty(len(parts.codes))
-        block["d"] = parts.scale
-        block["qh"] = _pack_fifth_bits(parts.codes)
-        block["qs"] = _pack_nibbles(parts.codes)
-        return blocks
 
 
 @register
-class Q5_1(PackableFormat):
+class Q5_1(_FiveBits):
     """value = d · code + m, code in 0..31::
 
     d   f16
@@ -127,20 +98,6 @@ class Q5_1(PackableFormat):
 
     type = GGMLType.Q5_1
     layout = np.dtype([("d", "<f2"), ("m", "<f2"), ("qh", "u1", 4), ("qs", "u1", 16)])
-    sub_length = BLOCK_LENGTH
-
-    def unpack(self, blocks: Bytes) -> Parts:
-        block = self.fields(blocks)
-        codes = _unpack_nibbles(block["qs"]) | _unpack_fifth_bits(block["qh"])
-        return Parts(codes, block["d"].astype(np.float16), min=block["m"].astype(np.float16))
-
-    def pack(self, parts: Parts) -> Bytes:
-        blocks, block = self._empty(len(parts.codes))
-        block["d"] = parts.scale
-        block["m"] = required(parts.min, "m")
-        block["qh"] = _pack_fifth_bits(parts.codes)
-        block["qs"] = _pack_nibbles(parts.codes)
-        return blocks
 
 
 @register
@@ -155,12 +112,8 @@ class Q8_0(PackableFormat):
     layout = np.dtype([("d", "<f2"), ("qs", "i1", 32)])
     sub_length = BLOCK_LENGTH
 
-    def unpack(self, blocks: Bytes) -> Parts:
-        block = self.fields(blocks)
-        return Parts(np.ascontiguousarray(block["qs"]), block["d"].astype(np.float16))
+    def unpack_codes(self, block: npt.NDArray[Any]) -> Ints:
+        return np.ascontiguousarray(block["qs"])
 
-    def pack(self, parts: Parts) -> Bytes:
-        blocks, block = self._empty(len(parts.codes))
-        block["d"] = parts.scale
-        block["qs"] = parts.codes
-        return blocks
+    def pack_codes(self, block: npt.NDArray[Any], codes: Ints) -> None:
+        block["qs"] = codes

@@ -38,7 +38,7 @@ from localllm.errors import KernelError, ModelError
 from localllm.quant import lut
 from localllm.quant.bit_packing import pack_words
 from localllm.quant.bits import Bytes, Floats, Halves
-from localllm.quant.block_format import IntegerFormat, Parts
+from localllm.quant.block_format import PackableFormat, Parts
 from localllm.quant.formats import dequantize
 from localllm.quant.fp4 import HALF_E8M0, HALF_UE4M3, MXFP4, NVFP4
 from localllm.quant.iq_grids import grid
@@ -160,7 +160,7 @@ def _from_grid(source: GridFormat, target: LUTType) -> tuple[KernelType, Repacke
 def _iq4_xs(blocks: Bytes, n_rows: int) -> Bytes:
     source = IQ4_XS()
     block = source.fields(blocks)
-    scales = block["d"].astype(np.float32)[:, None] * source.sub_scales(blocks)
+    scales = block["d"].astype(np.float32)[:, None] * source.unpack_scales(block)[0]
     return _lut_blocks(scales, 1, np.ascontiguousarray(block["qs"]).view(np.uint64).reshape(-1, 2), n_rows)
 
 
@@ -186,7 +186,7 @@ def _nvfp4(blocks: Bytes, n_rows: int) -> Bytes:
 # -- Ternary -------------------------------------------------------------------------------------------------------
 
 
-def _from_ternary(source: IntegerFormat) -> tuple[KernelType, Repacker]:
+def _from_ternary(source: PackableFormat) -> tuple[KernelType, Repacker]:
     def repack(blocks: Bytes, n_rows: int) -> Bytes:
         parts = source.unpack(blocks)
         d = _halves(parts.scale, n_rows)

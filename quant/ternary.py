@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import numpy.typing as npt
 
 from localllm.quant.bits import Bytes, Ints, bit_planes, join_bit_planes
-from localllm.quant.block_format import PackableFormat, Parts, register
+from localllm.quant.block_format import PackableFormat, register
 from localllm.quant.types import GGMLType
 
 BLOCK_LENGTH = 256
@@ -47,19 +50,15 @@ class TQ1_0(PackableFormat):
     offset = 1
     sub_length = BLOCK_LENGTH
 
-    def unpack(self, blocks: Bytes) -> Parts:
-        block = self.fields(blocks)
+    def unpack_codes(self, block: npt.NDArray[Any]) -> Ints:
         qs = block["qs"]
         runs = [_unpack_trits(qs[:, :32], 5), _unpack_trits(qs[:, 32:], 5), _unpack_trits(block["qh"], 4)]
-        return Parts(np.concatenate(runs, axis=1), block["d"].astype(np.float16))
+        return np.concatenate(runs, axis=1)
 
-    def pack(self, parts: Parts) -> Bytes:
-        blocks, block = self._empty(len(parts.codes))
-        block["qs"][:, :32] = _pack_trits(parts.codes[:, :160], 5)
-        block["qs"][:, 32:] = _pack_trits(parts.codes[:, 160:240], 5)
-        block["qh"] = _pack_trits(parts.codes[:, 240:], 4)
-        block["d"] = parts.scale
-        return blocks
+    def pack_codes(self, block: npt.NDArray[Any], codes: Ints) -> None:
+        block["qs"][:, :32] = _pack_trits(codes[:, :160], 5)
+        block["qs"][:, 32:] = _pack_trits(codes[:, 160:240], 5)
+        block["qh"] = _pack_trits(codes[:, 240:], 4)
 
 
 @register
@@ -75,13 +74,8 @@ class TQ2_0(PackableFormat):
     offset = 1
     sub_length = BLOCK_LENGTH
 
-    def unpack(self, blocks: Bytes) -> Parts:
-        block = self.fields(blocks)
-        codes = bit_planes(block["qs"].reshape(len(blocks), 2, 32), 2)
-        return Parts(codes.reshape(len(blocks), BLOCK_LENGTH), block["d"].astype(np.float16))
+    def unpack_codes(self, block: npt.NDArray[Any]) -> Ints:
+        return bit_planes(block["qs"].reshape(-1, 2, 32), 2).reshape(len(block), BLOCK_LENGTH)
 
-    def pack(self, parts: Parts) -> Bytes:
-        blocks, block = self._empty(len(parts.codes))
-        block["qs"] = join_bit_planes(parts.codes.reshape(-1, 2, 4, 32), 2).reshape(-1, 64)
-        block["d"] = parts.scale
-        return blocks
+    def pack_codes(self, block: npt.NDArray[Any], codes: Ints) -> None:
+        block["qs"] = join_bit_planes(codes.reshape(-1, 2, 4, 32), 2).reshape(-1, 64)

@@ -212,14 +212,11 @@ def as_json(info: ModelInfo, measured: Sequence[Measurement], other_cpus: float)
 
 
 def _load(arguments: argparse.Namespace, path: str | Path | None, threads: int | None, tests: Sequence[Test]) -> LLM:
-    progress = LoadStatus(enabled=not arguments.quiet)
     # That a model was trained on a shorter context matters to its answers, not to its speed.
     warnings.filterwarnings("ignore", LONG_CONTEXT)
-    try:
-        context = max(test.context for test in tests)
+    context = max(test.context for test in tests)
+    with LoadStatus(enabled=not arguments.quiet) as progress:
         return load(path, **load_options(arguments, path, threads=threads, context=context), progress=progress)
-    finally:
-        progress.close()
 
 
 def measure(llm: LLM, test: Test, repetitions: int, *, isa: str | None = None, quiet: bool = True) -> Measurement:

@@ -106,11 +106,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Shows findings, or, asked with --list-devices, the devices alone."""
     if "devices" in arguments:
         return _list_devices()
-    progress = LoadStatus(enabled=not arguments.json)
-    try:
+    with LoadStatus(enabled=not arguments.json) as progress:
         found = list(findings(progress))
-    finally:
-        progress.close()
     broken = any(finding.broken for finding in found)
     if arguments.json:
         print(json.dumps({"ok": not broken, "findings": [asdict(f) for f in found]}, ensure_ascii=False))

@@ -24,11 +24,8 @@ def run(arguments: argparse.Namespace) -> int:
         texts += [line for line in read_text(sys.stdin.buffer, "standard input").splitlines() if line.strip()]
     if not texts:
         raise UsageError("there is nothing to embed: give texts, or -f with a file that has one a line")
-    progress = LoadStatus(enabled=not arguments.quiet)
-    try:
+    with LoadStatus(enabled=not arguments.quiet) as progress:
         llm = load(arguments.model, **load_options(arguments, arguments.model), progress=progress)
-    finally:
-        progress.close()
     with llm:
         if arguments.query is None:
             for vector in llm.embed(texts, prefix=arguments.prefix, dimensions=arguments.dimensions):

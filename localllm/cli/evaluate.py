@@ -139,11 +139,8 @@ def _compare(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def _loaded(arguments: argparse.Namespace, model: Any, context: int | None) -> Iterator[LLM]:
-    status = LoadStatus(enabled=not arguments.quiet)
-    try:
+    with LoadStatus(enabled=not arguments.quiet) as status:
         llm = load(model, **load_options(arguments, model, context=context, parallel=_PARALLEL), progress=status)
-    finally:
-        status.close()
     with llm:
         if not arguments.quiet:
             print(model_line(llm.info), flush=True)
@@ -156,7 +153,6 @@ def _loaded(arguments: argparse.Namespace, model: Any, context: int | None) -> I
 @contextmanager
 def _progress(arguments: argparse.Namespace, words: str) -> Iterator[Callable[[int, int, float], None]]:
     """Shows how far it is, and how what is measured goes."""
-    status = StatusLine(enabled=not arguments.quiet)
     began = time.monotonic()
     values: list[float] = []
 
@@ -165,10 +161,8 @@ def _progress(arguments: argparse.Namespace, words: str) -> Iterator[Callable[[i
         seconds = (time.monotonic() - began) * (total - done) / done
         status.show(f"{done:,} of {total:,} {words.format(value)} {bars(values[-24:])} {seconds:.0f} s left")
 
-    try:
+    with StatusLine(enabled=not arguments.quiet) as status:
         yield show
-    finally:
-        status.clear()
 
 
 def bars(values: Sequence[float]) -> str:

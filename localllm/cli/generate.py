@@ -55,11 +55,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError("--chat needs a prompt, the message to answer: give it with -p")
     if not arguments.quiet and arguments.threads and (complaint := too_many_threads(arguments.threads)):
         warn(complaint)
-    progress = LoadStatus(enabled=not arguments.quiet)
-    try:
+    with LoadStatus(enabled=not arguments.quiet) as progress:
         llm = load_model(arguments, arguments.model, progress, plan_shower(progress, arguments.quiet))
-    finally:
-        progress.close()
     with llm:
         if not arguments.quiet:
             describe(llm.info, verbose=arguments.verbose)

@@ -52,17 +52,14 @@ def _collected(
     file: GGUFFile, pieces: list[list[int]], arguments: argparse.Namespace
 ) -> tuple[ImportanceMatrix | None, bool]:
     """What was collected until the end or Ctrl-C, and whether that is all."""
-    status, loading = StatusLine(enabled=not arguments.quiet), LoadStatus(enabled=not arguments.quiet)
-    found, began = None, time.monotonic()
-    try:
-        backend = CPUBackend(arguments.threads, progress=of_stage(loading, "kernels"))
-        for found in collect(file, pieces, backend, hessians=arguments.hessian):
-            loading.close()
-            seconds = (time.monotonic() - began) / found.n_chunks * (len(pieces) - found.n_chunks)
-            status.show(f"{found.n_chunks} of {len(pieces)} pieces, {seconds:.0f} s left")
-    except KeyboardInterrupt:
-        return found, False
-    finally:
-        status.clear()
-        loading.close()
+    found, began, is_shown = None, time.monotonic(), not arguments.quiet
+    with StatusLine(enabled=is_shown) as status, LoadStatus(enabled=is_shown) as loading:
+        try:
+            backend = CPUBackend(arguments.threads, progress=of_stage(loading, "kernels"))
+            for found in collect(file, pieces, backend, hessians=arguments.hessian):
+                loading.close()
+                seconds = (time.monotonic() - began) / found.n_chunks * (len(pieces) - found.n_chunks)
+                status.show(f"{found.n_chunks} of {len(pieces)} pieces, {seconds:.0f} s left")
+        except KeyboardInterrupt:
+            return found, False
     return found, True

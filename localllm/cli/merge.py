@@ -16,14 +16,11 @@ from localllm.library.find import demo_path
 def run(arguments: argparse.Namespace) -> int:
     """Writes the model that the command line asks for."""
     settle(arguments)
-    status = StatusLine(enabled=not arguments.quiet)
     with GGUFFile.open(arguments.model or demo_path()) as file:
         adapters = [(read_adapter(str(path), path, file), share) for path, share in arguments.lora]
-        try:
+        with StatusLine(enabled=not arguments.quiet) as status:
             for n, name in enumerate(merge(file, adapters, arguments.output), 1):
                 status.show(f"{n} of {len(file.tensors)} tensors: {visible_line(name)}")
-        finally:
-            status.clear()
         changed = {name for adapter, _ in adapters for name in adapter.parts}
     if not arguments.quiet:
         print(f"{visible_line(path_text(arguments.output))}: {len(changed)} tensors changed")

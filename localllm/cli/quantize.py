@@ -61,8 +61,7 @@ def _chosen(
 ) -> Mapping[str, GGMLType]:
     """Types that the size or the divergence asked for allows."""
     pieces = chunks(Tokenizer.from_gguf(file), read_text(arguments.text), CONTEXT)[:PIECES]
-    status = StatusLine(enabled=not arguments.quiet)
-    try:
+    with StatusLine(enabled=not arguments.quiet) as status:
         choice = choose_types(
             file,
             pieces,
@@ -72,8 +71,6 @@ def _chosen(
             imatrix=imatrix,
             progress=lambda done, total: status.show(f"{done} of {total} tensors measured"),
         )
-    finally:
-        status.clear()
     if not arguments.quiet:
         print(f"KL divergence {choice.divergence:.5f} on {arguments.text.name}", flush=True)
     return choice.types
@@ -100,7 +97,6 @@ def carry_out(planned: Plan, arguments: argparse.Namespace) -> int:
 
 
 def _write(planned: Plan, arguments: argparse.Namespace, *, shows_table: bool) -> list[TensorResult]:
-    status = StatusLine(enabled=not arguments.quiet)
     began = time.monotonic()
 
     def progress(tensor: TensorPlan, done: int, total: int) -> None:
@@ -109,7 +105,7 @@ def _write(planned: Plan, arguments: argparse.Namespace, *, shows_table: bool) -
         status.show(f"{100 * done // max(total, 1)} %, {visible_line(tensor.name)}{left}")
 
     results = []
-    try:
+    with StatusLine(enabled=not arguments.quiet) as status:
         for result in write(planned, allow_nan=arguments.allow_nan, progress=progress, threads=arguments.threads):
             status.clear()
             results.append(result)
@@ -117,8 +113,6 @@ def _write(planned: Plan, arguments: argparse.Namespace, *, shows_table: bool) -
                 print(*([] if results[1:] else [_HEAD]), _line(result.plan, result), sep="\n", flush=True)
             if result.n_cleared:
                 warn(f"{visible_line(result.plan.name)}: {result.n_cleared:,} values were not finite and became 0")
-    finally:
-        status.clear()
     return results
 
 

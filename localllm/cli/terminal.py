@@ -9,7 +9,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Self, TextIO
 
 from localllm.cli.machine import unwritable_cache
 
@@ -86,12 +86,21 @@ def is_terminal(stream: TextIO | None) -> bool:
 
 
 class StatusLine:
-    """Progress: on a terminal a line at the foot that is written again and again, elsewhere nothing."""
+    """Progress: on a terminal a line at the foot that is written again and again, elsewhere nothing.
+
+    As a context manager, it is wiped at the end of the block.
+    """
 
     def __init__(self, *, enabled: bool = True) -> None:
         self._stream = sys.stderr if enabled and is_terminal(sys.stderr) else None
         self._shown = ""
         self._due = time.monotonic() + _PATIENCE_SECONDS
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.clear()
 
     @property
     def live(self) -> bool:
@@ -124,6 +133,7 @@ class LoadStatus:
     """What `localllm.load` reports, for people: kernels that are compiled for the first time, weights packed.
 
     Kernels come in several lots, of which none knows of the next: they are counted through, without a total.
+    As a context manager, it is closed at the end of the block.
     """
 
     def __init__(self, *, enabled: bool = True) -> None:
@@ -132,6 +142,12 @@ class LoadStatus:
         self._kept: bool | None = None  # whether compiled kernels are; None before any is
         self._began = self._seconds = 0.0
         self._compiled = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         if stage == "weights":

@@ -106,8 +106,14 @@ def read_header(path: Path) -> dict[str, FileTensor]:
 
 
 def _entry(path: Path, name: str, entry: dict[str, Any], data: int, n_file: int) -> FileTensor:
-    """Raises:
-    ValueError, TypeError, KeyError: it is not one of a file of so many bytes.
+    """A tensor as the header describes it.
+
+    Args:
+        data: the position of the first tensor's bytes.
+        n_file: bytes of the file.
+
+    Raises:
+        ValueError, TypeError, KeyError: the file cannot have such a tensor.
     """
     dtype, shape, (first, last) = entry["dtype"], entry["shape"], entry["data_offsets"]
     if dtype not in DTYPES:

@@ -18,6 +18,10 @@ from localllm.convert.config import Config
 from localllm.convert.safetensors import FileTensor
 from localllm.errors import ModelError, quoted
 from localllm.models.hf_convert import floats
+from localllm.quant.bits import bit_fields, join_bit_planes
+from localllm.quant.block_format import Parts
+from localllm.quant.fp4 import E2M1_DOUBLED, HALF_UE4M3
+from localllm.quant.legacy import Q4_0, Q4_1, Q8_0
 from localllm.quant.types import GGMLType
 
 Array = NDArray[Any]
@@ -97,15 +101,13 @@ def read_float32(tensor: FileTensor) -> NDArray[np.float32]:
 
 def _e4m3() -> NDArray[np.float32]:
     """The values of 8 bits with 4 of exponent, of which only 0x7f and 0xff are NaN."""
-    codes = np.arange(256)
-    exponents, mantissas = codes >> 3 & 15, codes & 7
-    sizes = np.where(exponents == 0, mantissas / 8 * 2.0**-6, (1 + mantissas / 8) * 2.0 ** (exponents - 7))
-    sizes[codes & 127 == 127] = np.nan
-    return np.where(codes & 128, -sizes, sizes).astype(np.float32)
+    sizes = 2 * HALF_UE4M3[:128]
+    sizes[127] = np.nan
+    return np.concatenate([sizes, -sizes])
 
 
 _E4M3 = _e4m3()
-_FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+_FP4 = E2M1_DOUBLED / 2
 
 
 def bfloat16(values: NDArray[np.float32]) -> Array:
@@ -148,27 +150,26 @@ def _scaled(beside: Mapping[str, FileTensor], settings: Mapping[str, Any]) -> So
         return Source(weight.shape, GGMLType.BF16, values)
 
     def blocks() -> Array:
-        integers = weight.read().reshape(rows, -1, 32)
-        d = np.broadcast_to(read_scale()[:, :, None], (rows, columns // 32, 1))
-        return np.concatenate([_scale_bytes(d, weight.name), integers.view(np.uint8)], axis=2).reshape(rows, -1)
+        d = np.broadcast_to(_halves(read_scale(), weight.name), (rows, columns // 32)).ravel()
+        return Q8_0().pack(Parts(weight.read().reshape(-1, 32), d)).reshape(rows, -1)
 
     return Source(weight.shape, GGMLType.Q8_0, values, blocks)
 
 
-def _scale_bytes(scales: Array, name: str) -> Array:
-    """[…, n] as the bytes […, 2 n] of float16.
+def _halves(scales: Array, name: str) -> NDArray[np.float16]:
+    """Scales as float16.
 
     Raises:
         ModelError: they are no such numbers.
     """
     with np.errstate(over="ignore"):
-        halves = np.ascontiguousarray(scales.astype("<f2"))
+        halves = scales.astype(np.float16)
     if not np.isfinite(halves).all():
         raise ModelError(
             f"tensor {quoted(name)} has scales that are NaN, infinite or too large for float16: the checkpoint is "
             "damaged; download it again"
         )
-    return halves.view(np.uint8)
+    return halves
 
 
 # -- Integers of 4 and 8 bits with scales of groups ----------------------------------------------------------------
@@ -189,14 +190,13 @@ class _Groups:
         return (centred * self.scales[:, self.groups]).astype(np.float16)
 
     def blocks(self, type: GGMLType) -> Array:
-        """Q4_0 where all zeros are 8, else Q4_1; of a block, the first 16 values are the bytes' lower halves."""
+        """Q4_0 where all zeros are 8, else Q4_1."""
         first = self.groups[::32]
-        scales, zeros = self.scales[:, first, None], self.zeros[:, first, None]
-        halves = self.integers.reshape(len(self.integers), -1, 2, 16)
-        parts = [_scale_bytes(scales, self.name), halves[:, :, 0] | halves[:, :, 1] << 4]
-        if type is GGMLType.Q4_1:
-            parts.insert(1, _scale_bytes(-scales * zeros, self.name))
-        return np.concatenate(parts, axis=2).reshape(len(self.integers), -1)
+        scales = self.scales[:, first].ravel()
+        minima = _halves(-scales * self.zeros[:, first].ravel(), self.name)
+        parts = Parts(self.integers.reshape(-1, 32), _halves(scales, self.name), minima)
+        form = Q4_1() if type is GGMLType.Q4_1 else Q4_0()
+        return form.pack(parts).reshape(len(self.integers), -1)
 
 
 def _grouped(
@@ -306,7 +306,7 @@ def _mxfp4(weight: FileTensor, scales: FileTensor, shape: tuple[int, ...]) -> So
         raise ValueError(f"scales {list(scales.shape)} for {list(shape)}")
 
     def codes() -> Array:
-        return _nibbles(weight.read()).reshape(*shape[:-1], -1, 32)
+        return bit_fields(weight.read(), 4, 2).reshape(*shape[:-1], -1, 32)
 
     def values() -> Array:
         powers = 2.0 ** (scales.read().astype(np.float32) - 127)
@@ -316,14 +316,10 @@ def _mxfp4(weight: FileTensor, scales: FileTensor, shape: tuple[int, ...]) -> So
         found, powers = codes(), scales.read()
         if (powers == 255).any():
             raise ModelError(f"tensor {quoted(scales.name)} has scales that are NaN: download the checkpoint again")
-        halves = found[..., :16] | found[..., 16:] << 4
-        return np.concatenate([powers[..., None], halves], axis=-1).reshape(*shape[:-1], -1)
+        planes = join_bit_planes(found.reshape(*found.shape[:-1], 2, 16), 4)
+        return np.concatenate([powers[..., None], planes], axis=-1).reshape(*shape[:-1], -1)
 
     return Source(shape, GGMLType.MXFP4, values, blocks)
-
-
-def _nibbles(data: Array) -> Array:
-    return np.stack([data & 15, data >> 4], axis=-1)
 
 
 def _nvfp4(
@@ -341,7 +337,7 @@ def _nvfp4(
         elif divisor is not None:
             with np.errstate(divide="ignore"):  # infinity is found when it is written
                 whole = 1 / read_float32(divisor).reshape(-1)[0]
-        found = _FP4[_nibbles(weight.read()).reshape(shape[0], -1, 16)]
+        found = _FP4[bit_fields(weight.read(), 4, 2).reshape(shape[0], -1, 16)]
         with np.errstate(invalid="ignore"):
             return bfloat16((found * (read_float32(scales) * whole)[..., None]).reshape(shape))
 

@@ -7,14 +7,15 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from localllm import __version__
-from localllm.errors import ModelError, OutputError, UsageError, path_text, quoted
+from localllm.errors import ModelError, UsageError, quoted
+from localllm.files import check_is_new
 from localllm.gguf import Metadata, TensorInfo
 from localllm.gguf.metadata import ValueType
 from localllm.gguf.writer import GGUFWriter, TensorSpec, encode_value
@@ -109,7 +110,7 @@ class Plan:
     imatrix: ImportanceMatrix | None
     tensors: Sequence[TensorPlan]
     files: Sequence[tuple[Path, Sequence[TensorPlan]]]
-    missing_importance: Sequence[TensorPlan] = field(default=())
+    missing_importance: Sequence[TensorPlan]
 
     @property
     def n_bytes(self) -> int:
@@ -145,26 +146,21 @@ def plan(
         ModelError: the matrix is of another model, or a tensor is quantised already, or cannot be decoded.
     """
     names = sorted(file.tensors, key=layer_order)
-    if mix is None:
-        kept = [TensorPlan(file.tensors[name], (types or {}).get(name, file.tensors[name].type)) for name in names]
-        for tensor in kept:
-            if not tensor.is_copied:
-                _check_source(tensor.source, tensor.new, allow_requantize)
-        return Plan(file, _mix_of(kept), imatrix, kept, _files(file, target, kept, keep_split))
-    mix = mix_named(mix)
     if imatrix is not None:
         imatrix.check_is_of(names)
-    patterns = [_override(pattern, type) for pattern, type in overrides]
-    chooser = chooser_for(mix, file.architecture, file.metadata, names, imatrix is not None, patterns)
-    tensors = []
-    for name in names:
-        source = file.tensors[name]
-        tensors.append(TensorPlan(source, chooser.type_of(name, source.shape, source.type)))
-        if not tensors[-1].is_copied:
-            _check_source(source, tensors[-1].new, allow_requantize)
+    if mix is None:
+        tensors = [TensorPlan(file.tensors[name], (types or {}).get(name, file.tensors[name].type)) for name in names]
+        mix = _mix_of(tensors)
+    else:
+        mix = mix_named(mix)
+        patterns = [_override(pattern, type) for pattern, type in overrides]
+        chooser = chooser_for(mix, file.architecture, file.metadata, names, imatrix is not None, patterns)
+        sources = [file.tensors[name] for name in names]
+        tensors = [TensorPlan(source, chooser.type_of(source.name, source.shape, source.type)) for source in sources]
     missing = []
     for tensor in tensors:
         if not tensor.is_copied:
+            _check_source(tensor.source, tensor.new, allow_requantize)
             importance = None if imatrix is None else imatrix.of(tensor.name, tensor.source.shape)
             if importance is None and needs_importance(tensor.name, tensor.new, mix):
                 missing.append(tensor)
@@ -220,7 +216,6 @@ def run(
     plan: Plan,
     *,
     allow_nan: bool = False,
-    overwrite: bool = False,
     progress: Callable[[TensorPlan, int, int], object] | None = None,
     threads: int | None = None,
 ) -> Iterator[TensorResult]:
@@ -230,7 +225,6 @@ def run(
 
     Args:
         allow_nan: make values that are not finite 0, instead of refusing them.
-        overwrite: replace files that are there.
         progress: called with the tensor at hand, and the bytes of the source that are done and that there are.
         threads: by default one a processor.
 
@@ -247,10 +241,7 @@ def run(
             "larger type"
         )
     for path, _ in plan.files:
-        if any(path.exists() and other.samefile(path) for other in plan.file.paths):
-            raise UsageError(f"{path_text(path)} is the model itself: choose another name for the quantised one")
-        if path.exists() and not overwrite:
-            raise OutputError(f"{path_text(path)} is there already: choose another name, or remove it first")
+        check_is_new(path, plan.file.paths)
     total = sum(tensor.source.n_bytes for tensor in plan.tensors)
     done, feedbacks = 0, dict[int, Feedback]()
     with ExitStack() as files:  # which get their names together, at its end
@@ -313,7 +304,10 @@ def _metadata(plan: Plan, number: int) -> dict[str, bytes]:
 
 
 class TensorWork:
-    """A tensor at work.
+    """Encodes a tensor, a slab of rows at a time, and measures the error.
+
+    Args:
+        feedbacks: made of Hessians so far, by their ids; those of one file share a dictionary.
 
     Attributes:
         n_cleared: values that were not finite.

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from localllm.quant.formats import integer_format
+from localllm.quant.block_format import PackableFormat
+from localllm.quant.formats import FORMATS
 from localllm.quant.iquants import IQ4_VALUES
 from localllm.quant.lut import KernelType, LUTType
 from localllm.quant.types import GGMLType
@@ -85,8 +86,8 @@ def blocks_of(rows: NDArray[np.uint8], type: KernelType) -> Blocks:
         packed = blocks[..., -n_bytes:]
         codes = np.concatenate([packed & 15, packed >> 4], axis=-1) if n_bytes == 16 else three_bit_codes(packed)
         return Blocks(table[codes], np.ascontiguousarray(blocks[..., :-n_bytes]).view("<f2").astype(F), None)
-    format = integer_format(type)
-    assert format is not None
+    format = FORMATS[type]
+    assert isinstance(format, PackableFormat)
     parts = format.unpack(rows.reshape(-1, format.block_bytes))
     codes = parts.codes.astype(np.int64).reshape(n, -1, 32) - format.offset
     d = parts.scale.astype(F)[:, None]

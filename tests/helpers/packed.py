@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from localllm.quant.formats import integer_format
+from localllm.quant.block_format import PackableFormat
+from localllm.quant.formats import FORMATS
 from localllm.quant.lut import KernelType, LUTType, block_size
 from localllm.quant.types import GGMLType
 from tests.helpers.blocks import three_bit_codes
@@ -62,8 +63,8 @@ def tile_bytes(type: KernelType) -> int:
 
 def _codes(blocks: Bytes, type: KernelType) -> Bytes:
     """uint8 [n_blocks, block_bytes] to uint8 [n_blocks, length]."""
-    known = None if not isinstance(type, GGMLType) or type is T.IQ4_NL else integer_format(type)
-    if known is not None:
+    known = FORMATS.get(type) if isinstance(type, GGMLType) else None
+    if isinstance(known, PackableFormat) and type is not T.IQ4_NL:
         return known.unpack(blocks).codes.view(np.uint8)
     if bits_of(type) == 3:
         return three_bit_codes(blocks[:, -12:])

@@ -490,7 +490,8 @@ def write(path: Path, entry: Tiny, model: Any, type: str = "F32", **keys: Any) -
     checkpoint = Checkpoint(folder, entry.conversion)
     assert checkpoint.architecture == entry.architecture
     checkpoint.metadata |= {f"{entry.architecture}.{key}": value for key, value in keys.items()}
-    for _ in run(plan(checkpoint, path, type), overwrite=True):
+    path.unlink(missing_ok=True)
+    for _ in run(plan(checkpoint, path, type)):
         pass
     return path
 

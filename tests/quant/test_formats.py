@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localllm.errors import ModelError, UsageError
-from localllm.quant.block_format import IntegerFormat, PackableFormat, Parts
-from localllm.quant.formats import FORMATS, dequantize, integer_format
+from localllm.quant.block_format import PackableFormat, Parts
+from localllm.quant.formats import FORMATS, dequantize
 from localllm.quant.types import BLOCK_SIZES, GGMLType
 from tests.helpers.blocks import F16_FIELDS
 
@@ -34,9 +34,6 @@ SCALE_BYTES: dict[GGMLType, tuple[int, ...]] = {
 EDGE_HALVES = [0x0000, 0x8000, 0x0001, 0x83FF, 0x3C00, 0x7BFF, 0xFBFF, 0x7C00, 0xFC00, 0x7E00, 0x7C01, 0xFFFF]
 
 all_formats = pytest.mark.parametrize("type", list(FORMATS), ids=lambda type: type.name)
-integer_formats = pytest.mark.parametrize(
-    "fmt", [f for f in FORMATS.values() if isinstance(f, IntegerFormat)], ids=lambda fmt: fmt.type.name
-)
 packable_formats = pytest.mark.parametrize(
     "fmt", [f for f in FORMATS.values() if isinstance(f, PackableFormat)], ids=lambda fmt: fmt.type.name
 )
@@ -161,8 +158,8 @@ def test_the_result_is_a_new_array() -> None:
     assert not data.any()
 
 
-@integer_formats
-def test_parts_are_the_values(fmt: IntegerFormat) -> None:
+@packable_formats
+def test_parts_are_the_values(fmt: PackableFormat) -> None:
     """The documented formula, in float64 over `unpack`, gives gguf's values."""
     blocks = random_blocks(fmt.type, 300)
     rng = np.random.default_rng(1)
@@ -203,18 +200,13 @@ def test_parts_are_the_values(fmt: IntegerFormat) -> None:
 def test_ranges_of_parts(
     type: GGMLType, offset: int, sub_length: int, codes: Any, sub_scales: Any, sub_mins: Any
 ) -> None:
-    fmt = integer_format(type)
-    assert fmt is not None
+    fmt = FORMATS[type]
+    assert isinstance(fmt, PackableFormat)
     parts = fmt.unpack(random_blocks(type, 1000))
     assert (fmt.offset, fmt.sub_length) == (offset, sub_length)
     for part, expected in ((parts.codes, codes), (parts.sub_scales, sub_scales), (parts.sub_mins, sub_mins)):
         found = None if part is None else (part.dtype.type, part.min(), part.max())
         assert found == expected
-
-
-def test_integer_format_of_others_is_none() -> None:
-    assert integer_format(T.IQ2_S) is None
-    assert integer_format(T.Q8_K) is None
 
 
 @packable_formats
@@ -231,15 +223,6 @@ def test_ternary_codes_are_packed_as_they_are_unpacked() -> None:
     codes = np.random.default_rng(0).integers(0, 3, (50, 256), np.uint8)
     parts = Parts(codes, np.ones(50, np.float16))
     np.testing.assert_array_equal(fmt.unpack(fmt.pack(parts)).codes, codes)
-
-
-@pytest.mark.parametrize("type", [T.Q4_1, T.Q5_1, T.Q4_K, T.Q5_K, T.Q6_K], ids=lambda type: type.name)
-def test_packing_without_a_needed_part_is_refused(type: GGMLType) -> None:
-    fmt = FORMATS[type]
-    assert isinstance(fmt, PackableFormat)
-    parts = Parts(np.zeros((1, fmt.block_length), np.uint8), np.ones(1, np.float16))
-    with pytest.raises(ModelError, match="cannot be packed without"):
-        fmt.pack(parts)
 
 
 @pytest.mark.parametrize("type", [t for t in GGMLType if t not in FORMATS], ids=lambda type: type.name)

@@ -57,7 +57,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def write(source: Path, target: Path, mix: str, **options: Any) -> list[TensorResult]:
-    of_run = {name: options.pop(name) for name in ("allow_nan", "overwrite", "progress") if name in options}
+    of_run = {name: options.pop(name) for name in ("allow_nan", "progress") if name in options}
     with GGUFFile.open(source) as file:
         return list(run(plan(file, target, mix, **options), **of_run))
 
@@ -222,12 +222,11 @@ def test_places_that_are_taken(model: Path, tmp_path: Path) -> None:
     with pytest.raises(OutputError, match=r"small\.gguf is there already"):
         write(model, target, "Q8_0")
     assert target.read_bytes() == b"precious"
-    write(model, target, "Q8_0", overwrite=True)
     link = tmp_path / "link.gguf"
     link.symlink_to(model)
     for itself in (model, link):
         with pytest.raises(UsageError, match="is the model itself"):
-            write(model, itself, "Q8_0", overwrite=True)
+            write(model, itself, "Q8_0")
 
 
 def test_a_split_model_becomes_one_file_or_as_many(tmp_path: Path) -> None:
