@@ -311,7 +311,7 @@ def stats_text(session: ChatSession) -> str:
     if (stats := session.last) is not None:
         lines.append(
             f"last prompt {stats.prompt_tokens:,} tokens: {stats.cached_tokens:,} cached, "
-            f"{stats.prefilled_tokens:,} evaluated"
+            f"{stats.prompt_tokens - stats.cached_tokens:,} evaluated"
         )
         lines.append(
             f"last reply {stats.new_tokens:,} tokens: the first after {stats.first_token_s:.2f} s, "

@@ -18,7 +18,7 @@ from localllm.tui.storage.prompt_history import PromptHistory
 from localllm.tui.text import sentence
 from localllm.tui.widgets import transcript
 from tests.helpers.chat_app import AppModel, AppStore, Steps, chatting, setup, talk
-from tests.helpers.fake_chat import words
+from tests.helpers.fake_chat import leaves, words
 
 REPLY = "Hello **there**.\nA second line.\n\n```python\nprint('one')\n```\n\nand\n\n```sh\nls\n```\n"
 
@@ -477,7 +477,7 @@ async def test_a_message_that_is_longer_than_the_context() -> None:
         await chat.until(lambda: len(conversation) == 4)
         await chat.rest()
         assert [message.text for message in conversation.path()] == ["hi", "ok", "short", "ok"]
-        assert len(conversation.branches()) == 1
+        assert len(leaves(conversation)) == 1
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="has another driver")

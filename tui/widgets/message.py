@@ -17,7 +17,6 @@ from textual.message import Message as Posted
 from textual.style import Style
 from textual.widgets import Collapsible, Markdown, Static
 
-from localllm.chat.thinking import Piece
 from localllm.tui.base_app import BaseApp
 from localllm.tui.chat.conversation import Call, Message
 from localllm.tui.chat.events import ThinkingClock
@@ -289,7 +288,7 @@ class MessageView(Vertical, can_focus=True):
 
     async def write(self, text: str, *, thinking: bool) -> None:
         """Adds a piece."""
-        self._clock.see([Piece(text, thinking)])
+        self._clock.see(thinking=thinking)
         if thinking:
             self._thinking.display = True
             self._thinking.write(text, self._clock.seconds)
