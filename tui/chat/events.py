@@ -126,7 +126,6 @@ class EventQueue:
                 self._waiting[-1] = joined
 
     def take(self) -> list[Event]:
-        """All that waits."""
         with self._lock:
             taken, self._waiting = self._waiting, []
         return taken

@@ -81,7 +81,8 @@ class ChatSession:
     def mark_open(self, beside: Iterable[str] = ()) -> str | None:
         """Marks the chat as open, and those ``beside`` it; returns a warning if another terminal has it open too."""
         try:
-            others = self.store.mark_open(self.conversation.id, beside)
+            self.store.mark_open(self.conversation.id, *beside)
+            others = self.store.others_with_open(self.conversation.id)
         except StoreError:  # told when something cannot be saved
             return None
         if not others:

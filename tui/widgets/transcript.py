@@ -37,7 +37,6 @@ class Transcript(VerticalScroll, can_focus=False):
 
     @property
     def views(self) -> list[MessageView]:
-        """What is drawn, first to last."""
         return [child for child in self.children if isinstance(child, MessageView)]
 
     def view(self, id_: str) -> MessageView | None:
@@ -100,10 +99,6 @@ class Transcript(VerticalScroll, can_focus=False):
             for view in self.views[: len(earlier)][::-1]:
                 await view.fill()
             return True
-
-    def follow(self) -> None:
-        """Goes to the end, and stays there while more comes."""
-        self.anchor()
 
 
 def _places(conversation: Conversation) -> list[Place]:
