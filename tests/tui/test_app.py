@@ -421,6 +421,11 @@ async def test_long_conversations_are_drawn_from_their_end(monkeypatch: pytest.M
         await chat.press("ctrl+up", "home")
         await chat.until(lambda: len(chat.views) == 6)
         assert [view.message.text for view in chat.views] == [f"message {i}" for i in range(4, 10)]
+        before = chat.views
+        await chat.press("escape")
+        await chat.ask("more")
+        assert chat.views[:-2] == before[2:]  # what stays is not drawn anew
+        assert [view.message.text for view in chat.views[-3:]] == ["message 9", "more", "ok"]
 
 
 async def test_a_large_text_is_pasted() -> None:

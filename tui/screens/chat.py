@@ -468,7 +468,7 @@ class ChatScreen(Screen[None]):
             self.action_show_earlier()
 
     def action_show_earlier(self) -> None:
-        self.app.spawn(self.transcript.show_earlier(), group="earlier")
+        self.app.spawn(self.transcript.show_earlier(self.session.conversation), group="earlier")
 
     def action_compose_message(self) -> None:
         self.transcript.anchor()
