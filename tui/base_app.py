@@ -11,7 +11,6 @@ from typing import Any, ParamSpec, TypeVar
 
 from textual import events
 from textual.app import App
-from textual.notifications import SeverityLevel
 from textual.worker import Worker, WorkerState
 
 from localllm.errors import UsageError
@@ -81,23 +80,14 @@ class BaseApp(App[int]):
         if event.state is WorkerState.ERROR and event.worker.error is not None:
             self.notify_error(event.worker.error)
 
-    def notify(
-        self,
-        message: str,
-        *,
-        title: str = "",
-        severity: SeverityLevel = "information",
-        timeout: float | None = None,
-        markup: bool = False,
-    ) -> None:
+    def notify(self, message: str, **options: Any) -> None:
         """Shows a notification, long enough to be read; not one that is there already."""
         text = escape_controls(message)
         if all(other.message != text for other in self._notifications):
-            seconds = max(_NOTICE_SECONDS, len(text) / _READ_PER_SECOND) if timeout is None else timeout
-            super().notify(text, title=title, severity=severity, timeout=seconds, markup=markup)
+            seconds = max(_NOTICE_SECONDS, len(text) / _READ_PER_SECOND)
+            super().notify(text, **{**options, "timeout": options.get("timeout") or seconds, "markup": False})
 
     def notify_error(self, error: BaseException) -> None:
-        """Says in a notification what went wrong."""
         LOG.debug("told to the user", exc_info=error)
         self.notify(sentence(error), severity="warning" if isinstance(error, UsageError) else "error")
 

@@ -202,7 +202,6 @@ def _branch(session: ChatSession, argument: str) -> str:
 
 
 def to_remove(conversation: Conversation, argument: str) -> Message:
-    """The message that ``/remove`` means."""
     if not argument:
         raise UsageError("name the message: /remove 3 deletes it and all that follows it")
     return numbered(conversation, argument)
@@ -305,13 +304,12 @@ def _model(session: ChatSession, argument: str) -> str | Result:
 
 
 def stats_text(session: ChatSession) -> str:
-    """Tokens, cache and speed."""
     used, context = session.meter()
     lines = [f"context {used:,} / {context:,} tokens ({used / max(1, context):.0%})"]
     if (stats := session.last) is not None:
         lines.append(
             f"last prompt {stats.prompt_tokens:,} tokens: {stats.cached_tokens:,} cached, "
-            f"{stats.prefilled_tokens:,} evaluated"
+            f"{stats.prompt_tokens - stats.cached_tokens:,} evaluated"
         )
         lines.append(
             f"last reply {stats.new_tokens:,} tokens: the first after {stats.first_token_s:.2f} s, "

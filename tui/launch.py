@@ -120,7 +120,6 @@ def setup_of(arguments: argparse.Namespace) -> Setup:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Chats as the command line asks."""
     if arguments.list_chats:
         return _list_chats()
     setup = setup_of(arguments)

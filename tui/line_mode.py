@@ -216,7 +216,6 @@ class LineChat:
             warn(warning)
 
     def _do(self, result: commands.Result) -> None:
-        """Does what a command leads to."""
         self._ended = result.ends
         if result.play:
             self._play(result.play)
@@ -273,7 +272,6 @@ class LineChat:
                 self._remark("edited: /continue goes on")
 
     def _open(self, conversation: Conversation) -> None:
-        """Goes on with another conversation."""
         old = self.session
         if old.saver.flush(0.0) is not None:
             self.unsaved.append(old)
@@ -288,7 +286,6 @@ class LineChat:
         self.session.use_model(self._load(path), path)
 
     def close(self) -> None:
-        """Closes the model."""
         if (model := self.session.model) is not None:
             self.session.use_model(None, None)
             model.close()
@@ -398,7 +395,6 @@ class _Printer:
         self._write(self._show(delta.text))
 
     def end(self) -> None:
-        """Ends the line."""
         if not self._last.endswith("\n"):
             self._write("\n")
 

@@ -14,6 +14,7 @@ from localllm.completion import Chunk
 from localllm.declared_options import CheckedOptions
 from localllm.engine.request import FinishReason, Timings, Usage
 from localllm.errors import ContextLengthError
+from localllm.tui.chat.conversation import Conversation, Message
 from localllm.tui.chat.events import Event, Turn
 
 Messages = Sequence[Mapping[str, object]]
@@ -35,6 +36,11 @@ def play(
     turn = Turn(emit)
     act(*arguments, turn)
     return events
+
+
+def leaves(conversation: Conversation) -> list[Message]:
+    """The last message of every branch, oldest first."""
+    return [message for message in conversation.messages if not conversation.children(message.id)]
 
 
 def words(text: str) -> list[str]:

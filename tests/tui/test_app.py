@@ -18,7 +18,7 @@ from localllm.tui.storage.prompt_history import PromptHistory
 from localllm.tui.text import sentence
 from localllm.tui.widgets import transcript
 from tests.helpers.chat_app import AppModel, AppStore, Steps, chatting, setup, talk
-from tests.helpers.fake_chat import words
+from tests.helpers.fake_chat import leaves, words
 
 REPLY = "Hello **there**.\nA second line.\n\n```python\nprint('one')\n```\n\nand\n\n```sh\nls\n```\n"
 
@@ -421,6 +421,11 @@ async def test_long_conversations_are_drawn_from_their_end(monkeypatch: pytest.M
         await chat.press("ctrl+up", "home")
         await chat.until(lambda: len(chat.views) == 6)
         assert [view.message.text for view in chat.views] == [f"message {i}" for i in range(4, 10)]
+        before = chat.views
+        await chat.press("escape")
+        await chat.ask("more")
+        assert chat.views[:-2] == before[2:]  # what stays is not drawn anew
+        assert [view.message.text for view in chat.views[-3:]] == ["message 9", "more", "ok"]
 
 
 async def test_a_large_text_is_pasted() -> None:
@@ -477,7 +482,7 @@ async def test_a_message_that_is_longer_than_the_context() -> None:
         await chat.until(lambda: len(conversation) == 4)
         await chat.rest()
         assert [message.text for message in conversation.path()] == ["hi", "ok", "short", "ok"]
-        assert len(conversation.branches()) == 1
+        assert len(leaves(conversation)) == 1
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="has another driver")

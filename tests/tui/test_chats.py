@@ -22,6 +22,7 @@ from localllm.tui.storage import schema
 from localllm.tui.storage.chats import ChatDeletedError, Store, default_path
 from localllm.tui.text import automatic_title, clean_title
 from tests.helpers.data import ROOT
+from tests.helpers.fake_chat import leaves
 
 
 @pytest.fixture
@@ -371,7 +372,7 @@ def test_two_processes_in_one_chat_make_branches(path: Path) -> None:
     for store, conversation, text in ((one, first, "left"), (two, second, "right")):
         store.save(conversation, [conversation.add("user", text)])
     again = one.load(first.id)
-    assert [message.text for message in again.branches()] == ["left", "right"]
+    assert [message.text for message in leaves(again)] == ["left", "right"]
     assert again.leaf == second.leaf
     two.delete(first.id)
     for conversation in (first, second):  # it would come back halved

@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from localllm.errors import UsageError
 from localllm.tui.chat.conversation import Conversation, Message
+from tests.helpers.fake_chat import leaves
 
 
 def texts(messages: list[Message]) -> list[str]:
@@ -38,7 +39,7 @@ def test_an_edit_is_a_branch_beside() -> None:
     assert texts(conversation.path()) == ["a", "b", "C"]
     assert conversation.branch_of(new.id) == (2, 2)
     assert texts(conversation.siblings(new.id)) == ["c", "C"]
-    assert texts(conversation.branches()) == ["d", "C"]
+    assert texts(leaves(conversation)) == ["d", "C"]
     conversation.step(new.id, -1)
     assert conversation.path() == old
     with pytest.raises(UsageError, match=r"branch 1 of 2: there is none before it"):
@@ -161,7 +162,7 @@ class Trees(RuleBasedStateMachine):
         c = self.conversation
         assert {message.id: message.parent for message in c.messages} == self.parents
         ends = set(self.parents) - set(self.parents.values())
-        assert {message.id for message in c.branches()} == ends
+        assert {message.id for message in leaves(c)} == ends
         path = [message.id for message in c.path()]
         if self.parents:
             assert [self.parents[id_] for id_ in path] == [None, *path[:-1]]

@@ -11,6 +11,7 @@ from textual.widget import Widget
 from localllm.tui.chat.conversation import Conversation
 from localllm.tui.widgets.message import Reply
 from tests.helpers.chat_app import AppModel, Chat, chatting, keeping, setup, talk
+from tests.helpers.fake_chat import leaves
 
 
 def said(chat: Chat) -> list[str]:
@@ -82,7 +83,7 @@ async def test_a_reply_is_regenerated_and_branched_from() -> None:
         await chat.sees("A new branch:")
         await chat.ask("c")
         assert said(chat) == ["a", "one", "c", "three"]
-        assert len(chat.app._chat.session.conversation.branches()) == 2
+        assert len(leaves(chat.app._chat.session.conversation)) == 2
 
 
 async def test_copying() -> None:

@@ -15,7 +15,7 @@ from localllm.tui.chat.events import Delta, Event, Turn, Warned
 from localllm.tui.chat.session import ChatSession
 from localllm.tui.storage.chats import Store
 from tests.helpers.chat_app import AppModel, chatting, setup
-from tests.helpers.fake_chat import FakeModel, play
+from tests.helpers.fake_chat import FakeModel, leaves, play
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def test_what_both_say_is_kept_apart(stores: tuple[Store, Store]) -> None:
     play(one.send, "said in one")
     play(two.send, "said in two")
     kept = stores[0].load(one.conversation.id)
-    paths = [[m.text for m in kept.path(leaf.id)] for leaf in kept.branches()]
+    paths = [[m.text for m in kept.path(leaf.id)] for leaf in leaves(kept)]
     assert paths == [
         ["hello", "first reply", "said in one", "by one"],
         ["hello", "first reply", "said in two", "by two"],

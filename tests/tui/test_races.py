@@ -286,17 +286,17 @@ async def test_thinking_that_is_open_is_drawn_piece_by_piece(monkeypatch: pytest
         await chat.sees("Thinking …")
         await chat.press("ctrl+up", "t")
         (view,) = [view for view in chat.views if view.message.role == "assistant"]
-        assert view.thinking is not None
-        (block,) = view.thinking._body.query(Static)
+        assert view._thinking.display
+        (block,) = view._thinking._body.query(Static)
         await chat.until(lambda: "thought 1 " in str(block.content))
         steps.set()
         await chat.rest()
-        assert view.thinking.text.strip() == "\n".join(lines).strip()
-        drawn = [str(block.content) for block in view.thinking._body.query(Static)]
+        assert view._thinking.text.strip() == "\n".join(lines).strip()
+        drawn = [str(block.content) for block in view._thinking._body.query(Static)]
         assert "\n".join(drawn).split() == "\n".join(lines).split()
         assert len(drawn) > 5
         assert max(map(len, drawn)) < 5000
-        assert view.thinking._body.query(Static)[0] is block
+        assert view._thinking._body.query(Static)[0] is block
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="has no ~")

@@ -62,12 +62,8 @@ def attach(
 ) -> Attached:
     """Reads the files that a text names, also by folders and by patterns such as ``@docs/*.md``.
 
-    Args:
-        text: what somebody typed.
-        count: gives the tokens of a text.
-        known: files that came with an earlier version of the text: those that are gone are taken from here.
-        room: gives the tokens that files may have; it is asked if there are any.
-        rank: ranks pieces of files that do not fit.
+    ``count`` gives the tokens of a text, and ``room`` those that files may have.  Files that are gone are taken from
+    ``known``, those of an earlier version of the text; ``rank`` ranks pieces of files that do not fit.
 
     Raises:
         UsageError: one cannot be read, is too large or no text, or a name in quotes is of no file.
@@ -285,14 +281,10 @@ def file_completions(line: str) -> list[Completion]:
             for _, entry in zip(range(_MAX_SCANNED), entries, strict=False):
                 name = entry.name
                 if name.casefold().startswith(beginning.casefold()) and (beginning or not name.startswith(".")):
-                    found.append(_completion(os.path.join(folder, name), entry.is_dir(), match.start()))
+                    path, is_folder = os.path.join(folder, name), entry.is_dir()
+                    quote = '"' if re.search(r"\s", path) else ""
+                    text = f"@{quote}{path}" + (os.sep if is_folder else f"{quote} ")
+                    found.append(Completion(text, match.start(), "folder" * is_folder, is_folder))
     except OSError:
         return []
     return sorted(found, key=lambda choice: choice.text.lstrip('@"').casefold())[:MOST]
-
-
-def _completion(path: str, is_folder: bool, start: int) -> Completion:
-    quote = '"' if re.search(r"\s", path) else ""
-    if is_folder:
-        return Completion(f"@{quote}{path}{os.sep}", start, "folder", goes_on=True)
-    return Completion(f"@{quote}{path}{quote} ", start)

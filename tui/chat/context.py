@@ -140,7 +140,6 @@ class ContextTrimmer:
         self.summary_tokens = max(1, self._context // 8)
 
     def choices(self) -> tuple[Choice, ...]:
-        """What can be done."""
         if self.first(0) is None:
             return ("stop",)
         first = self.first(self.summary_tokens)

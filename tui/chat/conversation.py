@@ -60,11 +60,6 @@ class Stats:
     thinking_s: Seconds | None = None
 
     @property
-    def prefilled_tokens(self) -> int:
-        """Tokens of the prompt that were evaluated."""
-        return self.prompt_tokens - self.cached_tokens
-
-    @property
     def total_tokens(self) -> int:
         """Tokens of context that the prompt and the reply take."""
         return self.prompt_tokens + self.new_tokens
@@ -154,7 +149,6 @@ class Message:
 
 
 def new_id() -> str:
-    """An id that nothing else has."""
     return uuid.uuid4().hex
 
 
@@ -199,14 +193,12 @@ class Conversation:
         return id_ in self._messages
 
     def __getitem__(self, id_: str) -> Message:
-        """The message with an id.  Raises UsageError if there is none."""
         message = self._messages.get(id_)
         if message is None:
             raise UsageError(f"this conversation has no message {id_!r}")
         return message
 
     def get(self, id_: str) -> Message | None:
-        """The message with an id; None if there is none."""
         return self._messages.get(id_)
 
     @property
@@ -246,10 +238,6 @@ class Conversation:
         siblings = self._children[self[id_].parent]
         return siblings.index(id_) + 1, len(siblings)
 
-    def branches(self) -> list[Message]:
-        """The last message of every branch, oldest first."""
-        return [message for message in self.messages if not self._children.get(message.id)]
-
     # -- Writing ---------------------------------------------------------------------------------------------------
 
     def add(self, role: Role, text: str, *, parent: str | None = None, **fields: Any) -> Message:
@@ -272,7 +260,6 @@ class Conversation:
         self._children.setdefault(message.parent, []).append(message.id)
 
     def update(self, id_: str, **changes: Any) -> Message:
-        """Puts a changed message in the place of one."""
         message = replace(self[id_], **changes)
         self._messages[id_] = message
         return message

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from localllm.chat.thinking import Piece
 from localllm.tui.chat.conversation import Message
 from localllm.tui.chat.tools import Permission
 
@@ -127,7 +126,6 @@ class EventQueue:
                 self._waiting[-1] = joined
 
     def take(self) -> list[Event]:
-        """All that waits."""
         with self._lock:
             taken, self._waiting = self._waiting, []
         return taken
@@ -193,13 +191,12 @@ class ThinkingClock:
         """How long it has thought by now."""
         return (self._before or 0.0) + (0.0 if self._began is None else time.monotonic() - self._began)
 
-    def see(self, pieces: Iterable[Piece]) -> None:
-        """Takes note of pieces that have just come."""
-        for piece in pieces:
-            if not piece.thinking:
-                self.stop()
-            elif self._began is None:
-                self._began = time.monotonic()
+    def see(self, *, thinking: bool) -> None:
+        """Takes note of a piece that has just come."""
+        if not thinking:
+            self.stop()
+        elif self._began is None:
+            self._began = time.monotonic()
 
     def stop(self) -> float | None:
         """Ends a thought that is under way; returns the seconds of all; None if there was none."""

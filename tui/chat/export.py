@@ -61,7 +61,6 @@ def to_markdown(conversation: Conversation) -> str:
 
 
 def to_json(conversation: Conversation) -> str:
-    """All of a conversation."""
     c = conversation
     values = {
         "format": FORMAT,

@@ -56,7 +56,6 @@ class Server:
         return ("error: " if result.is_error else "") + "\n".join(parts)
 
     def close(self) -> None:
-        """Ends it."""
         with suppress(RuntimeError):  # it has ended already
             self._loop.call_soon_threadsafe(lambda: self._task and self._task.cancel())
         self._thread.join(_END_SECONDS)

@@ -81,7 +81,8 @@ class ChatSession:
     def mark_open(self, beside: Iterable[str] = ()) -> str | None:
         """Marks the chat as open, and those ``beside`` it; returns a warning if another terminal has it open too."""
         try:
-            others = self.store.mark_open(self.conversation.id, beside)
+            self.store.mark_open(self.conversation.id, *beside)
+            others = self.store.others_with_open(self.conversation.id)
         except StoreError:  # told when something cannot be saved
             return None
         if not others:
@@ -156,7 +157,6 @@ class ChatSession:
 
     @property
     def busy(self) -> bool:
-        """Whether something is being generated."""
         return self._busy.locked()
 
     @property
@@ -441,7 +441,7 @@ class ChatSession:
                     continue
                 said += "" if part.thinking else part.text
                 if show:
-                    clock.see([part])
+                    clock.see(thinking=part.thinking)
                     self._emit(turn, events.Delta(*part))
 
         clock = ThinkingClock(None if reply.stats is None else reply.stats.thinking_s)
@@ -456,7 +456,9 @@ class ChatSession:
                         self.conversation.update(id_, text=self.conversation[id_].text + chunk.text)
                         tell(parser.feed(chunk.text))
             tell(parser.finish())
-            state = _state(stream, model)
+            state = "stopped" if stream.finish_reason == "cancelled" else "complete"
+            if stream.finish_reason == "length":
+                state = "context" if stream.usage.total_tokens >= model.info.context else "length"
             if calls and state == "complete":  # they do not stand in its text, but beside it
                 text = self.conversation[id_].text
                 text = text.removesuffix(split(text, reply.opened)[1]) + said.rstrip()
@@ -531,12 +533,6 @@ class ChatSession:
 
 def _name(model: ChatModel) -> str:
     return model.info.name or model.info.path.name
-
-
-def _state(stream: Stream, model: ChatModel) -> State:
-    if stream.finish_reason == "length":
-        return "context" if stream.usage.total_tokens >= model.info.context else "length"
-    return "stopped" if stream.finish_reason == "cancelled" else "complete"
 
 
 def _stats(stream: Stream, model: ChatModel) -> Stats:

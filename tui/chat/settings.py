@@ -35,7 +35,6 @@ def _texts(text: str) -> list[str]:
 
 
 def _readers() -> dict[str, Callable[[str], object]]:
-    """What reads each setting."""
     readers: dict[str, Callable[[str], object]] = {
         "max_tokens": _count,
         "stop": _texts,
@@ -72,7 +71,6 @@ class Generation(NamedTuple):
 
 
 def generation(settings: Mapping[str, Any]) -> Generation:
-    """The keywords for a reply."""
     options = {name: value for name, value in settings.items() if name not in ("thinking", "reply_prefix")}
     thinking = settings.get("thinking")
     variables = {} if thinking is None else {"enable_thinking": thinking}

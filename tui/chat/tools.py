@@ -139,7 +139,9 @@ class Toolbox:
                 if not is_stopped():
                     self._failed[name] = f"the MCP server {name!r}: {error}"
             else:
-                found += _tools_of(name, server)
+                for called, told, parameters in server.tools:
+                    plain = re.sub(r"[^A-Za-z0-9_-]", "_", called)[:40]
+                    found.append(Tool(f"{name}__{plain}", told, parameters, partial(server.call, called)))
         return {tool.name: tool for tool in found}
 
     def take_warnings(self) -> list[str]:
@@ -190,7 +192,6 @@ class Toolbox:
             server.close()
 
     def close(self) -> None:
-        """Ends the servers."""
         for name in list(self._servers):
             self._end(name)
 
@@ -207,14 +208,6 @@ def _split(command: str) -> list[str]:
         return shlex.split(command)
     except ValueError:
         raise UsageError("a quotation mark in the command is open: close it") from None
-
-
-def _tools_of(server_name: str, server: Server) -> list[Tool]:
-    found = []
-    for name, description, parameters in server.tools:
-        plain = re.sub(r"[^A-Za-z0-9_-]", "_", name)[:40]
-        found.append(Tool(f"{server_name}__{plain}", description, parameters, partial(server.call, name)))
-    return found
 
 
 def result_of(tool: Tool, arguments: Mapping[str, Any], is_stopped: IsStopped) -> str:

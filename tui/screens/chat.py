@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import shlex
-import subprocess
-import tempfile
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import ClassVar, cast
 
 from textual import getters
-from textual.app import ComposeResult, SuspendNotSupported
+from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
 from textual.content import Content
 from textual.screen import Screen
-from textual.widgets import Static
+from textual.widgets import Markdown, Static
 from textual.worker import Worker
 
 from localllm.errors import UsageError
@@ -31,7 +26,6 @@ from localllm.tui.chat.context import ChatModel
 from localllm.tui.chat.conversation import Conversation, Message
 from localllm.tui.chat.events import ContextFull, ToolAsked, Turn
 from localllm.tui.chat.session import ChatSession
-from localllm.tui.chat.tools import Permission
 from localllm.tui.screens.commands import Commands
 from localllm.tui.screens.dialogs import EDIT, TAKE_BACK, ask_room, open_link
 from localllm.tui.screens.models import ModelLoader
@@ -40,7 +34,7 @@ from localllm.tui.setup import Setup
 from localllm.tui.storage.prompt_history import PromptHistory
 from localllm.tui.text import escape_controls, sentence, shortened
 from localllm.tui.widgets.composer import Composer, Suggestions
-from localllm.tui.widgets.message import MessageView, Reply
+from localllm.tui.widgets.message import MessageView
 from localllm.tui.widgets.status import KeyFooter, StatusLine
 from localllm.tui.widgets.transcript import Transcript
 
@@ -160,7 +154,7 @@ class ChatScreen(Screen[None]):
 
     async def _show_chat(self) -> None:
         await self.refresh_all()
-        self.transcript.follow()
+        self.transcript.anchor()
         if (warning := await self.mark_open()) is not None:
             self.app.notify(warning, severity="warning")
             self.hint("Open in another terminal too: what both say is kept, as branches.")
@@ -189,7 +183,6 @@ class ChatScreen(Screen[None]):
     # -- What is shown ---------------------------------------------------------------------------------------------
 
     async def refresh_all(self) -> None:
-        """Draws everything as it is now."""
         session = self.session
         self.draw_heading()
         await self.transcript.show(session.conversation)
@@ -268,13 +261,6 @@ class ChatScreen(Screen[None]):
         self.hint(call and f"May the model use {call}? {self.app.key_of('allow')} answers; Esc stops the reply.")
         self.draw_heading()
 
-    def answer(self, permission: Permission) -> None:
-        """Allows the tool that the model wants to use, or does not.  Raises UsageError if it wants to use none."""
-        if self.asked is None:
-            raise UsageError("no tool waits for an answer")
-        self.asked.answer(permission)
-        self.ask_for_tool(None)
-
     async def _make_room(self, session: ChatSession, full: ContextFull) -> None:
         """Does what is to be done about a full context; asks, unless that was said before."""
         choice = self.app.setup.when_full
@@ -308,7 +294,7 @@ class ChatScreen(Screen[None]):
             self.hint("")
             self.composer.empty()
         else:
-            self.transcript.follow()
+            self.transcript.anchor()
         self.set_focus(self.composer)
 
     # -- The editor ------------------------------------------------------------------------------------------------
@@ -381,28 +367,6 @@ class ChatScreen(Screen[None]):
         self.hint("")
         if self.composer.typed.add(text):
             self.app.spawn(self.app.offload(self.composer.typed.save, text), group="history")
-
-    async def write_outside(self) -> None:
-        """Opens the message in $VISUAL or $EDITOR.  Raises UsageError if that fails; the message stays as it was."""
-        command = os.environ.get("VISUAL") or os.environ.get("EDITOR")
-        if not command:
-            raise UsageError("no editor is set: export EDITOR=nano, or another one, and start the chat again")
-        with tempfile.TemporaryDirectory(prefix="localllm-") as folder:
-            path = Path(folder, "message.md")
-            path.write_text(self.composer.message, "utf-8")
-            try:
-                with self.app.suspend():
-                    subprocess.run([*shlex.split(command), str(path)], check=True)
-                text = path.read_text("utf-8")
-            except SuspendNotSupported:
-                raise UsageError("an editor cannot be started from this terminal") from None
-            except (OSError, ValueError, subprocess.SubprocessError) as error:
-                raise UsageError(
-                    f"the editor {command!r} has failed ({error}): the message stays as it was"
-                ) from None
-        self.refresh(layout=True)
-        self.composer.put(text.removesuffix("\n"))
-        self.set_focus(self.composer)
 
     def on_composer_typed(self, event: Composer.Typed) -> None:
         event.stop()
@@ -504,10 +468,10 @@ class ChatScreen(Screen[None]):
             self.action_show_earlier()
 
     def action_show_earlier(self) -> None:
-        self.app.spawn(self.transcript.show_earlier(), group="earlier")
+        self.app.spawn(self.transcript.show_earlier(self.session.conversation), group="earlier")
 
     def action_compose_message(self) -> None:
-        self.transcript.follow()
+        self.transcript.anchor()
         self.set_focus(self.composer)
 
     def action_scroll_page(self, by: int) -> None:
@@ -519,7 +483,6 @@ class ChatScreen(Screen[None]):
     # -- Doing -----------------------------------------------------------------------------------------------------
 
     def action_on_message(self, command: str, more: str = "") -> None:
-        """Runs a command on the message that is selected."""
         if (view := self.selected) is not None:
             self.run_command(f"/{command} {view.place.number} {more}")
 
@@ -590,9 +553,9 @@ class ChatScreen(Screen[None]):
     def action_command(self, name: str) -> None:
         self.run_command(f"/{name}")
 
-    def on_reply_link(self, event: Reply.Link) -> None:
+    def on_markdown_link_clicked(self, event: Markdown.LinkClicked) -> None:
         event.stop()
-        self.app.spawn(open_link(self.app, event.address), group="link")
+        self.app.spawn(open_link(self.app, event.href), group="link")
 
 
 #: More files than these are not named one by one.

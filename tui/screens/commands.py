@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
+import subprocess
+import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
+
+from textual.app import SuspendNotSupported
 
 from localllm.cli.terminal import quantity
 from localllm.errors import StoreError, UsageError
@@ -65,7 +72,6 @@ class Commands:
             await self._do(name, await self._offload(commands.run, self._screen.session, call))
 
     async def _do(self, name: str, result: commands.Result) -> None:
-        """Does what a command leads to."""
         screen = self._screen
         if result.play:
             screen.set_focus(screen.composer)
@@ -199,7 +205,10 @@ class Commands:
     async def do_allow(self, argument: str) -> None:
         if argument not in _PERMISSIONS:
             raise UsageError(f"answer with {', '.join(_PERMISSIONS)}")
-        self._screen.answer(cast(Permission, argument))
+        if (asked := self._screen.asked) is None:
+            raise UsageError("no tool waits for an answer")
+        asked.answer(cast(Permission, argument))
+        self._screen.ask_for_tool(None)
 
     async def ask_model(self) -> None:
         await self._screen.models.choose()
@@ -207,7 +216,6 @@ class Commands:
     # -- Messages --------------------------------------------------------------------------------------------------
 
     async def ask_branch(self) -> None:
-        """Asks for a branch, and goes there."""
         found = forks(self._screen.session.conversation)
         if not found:
             raise UsageError(NO_BRANCHES)
@@ -291,7 +299,27 @@ class Commands:
         self._app.notify(f"copied {_lines(chosen.text.splitlines())} of code")
 
     async def do_editor(self, argument: str) -> None:
-        await self._screen.write_outside()
+        """Opens the message in $VISUAL or $EDITOR.  Raises UsageError if that fails; the message stays as it was."""
+        command = os.environ.get("VISUAL") or os.environ.get("EDITOR")
+        if not command:
+            raise UsageError("no editor is set: export EDITOR=nano, or another one, and start the chat again")
+        screen = self._screen
+        with tempfile.TemporaryDirectory(prefix="localllm-") as folder:
+            path = Path(folder, "message.md")
+            path.write_text(screen.composer.message, "utf-8")
+            try:
+                with self._app.suspend():
+                    subprocess.run([*shlex.split(command), str(path)], check=True)
+                text = path.read_text("utf-8")
+            except SuspendNotSupported:
+                raise UsageError("an editor cannot be started from this terminal") from None
+            except (OSError, ValueError, subprocess.SubprocessError) as error:
+                raise UsageError(
+                    f"the editor {command!r} has failed ({error}): the message stays as it was"
+                ) from None
+        screen.refresh(layout=True)
+        screen.composer.put(text.removesuffix("\n"))
+        screen.set_focus(screen.composer)
 
     async def do_run(self, argument: str) -> None:
         self._screen.composer.put(await self._until_esc("the command runs", command_output, argument))

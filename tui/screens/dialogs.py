@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from textual import getters
 from textual.app import ComposeResult
@@ -97,7 +97,8 @@ class Find(Dialog[str], Generic[Entry]):
         self.found: list[Entry] = []
         self._found_for: object = None
         self._field = Input(text, placeholder=placeholder, id="search")
-        self._list = FoundList()
+        self._list = OptionList(classes="found")
+        self._list.can_focus = False  # it is looked at from the field
         self._note = Static(note, classes="empty", markup=False)
         self.add_class("large")
 
@@ -191,10 +192,6 @@ class Find(Dialog[str], Generic[Entry]):
     async def _choose(self) -> None:
         if (result := self.result(await self.highlighted())) is not None:
             self.dismiss(result)
-
-
-class FoundList(OptionList, can_focus=False):
-    """What was found; it is looked at from the field."""
 
 
 def confirm(title: str, text: str, yes: str) -> Choose:
@@ -319,21 +316,19 @@ async def open_link(app: BaseApp, address: str) -> None:
         app.copy_to_clipboard(text)
 
 
-class _Field(NamedTuple):
-    name: str
-    label: str
-    help: str
+def _placeholder(name: str, help_: str) -> str:
+    value = getattr(Sampling(), name)
+    return help_ if value is None else f"{value:g} by default; {help_}"
 
 
-_FIELDS = (
-    *(_Field(name, each.label, each.brief) for name, each in declared(Sampling).items() if each.label),
-    _Field("max_tokens", "Longest reply", "tokens; none for no limit"),
-    _Field("thinking", "Thinking", "on or off, for models that can"),
-    _Field("reply_prefix", "Reply begins with", "every reply goes on from it"),
-    _Field("stop", "Stop at", r"texts in quotes; \n is a line end"),
-)
-#: The settings that the form has.
-_NAMES = {field.name for field in _FIELDS}
+#: The settings that the form has: their labels, and what a field without a value means.
+_FIELDS = {
+    **{name: (o.label, _placeholder(name, o.brief)) for name, o in declared(Sampling).items() if o.label},
+    "max_tokens": ("Longest reply", "tokens; none for no limit"),
+    "thinking": ("Thinking", "on or off, for models that can"),
+    "reply_prefix": ("Reply begins with", "every reply goes on from it"),
+    "stop": ("Stop at", r"texts in quotes; \n is a line end"),
+}
 
 
 class SamplingScreen(Dialog[dict[str, Any]]):
@@ -352,35 +347,26 @@ class SamplingScreen(Dialog[dict[str, Any]]):
 
     def content(self) -> ComposeResult:
         with VerticalScroll(can_focus=False):
-            for field in _FIELDS:
-                value = chat_settings.typed(self._settings.get(field.name, ""))
+            for name, (label, placeholder) in _FIELDS.items():
+                value = chat_settings.typed(self._settings.get(name, ""))
                 with Horizontal(classes="field"):
-                    yield Label(field.label)
-                    yield Input(value, placeholder=_default(field), id=field.name)
+                    yield Label(label)
+                    yield Input(value, placeholder=placeholder, id=name)
         yield Static(classes="error")
 
     def action_reset(self) -> None:
-        for field in _FIELDS:
-            self.query_one(f"#{field.name}", Input).value = ""
+        for field in self.query(Input):
+            field.value = ""
 
     def action_save(self) -> None:
-        settings = {name: value for name, value in self._settings.items() if name not in _NAMES}
-        for field in _FIELDS:
-            widget = self.query_one(f"#{field.name}", Input)
-            text = widget.value if field.name == "reply_prefix" else widget.value.strip()
+        settings = {name: value for name, value in self._settings.items() if name not in _FIELDS}
+        for name in _FIELDS:
+            field = self.query_one(f"#{name}", Input)
+            text = field.value if name == "reply_prefix" else field.value.strip()
             try:
-                settings = chat_settings.with_setting(settings, field.name, text) if text else settings
+                settings = chat_settings.with_setting(settings, name, text) if text else settings
             except UsageError as error:
-                self._complain(error, widget)
+                self.query_one(".error", Static).update(Content(sentence(error)))
+                self.set_focus(field)
                 return
         self.dismiss(settings)
-
-    def _complain(self, error: UsageError, widget: Input) -> None:
-        self.query_one(".error", Static).update(Content(sentence(error)))
-        self.set_focus(widget)
-
-
-def _default(field: _Field) -> str:
-    """What a field without a value means."""
-    value = getattr(Sampling(), field.name, None)
-    return field.help if value is None else f"{value:g} by default; {field.help}"

@@ -70,7 +70,9 @@ class _Help(Static):
 def help_text(width: int, changed: Mapping[str, str]) -> RenderableType:
     """Keys and commands, in so many columns; some keys may be changed."""
     keys = Group(_part("Typing", _TYPING), "", _part("On a message", _ON_A_MESSAGE))
-    commands = _part("Commands", _commands(changed), _COMMANDS_NOTE)
+    called = [(c, c.shown_key(changed)) for c in COMMANDS]
+    rows = [(c.usage, f"{c.help} ({key})" if key else c.help) for c, key in called]
+    commands = _part("Commands", rows, _COMMANDS_NOTE)
     if width < _WIDE:
         return Group(keys, "", commands)
     halves = Table.grid(padding=(0, 3), expand=True)
@@ -88,8 +90,3 @@ def _part(title: str, rows: Iterable[tuple[str, str]], note: str = "") -> Render
         table.add_row(Text(left), Text(right))
     heading = Text.assemble((title, "bold underline"), f"\n{note}" if note else "")
     return Group(heading, table)
-
-
-def _commands(changed: Mapping[str, str]) -> list[tuple[str, str]]:
-    keys = [command.shown_key(changed) for command in COMMANDS]
-    return [(c.usage, f"{c.help} ({key})" if key else c.help) for c, key in zip(COMMANDS, keys, strict=True)]

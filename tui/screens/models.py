@@ -141,7 +141,6 @@ class ModelLoader:
         self._one_at_a_time = asyncio.Lock()
 
     def cancel(self) -> None:
-        """Ends loading, if a model is being loaded."""
         if self._loading is not None:
             self._loading.cancelled.set()
 
@@ -259,7 +258,6 @@ class ModelLoader:
             )
 
     async def choose(self) -> None:
-        """Asks for a model, and loads it."""
         name = await self._app.push_screen_wait(ModelsScreen(self._app.setup.list_models, self.name))
         if name is not None:
             await self.change(name)

@@ -103,7 +103,7 @@ class StreamedTurn(Turn):
             writer = "" if model is None else model.info.name or model.info.path.name
             await transcript.show(session.conversation, streaming=event.id, writer=writer)
             self._view = transcript.view(event.id)
-            transcript.follow()
+            transcript.anchor()
             self.is_drawn.set()
         elif isinstance(event, events.Finished):
             await self._finish(session)

@@ -70,7 +70,6 @@ class AutoSaver:
             self._try()
 
     def delete(self, ids: Iterable[str]) -> None:
-        """Deletes messages."""
         with self._lock:
             for id_ in ids:
                 self._unsaved.pop(id_, None)

@@ -93,7 +93,7 @@ class Store:
 
     def close(self) -> None:
         with suppress(StoreError):
-            self._mark_open(())
+            self.mark_open()
         with self._lock:
             self._connection.close()
 
@@ -150,32 +150,25 @@ class Store:
         return title
 
     def delete(self, id_: str) -> None:
-        """Deletes a conversation for good."""
         with self._writing() as execute:
             execute("DELETE FROM messages WHERE session = ?", (id_,))
             execute("DELETE FROM sessions WHERE id = ?", (id_,))
 
     def delete_messages(self, ids: Iterable[str]) -> None:
-        """Deletes messages for good."""
         with self._writing() as execute:
             for id_ in ids:
                 execute("DELETE FROM messages WHERE id = ?", (id_,))
 
     # -- Other terminals -------------------------------------------------------------------------------------------
 
-    def mark_open(self, id_: str, beside: Iterable[str] = ()) -> list[str]:
-        """Notes that a conversation is open here, and others beside it, and no more; returns `others_with_open`."""
-        self._mark_open({id_, *beside})
-        return self.others_with_open(id_)
-
-    def _mark_open(self, chats: Iterable[str]) -> None:
-        """Notes which chats are open here; forgets terminals that were killed."""
+    def mark_open(self, *ids: str) -> None:
+        """Notes which conversations are open here, and that no others are; forgets terminals that were killed."""
         own, here, *process = self._marks
         with self._writing() as execute:
             for id_, host, pid, began in execute("SELECT id, host, pid, began FROM terminals").fetchall():
                 if id_.startswith(own) or (host == here and not _is_alive(pid, began)):
                     execute("DELETE FROM terminals WHERE id = ?", (id_,))
-            for chat in chats:
+            for chat in set(ids):
                 values = (f"{own} {chat}", here, *process, chat)
                 execute("INSERT INTO terminals (id, host, pid, began, session) VALUES (?, ?, ?, ?, ?)", values)
 
@@ -345,7 +338,6 @@ def _is_alive(pid: int, began: float) -> bool:
 
 
 def extras(message: Message) -> dict[str, Any]:
-    """What most messages do not have, as values of JSON."""
     found = {name: getattr(message, name) for name in ("stats", "window", "attachments", "calls")}
     values: dict[str, Any] = msgspec.to_builtins({name: value for name, value in found.items() if value})
     return values

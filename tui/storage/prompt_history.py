@@ -14,8 +14,6 @@ MAX_ENTRIES = 500
 #: Longer texts are not kept: nobody looks for a pasted book here.
 MAX_CHARACTERS = 20_000
 
-_MAX_BYTES = 4 << 20
-
 
 class PromptHistory:
     """Messages that were typed, oldest first, and a place among them.
@@ -32,22 +30,20 @@ class PromptHistory:
         self._draft = ""
 
     def load(self) -> list[str]:
-        """What is on disk, for `restore`; of a large file the end."""
+        """What is on disk, for `restore`."""
         if self.path is None:
             return []
         try:
-            with self.path.open("rb") as file:
-                size = file.seek(0, os.SEEK_END)
-                file.seek(max(0, size - _MAX_BYTES))
-                lines = file.read().decode("utf-8", "replace").splitlines()
+            data = self.path.read_bytes()
         except OSError:
             return []
         entries = []
+        lines = data.decode("utf-8", "replace").splitlines()
         for line in lines[-MAX_ENTRIES:]:
             with contextlib.suppress(msgspec.DecodeError):
                 entries.append(msgspec.json.decode(line, type=str))
-        if len(lines) > 2 * MAX_ENTRIES or size > _MAX_BYTES:
-            _rewrite(self.path, entries, size)
+        if len(lines) > 2 * MAX_ENTRIES:
+            _rewrite(self.path, entries, len(data))
         return entries
 
     def restore(self, entries: list[str]) -> None:
@@ -55,7 +51,6 @@ class PromptHistory:
         self._entries = entries + self._entries
 
     def save(self, text: str) -> None:
-        """Adds an entry to the file."""
         if self.path is None or len(text) > MAX_CHARACTERS:
             return
         with contextlib.suppress(OSError):

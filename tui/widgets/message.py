@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 from textual import events, getters
@@ -13,11 +12,9 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
 from textual.content import Content
-from textual.message import Message as Posted
 from textual.style import Style
 from textual.widgets import Collapsible, Markdown, Static
 
-from localllm.chat.thinking import Piece
 from localllm.tui.base_app import BaseApp
 from localllm.tui.chat.conversation import Call, Message
 from localllm.tui.chat.events import ThinkingClock
@@ -26,12 +23,6 @@ from localllm.tui.text import escape_controls, parser, shortened
 
 class Reply(Markdown):
     """A reply's answer, drawn in pieces: a long one that comes at once holds up no key."""
-
-    @dataclass
-    class Link(Posted):
-        """Somebody wants to open a link."""
-
-        address: str
 
     def __init__(self) -> None:
         super().__init__(parser_factory=parser, open_links=False)
@@ -81,10 +72,6 @@ class Reply(Markdown):
             self._n_settled = 0
             await self.update("")
             await self._add(text)
-
-    def on_markdown_link_clicked(self, event: Markdown.LinkClicked) -> None:
-        event.stop()
-        self.post_message(self.Link(event.href))
 
 
 def _pieces(text: str) -> Iterator[str]:
@@ -244,19 +231,10 @@ class MessageView(Vertical, can_focus=True):
         yield self._foot
 
     @property
-    def thinking(self) -> Thinking | None:
-        """The thinking section; None if there is nothing in it."""
-        return self._thinking if self._thinking.display else None
-
-    @property
-    def is_long(self) -> bool:
-        """Whether it is a user's message that does not stand there as a whole at first."""
-        return self.message.role == "user" and self.message.text.count("\n") >= _MAX_LINES
-
-    @property
     def can_unfold(self) -> bool:
-        """Whether something is folded in it."""
-        return self.thinking is not None or self.is_long or bool(self.message.calls)
+        """Whether something is folded in it: thinking, calls of tools, or the end of a user's long message."""
+        is_long = self.message.role == "user" and self.message.text.count("\n") >= _MAX_LINES
+        return bool(self._thinking.display) or is_long or bool(self.message.calls)
 
     def show(self, place: Place) -> None:
         """Shows the same message as it is now, its text aside."""
@@ -269,7 +247,6 @@ class MessageView(Vertical, can_focus=True):
         self._draw_calls()
 
     def toggle(self) -> None:
-        """Unfolds what is folded in it, and folds it again."""
         self._is_unfolded = not self._is_unfolded
         for section in self.query(Collapsible):
             section.collapsed = not section.collapsed
@@ -288,8 +265,7 @@ class MessageView(Vertical, can_focus=True):
         self._draw()
 
     async def write(self, text: str, *, thinking: bool) -> None:
-        """Adds a piece."""
-        self._clock.see([Piece(text, thinking)])
+        self._clock.see(thinking=thinking)
         if thinking:
             self._thinking.display = True
             self._thinking.write(text, self._clock.seconds)
@@ -297,7 +273,6 @@ class MessageView(Vertical, can_focus=True):
             await self._reply.write(text)
 
     async def finish(self, message: Message) -> None:
-        """Shows a reply as it will stay."""
         self._is_streaming = False
         self.message = message
         self._thinking.display = bool(message.thinking.strip())
@@ -358,7 +333,6 @@ class MessageView(Vertical, can_focus=True):
 
 
 def _call(call: Call) -> Collapsible:
-    """A call of a tool, with its arguments."""
     size = "…" if call.result is None else f"{len(call.result):,} characters"
     title = escape_controls(f"{call.name} {shortened(call.arguments, _MAX_OF_A_CALL)} · {size}")
     text = Content(escape_controls(f"{call.arguments}\n\n{call.result or ''}"))
@@ -366,5 +340,4 @@ def _call(call: Call) -> Collapsible:
 
 
 def _seconds(message: Message) -> float | None:
-    """How long the model thought, if that is known."""
     return None if message.stats is None else message.stats.thinking_s

@@ -7,7 +7,9 @@ from typing import Any
 
 from textual.binding import Binding
 from textual.content import Content
-from textual.widgets import Footer, Static
+from textual.reactive import reactive
+from textual.widget import Widget
+from textual.widgets import Footer
 
 from localllm.cli.terminal import quantity
 from localllm.tui.chat.conversation import Stats
@@ -33,30 +35,22 @@ class Status:
     gpu_memory: int = 0
 
 
-class StatusLine(Static):
+class StatusLine(Widget):
     """One line; what matters least is left out where it is too narrow."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.status = Status()
+    status = reactive(Status())
 
     def change(self, **changes: Any) -> None:
         """Changes what it tells; see `Status`."""
-        status = replace(self.status, **changes)
-        if status != self.status:
-            self.status = status
-            self._draw()
+        self.status = replace(self.status, **changes)
 
     @property
     def shared(self) -> dict[str, Any]:
         """What is the same in all chats."""
         return {name: getattr(self.status, name) for name in ("model", "device", "memory", "gpu_memory")}
 
-    def on_resize(self) -> None:
-        self._draw()
-
-    def _draw(self) -> None:
-        self.update(line(self.status, self.size.width))
+    def render(self) -> Content:
+        return line(self.status, self.size.width)
 
 
 def line(status: Status, width: int) -> Content:
@@ -92,7 +86,6 @@ def _parts(status: Status) -> list[tuple[int, Content]]:
 
 
 def _bar(share: float) -> str:
-    """A bar, so much of it full."""
     n_full = round(_BAR_WIDTH * min(1.0, max(0.0, share)))
     return "━" * n_full + "╌" * (_BAR_WIDTH - n_full)
 

@@ -37,7 +37,6 @@ class Transcript(VerticalScroll, can_focus=False):
 
     @property
     def views(self) -> list[MessageView]:
-        """What is drawn, first to last."""
         return [child for child in self.children if isinstance(child, MessageView)]
 
     def view(self, id_: str) -> MessageView | None:
@@ -57,18 +56,25 @@ class Transcript(VerticalScroll, can_focus=False):
             await self._draw(streaming, writer)
 
     async def _draw(self, streaming: str | None, writer: str) -> None:
-        drawn = self._places[-self._n_drawn :]
-        pairs = list(zip(self.views, drawn, strict=False))
-        kept = next((i for i, (view, place) in enumerate(pairs) if view.message.id != place.message.id), len(pairs))
+        drawn = {place.message.id: place for place in self._places[-self._n_drawn :]}
         with self.app.batch_update():
-            for view in self.views[kept:]:
-                await view.remove()
-            for view, place in pairs[:kept]:
-                view.show(place)
+            for view in self.views:
+                if view.message.id not in drawn:
+                    await view.remove()
+            kept = {view.message.id: view for view in self.views}
+            for id_, view in kept.items():
+                view.show(drawn[id_])
             await self._draw_notes(len(self._places) - len(drawn))
-            for place in drawn[kept:]:
-                await self.mount(MessageView(place, is_streaming=place.message.id == streaming))
-        for view in self.views[kept:][::-1]:  # what is seen first, for long ones take their time
+            # Two paths share their beginning: what is kept stands together, what is new before it or after it.
+            first = next(iter(kept.values()), None)
+            new = []
+            for id_, place in drawn.items():
+                if id_ in kept:
+                    first = None
+                    continue
+                new.append(MessageView(place, is_streaming=id_ == streaming))
+                await self.mount(new[-1], before=first)
+        for view in new[::-1]:  # what is seen first, for long ones take their time
             await view.fill()
         written = None if streaming is None else self.view(streaming)
         if written is not None:
@@ -84,26 +90,12 @@ class Transcript(VerticalScroll, can_focus=False):
             )
             await self.mount(Static(text, classes="note earlier"), before=0)
 
-    async def show_earlier(self) -> bool:
-        """Draws more of the messages before those that are drawn; returns whether there are any."""
-        async with self._drawing:
-            first = self.views[0] if self.views else None
-            if first is None or len(self._places) <= self._n_drawn:
-                return False
+    async def show_earlier(self, conversation: Conversation) -> None:
+        """Draws more of the messages before those that are drawn, if there are any."""
+        if len(self._places) > self._n_drawn:
             self.release_anchor()
-            before = len(self.views)
             self._n_drawn += MAX_DRAWN
-            earlier = self._places[-self._n_drawn :][: -before or None]
-            await self._draw_notes(len(self._places) - len(earlier) - before)
-            for place in earlier:
-                await self.mount(MessageView(place), before=first)
-            for view in self.views[: len(earlier)][::-1]:
-                await view.fill()
-            return True
-
-    def follow(self) -> None:
-        """Goes to the end, and stays there while more comes."""
-        self.anchor()
+            await self.show(conversation)
 
 
 def _places(conversation: Conversation) -> list[Place]:
