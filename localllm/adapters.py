@@ -17,7 +17,7 @@ from localllm.convert.checkpoint import gguf_name
 from localllm.convert.config import read_json
 from localllm.convert.safetensors import read_header
 from localllm.errors import ModelError, ModelNotFoundError, path_text, quoted
-from localllm.files import check_is_new
+from localllm.files import check_is_new, expanded
 from localllm.gguf import GGUFFile
 from localllm.gguf.writer import GGUFWriter, TensorSpec
 from localllm.models.adapters import Adapter, check
@@ -37,7 +37,7 @@ def read_adapter(name: str, path: Path, file: GGUFFile) -> Adapter:
         ModelNotFoundError: there is none at that path.
         GGUFError, ModelError: it is damaged, of a kind that is not supported, or for another model.
     """
-    path = Path(path).expanduser()
+    path = expanded(path)
     if not os.path.exists(path):  # Path.exists raises where a name is too long
         raise ModelNotFoundError(f"there is no adapter {path_text(path)}: give a GGUF file, or a folder of PEFT's")
     pairs, scale = _read_peft(path, file) if path.is_dir() else _read_gguf(path, file)

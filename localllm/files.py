@@ -71,6 +71,14 @@ def check_is_new(path: Path, sources: Iterable[Path]) -> None:
     raise OutputError(f"{path_text(path)} is there already: choose another name, or remove it first")
 
 
+def expanded(path: str | os.PathLike[str]) -> Path:
+    """A path, its ``~`` replaced by the home that it means; as it is, if there is no such user."""
+    try:
+        return Path(os.fsdecode(path)).expanduser()
+    except RuntimeError:
+        return Path(os.fsdecode(path))
+
+
 class NewFile:
     """A file being written, as a context manager: it gets its name when the block ends without an error.
 

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Never, Self, TypeVar, Unpack
 
 import numpy as np
@@ -22,6 +21,7 @@ from localllm.declared_options import CheckedOptions, LoadOptions, declared, des
 from localllm.engine.engine import MAX_WAITING, STEP_S, Counts, Engine
 from localllm.engine.request import Request
 from localllm.errors import ClosedError, ContextLengthError, NotEnoughMemoryError, QueueFullError, UsageError, warn
+from localllm.files import expanded
 from localllm.habits import THEIR_LOAD, THEIR_METHODS, no_attribute
 from localllm.info import ModelInfo
 from localllm.kernels.cpu.host import available_memory
@@ -121,7 +121,7 @@ def model_file(name: Any, *, demo_is_a_file: bool = False) -> Any:
     What is neither a text nor a path is given back, for `LoadOptions` to refuse.
     """
     if isinstance(name, os.PathLike):
-        return Path(os.fsdecode(name)).expanduser()
+        return expanded(name)
     if not isinstance(name, str) or os.path.lexists(name):
         return name
     # Imported here: most name a file.
@@ -609,7 +609,7 @@ class LLM:
         """
         from localllm.engine import saved
 
-        target, key = Path(path).expanduser(), self.prompts_key
+        target, key = expanded(path), self.prompts_key
         return self._opened().with_cache(lambda cache: saved.save(cache, target, key))
 
     def load_prompts(self, path: str | os.PathLike[str]) -> int:
@@ -624,7 +624,7 @@ class LLM:
         """
         from localllm.engine import saved
 
-        source, key = Path(path).expanduser(), self.prompts_key
+        source, key = expanded(path), self.prompts_key
         return self._opened().with_cache(lambda cache: saved.load(cache, source, key))
 
     def close(self) -> None:

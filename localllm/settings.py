@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from localllm.declared_options import STOPS, Kind, LoadOptions, Sampling, declared, shown
 from localllm.errors import SettingsError
+from localllm.files import expanded
 
 if TYPE_CHECKING:
     from localllm.kernels.graph import CacheType
@@ -93,7 +94,7 @@ class Settings:
 def settings_path() -> Path | None:
     """The settings file: ``LOCALLLM_CONFIG``, or one in the platform's folder; None where there is no home for it."""
     if named := os.environ.get(CONFIG_VARIABLE):
-        return _expanded(named)
+        return expanded(named)
     try:
         if sys.platform == "win32":
             base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
@@ -104,14 +105,6 @@ def settings_path() -> Path | None:
     except RuntimeError:  # no variable names a home, and the system does not know the user
         return None
     return base / "localllm" / "config.toml"
-
-
-def _expanded(name: str) -> Path:
-    """A path, its ``~`` replaced by the home that it means; as it is, if there is no such user."""
-    try:
-        return Path(name).expanduser()
-    except RuntimeError:
-        return Path(name)
 
 
 def load_settings(path: Path | None = None) -> Settings:
@@ -221,7 +214,7 @@ def check(values: Mapping[str, Any], folder: Path) -> tuple[Settings, list[str]]
     top = {name: value for name, value in values.items() if name not in (SAMPLING, TOOLS, CHAT_KEYS)}
     good, problems = _check_keys(top, KEYS, lambda name: _unknown(name, [*KEYS, SAMPLING], f"{SAMPLING}."))
     if "model_folders" in good:
-        good["model_folders"] = tuple(folder / _expanded(each) for each in good["model_folders"])
+        good["model_folders"] = tuple(folder / expanded(each) for each in good["model_folders"])
     table = values.get(SAMPLING, {})
     if not isinstance(table, dict):
         wrong = f"{SAMPLING} is {shown(table)}, but must be a table: a line [{SAMPLING}], and settings below it"

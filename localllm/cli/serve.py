@@ -17,6 +17,7 @@ from localllm.cli.main import DONE
 from localllm.cli.terminal import say, warn
 from localllm.engine.engine import Counts
 from localllm.errors import ClosedError, UsageError, path_text
+from localllm.files import expanded
 from localllm.library.listing import find_models
 from localllm.library.names import DEMO, HubName
 from localllm.settings import Settings
@@ -112,7 +113,7 @@ def _folder(prompts: Path | None) -> Path | None:
     UsageError: it cannot be made.
     """
     if prompts is not None:
-        prompts = prompts.expanduser()
+        prompts = expanded(prompts)
         try:
             prompts.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:

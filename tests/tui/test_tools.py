@@ -156,6 +156,12 @@ def test_files_outside_the_folder_are_not_read(folder: Path) -> None:
     assert result_of(tool, {"path": "."}, lambda: False).splitlines()[0] == "a.txt"
 
 
+@pytest.mark.parametrize("odd", ["~nobody-of-this-name/notes", "a\0b"])
+def test_a_folder_that_cannot_be_is_told(odd: str) -> None:
+    with pytest.raises(UsageError, match="is not a path here"):
+        Toolbox({"read": odd}).tools()
+
+
 def test_long_results_are_cut(folder: Path) -> None:
     (folder / "long.txt").write_text("x" * 100_000)
     (tool,) = Toolbox({"read": str(folder)}).tools().values()

@@ -35,7 +35,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 
 from localllm.errors import SettingsError, StoreError, UsageError
-from localllm.tui.chat.attachments import MAX_OUTPUT, command_output, read_text_file
+from localllm.tui.chat.attachments import MAX_OUTPUT, command_output, path_of, read_text_file
 from localllm.tui.chat.mcp_servers import Server, wait_for
 from localllm.tui.text import is_web, storable
 
@@ -168,7 +168,7 @@ class Toolbox:
         what, _, value = text.partition(" ")
         name, _, where = value.strip().partition(" ")
         if what == "read" and value:
-            if value != "off" and not Path(value).expanduser().is_dir():
+            if value != "off" and not path_of(value).is_dir():
                 raise UsageError(f"there is no folder {value}: check the path")
             self.settings.read = "" if value == "off" else value
         elif what in ("run", "fetch") and value in ("on", "off"):
@@ -245,7 +245,10 @@ def _object(name: str, description: str) -> dict[str, Any]:
 
 
 def _reader(root: str) -> Tool:
-    folder = Path(root).expanduser().resolve()
+    try:
+        folder = path_of(root).resolve()
+    except (OSError, ValueError, RuntimeError):  # a NUL in it, or links in a circle
+        raise UsageError(f"the folder that may be read, {root!r}, is not a path here: give another one") from None
 
     def read(arguments: Mapping[str, Any], is_stopped: IsStopped) -> str:
         path = (folder / str(arguments["path"])).resolve()

@@ -22,6 +22,7 @@ import psutil
 
 from localllm.chat.thinking import split
 from localllm.errors import StoreError
+from localllm.files import expanded
 from localllm.tui.chat import settings as chat_settings
 from localllm.tui.chat.conversation import Conversation, Message, parsed, to_message
 from localllm.tui.storage import schema
@@ -58,7 +59,7 @@ def default_path() -> Path:
     """Where chats are kept: in ``LOCALLLM_DATA``, or the platform's folder for the data of programs."""
     folder = os.environ.get(DATA_VARIABLE)
     if folder:
-        return Path(folder).expanduser() / "chats.sqlite3"
+        return expanded(folder) / "chats.sqlite3"
     from platformdirs import user_data_path
 
     return user_data_path("localllm", appauthor=False) / "chats.sqlite3"
