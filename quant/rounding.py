@@ -4,7 +4,7 @@ Once the codes ``q`` of a sub-block are given, the best scale (and minimum) foll
 are from three weighted sums: of q, of q² and of q times the values.  So for each block:
 
 1. **Fit** each sub-block alone: round it under many scales at once and keep the codes whose own best scale has the
-   least error, then look once more around that scale.
+   least error; with a minimum, look once more around the two.
 2. Fit the block's scale to those of its sub-blocks, in the same way: they too are values to be rounded, each weighted
    by how much the error minds it.
 3. **Settle**: for that scale take for each sub-block the integer scale (and minimum) that really has the least error;
@@ -179,18 +179,13 @@ def fit(x, w, lo, hi, lut, affine, m_most, tries, t):
         t[OFF + c] = tries[0, c] - low * t[INV + c] if affine else np.float32(0)
     scan(x, w, lo, hi, lut, t)
     most, scale, minimum, sqq = best(t, sw, sx, affine, m_most)
-    # No second look in tables, where it costs ten times as much and finds less; nor where levels are so many that one
-    # scale is as good as the next, or so few that the first look has tried all that matter.
-    if lut.size or not np.float32(2) < hi - lo < np.float32(60):
+    # Where there is no minimum, or levels are few, a second look finds little.
+    if not affine or hi - lo < np.float32(4):
         return scale, minimum, sqq
-    # Once more around the best scale: steps of 1/100 in symmetric formats; else of 1/30, and of 1/8 of a level.
+    # Once more around the best scale and minimum: steps of 1/30, and of 1/8 of a level.
     for c in range(LANES):
-        if affine:
-            t[INV + c] = inverse(scale) * (1 + (c % 8 - 4) * np.float32(1 / 30))
-            t[OFF + c] = -minimum * t[INV + c] + (c // 8 - 2) * np.float32(1 / 8)
-        else:
-            t[INV + c] = inverse(scale) * (1 + (c - 16) * np.float32(1 / 100))
-            t[OFF + c] = 0
+        t[INV + c] = inverse(scale) * (1 + (c % 8 - 4) * np.float32(1 / 30))
+        t[OFF + c] = -minimum * t[INV + c] + (c // 8 - 2) * np.float32(1 / 8)
     scan(x, w, lo, hi, lut, t)
     found = best(t, sw, sx, affine, m_most)
     if found[0] > most:
@@ -526,7 +521,7 @@ def e2m1(x, scale):
 
 @jit
 def encode_powers(x, weights, out, exponents):
-    """Encode blocks of E2M1 whose scale is a power of two: of the three that may be best, that of the least error.
+    """Encode blocks of E2M1 whose scale is a power of two: of the two that may be best, that of the least error.
 
     Args:
         x, weights, out: as in `encode`.
@@ -540,7 +535,7 @@ def encode_powers(x, weights, out, exponents):
         # 6 times 2^p is at least the largest value.
         first = math.frexp(high / np.float32(12))[1] if high > 0 else -125
         least, best = np.float32(np.inf), np.float32(1)
-        for e in range(max(first - 1, -127), first + 2):
+        for e in range(max(first - 1, -127), first + 1):
             scale = np.float32(math.ldexp(1.0, e))
             error = np.float32(0)
             for i in range(x.shape[1]):
