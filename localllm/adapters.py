@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,6 +24,7 @@ from localllm.models.hf_convert import floats
 from localllm.models.registry import find_architecture
 from localllm.quant.encode import quantize
 from localllm.quant.formats import dequantize
+from localllm.quantize.mixes import layer_order
 
 Array = NDArray[np.float32]
 
@@ -106,9 +105,19 @@ def _read_peft(folder: Path, file: GGUFFile) -> _Read:
                 f"the adapter {path_text(folder)} changes {quoted(name)}, which localllm does not support"
             )
         values = floats(stored.read())
-        if match[2] == "B" and target.endswith(("attn_q.weight", "attn_k.weight")):
-            with suppress(ValueError):  # of another model, which is said where shapes are compared
-                values = np.ascontiguousarray(conversion.tensor(theirs, values, _heads(file)))
+        if match[2] == "B":  # its rows are the weight's, which files may have in another order
+            try:
+                changed = conversion.tensor(theirs, values, _Heads(file, target))
+            except AttributeError:  # it asks for more than heads
+                changed = {}
+            except (ValueError, IndexError):  # of another model, which is said where shapes are compared
+                changed = values
+            if not isinstance(changed, np.ndarray) or changed.shape != values.shape:
+                raise ModelError(
+                    f"the adapter {path_text(folder)} changes {quoted(name)}, which GGUF files have in "
+                    "another form: merge it into its model with PEFT, and convert that"
+                )
+            values = np.ascontiguousarray(changed)
         found.setdefault(target, [None, None])["AB".index(match[2])] = values
     alphas = config.get("alpha_pattern") or {}
     if alphas or config.get("rank_pattern"):
@@ -119,12 +128,26 @@ def _read_peft(folder: Path, file: GGUFFile) -> _Read:
     return found, lambda rank: alpha / (rank**0.5 if root else rank)
 
 
-def _heads(file: GGUFFile) -> SimpleNamespace:
-    """What changing the rows of query and key takes of a configuration."""
-    meta = Metadata(file.metadata, file.architecture)
-    n_heads = meta.read("attention.head_count", int, low=1, high=1 << 14)
-    n_kv_heads = meta.read("attention.head_count_kv", int, n_heads, low=1, high=n_heads)
-    return SimpleNamespace(model_type="", num_attention_heads=n_heads, num_key_value_heads=n_kv_heads)
+class _Heads:
+    """A layer's heads, which are all that is known of the configuration by which rows are put in order."""
+
+    model_type = ""
+
+    def __init__(self, file: GGUFFile, target: str) -> None:
+        self._meta = Metadata(file.metadata, file.architecture)
+        self._layer = layer_order(target)[0]
+
+    @property
+    def num_attention_heads(self) -> int:
+        return self._read("attention.head_count")
+
+    @property
+    def num_key_value_heads(self) -> int:
+        return self._read("attention.head_count_kv", self.num_attention_heads)
+
+    def _read(self, key: str, *default: int) -> int:
+        n_layers = self._meta.read("block_count", int, low=1, high=1 << 14)
+        return self._meta.read_each(key, n_layers, int, *default, low=0, high=1 << 14)[self._layer]
 
 
 def merge(

@@ -171,6 +171,59 @@ def test_a_merged_model_is_the_model_with_the_adapters(
         np.testing.assert_allclose(logits_of(merged), logits_of(llm, a=1.0, b=0.5), atol=0.02)
 
 
+def peft_of(model: Any, name: str, folder: Path) -> Path:
+    """An adapter that changes one matrix of a model of transformers, into which it is merged."""
+    weight = model.state_dict()[f"{name}.weight"]
+    rng = np.random.default_rng(5)
+    a, b = (rng.normal(0, 0.3, shape).astype(np.float32) for shape in ((2, weight.shape[1]), (weight.shape[0], 2)))
+    folder.mkdir()
+    tensors = {f"base_model.model.{name}.lora_{part}.weight": matrix for part, matrix in (("A", a), ("B", b))}
+    write_safetensors(folder / "adapter_model.safetensors", tensors)
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 2}))
+    weight += weight.new_tensor(b @ a)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("kind", "part"),
+    [
+        ("llama", "k_proj"),
+        ("gptneox", "query_key_value"),
+        ("gemma4-dense", "k_proj"),
+        ("granitehybrid", "k_proj"),
+        ("lfm2", "q_proj"),
+        ("nemotron-h", "q_proj"),
+    ],
+)
+def test_a_peft_adapter_changes_the_rows_that_it_is_for(kind: str, part: str, tmp_path: Path) -> None:
+    """Against a checkpoint into which it is merged before it is converted."""
+    pytest.importorskip("transformers", reason="needs the extra 'reference'")
+    from tests.models.tiny import TINY, make_model, write
+
+    model = make_model(TINY[kind])
+    path = write(tmp_path / "base.gguf", TINY[kind], model)
+    name = next(key for key in model.state_dict() if key.endswith(f".{part}.weight")).removesuffix(".weight")
+    folder = peft_of(model, name, tmp_path / "adapter")
+    merged = write(tmp_path / "merged.gguf", TINY[kind], model)
+    with GGUFFile.open(path) as before, GGUFFile.open(merged) as after:
+        ((target, (a, b)),) = read_adapter("a", folder, before).parts.items()
+        old, new = (file.tensors[target].data.view(np.float32) for file in (before, after))
+        np.testing.assert_allclose(old + b @ a, new, atol=0.02)  # bfloat16
+
+
+@pytest.mark.parametrize(("kind", "part"), [("qwen35", "in_proj_qkv"), ("falcon-h1", "o_proj")])
+def test_a_peft_adapter_of_what_the_file_has_otherwise_is_refused(kind: str, part: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="needs the extra 'reference'")
+    from tests.models.tiny import TINY, make_model, write
+
+    model = make_model(TINY[kind])
+    path = write(tmp_path / "base.gguf", TINY[kind], model)
+    name = next(key for key in model.state_dict() if key.endswith(f".{part}.weight")).removesuffix(".weight")
+    folder = peft_of(model, name, tmp_path / "adapter")
+    with GGUFFile.open(path) as file, pytest.raises(ModelError, match="merge it into its model with PEFT"):
+        read_adapter("a", folder, file)
+
+
 def test_what_is_no_adapter_for_the_model_is_said(base: Path, adapters: dict[str, Path], tmp_path: Path) -> None:
     wide = tiny_gguf(tmp_path / "wide.gguf", hidden_size=128)
     with GGUFFile.open(wide) as file, pytest.raises(ModelError, match="is for another model"):
