@@ -40,9 +40,9 @@ def read_adapter(name: str, path: Path, file: GGUFFile) -> Adapter:
     if not os.path.exists(path):  # Path.exists raises where a name is too long
         raise ModelNotFoundError(f"there is no adapter {path_text(path)}: give a GGUF file, or a folder of PEFT's")
     pairs, scale = _read_peft(path, file) if path.is_dir() else _read_gguf(path, file)
-    lacking = [part for part, (a, b) in pairs.items() if a is None or b is None]
+    lacking = [part for part, both in pairs.items() if not all(np.ndim(each) == 2 and each.size for each in both)]
     if lacking or not pairs:
-        what = f"only one of the two matrices of {quoted(lacking[0])}" if lacking else "no low-rank matrices"
+        what = f"not two matrices for {quoted(lacking[0])}" if lacking else "no low-rank matrices"
         raise ModelError(f"{path_text(path)} has {what}: it is not an adapter, or damaged")
     parts = {part: (a, b * np.float32(scale(len(a)))) for part, (a, b) in pairs.items()}
     adapter = Adapter(name, parts)
@@ -124,7 +124,9 @@ def _read_peft(folder: Path, file: GGUFFile) -> _Read:
         raise ModelError(
             f"the adapter {path_text(folder)} has an alpha_pattern or rank_pattern, which is not supported"
         )
-    alpha, root = float(config.get("lora_alpha", 8)), bool(config.get("use_rslora"))
+    alpha, root = config.get("lora_alpha", 8), bool(config.get("use_rslora"))
+    if not isinstance(alpha, int | float) or not np.isfinite(alpha):
+        raise ModelError(f"the adapter {path_text(folder)} has lora_alpha = {quoted(alpha)}: download it again")
     return found, lambda rank: alpha / (rank**0.5 if root else rank)
 
 

@@ -37,7 +37,7 @@ def pairs(seed: int, rank: int) -> dict[str, tuple[Array, Array]]:
     rng = np.random.default_rng(seed)
 
     def matrix(*shape: int) -> Array:
-        return rng.normal(0, shape[1] ** -0.5, shape).astype(np.float32)
+        return rng.normal(0, max(shape[1], 1) ** -0.5, shape).astype(np.float32)
 
     return {
         f"model.layers.{i}.{name}": (matrix(rank, n_in), matrix(n_out, rank))
@@ -171,17 +171,24 @@ def test_a_merged_model_is_the_model_with_the_adapters(
         np.testing.assert_allclose(logits_of(merged), logits_of(llm, a=1.0, b=0.5), atol=0.02)
 
 
-def peft_of(model: Any, name: str, folder: Path) -> Path:
-    """An adapter that changes one matrix of a model of transformers, into which it is merged."""
-    weight = model.state_dict()[f"{name}.weight"]
+def changed(kind: str, part: str, folder: Path) -> tuple[Path, Path, Any]:
+    """A tiny model's file, an adapter of PEFT's for one of its matrices, and the model with that in its weights."""
+    pytest.importorskip("transformers", reason="needs the extra 'reference'")
+    from tests.models.tiny import TINY, make_model, write
+
+    model = make_model(TINY[kind])
+    path = write(folder / "base.gguf", TINY[kind], model)
+    name = next(key for key in model.state_dict() if key.endswith(f".{part}.weight"))
+    weight = model.state_dict()[name]
     rng = np.random.default_rng(5)
     a, b = (rng.normal(0, 0.3, shape).astype(np.float32) for shape in ((2, weight.shape[1]), (weight.shape[0], 2)))
-    folder.mkdir()
-    tensors = {f"base_model.model.{name}.lora_{part}.weight": matrix for part, matrix in (("A", a), ("B", b))}
-    write_safetensors(folder / "adapter_model.safetensors", tensors)
-    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 2}))
+    adapter = folder / "adapter"
+    adapter.mkdir()
+    stem = "base_model.model." + name.removesuffix(".weight")
+    write_safetensors(adapter / "adapter_model.safetensors", {f"{stem}.lora_A.weight": a, f"{stem}.lora_B.weight": b})
+    (adapter / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 2}))
     weight += weight.new_tensor(b @ a)
-    return folder
+    return path, adapter, model
 
 
 @pytest.mark.parametrize(
@@ -197,31 +204,21 @@ def peft_of(model: Any, name: str, folder: Path) -> Path:
 )
 def test_a_peft_adapter_changes_the_rows_that_it_is_for(kind: str, part: str, tmp_path: Path) -> None:
     """Against a checkpoint into which it is merged before it is converted."""
-    pytest.importorskip("transformers", reason="needs the extra 'reference'")
-    from tests.models.tiny import TINY, make_model, write
+    path, adapter, model = changed(kind, part, tmp_path)
+    from tests.models.tiny import TINY, write
 
-    model = make_model(TINY[kind])
-    path = write(tmp_path / "base.gguf", TINY[kind], model)
-    name = next(key for key in model.state_dict() if key.endswith(f".{part}.weight")).removesuffix(".weight")
-    folder = peft_of(model, name, tmp_path / "adapter")
     merged = write(tmp_path / "merged.gguf", TINY[kind], model)
     with GGUFFile.open(path) as before, GGUFFile.open(merged) as after:
-        ((target, (a, b)),) = read_adapter("a", folder, before).parts.items()
+        ((target, (a, b)),) = read_adapter("a", adapter, before).parts.items()
         old, new = (file.tensors[target].data.view(np.float32) for file in (before, after))
         np.testing.assert_allclose(old + b @ a, new, atol=0.02)  # bfloat16
 
 
 @pytest.mark.parametrize(("kind", "part"), [("qwen35", "in_proj_qkv"), ("falcon-h1", "o_proj")])
 def test_a_peft_adapter_of_what_the_file_has_otherwise_is_refused(kind: str, part: str, tmp_path: Path) -> None:
-    pytest.importorskip("transformers", reason="needs the extra 'reference'")
-    from tests.models.tiny import TINY, make_model, write
-
-    model = make_model(TINY[kind])
-    path = write(tmp_path / "base.gguf", TINY[kind], model)
-    name = next(key for key in model.state_dict() if key.endswith(f".{part}.weight")).removesuffix(".weight")
-    folder = peft_of(model, name, tmp_path / "adapter")
+    path, adapter, _ = changed(kind, part, tmp_path)
     with GGUFFile.open(path) as file, pytest.raises(ModelError, match="merge it into its model with PEFT"):
-        read_adapter("a", folder, file)
+        read_adapter("a", adapter, file)
 
 
 def test_what_is_no_adapter_for_the_model_is_said(base: Path, adapters: dict[str, Path], tmp_path: Path) -> None:
@@ -234,6 +231,9 @@ def test_what_is_no_adapter_for_the_model_is_said(base: Path, adapters: dict[str
             (base, "is not an adapter"),
             (write_peft(tmp_path / "dora", 1, use_dora=True), "use_dora"),
             (write_peft(tmp_path / "ia3", 1, peft_type="IA3"), "of the kind 'IA3'"),
+            (write_peft(tmp_path / "text", 1, lora_alpha="x"), "has lora_alpha = 'x'"),
+            (write_peft(tmp_path / "nan", 1, alpha=float("nan")), "has lora_alpha = nan"),
+            (write_peft(tmp_path / "empty", 1, rank=0), "has not two matrices for 'blk.0.attn_q.weight'"),
             (tmp_path, "has no adapter_config.json"),
         ):
             with pytest.raises(ModelError, match=message):
