@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,6 +24,7 @@ from localllm.models.hf_convert import floats
 from localllm.models.registry import find_architecture
 from localllm.quant.encode import quantize
 from localllm.quant.formats import dequantize
+from localllm.quantize.mixes import layer_order
 
 Array = NDArray[np.float32]
 
@@ -41,15 +40,15 @@ def read_adapter(name: str, path: Path, file: GGUFFile) -> Adapter:
     if not os.path.exists(path):  # Path.exists raises where a name is too long
         raise ModelNotFoundError(f"there is no adapter {path_text(path)}: give a GGUF file, or a folder of PEFT's")
     pairs, scale = _read_peft(path, file) if path.is_dir() else _read_gguf(path, file)
-    lacking = [part for part, (a, b) in pairs.items() if a is None or b is None]
+    lacking = [part for part, both in pairs.items() if not all(np.ndim(each) == 2 and each.size for each in both)]
     if lacking or not pairs:
-        what = f"only one of the two matrices of {quoted(lacking[0])}" if lacking else "no low-rank matrices"
+        what = f"not two matrices for {quoted(lacking[0])}" if lacking else "no low-rank matrices"
         raise ModelError(f"{path_text(path)} has {what}: it is not an adapter, or damaged")
     for part, both in pairs.items():
-        if not all(matrix.size and np.isfinite(matrix).all() for matrix in both):
+        if not all(np.isfinite(matrix).all() for matrix in both):
             raise ModelError(
-                f"{path_text(path)} has for {quoted(part)} an empty matrix, or values that are NaN or infinite: the "
-                "adapter is damaged; get it again"
+                f"{path_text(path)} has values for {quoted(part)} that are NaN or infinite: the adapter is damaged; "
+                "get it again"
             )
     parts = {part: (a, b * np.float32(scale(len(a)))) for part, (a, b) in pairs.items()}
     adapter = Adapter(name, parts)
@@ -112,9 +111,19 @@ def _read_peft(folder: Path, file: GGUFFile) -> _Read:
                 f"the adapter {path_text(folder)} changes {quoted(name)}, which localllm does not support"
             )
         values = floats(stored.read())
-        if match[2] == "B" and target.endswith(("attn_q.weight", "attn_k.weight")):
-            with suppress(ValueError):  # of another model, which is said where shapes are compared
-                values = np.ascontiguousarray(conversion.tensor(theirs, values, _heads(file)))
+        if match[2] == "B":  # its rows are the weight's, which files may have in another order
+            try:
+                changed = conversion.tensor(theirs, values, _Heads(file, target))
+            except AttributeError:  # it asks for more than heads
+                changed = {}
+            except (ValueError, IndexError):  # of another model, which is said where shapes are compared
+                changed = values
+            if not isinstance(changed, np.ndarray) or changed.shape != values.shape:
+                raise ModelError(
+                    f"the adapter {path_text(folder)} changes {quoted(name)}, which GGUF files have in "
+                    "another form: merge it into its model with PEFT, and convert that"
+                )
+            values = np.ascontiguousarray(changed)
         found.setdefault(target, [None, None])["AB".index(match[2])] = values
     alphas = config.get("alpha_pattern") or {}
     if alphas or config.get("rank_pattern"):
@@ -122,17 +131,31 @@ def _read_peft(folder: Path, file: GGUFFile) -> _Read:
             f"the adapter {path_text(folder)} has an alpha_pattern or rank_pattern, which is not supported"
         )
     alpha, root = config.get("lora_alpha", 8), bool(config.get("use_rslora"))
-    if type(alpha) not in (int, float) or not abs(alpha) < 1e30:  # NaN is not less
-        raise ModelError(f"adapter_config.json has lora_alpha = {quoted(alpha)}, which must be a number")
+    if not isinstance(alpha, int | float) or not abs(alpha) < 1e30:  # NaN is not less
+        raise ModelError(f"the adapter {path_text(folder)} has lora_alpha = {quoted(alpha)}: download it again")
     return found, lambda rank: alpha / (rank**0.5 if root else rank)
 
 
-def _heads(file: GGUFFile) -> SimpleNamespace:
-    """What changing the rows of query and key takes of a configuration."""
-    meta = Metadata(file.metadata, file.architecture)
-    n_heads = meta.read("attention.head_count", int, low=1, high=1 << 14)
-    n_kv_heads = meta.read("attention.head_count_kv", int, n_heads, low=1, high=n_heads)
-    return SimpleNamespace(model_type="", num_attention_heads=n_heads, num_key_value_heads=n_kv_heads)
+class _Heads:
+    """A layer's heads, which are all that is known of the configuration by which rows are put in order."""
+
+    model_type = ""
+
+    def __init__(self, file: GGUFFile, target: str) -> None:
+        self._meta = Metadata(file.metadata, file.architecture)
+        self._layer = layer_order(target)[0]
+
+    @property
+    def num_attention_heads(self) -> int:
+        return self._read("attention.head_count")
+
+    @property
+    def num_key_value_heads(self) -> int:
+        return self._read("attention.head_count_kv", self.num_attention_heads)
+
+    def _read(self, key: str, *default: int) -> int:
+        n_layers = self._meta.read("block_count", int, low=1, high=1 << 14)
+        return self._meta.read_each(key, n_layers, int, *default, low=0, high=1 << 14)[self._layer]
 
 
 def merge(

@@ -23,9 +23,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from localllm.quant.bits import Bytes
 from localllm.quant.types import GGMLType
 
-Bytes = NDArray[np.uint8]
 Words = NDArray[np.uint32]
 
 #: Columns whose codes are packed together, and how many of them lie in a word.

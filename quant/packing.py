@@ -25,13 +25,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.quant.bit_packing import BIT_PACKINGS, BitPacking
+from localllm.quant.bits import Bytes
 from localllm.quant.lut import LUT_TYPES, KernelType, block_size
 from localllm.quant.types import GGMLType
 
 #: Rows that lie side by side in a tile.
 GROUP = 16
-
-Bytes = NDArray[np.uint8]
 
 
 class Part(NamedTuple):

@@ -55,9 +55,6 @@ MEASURABLE = 1e-6
 #: What any format can be read as, at 32 bits a weight.
 FALLBACK = GGMLType.F32
 
-#: The bytes of each block of 32 columns, as two words: [n_blocks, 2].
-Words = npt.NDArray[np.uint64]
-
 
 class ScaleRangeError(ModelError):
     """Scales that a kernel's format cannot hold; `FALLBACK` can."""

@@ -943,10 +943,10 @@ def share(text: str) -> tuple[Path, float]:
     path, equals, number = text.rpartition("=")
     if not equals:
         return Path(text), 1.0
-    try:
-        return Path(path), float(number)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not ADAPTER[=X], such as style.gguf=0.8") from None
+    with contextlib.suppress(ValueError):
+        if math.isfinite(value := float(number)):
+            return Path(path), value
+    raise argparse.ArgumentTypeError(f"{text!r} is not ADAPTER[=X], such as style.gguf=0.8")
 
 
 def size(text: str) -> int:

@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 
 from localllm.errors import UsageError, path_text
 from localllm.files import NewFile
-
-Floats = NDArray[np.float32]
+from localllm.quant.bits import Floats
 
 _MAGIC = b"_logits_"
 _HEADER = struct.Struct("<8siii")

@@ -21,9 +21,10 @@ from numpy.typing import NDArray
 
 from localllm.checks import whole_number
 from localllm.errors import UsageError
-from localllm.evaluate.base_logits import BaseLogits, BaseLogitsWriter, Floats, packed, rows_of_chunk
+from localllm.evaluate.base_logits import BaseLogits, BaseLogitsWriter, packed, rows_of_chunk
 from localllm.evaluate.batches import in_order
 from localllm.llm import LLM
+from localllm.quant.bits import Floats
 
 Doubles = NDArray[np.float64]
 

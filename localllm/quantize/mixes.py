@@ -17,6 +17,7 @@ from enum import Enum, auto
 from math import prod
 
 from localllm.errors import UsageError
+from localllm.models.config import Metadata
 from localllm.quant.types import BLOCK_SIZES, GGMLType
 
 T = GGMLType
@@ -315,14 +316,16 @@ def chooser_for(
     has_importance: bool,
     overrides: Sequence[tuple[re.Pattern[str], GGMLType]] = (),
 ) -> Chooser:
-    """A `Chooser` for the model with these keys and tensors."""
+    """A `Chooser` for the model with these keys and tensors.
+
+    Raises:
+        ModelError: a key that it needs is not a number.
+    """
 
     def number(key: str, default: int) -> int:
-        value = metadata.get(f"{architecture}.{key}", default)
-        try:
-            return int(value[0])  # type: ignore[index]
-        except TypeError:
-            return int(value)  # type: ignore[call-overload, no-any-return]
+        value = Metadata(metadata, architecture).find(key)
+        value = value[0] if isinstance(value, list | tuple) and value else value  # the first layer's, as in llama.cpp
+        return Metadata({f"{architecture}.{key}": value}, architecture).read(key, int, default)
 
     heads = number("attention.head_count", 0)
     kv_heads = number("attention.head_count_kv", heads)

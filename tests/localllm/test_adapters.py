@@ -171,6 +171,56 @@ def test_a_merged_model_is_the_model_with_the_adapters(
         np.testing.assert_allclose(logits_of(merged), logits_of(llm, a=1.0, b=0.5), atol=0.02)
 
 
+def changed(kind: str, part: str, folder: Path) -> tuple[Path, Path, Any]:
+    """A tiny model's file, an adapter of PEFT's for one of its matrices, and the model with that in its weights."""
+    pytest.importorskip("transformers", reason="needs the extra 'reference'")
+    from tests.models.tiny import TINY, make_model, write
+
+    model = make_model(TINY[kind])
+    path = write(folder / "base.gguf", TINY[kind], model)
+    name = next(key for key in model.state_dict() if key.endswith(f".{part}.weight"))
+    weight = model.state_dict()[name]
+    rng = np.random.default_rng(5)
+    a, b = (rng.normal(0, 0.3, shape).astype(np.float32) for shape in ((2, weight.shape[1]), (weight.shape[0], 2)))
+    adapter = folder / "adapter"
+    adapter.mkdir()
+    stem = "base_model.model." + name.removesuffix(".weight")
+    write_safetensors(adapter / "adapter_model.safetensors", {f"{stem}.lora_A.weight": a, f"{stem}.lora_B.weight": b})
+    (adapter / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 2}))
+    weight += weight.new_tensor(b @ a)
+    return path, adapter, model
+
+
+@pytest.mark.parametrize(
+    ("kind", "part"),
+    [
+        ("llama", "k_proj"),
+        ("gptneox", "query_key_value"),
+        ("gemma4-dense", "k_proj"),
+        ("granitehybrid", "k_proj"),
+        ("lfm2", "q_proj"),
+        ("nemotron-h", "q_proj"),
+    ],
+)
+def test_a_peft_adapter_changes_the_rows_that_it_is_for(kind: str, part: str, tmp_path: Path) -> None:
+    """Against a checkpoint into which it is merged before it is converted."""
+    path, adapter, model = changed(kind, part, tmp_path)
+    from tests.models.tiny import TINY, write
+
+    merged = write(tmp_path / "merged.gguf", TINY[kind], model)
+    with GGUFFile.open(path) as before, GGUFFile.open(merged) as after:
+        ((target, (a, b)),) = read_adapter("a", adapter, before).parts.items()
+        old, new = (file.tensors[target].data.view(np.float32) for file in (before, after))
+        np.testing.assert_allclose(old + b @ a, new, atol=0.02)  # bfloat16
+
+
+@pytest.mark.parametrize(("kind", "part"), [("qwen35", "in_proj_qkv"), ("falcon-h1", "o_proj")])
+def test_a_peft_adapter_of_what_the_file_has_otherwise_is_refused(kind: str, part: str, tmp_path: Path) -> None:
+    path, adapter, _ = changed(kind, part, tmp_path)
+    with GGUFFile.open(path) as file, pytest.raises(ModelError, match="merge it into its model with PEFT"):
+        read_adapter("a", adapter, file)
+
+
 def test_what_is_no_adapter_for_the_model_is_said(base: Path, adapters: dict[str, Path], tmp_path: Path) -> None:
     wide = tiny_gguf(tmp_path / "wide.gguf", hidden_size=128)
     with GGUFFile.open(wide) as file, pytest.raises(ModelError, match="is for another model"):
@@ -181,21 +231,23 @@ def test_what_is_no_adapter_for_the_model_is_said(base: Path, adapters: dict[str
             (base, "is not an adapter"),
             (write_peft(tmp_path / "dora", 1, use_dora=True), "use_dora"),
             (write_peft(tmp_path / "ia3", 1, peft_type="IA3"), "of the kind 'IA3'"),
-            (write_peft(tmp_path / "alpha", 1, lora_alpha="8"), "lora_alpha = '8', which must be a number"),
-            (write_peft(tmp_path / "huge", 1, lora_alpha=1e300), "lora_alpha = 1e\\+300, which must be a number"),
+            (write_peft(tmp_path / "huge", 1, lora_alpha=1e300), "has lora_alpha = 1e\\+300"),
+            (write_peft(tmp_path / "text", 1, lora_alpha="x"), "has lora_alpha = 'x'"),
+            (write_peft(tmp_path / "nan", 1, alpha=float("nan")), "has lora_alpha = nan"),
+            (write_peft(tmp_path / "empty", 1, rank=0), "has not two matrices for 'blk.0.attn_q.weight'"),
             (tmp_path, "has no adapter_config.json"),
         ):
             with pytest.raises(ModelError, match=message):
                 read_adapter("x", path, file)
-        for rank, odd in ((0, 0.0), (4, np.nan), (4, np.inf)):
-            folder = write_peft(tmp_path / f"{rank} {odd}", 1, rank)
+        for odd in (np.nan, np.inf):
+            folder = write_peft(tmp_path / f"all {odd}", 1)
             tensors = {
                 f"base_model.model.{name}.lora_{part}.weight": matrix * np.float32(odd)
-                for name, both in pairs(1, rank).items()
+                for name, both in pairs(1, 4).items()
                 for part, matrix in zip("AB", both, strict=True)
             }
             write_safetensors(folder / "adapter_model.safetensors", tensors)
-            with pytest.raises(ModelError, match="an empty matrix, or values that are NaN"):
+            with pytest.raises(ModelError, match="that are NaN or infinite"):
                 read_adapter("x", folder, file)
         (tmp_path / "dora" / "adapter_config.json").write_text('{"r": 4}')
         (tmp_path / "dora" / "adapter_model.safetensors").write_bytes(b"\2\0\0\0\0\0\0\0{!")

@@ -93,6 +93,7 @@ def test_python_m_localllm_is_the_command() -> None:
 # Bad usage: exit code 2.
 
 BAD_USAGE = {
+    "a share of an adapter that is none": (["merge", "a.gguf", "b.gguf", "--lora", "c.gguf=nan"], "not ADAPTER[=X]"),
     "unknown command": (["genrate"], "there is no command 'genrate': did you mean generate? localllm generate"),
     "a command in capitals": (["GENERATE"], "there is no command 'GENERATE': did you mean generate? localllm gen"),
     "a command of others": (["ps"], "there is no command 'ps': a model is in memory while its command runs"),

@@ -9,9 +9,10 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 
-from localllm.errors import UsageError
+from localllm.errors import ModelError, UsageError
 from localllm.quant.types import GGMLType
 from localllm.quantize.mixes import (
     MIXES,
@@ -59,6 +60,18 @@ def choose(
 
 def layers(types: dict[str, GGMLType], part: str, type: GGMLType) -> list[int]:
     return [i for i in range(len(types)) if types.get(f"blk.{i}.{part}.weight") is type]
+
+
+@pytest.mark.parametrize("value", ["x", [], ["x"], 2.5])
+def test_a_number_of_heads_that_is_none_is_refused(value: Any) -> None:
+    metadata = {"llama.attention.head_count": 8, "llama.attention.head_count_kv": value}
+    with pytest.raises(ModelError, match=r"llama.attention.head_count_kv is .* must be of type int"):
+        chooser_for("Q4_K_M", "llama", metadata, [], False)
+
+
+def test_the_first_layer_has_the_heads_that_count() -> None:
+    metadata = {"llama.attention.head_count": 8, "llama.attention.head_count_kv": np.array([2, 8], np.int32)}
+    assert chooser_for("Q4_K_M", "llama", metadata, [], False).n_groups == 4
 
 
 def test_q4_k_m() -> None:
