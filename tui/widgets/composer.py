@@ -167,7 +167,7 @@ class Composer(TextArea):
     def complete(self, choice: Completion) -> None:
         """Goes on with a choice."""
         row, column = self.cursor_location
-        text = choice.text if choice.text.endswith((" ", "/", "\\")) else f"{choice.text} "
+        text = choice.text if choice.goes_on or choice.text.endswith(" ") else f"{choice.text} "
         self.replace(text, (row, choice.start), (row, column))
         if not choice.goes_on:
             self.suggestions.offer([])

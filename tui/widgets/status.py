@@ -44,11 +44,6 @@ class StatusLine(Widget):
         """Changes what it tells; see `Status`."""
         self.status = replace(self.status, **changes)
 
-    @property
-    def shared(self) -> dict[str, Any]:
-        """What is the same in all chats."""
-        return {name: getattr(self.status, name) for name in ("model", "device", "memory", "gpu_memory")}
-
     def render(self) -> Content:
         return line(self.status, self.size.width)
 
