@@ -90,8 +90,7 @@ class CommandsProvider(Provider):
         return partial(cast(ChatScreen, self.screen).run_command, f"/{command.name}")
 
     def _help(self, command: Command) -> str:
-        key = command.shown_key(cast(ChatApp, self.app).setup.keys)
-        return f"{command.help} ({key})" if key else command.help
+        return command.help_and_key(cast(ChatApp, self.app).setup.keys)
 
 
 class ChatApp(BaseApp):

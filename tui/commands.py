@@ -73,6 +73,11 @@ class Command:
     def usage(self) -> str:
         return f"/{self.name} {self.arguments}".rstrip()
 
+    def help_and_key(self, keys: Mapping[str, str]) -> str:
+        """What it does, and its key if it has one."""
+        key = self.shown_key(keys)
+        return f"{self.help} ({key})" if key else self.help
+
     def shown_key(self, keys: Mapping[str, str]) -> str:
         """Its key as people read it, where ``keys`` has those that were changed; empty if it has none."""
         return "+".join(part.capitalize() for part in keys.get(self.name, self.key).split(",")[0].split("+"))

@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -124,7 +125,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _list_chats()
     setup = setup_of(arguments)
     sessions: list[ChatSession] = []
-    try:
+    with closing(setup.store), closing(setup.toolbox):
         has_screen = is_terminal(sys.stdin) and is_terminal(sys.stdout) and os.environ.get("TERM") != "dumb"
         is_plain = arguments.plain or not has_screen
         try:
@@ -134,9 +135,6 @@ def run(arguments: argparse.Namespace) -> int:
         if not arguments.quiet:
             _say_how_to_go_on(sessions[-1])
         return code
-    finally:
-        setup.toolbox.close()
-        setup.store.close()
 
 
 def is_here(model: str, folders: Iterable[Path]) -> bool:
@@ -162,11 +160,8 @@ def _say_how_to_go_on(session: ChatSession) -> None:
 
 def _list_chats() -> int:
     """Prints the chats that are kept, the ones that were talked in last first."""
-    store = Store(default_path())
-    try:
+    with closing(Store(default_path())) as store:
         found = store.sessions()
-    finally:
-        store.close()
     if not found:
         say("no chats yet: localllm chat begins one")
     for chat in found:
@@ -191,11 +186,8 @@ def _run_plain(arguments: argparse.Namespace, setup: Setup, sessions: list[ChatS
         warn(notice)
 
     def load(name: str) -> ChatModel:
-        progress = LoadStatus(enabled=not arguments.quiet)
-        try:
+        with closing(LoadStatus(enabled=not arguments.quiet)) as progress:
             llm = cast(LLM, setup.load(name, progress, plan_shower(progress, arguments.quiet)))
-        finally:
-            progress.close()
         if not arguments.quiet:
             describe(llm.info, verbose=arguments.verbose)
         return llm

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import re
-from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from markdown_it import MarkdownIt
@@ -91,13 +90,6 @@ def is_web(address: str) -> bool:
         return False
 
 
-class CodeBlock(NamedTuple):
-    """A block of code: what language it is in, as its fence says, and what it is."""
-
-    language: str
-    text: str
-
-
 def parser() -> MarkdownIt:
     """A parser for replies: HTML is text, as it is not shown otherwise, and a line that ends has ended."""
     made = MarkdownIt("gfm-like", {"html": False})
@@ -112,10 +104,10 @@ def _keep_breaks(state: StateCore) -> None:
                 child.type = "hardbreak"
 
 
-def code_blocks(text: str) -> list[CodeBlock]:
-    """The blocks of code in a text, first to last; one that was cut off is there as far as it came."""
+def code_blocks(text: str) -> list[tuple[str, str]]:
+    """The languages and texts of the blocks of code in a text; one that was cut off, as far as it came."""
     return [
-        CodeBlock(token.info.split()[0] if token.info.split() else "", token.content)
+        (token.info.split()[0] if token.info.split() else "", token.content)
         for token in parser().parse(text)
         if token.type in ("fence", "code_block")
     ]

@@ -11,7 +11,7 @@ import pytest
 
 import localllm.tui.chat
 from localllm.tui import commands
-from localllm.tui.chat.attachments import Completion, file_completions, file_word
+from localllm.tui.chat.attachments import Completion, file_completions
 from localllm.tui.chat.conversation import Stats
 from localllm.tui.chat.events import Delta, EventQueue, Finished, Prefill, Started, Summarising
 from localllm.tui.chat.session import Meter
@@ -105,15 +105,15 @@ def test_files_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert [choice.text for choice in file_completions("@")] == ["@folder/", '@"No te.txt" ', "@notes.txt "]
     assert file_completions("@folder/") == [Completion("@folder/deep.md ", 0)]
     assert file_completions("@.h") == [Completion("@.hidden ", 0)]
-    assert file_completions(f"@{tmp_path}/fol") == [Completion(f"@{tmp_path}/folder/", 0, "folder", goes_on=True)]
+    assert file_completions(f"@{tmp_path}/fol") == [Completion(f"@{tmp_path}/folder/", 0, "folder")]
     assert file_completions("@gone/x") == []
-    assert file_word("me@example.org") is None
-    assert file_word('see @"No t') == "No t"
+    assert file_completions("me@no") == []
+    assert file_completions('see @"No t') == [Completion('@"No te.txt" ', 4)]
 
 
 def test_blocks_of_code() -> None:
     text = "a\n```py x\n1\n```\n- b\n  ```\n  2\n  ```\n\n~~~sh\n3"
-    assert [tuple(block) for block in code_blocks(text)] == [("py", "1\n"), ("", "2\n"), ("sh", "3")]
+    assert code_blocks(text) == [("py", "1\n"), ("", "2\n"), ("sh", "3")]
 
 
 @pytest.mark.parametrize("address", ["http://a.b", "https://example.org/x?y#z", "HTTPS://example.org"])

@@ -118,7 +118,7 @@ def test_editing_answers_again_beside_the_old(store: Store) -> None:
     b = session.conversation.path()[2]
     play(session.edit, b.id, "B")
     assert texts(session) == kept(session) == ["a", "one", "B", "three"]
-    session.step(session.conversation.path()[2].id, -1)
+    session.switch(session.conversation.siblings(session.conversation.path()[2].id)[0].id)
     assert texts(session) == kept(session) == ["a", "one", "b", "two"]
     assert model.asked[2].messages[-1] == {"role": "user", "content": "B"}
     stats = leaves(session.conversation)[-1].stats

@@ -255,18 +255,16 @@ _FILE = re.compile(r"""(?:^|(?<=\s))@("[^"\n]*|[^\s"']*)$""")
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A way to go on: ``text`` for what stands from ``start`` on; after a folder more can follow (``goes_on``)."""
+    """A way to go on: ``text`` for what stands from ``start`` on."""
 
     text: str
     start: int
     help: str = ""
-    goes_on: bool = False
 
-
-def file_word(line: str) -> str | None:
-    """The beginning of a file's name at the end of a line; None if there is none."""
-    match = _FILE.search(line)
-    return None if match is None else match[1].lstrip('"')
+    @property
+    def goes_on(self) -> bool:
+        """Whether it is a folder, after which more can follow."""
+        return self.text.endswith(("/", "\\"))
 
 
 def file_completions(line: str) -> list[Completion]:
@@ -284,7 +282,7 @@ def file_completions(line: str) -> list[Completion]:
                     path, is_folder = os.path.join(folder, name), entry.is_dir()
                     quote = '"' if re.search(r"\s", path) else ""
                     text = f"@{quote}{path}" + (os.sep if is_folder else f"{quote} ")
-                    found.append(Completion(text, match.start(), "folder" * is_folder, is_folder))
+                    found.append(Completion(text, match.start(), "folder" * is_folder))
     except OSError:
         return []
     return sorted(found, key=lambda choice: choice.text.lstrip('@"').casefold())[:MOST]

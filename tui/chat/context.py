@@ -51,6 +51,11 @@ class ChatModel(Protocol):
     ) -> Stream: ...
 
 
+def name_of(model: ChatModel) -> str:
+    """What a model calls itself, else the name of its file."""
+    return model.info.name or model.info.path.name
+
+
 def window_of(path: Sequence[Message]) -> Window | None:
     """The window that holds at the end of a path: the last one that begins on it."""
     ids = {message.id for message in path}

@@ -165,7 +165,6 @@ class Conversation:
         settings: how replies are generated; see `localllm.tui.chat.settings`.
         model: the path of the model's file; empty is the demo model.
         created, updated: in seconds since 1970.
-        archived: whether lists leave it out.
         is_saved: whether it was ever saved: where it is gone from the store then, somebody has deleted it.
     """
 
@@ -176,7 +175,6 @@ class Conversation:
     model: str = ""
     created: float = field(default_factory=time.time)
     updated: float = field(default_factory=time.time)
-    archived: bool = False
     is_saved: bool = field(default=False, compare=False)
     _messages: dict[str, Message] = field(default_factory=dict, repr=False)
     _children: dict[str | None, list[str]] = field(default_factory=dict, repr=False)
@@ -271,13 +269,6 @@ class Conversation:
             at = self._chosen.get(at, children[-1])
         self._choose(at)
         return self._messages[at]
-
-    def step(self, id_: str, by: int) -> Message:
-        """Goes to the branch ``by`` places beside a message; returns the leaf.  Raises UsageError."""
-        number, n = self.branch_of(id_)
-        if not 1 <= number + by <= n:
-            raise UsageError(f"this is branch {number} of {n}: there is none {'after' if by > 0 else 'before'} it")
-        return self.switch(self._children[self[id_].parent][number + by - 1])
 
     def delete(self, id_: str) -> list[str]:
         """Removes a message and all that follows it; returns their ids.

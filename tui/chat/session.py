@@ -21,7 +21,7 @@ from localllm.errors import StoreError, UsageError
 from localllm.tui.chat import events
 from localllm.tui.chat import settings as chat_settings
 from localllm.tui.chat.attachments import Attached, attach
-from localllm.tui.chat.context import ChatModel, ContextTrimmer, whole_prompt
+from localllm.tui.chat.context import ChatModel, ContextTrimmer, name_of, whole_prompt
 from localllm.tui.chat.conversation import Attachment, Call, Conversation, Message, State, Stats, Window
 from localllm.tui.chat.events import Choice, Event, ThinkingClock, Turn
 from localllm.tui.chat.pieces import Rank, ranked
@@ -169,7 +169,7 @@ class ChatSession:
     def last(self) -> Stats | None:
         """The counters of the last reply on the path, if the model that is loaded wrote it; else None."""
         stats = next((m.stats for m in reversed(self.conversation.path()) if m.stats is not None), None)
-        is_ours = stats is not None and self.model is not None and stats.model == _name(self.model)
+        is_ours = stats is not None and self.model is not None and stats.model == name_of(self.model)
         return stats if is_ours else None
 
     def meter(self) -> Meter:
@@ -215,12 +215,6 @@ class ChatSession:
         """Goes to the branch that a message is in."""
         self._check_free()
         self.conversation.switch(id_)
-        self._moved()
-
-    def step(self, id_: str, by: int) -> None:
-        """Goes to the branch ``by`` places beside a message.  Raises UsageError if there is none."""
-        self._check_free()
-        self.conversation.step(id_, by)
         self._moved()
 
     def delete(self, id_: str) -> None:
@@ -531,10 +525,6 @@ class ChatSession:
         return split(written)[1].strip()
 
 
-def _name(model: ChatModel) -> str:
-    return model.info.name or model.info.path.name
-
-
 def _stats(stream: Stream, model: ChatModel) -> Stats:
     usage, timings = stream.usage, stream.timings
     return Stats(
@@ -543,5 +533,5 @@ def _stats(stream: Stream, model: ChatModel) -> Stats:
         new_tokens=usage.completion_tokens,
         first_token_s=timings.first_token_s,
         rate=timings.decode_tokens_per_s,
-        model=_name(model),
+        model=name_of(model),
     )

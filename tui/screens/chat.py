@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import ClassVar, cast
 
@@ -21,7 +22,7 @@ from textual.worker import Worker
 from localllm.errors import UsageError
 from localllm.tui import commands
 from localllm.tui.base_app import BaseApp
-from localllm.tui.chat.attachments import file_completions, file_word
+from localllm.tui.chat.attachments import file_completions
 from localllm.tui.chat.context import ChatModel
 from localllm.tui.chat.conversation import Conversation, Message
 from localllm.tui.chat.events import ContextFull, ToolAsked, Turn
@@ -119,7 +120,8 @@ class ChatScreen(Screen[None]):
         self.app.spawn(self._start())
         self.set_interval(_MEMORY_SECONDS, self._sample_memory)
         if len(self.models.chats) > 1:
-            self.status.change(**self.models.chats[0].status.shared)
+            shared = self.models.chats[0].status.status
+            self.status.status = replace(shared, activity="", progress=None, meter=None, stats=None)
             return
         first, saved = self.app.setup.first_model, self.session.conversation.model
         name = saved if first is None else first
@@ -376,7 +378,7 @@ class ChatScreen(Screen[None]):
 
     async def _suggest(self, line: str, is_first: bool) -> None:
         choices = commands.completions(line) if is_first else []
-        if not choices and file_word(line) is not None:
+        if not choices and "@" in line:
             choices = await self.app.offload(file_completions, line)
         if line == self.composer.line_to_cursor:
             self.suggestions.offer(choices, line)
@@ -526,12 +528,12 @@ class ChatScreen(Screen[None]):
 
     async def step(self, id_: str, by: int) -> None:
         """Goes to another branch, and selects the message there."""
-        session = self.session
-        parent = session.conversation[id_].parent
-        await self.app.offload(session.step, id_, by)
-        await self.refresh_all()
-        there = next((m.id for m in session.conversation.path() if m.parent == parent), "")
-        if (view := self.transcript.view(there)) is not None:
+        branches = [message.id for message in self.session.conversation.siblings(id_)]
+        place = branches.index(id_) + by
+        if not 0 <= place < len(branches):
+            return
+        await self.switch(branches[place])
+        if (view := self.transcript.view(branches[place])) is not None:
             self.transcript.release_anchor()
             self.set_focus(view)
 

@@ -125,16 +125,13 @@ class Commands:
         if chosen is not None:
             await self._open_id(chosen)
 
-    async def ask_load(self) -> None:
-        await self.do_sessions("")
-
     async def do_load(self, argument: str) -> None:
         if argument.lower().endswith(".json"):
             await self.run(f"/import {argument}")
             return
         try:
             id_ = await self._offload(self._screen.session.store.find, argument)
-        except StoreError:  # words, then
+        except StoreError:  # words, then, or nothing
             await self.do_sessions(argument)
         else:
             await self._open_id(id_)
@@ -286,17 +283,18 @@ class Commands:
             raise UsageError("there is no block of code in this message")
         if number is None and len(blocks) > 1:
             labels = []
-            for i, block in blocks.items():
-                first, *_ = lines = block.text.splitlines() or [""]
-                labels.append((i, f"{i}  {block.language or 'text'}, {_lines(lines)}: {first.strip():.50}"))
+            for i, (language, text) in blocks.items():
+                first, *_ = lines = text.splitlines() or [""]
+                labels.append((i, f"{i}  {language or 'text'}, {_lines(lines)}: {first.strip():.50}"))
             number = await self._ask(Choose("Copy which block?", "", labels))
             if number is None:
                 return
-        chosen = blocks.get(number or "1")
-        if chosen is None:
+        number = number or "1"
+        if number not in blocks:
             raise UsageError(f"there are {len(blocks)} blocks of code: give a number from 1 to {len(blocks)}")
-        self._app.copy_to_clipboard(chosen.text)
-        self._app.notify(f"copied {_lines(chosen.text.splitlines())} of code")
+        _, text = blocks[number]
+        self._app.copy_to_clipboard(text)
+        self._app.notify(f"copied {_lines(text.splitlines())} of code")
 
     async def do_editor(self, argument: str) -> None:
         """Opens the message in $VISUAL or $EDITOR.  Raises UsageError if that fails; the message stays as it was."""

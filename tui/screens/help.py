@@ -70,8 +70,7 @@ class _Help(Static):
 def help_text(width: int, changed: Mapping[str, str]) -> RenderableType:
     """Keys and commands, in so many columns; some keys may be changed."""
     keys = Group(_part("Typing", _TYPING), "", _part("On a message", _ON_A_MESSAGE))
-    called = [(c, c.shown_key(changed)) for c in COMMANDS]
-    rows = [(c.usage, f"{c.help} ({key})" if key else c.help) for c, key in called]
+    rows = [(command.usage, command.help_and_key(changed)) for command in COMMANDS]
     commands = _part("Commands", rows, _COMMANDS_NOTE)
     if width < _WIDE:
         return Group(keys, "", commands)

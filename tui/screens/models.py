@@ -15,9 +15,9 @@ from textual.widgets.option_list import Option
 from localllm.cli.terminal import quantity
 from localllm.errors import LocalLLMError
 from localllm.tui.base_app import BaseApp
-from localllm.tui.chat.context import ChatModel
+from localllm.tui.chat.context import ChatModel, name_of
 from localllm.tui.screens.dialogs import Choose, Find, rows
-from localllm.tui.setup import Loader, ModelEntry
+from localllm.tui.setup import ModelEntry
 from localllm.tui.text import sentence
 
 if TYPE_CHECKING:
@@ -81,30 +81,21 @@ class Cancelled(Exception):
 
 
 class Loading:
-    """Loads one model.
+    """How far loading one model is.
 
     Attributes:
         progress: what is being done, and the share that is done if it is known; any thread may read it.
         cancelled: any thread may set it: loading ends at its next report.
     """
 
-    def __init__(self, loader: Loader, name: str) -> None:
+    def __init__(self, name: str) -> None:
         self.name = name
         self.progress: tuple[str, float | None] = ("loading the model", None)
         self.cancelled = threading.Event()
-        self._loader = loader
         self._compiled = 0
 
-    def run(self) -> ChatModel:
-        """Loads it, on the thread that calls.  Raises Cancelled, or LocalLLMError if it cannot be loaded."""
-        if not self.cancelled.is_set():
-            model = self._loader(self.name, self._report)
-            if not self.cancelled.is_set():
-                return model
-            model.close()
-        raise Cancelled
-
-    def _report(self, stage: str, done: int, total: int) -> None:
+    def report(self, stage: str, done: int, total: int) -> None:
+        """What the loader calls.  Raises Cancelled."""
         if self.cancelled.is_set():
             raise Cancelled
         if stage == "weights":
@@ -166,7 +157,7 @@ class ModelLoader:
         ``name`` is as a command takes it, empty for the demo model; it is saved with the chats if ``keeps``.
         """
         self.cancel()
-        loading = self._loading = Loading(self._app.setup.load, name)
+        loading = self._loading = Loading(name)
         self.state = "loading"
         async with self._one_at_a_time:
             before = self.name
@@ -180,7 +171,9 @@ class ModelLoader:
 
     async def _load_now(self, loading: Loading, kept: str | None) -> Exception | None:
         """Loads a model and lets it reply; returns why it cannot be loaded, unless that was cancelled."""
-        thread = asyncio.create_task(self._app.in_thread(loading.run))
+        if loading.cancelled.is_set():
+            return None
+        thread = asyncio.create_task(self._app.in_thread(self._app.setup.load, loading.name, loading.report))
         while not thread.done():
             text, share = loading.progress
             self._show(activity=text, progress=share)
@@ -193,12 +186,14 @@ class ModelLoader:
             self.state = "none"
             self._show(activity="", progress=None)
             return error
+        if loading.cancelled.is_set():
+            await self._app.offload(model.close)
+            return None
         self.model, self.name = model, loading.name
         # It has a million objects that stay: to look through all of them takes a tenth of a second without a key.
         gc.freeze()
         info = model.info
-        name = info.name or info.path.name
-        self._show(activity="", progress=None, model=name, device=info.device, gpu_memory=info.gpu_bytes)
+        self._show(activity="", progress=None, model=name_of(model), device=info.device, gpu_memory=info.gpu_bytes)
         for chat in self.chats:
             await self._app.offload(chat.session.use_model, model, kept)
         try:

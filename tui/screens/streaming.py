@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from localllm.tui.chat import events
+from localllm.tui.chat.context import name_of
 from localllm.tui.chat.events import Event, EventQueue, Turn
 from localllm.tui.chat.session import ChatSession
 from localllm.tui.widgets.message import MessageView
@@ -99,8 +100,7 @@ class StreamedTurn(Turn):
             if event.total >= _SHORT_PROMPT and event.done < event.total:
                 status.change(activity="reading the prompt", progress=event.done / event.total)
         elif isinstance(event, events.Started):
-            model = session.model
-            writer = "" if model is None else model.info.name or model.info.path.name
+            writer = "" if session.model is None else name_of(session.model)
             await transcript.show(session.conversation, streaming=event.id, writer=writer)
             self._view = transcript.view(event.id)
             transcript.anchor()

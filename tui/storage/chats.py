@@ -117,7 +117,7 @@ class Store:
             if not c.is_saved:
                 execute(
                     "INSERT INTO sessions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                    (c.id, title, system, json.dumps(c.settings), model, c.created, c.updated, c.archived, leaf),
+                    (c.id, title, system, json.dumps(c.settings), model, c.created, c.updated, False, leaf),
                 )
             elif not execute(
                 "UPDATE sessions SET updated = ?, leaf = ? WHERE id = ?", (c.updated, leaf, c.id)
@@ -216,7 +216,6 @@ class Store:
             model=row["model"],
             created=_time(row["created"]),
             updated=_time(row["updated"]),
-            archived=bool(row["archived"]),
             is_saved=True,
         )
         conversation.restore([m for m in messages if m.text or m.state != "killed"], row["leaf"])

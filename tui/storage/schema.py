@@ -65,7 +65,11 @@ def connect(path: Path | None) -> sqlite3.Connection:
     """Opens the file, or memory, and migrates it.  Raises StoreError if it is damaged, newer or cannot be written."""
     with in_words(path):
         if path is not None:
-            _create_private(path)
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with contextlib.suppress(
+                FileExistsError
+            ):  # others cannot read it; SQLite gives those beside it its rights
+                os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
         connection = sqlite3.connect(
             ":memory:" if path is None else path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False
         )
@@ -75,13 +79,6 @@ def connect(path: Path | None) -> sqlite3.Connection:
             connection.close()
             raise
     return connection
-
-
-def _create_private(path: Path) -> None:
-    """Makes an empty file that others cannot read; SQLite gives the files beside it the same rights."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with contextlib.suppress(FileExistsError):
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
 
 
 def _prepare(connection: sqlite3.Connection, path: Path | None) -> None:

@@ -14,7 +14,7 @@ from textual.message import Message
 from textual.widgets import OptionList, TextArea
 from textual.widgets.option_list import Option
 
-from localllm.tui.chat.attachments import MOST, Completion
+from localllm.tui.chat.attachments import Completion
 from localllm.tui.storage.prompt_history import PromptHistory
 from localllm.tui.text import Pastes, escape_controls
 
@@ -37,7 +37,6 @@ class Suggestions(OptionList, can_focus=False):
         self.clear_options()
         self.add_options([Option(_line(choice)) for choice in self.choices])
         self.display = bool(self.choices)
-        self.styles.height = min(len(self.choices), MOST)
         if self.choices:
             self.highlighted = 0
 
@@ -45,11 +44,6 @@ class Suggestions(OptionList, can_focus=False):
         """The choice that is highlighted; None while the list is hidden, or was made for another line than this."""
         fits = self.display and line == self._line
         return self.choices[self.highlighted] if fits and self.highlighted is not None else None
-
-    def move(self, by: int) -> None:
-        """Highlights another one; after the last one comes the first."""
-        if self.highlighted is not None:
-            self.highlighted = (self.highlighted + by) % len(self.choices)
 
 
 def _line(choice: Completion) -> Content:
@@ -149,7 +143,8 @@ class Composer(TextArea):
         """Goes through suggestions, through lines, and at the first or last line through earlier messages."""
         is_at_edge = self.cursor_at_first_line if by < 0 else self.cursor_at_last_line
         if self.suggestions.display:
-            self.suggestions.move(by)
+            move = self.suggestions.action_cursor_up if by < 0 else self.suggestions.action_cursor_down
+            move()
         elif is_at_edge and (text := self.typed.older(self.text) if by < 0 else self.typed.newer()) is not None:
             self.put(text)
             self._called_up = self.text  # for which nothing is suggested: the arrows would go through that
@@ -167,7 +162,7 @@ class Composer(TextArea):
     def complete(self, choice: Completion) -> None:
         """Goes on with a choice."""
         row, column = self.cursor_location
-        text = choice.text if choice.text.endswith((" ", "/", "\\")) else f"{choice.text} "
+        text = choice.text if choice.goes_on or choice.text.endswith(" ") else f"{choice.text} "
         self.replace(text, (row, choice.start), (row, column))
         if not choice.goes_on:
             self.suggestions.offer([])

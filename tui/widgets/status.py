@@ -44,11 +44,6 @@ class StatusLine(Widget):
         """Changes what it tells; see `Status`."""
         self.status = replace(self.status, **changes)
 
-    @property
-    def shared(self) -> dict[str, Any]:
-        """What is the same in all chats."""
-        return {name: getattr(self.status, name) for name in ("model", "device", "memory", "gpu_memory")}
-
     def render(self) -> Content:
         return line(self.status, self.size.width)
 
@@ -65,7 +60,10 @@ def _parts(status: Status) -> list[tuple[int, Content]]:
     """What there is to tell, each with how much it matters."""
     parts: list[tuple[int, Content]] = []
     if status.activity:
-        done = "" if status.progress is None else f" {_bar(status.progress)} {status.progress:.0%}"
+        done = ""
+        if (share := status.progress) is not None:
+            n_full = round(_BAR_WIDTH * share)
+            done = f" {'━' * n_full}{'╌' * (_BAR_WIDTH - n_full)} {share:.0%}"
         parts.append((9, Content.styled(f"{status.activity}{done}", "$text-accent")))
     if status.meter is not None and status.meter.context:
         share = status.meter.used / status.meter.context
@@ -83,11 +81,6 @@ def _parts(status: Status) -> list[tuple[int, Content]]:
         gpu = f" + {quantity(status.gpu_memory, 'B')} GPU" if status.gpu_memory else ""
         parts.append((2, Content(f"{quantity(status.memory, 'B')}{gpu} in use")))
     return parts
-
-
-def _bar(share: float) -> str:
-    n_full = round(_BAR_WIDTH * min(1.0, max(0.0, share)))
-    return "━" * n_full + "╌" * (_BAR_WIDTH - n_full)
 
 
 class KeyFooter(Footer):
