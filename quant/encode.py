@@ -18,6 +18,7 @@ import numpy.typing as npt
 from localllm.errors import ModelError
 from localllm.quant.bits import Bytes, Floats, Ints
 from localllm.quant.block_format import PackableFormat, Parts
+from localllm.quant.floats import bfloat16
 from localllm.quant.formats import FORMATS
 from localllm.quant.fp4 import MXFP4
 from localllm.quant.iq_grids import grid
@@ -172,7 +173,7 @@ def _encode(x: Floats, type: GGMLType, weights: Floats) -> Bytes:
         case GGMLType.F16:
             return x.astype("<f2").view(np.uint8)
         case GGMLType.BF16:
-            return _bfloat16(x)
+            return bfloat16(x).view(np.uint8)
         case GGMLType.MXFP4:
             return _encode_mxfp4(x, weights)
         case _ if type in _ROWS:
@@ -200,17 +201,6 @@ def _finite_half(values: Floats, type: GGMLType) -> npt.NDArray[np.float16]:
     if not np.isfinite(halves).all():
         raise _unfit(type)
     return halves
-
-
-def _bfloat16(x: Floats) -> Bytes:
-    # To nearest, ties to even: adds one where the lower half is above 0x8000, or at it and the rest odd.
-    bits = x.view(np.uint32)
-    rounded = bits >> 16
-    rounded &= 1
-    rounded += 0x7FFF
-    rounded += bits
-    rounded >>= 16
-    return rounded.astype("<u2").view(np.uint8)
 
 
 # -- Formats of codes ----------------------------------------------------------------------------------------------
@@ -322,7 +312,7 @@ def _codes(x: Floats, type: GGMLType, weights: Floats) -> tuple[npt.NDArray[np.i
     rounding.encode(
         x, weights, form.sub_length, single(codes.lo), single(codes.hi), table, codes.has_min,
         single(0 if codes.m_hi else np.inf), single(codes.s_lo), single(codes.s_hi), single(codes.m_hi),
-        codes.tries, s_tries, s_tries, out, scales, integers,
+        codes.tries, s_tries, out, scales, integers,
         np.empty(rounding.TABLE, single), np.empty((6, integers.shape[2]), single),
     )  # fmt: skip
     return out, scales, integers

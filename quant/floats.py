@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from localllm.quant.bits import Bytes, Floats
 from localllm.quant.block_format import BlockFormat, register
@@ -40,3 +41,14 @@ class BF16(BlockFormat):
 
     def decode(self, blocks: Bytes, out: Floats) -> None:
         np.left_shift(self.fields(blocks)["x"], 16, out=out.view(np.uint32)[:, 0], dtype=np.uint32)
+
+
+def bfloat16(values: Floats) -> NDArray[np.uint16]:
+    """The bits of finite float32 values rounded to bfloat16, to the nearest, of two as near the even one."""
+    bits = values.view(np.uint32)
+    rounded = bits >> 16
+    rounded &= 1
+    rounded += 0x7FFF
+    rounded += bits
+    rounded >>= 16
+    return rounded.astype(np.uint16)

@@ -247,20 +247,21 @@ def encode_alike(x, lo, hi, tries, out, ds):
 
 
 @jit
-def encode(
-    x, weights, sub, lo, hi, lut, affine, m_most, s_lo, s_hi, m_hi, tries, s_tries, m_tries, out, ds, ss, t, part
-):
+def encode(x, weights, sub, lo, hi, lut, affine, m_most, s_lo, s_hi, m_hi, tries, s_tries, out, ds, ss, t, part):
     """Encode blocks.
 
     Args:
         x: float32 [n_blocks, length].
         weights: float32 [k, length], the weights of a row's k blocks.
         sub: values in a sub-block.
+        lo, hi, lut: the range of codes, and the values that they stand for, if not themselves, as `scan` takes them.
+        affine, m_most: there is a minimum, at most ``m_most``, as `fit` takes it.
         s_lo, s_hi, m_hi: the range of the integer scales and minima; ``s_hi`` is 0 in formats that have none.
-        tries, s_tries, m_tries: candidates of `fit`, for values, scales and minima.
+        tries, s_tries: candidates of `fit`, for values, and for scales and minima.
         out: int8 [n_blocks, length], receives the codes (levels).
         ds: float32 [n_blocks, 2], receives scale and minimum (which is subtracted), as float16 stores them.
         ss: int16 [2, n_blocks, length / sub], receives integer scales and minima.
+        t, part: room to work in, float32 [TABLE] and [6, length / sub].
     """
     n_sub = x.shape[1] // sub
     none = lut[:0]
@@ -277,7 +278,7 @@ def encode(
             d = half(fit(part[0], part[2], s_lo, s_hi, none, False, np.float32(0), s_tries, t)[0])
             dmin = np.float32(0)
             if affine:
-                dmin = half(fit(part[1], part[3], np.float32(0), m_hi, none, False, np.float32(0), m_tries, t)[0])
+                dmin = half(fit(part[1], part[3], np.float32(0), m_hi, none, False, np.float32(0), s_tries, t)[0])
             for j in range(n_sub):
                 part[4, j] = min(max(np.rint(part[0, j] * inverse(d)), s_lo), s_hi)
                 part[5, j] = min(max(np.rint(part[1, j] * inverse(dmin)), np.float32(0)), m_hi)

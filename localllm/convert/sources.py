@@ -20,6 +20,7 @@ from localllm.errors import ModelError, quoted
 from localllm.models.hf_convert import floats
 from localllm.quant.bits import bit_fields, join_bit_planes
 from localllm.quant.block_format import Parts
+from localllm.quant.floats import bfloat16
 from localllm.quant.fp4 import E2M1_DOUBLED, HALF_UE4M3
 from localllm.quant.legacy import Q4_0, Q4_1, Q8_0
 from localllm.quant.types import GGMLType
@@ -110,11 +111,11 @@ _E4M3 = _e4m3()
 _FP4 = E2M1_DOUBLED / 2
 
 
-def bfloat16(values: NDArray[np.float32]) -> Array:
-    """Rounded to bfloat16, as its bits: to the nearest, of two as near the even one."""
-    bits = values.astype(np.float32, copy=False).view(np.uint32)
-    rounded = (bits + 0x7FFF + (bits >> 16 & 1) >> 16).astype(np.uint16)
-    return np.where(np.isnan(values), np.uint16(0x7FC0), rounded)
+def _bfloat16(values: NDArray[np.float32]) -> Array:
+    """Rounded to bfloat16, as its bits; also NaN."""
+    rounded = bfloat16(values)
+    rounded[np.isnan(values)] = 0x7FC0
+    return rounded
 
 
 # -- FP8 and INT8 --------------------------------------------------------------------------------------------------
@@ -136,7 +137,7 @@ def _scaled(beside: Mapping[str, FileTensor], settings: Mapping[str, Any]) -> So
 
     def values() -> Array:
         with np.errstate(invalid="ignore"):  # NaN is found when it is written
-            return bfloat16(read_float32(weight) * read_scale())
+            return _bfloat16(read_float32(weight) * read_scale())
 
     zero = beside.get("weight_zero_point")
     if zero is not None and weight.dtype == "I8" and not is_block and zero.read().any():
@@ -310,7 +311,7 @@ def _mxfp4(weight: FileTensor, scales: FileTensor, shape: tuple[int, ...]) -> So
 
     def values() -> Array:
         powers = 2.0 ** (scales.read().astype(np.float32) - 127)
-        return bfloat16((_FP4[codes()] * powers[..., None]).reshape(shape))
+        return _bfloat16((_FP4[codes()] * powers[..., None]).reshape(shape))
 
     def blocks() -> Array:
         found, powers = codes(), scales.read()
@@ -339,6 +340,6 @@ def _nvfp4(
                 whole = 1 / read_float32(divisor).reshape(-1)[0]
         found = _FP4[bit_fields(weight.read(), 4, 2).reshape(shape[0], -1, 16)]
         with np.errstate(invalid="ignore"):
-            return bfloat16((found * (read_float32(scales) * whole)[..., None]).reshape(shape))
+            return _bfloat16((found * (read_float32(scales) * whole)[..., None]).reshape(shape))
 
     return Source(shape, GGMLType.BF16, values)
