@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from localllm.convert.checkpoint import gguf_name
 from localllm.convert.config import read_json
 from localllm.convert.safetensors import read_header
-from localllm.errors import ModelError, ModelNotFoundError, OutputError, UsageError, path_text, quoted
+from localllm.errors import ModelError, ModelNotFoundError, path_text, quoted
+from localllm.files import check_new
 from localllm.gguf import GGUFFile
 from localllm.gguf.writer import GGUFWriter, TensorSpec
 from localllm.models.adapters import Adapter, check
@@ -140,10 +141,7 @@ def merge(
         UsageError: the output is the input.
         OutputError: the file is there already, or cannot be written.
     """
-    if any(target.exists() and other.samefile(target) for other in file.paths):
-        raise UsageError(f"{path_text(target)} is the model itself: choose another name for the merged one")
-    if target.exists() and not overwrite:
-        raise OutputError(f"{path_text(target)} is there already: choose another name, or remove it first")
+    check_new(target, file.paths, overwrite=overwrite)
     source = file.metadata
     kept = {key: source.encoded(key) for key in source if not key.startswith("split.")}
     specs = [TensorSpec(tensor.name, tensor.shape, tensor.type) for tensor in file.tensors.values()]

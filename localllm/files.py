@@ -6,6 +6,7 @@ import codecs
 import errno
 import os
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Self
@@ -46,6 +47,23 @@ def read_text(source: str | os.PathLike[str] | BinaryIO, what: str = "") -> str:
         raise UsageError(
             f"{where} is not valid UTF-8: byte {error.start} is 0x{data[error.start]:02x}; convert it to UTF-8"
         ) from None
+
+
+def check_new(path: Path, inputs: Iterable[Path] = (), *, overwrite: bool = False) -> None:
+    """Refuses the name of a file to write before the work for it begins.
+
+    Raises:
+        UsageError: it is one of the inputs.
+        OutputError: it is a folder, or is there already and not to be replaced.
+    """
+    if path.is_dir():
+        raise OutputError(f"{path_text(path)} is a folder: name a file in it")
+    if not path.exists():
+        return
+    if any(other.samefile(path) for other in inputs):
+        raise UsageError(f"{path_text(path)} is the model itself: choose another name for the new file")
+    if not overwrite:
+        raise OutputError(f"{path_text(path)} is there already: choose another name, or remove it first")
 
 
 class NewFile:

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from localllm import __version__
-from localllm.errors import ModelError, OutputError, UsageError, path_text, quoted
+from localllm.errors import ModelError, UsageError, quoted
+from localllm.files import check_new
 from localllm.gguf import Metadata, TensorInfo
 from localllm.gguf.metadata import ValueType
 from localllm.gguf.writer import GGUFWriter, TensorSpec, encode_value
@@ -247,10 +248,7 @@ def run(
             "larger type"
         )
     for path, _ in plan.files:
-        if any(path.exists() and other.samefile(path) for other in plan.file.paths):
-            raise UsageError(f"{path_text(path)} is the model itself: choose another name for the quantised one")
-        if path.exists() and not overwrite:
-            raise OutputError(f"{path_text(path)} is there already: choose another name, or remove it first")
+        check_new(path, plan.file.paths, overwrite=overwrite)
     total = sum(tensor.source.n_bytes for tensor in plan.tensors)
     done, feedbacks = 0, dict[int, Feedback]()
     with ExitStack() as files:  # which get their names together, at its end
