@@ -53,21 +53,22 @@ def read_text(source: str | os.PathLike[str] | BinaryIO, what: str = "") -> str:
         ) from None
 
 
-def check_is_new(path: Path, sources: Iterable[Path]) -> None:
-    """Raise if a file cannot be written because there is one.
+def check_is_new(path: Path, sources: Iterable[Path] = ()) -> None:
+    """Refuse the name of a file to write, before the work for it begins.
 
     Args:
-        path: where it will be.
         sources: what it is made of.
 
     Raises:
         UsageError: it is one of its sources.
-        OutputError: it is another file.
+        OutputError: it is a folder, or there is such a file already.
     """
+    if path.is_dir():
+        raise OutputError(f"{path_text(path)} is a folder: name a file in it")
     if not path.exists():
         return
     if any(source.samefile(path) for source in sources):
-        raise UsageError(f"{path_text(path)} is the model itself: choose another name for the new one")
+        raise UsageError(f"{path_text(path)} is the model itself: choose another name for the new file")
     raise OutputError(f"{path_text(path)} is there already: choose another name, or remove it first")
 
 

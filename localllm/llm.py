@@ -320,8 +320,8 @@ class LLM:
         """
         engine, embedder = self._opened(), self._embedder
         if embedder is None or embedder.is_reranker:
-            what, use = ("scores documents", "rerank") if embedder else ("writes text", "generate or chat")
-            raise UsageError(f"{self._info.path.name} {what}: it makes no vectors of texts; use {use}")
+            what, use = ("scores documents", "use rerank") if embedder else ("writes text", "load one for vectors")
+            raise UsageError(f"{self._info.path.name} {what}: it makes no vectors of texts; {use}")
         if isinstance(texts, str | bytes) or not isinstance(texts, Sequence | np.ndarray):
             raise UsageError("texts must be a list of texts, or of lists of token ids")
         n = embedder.width if dimensions is None else whole_number("dimensions", dimensions, 1)

@@ -28,7 +28,7 @@ from localllm.evaluate import (
     read_questions,
 )
 from localllm.evaluate.perplexity import CONTEXT
-from localllm.files import read_text
+from localllm.files import check_is_new, read_text
 from localllm.gguf import GGUFFile
 from localllm.info import ModelInfo
 from localllm.library.find import demo_path
@@ -51,6 +51,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError("give one of -f FILE with a text, --base-logits FILE and --choices FILE")
     if arguments.file is None and arguments.save_logits is not None:
         raise UsageError("--save-logits needs a text, which -f FILE gives")
+    if arguments.save_logits is not None:
+        check_is_new(arguments.save_logits)
     if arguments.svg is not None and not arguments.compare:
         raise UsageError("--svg needs --compare FILE …: it draws what they lose")
     if arguments.choices is not None:

@@ -11,8 +11,8 @@ from operator import add
 from localllm.cli.defaults import settle
 from localllm.cli.main import DONE
 from localllm.cli.terminal import LoadStatus, StatusLine, visible_line, warn
-from localllm.errors import path_text
-from localllm.files import read_text
+from localllm.errors import UsageError, path_text
+from localllm.files import check_is_new, read_text
 from localllm.gguf import GGUFFile
 from localllm.kernels.cpu.backend import CPUBackend
 from localllm.library.find import demo_path
@@ -25,9 +25,13 @@ from localllm.tokenizer import Tokenizer
 def run(arguments: argparse.Namespace) -> int:
     """Measures what the command line asks for, and writes it."""
     settle(arguments, skip=["threads", "context"])
+    if arguments.hessian and arguments.output.suffix == ".dat":
+        raise UsageError("a file in the older format (.dat) cannot hold --hessian: name one that ends in .gguf")
     before = [ImportanceMatrix.read(path) for path in arguments.in_file]
     text = read_text(arguments.text)
     with GGUFFile.open(arguments.model or demo_path()) as file:
+        if arguments.output not in arguments.in_file:
+            check_is_new(arguments.output, file.paths)
         for matrix in before:
             matrix.check_is_of(file.tensors)
         pieces = chunks(Tokenizer.from_gguf(file), text, arguments.context)[: arguments.chunks]

@@ -11,7 +11,7 @@ from localllm.cli.defaults import settle
 from localllm.cli.main import DONE
 from localllm.cli.terminal import StatusLine, quantity, visible_line, warn
 from localllm.errors import UsageError
-from localllm.files import read_text
+from localllm.files import check_is_new, read_text
 from localllm.gguf import GGUFFile
 from localllm.kernels.cpu.backend import CPUBackend
 from localllm.library.find import demo_path
@@ -43,6 +43,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.pure:
         overrides.append(("", MIXES[mix_named(arguments.type)][1].name))
     with GGUFFile.open(arguments.model or demo_path()) as file:
+        if has_target and not (arguments.dry_run or arguments.keep_split):  # measuring takes long
+            check_is_new(arguments.output, file.paths)
         planned = plan(
             file,
             arguments.output,

@@ -127,6 +127,11 @@ class Checkpoint:
 
     def __init__(self, folder: Path, conversion: Conversion | None = None) -> None:
         self.path = folder
+        if folder.is_file():
+            raise ModelError(
+                f"{path_text(folder)} is a file: name the folder of a Hugging Face model "
+                "(localllm quantize changes the type of a GGUF file)"
+            )
         values = read_json(folder / "config.json")
         if not values:
             raise ModelError(

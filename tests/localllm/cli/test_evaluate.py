@@ -80,8 +80,10 @@ def test_models_are_compared(evaluate: Evaluate, folder: Path) -> None:
     assert "  a two.gguf " in outcome.out
     assert "  b one.gguf " in outcome.out
     assert f"{two['kl']['value']:.5f}" in outcome.out
-    evaluate("one.gguf", "-f", "text", "-c", 16, "--save-logits", "base", "-q")
-    outcome = evaluate("two.gguf", "--base-logits", "base", "--compare", "one.gguf", "--json", "-q")
+    evaluate("one.gguf", "-f", "text", "-c", 16, "--save-logits", "kept", "-q")
+    outcome = evaluate("one.gguf", "-f", "text", "-c", 16, "--save-logits", "kept")
+    assert "kept is there already" in outcome.error()
+    outcome = evaluate("two.gguf", "--base-logits", "kept", "--compare", "one.gguf", "--json", "-q")
     compared = json.loads(outcome.out)["compared"]
     assert [Path(each["model"]).name for each in compared] == ["two.gguf", "one.gguf"]
     assert compared[0]["kl"] == two["kl"]

@@ -75,6 +75,28 @@ def test_refusals(run: Run, model: Path, tmp_path: Path) -> None:
     assert "--allow-requantize" in run(small, tmp_path / "smaller.gguf", "Q4_0", "-q").error()
     assert run(small, tmp_path / "smaller.gguf", "Q4_0", "-q", "--allow-requantize").code == 0
     assert "cannot be read" in run(model, tmp_path / "new.gguf", "Q4_0", "--imatrix", tmp_path / "none").error()
+    text = tmp_path / "text.txt"
+    text.write_text("some words")
+    late = run(model, small, "--target-size", "1GB", "-f", text)  # said before anything is measured
+    assert (late.code, "is there already" in late.error()) == (1, True)
+    assert "is a folder: name a file in it" in run(model, tmp_path, "Q8_0").error()
+
+
+def test_an_importance_matrix_replaces_no_other_file(
+    capfdbinary: pytest.CaptureFixture[bytes], model: Path, tmp_path: Path
+) -> None:
+    text, small = tmp_path / "text.txt", tmp_path / "small.gguf"
+    text.write_text("some words")
+    small.write_bytes(b"kept")
+
+    def measure(*arguments: object) -> str:
+        return run_main(capfdbinary, "imatrix", model, "-f", text, *arguments).error()
+
+    assert "is there already" in measure("-o", small)
+    assert "is the model itself" in measure("-o", model)
+    assert "is a folder: name a file in it" in measure("-o", tmp_path)
+    assert "cannot hold --hessian" in measure("-o", tmp_path / "i.dat", "--hessian")
+    assert small.read_bytes() == b"kept"
 
 
 def test_the_demo_model_by_name(run: Run, tmp_path: Path) -> None:

@@ -288,6 +288,8 @@ def test_the_command_line(
     assert done.code == 0, done.err
     assert "blk.0.attn_q.weight" in done.out
     assert not (tmp_path / "x.gguf").exists()
+    done = run_main(capfdbinary, "convert", tmp_path / "Tiny-Q8_0.gguf")
+    assert "is a file: name the folder of a Hugging Face model" in done.error()
 
 
 def test_clipped_queries_are_refused(tmp_path: Path) -> None:
