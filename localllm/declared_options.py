@@ -634,7 +634,7 @@ class CheckedOptions(_Checked):
         None,
         _SHARES,
         "how much of which loaded adapters is added to the model, such as {'name': 0.8}; those left out add nothing",
-        none="nothing of any",
+        none="none of them",
     )
     timeout: float | None = _asked(
         None,

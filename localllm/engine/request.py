@@ -126,7 +126,7 @@ class Request:
         speculate: who drafts tokens for the model to verify: the text so far ("lookup"), the draft model, the block
             behind the model's own layers ("mtp"), or nobody.
         draft_max: tokens that are drafted for one step at most.
-        adapters: how much of each loaded adapter it gets; none at all for nothing of any.
+        adapters: how much of each loaded adapter it gets; empty for none of them.
 
         finish_reason: None while it goes on, or if an error ended it.
         sequence: its tokens in the cache; None while it waits to be admitted.

@@ -34,7 +34,7 @@ class Chunk:
         ids: the tokens to evaluate.
         n_outputs: for how many of the last of them logits are wanted.
         start: position of the first of them; what the cache holds from there on is overwritten.
-        adapters: how much of each adapter it gets; none at all for nothing of any.
+        adapters: how much of each adapter it gets; empty for none of them.
         goes_on: whether the token that a device can choose is likely to be evaluated next.
         draws: how it chooses that, and the one after it (`Batch.draws`); nothing for the largest logits.
     """
