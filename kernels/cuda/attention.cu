@@ -11,7 +11,7 @@
 // shares its tile and its batch.
 //
 // Queries are rounded to float16 after multiplication by a power of two that brings a row's largest near 2^14; scores
-// are float32 and in units of log 2.  Weights are rounded to two halves, to 22 bits.
+// are float32 and in units of log 2.  Weights are rounded to halves, for their total too, and added up in float32.
 //
 // Compiled for: KEY_DIM and VALUE_DIM; Q8_0, the cache's type; VALUES_IN_KEYS, whether values are the first VALUE_DIM
 // of the keys' (MLA), each page of which is then read once for both; CHUNKED and CAUSAL, what a token sees; SOFT_CAP,
@@ -21,11 +21,10 @@
 // scales, 0; pages with scales are then widened straight from global memory.
 //
 // What bounds it on an H200 (4.3 TB/s; 132 SMs at 1.75 GHz, taken to do 2,500 operations a clock by mma.sync, so 580
-// TFLOP/s; predictions, of which nothing is measured yet): per row and key of 128 values there are 256 operations for
-// the score and as many for each half of the weight.  Prefill of 16k tokens counts 4 * 128 operations a visible key,
-// so the products allow 390 TFLOP/s.  A warp reads 32 KiB of shared memory per 16 rows and page, 256 clocks of an SM's
-// port, for products that take 310.  A tile of 128 rows reads 32 KiB of L2 a page in at least 8 * 256 clocks: 16 bytes a
-// clock, which L2 gives.
+// TFLOP/s; predictions, of which nothing is measured yet): a warp reads 32 KiB of shared memory per 16 rows and page of
+// heads of 128 values, 256 clocks of an SM's port, for products that take 216.  So prefill of 16k tokens, counted as
+// 4 * 128 operations a visible key, has 470 TFLOP/s at most.  A tile of 128 rows reads 32 KiB of L2 a page in at least
+// 8 * 256 clocks: 16 bytes a clock, which L2 gives.
 // Decode reads 512 bytes a key (Q8_0: 272), so 32k positions of 8 key heads take 134 MB or 31 us; its products, for 16
 // rows whether they are used or not, take a sixth of that.
 #include "attention.cuh"
@@ -285,25 +284,13 @@ DEVICE void score_page(float (&scores)[TILES][4], const Queries& q, const uint16
 #endif
 }
 
-// Weights of 16 keys as halves, and what the halves lose.
-struct Halves {
-  uint32_t high[4], low[4];
-  __device__ __forceinline__ void set(int i, float first, float second) {
-    high[i] = to_halves(first, second);
-    low[i] = to_halves(first - half_to_float(high[i]), second - half_to_float(high[i] >> 16));
-  }
-  __device__ __forceinline__ Halves(const float (&near)[4], const float (&far)[4], float2 near_factor,
-                                      float2 far_factor) {
-    set(0, near[0] * near_factor.x, near[1] * near_factor.y);
-    set(1, near[2] * near_factor.x, near[3] * near_factor.y);
-    set(2, far[0] * far_factor.x, far[1] * far_factor.y);
-    set(3, far[2] * far_factor.x, far[3] * far_factor.y);
-  }
-  __device__ __forceinline__ void add_product(float (&sums)[4], uint32_t b0, uint32_t b1) const {
-    mma_f16(sums, make_uint4(high[0], high[1], high[2], high[3]), b0, b1);
-    mma_f16(sums, make_uint4(low[0], low[1], low[2], low[3]), b0, b1);
-  }
-};
+// Weights of 16 keys as halves.
+DEVICE uint4 weights_of(const float (&near)[4], const float (&far)[4], float2 near_factor, float2 far_factor) {
+  return make_uint4(to_halves(near[0] * near_factor.x, near[1] * near_factor.y),
+                    to_halves(near[2] * near_factor.x, near[3] * near_factor.y),
+                    to_halves(far[0] * far_factor.x, far[1] * far_factor.y),
+                    to_halves(far[2] * far_factor.x, far[3] * far_factor.y));
+}
 
 // sums += weights @ values for PAIRS times 16 values of the head, from pair `first_pair` on; total += the weights' sum,
 // in columns that are all alike.
@@ -318,24 +305,24 @@ DEVICE void add_values(float (&sums)[2 * PAIRS][4], float (&total)[4],
 #pragma unroll
   for (int step = 0; step < PAGE / 16; step++) {
     const float(&near)[4] = weights[2 * step], (&far)[4] = weights[2 * step + 1];
-    const Halves plain(near, far, one, one);
-    plain.add_product(total, ones, ones);
+    const uint4 plain = weights_of(near, far, one, one);
+    mma_f16(total, plain, ones, ones);
 #pragma unroll
     for (int group = 0; group < PAIRS; group += PAIRS_PER_SCALE) {
       if (first_pair + group >= VALUE_STEPS) continue;
 #if Q8_0
       const float* of = factors + (first_pair + group) / PAIRS_PER_SCALE * PAGE + 16 * step + lane % 4 * 2;
-      const Halves halves(near, far, *(const float2*)of, *(const float2*)(of + 8));
+      const uint4 halves = weights_of(near, far, *(const float2*)of, *(const float2*)(of + 8));
 #else
-      const Halves& halves = plain;
+      const uint4 halves = plain;
 #endif
 #pragma unroll
       for (int pair = group; pair < group + PAIRS_PER_SCALE && pair < PAIRS; pair++) {
         if (first_pair + pair >= VALUE_STEPS) continue;
         uint32_t values[4];
         load_transposed(values, row + 16 * step * VALUE_STRIDE + 16 * pair);
-        halves.add_product(sums[2 * pair], values[0], values[1]);
-        halves.add_product(sums[2 * pair + 1], values[2], values[3]);
+        mma_f16(sums[2 * pair], halves, values[0], values[1]);
+        mma_f16(sums[2 * pair + 1], halves, values[2], values[3]);
       }
     }
   }

@@ -20,6 +20,7 @@ from tests.cuda_on_cpu import build, nvrtc
 from tests.cuda_on_cpu.emulated_driver import EmulatedDriver
 from tests.cuda_on_cpu.errors import KernelFault
 from tests.cuda_on_cpu.module import ORDERS, Order
+from tests.helpers.backends import ATTENTION_ERROR
 from tests.kernels.cuda.device import Device
 
 Floats = NDArray[Any]
@@ -156,8 +157,7 @@ class Talk:
 
 
 def assert_close(out: Floats, expected: Floats) -> None:
-    """As tests/kernels/test_ops.py wants it of every backend."""
-    np.testing.assert_allclose(out, expected, rtol=1e-4, atol=2e-6)
+    np.testing.assert_allclose(out, expected, rtol=1e-4, atol=ATTENTION_ERROR)
 
 
 def assert_right(talk: Talk) -> Floats:
