@@ -250,6 +250,19 @@ def test_kernels_of_every_batch_are_compiled_ahead(tmp_path: Path) -> None:
         assert driver.loaded <= ahead
 
 
+@pytest.mark.parametrize("most", [8, 32, 64])
+def test_ragged_batches_share_a_graph(tmp_path: Path, most: int) -> None:
+    """Whatever sequences come, go and grow: launched once, captured once, and replayed."""
+    driver = KernellessDriver()
+    runner = Runner(small(tmp_path), CUDABackend(driver, 0, compiles_ahead=False), most)
+    launched = []
+    for n in (most, most - 3, most // 2 + 1, most - 1):
+        driver.forget()
+        runner.run(*((IDS[:1], (7 * n * i) % 60, [i]) for i in range(n)))
+        launched.append(driver.calls["launch"] > 0)
+    assert launched == [True, True, False, False]
+
+
 def test_what_a_batch_is_not_counted_in_stays_alone(tmp_path: Path) -> None:
     """A step without outputs launches nothing behind the layers."""
     driver = KernellessDriver()
