@@ -3,15 +3,15 @@
 // A row is a token and one of the `group_size` query heads that share a key head; row number t * group_size + h of a
 // sequence is its token t and head h.  Rows are computed 16 at once, as matrix products have it.
 //
-// The cache is cut into splits of SPLIT_PAGES pages.  A row's sums over one begin with a fresh state (largest score,
-// total of the weights, weighted sum of values), which pages are added to in order; the splits' states are then merged
-// in order.  `attention_prefill` does all of it for many rows; where there are few rows, `attention_split` gives splits
+// The cache is cut into splits: of one page each for the first FINE_PAGES, so that many blocks share a short cache, and
+// of SPLIT_PAGES behind.  A row's sums over one begin with a fresh state (largest score, total of the weights, weighted
+// sum of values), which pages are added to in order; the splits' states are then merged in order.  `attention_prefill` does all of it for many rows; where there are few rows, `attention_split` gives splits
 // to different blocks and `attention_merge` puts them together.  Each element of a product is summed up in the same
 // order in both, and a position that a row does not see adds exactly nothing: so a row has the same bits whatever
 // shares its tile and its batch.
 //
 // Queries are rounded to float16 after multiplication by a power of two that brings a row's largest near 2^14; scores
-// are float32 and in units of log 2.  Weights are rounded to two halves, to 22 bits.
+// are float32 and in units of log 2.  Weights are rounded to halves, for their total too, and added up in float32.
 //
 // Compiled for: KEY_DIM and VALUE_DIM; Q8_0, the cache's type; VALUES_IN_KEYS, whether values are the first VALUE_DIM
 // of the keys' (MLA), each page of which is then read once for both; CHUNKED and CAUSAL, what a token sees; SOFT_CAP,
@@ -21,11 +21,10 @@
 // scales, 0; pages with scales are then widened straight from global memory.
 //
 // What bounds it on an H200 (4.3 TB/s; 132 SMs at 1.75 GHz, taken to do 2,500 operations a clock by mma.sync, so 580
-// TFLOP/s; predictions, of which nothing is measured yet): per row and key of 128 values there are 256 operations for
-// the score and as many for each half of the weight.  Prefill of 16k tokens counts 4 * 128 operations a visible key,
-// so the products allow 390 TFLOP/s.  A warp reads 32 KiB of shared memory per 16 rows and page, 256 clocks of an SM's
-// port, for products that take 310.  A tile of 128 rows reads 32 KiB of L2 a page in at least 8 * 256 clocks: 16 bytes a
-// clock, which L2 gives.
+// TFLOP/s; predictions, of which nothing is measured yet): a warp reads 32 KiB of shared memory per 16 rows and page of
+// heads of 128 values, 256 clocks of an SM's port, for products that take 216.  So prefill of 16k tokens, counted as
+// 4 * 128 operations a visible key, has 470 TFLOP/s at most.  A tile of 128 rows reads 32 KiB of L2 a page in at least
+// 8 * 256 clocks: 16 bytes a clock, which L2 gives.
 // Decode reads 512 bytes a key (Q8_0: 272), so 32k positions of 8 key heads take 134 MB or 31 us; its products, for 16
 // rows whether they are used or not, take a sixth of that.
 #include "attention.cuh"
@@ -60,11 +59,13 @@ struct Batch {
 
 struct Tile {
   int sequence, kv_length, first_token, first_position, first_row, n_rows;  // no rows: there is no such tile
+  int partial_row;  // among the rows of the sequences that have tiles
 };
 
 // Tile `number` of `rows` rows of the sequences that have least ... most tokens.  A sequence's last tiles, which see
 // most, come first.
 DEVICE Tile find_tile(const Batch& batch, int number, int rows, int group_size, int least, int most) {
+  int partial_row = 0;
   for (int s = 0; s < batch.header[N_SEQUENCES]; s++) {
     const int start = batch.query_starts[s], n_tokens = batch.query_starts[s + 1] - start;
     if (n_tokens < least || n_tokens > most) continue;
@@ -72,11 +73,18 @@ DEVICE Tile find_tile(const Batch& batch, int number, int rows, int group_size, 
     if (number < n_tiles) {
       const int first_row = (n_tiles - 1 - number) * rows;
       const int kv_length = batch.kv_lengths[s];
-      return {s, kv_length, start, kv_length - n_tokens, first_row, min(rows, n_rows - first_row)};
+      const int n = min(rows, n_rows - first_row);
+      return {s, kv_length, start, kv_length - n_tokens, first_row, n, partial_row + first_row};
     }
-    number -= n_tiles;
+    number -= n_tiles, partial_row += n_rows;
   }
-  return {0, 0, 0, 0, 0, 0};
+  return {};
+}
+
+// The split of a page, and the first page of a split.
+DEVICE int split_of(int page) { return page < FINE_PAGES ? page : FINE_PAGES + (page - FINE_PAGES) / SPLIT_PAGES; }
+DEVICE int first_page_of(int split) {
+  return split < FINE_PAGES ? split : FINE_PAGES + (split - FINE_PAGES) * SPLIT_PAGES;
 }
 
 // The positions that a row, or a tile, sees.
@@ -285,25 +293,13 @@ DEVICE void score_page(float (&scores)[TILES][4], const Queries& q, const uint16
 #endif
 }
 
-// Weights of 16 keys as halves, and what the halves lose.
-struct Halves {
-  uint32_t high[4], low[4];
-  __device__ __forceinline__ void set(int i, float first, float second) {
-    high[i] = to_halves(first, second);
-    low[i] = to_halves(first - half_to_float(high[i]), second - half_to_float(high[i] >> 16));
-  }
-  __device__ __forceinline__ Halves(const float (&near)[4], const float (&far)[4], float2 near_factor,
-                                      float2 far_factor) {
-    set(0, near[0] * near_factor.x, near[1] * near_factor.y);
-    set(1, near[2] * near_factor.x, near[3] * near_factor.y);
-    set(2, far[0] * far_factor.x, far[1] * far_factor.y);
-    set(3, far[2] * far_factor.x, far[3] * far_factor.y);
-  }
-  __device__ __forceinline__ void add_product(float (&sums)[4], uint32_t b0, uint32_t b1) const {
-    mma_f16(sums, make_uint4(high[0], high[1], high[2], high[3]), b0, b1);
-    mma_f16(sums, make_uint4(low[0], low[1], low[2], low[3]), b0, b1);
-  }
-};
+// Weights of 16 keys as halves.
+DEVICE uint4 weights_of(const float (&near)[4], const float (&far)[4], float2 near_factor, float2 far_factor) {
+  return make_uint4(to_halves(near[0] * near_factor.x, near[1] * near_factor.y),
+                    to_halves(near[2] * near_factor.x, near[3] * near_factor.y),
+                    to_halves(far[0] * far_factor.x, far[1] * far_factor.y),
+                    to_halves(far[2] * far_factor.x, far[3] * far_factor.y));
+}
 
 // sums += weights @ values for PAIRS times 16 values of the head, from pair `first_pair` on; total += the weights' sum,
 // in columns that are all alike.
@@ -318,24 +314,24 @@ DEVICE void add_values(float (&sums)[2 * PAIRS][4], float (&total)[4],
 #pragma unroll
   for (int step = 0; step < PAGE / 16; step++) {
     const float(&near)[4] = weights[2 * step], (&far)[4] = weights[2 * step + 1];
-    const Halves plain(near, far, one, one);
-    plain.add_product(total, ones, ones);
+    const uint4 plain = weights_of(near, far, one, one);
+    mma_f16(total, plain, ones, ones);
 #pragma unroll
     for (int group = 0; group < PAIRS; group += PAIRS_PER_SCALE) {
       if (first_pair + group >= VALUE_STEPS) continue;
 #if Q8_0
       const float* of = factors + (first_pair + group) / PAIRS_PER_SCALE * PAGE + 16 * step + lane % 4 * 2;
-      const Halves halves(near, far, *(const float2*)of, *(const float2*)(of + 8));
+      const uint4 halves = weights_of(near, far, *(const float2*)of, *(const float2*)(of + 8));
 #else
-      const Halves& halves = plain;
+      const uint4 halves = plain;
 #endif
 #pragma unroll
       for (int pair = group; pair < group + PAIRS_PER_SCALE && pair < PAIRS; pair++) {
         if (first_pair + pair >= VALUE_STEPS) continue;
         uint32_t values[4];
         load_transposed(values, row + 16 * step * VALUE_STRIDE + 16 * pair);
-        halves.add_product(sums[2 * pair], values[0], values[1]);
-        halves.add_product(sums[2 * pair + 1], values[2], values[3]);
+        mma_f16(sums[2 * pair], halves, values[0], values[1]);
+        mma_f16(sums[2 * pair + 1], halves, values[2], values[3]);
       }
     }
   }
@@ -585,7 +581,7 @@ extern "C" __global__ void __launch_bounds__(PREFILL_THREADS, 1)
       load_page<PREFILL_THREADS, KEY_HEAD>(load_keys, all_keys, next, position + PAGE, tile_sight);
 #endif
 
-    if ((page + 1) % SPLIT_PAGES == 0 || page + 1 == stop) {
+    if (split_of(page + 1) != split_of(page) || page + 1 == stop) {
       const Merge merges[2] = {{total[0], {top[0], weight_sums[0]}}, {total[1], {top[1], weight_sums[2]}}};
       merge_split(split_sums, merges, sums, is_first_split);
 #pragma unroll
@@ -613,14 +609,14 @@ struct Walk {
   bool is_value;
   __device__ __forceinline__ Walk(int first, int stop, int split) : stop(stop), is_value(false) { enter(split, first); }
   __device__ __forceinline__ void enter(int split, int first) {
-    low = page = max(first, split * SPLIT_PAGES), high = min(stop, (split + 1) * SPLIT_PAGES);
+    low = page = max(first, first_page_of(split)), high = min(stop, first_page_of(split + 1));
   }
   __device__ __forceinline__ bool is_over() const { return page >= stop; }
   __device__ __forceinline__ bool begins_split() const { return page == low && !is_value; }
   __device__ __forceinline__ void advance() {
     page += VALUES_IN_KEYS || is_value;
     is_value = !VALUES_IN_KEYS && !is_value;
-    if (page == high) enter(low / SPLIT_PAGES + gridDim.x, 0);
+    if (page == high) enter(split_of(low) + gridDim.x, 0);
   }
 };
 
@@ -686,9 +682,9 @@ struct Stream {
   }
 };
 
-// The state of each row after each split: partial_sums float32 [tiles, key heads, max_splits, partial_rows, VALUE_HEAD] and
-// partial_states [tiles, key heads, max_splits, partial_rows] of (largest score, total); a tile has at most
-// partial_rows rows and sees at most max_splits splits.  Grid: (blocks that share the splits of a tile, key
+// The state of each row after each split: partial_sums float32 [key heads, max_splits, partial_rows, VALUE_HEAD] and
+// partial_states [key heads, max_splits, partial_rows] of (largest score, total); the sequences have at most
+// partial_rows rows, and a tile sees at most max_splits splits.  Grid: (blocks that share the splits of a tile, key
 // heads, at least as many as there are tiles).  A tile of 16 rows: four warps share the keys of a page to score them
 // and the head's values to add them up, so that no sum is made in another order than in `attention_prefill`.
 extern "C" __global__ void __launch_bounds__(SPLIT_THREADS, 3)
@@ -703,7 +699,7 @@ extern "C" __global__ void __launch_bounds__(SPLIT_THREADS, 3)
   const Tile tile = find_tile(batch, blockIdx.z, ROWS, group_size, least, most);
   if (tile.n_rows == 0) return;
   const Sight tile_sight = sight_of(tile, ROWS, group_size, window);
-  const int first_page = tile_sight.first / PAGE, first_split = first_page / SPLIT_PAGES;
+  const int first_page = tile_sight.first / PAGE, first_split = split_of(first_page);
   Walk walk(first_page, tile_sight.last / PAGE + 1, first_split + blockIdx.x);
   if (walk.is_over()) return;
 
@@ -779,10 +775,10 @@ extern "C" __global__ void __launch_bounds__(SPLIT_THREADS, 3)
     }
     add_values<SPLIT_PAIRS>(sums, weight_sums, weights, page_values, stream.factors(), SPLIT_PAIRS * warp);
 
-    const int split = walk.low / SPLIT_PAGES - first_split;
+    const int split = split_of(walk.low) - first_split;
     walk.advance();
     if (!walk.begins_split()) continue;
-    const size_t partial_row = (((size_t)blockIdx.z * n_kv_heads + kv_head) * max_splits + split) * partial_rows;
+    const size_t partial_row = ((size_t)kv_head * max_splits + split) * partial_rows + tile.partial_row;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       const int r = lane / 4 + 8 * half;
@@ -803,39 +799,47 @@ extern "C" __global__ void __launch_bounds__(SPLIT_THREADS, 3)
 }
 
 // Merges the splits' states of each row, in order, and writes the row: to `out`, or where there are units, as codes and
-// scales laid out for n_rows tokens (heads of a multiple of 32).  Grid: (4, key heads, tiles); a warp has a row.
-// Reads (VALUE_HEAD + 2) * 4 bytes a row and split: an eightieth of what `attention_split` reads, at four rows.
-extern "C" __global__ void __launch_bounds__(SPLIT_THREADS, 3)
+// scales laid out for n_rows tokens (heads of a multiple of 32).  Grid: (for 16 rows, key heads, tiles); a warp has 32
+// values of a row, and asks for those of MERGE_AHEAD splits at once, since each wait takes as long as a page of
+// `attention_split`.  Reads (VALUE_HEAD + 2) * 4 bytes a row and split: behind FINE_PAGES an eightieth of what
+// `attention_split` reads, at four rows.
+#define MERGE_PARTS ((VALUE_HEAD + 31) / 32)
+#define MERGE_AHEAD 8
+extern "C" __global__ void __launch_bounds__(32 * MERGE_WARPS)
   attention_merge(PARAMETERS, const float* __restrict__ partial_sums, const float2* __restrict__ partial_states,
           int max_splits, int partial_rows, float* __restrict__ out, int out_stride,
           const float* __restrict__ sinks, int8_t* __restrict__ units, float2* __restrict__ scales, int n_rows) {
   const Batch batch = {header, query_starts, kv_lengths, block_tables, block_stride};
   const Tile tile = find_tile(batch, blockIdx.z, ROWS, group_size, least, most);
-  const int kv_head = blockIdx.y, row = SPLIT_WARPS * blockIdx.x + threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int number = MERGE_WARPS * blockIdx.x + threadIdx.x / 32, row = number / MERGE_PARTS, kv_head = blockIdx.y;
   if (row >= tile.n_rows) return;
+  const int part = number % MERGE_PARTS, column = 32 * part + threadIdx.x % 32;
   const Sight sight = sight_of(tile, ROWS, group_size, window);
-  const int first_split = sight.first / PAGE / SPLIT_PAGES;
-  const int n_splits = sight.last / PAGE / SPLIT_PAGES + 1 - first_split;
-  const size_t first = ((size_t)blockIdx.z * n_kv_heads + kv_head) * max_splits * partial_rows + row;
+  const int n_splits = split_of(sight.last / PAGE) + 1 - split_of(sight.first / PAGE);
+  const size_t first = (size_t)kv_head * max_splits * partial_rows + tile.partial_row + row;
 
   State total = {LOWEST, 0.0f};
-  float sums[(VALUE_HEAD + 31) / 32] = {};
-  for (int split = 0; split < n_splits; split++) {
-    const size_t at = first + (size_t)split * partial_rows;
-    const float2 state = partial_states[at];
-    const Merge merge(total, {state.x, state.y});
+  float sum = 0.0f;
+  for (int split = 0; split < n_splits; split += MERGE_AHEAD) {
+    float2 states[MERGE_AHEAD];
+    float sums[MERGE_AHEAD];
 #pragma unroll
-    for (int i = 0; i < (VALUE_HEAD + 31) / 32; i++)
-      if (32 * i + lane < VALUE_HEAD) sums[i] = merge.sum(sums[i], partial_sums[at * VALUE_HEAD + 32 * i + lane]);
-  }
-  const int number = tile.first_row + row, head = kv_head * group_size + number % group_size;
-  const float share = share_of(total, sinks, head);
-  float* to = out + place_of(tile, row, kv_head, group_size, out_stride, VALUE_DIM);
+    for (int i = 0; i < MERGE_AHEAD; i++) {
+      const size_t at = first + (size_t)min(split + i, n_splits - 1) * partial_rows;
+      states[i] = partial_states[at];
+      sums[i] = column < VALUE_HEAD ? partial_sums[at * VALUE_HEAD + column] : 0.0f;
+    }
 #pragma unroll
-  for (int i = 0; i < (VALUE_HEAD + 31) / 32; i++) {
-    if (VALUE_DIM % 32 == 0 && units)
-      store_code(sums[i] * share, units, scales, head * (VALUE_DIM / 32) + i, tile.first_token + number / group_size, n_rows);
-    else if (32 * i + lane < VALUE_DIM)
-      to[32 * i + lane] = sums[i] * share;
+    for (int i = 0; i < MERGE_AHEAD; i++) {
+      if (split + i >= n_splits) break;
+      const Merge merge(total, {states[i].x, states[i].y});
+      sum = merge.sum(sum, sums[i]);
+    }
   }
+  const int order = tile.first_row + row, head = kv_head * group_size + order % group_size;
+  const float value = sum * share_of(total, sinks, head);
+  if (VALUE_DIM % 32 == 0 && units)
+    store_code(value, units, scales, head * MERGE_PARTS + part, tile.first_token + order / group_size, n_rows);
+  else if (column < VALUE_DIM)
+    out[place_of(tile, row, kv_head, group_size, out_stride, VALUE_DIM) + column] = value;
 }

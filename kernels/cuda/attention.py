@@ -17,9 +17,9 @@ from localllm.kernels.cuda.driver import Launch
 from localllm.kernels.graph import CacheType
 from localllm.kernels.q8_0 import VALUES_PER_SCALE
 
-#: Pages in a KV split; sums begin anew after it.  With fewer, more blocks share a short cache; prefill merges more.
-SPLIT_PAGES = 4
-SPLIT = SPLIT_PAGES * PAGE
+#: Pages that are a KV split each, and pages in one behind them; sums begin anew after it.  With shorter splits, more
+#: blocks share a short cache; prefill merges more.
+FINE_PAGES, SPLIT_PAGES = 16, 4
 #: Rows that are computed at once.
 ROWS = 16
 #: Where there is no window.
@@ -29,7 +29,7 @@ MAX_TOKENS = (1 << 31) - 1
 #: Sequences of at most so many rows (tokens times query heads of a key head) may be split.
 SPLIT_ROWS = 256
 
-_SPLIT_WARPS = 4
+_SPLIT_WARPS, _MERGE_WARPS = 4, 8
 #: Bytes of shared memory that the kernels declare themselves, and of each row in prefill.
 _SPLIT_STATIC = ROWS * 4 * (PAGE + 4) + ROWS * 20
 _ROW_STATIC = 12
@@ -82,7 +82,9 @@ class Variant:
             "WARPS": self.warps,
             "BUFFERS": self.buffers,
             "STAGES": self.stages,
+            "FINE_PAGES": FINE_PAGES,
             "SPLIT_PAGES": SPLIT_PAGES,
+            "MERGE_WARPS": _MERGE_WARPS,
         }
 
     @property
@@ -208,7 +210,7 @@ class Work:
         split_tokens: sequences of at most so many tokens are split; 0: none is.
         prefill_tiles, split_tiles: tiles of either kind, at most; 0 if no such launch is needed.
         max_splits: splits that a tile which is split sees, at most.
-        partial_rows: rows that it has, at most.
+        partial_rows: rows that are split, at most.
     """
 
     split_tokens: int
@@ -219,14 +221,13 @@ class Work:
 
     def partial_floats(self, heads: Heads, variant: Variant) -> tuple[int, int]:
         """Sizes of ``partial_sums`` and ``partial_states``, in float32 values."""
-        rows = self.split_tiles * heads.n_kv_heads * self.max_splits * self.partial_rows
+        rows = heads.n_kv_heads * self.max_splits * self.partial_rows
         return rows * variant.value_head, rows * 2
 
 
 def work_of_bucket(n_tokens: int, longest: int, heads: Heads) -> Work:
     """For every batch of at most ``n_tokens`` tokens, in sequences of at most ``longest``: all of it is split."""
-    tiles = n_tokens * -(-heads.group_size // ROWS)
-    rows = min(ROWS, n_tokens * heads.group_size)
+    rows, tiles = n_tokens * heads.group_size, n_tokens * -(-heads.group_size // ROWS)
     return Work(MAX_TOKENS, 0, tiles, _most_splits(n_tokens, longest, heads), rows)
 
 
@@ -241,13 +242,13 @@ def work_of_batch(sequences: Iterable[tuple[int, int]], heads: Heads, variant: V
     # Fewer and fewer are split, until their partials fit.
     for limit in (*(SPLIT_ROWS // share // heads.group_size for share in (1, 2, 4, 8, 16)), 1, 0):
         split = [(n, length) for n, length in tokens if n <= limit]
-        rows = sorted(n * heads.group_size for n, _ in split)
+        rows = [n * heads.group_size for n, _ in split]
         work = Work(
             limit,
             sum(-(-n * heads.group_size // variant.tile_rows) for n, _ in tokens if n > limit),
             sum(-(-n // ROWS) for n in rows),
             max((_most_splits(n, length, heads) for n, length in split), default=0),
-            min(ROWS, rows[-1]) if rows else 0,
+            sum(rows),
         )
         if 4 * sum(work.partial_floats(heads, variant)) <= partial_bytes:
             break
@@ -255,9 +256,10 @@ def work_of_batch(sequences: Iterable[tuple[int, int]], heads: Heads, variant: V
 
 
 def _most_splits(n_tokens: int, longest: int, heads: Heads) -> int:
-    """Spans that a tile of a sequence sees, at most: its rows are of at most ``n_tokens`` tokens."""
+    """Splits that a tile of a sequence sees, at most: its rows are of at most ``n_tokens`` tokens."""
     seen = min(heads.window - 1, longest) * (1 if heads.causal else 2) + min(n_tokens, ROWS)
-    return min(-(-longest // SPLIT), -(-seen // SPLIT) + 1)
+    n_pages = min(-(-longest // PAGE), -(-seen // PAGE) + 1)
+    return min(n_pages, FINE_PAGES) + -(-max(0, n_pages - FINE_PAGES) // SPLIT_PAGES)
 
 
 def launches(work: Work, heads: Heads, variant: Variant, n_multiprocessors: int) -> list[Launch]:
@@ -272,8 +274,9 @@ def launches(work: Work, heads: Heads, variant: Variant, n_multiprocessors: int)
         shares = min(work.max_splits, -(-4 * n_multiprocessors // tiles))
         grid = (shares, heads.n_kv_heads, work.split_tiles)
         result.append(_launch("attention_split", variant, grid, _SPLIT_WARPS, variant.split_bytes))
-        grid = (-(-work.partial_rows // _SPLIT_WARPS), heads.n_kv_heads, work.split_tiles)
-        result.append(_launch("attention_merge", variant, grid, _SPLIT_WARPS))
+        parts = min(ROWS, work.partial_rows) * -(-variant.value_head // 32)
+        grid = (-(-parts // _MERGE_WARPS), heads.n_kv_heads, work.split_tiles)
+        result.append(_launch("attention_merge", variant, grid, _MERGE_WARPS))
     return result
 
 

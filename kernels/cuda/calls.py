@@ -32,7 +32,7 @@ _HEADER, DRAW_WORDS = 4, 5
 #: Values that a row is padded to.
 PADDING = 32
 #: Tokens and outputs of the extents that small batches share.
-BUCKETS = (1, 2, 4, 8, 16, 32)
+BUCKETS = (1, 2, 4, 8, 16, 32, 64)
 #: Bytes for the partials of attention over a split cache, at most.
 MAX_PARTIAL_BYTES = 64 << 20
 _ALIGNMENT = 256

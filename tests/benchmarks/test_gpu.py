@@ -17,9 +17,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
-from localllm.errors import DeviceError, KernelError
+import localllm
+from localllm.errors import DeviceError, KernelError, NotEnoughMemoryError
 from localllm.kernels.cuda.step import CUDAStep
 from tests.benchmarks.gpu import correctness, early, installed, kernels, layers, machine, models, predict
 from tests.benchmarks.gpu.installed import missing
@@ -81,6 +83,28 @@ def test_without_a_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.M
     monkeypatch.setattr(machine, "open_driver", none)
     assert main([]) == 2
     assert capsys.readouterr().err == "there is no GPU to measure: no driver is installed\n"
+
+
+def test_a_gpu_that_others_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with machine.emulated(tmp_path) as devices:
+        rows = [{row["what"]: row["value"] for row in machine.environment(devices)}]
+        monkeypatch.setattr(machine, "_OWN_BYTES", -1)
+        rows += [{row["what"]: row["value"] for row in machine.environment(devices)}]
+    assert [row["cuda:1"].partition(" GB free")[2] for row in rows] == ["", machine._OTHERS]
+
+
+def test_models_that_do_not_fit_leave_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load = localllm.load
+
+    def refuse(path: Path, **options: Any) -> Any:
+        if path.name == "q4_0.gguf":
+            raise NotEnoughMemoryError("too large")
+        return load(path, **options)
+
+    monkeypatch.setattr("localllm.load", refuse)
+    with machine.emulated(tmp_path) as devices:
+        rows = list(models.models(devices))
+    assert [row["test"] for row in rows] == ["written", "left out: too large", "one layer, against the CPU"]
 
 
 @pytest.mark.parametrize(
@@ -321,12 +345,16 @@ def test_suites_that_fail(tmp_path: Path, chosen: str, fault: str) -> None:
 
 
 def test_a_suite_that_takes_too_long(tmp_path: Path) -> None:
-    """What it said so far is kept."""
-    (tmp_path / "test_slow.py").write_text("import time\nprint('here', flush=True)\ntime.sleep(100)\n")
-    suite = "some", (str(tmp_path / "test_slow.py"), "--rootdir", str(tmp_path), "-s")
-    (row,) = correctness.run_tests(5, [suite], tmp_path)
-    assert row == {"tests": "some", "result": "stopped after 5 s: see some.txt"}
-    assert "here" in (tmp_path / "some.txt").read_text()
+    """What it said so far is kept, and nothing that it began stays."""
+    sleep = "import os, time; print(os.getpid(), flush=True); time.sleep(100)"
+    (tmp_path / "test_slow.py").write_text(
+        f"import subprocess, sys\n\ndef test_it():\n    subprocess.run([sys.executable, '-c', {sleep!r}])\n"
+    )
+    suite = "some, slow", (str(tmp_path / "test_slow.py"), "--rootdir", str(tmp_path), "-s")
+    (row,) = correctness.run_tests(12, [suite], tmp_path)
+    assert row == {"tests": "some, slow", "result": "stopped after 12 s: see some-slow.txt"}
+    process = int((tmp_path / "some-slow.txt").read_text().split()[0])
+    assert not psutil.pid_exists(process) or psutil.Process(process).status() == psutil.STATUS_ZOMBIE
 
 
 def test_two_processes(tmp_path: Path) -> None:
@@ -338,6 +366,7 @@ def test_two_processes(tmp_path: Path) -> None:
 def test_what_ncu_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in that writes a table."""
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(correctness, "FOLDERS", [])
     (row,) = correctness.count(100, (), tmp_path)
     assert row["result"] == "not counted: ncu is not on the PATH"
     columns = ['"ID"', '"Kernel Name"', *(f'"{metric}"' for metric in correctness.METRICS)]
@@ -351,15 +380,31 @@ def test_what_ncu_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     (row,) = correctness.count(100, (), tmp_path)
     assert list(row) == ["kernel", *correctness.METRICS.values()]
     assert list(row.values()) == ["matvec", "7.5", "81", "30", "44", "60"]
-    tool.write_text(f"#!{sys.executable}\n")
     (tmp_path / "ncu.csv").unlink()
+    tool.write_text(f"#!{sys.executable}\nprint('==ERROR== ERR_NVGPUCTRPERM - no permission')\n")
+    (row,) = correctness.count(100, (), tmp_path)
+    assert row == {"kernel": "all", "result": "not counted: the driver lets only root count; run it as root"}
+    tool.write_text(f"#!{sys.executable}\n")
     (row,) = correctness.count(100, (), tmp_path)
     assert row["fault"].startswith("ncu counted nothing")
+
+
+def test_tools_beside_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in images with CUDA's toolkit."""
+    (tmp_path / "cuda").mkdir()
+    tool = tmp_path / "cuda" / correctness.SANITIZER
+    tool.write_text(f"#!{sys.executable}\nprint('1 passed')\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(correctness, "FOLDERS", [str(tmp_path / "cuda")])
+    (row,) = correctness.sanitize(["memcheck"], 100, suites(tmp_path, "good"), tmp_path)
+    assert row == {"tests": "some, memcheck", "result": "1 passed"}
 
 
 def test_the_sanitizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in that checks its options, and runs the command behind them."""
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(correctness, "FOLDERS", [])
     (row,) = correctness.sanitize(["memcheck"], 100, suites(tmp_path, "good"), tmp_path)
     assert "compute-sanitizer is not on the PATH" in row["result"]
     tool = tmp_path / correctness.SANITIZER

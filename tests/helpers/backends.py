@@ -32,6 +32,7 @@ class Backend:
         is_exact: whether linear operations compute with activations as they are, not rounded to eight bits.
         half_error: of products with float16 weights, in units of the sum of magnitudes.
         table_error: of rows of an embedding table whose format kernels do not read.
+        attention_error: of attention over values of about 1.
         is_slow: whether it is to be spared what is long and tests little more.
     """
 
@@ -44,8 +45,12 @@ class Backend:
     is_exact: bool = False
     half_error: float = 1e-6
     table_error: float = 1e-6
+    attention_error: float = 0.0
     is_slow: bool = False
 
+
+#: CUDA's attention rounds weights to float16, by 2**-11 of each at most, and adds up in float32, as FlashAttention.
+ATTENTION_ERROR = 5e-4
 
 ALL_HEAD_DIMS = (8, 16, 64, 80, 96, 128, 256)
 
@@ -115,13 +120,15 @@ def _cuda() -> Iterator[Backend]:
     if no_harness() is None:
         emulated = lambda: Ops(emulated_cuda())  # noqa: E731
         sizes = (16,), (16,), 16
-        yield Backend("cuda-emulated", emulated, _spoil_cuda, *sizes, False, error, error, is_slow=True)
+        yield Backend(
+            "cuda-emulated", emulated, _spoil_cuda, *sizes, False, error, error, ATTENTION_ERROR, is_slow=True
+        )
     try:
         driver: Driver = open_driver()
     except DeviceError:
         return
     make = lambda: Ops(CUDABackend(driver, 0))  # noqa: E731
-    yield Backend("cuda", make, _spoil_cuda, ALL_HEAD_DIMS, ALL_HEAD_DIMS, 256, False, error, error)
+    yield Backend("cuda", make, _spoil_cuda, ALL_HEAD_DIMS, ALL_HEAD_DIMS, 256, False, error, error, ATTENTION_ERROR)
 
 
 BEST, *OTHERS = available()

@@ -52,6 +52,7 @@ class Case:
         every_cpu: whether other instruction sets than the best may compute it otherwise.
         chunk_error: what may differ where sequences come in other chunks, in units of the largest value; 0: no bit.
         in_parts: whether sequences may come in chunks at all.
+        attends: whether a backend's `attention_error` counts.
         has_near: whether another case has nearly the same kernel, which takes seconds to compile.
     """
 
@@ -66,6 +67,7 @@ class Case:
     every_cpu: bool = False
     chunk_error: float = 0.0
     in_parts: bool = True
+    attends: bool = False
     has_near: bool = False
 
 
@@ -138,7 +140,7 @@ def check_operation(backend: Backend, ops: Ops, case: Case) -> None:
     expected = np.concatenate(
         [np.asarray(case.expected(*(x[own].astype(np.float64) for x in case.inputs))) for own in ids]
     )
-    tolerance = case.error * np.abs(expected).max()
+    tolerance = max(case.error * np.abs(expected).max(), backend.attention_error if case.attends else 0)
     np.testing.assert_allclose(whole, expected, rtol=case.rtol, atol=max(case.atol, tolerance))
 
     if not case.in_parts:
@@ -686,7 +688,8 @@ class Heads:
             bounds = {"rtol": 1e-5}
         # Of the largest, only the kernels that only they have.
         slow = max(self.key_dim, self.value_dim) > (320 if self.values_in_keys and self.type == "f16" else 96)
-        return Case(self.build, [q, keys, values], self.expected, slow=slow, in_parts=self.causal, **bounds)
+        more: dict[str, Any] = {"in_parts": self.causal, "attends": not self.shown, **bounds}
+        return Case(self.build, [q, keys, values], self.expected, slow=slow, **more)
 
     def norm(self, what: str, dim: int) -> tuple[HeadNorm | None, Array | None]:
         kind = getattr(self, what)

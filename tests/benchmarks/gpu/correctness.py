@@ -5,8 +5,10 @@ What they print is kept whole in the folder of the results, also where they are 
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,6 +16,8 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
+
+import psutil
 
 from tests.benchmarks.gpu.sections import Row
 from tests.helpers.data import ROOT
@@ -32,8 +36,12 @@ SANITIZED: tuple[Suite, ...] = tuple(
     for name in ("attention", "matmul", "append", "elementwise", "experts", "quantise")
 )
 SANITIZER = "compute-sanitizer"
+#: Where NVIDIA's tools are beside the PATH.
+FOLDERS = ["/usr/local/cuda/bin"]
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 NCU = "ncu"
+#: What it says where only root may count.
+_REFUSED = "ERR_NVGPUCTRPERM"
 #: What ncu counts of a kernel, and the columns of the table.
 METRICS = {
     "gpu__time_duration.sum": "time",
@@ -65,18 +73,21 @@ def two_processes(seconds: float, suite: Suite, folder: Path) -> Iterator[Row]:
 
 def count(seconds: float, words: Sequence[str], folder: Path) -> Iterator[Row]:
     """What ncu says of the kernels of a run of this program."""
-    if shutil.which(NCU) is None:
+    tool = _tool(NCU)
+    if tool is None:
         yield {"kernel": "all", "result": f"not counted: {NCU} is not on the PATH"}
         return
     log = folder / "ncu.csv"
     options = ("--csv", "--page", "raw", "--metrics", ",".join(METRICS), "--log-file", str(log))
     own = (sys.executable, "-m", "tests.benchmarks.gpu", "--out", str(folder / "under ncu"), *words)
-    command = (NCU, *options, "-k", _COUNTED, "-c", str(_LAUNCHES), *own)
+    command = (tool, *options, "-k", _COUNTED, "-c", str(_LAUNCHES), *own)
     said = _suite("ncu", command, seconds, folder)
     lines = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
     begin = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), len(lines))
     rows = list(csv.DictReader(lines[begin:]))
-    if len(rows) < 2:
+    if _REFUSED in (folder / "ncu.txt").read_text(encoding="utf-8") + "".join(lines):
+        yield {"kernel": "all", "result": "not counted: the driver lets only root count; run it as root"}
+    elif len(rows) < 2:
         yield {"kernel": "all", "result": said["result"], "fault": "ncu counted nothing: see ncu.txt and ncu.csv"}
     for row in rows[1:]:  # the first are units
         yield {"kernel": row["Kernel Name"], **{name: row.get(metric) for metric, name in METRICS.items()}}
@@ -84,12 +95,13 @@ def count(seconds: float, words: Sequence[str], folder: Path) -> Iterator[Row]:
 
 def sanitize(tools: Sequence[str], seconds: float, suites: Sequence[Suite], folder: Path) -> Iterator[Row]:
     """The same under each tool, of `TOOLS`."""
-    if shutil.which(SANITIZER) is None:
+    program = _tool(SANITIZER)
+    if program is None:
         yield {"tests": "all", "result": f"not run: {SANITIZER} is not on the PATH"}
         return
     for tool in tools:
         for name, arguments in suites:
-            command = (SANITIZER, "--tool", tool, "--error-exitcode", "9", *_pytest(), *arguments)
+            command = (program, "--tool", tool, "--error-exitcode", "9", *_pytest(), *arguments)
             yield _suite(f"{name}, {tool}", command, seconds / len(tools) / len(suites), folder)
 
 
@@ -97,15 +109,23 @@ def _pytest() -> tuple[str, ...]:
     return (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")
 
 
+def _tool(name: str) -> str | None:
+    return shutil.which(name, path=os.pathsep.join([os.environ.get("PATH", ""), *FOLDERS]))
+
+
 def _suite(name: str, command: Sequence[str], seconds: float, folder: Path) -> Row:
-    log = folder / f"{name}.txt"
+    log = folder / (re.sub(r"\W+", "-", name) + ".txt")
     env = {**os.environ, "COLUMNS": "400"}  # or pytest shortens what it says of failures
-    with log.open("w", encoding="utf-8") as to:
+    with (
+        log.open("w", encoding="utf-8") as to,
+        psutil.Popen(command, cwd=ROOT, env=env, stdout=to, stderr=subprocess.STDOUT) as process,
+    ):
         try:
-            code = subprocess.run(
-                command, cwd=ROOT, env=env, stdout=to, stderr=subprocess.STDOUT, timeout=seconds, check=False
-            ).returncode
-        except subprocess.TimeoutExpired:
+            code = process.wait(seconds)
+        except (psutil.TimeoutExpired, subprocess.TimeoutExpired):
+            for each in [process, *process.children(recursive=True)]:  # which would go on using the GPU
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    each.kill()
             return {"tests": name, "result": f"stopped after {seconds:.0f} s: see {log.name}"}
     lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     row: Row = {"tests": name, "result": lines[-1].strip("= ") if lines else f"exit code {code}"}

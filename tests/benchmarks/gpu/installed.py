@@ -16,7 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 #: Beside the project's dependencies.
-_TESTS = ("pytest", "hypothesis", "packaging")
+_TESTS = ("pytest", "pytest-timeout", "hypothesis", "packaging")
 _PLATFORMS = [f"--platform=manylinux{tag}_x86_64" for tag in ("_2_28", "_2_17", "2014")]
 _PYTHON = f"{sys.version_info[0]}.{sys.version_info[1]}"
 

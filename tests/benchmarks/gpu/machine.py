@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 T = GGMLType
 #: Launches of a forward pass of 32 layers.
 _GAPS = 356
+#: Device memory that a process takes before it has asked for any, at most, and what is said where there is less.
+_OWN_BYTES, _OTHERS = 2 << 30, "; others use it: times mean little, stop what else runs there"
 
 
 @dataclass(frozen=True)
@@ -236,7 +238,9 @@ def environment(machine: Machine) -> Iterator[Row]:
         yield {
             "what": f"cuda:{device}",
             "value": f"{p.name}, compute capability {p.capability[0]}.{p.capability[1]}, {p.n_multiprocessors} "
-            f"multiprocessors, {memory.free / 1e9:.1f} of {memory.total / 1e9:.1f} GB free",
+            f"multiprocessors, {memory.free / 1e9:.1f} of {memory.total / 1e9:.1f} GB free"
+            + _OTHERS
+            * (memory.total - memory.free > _OWN_BYTES),
         }
     yield {"what": "NVIDIA's driver", "value": _driver_version()}
     try:
@@ -252,11 +256,12 @@ def environment(machine: Machine) -> Iterator[Row]:
 def _driver_version() -> str:
     command = [
         "nvidia-smi",
-        "--query-gpu=driver_version,clocks.sm,clocks.mem,temperature.gpu",
-        "--format=csv,noheader",
+        "--query-gpu=driver_version,mig.mode.current,clocks.sm,clocks.mem,temperature.gpu,utilization.gpu",
+        "--format=csv",
     ]
     try:
-        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=30).stdout.strip()
+        said = subprocess.run(command, check=True, capture_output=True, text=True, timeout=30).stdout
+        return "; ".join(said.splitlines())
     except (OSError, subprocess.SubprocessError) as error:
         return f"unknown: {error}"
 

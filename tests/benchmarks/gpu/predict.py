@@ -51,8 +51,8 @@ HANDOVER = 15e-6
 #: and of matmul (its head) and matmul_few for 8 tokens, with two of the tensor cores.
 TOKEN, UNPACK = 8 + 3 + 3, {"Q4_K": 12, "Q6_K": 24}
 EIGHT_TOKENS = {"Q4_K": 32 + 2, "Q6_K": 40 + 4}
-#: Products of attention, where a graph counts 4 a key, query and value: weights are two halves (attention.cu).
-ATTENTION = 1.5
+#: Operations of attention for which a multiprocessor reads shared memory during one clock (attention.cu).
+ATTENTION = 2048
 #: Qwen3 30B A3B, but with half of its query heads; its experts, those that a token goes to, and their width.
 SPARSE = replace(SHAPES["llama-8b"], n_layers=48, n_embd=2048, n_heads=16, n_kv_heads=4, n_vocab=151_936)
 MIXTURE = 128, 8, 768
@@ -203,15 +203,17 @@ class Model:
             if not kernels:
                 continue
             seconds, is_lanes = cost.n_bytes / card.copy, kernels[0].startswith("matvec")
+            clocks = card.properties.n_multiprocessors * card.clock
             if cost.kind is not None and not is_lanes:
-                factor = ATTENTION if call.name == "attention" else 1.0
-                seconds = max(seconds, factor * cost.n_operations / card.rates[cost.kind])
+                rate = card.rates[cost.kind]
+                rate = min(rate, ATTENTION * clocks) if call.name == "attention" else rate
+                seconds = max(seconds, cost.n_operations / rate)
             if cost.kind == "int8":
                 format = call.name.removesuffix(" + add").split()[-1].split("+")[0]  # of the most
                 n = sizes.n_outputs if lowered.result in call.operands else sizes.n_tokens
                 each = n * TOKEN + UNPACK[format] if is_lanes else -(-n // 8) * EIGHT_TOKENS[format]
                 instructions = cost.n_operations / (2 * n * 32 * 32) * each
-                seconds = max(seconds, instructions / (4 * card.properties.n_multiprocessors * card.clock))
+                seconds = max(seconds, instructions / (4 * clocks))
             yield call.name, len(kernels), cost.n_bytes, seconds
 
 

@@ -20,6 +20,7 @@ from tests.cuda_on_cpu import build, nvrtc
 from tests.cuda_on_cpu.emulated_driver import EmulatedDriver
 from tests.cuda_on_cpu.errors import KernelFault
 from tests.cuda_on_cpu.module import ORDERS, Order
+from tests.helpers.backends import ATTENTION_ERROR
 from tests.kernels.cuda.device import Device
 
 Floats = NDArray[Any]
@@ -156,8 +157,7 @@ class Talk:
 
 
 def assert_close(out: Floats, expected: Floats) -> None:
-    """As tests/kernels/test_ops.py wants it of every backend."""
-    np.testing.assert_allclose(out, expected, rtol=1e-4, atol=2e-6)
+    np.testing.assert_allclose(out, expected, rtol=1e-4, atol=ATTENTION_ERROR)
 
 
 def assert_right(talk: Talk) -> Floats:
@@ -216,6 +216,12 @@ def test_a_token_alone_has_the_bits_that_it_has_in_a_batch(device: Device) -> No
         one = replace(whole, lengths=((400, 400), (30, 60)))
         one.lengths, one.starts, one.q = ((1, t + 1), (1, 31)), np.array([0, 1, 2], np.int32), one.q[[t, 400]]
         np.testing.assert_array_equal(one.run(one.work_of_bucket()), expected[[t, 400]])
+
+
+@pytest.mark.parametrize("window", [attention.NO_WINDOW, 300])
+def test_splits_of_one_page_and_of_several(device: Device, window: int) -> None:
+    lengths = ((1, 1), (2, 1300), (1, 1025), (40, 1024))
+    assert_right(Talk(device, variant_of(8, device=device), lengths, Heads(1, 2, window)))
 
 
 def test_one_launch_serves_every_length(device: Device) -> None:
@@ -287,6 +293,17 @@ def test_latents_that_do_not_fit_with_scales_do_as_halves() -> None:
 def test_heads_of_other_sizes_are_refused(dims: tuple[int, int]) -> None:
     with pytest.raises(KernelError, match=f"640 values in keys and 512 in values, not {dims[0]} and {dims[1]}"):
         choose_variant(Variant(*dims, "f16"), 227 << 10)
+
+
+def test_blocks_share_short_caches() -> None:
+    """A block for each page of up to 1,024 positions; behind them for four, as far as a GPU has places for blocks."""
+    heads, variant = Heads(8, 4), choose_variant(Variant(128, 128, "f16"), 227 << 10)
+    grids = []
+    for longest in (64, 512, 1024, 1280, 32768):
+        split, merge = attention.launches(attention.work_of_bucket(1, longest, heads), heads, variant, 132)
+        grids.append(split.grid)
+        assert merge.grid == (2, 8, 1)
+    assert grids == [(1, 8, 1), (8, 8, 1), (16, 8, 1), (17, 8, 1), (66, 8, 1)]
 
 
 def test_partials_that_do_not_fit_are_prefilled() -> None:

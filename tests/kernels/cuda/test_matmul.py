@@ -40,7 +40,7 @@ INTEGERS: list[KernelType] = [
     LUT_IQ1_16,
 ]
 #: One for each way in which tensor cores read codes and scales.
-TENSOR_INTEGERS = [T.Q4_0, T.Q8_0, T.Q5_K, T.Q2_K, T.Q6_K]
+TENSOR_INTEGERS = [T.Q4_0, T.Q8_0, T.Q4_K, T.Q5_K, T.Q2_K, T.Q6_K]
 HALVES = [T.F16, T.BF16]
 #: No multiple of a group's rows.
 N_OUT, N_IN = 37, 768
@@ -237,6 +237,7 @@ def test_which_kernel_multiplies() -> None:
     assert of[T.Q4_0] == ["matvec", "matvec", "matmul_few", "matmul_few", "matmul", "matmul"]
     assert of[T.F32] == ["matvec"] * 6
     assert [launch_of(T.BF16, [64], n).kernel for n in (8, 32, 40)] == ["matmul_few", "matmul_few", "matmul"]
+    assert [launch_of(T.Q4_K, [64], n).defines["TOKENS"] for n in (8, 16, 24, 32)] == [8, 16, 8, 16]
     old = {"capability": (7, 5), "shared_bytes": 64 << 10}
     assert {launch_of(T.Q4_0, [64], n, **old).kernel for n in rows} == {"matvec"}
     assert launch_of(T.F16, [64], 64, **old).kernel == "matmul_few"
