@@ -33,31 +33,56 @@ struct Sources {
   int first_group, n_groups, n_tiles;
 };
 
-// Asks for run i.  Groups and tokens beyond the last are that one again.
+// What a thread copies of each run, one after the other: pieces of 16 bytes at places that move on with the run.
 template <class F, int T>
-DEVICE void copy_run(uint8_t* stage, const Sources& from, int i) {
+struct Copies {
   using S = Stage<F, T>;
-  constexpr int PIECES = S::GROUP_BYTES / UNIT, CODE_PIECES = run_bytes<F>() / UNIT;
-  const int tile = i / runs<F>(), run = i % runs<F>();
-  for (int p = threadIdx.x; p < ROW_WARPS * PIECES; p += THREADS) {
-    const int group = min(from.first_group + p / PIECES, from.n_groups - 1), piece = p % PIECES;
-    const int skipped = piece < CODE_PIECES ? run : runs<F>() - 1;  // other runs' codes, before this one's or the scales
-    copy16_async(stage + UNIT * p, from.weights + ((int64_t)group * from.n_tiles + tile) * tile_bytes<F>() +
-                                       skipped * run_bytes<F>() + UNIT * piece);
-  }
-  for (int p = threadIdx.x; p < S::UNITS * T; p += THREADS) {
-    const int64_t unit = (int64_t)i * S::UNITS + p / T;
-    const int token = min(from.first_token + p % T, from.n_tokens - 1);
-    copy16_async(stage + S::X + UNIT * p, from.units + (unit * from.n_rows + token) * UNIT);
-  }
-  if constexpr (!IS_FLOAT<F>) {
-    for (int p = threadIdx.x; p < RUN_BLOCKS * T / 2; p += THREADS) {  // of two tokens
-      const int64_t block = (int64_t)i * RUN_BLOCKS + p / (T / 2);
-      const int token = min(from.first_token + p % (T / 2) * 2, (from.n_tokens - 1) & ~1);
-      copy16_async(stage + S::X_SCALES + UNIT * p, from.scales + block * from.n_rows + token);
+  static constexpr int PIECES = S::GROUP_BYTES / UNIT, CODE_PIECES = run_bytes<F>() / UNIT;
+  static constexpr int N_WEIGHTS = ROW_WARPS * PIECES, N_UNITS = S::UNITS * T;
+  static constexpr int N_SCALES = IS_FLOAT<F> ? 0 : RUN_BLOCKS * T / 2;  // of two tokens
+  static constexpr int OWN = (N_WEIGHTS + THREADS - 1) / THREADS;
+  const uint8_t *weights, *units, *scales;
+  uint32_t places[OWN], steps[OWN];  // of weights, and from run to run of a tile
+  int n_rows, run;
+
+  // Groups and tokens beyond the last are that one again.
+  __device__ __forceinline__ explicit Copies(const Sources& from) : n_rows(from.n_rows), run(0) {
+    const int thread = threadIdx.x, last = from.n_tokens - 1;
+    weights = from.weights + (int64_t)from.first_group * from.n_tiles * tile_bytes<F>();
+#pragma unroll
+    for (int i = 0; i < OWN; ++i) {
+      const int p = thread + THREADS * i, piece = p % PIECES;
+      const int group = min(p / PIECES, from.n_groups - 1 - from.first_group);
+      const bool is_code = piece < CODE_PIECES;  // scales are behind the codes of all runs
+      places[i] = group * from.n_tiles * tile_bytes<F>() + (is_code ? 0 : runs<F>() - 1) * run_bytes<F>() + UNIT * piece;
+      steps[i] = is_code ? run_bytes<F>() : 0;
     }
+    units = from.units + ((int64_t)(thread / T) * n_rows + min(from.first_token + thread % T, last)) * UNIT;
+    const int token = min(from.first_token + thread % (T / 2) * 2, last & ~1);
+    scales = (const uint8_t*)(from.scales + (int64_t)(thread / (T / 2)) * n_rows + token);
   }
-}
+
+  __device__ __forceinline__ void next(uint8_t* stage) {
+    const int thread = threadIdx.x;
+    stage += UNIT * thread;
+#pragma unroll
+    for (int i = 0; i < OWN; ++i) {
+      if (thread + THREADS * i < N_WEIGHTS) copy16_async(stage + UNIT * THREADS * i, weights + places[i]);
+      places[i] += run + 1 == runs<F>() ? tile_bytes<F>() - (runs<F>() - 1) * steps[i] : steps[i];
+    }
+    run = run + 1 == runs<F>() ? 0 : run + 1;
+#pragma unroll
+    for (int i = 0; THREADS * i < N_UNITS; ++i)
+      if (thread + THREADS * i < N_UNITS)
+        copy16_async(stage + S::X + UNIT * THREADS * i, units + (int64_t)n_rows * (THREADS / T * UNIT * i));
+    units += (int64_t)n_rows * (S::UNITS * UNIT);
+#pragma unroll
+    for (int i = 0; THREADS * i < N_SCALES; ++i)
+      if (thread + THREADS * i < N_SCALES)
+        copy16_async(stage + S::X_SCALES + UNIT * THREADS * i, scales + (int64_t)n_rows * (THREADS / T * 2 * 8 * i));
+    scales += (int64_t)n_rows * (RUN_BLOCKS * 8);
+  }
+};
 
 // acc += a run.
 template <class F, int T>
@@ -105,9 +130,10 @@ DEVICE void multiply(const Matrix& matrix, const Sources& from, int n_chunks) {
   constexpr int N = T / 8 / TOKEN_WARPS;
   extern __shared__ __align__(16) uint8_t stages[];
   const int n_runs = from.n_tiles * runs<F>();
+  Copies<F, T> copies(from);
 #pragma unroll 1
   for (int i = 0; i < N_STAGES - 1; ++i) {
-    if (i < n_runs) copy_run<F, T>(stages + Stage<F, T>::BYTES * i, from, i);
+    if (i < n_runs) copies.next(stages + Stage<F, T>::BYTES * i);
     commit_copies();
   }
   Sums<N> acc = {}, totals = {};
@@ -116,7 +142,7 @@ DEVICE void multiply(const Matrix& matrix, const Sources& from, int n_chunks) {
   for (int i = 0; i < n_runs; ++i) {
     wait_for_copies<N_STAGES - 2>();
     __syncthreads();  // the run is there for all warps, and all have read the one before it
-    if (i + N_STAGES - 1 < n_runs) copy_run<F, T>(stages + Stage<F, T>::BYTES * ahead, from, i + N_STAGES - 1);
+    if (i + N_STAGES - 1 < n_runs) copies.next(stages + Stage<F, T>::BYTES * ahead);
     commit_copies();
     multiply_run<F, T>(acc, stages + Stage<F, T>::BYTES * here, i % runs<F>());
     here = here + 1 == N_STAGES ? 0 : here + 1;

@@ -42,10 +42,11 @@ VECTOR_ROWS, FEW_ROWS, MAX_MATRICES = (1, 2, 4), 32, 3
 #: matmul's warps along the rows, rows of activations that a block takes, the larger first, and stages at most.
 ROW_WARPS, TILE_ROWS, MAX_STAGES = 4, (128, 64), 4
 
-#: Formats of which matmul_few takes 8 rows at once instead of 16, and matmul 64 instead of 128: their scales and
-#: codes take the registers for more.  Q2_K, with most scales of all, goes through matvec instead of matmul_few.
+#: Formats of which matmul_few takes 8 rows at once instead of 16: their scales and codes take the registers for more.
+#: Q2_K, with most scales of all, goes through matvec instead.
 _FEW_AT_ONCE: set[KernelType] = {GGMLType.Q3_K, GGMLType.Q4_K, GGMLType.Q5_K, GGMLType.Q6_K, LUT_IQ1_16, LUT_IQ2_16}
-_SMALL_TILES = _FEW_AT_ONCE | {GGMLType.Q2_K, GGMLType.Q5_1, GGMLType.Q8_0}
+#: Formats of which matmul takes 64 rows instead of 128: their scales, one for each 16 columns, take the registers.
+_SMALL_TILES: set[KernelType] = {GGMLType.Q2_K, GGMLType.Q3_K, GGMLType.Q6_K}
 #: Formats for which ptxas spills registers of matmul_few_experts on some architectures.  matmul_experts takes few
 #: rows too, and multiplies them in about the time that it takes to read the weights.
 _FEW_EXPERTS_SPILL = {GGMLType.Q2_K, GGMLType.Q3_K, GGMLType.Q5_K, GGMLType.Q6_K}
