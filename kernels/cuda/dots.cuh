@@ -86,11 +86,14 @@ DEVICE int n_groups(int n_out) { return (int)((uint32_t)(n_out + GROUP - 1) / GR
 #define CHOSEN_WEIGHTS(which) (which == 0 ? weights0 : which == 1 ? weights1 : weights2)
 #define CHOSEN_MATRIX(which) (which == 0 ? MATRIX(0) : which == 1 ? MATRIX(1) : MATRIX(2))
 
+// PARTS: groups that are counted as one.
+template <int PARTS = 1>
 DEVICE int choose_matrix(int n_out0, int n_out1, int& group) {
-  if (group < n_groups(n_out0)) return 0;
-  group -= n_groups(n_out0);
-  if (group < n_groups(n_out1)) return 1;
-  group -= n_groups(n_out1);
+  const int n0 = (n_groups(n_out0) + PARTS - 1) / PARTS, n1 = (n_groups(n_out1) + PARTS - 1) / PARTS;
+  if (group < n0) return 0;
+  group -= n0;
+  if (group < n1) return 1;
+  group -= n1;
   return 2;
 }
 

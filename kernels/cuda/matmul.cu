@@ -126,7 +126,7 @@ DEVICE void add_and_clear(Sums<N>& totals, Sums<N>& acc) {
 }
 
 template <class F, int T, int N_STAGES>
-DEVICE void multiply(const Matrix& matrix, const Sources& from, int n_chunks) {
+DEVICE void multiply(Sums<T / 8 / TOKEN_WARPS>& totals, const Sources& from, int n_chunks) {
   constexpr int N = T / 8 / TOKEN_WARPS;
   extern __shared__ __align__(16) uint8_t stages[];
   const int n_runs = from.n_tiles * runs<F>();
@@ -136,7 +136,7 @@ DEVICE void multiply(const Matrix& matrix, const Sources& from, int n_chunks) {
     if (i < n_runs) copies.next(stages + Stage<F, T>::BYTES * i);
     commit_copies();
   }
-  Sums<N> acc = {}, totals = {};
+  Sums<N> acc = {};
   int chunk = 1, chunk_end = chunk_begin(1, n_chunks, from.n_tiles) * runs<F>();
   int here = 0, ahead = N_STAGES - 1;  // stages
   for (int i = 0; i < n_runs; ++i) {
@@ -152,6 +152,10 @@ DEVICE void multiply(const Matrix& matrix, const Sources& from, int n_chunks) {
       chunk_end = chunk_begin(++chunk, n_chunks, from.n_tiles) * runs<F>();
     }
   }
+}
+
+template <class F, int N>
+DEVICE void store(const Matrix& matrix, const Sums<N>& totals, const Sources& from) {
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
   const int first_row = (from.first_group + warp % ROW_WARPS) * GROUP + lane / 4;
   const int first_token = from.first_token + 8 * N * (warp / ROW_WARPS) + lane % 4 * 2;
@@ -171,28 +175,32 @@ DEVICE void multiply(const Matrix& matrix, const Sources& from, int n_chunks) {
 
 #ifndef EXPERTS
 
-// y = x W^T (+ bias) (+ residual).
+// y = x W^T (+ bias) (+ residual), for up to three matrices.
 //
 // units, scales: activations (activations.cuh), laid out for n_rows, a multiple of 8, of which n_tokens are there.
-// n_tiles: tiles along a row of weights, in n_chunks chunks.  Grid (TOKENS tokens each, 4 groups of rows each, heads);
-// dynamic shared memory: STAGES stages.
+// n_tiles: tiles along a row of weights, in n_chunks chunks.  Grid (TOKENS tokens each, 4 groups of rows of a matrix
+// each, heads); dynamic shared memory: STAGES stages.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     matmul(const void* __restrict__ units, const float2* __restrict__ scales, int n_rows,
-           const int* __restrict__ n_tokens, int n_tiles, int n_chunks, MATRIX_PARAMETERS(0)) {
+           const int* __restrict__ n_tokens, int n_tiles, int n_chunks, MATRIX_PARAMETERS(0), MATRIX_PARAMETERS(1),
+           MATRIX_PARAMETERS(2)) {
   const int first_token = blockIdx.x * TOKENS, n = *n_tokens;
   if (first_token >= n) return;
-  const Matrix matrix = MATRIX(0);
-  const int groups = n_groups(n_out0);
-  const Sources from = {matrix.weights + first_tile(0, n_out0, n_tiles) * tile_bytes<FORMAT>(),
+  int block = blockIdx.y;
+  const int which = choose_matrix<ROW_WARPS>(n_out0, n_out1, block), n_out = CHOSEN_ROWS(which);
+  const Sources from = {CHOSEN_WEIGHTS(which) + first_tile(0, n_out, n_tiles) * tile_bytes<FORMAT>(),
                         own_units<FORMAT>(units, n_tiles, n_rows),
                         (const float2*)own_scales<FORMAT>(scales, n_tiles, n_rows),
                         n_rows,
                         first_token,
                         n,
-                        (int)blockIdx.y * ROW_WARPS,
-                        groups,
+                        block * ROW_WARPS,
+                        n_groups(n_out),
                         n_tiles};
-  multiply<FORMAT, TOKENS, STAGES>(matrix, from, n_chunks);
+  Sums<TOKENS / 8 / TOKEN_WARPS> totals = {};
+  multiply<FORMAT, TOKENS, STAGES>(totals, from, n_chunks);
+  block = blockIdx.y;
+  store<FORMAT, TOKENS / 8 / TOKEN_WARPS>(CHOSEN_MATRIX(choose_matrix<ROW_WARPS>(n_out0, n_out1, block)), totals, from);
 }
 
 #else
@@ -214,7 +222,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const uint8_t* weights = weights0 + (int64_t)product.x * groups * n_tiles * tile_bytes<FORMAT>();
   const Sources from = {weights,   (const uint8_t*)units,       scales, n_rows, product.y,
                         product.z, (int)blockIdx.y * ROW_WARPS, groups, n_tiles};
-  multiply<FORMAT, TOKENS, STAGES>(matrix, from, n_chunks);
+  Sums<TOKENS / 8 / TOKEN_WARPS> totals = {};
+  multiply<FORMAT, TOKENS, STAGES>(totals, from, n_chunks);
+  store<FORMAT, TOKENS / 8 / TOKEN_WARPS>(matrix, totals, from);
 }
 
 #endif
