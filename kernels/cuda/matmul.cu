@@ -6,8 +6,9 @@
 // chunk in `acc`, and over the chunks in `totals`.
 //
 // For 32 columns, 32 rows and 8 tokens a warp takes 2 instructions of the tensor cores, of 16 * 8 * 32 products each, and
-// 24 operations on floats (32 with minima, 40 with two scales), which at one instruction a cycle take longer than the
-// tensor cores: they bound this kernel to some 500 of the 1979 T operations/s that an H200 has for int8.
+// 16 operations on floats (24 with minima, 32 with two scales); with all else, in tiles of 128 tokens, some 46 of Q4_K.
+// Schedulers, each of which begins one a clock, so bound this kernel to some 330 of the 1979 T operations/s that an H200
+// has for int8.
 #include "fragments.cuh"
 
 #if __CUDA_ARCH__ >= 800
@@ -200,7 +201,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   Sums<TOKENS / 8 / TOKEN_WARPS> totals = {};
   multiply<FORMAT, TOKENS, STAGES>(totals, from, n_chunks);
   block = blockIdx.y;
-  store<FORMAT, TOKENS / 8 / TOKEN_WARPS>(CHOSEN_MATRIX(choose_matrix<ROW_WARPS>(n_out0, n_out1, block)), totals, from);
+  const int again = choose_matrix<ROW_WARPS>(n_out0, n_out1, block);
+  store<FORMAT, TOKENS / 8 / TOKEN_WARPS>(CHOSEN_MATRIX(again), totals, from);
 }
 
 #else

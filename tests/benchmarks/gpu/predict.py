@@ -54,8 +54,9 @@ HANDOVER = 15e-6
 #: in tiles of 128 tokens of Q4_K and 64 of Q6_K, matmul_few in tiles of 8.
 TOKEN, UNPACK = 8 + 3 + 3, {"Q4_K": 12, "Q6_K": 24}
 EIGHT_TOKENS = {"matmul": {"Q4_K": 46, "Q6_K": 85}, "matmul_few": {"Q4_K": 106, "Q6_K": 153}}
-#: Operations of attention for which a multiprocessor reads shared memory during one clock (attention.cu).
-ATTENTION = 2048
+#: Operations of attention that a multiprocessor does in a clock at most: 4 * 128 * 64 of each of 16 rows in 1,100
+#: instructions of a warp (SASS for sm_90, heads of 128 values in F16, merges and masks counted as often as they are).
+ATTENTION = 4 * 4 * 128 * 64 * 16 / 1100
 #: Qwen3 30B A3B, but with half of its query heads; its experts, those that a token goes to, and their width.
 SPARSE = replace(SHAPES["llama-8b"], n_layers=48, n_embd=2048, n_heads=16, n_kv_heads=4, n_vocab=151_936)
 MIXTURE = 128, 8, 768
