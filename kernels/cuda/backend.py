@@ -76,7 +76,9 @@ class CUDABackend(Backend):
         self, graph: Graph, weights: PackedWeights, cache: CUDACache, max_tokens: int, max_outputs: int
     ) -> Lowered:
         properties = self.driver.properties(self.device)
-        products = ProductLimits(properties.capability, properties.shared_bytes, self._tile_rows)
+        products = ProductLimits(
+            properties.capability, properties.shared_bytes, self._tile_rows, properties.n_multiprocessors
+        )
         limits = StepLimits(graph, properties, cache, max_tokens, max_outputs, products)
         return Lowering(graph, weights, limits).lower()
 

@@ -9,18 +9,26 @@
 // A sum of integers that begins at MAGIC is, as the bits of a float, 3 * 2^22 and the sum, which so takes no
 // conversion.  It must stay below 2^22; a block's is at most 32 * 128 * 127.
 constexpr int MAGIC = 0x4b400000;
+constexpr float MAGIC_FLOAT = 12582912.0f;
 
-DEVICE float magic_to_float(int sum) { return __int_as_float(sum) - 12582912.0f; }
+DEVICE float magic_to_float(int sum) { return __int_as_float(sum) - MAGIC_FLOAT; }
+
+// A sum that begins at MAGIC, times a scale.  FOLDED: in one operation beside the scale's own, with the same bits, since
+// scales have 19 bits at most and MAGIC times one is exact.  It takes a register a scale.
+template <bool FOLDED>
+DEVICE float scaled(int sum, float d) {
+  return FOLDED ? fmaf(__int_as_float(sum), d, -MAGIC_FLOAT * d) : magic_to_float(sum) * d;
+}
 
 // acc += a block of a row times a token's.
 //
-// dots: the codes' products, of the whole block or of each 16 columns.  d, d_sum: the activations' scales.  half_sums:
-// the sums of the activations' codes in each 16 columns, where a format has a minimum for each.
-template <int SCALES, int MINIMA>
-DEVICE float add_block(float acc, const BlockScales<SCALES, MINIMA>& w, const float (&dots)[SCALES], float d, float d_sum,
+// dots: the codes' products from MAGIC on, of the whole block or of each 16 columns.  d, d_sum: the activations' scales.
+// half_sums: the sums of the activations' codes in each 16 columns, where a format has a minimum for each.
+template <bool FOLDED, int SCALES, int MINIMA>
+DEVICE float add_block(float acc, const BlockScales<SCALES, MINIMA>& w, const int (&dots)[SCALES], float d, float d_sum,
                        const float (&half_sums)[2]) {
-  float total = dots[0] * w.d[0];
-  if constexpr (SCALES == 2) total = fmaf(dots[1], w.d[1], total);
+  float total = scaled<FOLDED>(dots[0], w.d[0]);
+  if constexpr (SCALES == 2) total = fmaf(magic_to_float(dots[1]), w.d[1], total);
   acc = fmaf(total, d, acc);
   if constexpr (MINIMA == 1) acc = fmaf(w.m[0], d_sum, acc);
   if constexpr (MINIMA == 2) acc = fmaf(fmaf(half_sums[1], w.m[1], half_sums[0] * w.m[0]), d, acc);
@@ -78,11 +86,14 @@ DEVICE int n_groups(int n_out) { return (int)((uint32_t)(n_out + GROUP - 1) / GR
 #define CHOSEN_WEIGHTS(which) (which == 0 ? weights0 : which == 1 ? weights1 : weights2)
 #define CHOSEN_MATRIX(which) (which == 0 ? MATRIX(0) : which == 1 ? MATRIX(1) : MATRIX(2))
 
+// PARTS: groups that are counted as one.
+template <int PARTS = 1>
 DEVICE int choose_matrix(int n_out0, int n_out1, int& group) {
-  if (group < n_groups(n_out0)) return 0;
-  group -= n_groups(n_out0);
-  if (group < n_groups(n_out1)) return 1;
-  group -= n_groups(n_out1);
+  const int n0 = (n_groups(n_out0) + PARTS - 1) / PARTS, n1 = (n_groups(n_out1) + PARTS - 1) / PARTS;
+  if (group < n0) return 0;
+  group -= n0;
+  if (group < n1) return 1;
+  group -= n1;
   return 2;
 }
 

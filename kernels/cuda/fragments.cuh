@@ -114,14 +114,16 @@ DEVICE void multiply_block(Sums<N>& acc, const BlockWords<F>& words, const typen
       }
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        float dots[F::SCALES], half_sums[2] = {0.0f, 0.0f};
+        int dots[F::SCALES];
+        float half_sums[2] = {0.0f, 0.0f};
 #pragma unroll
-        for (int half = 0; half < F::SCALES; ++half) dots[half] = magic_to_float(element(sums[half], i));
+        for (int half = 0; half < F::SCALES; ++half) dots[half] = element(sums[half], i);
         if constexpr (F::MINIMA == 2) {
 #pragma unroll
           for (int half = 0; half < 2; ++half) half_sums[half] = magic_to_float(element(ones[half], i % 2));
         }
-        acc[m][n][i] = add_block(acc[m][n][i], scales[2 * m + i / 2], dots, i % 2 ? d.z : d.x, i % 2 ? d.w : d.y, half_sums);
+        const float x_scale = i % 2 ? d.z : d.x, x_sum = i % 2 ? d.w : d.y;
+        acc[m][n][i] = add_block<(N > 2)>(acc[m][n][i], scales[2 * m + i / 2], dots, x_scale, x_sum, half_sums);
       }
     }
   }

@@ -461,17 +461,14 @@ class Lowering:
                     matmul.Product(w.memory, y.buffer, w.n_out, y.stride, bias, added) for w, y, bias in products
                 ]
                 by_format = [[p for p, own in zip(operands, names, strict=True) if own == name] for name in formats]
-                most = matmul.matrices_at_once(
-                    packed[0].packed, packed[0].packed.input_rows(n), limits.products.capability
-                )
-                if len(formats) == 2 and len(by_format[1]) == 1 and len(operands) <= most:
+                step = matmul.MAX_MATRICES
+                if len(formats) == 2 and len(by_format[1]) == 1 and len(operands) <= step:
                     *_, last = formats.values()
                     launch, given = product(n, packed[0].packed, [*by_format[0], *by_format[1]])
                     if mixed := matmul.mixed_launch(packed[0].packed, launch, last):
                         yield mixed.given(*given)
                         return
                 for format, own in zip(formats.values(), by_format, strict=True):
-                    step = matmul.matrices_at_once(format, format.input_rows(n), limits.products.capability)
                     for some in (own[i : i + step] for i in range(0, len(own), step)):
                         launch, given = product(n, format, some)
                         if gate is not None and (gated := matmul.gated_launch(format, launch)):

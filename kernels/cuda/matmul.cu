@@ -6,8 +6,9 @@
 // chunk in `acc`, and over the chunks in `totals`.
 //
 // For 32 columns, 32 rows and 8 tokens a warp takes 2 instructions of the tensor cores, of 16 * 8 * 32 products each, and
-// 24 operations on floats (32 with minima, 40 with two scales), which at one instruction a cycle take longer than the
-// tensor cores: they bound this kernel to some 500 of the 1979 T operations/s that an H200 has for int8.
+// 16 operations on floats (24 with minima, 32 with two scales); with all else, in tiles of 128 tokens, some 46 of Q4_K.
+// Schedulers, each of which begins one a clock, so bound this kernel to some 330 of the 1979 T operations/s that an H200
+// has for int8.
 #include "fragments.cuh"
 
 #if __CUDA_ARCH__ >= 800
@@ -33,31 +34,56 @@ struct Sources {
   int first_group, n_groups, n_tiles;
 };
 
-// Asks for run i.  Groups and tokens beyond the last are that one again.
+// What a thread copies of each run, one after the other: pieces of 16 bytes at places that move on with the run.
 template <class F, int T>
-DEVICE void copy_run(uint8_t* stage, const Sources& from, int i) {
+struct Copies {
   using S = Stage<F, T>;
-  constexpr int PIECES = S::GROUP_BYTES / UNIT, CODE_PIECES = run_bytes<F>() / UNIT;
-  const int tile = i / runs<F>(), run = i % runs<F>();
-  for (int p = threadIdx.x; p < ROW_WARPS * PIECES; p += THREADS) {
-    const int group = min(from.first_group + p / PIECES, from.n_groups - 1), piece = p % PIECES;
-    const int skipped = piece < CODE_PIECES ? run : runs<F>() - 1;  // other runs' codes, before this one's or the scales
-    copy16_async(stage + UNIT * p, from.weights + ((int64_t)group * from.n_tiles + tile) * tile_bytes<F>() +
-                                       skipped * run_bytes<F>() + UNIT * piece);
-  }
-  for (int p = threadIdx.x; p < S::UNITS * T; p += THREADS) {
-    const int64_t unit = (int64_t)i * S::UNITS + p / T;
-    const int token = min(from.first_token + p % T, from.n_tokens - 1);
-    copy16_async(stage + S::X + UNIT * p, from.units + (unit * from.n_rows + token) * UNIT);
-  }
-  if constexpr (!IS_FLOAT<F>) {
-    for (int p = threadIdx.x; p < RUN_BLOCKS * T / 2; p += THREADS) {  // of two tokens
-      const int64_t block = (int64_t)i * RUN_BLOCKS + p / (T / 2);
-      const int token = min(from.first_token + p % (T / 2) * 2, (from.n_tokens - 1) & ~1);
-      copy16_async(stage + S::X_SCALES + UNIT * p, from.scales + block * from.n_rows + token);
+  static constexpr int PIECES = S::GROUP_BYTES / UNIT, CODE_PIECES = run_bytes<F>() / UNIT;
+  static constexpr int N_WEIGHTS = ROW_WARPS * PIECES, N_UNITS = S::UNITS * T;
+  static constexpr int N_SCALES = IS_FLOAT<F> ? 0 : RUN_BLOCKS * T / 2;  // of two tokens
+  static constexpr int OWN = (N_WEIGHTS + THREADS - 1) / THREADS;
+  const uint8_t *weights, *units, *scales;
+  uint32_t places[OWN], steps[OWN];  // of weights, and from run to run of a tile
+  int n_rows, run;
+
+  // Groups and tokens beyond the last are that one again.
+  __device__ __forceinline__ explicit Copies(const Sources& from) : n_rows(from.n_rows), run(0) {
+    const int thread = threadIdx.x, last = from.n_tokens - 1;
+    weights = from.weights + (int64_t)from.first_group * from.n_tiles * tile_bytes<F>();
+#pragma unroll
+    for (int i = 0; i < OWN; ++i) {
+      const int p = thread + THREADS * i, piece = p % PIECES;
+      const int group = min(p / PIECES, from.n_groups - 1 - from.first_group);
+      const bool is_code = piece < CODE_PIECES;  // scales are behind the codes of all runs
+      places[i] = group * from.n_tiles * tile_bytes<F>() + (is_code ? 0 : runs<F>() - 1) * run_bytes<F>() + UNIT * piece;
+      steps[i] = is_code ? run_bytes<F>() : 0;
     }
+    units = from.units + ((int64_t)(thread / T) * n_rows + min(from.first_token + thread % T, last)) * UNIT;
+    const int token = min(from.first_token + thread % (T / 2) * 2, last & ~1);
+    scales = (const uint8_t*)(from.scales + (int64_t)(thread / (T / 2)) * n_rows + token);
   }
-}
+
+  __device__ __forceinline__ void next(uint8_t* stage) {
+    const int thread = threadIdx.x;
+    stage += UNIT * thread;
+#pragma unroll
+    for (int i = 0; i < OWN; ++i) {
+      if (thread + THREADS * i < N_WEIGHTS) copy16_async(stage + UNIT * THREADS * i, weights + places[i]);
+      places[i] += run + 1 == runs<F>() ? tile_bytes<F>() - (runs<F>() - 1) * steps[i] : steps[i];
+    }
+    run = run + 1 == runs<F>() ? 0 : run + 1;
+#pragma unroll
+    for (int i = 0; THREADS * i < N_UNITS; ++i)
+      if (thread + THREADS * i < N_UNITS)
+        copy16_async(stage + S::X + UNIT * THREADS * i, units + (int64_t)n_rows * (THREADS / T * UNIT * i));
+    units += (int64_t)n_rows * (S::UNITS * UNIT);
+#pragma unroll
+    for (int i = 0; THREADS * i < N_SCALES; ++i)
+      if (thread + THREADS * i < N_SCALES)
+        copy16_async(stage + S::X_SCALES + UNIT * THREADS * i, scales + (int64_t)n_rows * (THREADS / T * 2 * 8 * i));
+    scales += (int64_t)n_rows * (RUN_BLOCKS * 8);
+  }
+};
 
 // acc += a run.
 template <class F, int T>
@@ -101,22 +127,23 @@ DEVICE void add_and_clear(Sums<N>& totals, Sums<N>& acc) {
 }
 
 template <class F, int T, int N_STAGES>
-DEVICE void multiply(const Matrix& matrix, const Sources& from, int n_chunks) {
+DEVICE void multiply(Sums<T / 8 / TOKEN_WARPS>& totals, const Sources& from, int n_chunks) {
   constexpr int N = T / 8 / TOKEN_WARPS;
   extern __shared__ __align__(16) uint8_t stages[];
   const int n_runs = from.n_tiles * runs<F>();
+  Copies<F, T> copies(from);
 #pragma unroll 1
   for (int i = 0; i < N_STAGES - 1; ++i) {
-    if (i < n_runs) copy_run<F, T>(stages + Stage<F, T>::BYTES * i, from, i);
+    if (i < n_runs) copies.next(stages + Stage<F, T>::BYTES * i);
     commit_copies();
   }
-  Sums<N> acc = {}, totals = {};
+  Sums<N> acc = {};
   int chunk = 1, chunk_end = chunk_begin(1, n_chunks, from.n_tiles) * runs<F>();
   int here = 0, ahead = N_STAGES - 1;  // stages
   for (int i = 0; i < n_runs; ++i) {
     wait_for_copies<N_STAGES - 2>();
     __syncthreads();  // the run is there for all warps, and all have read the one before it
-    if (i + N_STAGES - 1 < n_runs) copy_run<F, T>(stages + Stage<F, T>::BYTES * ahead, from, i + N_STAGES - 1);
+    if (i + N_STAGES - 1 < n_runs) copies.next(stages + Stage<F, T>::BYTES * ahead);
     commit_copies();
     multiply_run<F, T>(acc, stages + Stage<F, T>::BYTES * here, i % runs<F>());
     here = here + 1 == N_STAGES ? 0 : here + 1;
@@ -126,6 +153,10 @@ DEVICE void multiply(const Matrix& matrix, const Sources& from, int n_chunks) {
       chunk_end = chunk_begin(++chunk, n_chunks, from.n_tiles) * runs<F>();
     }
   }
+}
+
+template <class F, int N>
+DEVICE void store(const Matrix& matrix, const Sums<N>& totals, const Sources& from) {
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
   const int first_row = (from.first_group + warp % ROW_WARPS) * GROUP + lane / 4;
   const int first_token = from.first_token + 8 * N * (warp / ROW_WARPS) + lane % 4 * 2;
@@ -145,28 +176,33 @@ DEVICE void multiply(const Matrix& matrix, const Sources& from, int n_chunks) {
 
 #ifndef EXPERTS
 
-// y = x W^T (+ bias) (+ residual).
+// y = x W^T (+ bias) (+ residual), for up to three matrices.
 //
 // units, scales: activations (activations.cuh), laid out for n_rows, a multiple of 8, of which n_tokens are there.
-// n_tiles: tiles along a row of weights, in n_chunks chunks.  Grid (TOKENS tokens each, 4 groups of rows each, heads);
-// dynamic shared memory: STAGES stages.
+// n_tiles: tiles along a row of weights, in n_chunks chunks.  Grid (TOKENS tokens each, 4 groups of rows of a matrix
+// each, heads); dynamic shared memory: STAGES stages.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     matmul(const void* __restrict__ units, const float2* __restrict__ scales, int n_rows,
-           const int* __restrict__ n_tokens, int n_tiles, int n_chunks, MATRIX_PARAMETERS(0)) {
+           const int* __restrict__ n_tokens, int n_tiles, int n_chunks, MATRIX_PARAMETERS(0), MATRIX_PARAMETERS(1),
+           MATRIX_PARAMETERS(2)) {
   const int first_token = blockIdx.x * TOKENS, n = *n_tokens;
   if (first_token >= n) return;
-  const Matrix matrix = MATRIX(0);
-  const int groups = n_groups(n_out0);
-  const Sources from = {matrix.weights + first_tile(0, n_out0, n_tiles) * tile_bytes<FORMAT>(),
+  int block = blockIdx.y;
+  const int which = choose_matrix<ROW_WARPS>(n_out0, n_out1, block), n_out = CHOSEN_ROWS(which);
+  const Sources from = {CHOSEN_WEIGHTS(which) + first_tile(0, n_out, n_tiles) * tile_bytes<FORMAT>(),
                         own_units<FORMAT>(units, n_tiles, n_rows),
                         (const float2*)own_scales<FORMAT>(scales, n_tiles, n_rows),
                         n_rows,
                         first_token,
                         n,
-                        (int)blockIdx.y * ROW_WARPS,
-                        groups,
+                        block * ROW_WARPS,
+                        n_groups(n_out),
                         n_tiles};
-  multiply<FORMAT, TOKENS, STAGES>(matrix, from, n_chunks);
+  Sums<TOKENS / 8 / TOKEN_WARPS> totals = {};
+  multiply<FORMAT, TOKENS, STAGES>(totals, from, n_chunks);
+  block = blockIdx.y;
+  const int again = choose_matrix<ROW_WARPS>(n_out0, n_out1, block);
+  store<FORMAT, TOKENS / 8 / TOKEN_WARPS>(CHOSEN_MATRIX(again), totals, from);
 }
 
 #else
@@ -188,7 +224,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const uint8_t* weights = weights0 + (int64_t)product.x * groups * n_tiles * tile_bytes<FORMAT>();
   const Sources from = {weights,   (const uint8_t*)units,       scales, n_rows, product.y,
                         product.z, (int)blockIdx.y * ROW_WARPS, groups, n_tiles};
-  multiply<FORMAT, TOKENS, STAGES>(matrix, from, n_chunks);
+  Sums<TOKENS / 8 / TOKEN_WARPS> totals = {};
+  multiply<FORMAT, TOKENS, STAGES>(totals, from, n_chunks);
+  store<FORMAT, TOKENS / 8 / TOKEN_WARPS>(matrix, totals, from);
 }
 
 #endif

@@ -41,11 +41,15 @@ TENSOR_CORES = (8, 0)
 VECTOR_ROWS, FEW_ROWS, MAX_MATRICES = (1, 2, 4), 32, 3
 #: matmul's warps along the rows, rows of activations that a block takes, the larger first, and stages at most.
 ROW_WARPS, TILE_ROWS, MAX_STAGES = 4, (128, 64), 4
+#: What a tile of matmul takes beside its products, to unpack weights: as long as so many rows of it (Q4_K, by SASS).
+_UNPACK_ROWS = 40
 
-#: Formats of which matmul_few takes 8 rows at once instead of 16, and matmul 64 instead of 128: their scales and
-#: codes take the registers for more.  Q2_K, with most scales of all, goes through matvec instead of matmul_few.
+#: Formats of which matmul_few takes 8 rows at once instead of 16: their scales and codes take the registers for more.
+#: Q2_K, with most scales of all, goes through matvec instead.
 _FEW_AT_ONCE: set[KernelType] = {GGMLType.Q3_K, GGMLType.Q5_K, GGMLType.Q6_K, LUT_IQ1_16, LUT_IQ2_16}
-_SMALL_TILES = _FEW_AT_ONCE | {GGMLType.Q2_K, GGMLType.Q4_K, GGMLType.Q5_1, GGMLType.Q8_0}
+#: Formats of which matmul takes 64 rows instead of 128, for which ptxas spills registers on some architecture: those
+#: with a scale for each 16 columns, and most with minima.
+_SMALL_TILES = {GGMLType.Q2_K, GGMLType.Q3_K, GGMLType.Q4_1, GGMLType.Q5_1, GGMLType.Q5_K, GGMLType.Q6_K}
 #: Formats for which ptxas spills registers of matmul_few_experts on some architectures.  matmul_experts takes few
 #: rows too, and multiplies them in about the time that it takes to read the weights.
 _FEW_EXPERTS_SPILL = {GGMLType.Q2_K, GGMLType.Q3_K, GGMLType.Q5_K, GGMLType.Q6_K}
@@ -195,11 +199,13 @@ class ProductLimits:
     Attributes:
         capability, shared_bytes: the device's.
         tile_rows: rows of activations that a block of matmul may take, the larger first; multiples of 16.
+        n_multiprocessors: the device's.
     """
 
     capability: tuple[int, int]
     shared_bytes: int
     tile_rows: tuple[int, ...] = TILE_ROWS
+    n_multiprocessors: int = 1
 
 
 @dataclass(frozen=True)
@@ -269,7 +275,7 @@ def product_launch(
     """The product of activations, laid out for ``n_rows`` (`PackedFormat.input_rows`), with one or several matrices.
 
     Args:
-        n_outs: rows of the matrices: up to `matrices_at_once`.
+        n_outs: rows of the matrices: up to `MAX_MATRICES`.
         n_heads: of the activations, each of which is multiplied with a matrix of its own.
 
     Raises:
@@ -279,11 +285,13 @@ def product_launch(
         whole = product_launch(format, n_outs, n_in, n_rows, limits)
         bounds = {"BOUNDS": "512,1"} if format.type is GGMLType.F32 else {}  # else ptxas spills registers for sm_86
         return replace(whole, grid=(*whole.grid, n_heads), defines={**whole.defines, "HEADS": 1, **bounds})
-    capability, limit = limits.capability, matrices_at_once(format, n_rows, limits.capability)
-    if not 1 <= len(n_outs) <= limit:
-        raise KernelError(f"{len(n_outs)} matrices in one launch, which takes up to {limit}: launch them apart")
-    if limit == 1:
-        return _matmul_launch(format, n_outs[0], n_rows, limits)
+    capability = limits.capability
+    if not 1 <= len(n_outs) <= MAX_MATRICES:
+        raise KernelError(
+            f"{len(n_outs)} matrices in one launch, which takes up to {MAX_MATRICES}: launch them apart"
+        )
+    if n_rows > FEW_ROWS and capability >= TENSOR_CORES and format.type is not GGMLType.F32:
+        return _matmul_launch(format, n_outs, n_rows, limits)
     uses_lanes = not format.is_tensor_float and (
         n_rows in VECTOR_ROWS or format.type in (GGMLType.F32, GGMLType.Q2_K) or capability < TENSOR_CORES
     )
@@ -344,7 +352,7 @@ def expert_launch(
     groups, kernel = sum(map(n_groups, n_outs)), expert_kernel(format, n_tokens, product_rows, limits.capability)
     if kernel == "matmul_experts":
         rows = limits.tile_rows[-1]
-        launch = _matmul_launch(format, n_outs[0], rows, replace(limits, tile_rows=(rows,)))
+        launch = _matmul_launch(format, n_outs[:1], rows, replace(limits, tile_rows=(rows,)))
         grid, defines = (n_products, launch.grid[1]), {**launch.defines, "EXPERTS": 1}
         return replace(launch, kernel=kernel, defines=defines, grid=grid)
     is_few = kernel == "matmul_few_experts"
@@ -374,12 +382,6 @@ def expert_kernel(format: PackedFormat, n_tokens: int, product_rows: int, capabi
     return "matmul_experts"
 
 
-def matrices_at_once(format: PackedFormat, n_rows: int, capability: tuple[int, int]) -> int:
-    """How many a launch of `product_launch` takes."""
-    is_one = n_rows > FEW_ROWS and capability >= TENSOR_CORES and format.type is not GGMLType.F32
-    return 1 if is_one else MAX_MATRICES
-
-
 def product_arguments(
     launch: Launch,
     format: PackedFormat,
@@ -399,7 +401,7 @@ def product_arguments(
     n_tiles = np.int32(format.n_tiles(n_in))
     arguments = [*inputs, np.int32(n_rows), n_tokens, n_tiles]
     if launch.kernel == "matmul":
-        return [*arguments, np.int32(format.n_chunks(n_in)), *products[0].arguments()]
+        arguments.append(np.int32(format.n_chunks(n_in)))
     return arguments + matrix_arguments(products)
 
 
@@ -442,18 +444,23 @@ def stage_bytes(format: PackedFormat, tile_rows: int) -> int:
     return ROW_WARPS * (format.code_bytes + format.scale_bytes) + units + scales
 
 
-def _matmul_launch(format: PackedFormat, n_out: int, n_rows: int, limits: ProductLimits) -> Launch:
+def _matmul_launch(format: PackedFormat, n_outs: Sequence[int], n_rows: int, limits: ProductLimits) -> Launch:
     shared_bytes, tile_rows = limits.shared_bytes, limits.tile_rows
     is_small = format.type in _SMALL_TILES or (isinstance(format.type, LUTType) and format.type.n_scales > 1)
     most = min(tile_rows[0], 64) if is_small else tile_rows[0]
     fitting = [rows for rows in tile_rows if rows <= most and 2 * stage_bytes(format, rows) <= shared_bytes]
-    rows = next((rows for rows in fitting if rows <= n_rows), fitting[-1])
+    row_blocks = sum(-(-n_groups(n_out) // ROW_WARPS) for n_out in n_outs)
+
+    def seconds(rows: int) -> int:  # in some unit; each multiprocessor has one block at a time
+        return -(-n_rows // rows * row_blocks // limits.n_multiprocessors) * (rows + _UNPACK_ROWS)
+
+    rows = min(fitting, key=seconds)
     stages = min(MAX_STAGES, shared_bytes // stage_bytes(format, rows))
     return Launch(
         "matmul",
         "matmul",
         {**format.defines, "TOKENS": rows, "STAGES": stages},
-        (-(-n_rows // rows), -(-n_groups(n_out) // ROW_WARPS)),
+        (-(-n_rows // rows), row_blocks),
         (_MATMUL_THREADS,),
         stages * stage_bytes(format, rows),
     )

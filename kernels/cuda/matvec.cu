@@ -76,15 +76,16 @@ DEVICE void multiply_block(float (&acc)[N], const CodePair (&w)[4], const BlockS
     const float2 d = x.scales[i];
     const int first = dot4(low, w[0].low, w[1].low, w[2].low, w[3].low, MAGIC);
     const int second = dot4(high, w[0].high, w[1].high, w[2].high, w[3].high, F::SCALES == 2 ? MAGIC : first);
-    float dots[F::SCALES], half_sums[2] = {0.0f, 0.0f};
-    dots[F::SCALES - 1] = magic_to_float(second);
-    if constexpr (F::SCALES == 2) dots[0] = magic_to_float(first);
+    int dots[F::SCALES];
+    float half_sums[2] = {0.0f, 0.0f};
+    dots[F::SCALES - 1] = second;
+    if constexpr (F::SCALES == 2) dots[0] = first;
     if constexpr (F::MINIMA == 2) {
       constexpr uint32_t ONES = 0x01010101;
       half_sums[0] = magic_to_float(dot4(low, ONES, ONES, ONES, ONES, MAGIC));
       half_sums[1] = magic_to_float(dot4(high, ONES, ONES, ONES, ONES, MAGIC));
     }
-    acc[i] = add_block(acc[i], scales, dots, d.x, d.y, half_sums);
+    acc[i] = add_block<false>(acc[i], scales, dots, d.x, d.y, half_sums);
   }
   x.units += 2 * x.n_rows;
   x.scales += x.n_rows;

@@ -7,12 +7,14 @@
 The launches are those that the backend lowers Llama 3 8B in Q4_K_M to; only their times are a model.  A launch takes
 the gap before it, a latency of memory, and the longest of three: its bytes at the speed of copies, its products at
 the tensor cores' rate, its instructions at the schedulers' rate.  What it leaves out makes all of it too good: the
-blocks of the last wave, weights and keys that are read again (from the second cache), and attention's exponentials.
+blocks of the last wave but for prompts' products, weights and keys that are read again (from the second cache),
+attention's exponentials, and that schedulers wait.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import astuple, dataclass, replace
@@ -48,11 +50,13 @@ LATENCY = 0.7e-6
 #: Seconds that hidden states take to another GPU over PCIe; a guess: an event, a copy and a wait.
 HANDOVER = 15e-6
 #: Instructions of a warp for 32 rows and 32 columns of weights: of matvec (its head) for a token and for the weights,
-#: and of matmul (its head) and matmul_few for 8 tokens, with two of the tensor cores.
+#: and of the others for 8 tokens, with all that their loops do, counted in their SASS for sm_90 (by nvdisasm): matmul
+#: in tiles of 128 tokens of Q4_K and 64 of Q6_K, matmul_few in tiles of 8.
 TOKEN, UNPACK = 8 + 3 + 3, {"Q4_K": 12, "Q6_K": 24}
-EIGHT_TOKENS = {"Q4_K": 32 + 2, "Q6_K": 40 + 4}
-#: Operations of attention for which a multiprocessor reads shared memory during one clock (attention.cu).
-ATTENTION = 2048
+EIGHT_TOKENS = {"matmul": {"Q4_K": 46, "Q6_K": 85}, "matmul_few": {"Q4_K": 106, "Q6_K": 153}}
+#: Operations of attention that a multiprocessor does in a clock at most: 4 * 128 * 64 of each of 16 rows in 1,100
+#: instructions of a warp (SASS for sm_90, heads of 128 values in F16, merges and masks counted as often as they are).
+ATTENTION = 4 * 4 * 128 * 64 * 16 / 1100
 #: Qwen3 30B A3B, but with half of its query heads; its experts, those that a token goes to, and their width.
 SPARSE = replace(SHAPES["llama-8b"], n_layers=48, n_embd=2048, n_heads=16, n_kv_heads=4, n_vocab=151_936)
 MIXTURE = 128, 8, 768
@@ -164,7 +168,8 @@ class Model:
         graph = llama(mixture=mixture)
         driver = cast(Driver, SimpleNamespace(properties=lambda device: card.properties, stream=lambda device: None))
         cache = CUDACache(graph, (self.pages * n_sequences,), 0)
-        limits = ProductLimits(card.properties.capability, card.properties.shared_bytes)
+        own = card.properties
+        limits = ProductLimits(own.capability, own.shared_bytes, n_multiprocessors=own.n_multiprocessors)
         self.lowered: Lowered = Lowering(
             graph,
             PackedWeights(WeightLoader(driver, 0)),
@@ -199,8 +204,8 @@ class Model:
         """Of each call its name, launches, bytes, and the seconds that these take beside gaps and latencies."""
         card, lowered = self.card, self.lowered
         for call in lowered.calls:
-            kernels, cost = [launch.kernel for launch in call.launches(extent)], call.cost(sizes)
-            if not kernels:
+            launches, cost = list(call.launches(extent)), call.cost(sizes)
+            if not (kernels := [launch.kernel for launch in launches]):
                 continue
             seconds, is_lanes = cost.n_bytes / card.copy, kernels[0].startswith("matvec")
             clocks = card.properties.n_multiprocessors * card.clock
@@ -211,9 +216,15 @@ class Model:
             if cost.kind == "int8":
                 format = call.name.removesuffix(" + add").split()[-1].split("+")[0]  # of the most
                 n = sizes.n_outputs if lowered.result in call.operands else sizes.n_tokens
-                each = n * TOKEN + UNPACK[format] if is_lanes else -(-n // 8) * EIGHT_TOKENS[format]
+                few = "matmul_few" if "few" in kernels[0] else "matmul"
+                each = n * TOKEN + UNPACK[format] if is_lanes else -(-n // 8) * EIGHT_TOKENS[few][format]
                 instructions = cost.n_operations / (2 * n * 32 * 32) * each
                 seconds = max(seconds, instructions / (4 * clocks))
+            if (
+                kernels[0] == "matmul"
+            ):  # a multiprocessor has one block at a time, and some have none in the last wave
+                blocks, n = [math.prod(launch.grid) for launch in launches], card.properties.n_multiprocessors
+                seconds *= sum(-(-each // n) * n for each in blocks) / sum(blocks)
             yield call.name, len(kernels), cost.n_bytes, seconds
 
 

@@ -124,10 +124,11 @@ def test_bias_and_residual(device: Device, n_tokens: int) -> None:
     assert_same_bits(multiply(device, x, [weights], bias, residual)[0], plain + bias + residual)
 
 
-@pytest.mark.parametrize("n_tokens", BATCHES[:2])
+@pytest.mark.parametrize("n_tokens", BATCHES)
 def test_several_matrices_over_one_input(device: Device, n_tokens: int) -> None:
+    """Of matmul, blocks of 128 rows: two of the first matrix, and one of each other."""
     x = activations(n_tokens)
-    matrices = [random_rows(T.Q4_0, n, N_IN, seed=n) for n in (64, 5, 33)]
+    matrices = [random_rows(T.Q4_0, n, N_IN, seed=n) for n in (130, 5, 33)]
     for count in (2, 3):
         weights = [load(device, rows, T.Q4_0, N_IN) for rows in matrices[:count]]
         for y, rows in zip(multiply(device, x, weights), matrices, strict=False):
@@ -247,10 +248,18 @@ def test_which_kernel_multiplies() -> None:
 
 def test_too_many_matrices_are_refused() -> None:
     assert launch_of(T.Q4_0, [64, 33, 1], 8).grid == (1, 5)
-    with pytest.raises(KernelError, match="4 matrices in one launch"):
-        launch_of(T.Q4_0, [64] * 4, 8)
-    with pytest.raises(KernelError, match="2 matrices in one launch, which takes up to 1"):
-        launch_of(T.Q4_0, [64] * 2, 64)
+    assert launch_of(T.Q4_0, [130, 33, 1], 128).grid == (1, 4)
+    for n_rows in (8, 64):
+        with pytest.raises(KernelError, match="4 matrices in one launch, which takes up to 3"):
+            launch_of(T.Q4_0, [64] * 4, n_rows)
+
+
+def test_tiles_are_small_where_large_ones_leave_multiprocessors_idle() -> None:
+    def tile(n_rows: int, **device: Any) -> Any:
+        return launch_of(T.Q4_K, [4096, 1024], n_rows, **device).defines["TOKENS"]
+
+    assert [tile(n) for n in (40, 64, 128, 256, 2048)] == [64, 64, 128, 128, 128]
+    assert [tile(n, n_multiprocessors=132) for n in (40, 128, 256, 2048)] == [64, 64, 128, 128]
 
 
 @pytest.mark.parametrize("shared_bytes", [99 << 10, 163 << 10, 227 << 10])
