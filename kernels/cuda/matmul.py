@@ -47,8 +47,9 @@ _UNPACK_ROWS = 40
 #: Formats of which matmul_few takes 8 rows at once instead of 16: their scales and codes take the registers for more.
 #: Q2_K, with most scales of all, goes through matvec instead.
 _FEW_AT_ONCE: set[KernelType] = {GGMLType.Q3_K, GGMLType.Q5_K, GGMLType.Q6_K, LUT_IQ1_16, LUT_IQ2_16}
-#: Formats of which matmul takes 64 rows instead of 128: their scales, one for each 16 columns, take the registers.
-_SMALL_TILES: set[KernelType] = {GGMLType.Q2_K, GGMLType.Q3_K, GGMLType.Q6_K}
+#: Formats of which matmul takes 64 rows instead of 128, for which ptxas spills registers on some architecture: those
+#: with a scale for each 16 columns, and most with minima.
+_SMALL_TILES = {GGMLType.Q2_K, GGMLType.Q3_K, GGMLType.Q4_1, GGMLType.Q5_1, GGMLType.Q5_K, GGMLType.Q6_K}
 #: Formats for which ptxas spills registers of matmul_few_experts on some architectures.  matmul_experts takes few
 #: rows too, and multiplies them in about the time that it takes to read the weights.
 _FEW_EXPERTS_SPILL = {GGMLType.Q2_K, GGMLType.Q3_K, GGMLType.Q5_K, GGMLType.Q6_K}

@@ -123,9 +123,11 @@ def _suite(name: str, command: Sequence[str], seconds: float, folder: Path) -> R
         try:
             code = process.wait(seconds)
         except (psutil.TimeoutExpired, subprocess.TimeoutExpired):
-            for each in [process, *process.children(recursive=True)]:  # which would go on using the GPU
+            begun = process.children(recursive=True)
+            for each in (process, *begun):  # those would go on using the GPU
                 with contextlib.suppress(psutil.NoSuchProcess):
                     each.kill()
+            psutil.wait_procs(begun, timeout=5)
             return {"tests": name, "result": f"stopped after {seconds:.0f} s: see {log.name}"}
     lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     row: Row = {"tests": name, "result": lines[-1].strip("= ") if lines else f"exit code {code}"}
