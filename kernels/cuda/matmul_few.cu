@@ -39,7 +39,11 @@ DEVICE void multiply_chunk(Sums<N>& acc, const uint8_t* tiles, int begin, int en
     const bool is_last = i + 1 == end;
     if (!is_last)
       next_scales = F::template load<Streamed>(tile + tile_bytes<F>() + F::RUNS * run_bytes<F>(), lane);
+#ifdef EXPERTS
+#pragma unroll
+#else
 #pragma unroll N > 1 && __CUDA_ARCH__ < 900 ? 1 : F::RUNS  // or 16 tokens of Q4_K spill registers
+#endif
     for (int run = 0; run < F::RUNS; ++run) {
       typename F::Run runs[4];
       spread_scales(runs, F::run(scales, run), lane);
