@@ -513,7 +513,7 @@ COMMANDS = [
     Command("sessions", "[WORDS|archived]", "list chats, or search them", _sessions, ("list",), "Chats", "ctrl+o"),
     Command("fork", "[N]", "go on in a new chat, with what was said up to number N", _fork, title="Fork the chat"),
     Command("prompt", "[NAME [WORDS]]", "list the prompts of your folder, or use one", _prompt),
-    Command("run", "COMMAND", "send what a shell command prints; so does !COMMAND",
+    Command("run", "COMMAND", "put what a shell command prints into the message; so does !COMMAND",
             lambda _, command: Result(draft=command_output(command))),
     Command("tools", "[read FOLDER|run on|fetch on|add NAME COMMAND|…]",
             "list the tools that the model may call, or switch some on", tools_text, title="Tools"),

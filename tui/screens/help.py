@@ -22,11 +22,11 @@ _TYPING = (
     ("Ctrl+J", "a new line; so are Alt+Enter, Shift+Enter, and \\ before Enter"),
     ("↑ ↓", "at the first and the last line: what was typed before"),
     ("/ @", "a command; a file or a folder to attach. Tab takes what is offered"),
-    ("! Ctrl+E", "a shell command, whose output is sent; your own editor"),
+    ("!", "a shell command, whose output goes into the editor"),
     ("Esc", "stops the reply at once; what was said is kept"),
     ("Page ↑ ↓", "scrolls the conversation"),
-    ("Ctrl+P", "finds every command"),
-    ("F4 Ctrl+Page ↑ ↓", "opens another chat beside this one; goes from one to the other"),
+    ("Ctrl+P", "finds commands by their names"),
+    ("Ctrl+Page ↑ ↓", "goes from one open chat to another"),
     ("Ctrl+C", "stops the reply; again, or where there is none, it quits"),
     ("Ctrl+Q", "quits, as does Ctrl+D where nothing is typed; the chat is kept, also in mid-reply"),
 )
@@ -38,7 +38,7 @@ _ON_A_MESSAGE = (
     ("← →", "other branches, where there is ‹ 2/3 ›"),
     ("c", "continues a reply that was cut off"),
     ("y, k", "copies it, or one of its blocks of code (in tmux after: set -s set-clipboard on)"),
-    ("t", "unfolds its thinking, or a long text"),
+    ("t", "unfolds its thinking, what tools gave, or a long text"),
     ("d", "deletes it and all that follows"),
     ("Esc, Enter", "back to the input"),
 )
