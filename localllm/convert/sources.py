@@ -213,16 +213,26 @@ def _grouped(
     return Source(shape, type, lambda: read().values(), lambda: read().blocks(type))
 
 
-def _groups(columns: int, n_groups: int) -> NDArray[np.int32]:
-    """The group of each column, where groups have a power of two of columns, the last perhaps fewer, or all as many.
+def _groups(columns: int, n_groups: int, settings: Mapping[str, Any]) -> NDArray[np.int32]:
+    """The group of each column, of which the last may have fewer columns, by the size that config.json gives.
 
     Raises:
-        ValueError: there are no such groups.
+        ValueError: there are no such groups, or config.json gives no size and several would do.
     """
-    for size in (*(1 << power for power in range(4, 24)), columns // n_groups):
-        if -(-columns // size) == n_groups:
-            return np.arange(columns, dtype=np.int32) // size
-    raise ValueError(f"{n_groups} groups for {columns} columns")
+    sets = settings.get("config_groups")  # compressed-tensors'
+    weights = (
+        [each.get("weights") for each in sets.values() if isinstance(each, dict)] if isinstance(sets, dict) else []
+    )
+    given = [each.get("group_size") for each in [settings, *weights] if isinstance(each, dict)]
+    sizes = {size for size in given if type(size) is int and size > 0}
+    if not sizes:
+        sizes = {1 << power for power in range(4, 24)} | ({columns // n_groups} if columns % n_groups == 0 else set())
+    if n_groups == 1:
+        sizes = {columns}
+    fitting = [size for size in sizes if -(-columns // size) == n_groups]
+    if len(fitting) != 1:
+        raise ValueError(f"{n_groups} groups for {columns} columns, of which no one size is known")
+    return np.arange(columns, dtype=np.int32) // fitting[0]
 
 
 def _unpacked(words: Array, bits: int, order: list[int] | None = None) -> NDArray[np.uint8]:
@@ -253,7 +263,7 @@ def _gptq_or_awq(beside: Mapping[str, FileTensor], settings: Mapping[str, Any]) 
     def zeros_and_groups() -> tuple[Array, Array]:
         zeros = _unpacked(packed_zeros.read(), bits, order).T + np.uint8(more)
         index = beside["g_idx"].read() if "g_idx" in beside and is_gptq else None
-        return zeros, _groups(columns, n_groups) if index is None else index
+        return zeros, _groups(columns, n_groups, settings) if index is None else index
 
     def read() -> _Groups:
         words = weight.read()
@@ -287,7 +297,7 @@ def _packed(beside: Mapping[str, FileTensor], settings: Mapping[str, Any]) -> So
             zeros = _unpacked(words, bits)[:, :rows].T
         if "weight_g_idx" in beside:
             return zeros, beside["weight_g_idx"].read()
-        return zeros, _groups(columns, n_groups)
+        return zeros, _groups(columns, n_groups, settings)
 
     def read() -> _Groups:
         integers = _unpacked(weight.read(), bits)[:, :columns]

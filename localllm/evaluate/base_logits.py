@@ -93,7 +93,9 @@ class BaseLogits:
         """
         rows = self._rows[chunk]
         scale, lowest = np.ascontiguousarray(rows[:, :4]).view("<f4").T[:, :, None]
-        if not (np.isfinite(scale).all() and np.isfinite(lowest).all()):
+        with np.errstate(over="ignore", invalid="ignore"):
+            highest = lowest + scale * _STEPS
+        if not (np.isfinite(lowest).all() and np.isfinite(highest).all() and (scale >= 0).all()):
             raise UsageError(f"{path_text(self.path)} is damaged: it has logits that are not finite; write it again")
         steps: Floats = rows[:, 4 : 4 + self.n_vocab].astype(np.float32)
         steps *= scale

@@ -211,25 +211,41 @@ def test_other_bits_are_refused(tmp_path: Path) -> None:
         source(tmp_path, gptq(ZEROS), bits=3)
 
 
-def test_the_last_group_may_be_shorter(tmp_path: Path) -> None:
-    """96 columns are a group of 64 and one of 32."""
+def grouped(columns: int, size: int) -> tuple[dict[str, Array], Array]:
+    """A pack of compressed-tensors in groups of ``size`` columns, the last perhaps shorter, and its values."""
+    rng = np.random.default_rng(columns + size)
+    integers = rng.integers(0, 16, (ROWS, columns))
+    scales = rng.uniform(0.5, 2, (ROWS, -(-columns // size))).astype(np.float16)
     tensors = {
-        "x.weight_packed": packed(INTEGERS[:, :96]),
-        "x.weight_scale": SCALES,
-        "x.weight_shape": np.array([ROWS, 96], np.int32),
+        "x.weight_packed": packed(integers),
+        "x.weight_scale": scales,
+        "x.weight_shape": np.array([ROWS, columns], np.int32),
     }
-    found = source(tmp_path, tensors)
-    assert found.type is GGMLType.Q4_0
-    np.testing.assert_allclose(floats(found.values()), expected(EIGHTS)[:, :96], rtol=1e-3)
-    for n_columns, n_groups in ((96, 4), (64, 5)):
-        tensors["x.weight_packed"] = packed(INTEGERS[:, :n_columns])
-        tensors["x.weight_scale"] = np.ones((ROWS, n_groups), np.float16)
-        tensors["x.weight_shape"] = np.array([ROWS, n_columns], np.int32)
-        if n_groups == 4:  # of 24 columns each
-            assert source(tmp_path, tensors).blocks is None
-        else:
-            with pytest.raises(ModelError, match="5 groups for 64 columns"):
-                source(tmp_path, tensors)
+    return tensors, (integers - 8) * scales[:, np.arange(columns) // size].astype(np.float64)
+
+
+@pytest.mark.parametrize(("columns", "size"), [(96, 64), (96, 48), (192, 96), (192, 128), (96, 24), (160, 64)])
+def test_groups_have_the_size_that_the_configuration_gives(columns: int, size: int, tmp_path: Path) -> None:
+    """96 columns in two groups are 64 and 32, or 48 and 48."""
+    tensors, values = grouped(columns, size)
+    settings = {"config_groups": {"group_0": {"weights": {"num_bits": 4, "group_size": size}}}}
+    found = source(tmp_path, tensors, **settings)
+    np.testing.assert_allclose(floats(found.values()), values, rtol=1e-3)
+    assert (found.blocks is None) == (size % 32 > 0)
+    if found.blocks is not None:
+        np.testing.assert_array_equal(dequantize(found.blocks(), GGMLType.Q4_0), values.astype(np.float32))
+    packs = {"x.qweight": tensors["x.weight_packed"].T.copy(), "x.scales": tensors["x.weight_scale"].T.copy()}
+    packs["x.qzeros"] = packed(np.full((len(packs["x.scales"]), ROWS), 7))
+    found = source(tmp_path, packs, quant_method="gptq", bits=4, group_size=size)
+    np.testing.assert_allclose(floats(found.values()), values, rtol=1e-3)
+
+
+def test_groups_of_a_size_that_is_not_known_are_refused(tmp_path: Path) -> None:
+    for columns, size, settings in ((192, 96, {}), (96, 64, {}), (128, 64, {"group_size": 32})):
+        with pytest.raises(ModelError, match="of which no one size is known"):
+            source(tmp_path, grouped(columns, size)[0], **settings)
+    tensors, values = grouped(160, 64)  # which only 64 makes three of
+    np.testing.assert_allclose(floats(source(tmp_path, tensors).values()), values, rtol=1e-3)
 
 
 def test_int8_with_zero_points(tmp_path: Path) -> None:

@@ -199,6 +199,7 @@ def test_damaged_files_are_refused(llm: LLM, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot be read"):
         BaseLogits.read(tmp_path / "nowhere.bin")
     first_row = 20 + 4 * base.tokens.size
-    path.write_bytes(whole[:first_row] + struct.pack("<f", np.nan) + whole[first_row + 4 :])
-    with pytest.raises(UsageError, match="logits that are not finite"):
-        BaseLogits.read(path).log_probabilities(0)
+    for scale in (np.nan, 1e36, -1.0):
+        path.write_bytes(whole[:first_row] + struct.pack("<f", scale) + whole[first_row + 4 :])
+        with pytest.raises(UsageError, match="logits that are not finite"):
+            BaseLogits.read(path).log_probabilities(0)
