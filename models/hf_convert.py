@@ -93,7 +93,8 @@ def encoder_keys(config: Any) -> dict[str, Any]:
     left_out = "head_count_kv key_length value_length layer_norm_rms_epsilon"
     keys: dict[str, Any] = {"attention.causal": False} | {f"attention.{name}": None for name in left_out.split()}
     if is_classifier(config):
-        labels = [text for _, text in sorted((getattr(config, "id2label", None) or {}).items())]
+        by_number = getattr(config, "id2label", None) or {}  # "10" is behind "2"
+        labels = [by_number[number] for number in sorted(by_number, key=lambda number: (len(number), number))]
         pooling = {"mean": 1, "cls": 2}.get(getattr(config, "classifier_pooling", ""))
         keys |= {"pooling_type": 4, "classifier.pooling_type": pooling, "classifier.output_labels": labels or None}
     return keys

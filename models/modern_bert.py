@@ -36,7 +36,6 @@ def hf_keys(config: Any) -> dict[str, Any]:
         "attention.sliding_window": config.local_attention,
         "attention.sliding_window_pattern": getattr(config, "global_attn_every_n_layers", None),
         "hidden_activation": getattr(config, "hidden_activation", None),
-        "classifier.pooling_type": {"mean": 1, "cls": 2}.get(getattr(config, "classifier_pooling", "")),
         "rope.scaling.type": "none",
         "vocab_size": config.vocab_size,
     }

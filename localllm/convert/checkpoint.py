@@ -164,8 +164,8 @@ class Checkpoint:
             {"general.architecture": self.architecture, "general.type": "model", "general.name": _name(folder)}
             | {"general.size_label": _size_label(self.tensors)}
             | _sampling(read_json(folder / "generation_config.json"))
+            | _pooling(folder, self.architecture)  # which a classifier's keys replace
             | {f"{self.architecture}.{key}": value for key, value in keys.items() if value is not None}
-            | _pooling(folder, self.architecture)
             | {
                 f"{self.architecture}.{name.partition('.')[0]}_feat_{side}": width
                 for name, tensor in dense.items()

@@ -150,6 +150,18 @@ def test_a_reranker_scores_as_transformers_classifier(name: str, pooling: str, t
             llm.embed(["a"])
 
 
+def test_a_classifier_keeps_its_labels_order_and_scores_whatever_pooling_is_beside_it(tmp_path: Path) -> None:
+    labels = {number: f"label {number}" for number in range(12)}
+    entry = replace(ENCODERS["bert"], config=ENCODERS["bert"].config | {"id2label": labels})
+    entry = replace(entry, auto="AutoModelForSequenceClassification")
+    folder = write(tmp_path / "model.gguf", entry, make_model(entry)).with_suffix(".hf")
+    (folder / "1_Pooling").mkdir(exist_ok=True)
+    (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
+    metadata = Checkpoint(folder).metadata
+    assert metadata["bert.classifier.output_labels"] == [*labels.values()]
+    assert metadata["bert.pooling_type"] == 4
+
+
 DOCUMENTS = ["the cat", "{query} in a document", "e"]
 
 
