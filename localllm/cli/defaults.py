@@ -86,6 +86,7 @@ def model_file(given: Mapping[str, Any], settings: Settings) -> str | Path | Non
 def load_options(arguments: argparse.Namespace, path: str | Path | None, **more: Any) -> dict[str, Any]:
     """The keywords of `localllm.load` of a command line, and ``more``; a context of 0 is the model's own."""
     given = {name: value for name, value in vars(arguments).items() if name in declared(LoadOptions)} | more
+    given["adapters"] = {str(adapter): adapter for adapter, _ in vars(arguments).get("lora", ())}
     if given.get("context") == 0:
         # Imported here: it takes as long as reading the file does.
         from localllm.library.find import demo_path, trained_context

@@ -97,7 +97,7 @@ ABSENT = each(
         "--multiple-choice-tasks": _QUESTIONS,
         "--leave-output-tensor": "--output-tensor-type F16 keeps the output in a good type",
         "--include-weights --exclude-weights": "--imatrix holds for all tensors that it has",
-        "--lora": "localllm merge MODEL OUTPUT --lora ADAPTER writes a model that has it, and generate takes --lora",
+        "--lora": "localllm merge MODEL OUTPUT --lora ADAPTER writes a model that has it",
         "--lora-scaled": "--lora ADAPTER=X is the same",
         "--control-vector --mmproj -mm --image --audio --special": _NOT_HERE,
         "--sampling-seq --sampler-seq": "--samplers takes names, as in --samplers 'top_k;top_p;temperature'",

@@ -81,8 +81,7 @@ def load_model(
     planned: LoadPlan | None = None,
 ) -> LLM:
     """Loads a model, or without a path the demo model, as the command line says: devices, context, threads, …."""
-    adapters = {str(adapter): adapter for adapter, _ in vars(arguments).get("lora", ())}
-    options = load_options(arguments, path, chat_template=_template(arguments), adapters=adapters)
+    options = load_options(arguments, path, chat_template=_template(arguments))
     return load(path, **options, progress=progress, planned=planned)
 
 

@@ -278,6 +278,7 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group("model")
     _add_file(model.add_mutually_exclusive_group(), "a GGUF file (default: the demo model)")
     _add_running(model)
+    _add_lora(model)
     _add_conversation(parser.add_argument_group("conversation"))
     _add_ending(parser.add_argument_group("where replies end"))
     _add_sampling(parser.add_argument_group("how the next token is chosen"))
@@ -653,6 +654,7 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     )
     model.add_argument("--ttl", type=whole(1), metavar="S", help="unload a model after S seconds without a request")
     _add_running(model)
+    _add_lora(model)
     model.add_argument(
         "-np",
         "--parallel",

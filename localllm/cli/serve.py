@@ -48,6 +48,8 @@ def run(arguments: argparse.Namespace) -> int:
     from localllm.server.http import Limits
     from localllm.server.models import Models
 
+    if arguments.lora and len(arguments.models) != 1:
+        raise UsageError("--lora is for one model: name that with -m FILE, and no other")
     settings = settle(arguments, skip=("model",))
     keys = [*arguments.api_keys, *(key for key in os.environ.get(KEY_VARIABLE, "").split(",") if key)]
     if arguments.host not in _OWN and not keys:
@@ -77,6 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
         aliases=arguments.aliases,
         takes_any_name=len(arguments.models) == 1,
         n_slots=arguments.parallel,
+        adapters={str(path): share for path, share in arguments.lora},
         prompts=_folder(arguments.prompts),
         log=(lambda line: None) if arguments.quiet else say,
     )

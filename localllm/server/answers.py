@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -49,6 +50,13 @@ _FILL_IN = (
 )
 
 
+class LoraShare(msgspec.Struct):
+    """How much a request gets of an adapter, whose number ``/lora-adapters`` lists."""
+
+    id: int
+    scale: float
+
+
 class Generation(msgspec.Struct):
     """Fields of a request that all APIs share; their names are llama.cpp's."""
 
@@ -82,6 +90,7 @@ class Generation(msgspec.Struct):
     json_schema: dict[str, Any] | None = None
     priority: str | None = None
     timeout: float | None = None
+    lora: list[LoraShare] | None = None
 
     def options(self, **more: Any) -> dict[str, Any]:
         """The keywords of `LLM.stream`."""
@@ -93,6 +102,8 @@ class Generation(msgspec.Struct):
                 options[name] = max(0, options[name])
         if self.seed == -1:
             del options["seed"]
+        if self.lora is not None:
+            options["adapters"] = self.lora  # which `Desk.begin` knows the names of
         if self.logit_bias is not None:
             options["logit_bias"] = _biases(self.logit_bias)
         for name in ("stop", "dry_sequence_breakers"):
@@ -204,6 +215,7 @@ class Answer:
         self.ask, self.served, self.llm, self.streams = ask, served, llm, streams
         self.begun_at, self.load_s = begun_at, load_s
         self._on_close: Callable[[Answer], object] | None = on_close
+        self._tasks: list[asyncio.Task[None]] = []
 
     @property
     def prompt_tokens(self) -> int:
@@ -220,6 +232,8 @@ class Answer:
         if on_close is not None:
             for stream in self.streams:
                 stream.cancel()
+            for task in self._tasks:
+                task.cancel()
             on_close(self)
 
     async def parts(self) -> AsyncIterator[Part]:
@@ -235,19 +249,15 @@ class Answer:
             return
         # Bounded, so that a slow reader slows the model down and not the memory.
         queue: asyncio.Queue[Part | BaseException] = asyncio.Queue(maxsize=4 * len(self.streams))
-        tasks = [asyncio.create_task(self._put_parts(index, queue)) for index in range(len(self.streams))]
-        try:
-            n_open = len(tasks)
-            while n_open:
-                item = await queue.get()
-                if isinstance(item, BaseException):
-                    raise item
-                n_open -= item.end is not None
-                yield item
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        # `close` ends them: this generator may be dropped anywhere, and then is closed late, or in another thread.
+        self._tasks = [asyncio.create_task(self._put_parts(index, queue)) for index in range(len(self.streams))]
+        n_open = len(self._tasks)
+        while n_open:
+            item = await queue.get()
+            if isinstance(item, BaseException):
+                raise item
+            n_open -= item.end is not None
+            yield item
 
     async def _put_parts(self, index: int, queue: asyncio.Queue[Part | BaseException]) -> None:
         try:
@@ -338,6 +348,7 @@ class Desk:
             UsageError, TemplateError, TokenizerError, ContextLengthError, QueueFullError: as `LLM.chat`.
         """
         self._check(ask)
+        ask.options["adapters"] = self.shares(ask.options.get("adapters"))
         client: str = request.state.client
         if "x-priority" in request.headers:
             ask.options.setdefault("priority", request.headers["x-priority"])
@@ -362,6 +373,20 @@ class Desk:
         answer = Answer(ask, served, llm, streams, self._end, began, load_s)
         self.active[answer.number] = answer
         return answer
+
+    def shares(self, wanted: list[LoraShare] | None) -> dict[str, float]:
+        """How much a request gets of each adapter by name: none of those that ``wanted`` leaves out, as in llama.cpp.
+
+        Raises:
+            HTTPError: there is no adapter of a number, or a scale is not finite.
+        """
+        if wanted is None:
+            return dict(self.models.adapters)
+        names = [*self.models.adapters]
+        for each in wanted:
+            if not (0 <= each.id < len(names) and math.isfinite(each.scale)):
+                raise HTTPError(400, f"lora: there is no adapter {each.id}, or its scale is not finite")
+        return dict.fromkeys(names, 0.0) | {names[each.id]: each.scale for each in wanted}
 
     async def with_model(self, name: str | None, work: Callable[[LLM], Any]) -> Any:
         """What ``work`` makes of a model, in another thread."""

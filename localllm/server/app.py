@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from localllm import __version__
 from localllm.errors import LocalLLMError
 from localllm.server import anthropic, embeddings, llamacpp, ollama, openai, responses
-from localllm.server.answers import Desk
+from localllm.server.answers import Desk, LoraShare
 from localllm.server.http import Guard, HTTPError, Limits, json_response
 from localllm.server.models import Models
 
@@ -51,7 +51,7 @@ async def _refuse_change(request: Request, desk: Desk) -> Response:
 
 
 #: Method, paths, what answers, and what it takes.
-_ENDPOINTS: tuple[tuple[str, tuple[str, ...], _Endpoint, type[msgspec.Struct] | None], ...] = (
+_ENDPOINTS: tuple[tuple[str, tuple[str, ...], _Endpoint, Any], ...] = (
     ("GET", ("/",), _root, None),
     ("GET", ("/openapi.json",), _openapi, None),
     ("GET", ("/v1/models", "/models"), openai.models, None),
@@ -83,6 +83,7 @@ _ENDPOINTS: tuple[tuple[str, tuple[str, ...], _Endpoint, type[msgspec.Struct] | 
     ("POST", ("/slots/{id}",), llamacpp.slot, llamacpp.SlotRequest),
     ("GET", ("/metrics",), llamacpp.metrics, None),
     ("GET", ("/lora-adapters",), llamacpp.lora_adapters, None),
+    ("POST", ("/lora-adapters",), llamacpp.set_lora_adapters, list[LoraShare]),
     ("POST", ("/tokenize",), llamacpp.tokenize, llamacpp.TokenizeRequest),
     ("POST", ("/detokenize",), llamacpp.detokenize, llamacpp.DetokenizeRequest),
     ("POST", ("/apply-template",), llamacpp.apply_template, llamacpp.TemplateRequest),

@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import closing
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -21,7 +22,7 @@ from localllm import __version__
 from localllm.errors import OutputError, PromptCacheError, path_text
 from localllm.llm import LLM
 from localllm.sampling import Choice, Sampling
-from localllm.server.answers import Answer, Ask, Desk, Generation, Reply, check_tools, fill_in
+from localllm.server.answers import Answer, Ask, Desk, Generation, LoraShare, Reply, check_tools, fill_in
 from localllm.server.http import EventStream, HTTPError, decode, event, json_response, unless_gone
 from localllm.server.openai import (
     checked_logprobs,
@@ -243,7 +244,14 @@ async def apply_template(request: Request, desk: Desk) -> Response:
 
 
 async def lora_adapters(request: Request, desk: Desk) -> Response:
-    return json_response([])
+    shares = enumerate(desk.models.adapters.items())
+    return json_response([{"id": i, "path": Path(name).name, "scale": share} for i, (name, share) in shares])
+
+
+async def set_lora_adapters(request: Request, desk: Desk) -> Response:
+    """Changes how much of each adapter requests get that do not say it."""
+    desk.models.adapters = desk.shares(msgspec.json.decode(await request.body(), type=list[LoraShare]))
+    return await lora_adapters(request, desk)
 
 
 # -- Completions ---------------------------------------------------------------------------------------------------

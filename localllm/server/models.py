@@ -87,6 +87,7 @@ class Models:
         served: by name; the first is taken where a request names none.
         n_slots: requests of full length that the cache of each has room for.
         n_loads: how often a model was loaded.
+        adapters: how much of each low-rank adapter a request gets that says nothing, by the adapter's name.
         prompts: the folder that keeps what was evaluated of prompts while a model is not loaded, if there is one.
         log: told of what is loaded and unloaded.
         is_closed: nothing is loaded any more.
@@ -101,6 +102,7 @@ class Models:
         aliases: Iterable[str] = (),
         takes_any_name: bool = False,
         n_slots: int = 1,
+        adapters: Mapping[str, float] | None = None,
         prompts: Path | None = None,
         log: Callable[[str], object] = lambda line: None,
     ) -> None:
@@ -115,6 +117,7 @@ class Models:
         """
         self.served = {name: ServedModel(name, source, ttl_s) for name, source in sources.items()}
         self.n_slots, self.n_loads, self.prompts = n_slots, 0, prompts
+        self.adapters = dict(adapters or {})
         self.is_closed = False
         self.log = log
         self._load = load

@@ -143,6 +143,34 @@ def test_requests_with_different_adapters_share_a_batch(llm: localllm.LLM) -> No
     assert llm.generate(IDS, max_tokens=1, adapters={"a": 0.25}).usage.cached_tokens == 0
 
 
+def test_a_server_with_adapters(base: Path, adapters: dict[str, Path], llm: localllm.LLM) -> None:
+    """All requests get their share, one that says its own gets that, and /lora-adapters changes what all get."""
+    httpx = pytest.importorskip("httpx", reason="needs httpx")
+    http_server = pytest.importorskip("tests.helpers.http_server", reason="needs the extra 'serve'")
+    load = http_server.demo(path=base, context=128, adapters={"a": adapters["a"], "b": adapters["b"]})
+    settings = {"prompt": IDS, "temperature": 0, "n_predict": 12}
+
+    def expected(**shares: float) -> str:
+        return llm.generate(IDS, max_tokens=12, temperature=0.0, adapters=shares).text
+
+    with http_server.serving(load, adapters={"a": 1.0, "b": 0.0}) as server:
+
+        def text(**more: Any) -> str:
+            answer = httpx.post(server.url + "/completion", json=settings | more, timeout=60)
+            return str(answer.json()["content"])
+
+        assert text() == expected(a=1)
+        assert text(lora=[{"id": 1, "scale": 0.5}]) == expected(b=0.5)
+        assert text(lora=[]) == expected()
+        url = server.url + "/lora-adapters"
+        assert httpx.get(url).json()[0] == {"id": 0, "path": "a", "scale": 1.0}
+        assert httpx.post(url, json=[{"id": 1, "scale": -0.3}]).json()[1]["scale"] == -0.3
+        assert text() == expected(b=-0.3)
+        for wrong in ([{"id": 2, "scale": 1}], [{"id": -1, "scale": 1}], [{"id": 0}], {"id": 0, "scale": 1}):
+            assert httpx.post(url, json=wrong).status_code == 400
+        assert httpx.get(url).json()[1]["scale"] == -0.3
+
+
 def test_adding_an_adapter_later_is_the_same(base: Path, adapters: dict[str, Path], llm: localllm.LLM) -> None:
     with localllm.load(base, device="cpu", context=128) as other:
         before = other.generate(IDS, max_tokens=8, temperature=0.0).ids

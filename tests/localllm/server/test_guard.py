@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import socket
@@ -316,6 +317,12 @@ def test_a_reader_that_takes_nothing_stalls_nobody_and_is_dropped(
         assert reply["choices"][0]["message"]["content"].startswith("word word")
         endless.wait_until_idle()
         assert endless.llm.counts.generated_tokens - before < 8 * 900
+    # Tasks that nobody ended would be garbage, and closed in whatever thread comes upon it, which has crashed Python.
+    loop, end = endless.server._loop, time.monotonic() + 20
+    assert loop is not None
+    while [each for each in asyncio.all_tasks(loop) if "_put_parts" in repr(each)]:
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 def test_the_same_seed_gives_the_same_text_in_any_company(server: Serving) -> None:
