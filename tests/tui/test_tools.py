@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import socket
 import sys
 import textwrap
@@ -18,6 +19,7 @@ import pytest
 
 from localllm.errors import SettingsError, UsageError
 from localllm.tui.chat import mcp_servers, tools
+from localllm.tui.chat.attachments import command_output
 from localllm.tui.chat.conversation import Call as Called
 from localllm.tui.chat.conversation import Stats
 from localllm.tui.chat.events import Event, ToolAsked, Turn, Warned
@@ -146,6 +148,15 @@ def test_a_turn_is_stopped_in_the_middle_of_a_call_and_of_a_question() -> None:
     assert not session.busy
 
 
+@pytest.mark.skipif(not hasattr(os, "setsid"), reason="has no groups of processes")
+def test_a_program_that_left_the_shells_group_holds_up_nobody() -> None:
+    began = time.monotonic()
+    leave = f"{shlex.quote(sys.executable)} -c 'import os, time; os.setsid(); time.sleep(60)'"
+    text = command_output(f"echo hi; {leave}; true", lambda: time.monotonic() - began > 2)
+    assert text.endswith("```\nhi\n```")
+    assert time.monotonic() - began < 30
+
+
 def test_files_outside_the_folder_are_not_read(folder: Path) -> None:
     (tool,) = Toolbox({"read": str(folder)}).tools().values()
     if hasattr(os, "symlink"):
@@ -168,6 +179,18 @@ def test_long_results_are_cut(folder: Path) -> None:
     text = result_of(tool, {"path": "long.txt"}, lambda: False)
     assert len(text) < 21_000
     assert text.endswith("(cut off: it has 100,000 characters)")
+
+
+@pytest.mark.parametrize(
+    ("address", "is_public"),
+    [("93.184.216.34", True), ("2606:4700::1", True), ("64:ff9b::5db8:d822", True), ("64:ff9b::7f00:1", False)]
+    + [
+        (address, False)
+        for address in ("::ffff:127.0.0.1", "2002:7f00:1::", "fe80::1%eth0", "224.0.0.1", "100.64.0.1")
+    ],
+)
+def test_only_addresses_of_the_internet_are_public(address: str, is_public: bool) -> None:
+    assert tools.is_public(address) == is_public
 
 
 def test_a_page_is_fetched_as_text(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -215,23 +215,26 @@ def command_output(command: str, is_stopped: Callable[[], bool] = lambda: False)
         )
     except (OSError, ValueError) as error:
         raise UsageError(f"{command!r} cannot be run ({error})") from None
-    with process, process.stdout or nullcontext() as output:
-        is_read = threading.Event()
+    assert process.stdout is not None
+    output, data = process.stdout, bytearray()
 
-        def watch() -> None:
-            end = time.monotonic() + COMMAND_SECONDS
-            while not is_read.wait(_WATCH_SECONDS) and time.monotonic() < end and not is_stopped():
-                pass
-            _kill(process)  # also where all is read: of endless output the beginning is enough
+    def read() -> None:
+        with output:
+            while len(data) < MAX_OUTPUT and (more := os.read(output.fileno(), MAX_OUTPUT - len(data))):
+                data.extend(more)
 
-        watcher = threading.Thread(target=watch, daemon=True)
-        watcher.start()
-        try:
-            data = b"" if output is None else output.read(MAX_OUTPUT)
-        finally:
-            is_read.set()
-            watcher.join()
-    text = data.decode("utf-8", "replace")
+    # In a thread, for a program that has left the shell's group may keep its output open for ever.
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    end = time.monotonic() + COMMAND_SECONDS
+    try:
+        while reader.is_alive() and time.monotonic() < end and not is_stopped():
+            reader.join(_WATCH_SECONDS)
+    finally:
+        _kill(process)  # also where all is read: of endless output the beginning is enough
+        process.wait()
+    reader.join(_WATCH_SECONDS)
+    text = bytes(data).decode("utf-8", "replace")
     return f"Output of `{command}`:\n\n{fenced(text)}"
 
 

@@ -105,7 +105,7 @@ def wait_for(future: concurrent.futures.Future[Any], seconds: float, is_stopped:
             raise UsageError("the server has ended") from None
         except TimeoutError:
             if future.done():  # its own
-                raise UsageError("the server takes too long") from None
+                raise UsageError("it takes too long") from None
             if is_stopped():
                 future.cancel()
                 raise UsageError("stopped") from None
@@ -114,7 +114,7 @@ def wait_for(future: concurrent.futures.Future[Any], seconds: float, is_stopped:
         except Exception as error:  # whatever the client raises
             raise UsageError(_reason(error)) from None
     future.cancel()
-    raise UsageError("the server takes too long")
+    raise UsageError("it takes too long")
 
 
 def _reason(error: BaseException) -> str:

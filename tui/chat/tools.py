@@ -36,7 +36,7 @@ import msgspec
 
 from localllm.errors import SettingsError, StoreError, UsageError
 from localllm.tui.chat.attachments import MAX_OUTPUT, command_output, path_of, read_text_file
-from localllm.tui.chat.mcp_servers import Server, wait_for
+from localllm.tui.chat.mcp_servers import CALL_SECONDS, Server, wait_for
 from localllm.tui.text import is_web, storable
 
 #: What somebody says of a call: no, this one, all of this tool in this chat, or from now on.
@@ -47,6 +47,8 @@ T = TypeVar("T")
 #: Characters of a result that the model gets.
 MAX_RESULT = 20_000
 _FETCH_SECONDS = 20.0
+#: IPv6 addresses that stand for those of IPv4.
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")
 #: Of the library's, without those for other protocols and for proxies.
 _HANDLERS = (
     urllib.request.HTTPRedirectHandler,
@@ -238,6 +240,16 @@ def in_thread(function: Callable[[], T]) -> Future[T]:
 # -- Built in --------------------------------------------------------------------------------------------------------
 
 
+def _stoppable(run: Callable[[Mapping[str, Any], IsStopped], str]) -> Callable[[Mapping[str, Any], IsStopped], str]:
+    """What reads, in a thread: looking up a name, and a damaged PDF, know of no stop."""
+
+    def run_in_thread(arguments: Mapping[str, Any], is_stopped: IsStopped) -> str:
+        text: str = wait_for(in_thread(partial(run, arguments, is_stopped)), CALL_SECONDS, is_stopped)
+        return text
+
+    return run_in_thread
+
+
 def _object(name: str, description: str) -> dict[str, Any]:
     """The schema of an object with one text."""
     text = {"type": "string", "description": description}
@@ -259,7 +271,9 @@ def _reader(root: str) -> Tool:
         return read_text_file(str(path))
 
     told = "Reads a text file, or lists a folder."
-    return Tool("read_file", told, _object("path", "relative to the folder that may be read; . is that"), read)
+    return Tool(
+        "read_file", told, _object("path", "relative to the folder that may be read; . is that"), _stoppable(read)
+    )
 
 
 _RUN = Tool(
@@ -292,7 +306,10 @@ class _Text(HTMLParser):
 
 def is_public(address: str) -> bool:
     """Whether an IP address is of the Internet: this machine's and its network's services are not for models."""
-    return ipaddress.ip_address(address.partition("%")[0]).is_global
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    if ip in _NAT64:
+        ip = ipaddress.ip_address(int(ip) & 0xFFFFFFFF)
+    return ip.is_global and not ip.is_multicast and not getattr(ip, "sixtofour", None)
 
 
 def _connect(address: tuple[str, int], *options: Any) -> socket.socket:
@@ -327,12 +344,6 @@ def _fetch(arguments: Mapping[str, Any], is_stopped: IsStopped) -> str:
     address = str(arguments["url"])
     if not is_web(address):
         raise UsageError("it is not the address of a web page")
-    # Looking up a name and connecting know of no stop.
-    text: str = wait_for(in_thread(partial(_page, address, is_stopped)), 3 * _FETCH_SECONDS, is_stopped)
-    return text
-
-
-def _page(address: str, is_stopped: IsStopped) -> str:
     opener = urllib.request.OpenerDirector()
     for handler in (_Web, *_HANDLERS):
         opener.add_handler(handler())
@@ -350,4 +361,4 @@ def _page(address: str, is_stopped: IsStopped) -> str:
     return re.sub(r"\s*\n\s*", "\n", "".join(parser.parts)).strip()
 
 
-_FETCH = Tool("fetch_page", "Gives the text of a web page.", _object("url", "its address"), _fetch)
+_FETCH = Tool("fetch_page", "Gives the text of a web page.", _object("url", "its address"), _stoppable(_fetch))
