@@ -20,7 +20,7 @@ from localllm.tui.chat import settings as chat_settings
 from localllm.tui.chat.attachments import Completion, command_output, path_of, read_text_file
 from localllm.tui.chat.conversation import Conversation, Message
 from localllm.tui.chat.events import Choice, Turn
-from localllm.tui.chat.export import copied_path, export_all, import_chat, write_export
+from localllm.tui.chat.export import copied_path, export_all, import_all, import_chat, write_export
 from localllm.tui.chat.session import ChatSession
 from localllm.tui.storage.chats import ChatSummary, default_path
 from localllm.tui.text import shortened
@@ -351,8 +351,11 @@ def _load(session: ChatSession, argument: str) -> str | Result:
 
 def _import(session: ChatSession, argument: str) -> str | Result:
     if not argument:
-        raise UsageError("name a file that was exported: /import FILE.json")
-    conversation = import_chat(session.store, path_of(argument))
+        raise UsageError("name a file that was exported, or a folder of such files: /import FILE.json")
+    path = path_of(argument)
+    if path.is_dir():
+        return f"{import_all(session.store, path):,} chats imported from {path}"
+    conversation = import_chat(session.store, path)
     return Result(f"imported: {conversation.title}\n{_transcript(conversation)}", chat=conversation)
 
 
@@ -521,7 +524,8 @@ COMMANDS = [
     Command("editor", "", "write the message in $EDITOR", None, title="Write in your editor", key="ctrl+e"),
     Command("save", "[TITLE]", "tell where this chat is saved, and name it", _save),
     Command("load", "ID|FILE.json", "open a saved chat, or import one", _load, ("open",), "Open a chat"),
-    Command("import", "FILE.json", "open a chat that was exported", _import, title="Import a chat"),
+    Command("import", "FILE.json|FOLDER", "open a chat that was exported, or take all of a folder", _import,
+            title="Import a chat"),
     Command("export", "[FILE.md|FILE.json|all FOLDER]", "write this chat into a file, or all chats into a folder",
             _export, title="Export the chat"),
     Command("rename", "TITLE", "give this chat a title", _rename, title="Rename the chat"),

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from localllm.errors import LocalLLMError, UsageError
+from localllm.errors import LocalLLMError, StoreError, UsageError
 from localllm.tui import commands
 from localllm.tui.chat import attachments
 from localllm.tui.chat import settings as chat_settings
@@ -298,6 +298,12 @@ def test_a_chat_is_forked(front: Notebook) -> None:
 def test_all_chats_are_exported(front: Notebook, tmp_path: Path) -> None:
     front.type("first", "/clear", "second", "/archive")
     assert front.type("/export all backup") == "2 chats written into backup"
+    assert front.type("/import backup") == "2 chats imported from backup"
+    (tmp_path / "backup" / "z.json").write_text("{}")
+    with pytest.raises(StoreError, match=r"z\.json cannot be imported: it is not a chat"):
+        front.type("/import backup")
+    assert len(front.type("/sessions").splitlines()) == 4
+    (tmp_path / "backup" / "z.json").unlink()
     kept = [json.loads(path.read_text())["title"] for path in (tmp_path / "backup").iterdir()]
     assert sorted(kept) == ["first", "second"]
     with pytest.raises(UsageError, match="is there already"):

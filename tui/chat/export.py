@@ -205,6 +205,16 @@ def export_all(store: Store, folder: Path) -> int:
     return len(chats)
 
 
+def import_all(store: Store, folder: Path) -> int:
+    """Saves the chats of a folder's .json files, none if one is wrong; returns how many.  Raises as `import_chat`."""
+    paths = sorted(folder.glob("*.json"))
+    for path in paths:
+        read_export(path)
+    for path in paths:
+        import_chat(store, path)
+    return len(paths)
+
+
 def copied_path(conversation: Conversation, to: str | None = None) -> Conversation:
     """A new conversation with what was said up to a message, by default to the leaf."""
     path = conversation.path(to)
