@@ -94,6 +94,11 @@ def test_what_was_allowed_is_not_asked_for_again(folder: Path, tmp_path: Path) -
     session.toolbox = Toolbox({"read": str(folder)}, tmp_path / "allowed")
     play(session.send, "read")
     assert session.conversation.path()[1].calls[0].result == "pears"
+    session, _ = asking(*replies)
+    session.toolbox = Toolbox({"read": str(folder)}, tmp_path / "no folder" / "allowed")
+    events = play(session.send, "read", watch=answering("always"))
+    assert session.conversation.path()[1].calls[0].result == "pears"
+    assert any(isinstance(event, Warned) and "later chats ask" in event.text for event in events)
 
 
 def test_a_call_that_is_not_allowed_is_not_run(folder: Path) -> None:

@@ -377,7 +377,10 @@ class ChatSession:
             except queue.Empty:
                 continue
             if answer == "always":
-                self.toolbox.allow(tool)
+                try:
+                    self.toolbox.allow(tool)
+                except StoreError as error:
+                    self._emit(turn, events.Warned(str(error)))
             elif answer == "chat":
                 self._allowed.add(tool.mark)
             return answer != "no"

@@ -163,7 +163,7 @@ class Toolbox:
                 with self._path.open("a") as file:
                     file.write(tool.mark + "\n")
             except OSError as error:
-                raise StoreError(f"{self._path} cannot be written ({error.strerror}): it is asked again") from None
+                raise StoreError(f"{self._path} cannot be written ({error.strerror}): later chats ask") from None
 
     def change(self, text: str) -> None:
         """Switches tools on and off until the program ends: ``read FOLDER``, ``run on``.  Raises UsageError."""
