@@ -60,7 +60,8 @@ def main() -> None:
     parser.add_argument("--model", metavar="FILE")
     parser.add_argument("--seconds", type=float, default=10.0)
     arguments = parser.parse_args()
-    settings: dict[str, Any] = {"ignore_eos": True, "max_tokens": 700, "temperature": 0.8}
+    # A reply that goes on where the context is full has twice as many tokens; one that fills it would ask what to do.
+    settings: dict[str, Any] = {"ignore_eos": True, "max_tokens": 400, "temperature": 0.8}
     setup = Setup(
         Store(None),
         conversation=Conversation(settings=settings),
