@@ -145,7 +145,7 @@ def _title(text: str, seconds: float | None, is_thinking: bool) -> str:
 #: Blocks at the end of a reply whose heights are not fixed.
 _UNSETTLED = 2
 #: Characters of a reply that are drawn at a time.
-_PIECE_LENGTH = 1000
+_PIECE_LENGTH = 500
 #: Seconds between two of them, in which keys are handled.
 _REST = 0.01
 #: The beginning of a line without a letter.
