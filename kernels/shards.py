@@ -106,15 +106,15 @@ def shard(graph: Graph, n: int) -> list[Graph]:
 
 
 def _refused(what: str) -> KernelError:
-    return KernelError(f"a model with {what} cannot be split by rows: leave split_mode out, to split it by layers")
+    return KernelError(f"a model with {what} cannot be split by rows: leave split_mode out, and it is split by layers")
 
 
 def _even(total: int, n: int, *units: int) -> Cuts:
-    """About even parts, in multiples of the first of the units in which each device gets something."""
+    """About even parts, cut at multiples of the first of the units of which each device gets one."""
     for unit in units:
-        if total % unit == 0 and total // unit >= n:
-            return tuple(total // unit * i // n * unit for i in range(n + 1))
-    raise _refused(f"{total:,} values in a row, of which {n} devices would each have a multiple of {units[-1]},")
+        if (n_units := total // unit) >= n:
+            return *(n_units * i // n * unit for i in range(n)), total
+    raise _refused(f"{total:,} values in a row, or heads, where each of {n} devices needs {units[-1]}")
 
 
 def _cuts(graph: Graph, n: int) -> dict[Tensor, Cuts]:

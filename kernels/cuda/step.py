@@ -117,6 +117,8 @@ class CUDAStep(Step):
         self._sent = np.zeros((0, 0, 0), np.int32)  # block tables of the last run
         self._n_chosen = 0  # rows of the last run, which the next may begin with
         self.arena = driver.allocate(device, lowered.arena_bytes)
+        #: Arenas of other devices, by the buffers in them.
+        self.reached: dict[Buffer, DeviceMemory] = {}
         # What pads rows is read, and must be something.
         driver.fill(self.arena, 0, self.stream)
         for rope, buffer in self.limits.ropes:
@@ -126,8 +128,6 @@ class CUDAStep(Step):
         #: By the extent here and those of the followers.
         self._graphs: OrderedDict[tuple[Extent, ...], Graph] = OrderedDict()
         self._launches: OrderedDict[tuple[Extent, ...], list[Work]] = OrderedDict()
-        #: Arenas of other devices, by the buffers in them.
-        self.reached: dict[Buffer, DeviceMemory] = {}
         #: Host memory that copies are made from and to.
         self._host_memory: list[NDArray[np.uint8]] = []
         self._slots = [_Slot(self._words(1), self._event()) for _ in range(_IN_FLIGHT)]
