@@ -106,7 +106,9 @@ def shard(graph: Graph, n: int) -> list[Graph]:
 
 
 def _refused(what: str) -> KernelError:
-    return KernelError(f"a model with {what} cannot be split by rows: leave split_mode out, and it is split by layers")
+    return KernelError(
+        f"a model with {what} cannot be split by rows: leave split_mode out, and it is split by layers"
+    )
 
 
 def _even(total: int, n: int, *units: int) -> Cuts:

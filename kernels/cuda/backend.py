@@ -46,7 +46,7 @@ class CUDABackend(Backend):
         chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
         self.driver, self.device = driver, device
-        self._progress = progress
+        self.progress = progress
         self.compiles_ahead = compiles_ahead
         self._tile_rows = tuple(tile_rows)
         self.loader = WeightLoader(driver, device, chunk_bytes)
@@ -66,7 +66,7 @@ class CUDABackend(Backend):
             lowered = self._lower(graph, weights, cache, max_tokens, max_outputs)
             step = CUDAStep(self.driver, self.device, lowered, packed, weights)
             if self.compiles_ahead:
-                step.compile_kernels(self._progress)
+                step.compile_kernels(self.progress)
             return step
 
         buffers = planned.arena_bytes + graph_bytes(planned)

@@ -270,8 +270,8 @@ class RowSplitBackend(Backend):
     page_size = PAGE
     step_tokens = CUDABackend.step_tokens
 
-    def __init__(self, backends: Sequence[CUDABackend], *, progress: CompileProgress | None = None) -> None:
-        self.backends, self._progress = tuple(backends), progress
+    def __init__(self, backends: Sequence[CUDABackend]) -> None:
+        self.backends = tuple(backends)
 
     def footprint(
         self, graph: Graph, *, n_pages: tuple[int, ...], max_tokens: int, max_outputs: int, n_states: int = 0
@@ -311,7 +311,7 @@ class RowSplitBackend(Backend):
             backend, _, _, keep = first
             step = RowSplitStep(lowered, (backend.driver, backend.device, keep), followers, _together(packed))
             if backend.compiles_ahead:
-                step.compile_kernels(self._progress)
+                step.compile_kernels(backend.progress)
             return step
 
         planned = [[own.planned(use) for use in each] for own, each in zip(weights, uses, strict=True)]

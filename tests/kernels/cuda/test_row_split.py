@@ -48,3 +48,80 @@ def test_the_text_is_the_cpus(
     path = small(tmp_path, kind, type, num_hidden_layers=2, **WIDE)
     llm = load(path, over(n, peers=peers, order=order, seed=n))
     assert_same_text(llm, load(path), SHORT)
+
+
+@pytest.fixture(scope="module")
+def on_two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[np.ndarray]]:
+    """A model, and its `conversation` on two devices."""
+    harness()
+    path = small(tmp_path_factory.mktemp("rows"), num_hidden_layers=2)
+    return path, conversation(Runner(path, over(2), 8))
+
+
+@pytest.mark.parametrize(("peers", "order", "seed"), [(True, "eager", 0), (False, "random", 1), (True, "random", 2)])
+def test_the_bits_are_the_same_in_every_run(
+    peers: bool, order: StreamOrder, seed: int, on_two: tuple[Path, list[np.ndarray]]
+) -> None:
+    """However streams run, and whether sums are read from other devices or come through the host."""
+    path, expected = on_two
+    again = conversation(Runner(path, over(2, peers=peers, order=order, seed=seed), 8))
+    for a, b in zip(again, expected, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_logits_are_near_those_of_one_device(on_two: tuple[Path, list[np.ndarray]]) -> None:
+    path, split = on_two
+    for a, b in zip(split, conversation(Runner(path, emulated_cuda(), 8)), strict=True):
+        if len(b):
+            assert_near(a, b)
+
+
+def test_decoded_tokens_have_the_bits_of_prefilled_ones(on_two: tuple[Path, list[np.ndarray]]) -> None:
+    """One by one, first by launches and then by the graph of all devices."""
+    path, _ = on_two
+    runner = Runner(path, over(2, order="random"), 8)
+    at_once = runner.run((IDS[:12], 0, [3]))
+    for i in range(12):
+        np.testing.assert_array_equal(runner.run((IDS[i : i + 1], i, [5])), at_once[i : i + 1])
+
+
+def test_pages_hold_the_heads_of_all_devices(on_two: tuple[Path, list[np.ndarray]]) -> None:
+    path, _ = on_two
+    runner = Runner(path, over(2), 8)
+    runner.run((IDS[:60], 0, [0]), outputs=[])
+    runner.cache.copy(0, 0, 3)
+    runner.cache.write(0, 4, runner.cache.read(0, 0))
+    expected = runner.run((IDS[60:61], 60, [0]))
+    for page in (3, 4):
+        np.testing.assert_array_equal(runner.run((IDS[60:61], 60, [page])), expected)
+
+
+def test_the_first_layers_on_the_cpu(load: Callable[..., LLM], tmp_path: Path) -> None:
+    harness()
+    path = small(tmp_path, num_hidden_layers=3)
+    llm = load(path, over(2), n_gpu_layers=2)
+    assert {d: llm.info.placement.layers_on(d) for d in llm.info.placement.devices} == {"cpu": 1, "cuda:0": 2}
+    assert_same_text(llm, load(path), LONG)
+
+
+@pytest.mark.parametrize("peers", [True, False])
+def test_a_model_takes_the_memory_that_was_planned(load: Callable[..., LLM], tmp_path: Path, peers: bool) -> None:
+    """The device that takes most, as often as there are devices."""
+    path = small(tmp_path, max_position_embeddings=512, **WIDE | {"vocab_size": 512, "intermediate_size": 512})
+    driver = KernellessDriver(2, memory=1 << 32, peers=peers)
+    with mock.patch.object(step, "NODE_BYTES", 0):  # emulated devices take no memory for graphs
+        llm = load(path, RowSplitBackend([CUDABackend(driver, i) for i in range(2)]), context=256)
+    llm.generate(IDS[:60], max_tokens=2, temperature=0)
+    used = [info.total - info.free for info in map(driver.memory_info, range(2))]
+    assert 2 * max(used) == llm.info.placement.on("cuda:0").total
+    assert min(used) > 0.8 * max(used)  # and each has its part
+
+
+@pytest.mark.parametrize(
+    ("kind", "n", "message"),
+    [("mixtral", 2, "this layer's Route cannot be split by rows"), ("llama", 4, "2 .* each of 4 devices")],
+)
+def test_what_cannot_be_split_is_refused(tmp_path: Path, kind: str, n: int, message: str) -> None:
+    backend = RowSplitBackend([CUDABackend(KernellessDriver(n), i) for i in range(n)])
+    with pytest.raises(KernelError, match=f"{message}.*leave split_mode out"):
+        Runner(small(tmp_path, kind), backend, 8)
