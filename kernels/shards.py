@@ -27,6 +27,15 @@ from localllm.quant.types import GGMLType
 
 #: Operations that compute whole rows, on every device the same.
 _WHOLE = g.Input | g.Embed | g.RMSNorm | g.LayerNorm | g.Add | g.Scale | g.Softcap | g.Outputs
+#: Those that may compute a part of each.
+_CUT = g.Linear | g.Linears | g.RopeAppend | g.Attention | g.Gated | g.Activation
+#: What users call others.
+_NAMES = {
+    g.Route: "mixtures of experts",
+    g.HeadLinear: "latent attention",
+    g.CausalConv: "recurrent layers",
+    g.AdapterWeights: "adapters",
+}
 #: Columns that cuts are multiples of: activations are rounded in groups of 32, and tiles are of up to 256.
 _GROUP, _TILE = 32, 256
 
@@ -99,8 +108,9 @@ def shard(graph: Graph, n: int) -> list[Graph]:
     Raises:
         KernelError: it has operations, or sizes, that cannot be cut so; names them.
     """
-    if graph.states or graph.watched:
-        raise _refused("recurrent layers")
+    for node in graph.nodes:
+        if not isinstance(node.operation, _WHOLE | _CUT):
+            raise _refused(_NAMES.get(type(node.operation), type(node.operation).__name__))
     cuts = _cuts(graph, n)
     return [_Sharding(graph, cuts, device).graph() for device in range(n)]
 
@@ -139,6 +149,8 @@ def _cuts(graph: Graph, n: int) -> dict[Tensor, Cuts]:
     for node in graph.nodes:
         match node.operation:
             case g.RopeAppend(q=q, k=k, v=v, cache=cache) as op:
+                if not all(isinstance(made_by[x], g.Linear | g.Linears) for x in (q, k, v) if x is not None):
+                    raise _refused("queries and keys that are normed in whole rows")
                 group = q.width // (cache.n_heads * cache.key_dim)
                 [attention] = [each for each in readers[op.result] if isinstance(each, g.Attention)]
                 if cache.layer not in heads:
@@ -218,15 +230,11 @@ class _Sharding:
             case g.Linears(x=x, matrices=matrices) if cut == list(op.result):
                 own = tuple(self.rows(m, y) for m, y in zip(matrices, op.result, strict=True))
                 return self.own.add(g.Linears(self.tensors[x], own))
-            case g.RopeAppend() | g.Gated() | g.Activation():
+            case g.RopeAppend() | g.Attention(sinks=None) | g.Gated() | g.Activation():
                 return self.own.add(self.renewed(op))
-            case g.Attention(sinks=sinks):
-                part, dim = self.part(op.q), op.cache.key_dim
-                part = range(part.start // dim, part.stop // dim)
-                return self.own.add(replace(self.renewed(op), sinks=self.shard(sinks, part)))
             case _ if isinstance(op, _WHOLE | g.Linear | g.Linears) and not cut:
                 return self.own.add(self.renewed(op))
-        raise _refused(f"this layer's {type(op).__name__}")
+        raise _refused(f"a cut through {type(op).__name__}")
 
     def renewed(self, op: Operation[Any]) -> Any:
         """The operation over this graph's tensors and caches."""

@@ -53,14 +53,14 @@ from localllm.kernels.split import SplitCache
 
 
 @dataclass(eq=False)
-class _Exchange:
+class Exchange:
     """The buffers of a device that others read: two for partial sums, one for logits."""
 
     sums: tuple[Stored, Stored]
     logits: Stored | None
 
     @classmethod
-    def of(cls, graph: Graph, limits: StepLimits) -> _Exchange:
+    def of(cls, graph: Graph, limits: StepLimits) -> Exchange:
         def new(width: int, slot: int) -> Stored:
             return Stored(Buffer(4 * padded(width) * limits.max_rows(slot), is_kept=True), width, slot)
 
@@ -70,7 +70,7 @@ class _Exchange:
 
 
 @dataclass(frozen=True, eq=False)
-class _Meeting(Call):
+class Meeting(Call):
     """Where all devices wait until each has computed its part.
 
     Attributes:
@@ -82,7 +82,7 @@ class _Meeting(Call):
     received: dict[int, Buffer] = field(kw_only=True)
 
 
-class _ShardLowering(Lowering):
+class ShardLowering(Lowering):
     """Makes the calls of one of the devices.
 
     Args:
@@ -96,7 +96,7 @@ class _ShardLowering(Lowering):
         graph: Graph,
         weights: PackedWeights,
         limits: StepLimits,
-        exchanges: Sequence[_Exchange],
+        exchanges: Sequence[Exchange],
         device: int,
         unreachable: Sequence[int],
     ) -> None:
@@ -151,8 +151,9 @@ class _ShardLowering(Lowering):
         received = {i: self._copy_of(sent[i]) for i in self.unreachable if i in read}
         own = sent[self.device]
         operands: list[Stored | Inputs | Buffer] = [own, *received.values()]
-        cost = lambda sizes: Cost(sum(each.bytes_of(sizes.rows(own.slot)) for each in sent))  # noqa: E731
-        self.calls.append(_Meeting("meet", lambda extent: (), operands, cost, sent=own, received=received))
+        others = [sent[i] for i in read if i != self.device]
+        cost = lambda sizes: Cost(sum(each.bytes_of(sizes.rows(own.slot)) for each in others))  # noqa: E731
+        self.calls.append(Meeting("meet", lambda extent: (), operands, cost, sent=own, received=received))
         return [received.get(i, each.buffer) for i, each in enumerate(sent)]
 
     def _copy_of(self, sent: Stored) -> Buffer:
@@ -191,7 +192,7 @@ class RowSplitStep(CUDAStep):
                 if other is not own:
                     if driver.can_access_peer(own.device, other.device):
                         driver.enable_peer_access(own.device, other.device)
-                    meetings = (call for call in other.calls if isinstance(call, _Meeting))
+                    meetings = (call for call in other.calls if isinstance(call, Meeting))
                     own.reached |= {each.sent.buffer: other.arena for each in meetings}
 
     def begin(self, batch: Batch, hidden: Output | None) -> tuple[Extent, ...]:
@@ -225,7 +226,7 @@ class RowSplitStep(CUDAStep):
             work += [partial(record, event, step.stream), partial(wait, self.stream, event)]
         return work
 
-    def _meet(self, meetings: Sequence[_Meeting], extent: Extent) -> Iterator[Work]:
+    def _meet(self, meetings: Sequence[Meeting], extent: Extent) -> Iterator[Work]:
         """Has every device wait for the parts of those that it reads, and copies what they cannot reach."""
         driver = self.driver
         for i, (step, meeting) in enumerate(zip(self.steps, meetings, strict=True)):
@@ -253,7 +254,7 @@ def _runs(calls: Sequence[Call]) -> list[tuple[bool, list[Call]]]:
     """Neighbouring calls, and alone each meeting."""
     runs: list[tuple[bool, list[Call]]] = [(False, [])]
     for call in calls:
-        if isinstance(call, _Meeting):
+        if isinstance(call, Meeting):
             runs += [(True, [call]), (False, [])]
         else:
             runs[-1][1].append(call)
@@ -293,9 +294,9 @@ class RowSplitBackend(Backend):
         def lower() -> list[Lowered]:
             parts = list(zip(self.backends, graphs, caches, strict=True))
             limits = [backend.limits(each, cache, max_tokens, max_outputs) for backend, each, cache in parts]
-            exchanges = [_Exchange.of(*both) for both in zip(graphs, limits, strict=True)]
+            exchanges = [Exchange.of(*both) for both in zip(graphs, limits, strict=True)]
             makers = zip(graphs, weights, limits, unreachable, strict=True)
-            return [_ShardLowering(a, b, c, exchanges, i, d).lower() for i, (a, b, c, d) in enumerate(makers)]
+            return [ShardLowering(a, b, c, exchanges, i, d).lower() for i, (a, b, c, d) in enumerate(makers)]
 
         def load(progress: Progress | None) -> CUDAStep:
             packed = []

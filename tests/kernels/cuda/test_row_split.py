@@ -20,8 +20,10 @@ from tests.cuda_on_cpu.emulated_driver import EmulatedDriver
 from tests.cuda_on_cpu.emulated_streams import StreamOrder
 from tests.helpers.backends import emulated_cuda
 from tests.helpers.run_model import Runner
+from tests.kernels.cuda.conftest import cpu
 from tests.kernels.cuda.test_models import (
     IDS,
+    LARGER,
     LONG,
     SHORT,
     assert_near,
@@ -31,6 +33,7 @@ from tests.kernels.cuda.test_models import (
     small,
 )
 from tests.kernels.cuda.watched import KernellessDriver
+from tests.models import tiny
 
 T = GGMLType
 #: Sizes of which four devices have a part each.
@@ -59,6 +62,16 @@ def test_the_text_is_the_cpus(
     path = small(tmp_path, kind, type, num_hidden_layers=2, **WIDE)
     llm = load(path, over(n, peers=peers, order=order, seed=n))
     assert_same_text(llm, load(path), SHORT)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "command-r", "gpt2", "phi3"])
+def test_architectures(tmp_path: Path, name: str) -> None:
+    """Norms behind blocks, soft-caps and windows; one residual for both blocks; biases; fused matrices."""
+    harness()
+    pytest.importorskip("transformers")
+    path = tiny.write(tmp_path / "model.gguf", tiny.TINY[name], tiny.make_model(tiny.TINY[name]))
+    split, on_cpu = (Runner(path, backend, 8).run((IDS[:20], 0, [3])) for backend in (over(2), cpu()))
+    assert_near(split, on_cpu)
 
 
 @pytest.fixture(scope="module")
@@ -119,21 +132,19 @@ def test_the_first_layers_on_the_cpu(load: Callable[..., LLM], tmp_path: Path) -
 def test_a_model_takes_the_memory_that_was_planned(load: Callable[..., LLM], tmp_path: Path, peers: bool) -> None:
     """The device that takes most, as often as there are devices."""
     path = small(tmp_path, max_position_embeddings=512, **LARGER)
-    alone = (
-        load(path, CUDABackend(KernellessDriver(1, memory=1 << 32), 0), context=256).info.placement.on("cuda:0").total
-    )
+    on_one = load(path, CUDABackend(KernellessDriver(1, memory=1 << 32), 0), context=256)
     driver = KernellessDriver(2, memory=1 << 32, peers=peers)
     with mock.patch.object(step, "NODE_BYTES", 0):  # emulated devices take no memory for graphs
         llm = load(path, RowSplitBackend([CUDABackend(driver, i) for i in range(2)]), context=256)
     llm.generate(IDS[:60], max_tokens=2, temperature=0)
     used = [info.total - info.free for info in map(driver.memory_info, range(2))]
     assert 2 * max(used) == llm.info.placement.on("cuda:0").total
-    assert max(used) < 0.75 * alone  # each has its part
+    assert max(used) < 0.75 * on_one.info.placement.on("cuda:0").total  # each has its part
 
 
 @pytest.mark.parametrize(
     ("kind", "n", "message"),
-    [("mixtral", 2, "this layer's Route cannot be split by rows"), ("llama", 4, "2 .* each of 4 devices")],
+    [("mixtral", 2, "mixtures of experts cannot be split by rows"), ("llama", 4, "2 .* each of 4 devices")],
 )
 def test_what_cannot_be_split_is_refused(tmp_path: Path, kind: str, n: int, message: str) -> None:
     backend = RowSplitBackend([CUDABackend(KernellessDriver(n), i) for i in range(n)])
