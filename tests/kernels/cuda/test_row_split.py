@@ -10,7 +10,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from localllm.errors import KernelError
+from localllm.errors import KernelError, UsageError
 from localllm.kernels.cuda import step
 from localllm.kernels.cuda.backend import CUDABackend
 from localllm.kernels.cuda.row_split import RowSplitBackend
@@ -126,6 +126,21 @@ def test_the_first_layers_on_the_cpu(load: Callable[..., LLM], tmp_path: Path) -
     llm = load(path, over(2), n_gpu_layers=2)
     assert {d: llm.info.placement.layers_on(d) for d in llm.info.placement.devices} == {"cpu": 1, "cuda:0": 2}
     assert_same_text(llm, load(path), LONG)
+
+
+def test_the_option(load: Callable[..., LLM], tmp_path: Path) -> None:
+    harness()
+    path, driver = small(tmp_path, num_hidden_layers=1), EmulatedDriver(2)
+    gpus = [emulated_cuda(driver, i) for i in range(2)]
+    assert load(path, *gpus, split_mode="layer").info.device == "cuda:0"
+    llm = load(path, *gpus, split_mode="row")
+    assert llm.info.device == "cuda:0+cuda:1"
+    assert_same_text(llm, load(path), SHORT)
+    with pytest.raises(UsageError, match="tensor_split is for a model split by layers"):
+        load(path, *gpus, split_mode="row", tensor_split=[1, 1])
+    for n, there in ((0, "are 0"), (1, "is 1")):
+        with pytest.raises(UsageError, match=f"needs 2 to 8 GPUs, but there {there}"):
+            load(path, *gpus[:n], split_mode="row")
 
 
 @pytest.mark.parametrize("peers", [True, False])
