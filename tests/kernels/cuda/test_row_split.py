@@ -19,7 +19,7 @@ from localllm.quant.types import GGMLType
 from tests.cuda_on_cpu.emulated_driver import EmulatedDriver
 from tests.cuda_on_cpu.emulated_streams import StreamOrder
 from tests.helpers.backends import emulated_cuda
-from tests.helpers.run_model import Runner
+from tests.helpers.run_model import Runner, make_batch
 from tests.kernels.cuda.conftest import cpu
 from tests.kernels.cuda.test_models import (
     IDS,
@@ -107,6 +107,17 @@ def test_decoded_tokens_have_the_bits_of_prefilled_ones(on_two: tuple[Path, list
     at_once = runner.run((IDS[:12], 0, [3]))
     for i in range(12):
         np.testing.assert_array_equal(runner.run((IDS[i : i + 1], i, [5])), at_once[i : i + 1])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_steps_follow_each_other_unread(seed: int, on_two: tuple[Path, list[np.ndarray]]) -> None:
+    """Nothing waits on the host, so that the next batch may not be there before all devices are through the last."""
+    path, _ = on_two
+    batches = [make_batch([(IDS[i : i + 1], i, [5])]) for i in range(6)]
+    read, unread = (Runner(path, over(2, order="random", seed=seed), 8).step for _ in range(2))
+    expected = [read(batch) for batch in batches][-1]
+    *_, last = [unread.run(batch) for batch in batches]
+    np.testing.assert_array_equal(last.rows(), expected)
 
 
 def test_pages_hold_the_heads_of_all_devices(on_two: tuple[Path, list[np.ndarray]]) -> None:
