@@ -234,7 +234,7 @@ class RowSplitStep(CUDAStep):
             if any(i in other.received for other in meetings):
                 if sent not in self._staging_of:
                     self._staging_of[sent] = step.pinned(sent.buffer.n_bytes)
-                n_bytes = 4 * sent.stride * extent.rows(sent.slot)
+                n_bytes = min(sent.buffer.n_bytes, 4 * sent.stride * extent.rows(sent.slot))  # rows are rounded up
                 host, memory = self._staging_of[sent][:n_bytes], step.memory(sent.buffer, n_bytes)
                 yield partial(driver.download, host, memory, step.stream)
             yield partial(driver.record, self._computed[i], step.stream)
@@ -244,7 +244,7 @@ class RowSplitStep(CUDAStep):
                     yield partial(driver.wait, step.stream, event)
             for i, buffer in meeting.received.items():
                 sent = meetings[i].sent
-                n_bytes = 4 * sent.stride * extent.rows(sent.slot)
+                n_bytes = min(sent.buffer.n_bytes, 4 * sent.stride * extent.rows(sent.slot))  # rows are rounded up
                 yield partial(
                     driver.upload, step.memory(buffer, n_bytes), self._staging_of[sent][:n_bytes], step.stream
                 )

@@ -131,6 +131,15 @@ def test_pages_hold_the_heads_of_all_devices(on_two: tuple[Path, list[np.ndarray
         np.testing.assert_array_equal(runner.run((IDS[60:61], 60, [page])), expected)
 
 
+def test_a_batch_as_large_as_may_be(on_two: tuple[Path, list[np.ndarray]]) -> None:
+    """Of no whole number of eight tokens, to which launches are rounded up."""
+    path, _ = on_two
+    expected, through_host = (
+        Runner(path, over(2, peers=peers), 8, max_tokens=75).run((IDS, 0, [0, 1])) for peers in (True, False)
+    )
+    np.testing.assert_array_equal(through_host, expected)
+
+
 def test_the_first_layers_on_the_cpu(load: Callable[..., LLM], tmp_path: Path) -> None:
     harness()
     path = small(tmp_path, num_hidden_layers=3)
