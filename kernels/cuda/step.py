@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
@@ -55,7 +55,7 @@ _LARGE = (24, 40, 512)
 
 
 #: What is put into a stream, such as a launch whose module is loaded.
-Work = Callable[[], None]
+Work = partial[None]
 
 
 @dataclass(eq=False)
@@ -249,7 +249,7 @@ class CUDAStep(Step):
         """Computes the batch of that extent which is in the device's memory; and in those of the followers."""
         if extents not in self._graphs and extents not in self._launches:
             launches = self.loaded(self.calls, *extents)
-            _put(launches)
+            self._launch(launches)
             self._launches[extents] = launches
             if len(self._launches) > _MAX_LAUNCHES:
                 self._launches.popitem(last=False)
@@ -320,10 +320,14 @@ class CUDAStep(Step):
         shape = launch.kernel, launch.grid, launch.block
         return partial(self.driver.launch, module, *shape, arguments, self.stream, launch.shared_bytes)
 
+    def _launch(self, work: Sequence[Work]) -> None:
+        for each in work:
+            each()
+
     def _captured(self, launches: Sequence[Work]) -> Graph:
         self.driver.begin_capture(self.stream)
         try:
-            _put(launches)
+            self._launch(launches)
         except BaseException:
             with contextlib.suppress(LocalLLMError):  # what went wrong is the first error
                 self.driver.end_capture(self.stream)
@@ -378,11 +382,6 @@ class CUDAStep(Step):
         read = driver.event(to.device)
         driver.record(read, stream)
         self._readers.append(read)
-
-
-def _put(work: Sequence[Work]) -> None:
-    for each in work:
-        each()
 
 
 def _launches(calls: Sequence[Call], extent: Extent) -> list[Launch]:
