@@ -41,6 +41,9 @@ Overflow = Literal["error", "truncate"]
 #: is one.
 Speculate = Literal["auto", "lookup", "draft", "mtp"]
 
+#: How GPUs share a model: each has some of the layers, or a part of every layer.
+SplitMode = Literal["layer", "row"]
+
 _MAX = sys.float_info.max
 
 # -- Kinds of values -----------------------------------------------------------------------------------------------
@@ -105,6 +108,10 @@ def _read_cache_type(value: object) -> str | None:
     from localllm.kernels.graph import CACHE_TYPES
 
     return value if isinstance(value, str) and value in CACHE_TYPES else None
+
+
+def _read_split_mode(value: object) -> str | None:
+    return value if isinstance(value, str) and value in ("layer", "row") else None
 
 
 def _read_texts(value: object) -> tuple[str, ...] | None:
@@ -189,6 +196,7 @@ _TEXT = _of_type("a text (str)", str)
 _PATH = _of_type("the path of a GGUF file, as str or Path", (str, os.PathLike), "FILE")
 _PROPORTIONS = Kind("a list of numbers of at least 0, not all of them 0", _read_proportions, _floats, "X,…")
 _CACHE_TYPE = Kind("one of 'f16', 'q8_0'", _read_cache_type, metavar="TYPE")
+_SPLIT_MODE = Kind("one of 'layer', 'row'", _read_split_mode, metavar="MODE")
 _TEXTS = Kind("texts, none of them empty", _read_texts)
 STOPS = Kind("a text that is not empty, or a list of such", _read_stops, metavar="TEXT")
 _SECONDS = _number(math.ulp(0.0), "a number of seconds above 0")
@@ -341,6 +349,14 @@ class LoadOptions(_Checked):
         "how GPUs share those layers, a number for each, such as 3,1",
         "-ts --tensor-split",
         none="as their free memory is",
+    )
+    split_mode: SplitMode | None = _kept(
+        None,
+        _SPLIT_MODE,
+        "how GPUs share a model: layer, each has some of the layers; or row, 2 to 8 GPUs each compute a part of "
+        "every layer, which is for fast links between them",
+        "-sm --split-mode",
+        none="layer",
     )
     context: int | None = _kept(
         None,

@@ -22,6 +22,9 @@ DEVICES = ("auto", "cpu", "cuda", "cuda:0,1", "reference")
 #: Bytes of a GPU's memory beside the model's: kernels, what is uploaded, and what splits of the cache come to.
 GPU_OVERHEAD_BYTES = 256 << 20
 
+#: GPUs that may share each layer.
+MAX_SPLIT_ROWS = 8
+
 _CUDA = re.compile(r"(?:cuda|gpu)(?::?(\d{1,9}(?:,\d{1,9})*))?", re.ASCII)
 
 
@@ -90,6 +93,37 @@ def open_devices(
     if name != name.lower():
         return open_devices(name.lower(), threads=threads, isa=isa, progress=progress)
     raise DeviceError(f"there is no device {name!r}: choose one of {', '.join(map(repr, DEVICES))}")
+
+
+def split_by_rows(devices: tuple[Device, ...]) -> tuple[Device, ...]:
+    """The host, and its GPUs as one device that computes each layer on all of them.
+
+    Raises:
+        UsageError: there are not 2 to 8 GPUs.
+    """
+    host, *gpus = devices
+    if not 2 <= len(gpus) <= MAX_SPLIT_ROWS:
+        have = "is 1" if len(gpus) == 1 else f"are {len(gpus)}"
+        raise UsageError(
+            f"split_mode is 'row', which needs 2 to {MAX_SPLIT_ROWS} GPUs, but there {have}: leave it out, or name "
+            "GPUs as in device='cuda:0,1'"
+        )
+    # Imported here, as all of it: most machines have no GPU.
+    from localllm.kernels.cuda.backend import CUDABackend
+    from localllm.kernels.cuda.row_split import RowSplitBackend
+
+    backends = [gpu.backend for gpu in gpus if isinstance(gpu.backend, CUDABackend)]
+    free = [gpu.free_memory for gpu in gpus if gpu.free_memory is not None]
+    backend = RowSplitBackend(backends)
+    return host, replace(
+        gpus[0],
+        name="+".join(gpu.name for gpu in gpus),
+        kernels=" + ".join(dict.fromkeys(gpu.kernels for gpu in gpus)),
+        backend=backend,
+        close=backend.close,
+        # Each has as much of the model as any: the smallest counts.
+        free_memory=lambda: len(free) * min(each() for each in free),
+    )
 
 
 def cuda_indices(numbers: str | None) -> tuple[int, ...] | None:

@@ -27,7 +27,6 @@ THEIR_LOAD = each(
         "n_batch n_ubatch use_mmap use_mlock numa flash_attn offload_kqv op_offload swa_full no_perf": _BY_ITSELF,
         "type_k type_v": "write cache_type='f16' or 'q8_0', which holds for keys and values",
         "main_gpu": "write device='cuda:1' for the second GPU",
-        "split_mode": "models are split by layers, see n_gpu_layers= and tensor_split=: leave it out",
         "chat_format chat_handler": "the file's own chat template is used, or the source in chat_template=",
         "seed last_n_tokens_size": "give seed= and repeat_last_n= to generate or chat",
         "logits_all": "generate(logprobs=...) and LLM.logits need no such switch: leave it out",

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from localllm.checks import check_keywords, mappings, text, token_ids, whole_number
 from localllm.completion import AsyncStream, Completion, Stream
-from localllm.declared_options import CheckedOptions, LoadOptions, declared, describes
+from localllm.declared_options import CheckedOptions, LoadOptions, SplitMode, declared, describes
 from localllm.engine.engine import MAX_WAITING, STEP_S, Counts, Engine
 from localllm.engine.request import Request
 from localllm.errors import ClosedError, ContextLengthError, NotEnoughMemoryError, QueueFullError, UsageError, warn
@@ -59,6 +59,7 @@ def load(
     device: str = "auto",
     n_gpu_layers: int | None = None,
     tensor_split: Sequence[float] | None = None,
+    split_mode: SplitMode | None = None,
     context: int | None = None,
     threads: int | None = None,
     isa: str | None = None,
@@ -96,6 +97,7 @@ def load(
         device=device,
         n_gpu_layers=n_gpu_layers,
         tensor_split=tensor_split,
+        split_mode=split_mode,
         context=context,
         threads=threads,
         isa=isa,

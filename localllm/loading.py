@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from localllm.adapters import read_adapter
 from localllm.chat.source import TemplateSource
 from localllm.declared_options import LoadOptions
-from localllm.devices import Device, open_devices
+from localllm.devices import Device, open_devices, split_by_rows
 from localllm.embedding import Embedder
 from localllm.engine.drafting.model import DraftModel
 from localllm.engine.drafting.mtp import MTPModel
@@ -276,7 +276,16 @@ def _check_vocabulary(draft: GGUFFile, tokenizer: Tokenizer) -> None:
 
 def _open_devices(options: LoadOptions) -> tuple[Device, ...]:
     progress = of_stage(options.progress, "kernels")
-    return open_devices(options.device, threads=options.threads, isa=options.isa, progress=progress)
+    devices = open_devices(options.device, threads=options.threads, isa=options.isa, progress=progress)
+    if options.split_mode != "row":
+        return devices
+    try:
+        if options.tensor_split is not None:
+            raise UsageError("tensor_split is for a model split by layers: leave it out, or split_mode='row'")
+        return split_by_rows(devices)
+    except BaseException:
+        _close(devices)
+        raise
 
 
 def _close(devices: Sequence[Device]) -> None:

@@ -29,6 +29,7 @@ from localllm.errors import SettingsError
 from localllm.files import expanded
 
 if TYPE_CHECKING:
+    from localllm.declared_options import SplitMode
     from localllm.kernels.graph import CacheType
 
 #: Environment variable that names another settings file.
@@ -53,8 +54,8 @@ class Settings:
 
     Attributes:
         model: as ``-m`` takes it; None for the demo model.
-        device: see `localllm.load`, as of the next five.
-        n_gpu_layers, tensor_split: hold for that device only.
+        device: see `localllm.load`, as of the next six.
+        n_gpu_layers, tensor_split, split_mode: hold for that device only.
         context: tokens.
         threads: how many compute.
         cache_type: what keys and values are kept in.
@@ -73,6 +74,7 @@ class Settings:
     device: str = "auto"
     n_gpu_layers: int | None = None
     tensor_split: tuple[float, ...] | None = None
+    split_mode: SplitMode | None = None
     context: int | None = None
     threads: int | None = None
     cache_type: CacheType = "f16"

@@ -46,8 +46,8 @@ class CUDABackend(Backend):
         chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
         self.driver, self.device = driver, device
-        self._progress = progress
-        self._compiles_ahead = compiles_ahead
+        self.progress = progress
+        self.compiles_ahead = compiles_ahead
         self._tile_rows = tuple(tile_rows)
         self.loader = WeightLoader(driver, device, chunk_bytes)
 
@@ -65,8 +65,8 @@ class CUDABackend(Backend):
             # Calls refer to the memory of weights: they are made again, now that it is there.
             lowered = self._lower(graph, weights, cache, max_tokens, max_outputs)
             step = CUDAStep(self.driver, self.device, lowered, packed, weights)
-            if self._compiles_ahead:
-                step.compile_kernels(self._progress)
+            if self.compiles_ahead:
+                step.compile_kernels(self.progress)
             return step
 
         buffers = planned.arena_bytes + graph_bytes(planned)
@@ -75,12 +75,15 @@ class CUDABackend(Backend):
     def _lower(
         self, graph: Graph, weights: PackedWeights, cache: CUDACache, max_tokens: int, max_outputs: int
     ) -> Lowered:
+        return Lowering(graph, weights, self.limits(graph, cache, max_tokens, max_outputs)).lower()
+
+    def limits(self, graph: Graph, cache: CUDACache, max_tokens: int, max_outputs: int) -> StepLimits:
+        """What the calls of a step have in common."""
         properties = self.driver.properties(self.device)
         products = ProductLimits(
             properties.capability, properties.shared_bytes, self._tile_rows, properties.n_multiprocessors
         )
-        limits = StepLimits(graph, properties, cache, max_tokens, max_outputs, products)
-        return Lowering(graph, weights, limits).lower()
+        return StepLimits(graph, properties, cache, max_tokens, max_outputs, products)
 
     def close(self) -> None:
         """Ends the threads that read files."""

@@ -62,7 +62,7 @@ _LAYER = re.compile(r"blk\.\d+\.")
 #: What rotates nothing.
 _NO_ROPE = g.Rope(np.zeros(0, np.float32), interleaved=False)
 # Threads, columns, tokens and heads of a block, as the sources have them.
-_NORM_THREADS, _GATE_THREADS, _GATE_COLUMNS, _SORT_THREADS = 512, 128, 512, 1024
+_NORM_THREADS, GATE_THREADS, _GATE_COLUMNS, _SORT_THREADS = 512, 128, 512, 1024
 _HEADS_PER_BLOCK = 4
 _CONV_COLUMNS, _CONV_TOKENS = 128, 32
 _ROUTE_THREADS, _ROUTE_TOKENS, _GROUP_THREADS, _SUM_THREADS, _SUM_COLUMNS = 128, 4, 1024, 128, 512
@@ -123,7 +123,7 @@ class Lowering:
     """
 
     def __init__(self, graph: Graph, weights: PackedWeights, limits: StepLimits) -> None:
-        check_operations(graph, Lowering, "cuda")
+        check_operations(graph, type(self), "cuda")
         self.graph, self.weights, self.limits, self.batch = graph, weights, limits, limits.batch
         self.last_uses = graph.last_uses()
         self.readers: dict[Value, list[g.Operation[Any]]] = defaultdict(list)
@@ -320,7 +320,7 @@ class Lowering:
         operands, up_buffer = ([x, other], other.buffer) if other else ([x], None)
         values = ACTIVATIONS.index(activation), x.buffer, up_buffer, x.stride, x.width, *_written(y, codes)
         name = f"gate{' + quantise' if codes else ''}"
-        self.elementwise(name, "gated", x, _columns(x), _GATE_THREADS, *values, operands=operands)
+        self.elementwise(name, "gated", x, columns(x), GATE_THREADS, *values, operands=operands)
         if is_done is not None:
             self._omit_last(is_done)
         return y or codes
@@ -340,22 +340,22 @@ class Lowering:
         added = None if other is None else other.buffer
         values = rows, rows.width, float(factor), self.weights.vector(weight), *gates, added, y
         operands = [] if other is None else [other]
-        self.elementwise("add", "add", rows, _columns(rows), _GATE_THREADS, *values, operands=operands)
+        self.elementwise("add", "add", rows, columns(rows), GATE_THREADS, *values, operands=operands)
         return y
 
     def softcap(self, op: g.Softcap) -> Stored:
         x, y = self.stored[op.x], self.like(op.x)
-        self.elementwise("softcap", "softcap", x, _columns(x), _GATE_THREADS, x, x.width, float(op.cap), y)
+        self.elementwise("softcap", "softcap", x, columns(x), GATE_THREADS, x, x.width, float(op.cap), y)
         return y
 
     def outputs(self, op: g.Outputs) -> Stored:
         x, y, batch = self.stored[op.x], self.new(Rows.OUTPUTS, op.x.width), self.batch
         kernel, values = ("elementwise", "gather_rows"), (batch.header, batch.outputs, x, x.width, y)
         cost = lambda sizes: Cost(2 * y.bytes_of(sizes.n_outputs))  # noqa: E731
-        self.call("gather", kernel, N_OUTPUTS, _columns(x), _GATE_THREADS, *values, cost=cost)
+        self.call("gather", kernel, N_OUTPUTS, columns(x), GATE_THREADS, *values, cost=cost)
         return y
 
-    def choose(self, logits: Stored) -> tuple[Buffer, Buffer]:
+    def choose(self, logits: Stored) -> tuple[Buffer, Buffer] | None:
         """Finds the largest of the logits: as many as an extent says."""
         n_parts, n_outputs, header = -(-logits.width // SORTED), self.limits.max_outputs, self.batch.header
         found_bytes = 8 * n_outputs * min(MAX_TOP_K, logits.width)
@@ -834,7 +834,7 @@ def _product_rows(mixture: Mixture, extent: Extent, limits: ProductLimits) -> in
     return _FEW_ROWS if few or limits.capability < matmul.TENSOR_CORES else limits.tile_rows[-1]
 
 
-def _columns(x: Stored) -> Grid:
+def columns(x: Stored) -> Grid:
     """Blocks of columns of each row."""
     return lambda n: (-(-x.width // _GATE_COLUMNS), n)
 

@@ -13,16 +13,17 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from localllm.errors import KernelError, LocalLLMError
-from localllm.kernels.backend import Batch, Output, PackedWeight, Step, TopK, input_rows
+from localllm.kernels.backend import Batch, Cache, Output, PackedWeight, Step, TopK, input_rows
 from localllm.kernels.buffers import Address, Buffer
 from localllm.kernels.cuda.attention import work_of_batch, work_of_bucket
-from localllm.kernels.cuda.cache import PAGE, CUDACache
+from localllm.kernels.cuda.cache import PAGE
 from localllm.kernels.cuda.calls import BUCKETS, N_TOKENS, Call, Extent, Stored, phases
 from localllm.kernels.cuda.driver import (
     CompileProgress,
@@ -32,7 +33,6 @@ from localllm.kernels.cuda.driver import (
     Event,
     Graph,
     Launch,
-    Module,
     Stream,
 )
 from localllm.kernels.cuda.lowering import MAX_TOP_K, Lowered
@@ -54,8 +54,8 @@ _TOP_K = (1, 64, 256, MAX_TOP_K)
 _LARGE = (24, 40, 512)
 
 
-#: A launch whose module is loaded.
-_Loaded = tuple[Module, Launch]
+#: What is put into a stream, such as a launch whose module is loaded.
+Work = partial[None]
 
 
 @dataclass(eq=False)
@@ -101,28 +101,33 @@ class CUDAStep(Step):
         keep: what must live as long: the weights.
     """
 
-    cache: CUDACache
+    #: What is done with it, on other devices: see `localllm.kernels.cuda.row_split`.
+    followers: tuple[CUDAStep, ...] = ()
 
     def __init__(
         self, driver: Driver, device: int, lowered: Lowered, weights: tuple[PackedWeight, ...], keep: object
     ) -> None:
         self.driver, self.device = driver, device
-        self.weights, self.limits, self.cache = weights, lowered.limits, lowered.limits.cache
-        self.stream = self.cache.stream  # what copies its pages comes behind the steps that fill them
+        self.weights, self.limits = weights, lowered.limits
+        self.cache: Cache = lowered.limits.cache
+        self.stream = lowered.limits.cache.stream  # what copies its pages comes behind the steps that fill them
         self.calls, self.result, self.hidden = lowered.calls, lowered.result, lowered.hidden
         self._found, self._tables = lowered.found, lowered.tables
         self.max_top_k = 0 if lowered.found is None else min(MAX_TOP_K, lowered.result.width)
         self._sent = np.zeros((0, 0, 0), np.int32)  # block tables of the last run
         self._n_chosen = 0  # rows of the last run, which the next may begin with
         self.arena = driver.allocate(device, lowered.arena_bytes)
+        #: Arenas of other devices, by the buffers in them.
+        self.reached: dict[Buffer, DeviceMemory] = {}
         # What pads rows is read, and must be something.
         driver.fill(self.arena, 0, self.stream)
         for rope, buffer in self.limits.ropes:
             values = phases(rope.frequencies)
             driver.upload(self.memory(buffer), values, self.stream)
             driver.synchronize(self.stream)  # until then the values must live
-        self._graphs: OrderedDict[Extent, Graph] = OrderedDict()
-        self._launches: OrderedDict[Extent, list[_Loaded]] = OrderedDict()
+        #: By the extent here and those of the followers.
+        self._graphs: OrderedDict[tuple[Extent, ...], Graph] = OrderedDict()
+        self._launches: OrderedDict[tuple[Extent, ...], list[Work]] = OrderedDict()
         #: Host memory that copies are made from and to.
         self._host_memory: list[NDArray[np.uint8]] = []
         self._slots = [_Slot(self._words(1), self._event()) for _ in range(_IN_FLIGHT)]
@@ -134,13 +139,14 @@ class CUDAStep(Step):
         self._host_found = [_Found(self._event()) for _ in range(2)]
         self._staging: NDArray[np.uint8] | None = None
         # Whoever lets go of the step does not know what is under way: memory is given back after it.
-        kept = (self.arena, self.cache.memory, self._host_memory, (*self._slots,), keep)
+        kept = (self.arena, lowered.limits.cache.memory, self._host_memory, (*self._slots,), keep)
         weakref.finalize(self, _settle, driver, self.stream, self._readers, kept).atexit = False
 
     def memory(self, place: Buffer | Address, n_bytes: int | None = None) -> DeviceMemory:
         """Of a buffer, from a place in it on: to its end, or so many bytes."""
         buffer, begin = (place, 0) if isinstance(place, Buffer) else (place.buffer, place.n_bytes)
-        return self.arena.at(buffer.offset + begin, buffer.n_bytes - begin if n_bytes is None else n_bytes)
+        arena = self.reached.get(buffer, self.arena)
+        return arena.at(buffer.offset + begin, buffer.n_bytes - begin if n_bytes is None else n_bytes)
 
     def rows(self, stored: Stored, n: int) -> DeviceMemory:
         """The first ``n`` rows, with their padding."""
@@ -159,7 +165,8 @@ class CUDAStep(Step):
     def _event(self) -> Event:
         return self.driver.event(self.device)
 
-    def _pinned(self, n_bytes: int) -> NDArray[np.uint8]:
+    def pinned(self, n_bytes: int) -> NDArray[np.uint8]:
+        """Host memory that is given back with the step."""
         self._host_memory.append(self.driver.pinned(n_bytes))
         return self._host_memory[-1]
 
@@ -167,6 +174,24 @@ class CUDAStep(Step):
 
     def run(self, batch: Batch, hidden: Output | None = None) -> CUDAOutput:
         """Runs a batch; returns before the device has."""
+        driver = self.driver
+        extent, *others = self.begin(batch, hidden)
+        if batch.top_k and self.max_top_k:
+            most = next(k for k in _TOP_K if batch.top_k <= k)
+            extent = replace(extent, top_k=min(most, self.result.width))
+        if WATCHES and not others:
+            WATCHES[-1].run(self, batch, extent)
+        else:
+            self.launch(extent, *others)
+        driver.record(self._done, self.stream)
+        for each in self.followers:
+            driver.wait(each.stream, self._done)
+        n = len(batch.ids) if self.result.slot == N_TOKENS else len(batch.outputs)
+        self._n_chosen = n if extent.top_k else 0
+        return CUDAOutput(self, n, self._download_found(n, extent.top_k) if extent.top_k else None)
+
+    def begin(self, batch: Batch, hidden: Output | None) -> tuple[Extent, ...]:
+        """Uploads a batch; gives the extent here, and those of the followers."""
         limits, driver = self.limits, self.driver
         batch.check_size(limits.max_tokens, limits.max_outputs)
         batch.check(self.cache)
@@ -194,18 +219,7 @@ class CUDAStep(Step):
             driver.upload(memory, slot.words[part], self.stream)
         self._receive(hidden, len(batch.ids), slot)
         driver.record(slot.event, self.stream)
-        extent = self._bucket(batch) or self._whole(batch)
-        if batch.top_k and self.max_top_k:
-            most = next(k for k in _TOP_K if batch.top_k <= k)
-            extent = replace(extent, top_k=min(most, self.result.width))
-        if WATCHES:
-            WATCHES[-1].run(self, batch, extent)
-        else:
-            self.launch(extent)
-        driver.record(self._done, self.stream)
-        n = len(batch.ids) if self.result.slot == N_TOKENS else len(batch.outputs)
-        self._n_chosen = n if extent.top_k else 0
-        return CUDAOutput(self, n, self._download_found(n, extent.top_k) if extent.top_k else None)
+        return (self._bucket(batch) or self._whole(batch),)
 
     @property
     def chooses_ahead(self) -> bool:
@@ -224,33 +238,33 @@ class CUDAStep(Step):
             hidden.copy_to(memory, self.stream)
             return
         if slot.rows is None:
-            slot.rows = self._pinned(self.limits.max_tokens * row_bytes)
+            slot.rows = self.pinned(self.limits.max_tokens * row_bytes)
         rows = slot.rows[: memory.n_bytes]
         matrix = rows.view(np.float32).reshape(n_tokens, into.stride)
         matrix[:, : into.width] = input_rows(hidden, n_tokens, into.width)
         matrix[:, into.width :] = 0
         self.driver.upload(memory, rows, self.stream)
 
-    def launch(self, extent: Extent) -> None:
-        """Computes the batch of that extent which is in the device's memory."""
-        if extent not in self._graphs and extent not in self._launches:
-            launches = self._loaded(self.calls, extent)
+    def launch(self, *extents: Extent) -> None:
+        """Computes the batch of that extent which is in the device's memory; and in those of the followers."""
+        if extents not in self._graphs and extents not in self._launches:
+            launches = self.loaded(self.calls, *extents)
             self._launch(launches)
-            self._launches[extent] = launches
+            self._launches[extents] = launches
             if len(self._launches) > _MAX_LAUNCHES:
                 self._launches.popitem(last=False)
             return
-        if extent not in self._graphs:
-            self._graphs[extent] = self._captured(self._launches.pop(extent))
+        if extents not in self._graphs:
+            self._graphs[extents] = self._captured(self._launches.pop(extents))
             if len(self._graphs) > _MAX_GRAPHS:
                 self.driver.synchronize(self.stream)  # the one that goes may be at work
                 self._graphs.popitem(last=False)
-        self._graphs.move_to_end(extent)
-        self.driver.replay(self._graphs[extent], self.stream)
+        self._graphs.move_to_end(extents)
+        self.driver.replay(self._graphs[extents], self.stream)
 
     def graph(self, calls: Sequence[Call], extent: Extent) -> Graph:
         """A graph of some of the calls, for that extent."""
-        return self._captured(self._loaded(calls, extent))
+        return self._captured(self.loaded(calls, extent))
 
     def _bucket(self, batch: Batch) -> Extent | None:
         """That of a bucket which a batch fits into, if any."""
@@ -296,20 +310,21 @@ class CUDAStep(Step):
                     modules[f"{launch.module} {sorted(launch.defines.items())}"] = launch.module, launch.defines
         self.driver.compile_modules(self.device, modules.values(), progress)
 
-    def _loaded(self, calls: Sequence[Call], extent: Extent) -> list[_Loaded]:
-        return [self._load(launch) for launch in _launches(calls, extent)]
+    def loaded(self, calls: Sequence[Call], *extents: Extent) -> list[Work]:
+        """The launches of calls, with their modules and the memory of their buffers."""
+        return [self._load(launch) for launch in _launches(calls, extents[0])]
 
-    def _load(self, launch: Launch) -> _Loaded:
-        """Its module, and the launch with the memory of its buffers."""
-        arguments = (self.memory(a) if isinstance(a, Buffer | Address) else a for a in launch.arguments)
-        return self.driver.load_module(self.device, launch.module, launch.defines), launch.given(*arguments)
+    def _load(self, launch: Launch) -> Work:
+        arguments = [self.memory(a) if isinstance(a, Buffer | Address) else a for a in launch.arguments]
+        module = self.driver.load_module(self.device, launch.module, launch.defines)
+        shape = launch.kernel, launch.grid, launch.block
+        return partial(self.driver.launch, module, *shape, arguments, self.stream, launch.shared_bytes)
 
-    def _launch(self, launches: Sequence[_Loaded]) -> None:
-        launch, stream = self.driver.launch, self.stream
-        for module, each in launches:
-            launch(module, each.kernel, each.grid, each.block, each.arguments, stream, each.shared_bytes)
+    def _launch(self, work: Sequence[Work]) -> None:
+        for each in work:
+            each()
 
-    def _captured(self, launches: Sequence[_Loaded]) -> Graph:
+    def _captured(self, launches: Sequence[Work]) -> Graph:
         self.driver.begin_capture(self.stream)
         try:
             self._launch(launches)
@@ -326,7 +341,7 @@ class CUDAStep(Step):
         rows = self.result
         if self._host_rows is None:
             n_rows = self.limits.max_rows(rows.slot)
-            self._host_rows = self._pinned(4 * n_rows * rows.stride).view(np.float32).reshape(n_rows, rows.stride)
+            self._host_rows = self.pinned(4 * n_rows * rows.stride).view(np.float32).reshape(n_rows, rows.stride)
         for part in filter(None, parts):
             source = self.memory(rows.buffer.at(4 * part.start * rows.stride), 4 * len(part) * rows.stride)
             self.driver.download(self._host_rows[part.start : part.stop], source, self.stream)
@@ -341,7 +356,7 @@ class CUDAStep(Step):
         self.driver.synchronize(found.event)  # what it held, somebody may have run and never read
         size = 2 * n * k + (n if k > 1 else 0)
         if len(found.numbers) < size:
-            found.numbers = self._pinned(4 * self.limits.max_outputs * (2 * k + 1)).view(np.int32)
+            found.numbers = self.pinned(4 * self.limits.max_outputs * (2 * k + 1)).view(np.int32)
         if n:
             self.driver.download(found.numbers[:size], self.memory(self._found[k > 1], 4 * size), self.stream)
         self.driver.record(found.event, self.stream)
@@ -359,7 +374,7 @@ class CUDAStep(Step):
             driver.copy(to, source, stream)
         else:
             if self._staging is None:
-                self._staging = self._pinned(4 * self.limits.max_rows(self.result.slot) * self.result.stride)
+                self._staging = self.pinned(4 * self.limits.max_rows(self.result.slot) * self.result.stride)
             driver.download(self._staging[: to.n_bytes], source, self.stream)
             driver.record(self._done, self.stream)
             driver.wait(stream, self._done)

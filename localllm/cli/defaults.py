@@ -15,7 +15,7 @@ from localllm.settings import Settings, load_settings, settings_path
 #: The settings that stand for flags of the same names, wherever a command has these.
 _FOR_FLAGS = ("model", *(name for name, option in declared(LoadOptions).items() if option.is_kept))
 #: Those of them that hold for the device beside them alone.
-_WITH_DEVICE = ("n_gpu_layers", "tensor_split")
+_WITH_DEVICE = ("n_gpu_layers", "tensor_split", "split_mode")
 
 
 def settle(arguments: argparse.Namespace, *, skip: Collection[str] = ()) -> Settings:
@@ -52,7 +52,7 @@ def _ignore_layers(arguments: argparse.Namespace) -> None:
     """Says that there is no GPU for the layers that should go there, where none was insisted on."""
     given = vars(arguments)
     device = str(given.get("device"))
-    for name, flag in (("n_gpu_layers", "-ngl"), ("tensor_split", "--tensor-split")):
+    for name, flag in (("n_gpu_layers", "-ngl"), ("tensor_split", "--tensor-split"), ("split_mode", "-sm")):
         if given.get(name) and not device.lower().startswith(("cuda", "gpu")):
             from localllm.devices import gpu_memory  # imported here: most command lines name no layers
 

@@ -38,7 +38,6 @@ NO_EFFECT = each(
         "--numa --prio --poll": ("1", "the system places and schedules threads"),
         "--mmap --no-mmap -mmp --use-mmap": ("?", "weights are always copied while they are loaded"),
         "--repack --no-repack -nr": ("0", "weights are always repacked for the processor"),
-        "-sm --split-mode": ("1", "a model is always split by layers"),
         "--jinja": ("0", "the file's chat template is always used"),
         "-st --single-turn": ("0", "localllm generate answers one prompt, localllm chat goes on"),
         "--keep --n-keep": ("1", "generate --overflow and chat --when-full say what a full context loses"),

@@ -79,6 +79,7 @@ def _check_flags(arguments: argparse.Namespace) -> None:
         "--device": arguments.device is not None,
         "-ngl": arguments.n_gpu_layers is not None,
         "--tensor-split": arguments.tensor_split is not None,
+        "--split-mode": arguments.split_mode is not None,
         "--cache-type": arguments.cache_type is not None,
     }
     if not arguments.plan and any(given.values()):

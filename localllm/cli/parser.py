@@ -374,7 +374,7 @@ def _add_device(group: argparse._ActionsContainer) -> None:
 
 
 def _add_placement(group: argparse._ActionsContainer) -> None:
-    _add_declared(group, LoadOptions, "device", "tensor_split")
+    _add_declared(group, LoadOptions, "device", "tensor_split", "split_mode")
     _add_declared(group, LoadOptions, "n_gpu_layers", type=layers)
 
 

@@ -244,6 +244,7 @@ def test_predictions() -> None:
     one, two = (predict.decode(card, 1, 512, n_gpus) for n_gpus in (1, 2))
     assert 1 / two["tok/s"] - 1 / one["tok/s"] == pytest.approx(predict.HANDOVER)
     assert predict.decode(card, 32, 32768, 1)["tok/s"] == "does not fit"
+    assert predict.decode(card, 32, 32768, 2, rows=True)["tok/s"] > predict.decode(card, 32, 32768, 2)["tok/s"]
     for each in predict.CARDS:
         assert predict.prefill(each, 512, 2)["tok/s"] > predict.prefill(each, 512, 1)["tok/s"]
     assert predict.prefill(card, 4096, 1)["launches"] == 2 * predict.prefill(card, 2048, 1)["launches"]

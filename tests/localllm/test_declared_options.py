@@ -50,7 +50,7 @@ def test_flags_set_the_option_of_their_name(cls: type) -> None:
 
 def test_what_is_kept_is_in_the_settings_file_and_numbers_in_the_chat() -> None:
     kept = {name for name, option in declared(LoadOptions).items() if option.is_kept}
-    assert kept == {"device", "n_gpu_layers", "tensor_split", "context", "threads", "cache_type"}
+    assert kept == {"device", "n_gpu_layers", "tensor_split", "split_mode", "context", "threads", "cache_type"}
     assert kept < KEYS.keys()
     asked = {"logit_bias", "logprobs", "processors", "json_schema", "regex", "grammar"}
     assert declared(Sampling).keys() - SAMPLING_KEYS.keys() == asked

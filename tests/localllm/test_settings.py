@@ -17,6 +17,7 @@ model = "org/repo:Q4_K_M"
 device = "cuda:0,1"
 n_gpu_layers = 20
 tensor_split = [3, 1]
+split_mode = "row"
 context = 8192
 threads = 4
 cache_type = "q8_0"
@@ -46,6 +47,7 @@ def test_all_keys(tmp_path: Path) -> None:
         device="cuda:0,1",
         n_gpu_layers=20,
         tensor_split=(3.0, 1.0),
+        split_mode="row",
         context=8192,
         threads=4,
         cache_type="q8_0",

@@ -21,9 +21,9 @@ import numpy as np
 
 from localllm.errors import KernelError
 from localllm.kernels.cuda.cupy_driver import CupyDriver
-from localllm.kernels.cuda.driver import Defines, DeviceMemory, Event, Launch, Module, Stream
+from localllm.kernels.cuda.driver import Defines, DeviceMemory, Event, Stream
 from localllm.kernels.cuda.roofline import THREADS
-from localllm.kernels.cuda.step import CUDAStep
+from localllm.kernels.cuda.step import CUDAStep, Work
 
 #: The oldest devices that do so.
 CAPABILITY = (9, 0)
@@ -99,24 +99,25 @@ def load_early(driver: CupyDriver, device: int, name: str, defines: Defines | No
 # -- Weights read beside attention ---------------------------------------------------------------------------------
 
 
-def launch_reading_ahead(step: CUDAStep, launches: Sequence[tuple[Module, Launch]]) -> None:
+def launch_reading_ahead(step: CUDAStep, launches: Sequence[Work]) -> None:
     """`CUDAStep._launch` with a branch from the first kernel of attention to its last."""
     driver, stream, device = step.driver, step.stream, step.device
     if step not in _BRANCHES:
         _BRANCHES[step] = driver.stream(device), driver.allocate(device, 4 * _READERS * _WARPS), []
     branch, sums, events = _BRANCHES[step]
     reader, join = driver.load_module(device, "ceilings"), None
-    for i, (module, each) in enumerate(launches):
-        product = next((later for _, later in launches[i:] if later.kernel == "matvec"), None)
-        if each.kernel == "attention_split" and product is not None:
-            weights, (fork, join) = product.arguments[5], (driver.event(device) for _ in range(2))
+    for i, launch in enumerate(launches):
+        kernel = launch.args[1]
+        product = next((later.args[4] for later in launches[i:] if later.args[1] == "matvec"), None)
+        if kernel == "attention_split" and product is not None:
+            weights, (fork, join) = product[5], (driver.event(device) for _ in range(2))
             events += fork, join
             driver.record(fork, stream)
             driver.wait(branch, fork)
             words = [weights, np.int64(weights.n_bytes // 16), sums]
             driver.launch(reader, "read_words", (_READERS,), (THREADS,), words, branch)
             driver.record(join, branch)
-        driver.launch(module, each.kernel, each.grid, each.block, each.arguments, stream, each.shared_bytes)
-        if each.kernel == "attention_merge" and join is not None:
+        launch()
+        if kernel == "attention_merge" and join is not None:
             driver.wait(stream, join)
             join = None

@@ -31,8 +31,10 @@ from localllm.kernels.cuda.calls import BatchSizes, Extent, StepLimits
 from localllm.kernels.cuda.driver import DeviceProperties, Driver
 from localllm.kernels.cuda.lowering import Lowered, Lowering
 from localllm.kernels.cuda.matmul import ProductLimits
+from localllm.kernels.cuda.row_split import Exchange, Meeting, ShardLowering
 from localllm.kernels.cuda.step import CUDAStep
 from localllm.kernels.cuda.weights import PackedWeights, WeightLoader
+from localllm.kernels.shards import shard
 from localllm.kernels.split import MICRO_BATCH
 from localllm.quant.types import GGMLType
 from tests.benchmarks.gpu.report import table
@@ -49,6 +51,8 @@ GAP = 0.5e-6
 LATENCY = 0.7e-6
 #: Seconds that hidden states take to another GPU over PCIe; a guess: an event, a copy and a wait.
 HANDOVER = 15e-6
+#: Seconds that a device waits beside the slowest one's work where all of them meet, in a graph over several; a guess.
+MEET = 5e-6
 #: Instructions of a warp for 32 rows and 32 columns of weights: of matvec (its head) for a token and for the weights,
 #: and of the others for 8 tokens, with all that their loops do, counted in their SASS for sm_90 (by nvdisasm): matmul
 #: in tiles of 128 tokens of Q4_K and 64 of Q6_K, matmul_few in tiles of 8.
@@ -73,6 +77,7 @@ class Card:
         clock: of multiprocessors, which begin four instructions of warps in each period.
         rates: operations a second by mma.sync.
         peak: that of the tensor cores for int8, dense, by the data sheet.
+        link: bytes a second to another GPU, one way.
         decode_aim: share of the speed of copies that one sequence should have.
     """
 
@@ -81,6 +86,7 @@ class Card:
     clock: float
     rates: dict[str, float]
     peak: float
+    link: float
     decode_aim: float
 
 
@@ -92,12 +98,14 @@ CARDS = (
     # NVIDIA's data sheet of the H100 SXM: 132 multiprocessors, 3.35 TB/s, 1,979 int8 and 989 f16 dense; its
     # whitepaper: 1.755 GHz.  Copies move 3.0 TB/s (seen on one, through PyTorch).  mma.sync reaches 62% of the peak
     # (Luo et al., "Benchmarking and Dissecting the Nvidia Hopper GPU Architecture via Microbenchmarking", 2024).
+    # NVLink 4 moves 450 GB/s one way, by the data sheet.
     _card("H100", (9, 0), 132, 80, 227, copy=3.0e12, clock=1.755e9,
-          rates={"int8": 0.62 * 1979e12, "f16": 0.62 * 989e12}, peak=1979e12, decode_aim=0.8),
+          rates={"int8": 0.62 * 1979e12, "f16": 0.62 * 989e12}, peak=1979e12, link=450e9, decode_aim=0.8),
     # NVIDIA's whitepaper of Ada: 128 multiprocessors at 2.52 GHz, 1,008 GB/s, 660.6 int8 and 165.2 f16 with sums of
-    # float32, dense.  That copies move 92% of the bandwidth is a guess.
+    # float32, dense.  That copies move 92% of the bandwidth is a guess, and so is that the way through the host, with
+    # no peers, moves 12 GB/s over PCIe 4.
     _card("RTX 4090", (8, 9), 128, 24, 99, copy=0.92 * 1008e9, clock=2.52e9,
-          rates={"int8": 660.6e12, "f16": 165.2e12}, peak=660.6e12, decode_aim=0.88),
+          rates={"int8": 660.6e12, "f16": 165.2e12}, peak=660.6e12, link=12e9, decode_aim=0.88),
 )  # fmt: skip
 
 
@@ -161,20 +169,27 @@ def total(calls: Mapping[str, Taken]) -> Taken:
 
 
 class Model:
-    """The 8B model on a card, without memory: steps of up to so many sequences of a length."""
+    """The 8B model on a card, without memory: steps of up to so many sequences of a length.
 
-    def __init__(self, card: Card, n_sequences: int, length: int, *, mixture: bool = False) -> None:
+    Args:
+        n_rows: GPUs that it is split over by rows; it is the first one's part then.
+    """
+
+    def __init__(self, card: Card, n_sequences: int, length: int, *, mixture: bool = False, n_rows: int = 1) -> None:
         self.card, self.pages = card, -(-length // PAGE)
-        graph = llama(mixture=mixture)
+        graphs = [llama(mixture=mixture)] if n_rows == 1 else shard(llama(), n_rows)
+        graph = graphs[0]
         driver = cast(Driver, SimpleNamespace(properties=lambda device: card.properties, stream=lambda device: None))
         cache = CUDACache(graph, (self.pages * n_sequences,), 0)
         own = card.properties
         limits = ProductLimits(own.capability, own.shared_bytes, n_multiprocessors=own.n_multiprocessors)
-        self.lowered: Lowered = Lowering(
-            graph,
-            PackedWeights(WeightLoader(driver, 0)),
-            StepLimits(graph, card.properties, cache, MAX_TOKENS, 32, limits),
-        ).lower()
+        weights = PackedWeights(WeightLoader(driver, 0))
+        steps = StepLimits(graph, card.properties, cache, MAX_TOKENS, 32, limits)
+        exchanges = [Exchange.of(each, steps) for each in graphs]
+        lowering = (
+            Lowering(graph, weights, steps) if n_rows == 1 else ShardLowering(graph, weights, steps, exchanges, 0, ())
+        )
+        self.lowered: Lowered = lowering.lower()
         self.step = CUDAStep.__new__(CUDAStep)  # it knows extents; nothing is launched
         self.step.limits, self.step.cache = self.lowered.limits, cache
         token = BatchSizes(1, 1, ((1, 1),))  # reads all weights
@@ -205,6 +220,8 @@ class Model:
         card, lowered = self.card, self.lowered
         for call in lowered.calls:
             launches, cost = list(call.launches(extent)), call.cost(sizes)
+            if isinstance(call, Meeting):  # what it waits for is then read by the launches behind it
+                yield call.name, 0, 0.0, MEET + cost.n_bytes / card.link
             if not (kernels := [launch.kernel for launch in launches]):
                 continue
             seconds, is_lanes = cost.n_bytes / card.copy, kernels[0].startswith("matvec")
@@ -228,34 +245,37 @@ class Model:
             yield call.name, len(kernels), cost.n_bytes, seconds
 
 
-def decode(card: Card, n_sequences: int, depth: int, n_gpus: int) -> Row:
+def decode(card: Card, n_sequences: int, depth: int, n_gpus: int, *, rows: bool = False) -> Row:
     """Of sequences that are so long already."""
-    row = _row(card, f"tg @ {depth}", n_sequences, n_gpus)
-    model = Model(card, n_sequences, depth + 1)
-    if model.n_bytes > ROOM * n_gpus * card.properties.total_bytes:
+    row = _row(card, f"tg @ {depth}", n_sequences, n_gpus, rows=rows)
+    model = Model(card, n_sequences, depth + 1, n_rows=n_gpus if rows else 1)
+    if model.n_bytes > ROOM * (1 if rows else n_gpus) * card.properties.total_bytes:
         return {**row, "tok/s": "does not fit"}
     calls = model.predict(n_sequences, 1, depth + 1)
-    seconds = total(calls).seconds + (n_gpus - 1) * HANDOVER
-    share = total(calls).n_bytes / card.copy / seconds / n_gpus
+    seconds = total(calls).seconds + (0 if rows else (n_gpus - 1) * HANDOVER)
+    share = total(calls).n_bytes / card.copy / seconds / (1 if rows else n_gpus)
     aim = card.decode_aim if n_sequences == n_gpus == 1 else None
     return row | _found(n_sequences / seconds, total(calls).n_launches, share, "copies", aim)
 
 
-def prefill(card: Card, n: int, n_gpus: int) -> Row:
-    """A prompt, in steps; on two GPUs each has half of the layers, and works on a micro-batch."""
-    model, size = Model(card, 1, n), min(n, MAX_TOKENS if n_gpus == 1 else MICRO_BATCH)
+def prefill(card: Card, n: int, n_gpus: int, *, rows: bool = False) -> Row:
+    """A prompt, in steps; on two GPUs each has half of the layers, and works on a micro-batch, or half of each."""
+    n_parts = 1 if rows else n_gpus  # that follow each other
+    model = Model(card, 1, n, n_rows=n_gpus if rows else 1)
+    size = min(n, MAX_TOKENS if n_parts == 1 else MICRO_BATCH)
     steps = [total(model.predict(1, size, end)) for end in range(size, n + 1, size)]
-    seconds = sum(step.seconds / n_gpus + (n_gpus - 1) * HANDOVER for step in steps)
-    seconds += (n_gpus - 1) * steps[-1].seconds / n_gpus  # the second begins later, and ends so
+    seconds = sum(step.seconds / n_parts + (n_parts - 1) * HANDOVER for step in steps)
+    seconds += (n_parts - 1) * steps[-1].seconds / n_parts  # the second begins later, and ends so
     matrices = (size for name, size in tensor_shapes(SHAPES["llama-8b"]) if name.startswith("blk.") and len(size) > 1)
     share = sum(2.0 * n * rows * columns for rows, columns in matrices) / seconds / card.peak / n_gpus
     n_launches = sum(step.n_launches for step in steps)
-    row = _row(card, f"pp {n}", 1, n_gpus)
+    row = _row(card, f"pp {n}", 1, n_gpus, rows=rows)
     return row | _found(n / seconds, n_launches, share, "int8's peak", PREFILL if n_gpus == 1 else None)
 
 
-def _row(card: Card, test: str, n_sequences: int, n_gpus: int) -> Row:
-    return {"card": card.properties.name, "test": test, "sequences": n_sequences, "GPUs": n_gpus}
+def _row(card: Card, test: str, n_sequences: int, n_gpus: int, *, rows: bool) -> Row:
+    gpus = f"{n_gpus}, by rows" if rows else n_gpus
+    return {"card": card.properties.name, "test": test, "sequences": n_sequences, "GPUs": gpus}
 
 
 def _found(rate: float, n_launches: int, share: float, of: str, aim: float | None) -> Row:
@@ -266,9 +286,9 @@ def _found(rate: float, n_launches: int, share: float, of: str, aim: float | Non
 def predictions() -> Iterator[Row]:
     """Every row of the table."""
     for card in CARDS:
-        for n_gpus in (1, 2):
-            yield from (decode(card, n, depth, n_gpus) for depth in (512, 32768) for n in (1, 8, 32))
-            yield from (prefill(card, n, n_gpus) for n in (512, 8192))
+        for n_gpus, rows in ((1, False), (2, False), (2, True)):
+            yield from (decode(card, n, depth, n_gpus, rows=rows) for depth in (512, 32768) for n in (1, 8, 32))
+            yield from (prefill(card, n, n_gpus, rows=rows) for n in (512, 8192))
 
 
 def main() -> None:

@@ -59,7 +59,7 @@ LINES: list[tuple[str, str, dict[str, Any]]] = [
         "warning: -tb changes nothing here: -t holds for",
         {"threads": 1},
     ),
-    ("generate -m model.gguf -p hi -n 4 -sm row", "warning: -sm changes nothing here: a model is always split", {}),
+    ("generate -m model.gguf -p hi -n 4 -sm row", "warning: -sm changes nothing here: no GPU", {}),
     ("generate -m model.gguf -p hi -n 4 -mg 1", "error: there is no flag -mg: GPUs are named in their order", {}),
     ("generate -m model.gguf -p hi -n 4 -ts 3,1", "warning: --tensor-split changes nothing here: no GPU", {}),
     ("generate -m model.gguf -p hi -n 4 -dev CUDA0", "error: no CUDA device can be used: NVIDIA's driver is not", {}),

@@ -1,0 +1,341 @@
+"""Several CUDA devices as one: each computes a part of every layer (`localllm.kernels.shards`).
+
+    device 0   q k v, attention, part of the output ─┐ all wait ┌─ sum of all parts, norm, gate, up, …
+    device 1   q k v, attention, part of the output ─┘ for all  └─ sum of all parts, norm, gate, up, …
+
+Each device adds all partial sums itself, in the order of the devices, out of the others' memory; where it cannot
+reach that, they come through pinned host memory.  A graph is captured over the streams of all devices, with the
+events that order them.
+
+Partial sums have two buffers on each device, used in turn: when all have met for one sum, all have read those of the
+one before it, whose place the next may take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from localllm.kernels import graph as g
+from localllm.kernels.backend import (
+    Backend,
+    Batch,
+    Footprint,
+    Output,
+    PackedWeight,
+    Progress,
+    check_cache,
+    weights_of,
+)
+from localllm.kernels.buffers import Address, Buffer
+from localllm.kernels.cuda.backend import CUDABackend
+from localllm.kernels.cuda.cache import PAGE, CUDACache
+from localllm.kernels.cuda.calls import (
+    N_OUTPUTS,
+    N_TOKENS,
+    Call,
+    Cost,
+    Extent,
+    Inputs,
+    StepLimits,
+    Stored,
+    padded,
+)
+from localllm.kernels.cuda.driver import CompileProgress, Driver
+from localllm.kernels.cuda.lowering import GATE_THREADS, Lowered, Lowering, columns
+from localllm.kernels.cuda.step import CUDAStep, Work, graph_bytes
+from localllm.kernels.cuda.weights import PackedWeights
+from localllm.kernels.graph import Graph, LayerTag
+from localllm.kernels.shards import AllSum, Gather, shard
+from localllm.kernels.split import SplitCache
+
+
+@dataclass(eq=False)
+class Exchange:
+    """The buffers of a device that others read: two for partial sums, one for logits."""
+
+    sums: tuple[Stored, Stored]
+    logits: Stored | None
+
+    @classmethod
+    def of(cls, graph: Graph, limits: StepLimits) -> Exchange:
+        def new(width: int, slot: int) -> Stored:
+            return Stored(Buffer(4 * padded(width) * limits.max_rows(slot), is_kept=True), width, slot)
+
+        width = max((n.operation.x.width for n in graph.nodes if isinstance(n.operation, AllSum)), default=1)
+        gathered = [n.operation.x.width for n in graph.nodes if isinstance(n.operation, Gather)]
+        return cls((new(width, N_TOKENS), new(width, N_TOKENS)), new(gathered[0], N_OUTPUTS) if gathered else None)
+
+
+@dataclass(frozen=True, eq=False)
+class Meeting(Call):
+    """Where all devices wait until each has computed its part.
+
+    Attributes:
+        sent: the device's own part.
+        received: by device, where its part is copied to, if this device cannot reach its memory.
+    """
+
+    sent: Stored = field(kw_only=True)
+    received: dict[int, Buffer] = field(kw_only=True)
+
+
+class ShardLowering(Lowering):
+    """Makes the calls of one of the devices.
+
+    Args:
+        exchanges: of all devices.
+        device: its number among them.
+        unreachable: the devices whose memory it cannot read.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        weights: PackedWeights,
+        limits: StepLimits,
+        exchanges: Sequence[Exchange],
+        device: int,
+        unreachable: Sequence[int],
+    ) -> None:
+        super().__init__(graph, weights, limits)
+        self.exchanges, self.device, self.unreachable = exchanges, device, unreachable
+        self.n_sums = 0
+        self.received: dict[Stored, Buffer] = {}
+
+    def in_place(self, op: g.Linear | g.ExpertOutput) -> Stored:
+        own = self.exchanges[self.device]
+        match self.readers[op.result]:
+            case [AllSum()]:
+                return own.sums[self.n_sums % 2]
+            case [Gather()] if own.logits is not None:
+                return own.logits
+        return super().in_place(op)
+
+    def all_sum(self, op: AllSum) -> Stored:
+        parts = self._meet([each.sums[self.n_sums % 2] for each in self.exchanges], range(len(self.exchanges)))
+        self.n_sums += 1
+        y = self.like(op.result)
+        before: Address | Buffer = parts[0].at(0)
+        for part in parts[1:]:
+            self._add_row("all-reduce", part, y, before, y)
+            before = y.buffer
+        return y
+
+    def gather(self, op: Gather) -> Stored:
+        logits = [each.logits for each in self.exchanges if each.logits is not None]
+        parts = self._meet(logits, range(len(logits)) if self.device == 0 else ())
+        if self.device:
+            return logits[self.device]
+        y = self.like(op.result)
+        for part, rows, begin in zip(parts, logits, op.cuts, strict=False):
+            self._add_row("gather logits", part, rows, None, y, begin)
+        return y
+
+    def _add_row(
+        self, name: str, x: Buffer, like: Stored, residual: Address | Buffer | None, y: Stored, begin: int = 0
+    ) -> None:
+        """Has rows at x, of the width of others, added to a residual: where y is, from a column on."""
+        counter, to = self.batch.counter(y.slot), (y.buffer.at(4 * begin), y.stride)
+        # x may be another device's: an address, which gives it no place in the memory of this one.
+        values = counter, x.at(0), like.stride, like.width, 1.0, None, None, 0, residual, *to
+        self.call(name, ("elementwise", "add"), y.slot, columns(like), GATE_THREADS, *values, operands=[y])
+
+    def choose(self, logits: Stored) -> tuple[Buffer, Buffer] | None:
+        return super().choose(logits) if self.device == 0 else None
+
+    def _meet(self, sent: Sequence[Stored], read: Sequence[int]) -> list[Buffer]:
+        """Adds a meeting; gives the buffers where this device reads the parts of those that it reads."""
+        received = {i: self._copy_of(sent[i]) for i in self.unreachable if i in read}
+        own = sent[self.device]
+        operands: list[Stored | Inputs | Buffer] = [own, *received.values()]
+        others = [sent[i] for i in read if i != self.device]
+        cost = lambda sizes: Cost(sum(each.bytes_of(sizes.rows(own.slot)) for each in others))  # noqa: E731
+        self.calls.append(Meeting("meet", lambda extent: (), operands, cost, sent=own, received=received))
+        return [received.get(i, each.buffer) for i, each in enumerate(sent)]
+
+    def _copy_of(self, sent: Stored) -> Buffer:
+        return self.received.setdefault(sent, Buffer(sent.buffer.n_bytes, is_kept=True))
+
+
+class RowSplitStep(CUDAStep):
+    """The step of the first device, which has those of the others done with it.
+
+    Args:
+        followers: the steps of the other devices.
+        weights: of all devices.
+    """
+
+    #: The other devices would have to be told what was chosen.
+    chooses_ahead = False
+
+    def __init__(
+        self,
+        lowered: Sequence[Lowered],
+        first: tuple[Driver, int, object],
+        followers: Sequence[CUDAStep],
+        weights: tuple[PackedWeight, ...],
+    ) -> None:
+        driver, device, keep = first
+        super().__init__(driver, device, lowered[0], weights, (keep, *followers))
+        self.followers, self.steps = tuple(followers), (self, *followers)
+        caches = tuple(step.limits.cache for step in self.steps)
+        self.cache = SplitCache(caches, PAGE, caches[0].n_pages)
+        self._fork, *self._joins = (driver.event(step.device) for step in self.steps)
+        self._computed = [driver.event(step.device) for step in self.steps]
+        self._copied = [driver.event(step.device) for step in self.steps]
+        self._staging_of: dict[Stored, Any] = {}
+        for own in self.steps:
+            for other in self.steps:
+                if other is not own:
+                    if driver.can_access_peer(own.device, other.device):
+                        driver.enable_peer_access(own.device, other.device)
+                    meetings = (call for call in other.calls if isinstance(call, Meeting))
+                    own.reached |= {each.sent.buffer: other.arena for each in meetings}
+
+    def begin(self, batch: Batch, hidden: Output | None) -> tuple[Extent, ...]:
+        others = [extent for step in self.followers for extent in step.begin(batch, hidden)]
+        own = super().begin(batch, hidden)
+        for step, event in zip(self.followers, self._joins, strict=True):
+            self.driver.record(event, step.stream)
+            self.driver.wait(self.stream, event)
+        return (*own, *others)
+
+    def compile_kernels(self, progress: CompileProgress | None) -> None:
+        super().compile_kernels(progress)
+        for step in self.followers:
+            step.compile_kernels(progress)
+
+    def loaded(self, calls: Sequence[Call], *extents: Extent) -> list[Work]:
+        """Those of all devices, and what orders them: ``calls`` are all of this one."""
+        record, wait = self.driver.record, self.driver.wait
+        work: list[Work] = [partial(record, self._fork, self.stream)]
+        work += [partial(wait, step.stream, self._fork) for step in self.followers]
+        runs = [
+            [CUDAStep.loaded(step, run, extent) if not met else run for met, run in _runs(step.calls)]
+            for step, extent in zip(self.steps, extents, strict=True)
+        ]
+        for at_once in zip(*runs, strict=True):
+            if isinstance(at_once[0][0], Call):
+                work += self._meet([meeting for [meeting] in at_once], extents[0])
+            else:
+                work += [each for launches in at_once for each in launches]
+        for step, event in zip(self.followers, self._joins, strict=True):
+            work += [partial(record, event, step.stream), partial(wait, self.stream, event)]
+        return work
+
+    def _meet(self, meetings: Sequence[Meeting], extent: Extent) -> Iterator[Work]:
+        """Has every device wait for the parts of those that it reads, and copies what they cannot reach."""
+        driver = self.driver
+        for i, (step, meeting) in enumerate(zip(self.steps, meetings, strict=True)):
+            sent = meeting.sent
+            if any(i in other.received for other in meetings):
+                if sent not in self._staging_of:
+                    self._staging_of[sent] = step.pinned(sent.buffer.n_bytes)
+                n_bytes = min(sent.buffer.n_bytes, 4 * sent.stride * extent.rows(sent.slot))  # rows are rounded up
+                host, memory = self._staging_of[sent][:n_bytes], step.memory(sent.buffer, n_bytes)
+                yield partial(driver.download, host, memory, step.stream)
+            yield partial(driver.record, self._computed[i], step.stream)
+        for step, meeting in zip(self.steps, meetings, strict=True):
+            for i, event in enumerate(self._computed):
+                if self.steps[i] is not step:
+                    yield partial(driver.wait, step.stream, event)
+            for i, buffer in meeting.received.items():
+                sent = meetings[i].sent
+                n_bytes = min(sent.buffer.n_bytes, 4 * sent.stride * extent.rows(sent.slot))  # rows are rounded up
+                yield partial(
+                    driver.upload, step.memory(buffer, n_bytes), self._staging_of[sent][:n_bytes], step.stream
+                )
+
+
+def _runs(calls: Sequence[Call]) -> list[tuple[bool, list[Call]]]:
+    """Neighbouring calls, and alone each meeting."""
+    runs: list[tuple[bool, list[Call]]] = [(False, [])]
+    for call in calls:
+        if isinstance(call, Meeting):
+            runs += [(True, [call]), (False, [])]
+        else:
+            runs[-1][1].append(call)
+    return runs
+
+
+class RowSplitBackend(Backend):
+    """Several CUDA devices of one driver as one, up to 8.
+
+    What it takes counts as often as there are devices, each time that of the one with most.
+    """
+
+    name = "cuda"
+    page_size = PAGE
+    step_tokens = CUDABackend.step_tokens
+
+    def __init__(self, backends: Sequence[CUDABackend]) -> None:
+        self.backends = tuple(backends)
+
+    def footprint(
+        self, graph: Graph, *, n_pages: tuple[int, ...], max_tokens: int, max_outputs: int, n_states: int = 0
+    ) -> Footprint:
+        check_cache(graph, n_pages, n_states)
+        graphs = shard(graph, len(self.backends))
+        weights = [PackedWeights(backend.loader) for backend in self.backends]
+        caches = [CUDACache(each, n_pages, n_states) for each in graphs]
+        uses = [weights_of(each) for each in graphs]
+        unreachable = [
+            [
+                j
+                for j, b in enumerate(self.backends)
+                if b is not a and not a.driver.can_access_peer(a.device, b.device)
+            ]
+            for a in self.backends
+        ]
+
+        def lower() -> list[Lowered]:
+            parts = list(zip(self.backends, graphs, caches, strict=True))
+            limits = [backend.limits(each, cache, max_tokens, max_outputs) for backend, each, cache in parts]
+            exchanges = [Exchange.of(*both) for both in zip(graphs, limits, strict=True)]
+            makers = zip(graphs, weights, limits, unreachable, strict=True)
+            return [ShardLowering(a, b, c, exchanges, i, d).lower() for i, (a, b, c, d) in enumerate(makers)]
+
+        def load(progress: Progress | None) -> CUDAStep:
+            packed = []
+            for backend, own, cache, each in zip(self.backends, weights, caches, uses, strict=True):
+                # Weights are reported as they are in the file, once.
+                report = progress if backend is self.backends[0] else None
+                packed.append([own.load(use, report) for use in each])
+                backend.loader.close()
+                cache.allocate(backend.driver, backend.device)
+            lowered = lower()
+            first, *others = zip(self.backends, lowered, packed, weights, strict=True)
+            followers = [CUDAStep(b.driver, b.device, low, tuple(ps), keep) for b, low, ps, keep in others]
+            backend, _, _, keep = first
+            step = RowSplitStep(lowered, (backend.driver, backend.device, keep), followers, _together(packed))
+            if backend.compiles_ahead:
+                step.compile_kernels(backend.progress)
+            return step
+
+        planned = [[own.planned(use) for use in each] for own, each in zip(weights, uses, strict=True)]
+        buffers = [each.arena_bytes + graph_bytes(each) for each in lower()]
+        fixed = [
+            sum(w.n_bytes for w in ws) + sum(c.layer_bytes().values()) for ws, c in zip(planned, caches, strict=True)
+        ]
+        together = _together(planned)
+        kept = {layer: sum(cache.layer_bytes()[layer] for cache in caches) for layer in caches[0].layer_bytes()}
+        most = max(a + b for a, b in zip(fixed, buffers, strict=True))
+        return Footprint(together, kept, most * len(self.backends) - sum(fixed), load)
+
+    def close(self) -> None:
+        for backend in self.backends:
+            backend.close()
+
+
+def _together(devices: Sequence[Sequence[PackedWeight]]) -> tuple[PackedWeight, ...]:
+    """The weights of all devices, each once, with the bytes of all its parts."""
+    held: dict[tuple[str, LayerTag], PackedWeight] = {}
+    for weight in (weight for own in devices for weight in own):
+        before = held.get((weight.name, weight.layer))
+        held[weight.name, weight.layer] = (
+            weight if before is None else replace(before, n_bytes=before.n_bytes + weight.n_bytes)
+        )
+    return tuple(held.values())

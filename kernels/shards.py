@@ -1,0 +1,248 @@
+"""A graph cut across its matrices: each of several devices computes a part of every layer.
+
+Heads of attention are shared out by key/value head, with their part of the cache; so are the rows of an MLP's first
+matrices and the columns of its last one, and the rows of the output matrix.  A device multiplies its columns of a
+matrix into a partial sum, and `AllSum` adds those of all in the order of the devices: the same bits in every run.
+Whatever has a whole row to read (norms, residuals, the embedding) every device computes for itself.
+
+Source: Megatron-LM, arXiv:1909.08053.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from math import lcm
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localllm.errors import KernelError
+from localllm.kernels import graph as g
+from localllm.kernels.graph import Graph, Matrix, Operation, Rows, Tensor, Weight
+from localllm.quant.lut import block_size
+from localllm.quant.types import GGMLType
+
+#: Operations that compute whole rows, on every device the same.
+_WHOLE = g.Input | g.Embed | g.RMSNorm | g.LayerNorm | g.Add | g.Scale | g.Softcap | g.Outputs
+#: Those that may compute a part of each.
+_CUT = g.Linear | g.Linears | g.RopeAppend | g.Attention | g.Gated | g.Activation
+#: What users call others.
+_NAMES = {
+    g.Route: "mixtures of experts",
+    g.HeadLinear: "latent attention",
+    g.CausalConv: "recurrent layers",
+    g.AdapterWeights: "adapters",
+}
+#: Columns that cuts are multiples of: activations are rounded in groups of 32, and tiles are of up to 256.
+_GROUP, _TILE = 32, 256
+
+#: Where a tensor's columns, or a weight's rows or columns, are cut: with both ends, one more than there are devices.
+Cuts = tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class AllSum(Operation[Tensor]):
+    """The sum of the x of all devices, in their order."""
+
+    x: Tensor
+
+    @cached_property
+    def result(self) -> Tensor:
+        return Tensor(self.x.rows, self.x.width)
+
+
+@dataclass(frozen=True, eq=False)
+class Gather(Operation[Tensor]):
+    """Side by side, the x of all devices, on the first; the others go on with their own."""
+
+    x: Tensor
+    cuts: Cuts
+    device: int
+
+    @cached_property
+    def result(self) -> Tensor:
+        return Tensor(self.x.rows, self.x.width if self.device else self.cuts[-1])
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """The rows of a weight, or its columns, that a device has."""
+
+    whole: Weight
+    part: range
+    is_columns: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.whole.name
+
+    @property
+    def type(self) -> GGMLType:
+        return self.whole.type
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        rows, *columns = self.whole.shape
+        return (rows, len(self.part)) if self.is_columns else (len(self.part), *columns)
+
+    @property
+    def data(self) -> NDArray[np.uint8]:
+        """A copy where the columns are some of a row's."""
+        data, part = self.whole.data, self.part
+        if not self.is_columns:
+            n_bytes = data.nbytes // self.whole.shape[0]
+            return data[part.start : part.stop] if data.ndim > 1 else data[n_bytes * part.start : n_bytes * part.stop]
+        size = block_size(self.type)
+        return np.ascontiguousarray(data[:, size.row_bytes(part.start) : size.row_bytes(part.stop)])
+
+    def drop_pages(self) -> None:
+        self.whole.drop_pages()
+
+
+def shard(graph: Graph, n: int) -> list[Graph]:
+    """The graphs of ``n`` devices, which together compute what this one does.
+
+    Raises:
+        KernelError: it has operations, or sizes, that cannot be cut so; names them.
+    """
+    for node in graph.nodes:
+        if not isinstance(node.operation, _WHOLE | _CUT):
+            raise _refused(_NAMES.get(type(node.operation), type(node.operation).__name__))
+    cuts = _cuts(graph, n)
+    return [_Sharding(graph, cuts, device).graph() for device in range(n)]
+
+
+def _refused(what: str) -> KernelError:
+    return KernelError(
+        f"a model with {what} cannot be split by rows: leave split_mode out, and it is split by layers"
+    )
+
+
+def _even(total: int, n: int, *units: int) -> Cuts:
+    """About even parts, cut at multiples of the first of the units of which each device gets one."""
+    for unit in units:
+        if (n_units := total // unit) >= n:
+            return *(n_units * i // n * unit for i in range(n)), total
+    raise _refused(f"{total:,} values in a row, or heads, where each of {n} devices needs {units[-1]}")
+
+
+def _cuts(graph: Graph, n: int) -> dict[Tensor, Cuts]:
+    """Of the tensors that are cut, where."""
+    readers: dict[Any, list[Operation[Any]]] = defaultdict(list)
+    made_by: dict[Any, Operation[Any]] = {}
+    for node in graph.nodes:
+        made_by |= dict.fromkeys(node.operation.results, node.operation)
+        for x in node.operation.inputs:
+            readers[x].append(node.operation)
+    cuts: dict[Tensor, Cuts] = {}
+    heads: dict[int, Cuts] = {}
+
+    def columns_of(x: Tensor) -> int:
+        """What cuts of a tensor must be multiples of for the matrices that multiply it, perhaps behind a gate."""
+        sizes = [columns_of(op.result) for op in readers[x] if isinstance(op, g.Gated)]
+        sizes += [block_size(op.matrix.weight.type).length for op in readers[x] if isinstance(op, g.Linear)]
+        return lcm(_GROUP, *sizes)
+
+    for node in graph.nodes:
+        match node.operation:
+            case g.RopeAppend(q=q, k=k, v=v, cache=cache) as op:
+                if not all(isinstance(made_by[x], g.Linear | g.Linears) for x in (q, k, v) if x is not None):
+                    raise _refused("queries and keys that are normed in whole rows")
+                group = q.width // (cache.n_heads * cache.key_dim)
+                [attention] = [each for each in readers[op.result] if isinstance(each, g.Attention)]
+                if cache.layer not in heads:
+                    unit = columns_of(attention.result)
+                    head = lcm(unit, group * cache.value_dim) // (group * cache.value_dim)
+                    heads[cache.layer] = _even(cache.n_heads, n, head)
+                own = heads[cache.layer]
+                widths = (q, group * cache.key_dim), (k, cache.key_dim), (v, cache.value_dim)
+                cuts |= {x: tuple(width * i for i in own) for x, width in widths if x is not None}
+                cuts[op.result] = cuts[q]
+                cuts[attention.result] = tuple(group * cache.value_dim * i for i in own)
+            case g.Gated(gate=gate, up=up) as op:
+                unit = columns_of(op.result)
+                own = cuts.get(up) or cuts.get(gate) or _even(up.width, n, lcm(_TILE, unit), unit)
+                cuts |= {gate: own, up: own, op.result: own}
+            case g.Activation(x=x) as op:
+                unit = columns_of(op.result)
+                cuts[x] = cuts[op.result] = _even(x.width, n, lcm(_TILE, unit), unit)
+            case g.Linear() as op if node.layer == "output":
+                cuts[op.result] = _even(op.result.width, n, _TILE, _GROUP)
+    return cuts
+
+
+class _Sharding:
+    """Makes the graph of one device."""
+
+    def __init__(self, graph: Graph, cuts: dict[Tensor, Cuts], device: int) -> None:
+        self.whole, self.cuts, self.device = graph, dict(cuts), device
+        self.own = Graph(graph.cache_type)
+        self.own.windows = graph.windows
+        self.tensors: dict[Any, Any] = {}
+        self.weights: dict[tuple[Weight, range, bool], Shard] = {}
+
+    def graph(self) -> Graph:
+        for layer, cache in self.whole.caches.items():
+            operations = (node.operation for node in self.whole.nodes)
+            q = next(op.q for op in operations if isinstance(op, g.Attention) and op.cache is cache)
+            n_heads = len(self.part(q)) * cache.n_heads // q.width
+            self.own.caches[layer] = replace(cache, n_heads=n_heads)
+        for node in self.whole.nodes:
+            self.own.layer = node.layer
+            op = node.operation
+            made = self.add(op)
+            self.tensors |= zip(op.results, made if isinstance(made, tuple) else (made,), strict=True)
+        return self.own
+
+    def part(self, x: Tensor) -> range:
+        return range(*self.cuts[x][self.device : self.device + 2])
+
+    def shard(self, weight: Weight | None, part: range, *, is_columns: bool = False) -> Any:
+        """The same each time: a weight that is used twice is packed once."""
+        if weight is None:
+            return None
+        return self.weights.setdefault((weight, part, is_columns), Shard(weight, part, is_columns))
+
+    def rows(self, matrix: Matrix, result: Tensor) -> Matrix:
+        """The rows of a matrix that make a device's part of a tensor."""
+        part = self.part(result)
+        return Matrix(self.shard(matrix.weight, part), self.shard(matrix.bias, part))
+
+    def add(self, op: Operation[Any]) -> Any:
+        cut = [x for x in (*op.inputs, *op.results) if x in self.cuts]
+        match op:
+            case g.Linear(x=x, matrix=matrix) if x in self.cuts and op.result not in self.cuts:
+                if x.rows is not Rows.TOKENS:
+                    raise _refused("products of outputs alone")
+                weight = self.shard(matrix.weight, self.part(x), is_columns=True)
+                is_first = self.device == 0  # bias and residual are added once
+                residual = self.tensors[op.residual] if is_first and op.residual is not None else None
+                mine = Matrix(weight, matrix.bias if is_first else None)
+                return self.own.add(AllSum(self.own.add(g.Linear(self.tensors[x], mine, residual))))
+            case g.Linear(x=x) if cut == [op.result] and op.residual is None:
+                y = self.own.add(g.Linear(self.tensors[x], self.rows(op.matrix, op.result)))
+                is_output = self.own.layer == "output"
+                cuts = self.cuts.pop(op.result) if is_output else ()
+                return self.own.add(Gather(y, cuts, self.device)) if is_output else y
+            case g.Linears(x=x, matrices=matrices) if cut == list(op.result):
+                own = tuple(self.rows(m, y) for m, y in zip(matrices, op.result, strict=True))
+                return self.own.add(g.Linears(self.tensors[x], own))
+            case g.RopeAppend() | g.Attention(sinks=None) | g.Gated() | g.Activation():
+                return self.own.add(self.renewed(op))
+            case _ if isinstance(op, _WHOLE | g.Linear | g.Linears) and not cut:
+                return self.own.add(self.renewed(op))
+        raise _refused(f"a cut through {type(op).__name__}")
+
+    def renewed(self, op: Operation[Any]) -> Any:
+        """The operation over this graph's tensors and caches."""
+        changes: dict[str, Any] = {}
+        for each in fields(op):
+            value = getattr(op, each.name)
+            if isinstance(value, Tensor):
+                changes[each.name] = self.tensors.get(value, value)
+            elif isinstance(value, g.KVCache):
+                changes[each.name] = self.own.caches[value.layer]
+        return replace(op, **changes)
