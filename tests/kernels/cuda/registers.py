@@ -3,7 +3,7 @@
 python -m tests.kernels.cuda.registers          compiles all variants for all architectures; fails where one spills or
                                                 takes more registers than its budget
 python -m tests.kernels.cuda.registers 75 90    for these only
-python -m tests.kernels.cuda.registers --write  keeps what they take, the most over the architectures, as the budget
+python -m tests.kernels.cuda.registers --write  keeps what they take as the budget, for each architecture its own
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -27,8 +26,8 @@ from localllm.quant.lut import KernelType
 from tests.cuda_on_cpu import nvrtc
 from tests.cuda_on_cpu.nvrtc import Resources
 
-#: Registers by variant and kernel.
-Budgets = dict[str, dict[str, int]]
+#: Registers by variant, kernel and architecture.
+Budgets = dict[str, dict[str, dict[str, int]]]
 
 BUDGETS = Path(__file__).with_name("registers.json")
 #: Shared memory that a block may have, by architecture.
@@ -47,7 +46,7 @@ HEAD_DIMS = (16, 64, 80, 96, 128, 256)
 
 @dataclass(frozen=True)
 class Case:
-    """A module as a device uses it.  Variants of different architectures share a name, and a budget."""
+    """A module as a device uses it; ``name`` is that of the variant."""
 
     name: str
     module: str
@@ -131,7 +130,7 @@ def problems(case: Case, budgets: Budgets, found: dict[str, Resources]) -> list[
         where = f"{kernel} of {case.name} for sm_{case.architecture}"
         if taken.spill_bytes or taken.stack_bytes:
             wrong.append(f"{where} spills {taken.spill_bytes} bytes, and has a stack of {taken.stack_bytes}")
-        budget = budgets.get(case.name, {}).get(kernel)
+        budget = budgets.get(case.name, {}).get(kernel, {}).get(str(case.architecture))
         if budget is None:
             wrong.append(f"{where} has no budget")
         elif taken.registers > budget:
@@ -145,16 +144,18 @@ def main() -> int:
     parser.add_argument("--write", action="store_true")
     given = parser.parse_args()
     if given.write and given.architectures:
-        parser.error("a budget holds for all architectures")
+        parser.error("budgets are written for all architectures")
     cases = [case for case in everything() if case.architecture in (given.architectures or SHARED_BYTES)]
     with ProcessPoolExecutor() as pool:  # older NVRTC compiles one module at a time in a process
         all_found = list(pool.map(Case.resources, cases, chunksize=8))
     if given.write:
-        taken: dict[str, Counter[str]] = {}
+        taken: Budgets = {}
         for case, found in zip(cases, all_found, strict=True):
-            taken.setdefault(case.name, Counter())
-            taken[case.name] |= Counter({kernel: resources.registers for kernel, resources in found.items()})
-        BUDGETS.write_text(json.dumps(taken, indent=1, sort_keys=True) + "\n")
+            for kernel, resources in found.items():
+                of_kernel = taken.setdefault(case.name, {}).setdefault(kernel, {})
+                of_kernel[str(case.architecture)] = resources.registers
+        lines = (f"{json.dumps(name)}: {json.dumps(taken[name], sort_keys=True)}" for name in sorted(taken))
+        BUDGETS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     budgets: Budgets = json.loads(BUDGETS.read_text())
     wrong = [p for case, found in zip(cases, all_found, strict=True) for p in problems(case, budgets, found)]
     print("\n".join([*wrong, f"{len(cases)} modules compiled, {len(wrong)} problems"]))
