@@ -250,7 +250,7 @@ def test_details_are_those_of_the_planner() -> None:
     assert demo is not None
     known = next(iter(read_details([demo]))).details
     assert known is not None
-    options = LoadOptions(DEMO, "cpu", None, None, None, default_threads(), None, 1, "f16", None, None, None, None)
+    options = LoadOptions(DEMO, device="cpu", threads=default_threads(), parallel=1)
     plan = plan_file(options).placement
     assert (known.memory, known.context) == (plan.total, plan.context)
     assert (known.architecture, known.file_type, known.trained_context) == ("llama", "Q8_0", 1024)
