@@ -44,14 +44,12 @@ for _module in ("llama", "llama_grammar", "llama_speculative", "llama_cache", "l
 #: llama.cpp's number for "a fresh seed".
 _ANY_SEED = 0xFFFFFFFF
 
-#: llama.cpp's number for a model split by rows.
-_BY_ROWS = 2
 #: llama.cpp's numbers of the types that a cache can have here.
 _CACHE_TYPES: Mapping[int, CacheType] = {1: "f16", 8: "q8_0"}
 
 _NO_EFFECT = """
     n_batch n_ubatch n_threads_batch use_mmap use_mlock numa flash_attn offload_kqv op_offload swa_full no_perf
-    last_n_tokens_size main_gpu logits_all embedding pooling_type attention_type verbose
+    last_n_tokens_size main_gpu split_mode logits_all embedding pooling_type attention_type verbose
 """
 #: Keywords of the constructor that change nothing here: batches, memory and attention are localllm's own affair.
 _WITHOUT_EFFECT = frozenset(_NO_EFFECT.split())
@@ -182,7 +180,6 @@ class Llama:
         *,
         n_gpu_layers: int = 0,
         tensor_split: Sequence[float] | None = None,
-        split_mode: int = 1,
         n_ctx: int = 512,
         n_threads: int | None = None,
         seed: int | None = _ANY_SEED,
@@ -202,7 +199,7 @@ class Llama:
         n_gpu_layers = whole_number("n_gpu_layers", n_gpu_layers, -1)
         if (n_gpu_layers > 0 or tensor_split) and not gpu_memory("auto"):
             warn(f"n_gpu_layers={n_gpu_layers} has no effect: no GPU can be used (localllm doctor says why)")
-            n_gpu_layers, tensor_split, split_mode = 0, None, 1
+            n_gpu_layers, tensor_split = 0, None
         self._drafts: dict[str, Any] = {}
         if isinstance(draft_model, LlamaPromptLookupDecoding):
             self._drafts = {"speculate": "lookup", "draft_max": draft_model.num_pred_tokens}
@@ -218,7 +215,6 @@ class Llama:
                 device="cpu" if n_gpu_layers == 0 else "auto",
                 n_gpu_layers=None if n_gpu_layers <= 0 else n_gpu_layers,
                 tensor_split=tensor_split,
-                split_mode="row" if split_mode == _BY_ROWS and n_gpu_layers else None,
                 context=n_ctx or trained_context(model_file(model_path, demo_is_a_file=True)),
                 threads=n_threads,
                 cache_type=cache_type,
