@@ -249,6 +249,8 @@ class Answer:
             return
         # Bounded, so that a slow reader slows the model down and not the memory.
         queue: asyncio.Queue[Part | BaseException] = asyncio.Queue(maxsize=4 * len(self.streams))
+        if self._on_close is None:  # the client went before anything was asked for
+            return
         # `close` ends them: this generator may be dropped anywhere, and then is closed late, or in another thread.
         self._tasks = [asyncio.create_task(self._put_parts(index, queue)) for index in range(len(self.streams))]
         n_open = len(self._tasks)

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from localllm.errors import TemplateError
 from localllm.server import run
+from localllm.server.answers import Answer, Ask, Reply
 from localllm.server.http import EventStream, HTTPError, Limits
 from tests.helpers.http_server import FAILS, Serving, demo, scripted, serving
 
@@ -323,6 +324,30 @@ def test_a_reader_that_takes_nothing_stalls_nobody_and_is_dropped(
     while [each for each in asyncio.all_tasks(loop) if "_put_parts" in repr(each)]:
         assert time.monotonic() < end
         time.sleep(0.01)
+
+
+def test_an_answer_that_is_closed_before_it_is_read_begins_nothing() -> None:
+    class Endless:
+        def cancel(self) -> None:
+            return
+
+        def __aiter__(self) -> Endless:
+            return self
+
+        async def __anext__(self) -> Any:
+            await asyncio.Event().wait()
+
+    async def closed() -> list[Reply]:
+        streams: Any = [Endless(), Endless()]
+        nobody: Any = None
+        answer = Answer(Ask(None, {}), nobody, nobody, streams, lambda answer: None, 0.0, 0.0)
+        parts = answer.parts()
+        answer.close()
+        ends = [part.end async for part in parts if part.end is not None]
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        return ends
+
+    assert asyncio.run(closed()) == []
 
 
 def test_the_same_seed_gives_the_same_text_in_any_company(server: Serving) -> None:
