@@ -22,10 +22,7 @@
 // How many units the activations of a head take, of so many runs of 128 columns, and how many floats its scales.
 template <class F>
 DEVICE int64_t head_units(int n_runs, int n_rows) {
-  if constexpr (IS_FLOAT<F>)
-    return (int64_t)n_runs * (RUN * F::BITS / 8 / UNIT) * n_rows;
-  else
-    return (int64_t)n_runs * (RUN / UNIT) * n_rows;
+  return (int64_t)n_runs * (IS_FLOAT<F> ? RUN * F::Codes::BITS / 8 / UNIT : RUN / UNIT) * n_rows;
 }
 
 template <class F>

@@ -46,19 +46,14 @@ DEVICE int chunk_begin(int i, int n_chunks, int n_tiles) { return (int)((int64_t
 
 DEVICE int head() { return HEADS ? blockIdx.z : 0; }
 
-// The first tile of a group of the head's matrix.
-DEVICE int64_t first_tile(int group, int n_out, int n_tiles) {
-  return (int64_t)(head() * (n_out / GROUP) + group) * n_tiles;
-}
-
 template <class F>
 DEVICE const uint8_t* own_units(const void* units, int n_tiles, int n_rows) {
-  return (const uint8_t*)units + UNIT * head() * head_units<F>(n_tiles * runs<F>(), n_rows);
+  return (const uint8_t*)units + UNIT * head() * head_units<F>(n_tiles * F::RUNS, n_rows);
 }
 
 template <class F>
 DEVICE const float* own_scales(const void* scales, int n_tiles, int n_rows) {
-  return (const float*)scales + head() * head_scales<F>(n_tiles * runs<F>(), n_rows);
+  return (const float*)scales + head() * head_scales<F>(n_tiles * F::RUNS, n_rows);
 }
 
 // One matrix of those that a launch multiplies with the same activations.
@@ -71,6 +66,11 @@ struct Matrix {
 };
 
 DEVICE int n_groups(int n_out) { return (int)((uint32_t)(n_out + GROUP - 1) / GROUP); }
+
+// The first tile of a group of a head's or an expert's matrix; all of them lie one after the other.
+DEVICE int64_t first_tile(int matrix, int group, int n_out, int n_tiles) {
+  return (int64_t)(matrix * n_groups(n_out) + group) * n_tiles;
+}
 
 // Up to three matrices, of which those that are not there have n_out 0, as parameters of a kernel.
 #define MATRIX_PARAMETERS(i)                                                                                     \

@@ -32,7 +32,7 @@ DEVICE void decode_block(float4& low, float4& high, const uint8_t* tile, int run
 // A value of F16, BF16 or F32.
 template <class F>
 DEVICE float decode_value(const uint8_t* tile, int column, int row) {
-  if constexpr (F::BITS == 32) {
+  if constexpr (F::Codes::BITS == 32) {
     return ((const float*)(tile + UNIT_BYTES * (column / 4)))[4 * row + column % 4];
   } else {
     const int lane = row % 8 * 4 + column % 8 / 2, word = row / 8 % 2 + column / 8 % 2 * 2;

@@ -210,10 +210,17 @@ struct FineScales {
 using Q4_K = FineScales<4>;
 using Q5_K = FineScales<5>;
 
-// What the scales of 128 columns in formats with one for each 16 columns come to.
+// What the scales of 128 columns in formats with one for each 16 columns come to: bytes, of which OFFSET is 0.
+template <int OFFSET>
 struct Sixteens {
   uint32_t scales[2];
   float d;
+
+  __device__ __forceinline__ BlockScales<2, 0> block(int b) const {
+    const uint32_t word = pick(scales, b / 2);
+    const int i = b % 2 * 2;
+    return {{d * byte_to_float<OFFSET>(word, i), d * byte_to_float<OFFSET>(word, i + 1)}, {0.0f}};
+  }
 };
 
 struct Q6_K {
@@ -225,7 +232,7 @@ struct Q6_K {
     uint4 scales;  // a signed byte for each 16 columns
     uint16_t d;
   };
-  using Run = Sixteens;
+  using Run = Sixteens<128>;
 
   DEVICE int scale_source(int i) { return 192 + i; }
   DEVICE bool is_half(int i) { return i >= 16; }
@@ -247,11 +254,7 @@ struct Q6_K {
             half_to_float(raw.d) * Codes::step()};
   }
 
-  DEVICE BlockScales<2, 0> block(const Run& s, int b) {
-    const uint32_t word = pick(s.scales, b / 2);
-    const int i = b % 2 * 2;
-    return {{s.d * byte_to_float<128>(word, i), s.d * byte_to_float<128>(word, i + 1)}, {0.0f}};
-  }
+  DEVICE BlockScales<2, 0> block(const Run& s, int b) { return s.block(b); }
 };
 
 struct Q3_K {
@@ -263,7 +266,7 @@ struct Q3_K {
     uint32_t a, b, c;  // the twelve bytes that are drawn in quant/kquants.py
     uint16_t d;
   };
-  using Run = Sixteens;
+  using Run = Sixteens<32>;
 
   DEVICE int scale_source(int i) { return 96 + i; }
   DEVICE bool is_half(int i) { return i >= 12; }
@@ -285,11 +288,7 @@ struct Q3_K {
             half_to_float(raw.d) * Codes::step()};
   }
 
-  DEVICE BlockScales<2, 0> block(const Run& s, int b) {
-    const uint32_t word = pick(s.scales, b / 2);
-    const int i = b % 2 * 2;
-    return {{s.d * byte_to_float<32>(word, i), s.d * byte_to_float<32>(word, i + 1)}, {0.0f}};
-  }
+  DEVICE BlockScales<2, 0> block(const Run& s, int b) { return s.block(b); }
 };
 
 struct Q2_K {
@@ -333,25 +332,30 @@ struct Q2_K {
 
 // -- Floats --------------------------------------------------------------------------------------------------------
 
+// What is read like codes of BITS bits, but without scales.
+template <int BITS_>
+struct Floats {
+  struct Codes {
+    static constexpr int BITS = BITS_;
+  };
+  static constexpr int RUNS = 1, SCALE_BYTES = 0;
+};
+
 // F16 and BF16 lie as the A operands of mma.m16n8k16: a tile has, for each 16 columns, a fragment of its first 16 rows
 // and one of the others; lane 4 g + t has 16 bytes of a fragment: columns 2 t, 2 t + 1 of rows g and g + 8, and columns
 // 8 + 2 t, 8 + 2 t + 1 of these.
-struct F16 {
-  static constexpr int BITS = 16;
+struct F16 : Floats<16> {
   DEVICE float to_float(uint16_t bits) { return half_to_float(bits); }
   DEVICE uint16_t from_float(float value) { return float_to_half(value); }
 };
 
-struct BF16 {
-  static constexpr int BITS = 16;
+struct BF16 : Floats<16> {
   DEVICE float to_float(uint16_t bits) { return bfloat_to_float(bits); }
   DEVICE uint16_t from_float(float value) { return float_to_bfloat(value); }
 };
 
 // F32: units of four columns.
-struct F32 {
-  static constexpr int BITS = 32;
-};
+struct F32 : Floats<32> {};
 
 constexpr int FRAGMENT_BYTES = UNIT * WARP;
 
@@ -365,32 +369,15 @@ constexpr bool IS_FLOAT = IS_SAME<F, F16> || IS_SAME<F, BF16> || IS_SAME<F, F32>
 
 // -- Sizes ---------------------------------------------------------------------------------------------------------
 
-// Bytes of the codes of 128 columns, and of a tile, in a group of rows.
+// Bytes of the codes of 128 columns, of the scales of a tile, and of a tile, in a group of rows.
 template <class F>
-constexpr int run_bytes() {
-  if constexpr (IS_FLOAT<F>)
-    return UNIT_BYTES * F::BITS;
-  else
-    return UNIT_BYTES * F::Codes::BITS;
-}
+constexpr int run_bytes() { return UNIT_BYTES * F::Codes::BITS; }
 
 template <class F>
-constexpr int runs() {
-  if constexpr (IS_FLOAT<F>)
-    return 1;
-  else
-    return F::RUNS;
-}
+constexpr int scale_bytes() { return GROUP * F::SCALE_BYTES; }
 
 template <class F>
-constexpr int scale_bytes() {
-  if constexpr (IS_FLOAT<F>)
-    return 0;
-  else
-    return GROUP * F::SCALE_BYTES;
-}
+constexpr int64_t tile_bytes() { return F::RUNS * run_bytes<F>() + scale_bytes<F>(); }
 
 template <class F>
-constexpr int64_t tile_bytes() {
-  return runs<F>() * run_bytes<F>() + scale_bytes<F>();
-}
+constexpr int runs() { return F::RUNS; }

@@ -189,7 +189,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   if (first_token >= n) return;
   int block = blockIdx.y;
   const int which = choose_matrix<ROW_WARPS>(n_out0, n_out1, block), n_out = CHOSEN_ROWS(which);
-  const Sources from = {CHOSEN_WEIGHTS(which) + first_tile(0, n_out, n_tiles) * tile_bytes<FORMAT>(),
+  const Sources from = {CHOSEN_WEIGHTS(which) + first_tile(head(), 0, n_out, n_tiles) * tile_bytes<FORMAT>(),
                         own_units<FORMAT>(units, n_tiles, n_rows),
                         (const float2*)own_scales<FORMAT>(scales, n_tiles, n_rows),
                         n_rows,

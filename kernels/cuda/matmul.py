@@ -283,7 +283,8 @@ def product_launch(
     """
     if n_heads > 1:
         whole = product_launch(format, n_outs, n_in, n_rows, limits)
-        bounds = {"BOUNDS": "512,1"} if format.type is GGMLType.F32 else {}  # else ptxas spills registers for sm_86
+        # Else ptxas spills registers, for sm_86 and sm_120.
+        bounds = {"BOUNDS": "512,1"} if format.defines["FORMAT"] in ("F32", "LUT_32") else {}
         return replace(whole, grid=(*whole.grid, n_heads), defines={**whole.defines, "HEADS": 1, **bounds})
     capability = limits.capability
     if not 1 <= len(n_outs) <= MAX_MATRICES:

@@ -131,48 +131,39 @@ DEVICE void add_chunks(const Matrix& matrix, int group, const Sums<N>& acc, cons
   }
 }
 
-#ifndef EXPERTS
-
 // As `matvec`; n_rows is a multiple of TOKENS, and that of 8.
+//
+// matmul_few_experts: a block has up to 8 tokens of an expert, with the matrices of that; n_tokens is the number of
+// products: expert, first row, a multiple of 8, and the one behind the last.  Grid (products, groups of all matrices).
+#ifdef EXPERTS
+#define TOKENS 8
+#define ROWS 0
+#define MATMUL_FEW matmul_few_experts
+#define PRODUCT_PARAMETERS const int4 *__restrict__ products,
+#define FIND_ROWS                         \
+  if (blockIdx.x >= *n_tokens) return;    \
+  const int matrix = products[blockIdx.x].x, first = products[blockIdx.x].y, stop = products[blockIdx.x].z;
+#else
+#define MATMUL_FEW matmul_few
+#define PRODUCT_PARAMETERS
+#define FIND_ROWS                                                                                                  \
+  const int matrix = head(), first = blockIdx.x * TOKENS, stop = *n_tokens;                                        \
+  if (first > 0 && first >= stop) return;  // the first tokens do not wait for n
+#endif
 extern "C" __global__ void __launch_bounds__(BOUNDS)
-    matmul_few(const void* __restrict__ units, const void* __restrict__ scales, int n_rows,
-               const int* __restrict__ n_tokens, int n_tiles, MATRIX_PARAMETERS(0), MATRIX_PARAMETERS(1),
-               MATRIX_PARAMETERS(2)) {
+    MATMUL_FEW(const void* __restrict__ units, const void* __restrict__ scales, int n_rows,
+               const int* __restrict__ n_tokens, int n_tiles, PRODUCT_PARAMETERS MATRIX_PARAMETERS(0),
+               MATRIX_PARAMETERS(1), MATRIX_PARAMETERS(2)) {
   constexpr int N = TOKENS / 8;
-  const int first_token = blockIdx.x * TOKENS, n = *n_tokens;
-  if (first_token > 0 && first_token >= n) return;  // the first tokens do not wait for n
+  FIND_ROWS
   int group = blockIdx.y;
   const int which = CHOOSE_MATRIX(group);
-  const uint8_t* tiles = CHOSEN_WEIGHTS(which) + first_tile(group, CHOSEN_ROWS(which), n_tiles) * tile_bytes<FORMAT>();
+  const uint8_t* tiles =
+      CHOSEN_WEIGHTS(which) + first_tile(matrix, group, CHOSEN_ROWS(which), n_tiles) * tile_bytes<FORMAT>();
   const int laid_out = ROWS ? ROWS : n_rows;
   units = own_units<FORMAT>(units, n_tiles, laid_out);
   scales = own_scales<FORMAT>(scales, n_tiles, laid_out);
   Sums<N> acc = {};
-  multiply<FORMAT, N>(acc, tiles, (const uint8_t*)units, scales, laid_out, first_token, n_tiles);
-  add_chunks<FORMAT, N>(CHOSEN_MATRIX(which), group, acc, (const float*)scales, first_token, n);
+  multiply<FORMAT, N>(acc, tiles, (const uint8_t*)units, scales, laid_out, first, n_tiles);
+  add_chunks<FORMAT, N>(CHOSEN_MATRIX(which), group, acc, (const float*)scales, first, stop);
 }
-
-#else
-
-// With the matrices of experts: a block has a group of 32 rows, and 8 tokens of an expert.
-//
-// y = x W^T, where each row has the matrix W of its expert, for up to three of them.
-//
-// weights: of all experts, one after the other.  products: expert, first row, a multiple of 8, and the one behind the
-// last.  Grid (products, groups of rows of all matrices).  The rest is as above.
-extern "C" __global__ void __launch_bounds__(BOUNDS)
-    matmul_few_experts(const void* __restrict__ units, const void* __restrict__ scales, int n_rows,
-                       const int* __restrict__ n_products, int n_tiles, const int4* __restrict__ products,
-                       MATRIX_PARAMETERS(0), MATRIX_PARAMETERS(1), MATRIX_PARAMETERS(2)) {
-  if (blockIdx.x >= *n_products) return;
-  const int4 product = products[blockIdx.x];
-  int group = blockIdx.y;
-  const int which = CHOOSE_MATRIX(group);
-  const int64_t first_group = (int64_t)product.x * n_groups(CHOSEN_ROWS(which));
-  const uint8_t* tiles = CHOSEN_WEIGHTS(which) + (first_group + group) * n_tiles * tile_bytes<FORMAT>();
-  Sums<1> acc = {};
-  multiply<FORMAT, 1>(acc, tiles, (const uint8_t*)units, scales, n_rows, product.y, n_tiles);
-  add_chunks<FORMAT, 1>(CHOSEN_MATRIX(which), group, acc, (const float*)scales, product.y, product.z);
-}
-
-#endif

@@ -13,6 +13,26 @@
 
 constexpr int MAX_CHUNKS = 16;
 
+// What a block multiplies: rows `row` and on of the activations, laid out for `laid_out`, with matrices of number `matrix`
+// (a head's, or an expert's), to rows first ... stop - 1 of y.  Blocks of the first tokens do not wait for *n_tokens.
+#ifdef EXPERTS
+#define MATVEC matvec_experts
+#define MATVEC_GATED matvec_experts_gated
+#define TOKENS 1
+#define PAIR_PARAMETERS int k, int share, const int *__restrict__ experts, const int *__restrict__ places,
+#define FIND_ROWS                                                                     \
+  const int pair = blockIdx.x;                                                        \
+  if (pair >= *n_tokens * k) return;                                                  \
+  const int first = places[pair], stop = first + 1, matrix = experts[pair], row = first / share, laid_out = n_rows;
+#else
+#define MATVEC matvec
+#define MATVEC_GATED matvec_gated
+#define PAIR_PARAMETERS
+#define FIND_ROWS                                                                                         \
+  const int first = blockIdx.x * TOKENS, stop = *n_tokens, matrix = head(), row = first, laid_out = ROWS ? ROWS : n_rows; \
+  if (first > 0 && first >= stop) return;
+#endif
+
 // A row's codes of 128 columns.
 template <class F>
 struct RunWords {
@@ -191,107 +211,53 @@ DEVICE void add_chunks(const Matrix& matrix, int group, const ChunkSums<N>& sums
 
 #ifdef GATED
 
-// sums: of a gate's group by the first half of the block's warps, and of what it is multiplied with by the others.  A
-// row is then written as codes: the group is a block of its columns.
-template <class F, int N>
-DEVICE void multiply_gated(ChunkSums<N> (&sums)[2], const uint8_t* gate_tiles, const uint8_t* up_tiles, const Inputs& x,
-                           int n_tiles, const Gate& gate, int group, int first_token, int n_tokens) {
-  const int warp = threadIdx.x / WARP, n_chunks = blockDim.x / WARP / 2, half = warp / n_chunks;
-  multiply<F, N>(sums[half], half ? up_tiles : gate_tiles, x, n_tiles, warp - half * n_chunks, n_chunks);
-  for (int i = warp; i < N && first_token + i < n_tokens; i += 2 * n_chunks)
-    gate.store(added_chunks<N>(sums[0], n_chunks, i), added_chunks<N>(sums[1], n_chunks, i), group, first_token + i);
+// activation(x W^T) * (x V^T) as codes, where W and V have n_out rows, a multiple of 128.  The first half of the block's
+// warps has a group of W, the others that of V; grid (TOKENS tokens each, groups of rows).  The rest is as below.
+extern "C" __global__ void __launch_bounds__(BOUNDS)
+    MATVEC_GATED(const void* __restrict__ units, const float2* __restrict__ scales, int n_rows,
+                 const int* __restrict__ n_tokens, int n_tiles, PAIR_PARAMETERS GATE_PARAMETERS) {
+  __shared__ ChunkSums<TOKENS> sums[2];
+  let_next_begin();
+  FIND_ROWS
+  const int warp = threadIdx.x / WARP, n_chunks = blockDim.x / WARP / 2, half = warp / n_chunks, group = blockIdx.y;
+  const Inputs x = {(const int4*)units + row, scales + row, laid_out};
+  const int64_t tile = ((int64_t)matrix * gridDim.y + group) * n_tiles;
+  multiply<FORMAT, TOKENS>(sums[half], (half ? ups : gates) + tile * tile_bytes<FORMAT>(), x, n_tiles,
+                           warp - half * n_chunks, n_chunks);
+  for (int i = warp; i < TOKENS && first + i < stop; i += 2 * n_chunks)
+    GATE.store(added_chunks<TOKENS>(sums[0], n_chunks, i), added_chunks<TOKENS>(sums[1], n_chunks, i), group, first + i);
 }
 
-#endif
-
-#if !defined(EXPERTS) && !defined(GATED)
+#elif !defined(SUMMED)
 
 // y = x W^T (+ bias) (+ residual) for up to three matrices W, of which the last may be of LAST_FORMAT.
 //
 // units, scales: activations (activations.cuh), laid out for n_rows, a multiple of TOKENS; ROWS is that, or 0.
 // n_tokens: how many there are.  n_tiles: tiles along a row of weights.  A warp a chunk of columns; grid (TOKENS tokens
 // each, groups of rows of all matrices, heads): blocks that read the same weights run together.
+//
+// matvec_experts: weights are those of all experts, one after the other, and a block has one of the n_tokens * k pairs
+// (experts.cu), with its expert's.  Rows of y are places; `share` of them, one or k, have a row of units and scales.
 extern "C" __global__ void __launch_bounds__(BOUNDS)
-    matvec(const void* __restrict__ units, const float2* __restrict__ scales, int n_rows,
-           const int* __restrict__ n_tokens, int n_tiles, MATRIX_PARAMETERS(0), MATRIX_PARAMETERS(1),
+    MATVEC(const void* __restrict__ units, const float2* __restrict__ scales, int n_rows,
+           const int* __restrict__ n_tokens, int n_tiles, PAIR_PARAMETERS MATRIX_PARAMETERS(0), MATRIX_PARAMETERS(1),
            MATRIX_PARAMETERS(2)) {
   __shared__ ChunkSums<TOKENS> sums;
   let_next_begin();
-  const int first_token = blockIdx.x * TOKENS, n = *n_tokens;
-  if (first_token > 0 && first_token >= n) return;  // the first tokens do not wait for n
-  const int laid_out = ROWS ? ROWS : n_rows;
-  const Inputs x = {(const int4*)own_units<FORMAT>(units, n_tiles, laid_out) + first_token,
-                    (const float2*)own_scales<FORMAT>(scales, n_tiles, laid_out) + first_token, laid_out};
+  FIND_ROWS
+  const Inputs x = {(const int4*)own_units<FORMAT>(units, n_tiles, laid_out) + row,
+                    (const float2*)own_scales<FORMAT>(scales, n_tiles, laid_out) + row, laid_out};
   int group = blockIdx.y;
-  const int which = CHOOSE_MATRIX(group);
-  const int64_t first = first_tile(group, CHOSEN_ROWS(which), n_tiles);
-  const int chunk = threadIdx.x / WARP, n_chunks = blockDim.x / WARP;
+  const int which = CHOOSE_MATRIX(group), chunk = threadIdx.x / WARP, n_chunks = blockDim.x / WARP;
+  const int64_t first_of_group = first_tile(matrix, group, CHOSEN_ROWS(which), n_tiles);
 #ifdef LAST_FORMAT
   if (which == (n_out2 ? 2 : 1)) {
-    const uint8_t* tiles = CHOSEN_WEIGHTS(which) + first * tile_bytes<LAST_FORMAT>();
+    const uint8_t* tiles = CHOSEN_WEIGHTS(which) + first_of_group * tile_bytes<LAST_FORMAT>();
     multiply<LAST_FORMAT, TOKENS>(sums, tiles, x, n_tiles, chunk, n_chunks);
   } else
 #endif
-    multiply<FORMAT, TOKENS>(sums, CHOSEN_WEIGHTS(which) + first * tile_bytes<FORMAT>(), x, n_tiles, chunk, n_chunks);
-  add_chunks(CHOSEN_MATRIX(which), group, sums, first_token, n);
-}
-
-#elif !defined(EXPERTS)
-
-// activation(x W^T) * (x V^T) as codes, where W and V have n_out rows, a multiple of 128, for few tokens.  A block has a
-// group of both, and two warps a chunk of columns; grid (TOKENS tokens each, groups of rows).  The rest is as above.
-extern "C" __global__ void __launch_bounds__(BOUNDS)
-    matvec_gated(const void* __restrict__ units, const float2* __restrict__ scales, int n_rows,
-                 const int* __restrict__ n_tokens, int n_tiles, GATE_PARAMETERS) {
-  __shared__ ChunkSums<TOKENS> sums[2];
-  let_next_begin();
-  const int first_token = blockIdx.x * TOKENS, group = blockIdx.y, n = *n_tokens, laid_out = ROWS ? ROWS : n_rows;
-  if (first_token > 0 && first_token >= n) return;
-  const Inputs x = {(const int4*)units + first_token, scales + first_token, laid_out};
-  const int64_t first = (int64_t)group * n_tiles * tile_bytes<FORMAT>();
-  multiply_gated<FORMAT, TOKENS>(sums, gates + first, ups + first, x, n_tiles, GATE, group, first_token, n);
-}
-
-#elif defined(GATED)
-
-// The same with the matrices of experts, of a token each: see matvec_experts.  Grid (pairs, groups of rows).
-extern "C" __global__ void __launch_bounds__(BOUNDS)
-    matvec_experts_gated(const void* __restrict__ units, const float2* __restrict__ scales, int n_rows,
-                         const int* __restrict__ n_tokens, int n_tiles, int k, int share,
-                         const int* __restrict__ experts, const int* __restrict__ places, GATE_PARAMETERS) {
-  __shared__ ChunkSums<1> sums[2];
-  const int pair = blockIdx.x, group = blockIdx.y;
-  if (pair >= *n_tokens * k) return;
-  const int place = places[pair], row = place / share;
-  const Inputs x = {(const int4*)units + row, scales + row, n_rows};
-  const int64_t first = ((int64_t)experts[pair] * gridDim.y + group) * n_tiles * tile_bytes<FORMAT>();
-  multiply_gated<FORMAT, 1>(sums, gates + first, ups + first, x, n_tiles, GATE, group, place, place + 1);
-}
-
-#elif !defined(SUMMED)
-
-// With the matrices of experts: a block has a group of 32 rows, and one token of an expert.
-//
-// y = x W^T, where each row has the matrix W of its expert, for up to three of them.
-//
-// weights: of all experts, one after the other.  experts, places: of each of the n_tokens * k pairs (experts.cu).  Rows of
-// y are places; `share` of them, one or k, have a row of units and scales.  Grid (pairs, groups of rows of all matrices).
-// The rest is as above.
-extern "C" __global__ void __launch_bounds__(BOUNDS)
-    matvec_experts(const void* __restrict__ units, const float2* __restrict__ scales, int n_rows,
-                   const int* __restrict__ n_tokens, int n_tiles, int k, int share, const int* __restrict__ experts,
-                   const int* __restrict__ places, MATRIX_PARAMETERS(0), MATRIX_PARAMETERS(1), MATRIX_PARAMETERS(2)) {
-  __shared__ ChunkSums<1> sums;
-  const int pair = blockIdx.x;
-  if (pair >= *n_tokens * k) return;
-  const int place = places[pair], row = place / share;
-  const Inputs x = {(const int4*)units + row, scales + row, n_rows};
-  int group = blockIdx.y;
-  const int which = CHOOSE_MATRIX(group);
-  const int64_t first_group = (int64_t)experts[pair] * n_groups(CHOSEN_ROWS(which));
-  const uint8_t* tiles = CHOSEN_WEIGHTS(which) + (first_group + group) * n_tiles * tile_bytes<FORMAT>();
-  multiply<FORMAT, 1>(sums, tiles, x, n_tiles, threadIdx.x / WARP, blockDim.x / WARP);
-  add_chunks(CHOSEN_MATRIX(which), group, sums, place, place + 1);
+    multiply<FORMAT, TOKENS>(sums, CHOSEN_WEIGHTS(which) + first_of_group * tile_bytes<FORMAT>(), x, n_tiles, chunk, n_chunks);
+  add_chunks(CHOSEN_MATRIX(which), group, sums, first, stop);
 }
 
 #else

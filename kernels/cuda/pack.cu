@@ -66,7 +66,7 @@ DEVICE void pack_tile(const uint8_t* rows, int n_rows, int64_t row_bytes, int co
     for (int run = 0; run < F::RUNS; ++run)
       pack_run<F>(row, column + RUN * run, n_in, tile + run * run_bytes<F>(), lane);
     pack_scales<F>(row, column, n_in, tile + F::RUNS * run_bytes<F>(), lane);
-  } else if constexpr (F::BITS == 16) {
+  } else if constexpr (F::Codes::BITS == 16) {
     const int g = lane / 4, t = lane % 4;
     for (int fragment = 0; fragment < 2 * RUN / 16; ++fragment)
       for (int i = 0; i < 4; ++i)
@@ -90,6 +90,6 @@ extern "C" __global__ void __launch_bounds__(128, 4)
   using F = FORMAT;
   const int tile = blockIdx.x * (blockDim.x / WARP) + threadIdx.x / WARP, group = blockIdx.y;
   if (tile >= n_tiles) return;
-  pack_tile<F>(rows + (int64_t)group * GROUP * row_bytes, n_rows - group * GROUP, row_bytes, tile * RUN * runs<F>(),
+  pack_tile<F>(rows + (int64_t)group * GROUP * row_bytes, n_rows - group * GROUP, row_bytes, tile * RUN * F::RUNS,
                n_in, packed + ((int64_t)group * n_tiles + tile) * tile_bytes<F>(), threadIdx.x % WARP);
 }

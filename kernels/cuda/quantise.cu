@@ -24,7 +24,7 @@ DEVICE int largest_of_row(const float* row, int n_in) {
 
 template <class F>
 DEVICE void store_floats(float4 v, void* units, int column, int row, int n_rows) {
-  if constexpr (F::BITS == 16) {
+  if constexpr (F::Codes::BITS == 16) {
     const uint2 words = make_uint2(F::from_float(v.x) | (uint32_t)F::from_float(v.y) << 16,
                                    F::from_float(v.z) | (uint32_t)F::from_float(v.w) << 16);
     ((uint2*)units)[((int64_t)(column / 8) * n_rows + row) * 2 + column % 8 / 4] = words;
