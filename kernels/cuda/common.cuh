@@ -44,6 +44,12 @@ DEVICE float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 
 DEVICE float softplus(float x) { return fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x))); }
 
+// v * factor + more
+DEVICE float4 multiply_add(float4 v, float factor, float4 more) {
+  return make_float4(fmaf(v.x, factor, more.x), fmaf(v.y, factor, more.y), fmaf(v.z, factor, more.z),
+                     fmaf(v.w, factor, more.w));
+}
+
 DEVICE float half_to_float(uint16_t bits) {
   float value;
   asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));

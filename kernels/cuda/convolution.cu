@@ -26,21 +26,15 @@ extern "C" __global__ void __launch_bounds__(CONV_THREADS)
     float w[KERNEL], inputs[KERNEL];
 #pragma unroll
     for (int j = 0; j < KERNEL; j++) w[j] = weight[(size_t)j * stride + column];
+    const auto input = [&](int token) {
+      if (token >= start) return x[(size_t)token * stride + column];
+      return goes_on ? state[(size_t)(token - start + KERNEL - 1) * n] : 0.0f;
+    };
 #pragma unroll
-    for (int j = 0; j < KERNEL - 1; j++) {
-      const int token = first - (KERNEL - 1) + j;
-      inputs[j] = token >= start ? x[(size_t)token * stride + column]
-                  : goes_on      ? state[(size_t)(token - start + KERNEL - 1) * n]
-                                 : 0.0f;
-    }
+    for (int j = 0; j < KERNEL - 1; j++) inputs[j] = input(first - (KERNEL - 1) + j);
     if (blockIdx.z == 0) {  // which alone reads the old state, and so may write the new one: what is left is read first
 #pragma unroll 1
-      for (int j = 0; j < KERNEL - 1; j++) {
-        const int token = stop - (KERNEL - 1) + j;
-        state[(size_t)j * n] = token >= start ? x[(size_t)token * stride + column]
-                               : goes_on      ? state[(size_t)(token - start + KERNEL - 1) * n]
-                                              : 0.0f;
-      }
+      for (int j = 0; j < KERNEL - 1; j++) state[(size_t)j * n] = input(stop - (KERNEL - 1) + j);
     }
     for (int token = first; token < min(first + CONV_TOKENS, stop); token++) {
       inputs[KERNEL - 1] = x[(size_t)token * stride + column];

@@ -127,9 +127,8 @@ extern "C" __global__ void __launch_bounds__(WARP * GATE_WARPS)
   if (weight) factor *= *weight;
   if (gate) factor *= sigmoid(gate[(size_t)row * gate_stride]);
   const float4 v = load_four(x + (size_t)row * stride, column, n);
-  const float4 r = residual ? load_four(residual + (size_t)row * y_stride, column, n) : make_float4(0, 0, 0, 0);
-  *(float4*)(y + (size_t)row * y_stride + column) = make_float4(
-      fmaf(v.x, factor, r.x), fmaf(v.y, factor, r.y), fmaf(v.z, factor, r.z), fmaf(v.w, factor, r.w));
+  const float4 r = residual ? load_four(residual + (size_t)row * y_stride, column, n) : float4();
+  *(float4*)(y + (size_t)row * y_stride + column) = multiply_add(v, factor, r);
 }
 
 // y = cap * tanh(x / cap), over rows of n values.  Grid: (blocks of 512 columns, rows).

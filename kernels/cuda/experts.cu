@@ -12,17 +12,12 @@ constexpr int MAX_GROUPS = 64;
 // In the order of graph.GATINGS.
 enum { SOFTMAX, SIGMOID, SQRT_SOFTPLUS };
 
-// The largest of n values, or the sum of the two largest; of NaNs each counts as -infinity.
+// The largest of n values, or the sum of the two largest.
 DEVICE float best_of_group(const float* values, int n, int n_best) {
   float first = -infinity(), second = -infinity();
   for (int i = 0; i < n; i++) {
-    const float x = values[i];
-    if (x > first) {
-      second = first;
-      first = x;
-    } else if (x > second) {
-      second = x;
-    }
+    second = fmaxf(second, fminf(first, values[i]));
+    first = fmaxf(first, values[i]);
   }
   return n_best == 1 ? first : first + second;
 }
@@ -172,9 +167,8 @@ extern "C" __global__ void __launch_bounds__(SUM_THREADS)
   if (pair >= header[N_TOKENS] * k || column >= n) return;
   const float weight = expert_weights ? expert_weights[pair] : 1.0f;
   float4* row = (float4*)(y + (size_t)places[pair] * stride + column);
-  const float4 b = biases ? *(const float4*)(biases + (size_t)ids[pair] * stride + column) : make_float4(0, 0, 0, 0);
-  *row = make_float4(fmaf(row->x, weight, b.x), fmaf(row->y, weight, b.y), fmaf(row->z, weight, b.z),
-                     fmaf(row->w, weight, b.w));
+  const float4* bias = (const float4*)(biases + (size_t)ids[pair] * stride + column);
+  *row = multiply_add(*row, weight, biases ? *bias : float4());
 }
 
 // y = (y +) each token's products, of n values by place, times their weights if those are not null, the best expert's
@@ -185,16 +179,11 @@ extern "C" __global__ void __launch_bounds__(SUM_THREADS)
                 float* __restrict__ y, int y_stride, int adds) {
   const int token = blockIdx.y, column = 4 * (blockIdx.x * SUM_THREADS + threadIdx.x);
   if (token >= header[N_TOKENS] || column >= n) return;
-  float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  float4 total = {};
   for (int pair = token * k; pair < token * k + k; pair++) {
     const float4 v = *(const float4*)(products + (size_t)places[pair] * stride + column);
-    const float weight = expert_weights ? expert_weights[pair] : 1.0f;
-    total.x = fmaf(v.x, weight, total.x);
-    total.y = fmaf(v.y, weight, total.y);
-    total.z = fmaf(v.z, weight, total.z);
-    total.w = fmaf(v.w, weight, total.w);
+    total = multiply_add(v, expert_weights ? expert_weights[pair] : 1.0f, total);
   }
   float4* sum = (float4*)(y + (size_t)token * y_stride + column);
-  const float4 before = adds ? *sum : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-  *sum = make_float4(total.x + before.x, total.y + before.y, total.z + before.z, total.w + before.w);
+  *sum = multiply_add(total, 1.0f, adds ? *sum : float4());
 }

@@ -19,7 +19,6 @@
 //   SCALE_BYTES              of a row's tile
 //   code(block, column)      a code in a file's block
 //   scale_source(i)          where scale byte i of a row's tile is in the file's blocks
-//   is_half(i)               whether that byte is one of a half's, which begin at even ones
 //   Raw, load                a row's scales, as they lie in the tile
 //   Run, run                 those of 128 columns
 //   block(run, b)            those of 32 columns
@@ -102,7 +101,6 @@ struct Blocks32 {
   using Run = Raw;
 
   DEVICE int scale_source(int i) { return i / (2 * HALVES) * FILE_BYTES + i % (2 * HALVES); }
-  DEVICE bool is_half(int) { return true; }
 
   DEVICE int nibble(const uint8_t* nibbles, int column) { return nibbles[column % 16] >> column / 16 * 4 & 15; }
 
@@ -178,7 +176,6 @@ struct FineScales {
   };
 
   DEVICE int scale_source(int i) { return i; }
-  DEVICE bool is_half(int i) { return i < 4; }
 
   DEVICE int code(const uint8_t* block, int column) {
     const int run = column / 32, i = column % 32;
@@ -235,7 +232,6 @@ struct Q6_K {
   using Run = Sixteens<128>;
 
   DEVICE int scale_source(int i) { return 192 + i; }
-  DEVICE bool is_half(int i) { return i >= 16; }
 
   DEVICE int code(const uint8_t* block, int column) {
     const int half = column / 128, run = column % 128 / 32, i = column % 32;
@@ -269,7 +265,6 @@ struct Q3_K {
   using Run = Sixteens<32>;
 
   DEVICE int scale_source(int i) { return 96 + i; }
-  DEVICE bool is_half(int i) { return i >= 12; }
 
   DEVICE int code(const uint8_t* block, int column) {
     const int half = column / 128, run = column % 128 / 32, i = column % 32;
@@ -306,7 +301,6 @@ struct Q2_K {
   };
 
   DEVICE int scale_source(int i) { return i < 16 ? i : 64 + i; }
-  DEVICE bool is_half(int i) { return i >= 16; }
 
   DEVICE int code(const uint8_t* block, int column) {
     const int half = column / 128, run = column % 128 / 32, i = column % 32;

@@ -33,10 +33,6 @@ DEVICE void pack_run(const uint8_t* row, int column, int n_in, uint8_t* run, int
   }
 }
 
-// The high byte of a half, that of a NaN if the half is infinite: 0 times it is a NaN, so weights with such a scale are
-// NaNs and infinities, but the sum of codes that it is multiplied with no longer tells whether one of them was 0.
-DEVICE uint8_t without_infinity(uint8_t high) { return (high & 0x7c) == 0x7c ? high | 0x02 : high; }
-
 template <class F>
 DEVICE void pack_scales(const uint8_t* row, int column, int n_in, uint8_t* scales, int lane) {
   for (int begin = 0, unit = UNIT; begin < F::SCALE_BYTES; begin += unit) {
@@ -45,8 +41,7 @@ DEVICE void pack_scales(const uint8_t* row, int column, int n_in, uint8_t* scale
       const int source = F::scale_source(i);
       const bool is_there = row && column + source / F::FILE_BYTES * F::FILE_COLUMNS < n_in;
       const int64_t tile = (int64_t)(column / F::FILE_COLUMNS) * F::FILE_BYTES;
-      const uint8_t byte = is_there ? row[tile + source] : 0;
-      scales[GROUP * begin + unit * lane + i - begin] = i % 2 && F::is_half(i) ? without_infinity(byte) : byte;
+      scales[GROUP * begin + unit * lane + i - begin] = is_there ? row[tile + source] : 0;
     }
   }
 }

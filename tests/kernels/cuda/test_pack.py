@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from localllm.kernels.cuda import matmul
 from localllm.quant.formats import dequantize
 from localllm.quant.lut import LUT_TYPES, KernelType, LUTType, block_size, dequantize_lut
-from localllm.quant.types import BLOCK_SIZES, GGMLType
+from localllm.quant.types import GGMLType
 from tests.helpers import packed
-from tests.helpers.blocks import F16_FIELDS, random_rows
+from tests.helpers.blocks import random_rows
 from tests.kernels.cuda.device import Device, load
 
 T = GGMLType
@@ -71,22 +71,6 @@ def test_rows_are_decoded_as_from_the_file(device: Device, type: KernelType) -> 
     values = dequantize_lut(rows, type) if isinstance(type, LUTType) else dequantize(rows, type)
     np.testing.assert_array_equal(found[:, :n_in], values[ids] * np.float32(2.5))
     assert np.isnan(found[:, n_in:]).all()
-
-
-@pytest.mark.parametrize("type", [t for t in TYPES if t in F16_FIELDS and t is not T.F16], ids=lambda type: type.name)
-@pytest.mark.parametrize("scale", [np.inf, -np.inf, np.nan])
-def test_an_infinite_scale_leaves_no_number(device: Device, type: GGMLType, scale: float) -> None:
-    """As any weight of code 0 is no number then; products, which see sums of codes, would be infinite only."""
-    n_in, size = columns(type), BLOCK_SIZES[type]
-    rows = random_rows(type, 3, n_in)
-    expected = dequantize(rows, type) * np.float32(2.5)
-    for field in F16_FIELDS[type]:
-        spoilt = rows.copy()
-        spoilt[1, field : field + 2] = np.array([scale], np.float16).view(np.uint8)
-        found = decoded(device, spoilt, type, n_in, [0, 1, 2])[:, :n_in]
-        assert np.isnan(found[1, : size.length]).all()
-        np.testing.assert_array_equal(found[1, size.length :], expected[1, size.length :])
-        np.testing.assert_array_equal(found[[0, 2]], expected[[0, 2]])
 
 
 @pytest.mark.parametrize("type", matmul.PACKED_FORMATS, ids=lambda type: type.name)
