@@ -133,23 +133,18 @@ class Driver(Protocol):
 
     def properties(self, device: int) -> DeviceProperties:
         """Also of a device that is too old to be used."""
-        ...
 
     def memory_info(self, device: int) -> MemoryInfo:
         """What is free now; other programs take and give as they like."""
-        ...
 
     def can_access_peer(self, device: int, peer: int) -> bool:
         """Whether ``device`` can reach into the memory of ``peer``."""
-        ...
 
     def enable_peer_access(self, device: int, peer: int) -> None:
         """Lets ``device`` reach into the memory of ``peer``, one way; DeviceError where it cannot."""
-        ...
 
     def allocate(self, device: int, n_bytes: int) -> DeviceMemory:
         """New memory, at a multiple of 256 bytes; what is in it is undefined.  Not while this thread captures."""
-        ...
 
     def pinned(self, n_bytes: int) -> NDArray[np.uint8]:
         """Page-locked host memory, undefined contents; NotEnoughMemoryError where the system does not lock so much.
@@ -157,19 +152,15 @@ class Driver(Protocol):
         Copies from and to it are asynchronous and at full speed; other host memory may, or may not, be copied before
         `upload` or `download` returns, and cannot be captured.  Not while this thread captures.
         """
-        ...
 
     def stream(self, device: int) -> Stream:
         """A new stream, which takes no part in the order of CUDA's default stream."""
-        ...
 
     def event(self, device: int, *, timing: bool = False) -> Event:
         """A new event.  ``timing``: it takes the time, for `elapsed_seconds`, which costs a little."""
-        ...
 
     def record(self, event: Event, stream: Stream) -> None:
         """From here on the event means: what the stream was given up to now.  They are of one device."""
-        ...
 
     def wait(self, stream: Stream, event: Event) -> None:
         """The stream's later work begins after the event as it was recorded last; of any device.
@@ -177,23 +168,18 @@ class Driver(Protocol):
         The stream joins the capture in which the event was recorded, and must be waited for in turn, in the stream
         that began it, before that ends.
         """
-        ...
 
     def synchronize(self, what: Stream | Event) -> None:
         """Waits, on the host, for a stream's work or for an event.  Not while it is captured."""
-        ...
 
     def elapsed_seconds(self, begin: Event, end: Event) -> float:
         """Device time between two events of one device that were made with ``timing`` and that have come."""
-        ...
 
     def upload(self, destination: DeviceMemory, source: NDArray[Any], stream: Stream) -> None:
         """Host to device; as many bytes as the destination has, contiguous."""
-        ...
 
     def download(self, destination: NDArray[Any], source: DeviceMemory, stream: Stream) -> None:
         """Device to host; as many bytes as the source has, contiguous."""
-        ...
 
     def copy(self, destination: DeviceMemory, source: DeviceMemory, stream: Stream) -> None:
         """Device to device, as many bytes in both, which do not overlap.
@@ -201,11 +187,9 @@ class Driver(Protocol):
         The stream is of one of the two devices.  Between two, that one must have access to the other
         (`enable_peer_access`); without, the way leads through pinned host memory.
         """
-        ...
 
     def fill(self, destination: DeviceMemory, byte: int, stream: Stream) -> None:
         """Sets every byte, to 0 … 255."""
-        ...
 
     def compile_modules(
         self, device: int, modules: Iterable[tuple[str, Defines]], progress: CompileProgress | None = None
@@ -218,14 +202,12 @@ class Driver(Protocol):
         Raises:
             KernelError: one does not compile; with the compiler's words.
         """
-        ...
 
     def load_module(self, device: int, name: str, defines: Defines | None = None) -> Module:
         """The kernels of ``name``.cu with these macros; KernelError where it does not compile, or is not there.
 
         The same again for the same again; that also while this thread captures, but nothing new.
         """
-        ...
 
     def launch(
         self,
@@ -250,7 +232,6 @@ class Driver(Protocol):
         Raises:
             KernelError: the module has no such kernel, or no device can run so large a launch.
         """
-        ...
 
     def begin_capture(self, stream: Stream) -> None:
         """What the stream, and those that join it, are given from now on is not done but kept for a graph.
@@ -260,7 +241,6 @@ class Driver(Protocol):
         of the capture, with a KernelError here or where it ends (emulated devices notice all of it).  To run the
         work once before capturing it is wise: CUDA loads kernels when they are first used.
         """
-        ...
 
     def end_capture(self, stream: Stream) -> Graph:
         """The graph of what was captured since `begin_capture`, of the same stream.
@@ -269,11 +249,9 @@ class Driver(Protocol):
             KernelError: something was done in between that cannot be captured, or a stream that joined was not
                 waited for.  The capture has ended then, too.
         """
-        ...
 
     def replay(self, graph: Graph, stream: Stream) -> None:
         """Does the graph's work in the place where it stands in this stream, one replay at a time."""
-        ...
 
 
 # -- What all drivers check ----------------------------------------------------------------------------------------
