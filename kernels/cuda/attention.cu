@@ -15,18 +15,11 @@
 //
 // Compiled for: KEY_DIM and VALUE_DIM; Q8_0, the cache's type; VALUES_IN_KEYS, whether values are the first VALUE_DIM
 // of the keys' (MLA), each page of which is then read once for both; CHUNKED and CAUSAL, what a token sees; SOFT_CAP,
-// SINKS (all of them 0 or 1); and for the launch geometry that attention.py chooses: WARPS and BUFFERS of
-// `attention_prefill`, STAGES of `attention_split`.
-// Where large heads meet little shared memory, nothing is fetched ahead: STAGES is 1, and BUFFERS 1 or, of a cache with
-// scales, 0; pages with scales are then widened straight from global memory.
+// SINKS (all of them 0 or 1); and for the launch geometry that attention.py chooses: WARPS of `attention_prefill`, and
+// PREFILL_AHEAD and SPLIT_AHEAD, the pages that are on their way to shared memory while another one is used.
 //
-// What bounds it on an H200 (4.3 TB/s; 132 SMs at 1.75 GHz, taken to do 2,500 operations a clock by mma.sync, so 580
-// TFLOP/s; predictions, of which nothing is measured yet): a warp reads 32 KiB of shared memory per 16 rows and page of
-// heads of 128 values, 256 clocks of an SM's port, for products that take 216.  So prefill of 16k tokens, counted as
-// 4 * 128 operations a visible key, has 470 TFLOP/s at most.  A tile of 128 rows reads 32 KiB of L2 a page in at least
-// 8 * 256 clocks: 16 bytes a clock, which L2 gives.
-// Decode reads 512 bytes a key (Q8_0: 272), so 32k positions of 8 key heads take 134 MB or 31 us; its products, for 16
-// rows whether they are used or not, take a sixth of that.
+// A warp reads 32 KiB of shared memory per 16 rows and page of heads of 128 values, 256 clocks of a multiprocessor's
+// port, for products that take 216 on an H200: so prefill has 470 of 580 TFLOP/s at most.
 #include "attention.cuh"
 
 #define KEY_HEAD ((KEY_DIM + 15) / 16 * 16)
@@ -173,7 +166,6 @@ DEVICE void load_page(uint8_t* buffer, const Pages& pages, size_t block, int pos
     copy16_or_zeros(buffer + 2 * STRIDE_OF(HEAD) * row + 16 * column, entries + 16 * i, sight.has(position + row));
   }
 #endif
-  commit_copies();
 }
 
 #if Q8_0
@@ -213,6 +205,87 @@ DEVICE void widen_page(const Pages& from, uint16_t* page, float* factors, int po
   }
 }
 #endif
+
+// The pages that a block reads: of every `step`-th split, of each the keys and the values, unless those are in the keys.
+struct Walk {
+  int page, low, high, stop, step;  // of the split: its pages low ... high; of all: those before `stop`
+  bool is_value;
+  __device__ __forceinline__ Walk(int first, int stop, int split, int step) : stop(stop), step(step), is_value(false) {
+    enter(split, first);
+  }
+  __device__ __forceinline__ void enter(int split, int first) {
+    low = page = max(first, first_page_of(split)), high = min(stop, first_page_of(split + 1));
+  }
+  __device__ __forceinline__ bool is_over() const { return page >= stop; }
+  __device__ __forceinline__ bool begins_split() const { return page == low && !is_value; }
+  __device__ __forceinline__ void advance() {
+    page += VALUES_IN_KEYS || is_value;
+    is_value = !VALUES_IN_KEYS && !is_value;
+    if (page == high) enter(split_of(low) + step, 0);
+  }
+};
+
+// Those pages as they come to shared memory, AHEAD of them on their way while one is used.  There they have PLACES in
+// turn, behind which are the factors and the page that those with scales are widened to; without AHEAD, these are widened
+// straight from global memory.
+template <int THREADS, int AHEAD>
+struct Stream {
+  static constexpr int PLACES = AHEAD + !Q8_0, BYTES = PLACES * LOAD_BYTES + FACTOR_BYTES + WIDE_BYTES;
+  const Pages keys, values;
+  const int* table;
+  const int kv_head, n_kv_heads;
+  const Sight sight;
+  uint8_t* const shared;
+  Walk ahead;
+  int load_place, place;
+  __device__ __forceinline__ Pages pages() const {
+    return {ahead.is_value ? values.entries : keys.entries, ahead.is_value ? values.scales : keys.scales};
+  }
+  __device__ __forceinline__ size_t block() const { return (size_t)table[ahead.page] * n_kv_heads + kv_head; }
+  __device__ __forceinline__ float* factors() const { return (float*)(shared + PLACES * LOAD_BYTES); }
+  __device__ __forceinline__ void load_next() {
+    if (!ahead.is_over()) {
+      uint8_t* const buffer = shared + load_place * LOAD_BYTES;
+      if (KEY_HEAD != VALUE_ROW && ahead.is_value)
+        load_page<THREADS, VALUE_HEAD>(buffer, values, block(), PAGE * ahead.page, sight);
+      else
+        load_page<THREADS, KEY_HEAD>(buffer, pages(), block(), PAGE * ahead.page, sight);
+      load_place = load_place + 1 == PLACES ? 0 : load_place + 1;
+      ahead.advance();
+    }
+    commit_copies();  // also of nothing, so that groups can be counted
+  }
+  __device__ __forceinline__ void begin() {
+#pragma unroll
+    for (int i = 0; i < AHEAD; i++) load_next();
+  }
+  // The next page, which is number `number`, once it has come and, with IN_USE, nobody reads the one before any more.
+  template <int HEAD, bool IN_USE = true>
+  __device__ __forceinline__ uint16_t* next(int number) {
+    if constexpr (AHEAD > 0) wait_for_copies<AHEAD - 1>();
+    if (AHEAD > 0 || IN_USE) __syncthreads();
+    uint8_t* const buffer = shared + place * LOAD_BYTES;
+    place = place + 1 == PLACES ? 0 : place + 1;
+#if Q8_0
+    uint16_t* const page = (uint16_t*)(shared + PLACES * LOAD_BYTES + FACTOR_BYTES);
+    widen_page<THREADS, HEAD>(AHEAD ? loaded<HEAD>(buffer) : pages().template at<HEAD>(block()), page, factors(),
+                              PAGE * number, sight);
+    __syncthreads();
+    if constexpr (AHEAD > 0)
+      load_next();
+    else
+      ahead.advance();
+    return page;
+#else
+    load_next();
+    if constexpr (AHEAD == 0) {
+      wait_for_copies<0>();
+      __syncthreads();
+    }
+    return (uint16_t*)buffer;
+#endif
+  }
+};
 
 // -- Products ---------------------------------------------------------------------------------------------------------
 
@@ -403,8 +476,6 @@ DEVICE void scale_sums(float (&sums)[2 * PAIRS][4], float (&weight_sums)[4], int
 // Pages of the largest heads leave no shared memory for the sums of the splits so far: they are in registers.
 #define SUMS_IN_REGISTERS (HEAD_PARTS == 4)
 #define SUM_STEP (SUMS_IN_REGISTERS ? 1 : PREFILL_THREADS)
-#define FETCHES_AHEAD (Q8_0 ? BUFFERS == 1 : BUFFERS == 2)
-#define PREFILL_PAGES (BUFFERS * LOAD_BYTES + WIDE_BYTES + FACTOR_BYTES)
 
 // Masks the scores of a page, from `position` on in this lane, that one of its rows does not see.
 DEVICE void mask_scores(float (&scores)[KEY_TILES][4], int half, const Sight& sight, int position) {
@@ -461,9 +532,7 @@ DEVICE void write_rows(float* out, int out_stride, const float* split_sums, cons
 
 // out = softmax(scale * q @ keys.T, over visible positions) @ values, for the sequences of least ... most tokens.
 // Grid: (at least as many as there are tiles of PREFILL_ROWS rows, key heads).  q, out: float32, so many values a token
-// as their strides say.  Each warp has 16 rows, all the scores of them, and all or half of their sums.  Keys are fetched
-// while values are added, and values while keys are scored; where one buffer serves both (BUFFERS 1, without scales) or
-// there is none (BUFFERS 0, with scales), nothing is fetched meanwhile.  Values in keys are there with them.
+// as their strides say.  Each warp has 16 rows, all the scores of them, and all or a part of their sums.
 extern "C" __global__ void __launch_bounds__(PREFILL_THREADS, 1)
   attention_prefill(PARAMETERS, CACHE_PARAMETERS, const float* __restrict__ q, int q_stride, float* __restrict__ out,
                       int out_stride, const float* __restrict__ sinks, float scale, float soft_cap) {
@@ -476,37 +545,25 @@ extern "C" __global__ void __launch_bounds__(PREFILL_THREADS, 1)
 
   // Shared memory: pages; sums of the splits so far, float32 [PREFILL_SUMS, threads]; rows of queries, which lie in the
   // sums' place if they go to registers at once.
-  uint8_t* const load_keys = shared;
-  uint8_t* const load_values = shared + (BUFFERS == 2) * LOAD_BYTES;
+  using PrefillStream = Stream<PREFILL_THREADS, PREFILL_AHEAD>;
 #if SUMS_IN_REGISTERS
   float split_sums[PREFILL_SUMS];
-  uint16_t* const query_rows = (uint16_t*)(shared + PREFILL_PAGES);
+  uint16_t* const query_rows = (uint16_t*)(shared + PrefillStream::BYTES);
 #else
-  float* const split_sums = (float*)(shared + PREFILL_PAGES) + threadIdx.x;
+  float* const split_sums = (float*)(shared + PrefillStream::BYTES) + threadIdx.x;
   uint16_t* const query_rows =
-    (uint16_t*)(shared + PREFILL_PAGES + (QUERY_REGISTERS ? 0 : 4 * PREFILL_SUMS * PREFILL_THREADS));
-#endif
-#if Q8_0
-  float* const factors = (float*)(shared + BUFFERS * LOAD_BYTES);
-  uint16_t* const page_keys = (uint16_t*)(shared + BUFFERS * LOAD_BYTES + FACTOR_BYTES);
-  uint16_t* const page_values = page_keys;
-#else
-  float* const factors = nullptr;
-  uint16_t* const page_keys = (uint16_t*)load_keys;
-  uint16_t* const page_values = VALUES_IN_KEYS ? page_keys : (uint16_t*)load_values;
+    (uint16_t*)(shared + PrefillStream::BYTES + (QUERY_REGISTERS ? 0 : 4 * PREFILL_SUMS * PREFILL_THREADS));
 #endif
 
   const int warp_row = ROWS * (warp / HEAD_PARTS), first_pair = warp % HEAD_PARTS * PREFILL_PAIRS;
   const bool has_rows = warp_row < tile.n_rows;
   const Sight tile_sight = sight_of(tile, PREFILL_ROWS, group_size, window);
-  const Pages all_keys = {keys, key_scales}, all_values = {values, value_scales};
   const int* table = block_tables + (size_t)tile.sequence * block_stride;
-  const int stop = tile_sight.last / PAGE + 1;
-  int page = tile_sight.first / PAGE;
-#if BUFFERS > 0
-  const size_t first_block = (size_t)table[page] * n_kv_heads + kv_head;
-  load_page<PREFILL_THREADS, KEY_HEAD>(load_keys, all_keys, first_block, PAGE * page, tile_sight);
-#endif
+  const int first_page = tile_sight.first / PAGE;
+  Walk walk(first_page, tile_sight.last / PAGE + 1, split_of(first_page), 1);
+  PrefillStream stream = {{keys, key_scales}, {values, value_scales}, table, kv_head, n_kv_heads, tile_sight, shared,
+                          walk, 0, 0};
+  stream.begin();
 
   const Scoring scoring(scale, soft_cap);
   for (int row = ROWS / HEAD_PARTS * warp; row < ROWS / HEAD_PARTS * (warp + 1); row++) {
@@ -520,30 +577,15 @@ extern "C" __global__ void __launch_bounds__(PREFILL_THREADS, 1)
   State total[2] = {{LOWEST, 0.0f}, {LOWEST, 0.0f}};
   float top[2] = {LOWEST, LOWEST}, weight_sums[4] = {}, sums[2 * PREFILL_PAIRS][4] = {};
   bool is_first_split = true;
-  for (; page < stop; page++) {
-    const int position = PAGE * page;
-    const size_t block = (size_t)table[page] * n_kv_heads + kv_head;
-    // Keys have come, and nobody reads values any more.
-    if (BUFFERS) wait_for_copies<0>();
-    __syncthreads();
+  while (!walk.is_over()) {
+    const int number = walk.page, position = PAGE * number;
+    const uint16_t* const page_keys = stream.next<KEY_HEAD>(number);
     const Sight low = rows[warp_row].sight, high = rows[warp_row + ROWS - 1].sight;
     const bool is_seen = has_rows && low.first < position + PAGE && position <= high.last;
     const bool is_masked = position < high.first || low.last < position + PAGE - 1;
-    const size_t next = page + 1 < stop ? (size_t)table[page + 1] * n_kv_heads + kv_head : 0;
-#if Q8_0
-    const Pages from_keys = BUFFERS ? loaded<KEY_HEAD>(load_keys) : all_keys.at<KEY_HEAD>(block);
-    widen_page<PREFILL_THREADS, KEY_HEAD>(from_keys, page_keys, factors, position, tile_sight);
-    __syncthreads();
-#endif
-#if FETCHES_AHEAD && VALUES_IN_KEYS
-    if (page + 1 < stop)
-      load_page<PREFILL_THREADS, KEY_HEAD>(load_keys, all_keys, next, position + PAGE, tile_sight);
-#elif FETCHES_AHEAD
-    load_page<PREFILL_THREADS, VALUE_HEAD>(load_values, all_values, block, position, tile_sight);
-#endif
     float scores[KEY_TILES][4];
     if (is_seen) {
-      score_page(scores, queries, page_keys, factors, 0);
+      score_page(scores, queries, page_keys, stream.factors(), 0);
 #pragma unroll
       for (int half = 0; half < 2; half++) {
         const Row row = rows[warp_row + 8 * half + lane / 4];
@@ -556,32 +598,16 @@ extern "C" __global__ void __launch_bounds__(PREFILL_THREADS, 1)
         scale_sums<PREFILL_PAIRS>(sums, weight_sums, half, weigh(scores, half, top[half]));
       }
     }
-#if !VALUES_IN_KEYS
-#if !Q8_0 && BUFFERS == 1
-    __syncthreads();
-    load_page<PREFILL_THREADS, VALUE_HEAD>(load_values, all_values, block, position, tile_sight);
+#if VALUES_IN_KEYS
+    const uint16_t* const page_values = page_keys;
+#else
+    walk.advance();
+    const uint16_t* const page_values = stream.next<VALUE_HEAD>(number);
 #endif
-    // Values have come, and nobody reads keys any more.
-    if (BUFFERS) wait_for_copies<0>();
-    __syncthreads();
-#if Q8_0
-    const Pages from_values = BUFFERS ? loaded<VALUE_HEAD>(load_values) : all_values.at<VALUE_HEAD>(block);
-    widen_page<PREFILL_THREADS, VALUE_HEAD>(from_values, page_values, factors, position, tile_sight);
-    __syncthreads();
-#endif
-#if FETCHES_AHEAD
-    if (page + 1 < stop)
-      load_page<PREFILL_THREADS, KEY_HEAD>(load_keys, all_keys, next, position + PAGE, tile_sight);
-#endif
-#endif
-    if (is_seen) add_values<PREFILL_PAIRS>(sums, weight_sums, scores, page_values, factors, first_pair);
-#if !Q8_0 && BUFFERS == 1
-    __syncthreads();
-    if (page + 1 < stop)
-      load_page<PREFILL_THREADS, KEY_HEAD>(load_keys, all_keys, next, position + PAGE, tile_sight);
-#endif
-
-    if (split_of(page + 1) != split_of(page) || page + 1 == stop) {
+    if (is_seen)
+      add_values<PREFILL_PAIRS>(sums, weight_sums, scores, page_values, stream.factors(), first_pair);
+    walk.advance();
+    if (walk.begins_split()) {
       const Merge merges[2] = {{total[0], {top[0], weight_sums[0]}}, {total[1], {top[1], weight_sums[2]}}};
       merge_split(split_sums, merges, sums, is_first_split);
 #pragma unroll
@@ -602,86 +628,6 @@ extern "C" __global__ void __launch_bounds__(PREFILL_THREADS, 1)
 // Pairs of tiles of values that a warp adds up: one, or as many as share scales.
 #define SPLIT_PAIRS (VALUE_STEPS <= SPLIT_WARPS ? 1 : (VALUE_STEPS + 2 * SPLIT_WARPS - 1) / (2 * SPLIT_WARPS) * 2)
 
-// The pages that a block of `attention_split` reads: of every gridDim.x-th split, of each the keys and the values, unless
-// those are in the keys.
-struct Walk {
-  int page, low, high, stop;  // of the split: its pages low ... high; of all: those before `stop`
-  bool is_value;
-  __device__ __forceinline__ Walk(int first, int stop, int split) : stop(stop), is_value(false) { enter(split, first); }
-  __device__ __forceinline__ void enter(int split, int first) {
-    low = page = max(first, first_page_of(split)), high = min(stop, first_page_of(split + 1));
-  }
-  __device__ __forceinline__ bool is_over() const { return page >= stop; }
-  __device__ __forceinline__ bool begins_split() const { return page == low && !is_value; }
-  __device__ __forceinline__ void advance() {
-    page += VALUES_IN_KEYS || is_value;
-    is_value = !VALUES_IN_KEYS && !is_value;
-    if (page == high) enter(split_of(low) + gridDim.x, 0);
-  }
-};
-
-// Pages with scales need no place as they come where nothing is fetched ahead.
-#define PLACES (Q8_0 && STAGES == 1 ? 0 : STAGES)
-
-// Those pages as they come to shared memory, STAGES - 1 of them on their way: places for PLACES of them, then what they
-// are widened to where they have scales.
-struct Stream {
-  const Pages keys, values;
-  const int* table;
-  const int kv_head, n_kv_heads;
-  const Sight sight;
-  uint8_t* const shared;
-  Walk ahead;
-  int load_stage, stage;
-  __device__ __forceinline__ Pages pages() const {
-    return {ahead.is_value ? values.entries : keys.entries, ahead.is_value ? values.scales : keys.scales};
-  }
-  __device__ __forceinline__ size_t block() const { return (size_t)table[ahead.page] * n_kv_heads + kv_head; }
-  __device__ __forceinline__ void load_next() {
-    if (ahead.is_over()) {
-      commit_copies();  // of nothing, so that groups can be counted
-      return;
-    }
-    uint8_t* const buffer = shared + load_stage * LOAD_BYTES;
-    if (KEY_HEAD != VALUE_ROW && ahead.is_value)
-      load_page<SPLIT_THREADS, VALUE_HEAD>(buffer, values, block(), PAGE * ahead.page, sight);
-    else
-      load_page<SPLIT_THREADS, KEY_HEAD>(buffer, pages(), block(), PAGE * ahead.page, sight);
-    load_stage = load_stage + 1 == STAGES ? 0 : load_stage + 1;
-    ahead.advance();
-  }
-  __device__ __forceinline__ float* factors() const { return (float*)(shared + PLACES * LOAD_BYTES); }
-  // Page number `number`, once it has come and, unless STAGES is 1, nobody reads the one before any more.
-  template <int HEAD>
-  __device__ __forceinline__ uint16_t* next(int number) {
-#if STAGES > 1
-    wait_for_copies<STAGES - 2>();
-    __syncthreads();
-    uint8_t* const buffer = shared + stage * LOAD_BYTES;
-    stage = stage + 1 == STAGES ? 0 : stage + 1;
-    load_next();
-#elif !Q8_0
-    load_next();
-    wait_for_copies<0>();
-    __syncthreads();
-    uint8_t* const buffer = shared;
-#endif
-#if Q8_0
-    uint16_t* const page = (uint16_t*)(shared + PLACES * LOAD_BYTES + FACTOR_BYTES);
-#if STAGES > 1
-    widen_page<SPLIT_THREADS, HEAD>(loaded<HEAD>(buffer), page, factors(), PAGE * number, sight);
-#else
-    widen_page<SPLIT_THREADS, HEAD>(pages().at<HEAD>(block()), page, factors(), PAGE * number, sight);
-    ahead.advance();
-#endif
-    __syncthreads();
-    return page;
-#else
-    return (uint16_t*)buffer;
-#endif
-  }
-};
-
 // The state of each row after each split: partial_sums float32 [key heads, max_splits, partial_rows, VALUE_HEAD] and
 // partial_states [key heads, max_splits, partial_rows] of (largest score, total); the sequences have at most
 // partial_rows rows, and a tile sees at most max_splits splits.  Grid: (blocks that share the splits of a tile, key
@@ -700,18 +646,16 @@ extern "C" __global__ void __launch_bounds__(SPLIT_THREADS, 3)
   if (tile.n_rows == 0) return;
   const Sight tile_sight = sight_of(tile, ROWS, group_size, window);
   const int first_page = tile_sight.first / PAGE, first_split = split_of(first_page);
-  Walk walk(first_page, tile_sight.last / PAGE + 1, first_split + blockIdx.x);
+  Walk walk(first_page, tile_sight.last / PAGE + 1, first_split + blockIdx.x, gridDim.x);
   if (walk.is_over()) return;
 
   const int kv_head = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int* table = block_tables + (size_t)tile.sequence * block_stride;
-  Stream stream = {{keys, key_scales}, {values, value_scales}, table, kv_head, n_kv_heads, tile_sight, shared, walk,
-                     0,                  0};
-  // Behind the pages: queries.
-  uint16_t* const query_rows =
-    (uint16_t*)(shared + PLACES * LOAD_BYTES + WIDE_BYTES + FACTOR_BYTES);
-#pragma unroll
-  for (int i = 0; i < STAGES - 1; i++) stream.load_next();
+  using SplitStream = Stream<SPLIT_THREADS, SPLIT_AHEAD>;
+  SplitStream stream = {{keys, key_scales}, {values, value_scales}, table, kv_head, n_kv_heads, tile_sight, shared,
+                        walk, 0, 0};
+  uint16_t* const query_rows = (uint16_t*)(shared + SplitStream::BYTES);
+  stream.begin();
 
   const Scoring scoring(scale, soft_cap);
   for (int row = warp; row < ROWS; row += SPLIT_WARPS) {
@@ -727,9 +671,6 @@ extern "C" __global__ void __launch_bounds__(SPLIT_THREADS, 3)
   float* const row_scores = scores + row * SCORE_STRIDE + column;
   float top = LOWEST, weight_sums[4] = {}, sums[2 * SPLIT_PAIRS][4] = {};
   while (!walk.is_over()) {
-#if STAGES == 1
-    __syncthreads();  // nobody reads values any more; keys are through before scores are shared
-#endif
     uint16_t* const page_keys = stream.next<KEY_HEAD>(walk.page);
     float products[2][4];
     score_page(products, queries, page_keys, stream.factors(), 2 * warp);
@@ -761,7 +702,7 @@ extern "C" __global__ void __launch_bounds__(SPLIT_THREADS, 3)
     __syncthreads();  // the weights are there
 #else
     walk.advance();
-    uint16_t* const page_values = stream.next<VALUE_HEAD>(walk.page);
+    uint16_t* const page_values = stream.next<VALUE_HEAD, false>(walk.page);  // keys were read before the softmax
 #endif
     float weights[KEY_TILES][4];
 #pragma unroll

@@ -39,8 +39,9 @@ _PADDING = 8
 _SHARED_ROWS = 128
 #: The largest heads, in keys and in values.
 MAX_KEY_DIM, MAX_VALUE_DIM = 640, 512
-#: The dynamic shared memory that `_stages` aims at: that two blocks fit beside each other on most devices.
-_STAGED_BYTES = 56 << 10
+#: Shared memory for pages of `attention_split`, so that two blocks fit beside each other mostly, and how many of them
+#: it fetches ahead: at most so much.
+_STAGED_BYTES, _MAX_AHEAD = 56 << 10, 3
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,8 @@ class Variant:
         chunked, causal: what a token sees.
         soft_cap: whether scores are capped.
         sinks: whether each query head has a sink.
-        warps, buffers: of `attention_prefill`; without buffers, pages with scales are read from where they lie.
-        stages: of `attention_split`; with one, nothing is fetched ahead, and pages with scales are read as above.
+        warps: of `attention_prefill`.
+        prefill_ahead, split_ahead: pages that either kernel fetches while it uses another one.
     """
 
     key_dim: int
@@ -65,8 +66,8 @@ class Variant:
     soft_cap: bool = False
     sinks: bool = False
     warps: int = 8
-    buffers: int = 2
-    stages: int = 4
+    prefill_ahead: int = 1
+    split_ahead: int = 1
 
     @property
     def defines(self) -> dict[str, int | str]:
@@ -80,8 +81,8 @@ class Variant:
             "SOFT_CAP": int(self.soft_cap),
             "SINKS": int(self.sinks),
             "WARPS": self.warps,
-            "BUFFERS": self.buffers,
-            "STAGES": self.stages,
+            "PREFILL_AHEAD": self.prefill_ahead,
+            "SPLIT_AHEAD": self.split_ahead,
             "FINE_PAGES": FINE_PAGES,
             "SPLIT_PAGES": SPLIT_PAGES,
             "MERGE_WARPS": _MERGE_WARPS,
@@ -106,25 +107,16 @@ class Variant:
         return 4 if self.value_head > 2 * _SHARED_ROWS else 2 if self.value_head > _SHARED_ROWS else 1
 
     @property
-    def _larger_row(self) -> int:
-        return max(self.key_head, self.value_head)
+    def _page_bytes(self) -> tuple[int, int]:
+        """Of a page in shared memory: as it comes from the cache, and what pages with scales are widened to."""
+        row = max(self.key_head, self.value_head)
+        halves, groups = 2 * PAGE * (row + _PADDING), -(-row // VALUES_PER_SCALE)
+        return (PAGE * (row + 2 * groups), halves + 4 * PAGE * groups) if self.cache_type == "q8_0" else (halves, 0)
 
-    @property
-    def _page_bytes(self) -> int:
-        """Of a page of halves in shared memory."""
-        return 2 * PAGE * (self._larger_row + _PADDING)
-
-    @property
-    def _load_bytes(self) -> int:
-        """Of a page as it comes from the cache."""
-        groups = -(-self._larger_row // VALUES_PER_SCALE)
-        return PAGE * (self._larger_row + 2 * groups) if self.cache_type == "q8_0" else self._page_bytes
-
-    @property
-    def _widened_bytes(self) -> int:
-        """Of what pages with scales are widened to."""
-        groups = -(-self._larger_row // VALUES_PER_SCALE)
-        return self._page_bytes + 4 * PAGE * groups if self.cache_type == "q8_0" else 0
+    def _pages_bytes(self, ahead: int) -> int:
+        """Of those that are fetched ahead, and of the one that is used."""
+        loaded, widened = self._page_bytes
+        return ahead * loaded + (widened or loaded)
 
     @property
     def prefill_bytes(self) -> int:
@@ -137,31 +129,17 @@ class Variant:
         # Queries lie in the sums' place if they go to registers at once.
         most = _SHARED_ROWS // 2 if self.cache_type == "q8_0" else _SHARED_ROWS
         kept = max(queries, sums) if self.key_head <= most and parts == 1 else queries + sums
-        return self.buffers * self._load_bytes + self._widened_bytes + kept
+        return self._pages_bytes(self.prefill_ahead) + kept
 
     @property
     def split_bytes(self) -> int:
         """Dynamic shared memory of `attention_split`."""
-        places = 0 if self.stages == 1 and self.cache_type == "q8_0" else self.stages
-        return places * self._load_bytes + self._widened_bytes + 2 * ROWS * (self.key_head + _PADDING)
+        return self._pages_bytes(self.split_ahead) + 2 * ROWS * (self.key_head + _PADDING)
 
     @property
     def largest_block_bytes(self) -> int:
         """The shared memory that a block needs, all in all."""
         return max(self.prefill_bytes + _ROW_STATIC * self.tile_rows, self.split_bytes + _SPLIT_STATIC)
-
-    @property
-    def _is_of_use(self) -> bool:
-        """Whether the launch geometry is one that the kernels have, and that is worth its shared memory."""
-        parts, has_scales = self._head_parts, self.cache_type == "q8_0"
-        # What pages with scales are widened to is a buffer, too, and values in keys need none.
-        most = 1 if has_scales or self.values_in_keys else 2
-        staged = self.stages <= 2 or self.stages * self._load_bytes <= _STAGED_BYTES
-        return self.warps % parts == 0 and (0 if has_scales else 1) <= self.buffers <= most and staged
-
-
-#: Warps and buffers of `attention_prefill`, the fastest first.
-_GEOMETRIES = ((8, 2), (8, 1), (4, 2), (4, 1), (4, 0), (2, 2), (2, 1), (2, 0))
 
 
 def choose_variant(variant: Variant, shared_bytes: int) -> Variant:
@@ -175,18 +153,19 @@ def choose_variant(variant: Variant, shared_bytes: int) -> Variant:
             f"attention on CUDA takes heads of up to {MAX_KEY_DIM} values in keys and {MAX_VALUE_DIM} in values, not "
             f"{variant.key_dim} and {variant.value_dim}: use device='cpu'"
         )
-    for warps, buffers in _GEOMETRIES:
-        if (warps, buffers) == (4, 0) and variant._head_parts < 4:
-            continue  # two warps with a buffer are better
-        for stages in (4, 3, 2, 1):
-            found = replace(variant, warps=warps, buffers=buffers, stages=stages)
-            if found._is_of_use:
-                least = found
-                if found.largest_block_bytes <= shared_bytes:
-                    return found
+    parts, loaded = variant._head_parts, variant._page_bytes[0]
+    deep = min(max(1, _STAGED_BYTES // loaded - 1), _MAX_AHEAD)
+    prefills = [(warps, ahead) for warps in (8, 4, 2) for ahead in (1, 0) if warps % parts == 0]
+    if variant.cache_type == "q8_0":  # to widen pages straight from global memory takes longer than a smaller tile
+        prefills.sort(key=lambda warps_and_ahead: -warps_and_ahead[1])
+    for split_ahead in (deep, 0):
+        for warps, prefill_ahead in prefills:
+            found = replace(variant, warps=warps, prefill_ahead=prefill_ahead, split_ahead=split_ahead)
+            if found.largest_block_bytes <= shared_bytes:
+                return found
     raise KernelError(
         f"attention over heads of {variant.key_dim} values in a {variant.cache_type} cache needs "
-        f"{least.largest_block_bytes} bytes of shared memory a block, but the device gives {shared_bytes}: use "
+        f"{found.largest_block_bytes} bytes of shared memory a block, but the device gives {shared_bytes}: use "
         + ("cache_type='f16', " if variant.cache_type == "q8_0" else "")
         + "device='cpu' or another device"
     )

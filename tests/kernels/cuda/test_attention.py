@@ -38,7 +38,7 @@ def variant_of(head_dim: int, kind: str = "f16", device: Device | None = None, *
 
 def smallest(variant: Variant) -> Variant:
     """The same, with as little shared memory as it can do with."""
-    return replace(variant, warps=2, buffers=0 if variant.cache_type == "q8_0" else 1, stages=1)
+    return replace(variant, warps=2, prefill_ahead=0, split_ahead=0)
 
 
 @dataclass

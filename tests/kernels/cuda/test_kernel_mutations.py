@@ -226,10 +226,10 @@ CASES = {
     "attention_split": attention("attention_split", F16),
     "attention_merge": attention("attention_merge", F16),
     "attention_prefill": attention("attention_prefill", F16),
-    "attention_prefill, one buffer": attention("attention_prefill", replace(F16, buffers=1)),
     # Which fetch nothing ahead, as where shared memory is short.
     "attention_split, small": attention("attention_split", smallest(F16)),
     "attention_split Q8_0, small": attention("attention_split", smallest(Q8_0)),
+    "attention_prefill, small": attention("attention_prefill", smallest(F16)),
     "attention_prefill Q8_0, small": attention("attention_prefill", smallest(Q8_0)),
     "attention_split, values in keys": attention("attention_split", replace(F16, values_in_keys=True)),
     "attention_split Q8_0": attention("attention_split", Q8_0),
