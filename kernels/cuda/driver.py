@@ -19,12 +19,12 @@ belongs to the thread that began it.
 **Errors.**  Every method that takes a device, or something of one, raises `DeviceError` where there is no such device
 or localllm cannot use it; `DeviceLostError` where it failed, now or in earlier work: kernels run behind the host's
 back, so an illegal access shows at some later call, mostly at `synchronize`; and `DeviceMemoryError` where it has no
-memory left, which any call may need a little of.  Arguments that contradict each other are a `UsageError`.
+memory left, which any call may need a little of.  Copies between sides of different sizes are a `UsageError`; other
+arguments that contradict each other only the tests' driver is sure to find.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
@@ -32,14 +32,12 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from localllm.errors import DeviceError, KernelError, UsageError
+from localllm.errors import DeviceError, UsageError
 
 #: The oldest devices that the kernels are written for: Turing, whose tensor cores multiply integers.
 MINIMUM_CAPABILITY = (7, 5)
-#: Threads of a block, and blocks of a grid along each dimension, that every device has.
+#: Threads of a block that every device has.
 MAX_BLOCK_THREADS = 1024
-MAX_BLOCK = (1024, 1024, 64)
-MAX_GRID = (2**31 - 1, 65535, 65535)
 #: Shared memory that a block may have without asking the driver first.
 FREE_SHARED_BYTES = 48 << 10
 
@@ -224,8 +222,7 @@ class Driver(Protocol):
         Args:
             grid, block: blocks, and threads of each, along x, y, z; one where they say nothing.
             arguments: device memory, and numpy scalars of the very types of the kernel's parameters: a device takes
-                what it is given byte by byte (the emulated one compares them).  Memory of another device only with
-                `enable_peer_access`.
+                what it is given byte by byte.  Memory of another device only with `enable_peer_access`.
             stream: of the module's device.
             shared_bytes: dynamic shared memory of each block, up to the device's.
 
@@ -291,33 +288,3 @@ def host_array(array: NDArray[Any], *, written: bool) -> NDArray[Any]:
     if written and not array.flags.writeable:
         raise UsageError("the array that a download writes to is read-only")
     return array
-
-
-def launch_shape(
-    kernel: str, grid: tuple[int, ...], block: tuple[int, ...], shared_bytes: int, properties: DeviceProperties
-) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-    """A launch's grid and block in three dimensions; KernelError where the device cannot run them."""
-    (gx, gy, gz), (bx, by, bz) = ((*shape, 1, 1)[:3] for shape in (grid, block))
-    full_grid, full_block = (gx, gy, gz), (bx, by, bz)
-    fits = (
-        all(1 <= n <= limit for n, limit in zip(full_grid, MAX_GRID, strict=True))
-        and all(1 <= n <= limit for n, limit in zip(full_block, MAX_BLOCK, strict=True))
-        and math.prod(full_block) <= MAX_BLOCK_THREADS
-        and 0 <= shared_bytes <= properties.shared_bytes
-    )
-    if not fits:
-        raise KernelError(
-            f"kernel {kernel} cannot be launched with grid {grid}, block {block} and {shared_bytes} bytes of shared "
-            f"memory on {properties.name}, which gives a block {properties.shared_bytes} bytes"
-        )
-    return full_grid, full_block
-
-
-def check_arguments(kernel: str, arguments: Sequence[object]) -> None:
-    """Raises KernelError where a kernel is given what is neither device memory nor a numpy number."""
-    for i, argument in enumerate(arguments):
-        if not isinstance(argument, (DeviceMemory, np.number)):
-            raise KernelError(
-                f"argument {i} of kernel {kernel} is a {type(argument).__name__}: kernels take DeviceMemory and "
-                f"numpy numbers of their parameters' types, such as numpy.int32(3)"
-            )

@@ -8,6 +8,7 @@ the project, translated (`tests.cuda_on_cpu.module`), or functions in Python.
 from __future__ import annotations
 
 import functools
+import math
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,17 +22,16 @@ from numpy.typing import NDArray
 from localllm.errors import DeviceError, KernelError, UsageError
 from localllm.kernels.cuda import driver as interface
 from localllm.kernels.cuda.driver import (
+    MAX_BLOCK_THREADS,
     CompileProgress,
     Defines,
     DeviceMemory,
     DeviceProperties,
     MemoryInfo,
-    check_arguments,
     check_capability,
     check_device,
     check_sizes,
     host_array,
-    launch_shape,
 )
 from localllm.kernels.cuda.module import FOLDER, ModuleCompiler
 from tests.cuda_on_cpu import module as emulator
@@ -56,6 +56,8 @@ from tests.cuda_on_cpu.emulated_streams import (
 from tests.cuda_on_cpu.module import Mode, Order
 
 FORWARD = Order()
+#: Threads of a block, and blocks of a grid along each dimension, that every device has.
+MAX_BLOCK, MAX_GRID = (1024, 1024, 64), (2**31 - 1, 65535, 65535)
 
 
 @dataclass(frozen=True, eq=False)
@@ -445,3 +447,36 @@ def _event(event: object) -> EmulatedEvent:
     if not isinstance(event, EmulatedEvent):
         raise UsageError(f"{event!r} is no event of this driver")
     return event
+
+
+# -- What real devices are not asked -------------------------------------------------------------------------------
+
+
+def launch_shape(
+    kernel: str, grid: tuple[int, ...], block: tuple[int, ...], shared_bytes: int, properties: DeviceProperties
+) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    """A launch's grid and block in three dimensions; KernelError where the device cannot run them."""
+    (gx, gy, gz), (bx, by, bz) = ((*shape, 1, 1)[:3] for shape in (grid, block))
+    full_grid, full_block = (gx, gy, gz), (bx, by, bz)
+    fits = (
+        all(1 <= n <= limit for n, limit in zip(full_grid, MAX_GRID, strict=True))
+        and all(1 <= n <= limit for n, limit in zip(full_block, MAX_BLOCK, strict=True))
+        and math.prod(full_block) <= MAX_BLOCK_THREADS
+        and 0 <= shared_bytes <= properties.shared_bytes
+    )
+    if not fits:
+        raise KernelError(
+            f"kernel {kernel} cannot be launched with grid {grid}, block {block} and {shared_bytes} bytes of shared "
+            f"memory on {properties.name}, which gives a block {properties.shared_bytes} bytes"
+        )
+    return full_grid, full_block
+
+
+def check_arguments(kernel: str, arguments: Sequence[object]) -> None:
+    """Raises KernelError where a kernel is given what is neither device memory nor a numpy number."""
+    for i, argument in enumerate(arguments):
+        if not isinstance(argument, (DeviceMemory, np.number)):
+            raise KernelError(
+                f"argument {i} of kernel {kernel} is a {type(argument).__name__}: kernels take DeviceMemory and "
+                f"numpy numbers of their parameters' types, such as numpy.int32(3)"
+            )

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from localllm.errors import DeviceError, DeviceMemoryError, KernelError, UsageError
 from localllm.kernels.cuda.driver import DeviceMemory, Driver, Stream
+from tests.cuda_on_cpu.emulated_driver import EmulatedDriver
 
 N = 1000
 GRID, BLOCK = (8,), (128,)
@@ -145,8 +146,9 @@ def test_copies_are_checked(driver: Driver, values: NDArray[np.float32], stream:
     values.flags.writeable = False
     with pytest.raises(UsageError, match="read-only"):
         driver.download(values, memory, stream)
-    with pytest.raises(UsageError, match="256"):
-        driver.fill(memory, 256, stream)
+    if isinstance(driver, EmulatedDriver):
+        with pytest.raises(UsageError, match="256"):
+            driver.fill(memory, 256, stream)
 
 
 def test_peers(driver: Driver, values: NDArray[np.float32], stream: Stream) -> None:
@@ -154,18 +156,20 @@ def test_peers(driver: Driver, values: NDArray[np.float32], stream: Stream) -> N
     if driver.device_count < 2 or not (driver.can_access_peer(0, 1) and driver.can_access_peer(1, 0)):
         pytest.skip("needs two devices that reach each other")
     here, there = upload(driver, values, stream), driver.allocate(1, values.nbytes)
-    with pytest.raises(DeviceError, match="stream of CUDA device 0 was given memory of device 1"):
-        driver.copy(there, here, stream)
     module = driver.load_module(0, "arithmetic")
-    with pytest.raises(DeviceError, match="was given memory of device 1"):
-        driver.launch(module, "add_step", GRID, BLOCK, (there, here, np.int32(N)), stream)
+    if isinstance(driver, EmulatedDriver):
+        with pytest.raises(DeviceError, match="stream of CUDA device 0 was given memory of device 1"):
+            driver.copy(there, here, stream)
+        with pytest.raises(DeviceError, match="was given memory of device 1"):
+            driver.launch(module, "add_step", GRID, BLOCK, (there, here, np.int32(N)), stream)
     for _ in range(2):
         driver.enable_peer_access(0, 1)
     driver.copy(there, here, stream)
     driver.launch(module, "add_step", GRID, BLOCK, (there, here, np.int32(N)), stream)
     np.testing.assert_array_equal(download(driver, here, stream), values + 1)
-    with pytest.raises(DeviceError, match="stream of CUDA device 1 was given memory of device 0"):
-        driver.copy(there, here, driver.stream(1))  # access goes one way
+    if isinstance(driver, EmulatedDriver):
+        with pytest.raises(DeviceError, match="stream of CUDA device 1 was given memory of device 0"):
+            driver.copy(there, here, driver.stream(1))  # access goes one way
 
 
 # -- Kernels -------------------------------------------------------------------------------------------------------
@@ -202,6 +206,9 @@ def test_shared_memory(driver: Driver, stream: Stream, n: int) -> None:
 
 
 def test_launches_are_checked(driver: Driver, values: NDArray[np.float32], stream: Stream) -> None:
+    """By emulated devices: CUDA finds some of these itself, and others too late."""
+    if not isinstance(driver, EmulatedDriver):
+        pytest.skip("only emulated devices look")
     memory = upload(driver, values, stream)
     module = driver.load_module(0, "arithmetic")
     arguments = (memory, memory, np.int32(N))
@@ -266,13 +273,14 @@ def test_time_between_events(driver: Driver, values: NDArray[np.float32], stream
     driver.record(end, stream)
     driver.synchronize(end)
     assert 0 < driver.elapsed_seconds(begin, end) < 1
-    with pytest.raises(UsageError, match="timing=True"):
-        driver.elapsed_seconds(begin, driver.event(0))
+    if isinstance(driver, EmulatedDriver):
+        with pytest.raises(UsageError, match="timing=True"):
+            driver.elapsed_seconds(begin, driver.event(0))
 
 
 def test_an_event_is_of_its_device(driver: Driver, stream: Stream) -> None:
-    if driver.device_count < 2:
-        pytest.skip("needs two devices")
+    if not isinstance(driver, EmulatedDriver):
+        pytest.skip("only emulated devices look")
     with pytest.raises(UsageError, match="an event of device 1 recorded in a stream of device 0"):
         driver.record(driver.event(1), stream)
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from localllm.kernels.cuda import driver as interface
 from localllm.kernels.cuda.driver import CompileProgress, Defines, DeviceMemory
-from tests.cuda_on_cpu.emulated_driver import EmulatedDriver, EmulatedModule
+from tests.cuda_on_cpu.emulated_driver import EmulatedDriver, EmulatedModule, check_arguments, launch_shape
 from tests.cuda_on_cpu.emulated_kernels import Kernels, PythonKernels
 
 #: A module: its name, and macros.
@@ -107,8 +107,8 @@ class KernellessDriver(WatchedDriver):
     ) -> None:
         self.calls["launch"] += 1
         self.kernels[kernel] += 1
-        interface.launch_shape(kernel, grid, block, shared_bytes, self.properties(stream.device))
-        interface.check_arguments(kernel, arguments)
+        launch_shape(kernel, grid, block, shared_bytes, self.properties(stream.device))
+        check_arguments(kernel, arguments)
 
 
 _NOTHING: Kernels = PythonKernels("nothing", {})
