@@ -2,11 +2,7 @@
 //
 // Rows of float32 begin at multiples of 16 bytes, strides are in values and multiples of 4.  What a matrix product reads
 // next can be left as codes and scales at once (activations.cuh), with the bits that `quantise` would make of the row.
-//
-// All of it is bound by memory: on an H200 (4.3 TB/s) a norm of 4,096 values reads and writes 32 KiB, 8 ns a token, a
-// gate over 14,336 values 172 KiB (quantised: 131), 40 ns; so one token takes a launch and the latency of two reads,
-// and 4,096 tokens 31 and 164 us.  The largest of 128k logits: 513 KB, which one block reads at about 100 GB/s in 5 us;
-// the k largest are found by 63 blocks.
+// All of it is bound by memory; one token takes a launch and the latency of two reads.
 #include "activations.cuh"
 #include "batch.cuh"
 #include "choice.cuh"

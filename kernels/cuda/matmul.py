@@ -265,12 +265,7 @@ def embed_launch(format: PackedFormat, n_rows: int) -> Launch:
 
 
 def product_launch(
-    format: PackedFormat,
-    n_outs: Sequence[int],
-    n_in: int,
-    n_rows: int,
-    limits: ProductLimits,
-    n_heads: int = 1,
+    format: PackedFormat, n_outs: Sequence[int], n_in: int, n_rows: int, limits: ProductLimits, n_heads: int = 1
 ) -> Launch:
     """The product of activations, laid out for ``n_rows`` (`PackedFormat.input_rows`), with one or several matrices.
 

@@ -17,7 +17,6 @@ import re
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +32,11 @@ FOLDER = Path(__file__).parent
 OPTIONS = ("--std=c++17", "-ftz=true", "--device-as-default-execution-space", "-lineinfo")
 #: Modules that are compiled at once: each takes some 100 MB meanwhile.
 _COMPILERS = 8
-#: What a compiler's message quotes: so many errors.
-_MAX_ERRORS = 3
+#: Characters of a compiler's log that an error quotes.
+_MAX_LOG = 4000
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 _INCLUDE = re.compile(r'\s*#\s*include\s*"([^"]*)"')
-_CONDITION = re.compile(r"\s*#\s*(if|endif)")
 _PRAGMA_ONCE = re.compile(r"\s*#\s*pragma\s+once\b")
-_DIAGNOSTIC = re.compile(r"^\S.*(error|warning|remark)\b.*:", re.MULTILINE)
 
 
 # -- The source ----------------------------------------------------------------------------------------------------
@@ -49,7 +46,7 @@ def flat_source(name: str, folder: Path = FOLDER) -> str:
     """``name``.cu with all that it includes by ``#include "…"`` in its place, each file once.
 
     Raises:
-        KernelError: a file is not there, or included under an ``#if``.
+        KernelError: a file is not there.
     """
     if not _NAME.fullmatch(name):
         raise KernelError(f"{name!r} is no name of a CUDA module")
@@ -63,16 +60,9 @@ def _flatten(file: str, folder: Path, seen: set[str]) -> Iterable[str]:
     except OSError as error:
         raise KernelError(f"the CUDA source {file} cannot be read: {error}") from error
     shown = f"{folder.parent.name}/{folder.name}/{file}"
-    depth = 0
     yield f'#line 1 "{shown}"\n'
     for number, line in enumerate(text.splitlines(), start=1):
-        if condition := _CONDITION.match(line):
-            depth += 1 if condition[1] == "if" else -1
         if include := _INCLUDE.match(line):
-            if depth:
-                raise KernelError(
-                    f'{shown}({number}): #include "{include[1]}" stands under an #if, but all are included'
-                )
             if include[1] not in seen:
                 yield from _flatten(include[1], folder, seen)
             yield f'#line {number + 1} "{shown}"\n'
@@ -134,7 +124,7 @@ def compile_source(source: str, name: str, options: Sequence[str], nvrtc: Any) -
         nvrtc: CuPy's binding (`localllm.kernels.cuda.installation.import_nvrtc`).
 
     Raises:
-        KernelError: it does not compile; with the first of the compiler's messages.
+        KernelError: it does not compile; with the compiler's messages.
     """
     program = nvrtc.createProgram(source, f"{name}.cu", (), ())
     try:
@@ -144,20 +134,12 @@ def compile_source(source: str, name: str, options: Sequence[str], nvrtc: Any) -
         return Compiled(binary, nvrtc.getProgramLog(program))
     except nvrtc.NVRTCError as error:
         version = ".".join(map(str, nvrtc.getVersion()))
-        said = first_errors(nvrtc.getProgramLog(program)) or str(error)
+        said = nvrtc.getProgramLog(program).strip()[:_MAX_LOG] or str(error)
         raise KernelError(
             f"the CUDA module {name} does not compile with NVRTC {version} and {' '.join(options)}:\n{said}"
         ) from error
     finally:
         nvrtc.destroyProgram(program)
-
-
-def first_errors(log: str) -> str:
-    """The first errors of a compiler's log, without its warnings; its beginning where no line looks like one."""
-    begins = [match.start() for match in _DIAGNOSTIC.finditer(log)]
-    parts = [log[i:j].strip() for i, j in pairwise([*begins, len(log)])]
-    errors = [part for part in parts if "error" in part.partition("\n")[0]]
-    return "\n".join(errors[:_MAX_ERRORS]) or log.strip()[:2000]
 
 
 class ModuleCompiler:

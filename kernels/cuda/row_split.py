@@ -32,17 +32,7 @@ from localllm.kernels.backend import (
 from localllm.kernels.buffers import Address, Buffer
 from localllm.kernels.cuda.backend import CUDABackend
 from localllm.kernels.cuda.cache import PAGE, CUDACache
-from localllm.kernels.cuda.calls import (
-    N_OUTPUTS,
-    N_TOKENS,
-    Call,
-    Cost,
-    Extent,
-    Inputs,
-    StepLimits,
-    Stored,
-    padded,
-)
+from localllm.kernels.cuda.calls import N_OUTPUTS, N_TOKENS, Call, Cost, Extent, Inputs, StepLimits, Stored, padded
 from localllm.kernels.cuda.driver import CompileProgress, Driver
 from localllm.kernels.cuda.lowering import GATE_THREADS, Lowered, Lowering, columns
 from localllm.kernels.cuda.step import CUDAStep, Work, graph_bytes
@@ -234,20 +224,20 @@ class RowSplitStep(CUDAStep):
             if any(i in other.received for other in meetings):
                 if sent not in self._staging_of:
                     self._staging_of[sent] = step.pinned(sent.buffer.n_bytes)
-                n_bytes = min(sent.buffer.n_bytes, 4 * sent.stride * extent.rows(sent.slot))  # rows are rounded up
-                host, memory = self._staging_of[sent][:n_bytes], step.memory(sent.buffer, n_bytes)
-                yield partial(driver.download, host, memory, step.stream)
+                host = self._staged(sent, extent)
+                yield partial(driver.download, host, step.memory(sent.buffer, host.nbytes), step.stream)
             yield partial(driver.record, self._computed[i], step.stream)
         for step, meeting in zip(self.steps, meetings, strict=True):
             for i, event in enumerate(self._computed):
                 if self.steps[i] is not step:
                     yield partial(driver.wait, step.stream, event)
             for i, buffer in meeting.received.items():
-                sent = meetings[i].sent
-                n_bytes = min(sent.buffer.n_bytes, 4 * sent.stride * extent.rows(sent.slot))  # rows are rounded up
-                yield partial(
-                    driver.upload, step.memory(buffer, n_bytes), self._staging_of[sent][:n_bytes], step.stream
-                )
+                host = self._staged(meetings[i].sent, extent)
+                yield partial(driver.upload, step.memory(buffer, host.nbytes), host, step.stream)
+
+    def _staged(self, sent: Stored, extent: Extent) -> Any:
+        """Host memory for a part: no more than its rows, whose number an extent rounds up."""
+        return self._staging_of[sent][: min(sent.buffer.n_bytes, 4 * sent.stride * extent.rows(sent.slot))]
 
 
 def _runs(calls: Sequence[Call]) -> list[tuple[bool, list[Call]]]:
@@ -282,14 +272,8 @@ class RowSplitBackend(Backend):
         weights = [PackedWeights(backend.loader) for backend in self.backends]
         caches = [CUDACache(each, n_pages, n_states) for each in graphs]
         uses = [weights_of(each) for each in graphs]
-        unreachable = [
-            [
-                j
-                for j, b in enumerate(self.backends)
-                if b is not a and not a.driver.can_access_peer(a.device, b.device)
-            ]
-            for a in self.backends
-        ]
+        reaches, devices = self.backends[0].driver.can_access_peer, [backend.device for backend in self.backends]
+        unreachable = [[i for i, b in enumerate(devices) if a != b and not reaches(a, b)] for a in devices]
 
         def lower() -> list[Lowered]:
             parts = list(zip(self.backends, graphs, caches, strict=True))

@@ -25,16 +25,7 @@ from localllm.kernels.buffers import Address, Buffer
 from localllm.kernels.cuda.attention import work_of_batch, work_of_bucket
 from localllm.kernels.cuda.cache import PAGE
 from localllm.kernels.cuda.calls import BUCKETS, N_TOKENS, Call, Extent, Stored, phases
-from localllm.kernels.cuda.driver import (
-    CompileProgress,
-    Defines,
-    DeviceMemory,
-    Driver,
-    Event,
-    Graph,
-    Launch,
-    Stream,
-)
+from localllm.kernels.cuda.driver import CompileProgress, Defines, DeviceMemory, Driver, Event, Graph, Launch, Stream
 from localllm.kernels.cuda.lowering import MAX_TOP_K, Lowered
 
 #: Lengths in the cache that an extent of a small batch serves: the first, and then twice as much each.
