@@ -4,6 +4,23 @@
 #include "dots.cuh"
 #include "mma.cuh"
 
+// What a block multiplies: rows first ... stop - 1 with matrices of number `matrix`.  With EXPERTS, that is one of the
+// products: expert, first row, a multiple of 8, and the one behind the last; weights are those of all experts, one after
+// the other, and rows lie by place (experts.cu).  Else it is TOKENS tokens, with the head's.
+#ifdef EXPERTS
+#define KERNEL(name) name##_experts
+#define PRODUCT_PARAMETERS const int4 *__restrict__ products,
+#define FIND_ROWS                      \
+  if (blockIdx.x >= *n_tokens) return; \
+  const int matrix = products[blockIdx.x].x, first = products[blockIdx.x].y, stop = products[blockIdx.x].z;
+#else
+#define KERNEL(name) name
+#define PRODUCT_PARAMETERS
+#define FIND_ROWS                                                           \
+  const int matrix = head(), first = blockIdx.x * TOKENS, stop = *n_tokens; \
+  if (first > 0 && first >= stop) return;
+#endif
+
 // Where operands lie; `Memory` says how single values are read.
 //
 // Lane 4 g + t gets of a unit of weights (32 rows of 16 bytes) word t of rows g, g + 8, g + 16 and g + 24, and of two

@@ -792,17 +792,16 @@ class Lowering:
             n, rows = extent.n_tokens, _product_rows(mixture, extent, limits)
             is_shared = shared is not None and chosen.is_single(extent)
             x, n_rows, share = (shared, n, mixture.k) if is_shared else (inputs, extent.n_places, 1)
-            kernel = matmul.expert_kernel(format, n, rows, limits.capability)
-            step = 1 if kernel == "matmul_experts" else matmul.MAX_MATRICES
             sizes = n_in, n, n * mixture.k, mixture.n_products(n, rows), rows
-            for some in (products[i : i + step] for i in range(0, len(products), step)):
+            for i in range(0, len(products), matmul.MAX_MATRICES):
+                some = products[i : i + matmul.MAX_MATRICES]
                 launch = matmul.expert_launch(format, [p.n_out for p in some], *sizes, limits)
                 own: dict[str, tuple[Any, ...]] = {
                     "matvec_experts": (counter, tiles, mixture.k, share, chosen.ids, chosen.places),
                     "matmul_few_experts": (chosen.n_products, tiles, chosen.products),
                     "matmul_experts": (chosen.n_products, tiles, n_chunks, chosen.products),
                 }
-                given = some[0].arguments() if launch.kernel == "matmul_experts" else matmul.matrix_arguments(some)
+                given = matmul.matrix_arguments(some)
                 if gate is not None and (gated := matmul.gated_launch(format, launch)):
                     given, own[gated.kernel] = self._gate_arguments(gate, some, extent.n_places), own[launch.kernel]
                     launch = gated

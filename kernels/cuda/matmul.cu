@@ -174,27 +174,27 @@ DEVICE void store(const Matrix& matrix, const Sums<N>& totals, const Sources& fr
       }
 }
 
-#ifndef EXPERTS
-
 // y = x W^T (+ bias) (+ residual), for up to three matrices.
 //
 // units, scales: activations (activations.cuh), laid out for n_rows, a multiple of 8, of which n_tokens are there.
 // n_tiles: tiles along a row of weights, in n_chunks chunks.  Grid (TOKENS tokens each, 4 groups of rows of a matrix
 // each, heads); dynamic shared memory: STAGES stages.
+//
+// matmul_experts: n_tokens is the number of products, of at most TOKENS rows.  Grid (products, 4 groups of rows each).
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    matmul(const void* __restrict__ units, const float2* __restrict__ scales, int n_rows,
-           const int* __restrict__ n_tokens, int n_tiles, int n_chunks, MATRIX_PARAMETERS(0), MATRIX_PARAMETERS(1),
-           MATRIX_PARAMETERS(2)) {
-  const int first_token = blockIdx.x * TOKENS, n = *n_tokens;
-  if (first_token >= n) return;
+    KERNEL(matmul)(const void* __restrict__ units, const float2* __restrict__ scales, int n_rows,
+                   const int* __restrict__ n_tokens, int n_tiles, int n_chunks, PRODUCT_PARAMETERS MATRIX_PARAMETERS(0),
+                   MATRIX_PARAMETERS(1), MATRIX_PARAMETERS(2)) {
+  FIND_ROWS
+  if (first >= stop) return;
   int block = blockIdx.y;
   const int which = choose_matrix<ROW_WARPS>(n_out0, n_out1, block), n_out = CHOSEN_ROWS(which);
-  const Sources from = {CHOSEN_WEIGHTS(which) + first_tile(head(), 0, n_out, n_tiles) * tile_bytes<FORMAT>(),
+  const Sources from = {CHOSEN_WEIGHTS(which) + first_tile(matrix, 0, n_out, n_tiles) * tile_bytes<FORMAT>(),
                         own_units<FORMAT>(units, n_tiles, n_rows),
                         (const float2*)own_scales<FORMAT>(scales, n_tiles, n_rows),
                         n_rows,
-                        first_token,
-                        n,
+                        first,
+                        stop,
                         block * ROW_WARPS,
                         n_groups(n_out),
                         n_tiles};
@@ -205,29 +205,4 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   store<FORMAT, TOKENS / 8 / TOKEN_WARPS>(CHOSEN_MATRIX(again), totals, from);
 }
 
-#else
-
-// With the matrices of experts: a block has 4 groups of 32 rows, and up to TOKENS tokens of an expert.
-//
-// y = x W^T, where each row has the matrix W of its expert.
-//
-// weights: of all experts, one after the other.  products: expert, first row, a multiple of 8, and the one behind the
-// last, at most TOKENS.  Grid (products, 4 groups of rows each).  The rest is as above.
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    matmul_experts(const void* __restrict__ units, const float2* __restrict__ scales, int n_rows,
-                   const int* __restrict__ n_products, int n_tiles, int n_chunks, const int4* __restrict__ products,
-                   MATRIX_PARAMETERS(0)) {
-  if (blockIdx.x >= *n_products) return;
-  const int4 product = products[blockIdx.x];
-  const int groups = n_groups(n_out0);
-  const Matrix matrix = MATRIX(0);
-  const uint8_t* weights = weights0 + (int64_t)product.x * groups * n_tiles * tile_bytes<FORMAT>();
-  const Sources from = {weights,   (const uint8_t*)units,       scales, n_rows, product.y,
-                        product.z, (int)blockIdx.y * ROW_WARPS, groups, n_tiles};
-  Sums<TOKENS / 8 / TOKEN_WARPS> totals = {};
-  multiply<FORMAT, TOKENS, STAGES>(totals, from, n_chunks);
-  store<FORMAT, TOKENS / 8 / TOKEN_WARPS>(matrix, totals, from);
-}
-
-#endif
 #endif

@@ -348,7 +348,7 @@ def expert_launch(
     groups, kernel = sum(map(n_groups, n_outs)), expert_kernel(format, n_tokens, product_rows, limits.capability)
     if kernel == "matmul_experts":
         rows = limits.tile_rows[-1]
-        launch = _matmul_launch(format, n_outs[:1], rows, replace(limits, tile_rows=(rows,)))
+        launch = _matmul_launch(format, n_outs, rows, replace(limits, tile_rows=(rows,)))
         grid, defines = (n_products, launch.grid[1]), {**launch.defines, "EXPERTS": 1}
         return replace(launch, kernel=kernel, defines=defines, grid=grid)
     is_few = kernel == "matmul_few_experts"

@@ -8,6 +8,11 @@
 
 constexpr int MAX_CHUNKS = 16;
 
+#ifdef EXPERTS
+#define TOKENS 8
+#define ROWS 0
+#endif
+
 #if __CUDA_ARCH__ >= 800
 
 // The scales of rows g + 8 i, from those that each lane has of the row of its number.
@@ -133,29 +138,13 @@ DEVICE void add_chunks(const Matrix& matrix, int group, const Sums<N>& acc, cons
 
 // As `matvec`; n_rows is a multiple of TOKENS, and that of 8.
 //
-// matmul_few_experts: a block has up to 8 tokens of an expert, with the matrices of that; n_tokens is the number of
-// products: expert, first row, a multiple of 8, and the one behind the last.  Grid (products, groups of all matrices).
-#ifdef EXPERTS
-#define TOKENS 8
-#define ROWS 0
-#define MATMUL_FEW matmul_few_experts
-#define PRODUCT_PARAMETERS const int4 *__restrict__ products,
-#define FIND_ROWS                         \
-  if (blockIdx.x >= *n_tokens) return;    \
-  const int matrix = products[blockIdx.x].x, first = products[blockIdx.x].y, stop = products[blockIdx.x].z;
-#else
-#define MATMUL_FEW matmul_few
-#define PRODUCT_PARAMETERS
-#define FIND_ROWS                                                                                                  \
-  const int matrix = head(), first = blockIdx.x * TOKENS, stop = *n_tokens;                                        \
-  if (first > 0 && first >= stop) return;  // the first tokens do not wait for n
-#endif
+// matmul_few_experts: n_tokens is the number of products.  Grid (products, groups of rows of all matrices).
 extern "C" __global__ void __launch_bounds__(BOUNDS)
-    MATMUL_FEW(const void* __restrict__ units, const void* __restrict__ scales, int n_rows,
-               const int* __restrict__ n_tokens, int n_tiles, PRODUCT_PARAMETERS MATRIX_PARAMETERS(0),
-               MATRIX_PARAMETERS(1), MATRIX_PARAMETERS(2)) {
+    KERNEL(matmul_few)(const void* __restrict__ units, const void* __restrict__ scales, int n_rows,
+                       const int* __restrict__ n_tokens, int n_tiles, PRODUCT_PARAMETERS MATRIX_PARAMETERS(0),
+                       MATRIX_PARAMETERS(1), MATRIX_PARAMETERS(2)) {
   constexpr int N = TOKENS / 8;
-  FIND_ROWS
+  FIND_ROWS  // the first tokens do not wait for their number
   int group = blockIdx.y;
   const int which = CHOOSE_MATRIX(group);
   const uint8_t* tiles =
