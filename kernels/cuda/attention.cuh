@@ -14,17 +14,14 @@ DEVICE uint32_t to_halves(float first, float second) {
 #endif
 }
 
-DEVICE uint32_t subtract_halves(uint32_t a, uint32_t b) {
-  uint32_t y;
-  asm("sub.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
-  return y;
-}
-
-DEVICE uint32_t multiply_halves(uint32_t a, uint32_t b) {
-  uint32_t y;
-  asm("mul.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
-  return y;
-}
+#define ON_HALVES(name, op)                                           \
+  DEVICE uint32_t name(uint32_t a, uint32_t b) {                      \
+    uint32_t y;                                                       \
+    asm(op ".f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));          \
+    return y;                                                         \
+  }
+ON_HALVES(subtract_halves, "sub")
+ON_HALVES(multiply_halves, "mul")
 
 // 2 ** x, within 2 units in the last place; 0 where it would be subnormal.
 DEVICE float exp2_of(float x) {

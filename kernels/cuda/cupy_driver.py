@@ -29,18 +29,7 @@ from localllm.errors import (
     UsageError,
 )
 from localllm.kernels.cuda import driver as interface
-from localllm.kernels.cuda.driver import (
-    FREE_SHARED_BYTES,
-    CompileProgress,
-    Defines,
-    DeviceMemory,
-    DeviceProperties,
-    MemoryInfo,
-    check_capability,
-    check_device,
-    check_sizes,
-    host_array,
-)
+from localllm.kernels.cuda.driver import CompileProgress, Defines, DeviceMemory, DeviceProperties, MemoryInfo
 from localllm.kernels.cuda.installation import count_devices, import_cupy
 from localllm.kernels.cuda.module import FOLDER, ModuleCompiler
 
@@ -106,7 +95,7 @@ class CupyDriver:
         return self._count
 
     def properties(self, device: int) -> DeviceProperties:
-        check_device(device, self._count)
+        interface.check_device(device, self._count)
         if device not in self._properties:
             with self._calls(device, "read the properties of it"):
                 found = self._runtime.getDeviceProperties(device)
@@ -122,13 +111,13 @@ class CupyDriver:
         return self._properties[device]
 
     def memory_info(self, device: int) -> MemoryInfo:
-        check_device(device, self._count)
+        interface.check_device(device, self._count)
         with self._on(device, "ask for its memory"):
             return MemoryInfo(*self._runtime.memGetInfo())
 
     def can_access_peer(self, device: int, peer: int) -> bool:
         for each in (device, peer):
-            check_device(each, self._count)
+            interface.check_device(each, self._count)
         if device == peer:
             return False
         with self._calls(device, "ask about peers"):
@@ -221,13 +210,13 @@ class CupyDriver:
     # -- Copies ----------------------------------------------------------------------------------------------------
 
     def upload(self, destination: DeviceMemory, source: NDArray[Any], stream: interface.Stream) -> None:
-        check_sizes(destination.n_bytes, host_array(source, written=False).nbytes)
+        interface.check_sizes(destination.n_bytes, interface.host_array(source, written=False).nbytes)
         kind = self._runtime.memcpyHostToDevice
         with self._on(stream.device, "copy to it"):
             self._runtime.memcpyAsync(destination.address, source.ctypes.data, source.nbytes, kind, _cupy(stream).ptr)
 
     def download(self, destination: NDArray[Any], source: DeviceMemory, stream: interface.Stream) -> None:
-        check_sizes(host_array(destination, written=True).nbytes, source.n_bytes)
+        interface.check_sizes(interface.host_array(destination, written=True).nbytes, source.n_bytes)
         kind = self._runtime.memcpyDeviceToHost
         with self._on(stream.device, "copy from it"):
             self._runtime.memcpyAsync(
@@ -235,7 +224,7 @@ class CupyDriver:
             )
 
     def copy(self, destination: DeviceMemory, source: DeviceMemory, stream: interface.Stream) -> None:
-        check_sizes(destination.n_bytes, source.n_bytes)
+        interface.check_sizes(destination.n_bytes, source.n_bytes)
         runtime, to, n_bytes, queue = self._runtime, destination, source.n_bytes, _cupy(stream).ptr
         with self._on(stream.device, "copy"):
             if to.device == source.device:
@@ -291,7 +280,7 @@ class CupyDriver:
         if kernel not in module.functions:
             module.functions[kernel] = module.cupy.get_function(kernel)
         function = module.functions[kernel]
-        if shared_bytes > module.shared_bytes.get(kernel, FREE_SHARED_BYTES):
+        if shared_bytes > module.shared_bytes.get(kernel, interface.FREE_SHARED_BYTES):
             driver = self._cupy.cuda.driver
             attribute = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             driver.funcSetAttribute(function.ptr, attribute, shared_bytes)
@@ -324,7 +313,7 @@ class CupyDriver:
     # -- Checks and errors -----------------------------------------------------------------------------------------
 
     def _check(self, device: int) -> None:
-        check_capability(device, self.properties(device))
+        interface.check_capability(device, self.properties(device))
         self._home = device
 
     def _not_capturing(self, what: str) -> None:

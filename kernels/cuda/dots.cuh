@@ -35,6 +35,8 @@ DEVICE float add_block(float acc, const BlockScales<SCALES, MINIMA>& w, const in
   return acc;
 }
 
+constexpr int MAX_CHUNKS = 16;
+
 // Chunk i of n_chunks begins at this tile.
 DEVICE int chunk_begin(int i, int n_chunks, int n_tiles) { return (int)((int64_t)i * n_tiles / n_chunks); }
 

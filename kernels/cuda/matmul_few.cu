@@ -1,12 +1,9 @@
 // Matrix products for few tokens on tensor cores: 8 to 32 of them, or any number of F16 and BF16.
 //
 // As in matvec.cu, a block has a group of 32 rows, its warps are the chunks of columns, and codes come straight from
-// memory into registers, asked for up to four blocks of 32 columns ahead.  For a block of
-// 32 columns, 8 tokens take 2 instructions of the tensor cores and 3 operations on floats for each of the 8 sums that a
-// lane has; matvec.cu takes 64 dot products.
+// memory into registers, asked for up to four blocks of 32 columns ahead.  For a block of 32 columns, 8 tokens take 2
+// instructions of the tensor cores and 3 float operations for each of a lane's 8 sums; matvec.cu takes 64 dot products.
 #include "fragments.cuh"
-
-constexpr int MAX_CHUNKS = 16;
 
 #ifdef EXPERTS
 #define TOKENS 8

@@ -11,8 +11,6 @@
 #include "dots.cuh"
 #include "gate.cuh"
 
-constexpr int MAX_CHUNKS = 16;
-
 // What a block multiplies: rows `row` and on of the activations, laid out for `laid_out`, with matrices of number `matrix`
 // (a head's, or an expert's), to rows first ... stop - 1 of y.  Blocks of the first tokens do not wait for *n_tokens.
 #ifdef EXPERTS
