@@ -271,7 +271,8 @@ class CupyDriver:
         values = tuple(np.uint64(a.address) if isinstance(a, DeviceMemory) else a for a in arguments)
         with self._on(stream.device, f"launch the kernel {kernel}"):
             function = self._function(module, kernel, shared_bytes)
-            function(grid, block, values, shared_mem=shared_bytes, stream=_cupy(stream))
+            sizes = (*grid, 1, 1)[:3], (*block, 1, 1)[:3]
+            function(*sizes, values, shared_mem=shared_bytes, stream=_cupy(stream))
 
     def _function(self, module: interface.Module, kernel: str, shared_bytes: int) -> Any:
         """A kernel that may have so much dynamic shared memory."""
