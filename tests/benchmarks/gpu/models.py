@@ -259,7 +259,7 @@ def variants(machine: Machine) -> Iterator[Row]:
 
 
 def several(machine: Machine) -> Iterator[Row]:
-    """Copies between devices, and a model on one and on two of them."""
+    """Copies between devices, and a model on one and, split in both ways, on two of them."""
     if machine.count < 2:
         yield {"what": "only one GPU is here"}
         return
@@ -298,16 +298,27 @@ def _peer_copies(machine: Machine) -> Iterator[Row]:
 
 
 def _split(machine: Machine, path: Path, file_type: str) -> Iterator[Row]:
-    """The same bits come out, and the GPUs work at the same time on a prompt."""
-    sizes = machine.sizes
-    n_prompt, logits = max(sizes.prompts), []
-    for devices in ("cuda:0", "cuda:0,1"):
-        with machine.load(path, devices, context=max(n_prompt, CHECKED) + sizes.generated + 2) as llm:
+    """Layers on two GPUs give the same bits as on one, halves of each layer the same but for the order of sums."""
+    sizes, logits = machine.sizes, []
+    n_prompt = max(sizes.prompts)
+    context = max(n_prompt, CHECKED) + sizes.generated + 2
+    for name, devices, split_mode in (
+        ("cuda:0", "cuda:0", None),
+        ("cuda:0,1", "cuda:0,1", None),
+        ("cuda:0,1 by rows", "cuda:0,1", "row"),
+    ):
+        with machine.load(path, devices, context=context, split_mode=split_mode) as llm:
             logits.append(llm.logits(_ids(llm, CHECKED)))
             for test in (Test("pp", n_prompt, 0), Test("tg", sizes.generated, 0)):
-                yield {"what": f"{file_type} on {devices}", **_at_work(llm, test)}
-    if not np.array_equal(*logits):
+                yield {"what": f"{file_type} on {name}", **_at_work(llm, test)}
+    one, layers, rows = logits
+    if not np.array_equal(one, layers):
         yield {"what": "logits", "fault": f"{file_type}: one GPU and two give different logits"}
+    error = float(np.abs(rows - one).max() / np.abs(one).max())
+    row: Row = {"what": "logits by rows", "error": error}
+    if error > QUANTISED_TOLERANCE:
+        row["fault"] = f"{file_type} by rows: logits differ by {error:.1e}, more than {QUANTISED_TOLERANCE:g}"
+    yield row
 
 
 def _at_work(llm: LLM, test: Test) -> Row:

@@ -15,7 +15,7 @@
 | ncu | what it counts of matvec, matmul and attention in the sections products and attention |
 | models | models of 8B parameters with random weights: tokens a second, profiles, llama.cpp where it is there |
 | variants | decoding with each of what makes it fast left out |
-| several | with two GPUs: copies between them, and a split model |
+| several | with two GPUs: copies between them, and a model split by layers and by rows |
 | tests | whether the CUDA tests pass on the card |
 | processes | some of them in two processes at a time |
 
