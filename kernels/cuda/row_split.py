@@ -203,15 +203,12 @@ class RowSplitStep(CUDAStep):
         record, wait = self.driver.record, self.driver.wait
         work: list[Work] = [partial(record, self._fork, self.stream)]
         work += [partial(wait, step.stream, self._fork) for step in self.followers]
-        runs = [
-            [CUDAStep.loaded(step, run, extent) if not met else run for met, run in _runs(step.calls)]
-            for step, extent in zip(self.steps, extents, strict=True)
-        ]
-        for at_once in zip(*runs, strict=True):
-            if isinstance(at_once[0][0], Call):
-                work += self._meet([meeting for [meeting] in at_once], extents[0])
-            else:
-                work += [each for launches in at_once for each in launches]
+        for at_once in zip(*(_runs(step.calls) for step in self.steps), strict=True):
+            if at_once[0][0]:
+                work += self._meet([meeting for _, [meeting] in at_once], extents[0])
+                continue
+            for step, extent, (_, run) in zip(self.steps, extents, at_once, strict=True):
+                work += CUDAStep.loaded(step, run, extent)
         for step, event in zip(self.followers, self._joins, strict=True):
             work += [partial(record, event, step.stream), partial(wait, self.stream, event)]
         return work

@@ -314,7 +314,7 @@ def _split(machine: Machine, path: Path, file_type: str) -> Iterator[Row]:
     one, layers, rows = logits
     if not np.array_equal(one, layers):
         yield {"what": "logits", "fault": f"{file_type}: one GPU and two give different logits"}
-    error = float(np.abs(rows - one).max() / np.abs(one).max())
+    error = float(np.abs(rows - one).max() / max(np.abs(one).max(), 1e-30))
     row: Row = {"what": "logits by rows", "error": error}
     if error > QUANTISED_TOLERANCE:
         row["fault"] = f"{file_type} by rows: logits differ by {error:.1e}, more than {QUANTISED_TOLERANCE:g}"

@@ -140,6 +140,17 @@ def test_a_batch_as_large_as_may_be(on_two: tuple[Path, list[np.ndarray]]) -> No
     np.testing.assert_array_equal(through_host, expected)
 
 
+@pytest.mark.parametrize("peers", [True, False])
+def test_the_first_part_of_a_long_prompt_has_no_outputs(peers: bool, on_two: tuple[Path, list[np.ndarray]]) -> None:
+    """Launched one by one, and then from a graph."""
+    path, _ = on_two
+    runner = Runner(path, over(2, peers=peers), 8)
+    expected = runner.run((IDS, 0, [0, 1]))[70:]
+    for pages in ([2, 3], [4, 5], [6, 7]):
+        assert not len(runner.run((IDS[:70], 0, pages), outputs=[]))
+        np.testing.assert_array_equal(runner.run((IDS[70:], 70, pages)), expected)
+
+
 def test_the_first_layers_on_the_cpu(load: Callable[..., LLM], tmp_path: Path) -> None:
     harness()
     path = small(tmp_path, num_hidden_layers=3)
