@@ -1,14 +1,27 @@
-"""Which process something was made in.
+"""Which process something was made in, and what stops before that process ends.
 
 A forked child (``os.fork``, and `multiprocessing`'s "fork" method) has a copy of its parent's memory, but of its
 threads only the one that forked: locks that the others held stay held, and what they worked on stays half done.
+
+A thread that computes while Python takes itself down would crash the process.  So engines stop first, each after the
+step under way, and then the workers that they compute on; until then both go on as ever.
 """
 
 from __future__ import annotations
 
 import os
+import sys
+import threading
+import time
+from collections.abc import Callable
 
-from localllm.errors import DeviceError
+from localllm.errors import ClosedError, DeviceError
+
+#: Seconds that the end of the process waits for threads at most, which a caller's own function may hold up.
+END_S = 10.0
+
+#: Seconds between two looks whether they have stopped.
+_LOOK_S = 0.002
 
 #: Forks between the process that imported this and the one at hand.
 _generation = 0
@@ -41,10 +54,96 @@ class Process:
             )
 
 
-def _count_fork() -> None:
+class Stage:
+    """Work of one kind, which the end of the process waits for.
+
+    Attributes:
+        is_over: whether no more of it may begin.
+    """
+
+    def __init__(self) -> None:
+        self.is_over = False
+        self.under_way: set[UnderWay] = set()  # without a lock, which a forked child could find held
+
+    def check(self) -> None:
+        """Makes sure that work may begin, and that what was begun goes on.
+
+        Raises:
+            ClosedError: the process is ending.
+            SystemExit: the same in a daemon thread, which ends by it and prints nothing.  One that runs an event loop
+                gets the ClosedError: whoever waits for a task of the loop has to hear of it.
+        """
+        if self.is_over:
+            asyncio = sys.modules.get("asyncio")  # where nobody has imported it no loop runs
+            has_loop = asyncio is not None and asyncio._get_running_loop() is not None
+            if threading.current_thread().daemon and not has_loop:
+                raise SystemExit
+            raise ClosedError("the process is ending, and its models have stopped: use them before that")
+
+    def end(self, deadline: float) -> None:
+        """Lets no more work begin; returns when none is under way, or at the deadline."""
+        self.is_over = True
+        for work in list(self.under_way):
+            work.wake()
+        while self.under_way and time.monotonic() < deadline:
+            time.sleep(_LOOK_S)
+
+
+class UnderWay:
+    """``with UnderWay(stage):`` is around work that the end of the process waits for.
+
+    Args:
+        wake: called when the stage is over, for work that waits for something to do.
+
+    Raises:
+        As `Stage.check`.
+    """
+
+    def __init__(self, stage: Stage, wake: Callable[[], object] = lambda: None) -> None:
+        self.stage, self.wake = stage, wake
+
+    def __enter__(self) -> None:
+        self.stage.under_way.add(self)  # before it looks, so that either it sees the end, or the end sees it
+        try:
+            self.stage.check()
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        self.stage.under_way.discard(self)
+
+
+#: In the order in which they end.
+engines, workers = Stage(), Stage()
+
+
+def patience() -> float | None:
+    """Seconds for which a thread may be waited for: without a limit, until the process begins to end."""
+    if engines.is_over:
+        return 0.0  # it has been waited for
+    return None if threading.main_thread().is_alive() else END_S
+
+
+def end() -> None:
+    """Stops all that computes, as the process ends: the one function that Python calls then (`localllm.__init__`)."""
+    deadline = time.monotonic() + END_S
+    for stage in (engines, workers):
+        is_ended = False
+        while not is_ended:
+            try:
+                stage.end(deadline)
+                is_ended = True
+            except (KeyboardInterrupt, SystemExit):  # of a signal: the process is ending already
+                pass
+
+
+def _after_fork() -> None:
     global _generation
     _generation += 1
+    for stage in (engines, workers):
+        stage.under_way.clear()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_count_fork)
+    os.register_at_fork(after_in_child=_after_fork)

@@ -40,6 +40,9 @@ Programs written for llama-cpp-python: localllm.compat.  Names are loaded when t
 itself costs nothing.
 """
 
+import atexit as _atexit
+import sys as _sys
+
 # Type checkers take it for true.  What `typing` has of that name would take longer to import than all else here.
 TYPE_CHECKING = False
 
@@ -128,6 +131,13 @@ _HOMES = {
     "UsageError": "errors",
     "load": "llm",
 }
+
+
+@_atexit.register
+def _end() -> None:
+    """Registered with the import: what a program registers later is called earlier, and can still use its models."""
+    if (process := _sys.modules.get("localllm.kernels.process")) is not None:
+        process.end()
 
 
 def __getattr__(name: str) -> object:

@@ -24,6 +24,7 @@ from localllm.errors import ClosedError, ContextLengthError, NotEnoughMemoryErro
 from localllm.files import expanded
 from localllm.habits import THEIR_LOAD, THEIR_METHODS, no_attribute
 from localllm.info import ModelInfo
+from localllm.kernels import process
 from localllm.kernels.cpu.host import available_memory
 from localllm.kernels.graph import CacheType
 from localllm.loading import Parts, check_adapters, compile_template, load_parts
@@ -659,6 +660,7 @@ class LLM:
             raise UsageError(f"{self._info.path.name} writes no text: it is for embed or rerank")
 
     def _opened(self) -> Engine:
+        process.engines.check()
         engine = self._engine
         if engine is None:
             raise ClosedError(f"{self._info.path.name} was closed: load it again to go on")

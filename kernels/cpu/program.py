@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from localllm.errors import DeviceError, KernelError
+from localllm.kernels import process
 from localllm.kernels.buffers import Address, Buffer
 from localllm.kernels.cpu.compiler import Variant, addresses, kernel, variant
 from localllm.kernels.cpu.host import check_memory
@@ -279,9 +280,10 @@ class Workers:
             What a part of the job raised; KeyboardInterrupt, but only when the job is done, since buffers are in use.
             DeviceError: a thread cannot be started; or they were made before this process was forked.
             NotEnoughMemoryError: a thread cannot be started because there is no room for its stack.
+            As `process.Stage.check`, if the process is ending and engines have stopped.
         """
         self._process.check()
-        with self._lock:
+        with self._lock, process.UnderWay(process.workers):
             if self.n > 1 and not self._started:
                 self._start()
             self._settle()
@@ -320,6 +322,7 @@ class Workers:
         self._first, self._last = mail[0], None
         # The threads do not refer to the Workers, so that forgetting it ends them.
         self._end = weakref.finalize(self, _tell_all, mail)
+        self._end.atexit = False  # engines may still need them: `localllm.kernels.process` has the order
         for i in range(self.n):
             try:
                 threading.Thread(target=_work, args=(i, mail), name=f"localllm-{i}", daemon=True).start()

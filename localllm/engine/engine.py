@@ -10,7 +10,6 @@ What comes out for a token does not depend on which other requests share its bat
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import queue
 import threading
@@ -35,6 +34,7 @@ from localllm.engine.request import FinishReason, Request
 from localllm.engine.runner import Chunk, ModelRunner
 from localllm.engine.scheduler import Scheduled, Scheduler
 from localllm.errors import ClosedError, ContextLengthError, QueueFullError, UsageError
+from localllm.kernels import process
 from localllm.kernels.backend import TopK
 from localllm.kernels.process import Process
 
@@ -44,8 +44,8 @@ MAX_RUNNING, MAX_WAITING = 256, 1024
 #: Seconds that a step with tokens of prompts lasts at most.
 STEP_S = 0.1
 
-#: Seconds that the end of the process waits for a thread at most, which a caller's own function may hold up.
-_EXIT_S = 10.0
+#: Seconds that a caller waits at a time.
+_WAIT_S = 0.2
 
 #: Seconds that the engine's thread sleeps at most: waits of many years are more than a system's clock can count.
 _LONGEST_SLEEP_S = 3600.0
@@ -122,14 +122,13 @@ class Engine:
         self.drafts_by = None if draft_model is None else draft_model.kind
         self._max_waiting = max_waiting
         self._process = Process()
-        self._is_halted = False
+        process.engines.check()
         loop = EngineLoop(runner, draft_model, max_running=max_running, step_s=step_s, on_end=on_end)
         self._inbox, self._waiting, self._ended, self.counts = loop.inbox, loop.waiting, loop.ended, loop.counts
         self._thread = threading.Thread(target=loop.run, name="localllm-engine", daemon=True)
         self._thread.start()
         # The thread knows nothing of this object, so that forgetting it ends the thread.
         weakref.finalize(self, self._inbox.put, EngineLoop.close).atexit = False
-        _open.add(self)
 
     @property
     def n_waiting(self) -> int:
@@ -171,18 +170,14 @@ class Engine:
 
     def check(self) -> None:
         """Raises:
-        ClosedError: the engine was closed, or the process is ending.
+        ClosedError: the engine was closed.
         DeviceError: it was made before this process was forked.
+        As `process.Stage.check`, if the process is ending.
         """
         self._process.check()
         if self._ended.is_set():
             raise ClosedError("the model was closed: load it again to go on")
-        self._check_goes_on()
-
-    def _check_goes_on(self) -> None:
-        # A daemon thread would only print it, half-way through the end of the process.
-        if self._is_halted and threading.current_thread() is threading.main_thread():
-            raise ClosedError("the process is ending, and its models have stopped: use them before that")
+        process.engines.check()
 
     def check_may_wait(self) -> None:
         """Makes sure that what the engine makes can be waited for here.
@@ -190,10 +185,10 @@ class Engine:
         Raises:
             UsageError: this is the engine's own thread, which would wait for itself.
             DeviceError: the engine was made before this process was forked, and nothing will come.
-            ClosedError: the process is ending, and nothing will come.
+            As `process.Stage.check`, if the process is ending, and nothing will come.
         """
         self._process.check()
-        self._check_goes_on()
+        process.engines.check()
         if threading.current_thread() is self._thread:
             raise UsageError(
                 "a logits processor, which runs in the model's own thread, cannot wait for the same model: call it "
@@ -204,13 +199,13 @@ class Engine:
         """The next item that the engine's thread puts into a queue.
 
         Raises:
-            UsageError, DeviceError, ClosedError: as `check_may_wait`.
+            As `check_may_wait`.
         """
         while True:
             self.check_may_wait()
-            # With a timeout, because Ctrl-C does not end a wait on every system.
+            # With a timeout: Ctrl-C does not end a wait on every system, nor does the end of the process.
             with contextlib.suppress(queue.Empty):
-                return items.get(timeout=1.0)
+                return items.get(timeout=_WAIT_S)
 
     def cancel(self, request: Request) -> None:
         """Ends a request before the next step.  Never waits, so that a finaliser may call it."""
@@ -225,7 +220,7 @@ class Engine:
         """What a function makes of the cache, called in the engine's thread between two steps.
 
         Raises:
-            What it raises; UsageError, DeviceError, ClosedError: as `check_may_wait`.
+            What it raises; as `check` and `check_may_wait`.
         """
         results: queue.SimpleQueue[Callable[[], _T]] = queue.SimpleQueue()
 
@@ -247,33 +242,18 @@ class Engine:
         self._inbox.put(EngineLoop.forget)
 
     def close(self) -> None:
-        """Ends all requests with a `ClosedError`, waits for the step under way, and lets model and cache go."""
+        """Ends all requests with a `ClosedError`, waits for the step under way, and lets model and cache go.
+
+        Once the process ends, it waits for `process.END_S` seconds at most: a caller's function may hold up a step.
+        """
         self._inbox.put(EngineLoop.close)
         if self._process.is_current and threading.current_thread() is not self._thread:
-            self._thread.join()
+            self._thread.join(process.patience())
         self._ended.set()
-
-    def halt(self) -> None:
-        """Stops the thread as the process ends, and tells nobody: who still reads is a daemon thread."""
-        self._is_halted = True
-        self._inbox.put(EngineLoop.halt)
-        if self._process.is_current:
-            self._thread.join(_EXIT_S)
 
 
 def _raise(error: BaseException) -> Never:
     raise error
-
-
-#: Engines of this process whose threads may run.
-_open: weakref.WeakSet[Engine] = weakref.WeakSet()
-
-
-@atexit.register
-def _halt_all() -> None:
-    """Ends the threads: one that computes while Python takes itself down would crash the process."""
-    for engine in list(_open):
-        engine.halt()
 
 
 class EngineLoop:
@@ -311,7 +291,7 @@ class EngineLoop:
         self._draft_model = draft_model
         self._cost = StepCost()
         self._on_end = on_end
-        self._is_closed = self._is_halted = False
+        self._is_closed = False
 
     # -- Messages --------------------------------------------------------------------------------------------------
 
@@ -333,13 +313,14 @@ class EngineLoop:
     def close(self) -> None:
         self._is_closed = True
 
-    def halt(self) -> None:
-        self._is_closed = self._is_halted = True
-
     # -- The thread ------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
         """The engine's thread."""
+        with process.UnderWay(process.engines, partial(self.inbox.put, EngineLoop.wake)):
+            self._run()
+
+    def _run(self) -> None:
         error: BaseException = ClosedError("the model was closed: load it again to go on")
         try:
             has_work = False
@@ -348,7 +329,7 @@ class EngineLoop:
                 self._count()
         except BaseException as defect:  # of our own: nobody may wait for ever for a thread that has ended
             error = defect
-        if self._is_halted:
+        if process.engines.is_over:  # nobody is told: who still reads is a daemon thread
             return
         self.ended.set()
         while not self.inbox.empty():
@@ -372,7 +353,7 @@ class EngineLoop:
                 return True
         while not self.inbox.empty():
             self.inbox.get()(self)
-        return not self._is_closed
+        return not (self._is_closed or process.engines.is_over)
 
     def step(self) -> bool:
         """Evaluates the next batch; returns whether there was one."""

@@ -1,0 +1,950 @@
+"""However a process ends: within a second of its last step, with Python's exit code and nothing on standard error.
+
+Each ending is a script of its own.  The plain run has a share of each kind; CI runs all.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from localllm.kernels import process
+from tests.helpers.data import ROOT
+
+#: Seconds that an ending may take.  On a busy machine one of three tries has to be as fast, and none may take what
+#: only waiting takes.
+END_S, WAITING_S, TRIES = 1.0, process.END_S / 2, 3
+
+
+@dataclass(frozen=True)
+class Ending:
+    """A script, and what it ends with.
+
+    Attributes:
+        script: its line BEGIN imports the helpers; it is the first one where there is none.  STEP is for those that
+            import localllm in their own way: the time of the last step, which is `step()` with helpers.
+        code: exit code.
+        says: what it prints beside that: a regular expression.
+        complaints: what stands on standard error: Python's own.
+        command: what Python is called with; a script that is not in it is its input.
+        needs: a package without which it is skipped.
+    """
+
+    script: str
+    code: int = 0
+    says: str = ""
+    complaints: str = ""
+    command: tuple[str, ...] = ("-c", "{script}")
+    needs: str = ""
+
+    @property
+    def source(self) -> str:
+        lines = textwrap.dedent(self.script).strip() + "\n"
+        if not re.search("^(BEGIN|STEP)$", lines, re.MULTILINE):
+            lines = "BEGIN\n" + lines
+        lines = lines.replace("BEGIN\n", "from tests.helpers.ending_script import *\n")
+        return lines.replace("STEP\n", "import time; print('step', time.monotonic(), flush=True)\n")
+
+
+#: What a process does when it ends.
+WRITING = {
+    "a stream left early": """
+        llm = load(); keep = busy(llm)
+        for chunk in llm.stream('Hello'): break
+        """,
+    "a stream left early, one thread": """
+        llm = load(threads=1); keep = busy(llm)
+        for chunk in llm.stream('Hi'): break
+        """,
+    "a stream left early, three threads": """
+        llm = load(threads=3)
+        for chunk in llm.stream('Hi'): break
+        """,
+    "a stream left early, reference": """
+        llm = load(device='reference')
+        for chunk in llm.stream('Hello'): break
+        """,
+    "a stream read in part": "llm = load(); stream = llm.stream('Hello', ignore_eos=True); next(stream)",
+    "a stream that nobody reads": "llm = load(); stream = llm.stream('Hello', ignore_eos=True)",
+    "a stream that has paused": "llm = load(); stream = fill(llm.stream('Hello', ignore_eos=True))",
+    "a stream in a with": """
+        llm = load(); keep = busy(llm)
+        with llm.stream('Hello') as stream: next(stream)
+        """,
+    "streams of many": "llm = load(); keep = busy(llm, 8)",
+    "a prompt being evaluated": "llm = load(); stream = llm.stream('Once upon a time there was ' * 90)",
+    "a processor": """
+        llm = load(); keep = busy(llm)
+        stream = llm.stream('Hello', ignore_eos=True, processors=(lambda ids, logits: logits,)); next(stream)
+        """,
+    "many texts": """
+    llm = load(); texts = llm.generate_many(['a', 'b', 'c'] * 9, ignore_eos=True); next(texts)
+    """,
+    "many texts left early": """
+        llm = load()
+        for text in llm.generate_many(['a'] * 50, max_tokens=9): break
+        """,
+    "a chat": """
+        llm = load(); keep = busy(llm)
+        for chunk in llm.stream_chat([{'role': 'user', 'content': 'Hello'}], ignore_eos=True): break
+        """,
+    "drafts by lookup": """
+        llm = load()
+        stream = llm.stream('a b a b a b', speculate='lookup', ignore_eos=True)
+        stream.deliver_at_end(); time.sleep(0.02)
+        """,
+    "drafts by a model": """
+        llm = load(draft_model=DEMO)
+        stream = llm.stream('Hi', speculate='draft', ignore_eos=True)
+        stream.deliver_at_end(); time.sleep(0.02)
+        """,
+    "a grammar": """
+        llm = load(); keep = busy(llm)
+        for chunk in llm.stream('Hello', regex='(ab|cd)+', max_tokens=500): break
+        """,
+    "a schema": """
+        llm = load(); keep = busy(llm)
+        for chunk in llm.stream('Hi', json_schema=NUMBERS): break
+        """,
+    "scores": """
+        llm = load(); keep = busy(llm)
+        llm.score('Hello', [' you', ' there'])
+        """,
+    "saved prompts": """
+        llm = load(); keep = busy(llm)
+        llm.save_prompts('saved')
+        """,
+    "a text that is whole": "llm = load(); write(llm)",
+    "closed": "llm = load(); keep = busy(llm); llm.close()",
+    "closed by with": "with load() as llm: keep = busy(llm)",
+    "a stream closed": """
+        llm = load(); keep = busy(llm)
+        for stream in keep: stream.close()
+        """,
+    "a stream cancelled": """
+        llm = load(); keep = busy(llm)
+        for stream in keep: stream.cancel()
+        """,
+    "the model dropped, the stream kept": "llm = load(); keep = busy(llm); del llm",
+    "both dropped": "llm = load(); keep = busy(llm); del llm, keep",
+    "two models": "models = [load(), load(threads=1)]; keep = [busy(each) for each in models]",
+    "compat": """
+        from localllm.compat import Llama
+        llm = Llama(DEMO, n_ctx=512, n_threads=2, verbose=False)
+        keep = busy(llm.llm)
+        for chunk in llm('Hello', max_tokens=50, stream=True): break
+        """,
+    "compat's chat": """
+        from localllm.compat import Llama
+        llm = Llama(DEMO, n_ctx=512, n_threads=2, verbose=False)
+        messages = [{'role': 'user', 'content': 'Hello'}]
+        keep = busy(llm.llm)
+        for chunk in llm.create_chat_completion(messages, max_tokens=50, stream=True): break
+        """,
+    "asyncio": """
+        llm = load(); keep = busy(llm)
+        async def main():
+            async for chunk in llm.astream('Hello'): break
+        run(main)
+        """,
+    "asyncio, a task left": """
+        llm = load()
+        async def main():
+            asyncio.create_task(llm.agenerate('Hello', ignore_eos=True)); await asyncio.sleep(0.02)
+        run(main)
+        """,
+    "asyncio, given up": """
+        llm = load(); keep = busy(llm)
+        async def main():
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(llm.agenerate('Hello', ignore_eos=True), 0.02)
+        run(main)
+        """,
+    "asyncio, a loop left open": """
+        llm = load(); keep = busy(llm); loop = asyncio.new_event_loop()
+        async def main():
+            global stream
+            stream = llm.astream('Hello', ignore_eos=True)
+            return await anext(stream)
+        loop.run_until_complete(main())
+        """,
+    "asyncio, the stream kept": """
+        llm = load()
+        async def main():
+            global stream
+            stream = llm.astream('Hello', ignore_eos=True)
+            await anext(stream)
+        run(main)
+        """,
+}
+
+#: How the script ends then: its lines, and the exit code.
+LAST_STEPS: Mapping[str, tuple[str, int]] = {
+    "end of script": ("step()", 0),
+    "sys.exit": ("step(); sys.exit(3)", 3),
+    "exception": ("quiet(); step(); raise ValueError('the user has a defect')", 1),
+    "ctrl-c": ("ctrl_c()", -signal.SIGINT),
+}
+
+#: Who holds the model, and where a stream is left.
+HELD = {
+    "in a ContextVar": """
+        import contextvars
+        var = contextvars.ContextVar('llm'); var.set(load()); keep = busy(var.get())
+        """,
+    "in a thread-local": "local = threading.local(); local.llm = load(); keep = busy(local.llm)",
+    "in a thread-local of a daemon": """
+        local = threading.local(); begun = threading.Event()
+        def work():
+            local.llm = load(); local.keep = busy(local.llm); begun.set(); time.sleep(99)
+        threading.Thread(target=work, daemon=True).start(); begun.wait()
+        """,
+    "in a module": """
+        import types
+        sys.modules['held'] = held = types.ModuleType('held')
+        held.llm = load(); held.keep = busy(held.llm); del held
+        """,
+    "in sys": "sys.llm = load(); sys.keep = busy(sys.llm)",
+    "in builtins": """
+        import builtins
+        builtins.llm = load(); builtins.keep = busy(llm)
+        """,
+    "in a class": """
+        class Bot:
+            llm = load(); keep = busy(llm)
+        """,
+    "in a cycle": """
+        class Bot: pass
+        bot = Bot(); bot.me = bot; bot.llm = load(); bot.keep = busy(bot.llm); del bot
+        """,
+    "in a cache": """
+        import functools
+        model = functools.cache(load); keep = busy(model())
+        """,
+    "in a function": """
+        def main():
+            llm = load(); keep = busy(llm)
+            for chunk in llm.stream('Hello'): return
+        main()
+        """,
+    "in a generator": """
+        def work():
+            with load() as llm:
+                yield from llm.stream('Hello', ignore_eos=True)
+        texts = work(); next(texts)
+        """,
+    "in a generator in a set": """
+        def work():
+            with load() as llm:
+                keep = busy(llm)
+                yield
+        sys.texts = {texts := work()}; next(texts)
+        """,
+    "in a frozen heap": """
+        import gc
+        llm = load(); keep = busy(llm); gc.freeze(); gc.disable()
+        """,
+    "by an object that closes it": """
+        class Bot:
+            def __init__(self): self.llm = load(); self.keep = busy(self.llm)
+            def __del__(self): self.llm.close()
+        bot = Bot()
+        """,
+    "by an object in sys that closes it": """
+        class Bot:
+            def __init__(self): self.llm = load(); self.keep = busy(self.llm)
+            def __del__(self): self.llm.close()
+        sys.bot = Bot()
+        """,
+    "by an object that stops its stream": """
+        class Bot:
+            def __init__(self):
+                self.llm = load(); self.all = busy(self.llm)
+            def __del__(self):
+                for stream in self.all: stream.cancel(); stream.close()
+        sys.bot = Bot()
+        """,
+    "two, in different places": """
+        import contextvars
+        var = contextvars.ContextVar('llm'); var.set(load())
+        sys.llm = load(); keep = busy(var.get()), busy(sys.llm)
+        """,
+}
+
+#: A user's functions that Python calls at its end, registered after localllm was imported: models work as ever.
+HANDLERS = {
+    "generate": ("print(write(llm))", "5\n"),
+    "stream": ("print(len(list(llm.stream('Hello', max_tokens=3, ignore_eos=True))))", "4\n"),
+    "stream left early": ("print(len(next(llm.stream('Hello', ignore_eos=True)).ids))", "1\n"),
+    "a stream begun before": ("print(len(next(begun).ids))", "1\n"),
+    "the rest of a stream begun before": ("print(begun.read().finish_reason)", "length\n"),
+    "generate_many": ("print(len(list(llm.generate_many(['a', 'b'], max_tokens=2))))", "2\n"),
+    "score": ("print(len(llm.score('Hello', [' you'])))", "1\n"),
+    "logits": ("print(len(llm.logits([1, 2])))", "2\n"),
+    "save_prompts": ("print(llm.save_prompts('saved') >= 0)", "True\n"),
+    "close": ("llm.close(); refused(lambda: write(llm))", "ClosedError\n"),
+    "forget": ("llm.forget(); print(write(llm))", "5\n"),
+    "asyncio": ("print(len(run(lambda: llm.agenerate('Hello', max_tokens=4, ignore_eos=True)).ids))", "4\n"),
+    "a thread": ("t = threading.Thread(target=lambda: print(write(llm))); t.start(); t.join()", "5\n"),
+    "load": ("other = load(); print(write(other)); other.keep = busy(other)", "5\n"),
+}
+
+#: The same, registered before: models have stopped.
+LATE_HANDLERS = {
+    "generate": "refused(lambda: write(llm))",
+    "stream": "refused(lambda: llm.stream('Hello'))",
+    "a stream begun before": "refused(lambda: next(begun))",
+    "the rest of a stream begun before": "refused(begun.read)",
+    "generate_many": "refused(lambda: list(llm.generate_many(['a', 'b'])))",
+    "score": "refused(lambda: llm.score('Hello', [' you']))",
+    "logits": "refused(lambda: llm.logits([1, 2]))",
+    "save_prompts": "refused(lambda: llm.save_prompts('saved'))",
+    "load_prompts": "refused(lambda: llm.load_prompts('saved'))",
+    "forget": "refused(llm.forget)",
+    "asyncio": "refused(lambda: run(lambda: llm.agenerate('Hello')))",
+    "load": "refused(load)",
+    "a thread": "t = threading.Thread(target=refused, args=(lambda: write(llm),)); t.start(); t.join()",
+    "close": "llm.close(); refused(lambda: write(llm))",
+}
+
+#: At the end of the process the model is used in a thread, a child, or another interpreter's loop.
+OTHERS = {
+    "handler between import and load": Ending(
+        """
+        import localllm, atexit
+        atexit.register(lambda: (time.sleep(0.05), print(write(llm)), step()))
+        BEGIN
+        llm = load(); keep = busy(llm)
+        """,
+        says="5\n",
+    ),
+    "handler with import of names alone": Ending(
+        """
+        from localllm import load
+        import atexit
+        atexit.register(lambda: (print(write(llm)), step()))
+        llm = load(threads=2)
+        BEGIN
+        keep = busy(llm)
+        """,
+        says="5\n",
+    ),
+    "handler before import of names alone": Ending(
+        """
+        import atexit
+        atexit.register(lambda: (refused(lambda: write(llm)), step()))
+        from localllm import load
+        llm = load(threads=2)
+        BEGIN
+        keep = busy(llm)
+        """,
+        says="ClosedError\n",
+    ),
+    "handlers before and after": Ending(
+        """
+        import atexit
+        atexit.register(lambda: (refused(lambda: write(llm)), step()))
+        BEGIN
+        llm = load(); keep = busy(llm); atexit.register(lambda: print(write(llm)))
+        """,
+        says="5\nClosedError\n",
+    ),
+    "handler that joins a daemon": Ending("""
+        import atexit
+        atexit.register(lambda: (done.set(), step(), reader.join()))
+        BEGIN
+        llm = load(); done, begun = threading.Event(), threading.Event()
+        def read():
+            while not done.is_set():
+                for chunk in llm.stream('Hello', ignore_eos=True): begun.set()
+        reader = threading.Thread(target=read, daemon=True); reader.start(); begun.wait()
+        """),
+    "handler that joins a daemon that submits": Ending("""
+        import atexit
+        atexit.register(lambda: (step(), ended.set(), writer.join()))
+        BEGIN
+        llm = load(); keep = busy(llm); ended = threading.Event()
+        writer = threading.Thread(target=lambda: (ended.wait(), write(llm)), daemon=True); writer.start()
+        """),
+    "handler that stops a daemon's event loop": Ending("""
+        import atexit
+        atexit.register(lambda: (step(), loop.call_soon_threadsafe(loop.stop), t.join()))
+        BEGIN
+        llm = load(); loop = asyncio.new_event_loop()
+        t = threading.Thread(target=loop.run_forever, daemon=True); t.start()
+        async def read():
+            async for chunk in llm.astream('Hello', ignore_eos=True): pass
+        future = asyncio.run_coroutine_threadsafe(read(), loop); time.sleep(0.02)
+        """),
+    "handler that asks a daemon's event loop": Ending(
+        """
+        import atexit
+        ask = lambda: asyncio.run_coroutine_threadsafe(llm.agenerate('Hello'), loop).result()
+        atexit.register(lambda: (step(), refused(ask)))
+        BEGIN
+        llm = load(); keep = busy(llm); loop = asyncio.new_event_loop()
+        threading.Thread(target=loop.run_forever, daemon=True).start()
+        """,
+        says="ClosedError\n",
+    ),
+    "finalizer": Ending(
+        """
+        import weakref
+        class Bot: pass
+        llm = load(); keep = busy(llm); bot = Bot()
+        weakref.finalize(bot, lambda: (print(write(llm)), step()))
+        """,
+        says="5\n",
+    ),
+    "finalizer before import": Ending(
+        """
+        import weakref
+        class Bot: pass
+        bot = Bot()
+        weakref.finalize(bot, lambda: (refused(lambda: write(llm)), step()))
+        BEGIN
+        llm = load(); keep = busy(llm)
+        """,
+        says="ClosedError\n",
+    ),
+    "finalizer that closes": Ending("""
+        import weakref
+        llm = load(); keep = busy(llm)
+        class Bot: pass
+        bot = Bot()
+        weakref.finalize(bot, lambda: (llm.close(), step()))
+        """),
+    "exit stack": Ending("""
+        stack = contextlib.ExitStack(); atexit.register(lambda: (step(), stack.close()))
+        llm = stack.enter_context(load()); keep = busy(llm)
+        """),
+    "handler that exits": Ending("""
+        quiet()
+        def leave():
+            write(llm); step()
+            raise SystemExit(5)
+        sys.unraisablehook = lambda *_: None
+        atexit.register(leave); llm = load(); keep = busy(llm)
+        """),
+    "object that generates when it goes": Ending(
+        r"""
+        class Bot:
+            def __init__(self): self.llm = load(); self.keep = busy(self.llm)
+            def __del__(self):
+                try: write(self.llm)
+                except ClosedError: os.write(1, b'closed\n')
+        bot = Bot(); step()
+        """,
+        says="closed\n",
+    ),
+    "ctrl-c while it ends": Ending("""
+        from localllm.kernels import process
+        def interrupt(ids, logits):
+            begun.set()
+            if process.engines.is_over: signal.raise_signal(signal.SIGINT); time.sleep(0.01); step()
+            return logits
+        signal.signal(signal.SIGINT, signal.default_int_handler); begun = threading.Event(); llm = load()
+        atexit.register(time.sleep, 0.01)
+        stream = llm.stream('Hello', ignore_eos=True, processors=(lambda *a: (time.sleep(0.05), interrupt(*a))[1],))
+        stream.deliver_at_end(); begun.wait()
+        """),
+    "a processor that never returns": Ending("""
+        from localllm.kernels import process
+        process.END_S = 0.2; begun = threading.Event()
+        def stuck(ids, logits): begun.set(); time.sleep(99)
+        llm = load(); atexit.register(lambda: llm.close())
+        stream = llm.stream('Hello', processors=(stuck,)); begun.wait(); step()
+        """),
+    "a daemon reads": Ending(
+        """
+        llm = load(); begun = threading.Event()
+        def read():
+            while True:
+                for chunk in llm.stream('Hello', ignore_eos=True): begun.set()
+        threading.Thread(target=read, daemon=True).start(); begun.wait(); step(); sys.exit(3)
+        """,
+        code=3,
+    ),
+    "daemons generate": Ending("""
+        llm = load(); begun = threading.Event()
+        def work():
+            while True: write(llm); begun.set()
+        for _ in range(4): threading.Thread(target=work, daemon=True).start()
+        begun.wait(); step()
+        """),
+    "a daemon that goes on after errors": Ending("""
+        llm = load(); begun = threading.Event()
+        def work():
+            while True:
+                try: write(llm); begun.set()
+                except Exception: pass
+        threading.Thread(target=work, daemon=True).start(); begun.wait(); step()
+        """),
+    "a daemon loads": Ending("""
+        load().close(); begun = threading.Event()
+        def work():
+            while True: begun.set(); load()
+        threading.Thread(target=work, daemon=True).start(); begun.wait(); time.sleep(0.05); step()
+        """),
+    "a daemon loads, one thread": Ending("""
+        load(threads=1).close(); begun = threading.Event()
+        def work():
+            while True: begun.set(); load(threads=1)
+        threading.Thread(target=work, daemon=True).start(); begun.wait(); time.sleep(0.1); step()
+        """),
+    "a daemon closes": Ending("""
+        llm = load(); keep = busy(llm); step(); threading.Thread(target=llm.close, daemon=True).start()
+        """),
+    "a daemon scores": Ending("""
+        llm = load(); begun = threading.Event()
+        def work():
+            while True: llm.score('Hello ' * 40, [' you']); begun.set()
+        threading.Thread(target=work, daemon=True).start(); begun.wait(); step()
+        """),
+    "a bare thread reads": Ending("""
+        import _thread
+        llm = load(); begun = threading.Event()
+        def read():
+            while True:
+                for chunk in llm.stream('Hello', ignore_eos=True): begun.set()
+        _thread.start_new_thread(read, ()); begun.wait(); step()
+        """),
+    "a daemon's event loop": Ending("""
+        llm = load(); begun = threading.Event()
+        async def read():
+            while True:
+                async for chunk in llm.astream('Hello', ignore_eos=True): begun.set()
+        threading.Thread(target=run, args=(read,), daemon=True).start(); begun.wait(); step()
+        """),
+    "a thread goes on after the script": Ending(
+        """
+        llm = load()
+        def work():
+            time.sleep(0.1)
+            print(sum(write(llm) for _ in range(4)), flush=True)
+            keep.append(busy(llm)); step()
+        keep = []; threading.Thread(target=work).start()
+        """,
+        says="20\n",
+    ),
+    "a thread goes on after an exception": Ending(
+        """
+        llm = load(); quiet()
+        def work():
+            time.sleep(0.1); print(write(llm), flush=True); step()
+        threading.Thread(target=work).start(); raise ValueError
+        """,
+        code=1,
+        says="5\n",
+    ),
+    "a thread exits": Ending("""
+        llm = load(); keep = busy(llm)
+        def work():
+            write(llm)
+            sys.exit(3)
+        t = threading.Thread(target=work); t.start(); t.join(); step()
+        """),
+    "a thread closes after the script": Ending("""
+        llm = load(); keep = busy(llm)
+        threading.Thread(target=lambda: (time.sleep(0.1), llm.close(), step())).start()
+        """),
+    "a pool": Ending("""
+        from concurrent.futures import ThreadPoolExecutor
+        llm = load(); pool = ThreadPoolExecutor(3)
+        futures = [pool.submit(write, llm) for _ in range(9)]; keep = busy(llm)
+        futures[-1].add_done_callback(lambda _: step())
+        """),
+    "a timer": Ending(
+        """
+        llm = load(); keep = busy(llm)
+        threading.Timer(0.1, lambda: (print(write(llm), flush=True), step())).start()
+        """,
+        says="5\n",
+    ),
+    "closed while a thread reads": Ending("""
+        llm = load(); begun = threading.Event()
+        def read():
+            with contextlib.suppress(ClosedError):
+                while True:
+                    for chunk in llm.stream('Hello', ignore_eos=True): begun.set()
+        threading.Thread(target=read).start(); begun.wait(); llm.close(); step()
+        """),
+    "ctrl-c in a stream": Ending(
+        """
+        llm = load()
+        with interruptible():
+            while True:
+                for chunk in llm.stream('Hello', ignore_eos=True): pass
+        """,
+        code=-signal.SIGINT,
+    ),
+    "ctrl-c in generate": Ending(
+        """
+        llm = load(); keep = busy(llm)
+        with interruptible():
+            while True: write(llm)
+        """,
+        code=-signal.SIGINT,
+    ),
+    "ctrl-c in generate_many": Ending(
+        """
+        llm = load()
+        with interruptible():
+            list(llm.generate_many(['Hello'] * 99, ignore_eos=True))
+        """,
+        code=-signal.SIGINT,
+    ),
+    "ctrl-c in asyncio": Ending(
+        """
+        llm = load()
+        async def read():
+            while True:
+                async for chunk in llm.astream('Hello', ignore_eos=True): pass
+        with interruptible(): run(read)
+        """,
+        code=-signal.SIGINT,
+    ),
+    "ctrl-c in close": Ending(
+        """
+        llm = load()
+        with interruptible():
+            while True: keep = busy(llm); llm.close(); llm = load()
+        """,
+        code=-signal.SIGINT,
+    ),
+    "ctrl-c answered by sys.exit": Ending(
+        """
+        llm = load(); keep = busy(llm)
+        try:
+            with interruptible():
+                while True: next(llm.stream('Hello'))
+        except KeyboardInterrupt: sys.exit(130)
+        """,
+        code=130,
+    ),
+    "uvloop, a stream left early": Ending(
+        """
+        import uvloop
+        llm = load(); keep = busy(llm)
+        async def main():
+            async for chunk in llm.astream('Hello'): break
+        uvloop.run(main()); step()
+        """,
+        needs="uvloop",
+    ),
+    "uvloop, a task left": Ending(
+        """
+        import uvloop
+        llm = load()
+        async def main():
+            asyncio.create_task(llm.agenerate('Hello', ignore_eos=True)); await asyncio.sleep(0.02)
+        uvloop.run(main()); step(); sys.exit(3)
+        """,
+        code=3,
+        needs="uvloop",
+    ),
+    "uvloop, the stream kept": Ending(
+        """
+        import uvloop
+        llm = load(); keep = busy(llm)
+        async def main():
+            global stream
+            stream = llm.astream('Hello', ignore_eos=True)
+            await anext(stream)
+        uvloop.run(main()); step()
+        """,
+        needs="uvloop",
+    ),
+    "uvloop in a daemon": Ending(
+        """
+        import uvloop
+        llm = load(); begun = threading.Event()
+        async def read():
+            while True:
+                async for chunk in llm.astream('Hello', ignore_eos=True): begun.set()
+        threading.Thread(target=lambda: uvloop.run(read()), daemon=True).start(); begun.wait(); step()
+        """,
+        needs="uvloop",
+    ),
+    "fork, the child ends with the parent's model": Ending("""
+        llm = load(); keep = busy(llm)
+        if child := os.fork(): os.waitpid(child, 0)
+        step()
+        """),
+    "fork, the child has its own": Ending(
+        """
+        llm = load(); keep = busy(llm)
+        child = os.fork()
+        if not child: own = load(); keep = busy(own)
+        step()
+        if child: sys.exit(os.waitpid(child, 0)[1] or 4)
+        """,
+        code=4,
+    ),
+    "fork, the child exits": Ending(
+        """
+        llm = load(); keep = busy(llm)
+        child = os.fork()
+        if not child: step(); sys.exit(5)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]); step(); sys.exit(code)
+        """,
+        code=5,
+    ),
+    "fork, before anything is loaded": Ending("""
+        child = os.fork()
+        llm = load(); keep = busy(llm); step()
+        if child: os.waitpid(child, 0)
+        """),
+    "multiprocessing, fork": Ending("""
+        import multiprocessing
+        def work():
+            own = load(); write(own); own.keep = busy(own)
+        llm = load(); keep = busy(llm)
+        child = multiprocessing.get_context('fork').Process(target=work)
+        child.start(); child.join(); step(); sys.exit(child.exitcode)
+        """),
+    "multiprocessing, spawn": Ending(
+        """
+        import multiprocessing
+        def work():
+            global own, keep
+            own = load(); keep = busy(own)
+        if __name__ == '__main__':
+            child = multiprocessing.get_context('spawn').Process(target=work)
+            child.start(); child.join(); step(); sys.exit(child.exitcode)
+        """,
+        command=("{file}",),
+    ),
+    "multiprocessing, forkserver": Ending(
+        """
+        import multiprocessing
+        def work():
+            global own, keep
+            own = load(); keep = busy(own)
+        if __name__ == '__main__':
+            child = multiprocessing.get_context('forkserver').Process(target=work)
+            child.start(); child.join(); step(); sys.exit(child.exitcode)
+        """,
+        command=("{file}",),
+    ),
+    "a pool of processes": Ending(
+        """
+        import multiprocessing
+        from concurrent.futures import ProcessPoolExecutor
+        def work(i):
+            global own, keep
+            own = load(); keep = busy(own)
+            return write(own)
+        if __name__ == '__main__':
+            with ProcessPoolExecutor(1, multiprocessing.get_context('spawn')) as pool:
+                print(pool.submit(work, 1).result())
+            step()
+        """,
+        says="5\n",
+        command=("{file}",),
+    ),
+    "a file": Ending("llm = load(); keep = busy(llm); step()", command=("{file}",)),
+    "standard input": Ending("llm = load(); keep = busy(llm); step()", command=("-",)),
+    "development mode": Ending(
+        "llm = load(); keep = busy(llm); step()", command=("-X", "dev", "-W", "error", "-c", "{script}")
+    ),
+    "runpy": Ending(
+        "llm = load(); keep = busy(llm); step()",
+        command=("-c", "import runpy; runpy.run_path(r'{file}', run_name='__main__')"),
+    ),
+    "import alone": Ending("""
+        import localllm
+        STEP
+        """),
+    "load alone": Ending("""
+        import localllm
+        llm = localllm.load()
+        STEP
+        """),
+    "names alone": Ending("""
+        from localllm import load
+        llm = load()
+        for chunk in llm.stream('Hello'): break
+        STEP
+        """),
+    "module alone": Ending("""
+        import localllm
+        for chunk in localllm.load(threads=2).stream('Hello ' * 99, ignore_eos=True): break
+        STEP
+        """),
+    "the REPL": Ending(
+        """
+        import sys; sys.ps1 = sys.ps2 = ''
+        BEGIN
+        llm = load(); keep = busy(llm)
+        for chunk in keep[0]: break
+
+        step()
+        """,
+        complaints="\n",
+        command=("-q", "-i", "-c", "import sys; sys.ps1 = sys.ps2 = ''"),
+    ),
+    "the REPL, exit": Ending(
+        "llm = load(); keep = busy(llm); step(); exit(3)",
+        code=3,
+        command=("-q", "-i", "-c", "import sys; sys.ps1 = sys.ps2 = ''"),
+    ),
+    "code.interact": Ending(
+        "llm = load(); keep = busy(llm); step()",
+        complaints="\n",
+        command=("-c", "import code, sys; sys.ps1 = sys.ps2 = ''; code.interact(banner='', exitmsg='')"),
+    ),
+    "IPython": Ending(
+        "llm = load(); keep = busy(llm); step()",
+        command=("-m", "IPython", "--no-banner", "--quick", "--HistoryManager.enabled=False", "-c", "{script}"),
+        needs="IPython",
+    ),
+    "Jupyter": Ending(
+        r"""
+        from jupyter_client import KernelManager
+        import time
+        manager = KernelManager(transport='ipc')
+        manager.start_kernel(); client = manager.client(); client.start_channels(); client.wait_for_ready()
+        client.execute_interactive('from tests.helpers.ending_script import *\nllm = load(); keep = busy(llm)')
+        client.shutdown(); print('step', time.monotonic(), flush=True)
+        while manager.provisioner.process.poll() is None: time.sleep(0.01)
+        code = manager.provisioner.process.poll(); client.stop_channels(); manager.cleanup_resources()
+        raise SystemExit(code)
+        """,
+        needs="ipykernel",
+    ),
+    "pytest": Ending(
+        """
+        import pytest
+        @pytest.fixture(scope='session')
+        def llm(): return load()
+        def test_it(llm):
+            global keep
+            keep = busy(llm)
+            assert write(llm) == 5; atexit.register(step)
+        """,
+        says=".*1 passed.*",
+        command=("-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", "{file}"),
+    ),
+    "pytest, a test that fails": Ending(
+        """
+        def test_it():
+            global llm, keep
+            llm = load(); keep = busy(llm); atexit.register(step)
+            assert not keep
+        """,
+        code=1,
+        says=".*1 failed.*",
+        command=("-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", "{file}"),
+    ),
+    "unittest": Ending(
+        """
+        import unittest
+        class TestIt(unittest.TestCase):
+            def test_it(self):
+                global llm, keep
+                llm = load(); keep = busy(llm)
+        import io
+        runner = unittest.TextTestRunner(io.StringIO())
+        unittest.main(argv=['it'], testRunner=runner, exit=False); step(); sys.exit(2)
+        """,
+        code=2,
+    ),
+}
+
+
+def table() -> Iterator[tuple[str, Ending]]:
+    def lines(*parts: str) -> str:
+        return "\n".join(textwrap.dedent(part).strip() for part in parts)
+
+    for name, script in WRITING.items():
+        for last, (step, code) in LAST_STEPS.items():
+            yield f"{name}, {last}", Ending(lines(script, step), code)
+    for name, script in HELD.items():
+        yield f"held {name}", Ending(lines(script, "step()"))
+    begin = "llm = load(); keep = busy(llm); begun = llm.stream('Hello', ignore_eos=True, max_tokens=100)"
+    for name, (use, says) in HANDLERS.items():
+        yield f"handler: {name}", Ending(lines(f"@atexit.register\ndef use():\n    {use}; step()", begin), says=says)
+    for name, use in LATE_HANDLERS.items():
+        script = lines(f"import atexit\n@atexit.register\ndef use():\n    {use}; step()", "BEGIN", begin)
+        yield f"late handler: {name}", Ending(script, says="ClosedError\n")
+    yield from OTHERS.items()
+
+
+ENDINGS = dict(table())
+
+#: Those of the plain run.
+IN_PLAIN_RUN = {
+    name.strip()
+    for name in """
+    a stream left early, end of script | a stream read in part, ctrl-c | many texts, exception
+    a prompt being evaluated, sys.exit | drafts by a model, sys.exit | a schema, end of script
+    both dropped, end of script | two models, end of script | asyncio, the stream kept, end of script
+    held in a ContextVar | held in a generator in a set | handler: generate | handler: a thread
+    late handler: generate | late handler: a stream begun before | late handler: close | late handler: load
+    handler between import and load | handler that joins a daemon | ctrl-c while it ends | a daemon reads
+    a daemon loads | a daemon's event loop | a thread goes on after the script | ctrl-c in generate_many
+    fork, the child has its own | the REPL
+""".replace("\n", "|").split("|")
+} - {""}
+
+
+def test_the_table() -> None:
+    assert len(ENDINGS) >= 100
+    assert set(ENDINGS) >= IN_PLAIN_RUN
+
+
+def run(ending: Ending, folder: Path) -> tuple[int, str, str, float]:
+    """Exit code, standard output and error of a script, and the seconds that it took from its last step on."""
+    file = folder / "test_script.py"
+    file.write_text(ending.source, encoding="utf-8")
+    command = [part.replace("{script}", ending.source).replace("{file}", str(file)) for part in ending.command]
+    running = subprocess.Popen(
+        [sys.executable, *command],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        said, complaints = running.communicate(None if "{" in str(ending.command) else ending.source, timeout=60)
+    except subprocess.TimeoutExpired:
+        running.kill()
+        said, complaints = running.communicate()
+        complaints += "it does not end"
+    end = time.monotonic()
+    steps = [float(at) for at in re.findall(r"^step ([\d.]+)$", said, re.MULTILINE)]
+    said = re.sub(r"^step [\d.]+\n", "", said, flags=re.MULTILINE)
+    return running.returncode, said, complaints, end - max(steps, default=0)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in IN_PLAIN_RUN else pytest.mark.ci) for name in ENDINGS]
+)
+def test_a_process_ends(name: str, tmp_path: Path) -> None:
+    ending = ENDINGS[name]
+    if ending.needs and find_spec(ending.needs) is None:
+        pytest.skip(f"needs {ending.needs}")
+    if os.name == "nt" and ("fork" in ending.script or ending.code == -signal.SIGINT):
+        pytest.skip("needs forks and signals")
+    for _ in range(TRIES):
+        code, said, complaints, seconds = run(ending, tmp_path)
+        assert (code, complaints) == (ending.code, ending.complaints)
+        assert re.fullmatch(ending.says, said, re.DOTALL)
+        assert seconds < WAITING_S
+        if seconds < END_S:
+            return
+    pytest.fail(f"it took {seconds:.1f} s")
