@@ -3,8 +3,9 @@
 A forked child (``os.fork``, and `multiprocessing`'s "fork" method) has a copy of its parent's memory, but of its
 threads only the one that forked: locks that the others held stay held, and what they worked on stays half done.
 
-A thread that computes while Python takes itself down would crash the process.  So engines stop first, each after the
-step under way, and then the workers that they compute on; until then both go on as ever.
+A thread that computes while Python takes itself down would crash the process; so would a daemon thread inside a C++
+or Rust library, out of which Python would end it.  So engines stop first, each after the step under way, and then the
+workers that they compute on, with calls of such libraries; until then all go on as ever.
 """
 
 from __future__ import annotations
@@ -65,20 +66,26 @@ class Stage:
         self.is_over = False
         self.under_way: set[UnderWay] = set()  # without a lock, which a forked child could find held
 
-    def check(self) -> None:
-        """Makes sure that work may begin, and that what was begun goes on.
+    def check(self, *, waits: bool = False) -> None:
+        """Makes sure that work may begin, or that what was begun goes on.
+
+        Args:
+            waits: for something begun earlier.  An event loop in a daemon thread may: nothing comes, and its other
+                tasks can go on until the process is gone.
 
         Raises:
             ClosedError: the process is ending.
-            SystemExit: the same in a daemon thread, which ends by it and prints nothing.  One that runs an event loop
-                gets the ClosedError: whoever waits for a task of the loop has to hear of it.
+            SystemExit: the same in a daemon thread without an event loop, which ends by it and prints nothing.
         """
-        if self.is_over:
+        if not self.is_over:
+            return
+        if threading.current_thread().daemon:
             asyncio = sys.modules.get("asyncio")  # where nobody has imported it no loop runs
-            has_loop = asyncio is not None and asyncio._get_running_loop() is not None
-            if threading.current_thread().daemon and not has_loop:
+            if asyncio is None or asyncio._get_running_loop() is None:
                 raise SystemExit
-            raise ClosedError("the process is ending, and its models have stopped: use them before that")
+            if waits:
+                return
+        raise ClosedError("the process is ending, and its models have stopped: use them before that")
 
     def end(self, deadline: float) -> None:
         """Lets no more work begin; returns when none is under way, or at the deadline."""

@@ -188,7 +188,7 @@ class Engine:
             As `process.Stage.check`, if the process is ending, and nothing will come.
         """
         self._process.check()
-        process.engines.check()
+        process.engines.check(waits=True)
         if threading.current_thread() is self._thread:
             raise UsageError(
                 "a logits processor, which runs in the model's own thread, cannot wait for the same model: call it "

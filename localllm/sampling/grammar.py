@@ -20,6 +20,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from localllm.chat.thinking import TAGS
 from localllm.errors import GrammarError, UsageError
+from localllm.kernels import process
 from localllm.sampling.penalties import Logits
 
 if TYPE_CHECKING:
@@ -176,7 +177,9 @@ class Grammars:
         internal = _internal(sampling)
         with self._lock:
             matcher = self._kept.get(internal)
-        matcher = matcher or self._compiled(internal, sampling)  # unlocked: it may take a second
+        if matcher is None:
+            with process.UnderWay(process.workers):
+                matcher = self._compiled(internal, sampling)  # unlocked: it may take a second
         with self._lock:
             self._kept[internal] = matcher
             self._kept.move_to_end(internal)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from localllm import checks
 from localllm.errors import TokenizerError, quoted
+from localllm.kernels import process
 from localllm.tokenizer.encoders import BYTE_CHARACTERS, make_encoder
 from localllm.tokenizer.vocabulary import BPE, SPM, MetadataFile, TokenType, Vocabulary, as_token_id
 
@@ -30,7 +31,8 @@ class Tokenizer:
         """
         self._vocabulary = vocabulary
         self._n_vocab = len(vocabulary)
-        self._encoder = make_encoder(vocabulary)
+        with process.UnderWay(process.workers):
+            self._encoder = make_encoder(vocabulary)
         self._visible_tokens = self._matcher(TokenType.USER_DEFINED)
         self._all_special_tokens = self._matcher(TokenType.USER_DEFINED, TokenType.CONTROL, TokenType.UNKNOWN)
 
@@ -158,7 +160,8 @@ class Tokenizer:
         _check_unicode(checks.text("text", text))
         vocabulary = self._vocabulary
         special_tokens = self._all_special_tokens if parse_special else self._visible_tokens
-        ids = self._encode_pieces(text, special_tokens, after_special=not continuation)
+        with process.UnderWay(process.workers):
+            ids = self._encode_pieces(text, special_tokens, after_special=not continuation)
         bos, eos = vocabulary.bos_id, vocabulary.eos_id
         if add_special and vocabulary.add_bos and bos is not None and ids[:1] != [bos]:
             ids.insert(0, bos)

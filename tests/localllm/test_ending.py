@@ -379,7 +379,9 @@ OTHERS = {
         """),
     "handler that stops a daemon's event loop": Ending("""
         import atexit
-        atexit.register(lambda: (step(), loop.call_soon_threadsafe(loop.stop), t.join()))
+        @atexit.register
+        def stop():
+            step(); future.cancel(); loop.call_soon_threadsafe(loop.call_later, 0.05, loop.stop); t.join()
         BEGIN
         llm = load(); loop = asyncio.new_event_loop()
         t = threading.Thread(target=loop.run_forever, daemon=True); t.start()
@@ -510,6 +512,18 @@ OTHERS = {
         llm = load(); begun = threading.Event()
         def work():
             while True: llm.score('Hello ' * 40, [' you']); begun.set()
+        threading.Thread(target=work, daemon=True).start(); begun.wait(); step()
+        """),
+    "a daemon tokenizes": Ending("""
+        llm = load(); keep = busy(llm); begun = threading.Event()
+        def work():
+            while True: llm.tokenize('Hello ' * 4000); begun.set()
+        threading.Thread(target=work, daemon=True).start(); begun.wait(); step()
+        """),
+    "a daemon compiles grammars": Ending("""
+        llm = load(); keep = busy(llm); begun = threading.Event()
+        def work():
+            for i in range(10000): llm.stream('Hello', regex=f'(a{i}|b)+c'); begun.set()
         threading.Thread(target=work, daemon=True).start(); begun.wait(); step()
         """),
     "a bare thread reads": Ending("""
@@ -687,8 +701,8 @@ OTHERS = {
         llm = load(); keep = busy(llm)
         child = os.fork()
         if not child: own = load(); keep = busy(own)
-        step()
-        if child: sys.exit(os.waitpid(child, 0)[1] or 4)
+        if not child: step(); sys.exit()
+        code = os.waitpid(child, 0)[1]; step(); sys.exit(code or 4)
         """,
         code=4,
     ),
@@ -703,8 +717,9 @@ OTHERS = {
     ),
     "fork, before anything is loaded": Ending("""
         child = os.fork()
-        llm = load(); keep = busy(llm); step()
+        llm = load(); keep = busy(llm)
         if child: os.waitpid(child, 0)
+        step()
         """),
     "multiprocessing, fork": Ending("""
         import multiprocessing
@@ -894,7 +909,8 @@ IN_PLAIN_RUN = {
     held in a ContextVar | held in a generator in a set | handler: generate | handler: a thread
     late handler: generate | late handler: a stream begun before | late handler: close | late handler: load
     handler between import and load | handler that joins a daemon | ctrl-c while it ends | a daemon reads
-    a daemon loads | a daemon's event loop | a thread goes on after the script | ctrl-c in generate_many
+    a daemon loads | a daemon tokenizes | a daemon's event loop | a thread goes on after the script
+    ctrl-c in generate_many
     fork, the child has its own | the REPL
 """.replace("\n", "|").split("|")
 } - {""}
