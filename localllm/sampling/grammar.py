@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 #: JSON on one line: a model that may write white space between its parts may never end it.
 _ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 
+#: Otherwise each mask would spell all text that is the only one to follow, and tokenize it: seconds for a long literal.
+_NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
+
 #: What says of an object which other properties it may have.
 _SAYS_MORE = {
     "additionalProperties",
@@ -45,8 +48,12 @@ _COMBINE = {"$ref", "anyOf", "oneOf"}
 
 #: Characters of a grammar, rules and references in it, and patterns of schemas that are combined, at most: in
 #: llguidance a chain of rules takes stack, which ends the process where there is none left, and each pattern that is
-#: combined with others doubles time and memory.
-_MAX_CHARACTERS, _MAX_RULES, _MAX_COMBINED = 512 << 10, 500, 10
+#: combined with others doubles time and memory.  More properties that are not required it compiles for many seconds,
+#: and then can follow no text.
+_MAX_CHARACTERS, _MAX_RULES, _MAX_COMBINED, _MAX_OPTIONAL = 512 << 10, 500, 10, 500
+
+#: Strings and expressions of Lark's notation, in which nothing is an operator; "and"; and "not".
+_LARK_OPERATORS = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|//[^\n]*|(&)|(~)(?!\s*\d)')
 
 #: Compiled grammars that are kept for the next request.
 _MAX_KEPT = 32
@@ -72,7 +79,7 @@ def check_grammar(sampling: Sampling) -> None:
 
 
 def _internal(sampling: Sampling) -> str:
-    """The grammar in llguidance's own notation."""
+    """The grammar in Lark's notation, as llguidance has it."""
     matcher, complaint = llguidance.LLMatcher, f"{sampling.grammar_kind} cannot be used"
     try:
         _check_size(sampling)
@@ -80,14 +87,16 @@ def _internal(sampling: Sampling) -> str:
             schema = str(sampling.json_schema)
             if '"allOf"' not in schema:
                 schema = json.dumps(_closed(json.loads(schema)))
-            return str(matcher.grammar_from_json_schema(schema, overrides=_ONE_LINE))
-        if sampling.regex is not None:
-            return str(matcher.grammar_from_regex(sampling.regex))
-        grammar = sampling.grammar or ""
-        if not _GBNF_RULE.search(grammar):
-            return str(matcher.grammar_from_lark(grammar))
-        complaint = "grammar is not valid GBNF"
-        return str(matcher.grammar_from_lark(gbnf_to_lark(grammar)))
+            found = json.loads(matcher.grammar_from_json_schema(schema, overrides=_ONE_LINE))
+            lark = f"start: %json {json.dumps(found['grammars'][0]['json_schema'])}"
+        elif sampling.regex is not None:
+            lark = json.loads(matcher.grammar_from_regex(sampling.regex))["grammars"][0]["lark_grammar"]
+        else:
+            lark = sampling.grammar or ""
+            if _GBNF_RULE.search(lark):
+                complaint = "grammar is not valid GBNF"
+                lark = gbnf_to_lark(lark)
+        return lark + _NO_FORCING
     except Exception as error:  # it raises nothing more specific
         raise GrammarError(f"{complaint}: {_line(str(error))}") from None
 
@@ -99,7 +108,10 @@ def _check_size(sampling: Sampling) -> None:
     lark = sampling.grammar or ""
     if len(lark) + len(sampling.regex or "") + len(str(sampling.json_schema or "")) > _MAX_CHARACTERS:
         raise ValueError(f"it has more than {_MAX_CHARACTERS:,} characters: make it simpler")
-    n_rules, n_patterns, is_combined = len(lark.splitlines()), 0, False
+    operators = [found.lastindex for found in _LARK_OPERATORS.finditer(lark)]
+    if 1 in operators and 2 in operators:
+        raise ValueError("it has both & and ~, which may take for ever to compile: write it with one of them")
+    n_rules, n_patterns, n_optional, is_combined = len(lark.splitlines()), 0, 0, False
     left: list[Any] = [json.loads(str(sampling.json_schema))] if sampling.json_schema is not None else []
     for found in re.finditer(r"%json\s*", lark):
         with contextlib.suppress(ValueError):  # llguidance says what is wrong
@@ -109,12 +121,21 @@ def _check_size(sampling: Sampling) -> None:
         left += schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ()
         if isinstance(schema, dict):
             n_rules += "$ref" in schema
+            n_optional = max(n_optional, _length(schema.get("properties")) - _length(schema.get("required")))
             n_patterns += ("pattern" in schema) + len(schema.get("patternProperties") or ())
             is_combined |= "allOf" in schema or ("pattern" in schema and not schema.keys().isdisjoint(_COMBINE))
     if n_rules > _MAX_RULES:
         raise ValueError(f"it has more than {_MAX_RULES} rules or references: make it simpler")
+    if n_optional > _MAX_OPTIONAL:
+        raise ValueError(
+            f"an object has more than {_MAX_OPTIONAL} properties that are not required: require some, or leave them out"
+        )
     if is_combined and n_patterns > _MAX_COMBINED:
         raise ValueError(f"it combines more than {_MAX_COMBINED} patterns: make it simpler")
+
+
+def _length(value: Any) -> int:
+    return len(value) if isinstance(value, dict | list) else 0
 
 
 def _closed(schema: Any) -> Any:
@@ -196,6 +217,8 @@ class Grammars:
                     _Vocabulary(self._tokenizer, self._n_vocab),
                     # A vocabulary without an end gets one beyond its tokens, which no mask contains.
                     eos_token=sorted(self._tokenizer.eog_ids) or [self._n_vocab],
+                    # They take as long to prepare as all else, in which no other thread can run, and save little.
+                    slices=[],
                 )
         matcher = llguidance.LLMatcher(self._vocabulary, internal, log_level=0)
         _raise_if(matcher.get_error(), sampling)
