@@ -732,8 +732,9 @@ class LLM:
         limit = context - given.room(context)
         if given.overflow == "truncate" and len(ids) > limit and n_turns > 1:
             # Each turn makes a prompt longer: bisection finds the fewest to leave out.
-            n = bisect_left(range(1, n_turns - 1), True, key=lambda n: len(encode(without_turns(messages, n))) <= limit)
-            ids = encode(without_turns(messages, n + 1))
+            n_left_out = range(1, n_turns - 1)
+            n = 1 + bisect_left(n_left_out, True, key=lambda n: len(encode(without_turns(messages, n))) <= limit)
+            ids = encode(without_turns(messages, n))
         # What follows a prefix begins with a space of its own.
         return self._start(
             reader,

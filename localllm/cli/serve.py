@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         import msgspec  # noqa: F401
 
-        from localllm.server.run import Server, listen
+        from localllm.server.run import Server, end_if_busy, listen
     except ModuleNotFoundError as error:
         raise UsageError(f"serve needs {error.name}, which is not installed: pip install 'localllm[serve]'") from None
     from localllm.server.app import App
@@ -97,6 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
         server = Server(app, grace_s=arguments.grace)
         with stats.shown() if arguments.stats else nullcontext():
             server.run(sockets=[listening])
+    end_if_busy(DONE)
     return DONE
 
 

@@ -18,6 +18,7 @@ import llguidance
 import numpy as np
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
+from localllm.cancellation import check_cancelled
 from localllm.chat.thinking import TAGS
 from localllm.errors import GrammarError, UsageError
 from localllm.sampling.penalties import Logits
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 #: JSON on one line: a model that may write white space between its parts may never end it.
 _ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 
-#: Otherwise each mask would spell all text that is the only one to follow, and tokenize it: seconds for a long literal.
+#: Otherwise each mask would spell and tokenize all text that alone can follow: seconds for a long literal.
 _NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
 
 #: What says of an object which other properties it may have.
@@ -117,6 +118,7 @@ def _check_size(sampling: Sampling) -> None:
         with contextlib.suppress(ValueError):  # llguidance says what is wrong
             left.append(json.JSONDecoder().raw_decode(lark, found.end())[0])
     while left:
+        check_cancelled()
         schema = left.pop()
         left += schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ()
         if isinstance(schema, dict):
@@ -128,7 +130,7 @@ def _check_size(sampling: Sampling) -> None:
         raise ValueError(f"it has more than {_MAX_RULES} rules or references: make it simpler")
     if n_optional > _MAX_OPTIONAL:
         raise ValueError(
-            f"an object has more than {_MAX_OPTIONAL} properties that are not required: require some, or leave them out"
+            f"an object has more than {_MAX_OPTIONAL} optional properties: require some, or make it simpler"
         )
     if is_combined and n_patterns > _MAX_COMBINED:
         raise ValueError(f"it combines more than {_MAX_COMBINED} patterns: make it simpler")
@@ -143,6 +145,7 @@ def _closed(schema: Any) -> Any:
 
     A small model would go on adding some.  Where schemas are combined, one alone does not name them all.
     """
+    check_cancelled()
     if not isinstance(schema, dict):
         return schema
     known = schema.get("properties")

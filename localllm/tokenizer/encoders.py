@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from localllm.cancellation import check_cancelled
 from localllm.errors import TokenizerError, quoted
 from localllm.tokenizer.pretokenizers import PreTokenizer
 from localllm.tokenizer.vocabulary import BPE, UNIGRAM, WORD_PIECE, TokenType, Vocabulary
@@ -245,7 +246,9 @@ class BPEEncoder:
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = []
-        for word in self._words(text):
+        for number, word in enumerate(self._words(text)):
+            if not number % _CHECKED:
+                check_cancelled()
             ids += self._seen.get(word) or self._encode_word(word)
         return ids
 
@@ -287,6 +290,8 @@ class BPEEncoder:
         heapify(merges)
         while merges:
             best, i = heappop(merges)
+            if not i % _CHECKED:
+                check_cancelled()
             if rank(i) != best:  # one of the two parts is another by now
                 continue
             j = after[i]
@@ -298,6 +303,9 @@ class BPEEncoder:
                     heappush(merges, (r, k))
         return [part for part in parts if part]
 
+
+#: Words, and merges, after which somebody may have stopped waiting for them.
+_CHECKED = 1024
 
 #: Words whose ids are remembered, and characters of the longest of them.
 _MAX_SEEN, _LONGEST_SEEN = 1 << 16, 64

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 
 from localllm import checks
+from localllm.cancellation import check_cancelled
 from localllm.errors import TokenizerError, quoted
 from localllm.tokenizer.encoders import BYTE_CHARACTERS, make_encoder
 from localllm.tokenizer.vocabulary import BPE, SPM, MetadataFile, TokenType, Vocabulary, as_token_id
@@ -170,6 +171,7 @@ class Tokenizer:
         ids: list[int] = []
         strip = False
         for piece in special_tokens.split(text):
+            check_cancelled()
             if isinstance(piece, int):
                 ids.append(piece)
                 after_special = True
