@@ -613,7 +613,7 @@ class LLM:
         from localllm.engine import saved
 
         target, key = expanded(path), self.prompts_key
-        return self._opened().with_cache(lambda cache: saved.save(cache, target, key))
+        return saved.save(self._opened().with_cache, target, key)
 
     def load_prompts(self, path: str | os.PathLike[str]) -> int:
         """Puts what `save_prompts` has written into the cache: prompts that begin so are not evaluated again.
@@ -628,7 +628,7 @@ class LLM:
         from localllm.engine import saved
 
         source, key = expanded(path), self.prompts_key
-        return self._opened().with_cache(lambda cache: saved.load(cache, source, key))
+        return saved.load(self._opened().with_cache, source, key)
 
     def close(self) -> None:
         """Frees the model's memory.  Requests under way in other threads end with a `ClosedError`."""
