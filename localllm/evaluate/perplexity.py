@@ -34,7 +34,7 @@ CONTEXT = 512
 #: Chunks that are under way at once: one is evaluated while what others brought is reckoned.
 _AT_ONCE = 4
 
-#: Characters that are tokenized first for each token wanted, and tokens at a cut that may be others than in the whole.
+#: Characters tokenized first for each token wanted, and tokens at a cut that may be others than in the whole.
 _CHARACTERS, _CUT_TOKENS = 6, 256
 
 #: Logits that are reckoned at once, so that they stay in the cache.
