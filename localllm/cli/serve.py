@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
 
 #: Environment variable with API keys, commas between them: a command line can be seen by others.
 KEY_VARIABLE = "LOCALLLM_API_KEY"
+
+#: Seconds for which a thread may go on while others wait to run.
+_SWITCH_S = 0.0005
 
 #: Addresses that only this machine reaches.
 _OWN = ("127.0.0.1", "localhost", "::1")
@@ -72,6 +76,8 @@ def run(arguments: argparse.Namespace) -> int:
             stats.measure(llm)
         return llm
 
+    # Python's own 5 ms for each thread that renders or tokenizes would hold up each step several times.
+    sys.setswitchinterval(_SWITCH_S)
     models = Models(
         sources(arguments.models, settings),
         load_model,

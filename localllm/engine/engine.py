@@ -380,7 +380,7 @@ class EngineLoop:
                 self.inbox.get(timeout=timeout)(self)
             except queue.Empty:
                 return True
-        while not self.inbox.empty():
+        for _ in range(self.inbox.qsize()):  # not those that come meanwhile: a step has its turn
             self.inbox.get()(self)
         return not self._is_closed
 

@@ -30,7 +30,7 @@ MAGIC = b"llmcach2"
 _HEAD = struct.Struct("<QI")
 
 #: Blocks, and bytes of them, that are copied between two steps: some milliseconds.
-_BLOCKS_AT_ONCE, _BYTES_AT_ONCE = 256, 16 << 20
+_BLOCKS_AT_ONCE, _BYTES_AT_ONCE = 64, 4 << 20
 
 #: The part of the pages that loading leaves to requests at work.
 _LEFT_TO_REQUESTS = 1 / 8

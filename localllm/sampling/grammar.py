@@ -54,7 +54,7 @@ _COMBINE = {"$ref", "anyOf", "oneOf"}
 _MAX_CHARACTERS, _MAX_RULES, _MAX_COMBINED, _MAX_OPTIONAL = 512 << 10, 500, 10, 500
 
 #: Strings and expressions of Lark's notation, in which nothing is an operator; "and"; and "not".
-_LARK_OPERATORS = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|//[^\n]*|(&)|(~)(?!\s*\d)')
+_LARK_OPERATORS = re.compile(r'"(?:[^"\\\n]++|\\.)*+"|/(?:[^/\\\n]++|\\.)++/|//[^\n]*|(&)|(~)(?!\s*\d)')
 
 #: Compiled grammars that are kept for the next request.
 _MAX_KEPT = 32
@@ -109,7 +109,7 @@ def _check_size(sampling: Sampling) -> None:
     lark = sampling.grammar or ""
     if len(lark) + len(sampling.regex or "") + len(str(sampling.json_schema or "")) > _MAX_CHARACTERS:
         raise ValueError(f"it has more than {_MAX_CHARACTERS:,} characters: make it simpler")
-    operators = [found.lastindex for found in _LARK_OPERATORS.finditer(lark)]
+    operators = [found.lastindex for found in _LARK_OPERATORS.finditer(lark if "&" in lark else "")]
     if 1 in operators and 2 in operators:
         raise ValueError("it has both & and ~, which may take for ever to compile: write it with one of them")
     n_rules, n_patterns, n_optional, is_combined = len(lark.splitlines()), 0, 0, False

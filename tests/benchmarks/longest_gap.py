@@ -35,7 +35,7 @@ _numbers = count()
 
 
 def objects(n: int, *, are_required: bool) -> Body:
-    names = [f"property{next(_numbers)}" for _ in range(n)]
+    names = [f"p{next(_numbers)}" for _ in range(n)]
     properties = {name: {"type": "string"} for name in names}
     return {"type": "object", "properties": properties, "required": names if are_required else []}
 

@@ -17,6 +17,7 @@ from localllm import LLM, GrammarError, Sampling, UsageError
 from localllm.compat import Llama
 from localllm.engine.drafting.cost import StepCost
 from localllm.library.listing import demo_model
+from localllm.sampling import grammar as grammar_module
 from localllm.sampling import make_sampler
 from localllm.sampling.grammar import Constraint, Grammars, check_grammar
 from localllm.tokenizer import Tokenizer
@@ -407,11 +408,47 @@ PATTERNS = [{"type": "string", "pattern": f"a.{{{i}}}b.*c"} for i in range(40)]
         {"json_schema": {"$ref": "#/$defs/0", "$defs": {str(i): {**p, "$ref": "#"} for i, p in enumerate(PATTERNS)}}},
         {"json_schema": {"enum": ["a" * i for i in range(2_000)]}},
         {"regex": "a" * 1_000_000},
+        {"json_schema": {"items": {"properties": {f"p{i}": {} for i in range(502)}, "required": ["p7"]}}},
+        {"grammar": "start: T\nT: /(.*(a|x).{30}b.*)/ & ~/.*a.{30}.*/"},
+        {"grammar": 'start: T U\nT: /a*/ & /(aa)*/\nU: "~" ~ /b/'},
     ],
 )
 def test_what_could_take_all_stack_time_or_memory_is_refused(given: dict[str, Any]) -> None:
-    with pytest.raises(GrammarError, match=r"it (has|combines) more than [\d,]+ .*: make it simpler"):
+    expected = r"it (has|combines) more than [\d,]+ .*: make it simpler|more than 500 optional|it has both & and ~"
+    with pytest.raises(GrammarError, match=expected):
         check_grammar(Sampling(**given))
+
+
+def test_and_by_itself_is_no_trouble() -> None:
+    for grammar in ("T: /a*/ & /(aa)*/ // not ~ b", 'T: "~" | /~&/ | /x/ & /x*/', "T: ~/a/"):
+        check_grammar(Sampling(grammar=f"start: T\n{grammar}"))
+    names = [f"p{i}" for i in range(600)]
+    check_grammar(Sampling(json_schema={"properties": {name: {} for name in names}, "required": names[:100]}))
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        {"grammar": f'start: "{"abc " * 100_000}"'},
+        {"json_schema": {"const": "abc " * 100_000}},
+        {"regex": "(abc ){100000}"},
+        {"grammar": f'root ::= "{"abc " * 100_000}"'},
+    ],
+)
+def test_a_long_literal_is_not_spelled_for_each_mask(
+    grammar: dict[str, Any], tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spelled: list[str | bytes] = []
+    monkeypatch.setattr(grammar_module._Vocabulary, "__call__", lambda self, text: spelled.append(text) or [])
+    held = constraint(tokenizer, **grammar)
+    text = ('"' if "json_schema" in grammar else "") + "abc abc"
+    logits = np.zeros(tokenizer.n_vocab, np.float32)
+    for id_ in tokenizer.encode(text, add_special=False, continuation=True):
+        allowed = np.flatnonzero(held.masked(logits) == 0)
+        assert id_ in allowed
+        assert len(allowed) < 10  # ways to go on with the only text there is
+        held.accept(id_)
+    assert not spelled
 
 
 def test_many_patterns_and_references_are_no_trouble_by_themselves() -> None:
