@@ -21,6 +21,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 from localllm.cancellation import check_cancelled
 from localllm.chat.thinking import TAGS
 from localllm.errors import GrammarError, UsageError
+from localllm.sampling.candidates import IntArray
 from localllm.sampling.penalties import Logits
 
 if TYPE_CHECKING:
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 
 #: JSON on one line: a model that may write white space between its parts may never end it.
 _ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+
+#: Tokens that may spell the beginning of one text.
+_MAX_SPELLINGS = 256
 
 #: Otherwise each mask would spell and tokenize all text that alone can follow: seconds for a long literal.
 _NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
@@ -304,7 +308,7 @@ class Constraint:
         return id_ in self._opening or bool(self._matcher.validate_tokens([id_]))
 
     def masked(self, logits: Logits) -> Logits:
-        """The logits, with -inf for tokens that the grammar does not allow."""
+        """The logits, with -inf for tokens that the grammar does not allow, or that spell the only text in pieces."""
         if self._closing is not None:
             masked = logits.copy()
             masked[self._ends] = -np.inf
@@ -313,7 +317,21 @@ class Constraint:
         self._check()
         bits = np.unpackbits(self._mask.view(np.uint8), count=self._n_vocab, bitorder="little")
         bits[list(self._opening)] = 1
-        return np.where(bits.view(np.bool_), logits, np.float32(-np.inf))
+        allowed: IntArray = np.flatnonzero(bits)
+        if 1 < len(allowed) <= _MAX_SPELLINGS:
+            allowed = self._longest_spelling(allowed)
+        masked = np.full_like(logits, -np.inf)
+        masked[allowed] = logits[allowed]
+        return masked
+
+    def _longest_spelling(self, allowed: IntArray) -> IntArray:
+        """Of tokens that begin the only text which can follow, the longest: the model would spell it so, while the
+        others are likely for what else begins like them.  All tokens where several texts can follow."""
+        texts = [self._tokenizer.token_bytes(id_) for id_ in allowed.tolist()]
+        longest = max(texts, key=len)
+        if not all(text and longest.startswith(text) for text in texts):  # the end has no text
+            return allowed
+        return allowed[[len(text) == len(longest) for text in texts]]
 
     def accept(self, id_: int) -> None:
         """The text went on with this token."""

@@ -441,14 +441,32 @@ def test_a_long_literal_is_not_spelled_for_each_mask(
     spelled: list[str | bytes] = []
     monkeypatch.setattr(grammar_module._Vocabulary, "__call__", lambda self, text: spelled.append(text) or [])
     held = constraint(tokenizer, **grammar)
-    text = ('"' if "json_schema" in grammar else "") + "abc abc"
-    logits = np.zeros(tokenizer.n_vocab, np.float32)
-    for id_ in tokenizer.encode(text, add_special=False, continuation=True):
+    text, logits = b"", np.zeros(tokenizer.n_vocab, np.float32)
+    for _ in range(20):
         allowed = np.flatnonzero(held.masked(logits) == 0)
-        assert id_ in allowed
-        assert len(allowed) < 10  # ways to go on with the only text there is
-        held.accept(id_)
+        assert len({tokenizer.token_bytes(id_) for id_ in allowed.tolist()}) == 1
+        held.accept(int(allowed[0]))
+        text += tokenizer.token_bytes(int(allowed[0]))
+    assert (b'"' * ("json_schema" in grammar) + b"abc " * 100).startswith(text)
     assert not spelled
+
+
+def test_the_only_text_that_can_follow_is_spelled_in_the_longest_tokens(tokenizer: Tokenizer) -> None:
+    rng = np.random.default_rng(0)
+    text = " the quick brown fox jumps over the lazy dog and then it is again in the house"
+    held = constraint(tokenizer, grammar=f'start: "{text}" | "{text}!" | "{text}?"')
+    ids = []
+    for _ in text:
+        logits = rng.normal(size=tokenizer.n_vocab).astype(np.float32)
+        ids.append(int(held.masked(logits).argmax()))
+        if tokenizer.token_bytes(ids[-1]) in (b"", b"!", b"?"):
+            break  # where several can follow, the logits choose
+        held.accept(ids[-1])
+    assert tokenizer.decode(ids[:-1], continuation=True) == text
+    assert len(ids) - 1 <= 1.1 * len(tokenizer.encode(text, add_special=False, continuation=True))
+    either = constraint(tokenizer, grammar='start: "then" | "to"')
+    allowed = np.flatnonzero(np.isfinite(either.masked(np.zeros(tokenizer.n_vocab, np.float32))))
+    assert {b"t", b"th", b"to"} <= {tokenizer.token_bytes(id_) for id_ in allowed.tolist()}
 
 
 def test_many_patterns_and_references_are_no_trouble_by_themselves() -> None:
