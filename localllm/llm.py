@@ -580,6 +580,16 @@ class LLM:
         reader = partial(AsyncStream, loop=loop)
         return self._stream_chat(reader, messages, tools, template_variables, reply_prefix, given)
 
+    def prepare_grammars(self) -> None:
+        """Does what the first ``json_schema``, ``regex`` or ``grammar`` needs; later calls do nothing.
+
+        For a large vocabulary that takes half a second, in which no other thread of Python can run: a server does it
+        while it loads the model.
+        """
+        engine = self._opened()
+        if self._embedder is None:
+            self._all_grammars(engine).prepare()
+
     @property
     def counts(self) -> Counts:
         """What the model has done since it was loaded: steps, tokens, and what of its cache is in use."""
@@ -865,12 +875,15 @@ class LLM:
         """What holds a text to its grammar, if it has one."""
         if sampling.grammar_kind is None:
             return None
+        return self._all_grammars(engine).constraint(sampling, ids, template)
+
+    def _all_grammars(self, engine: Engine) -> Grammars:
         if self._grammars is None:
             # Imported here: most texts have none.
             from localllm.sampling.grammar import Grammars
 
             self._grammars = Grammars(self._tokenizer, engine.n_vocab)
-        return self._grammars.constraint(sampling, ids, template)
+        return self._grammars
 
 
 def _too_long(n_tokens: int, context: int, truncated: bool, truncatable: bool) -> ContextLengthError:

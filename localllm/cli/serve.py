@@ -70,6 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
             notice(stage, done, total)
 
         llm = load(source, **load_options(arguments, source, max_waiting=arguments.max_queue), progress=report)
+        llm.prepare_grammars()
         if not arguments.quiet:
             say(str(llm.info))
         if arguments.stats:

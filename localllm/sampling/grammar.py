@@ -217,7 +217,8 @@ class Grammars:
         opening = {} if has_thought else self._opening_tokens(template)
         return Constraint(matcher, vocabulary, self._tokenizer, self._n_vocab, closing=closing, opening=opening)
 
-    def _compiled(self, internal: str, sampling: Sampling) -> Any:
+    def prepare(self) -> None:
+        """Makes llguidance's form of the vocabulary, once."""
         with self._lock:
             if self._vocabulary is None:
                 self._vocabulary = llguidance.LLTokenizer(
@@ -227,6 +228,9 @@ class Grammars:
                     # They take as long to prepare as all else, in which no other thread can run, and save little.
                     slices=[],
                 )
+
+    def _compiled(self, internal: str, sampling: Sampling) -> Any:
+        self.prepare()
         matcher = llguidance.LLMatcher(self._vocabulary, internal, log_level=0)
         _raise_if(matcher.get_error(), sampling)
         return matcher

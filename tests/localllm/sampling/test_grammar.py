@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from llguidance import LLTokenizer
 
 import localllm
 from localllm import LLM, GrammarError, Sampling, UsageError
@@ -417,6 +418,22 @@ def test_what_could_take_all_stack_time_or_memory_is_refused(given: dict[str, An
     expected = r"it (has|combines) more than [\d,]+ .*: make it simpler|more than 500 optional|it has both & and ~"
     with pytest.raises(GrammarError, match=expected):
         check_grammar(Sampling(**given))
+
+
+def test_the_vocabulary_is_prepared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    def make(*arguments: Any, **more: Any) -> Any:
+        made.append(arguments)
+        return LLTokenizer(*arguments, **more)
+
+    monkeypatch.setattr(grammar_module.llguidance, "LLTokenizer", make)
+    with localllm.load(device="cpu", context=64) as llm:
+        llm.prepare_grammars()
+        assert len(made) == 1
+        llm.prepare_grammars()
+        assert llm.generate("Say", regex="yes", max_tokens=9).text == "yes"
+        assert len(made) == 1
 
 
 def test_and_by_itself_is_no_trouble() -> None:
