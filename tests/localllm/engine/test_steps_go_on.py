@@ -1,22 +1,24 @@
-"""Tokens that are chosen in threads of their own, as a grammar may take long: no other request waits for them."""
+"""What no other request waits for: tokens that a grammar makes slow to choose, and prompts saved or loaded."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from localllm.engine import saved
 from localllm.engine.choosers import Choosers
-from localllm.engine.engine import Engine
+from localllm.engine.engine import Engine, EngineLoop
 from localllm.engine.request import Request
 from localllm.errors import ClosedError
 from localllm.sampling import Sampling, make_sampler
 from localllm.sampling.penalties import Logits
 from tests.helpers.engines import eventually, in_engine
-from tests.helpers.fake_backend import N_VOCAB, fake_engine, greedy_after
+from tests.helpers.fake_backend import N_VOCAB, PAGE_SIZE, fake_engine, greedy_after
 from tests.helpers.requests import GREEDY, Results, finish, results, writing
 
 
@@ -188,6 +190,41 @@ def test_any_company_gives_the_same_texts() -> None:
     assert engine.counts.preempted > 0
     cache = in_engine(engine, lambda loop: loop._runner.cache)
     assert cache.n_available == cache.n_pages
+    engine.close()
+
+
+def test_messages_that_keep_coming_leave_steps_their_turn(engine: Engine) -> None:
+    goes_on = threading.Event()
+    goes_on.set()
+
+    def again(loop: EngineLoop) -> None:
+        if goes_on.is_set():
+            loop.inbox.put(again)
+
+    engine._inbox.put(again)
+    assert finish(engine, writing([1, 2], 20)).ids == greedy_after([1, 2], 20)
+    goes_on.clear()
+    engine.close()
+
+
+def test_steps_go_on_while_prompts_are_saved_and_loaded(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saved, "_BLOCKS_AT_ONCE", 1)
+    n_tokens = 0
+    for i in range(8):
+        finish(engine, writing([i] * PAGE_SIZE, 1))
+        n_tokens += PAGE_SIZE
+    other = writing([9, 9], 62, output=Results(lambda id_: time.sleep(0.005)))
+    engine.submit(other)
+    assert eventually(lambda: results(other).ids)
+    for work in (saved.save, saved.load):
+        before = engine.counts.steps
+        assert work(engine.with_cache, tmp_path / "prompts", "a key") >= n_tokens
+        assert engine.counts.steps - before >= 7  # one between two blocks
+    assert not results(other).ended.is_set()
+    assert results(other).ended.wait(60)
+    assert results(other).ids == greedy_after([9, 9], 62)
     engine.close()
 
 
