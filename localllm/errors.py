@@ -93,7 +93,7 @@ class ContextLengthError(LocalLLMError, ValueError):
         n_tokens: tokens in the prompt.
         context: tokens that fit.
         truncated: whether what may be left out of it was.
-        truncatable: whether it would fit if that was left out.
+        truncatable: whether some of it can be left out.
     """
 
     def __init__(

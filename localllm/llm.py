@@ -6,6 +6,7 @@ import hashlib
 import math
 import os
 import queue
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -580,6 +581,16 @@ class LLM:
         reader = partial(AsyncStream, loop=loop)
         return self._stream_chat(reader, messages, tools, template_variables, reply_prefix, given)
 
+    def prepare_grammars(self) -> None:
+        """Does what the first ``json_schema``, ``regex`` or ``grammar`` needs; later calls do nothing.
+
+        For a large vocabulary that takes half a second, in which no other thread of Python can run: a server does it
+        while it loads the model.
+        """
+        engine = self._opened()
+        if self._embedder is None:
+            self._all_grammars(engine).prepare()
+
     @property
     def counts(self) -> Counts:
         """What the model has done since it was loaded: steps, tokens, and what of its cache is in use."""
@@ -613,7 +624,7 @@ class LLM:
         from localllm.engine import saved
 
         target, key = expanded(path), self.prompts_key
-        return self._opened().with_cache(lambda cache: saved.save(cache, target, key))
+        return saved.save(self._opened().with_cache, target, key)
 
     def load_prompts(self, path: str | os.PathLike[str]) -> int:
         """Puts what `save_prompts` has written into the cache: prompts that begin so are not evaluated again.
@@ -628,7 +639,7 @@ class LLM:
         from localllm.engine import saved
 
         source, key = expanded(path), self.prompts_key
-        return self._opened().with_cache(lambda cache: saved.load(cache, source, key))
+        return saved.load(self._opened().with_cache, source, key)
 
     def close(self) -> None:
         """Frees the model's memory.  Requests under way in other threads end with a `ClosedError`."""
@@ -680,7 +691,7 @@ class LLM:
             ids = truncate(ids, context - given.room(context), self._tokenizer.bos_id)
         # After a text its first space is part of what follows; after BOS alone, or a control token, it is not.
         continuation = not self._tokenizer.is_special(ids[-1])
-        return self._start(reader, ids, given, continuation=continuation, truncatable=lambda: True)
+        return self._start(reader, ids, given, continuation=continuation, truncatable=True)
 
     def _continued(
         self, prompt: str | Sequence[int], continuation: str | Sequence[int], add_special: bool
@@ -729,15 +740,13 @@ class LLM:
         context = self._opened().context
         encode = self._chat_encoder(tools, variables, reply_prefix)
 
-        def truncated(chosen: Sequence[Message], ids: list[int]) -> list[int]:
-            limit = context - given.room(context)
-            while len(ids) > limit and (shorter := without_oldest_turn(chosen)) is not None:
-                chosen, ids = shorter, encode(shorter)
-            return ids
-
-        ids = encode(messages)
-        if given.overflow == "truncate":
-            ids = truncated(messages, ids)
+        ids, n_turns = encode(messages), sum(message.get("role") == "user" for message in messages)
+        limit = context - given.room(context)
+        if given.overflow == "truncate" and len(ids) > limit and n_turns > 1:
+            # Each turn makes a prompt longer: bisection finds the fewest to leave out.
+            n_left_out = range(1, n_turns - 1)
+            n = 1 + bisect_left(n_left_out, True, key=lambda n: len(encode(without_turns(messages, n))) <= limit)
+            ids = encode(without_turns(messages, n))
         # What follows a prefix begins with a space of its own.
         return self._start(
             reader,
@@ -745,7 +754,7 @@ class LLM:
             given,
             continuation=bool(reply_prefix),
             template="" if reply_prefix else self._template_source.text or "",
-            truncatable=lambda: len(truncated(messages, ids)) <= context,
+            truncatable=n_turns > 1,
         )
 
     def _answer(
@@ -802,13 +811,13 @@ class LLM:
         given: CheckedOptions,
         *,
         continuation: bool,
-        truncatable: Callable[[], bool],
+        truncatable: bool,
         template: str = "",
     ) -> _Reader:
         """Submits a request.
 
         Args:
-            truncatable: tells whether a prompt that is too long would fit truncated.
+            truncatable: whether a prompt that is too long has something that can be left out.
             template: the chat template, if this is the beginning of an answer.
         """
         engine, tokenizer = self._opened(), self._tokenizer
@@ -868,19 +877,22 @@ class LLM:
         """What holds a text to its grammar, if it has one."""
         if sampling.grammar_kind is None:
             return None
+        return self._all_grammars(engine).constraint(sampling, ids, template)
+
+    def _all_grammars(self, engine: Engine) -> Grammars:
         if self._grammars is None:
             # Imported here: most texts have none.
             from localllm.sampling.grammar import Grammars
 
             self._grammars = Grammars(self._tokenizer, engine.n_vocab)
-        return self._grammars.constraint(sampling, ids, template)
+        return self._grammars
 
 
-def _too_long(n_tokens: int, context: int, truncated: bool, truncatable: Callable[[], bool]) -> ContextLengthError:
+def _too_long(n_tokens: int, context: int, truncated: bool, truncatable: bool) -> ContextLengthError:
     if truncated:
         advice = "the last message alone does not fit: shorten it or the system's, or choose a larger context"
         return ContextLengthError(n_tokens, context, advice, truncated=True)
-    if truncatable():
+    if truncatable:
         advice = "shorten it, load the model with a larger context, or pass overflow='truncate'"
         return ContextLengthError(n_tokens, context, advice, truncatable=True)
     return ContextLengthError(n_tokens, context, "shorten it or load the model with a larger context")
@@ -916,13 +928,10 @@ def truncate(ids: list[int], n_tokens: int, bos_id: int | None) -> list[int]:
     return ids[len(ids) - n_tokens :]
 
 
-def without_oldest_turn(messages: Sequence[Message]) -> list[Message] | None:
-    """A chat without its oldest turn, a user's message and what was said to it; None if there is just one.
+def without_turns(messages: Sequence[Message], n: int) -> list[Message]:
+    """A chat without its ``n`` oldest turns, each a user's message and what was said to it.
 
-    Messages of the system before it stay.
+    Messages of the system among them stay.
     """
-    turns = [i for i, message in enumerate(messages) if message.get("role") == "user"]
-    if len(turns) < 2:
-        return None
-    before, rest = messages[: turns[1]], messages[turns[1] :]
-    return [*(message for message in before if message.get("role") in ("system", "developer")), *rest]
+    start = [i for i, message in enumerate(messages) if message.get("role") == "user"][n]
+    return [*(each for each in messages[:start] if each.get("role") in ("system", "developer")), *messages[start:]]

@@ -34,6 +34,8 @@ from jinja2.tests import TESTS
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
+from localllm.cancellation import check_cancelled
+
 BUDGET = 200_000_000
 """What one render may use.  A unit is a byte of memory or some 5 ns, whichever an operation needs more of."""
 
@@ -83,6 +85,10 @@ def render(template: jinja2.Template, variables: Mapping[str, object]) -> str:
 # --- paying
 
 
+#: Units after which somebody may have stopped waiting for the render: some milliseconds.
+_CHECKED = 1_000_000
+
+
 class _Meter:
     left = BUDGET
     depth = 0  # of calls
@@ -93,7 +99,10 @@ _meter: ContextVar[_Meter] = ContextVar("template_meter")
 
 def _pay(cost: int) -> bool:
     meter = _meter.get()
+    before = meter.left
     meter.left -= max(cost, 0)
+    if meter.left // _CHECKED != before // _CHECKED:
+        check_cancelled()
     if not meter.left >= 0:  # so that NaN is not enough either
         raise SecurityError("it asks for far more work or memory than messages call for")
     return True

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import jinja2
 from jinja2.exceptions import SecurityError
 
+from localllm.cancellation import check_cancelled
 from localllm.chat import sandbox
 from localllm.chat.source import TemplateSource
 from localllm.errors import TemplateError, quoted, warn
@@ -208,6 +209,7 @@ def _checked_messages(messages: Sequence[Mapping[str, object]]) -> list[Mapping[
         raise TemplateError(f"messages must be a list of mappings, such as [{_EXAMPLE}], not {quoted(messages)}")
     checked = []
     for index, message in enumerate(messages):
+        check_cancelled()
         if not isinstance(message, Mapping):
             raise TemplateError(f"message {index} is not a mapping such as {_EXAMPLE}: {quoted(message)}")
         role = message.get("role")
@@ -254,6 +256,7 @@ def _plain(value: object, where: str) -> object:
         return int.__int__(value)
     if isinstance(value, float):
         return float.__float__(value)
+    check_cancelled()
     if isinstance(value, Mapping):
         return {_plain(key, where): _plain(item, where) for key, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray | memoryview):

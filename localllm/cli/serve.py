@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
 #: Environment variable with API keys, commas between them: a command line can be seen by others.
 KEY_VARIABLE = "LOCALLLM_API_KEY"
 
+#: Seconds for which a thread may go on while others wait to run.
+_SWITCH_S = 0.0005
+
 #: Addresses that only this machine reaches.
 _OWN = ("127.0.0.1", "localhost", "::1")
 
@@ -41,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         import msgspec  # noqa: F401
 
-        from localllm.server.run import Server, listen
+        from localllm.server.run import Server, end_if_busy, listen
     except ModuleNotFoundError as error:
         raise UsageError(f"serve needs {error.name}, which is not installed: pip install 'localllm[serve]'") from None
     from localllm.server.app import App
@@ -66,12 +70,15 @@ def run(arguments: argparse.Namespace) -> int:
             notice(stage, done, total)
 
         llm = load(source, **load_options(arguments, source, max_waiting=arguments.max_queue), progress=report)
+        llm.prepare_grammars()
         if not arguments.quiet:
             say(str(llm.info))
         if arguments.stats:
             stats.measure(llm)
         return llm
 
+    # Python's own 5 ms for each thread that renders or tokenizes would hold up each step several times.
+    sys.setswitchinterval(_SWITCH_S)
     models = Models(
         sources(arguments.models, settings),
         load_model,
@@ -97,6 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
         server = Server(app, grace_s=arguments.grace)
         with stats.shown() if arguments.stats else nullcontext():
             server.run(sockets=[listening])
+    end_if_busy(DONE)
     return DONE
 
 

@@ -249,11 +249,25 @@ class PagedCache:
                 blocks.append(block)
         return blocks
 
+    def holds(self, block: Block) -> bool:
+        """Whether the tree still has a block that `blocks` gave."""
+        parent = block.parent
+        return parent is not None and (parent.children.get(tuple(block.ids)) is block or block in parent.tails)
+
     def restore(
-        self, parent: Block, ids: list[int], pages: Mapping[int, bytes], snapshots: Mapping[int, bytes]
+        self,
+        parent: Block,
+        ids: list[int],
+        pages: Mapping[int, bytes],
+        snapshots: Mapping[int, bytes],
+        *,
+        left: float = 0.0,
     ) -> Block | None:
         """Puts a block with what its pages held behind another, or takes the one that is there; None if there is no
         room.  It is in use until `restored`.
+
+        Args:
+            left: the part of the pages that stays available.
 
         Raises:
             ValueError: it cannot be a block of this cache.
@@ -272,7 +286,7 @@ class PagedCache:
                 if known.pages[group] != NONE:
                     self._use(known, group)
             return known
-        if any(not self._n_available(group) for group in pages):
+        if any(self._n_available(group) <= left * self.kept.n_pages[group] for group in pages):
             return None
         block = Block([self._take_page(group) if group in pages else NONE for group in groups])
         block.n_users = [int(group in pages) for group in groups]

@@ -15,7 +15,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from localllm.checks import in_vocabulary
 from localllm.engine.cache import PagedCache
+from localllm.engine.choosers import Choosers
 from localllm.engine.drafting.cost import StepCost
 from localllm.engine.drafting.lookup import LookupDrafter
 from localllm.engine.drafting.model import DraftModel
@@ -37,6 +38,7 @@ from localllm.errors import ClosedError, ContextLengthError, QueueFullError, Usa
 from localllm.kernels import process
 from localllm.kernels.backend import TopK
 from localllm.kernels.process import Process
+from localllm.sampling import Choice, Sampler
 
 #: Requests that run at once, and that wait, at most.
 MAX_RUNNING, MAX_WAITING = 256, 1024
@@ -50,7 +52,13 @@ _WAIT_S = 0.2
 #: Seconds that the engine's thread sleeps at most: waits of many years are more than a system's clock can count.
 _LONGEST_SLEEP_S = 3600.0
 
+#: Seconds that a step waits for tokens that are chosen in other threads, before it leaves them for later.
+_CHOICES_S = 0.01
+
 _T = TypeVar("_T")
+
+#: A token, whether it is what was drafted, and whether nothing can follow it.
+_Chosen: TypeAlias = "tuple[Choice, bool, bool]"
 
 _Message: TypeAlias = "Callable[[EngineLoop], None]"
 
@@ -291,6 +299,7 @@ class EngineLoop:
         self._draft_model = draft_model
         self._cost = StepCost()
         self._on_end = on_end
+        self._choosers = Choosers()
         self._is_closed = False
 
     # -- Messages --------------------------------------------------------------------------------------------------
@@ -329,6 +338,7 @@ class EngineLoop:
                 self._count()
         except BaseException as defect:  # of our own: nobody may wait for ever for a thread that has ended
             error = defect
+        self._choosers.close()
         if process.engines.is_over:  # nobody is told: who still reads is a daemon thread
             return
         self.ended.set()
@@ -351,7 +361,7 @@ class EngineLoop:
                 self.inbox.get(timeout=timeout)(self)
             except queue.Empty:
                 return True
-        while not self.inbox.empty():
+        for _ in range(self.inbox.qsize()):  # not those that come meanwhile: a step has its turn
             self.inbox.get()(self)
         return not (self._is_closed or process.engines.is_over)
 
@@ -405,6 +415,7 @@ class EngineLoop:
             else:
                 if reason is not None:
                     self._end(each.request, reason)
+        self._wait_for_choices(batch)
         return True
 
     def _count(self) -> None:
@@ -415,7 +426,7 @@ class EngineLoop:
     def _propose_drafts(self) -> None:
         for request in list(self._scheduler.running):
             request.drafts = []
-            if request.drafter is None or request.n_missing != 1 or not request.n_generated:
+            if request.drafter is None or request.is_choosing or request.n_missing != 1 or not request.n_generated:
                 continue
             most = self._runner.context - len(request.tokens)
             if request.max_tokens is not None:
@@ -455,10 +466,31 @@ class EngineLoop:
             return None
         if request.max_tokens == 0:
             return "length"
+        drafts = request.drafts[: each.n_drafts]
+        if request.sampler.is_slow and not isinstance(request.drafter, MTPDrafter):
+            copied = [_row(logits, rows.start + i).copy() for i in range(each.n_drafts + 1)]
+            choices = _choices(request, drafts, [partial(request.sampler, row) for row in copied])
+            request.is_choosing = True
+            self._choosers.put(partial(_choose, self.inbox, each, position, begin, choices))
+            return None
+        steps = [_chooser(request.sampler, logits, rows.start + i) for i in range(each.n_drafts + 1)]
+        return self._take_choices(each, position, begin, _choices(request, drafts, steps))
+
+    def _take_choices(
+        self, each: Scheduled, position: int, begin: float, choices: Iterable[_Chosen]
+    ) -> FinishReason | None:
+        """Goes on with the tokens that were chosen after a step; returns why the request ends, if it does.
+
+        Args:
+            position: of the first token that the step has evaluated for it.
+            begin: when the step began.
+        """
+        request = each.request
         is_first = not request.n_generated
         n_accepted = request.n_accepted
+        request.n_drafted += each.n_drafts
         try:
-            reason = self._sample(each, logits, rows.start)
+            reason = self._append(request, choices)
         finally:
             if each.n_drafts:
                 self._record_drafts(each, position, request.n_accepted - n_accepted)
@@ -469,32 +501,45 @@ class EngineLoop:
             request.decode_s += time.perf_counter() - begin
         return reason
 
-    def _sample(self, each: Scheduled, logits: NDArray[np.float32] | TopK, row: int) -> FinishReason | None:
-        """Chooses the next token, and those after it for as long as they are what was drafted."""
-        request, sampler = each.request, each.request.sampler
-        assert sampler is not None
-        request.n_drafted += each.n_drafts
-        for i in range(each.n_drafts + 1):
-            at = row + i
-            if isinstance(logits, TopK) and at not in logits.whole:
-                choice = sampler.among(*logits.row(at))
-            else:
-                choice = sampler(logits.whole[at] if isinstance(logits, TopK) else logits[at])
+    def _append(self, request: Request, choices: Iterable[_Chosen]) -> FinishReason | None:
+        for choice, is_draft, is_complete in choices:
             request.n_chosen += 1
             self.counts.generated_tokens += 1
-            is_draft = i < each.n_drafts and request.drafts[i] == choice.id
             request.n_accepted += is_draft
             if choice.id in request.stop_ids:
                 return "stop"
-            sampler.accept(choice.id)
             request.tokens.append(choice.id)
-            if request.output.token(choice) or sampler.is_complete:
+            if request.output.token(choice) or is_complete:
                 return "stop"
             if request.n_generated == request.max_tokens or len(request.tokens) > self._runner.context:
                 return "length"
-            if not is_draft:
-                break
         return None
+
+    def chosen(
+        self, each: Scheduled, position: int, begin: float, choices: list[_Chosen], error: BaseException | None
+    ) -> None:
+        """Goes on with what another thread has chosen, until there was an error."""
+        request = each.request
+        if not request.is_choosing:  # it has ended meanwhile
+            return
+        request.is_choosing = False
+        try:
+            reason = self._take_choices(each, position, begin, choices)
+            if reason is None and error is not None:
+                raise error
+            request.output.flush()
+        except BaseException as failure:
+            self._end(request, error=failure)
+        else:
+            if reason is not None:
+                self._end(request, reason)
+
+    def _wait_for_choices(self, batch: Sequence[Scheduled]) -> None:
+        """Waits for the slow choices of a step, but not for long."""
+        end = time.perf_counter() + _CHOICES_S
+        while any(each.request.is_choosing for each in batch) and (left := end - time.perf_counter()) > 0:
+            with contextlib.suppress(queue.Empty):
+                self.inbox.get(timeout=left)(self)
 
     def _record_drafts(self, each: Scheduled, position: int, n_accepted: int) -> None:
         """Records a step with drafts, from that position on; states of wrong drafts go back to before it."""
@@ -514,13 +559,52 @@ class EngineLoop:
         self.waiting.discard(request)
         self.counts.ended += 1
         self.counts.cached_tokens += request.n_cached
-        request.finish_reason = reason
+        request.finish_reason, request.is_choosing = reason, False
         if request.drafter is not None:
             request.drafter.close()
         if isinstance(error, StopIteration | StopAsyncIteration):  # as Python does where a generator raises one
             error, cause = RuntimeError(f"a function given to the model raised {type(error).__name__}"), error
             error.__cause__ = cause
         request.output.end(error)
+
+
+def _row(logits: NDArray[np.float32] | TopK, row: int) -> NDArray[np.float32]:
+    """All logits of a row, which were asked for."""
+    return logits.whole[row] if isinstance(logits, TopK) else logits[row]
+
+
+def _chooser(sampler: Sampler, logits: NDArray[np.float32] | TopK, row: int) -> Callable[[], Choice]:
+    """What chooses a token by a row of logits."""
+    if isinstance(logits, TopK) and row not in logits.whole:
+        return lambda: sampler.among(*logits.row(row))
+    return partial(sampler, _row(logits, row))
+
+
+def _choices(request: Request, drafts: Sequence[int], steps: Sequence[Callable[[], Choice]]) -> Iterator[_Chosen]:
+    """The next token, and those after it for as long as they are what was drafted."""
+    assert request.sampler is not None
+    for draft, step in zip((*drafts, None), steps, strict=True):
+        choice = step()
+        if choice.id in request.stop_ids:
+            yield choice, choice.id == draft, True
+            return
+        request.sampler.accept(choice.id)
+        yield choice, choice.id == draft, request.sampler.is_complete
+        if choice.id != draft:
+            return
+
+
+def _choose(
+    inbox: queue.SimpleQueue[_Message], each: Scheduled, position: int, begin: float, choices: Iterable[_Chosen]
+) -> None:
+    """Chooses in another thread, and tells the engine's."""
+    found: list[_Chosen] = []
+    failure: BaseException | None = None
+    try:
+        found.extend(choices)
+    except BaseException as error:
+        failure = error
+    inbox.put(lambda loop: loop.chosen(each, position, begin, found, failure))
 
 
 def _wanted_logits(batch: Sequence[Scheduled], chunks: Sequence[Chunk], most: int) -> tuple[int, list[int]]:

@@ -135,6 +135,7 @@ class Request:
         n_reached: tokens that it had in the cache at most: after it was preempted, fewer are there.
         n_again: tokens generated that are evaluated again, as drafts behind them were wrong.
         turn: when it last decoded, counted by the scheduler.
+        is_choosing: its next tokens are being chosen in another thread: it has no part in steps meanwhile.
         is_cancelled: may be set by any thread; takes effect before the next step.
     """
 
@@ -159,6 +160,7 @@ class Request:
     n_cached: int = 0
     n_reached: int = 0
     n_again: int = 0
+    is_choosing: bool = False
     is_cancelled: bool = False
     submitted_at: float = field(default_factory=time.perf_counter)
     started_at: float = 0.0

@@ -1,17 +1,23 @@
 """Pages of the cache in a file, so that prompts are not evaluated again after a restart.
 
 A file: `MAGIC`, then pieces, each its length (u64), its CRC-32 (u32) and its bytes, all little-endian.  The first
-piece is the header, a `_Header` as JSON; then come, block after block, its pages and its snapshots.  A block stands
-behind its parent, so that of a file which was cut short the beginnings are good.
+piece is the key of all that must be the same where it is loaded; then come, for each block, a `_Block` as JSON, its
+pages and its snapshots; at the end an empty piece.  A block stands behind its parent, so that of a file which was cut
+short the beginnings are good.
+
+The engine's thread copies some blocks at a time, between two steps, so that no stream stalls behind a large cache.
+What it needs the pages of meanwhile is not saved.
 """
 
 from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
@@ -20,8 +26,22 @@ from localllm.engine.snapshots import NONE, Block
 from localllm.errors import PromptCacheError, path_text
 from localllm.files import NewFile
 
-MAGIC = b"llmcach1"
+MAGIC = b"llmcach2"
 _HEAD = struct.Struct("<QI")
+
+#: Blocks, and bytes of them, that are copied between two steps: some milliseconds.
+_BLOCKS_AT_ONCE, _BYTES_AT_ONCE = 64, 4 << 20
+
+#: The part of the pages that loading leaves to requests at work.
+_LEFT_TO_REQUESTS = 1 / 8
+
+_T = TypeVar("_T")
+
+
+class WithCache(Protocol):
+    """`Engine.with_cache`: what a function makes of the cache between two steps."""
+
+    def __call__(self, work: Callable[[PagedCache], _T]) -> _T: ...
 
 
 class _Block(msgspec.Struct, array_like=True):
@@ -39,12 +59,7 @@ class _Block(msgspec.Struct, array_like=True):
     snapshots: list[int]
 
 
-class _Header(msgspec.Struct):
-    key: str
-    blocks: list[_Block]
-
-
-def save(cache: PagedCache, path: Path, key: str) -> int:
+def save(with_cache: WithCache, path: Path, key: str) -> int:
     """Writes what the cache has, without what adapters have changed; returns the tokens.
 
     Args:
@@ -52,41 +67,74 @@ def save(cache: PagedCache, path: Path, key: str) -> int:
 
     Raises:
         OutputError: it cannot be written.
+        What ``with_cache`` raises.
     """
-    kept, blocks = cache.kept, cache.blocks()
-    numbers = {block: i for i, block in enumerate(blocks)}
-    header = _Header(key, [])
-    for block in blocks:
-        groups = [group for group, page in enumerate(block.pages) if page != NONE]
-        parent = NONE if block.parent is None else numbers.get(block.parent, NONE)
-        header.blocks.append(_Block(parent, block.ids, groups, sorted(block.snapshots)))
-    # Of each block's pages and snapshots.
-    holds = [group for block in header.blocks for group in (*block.groups, *(None for _ in block.snapshots))]
-    sizes = {group: kept.n_bytes_of(group) for group in set(holds)}
-    with NewFile(path, sum(sizes[group] for group in holds)) as file:
+    left, n_bytes = with_cache(_listed)
+    numbers: dict[Block, int] = {}
+    n_tokens = 0
+    with NewFile(path, n_bytes) as file:
         file.put(MAGIC)
 
         def put(data: bytes) -> None:
             file.put(_HEAD.pack(len(data), zlib.crc32(data)))
             file.put(data)
 
-        put(msgspec.json.encode(header))
-        for block, saved in zip(blocks, header.blocks, strict=True):
-            for group in saved.groups:
-                put(kept.read(group, block.pages[group]))
-            for n in saved.snapshots:
-                put(kept.read(None, block.snapshots[n]))
-    return sum(len(block.ids) for block in blocks)
+        put(key.encode())
+        while left:
+            for block, is_first, saved, pieces in with_cache(partial(_copied, left)):
+                parent = None if block.parent is None else numbers.get(block.parent)
+                if not is_first and parent is None:  # which went before it was copied
+                    continue
+                numbers[block] = len(numbers)
+                saved.parent = NONE if parent is None else parent
+                for data in (msgspec.json.encode(saved), *pieces):
+                    put(data)
+                n_tokens += len(saved.ids)
+        put(b"")
+    return n_tokens
 
 
-def load(cache: PagedCache, path: Path, key: str) -> int:
+def _listed(cache: PagedCache) -> tuple[deque[Block], int]:
+    """The blocks that can be saved, and the bytes that they take."""
+    blocks = deque(cache.blocks())
+    n_of_group = Counter(group for block in blocks for group, page in enumerate(block.pages) if page != NONE)
+    n_bytes = sum(n * cache.kept.n_bytes_of(group) for group, n in n_of_group.items())
+    if n_snapshots := sum(len(block.snapshots) for block in blocks):
+        n_bytes += n_snapshots * cache.kept.n_bytes_of(None)
+    return blocks, n_bytes
+
+
+def _copied(left: deque[Block], cache: PagedCache) -> list[tuple[Block, bool, _Block, list[bytes]]]:
+    """Takes some blocks, and copies those that the cache still has.
+
+    Returns:
+        Of each the block, whether a prompt begins with it, and what is saved of it.
+    """
+    copied, n_bytes = [], 0
+    for _ in range(min(len(left), _BLOCKS_AT_ONCE)):
+        block = left.popleft()
+        if cache.holds(block):
+            groups = [group for group, page in enumerate(block.pages) if page != NONE]
+            snapshots = sorted(block.snapshots)
+            pieces = [cache.kept.read(group, block.pages[group]) for group in groups]
+            pieces += [cache.kept.read(None, block.snapshots[n]) for n in snapshots]
+            saved = _Block(NONE, list(block.ids), groups, snapshots)
+            copied.append((block, block.parent is cache.root, saved, pieces))
+            n_bytes += sum(map(len, pieces))
+        if n_bytes >= _BYTES_AT_ONCE:
+            break
+    return copied
+
+
+def load(with_cache: WithCache, path: Path, key: str) -> int:
     """Puts what was saved into the cache, as far as it has room; returns the tokens.
 
     Raises:
         PromptCacheError: there is no such file, it is damaged (what stands before that is loaded), or it was saved
             under another key.
+        What ``with_cache`` raises.
     """
-    added: list[Block | None] = []
+    added: list[Block | None] = []  # in the engine's thread
     try:
         if path.is_fifo():
             raise ValueError("a pipe, which may have no end")
@@ -94,26 +142,80 @@ def load(cache: PagedCache, path: Path, key: str) -> int:
             if file.read(len(MAGIC)) != MAGIC:
                 raise ValueError("it does not begin as one")
             pieces = _pieces(file, path.stat().st_size)
-            header = msgspec.json.decode(next(pieces), type=_Header)
-            if header.key != key:
+            if next(pieces) != key.encode():
                 raise PromptCacheError(
                     f"{path_text(path)} was saved with another model, version, device or type of cache: load that, "
                     "or delete the file"
                 )
-            for saved in header.blocks:
-                pages = {group: next(pieces) for group in saved.groups}
-                snapshots = {n: next(pieces) for n in saved.snapshots}
-                if not NONE <= saved.parent < len(added):
-                    raise ValueError("a block without the one before it")
-                parent = cache.root if saved.parent == NONE else added[saved.parent]
-                added.append(None if parent is None else cache.restore(parent, saved.ids, pages, snapshots))
+            for batch in _batches(pieces):
+                with_cache(partial(_restore, added, batch))
     except OSError as error:
         raise PromptCacheError(f"{path_text(path)} cannot be read ({error.strerror or error})") from error
     except (ValueError, IndexError, StopIteration, msgspec.DecodeError) as error:
         raise PromptCacheError(f"{path_text(path)} is no whole file of saved prompts: delete it") from error
     finally:
-        blocks = [block for block in added if block is not None]
-        cache.restored(blocks)
+        n_tokens = with_cache(partial(_restored, added))
+    return n_tokens
+
+
+class _Loaded(NamedTuple):
+    block: _Block
+    pages: dict[int, bytes]
+    snapshots: dict[int, bytes]
+
+
+def _batches(pieces: Iterator[bytes]) -> Iterator[list[_Loaded]]:
+    """Raises:
+    OSError, ValueError, msgspec.DecodeError: the file is damaged; what stands before that comes first.
+    """
+    batch: list[_Loaded] = []
+    n_bytes = 0
+    damage: Exception | None = None
+    while damage is None:
+        try:
+            head = _next(pieces)
+            if not head:
+                break
+            block = msgspec.json.decode(head, type=_Block)
+            loaded = _Loaded(
+                block, {group: _next(pieces) for group in block.groups}, {n: _next(pieces) for n in block.snapshots}
+            )
+            batch.append(loaded)
+            n_bytes += sum(map(len, (*loaded.pages.values(), *loaded.snapshots.values())))
+        except (OSError, ValueError, msgspec.DecodeError) as error:
+            damage = error
+        if n_bytes >= _BYTES_AT_ONCE or len(batch) >= _BLOCKS_AT_ONCE:
+            yield batch
+            batch, n_bytes = [], 0
+    if batch:
+        yield batch
+    if damage is not None:
+        raise damage
+
+
+def _next(pieces: Iterator[bytes]) -> bytes:
+    for piece in pieces:
+        return piece
+    raise ValueError("it was cut short")
+
+
+def _restore(added: list[Block | None], batch: Sequence[_Loaded], cache: PagedCache) -> None:
+    """Raises:
+    ValueError: it cannot be a block of this cache.
+    """
+    n_loaded = sum(block is not None for block in added)
+    left = _LEFT_TO_REQUESTS if cache.n_pages - cache.n_available > n_loaded else 0.0
+    for saved, pages, snapshots in batch:
+        if not NONE <= saved.parent < len(added):
+            raise ValueError("a block without the one before it")
+        parent = cache.root if saved.parent == NONE else added[saved.parent]
+        added.append(None if parent is None else cache.restore(parent, saved.ids, pages, snapshots, left=left))
+
+
+def _restored(added: list[Block | None], cache: PagedCache) -> int:
+    """Ends the use of the blocks; returns their tokens."""
+    blocks = [block for block in added if block is not None]
+    cache.restored(blocks)
     return sum(len(block.ids) for block in blocks)
 
 

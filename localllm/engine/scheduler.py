@@ -143,7 +143,7 @@ class Scheduler:
         """What the next step evaluates, with pages reserved; nothing if there is nothing to do."""
         self._admit()
         batch: list[Scheduled] = []
-        active = [request for request in self.running if not request.output.is_full]
+        active = [request for request in self.running if not (request.output.is_full or request.is_choosing)]
         decoding = [request for request in active if request.is_decoding]
         prompts = [request for request in active if not request.is_decoding]
         most = min(self._max_outputs, self._max_tokens)
@@ -252,7 +252,7 @@ class Scheduler:
         while not self._cache.reserve(request.sequence, n_tokens):
             scheduled = {each.request for each in batch}
             younger = self.running[self.running.index(request) + 1 :]
-            victims = [other for other in younger if other not in scheduled]
+            victims = [other for other in younger if other not in scheduled and not other.is_choosing]
             victim = self._paused() or (victims[-1] if victims else None)
             if victim is None:
                 return False

@@ -34,6 +34,9 @@ CONTEXT = 512
 #: Chunks that are under way at once: one is evaluated while what others brought is reckoned.
 _AT_ONCE = 4
 
+#: Characters tokenized first for each token wanted, and tokens at a cut that may be others than in the whole.
+_CHARACTERS, _CUT_TOKENS = 6, 256
+
 #: Logits that are reckoned at once, so that they stay in the cache.
 _BLOCK = 1 << 20
 
@@ -199,16 +202,29 @@ def divergence(
 def _chunks(llm: LLM, text: str, context: int, chunks: int | None) -> NDArray[np.int32]:
     """The tokens of a text, int32 [n_chunks, context]."""
     whole_number("context", context, 4)
+    if chunks is not None:
+        whole_number("chunks", chunks, 1)
     _check_context(llm, context)
-    ids = llm.tokenize(text)
+    ids = llm.tokenize(text) if chunks is None else _first_tokens(llm, text, max(2, chunks) * context)
     if len(ids) < 2 * context:
         raise UsageError(
             f"the text has {len(ids):,} tokens, but at least {2 * context:,} are needed for chunks of {context:,}: "
             "take a longer text, or a smaller context"
         )
     n = len(ids) // context
-    n = n if chunks is None else min(n, whole_number("chunks", chunks, 1))
+    n = n if chunks is None else min(n, chunks)
     return np.array(ids[: n * context], np.int32).reshape(n, context)
+
+
+def _first_tokens(llm: LLM, text: str, n: int) -> list[int]:
+    """The first ``n`` tokens of a text, or all that it has; reads no more of it than that takes."""
+    n_characters = _CHARACTERS * n
+    while n_characters < len(text):
+        ids = llm.tokenize(text[:n_characters])
+        if len(ids) >= n + _CUT_TOKENS:
+            return ids[:n]
+        n_characters *= 2
+    return llm.tokenize(text)
 
 
 def _check_context(llm: LLM, context: int) -> None:

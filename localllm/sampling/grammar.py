@@ -18,9 +18,11 @@ import llguidance
 import numpy as np
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
+from localllm.cancellation import check_cancelled
 from localllm.chat.thinking import TAGS
 from localllm.errors import GrammarError, UsageError
 from localllm.kernels import process
+from localllm.sampling.candidates import IntArray
 from localllm.sampling.penalties import Logits
 
 if TYPE_CHECKING:
@@ -29,6 +31,12 @@ if TYPE_CHECKING:
 
 #: JSON on one line: a model that may write white space between its parts may never end it.
 _ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+
+#: Tokens that may spell the beginning of one text.
+_MAX_SPELLINGS = 256
+
+#: Otherwise each mask would spell and tokenize all text that alone can follow: seconds for a long literal.
+_NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
 
 #: What says of an object which other properties it may have.
 _SAYS_MORE = {
@@ -46,8 +54,12 @@ _COMBINE = {"$ref", "anyOf", "oneOf"}
 
 #: Characters of a grammar, rules and references in it, and patterns of schemas that are combined, at most: in
 #: llguidance a chain of rules takes stack, which ends the process where there is none left, and each pattern that is
-#: combined with others doubles time and memory.
-_MAX_CHARACTERS, _MAX_RULES, _MAX_COMBINED = 512 << 10, 500, 10
+#: combined with others doubles time and memory.  More properties that are not required it compiles for many seconds,
+#: and then can follow no text.
+_MAX_CHARACTERS, _MAX_RULES, _MAX_COMBINED, _MAX_OPTIONAL = 512 << 10, 500, 10, 500
+
+#: Strings and expressions of Lark's notation, in which nothing is an operator; "and"; and "not".
+_LARK_OPERATORS = re.compile(r'"(?:[^"\\\n]++|\\.)*+"|/(?:[^/\\\n]++|\\.)++/|//[^\n]*|(&)|(~)(?!\s*\d)')
 
 #: Compiled grammars that are kept for the next request.
 _MAX_KEPT = 32
@@ -73,7 +85,7 @@ def check_grammar(sampling: Sampling) -> None:
 
 
 def _internal(sampling: Sampling) -> str:
-    """The grammar in llguidance's own notation."""
+    """The grammar in Lark's notation, as llguidance has it."""
     matcher, complaint = llguidance.LLMatcher, f"{sampling.grammar_kind} cannot be used"
     try:
         _check_size(sampling)
@@ -81,14 +93,16 @@ def _internal(sampling: Sampling) -> str:
             schema = str(sampling.json_schema)
             if '"allOf"' not in schema:
                 schema = json.dumps(_closed(json.loads(schema)))
-            return str(matcher.grammar_from_json_schema(schema, overrides=_ONE_LINE))
-        if sampling.regex is not None:
-            return str(matcher.grammar_from_regex(sampling.regex))
-        grammar = sampling.grammar or ""
-        if not _GBNF_RULE.search(grammar):
-            return str(matcher.grammar_from_lark(grammar))
-        complaint = "grammar is not valid GBNF"
-        return str(matcher.grammar_from_lark(gbnf_to_lark(grammar)))
+            found = json.loads(matcher.grammar_from_json_schema(schema, overrides=_ONE_LINE))
+            lark = f"start: %json {json.dumps(found['grammars'][0]['json_schema'])}"
+        elif sampling.regex is not None:
+            lark = json.loads(matcher.grammar_from_regex(sampling.regex))["grammars"][0]["lark_grammar"]
+        else:
+            lark = sampling.grammar or ""
+            if _GBNF_RULE.search(lark):
+                complaint = "grammar is not valid GBNF"
+                lark = gbnf_to_lark(lark)
+        return lark + _NO_FORCING
     except Exception as error:  # it raises nothing more specific
         raise GrammarError(f"{complaint}: {_line(str(error))}") from None
 
@@ -100,22 +114,35 @@ def _check_size(sampling: Sampling) -> None:
     lark = sampling.grammar or ""
     if len(lark) + len(sampling.regex or "") + len(str(sampling.json_schema or "")) > _MAX_CHARACTERS:
         raise ValueError(f"it has more than {_MAX_CHARACTERS:,} characters: make it simpler")
-    n_rules, n_patterns, is_combined = len(lark.splitlines()), 0, False
+    operators = [found.lastindex for found in _LARK_OPERATORS.finditer(lark if "&" in lark else "")]
+    if 1 in operators and 2 in operators:
+        raise ValueError("it has both & and ~, which may take for ever to compile: write it with one of them")
+    n_rules, n_patterns, n_optional, is_combined = len(lark.splitlines()), 0, 0, False
     left: list[Any] = [json.loads(str(sampling.json_schema))] if sampling.json_schema is not None else []
     for found in re.finditer(r"%json\s*", lark):
         with contextlib.suppress(ValueError):  # llguidance says what is wrong
             left.append(json.JSONDecoder().raw_decode(lark, found.end())[0])
     while left:
+        check_cancelled()
         schema = left.pop()
         left += schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ()
         if isinstance(schema, dict):
             n_rules += "$ref" in schema
+            n_optional = max(n_optional, _length(schema.get("properties")) - _length(schema.get("required")))
             n_patterns += ("pattern" in schema) + len(schema.get("patternProperties") or ())
             is_combined |= "allOf" in schema or ("pattern" in schema and not schema.keys().isdisjoint(_COMBINE))
     if n_rules > _MAX_RULES:
         raise ValueError(f"it has more than {_MAX_RULES} rules or references: make it simpler")
+    if n_optional > _MAX_OPTIONAL:
+        raise ValueError(
+            f"an object has more than {_MAX_OPTIONAL} optional properties: require some, or make it simpler"
+        )
     if is_combined and n_patterns > _MAX_COMBINED:
         raise ValueError(f"it combines more than {_MAX_COMBINED} patterns: make it simpler")
+
+
+def _length(value: Any) -> int:
+    return len(value) if isinstance(value, dict | list) else 0
 
 
 def _closed(schema: Any) -> Any:
@@ -123,6 +150,7 @@ def _closed(schema: Any) -> Any:
 
     A small model would go on adding some.  Where schemas are combined, one alone does not name them all.
     """
+    check_cancelled()
     if not isinstance(schema, dict):
         return schema
     known = schema.get("properties")
@@ -192,14 +220,20 @@ class Grammars:
         opening = {} if has_thought else self._opening_tokens(template)
         return Constraint(matcher, vocabulary, self._tokenizer, self._n_vocab, closing=closing, opening=opening)
 
-    def _compiled(self, internal: str, sampling: Sampling) -> Any:
+    def prepare(self) -> None:
+        """Makes llguidance's form of the vocabulary, once."""
         with self._lock:
             if self._vocabulary is None:
                 self._vocabulary = llguidance.LLTokenizer(
                     _Vocabulary(self._tokenizer, self._n_vocab),
                     # A vocabulary without an end gets one beyond its tokens, which no mask contains.
                     eos_token=sorted(self._tokenizer.eog_ids) or [self._n_vocab],
+                    # They take as long to prepare as all else, in which no other thread can run, and save little.
+                    slices=[],
                 )
+
+    def _compiled(self, internal: str, sampling: Sampling) -> Any:
+        self.prepare()
         matcher = llguidance.LLMatcher(self._vocabulary, internal, log_level=0)
         _raise_if(matcher.get_error(), sampling)
         return matcher
@@ -281,7 +315,7 @@ class Constraint:
         return id_ in self._opening or bool(self._matcher.validate_tokens([id_]))
 
     def masked(self, logits: Logits) -> Logits:
-        """The logits, with -inf for tokens that the grammar does not allow."""
+        """The logits, with -inf for tokens that the grammar does not allow, or that spell the only text in pieces."""
         if self._closing is not None:
             masked = logits.copy()
             masked[self._ends] = -np.inf
@@ -290,7 +324,21 @@ class Constraint:
         self._check()
         bits = np.unpackbits(self._mask.view(np.uint8), count=self._n_vocab, bitorder="little")
         bits[list(self._opening)] = 1
-        return np.where(bits.view(np.bool_), logits, np.float32(-np.inf))
+        allowed: IntArray = np.flatnonzero(bits)
+        if 1 < len(allowed) <= _MAX_SPELLINGS:
+            allowed = self._longest_spelling(allowed)
+        masked = np.full_like(logits, -np.inf)
+        masked[allowed] = logits[allowed]
+        return masked
+
+    def _longest_spelling(self, allowed: IntArray) -> IntArray:
+        """Of tokens that begin the only text which can follow, the longest: the model would spell it so, while the
+        others are likely for what else begins like them.  All tokens where several texts can follow."""
+        texts = [self._tokenizer.token_bytes(id_) for id_ in allowed.tolist()]
+        longest = max(texts, key=len)
+        if not all(text and longest.startswith(text) for text in texts):  # the end has no text
+            return allowed
+        return allowed[[len(text) == len(longest) for text in texts]]
 
     def accept(self, id_: int) -> None:
         """The text went on with this token."""

@@ -159,6 +159,12 @@ class Sampler:
         return [(s.top_k, s.top_p, s.min_p, s.temperature, u) for u in self._uniform.ahead(n)]
 
     @property
+    def is_slow(self) -> bool:
+        """Whether a choice may take long, and can be made in any thread: for what a grammar allows may be hard to
+        tell, while processors are promised the engine's thread."""
+        return self._constraint is not None and not self.sampling.processors
+
+    @property
     def is_complete(self) -> bool:
         """Whether the text's grammar lets nothing follow."""
         return self._constraint is not None and self._constraint.is_complete

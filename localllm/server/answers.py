@@ -10,16 +10,18 @@ import asyncio
 import itertools
 import json
 import math
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
 
+from localllm.cancellation import cancellable, check_cancelled
 from localllm.chat.reply import ReplyParser, ToolCall
 from localllm.chat.thinking import Piece
 from localllm.completion import AsyncStream, Chunk
@@ -28,11 +30,13 @@ from localllm.errors import ClosedError
 from localllm.llm import LLM
 from localllm.options import Options
 from localllm.sampling import Choice
-from localllm.server.http import HTTPError
+from localllm.server.http import HTTPError, unless_gone
 from localllm.server.models import Models, ServedModel
 
 if TYPE_CHECKING:
     from localllm.server.responses import Store
+
+_T = TypeVar("_T")
 
 #: Replies to one request, texts that end one, and characters of each of these, at most.
 MAX_REPLIES, MAX_STOPS, MAX_STOP_LENGTH = 64, 32, 1000
@@ -275,7 +279,7 @@ class Answer:
             for part in _parts(index, chunk, parser, reply, self.ask.one_call):
                 yield part
         if stream.finish_reason == "cancelled":
-            raise HTTPError(503, "the server is stopping: send the request again later", "stopping")
+            raise _stopping()
         reply.finish_reason, reply.stop_text = stream.finish_reason, stream.stop_text
         reply.usage, reply.timings = stream.usage, stream.timings
         reply.warnings = parser.warnings if parser is not None else []
@@ -330,22 +334,25 @@ class Desk:
         kept: responses that later ones may go on from.
         active: answers under way.
         is_stopping: nothing new is taken.
+        is_cut: what was under way has been ended.
     """
 
     def __init__(self, models: Models, kept: Store) -> None:
         self.models, self.kept = models, kept
         self.active: dict[int, Answer] = {}
-        self.is_stopping = False
+        self.is_stopping = self.is_cut = False
         # Tokenizing a prompt, and running a template, must not hold up the event loop.  What takes longer, such as
         # making vectors of many texts, has threads of its own, so that no chat waits for it.
         self._threads = ThreadPoolExecutor(4, "localllm-prompt")
         self._long_threads = ThreadPoolExecutor(4, "localllm-long")
+        self._works: set[asyncio.Future[Any]] = set()
 
     async def begin(self, ask: Ask, request: Request) -> Answer:
         """Submits what a request asks for; its headers may say how urgent it is, if its fields do not.
 
         Raises:
             HTTPError: the server stops, or the request asks for what is not there.
+            ClientDisconnect: the client has gone.
             UnknownModelError, LoadError, NotEnoughMemoryError: as `Models.acquire`.
             UsageError, TemplateError, TokenizerError, ContextLengthError, QueueFullError: as `LLM.chat`.
         """
@@ -363,7 +370,7 @@ class Desk:
             load_s = time.perf_counter() - began
             try:
                 loop = asyncio.get_running_loop()
-                streams = await loop.run_in_executor(threads, _submit, ask, llm, client, loop)
+                streams = await self._run(request, threads, _submit, ask, llm, client, loop)
                 break
             except ClosedError:  # it was unloaded between the two
                 self.models.release(served)
@@ -390,20 +397,52 @@ class Desk:
                 raise HTTPError(400, f"lora: there is no adapter {each.id}, or its scale is not finite")
         return dict.fromkeys(names, 0.0) | {names[each.id]: each.scale for each in wanted}
 
-    async def with_model(self, name: str | None, work: Callable[[LLM], Any]) -> Any:
-        """What ``work`` makes of a model, in another thread."""
+    async def with_model(self, request: Request, name: str | None, work: Callable[[LLM], Any]) -> Any:
+        """What ``work`` makes of a model, in another thread.
+
+        Raises:
+            HTTPError: the server stops.
+            ClientDisconnect: the client has gone.
+            What `Models.acquire` or ``work`` raises.
+        """
         served, llm = await self.models.acquire(name)
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._long_threads, work, llm)
+            return await self._run(request, self._long_threads, work, llm)
         finally:
             self.models.release(served)
+
+    async def _run(self, request: Request, threads: ThreadPoolExecutor, work: Callable[..., _T], *args: Any) -> _T:
+        """What ``work`` gives in another thread, waited for while there are a client and a server."""
+        if self.is_cut:
+            raise _stopping()
+        is_over = threading.Event()
+
+        def call() -> _T:
+            with cancellable(is_over.is_set):
+                check_cancelled()  # it may have waited for a thread
+                return work(*args)
+
+        future = asyncio.get_running_loop().run_in_executor(threads, call)
+        self._works.add(future)
+        try:
+            return await unless_gone(request, future)
+        except asyncio.CancelledError:
+            if self.is_cut:
+                raise _stopping() from None
+            raise
+        finally:
+            is_over.set()
+            self._works.discard(future)
 
     def stop(self, *, at_once: bool) -> None:
         """Takes nothing new, and with ``at_once`` ends what is under way."""
         self.is_stopping = True
         if at_once:
+            self.is_cut = True
             for answer in list(self.active.values()):
                 answer.stop()
+            for work in list(self._works):
+                work.cancel()
 
     def close(self) -> None:
         for threads in (self._threads, self._long_threads):
@@ -415,10 +454,14 @@ class Desk:
 
     def _check(self, ask: Ask) -> None:
         if self.is_stopping:
-            raise HTTPError(503, "the server is stopping: send the request again later", "stopping")
+            raise _stopping()
         if not 1 <= ask.n <= MAX_REPLIES:
             raise HTTPError(400, f"n is {ask.n}, but must be from 1 to {MAX_REPLIES}")
         check_tools(ask.tools)
+
+
+def _stopping() -> HTTPError:
+    return HTTPError(503, "the server is stopping: send the request again later", "stopping")
 
 
 def _submit(ask: Ask, llm: LLM, client: str, loop: asyncio.AbstractEventLoop) -> list[AsyncStream]:

@@ -236,4 +236,4 @@ async def count_tokens(request: Request, desk: Desk) -> Response:
         )
         return len(ids)
 
-    return json_response({"input_tokens": await desk.with_model(ask.model, count)})
+    return json_response({"input_tokens": await desk.with_model(request, ask.model, count)})

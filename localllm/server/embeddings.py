@@ -75,7 +75,7 @@ async def _in_steps(
     async def steps() -> tuple[list[Any], int]:
         rows, n_tokens = [], 0
         for i in range(0, max(1, len(texts)), _AT_ONCE):
-            more, n = await desk.with_model(model, partial(work, texts[i : i + _AT_ONCE]))
+            more, n = await desk.with_model(request, model, partial(work, texts[i : i + _AT_ONCE]))
             rows += list(more)
             n_tokens += n
         return rows, n_tokens
@@ -135,7 +135,7 @@ async def rerank(request: Request, desk: Desk) -> Response:
         return [float(each) for each in llm.rerank(body.query, texts)], sum(len(llm.tokenize(each)) for each in texts)
 
     scores, n_tokens = await _in_steps(request, desk, body.model, texts, work)
-    n_tokens += await desk.with_model(body.model, lambda llm: len(llm.tokenize(body.query)))
+    n_tokens += await desk.with_model(request, body.model, lambda llm: len(llm.tokenize(body.query)))
     best = sorted(range(len(scores)), key=lambda i: -scores[i])[: body.top_n]
     results: list[dict[str, Any]] = [{"index": i, "relevance_score": scores[i]} for i in best]
     if body.return_documents:

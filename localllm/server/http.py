@@ -123,13 +123,17 @@ async def decode(request: Request, kind: type[_T]) -> _T:
     request.state.n_bytes = len(body)
     try:
         value = msgspec.json.decode(body, type=kind)
-        request.state.ignored = list(_ignored(body, kind))
+        if len(body) < _LONG_BODY:  # to look into a long one again would hold up all streams
+            request.state.ignored = list(_ignored(body, kind))
         return value
     except RecursionError:
         raise msgspec.DecodeError("it is nested too deeply") from None
     except UnicodeDecodeError:
         raise msgspec.DecodeError("it is not UTF-8") from None
 
+
+#: Bytes of a body that is long.
+_LONG_BODY = 1 << 20
 
 #: Fields that ask for nothing which could be missed here.
 _HARMLESS = """

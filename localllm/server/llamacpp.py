@@ -59,7 +59,7 @@ async def props(request: Request, desk: Desk) -> Response:
             "eos_token": _token_text(tokenizer, tokenizer.eos_id),
         }
 
-    found = await desk.with_model(name, work)
+    found = await desk.with_model(request, name, work)
     served = desk.models.find(name)
     return json_response(
         {
@@ -119,7 +119,7 @@ async def slot(request: Request, desk: Desk) -> Response:
     id_ = request.path_params["id"]
     number = int(id_) if id_.isdecimal() and len(id_) < 6 else 0
     if action == "erase":
-        await desk.with_model(body.model, lambda llm: llm.forget())
+        await desk.with_model(request, body.model, lambda llm: llm.forget())
         return json_response({"id_slot": number})
     if action not in ("save", "restore"):
         raise HTTPError(400, "the action is one of save, restore and erase, as in /slots/0?action=save")
@@ -130,7 +130,7 @@ async def slot(request: Request, desk: Desk) -> Response:
     path, begin = desk.models.prompts / body.filename, time.perf_counter()
     done = LLM.save_prompts if action == "save" else LLM.load_prompts
     try:
-        n = await desk.with_model(body.model, lambda llm: done(llm, path))
+        n = await desk.with_model(request, body.model, lambda llm: done(llm, path))
     except (PromptCacheError, OutputError) as error:
         status = 400 if isinstance(error, PromptCacheError) else 507
         raise HTTPError(status, str(error).replace(path_text(path.parent) + os.sep, "")) from error
@@ -214,7 +214,7 @@ async def tokenize(request: Request, desk: Desk) -> Response:
             return list(ids)
         return [{"id": id_, "piece": _piece(llm.tokenizer.token_bytes(id_, special=True))} for id_ in ids]
 
-    return json_response({"tokens": await desk.with_model(body.model, work)})
+    return json_response({"tokens": await desk.with_model(request, body.model, work)})
 
 
 def _piece(data: bytes) -> str | list[int]:
@@ -227,7 +227,8 @@ def _piece(data: bytes) -> str | list[int]:
 
 async def detokenize(request: Request, desk: Desk) -> Response:
     body = await decode(request, DetokenizeRequest)
-    return json_response({"content": await desk.with_model(body.model, lambda llm: llm.detokenize(body.tokens))})
+    text = await desk.with_model(request, body.model, lambda llm: llm.detokenize(body.tokens))
+    return json_response({"content": text})
 
 
 async def apply_template(request: Request, desk: Desk) -> Response:
@@ -240,7 +241,7 @@ async def apply_template(request: Request, desk: Desk) -> Response:
         ids = llm.tokenize_chat(messages, tools=body.tools or None, template_variables=variables)
         return llm.tokenizer.decode(ids, special=True)
 
-    return json_response({"prompt": await desk.with_model(body.model, work)})
+    return json_response({"prompt": await desk.with_model(request, body.model, work)})
 
 
 async def lora_adapters(request: Request, desk: Desk) -> Response:
@@ -278,7 +279,7 @@ async def infill(request: Request, desk: Desk) -> Response:
     prompt = body.prompt if isinstance(body.prompt, str) else ""
     extra = "".join(each.get("text", "") + "\n" for each in body.input_extra or [])
     work = partial(fill_in, before=extra + body.input_prefix, after=body.input_suffix, begun=prompt)
-    return await _complete(request, desk, body, await desk.with_model(body.model, work))
+    return await _complete(request, desk, body, await desk.with_model(request, body.model, work))
 
 
 async def _complete(request: Request, desk: Desk, body: CompletionRequest, prompt: str | list[int]) -> Response:

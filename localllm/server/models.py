@@ -5,14 +5,19 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
 
-from localllm.errors import LocalLLMError, NotEnoughMemoryError
+from localllm.errors import ClosedError, LocalLLMError, NotEnoughMemoryError
 from localllm.library.details import Details, DetailsReader
 from localllm.library.find import demo_path
 from localllm.llm import LLM
 from localllm.progress import LoadProgress
+
+_T = TypeVar("_T")
 
 #: Loads the model of a source, and reports how far it is.
 Loader = Callable[[str | None, LoadProgress], LLM]
@@ -74,11 +79,6 @@ class ServedModel:
             return None
         return max(0.0, self.used_at + self.ttl_s - time.monotonic()) if not self.n_users else self.ttl_s
 
-    def report(self, stage: str, done: int, total: int) -> None:
-        """How far loading is (`localllm.progress.LoadProgress`)."""
-        if stage == "weights":
-            self.load_progress = done / max(1, total)
-
 
 class Models:
     """All models of a server; used in its event loop.
@@ -126,6 +126,8 @@ class Models:
         self._takes_any_name = takes_any_name
         self._by_key = {_key(name): model for name, model in self.served.items()}
         self._loading = asyncio.Lock()
+        # Not asyncio's own, which it would wait for in the end.
+        self._threads = ThreadPoolExecutor(4, "localllm-models")
 
     def find(self, name: str | None) -> ServedModel:
         """The model that a request names; case, Ollama's ":latest" and ".gguf" mean nothing here.
@@ -151,7 +153,7 @@ class Models:
 
     async def listed(self) -> list[ServedModel]:
         """All models, each with what its file's header tells."""
-        await asyncio.to_thread(self._read_details)
+        await self._in_thread(self._read_details)
         return list(self.served.values())
 
     def _read_details(self) -> None:
@@ -192,7 +194,7 @@ class Models:
         try:
             while True:
                 try:
-                    served.llm = await asyncio.to_thread(self._load, served.source, served.report)
+                    served.llm = await self._in_thread(self._load, served.source, partial(self._report, served))
                     self.n_loads += 1
                     break
                 except NotEnoughMemoryError:
@@ -208,7 +210,21 @@ class Models:
         finally:
             served.load_progress = None
         self.log(f"loaded {served.name}")
-        await asyncio.to_thread(self._load_prompts, served)
+        await self._in_thread(self._load_prompts, served)
+
+    async def _in_thread(self, work: Callable[..., _T], *args: Any) -> _T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
+
+    def _report(self, served: ServedModel, stage: str, done: int, total: int) -> None:
+        """How far loading is (`localllm.progress.LoadProgress`).
+
+        Raises:
+            ClosedError: the server stops meanwhile.
+        """
+        if self.is_closed:
+            raise ClosedError("the server is stopping: send the request again later")
+        if stage == "weights":
+            served.load_progress = done / max(1, total)
 
     def _load_prompts(self, served: ServedModel) -> None:
         if self.prompts is None or served.llm is None:
@@ -237,8 +253,8 @@ class Models:
     async def _unload(self, served: ServedModel) -> None:
         llm, served.llm = served.llm, None
         if llm is not None:
-            await asyncio.to_thread(self._save_prompts, served, llm)
-            await asyncio.to_thread(llm.close)
+            await self._in_thread(self._save_prompts, served, llm)
+            await self._in_thread(llm.close)
             served.ttl_s = self._ttl_s
             self.log(f"unloaded {served.name}")
 
@@ -254,6 +270,7 @@ class Models:
         self.is_closed = True
         for served in self.served.values():
             await self._unload(served)
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 def _key(name: str) -> str:

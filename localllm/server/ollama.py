@@ -112,7 +112,7 @@ async def generate(request: Request, desk: Desk) -> Response:
         return await _load_only(body, desk, response)
     if body.suffix:
         work = partial(fill_in, before=body.prompt, after=body.suffix)
-        ask = _ask(body, prompt=await desk.with_model(body.model, work))
+        ask = _ask(body, prompt=await desk.with_model(request, body.model, work))
     elif body.raw:
         ask = _ask(body, prompt=body.prompt, special=True)
     else:
@@ -122,7 +122,7 @@ async def generate(request: Request, desk: Desk) -> Response:
         ask = _ask(body, messages=messages)
         if body.context:  # what an earlier reply gave to go on from
             encode = partial(_after, context=body.context, messages=messages, variables=ask.variables)
-            ask = _ask(body, prompt=await desk.with_model(body.model, encode))
+            ask = _ask(body, prompt=await desk.with_model(request, body.model, encode))
     return await _answer(request, body, desk, ask, response)
 
 
@@ -309,7 +309,7 @@ async def show(request: Request, desk: Desk) -> Response:
             },
         }
 
-    shown = await desk.with_model(name, work)
+    shown = await desk.with_model(request, name, work)
     await desk.models.listed()
     served = desk.models.find(name)
     fixed = {"modelfile": "", "parameters": "", "license": ""}

@@ -381,10 +381,11 @@ async def completions(request: Request, desk: Desk) -> Response:
             if body.suffix:
                 if not isinstance(prompt, str):
                     raise HTTPError(400, "suffix needs a prompt that is a text")
-                filled = await desk.with_model(body.model, partial(fill_in, before=prompt, after=body.suffix))
+                work = partial(fill_in, before=prompt, after=body.suffix)
+                filled = await desk.with_model(request, body.model, work)
             answers.append(await desk.begin(Ask(body.model, options, prompt=filled, n=n), request))
         answer = answers[0]
-        echoes = [await _echo(desk, body, answer, prompt) for prompt in prompts] if body.echo else []
+        echoes = [await _echo(request, desk, body, answer, prompt) for prompt in prompts] if body.echo else []
     except BaseException:
         close()
         raise
@@ -412,7 +413,7 @@ async def completions(request: Request, desk: Desk) -> Response:
 
 
 async def _echo(
-    desk: Desk, body: CompletionRequest, answer: Answer, prompt: str | list[int]
+    request: Request, desk: Desk, body: CompletionRequest, answer: Answer, prompt: str | list[int]
 ) -> tuple[str, list[Choice]]:
     """The prompt's text, and how likely each of its tokens is, where that is asked for."""
 
@@ -424,7 +425,7 @@ async def _echo(
         score = llm.score(ids[:1], [ids[1:]])[0]
         return text, [Choice(ids[0]), *map(Choice, score.ids, score.logprobs)]
 
-    result: tuple[str, list[Choice]] = await desk.with_model(answer.served.name, work)
+    result: tuple[str, list[Choice]] = await desk.with_model(request, answer.served.name, work)
     return result
 
 

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
+import os
 import signal
 import socket
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from types import FrameType
 
@@ -16,11 +20,14 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from localllm.errors import UsageError
 from localllm.server.app import App
 
-#: Connections whose requests are answered, and of all that may be open: fewer than most systems allow files.
-ANSWERED_CONNECTIONS, MAX_CONNECTIONS = 512, 640
+#: Connections that may be open: fewer than most systems allow files.
+MAX_CONNECTIONS = 512
 
-#: Seconds for which an idle connection is kept.
-KEEP_ALIVE_S = 75
+#: Seconds for which an idle connection is kept, and those in which the head of a request has to come.
+KEEP_ALIVE_S, HEAD_S = 75, 10.0
+
+#: Seconds after their time has passed in which replies are told so.
+_LAST_WORDS_S = 2
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -40,25 +47,65 @@ def listen(host: str, port: int) -> socket.socket:
     return listening
 
 
+def end_if_busy(code: int) -> None:
+    """Ends the process where a thread is still at work, whose end Python would wait for: the server has ended, and
+    what a library does for a request cannot be stopped."""
+    end = time.monotonic() + _LAST_WORDS_S
+    for thread in threading.enumerate():
+        if not thread.daemon and thread is not threading.current_thread():
+            thread.join(max(0.0, end - time.monotonic()))
+            if thread.is_alive():
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
+
+
 class _Connection(H11Protocol):
-    """Uvicorn's, but that connections are bounded in number, and closed if no request's head comes within twice
-    ``KEEP_ALIVE_S``: uvicorn waits for ever for the first one, and for the rest of one that has begun."""
+    """Uvicorn's, but that clients which say nothing shut nobody out: uvicorn waits for ever for a first request, and
+    for the rest of one that has begun.
+
+    A head that does not come in time ends the connection.  Where all places are taken, the one that was silent for
+    longest makes room for a new one.
+    """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if len(self.connections) > MAX_CONNECTIONS:
-            transport.close()
-        self._close_if_idle(object())
+        self._heard_at = self.loop.time()
+        self._head_timer: asyncio.TimerHandle | None = self.loop.call_later(HEAD_S, transport.close)
+        others = [each for each in self.connections if each is not self and not each.transport.is_closing()]
+        silent = [each for each in others if isinstance(each, _Connection) and each._waits_for_client]
+        if len(others) + 1 >= MAX_CONNECTIONS and silent:  # with none that is silent uvicorn answers 503
+            longest = min(silent, key=lambda each: each._heard_at)
+            longest.transport.abort()
+            self.connections.discard(longest)  # uvicorn counts them before it learns of that
+
+    def data_received(self, data: bytes) -> None:
+        self._heard_at = self.loop.time()
+        if self._head_timer is None and self._is_idle:
+            self._head_timer = self.loop.call_later(HEAD_S, self.transport.close)
+        before = self.cycle
+        super().data_received(data)
+        if self.cycle is not before:
+            self._stop_head_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._timer.cancel()
+        self._stop_head_timer()
         super().connection_lost(exc)
 
-    def _close_if_idle(self, before: object) -> None:
-        is_busy = self.cycle is not None and not self.cycle.response_complete
-        if self.cycle is before and not is_busy:
-            self.transport.close()
-        self._timer = self.loop.call_later(KEEP_ALIVE_S, self._close_if_idle, object() if is_busy else self.cycle)
+    def _stop_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+        self._head_timer = None
+
+    @property
+    def _is_idle(self) -> bool:
+        """Whether no request is at work."""
+        return self.cycle is None or self.cycle.response_complete
+
+    @property
+    def _waits_for_client(self) -> bool:
+        """Whether it is idle, or the rest of a request has to come."""
+        return self._is_idle or self.cycle.more_body
 
 
 class Server(uvicorn.Server):
@@ -73,8 +120,8 @@ class Server(uvicorn.Server):
             access_log=False,
             server_header=False,
             timeout_keep_alive=KEEP_ALIVE_S,
-            limit_concurrency=ANSWERED_CONNECTIONS,
-            timeout_graceful_shutdown=int(grace_s) + 10,
+            limit_concurrency=MAX_CONNECTIONS,
+            timeout_graceful_shutdown=math.ceil(grace_s) + _LAST_WORDS_S,
         )
         super().__init__(config)
         self._app, self._grace_s = app, grace_s

@@ -6,13 +6,15 @@ kind is built, so a program pays only for the one that its model needs.
 
 from __future__ import annotations
 
+import re
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from localllm.cancellation import check_cancelled
 from localllm.errors import TokenizerError, quoted
 from localllm.tokenizer.pretokenizers import PreTokenizer
 from localllm.tokenizer.vocabulary import BPE, UNIGRAM, WORD_PIECE, TokenType, Vocabulary
@@ -236,6 +238,7 @@ class BPEEncoder:
 
         self._kind = kind = vocabulary.pre_tokenizer
         self._splitter = word_splitter(kind)
+        self._cuts_words = cuts_words(self._splitter)
         if not kind.is_raw:
             byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
             self._splitter = pre_tokenizers.Sequence([self._splitter, byte_level])
@@ -245,7 +248,9 @@ class BPEEncoder:
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = []
-        for word in self._words(text):
+        for number, word in enumerate(self._words(text)):
+            if not number % _CHECKED:
+                check_cancelled()
             ids += self._seen.get(word) or self._encode_word(word)
         return ids
 
@@ -254,7 +259,8 @@ class BPEEncoder:
             if not self._kind.space:
                 return text.split()
             text = text.replace(" ", self._kind.space)
-        return [word for word, _ in self._splitter.pre_tokenize_str(text)]
+        parts = text_parts(text) if self._cuts_words else [text]
+        return [word for part in parts for word, _ in self._splitter.pre_tokenize_str(part)]
 
     def _encode_word(self, word: str) -> list[int]:
         is_whole = (
@@ -287,6 +293,8 @@ class BPEEncoder:
         heapify(merges)
         while merges:
             best, i = heappop(merges)
+            if not i % _CHECKED:
+                check_cancelled()
             if rank(i) != best:  # one of the two parts is another by now
                 continue
             j = after[i]
@@ -299,8 +307,37 @@ class BPEEncoder:
         return [part for part in parts if part]
 
 
+#: Words, and merges, after which somebody may have stopped waiting for them.
+_CHECKED = 1024
+
 #: Words whose ids are remembered, and characters of the longest of them.
 _MAX_SEEN, _LONGEST_SEEN = 1 << 16, 64
+
+
+#: Characters that are cut into words at once, while no other thread runs: a few hundredths of a second.
+_PART = 1 << 16
+
+#: Where words end, whatever else the text has: between a letter and white space before a letter.
+_CUT = re.compile(r"(?<=[^\W\d_])(?=[ \n][^\W\d_])")
+
+
+def cuts_words(splitter: tokenizers.pre_tokenizers.PreTokenizer) -> bool:
+    """Whether what cuts a text does so between words: for some vocabularies several are one."""
+    starts = {start for _, (start, _) in splitter.pre_tokenize_str("a b\nc")}
+    return {1, 3} <= starts
+
+
+def text_parts(text: str) -> Iterator[str]:
+    """A text in parts whose words are those of the text."""
+    start, stop = 0, _PART
+    while stop < len(text):
+        check_cancelled()
+        found = _CUT.search(text, stop, stop + _PART)
+        if found is not None:
+            yield text[start : found.start()]
+            start = found.start()
+        stop += _PART
+    yield text[start:]
 
 
 def word_splitter(kind: PreTokenizer) -> tokenizers.pre_tokenizers.PreTokenizer:

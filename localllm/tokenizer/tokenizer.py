@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 
 from localllm import checks
+from localllm.cancellation import check_cancelled
 from localllm.errors import TokenizerError, quoted
 from localllm.kernels import process
 from localllm.tokenizer.encoders import BYTE_CHARACTERS, make_encoder
@@ -173,6 +174,7 @@ class Tokenizer:
         ids: list[int] = []
         strip = False
         for piece in special_tokens.split(text):
+            check_cancelled()
             if isinstance(piece, int):
                 ids.append(piece)
                 after_special = True

@@ -8,7 +8,7 @@ import inspect
 import json
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 import localllm
 from localllm import LLM, Sampling, Stream
+from localllm.chat import ChatTemplate
 from localllm.engine.engine import Engine
 from localllm.errors import (
     ClosedError,
@@ -34,7 +35,7 @@ from localllm.errors import (
     UsageError,
 )
 from localllm.kernels.cuda import installation
-from localllm.llm import truncate, without_oldest_turn
+from localllm.llm import truncate, without_turns
 from localllm.loading import LoadOptions
 from localllm.options import SamplingOptions
 from localllm.sampling import LogitsProcessor
@@ -703,7 +704,7 @@ def test_a_chat_that_is_too_long_loses_its_oldest_turns(llm: LLM) -> None:
         llm.chat([*turns, question])
     assert caught.value.truncatable
     with pytest.raises(ContextLengthError, match=r"shorten it or load the model with a larger context$") as caught:
-        llm.chat([*turns, {"role": "user", "content": "b" * 200}])
+        llm.chat([system, {"role": "user", "content": "b" * 200}])
     assert not caught.value.truncatable
     with pytest.raises(ContextLengthError, match="the last message alone does not fit") as caught:
         llm.chat([*turns, {"role": "user", "content": "b" * 200}], overflow="truncate")
@@ -711,12 +712,36 @@ def test_a_chat_that_is_too_long_loses_its_oldest_turns(llm: LLM) -> None:
     assert "truncate" not in str(caught.value)
 
 
-def test_without_oldest_turn() -> None:
+def test_without_turns() -> None:
     system, *turns = [{"role": role} for role in ("system", "user", "assistant", "tool", "user", "assistant", "user")]
-    assert without_oldest_turn([system, *turns]) == [system, *turns[3:]]
-    assert without_oldest_turn([system, *turns[3:]]) == [system, turns[5]]
-    assert without_oldest_turn([system, turns[5]]) is None
-    assert without_oldest_turn([]) is None
+    assert without_turns([system, *turns], 0) == [system, *turns]
+    assert without_turns([system, *turns], 1) == [system, *turns[3:]]
+    assert without_turns([*turns[:3], system, *turns[3:]], 2) == [system, turns[5]]
+
+
+@pytest.mark.parametrize("n_kept", [1, 2, 3, 31, 32, 33, 63, 64])
+def test_a_long_chat_loses_as_few_turns_as_it_must(n_kept: int, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = [{"role": "user", "content": f"{i:02}" * 4 * (i >= 64 - n_kept) or "x" * 200} for i in range(64)]
+    rendered = []
+    render = ChatTemplate.render
+
+    def counting(self: ChatTemplate, messages: Sequence[Mapping[str, object]], **more: Any) -> str:
+        rendered.append(len(messages))
+        return render(self, messages, **more)
+
+    monkeypatch.setattr(ChatTemplate, "render", counting)
+    room = len(llm.tokenize_chat(turns[64 - n_kept :]))
+    del rendered[:]
+    if room > CONTEXT - 1:
+        pytest.skip("the context is too small")
+    completion = llm.chat(turns, overflow="truncate", max_tokens=CONTEXT - room)
+    assert completion.usage.prompt_tokens == room
+    assert len(rendered) <= 8  # of 64 turns, bisected
+    assert sum(rendered) <= 5 * 64
+    del rendered[:]
+    with pytest.raises(ContextLengthError, match="overflow='truncate'"):
+        llm.chat(turns)
+    assert rendered == [64]  # the advice costs nothing
 
 
 def test_a_template_given_replaces_that_of_the_file(tiny_path: Path) -> None:

@@ -16,7 +16,7 @@ import localllm
 from localllm import LLM, OutputError, UsageError
 from localllm.evaluate import BaseLogits, divergence, perplexity
 from localllm.evaluate.base_logits import packed
-from localllm.evaluate.perplexity import _compared
+from localllm.evaluate.perplexity import _chunks, _compared
 from tests.helpers.tiny_models import config, random_weights, write_gguf
 
 CONTEXT = 16
@@ -73,6 +73,25 @@ def test_perplexity_is_that_of_the_second_halves(llm: LLM) -> None:
     assert [each[:2] for each in seen] == [(i + 1, n_chunks) for i in range(n_chunks)]
     assert seen[-1][2] == pytest.approx(found.perplexity.value)
     assert perplexity(llm, TEXT, context=CONTEXT, chunks=2).n_chunks == 2
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 7])
+def test_some_chunks_take_no_more_of_the_text_than_they_need(
+    chunks: int, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, lengths = TEXT * 500, list[int]()
+    expected = _chunks(llm, text, CONTEXT, None)[:chunks]
+    tokenize = LLM.tokenize
+
+    def counting(self: LLM, text: str, *more: Any) -> list[int]:
+        lengths.append(len(text))
+        return tokenize(self, text, *more)
+
+    monkeypatch.setattr(LLM, "tokenize", counting)
+    assert np.array_equal(_chunks(llm, text, CONTEXT, chunks), expected)
+    assert sum(lengths) < len(text) / 10
+    with pytest.raises(UsageError, match="chunks is 0"):
+        _chunks(llm, text, CONTEXT, 0)
 
 
 def test_the_file_of_logits_is_llama_cpps(llm: LLM, tmp_path: Path) -> None:

@@ -11,12 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from llguidance import LLTokenizer
 
 import localllm
 from localllm import LLM, GrammarError, Sampling, UsageError
 from localllm.compat import Llama
 from localllm.engine.drafting.cost import StepCost
 from localllm.library.listing import demo_model
+from localllm.sampling import grammar as grammar_module
 from localllm.sampling import make_sampler
 from localllm.sampling.grammar import Constraint, Grammars, check_grammar
 from localllm.tokenizer import Tokenizer
@@ -407,11 +409,81 @@ PATTERNS = [{"type": "string", "pattern": f"a.{{{i}}}b.*c"} for i in range(40)]
         {"json_schema": {"$ref": "#/$defs/0", "$defs": {str(i): {**p, "$ref": "#"} for i, p in enumerate(PATTERNS)}}},
         {"json_schema": {"enum": ["a" * i for i in range(2_000)]}},
         {"regex": "a" * 1_000_000},
+        {"json_schema": {"items": {"properties": {f"p{i}": {} for i in range(502)}, "required": ["p7"]}}},
+        {"grammar": "start: T\nT: /(.*(a|x).{30}b.*)/ & ~/.*a.{30}.*/"},
+        {"grammar": 'start: T U\nT: /a*/ & /(aa)*/\nU: "~" ~ /b/'},
     ],
 )
 def test_what_could_take_all_stack_time_or_memory_is_refused(given: dict[str, Any]) -> None:
-    with pytest.raises(GrammarError, match=r"it (has|combines) more than [\d,]+ .*: make it simpler"):
+    expected = r"it (has|combines) more than [\d,]+ .*: make it simpler|more than 500 optional|it has both & and ~"
+    with pytest.raises(GrammarError, match=expected):
         check_grammar(Sampling(**given))
+
+
+def test_the_vocabulary_is_prepared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    def make(*arguments: Any, **more: Any) -> Any:
+        made.append(arguments)
+        return LLTokenizer(*arguments, **more)
+
+    monkeypatch.setattr(grammar_module.llguidance, "LLTokenizer", make)
+    with localllm.load(device="cpu", context=64) as llm:
+        llm.prepare_grammars()
+        assert len(made) == 1
+        llm.prepare_grammars()
+        assert llm.generate("Say", regex="yes", max_tokens=9).text == "yes"
+        assert len(made) == 1
+
+
+def test_and_by_itself_is_no_trouble() -> None:
+    for grammar in ("T: /a*/ & /(aa)*/ // not ~ b", 'T: "~" | /~&/ | /x/ & /x*/', "T: ~/a/"):
+        check_grammar(Sampling(grammar=f"start: T\n{grammar}"))
+    names = [f"p{i}" for i in range(600)]
+    check_grammar(Sampling(json_schema={"properties": {name: {} for name in names}, "required": names[:100]}))
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        {"grammar": f'start: "{"abc " * 100_000}"'},
+        {"json_schema": {"const": "abc " * 100_000}},
+        {"regex": "(abc ){100000}"},
+        {"grammar": f'root ::= "{"abc " * 100_000}"'},
+    ],
+)
+def test_a_long_literal_is_not_spelled_for_each_mask(
+    grammar: dict[str, Any], tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spelled: list[str | bytes] = []
+    monkeypatch.setattr(grammar_module._Vocabulary, "__call__", lambda self, text: spelled.append(text) or [])
+    held = constraint(tokenizer, **grammar)
+    text, logits = b"", np.zeros(tokenizer.n_vocab, np.float32)
+    for _ in range(20):
+        allowed = np.flatnonzero(held.masked(logits) == 0)
+        assert len({tokenizer.token_bytes(id_) for id_ in allowed.tolist()}) == 1
+        held.accept(int(allowed[0]))
+        text += tokenizer.token_bytes(int(allowed[0]))
+    assert (b'"' * ("json_schema" in grammar) + b"abc " * 100).startswith(text)
+    assert not spelled
+
+
+def test_the_only_text_that_can_follow_is_spelled_in_the_longest_tokens(tokenizer: Tokenizer) -> None:
+    rng = np.random.default_rng(0)
+    text = " the quick brown fox jumps over the lazy dog and then it is again in the house"
+    held = constraint(tokenizer, grammar=f'start: "{text}" | "{text}!" | "{text}?"')
+    ids = []
+    for _ in text:
+        logits = rng.normal(size=tokenizer.n_vocab).astype(np.float32)
+        ids.append(int(held.masked(logits).argmax()))
+        if tokenizer.token_bytes(ids[-1]) in (b"", b"!", b"?"):
+            break  # where several can follow, the logits choose
+        held.accept(ids[-1])
+    assert tokenizer.decode(ids[:-1], continuation=True) == text
+    assert len(ids) - 1 <= 1.1 * len(tokenizer.encode(text, add_special=False, continuation=True))
+    either = constraint(tokenizer, grammar='start: "then" | "to"')
+    allowed = np.flatnonzero(np.isfinite(either.masked(np.zeros(tokenizer.n_vocab, np.float32))))
+    assert {b"t", b"th", b"to"} <= {tokenizer.token_bytes(id_) for id_ in allowed.tolist()}
 
 
 def test_many_patterns_and_references_are_no_trouble_by_themselves() -> None:

@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import json
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,10 +18,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from localllm import LLM
+from localllm.cancellation import CancelledError, check_cancelled
+from localllm.chat import ChatTemplate
 from localllm.errors import TemplateError
+from localllm.progress import LoadProgress
 from localllm.server import run
 from localllm.server.answers import Answer, Ask, Reply
 from localllm.server.http import EventStream, HTTPError, Limits
+from tests.helpers.data import ROOT
 from tests.helpers.http_server import FAILS, Serving, demo, scripted, serving
 
 HELLO = [{"role": "user", "content": "Hello!"}]
@@ -252,15 +259,154 @@ def test_a_request_that_never_comes_to_an_end_is_refused() -> None:
         assert b"408" in reply.split(b"\r\n")[0]
 
 
-def test_idle_connections_end_and_lock_nobody_out(server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "KEEP_ALIVE_S", 0.1)
-    monkeypatch.setattr(run, "MAX_CONNECTIONS", 4)
-    with contextlib.ExitStack() as stack:
-        connections = [stack.enter_context(connect(server)) for _ in range(6)]
-        connections[0].sendall(b"GET /health HTTP/1.1\r\nHo")
-        for connection in connections:  # the last ones at once, the others in time
-            assert connection.recv(100) == b""
-        assert status(server, path="/health") == 200
+#: Half a head, half a head after a whole request, and half a body.
+HALF_SENT = {
+    "nothing": b"",
+    "head": b"GET /health HTTP/1.1\r\nHo",
+    "second head": b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET /health HTTP/1.1\r\nHo",
+    "body": b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{",
+}
+
+
+@pytest.mark.parametrize("half", ["nothing", "head", "second head"])
+def test_a_head_has_to_come_in_time(server: Serving, half: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "HEAD_S", 0.2)
+    with connect(server) as connection:
+        for byte in HALF_SENT[half][:-2]:
+            connection.sendall(bytes((byte,)))
+        with contextlib.suppress(OSError):  # a byte now and then is no excuse
+            for _ in range(200):
+                time.sleep(0.02)
+                connection.sendall(b"o")
+        received = b""
+        with contextlib.suppress(ConnectionResetError):
+            while piece := connection.recv(4096):
+                received += piece
+    assert received.count(b"HTTP/1.1 200 OK") == (half == "second head")
+
+
+@pytest.mark.parametrize("half", list(HALF_SENT))
+def test_connections_that_say_nothing_shut_nobody_out(half: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "MAX_CONNECTIONS", 8)
+    with serving(scripted("word " * 900)) as server, contextlib.ExitStack() as stack:
+        assert server.llm
+        busy = stack.enter_context(connect(server))
+        send_chat(busy, stream=True)
+        assert busy.recv(100).startswith(b"HTTP/1.1 200")
+        silent = []
+        for _ in range(20):
+            silent.append(stack.enter_context(connect(server)))
+            silent[-1].sendall(HALF_SENT[half])
+        for _ in range(5):
+            assert status(server, path="/health") == 200
+        silent[0].settimeout(10)
+        with contextlib.suppress(ConnectionResetError):  # the longest silent is gone
+            while silent[0].recv(4096):
+                pass
+        received = b""
+        while received.count(b"data:") < 50:  # what is answered goes on
+            piece = busy.recv(1 << 16)
+            assert piece
+            received += piece
+
+
+def test_more_clients_than_places_are_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "MAX_CONNECTIONS", 3)
+    with serving(scripted("word " * 900)) as server, contextlib.ExitStack() as stack:
+        assert server.llm
+        for expected in (b"HTTP/1.1 200", b"HTTP/1.1 200", b"HTTP/1.1 503", b"HTTP/1.1 503"):
+            connection = stack.enter_context(connect(server))
+            send_chat(connection, stream=True)
+            assert connection.recv(100).startswith(expected)
+
+
+# -- Work that takes long ------------------------------------------------------------------------------------------
+
+
+class SlowWork:
+    """Takes the place of the library's work: it goes on until nobody waits for it any more."""
+
+    def __init__(self) -> None:
+        self.begun, self.ended = threading.Event(), threading.Event()
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        self.begun.set()
+        try:
+            end = time.monotonic() + 60
+            while time.monotonic() < end:
+                check_cancelled()
+                time.sleep(0.001)
+        except CancelledError:
+            self.ended.set()
+            raise
+
+
+@pytest.mark.parametrize("path", [CHAT, "/apply-template", "/v1/messages/count_tokens"])
+def test_work_ends_with_its_client(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    work = SlowWork()
+    monkeypatch.setattr(ChatTemplate, "render", work)
+    with serving(demo()) as server:
+        assert server.llm
+        body = {"messages": HELLO, "max_tokens": 5, "model": "demo"}
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(server.url + path, json=body, timeout=httpx.Timeout(60, read=0.5))
+        assert work.begun.is_set()
+        assert work.ended.wait(30)
+        server.wait_until_idle()
+
+
+@pytest.mark.parametrize("stops", [True, False], ids=["work that ends", "work that does not"])
+def test_work_ends_with_the_server(stops: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    work, go_on = SlowWork(), threading.Event()
+
+    def stuck(*_: Any, **__: Any) -> str:
+        work.begun.set()
+        go_on.wait(60)
+        return ""
+
+    monkeypatch.setattr(ChatTemplate, "render", work if stops else stuck)
+    replies = []
+    with serving(demo(), grace_s=0.1) as server:
+        assert server.llm
+        asking = threading.Thread(
+            target=lambda: replies.append(httpx.post(server.url + CHAT, json={"messages": HELLO}, timeout=60))
+        )
+        asking.start()
+        assert work.begun.wait(60)
+        server.server.handle_exit(2, None)
+        asking.join(30)
+    assert replies[0].status_code == 503
+    assert "the server is stopping" in replies[0].text
+    assert work.ended.wait(30) == stops or not stops
+    assert not go_on.is_set()  # the server has ended without it
+    go_on.set()
+
+
+def test_a_load_ends_with_the_server() -> None:
+    begun = threading.Event()
+
+    def endless_load(source: str | None, progress: LoadProgress) -> LLM:
+        while True:
+            begun.set()
+            progress("weights", 1, 100)
+            time.sleep(0.01)
+
+    before = threading.active_count()
+    with serving(endless_load, grace_s=0.1, loads_first=True) as server:
+        assert begun.wait(60)
+    assert server.models.is_closed
+    end = time.monotonic() + 30
+    while threading.active_count() > before and time.monotonic() < end:
+        time.sleep(0.01)
+    assert threading.active_count() <= before
+
+
+def test_the_process_ends_though_a_thread_does_not() -> None:
+    code = (
+        "import threading, time; from localllm.server.run import end_if_busy;"
+        "threading.Thread(target=time.sleep, args=(300,)).start(); end_if_busy(3)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, cwd=ROOT).returncode == 3
 
 
 # -- Clients that go -----------------------------------------------------------------------------------------------

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from localllm.tokenizer.encoders import word_splitter
+from localllm.tokenizer import encoders
+from localllm.tokenizer.encoders import cuts_words, text_parts, word_splitter
 from localllm.tokenizer.pretokenizers import PRE_TOKENIZERS
 
 KINDS = {id(kind): name for name, kind in PRE_TOKENIZERS.items()}  # one name for each
@@ -33,6 +34,29 @@ def test_every_kind_compiles_and_loses_nothing(name: str) -> None:
         assert "".join(word for word, _ in splitter.pre_tokenize_str(text)) == text
 
     check()
+
+
+@pytest.mark.parametrize("name", sorted(KINDS.values()))
+def test_the_words_of_a_long_text_are_those_of_its_parts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    splitter = word_splitter(PRE_TOKENIZERS[name])
+    monkeypatch.setattr(encoders, "_PART", 3)
+    n_parts = 0
+    letters = "aZ  \n\n\r\t'9½²!,漢字\u0e01e\u0301ßı_/"
+
+    @settings(max_examples=100)
+    @given(st.lists(st.sampled_from(letters), max_size=30).map("".join) | st.text(max_size=30))
+    def check(text: str) -> None:
+        nonlocal n_parts
+        text = text.encode(errors="replace").decode() + "b c\nd"
+        parts = list(text_parts(text))
+        assert "".join(parts) == text
+        n_parts = max(n_parts, len(parts))
+        if cuts_words(splitter):
+            assert [word for part in parts for word in words(name, part)] == words(name, text)
+
+    check()
+    assert n_parts > 2
+    assert cuts_words(splitter) or len(words(name, "a b c")) == 1 or PRE_TOKENIZERS[name].space != " "
 
 
 # The names of public models' GGUF files.

@@ -1,0 +1,183 @@
+"""The longest gap between two tokens of a stream, while other clients ask the same server for what is heavy.
+
+    python -m tests.benchmarks.longest_gap model.gguf -t 2
+    python -m tests.benchmarks.longest_gap model.gguf --only grammar --lora adapter.gguf
+
+A line for each kind of request: the longest and the median gap of the stream in milliseconds, its tokens, the
+requests that were answered meanwhile, and how the last one was.  `nothing` is the stream alone.
+At the end all of that as a line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from itertools import count
+from typing import Any
+
+from localllm.cli.bench_serve import our_address, started
+
+#: Longer gaps are too long.
+MOST_MS = 300
+
+Body = dict[str, Any]
+
+_numbers = count()
+
+
+def objects(n: int, *, are_required: bool) -> Body:
+    names = [f"p{next(_numbers)}" for _ in range(n)]
+    properties = {name: {"type": "string"} for name in names}
+    return {"type": "object", "properties": properties, "required": names if are_required else []}
+
+
+def letters(n: int) -> str:
+    """A text that no grammar before had."""
+    return (f"a{next(_numbers)} bc def ghij " * n)[:n]
+
+
+def completion(**more: Any) -> tuple[str, Body]:
+    return "/completion", {"prompt": "Once", "n_predict": 16, **more}
+
+
+def chat(messages: list[Body]) -> tuple[str, Body]:
+    return "/v1/chat/completions", {"messages": messages, "max_tokens": 4}
+
+
+def turns(n: int) -> list[Body]:
+    return [{"role": "user" if i % 2 == 0 else "assistant", "content": f"Message {i}."} for i in range(n)]
+
+
+#: Path and body of requests by kind, each new, as what is known already costs nothing.
+ATTACKS: dict[str, Callable[[], tuple[str, Body]]] = {
+    "grammar: a literal": lambda: completion(grammar=f'start: "{letters(500_000)}"'),
+    "grammar: alternatives": lambda: completion(
+        grammar="start: " + "|".join(f'"{letters(9)}{i}"' for i in range(1900))
+    ),
+    "grammar: repetition": lambda: completion(regex=f"({letters(20)}){{500000}}"),
+    "grammar: many states": lambda: completion(regex=f"(.*a.{{{1000 + next(_numbers)}}}b)"),
+    "schema: a constant": lambda: completion(json_schema={"const": letters(450_000)}),
+    "schema: 10,000 properties": lambda: completion(json_schema=objects(10_000, are_required=True)),
+    "schema: 490 optional": lambda: completion(json_schema=objects(490, are_required=False)),
+    "schema: refused": lambda: completion(json_schema=objects(9_000, are_required=False)),
+    "chat: 500 messages": lambda: chat(turns(501)),
+    "chat: 20,000 messages": lambda: chat(turns(20_001)),
+    "text: 2 million characters": lambda: ("/tokenize", {"content": letters(2_000_000)}),
+    "text: a long word": lambda: ("/tokenize", {"content": "ab" * 500_000}),
+    "prompt: as long as fits": lambda: completion(prompt=letters(3000)),
+    "prompts: save": lambda: ("/slots/0?action=save", {"filename": "saved"}),
+    "prompts: restore": lambda: ("/slots/0?action=restore", {"filename": "saved"}),
+    "body: 16 MB": lambda: ("/tokenize", {"content": "", "more": [1] * 8_000_000}),
+}
+
+
+def adapters() -> tuple[str, Body]:
+    return completion(lora=[{"id": 0, "scale": next(_numbers) % 7 / 7}])
+
+
+def send(url: str, data: bytes, timeout: float = 120) -> Any:
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    return urllib.request.urlopen(request, timeout=timeout)
+
+
+class Attackers:
+    """Clients that ask again as soon as they are answered."""
+
+    def __init__(self, url: str, make: Callable[[], tuple[str, Body]] | None, n_clients: int) -> None:
+        self.n_answered, self.last = 0, ""
+        self._url, self._ended = url, threading.Event()
+        # Encoded before, as a process has one lock: the reader's clock stands still with it.
+        asked = [] if make is None else [make() for _ in range(4 * n_clients)]
+        self._asked = [(path, json.dumps(body).encode()) for path, body in asked]
+        self._threads = [threading.Thread(target=self._run, args=(i,), daemon=True) for i in range(n_clients)]
+
+    def __enter__(self) -> Attackers:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        for thread in self._threads:
+            thread.join(60)
+
+    def _run(self, number: int) -> None:
+        while self._asked and not self._ended.is_set():
+            path, data = self._asked[number % len(self._asked)]
+            number += len(self._threads)
+            try:
+                with send(self._url + path, data) as response:
+                    self.last = str(response.status)
+                    response.read()
+            except urllib.error.HTTPError as error:
+                self.last = f"{error.code} {error.read()[:90]!r}"
+            except OSError as error:
+                self.last = str(error)
+            self.n_answered += 1
+
+
+def gaps(url: str, seconds: float) -> Iterator[float]:
+    """Those between the tokens of streams, in milliseconds."""
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        body = {"prompt": "Once upon a time", "n_predict": 400, "stream": True, "ignore_eos": True}
+        with send(f"{url}/completion", json.dumps(body).encode()) as response:
+            before = None
+            for line in response:
+                if line.startswith(b"data:"):
+                    now = time.perf_counter()
+                    if before is not None:
+                        yield 1000 * (now - before)
+                    before = now
+                    if now > end:
+                        break
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", nargs="?", default="demo")
+    parser.add_argument("-t", "--threads", type=int, default=os.cpu_count())
+    parser.add_argument("-c", "--context", type=int, default=8192, help="of all clients together")
+    parser.add_argument("--clients", type=int, default=4, help="that ask for what is heavy")
+    parser.add_argument("--seconds", type=float, default=10.0, help="of each kind")
+    parser.add_argument("--only", default="", help="kinds with this in their names")
+    parser.add_argument("--lora", help="an adapter, whose share changes with each request")
+    given = parser.parse_args()
+    attacks: dict[str, Callable[[], tuple[str, Body]] | None] = {"nothing": None, **ATTACKS}
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        words = [sys.executable, "-m", "localllm", "serve", "-m", given.file, "--port", "0", "-q"]
+        words += ["-t", str(given.threads), "-c", str(given.context), "-np", str(given.clients + 1)]
+        words += ["--prompt-cache", folder]
+        if given.lora:
+            words += ["--lora", given.lora]
+            attacks["adapters"] = adapters
+        with started(words, our_address) as url:
+            list(gaps(url, 1.0))
+            for name, make in attacks.items():
+                if given.only not in name and make is not None:
+                    continue
+                with Attackers(url, make, given.clients) as attackers:
+                    ms = list(gaps(url, given.seconds)) or [0.0]
+                found[name] = {"longest_ms": round(max(ms), 1), "median_ms": round(statistics.median(ms), 2)}
+                found[name] |= {"tokens": len(ms), "answered": attackers.n_answered, "last": attackers.last}
+                print(
+                    f"{name:28} longest {max(ms):8.1f} ms, median {statistics.median(ms):7.2f} ms, "
+                    f"{len(ms):6,} tokens, {attackers.n_answered:5,} answered, last: {attackers.last}",
+                    flush=True,
+                )
+    print(json.dumps({"model": given.file, "threads": given.threads, "clients": given.clients, "gaps": found}))
+    return int(any(each["longest_ms"] > MOST_MS for each in found.values()))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

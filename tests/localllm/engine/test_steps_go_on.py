@@ -1,0 +1,237 @@
+"""What no other request waits for: tokens that a grammar makes slow to choose, and prompts saved or loaded."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from localllm.engine import saved
+from localllm.engine.choosers import Choosers
+from localllm.engine.engine import Engine, EngineLoop
+from localllm.engine.request import Request
+from localllm.errors import ClosedError
+from localllm.sampling import Sampling, make_sampler
+from localllm.sampling.penalties import Logits
+from tests.helpers.engines import eventually, in_engine
+from tests.helpers.fake_backend import N_VOCAB, PAGE_SIZE, fake_engine, greedy_after
+from tests.helpers.requests import GREEDY, Results, finish, results, writing
+
+
+class SlowGrammar:
+    """Allows every token, and says so once it may."""
+
+    is_complete = False
+
+    def __init__(self, *, may_answer: bool = True, error: Exception | None = None, seconds: float = 0.0) -> None:
+        self.begun, self.may_answer = threading.Event(), threading.Event()
+        self.threads: set[str] = set()
+        self._error, self._seconds = error, seconds
+        if may_answer:
+            self.may_answer.set()
+
+    def allows(self, id_: int) -> bool:
+        self.begun.set()
+        self.threads.add(threading.current_thread().name)
+        assert self.may_answer.wait(60)
+        time.sleep(self._seconds)
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def masked(self, logits: Logits) -> Logits:
+        return logits
+
+    def accept(self, id_: int) -> None: ...
+
+    def n_possible(self, ids: Sequence[int]) -> int:
+        return len(ids)
+
+
+def held(prompt: Sequence[int], n: int, grammar: SlowGrammar, **options: object) -> Request:
+    """A request that goes on as a grammar allows."""
+    sampling = options.pop("sampling", GREEDY)
+    assert isinstance(sampling, Sampling)
+    sampler = make_sampler(sampling, N_VOCAB, prompt_ids=prompt, constraint=grammar)  # type: ignore[arg-type]
+    return Request(list(prompt), Results(), sampler=sampler, max_tokens=n, **options)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return fake_engine(64, parallel=8, max_tokens=16)[0]
+
+
+def test_no_other_request_waits_for_a_choice(engine: Engine) -> None:
+    grammar = SlowGrammar(may_answer=False)
+    slow = held([1, 2], 5, grammar)
+    engine.submit(slow)
+    assert grammar.begun.wait(60)
+    steps = engine.counts.steps
+    for n in (30, 20):
+        assert finish(engine, writing([3, 4], n)).ids == greedy_after([3, 4], n)
+    assert engine.counts.steps >= steps + 48  # while one token was chosen
+    assert not results(slow).ids
+    grammar.may_answer.set()
+    assert results(slow).ended.wait(60)
+    assert results(slow).ids == greedy_after([1, 2], 5)
+    assert all(name.startswith("localllm-chooser") for name in grammar.threads)
+    engine.close()
+
+
+def test_it_waits_for_nothing_else_where_it_is_alone(engine: Engine) -> None:
+    grammar = SlowGrammar()
+    assert finish(engine, held([1, 2], 20, grammar)).ids == greedy_after([1, 2], 20)
+    assert engine.counts.steps <= 21
+    engine.close()
+
+
+def test_a_processor_stays_in_the_engines_thread(engine: Engine) -> None:
+    grammar, seen = SlowGrammar(), set[str]()
+
+    def note(ids: object, logits: Logits) -> Logits:
+        seen.add(threading.current_thread().name)
+        return logits
+
+    finish(engine, held([1, 2], 3, grammar, sampling=GREEDY.replace(processors=(note,))))
+    assert seen == {"localllm-engine"} == grammar.threads
+    engine.close()
+
+
+@pytest.mark.parametrize("end", ["cancelled", "timeout"])
+def test_a_request_ends_while_its_token_is_chosen(engine: Engine, end: str) -> None:
+    grammar = SlowGrammar(may_answer=False)
+    slow = held([1, 2], 5, grammar, timeout_s=0.1 if end == "timeout" else None)
+    engine.submit(slow)
+    assert grammar.begun.wait(60)
+    if end == "cancelled":
+        engine.cancel(slow)
+    assert results(slow).ended.wait(60)
+    assert slow.finish_reason == end
+    cache = in_engine(engine, lambda loop: loop._runner.cache)
+    assert cache.n_available == cache.n_pages
+    grammar.may_answer.set()
+    assert finish(engine, writing([1, 2], 3)).ids == greedy_after([1, 2], 3)
+    assert not results(slow).ids
+    engine.close()
+
+
+def test_what_a_choice_raises_ends_its_request_alone(engine: Engine) -> None:
+    error = ValueError("no token")
+    assert finish(engine, held([1, 2], 5, SlowGrammar(error=error))).error is error
+    assert finish(engine, held([1, 2], 5, SlowGrammar())).ids == greedy_after([1, 2], 5)
+    engine.close()
+
+
+def test_an_engine_that_is_closed_waits_for_the_choice_under_way_alone(engine: Engine) -> None:
+    grammars = [SlowGrammar(may_answer=False) for _ in range(7)]
+    requests = [held([i, 2], 5, grammar) for i, grammar in enumerate(grammars)]
+    for request in requests:
+        engine.submit(request)
+    assert eventually(lambda: sum(grammar.begun.is_set() for grammar in grammars) == 4)
+    closing = threading.Thread(target=engine.close)
+    closing.start()
+    closing.join(0.1)
+    assert closing.is_alive()
+    for grammar in grammars:
+        if grammar.begun.is_set():
+            grammar.may_answer.set()
+    closing.join(60)
+    assert not closing.is_alive()
+    assert sum(grammar.begun.is_set() for grammar in grammars) == 4
+    assert all(isinstance(results(request).error, ClosedError) for request in requests)
+
+
+class HalfRight:
+    """Drafts some tokens that are right, and one that is wrong."""
+
+    def __init__(self, n_right: int) -> None:
+        self._n_right = n_right
+
+    def propose(self, ids: list[int], most: int) -> list[int]:
+        right = greedy_after(ids, self._n_right + 1)
+        return [*right[:-1], (right[-1] + 1) % N_VOCAB][:most]
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize("n_right", [0, 1, 3])
+def test_drafts_are_verified_apart_too(engine: Engine, n_right: int) -> None:
+    request = held([1, 2], 20, SlowGrammar())
+    request.drafter = HalfRight(n_right)
+    assert finish(engine, request).ids == greedy_after([1, 2], 20)
+    assert request.n_accepted >= n_right * 3
+    engine.close()
+
+
+def test_any_company_gives_the_same_texts() -> None:
+    """Slow and fast ones, in a cache that has not room for all of them: some are preempted, some end early."""
+    rng = np.random.default_rng(0)
+    engine, _ = fake_engine(64, parallel=2, max_tokens=16)
+    requests: list[Request] = []
+    for i in range(40):
+        prompt = rng.integers(0, N_VOCAB, int(rng.integers(1, 20))).tolist()
+        n = int(rng.integers(1, 40))
+        slow = SlowGrammar(seconds=float(rng.choice([0.0, 0.001, 0.02])))
+        requests.append(held(prompt, n, slow) if i % 2 else writing(prompt, n))
+        if i % 4 == 3:
+            requests[-1].drafter = HalfRight(2)
+        engine.submit(requests[-1])
+        if i % 5 == 4:
+            engine.cancel(requests[int(rng.integers(len(requests)))])
+    for request in requests:
+        assert results(request).ended.wait(120)
+        expected = greedy_after(request.tokens[: request.n_prompt], len(results(request).ids))
+        assert results(request).ids == expected
+        assert request.finish_reason == "cancelled" or len(expected) == request.max_tokens
+    assert engine.counts.preempted > 0
+    cache = in_engine(engine, lambda loop: loop._runner.cache)
+    assert cache.n_available == cache.n_pages
+    engine.close()
+
+
+def test_messages_that_keep_coming_leave_steps_their_turn(engine: Engine) -> None:
+    goes_on = threading.Event()
+    goes_on.set()
+
+    def again(loop: EngineLoop) -> None:
+        if goes_on.is_set():
+            loop.inbox.put(again)
+
+    engine._inbox.put(again)
+    assert finish(engine, writing([1, 2], 20)).ids == greedy_after([1, 2], 20)
+    goes_on.clear()
+    engine.close()
+
+
+def test_steps_go_on_while_prompts_are_saved_and_loaded(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saved, "_BLOCKS_AT_ONCE", 1)
+    n_tokens = 0
+    for i in range(8):
+        finish(engine, writing([i] * PAGE_SIZE, 1))
+        n_tokens += PAGE_SIZE
+    other = writing([9, 9], 62, output=Results(lambda id_: time.sleep(0.005)))
+    engine.submit(other)
+    assert eventually(lambda: results(other).ids)
+    for work in (saved.save, saved.load):
+        before = engine.counts.steps
+        assert work(engine.with_cache, tmp_path / "prompts", "a key") >= n_tokens
+        assert engine.counts.steps - before >= 7  # one between two blocks
+    assert not results(other).ended.is_set()
+    assert results(other).ended.wait(60)
+    assert results(other).ids == greedy_after([9, 9], 62)
+    engine.close()
+
+
+def test_choosers_end() -> None:
+    before, choosers, done = threading.active_count(), Choosers(), list[int]()
+    for i in range(10):
+        choosers.put(lambda i=i: done.append(i))  # type: ignore[misc]
+    assert eventually(lambda: len(done) == 10)
+    choosers.close()
+    assert threading.active_count() == before
