@@ -1,4 +1,4 @@
-"""From a piece of plain text to token ids: SentencePiece, BPE and WordPiece.
+"""From a piece of plain text to token ids: SentencePiece, Unigram, BPE and WordPiece.
 
 Libraries that the field trusts cut words and know SentencePiece.  They are imported when the first encoder of its
 kind is built, so a program pays only for the one that its model needs.
@@ -17,20 +17,20 @@ import numpy as np
 from localllm.cancellation import check_cancelled
 from localllm.errors import TokenizerError, quoted
 from localllm.tokenizer.pretokenizers import PreTokenizer
-from localllm.tokenizer.vocabulary import BPE, UNIGRAM, WORD_PIECE, TokenType, Vocabulary
+from localllm.tokenizer.vocabulary import BPE, SPM, UNIGRAM, WORD_PIECE, TokenType, Vocabulary
 
 if TYPE_CHECKING:
     import tokenizers
 
-_PLACEHOLDER = "\U0010ffff{}"
-"""Names a token that no text may become: this is not one of the byte-level characters."""
+_PLACEHOLDER = " {}"
+"""Names a token that no text may become: a text's spaces are U+2581 when it is cut."""
 
 
 class Encoder(Protocol):
     """Turns text without special tokens into ids."""
 
     def encode(self, text: str) -> list[int]:
-        """The ids of ``text``; ``n_vocab`` stands for a character that the vocabulary cannot spell."""
+        """The ids of ``text``; ``n_vocab`` stands for a byte or character that the vocabulary cannot spell."""
         ...
 
 
@@ -40,14 +40,13 @@ def make_encoder(vocabulary: Vocabulary) -> Encoder:
     Raises:
         TokenizerError: tokens, scores or merges do not fit together.
     """
-    if vocabulary.model == WORD_PIECE:
-        return WordPieceEncoder(vocabulary)
-    return BPEEncoder(vocabulary) if vocabulary.model == BPE else SentencePieceEncoder(vocabulary)
+    encoders: dict[str, Callable[[Vocabulary], Encoder]]
+    encoders = {SPM: SentencePieceEncoder, BPE: BPEEncoder, UNIGRAM: UnigramEncoder, WORD_PIECE: WordPieceEncoder}
+    return encoders[vocabulary.model](vocabulary)
 
 
 class SentencePieceEncoder:
-    """SentencePiece's BPE: starting from characters, the neighbours whose union scores highest join; and its Unigram:
-    the tokens whose scores have the highest sum.
+    """SentencePiece's BPE: starting from characters, the neighbours whose union scores highest join.
 
     A character that is no token becomes its UTF-8 bytes if the vocabulary has all 256, else unknown.
     """
@@ -62,32 +61,10 @@ class SentencePieceEncoder:
             raise TokenizerError(
                 f"{vocabulary.where}: sentencepiece does not accept the vocabulary: {quoted(str(error))}"
             ) from error
-        self._replace = _replacer(vocabulary)
 
     def encode(self, text: str) -> list[int]:
-        ids: list[int] = self._processor.encode(text if self._replace is None else self._replace(text))
+        ids: list[int] = self._processor.encode(text)
         return ids
-
-
-def _replacer(vocabulary: Vocabulary) -> Callable[[str], str] | None:
-    """What replaces characters as the vocabulary's map has it: not sentencepiece, which trusts such a map."""
-    if not vocabulary.charsmap:
-        return None
-    from tokenizers import normalizers
-
-    def replace(text: str) -> str:
-        try:
-            return str(normalizers.Precompiled(charsmap).normalize_str(text))
-        except (KeyboardInterrupt, MemoryError):
-            raise
-        except BaseException:  # what its authors did not foresee is no Exception
-            raise TokenizerError(
-                f"{where}: tokenizer.ggml.precompiled_charsmap is broken; convert the model again"
-            ) from None
-
-    where, charsmap = vocabulary.where, vocabulary.charsmap
-    replace("a")
-    return replace
 
 
 # sentencepiece_model.proto: SentencePiece.Type and TrainerSpec.ModelType
@@ -101,7 +78,7 @@ _PIECE_TYPES = {
     TokenType.BYTE: 3,  # unless all 256 are there
 }
 _UNKNOWN_PIECE, _CONTROL_PIECE, _BYTE_PIECE = 2, 3, 6
-_MODEL_UNIGRAM, _MODEL_BPE = 1, 2
+_MODEL_BPE = 2
 
 
 def sentencepiece_model(vocabulary: Vocabulary) -> bytes:
@@ -114,12 +91,12 @@ def sentencepiece_model(vocabulary: Vocabulary) -> bytes:
     kinds_of = bytearray(vocabulary.types.translate(bytes(kinds).ljust(256, b"\0")))
     names = [token.encode() for token in vocabulary.tokens]
     byte_fallback = len(set(vocabulary.byte_values.values())) == 256
+    hidden = _hidden(vocabulary)
     if byte_fallback:
-        _name_bytes(vocabulary.byte_values, names, kinds_of)
-    for index, name in enumerate(names):
-        if not name:
-            names[index] = _PLACEHOLDER.format(index).encode()
-            kinds_of[index] = _CONTROL_PIECE
+        hidden = _name_bytes(vocabulary, names, kinds_of, hidden)
+    for index in hidden:
+        names[index] = _PLACEHOLDER.format(index).encode()
+        kinds_of[index] = _CONTROL_PIECE
     scores = vocabulary.scores.astype("<f4").tobytes()
     unknown = vocabulary.unk_id
     if unknown is None:
@@ -129,24 +106,28 @@ def sentencepiece_model(vocabulary: Vocabulary) -> bytes:
         scores += struct.pack("<f", 0)
     kinds_of[unknown] = _UNKNOWN_PIECE
     pieces = _pieces(names, scores, kinds_of)
-    is_unigram = vocabulary.model == UNIGRAM
-    trainer = _field(3, _MODEL_UNIGRAM if is_unigram else _MODEL_BPE) + _field(35, int(byte_fallback))
-    # Of BPE no prefix, no removal of spaces: the tokenizer does what the file asks for.  A space becomes U+2581.
-    prefix, merge = is_unigram and vocabulary.add_space_prefix, is_unigram and vocabulary.merge_spaces
-    normalizer = _bytes_field(1, b"identity") + _field(3, prefix) + _field(4, merge) + _field(5, 1)
+    trainer = _field(3, _MODEL_BPE) + _field(35, int(byte_fallback))
+    # No prefix, no removal of spaces: the tokenizer does what the file asks for.  A space becomes U+2581.
+    normalizer = _bytes_field(1, b"identity") + _field(3, 0) + _field(4, 0) + _field(5, 1)
     return pieces + _bytes_field(2, trainer) + _bytes_field(3, normalizer)
 
 
-def _name_bytes(byte_values: dict[int, int], names: list[bytes], kinds: bytearray) -> None:
-    """Give each byte's first token the spelling that sentencepiece looks for, and hide the others."""
-    seen: set[int] = set()
-    for index, value in byte_values.items():
-        if value in seen:
-            names[index] = _PLACEHOLDER.format(index).encode()
-            continue
-        seen.add(value)
-        names[index] = b"<0x%02X>" % value
-        kinds[index] = _BYTE_PIECE
+def _hidden(vocabulary: Vocabulary) -> set[int]:
+    """Tokens that no text may become: empty ones, and those whose spelling means another one."""
+    if len(vocabulary.ids) == len(vocabulary):
+        return set()
+    return {index for index, token in enumerate(vocabulary.tokens) if vocabulary.ids.get(token) != index}
+
+
+def _name_bytes(vocabulary: Vocabulary, names: list[bytes], kinds: bytearray, hidden: set[int]) -> set[int]:
+    """Give each byte's first token the spelling that sentencepiece looks for; returns what else has to be hidden."""
+    first: dict[int, int] = {}
+    for index, value in vocabulary.byte_values.items():
+        if first.setdefault(value, index) == index:
+            names[index] = b"<0x%02X>" % value
+            kinds[index] = _BYTE_PIECE
+    words = {vocabulary.ids[name] for value in first if (name := f"<0x{value:02X}>") in vocabulary.ids}
+    return hidden.union(vocabulary.byte_values, words) - set(first.values())
 
 
 def _pieces(names: list[bytes], scores: bytes, kinds: bytearray) -> bytes:
@@ -193,6 +174,94 @@ def _bytes_field(number: int, value: bytes) -> bytes:
 def _bytes_head(number: int, length: int) -> bytes:
     """What stands before the bytes of a field."""
     return _varint(number << 3 | 2) + _varint(length)
+
+
+class UnigramEncoder:
+    """Unigram: of all ways to cut a text into tokens the one whose scores have the highest sum.
+
+    Sums are of double precision, as in llama.cpp and in the libraries that embedding models are used with:
+    SentencePiece's own of single precision cut long runs of one character otherwise.
+    """
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        from tokenizers import models
+
+        hidden = _hidden(vocabulary).union(vocabulary.of_type(*_NO_TEXT))
+        pieces = [
+            (_PLACEHOLDER.format(index), 0.0) if index in hidden else (token, score)
+            for index, (token, score) in enumerate(zip(vocabulary.tokens, vocabulary.scores.tolist(), strict=True))
+        ]
+        unknown = vocabulary.unk_id
+        if unknown is None:
+            unknown = len(pieces)
+            pieces.append((_PLACEHOLDER.format(unknown), 0.0))
+        self._model = models.Unigram(pieces, unknown, byte_fallback=False)
+        self._prefix, self._merge = vocabulary.add_space_prefix, vocabulary.merge_spaces
+        self._replace = CharacterMap(vocabulary.charsmap, vocabulary.where) if vocabulary.charsmap else str
+
+    def encode(self, text: str) -> list[int]:
+        text = self._replace(text)
+        if self._merge:
+            text = " ".join(filter(None, text.split(" ")))
+        if self._prefix and text:
+            text = " " + text
+        return [token.id for token in self._model.tokenize(text.replace(" ", "\u2581"))]
+
+
+_NO_TEXT = (TokenType.UNKNOWN, TokenType.CONTROL, TokenType.UNUSED, TokenType.BYTE)
+
+
+class CharacterMap:
+    """Replaces characters, the longest match first, as SentencePiece compiles its rules.
+
+    ``charsmap`` is the size of a double array in bytes, the array, and the replacements, each ended by a zero byte.
+    A unit of the array has the byte that leads to it in bits 0-7, whether a match ends there in bit 8, and the way to
+    its children, an XOR, in bits 10-30, eight bits further left if bit 9 is set; where a match ends, the child of
+    byte 0 is the replacement's place (darts-clone).  Nothing in it is trusted: SentencePiece would read beyond it.
+    """
+
+    def __init__(self, charsmap: bytes, where: str) -> None:
+        size = int.from_bytes(charsmap[:4], "little")
+        self._units = np.frombuffer(charsmap[4 : 4 + size // 4 * 4], "<u4").tolist()
+        self._texts = charsmap[4 + size :]
+        self._where = where
+        self("a")
+
+    def __call__(self, text: str) -> str:
+        data, done, replaced = text.encode(), 0, bytearray()
+        try:
+            while done < len(data):
+                end, new = self._match(data, done)
+                replaced += data[done:end] if new is None else new
+                done = end
+            return replaced.decode()
+        except (IndexError, ValueError):
+            raise TokenizerError(
+                f"{self._where}: tokenizer.ggml.precompiled_charsmap is broken; convert the model again"
+            ) from None
+
+    def _match(self, data: bytes, start: int) -> tuple[int, bytes | None]:
+        """Where the longest match ends, and what replaces it; the end of the first character if nothing matches."""
+        units, place, found, end = self._units, _children(self._units[0]), None, start
+        for at in range(start, len(data)):
+            byte = data[at]
+            place ^= byte
+            unit = units[place]
+            if unit & 0x8000_00FF != byte or not byte:
+                break
+            place ^= _children(unit)
+            if unit >> 8 & 1:
+                found, end = units[place] & 0x7FFF_FFFF, at + 1
+        if found is not None:
+            return end, self._texts[found : self._texts.index(0, found)]
+        end = start + 1
+        while end < len(data) and data[end] & 0xC0 == 0x80:
+            end += 1
+        return end, None
+
+
+def _children(unit: int) -> int:
+    return unit >> 10 << ((unit & 1 << 9) >> 6)
 
 
 class WordPieceEncoder:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 
 from localllm import checks
 from localllm.cancellation import check_cancelled
-from localllm.errors import TokenizerError, quoted
+from localllm.errors import TokenizerError, quoted, warn
 from localllm.kernels import process
 from localllm.tokenizer.encoders import BYTE_CHARACTERS, make_encoder
+from localllm.tokenizer.pretokenizers import TokenizerWarning
 from localllm.tokenizer.vocabulary import BPE, SPM, MetadataFile, TokenType, Vocabulary, as_token_id
 
 _SPACE_MARK = "\u2581"  # how SentencePiece spells a space
@@ -21,7 +23,10 @@ class Tokenizer:
     """The tokenizer of one model.  Immutable, and safe to use from several threads.
 
     ``decode(encode(text)) == text`` for every text that the vocabulary can spell, with one exception that
-    comes with SentencePiece: U+2581 (``▁``) is its spelling of a space and reads back as one.
+    comes with SentencePiece: U+2581 (``▁``) is its spelling of a space and reads back as one.  WordPiece and Unigram
+    normalise texts, and so give back what was read.
+
+    Tokens are llama.cpp's, but for what docs/models.md (Tokens) lists.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -155,8 +160,10 @@ class Tokenizer:
 
         Raises:
             UsageError: ``text`` is no text.
-            TokenizerError: ``text`` is not valid Unicode (a lone surrogate), or has a character that the
-                vocabulary cannot spell.
+            TokenizerError: ``text`` is not valid Unicode (a lone surrogate).
+
+        Warns:
+            TokenizerWarning: the vocabulary has no token for a byte of a character, and that is left out.
         """
         _check_unicode(checks.text("text", text))
         vocabulary = self._vocabulary
@@ -173,8 +180,9 @@ class Tokenizer:
     def _encode_pieces(self, text: str, special_tokens: _TokenMatcher, *, after_special: bool) -> list[int]:
         ids: list[int] = []
         strip = False
-        for piece in special_tokens.split(text):
+        for piece, following in pairwise([*special_tokens.split(text), None]):
             check_cancelled()
+            assert piece is not None
             if isinstance(piece, int):
                 ids.append(piece)
                 after_special = True
@@ -182,18 +190,26 @@ class Tokenizer:
                 continue
             if strip:
                 piece = piece.lstrip(_WHITE_SPACE)
+            if following in self._vocabulary.strip_before:
+                piece = piece.rstrip(_WHITE_SPACE)
             if piece:
                 if after_special and self.add_space_prefix and self.model == SPM:
                     piece = " " + piece
                 ids += self._encoder.encode(piece)
                 after_special = strip = False
         if self._n_vocab in ids:
-            raise TokenizerError(self._unspellable(text))
+            self._warn_of_lost(text)
+            ids = [id_ for id_ in ids if id_ != self._n_vocab]
         return ids
 
-    def _unspellable(self, text: str) -> str:
-        bad = next((c for c in text if self._n_vocab in self._encoder.encode(c)), " ")
-        return f"{self._vocabulary.where}: the vocabulary has no token for {bad!r} (U+{ord(bad):04X})"
+    def _warn_of_lost(self, text: str) -> None:
+        lost = [c for c in dict.fromkeys(text) if self._n_vocab in self._encoder.encode(c)]
+        more = f" and {len(lost) - 1:,} more" if len(lost) > 1 else ""
+        warn(
+            f"{self._vocabulary.where}: the vocabulary cannot spell {lost[0]!a} (U+{ord(lost[0]):04X}){more}: "
+            "the model reads the text without",
+            TokenizerWarning,
+        )
 
     def decode(self, ids: Iterable[int], *, special: bool = False, continuation: bool = False) -> str:
         """The text of ``ids``; bytes that are no valid UTF-8 become U+FFFD.
@@ -215,7 +231,7 @@ class Tokenizer:
 
     def _matcher(self, *kinds: TokenType) -> _TokenMatcher:
         tokens = self._vocabulary.tokens
-        return _TokenMatcher({tokens[i]: i for i in self._vocabulary.of_type(*kinds) if tokens[i]})
+        return _TokenMatcher({tokens[i]: i for i in reversed(self._vocabulary.of_type(*kinds)) if tokens[i]})
 
 
 class _TokenMatcher:

@@ -47,6 +47,8 @@ class TokenType(IntEnum):
     BYTE = 6
 
 
+_ORDINARY = (TokenType.UNDEFINED, TokenType.NORMAL, TokenType.USER_DEFINED)
+
 # Tokens that end a generation, known by their text because files seldom say so (llama.cpp's list).
 _END_TEXTS = (
     "<|eot_id|>",
@@ -76,6 +78,13 @@ _FILL_IN_END_TEXTS = (
     ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
     ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
     ("<|file_sep|>",),
+)
+# What stands around the text before a gap, after it, and in it: control tokens, though some files call them words.
+_FILL_IN_TEXTS = (
+    *("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<fim-prefix>", "<fim-suffix>", "<fim-middle>"),
+    *("<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<PRE>", "<SUF>", "<MID>", "▁<PRE>", "▁<SUF>", "▁<MID>"),
+    *("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>", "<|prefix|>", "<|suffix|>", "<|middle|>"),
+    *("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),
 )
 _FILL_IN_END_KEYS = ("fim_pad_token_id", "fim_rep_token_id", "fim_sep_token_id")
 # What models write around reasoning and calls of tools: part of the text, though some files call it control.
@@ -123,7 +132,7 @@ class Vocabulary:
         merge_spaces: white space counts as one space, and none where a text begins or ends (Unigram).
         charsmap: what characters are replaced with, as SentencePiece compiles it (Unigram).
         lowercase, strip_accents: how a text is normalised (WordPiece).
-        strip_after: tokens that swallow the white space behind them in a text.
+        strip_before, strip_after: tokens that swallow the white space before or behind them in a text.
     """
 
     where: str
@@ -147,6 +156,7 @@ class Vocabulary:
     charsmap: bytes
     lowercase: bool
     strip_accents: bool
+    strip_before: frozenset[int]
     strip_after: frozenset[int]
 
     @classmethod
@@ -163,10 +173,10 @@ class Vocabulary:
         if model in _BPE_NAMES:
             model, pre = BPE, model
         tokens = meta.tokens()
-        ids = _index(tokens, meta.where)
         types = bytearray(meta.types(len(tokens)))
         if not meta.has("token_type"):
             _guess_types(types, tokens, model)
+        ids, alike = _index(tokens, types)
         scores = meta.scores(len(tokens))
         pre_tokenizer = pretokenizers.DEFAULT
         merges: dict[str, int] = {}
@@ -192,7 +202,7 @@ class Vocabulary:
                     f"{meta.where}: texts are to get a {name.upper()} token but "
                     f"tokenizer.ggml.{name}_token_id is missing; convert the model again"
                 )
-        eog_ids = _mark_special(meta, ids, types, merges, eos_id)
+        eog_ids = _mark_special(meta, ids, alike, types, merges, eos_id)
         return cls(
             where=meta.where,
             model=model,
@@ -215,6 +225,7 @@ class Vocabulary:
             charsmap=meta.bytes("precompiled_charsmap"),
             lowercase=lowercase,
             strip_accents=meta.flag("normalizer.strip_accents", lowercase),
+            strip_before=_strip_before(meta, pre, ids),
             strip_after=_strip_after(meta, tokens, types),
         )
 
@@ -383,17 +394,22 @@ class _Metadata:
                     )
 
 
-def _index(tokens: Sequence[str], where: str) -> dict[str, int]:
-    """Token text -> id.  Padding tokens may be empty; no other text may stand for two ids."""
-    ids = dict(zip(tokens, range(len(tokens)), strict=True))
-    empty = tokens.count("")
+def _index(tokens: Sequence[str], types: bytes | bytearray) -> tuple[dict[str, int], dict[str, list[int]]]:
+    """Token text -> id, without empty tokens; and all ids of the texts that several tokens have.
+
+    A text becomes the first of such tokens, but an ordinary one rather than a control token of its name.
+    """
+    ids = dict(zip(reversed(tokens), reversed(range(len(tokens))), strict=True))
+    n_empty = tokens.count("")
     ids.pop("", None)
-    if len(ids) != len(tokens) - empty:
-        first: dict[str, int] = {}
+    alike: dict[str, list[int]] = {}
+    if len(ids) + n_empty < len(tokens):
         for index, token in enumerate(tokens):
-            if token and first.setdefault(token, index) != index:
-                raise TokenizerError(f"{where}: tokens {first[token]} and {index} are both {quoted(token)}")
-    return ids
+            if token and ids[token] != index:
+                alike.setdefault(token, [ids[token]]).append(index)
+        for token, found in alike.items():
+            ids[token] = min(found, key=lambda index: (types[index] not in _ORDINARY, index))
+    return ids, alike
 
 
 def _guess_types(types: bytearray, tokens: Sequence[str], model: str) -> None:
@@ -432,31 +448,38 @@ def _byte_values(tokens: Sequence[str], types: bytes | bytearray, where: str) ->
 def _mark_special(
     meta: _Metadata,
     ids: Mapping[str, int],
+    alike: Mapping[str, list[int]],
     types: bytearray,
     merges: Iterable[str],
     eos_id: int | None,
 ) -> frozenset[int]:
     """Find the end-of-generation tokens and correct the types of tokens that files are known to get wrong."""
-    found = [ids[text] for text in _END_TEXTS if text in ids]
+
+    def spelled(*texts: str) -> list[int]:
+        return [id_ for text in texts for id_ in alike.get(text) or ([ids[text]] if text in ids else [])]
+
+    found = spelled(*_END_TEXTS)
     for key, texts in zip(_FILL_IN_END_KEYS, _FILL_IN_END_TEXTS, strict=True):
-        by_text = next((ids[text] for text in texts if text in ids), None)
+        by_text = next(iter(spelled(*texts)), None)
         token = meta.token_id(key, len(types), by_text)
         if token is not None:
             found.append(token)
-    ends = set(found) - _ordinary_words(found, ids, types, merges)
-    for token in ends:
+    around = spelled(*_FILL_IN_TEXTS)
+    ordinary = _ordinary_words((*found, *around), ids, types, merges)
+    ends = set(found) - ordinary
+    for token in ends.union(around) - ordinary:
         types[token] = TokenType.CONTROL
-    for text in _VISIBLE_TEXTS:
-        if text in ids and types[ids[text]] == TokenType.CONTROL:
-            types[ids[text]] = TokenType.USER_DEFINED
+    for token in spelled(*_VISIBLE_TEXTS):
+        if types[token] == TokenType.CONTROL:
+            types[token] = TokenType.USER_DEFINED
     if _ends_message_only(ids):
-        ends.discard(ids["<|end|>"])
-        types[ids["<|end|>"]] = TokenType.USER_DEFINED
+        for token in spelled("<|end|>"):
+            ends.discard(token)
+            types[token] = TokenType.USER_DEFINED
     named = [meta.token_id(key, len(types), None) for key in ("eot_token_id", "eom_token_id")]
     ends.update(token for token in (*named, eos_id) if token is not None)
     # Old Llama's EOS ends a generation also where a fine-tune has another one; elsewhere it is HTML.
-    if "</s>" in ids and types[ids["</s>"]] == TokenType.CONTROL:
-        ends.add(ids["</s>"])
+    ends.update(token for token in spelled("</s>") if types[token] == TokenType.CONTROL)
     return frozenset(ends)
 
 
@@ -476,6 +499,13 @@ def _ends_message_only(ids: Mapping[str, int]) -> bool:
     gpt_oss = "<|return|>" in ids and "<|call|>" in ids
     solar = "<|flush|>" in ids and ("<|calls|>" in ids or "<|call|>" in ids)
     return "<|end|>" in ids and (gpt_oss or solar)
+
+
+def _strip_before(meta: _Metadata, pre: str | None, ids: Mapping[str, int]) -> frozenset[int]:
+    """Jina v2 and ModernBERT were trained with the white space before their mask removed."""
+    jina = pre in ("jina-v2-de", "jina-v2-es", "jina-v2-code")
+    mask = "<mask>" if jina else "[MASK]" if "modern-bert" in meta.general_name().lower() else ""
+    return frozenset([ids[mask]] if mask in ids else [])
 
 
 def _strip_after(meta: _Metadata, tokens: Sequence[str], types: bytearray) -> frozenset[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import shlex
@@ -186,12 +187,43 @@ def test_long_results_are_cut(folder: Path) -> None:
     assert text.endswith("(cut off: it has 100,000 characters)")
 
 
+# IANA's registries of special-purpose addresses (iana-ipv4-special-registry, iana-ipv6-special-registry)
+SPECIAL = """
+    0.0.0.0/8 0.0.0.0/32 10.0.0.0/8 100.64.0.0/10 127.0.0.0/8 169.254.0.0/16 172.16.0.0/12
+    192.0.0.0/24 192.0.0.0/29 192.0.0.8/32 192.0.0.9/32 192.0.0.10/32 192.0.0.170/32 192.0.0.171/32
+    192.0.2.0/24 192.31.196.0/24 192.52.193.0/24 192.88.99.0/24 192.88.99.2/32 192.168.0.0/16
+    192.175.48.0/24 198.18.0.0/15 198.51.100.0/24 203.0.113.0/24 240.0.0.0/4 255.255.255.255/32
+    ::1/128 ::/128 ::ffff:0:0/96 64:ff9b:1::/48 100::/64 100:0:0:1::/64
+    2001::/23 2001::/32 2001:1::1/128 2001:1::2/128 2001:1::3/128 2001:2::/48 2001:3::/32 2001:4:112::/48
+    2001:10::/28 2001:20::/28 2001:30::/28 2001:db8::/32 2002::/16 2620:4f:8000::/48 3fff::/20 5f00::/16
+    fc00::/7 fe80::/10
+"""
+# Of other registries: multicast, site-local and IPv4-compatible addresses, and IPv4-translated ones (RFC 2765).
+ALSO_SPECIAL = "224.0.0.0/4 ff00::/8 fec0::/10 ::/96 ::ffff:0:0:0/96"
+
+
+@pytest.mark.parametrize("block", f"{SPECIAL} {ALSO_SPECIAL}".split())
+def test_special_addresses_are_not_public(block: str) -> None:
+    network = ipaddress.ip_network(block)
+    n = network.num_addresses
+    for offset in {0, 1 % n, n // 3, n // 2, n - 1}:
+        assert not tools.is_public(str(network[offset]))
+        if network.version == 4:  # and in each way to spell it in IPv6
+            low = int(network[offset])
+            spellings = (0xFFFF << 32, 0xFFFF << 48, 0x64FF9B << 96, 0x64FF9B0001 << 80, 0x2002 << 112 | low << 80, 0)
+            assert not any(tools.is_public(str(ipaddress.IPv6Address(high | low))) for high in spellings)
+
+
 @pytest.mark.parametrize(
     ("address", "is_public"),
-    [("93.184.216.34", True), ("2606:4700::1", True), ("64:ff9b::5db8:d822", True), ("64:ff9b::7f00:1", False)]
-    + [
-        (address, False)
-        for address in ("::ffff:127.0.0.1", "2002:7f00:1::", "fe80::1%eth0", "224.0.0.1", "100.64.0.1")
+    [
+        *((address, True) for address in ("93.184.216.34", "1.1.1.1", "223.255.255.255", "192.0.1.0", "172.32.0.0")),
+        *((address, True) for address in ("2606:4700::1", "2001:200::1", "2001:4860:4860::8888", "2a00::1")),
+        *((address, True) for address in ("64:ff9b::5db8:d822", "2003::1", "3ffe::1")),
+        # of the Internet in IPv4, but in a spelling that another machine of this network would forward, or none
+        *((f"{prefix}5db8:d822", False) for prefix in ("64:ff9b:1::", "::ffff:", "::ffff:0:", "::")),
+        *((address, False) for address in ("2002:5db8:d822::1", "2001:0:4136:e378:8000:63bf:a247:27dd", "4000::1")),
+        *((address, False) for address in ("fe80::1%eth0", "fec0::1%2", "::1%lo")),
     ],
 )
 def test_only_addresses_of_the_internet_are_public(address: str, is_public: bool) -> None:

@@ -47,8 +47,24 @@ T = TypeVar("T")
 #: Characters of a result that the model gets.
 MAX_RESULT = 20_000
 _FETCH_SECONDS = 20.0
-#: IPv6 addresses that stand for those of IPv4.
+#: IPv6 addresses that stand for those of IPv4, in networks that have only IPv6 (RFC 6052).
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
+#: Where the Internet's hosts have their IPv6 addresses (IANA, IPv6 Address Space).
+_GLOBAL_UNICAST = ipaddress.ip_network("2000::/3")
+#: IANA's registries of special-purpose IPv4 and IPv6 addresses, the latter within the above, and IPv4's multicast.
+#: Also the few that count as reachable: what answers there belongs to the network (PCP, TURN, DNS-SD, AS112, AMT).
+_SPECIAL = tuple(
+    map(
+        ipaddress.ip_network,
+        (
+            *("0.0.0.0/8", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "169.254.0.0/16", "172.16.0.0/12"),
+            *("192.0.0.0/24", "192.0.2.0/24", "192.31.196.0/24", "192.52.193.0/24", "192.88.99.0/24"),
+            *("192.168.0.0/16", "192.175.48.0/24", "198.18.0.0/15", "198.51.100.0/24", "203.0.113.0/24"),
+            *("224.0.0.0/4", "240.0.0.0/4"),
+            *("2001::/23", "2001:db8::/32", "2002::/16", "2620:4f:8000::/48", "3fff::/20"),
+        ),
+    )
+)
 #: Of the library's, without those for other protocols and for proxies.
 _HANDLERS = (
     urllib.request.HTTPRedirectHandler,
@@ -305,11 +321,14 @@ class _Text(HTMLParser):
 
 
 def is_public(address: str) -> bool:
-    """Whether an IP address is of the Internet: this machine's and its network's services are not for models."""
+    """Whether an IP address is of the Internet: this machine's and its network's services are not for models.
+
+    Other spellings of IPv4 addresses in IPv6 than NAT64's (mapped, translated, compatible, 6to4, Teredo) are not.
+    """
     ip = ipaddress.ip_address(address.partition("%")[0])
     if ip in _NAT64:
-        ip = ipaddress.ip_address(int(ip) & 0xFFFFFFFF)
-    return ip.is_global and not ip.is_multicast and not getattr(ip, "sixtofour", None)
+        ip = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
+    return (ip.version == 4 or ip in _GLOBAL_UNICAST) and not any(ip in block for block in _SPECIAL)
 
 
 def _connect(address: tuple[str, int], *options: Any) -> socket.socket:

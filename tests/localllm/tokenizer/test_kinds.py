@@ -119,6 +119,39 @@ def test_agrees_with_a_trained_unigram_model() -> None:
     assert tokenizer.decode(tokenizer.encode("  Once   upon\n")) == "Once upon"
 
 
+def test_what_follows_a_replaced_character_is_kept() -> None:
+    """The library's own map takes a character with all its marks, and keeps what replaces the beginning."""
+    processor, tokenizer = unigram()
+    for text in (
+        "e\u0301\u0301",
+        "½\u0c46",
+        "\xa0\u0651",
+        "ﬁ\u0300x",
+        "①\u20dd",
+        "\x00a",
+        "\U0010ffff2",
+        "a\u0315e\u0301",
+    ):
+        assert tokenizer.encode(text, add_special=False) == processor.encode(text), ascii(text)
+
+
+def test_sums_of_scores_are_of_double_precision() -> None:
+    """Of ways that are equal but for rounding, the one that llama.cpp takes: its ids, for scores of XLM-RoBERTa."""
+    pieces = [("<unk>", 0.0), ("▁", -3.92997050), ("=", -9.74633789), ("==", -13.05228329), ("=" * 16, -14.79131794)]
+    tokenizer = tiny(
+        [text for text, _ in pieces],
+        [UNKNOWN, NORMAL, NORMAL, NORMAL, NORMAL],
+        model="t5",
+        scores=np.array([score for _, score in pieces], np.float32),
+        unknown_token_id=0,
+        add_eos_token=False,
+        add_space_prefix=True,
+        remove_extra_whitespaces=True,
+    )
+    assert tokenizer.encode("=" * 23) == [1, 2, 3, 3, 3, 4]
+    assert tokenizer.encode("=" * 26) == [1, 3, 3, 3, 3, 3, 4]
+
+
 @pytest.mark.parametrize("charsmap", [b"abc", b"\xff" * 8, b"\4\0\0\0" + b"\xff" * 8, b"\1\0\0\0" * 9])
 def test_a_broken_map_of_characters_is_an_error(charsmap: bytes) -> None:
     with pytest.raises(TokenizerError, match=r"tiny\.gguf: tokenizer\.ggml\.precompiled_charsmap is broken"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,12 @@ from hypothesis import strategies as st
 
 from localllm.errors import TokenizerError
 from localllm.tokenizer import Tokenizer
+from localllm.tokenizer.pretokenizers import TokenizerWarning
 from localllm.tokenizer.vocabulary import Vocabulary
 from tests.helpers.data import ROOT, shared_data
 from tests.helpers.vocabularies import (
     BYTE,
+    BYTE_CHARACTERS,
     CONTROL,
     NORMAL,
     UNKNOWN,
@@ -88,8 +91,10 @@ def test_decoding_undoes_encoding(name: str) -> None:
     @given(any_text | wordy_text)
     def check(text: str) -> None:
         if not missing.isdisjoint(text.encode()):
-            with pytest.raises(TokenizerError, match=r"no token for"):
-                tokenizer.encode(text)
+            with pytest.warns(TokenizerWarning, match=r"cannot spell"):
+                ids = tokenizer.encode(text, add_special=False)
+            known = bytes(byte for byte in text.encode() if byte not in missing)
+            assert b"".join(map(tokenizer.token_bytes, ids)) == known
             return
         ids = tokenizer.encode(text)
         assert all(0 <= token < tokenizer.n_vocab for token in ids)
@@ -401,19 +406,97 @@ def test_ids_that_are_none_are_refused(token: Any) -> None:
         tokenizer.decode([0, token])
 
 
-def test_a_character_that_no_token_spells_is_an_error_and_not_lost() -> None:
-    metadata = bpe_metadata(special=[])
+def test_bytes_that_no_token_spells_are_left_out_with_a_warning() -> None:
+    metadata = bpe_metadata([("a", "b")], special=[])
     tokens = metadata["tokenizer.ggml.tokens"]
-    del tokens[ord("z")]
-    short = tiny({**metadata, **dict.fromkeys(["tokenizer.ggml.eos_token_id"], 1), **types_for(tokens)})
+    for character in ("z", BYTE_CHARACTERS[4], BYTE_CHARACTERS[0xF1]):
+        tokens.remove(character)
+    short = tiny({**metadata, "tokenizer.ggml.eos_token_id": 1, **types_for(tokens)})
     assert short.decode(short.encode("abc")) == "abc"
-    with pytest.raises(TokenizerError, match=r"no token for 'z' \(U\+007A\)"):
-        short.encode("abcz")
+    with pytest.warns(TokenizerWarning, match=r"tiny\.gguf: the vocabulary cannot spell 'z' \(U\+007A\): the model"):
+        assert short.decode(short.encode("azbz")) == "ab"
+    with pytest.warns(TokenizerWarning, match=r"'\\x04' \(U\+0004\) and 1 more"):
+        assert short.decode(short.encode("a\x04zb\x04")) == "ab"
+    with pytest.warns(TokenizerWarning, match=r"'\\U00040000' \(U\+40000\)"):
+        ids = short.encode("a\U00040000b")  # the first of its four bytes: llama.cpp leaves out that one as well
+    assert b"".join(map(short.token_bytes, ids)) == b"a\x80\x80\x80b"
+    with pytest.warns(TokenizerWarning):
+        assert short.encode("zz\x04") == []
     no_unknown = spm_metadata([("<s>", 0, CONTROL), ("</s>", 0, CONTROL), ("a", 0, NORMAL), ("▁", 0, NORMAL)])
     for key, value in (("bos", 0), ("eos", 1), ("unknown", None)):
         no_unknown[f"tokenizer.ggml.{key}_token_id"] = value
-    with pytest.raises(TokenizerError, match=r"no token for 'b'"):
-        tiny({key: value for key, value in no_unknown.items() if value is not None}).encode("ab")
+    with pytest.warns(TokenizerWarning, match=r"cannot spell 'b'"):
+        assert tiny({key: value for key, value in no_unknown.items() if value is not None}).encode("ab") == [0, 3, 2]
+
+
+def test_one_text_warns_of_a_character_once() -> None:
+    metadata = bpe_metadata(special=[])
+    metadata["tokenizer.ggml.tokens"].remove("z")
+    short = tiny({**metadata, "tokenizer.ggml.eos_token_id": 1, **types_for(metadata["tokenizer.ggml.tokens"])})
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            short.encode("az z")
+    assert len(told) == 1
+
+
+def test_marks_of_fill_in_models_are_control_tokens_whatever_the_file_calls_them() -> None:
+    names = ("<｜fim▁begin｜>", "<fim_suffix>", "▁<MID>")
+    tokenizer = tiny(bpe_metadata([], [*((name, USER_DEFINED) for name in names), ("<x>", CONTROL)]))
+    for name in names:
+        (token,) = tokenizer.encode(name, parse_special=True)
+        assert token not in tokenizer.encode(name)
+        assert tokenizer.decode(tokenizer.encode(name)) == name
+        assert tokenizer.is_special(token)
+        assert token not in tokenizer.eog_ids
+
+
+def test_a_mask_swallows_the_white_space_before_it_in_jina_v2_and_modern_bert() -> None:
+    special = [("<mask>", CONTROL), ("[MASK]", CONTROL)]
+    for mask, more in ("<mask>", {"pre": "jina-v2-de"}), ("[MASK]", {"general.name": "Modern-BERT base"}):
+        keys = {key: value for key, value in more.items() if key != "general.name"}
+        tokenizer = tiny({**bpe_metadata([], special, **keys), **more})
+        for text in (f"a \n{mask} a", f" {mask}{mask}"):
+            ids = tokenizer.encode(text, parse_special=True)
+            assert tokenizer.decode(ids, special=True) == text.replace(f" \n{mask}", mask).removeprefix(" ")
+    assert tokenizer.decode(tokenizer.encode("a <mask>", parse_special=True), special=True) == "a <mask>"
+
+
+# --- tokens of one spelling
+
+
+def test_of_two_tokens_of_one_spelling_a_text_gets_the_first_ordinary_one() -> None:
+    cases: list[tuple[list[tuple[str, int]], int]] = [
+        ([("ab", NORMAL), ("ab", NORMAL)], 256),
+        ([("ab", CONTROL), ("ab", NORMAL)], 257),
+        ([("ab", UNUSED), ("ab", USER_DEFINED), ("ab", NORMAL)], 257),
+    ]
+    for special, expected in cases:
+        metadata = {**bpe_metadata([], special), "tokenizer.ggml.merges": ["a b"]}
+        tokenizer = tiny(metadata)
+        assert tokenizer.n_vocab == 256 + len(special)
+        assert tokenizer.encode("ab") == [expected]
+        assert [tokenizer.token_text(256 + i) for i in range(len(special))] == ["ab"] * len(special)
+    twice = tiny(bpe_metadata([], [("<|im_end|>", CONTROL), ("<|im_end|>", CONTROL), ("<x>", CONTROL)]))
+    assert twice.encode("<|im_end|>", parse_special=True) == [256]
+    assert twice.eog_ids == {256, 257, 258}
+
+
+def test_sentencepiece_takes_tokens_of_one_spelling() -> None:
+    words = [
+        ("▁", -1.0, NORMAL),
+        ("a", -2.0, NORMAL),
+        ("▁a", -3.0, NORMAL),
+        ("▁a", -3.5, NORMAL),
+        ("a", -4.0, CONTROL),
+    ]
+    also = [("<0x41>", -5.0, NORMAL), ("</s>", -6.0, NORMAL), ("", 0.0, NORMAL)]  # names of a byte and of EOS
+    tokenizer = tiny(spm_metadata([*tiny_spm_pieces(), *words, *also]))
+    text = "a A <0x41></s>"
+    ids = tokenizer.encode(text, add_special=False)
+    assert ids[0] == 261
+    assert tokenizer.decode(ids) == text
+    assert not {1, 2, 262, 263} & set(ids)
 
 
 def test_the_name_of_a_byte_is_plain_text_also_where_not_all_bytes_have_tokens() -> None:

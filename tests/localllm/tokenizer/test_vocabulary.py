@@ -90,8 +90,6 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "flag no flag": (changed(SPM, add_bos_token=1), "add_bos_token is not true or false"),
     "bad byte": (replaced(SPM, 10, "<0x-1>"), "token 10 is called a byte but reads '<0x-1>'"),
     "long byte": (replaced(SPM, 10, "<0x100>"), "token 10 is called a byte"),
-    "duplicate token": (replaced(SPM, 260, "▁a"), "tokens 259 and 260 are both '▁a'"),
-    "duplicate in BPE": (replaced(BPE, 257, "ab"), "tokens 256 and 257 are both 'ab'"),
     "no merges": (without(BPE, "merges"), "lacks its tokenizer.ggml.merges"),
     "merge of one": (changed(BPE, merges=["a b", "ab"]), "merge 1, 'ab', is not two tokens"),
     "merge of three": (changed(BPE, merges=["a b c"]), "merge 0, 'a b c', is not two tokens"),
