@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
+import subprocess
+import sys
+
 import gguf
 import gguf.quants
 import numpy as np
@@ -158,6 +163,29 @@ def test_rows_threads_and_shapes_change_nothing(type: GGMLType) -> None:
     whole = quantize(values, type, weights, threads=3)
     assert whole.shape == (3, 100, BLOCK_SIZES[type].row_bytes(512))
     np.testing.assert_array_equal(whole[1, 50:], quantize(values[1, 50:], type, weights, threads=1))
+
+
+def digests() -> dict[str, str]:
+    """Of the bytes of each type, without and with importance."""
+    values, weights = normal(16, 1024, 7), importance(1024)
+    found = {}
+    for type in BLOCKS:
+        blocks = [quantize(values, type), quantize(values, type, weights, favours_large=True)]
+        found[type.name] = hashlib.sha256(np.stack(blocks).tobytes()).hexdigest()
+    return found
+
+
+def test_another_processor_writes_the_same_bytes() -> None:
+    """Compiled for no more than the family has in common, and with NumPy's own code for that, nothing changes."""
+    from numpy._core._multiarray_umath import __cpu_dispatch__, __cpu_features__
+
+    used = [name for name in __cpu_dispatch__ if __cpu_features__[name]]
+    plain = {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": "", "NPY_DISABLE_CPU_FEATURES": " ".join(used)}
+    code = f"from {__name__} import digests; print(digests())"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | plain, capture_output=True, text=True, check=True
+    )
+    assert eval(done.stdout) == digests()
 
 
 def sweep(x: Floats, w: Floats, levels: npt.NDArray[np.float64]) -> float:
