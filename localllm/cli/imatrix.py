@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
         found, is_whole = _collected(file, pieces, arguments)
     if found is None:
         raise KeyboardInterrupt
-    found = replace(found, datasets=(arguments.text.name,))
+    found = replace(found, datasets=(path_text(arguments.text.name),))
     whole = reduce(add, before, found)
     whole.write(arguments.output)
     unused = [name for name, entry in found.entries.items() if not entry.counts.all()]
