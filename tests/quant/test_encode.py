@@ -26,7 +26,7 @@ T = GGMLType
 Floats = npt.NDArray[np.float32]
 
 # RMS error over the values' own on normally distributed values, without and with importance: a percent or two more
-# than what was measured.
+# than what was measured, which is the same on every processor (`test_another_processor_writes_the_same_bytes`).
 RELATIVE_RMS = {
     T.F32: (0.0, 0.0),
     T.F16: (0.00022, 0.00022),
@@ -352,7 +352,7 @@ def test_feedback_lessens_the_error_of_products(type: GGMLType) -> None:
         return float(np.square((dequantize(encoded, type) - values) @ x.T).sum())
 
     plain = error(quantize(values, type, np.diag(hessian)))
-    assert error(quantize(values, type, feedback=Feedback.of(hessian))) < 0.7 * plain
+    assert error(quantize(values, type, feedback=Feedback.of(hessian))) < 0.75 * plain
 
 
 @pytest.mark.parametrize("type", [GGMLType.Q4_0, GGMLType.Q5_K, GGMLType.Q6_K, GGMLType.IQ4_NL])
