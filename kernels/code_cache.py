@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import functools
 import hashlib
 import os
 import sys
@@ -10,10 +12,14 @@ import tempfile
 import time
 from pathlib import Path
 
+from localllm.errors import warn
+
 #: Environment variable that names another folder for compiled kernels.
 CACHE_VARIABLE = "LOCALLLM_CACHE"
 #: What is in the cache is kept so long after its last use.
 KEPT_SECONDS = 30 * 24 * 60 * 60
+#: Bytes of one model's kernels, generously.
+_MODEL_BYTES = 512 << 10
 #: Bytes of the digest that a file of code begins with.
 _DIGEST = 32
 
@@ -35,6 +41,33 @@ def cache_root() -> Path | None:
     except RuntimeError:  # no variable names a home, and the system does not know the user
         return None
     return base / "localllm" / "kernels"
+
+
+def cache_fault() -> str | None:
+    """Why kernels that are compiled now will not be there for the next process; None if they will."""
+    root = cache_root()
+    if root is None:
+        return "this user has no home"
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=root) as file:
+            file.write(bytes(_MODEL_BYTES))  # on a full disk there is a file, but nothing in it
+    except FileExistsError:
+        return os.strerror(errno.ENOTDIR)
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
+
+
+@functools.cache
+def warn_if_unwritable(root: Path | None) -> None:
+    """Warns, once in a process, that what is about to be compiled will not be there for the next one."""
+    if fault := cache_fault():
+        warn(
+            f"compiled kernels cannot be saved in {root or 'a folder in the home'} ({fault}), so every start "
+            "compiles them: make room there if it is full, or name a folder that can be written in the environment "
+            f"variable {CACHE_VARIABLE}"
+        )
 
 
 def read_code(path: Path) -> bytes | None:

@@ -175,7 +175,7 @@ def merge(
     source = file.metadata
     kept = {key: source.encoded(key) for key in source if not key.startswith("split.")}
     specs = [TensorSpec(tensor.name, tensor.shape, tensor.type) for tensor in file.tensors.values()]
-    with GGUFWriter(target, kept, specs, source.alignment) as writer:
+    with GGUFWriter(target, kept, specs) as writer:
         for name, tensor in file.tensors.items():
             parts = [
                 (*adapter.parts[name], np.float32(share)) for adapter, share in adapters if name in adapter.parts

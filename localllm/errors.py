@@ -75,7 +75,7 @@ class SettingsError(LocalLLMError):
 
 
 class OutputError(LocalLLMError):
-    """A file cannot be written: its place is taken or not writable, or the disk is full."""
+    """A file cannot be written: its place is taken or not writable, the disk is full, or no program would load it."""
 
 
 class ModelNotFoundError(GGUFError, FileNotFoundError):

@@ -230,9 +230,9 @@ def _tries_with_min(top: float, least: float, most: float) -> Floats:
     return np.array([(-u, top + v) for u in np.linspace(least, most, 4) for v in beyond], np.float32).T.copy()
 
 
-def _few(top: float, least: float, most: float, n: int) -> Floats:
+def _few(top: float, least: float, most: float) -> Floats:
     """Candidates of `rounding.encode_alike`: ``top`` times ``least`` … ``most``."""
-    return (np.geomspace(least, most, n) * top).astype(np.float32)
+    return (np.geomspace(least, most, _LANES // 2) * top).astype(np.float32)
 
 
 @dataclass(frozen=True, eq=False)
@@ -264,11 +264,11 @@ class _Codes:
 _IQ4 = _halves_table(IQ4_VALUES)
 
 _CODES: dict[GGMLType, _Codes] = {
-    GGMLType.Q4_0: _Codes(-8, 7, _tries(7, 0.8, 1.8, low=-8), few=_few(-8, 0.9, 1.4, 10)),
+    GGMLType.Q4_0: _Codes(-8, 7, _tries(7, 0.8, 1.8, low=-8), few=_few(-8, 0.9, 1.4)),
     GGMLType.Q4_1: _Codes(0, 15, _tries_with_min(15, -0.5, 1.3), has_min=True),
-    GGMLType.Q5_0: _Codes(-16, 15, _tries(15, 0.85, 1.3, low=-16), few=_few(-16, 0.93, 1.22, 10)),
+    GGMLType.Q5_0: _Codes(-16, 15, _tries(15, 0.85, 1.3, low=-16), few=_few(-16, 0.93, 1.22)),
     GGMLType.Q5_1: _Codes(0, 31, _tries_with_min(31, -0.5, 1.3), has_min=True),
-    GGMLType.Q8_0: _Codes(-127, 127, _tries(127, 0.96, 1.05), few=_few(127, 0.96, 1, 4)),
+    GGMLType.Q8_0: _Codes(-127, 127, _tries(127, 0.96, 1.05), few=_few(127, 0.96, 1)),
     GGMLType.Q2_K: _Codes(
         0, 3, _tries_with_min(3, -0.4, 1), True, s_hi=15, m_hi=15, s_tries=_tries(15, 0.75, 1.25)
     ),
@@ -289,8 +289,8 @@ _CODES: dict[GGMLType, _Codes] = {
         -127, 113, _tries(113, 0.75, 1.5, low=-127),
         s_lo=-32, s_hi=31, s_tries=_tries(31, 0.85, 1.05, low=-32), table=_IQ4,
     ),
-    GGMLType.TQ1_0: _Codes(-1, 1, _tries(1, 0.5, 7), few=_few(1, 0.5, 7, 12)),
-    GGMLType.TQ2_0: _Codes(-1, 1, _tries(1, 0.5, 7), few=_few(1, 0.5, 7, 12)),
+    GGMLType.TQ1_0: _Codes(-1, 1, _tries(1, 0.5, 7), few=_few(1, 0.5, 7)),
+    GGMLType.TQ2_0: _Codes(-1, 1, _tries(1, 0.5, 7), few=_few(1, 0.5, 7)),
 }  # fmt: skip
 
 
@@ -304,8 +304,9 @@ def _codes(x: Floats, type: GGMLType, weights: Floats) -> tuple[npt.NDArray[np.i
     scales = np.empty((len(x), 2), np.float32)
     integers = np.empty((2, len(x), form.block_length // form.sub_length), np.int16)
     single = np.float32
+    t = np.empty(rounding.TABLE, single)
     if codes.few is not None and weights.min() == weights.max():
-        rounding.encode_alike(x, single(codes.lo), single(codes.hi), codes.few, out, scales)
+        rounding.encode_alike(x, single(codes.lo), single(codes.hi), codes.few, out, scales, t)
         return out, scales, integers
     table = _NONE if codes.table is None else codes.table
     s_tries = codes.tries if codes.s_tries is None else codes.s_tries
@@ -313,7 +314,7 @@ def _codes(x: Floats, type: GGMLType, weights: Floats) -> tuple[npt.NDArray[np.i
         x, weights, form.sub_length, single(codes.lo), single(codes.hi), table, codes.has_min,
         single(0 if codes.m_hi else np.inf), single(codes.s_lo), single(codes.s_hi), single(codes.m_hi),
         codes.tries, s_tries, out, scales, integers,
-        np.empty(rounding.TABLE, single), np.empty((6, integers.shape[2]), single),
+        t, np.empty((6, integers.shape[2]), single),
     )  # fmt: skip
     return out, scales, integers
 
@@ -358,7 +359,7 @@ def _encode_mxfp4(x: Floats, weights: Floats) -> Bytes:
     from localllm.quant import rounding
 
     levels, exponents = np.empty(x.shape, np.int8), np.empty(len(x), np.uint8)
-    rounding.encode_powers(x, weights, levels, exponents)
+    rounding.encode_powers(x, weights, levels, exponents, np.empty(rounding.TABLE, np.float32))
     return MXFP4().pack(levels, exponents)
 
 
@@ -432,10 +433,13 @@ def _books(type: GGMLType) -> _Books:
     points = np.stack(np.meshgrid(*[values] * rows.shape[1], indexing="ij"), axis=-1).reshape(-1, rows.shape[1])
     if type is GGMLType.IQ1_M:
         books = [np.concatenate(books)]
-    # Squared distances, less what is the same for all rows; the shift moves points and rows alike.
+    # Squared distances, less what is the same for all rows; the shift moves points and rows alike.  All are
+    # integers, and the rows' numbers tell equal ones apart: which of those come first would be up to the processor.
     plain = books[0] if len(books) == 1 else rows / unit
     distances = (plain**2).sum(axis=1) - 2 * points.astype(np.float32) @ plain.T
-    index = np.argpartition(distances, _LANES, axis=1)[:, :_LANES].astype(np.uint16)
+    keys = distances.astype(np.int64) * len(plain) + np.arange(len(plain))
+    nearest = np.sort(np.partition(keys, _LANES, axis=1)[:, :_LANES], axis=1)
+    index = (nearest % len(plain)).astype(np.uint16)
     near = np.ascontiguousarray(np.stack([book[index].transpose(0, 2, 1) for book in books]), np.int8)
     top = len(values) - 1
     step = np.float32((values[-1] - values[0]) / top)

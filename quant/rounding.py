@@ -14,6 +14,11 @@ A sweep over every scale at which a code changes would be exact; in tests (`test
 candidates here come within a percent of its error, at a tenth of its time, because candidates are lanes of the
 processor's vectors: the loops over them are innermost and of constant length, so that LLVM finds the vectors.
 
+**The bytes do not depend on the processor.**  Nearly equal candidates are common, and which of them wins can hang on
+the last bit of a sum.  So sums are made in the order that is written here: nothing lets LLVM reorder them to fit the
+width of vectors, fuse products into them, or approximate a quotient.  Where values rather than candidates fill a
+vector, their sums have lanes of their own (`total`).
+
 numba compiles these functions on first use and keeps them in its cache.  (The compiler in `localllm.kernels` takes
 vectors written by hand, and `localllm.quant` comes before it in the order of imports.)
 """
@@ -27,6 +32,8 @@ from numba import njit
 
 #: Candidates tried together.
 LANES = 32
+#: And where all weights are alike.
+FEW = 16
 #: Rows of the candidates' table: what a value is multiplied by and what is added before it is rounded, the sums of
 #: weights times codes, their squares, and codes times values; the scale and minimum it stands for.
 INV, OFF, SQ, SQQ, SQX, SCALE, MIN = (i * LANES for i in range(7))
@@ -37,11 +44,11 @@ STEPS_WITH_MIN = np.array([[c // 5 - 3, c % 5 - 2] for c in range(LANES)], np.fl
 
 
 def jit(function):
-    """Compile a function that is given no NaN and no infinity, and that allocates nothing.
+    """Compile a function that allocates nothing.
 
-    So it need not count references to arrays (``_nrt``), which takes as long as rounding a sub-block does.
+    It need not count references to arrays (``_nrt``), which takes as long as rounding a sub-block does.
     """
-    options = {"nogil": True, "error_model": "numpy", "fastmath": True, "_nrt": False}
+    options = {"nogil": True, "error_model": "numpy", "_nrt": False}
     try:
         return njit(cache=True, **options)(function)
     except RuntimeError:  # nothing can be kept on disk
@@ -150,6 +157,15 @@ def highest(values):
 
 
 @jit
+def total(t):
+    """The sum of `LANES` values, which it overwrites: halves are added to halves."""
+    for n in (16, 8, 4, 2, 1):
+        for c in range(n):
+            t[c] += t[c + n]
+    return t[0]
+
+
+@jit
 def fit(x, w, lo, hi, lut, affine, m_most, tries, t):
     """Scale and minimum of values x [n] by themselves.
 
@@ -215,14 +231,12 @@ def choose(x, w, lo, hi, lut, t, d, dmin, affine, s, m, s_lo, s_hi, m_hi):
 
 
 @jit
-def encode_alike(x, lo, hi, tries, out, ds):
-    """What `encode` does, in a third of its time, where all weights are alike and blocks have nothing but a scale.
-
-    Here a vector holds values, not candidates, of which a few well chosen ones are then as good as many.
+def encode_alike(x, lo, hi, tries, out, ds, t):
+    """What `encode` does, in half of its time, where all weights are alike and blocks have nothing but a scale.
 
     Args:
-        x, lo, hi, out, ds: as in `encode`.
-        tries: [n], the levels that the value farthest from zero is put at.
+        x, lo, hi, out, ds, t: as in `encode`.
+        tries: [FEW], the levels that the value farthest from zero is put at.
     """
     for b in range(x.shape[0]):
         low, high = np.float32(0), np.float32(0)
@@ -231,17 +245,21 @@ def encode_alike(x, lo, hi, tries, out, ds):
             high = max(high, x[b, i])
         span = high if high > -low else low
         per_level = np.float32(1) / span if abs(span) > np.float32(1e-30) else np.float32(0)
+        for c in range(FEW):
+            t[INV + c] = tries[c] * per_level
+            t[SQQ + c], t[SQX + c] = 0, 0
+        for i in range(0, x.shape[1], 2):
+            x0, x1 = x[b, i], x[b, i + 1]
+            for c in range(FEW):
+                q0 = min(max(np.rint(x0 * t[INV + c]), lo), hi)
+                q1 = min(max(np.rint(x1 * t[INV + c]), lo), hi)
+                t[SQQ + c] += q0 * q0 + q1 * q1
+                t[SQX + c] += q0 * x0 + q1 * x1
         most, scale = np.float32(0), np.float32(0)
-        for c in range(tries.size):
-            inv = tries[c] * per_level
-            sqq, sqx = np.float32(0), np.float32(0)
-            for i in range(x.shape[1]):
-                q = min(max(np.rint(x[b, i] * inv), lo), hi)
-                sqq += q * q
-                sqx += q * x[b, i]
-            best = sqx * inverse(sqq)
-            scale = best if best * sqx > most else scale
-            most = max(most, best * sqx)
+        for c in range(FEW):
+            best = t[SQX + c] * inverse(t[SQQ + c])
+            scale = best if best * t[SQX + c] > most else scale
+            most = max(most, best * t[SQX + c])
         ds[b, 0], ds[b, 1] = half(scale), 0
         code(x[b], inverse(ds[b, 0]), np.float32(0), lo, hi, ds[b, :0], out[b])
 
@@ -521,11 +539,11 @@ def e2m1(x, scale):
 
 
 @jit
-def encode_powers(x, weights, out, exponents):
+def encode_powers(x, weights, out, exponents, t):
     """Encode blocks of E2M1 whose scale is a power of two: of the two that may be best, that of the least error.
 
     Args:
-        x, weights, out: as in `encode`.
+        x, weights, out, t: as in `encode`.
         exponents: uint8 [n_blocks], receives e, where the scale is 2^(e - 128).
     """
     for b in range(x.shape[0]):
@@ -538,10 +556,10 @@ def encode_powers(x, weights, out, exponents):
         least, best = np.float32(np.inf), np.float32(1)
         for e in range(max(first - 1, -127), first + 1):
             scale = np.float32(math.ldexp(1.0, e))
-            error = np.float32(0)
-            for i in range(x.shape[1]):
+            for i in range(LANES):
                 off = x[b, i] - scale * e2m1(x[b, i], scale)
-                error += w[i] * off * off
+                t[i] = w[i] * off * off
+            error = total(t[:LANES])
             if error < least:
                 least, best, exponents[b] = error, scale, np.uint8(e + 128)
         for i in range(x.shape[1]):

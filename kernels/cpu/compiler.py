@@ -35,7 +35,7 @@ import llvmlite.binding as llvm
 
 from localllm.errors import KernelError
 from localllm.kernels import process
-from localllm.kernels.code_cache import cache_root, is_stale, read_code, write_code
+from localllm.kernels.code_cache import cache_root, is_stale, read_code, warn_if_unwritable, write_code
 from localllm.kernels.cpu.host import check_memory
 from localllm.kernels.cpu.target import Target
 from localllm.kernels.cpu.templates import Device, Template
@@ -43,8 +43,6 @@ from localllm.kernels.cpu.templates import Device, Template
 #: Bytes of memory without which no kernel is compiled, and without which numba is not even loaded: LLVM ends the
 #: process where it gets none.  (Measured: 16 and 70 MiB.)
 COMPILING_BYTES, LOADING_BYTES = 48 << 20, 128 << 20
-#: Bytes of one model's object code, generously.
-MODEL_BYTES = 512 << 10
 _FOLDER_NAME = re.compile("[0-9a-f]{16}")
 #: Modules outside this package whose constants become part of machine code.  (Look-up tables of `localllm.quant` are
 #: part of the names of the operations that use them.)
@@ -247,20 +245,6 @@ def assembly(v: Variant, triple: str | None = None) -> str:
 # -- The cache -----------------------------------------------------------------------------------------------------
 
 
-def cache_fault() -> str | None:
-    """Why kernels that are compiled now will not be there for the next process; None if they will."""
-    folder = _folder()
-    if folder is None:
-        return "this user has no home"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(bytes(MODEL_BYTES))  # on a full disk there is a file, but nothing in it
-    except OSError as error:
-        return error.strerror or str(error)
-    return None
-
-
 def _folder() -> Path | None:
     """The cache's folder for kernels that this version of everything compiles."""
     root = cache_root()
@@ -388,6 +372,8 @@ def addresses(variants: Iterable[Variant], progress: Callable[[int, int], None] 
     wanted = dict.fromkeys(variants)
     with _lock:
         to_compile = [v for v in wanted if not _is_ready(v)]
+    if to_compile:
+        warn_if_unwritable(cache_root())
     # The caller's function runs while nothing is locked, and may raise: what was compiled by then is kept.
     for done, v in enumerate(to_compile):
         if progress:

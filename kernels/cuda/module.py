@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from localllm.errors import DeviceError, KernelError
-from localllm.kernels.code_cache import cache_root, is_stale, read_code, write_code
+from localllm.kernels.code_cache import cache_root, is_stale, read_code, warn_if_unwritable, write_code
 from localllm.kernels.cpu.host import default_threads
 from localllm.kernels.cuda.driver import CompileProgress, Defines
 from localllm.kernels.cuda.installation import import_nvrtc
@@ -205,6 +205,7 @@ class ModuleCompiler:
         return _Source(name, text, chosen, f"{name}-{architecture}-{digest[:32]}.bin")
 
     def _compile(self, source: _Source) -> bytes:
+        warn_if_unwritable(cache_root())
         code = compile_source(source.text, source.name, source.options, self._nvrtc).binary
         if (folder := _cache_folder()) is not None:
             write_code(folder / source.file, code)

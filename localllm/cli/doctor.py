@@ -256,8 +256,7 @@ def _cores() -> str:
 
 
 def _kernels(progress: LoadStatus | None) -> Iterator[Finding]:
-    from localllm.kernels.code_cache import CACHE_VARIABLE, cache_root
-    from localllm.kernels.cpu.compiler import cache_fault
+    from localllm.kernels.code_cache import CACHE_VARIABLE, cache_fault, cache_root
     from localllm.kernels.cpu.target import choose
 
     folder, fault = cache_root(), cache_fault()

@@ -72,6 +72,7 @@ SAME = each(
         "--n-threads --num-thread": "--threads",
         "--num-gpu": "--gpu-layers",
         "-dev": "--device",
+        "--outfile --output-file": "--output",
         "-ctk --cache-type-k -ctv --cache-type-v --type-k --type-v": "--cache-type",
         "-r --reverse-prompt": "--stop",
         "--chat-format": "--chat-template",
@@ -236,9 +237,6 @@ def take_words(words: Sequence[str], arguments: Any) -> None:
     """
     given = vars(arguments)
     command, model, (first, *more) = given["command"], given.get("model"), words
-    if command == "quantize" and first.isdigit() and not more:  # llama-quantize has the threads there
-        arguments.threads = int(first) or None
-        return
     if command == "chat" and not more and model:
         answer = _line("generate", "-m", model, "-p", first)
         raise UsageError(f"localllm chat takes no prompt: {answer} answers once")

@@ -7,6 +7,7 @@ import time
 from dataclasses import replace
 from functools import reduce
 from operator import add
+from pathlib import Path
 
 from localllm.cli.defaults import settle
 from localllm.cli.main import DONE
@@ -25,6 +26,7 @@ from localllm.tokenizer import Tokenizer
 def run(arguments: argparse.Namespace) -> int:
     """Measures what the command line asks for, and writes it."""
     settle(arguments, skip=["threads", "context"])
+    arguments.output = arguments.output or Path("imatrix.gguf")
     if arguments.hessian and arguments.output.suffix == ".dat":
         raise UsageError("a file in the older format (.dat) cannot hold --hessian: name one that ends in .gguf")
     before = [ImportanceMatrix.read(path) for path in arguments.in_file]
@@ -38,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
         found, is_whole = _collected(file, pieces, arguments)
     if found is None:
         raise KeyboardInterrupt
-    found = replace(found, datasets=(arguments.text.name,))
+    found = replace(found, datasets=(path_text(arguments.text.name),))
     whole = reduce(add, before, found)
     whole.write(arguments.output)
     unused = [name for name, entry in found.entries.items() if not entry.counts.all()]

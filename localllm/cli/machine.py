@@ -31,18 +31,3 @@ def disturbance(other_cpus: float, scatter: float) -> str | None:
     if scatter > _SCATTER:
         causes.append(f"the machine was at times {scatter:.1f} times as fast as at others")
     return f"{' and '.join(causes)}: these figures mean little" if causes else None
-
-
-def unwritable_cache() -> str | None:
-    """What is to be said of the folder for compiled kernels, if it cannot be written."""
-    from localllm.kernels.code_cache import CACHE_VARIABLE, cache_root
-    from localllm.kernels.cpu.compiler import cache_fault
-
-    fault = cache_fault()
-    if fault is None:
-        return None
-    folder = cache_root() or "a folder in the home"
-    return (
-        f"compiled kernels cannot be saved in {folder} ({fault}), so every start compiles them: make room there if "
-        f"it is full, or name a folder that can be written in the environment variable {CACHE_VARIABLE}"
-    )

@@ -21,7 +21,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from localllm.cli.flags import in_flags, in_our_command, in_our_flags, take_words
-from localllm.cli.parser import make_parsers
+from localllm.cli.parser import WORDS, make_parsers, name_words
 from localllm.cli.start import INTERRUPTED, end_at_once
 from localllm.cli.terminal import discard, is_terminal, prepare_streams, say, visible_line, warn
 from localllm.errors import (
@@ -146,7 +146,9 @@ def _parse(argv: Sequence[str], arguments: argparse.Namespace) -> None:
     if command := commands.get(argv[0]):
         argv, notice, command.typed = in_our_flags(argv, command.flags)
     _, words = parser.parse_known_args(argv, arguments)
-    if words:
+    if command is not None and arguments.command in WORDS:
+        name_words([*arguments.words, *words], arguments, command.error)
+    elif words:
         take_words(words, arguments)
     if notice is not None and not getattr(arguments, "quiet", False):
         warn(notice)

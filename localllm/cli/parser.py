@@ -8,7 +8,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -123,12 +123,12 @@ def make_parsers() -> tuple[Parser, dict[str, Parser]]:
         ),
         ("models", _add_models, "[FOLDER …] [--json]", "list the models on this machine", MODELS_DETAILS),
         ("pull", _add_pull, "ORG/REPO[:FILE or QUANT] [-q]", "download a model from the hub", PULL_DETAILS),
-        ("convert", _add_convert, "FOLDER [-o FILE] [options]", "make a GGUF file of a checkpoint", CONVERT_DETAILS),
+        ("convert", _add_convert, "FOLDER [OUTPUT] [options]", "make a GGUF file of a checkpoint", CONVERT_DETAILS),
         ("quantize", _add_quantize, "FILE OUTPUT TYPE [options]", "make a model smaller", QUANTIZE_DETAILS),
         (
             "imatrix",
             _add_imatrix,
-            "FILE -f TEXT [options]",
+            "FILE [OUTPUT] -f TEXT [options]",
             "measure which weights matter to a text",
             IMATRIX_DETAILS,
         ),
@@ -510,13 +510,13 @@ def _add_inspect(parser: argparse.ArgumentParser) -> None:
 
 def _add_convert(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "model",
-        metavar="FOLDER",
-        help="a folder with config.json, *.safetensors and tokenizer; or ORG/REPO on the hub",
+        "words",
+        nargs="*",
+        metavar="FOLDER OUTPUT",
+        help="a folder with config.json, *.safetensors and tokenizer, or ORG/REPO on the hub; and the file to write "
+        "(default: NAME-TYPE.gguf)",
     )
-    parser.add_argument(
-        "-o", "--output", type=Path, metavar="FILE", help="the file to write (default: NAME-TYPE.gguf)"
-    )
+    _add_output_file(parser)
     parser.add_argument(
         "--type", metavar="TYPE", help="a type or mix of types, such as Q8_0 (default: as it is stored)"
     )
@@ -532,10 +532,19 @@ def _add_writing(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
 
 
+def _add_output_file(parser: argparse.ArgumentParser) -> None:
+    """The file to write behind a flag, in place of a word: `name_words`."""
+    parser.add_argument("-o", "--output", type=Path, metavar="OUTPUT", help="the same as the word OUTPUT")
+
+
 def _add_quantize(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", type=model_file, metavar="FILE", help="a GGUF file, or any file of a split one")
-    parser.add_argument("output", type=Path, metavar="OUTPUT", help="the file to write")
-    parser.add_argument("type", nargs="?", metavar="TYPE", help="a type or mix of types, such as Q4_K_M")
+    parser.add_argument(
+        "words",
+        nargs="*",
+        metavar="FILE OUTPUT TYPE",
+        help="a GGUF file, or any file of a split one; the file to write; and a type or mix of types, such as Q4_K_M",
+    )
+    _add_output_file(parser)
     target = parser.add_mutually_exclusive_group()
     target.add_argument(
         "--target-size", type=size, metavar="SIZE", help="choose types so that the file takes so much, as in 4.2GB"
@@ -589,8 +598,13 @@ def _add_lora(parser: argparse._ActionsContainer, *, required: bool = False) -> 
 
 
 def _add_merge(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", type=model_file, metavar="FILE", help="a GGUF file, or any file of a split one")
-    parser.add_argument("output", type=Path, metavar="OUTPUT", help="the file to write")
+    parser.add_argument(
+        "words",
+        nargs="*",
+        metavar="FILE OUTPUT",
+        help="a GGUF file, or any file of a split one; and the file to write",
+    )
+    _add_output_file(parser)
     _add_lora(parser, required=True)
     parser.add_argument("-q", "--quiet", action="store_true", help="print nothing but errors")
 
@@ -606,16 +620,17 @@ def _add_embed(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_imatrix(parser: argparse.ArgumentParser) -> None:
-    _add_file(parser.add_mutually_exclusive_group(required=True), "a GGUF file, or any file of a split one")
-    parser.add_argument("-f", "--file", dest="text", type=Path, required=True, metavar="TEXT", help="a text to read")
     parser.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        metavar="OUTPUT",
-        default=Path("imatrix.gguf"),
-        help="the file to write (default: imatrix.gguf)",
+        "words",
+        nargs="*",
+        metavar="FILE OUTPUT",
+        help="a GGUF file, or any file of a split one, also -m FILE; and the file to write (default: imatrix.gguf)",
     )
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("-m", "--model", type=model_file, metavar="FILE", help=argparse.SUPPRESS)
+    _add_hub(group)
+    _add_output_file(parser)
+    parser.add_argument("-f", "--file", dest="text", type=Path, required=True, metavar="TEXT", help="a text to read")
     parser.add_argument(
         "-c", "--context", type=whole(8), metavar="N", default=512, help="tokens of a piece (default: 512)"
     )
@@ -847,6 +862,45 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
 
 
 # -- Values --------------------------------------------------------------------------------------------------------
+
+
+#: What the words of commands that write a file are, in their order, and those of them that must be there.
+WORDS = {
+    "convert": {"model": True, "output": False},
+    "quantize": {"model": True, "output": True, "type": False},
+    "imatrix": {"model": True, "output": False},
+    "merge": {"model": True, "output": True},
+}
+
+
+def name_words(words: Sequence[str], arguments: Any, error: Callable[[str], NoReturn]) -> None:
+    """Gives the words of a command that writes a file their names: in order, without those that flags have named.
+
+    Args:
+        error: what the parser calls where something is wrong.
+    """
+    given, kinds = vars(arguments), WORDS[arguments.command]
+    names = [name for name in kinds if given.get(name) is None]
+    if arguments.command == "quantize" and len(words) == len(names) + 1 and words[-1].isdigit():
+        *words, threads = words  # llama-quantize has them there
+        arguments.threads = int(threads) or None
+    if len(words) > len(names):
+        named = {"model": "the model", "output": "the file to write"}
+        twice = " or ".join(named[name] for name in kinds if name not in names)
+        hint = f": {twice} is named twice, leave one of the names out" if twice else ""
+        error(f"there are words too many, from {words[len(names)]!r} on{hint}")
+    missing = [name for name in names[len(words) :] if kinds[name]]
+    if missing:
+        label = {"model": "FOLDER" if arguments.command == "convert" else "FILE", "output": "OUTPUT"}
+        error(f"the following arguments are required: {', '.join(label[name] for name in missing)}")
+    for name, word in zip(names, words, strict=False):
+        try:
+            value = Path(word) if name == "output" else model_file(word) if name == "model" else word
+        except argparse.ArgumentTypeError as fault:
+            error(f"argument FILE: {fault}")
+        setattr(arguments, name, value)
+    for name in names[len(words) :]:
+        setattr(arguments, name, None)
 
 
 def model_file(text: str) -> str:

@@ -11,8 +11,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Self, TextIO
 
-from localllm.cli.machine import unwritable_cache
-
 if TYPE_CHECKING:
     from localllm.info import ModelInfo
     from localllm.placement import Placement
@@ -158,7 +156,9 @@ class LoadStatus:
     def _compiling(self, done: int, total: int) -> None:
         is_first = self._kept is None
         if self._kept is None:
-            self._kept = self._warn_of_cache()
+            from localllm.kernels.code_cache import cache_fault
+
+            self._kept = cache_fault() is None
         once = ", which happens once" if self._kept else ""
         if is_first and not self._status.live:
             say(f"localllm: compiling kernels for this processor{once}")
@@ -169,13 +169,6 @@ class LoadStatus:
         else:
             self._compiled += total
             self._seconds += time.monotonic() - self._began
-
-    def _warn_of_cache(self) -> bool:
-        """Says if kernels cannot be kept for the next start; returns whether they can."""
-        if complaint := unwritable_cache():
-            self._status.clear()
-            warn(complaint)
-        return complaint is None
 
     def close(self) -> None:
         """Wipes the progress; where none was to be seen, says what was done."""

@@ -6,7 +6,6 @@ So it can be written by `localllm.quantize`, in any type.
 from __future__ import annotations
 
 import re
-import struct
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,12 +21,21 @@ from localllm.convert.config import Config, general_keys, read_json
 from localllm.convert.safetensors import read_folder
 from localllm.convert.sources import Source, find_sources
 from localllm.convert.vocabulary import vocabulary_keys
-from localllm.errors import ModelError, UnsupportedArchitectureError, path_text, quoted
-from localllm.gguf.writer import TensorSpec, encode_value
+from localllm.errors import (
+    ModelError,
+    OutputError,
+    TokenizerError,
+    UnsupportedArchitectureError,
+    UsageError,
+    path_text,
+    quoted,
+)
+from localllm.gguf.writer import TensorSpec, read_back
 from localllm.models.hf_convert import floats, is_classifier
 from localllm.models.registry import ARCHITECTURES, Conversion, has_block, read_model
 from localllm.quant.types import BLOCK_SIZES, GGMLType
 from localllm.quantize.mixes import is_quantizable
+from localllm.tokenizer import Tokenizer
 
 Array = NDArray[Any]
 
@@ -67,16 +75,6 @@ _POOLING_MODES = {"mean": 1, "cls": 2, "lasttoken": 3}
 
 #: BERT's names of the layers of a classifier, by RoBERTa's.
 _CLASSIFIER = {"dense": "pooler.dense.", "out_proj": "classifier."}
-
-
-class Keys(dict[str, Any]):
-    """Keys and values, as `localllm.gguf.metadata.Metadata` gives them."""
-
-    alignment = 32
-
-    def encoded(self, key: str) -> bytes:
-        """A value's type and the value, as a file has them."""
-        return encode_value(self[key])
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,7 +158,7 @@ class Checkpoint:
             ) from error
         embedding = self.tensors.get("token_embd.weight")
         n_vocab = embedding.shape[0] if embedding else 0
-        self.metadata = Keys(
+        values = (
             {"general.architecture": self.architecture, "general.type": "model", "general.name": _name(folder)}
             | {"general.size_label": _size_label(self.tensors)}
             | _sampling(read_json(folder / "generation_config.json"))
@@ -174,22 +172,16 @@ class Checkpoint:
             }
             | vocabulary_keys(folder, config, n_vocab)
         )
-        for key, value in self.metadata.items():
-            try:
-                if not isinstance(value, list) or not key.startswith("tokenizer."):
-                    encode_value(value)
-            except (TypeError, ValueError, KeyError, OverflowError, struct.error):
-                raise ModelError(
-                    f"the files of {path_text(folder)} give {quoted(value)} for the key {quoted(key)}, which no GGUF "
-                    "file can have: download them again"
-                ) from None
         try:
+            specs = [TensorSpec(tensor.name, tensor.shape, tensor.type) for tensor in self.tensors.values()]
+            self.metadata = read_back(folder, values, specs)
             read_model(self)
             if has_block(self):
                 read_model(self, is_block=True)
+            Tokenizer.from_gguf(self)
         except UnsupportedArchitectureError:
             raise
-        except ModelError as error:
+        except (ModelError, UsageError, OutputError, TokenizerError) as error:
             raise ModelError(f"{path_text(folder)} cannot be converted: {error}") from error
 
     @property
@@ -220,7 +212,7 @@ def _name(folder: Path) -> str:
     """The folder's name, or the repository's where it lies in the hub's cache (…/models--ORG--NAME/snapshots/…)."""
     folder = folder.resolve()
     parent = folder.parent.parent.name
-    return parent.rpartition("--")[2] if parent.startswith("models--") else folder.name
+    return path_text(parent.rpartition("--")[2] if parent.startswith("models--") else folder.name)
 
 
 def _size_label(tensors: Mapping[str, CheckpointTensor]) -> str:

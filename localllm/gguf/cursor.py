@@ -11,13 +11,8 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-from localllm.errors import GGUFError, path_text
-
-# The largest vocabularies have about 650,000 strings (tokens and merges), and no known model has arrays
-# inside arrays.  Each costs time, or becomes a Python object larger than its bytes in the file, so these
-# bound what a file of nothing but tiny entries can cost.
-MAX_STRINGS = 1 << 21
-MAX_NESTED_ARRAYS = 1 << 12
+from localllm.errors import GGUFError, LocalLLMError, path_text
+from localllm.gguf import limits
 
 DAMAGED = "the file is cut short or damaged, download or convert it again"
 
@@ -44,16 +39,16 @@ class Cursor:
         nested_arrays_left: how many arrays may still come inside arrays.
     """
 
-    def __init__(self, path: Path, buffer: mmap.mmap) -> None:
+    def __init__(self, path: Path, buffer: mmap.mmap | bytes) -> None:
         self.path = path
         self.buffer = buffer
         self.at = 0
         self.end = len(buffer)
         self.context = "header"
-        self.strings_left = MAX_STRINGS
-        self.nested_arrays_left = MAX_NESTED_ARRAYS
+        self.strings_left = limits.MAX_STRINGS
+        self.nested_arrays_left = limits.MAX_NESTED_ARRAYS
 
-    def error(self, defect: str, *, at: int | None = None, advice: str = DAMAGED) -> GGUFError:
+    def error(self, defect: str, *, at: int | None = None, advice: str = DAMAGED) -> LocalLLMError:
         """A `GGUFError` that names the file, the byte (here, or ``at``), the context and the defect."""
         return error_at(self.path, self.at if at is None else at, self.context, defect, advice)
 

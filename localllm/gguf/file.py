@@ -33,16 +33,14 @@ from types import MappingProxyType, TracebackType
 from typing import Self
 
 from localllm.errors import ClosedError, GGUFError, ModelNotFoundError, path_text, quoted
-from localllm.gguf.cursor import DAMAGED, Cursor
+from localllm.gguf import limits
+from localllm.gguf.cursor import DAMAGED, Cursor, align
 from localllm.gguf.metadata import Metadata, MetadataValue, read_metadata
 from localllm.gguf.strings import StringArray
-from localllm.gguf.tensors import TensorInfo, read_tensors
+from localllm.gguf.tensors import Entry, TensorInfo, read_table, tensor_views
 
 __all__ = ["GGUFFile", "Metadata", "MetadataValue", "StringArray", "TensorInfo"]
 
-# Real files have under 200 keys and a few thousand tensors.
-_MAX_KEYS = 1 << 12
-_MAX_TENSORS = 1 << 14
 # The fewest bytes that a key with its value, and a line of the tensor table, take.
 _MIN_KEY_BYTES = 8 + 1 + 4 + 1
 _MIN_TENSOR_BYTES = 8 + 1 + 4 + 4 + 8
@@ -187,12 +185,22 @@ class _Part:
 def _read_part(path: Path) -> _Part:
     buffer, stamp = _map(path)
     cursor = Cursor(path, buffer)
+    version, metadata, entries = read_header(cursor, len(buffer))
+    tensors = tensor_views(buffer, entries, align(cursor.at, metadata.alignment))
+    return _Part(path, stamp, version, buffer, metadata, tensors)
+
+
+def read_header(cursor: Cursor, file_bytes: int) -> tuple[int, Metadata, list[Entry]]:
+    """The version, the metadata and the tensor table of a file of ``file_bytes``, whose header the cursor is in.
+
+    Raises:
+        GGUFError: it is not a GGUF file, or damaged.
+    """
     version = _read_version(cursor)
-    n_tensors = cursor.count("tensors", least_bytes=_MIN_TENSOR_BYTES, most=_MAX_TENSORS)
-    n_keys = cursor.count("metadata keys", least_bytes=_MIN_KEY_BYTES, most=_MAX_KEYS)
+    n_tensors = cursor.count("tensors", least_bytes=_MIN_TENSOR_BYTES, most=limits.MAX_TENSORS)
+    n_keys = cursor.count("metadata keys", least_bytes=_MIN_KEY_BYTES, most=limits.MAX_KEYS)
     metadata = read_metadata(cursor, n_keys)
-    tensors = read_tensors(cursor, n_tensors, metadata.alignment)
-    return _Part(path, stamp, version, cursor.buffer, metadata, tensors)
+    return version, metadata, read_table(cursor, n_tensors, metadata.alignment, file_bytes)
 
 
 def _map(path: Path) -> tuple[mmap.mmap, _Stamp]:

@@ -13,13 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.errors import quoted
+from localllm.gguf import limits
 from localllm.gguf.cursor import Cursor, Text, error_at
 from localllm.gguf.strings import StringArray, read_strings
 
-_DEFAULT_ALIGNMENT = 32
-_MIN_ALIGNMENT = 8  # specification: a multiple of 8; ggml: a power of two
-_MAX_KEY_BYTES = 65_535  # specification
-_MAX_NESTING = 4
 # The fewest bytes that an array inside an array takes: element type and length.
 _MIN_ARRAY_BYTES = 4 + 8
 
@@ -55,7 +52,7 @@ _SCALARS = {
     ValueType.FLOAT64: struct.Struct("<d"),
 }
 
-_DTYPES: dict[ValueType, np.dtype[Any]] = {
+DTYPES: dict[ValueType, np.dtype[Any]] = {
     ValueType.UINT8: np.dtype("<u1"),
     ValueType.INT8: np.dtype("<i1"),
     ValueType.UINT16: np.dtype("<u2"),
@@ -85,7 +82,7 @@ class Metadata(Mapping[str, MetadataValue]):
     __slots__ = ("_buffer", "_path", "_spans", "_values")
 
     def __init__(
-        self, path: Path, buffer: mmap.mmap, values: dict[str, MetadataValue | Text], spans: dict[str, Text]
+        self, path: Path, buffer: mmap.mmap | bytes, values: dict[str, MetadataValue | Text], spans: dict[str, Text]
     ) -> None:
         self._path = path
         self._buffer = buffer
@@ -118,7 +115,7 @@ class Metadata(Mapping[str, MetadataValue]):
     def alignment(self) -> int:
         """``general.alignment``: what the data section and each tensor in it are aligned to, in bytes."""
         alignment = self._values.get("general.alignment")
-        return alignment if isinstance(alignment, int) else _DEFAULT_ALIGNMENT
+        return alignment if isinstance(alignment, int) else limits.DEFAULT_ALIGNMENT
 
     def raw(self, key: str) -> bytes:
         """The bytes of a text, whether or not they are UTF-8.
@@ -153,7 +150,7 @@ def read_metadata(cursor: Cursor, n_keys: int) -> Metadata:
     for i in range(n_keys):
         cursor.context = f"metadata key {i}"
         start = cursor.at
-        key = cursor.name("the key", _MAX_KEY_BYTES)
+        key = cursor.name("the key", limits.MAX_KEY_BYTES)
         cursor.context = f"key {quoted(key)}"
         if key in values:
             raise cursor.error("the key occurs twice", at=start)
@@ -172,8 +169,9 @@ def _read_alignment(cursor: Cursor) -> int:
     if value_type is not ValueType.UINT32:
         raise cursor.error(f"the alignment is of type {value_type.name}, not UINT32", at=start)
     alignment = cursor.u32("the alignment")
-    if alignment < _MIN_ALIGNMENT or alignment & (alignment - 1):
-        defect = f"the alignment {alignment} is not a power of two of at least {_MIN_ALIGNMENT}"
+    low, high = limits.MIN_ALIGNMENT, limits.MAX_ALIGNMENT
+    if not low <= alignment <= high or alignment & (alignment - 1):
+        defect = f"the alignment {alignment} is not a power of two from {low} to {high}"
         raise cursor.error(defect, at=start + 4)
     return alignment
 
@@ -204,8 +202,8 @@ def _read_value(cursor: Cursor, value_type: ValueType, label: str) -> MetadataVa
 
 
 def _read_array(cursor: Cursor, label: str, depth: int) -> MetadataValue:
-    if depth > _MAX_NESTING:
-        raise cursor.error(f"arrays are nested more than {_MAX_NESTING} deep")
+    if depth > limits.MAX_NESTING:
+        raise cursor.error(f"arrays are nested more than {limits.MAX_NESTING} deep")
     element_type = _read_value_type(cursor)
     if element_type is ValueType.STRING:
         return read_strings(cursor, label)
@@ -221,7 +219,7 @@ def _read_nested(cursor: Cursor, label: str, depth: int) -> MetadataValue:
 
 
 def _read_numbers(cursor: Cursor, element_type: ValueType) -> NDArray[Any]:
-    dtype = _DTYPES[element_type]
+    dtype = DTYPES[element_type]
     n = cursor.u64("the length of the array")
     start = cursor.take(n * dtype.itemsize, f"an array of {n} values of type {element_type.name}")
     if element_type is ValueType.BOOL:

@@ -38,7 +38,7 @@ class StringArray(Sequence[str]):
 
     __slots__ = ("_bounds", "_buffer", "_label", "_path")
 
-    def __init__(self, path: Path, label: str, buffer: mmap.mmap, bounds: NDArray[np.int64]) -> None:
+    def __init__(self, path: Path, label: str, buffer: mmap.mmap | bytes, bounds: NDArray[np.int64]) -> None:
         self._path = path
         self._label = label
         self._buffer = buffer

@@ -11,11 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.errors import quoted
+from localllm.gguf import limits
 from localllm.gguf.cursor import Cursor, align
 from localllm.quant.types import BLOCK_SIZES, GGMLType
-
-_MAX_NAME_BYTES = 63  # GGML_MAX_NAME is 64 with its terminating NUL
-_MAX_DIMS = 4  # GGML_MAX_DIMS
 
 _REQUANTISE = "choose another quantisation of the model"
 
@@ -75,27 +73,8 @@ class TensorInfo:
             self._buffer.madvise(mmap.MADV_DONTNEED, start, stop - start)
 
 
-def read_tensors(cursor: Cursor, n_tensors: int, alignment: int) -> list[TensorInfo]:
-    """Read ``n_tensors`` lines of the tensor table from where the cursor stands, and make their views.
-
-    Raises:
-        GGUFError: a name, shape, type or offset is impossible, or the tensors do not fill the data section.
-    """
-    entries = _read_table(cursor, n_tensors)
-    data_start = align(cursor.at, alignment)
-    _check_bounds(cursor, entries, alignment, data_start)
-    _check_layout(cursor, entries, alignment, data_start)
-    file = np.frombuffer(cursor.buffer, np.uint8)
-    tensors = []
-    for entry in entries:
-        start = data_start + entry.offset
-        data = file[start : start + entry.n_bytes].reshape(*entry.shape[:-1], -1)
-        tensors.append(TensorInfo(entry.name, entry.shape, entry.type, data, start, cursor.buffer))
-    return tensors
-
-
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class Entry:
     """A line of the tensor table; ``offset`` counts from the data section and stands at ``offset_at``."""
 
     name: str
@@ -106,13 +85,37 @@ class _Entry:
     offset_at: int
 
 
-def _read_table(cursor: Cursor, n_tensors: int) -> list[_Entry]:
-    entries: list[_Entry] = []
+def read_table(cursor: Cursor, n_tensors: int, alignment: int, file_bytes: int) -> list[Entry]:
+    """Read ``n_tensors`` lines of the tensor table from where the cursor stands, of a file of ``file_bytes``.
+
+    Raises:
+        GGUFError: a name, shape, type or offset is impossible, or the tensors do not fill the data section.
+    """
+    entries = _read_entries(cursor, n_tensors)
+    data_start = align(cursor.at, alignment)
+    _check_bounds(cursor, entries, alignment, max(file_bytes - data_start, 0))
+    _check_layout(cursor, entries, alignment, data_start, file_bytes)
+    return entries
+
+
+def tensor_views(buffer: mmap.mmap, entries: list[Entry], data_start: int) -> list[TensorInfo]:
+    """The tensors of a file."""
+    file = np.frombuffer(buffer, np.uint8)
+    tensors = []
+    for entry in entries:
+        start = data_start + entry.offset
+        data = file[start : start + entry.n_bytes].reshape(*entry.shape[:-1], -1)
+        tensors.append(TensorInfo(entry.name, entry.shape, entry.type, data, start, buffer))
+    return tensors
+
+
+def _read_entries(cursor: Cursor, n_tensors: int) -> list[Entry]:
+    entries: list[Entry] = []
     names: set[str] = set()
     for i in range(n_tensors):
         cursor.context = f"tensor {i}"
         start = cursor.at
-        name = cursor.name("the tensor's name", _MAX_NAME_BYTES)
+        name = cursor.name("the tensor's name", limits.MAX_NAME_BYTES)
         cursor.context = f"tensor {quoted(name)}"
         if name in names:
             raise cursor.error("the tensor's name occurs twice", at=start)
@@ -121,11 +124,11 @@ def _read_table(cursor: Cursor, n_tensors: int) -> list[_Entry]:
     return entries
 
 
-def _read_entry(cursor: Cursor, name: str) -> _Entry:
+def _read_entry(cursor: Cursor, name: str) -> Entry:
     dims_at = cursor.at
     n_dims = cursor.u32("the number of dimensions")
-    if n_dims > _MAX_DIMS:
-        raise cursor.error(f"{n_dims} dimensions are more than {_MAX_DIMS}", at=dims_at)
+    if n_dims > limits.MAX_DIMS:
+        raise cursor.error(f"{n_dims} dimensions are more than {limits.MAX_DIMS}", at=dims_at)
     dims = [cursor.u64("a dimension") for _ in range(n_dims)]
     if 0 in dims:
         raise cursor.error(f"a dimension of {dims} is zero", at=dims_at + 4 + 8 * dims.index(0))
@@ -137,7 +140,7 @@ def _read_entry(cursor: Cursor, name: str) -> _Entry:
         raise cursor.error(defect, at=dims_at + 4)
     n_bytes = block.row_bytes(n_columns) * prod(dims[1:])
     offset_at = cursor.at
-    return _Entry(name, tuple(dims[::-1]), tensor_type, n_bytes, cursor.u64("the offset"), offset_at)
+    return Entry(name, tuple(dims[::-1]), tensor_type, n_bytes, cursor.u64("the offset"), offset_at)
 
 
 def _read_type(cursor: Cursor) -> GGMLType:
@@ -152,8 +155,7 @@ def _read_type(cursor: Cursor) -> GGMLType:
     raise cursor.error(f"tensor type {type_id} is unknown", at=start, advice=advice)
 
 
-def _check_bounds(cursor: Cursor, entries: list[_Entry], alignment: int, data_start: int) -> None:
-    data_bytes = max(cursor.end - data_start, 0)
+def _check_bounds(cursor: Cursor, entries: list[Entry], alignment: int, data_bytes: int) -> None:
     for entry in entries:
         cursor.context = f"tensor {quoted(entry.name)}"
         if entry.offset % alignment:
@@ -166,7 +168,7 @@ def _check_bounds(cursor: Cursor, entries: list[_Entry], alignment: int, data_st
             )
 
 
-def _check_layout(cursor: Cursor, entries: list[_Entry], alignment: int, data_start: int) -> None:
+def _check_layout(cursor: Cursor, entries: list[Entry], alignment: int, data_start: int, file_bytes: int) -> None:
     """Check that the tensors neither overlap nor leave holes, and that nothing follows them."""
     expected = 0
     for entry in sorted(entries, key=lambda entry: entry.offset):
@@ -179,6 +181,6 @@ def _check_layout(cursor: Cursor, entries: list[_Entry], alignment: int, data_st
             )
         expected += align(entry.n_bytes, alignment)
     data_end = data_start + expected
-    if cursor.end > data_end:
+    if file_bytes > data_end:
         cursor.context = "end of the data section"
-        raise cursor.error(f"{cursor.end - data_end} bytes follow that belong to no tensor", at=data_end)
+        raise cursor.error(f"{file_bytes - data_end} bytes follow that belong to no tensor", at=data_end)

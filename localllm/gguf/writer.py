@@ -17,12 +17,15 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from localllm.errors import OutputError, UsageError, path_text, quoted
 from localllm.files import NewFile
-from localllm.gguf.cursor import align
-from localllm.gguf.metadata import ValueType
+from localllm.gguf import limits
+from localllm.gguf.cursor import Cursor, align
+from localllm.gguf.file import read_header
+from localllm.gguf.metadata import DTYPES, Metadata, ValueType
+from localllm.gguf.strings import StringArray
 from localllm.quant.types import BLOCK_SIZES, GGMLType
 
-_DEFAULT_ALIGNMENT = 32
 # Bytes after which what was written is made sure to be on the disk.
 _SYNC = 64 << 20
 
@@ -40,35 +43,141 @@ class TensorSpec:
         return BLOCK_SIZES[self.type].row_bytes(self.shape[-1] if self.shape else 1) * prod(self.shape[:-1])
 
 
-def encode_value(value: bool | int | float | str | Sequence[Any], type: ValueType | None = None) -> bytes:
+def encode_value(value: object, type: ValueType = ValueType.UINT32) -> bytes:
     """A value's type and the value, as a file has them.
 
-    Without ``type`` integers are u32 and floats f32; in arrays, integers are i32, and
-    numpy's unsigned ones bytes.
+    Args:
+        value: a bool, number or text, or a list, tuple or array of one of these kinds.
+        type: of an integer.  In arrays they are i32, or numpy's uint8; floats are f32.
+
+    Raises:
+        UsageError: it has no place in a GGUF file that other programs read.
     """
     match value:
-        case bool():
-            return struct.pack("<I?", ValueType.BOOL, value)
-        case int():
-            kind = type or ValueType.UINT32
-            return struct.pack({ValueType.UINT16: "<IH", ValueType.INT32: "<Ii"}.get(kind, "<II"), kind, value)
-        case float():
-            return struct.pack("<If", ValueType.FLOAT32, value)
+        case bool() | np.bool_():
+            return _head(ValueType.BOOL) + bytes([bool(value)])
+        case int() | np.integer():
+            return _head(type) + _integers([int(value)], type, value)
+        case float() | np.floating():
+            return _head(ValueType.FLOAT32) + _floats([float(value)], value)
         case str():
-            return struct.pack("<I", ValueType.STRING) + _string(value)
-    if not len(value) or not isinstance(value[0], str):
-        numbers = np.asarray(value, None if len(value) else np.int32)
-        kind, dtype = {
-            "b": (ValueType.BOOL, "?"), "f": (ValueType.FLOAT32, "<f4"), "u": (ValueType.UINT8, "u1")
-        }.get(numbers.dtype.kind, (ValueType.INT32, "<i4"))  # fmt: skip
-        return struct.pack("<IIQ", ValueType.ARRAY, kind, len(value)) + numbers.astype(dtype).tobytes()
-    head = struct.pack("<IIQ", ValueType.ARRAY, ValueType.STRING, len(value))
-    return head + b"".join(_string(text) for text in value)
+            return _head(ValueType.STRING) + _string(value)
+        case list() | tuple() | np.ndarray() | StringArray():
+            return _head(ValueType.ARRAY) + _array(value)
+    raise _no_value(value)
+
+
+def _array(values: Sequence[Any] | NDArray[Any]) -> bytes:
+    """Element type, length and elements."""
+    items: list[Any]
+    if isinstance(values, np.ndarray):
+        items = values.tolist() if values.ndim else [None]
+    else:
+        items = [value.item() if isinstance(value, np.generic) else value for value in values]
+    types = {type(item) for item in items}
+    if types == {str}:
+        kind, data = ValueType.STRING, b"".join(map(_string, items))
+    elif types == {bool}:
+        kind, data = ValueType.BOOL, bytes(items)
+    elif types <= {int}:
+        is_bytes = isinstance(values, np.ndarray) and values.dtype == np.uint8
+        kind = ValueType.UINT8 if is_bytes else ValueType.INT32
+        data = _integers(items, kind, values)
+    elif types <= {int, float}:
+        kind, data = ValueType.FLOAT32, _floats(items, values)
+    else:
+        raise _no_value(values)
+    return struct.pack("<IQ", kind, len(items)) + data
+
+
+def _integers(numbers: Sequence[int], kind: ValueType, value: object) -> bytes:
+    try:
+        return np.array(numbers, DTYPES[kind]).tobytes()
+    except OverflowError:
+        raise _no_value(value) from None
+
+
+def _floats(numbers: Sequence[float], value: object) -> bytes:
+    try:
+        return struct.pack(f"<{len(numbers)}f", *numbers)
+    except (OverflowError, struct.error):
+        raise _no_value(value) from None
+
+
+def _head(kind: ValueType) -> bytes:
+    return struct.pack("<I", kind)
 
 
 def _string(text: str) -> bytes:
-    data = text.encode()
+    try:
+        data = text.encode()
+    except UnicodeEncodeError:
+        raise _no_value(text) from None
     return struct.pack("<Q", len(data)) + data
+
+
+def _no_value(value: object) -> UsageError:
+    return UsageError(
+        f"{quoted(value)} has no place in a GGUF file: values are bools, integers and floats of 32 bits, Unicode "
+        "texts, and lists of one of these; integers that are not in a list are not negative"
+    )
+
+
+def read_back(path: Path, values: Mapping[str, object], tensors: Sequence[TensorSpec]) -> Metadata:
+    """Values as whoever reads a file with these tensors will find them; ``path`` is for errors.
+
+    Raises:
+        UsageError: a value is none that a GGUF file has.
+        OutputError: the reader would refuse the file.
+    """
+    metadata = {}
+    for key, value in values.items():
+        try:
+            metadata[key] = encode_value(value)
+        except UsageError as error:
+            raise UsageError(f"key {quoted(key)}: {error}") from None
+    return _header(path, metadata, tensors)[1]
+
+
+class _Draft(Cursor):
+    """A header that is not written yet: what the reader would not accept is whoever writes it to blame for."""
+
+    def error(self, defect: str, *, at: int | None = None, advice: str = "") -> OutputError:
+        return OutputError(f"{path_text(self.path)} would not load: {self.context}: {defect}")
+
+
+def _header(path: Path, metadata: Mapping[str, bytes], tensors: Sequence[TensorSpec]) -> tuple[bytes, Metadata, int]:
+    """The header as a file has it, what the reader makes of it, and the bytes of the data section.
+
+    Raises:
+        OutputError: the reader would refuse the file.
+    """
+    alignment = int.from_bytes(metadata.get("general.alignment", b"")[4:8], "little")
+    if not limits.MIN_ALIGNMENT <= alignment <= limits.MAX_ALIGNMENT:  # the reader takes no other, and the default
+        alignment = limits.DEFAULT_ALIGNMENT
+    head = [b"GGUF", struct.pack("<IQQ", 3, len(tensors), len(metadata))]
+    head += [_string(key) + value for key, value in metadata.items()]
+    offset = 0
+    for tensor in tensors:
+        dims = tensor.shape[::-1]
+        try:
+            shape = struct.pack(f"<I{len(dims)}Q", len(dims), *dims)
+            head.append(_string(tensor.name) + shape + struct.pack("<IQ", tensor.type, offset))
+        except struct.error:
+            raise OutputError(
+                f"{path_text(path)} would not load: tensor {quoted(tensor.name)}: no file has room for the shape "
+                f"{quoted(list(tensor.shape))}"
+            ) from None
+        offset += align(tensor.n_bytes, alignment)
+    header = b"".join(head)
+    draft = _Draft(path, header)
+    padded = header + bytes(-len(header) % alignment)
+    _, read, _ = read_header(draft, len(padded) + offset)
+    for key, value in metadata.items():
+        if key not in read or read.encoded(key) != value:
+            draft.context = f"key {quoted(key)}"
+            raise draft.error("its bytes are not those of a single value")
+    return padded, read, offset
 
 
 class GGUFWriter(NewFile):
@@ -76,9 +185,8 @@ class GGUFWriter(NewFile):
 
     Args:
         path: where it will be; nothing is there before it is complete.
-        metadata: values as `encode_value` and `Metadata.encoded` give them.
+        metadata: values as `encode_value` and `Metadata.encoded` give them; ``general.alignment`` among them counts.
         tensors: all tensors, in the order in which `write` brings them.
-        alignment: of the data section and of each tensor, in bytes.
         origin: what the tensors' bytes depend on.  If an earlier writer of this file was killed, and had the same
             origin, metadata and tensors, what it wrote is kept.  By default nothing is.
 
@@ -86,7 +194,7 @@ class GGUFWriter(NewFile):
         n_kept: tensors that an earlier writer wrote: `write` goes on behind them.
 
     Raises:
-        OutputError: it cannot be written, or there is not enough space.
+        OutputError: it cannot be written, there is not enough space, or the reader would refuse it.
     """
 
     def __init__(
@@ -94,26 +202,16 @@ class GGUFWriter(NewFile):
         path: Path,
         metadata: Mapping[str, bytes],
         tensors: Sequence[TensorSpec],
-        alignment: int = _DEFAULT_ALIGNMENT,
         origin: str = "",
     ) -> None:
         self._tensors = tensors
-        self._alignment = alignment
+        self._header, read, n_bytes = _header(path, metadata, tensors)
+        self._alignment = read.alignment
         self._next = self.n_kept = 0
         self._left = self._unsynced = 0
-        head = [b"GGUF", struct.pack("<IQQ", 3, len(tensors), len(metadata))]
-        head += [_string(key) + value for key, value in metadata.items()]
-        offset = 0
-        for tensor in tensors:
-            dims = tensor.shape[::-1]
-            shape = struct.pack(f"<I{len(dims)}Q", len(dims), *dims)
-            head.append(_string(tensor.name) + shape + struct.pack("<IQ", tensor.type, offset))
-            offset += align(tensor.n_bytes, alignment)
-        header = b"".join(head)
-        self._header = header + bytes(-len(header) % alignment)
         # An unfinished file begins with this instead of the header's first bytes: it is no GGUF file yet.
         self._mark = hashlib.sha256(self._header + origin.encode()).digest()[:24]
-        super().__init__(path, len(self._header) + offset, is_resumable=bool(origin))
+        super().__init__(path, len(self._header) + n_bytes, is_resumable=bool(origin))
 
     def __enter__(self) -> Self:
         super().__enter__()

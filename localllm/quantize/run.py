@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from localllm import __version__
-from localllm.errors import ModelError, UsageError, quoted
+from localllm.errors import ModelError, UsageError, path_text, quoted
 from localllm.files import check_is_new
 from localllm.gguf import Metadata, TensorInfo
 from localllm.gguf.metadata import ValueType
@@ -27,7 +27,7 @@ from localllm.quantize.imatrix import ImportanceMatrix
 from localllm.quantize.mixes import MIXES, chooser_for, is_quantizable, layer_order, mix_named, needs_importance
 
 if TYPE_CHECKING:
-    from localllm.convert.checkpoint import CheckpointTensor, Keys
+    from localllm.convert.checkpoint import CheckpointTensor
 
 # Values decoded, encoded and written at a time, and of those the ones whose error is measured.
 _SLAB = 1 << 24
@@ -45,7 +45,7 @@ class SourceFile(Protocol):
     @property
     def architecture(self) -> str: ...
     @property
-    def metadata(self) -> Metadata | Keys: ...
+    def metadata(self) -> Metadata: ...
     @property
     def tensors(self) -> Mapping[str, TensorInfo | CheckpointTensor]: ...
     @property
@@ -245,11 +245,13 @@ def run(
     total = sum(tensor.source.n_bytes for tensor in plan.tensors)
     done, feedbacks = 0, dict[int, Feedback]()
     with ExitStack() as files:  # which get their names together, at its end
-        for number, (path, tensors) in enumerate(plan.files):
-            specs = [tensor.spec for tensor in tensors]
-            alignment = plan.file.metadata.alignment
-            origin = _origin(plan, allow_nan)
-            writer = files.enter_context(GGUFWriter(path, _metadata(plan, number), specs, alignment, origin))
+        origin = _origin(plan, allow_nan)
+        writers = [
+            GGUFWriter(path, _metadata(plan, number), [tensor.spec for tensor in tensors], origin)
+            for number, (path, tensors) in enumerate(plan.files)
+        ]
+        for writer, (_, tensors) in zip(writers, plan.files, strict=True):
+            files.enter_context(writer)
             done += sum(tensor.source.n_bytes for tensor in tensors[: writer.n_kept])
             for tensor in tensors[writer.n_kept :]:
                 if progress:
@@ -293,7 +295,7 @@ def _metadata(plan: Plan, number: int) -> dict[str, bytes]:
     }
     if plan.imatrix is not None:
         if plan.imatrix.path is not None:
-            new["quantize.imatrix.file"] = encode_value(os.fsdecode(plan.imatrix.path)[:127])
+            new["quantize.imatrix.file"] = encode_value(path_text(plan.imatrix.path)[:127])
         if plan.imatrix.datasets:
             new["quantize.imatrix.dataset"] = encode_value(plan.imatrix.datasets[0][:127])
         new["quantize.imatrix.entries_count"] = encode_value(len(plan.imatrix.entries))

@@ -40,8 +40,8 @@ class OutputConfig(msgspec.Struct):
     format: OutputFormat | None = None
 
 
-class MessagesRequest(Generation):
-    messages: list[dict[str, Any]] = msgspec.field(default_factory=list)
+class MessagesRequest(Generation, kw_only=True):
+    messages: list[dict[str, Any]]
     max_tokens: int | None = None
     system: str | list[dict[str, Any]] | None = None
     stop_sequences: list[str] | None = None

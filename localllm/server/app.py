@@ -88,7 +88,7 @@ _ENDPOINTS: tuple[tuple[str, tuple[str, ...], _Endpoint, Any], ...] = (
     ("POST", ("/detokenize",), llamacpp.detokenize, llamacpp.DetokenizeRequest),
     ("POST", ("/apply-template",), llamacpp.apply_template, llamacpp.TemplateRequest),
     ("POST", ("/completion", "/completions"), llamacpp.completion, llamacpp.CompletionRequest),
-    ("POST", ("/infill",), llamacpp.infill, llamacpp.CompletionRequest),
+    ("POST", ("/infill",), llamacpp.infill, llamacpp.InfillRequest),
 )
 
 

@@ -186,7 +186,7 @@ def _label(name: str) -> str:
 
 
 class TokenizeRequest(msgspec.Struct):
-    content: str = ""
+    content: str
     add_special: bool = False
     parse_special: bool = True
     with_pieces: bool = False
@@ -194,12 +194,12 @@ class TokenizeRequest(msgspec.Struct):
 
 
 class DetokenizeRequest(msgspec.Struct):
-    tokens: list[int] = []
+    tokens: list[int]
     model: str | None = None
 
 
 class TemplateRequest(msgspec.Struct):
-    messages: list[dict[str, Any]] = []
+    messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     model: str | None = None
@@ -258,31 +258,38 @@ async def set_lora_adapters(request: Request, desk: Desk) -> Response:
 # -- Completions ---------------------------------------------------------------------------------------------------
 
 
-class CompletionRequest(Generation):
-    """Of ``/completion`` and ``/infill``."""
-
-    prompt: str | list[int] = ""
+class _Completion(Generation):
     n_predict: int | None = None
     n_probs: int | None = None
-    input_prefix: str = ""
-    input_suffix: str = ""
+
+
+class CompletionRequest(_Completion, kw_only=True):
+    prompt: str | list[int]
+
+
+class InfillRequest(_Completion, kw_only=True):
+    input_prefix: str
+    input_suffix: str
     input_extra: list[dict[str, str]] | None = None
+    prompt: str | list[int] = ""
 
 
 async def completion(request: Request, desk: Desk) -> Response:
     body = await decode(request, CompletionRequest)
+    if body.prompt == []:
+        raise HTTPError(400, "prompt has no tokens: give a text, or ids of tokens")
     return await _complete(request, desk, body, body.prompt)
 
 
 async def infill(request: Request, desk: Desk) -> Response:
-    body = await decode(request, CompletionRequest)
+    body = await decode(request, InfillRequest)
     prompt = body.prompt if isinstance(body.prompt, str) else ""
     extra = "".join(each.get("text", "") + "\n" for each in body.input_extra or [])
     work = partial(fill_in, before=extra + body.input_prefix, after=body.input_suffix, begun=prompt)
     return await _complete(request, desk, body, await desk.with_model(request, body.model, work))
 
 
-async def _complete(request: Request, desk: Desk, body: CompletionRequest, prompt: str | list[int]) -> Response:
+async def _complete(request: Request, desk: Desk, body: _Completion, prompt: str | list[int]) -> Response:
     logprobs = checked_logprobs(body.n_probs) or None
     options = body.options(max_tokens=token_limit(body.n_predict), logprobs=logprobs)
     answer = await desk.begin(Ask(body.model, options, prompt=prompt, special=True), request)

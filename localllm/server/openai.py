@@ -65,8 +65,8 @@ class ResponseFormat(msgspec.Struct):
     schema: dict[str, Any] | None = None
 
 
-class ChatRequest(Generation):
-    messages: list[dict[str, Any]] = msgspec.field(default_factory=list)
+class ChatRequest(Generation, kw_only=True):
+    messages: list[dict[str, Any]]
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     n: int | None = None
@@ -81,8 +81,8 @@ class ChatRequest(Generation):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class CompletionRequest(Generation):
-    prompt: Texts = ""
+class CompletionRequest(Generation, kw_only=True):
+    prompt: Texts
     suffix: str | None = None
     max_tokens: int | None = 16
     n: int | None = None

@@ -55,7 +55,7 @@ class TextOptions(msgspec.Struct):
 
 
 class ResponsesRequest(Generation):
-    input: str | list[dict[str, Any]] = ""
+    input: str | list[dict[str, Any]] | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
     max_output_tokens: int | None = None
@@ -144,7 +144,9 @@ def _ask(body: ResponsesRequest, before: list[dict[str, Any]]) -> Ask:
         for tool in body.tools or []
         if tool.get("type") == "function"
     ]
-    items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
+    if body.input is None and not before:
+        raise HTTPError(400, "input is missing: give a text or a list of items, or go on with previous_response_id")
+    items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input or []
     messages = [*before, *_messages(items)]
     if body.instructions:
         messages = [{"role": "system", "content": body.instructions}, *(m for m in messages if m["role"] != "system")]

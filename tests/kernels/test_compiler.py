@@ -7,6 +7,7 @@ import errno
 import importlib
 import math
 import os
+import re
 import shutil
 import struct
 import subprocess
@@ -22,13 +23,12 @@ import pytest
 
 import localllm
 from localllm.errors import KernelError, NotEnoughMemoryError
-from localllm.kernels.code_cache import cache_root
+from localllm.kernels.code_cache import cache_fault, cache_root
 from localllm.kernels.cpu.codes import load_bits, lut_op
 from localllm.kernels.cpu.compiler import (
     Variant,
     addresses,
     assembly,
-    cache_fault,
     kernel,
     variant,
 )
@@ -36,6 +36,7 @@ from localllm.kernels.cpu.dots import dot32_s8, dot32_u4
 from localllm.kernels.cpu.simd import load_f32, load_i64, store_atomic, store_f32, store_f32x16, to_float, zero_i32x16
 from localllm.kernels.cpu.target import TARGETS, Target, available, choose
 from localllm.kernels.cpu.templates import device, static_range
+from tests.helpers.tiny_models import tiny_gguf
 
 ROOT = Path(localllm.__file__).resolve().parents[1]
 
@@ -277,7 +278,8 @@ def test_a_cache_that_cannot_be_written_costs_only_time(
     (tmp_path / "file").write_text("no folder")
     monkeypatch.setenv("LOCALLLM_CACHE", str(tmp_path / place))
     x = np.ones(3, np.float32)
-    call(variant(scale_and_add, choose(), N=len(place)), x.ctypes.data, x.ctypes.data, 2.0, 1.0, end=3)
+    with pytest.warns(UserWarning, match="cannot be saved in"):
+        call(variant(scale_and_add, choose(), N=len(place)), x.ctypes.data, x.ctypes.data, 2.0, 1.0, end=3)
     np.testing.assert_array_equal(x, 2 + len(place))
     assert (tmp_path / "file").read_text() == "no folder"
 
@@ -323,6 +325,7 @@ def test_progress_may_do_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert found == [second, third, third]
 
 
+@pytest.mark.filterwarnings("ignore:compiled kernels cannot be saved")
 def test_progress_that_raises_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Even where the cache cannot be written."""
     (tmp_path / "file").write_text("no folder")
@@ -377,8 +380,28 @@ def test_a_user_without_a_home_has_no_cache(monkeypatch: pytest.MonkeyPatch) -> 
     assert cache_root() is None
     assert cache_fault() == "this user has no home"
     x = np.ones(3, np.float32)
-    call(variant(scale_and_add, choose(), N=40), x.ctypes.data, x.ctypes.data, 2.0, 1.0, end=3)
+    with pytest.warns(UserWarning, match="cannot be saved in a folder in the home .this user has no home."):
+        call(variant(scale_and_add, choose(), N=40), x.ctypes.data, x.ctypes.data, 2.0, 1.0, end=3)
     np.testing.assert_array_equal(x, 42)
+
+
+def test_a_cache_that_cannot_be_written_is_warned_of_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    """In the library as on the command line: whoever loads a model hears of it, and of nothing else."""
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("LOCALLLM_CACHE", str(tmp_path / "file" / "cache"))
+    model = tiny_gguf(tmp_path / "model.gguf")
+    for _ in range(2):
+        localllm.load(model, device="cpu").close()
+        addresses([variant(scale_and_add, choose(), N=41 + len(recwarn))])
+    (warning,) = recwarn
+    assert re.fullmatch(
+        r"compiled kernels cannot be saved in .*file/cache \(Not a directory\), so every start compiles them: make "
+        "room there if it is full, or name a folder that can be written in the environment variable LOCALLLM_CACHE",
+        str(warning.message),
+    )
+    assert warning.filename == __file__
 
 
 def test_what_was_not_used_for_a_month_is_removed(probe: Probe) -> None:

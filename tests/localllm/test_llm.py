@@ -103,8 +103,8 @@ def test_logits_of_a_trained_model(stories: LLM) -> None:
     ids = stories.tokenize("Once upon a time")
     assert ids == [1, 403, 407, 261, 378]
     last = stories.logits(ids)[-1]
-    assert last[432] == pytest.approx(17.7994, abs=1e-3)
-    assert last[383] == pytest.approx(14.2813, abs=1e-3)
+    assert last[432] == pytest.approx(17.7994, abs=2e-3)
+    assert last[383] == pytest.approx(14.2813, abs=2e-3)
     assert last.argmax() == 432
 
 

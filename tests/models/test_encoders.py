@@ -158,7 +158,7 @@ def test_a_classifier_keeps_its_labels_order_and_scores_whatever_pooling_is_besi
     (folder / "1_Pooling").mkdir(exist_ok=True)
     (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
     metadata = Checkpoint(folder).metadata
-    assert metadata["bert.classifier.output_labels"] == [*labels.values()]
+    assert list(metadata["bert.classifier.output_labels"]) == [*labels.values()]
     assert metadata["bert.pooling_type"] == 4
 
 

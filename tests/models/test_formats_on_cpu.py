@@ -35,4 +35,4 @@ def test_decode_equals_prefill_and_both_the_reference(tmp_path: Path, kind: GGML
     exact = Runner(path, ReferenceOps(), n_pages=8).logits(IDS)
     error = np.linalg.norm(prefilled - exact) / np.linalg.norm(exact)
     # What remains are activations in eight bits, and roundings of keys and values to float16.
-    assert error < (1e-3 if kind in FLOATS else 2e-2)
+    assert error < (1e-3 if kind in FLOATS else 3e-2)

@@ -134,8 +134,8 @@ def test_yarn_keeps_high_frequencies_and_scales_low_ones(tmp_path: Path) -> None
     np.testing.assert_allclose(rope.frequencies[kept], plain[kept], rtol=1e-6)
     np.testing.assert_allclose(rope.frequencies[scaled], plain[scaled] / 4, rtol=1e-6)
     between = ~kept & ~scaled
-    assert (rope.frequencies[between] <= plain[between]).all()
-    assert (rope.frequencies[between] >= plain[between] / 4).all()
+    assert (rope.frequencies[between] <= plain[between] * (1 + 1e-6)).all()
+    assert (rope.frequencies[between] >= plain[between] / 4 * (1 - 1e-6)).all()
     assert rope.magnitude == pytest.approx(0.1 * math.log(4) + 1)
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.convert import Checkpoint
+from localllm.gguf.writer import read_back
 from localllm.models import deepseek2
 from localllm.models.registry import ARCHITECTURES, Conversion
 from localllm.quantize import plan, run
@@ -489,7 +490,8 @@ def write(path: Path, entry: Tiny, model: Any, type: str = "F32", **keys: Any) -
         _write_pooling(folder, "lasttoken" if entry.architecture == "qwen3" else "mean")
     checkpoint = Checkpoint(folder, entry.conversion)
     assert checkpoint.architecture == entry.architecture
-    checkpoint.metadata |= {f"{entry.architecture}.{key}": value for key, value in keys.items()}
+    keys = {f"{entry.architecture}.{key}": value for key, value in keys.items()}
+    checkpoint.metadata = read_back(folder, dict(checkpoint.metadata) | keys, ())
     path.unlink(missing_ok=True)
     for _ in run(plan(checkpoint, path, type)):
         pass

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
+import subprocess
+import sys
+
 import gguf
 import gguf.quants
 import numpy as np
@@ -21,7 +26,7 @@ T = GGMLType
 Floats = npt.NDArray[np.float32]
 
 # RMS error over the values' own on normally distributed values, without and with importance: a percent or two more
-# than what was measured.
+# than what was measured, which is the same on every processor (`test_another_processor_writes_the_same_bytes`).
 RELATIVE_RMS = {
     T.F32: (0.0, 0.0),
     T.F16: (0.00022, 0.00022),
@@ -158,6 +163,29 @@ def test_rows_threads_and_shapes_change_nothing(type: GGMLType) -> None:
     whole = quantize(values, type, weights, threads=3)
     assert whole.shape == (3, 100, BLOCK_SIZES[type].row_bytes(512))
     np.testing.assert_array_equal(whole[1, 50:], quantize(values[1, 50:], type, weights, threads=1))
+
+
+def digests() -> dict[str, str]:
+    """Of the bytes of each type, without and with importance."""
+    values, weights = normal(16, 1024, 7), importance(1024)
+    found = {}
+    for type in BLOCKS:
+        blocks = [quantize(values, type), quantize(values, type, weights, favours_large=True)]
+        found[type.name] = hashlib.sha256(np.stack(blocks).tobytes()).hexdigest()
+    return found
+
+
+def test_another_processor_writes_the_same_bytes() -> None:
+    """Compiled for no more than the family has in common, and with NumPy's own code for that, nothing changes."""
+    from numpy._core._multiarray_umath import __cpu_dispatch__, __cpu_features__
+
+    used = [name for name in __cpu_dispatch__ if __cpu_features__[name]]
+    plain = {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": "", "NPY_DISABLE_CPU_FEATURES": " ".join(used)}
+    code = f"from {__name__} import digests; print(digests())"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | plain, capture_output=True, text=True, check=True
+    )
+    assert eval(done.stdout) == digests()
 
 
 def sweep(x: Floats, w: Floats, levels: npt.NDArray[np.float64]) -> float:
@@ -324,7 +352,7 @@ def test_feedback_lessens_the_error_of_products(type: GGMLType) -> None:
         return float(np.square((dequantize(encoded, type) - values) @ x.T).sum())
 
     plain = error(quantize(values, type, np.diag(hessian)))
-    assert error(quantize(values, type, feedback=Feedback.of(hessian))) < 0.7 * plain
+    assert error(quantize(values, type, feedback=Feedback.of(hessian))) < 0.75 * plain
 
 
 @pytest.mark.parametrize("type", [GGMLType.Q4_0, GGMLType.Q5_K, GGMLType.Q6_K, GGMLType.IQ4_NL])

@@ -94,6 +94,7 @@ def test_a_profile(run: Bench) -> None:
 def test_steps_of_a_prompt_are_averaged(run: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """600 tokens take two steps of 512; what is generated for a profile is short."""
     monkeypatch.setattr(CUDABackend, "step_tokens", 512)
+    monkeypatch.setattr("localllm.engine.scheduler.MIN_CHUNK_ALONE", 512)  # however busy the machine is
     outcome = run("-p", "600", "-n", "9", "-r", "1", "-q", "--json", "--profile")
     pp, tg = json.loads(outcome.out.splitlines()[-1])["results"]
     assert pp["profiles"][0]["n_steps"] == 2

@@ -137,20 +137,13 @@ def test_kernels_that_cannot_be_kept(no_cache: str, capsys: pytest.CaptureFixtur
         progress("kernels", 0, 2)
         progress("kernels", 2, 2)
     progress.close()
-    warning, *lines = capsys.readouterr().err.splitlines()
-    assert warning == (
-        f"localllm: warning: compiled kernels cannot be saved in {no_cache} (Not a directory), so every start "
-        "compiles them: make room there if it is full, or name a folder that can be written in the environment "
-        "variable LOCALLLM_CACHE"
-    )
+    lines = capsys.readouterr().err.splitlines()
     assert lines == ["localllm: compiling kernels for this processor", "localllm: compiled 4 kernels in 0 s"]
 
 
 def test_kernels_that_cannot_be_kept_on_a_terminal(no_cache: str, screen: FakeTerminal) -> None:
     LoadStatus()("kernels", 1, 2)
-    warning, _, status = screen.getvalue().partition("\n")
-    assert no_cache in warning
-    assert status == "\rcompiling kernel 2 for this processor"
+    assert screen.getvalue() == "\rcompiling kernel 2 for this processor"
 
 
 def test_no_progress_where_none_is_wanted(screen: FakeTerminal) -> None:

@@ -147,9 +147,11 @@ BAD: list[tuple[dict[str, Any], type[LocalLLMError], str]] = [
     ({"rope_scaling": "linear"}, ModelError, "rope_scaling = 'linear', which must be an object"),
     ({"rope_scaling": {"rope_type": "llama3"}}, ModelError, "do not make a llama model"),
     ({"model_type": ["llama"]}, UnsupportedArchitectureError, "which localllm does not convert"),
-    ({"vocab_size": {"a": 1}}, ModelError, "give {'a': 1} for the key 'llama.vocab_size'"),
-    ({"vocab_size": -1}, ModelError, "give -1 for the key 'llama.vocab_size'"),
-    ({"vocab_size": 1e300}, ModelError, r"give 1e\+300 for the key 'llama.vocab_size'"),
+    ({"vocab_size": {"a": 1}}, ModelError, "key 'llama.vocab_size': {'a': 1} has no place in a GGUF file"),
+    ({"vocab_size": -1}, ModelError, "key 'llama.vocab_size': -1 has no place"),
+    ({"vocab_size": 1e300}, ModelError, r"key 'llama.vocab_size': 1e\+300 has no place"),
+    ({"vocab_size": [[300]]}, ModelError, r"key 'llama.vocab_size': \[\[300\]\] has no place"),
+    ({"vocab_size": ["a", {}]}, ModelError, r"key 'llama.vocab_size': \['a', \{\}\] has no place"),
 ]
 
 
@@ -172,6 +174,10 @@ Q = "model.layers.1.self_attn.q_proj.weight"
     [
         ({"without": Q}, "has no tensor blk.1.attn_q.weight"),
         ({"tensors": {Q: np.zeros((32, 64), np.float32)}}, r"blk.1.attn_q.weight"),
+        (
+            {"tensors": {"model.norm.weight": np.zeros((*[1] * 40, 64), np.float32)}},
+            r"would not load: tensor 'output_norm.weight': 41 dimensions are more than 4",
+        ),
         (
             {"tensors": {"model.layers.0.extra.weight": np.zeros(4, np.float32)}},
             "has the tensor 'model.layers.0.extra.weight'",

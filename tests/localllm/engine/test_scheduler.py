@@ -47,13 +47,13 @@ def test_the_budget_follows_the_measured_speed() -> None:
     for _ in range(20):
         times.add(0, 1, 0.02)
         times.add(100, 1, 0.02 + 100 * 0.001)
-    assert times.budget(0.1) == pytest.approx(80, abs=1)
+    assert times.budget(0.1) == pytest.approx(80, abs=2)
     for _ in range(20):
         times.add(100, 1, 0.02 + 100 * 0.01)
     assert times.budget(0.1) == MIN_CHUNK, "however slow the model, a prompt goes on"
     for _ in range(20):
         times.add(400, 0, 0.4)
-    assert times.budget(0.1) == pytest.approx(80, abs=1), "a prompt alone says what its tokens cost, too"
+    assert times.budget(0.1) == pytest.approx(80, abs=2), "a prompt alone says what its tokens cost, too"
 
 
 def test_steps_may_last_as_long_as_a_number_can_say() -> None:

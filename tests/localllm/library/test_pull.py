@@ -349,7 +349,7 @@ def test_a_busy_hub_is_asked_again_when_it_says(hub: HubServer, monkeypatch: pyt
     hub.repos["org/repo"] = repo = Repo({"a.gguf": small_gguf()}, busy={"", "a.gguf"}, wait=said)
     assert pull("org/repo").read_bytes() == repo.files["a.gguf"]
     assert len(slept) == 2  # once for the list, once for the file
-    assert all(5 < seconds <= 7.5 for seconds in slept)
+    assert all(0 < seconds <= 7.5 for seconds in slept)
 
 
 def test_a_hub_that_is_busy_for_long_is_told(hub: HubServer) -> None:

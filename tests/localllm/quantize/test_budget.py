@@ -71,7 +71,7 @@ def test_a_file_of_a_size(model: Path, tmp_path: Path) -> None:
     choice = chosen(model, n_bytes=target)
     with GGUFFile.open(model) as file:
         list(run(plan(file, tmp_path / "small.gguf", None, types=choice.types)))
-    assert 0.9 * target < (tmp_path / "small.gguf").stat().st_size <= target
+    assert 0.6 * target < (tmp_path / "small.gguf").stat().st_size <= target
     assert chosen(model, n_bytes=2 * target).divergence < choice.divergence
 
 

@@ -25,6 +25,7 @@ from localllm.errors import TemplateError
 from localllm.progress import LoadProgress
 from localllm.server import run
 from localllm.server.answers import Answer, Ask, Reply
+from localllm.server.app import _ENDPOINTS
 from localllm.server.http import EventStream, HTTPError, Limits
 from tests.helpers.data import ROOT
 from tests.helpers.http_server import FAILS, Serving, demo, scripted, serving
@@ -107,6 +108,40 @@ def test_errors_have_the_form_of_each_api(server: Serving) -> None:
     missing = httpx.get(server.url + "/nothing")
     assert missing.status_code == 404
     assert missing.json()["error"]["type"] == "not_found_error"
+
+
+#: What each path that reads or writes text cannot do without.
+NEEDED = {
+    "/completion": "prompt", "/completions": "prompt", "/v1/completions": "prompt", "/infill": "input_prefix",
+    "/v1/chat/completions": "messages", "/chat/completions": "messages", "/v1/responses": "input",
+    "/v1/messages": "messages", "/v1/messages/count_tokens": "messages", "/apply-template": "messages",
+    "/v1/embeddings": "input", "/embedding": "input", "/embeddings": "input", "/api/embed": "input",
+    "/api/embeddings": "input", "/rerank": "query", "/reranking": "query", "/v1/rerank": "query",
+    "/tokenize": "content", "/detokenize": "tokens",
+}  # fmt: skip
+#: Ollama's clients load a model by asking for nothing; the rest neither reads nor writes text.
+NEED_NOTHING = {"/api/chat", "/api/generate", "/api/show", "/api/pull", "/slots/{id}", "/lora-adapters"}
+NEED_NOTHING |= {"/api/copy", "/api/create", "/api/push", "/api/blobs/{digest}"}
+
+
+def test_every_path_is_known_to_need_a_text_or_not() -> None:
+    posts = {path for method, paths, *_ in _ENDPOINTS if method == "POST" for path in paths}
+    assert posts == NEEDED.keys() | NEED_NOTHING
+
+
+@pytest.mark.parametrize("path", NEEDED)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_without_a_text_is_refused(server: Serving, path: str, stream: bool) -> None:
+    for body in ({}, {NEEDED[path]: None}):
+        response = httpx.post(server.url + path, json=body | {"stream": stream}, timeout=60)
+        assert response.status_code == 400
+        assert NEEDED[path] in response.text
+    assert httpx.post(server.url + path, timeout=60).status_code == 400
+
+
+def test_no_tokens_are_no_prompt(server: Serving) -> None:
+    for path in ("/completion", "/v1/completions"):
+        assert httpx.post(server.url + path, json={"prompt": []}, timeout=60).status_code == 400
 
 
 def test_no_path_in_an_error() -> None:
