@@ -50,8 +50,10 @@ CACHE_TYPES: tuple[CacheType, ...] = ("f16", "q8_0")
 MIN_SOFTCAP, MAX_SOFTCAP = 1e-6, 1e6
 
 #: What `Gated` can apply, and of these what `Activation` can.
-ACTIVATIONS = ("silu", "gelu", "gelu_erf", "relu2", "sigmoid", "identity", "clamped_swiglu")
+ACTIVATIONS = ("silu", "gelu", "gelu_erf", "relu2", "sigmoid", "identity", "clamped_swiglu", "softplus")
 UNGATED = ("silu", "gelu", "gelu_erf", "relu2")
+#: And what `HeadGate` can.
+HEAD_GATES = ("sigmoid", "softplus")
 
 #: What `Route` makes experts' probabilities of logits with.
 GATINGS = ("softmax", "sigmoid", "sqrt_softplus")
@@ -806,6 +808,27 @@ class Gated(Operation[Tensor]):
         if self.gate.width != self.up.width:
             raise KernelError(f"a gate of {self.gate.width} values does not fit {self.up.width} values")
         return Tensor(self.gate.rows, self.gate.width)
+
+
+@dataclass(frozen=True, eq=False)
+class HeadGate(Operation[Tensor]):
+    """Each head of x [T, H * dim] times activation(gate [T, H]), one of `HEAD_GATES`; dim is a multiple of 16.
+
+    Source: gated attention, arXiv:2505.06708, by head.
+    """
+
+    x: Tensor
+    gate: Tensor
+    activation: str
+    overwrites = "x"
+
+    @cached_property
+    def result(self) -> Tensor:
+        _check_choice("gate of heads", self.activation, HEAD_GATES)
+        _check_rows(self.x.rows, self.gate)
+        if self.x.width % (16 * self.gate.width):
+            raise KernelError(f"{self.x.width} values are not {self.gate.width} heads of a multiple of 16 values")
+        return Tensor(self.x.rows, self.x.width)
 
 
 @dataclass(frozen=True, eq=False)

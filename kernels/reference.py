@@ -411,6 +411,12 @@ class _Run:
         y: Array = ACTIVATION_FUNCTIONS[op.activation](gate) * up
         return y
 
+    def head_gate(self, op: g.HeadGate) -> Array:
+        x, gate = self.values[op.x], self.values[op.gate]
+        heads = x.reshape(*gate.shape, -1) * ACTIVATION_FUNCTIONS[op.activation](gate)[..., None]
+        y: Array = heads.reshape(x.shape)
+        return y
+
     def activation(self, op: g.Activation) -> Array:
         return ACTIVATION_FUNCTIONS[op.activation](self.values[op.x])
 
@@ -594,6 +600,7 @@ ACTIVATION_FUNCTIONS: dict[str, Callable[[Array], Array]] = {
     "relu2": relu2,
     "sigmoid": sigmoid,
     "identity": identity,
+    "softplus": softplus,
 }
 
 GATING_FUNCTIONS: dict[str, Callable[[Array], Array]] = {

@@ -33,6 +33,7 @@ _CUT = g.Linear | g.Linears | g.RopeAppend | g.Attention | g.Gated | g.Activatio
 _NAMES = {
     g.Route: "mixtures of experts",
     g.HeadLinear: "latent attention",
+    g.HeadGate: "gates of heads",
     g.CausalConv: "recurrent layers",
     g.AdapterWeights: "adapters",
 }

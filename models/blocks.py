@@ -7,8 +7,8 @@ differ there most.  With ``residual``, its output is added to that.  Shapes as i
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 from localllm.errors import ModelError
@@ -23,6 +23,7 @@ from localllm.kernels.graph import (
     Gated,
     GatedDelta,
     Graph,
+    HeadGate,
     HeadNorm,
     KVCache,
     LayerNorm,
@@ -102,6 +103,13 @@ def read_softcap(m: Header, key: str) -> float | None:
     return m.meta.read(key, float, 0.0, low=0.0, high=1e6) or None
 
 
+def read_q_scale(m: Header) -> PositionScale | None:
+    """How queries grow with the logarithm of their position, in Mistral's models; None where they do not."""
+    rate = m.meta.read("attention.temperature_scale", float, 0.0, low=0.0, high=1e3)
+    length = m.meta.read("attention.temperature_length", int, m.config.original_context, low=0, high=1 << 31)
+    return PositionScale(rate, length) if rate else None
+
+
 def decoder(
     m: Header,
     record_layer: RecordLayer,
@@ -148,33 +156,50 @@ def decoder(
 
 
 def llama_like(
+    m: Header, rope: Rope | Sequence[Rope | None], experts: Experts | None = None, **options: Any
+) -> Graph:
+    """A model of Llama's layers; ``options`` as `llama_layer` has them."""
+    return decoder(m, llama_layer(m, rope, experts, **options))
+
+
+def llama_layer(
     m: Header,
-    rope: Rope,
+    rope: Rope | Sequence[Rope | None],
     experts: Experts | None = None,
     *,
     windows: tuple[int | None, ...] | None = None,
     ffn_norm: str = "ffn_norm",
     activation: str = "silu",
+    post_norm_eps: float | None = None,
     **attention_options: Any,
-) -> Graph:
-    """A model of Llama's layers: attention and feed-forward one behind the other, an RMSNorm before each.
+) -> RecordLayer:
+    """Llama's layer: attention and feed-forward one behind the other, an RMSNorm before each.
 
     Args:
-        rope: of query and key in every layer.
+        rope: of query and key in every layer, or of each layer.
         experts: None for an MLP in every layer.
         windows: of each layer, as `Header.windows` gives them; none by default.
         ffn_norm: the name of the second norm.
+        post_norm_eps: where there is a norm behind each as well (``post_attention_norm``, ``post_ffw_norm``), its
+            epsilon.
         attention_options: what else `attention` is given.
     """
-    heads, ffn = m.heads(), m.feed_forward(experts)
+    heads, ffn = m.heads_of_layers(), m.feed_forward(experts)
 
     def layer(at: Layer, x: Tensor) -> Tensor:
         window = windows[at.number] if windows else None
+        own_heads, own_rope = heads[at.number], rope if isinstance(rope, Rope) else rope[at.number]
         y = norm(at, "attn_norm", x)
-        x = attention(at, y, heads, rope, residual=x, window=window, **attention_options)
-        return feed_forward(at, norm(at, ffn_norm, x), ffn, residual=x, activation=activation)
+        if post_norm_eps is None:
+            x = attention(at, y, own_heads, own_rope, residual=x, window=window, **attention_options)
+            return feed_forward(at, norm(at, ffn_norm, x), ffn, residual=x, activation=activation)
+        behind = replace(at, norm_eps=post_norm_eps)
+        y = attention(at, y, own_heads, own_rope, window=window, **attention_options)
+        x = add(at, norm(behind, "post_attention_norm", y), x)
+        y = feed_forward(at, norm(at, ffn_norm, x), ffn, activation=activation)
+        return add(at, norm(behind, "post_ffw_norm", y), x)
 
-    return decoder(m, layer)
+    return layer
 
 
 # -- Attention -----------------------------------------------------------------------------------------------------
@@ -197,6 +222,7 @@ def attention(
     q_scale: PositionScale | None = None,
     has_sinks: bool = False,
     has_gate: bool = False,
+    gate_activation: str = "sigmoid",
     causal: bool = True,
 ) -> Tensor:
     """Grouped-query attention with rotary positions.
@@ -209,7 +235,8 @@ def attention(
         qk_norm: an RMSNorm of each head of query and key, of their whole rows, or one of heads without weights.
         norm_last: whether heads are normed behind the rotation.
         has_sinks: a further score for each head, ``attn_sinks``.
-        has_gate: whether ``attn_q`` has a gate behind the query of each head, whose σ the output is multiplied with.
+        has_gate: whether there is a gate, whose σ or other activation the output is multiplied with: ``attn_gate``,
+            of each value or of each head, or in ``attn_q`` behind the query of each head.
         causal: whether a token sees none behind it.
     """
     q, k, v, gate = query_key_value(at, x, heads, qkv_bias=qkv_bias, has_gate=has_gate)
@@ -228,7 +255,8 @@ def attention(
     scores: dict[str, Any] = {"scale": scale, "softcap": softcap, "has_sinks": has_sinks}
     y = attend(at, q, cache, heads, window=window, chunk=chunk, causal=causal, **scores)
     if gate is not None:
-        y = at.add(Gated(gate, y, "sigmoid"))
+        by_head = gate.width == heads.n
+        y = at.add(HeadGate(y, gate, gate_activation) if by_head else Gated(gate, y, gate_activation))
     return at.linear(y, "attn_output", at.n_embd, residual=residual)
 
 
@@ -238,7 +266,8 @@ def query_key_value(
     """Query, key and value, of matrices of their own or of ``attn_qkv``; and the gate, if there is one."""
     w, d = at.weights, at.n_embd
     q, k, v = heads.n * heads.key_dim, heads.n_kv * heads.key_dim, heads.n_kv * heads.value_dim
-    widths = {"attn_q": 2 * q if has_gate else q, "attn_k": k, "attn_v": v}
+    is_apart = has_gate and "attn_gate.weight" in w
+    widths = {"attn_q": 2 * q if has_gate and not is_apart else q, "attn_k": k, "attn_v": v}
     if "attn_qkv.weight" in w:
         matrices = w.split("attn_qkv", d, widths)
     else:
@@ -246,6 +275,10 @@ def query_key_value(
     if not has_gate:
         query, key, value = at.add(Linears(x, matrices))
         return query, key, value, None
+    if is_apart:
+        n_gates = heads.n if w.n_rows("attn_gate.weight") == heads.n else heads.n * heads.value_dim
+        query, key, value, gate = at.add(Linears(x, (*matrices, w.matrix("attn_gate", d, n_gates))))
+        return query, key, value, gate
     queries = split_rows(matrices[0], {"query": q, "gate": q}, n_groups=heads.n)
     query, gate, key, value = at.add(Linears(x, (*queries, *matrices[1:])))
     return query, key, value, gate
@@ -303,7 +336,9 @@ def mlp(
     return at.linear(at.add(Activation(up, activation)), f"ffn_down{suffix}", at.n_embd, residual=residual)
 
 
-def feed_forward(at: Layer, x: Tensor, ffn: FeedForward, *, residual: Tensor, activation: str = "silu") -> Tensor:
+def feed_forward(
+    at: Layer, x: Tensor, ffn: FeedForward, *, residual: Tensor | None = None, activation: str = "silu"
+) -> Tensor:
     """The layer's experts, or its gated MLP."""
     experts = ffn.experts_of(at.number)
     if experts is not None:
@@ -316,7 +351,7 @@ def mixture(
     x: Tensor,
     experts: Experts,
     *,
-    residual: Tensor,
+    residual: Tensor | None = None,
     residual_scale: float = 1.0,
     activation: str = "silu",
     is_weighted_first: bool = False,
@@ -325,20 +360,23 @@ def mixture(
 
     Gates, biases of the router and of the experts, a bias of the selection (``exp_probs_b``), an expert that every
     token goes to, perhaps weighed by a gate, and matrices into and out of narrower rows that the experts are given
-    (``ffn_latent_down`` and ``ffn_latent_up``) are taken where the file has them.  All is added to ``residual`` times
-    ``residual_scale``.  ``is_weighted_first``: it is what experts are given that is weighed.
+    (``ffn_latent_down`` and ``ffn_latent_up``) are taken where the file has them.  All is added to ``residual``, if
+    there is one, times ``residual_scale``.  ``is_weighted_first``: it is what experts are given that is weighed.
     Sources: arXiv:2401.04088 (Mixtral), arXiv:2401.06066 (DeepSeekMoE).
     """
     w = at.weights
     routing = route(at, x, experts, residual_scale)
     if experts.n_ff_shared:
-        is_gated = "ffn_gate_shexp.weight" in w
+        is_gated = "ffn_gate_shexp.weight" in w or w.n_rows("ffn_up_shexp.weight") == 2 * experts.n_ff_shared
         record_mlp = gated_mlp if is_gated else mlp
         shared = record_mlp(at, x, experts.n_ff_shared, activation=activation, suffix="_shexp")
         weight = None  # [T, 1]
-        if "ffn_gate_inp_shexp.weight" in w:
-            weight = at.add(Linear(x, w.row("ffn_gate_inp_shexp", at.n_embd)))
-        residual = at.add(Add(shared, residual, residual_scale, weight))
+        if residual is None:
+            residual = shared
+        else:
+            if "ffn_gate_inp_shexp.weight" in w:
+                weight = at.add(Linear(x, w.row("ffn_gate_inp_shexp", at.n_embd)))
+            residual = at.add(Add(shared, residual, residual_scale, weight))
     n_latent = w.n_rows("ffn_latent_down.weight")
     if not n_latent:
         return chosen_experts(at, x, experts, routing, activation, residual, is_weighted_first=is_weighted_first)
@@ -357,7 +395,7 @@ def route(at: Layer, x: Tensor, experts: Experts, scale: float = 1.0) -> Routing
             norm_topk_prob=experts.norm_topk_prob,
             scale=experts.scale * scale,
             gating=experts.gating,
-            selection_bias=w.find("exp_probs_b.bias", n),
+            selection_bias=w.find("exp_probs_b" if "exp_probs_b" in w else "exp_probs_b.bias", n),
             n_groups=experts.n_groups,
             n_top_groups=experts.n_top_groups,
             n_group_best=1 if experts.gating == "softmax" else 2,  # as DeepSeek V2, and V3

@@ -355,9 +355,18 @@ class Header:
     def heads_by_layer(self) -> tuple[Heads | None, ...]:
         """Attention's heads of each layer; None where ``attention.head_count_kv`` is 0: those have something else."""
         n_layers = self.config.n_layers
-        n = max(self.meta.read_each("attention.head_count", n_layers, int, low=0, high=1 << 14))
-        each = self.meta.read_each("attention.head_count_kv", n_layers, int, n, low=0, high=n)
-        return tuple(self._heads(n, n_kv) if n_kv else None for n_kv in each)
+        each = self.meta.read_each("attention.head_count", n_layers, int, low=0, high=1 << 14)
+        most = max(each)
+        each_kv = self.meta.read_each("attention.head_count_kv", n_layers, int, most, low=0, high=most)
+        return tuple(self._heads(n or most, n_kv) if n_kv else None for n, n_kv in zip(each, each_kv, strict=True))
+
+    def heads_of_layers(self) -> tuple[Heads, ...]:
+        """Attention's heads of each layer, of a model with attention in all of them."""
+        each = self.heads_by_layer()
+        heads = tuple(heads for heads in each if heads is not None)
+        if len(heads) != len(each):
+            raise ModelError(f"{self.meta.architecture}.attention.head_count_kv is 0 in a layer: the file is broken")
+        return heads
 
     def _heads(self, n: int, n_kv: int) -> Heads:
         meta, n_embd = self.meta, self.config.n_embd
@@ -395,7 +404,8 @@ class Header:
         window = meta.read("attention.sliding_window", int, default, low=least, high=(1 << 32) - 1)
         pattern = meta.find("attention.sliding_window_pattern")
         if isinstance(pattern, list | tuple):
-            has_window = meta.read_each("attention.sliding_window_pattern", n_layers, bool, low=0, high=1)
+            kind = int if pattern and type(pattern[0]) is int else bool  # MiMo's are 0 and 1
+            has_window = meta.read_each("attention.sliding_window_pattern", n_layers, kind, low=0, high=1)
             if any(has_window) and not window:
                 raise ModelError(
                     f"{meta.architecture}.attention.sliding_window_pattern gives layers a window, but "
@@ -407,8 +417,10 @@ class Header:
         return tuple((window or None) if has else None for has in has_window)
 
     def feed_forward(self, experts: Experts | None) -> FeedForward:
-        """What each layer has behind attention: an MLP or experts."""
-        n_dense = self.meta.read("leading_dense_block_count", int, 0, low=0, high=1 << 16)
+        """What each layer has behind attention: an MLP or experts, by default from the first that has a router."""
+        names = (f"blk.{i}.ffn_gate_inp.weight" for i in range(self.config.n_layers))
+        first = next((i for i, name in enumerate(names) if name in self.weights), 0)
+        n_dense = self.meta.read("leading_dense_block_count", int, first, low=0, high=1 << 16)
         step = self.meta.read("interleave_moe_layer_step", int, 1, low=0, high=1 << 16)
         has_mlp = experts is None or n_dense or step != 1
         return FeedForward(self.mlp_width() if has_mlp else 0, experts, n_dense, step)

@@ -12,9 +12,20 @@ from typing import Any
 
 import numpy as np
 
-from localllm.kernels.graph import Attention, Graph, HeadLinear, HeadNorm, Linear, Linears, Rope, RopeAppend, Tensor
+from localllm.kernels.graph import (
+    Attention,
+    Graph,
+    HeadLinear,
+    HeadNorm,
+    Linear,
+    Linears,
+    PositionScale,
+    Rope,
+    RopeAppend,
+    Tensor,
+)
 from localllm.models import hf_names
-from localllm.models.blocks import Layer, decoder, feed_forward, norm
+from localllm.models.blocks import Layer, decoder, feed_forward, norm, read_q_scale
 from localllm.models.config import Header
 from localllm.models.hf_convert import Array, routing_keys
 from localllm.models.rope import make_rope, read_rope, yarn_mscale
@@ -23,6 +34,7 @@ from localllm.models.weights import HeadsOf
 HF_NAMES = (
     hf_names.COMMON
     | hf_names.EXPERTS
+    | hf_names.STACKED_EXPERTS
     | hf_names.SHARED_EXPERTS
     | {
         "attn_q_a": "self_attn.q_a_proj",
@@ -100,12 +112,12 @@ class Latents:
 
 def record(m: Header) -> Graph:
     rope, scale = make_latent_rope(m)
-    latents = Latents.read(m, scale)
+    latents, q_scale = Latents.read(m, scale), read_q_scale(m)
     is_biased = f"blk.{m.config.n_layers - 1}.exp_probs_b.bias" in m.weights
     ffn = m.feed_forward(m.experts(norm_topk_prob=False, gating="sigmoid" if is_biased else "softmax"))
 
     def layer(at: Layer, x: Tensor) -> Tensor:
-        x = latent_attention(at, norm(at, "attn_norm", x), latents, rope, residual=x)
+        x = latent_attention(at, norm(at, "attn_norm", x), latents, rope, residual=x, q_scale=q_scale)
         return feed_forward(at, norm(at, "ffn_norm", x), ffn, residual=x)
 
     return decoder(m, layer)
@@ -126,7 +138,15 @@ def make_latent_rope(m: Header) -> tuple[Rope, float]:
     return replace(rope, first=first, magnitude=magnitude), yarn_mscale(config.factor, multiplier) ** 2
 
 
-def latent_attention(at: Layer, x: Tensor, latents: Latents, rope: Rope | None, *, residual: Tensor) -> Tensor:
+def latent_attention(
+    at: Layer,
+    x: Tensor,
+    latents: Latents,
+    rope: Rope | None,
+    *,
+    residual: Tensor,
+    q_scale: PositionScale | None = None,
+) -> Tensor:
     """Attention over latents; without ``rope``, nothing is rotated."""
     w, d, n, n_latent = at.weights, at.n_embd, latents.n_heads, latents.n_latent
     width, n_nope, cached = n * latents.key_dim, latents.key_dim - latents.n_rot, n_latent + latents.n_rot
@@ -146,6 +166,6 @@ def latent_attention(at: Layer, x: Tensor, latents: Latents, rope: Rope | None, 
         from_latents = HeadsOf(both, n, range(n_nope, n_nope + latents.value_dim))
     cache = at.graph.kv_cache(1, cached, n_latent, values_in_keys=True)
     k_norm = HeadNorm(at.norm_eps, w.vector("attn_kv_a_norm", n_latent))
-    q = at.add(RopeAppend(at.add(HeadLinear(q, to_latents)), k, None, cache, rope, k_norm=k_norm))
+    q = at.add(RopeAppend(at.add(HeadLinear(q, to_latents)), k, None, cache, rope, k_norm=k_norm, q_scale=q_scale))
     y = at.add(HeadLinear(at.add(Attention(q, cache, latents.scale)), from_latents))
     return at.linear(y, "attn_output", d, residual=residual)

@@ -260,6 +260,11 @@ def sigmoid_of_gate(g, u):
 
 
 @device
+def softplus_of_gate(g, u):
+    return softplus(g) * u
+
+
+@device
 def identity(g, u):
     return g * u
 
@@ -278,6 +283,16 @@ def gated(begin, end, gate, up, width, stride, y):
     for token in range(begin, end):
         for i in range(token * stride, token * stride + 4 * width, 64):
             store_f32x16(y + i, ACTIVATION(load_f32x16(gate + i), load_f32x16(up + i)))
+
+
+@kernel
+def head_gate(begin, end, x, gate, n_heads, head_bytes, gate_stride, stride, y):
+    """Of each head, y = ACTIVATION(gate, x)."""
+    for token in range(begin, end):
+        for head in range(n_heads):
+            factor, first = load_splat_f32(gate + token * gate_stride + 4 * head), token * stride + head * head_bytes
+            for i in range(first, first + head_bytes, 64):
+                store_f32x16(y + i, ACTIVATION(factor, load_f32x16(x + i)))
 
 
 @kernel

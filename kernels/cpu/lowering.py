@@ -45,6 +45,7 @@ _ACTIVATIONS = {
     "sigmoid": elementwise.sigmoid_of_gate,
     "identity": elementwise.identity,
     "clamped_swiglu": elementwise.clamped_swiglu,
+    "softplus": elementwise.softplus_of_gate,
 }
 
 _FLOAT_LOADS: dict[KernelType, Any] = {
@@ -261,6 +262,13 @@ class Lowering:
         gate, up = self.stored[op.gate], self.stored[op.up]
         activation = {"ACTIVATION": _ACTIVATIONS[op.activation]}
         return self._row_by_row(elementwise.gated, op, gate, (gate.buffer, up.buffer), **activation)
+
+    def head_gate(self, op: g.HeadGate) -> Stored:
+        x, gate, y = self.stored[op.x], self.stored[op.gate], self.in_place(op)
+        sizes = op.gate.width, 4 * op.x.width // op.gate.width, gate.stride, x.stride
+        values = x.buffer, gate.buffer, *sizes, y.buffer
+        self.call(elementwise.head_gate, values, 1, y.slot, ACTIVATION=_ACTIVATIONS[op.activation])
+        return y
 
     def activation(self, op: g.Activation) -> Stored:
         x, activation = self.stored[op.x], {"ACTIVATION": _ACTIVATIONS[op.activation]}

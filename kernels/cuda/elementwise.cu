@@ -113,6 +113,17 @@ extern "C" __global__ void __launch_bounds__(WARP * GATE_WARPS)
   if (units) store_codes(v, units, scales, run, row, n_rows);
 }
 
+// Of each head of dim values, y = activation(gate) * x, over rows of n values.  Grid: (blocks of 512 columns, rows).
+extern "C" __global__ void __launch_bounds__(WARP * GATE_WARPS)
+    head_gate(const int* __restrict__ header, int kind, const float* x, int stride, int n, int dim,
+              const float* __restrict__ gate, int gate_stride, float* y, int y_stride) {
+  const int row = blockIdx.y, column = 4 * (blockIdx.x * (WARP * GATE_WARPS) + threadIdx.x);
+  if (is_beyond(row, header + N_TOKENS) || column >= n) return;
+  const float g = activated(kind, gate[(size_t)row * gate_stride + column / dim], 1.0f);
+  const float4 v = load_four(x + (size_t)row * stride, column, n);
+  *(float4*)(y + (size_t)row * y_stride + column) = make_float4(g * v.x, g * v.y, g * v.z, g * v.w);
+}
+
 // y = factor * weight * sigmoid(gate) * x + residual, over rows of n values, where all but x and the factor may be null.
 // Grid: (blocks of 512 columns, rows).  weight: one value.  gate: one for each row.  y may be the residual, or x.
 extern "C" __global__ void __launch_bounds__(WARP * GATE_WARPS)

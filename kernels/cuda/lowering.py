@@ -312,6 +312,12 @@ class Lowering:
     def activation(self, op: g.Activation) -> Stored | Inputs | None:
         return self._gate(op.result, op.x, None, op.activation)
 
+    def head_gate(self, op: g.HeadGate) -> Stored:
+        x, gate, y = self.stored[op.x], self.stored[op.gate], self.like(op.result)
+        values = ACTIVATIONS.index(op.activation), x, x.width, op.x.width // op.gate.width, gate, y
+        self.elementwise("gate of heads", "head_gate", x, columns(x), GATE_THREADS, *values)
+        return y
+
     def _gate(self, result: Tensor, gate: Tensor, up: Tensor | None, activation: str) -> Stored | Inputs | None:
         """An activation, times another row if there is one."""
         x, other = self.stored[gate], self.stored[up]

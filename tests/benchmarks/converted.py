@@ -42,7 +42,8 @@ EXCEPTIONS = re.compile(
     r"general\.(name|size_label|finetune|basename|file_type|version|base_model.*|sampling.*)|tokenizer\..*"
     r"|(gemma2?|gptneox|phi2|stablelm)\.rope\.freq_base|.*\.expert_gating_func|gptneox\.attention\.head_count_kv"
     r"|modern-bert\.attention\.layer_norm_rms_epsilon|nomic-bert\.attention\.(key|value)_length"
-    r"|llama4\.attention\.(chunk_size|temperature_.*)|(deepseek2|kimi-linear)\.expert_weights_norm"
+    r"|afmoe\.(attention\.sliding_window_pattern|expert_weights_norm)|chatglm\.context_length"
+    r"|exaone-moe\.nextn_predict_layers|llama4\.attention\.(chunk_size|temperature_.*)|(deepseek2|kimi-linear)\.expert_weights_norm"
 )
 
 IDS = [int(i) for i in np.random.default_rng(1).integers(3, 300, 41)]
@@ -119,15 +120,36 @@ OTHERWISE = {"deepseek-v3-old", "llama4"}
 
 #: What the configurations of released models say otherwise than transformers writes them now.
 RELEASED: dict[str, dict[str, Any]] = {
+    "bailingmoe2": {
+        "model_type": "released",
+        "architectures": ["SarvamMoEForCausalLM"],
+        "num_experts": 8,
+        "num_shared_experts": 2,
+    },
     "bert": {"num_key_value_heads": None, "rms_norm_eps": None, "rope_parameters": None},
     "cohere2": {"rotary_pct": 1.0},
     "command-r": {"head_dim": None},
+    "eurobert": {"classifier_pooling": None},
+    "falcon": {"num_kv_heads": 1},
     "gpt2": {"n_ctx": 128},
     "gptneox": {"model_type": "released", "rotary_pct": 0.5},
     "gptneox-serial": {"model_type": "released", "rotary_pct": 0.5},
+    "granite-swa": {"no_rope_layers": [0, 1, 1, 1]},
     "granitehybrid": {"layer_types": ["mamba", "mamba", "attention", "mamba"]},
     "granitehybrid-moe": {"layer_types": ["mamba", "mamba", "attention", "mamba"]},
     "mamba2": {"intermediate_size": None},
+    "mimo2": {
+        "model_type": "released",
+        "hybrid_layer_pattern": [0, 1, 1, 1, 1, 0, 1],
+        **{f"swa_{key}": value for key, value in (("head_dim", 16), ("v_head_dim", 8), ("num_attention_heads", 4))},
+        "swa_num_key_value_heads": 2,
+        "topk_method": "noaux_tc",
+        "layernorm_epsilon": 1e-5,
+        "rope_parameters": None,
+        "rope_theta": 10_000.0,
+        "swa_rope_theta": 500.0,
+        "partial_rotary_factor": 0.5,
+    },
     "minimax-m2": {"rotary_dim": 8},
     "modern-bert": {
         "num_key_value_heads": None,

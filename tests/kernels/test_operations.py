@@ -269,6 +269,7 @@ GATES: dict[str, tuple[Callable[[Array], Array], dict[str, Any]]] = {
     "relu2": (lambda x: np.maximum(x, 0) ** 2, {}),
     "sigmoid": (sigmoid, {"atol": 1e-30}),
     "identity": (lambda x: x, {}),
+    "softplus": (lambda x: np.logaddexp(0, x), {"rtol": 2e-6, "atol": 1e-30}),
 }
 
 
@@ -303,6 +304,18 @@ def gated(activation: str) -> Case:
         lambda graph, gate, up: graph.add(g.Gated(gate, up, activation)),
         [with_large(3.0), rows(100, 1)],
         lambda gate, up: function(gate) * up,
+        every_cpu=True,
+        **bounds,
+    )
+
+
+@cases(activation=g.HEAD_GATES)
+def head_gate(activation: str) -> Case:
+    function, bounds = GATES[activation]
+    return Case(
+        lambda graph, x, gate: graph.add(g.HeadGate(x, gate, activation)),
+        [rows(144, 1), rows(3)],
+        lambda x, gate: np.repeat(function(gate), 48, axis=1) * x,
         every_cpu=True,
         **bounds,
     )

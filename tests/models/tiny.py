@@ -118,6 +118,7 @@ FALCON_MULTIPLIERS = (
     "ssm_out_multiplier",
 )
 HALF_ROTATED = {"rope_parameters": PLAIN_ROPE | {"partial_rotary_factor": 0.5}}
+LOCAL_HALF = HALF_ROTATED["rope_parameters"] | {"rope_theta": 500.0}
 NEMOTRON = {
     "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention", "mlp"],
     "ssm_state_size": 16,
@@ -146,6 +147,29 @@ LFM2 = {
     "block_auto_adjust_ff_dim": False,
     "rope_parameters": PLAIN_ROPE,
 }
+LFM3 = {
+    "tie_word_embeddings": True,
+    "rms_norm_eps": None,
+    "layer_types": ["conv", "sliding_attention", "full_attention", "conv"],
+    "rope_parameters": {
+        "sliding_attention": PLAIN_ROPE,
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 1e5},
+    },
+}
+LAGUNA = (
+    WINDOW
+    | MIXTURE
+    | SHARED_EXPERT
+    | {
+        "layer_types": ["full_attention", *["sliding_attention"] * 3],
+        "num_attention_heads_per_layer": [4, 6, 6, 6],
+        "moe_routed_scaling_factor": 1.5,
+        "rope_parameters": {
+            "full_attention": YARN | {"partial_rotary_factor": 0.5},
+            "sliding_attention": PLAIN_ROPE | {"rope_theta": 500.0},
+        },
+    }
+)
 LLAMA4 = LOCAL_MIXTURE | {
     "num_experts_per_tok": 1,
     "interleave_moe_layer_step": 2,
@@ -173,6 +197,50 @@ LATENTS = {
     "n_group": 4,
     "topk_group": 2,
 }
+AFMOE = {
+    "num_shared_experts": 2,
+    "num_dense_layers": 1,
+    "route_scale": 1.5,
+    "mup_enabled": True,
+    "global_attn_every_n_layers": 4,
+}
+NORTH = (
+    COHERE
+    | WINDOW
+    | MIXTURE
+    | {
+        "rms_norm_eps": 1e-5,
+        "intermediate_size": 48,
+        "prefix_dense_intermediate_size": 172,
+        "first_k_dense_replace": 2,
+        "num_shared_experts": 2,
+        "norm_topk_prob": False,
+        "expert_selection_fn": "sigmoid",
+    }
+)
+FALCON = {
+    "rms_norm_eps": None,
+    "tie_word_embeddings": True,
+    "alibi": False,
+    "bias": False,
+    "hidden_size": 128,
+    "head_dim": None,
+}
+NEMOTRON_DENSE = HALF_ROTATED | {"rms_norm_eps": None}
+MUSE_GLIMMER = {
+    "text_config": CONFIG | WINDOW | {"output_multiplier": 0.7, "final_logit_softcapping": 3.0},
+    "vision_config": {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "patch_size": 4,
+        "pos_emb_height": 4,
+        "pos_emb_width": 4,
+    },
+}
+#: Experts as DeepSeek V3 has them, behind attention of the usual kind.
+ROUTED = {key: value for key, value in LATENTS.items() if not re.search("head|rank", key)}
 #: Files of 2024 have one matrix for what brings latents to keys and to values.
 OLD_LATENTS = Conversion(
     deepseek2.HF_NAMES,
@@ -202,8 +270,13 @@ GEMMA4 = {
 }
 
 TINY: dict[str, Tiny] = {
+    "afmoe": Tiny("afmoe", "afmoe", WINDOW | MIXTURE | AFMOE),
     "arcee": Tiny("arcee", "arcee", {"rope_parameters": YARN}),
+    "bailingmoe2": Tiny("sarvam_moe", "bailingmoe2", ROUTED),
     "cohere2": Tiny("cohere2", "cohere2", WINDOW | COHERE),
+    "chatglm": Tiny("glm", "chatglm", HALF_ROTATED | {"attention_bias": True}),
+    "cohere2moe": Tiny("cohere2_moe", "cohere2moe", NORTH | {"rms_norm_eps": None}),
+    "cohere2moe-rms": Tiny("cohere2_moe", "cohere2moe", NORTH | {"num_shared_experts": 0, "norm_topk_prob": True}),
     "command-r": Tiny("cohere", "command-r", COHERE | {"rope_parameters": LINEAR}),
     "deepseek-v2": Tiny(
         "deepseek_v2",
@@ -216,6 +289,7 @@ TINY: dict[str, Tiny] = {
         LATENTS | {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}},
     ),
     "deepseek-v3-old": Tiny("deepseek_v3", "deepseek2", LATENTS, OLD_LATENTS),
+    "dots1": Tiny("dots1", "dots1", ROUTED | {"num_key_value_heads": 4}),
     "ernie4_5": Tiny("ernie4_5", "ernie4_5", {"tie_word_embeddings": True}),
     "ernie4_5-moe": Tiny(
         "ernie4_5_moe",
@@ -229,7 +303,14 @@ TINY: dict[str, Tiny] = {
             "moe_num_shared_experts": 2,
         },
     ),
+    "exaone-moe": Tiny(
+        "exaone_moe",
+        "exaone-moe",
+        WINDOW | MIXTURE | {"n_group": 3, "topk_group": 2, "num_shared_experts": 2, "rope_parameters": PLAIN_ROPE},
+    ),
     "exaone4": Tiny("exaone4", "exaone4", WINDOW | {"sliding_window_pattern": 4, "rope_parameters": LLAMA3}),
+    "falcon": Tiny("falcon", "falcon", FALCON),
+    "falcon-40b": Tiny("falcon", "falcon", FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2}),
     "falcon-h1": Tiny(
         "falcon_h1",
         "falcon-h1",
@@ -300,6 +381,10 @@ TINY: dict[str, Tiny] = {
     "gptneox": Tiny("gpt_neox", "gptneox", NEOX),
     "gptneox-serial": Tiny("gpt_neox", "gptneox", NEOX | {"use_parallel_residual": False}),
     "granite": Tiny("granite", "granite", GRANITE),
+    "granite-swa": Tiny("granite_swa", "granite_swa", GRANITE | WINDOW | {"layer_rope_theta": [0, 1e4, 1e4, 1e4]}),
+    "granite-swa-moe": Tiny(
+        "granitemoe_swa", "granite_swa", GRANITE | WINDOW | LOCAL_MIXTURE | {"shared_intermediate_size": 80}
+    ),
     "granitehybrid": Tiny(
         "granitemoehybrid",
         "granitehybrid",
@@ -322,6 +407,8 @@ TINY: dict[str, Tiny] = {
         "hunyuan-moe",
         {"num_experts": 6, "moe_topk": [2] * 4, "num_shared_expert": [1] * 4, "moe_intermediate_size": [172] * 4},
     ),
+    "hy-v3": Tiny("hy_v3", "hy_v3", MIXTURE | {"router_scaling_factor": 1.5, "num_shared_experts": 2}),
+    "jais2": Tiny("jais2", "jais2", {"rms_norm_eps": None, "num_key_value_heads": 4}),
     "kimi-linear": Tiny(
         "kimi_linear",
         "kimi-linear",
@@ -330,8 +417,11 @@ TINY: dict[str, Tiny] = {
         | {"q_lora_rank": None, "num_experts": 8, "n_group": 1, "topk_group": 1, "num_hidden_layers": 5}
         | {"linear_attn_config": KIMI_DELTA_NET},
     ),
+    "laguna": Tiny("laguna", "laguna", LAGUNA),
+    "laguna-by-value": Tiny("laguna", "laguna", LAGUNA | {"gating": "per-element"}),
     "lfm2": Tiny("lfm2", "lfm2", LFM2),
     "lfm2moe": Tiny("lfm2_moe", "lfm2moe", LFM2 | MIXTURE | {"num_dense_layers": 1}),
+    "lfm3": Tiny("lfm3", "lfm3", WINDOW | LFM3),
     "llama": Tiny("llama", "llama", {"attention_bias": True, "rope_parameters": LLAMA3}),
     "llama4": Tiny(
         "llama4_text",
@@ -343,6 +433,14 @@ TINY: dict[str, Tiny] = {
         "mamba2",
         "mamba2",
         {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 1, "intermediate_size": 128},
+    ),
+    "mimo2": Tiny(
+        "mimo_v2_flash",
+        "mimo2",
+        WINDOW
+        | MIXTURE
+        | {"num_key_value_heads": 1, "v_head_dim": 8, "n_routed_experts": 6, "num_hidden_layers": 7}
+        | {"rope_parameters": {"full_attention": HALF_ROTATED["rope_parameters"], "sliding_attention": LOCAL_HALF}},
     ),
     "minimax-m2": Tiny(
         "minimax_m2",
@@ -363,7 +461,21 @@ TINY: dict[str, Tiny] = {
         "mistral3",
         {"rope_parameters": LLAMA3 | {"original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.3}},
     ),
+    "mistral4": Tiny(
+        "mistral4",
+        "mistral4",
+        LATENTS
+        | {"n_group": 1, "topk_group": 1, "head_dim": 64}
+        | {
+            "rope_parameters": YARN
+            | {"original_max_position_embeddings": 16, "mscale": 1.0, "mscale_all_dim": 1.0}
+            | {"llama_4_scaling_beta": 0.3}
+        },
+        auto="Mistral4ForCausalLM",
+    ),
     "mixtral": Tiny("mixtral", "llama", LOCAL_MIXTURE),
+    "muse-glimmer": Tiny("muse_glimmer", "muse-glimmer", MUSE_GLIMMER, auto="MuseGlimmerForConditionalGeneration"),
+    "nemotron": Tiny("nemotron", "nemotron", NEMOTRON_DENSE),
     "nemotron-h": Tiny("nemotron_h", "nemotron_h", NEMOTRON),
     "nemotron-h-latent": Tiny("nemotron_h", "nemotron_h_moe", NEMOTRON_MOE | {"moe_latent_size": 32}),
     "nemotron-h-moe": Tiny("nemotron_h", "nemotron_h_moe", NEMOTRON_MOE),
@@ -404,6 +516,9 @@ TINY: dict[str, Tiny] = {
     "stablelm-parallel": Tiny(
         "stablelm", "stablelm", STABLELM | {"use_parallel_residual": True, "use_qkv_bias": True}
     ),
+    "starcoder": Tiny(
+        "gpt_bigcode", "starcoder", {"num_key_value_heads": None, "rms_norm_eps": None, "tie_word_embeddings": True}
+    ),
     "starcoder2": Tiny(
         "starcoder2",
         "starcoder2",
@@ -417,6 +532,7 @@ ENCODERS: dict[str, Tiny] = {
     "xlm-roberta": Tiny(
         "xlm-roberta", "bert", {"layer_norm_eps": 1e-5, "max_position_embeddings": 129}, auto="AutoModel"
     ),
+    "eurobert": Tiny("eurobert", "eurobert", auto="AutoModel"),
     "nomic-bert": Tiny(
         "nomic_bert",
         "nomic-bert",
@@ -447,8 +563,11 @@ def make_model(entry: Tiny, seed: int = 0) -> Any:
     import torch
     import transformers
 
-    config = transformers.AutoConfig.for_model(entry.model_type, **(CONFIG | dict(entry.config)))
-    model = getattr(transformers, entry.auto).from_config(config, attn_implementation="eager").eval().float()
+    values = {key: v for key, v in (CONFIG | dict(entry.config)).items() if v is not None or key not in CONFIG}
+    config = transformers.AutoConfig.for_model(entry.model_type, **values)
+    kind = getattr(transformers, entry.auto)
+    make = kind.from_config if entry.auto.startswith("Auto") else kind._from_config
+    model = make(config, attn_implementation="eager").eval().float()
     model.config.allow_global_per_layer_attribute_access = True  # Gemma 4's, whose layers' heads differ
     rng = np.random.default_rng(seed)
     shift = ARCHITECTURES[entry.architecture].conversion.tensor("model.norm.weight", np.zeros(1, np.float32), config)
