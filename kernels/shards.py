@@ -34,6 +34,8 @@ _NAMES = {
     g.Route: "mixtures of experts",
     g.HeadLinear: "latent attention",
     g.HeadGate: "gates of heads",
+    g.XIELU: "an activation with parameters",
+    g.Clamp: "values that are clamped",
     g.CausalConv: "recurrent layers",
     g.AdapterWeights: "adapters",
 }

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from localllm.models import dots1, hf_names
-from localllm.models.hf_convert import Array, head_dim, routing_keys
+from localllm.models.hf_convert import head_dim, routing_keys
 
 HF_NAMES = (
     hf_names.COMMON
@@ -33,9 +33,3 @@ def hf_keys(config: Any) -> dict[str, Any]:
         "rope.dimension_count": int(head_dim(config) * part),
         "expert_shared_feed_forward_length": width or config.moe_intermediate_size * config.n_shared_experts,
     }
-
-
-def hf_tensor(name: str, array: Array, config: Any) -> Array:
-    """Sarvam's biases of the selection have a mean of 0."""
-    is_bias = name.endswith("expert_bias") and config.model_type == "sarvam_moe"
-    return array - array.mean() if is_bias else array

@@ -7,6 +7,7 @@ differ there most.  With ``residual``, its output is added to that.  Shapes as i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
@@ -17,6 +18,7 @@ from localllm.kernels.graph import (
     Add,
     Attention,
     CausalConv,
+    Clamp,
     Embed,
     ExpertLinears,
     ExpertOutput,
@@ -171,6 +173,7 @@ def llama_layer(
     ffn_norm: str = "ffn_norm",
     activation: str = "silu",
     post_norm_eps: float | None = None,
+    limits: Sequence[tuple[float, float]] | None = None,
     **attention_options: Any,
 ) -> RecordLayer:
     """Llama's layer: attention and feed-forward one behind the other, an RMSNorm before each.
@@ -182,21 +185,23 @@ def llama_layer(
         ffn_norm: the name of the second norm.
         post_norm_eps: where there is a norm behind each as well (``post_attention_norm``, ``post_ffw_norm``), its
             epsilon.
+        limits: of the gates of experts in each layer, as `mixture` has them.
         attention_options: what else `attention` is given.
     """
     heads, ffn = m.heads_of_layers(), m.feed_forward(experts)
 
     def layer(at: Layer, x: Tensor) -> Tensor:
         window = windows[at.number] if windows else None
+        ffn_options: Any = {"activation": activation, "limits": limits[at.number] if limits else (0.0, 0.0)}
         own_heads, own_rope = heads[at.number], rope if isinstance(rope, Rope) else rope[at.number]
         y = norm(at, "attn_norm", x)
         if post_norm_eps is None:
             x = attention(at, y, own_heads, own_rope, residual=x, window=window, **attention_options)
-            return feed_forward(at, norm(at, ffn_norm, x), ffn, residual=x, activation=activation)
+            return feed_forward(at, norm(at, ffn_norm, x), ffn, residual=x, **ffn_options)
         behind = replace(at, norm_eps=post_norm_eps)
         y = attention(at, y, own_heads, own_rope, window=window, **attention_options)
         x = add(at, norm(behind, "post_attention_norm", y), x)
-        y = feed_forward(at, norm(at, ffn_norm, x), ffn, activation=activation)
+        y = feed_forward(at, norm(at, ffn_norm, x), ffn, **ffn_options)
         return add(at, norm(behind, "post_ffw_norm", y), x)
 
     return layer
@@ -223,6 +228,7 @@ def attention(
     has_sinks: bool = False,
     has_gate: bool = False,
     gate_activation: str = "sigmoid",
+    clamp: float = 0.0,
     causal: bool = True,
 ) -> Tensor:
     """Grouped-query attention with rotary positions.
@@ -237,9 +243,12 @@ def attention(
         has_sinks: a further score for each head, ``attn_sinks``.
         has_gate: whether there is a gate, whose σ or other activation the output is multiplied with: ``attn_gate``,
             of each value or of each head, or in ``attn_q`` behind the query of each head.
+        clamp: what queries, keys and values are clamped to, ±; 0 for nothing.
         causal: whether a token sees none behind it.
     """
     q, k, v, gate = query_key_value(at, x, heads, qkv_bias=qkv_bias, has_gate=has_gate)
+    if clamp:
+        q, k, v = (at.add(Clamp(each, -clamp, clamp)) for each in (q, k, v))
     cache = at.graph.kv_cache(
         heads.n_kv, heads.key_dim, heads.value_dim, window=(window or chunk) if causal else None
     )
@@ -314,10 +323,11 @@ def gated_mlp(
     residual: Tensor | None = None,
     activation: str = "silu",
     suffix: str = "",
+    limit: float = 0.0,
 ) -> Tensor:
     """down(activation(gate(x)) * up(x)); ``suffix`` stands behind the names of its matrices.
 
-    Without a matrix for the gate, it is the first rows of ``ffn_up``.
+    With a ``limit``, the activated gate is at most that, and up within ± it.  Without a matrix for the gate, it is the first rows of ``ffn_up``.
     """
     w, d = at.weights, at.n_embd
     if f"ffn_gate{suffix}.weight" not in w and w.n_rows(f"ffn_up{suffix}.weight") == 2 * n_ff:
@@ -325,7 +335,15 @@ def gated_mlp(
     else:
         matrices = w.matrix(f"ffn_gate{suffix}", d, n_ff), w.matrix(f"ffn_up{suffix}", d, n_ff)
     gate, up = at.add(Linears(x, matrices))  # [T, n_ff]
-    return at.linear(at.add(Gated(gate, up, activation)), f"ffn_down{suffix}", d, residual=residual)
+    return at.linear(gated(at, gate, up, activation, limit), f"ffn_down{suffix}", d, residual=residual)
+
+
+def gated(at: Layer, gate: Tensor, up: Tensor, activation: str, limit: float = 0.0) -> Tensor:
+    """activation(gate) * up; with a ``limit``, the first is at most that, and the other within ± it."""
+    if limit:
+        gate = at.add(Clamp(at.add(Activation(gate, activation)), -math.inf, limit))
+        up, activation = at.add(Clamp(up, -limit, limit)), "identity"
+    return at.add(Gated(gate, up, activation))
 
 
 def mlp(
@@ -337,12 +355,18 @@ def mlp(
 
 
 def feed_forward(
-    at: Layer, x: Tensor, ffn: FeedForward, *, residual: Tensor | None = None, activation: str = "silu"
+    at: Layer,
+    x: Tensor,
+    ffn: FeedForward,
+    *,
+    residual: Tensor | None = None,
+    activation: str = "silu",
+    limits: tuple[float, float] = (0.0, 0.0),
 ) -> Tensor:
-    """The layer's experts, or its gated MLP."""
+    """The layer's experts, or its gated MLP; ``limits`` as `mixture` has them."""
     experts = ffn.experts_of(at.number)
     if experts is not None:
-        return mixture(at, x, experts, residual=residual, activation=activation)
+        return mixture(at, x, experts, residual=residual, activation=activation, limits=limits)
     return gated_mlp(at, x, ffn.n_ff, residual=residual, activation=activation)
 
 
@@ -355,6 +379,7 @@ def mixture(
     residual_scale: float = 1.0,
     activation: str = "silu",
     is_weighted_first: bool = False,
+    limits: tuple[float, float] = (0.0, 0.0),
 ) -> Tensor:
     """An MLP for each of several experts, of which every token goes to a few: their weighted sum.
 
@@ -362,14 +387,18 @@ def mixture(
     token goes to, perhaps weighed by a gate, and matrices into and out of narrower rows that the experts are given
     (``ffn_latent_down`` and ``ffn_latent_up``) are taken where the file has them.  All is added to ``residual``, if
     there is one, times ``residual_scale``.  ``is_weighted_first``: it is what experts are given that is weighed.
+    ``limits``: of the gates of chosen and of shared experts, as `gated` has them.
     Sources: arXiv:2401.04088 (Mixtral), arXiv:2401.06066 (DeepSeekMoE).
     """
     w = at.weights
     routing = route(at, x, experts, residual_scale)
     if experts.n_ff_shared:
+        options: Any = {"activation": activation, "suffix": "_shexp"}
         is_gated = "ffn_gate_shexp.weight" in w or w.n_rows("ffn_up_shexp.weight") == 2 * experts.n_ff_shared
-        record_mlp = gated_mlp if is_gated else mlp
-        shared = record_mlp(at, x, experts.n_ff_shared, activation=activation, suffix="_shexp")
+        if is_gated:
+            shared = gated_mlp(at, x, experts.n_ff_shared, limit=limits[1], **options)
+        else:
+            shared = mlp(at, x, experts.n_ff_shared, **options)
         weight = None  # [T, 1]
         if residual is None:
             residual = shared
@@ -379,9 +408,11 @@ def mixture(
             residual = at.add(Add(shared, residual, residual_scale, weight))
     n_latent = w.n_rows("ffn_latent_down.weight")
     if not n_latent:
-        return chosen_experts(at, x, experts, routing, activation, residual, is_weighted_first=is_weighted_first)
+        return chosen_experts(
+            at, x, experts, routing, activation, residual, is_weighted_first=is_weighted_first, limit=limits[0]
+        )
     x = at.linear(x, "ffn_latent_down", n_latent)
-    y = chosen_experts(at, x, experts, routing, activation, is_weighted_first=is_weighted_first)
+    y = chosen_experts(at, x, experts, routing, activation, is_weighted_first=is_weighted_first, limit=limits[0])
     return at.linear(y, "ffn_latent_up", at.n_embd, residual=residual)
 
 
@@ -413,6 +444,7 @@ def chosen_experts(
     residual: Tensor | None = None,
     *,
     is_weighted_first: bool = False,
+    limit: float = 0.0,
 ) -> Tensor:
     """The weighted sum of what each token's experts make of x."""
     w, n, n_ff, width = at.weights, experts.n, experts.n_ff, x.width
@@ -423,7 +455,7 @@ def chosen_experts(
         matrices = tuple(w.experts(name, n, width, n_ff) for name in names)
     biases = tuple(b for b in (w.find(f"ffn_{x}_exps.bias", n, n_ff) for x in ("gate", "up")) if b is not None)
     hs = at.add(ExpertLinears(x, matrices, routing, biases, is_weighted_first))  # [T * k, n_ff]
-    h = at.add(Gated(hs[0], hs[1], activation) if len(hs) == 2 else Activation(hs[0], activation))
+    h = gated(at, *hs, activation, limit) if len(hs) == 2 else at.add(Activation(hs[0], activation))
     down, bias = w.experts("ffn_down_exps", n, n_ff, width), w.find("ffn_down_exps.bias", n, width)
     return at.add(ExpertOutput(h, down, routing, residual, bias, not is_weighted_first))
 

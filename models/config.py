@@ -343,6 +343,14 @@ class Header:
         """Added to the variance under LayerNorm's root."""
         return self.meta.read("attention.layer_norm_epsilon", float, low=0.0, high=1.0)
 
+    def gate_limits(self) -> list[tuple[float, float]]:
+        """Of each layer, the limits of the gates of chosen and of shared experts; 0 for none."""
+        both = (
+            self.meta.read_each(f"swiglu_clamp_{name}", self.config.n_layers, float, 0.0, low=0.0, high=1e6)
+            for name in ("exp", "shexp")
+        )
+        return list(zip(*both, strict=True))
+
     def mlp_width(self) -> int:
         return self.meta.read_uniform("feed_forward_length", self.config.n_layers, low=1, high=1 << 24)
 
@@ -392,12 +400,12 @@ class Header:
                 raise ModelError(f"{self.meta.architecture}.{name} is {length}, but must be at least 2")
         return lengths[0], lengths[1] or lengths[0]
 
-    def windows(self, period: int, default: int | None = 0) -> tuple[int | None, ...]:
+    def windows(self, period: int, default: int | None = 0, *, first: bool = False) -> tuple[int | None, ...]:
         """Of each layer, the tokens that a token sees, itself included; None for all of them.
 
-        By default, one of ``period`` layers sees all, the last of them; with period 1, every layer does, and with
-        0 none.  Without a window in the file it is ``default``, and with 0 every layer sees all; with None as the
-        default there must be one.
+        By default, one of ``period`` layers sees all, the last of them, or the ``first``; with period 1, every layer
+        does, and with 0 none.  Without a window in the file it is ``default``, and with 0 every layer sees all; with
+        None as the default there must be one.
         """
         meta, n_layers = self.meta, self.config.n_layers
         least, default = (1, _REQUIRED) if default is None else (0, default)
@@ -413,7 +421,8 @@ class Header:
                 )
         else:
             period = meta.read("attention.sliding_window_pattern", int, period, low=0, high=1 << 16)
-            has_window = tuple(not period or (i + 1) % period != 0 for i in range(n_layers))
+            full = 0 if first else period - 1
+            has_window = tuple(not period or i % period != full for i in range(n_layers))
         return tuple((window or None) if has else None for has in has_window)
 
     def feed_forward(self, experts: Experts | None) -> FeedForward:

@@ -15,6 +15,7 @@ import numpy as np
 from localllm.kernels.graph import (
     Attention,
     Graph,
+    HeadGate,
     HeadLinear,
     HeadNorm,
     Linear,
@@ -103,8 +104,8 @@ class Latents:
         n_rot = meta.read("rope.dimension_count", int, low=2, high=128)
         is_old = meta.find("attention.key_length_mla") is None
         key_dim, value_dim = (
-            meta.read(f"attention.{x}_length{'' if is_old else '_mla'}", int, low=2, high=1 << 12)
-            for x in ("key", "value")
+            meta.read(f"attention.{x}_length{'' if is_old else '_mla'}", int, default, low=2, high=1 << 12)
+            for x, default in (("key", 0), ("value", m.config.n_embd // n_heads))
         )
         n_query = meta.read("attention.q_lora_rank", int, 0, low=0, high=1 << 16)
         return cls(n_heads, n_latent, n_rot, key_dim, value_dim, n_query, scale * key_dim**-0.5)
@@ -144,10 +145,12 @@ def latent_attention(
     latents: Latents,
     rope: Rope | None,
     *,
-    residual: Tensor,
+    residual: Tensor | None = None,
     q_scale: PositionScale | None = None,
+    has_gate: bool = False,
 ) -> Tensor:
-    """Attention over latents; without ``rope``, nothing is rotated."""
+    """Attention over latents; without ``rope``, nothing is rotated, and with a gate (``attn_gate``) each head is times
+    its σ."""
     w, d, n, n_latent = at.weights, at.n_embd, latents.n_heads, latents.n_latent
     width, n_nope, cached = n * latents.key_dim, latents.key_dim - latents.n_rot, n_latent + latents.n_rot
     keys = w.matrix("attn_kv_a_mqa", d, cached)
@@ -164,8 +167,11 @@ def latent_attention(
         both = w.require("attn_kv_b.weight", n * (n_nope + latents.value_dim), n_latent)
         to_latents = HeadsOf(both, n, range(n_nope), is_transposed=True)
         from_latents = HeadsOf(both, n, range(n_nope, n_nope + latents.value_dim))
+    gate = at.linear(x, "attn_gate", n) if has_gate else None
     cache = at.graph.kv_cache(1, cached, n_latent, values_in_keys=True)
     k_norm = HeadNorm(at.norm_eps, w.vector("attn_kv_a_norm", n_latent))
     q = at.add(RopeAppend(at.add(HeadLinear(q, to_latents)), k, None, cache, rope, k_norm=k_norm, q_scale=q_scale))
     y = at.add(HeadLinear(at.add(Attention(q, cache, latents.scale)), from_latents))
+    if gate is not None:
+        y = at.add(HeadGate(y, gate, "sigmoid"))
     return at.linear(y, "attn_output", d, residual=residual)

@@ -163,6 +163,12 @@ def mamba_keys(config: Any) -> dict[str, Any]:
     }
 
 
+def axes_keys(config: Any) -> dict[str, Any]:
+    """How many frequencies turn by each axis of a picture; for text, all axes are the position."""
+    sections = config.rope_parameters.get("mrope_section")
+    return {"rope.dimension_sections": (list(sections) + [0] * 4)[:4]} if sections else {}
+
+
 def attention_layers(config: Any, value: int) -> list[int]:
     """``value`` in layers with attention, 0 in others."""
     return [value if kind in ("full_attention", "attention") else 0 for kind in config.layer_types]

@@ -41,7 +41,7 @@ def hf_keys(config: Any) -> dict[str, Any]:
 
 def record(m: Header) -> Graph:
     dim, _ = m.head_dims()
-    rope, local_rope, windows = make_rope(m, dim), make_local_rope(m, dim), m.windows(period=0)
+    rope, local_rope, windows = make_rope(m, dim), make_local_rope(m, dim), m.windows(period=4, first=True)
     return llama_like(
         m,
         [local_rope if window else rope for window in windows],

@@ -21,7 +21,8 @@ class Conversion:
 
     Attributes:
         names: Hugging Face's names of tensors, by GGUF's.
-        keys: of a configuration, the keys beside the usual ones, without the architecture's name; None is left out.
+        keys: of a configuration, the keys beside the usual ones, without the architecture's name, or, with a dot in
+            front, as they are; None is left out.
         tensor: of a tensor's name in the checkpoint, itself and the configuration, what the file has instead: an
             array, or several by GGUF's names.  It may be called with arrays that have only a shape.
         extra: of a configuration, tensors that are not in the checkpoint.
@@ -69,8 +70,10 @@ class Architecture:
 
 ARCHITECTURES: dict[str, Architecture] = {
     "afmoe": Architecture("afmoe", "Trinity", "afmoe"),
+    "apertus": Architecture("apertus", "Apertus", "apertus"),
     "arcee": Architecture("arcee", "AFM 4.5B", "arcee"),
     "bailingmoe2": Architecture("bailingmoe2", "Ling and Ring 2, Sarvam 30B", "bailing_moe sarvam_moe"),
+    "bailingmoe3": Architecture("bailingmoe3", "Ling 3", "bailing_hybrid"),
     "bert": Architecture(
         "bert",
         "BERT, RoBERTa and XLM-R, as embedding models and rerankers",
@@ -91,6 +94,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "ernie4_5": Architecture("ernie4_5", "ERNIE 4.5, dense", "ernie4_5"),
     "ernie4_5-moe": Architecture("ernie4_5", "ERNIE 4.5 with experts", "ernie4_5_moe"),
     "eurobert": Architecture("eurobert", "EuroBERT, as embedding models", "eurobert", is_encoder=True),
+    "exaone": Architecture("exaone", "EXAONE 3 and 3.5", "exaone"),
     "exaone-moe": Architecture("exaone_moe", "K-EXAONE", "exaone_moe"),
     "exaone4": Architecture("exaone4", "EXAONE 4", "exaone4"),
     "falcon": Architecture("falcon", "Falcon 7B to 180B", "falcon"),
@@ -115,6 +119,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "hunyuan-moe": Architecture("hunyuan", "Hunyuan A13B", "hunyuan_v1_moe"),
     "hy_v3": Architecture("hy_v3", "Hunyuan 3", "hy_v3"),
     "jais2": Architecture("nemotron", "Jais 2", "jais2"),
+    "jina-bert-v3": Architecture("jina_bert_v3", "Jina Embeddings v3", "jina_embeddings_v3", is_encoder=True),
     "kimi-linear": Architecture("kimi_linear", "Kimi Linear", "kimi_linear"),
     "laguna": Architecture("laguna", "Laguna", "laguna"),
     "lfm2": Architecture("lfm2", "LFM2", "lfm2"),
@@ -125,7 +130,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "llama4": Architecture("llama4", "Llama 4, text", "llama4 llama4_text"),
     "mamba2": Architecture("mamba2", "Mamba 2", "mamba2"),
+    "mellum": Architecture("mellum", "Mellum 2", "mellum"),
     "mimo2": Architecture("mimo2", "MiMo V2", "mimo_v2_flash"),
+    "minicpm3": Architecture("minicpm3", "MiniCPM 3", "minicpm3"),
     "minimax-m2": Architecture("minimax_m2", "MiniMax-M2", "minimax_m2"),
     "mistral3": Architecture("mistral3", "Ministral 3, Devstral 2", "ministral3 mistral3"),
     "mistral4": Architecture("mistral4", "Mistral Small 4", "mistral4"),
@@ -143,6 +150,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "phi3": Architecture("phi3", "Phi-3, 3.5 and 4", "phi3"),
     "qwen2": Architecture("qwen2", "Qwen 2 and 2.5", "qwen2"),
     "qwen2moe": Architecture("qwen2", "Qwen 1.5 and 2 with experts", "qwen2_moe"),
+    "qwen2vl": Architecture("qwen2", "Qwen 2 and 2.5 VL, text", "qwen2_vl qwen2_vl_text qwen2_5_vl qwen2_5_vl_text"),
     "qwen3": Architecture("qwen3", "Qwen 3", "qwen3"),
     "qwen35": Architecture("qwen35", "Qwen 3.5 and 3.6", "qwen3_5 qwen3_5_text", has_block=True),
     "qwen35moe": Architecture(
@@ -150,11 +158,14 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "qwen3moe": Architecture("qwen3", "Qwen 3 with experts", "qwen3_moe"),
     "qwen3next": Architecture("qwen3next", "Qwen 3 Next", "qwen3_next", has_block=True),
+    "qwen3vl": Architecture("qwen3", "Qwen 3 VL, text", "qwen3_vl qwen3_vl_text"),
+    "qwen3vlmoe": Architecture("qwen3", "Qwen 3 VL with experts, text", "qwen3_vl_moe qwen3_vl_moe_text"),
     "seed_oss": Architecture("seed_oss", "Seed-OSS", "seed_oss"),
     "smollm3": Architecture("smollm3", "SmolLM3", "smollm3"),
     "stablelm": Architecture("stablelm", "StableLM 1 and 2", "stablelm"),
     "starcoder": Architecture("gpt2", "StarCoder, SantaCoder", "gpt_bigcode"),
     "starcoder2": Architecture("starcoder2", "StarCoder 2", "starcoder2"),
+    "step35": Architecture("step35", "Step 3.5 and 3.7 Flash, text", "step3p5 step3p7"),
 }
 
 

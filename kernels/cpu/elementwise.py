@@ -84,6 +84,16 @@ def tanh(x):
 
 
 @device
+def exp_less_one(x):
+    """e ** x - 1: 1 is taken away before it can cost digits."""
+    x = minimum(maximum(x, splat(EXP_LOW)), splat(EXP_HIGH))
+    n = to_int_rounded(x * splat(LOG2_E))
+    r = exp_rest(x, n)
+    power = power_of_two(n)
+    return fma(fma(exp_polynomial(r), r * r, r), power, power - splat(ONE))
+
+
+@device
 def sigmoid(x):
     return splat(ONE) / (splat(ONE) + exp(zero_f32x16() - x))
 
@@ -301,6 +311,25 @@ def activation(begin, end, x, width, stride, y):
     for token in range(begin, end):
         for i in range(token * stride, token * stride + 4 * width, 64):
             store_f32x16(y + i, ACTIVATION(load_f32x16(x + i), splat(ONE)))
+
+
+@kernel
+def clamp(begin, end, x, width, stride, y, low: float, high: float):
+    """y = x within low … high."""
+    for token in range(begin, end):
+        for i in range(token * stride, token * stride + 4 * width, 64):
+            store_f32x16(y + i, maximum(minimum(load_f32x16(x + i), splat(high)), splat(low)))
+
+
+@kernel
+def xielu(begin, end, x, width, stride, y, p: float, n: float, beta: float, eps: float):
+    """y = p x² + beta x where x > 0, else n (e ** min(x, eps) - 1 - x) + beta x."""
+    for token in range(begin, end):
+        for i in range(token * stride, token * stride + 4 * width, 64):
+            v = load_f32x16(x + i)
+            low = splat(n) * (exp_less_one(minimum(v, splat(eps))) - v)
+            curve = select_between(as_int(v), zero_i32x16(), splat_int(NAN_BITS), splat(p) * v * v, low)
+            store_f32x16(y + i, fma(splat(beta), v, curve))
 
 
 @kernel

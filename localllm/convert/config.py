@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ class Config:
 
     Attributes:
         rope_parameters: of the rotation, whether the file has them there, in ``rope_scaling``, or on their own.
+        tensors: `localllm.convert.sources.Source` of the checkpoint's, by their names.
         n_nextn: blocks behind the last layer, each of which predicts one token more.
     """
 
@@ -47,6 +49,7 @@ class Config:
         if isinstance(kinds := values.get("layers_block_type"), list):  # Nemotron, which does not count them
             self.values = {"num_hidden_layers": len(kinds)} | self.values
         self.rope_parameters = self._rope()
+        self.tensors: Mapping[str, Any] = {}
         self.n_nextn = 0
 
     def __getattr__(self, name: str) -> Any:

@@ -227,6 +227,23 @@ FALCON = {
     "head_dim": None,
 }
 NEMOTRON_DENSE = HALF_ROTATED | {"rms_norm_eps": None}
+VISION = {
+    "depth": 1,
+    "hidden_size": 32,
+    "embed_dim": 32,
+    "out_hidden_size": 64,
+    "intermediate_size": 32,
+    "num_heads": 2,
+    "deepstack_visual_indexes": [0],
+}
+
+
+def with_vision(text: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a Qwen model that sees: only its text is compared."""
+    rope = {"rope_parameters": PLAIN_ROPE | {"mrope_section": [4, 2, 2]}}
+    return {"text_config": CONFIG | rope | dict(text), "vision_config": VISION}
+
+
 MUSE_GLIMMER = {
     "text_config": CONFIG | WINDOW | {"output_multiplier": 0.7, "final_logit_softcapping": 3.0},
     "vision_config": {
@@ -239,8 +256,51 @@ MUSE_GLIMMER = {
         "pos_emb_width": 4,
     },
 }
+STEP35 = {
+    "text_config": CONFIG
+    | WINDOW
+    | {
+        "layer_types": ["full_attention", *["sliding_attention"] * 3],
+        "num_sliding_attention_heads": 6,
+        "mlp_layer_types": ["dense", *["sparse"] * 3],
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "share_expert_dim": 80,
+        "moe_router_scaling_factor": 1.5,
+        "swiglu_limits": [None, None, 0.0, 0.7],
+        "swiglu_limits_shared": [None, None, 0.0, 0.5],
+        "rope_parameters": {
+            "full_attention": LLAMA3 | {"partial_rotary_factor": 0.5},
+            "sliding_attention": PLAIN_ROPE | {"rope_theta": 500.0},
+        },
+    },
+    "vision_config": {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28},
+}
+LING3 = LATENTS | {
+    "num_local_experts": 8,
+    "layer_group_size": 2,
+    "q_lora_rank": None,
+    "first_k_dense_replace": 1,
+}
 #: Experts as DeepSeek V3 has them, behind attention of the usual kind.
 ROUTED = {key: value for key, value in LATENTS.items() if not re.search("head|rank", key)}
+MINICPM3 = {
+    "num_key_value_heads": 4,
+    "head_dim": None,
+    "hidden_size": 128,
+    "tie_word_embeddings": True,
+    "q_lora_rank": 48,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 32,
+}
+MINICPM3_LONGROPE = PLAIN_ROPE | {
+    "rope_type": "longrope",
+    "original_max_position_embeddings": 128,
+    "long_factor": [1.5 + i / 4 for i in range(16)],
+    "short_factor": [1 + i / 20 for i in range(16)],
+}
 #: Files of 2024 have one matrix for what brings latents to keys and to values.
 OLD_LATENTS = Conversion(
     deepseek2.HF_NAMES,
@@ -271,8 +331,10 @@ GEMMA4 = {
 
 TINY: dict[str, Tiny] = {
     "afmoe": Tiny("afmoe", "afmoe", WINDOW | MIXTURE | AFMOE),
+    "apertus": Tiny("apertus", "apertus", {"rope_parameters": LLAMA3}),
     "arcee": Tiny("arcee", "arcee", {"rope_parameters": YARN}),
     "bailingmoe2": Tiny("sarvam_moe", "bailingmoe2", ROUTED),
+    "bailingmoe3": Tiny("bailing_hybrid", "bailingmoe3", LING3),
     "cohere2": Tiny("cohere2", "cohere2", WINDOW | COHERE),
     "chatglm": Tiny("glm", "chatglm", HALF_ROTATED | {"attention_bias": True}),
     "cohere2moe": Tiny("cohere2_moe", "cohere2moe", NORTH | {"rms_norm_eps": None}),
@@ -303,6 +365,7 @@ TINY: dict[str, Tiny] = {
             "moe_num_shared_experts": 2,
         },
     ),
+    "exaone": Tiny("exaone", "exaone", {"rope_parameters": LLAMA3}),
     "exaone-moe": Tiny(
         "exaone_moe",
         "exaone-moe",
@@ -434,6 +497,16 @@ TINY: dict[str, Tiny] = {
         "mamba2",
         {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 1, "intermediate_size": 128},
     ),
+    "mellum": Tiny(
+        "mellum",
+        "mellum",
+        WINDOW
+        | MIXTURE
+        | {
+            "layer_types": [*["sliding_attention"] * 3, "full_attention"],
+            "rope_parameters": {"full_attention": YARN, "sliding_attention": PLAIN_ROPE},
+        },
+    ),
     "mimo2": Tiny(
         "mimo_v2_flash",
         "mimo2",
@@ -442,6 +515,8 @@ TINY: dict[str, Tiny] = {
         | {"num_key_value_heads": 1, "v_head_dim": 8, "n_routed_experts": 6, "num_hidden_layers": 7}
         | {"rope_parameters": {"full_attention": HALF_ROTATED["rope_parameters"], "sliding_attention": LOCAL_HALF}},
     ),
+    "minicpm3": Tiny("minicpm3", "minicpm3", MINICPM3),
+    "minicpm3-longrope": Tiny("minicpm3", "minicpm3", MINICPM3 | {"rope_parameters": MINICPM3_LONGROPE}),
     "minimax-m2": Tiny(
         "minimax_m2",
         "minimax-m2",
@@ -501,6 +576,7 @@ TINY: dict[str, Tiny] = {
     ),
     "qwen2": Tiny("qwen2", "qwen2", {"tie_word_embeddings": True}),
     "qwen2moe": Tiny("qwen2_moe", "qwen2moe", MIXTURE | SHARED_EXPERT | {"norm_topk_prob": False}),
+    "qwen2vl": Tiny("qwen2_vl", "qwen2vl", with_vision({}), auto="Qwen2VLForConditionalGeneration"),
     "qwen3": Tiny("qwen3", "qwen3"),
     "qwen35": Tiny("qwen3_5_text", "qwen35", DELTA_NET | SECTIONS),
     "qwen35moe": Tiny(
@@ -510,6 +586,8 @@ TINY: dict[str, Tiny] = {
     ),
     "qwen3moe": Tiny("qwen3_moe", "qwen3moe", MIXTURE),
     "qwen3next": Tiny("qwen3_next", "qwen3next", DELTA_NET | MIXTURE | SHARED_EXPERT),
+    "qwen3vl": Tiny("qwen3_vl", "qwen3vl", with_vision({}), auto="Qwen3VLForConditionalGeneration"),
+    "qwen3vlmoe": Tiny("qwen3_vl_moe", "qwen3vlmoe", with_vision(MIXTURE), auto="Qwen3VLMoeForConditionalGeneration"),
     "seed-oss": Tiny("seed_oss", "seed_oss", {"attention_bias": True}),
     "smollm3": Tiny("smollm3", "smollm3"),
     "stablelm": Tiny("stablelm", "stablelm", STABLELM),
@@ -524,6 +602,7 @@ TINY: dict[str, Tiny] = {
         "starcoder2",
         {"tie_word_embeddings": True, "rms_norm_eps": None},
     ),
+    "step35": Tiny("step3p7", "step35", STEP35, auto="Step3p7ForConditionalGeneration"),
 }
 
 #: Models that embed.
@@ -533,6 +612,9 @@ ENCODERS: dict[str, Tiny] = {
         "xlm-roberta", "bert", {"layer_norm_eps": 1e-5, "max_position_embeddings": 129}, auto="AutoModel"
     ),
     "eurobert": Tiny("eurobert", "eurobert", auto="AutoModel"),
+    "jina-bert-v3": Tiny(
+        "jina_embeddings_v3", "jina-bert-v3", {"layer_norm_eps": 1e-5, "head_dim": None}, auto="AutoModel"
+    ),
     "nomic-bert": Tiny(
         "nomic_bert",
         "nomic-bert",
@@ -584,6 +666,8 @@ def random_values(rng: np.random.Generator, name: str, shape: tuple[int, ...], s
     """``shifted``: norms multiply with 1 + weight."""
     if "embed_tokens" in name:
         return rng.normal(0, 1, shape)
+    if not shape:
+        return np.array(-0.1 if name.endswith("eps") else 0.5 if name.endswith("beta") else rng.uniform(-1.5, -0.5))
     if name.endswith(("q_norm.weight", "k_norm.weight")):
         return rng.uniform(0.2, 0.8, shape) - shifted  # so that scores stay small where their scale is 1
     if re.search(r"norm[\w.]*weight$", name):
