@@ -327,7 +327,9 @@ def gated_mlp(
 ) -> Tensor:
     """down(activation(gate(x)) * up(x)); ``suffix`` stands behind the names of its matrices.
 
-    With a ``limit``, the activated gate is at most that, and up within ± it.  Without a matrix for the gate, it is the first rows of ``ffn_up``.
+    With a ``limit``, the activated gate is at most that, and up within ± it.
+
+    Without a matrix for the gate, it is the first rows of ``ffn_up``.
     """
     w, d = at.weights, at.n_embd
     if f"ffn_gate{suffix}.weight" not in w and w.n_rows(f"ffn_up{suffix}.weight") == 2 * n_ff:

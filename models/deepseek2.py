@@ -149,8 +149,7 @@ def latent_attention(
     q_scale: PositionScale | None = None,
     has_gate: bool = False,
 ) -> Tensor:
-    """Attention over latents; without ``rope``, nothing is rotated, and with a gate (``attn_gate``) each head is times
-    its σ."""
+    """Attention over latents; without ``rope``, nothing is rotated, and ``attn_gate`` is a gate of heads."""
     w, d, n, n_latent = at.weights, at.n_embd, latents.n_heads, latents.n_latent
     width, n_nope, cached = n * latents.key_dim, latents.key_dim - latents.n_rot, n_latent + latents.n_rot
     keys = w.matrix("attn_kv_a_mqa", d, cached)

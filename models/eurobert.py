@@ -14,7 +14,7 @@ HF_NAMES = hf_names.COMMON
 
 
 def hf_keys(config: Any) -> dict[str, Any]:
-    return {"attention.causal": False, "rope.scaling.type": "none", "vocab_size": config.vocab_size}
+    return {"attention.causal": False, "rope.scaling.type": "none"}
 
 
 def record(m: Header) -> Graph:

@@ -1,7 +1,8 @@
 """Granite 3 and 4, dense and with experts: Llama's layers, with scales on embedding, scores, residuals and logits.
 
 In hybrids, most layers have Mamba 2 in attention's place, and nothing is rotated.  Where layers have windows
-(``granite_swa``), heads have sinks, and some layers may not rotate.
+(``granite_swa``), heads have sinks, and some layers may not rotate.  MiniCPM 1 and 2 (arXiv:2404.06395) are the same
+with scales of their own.
 """
 
 from __future__ import annotations
@@ -51,6 +52,15 @@ _SWA_EXPERTS = {
 
 
 def hf_keys(config: Any) -> dict[str, Any]:
+    if config.model_type == "minicpm":
+        return rotated_part(config) | {
+            "vocab_size": config.vocab_size,
+            "attention.key_length": None,
+            "attention.value_length": None,
+            "embedding_scale": float(config.scale_emb),
+            "residual_scale": config.scale_depth / config.num_hidden_layers**0.5,
+            "logit_scale": config.hidden_size / config.dim_model_base,
+        }
     keys = rotated_part(config) | {
         "vocab_size": config.vocab_size,
         "attention.key_length": None,
@@ -105,12 +115,17 @@ def record(m: Header) -> Graph:
     windows = m.windows(period=0)
     is_rotated = m.meta.read_each("attention.rope_pattern", m.config.n_layers, bool, True, low=0, high=1)
     has_sinks = m.config.architecture == "granite_swa"
-    rope: Rope | None = make_rope(m, next((h.key_dim for h in heads if h), m.config.n_embd), interleaved=True)
+    dim = next((h.key_dim for h in heads if h), m.config.n_embd)
+    scaling = "longrope" if "rope_factors_long.weight" in m.weights else None
+    rope: Rope | None = make_rope(m, dim, interleaved=True, scaling=scaling)
     if not m.meta.read("rope.scaling.finetuned", bool, True):
         rope = None
+    defaults = dict.fromkeys(("attention.scale", "residual_scale", "embedding_scale", "logit_scale"), 0.0)  # none
+    if m.config.architecture == "minicpm":  # old files have no keys
+        defaults |= {"residual_scale": 1.4 / m.config.n_layers**0.5, "embedding_scale": 12.0}
+        defaults |= {"logit_scale": m.config.n_embd / 256}
     scale, residual_scale, embedding_scale, logit_divisor = (
-        m.meta.read(key, float, 0.0, low=0.0, high=1e6)  # 0 for none
-        for key in ("attention.scale", "residual_scale", "embedding_scale", "logit_scale")
+        m.meta.read(key, float, default, low=0.0, high=1e6) for key, default in defaults.items()
     )
 
     def layer(at: Layer, x: Tensor) -> Tensor:

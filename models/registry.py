@@ -84,6 +84,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "cohere2": Architecture("cohere", "Command R7B, Command A", "cohere2"),
     "cohere2moe": Architecture("cohere", "North", "cohere2_moe"),
     "command-r": Architecture("cohere", "Command R, Aya", "cohere"),
+    "dbrx": Architecture("dbrx", "DBRX", "dbrx"),
     "deepseek2": Architecture(
         "deepseek2",
         "DeepSeek V2, V3 and R1, Kimi K2, GLM-4.7-Flash",
@@ -118,6 +119,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "hunyuan-dense": Architecture("hunyuan", "Hunyuan, dense", "hunyuan_v1_dense"),
     "hunyuan-moe": Architecture("hunyuan", "Hunyuan A13B", "hunyuan_v1_moe"),
     "hy_v3": Architecture("hy_v3", "Hunyuan 3", "hy_v3"),
+    "internlm2": Architecture("internlm2", "InternLM 2 and 2.5", "internlm2"),
     "jais2": Architecture("nemotron", "Jais 2", "jais2"),
     "jina-bert-v3": Architecture("jina_bert_v3", "Jina Embeddings v3", "jina_embeddings_v3", is_encoder=True),
     "kimi-linear": Architecture("kimi_linear", "Kimi Linear", "kimi_linear"),
@@ -128,10 +130,14 @@ ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture(
         "llama", "Llama 1 to 3.x, Mistral, Mixtral, TinyLlama, SmolLM", "llama mistral mixtral internlm3"
     ),
+    "llama-embed": Architecture(
+        "llama", "Llama-Embed-Nemotron, as embedding model", "llama_bidirec", is_encoder=True
+    ),
     "llama4": Architecture("llama4", "Llama 4, text", "llama4 llama4_text"),
     "mamba2": Architecture("mamba2", "Mamba 2", "mamba2"),
     "mellum": Architecture("mellum", "Mellum 2", "mellum"),
     "mimo2": Architecture("mimo2", "MiMo V2", "mimo_v2_flash"),
+    "minicpm": Architecture("granite", "MiniCPM 1 and 2", "minicpm"),
     "minicpm3": Architecture("minicpm3", "MiniCPM 3", "minicpm3"),
     "minimax-m2": Architecture("minimax_m2", "MiniMax-M2", "minimax_m2"),
     "mistral3": Architecture("mistral3", "Ministral 3, Devstral 2", "ministral3 mistral3"),
@@ -144,8 +150,10 @@ ARCHITECTURES: dict[str, Architecture] = {
     "nemotron_h": Architecture("nemotron_h", "Nemotron-H, Nemotron Nano 2", "nemotron_h"),
     "nemotron_h_moe": Architecture("nemotron_h", "Nemotron 3, with experts", "nemotron_h"),
     "nomic-bert": Architecture("nomic_bert", "Nomic Embed", "nomic_bert", is_encoder=True),
+    "olmo": Architecture("olmo", "OLMo 1", "olmo"),
     "olmo2": Architecture("olmo2", "OLMo 2 and 3", "olmo2 olmo3"),
     "olmoe": Architecture("olmoe", "OLMoE", "olmoe"),
+    "paddleocr": Architecture("ernie4_5", "PaddleOCR-VL, text", "paddleocr_vl paddleocr_vl_text"),
     "phi2": Architecture("phi2", "Phi 1, 1.5 and 2", "phi"),
     "phi3": Architecture("phi3", "Phi-3, 3.5 and 4", "phi3"),
     "qwen2": Architecture("qwen2", "Qwen 2 and 2.5", "qwen2"),

@@ -48,7 +48,6 @@ def hf_keys(config: Any) -> dict[str, Any]:
         | {
             "attention.head_count": [n_local if has_window else n for has_window in window_pattern(config)],
             "attention.head_count_kv": [config.num_key_value_heads] * config.num_hidden_layers,
-            "rope.dimension_count": head_dim(config),
             "expert_gating_func": 2,
             "expert_shared_feed_forward_length": config.share_expert_dim,
             "expert_weights_scale": config.moe_router_scaling_factor,

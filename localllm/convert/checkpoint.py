@@ -37,14 +37,14 @@ _SAMPLING |= {"repetition_penalty": "penalty_repeat"}
 
 #: Tensors of a checkpoint that are not the language model's.
 _OTHERS = re.compile(
-    r"(^|\.)(mtp|vision_\w+|vit_\w+|visual|audio_\w+|multi_modal_projector|mm_projector|embed_vision|embed_audio)\."
+    r"(^|\.)(mtp|vision_\w+|vit_\w+|visual|audio_\w+|multi_modal_projector|mm_projector|mlp_AR|embed_vision|embed_audio)\."
     r"|rotary_emb\.inv_freq$|\.masked_bias$|^cls\.(predictions|seq_relationship)\.|position_ids$"
     r"|(^|\.)h\.\d+\.attn\.bias$"
 )
 #: What encoders have behind their last layer: classifiers use it.
 _HEAD = re.compile(r"^(pooler|head)\.")
 #: How names of tensors in layers begin.
-_LAYER = r"(?:\w+\.)?(?:layers?|h)\.(\d+)\."
+_LAYER = r"(?:\w+\.)?(?:layers?|h|blocks)\.(\d+)\."
 #: Of a block that predicts one token more, GGUF's names behind "nextn." by DeepSeek's and by Qwen's.
 _NEXTN = {
     "eh_proj": "eh_proj",

@@ -13,12 +13,16 @@ from localllm.errors import ModelError, path_text, quoted
 _MAX_BYTES = 1 << 28
 
 
-#: What GPT-2 and Kimi Linear call otherwise than the rest.
+#: What GPT-2, DBRX and Kimi Linear call otherwise than the rest.
 _OTHER_NAMES = {
     "n_layer": "num_hidden_layers",
     "n_embd": "hidden_size",
     "n_head": "num_attention_heads",
     "n_positions": "max_position_embeddings",
+    "d_model": "hidden_size",
+    "n_heads": "num_attention_heads",
+    "n_layers": "num_hidden_layers",
+    "max_seq_len": "max_position_embeddings",
     "model_max_length": "max_position_embeddings",
     "moe_renormalize": "norm_topk_prob",
     "num_expert_group": "n_group",

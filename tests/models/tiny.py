@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,8 @@ class Tiny:
         config: what differs from `CONFIG`.
         conversion: other than `localllm convert` does it.
         auto: transformers' class of it.
+        release: of a configuration and tensors, those of a released model that transformers does not know, but which
+            computes the same.
     """
 
     model_type: str
@@ -42,6 +44,7 @@ class Tiny:
     config: Mapping[str, Any] = field(default_factory=dict)
     conversion: Conversion | None = None
     auto: str = "AutoModelForCausalLM"
+    release: Callable[[dict[str, Any], dict[str, Any]], tuple[dict[str, Any], dict[str, Any]]] | None = None
 
 
 #: Heads in two groups, a width that is no multiple of a block or tile, and few tokens.
@@ -244,6 +247,10 @@ def with_vision(text: Mapping[str, Any]) -> dict[str, Any]:
     return {"text_config": CONFIG | rope | dict(text), "vision_config": VISION}
 
 
+PADDLEOCR = {
+    "text_config": CONFIG | {"rope_parameters": PLAIN_ROPE | {"mrope_section": [4, 2, 2]}},
+    "vision_config": {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2},
+}
 MUSE_GLIMMER = {
     "text_config": CONFIG | WINDOW | {"output_multiplier": 0.7, "final_logit_softcapping": 3.0},
     "vision_config": {
@@ -283,8 +290,21 @@ LING3 = LATENTS | {
     "q_lora_rank": None,
     "first_k_dense_replace": 1,
 }
+DBRX = dict.fromkeys(key for key in CONFIG if re.search("hidden|intermediate|head|rms_norm", key)) | {
+    "d_model": 64,
+    "n_heads": 4,
+    "n_layers": 4,
+    "attn_config": {"clip_qkv": 0.9, "kv_n_heads": 2, "rope_theta": 10_000.0},
+    "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 48, "moe_num_experts": 6, "moe_top_k": 2},
+}
 #: Experts as DeepSeek V3 has them, behind attention of the usual kind.
 ROUTED = {key: value for key, value in LATENTS.items() if not re.search("head|rank", key)}
+MINICPM = {
+    "attention_multiplier": 0.25,
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.7,
+    "logits_scaling": 4.0,
+}
 MINICPM3 = {
     "num_key_value_heads": 4,
     "head_dim": None,
@@ -329,6 +349,46 @@ GEMMA4 = {
     },
 }
 
+
+def as_internlm2(config: dict[str, Any], tensors: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A Llama under InternLM 2's names, with query, key and value in one matrix by groups of heads."""
+    import torch
+
+    names = {
+        "model.embed_tokens": "model.tok_embeddings",
+        "lm_head": "output",
+        "self_attn.o_proj": "attention.wo",
+        "input_layernorm": "attention_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "mlp.gate_proj": "feed_forward.w1",
+        "mlp.down_proj": "feed_forward.w2",
+        "mlp.up_proj": "feed_forward.w3",
+    }
+    found = {}
+    for name, tensor in tensors.items():
+        for ours, theirs in names.items():
+            name = name.replace(ours, theirs)
+        if "q_proj" in name:
+            rest = (tensors[name.replace("q_proj", f"{x}_proj")] for x in "kv")
+            parts = [part.reshape(config["num_key_value_heads"], -1, part.shape[-1]) for part in (tensor, *rest)]
+            found[name.replace("self_attn.q_proj", "attention.wqkv")] = torch.cat(parts, 1).flatten(0, 1)
+        elif "_proj" not in name:
+            found[name] = tensor
+    return config | {"model_type": "internlm2", "architectures": ["InternLM2ForCausalLM"]}, found
+
+
+def as_llama_embed(config: dict[str, Any], tensors: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A EuroBERT is a Llama both ways."""
+    return config | {"model_type": "llama_bidirec", "architectures": ["LlamaBidirectionalModel"]}, tensors
+
+
+def as_minicpm(config: dict[str, Any], tensors: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A Granite with MiniCPM's names of its scales."""
+    scales = {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 16}
+    kept = {key: value for key, value in config.items() if "multiplier" not in key and "scaling" not in key}
+    return kept | scales | {"model_type": "minicpm", "architectures": ["MiniCPMForCausalLM"]}, tensors
+
+
 TINY: dict[str, Tiny] = {
     "afmoe": Tiny("afmoe", "afmoe", WINDOW | MIXTURE | AFMOE),
     "apertus": Tiny("apertus", "apertus", {"rope_parameters": LLAMA3}),
@@ -340,6 +400,7 @@ TINY: dict[str, Tiny] = {
     "cohere2moe": Tiny("cohere2_moe", "cohere2moe", NORTH | {"rms_norm_eps": None}),
     "cohere2moe-rms": Tiny("cohere2_moe", "cohere2moe", NORTH | {"num_shared_experts": 0, "norm_topk_prob": True}),
     "command-r": Tiny("cohere", "command-r", COHERE | {"rope_parameters": LINEAR}),
+    "dbrx": Tiny("dbrx", "dbrx", DBRX),
     "deepseek-v2": Tiny(
         "deepseek_v2",
         "deepseek2",
@@ -471,6 +532,7 @@ TINY: dict[str, Tiny] = {
         {"num_experts": 6, "moe_topk": [2] * 4, "num_shared_expert": [1] * 4, "moe_intermediate_size": [172] * 4},
     ),
     "hy-v3": Tiny("hy_v3", "hy_v3", MIXTURE | {"router_scaling_factor": 1.5, "num_shared_experts": 2}),
+    "internlm2": Tiny("llama", "internlm2", release=as_internlm2),
     "jais2": Tiny("jais2", "jais2", {"rms_norm_eps": None, "num_key_value_heads": 4}),
     "kimi-linear": Tiny(
         "kimi_linear",
@@ -515,6 +577,7 @@ TINY: dict[str, Tiny] = {
         | {"num_key_value_heads": 1, "v_head_dim": 8, "n_routed_experts": 6, "num_hidden_layers": 7}
         | {"rope_parameters": {"full_attention": HALF_ROTATED["rope_parameters"], "sliding_attention": LOCAL_HALF}},
     ),
+    "minicpm": Tiny("granite", "minicpm", MINICPM, release=as_minicpm),
     "minicpm3": Tiny("minicpm3", "minicpm3", MINICPM3),
     "minicpm3-longrope": Tiny("minicpm3", "minicpm3", MINICPM3 | {"rope_parameters": MINICPM3_LONGROPE}),
     "minimax-m2": Tiny(
@@ -554,6 +617,7 @@ TINY: dict[str, Tiny] = {
     "nemotron-h": Tiny("nemotron_h", "nemotron_h", NEMOTRON),
     "nemotron-h-latent": Tiny("nemotron_h", "nemotron_h_moe", NEMOTRON_MOE | {"moe_latent_size": 32}),
     "nemotron-h-moe": Tiny("nemotron_h", "nemotron_h_moe", NEMOTRON_MOE),
+    "olmo": Tiny("olmo", "olmo", {"rms_norm_eps": None, "clip_qkv": 0.9}),
     "olmo2": Tiny("olmo2", "olmo2"),
     "olmo3": Tiny(
         "olmo3",
@@ -561,6 +625,7 @@ TINY: dict[str, Tiny] = {
         WINDOW | {"rope_parameters": {"sliding_attention": PLAIN_ROPE, "full_attention": YARN}},
     ),
     "olmoe": Tiny("olmoe", "olmoe", LOCAL_MIXTURE | {"num_key_value_heads": 4}),
+    "paddleocr": Tiny("paddleocr_vl", "paddleocr", PADDLEOCR, auto="PaddleOCRVLForConditionalGeneration"),
     "phi2": Tiny("phi", "phi2", NEOX | {"intermediate_size": 256}),
     "phi3": Tiny("phi3", "phi3", WINDOW | {"original_max_position_embeddings": 128}),
     "phi3-longrope": Tiny(
@@ -612,6 +677,7 @@ ENCODERS: dict[str, Tiny] = {
         "xlm-roberta", "bert", {"layer_norm_eps": 1e-5, "max_position_embeddings": 129}, auto="AutoModel"
     ),
     "eurobert": Tiny("eurobert", "eurobert", auto="AutoModel"),
+    "llama-embed": Tiny("eurobert", "llama-embed", auto="AutoModel", release=as_llama_embed),
     "jina-bert-v3": Tiny(
         "jina_embeddings_v3", "jina-bert-v3", {"layer_norm_eps": 1e-5, "head_dim": None}, auto="AutoModel"
     ),
@@ -650,6 +716,7 @@ def make_model(entry: Tiny, seed: int = 0) -> Any:
     kind = getattr(transformers, entry.auto)
     make = kind.from_config if entry.auto.startswith("Auto") else kind._from_config
     model = make(config, attn_implementation="eager").eval().float()
+    model.release = entry.release
     model.config.allow_global_per_layer_attribute_access = True  # Gemma 4's, whose layers' heads differ
     rng = np.random.default_rng(seed)
     shift = ARCHITECTURES[entry.architecture].conversion.tensor("model.norm.weight", np.zeros(1, np.float32), config)
@@ -670,7 +737,7 @@ def random_values(rng: np.random.Generator, name: str, shape: tuple[int, ...], s
         return np.array(-0.1 if name.endswith("eps") else 0.5 if name.endswith("beta") else rng.uniform(-1.5, -0.5))
     if name.endswith(("q_norm.weight", "k_norm.weight")):
         return rng.uniform(0.2, 0.8, shape) - shifted  # so that scores stay small where their scale is 1
-    if re.search(r"norm[\w.]*weight$", name):
+    if len(shape) == 1 and re.search(r"norm[\w.]*weight$", name):
         return rng.uniform(0.5, 1.5, shape) - shifted
     if name.endswith(("scalar", "scale")):
         return rng.uniform(0.5, 1.5, shape)
@@ -714,5 +781,12 @@ def save(folder: Path, model: Any) -> Path:
     if model.config.tie_word_embeddings:
         weights.pop("lm_head.weight", None)
     model.save_pretrained(folder, state_dict=weights)
+    if model.release is not None:
+        from safetensors.torch import load_file, save_file
+
+        settings = json.loads((folder / "config.json").read_text())
+        settings, tensors = model.release(settings, load_file(folder / "model.safetensors"))
+        (folder / "config.json").write_text(json.dumps(settings))
+        save_file(tensors, folder / "model.safetensors")
     write_tokenizer(folder, model.config.vocab_size)
     return folder
