@@ -191,9 +191,10 @@ def llama_layer(
     heads, ffn = m.heads_of_layers(), m.feed_forward(experts)
 
     def layer(at: Layer, x: Tensor) -> Tensor:
-        window = windows[at.number] if windows else None
-        ffn_options: Any = {"activation": activation, "limits": limits[at.number] if limits else (0.0, 0.0)}
-        own_heads, own_rope = heads[at.number], rope if isinstance(rope, Rope) else rope[at.number]
+        number = min(at.number, m.config.n_layers - 1)  # a block behind the last layer is as that
+        window = windows[number] if windows else None
+        ffn_options: Any = {"activation": activation, "limits": limits[number] if limits else (0.0, 0.0)}
+        own_heads, own_rope = heads[number], rope if isinstance(rope, Rope) else rope[number]
         y = norm(at, "attn_norm", x)
         if post_norm_eps is None:
             x = attention(at, y, own_heads, own_rope, residual=x, window=window, **attention_options)

@@ -53,10 +53,7 @@ _SWA_EXPERTS = {
 
 def hf_keys(config: Any) -> dict[str, Any]:
     if config.model_type == "minicpm":
-        return rotated_part(config) | {
-            "vocab_size": config.vocab_size,
-            "attention.key_length": None,
-            "attention.value_length": None,
+        return {
             "embedding_scale": float(config.scale_emb),
             "residual_scale": config.scale_depth / config.num_hidden_layers**0.5,
             "logit_scale": config.hidden_size / config.dim_model_base,

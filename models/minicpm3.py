@@ -34,6 +34,8 @@ def hf_keys(config: Any) -> dict[str, Any]:
         "attention.key_length": config.qk_nope_head_dim + config.qk_rope_head_dim,
         "attention.value_length": None,
         "rope.dimension_count": config.qk_rope_head_dim,
+        "rope.scaling.type": None,
+        "rope.scaling.original_context_length": None,
     }
 
 

@@ -19,8 +19,6 @@ hf_tensor = interleave_query_and_key
 
 def hf_keys(config: Any) -> dict[str, Any]:
     return {
-        "vocab_size": config.vocab_size,
-        "rope.dimension_count": config.hidden_size // config.num_attention_heads,
         "attention.layer_norm_epsilon": 1e-5,
         "attention.layer_norm_rms_epsilon": None,
         "attention.clamp_kqv": getattr(config, "clip_qkv", None),

@@ -50,6 +50,7 @@ def hf_keys(config: Any) -> dict[str, Any]:
             "attention.head_count_kv": [config.num_key_value_heads] * config.num_hidden_layers,
             "expert_gating_func": 2,
             "expert_shared_feed_forward_length": config.share_expert_dim,
+            "expert_weights_norm": True,
             "expert_weights_scale": config.moe_router_scaling_factor,
             "leading_dense_block_count": kinds.index("sparse") if "sparse" in kinds else 0,
             "moe_every_n_layers": 1,

@@ -43,7 +43,7 @@ EXCEPTIONS = re.compile(
     r"|(gemma2?|gptneox|phi2|stablelm)\.rope\.freq_base|.*\.expert_gating_func|gptneox\.attention\.head_count_kv"
     r"|modern-bert\.attention\.layer_norm_rms_epsilon|nomic-bert\.attention\.(key|value)_length"
     r"|laguna\.attention\.sliding_window_pattern|mimo2\.expert_weights_(norm|scale)"
-    r"|eurobert\.classifier\.pooling_type|minicpm3\.rope\.(freq_base|scaling\..*)|afmoe\.(attention\.sliding_window_pattern|expert_weights_norm)|chatglm\.context_length"
+    r"|eurobert\.classifier\.pooling_type|llama-embed\.pooling_type|minicpm3\.rope\.(freq_base|scaling\..*)|afmoe\.(attention\.sliding_window_pattern|expert_weights_norm)|chatglm\.context_length"
     r"|(bailingmoe2|exaone-moe)\.nextn_predict_layers|llama4\.attention\.(chunk_size|temperature_.*)|(deepseek2|kimi-linear)\.expert_weights_norm"
 )
 
@@ -125,12 +125,13 @@ RELEASED: dict[str, dict[str, Any]] = {
         "model_type": "released",
         "architectures": ["BailingMoeV2ForCausalLM"],
         "num_experts": 8,
-        "num_shared_experts": 2,
+        "num_shared_experts": 1,
     },
     "bailingmoe3": {
         "model_type": "released",
         "architectures": ["BailingMoeV3ForCausalLM"],
         "no_kda_lora": True,
+        "n_group": 4,
         "norm_topk_prob": True,
         "gated_attention_proj_granularity_type": "head_wise",
         "num_experts": 8,
@@ -184,6 +185,7 @@ RELEASED: dict[str, dict[str, Any]] = {
     "step35": {
         "model_type": "released",
         "num_attention_groups": 2,
+        "norm_expert_weight": True,
         "moe_num_experts": 6,
         "moe_top_k": 2,
         "moe_layers_enum": "1,2,3",

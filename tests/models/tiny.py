@@ -393,7 +393,7 @@ TINY: dict[str, Tiny] = {
     "afmoe": Tiny("afmoe", "afmoe", WINDOW | MIXTURE | AFMOE),
     "apertus": Tiny("apertus", "apertus", {"rope_parameters": LLAMA3}),
     "arcee": Tiny("arcee", "arcee", {"rope_parameters": YARN}),
-    "bailingmoe2": Tiny("sarvam_moe", "bailingmoe2", ROUTED),
+    "bailingmoe2": Tiny("sarvam_moe", "bailingmoe2", ROUTED | {"n_shared_experts": 1}),
     "bailingmoe3": Tiny("bailing_hybrid", "bailingmoe3", LING3),
     "cohere2": Tiny("cohere2", "cohere2", WINDOW | COHERE),
     "chatglm": Tiny("glm", "chatglm", HALF_ROTATED | {"attention_bias": True}),
