@@ -108,7 +108,7 @@ def read_softcap(m: Header, key: str) -> float | None:
 def read_q_scale(m: Header) -> PositionScale | None:
     """How queries grow with the logarithm of their position, in Mistral's models; None where they do not."""
     rate = m.meta.read("attention.temperature_scale", float, 0.0, low=0.0, high=1e3)
-    length = m.meta.read("attention.temperature_length", int, m.config.original_context, low=0, high=1 << 31)
+    length = m.meta.read("attention.temperature_length", int, m.config.original_context, low=1, high=1 << 31)
     return PositionScale(rate, length) if rate else None
 
 

@@ -400,19 +400,20 @@ class Header:
                 raise ModelError(f"{self.meta.architecture}.{name} is {length}, but must be at least 2")
         return lengths[0], lengths[1] or lengths[0]
 
-    def windows(self, period: int, default: int | None = 0, *, first: bool = False) -> tuple[int | None, ...]:
+    def windows(
+        self, period: int, default: int | None = 0, *, first: bool = False, kind: type[bool | int] = bool
+    ) -> tuple[int | None, ...]:
         """Of each layer, the tokens that a token sees, itself included; None for all of them.
 
         By default, one of ``period`` layers sees all, the last of them, or the ``first``; with period 1, every layer
         does, and with 0 none.  Without a window in the file it is ``default``, and with 0 every layer sees all; with
-        None as the default there must be one.
+        None as the default there must be one.  ``kind``: of what a file says of each layer.
         """
         meta, n_layers = self.meta, self.config.n_layers
         least, default = (1, _REQUIRED) if default is None else (0, default)
         window = meta.read("attention.sliding_window", int, default, low=least, high=(1 << 32) - 1)
         pattern = meta.find("attention.sliding_window_pattern")
         if isinstance(pattern, list | tuple):
-            kind = int if pattern and type(pattern[0]) is int else bool  # MiMo's are 0 and 1
             has_window = meta.read_each("attention.sliding_window_pattern", n_layers, kind, low=0, high=1)
             if any(has_window) and not window:
                 raise ModelError(
@@ -453,6 +454,14 @@ class Header:
             self.mlp_width() if width is None else meta.read("expert_feed_forward_length", int, low=1, high=1 << 24)
         )
         function = meta.read("expert_gating_func", int, 0, low=0, high=4)
+        n_groups, n_top_groups = (
+            meta.read(f"expert_group_{key}", int, 1, low=0, high=1 << 10) or 1 for key in ("count", "used_count")
+        )
+        if n_top_groups > n_groups:
+            raise ModelError(
+                f"{meta.architecture}.expert_group_used_count is {n_top_groups}, more than the {n_groups} that "
+                f"{meta.architecture}.expert_group_count names: the file is broken"
+            )
         n_shared = meta.read("expert_shared_count", int, n_shared, low=0, high=1 << 10)
         shared = meta.read("expert_shared_feed_forward_length", int, n_shared * n_ff, low=0, high=1 << 24)
         return Experts(
@@ -465,6 +474,6 @@ class Header:
             norm_topk_prob=function == 3 or meta.read("expert_weights_norm", bool, norm_topk_prob),
             # 0, as in llama.cpp, for none
             scale=meta.read("expert_weights_scale", float, 0.0, low=0.0, high=1e6) or 1.0,
-            n_groups=meta.read("expert_group_count", int, 1, low=0, high=1 << 10) or 1,
-            n_top_groups=meta.read("expert_group_used_count", int, 1, low=0, high=1 << 10) or 1,
+            n_groups=n_groups,
+            n_top_groups=n_top_groups,
         )

@@ -95,8 +95,11 @@ class Latents:
     scale: float
 
     @classmethod
-    def read(cls, m: Header, scale: float = 1.0) -> Latents:
-        """From a file's keys; those of old files tell of heads with keys of their own."""
+    def read(cls, m: Header, scale: float = 1.0, *, has_value_length: bool = True) -> Latents:
+        """From a file's keys; those of old files tell of heads with keys of their own.
+
+        Without a length of values, the hidden width is shared out among the heads.
+        """
         meta, n_layers = m.meta, m.config.n_layers
         n_heads = meta.read_uniform("attention.head_count", n_layers, low=1, high=1 << 14)
         meta.skip("attention.head_count_kv", "attention.key_length", "attention.value_length")  # of the latents
@@ -104,8 +107,10 @@ class Latents:
         n_rot = meta.read("rope.dimension_count", int, low=2, high=128)
         is_old = meta.find("attention.key_length_mla") is None
         key_dim, value_dim = (
-            meta.read(f"attention.{x}_length{'' if is_old else '_mla'}", int, default, low=2, high=1 << 12)
-            for x, default in (("key", 0), ("value", m.config.n_embd // n_heads))
+            meta.read(f"attention.{x}_length{'' if is_old else '_mla'}", int, low=2, high=1 << 12)
+            if has_value_length or x == "key"
+            else m.config.n_embd // n_heads
+            for x in ("key", "value")
         )
         n_query = meta.read("attention.q_lora_rank", int, 0, low=0, high=1 << 16)
         return cls(n_heads, n_latent, n_rot, key_dim, value_dim, n_query, scale * key_dim**-0.5)

@@ -32,7 +32,7 @@ def hf_keys(config: Any) -> dict[str, Any]:
         sliding_window(config)
         | routing_keys(config)
         | {
-            "attention.sliding_window_pattern": pattern,
+            "attention.sliding_window_pattern": list(map(int, pattern)),
             "attention.head_count_kv": [n_local if has_window else n_kv for has_window in pattern],
             "attention.value_length": config.v_head_dim,
             "attention.value_scale": values.get("attention_value_scale"),
@@ -43,7 +43,11 @@ def hf_keys(config: Any) -> dict[str, Any]:
 
 
 def record(m: Header) -> Graph:
-    heads, ffn, windows = m.heads_of_layers(), m.feed_forward(m.experts(gating="sigmoid")), m.windows(period=1)
+    heads, ffn, windows = (
+        m.heads_of_layers(),
+        m.feed_forward(m.experts(gating="sigmoid")),
+        m.windows(period=1, kind=int),
+    )
     key_dim, _ = m.head_dims()
     rope, local_rope = make_rope(m, key_dim), make_local_rope(m, key_dim)
     scale = m.meta.read("attention.value_scale", float, 1.0, low=0.0, high=1e6)

@@ -42,7 +42,7 @@ def hf_keys(config: Any) -> dict[str, Any]:
 def record(m: Header) -> Graph:
     n_ff, d, scaling = m.mlp_width(), m.config.n_embd, "longrope" if "rope_factors_long.weight" in m.weights else None
     n_rot = m.meta.read("rope.dimension_count", int, low=2, high=128)
-    latents, rope = deepseek2.Latents.read(m), make_rope(m, n_rot, scaling=scaling)
+    latents, rope = deepseek2.Latents.read(m, has_value_length=False), make_rope(m, n_rot, scaling=scaling)
     rope = replace(rope, first=latents.n_latent)
     scale = DEPTH_SCALE * m.config.n_layers**-0.5
 
