@@ -50,8 +50,10 @@ CACHE_TYPES: tuple[CacheType, ...] = ("f16", "q8_0")
 MIN_SOFTCAP, MAX_SOFTCAP = 1e-6, 1e6
 
 #: What `Gated` can apply, and of these what `Activation` can.
-ACTIVATIONS = ("silu", "gelu", "gelu_erf", "relu2", "sigmoid", "identity", "clamped_swiglu")
+ACTIVATIONS = ("silu", "gelu", "gelu_erf", "relu2", "sigmoid", "identity", "clamped_swiglu", "softplus")
 UNGATED = ("silu", "gelu", "gelu_erf", "relu2")
+#: And what `HeadGate` can.
+HEAD_GATES = ("sigmoid", "softplus")
 
 #: What `Route` makes experts' probabilities of logits with.
 GATINGS = ("softmax", "sigmoid", "sqrt_softplus")
@@ -684,12 +686,15 @@ class GatedDelta(Operation[Tensor]):
 
         S = exp(a · softplus(decay + dt_bias)) · S;  S += k ⊗ σ(beta) (v - Sᵀk);  result = Sᵀq
 
+    With a ``bound``, which is negative, it decays by exp(bound · σ(a · (decay + dt_bias))), and no more than that.
+
     ``qkv`` is one tensor of [queries | keys | values] of n_key_heads, n_key_heads and H heads, or those three.
     ``decay`` has one value for each of the H value heads, as ``beta``, or with one for each of their d_k channels.
-    ``a`` [H] is negative.  Value head h has the keys and queries of key head h mod n_key_heads; where ``is_grouped``,
-    of h ÷ (H / n_key_heads).  ``state`` is [H, d_k, d_v], both multiples of 16.  Gives [T, H * d_v].
+    ``a`` [H] is negative, or with a bound positive.  Value head h has the keys and queries of key head h mod
+    n_key_heads; where ``is_grouped``, of h ÷ (H / n_key_heads).  ``state`` is [H, d_k, d_v], both multiples of 16.
+    Gives [T, H * d_v].
 
-    Sources: Gated DeltaNet, arXiv:2412.06464; decay per channel: Kimi Linear, arXiv:2510.26692.
+    Sources: Gated DeltaNet, arXiv:2412.06464; decay per channel: Kimi Linear, arXiv:2510.26692; a bound: Ling 3.
     """
 
     qkv: tuple[Tensor, ...]
@@ -701,6 +706,7 @@ class GatedDelta(Operation[Tensor]):
     n_key_heads: int
     is_grouped: bool = False
     eps: float = 1e-6
+    bound: float = 0.0
     float_columns = ("a",)
 
     @property
@@ -809,6 +815,27 @@ class Gated(Operation[Tensor]):
 
 
 @dataclass(frozen=True, eq=False)
+class HeadGate(Operation[Tensor]):
+    """Each head of x [T, H * dim] times activation(gate [T, H]), one of `HEAD_GATES`; dim is a multiple of 16.
+
+    Source: gated attention, arXiv:2505.06708, by head.
+    """
+
+    x: Tensor
+    gate: Tensor
+    activation: str
+    overwrites = "x"
+
+    @cached_property
+    def result(self) -> Tensor:
+        _check_choice("gate of heads", self.activation, HEAD_GATES)
+        _check_rows(self.x.rows, self.gate)
+        if self.x.width % (16 * self.gate.width):
+            raise KernelError(f"{self.x.width} values are not {self.gate.width} heads of a multiple of 16 values")
+        return Tensor(self.x.rows, self.x.width)
+
+
+@dataclass(frozen=True, eq=False)
 class Activation(Operation[Tensor]):
     """activation(x), one of `UNGATED`."""
 
@@ -819,6 +846,38 @@ class Activation(Operation[Tensor]):
     @cached_property
     def result(self) -> Tensor:
         _check_choice("activation without a gate", self.activation, UNGATED)
+        return Tensor(self.x.rows, self.x.width)
+
+
+@dataclass(frozen=True, eq=False)
+class Clamp(Operation[Tensor]):
+    """x, but no less than ``low`` and no more than ``high``; infinities for no bound."""
+
+    x: Tensor
+    low: float
+    high: float
+    overwrites = "x"
+
+    @cached_property
+    def result(self) -> Tensor:
+        if not self.low < self.high:
+            raise KernelError(f"values cannot be clamped to {self.low:g} … {self.high:g}")
+        return Tensor(self.x.rows, self.x.width)
+
+
+@dataclass(frozen=True, eq=False)
+class XIELU(Operation[Tensor]):
+    """p x² + β x where x > 0, else n (exp(min(x, ε)) - 1 - x) + β x.  Source: arXiv:2411.13010."""
+
+    x: Tensor
+    p: float
+    n: float
+    beta: float
+    eps: float
+    overwrites = "x"
+
+    @cached_property
+    def result(self) -> Tensor:
         return Tensor(self.x.rows, self.x.width)
 
 

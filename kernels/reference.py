@@ -363,8 +363,9 @@ class _Run:
         q, k = (x / np.sqrt(np.sum(x * x, axis=-1, keepdims=True) + np.float32(op.eps)) for x in (q, k))
         each, all_of_them = (n_heads // op.n_key_heads, 1) if op.is_grouped else (1, n_heads // op.n_key_heads)
         q, k = (np.tile(np.repeat(x, each, axis=1), (1, all_of_them, 1)) for x in (q / np.float32(np.sqrt(d_k)), k))
-        steps = softplus(self.values[op.decay] + self.arrays[op.dt_bias]).reshape(len(q), n_heads, -1)
-        decay = np.exp(steps * self.arrays[op.a].reshape(-1, 1))  # [T, H, 1 or d_k]
+        steps, a = self.values[op.decay] + self.arrays[op.dt_bias], self.arrays[op.a].reshape(-1, 1)
+        steps = steps.reshape(len(q), n_heads, -1)
+        decay = np.exp(np.float32(op.bound) * sigmoid(steps * a) if op.bound else softplus(steps) * a)
         beta = sigmoid(self.values[op.beta])
         return self._recurrence(op.state, q, k, v.reshape(-1, n_heads, d_v), decay, beta)
 
@@ -411,8 +412,23 @@ class _Run:
         y: Array = ACTIVATION_FUNCTIONS[op.activation](gate) * up
         return y
 
+    def head_gate(self, op: g.HeadGate) -> Array:
+        x, gate = self.values[op.x], self.values[op.gate]
+        heads = x.reshape(*gate.shape, -1) * ACTIVATION_FUNCTIONS[op.activation](gate)[..., None]
+        y: Array = heads.reshape(x.shape)
+        return y
+
     def activation(self, op: g.Activation) -> Array:
         return ACTIVATION_FUNCTIONS[op.activation](self.values[op.x])
+
+    def clamp(self, op: g.Clamp) -> Array:
+        y: Array = np.clip(self.values[op.x], np.float32(op.low), np.float32(op.high))
+        return y
+
+    def xielu(self, op: g.XIELU) -> Array:
+        x, p, n, beta, eps = self.values[op.x], *map(np.float32, (op.p, op.n, op.beta, op.eps))
+        y: Array = np.where(x > 0, p * x * x, n * (np.expm1(np.minimum(x, eps)) - x)) + beta * x
+        return y
 
     def route(self, op: g.Route) -> ChosenExperts:
         logits = self.values[op.logits]
@@ -594,6 +610,7 @@ ACTIVATION_FUNCTIONS: dict[str, Callable[[Array], Array]] = {
     "relu2": relu2,
     "sigmoid": sigmoid,
     "identity": identity,
+    "softplus": softplus,
 }
 
 GATING_FUNCTIONS: dict[str, Callable[[Array], Array]] = {

@@ -33,6 +33,9 @@ _CUT = g.Linear | g.Linears | g.RopeAppend | g.Attention | g.Gated | g.Activatio
 _NAMES = {
     g.Route: "mixtures of experts",
     g.HeadLinear: "latent attention",
+    g.HeadGate: "gates of heads",
+    g.XIELU: "an activation with parameters",
+    g.Clamp: "values that are clamped",
     g.CausalConv: "recurrent layers",
     g.AdapterWeights: "adapters",
 }

@@ -54,7 +54,7 @@ def _first_position(config: Any) -> int:
 def record(m: Header) -> Graph:
     heads, n_ff, d = m.heads(), m.mlp_width(), m.config.n_embd
     eps = m.meta.read("attention.layer_norm_epsilon", float, low=0.0, high=1.0)
-    is_rotated = m.config.architecture == "nomic-bert"
+    is_rotated = m.config.architecture != "bert"
     rope = make_rope(m, heads.key_dim) if is_rotated else None
     causal = m.meta.read("attention.causal", bool, False)
 

@@ -7,8 +7,9 @@ differ there most.  With ``residual``, its output is added to that.  Shapes as i
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 from localllm.errors import ModelError
@@ -17,12 +18,14 @@ from localllm.kernels.graph import (
     Add,
     Attention,
     CausalConv,
+    Clamp,
     Embed,
     ExpertLinears,
     ExpertOutput,
     Gated,
     GatedDelta,
     Graph,
+    HeadGate,
     HeadNorm,
     KVCache,
     LayerNorm,
@@ -102,6 +105,13 @@ def read_softcap(m: Header, key: str) -> float | None:
     return m.meta.read(key, float, 0.0, low=0.0, high=1e6) or None
 
 
+def read_q_scale(m: Header) -> PositionScale | None:
+    """How queries grow with the logarithm of their position, in Mistral's models; None where they do not."""
+    rate = m.meta.read("attention.temperature_scale", float, 0.0, low=0.0, high=1e3)
+    length = m.meta.read("attention.temperature_length", int, m.config.original_context, low=1, high=1 << 31)
+    return PositionScale(rate, length) if rate else None
+
+
 def decoder(
     m: Header,
     record_layer: RecordLayer,
@@ -148,33 +158,54 @@ def decoder(
 
 
 def llama_like(
+    m: Header, rope: Rope | Sequence[Rope | None], experts: Experts | None = None, **options: Any
+) -> Graph:
+    """A model of Llama's layers; ``options`` as `llama_layer` has them."""
+    return decoder(m, llama_layer(m, rope, experts, **options))
+
+
+def llama_layer(
     m: Header,
-    rope: Rope,
+    rope: Rope | Sequence[Rope | None],
     experts: Experts | None = None,
     *,
     windows: tuple[int | None, ...] | None = None,
     ffn_norm: str = "ffn_norm",
     activation: str = "silu",
+    post_norm_eps: float | None = None,
+    limits: Sequence[tuple[float, float]] | None = None,
     **attention_options: Any,
-) -> Graph:
-    """A model of Llama's layers: attention and feed-forward one behind the other, an RMSNorm before each.
+) -> RecordLayer:
+    """Llama's layer: attention and feed-forward one behind the other, an RMSNorm before each.
 
     Args:
-        rope: of query and key in every layer.
+        rope: of query and key in every layer, or of each layer.
         experts: None for an MLP in every layer.
         windows: of each layer, as `Header.windows` gives them; none by default.
         ffn_norm: the name of the second norm.
+        post_norm_eps: where there is a norm behind each as well (``post_attention_norm``, ``post_ffw_norm``), its
+            epsilon.
+        limits: of the gates of experts in each layer, as `mixture` has them.
         attention_options: what else `attention` is given.
     """
-    heads, ffn = m.heads(), m.feed_forward(experts)
+    heads, ffn = m.heads_of_layers(), m.feed_forward(experts)
 
     def layer(at: Layer, x: Tensor) -> Tensor:
-        window = windows[at.number] if windows else None
+        number = min(at.number, m.config.n_layers - 1)  # a block behind the last layer is as that
+        window = windows[number] if windows else None
+        ffn_options: Any = {"activation": activation, "limits": limits[number] if limits else (0.0, 0.0)}
+        own_heads, own_rope = heads[number], rope if isinstance(rope, Rope) else rope[number]
         y = norm(at, "attn_norm", x)
-        x = attention(at, y, heads, rope, residual=x, window=window, **attention_options)
-        return feed_forward(at, norm(at, ffn_norm, x), ffn, residual=x, activation=activation)
+        if post_norm_eps is None:
+            x = attention(at, y, own_heads, own_rope, residual=x, window=window, **attention_options)
+            return feed_forward(at, norm(at, ffn_norm, x), ffn, residual=x, **ffn_options)
+        behind = replace(at, norm_eps=post_norm_eps)
+        y = attention(at, y, own_heads, own_rope, window=window, **attention_options)
+        x = add(at, norm(behind, "post_attention_norm", y), x)
+        y = feed_forward(at, norm(at, ffn_norm, x), ffn, **ffn_options)
+        return add(at, norm(behind, "post_ffw_norm", y), x)
 
-    return decoder(m, layer)
+    return layer
 
 
 # -- Attention -----------------------------------------------------------------------------------------------------
@@ -197,6 +228,8 @@ def attention(
     q_scale: PositionScale | None = None,
     has_sinks: bool = False,
     has_gate: bool = False,
+    gate_activation: str = "sigmoid",
+    clamp: float = 0.0,
     causal: bool = True,
 ) -> Tensor:
     """Grouped-query attention with rotary positions.
@@ -209,10 +242,14 @@ def attention(
         qk_norm: an RMSNorm of each head of query and key, of their whole rows, or one of heads without weights.
         norm_last: whether heads are normed behind the rotation.
         has_sinks: a further score for each head, ``attn_sinks``.
-        has_gate: whether ``attn_q`` has a gate behind the query of each head, whose σ the output is multiplied with.
+        has_gate: whether there is a gate, whose σ or other activation the output is multiplied with: ``attn_gate``,
+            of each value or of each head, or in ``attn_q`` behind the query of each head.
+        clamp: what queries, keys and values are clamped to, ±; 0 for nothing.
         causal: whether a token sees none behind it.
     """
     q, k, v, gate = query_key_value(at, x, heads, qkv_bias=qkv_bias, has_gate=has_gate)
+    if clamp:
+        q, k, v = (at.add(Clamp(each, -clamp, clamp)) for each in (q, k, v))
     cache = at.graph.kv_cache(
         heads.n_kv, heads.key_dim, heads.value_dim, window=(window or chunk) if causal else None
     )
@@ -228,7 +265,8 @@ def attention(
     scores: dict[str, Any] = {"scale": scale, "softcap": softcap, "has_sinks": has_sinks}
     y = attend(at, q, cache, heads, window=window, chunk=chunk, causal=causal, **scores)
     if gate is not None:
-        y = at.add(Gated(gate, y, "sigmoid"))
+        by_head = gate.width == heads.n
+        y = at.add(HeadGate(y, gate, gate_activation) if by_head else Gated(gate, y, gate_activation))
     return at.linear(y, "attn_output", at.n_embd, residual=residual)
 
 
@@ -238,7 +276,8 @@ def query_key_value(
     """Query, key and value, of matrices of their own or of ``attn_qkv``; and the gate, if there is one."""
     w, d = at.weights, at.n_embd
     q, k, v = heads.n * heads.key_dim, heads.n_kv * heads.key_dim, heads.n_kv * heads.value_dim
-    widths = {"attn_q": 2 * q if has_gate else q, "attn_k": k, "attn_v": v}
+    is_apart = has_gate and "attn_gate.weight" in w
+    widths = {"attn_q": 2 * q if has_gate and not is_apart else q, "attn_k": k, "attn_v": v}
     if "attn_qkv.weight" in w:
         matrices = w.split("attn_qkv", d, widths)
     else:
@@ -246,6 +285,10 @@ def query_key_value(
     if not has_gate:
         query, key, value = at.add(Linears(x, matrices))
         return query, key, value, None
+    if is_apart:
+        n_gates = heads.n if w.n_rows("attn_gate.weight") == heads.n else heads.n * heads.value_dim
+        query, key, value, gate = at.add(Linears(x, (*matrices, w.matrix("attn_gate", d, n_gates))))
+        return query, key, value, gate
     queries = split_rows(matrices[0], {"query": q, "gate": q}, n_groups=heads.n)
     query, gate, key, value = at.add(Linears(x, (*queries, *matrices[1:])))
     return query, key, value, gate
@@ -281,8 +324,11 @@ def gated_mlp(
     residual: Tensor | None = None,
     activation: str = "silu",
     suffix: str = "",
+    limit: float = 0.0,
 ) -> Tensor:
     """down(activation(gate(x)) * up(x)); ``suffix`` stands behind the names of its matrices.
+
+    With a ``limit``, the activated gate is at most that, and up within ± it.
 
     Without a matrix for the gate, it is the first rows of ``ffn_up``.
     """
@@ -292,7 +338,15 @@ def gated_mlp(
     else:
         matrices = w.matrix(f"ffn_gate{suffix}", d, n_ff), w.matrix(f"ffn_up{suffix}", d, n_ff)
     gate, up = at.add(Linears(x, matrices))  # [T, n_ff]
-    return at.linear(at.add(Gated(gate, up, activation)), f"ffn_down{suffix}", d, residual=residual)
+    return at.linear(gated(at, gate, up, activation, limit), f"ffn_down{suffix}", d, residual=residual)
+
+
+def gated(at: Layer, gate: Tensor, up: Tensor, activation: str, limit: float = 0.0) -> Tensor:
+    """activation(gate) * up; with a ``limit``, the first is at most that, and the other within ± it."""
+    if limit:
+        gate = at.add(Clamp(at.add(Activation(gate, activation)), -math.inf, limit))
+        up, activation = at.add(Clamp(up, -limit, limit)), "identity"
+    return at.add(Gated(gate, up, activation))
 
 
 def mlp(
@@ -303,11 +357,19 @@ def mlp(
     return at.linear(at.add(Activation(up, activation)), f"ffn_down{suffix}", at.n_embd, residual=residual)
 
 
-def feed_forward(at: Layer, x: Tensor, ffn: FeedForward, *, residual: Tensor, activation: str = "silu") -> Tensor:
-    """The layer's experts, or its gated MLP."""
+def feed_forward(
+    at: Layer,
+    x: Tensor,
+    ffn: FeedForward,
+    *,
+    residual: Tensor | None = None,
+    activation: str = "silu",
+    limits: tuple[float, float] = (0.0, 0.0),
+) -> Tensor:
+    """The layer's experts, or its gated MLP; ``limits`` as `mixture` has them."""
     experts = ffn.experts_of(at.number)
     if experts is not None:
-        return mixture(at, x, experts, residual=residual, activation=activation)
+        return mixture(at, x, experts, residual=residual, activation=activation, limits=limits)
     return gated_mlp(at, x, ffn.n_ff, residual=residual, activation=activation)
 
 
@@ -316,34 +378,44 @@ def mixture(
     x: Tensor,
     experts: Experts,
     *,
-    residual: Tensor,
+    residual: Tensor | None = None,
     residual_scale: float = 1.0,
     activation: str = "silu",
     is_weighted_first: bool = False,
+    limits: tuple[float, float] = (0.0, 0.0),
 ) -> Tensor:
     """An MLP for each of several experts, of which every token goes to a few: their weighted sum.
 
     Gates, biases of the router and of the experts, a bias of the selection (``exp_probs_b``), an expert that every
     token goes to, perhaps weighed by a gate, and matrices into and out of narrower rows that the experts are given
-    (``ffn_latent_down`` and ``ffn_latent_up``) are taken where the file has them.  All is added to ``residual`` times
-    ``residual_scale``.  ``is_weighted_first``: it is what experts are given that is weighed.
+    (``ffn_latent_down`` and ``ffn_latent_up``) are taken where the file has them.  All is added to ``residual``, if
+    there is one, times ``residual_scale``.  ``is_weighted_first``: it is what experts are given that is weighed.
+    ``limits``: of the gates of chosen and of shared experts, as `gated` has them.
     Sources: arXiv:2401.04088 (Mixtral), arXiv:2401.06066 (DeepSeekMoE).
     """
     w = at.weights
     routing = route(at, x, experts, residual_scale)
     if experts.n_ff_shared:
-        is_gated = "ffn_gate_shexp.weight" in w
-        record_mlp = gated_mlp if is_gated else mlp
-        shared = record_mlp(at, x, experts.n_ff_shared, activation=activation, suffix="_shexp")
+        options: Any = {"activation": activation, "suffix": "_shexp"}
+        is_gated = "ffn_gate_shexp.weight" in w or w.n_rows("ffn_up_shexp.weight") == 2 * experts.n_ff_shared
+        if is_gated:
+            shared = gated_mlp(at, x, experts.n_ff_shared, limit=limits[1], **options)
+        else:
+            shared = mlp(at, x, experts.n_ff_shared, **options)
         weight = None  # [T, 1]
-        if "ffn_gate_inp_shexp.weight" in w:
-            weight = at.add(Linear(x, w.row("ffn_gate_inp_shexp", at.n_embd)))
-        residual = at.add(Add(shared, residual, residual_scale, weight))
+        if residual is None:
+            residual = shared
+        else:
+            if "ffn_gate_inp_shexp.weight" in w:
+                weight = at.add(Linear(x, w.row("ffn_gate_inp_shexp", at.n_embd)))
+            residual = at.add(Add(shared, residual, residual_scale, weight))
     n_latent = w.n_rows("ffn_latent_down.weight")
     if not n_latent:
-        return chosen_experts(at, x, experts, routing, activation, residual, is_weighted_first=is_weighted_first)
+        return chosen_experts(
+            at, x, experts, routing, activation, residual, is_weighted_first=is_weighted_first, limit=limits[0]
+        )
     x = at.linear(x, "ffn_latent_down", n_latent)
-    y = chosen_experts(at, x, experts, routing, activation, is_weighted_first=is_weighted_first)
+    y = chosen_experts(at, x, experts, routing, activation, is_weighted_first=is_weighted_first, limit=limits[0])
     return at.linear(y, "ffn_latent_up", at.n_embd, residual=residual)
 
 
@@ -357,7 +429,7 @@ def route(at: Layer, x: Tensor, experts: Experts, scale: float = 1.0) -> Routing
             norm_topk_prob=experts.norm_topk_prob,
             scale=experts.scale * scale,
             gating=experts.gating,
-            selection_bias=w.find("exp_probs_b.bias", n),
+            selection_bias=w.find("exp_probs_b" if "exp_probs_b" in w else "exp_probs_b.bias", n),
             n_groups=experts.n_groups,
             n_top_groups=experts.n_top_groups,
             n_group_best=1 if experts.gating == "softmax" else 2,  # as DeepSeek V2, and V3
@@ -375,6 +447,7 @@ def chosen_experts(
     residual: Tensor | None = None,
     *,
     is_weighted_first: bool = False,
+    limit: float = 0.0,
 ) -> Tensor:
     """The weighted sum of what each token's experts make of x."""
     w, n, n_ff, width = at.weights, experts.n, experts.n_ff, x.width
@@ -385,7 +458,7 @@ def chosen_experts(
         matrices = tuple(w.experts(name, n, width, n_ff) for name in names)
     biases = tuple(b for b in (w.find(f"ffn_{x}_exps.bias", n, n_ff) for x in ("gate", "up")) if b is not None)
     hs = at.add(ExpertLinears(x, matrices, routing, biases, is_weighted_first))  # [T * k, n_ff]
-    h = at.add(Gated(hs[0], hs[1], activation) if len(hs) == 2 else Activation(hs[0], activation))
+    h = gated(at, *hs, activation, limit) if len(hs) == 2 else at.add(Activation(hs[0], activation))
     down, bias = w.experts("ffn_down_exps", n, n_ff, width), w.find("ffn_down_exps.bias", n, width)
     return at.add(ExpertOutput(h, down, routing, residual, bias, not is_weighted_first))
 

@@ -343,6 +343,14 @@ class Header:
         """Added to the variance under LayerNorm's root."""
         return self.meta.read("attention.layer_norm_epsilon", float, low=0.0, high=1.0)
 
+    def gate_limits(self) -> list[tuple[float, float]]:
+        """Of each layer, the limits of the gates of chosen and of shared experts; 0 for none."""
+        both = (
+            self.meta.read_each(f"swiglu_clamp_{name}", self.config.n_layers, float, 0.0, low=0.0, high=1e6)
+            for name in ("exp", "shexp")
+        )
+        return list(zip(*both, strict=True))
+
     def mlp_width(self) -> int:
         return self.meta.read_uniform("feed_forward_length", self.config.n_layers, low=1, high=1 << 24)
 
@@ -355,9 +363,18 @@ class Header:
     def heads_by_layer(self) -> tuple[Heads | None, ...]:
         """Attention's heads of each layer; None where ``attention.head_count_kv`` is 0: those have something else."""
         n_layers = self.config.n_layers
-        n = max(self.meta.read_each("attention.head_count", n_layers, int, low=0, high=1 << 14))
-        each = self.meta.read_each("attention.head_count_kv", n_layers, int, n, low=0, high=n)
-        return tuple(self._heads(n, n_kv) if n_kv else None for n_kv in each)
+        each = self.meta.read_each("attention.head_count", n_layers, int, low=0, high=1 << 14)
+        most = max(each)
+        each_kv = self.meta.read_each("attention.head_count_kv", n_layers, int, most, low=0, high=most)
+        return tuple(self._heads(n or most, n_kv) if n_kv else None for n, n_kv in zip(each, each_kv, strict=True))
+
+    def heads_of_layers(self) -> tuple[Heads, ...]:
+        """Attention's heads of each layer, of a model with attention in all of them."""
+        each = self.heads_by_layer()
+        heads = tuple(heads for heads in each if heads is not None)
+        if len(heads) != len(each):
+            raise ModelError(f"{self.meta.architecture}.attention.head_count_kv is 0 in a layer: the file is broken")
+        return heads
 
     def _heads(self, n: int, n_kv: int) -> Heads:
         meta, n_embd = self.meta, self.config.n_embd
@@ -383,19 +400,21 @@ class Header:
                 raise ModelError(f"{self.meta.architecture}.{name} is {length}, but must be at least 2")
         return lengths[0], lengths[1] or lengths[0]
 
-    def windows(self, period: int, default: int | None = 0) -> tuple[int | None, ...]:
+    def windows(
+        self, period: int, default: int | None = 0, *, first: bool = False, kind: type[bool | int] = bool
+    ) -> tuple[int | None, ...]:
         """Of each layer, the tokens that a token sees, itself included; None for all of them.
 
-        By default, one of ``period`` layers sees all, the last of them; with period 1, every layer does, and with
-        0 none.  Without a window in the file it is ``default``, and with 0 every layer sees all; with None as the
-        default there must be one.
+        By default, one of ``period`` layers sees all, the last of them, or the ``first``; with period 1, every layer
+        does, and with 0 none.  Without a window in the file it is ``default``, and with 0 every layer sees all; with
+        None as the default there must be one.  ``kind``: of what a file says of each layer.
         """
         meta, n_layers = self.meta, self.config.n_layers
         least, default = (1, _REQUIRED) if default is None else (0, default)
         window = meta.read("attention.sliding_window", int, default, low=least, high=(1 << 32) - 1)
         pattern = meta.find("attention.sliding_window_pattern")
         if isinstance(pattern, list | tuple):
-            has_window = meta.read_each("attention.sliding_window_pattern", n_layers, bool, low=0, high=1)
+            has_window = meta.read_each("attention.sliding_window_pattern", n_layers, kind, low=0, high=1)
             if any(has_window) and not window:
                 raise ModelError(
                     f"{meta.architecture}.attention.sliding_window_pattern gives layers a window, but "
@@ -403,12 +422,15 @@ class Header:
                 )
         else:
             period = meta.read("attention.sliding_window_pattern", int, period, low=0, high=1 << 16)
-            has_window = tuple(not period or (i + 1) % period != 0 for i in range(n_layers))
+            full = 0 if first else period - 1
+            has_window = tuple(not period or i % period != full for i in range(n_layers))
         return tuple((window or None) if has else None for has in has_window)
 
     def feed_forward(self, experts: Experts | None) -> FeedForward:
-        """What each layer has behind attention: an MLP or experts."""
-        n_dense = self.meta.read("leading_dense_block_count", int, 0, low=0, high=1 << 16)
+        """What each layer has behind attention: an MLP or experts, by default from the first that has a router."""
+        names = (f"blk.{i}.ffn_gate_inp.weight" for i in range(self.config.n_layers))
+        first = next((i for i, name in enumerate(names) if name in self.weights), 0)
+        n_dense = self.meta.read("leading_dense_block_count", int, first, low=0, high=1 << 16)
         step = self.meta.read("interleave_moe_layer_step", int, 1, low=0, high=1 << 16)
         has_mlp = experts is None or n_dense or step != 1
         return FeedForward(self.mlp_width() if has_mlp else 0, experts, n_dense, step)
@@ -432,6 +454,14 @@ class Header:
             self.mlp_width() if width is None else meta.read("expert_feed_forward_length", int, low=1, high=1 << 24)
         )
         function = meta.read("expert_gating_func", int, 0, low=0, high=4)
+        n_groups, n_top_groups = (
+            meta.read(f"expert_group_{key}", int, 1, low=0, high=1 << 10) or 1 for key in ("count", "used_count")
+        )
+        if n_top_groups > n_groups:
+            raise ModelError(
+                f"{meta.architecture}.expert_group_used_count is {n_top_groups}, more than the {n_groups} that "
+                f"{meta.architecture}.expert_group_count names: the file is broken"
+            )
         n_shared = meta.read("expert_shared_count", int, n_shared, low=0, high=1 << 10)
         shared = meta.read("expert_shared_feed_forward_length", int, n_shared * n_ff, low=0, high=1 << 24)
         return Experts(
@@ -444,6 +474,6 @@ class Header:
             norm_topk_prob=function == 3 or meta.read("expert_weights_norm", bool, norm_topk_prob),
             # 0, as in llama.cpp, for none
             scale=meta.read("expert_weights_scale", float, 0.0, low=0.0, high=1e6) or 1.0,
-            n_groups=meta.read("expert_group_count", int, 1, low=0, high=1 << 10) or 1,
-            n_top_groups=meta.read("expert_group_used_count", int, 1, low=0, high=1 << 10) or 1,
+            n_groups=n_groups,
+            n_top_groups=n_top_groups,
         )

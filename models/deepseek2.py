@@ -12,9 +12,21 @@ from typing import Any
 
 import numpy as np
 
-from localllm.kernels.graph import Attention, Graph, HeadLinear, HeadNorm, Linear, Linears, Rope, RopeAppend, Tensor
+from localllm.kernels.graph import (
+    Attention,
+    Graph,
+    HeadGate,
+    HeadLinear,
+    HeadNorm,
+    Linear,
+    Linears,
+    PositionScale,
+    Rope,
+    RopeAppend,
+    Tensor,
+)
 from localllm.models import hf_names
-from localllm.models.blocks import Layer, decoder, feed_forward, norm
+from localllm.models.blocks import Layer, decoder, feed_forward, norm, read_q_scale
 from localllm.models.config import Header
 from localllm.models.hf_convert import Array, routing_keys
 from localllm.models.rope import make_rope, read_rope, yarn_mscale
@@ -23,6 +35,7 @@ from localllm.models.weights import HeadsOf
 HF_NAMES = (
     hf_names.COMMON
     | hf_names.EXPERTS
+    | hf_names.STACKED_EXPERTS
     | hf_names.SHARED_EXPERTS
     | {
         "attn_q_a": "self_attn.q_a_proj",
@@ -82,8 +95,11 @@ class Latents:
     scale: float
 
     @classmethod
-    def read(cls, m: Header, scale: float = 1.0) -> Latents:
-        """From a file's keys; those of old files tell of heads with keys of their own."""
+    def read(cls, m: Header, scale: float = 1.0, *, has_value_length: bool = True) -> Latents:
+        """From a file's keys; those of old files tell of heads with keys of their own.
+
+        Without a length of values, the hidden width is shared out among the heads.
+        """
         meta, n_layers = m.meta, m.config.n_layers
         n_heads = meta.read_uniform("attention.head_count", n_layers, low=1, high=1 << 14)
         meta.skip("attention.head_count_kv", "attention.key_length", "attention.value_length")  # of the latents
@@ -92,6 +108,8 @@ class Latents:
         is_old = meta.find("attention.key_length_mla") is None
         key_dim, value_dim = (
             meta.read(f"attention.{x}_length{'' if is_old else '_mla'}", int, low=2, high=1 << 12)
+            if has_value_length or x == "key"
+            else m.config.n_embd // n_heads
             for x in ("key", "value")
         )
         n_query = meta.read("attention.q_lora_rank", int, 0, low=0, high=1 << 16)
@@ -100,12 +118,12 @@ class Latents:
 
 def record(m: Header) -> Graph:
     rope, scale = make_latent_rope(m)
-    latents = Latents.read(m, scale)
+    latents, q_scale = Latents.read(m, scale), read_q_scale(m)
     is_biased = f"blk.{m.config.n_layers - 1}.exp_probs_b.bias" in m.weights
     ffn = m.feed_forward(m.experts(norm_topk_prob=False, gating="sigmoid" if is_biased else "softmax"))
 
     def layer(at: Layer, x: Tensor) -> Tensor:
-        x = latent_attention(at, norm(at, "attn_norm", x), latents, rope, residual=x)
+        x = latent_attention(at, norm(at, "attn_norm", x), latents, rope, residual=x, q_scale=q_scale)
         return feed_forward(at, norm(at, "ffn_norm", x), ffn, residual=x)
 
     return decoder(m, layer)
@@ -126,8 +144,17 @@ def make_latent_rope(m: Header) -> tuple[Rope, float]:
     return replace(rope, first=first, magnitude=magnitude), yarn_mscale(config.factor, multiplier) ** 2
 
 
-def latent_attention(at: Layer, x: Tensor, latents: Latents, rope: Rope | None, *, residual: Tensor) -> Tensor:
-    """Attention over latents; without ``rope``, nothing is rotated."""
+def latent_attention(
+    at: Layer,
+    x: Tensor,
+    latents: Latents,
+    rope: Rope | None,
+    *,
+    residual: Tensor | None = None,
+    q_scale: PositionScale | None = None,
+    has_gate: bool = False,
+) -> Tensor:
+    """Attention over latents; without ``rope``, nothing is rotated, and ``attn_gate`` is a gate of heads."""
     w, d, n, n_latent = at.weights, at.n_embd, latents.n_heads, latents.n_latent
     width, n_nope, cached = n * latents.key_dim, latents.key_dim - latents.n_rot, n_latent + latents.n_rot
     keys = w.matrix("attn_kv_a_mqa", d, cached)
@@ -144,8 +171,11 @@ def latent_attention(at: Layer, x: Tensor, latents: Latents, rope: Rope | None, 
         both = w.require("attn_kv_b.weight", n * (n_nope + latents.value_dim), n_latent)
         to_latents = HeadsOf(both, n, range(n_nope), is_transposed=True)
         from_latents = HeadsOf(both, n, range(n_nope, n_nope + latents.value_dim))
+    gate = at.linear(x, "attn_gate", n) if has_gate else None
     cache = at.graph.kv_cache(1, cached, n_latent, values_in_keys=True)
     k_norm = HeadNorm(at.norm_eps, w.vector("attn_kv_a_norm", n_latent))
-    q = at.add(RopeAppend(at.add(HeadLinear(q, to_latents)), k, None, cache, rope, k_norm=k_norm))
+    q = at.add(RopeAppend(at.add(HeadLinear(q, to_latents)), k, None, cache, rope, k_norm=k_norm, q_scale=q_scale))
     y = at.add(HeadLinear(at.add(Attention(q, cache, latents.scale)), from_latents))
+    if gate is not None:
+        y = at.add(HeadGate(y, gate, "sigmoid"))
     return at.linear(y, "attn_output", d, residual=residual)

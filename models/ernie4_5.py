@@ -1,4 +1,5 @@
-"""ERNIE 4.5, dense and with experts, which come behind some dense layers and may be in every other layer only."""
+"""ERNIE 4.5, dense and with experts, which come behind some dense layers and may be in every other layer only; and
+the text of PaddleOCR-VL, whose rotary pairs are halves."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from localllm.kernels.graph import Graph
 from localllm.models import hf_names
 from localllm.models.blocks import llama_like
 from localllm.models.config import Header
+from localllm.models.hf_convert import axes_keys
 from localllm.models.rope import make_rope
 
 HF_NAMES = (
@@ -20,7 +22,7 @@ HF_NAMES = (
 
 def hf_keys(config: Any) -> dict[str, Any]:
     if not getattr(config, "moe_num_experts", None):
-        return {}
+        return axes_keys(config)
     return {
         "expert_count": config.moe_num_experts,
         "expert_used_count": config.moe_k,
@@ -32,4 +34,6 @@ def hf_keys(config: Any) -> dict[str, Any]:
 
 
 def record(m: Header) -> Graph:
-    return llama_like(m, make_rope(m, m.heads().key_dim, interleaved=True), m.experts())
+    m.meta.skip("rope.dimension_sections")  # of the axes, which agree for text
+    rope = make_rope(m, m.heads().key_dim, interleaved=m.config.architecture != "paddleocr")
+    return llama_like(m, rope, m.experts())

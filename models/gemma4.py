@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from localllm.errors import ModelError
 from localllm.kernels.graph import (
     Add,
@@ -29,7 +27,7 @@ from localllm.kernels.graph import (
 from localllm.models import hf_names
 from localllm.models.blocks import Layer, add, attend, chosen_experts, decoder, gated_mlp, norm, read_softcap, route
 from localllm.models.config import Experts, Header, Heads
-from localllm.models.hf_convert import Array, window_keys, window_pattern
+from localllm.models.hf_convert import Array, proportional_factors, window_keys, window_pattern
 from localllm.models.rope import make_local_rope, make_rope
 from localllm.models.weights import Weights
 
@@ -94,9 +92,7 @@ def hf_tensor(name: str, array: Array, config: Any) -> Array | dict[str, Array]:
 
 def hf_extra(config: Any) -> dict[str, Array]:
     """What keeps all but the first frequencies of the layers without a window from turning."""
-    n = _full_attention(config, "head_dim") // 2
-    n_rotated = int(n * config.rope_parameters["full_attention"]["partial_rotary_factor"])
-    return {"rope_freqs.weight": np.where(np.arange(n) < n_rotated, 1, 1e30).astype(np.float32)}
+    return proportional_factors(config, _full_attention(config, "head_dim"))
 
 
 def record(m: Header) -> Graph:

@@ -1,4 +1,5 @@
-"""GPT-2: learned embeddings of positions, LayerNorm, and biases everywhere."""
+"""GPT-2, and StarCoder (arXiv:2305.06161), whose heads share one of keys and values: learned embeddings of positions,
+LayerNorm, and biases everywhere."""
 
 from __future__ import annotations
 
@@ -28,12 +29,17 @@ _ABSENT = ("attention.head_count_kv", "attention.key_length", "attention.value_l
 
 def hf_keys(config: Any) -> dict[str, Any]:
     width = getattr(config, "n_inner", None) or 4 * config.hidden_size
-    return {"feed_forward_length": width} | dict.fromkeys(_ABSENT)
+    keys = {"feed_forward_length": width} | dict.fromkeys(_ABSENT)
+    if config.model_type == "gpt2":
+        return keys
+    if not config.multi_query:
+        raise ModelError("config.json has multi_query = false, but GGUF files of StarCoder mean true")
+    return keys | {"attention.head_count_kv": 1}
 
 
 def hf_tensor(name: str, array: Array, config: Any) -> Array:
-    """Its matrices are [inputs, outputs]."""
-    return array.T if re.search(r"c_\w+\.weight", name) else array
+    """GPT-2's matrices are [inputs, outputs]."""
+    return array.T if config.model_type == "gpt2" and re.search(r"c_\w+\.weight", name) else array
 
 
 def record(m: Header) -> Graph:

@@ -1,14 +1,18 @@
 """Granite 3 and 4, dense and with experts: Llama's layers, with scales on embedding, scores, residuals and logits.
 
-In hybrids, most layers have Mamba 2 in attention's place, and nothing is rotated.
+In hybrids, most layers have Mamba 2 in attention's place, and nothing is rotated.  Where layers have windows
+(``granite_swa``), heads have sinks, and some layers may not rotate.  MiniCPM 1 and 2 (arXiv:2404.06395) are the same
+with scales of their own.
 """
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
 
+from localllm.errors import ModelError, quoted
 from localllm.kernels.graph import Graph, Rope, Tensor
 from localllm.models import hf_names
 from localllm.models.blocks import Layer, Mamba, add, attention, decoder, gated_mlp, mamba, mixture, norm
@@ -20,6 +24,7 @@ from localllm.models.hf_convert import (
     mamba_keys,
     mamba_tensor,
     rotated_part,
+    window_keys,
 )
 from localllm.models.rope import make_rope
 
@@ -27,6 +32,7 @@ HF_NAMES = (
     hf_names.COMMON
     | hf_names.mamba("mamba")
     | {
+        "attn_sinks.weight": "self_attn.sinks",
         "ffn_gate_inp": "block_sparse_moe.router.layer",
         "ffn_gate_up_exps": "block_sparse_moe.input_linear",
         "ffn_down_exps": "block_sparse_moe.output_linear",
@@ -35,8 +41,23 @@ HF_NAMES = (
     }
 )
 
+#: GGUF's names of what ``granite_swa`` leaves in one, and calls otherwise than Granite 3.
+_SWA_EXPERTS = {
+    "block_sparse_moe.router": "ffn_gate_inp",
+    "block_sparse_moe.experts.gate_up_proj": "ffn_gate_up_exps",
+    "block_sparse_moe.experts.down_proj": "ffn_down_exps",
+    "block_sparse_moe.input_linear": "ffn_gate_up_exps",
+    "shared_mlp.input_linear": "ffn_up_shexp",
+}
+
 
 def hf_keys(config: Any) -> dict[str, Any]:
+    if config.model_type == "minicpm":
+        return {
+            "embedding_scale": float(config.scale_emb),
+            "residual_scale": config.scale_depth / config.num_hidden_layers**0.5,
+            "logit_scale": config.hidden_size / config.dim_model_base,
+        }
     keys = rotated_part(config) | {
         "vocab_size": config.vocab_size,
         "attention.key_length": None,
@@ -47,6 +68,8 @@ def hf_keys(config: Any) -> dict[str, Any]:
         "logit_scale": config.logits_scaling,
         "expert_shared_feed_forward_length": getattr(config, "shared_intermediate_size", None),
     }
+    if config.model_type.endswith("_swa"):
+        return keys | _window_keys(config)
     if config.model_type != "granitemoehybrid":
         return keys
     n_kv = attention_layers(config, config.num_key_value_heads)
@@ -54,9 +77,24 @@ def hf_keys(config: Any) -> dict[str, Any]:
     return keys | mamba_keys(config) | hybrid
 
 
+def _window_keys(config: Any) -> dict[str, Any]:
+    """Raises ModelError for layers that rotate by other frequencies than others, which files have no key for."""
+    bases = getattr(config, "layer_rope_theta", None) or []
+    if len(set(bases) - {0}) > 1:
+        raise ModelError(
+            f"config.json has layer_rope_theta = {quoted(bases)}: GGUF files have one base for all layers"
+        )
+    keys = window_keys(config) | {"rope.freq_base": max(bases, default=0) or config.rope_parameters["rope_theta"]}
+    is_rotated = getattr(config, "no_rope_layers", None) or bases  # 0 in those that do not rotate
+    return keys | ({} if all(is_rotated) else {"attention.rope_pattern": [bool(value) for value in is_rotated]})
+
+
 def hf_tensor(name: str, array: Array, config: Any) -> Array | dict[str, Array]:
     if config.model_type == "granitemoehybrid":
         array = mamba_tensor(name, array, config)
+    own_name = re.sub(r".*layers\.\d+\.|\.weight$", "", name)
+    if config.model_type == "granitemoe_swa" and own_name in _SWA_EXPERTS:
+        return {f"{_SWA_EXPERTS[own_name]}.weight": array}
     if "shared_mlp" not in name:
         return interleave_query_and_key(name, array, config)
     suffix = "_shexp" if getattr(config, "num_local_experts", 0) else ""
@@ -71,18 +109,27 @@ def record(m: Header) -> Graph:
     n_ff = 0 if experts else m.mlp_width()
     m.meta.skip("expert_shared_feed_forward_length")  # without experts, the MLP's width
     net = None if all(heads) else Mamba.read(m.meta)
-    rope: Rope | None = make_rope(m, next((h.key_dim for h in heads if h), m.config.n_embd), interleaved=True)
+    windows = m.windows(period=0)
+    is_rotated = m.meta.read_each("attention.rope_pattern", m.config.n_layers, bool, True, low=0, high=1)
+    has_sinks = m.config.architecture == "granite_swa"
+    dim = next((h.key_dim for h in heads if h), m.config.n_embd)
+    scaling = "longrope" if "rope_factors_long.weight" in m.weights else None
+    rope: Rope | None = make_rope(m, dim, interleaved=True, scaling=scaling)
     if not m.meta.read("rope.scaling.finetuned", bool, True):
         rope = None
+    defaults = dict.fromkeys(("attention.scale", "residual_scale", "embedding_scale", "logit_scale"), 0.0)  # none
+    if m.config.architecture == "minicpm":  # old files have no keys
+        defaults |= {"residual_scale": 1.4 / m.config.n_layers**0.5, "embedding_scale": 12.0}
+        defaults |= {"logit_scale": m.config.n_embd / 256}
     scale, residual_scale, embedding_scale, logit_divisor = (
-        m.meta.read(key, float, 0.0, low=0.0, high=1e6)  # 0 for none
-        for key in ("attention.scale", "residual_scale", "embedding_scale", "logit_scale")
+        m.meta.read(key, float, default, low=0.0, high=1e6) for key, default in defaults.items()
     )
 
     def layer(at: Layer, x: Tensor) -> Tensor:
         y, own_heads = norm(at, "attn_norm", x), heads[at.number]
         if own_heads:
-            y = attention(at, y, own_heads, rope, scale=scale or None)
+            own_rope, window = rope if is_rotated[at.number] else None, windows[at.number]
+            y = attention(at, y, own_heads, own_rope, scale=scale or None, window=window, has_sinks=has_sinks)
         elif net:
             y = mamba(at, y, net)
         x = add(at, y, x, residual_scale or 1)

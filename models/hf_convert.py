@@ -72,6 +72,12 @@ def llama3_factors(config: Any) -> Mapping[str, Array]:
     return {"rope_freqs.weight": (1 / ((1 - kept) / rope["factor"] + kept)).astype(np.float32)}
 
 
+def proportional_factors(config: Any, dim: int) -> dict[str, Array]:
+    """Of layers without a window: all but the first frequencies do not turn, and count where others are computed."""
+    n_rotated = int(dim // 2 * config.rope_parameters["full_attention"]["partial_rotary_factor"])
+    return {"rope_freqs.weight": np.where(np.arange(dim // 2) < n_rotated, 1, 1e30).astype(np.float32)}
+
+
 # -- Keys, without the architecture's name ---------------------------------------------------------------------------
 
 
@@ -138,7 +144,7 @@ def routing_keys(config: Any) -> dict[str, Any]:
     return {
         "expert_count": config.n_routed_experts,
         "leading_dense_block_count": getattr(config, "first_k_dense_replace", None),
-        "expert_shared_count": config.n_shared_experts,
+        "expert_shared_count": getattr(config, "n_shared_experts", None),
         "expert_gating_func": 1 if config.model_type == "deepseek_v2" else 2,
         "expert_weights_norm": bool(config.norm_topk_prob) or (None if config.model_type == "deepseek_v2" else False),
         "expert_weights_scale": config.routed_scaling_factor,
@@ -155,6 +161,12 @@ def mamba_keys(config: Any) -> dict[str, Any]:
         "ssm.time_step_rank": config.mamba_n_heads,
         "ssm.inner_size": config.mamba_n_heads * config.mamba_d_head,
     }
+
+
+def axes_keys(config: Any) -> dict[str, Any]:
+    """How many frequencies turn by each axis of a picture; for text, all axes are the position."""
+    sections = config.rope_parameters.get("mrope_section")
+    return {"rope.dimension_sections": (list(sections) + [0] * 4)[:4]} if sections else {}
 
 
 def attention_layers(config: Any, value: int) -> list[int]:

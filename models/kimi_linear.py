@@ -76,18 +76,22 @@ def record(m: Header) -> Graph:
     return decoder(m, layer)
 
 
-def delta_net(at: Layer, x: Tensor, n: int, dim: int, kernel: int, *, residual: Tensor) -> Tensor:
-    """A gated delta net of n heads, with a convolution each for queries, keys and values."""
+def delta_net(at: Layer, x: Tensor, n: int, dim: int, kernel: int, *, residual: Tensor, bound: float = 0.0) -> Tensor:
+    """A gated delta net of n heads, with a convolution each for queries, keys and values; ``bound`` as
+    `localllm.kernels.graph.GatedDelta` has it.  Decay and gate are of one matrix each, or of two."""
     w, d, width = at.weights, at.n_embd, n * dim
-    widths = {"attn_q": width, "attn_k": width, "attn_v": width, "ssm_beta": n, "ssm_f_a": dim, "ssm_g_a": dim}
+    has_two = "ssm_f_b.weight" in w
+    inner = dim if has_two else width
+    widths = {"attn_q": width, "attn_k": width, "attn_v": width, "ssm_beta": n, "ssm_f_a": inner, "ssm_g_a": inner}
     *qkv, beta, decay, gate = at.add(Linears(x, tuple(w.matrix(name, d, n_out) for name, n_out in widths.items())))
     mixed = []
     for name, part in zip("qkv", qkv, strict=True):
         conv = Reshaped(w.require(f"ssm_conv1d_{name}.weight", 1, width, 1, kernel), (width, kernel))
         state = at.graph.state(f"conv_{name}", kernel - 1, width)
         mixed.append(at.add(CausalConv(part, conv, state, silu=True)))
-    decay, gate = at.linear(decay, "ssm_f_b", width), at.linear(gate, "ssm_g_b", width)
-    a, bias = Reshaped(w.require("ssm_a", 1, 1, n, 1), (n,)), w.require("ssm_dt.bias", width)
-    y = at.add(GatedDelta(tuple(mixed), decay, beta, a, bias, at.graph.state("S", n, dim, dim), n))
+    if has_two:
+        decay, gate = at.linear(decay, "ssm_f_b", width), at.linear(gate, "ssm_g_b", width)
+    a, bias = Reshaped(w.require("ssm_a", n, 1), (n,)), w.require("ssm_dt.bias", width)
+    y = at.add(GatedDelta(tuple(mixed), decay, beta, a, bias, at.graph.state("S", n, dim, dim), n, bound=bound))
     y = at.add(RMSNorm(y, w.vector("ssm_norm", dim), at.norm_eps, n))
     return at.linear(at.add(Gated(gate, y, "sigmoid")), "attn_output", d, residual=residual)

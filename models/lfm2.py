@@ -1,5 +1,6 @@
 """LFM2 (arXiv:2511.23404), dense and with experts: most layers are short convolutions between gates, the others
-attention with normed heads."""
+attention with normed heads.  LFM3 has norms behind both halves of a layer, too, and attention that is gated by head
+and in some layers sees a window."""
 
 from __future__ import annotations
 
@@ -7,10 +8,10 @@ from typing import Any
 
 from localllm.kernels.graph import CausalConv, Gated, Graph, Linears, Tensor
 from localllm.models import hf_names
-from localllm.models.blocks import Layer, attention, decoder, feed_forward, norm
+from localllm.models.blocks import Layer, add, attention, decoder, feed_forward, norm
 from localllm.models.config import Header
 from localllm.models.hf_convert import Array, attention_layers
-from localllm.models.rope import make_rope
+from localllm.models.rope import make_local_rope, make_rope
 
 HF_NAMES = hf_names.COMMON | {
     "token_embd_norm": "model.embedding_norm",
@@ -48,21 +49,36 @@ def hf_tensor(name: str, array: Array, config: Any) -> Array:
 
 def record(m: Header) -> Graph:
     heads, ffn = m.heads_by_layer(), m.feed_forward(m.experts(gating="sigmoid"))
-    rope = make_rope(m, next((h.key_dim for h in heads if h), m.config.n_embd))
+    dim = next((h.key_dim for h in heads if h), m.config.n_embd)
+    rope, local_rope, windows = make_rope(m, dim), make_local_rope(m, dim), m.windows(period=0)
+    is_third = m.config.architecture == "lfm3"
     kernel = m.meta.read("shortconv.l_cache", int, low=2, high=8)
 
     def layer(at: Layer, x: Tensor) -> Tensor:
-        y, own_heads = norm(at, "attn_norm", x), heads[at.number]
+        y, own_heads, window = norm(at, "attn_norm", x), heads[at.number], windows[at.number]
+        residual = None if is_third else x
         if own_heads:
-            x = attention(at, y, own_heads, rope, qk_norm="head", residual=x)
+            y = attention(
+                at,
+                y,
+                own_heads,
+                local_rope if window else rope,
+                qk_norm="head",
+                window=window,
+                has_gate=is_third,
+                residual=residual,
+            )
         else:
-            x = short_convolution(at, y, kernel, residual=x)
-        return feed_forward(at, norm(at, "ffn_norm", x), ffn, residual=x)
+            y = short_convolution(at, y, kernel, residual=residual)
+        if not is_third:
+            return feed_forward(at, norm(at, "ffn_norm", y), ffn, residual=y)
+        x = add(at, norm(at, "post_attention_norm", y), x)
+        return add(at, norm(at, "post_ffw_norm", feed_forward(at, norm(at, "ffn_norm", x), ffn)), x)
 
     return decoder(m, layer, output_norm=lambda at, _, x: norm(at, "token_embd_norm", x))
 
 
-def short_convolution(at: Layer, x: Tensor, kernel: int, *, residual: Tensor) -> Tensor:
+def short_convolution(at: Layer, x: Tensor, kernel: int, *, residual: Tensor | None) -> Tensor:
     """out(c * conv(b * x)), with b, c and x of one matrix."""
     w, d = at.weights, at.n_embd
     b, c, x = at.add(Linears(x, w.split("shortconv.in_proj", d, {"b": d, "c": d, "x": d})))

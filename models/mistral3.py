@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from localllm.kernels.graph import Graph, PositionScale
+from localllm.kernels.graph import Graph
 from localllm.models import hf_names
-from localllm.models.blocks import llama_like
+from localllm.models.blocks import llama_like, read_q_scale
 from localllm.models.config import Header
 from localllm.models.hf_convert import interleave_query_and_key, rotated_part
 from localllm.models.rope import make_rope
@@ -27,6 +27,4 @@ def hf_keys(config: Any) -> dict[str, Any]:
 
 def record(m: Header) -> Graph:
     rope = make_rope(m, m.heads().key_dim, interleaved=True)
-    rate = m.meta.read("attention.temperature_scale", float, 0.0, low=0.0, high=1e3)
-    q_scale = PositionScale(rate, m.config.original_context) if rate else None
-    return llama_like(m, rope, m.experts(), windows=m.windows(period=0), q_scale=q_scale)
+    return llama_like(m, rope, m.experts(), windows=m.windows(period=0), q_scale=read_q_scale(m))

@@ -3,15 +3,34 @@ before it is rotated."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from localllm.kernels.graph import Graph
 from localllm.models import hf_names
 from localllm.models.blocks import llama_like
 from localllm.models.config import Header
+from localllm.models.hf_convert import Array, axes_keys
 from localllm.models.rope import make_rope
 
-HF_NAMES = hf_names.COMMON | hf_names.HEAD_NORMS | hf_names.EXPERTS
+HF_NAMES = hf_names.COMMON | hf_names.HEAD_NORMS | hf_names.EXPERTS | hf_names.STACKED_EXPERTS
+
+
+def hf_keys(config: Any) -> dict[str, Any]:
+    if "vl" not in config.model_type:
+        return {}
+    vision = config.values.get("vision_config") or {}
+    return axes_keys(config) | {"n_deepstack_layers": len(vision.get("deepstack_visual_indexes", ()))}
+
+
+def hf_tensor(name: str, array: Array, config: Any) -> Array:
+    """Qwen 3 VL's matrices of experts are [inputs, outputs]."""
+    if "vl" not in config.model_type or array.ndim != 3:
+        return array
+    n_in = config.hidden_size if "gate_up" in name else config.moe_intermediate_size
+    return array.swapaxes(1, 2) if array.shape[1] == n_in else array
 
 
 def record(m: Header) -> Graph:
+    m.meta.skip("rope.dimension_sections", "n_deepstack_layers")  # of pictures; for text, all axes agree
     rope, windows = make_rope(m, m.heads().key_dim), m.windows(period=0)
     return llama_like(m, rope, m.experts(), windows=windows, qk_norm="head")

@@ -21,7 +21,8 @@ class Conversion:
 
     Attributes:
         names: Hugging Face's names of tensors, by GGUF's.
-        keys: of a configuration, the keys beside the usual ones, without the architecture's name; None is left out.
+        keys: of a configuration, the keys beside the usual ones, without the architecture's name, or, with a dot in
+            front, as they are; None is left out.
         tensor: of a tensor's name in the checkpoint, itself and the configuration, what the file has instead: an
             array, or several by GGUF's names.  It may be called with arrays that have only a shape.
         extra: of a configuration, tensors that are not in the checkpoint.
@@ -68,24 +69,36 @@ class Architecture:
 
 
 ARCHITECTURES: dict[str, Architecture] = {
+    "afmoe": Architecture("afmoe", "Trinity", "afmoe"),
+    "apertus": Architecture("apertus", "Apertus", "apertus"),
     "arcee": Architecture("arcee", "AFM 4.5B", "arcee"),
+    "bailingmoe2": Architecture("bailingmoe2", "Ling and Ring 2, Sarvam 30B", "bailing_moe sarvam_moe"),
+    "bailingmoe3": Architecture("bailingmoe3", "Ling 3", "bailing_hybrid"),
     "bert": Architecture(
         "bert",
         "BERT, RoBERTa and XLM-R, as embedding models and rerankers",
         "bert roberta xlm-roberta",
         is_encoder=True,
     ),
+    "chatglm": Architecture("chatglm", "ChatGLM 3, GLM-4 9B", "glm"),
     "cohere2": Architecture("cohere", "Command R7B, Command A", "cohere2"),
+    "cohere2moe": Architecture("cohere", "North", "cohere2_moe"),
     "command-r": Architecture("cohere", "Command R, Aya", "cohere"),
+    "dbrx": Architecture("dbrx", "DBRX", "dbrx"),
     "deepseek2": Architecture(
         "deepseek2",
         "DeepSeek V2, V3 and R1, Kimi K2, GLM-4.7-Flash",
         "deepseek_v2 deepseek_v3 kimi_k2 glm4_moe_lite",
         has_block=True,
     ),
+    "dots1": Architecture("dots1", "dots.llm1", "dots1"),
     "ernie4_5": Architecture("ernie4_5", "ERNIE 4.5, dense", "ernie4_5"),
     "ernie4_5-moe": Architecture("ernie4_5", "ERNIE 4.5 with experts", "ernie4_5_moe"),
+    "eurobert": Architecture("eurobert", "EuroBERT, as embedding models", "eurobert", is_encoder=True),
+    "exaone": Architecture("exaone", "EXAONE 3 and 3.5", "exaone"),
+    "exaone-moe": Architecture("exaone_moe", "K-EXAONE", "exaone_moe"),
     "exaone4": Architecture("exaone4", "EXAONE 4", "exaone4"),
+    "falcon": Architecture("falcon", "Falcon 7B to 180B", "falcon"),
     "falcon-h1": Architecture("falcon_h1", "Falcon-H1", "falcon_h1"),
     "gemma": Architecture("gemma", "Gemma", "gemma"),
     "gemma-embedding": Architecture("gemma3", "EmbeddingGemma", "gemma3_text", is_encoder=True),
@@ -98,30 +111,54 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gpt2": Architecture("gpt2", "GPT-2", "gpt2"),
     "gptneox": Architecture("gptneox", "GPT-NeoX, Pythia", "gpt_neox"),
     "granite": Architecture("granite", "Granite 3 and 4, dense", "granite"),
+    "granite_swa": Architecture(
+        "granite", "Granite with windows, dense and with experts", "granite_swa granitemoe_swa"
+    ),
     "granitehybrid": Architecture("granite", "Granite 4 with Mamba layers", "granitemoehybrid"),
     "granitemoe": Architecture("granite", "Granite 3 with experts", "granitemoe granitemoeshared"),
     "hunyuan-dense": Architecture("hunyuan", "Hunyuan, dense", "hunyuan_v1_dense"),
     "hunyuan-moe": Architecture("hunyuan", "Hunyuan A13B", "hunyuan_v1_moe"),
+    "hy_v3": Architecture("hy_v3", "Hunyuan 3", "hy_v3"),
+    "internlm2": Architecture("internlm2", "InternLM 2 and 2.5", "internlm2"),
+    "jais2": Architecture("nemotron", "Jais 2", "jais2"),
+    "jina-bert-v3": Architecture("jina_bert_v3", "Jina Embeddings v3", "jina_embeddings_v3", is_encoder=True),
     "kimi-linear": Architecture("kimi_linear", "Kimi Linear", "kimi_linear"),
+    "laguna": Architecture("laguna", "Laguna", "laguna"),
     "lfm2": Architecture("lfm2", "LFM2", "lfm2"),
     "lfm2moe": Architecture("lfm2", "LFM2 with experts", "lfm2_moe"),
-    "llama": Architecture("llama", "Llama 1 to 3.x, Mistral, Mixtral, TinyLlama, SmolLM", "llama mistral mixtral"),
+    "lfm3": Architecture("lfm3", "LFM3", "lfm3"),
+    "llama": Architecture(
+        "llama", "Llama 1 to 3.x, Mistral, Mixtral, TinyLlama, SmolLM", "llama mistral mixtral internlm3"
+    ),
+    "llama-embed": Architecture(
+        "llama", "Llama-Embed-Nemotron, as embedding model", "llama_bidirec", is_encoder=True
+    ),
     "llama4": Architecture("llama4", "Llama 4, text", "llama4 llama4_text"),
     "mamba2": Architecture("mamba2", "Mamba 2", "mamba2"),
+    "mellum": Architecture("mellum", "Mellum 2", "mellum"),
+    "mimo2": Architecture("mimo2", "MiMo V2", "mimo_v2_flash"),
+    "minicpm": Architecture("granite", "MiniCPM 1 and 2", "minicpm"),
+    "minicpm3": Architecture("minicpm3", "MiniCPM 3", "minicpm3"),
     "minimax-m2": Architecture("minimax_m2", "MiniMax-M2", "minimax_m2"),
     "mistral3": Architecture("mistral3", "Ministral 3, Devstral 2", "ministral3 mistral3"),
+    "mistral4": Architecture("mistral4", "Mistral Small 4", "mistral4"),
     "modern-bert": Architecture(
         "modern_bert", "ModernBERT, as embedding models and rerankers", "modernbert", is_encoder=True
     ),
+    "muse-glimmer": Architecture("muse_glimmer", "Muse Glimmer, text", "muse_glimmer muse_glimmer_text"),
+    "nemotron": Architecture("nemotron", "Nemotron 3 and 4, Minitron", "nemotron"),
     "nemotron_h": Architecture("nemotron_h", "Nemotron-H, Nemotron Nano 2", "nemotron_h"),
     "nemotron_h_moe": Architecture("nemotron_h", "Nemotron 3, with experts", "nemotron_h"),
     "nomic-bert": Architecture("nomic_bert", "Nomic Embed", "nomic_bert", is_encoder=True),
+    "olmo": Architecture("olmo", "OLMo 1", "olmo"),
     "olmo2": Architecture("olmo2", "OLMo 2 and 3", "olmo2 olmo3"),
     "olmoe": Architecture("olmoe", "OLMoE", "olmoe"),
+    "paddleocr": Architecture("ernie4_5", "PaddleOCR-VL, text", "paddleocr_vl paddleocr_vl_text"),
     "phi2": Architecture("phi2", "Phi 1, 1.5 and 2", "phi"),
     "phi3": Architecture("phi3", "Phi-3, 3.5 and 4", "phi3"),
     "qwen2": Architecture("qwen2", "Qwen 2 and 2.5", "qwen2"),
     "qwen2moe": Architecture("qwen2", "Qwen 1.5 and 2 with experts", "qwen2_moe"),
+    "qwen2vl": Architecture("qwen2", "Qwen 2 and 2.5 VL, text", "qwen2_vl qwen2_vl_text qwen2_5_vl qwen2_5_vl_text"),
     "qwen3": Architecture("qwen3", "Qwen 3", "qwen3"),
     "qwen35": Architecture("qwen35", "Qwen 3.5 and 3.6", "qwen3_5 qwen3_5_text", has_block=True),
     "qwen35moe": Architecture(
@@ -129,10 +166,14 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "qwen3moe": Architecture("qwen3", "Qwen 3 with experts", "qwen3_moe"),
     "qwen3next": Architecture("qwen3next", "Qwen 3 Next", "qwen3_next", has_block=True),
+    "qwen3vl": Architecture("qwen3", "Qwen 3 VL, text", "qwen3_vl qwen3_vl_text"),
+    "qwen3vlmoe": Architecture("qwen3", "Qwen 3 VL with experts, text", "qwen3_vl_moe qwen3_vl_moe_text"),
     "seed_oss": Architecture("seed_oss", "Seed-OSS", "seed_oss"),
     "smollm3": Architecture("smollm3", "SmolLM3", "smollm3"),
     "stablelm": Architecture("stablelm", "StableLM 1 and 2", "stablelm"),
+    "starcoder": Architecture("gpt2", "StarCoder, SantaCoder", "gpt_bigcode"),
     "starcoder2": Architecture("starcoder2", "StarCoder 2", "starcoder2"),
+    "step35": Architecture("step35", "Step 3.5 and 3.7 Flash, text", "step3p5 step3p7"),
 }
 
 

@@ -6,7 +6,7 @@ Llama 3's scaling needs nothing of its own: its files carry the factors, one a f
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -96,19 +96,23 @@ def make_rope(
     interleaved: bool = False,
     scaling: str | None = None,
     rounds_ramp: bool = True,
+    part: float = 1.0,
 ) -> Rope:
     """The rotation that a file's keys, and its frequency factors if it has any, describe.
 
     Args:
         interleaved: as `localllm.kernels.graph.Rope` has it.
         scaling: where the keys do not say what scales the frequencies; by default, a factor does.
+        part: of the values that the keys say, those that rotate.
         rounds_ramp: whether YaRN's ramp ends on whole dimensions, as in all code but gpt-oss's.
 
     Raises:
         ModelError: as `read_rope`; or factors are missing, have the wrong shape, or are no positive numbers.
     """
     rope = read_rope(m, head_dim, scaling)
-    frequencies = plain_frequencies(rope.theta, rope.n_rot) / _frequency_factors(m, rope)
+    factors = _frequency_factors(m, rope)
+    rope = replace(rope, n_rot=int(rope.n_rot * part))
+    frequencies = plain_frequencies(rope.theta, rope.n_rot) / factors[: rope.n_rot // 2]
     magnitude = rope.attn_factor
     if rope.scaling == "linear":
         frequencies = frequencies / rope.factor

@@ -167,6 +167,26 @@ class PositionTable:
                 part.drop_pages()
 
 
+@dataclass(frozen=True, eq=False)
+class Ones:
+    """A vector of ones: the weights of a norm that has none."""
+
+    n: int
+    name = "ones"
+    type = GGMLType.F32
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.n,)
+
+    @property
+    def data(self) -> NDArray[np.uint8]:
+        return np.ones(self.n, np.float32).view(np.uint8)
+
+    def drop_pages(self) -> None:
+        """There are none."""
+
+
 class Weights:
     """Finds a model's tensors, and remembers which ones it has found.  None of them is read, but by `values`."""
 

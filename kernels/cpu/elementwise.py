@@ -84,6 +84,16 @@ def tanh(x):
 
 
 @device
+def exp_less_one(x):
+    """e ** x - 1: 1 is taken away before it can cost digits."""
+    x = minimum(maximum(x, splat(EXP_LOW)), splat(EXP_HIGH))
+    n = to_int_rounded(x * splat(LOG2_E))
+    r = exp_rest(x, n)
+    power = power_of_two(n)
+    return fma(fma(exp_polynomial(r), r * r, r), power, power - splat(ONE))
+
+
+@device
 def sigmoid(x):
     return splat(ONE) / (splat(ONE) + exp(zero_f32x16() - x))
 
@@ -260,6 +270,11 @@ def sigmoid_of_gate(g, u):
 
 
 @device
+def softplus_of_gate(g, u):
+    return softplus(g) * u
+
+
+@device
 def identity(g, u):
     return g * u
 
@@ -281,11 +296,40 @@ def gated(begin, end, gate, up, width, stride, y):
 
 
 @kernel
+def head_gate(begin, end, x, gate, n_heads, head_bytes, gate_stride, stride, y):
+    """Of each head, y = ACTIVATION(gate, x)."""
+    for token in range(begin, end):
+        for head in range(n_heads):
+            factor, first = load_splat_f32(gate + token * gate_stride + 4 * head), token * stride + head * head_bytes
+            for i in range(first, first + head_bytes, 64):
+                store_f32x16(y + i, ACTIVATION(factor, load_f32x16(x + i)))
+
+
+@kernel
 def activation(begin, end, x, width, stride, y):
     """y = ACTIVATION(x, 1)."""
     for token in range(begin, end):
         for i in range(token * stride, token * stride + 4 * width, 64):
             store_f32x16(y + i, ACTIVATION(load_f32x16(x + i), splat(ONE)))
+
+
+@kernel
+def clamp(begin, end, x, width, stride, y, low: float, high: float):
+    """y = x within low … high."""
+    for token in range(begin, end):
+        for i in range(token * stride, token * stride + 4 * width, 64):
+            store_f32x16(y + i, maximum(minimum(load_f32x16(x + i), splat(high)), splat(low)))
+
+
+@kernel
+def xielu(begin, end, x, width, stride, y, p: float, n: float, beta: float, eps: float):
+    """y = p x² + beta x where x > 0, else n (e ** min(x, eps) - 1 - x) + beta x."""
+    for token in range(begin, end):
+        for i in range(token * stride, token * stride + 4 * width, 64):
+            v = load_f32x16(x + i)
+            low = splat(n) * (exp_less_one(minimum(v, splat(eps))) - v)
+            curve = select_between(as_int(v), zero_i32x16(), splat_int(NAN_BITS), splat(p) * v * v, low)
+            store_f32x16(y + i, fma(splat(beta), v, curve))
 
 
 @kernel

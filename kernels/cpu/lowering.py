@@ -45,6 +45,7 @@ _ACTIVATIONS = {
     "sigmoid": elementwise.sigmoid_of_gate,
     "identity": elementwise.identity,
     "clamped_swiglu": elementwise.clamped_swiglu,
+    "softplus": elementwise.softplus_of_gate,
 }
 
 _FLOAT_LOADS: dict[KernelType, Any] = {
@@ -262,9 +263,24 @@ class Lowering:
         activation = {"ACTIVATION": _ACTIVATIONS[op.activation]}
         return self._row_by_row(elementwise.gated, op, gate, (gate.buffer, up.buffer), **activation)
 
+    def head_gate(self, op: g.HeadGate) -> Stored:
+        x, gate, y = self.stored[op.x], self.stored[op.gate], self.in_place(op)
+        sizes = op.gate.width, 4 * op.x.width // op.gate.width, gate.stride, x.stride
+        values = x.buffer, gate.buffer, *sizes, y.buffer
+        self.call(elementwise.head_gate, values, 1, y.slot, ACTIVATION=_ACTIVATIONS[op.activation])
+        return y
+
     def activation(self, op: g.Activation) -> Stored:
         x, activation = self.stored[op.x], {"ACTIVATION": _ACTIVATIONS[op.activation]}
         return self._row_by_row(elementwise.activation, op, x, (x.buffer,), **activation)
+
+    def clamp(self, op: g.Clamp) -> Stored:
+        x = self.stored[op.x]
+        return self._row_by_row(elementwise.clamp, op, x, (x.buffer,), float(op.low), float(op.high))
+
+    def xielu(self, op: g.XIELU) -> Stored:
+        x, numbers = self.stored[op.x], map(float, (op.p, op.n, op.beta, op.eps))
+        return self._row_by_row(elementwise.xielu, op, x, (x.buffer,), *numbers)
 
     def add(self, op: g.Add) -> Stored:
         x, gated = self.stored[op.x], {"GATE": op.gate is not None}
@@ -470,16 +486,17 @@ class Lowering:
             self.weights.vector(op.a),
             self.weights.vector(op.dt_bias),
         )
-        constants = {"DELTA": True, "PER_CHANNEL": op.is_per_channel}
-        return self._recurrence(op, (*q, *k, *v, *gates, 0), op.n_key_heads, per_group, op.eps, d_k**-0.5, constants)
+        constants = {"DELTA": True, "PER_CHANNEL": op.is_per_channel, "BOUNDED": op.bound != 0}
+        given, numbers = (*q, *k, *v, *gates, 0), (float(op.eps), d_k**-0.5, float(op.bound))
+        return self._recurrence(op, given, op.n_key_heads, per_group, numbers, constants)
 
     def scan(self, op: g.Scan) -> Stored:
         n_heads, n, p = op.state.shape
         x, b, c = self._side_by_side(op.xbc, (n_heads * p, op.n_groups * n, op.n_groups * n))
         a, dt_bias, d = map(self.weights.vector, (op.a, op.dt_bias, op.d))
         given = (*c, *b, *x, *self._address_and_stride(op.dt), 0, 0, a, dt_bias, d)
-        constants = {"DELTA": False, "PER_CHANNEL": False}
-        return self._recurrence(op, given, op.n_groups, n_heads // op.n_groups, 0.0, 1.0, constants)
+        constants = {"DELTA": False, "PER_CHANNEL": False, "BOUNDED": False}
+        return self._recurrence(op, given, op.n_groups, n_heads // op.n_groups, (0.0, 1.0, 0.0), constants)
 
     def _recurrence(
         self,
@@ -487,8 +504,7 @@ class Lowering:
         given: tuple[Argument, ...],
         n_groups: int,
         per_group: int,
-        eps: float,
-        scale: float,
+        numbers: tuple[float, float, float],
         constants: dict[str, Any],
     ) -> Stored:
         n_heads, rows, columns = op.state.shape
@@ -498,7 +514,7 @@ class Lowering:
         arguments = (*sequences, *given, n_groups, per_group, columns, y.buffer, y.stride)
         units = n_heads * columns // (16 * vectors)
         constants |= {"ROWS": rows, "VECTORS": vectors}
-        self.call(recurrent.recurrence, (*arguments, float(eps), float(scale)), units, N_SEQUENCES, **constants)
+        self.call(recurrent.recurrence, (*arguments, *numbers), units, N_SEQUENCES, **constants)
         return y
 
     def _side_by_side(self, tensors: tuple[Tensor, ...], widths: tuple[int, ...]) -> list[tuple[Argument, int]]:

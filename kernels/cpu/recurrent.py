@@ -192,8 +192,10 @@ def recurrence(
     out_stride,
     eps: float,
     scale: float,
+    bound: float,
 ):
-    """Of each token and head: S = decay * S + k ⊗ new; out = Sᵀq, where decay = exp(a * softplus(step + dt_bias)).
+    """Of each token and head: S = decay * S + k ⊗ new; out = Sᵀq, where decay = exp(a * softplus(step + dt_bias)), or
+    with BOUNDED exp(bound * σ(a * (step + dt_bias))).
 
     With DELTA, q and k are divided by their lengths, q also times ``scale``, and new = σ(beta) * (v - decay * Sᵀk);
     steps are [T, H] or, with PER_CHANNEL, [T, H, ROWS].  Without, new = softplus(step + dt_bias) * v, and d * v is
@@ -232,8 +234,11 @@ def recurrence(
                     change_state(state, decays, decay, old, new)
                 place = 4 * ROWS * head
                 for i in range(0, 4 * ROWS, 64):
-                    step = load_f32x16(steps + token * steps_stride + place + i)
-                    gates = exp(softplus(step + load_f32x16(dt_bias + place + i)) * splat(factor))
+                    step = load_f32x16(steps + token * steps_stride + place + i) + load_f32x16(dt_bias + place + i)
+                    if BOUNDED:
+                        gates = exp(splat(bound) * sigmoid(step * splat(factor)))
+                    else:
+                        gates = exp(softplus(step) * splat(factor))
                     store_f32x16(decays + i, gates)
                     store_f32x16(decayed_k + i, gates * load_f32x16(key + i))
                     store_f32x16(decayed_q + i, gates * load_f32x16(query + i))
@@ -245,8 +250,12 @@ def recurrence(
                 else:
                     read_state(state, key, query, of_key, of_query)
                 bias = load_f32(dt_bias + 4 * head)
-                step = softplus(splat(load_f32(steps + token * steps_stride + 4 * head) + bias))
-                decay = max_lanes(exp(step * splat(factor)))
+                total = splat(load_f32(steps + token * steps_stride + 4 * head) + bias)
+                step = softplus(total)
+                if BOUNDED:
+                    decay = max_lanes(exp(splat(bound) * sigmoid(total * splat(factor))))
+                else:
+                    decay = max_lanes(exp(step * splat(factor)))
             both = product_of(query, key, 4 * ROWS)
             for x in static_range(VECTORS):
                 place = 64 * (VECTORS * part + x)

@@ -113,6 +113,17 @@ extern "C" __global__ void __launch_bounds__(WARP * GATE_WARPS)
   if (units) store_codes(v, units, scales, run, row, n_rows);
 }
 
+// Of each head of dim values, y = activation(gate) * x, over rows of n values.  Grid: (blocks of 512 columns, rows).
+extern "C" __global__ void __launch_bounds__(WARP * GATE_WARPS)
+    head_gate(const int* __restrict__ header, int kind, const float* x, int stride, int n, int dim,
+              const float* __restrict__ gate, int gate_stride, float* y, int y_stride) {
+  const int row = blockIdx.y, column = 4 * (blockIdx.x * (WARP * GATE_WARPS) + threadIdx.x);
+  if (is_beyond(row, header + N_TOKENS) || column >= n) return;
+  const float g = activated(kind, gate[(size_t)row * gate_stride + column / dim], 1.0f);
+  const float4 v = load_four(x + (size_t)row * stride, column, n);
+  *(float4*)(y + (size_t)row * y_stride + column) = make_float4(g * v.x, g * v.y, g * v.z, g * v.w);
+}
+
 // y = factor * weight * sigmoid(gate) * x + residual, over rows of n values, where all but x and the factor may be null.
 // Grid: (blocks of 512 columns, rows).  weight: one value.  gate: one for each row.  y may be the residual, or x.
 extern "C" __global__ void __launch_bounds__(WARP * GATE_WARPS)
@@ -125,6 +136,35 @@ extern "C" __global__ void __launch_bounds__(WARP * GATE_WARPS)
   const float4 v = load_four(x + (size_t)row * stride, column, n);
   const float4 r = residual ? load_four(residual + (size_t)row * y_stride, column, n) : float4();
   *(float4*)(y + (size_t)row * y_stride + column) = multiply_add(v, factor, r);
+}
+
+// y = x within low ... high, over rows of n values.  Grid: (blocks of 512 columns, rows).
+extern "C" __global__ void __launch_bounds__(WARP * GATE_WARPS)
+    clamp(const int* __restrict__ header, const float* x, int stride, int n, float low, float high, float* y,
+          int y_stride) {
+  const int row = blockIdx.y, column = 4 * (blockIdx.x * (WARP * GATE_WARPS) + threadIdx.x);
+  if (is_beyond(row, header + N_TOKENS) || column >= n) return;
+  const float4 v = load_four(x + (size_t)row * stride, column, n);
+  *(float4*)(y + (size_t)row * y_stride + column) =
+      make_float4(fmaxf(fminf(v.x, high), low), fmaxf(fminf(v.y, high), low), fmaxf(fminf(v.z, high), low),
+                  fmaxf(fminf(v.w, high), low));
+}
+
+DEVICE float xielu(float x, float p, float n, float beta, float eps) {
+  return (x > 0.0f ? p * x * x : n * (expm1f(fminf(x, eps)) - x)) + beta * x;
+}
+
+// y = p x^2 + beta x where x > 0, else n (exp(min(x, eps)) - 1 - x) + beta x, over rows of n_values values.  Grid: (blocks
+// of 512 columns, rows).
+extern "C" __global__ void __launch_bounds__(WARP * GATE_WARPS)
+    xielu(const int* __restrict__ header, const float* x, int stride, int n_values, float p, float n, float beta,
+          float eps, float* y, int y_stride) {
+  const int row = blockIdx.y, column = 4 * (blockIdx.x * (WARP * GATE_WARPS) + threadIdx.x);
+  if (is_beyond(row, header + N_TOKENS) || column >= n_values) return;
+  const float4 v = load_four(x + (size_t)row * stride, column, n_values);
+  *(float4*)(y + (size_t)row * y_stride + column) =
+      make_float4(xielu(v.x, p, n, beta, eps), xielu(v.y, p, n, beta, eps), xielu(v.z, p, n, beta, eps),
+                  xielu(v.w, p, n, beta, eps));
 }
 
 // y = cap * tanh(x / cap), over rows of n values.  Grid: (blocks of 512 columns, rows).

@@ -3,7 +3,7 @@
 #include "activations.cuh"
 
 // In the order of graph.ACTIVATIONS.
-enum { SILU, GELU, GELU_ERF, RELU2, SIGMOID, IDENTITY, CLAMPED_SWIGLU };
+enum { SILU, GELU, GELU_ERF, RELU2, SIGMOID, IDENTITY, CLAMPED_SWIGLU, SOFTPLUS };
 
 DEVICE float activated(int kind, float g, float u) {
   switch (kind) {
@@ -19,6 +19,8 @@ DEVICE float activated(int kind, float g, float u) {
       return u / (1.0f + expf(-g));
     case IDENTITY:
       return g * u;
+    case SOFTPLUS:
+      return softplus(g) * u;
     default:  // gpt-oss's
       g = fminf(g, 7.0f);
       u = fmaxf(fminf(u, 7.0f), -7.0f);

@@ -312,6 +312,23 @@ class Lowering:
     def activation(self, op: g.Activation) -> Stored | Inputs | None:
         return self._gate(op.result, op.x, None, op.activation)
 
+    def head_gate(self, op: g.HeadGate) -> Stored:
+        x, gate, y = self.stored[op.x], self.stored[op.gate], self.like(op.result)
+        values = ACTIVATIONS.index(op.activation), x, x.width, op.x.width // op.gate.width, gate, y
+        self.elementwise("gate of heads", "head_gate", x, columns(x), GATE_THREADS, *values)
+        return y
+
+    def clamp(self, op: g.Clamp) -> Stored:
+        x, y = self.stored[op.x], self.like(op.result)
+        self.elementwise("clamp", "clamp", x, columns(x), GATE_THREADS, x, x.width, float(op.low), float(op.high), y)
+        return y
+
+    def xielu(self, op: g.XIELU) -> Stored:
+        x, y = self.stored[op.x], self.like(op.result)
+        numbers = map(float, (op.p, op.n, op.beta, op.eps))
+        self.elementwise("xielu", "xielu", x, columns(x), GATE_THREADS, x, x.width, *numbers, y)
+        return y
+
     def _gate(self, result: Tensor, gate: Tensor, up: Tensor | None, activation: str) -> Stored | Inputs | None:
         """An activation, times another row if there is one."""
         x, other = self.stored[gate], self.stored[up]
@@ -594,13 +611,13 @@ class Lowering:
         parts = self._side_by_side(op.qkv, (keys, keys, n_heads * d_v))
         gates, weights = [self.stored[op.decay], self.stored[op.beta]], [op.a, op.dt_bias, None]
         per_group = n_heads // op.n_key_heads if op.is_grouped else 0
-        how = op.n_key_heads, per_group, float(op.eps), d_k**-0.5
+        how = op.n_key_heads, per_group, float(op.eps), d_k**-0.5, float(op.bound)
         return self._recurrence(op, parts, gates, weights, how, op.is_per_channel)
 
     def scan(self, op: g.Scan) -> Stored:
         n_heads, n, p = op.state.shape
         x, b, c = self._side_by_side(op.xbc, (n_heads * p, op.n_groups * n, op.n_groups * n))
-        weights, how = [op.a, op.dt_bias, op.d], (op.n_groups, n_heads // op.n_groups, 0.0, 1.0)
+        weights, how = [op.a, op.dt_bias, op.d], (op.n_groups, n_heads // op.n_groups, 0.0, 1.0, 0.0)
         return self._recurrence(op, [c, b, x], [self.stored[op.dt]], weights, how, False)
 
     def _side_by_side(self, tensors: tuple[Tensor, ...], widths: tuple[int, ...]) -> list[tuple[Stored, int]]:
@@ -613,7 +630,7 @@ class Lowering:
         parts: Sequence[tuple[Stored, int]],
         gates: Sequence[Stored],
         weights: Sequence[Weight | None],
-        how: tuple[int, int, float, float],
+        how: tuple[int, int, float, float, float],
         is_per_channel: bool,
     ) -> Stored:
         """What each token adds to a state, and reads of it.
@@ -621,10 +638,10 @@ class Lowering:
         Args:
             parts: q, k and v.
             gates: the steps, and betas if there are any.
-            how: groups, heads to each (0 where they take turns), eps, and the scale.
+            how: groups, heads to each (0 where they take turns), eps, the scale, and the bound of what decays.
         """
         (n_heads, n_rows, n_columns), y = op.state.shape, self.new(Rows.TOKENS, op.result.width)
-        columns, (n_groups, per_group, eps, scale) = 32 if n_columns % 32 == 0 else 16, how
+        columns, (n_groups, per_group, *numbers) = 32 if n_columns % 32 == 0 else 16, how
         defines = {"ROWS": n_rows, "COLUMNS": columns, "DELTA": len(gates) - 1, "PER_CHANNEL": int(is_per_channel)}
         row_bytes = 4 * (2 * n_heads * n_columns + 2 * n_groups * n_rows)
         self._recurrent_call(
@@ -633,7 +650,7 @@ class Lowering:
             4 * columns,
             *(value for rows, first in parts for value in (rows.buffer.at(4 * first), rows.stride)),
             *(*gates, *(() if len(gates) == 2 else (None, 0))),
-            *(*map(self.weights.vector, weights), n_groups, per_group, n_columns, eps, scale, y),
+            *(*map(self.weights.vector, weights), n_groups, per_group, n_columns, *numbers, y),
             operands=[rows for rows, _ in parts],
             defines=defines,
         )

@@ -19,7 +19,12 @@ DEVICE float sum_of_lanes(float x) {
   return x + __shfl_xor_sync(FULL_MASK, x, 2);
 }
 
-// Of each token and head: S = decay * S + k (x) new; out = S^T q, where decay = exp(a * softplus(step + dt_bias)).
+// By what a state is multiplied: exp(a * softplus(step)), or with a bound exp(bound * sigmoid(a * step)).
+DEVICE float decay_of(float step, float a, float bound) {
+  return expf(bound != 0.0f ? bound * sigmoid(a * step) : softplus(step) * a);
+}
+
+// Of each token and head: S = decay * S + k (x) new; out = S^T q, where decay is decay_of(step + dt_bias, a, bound).
 //
 // With DELTA, q and k are divided by their lengths, q also times `scale`, and new = sigmoid(beta) * (v - decay * S^T k);
 // steps are [T, H] or, with PER_CHANNEL, [T, H, ROWS].  Without, new = softplus(step + dt_bias) * v, and d * v is added.
@@ -34,7 +39,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                const float* __restrict__ v, int v_stride, const float* __restrict__ steps, int steps_stride,
                const float* __restrict__ betas, int betas_stride, const float* __restrict__ a,
                const float* __restrict__ dt_bias, const float* __restrict__ d, int n_groups, int per_group,
-               int columns, float eps, float scale, float* __restrict__ out, int out_stride) {
+               int columns, float eps, float scale, float bound, float* __restrict__ out, int out_stride) {
   __shared__ Token tokens[2];
   const int column = blockIdx.x * COLUMNS + threadIdx.x / LANES, head = blockIdx.x * COLUMNS / columns;
   const int group = per_group ? head / per_group : head % n_groups, lane = threadIdx.x % LANES;
@@ -55,13 +60,13 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         now.query[i] = q[(size_t)token * q_stride + ROWS * group + i];
         if (PER_CHANNEL) {
           const int channel = ROWS * head + i;
-          now.decay[i] = expf(softplus(steps[(size_t)token * steps_stride + channel] + dt_bias[channel]) * factor);
+          now.decay[i] = decay_of(steps[(size_t)token * steps_stride + channel] + dt_bias[channel], factor, bound);
         }
       }
       float step = 1.0f, decay = 1.0f;
       if (!PER_CHANNEL) {
-        step = softplus(steps[(size_t)token * steps_stride + head] + dt_bias[head]);
-        decay = expf(step * factor);
+        const float total = steps[(size_t)token * steps_stride + head] + dt_bias[head];
+        step = softplus(total), decay = decay_of(total, factor, bound);
       }
       const float value = v[(size_t)token * v_stride + column];
       const float beta = DELTA ? sigmoid(betas[(size_t)token * betas_stride + head]) : 0.0f;

@@ -45,14 +45,14 @@ _SAMPLING |= {"repetition_penalty": "penalty_repeat"}
 
 #: Tensors of a checkpoint that are not the language model's.
 _OTHERS = re.compile(
-    r"(^|\.)(mtp|vision_\w+|visual|audio_\w+|multi_modal_projector|mm_projector|embed_vision|embed_audio)\."
+    r"(^|\.)(mtp|vision_\w+|vit_\w+|visual|audio_\w+|multi_modal_projector|mm_projector|mlp_AR|embed_vision|embed_audio)\."
     r"|rotary_emb\.inv_freq$|\.masked_bias$|^cls\.(predictions|seq_relationship)\.|position_ids$"
     r"|(^|\.)h\.\d+\.attn\.bias$"
 )
 #: What encoders have behind their last layer: classifiers use it.
 _HEAD = re.compile(r"^(pooler|head)\.")
 #: How names of tensors in layers begin.
-_LAYER = r"(?:\w+\.)?(?:layers?|h)\.(\d+)\."
+_LAYER = r"(?:\w+\.)?(?:layers?|h|blocks)\.(\d+)\."
 #: Of a block that predicts one token more, GGUF's names behind "nextn." by DeepSeek's and by Qwen's.
 _NEXTN = {
     "eh_proj": "eh_proj",
@@ -142,7 +142,7 @@ class Checkpoint:
         conversion = conversion or architecture.conversion
         files = read_folder(folder)
         self.paths = sorted({tensor.path for tensor in files.values()})
-        sources = find_sources(files, config)
+        sources = config.tensors = find_sources(files, config)
         try:
             self.tensors = _Namer(conversion, config, architecture.has_block).tensors(sources)
             self.tensors |= (dense := _dense(folder))
@@ -163,7 +163,11 @@ class Checkpoint:
             | {"general.size_label": _size_label(self.tensors)}
             | _sampling(read_json(folder / "generation_config.json"))
             | _pooling(folder, self.architecture)  # which a classifier's keys replace
-            | {f"{self.architecture}.{key}": value for key, value in keys.items() if value is not None}
+            | {
+                key.removeprefix(".") if key.startswith(".") else f"{self.architecture}.{key}": value
+                for key, value in keys.items()
+                if value is not None
+            }
             | {
                 f"{self.architecture}.{name.partition('.')[0]}_feat_{side}": width
                 for name, tensor in dense.items()
@@ -395,4 +399,4 @@ def _layer_of(name: str) -> tuple[str, str]:
 
 def _placeholder(shape: Sequence[int], row: Array, is_stacked: bool) -> Array:
     """An array of a shape that takes no memory: all rows are ``row``."""
-    return np.broadcast_to(row, (1, *shape) if is_stacked else tuple(shape))
+    return np.broadcast_to(row if shape else row[0], (1, *shape) if is_stacked else tuple(shape))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,16 @@ from localllm.errors import ModelError, path_text, quoted
 _MAX_BYTES = 1 << 28
 
 
-#: What GPT-2 and Kimi Linear call otherwise than the rest.
+#: What GPT-2, DBRX and Kimi Linear call otherwise than the rest.
 _OTHER_NAMES = {
     "n_layer": "num_hidden_layers",
     "n_embd": "hidden_size",
     "n_head": "num_attention_heads",
     "n_positions": "max_position_embeddings",
+    "d_model": "hidden_size",
+    "n_heads": "num_attention_heads",
+    "n_layers": "num_hidden_layers",
+    "max_seq_len": "max_position_embeddings",
     "model_max_length": "max_position_embeddings",
     "moe_renormalize": "norm_topk_prob",
     "num_expert_group": "n_group",
@@ -36,6 +41,7 @@ class Config:
 
     Attributes:
         rope_parameters: of the rotation, whether the file has them there, in ``rope_scaling``, or on their own.
+        tensors: `localllm.convert.sources.Source` of the checkpoint's, by their names.
         n_nextn: blocks behind the last layer, each of which predicts one token more.
     """
 
@@ -47,6 +53,7 @@ class Config:
         if isinstance(kinds := values.get("layers_block_type"), list):  # Nemotron, which does not count them
             self.values = {"num_hidden_layers": len(kinds)} | self.values
         self.rope_parameters = self._rope()
+        self.tensors: Mapping[str, Any] = {}
         self.n_nextn = 0
 
     def __getattr__(self, name: str) -> Any:

@@ -42,7 +42,9 @@ EXCEPTIONS = re.compile(
     r"general\.(name|size_label|finetune|basename|file_type|version|base_model.*|sampling.*)|tokenizer\..*"
     r"|(gemma2?|gptneox|phi2|stablelm)\.rope\.freq_base|.*\.expert_gating_func|gptneox\.attention\.head_count_kv"
     r"|modern-bert\.attention\.layer_norm_rms_epsilon|nomic-bert\.attention\.(key|value)_length"
-    r"|llama4\.attention\.(chunk_size|temperature_.*)|(deepseek2|kimi-linear)\.expert_weights_norm"
+    r"|laguna\.attention\.sliding_window_pattern|mimo2\.expert_weights_(norm|scale)"
+    r"|eurobert\.classifier\.pooling_type|llama-embed\.pooling_type|minicpm3\.rope\.(freq_base|scaling\..*)|afmoe\.(attention\.sliding_window_pattern|expert_weights_norm)|chatglm\.context_length"
+    r"|(bailingmoe2|exaone-moe)\.nextn_predict_layers|llama4\.attention\.(chunk_size|temperature_.*)|(deepseek2|kimi-linear)\.expert_weights_norm"
 )
 
 IDS = [int(i) for i in np.random.default_rng(1).integers(3, 300, 41)]
@@ -119,15 +121,47 @@ OTHERWISE = {"deepseek-v3-old", "llama4"}
 
 #: What the configurations of released models say otherwise than transformers writes them now.
 RELEASED: dict[str, dict[str, Any]] = {
+    "bailingmoe2": {
+        "model_type": "released",
+        "architectures": ["BailingMoeV2ForCausalLM"],
+        "num_experts": 8,
+        "num_shared_experts": 1,
+    },
+    "bailingmoe3": {
+        "model_type": "released",
+        "architectures": ["BailingMoeV3ForCausalLM"],
+        "no_kda_lora": True,
+        "n_group": 4,
+        "norm_topk_prob": True,
+        "gated_attention_proj_granularity_type": "head_wise",
+        "num_experts": 8,
+        "num_shared_experts": 2,
+        "moe_shared_expert_intermediate_size": 96,
+    },
     "bert": {"num_key_value_heads": None, "rms_norm_eps": None, "rope_parameters": None},
     "cohere2": {"rotary_pct": 1.0},
     "command-r": {"head_dim": None},
+    "eurobert": {"classifier_pooling": "mean"},
+    "falcon": {"num_kv_heads": 1},
     "gpt2": {"n_ctx": 128},
     "gptneox": {"model_type": "released", "rotary_pct": 0.5},
     "gptneox-serial": {"model_type": "released", "rotary_pct": 0.5},
+    "granite-swa": {"no_rope_layers": [0, 1, 1, 1]},
     "granitehybrid": {"layer_types": ["mamba", "mamba", "attention", "mamba"]},
     "granitehybrid-moe": {"layer_types": ["mamba", "mamba", "attention", "mamba"]},
     "mamba2": {"intermediate_size": None},
+    "mimo2": {
+        "model_type": "released",
+        "hybrid_layer_pattern": [0, 1, 1, 1, 1, 0, 1],
+        **{f"swa_{key}": value for key, value in (("head_dim", 16), ("v_head_dim", 8), ("num_attention_heads", 4))},
+        "swa_num_key_value_heads": 2,
+        "topk_method": "noaux_tc",
+        "layernorm_epsilon": 1e-5,
+        "rope_parameters": None,
+        "rope_theta": 10_000.0,
+        "swa_rope_theta": 500.0,
+        "partial_rotary_factor": 0.5,
+    },
     "minimax-m2": {"rotary_dim": 8},
     "modern-bert": {
         "num_key_value_heads": None,
@@ -147,6 +181,17 @@ RELEASED: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": None,
         "moe_shared_expert_intermediate_size": None,
     },
+    "exaone": {"model_type": "released", "architectures": ["ExaoneForCausalLM"], "activation_function": "silu"},
+    "step35": {
+        "model_type": "released",
+        "num_attention_groups": 2,
+        "norm_expert_weight": True,
+        "moe_num_experts": 6,
+        "moe_top_k": 2,
+        "moe_layers_enum": "1,2,3",
+        "attention_other_setting": {"num_attention_heads": 6},
+        "partial_rotary_factors": [0.5, 1.0, 1.0, 1.0],
+    },
     "nomic-bert": {
         "num_key_value_heads": None,
         "head_dim": None,
@@ -162,12 +207,15 @@ RELEASED: dict[str, dict[str, Any]] = {
 
 
 def release(name: str, folder: Path) -> None:
-    """Writes a model's configuration as released ones are, and names Kimi's dense layer as they do."""
+    """Writes a model's configuration as released ones are, and what they name or turn otherwise of the tensors."""
     from safetensors.torch import load_file, save_file
 
+    file = folder / "model.safetensors"
     if name == "kimi-linear":
-        file = folder / "model.safetensors"
         save_file({key.replace("0.block_sparse_moe.", "0.mlp."): t for key, t in load_file(file).items()}, file)
+    if name == "qwen3vlmoe":
+        turned = {key: t.mT.contiguous() if ".experts." in key else t for key, t in load_file(file).items()}
+        save_file(turned, file)
     path = folder / "config.json"
     changes = RELEASED.get(name, {})
     settings = {"rotary_emb_scale_base": None} | json.loads(path.read_text()) | changes  # Nomic's must be null

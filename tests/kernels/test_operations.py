@@ -269,6 +269,7 @@ GATES: dict[str, tuple[Callable[[Array], Array], dict[str, Any]]] = {
     "relu2": (lambda x: np.maximum(x, 0) ** 2, {}),
     "sigmoid": (sigmoid, {"atol": 1e-30}),
     "identity": (lambda x: x, {}),
+    "softplus": (lambda x: np.logaddexp(0, x), {"rtol": 2e-6, "atol": 1e-30}),
 }
 
 
@@ -306,6 +307,38 @@ def gated(activation: str) -> Case:
         every_cpu=True,
         **bounds,
     )
+
+
+@cases(activation=g.HEAD_GATES)
+def head_gate(activation: str) -> Case:
+    function, bounds = GATES[activation]
+    return Case(
+        lambda graph, x, gate: graph.add(g.HeadGate(x, gate, activation)),
+        [rows(144, 1), rows(3)],
+        lambda x, gate: np.repeat(function(gate), 48, axis=1) * x,
+        every_cpu=True,
+        **bounds,
+    )
+
+
+@cases(low=(-2.0, -np.inf))
+def clamp(low: float) -> Case:
+    return Case(
+        lambda graph, x: graph.add(g.Clamp(x, low, 1.5)),
+        [with_large(3.0)],
+        lambda x: np.clip(x, low, 1.5),
+        every_cpu=True,
+    )
+
+
+@cases()
+def xielu() -> Case:
+    def expected(x: Array) -> Array:
+        return np.where(x > 0, 0.8 * x**2, 1.3 * (np.expm1(np.minimum(x, -1e-6)) - x)) + 0.5 * x
+
+    x = with_large(3.0)
+    x[np.abs(x) > 1e15] = 0  # whose square is beyond float32
+    return Case(lambda graph, x: graph.add(g.XIELU(x, 0.8, 1.3, 0.5, -1e-6)), [x], expected, every_cpu=True)
 
 
 @cases(cap=(1e-3, 1.0, 30.0, 1e6))
@@ -505,23 +538,25 @@ DELTAS = {"small": (4, 2, 16, 16), "wide": (4, 4, 32, 96), "odd": (3, 1, 48, 32)
 
 
 @cases(sizes=tuple(DELTAS), is_grouped=(False, True), per_channel=(False, True), in_parts=(False, True))
-def gated_delta(sizes: str, is_grouped: bool, per_channel: bool, in_parts: bool) -> Case:
+def gated_delta(sizes: str, is_grouped: bool, per_channel: bool, in_parts: bool, bound: float = 0.0) -> Case:
     n_heads, n_keys, d_k, d_v = DELTAS[sizes]
     widths = n_keys * d_k, n_keys * d_k, n_heads * d_v
     n_decays = n_heads * d_k if per_channel else n_heads
-    a, bias = -np.exp(random(n_heads, seed=3)), random(n_decays, seed=4)
+    a, bias = np.exp(random(n_heads, seed=3)) * (1 if bound else -1), random(n_decays, seed=4)
     qkv = [rows(width, seed) for seed, width in enumerate(widths)]
 
     def build(graph: Graph, *x: g.Tensor) -> g.Tensor:
         state = graph.state("delta", n_heads, d_k, d_v)
-        return graph.add(g.GatedDelta(x[:-2], *x[-2:], f32(a), f32(bias), state, n_keys, is_grouped, eps=0.01))
+        weights = f32(a), f32(bias)
+        return graph.add(g.GatedDelta(x[:-2], *x[-2:], *weights, state, n_keys, is_grouped, eps=0.01, bound=bound))
 
     def expected(*x: Array) -> Array:
         q, k, v = x[:3] if in_parts else np.split(x[0], np.cumsum(widths)[:2], axis=1)
         q, k, v = heads(q, d_k), heads(k, d_k), heads(v, d_v)
         q, k = (y / np.sqrt(np.square(y).sum(axis=2, keepdims=True) + 0.01) for y in (q, k))
         of = np.arange(n_heads) // (n_heads // n_keys) if is_grouped else np.arange(n_heads) % n_keys
-        decay = np.exp(softplus(x[-2] + bias).reshape(len(v), n_heads, -1) * a[:, None])
+        steps = (x[-2] + bias).reshape(len(v), n_heads, -1)
+        decay = np.exp(bound * sigmoid(steps * a[:, None]) if bound else softplus(steps) * a[:, None])
         state, y = np.zeros((n_heads, d_k, d_v)), np.empty_like(v)
         for t in range(len(v)):
             state = state * decay[t][:, :, None]
@@ -533,6 +568,11 @@ def gated_delta(sizes: str, is_grouped: bool, per_channel: bool, in_parts: bool)
     inputs = [*(qkv if in_parts else [np.concatenate(qkv, axis=1)]), rows(n_decays, 5), rows(n_heads, 6)]
     has_near = per_channel != (sizes in ("small", "odd"))
     return Case(build, inputs, expected, error=2e-6, every_cpu=sizes == "wide", has_near=has_near)
+
+
+@cases(per_channel=(False, True))
+def bounded_delta(per_channel: bool) -> Case:
+    return gated_delta("wide", False, per_channel, False, bound=-5.0)
 
 
 @cases(sizes=((4, 2, 32, 16), (3, 3, 16, 80), (2, 1, 128, 64)), in_parts=(False, True))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,8 @@ class Tiny:
         config: what differs from `CONFIG`.
         conversion: other than `localllm convert` does it.
         auto: transformers' class of it.
+        release: of a configuration and tensors, those of a released model that transformers does not know, but which
+            computes the same.
     """
 
     model_type: str
@@ -43,6 +45,7 @@ class Tiny:
     config: Mapping[str, Any] = field(default_factory=dict)
     conversion: Conversion | None = None
     auto: str = "AutoModelForCausalLM"
+    release: Callable[[dict[str, Any], dict[str, Any]], tuple[dict[str, Any], dict[str, Any]]] | None = None
 
 
 #: Heads in two groups, a width that is no multiple of a block or tile, and few tokens.
@@ -119,6 +122,7 @@ FALCON_MULTIPLIERS = (
     "ssm_out_multiplier",
 )
 HALF_ROTATED = {"rope_parameters": PLAIN_ROPE | {"partial_rotary_factor": 0.5}}
+LOCAL_HALF = HALF_ROTATED["rope_parameters"] | {"rope_theta": 500.0}
 NEMOTRON = {
     "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention", "mlp"],
     "ssm_state_size": 16,
@@ -147,6 +151,29 @@ LFM2 = {
     "block_auto_adjust_ff_dim": False,
     "rope_parameters": PLAIN_ROPE,
 }
+LFM3 = {
+    "tie_word_embeddings": True,
+    "rms_norm_eps": None,
+    "layer_types": ["conv", "sliding_attention", "full_attention", "conv"],
+    "rope_parameters": {
+        "sliding_attention": PLAIN_ROPE,
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 1e5},
+    },
+}
+LAGUNA = (
+    WINDOW
+    | MIXTURE
+    | SHARED_EXPERT
+    | {
+        "layer_types": ["full_attention", *["sliding_attention"] * 3],
+        "num_attention_heads_per_layer": [4, 6, 6, 6],
+        "moe_routed_scaling_factor": 1.5,
+        "rope_parameters": {
+            "full_attention": YARN | {"partial_rotary_factor": 0.5},
+            "sliding_attention": PLAIN_ROPE | {"rope_theta": 500.0},
+        },
+    }
+)
 LLAMA4 = LOCAL_MIXTURE | {
     "num_experts_per_tok": 1,
     "interleave_moe_layer_step": 2,
@@ -173,6 +200,127 @@ LATENTS = {
     "routed_scaling_factor": 1.5,
     "n_group": 4,
     "topk_group": 2,
+}
+AFMOE = {
+    "num_shared_experts": 2,
+    "num_dense_layers": 1,
+    "route_scale": 1.5,
+    "mup_enabled": True,
+    "global_attn_every_n_layers": 4,
+}
+NORTH = (
+    COHERE
+    | WINDOW
+    | MIXTURE
+    | {
+        "rms_norm_eps": 1e-5,
+        "intermediate_size": 48,
+        "prefix_dense_intermediate_size": 172,
+        "first_k_dense_replace": 2,
+        "num_shared_experts": 2,
+        "norm_topk_prob": False,
+        "expert_selection_fn": "sigmoid",
+    }
+)
+FALCON = {
+    "rms_norm_eps": None,
+    "tie_word_embeddings": True,
+    "alibi": False,
+    "bias": False,
+    "hidden_size": 128,
+    "head_dim": None,
+}
+NEMOTRON_DENSE = HALF_ROTATED | {"rms_norm_eps": None}
+VISION = {
+    "depth": 1,
+    "hidden_size": 32,
+    "embed_dim": 32,
+    "out_hidden_size": 64,
+    "intermediate_size": 32,
+    "num_heads": 2,
+    "deepstack_visual_indexes": [0],
+}
+
+
+def with_vision(text: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a Qwen model that sees: only its text is compared."""
+    rope = {"rope_parameters": PLAIN_ROPE | {"mrope_section": [4, 2, 2]}}
+    return {"text_config": CONFIG | rope | dict(text), "vision_config": VISION}
+
+
+PADDLEOCR = {
+    "text_config": CONFIG | {"rope_parameters": PLAIN_ROPE | {"mrope_section": [4, 2, 2]}},
+    "vision_config": {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2},
+}
+MUSE_GLIMMER = {
+    "text_config": CONFIG | WINDOW | {"output_multiplier": 0.7, "final_logit_softcapping": 3.0},
+    "vision_config": {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "patch_size": 4,
+        "pos_emb_height": 4,
+        "pos_emb_width": 4,
+    },
+}
+STEP35 = {
+    "text_config": CONFIG
+    | WINDOW
+    | {
+        "layer_types": ["full_attention", *["sliding_attention"] * 3],
+        "num_sliding_attention_heads": 6,
+        "mlp_layer_types": ["dense", *["sparse"] * 3],
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "share_expert_dim": 80,
+        "moe_router_scaling_factor": 1.5,
+        "swiglu_limits": [None, None, 0.0, 0.7],
+        "swiglu_limits_shared": [None, None, 0.0, 0.5],
+        "rope_parameters": {
+            "full_attention": LLAMA3 | {"partial_rotary_factor": 0.5},
+            "sliding_attention": PLAIN_ROPE | {"rope_theta": 500.0},
+        },
+    },
+    "vision_config": {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28},
+}
+LING3 = LATENTS | {
+    "num_local_experts": 8,
+    "layer_group_size": 2,
+    "q_lora_rank": None,
+    "first_k_dense_replace": 1,
+}
+DBRX = dict.fromkeys(key for key in CONFIG if re.search("hidden|intermediate|head|rms_norm", key)) | {
+    "d_model": 64,
+    "n_heads": 4,
+    "n_layers": 4,
+    "attn_config": {"clip_qkv": 0.9, "kv_n_heads": 2, "rope_theta": 10_000.0},
+    "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 48, "moe_num_experts": 6, "moe_top_k": 2},
+}
+#: Experts as DeepSeek V3 has them, behind attention of the usual kind.
+ROUTED = {key: value for key, value in LATENTS.items() if not re.search("head|rank", key)}
+MINICPM = {
+    "attention_multiplier": 0.25,
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.7,
+    "logits_scaling": 4.0,
+}
+MINICPM3 = {
+    "num_key_value_heads": 4,
+    "head_dim": None,
+    "hidden_size": 128,
+    "tie_word_embeddings": True,
+    "q_lora_rank": 48,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 32,
+}
+MINICPM3_LONGROPE = PLAIN_ROPE | {
+    "rope_type": "longrope",
+    "original_max_position_embeddings": 128,
+    "long_factor": [1.5 + i / 4 for i in range(16)],
+    "short_factor": [1 + i / 20 for i in range(16)],
 }
 #: Files of 2024 have one matrix for what brings latents to keys and to values.
 OLD_LATENTS = Conversion(
@@ -202,10 +350,58 @@ GEMMA4 = {
     },
 }
 
+
+def as_internlm2(config: dict[str, Any], tensors: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A Llama under InternLM 2's names, with query, key and value in one matrix by groups of heads."""
+    import torch
+
+    names = {
+        "model.embed_tokens": "model.tok_embeddings",
+        "lm_head": "output",
+        "self_attn.o_proj": "attention.wo",
+        "input_layernorm": "attention_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "mlp.gate_proj": "feed_forward.w1",
+        "mlp.down_proj": "feed_forward.w2",
+        "mlp.up_proj": "feed_forward.w3",
+    }
+    found = {}
+    for name, tensor in tensors.items():
+        for ours, theirs in names.items():
+            name = name.replace(ours, theirs)
+        if "q_proj" in name:
+            rest = (tensors[name.replace("q_proj", f"{x}_proj")] for x in "kv")
+            parts = [part.reshape(config["num_key_value_heads"], -1, part.shape[-1]) for part in (tensor, *rest)]
+            found[name.replace("self_attn.q_proj", "attention.wqkv")] = torch.cat(parts, 1).flatten(0, 1)
+        elif "_proj" not in name:
+            found[name] = tensor
+    return config | {"model_type": "internlm2", "architectures": ["InternLM2ForCausalLM"]}, found
+
+
+def as_llama_embed(config: dict[str, Any], tensors: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A EuroBERT is a Llama both ways."""
+    return config | {"model_type": "llama_bidirec", "architectures": ["LlamaBidirectionalModel"]}, tensors
+
+
+def as_minicpm(config: dict[str, Any], tensors: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A Granite with MiniCPM's names of its scales."""
+    scales = {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 16}
+    kept = {key: value for key, value in config.items() if "multiplier" not in key and "scaling" not in key}
+    return kept | scales | {"model_type": "minicpm", "architectures": ["MiniCPMForCausalLM"]}, tensors
+
+
 TINY: dict[str, Tiny] = {
+    "afmoe": Tiny("afmoe", "afmoe", WINDOW | MIXTURE | AFMOE),
+    "apertus": Tiny("apertus", "apertus", {"rope_parameters": LLAMA3}),
     "arcee": Tiny("arcee", "arcee", {"rope_parameters": YARN}),
+    "bailingmoe2": Tiny("sarvam_moe", "bailingmoe2", ROUTED | {"n_shared_experts": 1}),
+    "bailingmoe3": Tiny("bailing_hybrid", "bailingmoe3", LING3),
     "cohere2": Tiny("cohere2", "cohere2", WINDOW | COHERE),
+    "chatglm": Tiny("glm", "chatglm", HALF_ROTATED | {"attention_bias": True}),
+    "cohere2moe": Tiny("cohere2_moe", "cohere2moe", NORTH | {"rms_norm_eps": None}),
+    "cohere2moe-rms": Tiny("cohere2_moe", "cohere2moe", NORTH | {"num_shared_experts": 0, "norm_topk_prob": True}),
     "command-r": Tiny("cohere", "command-r", COHERE | {"rope_parameters": LINEAR}),
+    "dbrx": Tiny("dbrx", "dbrx", DBRX),
     "deepseek-v2": Tiny(
         "deepseek_v2",
         "deepseek2",
@@ -217,6 +413,7 @@ TINY: dict[str, Tiny] = {
         LATENTS | {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}},
     ),
     "deepseek-v3-old": Tiny("deepseek_v3", "deepseek2", LATENTS, OLD_LATENTS),
+    "dots1": Tiny("dots1", "dots1", ROUTED | {"num_key_value_heads": 4}),
     "ernie4_5": Tiny("ernie4_5", "ernie4_5", {"tie_word_embeddings": True}),
     "ernie4_5-moe": Tiny(
         "ernie4_5_moe",
@@ -230,7 +427,15 @@ TINY: dict[str, Tiny] = {
             "moe_num_shared_experts": 2,
         },
     ),
+    "exaone": Tiny("exaone", "exaone", {"rope_parameters": LLAMA3}),
+    "exaone-moe": Tiny(
+        "exaone_moe",
+        "exaone-moe",
+        WINDOW | MIXTURE | {"n_group": 3, "topk_group": 2, "num_shared_experts": 2, "rope_parameters": PLAIN_ROPE},
+    ),
     "exaone4": Tiny("exaone4", "exaone4", WINDOW | {"sliding_window_pattern": 4, "rope_parameters": LLAMA3}),
+    "falcon": Tiny("falcon", "falcon", FALCON),
+    "falcon-40b": Tiny("falcon", "falcon", FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2}),
     "falcon-h1": Tiny(
         "falcon_h1",
         "falcon-h1",
@@ -301,6 +506,10 @@ TINY: dict[str, Tiny] = {
     "gptneox": Tiny("gpt_neox", "gptneox", NEOX),
     "gptneox-serial": Tiny("gpt_neox", "gptneox", NEOX | {"use_parallel_residual": False}),
     "granite": Tiny("granite", "granite", GRANITE),
+    "granite-swa": Tiny("granite_swa", "granite_swa", GRANITE | WINDOW | {"layer_rope_theta": [0, 1e4, 1e4, 1e4]}),
+    "granite-swa-moe": Tiny(
+        "granitemoe_swa", "granite_swa", GRANITE | WINDOW | LOCAL_MIXTURE | {"shared_intermediate_size": 80}
+    ),
     "granitehybrid": Tiny(
         "granitemoehybrid",
         "granitehybrid",
@@ -323,6 +532,9 @@ TINY: dict[str, Tiny] = {
         "hunyuan-moe",
         {"num_experts": 6, "moe_topk": [2] * 4, "num_shared_expert": [1] * 4, "moe_intermediate_size": [172] * 4},
     ),
+    "hy-v3": Tiny("hy_v3", "hy_v3", MIXTURE | {"router_scaling_factor": 1.5, "num_shared_experts": 2}),
+    "internlm2": Tiny("llama", "internlm2", release=as_internlm2),
+    "jais2": Tiny("jais2", "jais2", {"rms_norm_eps": None, "num_key_value_heads": 4}),
     "kimi-linear": Tiny(
         "kimi_linear",
         "kimi-linear",
@@ -331,8 +543,11 @@ TINY: dict[str, Tiny] = {
         | {"q_lora_rank": None, "num_experts": 8, "n_group": 1, "topk_group": 1, "num_hidden_layers": 5}
         | {"linear_attn_config": KIMI_DELTA_NET},
     ),
+    "laguna": Tiny("laguna", "laguna", LAGUNA),
+    "laguna-by-value": Tiny("laguna", "laguna", LAGUNA | {"gating": "per-element"}),
     "lfm2": Tiny("lfm2", "lfm2", LFM2),
     "lfm2moe": Tiny("lfm2_moe", "lfm2moe", LFM2 | MIXTURE | {"num_dense_layers": 1}),
+    "lfm3": Tiny("lfm3", "lfm3", WINDOW | LFM3),
     "llama": Tiny("llama", "llama", {"attention_bias": True, "rope_parameters": LLAMA3}),
     "llama4": Tiny(
         "llama4_text",
@@ -345,6 +560,27 @@ TINY: dict[str, Tiny] = {
         "mamba2",
         {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 1, "intermediate_size": 128},
     ),
+    "mellum": Tiny(
+        "mellum",
+        "mellum",
+        WINDOW
+        | MIXTURE
+        | {
+            "layer_types": [*["sliding_attention"] * 3, "full_attention"],
+            "rope_parameters": {"full_attention": YARN, "sliding_attention": PLAIN_ROPE},
+        },
+    ),
+    "mimo2": Tiny(
+        "mimo_v2_flash",
+        "mimo2",
+        WINDOW
+        | MIXTURE
+        | {"num_key_value_heads": 1, "v_head_dim": 8, "n_routed_experts": 6, "num_hidden_layers": 7}
+        | {"rope_parameters": {"full_attention": HALF_ROTATED["rope_parameters"], "sliding_attention": LOCAL_HALF}},
+    ),
+    "minicpm": Tiny("granite", "minicpm", MINICPM, release=as_minicpm),
+    "minicpm3": Tiny("minicpm3", "minicpm3", MINICPM3),
+    "minicpm3-longrope": Tiny("minicpm3", "minicpm3", MINICPM3 | {"rope_parameters": MINICPM3_LONGROPE}),
     "minimax-m2": Tiny(
         "minimax_m2",
         "minimax-m2",
@@ -364,10 +600,25 @@ TINY: dict[str, Tiny] = {
         "mistral3",
         {"rope_parameters": LLAMA3 | {"original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.3}},
     ),
+    "mistral4": Tiny(
+        "mistral4",
+        "mistral4",
+        LATENTS
+        | {"n_group": 1, "topk_group": 1, "head_dim": 64}
+        | {
+            "rope_parameters": YARN
+            | {"original_max_position_embeddings": 16, "mscale": 1.0, "mscale_all_dim": 1.0}
+            | {"llama_4_scaling_beta": 0.3}
+        },
+        auto="Mistral4ForCausalLM",
+    ),
     "mixtral": Tiny("mixtral", "llama", LOCAL_MIXTURE),
+    "muse-glimmer": Tiny("muse_glimmer", "muse-glimmer", MUSE_GLIMMER, auto="MuseGlimmerForConditionalGeneration"),
+    "nemotron": Tiny("nemotron", "nemotron", NEMOTRON_DENSE),
     "nemotron-h": Tiny("nemotron_h", "nemotron_h", NEMOTRON),
     "nemotron-h-latent": Tiny("nemotron_h", "nemotron_h_moe", NEMOTRON_MOE | {"moe_latent_size": 32}),
     "nemotron-h-moe": Tiny("nemotron_h", "nemotron_h_moe", NEMOTRON_MOE),
+    "olmo": Tiny("olmo", "olmo", {"rms_norm_eps": None, "clip_qkv": 0.9}),
     "olmo2": Tiny("olmo2", "olmo2"),
     "olmo3": Tiny(
         "olmo3",
@@ -375,6 +626,7 @@ TINY: dict[str, Tiny] = {
         WINDOW | {"rope_parameters": {"sliding_attention": PLAIN_ROPE, "full_attention": YARN}},
     ),
     "olmoe": Tiny("olmoe", "olmoe", LOCAL_MIXTURE | {"num_key_value_heads": 4}),
+    "paddleocr": Tiny("paddleocr_vl", "paddleocr", PADDLEOCR, auto="PaddleOCRVLForConditionalGeneration"),
     "phi2": Tiny("phi", "phi2", NEOX | {"intermediate_size": 256}),
     "phi3": Tiny("phi3", "phi3", WINDOW | {"original_max_position_embeddings": 128}),
     "phi3-longrope": Tiny(
@@ -390,6 +642,7 @@ TINY: dict[str, Tiny] = {
     ),
     "qwen2": Tiny("qwen2", "qwen2", {"tie_word_embeddings": True}),
     "qwen2moe": Tiny("qwen2_moe", "qwen2moe", MIXTURE | SHARED_EXPERT | {"norm_topk_prob": False}),
+    "qwen2vl": Tiny("qwen2_vl", "qwen2vl", with_vision({}), auto="Qwen2VLForConditionalGeneration"),
     "qwen3": Tiny("qwen3", "qwen3"),
     "qwen35": Tiny("qwen3_5_text", "qwen35", DELTA_NET | SECTIONS),
     "qwen35moe": Tiny(
@@ -399,17 +652,23 @@ TINY: dict[str, Tiny] = {
     ),
     "qwen3moe": Tiny("qwen3_moe", "qwen3moe", MIXTURE),
     "qwen3next": Tiny("qwen3_next", "qwen3next", DELTA_NET | MIXTURE | SHARED_EXPERT),
+    "qwen3vl": Tiny("qwen3_vl", "qwen3vl", with_vision({}), auto="Qwen3VLForConditionalGeneration"),
+    "qwen3vlmoe": Tiny("qwen3_vl_moe", "qwen3vlmoe", with_vision(MIXTURE), auto="Qwen3VLMoeForConditionalGeneration"),
     "seed-oss": Tiny("seed_oss", "seed_oss", {"attention_bias": True}),
     "smollm3": Tiny("smollm3", "smollm3"),
     "stablelm": Tiny("stablelm", "stablelm", STABLELM),
     "stablelm-parallel": Tiny(
         "stablelm", "stablelm", STABLELM | {"use_parallel_residual": True, "use_qkv_bias": True}
     ),
+    "starcoder": Tiny(
+        "gpt_bigcode", "starcoder", {"num_key_value_heads": None, "rms_norm_eps": None, "tie_word_embeddings": True}
+    ),
     "starcoder2": Tiny(
         "starcoder2",
         "starcoder2",
         {"tie_word_embeddings": True, "rms_norm_eps": None},
     ),
+    "step35": Tiny("step3p7", "step35", STEP35, auto="Step3p7ForConditionalGeneration"),
 }
 
 #: Models that embed.
@@ -417,6 +676,11 @@ ENCODERS: dict[str, Tiny] = {
     "bert": Tiny("bert", "bert", {"layer_norm_eps": 1e-5, "head_dim": None}, auto="AutoModel"),
     "xlm-roberta": Tiny(
         "xlm-roberta", "bert", {"layer_norm_eps": 1e-5, "max_position_embeddings": 129}, auto="AutoModel"
+    ),
+    "eurobert": Tiny("eurobert", "eurobert", auto="AutoModel"),
+    "llama-embed": Tiny("eurobert", "llama-embed", auto="AutoModel", release=as_llama_embed),
+    "jina-bert-v3": Tiny(
+        "jina_embeddings_v3", "jina-bert-v3", {"layer_norm_eps": 1e-5, "head_dim": None}, auto="AutoModel"
     ),
     "nomic-bert": Tiny(
         "nomic_bert",
@@ -448,8 +712,12 @@ def make_model(entry: Tiny, seed: int = 0) -> Any:
     import torch
     import transformers
 
-    config = transformers.AutoConfig.for_model(entry.model_type, **(CONFIG | dict(entry.config)))
-    model = getattr(transformers, entry.auto).from_config(config, attn_implementation="eager").eval().float()
+    values = {key: v for key, v in (CONFIG | dict(entry.config)).items() if v is not None or key not in CONFIG}
+    config = transformers.AutoConfig.for_model(entry.model_type, **values)
+    kind = getattr(transformers, entry.auto)
+    make = kind.from_config if entry.auto.startswith("Auto") else kind._from_config
+    model = make(config, attn_implementation="eager").eval().float()
+    model.release = entry.release
     model.config.allow_global_per_layer_attribute_access = True  # Gemma 4's, whose layers' heads differ
     rng = np.random.default_rng(seed)
     shift = ARCHITECTURES[entry.architecture].conversion.tensor("model.norm.weight", np.zeros(1, np.float32), config)
@@ -466,9 +734,11 @@ def random_values(rng: np.random.Generator, name: str, shape: tuple[int, ...], s
     """``shifted``: norms multiply with 1 + weight."""
     if "embed_tokens" in name:
         return rng.normal(0, 1, shape)
+    if not shape:
+        return np.array(-0.1 if name.endswith("eps") else 0.5 if name.endswith("beta") else rng.uniform(-1.5, -0.5))
     if name.endswith(("q_norm.weight", "k_norm.weight")):
         return rng.uniform(0.2, 0.8, shape) - shifted  # so that scores stay small where their scale is 1
-    if re.search(r"norm[\w.]*weight$", name):
+    if len(shape) == 1 and re.search(r"norm[\w.]*weight$", name):
         return rng.uniform(0.5, 1.5, shape) - shifted
     if name.endswith(("scalar", "scale")):
         return rng.uniform(0.5, 1.5, shape)
@@ -513,5 +783,12 @@ def save(folder: Path, model: Any) -> Path:
     if model.config.tie_word_embeddings:
         weights.pop("lm_head.weight", None)
     model.save_pretrained(folder, state_dict=weights)
+    if model.release is not None:
+        from safetensors.torch import load_file, save_file
+
+        settings = json.loads((folder / "config.json").read_text())
+        settings, tensors = model.release(settings, load_file(folder / "model.safetensors"))
+        (folder / "config.json").write_text(json.dumps(settings))
+        save_file(tensors, folder / "model.safetensors")
     write_tokenizer(folder, model.config.vocab_size)
     return folder

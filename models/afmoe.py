@@ -1,0 +1,58 @@
+"""Trinity (AFMoE): norms before and behind both halves of a layer, attention that is gated by value and rotates only
+where it sees a window, and experts as DeepSeek V3 has them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from localllm.errors import ModelError
+from localllm.kernels.graph import Graph
+from localllm.models import hf_names
+from localllm.models.blocks import decoder, llama_layer
+from localllm.models.config import Header
+from localllm.models.hf_convert import window_keys
+from localllm.models.rope import make_rope
+
+HF_NAMES = (
+    hf_names.COMMON
+    | hf_names.HEAD_NORMS
+    | hf_names.EXPERTS
+    | hf_names.SHARED_EXPERTS
+    | {
+        "attn_gate": "self_attn.gate_proj",
+        "post_attention_norm": "post_attention_layernorm",
+        "ffn_norm": "pre_mlp_layernorm",
+        "post_ffw_norm": "post_mlp_layernorm",
+        "ffn_gate_inp": "mlp.router.gate",
+        "exp_probs_b.bias": "mlp.expert_bias",
+    }
+)
+
+
+def hf_keys(config: Any) -> dict[str, Any]:
+    if not config.mup_enabled:
+        raise ModelError("config.json has mup_enabled = false, but GGUF files of AFMoE mean true")
+    return window_keys(config) | {
+        "vocab_size": config.vocab_size,
+        "rope.dimension_count": config.head_dim,
+        "expert_count": config.num_experts,
+        "expert_shared_count": config.num_shared_experts,
+        "expert_gating_func": 2,
+        "expert_weights_norm": getattr(config, "route_norm", True),
+        "expert_weights_scale": config.route_scale,
+        "leading_dense_block_count": config.num_dense_layers,
+    }
+
+
+def record(m: Header) -> Graph:
+    rope, windows = make_rope(m, m.heads().key_dim), m.windows(period=4)
+    layer = llama_layer(
+        m,
+        [rope if window else None for window in windows],
+        m.experts(gating="sigmoid"),
+        windows=windows,
+        post_norm_eps=m.norm_eps,
+        qk_norm="head",
+        has_gate=True,
+    )
+    return decoder(m, layer, embedding_scale=m.config.n_embd**0.5)

@@ -1,0 +1,100 @@
+"""Ling 3: of several layers, all but the last are gated delta nets that decay by channel, within a bound, and that
+one is attention over latents that is gated by head; experts as DeepSeek V3 has them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from localllm.errors import ModelError
+from localllm.kernels.graph import Graph, Tensor
+from localllm.models import deepseek2, kimi_linear
+from localllm.models.blocks import Layer, decoder, feed_forward, norm
+from localllm.models.config import Header
+from localllm.models.hf_convert import Array, floats
+
+HF_NAMES = (
+    deepseek2.HF_NAMES
+    | {ours: theirs.replace("self_attn", "attention") for ours, theirs in deepseek2.HF_NAMES.items()}
+    | {
+        "token_embd": "model.word_embeddings",
+        "attn_output": "attention.dense",
+        "ssm_conv1d_q": "attention.q_conv1d",
+        "ssm_conv1d_k": "attention.k_conv1d",
+        "ssm_conv1d_v": "attention.v_conv1d",
+        "ssm_f_a": "attention.f_proj",
+        "ssm_beta": "attention.b_proj",
+        "ssm_a": "attention.A_log",
+        "ssm_dt.bias": "attention.dt_bias",
+        "ssm_norm": "attention.o_norm",
+        "exp_probs_b.bias": "mlp.gate.expert_bias",
+    }
+)
+
+
+def hf_keys(config: Any) -> dict[str, Any]:
+    if not getattr(config, "kda_safe_gate", True):
+        raise ModelError("config.json has kda_safe_gate = false, but GGUF files of Ling 3 mean true")
+    width = getattr(config, "moe_shared_expert_intermediate_size", None)
+    limits = {
+        f"swiglu_clamp_{ours}": [float(limit or 0) for limit in getattr(config, theirs, None) or ()] or None
+        for ours, theirs in (("exp", "expert_swiglu_limit_list"), ("shexp", "share_expert_swiglu_limit_list"))
+    }
+    return (
+        deepseek2.hf_keys(config)
+        | limits
+        | {
+            "attention.head_count_kv": [int(_is_full(config, i)) for i in range(config.num_hidden_layers)],
+            "attention.value_length": config.head_dim,
+            "expert_shared_feed_forward_length": width or config.moe_intermediate_size * config.n_shared_experts,
+            "kda.head_dim": config.head_dim,
+            "kda.safe_gate": True,
+            "kda.gate_lower_bound": config.kda_lower_bound,
+            "ssm.conv_kernel": config.short_conv_kernel_size,
+            "rope.dimension_sections": None,
+        }
+    )
+
+
+def _is_full(config: Any, layer: int) -> bool:
+    """Whether a layer is attention: the last of each group, and those behind the last whole group."""
+    if kinds := getattr(config, "layer_types", None):
+        return bool(kinds[layer] == "full_attention")
+    size = config.layer_group_size
+    return bool((layer + 1) % size == 0 or layer >= config.num_hidden_layers // size * size)
+
+
+def hf_tensor(name: str, array: Array, config: Any) -> Array | dict[str, Array]:
+    if name.endswith("A_log"):
+        return np.exp(floats(array)).reshape(-1, 1)
+    if name.endswith("conv1d.weight"):
+        return array.reshape(1, -1, 1, array.shape[-1])
+    if name.endswith("g_proj.weight"):  # of a head, or of a value
+        layer = int(name.split(".")[2])
+        return {"attn_gate.weight" if _is_full(config, layer) else "ssm_g_a.weight": array}
+    return deepseek2.hf_tensor(name, array, config)
+
+
+def record(m: Header) -> Graph:
+    meta, n_layers, ffn = m.meta, m.config.n_layers, m.feed_forward(m.experts(gating="sigmoid"))
+    rope, scale = deepseek2.make_latent_rope(m)
+    latents = deepseek2.Latents.read(m, scale)
+    n_kv = meta.read_each("attention.head_count_kv", n_layers, int, low=0, high=1 << 14)
+    dim = meta.read("kda.head_dim", int, low=16, high=1 << 10)
+    kernel = meta.read("ssm.conv_kernel", int, low=2, high=8)
+    bound = meta.read("kda.gate_lower_bound", float, low=-1e3, high=-1e-6)
+    if not meta.read("kda.safe_gate", bool, True):
+        raise ModelError("the file has kda.safe_gate = false, but models of Ling 3 have true: the file is broken")
+    meta.skip("rope.dimension_sections")  # of the axes, which agree for text
+    limits = m.gate_limits()
+
+    def layer(at: Layer, x: Tensor) -> Tensor:
+        y = norm(at, "attn_norm", x)
+        if n_kv[at.number]:
+            x = deepseek2.latent_attention(at, y, latents, rope, residual=x, has_gate=True)
+        else:
+            x = kimi_linear.delta_net(at, y, latents.n_heads, dim, kernel, residual=x, bound=bound)
+        return feed_forward(at, norm(at, "ffn_norm", x), ffn, residual=x, limits=limits[at.number])
+
+    return decoder(m, layer)

@@ -1,0 +1,17 @@
+"""dots.llm1 (arXiv:2506.05767): Llama's layers with normed heads, and experts as DeepSeek V3 has them."""
+
+from __future__ import annotations
+
+from localllm.kernels.graph import Graph
+from localllm.models import hf_names
+from localllm.models.blocks import llama_like
+from localllm.models.config import Header
+from localllm.models.hf_convert import routing_keys
+from localllm.models.rope import make_rope
+
+HF_NAMES = hf_names.COMMON | hf_names.HEAD_NORMS | hf_names.EXPERTS | hf_names.SHARED_EXPERTS
+hf_keys = routing_keys
+
+
+def record(m: Header) -> Graph:
+    return llama_like(m, make_rope(m, m.heads().key_dim), m.experts(gating="sigmoid"), qk_norm="head")

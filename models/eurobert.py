@@ -1,0 +1,22 @@
+"""EuroBERT (arXiv:2503.05500): Llama's layers, whose tokens see each other both ways."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from localllm.kernels.graph import Graph
+from localllm.models import hf_names
+from localllm.models.blocks import llama_like
+from localllm.models.config import Header
+from localllm.models.rope import make_rope
+
+HF_NAMES = hf_names.COMMON
+
+
+def hf_keys(config: Any) -> dict[str, Any]:
+    return {"attention.causal": False, "rope.scaling.type": "none"}
+
+
+def record(m: Header) -> Graph:
+    causal = m.meta.read("attention.causal", bool, False)
+    return llama_like(m, make_rope(m, m.heads().key_dim), causal=causal)

@@ -1,0 +1,33 @@
+"""K-EXAONE: EXAONE 4's attention, of which only layers with a window rotate, with norms before attention and MLP as
+Llama has them, and experts as DeepSeek V3 has them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from localllm.kernels.graph import Graph
+from localllm.models import dots1
+from localllm.models.blocks import llama_like
+from localllm.models.config import Header
+from localllm.models.hf_convert import routing_keys, window_keys
+from localllm.models.rope import make_rope
+
+HF_NAMES = dots1.HF_NAMES | {"exp_probs_b.bias": "mlp.e_score_correction_bias"}
+
+
+def hf_keys(config: Any) -> dict[str, Any]:
+    return (
+        window_keys(config)
+        | routing_keys(config)
+        | {
+            "vocab_size": config.vocab_size,
+            "expert_shared_feed_forward_length": config.moe_intermediate_size * config.n_shared_experts,
+            "rope.scaling.type": "none",
+        }
+    )
+
+
+def record(m: Header) -> Graph:
+    rope, windows = make_rope(m, m.heads().key_dim), m.windows(period=4)
+    ropes = [rope if window else None for window in windows]
+    return llama_like(m, ropes, m.experts(gating="sigmoid"), windows=windows, qk_norm="head")

@@ -1,0 +1,72 @@
+"""Falcon 7B, 40B and 180B (arXiv:2311.16867): attention and MLP side by side, behind one or two LayerNorms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from localllm.errors import ModelError
+from localllm.kernels.graph import Graph, Tensor
+from localllm.models.blocks import Layer, attention, decoder, layer_norm, mlp
+from localllm.models.config import Header
+from localllm.models.hf_convert import Array
+from localllm.models.rope import make_rope
+
+HF_NAMES = {
+    "token_embd": "transformer.word_embeddings",
+    "output_norm": "transformer.ln_f",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "attn_norm_2": "ln_attn",
+    "attn_qkv": "self_attention.query_key_value",
+    "attn_output": "self_attention.dense",
+    "ffn_up": "mlp.dense_h_to_4h",
+    "ffn_down": "mlp.dense_4h_to_h",
+}
+_ABSENT = ("attention.key_length", "attention.value_length", "rope.freq_base")
+
+
+def hf_keys(config: Any) -> dict[str, Any]:
+    if getattr(config, "alibi", False) or not getattr(config, "parallel_attn", True):
+        raise ModelError(
+            "config.json has alibi or lacks parallel_attn, but GGUF files of Falcon mean rotary positions"
+        )
+    return dict.fromkeys(_ABSENT) | {
+        "context_length": 2048,
+        "tensor_data_layout": "jploski",
+        "feed_forward_length": 4 * config.hidden_size,
+        "attention.head_count_kv": _n_groups(config),
+    }
+
+
+def _n_groups(config: Any) -> int:
+    is_grouped = getattr(config, "new_decoder_architecture", False)
+    if is_grouped or not getattr(config, "multi_query", True):
+        return int(getattr(config, "num_kv_heads", None) or config.num_attention_heads)
+    return 1
+
+
+def hf_tensor(name: str, array: Array, config: Any) -> Array | dict[str, Array]:
+    """[queries | key | value] of each group as those of all; the norm before the MLP is the first."""
+    if ".ln_mlp." in name:
+        return {f"attn_norm.{name.rpartition('.')[2]}": array}
+    if "query_key_value" not in name:
+        return array
+    n, groups = config.num_attention_heads, _n_groups(config)
+    heads = array.reshape(groups, n // groups + 2, -1, *array.shape[1:])
+    parts = heads[:, :-2], heads[:, -2], heads[:, -1]
+    return np.concatenate([part.reshape(-1, *array.shape[1:]) for part in parts])
+
+
+def record(m: Header) -> Graph:
+    heads, n_ff, rope = m.heads(), m.mlp_width(), make_rope(m, m.heads().key_dim)
+    m.meta.skip("tensor_data_layout")
+
+    def layer(at: Layer, x: Tensor) -> Tensor:
+        y = layer_norm(at, "attn_norm", x)
+        own = layer_norm(at, "attn_norm_2", x) if "attn_norm_2.weight" in at.weights else y
+        x = attention(at, own, heads, rope, residual=x)
+        return mlp(at, y, n_ff, activation="gelu_erf", residual=x)
+
+    return decoder(m, layer, output_norm=layer_norm, norm_eps=m.layer_norm_eps)

@@ -1,0 +1,23 @@
+"""Hunyuan 3 (Hy3): Llama's layers with normed heads, and experts as DeepSeek V3 has them behind dense layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from localllm.models import dots1, hf_names
+
+HF_NAMES = (
+    dots1.HF_NAMES
+    | hf_names.projections("mlp.shared_mlp", "_shexp")
+    | {"ffn_gate_inp": "mlp.router.gate", "exp_probs_b": "mlp.expert_bias"}
+)
+record = dots1.record
+
+
+def hf_keys(config: Any) -> dict[str, Any]:
+    return {
+        "expert_shared_feed_forward_length": config.moe_intermediate_size * config.num_shared_experts,
+        "expert_gating_func": 2,
+        "expert_weights_norm": True,
+        "expert_weights_scale": config.router_scaling_factor,
+    }

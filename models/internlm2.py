@@ -1,0 +1,31 @@
+"""InternLM 2 and 2.5 (arXiv:2403.17297): Llama's layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from localllm.models import hf_names, llama
+from localllm.models.hf_convert import Array, interleave_pairs
+
+HF_NAMES = hf_names.COMMON | {
+    "token_embd": "model.tok_embeddings",
+    "output": "output",
+    "attn_norm": "attention_norm",
+    "attn_output": "attention.wo",
+    "ffn_norm": "ffn_norm",
+    "ffn_gate": "feed_forward.w1",
+    "ffn_down": "feed_forward.w2",
+    "ffn_up": "feed_forward.w3",
+}
+record = llama.record
+
+
+def hf_tensor(name: str, array: Array, config: Any) -> Array | dict[str, Array]:
+    """[queries | key | value] of each group as three matrices, with the rows of two in the order of rotary pairs."""
+    if not name.endswith("wqkv.weight"):
+        return array
+    n, groups, d = config.num_attention_heads, config.num_key_value_heads, array.shape[-1]
+    heads = array.reshape(groups, n // groups + 2, -1, d)
+    q, k, v = (part.reshape(-1, d) for part in (heads[:, :-2], heads[:, -2], heads[:, -1]))
+    parts = interleave_pairs(q, n), interleave_pairs(k, groups), v
+    return {f"attn_{name}.weight": part for name, part in zip("qkv", parts, strict=True)}

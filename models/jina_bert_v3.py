@@ -1,0 +1,13 @@
+"""Jina Embeddings v3 (arXiv:2409.10173): BERT with rotated positions; its adapters are files of their own."""
+
+from __future__ import annotations
+
+from localllm.models import bert, nomic_bert
+from localllm.models.hf_convert import encoder_keys
+
+HF_NAMES = nomic_bert.HF_NAMES | {
+    "attn_qkv": "mixer.Wqkv",
+    "attn_output": "mixer.out_proj",
+    "ffn_up": "mlp.fc1",
+}
+hf_keys, record = encoder_keys, bert.record

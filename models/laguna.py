@@ -1,0 +1,53 @@
+"""Laguna: attention with normed heads that is gated by head or by value, of which layers with a window may have other
+numbers of heads and rotate otherwise, and experts as DeepSeek V3 has them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from localllm.errors import ModelError
+from localllm.kernels.graph import Graph
+from localllm.models import hf_names
+from localllm.models.blocks import llama_like
+from localllm.models.config import Header
+from localllm.models.hf_convert import head_dim, window_keys
+from localllm.models.rope import make_local_rope, make_rope
+
+HF_NAMES = (
+    hf_names.COMMON
+    | hf_names.HEAD_NORMS
+    | hf_names.EXPERTS
+    | hf_names.projections("mlp.shared_expert", "_shexp")
+    | {"attn_gate": "self_attn.g_proj", "exp_probs_b.bias": "mlp.experts.e_score_correction_bias"}
+)
+
+
+def hf_keys(config: Any) -> dict[str, Any]:
+    if getattr(config, "moe_router_logit_softcapping", 0):
+        raise ModelError("config.json has moe_router_logit_softcapping, which GGUF files of Laguna have no key for")
+    rope = config.rope_parameters
+    parts = {kind: int(head_dim(config) * each.get("partial_rotary_factor", 1)) for kind, each in rope.items()}
+    return window_keys(config) | {
+        "vocab_size": config.vocab_size,
+        "attention.head_count": config.num_attention_heads_per_layer,
+        "expert_gating_func": 2,
+        "expert_weights_norm": True,
+        "expert_weights_scale": float(config.moe_routed_scaling_factor),
+        "leading_dense_block_count": config.mlp_layer_types.index("sparse"),
+        "rope.dimension_count": parts["full_attention"],
+        "rope.dimension_count_swa": parts.get("sliding_attention"),
+    }
+
+
+def record(m: Header) -> Graph:
+    dim, _ = m.head_dims()
+    rope, local_rope, windows = make_rope(m, dim), make_local_rope(m, dim), m.windows(period=4, first=True)
+    return llama_like(
+        m,
+        [local_rope if window else rope for window in windows],
+        m.experts(gating="sigmoid"),
+        windows=windows,
+        qk_norm="head",
+        has_gate=True,
+        gate_activation="softplus",
+    )

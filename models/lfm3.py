@@ -1,0 +1,29 @@
+"""LFM3, in files of `localllm convert`: llama.cpp has no names for it yet, and these are LFM2's and other models'."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from localllm.models import hf_names, lfm2
+from localllm.models.hf_convert import Array, head_dim, proportional_factors, window_keys
+
+HF_NAMES = (
+    lfm2.HF_NAMES
+    | hf_names.HEAD_NORMS
+    | {
+        "attn_output": "self_attn.o_proj",
+        "attn_gate": "self_attn.gate_proj",
+        "post_attention_norm": "post_operator_norm",
+        "post_ffw_norm": "post_ffn_norm",
+    }
+)
+hf_tensor, record = lfm2.hf_tensor, lfm2.record
+
+
+def hf_keys(config: Any) -> dict[str, Any]:
+    n_kv = [0 if kind == "conv" else config.num_key_value_heads for kind in config.layer_types]
+    return lfm2.hf_keys(config) | window_keys(config) | {"attention.head_count_kv": n_kv}
+
+
+def hf_extra(config: Any) -> dict[str, Array]:
+    return proportional_factors(config, head_dim(config))

@@ -1,0 +1,20 @@
+"""Mellum 2: Qwen 3's layers with experts, of which some see a window and rotate otherwise."""
+
+from __future__ import annotations
+
+from localllm.kernels.graph import Graph
+from localllm.models import hf_names
+from localllm.models.blocks import llama_like
+from localllm.models.config import Header
+from localllm.models.hf_convert import window_keys
+from localllm.models.rope import make_local_rope, make_rope
+
+HF_NAMES = hf_names.COMMON | hf_names.HEAD_NORMS | hf_names.EXPERTS
+hf_keys = window_keys
+
+
+def record(m: Header) -> Graph:
+    dim, windows = m.heads().key_dim, m.windows(period=4)
+    rope, local_rope = make_rope(m, dim), make_local_rope(m, dim)
+    ropes = [local_rope if window else rope for window in windows]
+    return llama_like(m, ropes, m.experts(), windows=windows, qk_norm="head")

@@ -1,0 +1,18 @@
+"""Mistral Small 4: DeepSeek's attention over latents, with queries that grow with the logarithm of their position."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from localllm.models import deepseek2
+
+HF_NAMES, hf_tensor, record = deepseek2.HF_NAMES, deepseek2.hf_tensor, deepseek2.record
+
+
+def hf_keys(config: Any) -> dict[str, Any]:
+    rope = config.rope_parameters
+    return deepseek2.hf_keys(config) | {
+        "expert_gating_func": 1,
+        "attention.temperature_scale": rope.get("llama_4_scaling_beta"),
+        "attention.temperature_length": rope.get("original_max_position_embeddings"),
+    }

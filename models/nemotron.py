@@ -1,0 +1,39 @@
+"""Nemotron 3 and 4, Minitron (arXiv:2407.14679) and Jais 2: LayerNorm, and an MLP of squared ReLU without a gate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from localllm.kernels.graph import Graph, Tensor
+from localllm.models import hf_names
+from localllm.models.blocks import Layer, attention, decoder, layer_norm, mlp
+from localllm.models.config import Header
+from localllm.models.hf_convert import Array, rotated_part
+from localllm.models.rope import make_rope
+
+HF_NAMES = hf_names.COMMON
+
+
+def hf_keys(config: Any) -> dict[str, Any]:
+    keys = rotated_part(config)
+    if config.model_type == "jais2":
+        return keys
+    kind = {} if config.rope_parameters.get("factor") else {"rope.scaling.type": "none"}
+    eps = dict.fromkeys(("attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon"), config.norm_eps)
+    return keys | kind | eps | {"vocab_size": config.vocab_size}
+
+
+def hf_tensor(name: str, array: Array, config: Any) -> Array:
+    """Nemotron's norms multiply with 1 + weight."""
+    return array + 1 if name.endswith("norm.weight") and config.model_type == "nemotron" else array
+
+
+def record(m: Header) -> Graph:
+    heads, n_ff, rope = m.heads(), m.mlp_width(), make_rope(m, m.heads().key_dim)
+    m.meta.skip("attention.layer_norm_rms_epsilon")  # llama.cpp's converter writes it too
+
+    def layer(at: Layer, x: Tensor) -> Tensor:
+        x = attention(at, layer_norm(at, "attn_norm", x), heads, rope, residual=x)
+        return mlp(at, layer_norm(at, "ffn_norm", x), n_ff, activation="relu2", residual=x)
+
+    return decoder(m, layer, output_norm=layer_norm, norm_eps=m.layer_norm_eps)

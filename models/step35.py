@@ -1,0 +1,81 @@
+"""Step 3.5 and 3.7 Flash: attention with normed heads that is gated by head, of which layers with a window may have
+other numbers of heads and rotate otherwise, and experts as DeepSeek V3 has them, whose gates may have limits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from localllm.errors import ModelError, quoted
+from localllm.kernels.graph import Graph
+from localllm.models import hf_names
+from localllm.models.blocks import llama_like
+from localllm.models.config import Header
+from localllm.models.hf_convert import Array, add_one_to_norms, head_dim, llama3_factors, window_keys, window_pattern
+from localllm.models.rope import make_local_rope, make_rope
+
+HF_NAMES = (
+    hf_names.COMMON
+    | hf_names.HEAD_NORMS
+    | hf_names.projections("share_expert", "_shexp")
+    | {f"ffn_{name}_exps": f"moe.{name}_proj" for name in ("gate", "up", "down")}
+    | {"attn_gate": "self_attn.g_proj", "ffn_gate_inp": "moe.gate", "exp_probs_b.bias": "moe.router_bias"}
+)
+hf_tensor = add_one_to_norms
+
+#: Of a head's values, those that rotate in layers without a window: files say it of the others.
+ROTATED_PART = 0.5
+
+
+def hf_keys(config: Any) -> dict[str, Any]:
+    values, n, rope = config.values, config.num_attention_heads, config.rope_parameters
+    other = values.get("attention_other_setting") or {}
+    n_local = values.get("num_sliding_attention_heads") or other.get("num_attention_heads") or n
+    part = rope["full_attention"].get("partial_rotary_factor", 1.0)
+    if part != ROTATED_PART:
+        raise ModelError(
+            f"config.json has partial_rotary_factor = {quoted(part)}, but GGUF files mean {ROTATED_PART}"
+        )
+    kinds = values.get("mlp_layer_types") or []
+    limits = {
+        f"swiglu_clamp_{ours}": [float(limit or 0) for limit in values.get(f"swiglu_limits{theirs}") or ()] or None
+        for ours, theirs in (("exp", ""), ("shexp", "_shared"))
+    }
+    return (
+        window_keys(config)
+        | limits
+        | {
+            "attention.head_count": [n_local if has_window else n for has_window in window_pattern(config)],
+            "attention.head_count_kv": [config.num_key_value_heads] * config.num_hidden_layers,
+            "expert_gating_func": 2,
+            "expert_shared_feed_forward_length": config.share_expert_dim,
+            "expert_weights_norm": True,
+            "expert_weights_scale": config.moe_router_scaling_factor,
+            "leading_dense_block_count": kinds.index("sparse") if "sparse" in kinds else 0,
+            "moe_every_n_layers": 1,
+        }
+    )
+
+
+def hf_extra(config: Any) -> dict[str, Array]:
+    """Factors of all of a head's frequencies, of which the first count."""
+    return {
+        name: np.concatenate([factors, np.ones(head_dim(config) // 2 - len(factors), np.float32)])
+        for name, factors in llama3_factors(config).items()
+    }
+
+
+def record(m: Header) -> Graph:
+    dim, _ = m.head_dims()
+    rope, local_rope, windows = make_rope(m, dim, part=ROTATED_PART), make_local_rope(m, dim), m.windows(period=0)
+    m.meta.skip("moe_every_n_layers")
+    return llama_like(
+        m,
+        [local_rope if window else rope for window in windows],
+        m.experts(gating="sigmoid"),
+        windows=windows,
+        limits=m.gate_limits(),
+        qk_norm="head",
+        has_gate=True,
+    )

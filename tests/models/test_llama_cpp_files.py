@@ -1,0 +1,61 @@
+"""What files of llama.cpp's converter, and published checkpoints, have otherwise than those of tiny models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from localllm.convert import Checkpoint
+from localllm.kernels.graph import Attention
+from localllm.models import qwen3
+from localllm.models.registry import Model, read_model
+from tests.models.tiny import TINY, make_model, save
+
+pytest.importorskip("torch", reason="needs the extra 'reference'")
+pytest.importorskip("transformers", reason="needs the extra 'reference'")
+
+
+def read(folder: Path, name: str, **changes: Any) -> Model:
+    """A tiny model with other keys; None takes one away."""
+    checkpoint = Checkpoint(save(folder, make_model(TINY[name])))
+    prefix = f"{checkpoint.architecture}."
+    checkpoint.metadata |= {prefix + key: value for key, value in changes.items()}
+    for key in [key for key, value in checkpoint.metadata.items() if value is None]:
+        del checkpoint.metadata[key]
+    return read_model(checkpoint)
+
+
+def windows(model: Model) -> list[int | None]:
+    return [node.operation.window for node in model.graph.nodes if isinstance(node.operation, Attention)]
+
+
+def test_without_a_pattern_the_first_of_four_layers_of_laguna_has_no_window(tmp_path: Path) -> None:
+    model = read(tmp_path, "laguna", **{"attention.sliding_window_pattern": None})
+    assert windows(model) == [None, 7, 7, 7]
+
+
+def test_patterns_of_mimo_are_numbers(tmp_path: Path) -> None:
+    model = read(tmp_path, "mimo2", **{"attention.sliding_window_pattern": [0, 1, 1, 1, 1, 0, 1]})
+    assert windows(model) == [None, 7, 7, 7, 7, None, 7]
+
+
+def test_old_files_of_minicpm_do_not_say_its_scales(tmp_path: Path) -> None:
+    keys = dict.fromkeys(("embedding_scale", "residual_scale", "logit_scale"))
+    operations = [node.operation for node in read(tmp_path, "minicpm", **keys).graph.nodes]
+    assert operations[0].scale == 12
+    assert {operation.scale for operation in operations if type(operation).__name__ == "Add"} == {0.7}
+    assert operations[-1].factor == 4
+
+
+@pytest.mark.parametrize("is_turned", [False, True])
+def test_experts_of_qwen_3_vl_are_taken_both_ways(is_turned: bool) -> None:
+    config = SimpleNamespace(model_type="qwen3_vl_moe_text", hidden_size=64, moe_intermediate_size=48)
+    for name, shape in (("gate_up_proj", (6, 96, 64)), ("down_proj", (6, 64, 48))):
+        matrices = np.random.default_rng(0).normal(size=shape)
+        given = matrices.swapaxes(1, 2) if is_turned else matrices
+        taken = qwen3.hf_tensor(f"model.layers.0.mlp.experts.{name}", given, config)
+        np.testing.assert_array_equal(taken, matrices)
