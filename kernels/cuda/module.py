@@ -178,6 +178,7 @@ class ModuleCompiler:
         missing = [s for s in wanted.values() if s.file not in self._compiled and _cached(s.file) is None]
         if not missing:
             return
+        warn_if_unwritable(cache_root())
         report = progress or (lambda done, n: None)
         report(0, len(missing))
         with ThreadPoolExecutor(min(_COMPILERS, default_threads()), "localllm-nvrtc") as pool:
@@ -205,7 +206,6 @@ class ModuleCompiler:
         return _Source(name, text, chosen, f"{name}-{architecture}-{digest[:32]}.bin")
 
     def _compile(self, source: _Source) -> bytes:
-        warn_if_unwritable(cache_root())
         code = compile_source(source.text, source.name, source.options, self._nvrtc).binary
         if (folder := _cache_folder()) is not None:
             write_code(folder / source.file, code)

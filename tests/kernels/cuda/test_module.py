@@ -225,7 +225,9 @@ def test_without_a_cache_all_is_compiled_once(sources: Path, tmp_path: Path, mon
     monkeypatch.setenv("LOCALLLM_CACHE", str(tmp_path / "file"))
     write(sources, a_cu=CONSTANT)
     once, binding = compiler(sources)
-    once.compile([("a", {"VALUE": 1}), ("a", {"VALUE": 2}), ("a", {"VALUE": 1})], "sm_80")
+    with pytest.warns(UserWarning, match="cannot be saved in") as warnings:
+        once.compile([("a", {"VALUE": 1}), ("a", {"VALUE": 2}), ("a", {"VALUE": 1})], "sm_80")
+    assert [warning.filename for warning in warnings] == [__file__]
     assert once.binary("a", {"VALUE": 2}, "sm_80") == b"a VALUE=2"
     assert len(binding.programs) == 2
 
