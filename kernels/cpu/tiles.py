@@ -38,9 +38,9 @@ tokens.  Each token has a record of 44 bytes in it:
 Products of codes and activations are exact, and so are their sums.
 
 Where a few columns are far larger than all others, as in most language models, most of a product's error comes from
-their blocks.  In blocks whose largest activation is over `OUTLIER` times the row's average one, what rounding has left,
-x - d * q, is rounded in its turn and multiplied after all blocks.  These *rests* have a tile of records of their own
-behind the others':
+their blocks.  In blocks whose largest activation is over `OUTLIER` times the row's average one, what rounding has
+left, x - d * q, is rounded in its turn and multiplied after all blocks.  These *rests* have a tile of records of their
+own behind the others':
 
     0         352       360      384         736
     [ records ][ flags ][ unused ][ of rests ][ unused ]
@@ -119,8 +119,8 @@ FLAGS, RESTS, X_STEP = TOKENS * RECORD, 384, 768
 HAS_REST, ANY_REST = 1, 2
 HAS_RESTS, ANY_RESTS = (bit * 0x0101010101010101 for bit in (HAS_REST, ANY_REST))
 
-#: Blocks have a rest whose largest activation is over so many times the average one of the row's blocks.  That is 1.8%
-#: and 2.8% of the products in SmolLM2 135M and Gemma 3 270M.
+#: Blocks have a rest whose largest activation is over so many times the average one of the row's blocks: 1.8% and
+#: 2.8% of the products in SmolLM2 135M and Gemma 3 270M.
 OUTLIER = np.float32(4)
 
 #: Bytes of an unpacked block's codes, and of each vector of scales behind them.
