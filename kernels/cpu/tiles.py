@@ -39,8 +39,8 @@ Products of codes and activations are exact, and so are their sums.
 
 Where a few columns are far larger than all others, as in most language models, most of a product's error comes from
 their blocks.  In blocks whose largest activation is over `OUTLIER` times the row's average one, what rounding has
-left, x - d * q, is rounded in its turn and multiplied after all blocks.  These *rests* have a tile of records of their
-own behind the others':
+left, x - d * q, is rounded in its turn and multiplied after all blocks.  These *rests* have a tile of records of
+their own behind the others':
 
     0         352       360      384         736
     [ records ][ flags ][ unused ][ of rests ][ unused ]
