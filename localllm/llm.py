@@ -203,7 +203,10 @@ class LLM:
 
         Raises:
             UsageError: it is not a text.
-            TokenizerError: the text is not valid Unicode, or cannot be spelled with the vocabulary.
+            TokenizerError: the text is not valid Unicode.
+
+        Warns:
+            TokenizerWarning: the vocabulary has no token for a byte of a character, and that is left out.
         """
         self._opened()
         return self._tokenizer.encode(text, add_special=add_special, parse_special=parse_special)
@@ -319,7 +322,7 @@ class LLM:
 
         Raises:
             UsageError: it is another kind of model, or an argument is out of range.
-            TokenizerError: a text cannot be spelled with the vocabulary.
+            TokenizerError: a text is not valid Unicode.
             ContextLengthError: a text is too long.
         """
         engine, embedder = self._opened(), self._embedder

@@ -175,7 +175,7 @@ def encode_chat(
 
     Raises:
         TemplateError: as `ChatTemplate.render`, or there are no messages.
-        TokenizerError: the prompt cannot be spelled.
+        TokenizerError: the prompt is not valid Unicode.
     """
     if isinstance(messages, Sequence) and not messages:
         raise TemplateError(f"there are no messages to answer: give at least one, such as {_EXAMPLE}")
