@@ -100,6 +100,9 @@ class NewFile:
         self._lock = -1  # a descriptor of it that holds a lock
 
     def __enter__(self) -> Self:
+        # Who may write to its folder would replace it by a file: /dev/null, for root.
+        if self.path.exists() and not (self.path.is_file() or self.path.is_dir()):
+            raise OutputError(f"{path_text(self.path)} is a device or a pipe, not a file: choose another name")
         try:
             n_kept = self._n_kept() if self.is_resumable and self._partial.is_file() else 0
             free = shutil.disk_usage(self.path.parent).free

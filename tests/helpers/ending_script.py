@@ -110,9 +110,8 @@ def interruptible() -> Iterator[None]:
     """Ctrl-C comes in the middle of this; the script ends with it."""
     quiet()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # where the suite runs it is perhaps ignored
-    timer = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
     try:
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
         yield
     except KeyboardInterrupt:
         step()

@@ -13,7 +13,8 @@ from types import FrameType
 import numpy as np
 import pytest
 
-from localllm.errors import DeviceError, KernelError, NotEnoughMemoryError
+from localllm.errors import ClosedError, DeviceError, KernelError, NotEnoughMemoryError
+from localllm.kernels import process
 from localllm.kernels.cpu import program as program_module
 from localllm.kernels.cpu.compiler import kernel, variant
 from localllm.kernels.cpu.program import Instruction, Job, Program, Workers, spins_in
@@ -426,4 +427,51 @@ def test_a_job_runs_on_as_many_threads_as_it_asks_for(threads: int | None, takin
         seen.clear()
         workers.run(Job(note, 0))
         assert sorted(seen) == [(i, 3) for i in range(3)]
+    workers.close()
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_job_for_workers_that_have_ended_is_refused(monkeypatch: pytest.MonkeyPatch, n: int) -> None:
+    workers, log, refusals = Workers(n), Log(), list[BaseException]()
+    assert_working(workers)
+    monkeypatch.setattr(process.workers, "is_over", True)
+    with pytest.raises(ClosedError, match="the process is ending"):
+        workers.run(log.job())
+
+    def in_thread() -> None:
+        try:
+            workers.run(log.job())
+        except BaseException as error:
+            refusals.append(error)
+
+    for is_daemon in (False, True):
+        thread = threading.Thread(target=in_thread, daemon=is_daemon)
+        thread.start()
+        thread.join()
+    assert [type(error) for error in refusals] == [ClosedError, SystemExit]
+    assert not log.parts
+    assert not process.workers.under_way
+    monkeypatch.undo()
+    assert_working(workers)
+    workers.close()
+
+
+def test_the_end_waits_for_a_job_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage, started, go_on = process.Stage(), threading.Event(), threading.Event()
+    monkeypatch.setattr(process, "workers", stage)
+    workers = Workers(2)
+
+    def work(*_: int) -> None:
+        started.set()
+        go_on.wait(60)
+
+    busy = threading.Thread(target=workers.run, args=(Job(work, 0),))
+    busy.start()
+    assert started.wait(60)
+    stage.end(time.monotonic() + 0.05)  # as long as it waits, and no longer
+    assert stage.under_way
+    threading.Timer(0.05, go_on.set).start()
+    stage.end(time.monotonic() + 60)
+    assert not stage.under_way
+    busy.join()
     workers.close()

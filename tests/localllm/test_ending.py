@@ -904,21 +904,22 @@ IN_PLAIN_RUN = {
     name.strip()
     for name in """
     a stream left early, end of script | a stream read in part, ctrl-c | many texts, exception
-    a prompt being evaluated, sys.exit | drafts by a model, sys.exit | a schema, end of script
-    both dropped, end of script | two models, end of script | asyncio, the stream kept, end of script
-    held in a ContextVar | held in a generator in a set | handler: generate | handler: a thread
-    late handler: generate | late handler: a stream begun before | late handler: close | late handler: load
-    handler between import and load | handler that joins a daemon | ctrl-c while it ends | a daemon reads
-    a daemon loads | a daemon tokenizes | a daemon's event loop | a thread goes on after the script
-    ctrl-c in generate_many
-    fork, the child has its own | the REPL
+    drafts by a model, sys.exit | a schema, end of script | both dropped, end of script
+    asyncio, the stream kept, end of script | held in a ContextVar | held in a generator in a set
+    handler: generate | late handler: a stream begun before | late handler: close
+    handler between import and load | handler that joins a daemon | a daemon reads | a daemon tokenizes
+    a thread goes on after the script | ctrl-c in generate_many | fork, the child has its own | the REPL
 """.replace("\n", "|").split("|")
 } - {""}
 
 
+#: Those that start threads in functions that Python calls at its end.
+IN_NEW_THREADS = {"handler: a thread", "handler: load", "late handler: a thread"}
+
+
 def test_the_table() -> None:
     assert len(ENDINGS) >= 100
-    assert set(ENDINGS) >= IN_PLAIN_RUN
+    assert set(ENDINGS) >= IN_PLAIN_RUN | IN_NEW_THREADS
 
 
 def run(ending: Ending, folder: Path) -> tuple[int, str, str, float]:
@@ -929,7 +930,8 @@ def run(ending: Ending, folder: Path) -> tuple[int, str, str, float]:
     running = subprocess.Popen(
         [sys.executable, *command],
         cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        # Some versions of Python warn of every fork beside threads.
+        env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore:This process:DeprecationWarning"},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -944,7 +946,8 @@ def run(ending: Ending, folder: Path) -> tuple[int, str, str, float]:
     end = time.monotonic()
     steps = [float(at) for at in re.findall(r"^step ([\d.]+)$", said, re.MULTILINE)]
     said = re.sub(r"^step [\d.]+\n", "", said, flags=re.MULTILINE)
-    return running.returncode, said, complaints, end - max(steps, default=0)
+    assert steps, f"it has not come to its last step: {said}{complaints}"
+    return running.returncode, said, complaints, end - max(steps)
 
 
 @pytest.mark.parametrize(
@@ -956,6 +959,8 @@ def test_a_process_ends(name: str, tmp_path: Path) -> None:
         pytest.skip(f"needs {ending.needs}")
     if os.name == "nt" and ("fork" in ending.script or ending.code == -signal.SIGINT):
         pytest.skip("needs forks and signals")
+    if sys.version_info[:2] == (3, 12) and name in IN_NEW_THREADS:
+        pytest.skip("Python 3.12 starts no thread once it ends")
     for _ in range(TRIES):
         code, said, complaints, seconds = run(ending, tmp_path)
         assert (code, complaints) == (ending.code, ending.complaints)

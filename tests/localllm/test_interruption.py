@@ -1,4 +1,4 @@
-"""Models that nobody holds any more, processes that end, and Ctrl-C: nothing hangs, and nothing is said of it."""
+"""Models that nobody holds any more, and Ctrl-C: nothing hangs, and nothing is said of it."""
 
 from __future__ import annotations
 
@@ -75,63 +75,6 @@ def process(work: str, path: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-c", source], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-
-
-#: The reader's ClosedError is printed half-way through the end of the process.
-IN_THREAD = """
-started = threading.Event()
-def write():
-    while True:
-        for chunk in llm.stream("hello", ignore_eos=True):
-            started.set()
-threading.Thread(target=write, daemon=True).start()
-started.wait(60)
-"""
-
-
-@pytest.mark.parametrize(
-    "work",
-    [
-        IN_THREAD,
-        "stream = llm.stream('hello', ignore_eos=True); next(stream)",
-        "llm.stream('hello', ignore_eos=True, processors=(lambda ids, logits: logits,))",
-        "it = llm.generate_many(['a', 'b'], ignore_eos=True); next(it)",
-        "import sys; sys.stream = llm.stream('hello', ignore_eos=True)",
-    ],
-    ids=["read by a daemon thread", "read in part", "with a processor", "many", "kept to the end"],
-)
-def test_the_process_ends_while_texts_are_written(tiny: Path, work: str) -> None:
-    said, complaints = process(work, tiny).communicate(timeout=120)
-    assert (said, complaints) == ("", "")
-
-
-def test_the_exit_code_while_texts_are_written(tiny: Path) -> None:
-    ended = process(IN_THREAD + "\nraise SystemExit(3)", tiny)
-    assert ended.communicate(timeout=120) == ("", "")
-    assert ended.returncode == 3
-
-
-#: Registered before localllm's own, so that it is called after.
-AT_EXIT = """
-import atexit
-def late():
-    for use in (lambda: llm.generate("hello"), lambda: next(begun)):
-        try:
-            use()
-        except localllm.ClosedError as error:
-            print(error)
-atexit.register(late)
-import localllm
-llm = localllm.load({path!r}, device="reference")
-begun = llm.stream("hello", ignore_eos=True)
-"""
-
-
-def test_a_function_called_at_the_end_of_the_process_cannot_use_a_model(tiny: Path) -> None:
-    source = AT_EXIT.format(path=str(tiny))
-    ended = subprocess.run([sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    line = "the process is ending, and its models have stopped: use them before that\n"
-    assert (ended.stdout, ended.stderr) == (2 * line, "")
 
 
 INTERRUPTED = """

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import re
 import signal
 import subprocess
@@ -278,6 +279,16 @@ def test_a_full_disk_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(OutputError, match="the disk is full"):
         convert(folder, tmp_path / "out.gguf")
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes with names")
+def test_a_device_or_pipe_is_not_replaced_by_a_file(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(OutputError, match="pipe is a device or a pipe, not a file: choose"), files.NewFile(pipe, 3):
+        pass
+    assert pipe.is_fifo()
+    assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
 
 
 def test_the_command_line(
