@@ -12,7 +12,7 @@ from localllm.kernels.cpu.cache_types import PAGE
 from localllm.kernels.cpu.compiler import kernel
 from localllm.kernels.cpu.simd import *
 from localllm.kernels.cpu.templates import device, template
-from localllm.kernels.cpu.tiles import ANY_REST, FLAGS, HAS_REST, OUTLIER, RECORD, RESTS, SUM, SUMS, TOKENS, X_STEP, D
+from localllm.kernels.cpu.tiles import RECORD, SUM, SUMS, TOKENS, X_STEP, D
 from localllm.kernels.q8_0 import LARGEST_CODE, NEGLIGIBLE
 
 ZERO, ONE, TWO = np.float32(0), np.float32(1), np.float32(2)
@@ -177,56 +177,33 @@ def layer_norm(begin, end, x, weight, bias, n, width, stride, y, eps: float):
 
 
 @device
-def quantise_block(first, second, largest, record):
-    """32 values, whose largest magnitude is ``largest``, to a record; returns what rounding has left of them."""
-    inverse = ZERO
-    if largest > NEGLIGIBLE:  # which a NaN is not: it then comes out as the scale
-        inverse = LARGEST_CODE / largest
-    scale = largest / LARGEST_CODE
-    codes_first = to_int_rounded(first * splat(inverse))
-    codes_second = to_int_rounded(second * splat(inverse))
-    sum_first, sum_second = sum_int_lanes(codes_first), sum_int_lanes(codes_second)
-    codes_first, codes_second = to_float(codes_first), to_float(codes_second)
-    store_s8x16(record, codes_first)
-    store_s8x16(record + 16, codes_second)
-    store_f32(record + D, scale)
-    store_f32(record + SUM, np.float32(sum_first + sum_second))
-    store_i32(record + SUMS, (sum_first & LOW_HALF) | (sum_second << SIXTEEN))
-    return fma(codes_first, splat(-scale), first), fma(codes_second, splat(-scale), second)
-
-
-@device
-def quantise_row(row, tile, token, n_blocks):
-    """A row of ``32 * n_blocks`` values to the records of a token in a tile."""
-    total = ZERO
-    for i in range(n_blocks):
-        total += largest_magnitude(load_f32x16(row + 128 * i), load_f32x16(row + 128 * i + 64))
-    limit = total * (OUTLIER / np.float32(n_blocks))
-    first_flag, any_rest = np.int64(0), np.int64(0)
-    for i in range(n_blocks):
-        first, second = load_f32x16(row + 128 * i), load_f32x16(row + 128 * i + 64)
-        record, largest = tile + i * X_STEP + token * RECORD, largest_magnitude(first, second)
-        first, second = quantise_block(first, second, largest, record)
-        flag = np.int64(0)
-        if largest > limit:
-            quantise_block(first, second, largest_magnitude(first, second), record + RESTS)
-            flag, any_rest = np.int64(HAS_REST), np.int64(ANY_REST)
-        else:
-            store_f32(record + (RESTS + D), ZERO)
-            store_f32(record + (RESTS + SUM), ZERO)
-            store_i32(record + (RESTS + SUMS), np.int32(0))
-        store_i8(tile + i * X_STEP + (FLAGS + token), flag)
-        if i == 0:
-            first_flag = flag
-    store_i8(tile + (FLAGS + token), first_flag | any_rest)
+def quantise_row(row, record, n_blocks):
+    """A row of ``32 * n_blocks`` values to its records in a tile."""
+    for _ in range(n_blocks):
+        first, second = load_f32x16(row), load_f32x16(row + 64)
+        largest = largest_magnitude(first, second)
+        inverse = ZERO
+        if largest > NEGLIGIBLE:  # which a NaN is not: it then comes out as the scale
+            inverse = LARGEST_CODE / largest
+        scale = largest / LARGEST_CODE
+        first, second = first * splat(inverse), second * splat(inverse)
+        sum_first = sum_int_lanes(to_int_rounded(first))
+        sum_second = sum_int_lanes(to_int_rounded(second))
+        store_s8x16(record, first)
+        store_s8x16(record + 16, second)
+        store_f32(record + D, scale)
+        store_f32(record + SUM, np.float32(sum_first + sum_second))
+        store_i32(record + SUMS, (sum_first & LOW_HALF) | (sum_second << SIXTEEN))
+        row += 128
+        record += X_STEP
 
 
 @kernel
 def quantise(begin, end, x, n_blocks, x_stride, records):
     """Rows of ``32 * n_blocks`` values to the records that `localllm.kernels.cpu.tiles` draws."""
     for token in range(begin, end):
-        tile = records + token // TOKENS * (n_blocks * X_STEP)
-        quantise_row(x + token * x_stride, tile, token % TOKENS, n_blocks)
+        record = records + token // TOKENS * (n_blocks * X_STEP) + token % TOKENS * RECORD
+        quantise_row(x + token * x_stride, record, n_blocks)
 
 
 @kernel
@@ -236,9 +213,9 @@ def quantise_heads(begin, end, x, n_heads, x_head, n_blocks, x_stride, records, 
     A head begins ``x_head`` bytes behind the one before, and its records ``record_head`` bytes behind that one's.
     """
     for token in range(begin, end):
-        tile = records + token // TOKENS * (n_blocks * X_STEP)
+        record = records + token // TOKENS * (n_blocks * X_STEP) + token % TOKENS * RECORD
         for head in range(n_heads):
-            quantise_row(x + token * x_stride + head * x_head, tile + head * record_head, token % TOKENS, n_blocks)
+            quantise_row(x + token * x_stride + head * x_head, record + head * record_head, n_blocks)
 
 
 @kernel

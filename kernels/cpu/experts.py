@@ -29,7 +29,7 @@ from localllm.kernels.cpu.matmul import (
 )
 from localllm.kernels.cpu.simd import *
 from localllm.kernels.cpu.templates import device, static_range
-from localllm.kernels.cpu.tiles import RECORD, RESTS, TOKENS, X_STEP, D
+from localllm.kernels.cpu.tiles import RECORD, TOKENS, X_STEP, D
 from localllm.kernels.graph import MAX_GROUPS
 
 NONE = np.int64(-1)
@@ -218,14 +218,12 @@ def gather_records(begin, end, places, per_row, x, x_stride, n_blocks, expert_we
     """
     for pair in range(begin, end):
         place = load_i64(places + 8 * pair)
-        tile, token = records + place // TOKENS * (n_blocks * X_STEP), place % TOKENS
-        quantise_row(x + pair // per_row * x_stride, tile, token, n_blocks)
+        record = records + place // TOKENS * (n_blocks * X_STEP) + place % TOKENS * RECORD
+        quantise_row(x + pair // per_row * x_stride, record, n_blocks)
         if expert_weights != 0:
-            factor = load_f32(expert_weights + 4 * pair)
             for i in range(n_blocks):
-                scale = tile + i * X_STEP + (token * RECORD + D)
-                store_f32(scale, load_f32(scale) * factor)
-                store_f32(scale + RESTS, load_f32(scale + RESTS) * factor)
+                scale = record + i * X_STEP + D
+                store_f32(scale, load_f32(scale) * load_f32(expert_weights + 4 * pair))
 
 
 @kernel
@@ -261,13 +259,13 @@ def experts_quantised(begin, end, experts, n_groups, weights, n_tiles, x, pairs,
         if biases != 0:
             bias = biases + load_i64(entry) * y_stride
         if n_places == 1:
-            few_tokens(1, 1, tiles, n_tiles, x + first_place // TOKENS * n_tiles * (BLOCKS * X_STEP), sums)
+            few_tokens(1, tiles, n_tiles, x + first_place * n_tiles * (BLOCKS * RECORD), sums)
             place = load_i64(pairs + 8 * first_place) * y_stride + rows
             finish_rows(load_f32x16(sums), bias, 0, y, rows, place)
         else:
             for first in range(first_place, first_place + n_places, MAX_TOKENS):
                 n = min(MAX_TOKENS, first_place + n_places - first)
-                multiply_tokens(n, tiles, n_tiles, slab, sums, x + first // TOKENS * n_tiles * (BLOCKS * X_STEP))
+                multiply_tokens(n, tiles, n_tiles, slab, sums, x + first * n_tiles * (BLOCKS * RECORD))
                 for i in range(n):
                     place = load_i64(pairs + 8 * (first + i)) * y_stride + rows
                     finish_rows(load_f32x16(sums + 64 * i), bias, 0, y, rows, place)

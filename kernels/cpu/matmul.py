@@ -11,17 +11,7 @@ import numpy as np
 from localllm.kernels.cpu.compiler import kernel
 from localllm.kernels.cpu.simd import *
 from localllm.kernels.cpu.templates import device, static_range, template
-from localllm.kernels.cpu.tiles import (
-    ANY_RESTS,
-    FETCH_AHEAD,
-    FLAGS,
-    HAS_RESTS,
-    RESTS,
-    TOKENS,
-    X_STEP,
-    fetch_ahead,
-    multiply_block,
-)
+from localllm.kernels.cpu.tiles import FETCH_AHEAD, RECORD, TOKENS, X_STEP, fetch_ahead, multiply_block
 
 #: Tokens that a group of rows is multiplied with before the next one's turn, a multiple of `TOKENS`: as many as have
 #: their activations in the second nearest cache.
@@ -50,75 +40,33 @@ def finish_rows(acc, bias, residual, y, rows, place):
     store_f32x16(y + place, acc)
 
 
-@device
-def flags_of(n):
-    """The flags of the first n tokens of a tile, those beyond the tile's not counted."""
-    if n < TOKENS:
-        return (np.int64(1) << (8 * n)) - 1
-    return np.int64(-1)
-
-
-@device
-def have_rests(record, n_blocks, flags):
-    """Whether tokens of a tile have a rest in one of so many blocks."""
-    found = np.int64(0)
-    for b in range(n_blocks):
-        found |= load_i64(record + b * X_STEP + FLAGS)
-    return found & flags & HAS_RESTS != 0
-
-
-@device
-def n_parts(record, flags):
-    """How many parts the activations of a tile have, of which the second are rests."""
-    if load_i64(record + FLAGS) & flags & ANY_RESTS != 0:
-        return 2
-    return 1
-
-
 @template
-def few_tokens(n, n_used, tiles, n_tiles, x, sums):
-    """sums = sixteen rows times n tokens of one tile of activations: each block is multiplied as it is unpacked.
-
-    Of the tokens, the first ``n_used`` are looked at.
-    """
+def few_tokens(n, tiles, n_tiles, x, sums):
+    """sums = sixteen rows times n tokens of one tile of activations: each block is multiplied as it is unpacked."""
     for i in static_range(n):
         acc[i] = zero_f32x16()
-    flags = flags_of(n_used)
-    for part in range(n_parts(x, flags)):
-        tile = tiles
-        record = x
-        for _ in range(n_tiles):
-            if part == 0 or have_rests(record, BLOCKS, flags):
-                UNPACK(acc, n, tile, record + part * RESTS, X_STEP)
-            tile += TILE_BYTES
-            record += BLOCKS * X_STEP
+    tile = tiles
+    record = x
+    for _ in range(n_tiles):
+        UNPACK(acc, n, tile, record, X_STEP)
+        tile += TILE_BYTES
+        record += BLOCKS * X_STEP
     for i in static_range(n):
         store_f32x16(sums + 64 * i, acc[i])
 
 
 @template
-def multiply_slab(sums, slab, n_blocks, x, part, flags, ahead, step):
-    """sums[i] += the slab's blocks times token i of the tile of activations at x, or times the rests that it has.
+def multiply_slab(sums, slab, n_blocks, x, ahead, step):
+    """sums[i] += the slab's blocks times token i of the tile of activations at x.
 
     Meanwhile it begins to read what stands at ``ahead``, ``step`` bytes for each block.
     """
     for i in static_range(TOKENS):
         acc[i] = load_f32x16(sums + 64 * i)
     for b in range(n_blocks):
-        record = x + b * X_STEP
-        if part == 0 or have_rests(record, 1, flags):
-            multiply_block(acc, slab + b * BLOCK_BYTES, record + part * RESTS, ahead + b * step)
+        multiply_block(acc, slab + b * BLOCK_BYTES, x + b * X_STEP, ahead + b * step)
     for i in static_range(TOKENS):
         store_f32x16(sums + 64 * i, acc[i])
-
-
-@device
-def tokens_have_rests(n_tokens, x, stride, n_blocks):
-    """Whether one of so many tokens, of which each tile lies ``stride`` bytes behind the one before, has a rest."""
-    for token in range(0, n_tokens, TOKENS):
-        if have_rests(x + token // TOKENS * stride, n_blocks, flags_of(n_tokens - token)):
-            return True
-    return False
 
 
 @template
@@ -133,22 +81,18 @@ def many_tokens(n_tokens, tiles, n_tiles, slab, sums, x):
         for i in static_range(TOKENS):
             store_f32x16(sums + 64 * (token + i), zero_f32x16())
     stride = n_tiles * (BLOCKS * X_STEP)  # of a tile of tokens
-    for part in range(2):
-        for first in range(0, n_tiles, SLAB // BLOCKS):
-            n = min(SLAB // BLOCKS, n_tiles - first)
-            records = x + first * (BLOCKS * X_STEP)
-            if part == 0 or tokens_have_rests(n_tokens, records, stride, n * BLOCKS):
-                for tile in range(n):  # into the slab, without a sum
-                    place = slab + tile * (BLOCKS * BLOCK_BYTES)
-                    UNPACK(none, 0, tiles + (first + tile) * TILE_BYTES, place, BLOCK_BYTES)
-                weights = tiles + (first + n) * TILE_BYTES + FETCH_AHEAD
-                for token in range(0, n_tokens, TOKENS):
-                    ahead, step = records + stride, X_STEP
-                    if token + TOKENS >= n_tokens:
-                        ahead, step = weights, TILE_BYTES // BLOCKS
-                    flags = flags_of(n_tokens - token)
-                    multiply_slab(sums + 64 * token, slab, n * BLOCKS, records, part, flags, ahead, step)
-                    records += stride
+    for first in range(0, n_tiles, SLAB // BLOCKS):
+        n = min(SLAB // BLOCKS, n_tiles - first)
+        for tile in range(n):  # into the slab, without a sum
+            UNPACK(none, 0, tiles + (first + tile) * TILE_BYTES, slab + tile * (BLOCKS * BLOCK_BYTES), BLOCK_BYTES)
+        records = x + first * (BLOCKS * X_STEP)
+        weights = tiles + (first + n) * TILE_BYTES + FETCH_AHEAD
+        for token in range(0, n_tokens, TOKENS):
+            ahead, step = records + stride, X_STEP
+            if token + TOKENS >= n_tokens:
+                ahead, step = weights, TILE_BYTES // BLOCKS
+            multiply_slab(sums + 64 * token, slab, n * BLOCKS, records, ahead, step)
+            records += stride
 
 
 @template
@@ -158,11 +102,10 @@ def multiply_tokens(n_tokens, tiles, n_tiles, slab, sums, x):
     What comes out for tokens that fill up a tile is not looked at.
     """
     if n_tokens <= HALF_TILE:
-        few_tokens(HALF_TILE, n_tokens, tiles, n_tiles, x, sums)
+        few_tokens(HALF_TILE, tiles, n_tiles, x, sums)
     elif n_tokens <= FEW:
         for token in range(0, n_tokens, TOKENS):
-            tile = x + token // TOKENS * n_tiles * (BLOCKS * X_STEP)
-            few_tokens(TOKENS, n_tokens - token, tiles, n_tiles, tile, sums + 64 * token)
+            few_tokens(TOKENS, tiles, n_tiles, x + token * (n_tiles * BLOCKS * RECORD), sums + 64 * token)
     else:
         many_tokens(n_tokens, tiles, n_tiles, slab, sums, x)
 
@@ -186,12 +129,12 @@ def matmul_quantised(begin, end, batch, weights, n_tiles, x, bias, residual, y, 
             own_x, place = x, group * 64
             if HEADS:
                 own_x, place = x + group // n_groups * x_head, place + group // n_groups * y_head
-            few_tokens(1, 1, weights + group * n_tiles * TILE_BYTES, n_tiles, own_x, sums)
+            few_tokens(1, weights + group * n_tiles * TILE_BYTES, n_tiles, own_x, sums)
             finish_rows(load_f32x16(sums), bias, residual, y, group * 64, place)
         return
     for first in range(0, n_tokens, MAX_TOKENS):
         n = min(MAX_TOKENS, n_tokens - first)
-        records = x + first // TOKENS * n_tiles * (BLOCKS * X_STEP)
+        records = x + first * n_tiles * (BLOCKS * RECORD)
         for group in range(begin, end):
             rows = group * 64
             own_x, column = records, rows

@@ -97,12 +97,6 @@ def load_i64(b, address):
     return load(b, address, i64)
 
 
-@op(void, intp, intp)
-def store_i8(b, address, value):
-    """The lowest byte."""
-    store(b, address, b.trunc(value, i8))
-
-
 @op(void, intp, float32)
 def store_f32(b, address, value):
     store(b, address, value)

@@ -36,17 +36,6 @@ tokens.  Each token has a record of 44 bytes in it:
       int8    f32    f32       int16                  int16
 
 Products of codes and activations are exact, and so are their sums.
-
-Where a few columns are far larger than all others, as in most language models, most of a product's error comes from
-their blocks.  In blocks whose largest activation is over `OUTLIER` times the row's average one, what rounding has
-left, x - d * q, is rounded in its turn and multiplied after all blocks.  These *rests* have a tile of records of
-their own behind the others':
-
-    0         352       360      384         736
-    [ records ][ flags ][ unused ][ of rests ][ unused ]
-
-Flags are a byte for each token: `HAS_REST` in a block that has one, and `ANY_REST` in the first block of a row that
-has one anywhere.  Without a rest, its scale and sums are 0.
 """
 
 from __future__ import annotations
@@ -112,16 +101,8 @@ from localllm.quant.types import GGMLType
 #: Tokens in a tile of activations, and bytes of one token's record in it.
 TOKENS = 8
 RECORD = 44
+X_STEP = TOKENS * RECORD
 D, SUM, SUMS = 32, 36, 40
-#: In a tile of activations: where flags and the records of rests begin, and its size, whole lines of the caches.
-FLAGS, RESTS, X_STEP = TOKENS * RECORD, 384, 768
-#: Bits of a token's flag, and the same bit of all tokens.
-HAS_REST, ANY_REST = 1, 2
-HAS_RESTS, ANY_RESTS = (bit * 0x0101010101010101 for bit in (HAS_REST, ANY_REST))
-
-#: Blocks have a rest whose largest activation is over so many times the average one of the row's blocks: 1.8% and
-#: 2.8% of the products in SmolLM2 135M and Gemma 3 270M.
-OUTLIER = np.float32(4)
 
 #: Bytes of an unpacked block's codes, and of each vector of scales behind them.
 CODE_BYTES, SCALE_BYTES = 512, 64
