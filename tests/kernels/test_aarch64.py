@@ -98,7 +98,7 @@ def test_attention() -> None:
         (elementwise.quantise, {}),
         (elementwise.rms_norm, {"WEIGHT": True}),
         (elementwise.gated, {"ACTIVATION": elementwise.silu}),
-        (recurrent.recurrence, {"DELTA": True, "PER_CHANNEL": False, "ROWS": 128, "VECTORS": 2}),
+        (recurrent.recurrence, {"DELTA": True, "PER_CHANNEL": False, "BOUNDED": False, "ROWS": 128, "VECTORS": 2}),
     ],
     ids=lambda x: getattr(x, "name", ""),
 )

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from localllm.convert import Checkpoint
+from localllm.gguf.writer import read_back
 from localllm.kernels.graph import Attention
 from localllm.models import qwen3
 from localllm.models.registry import Model, read_model
@@ -23,9 +24,9 @@ def read(folder: Path, name: str, **changes: Any) -> Model:
     """A tiny model with other keys; None takes one away."""
     checkpoint = Checkpoint(save(folder, make_model(TINY[name])))
     prefix = f"{checkpoint.architecture}."
-    checkpoint.metadata |= {prefix + key: value for key, value in changes.items()}
-    for key in [key for key, value in checkpoint.metadata.items() if value is None]:
-        del checkpoint.metadata[key]
+    values = dict(checkpoint.metadata) | {prefix + key: value for key, value in changes.items()}
+    values = {key: value for key, value in values.items() if value is not None}
+    checkpoint.metadata = read_back(folder, values, ())
     return read_model(checkpoint)
 
 
