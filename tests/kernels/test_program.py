@@ -434,6 +434,7 @@ def test_a_job_runs_on_as_many_threads_as_it_asks_for(threads: int | None, takin
 def test_a_job_for_workers_that_have_ended_is_refused(monkeypatch: pytest.MonkeyPatch, n: int) -> None:
     workers, log, refusals = Workers(n), Log(), list[BaseException]()
     assert_working(workers)
+    assert wait_until(lambda: not process.workers.under_way)  # engines of other tests have stopped
     monkeypatch.setattr(process.workers, "is_over", True)
     with pytest.raises(ClosedError, match="the process is ending"):
         workers.run(log.job())
