@@ -92,8 +92,18 @@ class Stage:
         self.is_over = True
         for work in list(self.under_way):
             work.wake()
-        while self.under_way and time.monotonic() < deadline:
+        while self.is_busy and time.monotonic() < deadline:
             time.sleep(_LOOK_S)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether another thread is at such work.
+
+        What this thread has under way is none any more, nor is that of one that has ended: Ctrl-C came just as it
+        began or ended.
+        """
+        own = threading.current_thread()
+        return any(work.thread is not own and work.thread.is_alive() for work in list(self.under_way))
 
 
 class UnderWay:
@@ -107,7 +117,7 @@ class UnderWay:
     """
 
     def __init__(self, stage: Stage, wake: Callable[[], object] = lambda: None) -> None:
-        self.stage, self.wake = stage, wake
+        self.stage, self.wake, self.thread = stage, wake, threading.current_thread()
 
     def __enter__(self) -> None:
         self.stage.under_way.add(self)  # before it looks, so that either it sees the end, or the end sees it

@@ -434,7 +434,7 @@ def test_a_job_runs_on_as_many_threads_as_it_asks_for(threads: int | None, takin
 def test_a_job_for_workers_that_have_ended_is_refused(monkeypatch: pytest.MonkeyPatch, n: int) -> None:
     workers, log, refusals = Workers(n), Log(), list[BaseException]()
     assert_working(workers)
-    assert wait_until(lambda: not process.workers.under_way)  # engines of other tests have stopped
+    assert wait_until(lambda: not process.workers.is_busy)  # engines of other tests have stopped
     monkeypatch.setattr(process.workers, "is_over", True)
     with pytest.raises(ClosedError, match="the process is ending"):
         workers.run(log.job())
@@ -451,7 +451,7 @@ def test_a_job_for_workers_that_have_ended_is_refused(monkeypatch: pytest.Monkey
         thread.join()
     assert [type(error) for error in refusals] == [ClosedError, SystemExit]
     assert not log.parts
-    assert not process.workers.under_way
+    assert not process.workers.is_busy
     monkeypatch.undo()
     assert_working(workers)
     workers.close()
@@ -470,9 +470,18 @@ def test_the_end_waits_for_a_job_under_way(monkeypatch: pytest.MonkeyPatch) -> N
     busy.start()
     assert started.wait(60)
     stage.end(time.monotonic() + 0.05)  # as long as it waits, and no longer
-    assert stage.under_way
+    assert stage.is_busy
     threading.Timer(0.05, go_on.set).start()
     stage.end(time.monotonic() + 60)
-    assert not stage.under_way
+    assert not stage.is_busy
     busy.join()
     workers.close()
+
+
+def test_work_that_was_interrupted_as_it_began_is_not_waited_for() -> None:
+    stage = process.Stage()
+    ended = threading.Thread(target=process.UnderWay(stage).__enter__)
+    process.UnderWay(stage).__enter__()
+    ended.start()
+    ended.join()
+    assert not stage.is_busy
