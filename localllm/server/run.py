@@ -23,6 +23,9 @@ from localllm.server.app import App
 #: Connections that may be open: fewer than most systems allow files.
 MAX_CONNECTIONS = 512
 
+#: Requests that end because their connection made room for another one, and that uvicorn still counts.
+_ENDING = 16
+
 #: Seconds for which an idle connection is kept, and those in which the head of a request has to come.
 KEEP_ALIVE_S, HEAD_S = 75, 10.0
 
@@ -120,7 +123,7 @@ class Server(uvicorn.Server):
             access_log=False,
             server_header=False,
             timeout_keep_alive=KEEP_ALIVE_S,
-            limit_concurrency=MAX_CONNECTIONS,
+            limit_concurrency=MAX_CONNECTIONS + _ENDING,
             timeout_graceful_shutdown=math.ceil(grace_s) + _LAST_WORDS_S,
         )
         super().__init__(config)

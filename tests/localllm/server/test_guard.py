@@ -347,6 +347,7 @@ def test_connections_that_say_nothing_shut_nobody_out(half: str, monkeypatch: py
 
 def test_more_clients_than_places_are_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "MAX_CONNECTIONS", 3)
+    monkeypatch.setattr(run, "_ENDING", 0)
     with serving(scripted("word " * 900)) as server, contextlib.ExitStack() as stack:
         assert server.llm
         for expected in (b"HTTP/1.1 200", b"HTTP/1.1 200", b"HTTP/1.1 503", b"HTTP/1.1 503"):
