@@ -20,10 +20,10 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from localllm.errors import UsageError
 from localllm.server.app import App
 
-#: Connections that may be open: fewer than most systems allow files.
+#: Connections beyond which those that say nothing are closed: fewer than most systems allow files.
 MAX_CONNECTIONS = 512
 
-#: Requests that end because their connection made room for another one, and that uvicorn still counts.
+#: So many more are answered before uvicorn refuses with 503: it still counts requests whose connections were closed.
 _ENDING = 16
 
 #: Seconds for which an idle connection is kept, and those in which the head of a request has to come.
