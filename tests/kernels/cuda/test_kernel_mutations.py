@@ -251,6 +251,9 @@ CASES = {
     "recurrence": recurrence(is_per_channel=False),
     "recurrence by channel": recurrence(is_per_channel=True),
     "softcap": elementwise("softcap", soft_capped),
+    "head_gate": operation("head_gate", "elementwise", {}, lambda: operations.head_gate("sigmoid")),
+    "clamp": operation("clamp", "elementwise", {}, lambda: operations.clamp(-0.5)),
+    "xielu": operation("xielu", "elementwise", {}, operations.xielu),
     "quantise of heads": operation(
         "quantise", "quantise", quantised(T.Q4_0).defines, lambda: operations.head_linear(T.Q4_0, 32)
     ),
