@@ -21,32 +21,35 @@ if sys.platform != "win32":
 MAX_TEXT_BYTES = 64 << 20
 
 
-def read_text(source: str | os.PathLike[str] | BinaryIO, what: str = "") -> str:
+def read_text(source: str | os.PathLike[str] | BinaryIO, what: str = "", *, n_bytes: int | None = None) -> str:
     """The text of a file, without a byte order mark.
 
     Args:
         source: a path, or an open file.
         what: stands before the path in errors, or in its place.
+        n_bytes: how much to read of it, up to the last whole character in that.
 
     Raises:
         UsageError: it cannot be read, is too long, or is not UTF-8.
     """
     where = what
+    limit = MAX_TEXT_BYTES + 1 if n_bytes is None else min(n_bytes, MAX_TEXT_BYTES)
     try:
         if isinstance(source, str | os.PathLike):
             where = f"{what} {path_text(source)}".lstrip()
             with open(source, "rb") as file:
-                data = file.read(MAX_TEXT_BYTES + 1)
+                data = file.read(limit)
         else:
-            data = source.read(MAX_TEXT_BYTES + 1)
+            data = source.read(limit)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise UsageError(f"{where} cannot be read ({reason}): check the path") from None
     if len(data) > MAX_TEXT_BYTES:
         raise UsageError(f"{where} has more than {MAX_TEXT_BYTES >> 20} MiB, the most a text may have: shorten it")
     data = data.removeprefix(codecs.BOM_UTF8)
+    is_cut = n_bytes is not None and len(data) == limit
     try:
-        return data.decode()
+        return codecs.utf_8_decode(data, "strict", not is_cut)[0]
     except UnicodeDecodeError as error:
         raise UsageError(
             f"{where} is not valid UTF-8: byte {error.start} is 0x{data[error.start]:02x}; convert it to UTF-8"

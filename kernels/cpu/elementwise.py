@@ -12,7 +12,7 @@ from localllm.kernels.cpu.cache_types import PAGE
 from localllm.kernels.cpu.compiler import kernel
 from localllm.kernels.cpu.simd import *
 from localllm.kernels.cpu.templates import device, template
-from localllm.kernels.cpu.tiles import RECORD, SUM, SUMS, TOKENS, X_STEP, D
+from localllm.kernels.cpu.tiles import OUTLIER, RECORD, SLAB, SUM, SUMS, TOKENS, X_STEP, D, x_tile_bytes
 from localllm.kernels.q8_0 import LARGEST_CODE, NEGLIGIBLE
 
 ZERO, ONE, TWO = np.float32(0), np.float32(1), np.float32(2)
@@ -177,33 +177,56 @@ def layer_norm(begin, end, x, weight, bias, n, width, stride, y, eps: float):
 
 
 @device
-def quantise_row(row, record, n_blocks):
-    """A row of ``32 * n_blocks`` values to its records in a tile."""
-    for _ in range(n_blocks):
-        first, second = load_f32x16(row), load_f32x16(row + 64)
-        largest = largest_magnitude(first, second)
-        inverse = ZERO
-        if largest > NEGLIGIBLE:  # which a NaN is not: it then comes out as the scale
-            inverse = LARGEST_CODE / largest
-        scale = largest / LARGEST_CODE
-        first, second = first * splat(inverse), second * splat(inverse)
-        sum_first = sum_int_lanes(to_int_rounded(first))
-        sum_second = sum_int_lanes(to_int_rounded(second))
-        store_s8x16(record, first)
-        store_s8x16(record + 16, second)
-        store_f32(record + D, scale)
-        store_f32(record + SUM, np.float32(sum_first + sum_second))
-        store_i32(record + SUMS, (sum_first & LOW_HALF) | (sum_second << SIXTEEN))
-        row += 128
-        record += X_STEP
+def quantise_block(first, second, record):
+    """32 values to a record; returns their scale."""
+    largest = largest_magnitude(first, second)
+    inverse = ZERO
+    if largest > NEGLIGIBLE:  # which a NaN is not: it then comes out as the scale
+        inverse = LARGEST_CODE / largest
+    scale = largest / LARGEST_CODE
+    first, second = first * splat(inverse), second * splat(inverse)
+    sum_first = sum_int_lanes(to_int_rounded(first))
+    sum_second = sum_int_lanes(to_int_rounded(second))
+    store_s8x16(record, first)
+    store_s8x16(record + 16, second)
+    store_f32(record + D, scale)
+    store_f32(record + SUM, np.float32(sum_first + sum_second))
+    store_i32(record + SUMS, (sum_first & LOW_HALF) | (sum_second << SIXTEEN))
+    return scale
+
+
+@device
+def left_by_rounding(row, record, scale):
+    """What the codes of a block have left of its 32 values."""
+    first = fma(load_s8x16(record), splat(-scale), load_f32x16(row))
+    return first, fma(load_s8x16(record + 16), splat(-scale), load_f32x16(row + 64))
+
+
+@device
+def quantise_row(row, tile, token, n_blocks):
+    """A row of ``32 * n_blocks`` values to the records of a token in a tile."""
+    record, total = tile + token * RECORD, ZERO
+    for i in range(n_blocks):
+        total += quantise_block(load_f32x16(row + 128 * i), load_f32x16(row + 128 * i + 64), record + i * X_STEP)
+    limit = total * (OUTLIER / np.float32(n_blocks))
+    flags, rests = tile + n_blocks * X_STEP + token, x_tile_bytes(n_blocks) - n_blocks * X_STEP
+    for slab in range(0, n_blocks, SLAB):
+        found = np.int64(0)
+        for i in range(slab, min(slab + SLAB, n_blocks)):
+            scale = load_f32(record + i * X_STEP + D)
+            if scale > limit:
+                first, second = left_by_rounding(row + 128 * i, record + i * X_STEP, scale)
+                quantise_block(first, second, record + i * X_STEP + rests)
+                found |= np.int64(1) << (i - slab)
+        store_i8(flags + slab, found)
 
 
 @kernel
 def quantise(begin, end, x, n_blocks, x_stride, records):
     """Rows of ``32 * n_blocks`` values to the records that `localllm.kernels.cpu.tiles` draws."""
     for token in range(begin, end):
-        record = records + token // TOKENS * (n_blocks * X_STEP) + token % TOKENS * RECORD
-        quantise_row(x + token * x_stride, record, n_blocks)
+        tile = records + token // TOKENS * x_tile_bytes(n_blocks)
+        quantise_row(x + token * x_stride, tile, token % TOKENS, n_blocks)
 
 
 @kernel
@@ -213,9 +236,9 @@ def quantise_heads(begin, end, x, n_heads, x_head, n_blocks, x_stride, records, 
     A head begins ``x_head`` bytes behind the one before, and its records ``record_head`` bytes behind that one's.
     """
     for token in range(begin, end):
-        record = records + token // TOKENS * (n_blocks * X_STEP) + token % TOKENS * RECORD
+        tile = records + token // TOKENS * x_tile_bytes(n_blocks)
         for head in range(n_heads):
-            quantise_row(x + token * x_stride + head * x_head, record + head * record_head, n_blocks)
+            quantise_row(x + token * x_stride + head * x_head, tile + head * record_head, token % TOKENS, n_blocks)
 
 
 @kernel

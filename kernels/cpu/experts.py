@@ -20,16 +20,18 @@ from localllm.kernels.cpu.matmul import (
     FLOAT_GROUPS,
     FLOAT_SLAB,
     MAX_TOKENS,
+    REST_SUMS,
     SLAB,
     few_tokens,
     finish_rows,
     multiply_tokens,
     one_float_token,
     several_float_tokens,
+    store_rows,
 )
 from localllm.kernels.cpu.simd import *
 from localllm.kernels.cpu.templates import device, static_range
-from localllm.kernels.cpu.tiles import RECORD, TOKENS, X_STEP, D
+from localllm.kernels.cpu.tiles import RECORD, TOKENS, X_STEP, D, x_tile_bytes
 from localllm.kernels.graph import MAX_GROUPS
 
 NONE = np.int64(-1)
@@ -218,12 +220,14 @@ def gather_records(begin, end, places, per_row, x, x_stride, n_blocks, expert_we
     """
     for pair in range(begin, end):
         place = load_i64(places + 8 * pair)
-        record = records + place // TOKENS * (n_blocks * X_STEP) + place % TOKENS * RECORD
-        quantise_row(x + pair // per_row * x_stride, record, n_blocks)
+        tile, token = records + place // TOKENS * x_tile_bytes(n_blocks), place % TOKENS
+        quantise_row(x + pair // per_row * x_stride, tile, token, n_blocks)
         if expert_weights != 0:
-            for i in range(n_blocks):
-                scale = record + i * X_STEP + D
-                store_f32(scale, load_f32(scale) * load_f32(expert_weights + 4 * pair))
+            factor = load_f32(expert_weights + 4 * pair)
+            rests = x_tile_bytes(n_blocks) - n_blocks * X_STEP
+            for scale in range(tile + token * RECORD + D, tile + n_blocks * X_STEP, X_STEP):
+                store_f32(scale, load_f32(scale) * factor)
+                store_f32(scale + rests, load_f32(scale + rests) * factor)  # undefined where there is none
 
 
 @kernel
@@ -250,7 +254,7 @@ def experts_quantised(begin, end, experts, n_groups, weights, n_tiles, x, pairs,
     The rest is as in `matmul_quantised`.
     """
     slab = stack(SLAB * BLOCK_BYTES)
-    sums = stack(64 * MAX_TOKENS)
+    sums = stack(2 * REST_SUMS)
     for unit in range(begin, end):
         entry, group = experts + unit // n_groups * ENTRY, unit % n_groups
         tiles = weights + (load_i64(entry) * n_groups + group) * n_tiles * TILE_BYTES
@@ -259,16 +263,17 @@ def experts_quantised(begin, end, experts, n_groups, weights, n_tiles, x, pairs,
         if biases != 0:
             bias = biases + load_i64(entry) * y_stride
         if n_places == 1:
-            few_tokens(1, tiles, n_tiles, x + first_place * n_tiles * (BLOCKS * RECORD), sums)
+            few_tokens(1, tiles, n_tiles, x + first_place // TOKENS * x_tile_bytes(n_tiles * BLOCKS), sums)
             place = load_i64(pairs + 8 * first_place) * y_stride + rows
-            finish_rows(load_f32x16(sums), bias, 0, y, rows, place)
+            finish_rows(sums, bias, 0, y, rows, place)
         else:
             for first in range(first_place, first_place + n_places, MAX_TOKENS):
                 n = min(MAX_TOKENS, first_place + n_places - first)
-                multiply_tokens(n, tiles, n_tiles, slab, sums, x + first * n_tiles * (BLOCKS * RECORD))
+                records = x + first // TOKENS * x_tile_bytes(n_tiles * BLOCKS)
+                multiply_tokens(n, tiles, n_tiles, slab, sums, records)
                 for i in range(n):
                     place = load_i64(pairs + 8 * (first + i)) * y_stride + rows
-                    finish_rows(load_f32x16(sums + 64 * i), bias, 0, y, rows, place)
+                    finish_rows(sums + 64 * i, bias, 0, y, rows, place)
 
 
 @kernel
@@ -297,7 +302,7 @@ def experts_float(begin, end, experts, n_units, weights, n_in, x, x_stride, pair
                     for g in static_range(FLOAT_GROUPS):
                         place = load_i64(pairs + 8 * (first + i)) * y_stride + rows + 64 * g
                         total = load_f32x16(sums + 64 * (FLOAT_GROUPS * i + g))
-                        finish_rows(total, bias, 0, y, rows + 64 * g, place)
+                        store_rows(total, bias, 0, y, rows + 64 * g, place)
 
 
 @kernel

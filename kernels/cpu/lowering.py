@@ -28,7 +28,7 @@ from localllm.kernels.cpu.memory import PADDING, padded
 from localllm.kernels.cpu.program import Argument, Instruction
 from localllm.kernels.cpu.simd import load_bf16x16, load_f16x16, load_f32x16
 from localllm.kernels.cpu.target import Target
-from localllm.kernels.cpu.tiles import RECORD, TILES, TOKENS
+from localllm.kernels.cpu.tiles import TILES, TOKENS, x_tile_bytes
 from localllm.kernels.cpu.weights import PackedWeights
 from localllm.kernels.graph import Graph, RecurrentState, Rows, Tensor, Value, Weight
 from localllm.quant.lut import KernelType
@@ -202,7 +202,7 @@ class Lowering:
         if x not in self.records:
             s = self.stored[x]
             n_blocks = s.width // 32
-            records = Buffer(-(-self.n_rows[s.slot] // TOKENS) * TOKENS * n_blocks * RECORD)
+            records = Buffer(-(-self.n_rows[s.slot] // TOKENS) * x_tile_bytes.function(n_blocks))
             self.records[x] = records
             self.call(elementwise.quantise, (s.buffer, n_blocks, s.stride, records), 1, s.slot)
         return self.records[x]
@@ -356,7 +356,7 @@ class Lowering:
         arguments: list[Argument] = [self.counter(x.slot), address]
         if kind in TILES:
             n_blocks = n_in // 32
-            record_head = -(-self.n_rows[x.slot] // TOKENS) * TOKENS * n_blocks * RECORD
+            record_head = -(-self.n_rows[x.slot] // TOKENS) * x_tile_bytes.function(n_blocks)
             records = Buffer(n_heads * record_head)
             given = x.buffer, n_heads, x_head, n_blocks, x.stride, records, record_head
             self.call(elementwise.quantise_heads, given, 1, x.slot)
@@ -604,7 +604,8 @@ class Lowering:
     def _gather(self, x: Stored, chosen: StoredRouting, per_row: int, as_records: bool, is_weighted: bool) -> Buffer:
         """Rows of x at the places of their pairs."""
         n_blocks = x.width // 32
-        memory = Buffer(chosen.n_places * (n_blocks * RECORD if as_records else x.stride))
+        tiles = chosen.n_places // TOKENS * x_tile_bytes.function(n_blocks)
+        memory = Buffer(tiles if as_records else chosen.n_places * x.stride)
         arguments: list[Argument] = [chosen.places, per_row, x.buffer, x.stride, *([n_blocks] if as_records else [])]
         kernel = expert_kernels.gather_records if as_records else expert_kernels.gather_floats
         weights = chosen.weights if is_weighted else 0

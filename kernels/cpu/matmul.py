@@ -11,13 +11,23 @@ import numpy as np
 from localllm.kernels.cpu.compiler import kernel
 from localllm.kernels.cpu.simd import *
 from localllm.kernels.cpu.templates import device, static_range, template
-from localllm.kernels.cpu.tiles import FETCH_AHEAD, RECORD, TOKENS, X_STEP, fetch_ahead, multiply_block
+from localllm.kernels.cpu.tiles import (
+    FETCH_AHEAD,
+    RECORD,
+    SLAB,
+    TOKENS,
+    X_STEP,
+    fetch_ahead,
+    multiply_block,
+    multiply_rest,
+    x_tile_bytes,
+)
 
 #: Tokens that a group of rows is multiplied with before the next one's turn, a multiple of `TOKENS`: as many as have
 #: their activations in the second nearest cache.
 MAX_TOKENS = 64
-#: Blocks of 32 columns in a slab: what a tile of the K formats has.
-SLAB = 8
+#: Bytes from the sums of so many tokens to the sums of their rests.
+REST_SUMS = 64 * MAX_TOKENS
 #: So few tokens are worth code of their own.
 HALF_TILE = TOKENS // 2
 
@@ -31,7 +41,7 @@ FLOAT_SLAB = 128
 
 
 @device
-def finish_rows(acc, bias, residual, y, rows, place):
+def store_rows(acc, bias, residual, y, rows, place):
     """y = acc (+ bias) (+ residual), for sixteen rows from byte ``rows`` of the bias and byte ``place`` of y."""
     if bias != 0:
         acc = acc + load_f32x16(bias + rows)
@@ -40,15 +50,25 @@ def finish_rows(acc, bias, residual, y, rows, place):
     store_f32x16(y + place, acc)
 
 
+@device
+def finish_rows(sums, bias, residual, y, rows, place):
+    """Of the sums of sixteen rows at ``sums``, and those of the rests."""
+    store_rows(load_f32x16(sums) + load_f32x16(sums + REST_SUMS), bias, residual, y, rows, place)
+
+
 @template
 def few_tokens(n, tiles, n_tiles, x, sums):
     """sums = sixteen rows times n tokens of one tile of activations: each block is multiplied as it is unpacked."""
     for i in static_range(n):
         acc[i] = zero_f32x16()
+        store_f32x16(sums + (REST_SUMS + 64 * i), zero_f32x16())
     tile = tiles
     record = x
-    for _ in range(n_tiles):
-        UNPACK(acc, n, tile, record, X_STEP)
+    all_flags = x + n_tiles * (BLOCKS * X_STEP)
+    rests = x_tile_bytes(n_tiles * BLOCKS) - n_tiles * (BLOCKS * X_STEP)
+    for first in range(0, n_tiles * BLOCKS, BLOCKS):
+        flags = load_i64(all_flags + first // SLAB * 8) >> (first % SLAB)
+        UNPACK(acc, n, tile, record, X_STEP, flags, rests, sums + REST_SUMS)
         tile += TILE_BYTES
         record += BLOCKS * X_STEP
     for i in static_range(n):
@@ -56,8 +76,8 @@ def few_tokens(n, tiles, n_tiles, x, sums):
 
 
 @template
-def multiply_slab(sums, slab, n_blocks, x, ahead, step):
-    """sums[i] += the slab's blocks times token i of the tile of activations at x.
+def multiply_slab(sums, slab, n_blocks, x, flags, rests, ahead, step):
+    """sums[i] += the slab's blocks times token i of the tile of activations at x, and so for the sums of rests.
 
     Meanwhile it begins to read what stands at ``ahead``, ``step`` bytes for each block.
     """
@@ -67,6 +87,10 @@ def multiply_slab(sums, slab, n_blocks, x, ahead, step):
         multiply_block(acc, slab + b * BLOCK_BYTES, x + b * X_STEP, ahead + b * step)
     for i in static_range(TOKENS):
         store_f32x16(sums + 64 * i, acc[i])
+    while flags != 0:
+        i, b = trailing_zeros(flags) >> 3, trailing_zeros(flags) & 7
+        flags &= flags - 1
+        multiply_rest(slab + b * BLOCK_BYTES, x + b * X_STEP + i * RECORD + rests, sums + REST_SUMS + 64 * i)
 
 
 @template
@@ -80,19 +104,27 @@ def many_tokens(n_tokens, tiles, n_tiles, slab, sums, x):
     for token in range(0, n_tokens, TOKENS):
         for i in static_range(TOKENS):
             store_f32x16(sums + 64 * (token + i), zero_f32x16())
-    stride = n_tiles * (BLOCKS * X_STEP)  # of a tile of tokens
+            store_f32x16(sums + REST_SUMS + 64 * (token + i), zero_f32x16())
+    n_blocks = n_tiles * BLOCKS
+    stride = x_tile_bytes(n_blocks)  # of a tile of tokens
+    rests = stride - n_blocks * X_STEP
     for first in range(0, n_tiles, SLAB // BLOCKS):
         n = min(SLAB // BLOCKS, n_tiles - first)
         for tile in range(n):  # into the slab, without a sum
-            UNPACK(none, 0, tiles + (first + tile) * TILE_BYTES, slab + tile * (BLOCKS * BLOCK_BYTES), BLOCK_BYTES)
-        records = x + first * (BLOCKS * X_STEP)
+            place = slab + tile * (BLOCKS * BLOCK_BYTES)
+            UNPACK(none, 0, tiles + (first + tile) * TILE_BYTES, place, BLOCK_BYTES, 0, 0, 0)
+        records, flags = x + first * (BLOCKS * X_STEP), x + n_blocks * X_STEP + first * BLOCKS // SLAB * 8
         weights = tiles + (first + n) * TILE_BYTES + FETCH_AHEAD
         for token in range(0, n_tokens, TOKENS):
             ahead, step = records + stride, X_STEP
             if token + TOKENS >= n_tokens:
                 ahead, step = weights, TILE_BYTES // BLOCKS
-            multiply_slab(sums + 64 * token, slab, n * BLOCKS, records, ahead, step)
+            found = load_i64(flags)
+            if token + TOKENS > n_tokens:
+                found &= (np.int64(1) << (8 * (n_tokens - token))) - 1  # those of tokens that there are
+            multiply_slab(sums + 64 * token, slab, n * BLOCKS, records, found, rests, ahead, step)
             records += stride
+            flags += stride
 
 
 @template
@@ -105,7 +137,9 @@ def multiply_tokens(n_tokens, tiles, n_tiles, slab, sums, x):
         few_tokens(HALF_TILE, tiles, n_tiles, x, sums)
     elif n_tokens <= FEW:
         for token in range(0, n_tokens, TOKENS):
-            few_tokens(TOKENS, tiles, n_tiles, x + token * (n_tiles * BLOCKS * RECORD), sums + 64 * token)
+            few_tokens(
+                TOKENS, tiles, n_tiles, x + token // TOKENS * x_tile_bytes(n_tiles * BLOCKS), sums + 64 * token
+            )
     else:
         many_tokens(n_tokens, tiles, n_tiles, slab, sums, x)
 
@@ -123,18 +157,18 @@ def matmul_quantised(begin, end, batch, weights, n_tiles, x, bias, residual, y, 
     """
     n_tokens = load_i64(batch)
     slab = stack(SLAB * BLOCK_BYTES)
-    sums = stack(64 * MAX_TOKENS)
+    sums = stack(2 * REST_SUMS)
     if n_tokens == 1:  # by itself, as decoding is bound by how fast weights are read
         for group in range(begin, end):
             own_x, place = x, group * 64
             if HEADS:
                 own_x, place = x + group // n_groups * x_head, place + group // n_groups * y_head
             few_tokens(1, weights + group * n_tiles * TILE_BYTES, n_tiles, own_x, sums)
-            finish_rows(load_f32x16(sums), bias, residual, y, group * 64, place)
+            finish_rows(sums, bias, residual, y, group * 64, place)
         return
     for first in range(0, n_tokens, MAX_TOKENS):
         n = min(MAX_TOKENS, n_tokens - first)
-        records = x + first * n_tiles * (BLOCKS * RECORD)
+        records = x + first // TOKENS * x_tile_bytes(n_tiles * BLOCKS)
         for group in range(begin, end):
             rows = group * 64
             own_x, column = records, rows
@@ -143,7 +177,7 @@ def matmul_quantised(begin, end, batch, weights, n_tiles, x, bias, residual, y, 
             multiply_tokens(n, weights + group * n_tiles * TILE_BYTES, n_tiles, slab, sums, own_x)
             for token in range(n):
                 place = (first + token) * y_stride + column
-                finish_rows(load_f32x16(sums + 64 * token), bias, residual, y, rows, place)
+                finish_rows(sums + 64 * token, bias, residual, y, rows, place)
 
 
 @template
@@ -158,7 +192,7 @@ def one_float_token(tiles, n_in, x, bias, residual, y, rows):
             fetch_ahead(column, COLUMN_BYTES)
             acc[g] = fma(LOAD(column), value, acc[g])
     for g in static_range(FLOAT_GROUPS):
-        finish_rows(acc[g], bias, residual, y, rows + 64 * g, rows + 64 * g)
+        store_rows(acc[g], bias, residual, y, rows + 64 * g, rows + 64 * g)
 
 
 @template
@@ -226,4 +260,4 @@ def matmul_float(begin, end, batch, weights, n_in, x, x_stride, bias, residual, 
                     for g in static_range(FLOAT_GROUPS):
                         total = load_f32x16(sums + 64 * (FLOAT_GROUPS * token + g))
                         place = (first + token) * y_stride + rows + 64 * g
-                        finish_rows(total, bias, residual, own_y, rows + 64 * g, place)
+                        store_rows(total, bias, residual, own_y, rows + 64 * g, place)

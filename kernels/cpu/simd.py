@@ -97,6 +97,12 @@ def load_i64(b, address):
     return load(b, address, i64)
 
 
+@op(void, intp, intp)
+def store_i8(b, address, value):
+    """The lowest byte."""
+    store(b, address, b.trunc(value, i8))
+
+
 @op(void, intp, float32)
 def store_f32(b, address, value):
     store(b, address, value)
@@ -291,6 +297,12 @@ def _reduce(b: Any, x: Any, combine: Callable[[Any, Any], Any]) -> Any:
         )
         x = combine(low, high)
     return b.extract_element(x, ir.Constant(i32, 0))
+
+
+@op(intp, intp)
+def trailing_zeros(b, x):
+    """How many of the lowest bits are 0, of a number that is not."""
+    return intrinsic(b, "llvm.cttz.i64", i64, x, ir.Constant(ir.IntType(1), 1))
 
 
 @op(float32, f32x16)

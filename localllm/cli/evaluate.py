@@ -67,14 +67,22 @@ def run(arguments: argparse.Namespace) -> int:
             far = _divergence(arguments, llm, base)
             _print(arguments, llm, _divergence_lines(far), far)
     else:
-        text = read_text(arguments.file)
+        text = _text(arguments)
         with _loaded(arguments, arguments.model, arguments.context or CONTEXT) as llm:
             found = _perplexity(arguments, llm, text, arguments.save_logits)
             _print(arguments, llm, [_perplexity_line(found)], found)
     return DONE
 
 
-def _perplexity(arguments: argparse.Namespace, llm: LLM, text: str, save: Path | None) -> Perplexity:
+def _text(arguments: argparse.Namespace) -> str | Path:
+    """The text; its path where some chunks are wanted, which need not take all of it."""
+    if arguments.chunks is None:
+        return read_text(arguments.file)
+    read_text(arguments.file, n_bytes=1)  # what cannot be read is said before a model is loaded
+    return Path(arguments.file)
+
+
+def _perplexity(arguments: argparse.Namespace, llm: LLM, text: str | Path, save: Path | None) -> Perplexity:
     with _progress(arguments, "chunks, perplexity {:.3f}") as progress:
         return perplexity(
             llm,
@@ -116,7 +124,7 @@ def _compare(arguments: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="localllm-") as folder:
         path = arguments.base_logits or arguments.save_logits or Path(folder) / "base.logits"
         if arguments.base_logits is None:
-            text = read_text(arguments.file)
+            text = _text(arguments)
             with _loaded(arguments, arguments.model, arguments.context or CONTEXT) as llm:
                 found = _perplexity(arguments, llm, text, path)
                 if not arguments.quiet:

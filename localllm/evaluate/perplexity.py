@@ -9,6 +9,7 @@ Source: ``tools/perplexity/perplexity.cpp`` of llama.cpp.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -23,6 +24,7 @@ from localllm.checks import whole_number
 from localllm.errors import UsageError
 from localllm.evaluate.base_logits import BaseLogits, BaseLogitsWriter, packed, rows_of_chunk
 from localllm.evaluate.batches import in_order
+from localllm.files import read_text
 from localllm.llm import LLM
 from localllm.quant.bits import Floats
 
@@ -119,7 +121,7 @@ class Divergence:
 
 def perplexity(
     llm: LLM,
-    text: str,
+    text: str | os.PathLike[str],
     *,
     context: int = CONTEXT,
     chunks: int | None = None,
@@ -130,14 +132,14 @@ def perplexity(
 
     Args:
         llm: the model.
-        text: at least two chunks of tokens.
+        text: at least two chunks of tokens; or the path of a file, which is read as far as ``chunks`` take.
         context: tokens of a chunk.
-        chunks: the first ones alone.
+        chunks: how many, from the beginning; all where it is None.
         save_logits: a file to write for `divergence`, with llama.cpp's format.
         progress: called after each chunk.
 
     Raises:
-        UsageError: the text is too short, or the context too large.
+        UsageError: the text is too short, the context too large, or the file cannot be read.
         OutputError: the file cannot be written.
     """
     tokens = _chunks(llm, text, context, chunks)
@@ -199,13 +201,13 @@ def divergence(
     return _divergence(np.concatenate(done, axis=1), tokens)
 
 
-def _chunks(llm: LLM, text: str, context: int, chunks: int | None) -> NDArray[np.int32]:
+def _chunks(llm: LLM, text: str | os.PathLike[str], context: int, chunks: int | None) -> NDArray[np.int32]:
     """The tokens of a text, int32 [n_chunks, context]."""
     whole_number("context", context, 4)
     if chunks is not None:
         whole_number("chunks", chunks, 1)
     _check_context(llm, context)
-    ids = llm.tokenize(text) if chunks is None else _first_tokens(llm, text, max(2, chunks) * context)
+    ids = _first_tokens(llm, text, math.inf if chunks is None else max(2, chunks) * context)
     if len(ids) < 2 * context:
         raise UsageError(
             f"the text has {len(ids):,} tokens, but at least {2 * context:,} are needed for chunks of {context:,}: "
@@ -216,15 +218,17 @@ def _chunks(llm: LLM, text: str, context: int, chunks: int | None) -> NDArray[np
     return np.array(ids[: n * context], np.int32).reshape(n, context)
 
 
-def _first_tokens(llm: LLM, text: str, n: int) -> list[int]:
+def _first_tokens(llm: LLM, text: str | os.PathLike[str], n: float) -> list[int]:
     """The first ``n`` tokens of a text, or all that it has; reads no more of it than that takes."""
-    n_characters = _CHARACTERS * n
-    while n_characters < len(text):
-        ids = llm.tokenize(text[:n_characters])
+    size = len(text) if isinstance(text, str) else Path(text).stat().st_size if Path(text).is_file() else 0
+    n_read = _CHARACTERS * n
+    while n_read < size:
+        part = text[: int(n_read)] if isinstance(text, str) else read_text(text, n_bytes=int(n_read))
+        ids = llm.tokenize(part)
         if len(ids) >= n + _CUT_TOKENS:
-            return ids[:n]
-        n_characters *= 2
-    return llm.tokenize(text)
+            return ids[: int(n)]
+        n_read *= 2
+    return llm.tokenize(text if isinstance(text, str) else read_text(text))
 
 
 def _check_context(llm: LLM, context: int) -> None:

@@ -32,7 +32,7 @@ X86 = re.compile(r"\b(v?p[a-z]+[bwdq]|[xyz]mm\d+|[re][abcd]x)\b")
 def multiply_one_tile(begin, end, tile, x, y):
     """The heart of a matrix product, for one tile and one token."""
     acc[0] = zero_f32x16()
-    UNPACK(acc, 1, tile, x, X_STEP)
+    UNPACK(acc, 1, tile, x, X_STEP, 0, X_STEP, y)
     store_f32x16(y, acc[0])
 
 

@@ -18,7 +18,7 @@ from localllm.kernels.cpu import host
 from localllm.kernels.cpu.matmul import MAX_TOKENS
 from localllm.kernels.cpu.memory import padded
 from localllm.kernels.cpu.target import available
-from localllm.kernels.cpu.tiles import TILES
+from localllm.kernels.cpu.tiles import OUTLIER, TILES
 from localllm.quant.formats import FORMATS
 from localllm.quant.repack import repack_target
 from localllm.quant.types import BLOCK_SIZES, GGMLType
@@ -90,13 +90,26 @@ def multiply(
 
 
 def rounded(x: NDArray[np.float32]) -> Array:
-    """Activations [T, k] in eight bits for each 32 columns, scaled by the largest."""
+    """Activations [T, k] in eight bits for each 32 columns, scaled by the largest.
+
+    Where that is over `OUTLIER` times the row's mean one, what is left is added in eight bits, too.
+    """
+    codes, scale = in_eight_bits(x)
+    parts = codes.astype(np.float64) * scale
+    largest = np.abs(x.reshape(codes.shape)).max(axis=2, keepdims=True)
+    rests = (x.reshape(codes.shape) - codes.astype(np.float64) * scale).astype(np.float32)
+    codes, scale = in_eight_bits(rests.reshape(x.shape))
+    has_rest = largest > OUTLIER * largest.mean(axis=1, keepdims=True)
+    return (parts + has_rest * codes * scale.astype(np.float64)).reshape(x.shape)
+
+
+def in_eight_bits(x: NDArray[np.float32]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Codes [T, k / 32, 32] and scales [T, k / 32, 1]."""
     runs = x.reshape(len(x), -1, 32)
     largest = np.abs(runs).max(axis=2, keepdims=True)
     with np.errstate(divide="ignore"):
         inverse = np.where(largest > 0, np.float32(127) / largest, np.float32(0))
-    codes = np.rint(runs * inverse)
-    return (codes.astype(np.float64) * (largest / np.float32(127))).reshape(x.shape)
+    return np.rint(runs * inverse), largest / np.float32(127)
 
 
 def seen(x: NDArray[np.float32], type: GGMLType) -> Array:
@@ -116,6 +129,12 @@ def activations(n: int, k: int, seed: int = 5) -> NDArray[np.float32]:
     return np.random.default_rng(seed).standard_normal((n, k), np.float32)
 
 
+def with_outliers(x: NDArray[np.float32]) -> NDArray[np.float32]:
+    """The same with a large value in each third token: so in each tile of tokens, but not in each token."""
+    x[::3][np.arange(len(x[::3])), np.random.default_rng(6).integers(0, x.shape[1], len(x[::3]))] = 1000.0
+    return x
+
+
 @every_isa
 def test_activations_are_rounded_to_eight_bits_for_each_32(isa: str) -> None:
     """The identity in Q8_0, whose products are exact: x comes out as the kernels see it."""
@@ -133,6 +152,18 @@ def test_activations_are_rounded_to_eight_bits_for_each_32(isa: str) -> None:
     np.testing.assert_array_equal(y == 0, rounded(x) == 0)
 
 
+@every_isa
+def test_what_rounding_leaves_of_blocks_with_outliers_is_not_lost(isa: str) -> None:
+    identity = np.zeros((320, 10, 34), np.uint8)
+    identity[:, :, :2] = np.array([1.0], "<f2").view(np.uint8)
+    identity[np.arange(320), np.arange(320) // 32, 2 + np.arange(320) % 32] = 1
+    x = with_outliers(activations(2 * MAX_TOKENS, 320))
+    assert np.abs(rounded(x) - x)[::3].max() < 0.02  # 1000 / 127 / 2 without rests
+    for n in (1, *BATCHES, 40, len(x)):
+        y = multiply(isa, x[:n], identity.reshape(320, -1), T.Q8_0)
+        np.testing.assert_allclose(y, rounded(x[:n]), rtol=1e-6, atol=1e-9)
+
+
 @every_kernel
 def test_products(isa: str, type: GGMLType) -> None:
     k = 512
@@ -142,7 +173,7 @@ def test_products(isa: str, type: GGMLType) -> None:
     w = values_of(rows, type)
     rng = np.random.default_rng(1)
     for n in BATCHES:
-        x = activations(n, k)
+        x = with_outliers(activations(n, k))
         bias = rng.standard_normal(N_OUT, np.float32)
         residual = rng.standard_normal((n, N_OUT), np.float32)
         check(multiply(isa, x, rows, type), seen(x, type), w)
@@ -155,7 +186,7 @@ def test_products(isa: str, type: GGMLType) -> None:
 def test_a_token_has_the_same_bits_in_any_batch(isa: str, type: GGMLType) -> None:
     k = 512 if type in FLOATS else 256 + BLOCK_SIZES[type].length
     rows = random_rows(type, N_OUT, k)
-    x = activations(MAX_TOKENS + 7, k)
+    x = with_outliers(activations(MAX_TOKENS + 7, k))
     together = multiply(isa, x, rows, type)
     for part in (slice(0, 1), slice(7, 8), slice(8, 19), slice(MAX_TOKENS - 2, MAX_TOKENS + 2), slice(-1, None)):
         np.testing.assert_array_equal(multiply(isa, x[part], rows, type), together[part])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from localllm import LLM, OutputError, UsageError
 from localllm.evaluate import BaseLogits, divergence, perplexity
 from localllm.evaluate.base_logits import packed
 from localllm.evaluate.perplexity import _chunks, _compared
+from localllm.files import read_text
 from tests.helpers.tiny_models import config, random_weights, write_gguf
 
 CONTEXT = 16
@@ -77,9 +79,11 @@ def test_perplexity_is_that_of_the_second_halves(llm: LLM) -> None:
 
 @pytest.mark.parametrize("chunks", [1, 2, 7])
 def test_some_chunks_take_no_more_of_the_text_than_they_need(
-    chunks: int, llm: LLM, monkeypatch: pytest.MonkeyPatch
+    chunks: int, llm: LLM, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    text, lengths = TEXT * 500, list[int]()
+    text, lengths, read = "é" + TEXT * 500, list[int](), list[int]()
+    file = tmp_path / "text.txt"
+    file.write_text(text, "utf-8")
     expected = _chunks(llm, text, CONTEXT, None)[:chunks]
     tokenize = LLM.tokenize
 
@@ -87,9 +91,16 @@ def test_some_chunks_take_no_more_of_the_text_than_they_need(
         lengths.append(len(text))
         return tokenize(self, text, *more)
 
+    def reading(path: Path, *, n_bytes: int) -> str:
+        read.append(n_bytes)
+        return read_text(path, n_bytes=n_bytes)
+
     monkeypatch.setattr(LLM, "tokenize", counting)
-    assert np.array_equal(_chunks(llm, text, CONTEXT, chunks), expected)
-    assert sum(lengths) < len(text) / 10
+    monkeypatch.setattr(sys.modules["localllm.evaluate.perplexity"], "read_text", reading)
+    for source in (text, file):
+        assert np.array_equal(_chunks(llm, source, CONTEXT, chunks), expected)
+    assert sum(lengths) < len(text) / 5
+    assert 0 < sum(read) < len(text) / 10
     with pytest.raises(UsageError, match="chunks is 0"):
         _chunks(llm, text, CONTEXT, 0)
 
