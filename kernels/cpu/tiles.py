@@ -40,9 +40,9 @@ Products of codes and activations are exact, and so are their sums.
 In most language models a few columns are far larger than all others, and most of a product's error comes from the
 blocks that they are in.  Where a block's scale is over `OUTLIER` times the row's mean scale, what rounding has left
 of it, x - d * q, is its *rest*: it is rounded too, and multiplied as well.  Products of rests have a sum of their
-own, which is added at the end, so that a token's bits do not depend on when its rests are multiplied.  Flags stand behind
-the records of a tile of activations, a word for each `SLAB` blocks: bit b of its byte i is set if token i has a rest
-in block b.  The records of rests follow, undefined where there is none:
+own, which is added at the end, so that a token's bits do not depend on when its rests are multiplied.  Flags stand
+behind the records of a tile of activations, a word for each `SLAB` blocks: bit b of its byte i is set if token i has
+a rest in block b.  The records of rests follow, undefined where there is none:
 
     0                n_blocks * 352
     [ n_blocks × 8 records ][ 64-bit flags of blocks 0 … 7 ][ 8 … 15 ] … [ n_blocks × 8 records of rests ]
