@@ -342,9 +342,11 @@ class Desk:
         self.active: dict[int, Answer] = {}
         self.is_stopping = self.is_cut = False
         # Tokenizing a prompt, and running a template, must not hold up the event loop.  What takes longer, such as
-        # making vectors of many texts, has threads of its own, so that no chat waits for it.
+        # making vectors of many texts, has threads of its own, so that no chat waits for it.  Long requests have only
+        # two: more of them would take the cores from the threads that decode.
         self._threads = ThreadPoolExecutor(4, "localllm-prompt")
-        self._long_threads = ThreadPoolExecutor(4, "localllm-long")
+        self._model_threads = ThreadPoolExecutor(4, "localllm-model")
+        self._long_threads = ThreadPoolExecutor(2, "localllm-long")
         self._works: set[asyncio.Future[Any]] = set()
 
     async def begin(self, ask: Ask, request: Request) -> Answer:
@@ -363,14 +365,13 @@ class Desk:
             ask.options.setdefault("priority", request.headers["x-priority"])
         if "x-timeout" in request.headers:
             ask.options.setdefault("timeout", _seconds(request.headers["x-timeout"]))
-        threads = self._long_threads if request.state.n_bytes > LONG_REQUEST else self._threads
         began = time.perf_counter()
         for attempt in range(3):
             served, llm = await self.models.acquire(ask.model)
             load_s = time.perf_counter() - began
             try:
                 loop = asyncio.get_running_loop()
-                streams = await self._run(request, threads, _submit, ask, llm, client, loop)
+                streams = await self._run(request, self._threads, _submit, ask, llm, client, loop)
                 break
             except ClosedError:  # it was unloaded between the two
                 self.models.release(served)
@@ -407,7 +408,7 @@ class Desk:
         """
         served, llm = await self.models.acquire(name)
         try:
-            return await self._run(request, self._long_threads, work, llm)
+            return await self._run(request, self._model_threads, work, llm)
         finally:
             self.models.release(served)
 
@@ -415,6 +416,8 @@ class Desk:
         """What ``work`` gives in another thread, waited for while there are a client and a server."""
         if self.is_cut:
             raise _stopping()
+        if request.state.n_bytes > LONG_REQUEST:
+            threads = self._long_threads
         is_over = threading.Event()
 
         def call() -> _T:
@@ -445,7 +448,7 @@ class Desk:
                 work.cancel()
 
     def close(self) -> None:
-        for threads in (self._threads, self._long_threads):
+        for threads in (self._threads, self._model_threads, self._long_threads):
             threads.shutdown(wait=False, cancel_futures=True)
 
     def _end(self, answer: Answer) -> None:
