@@ -59,6 +59,13 @@ def test_the_words_of_a_long_text_are_those_of_its_parts(name: str, monkeypatch:
     assert cuts_words(splitter) or len(words(name, "a b c")) == 1 or PRE_TOKENIZERS[name].space != " "
 
 
+def test_a_run_without_the_end_of_a_word_is_cut_at_last() -> None:
+    text = "x" * 1_000_000 + " b"
+    parts = list(text_parts(text))
+    assert "".join(parts) == text
+    assert max(map(len, parts)) <= encoders._LONGEST_WORD
+
+
 # The names of public models' GGUF files.
 PUBLISHED = """
     default llama3 llama-v3 llama-bpe falcon3 deepseek-llm deepseek-coder deepseek-v3 falcon mpt
