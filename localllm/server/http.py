@@ -323,7 +323,7 @@ class Guard:
             self._check_host_and_origin(headers)
             if scope["method"] == "OPTIONS" and cors:
                 return await Response(status_code=204)(scope, receive, sending)
-            scope["state"] = {**scope["state"], "client": self._client(scope, headers)}
+            scope["state"] = {**scope["state"], "client": self._client(scope, headers), "n_bytes": 0}
             await self._app(scope, self._bounded(headers, receive), sending)
         except Exception as error:
             if started:
