@@ -26,7 +26,7 @@ from localllm.tokenizer.stream import StreamDecoder
 if TYPE_CHECKING:
     import asyncio
 
-    from localllm.chat.reply import ToolCall
+    from localllm.chat.conversation import ToolCall
 
 #: Chunks that a request runs ahead of its reader at most, before it pauses.
 MAX_UNREAD = 64

@@ -41,9 +41,11 @@ if TYPE_CHECKING:
     import asyncio
 
     from localllm.chat import ChatTemplate
-    from localllm.sampling.grammar import Constraint, Grammars
+    from localllm.chat.conversation import Message
 
-Message = Mapping[str, object]
+    #: Messages of a chat, in the form that OpenAI's API has them or in ours.
+    Messages = Sequence[Message | Mapping[str, object]]
+    from localllm.sampling.grammar import Constraint, Grammars
 
 _Reader = TypeVar("_Reader", Stream, AsyncStream)
 
@@ -213,7 +215,7 @@ class LLM:
 
     def tokenize_chat(
         self,
-        messages: Sequence[Message],
+        messages: Messages,
         *,
         tools: Sequence[Mapping[str, object]] | None = None,
         template_variables: Mapping[str, object] | None = None,
@@ -396,7 +398,7 @@ class LLM:
 
     def chat(
         self,
-        messages: Sequence[Message],
+        messages: Messages,
         *,
         tools: Sequence[Mapping[str, object]] | None = None,
         template_variables: Mapping[str, object] | None = None,
@@ -426,7 +428,7 @@ class LLM:
 
     def stream_chat(
         self,
-        messages: Sequence[Message],
+        messages: Messages,
         *,
         tools: Sequence[Mapping[str, object]] | None = None,
         template_variables: Mapping[str, object] | None = None,
@@ -442,7 +444,7 @@ class LLM:
 
     def generate_many(
         self,
-        prompts: Iterable[str | Sequence[int] | Sequence[Message]],
+        prompts: Iterable[str | Sequence[int] | Messages],
         *,
         add_special: bool = True,
         parse_special: bool = False,
@@ -557,7 +559,7 @@ class LLM:
 
     async def achat(
         self,
-        messages: Sequence[Message],
+        messages: Messages,
         *,
         tools: Sequence[Mapping[str, object]] | None = None,
         template_variables: Mapping[str, object] | None = None,
@@ -571,7 +573,7 @@ class LLM:
 
     def astream_chat(
         self,
-        messages: Sequence[Message],
+        messages: Messages,
         *,
         tools: Sequence[Mapping[str, object]] | None = None,
         template_variables: Mapping[str, object] | None = None,
@@ -734,22 +736,24 @@ class LLM:
     def _stream_chat(
         self,
         reader: Callable[..., _Reader],
-        messages: Sequence[Message],
+        messages: Messages,
         tools: Sequence[Mapping[str, object]] | None,
         variables: Mapping[str, object] | None,
         reply_prefix: str,
         given: CheckedOptions,
     ) -> _Reader:
+        from localllm.chat.conversation import read_messages
+
         context = self._opened().context
         encode = self._chat_encoder(tools, variables, reply_prefix)
-
-        ids, n_turns = encode(messages), sum(message.get("role") == "user" for message in messages)
+        chat = read_messages(messages)
+        ids, n_turns = encode(chat), sum(message.role == "user" for message in chat)
         limit = context - given.room(context)
         if given.overflow == "truncate" and len(ids) > limit and n_turns > 1:
             # Each turn makes a prompt longer: bisection finds the fewest to leave out.
             n_left_out = range(1, n_turns - 1)
-            n = 1 + bisect_left(n_left_out, True, key=lambda n: len(encode(without_turns(messages, n))) <= limit)
-            ids = encode(without_turns(messages, n))
+            n = 1 + bisect_left(n_left_out, True, key=lambda n: len(encode(without_turns(chat, n))) <= limit)
+            ids = encode(without_turns(chat, n))
         # What follows a prefix begins with a space of its own.
         return self._start(
             reader,
@@ -764,7 +768,8 @@ class LLM:
         self, completion: Completion, tokens: Sequence[int], tools: Sequence[Mapping[str, Any]] | None
     ) -> Completion:
         """A reply to a chat, taken apart; ``tokens`` are those of the prompt and the reply."""
-        from localllm.chat.reply import ReplyParser, ToolCall
+        from localllm.chat.conversation import ToolCall
+        from localllm.chat.reply import ReplyParser
 
         prompt = tokens[: completion.usage.prompt_tokens]
         parser = ReplyParser.after(prompt, self._tokenizer, tools or ())
@@ -784,7 +789,7 @@ class LLM:
         tools: Sequence[Mapping[str, object]] | None,
         variables: Mapping[str, object] | None,
         reply_prefix: str,
-    ) -> Callable[[Sequence[Message]], list[int]]:
+    ) -> Callable[[Messages], list[int]]:
         """What makes tokens of messages."""
         from localllm.chat import encode_chat
 
@@ -798,7 +803,7 @@ class LLM:
         if tools and not template.reads("tools"):
             warn(f"the chat template of {self._info.path} does not use tools: the model is told of none")
 
-        def encode(chosen: Sequence[Message]) -> list[int]:
+        def encode(chosen: Messages) -> list[int]:
             ids = encode_chat(tokenizer, template, chosen, tools=tools, **more)
             if not reply_prefix:
                 return ids
@@ -936,5 +941,5 @@ def without_turns(messages: Sequence[Message], n: int) -> list[Message]:
 
     Messages of the system among them stay.
     """
-    start = [i for i, message in enumerate(messages) if message.get("role") == "user"][n]
-    return [*(each for each in messages[:start] if each.get("role") in ("system", "developer")), *messages[start:]]
+    start = [i for i, message in enumerate(messages) if message.role == "user"][n]
+    return [*(each for each in messages[:start] if each.role in ("system", "developer")), *messages[start:]]

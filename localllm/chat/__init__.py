@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from localllm.chat.reply import ReplyParser, ToolCall
+from localllm.chat.conversation import ToolCall
+from localllm.chat.reply import ReplyParser
 from localllm.chat.source import TemplateSource
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from localllm.chat.conversation import ToolCall
 from localllm.chat.thinking import CALL, END_OF_CALL, Piece, ThinkingSplitter, n_open, opening_tag
 from localllm.tokenizer import Tokenizer
 
@@ -58,20 +58,6 @@ _PARAMETER = re.compile(
     |<arg_key>(?P<key_>.*?)</arg_key>\s*<arg_value>(?P<value_>.*?)</arg_value>)\s*""",
     re.DOTALL | re.VERBOSE,
 )
-
-
-@dataclass(frozen=True)
-class ToolCall:
-    """A call of a tool: its name, and the arguments as the text of a JSON object."""
-
-    name: str
-    arguments: str
-
-    @property
-    def values(self) -> dict[str, Any]:
-        """The arguments."""
-        values: dict[str, Any] = json.loads(self.arguments)
-        return values
 
 
 class ReplyParser:

@@ -13,6 +13,8 @@ from jinja2.exceptions import SecurityError
 
 from localllm.cancellation import check_cancelled
 from localllm.chat import sandbox
+from localllm.chat.conversation import EXAMPLE, Message, read_messages
+from localllm.chat.rendering import Rendering
 from localllm.chat.source import TemplateSource
 from localllm.errors import TemplateError, quoted, warn
 from localllm.tokenizer import Tokenizer
@@ -32,8 +34,6 @@ CHATML = (
 
 #: Roles that need not be in a template's text, as most write out whatever the role is.
 _ROLES = frozenset({"system", "user", "assistant", "tool"})
-
-_EXAMPLE = "{'role': 'user', 'content': 'Hello!'}"
 
 
 class ChatTemplate:
@@ -73,6 +73,12 @@ class ChatTemplate:
             raise TemplateError(f"{where} is not valid (line {error.lineno}): {_words(error)}") from error
         except (RecursionError, SyntaxError, ValueError, MemoryError) as error:
             raise TemplateError(f"{where} cannot be compiled: {_words(error)}") from error
+        self._rendering = Rendering(
+            source,
+            lambda messages, tools: self._attempt(
+                {"messages": messages, "tools": tools, "add_generation_prompt": True}
+            ),
+        )
 
     @classmethod
     def from_gguf(cls, file: MetadataFile, tokenizer: Tokenizer, *, name: str | None = None) -> ChatTemplate:
@@ -109,7 +115,7 @@ class ChatTemplate:
 
     def render(
         self,
-        messages: Sequence[Mapping[str, object]],
+        messages: Sequence[Message | Mapping[str, object]],
         *,
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, object]] | None = None,
@@ -118,8 +124,9 @@ class ChatTemplate:
         """The prompt for ``messages``.
 
         Args:
-            messages: each with a ``role`` and a ``content``: a text, or a list of parts of text, which are joined.
-                An assistant message with ``tool_calls`` needs no content.
+            messages: each with a ``role`` and a ``content``: a text, or a list of parts of text.  An assistant
+                message with ``tool_calls`` needs no content.  They reach the template in the form that it understands
+                (`localllm.chat.rendering`).
             add_generation_prompt: end with what stands before an answer of the assistant.
             tools: JSON schemas of functions that the model may call.
             variables: whatever else the template reads (``enable_thinking=False``, ``documents=...``).
@@ -128,27 +135,35 @@ class ChatTemplate:
             TemplateError: a message is malformed; the template refuses the messages (the text has the
                 template's own words), fails, or uses more time or memory than a template can need.
         """
-        messages = _checked_messages(messages)
-        inputs = {
-            **self._tokens,
-            "messages": messages,
-            "tools": tools,
-            "add_generation_prompt": add_generation_prompt,
-            **variables,
-        }
+        conversation = read_messages(messages)
+        inputs = {"tools": tools, "add_generation_prompt": add_generation_prompt, **variables}
         try:
-            variables = {name: _plain(value, name) for name, value in inputs.items()}
-            text = sandbox.render(self._template, variables)
+            text = self._text({"messages": self._rendering.messages(conversation), **inputs})
         except TemplateError:
             raise
         except sandbox.RefusedError as error:
-            raise TemplateError(f"{self._where} refuses these messages: {_words(error)}") from error
+            alternating = self._rendering.alternating(conversation)
+            found = None if alternating is None else self._attempt({"messages": alternating, **inputs})
+            if found is None:
+                raise TemplateError(f"{self._where} refuses these messages: {_words(error)}") from error
+            text = found
         except SecurityError as error:
             raise TemplateError(f"{self._where} was stopped: {_words(error)}; give another template") from error
         except Exception as error:  # a template is a program of someone else's: it can fail in any way
             raise TemplateError(f"{self._where} failed on these messages: {_words(error)}") from error
-        self._warn_of_roles({str(message["role"]) for message in messages})
+        self._warn_of_roles({message.role for message in conversation} - {"developer"})
         return text
+
+    def _text(self, inputs: Mapping[str, object]) -> str:
+        given = {**self._tokens, **inputs}
+        return sandbox.render(self._template, {name: _plain(value, name) for name, value in given.items()})
+
+    def _attempt(self, inputs: Mapping[str, object]) -> str | None:
+        """The prompt; None if the template fails or refuses."""
+        try:
+            return self._text(inputs)
+        except Exception:
+            return None
 
     def _warn_of_roles(self, roles: set[str]) -> None:
         """Warns of roles that neither chats in general nor this template know: it writes them, or leaves them out."""
@@ -162,7 +177,7 @@ class ChatTemplate:
 def encode_chat(
     tokenizer: Tokenizer,
     template: ChatTemplate,
-    messages: Sequence[Mapping[str, object]],
+    messages: Sequence[Message | Mapping[str, object]],
     *,
     add_generation_prompt: bool = True,
     tools: Sequence[Mapping[str, object]] | None = None,
@@ -178,7 +193,7 @@ def encode_chat(
         TokenizerError: the prompt is not valid Unicode.
     """
     if isinstance(messages, Sequence) and not messages:
-        raise TemplateError(f"there are no messages to answer: give at least one, such as {_EXAMPLE}")
+        raise TemplateError(f"there are no messages to answer: give at least one, such as {EXAMPLE}")
     text = template.render(messages, add_generation_prompt=add_generation_prompt, tools=tools, **variables)
     ids = tokenizer.encode(text, add_special=False, parse_special=True)
     if tokenizer.add_bos and tokenizer.bos_id is not None and ids[:1] != [tokenizer.bos_id]:
@@ -197,49 +212,6 @@ def _words(error: BaseException) -> str:
     text = str(error.message if isinstance(error, jinja2.TemplateSyntaxError) else error)[:1000]
     words = "".join(letter if letter.isprintable() else " " for letter in text).split()
     return " ".join(words)[:250] or type(error).__name__
-
-
-#: Names that messages have what was thought under; as in transformers, templates find it under the first two.
-_REASONING = ("reasoning_content", "thinking", "reasoning")
-
-
-def _checked_messages(messages: Sequence[Mapping[str, object]]) -> list[Mapping[str, object]]:
-    """The messages with a text as the content of each, and what was thought under the names that templates read."""
-    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
-        raise TemplateError(f"messages must be a list of mappings, such as [{_EXAMPLE}], not {quoted(messages)}")
-    checked = []
-    for index, message in enumerate(messages):
-        check_cancelled()
-        if not isinstance(message, Mapping):
-            raise TemplateError(f"message {index} is not a mapping such as {_EXAMPLE}: {quoted(message)}")
-        role = message.get("role")
-        if not isinstance(role, str) or not role:
-            raise TemplateError(
-                f"message {index} has no 'role', a text such as 'system', 'user' or 'assistant': write {_EXAMPLE}"
-            )
-        content = message.get("content")
-        if content is None and not message.get("tool_calls"):
-            raise TemplateError(f"message {index} (role {quoted(role)}) has no 'content'")
-        if content is not None and (isinstance(content, bytes) or not isinstance(content, str | Sequence)):
-            raise TemplateError(f"the content of message {index} (role {quoted(role)}) is neither text nor a list")
-        if isinstance(content, Sequence) and not isinstance(content, str):
-            message = {**message, "content": "".join(_text_of(part, index) for part in content)}
-        reasoning = next((message[key] for key in _REASONING if message.get(key) is not None), None)
-        if reasoning is not None:
-            message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
-        checked.append(message)
-    return checked
-
-
-def _text_of(part: object, index: int) -> str:
-    text = part.get("text") if isinstance(part, Mapping) else None
-    if not isinstance(text, str):
-        kind = part.get("type", "unknown") if isinstance(part, Mapping) else type(part).__name__
-        raise TemplateError(
-            f"message {index} has a part of type {quoted(kind)}, but models read text alone here: write parts as "
-            "{'type': 'text', 'text': 'Hello!'}"
-        )
-    return text
 
 
 def _plain(value: object, where: str) -> object:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import math
 import threading
 import time
@@ -22,7 +21,11 @@ import msgspec
 from starlette.requests import Request
 
 from localllm.cancellation import cancellable, check_cancelled
-from localllm.chat.reply import ReplyParser, ToolCall
+from localllm.chat.calls import Tools, calls_grammar, choose_tools
+from localllm.chat.calls import call_schema as _call_schema
+from localllm.chat.conversation import Message, ToolCall
+from localllm.chat.rendering import described_tools
+from localllm.chat.reply import ReplyParser
 from localllm.chat.thinking import Piece
 from localllm.completion import AsyncStream, Chunk
 from localllm.engine.request import FinishReason, Timings, Usage
@@ -143,11 +146,12 @@ class Ask:
         n: how many replies.
         one_call: whether tools are called one at a time.
         special: whether names of control tokens in ``prompt`` are read as these.
+        warnings: what could not be done as asked.
     """
 
     model: str | None
     options: dict[str, Any]
-    messages: list[dict[str, Any]] | None = None
+    messages: list[Message] | None = None
     prompt: str | list[int] = ""
     tools: list[dict[str, Any]] = field(default_factory=list)
     variables: dict[str, Any] = field(default_factory=dict)
@@ -155,6 +159,28 @@ class Ask:
     n: int = 1
     one_call: bool = False
     special: bool = False
+    warnings: list[str] = field(default_factory=list)
+
+    def chat_arguments(self, llm: LLM) -> dict[str, Any]:
+        """Those of `LLM.stream_chat`, but for options; notes what could not be done as asked."""
+        messages, tools = self.messages or [], [_without_strict(tool) for tool in self.tools]
+        self.warnings.clear()
+        if tools and not llm.chat_template.reads("tools"):
+            tools = []
+            if "json_schema" in self.options:  # a call is forced
+                messages = [Message("system", (described_tools(self.tools),)), *messages]
+            else:
+                self.warnings.append("this model's chat template knows no tools: the model was not told of them")
+        return {
+            "messages": messages,
+            "tools": tools or None,
+            "template_variables": self.variables,
+            "reply_prefix": self.reply_prefix,
+        }
+
+    def prompt_ids(self, llm: LLM) -> list[int]:
+        """The tokens of the prompt of a chat."""
+        return llm.tokenize_chat(**self.chat_arguments(llm))
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,6 +309,8 @@ class Answer:
         reply.finish_reason, reply.stop_text = stream.finish_reason, stream.stop_text
         reply.usage, reply.timings = stream.usage, stream.timings
         reply.warnings = parser.warnings if parser is not None else []
+        if index == 0:
+            reply.warnings = [*self.ask.warnings, *reply.warnings]
         yield Part(index, end=reply)
 
     def _parser(self, stream: AsyncStream) -> ReplyParser:
@@ -460,7 +488,6 @@ class Desk:
             raise _stopping()
         if not 1 <= ask.n <= MAX_REPLIES:
             raise HTTPError(400, f"n is {ask.n}, but must be from 1 to {MAX_REPLIES}")
-        check_tools(ask.tools)
 
 
 def _stopping() -> HTTPError:
@@ -473,20 +500,12 @@ def _submit(ask: Ask, llm: LLM, client: str, loop: asyncio.AbstractEventLoop) ->
         _check_length(ask.prompt, llm.info.context)
         begin = partial(llm.astream, ask.prompt, parse_special=ask.special)
     else:
-        if ask.tools and not llm.chat_template.reads("tools"):
-            raise HTTPError(400, "this model's chat template knows no tools: leave them out, or choose another model")
         template = llm.chat_template.source
         is_strict = any(tool["function"].get("strict") for tool in ask.tools)
         calls_in_json = "<tool_call>" in template and "<function=" not in template and "<arg_key>" not in template
         if is_strict and calls_in_json and not {"json_schema", "regex", "grammar"} & ask.options.keys():
-            ask.options["grammar"] = _calls_grammar(ask.tools)
-        begin = partial(
-            llm.astream_chat,
-            ask.messages,
-            tools=[_without_strict(tool) for tool in ask.tools] or None,
-            template_variables=ask.variables,
-            reply_prefix=ask.reply_prefix,
-        )
+            ask.options["grammar"] = calls_grammar(ask.tools)
+        begin = partial(llm.astream_chat, **ask.chat_arguments(llm))
     streams: list[AsyncStream] = []
     try:
         for index in range(ask.n):
@@ -515,16 +534,6 @@ def _without_strict(tool: dict[str, Any]) -> dict[str, Any]:
     return {**tool, "function": {name: value for name, value in tool["function"].items() if name != "strict"}}
 
 
-def check_tools(tools: list[dict[str, Any]]) -> None:
-    """Raises:
-    HTTPError: one of them is not a function with a name.
-    """
-    for number, tool in enumerate(tools):
-        function = tool.get("function")
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
-            raise HTTPError(400, f"tool {number} is not a function with a name: only such tools are called")
-
-
 def constrain(options: dict[str, Any], schema: object) -> None:
     """Makes a reply follow a JSON schema; None is any JSON object.
 
@@ -536,42 +545,30 @@ def constrain(options: dict[str, Any], schema: object) -> None:
     options["json_schema"] = {"type": "object"} if schema is None else schema
 
 
-def force_call(options: dict[str, Any], tools: list[dict[str, Any]], name: str | None) -> None:
-    """Makes a reply call one of the tools, or the one of that name; `ReplyParser` knows such a reply as a call.
+def offer_tools(options: dict[str, Any], tools: Tools | None, choice: object) -> Tools:
+    """The tools that a model is offered; a call that is forced makes ``options`` follow its schema.
 
     Raises:
-        HTTPError: there is no such tool.
+        UsageError: as `choose_tools`.
     """
-    check_tools(tools)
-    named = [tool for tool in tools if name in (None, tool["function"]["name"])]
-    if not named:
-        raise HTTPError(400, f"tool_choice names {name!r:.80}, which is none of the tools")
-    constrain(options, _call_schema(named))
+    chosen = choose_tools(tools, choice)
+    if chosen.forced:
+        constrain(options, _call_schema(chosen.forced))
+    return chosen.offered
 
 
-def _call_schema(tools: list[dict[str, Any]], *, only_strict: bool = False) -> dict[str, Any]:
-    """Of the JSON of a call; with ``only_strict`` tools that are not strict take any arguments."""
-    calls = []
-    for tool in tools:
-        function = tool["function"]
-        parameters = function.get("parameters") if not only_strict or function.get("strict") else None
-        properties = {"name": {"const": function["name"]}, "arguments": parameters or {"type": "object"}}
-        fixed = {"required": ["name", "arguments"], "additionalProperties": False}
-        calls.append({"type": "object", "properties": properties, **fixed})
-    return {"anyOf": calls}
+def begun_reply(messages: list[Message], goes_on: bool | None = None) -> tuple[list[Message], str]:
+    """The messages without the last one, if that is what the assistant has begun to say; and that text.
 
-
-def _calls_grammar(tools: list[dict[str, Any]]) -> str:
-    """In Lark's notation: any text, in which what stands between the tags of calls is a call."""
-    one_line = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
-    schema = json.dumps({"x-guidance": one_line, **_call_schema(tools, only_strict=True)})
-    return (
-        "start: call* TEXT\n"
-        'call: before "\\n"? json "\\n"? "</tool_call>"\n'
-        'before[lazy]: TEXT "<tool_call>"\n'
-        f"json: %json {schema}\n"
-        "TEXT: /(.|\\n)*/\n"
-    )
+    Args:
+        messages: of the chat.
+        goes_on: whether the model is to go on with it; None: where the last message is the assistant's, as in
+            llama.cpp's server.
+    """
+    last = messages[-1] if messages else None
+    if last is None or last.role != "assistant" or last.calls or goes_on is False:
+        return messages, ""
+    return messages[:-1], "".join(last.texts)
 
 
 #: A text, the ids of its tokens, or a list of either.

@@ -14,10 +14,11 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from localllm.chat.conversation import Message, read_message, read_parts
 from localllm.engine.request import Usage
-from localllm.server.answers import Answer, Ask, Desk, Generation, Part, Reply, check_tools, constrain
+from localllm.server.answers import Answer, Ask, Desk, Generation, Part, Reply, begun_reply, constrain, offer_tools
 from localllm.server.http import EventStream, HTTPError, decode, event, json_response, unless_gone
-from localllm.server.openai import chosen_tools, new_id, template_message
+from localllm.server.openai import new_id
 
 
 class Tool(msgspec.Struct):
@@ -58,9 +59,6 @@ def _ask(body: MessagesRequest) -> Ask:
     form = body.output_format or (body.output_config and body.output_config.format)
     if form:
         constrain(options, form.schema)
-    choice: Any = (body.tool_choice or {}).get("type", "auto")
-    if choice == "tool":
-        choice = body.tool_choice
     tools = [
         {
             "type": "function",
@@ -75,60 +73,57 @@ def _ask(body: MessagesRequest) -> Ask:
         if tool.input_schema is not None  # the others are Anthropic's own, such as a search of the web
     ]
     variables = {} if body.thinking is None else {"enable_thinking": body.thinking.type != "disabled"}
-    messages = _messages(body)
-    # What the last message has the assistant begin with goes on there.
-    prefix = ""
-    if messages and messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls"):
-        prefix = messages.pop()["content"]
+    messages, begun = begun_reply(_messages(body))
     return Ask(
         body.model,
         options,
         messages=messages,
-        tools=chosen_tools(tools, choice, options),
+        tools=offer_tools(options, tools, body.tool_choice),
         variables=variables,
-        reply_prefix=prefix,
+        reply_prefix=begun,
         one_call=bool((body.tool_choice or {}).get("disable_parallel_tool_use")),
     )
 
 
-def _messages(body: MessagesRequest) -> list[dict[str, Any]]:
-    """The messages as chat templates take them."""
-    system = body.system
-    if isinstance(system, list):
-        system = "\n\n".join(block["text"] for block in system if isinstance(block.get("text"), str))
-    messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+def _messages(body: MessagesRequest) -> list[Message]:
+    """The messages, of which results of tools are messages of their own, before what else a message says."""
+    system, _ = read_parts(0, "system", body.system)
+    messages = [Message("system", ("\n\n".join(system),))] if any(system) else []
     for number, message in enumerate(body.messages):
         content = message.get("content")
-        if not isinstance(content, list):
-            messages.append(template_message(number, {"role": message.get("role"), "content": content}))
-            continue
-        messages += _from_blocks(number, str(message.get("role")), content)
+        blocks = content if isinstance(content, list) else [{"type": "text", "text": content}]
+        said: dict[str, Any] = {"role": message.get("role"), "content": [], "tool_calls": []}
+        n_results = 0
+        for block in blocks:
+            kind = block.get("type") if isinstance(block, dict) else None
+            if kind == "tool_result":
+                result = {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": block.get("content")}
+                messages.append(read_message(number, {**result, "is_error": block.get("is_error")}))
+                n_results += 1
+            elif kind == "tool_use":
+                function = {"name": block.get("name"), "arguments": block.get("input") or {}}
+                said["tool_calls"].append({"id": block.get("id"), "function": function})
+            elif kind == "document":
+                said["content"].append(_document(number, block))
+            elif kind != "redacted_thinking":
+                said["content"].append(block)
+        if said["content"] or said["tool_calls"] or not n_results:
+            messages.append(read_message(number, said))
     return messages
 
 
-def _from_blocks(number: int, role: str, blocks: list[Any]) -> list[dict[str, Any]]:
-    """A message of blocks: results of tools are messages of their own, before what else it says."""
-    results: list[dict[str, Any]] = []
-    said: dict[str, Any] = {"role": role, "content": []}
-    thinking: list[str] = []
-    for block in blocks:
-        kind = block.get("type") if isinstance(block, dict) else None
-        if kind == "tool_result":
-            content = block.get("content", "")
-            result = {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content}
-            results.append(template_message(number, result))
-        elif kind == "tool_use":
-            function = {"name": block.get("name"), "arguments": block.get("input") or {}}
-            call = {"id": block.get("id"), "type": "function", "function": function}
-            said.setdefault("tool_calls", []).append(call)
-        elif kind == "thinking":
-            thinking.append(str(block.get("thinking", "")))
-        elif kind != "redacted_thinking":
-            said["content"].append(block)
-    if thinking:
-        said["reasoning_content"] = "".join(thinking)
-    has_said = said["content"] or len(said) > 2 or not results
-    return [*results, template_message(number, said)] if has_said else results
+def _document(number: int, block: dict[str, Any]) -> dict[str, Any]:
+    """A document of text as a part of text.
+
+    Raises:
+        HTTPError: it is another kind of document.
+    """
+    source = block.get("source")
+    text = source.get("data") if isinstance(source, dict) and source.get("type") == "text" else None
+    if not isinstance(text, str):
+        raise HTTPError(400, f"message {number} has a document that is not text: send its text")
+    title = block.get("title")
+    return {"type": "text", "text": f"{title}\n\n{text}" if isinstance(title, str) and title else text}
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
@@ -227,13 +222,4 @@ def _block(part: Part) -> tuple[str, dict[str, Any], dict[str, Any]]:
 
 async def count_tokens(request: Request, desk: Desk) -> Response:
     ask = _ask(await decode(request, MessagesRequest))
-    check_tools(ask.tools)
-
-    def count(llm: Any) -> int:
-        tools, messages = ask.tools or None, ask.messages or []
-        ids = llm.tokenize_chat(
-            messages, tools=tools, template_variables=ask.variables, reply_prefix=ask.reply_prefix
-        )
-        return len(ids)
-
-    return json_response({"input_tokens": await desk.with_model(request, ask.model, count)})
+    return json_response({"input_tokens": len(await desk.with_model(request, ask.model, ask.prompt_ids))})

@@ -19,14 +19,14 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from localllm import __version__
+from localllm.chat.conversation import read_messages
 from localllm.errors import OutputError, PromptCacheError, path_text
 from localllm.llm import LLM
 from localllm.sampling import Choice, Sampling
-from localllm.server.answers import Answer, Ask, Desk, Generation, LoraShare, Reply, check_tools, fill_in
+from localllm.server.answers import Answer, Ask, Desk, Generation, LoraShare, Reply, begun_reply, fill_in, offer_tools
 from localllm.server.http import EventStream, HTTPError, decode, event, json_response, unless_gone
 from localllm.server.openai import (
     checked_logprobs,
-    template_message,
     thinking_variables,
     timings_json,
     token_json,
@@ -233,13 +233,13 @@ async def detokenize(request: Request, desk: Desk) -> Response:
 
 async def apply_template(request: Request, desk: Desk) -> Response:
     body = await decode(request, TemplateRequest)
-    check_tools(body.tools or [])
-    messages = [template_message(i, message) for i, message in enumerate(body.messages)]
+    messages, begun = begun_reply(read_messages(body.messages))
+    tools = offer_tools({}, body.tools, None)
     variables = thinking_variables(None, body.chat_template_kwargs)
+    ask = Ask(body.model, {}, messages=messages, tools=tools, variables=variables, reply_prefix=begun)
 
     def work(llm: LLM) -> str:
-        ids = llm.tokenize_chat(messages, tools=body.tools or None, template_variables=variables)
-        return llm.tokenizer.decode(ids, special=True)
+        return llm.tokenizer.decode(ask.prompt_ids(llm), special=True)
 
     return json_response({"prompt": await desk.with_model(request, body.model, work)})
 

@@ -20,12 +20,23 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from localllm import __version__
-from localllm.chat.reply import ToolCall
+from localllm.chat.conversation import Message, ToolCall, read_message
 from localllm.llm import LLM
-from localllm.server.answers import Answer, Ask, Desk, Generation, Part, Reply, constrain, fill_in
+from localllm.server.answers import (
+    Answer,
+    Ask,
+    Desk,
+    Generation,
+    Part,
+    Reply,
+    begun_reply,
+    constrain,
+    fill_in,
+    offer_tools,
+)
 from localllm.server.http import EventStream, HTTPError, decode, json_response, unless_gone
 from localllm.server.models import ServedModel
-from localllm.server.openai import template_message, token_limit
+from localllm.server.openai import token_limit
 
 
 class RunOptions(Generation):
@@ -63,7 +74,8 @@ def _ask(body: OllamaRequest, **more: Any) -> Ask:
     if body.format:
         constrain(options, body.format if isinstance(body.format, dict) else None)
     variables = {} if body.think is None else {"enable_thinking": bool(body.think)}
-    return Ask(body.model or body.name, options, tools=body.tools or [], variables=variables, **more)
+    tools = offer_tools(options, body.tools, None)
+    return Ask(body.model or body.name, options, tools=tools, variables=variables, **more)
 
 
 async def chat(request: Request, desk: Desk) -> Response:
@@ -87,17 +99,14 @@ async def chat(request: Request, desk: Desk) -> Response:
 
     if not body.messages:
         return await _load_only(body, desk, message)
-    messages = [_message(number, each) for number, each in enumerate(body.messages)]
-    return await _answer(request, body, desk, _ask(body, messages=messages), message)
+    messages, begun = begun_reply([_message(number, each) for number, each in enumerate(body.messages)])
+    return await _answer(request, body, desk, _ask(body, messages=messages, reply_prefix=begun), message)
 
 
-def _message(number: int, message: dict[str, Any]) -> dict[str, Any]:
+def _message(number: int, message: dict[str, Any]) -> Message:
     if message.get("images"):
         raise HTTPError(400, f"message {number} has an image, but this model reads text only")
-    message = template_message(number, {key: value for key, value in message.items() if key != "images"})
-    if isinstance(message.get("thinking"), str):
-        message["reasoning_content"] = message.pop("thinking")
-    return message
+    return read_message(number, {key: value for key, value in message.items() if key != "images"})
 
 
 async def generate(request: Request, desk: Desk) -> Response:
@@ -116,9 +125,9 @@ async def generate(request: Request, desk: Desk) -> Response:
     elif body.raw:
         ask = _ask(body, prompt=body.prompt, special=True)
     else:
-        messages = [{"role": "user", "content": body.prompt}]
+        messages = [Message("user", (body.prompt,))]
         if body.system:
-            messages.insert(0, {"role": "system", "content": body.system})
+            messages.insert(0, Message("system", (body.system,)))
         ask = _ask(body, messages=messages)
         if body.context:  # what an earlier reply gave to go on from
             encode = partial(_after, context=body.context, messages=messages, variables=ask.variables)
@@ -126,7 +135,7 @@ async def generate(request: Request, desk: Desk) -> Response:
     return await _answer(request, body, desk, ask, response)
 
 
-def _after(llm: LLM, context: list[int], messages: list[dict[str, Any]], variables: dict[str, Any]) -> list[int]:
+def _after(llm: LLM, context: list[int], messages: list[Message], variables: dict[str, Any]) -> list[int]:
     ids = llm.tokenize_chat(messages, template_variables=variables)
     return context + ids[ids[0] == llm.tokenizer.bos_id :]
 

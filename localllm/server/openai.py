@@ -6,7 +6,6 @@ Source: https://platform.openai.com/docs/api-reference, and for fields that it d
 
 from __future__ import annotations
 
-import json
 import math
 import time
 import uuid
@@ -19,7 +18,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from localllm.chat.reply import ToolCall
+from localllm.chat.conversation import ToolCall, read_messages
 from localllm.engine.request import Timings, Usage
 from localllm.llm import LLM
 from localllm.sampling import Choice
@@ -32,10 +31,11 @@ from localllm.server.answers import (
     Part,
     Reply,
     Texts,
+    begun_reply,
     constrain,
     each_text,
     fill_in,
-    force_call,
+    offer_tools,
 )
 from localllm.server.http import (
     DONE,
@@ -79,6 +79,8 @@ class ChatRequest(Generation, kw_only=True):
     stream_options: StreamOptions | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
 
 
 class CompletionRequest(Generation, kw_only=True):
@@ -89,65 +91,6 @@ class CompletionRequest(Generation, kw_only=True):
     echo: bool | None = None
     logprobs: int | None = None
     stream_options: StreamOptions | None = None
-
-
-def template_message(number: int, message: dict[str, Any]) -> dict[str, Any]:
-    """A message as chat templates take it: parts of text as one, arguments of calls as mappings.
-
-    Raises:
-        HTTPError: it has something else than text.
-    """
-    content = message.get("content")
-    if isinstance(content, list):
-        content = "".join(_text_of(number, part) for part in content)
-    message = {**message, "content": "" if content is None else content}
-    calls = message.get("tool_calls")
-    if calls is None:
-        message.pop("tool_calls", None)
-    elif not isinstance(calls, list):
-        raise HTTPError(400, f"tool_calls of message {number} is not a list")
-    else:
-        message["tool_calls"] = [_template_call(number, call) for call in calls]
-    return message
-
-
-def _text_of(number: int, part: object) -> str:
-    if isinstance(part, str):
-        return part
-    if isinstance(part, dict) and part.get("type") in ("text", "input_text", "output_text", "refusal"):
-        text = part.get("text", part.get("refusal"))
-        if isinstance(text, str):
-            return text
-    kind = part.get("type") if isinstance(part, dict) else part
-    raise HTTPError(400, f"message {number} has a part of type {kind!r:.40}, but this model reads text only")
-
-
-def _template_call(number: int, call: object) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(call, dict) or not isinstance(function, dict):
-        raise HTTPError(400, f"a tool call of message {number} has no function")
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments or "{}")
-        except (ValueError, RecursionError):  # as a model wrote it
-            arguments = {"arguments": arguments}
-    return {**call, "function": {**function, "arguments": arguments}}
-
-
-def chosen_tools(
-    tools: list[dict[str, Any]] | None, choice: str | dict[str, Any] | None, options: dict[str, Any]
-) -> list[dict[str, Any]]:
-    """The tools that a model is offered; a call that is forced makes ``options`` follow a schema."""
-    if not tools or choice == "none":
-        return []
-    if isinstance(choice, dict):  # {"type": "function", "function": {"name": …}}, in responses without the inner one
-        function = choice.get("function", choice)
-        name = function.get("name") if isinstance(function, dict) else None
-        force_call(options, tools, str(name))
-    elif choice not in (None, "auto"):
-        force_call(options, tools, None)
-    return tools
 
 
 def thinking_variables(effort: str | None, given: dict[str, Any] | None) -> dict[str, Any]:
@@ -170,11 +113,16 @@ def _ask_of_chat(body: ChatRequest) -> Ask:
     if form is not None and form.type != "text":
         schema = form.schema if form.json_schema is None else form.json_schema.get("schema")
         constrain(options, schema)
+    goes_on = body.continue_final_message
+    if goes_on is None and body.add_generation_prompt:
+        goes_on = False
+    messages, begun = begun_reply(read_messages(body.messages), goes_on)
     return Ask(
         body.model,
         options,
-        messages=[template_message(i, message) for i, message in enumerate(body.messages)],
-        tools=chosen_tools(body.tools, body.tool_choice, options),
+        messages=messages,
+        reply_prefix=begun,
+        tools=offer_tools(options, body.tools, body.tool_choice),
         variables=thinking_variables(body.reasoning_effort, body.chat_template_kwargs),
         n=1 if body.n is None else body.n,
         one_call=body.parallel_tool_calls is False,

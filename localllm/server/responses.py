@@ -10,6 +10,7 @@ import re
 import sys
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,13 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from localllm.chat.reply import ToolCall
+from localllm.chat.conversation import Message, ToolCall, read_message
 from localllm.engine.request import Usage
-from localllm.server.answers import Answer, Ask, Desk, Generation, Part, Reply, constrain
+from localllm.server.answers import Answer, Ask, Desk, Generation, Part, Reply, begun_reply, constrain, offer_tools
 from localllm.server.http import EventStream, HTTPError, decode, event, json_response, unless_gone
 from localllm.server.openai import (
     checked_logprobs,
-    chosen_tools,
     new_id,
-    template_message,
     thinking_variables,
     token_limit,
 )
@@ -79,7 +78,7 @@ class Kept(msgspec.Struct):
     """
 
     client: str
-    messages: list[dict[str, Any]]
+    messages: list[Message]
     response: dict[str, Any]
 
 
@@ -132,7 +131,7 @@ class Store:
             (self._folder / f"{id_}.json").unlink(missing_ok=True)
 
 
-def _ask(body: ResponsesRequest, before: list[dict[str, Any]]) -> Ask:
+def _ask(body: ResponsesRequest, before: list[Message]) -> Ask:
     options = body.options(
         max_tokens=token_limit(body.max_output_tokens), logprobs=checked_logprobs(body.top_logprobs)
     )
@@ -147,39 +146,47 @@ def _ask(body: ResponsesRequest, before: list[dict[str, Any]]) -> Ask:
     if body.input is None and not before:
         raise HTTPError(400, "input is missing: give a text or a list of items, or go on with previous_response_id")
     items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input or []
-    messages = [*before, *_messages(items)]
+    messages, begun = begun_reply([*before, *_messages(items)])
     if body.instructions:
-        messages = [{"role": "system", "content": body.instructions}, *(m for m in messages if m["role"] != "system")]
+        messages = [Message("system", (body.instructions,)), *messages]
     variables = thinking_variables(body.reasoning.effort if body.reasoning else None, None)
     return Ask(
         body.model,
         options,
         messages=messages,
-        tools=chosen_tools(tools, body.tool_choice, options),
+        reply_prefix=begun,
+        tools=offer_tools(options, tools, body.tool_choice),
         variables=variables,
         one_call=body.parallel_tool_calls is False,
     )
 
 
-def _messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Items as messages: calls of tools belong to the message of the assistant before them."""
-    messages: list[dict[str, Any]] = []
+def _messages(items: list[dict[str, Any]]) -> list[Message]:
+    """Items as messages: reasoning and calls of tools belong to the message of the assistant beside them."""
+    messages: list[Message] = []
+    reasoning = ""
     for number, item in enumerate(items):
         kind = item.get("type", "message")
         if kind == "message":
-            role = "system" if item.get("role") == "developer" else item.get("role")
-            messages.append(template_message(number, {"role": role, "content": item.get("content")}))
+            message = read_message(number, {"role": item.get("role"), "content": item.get("content")})
+            if message.role == "assistant":
+                message, reasoning = replace(message, reasoning=reasoning), ""
+            messages.append(message)
         elif kind == "function_call":
             function = {"name": item.get("name"), "arguments": item.get("arguments")}
-            call = {"id": item.get("call_id"), "type": "function", "function": function}
-            if not messages or messages[-1]["role"] != "assistant":
-                messages.append({"role": "assistant", "content": ""})
-            calls = template_message(number, {"tool_calls": [call]})["tool_calls"]
-            messages[-1].setdefault("tool_calls", []).extend(calls)
+            call = {"id": item.get("call_id"), "function": function}
+            said = read_message(number, {"role": "assistant", "tool_calls": [call]})
+            if not messages or messages[-1].role != "assistant":
+                messages.append(Message("assistant", reasoning=reasoning))
+                reasoning = ""
+            messages[-1] = replace(messages[-1], calls=(*messages[-1].calls, *said.calls))
         elif kind == "function_call_output":
             result = {"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")}
-            messages.append(template_message(number, result))
-        elif kind != "reasoning":
+            messages.append(read_message(number, result))
+        elif kind == "reasoning":
+            parts = item.get("content") or item.get("summary") or []
+            reasoning = "".join(str(part.get("text", "")) for part in parts if isinstance(part, dict))
+        else:
             raise HTTPError(400, f"input {number} is of type {kind!r:.40}, which is not available here")
     return messages
 
@@ -193,13 +200,11 @@ async def responses(request: Request, desk: Desk) -> Response:
 
     def keep(response: dict[str, Any], reply: Reply) -> None:
         if body.store is not False:
-            messages = [m for m in answer.ask.messages or [] if not body.instructions or m["role"] != "system"]
-            said: dict[str, Any] = {"role": "assistant", "content": reply.text}
-            if reply.calls:
-                said["tool_calls"] = [
-                    {"id": item["call_id"], "type": "function", "function": {"name": c.name, "arguments": c.values}}
-                    for item, c in zip(writer.call_items, reply.calls, strict=True)
-                ]
+            messages = list(answer.ask.messages or [])[1 if body.instructions else 0 :]
+            ids = [item["call_id"] for item in writer.call_items]
+            calls = tuple(replace(call, id=id_) for id_, call in zip(ids, reply.calls, strict=True))
+            text = answer.ask.reply_prefix + reply.text
+            said = Message("assistant", (text,) if text else (), reasoning=reply.thinking, calls=calls)
             desk.kept.put(response["id"], Kept(client, [*messages, said], response))
 
     async def events() -> AsyncIterator[bytes]:

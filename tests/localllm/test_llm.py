@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 import localllm
 from localllm import LLM, Sampling, Stream
 from localllm.chat import ChatTemplate
+from localllm.chat.conversation import Message
 from localllm.engine.engine import Engine
 from localllm.errors import (
     ClosedError,
@@ -713,7 +714,8 @@ def test_a_chat_that_is_too_long_loses_its_oldest_turns(llm: LLM) -> None:
 
 
 def test_without_turns() -> None:
-    system, *turns = [{"role": role} for role in ("system", "user", "assistant", "tool", "user", "assistant", "user")]
+    roles = ("system", "user", "assistant", "tool", "user", "assistant", "user")
+    system, *turns = map(Message, roles)
     assert without_turns([system, *turns], 0) == [system, *turns]
     assert without_turns([system, *turns], 1) == [system, *turns[3:]]
     assert without_turns([*turns[:3], system, *turns[3:]], 2) == [system, turns[5]]

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from localllm.chat.reply import ReplyParser, ToolCall
+from localllm.chat.conversation import ToolCall
+from localllm.chat.reply import ReplyParser
 from localllm.chat.thinking import Piece, opening_tag, split
 from localllm.errors import StoreError, UsageError
 from localllm.tui.chat import events

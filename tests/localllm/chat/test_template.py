@@ -28,7 +28,7 @@ def test_whether_a_template_reads_a_variable() -> None:
 def test_the_templates_own_words_reach_the_user() -> None:
     source = shared_data("templates/google-gemma-2-2b-it.jinja").read_text(encoding="utf-8")
     with pytest.raises(TemplateError, match="refuses these messages: Conversation roles must alternate user/ass"):
-        ChatTemplate(source).render([*SHORT, *SHORT])
+        ChatTemplate(source).render([{"role": "assistant", "content": "a"}, *SHORT])
 
 
 LOOP = (
@@ -165,21 +165,24 @@ def test_parts_of_text_are_joined_and_others_refused(source: str) -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     joined = template.render([{"role": "user", "content": "ab"}])
     assert template.render([{"role": "user", "content": parts}]) == joined
-    for part, kind in (({"type": "image_url", "image_url": {"url": "x"}}, "'image_url'"), ("a", "'str'")):
+    assert template.render([{"role": "user", "content": ["a", parts[1]]}]) == joined
+    for part, kind in (({"type": "image_url", "image_url": {"url": "x"}}, "'image_url'"), (5, "'int'")):
         with pytest.raises(ValueError, match=f"^message 0 has a part of type {kind}, but models read text") as raised:
             template.render([{"role": "user", "content": [*parts, part]}])
         assert isinstance(raised.value, TemplateError)
 
 
-def test_chatml_refuses_calls_of_tools() -> None:
+def test_calls_are_words_where_a_template_knows_none() -> None:
     template = ChatTemplate(CHATML)
-    calls = [{"function": {"name": "f", "arguments": {}}}]
+    calls = [{"function": {"name": "f", "arguments": {"a": 1}}}]
+    result = {"role": "tool", "content": "noon"}
     for message in (
         {"role": "assistant", "tool_calls": calls},
         {"role": "assistant", "content": None, "tool_calls": calls},
     ):
-        with pytest.raises(TemplateError, match="messages of text only"):
-            template.render([message])
+        text = template.render([message, result])
+        assert '<|im_start|>assistant\n{"name": "f", "arguments": {"a": 1}}<|im_end|>' in text
+        assert "<|im_start|>user\nResult of f: noon<|im_end|>" in text
 
 
 @pytest.mark.parametrize("writes_bos", [True, False])

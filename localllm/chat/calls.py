@@ -1,0 +1,133 @@
+"""Which tools a model is offered, which it has to call, and what holds it to their schemas."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from localllm.errors import UsageError
+
+Tools = list[dict[str, Any]]
+
+#: Keywords of JSON schemas whose values are data, in which nothing is a reference.
+_DATA = frozenset({"const", "enum", "default", "examples"})
+
+
+@dataclass(frozen=True)
+class ChosenTools:
+    """What a request says of tools.
+
+    Attributes:
+        offered: what the model is told of, as OpenAI's API describes functions.
+        forced: those of which it has to call one; none where it may answer in words.
+    """
+
+    offered: Tools
+    forced: Tools
+
+
+def check_tools(tools: Sequence[object]) -> None:
+    """Refuses what is not a function.
+
+    Raises:
+        UsageError: one of the tools is not a function with a name.
+    """
+    for number, tool in enumerate(tools):
+        function = tool.get("function") if isinstance(tool, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
+            raise UsageError(f"tool {number} is not a function with a name: only such tools are called")
+
+
+def choose_tools(tools: Tools | None, choice: object) -> ChosenTools:
+    """What ``tool_choice`` makes of tools, in the words of OpenAI's APIs or of Anthropic's.
+
+    Raises:
+        UsageError: it means nothing, or wants a call of what is not among the tools.
+    """
+    tools = tools or []
+    check_tools(tools)
+    kind = choice.get("type") if isinstance(choice, Mapping) else choice
+    if kind in (None, "auto"):
+        return ChosenTools(tools, [])
+    if kind == "none":
+        return ChosenTools([], [])
+    if kind in ("required", "any"):
+        named = tools
+    elif kind in ("function", "tool") and isinstance(choice, Mapping):
+        function = choice.get("function", choice)
+        named = _named(tools, [function])
+    elif kind == "allowed_tools" and isinstance(choice, Mapping):
+        allowed = choice.get("allowed_tools", choice)
+        listed = allowed.get("tools") if isinstance(allowed, Mapping) else None
+        if not isinstance(listed, list):
+            raise UsageError("tool_choice has no list of tools: write the allowed ones as 'tools'")
+        tools = _named(tools, [each.get("function", each) if isinstance(each, Mapping) else each for each in listed])
+        if allowed.get("mode", "auto") != "required":
+            return ChosenTools(tools, [])
+        named = tools
+    else:
+        raise UsageError(
+            f"tool_choice is {choice!r:.80}, but must be 'auto', 'none', 'required', or name a function as "
+            '{"type": "function", "function": {"name": …}}'
+        )
+    if not named:
+        raise UsageError("tool_choice wants a call, but there are no tools: give some, or leave it out")
+    return ChosenTools(tools, named)
+
+
+def _named(tools: Tools, functions: Sequence[object]) -> Tools:
+    found: Tools = []
+    for function in functions:
+        name = function.get("name") if isinstance(function, Mapping) else function
+        named = [tool for tool in tools if tool["function"]["name"] == name]
+        if not named:
+            words = "no tool" if name is None else f"{name!r:.80}, which is none of the tools"
+            raise UsageError(f"tool_choice names {words}: name one of them")
+        found += named
+    return found
+
+
+def call_schema(tools: Tools, *, only_strict: bool = False) -> dict[str, Any]:
+    """The JSON schema of a call of one of the tools, ``{"name": …, "arguments": {…}}``.
+
+    Args:
+        tools: those that may be called.
+        only_strict: tools that are not ``strict`` take any arguments.
+    """
+    calls, definitions = [], {}
+    for number, tool in enumerate(tools):
+        function = tool["function"]
+        parameters = function.get("parameters") if not only_strict or function.get("strict") else None
+        definitions[f"tool{number}"] = _moved(parameters or {"type": "object"}, f"#/$defs/tool{number}")
+        properties = {"name": {"const": function["name"]}, "arguments": {"$ref": f"#/$defs/tool{number}"}}
+        fixed = {"required": ["name", "arguments"], "additionalProperties": False}
+        calls.append({"type": "object", "properties": properties, **fixed})
+    return {"$defs": definitions, "anyOf": calls}
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """A schema as it has to be where it stands at ``place`` in another: its references lead into itself."""
+    if isinstance(schema, list):
+        return [_moved(each, place) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {key: value if key in _DATA else _moved(value, place) for key, value in schema.items()}
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#"):
+        moved["$ref"] = place + reference[1:]
+    return moved
+
+
+def calls_grammar(tools: Tools) -> str:
+    """In Lark's notation: any text, in which what stands between the tags of calls is a call."""
+    one_line = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+    schema = json.dumps({"x-guidance": one_line, **call_schema(tools, only_strict=True)})
+    return (
+        "start: call* TEXT\n"
+        'call: before "\\n"? json "\\n"? "</tool_call>"\n'
+        'before[lazy]: TEXT "<tool_call>"\n'
+        f"json: %json {schema}\n"
+        "TEXT: /(.|\\n)*/\n"
+    )

@@ -1,0 +1,275 @@
+"""What a chat template understands, and a conversation in just that form: the one place where the two meet.
+
+Nobody has read the template, and its model's name says nothing of it.  So small conversations with words of their own
+are rendered, each once and only when a conversation needs to know, and what has become of the words tells.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import string
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+from localllm.chat.conversation import Message, ToolCall
+
+#: What is told of conversations that are only looked at.
+_ONE, _TWO, _THREE = "zqfirst", "zqsecond", "zqthird"
+
+#: What ids of calls are made of for templates that want nine characters, as Mistral's do.
+_LETTERS = string.ascii_letters + string.digits
+
+#: What is tried: an id that all templates take, arguments, and a tool, whose name is not that of the call.
+_SHORT_ID, _ARGUMENTS = "abcdef012", {"zqkey": _TWO}
+_TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "zqtool",
+        "description": "",
+        "parameters": {"type": "object", "properties": {"zqkey": {"type": "string", "description": ""}}},
+    },
+}
+
+_Given = list[dict[str, Any]]
+_Tools = Sequence[Mapping[str, object]] | None
+
+
+class Rendering:
+    """Conversations as one template takes them."""
+
+    def __init__(self, source: str, render: Callable[[_Given, _Tools], str | None]) -> None:
+        """Takes a template.
+
+        Args:
+            source: its text.
+            render: what it makes of messages and tools, with what stands before an answer; None if it fails.
+        """
+        self._source = source
+        self._render = render
+
+    def messages(self, conversation: Sequence[Message]) -> _Given:
+        """The messages for the template, as mappings."""
+        found = [replace(each, role=self._role(each.role)) for each in conversation]
+        found = self._with_matched_results(self._with_systems_in_place(found))
+        return [self._message(each) for each in found]
+
+    def alternating(self, conversation: Sequence[Message]) -> _Given | None:
+        """The same with messages of one side in a row as one, for templates that refuse these; None without any."""
+        found: list[Message] = []
+        for each in conversation:
+            if found and found[-1].role == each.role and each.role in ("user", "assistant"):
+                found[-1] = _joined([found[-1], each])
+            else:
+                found.append(each)
+        return self.messages(found) if len(found) < len(conversation) else None
+
+    # -- What it understands ---------------------------------------------------------------------------------------
+
+    def _tells(self, messages: Sequence[Message], *words: str) -> bool:
+        """Whether all these words are in what the template makes of messages, in this order."""
+        return self._tells_given([self._message(each) for each in messages], *words)
+
+    def _tells_given(self, given: _Given, *words: str) -> bool:
+        text = self._render(given, None)
+        if text is None or "{'type'" in text:  # parts as Python writes them
+            return False
+        place = 0
+        for word in words:
+            place = text.find(word, place)
+            if place < 0:
+                return False
+        return True
+
+    @cached_property
+    def _takes_text(self) -> bool:
+        return self._tells_given([{"role": "user", "content": _ONE}], _ONE)
+
+    @cached_property
+    def _takes_parts(self) -> bool:
+        return self._tells_given([{"role": "user", "content": [_part(_ONE)]}], _ONE)
+
+    @cached_property
+    def _takes_several_parts(self) -> bool:
+        return self._tells_given([{"role": "user", "content": [_part(_ONE), _part(_TWO)]}], _ONE, _TWO)
+
+    @cached_property
+    def _takes_several_systems(self) -> bool:
+        messages = [Message("system", (_ONE,)), Message("system", (_TWO,)), Message("user", (_THREE,))]
+        return self._tells(messages, _ONE, _TWO, _THREE)
+
+    @cached_property
+    def _takes_later_systems(self) -> bool:
+        said = [Message("user", (_ONE,)), Message("assistant", (_TWO,)), Message("system", (_THREE,))]
+        return self._tells([*said, Message("user", (_ONE,))], _ONE, _TWO, _THREE, _ONE)
+
+    @cached_property
+    def _takes_systems(self) -> bool:
+        messages = [Message("system", (_ONE,)), Message("user", (_TWO,))]
+        # One that takes no message of a user either is not asked what else it takes.
+        return self._tells(messages, _ONE, _TWO) or not self._tells(messages[1:], _TWO)
+
+    @cached_property
+    def _takes_calls(self) -> bool:
+        if not (self._takes_text or self._takes_parts):  # it cannot be asked
+            return True
+        return any(self._takes_call(_SHORT_ID, arguments) for arguments in (_ARGUMENTS, json.dumps(_ARGUMENTS)))
+
+    @cached_property
+    def _wants_short_ids(self) -> bool:
+        """Whether ids of calls must have nine letters and digits."""
+        return self._takes_call(_SHORT_ID, _ARGUMENTS) and not self._takes_call("call_0123456789abcdef", _ARGUMENTS)
+
+    @cached_property
+    def _wants_arguments_as_text(self) -> bool:
+        return not self._takes_call(_SHORT_ID, _ARGUMENTS) and self._takes_call(_SHORT_ID, json.dumps(_ARGUMENTS))
+
+    def _takes_call(self, id_: str, arguments: object) -> bool:
+        """Whether a call and its result are in what the template makes of them, and not as Python writes them."""
+        call = {"id": id_, "type": "function", "function": {"name": "zqname", "arguments": arguments}}
+        given: _Given = [
+            {"role": "user", "content": self._content((_ONE,))},
+            {"role": "assistant", "content": self._content(("",)), "tool_calls": [call]},
+            {"role": "tool", "content": self._content((_THREE,)), "tool_call_id": id_, "name": "zqname"},
+        ]
+        text = self._render(given, [_TOOL]) or self._render(given, None)
+        if text is None or _THREE not in text or "{'zqkey'" in text:
+            return False
+        return any(word in text for word in ("zqname", _TWO, id_))
+
+    # -- What it is given ------------------------------------------------------------------------------------------
+
+    def _role(self, role: str) -> str:
+        return "system" if role == "developer" and role not in self._source else role
+
+    def _with_systems_in_place(self, messages: list[Message]) -> list[Message]:
+        """Messages of the system where the template reads them; no text of theirs is lost."""
+        places = [i for i, each in enumerate(messages) if each.role == "system"]
+        if not places:
+            return messages
+        n_leading = next((n for n, i in enumerate(places) if n != i), len(places))
+        may_stay = self._takes_systems and (n_leading <= 1 or self._takes_several_systems)
+        if may_stay and (n_leading == len(places) or self._takes_later_systems):
+            return messages
+        if self._takes_systems and self._takes_later_systems:
+            return [_joined(messages[:n_leading]), *messages[n_leading:]]
+        system = _joined([messages[i] for i in places])
+        rest = [each for each in messages if each.role != "system"]
+        if self._takes_systems:
+            return [system, *rest]
+        # As llama.cpp does it.
+        first = next((i for i, each in enumerate(rest) if each.role == "user"), None)
+        if first is None:
+            return [replace(system, role="user"), *rest]
+        rest[first] = replace(rest[first], texts=("\n".join((*system.texts, "".join(rest[first].texts))),))
+        return rest
+
+    def _with_matched_results(self, messages: list[Message]) -> list[Message]:
+        """Calls with ids, and results with the id and the name of their call, in the form that the template wants."""
+        if not any(each.calls or each.role == "tool" for each in messages):
+            return messages
+        as_text = not self._takes_calls
+        form = _short_id if self._wants_short_ids else str
+        found: list[Message] = []
+        open_calls: list[ToolCall] = []  # without a result so far
+        n_calls = 0
+        for message in messages:
+            if message.calls:
+                open_calls = []
+                for call in message.calls:
+                    n_calls += 1
+                    open_calls.append(replace(call, id=call.id or f"call_{n_calls}"))
+                message = replace(message, calls=tuple(replace(each, id=form(each.id)) for each in open_calls))
+            elif message.role == "tool":
+                found_call = _call_of(message, open_calls)
+                if found_call is not None:
+                    open_calls.remove(found_call)
+                    message = replace(message, call_id=found_call.id, name=message.name or found_call.name)
+                if message.call_id:
+                    message = replace(message, call_id=form(message.call_id))
+            found.append(_as_text(message) if as_text else message)
+        return found
+
+    def _content(self, texts: Sequence[str]) -> Any:
+        """Texts as the template reads them: in parts where it has to have them, or several of them and it can."""
+        if not self._takes_text and self._takes_parts:
+            texts = texts if len(texts) < 2 or self._takes_several_parts else ["".join(texts)]
+            return [_part(text) for text in texts]
+        if len(texts) > 1 and self._takes_several_parts:
+            return [_part(text) for text in texts]
+        return "".join(texts)
+
+    def _message(self, message: Message) -> dict[str, Any]:
+        texts = message.texts
+        if message.is_error:  # which no template has a place for
+            texts = ("Error: " + "".join(texts[:1]), *texts[1:])
+        given: dict[str, Any] = {"role": message.role, "content": self._content(texts)}
+        if message.reasoning:  # as in transformers, templates find it under either name
+            given |= {"reasoning_content": message.reasoning, "thinking": message.reasoning}
+        if message.calls:
+            given["tool_calls"] = [self._call(each) for each in message.calls]
+        if message.call_id:
+            given["tool_call_id"] = message.call_id
+        if message.name:
+            given["name"] = message.name
+        return {**message.more, **given}
+
+    def _call(self, call: ToolCall) -> dict[str, Any]:
+        arguments = call.arguments if self._wants_arguments_as_text else call.values
+        return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+
+
+def _part(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
+
+
+def _joined(messages: Sequence[Message]) -> Message:
+    """Messages of one role as a single one."""
+    texts = ["".join(each.texts) for each in messages]
+    return replace(
+        messages[0],
+        texts=("\n\n".join(text for text in texts if text),),
+        reasoning="\n\n".join(each.reasoning for each in messages if each.reasoning),
+        calls=tuple(call for each in messages for call in each.calls),
+    )
+
+
+def _as_text(message: Message) -> Message:
+    """A message with calls, or with a result, in words, for templates that know neither."""
+    if message.calls:
+        calls = [
+            json.dumps({"name": each.name, "arguments": each.values}, ensure_ascii=False) for each in message.calls
+        ]
+        return replace(message, texts=("\n".join([text for text in message.texts if text] + calls),), calls=())
+    if message.role != "tool":
+        return message
+    text = "".join(message.texts)
+    return replace(message, role="user", texts=(f"Result of {message.name or 'the tool'}: {text}",))
+
+
+def _call_of(result: Message, open_calls: Sequence[ToolCall]) -> ToolCall | None:
+    """The call that a message is the result of: that of its id, else of the tool's name, else the first one left."""
+    if result.call_id:
+        return next((call for call in open_calls if call.id == result.call_id), None)
+    named = [call for call in open_calls if not result.name or call.name == result.name]
+    return named[0] if named else None
+
+
+def _short_id(id_: str) -> str:
+    """Nine letters and digits, the same for the same id."""
+    if len(id_) == 9 and id_.isascii() and id_.isalnum():
+        return id_
+    number = int.from_bytes(hashlib.sha256(id_.encode(errors="replace")).digest()[:8])
+    return "".join(_LETTERS[number // 62**i % 62] for i in range(9))
+
+
+def described_tools(tools: Sequence[Mapping[str, object]]) -> str:
+    """What a system's message says of tools, for templates that have no place for them; calls are JSON."""
+    lines = [json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools]
+    return (
+        "You can call these tools, described by JSON schemas:\n"
+        + "\n".join(lines)
+        + '\nTo call one, answer with a JSON object and nothing else: {"name": the tool\'s name, "arguments": {…}}'
+    )

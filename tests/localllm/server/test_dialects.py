@@ -1,0 +1,202 @@
+"""What a client says of a conversation, in the words of each API: all become the same messages.
+
+A table of features by dialects; a cell is a request, or why the API has no words for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+import pytest
+
+from localllm.chat.conversation import Message, ToolCall, read_messages
+from localllm.errors import TemplateError, UsageError
+from localllm.server import anthropic, ollama, openai, responses
+from localllm.server.answers import Ask, begun_reply
+from localllm.server.http import HTTPError
+
+CALL = {"id": "call_1", "type": "function", "function": {"name": "now", "arguments": '{"zone": "UTC"}'}}
+TOOL = {"type": "function", "function": {"name": "now", "parameters": {"type": "object"}}}
+HI, HO = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}
+
+#: What every dialect makes of each feature: messages, and how the reply begins.
+EXPECTED: dict[str, tuple[list[Message], str]] = {
+    "a text": ([Message("user", ("hi",))], ""),
+    "parts of text": ([Message("user", ("h", "i"))], ""),
+    "a system's message": ([Message("system", ("S",)), Message("user", ("hi",))], ""),
+    "a developer's message": ([Message("developer", ("D",)), Message("user", ("hi",))], ""),
+    "reasoning": (
+        [Message("user", ("hi",)), Message("assistant", ("ho",), "hm"), Message("user", ("hi",))],
+        "",
+    ),
+    "a call and its result": (
+        [
+            Message("user", ("hi",)),
+            Message("assistant", calls=(ToolCall("now", '{"zone": "UTC"}', "call_1"),)),
+            Message("tool", ("noon",), call_id="call_1"),
+        ],
+        "",
+    ),
+    "a tool that failed": (
+        [
+            Message("assistant", calls=(ToolCall("now", '{"zone": "UTC"}', "call_1"),)),
+            Message("tool", ("no clock",), call_id="call_1", is_error=True),
+        ],
+        "",
+    ),
+    "a reply that has begun": ([Message("user", ("hi",))], "ho"),
+}
+
+#: The same requests: `messages` of OpenAI's chat, of Anthropic's and of Ollama's, and `input` of responses.
+CHAT: dict[str, Any] = {
+    "a text": [HI],
+    "parts of text": [{"role": "user", "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]}],
+    "a system's message": [{"role": "system", "content": "S"}, HI],
+    "a developer's message": [{"role": "developer", "content": "D"}, HI],
+    "reasoning": [HI, {**HO, "reasoning_content": "hm"}, HI],
+    "a call and its result": [
+        HI,
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "noon"},
+    ],
+    "a tool that failed": [
+        {"role": "assistant", "tool_calls": [CALL]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "no clock", "is_error": True},
+    ],
+    "a reply that has begun": [HI, HO],
+}
+USE = {"type": "tool_use", "id": "call_1", "name": "now", "input": {"zone": "UTC"}}
+ANTHROPIC: dict[str, Any] = {
+    **CHAT,
+    "a system's message": {"system": "S", "messages": [HI]},
+    "a developer's message": "it has none",
+    "reasoning": [
+        HI,
+        {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "ho"}]},
+        HI,
+    ],
+    "a call and its result": [
+        HI,
+        {"role": "assistant", "content": [USE]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "call_1", "content": "noon"}]},
+    ],
+    "a tool that failed": [
+        {"role": "assistant", "content": [USE]},
+        {
+            "role": "user",
+            "content": [{"type": "tool_result", "tool_use_id": "call_1", "content": "no clock", "is_error": True}],
+        },
+    ],
+}
+FUNCTION_CALL = {"type": "function_call", "call_id": "call_1", "name": "now", "arguments": '{"zone": "UTC"}'}
+RESPONSES: dict[str, Any] = {
+    **CHAT,
+    "parts of text": [{"role": "user", "content": [{"type": "input_text", "text": each} for each in "hi"]}],
+    "a system's message": {"instructions": "S", "input": "hi"},
+    "reasoning": [
+        HI,
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "ho"}]},
+        HI,
+    ],
+    "a call and its result": [
+        HI,
+        FUNCTION_CALL,
+        {"type": "function_call_output", "call_id": "call_1", "output": "noon"},
+    ],
+    "a tool that failed": "a result has no word for it",
+}
+OLLAMA: dict[str, Any] = {
+    **CHAT,
+    "parts of text": "a content is one text",
+    "reasoning": [HI, {**HO, "thinking": "hm"}, HI],
+}
+
+
+def library(messages: Any, **_: Any) -> tuple[list[Message], str]:
+    return begun_reply(read_messages(messages))
+
+
+def of_ask(ask: Ask) -> tuple[list[Message], str]:
+    return ask.messages or [], ask.reply_prefix
+
+
+def chat(messages: Any, **more: Any) -> tuple[list[Message], str]:
+    return of_ask(openai._ask_of_chat(msgspec.convert({"messages": messages, **more}, openai.ChatRequest)))
+
+
+def claude(messages: Any, **more: Any) -> tuple[list[Message], str]:
+    body = messages if isinstance(messages, dict) else {"messages": messages}
+    return of_ask(anthropic._ask(msgspec.convert({**body, **more}, anthropic.MessagesRequest)))
+
+
+def response(messages: Any, **more: Any) -> tuple[list[Message], str]:
+    body = messages if isinstance(messages, dict) else {"input": messages}
+    return of_ask(responses._ask(msgspec.convert({**body, **more}, responses.ResponsesRequest), []))
+
+
+def llama(messages: Any, **_: Any) -> tuple[list[Message], str]:
+    return begun_reply([ollama._message(i, each) for i, each in enumerate(messages)])
+
+
+DIALECTS: dict[str, tuple[Callable[..., tuple[list[Message], str]], Mapping[str, Any]]] = {
+    "library": (library, CHAT),
+    "openai": (chat, CHAT),
+    "anthropic": (claude, ANTHROPIC),
+    "responses": (response, RESPONSES),
+    "ollama": (llama, OLLAMA),
+}
+
+
+@pytest.mark.parametrize("feature", EXPECTED)
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_all_say_the_same(dialect: str, feature: str) -> None:
+    read, requests = DIALECTS[dialect]
+    request = requests[feature]
+    if isinstance(request, str):
+        pytest.skip(request)
+    assert read(request) == EXPECTED[feature]
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_what_is_not_text_is_refused_by_its_name(dialect: str) -> None:
+    read, _ = DIALECTS[dialect]
+    content = [{"type": "image_url", "image_url": {"url": "x"}}]
+    with pytest.raises(TemplateError, match="message 0 has a part of type 'image_url'"):
+        read([{"role": "user", "content": content}])
+
+
+@pytest.mark.parametrize(
+    ("choice", "forced"),
+    [
+        (None, False),
+        ("auto", False),
+        ("required", True),
+        ({"type": "function", "function": {"name": "now"}}, True),
+        ({"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [TOOL]}}, False),
+        ({"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "now"}]}, True),
+    ],
+)
+def test_a_choice_of_tools(choice: Any, forced: bool) -> None:
+    body = {"messages": [HI], "tools": [TOOL], "tool_choice": choice}
+    ask = openai._ask_of_chat(msgspec.convert(body, openai.ChatRequest))
+    assert ask.tools == [TOOL]
+    assert ("json_schema" in ask.options) == forced
+
+
+@pytest.mark.parametrize("choice", ["foo", "Required", "", {"type": "foo"}, {"type": "function"}, {"type": "tool"}])
+def test_a_choice_that_means_nothing_is_refused(choice: Any) -> None:
+    with pytest.raises(UsageError, match="tool_choice"):
+        openai._ask_of_chat(
+            msgspec.convert({"messages": [HI], "tools": [TOOL], "tool_choice": choice}, openai.ChatRequest)
+        )
+
+
+def test_documents_of_text_are_text() -> None:
+    source = {"type": "text", "media_type": "text/plain", "data": "one two"}
+    parts = [{"type": "document", "title": "T", "source": source}, {"type": "text", "text": "?"}]
+    assert claude([{"role": "user", "content": parts}]) == ([Message("user", ("T\n\none two", "?"))], "")
+    with pytest.raises(HTTPError, match="message 0 has a document that is not text"):
+        claude([{"role": "user", "content": [{"type": "document", "source": {"type": "base64", "data": "="}}]}])
