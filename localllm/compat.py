@@ -36,6 +36,7 @@ from localllm.library.names import HubName
 from localllm.library.pull import pull
 from localllm.llm import LLM, load, model_file
 from localllm.sampling import Choice
+from localllm.tokenizer.stream import TextOffsets
 
 #: Modules of llama_cpp that programs import from, which are this one too.
 for _module in ("llama", "llama_grammar", "llama_speculative", "llama_cache", "llama_types"):
@@ -281,7 +282,7 @@ class Llama:
         begin = partial(self._begin, self.llm.stream, prompt, parse_special=True, **given)
         answer = _Answer(f"cmpl-{uuid.uuid4()}", "text_completion", model or self.model_path)
         if stream:
-            return self._text_chunks(begin, answer, offset=len(before))
+            return self._text_chunks(begin, answer, before if echo else "", len(before), suffix or "")
         done = self._read(begin())
         text = (before if echo else "") + done.text + (suffix or "")
         choice = {"text": text, "logprobs": self._logprobs(done.logprobs, len(before))}
@@ -387,9 +388,14 @@ class Llama:
         self._ids = stream.tokens
         return done
 
-    def _text_chunks(self, begin: Callable[[], Stream], answer: _Answer, offset: int) -> Iterator[dict[str, Any]]:
+    def _text_chunks(
+        self, begin: Callable[[], Stream], answer: _Answer, echo: str, offset: int, suffix: str
+    ) -> Iterator[dict[str, Any]]:
+        if echo:
+            yield answer.chunk({"text": echo, "logprobs": None}, Chunk(""))
         for chunk in self._chunks(begin):
-            yield answer.chunk({"text": chunk.text, "logprobs": self._logprobs(chunk.logprobs, offset)}, chunk)
+            text = chunk.text if chunk.finish_reason is None else suffix
+            yield answer.chunk({"text": text, "logprobs": self._logprobs(chunk.logprobs, offset)}, chunk)
             offset += len(chunk.text)
 
     def _chat_chunks(
@@ -456,7 +462,8 @@ class Llama:
         if choices is None:
             return None
         tokens = [self._token_text(choice.id) for choice in choices]
-        offsets = [offset + sum(map(len, tokens[:i])) for i in range(len(tokens))]
+        places = TextOffsets(self.llm.tokenizer, offset)
+        offsets = [places.next(choice.id) for choice in choices]
         top = [
             {self._token_text(id_): logprob for id_, logprob in (*choice.top, (choice.id, choice.logprob))}
             for choice in choices

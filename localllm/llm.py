@@ -175,6 +175,11 @@ class LLM:
         return self._tokenizer
 
     @property
+    def writes_text(self) -> bool:
+        """Whether the model writes text: others make vectors (`embed`), or scores (`rerank`)."""
+        return self._embedder is None
+
+    @property
     def has_chat_template(self) -> bool:
         """Whether the file has a chat template, or one was given to `load`."""
         self._opened()
@@ -262,7 +267,12 @@ class LLM:
         return last_logits(engine, ids, n)
 
     def score(
-        self, prompt: str | Sequence[int], continuations: Sequence[str | Sequence[int]], *, add_special: bool = True
+        self,
+        prompt: str | Sequence[int],
+        continuations: Sequence[str | Sequence[int]],
+        *,
+        add_special: bool = True,
+        top_logprobs: int = 0,
     ) -> list[Score]:
         """How likely each continuation of a prompt is; the prompt is evaluated once.
 
@@ -274,16 +284,18 @@ class LLM:
             continuations: texts, or tokens.  A text is tokenized together with the prompt, so that a word that goes
                 on across the border is that word; spaces at the prompt's end count as the continuation's.
             add_special: whether the prompt begins as the model's texts do; see `tokenize`.
+            top_logprobs: how many of the likeliest tokens to tell of each place (`Score.top`).
 
         Raises:
             TypeError, UsageError, ContextLengthError: as `generate`.
         """
         engine = self._opened()
         self._check_writes()
+        whole_number("top_logprobs", top_logprobs, 0)
         if isinstance(continuations, str | bytes) or not isinstance(continuations, Sequence):
             raise UsageError("continuations must be a list of texts, or of lists of token ids")
         pairs = [self._continued(prompt, continuation, add_special) for continuation in continuations]
-        return scores(engine, pairs)
+        return scores(engine, pairs, top_logprobs)
 
     def load_adapter(self, name: str, path: str | os.PathLike[str]) -> None:
         """Adds a low-rank adapter, a GGUF file or a folder of PEFT's, for ``generate(..., adapters={name: 0.8})``.

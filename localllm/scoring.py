@@ -32,12 +32,14 @@ class Score:
         ids: its tokens.
         logprobs: that of each token, after the prompt and those before it.
         is_greedy: whether each is the likeliest token at its place.
+        top: the likeliest tokens at each place with their log-probabilities, the best first, if they were asked for.
     """
 
     logprob: float
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     is_greedy: bool
+    top: tuple[tuple[tuple[int, float], ...], ...] = ()
 
 
 class Evaluation:
@@ -152,9 +154,11 @@ def evaluate_all(
 class _Scoring:
     """Adds up how likely the tokens from position ``first`` on are, as logits come."""
 
-    def __init__(self, engine: Engine, ids: Sequence[int], first: int) -> None:
+    def __init__(self, engine: Engine, ids: Sequence[int], first: int, n_top: int) -> None:
         self._ids = ids
         self._first = first
+        self._n_top = min(n_top, engine.n_vocab)
+        self._top: list[tuple[tuple[int, float], ...]] = []
         self._logprobs: list[float] = []
         self._is_greedy = True
         # The logits after the last token are wanted by nobody.
@@ -163,9 +167,13 @@ class _Scoring:
     def _add(self, position: int, rows: NDArray[np.float32]) -> None:
         for row, id_ in zip(rows, self._ids[position + 1 :], strict=False):
             peak = float(row.max())
-            total = np.exp(row - np.float32(peak), dtype=np.float64).sum()
-            self._logprobs.append(float(row[id_]) - peak - float(np.log(total)))
+            log_total = float(np.log(np.exp(row - np.float32(peak), dtype=np.float64).sum()))
+            self._logprobs.append(float(row[id_]) - peak - log_total)
             self._is_greedy &= int(row.argmax()) == id_
+            if self._n_top:
+                best = np.argpartition(-row, self._n_top - 1)[: self._n_top]
+                best = best[np.lexsort((best, -row[best]))]
+                self._top.append(tuple((int(each), float(row[each]) - peak - log_total) for each in best))
 
     def cancel(self) -> None:
         if self._evaluation is not None:
@@ -175,13 +183,17 @@ class _Scoring:
         if self._evaluation is not None:
             self._evaluation.wait()
         ids = tuple(self._ids[self._first :])
-        return Score(sum(self._logprobs, 0.0), ids, tuple(self._logprobs), self._is_greedy)
+        return Score(sum(self._logprobs, 0.0), ids, tuple(self._logprobs), self._is_greedy, tuple(self._top))
 
 
-def scores(engine: Engine, texts: Sequence[tuple[Sequence[int], int]]) -> list[Score]:
+def scores(engine: Engine, texts: Sequence[tuple[Sequence[int], int]], n_top: int = 0) -> list[Score]:
     """How likely the tokens of each text are from a position on, which is at least 1.
+
+    Args:
+        texts: the tokens of each, and the position.
+        n_top: how many of the likeliest tokens to tell of each place.
 
     Raises:
         As `Engine.submit` and `Evaluation.wait`.
     """
-    return evaluate_all(lambda text: _Scoring(engine, *text), _Scoring.score, texts)
+    return evaluate_all(lambda text: _Scoring(engine, *text, n_top), _Scoring.score, texts)

@@ -40,8 +40,8 @@ _CLOSING = {**_AROUND, **_PARTS}
 _CALLS = [
     re.compile(pattern + r"\s*", re.DOTALL)
     for pattern in (
-        r"<function=(?P<name>[^>\s]+)>(?P<arguments>.*?)(?:</function>|\Z)",
-        r'<invoke name="(?P<name>[^">]+)">(?P<arguments>.*?)</invoke>',
+        r"<function=(?P<name>[^>\s]+)>(?P<arguments>.*?)(?:</function>(?=\s*(?:<function=|\Z))|\Z)",
+        r'<invoke name="(?P<name>[^">]+)">(?P<arguments>.*?)</invoke>(?=\s*(?:<invoke|\Z))',
         rf"{re.escape(CALL)}(?:functions\.)?(?P<name>[^\s<]+)<\|message\|>(?P<arguments>.*?)(?:<\|call\|>|\Z)",
         r"<｜tool▁call▁begin｜>function<｜tool▁sep｜>(?P<name>[^\n]+)\n```json\n(?P<arguments>.*?)\n```<｜tool▁call▁end｜>",
         r"<｜tool▁call▁begin｜>(?P<name>[^<]+)<｜tool▁sep｜>(?P<arguments>.*?)<｜tool▁call▁end｜>",
@@ -54,10 +54,21 @@ _CALLS = [
 ]
 
 _PARAMETER = re.compile(
-    r"""(?:<parameter(?:=|\ name=")(?P<key>[^>"]+)[^>]*>\n?(?P<value>.*?)\n?</parameter>
-    |<arg_key>(?P<key_>.*?)</arg_key>\s*<arg_value>(?P<value_>.*?)</arg_value>)\s*""",
+    r"""(?:<parameter(?:=|\ name=")(?P<key>[^>"]+)[^>]*>\n?(?P<value>.*?)\n?</parameter>(?=\s*(?:<parameter[= ]|\Z))
+    |<arg_key>(?P<key_>.*?)</arg_key>\s*<arg_value>(?P<value_>.*?)</arg_value>(?=\s*(?:<arg_key>|\Z)))\s*""",
     re.DOTALL | re.VERBOSE,
 )
+
+
+class _UnfinishedError(ValueError):
+    """What stands before a closing tag is no call, but may be the beginning of one whose arguments have that tag."""
+
+    def __init__(self) -> None:
+        super().__init__("it is written in no known way")
+
+
+#: What reading a call may raise.
+_CANNOT_BE_READ = (ValueError, KeyError, TypeError, RecursionError)
 
 
 class ReplyParser:
@@ -81,6 +92,8 @@ class ReplyParser:
         self._held = ""
         #: What opened the call that is held, with the white space before it.
         self._opening = self._space = ""
+        #: Where in what is held closing tags have not been looked for.
+        self._searched = 0
         self._has_begun = self._is_after_call = False
 
     @classmethod
@@ -96,11 +109,14 @@ class ReplyParser:
 
     def finish(self) -> list[Piece | ToolCall]:
         """What was held back; call it once, after the last text."""
-        parts = self._answer(self._thinking.finish())
+        parts = self._answer(self._thinking.finish()) + self._find_calls(is_whole=True)
         text, self._held = self._held, ""
-        if self._opening:
-            return parts + self._call(text, "")
-        return parts + (self._call(text, "") if self._may_be_bare(text) else _piece(text))
+        if not self._may_be_bare(text):
+            return parts + _piece(text)
+        try:
+            return parts + self._calls(text, "")
+        except _CANNOT_BE_READ:
+            return parts + _piece(text)
 
     def _answer(self, pieces: Sequence[Piece]) -> list[Piece | ToolCall]:
         parts: list[Piece | ToolCall] = []
@@ -112,17 +128,15 @@ class ReplyParser:
                 parts += self._find_calls()
         return parts
 
-    def _find_calls(self) -> list[Piece | ToolCall]:
+    def _find_calls(self, is_whole: bool = False) -> list[Piece | ToolCall]:
+        """What is certain of the text held; ``is_whole``: nothing comes behind it."""
         parts: list[Piece | ToolCall] = []
         while not self._may_be_bare(self._held):
             if self._opening:
-                body, closing, rest = self._held.partition(_CLOSING[self._opening])
-                if not closing:
+                found_call = self._end_call(is_whole)
+                if found_call is None:
                     return parts
-                if closing == self._opening:  # it is the next call's
-                    closing, rest = "", closing + rest
-                self._held = rest
-                parts += self._call(body, closing)
+                parts += found_call
                 continue
             if self._is_after_call:
                 self._held = self._held.lstrip()
@@ -145,22 +159,53 @@ class ReplyParser:
         text = text.lstrip()
         return not self._has_begun and text[:1] in ("{", "[") and not text.startswith("[TOOL_CALLS]")
 
-    def _call(self, body: str, closing: str) -> list[Piece | ToolCall]:
-        """The calls that stand behind what opened them; all of it as text if there are none."""
-        opening, space, self._opening, self._space = self._opening, self._space, "", ""
+    def _end_call(self, is_whole: bool) -> list[Piece | ToolCall] | None:
+        """The calls that stand behind what opened them, up to the closing tag that makes them whole.
+
+        A tag in a call's arguments does not.  None if the tag is still to come.
+        """
+        closing, first = _CLOSING[self._opening], self._held.find(_CLOSING[self._opening])
+        while (at := self._held.find(closing, self._searched)) >= 0:
+            try:
+                return self._ended(self._calls(self._held[:at], closing), at, closing)
+            except _CANNOT_BE_READ as error:
+                if at == first and not isinstance(error, _UnfinishedError):
+                    return self._ended(self._as_text(self._held[:at], closing, error), at, closing)
+            self._searched = at + len(closing)
+        if not is_whole:
+            self._searched = max(self._searched, len(self._held) - len(closing) + 1)
+            return None
         try:
-            calls = list(self._read(opening + body + closing if opening in _PARTS else body))
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            if opening:
-                self.warnings.append(f"a call of a tool was left as text: {_words(error)}")
-            return _piece(space + opening + body + closing)
+            return self._ended(self._calls(self._held, ""), len(self._held), "")
+        except _CANNOT_BE_READ as error:
+            at, closing = (len(self._held), "") if first < 0 else (first, closing)
+            return self._ended(self._as_text(self._held[:at], closing, error), at, closing)
+
+    def _ended(self, parts: list[Piece | ToolCall], at: int, closing: str) -> list[Piece | ToolCall]:
+        """Goes on behind a call that ends at ``at``; a closing tag that also opens is the next call's."""
+        self._held = self._held[at if closing == self._opening else at + len(closing) :]
+        self._opening, self._space, self._searched = "", "", 0
+        return parts
+
+    def _calls(self, body: str, closing: str) -> list[Piece | ToolCall]:
+        """The calls of a body.
+
+        Raises:
+            One of `_CANNOT_BE_READ`.
+        """
+        calls = list(self._read(self._opening + body + closing if self._opening in _PARTS else body))
         self._is_after_call = True
         return [*calls]
+
+    def _as_text(self, body: str, closing: str, error: Exception) -> list[Piece | ToolCall]:
+        if self._opening:
+            self.warnings.append(f"a call of a tool was left as text: {_words(error)}")
+        return _piece(self._space + self._opening + body + ("" if closing == self._opening else closing))
 
     def _read(self, body: str) -> Iterator[ToolCall]:
         text = body.replace("｜DSML｜", "").strip()
         if text[:1] in ("{", "["):
-            for call in _json_values(text):
+            for call in list(_json_values(text)):
                 yield self._checked(call["name"], call["arguments"] if "arguments" in call else call["parameters"])
             return
         for pattern in _CALLS:
@@ -169,7 +214,7 @@ class ReplyParser:
                 for call in calls:
                     yield self._checked(call["name"], self._arguments(call["name"], call["arguments"].strip()))
                 return
-        raise ValueError("it is written in no known way")
+        raise _UnfinishedError
 
     def _checked(self, name: Any, arguments: Any) -> ToolCall:
         if name not in self._tools:
@@ -187,20 +232,44 @@ class ReplyParser:
         if text.startswith("{"):
             return json.loads(_as_json(text) if '<|"|>' in text or '"' not in text else text, parse_constant=_refuse)
         schema = self._tools.get(name, {}).get("parameters") or {}
-        kinds = {key: each.get("type") for key, each in (schema.get("properties") or {}).items()}
+        properties = schema.get("properties") or {}
         values: dict[str, Any] = {}
         found = _in_a_row(_PARAMETER, text)
         if text and not found:
-            raise ValueError("its parameters cannot be read")
+            raise _UnfinishedError
         for each in found:
             key, value = each["key"] or each["key_"], each["value"] or each["value_"] or ""
             values[key] = value
-            if kinds.get(key) != "string":
+            if "string" not in _types(properties.get(key), schema):
                 try:
-                    values[key] = json.loads(value, parse_constant=_refuse)
+                    values[key] = json.loads(_PYTHON.get(value, value), parse_constant=_refuse)
                 except ValueError:
                     continue
         return values
+
+
+#: What some models write for JSON's words.
+_PYTHON = {"True": "true", "False": "false", "None": "null"}
+
+
+def _types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[str]:
+    """The types of JSON that a schema allows, as far as it names them; ``root``: what its references lead into."""
+    if not isinstance(schema, Mapping) or depth > 8:
+        return set()
+    if isinstance(reference := schema.get("$ref"), str):
+        place: Any = root
+        for name in reference.removeprefix("#").split("/")[1:]:
+            place = place.get(name) if isinstance(place, Mapping) else None
+        return _types(place, root, depth + 1)
+    named = schema.get("type")
+    types = {named} if isinstance(named, str) else set(named) if isinstance(named, list) else set()
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if not types and isinstance(values, list):
+        types = {"string" for value in values if isinstance(value, str)}
+    for key in ("anyOf", "oneOf", "allOf"):
+        for each in schema.get(key) or ():
+            types |= _types(each, root, depth + 1)
+    return types
 
 
 def _in_a_row(pattern: re.Pattern[str], text: str) -> list[re.Match[str]]:
@@ -216,7 +285,12 @@ def _json_values(text: str) -> Iterator[Any]:
     """JSON values one after the other, and those of lists."""
     decoder, at = json.JSONDecoder(parse_constant=_refuse), 0
     while at < len(text):
-        value, at = decoder.raw_decode(text, at)
+        try:
+            value, at = decoder.raw_decode(text, at)
+        except json.JSONDecodeError as error:
+            if error.msg.startswith("Unterminated string"):
+                raise _UnfinishedError from None
+            raise
         if value == []:
             raise ValueError("it is empty")
         yield from value if isinstance(value, list) else [value]

@@ -9,7 +9,8 @@ from typing import Any
 
 from localllm.cli.terminal import warn
 from localllm.declared_options import LoadOptions, declared
-from localllm.errors import ModelNotFoundError
+from localllm.errors import ModelNotFoundError, UsageError
+from localllm.files import read_text
 from localllm.settings import Settings, load_settings, settings_path
 
 #: The settings that stand for flags of the same names, wherever a command has these.
@@ -86,6 +87,8 @@ def model_file(given: Mapping[str, Any], settings: Settings) -> str | Path | Non
 def load_options(arguments: argparse.Namespace, path: str | Path | None, **more: Any) -> dict[str, Any]:
     """The keywords of `localllm.load` of a command line, and ``more``; a context of 0 is the model's own."""
     given = {name: value for name, value in vars(arguments).items() if name in declared(LoadOptions)} | more
+    if "chat_template" in given:
+        given["chat_template"] = chat_template(arguments)
     given["adapters"] = {str(adapter): adapter for adapter, _ in vars(arguments).get("lora", ())}
     if given.get("context") == 0:
         # Imported here: it takes as long as reading the file does.
@@ -93,3 +96,30 @@ def load_options(arguments: argparse.Namespace, path: str | Path | None, **more:
 
         given["context"] = trained_context(path or demo_path())
     return given
+
+
+def chat_template(arguments: argparse.Namespace) -> str | None:
+    """The chat template that the command line gives.
+
+    Raises:
+        UsageError: it gives two, a file that cannot be read, or a word that is no template.
+    """
+    text: str | None = arguments.chat_template
+    if arguments.chat_template_file is not None:
+        if text is not None:
+            raise UsageError("--chat-template and --chat-template-file both give a template: leave one of them out")
+        return without_line_end(read_text(arguments.chat_template_file, "the chat template file"))
+    if text == "chatml":
+        from localllm.chat import CHATML  # imported here, as jinja2 is with it: most use the file's template
+
+        return CHATML
+    if text is not None and "{" not in text:
+        raise UsageError(
+            f"there is no chat template {text!r:.80}: leave --chat-template out for the file's own, or give jinja2 "
+            "text or 'chatml'"
+        )
+    return text
+
+
+def without_line_end(text: str) -> str:
+    return text.removesuffix("\n").removesuffix("\r") if text.endswith("\n") else text

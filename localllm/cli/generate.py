@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from localllm.cli.defaults import load_options, settle
+from localllm.cli.defaults import load_options, settle, without_line_end
 from localllm.cli.machine import too_many_threads
 from localllm.cli.main import DONE, options_of
 from localllm.cli.terminal import (
@@ -81,7 +81,7 @@ def load_model(
     planned: LoadPlan | None = None,
 ) -> LLM:
     """Loads a model, or without a path the demo model, as the command line says: devices, context, threads, …."""
-    options = load_options(arguments, path, chat_template=_template(arguments))
+    options = load_options(arguments, path)
     return load(path, **options, progress=progress, planned=planned)
 
 
@@ -134,37 +134,18 @@ def _only(samplers: Sequence[str]) -> dict[str, float]:
     return {key: value for name, off in _SAMPLERS.items() if name not in names for key, value in off.items()}
 
 
-def _template(arguments: argparse.Namespace) -> str | None:
-    """The chat template that the command line gives."""
-    text: str | None = arguments.chat_template
-    if arguments.chat_template_file is not None:
-        if text is not None:
-            raise UsageError("--chat-template and --chat-template-file both give a template: leave one of them out")
-        return _without_line_end(read_text(arguments.chat_template_file, "the chat template file"))
-    if text == "chatml":
-        from localllm.chat import CHATML  # imported here, as jinja2 is with it: most use the file's template
-
-        return CHATML
-    if text is not None and "{" not in text:
-        raise UsageError(
-            f"there is no chat template {text!r:.80}: leave --chat-template out for the file's own, or give jinja2 "
-            "text or 'chatml'"
-        )
-    return text
-
-
 def _prompt(arguments: argparse.Namespace) -> str:
     if arguments.prompt is not None and arguments.file is not None:
         raise UsageError("-p and -f both give a prompt: leave one of them out")
     if arguments.file is not None:
-        return _without_line_end(read_text(arguments.file, "the prompt file"))
+        return without_line_end(read_text(arguments.file, "the prompt file"))
     if arguments.prompt not in (None, "-"):
         return _unescaped(arguments.prompt, "-p") if arguments.escape else _valid(arguments.prompt, "-p")
     if sys.stdin is None or sys.stdin.closed or (arguments.prompt is None and is_terminal(sys.stdin)):
         return ""
     if arguments.prompt is None and not arguments.quiet:
         _mention_waiting()
-    return _without_line_end(read_text(sys.stdin.buffer, "standard input"))
+    return without_line_end(read_text(sys.stdin.buffer, "standard input"))
 
 
 def _mention_waiting() -> None:
@@ -177,10 +158,6 @@ def _mention_waiting() -> None:
         return
     if not ready:
         say("localllm: reading the prompt from standard input; -p gives it on the command line")
-
-
-def _without_line_end(text: str) -> str:
-    return text.removesuffix("\n").removesuffix("\r") if text.endswith("\n") else text
 
 
 def _valid(text: str, flag: str) -> str:

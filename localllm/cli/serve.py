@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from localllm.cli.defaults import load_options, settle
+from localllm.cli.defaults import chat_template, load_options, settle
 from localllm.cli.main import DONE
 from localllm.cli.terminal import say, warn
 from localllm.engine.engine import Counts
@@ -54,6 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.lora and len(arguments.models) != 1:
         raise UsageError("--lora is for one model: name that with -m FILE, and no other")
+    chat_template(arguments)  # what is wrong with it is said before a model is asked for
     settings = settle(arguments, skip=("model",))
     keys = [*arguments.api_keys, *(key for key in os.environ.get(KEY_VARIABLE, "").split(",") if key)]
     if arguments.host not in _OWN and not keys:

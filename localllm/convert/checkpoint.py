@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -280,13 +280,17 @@ class _Namer:
             ModelError: the file has no place for one, or experts are missing.
         """
         groups: dict[str, dict[int, Source]] = defaultdict(dict)
+        tied_head: Source | None = None
         for name, source in sources.items():
             name = _without_wrappers(name)
             if self._has_block:
                 name = self._block_name(name)
             if _HEAD.search(name) and not is_classifier(self._config):
                 continue
-            if _OTHERS.search(name) or (name == "lm_head.weight" and self._config.values.get("tie_word_embeddings")):
+            if name == "lm_head.weight" and self._config.values.get("tie_word_embeddings"):
+                tied_head = source
+                continue
+            if _OTHERS.search(name):
                 continue
             layer = re.match(_LAYER, name)
             if layer and int(layer[1]) >= self._config.num_hidden_layers and not self._has_block:
@@ -299,6 +303,10 @@ class _Namer:
             if sorted(numbered) != list(range(len(numbered))):
                 raise ModelError(f"the checkpoint lacks experts of {quoted(name)}: download it again")
             found |= self._planned(name, [numbered[i] for i in range(len(numbered))])
+        if tied_head is not None and "token_embd.weight" not in found:
+            # Of tied weights a checkpoint may have the head's name alone.
+            (head,) = self._planned("lm_head.weight", [tied_head]).values()
+            found["token_embd.weight"] = replace(head, name="token_embd.weight")
         for name, array in self._conversion.extra(self._config).items():
             found[name] = CheckpointTensor(name, array.shape, GGMLType.F32, partial(iter, [array]))
         return found

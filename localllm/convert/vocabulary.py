@@ -258,16 +258,18 @@ _USUAL = ("llama-bpe", "gpt-2", "qwen2", "deepseek-v3", "starcoder", "gpt-4o", "
 
 
 def _templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The chat template, and others by name."""
-    found = settings.get("chat_template")
-    path = folder / "chat_template.jinja"
-    if found is None and path.is_file():
-        found = path.read_text("utf-8", errors="replace")
-    found = read_json(folder / "chat_template.json").get("chat_template") if found is None else found
-    if isinstance(found, str):
-        return {"tokenizer.chat_template": found}
+    """The chat template, and others by name.
+
+    As in transformers, which since 4.52 writes them to files of their own, those count before settings.
+    """
+    found = settings.get("chat_template") or read_json(folder / "chat_template.json").get("chat_template")
     named: Sequence[Any] = found if isinstance(found, list) else ()
     texts = {entry["name"]: entry["template"] for entry in named if {"name", "template"} <= set(entry)}
+    if isinstance(found, str):
+        texts["default"] = found
+    files = [("default", folder / "chat_template.jinja")]
+    files += [(path.stem, path) for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))]
+    texts |= {name: path.read_text("utf-8", errors="replace") for name, path in files if path.is_file()}
     keys = {f"tokenizer.chat_template.{name}": text for name, text in texts.items() if name != "default"}
     if keys:
         keys["tokenizer.chat_templates"] = [name for name in texts if name != "default"]

@@ -20,7 +20,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from localllm.cancellation import check_cancelled
 from localllm.chat.thinking import TAGS
-from localllm.errors import GrammarError, UsageError
+from localllm.errors import GrammarError, UsageError, warn
 from localllm.kernels import process
 from localllm.sampling.candidates import IntArray
 from localllm.sampling.penalties import Logits
@@ -37,6 +37,18 @@ _MAX_SPELLINGS = 256
 
 #: Otherwise each mask would spell and tokenize all text that alone can follow: seconds for a long literal.
 _NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
+
+#: Keywords with values that allow everything.
+_ALLOWS_ALL: tuple[tuple[str, Any], ...] = (
+    ("uniqueItems", False),
+    ("unevaluatedProperties", True),
+    ("unevaluatedItems", True),
+    ("dependentRequired", {}),
+    ("dependentSchemas", {}),
+    ("propertyNames", {}),
+    ("propertyNames", {"type": "string"}),
+    ("minContains", 0),
+)
 
 #: What says of an object which other properties it may have.
 _SAYS_MORE = {
@@ -93,7 +105,9 @@ def _internal(sampling: Sampling) -> str:
             schema = str(sampling.json_schema)
             if '"allOf"' not in schema:
                 schema = json.dumps(_closed(json.loads(schema)))
-            found = json.loads(matcher.grammar_from_json_schema(schema, overrides=_ONE_LINE))
+            # What it does not know is a warning, not an error.
+            options = {**_ONE_LINE, "lenient": True}
+            found = json.loads(matcher.grammar_from_json_schema(schema, overrides=options))
             lark = f"start: %json {json.dumps(found['grammars'][0]['json_schema'])}"
         elif sampling.regex is not None:
             lark = json.loads(matcher.grammar_from_regex(sampling.regex))["grammars"][0]["lark_grammar"]
@@ -160,6 +174,9 @@ def _closed(schema: Any) -> Any:
     else:
         closed, deeper = {**schema, "additionalProperties": False}, True
     for key, value in schema.items():
+        if any(key == name and value == allowed for name, allowed in _ALLOWS_ALL):
+            del closed[key]
+            continue
         if key in ("properties", "$defs", "definitions") and isinstance(value, dict):
             closed[key] = {name: _closed(each) for name, each in value.items()}
         elif key == "items":
@@ -236,6 +253,8 @@ class Grammars:
         self.prepare()
         matcher = llguidance.LLMatcher(self._vocabulary, internal, log_level=0)
         _raise_if(matcher.get_error(), sampling)
+        for message in matcher.get_grammar_warnings():
+            warn(f"json_schema: {_line(message)}, which texts are not held to")
         return matcher
 
     def _opening_tokens(self, template: str) -> dict[int, str]:

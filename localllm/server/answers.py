@@ -115,7 +115,7 @@ class Generation(msgspec.Struct):
             options["logit_bias"] = _biases(self.logit_bias)
         for name in ("stop", "dry_sequence_breakers"):
             values = options.get(name, ())
-            values = (values,) if isinstance(values, str) else tuple(value for value in values if value)
+            values = tuple(value for value in ([values] if isinstance(values, str) else values) if value)
             if len(values) > MAX_STOPS or any(len(value) > MAX_STOP_LENGTH for value in values):
                 raise HTTPError(400, f"{name} has more than {MAX_STOPS} texts, or one that is too long")
             if name in options:

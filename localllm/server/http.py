@@ -12,7 +12,7 @@ import sys
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar, get_args, get_type_hints
 from urllib.parse import urlsplit
 
 import msgspec
@@ -106,15 +106,28 @@ class HTTPError(LocalLLMError):
         return json_response(self.body(path), self.status, headers)
 
 
+#: Characters that some clients end lines at, and their escapes in JSON.
+_LINE_ENDS = [(char.encode(), f"\\u{ord(char):04x}".encode()) for char in "\x85\u2028\u2029"]
+
+
+def json_bytes(value: Any) -> bytes:
+    """A value as JSON on one line, for clients too that end lines at U+0085, U+2028 and U+2029."""
+    data = msgspec.json.encode(value)
+    for char, escape in _LINE_ENDS:
+        if char in data:
+            data = data.replace(char, escape)
+    return data
+
+
 def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(msgspec.json.encode(value), status, headers, "application/json")
+    return Response(json_bytes(value), status, headers, "application/json")
 
 
 # -- Requests ------------------------------------------------------------------------------------------------------
 
 
 async def decode(request: Request, kind: type[_T]) -> _T:
-    """A request's body as ``kind``; an empty one as ``{}``.
+    """A request's body as ``kind``; an empty one as ``{}``.  Null is absent, and 2.0 is 2.
 
     Raises:
         msgspec.DecodeError: it is not JSON, or not of this kind.
@@ -122,7 +135,10 @@ async def decode(request: Request, kind: type[_T]) -> _T:
     body = await request.body() or b"{}"
     request.state.n_bytes = len(body)
     try:
-        value = msgspec.json.decode(body, type=kind)
+        try:
+            value = msgspec.json.decode(body, type=kind)
+        except msgspec.ValidationError:
+            value = msgspec.convert(_tolerant(msgspec.json.decode(body), kind), kind)
         if len(body) < _LONG_BODY:  # to look into a long one again would hold up all streams
             request.state.ignored = list(_ignored(body, kind))
         return value
@@ -130,6 +146,20 @@ async def decode(request: Request, kind: type[_T]) -> _T:
         raise msgspec.DecodeError("it is nested too deeply") from None
     except UnicodeDecodeError:
         raise msgspec.DecodeError("it is not UTF-8") from None
+
+
+def _tolerant(value: Any, kind: Any) -> Any:
+    """What a client sends, without fields that are null, and with 2.0 as 2 where an integer goes."""
+    if isinstance(value, float) and value.is_integer() and float not in (kind, *get_args(kind)):
+        return int(value) if int in (kind, *get_args(kind)) else value
+    kinds = [each for each in (kind, *get_args(kind)) if isinstance(each, type) and issubclass(each, msgspec.Struct)]
+    if kinds and isinstance(value, dict):
+        types = get_type_hints(kinds[0])
+        return {name: _tolerant(each, types.get(name)) for name, each in value.items() if each is not None}
+    if isinstance(value, list):
+        inner = next((args[0] for each in (kind, *get_args(kind)) if (args := get_args(each))), None)
+        return [_tolerant(each, inner) for each in value]
+    return value
 
 
 #: Bytes of a body that is long.
@@ -258,7 +288,7 @@ async def _next(pieces: AsyncIterator[bytes]) -> bytes:
 def event(value: Any, name: str = "") -> bytes:
     """A server-sent event; its name, where it has one, is what clients of Anthropic's API look at."""
     head = f"event: {name}\n".encode() if name else b""
-    return head + b"data: " + msgspec.json.encode(value) + b"\n\n"
+    return head + b"data: " + json_bytes(value) + b"\n\n"
 
 
 DONE = b"data: [DONE]\n\n"

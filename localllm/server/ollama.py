@@ -34,7 +34,7 @@ from localllm.server.answers import (
     fill_in,
     offer_tools,
 )
-from localllm.server.http import EventStream, HTTPError, decode, json_response, unless_gone
+from localllm.server.http import EventStream, HTTPError, decode, json_bytes, json_response, unless_gone
 from localllm.server.models import ServedModel
 from localllm.server.openai import token_limit
 
@@ -71,6 +71,8 @@ def _ask(body: OllamaRequest, **more: Any) -> Ask:
     options = run.options(max_tokens=token_limit(run.num_predict))
     if body.images:
         raise HTTPError(400, "there is an image, but this model reads text only")
+    if isinstance(body.format, str) and body.format not in ("", "json"):
+        raise HTTPError(400, f"format is {body.format!r:.40}, but must be 'json' or a JSON schema")
     if body.format:
         constrain(options, body.format if isinstance(body.format, dict) else None)
     variables = {} if body.think is None else {"enable_thinking": bool(body.think)}
@@ -188,7 +190,7 @@ async def _lines(answer: Answer, shape: _Shape, is_chat: bool) -> AsyncIterator[
 
 
 def _line(value: Any) -> bytes:
-    return msgspec.json.encode(value) + b"\n"
+    return json_bytes(value) + b"\n"
 
 
 def _head(answer: Answer) -> dict[str, Any]:
@@ -228,15 +230,17 @@ def _now() -> str:
 #: Seconds of a hundred years.
 _NEVER_S = 36500.0 * 86400
 
-_UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 def _seconds(keep_alive: str | float | None) -> float | None:
-    """Seconds of "5m", "1h30m" or a number; infinity for a negative one, None where nothing was said."""
+    """Seconds of a number, or of a duration of Go's such as "5m", "1h30m" or "0"; infinity for a negative one, None
+    where nothing was said."""
     if keep_alive is None or isinstance(keep_alive, int | float):
         return None if keep_alive is None else math.inf if keep_alive < 0 else float(keep_alive)
-    parts = re.findall(r"(\d+(?:\.\d+)?)(ms|s|m|h)", keep_alive)
-    if "".join(number + unit for number, unit in parts) != keep_alive.lstrip("-") or not parts:
+    length = keep_alive.removeprefix("+") if keep_alive.startswith("+") else keep_alive.removeprefix("-")
+    parts = re.findall(r"(\d+\.?\d*|\.\d+)(ns|us|µs|ms|s|m|h)", length)
+    if length != "0" and ("".join(number + unit for number, unit in parts) != length or not parts):
         raise HTTPError(400, f"keep_alive is {keep_alive!r:.40}, but must be a number of seconds, or as 5m or 1h30m")
     return math.inf if keep_alive.startswith("-") else sum(float(number) * _UNITS[unit] for number, unit in parts)
 
@@ -304,18 +308,22 @@ async def show(request: Request, desk: Desk) -> Response:
     name = body.model or body.name
 
     def work(llm: Any) -> dict[str, Any]:
-        template = llm.chat_template
         info = llm.info
+        about = {
+            "general.architecture": info.architecture,
+            "general.parameter_count": info.n_parameters,
+            f"{info.architecture}.context_length": info.trained_context,
+            f"{info.architecture}.embedding_length": info.config.n_embd,
+        }
+        if not llm.writes_text:
+            return {"template": "", "capabilities": ["embedding"], "model_info": about}
+        template = llm.chat_template
         reads_tools = ["tools"] if template.reads("tools") else []
         thinks = ["thinking"] if template.reads("enable_thinking") else []
         return {
             "template": template.source,
             "capabilities": ["completion", *reads_tools, *thinks],
-            "model_info": {
-                "general.architecture": info.architecture,
-                "general.parameter_count": info.n_parameters,
-                f"{info.architecture}.context_length": info.trained_context,
-            },
+            "model_info": about,
         }
 
     shown = await desk.with_model(request, name, work)

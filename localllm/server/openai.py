@@ -47,6 +47,7 @@ from localllm.server.http import (
     unless_gone,
 )
 from localllm.server.models import ServedModel
+from localllm.tokenizer.stream import TextOffsets
 
 #: Likeliest tokens that are listed at most.
 _MAX_LOGPROBS = 100
@@ -331,7 +332,7 @@ async def completions(request: Request, desk: Desk) -> Response:
                     raise HTTPError(400, "suffix needs a prompt that is a text")
                 work = partial(fill_in, before=prompt, after=body.suffix)
                 filled = await desk.with_model(request, body.model, work)
-            answers.append(await desk.begin(Ask(body.model, options, prompt=filled, n=n), request))
+            answers.append(await desk.begin(Ask(body.model, options, prompt=filled, n=n, special=True), request))
         answer = answers[0]
         echoes = [await _echo(request, desk, body, answer, prompt) for prompt in prompts] if body.echo else []
     except BaseException:
@@ -351,7 +352,9 @@ async def completions(request: Request, desk: Desk) -> Response:
                     {
                         "index": i * n + reply.index,
                         "text": echo + reply.text,
-                        "logprobs": None if body.logprobs is None else _logprobs(answer.llm, chosen, 0),
+                        "logprobs": None
+                        if body.logprobs is None
+                        else _logprobs(answer.llm, chosen, TextOffsets(answer.llm.tokenizer)),
                         "finish_reason": finish_reason(reply),
                     }
                 )
@@ -366,39 +369,39 @@ async def _echo(
     """The prompt's text, and how likely each of its tokens is, where that is asked for."""
 
     def work(llm: LLM) -> tuple[str, list[Choice]]:
-        ids = llm.tokenize(prompt) if isinstance(prompt, str) else prompt
+        ids = llm.tokenize(prompt, parse_special=True) if isinstance(prompt, str) else prompt
         text = prompt if isinstance(prompt, str) else llm.detokenize(ids)
         if body.logprobs is None or not ids:
             return text, []
-        score = llm.score(ids[:1], [ids[1:]])[0]
-        return text, [Choice(ids[0]), *map(Choice, score.ids, score.logprobs)]
+        score = llm.score(ids[:1], [ids[1:]], top_logprobs=body.logprobs)[0]
+        tops = score.top or ((),) * len(score.ids)
+        return text, [Choice(ids[0]), *map(Choice, score.ids, score.logprobs, tops)]
 
     result: tuple[str, list[Choice]] = await desk.with_model(request, answer.served.name, work)
     return result
 
 
-def _logprobs(llm: LLM, choices: Sequence[Choice], offset: int) -> dict[str, Any]:
+def _logprobs(llm: LLM, choices: Sequence[Choice], offsets: TextOffsets) -> dict[str, Any]:
     tokens = [llm.tokenizer.token_bytes(choice.id).decode(errors="replace") for choice in choices]
-    offsets = []
-    for token in tokens:
-        offsets.append(offset)
-        offset += len(token)
-    top = [{llm.tokenizer.token_bytes(id_).decode(errors="replace"): _finite(p) for id_, p in c.top} for c in choices]
+    top: list[dict[str, float] | None] = [
+        {llm.tokenizer.token_bytes(id_).decode(errors="replace"): _finite(p) for id_, p in c.top} for c in choices
+    ]
     # The first token of a text has no likelihood.
     logprobs = [None if choice.logprob is None else _finite(choice.logprob) for choice in choices]
-    return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": top, "text_offset": offsets}
+    top = [None if logprob is None else each for logprob, each in zip(logprobs, top, strict=True)]
+    places = [offsets.next(choice.id) for choice in choices]
+    return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": top, "text_offset": places}
 
 
 async def _completion_events(
     answer: Answer, body: CompletionRequest, echoes: list[tuple[str, list[Choice]]]
 ) -> AsyncIterator[bytes]:
     head = _Head("cmpl-", "text_completion", answer)
-    offsets = [0] * answer.ask.n
+    offsets = [TextOffsets(answer.llm.tokenizer) for _ in range(answer.ask.n)]
     replies: list[Reply] = []
 
     def piece(index: int, text: str, chosen: Sequence[Choice], reason: str | None = None) -> dict[str, Any]:
         logprobs = _logprobs(answer.llm, chosen, offsets[index]) if chosen else None
-        offsets[index] += len(text)
         return head.json([{"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}])
 
     for index in range(answer.ask.n if echoes else 0):
@@ -433,7 +436,7 @@ async def lm_studio_models(request: Request, desk: Desk) -> Response:
         row = {
             "id": each.name,
             "object": "model",
-            "type": "llm",
+            "type": "embeddings" if each.llm is not None and not each.llm.writes_text else "llm",
             "publisher": "localllm",
             "arch": each.details.architecture,
             "compatibility_type": "gguf",

@@ -20,12 +20,14 @@ from starlette.responses import Response
 
 from localllm.chat.conversation import Message, ToolCall, read_message
 from localllm.engine.request import Usage
+from localllm.sampling import Choice
 from localllm.server.answers import Answer, Ask, Desk, Generation, Part, Reply, begun_reply, constrain, offer_tools
 from localllm.server.http import EventStream, HTTPError, decode, event, json_response, unless_gone
 from localllm.server.openai import (
     checked_logprobs,
     new_id,
     thinking_variables,
+    token_json,
     token_limit,
 )
 
@@ -65,6 +67,7 @@ class ResponsesRequest(Generation):
     text: TextOptions | None = None
     store: bool | None = None
     top_logprobs: int | None = None
+    include: list[str] | None = None
     metadata: dict[str, Any] | None = None
 
 
@@ -132,9 +135,10 @@ class Store:
 
 
 def _ask(body: ResponsesRequest, before: list[Message]) -> Ask:
-    options = body.options(
-        max_tokens=token_limit(body.max_output_tokens), logprobs=checked_logprobs(body.top_logprobs)
-    )
+    logprobs = body.top_logprobs
+    if logprobs is None and "message.output_text.logprobs" in (body.include or ()):
+        logprobs = 0
+    options = body.options(max_tokens=token_limit(body.max_output_tokens), logprobs=checked_logprobs(logprobs))
     form = body.text.format if body.text is not None else None
     if form is not None and form.type != "text":
         constrain(options, form.schema if isinstance(form.schema, dict) else None)
@@ -256,6 +260,7 @@ class _Writer:
         self._id, self._created = new_id("resp_"), time.time()
         self._output: list[dict[str, Any]] = []
         self._open: dict[str, Any] | None = None
+        self._waiting: tuple[Choice, ...] = ()
         self._number = -1
 
     def next_number(self) -> int:
@@ -327,11 +332,24 @@ class _Writer:
         assert self._open is not None
         text = part.thinking or part.text
         if not text:
+            self._waiting += part.logprobs
             return events
-        self._open["content"][0]["text"] += text
+        said = self._open["content"][0]
+        said["text"] += text
         name = "response.reasoning_text.delta" if part.thinking else "response.output_text.delta"
-        more: dict[str, Any] = {} if part.thinking else {"logprobs": []}
+        more: dict[str, Any] = {}
+        if not part.thinking:
+            more["logprobs"] = self._logprobs(part)
+            said["logprobs"] += more["logprobs"]
         return [*events, (name, {**self._place(), "content_index": 0, "delta": text, **more})]
+
+    def _logprobs(self, part: Part) -> list[dict[str, Any]]:
+        """Those of a part's tokens, and of tokens before it that made no text by themselves."""
+        choices, self._waiting, llm = (*self._waiting, *part.logprobs), (), self._answer.llm
+        return [
+            {**token_json(llm, c.id, c.logprob), "top_logprobs": [token_json(llm, id_, p) for id_, p in c.top]}
+            for c in choices
+        ]
 
     def _place(self) -> dict[str, Any]:
         assert self._open is not None
@@ -347,7 +365,7 @@ class _Writer:
             item["status"] = "in_progress"
         self._open = item
         added = {"output_index": len(self._output), "item": {**item, "content": []}}
-        begun = {**self._place(), "content_index": 0, "part": {**part}}
+        begun = {**self._place(), "content_index": 0, "part": dict(part)}
         return [("response.output_item.added", added), ("response.content_part.added", begun)]
 
     def _close(self) -> list[tuple[str, dict[str, Any]]]:
@@ -357,7 +375,7 @@ class _Writer:
         part = item["content"][0]
         is_text = item["type"] == "message"
         name = "response.output_text.done" if is_text else "response.reasoning_text.done"
-        more: dict[str, Any] = {"logprobs": []} if is_text else {}
+        more: dict[str, Any] = {"logprobs": part["logprobs"]} if is_text else {}
         done = {**place, "content_index": 0, "text": part["text"], **more}
         item["status"] = "completed"
         events = [

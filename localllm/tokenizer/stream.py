@@ -102,3 +102,19 @@ class _StopStrings:
             if any(stop.startswith(text[begin:]) for stop in self._stops):
                 return begin
         return len(text)
+
+
+class TextOffsets:
+    """Where in a text its tokens begin, in characters; all tokens of one character begin where it does."""
+
+    def __init__(self, tokenizer: Tokenizer, offset: int = 0) -> None:
+        """``offset``: of the first token."""
+        self._tokenizer = tokenizer
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._offset = offset
+
+    def next(self, id_: int) -> int:
+        """The place of the next token."""
+        offset = self._offset
+        self._offset += len(self._decoder.decode(self._tokenizer.token_bytes(id_)))
+        return offset

@@ -91,6 +91,13 @@ def test_what_might_become_a_stop_string_comes_at_the_end(llm: Llama) -> None:
     assert chunks[-1]["choices"][0] == {"index": 0, "text": "", "logprobs": None, "finish_reason": "length"}
 
 
+@pytest.mark.parametrize("more", [{"echo": True}, {"suffix": " THE END"}, {"echo": True, "suffix": "!"}], ids=str)
+def test_what_stands_around_a_text_is_streamed_too(llm: Llama, more: dict[str, Any]) -> None:
+    options = {"max_tokens": 5, "temperature": 0, **more}
+    whole = llm("Once upon", **options)["choices"][0]["text"]
+    assert "".join(each["choices"][0]["text"] for each in llm("Once upon", stream=True, **options)) == whole
+
+
 def test_streamed_chat_is_the_same_text(llm: Llama) -> None:
     whole = llm.create_chat_completion(QUESTION, temperature=0)["choices"][0]
     chunks = list(llm.create_chat_completion(QUESTION, temperature=0, stream=True))

@@ -195,6 +195,71 @@ def test_what_is_no_call_is_text_with_a_warning(body: str) -> None:
     assert len(parser.warnings) == 1
 
 
+#: What closes a call, or a part of it, as a family writes them.
+CLOSING = {
+    "hermes": "</tool_call>",
+    "qwen coder, nemotron 3": "</tool_call> </function> </parameter>",
+    "nemotron 2": "</TOOLCALL>",
+    "glm 4.6": "</tool_call> </arg_value>",
+    "minimax m2": "</minimax:tool_call> </invoke> </parameter>",
+    "mistral": "[TOOL_CALLS]",
+    "ministral": "[TOOL_CALLS]",
+    "llama 3": "<|python_tag|>",
+}
+
+
+@pytest.mark.parametrize(("family", "tag"), [(name, tag) for name, tags in CLOSING.items() for tag in tags.split()])
+@pytest.mark.parametrize("step", [1, 7, 10_000])
+def test_an_argument_may_have_what_closes_calls(family: str, tag: str, step: int) -> None:
+    arguments = json.dumps({**BOTH, "note": f"so {tag} it"})
+    call = FAMILIES[family].replace(NOTE, f"so {tag} it").replace(ARGUMENTS, arguments)
+    reply = call if tag in ("[TOOL_CALLS]", "<|python_tag|>") else f"{call} {call}"
+    pieces = [reply[i : i + step] for i in range(0, len(reply), step)]
+    parser = ReplyParser(TOOLS)
+    _, text, calls = parsed(parser, pieces)
+    assert not text.strip()
+    assert calls == [{"a": 1, "note": f"so {tag} it"}] * (1 if reply == call else 2)
+    assert not parser.warnings
+
+
+def test_a_broken_call_costs_the_next_one_nothing() -> None:
+    broken = '<tool_call>\n{"name": "add", "arguments": {"note": "x}}\n</tool_call>'
+    _, text, calls = parsed(ReplyParser(TOOLS), [broken + CALL])
+    assert (text.strip(), len(calls)) == (broken, 1)
+
+
+def between_tags(parameters: dict[str, object], value: str) -> object:
+    """What is read of an argument called a."""
+    reply = f"<tool_call>add<arg_key>a</arg_key><arg_value>{value}</arg_value></tool_call>"
+    _, _, (call,) = parsed(ReplyParser([{"function": {"name": "add", "parameters": parameters}}]), [reply])
+    assert isinstance(call, dict)
+    return call["a"]
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string"},
+        {"type": ["string", "null"]},
+        {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        {"$ref": "#/$defs/Code"},
+        {"allOf": [{"$ref": "#/$defs/Code"}]},
+        {"enum": ["12", "true"]},
+        {"const": "12"},
+    ],
+    ids=str,
+)
+def test_what_may_be_text_stays_text_between_tags(schema: dict[str, object]) -> None:
+    parameters = {"properties": {"a": schema}, "$defs": {"Code": {"type": "string"}}}
+    for value in ("12", "true"):
+        assert between_tags(parameters, value) == value
+
+
+@pytest.mark.parametrize(("value", "read"), [("True", True), ("None", None), ("12", 12)])
+def test_what_is_no_text_is_read_in_pythons_words_too(value: str, read: object) -> None:
+    assert between_tags({"properties": {"a": {"type": ["integer", "boolean", "null"]}}}, value) == read
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_call_of_what_was_not_offered_is_text(family: str) -> None:
     text = f"So \n{FAMILIES[family]} \nYes."

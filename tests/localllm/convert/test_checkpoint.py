@@ -71,6 +71,19 @@ def test_a_checkpoint_in_several_files(tmp_path: Path) -> None:
         assert all(np.array_equal(one.tensors[name].data, other.tensors[name].data) for name in one.tensors)
 
 
+def test_tied_weights_may_have_the_heads_name_alone(tmp_path: Path) -> None:
+    settings = tiny_models.config(tie_word_embeddings=True)
+    weights = tiny_models.random_weights(settings)
+    weights.pop("lm_head.weight", None)
+    usual = convert(write_checkpoint(tmp_path / "a", tie_word_embeddings=True), tmp_path / "a.gguf")
+    folder = write_checkpoint(tmp_path / "b", tie_word_embeddings=True)
+    weights["lm_head.weight"] = weights.pop("model.embed_tokens.weight")
+    write_safetensors(folder / "model.safetensors", weights)
+    with GGUFFile.open(usual) as one, GGUFFile.open(convert(folder, tmp_path / "b.gguf")) as other:
+        assert one.tensors.keys() == other.tensors.keys()
+        assert all(np.array_equal(one.tensors[name].data, other.tensors[name].data) for name in one.tensors)
+
+
 def test_types(tmp_path: Path) -> None:
     weight = np.full((64, 64), 0x3F80, np.uint16)  # 1 in bfloat16
     folder = write_checkpoint(tmp_path / "a", tensors={"model.layers.0.self_attn.o_proj.weight": weight})

@@ -170,11 +170,18 @@ def test_chat_templates_in_files_of_their_own(tmp_path: Path) -> None:
     assert read(tmp_path)[0]["tokenizer.chat_template"] == "from json"
     (tmp_path / "chat_template.jinja").write_text("from jinja")
     assert read(tmp_path)[0]["tokenizer.chat_template"] == "from jinja"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "from settings"}))
+    assert read(tmp_path)[0]["tokenizer.chat_template"] == "from jinja"
     named = [{"name": "default", "template": "a"}, {"name": "rag", "template": "b"}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("c")
     keys = read(tmp_path)[0]
-    assert (keys["tokenizer.chat_template"], keys["tokenizer.chat_template.rag"]) == ("a", "b")
-    assert keys["tokenizer.chat_templates"] == ["rag"]
+    assert (keys["tokenizer.chat_template"], keys["tokenizer.chat_template.rag"]) == ("from jinja", "b")
+    assert keys["tokenizer.chat_template.tool_use"] == "c"
+    assert keys["tokenizer.chat_templates"] == ["rag", "tool_use"]
+    (tmp_path / "chat_template.jinja").unlink()
+    assert read(tmp_path)[0]["tokenizer.chat_template"] == "a"
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": [1]}))
     with pytest.raises(TokenizerError, match="is damaged"):
         read(tmp_path)

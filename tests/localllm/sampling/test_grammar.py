@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -128,8 +129,6 @@ def test_every_schema_gives_json_that_is_valid(tokenizer: Tokenizer) -> None:
         ({"json_schema": {"allOf": [{"type": "string"}, {"type": "null"}]}}, "Unsatisfiable schema"),
         ({"json_schema": {"items": False, "minItems": 1, "type": "array"}}, "Unsatisfiable schema"),
         ({"json_schema": {"type": "strng"}}, "Invalid type: strng"),
-        ({"json_schema": {"not": {"type": "null"}}}, 'Unimplemented keys: .*"not"'),
-        ({"json_schema": {"type": "array", "uniqueItems": True}}, 'Unimplemented keys: .*"uniqueItems"'),
         ({"json_schema": {"$ref": "https://example.com/x"}}, "not present"),
         ({"regex": "a("}, "regex cannot be used: unclosed group$"),
         ({"regex": "(?=a)b"}, "look-around"),
@@ -489,3 +488,30 @@ def test_the_only_text_that_can_follow_is_spelled_in_the_longest_tokens(tokenize
 def test_many_patterns_and_references_are_no_trouble_by_themselves() -> None:
     check_grammar(Sampling(json_schema={"type": "object", "properties": dict(enumerate(PATTERNS))}))
     check_grammar(Sampling(json_schema=_chain(400)))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        *({"type": "string", "format": name} for name in ("password", "uri-reference", "markdown")),
+        {"type": "array", "items": {"type": "string"}, "uniqueItems": False},
+        {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"type": "integer"}},
+        {"type": "object", "unevaluatedProperties": True},
+        {"type": "array", "uniqueItems": True},
+        {"not": {"type": "string"}},
+        {"type": "array", "contains": {"type": "string"}},
+        {"if": {"type": "string"}, "then": {"minLength": 3}},
+    ],
+    ids=str,
+)
+def test_keywords_that_texts_cannot_be_held_to_refuse_no_schema(schema: dict[str, Any]) -> None:
+    check_grammar(Sampling(json_schema=json.dumps(schema)))
+
+
+def test_what_a_text_is_not_held_to_is_a_warning(llm: LLM) -> None:
+    schema = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
+    with pytest.warns(UserWarning, match="uniqueItems.*which texts are not held to"):
+        llm.generate("a", json_schema=schema, max_tokens=3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        llm.generate("a", json_schema={**schema, "uniqueItems": False}, max_tokens=3)

@@ -1,0 +1,147 @@
+"""What clients send in ways of their own is taken as they mean it, and what they get back is what they read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from localllm.cli.defaults import chat_template
+from localllm.cli.parser import make_parsers
+from localllm.errors import UsageError
+from localllm.server import openai
+from localllm.server.http import _tolerant, event, json_bytes
+from localllm.server.ollama import _seconds
+from tests.helpers.http_server import Serving
+
+HI = [{"role": "user", "content": "hi"}]
+#: A body of each API, and where its answer's text is.
+APIS: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": HI, "max_tokens": 2},
+    "/v1/completions": {"prompt": "hi", "max_tokens": 2},
+    "/v1/responses": {"input": "hi", "max_output_tokens": 2},
+    "/v1/messages": {"messages": HI, "max_tokens": 2},
+    "/api/chat": {"messages": HI, "stream": False, "options": {"num_predict": 2}},
+    "/api/generate": {"prompt": "hi", "stream": False, "options": {"num_predict": 2}},
+    "/completion": {"prompt": "hi", "n_predict": 2},
+}
+
+
+def post(server: Serving, path: str, body: dict[str, Any]) -> httpx.Response:
+    return httpx.post(server.url + path, json=body, timeout=60)
+
+
+@pytest.mark.parametrize("path", APIS)
+def test_null_is_absent_and_whole_floats_are_integers(server: Serving, path: str) -> None:
+    body = json.loads(json.dumps(APIS[path]), parse_int=float)
+    body |= {"tools": None, "temperature": None, "seed": 3.0, "top_k": 40.0, "stop": None, "system": None}
+    if not path.startswith("/api/"):
+        body["stream"] = None
+    assert post(server, path, body).status_code == 200
+    assert post(server, path, {**body, "stream": "no"}).status_code == 400
+
+
+def test_fields_inside_fields_are_taken_so_too() -> None:
+    body = {"messages": HI, "stream_options": {"include_usage": None}, "n": 1.0, "logit_bias": {"5": 1.0}}
+    read = msgspec.convert(_tolerant(body, openai.ChatRequest), openai.ChatRequest)
+    assert read.n == 1
+    assert read.stream_options == openai.StreamOptions()
+    with pytest.raises(msgspec.ValidationError, match=r"Expected `int | null`, got `float` - at `\$.n`"):
+        msgspec.convert(_tolerant({**body, "n": 1.5}, openai.ChatRequest), openai.ChatRequest)
+
+
+@pytest.mark.parametrize("stop", ["", [], [""]])
+def test_an_empty_stop_is_none(server: Serving, stop: Any) -> None:
+    assert post(server, "/v1/completions", {**APIS["/v1/completions"], "stop": stop}).status_code == 200
+
+
+def test_an_answer_is_one_line_however_lines_are_told() -> None:
+    text = "a\x85b\u2028c\u2029d"
+    for data in (json_bytes({"a": text}), event({"a": text})):
+        assert len(data.decode().strip().splitlines()) == 1
+        assert json.loads(data[data.index(b"{") :]) == {"a": text}
+
+
+@pytest.mark.parametrize(
+    ("words", "seconds"),
+    [("5m", 300), ("1h30m", 5400), ("0", 0), ("+5m", 300), (".5h", 1800), ("100us", 1e-4), ("-1m", float("inf"))],
+)
+def test_durations_of_ollama(words: str, seconds: float) -> None:
+    assert _seconds(words) == pytest.approx(seconds)
+
+
+def test_a_format_that_ollama_does_not_have_is_refused(server: Serving) -> None:
+    answer = post(server, "/api/chat", {**APIS["/api/chat"], "format": "xml"})
+    assert answer.status_code == 400
+    assert "format is 'xml'" in answer.json()["error"]
+
+
+def test_control_tokens_of_a_prompt_are_those_tokens(server: Serving) -> None:
+    def n_tokens(prompt: str) -> int:
+        body = {**APIS["/v1/completions"], "prompt": prompt}
+        return int(post(server, "/v1/completions", body).json()["usage"]["prompt_tokens"])
+
+    llm = server.llm
+    for prompt in ("<s>Hello", "<|user|>Hello!<|end|><|assistant|>"):
+        assert n_tokens(prompt) == len(llm.tokenize(prompt, parse_special=True)) < len(llm.tokenize(prompt))
+    assert n_tokens("<s>Hello") == n_tokens("Hello")
+
+
+def test_an_echoed_prompt_has_the_likeliest_tokens_of_each_place(server: Serving) -> None:
+    body = {"prompt": "Once upon a time", "echo": True, "logprobs": 3, "max_tokens": 1, "temperature": 0}
+    found = post(server, "/v1/completions", body).json()["choices"][0]["logprobs"]
+    assert found["top_logprobs"][0] is None
+    columns = (found[key][1:] for key in ("tokens", "token_logprobs", "top_logprobs"))
+    for token, logprob, top in zip(*columns, strict=True):
+        assert len(top) == 3
+        assert list(top.values()) == sorted(top.values(), reverse=True)
+        assert top.get(token, logprob) == logprob
+
+
+@pytest.mark.parametrize("echo", [False, True])
+def test_tokens_of_one_character_are_where_it_is(server: Serving, echo: bool) -> None:
+    ids = server.llm.tokenize("é😀a", add_special=False)
+    bias = {str(id_): 0 for id_ in ids}
+    body = {"prompt": "x", "max_tokens": len(ids), "logprobs": 0, "echo": echo, "temperature": 0, "logit_bias": bias}
+    body["grammar"] = 'root ::= "é😀a"'
+    whole = post(server, "/v1/completions", body).json()["choices"][0]
+    places = whole["logprobs"]["text_offset"]
+    assert whole["text"].endswith("é😀a")
+    begins = whole["text"].index("é")
+    assert set(places[-len(ids) :]) <= {begins, begins + 1, begins + 2}
+    assert places == sorted(places)
+    stream = post(server, "/v1/completions", {**body, "stream": True}).text
+    events = [json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: {")]
+    found = [each["choices"][0]["logprobs"] for each in events if each["choices"][0]["logprobs"]]
+    assert [place for each in found for place in each["text_offset"]] == places
+
+
+@pytest.mark.parametrize("more", [{"top_logprobs": 2}, {"include": ["message.output_text.logprobs"]}])
+def test_responses_have_the_logprobs_that_are_asked_for(server: Serving, more: dict[str, Any]) -> None:
+    body = {"input": "hi", "max_output_tokens": 4, "temperature": 0, **more}
+    answer = post(server, "/v1/responses", body).json()
+    found = answer["output"][0]["content"][0]
+    assert len(found["logprobs"]) == answer["usage"]["output_tokens"]
+    assert "".join(each["token"] for each in found["logprobs"]).strip() == found["text"].strip()
+    assert len(found["logprobs"][0]["top_logprobs"]) == more.get("top_logprobs", 0)
+    stream = post(server, "/v1/responses", {**body, "stream": True}).text
+    events = [json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: ")]
+    deltas = [each for each in events if each["type"] == "response.output_text.delta"]
+    assert [one for each in deltas for one in each["logprobs"]] == found["logprobs"]
+
+
+def test_chat_template_flags_are_read_alike(tmp_path: Path) -> None:
+    file = tmp_path / "a.jinja"
+    file.write_text("{{ messages }}\n")
+    parser, _ = make_parsers()
+    for command in ("serve", "generate"):
+        template = chat_template(parser.parse_args([command, "--chat-template-file", str(file)]))
+        assert template == "{{ messages }}"
+        assert "im_start" in str(chat_template(parser.parse_args([command, "--chat-template", "chatml"])))
+        for words in (["--chat-template", "llama3"], ["--chat-template-file", str(tmp_path / "none")]):
+            with pytest.raises(UsageError):
+                chat_template(parser.parse_args([command, *words]))
