@@ -9,11 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 import string
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
+from localllm.cancellation import check_cancelled
 from localllm.chat.conversation import Message, ToolCall
 
 #: What is told of conversations that are only looked at.
@@ -173,20 +175,21 @@ class Rendering:
         as_text = not self._takes_calls
         form = _short_id if self._wants_short_ids else str
         found: list[Message] = []
-        open_calls: list[ToolCall] = []  # without a result so far
+        open_calls = _OpenCalls(())
         n_calls = 0
         for message in messages:
+            check_cancelled()
             if message.calls:
-                open_calls = []
-                for call in message.calls:
-                    n_calls += 1
-                    open_calls.append(replace(call, id=call.id or f"call_{n_calls}"))
-                message = replace(message, calls=tuple(replace(each, id=form(each.id)) for each in open_calls))
+                calls = [
+                    replace(call, id=call.id or f"call_{n}") for n, call in enumerate(message.calls, n_calls + 1)
+                ]
+                n_calls += len(calls)
+                open_calls = _OpenCalls(calls)
+                message = replace(message, calls=tuple(replace(each, id=form(each.id)) for each in calls))
             elif message.role == "tool":
-                found_call = _call_of(message, open_calls)
-                if found_call is not None:
-                    open_calls.remove(found_call)
-                    message = replace(message, call_id=found_call.id, name=message.name or found_call.name)
+                call = open_calls.take(message.call_id, message.name)
+                if call is not None:
+                    message = replace(message, call_id=call.id, name=message.name or call.name)
                 if message.call_id:
                     message = replace(message, call_id=form(message.call_id))
             found.append(_as_text(message) if as_text else message)
@@ -249,12 +252,24 @@ def _as_text(message: Message) -> Message:
     return replace(message, role="user", texts=(f"Result of {message.name or 'the tool'}: {text}",))
 
 
-def _call_of(result: Message, open_calls: Sequence[ToolCall]) -> ToolCall | None:
-    """The call that a message is the result of: that of its id, else of the tool's name, else the first one left."""
-    if result.call_id:
-        return next((call for call in open_calls if call.id == result.call_id), None)
-    named = [call for call in open_calls if not result.name or call.name == result.name]
-    return named[0] if named else None
+class _OpenCalls:
+    """The calls of a message that have no result so far."""
+
+    def __init__(self, calls: Sequence[ToolCall]) -> None:
+        self._queues: dict[tuple[str, str], deque[int]] = defaultdict(deque)
+        self._calls = dict(enumerate(calls))
+        for number, call in self._calls.items():
+            for key in (("id", call.id), ("name", call.name), ("", "")):
+                self._queues[key].append(number)
+
+    def take(self, id_: str, name: str) -> ToolCall | None:
+        """The call that a result is of: that of its id, else the first one left of the tool, or of any."""
+        queue = self._queues.get(("id", id_) if id_ else ("name", name) if name else ("", ""), deque())
+        while queue:
+            call = self._calls.pop(queue.popleft(), None)
+            if call is not None:
+                return call
+        return None
 
 
 def _short_id(id_: str) -> str:

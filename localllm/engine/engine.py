@@ -77,6 +77,7 @@ class Counts:
         generated_tokens: tokens chosen.
         ended: requests.
         preempted: how often a request had to make room for another.
+        prefill_s, decode_s: seconds of the requests that ended, in which prompts were evaluated and tokens chosen.
     """
 
     running: int = 0
@@ -89,6 +90,8 @@ class Counts:
     generated_tokens: int = 0
     ended: int = 0
     preempted: int = 0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
 
 
 class Engine:
@@ -558,6 +561,8 @@ class EngineLoop:
         self._scheduler.remove(request)
         self.waiting.discard(request)
         self.counts.ended += 1
+        self.counts.prefill_s += request.timings.prefill_s
+        self.counts.decode_s += request.timings.decode_s
         self.counts.cached_tokens += request.n_cached
         request.finish_reason, request.is_choosing = reason, False
         if request.drafter is not None:

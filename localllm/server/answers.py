@@ -586,7 +586,7 @@ def each_text(name: str, given: Texts) -> list[str | list[int]]:
     ids = [each for each in given if isinstance(each, int)]
     texts = [each for each in given if not isinstance(each, int)]
     if ids and texts:
-        raise HTTPError(400, f"{name} has texts and ids of tokens: give a list of one kind")
+        raise HTTPError(400, f"{name} has texts and ids of tokens: put the ids of each text into a list of their own")
     return [ids] if ids else texts
 
 

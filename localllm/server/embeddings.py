@@ -36,7 +36,10 @@ class EmbeddingsRequest(msgspec.Struct):
         given = next((each for each in (self.input, self.content, self.prompt) if each is not None), None)
         if given is None:
             raise HTTPError(400, "input is missing: it is a text, or a list of texts")
-        return each_text("input", given)
+        texts = each_text("input", given)
+        if not texts and not isinstance(self, OllamaEmbedRequest):  # which has no vectors for no texts
+            raise HTTPError(400, "input is an empty list: give at least one text")
+        return texts
 
 
 class OllamaEmbedRequest(EmbeddingsRequest):
@@ -46,10 +49,11 @@ class OllamaEmbedRequest(EmbeddingsRequest):
 
 
 class RerankRequest(msgspec.Struct):
-    """As Jina's and Cohere's clients ask."""
+    """As Jina's and Cohere's clients ask; with ``texts``, as those of Hugging Face's text-embeddings-inference."""
 
     query: str
-    documents: list[str | dict[str, str]]
+    documents: list[str | dict[str, str]] | None = None
+    texts: list[str] | None = None
     model: str | None = None
     top_n: int | None = None
     return_documents: bool = False
@@ -129,7 +133,10 @@ async def ollama(request: Request, desk: Desk) -> Response:
 
 async def rerank(request: Request, desk: Desk) -> Response:
     body = await decode(request, RerankRequest)
-    texts = [each if isinstance(each, str) else each.get("text", "") for each in body.documents]
+    documents = body.texts if body.documents is None else body.documents
+    if documents is None:
+        raise HTTPError(400, "documents is missing: it is a list of texts")
+    texts = [each if isinstance(each, str) else each.get("text", "") for each in documents]
 
     def work(texts: list[str], llm: LLM) -> tuple[list[float], int]:
         return [float(each) for each in llm.rerank(body.query, texts)], sum(len(llm.tokenize(each)) for each in texts)
@@ -137,6 +144,8 @@ async def rerank(request: Request, desk: Desk) -> Response:
     scores, n_tokens = await _in_steps(request, desk, body.model, texts, work)
     n_tokens += await desk.with_model(request, body.model, lambda llm: len(llm.tokenize(body.query)))
     best = sorted(range(len(scores)), key=lambda i: -scores[i])[: body.top_n]
+    if body.documents is None:
+        return json_response([{"index": i, "score": scores[i]} for i in best])
     results: list[dict[str, Any]] = [{"index": i, "relevance_score": scores[i]} for i in best]
     if body.return_documents:
         results = [{**each, "document": {"text": texts[each["index"]]}} for each in results]

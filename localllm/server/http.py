@@ -10,6 +10,7 @@ import re
 import socket
 import sys
 import traceback
+import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, get_args, get_type_hints
@@ -67,7 +68,10 @@ class HTTPError(LocalLLMError):
         if isinstance(error, HTTPError):
             return error
         if isinstance(error, ContextLengthError):
-            message = f"the prompt has {error.n_tokens:,} tokens but the context holds {error.context:,}: shorten it"
+            message = (
+                f"the prompt has {error.n_tokens:,} tokens but the context holds {error.context:,}: shorten it, or "
+                "start localllm serve with a larger -c"
+            )
             return cls(400, message, "context_length_exceeded")
         if isinstance(error, msgspec.DecodeError):
             return cls(400, f"the body is not what this endpoint takes: {error}")
@@ -132,7 +136,7 @@ async def decode(request: Request, kind: type[_T]) -> _T:
     Raises:
         msgspec.DecodeError: it is not JSON, or not of this kind.
     """
-    body = await request.body() or b"{}"
+    body = await read_body(request) or b"{}"
     request.state.n_bytes = len(body)
     try:
         try:
@@ -146,6 +150,35 @@ async def decode(request: Request, kind: type[_T]) -> _T:
         raise msgspec.DecodeError("it is nested too deeply") from None
     except UnicodeDecodeError:
         raise msgspec.DecodeError("it is not UTF-8") from None
+
+
+async def read_body(request: Request) -> bytes:
+    """A request's body, unpacked if it comes in gzip.
+
+    Raises:
+        HTTPError: it is packed otherwise, damaged, or has too many bytes.
+    """
+    body = await request.body()
+    encoding = request.headers.get("content-encoding", "identity").lower()
+    if encoding == "identity":
+        return body
+    if encoding not in ("gzip", "x-gzip"):
+        raise HTTPError(415, f"the body is in {encoding!r:.40}: send it in gzip, or as it is")
+    limit: int = request.state.max_body
+    unpacking = zlib.decompressobj(wbits=31)
+    try:
+        unpacked = unpacking.decompress(body, limit + 1)
+    except zlib.error:
+        raise HTTPError(400, "the body is not gzip, as its Content-Encoding says") from None
+    if len(unpacked) > limit:
+        raise _too_large(limit)
+    if not unpacking.eof:
+        raise HTTPError(400, "the body ends in the midst of its gzip data")
+    return unpacked
+
+
+def _too_large(limit: int) -> HTTPError:
+    return HTTPError(413, f"the request has more than {limit:,} bytes: make it shorter")
 
 
 def _tolerant(value: Any, kind: Any) -> Any:
@@ -300,6 +333,9 @@ DONE = b"data: [DONE]\n\n"
 #: What may be asked for without a key.
 _OPEN_PATHS = ("/", "/health")
 
+#: Schemes of the windows of desktop programs, such as Electron's, Tauri's and Visual Studio Code's.
+_DESKTOP = ("app", "file", "tauri", "vscode-file", "vscode-webview")
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -353,7 +389,10 @@ class Guard:
             self._check_host_and_origin(headers)
             if scope["method"] == "OPTIONS" and cors:
                 return await Response(status_code=204)(scope, receive, sending)
-            scope["state"] = {**scope["state"], "client": self._client(scope, headers), "n_bytes": 0}
+            if len(scope["path"]) > 1 and scope["path"].endswith("/"):
+                scope["path"] = scope["path"].rstrip("/")
+            given = {"client": self._client(scope, headers), "n_bytes": 0, "max_body": self._limits.max_body}
+            scope["state"] = {**scope["state"], **given}
             await self._app(scope, self._bounded(headers, receive), sending)
         except Exception as error:
             if started:
@@ -381,7 +420,14 @@ class Guard:
             raise HTTPError(403, f"pages of {origin!r:.80} may not ask this server: name it with --cors-origin")
 
     def _allows(self, origin: str) -> bool:
-        return origin in self._limits.origins or "*" in self._limits.origins
+        if origin in self._limits.origins or "*" in self._limits.origins:
+            return True
+        if not _is_host(origin.partition("//")[2]):
+            return False
+        found = urlsplit(origin)
+        # Programs of this machine, which no page of a browser can be.
+        is_own = found.scheme in ("http", "https") and found.hostname in ("localhost", "127.0.0.1", "::1")
+        return is_own or found.scheme in _DESKTOP
 
     def _cors(self, origin: str | None) -> list[tuple[bytes, bytes]]:
         if origin is None or not self._allows(origin):
@@ -414,7 +460,7 @@ class Guard:
 
     def _bounded(self, headers: dict[str, str], receive: Receive) -> Receive:
         limit = self._limits.max_body
-        refusal = HTTPError(413, f"the request has more than {limit:,} bytes: make it shorter")
+        refusal = _too_large(limit)
         length = headers.get("content-length", "0")
         if length.isascii() and length.isdigit() and int(length[:20]) > limit:
             raise refusal

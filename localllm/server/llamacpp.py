@@ -24,7 +24,7 @@ from localllm.errors import OutputError, PromptCacheError, path_text
 from localllm.llm import LLM
 from localllm.sampling import Choice, Sampling
 from localllm.server.answers import Answer, Ask, Desk, Generation, LoraShare, Reply, begun_reply, fill_in, offer_tools
-from localllm.server.http import EventStream, HTTPError, decode, event, json_response, unless_gone
+from localllm.server.http import EventStream, HTTPError, decode, event, json_response, read_body, unless_gone
 from localllm.server.openai import (
     checked_logprobs,
     thinking_variables,
@@ -160,10 +160,15 @@ async def metrics(request: Request, desk: Desk) -> Response:
         if served.llm is None:
             continue
         counts, label, n_waiting = served.llm.counts, _label(served.name), served.llm.n_waiting
+        rates = counts.prompt_tokens / (counts.prefill_s or 1), counts.generated_tokens / (counts.decode_s or 1)
         for name, kind, help, value in (
             ("llamacpp:prompt_tokens_total", "counter", "tokens of prompts evaluated", counts.prompt_tokens),
             ("llamacpp:tokens_predicted_total", "counter", "tokens generated", counts.generated_tokens),
             ("llamacpp:n_decode_total", "counter", "steps", counts.steps),
+            ("llamacpp:prompt_seconds_total", "counter", "seconds of evaluating prompts", counts.prefill_s),
+            ("llamacpp:tokens_predicted_seconds_total", "counter", "seconds of generating", counts.decode_s),
+            ("llamacpp:prompt_tokens_seconds", "gauge", "tokens of prompts a second", rates[0]),
+            ("llamacpp:predicted_tokens_seconds", "gauge", "tokens generated a second", rates[1]),
             ("llamacpp:requests_processing", "gauge", "requests at work", counts.running),
             ("llamacpp:requests_deferred", "gauge", "requests that wait", n_waiting),
             ("localllm_step_seconds_total", "counter", "seconds of steps", counts.step_s),
@@ -251,7 +256,7 @@ async def lora_adapters(request: Request, desk: Desk) -> Response:
 
 async def set_lora_adapters(request: Request, desk: Desk) -> Response:
     """Changes how much of each adapter requests get that do not say it."""
-    desk.models.adapters = desk.shares(msgspec.json.decode(await request.body(), type=list[LoraShare]))
+    desk.models.adapters = desk.shares(msgspec.json.decode(await read_body(request), type=list[LoraShare]))
     return await lora_adapters(request, desk)
 
 

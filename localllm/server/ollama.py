@@ -38,6 +38,9 @@ from localllm.server.http import EventStream, HTTPError, decode, json_bytes, jso
 from localllm.server.models import ServedModel
 from localllm.server.openai import token_limit
 
+#: Of Ollama, whose API this is.
+_OLLAMA_VERSION = "0.12.0"
+
 
 class RunOptions(Generation):
     """``options`` of a request."""
@@ -343,4 +346,5 @@ async def pull(request: Request, desk: Desk) -> Response:
 
 
 async def version(request: Request, desk: Desk) -> Response:
-    return json_response({"version": __version__})
+    # Some clients refuse versions of Ollama that lack what this server has.
+    return json_response({"version": _OLLAMA_VERSION, "localllm": __version__})

@@ -168,10 +168,12 @@ def timings_json(usage: Usage, timings: Timings) -> dict[str, Any]:
         "cache_n": usage.cached_tokens,
         "prompt_n": timings.prefill_tokens,
         "prompt_ms": 1e3 * timings.prefill_s,
+        "prompt_per_token_ms": 1e3 * timings.prefill_s / max(1, timings.prefill_tokens),
         "prompt_per_second": timings.prefill_tokens_per_s,
         "first_token_ms": 1e3 * timings.first_token_s,
         "predicted_n": usage.completion_tokens,
         "predicted_ms": 1e3 * timings.decode_s,
+        "predicted_per_token_ms": 1e3 * timings.decode_s / max(1, usage.completion_tokens),
         "predicted_per_second": timings.decode_tokens_per_s,
     }
 
@@ -304,6 +306,13 @@ def _delta(part: Part, n_calls: list[int]) -> dict[str, Any]:
         n_calls[part.index] += 1
         return {"tool_calls": [{"index": number, **call_json(part.call)}]}
     return {"reasoning_content": part.thinking} if part.thinking else {"content": part.text}
+
+
+async def chat_input_tokens(request: Request, desk: Desk) -> Response:
+    """The tokens of the prompt that a chat would have."""
+    ask = _ask_of_chat(await decode(request, ChatRequest))
+    n_tokens = len(await desk.with_model(request, ask.model, ask.prompt_ids))
+    return json_response({"object": "response.input_tokens", "input_tokens": n_tokens})
 
 
 # -- Completions ---------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from localllm.chat.conversation import Message, ToolCall, read_message
+from localllm.chat.conversation import Message, ToolCall, read_calls, read_message
 from localllm.engine.request import Usage
 from localllm.sampling import Choice
 from localllm.server.answers import Answer, Ask, Desk, Generation, Part, Reply, begun_reply, constrain, offer_tools
@@ -168,22 +168,28 @@ def _ask(body: ResponsesRequest, before: list[Message]) -> Ask:
 def _messages(items: list[dict[str, Any]]) -> list[Message]:
     """Items as messages: reasoning and calls of tools belong to the message of the assistant beside them."""
     messages: list[Message] = []
-    reasoning = ""
+    reasoning, calls = "", list[ToolCall]()
+
+    def end_calls() -> None:
+        """The calls so far belong to the assistant's message before them, or make one."""
+        if calls:
+            if not messages or messages[-1].role != "assistant":
+                messages.append(Message("assistant", reasoning=reasoning))
+            messages[-1] = replace(messages[-1], calls=(*messages[-1].calls, *calls))
+            calls.clear()
+
     for number, item in enumerate(items):
         kind = item.get("type", "message")
+        if kind == "function_call":
+            function = {"name": item.get("name"), "arguments": item.get("arguments")}
+            calls += read_calls(number, [{"id": item.get("call_id"), "function": function}])
+            continue
+        end_calls()
         if kind == "message":
             message = read_message(number, {"role": item.get("role"), "content": item.get("content")})
             if message.role == "assistant":
                 message, reasoning = replace(message, reasoning=reasoning), ""
             messages.append(message)
-        elif kind == "function_call":
-            function = {"name": item.get("name"), "arguments": item.get("arguments")}
-            call = {"id": item.get("call_id"), "function": function}
-            said = read_message(number, {"role": "assistant", "tool_calls": [call]})
-            if not messages or messages[-1].role != "assistant":
-                messages.append(Message("assistant", reasoning=reasoning))
-                reasoning = ""
-            messages[-1] = replace(messages[-1], calls=(*messages[-1].calls, *said.calls))
         elif kind == "function_call_output":
             result = {"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")}
             messages.append(read_message(number, result))
@@ -192,6 +198,7 @@ def _messages(items: list[dict[str, Any]]) -> list[Message]:
             reasoning = "".join(str(part.get("text", "")) for part in parts if isinstance(part, dict))
         else:
             raise HTTPError(400, f"input {number} is of type {kind!r:.40}, which is not available here")
+    end_calls()
     return messages
 
 
@@ -232,6 +239,33 @@ async def responses(request: Request, desk: Desk) -> Response:
     assert writer.reply is not None  # its last event has it
     keep(response, writer.reply)
     return json_response(response)
+
+
+async def input_tokens(request: Request, desk: Desk) -> Response:
+    """The tokens of the prompt that a response would have."""
+    body = await decode(request, ResponsesRequest)
+    earlier = body.previous_response_id
+    ask = _ask(body, desk.kept.get(earlier, request.state.client).messages if earlier else [])
+    n_tokens = len(await desk.with_model(request, ask.model, ask.prompt_ids))
+    return json_response({"object": "response.input_tokens", "input_tokens": n_tokens})
+
+
+async def input_items(request: Request, desk: Desk) -> Response:
+    """The messages that a response was the answer to, as items."""
+    kept = desk.kept.get(request.path_params["id"], request.state.client)
+    data = [_item(kept.response["id"], number, message) for number, message in enumerate(kept.messages[:-1])]
+    ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"first_id": None, "last_id": None}
+    return json_response({"object": "list", "data": data, **ends, "has_more": False})
+
+
+def _item(id_: str, number: int, message: Message) -> dict[str, Any]:
+    id_ = f"msg_{id_.removeprefix('resp_')}_{number}"
+    if message.role == "tool":
+        output = "".join(message.texts)
+        return {"id": id_, "type": "function_call_output", "call_id": message.call_id, "output": output}
+    kind = "output_text" if message.role == "assistant" else "input_text"
+    content = [{"type": kind, "text": text} for text in message.texts]
+    return {"id": id_, "type": "message", "role": message.role, "content": content, "status": "completed"}
 
 
 async def get_response(request: Request, desk: Desk) -> Response:

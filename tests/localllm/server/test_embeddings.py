@@ -125,7 +125,8 @@ def test_reranking(server: Serving, folder: Path) -> None:
     ("path", "body", "said"),
     [
         ("/v1/embeddings", {}, "input is missing"),
-        ("/v1/embeddings", {"input": ["a", 1]}, "one kind"),
+        ("/v1/embeddings", {"input": ["a", 1]}, "a list of their own"),
+        ("/v1/embeddings", {"input": []}, "an empty list"),
         ("/v1/embeddings", {"input": {"a": 1}}, "input"),
         ("/v1/embeddings", {"input": [10**30]}, ""),
         ("/v1/embeddings", {"input": [-1]}, ""),

@@ -69,7 +69,7 @@ def test_pages_may_ask_only_if_they_are_named() -> None:
         assert (good.status_code, good.headers["access-control-allow-origin"]) == (200, "https://good.example")
         asked = {"Origin": "https://good.example", "Access-Control-Request-Method": "POST"}
         assert status(server, "OPTIONS", CHAT, headers=asked) == 204
-        for origin in ("https://evil.example", "null", "http://localhost:1", "http://[::1"):
+        for origin in ("https://evil.example", "null", "http://localhost.evil.example", "http://[::1"):
             refused = httpx.get(server.url + "/v1/models", headers={"Origin": origin})
             assert refused.status_code == 403
             assert "access-control-allow-origin" not in refused.headers
@@ -114,9 +114,11 @@ def test_errors_have_the_form_of_each_api(server: Serving) -> None:
 NEEDED = {
     "/completion": "prompt", "/completions": "prompt", "/v1/completions": "prompt", "/infill": "input_prefix",
     "/v1/chat/completions": "messages", "/chat/completions": "messages", "/v1/responses": "input",
+    "/responses": "input", "/v1/responses/input_tokens": "input", "/v1/chat/completions/input_tokens": "messages",
     "/v1/messages": "messages", "/v1/messages/count_tokens": "messages", "/apply-template": "messages",
     "/v1/embeddings": "input", "/embedding": "input", "/embeddings": "input", "/api/embed": "input",
     "/api/embeddings": "input", "/rerank": "query", "/reranking": "query", "/v1/rerank": "query",
+    "/v1/reranking": "query",
     "/tokenize": "content", "/detokenize": "tokens",
 }  # fmt: skip
 #: Ollama's clients load a model by asking for nothing; the rest neither reads nor writes text.

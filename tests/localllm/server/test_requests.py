@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import httpx
 import msgspec
 import pytest
 
+import localllm
 from localllm.cli.defaults import chat_template
 from localllm.cli.parser import make_parsers
 from localllm.errors import UsageError
@@ -145,3 +147,76 @@ def test_chat_template_flags_are_read_alike(tmp_path: Path) -> None:
         for words in (["--chat-template", "llama3"], ["--chat-template-file", str(tmp_path / "none")]):
             with pytest.raises(UsageError):
                 chat_template(parser.parse_args([command, *words]))
+
+
+# -- What stops one who comes from another server -----------------------------------------------------------------
+
+
+def test_bodies_in_gzip(server: Serving) -> None:
+    def send(data: bytes, encoding: str = "gzip") -> httpx.Response:
+        return httpx.post(server.url + "/tokenize", content=data, headers={"Content-Encoding": encoding})
+
+    packed = gzip.compress(json.dumps({"content": "Hello"}).encode())
+    assert send(packed).json()["tokens"] == server.llm.tokenize("Hello", add_special=False)
+    assert "not gzip" in send(b"{}").json()["error"]["message"]
+    assert "in the midst" in send(packed[:-10]).json()["error"]["message"]
+    assert send(packed, "br").status_code == 415
+    assert send(gzip.compress(bytes(40 << 20))).status_code == 413
+
+
+def test_a_slash_at_the_end_of_a_path_means_nothing(server: Serving) -> None:
+    assert httpx.get(server.url + "/v1/models/").json() == httpx.get(server.url + "/v1/models").json()
+
+
+@pytest.mark.parametrize(
+    ("origin", "is_allowed"),
+    [
+        ("http://localhost:5173", True),
+        ("http://127.0.0.1:3000", True),
+        ("app://obsidian.md", True),
+        ("vscode-webview://a1", True),
+        ("tauri://localhost", True),
+        ("file://", True),
+        ("https://example.org", False),
+        ("http://localhost.example.org", False),
+        ("null", False),
+    ],
+)
+def test_programs_of_this_machine_may_ask_and_pages_may_not(server: Serving, origin: str, is_allowed: bool) -> None:
+    answer = httpx.get(server.url + "/v1/models", headers={"Origin": origin})
+    assert answer.status_code == (200 if is_allowed else 403)
+    assert answer.headers.get("access-control-allow-origin") == (origin if is_allowed else None)
+
+
+def test_tokens_of_prompts_are_counted_as_they_are_evaluated(server: Serving) -> None:
+    chat = APIS["/v1/chat/completions"]
+    for path in ("/v1/chat/completions", "/v1/responses"):
+        counted = post(server, f"{path}/input_tokens", APIS[path]).json()["input_tokens"]
+        usage = post(server, path, APIS[path]).json()["usage"]
+        assert counted == usage.get("prompt_tokens", usage.get("input_tokens"))
+    assert post(server, "/responses", APIS["/v1/responses"]).json()["object"] == "response"
+    assert post(server, "/v1/chat/completions", chat).json()["timings"]["predicted_per_token_ms"] > 0
+
+
+def test_the_input_of_a_kept_response(server: Serving) -> None:
+    id_ = post(server, "/v1/responses", {**APIS["/v1/responses"], "instructions": "Be kind."}).json()["id"]
+    items = httpx.get(f"{server.url}/v1/responses/{id_}/input_items").json()
+    assert [(each["role"], each["content"][0]["text"]) for each in items["data"]] == [("user", "hi")]
+    assert httpx.get(f"{server.url}/v1/responses/none/input_items").status_code == 404
+
+
+def test_what_is_told_to_clients_of_ollama_and_to_prometheus(server: Serving) -> None:
+    version = httpx.get(server.url + "/api/version").json()
+    assert tuple(map(int, version["version"].split("."))) >= (0, 6, 4)
+    assert version["localllm"] == localllm.__version__
+    post(server, "/completion", APIS["/completion"])
+    text = httpx.get(server.url + "/metrics").text
+    for name in ("prompt_tokens_seconds", "predicted_tokens_seconds", "prompt_seconds_total"):
+        (line,) = (line for line in text.splitlines() if line.startswith(f"llamacpp:{name}{{"))
+        assert float(line.split()[-1]) > 0
+
+
+def test_a_prompt_that_is_too_long_is_told_of_the_flag(server: Serving) -> None:
+    answer = post(server, "/v1/completions", {"prompt": "word " * 3000, "max_tokens": 1})
+    assert answer.status_code == 400
+    assert "larger -c" in answer.json()["error"]["message"]
