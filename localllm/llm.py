@@ -42,10 +42,10 @@ if TYPE_CHECKING:
 
     from localllm.chat import ChatTemplate
     from localllm.chat.conversation import Message
-
-    #: Messages of a chat, in the form that OpenAI's API has them or in ours.
-    Messages = Sequence[Message | Mapping[str, object]]
     from localllm.sampling.grammar import Constraint, Grammars
+
+    #: Messages of a chat, as OpenAI's API has them or in the form of `localllm.chat.conversation`.
+    Messages = Sequence[Message | Mapping[str, object]]
 
 _Reader = TypeVar("_Reader", Stream, AsyncStream)
 

@@ -11,6 +11,10 @@ from localllm.errors import UsageError
 
 Tools = list[dict[str, Any]]
 
+#: How llguidance takes schemas.  JSON is on one line: a model that may write white space between its parts may never
+#: end it.  What llguidance does not know in a schema is a warning, not an error.
+JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?", "lenient": True}
+
 #: Keywords of JSON schemas whose values are data, in which nothing is a reference.
 _DATA = frozenset({"const", "enum", "default", "examples"})
 
@@ -28,7 +32,7 @@ class ChosenTools:
     forced: Tools
 
 
-def check_tools(tools: Sequence[object]) -> None:
+def _check_tools(tools: Sequence[object]) -> None:
     """Refuses what is not a function.
 
     Raises:
@@ -47,7 +51,7 @@ def choose_tools(tools: Tools | None, choice: object) -> ChosenTools:
         UsageError: it means nothing, or wants a call of what is not among the tools.
     """
     tools = tools or []
-    check_tools(tools)
+    _check_tools(tools)
     kind = choice.get("type") if isinstance(choice, Mapping) else choice
     if kind in (None, "auto"):
         return ChosenTools(tools, [])
@@ -122,8 +126,7 @@ def _moved(schema: Any, place: str) -> Any:
 
 def calls_grammar(tools: Tools) -> str:
     """In Lark's notation: any text, in which what stands between the tags of calls is a call."""
-    one_line = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
-    schema = json.dumps({"x-guidance": one_line, **call_schema(tools, only_strict=True)})
+    schema = json.dumps({"x-guidance": JSON_OPTIONS, **call_schema(tools, only_strict=True)})
     return (
         "start: call* TEXT\n"
         'call: before "\\n"? json "\\n"? "</tool_call>"\n'

@@ -19,7 +19,7 @@ EXAMPLE = "{'role': 'user', 'content': 'Hello!'}"
 
 #: Keys that programs have what was thought under, and types of parts that are thoughts.
 _REASONING = ("reasoning_content", "reasoning", "thinking")
-#: Types of parts that are text, and the keys that it may stand under.
+#: Types of parts that are text, which stands under "text", or under "refusal".
 _TEXTS = ("text", "input_text", "output_text", "refusal")
 
 #: Keys of a message that are read; others are given to the template as they are.

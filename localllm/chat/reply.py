@@ -164,12 +164,13 @@ class ReplyParser:
 
         A tag in a call's arguments does not.  None if the tag is still to come.
         """
-        closing, first = _CLOSING[self._opening], self._held.find(_CLOSING[self._opening])
+        closing = _CLOSING[self._opening]
         while (at := self._held.find(closing, self._searched)) >= 0:
             try:
                 return self._ended(self._calls(self._held[:at], closing), at, closing)
             except _CANNOT_BE_READ as error:
-                if at == first and not isinstance(error, _UnfinishedError):
+                is_first = self._held.find(closing) == at
+                if is_first and not isinstance(error, _UnfinishedError):
                     return self._ended(self._as_text(self._held[:at], closing, error), at, closing)
             self._searched = at + len(closing)
         if not is_whole:
@@ -178,7 +179,8 @@ class ReplyParser:
         try:
             return self._ended(self._calls(self._held, ""), len(self._held), "")
         except _CANNOT_BE_READ as error:
-            at, closing = (len(self._held), "") if first < 0 else (first, closing)
+            at = self._held.find(closing)
+            at, closing = (len(self._held), "") if at < 0 else (at, closing)
             return self._ended(self._as_text(self._held[:at], closing, error), at, closing)
 
     def _ended(self, parts: list[Piece | ToolCall], at: int, closing: str) -> list[Piece | ToolCall]:
@@ -205,7 +207,7 @@ class ReplyParser:
     def _read(self, body: str) -> Iterator[ToolCall]:
         text = body.replace("｜DSML｜", "").strip()
         if text[:1] in ("{", "["):
-            for call in list(_json_values(text)):
+            for call in _json_values(text):
                 yield self._checked(call["name"], call["arguments"] if "arguments" in call else call["parameters"])
             return
         for pattern in _CALLS:

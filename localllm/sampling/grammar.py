@@ -19,6 +19,7 @@ import numpy as np
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from localllm.cancellation import check_cancelled
+from localllm.chat.calls import JSON_OPTIONS
 from localllm.chat.thinking import TAGS
 from localllm.errors import GrammarError, UsageError, warn
 from localllm.kernels import process
@@ -28,9 +29,6 @@ from localllm.sampling.penalties import Logits
 if TYPE_CHECKING:
     from localllm.declared_options import Sampling
     from localllm.tokenizer import Tokenizer
-
-#: JSON on one line: a model that may write white space between its parts may never end it.
-_ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 
 #: Tokens that may spell the beginning of one text.
 _MAX_SPELLINGS = 256
@@ -105,9 +103,7 @@ def _internal(sampling: Sampling) -> str:
             schema = str(sampling.json_schema)
             if '"allOf"' not in schema:
                 schema = json.dumps(_closed(json.loads(schema)))
-            # What it does not know is a warning, not an error.
-            options = {**_ONE_LINE, "lenient": True}
-            found = json.loads(matcher.grammar_from_json_schema(schema, overrides=options))
+            found = json.loads(matcher.grammar_from_json_schema(schema, overrides=JSON_OPTIONS))
             lark = f"start: %json {json.dumps(found['grammars'][0]['json_schema'])}"
         elif sampling.regex is not None:
             lark = json.loads(matcher.grammar_from_regex(sampling.regex))["grammars"][0]["lark_grammar"]

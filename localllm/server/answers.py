@@ -140,6 +140,7 @@ class Ask:
         messages: of a chat; None if ``prompt`` is to be continued.
         prompt: a text, or tokens.
         tools: that the model may call, as OpenAI's API describes them.
+        must_call: whether the reply has to be a call of one of them.
         variables: what else the chat template reads.
         reply_prefix: what the reply begins with.
         options: keywords of `LLM.stream`.
@@ -153,7 +154,8 @@ class Ask:
     options: dict[str, Any]
     messages: list[Message] | None = None
     prompt: str | list[int] = ""
-    tools: list[dict[str, Any]] = field(default_factory=list)
+    tools: Tools = field(default_factory=list)
+    must_call: bool = False
     variables: dict[str, Any] = field(default_factory=dict)
     reply_prefix: str = ""
     n: int = 1
@@ -167,7 +169,7 @@ class Ask:
         self.warnings.clear()
         if tools and not llm.chat_template.reads("tools"):
             tools = []
-            if "json_schema" in self.options:  # a call is forced
+            if self.must_call:
                 messages = [Message("system", (described_tools(self.tools),)), *messages]
             else:
                 self.warnings.append("this model's chat template knows no tools: the model was not told of them")
@@ -545,8 +547,8 @@ def constrain(options: dict[str, Any], schema: object) -> None:
     options["json_schema"] = {"type": "object"} if schema is None else schema
 
 
-def offer_tools(options: dict[str, Any], tools: Tools | None, choice: object) -> Tools:
-    """The tools that a model is offered; a call that is forced makes ``options`` follow its schema.
+def offer_tools(options: dict[str, Any], tools: Tools | None, choice: object) -> dict[str, Any]:
+    """What an `Ask` has of tools; a call that is forced makes ``options`` follow its schema.
 
     Raises:
         UsageError: as `choose_tools`.
@@ -554,7 +556,7 @@ def offer_tools(options: dict[str, Any], tools: Tools | None, choice: object) ->
     chosen = choose_tools(tools, choice)
     if chosen.forced:
         constrain(options, _call_schema(chosen.forced))
-    return chosen.offered
+    return {"tools": chosen.offered, "must_call": bool(chosen.forced)}
 
 
 def begun_reply(messages: list[Message], goes_on: bool | None = None) -> tuple[list[Message], str]:

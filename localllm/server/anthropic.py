@@ -78,7 +78,7 @@ def _ask(body: MessagesRequest) -> Ask:
         body.model,
         options,
         messages=messages,
-        tools=offer_tools(options, tools, body.tool_choice),
+        **offer_tools(options, tools, body.tool_choice),
         variables=variables,
         reply_prefix=begun,
         one_call=bool((body.tool_choice or {}).get("disable_parallel_tool_use")),

@@ -390,7 +390,7 @@ class Guard:
             if scope["method"] == "OPTIONS" and cors:
                 return await Response(status_code=204)(scope, receive, sending)
             if len(scope["path"]) > 1 and scope["path"].endswith("/"):
-                scope["path"] = scope["path"].rstrip("/")
+                scope["path"] = scope["path"].rstrip("/") or "/"
             given = {"client": self._client(scope, headers), "n_bytes": 0, "max_body": self._limits.max_body}
             scope["state"] = {**scope["state"], **given}
             await self._app(scope, self._bounded(headers, receive), sending)
@@ -425,7 +425,7 @@ class Guard:
         if not _is_host(origin.partition("//")[2]):
             return False
         found = urlsplit(origin)
-        # Programs of this machine, which no page of a browser can be.
+        # Windows of desktop programs, and pages that this machine itself serves.
         is_own = found.scheme in ("http", "https") and found.hostname in ("localhost", "127.0.0.1", "::1")
         return is_own or found.scheme in _DESKTOP
 

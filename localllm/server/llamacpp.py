@@ -239,9 +239,9 @@ async def detokenize(request: Request, desk: Desk) -> Response:
 async def apply_template(request: Request, desk: Desk) -> Response:
     body = await decode(request, TemplateRequest)
     messages, begun = begun_reply(read_messages(body.messages))
-    tools = offer_tools({}, body.tools, None)
     variables = thinking_variables(None, body.chat_template_kwargs)
-    ask = Ask(body.model, {}, messages=messages, tools=tools, variables=variables, reply_prefix=begun)
+    tools = offer_tools({}, body.tools, None)
+    ask = Ask(body.model, {}, messages=messages, variables=variables, reply_prefix=begun, **tools)
 
     def work(llm: LLM) -> str:
         return llm.tokenizer.decode(ask.prompt_ids(llm), special=True)

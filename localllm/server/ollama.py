@@ -79,8 +79,9 @@ def _ask(body: OllamaRequest, **more: Any) -> Ask:
     if body.format:
         constrain(options, body.format if isinstance(body.format, dict) else None)
     variables = {} if body.think is None else {"enable_thinking": bool(body.think)}
-    tools = offer_tools(options, body.tools, None)
-    return Ask(body.model or body.name, options, tools=tools, variables=variables, **more)
+    return Ask(
+        body.model or body.name, options, variables=variables, **offer_tools(options, body.tools, None), **more
+    )
 
 
 async def chat(request: Request, desk: Desk) -> Response:

@@ -123,7 +123,7 @@ def _ask_of_chat(body: ChatRequest) -> Ask:
         options,
         messages=messages,
         reply_prefix=begun,
-        tools=offer_tools(options, body.tools, body.tool_choice),
+        **offer_tools(options, body.tools, body.tool_choice),
         variables=thinking_variables(body.reasoning_effort, body.chat_template_kwargs),
         n=1 if body.n is None else body.n,
         one_call=body.parallel_tool_calls is False,
@@ -205,12 +205,16 @@ def token_json(llm: LLM, id_: int, logprob: float | None) -> dict[str, Any]:
     return {"token": data.decode(errors="replace"), "logprob": _finite(logprob), "bytes": list(data)}
 
 
-def _chat_logprobs(llm: LLM, choices: Sequence[Choice]) -> dict[str, Any]:
-    content = [
+def tokens_json(llm: LLM, choices: Sequence[Choice]) -> list[dict[str, Any]]:
+    """Tokens that were chosen, with the likeliest ones at their places."""
+    return [
         {**token_json(llm, c.id, c.logprob), "top_logprobs": [token_json(llm, id_, p) for id_, p in c.top]}
         for c in choices
     ]
-    return {"content": content, "refusal": None}
+
+
+def _chat_logprobs(llm: LLM, choices: Sequence[Choice]) -> dict[str, Any]:
+    return {"content": tokens_json(llm, choices), "refusal": None}
 
 
 class _Head:
@@ -392,12 +396,14 @@ async def _echo(
 
 def _logprobs(llm: LLM, choices: Sequence[Choice], offsets: TextOffsets) -> dict[str, Any]:
     tokens = [llm.tokenizer.token_bytes(choice.id).decode(errors="replace") for choice in choices]
-    top: list[dict[str, float] | None] = [
-        {llm.tokenizer.token_bytes(id_).decode(errors="replace"): _finite(p) for id_, p in c.top} for c in choices
-    ]
-    # The first token of a text has no likelihood.
+    # The first token of a text has no likelihood, and nothing is likelier.
     logprobs = [None if choice.logprob is None else _finite(choice.logprob) for choice in choices]
-    top = [None if logprob is None else each for logprob, each in zip(logprobs, top, strict=True)]
+    top = [
+        None
+        if choice.logprob is None
+        else {llm.tokenizer.token_bytes(id_).decode(errors="replace"): _finite(p) for id_, p in choice.top}
+        for choice in choices
+    ]
     places = [offsets.next(choice.id) for choice in choices]
     return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": top, "text_offset": places}
 

@@ -9,7 +9,8 @@ import contextlib
 import re
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,8 @@ from localllm.server.openai import (
     checked_logprobs,
     new_id,
     thinking_variables,
-    token_json,
     token_limit,
+    tokens_json,
 )
 
 #: Bytes of responses that are kept in memory at most; the oldest go first.
@@ -76,12 +77,12 @@ class Kept(msgspec.Struct):
 
     Attributes:
         client: who asked, and alone may go on from it.
-        messages: of the chat, the reply among them.
+        conversation: the messages of the chat, the reply among them.
         response: as it was given.
     """
 
     client: str
-    messages: list[Message]
+    conversation: list[Message]
     response: dict[str, Any]
 
 
@@ -159,7 +160,7 @@ def _ask(body: ResponsesRequest, before: list[Message]) -> Ask:
         options,
         messages=messages,
         reply_prefix=begun,
-        tools=offer_tools(options, tools, body.tool_choice),
+        **offer_tools(options, tools, body.tool_choice),
         variables=variables,
         one_call=body.parallel_tool_calls is False,
     )
@@ -172,9 +173,11 @@ def _messages(items: list[dict[str, Any]]) -> list[Message]:
 
     def end_calls() -> None:
         """The calls so far belong to the assistant's message before them, or make one."""
+        nonlocal reasoning
         if calls:
             if not messages or messages[-1].role != "assistant":
                 messages.append(Message("assistant", reasoning=reasoning))
+                reasoning = ""
             messages[-1] = replace(messages[-1], calls=(*messages[-1].calls, *calls))
             calls.clear()
 
@@ -205,7 +208,7 @@ def _messages(items: list[dict[str, Any]]) -> list[Message]:
 async def responses(request: Request, desk: Desk) -> Response:
     body = await decode(request, ResponsesRequest)
     client = request.state.client
-    before = desk.kept.get(body.previous_response_id, client).messages if body.previous_response_id else []
+    before = desk.kept.get(body.previous_response_id, client).conversation if body.previous_response_id else []
     answer = await desk.begin(_ask(body, before), request)
     writer = _Writer(answer, body)
 
@@ -245,7 +248,7 @@ async def input_tokens(request: Request, desk: Desk) -> Response:
     """The tokens of the prompt that a response would have."""
     body = await decode(request, ResponsesRequest)
     earlier = body.previous_response_id
-    ask = _ask(body, desk.kept.get(earlier, request.state.client).messages if earlier else [])
+    ask = _ask(body, desk.kept.get(earlier, request.state.client).conversation if earlier else [])
     n_tokens = len(await desk.with_model(request, ask.model, ask.prompt_ids))
     return json_response({"object": "response.input_tokens", "input_tokens": n_tokens})
 
@@ -253,19 +256,25 @@ async def input_tokens(request: Request, desk: Desk) -> Response:
 async def input_items(request: Request, desk: Desk) -> Response:
     """The messages that a response was the answer to, as items."""
     kept = desk.kept.get(request.path_params["id"], request.state.client)
-    data = [_item(kept.response["id"], number, message) for number, message in enumerate(kept.messages[:-1])]
+    data = [
+        {"id": f"msg_{kept.response['id'].removeprefix('resp_')}_{number}", **item}
+        for number, item in enumerate(item for message in kept.conversation[:-1] for item in _items(message))
+    ]
     ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"first_id": None, "last_id": None}
     return json_response({"object": "list", "data": data, **ends, "has_more": False})
 
 
-def _item(id_: str, number: int, message: Message) -> dict[str, Any]:
-    id_ = f"msg_{id_.removeprefix('resp_')}_{number}"
+def _items(message: Message) -> Iterator[dict[str, Any]]:
+    """A message as the items that `_messages` makes one of."""
     if message.role == "tool":
-        output = "".join(message.texts)
-        return {"id": id_, "type": "function_call_output", "call_id": message.call_id, "output": output}
+        yield {"type": "function_call_output", "call_id": message.call_id, "output": "".join(message.texts)}
+        return
     kind = "output_text" if message.role == "assistant" else "input_text"
     content = [{"type": kind, "text": text} for text in message.texts]
-    return {"id": id_, "type": "message", "role": message.role, "content": content, "status": "completed"}
+    if content or not message.calls:
+        yield {"type": "message", "role": message.role, "content": content, "status": "completed"}
+    for call in message.calls:
+        yield {"type": "function_call", "call_id": call.id, "name": call.name, "arguments": call.arguments}
 
 
 async def get_response(request: Request, desk: Desk) -> Response:
@@ -379,11 +388,8 @@ class _Writer:
 
     def _logprobs(self, part: Part) -> list[dict[str, Any]]:
         """Those of a part's tokens, and of tokens before it that made no text by themselves."""
-        choices, self._waiting, llm = (*self._waiting, *part.logprobs), (), self._answer.llm
-        return [
-            {**token_json(llm, c.id, c.logprob), "top_logprobs": [token_json(llm, id_, p) for id_, p in c.top]}
-            for c in choices
-        ]
+        choices, self._waiting = (*self._waiting, *part.logprobs), ()
+        return tokens_json(self._answer.llm, choices)
 
     def _place(self) -> dict[str, Any]:
         assert self._open is not None
@@ -399,7 +405,7 @@ class _Writer:
             item["status"] = "in_progress"
         self._open = item
         added = {"output_index": len(self._output), "item": {**item, "content": []}}
-        begun = {**self._place(), "content_index": 0, "part": dict(part)}
+        begun = {**self._place(), "content_index": 0, "part": deepcopy(part)}  # which grows before it is sent
         return [("response.output_item.added", added), ("response.content_part.added", begun)]
 
     def _close(self) -> list[tuple[str, dict[str, Any]]]:

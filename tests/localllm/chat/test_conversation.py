@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 
 from localllm.chat import ChatTemplate
-from localllm.chat.calls import call_schema
+from localllm.chat.calls import call_schema, calls_grammar
 from localllm.chat.conversation import Message, ToolCall, read_messages
 from localllm.errors import TemplateError
+from localllm.sampling import Sampling
+from localllm.sampling.grammar import check_grammar
 
 
 def each(body: str) -> str:
@@ -164,3 +166,10 @@ def test_references_of_a_tool_stay_within_it() -> None:
     assert moved["properties"]["to"] == {"$ref": "#/$defs/tool1/$defs/P"}
     assert moved["$defs"]["P"]["properties"]["next"] == {"$ref": "#/$defs/tool1"}
     assert moved["properties"]["ref"] == {"const": {"$ref": "#/$defs/P"}}
+
+
+def test_strict_tools_may_have_keywords_that_texts_cannot_be_held_to() -> None:
+    parameters = {"type": "object", "properties": {"a": {"type": "string", "format": "password"}}}
+    check_grammar(
+        Sampling(grammar=calls_grammar([{"function": {"name": "f", "strict": True, "parameters": parameters}}]))
+    )

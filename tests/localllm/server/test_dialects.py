@@ -6,6 +6,7 @@ A table of features by dialects; a cell is a request, or why the API has no word
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -200,3 +201,25 @@ def test_documents_of_text_are_text() -> None:
     assert claude([{"role": "user", "content": parts}]) == ([Message("user", ("T\n\none two", "?"))], "")
     with pytest.raises(HTTPError, match="message 0 has a document that is not text"):
         claude([{"role": "user", "content": [{"type": "document", "source": {"type": "base64", "data": "="}}]}])
+
+
+def test_a_format_of_the_reply_forces_no_call() -> None:
+    body = {"messages": [HI], "tools": [TOOL], "response_format": {"type": "json_object"}}
+    assert not openai._ask_of_chat(msgspec.convert(body, openai.ChatRequest)).must_call
+    body = {"messages": [HI], "tools": [TOOL], "tool_choice": "required"}
+    assert openai._ask_of_chat(msgspec.convert(body, openai.ChatRequest)).must_call
+
+
+def test_what_was_thought_before_calls_belongs_to_them_alone() -> None:
+    reasoning = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "hm"}]}
+    result = {"type": "function_call_output", "call_id": "call_1", "output": "noon"}
+    messages, begun = response([HI, reasoning, FUNCTION_CALL, result, {"type": "message", **HO}, HI])
+    assert ([each.reasoning for each in messages], begun) == (["", "hm", "", "", ""], "")
+
+
+@pytest.mark.parametrize("feature", [name for name, each in RESPONSES.items() if isinstance(each, list)])
+def test_messages_become_the_items_that_they_were_read_of(feature: str) -> None:
+    messages, begun = response(RESPONSES[feature])
+    messages = [replace(each, reasoning="") for each in messages]  # which is not kept as an item
+    assert response([item for each in messages for item in responses._items(each)]) == (messages, "")
+    assert not begun or feature == "a reply that has begun"

@@ -16,8 +16,9 @@ from localllm.cli.defaults import chat_template
 from localllm.cli.parser import make_parsers
 from localllm.errors import UsageError
 from localllm.server import openai
-from localllm.server.http import _tolerant, event, json_bytes
+from localllm.server.http import HTTPError, _tolerant, event, json_bytes
 from localllm.server.ollama import _seconds
+from localllm.server.responses import Store
 from tests.helpers.http_server import Serving
 
 HI = [{"role": "user", "content": "hi"}]
@@ -134,6 +135,8 @@ def test_responses_have_the_logprobs_that_are_asked_for(server: Serving, more: d
     events = [json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: ")]
     deltas = [each for each in events if each["type"] == "response.output_text.delta"]
     assert [one for each in deltas for one in each["logprobs"]] == found["logprobs"]
+    (begun,) = (each["part"] for each in events if each["type"] == "response.content_part.added")
+    assert (begun["text"], begun["logprobs"]) == ("", [])
 
 
 def test_chat_template_flags_are_read_alike(tmp_path: Path) -> None:
@@ -203,6 +206,14 @@ def test_the_input_of_a_kept_response(server: Serving) -> None:
     items = httpx.get(f"{server.url}/v1/responses/{id_}/input_items").json()
     assert [(each["role"], each["content"][0]["text"]) for each in items["data"]] == [("user", "hi")]
     assert httpx.get(f"{server.url}/v1/responses/none/input_items").status_code == 404
+
+
+def test_a_response_of_another_version_is_not_found_rather_than_empty(tmp_path: Path) -> None:
+    id_ = f"resp_{'0' * 32}"
+    old = {"client": "a", "messages": [{"role": "user", "content": "hi"}], "response": {}}
+    (tmp_path / f"{id_}.json").write_text(json.dumps(old))
+    with pytest.raises(HTTPError, match="there is no response"):
+        Store(tmp_path).get(id_, "a")
 
 
 def test_what_is_told_to_clients_of_ollama_and_to_prometheus(server: Serving) -> None:
