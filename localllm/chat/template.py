@@ -195,10 +195,7 @@ def encode_chat(
     if isinstance(messages, Sequence) and not messages:
         raise TemplateError(f"there are no messages to answer: give at least one, such as {EXAMPLE}")
     text = template.render(messages, add_generation_prompt=add_generation_prompt, tools=tools, **variables)
-    ids = tokenizer.encode(text, add_special=False, parse_special=True)
-    if tokenizer.add_bos and tokenizer.bos_id is not None and ids[:1] != [tokenizer.bos_id]:
-        ids.insert(0, tokenizer.bos_id)
-    return ids
+    return tokenizer.with_bos(tokenizer.encode(text, add_special=False, parse_special=True))
 
 
 def _token_text(tokenizer: Tokenizer, token: int | None) -> str:

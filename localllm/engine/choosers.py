@@ -19,12 +19,17 @@ class Choosers:
         self._threads: list[threading.Thread] = []
 
     def put(self, job: Callable[[], object]) -> None:
-        """Has a job done, which must raise nothing."""
+        """Has a job done, which must raise nothing: here, where the system gives no thread for it."""
         if len(self._threads) < _MAX_THREADS:
             name = f"localllm-chooser-{len(self._threads)}"
-            self._threads.append(threading.Thread(target=_work, args=(self._jobs,), name=name, daemon=True))
-            self._threads[-1].start()
-        self._jobs.put(job)
+            thread = threading.Thread(target=_work, args=(self._jobs,), name=name, daemon=True)
+            with contextlib.suppress(RuntimeError, MemoryError):  # the system's limit of threads or of memory
+                thread.start()
+                self._threads.append(thread)
+        if self._threads:
+            self._jobs.put(job)
+        else:
+            job()
 
     def close(self) -> None:
         """Drops the jobs that wait, and waits for those under way."""

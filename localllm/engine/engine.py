@@ -603,6 +603,8 @@ def _choose(
     inbox: queue.SimpleQueue[_Message], each: Scheduled, position: int, begin: float, choices: Iterable[_Chosen]
 ) -> None:
     """Chooses in another thread, and tells the engine's."""
+    if not each.request.is_choosing or each.request.is_cancelled:  # it has ended, or will before the next step
+        return
     found: list[_Chosen] = []
     failure: BaseException | None = None
     try:

@@ -260,8 +260,8 @@ class Scheduler:
         return True
 
     def _paused(self) -> Request | None:
-        """The youngest running request whose reader is behind."""
-        return next((request for request in reversed(self.running) if request.output.is_full), None)
+        """The youngest running request whose reader is behind, and of which no thread is choosing tokens."""
+        return next((each for each in reversed(self.running) if each.output.is_full and not each.is_choosing), None)
 
     def _preempt(self, request: Request) -> None:
         self.n_preempted += 1

@@ -241,13 +241,10 @@ def _check_context(llm: LLM, context: int) -> None:
 
 def _evaluated(llm: LLM, tokens: NDArray[np.int32], reckon: Callable[[int, Floats], _Result]) -> Iterator[_Result]:
     """What a function makes of each chunk's number and its logits [rows_of_chunk, n_vocab], in order."""
-    bos = llm.tokenizer.bos_id if llm.tokenizer.add_bos else None
     n_rows = rows_of_chunk(tokens.shape[1])
 
     def work(chunk: int) -> _Result:
-        ids = tokens[chunk].tolist()
-        if bos is not None:
-            ids[0] = bos
+        ids = llm.tokenizer.with_bos(tokens[chunk].tolist(), replaced=1)
         # What comes after the last token is not known.
         return reckon(chunk, llm.logits(ids[:-1], last=n_rows))
 

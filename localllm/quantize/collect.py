@@ -63,11 +63,7 @@ def chunks(tokenizer: Tokenizer, text: str, context: int = CONTEXT) -> list[list
     n = len(ids) // context
     if not n:
         raise UsageError(f"the text has {len(ids):,} tokens, but {context:,} are needed: give a longer one")
-    pieces = [ids[i * context : (i + 1) * context] for i in range(n)]
-    if tokenizer.add_bos and tokenizer.bos_id is not None:
-        for piece in pieces:
-            piece[0] = tokenizer.bos_id
-    return pieces
+    return [tokenizer.with_bos(ids[i * context : (i + 1) * context], replaced=1) for i in range(n)]
 
 
 def collect(

@@ -603,8 +603,7 @@ def fill_in(llm: LLM, before: str, after: str, begun: str = "") -> list[int]:
         ids = [tokenizer.encode(name, add_special=False, parse_special=True) for name in names]
         if all(len(each) == 1 and tokenizer.is_special(each[0]) for each in ids):
             prefix, suffix, middle = (tokenizer.encode(text, add_special=False) for text in (before, after, begun))
-            bos = [tokenizer.bos_id] if tokenizer.add_bos and tokenizer.bos_id is not None else []
-            return [*bos, *ids[0], *prefix, *ids[1], *suffix, *ids[2], *middle]
+            return tokenizer.with_bos([*ids[0], *prefix, *ids[1], *suffix, *ids[2], *middle])
     raise HTTPError(400, "this model does not fill in: its vocabulary has no tokens for that, leave the suffix out")
 
 

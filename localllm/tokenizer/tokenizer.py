@@ -170,12 +170,21 @@ class Tokenizer:
         special_tokens = self._all_special_tokens if parse_special else self._visible_tokens
         with process.UnderWay(process.workers):
             ids = self._encode_pieces(text, special_tokens, after_special=not continuation)
-        bos, eos = vocabulary.bos_id, vocabulary.eos_id
-        if add_special and vocabulary.add_bos and bos is not None and ids[:1] != [bos]:
-            ids.insert(0, bos)
-        if add_special and vocabulary.add_eos and eos is not None:
-            ids.append(eos)
+        if add_special:
+            ids = self.with_bos(ids)
+            if vocabulary.add_eos and vocabulary.eos_id is not None:
+                ids.append(vocabulary.eos_id)
         return ids
+
+    def with_bos(self, ids: list[int], *, replaced: int = 0) -> list[int]:
+        """``ids`` with BOS in front, if texts begin with it (``add_bos``) and they do not yet.
+
+        Args:
+            ids: the tokens of a text, or of a part of one.
+            replaced: how many of them BOS takes the place of: 1 for pieces of a length.
+        """
+        bos = self.bos_id
+        return [bos, *ids[replaced:]] if self.add_bos and bos is not None and ids[:1] != [bos] else ids
 
     def _encode_pieces(self, text: str, special_tokens: _TokenMatcher, *, after_special: bool) -> list[int]:
         ids: list[int] = []

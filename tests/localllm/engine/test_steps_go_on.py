@@ -235,3 +235,17 @@ def test_choosers_end() -> None:
     assert eventually(lambda: len(done) == 10)
     choosers.close()
     assert threading.active_count() == before
+
+
+def test_a_system_that_gives_no_threads_ends_no_engine(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("localllm.engine.choosers.threading.Thread.start", refused)
+    slow = held([1, 2], 3, SlowGrammar())
+    engine.submit(slow)
+    assert results(slow).ended.wait(60)
+    monkeypatch.undo()
+    assert results(slow).ids == greedy_after([1, 2], 3)
+    engine.close()
+    assert not engine._thread.is_alive()
