@@ -96,11 +96,7 @@ def open_devices(
 
 
 def split_by_rows(devices: tuple[Device, ...]) -> tuple[Device, ...]:
-    """The host, and its GPUs as one device that computes each layer on all of them.
-
-    Raises:
-        UsageError: there are not 2 to 8 GPUs.
-    """
+    """The host, and its GPUs as one device that computes each layer on all of them."""
     host, *gpus = devices
     if not 2 <= len(gpus) <= MAX_SPLIT_ROWS:
         have = "is 1" if len(gpus) == 1 else f"are {len(gpus)}"
@@ -127,11 +123,7 @@ def split_by_rows(devices: tuple[Device, ...]) -> tuple[Device, ...]:
 
 
 def cuda_indices(numbers: str | None) -> tuple[int, ...] | None:
-    """The GPUs that a device's name lists, in this order, as "0,1"; None for all.
-
-    Raises:
-        DeviceError: one is there twice.
-    """
+    """The GPUs that a device's name lists, in this order, as "0,1"; None for all."""
     if numbers is None:
         return None
     indices = tuple(map(int, numbers.split(",")))

@@ -44,11 +44,7 @@ class Embedder:
         return ids + tokenizer.encode(document, add_special=False) + end
 
     def vectors(self, engine: Engine, texts: Sequence[Sequence[int]]) -> NDArray[np.float32]:
-        """The vectors [n, width] of texts, given as tokens: evaluated together, without padding.
-
-        Raises:
-            As `Engine.submit` and `Evaluation.wait`.
-        """
+        """The vectors [n, width] of texts, given as tokens: evaluated together, without padding."""
         vectors = evaluate_all(lambda ids: _Rows(engine, ids, self._rows), self._vector, texts)
         return np.array(vectors, np.float32).reshape(-1, self.width)
 

@@ -28,9 +28,6 @@ def read_text(source: str | os.PathLike[str] | BinaryIO, what: str = "", *, n_by
         source: a path, or an open file.
         what: stands before the path in errors, or in its place.
         n_bytes: how much to read of it, up to the last whole character in that.
-
-    Raises:
-        UsageError: it cannot be read, is too long, or is not UTF-8.
     """
     where = what
     limit = MAX_TEXT_BYTES + 1 if n_bytes is None else min(n_bytes, MAX_TEXT_BYTES)
@@ -61,10 +58,6 @@ def check_is_new(path: Path, sources: Iterable[Path] = ()) -> None:
 
     Args:
         sources: what it is made of.
-
-    Raises:
-        UsageError: it is one of its sources.
-        OutputError: it is a folder, or there is such a file already.
     """
     if path.is_dir():
         raise OutputError(f"{path_text(path)} is a folder: name a file in it")
@@ -123,11 +116,7 @@ class NewFile:
         return self
 
     def _claim(self) -> None:
-        """Keep other programs from writing the file, until it has its name; on Windows nothing does.
-
-        Raises:
-            OutputError: one writes it now.
-        """
+        """Keep other programs from writing the file, until it has its name; on Windows nothing does."""
         if sys.platform == "win32":
             return
         self._lock = os.dup(self._file.fileno())
@@ -150,11 +139,7 @@ class NewFile:
         return 0
 
     def put(self, data: Any, at: int | None = None) -> None:
-        """Add bytes, or replace those at a position.
-
-        Raises:
-            OutputError: the disk is full, or fails.
-        """
+        """Add bytes, or replace those at a position."""
         try:
             if at is not None:
                 self._file.seek(at)
@@ -164,11 +149,7 @@ class NewFile:
             raise self._error(error) from error
 
     def sync(self) -> None:
-        """Return when all bytes so far are on the disk.
-
-        Raises:
-            OutputError: the disk is full, or fails.
-        """
+        """Return when all bytes so far are on the disk."""
         try:
             self._file.flush()
             os.fsync(self._file.fileno())

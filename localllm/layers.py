@@ -49,10 +49,6 @@ def plan_layers(
         tensor_split: in what proportion, a number for each GPU; by default in that of their free memory, and where
             this does not fit, any other that does.
         without_gpus: why there are no GPUs, where there are none.
-
-    Raises:
-        UsageError: there are no GPUs to put layers on, or not as many as numbers in ``tensor_split``.
-        NotEnoughMemoryError: so many layers do not fit there; says how many do.
     """
     if not gpus and (n_gpu_layers or tensor_split is not None):
         asked = f"n_gpu_layers is {n_gpu_layers}" if n_gpu_layers else f"tensor_split is {_numbers(tensor_split)!r}"

@@ -272,11 +272,7 @@ class Planner:
         return StepSizes(n_pages, n_tokens, n_outputs, n_states(graph, context, self.parallel))
 
     def at(self, context: int) -> Placement:
-        """What lies where with so many tokens of context.
-
-        Raises:
-            UsageError, NotEnoughMemoryError: as `localllm.layers.plan_layers`.
-        """
+        """What lies where with so many tokens of context."""
         host, *gpus = self.devices
         ranges = plan_layers(
             self.model.config.n_layers,

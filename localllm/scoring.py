@@ -53,9 +53,6 @@ class Evaluation:
         Args:
             first: position of the first token whose logits are wanted.
             on_rows: called in the engine's thread as they come, with memory that is used again for the next ones.
-
-        Raises:
-            As `Engine.submit`.
         """
         self._engine = engine
         self._on_rows = on_rows
@@ -101,11 +98,7 @@ class Evaluation:
 
 
 def last_logits(engine: Engine, ids: Sequence[int], n: int) -> NDArray[np.float32]:
-    """The logits [n, n_vocab] after the last ``n`` tokens.
-
-    Raises:
-        As `Engine.submit` and `Evaluation.wait`.
-    """
+    """The logits [n, n_vocab] after the last ``n`` tokens."""
     first = len(ids) - n
     logits = np.empty((n, engine.width), np.float32)
 
@@ -124,10 +117,7 @@ _Result = TypeVar("_Result")
 def evaluate_all(
     begin: Callable[[_Item], _Begun], finish: Callable[[_Begun], _Result], items: Iterable[_Item]
 ) -> list[_Result]:
-    """What ``finish`` makes of each evaluation, in order; as many run at once as the engine takes, up to `_AT_ONCE`.
-
-    Raises:
-        What ``begin`` and ``finish`` raise; the other evaluations are cancelled then.
+    """What ``finish`` makes of each evaluation, in order; as many run at once as the engine takes, or `_AT_ONCE`.
     """
     under_way: deque[_Begun] = deque()
     results: list[_Result] = []
@@ -192,8 +182,5 @@ def scores(engine: Engine, texts: Sequence[tuple[Sequence[int], int]], n_top: in
     Args:
         texts: the tokens of each, and the position.
         n_top: how many of the likeliest tokens to tell of each place.
-
-    Raises:
-        As `Engine.submit` and `Evaluation.wait`.
     """
     return evaluate_all(lambda text: _Scoring(engine, *text, n_top), _Scoring.score, texts)

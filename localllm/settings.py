@@ -128,11 +128,7 @@ def load_settings(path: Path | None = None) -> Settings:
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """The values in a settings file, not checked; none if there is no file.
-
-    Raises:
-        SettingsError: it cannot be read, or is not valid TOML.
-    """
+    """The values in a settings file, not checked; none if there is no file."""
     text = read_text(path)
     if not text:
         return {}
@@ -146,11 +142,7 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def read_text(path: Path) -> str:
-    """The text of a settings file; empty if there is no file.
-
-    Raises:
-        SettingsError: it cannot be read.
-    """
+    """The text of a settings file; empty if there is no file."""
     try:
         if path.is_fifo():
             raise ValueError("it is a pipe, which may have no end")

@@ -242,11 +242,7 @@ def _pooling(folder: Path, architecture: str) -> dict[str, Any]:
 
 
 def _dense(folder: Path) -> dict[str, CheckpointTensor]:
-    """The linear layers that sentence-transformers has behind the pooling, in folders 2_Dense and 3_Dense.
-
-    Raises:
-        ModelError: GGUF has no place for one.
-    """
+    """The linear layers that sentence-transformers has behind the pooling, in folders 2_Dense and 3_Dense."""
     found = {}
     for place, path in enumerate(sorted(folder.glob("[0-9]_Dense")), 2):
         values = read_json(path / "config.json")
@@ -274,11 +270,7 @@ class _Namer:
         self._conversion, self._config, self._has_block = conversion, config, has_block
 
     def tensors(self, sources: Mapping[str, Source]) -> dict[str, CheckpointTensor]:
-        """All tensors of the file, by name.
-
-        Raises:
-            ModelError: the file has no place for one, or experts are missing.
-        """
+        """All tensors of the file, by name."""
         groups: dict[str, dict[int, Source]] = defaultdict(dict)
         tied_head: Source | None = None
         for name, source in sources.items():

@@ -78,11 +78,7 @@ class Config:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON file of a checkpoint; empty where there is none.
-
-    Raises:
-        ModelError: it cannot be read, or is no JSON object.
-    """
+    """A JSON file of a checkpoint; empty where there is none."""
     try:
         if path.stat().st_size > _MAX_BYTES:
             raise ModelError(f"{path_text(path)} has more than {_MAX_BYTES >> 20} MiB: it is not of a checkpoint")

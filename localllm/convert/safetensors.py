@@ -38,11 +38,7 @@ class FileTensor:
     offset: int
 
     def read(self) -> NDArray[Any]:
-        """Its values, or their bits where numpy lacks the type.
-
-        Raises:
-            ModelError: the file cannot be read.
-        """
+        """Its values, or their bits where numpy lacks the type."""
         try:
             values = np.fromfile(self.path, DTYPES[self.dtype], prod(self.shape), offset=self.offset)
         except OSError as error:
@@ -53,11 +49,7 @@ class FileTensor:
 
 
 def read_folder(folder: Path) -> dict[str, FileTensor]:
-    """The tensors of all safetensors files of a checkpoint, by name.
-
-    Raises:
-        ModelError: there are none, one is missing, or one is damaged.
-    """
+    """The tensors of all safetensors files of a checkpoint, by name."""
     index = read_json(folder / "model.safetensors.index.json").get("weight_map")
     if isinstance(index, dict):
         names = sorted({name for name in index.values() if isinstance(name, str) and Path(name).name == name})
@@ -85,11 +77,7 @@ def read_folder(folder: Path) -> dict[str, FileTensor]:
 
 
 def read_header(path: Path) -> dict[str, FileTensor]:
-    """The tensors of one file, by name.
-
-    Raises:
-        ModelError: it cannot be read, or is damaged.
-    """
+    """The tensors of one file, by name."""
     try:
         n_file = path.stat().st_size
         with path.open("rb") as file:
@@ -111,9 +99,6 @@ def _entry(path: Path, name: str, entry: dict[str, Any], data: int, n_file: int)
     Args:
         data: the position of the first tensor's bytes.
         n_file: bytes of the file.
-
-    Raises:
-        ValueError, TypeError, KeyError: the file cannot have such a tensor.
     """
     dtype, shape, (first, last) = entry["dtype"], entry["shape"], entry["data_offsets"]
     if dtype not in DTYPES:

@@ -45,11 +45,7 @@ class Source:
 
 
 def find_sources(tensors: Mapping[str, FileTensor], config: Config) -> dict[str, Source]:
-    """The tensors of a checkpoint by the names that they have where nothing is packed.
-
-    Raises:
-        ModelError: scales and weights do not fit together.
-    """
+    """The tensors of a checkpoint by the names that they have where nothing is packed."""
     sources: dict[str, Source] = {}
     settings = config.values.get("quantization_config")
     settings = settings if isinstance(settings, dict) else {}
@@ -158,11 +154,7 @@ def _scaled(beside: Mapping[str, FileTensor], settings: Mapping[str, Any]) -> So
 
 
 def _halves(scales: Array, name: str) -> NDArray[np.float16]:
-    """Scales as float16.
-
-    Raises:
-        ModelError: they are no such numbers.
-    """
+    """Scales as float16."""
     with np.errstate(over="ignore"):
         halves = scales.astype(np.float16)
     if not np.isfinite(halves).all():
@@ -214,11 +206,7 @@ def _grouped(
 
 
 def _groups(columns: int, n_groups: int, settings: Mapping[str, Any]) -> NDArray[np.int32]:
-    """The group of each column, of which the last may have fewer columns, by the size that config.json gives.
-
-    Raises:
-        ValueError: there are no such groups, or config.json gives no size and several would do.
-    """
+    """The group of each column, of which the last may have fewer columns, by the size that config.json gives."""
     sets = settings.get("config_groups")  # compressed-tensors'
     weights = (
         [each.get("weights") for each in sets.values() if isinstance(each, dict)] if isinstance(sets, dict) else []

@@ -35,11 +35,7 @@ _PROBE = (
 
 
 def vocabulary_keys(folder: Path, config: Config, n_vocab: int) -> dict[str, Any]:
-    """The keys ``tokenizer.*`` for a model whose embedding has ``n_vocab`` rows.
-
-    Raises:
-        TokenizerError: there is no tokenizer, or one of a kind that GGUF files of these architectures have not.
-    """
+    """The keys ``tokenizer.*`` for a model whose embedding has ``n_vocab`` rows."""
     try:
         return _keys(folder, config, n_vocab)
     except (TypeError, KeyError, AttributeError, ValueError, IndexError, OverflowError) as error:

@@ -207,11 +207,7 @@ class Engine:
             )
 
     def wait_for(self, items: queue.SimpleQueue[_T]) -> _T:
-        """The next item that the engine's thread puts into a queue.
-
-        Raises:
-            As `check_may_wait`.
-        """
+        """The next item that the engine's thread puts into a queue."""
         while True:
             self.check_may_wait()
             # With a timeout: Ctrl-C does not end a wait on every system, nor does the end of the process.
@@ -228,11 +224,7 @@ class Engine:
         self._inbox.put(EngineLoop.wake)
 
     def with_cache(self, work: Callable[[PagedCache], _T]) -> _T:
-        """What a function makes of the cache, called in the engine's thread between two steps.
-
-        Raises:
-            What it raises; as `check` and `check_may_wait`.
-        """
+        """What a function makes of the cache, called in the engine's thread between two steps."""
         results: queue.SimpleQueue[Callable[[], _T]] = queue.SimpleQueue()
 
         def message(loop: EngineLoop) -> None:

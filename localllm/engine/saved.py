@@ -64,10 +64,6 @@ def save(with_cache: WithCache, path: Path, key: str) -> int:
 
     Args:
         key: all that must be the same where it is loaded: the model, the version, the kind of cache.
-
-    Raises:
-        OutputError: it cannot be written.
-        What ``with_cache`` raises.
     """
     left, n_bytes = with_cache(_listed)
     numbers: dict[Block, int] = {}

@@ -56,11 +56,7 @@ class BaseLogits:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> BaseLogits:
-        """Open a file.
-
-        Raises:
-            UsageError: it is missing or damaged, or another kind of file.
-        """
+        """Open a file."""
         path = Path(path)
         try:
             with path.open("rb") as file:
@@ -86,11 +82,7 @@ class BaseLogits:
         return int(self.tokens.shape[1])
 
     def log_probabilities(self, chunk: int) -> Floats:
-        """float32 [rows_of_chunk, n_vocab].
-
-        Raises:
-            UsageError: the file has none.
-        """
+        """float32 [rows_of_chunk, n_vocab]."""
         rows = self._rows[chunk]
         scale, lowest = np.ascontiguousarray(rows[:, :4]).view("<f4").T[:, :, None]
         with np.errstate(over="ignore", invalid="ignore"):

@@ -191,11 +191,7 @@ def _read_part(path: Path) -> _Part:
 
 
 def read_header(cursor: Cursor, file_bytes: int) -> tuple[int, Metadata, list[Entry]]:
-    """The version, the metadata and the tensor table of a file of ``file_bytes``, whose header the cursor is in.
-
-    Raises:
-        GGUFError: it is not a GGUF file, or damaged.
-    """
+    """The version, the metadata and the tensor table of a file of ``file_bytes``, whose header the cursor is in."""
     version = _read_version(cursor)
     n_tensors = cursor.count("tensors", least_bytes=_MIN_TENSOR_BYTES, most=limits.MAX_TENSORS)
     n_keys = cursor.count("metadata keys", least_bytes=_MIN_KEY_BYTES, most=limits.MAX_KEYS)

@@ -130,21 +130,13 @@ class Metadata(Mapping[str, MetadataValue]):
         return self._buffer[value.start : value.stop]
 
     def encoded(self, key: str) -> bytes:
-        """A value's type and the value as the file has them, to be copied into another file.
-
-        Raises:
-            KeyError: there is no such key.
-        """
+        """A value's type and the value as the file has them, to be copied into another file."""
         span = self._spans[key]
         return self._buffer[span.start : span.stop]
 
 
 def read_metadata(cursor: Cursor, n_keys: int) -> Metadata:
-    """Read ``n_keys`` keys and values from where the cursor stands.
-
-    Raises:
-        GGUFError: a key occurs twice or is not UTF-8, or a value is not one of GGUF's or ends past the file.
-    """
+    """Read ``n_keys`` keys and values from where the cursor stands."""
     values: dict[str, MetadataValue | Text] = {}
     spans: dict[str, Text] = {}
     for i in range(n_keys):

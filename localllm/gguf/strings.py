@@ -100,11 +100,7 @@ class StringArray(Sequence[str]):
 
 
 def read_strings(cursor: Cursor, label: str) -> StringArray:
-    """Read the length of an array of strings, and step over the strings.
-
-    Raises:
-        GGUFError: a string ends past the file, or there are more strings than any vocabulary has.
-    """
+    """Read the length of an array of strings, and step over the strings."""
     n = cursor.count("strings", least_bytes=_MIN_STRING_BYTES, most=cursor.strings_left)
     cursor.strings_left -= n
     return StringArray(cursor.path, label, cursor.buffer, _string_bounds(cursor, n))

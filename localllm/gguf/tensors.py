@@ -86,11 +86,7 @@ class Entry:
 
 
 def read_table(cursor: Cursor, n_tensors: int, alignment: int, file_bytes: int) -> list[Entry]:
-    """Read ``n_tensors`` lines of the tensor table from where the cursor stands, of a file of ``file_bytes``.
-
-    Raises:
-        GGUFError: a name, shape, type or offset is impossible, or the tensors do not fill the data section.
-    """
+    """Read ``n_tensors`` lines of the tensor table from where the cursor stands, of a file of ``file_bytes``."""
     entries = _read_entries(cursor, n_tensors)
     data_start = align(cursor.at, alignment)
     _check_bounds(cursor, entries, alignment, max(file_bytes - data_start, 0))

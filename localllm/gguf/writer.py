@@ -49,9 +49,6 @@ def encode_value(value: object, type: ValueType = ValueType.UINT32) -> bytes:
     Args:
         value: a bool, number or text, or a list, tuple or array of one of these kinds.
         type: of an integer.  In arrays they are i32, or numpy's uint8; floats are f32.
-
-    Raises:
-        UsageError: it has no place in a GGUF file that other programs read.
     """
     match value:
         case bool() | np.bool_():
@@ -124,12 +121,7 @@ def _no_value(value: object) -> UsageError:
 
 
 def read_back(path: Path, values: Mapping[str, object], tensors: Sequence[TensorSpec]) -> Metadata:
-    """Values as whoever reads a file with these tensors will find them; ``path`` is for errors.
-
-    Raises:
-        UsageError: a value is none that a GGUF file has.
-        OutputError: the reader would refuse the file.
-    """
+    """Values as whoever reads a file with these tensors will find them; ``path`` is for errors."""
     metadata = {}
     for key, value in values.items():
         try:
@@ -147,11 +139,7 @@ class _Draft(Cursor):
 
 
 def _header(path: Path, metadata: Mapping[str, bytes], tensors: Sequence[TensorSpec]) -> tuple[bytes, Metadata, int]:
-    """The header as a file has it, what the reader makes of it, and the bytes of the data section.
-
-    Raises:
-        OutputError: the reader would refuse the file.
-    """
+    """The header as a file has it, what the reader makes of it, and the bytes of the data section."""
     alignment = int.from_bytes(metadata.get("general.alignment", b"")[4:8], "little")
     if not limits.MIN_ALIGNMENT <= alignment <= limits.MAX_ALIGNMENT:  # the reader takes no other, and the default
         alignment = limits.DEFAULT_ALIGNMENT
@@ -234,11 +222,7 @@ class GGUFWriter(NewFile):
         return end if self.n_kept else 0
 
     def write(self, data: NDArray[np.uint8]) -> None:
-        """Add bytes: the next of the tensor at hand, or the first of the next one.
-
-        Raises:
-            OutputError: the disk is full, or fails.
-        """
+        """Add bytes: the next of the tensor at hand, or the first of the next one."""
         if not self._left:
             self._left = self._tensors[self._next].n_bytes
             self._next += 1

@@ -62,11 +62,7 @@ class Batch:
         return zip(starts[:-1], starts[1:], self.kv_lengths.tolist(), strict=True)
 
     def check_size(self, max_tokens: int, max_outputs: int) -> None:
-        """Makes sure that it is not larger than a step was compiled for.
-
-        Raises:
-            KernelError: it is.
-        """
+        """Makes sure that it is not larger than a step was compiled for."""
         n_tokens, n_outputs = len(self.ids), len(self.outputs)
         if n_tokens > max_tokens or n_outputs > max_outputs:
             raise KernelError(
@@ -75,11 +71,7 @@ class Batch:
             )
 
     def check(self, cache: Cache) -> None:
-        """Makes sure that no index leads outside the batch or the cache.
-
-        Raises:
-            KernelError: one does, or the arrays do not fit together.
-        """
+        """Makes sure that no index leads outside the batch or the cache."""
         n_tokens, starts = len(self.ids), self.query_starts.tolist()
         if starts[0] != 0 or starts[-1] != n_tokens or any(a >= b for a, b in pairwise(starts)):
             raise KernelError(f"a batch of {n_tokens} tokens cannot be cut at {starts}")
@@ -114,11 +106,7 @@ class Batch:
             raise KernelError(f"a batch names a recurrent state outside a cache of {cache.n_states}")
 
     def rows_of(self, n_rows: int, *, by_position: bool = False) -> NDArray[np.int32]:
-        """Its ids, or its positions: those of a table [n_rows, …].
-
-        Raises:
-            KernelError: one is outside the table.
-        """
+        """Its ids, or its positions: those of a table [n_rows, …]."""
         rows = self.positions if by_position else self.ids
         numbers = rows.tolist()
         if numbers and not -self.n_chosen <= min(numbers) <= max(numbers) < n_rows:
@@ -229,11 +217,7 @@ class Cache(Protocol):
 
 
 def scatter(data: bytes, parts: Sequence[NDArray[np.uint8]]) -> None:
-    """Fills flat arrays, one after the other.
-
-    Raises:
-        ValueError: the bytes are not as many as theirs.
-    """
+    """Fills flat arrays, one after the other."""
     if len(data) != sum(part.size for part in parts):
         raise ValueError(f"{len(data)} bytes are not those of a page or slot here")
     begin = 0
@@ -313,19 +297,12 @@ class Step(ABC):
     def value(self, x: Value) -> NDArray[Any]:
         """What the last batch made of a value that its graph watches: float32 [rows, width], or of a `Routing` the
         numbers of the experts that each token went to, [T, k].  Rows for tokens and their experts are in that order.
-
-        Raises:
-            KernelError: the backend does not keep values.
         """
         raise KernelError("only the CPU and the reference keep values to be watched: choose one of them")
 
 
 def input_rows(hidden: Output | None, n_tokens: int, width: int) -> NDArray[np.float32]:
-    """The hidden states [n_tokens, width] that a part of a graph begins with, once they are there.
-
-    Raises:
-        KernelError: it was given none, or others.
-    """
+    """The hidden states [n_tokens, width] that a part of a graph begins with, once they are there."""
     if hidden is None:
         raise KernelError(f"this part of a model begins with hidden states of {width} values, but was given none")
     rows = hidden.rows()
@@ -412,22 +389,14 @@ class Backend(Protocol):
 
 
 def check_operations(graph: Graph, computes: type, backend: str) -> None:
-    """Makes sure that the class which computes operations for a backend has a method for all of a graph.
-
-    Raises:
-        KernelError: it does not; names the operation.
-    """
+    """Makes sure that the class which computes operations for a backend has a method for all of a graph."""
     for node in graph.nodes:
         if not hasattr(computes, node.operation.method()):
             raise KernelError(f"the {backend} backend cannot compute {type(node.operation).__name__}: choose another")
 
 
 def check_cache(graph: Graph, n_pages: tuple[int, ...], n_states: int) -> None:
-    """Makes sure that a cache of this size serves a graph.
-
-    Raises:
-        KernelError: it does not.
-    """
+    """Makes sure that a cache of this size serves a graph."""
     if len(n_pages) != len(graph.windows):
         raise KernelError(f"a model with {len(graph.windows)} groups of caches was given pages for {len(n_pages)}")
     if graph.states and n_states < 1:

@@ -284,11 +284,7 @@ class Operation(Generic[R]):
 
     @cached_property
     def result(self) -> R:
-        """The tensor or tensors that it computes.
-
-        Raises:
-            KernelError: its arguments do not fit together.
-        """
+        """The tensor or tensors that it computes."""
         raise NotImplementedError
 
     @property
@@ -382,11 +378,7 @@ class AdapterWeights(Operation[Tensor]):
         return Tensor(Rows.TOKENS, sum(width for _, width in self.parts))
 
     def rows(self, weights: NDArray[np.float32], n_tokens: int) -> NDArray[np.float32]:
-        """The result, of a batch's weights [T, adapters]; of [0, 0] zeros.
-
-        Raises:
-            KernelError: the batch has not as many.
-        """
+        """The result, of a batch's weights [T, adapters]; of [0, 0] zeros."""
         numbers, widths = zip(*self.parts, strict=True)
         if not weights.size:
             return np.zeros((n_tokens, sum(widths)), np.float32)

@@ -43,11 +43,7 @@ class Process:
         return self._generation == _generation
 
     def check(self) -> None:
-        """Makes sure that this is that process.
-
-        Raises:
-            DeviceError: it is a child.
-        """
+        """Makes sure that this is that process."""
         if not self.is_current:
             raise DeviceError(
                 "this model was loaded before the process was forked, and its threads are not in the child: load the "
@@ -111,9 +107,6 @@ class UnderWay:
 
     Args:
         wake: called when the stage is over, for work that waits for something to do.
-
-    Raises:
-        As `Stage.check`.
     """
 
     def __init__(self, stage: Stage, wake: Callable[[], object] = lambda: None) -> None:

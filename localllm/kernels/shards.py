@@ -106,11 +106,7 @@ class Shard:
 
 
 def shard(graph: Graph, n: int) -> list[Graph]:
-    """The graphs of ``n`` devices, which together compute what this one does.
-
-    Raises:
-        KernelError: it has operations, or sizes, that cannot be cut so; names them.
-    """
+    """The graphs of ``n`` devices, which together compute what this one does."""
     for node in graph.nodes:
         if not isinstance(node.operation, _WHOLE | _CUT):
             raise _refused(_NAMES.get(type(node.operation), type(node.operation).__name__))

@@ -95,9 +95,6 @@ def part_footprint(
         size: `page_size` of all backends that the graph is split over.
         n_pages: of this size.
         micro_batch: tokens beyond which a batch is cut.
-
-    Raises:
-        KernelError: as `Backend.footprint` and `Graph.part`.
     """
     return backend.footprint(
         graph.part(layers),

@@ -15,20 +15,12 @@ from localllm.library.names import DEMO, HubName, choices, choose, matching
 
 
 def model_path(name: str | None, folders: Iterable[Path] = ()) -> str | Path | None:
-    """What `localllm.load` takes for a name: a file as `find` has it, or None for the demo model.
-
-    Raises:
-        ModelNotFoundError, UsageError: see `find`.
-    """
+    """What `localllm.load` takes for a name: a file as `find` has it, or None for the demo model."""
     return None if name is None or (name == DEMO and not os.path.lexists(DEMO)) else find(name, folders)
 
 
 def demo_path() -> Path:
-    """The file of the demo model, which comes with localllm.
-
-    Raises:
-        ModelNotFoundError: it was left out.
-    """
+    """The file of the demo model, which comes with localllm."""
     path = Path(str(resources.files("localllm") / "data" / "demo.gguf"))
     if not path.is_file():
         raise ModelNotFoundError("this installation of localllm has no demo model: name a GGUF file")
@@ -36,11 +28,7 @@ def demo_path() -> Path:
 
 
 def trained_context(path: str | Path) -> int | None:
-    """Tokens of context that a model was trained on; None if its file does not say.
-
-    Raises:
-        ModelNotFoundError, GGUFError: the file is not there, or damaged.
-    """
+    """Tokens of context that a model was trained on; None if its file does not say."""
     with GGUFFile.open(path) as file:
         found = file.metadata.get(f"{file.architecture}.context_length")
     return found if isinstance(found, int) and found > 0 else None
@@ -54,10 +42,6 @@ def find(name: str, folders: Iterable[Path] = ()) -> str | Path:
 
     Args:
         folders: that have models, which are named by their path in there, with or without ".gguf".
-
-    Raises:
-        ModelNotFoundError: it is a name and no path, and nothing here has it; says how to get it.
-        UsageError: it means several files, or none of those that the cache has of this repository.
     """
     if os.path.lexists(name):
         return name
@@ -77,11 +61,7 @@ def find(name: str, folders: Iterable[Path] = ()) -> str | Path:
 
 
 def find_cached(name: HubName) -> Path:
-    """The file of a model on the hub, the first one if it is split, if it is in the cache.
-
-    Raises:
-        ModelNotFoundError, UsageError: see `find`.
-    """
+    """The file of a model on the hub, the first one if it is split, if it is in the cache."""
     try:
         models = cached_models(name.repo)
     except OSError as error:

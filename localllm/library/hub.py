@@ -178,11 +178,7 @@ class Hub:
 
 
 def import_hub() -> Any:
-    """The package huggingface_hub.
-
-    Raises:
-        HubError: it is not installed, or broken.
-    """
+    """The package huggingface_hub."""
     try:
         hub = importlib.import_module("huggingface_hub")
         for name in ("constants", "errors", "utils"):

@@ -122,9 +122,6 @@ def choose(name: HubName, groups: Sequence[FileGroup], where: str) -> FileGroup:
     Args:
         groups: those that there are.
         where: in messages: what has them.
-
-    Raises:
-        UsageError: none of them fits, or several do; lists what there is.
     """
     if not groups:
         raise UsageError(f"{where} has no GGUF file: choose a repository of GGUF files, often named ORG/REPO-GGUF")

@@ -53,9 +53,6 @@ def pull_checkpoint(name: str, progress: PullProgress | None = None) -> Path:
     Args:
         name: ``ORG/REPO``.
         progress: called as it goes on.
-
-    Raises:
-        UsageError, HubError: as `pull`.
     """
     return _puller(name, progress).checkpoint()
 

@@ -78,11 +78,7 @@ class _Held:
 
 
 def check(adapter: Adapter, shapes: dict[str, tuple[int, ...]]) -> None:
-    """Makes sure that an adapter is for a model with tensors of these shapes.
-
-    Raises:
-        ModelError: it is not.
-    """
+    """Makes sure that an adapter is for a model with tensors of these shapes."""
     for name, (a, b) in adapter.parts.items():
         if shapes.get(name) != (b.shape[0], a.shape[1]) or len(a) != b.shape[1]:
             has = f"is {list(shapes[name])} here" if name in shapes else "this model has not"
@@ -93,11 +89,7 @@ def check(adapter: Adapter, shapes: dict[str, tuple[int, ...]]) -> None:
 
 
 def with_adapters(graph: Graph, adapters: Sequence[Adapter]) -> Graph:
-    """The same graph with what adapters add; a batch says how much (`localllm.kernels.backend.Batch.adapters`).
-
-    Raises:
-        ModelError: an adapter changes something that is not multiplied by as a whole, such as an embedding.
-    """
+    """The same graph with what adapters add; a batch says how much (`localllm.kernels.backend.Batch.adapters`)."""
     new = Graph(graph.cache_type, caches=graph.caches, states=graph.states, windows=graph.windows)
     now: dict[Value, Value] = {}
     shares: dict[tuple[Any, ...], Tensor] = {}

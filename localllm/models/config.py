@@ -113,9 +113,6 @@ class Metadata:
         """Of each layer the value, which stands in the file once for all or once a layer.
 
         Files may have further values, for the blocks behind the last layer.
-
-        Raises:
-            ModelError: as `read`; or the array has not one value a layer.
         """
         full = f"{self.architecture}.{key}"
         values = self.find(key)
@@ -127,11 +124,7 @@ class Metadata:
         return tuple(one.read(key, kind, low=low, high=high) for one in each)
 
     def read_uniform(self, key: str, n_layers: int, default: int = _REQUIRED, *, low: float, high: float) -> int:
-        """An integer that may stand in the file once a layer, if it is the same for all of them.
-
-        Raises:
-            ModelError: as `read_each`; or the values differ.
-        """
+        """An integer that may stand in the file once a layer, if it is the same for all of them."""
         first, *others = self.read_each(key, n_layers, int, default, low=low, high=high)
         if any(other != first for other in others):
             raise ModelError(
@@ -140,11 +133,7 @@ class Metadata:
         return first
 
     def check_all_read(self) -> None:
-        """To be called when all was read: a key that nobody asked for may change what the model computes.
-
-        Raises:
-            ModelError: there is one.
-        """
+        """To be called when all was read: a key that nobody asked for may change what the model computes."""
         prefix = f"{self.architecture}."
         for full in self.values:
             if full.startswith(prefix) and full not in self._read:
@@ -179,11 +168,7 @@ class ModelConfig:
 
 
 def read_architecture(metadata: Mapping[str, Any]) -> str:
-    """``general.architecture``, the model's family.
-
-    Raises:
-        ModelError: it is missing or no text.
-    """
+    """``general.architecture``, the model's family."""
     architecture = metadata.get("general.architecture")
     if not isinstance(architecture, str):
         raise ModelError("the file has no general.architecture: it does not hold a model")
@@ -191,11 +176,7 @@ def read_architecture(metadata: Mapping[str, Any]) -> str:
 
 
 def read_general(meta: Metadata, tensors: Mapping[str, Weight]) -> ModelConfig:
-    """What every model has.
-
-    Raises:
-        ModelError: a key is missing, of the wrong type, out of range, or at odds with the tensors.
-    """
+    """What every model has."""
     context_length = meta.read("context_length", int, low=1, high=(1 << 31) - 1)
     return ModelConfig(
         architecture=meta.architecture,

@@ -111,11 +111,7 @@ def sliding_window(config: Any) -> dict[str, Any]:
 
 
 def gemma_keys(config: Any) -> dict[str, Any]:
-    """Of Gemma 2 and 3, whose files have no key for the scale of scores.
-
-    Raises:
-        ModelError: it is another than ``record`` takes.
-    """
+    """Of Gemma 2 and 3, whose files have no key for the scale of scores."""
     n, is_27b = head_dim(config), config.num_hidden_layers in (46, 62)
     expected = config.hidden_size / config.num_attention_heads if is_27b else n
     scalar = getattr(config, "query_pre_attn_scalar", expected)

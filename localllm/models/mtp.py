@@ -45,11 +45,7 @@ def hidden_states(graph: Graph) -> Tensor:
 
 
 def hidden_norm(graph: Graph) -> HiddenNorm:
-    """The norm before a graph's head; reads its weight.
-
-    Raises:
-        ModelError: it is none that a block can go on from.
-    """
+    """The norm before a graph's head; reads its weight."""
     norms = [node.operation for node in graph.nodes if node.layer == "output" and isinstance(node.operation, RMSNorm)]
     if len(norms) != 1 or norms[0].weight is None:
         raise ModelError("a block that predicts further tokens needs a model with an RMSNorm before its head")
@@ -58,11 +54,7 @@ def hidden_norm(graph: Graph) -> HiddenNorm:
 
 
 def record_block(m: Header, record: RecordBlock, embedding_scale: float, eps: float) -> Graph:
-    """A graph from normed hidden states [T, d] and the ids that follow them to the logits of drafts.
-
-    Raises:
-        ModelError: a tensor is missing, or of another shape.
-    """
+    """A graph from normed hidden states [T, d] and the ids that follow them to the logits of drafts."""
     config, number = m.config, m.config.n_layers
     d, w, g = config.n_embd, m.weights.layer(number), Graph(m.cache_type)
     table = w.find("nextn.embed_tokens.weight", config.n_vocab, d)

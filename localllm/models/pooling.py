@@ -53,11 +53,7 @@ class Pooling:
 
     @classmethod
     def read(cls, meta: Metadata, weights: Weights, kind: str, graph: Graph) -> Pooling:
-        """From a file's keys and tensors.
-
-        Raises:
-            ModelError: a reranker has no classifier, or a tensor's shape does not fit.
-        """
+        """From a file's keys and tensors."""
         rank, causal, width = kind == "rank", graph.is_causal, graph.result.width
         widths = (f"dense_{i}_feat_{side}" for i in (2, 3) for side in ("in", "out"))
         meta.skip("classifier.output_labels", *widths)  # as the tensors say

@@ -105,9 +105,6 @@ def make_rope(
         scaling: where the keys do not say what scales the frequencies; by default, a factor does.
         part: of the values that the keys say, those that rotate.
         rounds_ramp: whether YaRN's ramp ends on whole dimensions, as in all code but gpt-oss's.
-
-    Raises:
-        ModelError: as `read_rope`; or factors are missing, have the wrong shape, or are no positive numbers.
     """
     rope = read_rope(m, head_dim, scaling)
     factors = _frequency_factors(m, rope)

@@ -28,11 +28,7 @@ class ModelFile(Protocol):
     def metadata(self) -> Mapping[str, Any]: ...
     @property
     def tensors(self) -> Mapping[str, Weight]:
-        """By name.
-
-        Raises:
-            ClosedError: the file was closed.
-        """
+        """By name."""
         ...
 
 
@@ -218,9 +214,6 @@ class Weights:
         """The tensor ``name``, or None if the file has none: then no other layer that asks for it may have one.
 
         Leading ones of its shape do not count.
-
-        Raises:
-            ModelError: its shape is not ``shape``.
         """
         return self._find(name, *shape) if name in self else None
 
@@ -238,11 +231,7 @@ class Weights:
         return found if tensor.shape == shape else Reshaped(found, shape)
 
     def require(self, name: str, *shape: int) -> Weight:
-        """The tensor ``name``.
-
-        Raises:
-            ModelError: the file has none, or its shape is not ``shape``.
-        """
+        """The tensor ``name``."""
         tensor = self._find(name, *shape)
         if tensor is None:
             raise ModelError(f"the file has no tensor {self._prefix}{name}: is it complete?")
@@ -299,9 +288,6 @@ class Weights:
     def check_all_used(self) -> None:
         """To be called at the end: a tensor that nobody asked for, or that some layers lack, means that the model
         computes something else.
-
-        Raises:
-            ModelError: there is one.
         """
         for asked in self._optional.values():
             if len(asked) == 2:
@@ -337,11 +323,7 @@ def split_rows(matrix: Matrix, parts: Mapping[str, int], *, n_groups: int = 1) -
 
 
 def split_columns(whole: Weight) -> tuple[Weight, Weight]:
-    """The left and the right half of a matrix [n_out, n_in].
-
-    Raises:
-        ModelError: the cut goes through blocks of its format.
-    """
+    """The left and the right half of a matrix [n_out, n_in]."""
     n = whole.shape[1] // 2
     if n % BLOCK_SIZES[whole.type].length:
         raise ModelError(

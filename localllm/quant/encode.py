@@ -126,11 +126,7 @@ class Feedback:
 
     @classmethod
     def of(cls, hessian: npt.NDArray[np.floating]) -> Feedback:
-        """That of XᵀX [n, n].
-
-        Raises:
-            ModelError: it is not finite, or not such a product.
-        """
+        """That of XᵀX [n, n]."""
         damped = hessian.astype(np.float64)
         mean = float(damped.diagonal().mean())
         if not np.isfinite(damped).all() or mean < 0:

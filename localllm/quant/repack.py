@@ -61,11 +61,7 @@ class ScaleRangeError(ModelError):
 
 
 def repack_target(type: GGMLType) -> KernelType:
-    """What kernels read weights of ``type`` as: the type itself where one reads it.
-
-    Raises:
-        KernelError: weights of this type cannot be read at all.
-    """
+    """What kernels read weights of ``type`` as: the type itself where one reads it."""
     if type in LAYOUTS:
         return type
     if type in _REPACKERS:
@@ -96,11 +92,7 @@ def repack(rows: Bytes, type: GGMLType, target: KernelType) -> Bytes:
 
 
 def _halves(scales: npt.NDArray[Any], n_rows: int) -> Halves:
-    """Scales of ``n_rows`` rows, rounded to float16.
-
-    Raises:
-        ScaleRangeError: a row's loss is measurable, or a scale is not finite.
-    """
+    """Scales of ``n_rows`` rows, rounded to float16."""
     halves = scales.astype(np.float16)
     exact = scales.astype(np.float64).reshape(n_rows, -1)
     lost = np.square(halves.reshape(n_rows, -1) - exact).sum(axis=1)

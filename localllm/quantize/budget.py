@@ -94,9 +94,6 @@ def allot(
 
     Each byte goes where it lessens the loss most: tensors begin at their smallest option and take steps along the
     lower convex hull of theirs, the best step of all tensors first.
-
-    Raises:
-        UsageError: even the smallest options take more.
     """
     steps: list[tuple[float, str, Option]] = []
     chosen: dict[str, Option] = {}
@@ -151,10 +148,6 @@ def choose_types(
         n_bytes: of the file to be.
         divergence: instead, the Kullback-Leibler divergence on the text that it may have, in nats.
         imatrix: the importance that it will be quantised with.
-
-    Raises:
-        UsageError: the file cannot be that small, or not that exact.
-        UnsupportedArchitectureError, ModelError, NotEnoughMemoryError: the model cannot be loaded.
     """
     meter = _Meter(file, pieces, backend)
     feedbacks: dict[int, Feedback] = {}

@@ -55,9 +55,6 @@ def _products(graph: Graph) -> Iterator[_Product]:
 def chunks(tokenizer: Tokenizer, text: str, context: int = CONTEXT) -> list[list[int]]:
     """The text in pieces of so many tokens; each begins with BOS if the model's texts do.  What is left over is not
     used.
-
-    Raises:
-        UsageError: it is too short for one piece.
     """
     ids = tokenizer.encode(text)
     n = len(ids) // context
@@ -80,9 +77,6 @@ def collect(
 
     Yields:
         What was collected so far, after each piece.
-
-    Raises:
-        UnsupportedArchitectureError, ModelError, NotEnoughMemoryError: the model cannot be loaded.
     """
     context = len(pieces[0])
     graph = read_model(file, context).graph

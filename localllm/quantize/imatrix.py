@@ -144,11 +144,7 @@ class ImportanceMatrix:
         return b"".join([*data, struct.pack("<ii", self.n_chunks, len(dataset)), dataset])
 
     def __add__(self, other: ImportanceMatrix) -> ImportanceMatrix:
-        """Both together, as if they had been collected at once.
-
-        Raises:
-            ModelError: they are of different models.
-        """
+        """Both together, as if they had been collected at once."""
         entries = dict(self.entries)
         hessians: dict[int, Floats | None] = {}  # by that of one: those that weights share stay one
         for name, entry in other.entries.items():
@@ -163,11 +159,7 @@ class ImportanceMatrix:
         return ImportanceMatrix(None, entries, datasets, self.n_chunks + other.n_chunks, other.chunk_size)
 
     def of(self, name: str, shape: tuple[int, ...]) -> Floats | None:
-        """The importance of a tensor's columns: [n_columns], or [shape[0], n_columns]; None where there is none.
-
-        Raises:
-            ModelError: it has another number of columns, so the matrix is of another model.
-        """
+        """The importance of a tensor's columns: [n_columns], or [shape[0], n_columns]; None where there is none."""
         if name not in self.entries:
             return None
         values = self.entries[name].means

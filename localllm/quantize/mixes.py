@@ -62,11 +62,7 @@ _LOWEST = {"IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ2_M"}
 
 
 def mix_named(name: str) -> str:
-    """The mix that a user means.
-
-    Raises:
-        UsageError: there is none of this name; lists them.
-    """
+    """The mix that a user means."""
     numbers = {str(number): mix for mix, (number, _) in MIXES.items()}  # as llama-quantize takes them
     found = _ALIASES.get(name.upper(), numbers.get(name, name.upper()))
     if found not in MIXES:
@@ -316,11 +312,7 @@ def chooser_for(
     has_importance: bool,
     overrides: Sequence[tuple[re.Pattern[str], GGMLType]] = (),
 ) -> Chooser:
-    """A `Chooser` for the model with these keys and tensors.
-
-    Raises:
-        ModelError: a key that it needs is not a number.
-    """
+    """A `Chooser` for the model with these keys and tensors."""
 
     def number(key: str, default: int) -> int:
         value = Metadata(metadata, architecture).find(key)

@@ -85,11 +85,7 @@ _OPENING = {**TAGS, "<|start|>assistant": "<|channel|>final<|message|>"}
 
 
 def check_grammar(sampling: Sampling) -> None:
-    """Checks what can be checked of a grammar without a model.
-
-    Raises:
-        GrammarError: it cannot be read or satisfied.
-    """
+    """Checks what can be checked of a grammar without a model."""
     if sampling.grammar_kind is not None:
         _raise_if(llguidance.LLMatcher.validate_grammar(_internal(sampling)), sampling)
 
@@ -211,9 +207,6 @@ class Grammars:
             sampling: the settings.
             prompt_ids: the prompt.  Where it ends with a tag that opens a thought, the thought comes first.
             template: for an answer, the chat template: the model may open a thought with the tags that it names.
-
-        Raises:
-            GrammarError: the grammar cannot be read, cannot be satisfied, or has what llguidance does not know.
         """
         internal = _internal(sampling)
         with self._lock:

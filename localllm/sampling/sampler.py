@@ -211,9 +211,6 @@ class Sampler:
             ids: ``[n]``, any integers: those of the largest logits, of equal ones the lowest.  A NaN counts as
                 larger than any number.
             logits: float32 ``[n]``, theirs.
-
-        Raises:
-            ModelError, UsageError: as calling it.
         """
         order = np.argsort(ids)
         ids, logits = ids[order], logits[order]
@@ -226,11 +223,7 @@ class Sampler:
         return Choice(chosen if self._choose is None else self._choose(Candidates(ids, logits)))
 
     def accept(self, id_: int) -> None:
-        """Appends a token to the history that penalties, DRY and processors see.
-
-        Raises:
-            UsageError: the id is outside the vocabulary.
-        """
+        """Appends a token to the history that penalties, DRY and processors see."""
         in_vocabulary([id_], len(self._ids))
         self._history.append(id_)
         for listener in self._listeners:
@@ -285,10 +278,6 @@ def make_sampler(
         prompt_ids: the sequence so far, which counts for penalties and DRY.
         token_bytes: the bytes that an id stands for; DRY finds its sequence breakers with it.
         constraint: what holds the text to the grammar of the settings.
-
-    Raises:
-        UsageError: an id in ``prompt_ids`` or ``logit_bias`` is outside the vocabulary, or DRY has sequence
-            breakers but no ``token_bytes``.
     """
     in_vocabulary(prompt_ids, n_vocab, " in prompt_ids")
     in_vocabulary(list(sampling.logit_bias), n_vocab, " in logit_bias")

@@ -35,11 +35,7 @@ class Encoder(Protocol):
 
 
 def make_encoder(vocabulary: Vocabulary) -> Encoder:
-    """The encoder for ``vocabulary.model``.
-
-    Raises:
-        TokenizerError: tokens, scores or merges do not fit together.
-    """
+    """The encoder for ``vocabulary.model``."""
     encoders: dict[str, Callable[[Vocabulary], Encoder]]
     encoders = {SPM: SentencePieceEncoder, BPE: BPEEncoder, UNIGRAM: UnigramEncoder, WORD_PIECE: WordPieceEncoder}
     return encoders[vocabulary.model](vocabulary)

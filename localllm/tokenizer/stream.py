@@ -35,9 +35,6 @@ class StreamDecoder:
             stop: texts that end the stream, wherever token boundaries fall.
             special: show control tokens by name instead of leaving them out.
             continuation: the text goes on from an earlier one, so its leading space is its own.
-
-        Raises:
-            UsageError: a stop string is empty.
         """
         self._tokenizer = tokenizer
         self._special = special
@@ -51,11 +48,7 @@ class StreamDecoder:
         return self._stops.found
 
     def feed(self, token: int) -> str:
-        """The text that is certain now that ``token`` has come; empty after a stop string.
-
-        Raises:
-            TokenizerError: ``token`` is not an id of the vocabulary.
-        """
+        """The text that is certain now that ``token`` has come; empty after a stop string."""
         return self._emit(self._tokenizer.token_bytes(token, special=self._special), final=False)
 
     def finish(self) -> str:

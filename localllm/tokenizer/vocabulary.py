@@ -161,12 +161,7 @@ class Vocabulary:
 
     @classmethod
     def from_gguf(cls, file: MetadataFile) -> Vocabulary:
-        """Read and check the vocabulary of ``file``.
-
-        Raises:
-            TokenizerError: something is missing, of the wrong type, of a length that disagrees, or out of
-                range; or the tokenizer model is not one of the supported ones.
-        """
+        """Read and check the vocabulary of ``file``."""
         meta = _Metadata(file)
         model = meta.model()
         pre = meta.text("pre")
@@ -519,11 +514,7 @@ def _strip_after(meta: _Metadata, tokens: Sequence[str], types: bytearray) -> fr
 
 
 def as_token_id(value: object, n_vocab: int) -> int:
-    """``value`` as a plain int, checked to be a token id.
-
-    Raises:
-        TokenizerError: it is no integer, or not below ``n_vocab``.
-    """
+    """``value`` as a plain int, checked to be a token id."""
     token = as_int(value)
     if token is None:
         raise TokenizerError(f"a token id must be an integer, not {quoted(value)}")

@@ -47,13 +47,7 @@ _FLUSH_SECONDS = 5.0
 
 
 def setup_of(arguments: argparse.Namespace) -> Setup:
-    """What was asked for on the command line.
-
-    Raises:
-        UsageError: a setting is out of range.
-        SettingsError, ModelNotFoundError: see `localllm.cli.defaults.settle`.
-        StoreError: there is no such chat to go on with.
-    """
+    """What was asked for on the command line."""
     question = _question(arguments)
     names_model = arguments.model is not None
     defaults = settle(arguments)

@@ -50,10 +50,6 @@ class CPUBackend(Backend):
             tokens, and as many as `localllm.kernels.cpu.thread_choice` finds best for those of few.
         isa: the instruction set to compile for, by name; by default the best that runs here.
         progress: called with (kernels compiled, kernels to compile) when kernels are not in the cache yet.
-
-    Raises:
-        UsageError: there is no such instruction set, or so many threads are out of range.
-        DeviceError: this processor does not execute the instruction set.
     """
 
     name = "cpu"

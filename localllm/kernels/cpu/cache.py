@@ -20,11 +20,7 @@ HUGE_LAYER = 4 << 20
 
 
 def layout_of(cache: KVCache) -> CacheLayout:
-    """How its type is kept.
-
-    Raises:
-        KernelError: there is no such type on the CPU.
-    """
+    """How its type is kept."""
     if cache.type not in CACHE_LAYOUTS:
         raise KernelError(f"the cpu backend has no cache of type {cache.type!r}: choose one of {[*CACHE_LAYOUTS]}")
     return CACHE_LAYOUTS[cache.type]

@@ -364,10 +364,6 @@ def addresses(variants: Iterable[Variant], progress: Callable[[int, int], None] 
     Args:
         variants: what is needed; duplicates are fine.
         progress: called with (kernels compiled, kernels to compile) if any has to be compiled.
-
-    Raises:
-        KernelError: a kernel does not compile.
-        NotEnoughMemoryError: one has to be compiled, and memory is short.
     """
     wanted = dict.fromkeys(variants)
     with _lock:

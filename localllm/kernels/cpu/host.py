@@ -166,9 +166,6 @@ def check_memory(n_bytes: int, what: str) -> None:
     Args:
         n_bytes: how much it takes.
         what: what takes it, for the message.
-
-    Raises:
-        NotEnoughMemoryError: there is less.
     """
     available, advice = _least_room()
     if n_bytes > available:

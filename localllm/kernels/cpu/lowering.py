@@ -116,11 +116,7 @@ class Lowered:
 
 
 class Lowering:
-    """Makes the program of a graph, for batches of at most so many tokens and outputs.
-
-    Raises:
-        KernelError: there are no kernels for an operation or for a weight's type.
-    """
+    """Makes the program of a graph, for batches of at most so many tokens and outputs."""
 
     def __init__(
         self,

@@ -63,11 +63,7 @@ def aligned_zeros(shape: int | tuple[int, ...], kind: type, *, huge: bool = Fals
 
 
 def _pages(n_bytes: int, *, huge: bool) -> mmap.mmap:
-    """Memory of the system's, in huge pages if it can.
-
-    Raises:
-        MemoryError: there is none.
-    """
+    """Memory of the system's, in huge pages if it can."""
     try:
         if os.name == "nt":
             return mmap.mmap(-1, n_bytes)

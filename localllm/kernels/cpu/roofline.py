@@ -240,9 +240,6 @@ class Roofline:
         target: the instruction set; by default the best that runs here.
         n_bytes: how much a measurement of bandwidth reads; see `ReadTest`.
         progress: see `localllm.kernels.cpu.compiler.addresses`.
-
-    Raises:
-        UsageError, DeviceError: as `localllm.kernels.cpu.target.choose`.
     """
 
     def __init__(

@@ -81,12 +81,7 @@ def available() -> tuple[Target, ...]:
 
 
 def choose(name: str | None = None) -> Target:
-    """The target called ``name``, or else the one in ``LOCALLLM_ISA``, or else the best that runs here.
-
-    Raises:
-        UsageError: there is no target of that name.
-        DeviceError: this processor does not execute it.
-    """
+    """The target called ``name``, or else the one in ``LOCALLLM_ISA``, or else the best that runs here."""
     if name is None:
         name = os.environ.get(ISA_VARIABLE) or available()[0].name
     for target in available():

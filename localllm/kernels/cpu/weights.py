@@ -66,10 +66,7 @@ class WeightLoader:
         self.loaded = WeakValueDictionary[WeightUse, LoadedWeight]()
 
     def pack(self, weight: Weight) -> tuple[NDArray[np.uint8], KernelType]:
-        """The tiles of one matrix or of several, and their format: another one if that of the plan cannot hold them.
-
-        Raises:
-            NotEnoughMemoryError: the other one takes more memory than there is.
+        """The tiles of one matrix or several, and their format: another one if that of the plan cannot hold them.
         """
         kind = repack_target(weight.type)
         try:
@@ -81,11 +78,7 @@ class WeightLoader:
             return self._pack(weight, FALLBACK), FALLBACK
 
     def _pack(self, weight: Weight, kind: KernelType) -> NDArray[np.uint8]:
-        """The weight's tiles in ``kind``.
-
-        Raises:
-            ScaleRangeError: it cannot be written so.
-        """
+        """The weight's tiles in ``kind``."""
         packed = self._memory.take(_packed_bytes(weight.shape, kind))
         matrices = matrices_to_pack(weight, PADDING)
         try:

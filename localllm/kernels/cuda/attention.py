@@ -143,11 +143,7 @@ class Variant:
 
 
 def choose_variant(variant: Variant, shared_bytes: int) -> Variant:
-    """The fastest launch geometry of a variant for a device that gives a block ``shared_bytes`` of shared memory.
-
-    Raises:
-        KernelError: heads are too large for that.
-    """
+    """The fastest launch geometry of a variant for a device that gives a block ``shared_bytes`` of shared memory."""
     if not (1 <= variant.key_dim <= MAX_KEY_DIM and 1 <= variant.value_dim <= MAX_VALUE_DIM):
         raise KernelError(
             f"attention on CUDA takes heads of up to {MAX_KEY_DIM} values in keys and {MAX_VALUE_DIM} in values, not "

@@ -26,9 +26,6 @@ class CUDABackend(Backend):
             when they are first used.
         tile_rows: rows of activations that a block of a matrix product may take, the larger first.
         chunk_bytes: of weights that are uploaded at once.
-
-    Raises:
-        DeviceError: there is no such device, or it is too old.
     """
 
     name = "cuda"

@@ -312,11 +312,7 @@ class StepLimits:
         self.kinds = tuple(dict.fromkeys(self.kind(op) for op in operations if isinstance(op, Attention)))
 
     def kind(self, op: Attention) -> AttentionKind:
-        """How an attention is launched.
-
-        Raises:
-            KernelError: the device has no kernel for heads of this size.
-        """
+        """How an attention is launched."""
         cache = op.cache
         sees = {"chunked": op.chunk is not None, "causal": op.causal}
         variant = Variant(cache.key_dim, cache.value_dim, cache.type, cache.values_in_keys, **sees)

@@ -68,9 +68,6 @@ class CupyDriver:
 
     Args:
         folder: where the kernels' sources are.
-
-    Raises:
-        DeviceError: there is no device, no driver, no CuPy, no NVRTC, or they do not fit together; says what to do.
     """
 
     def __init__(self, folder: Path = FOLDER) -> None:

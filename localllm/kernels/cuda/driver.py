@@ -196,9 +196,6 @@ class Driver(Protocol):
 
         Args:
             progress: called, if any has to be compiled, with the modules compiled so far and those to compile.
-
-        Raises:
-            KernelError: one does not compile; with the compiler's words.
         """
 
     def load_module(self, device: int, name: str, defines: Defines | None = None) -> Module:
@@ -225,9 +222,6 @@ class Driver(Protocol):
                 what it is given byte by byte.  Memory of another device only with `enable_peer_access`.
             stream: of the module's device.
             shared_bytes: dynamic shared memory of each block, up to the device's.
-
-        Raises:
-            KernelError: the module has no such kernel, or no device can run so large a launch.
         """
 
     def begin_capture(self, stream: Stream) -> None:

@@ -32,11 +32,7 @@ def driver_cuda() -> tuple[int, int] | None:
 
 
 def import_cupy() -> Any:
-    """The package cupy.
-
-    Raises:
-        DeviceError: it is missing or broken, or there is no driver that it could work with; says what to install.
-    """
+    """The package cupy."""
     cuda = driver_cuda()
     if cuda is None:
         raise DeviceError(
@@ -61,11 +57,7 @@ def import_cupy() -> Any:
 
 
 def count_devices(cupy: Any) -> int:
-    """How many CUDA devices there are, at least one.
-
-    Raises:
-        DeviceError: there is none, or the driver is too old for the CuPy that is installed; says what to do.
-    """
+    """How many CUDA devices there are, at least one."""
     runtime = cupy.cuda.runtime
     try:
         count = int(runtime.getDeviceCount())
@@ -94,11 +86,7 @@ def _unusable(runtime: Any, error: Exception) -> DeviceError:
 
 
 def import_nvrtc(cupy: Any) -> Any:
-    """CuPy's binding of NVRTC, which needs no driver.
-
-    Raises:
-        DeviceError: NVIDIA's library is missing or broken; says what to install.
-    """
+    """CuPy's binding of NVRTC, which needs no driver."""
     nvrtc = cupy.cuda.nvrtc
     try:
         nvrtc.getVersion()

@@ -116,11 +116,7 @@ class _Chosen:
 
 
 class Lowering:
-    """Makes the calls of a graph.
-
-    Raises:
-        KernelError: there are no kernels for an operation, or for a weight's type.
-    """
+    """Makes the calls of a graph."""
 
     def __init__(self, graph: Graph, weights: PackedWeights, limits: StepLimits) -> None:
         check_operations(graph, type(self), "cuda")

@@ -272,9 +272,6 @@ def product_launch(
     Args:
         n_outs: rows of the matrices: up to `MAX_MATRICES`.
         n_heads: of the activations, each of which is multiplied with a matrix of its own.
-
-    Raises:
-        KernelError: so many matrices do not go in one launch.
     """
     if n_heads > 1:
         whole = product_launch(format, n_outs, n_in, n_rows, limits)

@@ -43,11 +43,7 @@ _PRAGMA_ONCE = re.compile(r"\s*#\s*pragma\s+once\b")
 
 
 def flat_source(name: str, folder: Path = FOLDER) -> str:
-    """``name``.cu with all that it includes by ``#include "…"`` in its place, each file once.
-
-    Raises:
-        KernelError: a file is not there.
-    """
+    """``name``.cu with all that it includes by ``#include "…"`` in its place, each file once."""
     if not _NAME.fullmatch(name):
         raise KernelError(f"{name!r} is no name of a CUDA module")
     return "".join(_flatten(f"{name}.cu", folder, seen=set()))
@@ -84,9 +80,6 @@ def architecture(capability: tuple[int, int], supported: Sequence[int]) -> str:
 
     Args:
         supported: compute capabilities as NVRTC writes them, 80 for 8.0.
-
-    Raises:
-        DeviceError: NVRTC is too new for the device.
     """
     own = capability[0] * 10 + capability[1]
     if own in supported:
@@ -122,9 +115,6 @@ def compile_source(source: str, name: str, options: Sequence[str], nvrtc: Any) -
     Args:
         name: the module's, for messages.
         nvrtc: CuPy's binding (`localllm.kernels.cuda.installation.import_nvrtc`).
-
-    Raises:
-        KernelError: it does not compile; with the compiler's messages.
     """
     program = nvrtc.createProgram(source, f"{name}.cu", (), ())
     try:
@@ -148,9 +138,6 @@ class ModuleCompiler:
     Args:
         cupy: the package, for its binding of NVRTC.
         folder: where the sources are.
-
-    Raises:
-        DeviceError: there is no NVRTC.
     """
 
     def __init__(self, cupy: Any, folder: Path = FOLDER) -> None:
@@ -170,9 +157,6 @@ class ModuleCompiler:
 
         Args:
             progress: called, if there are any, with the modules compiled so far and those to compile.
-
-        Raises:
-            KernelError: one does not compile.
         """
         wanted = {s.file: s for s in (self._source(name, defines, architecture) for name, defines in modules)}
         missing = [s for s in wanted.values() if s.file not in self._compiled and _cached(s.file) is None]
@@ -191,11 +175,7 @@ class ModuleCompiler:
                 raise
 
     def binary(self, name: str, defines: Defines, architecture: str) -> bytes:
-        """A module's code, for a driver to load.
-
-        Raises:
-            KernelError: it does not compile.
-        """
+        """A module's code, for a driver to load."""
         source = self._source(name, defines, architecture)
         ready = self._compiled.pop(source.file, None) or _cached(source.file)
         return self._compile(source) if ready is None else ready

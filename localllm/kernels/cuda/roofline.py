@@ -72,9 +72,6 @@ class CUDARoofline:
     Args:
         n_bytes: how much is copied or read at once; by default a lot.
         rounds: of products in a launch; by default `ROUNDS`.
-
-    Raises:
-        DeviceError, DeviceMemoryError: there is no such device, or it has no memory left.
     """
 
     def __init__(self, driver: Driver, device: int, *, n_bytes: int = 0, rounds: int = 0) -> None:
@@ -125,11 +122,7 @@ class CUDARoofline:
     # -- Products --------------------------------------------------------------------------------------------------
 
     def rate(self, kind: Kind) -> float:
-        """Operations a second: a multiplication and an addition are two.
-
-        Raises:
-            KernelError: the device does not multiply such numbers.
-        """
+        """Operations a second: a multiplication and an addition are two."""
         self._load(kind)
         steps = self._rounds * CHAINS * PERIOD * _MULTIPLIERS * self._properties.n_multiprocessors * _WARPS
         products = steps * (self._bytes_of_step if kind == "int8" else 16 * 8 * 16)

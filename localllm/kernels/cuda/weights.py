@@ -119,11 +119,7 @@ class WeightLoader:
             return self._matrix(weight, format, self._pack(weight, format))
 
     def _pack(self, weight: Weight, format: PackedFormat) -> DeviceMemory:
-        """The weight's tiles.
-
-        Raises:
-            ScaleRangeError: it cannot be written in this format.
-        """
+        """The weight's tiles."""
         packed = self._driver.allocate(self.device, _packed_bytes(weight.shape, format))
         matrices = matrices_to_pack(weight, GROUP)
         n_bytes = packed.n_bytes // len(matrices)

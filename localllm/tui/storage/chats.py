@@ -76,11 +76,7 @@ class Store:
     """
 
     def __init__(self, path: Path | None) -> None:
-        """Opens a file, or makes it; without one, all is gone with the process.
-
-        Raises:
-            StoreError: it cannot be opened, is damaged, or was written by a newer version.
-        """
+        """Opens a file, or makes it; without one, all is gone with the process."""
         self.path = path
         #: What tells this from other stores, of which several may be in one process: unique, host, process, its time.
         self._marks = (uuid.uuid4().hex, socket.gethostname(), os.getpid(), psutil.Process().create_time())
