@@ -30,26 +30,17 @@ _CUDA = re.compile(r"(?:cuda|gpu)(?::?(\d{1,9}(?:,\d{1,9})*))?", re.ASCII)
 
 @dataclass(frozen=True)
 class Device:
-    """A backend, ready to load a model or some layers of one.
+    """A backend, ready to load a model or some layers of one."""
 
-    Attributes:
-        name: "cpu", "reference", or that of a GPU, "cuda:0".
-        kernels: which kernels run, in words.
-        threads: how many compute steps of many tokens, as prompts are.
-        decode_threads: how many compute steps of few.
-        close: ends the threads; nothing runs on the device afterwards.
-        free_memory: bytes that can be had of the device's own memory; None where that is the host's.
-        note: what whoever did not choose it by name should be told.
-    """
-
-    name: str
-    kernels: str
-    threads: int
-    decode_threads: int
+    name: str  # "cpu", "reference", or that of a GPU, "cuda:0"
+    kernels: str  # which kernels run, in words
+    threads: int  # how many compute steps of many tokens, as prompts are
+    decode_threads: int  # how many compute steps of few
     backend: Backend
-    close: Callable[[], None]
+    close: Callable[[], None]  # ends the threads; nothing runs on the device afterwards
+    # bytes that can be had of the device's own memory; None where that is the host's
     free_memory: Callable[[], int] | None = None
-    note: str | None = None
+    note: str | None = None  # what whoever did not choose it by name should be told
 
 
 def open_devices(

@@ -54,24 +54,16 @@ _log = logging.getLogger("localllm")
 
 @dataclass(frozen=True)
 class Parts:
-    """What a `localllm.LLM` is made of.
-
-    Attributes:
-        embedder: of a model that makes vectors of texts, what makes them of the engine's.
-        options: what it was loaded with.
-        template_source: of the chat template.
-        template: the same compiled, if it was given and not the file's.
-        warnings: what whoever asked for the model should be told.
-    """
+    """What a `localllm.LLM` is made of."""
 
     tokenizer: Tokenizer
     engine: Engine
-    embedder: Embedder | None
-    options: LoadOptions
+    embedder: Embedder | None  # of a model that makes vectors of texts, what makes them of the engine's
+    options: LoadOptions  # what it was loaded with
     info: ModelInfo
-    template_source: TemplateSource
-    template: ChatTemplate | None
-    warnings: tuple[str, ...]
+    template_source: TemplateSource  # of the chat template
+    template: ChatTemplate | None  # the same compiled, if it was given and not the file's
+    warnings: tuple[str, ...]  # what whoever asked for the model should be told
 
 
 def load_parts(options: LoadOptions) -> Parts:
@@ -175,20 +167,13 @@ def _open(path: str | os.PathLike[str] | None) -> Iterator[GGUFFile]:
 
 @dataclass
 class _Source:
-    """A model that is not loaded yet.
+    """A model that is not loaded yet."""
 
-    Attributes:
-        name: for messages.
-        read: its graph for a context.
-        model: the same for the context asked for.
-        hidden: what `ModelRunner.hidden` reads, if anything drafts from it.
-    """
-
-    name: str
+    name: str  # for messages
     file: GGUFFile
-    read: Callable[[int | None], Model]
-    model: Model
-    hidden: Tensor | None = None
+    read: Callable[[int | None], Model]  # its graph for a context
+    model: Model  # the same for the context asked for
+    hidden: Tensor | None = None  # what `ModelRunner.hidden` reads, if anything drafts from it
 
     def read_again(self, context: int) -> Model:
         self.model = self.read(context)

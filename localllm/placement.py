@@ -58,25 +58,15 @@ def sum_formats(weights: Iterable[PackedWeight]) -> tuple[Format, ...]:
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """A part of the model that lies on one device.
+    """A part of the model that lies on one device."""
 
-    Attributes:
-        name: "embedding", "layers 0-21", "output", or "embedding and output" where these are one matrix.
-        device: "cpu", …
-        packed: its weights, as the backend holds them.
-        kv_cache: bytes of keys and values.
-        scratch: bytes that a step takes there to compute in, and about those of its CUDA graphs.
-        kernels: which kernels run there, in words.
-        layers: those in it.
-    """
-
-    name: str
-    device: str
-    packed: tuple[PackedWeight, ...]
-    kv_cache: int = 0
-    scratch: int = 0
-    kernels: str = ""
-    layers: range = range(0)
+    name: str  # "embedding", "layers 0-21", "output", or "embedding and output" where these are one matrix
+    device: str  # "cpu", …
+    packed: tuple[PackedWeight, ...]  # its weights, as the backend holds them
+    kv_cache: int = 0  # bytes of keys and values
+    scratch: int = 0  # bytes that a step takes there to compute in, and about those of its CUDA graphs
+    kernels: str = ""  # which kernels run there, in words
+    layers: range = range(0)  # those in it
 
     @property
     def weights(self) -> int:
@@ -91,19 +81,13 @@ class LayerGroup:
 
 @dataclass(frozen=True, slots=True)
 class CacheSizes:
-    """What a cache has room for.
+    """What a cache has room for."""
 
-    Attributes:
-        page_size: tokens in a page.
-        n_pages: of each group of layers, with its window (`localllm.kernels.graph.Graph.windows`).
-        n_states: slots for the recurrent states of a sequence; 0 where no layer has any.
-        n_snapshots: how many of those are for snapshots, if as many sequences run as were asked for.
-    """
-
-    page_size: int
+    page_size: int  # tokens in a page
+    # of each group of layers, with its window (`localllm.kernels.graph.Graph.windows`)
     n_pages: tuple[tuple[int | None, int], ...]
-    n_states: int
-    n_snapshots: int
+    n_states: int  # slots for the recurrent states of a sequence; 0 where no layer has any
+    n_snapshots: int  # how many of those are for snapshots, if as many sequences run as were asked for
 
     def __str__(self) -> str:
         windows = (
@@ -116,29 +100,18 @@ class CacheSizes:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """What lies where.
+    """What lies where."""
 
-    Attributes:
-        groups: in execution order.
-        context: tokens that a sequence can hold.
-        parallel: how many sequences of that length the cache has room for.
-        cache_type: what keys and values are kept in.
-        cache: what the cache has room for.
-        overhead: bytes that the program itself takes, beside any model.
-        host: the device whose memory that is.
-        spilled_layers: layers that are there because no GPU had room for them, not because somebody asked for it.
-        used_experts: the share of its experts that a token goes to.
-    """
-
-    groups: tuple[LayerGroup, ...]
-    context: int
-    parallel: int
-    cache_type: CacheType
-    cache: CacheSizes
-    overhead: int = OVERHEAD_BYTES
-    host: str = "cpu"
+    groups: tuple[LayerGroup, ...]  # in execution order
+    context: int  # tokens that a sequence can hold
+    parallel: int  # how many sequences of that length the cache has room for
+    cache_type: CacheType  # what keys and values are kept in
+    cache: CacheSizes  # what the cache has room for
+    overhead: int = OVERHEAD_BYTES  # bytes that the program itself takes, beside any model
+    host: str = "cpu"  # the device whose memory that is
+    # layers that are there because no GPU had room for them, not because somebody asked for it
     spilled_layers: int = 0
-    used_experts: float = 1.0
+    used_experts: float = 1.0  # the share of its experts that a token goes to
 
     @property
     def weights(self) -> int:
@@ -236,25 +209,17 @@ class StepSizes(NamedTuple):
 
 @dataclass(frozen=True)
 class Planner:
-    """Plans where a model goes, for any context, and loads what it has planned.
+    """Plans where a model goes, for any context, and loads what it has planned."""
 
-    Attributes:
-        name: of the model, for messages.
-        devices: the host, and then GPUs; the model need not take all.
-        free: bytes that can be had on each device.
-        parallel: how many sequences of full length the cache shall have room for.
-        n_gpu_layers, tensor_split: see `localllm.layers.plan_layers`.
-        shares: whether it is from the file of the model that it drafts for, and takes that one's weights.
-    """
-
-    name: str
+    name: str  # of the model, for messages
     model: Model
-    devices: tuple[Device, ...]
-    free: Mapping[str, int] = field(default_factory=dict)
-    parallel: int = 1
+    devices: tuple[Device, ...]  # the host, and then GPUs; the model need not take all
+    free: Mapping[str, int] = field(default_factory=dict)  # bytes that can be had on each device
+    parallel: int = 1  # how many sequences of full length the cache shall have room for
+    # n_gpu_layers, tensor_split: see `localllm.layers.plan_layers`
     n_gpu_layers: int | None = None
     tensor_split: tuple[float, ...] | None = None
-    shares: bool = False
+    shares: bool = False  # whether it is from the file of the model that it drafts for, and takes that one's weights
     _known: dict[tuple[str, range, StepSizes], Footprint] = field(default_factory=dict, compare=False)
 
     @property

@@ -117,8 +117,7 @@ _Result = TypeVar("_Result")
 def evaluate_all(
     begin: Callable[[_Item], _Begun], finish: Callable[[_Begun], _Result], items: Iterable[_Item]
 ) -> list[_Result]:
-    """What ``finish`` makes of each evaluation, in order; as many run at once as the engine takes, or `_AT_ONCE`.
-    """
+    """What ``finish`` makes of each evaluation, in order; `_AT_ONCE` run at once, or fewer if it takes no more."""
     under_way: deque[_Begun] = deque()
     results: list[_Result] = []
     try:

@@ -50,42 +50,29 @@ _MAX_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Settings:
-    """What is in force where no flag says otherwise.
+    """What is in force where no flag says otherwise."""
 
-    Attributes:
-        model: as ``-m`` takes it; None for the demo model.
-        device: see `localllm.load`, as of the next six.
-        n_gpu_layers, tensor_split, split_mode: hold for that device only.
-        context: tokens.
-        threads: how many compute.
-        cache_type: what keys and values are kept in.
-        system_prompt: the message before the user's first.
-        stop: texts that end an answer.
-        theme: the chat app's.
-        embedding_model: ranks pieces of large files in the chat, as ``-m`` takes it; None goes by their words.
-        model_folders: where GGUF files are looked for, beside the cache of the Hugging Face hub.
-        sampling: those settings of `localllm.Sampling` that the file has, as the keywords of `LLM.chat`.
-        given: the keys that the file has; those of sampling as "sampling.temperature".
-        tools: the table of the chat's tools, as it is.
-        keys: the table of the chat's keys, by the commands that they call.
-    """
-
-    model: str | None = None
-    device: str = "auto"
+    model: str | None = None  # as ``-m`` takes it; None for the demo model
+    device: str = "auto"  # see `localllm.load`, as of the next six
+    # n_gpu_layers, tensor_split, split_mode: hold for that device only
     n_gpu_layers: int | None = None
     tensor_split: tuple[float, ...] | None = None
     split_mode: SplitMode | None = None
-    context: int | None = None
-    threads: int | None = None
-    cache_type: CacheType = "f16"
-    system_prompt: str | None = None
-    stop: tuple[str, ...] = ()
-    theme: str = "dark"
+    context: int | None = None  # tokens
+    threads: int | None = None  # how many compute
+    cache_type: CacheType = "f16"  # what keys and values are kept in
+    system_prompt: str | None = None  # the message before the user's first
+    stop: tuple[str, ...] = ()  # texts that end an answer
+    theme: str = "dark"  # the chat app's
+    # ranks pieces of large files in the chat, as ``-m`` takes it; None goes by their words
     embedding_model: str | None = None
-    model_folders: tuple[Path, ...] = ()
+    model_folders: tuple[Path, ...] = ()  # where GGUF files are looked for, beside the cache of the Hugging Face hub
+    # those settings of `localllm.Sampling` that the file has, as the keywords of `LLM.chat`
     sampling: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
-    given: frozenset[str] = frozenset()
+    given: frozenset[str] = frozenset()  # the keys that the file has; those of sampling as "sampling.temperature"
+    # the table of the chat's tools, as it is
     tools: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    # the table of the chat's keys, by the commands that they call
     keys: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 
     def values(self) -> Iterator[tuple[str, object]]:

@@ -37,13 +37,7 @@ class MissingSetting(ModelError, AttributeError):
 
 
 class Config:
-    """Values of ``config.json`` as attributes; those of ``text_config``, in models with images, as if its own.
-
-    Attributes:
-        rope_parameters: of the rotation, whether the file has them there, in ``rope_scaling``, or on their own.
-        tensors: `localllm.convert.sources.Source` of the checkpoint's, by their names.
-        n_nextn: blocks behind the last layer, each of which predicts one token more.
-    """
+    """Values of ``config.json`` as attributes; those of ``text_config``, in models with images, as if its own."""
 
     def __init__(self, values: dict[str, Any]) -> None:
         text = values.get("text_config")
@@ -52,9 +46,10 @@ class Config:
         self.values = {new: values[old] for old, new in _OTHER_NAMES.items() if old in values} | values
         if isinstance(kinds := values.get("layers_block_type"), list):  # Nemotron, which does not count them
             self.values = {"num_hidden_layers": len(kinds)} | self.values
+        # of the rotation, whether the file has them there, in ``rope_scaling``, or on their own
         self.rope_parameters = self._rope()
-        self.tensors: Mapping[str, Any] = {}
-        self.n_nextn = 0
+        self.tensors: Mapping[str, Any] = {}  # `localllm.convert.sources.Source` of the checkpoint's, by their names
+        self.n_nextn = 0  # blocks behind the last layer, each of which predicts one token more
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -30,17 +30,12 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class Source:
-    """A tensor of a checkpoint.
-
-    Attributes:
-        type: F32, F16 or BF16, or the blocks that `blocks` gives.
-        values: reads it: float32, float16, or bfloat16 as uint16.
-        blocks: reads it as blocks of ``type``, uint8 [*shape[:-1], bytes of a row]; None where it has none.
-    """
+    """A tensor of a checkpoint."""
 
     shape: tuple[int, ...]
-    type: GGMLType
-    values: Callable[[], Array]
+    type: GGMLType  # F32, F16 or BF16, or the blocks that `blocks` gives
+    values: Callable[[], Array]  # reads it: float32, float16, or bfloat16 as uint16
+    # reads it as blocks of ``type``, uint8 [*shape[:-1], bytes of a row]; None where it has none
     blocks: Callable[[], Array] | None = None
 
 

@@ -38,47 +38,32 @@ class CachedSequence:
     """Tokens whose keys and values are in the cache.  Only `PagedCache` changes it.
 
     Attributes:
-        ids: the tokens, from position 0 on.
-        root: what the tree of all that it can share begins with.
-        pages: the block table of each group: position p lies in ``pages[group][p // page_size]``.  They may reach
-            past the tokens; what is behind a window is 0.
-        blocks: what is known of those pages.
-        first: of each group the first block whose page it holds; it holds all from there on.
-        n_prompt: tokens that it was begun for.
-        state: the slot of its recurrent states, if there are any.
         saved: the slot of those that it can go back to.
-        is_ahead: whether its states may have seen tokens that were not recorded.
     """
 
     def __init__(self, n_groups: int, n_prompt: int, root: Block) -> None:
-        self.root = root
-        self.ids: list[int] = []
+        self.root = root  # what the tree of all that it can share begins with
+        self.ids: list[int] = []  # the tokens, from position 0 on
+        # the block table of each group: position p lies in ``pages[group][p // page_size]``.  They may reach past the
+        # tokens; what is behind a window is 0.
         self.pages: list[list[int]] = [[] for _ in range(n_groups)]
-        self.blocks: list[Block] = []
-        self.first = [0] * n_groups
-        self.n_prompt = n_prompt
-        self.state = self.saved = NONE
-        self.is_ahead = False
+        self.blocks: list[Block] = []  # what is known of those pages
+        self.first = [0] * n_groups  # of each group the first block whose page it holds; it holds all from there on
+        self.n_prompt = n_prompt  # tokens that it was begun for
+        self.state = self.saved = NONE  # the slot of its recurrent states, if there are any
+        self.is_ahead = False  # whether its states may have seen tokens that were not recorded
 
     def __len__(self) -> int:
         return len(self.ids)
 
 
 class PagedCache:
-    """The pages and slots of a backend's cache, and what they hold.  Used by one thread.
-
-    Attributes:
-        kept: the backend's cache.
-        root: what the tree of tokens begins with, of sequences without adapters.
-        page_size: tokens in a page.
-        n_pages: those of all tokens, which are group 0.
-        max_sequences: how many there can be at a time, beside as many as there are pages for.
-    """
+    """The pages and slots of a backend's cache, and what they hold.  Used by one thread."""
 
     def __init__(self, kept: Cache) -> None:
-        self.kept = kept
-        self.page_size = kept.page_size
-        self.n_pages = kept.n_pages[0]
+        self.kept = kept  # the backend's cache
+        self.page_size = kept.page_size  # tokens in a page
+        self.n_pages = kept.n_pages[0]  # those of all tokens, which are group 0
         self._windows = [(group, window) for group, window in enumerate(kept.windows) if window is not None]
         self._free = [list(range(n - 1, -1, -1)) for n in kept.n_pages]
         #: Of each group blocks whose page no sequence uses, those first that go first.
@@ -87,8 +72,9 @@ class PagedCache:
         self._passed: list[dict[Block, None]] = [{} for _ in kept.n_pages]
         self._states = Snapshots(kept)
         # One slot is left for what only lasts a step.
+        # how many there can be at a time, beside as many as there are pages for
         self.max_sequences = max(1, kept.n_states - 1) if kept.n_states else self.n_pages
-        self.root = Block([])
+        self.root = Block([])  # what the tree of tokens begins with, of sequences without adapters
         #: Adapters change keys and values: what was evaluated with others cannot be shared.  Weak, as requests may
         #: name any scales: a root goes with the last of its blocks.
         self._roots: WeakValueDictionary[tuple[float, ...], Block] = WeakValueDictionary()

@@ -65,31 +65,20 @@ _Message: TypeAlias = "Callable[[EngineLoop], None]"
 
 @dataclass(slots=True)
 class Counts:
-    """What an engine has to do, and what it has done since it began.  Its thread writes; any other may read.
+    """What an engine has to do, and what it has done since it began.  Its thread writes; any other may read."""
 
-    Attributes:
-        running: requests whose tokens are in the cache.
-        n_pages, n_pages_used: pages of the cache, and those that running requests hold.
-        steps: evaluated.
-        step_s: seconds that they took.
-        prompt_tokens: evaluated of prompts.
-        cached_tokens: of prompts, which were in the cache and cost nothing; counted when a request ends.
-        generated_tokens: tokens chosen.
-        ended: requests.
-        preempted: how often a request had to make room for another.
-        prefill_s, decode_s: seconds of the requests that ended, in which prompts were evaluated and tokens chosen.
-    """
-
-    running: int = 0
+    running: int = 0  # requests whose tokens are in the cache
+    # n_pages, n_pages_used: pages of the cache, and those that running requests hold
     n_pages: int = 0
     n_pages_used: int = 0
-    steps: int = 0
-    step_s: float = 0.0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    generated_tokens: int = 0
-    ended: int = 0
-    preempted: int = 0
+    steps: int = 0  # evaluated
+    step_s: float = 0.0  # seconds that they took
+    prompt_tokens: int = 0  # evaluated of prompts
+    cached_tokens: int = 0  # of prompts, which were in the cache and cost nothing; counted when a request ends
+    generated_tokens: int = 0  # tokens chosen
+    ended: int = 0  # requests
+    preempted: int = 0  # how often a request had to make room for another
+    # prefill_s, decode_s: seconds of the requests that ended, in which prompts were evaluated and tokens chosen
     prefill_s: float = 0.0
     decode_s: float = 0.0
 
@@ -260,14 +249,7 @@ def _raise(error: BaseException) -> Never:
 
 
 class EngineLoop:
-    """What the engine's thread does, over and over; it knows nothing of the `Engine`.
-
-    Attributes:
-        inbox: messages to the thread; any other may put one in.
-        waiting: requests that were submitted and have not begun.
-        ended: set once no message is read any more.
-        counts: what was done.
-    """
+    """What the engine's thread does, over and over; it knows nothing of the `Engine`."""
 
     def __init__(
         self,
@@ -278,10 +260,11 @@ class EngineLoop:
         step_s: float = STEP_S,
         on_end: Callable[[], object] | None = None,
     ) -> None:
+        # messages to the thread; any other may put one in
         self.inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
-        self.waiting: set[Request] = set()
-        self.ended = threading.Event()
-        self.counts = Counts(n_pages=runner.cache.n_pages)
+        self.waiting: set[Request] = set()  # requests that were submitted and have not begun
+        self.ended = threading.Event()  # set once no message is read any more
+        self.counts = Counts(n_pages=runner.cache.n_pages)  # what was done
         self._runner = runner
         self._scheduler = Scheduler(
             runner.cache,

@@ -113,58 +113,37 @@ class Output(Protocol):
 
 @dataclass(eq=False)
 class Request:
-    """A prompt to go on with, or, without a ``sampler``, tokens whose logits are wanted.
+    """A prompt to go on with, or, without a ``sampler``, tokens whose logits are wanted."""
 
-    Attributes:
-        tokens: the prompt; the engine appends what it chooses.
-        output: takes the results.
-        stop_ids: tokens that end the text, and are not part of it.
-        max_tokens: tokens to generate at most; None: until the context is full.
-        logits_from: without a sampler, position of the first token whose logits are wanted and did not come yet.
-        timeout_s: seconds after which it ends, wherever it is.
-        client: who asks; clients share the model, however many requests each has.
-        speculate: who drafts tokens for the model to verify: the text so far ("lookup"), the draft model, the block
-            behind the model's own layers ("mtp"), or nobody.
-        draft_max: tokens that are drafted for one step at most.
-        adapters: how much of each loaded adapter it gets; empty for none of them.
-
-        finish_reason: None while it goes on, or if an error ended it.
-        sequence: its tokens in the cache; None while it waits to be admitted.
-        drafter: proposes ``drafts``, tokens to follow ``tokens``.
-        n_cached: tokens of the prompt that were in the cache before this request reached them.
-        n_reached: tokens that it had in the cache at most: after it was preempted, fewer are there.
-        n_again: tokens generated that are evaluated again, as drafts behind them were wrong.
-        turn: when it last decoded, counted by the scheduler.
-        is_choosing: its next tokens are being chosen in another thread: it has no part in steps meanwhile.
-        is_cancelled: may be set by any thread; takes effect before the next step.
-    """
-
-    tokens: list[int]
-    output: Output
+    tokens: list[int]  # the prompt; the engine appends what it chooses
+    output: Output  # takes the results
     sampler: Sampler | None = None
-    stop_ids: Set[int] = frozenset()
-    max_tokens: int | None = None
+    stop_ids: Set[int] = frozenset()  # tokens that end the text, and are not part of it
+    max_tokens: int | None = None  # tokens to generate at most; None: until the context is full
+    # without a sampler, position of the first token whose logits are wanted and did not come yet
     logits_from: int = 0
     priority: Priority = "normal"
-    timeout_s: float | None = None
-    client: str = ""
+    timeout_s: float | None = None  # seconds after which it ends, wherever it is
+    client: str = ""  # who asks; clients share the model, however many requests each has
+    # who drafts tokens for the model to verify: the text so far ("lookup"), the draft model, the block behind the
+    # model's own layers ("mtp"), or nobody
     speculate: Literal["lookup", "draft", "mtp"] | None = None
-    draft_max: int = DEFAULT_DRAFTS
-    adapters: tuple[float, ...] = ()
+    draft_max: int = DEFAULT_DRAFTS  # tokens that are drafted for one step at most
+    adapters: tuple[float, ...] = ()  # how much of each loaded adapter it gets; empty for none of them
 
-    finish_reason: FinishReason | None = None
-    sequence: CachedSequence | None = None
-    drafter: Drafter | None = None
+    finish_reason: FinishReason | None = None  # None while it goes on, or if an error ended it
+    sequence: CachedSequence | None = None  # its tokens in the cache; None while it waits to be admitted
+    drafter: Drafter | None = None  # proposes ``drafts``, tokens to follow ``tokens``
     drafts: list[int] = field(default_factory=list)
     n_prompt: int = 0
-    n_cached: int = 0
-    n_reached: int = 0
-    n_again: int = 0
-    is_choosing: bool = False
-    is_cancelled: bool = False
+    n_cached: int = 0  # tokens of the prompt that were in the cache before this request reached them
+    n_reached: int = 0  # tokens that it had in the cache at most: after it was preempted, fewer are there
+    n_again: int = 0  # tokens generated that are evaluated again, as drafts behind them were wrong
+    is_choosing: bool = False  # its next tokens are being chosen in another thread: it has no part in steps meanwhile
+    is_cancelled: bool = False  # may be set by any thread; takes effect before the next step
     submitted_at: float = field(default_factory=time.perf_counter)
     started_at: float = 0.0
-    turn: int = 0
+    turn: int = 0  # when it last decoded, counted by the scheduler
     prefill_s: float = 0.0
     first_token_s: float = 0.0
     decode_s: float = 0.0

@@ -49,19 +49,7 @@ class Chunk:
 
 
 class ModelRunner:
-    """A model on its device, with its cache.  Used by one thread.
-
-    Attributes:
-        cache: which tokens are where.
-        context: tokens that a sequence can hold.
-        n_vocab: ids of tokens.
-        width: values of a row of what it gives: logits, or of a model that embeds a vector.
-        is_causal: whether texts can be evaluated part after part.
-        max_tokens: tokens that one step evaluates at most.
-        max_outputs: rows of logits that one step computes at most.
-        max_top_k: largest logits that are found on the device; 0 where all lie in memory of the host anyway.
-        hidden: hidden states that can be read after a step, where something drafts from them.
-    """
+    """A model on its device, with its cache.  Used by one thread."""
 
     def __init__(
         self,
@@ -78,15 +66,17 @@ class ModelRunner:
 
         ``width``: values of a row of its result, by default logits.
         """
-        self.context = context
-        self.n_vocab = n_vocab
-        self.max_tokens = min(max_tokens, context)
+        self.context = context  # tokens that a sequence can hold
+        self.n_vocab = n_vocab  # ids of tokens
+        self.max_tokens = min(max_tokens, context)  # tokens that one step evaluates at most
+        # values of a row of what it gives: logits, or of a model that embeds a vector
         self.width = n_vocab if width is None else width
-        self.is_causal = is_causal
-        self.max_outputs = max_outputs(self.width, self.max_tokens)
+        self.is_causal = is_causal  # whether texts can be evaluated part after part
+        self.max_outputs = max_outputs(self.width, self.max_tokens)  # rows of logits that one step computes at most
+        # largest logits that are found on the device; 0 where all lie in memory of the host anyway
         self.max_top_k = step.max_top_k
-        self.cache = PagedCache(step.cache)
-        self.hidden = hidden
+        self.cache = PagedCache(step.cache)  # which tokens are where
+        self.hidden = hidden  # hidden states that can be read after a step, where something drafts from them
         self._step = step
         #: What was begun before anybody asked for it, and what comes of it.
         self._ahead: tuple[list[Chunk], int, Output] | None = None

@@ -45,18 +45,12 @@ class WithCache(Protocol):
 
 
 class _Block(msgspec.Struct, array_like=True):
-    """A block, as `localllm.engine.snapshots.Block`.
+    """A block, as `localllm.engine.snapshots.Block`."""
 
-    Attributes:
-        parent: the number of the block before it; -1 of the first of a prompt.
-        groups: those in which it has a page.
-        snapshots: after how many of its tokens there are some.
-    """
-
-    parent: int
+    parent: int  # the number of the block before it; -1 of the first of a prompt
     ids: list[int]
-    groups: list[int]
-    snapshots: list[int]
+    groups: list[int]  # those in which it has a page
+    snapshots: list[int]  # after how many of its tokens there are some
 
 
 def save(with_cache: WithCache, path: Path, key: str) -> int:

@@ -87,14 +87,7 @@ def _moved(estimate: float, measured: float) -> float:
 
 
 class Scheduler:
-    """The requests of an engine.
-
-    Attributes:
-        waiting: those without pages, by rank.
-        running: those with pages, by rank.
-        step_times: how long steps take.
-        n_preempted: how often a request had to make room for another.
-    """
+    """The requests of an engine."""
 
     def __init__(
         self,
@@ -111,10 +104,10 @@ class Scheduler:
             step_s: seconds that a step with tokens of prompts shall last at most.
             is_causal: whether a prompt can be cut; otherwise it comes in one step, however long that lasts.
         """
-        self.waiting: list[Request] = []
-        self.running: list[Request] = []
-        self.step_times = StepTimes()
-        self.n_preempted = 0
+        self.waiting: list[Request] = []  # those without pages, by rank
+        self.running: list[Request] = []  # those with pages, by rank
+        self.step_times = StepTimes()  # how long steps take
+        self.n_preempted = 0  # how often a request had to make room for another
         self._cache = cache
         self._max_tokens = max_tokens
         self._max_outputs = max_outputs

@@ -9,39 +9,26 @@ NONE = -1
 
 
 class Block:
-    """A page of tokens whose keys and values, and perhaps states, are in the cache.
-
-    Attributes:
-        pages: its page in each group; `NONE` where that was needed for something else.
-        ids: the tokens, at most a page of them.
-        parent: the block before it, once this one is in the tree.
-        n_users: of each page, sequences that hold it.
-        children: full blocks that follow it, by their tokens.
-        tails: blocks that follow it, are not full, and belong to no sequence any more.
-        snapshots: slots with the states after so many of its tokens.
-    """
+    """A page of tokens whose keys and values, and perhaps states, are in the cache."""
 
     __slots__ = ("__weakref__", "children", "ids", "n_users", "pages", "parent", "snapshots", "tails")
 
     def __init__(self, pages: list[int]) -> None:
-        self.pages = pages
-        self.ids: list[int] = []
-        self.parent: Block | None = None
-        self.n_users = [1] * len(pages)
-        self.children: dict[tuple[int, ...], Block] = {}
-        self.tails: list[Block] = []
-        self.snapshots: dict[int, int] = {}
+        self.pages = pages  # its page in each group; `NONE` where that was needed for something else
+        self.ids: list[int] = []  # the tokens, at most a page of them
+        self.parent: Block | None = None  # the block before it, once this one is in the tree
+        self.n_users = [1] * len(pages)  # of each page, sequences that hold it
+        self.children: dict[tuple[int, ...], Block] = {}  # full blocks that follow it, by their tokens
+        self.tails: list[Block] = []  # blocks that follow it, are not full, and belong to no sequence any more
+        self.snapshots: dict[int, int] = {}  # slots with the states after so many of its tokens
 
 
 class Snapshots:
-    """Slots with recurrent states: those of sequences at work, and snapshots, which belong to some tokens of a block.
-
-    Attributes:
-        is_needed: whether layers have such states at all; without them, nothing here is done.
-    """
+    """Slots with recurrent states: of sequences at work, and of snapshots, which belong to some tokens of a block."""
 
     def __init__(self, kept: Cache) -> None:
         self._kept = kept
+        # whether layers have such states at all; without them, nothing here is done
         self.is_needed = kept.n_states > 0
         self._free = list(range(kept.n_states - 1, -1, -1))
         #: The least recently used first.

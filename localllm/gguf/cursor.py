@@ -29,24 +29,16 @@ class Text:
 
 
 class Cursor:
-    """A place in the file that moves forward and never past the end.
-
-    Attributes:
-        at: the place, in bytes from the start.
-        end: the size of the file.
-        context: the key or tensor at hand, for error texts.
-        strings_left: how many strings may still come in arrays.
-        nested_arrays_left: how many arrays may still come inside arrays.
-    """
+    """A place in the file that moves forward and never past the end."""
 
     def __init__(self, path: Path, buffer: mmap.mmap | bytes) -> None:
         self.path = path
         self.buffer = buffer
-        self.at = 0
-        self.end = len(buffer)
-        self.context = "header"
-        self.strings_left = limits.MAX_STRINGS
-        self.nested_arrays_left = limits.MAX_NESTED_ARRAYS
+        self.at = 0  # the place, in bytes from the start
+        self.end = len(buffer)  # the size of the file
+        self.context = "header"  # the key or tensor at hand, for error texts
+        self.strings_left = limits.MAX_STRINGS  # how many strings may still come in arrays
+        self.nested_arrays_left = limits.MAX_NESTED_ARRAYS  # how many arrays may still come inside arrays
 
     def error(self, defect: str, *, at: int | None = None, advice: str = DAMAGED) -> LocalLLMError:
         """A `GGUFError` that names the file, the byte (here, or ``at``), the context and the defect."""

@@ -26,34 +26,26 @@ class Batch:
     """A ragged batch: the new tokens of S sequences, laid end to end.
 
     Prefill, decode, several sequences at once and the checking of drafted tokens are all this.
-
-    Attributes:
-        ids: int32 [T], token ids; ~i is the one that row i of the batch before this one chose, see `n_chosen`.
-        positions: int32 [T], place of each token in its sequence, from 0.
-        query_starts: int32 [S + 1]; sequence s has the tokens query_starts[s] : query_starts[s + 1].
-        kv_lengths: int32 [S], tokens in the cache once this batch's are appended.
-        block_tables: int32 [n_groups, S, max_blocks]; for the caches of group g (`Graph.windows`), token position p
-            of sequence s lies in page block_tables[g, s, p // page_size].  What is behind a window is not read.
-        outputs: int32 [N], rows of the batch whose logits are wanted.
-        states: int32 [S], the slot of each sequence's recurrent states, where a model has any.
-        adapters: float32 [T, n_adapters], how much of each a token gets; [0, 0] for nothing of any.
-        top_k: how many of the largest logits of each output are wanted; 0 for all.
-        n_chosen: outputs of the batch before this one which choose ids of this: that had a top_k, and the step
-            `chooses_ahead`.
-        draws: float32 [N, 5], how each output chooses: top-k, top-p, min-p, temperature, and the number 0 <= u < 1 to
-            draw by, see `localllm.sampling.candidates`; by its largest logit where top-k is 0.  [0, 5]: all do.
     """
 
+    # int32 [T], token ids; ~i is the one that row i of the batch before this one chose, see `n_chosen`
     ids: NDArray[np.int32]
-    positions: NDArray[np.int32]
-    query_starts: NDArray[np.int32]
-    kv_lengths: NDArray[np.int32]
+    positions: NDArray[np.int32]  # int32 [T], place of each token in its sequence, from 0
+    query_starts: NDArray[np.int32]  # int32 [S + 1]; sequence s has the tokens query_starts[s] : query_starts[s + 1]
+    kv_lengths: NDArray[np.int32]  # int32 [S], tokens in the cache once this batch's are appended
+    # int32 [n_groups, S, max_blocks]; for the caches of group g (`Graph.windows`), token position p of sequence s
+    # lies in page block_tables[g, s, p // page_size].  What is behind a window is not read.
     block_tables: NDArray[np.int32]
-    outputs: NDArray[np.int32]
+    outputs: NDArray[np.int32]  # int32 [N], rows of the batch whose logits are wanted
+    # int32 [S], the slot of each sequence's recurrent states, where a model has any
     states: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
+    # float32 [T, n_adapters], how much of each a token gets; [0, 0] for nothing of any
     adapters: NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, 0), np.float32))
-    top_k: int = 0
+    top_k: int = 0  # how many of the largest logits of each output are wanted; 0 for all
+    # outputs of the batch before this one which choose ids of this: that had a top_k, and the step `chooses_ahead`
     n_chosen: int = 0
+    # float32 [N, 5], how each output chooses: top-k, top-p, min-p, temperature, and the number 0 <= u < 1 to draw by,
+    # see `localllm.sampling.candidates`; by its largest logit where top-k is 0.  [0, 5]: all do.
     draws: NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, 5), np.float32))
 
     def sequences(self) -> Iterator[tuple[int, int, int]]:
@@ -116,19 +108,13 @@ class Batch:
 
 
 class TopK(NamedTuple):
-    """The k largest of each row of logits, those first; of equals the lowest id, and NaN before any number.
+    """The k largest of each row of logits, those first; of equals the lowest id, and NaN before any number."""
 
-    Attributes:
-        ids: int32 [N, k].
-        logits: float32 [N, k].
-        whole: all logits [n_vocab] of the rows that they were wanted of.
-        chosen: int32 [N], the ids that the next batch may name; by default the largest.
-    """
-
-    ids: NDArray[np.int32]
-    logits: NDArray[np.float32]
+    ids: NDArray[np.int32]  # int32 [N, k]
+    logits: NDArray[np.float32]  # float32 [N, k]
+    # all logits [n_vocab] of the rows that they were wanted of
     whole: Mapping[int, NDArray[np.float32]] = MappingProxyType({})
-    chosen: NDArray[np.int32] | None = None
+    chosen: NDArray[np.int32] | None = None  # int32 [N], the ids that the next batch may name; by default the largest
 
     def row(self, i: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
         """Ids and logits [k] of one row."""
@@ -228,25 +214,15 @@ def scatter(data: bytes, parts: Sequence[NDArray[np.uint8]]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """A weight as a backend holds it, or will.
+    """A weight as a backend holds it, or will."""
 
-    Attributes:
-        name: in the file.
-        layer: where it belongs.
-        file_type: its format there, such as "IQ2_XS".
-        kernel_type: the format that kernels read, such as "LUT_IQ2_16".
-        n_bytes: what it takes in memory.
-        is_expert: whether it is the matrices of experts, of which a token needs a few.
-        is_shared: whether another model from the same file has it already: it takes no further memory.
-    """
-
-    name: str
-    layer: LayerTag
-    file_type: str
-    kernel_type: str
-    n_bytes: int
-    is_expert: bool = False
-    is_shared: bool = False
+    name: str  # in the file
+    layer: LayerTag  # where it belongs
+    file_type: str  # its format there, such as "IQ2_XS"
+    kernel_type: str  # the format that kernels read, such as "LUT_IQ2_16"
+    n_bytes: int  # what it takes in memory
+    is_expert: bool = False  # whether it is the matrices of experts, of which a token needs a few
+    is_shared: bool = False  # whether another model from the same file has it already: it takes no further memory
 
     @property
     def own_bytes(self) -> int:
@@ -255,16 +231,12 @@ class PackedWeight:
 
 
 class Step(ABC):
-    """A compiled graph, with its weights and its cache.
-
-    Attributes:
-        weights: as the backend holds them.
-        max_top_k: how many of the largest logits `top_k` finds on a device, so that only they come from there; 0
-            where all logits lie in memory of the host anyway.
-    """
+    """A compiled graph, with its weights and its cache."""
 
     cache: Cache
-    weights: tuple[PackedWeight, ...]
+    weights: tuple[PackedWeight, ...]  # as the backend holds them
+    # how many of the largest logits `top_k` finds on a device, so that only they come from there; 0 where all logits
+    # lie in memory of the host anyway
     max_top_k: int = 0
 
     @property
@@ -319,18 +291,12 @@ def input_rows(hidden: Output | None, n_tokens: int, width: int) -> NDArray[np.f
 
 @dataclass(frozen=True)
 class Footprint:
-    """A graph as a backend has lowered it: the memory that its step takes, and what makes that step.
+    """A graph as a backend has lowered it: the memory that its step takes, and what makes that step."""
 
-    Attributes:
-        weights: bytes of each.
-        caches: of what each layer keeps.
-        buffers: of what is computed, and about those of CUDA graphs.
-        load: packs the weights, takes the memory, and gives the step; to be called once.
-    """
-
-    weights: tuple[PackedWeight, ...]
-    caches: Mapping[int, int]
-    buffers: int
+    weights: tuple[PackedWeight, ...]  # bytes of each
+    caches: Mapping[int, int]  # of what each layer keeps
+    buffers: int  # of what is computed, and about those of CUDA graphs
+    # packs the weights, takes the memory, and gives the step; to be called once
     load: Callable[[Progress | None], Step] = field(compare=False)
 
     @property
@@ -339,19 +305,12 @@ class Footprint:
 
 
 class Backend(Protocol):
-    """Kernels on one device: all of a model can run there, or some of its layers.
+    """Kernels on one device: all of a model can run there, or some of its layers."""
 
-    Attributes:
-        name: "reference", "cpu", …
-        page_size: tokens in a page of the cache.
-        shares_weights: whether a weight that two of its steps use is packed once.
-        step_tokens: tokens that a step should evaluate at most: more would be no faster.
-    """
-
-    name: str
-    page_size: int
-    shares_weights: bool = False
-    step_tokens: int = 512
+    name: str  # "reference", "cpu", …
+    page_size: int  # tokens in a page of the cache
+    shares_weights: bool = False  # whether a weight that two of its steps use is packed once
+    step_tokens: int = 512  # tokens that a step should evaluate at most: more would be no faster
 
     def footprint(
         self, graph: Graph, *, n_pages: tuple[int, ...], max_tokens: int, max_outputs: int, n_states: int = 0
@@ -405,24 +364,15 @@ def check_cache(graph: Graph, n_pages: tuple[int, ...], n_states: int) -> None:
 
 @dataclass(frozen=True)
 class WeightUse:
-    """A weight of a graph, and what for.
-
-    Attributes:
-        layer: where it is computed with, or looked up.
-        is_table: whether rows of it are looked up.
-        is_operand: whether it is computed with.  One that is both is the embedding and the output matrix.
-        is_float: whether kernels read it as float32.
-        is_column: whether they do so column after column.
-        is_expert: whether it is the matrices of experts.
-    """
+    """A weight of a graph, and what for."""
 
     weight: Weight
-    layer: LayerTag
-    is_table: bool
-    is_operand: bool
-    is_float: bool
-    is_column: bool
-    is_expert: bool
+    layer: LayerTag  # where it is computed with, or looked up
+    is_table: bool  # whether rows of it are looked up
+    is_operand: bool  # whether it is computed with.  One that is both is the embedding and the output matrix.
+    is_float: bool  # whether kernels read it as float32
+    is_column: bool  # whether they do so column after column
+    is_expert: bool  # whether it is the matrices of experts
 
     def floats(self) -> NDArray[np.float32]:
         """The values, as kernels read those of `is_float`: [n_rows, n] or [1, n], or by columns [n, n_rows]."""

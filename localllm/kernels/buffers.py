@@ -15,17 +15,12 @@ ALIGNMENT = 4096
 
 @dataclass(eq=False)
 class Buffer:
-    """Memory that calls read and write.
-
-    Attributes:
-        is_kept: whether its memory is its own from beginning to end, and zero at first.
-        offset: where it begins in the arena, once `assign` has said so.
-        address: where memory begins that does not lie in the arena, such as a weight's; 0 before it is there.
-    """
+    """Memory that calls read and write."""
 
     n_bytes: int
-    is_kept: bool = False
-    offset: int = -1
+    is_kept: bool = False  # whether its memory is its own from beginning to end, and zero at first
+    offset: int = -1  # where it begins in the arena, once `assign` has said so
+    # where memory begins that does not lie in the arena, such as a weight's; 0 before it is there
     address: int | None = None
 
     def at(self, n_bytes: int) -> Address:

@@ -107,18 +107,14 @@ class Matrix:
 class Rope:
     """Rotary position embedding of ``2 * len(frequencies)`` values of each head, from number ``first`` on.
 
-    Attributes:
-        frequencies: float32 [n_rot / 2], radians a position.
-        interleaved: pairs are (0, 1), (2, 3), … as in llama's GGUF files; otherwise (0, n/2), (1, n/2 + 1), …
-            as in Hugging Face's code ("NeoX").
-        magnitude: factor on cosine and sine (YaRN's attention factor).
-
     Source: Su et al., RoFormer (arXiv:2104.09864).
     """
 
-    frequencies: NDArray[np.float32]
+    frequencies: NDArray[np.float32]  # float32 [n_rot / 2], radians a position
+    # pairs are (0, 1), (2, 3), … as in llama's GGUF files; otherwise (0, n/2), (1, n/2 + 1), … as in Hugging Face's
+    # code ("NeoX")
     interleaved: bool
-    magnitude: float = 1.0
+    magnitude: float = 1.0  # factor on cosine and sine (YaRN's attention factor)
     first: int = 0
 
 
@@ -150,20 +146,18 @@ class KVCache:
     """What a layer keeps of each token: keys and values of ``n_heads`` heads.
 
     What is beyond the range of the cache's type is kept as the largest finite value that it has.
-
-    Attributes:
-        key_dim, value_dim: the values of a head in keys and in values.
-        values_in_keys: whether values are the first ``value_dim`` values of the keys, and not kept themselves: the
-            latents of MLA (DeepSeek-V2, arXiv:2405.04434).
-        window: tokens that are kept: none is seen by one that comes so many behind it.  None: all of them.
     """
 
     layer: int
     n_heads: int
+    # key_dim, value_dim: the values of a head in keys and in values
     key_dim: int
     value_dim: int
     type: CacheType = "f16"
+    # whether values are the first ``value_dim`` values of the keys, and not kept themselves: the latents of MLA
+    # (DeepSeek-V2, arXiv:2405.04434)
     values_in_keys: bool = False
+    # tokens that are kept: none is seen by one that comes so many behind it.  None: all of them.
     window: int | None = None
 
     def bytes_per_token(self) -> int:
@@ -258,17 +252,14 @@ def _check_softcap(cap: float | None) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Operation(Generic[R]):
-    """Something that a forward pass computes.  What it is given are its fields.
+    """Something that a forward pass computes.  What it is given are its fields."""
 
-    Attributes:
-        consumes: the names of the inputs whose memory it changes: no later operation may read them.
-        overwrites: the name of the input whose place the result may take, if nothing reads that any more.
-        float_rows, float_columns: the names of weights of two dimensions that kernels read as float32, row after row
-            or column after column.
-    """
-
+    # the names of the inputs whose memory it changes: no later operation may read them
     consumes: ClassVar[tuple[str, ...]] = ()
+    # the name of the input whose place the result may take, if nothing reads that any more
     overwrites: ClassVar[str] = ""
+    # float_rows, float_columns: the names of weights of two dimensions that kernels read as float32, row after row or
+    # column after column
     float_rows: ClassVar[tuple[str, ...]] = ()
     float_columns: ClassVar[tuple[str, ...]] = ()
 
@@ -1033,25 +1024,18 @@ class Node:
 
 @dataclass
 class Graph:
-    """A recorded forward pass, or the part of one that a device computes.
+    """A recorded forward pass, or the part of one that a device computes."""
 
-    Attributes:
-        cache_type: what the layers' caches keep keys and values in.
-        nodes: the operations, in execution order.
-        caches: what each layer keeps of every token.
-        states: what each layer keeps of every sequence.
-        windows: those of all caches of the whole graph.  Caches of one window form a **group**, numbered as here,
-            with pages and block tables of its own.  Group 0 keeps all tokens, whether or not a layer is in it.
-        layer: where the operations that are added belong.
-        watched: values that can be read after a step (`localllm.kernels.backend.Step.value`).
-    """
-
-    cache_type: CacheType = "f16"
-    nodes: list[Node] = field(default_factory=list)
-    caches: dict[int, KVCache] = field(default_factory=dict)
+    cache_type: CacheType = "f16"  # what the layers' caches keep keys and values in
+    nodes: list[Node] = field(default_factory=list)  # the operations, in execution order
+    caches: dict[int, KVCache] = field(default_factory=dict)  # what each layer keeps of every token
+    # what each layer keeps of every sequence
     states: dict[int, tuple[RecurrentState, ...]] = field(default_factory=dict)
+    # those of all caches of the whole graph.  Caches of one window form a **group**, numbered as here, with pages and
+    # block tables of its own.  Group 0 keeps all tokens, whether or not a layer is in it.
     windows: list[int | None] = field(default_factory=lambda: [None])
-    layer: LayerTag = "embedding"
+    layer: LayerTag = "embedding"  # where the operations that are added belong
+    # values that can be read after a step (`localllm.kernels.backend.Step.value`)
     watched: set[Value] = field(default_factory=set)
     _known: set[Value] = field(default_factory=set)
     _consumed: set[Value] = field(default_factory=set)

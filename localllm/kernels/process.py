@@ -52,14 +52,10 @@ class Process:
 
 
 class Stage:
-    """Work of one kind, which the end of the process waits for.
-
-    Attributes:
-        is_over: whether no more of it may begin.
-    """
+    """Work of one kind, which the end of the process waits for."""
 
     def __init__(self) -> None:
-        self.is_over = False
+        self.is_over = False  # whether no more of it may begin
         self.under_way: set[UnderWay] = set()  # without a lock, which a forked child could find held
 
     def check(self, *, waits: bool = False) -> None:

@@ -26,29 +26,17 @@ _MAX_KEPT = 2000
 
 @dataclass(frozen=True)
 class Details:
-    """What a file's header tells.
+    """What a file's header tells."""
 
-    Attributes:
-        error: why it cannot be run; of a file that cannot be read at all the rest is unknown.
-        title: its name for itself.
-        architecture: "llama", …
-        file_type: its quantisation, such as "Q4_K_M".
-        n_parameters: values in all tensors.
-        trained_context: tokens of context that it was trained on.
-        context: those that it gets where nobody says how many.
-        memory: bytes that it takes in all with these, on the CPU and with an f16 cache.
-        least_memory: the same with the least context that a default is reduced to.
-    """
-
-    error: str | None = None
-    title: str | None = None
-    architecture: str | None = None
-    file_type: str | None = None
-    n_parameters: int | None = None
-    trained_context: int | None = None
-    context: int | None = None
-    memory: int | None = None
-    least_memory: int | None = None
+    error: str | None = None  # why it cannot be run; of a file that cannot be read at all the rest is unknown
+    title: str | None = None  # its name for itself
+    architecture: str | None = None  # "llama", …
+    file_type: str | None = None  # its quantisation, such as "Q4_K_M"
+    n_parameters: int | None = None  # values in all tensors
+    trained_context: int | None = None  # tokens of context that it was trained on
+    context: int | None = None  # those that it gets where nobody says how many
+    memory: int | None = None  # bytes that it takes in all with these, on the CPU and with an f16 cache
+    least_memory: int | None = None  # the same with the least context that a default is reduced to
 
     def fits(self, available: int) -> str | None:
         """Whether ``available`` bytes are enough: "yes", "with less context" or "no"; None if it cannot be run."""

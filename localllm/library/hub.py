@@ -35,15 +35,11 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file on the hub.
-
-    Attributes:
-        hash: SHA-256 of its bytes, or if it is small git's SHA-1: what its blob in the cache is called.
-    """
+    """A file on the hub."""
 
     name: str
     n_bytes: int
-    hash: str
+    hash: str  # SHA-256 of its bytes, or if it is small git's SHA-1: what its blob in the cache is called
 
 
 class Hub:

@@ -24,36 +24,22 @@ MAX_ENTRIES = 100_000
 
 @dataclass(frozen=True)
 class LocalModel:
-    """A model on this machine.
+    """A model on this machine."""
 
-    Attributes:
-        name: what a command takes after ``-m``.
-        path: its file, the first one if it is split.
-        n_bytes: of all its files.
-        n_files: how many these are.
-        details: what its header tells; None before it was read.
-        error: what is wrong with it as far as names tell: files are missing.
-    """
-
-    name: str
-    path: Path
-    n_bytes: int
-    n_files: int = 1
-    details: Details | None = None
-    error: str | None = None
+    name: str  # what a command takes after ``-m``
+    path: Path  # its file, the first one if it is split
+    n_bytes: int  # of all its files
+    n_files: int = 1  # how many these are
+    details: Details | None = None  # what its header tells; None before it was read
+    error: str | None = None  # what is wrong with it as far as names tell: files are missing
 
 
 @dataclass(frozen=True)
 class Found:
-    """What was found.
+    """What was found."""
 
-    Attributes:
-        models: those of the hub's cache first, then each folder's; by name.
-        problems: what could not be searched, and why.
-    """
-
-    models: tuple[LocalModel, ...]
-    problems: tuple[str, ...] = ()
+    models: tuple[LocalModel, ...]  # those of the hub's cache first, then each folder's; by name
+    problems: tuple[str, ...] = ()  # what could not be searched, and why
 
 
 def find_models(folders: Sequence[Path] = (), *, only_folders: bool = False) -> Found:

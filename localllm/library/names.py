@@ -36,15 +36,10 @@ _NO_MODEL = re.compile(r"(mmproj|imatrix)|.*\b(mmproj|imatrix)\b", re.IGNORECASE
 
 @dataclass(frozen=True)
 class HubName:
-    """A model on the hub.
+    """A model on the hub."""
 
-    Attributes:
-        repo: "ORG/REPO".
-        choice: a file's name, or a quantisation; None if that is left open.
-    """
-
-    repo: str
-    choice: str | None = None
+    repo: str  # "ORG/REPO"
+    choice: str | None = None  # a file's name, or a quantisation; None if that is left open
 
     @classmethod
     def parse(cls, text: str) -> Self | None:
@@ -62,17 +57,11 @@ class HubName:
 
 @dataclass(frozen=True)
 class FileGroup:
-    """A model's file, or all files of a split one.
+    """A model's file, or all files of a split one."""
 
-    Attributes:
-        names: paths in the repository, in order.
-        n_bytes: of all of them.
-        n_parts: how many there should be.
-    """
-
-    names: tuple[str, ...]
-    n_bytes: int
-    n_parts: int = 1
+    names: tuple[str, ...]  # paths in the repository, in order
+    n_bytes: int  # of all of them
+    n_parts: int = 1  # how many there should be
 
     @property
     def is_complete(self) -> bool:

@@ -36,14 +36,10 @@ Array = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter, read into memory.
+    """An adapter, read into memory."""
 
-    Attributes:
-        name: for messages.
-        parts: A [r, n_in] and B [n_out, r], scaled already, by the name of the tensor that they are added to.
-    """
-
-    name: str
+    name: str  # for messages
+    # A [r, n_in] and B [n_out, r], scaled already, by the name of the tensor that they are added to
     parts: dict[str, tuple[Array, Array]]
 
     def of(self, weight: Weight) -> tuple[Array, Array] | None:

@@ -53,21 +53,14 @@ R = TypeVar("R", bound=Any)
 
 @dataclass(frozen=True)
 class Layer:
-    """The layer that is being recorded, or what stands before or behind all of them: number -1.
+    """The layer that is being recorded, or what stands before or behind all of them: number -1."""
 
-    Attributes:
-        number: counted from 0.
-        weights: its tensors, found by their names behind ``blk.{number}.``.
-        norm_eps: of its norms.
-        embedding: what goes into the first layer [T, d].
-    """
-
-    number: int
+    number: int  # counted from 0
     graph: Graph
-    weights: Weights
+    weights: Weights  # its tensors, found by their names behind ``blk.{number}.``
     n_embd: int
-    norm_eps: float
-    embedding: Tensor
+    norm_eps: float  # of its norms
+    embedding: Tensor  # what goes into the first layer [T, d]
 
     def add(self, operation: Operation[R]) -> R:
         """Records an operation, and gives what it computes."""

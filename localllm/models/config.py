@@ -150,20 +150,13 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What every model has; an architecture's own hyper-parameters are read where it records its graph.
-
-    Attributes:
-        n_layers: those of the forward pass, not the blocks behind them that predict further tokens.
-        context_length: tokens that the model was trained to see.
-        original_context: of these, those before its rotary frequencies were scaled.
-        n_embd: hidden width.
-    """
+    """What every model has; an architecture's own hyper-parameters are read where it records its graph."""
 
     architecture: str
-    n_layers: int
-    context_length: int
-    original_context: int
-    n_embd: int
+    n_layers: int  # those of the forward pass, not the blocks behind them that predict further tokens
+    context_length: int  # tokens that the model was trained to see
+    original_context: int  # of these, those before its rotary frequencies were scaled
+    n_embd: int  # hidden width
     n_vocab: int
 
 
@@ -250,19 +243,13 @@ class Heads:
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of experts.
+    """A mixture of experts."""
 
-    Attributes:
-        n: experts in a layer, of which a token goes to ``n_used``.
-        n_ff: width of each.
-        n_ff_shared: width of the one that every token goes to; 0 without.
-        gating, norm_topk_prob, scale, n_groups, n_top_groups: as `localllm.kernels.graph.Route` has them.
-    """
-
-    n: int
+    n: int  # experts in a layer, of which a token goes to ``n_used``
     n_used: int
-    n_ff: int
-    n_ff_shared: int
+    n_ff: int  # width of each
+    n_ff_shared: int  # width of the one that every token goes to; 0 without
+    # gating, norm_topk_prob, scale, n_groups, n_top_groups: as `localllm.kernels.graph.Route` has them
     gating: str
     norm_topk_prob: bool
     scale: float
@@ -272,19 +259,13 @@ class Experts:
 
 @dataclass(frozen=True)
 class FeedForward:
-    """A gated MLP in each layer, or experts in all of them or in some.
+    """A gated MLP in each layer, or experts in all of them or in some."""
 
-    Attributes:
-        n_ff: width of the MLP; 0 where every layer has experts.
-        experts: None without.
-        n_dense: layers before the first that may have experts.
-        step: of the layers from there on, those have experts whose number, counted from 1, is a multiple of it; with
-            0 none has.
-    """
-
-    n_ff: int
-    experts: Experts | None
-    n_dense: int
+    n_ff: int  # width of the MLP; 0 where every layer has experts
+    experts: Experts | None  # None without
+    n_dense: int  # layers before the first that may have experts
+    # of the layers from there on, those have experts whose number, counted from 1, is a multiple of it; with 0 none
+    # has
     step: int
 
     def experts_of(self, layer: int) -> Experts | None:
@@ -294,24 +275,16 @@ class FeedForward:
 
 @dataclass(frozen=True)
 class Header:
-    """What an architecture records a model from: the keys and the tensors of a file, none of which is read.
+    """What an architecture records a model from: the keys and the tensors of a file, none of which is read."""
 
-    Attributes:
-        meta: the keys.
-        config: what every model has of them.
-        weights: the tensors.
-        context: tokens that a sequence can have.
-        cache_type: what keys and values are kept in.
-        pooling: how one vector is made of a text's, if that is what the model is for; see `localllm.models.pooling`.
-        is_block: whether the block behind the last layer is recorded in place of the model (`localllm.models.mtp`).
-    """
-
-    meta: Metadata
-    config: ModelConfig
-    weights: Weights
-    context: int
-    cache_type: CacheType
+    meta: Metadata  # the keys
+    config: ModelConfig  # what every model has of them
+    weights: Weights  # the tensors
+    context: int  # tokens that a sequence can have
+    cache_type: CacheType  # what keys and values are kept in
+    # how one vector is made of a text's, if that is what the model is for; see `localllm.models.pooling`
     pooling: str | None = None
+    # whether the block behind the last layer is recorded in place of the model (`localllm.models.mtp`)
     is_block: bool = False
 
     @property

@@ -76,23 +76,17 @@ def hf_tensor(name: str, array: Array, config: Any) -> Array | dict[str, Array]:
 
 @dataclass(frozen=True)
 class Latents:
-    """Attention over latents.
+    """Attention over latents."""
 
-    Attributes:
-        n_heads: of queries.
-        n_latent, n_rot: values of a latent, and of the rotated key beside it.
-        key_dim, value_dim: of a head, where heads have keys of their own; n_rot values of a key are rotated.
-        n_query: values that queries are made of; 0 where they are made of the hidden state.
-        scale: of scores.
-    """
-
-    n_heads: int
+    n_heads: int  # of queries
+    # n_latent, n_rot: values of a latent, and of the rotated key beside it
     n_latent: int
     n_rot: int
+    # key_dim, value_dim: of a head, where heads have keys of their own; n_rot values of a key are rotated
     key_dim: int
     value_dim: int
-    n_query: int
-    scale: float
+    n_query: int  # values that queries are made of; 0 where they are made of the hidden state
+    scale: float  # of scores
 
     @classmethod
     def read(cls, m: Header, scale: float = 1.0, *, has_value_length: bool = True) -> Latents:

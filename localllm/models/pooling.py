@@ -33,21 +33,13 @@ def read_kind(meta: Metadata) -> str | None:
 
 @dataclass(frozen=True)
 class Pooling:
-    """What follows the graph of a model that embeds.
+    """What follows the graph of a model that embeds."""
 
-    Attributes:
-        kind: one of `KINDS`.
-        rows: which tokens' vectors go into it: "mean" of all, "cls", the first, or "last".
-        width: values of the result.
-        is_causal: whether no token sees one behind it.
-        weights: by name; a few matrices at most.
-    """
-
-    kind: str
-    rows: str
-    width: int
-    is_causal: bool
-    weights: dict[str, Weight]
+    kind: str  # one of `KINDS`
+    rows: str  # which tokens' vectors go into it: "mean" of all, "cls", the first, or "last"
+    width: int  # values of the result
+    is_causal: bool  # whether no token sees one behind it
+    weights: dict[str, Weight]  # by name; a few matrices at most
     is_gelu: bool = False
     is_softmax: bool = False
 

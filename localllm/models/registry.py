@@ -17,20 +17,16 @@ from localllm.models.weights import ModelFile, Weights
 
 @dataclass(frozen=True)
 class Conversion:
-    """How a checkpoint becomes a GGUF file.  Of modules, these are ``HF_NAMES``, ``hf_keys``, and so on.
+    """How a checkpoint becomes a GGUF file.  Of modules, these are ``HF_NAMES``, ``hf_keys``, and so on."""
 
-    Attributes:
-        names: Hugging Face's names of tensors, by GGUF's.
-        keys: of a configuration, the keys beside the usual ones, without the architecture's name, or, with a dot in
-            front, as they are; None is left out.
-        tensor: of a tensor's name in the checkpoint, itself and the configuration, what the file has instead: an
-            array, or several by GGUF's names.  It may be called with arrays that have only a shape.
-        extra: of a configuration, tensors that are not in the checkpoint.
-    """
-
-    names: Mapping[str, str]
+    names: Mapping[str, str]  # Hugging Face's names of tensors, by GGUF's
+    # of a configuration, the keys beside the usual ones, without the architecture's name, or, with a dot in front, as
+    # they are; None is left out
     keys: Callable[[Any], Mapping[str, Any]] = lambda config: {}
+    # of a tensor's name in the checkpoint, itself and the configuration, what the file has instead: an array, or
+    # several by GGUF's names.  It may be called with arrays that have only a shape.
     tensor: Callable[[str, Array, Any], Array | Mapping[str, Array]] = lambda name, array, config: array
+    # of a configuration, tensors that are not in the checkpoint
     extra: Callable[[Any], Mapping[str, Array]] = llama3_factors
 
 
@@ -40,19 +36,15 @@ class Architecture:
 
     The module has ``record(m: Header) -> Graph``, ``HF_NAMES`` (see `localllm.models.hf_names`), and what else
     converting a checkpoint takes, where it does: see `Conversion`.
-
-    Attributes:
-        hf_types: Hugging Face's names of the architecture (``model_type`` in config.json), separated by spaces; none
-            where it is not converted yet.
-        is_encoder: it makes vectors of texts, whatever its file says.
-        has_block: it can record the block behind the last layer as well (`localllm.models.mtp`).
     """
 
     module: str
     models: str
+    # Hugging Face's names of the architecture (``model_type`` in config.json), separated by spaces; none where it is
+    # not converted yet
     hf_types: str = ""
-    has_block: bool = False
-    is_encoder: bool = False
+    has_block: bool = False  # it can record the block behind the last layer as well (`localllm.models.mtp`)
+    is_encoder: bool = False  # it makes vectors of texts, whatever its file says
 
     @property
     def record(self) -> Callable[[Header], Graph]:
@@ -179,16 +171,13 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 @dataclass(frozen=True)
 class Model:
-    """What is known of a model, and its forward pass, which refers to the tensors of its file.
-
-    Attributes:
-        is_long: whether its graph is for sequences beyond the original context; LongRoPE then rotates otherwise.
-        pooling: how a text's vector is made of those that the graph ends with, which are logits without it.
-    """
+    """What is known of a model, and its forward pass, which refers to the tensors of its file."""
 
     config: ModelConfig
     graph: Graph
+    # whether its graph is for sequences beyond the original context; LongRoPE then rotates otherwise
     is_long: bool = False
+    # how a text's vector is made of those that the graph ends with, which are logits without it
     pooling: Pooling | None = None
 
 

@@ -24,33 +24,21 @@ Frequencies = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding.
+    """Rotary position embedding."""
 
-    Attributes:
-        theta: base of the frequencies.
-        n_rot: values of each head that are rotated.
-        scaling: one of `SCALINGS`.
-        factor: how many times longer the context became by scaling.
-        original_context: tokens of context before scaling.
-        attn_factor: on the magnitude of all rotated values.
-        yarn_ext_factor: weight of extrapolation at high frequencies.
-        yarn_attn_factor: magnitude that takes the place of YaRN's own, if given.
-        yarn_beta_fast, yarn_beta_slow: turns in the original context above which frequencies are kept, and
-            below which they are scaled in full.
-        yarn_log_multiplier: "mscale_all_dim", 0 if there is none.
-    """
-
-    theta: float
-    n_rot: int
-    scaling: str
-    factor: float
-    original_context: int
-    attn_factor: float
-    yarn_ext_factor: float
-    yarn_attn_factor: float | None
+    theta: float  # base of the frequencies
+    n_rot: int  # values of each head that are rotated
+    scaling: str  # one of `SCALINGS`
+    factor: float  # how many times longer the context became by scaling
+    original_context: int  # tokens of context before scaling
+    attn_factor: float  # on the magnitude of all rotated values
+    yarn_ext_factor: float  # weight of extrapolation at high frequencies
+    yarn_attn_factor: float | None  # magnitude that takes the place of YaRN's own, if given
+    # yarn_beta_fast, yarn_beta_slow: turns in the original context above which frequencies are kept, and below which
+    # they are scaled in full
     yarn_beta_fast: float
     yarn_beta_slow: float
-    yarn_log_multiplier: float
+    yarn_log_multiplier: float  # "mscale_all_dim", 0 if there is none
 
 
 def read_rope(m: Header, head_dim: int, scaling: str | None = None) -> RopeConfig:

@@ -81,17 +81,12 @@ def _moves(bits: int) -> Iterator[tuple[int, int, np.uint32, np.uint32, np.uint3
 
 @dataclass(frozen=True)
 class BitPacking:
-    """How a format's codes are bit-packed.
+    """How a format's codes are bit-packed."""
 
-    Attributes:
-        bits: of a code.
-        columns: in a block of the file.
-        place: in the bytes of the block that hold codes, the bit that is bit b of column c's code, (c, b) to it.
-            Bit 8 i + j is bit j of byte i.
-    """
-
-    bits: int
-    columns: int
+    bits: int  # of a code
+    columns: int  # in a block of the file
+    # in the bytes of the block that hold codes, the bit that is bit b of column c's code, (c, b) to it. Bit 8 i + j
+    # is bit j of byte i.
     place: Callable[[int, int], int]
 
     @functools.cached_property

@@ -14,14 +14,10 @@ from localllm.quant.types import BLOCK_SIZES, GGMLType
 
 
 class BlockFormat(ABC):
-    """One tensor type of GGML: how ``block_length`` values lie in ``block_bytes`` bytes.
+    """One tensor type of GGML: how ``block_length`` values lie in ``block_bytes`` bytes."""
 
-    Attributes:
-        type: the id in GGUF files.
-        layout: the fields of a block, named as in GGML's ``ggml-common.h``, little-endian, unpadded.
-    """
-
-    type: ClassVar[GGMLType]
+    type: ClassVar[GGMLType]  # the id in GGUF files
+    # the fields of a block, named as in GGML's ``ggml-common.h``, little-endian, unpadded
     layout: ClassVar[np.dtype[Any]]
 
     @property
@@ -54,20 +50,14 @@ class Parts:
     The value of code ``c`` in sub-block ``s`` of a block is, in float32 and this order,
     ``(scale * sub_scales[s]) * (c - offset)``, then ``+ min`` in the formats without sub-blocks and
     ``- min * sub_mins[s]`` in those with them.
-
-    Attributes:
-        codes: uint8 or int8 [n_blocks, block_length]; as stored, but looked up in the codebook in
-            the formats that have one.
-        scale: float16 [n_blocks], GGML's ``d``.
-        min: float16 [n_blocks], GGML's ``m`` or ``dmin``; None in symmetric formats.
-        sub_scales: uint8 or int8 [n_blocks, n_sub_blocks]; None in formats without sub-blocks.
-        sub_mins: uint8 [n_blocks, n_sub_blocks]; None in symmetric formats and those without sub-blocks.
     """
 
+    # uint8 or int8 [n_blocks, block_length]; as stored, but looked up in the codebook in the formats that have one
     codes: Ints
-    scale: Halves
-    min: Halves | None = None
-    sub_scales: Ints | None = None
+    scale: Halves  # float16 [n_blocks], GGML's ``d``
+    min: Halves | None = None  # float16 [n_blocks], GGML's ``m`` or ``dmin``; None in symmetric formats
+    sub_scales: Ints | None = None  # uint8 or int8 [n_blocks, n_sub_blocks]; None in formats without sub-blocks
+    # uint8 [n_blocks, n_sub_blocks]; None in symmetric formats and those without sub-blocks
     sub_mins: Ints | None = None
 
 
@@ -76,14 +66,10 @@ class PackableFormat(BlockFormat):
 
     The fields ``d`` and, if `layout` has one, ``m`` or ``dmin`` are the scale and the minimum; a format says where it
     has its codes and its sub-blocks' scales.  Below, ``block`` are records of `layout`, [n_blocks].
-
-    Attributes:
-        offset: what is subtracted from every code.
-        sub_length: values that share a sub-scale; the whole block in formats without sub-blocks.
     """
 
-    offset: ClassVar[int] = 0
-    sub_length: ClassVar[int]
+    offset: ClassVar[int] = 0  # what is subtracted from every code
+    sub_length: ClassVar[int]  # values that share a sub-scale; the whole block in formats without sub-blocks
 
     @abstractmethod
     def unpack_codes(self, block: npt.NDArray[Any]) -> Ints:

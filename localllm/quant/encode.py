@@ -116,13 +116,10 @@ class Feedback:
     With inputs X [T, n] and the error E of a row, the error of its products is E XᵀX Eᵀ.  It is least if each error
     is handed on to the columns behind it, with the factor U of the inverse of XᵀX = (UᵀU)⁻¹.
 
-    Attributes:
-        factor: U, float32 [n, n], upper triangular.
-
     Source: Frantar et al., GPTQ (arXiv:2210.17323).
     """
 
-    factor: Floats
+    factor: Floats  # U, float32 [n, n], upper triangular
 
     @classmethod
     def of(cls, hessian: npt.NDArray[np.floating]) -> Feedback:
@@ -233,28 +230,20 @@ def _few(top: float, least: float, most: float) -> Floats:
 
 @dataclass(frozen=True, eq=False)
 class _Codes:
-    """What a format can express, as `rounding.encode` takes it.
+    """What a format can express, as `rounding.encode` takes it."""
 
-    Attributes:
-        lo, hi: the range of the codes, or of the table's values.
-        tries: candidates for the scale.
-        has_min: there is a minimum beside the scale; in formats with ``m_hi`` it is at most 0.
-        s_lo, s_hi, m_hi: the ranges of the sub-blocks' integer scales and minima, where there are any.
-        s_tries: candidates for the block's scale (and minimum).
-        table: the values of the codes, where they are not integers in order.
-        few: candidates that do where all weights are alike, in formats of one symmetric scale.
-    """
-
+    # lo, hi: the range of the codes, or of the table's values
     lo: int
     hi: int
-    tries: Floats
-    has_min: bool = False
+    tries: Floats  # candidates for the scale
+    has_min: bool = False  # there is a minimum beside the scale; in formats with ``m_hi`` it is at most 0
+    # s_lo, s_hi, m_hi: the ranges of the sub-blocks' integer scales and minima, where there are any
     s_lo: int = 0
     s_hi: int = 0
     m_hi: int = 0
-    s_tries: Floats | None = None
-    table: Floats | None = None
-    few: Floats | None = None
+    s_tries: Floats | None = None  # candidates for the block's scale (and minimum)
+    table: Floats | None = None  # the values of the codes, where they are not integers in order
+    few: Floats | None = None  # candidates that do where all weights are alike, in formats of one symmetric scale
 
 
 _IQ4 = _halves_table(IQ4_VALUES)
@@ -364,24 +353,17 @@ def _encode_mxfp4(x: Floats, weights: Floats) -> Bytes:
 
 @dataclass(frozen=True)
 class _Rows:
-    """What a format with a codebook can express, as `rounding.encode_rows` takes it.
+    """What a format with a codebook can express, as `rounding.encode_rows` takes it."""
 
-    Attributes:
-        sub: values that share an integer scale.
-        tries: what the largest value of a sub-block is put at, as a multiple of the codebook's largest, from … to.
-        unit: 2 S + 1 times the block's scale times this is the scale.
-        signed, even: values have signs; of each 8 an even number is negative.
-        s_hi: the highest S.
-        n_tries: scales at which rows are looked for.
-    """
-
-    sub: int
+    sub: int  # values that share an integer scale
+    # what the largest value of a sub-block is put at, as a multiple of the codebook's largest, from … to
     tries: tuple[float, float]
-    unit: float = 1
+    unit: float = 1  # 2 S + 1 times the block's scale times this is the scale
+    # signed, even: values have signs; of each 8 an even number is negative
     signed: bool = True
     even: bool = False
-    s_hi: int = 15
-    n_tries: int = 6
+    s_hi: int = 15  # the highest S
+    n_tries: int = 6  # scales at which rows are looked for
 
 
 _ROWS: dict[GGMLType, _Rows] = {
@@ -397,21 +379,16 @@ _ROWS: dict[GGMLType, _Rows] = {
 
 @dataclass(frozen=True, eq=False)
 class _Books:
-    """A format's codebooks, in integers.
+    """A format's codebooks, in integers."""
 
-    Attributes:
-        unit: what the integers are times.
-        lowest, step, top: the values of rows, about: the lowest for each book, and ``top`` steps beyond it.
-        near: int8 [books, points, values in a row, lanes], the rows nearest to each combination of these values.
-        index: uint16 [points, lanes], which rows those are.
-    """
-
-    unit: float
+    unit: float  # what the integers are times
+    # lowest, step, top: the values of rows, about: the lowest for each book, and ``top`` steps beyond it
     lowest: Floats
     step: np.float32
     top: int
+    # int8 [books, points, values in a row, lanes], the rows nearest to each combination of these values
     near: npt.NDArray[np.int8]
-    index: npt.NDArray[np.uint16]
+    index: npt.NDArray[np.uint16]  # uint16 [points, lanes], which rows those are
 
 
 @cache

@@ -26,30 +26,19 @@ _IQ4_CODES = codes_of(IQ4_VALUES)
 
 @dataclass(frozen=True, slots=True)
 class GridParts:
-    """Blocks of a format with a codebook, taken apart.
+    """Blocks of a format with a codebook, taken apart."""
 
-    Attributes:
-        index: unsigned [n_blocks, rows], which row of the codebook comes next.
-        masks: uint8 [n_blocks, 32], a bit for each of 8 values, the first lowest: it is negative or, in IQ1, shifted
-            down.
-        scales: float32 [n_blocks, n_sub_blocks].
-    """
-
-    index: Ints
+    index: Ints  # unsigned [n_blocks, rows], which row of the codebook comes next
+    # uint8 [n_blocks, 32], a bit for each of 8 values, the first lowest: it is negative or, in IQ1, shifted down
     masks: Bytes
-    scales: Floats
+    scales: Floats  # float32 [n_blocks, n_sub_blocks]
 
 
 class GridFormat(BlockFormat):
-    """A format whose values are rows of a codebook, with signs, times a scale.
+    """A format whose values are rows of a codebook, with signs, times a scale."""
 
-    Attributes:
-        grid_name: whose codebook it is, for `grid`.
-        unit: the values, before they are scaled, are integers times this.
-    """
-
-    grid_name: ClassVar[str]
-    unit: ClassVar[float] = 1
+    grid_name: ClassVar[str]  # whose codebook it is, for `grid`
+    unit: ClassVar[float] = 1  # the values, before they are scaled, are integers times this
 
     @abstractmethod
     def unpack(self, blocks: Bytes) -> GridParts:

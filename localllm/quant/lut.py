@@ -29,17 +29,13 @@ BLOCK_LENGTH = 32
 
 @dataclass(frozen=True)
 class LUTType:
-    """A format with a look-up table.
-
-    Attributes:
-        table: the int8 values of the codes, 16 or 8.  The second half's are the first's with the other sign (in
-            IQ1: shifted down instead of up), so that a sign is the highest bit of the code.
-        scale_length: columns that share a scale, 32 or 16.
-    """
+    """A format with a look-up table."""
 
     name: str
+    # the int8 values of the codes, 16 or 8.  The second half's are the first's with the other sign (in IQ1: shifted
+    # down instead of up), so that a sign is the highest bit of the code.
     table: tuple[int, ...]
-    scale_length: int
+    scale_length: int  # columns that share a scale, 32 or 16
 
     @property
     def bits(self) -> int:

@@ -34,18 +34,13 @@ GROUP = 16
 
 
 class Part(NamedTuple):
-    """A part of a block.
+    """A part of a block."""
 
-    Attributes:
-        offset, length: its bytes in the block.
-        unit: bytes of what is transposed, 2 or 4.
-        bit_packing: how its bytes are bit-packed before, or None.
-    """
-
+    # offset, length: its bytes in the block
     offset: int
     length: int
-    unit: int
-    bit_packing: BitPacking | None = None
+    unit: int  # bytes of what is transposed, 2 or 4
+    bit_packing: BitPacking | None = None  # how its bytes are bit-packed before, or None
 
     @property
     def end(self) -> int:
@@ -54,19 +49,12 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class TileLayout:
-    """Which bytes of a block become halves and which become words.
+    """Which bytes of a block become halves and which become words."""
 
-    Attributes:
-        type: the format of the blocks.
-        halves: offsets of the 16-bit parts in a block.
-        words: offset and length of each run of 32-bit parts.
-        bit_packing: how the last run is bit-packed, or None.
-    """
-
-    type: KernelType
-    halves: tuple[int, ...]
-    words: tuple[tuple[int, int], ...]
-    bit_packing: BitPacking | None = None
+    type: KernelType  # the format of the blocks
+    halves: tuple[int, ...]  # offsets of the 16-bit parts in a block
+    words: tuple[tuple[int, int], ...]  # offset and length of each run of 32-bit parts
+    bit_packing: BitPacking | None = None  # how the last run is bit-packed, or None
 
     @property
     def columns(self) -> int:

@@ -36,16 +36,11 @@ _CHUNK = 512
 
 @dataclass(frozen=True)
 class Entry:
-    """What rows that meet the matrices of one tensor amount to.
+    """What rows that meet the matrices of one tensor amount to."""
 
-    Attributes:
-        sums: of the squares of each column, [n_matrices, n_columns].
-        counts: rows that were added up, [n_matrices].
-        hessian: float32 [n_columns, n_columns], XᵀX of the rows of a single matrix, if it was collected.
-    """
-
-    sums: NDArray[np.floating]
-    counts: NDArray[np.number]
+    sums: NDArray[np.floating]  # of the squares of each column, [n_matrices, n_columns]
+    counts: NDArray[np.number]  # rows that were added up, [n_matrices]
+    # float32 [n_columns, n_columns], XᵀX of the rows of a single matrix, if it was collected
     hessian: Floats | None = None
 
     def __add__(self, other: Entry) -> Entry:

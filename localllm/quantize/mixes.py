@@ -131,26 +131,18 @@ def layer_order(name: str) -> tuple[int, str]:
 
 @dataclass
 class Chooser:
-    """Chooses types, tensor after tensor in `layer_order`: how many there were of a role counts.
+    """Chooses types, tensor after tensor in `layer_order`: how many there were of a role counts."""
 
-    Attributes:
-        mix: a name in `MIXES`.
-        architecture, n_layers, n_experts, n_groups: of the model; query heads for each key-value head.
-        n_values: tensors for values of attention in the model.
-        is_tied: it has no output tensor, and the embedding of tokens serves.
-        has_importance: there is an importance matrix.
-        overrides: patterns of names and types for them.
-    """
-
-    mix: str
+    mix: str  # a name in `MIXES`
+    # architecture, n_layers, n_experts, n_groups: of the model; query heads for each key-value head
     architecture: str
     n_layers: int
     n_experts: int
     n_groups: int
-    n_values: int
-    is_tied: bool
-    has_importance: bool
-    overrides: Sequence[tuple[re.Pattern[str], GGMLType]] = ()
+    n_values: int  # tensors for values of attention in the model
+    is_tied: bool  # it has no output tensor, and the embedding of tokens serves
+    has_importance: bool  # there is an importance matrix
+    overrides: Sequence[tuple[re.Pattern[str], GGMLType]] = ()  # patterns of names and types for them
     _seen: dict[str, int] = field(default_factory=dict)
 
     def type_of(self, name: str, shape: Sequence[int], old: GGMLType) -> GGMLType:

@@ -310,9 +310,6 @@ class TensorWork:
 
     Args:
         feedbacks: made of Hessians so far, by their ids; those of one file share a dictionary.
-
-    Attributes:
-        n_cleared: values that were not finite.
     """
 
     def __init__(
@@ -324,7 +321,7 @@ class TensorWork:
         threads: int | None,
     ) -> None:
         self.tensor = tensor
-        self.n_cleared = 0
+        self.n_cleared = 0  # values that were not finite
         self._importance: Floats | None = None
         self._hessian: Floats | None = None
         if imatrix is not None and not tensor.is_copied:

@@ -237,16 +237,13 @@ class Mirostat2:
     Draws among the tokens whose surprise is at most ``mu`` bits, then lowers ``mu`` by ``eta`` times what the
     drawn token's surprise exceeds ``tau`` by.  As in llama.cpp, that surprise is taken in the distribution
     that was drawn from; the paper takes it before truncation.
-
-    Attributes:
-        mu: the greatest surprise allowed to the next token, in bits; at first twice ``tau``.
     """
 
     def __init__(self, tau: float, eta: float, uniform: Callable[[], float]) -> None:
         self._tau = tau
         self._eta = eta
         self._uniform = uniform
-        self.mu = 2 * tau
+        self.mu = 2 * tau  # the greatest surprise allowed to the next token, in bits; at first twice ``tau``
 
     def __call__(self, candidates: Candidates) -> int:
         """The id drawn."""

@@ -22,24 +22,16 @@ class TokenizerWarning(UserWarning):
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """One kind of word cutting.
+    """One kind of word cutting."""
 
-    Attributes:
-        patterns: regular expressions, applied one after the other.
-        ignore_merges: a whole word that is in the vocabulary is one token, whatever the merges say.
-        add_bos: put BOS before every text unless the metadata say otherwise.
-        is_raw: tokens are spelled in plain characters instead of GPT-2's for bytes; one that is unknown becomes its
-            UTF-8 bytes, which are tokens such as ``<0x0A>``.
-        space: what stands for a space where ``is_raw``; empty where white space is left out.
-        whole: words of these characters alone are taken as ``ignore_merges`` has it.
-    """
-
-    patterns: tuple[str, ...]
-    ignore_merges: bool = False
-    add_bos: bool = False
+    patterns: tuple[str, ...]  # regular expressions, applied one after the other
+    ignore_merges: bool = False  # a whole word that is in the vocabulary is one token, whatever the merges say
+    add_bos: bool = False  # put BOS before every text unless the metadata say otherwise
+    # tokens are spelled in plain characters instead of GPT-2's for bytes; one that is unknown becomes its UTF-8
+    # bytes, which are tokens such as ``<0x0A>``
     is_raw: bool = False
-    space: str = " "
-    whole: str = ""
+    space: str = " "  # what stands for a space where ``is_raw``; empty where white space is left out
+    whole: str = ""  # words of these characters alone are taken as ``ignore_merges`` has it
 
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"

@@ -114,48 +114,31 @@ class MetadataFile(Protocol):
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Tokens and everything the file says about them; all fields agree in length and range.
+    """Tokens and everything the file says about them; all fields agree in length and range."""
 
-    Attributes:
-        where: the file, for messages.
-        model: ``"llama"`` (SentencePiece), ``"gpt2"`` (BPE), ``"t5"`` (Unigram) or ``"bert"`` (WordPiece).
-        pre: ``tokenizer.ggml.pre``, ``None`` if missing.
-        tokens: the text of each token as the file spells it.
-        ids: token text -> id; empty tokens are left out.
-        types: a ``TokenType`` for each token.
-        byte_values: token id -> byte, for the ``<0xXX>`` tokens.
-        scores: float32 ``[n_vocab]``; higher merges first (SentencePiece).
-        merges: rank of each pair of tokens that join, as "left right"; the lowest joins first (BPE).
-        pre_tokenizer: how BPE cuts words.
-        eog_ids: every token that ends a generation.
-        add_space_prefix: a text begins with a space that is not its own (not BPE).
-        merge_spaces: white space counts as one space, and none where a text begins or ends (Unigram).
-        charsmap: what characters are replaced with, as SentencePiece compiles it (Unigram).
-        lowercase, strip_accents: how a text is normalised (WordPiece).
-        strip_before, strip_after: tokens that swallow the white space before or behind them in a text.
-    """
-
-    where: str
-    model: str
-    pre: str | None
-    tokens: list[str]
-    ids: dict[str, int]
-    types: bytes
-    byte_values: dict[int, int]
-    scores: npt.NDArray[np.float32]
-    merges: dict[str, int]
-    pre_tokenizer: PreTokenizer
+    where: str  # the file, for messages
+    model: str  # ``"llama"`` (SentencePiece), ``"gpt2"`` (BPE), ``"t5"`` (Unigram) or ``"bert"`` (WordPiece)
+    pre: str | None  # ``tokenizer.ggml.pre``, ``None`` if missing
+    tokens: list[str]  # the text of each token as the file spells it
+    ids: dict[str, int]  # token text -> id; empty tokens are left out
+    types: bytes  # a ``TokenType`` for each token
+    byte_values: dict[int, int]  # token id -> byte, for the ``<0xXX>`` tokens
+    scores: npt.NDArray[np.float32]  # float32 ``[n_vocab]``; higher merges first (SentencePiece)
+    merges: dict[str, int]  # rank of each pair of tokens that join, as "left right"; the lowest joins first (BPE)
+    pre_tokenizer: PreTokenizer  # how BPE cuts words
     bos_id: int | None
     eos_id: int | None
     unk_id: int | None
-    eog_ids: frozenset[int]
+    eog_ids: frozenset[int]  # every token that ends a generation
     add_bos: bool
     add_eos: bool
-    add_space_prefix: bool
-    merge_spaces: bool
-    charsmap: bytes
+    add_space_prefix: bool  # a text begins with a space that is not its own (not BPE)
+    merge_spaces: bool  # white space counts as one space, and none where a text begins or ends (Unigram)
+    charsmap: bytes  # what characters are replaced with, as SentencePiece compiles it (Unigram)
+    # lowercase, strip_accents: how a text is normalised (WordPiece)
     lowercase: bool
     strip_accents: bool
+    # strip_before, strip_after: tokens that swallow the white space before or behind them in a text
     strip_before: frozenset[int]
     strip_after: frozenset[int]
 

@@ -36,35 +36,27 @@ class ModelEntry:
 
 @dataclass(frozen=True)
 class Setup:
-    """What a `localllm.tui.app.ChatApp` is built of, and line mode.  The functions may take their time.
-
-    Attributes:
-        first_model: what replies at first, as `Loader` takes it; None is the conversation's.
-        check: reads as much of a model's file as tells whether it can be loaded, and raises where it cannot.
-        memory: bytes that are in use, GPUs' aside.
-        more: keywords of `LLM.stream_chat` beside the conversations' settings.
-        when_full: what is done when the context is full; None asks.
-        history: the file with what was typed before, of which line mode has another one beside it; None for no file.
-        notices: what there is to tell at first.
-        question: the first message; empty for none.
-        keys: of commands, by their names, where they are not the table's.
-    """
+    """What a `localllm.tui.app.ChatApp` is built of, and line mode.  The functions may take their time."""
 
     store: Store
     load: Loader
     conversation: Conversation = field(default_factory=Conversation)
-    first_model: str | None = None
+    first_model: str | None = None  # what replies at first, as `Loader` takes it; None is the conversation's
+    # reads as much of a model's file as tells whether it can be loaded, and raises where it cannot
     check: Callable[[str], None] = lambda name: None
     list_models: Callable[[], Iterable[ModelEntry]] = tuple
-    memory: Callable[[], int] = lambda: 0
+    memory: Callable[[], int] = lambda: 0  # bytes that are in use, GPUs' aside
+    # keywords of `LLM.stream_chat` beside the conversations' settings
     more: Mapping[str, Any] = field(default_factory=dict)
-    when_full: Choice | None = None
+    when_full: Choice | None = None  # what is done when the context is full; None asks
+    # the file with what was typed before, of which line mode has another one beside it; None for no file
     history: Path | None = None
-    notices: Sequence[str] = ()
+    notices: Sequence[str] = ()  # what there is to tell at first
     theme: str = "dark"
-    question: str = ""
+    question: str = ""  # the first message; empty for none
     toolbox: Toolbox = field(default_factory=Toolbox)
     rank: Rank = ranked
+    # of commands, by their names, where they are not the table's
     keys: Mapping[str, str] = field(default_factory=dict)
 
     def session(self, model: ChatModel | None, conversation: Conversation) -> ChatSession:

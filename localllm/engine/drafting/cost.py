@@ -19,16 +19,11 @@ _FORGOTTEN = 1 / 512
 
 
 class StepCost:
-    """What verifying drafts costs; one for an engine.
-
-    Attributes:
-        single_s: seconds of a step over one token; 0 until one was measured.
-        token_cost: what each further token adds, in steps over one.
-    """
+    """What verifying drafts costs; one for an engine."""
 
     def __init__(self) -> None:
-        self.single_s = 0.0
-        self.token_cost = FIRST_COST
+        self.single_s = 0.0  # seconds of a step over one token; 0 until one was measured
+        self.token_cost = FIRST_COST  # what each further token adds, in steps over one
 
     def add(self, n_tokens: int, seconds: float) -> None:
         """Learns that a step over so many tokens of one sequence took so long."""

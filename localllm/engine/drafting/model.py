@@ -48,15 +48,13 @@ class DraftModel:
     """The model that drafts for an engine.
 
     Attributes:
-        runner: evaluates it.
         token_s: seconds that a draft takes; before it was measured, ``expected_cost`` steps of the large model.
-        kind: what requests ask for it by (``speculate``).
     """
 
-    kind: Literal["draft", "mtp"] = "draft"
+    kind: Literal["draft", "mtp"] = "draft"  # what requests ask for it by (``speculate``)
 
     def __init__(self, runner: ModelRunner, *, expected_cost: float) -> None:
-        self.runner = runner
+        self.runner = runner  # evaluates it
         self._expected_cost = expected_cost
         self._token_s = 0.0
 

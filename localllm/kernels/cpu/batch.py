@@ -26,24 +26,17 @@ _TILE, _MERGED = 7, 5  # numbers of an entry
 
 @dataclass(eq=False)
 class TileTable:
-    """How attention over heads of one kind is cut into units of work.
+    """How attention over heads of one kind is cut into units of work."""
 
-    Attributes:
-        slot: the place of the number of tiles in the header; that of merged tiles is behind it.
-        tiles, merged: tables for the kernels `attention` and `merge_partials`.
-        max_partials: of all tiles, those that splits of the KV cache come to; 0 where no tile is split.
-        few_tiles: so many leave threads without work, and are split.
-        causal: whether tokens see nothing behind them.
-    """
-
-    slot: int
+    slot: int  # the place of the number of tiles in the header; that of merged tiles is behind it
     group_size: int
+    # tiles, merged: tables for the kernels `attention` and `merge_partials`
     tiles: Buffer
     merged: Buffer
-    max_partials: int
+    max_partials: int  # of all tiles, those that splits of the KV cache come to; 0 where no tile is split
     partial_bytes: int
-    few_tiles: int
-    causal: bool = True
+    few_tiles: int  # so many leave threads without work, and are split
+    causal: bool = True  # whether tokens see nothing behind them
 
     def fill(self, batch: Batch, tiles: NDArray[np.int64], merged: NDArray[np.int64]) -> tuple[int, int]:
         """Cuts each sequence's query rows into tiles, and few of them into KV splits; returns how many of both."""
@@ -73,12 +66,8 @@ class BatchTables:
     """A batch as kernels read it.
 
     Attributes:
-        header: int64, the numbers above.
         positions, starts: int32 [T] and [S + 1], of tokens and of the first tokens of sequences.
         states: int32 [S], slots of the sequences' states.
-        slots: of each group of caches int64 [T], page * PAGE + place in the page.
-        output_rows: int32 [N].
-        block_tables: of each group int32 [S, n_blocks].
         n_blocks: pages that a sequence can have.
     """
 
@@ -87,11 +76,13 @@ class BatchTables:
     ) -> None:
         self.max_tokens, self.max_outputs, self.n_blocks = max_tokens, max_outputs, n_pages[0]
         self._n_chosen, self._threads = n_chosen, threads
-        self.header = Buffer(8 * _FIRST_TABLE, is_kept=True)
+        self.header = Buffer(8 * _FIRST_TABLE, is_kept=True)  # int64, the numbers above
         self.positions, self.states = (Buffer(4 * max_tokens, is_kept=True) for _ in range(2))
         self.starts = Buffer(4 * (max_tokens + 1), is_kept=True)
+        # of each group of caches int64 [T], page * PAGE + place in the page
         self.slots = [Buffer(8 * max_tokens, is_kept=True) for _ in n_pages]
-        self.output_rows = Buffer(4 * max_outputs, is_kept=True)
+        self.output_rows = Buffer(4 * max_outputs, is_kept=True)  # int32 [N]
+        # of each group int32 [S, n_blocks]
         self.block_tables = [Buffer(4 * max_tokens * self.n_blocks, is_kept=True) for _ in n_pages]
         #: Those that every program reads.
         self.buffers = (

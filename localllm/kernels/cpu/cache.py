@@ -46,9 +46,6 @@ class CPUCache:
 
     Attributes:
         layers: what each keeps: keys, then values, blocks [n_pages, G] (`localllm.kernels.cpu.cache_types`).
-        layer_bytes: what it takes.
-        places: where its keys and its values begin.
-        states: where each begins, that of slot after slot.
         memory: of all layers, once it was allocated.
     """
 
@@ -57,9 +54,9 @@ class CPUCache:
     def __init__(self, graph: Graph, n_pages: tuple[int, ...], n_states: int, workers: Workers) -> None:
         self.windows, self.n_pages, self.n_states, self._workers = graph.windows, n_pages, n_states, workers
         self.layers, self._groups = graph.caches, {n: graph.group(cache) for n, cache in graph.caches.items()}
-        self.layer_bytes: dict[int, int] = {}
-        self.places: dict[int, tuple[Address, Address]] = {}
-        self.states: dict[RecurrentState, Address] = {}
+        self.layer_bytes: dict[int, int] = {}  # what it takes
+        self.places: dict[int, tuple[Address, Address]] = {}  # where its keys and its values begin
+        self.states: dict[RecurrentState, Address] = {}  # where each begins, that of slot after slot
         self.memory, self._buffer = np.zeros(0, np.uint8), Buffer(0, address=0)
         for layer, cache in graph.caches.items():
             keys, values = (_aligned(n_pages[self._groups[layer]] * cache.n_heads * n) for n in block_bytes(cache))

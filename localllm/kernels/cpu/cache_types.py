@@ -32,21 +32,15 @@ ZERO = np.float32(0)
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """How blocks of a type are written and read.
+    """How blocks of a type are written and read."""
 
-    Attributes:
-        size: bytes of a value.
-        per_scale: values that share a scale; 0 if there are no scales.
-        append_keys, append_values: templates; ``append(x, n, head, block, place)`` writes n float32 values, padded to
-            ``head``, as number ``place`` of a page's block.
-        load: operation that reads sixteen values side by side, without their scale.
-    """
-
-    size: int
-    per_scale: int
+    size: int  # bytes of a value
+    per_scale: int  # values that share a scale; 0 if there are no scales
+    # append_keys, append_values: templates; ``append(x, n, head, block, place)`` writes n float32 values, padded to
+    # ``head``, as number ``place`` of a page's block
     append_keys: Template
     append_values: Template
-    load: Any
+    load: Any  # operation that reads sixteen values side by side, without their scale
 
     def head(self, head_dim: int) -> int:
         """Values that a head takes."""

@@ -93,26 +93,17 @@ class StoredRouting:
 
 @dataclass(frozen=True)
 class Lowered:
-    """A program whose buffers have their offsets.
-
-    Attributes:
-        tables: what a batch is filled into, before the program runs.
-        embeddings: what is looked up, and where its rows for the batch's ids are put.
-        adapters: the same of adapters' weights.
-        hidden: where hidden states that another device computed are put, if the graph begins with them.
-        arena_bytes: what all buffers take.
-        n_products: products of activations and weights for each token.
-    """
+    """A program whose buffers have their offsets."""
 
     instructions: Sequence[Instruction]
-    tables: BatchTables
-    embeddings: Sequence[tuple[g.Embed, Stored]]
-    adapters: Sequence[tuple[g.AdapterWeights, Stored]]
-    hidden: Stored | None
+    tables: BatchTables  # what a batch is filled into, before the program runs
+    embeddings: Sequence[tuple[g.Embed, Stored]]  # what is looked up, and where its rows for the batch's ids are put
+    adapters: Sequence[tuple[g.AdapterWeights, Stored]]  # the same of adapters' weights
+    hidden: Stored | None  # where hidden states that another device computed are put, if the graph begins with them
     result: Stored
     watched: Mapping[Value, Stored | StoredRouting]
-    arena_bytes: int
-    n_products: int
+    arena_bytes: int  # what all buffers take
+    n_products: int  # products of activations and weights for each token
 
 
 class Lowering:

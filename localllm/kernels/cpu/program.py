@@ -112,18 +112,13 @@ def spins_in(seconds: float, target: Target) -> int:
 
 @dataclass(frozen=True)
 class Instruction:
-    """A kernel call: ``units * header[slot]`` units of work.
-
-    Attributes:
-        arguments: integers (addresses, sizes), floats, and places in buffers, in the kernel's order.
-        wait: whether all threads must be done before the next instruction begins.
-    """
+    """A kernel call: ``units * header[slot]`` units of work."""
 
     variant: Variant
-    arguments: Sequence[Argument]
+    arguments: Sequence[Argument]  # integers (addresses, sizes), floats, and places in buffers, in the kernel's order
     units: int
     slot: int
-    wait: bool = True
+    wait: bool = True  # whether all threads must be done before the next instruction begins
 
 
 class Program:

@@ -197,9 +197,6 @@ class MultiplyTest:
     Args:
         bits: how wide the codes are that are multiplied with bytes, one of `DOTS`; None multiplies float32.  The
             others are those of `ReadTest`.
-
-    Attributes:
-        sums: what each unit of work summed up in the last measurement.
     """
 
     def __init__(
@@ -211,7 +208,7 @@ class MultiplyTest:
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         n_units = UNITS * workers.n
-        self.sums: NDArray[np.generic]
+        self.sums: NDArray[np.generic]  # what each unit of work summed up in the last measurement
         if bits is None:
             self.chains = 10 if target.wide else 5
             self.weights = np.arange(1, self.chains * LANES + 1, dtype=np.float32)

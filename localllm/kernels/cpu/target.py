@@ -22,22 +22,16 @@ ISA_VARIABLE = "LOCALLLM_ISA"
 
 @dataclass(frozen=True)
 class Target:
-    """An instruction set.
+    """An instruction set."""
 
-    Attributes:
-        name: what users call it.
-        family: the processor family, as LLVM's target triples begin.
-        cpu, features: LLVM's names of the processor and of what it has beyond that.
-        dot: which instructions sum products of bytes, four to a lane.
-        needs: LLVM feature names that the processor at hand must report.
-    """
-
-    name: str
-    family: Literal["x86_64", "aarch64", "any"]
+    name: str  # what users call it
+    family: Literal["x86_64", "aarch64", "any"]  # the processor family, as LLVM's target triples begin
+    # cpu, features: LLVM's names of the processor and of what it has beyond that
     cpu: str
     features: str
+    # which instructions sum products of bytes, four to a lane
     dot: Literal["vnni512", "vnni256", "maddubs512", "maddubs256", "sdot", "generic"]
-    needs: frozenset[str]
+    needs: frozenset[str]  # LLVM feature names that the processor at hand must report
 
     @property
     def wide(self) -> bool:

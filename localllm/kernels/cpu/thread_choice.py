@@ -50,21 +50,14 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class ThreadChoice:
-    """How many threads to use, and what was measured.
+    """How many threads to use, and what was measured."""
 
-    Attributes:
-        decode: threads for steps of few tokens.
-        cores: threads for steps of many: physical cores that this process may use.
-        curve: (threads, bytes a second), by threads; empty where there is one core, and nothing to choose.
-        measured: when, in seconds since 1970.
-        other_cpus: processors that other programs kept busy meanwhile.
-    """
-
-    decode: int
-    cores: int
+    decode: int  # threads for steps of few tokens
+    cores: int  # threads for steps of many: physical cores that this process may use
+    # (threads, bytes a second), by threads; empty where there is one core, and nothing to choose
     curve: tuple[tuple[int, float], ...] = ()
-    measured: float = 0.0
-    other_cpus: float = 0.0
+    measured: float = 0.0  # when, in seconds since 1970
+    other_cpus: float = 0.0  # processors that other programs kept busy meanwhile
 
     @property
     def is_disturbed(self) -> bool:

@@ -485,23 +485,14 @@ def unpack_q2_k(acc: Registers, n, tile, place, step, flags, rests, rest_sums):
 
 @dataclass(frozen=True)
 class Tile:
-    """How a format's tiles are unpacked.
+    """How a format's tiles are unpacked."""
 
-    Attributes:
-        unpack: the template.
-        block: the kind of block that it makes.
-        bits: of a code.
-        dot: the product of a block's codes; None where the kind of block says which.
-        offset: what is subtracted from codes, a power of two or 0.
-        look_up: for formats whose codes are places in a table, what puts the values there.
-    """
-
-    unpack: Template
-    block: Block
-    bits: int = 8
-    dot: Any = None
-    offset: int = 0
-    look_up: Any = None
+    unpack: Template  # the template
+    block: Block  # the kind of block that it makes
+    bits: int = 8  # of a code
+    dot: Any = None  # the product of a block's codes; None where the kind of block says which
+    offset: int = 0  # what is subtracted from codes, a power of two or 0
+    look_up: Any = None  # for formats whose codes are places in a table, what puts the values there
 
     @property
     def constants(self) -> dict[str, Any]:

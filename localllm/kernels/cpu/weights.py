@@ -36,17 +36,13 @@ KEPT_BYTES = 16 << 20
 
 @dataclass(frozen=True, eq=False)
 class LoadedWeight:
-    """A weight in memory.
-
-    Attributes:
-        array: tiles in the format ``kind``, or without one float32; None where rows are looked up alone.
-        table: what they are looked up in.
-    """
+    """A weight in memory."""
 
     packed: PackedWeight
+    # tiles in the format ``kind``, or without one float32; None where rows are looked up alone
     array: NDArray[Any] | None = None
     kind: KernelType | None = None
-    table: EmbeddingTable | None = None
+    table: EmbeddingTable | None = None  # what they are looked up in
 
 
 class WeightLoader:
@@ -66,8 +62,7 @@ class WeightLoader:
         self.loaded = WeakValueDictionary[WeightUse, LoadedWeight]()
 
     def pack(self, weight: Weight) -> tuple[NDArray[np.uint8], KernelType]:
-        """The tiles of one matrix or several, and their format: another one if that of the plan cannot hold them.
-        """
+        """The tiles of one matrix or several, and their format: another one if the planned one cannot hold them."""
         kind = repack_target(weight.type)
         try:
             return self._pack(weight, kind), kind

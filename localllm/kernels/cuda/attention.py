@@ -46,26 +46,20 @@ _STAGED_BYTES, _MAX_AHEAD = 56 << 10, 3
 
 @dataclass(frozen=True)
 class Variant:
-    """What `attention.cu` is compiled for.
+    """What `attention.cu` is compiled for."""
 
-    Attributes:
-        key_dim, value_dim, cache_type, values_in_keys: of the cache.
-        chunked, causal: what a token sees.
-        soft_cap: whether scores are capped.
-        sinks: whether each query head has a sink.
-        warps: of `attention_prefill`.
-        prefill_ahead, split_ahead: pages that either kernel fetches while it uses another one.
-    """
-
+    # key_dim, value_dim, cache_type, values_in_keys: of the cache
     key_dim: int
     value_dim: int
     cache_type: CacheType
     values_in_keys: bool = False
+    # chunked, causal: what a token sees
     chunked: bool = False
     causal: bool = True
-    soft_cap: bool = False
-    sinks: bool = False
-    warps: int = 8
+    soft_cap: bool = False  # whether scores are capped
+    sinks: bool = False  # whether each query head has a sink
+    warps: int = 8  # of `attention_prefill`
+    # prefill_ahead, split_ahead: pages that either kernel fetches while it uses another one
     prefill_ahead: int = 1
     split_ahead: int = 1
 
@@ -179,20 +173,14 @@ class Heads:
 
 @dataclass(frozen=True)
 class Work:
-    """What attention's launches must have room for.
+    """What attention's launches must have room for."""
 
-    Attributes:
-        split_tokens: sequences of at most so many tokens are split; 0: none is.
-        prefill_tiles, split_tiles: tiles of either kind, at most; 0 if no such launch is needed.
-        max_splits: splits that a tile which is split sees, at most.
-        partial_rows: rows that are split, at most.
-    """
-
-    split_tokens: int
+    split_tokens: int  # sequences of at most so many tokens are split; 0: none is
+    # prefill_tiles, split_tiles: tiles of either kind, at most; 0 if no such launch is needed
     prefill_tiles: int
     split_tiles: int
-    max_splits: int
-    partial_rows: int
+    max_splits: int  # splits that a tile which is split sees, at most
+    partial_rows: int  # rows that are split, at most
 
     def partial_floats(self, heads: Heads, variant: Variant) -> tuple[int, int]:
         """Sizes of ``partial_sums`` and ``partial_states``, in float32 values."""

@@ -37,15 +37,10 @@ def padded_head(head_dim: int) -> int:
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a layer's memory, [n_pages, n_heads, …].
+    """A part of a layer's memory, [n_pages, n_heads, …]."""
 
-    Attributes:
-        offset: where it begins in the layer's, in bytes.
-        page_bytes: bytes of one page, all heads; a multiple of 128.
-    """
-
-    offset: int
-    page_bytes: int
+    offset: int  # where it begins in the layer's, in bytes
+    page_bytes: int  # bytes of one page, all heads; a multiple of 128
     n_pages: int
 
     @property
@@ -110,9 +105,6 @@ class CUDACache:
     """What the layers of a step keep, one after the other; drawn above.
 
     All that reads and writes it goes into ``stream``: steps may return before they have computed.
-
-    Attributes:
-        memory: nowhere, of a cache that is only planned.
     """
 
     page_size = PAGE
@@ -134,7 +126,7 @@ class CUDACache:
             self._places[state] = self.slot_bytes
             self.slot_bytes += _state_bytes(state)
         self.n_bytes += n_states * self.slot_bytes
-        self.memory = DeviceMemory(0, 0, max(1, self.n_bytes), None)
+        self.memory = DeviceMemory(0, 0, max(1, self.n_bytes), None)  # nowhere, of a cache that is only planned
 
     def allocate(self, driver: Driver, device: int) -> None:
         """Takes the memory, which is zero at first."""

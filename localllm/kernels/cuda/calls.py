@@ -51,15 +51,11 @@ def padded(n: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Stored:
-    """Rows of a tensor, float32 [rows, stride], of which ``width`` values count.
-
-    Attributes:
-        slot: what counts the rows: `N_TOKENS`, `N_OUTPUTS` or `N_PLACES`.
-    """
+    """Rows of a tensor, float32 [rows, stride], of which ``width`` values count."""
 
     buffer: Buffer
     width: int
-    slot: int
+    slot: int  # what counts the rows: `N_TOKENS`, `N_OUTPUTS` or `N_PLACES`
 
     @property
     def stride(self) -> int:
@@ -75,20 +71,15 @@ class Stored:
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """Rows as matrix products read them: units and scales, see activations.cuh.
-
-    Attributes:
-        width: of a row, or of each of its heads, where these have a matrix of their own each.
-        alone: of one row alone, the rows themselves, if they are the same as its units.
-    """
+    """Rows as matrix products read them: units and scales, see activations.cuh."""
 
     buffer: Buffer
     format: PackedFormat
-    width: int
+    width: int  # of a row, or of each of its heads, where these have a matrix of their own each
     slot: int
     n_heads: int
     scale_bytes: int
-    alone: Stored | None = None
+    alone: Stored | None = None  # of one row alone, the rows themselves, if they are the same as its units
 
     @classmethod
     def new(cls, format: PackedFormat, n_rows: int, width: int, slot: int, n_heads: int = 1) -> Inputs:
@@ -229,20 +220,14 @@ class AttentionKind:
 
 @dataclass(frozen=True)
 class Extent:
-    """What launches have room for.
+    """What launches have room for."""
 
-    Attributes:
-        n_tokens, n_outputs: in a batch, at most.
-        n_places: of what goes to experts, at most.
-        attention: the work of each kind of attention that the graph has.
-        top_k: how many of the largest logits are found; 0 where all are wanted.
-    """
-
+    # n_tokens, n_outputs: in a batch, at most
     n_tokens: int
     n_outputs: int
-    attention: tuple[tuple[AttentionKind, Work], ...] = ()
-    n_places: int = 0
-    top_k: int = 0
+    attention: tuple[tuple[AttentionKind, Work], ...] = ()  # the work of each kind of attention that the graph has
+    n_places: int = 0  # of what goes to experts, at most
+    top_k: int = 0  # how many of the largest logits are found; 0 where all are wanted
 
     def rows(self, slot: int) -> int:
         """Rows of a tensor whose rows ``slot`` counts."""
@@ -254,18 +239,13 @@ class Extent:
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """The numbers of a batch that costs depend on.
+    """The numbers of a batch that costs depend on."""
 
-    Attributes:
-        n_tokens, n_outputs: of all sequences.
-        sequences: of each, its tokens in the batch and its length in the cache with them.
-        n_chosen: experts that a token goes to.
-    """
-
+    # n_tokens, n_outputs: of all sequences
     n_tokens: int
     n_outputs: int
-    sequences: tuple[tuple[int, int], ...]
-    n_chosen: int = 0
+    sequences: tuple[tuple[int, int], ...]  # of each, its tokens in the batch and its length in the cache with them
+    n_chosen: int = 0  # experts that a token goes to
 
     @classmethod
     def of(cls, batch: Batch, mixture: Mixture | None = None) -> BatchSizes:
@@ -288,19 +268,15 @@ class BatchSizes:
 
 @dataclass(eq=False)
 class StepLimits:
-    """What the calls of a step have in common: the device, the cache, and the largest batch.
-
-    Attributes:
-        products: what launches of matrix products depend on.
-        ropes: rotary embeddings, and where their frequencies lie.
-    """
+    """What the calls of a step have in common: the device, the cache, and the largest batch."""
 
     graph: InitVar[Graph]
     properties: DeviceProperties
     cache: CUDACache
     max_tokens: int
     max_outputs: int
-    products: ProductLimits
+    products: ProductLimits  # what launches of matrix products depend on
+    # rotary embeddings, and where their frequencies lie
     ropes: list[tuple[Rope, Buffer]] = field(default_factory=list)
 
     def __post_init__(self, graph: Graph) -> None:
@@ -362,17 +338,11 @@ class StepLimits:
 
 @dataclass(frozen=True)
 class Cost:
-    """What something costs at least: whatever reads a thing twice, or multiplies more than it must, takes longer.
+    """What something costs at least: whatever reads a thing twice, or multiplies more than it must, takes longer."""
 
-    Attributes:
-        n_bytes: read and written in the device's memory.
-        n_operations: a multiplication and an addition are two.
-        kind: what is multiplied; None for what no tensor core does.
-    """
-
-    n_bytes: float = 0.0
-    n_operations: float = 0.0
-    kind: Kind | None = None
+    n_bytes: float = 0.0  # read and written in the device's memory
+    n_operations: float = 0.0  # a multiplication and an addition are two
+    kind: Kind | None = None  # what is multiplied; None for what no tensor core does
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(self.n_bytes + other.n_bytes, self.n_operations + other.n_operations, self.kind or other.kind)
@@ -389,19 +359,12 @@ class Cost:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """Kernels that compute a part of an operation.
+    """Kernels that compute a part of an operation."""
 
-    Attributes:
-        name: in a profile; the same for that of each layer.
-        launches: those for batches of at most an extent.
-        operands: the buffers that they read and write.
-        cost: what it costs for a batch.
-    """
-
-    name: str
-    launches: Callable[[Extent], Iterable[Launch]]
-    operands: Sequence[Stored | Inputs | Buffer]
-    cost: Callable[[BatchSizes], Cost]
+    name: str  # in a profile; the same for that of each layer
+    launches: Callable[[Extent], Iterable[Launch]]  # those for batches of at most an extent
+    operands: Sequence[Stored | Inputs | Buffer]  # the buffers that they read and write
+    cost: Callable[[BatchSizes], Cost]  # what it costs for a batch
 
     @property
     def buffers(self) -> list[Buffer]:

@@ -91,11 +91,7 @@ Argument = DeviceMemory | np.number[Any]
 
 @dataclass(frozen=True)
 class Launch:
-    """A launch of a kernel of the module ``module``.cu, compiled with ``defines``.
-
-    Attributes:
-        arguments: the kernel's, or places in buffers whose memory is not there yet; none until they are `given`.
-    """
+    """A launch of a kernel of the module ``module``.cu, compiled with ``defines``."""
 
     module: str
     kernel: str
@@ -103,6 +99,7 @@ class Launch:
     grid: tuple[int, ...]
     block: tuple[int, ...]
     shared_bytes: int = 0
+    # the kernel's, or places in buffers whose memory is not there yet; none until they are `given`
     arguments: tuple[Any, ...] = ()
 
     def given(self, *arguments: Any) -> Launch:

@@ -76,35 +76,25 @@ _FEW_ROWS = 8
 
 @dataclass(frozen=True)
 class Lowered:
-    """Calls whose buffers have their offsets.
+    """Calls whose buffers have their offsets."""
 
-    Attributes:
-        limits: what the calls have in common.
-        hidden: where hidden states that another device computed are put, if the graph begins with them.
-        tables: rows of those that are looked up in, and whether by position.
-        found: where the largest of the result is put, and where more of them are, if that is logits: ids, and behind
-            those of all rows their logits; of more than one a row, then ids that rows go on with.
-        arena_bytes: what all buffers take.
-    """
-
-    limits: StepLimits
+    limits: StepLimits  # what the calls have in common
     calls: list[Call]
-    hidden: Stored | None
+    hidden: Stored | None  # where hidden states that another device computed are put, if the graph begins with them
     result: Stored
-    tables: list[tuple[int, bool]]
+    tables: list[tuple[int, bool]]  # rows of those that are looked up in, and whether by position
+    # where the largest of the result is put, and where more of them are, if that is logits: ids, and behind those of
+    # all rows their logits; of more than one a row, then ids that rows go on with
     found: tuple[Buffer, Buffer] | None
-    arena_bytes: int
+    arena_bytes: int  # what all buffers take
 
 
 @dataclass(frozen=True)
 class _Chosen:
-    """The experts that each token goes to, and what is made of that: see experts.cu.
-
-    Attributes:
-        is_single: whether all products of an extent are of single rows, which need not lie side by side.
-    """
+    """The experts that each token goes to, and what is made of that: see experts.cu."""
 
     mixture: Mixture
+    # whether all products of an extent are of single rows, which need not lie side by side
     is_single: Callable[[Extent], bool]
     buffer: Buffer
     products: Address

@@ -82,22 +82,15 @@ _FLOATS = (GGMLType.F32, GGMLType.F16, GGMLType.BF16)
 
 @dataclass(frozen=True)
 class PackedFormat:
-    """A format of weights as kernels read it.
+    """A format of weights as kernels read it."""
 
-    Attributes:
-        type: what `localllm.quant.repack.repack_target` names.
-        columns: of a tile.
-        code_bytes, scale_bytes: of a group's codes in 128 columns, and of its scales in a tile.
-        input_columns: columns in a unit of activations.
-        defines: macros that choose it.
-    """
-
-    type: KernelType
-    columns: int
+    type: KernelType  # what `localllm.quant.repack.repack_target` names
+    columns: int  # of a tile
+    # code_bytes, scale_bytes: of a group's codes in 128 columns, and of its scales in a tile
     code_bytes: int
     scale_bytes: int
-    input_columns: int
-    defines: Mapping[str, int | str]
+    input_columns: int  # columns in a unit of activations
+    defines: Mapping[str, int | str]  # macros that choose it
 
     @property
     def name(self) -> str:
@@ -194,37 +187,26 @@ def n_groups(n_out: int) -> int:
 
 @dataclass(frozen=True)
 class ProductLimits:
-    """What launches depend on beside the product.
+    """What launches depend on beside the product."""
 
-    Attributes:
-        capability, shared_bytes: the device's.
-        tile_rows: rows of activations that a block of matmul may take, the larger first; multiples of 16.
-        n_multiprocessors: the device's.
-    """
-
+    # capability, shared_bytes: the device's
     capability: tuple[int, int]
     shared_bytes: int
+    # rows of activations that a block of matmul may take, the larger first; multiples of 16
     tile_rows: tuple[int, ...] = TILE_ROWS
-    n_multiprocessors: int = 1
+    n_multiprocessors: int = 1  # the device's
 
 
 @dataclass(frozen=True)
 class Product:
-    """One matrix of a launch, as arguments of a kernel: places in memory, or in buffers.
+    """One matrix of a launch, as arguments of a kernel: places in memory, or in buffers."""
 
-    Attributes:
-        weights: packed.
-        y: float32 [T, stride], where the products go.
-        bias: float32 [n_out].
-        residual: float32 [T, stride], what is added; it may be ``y``.
-    """
-
-    weights: Any
-    y: Any
+    weights: Any  # packed
+    y: Any  # float32 [T, stride], where the products go
     n_out: int
     stride: int
-    bias: Any = None
-    residual: Any = None
+    bias: Any = None  # float32 [n_out]
+    residual: Any = None  # float32 [T, stride], what is added; it may be ``y``
 
     def arguments(self) -> list[Any]:
         """MATRIX_PARAMETERS of dots.cuh."""

@@ -98,15 +98,10 @@ def architecture(capability: tuple[int, int], supported: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class Compiled:
-    """NVRTC's result.
+    """NVRTC's result."""
 
-    Attributes:
-        binary: a cubin, or the PTX as text where that was asked for.
-        log: what the compiler said, warnings and the like.
-    """
-
-    binary: bytes
-    log: str
+    binary: bytes  # a cubin, or the PTX as text where that was asked for
+    log: str  # what the compiler said, warnings and the like
 
 
 def compile_source(source: str, name: str, options: Sequence[str], nvrtc: Any) -> Compiled:

@@ -61,14 +61,10 @@ class BusyTime:
 
 @dataclass
 class Share:
-    """A kind of call: how many there were, the launches that they took, and seconds.
-
-    Attributes:
-        cost: what they cost at least.
-    """
+    """A kind of call: how many there were, the launches that they took, and seconds."""
 
     name: str
-    cost: Cost
+    cost: Cost  # what they cost at least
     n: int = 0
     n_launches: int = 0
     seconds: float = 0.0
@@ -76,17 +72,11 @@ class Share:
 
 @dataclass
 class Profile:
-    """The forward passes of one device.
+    """The forward passes of one device."""
 
-    Attributes:
-        n_steps: batches that ran.
-        seconds: that their graphs took, as a whole.
-        shares: by name, in the order of the first pass.
-    """
-
-    n_steps: int = 0
-    seconds: float = 0.0
-    shares: dict[str, Share] = field(default_factory=dict)
+    n_steps: int = 0  # batches that ran
+    seconds: float = 0.0  # that their graphs took, as a whole
+    shares: dict[str, Share] = field(default_factory=dict)  # by name, in the order of the first pass
 
     @property
     def kernel_seconds(self) -> float:
@@ -96,16 +86,13 @@ class Profile:
 class Profiler:
     """Times what forward passes are made of.
 
-    Attributes:
-        profiles: of each device.
-
     Args:
         repetitions: how often a graph is timed.
         least_launches: that it has; by default `MIN_LAUNCHES`.
     """
 
     def __init__(self, repetitions: int = 5, least_launches: int = 0) -> None:
-        self.profiles: dict[int, Profile] = {}
+        self.profiles: dict[int, Profile] = {}  # of each device
         self._repetitions, self._least_launches = repetitions, least_launches or MIN_LAUNCHES
 
     def run(self, step: CUDAStep, batch: Batch, extent: Extent) -> None:

@@ -66,9 +66,6 @@ class Stopwatch:
 class CUDARoofline:
     """The ceilings of one device.
 
-    Attributes:
-        kinds: what it multiplies.
-
     Args:
         n_bytes: how much is copied or read at once; by default a lot.
         rounds: of products in a launch; by default `ROUNDS`.
@@ -80,7 +77,7 @@ class CUDARoofline:
         n_bytes = n_bytes or min(MAX_BYTES, driver.memory_info(device).free // PART_OF_MEMORY)
         self.n_bytes = n_bytes // 16 * 16
         has_tensor_cores = self._properties.capability >= TENSOR_CORES
-        self.kinds: tuple[Kind, ...] = KINDS if has_tensor_cores else ("int8", "f16")
+        self.kinds: tuple[Kind, ...] = KINDS if has_tensor_cores else ("int8", "f16")  # what it multiplies
         self._bytes_of_step = 16 * 8 * 32 if has_tensor_cores else 32 * 4 * 4
         self._stream = driver.stream(device)
         self._stopwatch = Stopwatch(driver, self._stream)

@@ -61,14 +61,10 @@ class Exchange:
 
 @dataclass(frozen=True, eq=False)
 class Meeting(Call):
-    """Where all devices wait until each has computed its part.
+    """Where all devices wait until each has computed its part."""
 
-    Attributes:
-        sent: the device's own part.
-        received: by device, where its part is copied to, if this device cannot reach its memory.
-    """
-
-    sent: Stored = field(kw_only=True)
+    sent: Stored = field(kw_only=True)  # the device's own part
+    # by device, where its part is copied to, if this device cannot reach its memory
     received: dict[int, Buffer] = field(kw_only=True)
 
 

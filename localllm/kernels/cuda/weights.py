@@ -36,17 +36,13 @@ KEPT_BYTES = 64 << 20
 
 @dataclass(frozen=True, eq=False)
 class PackedMatrix:
-    """A matrix or those of experts, one after the other, in tiles (`localllm.kernels.cuda.matmul`).
-
-    Attributes:
-        name: as the file has it.
-    """
+    """A matrix or those of experts, one after the other, in tiles (`localllm.kernels.cuda.matmul`)."""
 
     memory: DeviceMemory
     packed: PackedFormat
     n_in: int
     n_out: int
-    name: str
+    name: str  # as the file has it
 
     @property
     def format(self) -> str:

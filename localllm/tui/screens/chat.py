@@ -54,13 +54,7 @@ _PATIENCE_SECONDS = 5.0
 
 
 class ChatScreen(Screen[None]):
-    """The chat.
-
-    Attributes:
-        replacing: the id of the message that the next one takes the place of.
-        unsaved: sessions of chats that were left while they could not be saved.
-        asked: the tool call that waits for an answer.
-    """
+    """The chat."""
 
     app = getters.app(BaseApp)
 
@@ -85,9 +79,9 @@ class ChatScreen(Screen[None]):
         self.turn: StreamedTurn | None = None
         self.models = models
         models.chats.append(self)
-        self.replacing: str | None = None
-        self.unsaved: list[ChatSession] = []
-        self.asked: ToolAsked | None = None
+        self.replacing: str | None = None  # the id of the message that the next one takes the place of
+        self.unsaved: list[ChatSession] = []  # sessions of chats that were left while they could not be saved
+        self.asked: ToolAsked | None = None  # the tool call that waits for an answer
         self.suggestions = Suggestions()
         self.composer = Composer(PromptHistory(setup.history), self.suggestions)
         self._heading, self._hint = Static(id="heading"), Static(id="hint")

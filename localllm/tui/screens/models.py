@@ -81,17 +81,13 @@ class Cancelled(Exception):
 
 
 class Loading:
-    """How far loading one model is.
-
-    Attributes:
-        progress: what is being done, and the share that is done if it is known; any thread may read it.
-        cancelled: any thread may set it: loading ends at its next report.
-    """
+    """How far loading one model is."""
 
     def __init__(self, name: str) -> None:
         self.name = name
+        # what is being done, and the share that is done if it is known; any thread may read it
         self.progress: tuple[str, float | None] = ("loading the model", None)
-        self.cancelled = threading.Event()
+        self.cancelled = threading.Event()  # any thread may set it: loading ends at its next report
         self._compiled = 0
 
     def report(self, stage: str, done: int, total: int) -> None:
@@ -115,18 +111,14 @@ ModelState = Literal["loading", "loaded", "none"]
 
 
 class ModelLoader:
-    """One model at a time for all chats, for two may not fit.
-
-    Attributes:
-        model, name: the one that is loaded, and its name, empty for the demo model; None if none is.
-        chats: those that are open.
-    """
+    """One model at a time for all chats, for two may not fit."""
 
     def __init__(self, app: BaseApp) -> None:
         self.state: ModelState = "loading"
+        # model, name: the one that is loaded, and its name, empty for the demo model; None if none is
         self.model: ChatModel | None = None
         self.name: str | None = None
-        self.chats: list[ChatScreen] = []
+        self.chats: list[ChatScreen] = []  # those that are open
         self._app = app
         self._loading: Loading | None = None
         self._one_at_a_time = asyncio.Lock()

@@ -34,25 +34,17 @@ class Draft(NamedTuple):
 
 
 class StreamedTurn(Turn):
-    """A turn whose events wait for the screen.
-
-    Attributes:
-        draft: what was sent; it goes back into the editor if it never became a message.
-        has_ended: whether all is generated, and in the queue; the screen may be about to draw it.
-        error: what ended it; None if nothing went wrong.
-        full: tells that the context is full, with which it ended then.
-        is_drawn: whether the message and the beginning of the reply are on the screen.
-    """
+    """A turn whose events wait for the screen."""
 
     def __init__(self, start: Callable[[Turn], None], draft: Draft | None = None) -> None:
         """``start`` is a method of a `localllm.tui.chat.session.ChatSession`."""
         self._queue = EventQueue()
         super().__init__(self._queue.put)
-        self.draft = draft
-        self.has_ended = False
-        self.error: BaseException | None = None
-        self.full: events.ContextFull | None = None
-        self.is_drawn = asyncio.Event()
+        self.draft = draft  # what was sent; it goes back into the editor if it never became a message
+        self.has_ended = False  # whether all is generated, and in the queue; the screen may be about to draw it
+        self.error: BaseException | None = None  # what ended it; None if nothing went wrong
+        self.full: events.ContextFull | None = None  # tells that the context is full, with which it ended then
+        self.is_drawn = asyncio.Event()  # whether the message and the beginning of the reply are on the screen
         self._start = start
         self._view: MessageView | None = None
         self._summary_words = 0
