@@ -57,12 +57,14 @@ class Kind(NamedTuple):
         read: a value in its plain Python type; None if it is not one.
         parse: makes a value of a word of the command line.
         metavar: what stands for a value in the command line's help.
+        json: the type of a value in a request of the server; None where a request cannot have it.
     """
 
     words: str
     read: Callable[[Any], Any]
     parse: Callable[[str], Any] = str
     metavar: str = "NAME"
+    json: Any = None
 
 
 def _real(value: object, low: float, high: float) -> float | None:
@@ -81,16 +83,16 @@ def _integer(value: object, low: int, below: float) -> int | None:
 
 
 def _number(low: float, words: str, high: float = _MAX) -> Kind:
-    return Kind(words, partial(_real, low=low, high=high), float, "X")
+    return Kind(words, partial(_real, low=low, high=high), float, "X", float)
 
 
 def _whole(low: int, words: str = "", below: float = math.inf) -> Kind:
     words = words or f"a whole number of at least {low}"
-    return Kind(words, partial(_integer, low=low, below=below), int, "N")
+    return Kind(words, partial(_integer, low=low, below=below), int, "N", int)
 
 
-def _of_type(words: str, types: Any, metavar: str = "NAME") -> Kind:
-    return Kind(words, lambda value: value if isinstance(value, types) else None, metavar=metavar)
+def _of_type(words: str, types: Any, metavar: str = "NAME", json: Any = None) -> Kind:
+    return Kind(words, lambda value: value if isinstance(value, types) else None, metavar=metavar, json=json)
 
 
 def _read_proportions(value: object) -> tuple[float, ...] | None:
@@ -127,7 +129,8 @@ def _read_stops(value: object) -> tuple[str, ...] | None:
 
 def _one_of(*choices: str) -> Kind:
     words = f"one of {', '.join(map(repr, choices))}"
-    return Kind(words, lambda value: value if isinstance(value, str) and value in choices else None, metavar="WHAT")
+    read = {choice: choice for choice in choices}.get
+    return Kind(words, lambda value: read(value) if isinstance(value, str) else None, metavar="WHAT", json=str)
 
 
 def _read_biases(value: object) -> dict[int, float] | None:
@@ -190,25 +193,35 @@ _PROBABILITY = _number(0.0, "a number from 0 to 1", 1.0)
 _ANY_NUMBER = _number(-_MAX, "a finite number")
 _NOT_NEGATIVE = _number(0.0, "a finite number of at least 0")
 _WINDOW = _whole(-1, "a whole number of at least -1 (-1 is the whole text, 0 is off)")
-_MIROSTAT = Kind("0 (off) or 2", lambda value: n if (n := as_int(value)) in (0, 2) else None, int, "N")
+_MIROSTAT = Kind("0 (off) or 2", lambda value: n if (n := as_int(value)) in (0, 2) else None, int, "N", int)
 _TOKENS = _whole(1, "a whole number from 1 to 2^63 - 1", 1 << 63)
 _TEXT = _of_type("a text (str)", str)
 _PATH = _of_type("the path of a GGUF file, as str or Path", (str, os.PathLike), "FILE")
 _PROPORTIONS = Kind("a list of numbers of at least 0, not all of them 0", _read_proportions, _floats, "X,…")
 _CACHE_TYPE = Kind("one of 'f16', 'q8_0'", _read_cache_type, metavar="TYPE")
 _SPLIT_MODE = Kind("one of 'layer', 'row'", _read_split_mode, metavar="MODE")
-_TEXTS = Kind("texts, none of them empty", _read_texts)
-STOPS = Kind("a text that is not empty, or a list of such", _read_stops, metavar="TEXT")
+_TEXTS = Kind("texts, none of them empty", _read_texts, json=list[str])
+STOPS = Kind("a text that is not empty, or a list of such", _read_stops, metavar="TEXT", json=str | list[str])
 _SECONDS = _number(math.ulp(0.0), "a number of seconds above 0")
-_SCHEMA = Kind("a JSON schema: a dict, a JSON text, or a pydantic model class", _read_schema, _parse_schema, "SCHEMA")
-_REGEX = Kind("a regular expression that is not empty", _text_with_content, metavar="REGEX")
-_GRAMMAR = Kind("a grammar in Lark's or llama.cpp's notation", _text_with_content, metavar="TEXT")
+_SCHEMA = Kind(
+    "a JSON schema: a dict, a JSON text, or a pydantic model class",
+    _read_schema,
+    _parse_schema,
+    "SCHEMA",
+    dict[str, Any],
+)
+_REGEX = Kind("a regular expression that is not empty", _text_with_content, metavar="REGEX", json=str)
+_GRAMMAR = Kind("a grammar in Lark's or llama.cpp's notation", _text_with_content, metavar="TEXT", json=str)
 _SHARES = Kind("a mapping of adapters' names to finite numbers", _read_shares)
 _ADAPTERS = Kind("a mapping of names to the paths of adapters", _read_adapters)
-_BIASES = Kind("a mapping of token ids to finite numbers or -inf", _read_biases)
+_BIASES = Kind(
+    "a mapping of token ids to finite numbers or -inf",
+    _read_biases,
+    json=dict[str, float] | list[tuple[int, float | bool]],  # OpenAI's form, and llama.cpp's
+)
 
 #: The kind of what is on or off; its flag of the command line has no value.
-SWITCH = _of_type("True or False", bool)
+SWITCH = _of_type("True or False", bool, json=bool)
 
 
 # -- Options -------------------------------------------------------------------------------------------------------
@@ -225,6 +238,7 @@ class Option:
         label: in the chat's form; empty if it is not there.
         none: what None stands for; empty if it is not a value.
         is_kept: whether the settings file, and a chat, may keep it.
+        key: behind "general.sampling." in a model's file, which may have a default of its own.
     """
 
     kind: Kind
@@ -233,6 +247,7 @@ class Option:
     label: str = ""
     none: str = ""
     is_kept: bool = True
+    key: str = ""
 
     @property
     def brief(self) -> str:
@@ -456,10 +471,15 @@ class Sampling(_Checked):
         "divides the logits; 0 always takes the likeliest token.  At 0 there is no truncation, XTC or mirostat.",
         "--temp --temperature",
         "Temperature",
+        key="temp",
     )
-    top_k: int = _kept(40, _whole(0), "the K likeliest tokens only; 0 is off", "--", "Top k")
-    top_p: float = _kept(0.95, _PROBABILITY, "the likeliest tokens up to this probability; 1 is off", "--", "Top p")
-    min_p: float = _kept(0.05, _PROBABILITY, "at least so likely, relative to the best; 0 is off", "--", "Min p")
+    top_k: int = _kept(40, _whole(0), "the K likeliest tokens only; 0 is off", "--", "Top k", key="top_k")
+    top_p: float = _kept(
+        0.95, _PROBABILITY, "the likeliest tokens up to this probability; 1 is off", "--", "Top p", key="top_p"
+    )
+    min_p: float = _kept(
+        0.05, _PROBABILITY, "at least so likely, relative to the best; 0 is off", "--", "Min p", key="min_p"
+    )
     typical_p: float = _kept(
         1.0,
         _PROBABILITY,
@@ -473,8 +493,11 @@ class Sampling(_Checked):
         "on tokens that occurred; 1 is off.  Divides their positive logits, and multiplies the others.",
         "--",
         "Repeat penalty",
+        key="penalty_repeat",
     )
-    repeat_last_n: int = _kept(64, _WINDOW, "the penalties look at the last N tokens; -1 is all")
+    repeat_last_n: int = _kept(
+        64, _WINDOW, "the penalties look at the last N tokens; -1 is all", key="penalty_last_n"
+    )
     presence_penalty: float = _kept(0.0, _ANY_NUMBER, "subtracted from the logits of tokens that occurred; 0 is off")
     frequency_penalty: float = _kept(
         0.0, _ANY_NUMBER, "subtracted from a token's logit each time that it occurred; 0 is off"
@@ -498,13 +521,21 @@ class Sampling(_Checked):
         _PROBABILITY,
         "how often XTC acts; 0 is off.  Of the tokens at least ``xtc_threshold`` likely it removes all but the least "
         "likely.",
+        key="xtc_probability",
     )
-    xtc_threshold: float = _kept(0.1, _PROBABILITY, "above 0.5 XTC never acts")
+    xtc_threshold: float = _kept(0.1, _PROBABILITY, "above 0.5 XTC never acts", key="xtc_threshold")
     mirostat: int = _kept(
-        0, _MIROSTAT, "2 is mirostat 2; 0 is off.  It steers the surprise of the text, in place of top-k to XTC."
+        0,
+        _MIROSTAT,
+        "2 is mirostat 2; 0 is off.  It steers the surprise of the text, in place of top-k to XTC.",
+        key="mirostat",
     )
-    mirostat_tau: float = _kept(5.0, _NOT_NEGATIVE, "mirostat's target surprise in bits, tau", "--mirostat-ent")
-    mirostat_eta: float = _kept(0.1, _NOT_NEGATIVE, "mirostat's learning rate, eta", "--mirostat-lr")
+    mirostat_tau: float = _kept(
+        5.0, _NOT_NEGATIVE, "mirostat's target surprise in bits, tau", "--mirostat-ent", key="mirostat_tau"
+    )
+    mirostat_eta: float = _kept(
+        0.1, _NOT_NEGATIVE, "mirostat's learning rate, eta", "--mirostat-lr", key="mirostat_eta"
+    )
     logit_bias: Mapping[int, float] = field(
         default_factory=dict,
         hash=False,
@@ -660,8 +691,12 @@ class CheckedOptions(_Checked):
     )
 
     @classmethod
-    def of(cls, options: Mapping[str, Any]) -> Self:
+    def of(cls, options: Mapping[str, Any], sampling: Sampling | None = None) -> Self:
         """Checks the keywords of a call.
+
+        Args:
+            options: the keywords.
+            sampling: the settings to begin with where ``options`` have none; None: `Sampling`'s defaults.
 
         Raises:
             TypeError: a keyword is unknown; names the one that is nearest.
@@ -669,11 +704,9 @@ class CheckedOptions(_Checked):
         """
         own, of_sampling = declared(cls), declared(Sampling)
         check_keywords(options, [*own, *of_sampling], THEIR_OPTIONS)
-        sampling = options.get("sampling")
+        sampling = options.get("sampling") or sampling or Sampling()
         settings = {name: value for name, value in options.items() if name in of_sampling}
-        if sampling is None:
-            sampling = Sampling(**settings)
-        elif isinstance(sampling, Sampling):
+        if isinstance(sampling, Sampling):
             given = {name: each for name, each in settings.items() if each is not None or of_sampling[name].none}
             sampling = sampling.replace(**given)
         given = {name: value for name, value in options.items() if name in own}

@@ -28,10 +28,10 @@ from localllm.chat.rendering import described_tools
 from localllm.chat.reply import ReplyParser
 from localllm.chat.thinking import Piece
 from localllm.completion import AsyncStream, Chunk
+from localllm.declared_options import CheckedOptions, Sampling, declared
 from localllm.engine.request import FinishReason, Timings, Usage
 from localllm.errors import ClosedError
 from localllm.llm import LLM
-from localllm.options import Options
 from localllm.sampling import Choice
 from localllm.server.http import HTTPError, unless_gone
 from localllm.server.models import Models, ServedModel
@@ -64,55 +64,47 @@ class LoraShare(msgspec.Struct):
     scale: float
 
 
-class Generation(msgspec.Struct):
+#: Options of a call that requests do not set, or not as plain values.
+_NOT_FIELDS = ("logprobs", "overflow", "speculate", "draft_max")
+
+#: The other options that `localllm.declared_options` has: each is a field, by its name or by a dialect's own.
+_OPTIONS = {
+    name: option
+    for cls in (Sampling, CheckedOptions)
+    for name, option in declared(cls).items()
+    if option.kind.json is not None and name not in _NOT_FIELDS
+}
+
+if TYPE_CHECKING:
+
+    class _Options(msgspec.Struct):
+        def __getattr__(self, name: str) -> Any: ...
+
+else:
+    _Options = msgspec.defstruct("_Options", [(name, each.kind.json | None, None) for name, each in _OPTIONS.items()])
+
+
+class Generation(_Options):
     """Fields of a request that all APIs share; their names are llama.cpp's."""
 
     model: str | None = None
     stream: bool = False
-    stop: str | list[str] | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    typical_p: float | None = None
-    repeat_penalty: float | None = None
-    repeat_last_n: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    dry_multiplier: float | None = None
-    dry_base: float | None = None
-    dry_allowed_length: int | None = None
-    dry_penalty_last_n: int | None = None
-    dry_sequence_breakers: list[str] | None = None
-    xtc_probability: float | None = None
-    xtc_threshold: float | None = None
-    mirostat: int | None = None
-    mirostat_tau: float | None = None
-    mirostat_eta: float | None = None
-    seed: int | None = None
-    logit_bias: dict[str, float] | list[tuple[int, float | bool]] | None = None
-    ignore_eos: bool | None = None
-    grammar: str | None = None
-    regex: str | None = None
-    json_schema: dict[str, Any] | None = None
-    priority: str | None = None
-    timeout: float | None = None
     lora: list[LoraShare] | None = None
 
     def options(self, **more: Any) -> dict[str, Any]:
         """The keywords of `LLM.stream`."""
-        names = Options.__annotations__.keys() & {each.name for each in msgspec.structs.fields(Generation)}
-        options = {name: value for name in names if (value := getattr(self, name)) is not None}
+        options = {name: value for name in _OPTIONS if (value := getattr(self, name)) is not None}
         # llama.cpp's ways to switch something off, or leave it open.
         for name in ("temperature", "top_k"):
             if name in options:
                 options[name] = max(0, options[name])
-        if self.seed == -1:
-            del options["seed"]
+        for name in ("max_tokens", "seed"):
+            if options.get(name, 0) < 0:
+                del options[name]
         if self.lora is not None:
             options["adapters"] = self.lora  # which `Desk.begin` knows the names of
-        if self.logit_bias is not None:
-            options["logit_bias"] = _biases(self.logit_bias)
+        if "logit_bias" in options:
+            options["logit_bias"] = _biases(options["logit_bias"])
         for name in ("stop", "dry_sequence_breakers"):
             values = options.get(name, ())
             values = tuple(value for value in ([values] if isinstance(values, str) else values) if value)

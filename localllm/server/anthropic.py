@@ -43,9 +43,8 @@ class OutputConfig(msgspec.Struct):
 
 class MessagesRequest(Generation, kw_only=True):
     messages: list[dict[str, Any]]
-    max_tokens: int | None = None
     system: str | list[dict[str, Any]] | None = None
-    stop_sequences: list[str] | None = None
+    stop: list[str] | None = msgspec.field(name="stop_sequences", default=None)
     tools: list[Tool] | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: Thinking | None = None
@@ -54,8 +53,7 @@ class MessagesRequest(Generation, kw_only=True):
 
 
 def _ask(body: MessagesRequest) -> Ask:
-    body.stop = body.stop_sequences
-    options = body.options(max_tokens=body.max_tokens)
+    options = body.options()
     form = body.output_format or (body.output_config and body.output_config.format)
     if form:
         constrain(options, form.schema)

@@ -11,9 +11,12 @@ import socket
 import sys
 import traceback
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, get_args, get_type_hints
+from functools import cache
+from itertools import chain, repeat
+from types import UnionType
+from typing import Any, TypeVar, get_args, get_origin
 from urllib.parse import urlsplit
 
 import msgspec
@@ -131,21 +134,16 @@ def json_response(value: Any, status: int = 200, headers: dict[str, str] | None 
 
 
 async def decode(request: Request, kind: type[_T]) -> _T:
-    """A request's body as ``kind``; an empty one as ``{}``.  Null is absent, and 2.0 is 2.
+    """A request's body as ``kind``, read as `tolerant` reads it; an empty one as ``{}``.
 
     Raises:
         msgspec.DecodeError: it is not JSON, or not of this kind.
     """
     body = await read_body(request) or b"{}"
     request.state.n_bytes = len(body)
+    request.state.ignored = ignored = list[str]()
     try:
-        try:
-            value = msgspec.json.decode(body, type=kind)
-        except msgspec.ValidationError:
-            value = msgspec.convert(_tolerant(msgspec.json.decode(body), kind), kind)
-        if len(body) < _LONG_BODY:  # to look into a long one again would hold up all streams
-            request.state.ignored = list(_ignored(body, kind))
-        return value
+        return msgspec.convert(tolerant(msgspec.json.decode(body), kind, ignored), kind)
     except RecursionError:
         raise msgspec.DecodeError("it is nested too deeply") from None
     except UnicodeDecodeError:
@@ -181,44 +179,49 @@ def _too_large(limit: int) -> HTTPError:
     return HTTPError(413, f"the request has more than {limit:,} bytes: make it shorter")
 
 
-def _tolerant(value: Any, kind: Any) -> Any:
-    """What a client sends, without fields that are null, and with 2.0 as 2 where an integer goes."""
-    if isinstance(value, float) and value.is_integer() and float not in (kind, *get_args(kind)):
-        return int(value) if int in (kind, *get_args(kind)) else value
-    kinds = [each for each in (kind, *get_args(kind)) if isinstance(each, type) and issubclass(each, msgspec.Struct)]
-    if kinds and isinstance(value, dict):
-        types = get_type_hints(kinds[0])
-        return {name: _tolerant(each, types.get(name)) for name, each in value.items() if each is not None}
+def tolerant(value: Any, kind: Any, ignored: list[str]) -> Any:
+    """A value of JSON for ``kind``: fields that are null are absent, and 2.0 is 2 where only an integer can be.
+
+    Args:
+        value: as it was decoded.
+        kind: a type that msgspec reads.
+        ignored: takes the names of fields that nothing here reads.
+    """
+    kinds = get_args(kind) if isinstance(kind, UnionType) else (kind,)
+    if isinstance(value, float):
+        return int(value) if int in kinds and float not in kinds and value.is_integer() else value
     if isinstance(value, list):
-        inner = next((args[0] for each in (kind, *get_args(kind)) if (args := get_args(each))), None)
-        return [_tolerant(each, inner) for each in value]
-    return value
+        kinds_within = [get_args(each) for each in kinds if get_origin(each) in (list, tuple)]
+        if not kinds_within or kinds_within[0] == (Any,):
+            return value
+        within = chain(kinds_within[0], repeat(kinds_within[0][-1]))
+        return [tolerant(each, of, ignored) for each, of in zip(value, within, strict=False)]
+    structs = [each for each in kinds if isinstance(each, type) and issubclass(each, msgspec.Struct)]
+    if not isinstance(value, dict) or not structs:
+        return value
+    types = _field_types(structs[0])
+    read = {}
+    for name, each in value.items():
+        if name in types and each is not None:
+            read[name] = tolerant(each, types[name], ignored)
+        elif each is not None and name not in _HARMLESS:
+            ignored.append(name)
+    return read
 
 
-#: Bytes of a body that is long.
-_LONG_BODY = 1 << 20
+@cache
+def _field_types(struct: type[msgspec.Struct]) -> dict[str, Any]:
+    return {each.encode_name: each.type for each in msgspec.structs.fields(struct)}
+
 
 #: Fields that ask for nothing which could be missed here.
-_HARMLESS = """
-    user store metadata service_tier safety_identifier prompt_cache_key cache_control context_management include betas
-    cache_prompt id_slot n_keep num_keep truncate truncation include_obfuscation
-"""
+_HARMLESS = frozenset(
+    """user store metadata service_tier safety_identifier prompt_cache_key cache_control context_management include
+    betas cache_prompt id_slot n_keep num_keep truncate truncation include_obfuscation""".split()  # noqa: SIM905
+)
 
 #: How to get what some fields of Ollama's ask for.
 _ADVICE = {"num_ctx": "-c", "num_thread": "-t", "num_gpu": "-ngl"}
-
-
-def _ignored(body: bytes, kind: type[Any]) -> Iterator[str]:
-    """Names of fields that a body has and ``kind`` does not."""
-    if not issubclass(kind, msgspec.Struct):
-        return
-    known = {each.name: each.type for each in msgspec.structs.fields(kind)}
-    for name, value in msgspec.json.decode(body, type=dict[str, msgspec.Raw]).items():
-        if name not in known and name not in _HARMLESS.split():
-            yield name
-        for inner in get_args(known.get(name)):
-            if isinstance(inner, type) and issubclass(inner, msgspec.Struct) and bytes(value)[:1] == b"{":
-                yield from _ignored(bytes(value), inner)
 
 
 async def unless_gone(request: Request, work: Awaitable[_T]) -> _T:

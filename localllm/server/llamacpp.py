@@ -24,13 +24,12 @@ from localllm.errors import OutputError, PromptCacheError, path_text
 from localllm.llm import LLM
 from localllm.sampling import Choice, Sampling
 from localllm.server.answers import Answer, Ask, Desk, Generation, LoraShare, Reply, begun_reply, fill_in, offer_tools
-from localllm.server.http import EventStream, HTTPError, decode, event, json_response, read_body, unless_gone
+from localllm.server.http import EventStream, HTTPError, decode, event, json_response, unless_gone
 from localllm.server.openai import (
     checked_logprobs,
     thinking_variables,
     timings_json,
     token_json,
-    token_limit,
 )
 from localllm.tokenizer import Tokenizer
 
@@ -256,7 +255,7 @@ async def lora_adapters(request: Request, desk: Desk) -> Response:
 
 async def set_lora_adapters(request: Request, desk: Desk) -> Response:
     """Changes how much of each adapter requests get that do not say it."""
-    desk.models.adapters = desk.shares(msgspec.json.decode(await read_body(request), type=list[LoraShare]))
+    desk.models.adapters = desk.shares(await decode(request, list[LoraShare]))
     return await lora_adapters(request, desk)
 
 
@@ -264,7 +263,7 @@ async def set_lora_adapters(request: Request, desk: Desk) -> Response:
 
 
 class _Completion(Generation):
-    n_predict: int | None = None
+    max_tokens: int | None = msgspec.field(name="n_predict", default=None)
     n_probs: int | None = None
 
 
@@ -296,7 +295,7 @@ async def infill(request: Request, desk: Desk) -> Response:
 
 async def _complete(request: Request, desk: Desk, body: _Completion, prompt: str | list[int]) -> Response:
     logprobs = checked_logprobs(body.n_probs) or None
-    options = body.options(max_tokens=token_limit(body.n_predict), logprobs=logprobs)
+    options = body.options(logprobs=logprobs)
     answer = await desk.begin(Ask(body.model, options, prompt=prompt, special=True), request)
     if body.stream:
         return EventStream(_events(answer), answer.close, path=request.url.path)

@@ -36,7 +36,6 @@ from localllm.server.answers import (
 )
 from localllm.server.http import EventStream, HTTPError, decode, json_bytes, json_response, unless_gone
 from localllm.server.models import ServedModel
-from localllm.server.openai import token_limit
 
 #: Of Ollama, whose API this is.
 _OLLAMA_VERSION = "0.12.0"
@@ -45,7 +44,7 @@ _OLLAMA_VERSION = "0.12.0"
 class RunOptions(Generation):
     """``options`` of a request."""
 
-    num_predict: int | None = None
+    max_tokens: int | None = msgspec.field(name="num_predict", default=None)
 
 
 class OllamaRequest(msgspec.Struct):
@@ -71,7 +70,7 @@ _Shape = Callable[[Part | None, Reply | None], dict[str, Any]]
 
 def _ask(body: OllamaRequest, **more: Any) -> Ask:
     run = body.options or RunOptions()
-    options = run.options(max_tokens=token_limit(run.num_predict))
+    options = run.options()
     if body.images:
         raise HTTPError(400, "there is an image, but this model reads text only")
     if isinstance(body.format, str) and body.format not in ("", "json"):

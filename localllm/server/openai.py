@@ -104,8 +104,9 @@ def thinking_variables(effort: str | None, given: dict[str, Any] | None) -> dict
 
 def _ask_of_chat(body: ChatRequest) -> Ask:
     logprobs = body.top_logprobs or 0 if body.logprobs else None
-    most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    options = body.options(max_tokens=token_limit(most), logprobs=checked_logprobs(logprobs))
+    if body.max_completion_tokens is not None:
+        body.max_tokens = body.max_completion_tokens
+    options = body.options(logprobs=checked_logprobs(logprobs))
     form = body.response_format
     if form is not None and form.type not in ("text", "json_object", "json_schema"):
         raise HTTPError(
@@ -128,11 +129,6 @@ def _ask_of_chat(body: ChatRequest) -> Ask:
         n=1 if body.n is None else body.n,
         one_call=body.parallel_tool_calls is False,
     )
-
-
-def token_limit(n_tokens: int | None) -> int | None:
-    """``max_tokens``, of which -1 is no limit."""
-    return None if n_tokens is None or n_tokens < 0 else n_tokens
 
 
 def checked_logprobs(logprobs: int | None) -> int | None:
@@ -330,7 +326,7 @@ async def completions(request: Request, desk: Desk) -> Response:
     if body.stream and len(prompts) > 1:
         raise HTTPError(400, "a stream has one prompt: send several without stream, or one after the other")
     n = 1 if body.n is None else body.n
-    options = body.options(max_tokens=token_limit(body.max_tokens), logprobs=checked_logprobs(body.logprobs))
+    options = body.options(logprobs=checked_logprobs(body.logprobs))
     answers: list[Answer] = []
 
     def close() -> None:

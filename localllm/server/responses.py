@@ -28,7 +28,6 @@ from localllm.server.openai import (
     checked_logprobs,
     new_id,
     thinking_variables,
-    token_limit,
     tokens_json,
 )
 
@@ -60,7 +59,7 @@ class ResponsesRequest(Generation):
     input: str | list[dict[str, Any]] | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
-    max_output_tokens: int | None = None
+    max_tokens: int | None = msgspec.field(name="max_output_tokens", default=None)
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -139,7 +138,7 @@ def _ask(body: ResponsesRequest, before: list[Message]) -> Ask:
     logprobs = body.top_logprobs
     if logprobs is None and "message.output_text.logprobs" in (body.include or ()):
         logprobs = 0
-    options = body.options(max_tokens=token_limit(body.max_output_tokens), logprobs=checked_logprobs(logprobs))
+    options = body.options(logprobs=checked_logprobs(logprobs))
     form = body.text.format if body.text is not None else None
     if form is not None and form.type != "text":
         constrain(options, form.schema if isinstance(form.schema, dict) else None)
@@ -320,7 +319,7 @@ class _Writer:
             "error": None,
             "incomplete_details": {"reason": why} if why else None,
             "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens,
+            "max_output_tokens": body.max_tokens,
             "model": self._answer.served.name,
             "output": list(self._output),
             "parallel_tool_calls": body.parallel_tool_calls is not False,

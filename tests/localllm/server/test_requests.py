@@ -16,7 +16,7 @@ from localllm.cli.defaults import chat_template
 from localllm.cli.parser import make_parsers
 from localllm.errors import UsageError
 from localllm.server import openai
-from localllm.server.http import HTTPError, _tolerant, event, json_bytes
+from localllm.server.http import HTTPError, event, json_bytes, tolerant
 from localllm.server.ollama import _seconds
 from localllm.server.responses import Store
 from tests.helpers.http_server import Serving
@@ -48,13 +48,48 @@ def test_null_is_absent_and_whole_floats_are_integers(server: Serving, path: str
     assert post(server, path, {**body, "stream": "no"}).status_code == 400
 
 
+def read(body: Any, kind: Any) -> tuple[Any, list[str]]:
+    ignored: list[str] = []
+    return msgspec.convert(tolerant(body, kind, ignored), kind), ignored
+
+
 def test_fields_inside_fields_are_taken_so_too() -> None:
     body = {"messages": HI, "stream_options": {"include_usage": None}, "n": 1.0, "logit_bias": {"5": 1.0}}
-    read = msgspec.convert(_tolerant(body, openai.ChatRequest), openai.ChatRequest)
-    assert read.n == 1
-    assert read.stream_options == openai.StreamOptions()
+    chat, ignored = read(body, openai.ChatRequest)
+    assert chat.n == 1
+    assert not ignored
+    assert chat.stream_options == openai.StreamOptions()
     with pytest.raises(msgspec.ValidationError, match=r"Expected `int | null`, got `float` - at `\$.n`"):
-        msgspec.convert(_tolerant({**body, "n": 1.5}, openai.ChatRequest), openai.ChatRequest)
+        read({**body, "n": 1.5}, openai.ChatRequest)
+
+
+def test_whole_floats_are_integers_wherever_only_an_integer_can_be() -> None:
+    body = {
+        "prompt": [[1.0, 2.0], "a", 3.0],
+        "logit_bias": [[5.0, 1.0], [6.0, False]],
+        "lora": [{"id": 0.0, "scale": 1.0}],
+    }
+    completion, _ = read(body, openai.CompletionRequest)
+    assert completion.prompt == [[1, 2], "a", 3]
+    assert completion.lora[0].id == 0
+    assert [type(each) for pair in completion.logit_bias for each in pair] == [int, float, int, bool]
+
+
+def test_null_stays_where_it_is_a_value() -> None:
+    """What a schema or a message says is not for the reader to change."""
+    schema = {"type": "object", "default": None}
+    body = {
+        "messages": [{"role": "user", "content": None}],
+        "response_format": {"type": "json_schema", "schema": schema},
+    }
+    chat, _ = read(body, openai.ChatRequest)
+    assert chat.messages == body["messages"]
+    assert chat.response_format.schema == schema
+
+
+def test_fields_that_nothing_reads_are_named_also_inside_others() -> None:
+    body = {"messages": HI, "stream_options": {"color": 1}, "num_ctx": None, "user": "me", "messages2": 3}
+    assert read(body, openai.ChatRequest)[1] == ["color", "messages2"]
 
 
 @pytest.mark.parametrize("stop", ["", [], [""]])
