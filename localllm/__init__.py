@@ -16,7 +16,7 @@ help() of each of these names says more:
     Options           keywords of generate and its kin: max_tokens, stop, ...
     Sampling          how the next token is chosen: temperature, top_k, seed, ...
     Completion        a text that a model wrote
-    Stream, AsyncStream, Chunk      the same while it is written
+    Stream, Chunk     the same while it is written
     Usage, Timings, Drafts          its counts of tokens, seconds and drafts
     Choice, Score     how likely a token is, and a continuation
     ModelInfo         what LLM.info knows of a model
@@ -48,7 +48,6 @@ TYPE_CHECKING = False
 
 if TYPE_CHECKING:
     from localllm.chat import ChatTemplate as ChatTemplate
-    from localllm.completion import AsyncStream as AsyncStream
     from localllm.completion import Chunk as Chunk
     from localllm.completion import Completion as Completion
     from localllm.completion import Stream as Stream
@@ -91,7 +90,6 @@ __version__ = "0.2.0.dev0"
 
 #: The module that each public name comes from.  There is no __all__: help() would print every class in full.
 _HOMES = {
-    "AsyncStream": "completion",
     "Choice": "sampling",
     "Chunk": "completion",
     "ChatTemplate": "chat",

@@ -1,4 +1,4 @@
-"""Generated text: all at once (`Completion`), or as it comes (`Stream` and `AsyncStream` of `Chunk`)."""
+"""Generated text: all at once (`Completion`), or as it comes (`Stream` of `Chunk`)."""
 
 from __future__ import annotations
 
@@ -218,20 +218,68 @@ class TextOutput:
         )
 
 
-class _Reader:
-    """What `Stream` and `AsyncStream` have in common: a request, and what was read of it."""
+class _Inbox:
+    """Items on their way from the engine's thread to a thread or a task that reads them.
 
-    def __init__(self, engine: Engine, request: Request, output: TextOutput, progress: Progress | None) -> None:
-        self._engine = engine
-        self._request = request
-        self._output = output
-        self._progress = progress
+    The engine refers to it and not to the stream, which ends its request when nobody refers to it any more.
+    """
+
+    def __init__(self) -> None:
+        self.items: queue.SimpleQueue[list[_Item]] = queue.SimpleQueue()
+        self._waiting: asyncio.Future[None] | None = None
+
+    def put(self, step: list[_Item]) -> None:
+        self.items.put(step)
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            with contextlib.suppress(RuntimeError):  # a loop that was closed has nobody who would read it
+                waiting.get_loop().call_soon_threadsafe(_wake, waiting)
+
+    async def get(self) -> list[_Item]:
+        import asyncio
+
+        while True:
+            with contextlib.suppress(queue.Empty):
+                return self.items.get_nowait()
+            self._waiting = waiting = asyncio.get_running_loop().create_future()
+            if self.items.empty():  # asked after `put` can see who waits
+                await waiting
+
+
+def _wake(waiting: asyncio.Future[None]) -> None:
+    if not waiting.done():
+        waiting.set_result(None)
+
+
+class Stream:
+    """An iterator of `Chunk`, for ``for`` in any thread and ``async for`` in any event loop, and a context manager.
+
+    The model writes on while chunks are read, up to `MAX_UNREAD` ahead.  ``cancel`` may be called from any thread:
+    the work stops before the next step, and a last chunk says so.  ``close``, or dropping the stream, ends it without
+    one.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        decoder: StreamDecoder,
+        make_request: Callable[[TextOutput], Request],
+        *,
+        logprobs: bool,
+        progress: Progress | None,
+        on_end: Callable[[], object] | None = None,
+    ) -> None:
+        """``on_end``: called in the engine's thread when all is there; nothing is read before."""
+        self._engine, self._progress, self._inbox = engine, progress, _Inbox()
         self._items: Iterator[_Item] = iter(())  # of the step that is being read
         self._finish_reason: FinishReason | None = None
         self._ended = False
+        self._output = output = TextOutput(decoder, self._inbox.put, logprobs=logprobs)
+        output.on_end, output.delivers_at_end = on_end, on_end is not None
+        self._request = output.request = make_request(output)
+        output.reports_progress = progress is not None
         self._read_lock = threading.Lock()
-        output.request, output.reports_progress = request, progress is not None
-        engine.submit(request)
+        engine.submit(self._request)
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -271,14 +319,15 @@ class _Reader:
         """Delivers nothing before all of it is there, so that the model need not wait for the reader."""
         self._output.delivers_at_end = True
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Ends the stream."""
         if not self._ended:
             self._ended, self._finish_reason = True, "cancelled"
             self._engine.cancel(self._request)
 
     def __del__(self) -> None:
         if hasattr(self, "_read_lock"):
-            self._close()
+            self.close()
 
     def _next_chunk(self) -> Chunk | None:
         """The next chunk of those that came; None if the items of another step have to come first.
@@ -317,7 +366,7 @@ class _Reader:
         try:
             yield
         except BaseException:
-            self._close()
+            self.close()
             self._finish_reason = None
             raise
         finally:
@@ -333,35 +382,6 @@ class _Reader:
             logprobs=tuple(c for chunk in chunks for c in chunk.logprobs or ()) if self._output.logprobs else None,
             drafts=self.drafts,
         )
-
-
-class Stream(_Reader):
-    """An iterator of `Chunk`, and a context manager.
-
-    The model writes on while chunks are read, up to `MAX_UNREAD` ahead.  ``cancel`` may be called from any thread:
-    the work stops before the next step, and a last chunk says so.  ``close``, or dropping the stream, ends it without
-    one.
-    """
-
-    def __init__(
-        self,
-        engine: Engine,
-        decoder: StreamDecoder,
-        make_request: Callable[[TextOutput], Request],
-        *,
-        logprobs: bool,
-        progress: Progress | None,
-        on_end: Callable[[], object] | None = None,
-    ) -> None:
-        """``on_end``: called in the engine's thread when all is there; nothing is read before."""
-        self._queue: queue.SimpleQueue[list[_Item]] = queue.SimpleQueue()
-        output = TextOutput(decoder, self._queue.put, logprobs=logprobs)
-        output.on_end, output.delivers_at_end = on_end, on_end is not None
-        super().__init__(engine, make_request(output), output, progress)
-
-    def close(self) -> None:
-        """Ends the stream."""
-        self._close()
 
     def __iter__(self) -> Self:
         return self
@@ -379,8 +399,21 @@ class Stream(_Reader):
         self._engine.check_may_wait()
         with self._reading():
             while (chunk := self._next_chunk()) is None:
-                items = self._engine.wait_for(self._queue)
+                items = self._engine.wait_for(self._inbox.items)
                 self._items = iter(items)
+            return chunk
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Chunk:
+        """As `__next__`, while other tasks go on; cancelling the task ends the stream."""
+        if self._ended:
+            raise StopAsyncIteration
+        self._engine.check_may_wait()
+        with self._reading():
+            while (chunk := self._next_chunk()) is None:
+                self._items = iter(await self._inbox.get())
             return chunk
 
     def __enter__(self) -> Self:
@@ -389,73 +422,22 @@ class Stream(_Reader):
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
+
+    async def aclose(self) -> None:
+        """As `close`, for `contextlib.aclosing`."""
+        self.close()
+
     def read(self) -> Completion:
         """Waits for what is still to come, and returns it as one."""
         self.deliver_at_end()
         return self._completion(list(self))
 
-
-class AsyncStream(_Reader):
-    """As `Stream`, for ``async for``; read by tasks of the event loop that it was made in, or for."""
-
-    def __init__(
-        self,
-        engine: Engine,
-        decoder: StreamDecoder,
-        make_request: Callable[[TextOutput], Request],
-        *,
-        logprobs: bool,
-        progress: Progress | None,
-        loop: asyncio.AbstractEventLoop | None = None,
-    ) -> None:
-        import asyncio
-
-        loop = asyncio.get_running_loop() if loop is None else loop
-        items: asyncio.Queue[list[_Item]] = asyncio.Queue()
-
-        def deliver(step: list[_Item]) -> None:
-            with contextlib.suppress(RuntimeError):  # a loop that was closed has nobody who would read it
-                loop.call_soon_threadsafe(items.put_nowait, step)
-
-        self._queue, self._loop = items, loop
-        output = TextOutput(decoder, deliver, logprobs=logprobs)
-        super().__init__(engine, make_request(output), output, progress)
-
-    async def aclose(self) -> None:
-        """Ends the stream."""
-        self._close()
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> Chunk:
-        """The next chunk.
-
-        Raises:
-            StopAsyncIteration: it has ended.
-            ClosedError: the model was closed.
-            UsageError: another event loop asks for it, or a logits processor, in whose thread nothing can be waited
-                for.
-        """
-        import asyncio
-
-        if self._ended:
-            raise StopAsyncIteration
-        self._engine.check_may_wait()
-        if asyncio.get_running_loop() is not self._loop:
-            raise UsageError("this stream belongs to another event loop: read it in the loop that it was made in")
-        with self._reading():
-            while (chunk := self._next_chunk()) is None:
-                self._items = iter(await self._queue.get())
-            return chunk
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.aclose()
-
-    async def read(self) -> Completion:
-        """Waits for what is still to come, and returns it as one."""
+    async def aread(self) -> Completion:
+        """As `read`, while other tasks go on."""
         self.deliver_at_end()
         return self._completion([chunk async for chunk in self])

@@ -71,6 +71,7 @@ THEIR_OPTIONS = each(
         "num_ctx n_ctx context": "give context= to localllm.load",
         "pad_token_id eos_token_id bos_token_id": _IN_THE_FILE,
         "keep_alive use_cache": _BY_ITSELF,
+        "loop": "a stream can be read in any event loop: leave it out",
         "suffix tfs_z stopping_criteria functions tool_choice images num_beams": _NOT_HERE,
     }
 )
@@ -125,6 +126,7 @@ THEIR_NAMES = each(
         "LlamaGrammar": "localllm.compat.LlamaGrammar, or grammar= of LLM.generate",
         "Model AutoModel AutoModelForCausalLM pipeline Client load_model from_pretrained": "localllm.load",
         "generate chat stream complete": "localllm.load() and the LLM that it gives",
+        "AsyncStream": "localllm.Stream, which is for async for too",
         "AutoTokenizer": "LLM.tokenizer",
         "pull download": "the command localllm pull, or localllm.library.pull.pull",
         "list models list_models": "the command localllm models",

@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any, Never, Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Never, Self, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
 from localllm.checks import check_keywords, mappings, text, token_ids, whole_number
-from localllm.completion import AsyncStream, Completion, Stream
+from localllm.completion import Completion, Stream
 from localllm.declared_options import CheckedOptions, LoadOptions, SplitMode, declared, describes
 from localllm.engine.engine import MAX_WAITING, STEP_S, Counts, Engine
 from localllm.engine.request import Request
@@ -38,16 +38,12 @@ from localllm.tokenizer.stream import StreamDecoder
 
 # jinja2, which it imports, takes a good part of the time to the first token of those that do not chat.
 if TYPE_CHECKING:
-    import asyncio
-
     from localllm.chat import ChatTemplate
     from localllm.chat.conversation import Message
     from localllm.sampling.grammar import Constraint, Grammars
 
     #: Messages of a chat, as OpenAI's API has them or in the form of `localllm.chat.conversation`.
     Messages = Sequence[Message | Mapping[str, object]]
-
-_Reader = TypeVar("_Reader", Stream, AsyncStream)
 
 #: Prompts of `LLM.generate_many` that are under way at once.
 _AT_ONCE = 64
@@ -395,7 +391,7 @@ class LLM:
             GrammarError: ``json_schema``, ``regex`` or ``grammar`` cannot be used.
             ContextLengthError: the prompt is too long; see ``overflow``.
         """
-        return self._stream(Stream, prompt, add_special, parse_special, CheckedOptions.of(options)).read()
+        return self._stream(prompt, add_special, parse_special, CheckedOptions.of(options)).read()
 
     def stream(
         self,
@@ -405,8 +401,11 @@ class LLM:
         parse_special: bool = False,
         **options: Unpack[Options],
     ) -> Stream:
-        """As `generate`, but an iterator of chunks, as they come.  Closing it stops the work."""
-        return self._stream(Stream, prompt, add_special, parse_special, CheckedOptions.of(options))
+        """As `generate`, but an iterator of chunks, as they come, for ``for`` and ``async for``.
+
+        Closing it stops the work.  Where a long prompt must not hold up an event loop, call it in another thread.
+        """
+        return self._stream(prompt, add_special, parse_special, CheckedOptions.of(options))
 
     def chat(
         self,
@@ -435,7 +434,7 @@ class LLM:
             TypeError, UsageError, ContextLengthError: as `generate`.
         """
         given = CheckedOptions.of(options)
-        stream = self._stream_chat(Stream, messages, tools, template_variables, reply_prefix, given)
+        stream = self._stream_chat(messages, tools, template_variables, reply_prefix, given)
         return self._answer(stream.read(), stream.tokens, tools)
 
     def stream_chat(
@@ -452,7 +451,7 @@ class LLM:
         Their text is all that the model writes: `localllm.chat.ReplyParser` takes it apart.
         """
         given = CheckedOptions.of(options)
-        return self._stream_chat(Stream, messages, tools, template_variables, reply_prefix, given)
+        return self._stream_chat(messages, tools, template_variables, reply_prefix, given)
 
     def generate_many(
         self,
@@ -505,13 +504,13 @@ class LLM:
         try:
             while True:
                 for i, prompt in islice(chain(refused, numbered), _AT_ONCE - len(streams)):
-                    reader = partial(Stream, on_end=partial(ended.put, i))
+                    on_end = partial(ended.put, i)
                     try:
                         if _is_chat(prompt):
-                            streams[i] = self._stream_chat(reader, prompt, None, None, "", given)
+                            streams[i] = self._stream_chat(prompt, None, None, "", given, on_end=on_end)
                             chats.add(i)
                         else:
-                            streams[i] = self._stream(reader, prompt, add_special, parse_special, given)
+                            streams[i] = self._stream(prompt, add_special, parse_special, given, on_end=on_end)
                     except Exception as error:
                         if streams and isinstance(error, QueueFullError):
                             refused = [(i, prompt)]  # it is tried again when one of ours has ended
@@ -550,24 +549,7 @@ class LLM:
     ) -> Completion:
         """As `generate`, for asyncio: other tasks go on meanwhile, and cancelling the task stops the work."""
         given = CheckedOptions.of(options)
-        return await self._stream(AsyncStream, prompt, add_special, parse_special, given).read()
-
-    def astream(
-        self,
-        prompt: str | Sequence[int],
-        *,
-        add_special: bool = True,
-        parse_special: bool = False,
-        loop: asyncio.AbstractEventLoop | None = None,
-        **options: Unpack[Options],
-    ) -> AsyncStream:
-        """As `stream`, for ``async for`` in a task.
-
-        With the ``loop`` that will read it, the call may be made in another thread: tokenizing a long prompt, and
-        running a chat template, then hold up no other task.
-        """
-        reader = partial(AsyncStream, loop=loop)
-        return self._stream(reader, prompt, add_special, parse_special, CheckedOptions.of(options))
+        return await self._stream(prompt, add_special, parse_special, given).aread()
 
     async def achat(
         self,
@@ -580,23 +562,11 @@ class LLM:
     ) -> Completion:
         """As `chat`, for asyncio: other tasks go on meanwhile, and cancelling the task stops the work."""
         given = CheckedOptions.of(options)
-        stream = self._stream_chat(AsyncStream, messages, tools, template_variables, reply_prefix, given)
-        return self._answer(await stream.read(), stream.tokens, tools)
+        stream = self._stream_chat(messages, tools, template_variables, reply_prefix, given)
+        return self._answer(await stream.aread(), stream.tokens, tools)
 
-    def astream_chat(
-        self,
-        messages: Messages,
-        *,
-        tools: Sequence[Mapping[str, object]] | None = None,
-        template_variables: Mapping[str, object] | None = None,
-        reply_prefix: str = "",
-        loop: asyncio.AbstractEventLoop | None = None,
-        **options: Unpack[Options],
-    ) -> AsyncStream:
-        """As `stream_chat`, for ``async for`` in a task; ``loop`` as of `astream`."""
-        given = CheckedOptions.of(options)
-        reader = partial(AsyncStream, loop=loop)
-        return self._stream_chat(reader, messages, tools, template_variables, reply_prefix, given)
+    #: The same under names that say what they are for.
+    astream, astream_chat = stream, stream_chat
 
     def prepare_grammars(self) -> None:
         """Does what the first ``json_schema``, ``regex`` or ``grammar`` needs; later calls do nothing.
@@ -696,19 +666,19 @@ class LLM:
 
     def _stream(
         self,
-        reader: Callable[..., _Reader],
         prompt: str | Sequence[int],
         add_special: bool,
         parse_special: bool,
         given: CheckedOptions,
-    ) -> _Reader:
+        on_end: Callable[[], object] | None = None,
+    ) -> Stream:
         context = self._opened().context
         ids = self._prompt_ids(prompt, add_special, parse_special)
         if given.overflow == "truncate":
             ids = truncate(ids, context - given.room(context), self._tokenizer.bos_id)
         # After a text its first space is part of what follows; after BOS alone, or a control token, it is not.
         continuation = not self._tokenizer.is_special(ids[-1])
-        return self._start(reader, ids, given, continuation=continuation, truncatable=True)
+        return self._start(ids, given, continuation=continuation, truncatable=True, on_end=on_end)
 
     def _continued(
         self, prompt: str | Sequence[int], continuation: str | Sequence[int], add_special: bool
@@ -747,13 +717,13 @@ class LLM:
 
     def _stream_chat(
         self,
-        reader: Callable[..., _Reader],
         messages: Messages,
         tools: Sequence[Mapping[str, object]] | None,
         variables: Mapping[str, object] | None,
         reply_prefix: str,
         given: CheckedOptions,
-    ) -> _Reader:
+        on_end: Callable[[], object] | None = None,
+    ) -> Stream:
         from localllm.chat.conversation import read_messages
 
         context = self._opened().context
@@ -768,12 +738,12 @@ class LLM:
             ids = encode(without_turns(chat, n))
         # What follows a prefix begins with a space of its own.
         return self._start(
-            reader,
             ids,
             given,
             continuation=bool(reply_prefix),
             template="" if reply_prefix else self._template_source.text or "",
             truncatable=n_turns > 1,
+            on_end=on_end,
         )
 
     def _answer(
@@ -826,14 +796,14 @@ class LLM:
 
     def _start(
         self,
-        reader: Callable[..., _Reader],
         ids: list[int],
         given: CheckedOptions,
         *,
         continuation: bool,
         truncatable: bool,
         template: str = "",
-    ) -> _Reader:
+        on_end: Callable[[], object] | None = None,
+    ) -> Stream:
         """Submits a request.
 
         Args:
@@ -882,7 +852,14 @@ class LLM:
             draft_max=given.draft_max,
             adapters=self._shares(given.adapters),
         )
-        return reader(engine, decoder, make_request, logprobs=sampling.logprobs is not None, progress=given.progress)
+        return Stream(
+            engine,
+            decoder,
+            make_request,
+            logprobs=sampling.logprobs is not None,
+            progress=given.progress,
+            on_end=on_end,
+        )
 
     def _shares(self, wanted: Mapping[str, float] | None) -> tuple[float, ...]:
         """How much a request gets of each adapter; nothing at all where that is 0 of each."""

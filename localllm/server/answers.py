@@ -27,7 +27,7 @@ from localllm.chat.conversation import Message, ToolCall
 from localllm.chat.rendering import described_tools
 from localllm.chat.reply import ReplyParser
 from localllm.chat.thinking import Piece
-from localllm.completion import AsyncStream, Chunk
+from localllm.completion import Chunk, Stream
 from localllm.declared_options import CheckedOptions, Sampling, declared
 from localllm.engine.request import FinishReason, Timings, Usage
 from localllm.errors import ClosedError
@@ -230,7 +230,7 @@ class Answer:
         ask: Ask,
         served: ServedModel,
         llm: LLM,
-        streams: list[AsyncStream],
+        streams: list[Stream],
         on_close: Callable[[Answer], object],
         begun_at: float,
         load_s: float,
@@ -307,7 +307,7 @@ class Answer:
             reply.warnings = [*self.ask.warnings, *reply.warnings]
         yield Part(index, end=reply)
 
-    def _parser(self, stream: AsyncStream) -> ReplyParser:
+    def _parser(self, stream: Stream) -> ReplyParser:
         return ReplyParser.after(stream.tokens[: self.prompt_tokens], self.llm.tokenizer, self.ask.tools)
 
     async def read(self) -> list[Reply]:
@@ -392,8 +392,7 @@ class Desk:
             served, llm = await self.models.acquire(ask.model)
             load_s = time.perf_counter() - began
             try:
-                loop = asyncio.get_running_loop()
-                streams = await self._run(request, self._threads, _submit, ask, llm, client, loop)
+                streams = await self._run(request, self._threads, _submit, ask, llm, client)
                 break
             except ClosedError:  # it was unloaded between the two
                 self.models.release(served)
@@ -488,24 +487,24 @@ def _stopping() -> HTTPError:
     return HTTPError(503, "the server is stopping: send the request again later", "stopping")
 
 
-def _submit(ask: Ask, llm: LLM, client: str, loop: asyncio.AbstractEventLoop) -> list[AsyncStream]:
-    begin: Callable[..., AsyncStream]
+def _submit(ask: Ask, llm: LLM, client: str) -> list[Stream]:
+    begin: Callable[..., Stream]
     if ask.messages is None:
         _check_length(ask.prompt, llm.info.context)
-        begin = partial(llm.astream, ask.prompt, parse_special=ask.special)
+        begin = partial(llm.stream, ask.prompt, parse_special=ask.special)
     else:
         template = llm.chat_template.source
         is_strict = any(tool["function"].get("strict") for tool in ask.tools)
         calls_in_json = "<tool_call>" in template and "<function=" not in template and "<arg_key>" not in template
         if is_strict and calls_in_json and not {"json_schema", "regex", "grammar"} & ask.options.keys():
             ask.options["grammar"] = calls_grammar(ask.tools)
-        begin = partial(llm.astream_chat, **ask.chat_arguments(llm))
-    streams: list[AsyncStream] = []
+        begin = partial(llm.stream_chat, **ask.chat_arguments(llm))
+    streams: list[Stream] = []
     try:
         for index in range(ask.n):
             seed = ask.options.get("seed")
             more = {} if seed is None else {"seed": (seed + index) % (1 << 64)}
-            streams.append(begin(loop=loop, client=client, **{**ask.options, **more}))
+            streams.append(begin(client=client, **{**ask.options, **more}))
     except BaseException:
         for stream in streams:
             stream.cancel()

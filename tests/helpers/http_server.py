@@ -64,7 +64,7 @@ class ScriptedLLM(LLM):
         super().__init__(load_parts(LoadOptions(**options)))
         self._reply = reply
 
-    def _start(self, reader: Any, ids: list[int], given: Any, **more: Any) -> Any:
+    def _start(self, ids: list[int], given: Any, **more: Any) -> Any:
         tokenizer = self.tokenizer
         text, schema = self._reply(tokenizer.decode(ids, special=True)), given.sampling.json_schema
         if schema is not None:  # a call that is forced has no tags around it
@@ -83,7 +83,7 @@ class ScriptedLLM(LLM):
 
         given = replace(given, sampling=given.sampling.replace(processors=(follow,)))
         more["continuation"] = True
-        return super()._start(reader, ids, given, **more)
+        return super()._start(ids, given, **more)
 
 
 def scripted(reply: Callable[[str], str] | str, **options: Any) -> Loader:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from localllm.completion import MAX_UNREAD, AsyncStream, Chunk, Stream, TextOutput
+from localllm.completion import MAX_UNREAD, Chunk, Stream, TextOutput
 from localllm.engine.request import Request
 from localllm.errors import ClosedError, UsageError
 from localllm.kernels.backend import Batch
@@ -45,28 +45,21 @@ class Models:
     def __init__(self) -> None:
         self.engine, self.step = fake_engine(CONTEXT, parallel=4, max_tokens=16)
 
-    def stream(self, prompt: list[int], n: int | None = None, **options: Any) -> Stream:
-        return self._start(Stream, prompt, n, **options)
-
-    def astream(self, prompt: list[int], n: int | None = None, **options: Any) -> AsyncStream:
-        return self._start(AsyncStream, prompt, n, **options)
-
-    def _start(
+    def stream(
         self,
-        reader: type[Any],
         prompt: list[int],
-        n: int | None,
+        n: int | None = None,
         *,
         progress: Any = None,
         stop: int | None = None,
         logprobs: bool = False,
         **options: Any,
-    ) -> Any:
+    ) -> Stream:
         def make_request(output: TextOutput) -> Request:
             return writing(prompt, n, output=output, **options)  # type: ignore[arg-type]
 
         decoder: Any = Numbers(stop)
-        return reader(self.engine, decoder, make_request, logprobs=logprobs, progress=progress)
+        return Stream(self.engine, decoder, make_request, logprobs=logprobs, progress=progress)
 
     def hold(self, n_batches: int = 0) -> threading.Event:
         """Holds up the engine before the step after the next ``n_batches``, until the event that is returned."""
@@ -360,12 +353,12 @@ def test_closing_the_engine_ends_a_read(models: Models) -> None:
 def test_tasks_read_what_threads_read(models: Models) -> None:
     async def main() -> None:
         expected = greedy_after([1, 2], 20)
-        chunks = [chunk async for chunk in models.astream([1, 2], 20)]
+        chunks = [chunk async for chunk in models.stream([1, 2], 20)]
         assert ids_of(chunks) == expected
         assert chunks[-1].finish_reason == "length"
-        completion = await models.astream([1, 2], 20).read()
+        completion = await models.stream([1, 2], 20).aread()
         assert (list(completion.ids), completion.text) == (expected, text_of(expected))
-        texts = await asyncio.gather(*(models.astream([i], 30).read() for i in range(20)))
+        texts = await asyncio.gather(*(models.stream([i], 30).aread() for i in range(20)))
         assert [list(text.ids) for text in texts] == [greedy_after([i], 30) for i in range(20)]
 
     asyncio.run(main())
@@ -373,9 +366,9 @@ def test_tasks_read_what_threads_read(models: Models) -> None:
 
 def test_a_task_that_stops_reading_holds_up_nobody(models: Models) -> None:
     async def main() -> None:
-        slow = models.astream([1])
+        slow = models.stream([1])
         assert (await anext(slow)).ids == (greedy_after([1], 1)[0],)
-        assert list((await models.astream([2], 100).read()).ids) == greedy_after([2], 100)
+        assert list((await models.stream([2], 100).aread()).ids) == greedy_after([2], 100)
         rest = [(await anext(slow)).ids[0] for _ in range(150)]
         assert rest == greedy_after([1], 151)[1:]
         await slow.aclose()
@@ -389,7 +382,7 @@ def test_other_tasks_go_on_while_one_waits(models: Models) -> None:
     go_on = models.hold()
 
     async def main() -> None:
-        waits = asyncio.create_task(models.astream([1], 3).read())
+        waits = asyncio.create_task(models.stream([1], 3).aread())
         for _ in range(3):
             await asyncio.sleep(0)
         assert not waits.done()
@@ -399,7 +392,7 @@ def test_other_tasks_go_on_while_one_waits(models: Models) -> None:
     asyncio.run(main())
 
 
-async def read_slowly(stream: AsyncStream) -> None:
+async def read_slowly(stream: Stream) -> None:
     async with stream:
         async for _ in stream:
             await asyncio.sleep(0.002)
@@ -410,7 +403,7 @@ def test_a_task_that_is_cancelled_stops_the_work(models: Models) -> None:
     models.step.before_step = lambda batch: goes_on.wait(60) and None
 
     async def main() -> None:
-        task = asyncio.create_task(models.astream([1]).read())
+        task = asyncio.create_task(models.stream([1]).aread())
         while not models.step.batches:
             await asyncio.sleep(0.001)
         task.cancel()
@@ -418,7 +411,7 @@ def test_a_task_that_is_cancelled_stops_the_work(models: Models) -> None:
             await task
         goes_on.set()
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(read_slowly(models.astream([2])), 0.01)
+            await asyncio.wait_for(read_slowly(models.stream([2])), 0.01)
 
     asyncio.run(main())
     assert eventually(lambda: n_requests(models.engine) == 0)
@@ -426,7 +419,7 @@ def test_a_task_that_is_cancelled_stops_the_work(models: Models) -> None:
 
 def test_cancelling_a_stream_of_a_task_says_so(models: Models) -> None:
     async def main() -> None:
-        stream = models.astream([1])
+        stream = models.stream([1])
         first = await anext(stream)
         stream.cancel()
         *rest, last = [chunk async for chunk in stream]
@@ -437,10 +430,10 @@ def test_cancelling_a_stream_of_a_task_says_so(models: Models) -> None:
 
 
 def test_a_loop_that_was_closed_harms_nobody(models: Models) -> None:
-    kept: list[AsyncStream] = []
+    kept: list[Stream] = []
 
     async def main() -> None:
-        kept.append(models.astream([1] * 50, 100))
+        kept.append(models.stream([1] * 50, 100))
         kept[0].deliver_at_end()
 
     go_on = models.hold()
@@ -457,43 +450,38 @@ def test_errors_reach_a_task(models: Models) -> None:
     async def main() -> None:
         for options in ({"progress": fail}, {"sampling": Sampling(processors=(fail,))}):
             with pytest.raises(RuntimeError, match="StopAsyncIteration"):
-                await models.astream([1], 5, **options).read()
-        two = models.astream([1])
+                await models.stream([1], 5, **options).aread()
+        two = models.stream([1])
         with pytest.raises(UsageError, match="already being read"):
-            await asyncio.gather(two.read(), two.read())
-        stream = models.astream([1])
+            await asyncio.gather(two.aread(), two.aread())
+        stream = models.stream([1])
         await anext(stream)
         closing = asyncio.to_thread(models.engine.close)
         with pytest.raises(ClosedError):
-            await asyncio.gather(stream.read(), closing)
+            await asyncio.gather(stream.aread(), closing)
 
     asyncio.run(main())
 
 
 def test_a_processor_cannot_wait_for_its_own_model_in_a_loop_of_its_own(models: Models) -> None:
     async def ask() -> None:
-        await models.astream([2], 3).read()
+        await models.stream([2], 3).aread()
 
     stream = processing(models, lambda: asyncio.run(ask()))
     with pytest.raises(UsageError, match="call it from another thread"):
         stream.read()
 
 
-def test_a_stream_of_another_loop_is_refused(models: Models) -> None:
-    async def start() -> AsyncStream:
-        return models.astream([1], 3)
+def test_a_stream_is_read_in_any_loop_and_thread(models: Models) -> None:
+    async def read(stream: Stream, n: int) -> list[int]:
+        return ids_of([await anext(stream) for _ in range(n)])
 
-    async def read(stream: AsyncStream) -> None:
-        await anext(stream)
+    async def begin() -> Stream:
+        return models.stream([1], 100)
 
-    with pytest.raises(UsageError, match="belongs to another event loop"):
-        asyncio.run(read(asyncio.run(start())))
-
-
-def test_streams_outside_of_a_loop_are_refused(models: Models) -> None:
-    with pytest.raises(RuntimeError, match="no running event loop"):
-        models.astream([1])
-    assert n_requests(models.engine) == 0
+    stream = asyncio.run(begin())
+    ids = asyncio.run(read(stream, 30)) + ids_of([next(stream) for _ in range(30)]) + asyncio.run(read(stream, 30))
+    assert ids + list(asyncio.run(stream.aread()).ids) == greedy_after([1], 100)
 
 
 def test_a_request_that_is_refused_leaves_nothing(models: Models) -> None:

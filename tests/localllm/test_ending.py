@@ -155,7 +155,7 @@ WRITING = {
     "asyncio": """
         llm = load(); keep = busy(llm)
         async def main():
-            async for chunk in llm.astream('Hello'): break
+            async for chunk in llm.stream('Hello'): break
         run(main)
         """,
     "asyncio, a task left": """
@@ -175,7 +175,7 @@ WRITING = {
         llm = load(); keep = busy(llm); loop = asyncio.new_event_loop()
         async def main():
             global stream
-            stream = llm.astream('Hello', ignore_eos=True)
+            stream = llm.stream('Hello', ignore_eos=True)
             return await anext(stream)
         loop.run_until_complete(main())
         """,
@@ -183,7 +183,7 @@ WRITING = {
         llm = load()
         async def main():
             global stream
-            stream = llm.astream('Hello', ignore_eos=True)
+            stream = llm.stream('Hello', ignore_eos=True)
             await anext(stream)
         run(main)
         """,
@@ -386,7 +386,7 @@ OTHERS = {
         llm = load(); loop = asyncio.new_event_loop()
         t = threading.Thread(target=loop.run_forever, daemon=True); t.start()
         async def read():
-            async for chunk in llm.astream('Hello', ignore_eos=True): pass
+            async for chunk in llm.stream('Hello', ignore_eos=True): pass
         future = asyncio.run_coroutine_threadsafe(read(), loop); time.sleep(0.02)
         """),
     "handler that asks a daemon's event loop": Ending(
@@ -538,7 +538,7 @@ OTHERS = {
         llm = load(); begun = threading.Event()
         async def read():
             while True:
-                async for chunk in llm.astream('Hello', ignore_eos=True): begun.set()
+                async for chunk in llm.stream('Hello', ignore_eos=True): begun.set()
         threading.Thread(target=run, args=(read,), daemon=True).start(); begun.wait(); step()
         """),
     "a thread goes on after the script": Ending(
@@ -624,7 +624,7 @@ OTHERS = {
         llm = load()
         async def read():
             while True:
-                async for chunk in llm.astream('Hello', ignore_eos=True): pass
+                async for chunk in llm.stream('Hello', ignore_eos=True): pass
         with interruptible(): run(read)
         """,
         code=-signal.SIGINT,
@@ -652,7 +652,7 @@ OTHERS = {
         import uvloop
         llm = load(); keep = busy(llm)
         async def main():
-            async for chunk in llm.astream('Hello'): break
+            async for chunk in llm.stream('Hello'): break
         uvloop.run(main()); step()
         """,
         needs="uvloop",
@@ -674,7 +674,7 @@ OTHERS = {
         llm = load(); keep = busy(llm)
         async def main():
             global stream
-            stream = llm.astream('Hello', ignore_eos=True)
+            stream = llm.stream('Hello', ignore_eos=True)
             await anext(stream)
         uvloop.run(main()); step()
         """,
@@ -686,7 +686,7 @@ OTHERS = {
         llm = load(); begun = threading.Event()
         async def read():
             while True:
-                async for chunk in llm.astream('Hello', ignore_eos=True): begun.set()
+                async for chunk in llm.stream('Hello', ignore_eos=True): begun.set()
         threading.Thread(target=lambda: uvloop.run(read()), daemon=True).start(); begun.wait(); step()
         """,
         needs="uvloop",

@@ -14,7 +14,6 @@ from tests.helpers.data import ROOT
 
 PUBLIC = [
     "LLM",
-    "AsyncStream",
     "ChatTemplate",
     "Choice",
     "Chunk",
