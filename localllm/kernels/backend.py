@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.errors import KernelError
-from localllm.kernels.graph import Embed, ExpertLinears, ExpertOutput, Graph, LayerTag, Value, Weight
+from localllm.kernels.graph import Embed, ExpertLinears, ExpertOutput, Graph, Input, LayerTag, Value, Weight
 from localllm.quant.formats import dequantize
 
 #: Called with each weight of a file once it was packed.
@@ -62,8 +62,12 @@ class Batch:
                 f"{max_tokens} and {max_outputs}"
             )
 
-    def check(self, cache: Cache) -> None:
-        """Makes sure that no index leads outside the batch or the cache."""
+    def check(self, cache: Cache, n_joined: int = 1) -> None:
+        """Makes sure that no index leads outside the batch or the cache.
+
+        Args:
+            n_joined: rows from each output's on that are read (`Graph.n_joined`).
+        """
         n_tokens, starts = len(self.ids), self.query_starts.tolist()
         if starts[0] != 0 or starts[-1] != n_tokens or any(a >= b for a, b in pairwise(starts)):
             raise KernelError(f"a batch of {n_tokens} tokens cannot be cut at {starts}")
@@ -86,7 +90,7 @@ class Batch:
                     raise KernelError(f"a batch names a page outside a cache of {cache.n_pages[group]}")
         # Lists: of few numbers NumPy's own minimum takes many times as long.
         outputs = self.outputs.tolist()
-        if outputs and not 0 <= min(outputs) <= max(outputs) < n_tokens:
+        if outputs and not 0 <= min(outputs) <= max(outputs) <= n_tokens - n_joined:
             raise KernelError(f"a batch wants the logits of a row that is none of its {n_tokens} tokens")
         if len(self.draws) and self.draws.shape != (len(outputs), 5):
             raise KernelError(f"a batch of {len(outputs)} outputs needs as many draws, not {list(self.draws.shape)}")
@@ -273,8 +277,9 @@ class Step(ABC):
         raise KernelError("only the CPU and the reference keep values to be watched: choose one of them")
 
 
-def input_rows(hidden: Output | None, n_tokens: int, width: int) -> NDArray[np.float32]:
+def input_rows(hidden: Output | None, n_tokens: int, op: Input) -> NDArray[np.float32]:
     """The hidden states [n_tokens, width] that a part of a graph begins with, once they are there."""
+    width = op.x.width if op.total is None else op.total
     if hidden is None:
         raise KernelError(f"this part of a model begins with hidden states of {width} values, but was given none")
     rows = hidden.rows()
@@ -283,7 +288,7 @@ def input_rows(hidden: Output | None, n_tokens: int, width: int) -> NDArray[np.f
             f"this part of a model was given hidden states {list(rows.shape)} in {rows.dtype}, but needs "
             f"{[n_tokens, width]} in float32"
         )
-    return rows
+    return rows[:, op.first : op.first + op.x.width]
 
 
 # -- Backends ------------------------------------------------------------------------------------------------------

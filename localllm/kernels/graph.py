@@ -49,9 +49,9 @@ CACHE_TYPES: tuple[CacheType, ...] = ("f16", "q8_0")
 #: What a soft-cap may be.  Beyond, float32 could not hold scores divided by it, or would not tell it from none.
 MIN_SOFTCAP, MAX_SOFTCAP = 1e-6, 1e6
 
-#: What `Gated` can apply, and of these what `Activation` can.
-ACTIVATIONS = ("silu", "gelu", "gelu_erf", "relu2", "sigmoid", "identity", "clamped_swiglu", "softplus")
-UNGATED = ("silu", "gelu", "gelu_erf", "relu2")
+#: What `Activation` can apply, and what `Gated` can.
+UNGATED = ("silu", "gelu", "gelu_erf", "gelu_quick", "relu2")
+ACTIVATIONS = (*UNGATED, "sigmoid", "identity", "clamped_swiglu", "softplus")
 #: And what `HeadGate` can.
 HEAD_GATES = ("sigmoid", "softplus")
 
@@ -317,9 +317,14 @@ class Operation(Generic[R]):
 
 @dataclass(frozen=True, eq=False)
 class Input(Operation[Tensor]):
-    """A tensor that another device computed, with which a part of a graph begins."""
+    """Rows that a step is given: what another device computed, with which a part of a graph begins.
+
+    Several tensors may come side by side: each is the columns from ``first`` on of ``total``.
+    """
 
     x: Tensor
+    first: int = 0
+    total: int | None = None
 
     @cached_property
     def inputs(self) -> tuple[Value, ...]:
@@ -1001,14 +1006,22 @@ class Softcap(Operation[Tensor]):
 
 @dataclass(frozen=True, eq=False)
 class Outputs(Operation[Tensor]):
-    """The rows of x [T, d] whose logits are wanted: [N, d]."""
+    """The rows of x [T, d] whose logits are wanted: [N, d].
+
+    With ``n_joined``, that row and those behind it, so many in all, side by side: [N, n_joined * d]; or with
+    ``is_mean`` their mean, [N, d].  So encoders of pictures merge neighbouring patches.
+    """
 
     x: Tensor
+    n_joined: int = 1
+    is_mean: bool = False
 
     @cached_property
     def result(self) -> Tensor:
         _check_rows(Rows.TOKENS, self.x)
-        return Tensor(Rows.OUTPUTS, self.x.width)
+        if self.n_joined < 1:
+            raise KernelError(f"{self.n_joined} rows cannot be joined: give at least 1")
+        return Tensor(Rows.OUTPUTS, self.x.width * (1 if self.is_mean else self.n_joined))
 
 
 # -- Graphs --------------------------------------------------------------------------------------------------------
@@ -1125,6 +1138,11 @@ class Graph:
     def is_causal(self) -> bool:
         """Whether no token sees one behind it; otherwise a text has to come in one batch."""
         return all(n.operation.causal for n in self.nodes if isinstance(n.operation, Attention))
+
+    @property
+    def n_joined(self) -> int:
+        """Rows from an output's on that it may be made of."""
+        return max((n.operation.n_joined for n in self.nodes if isinstance(n.operation, Outputs)), default=1)
 
     def n_chosen(self) -> int:
         """Experts that each token goes to; 0 without any."""

@@ -190,7 +190,7 @@ class ReferenceStep(Step):
 
     def run(self, batch: Batch, hidden: Output | None = None) -> Output:
         batch.check_size(*self._limits)
-        batch.check(self.cache)
+        batch.check(self.cache, self._graph.n_joined)
         # Weights of any size make numbers of any size: the results are then what IEEE 754 says, as on others.
         with self._in_step, np.errstate(all="ignore"):
             run = _Run(batch, hidden, self.cache, self._graph, self._arrays, self._tables)
@@ -229,7 +229,7 @@ class _Run:
     values: dict[Value, Any] = field(default_factory=dict)
 
     def input(self, op: g.Input) -> Array:
-        return input_rows(self.hidden, len(self.batch.ids), op.x.width)
+        return input_rows(self.hidden, len(self.batch.ids), op)
 
     def embed(self, op: g.Embed) -> Array:
         ids = self.batch.rows_of(op.table.shape[0], by_position=op.by_position)
@@ -480,8 +480,8 @@ class _Run:
         return soft_capped(self.values[op.x], op.cap)
 
     def outputs(self, op: g.Outputs) -> Array:
-        rows: Array = self.values[op.x][self.batch.outputs]
-        return rows
+        rows: Array = self.values[op.x][self.batch.outputs[:, None] + np.arange(op.n_joined)]  # [N, n_joined, d]
+        return rows.mean(axis=1) if op.is_mean else rows.reshape(len(rows), op.result.width)
 
 
 # -- Formulas --------------------------------------------------------------------------------------------------------
@@ -580,6 +580,12 @@ def gelu_erf(x: Array) -> Array:
     return y
 
 
+def gelu_quick(x: Array) -> Array:
+    """x * sigmoid(1.702 x), as CLIP has it.  Source: arXiv:1606.08415."""
+    y: Array = x * sigmoid(np.float32(1.702) * x)
+    return y
+
+
 def relu2(x: Array) -> Array:
     """max(x, 0)².  Source: Primer, arXiv:2109.08668."""
     y: Array = np.square(np.maximum(x, 0))
@@ -607,6 +613,7 @@ ACTIVATION_FUNCTIONS: dict[str, Callable[[Array], Array]] = {
     "silu": silu,
     "gelu": gelu,
     "gelu_erf": gelu_erf,
+    "gelu_quick": gelu_quick,
     "relu2": relu2,
     "sigmoid": sigmoid,
     "identity": identity,

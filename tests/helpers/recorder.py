@@ -108,8 +108,8 @@ class Ops:
 
     # -- Operations ------------------------------------------------------------------------------------------------
 
-    def hidden(self, width: int) -> Tensor:
-        return self._graph.add(g.Input(Tensor(Rows.TOKENS, width)))
+    def hidden(self, width: int, first: int = 0) -> Tensor:
+        return self._graph.add(g.Input(Tensor(Rows.TOKENS, width), first))
 
     def embed(self, table: Weight, scale: float = 1.0) -> Tensor:
         return self._graph.add(g.Embed(table, scale))
@@ -144,8 +144,8 @@ class Ops:
     def softcap(self, x: Tensor, cap: float) -> Tensor:
         return self._graph.add(g.Softcap(x, cap))
 
-    def outputs(self, x: Tensor) -> Tensor:
-        return self._graph.add(g.Outputs(x))
+    def outputs(self, x: Tensor, n_joined: int = 1, is_mean: bool = False) -> Tensor:
+        return self._graph.add(g.Outputs(x, n_joined, is_mean))
 
 
 class CPUOps(Ops):

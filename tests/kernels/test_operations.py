@@ -266,6 +266,7 @@ GATES: dict[str, tuple[Callable[[Array], Array], dict[str, Any]]] = {
     "silu": (silu, {"rtol": 2e-6, "atol": 1e-30}),
     "gelu": (gelu, {"rtol": 1e-5, "atol": 1e-6}),
     "gelu_erf": (gelu_erf, {"rtol": 3e-6, "atol": 1e-6}),
+    "gelu_quick": (lambda x: x * sigmoid(1.702 * x), {"rtol": 3e-6, "atol": 1e-30}),
     "relu2": (lambda x: np.maximum(x, 0) ** 2, {}),
     "sigmoid": (sigmoid, {"atol": 1e-30}),
     "identity": (lambda x: x, {}),

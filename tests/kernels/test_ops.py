@@ -74,6 +74,28 @@ def test_outputs_are_the_wanted_rows_in_their_order(ops: Ops, width: int) -> Non
         np.testing.assert_array_equal(out, x[wanted])
 
 
+@pytest.mark.parametrize("is_mean", [False, True])
+@pytest.mark.parametrize("width", [5, 32, 100])
+def test_outputs_are_joined_of_neighbouring_rows(ops: Ops, width: int, is_mean: bool) -> None:
+    x = random(13, width)
+    table = ops.load_embedding(f32(x))
+    step = ops.compile(
+        lambda: ops.outputs(ops.embed(table), 3, is_mean),
+        ops.new_cache(CacheShape(1, 1, 16), 1),
+        max_tokens=13,
+        max_outputs=4,
+    )
+    for wanted in ([10, 0, 4], [1, 1, 2, 7], []):
+        rows = x[np.array(wanted, int)[:, None] + np.arange(3)]
+        out = step(make_batch([(range(13), 0, [0])], outputs=wanted))
+        if is_mean:
+            np.testing.assert_allclose(out, rows.mean(axis=1), rtol=1e-6, atol=1e-7)
+        else:
+            np.testing.assert_array_equal(out, rows.reshape(len(wanted), 3 * width))
+    with pytest.raises(KernelError, match="none of its 13"):
+        step(make_batch([(range(13), 0, [0])], outputs=[11]))
+
+
 # -- Norms, gates --------------------------------------------------------------------------------------------------
 
 

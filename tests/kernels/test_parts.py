@@ -53,6 +53,16 @@ def test_hidden_states_that_do_not_fit_are_refused(ops: Ops) -> None:
     np.testing.assert_array_equal(part.run(batch, HostOutput(random(3, 5))).rows(), random(3, 5))
 
 
+def test_tensors_come_side_by_side(ops: Ops) -> None:
+    tensors = [Tensor(Rows.TOKENS, n) for n in (33, 5)]
+    x, y, graph = random(3, 33), random(3, 5, seed=1), Graph()
+    for tensor, first in zip(tensors, (0, 33), strict=True):
+        graph.add(Input(tensor, first, 38))
+    graph.add(Linear(tensors[0], Matrix(f32(weight := random(5, 33, seed=2))), residual=tensors[1]))
+    out = compiled(ops, graph).run(make_batch([(range(3), 0, [0])]), HostOutput(np.hstack([x, y])))
+    np.testing.assert_allclose(out.rows(), x @ weight.T + y, rtol=1e-4, atol=1e-5)
+
+
 def test_the_largest_logits(ops: Ops) -> None:
     """Of equals the lowest id, and NaN before all numbers."""
     logits = random(4, 3000)

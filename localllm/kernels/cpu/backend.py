@@ -113,12 +113,12 @@ class CPUStep(Step):
         cache: CPUCache,
     ) -> None:
         self.weights, self.cache, self._backend = packed, cache, backend
-        self._tables, self._hidden, self._n_products = lowered.tables, lowered.hidden, lowered.n_products
+        self._tables, self._n_products = lowered.tables, lowered.n_products
         arena = aligned_zeros(lowered.arena_bytes, np.uint8)
         self._tables.bind(arena)
         self._embeddings = [(op, weights.tables[op.table], y.rows(arena)) for op, y in lowered.embeddings]
         self._adapters = [(op, y.rows(arena)) for op, y in lowered.adapters]
-        self._hidden_rows = None if lowered.hidden is None else lowered.hidden.rows(arena)
+        self._inputs, self._n_joined = [(op, y.rows(arena)) for op, y in lowered.hidden], lowered.n_joined
         self._arena, self._watched = arena, lowered.watched
         self._result, self._of_tokens = lowered.result.rows(arena), lowered.result.slot == N_TOKENS
         self._width = lowered.result.width
@@ -150,7 +150,7 @@ class CPUStep(Step):
     def _fill(self, batch: Batch, hidden: Output | None) -> None:
         """Puts a batch where the program reads it."""
         batch.check_size(self._tables.max_tokens, self._tables.max_outputs)
-        batch.check(self.cache)
+        batch.check(self.cache, self._n_joined)
         chosen = [batch.rows_of(table.shape[0], by_position=op.by_position) for op, table, _ in self._embeddings]
         self._tables.fill(batch)
         n_tokens = len(batch.ids)
@@ -165,10 +165,9 @@ class CPUStep(Step):
             rows[:n_tokens, width:] = 0
         for adapter, into in self._adapters:
             into[:n_tokens, : adapter.result.width] = adapter.rows(batch.adapters, n_tokens)
-        if self._hidden_rows is not None and self._hidden is not None:
-            width = self._hidden.width
-            self._hidden_rows[:n_tokens, :width] = input_rows(hidden, n_tokens, width)
-            self._hidden_rows[:n_tokens, width:] = 0
+        for given, into in self._inputs:
+            into[:n_tokens, : given.x.width] = input_rows(hidden, n_tokens, given)
+            into[:n_tokens, given.x.width :] = 0
 
 
 def _checked_threads(threads: int) -> int:

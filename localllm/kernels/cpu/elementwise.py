@@ -282,6 +282,11 @@ def gelu_erf(g, u):
 
 
 @device
+def gelu_quick(g, u):
+    return g * sigmoid(splat(SWIGLU_ALPHA) * g) * u
+
+
+@device
 def relu2(g, u):
     positive = select_between(as_int(g), zero_i32x16(), splat_int(NAN_BITS), g, zero_f32x16())
     return positive * positive * u
@@ -392,6 +397,26 @@ def gather_rows(begin, end, rows, x, width, stride, y):
         source, target = x + np.int64(load_i32(rows + 4 * i)) * stride, y + i * stride
         for place in range(0, 4 * width, 64):
             store_f32x16(target + place, load_f32x16(source + place))
+
+
+@kernel
+def join_rows(begin, end, rows, n, x, width, stride, y, y_stride, share: float):
+    """Row i of y is the ``n`` rows of x from rows[i] on side by side; with MEAN, the sum of them times ``share``."""
+    for i in range(begin, end):
+        source, target = x + np.int64(load_i32(rows + 4 * i)) * stride, y + i * y_stride
+        if MEAN:
+            for place in range(0, 4 * width, 64):
+                total = load_f32x16(source + place)
+                for j in range(1, n):
+                    total = total + load_f32x16(source + j * stride + place)
+                store_f32x16(target + place, total * splat(share))
+        else:
+            for j in range(n):
+                whole = width // 16 * 64
+                for place in range(0, whole, 64):
+                    store_f32x16(target + 4 * j * width + place, load_f32x16(source + j * stride + place))
+                for place in range(whole, 4 * width, 4):
+                    store_f32(target + 4 * j * width + place, load_f32(source + j * stride + place))
 
 
 @template

@@ -41,6 +41,7 @@ _ACTIVATIONS = {
     "silu": elementwise.silu,
     "gelu": elementwise.gelu,
     "gelu_erf": elementwise.gelu_erf,
+    "gelu_quick": elementwise.gelu_quick,
     "relu2": elementwise.relu2,
     "sigmoid": elementwise.sigmoid_of_gate,
     "identity": elementwise.identity,
@@ -99,11 +100,12 @@ class Lowered:
     tables: BatchTables  # what a batch is filled into, before the program runs
     embeddings: Sequence[tuple[g.Embed, Stored]]  # what is looked up, and where its rows for the batch's ids are put
     adapters: Sequence[tuple[g.AdapterWeights, Stored]]  # the same of adapters' weights
-    hidden: Stored | None  # where hidden states that another device computed are put, if the graph begins with them
+    hidden: Sequence[tuple[g.Input, Stored]]  # where rows that the graph begins with are put
     result: Stored
     watched: Mapping[Value, Stored | StoredRouting]
     arena_bytes: int  # what all buffers take
     n_products: int  # products of activations and weights for each token
+    n_joined: int  # rows that an output is made of
 
 
 class Lowering:
@@ -134,7 +136,7 @@ class Lowering:
         self.records: dict[Tensor, Buffer] = {}
         self.embeddings: list[tuple[g.Embed, Stored]] = []
         self.adapters: list[tuple[g.AdapterWeights, Stored]] = []
-        self.hidden: Stored | None = None
+        self.hidden: list[tuple[g.Input, Stored]] = []
         self.n_products = 0
 
     def lower(self) -> Lowered:
@@ -142,7 +144,7 @@ class Lowering:
             self.node_index = i
             self.stored.update(node.operation.computed_by(self))
         result = self.stored[self.graph.result]
-        filled = [*self.tables.buffers, *(y.buffer for _, y in (*self.embeddings, *self.adapters))]
+        filled = [*self.tables.buffers, *(y.buffer for _, y in (*self.embeddings, *self.adapters, *self.hidden))]
         watched = {x: self.stored[x] for x in self.graph.watched if x in self.stored}
         n_bytes = assign([*self._stages(), [result.buffer, *(stored.buffer for stored in watched.values())]], filled)
         return Lowered(
@@ -155,6 +157,7 @@ class Lowering:
             watched,
             n_bytes,
             self.n_products,
+            self.graph.n_joined,
         )
 
     def _stages(self) -> list[list[Buffer]]:
@@ -215,8 +218,9 @@ class Lowering:
 
     def input(self, op: g.Input) -> Stored:
         # As an embedding, filled in before the program runs: nothing that the program writes may lie there.
-        self.hidden = self.new(Rows.TOKENS, op.x.width, is_kept=True)
-        return self.hidden
+        y = self.new(Rows.TOKENS, op.x.width, is_kept=True)
+        self.hidden.append((op, y))
+        return y
 
     def embed(self, op: g.Embed) -> Stored:
         y = self.new(Rows.TOKENS, op.result.width, is_kept=True)
@@ -284,8 +288,14 @@ class Lowering:
         return self._row_by_row(elementwise.softcap, op, x, (x.buffer,), cap, 1 / cap)
 
     def outputs(self, op: g.Outputs) -> Stored:
-        x = self.stored[op.x]
-        return self._row_by_row(elementwise.gather_rows, op, x, (self.tables.output_rows, x.buffer))
+        x, rows, n = self.stored[op.x], self.tables.output_rows, op.n_joined
+        if n == 1:
+            return self._row_by_row(elementwise.gather_rows, op, x, (rows, x.buffer))
+        y = self.new(Rows.OUTPUTS, op.result.width, is_kept=op.result.width % PADDING != 0)
+        width = x.stride // 4 if op.is_mean else x.width
+        arguments = (rows, n, x.buffer, width, x.stride, y.buffer, y.stride, 1 / n)
+        self.call(elementwise.join_rows, arguments, 1, y.slot, MEAN=op.is_mean)
+        return y
 
     def _row_by_row(
         self,

@@ -280,7 +280,7 @@ class StepLimits:
     ropes: list[tuple[Rope, Buffer]] = field(default_factory=list)
 
     def __post_init__(self, graph: Graph) -> None:
-        self.batch = BatchBuffer(self.max_tokens, self.max_outputs, self.cache.n_pages)
+        self.batch, self.n_joined = BatchBuffer(self.max_tokens, self.max_outputs, self.cache.n_pages), graph.n_joined
         operations = [node.operation for node in graph.nodes]
         routes = [op for op in operations if isinstance(op, Route)]
         #: What the mixtures of experts need at most, if there are any.

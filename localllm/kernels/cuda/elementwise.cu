@@ -189,6 +189,30 @@ extern "C" __global__ void __launch_bounds__(WARP * GATE_WARPS)
   *(float4*)(y + (size_t)row * y_stride + column) = load_four(x + (size_t)rows[row] * stride, column, n);
 }
 
+// Row i of y is the `n_joined` rows of x from rows[i] on side by side, or where `is_mean` their mean.
+// Grid: (blocks of 512 columns of x, rows of y).
+extern "C" __global__ void __launch_bounds__(WARP * GATE_WARPS)
+    join_rows(const int* __restrict__ header, const int* __restrict__ rows, int n_joined, int is_mean,
+              const float* __restrict__ x, int stride, int n, float* __restrict__ y, int y_stride) {
+  const int row = blockIdx.y, column = 4 * (blockIdx.x * (WARP * GATE_WARPS) + threadIdx.x);
+  if (row >= header[N_OUTPUTS] || column >= n) return;
+  x += (size_t)rows[row] * stride;
+  y += (size_t)row * y_stride;
+  float4 total = load_four(x, column, n);
+  for (int j = 0; j < n_joined; j++) {
+    const float4 v = load_four(x + (size_t)j * stride, column, n);
+    if (!is_mean) {
+      const float each[4] = {v.x, v.y, v.z, v.w};
+      for (int i = 0; i < 4 && column + i < n; i++) y[j * n + column + i] = each[i];
+    } else if (j) {
+      total = make_float4(total.x + v.x, total.y + v.y, total.z + v.z, total.w + v.w);
+    }
+  }
+  const float share = 1.0f / n_joined;
+  if (is_mean)
+    *(float4*)(y + column) = make_float4(total.x * share, total.y * share, total.z * share, total.w * share);
+}
+
 // -- Heads ------------------------------------------------------------------------------------------------------------
 
 // So many columns of each head of x, to y.  Grid: (heads, rows).

@@ -3,7 +3,7 @@
 #include "activations.cuh"
 
 // In the order of graph.ACTIVATIONS.
-enum { SILU, GELU, GELU_ERF, RELU2, SIGMOID, IDENTITY, CLAMPED_SWIGLU, SOFTPLUS };
+enum { SILU, GELU, GELU_ERF, GELU_QUICK, RELU2, SIGMOID, IDENTITY, CLAMPED_SWIGLU, SOFTPLUS };
 
 DEVICE float activated(int kind, float g, float u) {
   switch (kind) {
@@ -13,6 +13,8 @@ DEVICE float activated(int kind, float g, float u) {
       return g / (1.0f + expf(-1.5957691216057308f * fmaf(0.044715f * g * g, g, g))) * u;
     case GELU_ERF:
       return 0.5f * g * erfcf(-0.70710678f * g) * u;
+    case GELU_QUICK:
+      return g / (1.0f + expf(-1.702f * g)) * u;
     case RELU2:
       return g > 0.0f ? g * g * u : g != g ? g : 0.0f;
     case SIGMOID:

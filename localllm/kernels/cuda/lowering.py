@@ -80,7 +80,7 @@ class Lowered:
 
     limits: StepLimits  # what the calls have in common
     calls: list[Call]
-    hidden: Stored | None  # where hidden states that another device computed are put, if the graph begins with them
+    hidden: list[tuple[g.Input, Stored]]  # where rows that the graph begins with are put
     result: Stored
     tables: list[tuple[int, bool]]  # rows of those that are looked up in, and whether by position
     # where the largest of the result is put, and where more of them are, if that is logits: ids, and behind those of
@@ -123,7 +123,7 @@ class Lowering:
         self.inputs: dict[tuple[Tensor, str], Inputs] = {}
         #: Of gates that products may end with: where they go, and whether those of an extent do.
         self.ends: dict[Tensor, tuple[Inputs, Callable[[Extent], bool]]] = {}
-        self.hidden: Stored | None = None
+        self.hidden: list[tuple[g.Input, Stored]] = []
         #: What the last batch chose, which may be ids of the next one.
         self.chosen = Buffer(8 * limits.max_outputs, is_kept=True)
         self.tables: list[tuple[int, bool]] = []
@@ -135,7 +135,7 @@ class Lowering:
         result = self.stored[self.graph.result]
         found = self.choose(result) if self.graph.result.rows is Rows.OUTPUTS else None
         # What a step begins with is there before its calls, and what it ends with stays.
-        begin = [] if self.hidden is None else [self.hidden.buffer]
+        begin = [stored.buffer for _, stored in self.hidden]
         end = [result.buffer, *(found or ())]
         kept = [self.batch.buffer, self.chosen, *(buffer for _, buffer in self.limits.ropes)]
         n_bytes = assign([begin, *(call.buffers for call in self.calls), end], kept)
@@ -260,8 +260,9 @@ class Lowering:
     # -- Rows ------------------------------------------------------------------------------------------------------
 
     def input(self, op: g.Input) -> Stored:
-        self.hidden = self.like(op.x)
-        return self.hidden
+        y = self.like(op.x)
+        self.hidden.append((op, y))
+        return y
 
     def embed(self, op: g.Embed) -> Stored:
         y, table = self.new(Rows.TOKENS, op.result.width), self.weights.matrix(op.table)
@@ -352,9 +353,11 @@ class Lowering:
         return y
 
     def outputs(self, op: g.Outputs) -> Stored:
-        x, y, batch = self.stored[op.x], self.new(Rows.OUTPUTS, op.x.width), self.batch
-        kernel, values = ("elementwise", "gather_rows"), (batch.header, batch.outputs, x, x.width, y)
+        x, y, batch = self.stored[op.x], self.new(Rows.OUTPUTS, op.result.width), self.batch
+        given: tuple[Any, ...] = () if op.n_joined == 1 else (op.n_joined, op.is_mean)
+        kernel = "elementwise", "join_rows" if given else "gather_rows"
         cost = lambda sizes: Cost(2 * y.bytes_of(sizes.n_outputs))  # noqa: E731
+        values = batch.header, batch.outputs, *given, x, x.width, y
         self.call("gather", kernel, N_OUTPUTS, columns(x), GATE_THREADS, *values, cost=cost)
         return y
 

@@ -136,12 +136,12 @@ def call_seconds(
 @contextmanager
 def hidden_states_kept(step: CUDAStep) -> Iterator[None]:
     """What a part of a model begins with lies in memory that it uses again; afterwards it is there as before."""
-    if step.hidden is None:
-        yield
-        return
-    driver, stream, memory = step.driver, step.stream, step.rows(step.hidden, step.limits.max_tokens)
-    kept = driver.allocate(memory.device, memory.n_bytes)
-    driver.copy(kept, memory, stream)
+    driver, stream = step.driver, step.stream
+    rows = [step.rows(stored, step.limits.max_tokens) for _, stored in step.hidden]
+    kept = [driver.allocate(memory.device, memory.n_bytes) for memory in rows]
+    for memory, copy in zip(rows, kept, strict=True):
+        driver.copy(copy, memory, stream)
     yield
-    driver.copy(memory, kept, stream)
+    for memory, copy in zip(rows, kept, strict=True):
+        driver.copy(memory, copy, stream)
     driver.synchronize(stream)  # until then what is kept must live

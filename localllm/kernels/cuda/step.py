@@ -86,7 +86,7 @@ class CUDAStep(Step):
         limits: what the calls have in common.
         calls: what it does.
         result: the rows that it ends with.
-        hidden: the rows that it begins with, if another device computed them.
+        hidden: the rows that it begins with.
 
     Args:
         keep: what must live as long: the weights.
@@ -185,7 +185,7 @@ class CUDAStep(Step):
         """Uploads a batch; gives the extent here, and those of the followers."""
         limits, driver = self.limits, self.driver
         batch.check_size(limits.max_tokens, limits.max_outputs)
-        batch.check(self.cache)
+        batch.check(self.cache, limits.n_joined)
         for n_rows, by_position in self._tables:
             batch.rows_of(n_rows, by_position=by_position)
         if batch.top_k > self.max_top_k > 0:
@@ -220,21 +220,21 @@ class CUDAStep(Step):
 
     def _receive(self, hidden: Output | None, n_tokens: int, slot: _Slot) -> None:
         """Puts hidden states where the calls begin with them, if they do."""
-        into = self.hidden
-        if into is None:
-            return
-        row_bytes = 4 * into.stride
-        memory = self.rows(into, n_tokens)
-        if isinstance(hidden, CUDAOutput) and (hidden.n, hidden.width) == (n_tokens, into.width):
-            hidden.copy_to(memory, self.stream)
-            return
-        if slot.rows is None:
-            slot.rows = self.pinned(self.limits.max_tokens * row_bytes)
-        rows = slot.rows[: memory.n_bytes]
-        matrix = rows.view(np.float32).reshape(n_tokens, into.stride)
-        matrix[:, : into.width] = input_rows(hidden, n_tokens, into.width)
-        matrix[:, into.width :] = 0
-        self.driver.upload(memory, rows, self.stream)
+        begin = 0
+        for op, into in self.hidden:
+            memory = self.rows(into, n_tokens)
+            if isinstance(hidden, CUDAOutput) and (hidden.n, hidden.width) == (n_tokens, into.width):
+                hidden.copy_to(memory, self.stream)
+                continue
+            if slot.rows is None:
+                row_bytes = sum(4 * stored.stride for _, stored in self.hidden)
+                slot.rows = self.pinned(self.limits.max_tokens * row_bytes)
+            rows = slot.rows[begin : begin + memory.n_bytes]
+            matrix = rows.view(np.float32).reshape(n_tokens, into.stride)
+            matrix[:, : into.width] = input_rows(hidden, n_tokens, op)
+            matrix[:, into.width :] = 0
+            self.driver.upload(memory, rows, self.stream)
+            begin += memory.n_bytes
 
     def launch(self, *extents: Extent) -> None:
         """Computes the batch of that extent which is in the device's memory; and in those of the followers."""
