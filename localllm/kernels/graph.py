@@ -316,6 +316,21 @@ class Operation(Generic[R]):
 
 
 @dataclass(frozen=True, eq=False)
+class SameShape(Operation[Tensor]):
+    """An operation whose result has the shape of x."""
+
+    x: Tensor
+
+    @cached_property
+    def result(self) -> Tensor:
+        self.check()
+        return Tensor(self.x.rows, self.x.width)
+
+    def check(self) -> None:
+        """Makes sure that its other arguments fit to x."""
+
+
+@dataclass(frozen=True, eq=False)
 class Input(Operation[Tensor]):
     """Rows that a step is given: what another device computed, with which a part of a graph begins.
 
@@ -384,80 +399,68 @@ class AdapterWeights(Operation[Tensor]):
 
 
 @dataclass(frozen=True, eq=False)
-class RMSNorm(Operation[Tensor]):
+class RMSNorm(SameShape):
     """x / sqrt(mean(x²) + eps) * weight over the last axis, or over each of ``n_groups`` parts of it.
 
     The weight has a value for each of x, or for each of a group, the same for all of them; without one, nothing is
     multiplied.  Several groups are of a multiple of 16 values.  Source: arXiv:1910.07467.
     """
 
-    x: Tensor
     weight: Weight | None
     eps: float
     n_groups: int = 1
 
-    @cached_property
-    def result(self) -> Tensor:
+    def check(self) -> None:
         width, n_groups = self.x.width, self.n_groups
         if n_groups < 1 or width % n_groups or (n_groups > 1 and width // n_groups % 16):
             raise KernelError(f"{width} values are not {n_groups} groups of a multiple of 16 values")
         if self.weight is not None and self.weight.shape != (width // n_groups,):
             _check_shape(self.weight, width)
-        return Tensor(self.x.rows, width)
 
 
 @dataclass(frozen=True, eq=False)
-class LayerNorm(Operation[Tensor]):
+class LayerNorm(SameShape):
     """(x - mean(x)) / sqrt(var(x) + eps) * weight + bias over the last axis.  Source: arXiv:1607.06450."""
 
-    x: Tensor
     weight: Weight
     bias: Weight | None
     eps: float
 
-    @cached_property
-    def result(self) -> Tensor:
+    def check(self) -> None:
         _check_shape(self.weight, self.x.width)
         _check_shape(self.bias, self.x.width)
-        return Tensor(self.x.rows, self.x.width)
 
 
 @dataclass(frozen=True, eq=False)
-class Add(Operation[Tensor]):
+class Add(SameShape):
     """residual + scale * x, or with ``gate`` [rows, 1], residual + scale * σ(gate) * x.
 
     The gate is that of a shared expert (Qwen2-MoE).  Where a product is added as it is, `Linear` does it at once.
     """
 
-    x: Tensor
     residual: Tensor
     scale: float = 1.0
     gate: Tensor | None = None
     overwrites = "residual"
 
-    @cached_property
-    def result(self) -> Tensor:
+    def check(self) -> None:
         _check_residual(self.residual, self.x.rows, self.x.width)
         if self.gate is not None:
             _check_rows(self.x.rows, self.gate)
             if self.gate.width != 1:
                 raise KernelError(f"rows are added with one gate each, not with {self.gate.width}")
-        return Tensor(self.x.rows, self.x.width)
 
 
 @dataclass(frozen=True, eq=False)
-class Scale(Operation[Tensor]):
+class Scale(SameShape):
     """factor * x, or factor * weight * x with a weight of one value."""
 
-    x: Tensor
     factor: float = 1.0
     weight: Weight | None = None
     overwrites = "x"
 
-    @cached_property
-    def result(self) -> Tensor:
+    def check(self) -> None:
         _check_shape(self.weight, 1)
-        return Tensor(self.x.rows, self.x.width)
 
 
 @dataclass(frozen=True, eq=False)
@@ -803,70 +806,56 @@ class Gated(Operation[Tensor]):
 
 
 @dataclass(frozen=True, eq=False)
-class HeadGate(Operation[Tensor]):
+class HeadGate(SameShape):
     """Each head of x [T, H * dim] times activation(gate [T, H]), one of `HEAD_GATES`; dim is a multiple of 16.
 
     Source: gated attention, arXiv:2505.06708, by head.
     """
 
-    x: Tensor
     gate: Tensor
     activation: str
     overwrites = "x"
 
-    @cached_property
-    def result(self) -> Tensor:
+    def check(self) -> None:
         _check_choice("gate of heads", self.activation, HEAD_GATES)
         _check_rows(self.x.rows, self.gate)
         if self.x.width % (16 * self.gate.width):
             raise KernelError(f"{self.x.width} values are not {self.gate.width} heads of a multiple of 16 values")
-        return Tensor(self.x.rows, self.x.width)
 
 
 @dataclass(frozen=True, eq=False)
-class Activation(Operation[Tensor]):
+class Activation(SameShape):
     """activation(x), one of `UNGATED`."""
 
-    x: Tensor
     activation: str
     overwrites = "x"
 
-    @cached_property
-    def result(self) -> Tensor:
+    def check(self) -> None:
         _check_choice("activation without a gate", self.activation, UNGATED)
-        return Tensor(self.x.rows, self.x.width)
 
 
 @dataclass(frozen=True, eq=False)
-class Clamp(Operation[Tensor]):
+class Clamp(SameShape):
     """x, but no less than ``low`` and no more than ``high``; infinities for no bound."""
 
-    x: Tensor
     low: float
     high: float
     overwrites = "x"
 
-    @cached_property
-    def result(self) -> Tensor:
+    def check(self) -> None:
         if not self.low < self.high:
             raise KernelError(f"values cannot be clamped to {self.low:g} … {self.high:g}")
-        return Tensor(self.x.rows, self.x.width)
 
 
 @dataclass(frozen=True, eq=False)
-class XIELU(Operation[Tensor]):
+class XIELU(SameShape):
     """p x² + β x where x > 0, else n (exp(min(x, ε)) - 1 - x) + β x.  Source: arXiv:2411.13010."""
 
-    x: Tensor
     p: float
     n: float
     beta: float
     eps: float
     overwrites = "x"
-
-    @cached_property
-    def result(self) -> Tensor:
-        return Tensor(self.x.rows, self.x.width)
 
 
 def _check_choice(what: str, chosen: str, known: tuple[str, ...]) -> None:
@@ -991,17 +980,14 @@ def _check_experts(weight: Weight, x: Tensor, routing: Routing, bias: Weight | N
 
 
 @dataclass(frozen=True, eq=False)
-class Softcap(Operation[Tensor]):
+class Softcap(SameShape):
     """cap * tanh(x / cap), of logits.  Source: Gemma 2, arXiv:2408.00118."""
 
-    x: Tensor
     cap: float
     overwrites = "x"
 
-    @cached_property
-    def result(self) -> Tensor:
+    def check(self) -> None:
         _check_softcap(self.cap)
-        return Tensor(self.x.rows, self.x.width)
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from localllm.kernels.graph import Graph, Tensor
+from localllm.kernels.graph import Graph
 from localllm.models import hf_names, llama
-from localllm.models.blocks import Layer, attention, decoder, gated_mlp, norm
+from localllm.models.blocks import llama_like
 from localllm.models.config import Header
 from localllm.models.rope import make_rope
 
@@ -13,12 +13,5 @@ hf_keys, hf_tensor = llama.hf_keys, llama.hf_tensor
 
 
 def record(m: Header) -> Graph:
-    heads, n_ff = m.heads(), m.mlp_width()
-    rope = make_rope(m, heads.key_dim, interleaved=True)
-
-    def layer(at: Layer, x: Tensor) -> Tensor:
-        is_rotated = (at.number + 1) % 4 != 0
-        x = attention(at, norm(at, "attn_norm", x), heads, rope if is_rotated else None, residual=x)
-        return gated_mlp(at, norm(at, "ffn_norm", x), n_ff, residual=x)
-
-    return decoder(m, layer)
+    rope = make_rope(m, m.heads().key_dim, interleaved=True)
+    return llama_like(m, [rope if (i + 1) % 4 else None for i in range(m.config.n_layers)])
