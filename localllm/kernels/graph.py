@@ -84,6 +84,24 @@ class Weight(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
+class WeightView:
+    """A weight that is made of another when it is read: here of the same name and format."""
+
+    whole: Weight
+
+    @property
+    def name(self) -> str:
+        return self.whole.name
+
+    @property
+    def type(self) -> GGMLType:
+        return self.whole.type
+
+    def drop_pages(self) -> None:
+        self.whole.drop_pages()
+
+
+@dataclass(frozen=True, eq=False)
 class Matrix:
     """A weight [n_out, n_in] with an optional bias [n_out]: y = x @ weight.T + bias."""
 

@@ -23,7 +23,6 @@ from localllm.errors import KernelError
 from localllm.kernels import graph as g
 from localllm.kernels.graph import Graph, Matrix, Operation, Rows, Tensor, Weight
 from localllm.quant.lut import block_size
-from localllm.quant.types import GGMLType
 
 #: Operations that compute whole rows, on every device the same.
 _WHOLE = g.Input | g.Embed | g.RMSNorm | g.LayerNorm | g.Add | g.Scale | g.Softcap | g.Outputs
@@ -65,20 +64,11 @@ class Gather(Operation[Tensor]):
 
 
 @dataclass(frozen=True, eq=False)
-class Shard:
+class Shard(g.WeightView):
     """The rows of a weight, or its columns, that a device has."""
 
-    whole: Weight
     part: range
     is_columns: bool = False
-
-    @property
-    def name(self) -> str:
-        return self.whole.name
-
-    @property
-    def type(self) -> GGMLType:
-        return self.whole.type
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -94,9 +84,6 @@ class Shard:
             return data[part.start : part.stop] if data.ndim > 1 else data[n_bytes * part.start : n_bytes * part.stop]
         size = block_size(self.type)
         return np.ascontiguousarray(data[:, size.row_bytes(part.start) : size.row_bytes(part.stop)])
-
-    def drop_pages(self) -> None:
-        self.whole.drop_pages()
 
 
 def shard(graph: Graph, n: int) -> list[Graph]:

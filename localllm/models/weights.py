@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.errors import ModelError, quoted
-from localllm.kernels.graph import Matrix, Weight
+from localllm.kernels.graph import Matrix, Weight, WeightView
 from localllm.quant.formats import dequantize
 from localllm.quant.types import BLOCK_SIZES, GGMLType
 
@@ -50,24 +50,6 @@ class FileWeight:
 
     def drop_pages(self) -> None:
         self._file.tensors[self.name].drop_pages()
-
-
-@dataclass(frozen=True, eq=False)
-class WeightView:
-    """A weight that is made of another when it is read: here of the same name and format."""
-
-    whole: Weight
-
-    @property
-    def name(self) -> str:
-        return self.whole.name
-
-    @property
-    def type(self) -> GGMLType:
-        return self.whole.type
-
-    def drop_pages(self) -> None:
-        self.whole.drop_pages()
 
 
 @dataclass(frozen=True, eq=False)
