@@ -6,9 +6,9 @@ import argparse
 import re
 from collections.abc import Iterable, Iterator, Mapping
 
-from localllm.cli.config import VARIABLES
-from localllm.cli.flags import ABSENT, NO_EFFECT, OTHER_COMMANDS, SAME, SAME_COMMANDS
-from localllm.cli.parser import Parser, make_parsers
+from localllm.cli.commands.config import VARIABLES
+from localllm.cli.flags import ABSENT, NO_EFFECT, OTHER_COMMANDS, SAME
+from localllm.cli.parser import Parser, command_aliases, command_names, main_parser, parser_of
 from tests.helpers.data import ROOT
 
 PATH = ROOT / "docs" / "cli.md"
@@ -30,11 +30,10 @@ Row = tuple[str, str]
 
 def reference() -> str:
     """The whole file."""
-    parser, commands = make_parsers()
-    lines = [HEAD, *_table("flag", "what it does", _rows(parser._actions))]
+    lines = [HEAD, *_table("flag", "what it does", _rows(main_parser()._actions))]
     seen: dict[str, list[Row]] = {}
-    for name, command in commands.items():
-        lines += ["", f"## localllm {name}", "", *_command(command, seen)]
+    for name in command_names():
+        lines += ["", f"## localllm {name}", "", *_command(parser_of(name), seen)]
     no_effect = {flag: reason for flag, (_, reason) in NO_EFFECT.items()}
     lines += ["", "## Environment variables", ""]
     lines += _table("variable", "meaning", [(f"`{name}`", text) for name, text in VARIABLES.items()])
@@ -43,7 +42,7 @@ def reference() -> str:
         ("Flags of llama.cpp and llama-cpp-python that have other names", "theirs", "ours", SAME),
         ("Flags that change nothing here, and are left out with a warning", "flag", "why", no_effect),
         ("Flags that are not there, and what the error says", "flag", "instead", ABSENT),
-        ("Commands of Ollama and llama.cpp that are ours too", "theirs", "ours", SAME_COMMANDS),
+        ("Commands of Ollama and llama.cpp that are ours too", "theirs", "ours", command_aliases()),
         ("Commands that are not there, and what the error says", "theirs", "here", OTHER_COMMANDS),
     ):
         lines += ["", f"{title}:", "", *_table(left, right, _by_meaning(names))]

@@ -103,7 +103,7 @@ def run(capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPat
 def test_a_command(
     capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch, folder: Path, line: str
 ) -> None:
-    monkeypatch.setattr("localllm.cli.bench.disturbance", lambda *_: None)
+    monkeypatch.setattr("localllm.cli.commands.bench.disturbance", lambda *_: None)
     run(capfdbinary, monkeypatch, line)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import NamedTuple
 
-from localllm.cli.terminal import quantity
+from localllm.console import quantity
 from localllm.errors import UsageError
 
 #: Size of the drawing in a terminal, in characters.

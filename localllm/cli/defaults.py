@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from localllm.cli.terminal import warn
+from localllm.console import warn
 from localllm.declared_options import LoadOptions, declared
 from localllm.errors import ModelNotFoundError, UsageError
 from localllm.files import read_text
@@ -79,7 +79,7 @@ def model_file(given: Mapping[str, Any], settings: Settings) -> str | Path | Non
     except ModelNotFoundError:
         if not given.get("download"):
             raise
-    from localllm.cli.pull import download
+    from localllm.cli.commands.pull import download
 
     return download(name, quiet=bool(given.get("quiet")))
 

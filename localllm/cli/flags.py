@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from localllm.cli.parser import command_aliases, command_names, parser_of
 from localllm.errors import UsageError
 from localllm.habits import each
 
@@ -112,26 +113,6 @@ ABSENT = each(
     }
 )
 
-#: Other names of commands, those of Ollama and of llama.cpp's tools.
-SAME_COMMANDS = each(
-    {
-        "run": "chat",
-        "complete completion cli llama-cli llama-completion llama-run llama-simple main": "generate",
-        "list ls": "models",
-        "show info gguf-dump": "inspect",
-        "download": "pull",
-        "server llama-server": "serve",
-        "llama-bench llama-batched-bench": "bench",
-        "llama-quantize": "quantize",
-        "llama-imatrix": "imatrix",
-        "perplexity llama-perplexity": "evaluate",
-        "embedding embeddings llama-embedding": "embed",
-        "llama-export-lora export-lora": "merge",
-        "settings": "config",
-        "version -v -V": "--version",
-    }
-)
-
 #: Commands of other programs that have no like here, and what to do.
 OTHER_COMMANDS = each(
     {
@@ -147,18 +128,22 @@ OTHER_COMMANDS = each(
 _FLAG = re.compile(r"--?[a-zA-Z][\w-]*")
 
 
-def in_our_command(line: Sequence[str], commands: Collection[str]) -> list[str]:
-    """A command line whose first word is one of ``commands``, or a flag of the program.
+def in_our_command(line: Sequence[str]) -> list[str]:
+    """A command line whose first word is a command, or a flag of the program.
 
     Raises:
         UsageError: it is not a command; names the one that was meant.
     """
     word, *rest = line
-    if word == "run" and len(rest) > 1 and not any(each.startswith("-") for each in rest[:2]):
-        return ["generate", "-m", rest[0], "-p", *rest[1:]]  # ollama run MODEL PROMPT answers once
-    word = SAME_COMMANDS.get(word, word)
+    commands = command_names()
     if word in commands or word in ("-h", "--help", "--version"):
         return [word, *rest]
+    if word in ("version", "-v", "-V"):
+        return ["--version"]
+    if word == "run" and (answering := _answering_once(rest)):
+        return answering
+    if (ours := command_aliases().get(word)) is not None:
+        return [ours, *rest]
     there_are = f"there are {', '.join(commands)}"
     if word.startswith("-"):
         raise UsageError(f"a command comes first, as in {_line('generate', *line)}: {there_are}")
@@ -169,16 +154,35 @@ def in_our_command(line: Sequence[str], commands: Collection[str]) -> list[str]:
     raise UsageError(f"there is no command {word!r}: {OTHER_COMMANDS.get(word, there_are)}")
 
 
+def _answering_once(rest: Sequence[str]) -> list[str] | None:
+    """The command line of ``ollama run`` with a prompt, which it answers once; None where it begins a chat."""
+    parser = parser_of("generate")
+    try:
+        line, _, _ = in_our_flags("generate", rest, parser.flags)
+        given, words = parser.parse_known_args(line)
+    except UsageError:
+        return None
+    if len(words) < 2 and given.prompt is None and given.file is None:
+        return None
+    flags = list(rest)
+    for word in words:
+        flags.remove(word)
+    prompt = ["-p", " ".join(words[1:])] if words[1:] else []
+    return ["generate", *(["-m", words[0]] if words else []), *prompt, *flags]
+
+
 def _line(*words: str) -> str:
     """A command line to copy; long words are cut."""
     return shlex.join(["localllm", *(word if len(word) <= 60 else f"{word[:57]}..." for word in words)])
 
 
-def in_our_flags(line: Sequence[str], known: Collection[str]) -> tuple[list[str], str | None, dict[str, str]]:
+def in_our_flags(
+    command: str, line: Sequence[str], known: Collection[str]
+) -> tuple[list[str], str | None, dict[str, str]]:
     """A command line with the flags of other programs in ours, and without those that change nothing here.
 
     Args:
-        line: begins with a command.
+        line: what follows the command's name.
         known: the command's flags.
 
     Returns:
@@ -187,7 +191,7 @@ def in_our_flags(line: Sequence[str], known: Collection[str]) -> tuple[list[str]
     Raises:
         UsageError: there is a flag that localllm does not have.
     """
-    ours, rest = list(line[:1]), list(line[1:])
+    ours, rest = list[str](), list(line)
     left_out: dict[str, str] = {}
     typed: dict[str, str] = {}
     while rest and rest[0] != "--":
@@ -212,7 +216,7 @@ def in_our_flags(line: Sequence[str], known: Collection[str]) -> tuple[list[str]
             ours.append(word)
         else:
             # argparse would complain of the value behind it first.
-            raise UsageError(_strange(flag, known, [*ours, word, *rest]))
+            raise UsageError(_strange(flag, known, [command, *ours, word, *rest]))
     if not left_out:
         return ours + rest, None, typed
     change = "change" if len(left_out) > 1 else "changes"
@@ -237,9 +241,6 @@ def take_words(words: Sequence[str], arguments: Any) -> None:
     """
     given = vars(arguments)
     command, model, (first, *more) = given["command"], given.get("model"), words
-    if command == "chat" and not more and model:
-        answer = _line("generate", "-m", model, "-p", first)
-        raise UsageError(f"localllm chat takes no prompt: {answer} answers once")
     if command != "generate":
         raise UsageError(f"it is not clear what {first!r} is for (localllm {command} --help shows what there is)")
     is_model = not model and (first == "demo" or re.fullmatch(r"\S+(\.gguf|/\S+)", first, re.IGNORECASE))

@@ -15,15 +15,14 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib import import_module
+from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from localllm.cli.flags import in_flags, in_our_command, in_our_flags, take_words
-from localllm.cli.parser import WORDS, make_parsers, name_words
+from localllm.cli.parser import command_of, main_parser, parser_of
 from localllm.cli.start import INTERRUPTED, end_at_once
-from localllm.cli.terminal import discard, is_terminal, prepare_streams, say, visible_line, warn
+from localllm.console import discard, is_terminal, prepare_streams, say, visible_line, warn
 from localllm.errors import (
     ContextLengthError,
     DeviceError,
@@ -46,25 +45,6 @@ _MAX_SHOWN = 6000
 
 #: Environment variable that makes errors show where they happened.
 DEBUG_VARIABLE = "LOCALLLM_DEBUG"
-
-#: The module with each command's ``run(arguments) -> exit code``.
-COMMANDS = {
-    "generate": "localllm.cli.generate",
-    "chat": "localllm.tui.launch",
-    "inspect": "localllm.cli.inspect",
-    "serve": "localllm.cli.serve",
-    "bench": "localllm.cli.bench",
-    "doctor": "localllm.cli.doctor",
-    "models": "localllm.cli.models",
-    "pull": "localllm.cli.pull",
-    "convert": "localllm.cli.convert",
-    "quantize": "localllm.cli.quantize",
-    "imatrix": "localllm.cli.imatrix",
-    "merge": "localllm.cli.merge",
-    "embed": "localllm.cli.embed",
-    "evaluate": "localllm.cli.evaluate",
-    "config": "localllm.cli.config",
-}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -129,25 +109,25 @@ def _run(argv: Sequence[str], arguments: argparse.Namespace) -> int:
     _parse(argv, arguments)
     if sys.stdout is None:  # after --help, which then goes to stderr
         raise LocalLLMError("standard output is closed, and the result would be lost: send it to a file or a pipe")
-    run: Callable[[argparse.Namespace], int] = import_module(COMMANDS[arguments.command]).run
-    return run(arguments)
+    return command_of(arguments.command).run(arguments) or DONE
 
 
 def _parse(argv: Sequence[str], arguments: argparse.Namespace) -> None:
     """Reads a command line into ``arguments``."""
-    parser, commands = make_parsers()
     if not argv or argv[0] == "help":
         argv = [*argv[1:2], "--help"]
     if "--list-devices" in argv:
         arguments.command, arguments.devices = "doctor", True
         return
-    argv = in_our_command(argv, commands)
-    notice = None
-    if command := commands.get(argv[0]):
-        argv, notice, command.typed = in_our_flags(argv, command.flags)
-    _, words = parser.parse_known_args(argv, arguments)
-    if command is not None and arguments.command in WORDS:
-        name_words([*arguments.words, *words], arguments, command.error)
+    name, *line = in_our_command(argv)
+    if name.startswith("-"):  # --help, --version
+        main_parser().parse_args([name])
+    parser = parser_of(name)
+    arguments.command = name
+    line, notice, parser.typed = in_our_flags(name, line, parser.flags)
+    _, words = parser.parse_known_args(line, arguments)
+    if parser.command.words is not None:
+        parser.name_words([*arguments.words, *words], arguments)
     elif words:
         take_words(words, arguments)
     if notice is not None and not getattr(arguments, "quiet", False):
@@ -236,8 +216,7 @@ def _sentence(error: BaseException, settled: Mapping[str, str]) -> str:
 
 def _in_flags(text: str, settled: Mapping[str, str]) -> str:
     """What the library says, in words of the command line."""
-    _, commands = make_parsers()
-    return in_flags(text, commands["generate"].flag_of, settled)
+    return in_flags(text, parser_of("generate").flag_of, settled)
 
 
 def _end_line() -> None:
@@ -265,9 +244,3 @@ def _one_line_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.showwarning = show
         yield
-
-
-def options_of(arguments: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
-    """Those of the arguments ``names`` that were given."""
-    given = vars(arguments)
-    return {name: given[name] for name in names if name in given}

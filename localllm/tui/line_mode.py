@@ -20,8 +20,7 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
-from localllm.cli.start import INTERRUPTED
-from localllm.cli.terminal import StatusLine, is_terminal, say, warn
+from localllm.console import StatusLine, is_terminal, say, warn
 from localllm.errors import ContextLengthError, LocalLLMError, UsageError
 from localllm.tui import commands
 from localllm.tui.chat import events
@@ -181,13 +180,13 @@ class LineChat:
         self._ended = False
         self._turn: Turn | None = None
 
-    def run(self, question: str | None = None) -> int:
-        """Talks until the input ends, beginning with a question; returns the exit code.  A pipe raises errors."""
+    def run(self, question: str = "") -> None:
+        """Talks until the input ends, beginning with a question.  A pipe raises errors."""
         impatience = 0
         with self._interrupts():
             while not self._ended:
                 try:
-                    text, question = question or self._lines.read(), None
+                    text, question = question or self._lines.read(), ""
                     impatience = 0
                     if text is None:
                         break
@@ -195,14 +194,13 @@ class LineChat:
                 except KeyboardInterrupt:
                     impatience += 1
                     if not self._lines.interactive or impatience > 1:
-                        return INTERRUPTED
+                        raise
                     say("\n(Ctrl-D or /quit ends the chat, and so does Ctrl-C again)")
                 except LocalLLMError as error:
                     if not self._lines.interactive:
                         raise
                     self._status.clear()
                     self._say(f"localllm: error: {error}")
-        return 0
 
     def _take(self, text: str) -> None:
         if not text.strip():

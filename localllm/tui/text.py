@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from markdown_it import MarkdownIt
 from markdown_it.rules_core import StateCore
 
-from localllm.cli.terminal import visible, visible_line
+from localllm.console import visible, visible_line
 from localllm.errors import LocalLLMError
 
 # Unicode's Control Pictures have symbols for the first 32 characters and for DEL.

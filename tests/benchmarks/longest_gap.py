@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any
 
-from localllm.cli.bench_serve import our_address, started
+from localllm.bench.serving import our_address, started
 
 #: Longer gaps are too long.
 MOST_MS = 300

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Self
 
 import localllm
-from localllm.cli.bench_work import Test, Work
+from localllm.bench.work import Test, Work
 from localllm.gguf import GGUFFile
 from localllm.info import ModelInfo
 from localllm.kernels.cpu.roofline import DOTS, Roofline

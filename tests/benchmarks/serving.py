@@ -16,7 +16,7 @@ import socket
 import statistics
 from typing import Any
 
-from localllm.cli.bench_serve import LONGEST, Load, our_address, ours, started
+from localllm.bench.serving import LONGEST, Load, our_address, ours, started
 
 
 def free_port() -> int:

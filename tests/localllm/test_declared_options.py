@@ -8,7 +8,8 @@ import pytest
 
 import localllm
 from localllm import UsageError
-from localllm.cli.parser import make_parsers, reader
+from localllm.cli.parser import parser_of
+from localllm.cli.values import reader
 from localllm.declared_options import CheckedOptions, LoadOptions, Sampling, declared, default_text, flags_of
 from localllm.kernels.graph import CACHE_TYPES
 from localllm.options import SamplingOptions
@@ -37,7 +38,7 @@ def test_options_are_declared_as_type_checkers_know_them() -> None:
 
 @pytest.mark.parametrize("cls", [LoadOptions, Sampling, CheckedOptions])
 def test_flags_set_the_option_of_their_name(cls: type) -> None:
-    generate = make_parsers()[1]["generate"]
+    generate = parser_of("generate")
     actions = {flag: action for action in generate._actions for flag in action.option_strings}
     flags = {flag: name for name, option in declared(cls).items() for flag in flags_of(name, option)}
     assert flags

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, cast
 
 from textual.app import SuspendNotSupported
 
-from localllm.cli.terminal import quantity
+from localllm.console import quantity
 from localllm.errors import StoreError, UsageError
 from localllm.tui import commands
 from localllm.tui.chat.attachments import command_output

@@ -12,7 +12,7 @@ from textual.app import ComposeResult
 from textual.widgets import Static
 from textual.widgets.option_list import Option
 
-from localllm.cli.terminal import quantity
+from localllm.console import quantity
 from localllm.errors import LocalLLMError
 from localllm.tui.base_app import BaseApp
 from localllm.tui.chat.context import ChatModel, name_of

@@ -11,7 +11,7 @@ from textual.reactive import reactive
 from textual.widget import Widget
 from textual.widgets import Footer
 
-from localllm.cli.terminal import quantity
+from localllm.console import quantity
 from localllm.tui.chat.conversation import Stats
 from localllm.tui.chat.session import Meter
 from localllm.tui.text import escape_controls

@@ -16,7 +16,7 @@ from unittest.mock import patch
 import numpy as np
 
 import localllm
-from localllm.cli.bench_profile import DeviceCeilings
+from localllm.bench.profile import DeviceCeilings
 from localllm.devices import Device
 from localllm.kernels.cpu.backend import CPUBackend
 from localllm.kernels.cpu.host import cpu_model, usable_cpus
@@ -220,7 +220,7 @@ def emulated(scratch: Path, driver: EmulatedDriver | None = None) -> Iterator[Ma
             "localllm.kernels.cuda.roofline.ROUNDS": 1,
             "localllm.kernels.cuda.roofline.MAX_BYTES": 1 << 12,
             "localllm.kernels.cuda.profile.MIN_LAUNCHES": 1,
-            "localllm.cli.bench_profile._REPETITIONS": 1,
+            "localllm.bench.profile._REPETITIONS": 1,
         }.items():
             stack.enter_context(patch(name, value))
         yield Machine(driver, TINY, scratch, emulated_cuda, repetitions=1, least_launches=1, is_emulated=True)

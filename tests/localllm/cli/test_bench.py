@@ -14,9 +14,9 @@ import pytest
 
 import localllm
 from localllm import LLM
-from localllm.cli import bench
-from localllm.cli.bench import Measurement
-from localllm.cli.bench_work import Test, Work, make_tests, products
+from localllm.bench.measure import Measurement, measure
+from localllm.bench.work import Test, Work, make_tests, products
+from localllm.cli.commands import bench
 from localllm.quant.types import GGMLType
 from tests.helpers.command_line import Outcome, run_main
 from tests.helpers.tiny_models import tiny_gguf
@@ -137,16 +137,16 @@ def test_each_test_evaluates_what_it_says(llm: LLM, monkeypatch: pytest.MonkeyPa
         return done
 
     monkeypatch.setattr(LLM, "generate", generate)
-    bench.measure(llm, Test("pp", 20, 0), 2)
+    measure(llm, Test("pp", 20, 0), 2)
     assert seen == [(20, 0, 0)] * 3
     seen.clear()
-    bench.measure(llm, Test("pp", 20, 30), 2)
+    measure(llm, Test("pp", 20, 30), 2)
     assert [counts for counts in seen if counts[0] == 50] == [(50, 30, 0)] * 3
     seen.clear()
-    bench.measure(llm, Test("tg", 5, 0), 2)
+    measure(llm, Test("tg", 5, 0), 2)
     assert [(prompt, new) for prompt, _, new in seen] == [(1, 6)] * 3
     seen.clear()
-    bench.measure(llm, Test("tg", 5, 30), 2)
+    measure(llm, Test("tg", 5, 30), 2)
     assert seen[1:] == [(30, 29, 6)] * 2
 
 

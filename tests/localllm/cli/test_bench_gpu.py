@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from localllm.cli import bench, bench_ceilings
-from localllm.cli.bench_ceilings import amount, ceiling
-from localllm.cli.bench_profile import DeviceCeilings, DeviceProfile
-from localllm.cli.bench_work import Test, Work
+from localllm.bench import ceilings as bench_ceilings
+from localllm.bench.ceilings import amount, ceiling
+from localllm.bench.profile import DeviceCeilings, DeviceProfile
+from localllm.bench.work import Test, Work
+from localllm.cli.commands import bench
 from localllm.devices import Device
 from localllm.kernels.cpu.backend import CPUBackend
 from localllm.kernels.cuda.backend import CUDABackend

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from localllm.cli.bench_serve import LONGEST, Load, _length
+from localllm.bench.serving import LONGEST, Load, _length
 from tests.helpers.command_line import run_main
 
 needs_server = pytest.mark.skipif(not all(map(find_spec, ("starlette", "uvicorn"))), reason="there is no server")

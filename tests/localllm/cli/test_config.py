@@ -294,6 +294,6 @@ def test_settings_hold_for_bench(path: Path, capfdbinary: Capture, monkeypatch: 
         asked.update(options)
         raise UsageError("that will do")
 
-    monkeypatch.setattr("localllm.cli.bench.load", load)
+    monkeypatch.setattr("localllm.llm.load", load)
     assert run_main(capfdbinary, "bench", "-q", "-p", "8", "-n", "2", "-r", "1").error() == "that will do"
     assert (asked["device"], asked["threads"], asked["cache_type"]) == ("cpu", 1, "q8_0")

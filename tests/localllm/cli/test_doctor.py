@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from localllm.cli import doctor
-from localllm.cli.doctor import CUDA_PACKAGES, PACKAGES, Finding, findings, nvidia_gpus
+from localllm.cli.commands import doctor
+from localllm.cli.commands.doctor import CUDA_PACKAGES, PACKAGES, Finding, findings, nvidia_gpus
 from localllm.cli.main import main
 from localllm.errors import DeviceError
 from localllm.kernels.cpu import thread_choice
@@ -180,7 +180,7 @@ def test_kernels_that_cannot_be_compiled(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("localllm.cli.doctor.available_memory", lambda: 10_000_000)
+    monkeypatch.setattr("localllm.cli.commands.doctor.available_memory", lambda: 10_000_000)
     memory = found("memory", "memory")
     assert "of which 10 MB is available" in memory.value
     assert memory.advice is not None

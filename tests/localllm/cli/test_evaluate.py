@@ -13,7 +13,7 @@ import pytest
 import localllm
 from localllm import UsageError
 from localllm.cli.chart import Point, svg_chart, text_chart
-from localllm.cli.evaluate import bars
+from localllm.cli.commands.evaluate import bars
 from localllm.evaluate import BaseLogits, divergence, perplexity
 from tests.helpers.command_line import Outcome, run_main
 from tests.helpers.tiny_models import config, random_weights, write_gguf

@@ -18,7 +18,7 @@ import pytest
 
 import localllm
 from localllm import LLM
-from localllm.cli.generate import formats_line
+from localllm.cli.commands.generate import formats_line
 from localllm.placement import Format
 from tests.helpers.command_line import (
     LIMIT,
@@ -516,7 +516,7 @@ sys.exit(main())
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals are others there")
-@pytest.mark.parametrize("module", ["argparse", "localllm.cli.parser", "numpy", "localllm.cli.doctor"])
+@pytest.mark.parametrize("module", ["argparse", "localllm.cli.parser", "numpy", "localllm.cli.commands.doctor"])
 @pytest.mark.parametrize("interrupt", ["signal.raise_signal(signal.SIGINT)", "Dropped()", "suppressed()"])
 def test_an_interrupt_while_modules_are_imported(module: str, interrupt: str) -> None:
     code = INTERRUPTED_IMPORT.format(module=module, interrupt=interrupt)

@@ -15,8 +15,8 @@ import pytest
 
 from localllm import LLM
 from localllm.chat import CHATML
-from localllm.cli import generate
 from localllm.kernels.cuda import installation
+from localllm.llm import load
 from tests.helpers.command_line import run_main
 from tests.helpers.tiny_models import config, random_weights, write_gguf
 
@@ -178,7 +178,12 @@ LINES: list[tuple[str, str, dict[str, Any]]] = [
         "error: there is no type 'q4km': did you mean Q4_K_M? There are F32, ",
         {},
     ),
-    ("chat model.gguf hi", "error: localllm chat takes no prompt: localllm generate -m model.gguf -p hi answers", {}),
+    ("chat model.gguf hi -n 4", "", {"max_tokens": 4}),
+    ("chat -m model.gguf 'hi there' -n 4", "", {"max_tokens": 4}),
+    ("chat model.gguf hi -n 4 there", "error: there are words too many, from 'there' on", {}),
+    ("run model.gguf --verbose hi -n 4", "", {"max_tokens": 4}),
+    ("run model.gguf hi there --verbose -n 4", "", {"max_tokens": 4}),
+    ("run --num-ctx 64 model.gguf hi -n 4", "", {"context": 64}),
     ("version", "", {}),
     ("-v", "", {}),
     ("config set num_ctx 8192", "error: there is no setting 'num_ctx': did you mean context? localllm config", {}),
@@ -249,7 +254,7 @@ def test_a_command_line(
     monkeypatch.setenv("LOCALLLM_CONFIG", "config.toml")
     monkeypatch.setenv("HF_HUB_CACHE", "hub")
     monkeypatch.setattr(installation, "driver_cuda", lambda: None)
-    monkeypatch.setattr("localllm.cli.bench.disturbance", lambda *_: None)
+    monkeypatch.setattr("localllm.cli.commands.bench.disturbance", lambda *_: None)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"")))
     given: dict[str, Any] = {}
 
@@ -260,7 +265,7 @@ def test_a_command_line(
 
         return call
 
-    monkeypatch.setattr(generate, "load", watched(generate.load))
+    monkeypatch.setattr("localllm.llm.load", watched(load))
     for name in ("stream", "stream_chat"):
         monkeypatch.setattr(LLM, name, watched(getattr(LLM, name)))
     outcome = run_main(capfdbinary, *shlex.split(line))

@@ -9,16 +9,18 @@ import select
 import subprocess
 import sys
 import time
-import types
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import localllm
-from localllm.cli.main import COMMANDS, main
-from localllm.cli.parser import logit_bias
+from localllm.cli.commands import doctor
+from localllm.cli.main import main
+from localllm.cli.parser import command_names
+from localllm.cli.values import logit_bias
 from localllm.errors import UsageError
 from localllm.kernels.cpu.target import TARGETS, available
 from localllm.kernels.cuda import installation
@@ -49,13 +51,13 @@ def test_version(run: Run) -> None:
     assert run("--version") == Outcome(0, f"localllm {localllm.__version__}\n", "")
 
 
-@pytest.mark.parametrize("command", [None, *COMMANDS])
+@pytest.mark.parametrize("command", [None, *command_names()])
 def test_help(run: Run, command: str | None) -> None:
     outcome = run(*filter(None, [command, "--help"]))
     assert outcome.code == 0
     assert outcome.err == ""
     assert outcome.out.startswith(f"usage: localllm {command or '[-h]'}")
-    for name in [command] if command else COMMANDS:
+    for name in [command] if command else command_names():
         assert name in outcome.out
 
 
@@ -97,7 +99,7 @@ BAD_USAGE = {
     "unknown command": (["genrate"], "there is no command 'genrate': did you mean generate? localllm generate"),
     "a command in capitals": (["GENERATE"], "there is no command 'GENERATE': did you mean generate? localllm gen"),
     "a command of others": (["ps"], "there is no command 'ps': a model is in memory while its command runs"),
-    "a strange command": (["xyzzy"], "there is no command 'xyzzy': there are generate, chat, inspect, "),
+    "a strange command": (["xyzzy"], "there is no command 'xyzzy': there are generate, chat, serve, "),
     "no command but a flag": (["-p", "hi"], "a command comes first, as in localllm generate -p hi: there"),
     "no command but a file": (["model.gguf"], "'model.gguf' is not a command: localllm generate -m model.gguf"),
     "unknown flag": (
@@ -115,7 +117,7 @@ BAD_USAGE = {
         ["generate", "-j", "{a"],
         "argument -j/--json-schema: '{a' is not valid JSON (Expect",
     ),
-    "two files": (["inspect", "a.gguf", "b.gguf"], "it is not clear what 'b.gguf' is for"),
+    "two files": (["inspect", "a.gguf", "b.gguf"], "there are words too many, from 'b.gguf' on"),
     "a file twice": (
         ["chat", "-m", "a.gguf", "b.gguf"],
         "a model is named twice: leave one of the names out",
@@ -362,10 +364,7 @@ def broken_command(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException],
         def fail(arguments: object) -> int:
             raise error
 
-        module = types.ModuleType("broken")
-        vars(module)["run"] = fail
-        monkeypatch.setitem(sys.modules, "broken", module)
-        monkeypatch.setitem(COMMANDS, "doctor", "broken")
+        monkeypatch.setattr(doctor, "COMMAND", replace(doctor.COMMAND, run=fail))
 
     return install
 
@@ -417,10 +416,7 @@ def test_warnings_are_one_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> Non
         warnings.warn("mind\nthis", stacklevel=2)
         return 0
 
-    module = types.ModuleType("warning")
-    vars(module)["run"] = warn
-    monkeypatch.setitem(sys.modules, "warning", module)
-    monkeypatch.setitem(COMMANDS, "doctor", "warning")
+    monkeypatch.setattr(doctor, "COMMAND", replace(doctor.COMMAND, run=warn))
     assert run("doctor") == Outcome(0, "", "localllm: warning: mind\\nthis\n")
 
 
@@ -473,7 +469,7 @@ def test_messages_that_cannot_be_written_stop_nothing(run: Run, tiny: Path) -> N
 def test_output_that_does_not_wait_loses_nothing() -> None:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    program = "import localllm.cli.terminal as t; t.prepare_streams(); print('a' * 300_000, end='', flush=True)"
+    program = "import localllm.console as t; t.prepare_streams(); print('a' * 300_000, end='', flush=True)"
     with subprocess.Popen([sys.executable, "-c", program], stdout=writer, cwd=ROOT) as process:
         os.close(writer)
         with open(reader, "rb") as file:

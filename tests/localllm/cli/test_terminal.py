@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localllm.cli import terminal
-from localllm.cli.terminal import LoadStatus, StatusLine, quantity, short_count, visible, visible_line
+from localllm import console as terminal
+from localllm.console import LoadStatus, StatusLine, quantity, short_count, visible, visible_line
 
 
 class FakeTerminal(io.StringIO):

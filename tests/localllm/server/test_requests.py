@@ -13,7 +13,7 @@ import pytest
 
 import localllm
 from localllm.cli.defaults import chat_template
-from localllm.cli.parser import make_parsers
+from localllm.cli.parser import parser_of
 from localllm.errors import UsageError
 from localllm.server import openai
 from localllm.server.http import HTTPError, event, json_bytes, tolerant
@@ -177,14 +177,14 @@ def test_responses_have_the_logprobs_that_are_asked_for(server: Serving, more: d
 def test_chat_template_flags_are_read_alike(tmp_path: Path) -> None:
     file = tmp_path / "a.jinja"
     file.write_text("{{ messages }}\n")
-    parser, _ = make_parsers()
     for command in ("serve", "generate"):
-        template = chat_template(parser.parse_args([command, "--chat-template-file", str(file)]))
+        parser = parser_of(command)
+        template = chat_template(parser.parse_args(["--chat-template-file", str(file)]))
         assert template == "{{ messages }}"
-        assert "im_start" in str(chat_template(parser.parse_args([command, "--chat-template", "chatml"])))
+        assert "im_start" in str(chat_template(parser.parse_args(["--chat-template", "chatml"])))
         for words in (["--chat-template", "llama3"], ["--chat-template-file", str(tmp_path / "none")]):
             with pytest.raises(UsageError):
-                chat_template(parser.parse_args([command, *words]))
+                chat_template(parser.parse_args(words))
 
 
 # -- What stops one who comes from another server -----------------------------------------------------------------

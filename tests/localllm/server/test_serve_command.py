@@ -15,10 +15,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from localllm.cli.serve import Stats, sources
+from localllm.cli.commands.serve import sources
 from localllm.errors import ModelNotFoundError, UsageError
 from localllm.server.models import Models
 from localllm.server.run import listen
+from localllm.server.stats import Stats
 from localllm.settings import Settings
 from tests.helpers.command_line import Outcome, command, environment, run_main
 from tests.helpers.data import ROOT
@@ -111,11 +112,11 @@ def test_without_its_packages_it_says_what_to_install(
 
 def test_flags_of_llama_server_that_change_nothing_are_one_warning() -> None:
     from localllm.cli.flags import in_our_flags
-    from localllm.cli.parser import make_parsers
+    from localllm.cli.parser import parser_of
 
-    line = "serve -m a.gguf --metrics --slots --no-webui -fa on --cache-reuse 256 -np 2 --jinja"
-    ours, warning, _ = in_our_flags(line.split(), make_parsers()[1]["serve"].flags)
-    assert ours == ["serve", "-m", "a.gguf", "-np", "2"]
+    line = "-m a.gguf --metrics --slots --no-webui -fa on --cache-reuse 256 -np 2 --jinja"
+    ours, warning, _ = in_our_flags("serve", line.split(), parser_of("serve").flags)
+    assert ours == ["-m", "a.gguf", "-np", "2"]
     assert warning is not None
     assert warning.startswith("--metrics, --slots, --no-webui, -fa, --cache-reuse, --jinja change nothing here")
 
@@ -148,9 +149,9 @@ def test_every_command_of_the_page_runs() -> None:
 
 
 def test_every_flag_that_the_page_names_is_there() -> None:
-    from localllm.cli.parser import make_parsers
+    from localllm.cli.parser import parser_of
 
-    known = make_parsers()[1]["serve"].flags
+    known = parser_of("serve").flags
     named = set(re.findall(r"(?<![\w-])(--?[a-z][a-z-]*)", "\n".join([*blocks("sh")[:1], *inline(PAGE)])))
     assert named
     assert named <= set(known), named - set(known)

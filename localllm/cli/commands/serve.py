@@ -5,30 +5,23 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from localllm.cli.defaults import chat_template, load_options, settle
-from localllm.cli.main import DONE
-from localllm.cli.terminal import say, warn
-from localllm.engine.engine import Counts
-from localllm.errors import ClosedError, UsageError, path_text
+from localllm.cli.parser import Command, Group, flag, several
+from localllm.cli.shared_flags import LORA, RUNNING
+from localllm.cli.values import model_file, whole
+from localllm.console import say, warn
+from localllm.errors import UsageError, path_text
 from localllm.files import expanded
-from localllm.library.listing import find_models
 from localllm.library.names import DEMO, HubName
 from localllm.settings import Settings
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from localllm.llm import LLM
     from localllm.progress import LoadProgress
-    from localllm.server.models import Models
 
 #: Environment variable with API keys, commas between them: a command line can be seen by others.
 KEY_VARIABLE = "LOCALLLM_API_KEY"
@@ -51,6 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     from localllm.server.app import App
     from localllm.server.http import Limits
     from localllm.server.models import Models
+    from localllm.server.stats import Stats
 
     if arguments.lora and len(arguments.models) != 1:
         raise UsageError("--lora is for one model: name that with -m FILE, and no other")
@@ -105,8 +99,8 @@ def run(arguments: argparse.Namespace) -> int:
         server = Server(app, grace_s=arguments.grace)
         with stats.shown() if arguments.stats else nullcontext():
             server.run(sockets=[listening])
-    end_if_busy(DONE)
-    return DONE
+    end_if_busy(0)
+    return 0
 
 
 def sources(given: list[str], settings: Settings) -> dict[str, str | None]:
@@ -114,6 +108,8 @@ def sources(given: list[str], settings: Settings) -> dict[str, str | None]:
     names = given or [settings.model or DEMO]
     found = {_name(name): _source(name, settings) for name in names}
     if not given:
+        from localllm.library.listing import find_models
+
         listed = find_models(settings.model_folders).models
         found |= {model.name.removesuffix(".gguf"): str(model.path) for model in listed}
         found.setdefault(DEMO, None)
@@ -153,87 +149,82 @@ def _source(name: str, settings: Settings) -> str | None:
     return None if path is None else str(path)
 
 
-# -- --stats -------------------------------------------------------------------------------------------------------
+COMMAND = Command(
+    "[-m FILE …] [options]",
+    "serve models to other programs over HTTP",
+    [
+        Group(
+            "models",
+            [
+                several(
+                    "-m --model FILE",
+                    "a GGUF file, or ORG/REPO[:QUANT] of one that was pulled; may be given several times",
+                    model_file,
+                    dest="models",
+                ),
+                several("-a --alias NAME", "another name of the first", dest="aliases"),
+                flag("--ttl S", "unload a model after S seconds without a request", whole(1)),
+                *RUNNING,
+                LORA,
+                flag(
+                    "-np --parallel N",
+                    "requests of full length that the cache of each model has room for (default: 4)",
+                    whole(1),
+                    default=4,
+                ),
+                flag(
+                    "--prompt-cache --slot-save-path DIR",
+                    "keep what was evaluated of prompts in DIR while a model is not loaded",
+                    Path,
+                    dest="prompts",
+                ),
+            ],
+        ),
+        Group(
+            "who may ask",
+            [
+                flag("--host HOST", "address to listen on (default: 127.0.0.1)", default="127.0.0.1"),
+                flag("--port N", "port; 0 is any that is free (default: 8080)", whole(0, below=65536), default=8080),
+                *(
+                    several(names, f"{text}; may be given several times", dest=dest)
+                    for names, dest, text in (
+                        (
+                            "--api-key KEY",
+                            "api_keys",
+                            "let in those who have this key, and share the models evenly between keys",
+                        ),
+                        ("--allow-host NAME", "hosts", "answer to this name of the machine, too"),
+                        (
+                            "--cors-origin ORIGIN",
+                            "origins",
+                            "let pages of this origin ask, such as https://example.org; * is any",
+                        ),
+                    )
+                ),
+                flag("--max-queue N", "requests that may wait (default: 256)", whole(1), default=256),
+                flag("--max-body MiB", "size of a request at most (default: 32)", whole(1), default=32),
+                flag(
+                    "--grace S", "seconds that replies have to end after Ctrl-C (default: 10)", whole(0), default=10
+                ),
+                flag("--responses FOLDER", "keep responses there, for previous_response_id after a restart", Path),
+            ],
+        ),
+        Group(
+            "output",
+            [
+                flag("--stats", "show throughput, queue and cache as they change"),
+                flag("-q --quiet", "print nothing but the address and errors"),
+            ],
+        ),
+    ],
+    run,
+    """\
+Programs made for the APIs of OpenAI (http://127.0.0.1:8080/v1), Anthropic and Ollama (http://127.0.0.1:8080) or
+llama.cpp's server can use it.  Each model is loaded when it is first asked for.  Without -m there are the model that
+the settings name, or else the demo model, and all that localllm models lists.
 
-
-class Stats:
-    """What each loaded model did since the last look."""
-
-    def __init__(self, models: Models) -> None:
-        self._models = models
-        self._before: dict[str, tuple[float, Counts]] = {}
-        self._read_speeds: dict[str, float] = {}
-
-    def measure(self, llm: LLM) -> None:
-        """Measures how fast this machine reads memory, before a model that is on the CPU has anything to do."""
-        if llm.info.device == "cpu":
-            from localllm.kernels.cpu.roofline import Roofline
-            from localllm.kernels.cpu.target import choose
-
-            with Roofline(llm.info.decode_threads, choose(None), 1 << 28) as roofline:
-                self._read_speeds[str(llm.info.path)] = roofline.read_bandwidth()
-
-    @contextmanager
-    def shown(self) -> Iterator[None]:
-        """Shows a table on standard error until the end."""
-        from rich.console import Console
-        from rich.live import Live
-
-        ended = threading.Event()
-        with Live(self.table(), console=Console(stderr=True), auto_refresh=False) as live:
-
-            def show() -> None:
-                while not ended.wait(1.0):
-                    live.update(self.table(), refresh=True)
-
-            thread = threading.Thread(target=show, name="localllm-stats", daemon=True)
-            thread.start()
-            try:
-                yield
-            finally:
-                ended.set()
-                thread.join()
-
-    def table(self) -> Table:
-        from rich.table import Table
-
-        table = Table(box=None, pad_edge=False, header_style="bold")
-        for name in ("model", "running", "waiting", "cache", "prompt t/s", "reply t/s", "cached", "of reading speed"):
-            table.add_column(name, justify="left" if name == "model" else "right")
-        for row in self.rows():
-            table.add_row(*row)
-        return table
-
-    def rows(self) -> Iterator[tuple[str, ...]]:
-        """A row for each model that is loaded, or being loaded."""
-        for served in list(self._models.served.values()):
-            llm = served.llm
-            if served.load_progress is not None:
-                yield served.name, f"loading {served.load_progress:.0%}"
-            if llm is None:
-                continue
-            try:
-                now, counts, n_waiting = time.monotonic(), replace(llm.counts), llm.n_waiting
-            except ClosedError:  # just now
-                continue
-            then, before = self._before.get(served.name, (now - 1.0, Counts()))
-            self._before[served.name] = now, counts
-            if before.steps > counts.steps:  # it was loaded again
-                before = Counts()
-            seconds = max(1e-3, now - then)
-            prompt, cached = counts.prompt_tokens - before.prompt_tokens, counts.cached_tokens - before.cached_tokens
-            step_s, read_speed = counts.step_s - before.step_s, self._read_speeds.get(str(llm.info.path))
-            share = "-"
-            if step_s > 0 and read_speed is not None:
-                n_bytes = llm.info.placement.multiplied * (counts.steps - before.steps)
-                share = f"{n_bytes / step_s / read_speed:.0%}"
-            yield (
-                served.name,
-                str(counts.running),
-                str(n_waiting),
-                f"{counts.n_pages_used / max(1, counts.n_pages):.0%}",
-                f"{prompt / seconds:,.0f}",
-                f"{(counts.generated_tokens - before.generated_tokens) / seconds:,.1f}",
-                f"{cached / max(1, prompt + cached):.0%}",
-                share,
-            )
+Only programs on this machine reach it, and no page of a browser, unless --host and --cors-origin say otherwise.  The
+environment variable LOCALLLM_API_KEY gives API keys too, with commas between them.
+""",
+    aliases="server llama-server",
+)

@@ -6,30 +6,35 @@ import argparse
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from localllm.cli.main import DONE
-from localllm.cli.terminal import StatusLine, quantity, say, visible_line
-from localllm.library.pull import PullProgress, pull
+from localllm.cli.parser import Command, flag
+from localllm.cli.values import model_file
+from localllm.console import StatusLine, quantity, say, visible_line
+
+if TYPE_CHECKING:
+    from localllm.library.pull import PullProgress
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> None:
     """Downloads the model that the command line names, and prints its path."""
     path = download(arguments.model, quiet=arguments.quiet)
     print(visible_line(str(path)))
     if not arguments.quiet:
         say(f"localllm generate -m {visible_line(arguments.model)} runs it")
-    return DONE
 
 
-def download(name: str, *, quiet: bool, pull: Callable[[str, PullProgress], Path] = pull) -> Path:
+def download(name: str, *, quiet: bool, by: Callable[[str, PullProgress], Path] | None = None) -> Path:
     """Downloads a model, or with `pull_checkpoint` what one is made of, and shows how far it is.
 
     Raises:
         UsageError, HubError: see `localllm.library.pull.pull`.
     """
+    from localllm.library.pull import pull
+
     progress = _Progress(enabled=not quiet)
     try:
-        return pull(name, progress)
+        return (by or pull)(name, progress)
     except KeyboardInterrupt:
         progress.close()
         if progress.fetched:
@@ -61,3 +66,18 @@ class _Progress:
 
     def close(self) -> None:
         self._status.clear()
+
+
+COMMAND = Command(
+    "ORG/REPO[:FILE or QUANT] [-q]",
+    "download a model from the hub",
+    [flag("model ORG/REPO[:…]", "what to download", model_file), flag("-q --quiet", "show no progress")],
+    run,
+    """\
+The model goes into the cache of the Hugging Face hub, and every command then takes its name in place of a path.
+ORG/REPO:Q4_K_M chooses a file by its quantisation, ORG/REPO:NAME.gguf by its name; ORG/REPO alone the only one, or
+Q4_K_M.  The address of a page of the hub, or of a file there, names a model too.  What was fetched before it was
+interrupted is kept, and the same command goes on from there.
+""",
+    aliases="download",
+)

@@ -8,7 +8,6 @@ next request when it has read its last reply.
 
 from __future__ import annotations
 
-import argparse
 import http.client
 import json
 import math
@@ -27,9 +26,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from localllm.cli.main import DONE, FAILED
-from localllm.cli.terminal import warn
-from localllm.errors import LocalLLMError, UsageError
+from localllm.errors import LocalLLMError
 
 #: Standard deviations of the logarithms of lengths: of prompts, and of replies.
 _SPREADS = (1.0, 0.7)
@@ -212,29 +209,6 @@ def ours(file: str, n_clients: int, longest: int, threads: int | None = None) ->
 def our_address(line: str) -> str | None:
     match = re.search(r"listening on (http://\S+)", line)
     return match and match[1]
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Measures a server, which is started if no address is given."""
-    if arguments.rate is not None and arguments.rate <= 0:
-        raise UsageError("--rate must be above 0")
-    mean_prompt, mean_reply = arguments.prompts[0], arguments.generations[0]
-    longest = LONGEST * (2 * mean_prompt + mean_reply)  # a word may be two tokens
-    names = [*arguments.files, *arguments.model] or ["demo"]
-    code = DONE
-    for name in names:
-        for n_clients in arguments.clients:
-            threads = arguments.threads[0] if arguments.threads else None
-            with started(ours(name, n_clients, longest, threads), our_address) as url:
-                Load(url, 1, 1, mean_prompt=8, mean_reply=2).run()  # it loads the model
-                load = Load(url, n_clients, arguments.requests, arguments.rate, mean_prompt, mean_reply)
-                load.run()
-            if load.errors:
-                warn(f"{len(load.errors)} of {load.n_requests} requests failed: {load.errors[0]}")
-                code = FAILED
-            summary = {"model": name, **load.summary()}
-            print(json.dumps(summary) if arguments.form in ("json", "jsonl") else table(summary), flush=True)
-    return code
 
 
 def table(summary: dict[str, Any]) -> str:

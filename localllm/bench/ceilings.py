@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from localllm.cli.bench_work import Test, Work
+from localllm.bench.work import Test, Work
 from localllm.info import ModelInfo
 from localllm.kernels.cpu.host import available_memory
 from localllm.kernels.cpu.roofline import Roofline

@@ -8,12 +8,25 @@ import json
 import select
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from localllm.cli.defaults import load_options, settle, without_line_end
 from localllm.cli.machine import too_many_threads
-from localllm.cli.main import DONE, options_of
-from localllm.cli.terminal import (
+from localllm.cli.parser import LEFT_OUT, Command, Group, flag
+from localllm.cli.shared_flags import (
+    ENDING,
+    HUB,
+    LORA,
+    LOUDNESS,
+    MODEL,
+    RUNNING,
+    SAMPLING,
+    SPECULATION,
+    SYSTEM,
+    options,
+)
+from localllm.cli.values import whole
+from localllm.console import (
     LoadStatus,
     StatusLine,
     detail,
@@ -26,21 +39,23 @@ from localllm.cli.terminal import (
     visible_line,
     warn,
 )
-from localllm.completion import Completion, Stream
 from localllm.declared_options import CheckedOptions, Sampling, declared
 from localllm.errors import UsageError
 from localllm.files import read_text
-from localllm.info import ModelInfo
-from localllm.llm import LLM, load
-from localllm.placement import Format, Placement, Plan
-from localllm.progress import LoadPlan, LoadProgress
-from localllm.settings import Settings
+
+if TYPE_CHECKING:
+    from localllm.completion import Completion, Stream
+    from localllm.info import ModelInfo
+    from localllm.llm import LLM
+    from localllm.placement import Format, Placement, Plan
+    from localllm.progress import LoadPlan, LoadProgress
+    from localllm.settings import Settings
 
 #: Seconds after which somebody who may not know that a prompt is awaited is told.
 _PATIENCE_SECONDS = 1.0
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> None:
     """Generates a text as the command line asks."""
     settings = settle(arguments)
     options = generation_options(arguments, settings)
@@ -71,7 +86,6 @@ def run(arguments: argparse.Namespace) -> int:
                 _print_text(stream, status, quiet=arguments.quiet)
             if not arguments.quiet:
                 _report(stream, verbose=arguments.verbose)
-    return DONE
 
 
 def load_model(
@@ -81,8 +95,9 @@ def load_model(
     planned: LoadPlan | None = None,
 ) -> LLM:
     """Loads a model, or without a path the demo model, as the command line says: devices, context, threads, …."""
-    options = load_options(arguments, path)
-    return load(path, **options, progress=progress, planned=planned)
+    from localllm.llm import load
+
+    return load(path, **load_options(arguments, path), progress=progress, planned=planned)
 
 
 # -- What was asked for --------------------------------------------------------------------------------------------
@@ -90,7 +105,8 @@ def load_model(
 
 def generation_options(arguments: argparse.Namespace, settings: Settings) -> dict[str, Any]:
     """The keywords of `LLM.stream`."""
-    options = options_of(arguments, [*declared(Sampling), *declared(CheckedOptions)])
+    given = vars(arguments)
+    options = {name: given[name] for name in (*declared(Sampling), *declared(CheckedOptions)) if name in given}
     if arguments.samplers is not None:
         options |= _only(arguments.samplers)
     if "logprobs" in options and not arguments.json:
@@ -99,10 +115,10 @@ def generation_options(arguments: argparse.Namespace, settings: Settings) -> dic
         raise UsageError("--lookup and --draft-model are two ways to draft tokens: leave one of them out")
     if "draft_max" in options and "speculate" not in options and arguments.draft_model is None:
         raise UsageError("--draft-max needs --lookup or --draft-model, which draft tokens")
-    text: Callable[[str, str], str] = _unescaped if arguments.escape else _valid
+    text: Callable[[str, str], str] = _unescaped if given.get("escape") else _valid
     options["stop"] = [text(stop, "--stop") for stop in options.get("stop", ())] or settings.stop
     options["logit_bias"] = dict(arguments.logit_bias)
-    if adapters := vars(arguments).get("lora"):
+    if adapters := given.get("lora"):
         options["adapters"] = {str(path): share for path, share in adapters}
     if breakers := options.get("dry_sequence_breakers"):
         options["dry_sequence_breakers"] = [text(b, "--dry-sequence-breaker") for b in breakers if b != "none"]
@@ -325,3 +341,68 @@ def _report(stream: Stream, *, verbose: bool) -> None:
 
 def _tokens(n: int) -> str:
     return f"{n:,} token{'s' * (n != 1)}"
+
+
+COMMAND = Command(
+    "[-m FILE] [[-p] TEXT] [options]",
+    "let a model write",
+    [
+        Group("model", [MODEL, HUB, *RUNNING, LORA]),
+        Group(
+            "prompt",
+            [
+                flag("-p --prompt TEXT", "the prompt; - reads standard input"),
+                flag("-f --file FILE", "read the prompt from a file"),
+                SYSTEM,
+                flag(
+                    "-cnv --chat --conversation",
+                    "give the prompt as a user's message (default: if the model has a chat template)",
+                    dest="chat",
+                    default=None,
+                ),
+                flag(
+                    "-no-cnv --no-chat --no-conversation",
+                    "go on with the prompt as it is",
+                    dest="chat",
+                    action="store_false",
+                ),
+                flag(
+                    "-e --escape",
+                    r"read \n, \t, \\, \xHH and the like in -p, --system-prompt and --stop as those characters",
+                ),
+                *options(CheckedOptions, "overflow"),
+            ],
+        ),
+        Group("where the text ends", ENDING),
+        SAMPLING,
+        SPECULATION,
+        Group(
+            "output",
+            [
+                flag("--json", "print one JSON object at the end, no text as it comes"),
+                flag(
+                    "--logprobs N",
+                    "with --json: log-probabilities of each token and of the N likeliest",
+                    whole(0),
+                    default=LEFT_OUT,
+                ),
+                LOUDNESS,
+            ],
+        ),
+    ],
+    run,
+    """\
+Without -m the model that the settings name writes (localllm config), or else the small demo model that comes with
+localllm, which -m demo names.  What the settings say holds wherever no flag says otherwise.
+
+The prompt is TEXT.  Without it and -f it is read from standard input, unless that is a terminal; the empty one lets
+the model begin by itself.  One line end at the end of a prompt from a file or from standard input is dropped.
+
+If the model has a chat template, the prompt is given to it as a user's message, and the model answers; --no-chat
+lets it go on with the text instead.  The empty prompt is never a message.
+
+The text goes to standard output as it comes, all else to standard error.  Into a file or a pipe it goes byte for
+byte, and no line end is added; on a terminal one is, and control characters are spelled out.
+""",
+    aliases="complete completion cli llama-cli llama-completion llama-run llama-simple main",
+)

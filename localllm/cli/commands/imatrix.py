@@ -8,23 +8,30 @@ from dataclasses import replace
 from functools import reduce
 from operator import add
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from localllm.cli.defaults import settle
-from localllm.cli.main import DONE
-from localllm.cli.terminal import LoadStatus, StatusLine, visible_line, warn
+from localllm.cli.parser import Command, Words, flag, several
+from localllm.cli.shared_flags import MODEL_OR_WORD, OUTPUT, QUIET
+from localllm.cli.values import whole
+from localllm.console import LoadStatus, StatusLine, visible_line, warn
 from localllm.errors import UsageError, path_text
 from localllm.files import check_is_new, read_text
-from localllm.gguf import GGUFFile
-from localllm.kernels.cpu.backend import CPUBackend
-from localllm.library.find import demo_path
 from localllm.progress import of_stage
-from localllm.quantize.collect import chunks, collect
-from localllm.quantize.imatrix import ImportanceMatrix
-from localllm.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from localllm.gguf import GGUFFile
+    from localllm.quantize.imatrix import ImportanceMatrix
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> None:
     """Measures what the command line asks for, and writes it."""
+    from localllm.gguf import GGUFFile
+    from localllm.library.find import demo_path
+    from localllm.quantize.collect import chunks
+    from localllm.quantize.imatrix import ImportanceMatrix
+    from localllm.tokenizer import Tokenizer
+
     settle(arguments, skip=["threads", "context"])
     arguments.output = arguments.output or Path("imatrix.gguf")
     if arguments.hessian and arguments.output.suffix == ".dat":
@@ -51,13 +58,15 @@ def run(arguments: argparse.Namespace) -> int:
         count = f"{found.n_chunks} pieces" if is_whole else f"{found.n_chunks} of {len(pieces)} pieces"
         more = f", with {whole.n_chunks - found.n_chunks} that were added" if before else ""
         print(f"{visible_line(path_text(arguments.output))}: {len(whole.entries)} tensors, {count}{more}")
-    return DONE
 
 
 def _collected(
     file: GGUFFile, pieces: list[list[int]], arguments: argparse.Namespace
 ) -> tuple[ImportanceMatrix | None, bool]:
     """What was collected until the end or Ctrl-C, and whether that is all."""
+    from localllm.kernels.cpu.backend import CPUBackend
+    from localllm.quantize.collect import collect
+
     found, began, is_shown = None, time.monotonic(), not arguments.quiet
     with StatusLine(enabled=is_shown) as status, LoadStatus(enabled=is_shown) as loading:
         try:
@@ -69,3 +78,36 @@ def _collected(
         except KeyboardInterrupt:
             return found, False
     return found, True
+
+
+COMMAND = Command(
+    "FILE [OUTPUT] -f TEXT [options]",
+    "measure which weights matter to a text",
+    [
+        *MODEL_OR_WORD,
+        OUTPUT,
+        flag("-f --file TEXT", "a text to read", Path, dest="text", required=True),
+        flag("-c --context N", "tokens of a piece (default: 512)", whole(8), default=512),
+        flag("--chunks N", "pieces to read (default: all of the text)", whole(1)),
+        several("--in-file FILE", "an importance matrix to add to; may be given several times", Path),
+        flag(
+            "--hessian",
+            "measure how columns go together, too: a large file, with which quantize loses much less",
+        ),
+        flag("-t --threads N", "threads (default: one a physical core)", whole(1)),
+        QUIET,
+    ],
+    run,
+    """\
+The model reads the text, some thousands of words of what it is used for; 50 pieces do, 200 are better.  What is
+measured helps `localllm quantize --imatrix` to keep what matters: start from the F16 file or a large quantisation.
+Ctrl-C ends early and keeps what was measured so far.  A name that ends in .dat gives the older format of llama.cpp.
+""",
+    words=Words(
+        "FILE OUTPUT",
+        "a GGUF file, or any file of a split one, also -m FILE; and the file to write (default: imatrix.gguf)",
+        ("model", "output"),
+        n_needed=1,
+    ),
+    aliases="llama-imatrix",
+)

@@ -5,17 +5,21 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from pathlib import Path
 
-from localllm import load
 from localllm.cli.defaults import load_options, settle
-from localllm.cli.main import DONE
-from localllm.cli.terminal import LoadStatus, is_terminal
+from localllm.cli.parser import Command, Group, flag
+from localllm.cli.shared_flags import HUB, MODEL, RUNNING
+from localllm.cli.values import whole
+from localllm.console import LoadStatus, is_terminal
 from localllm.errors import UsageError
 from localllm.files import read_text
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> None:
     """Prints a JSON array of numbers a text, or a line with score and text a document, the best first."""
+    from localllm import load
+
     settle(arguments)
     texts: list[str] = arguments.texts
     if arguments.file is not None:
@@ -30,8 +34,30 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.query is None:
             for vector in llm.embed(texts, prefix=arguments.prefix, dimensions=arguments.dimensions):
                 print(json.dumps([round(float(value), 7) for value in vector]))
-            return DONE
+            return
         scores = llm.rerank(arguments.query, texts)
         for score, text in sorted(zip(scores.tolist(), texts, strict=True), key=lambda pair: -pair[0]):
             print(json.dumps({"score": round(score, 6), "text": text}, ensure_ascii=False))
-    return DONE
+
+
+COMMAND = Command(
+    "[-m FILE] [TEXT …] [options]",
+    "make vectors of texts, or rank them",
+    [
+        Group("model", [MODEL, HUB, *RUNNING]),
+        flag("texts TEXT", "a text (default: the lines of standard input)", nargs="*"),
+        flag("-f --file FILE", "read texts from a file, one a line", Path),
+        flag("--prefix TEXT", "stands before each text, as 'search_query: '", default=""),
+        flag("--dimensions N", "the first N values of each vector only", whole(1)),
+        flag("--query TEXT", "with a reranker: the texts by how well they answer this"),
+        flag("-q --quiet", "print nothing but vectors and errors"),
+    ],
+    run,
+    """\
+The model is one that is made for it: BERT, Nomic Embed, ModernBERT, EmbeddingGemma, Qwen3-Embedding, and rerankers.
+
+A JSON array of numbers a text goes to standard output, vectors of length 1; with --query a JSON object with score and
+text, the best first.
+""",
+    aliases="embedding embeddings llama-embedding",
+)

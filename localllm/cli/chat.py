@@ -1,4 +1,4 @@
-"""``localllm chat``: what is talked to and in which conversation, by the app or line by line."""
+"""What is talked to and in which conversation, by the app or line by line."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import psutil
 
 import localllm
+from localllm.cli.commands.generate import describe, generation_options, load_model, plan_shower
 from localllm.cli.defaults import settle
-from localllm.cli.generate import describe, generation_options, load_model, plan_shower
-from localllm.cli.terminal import LoadStatus, is_terminal, say, short_count, visible_line, warn
+from localllm.cli.start import INTERRUPTED
+from localllm.console import LoadStatus, is_terminal, say, short_count, visible_line, warn
 from localllm.declared_options import CheckedOptions
 from localllm.devices import gpu_memory
 from localllm.errors import LocalLLMError, StoreError, UsageError
@@ -107,14 +107,15 @@ def setup_of(arguments: argparse.Namespace) -> Setup:
         history=beside("history.jsonl"),
         notices=tuple(notices),
         theme=defaults.theme,
-        question=question or "",
+        question=question,
         keys=defaults.keys,
         rank=ranked if defaults.embedding_model is None else ranked_by_vectors(embed),
         toolbox=Toolbox(defaults.tools, beside("allowed-tools")),
     )
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int | None:
+    """Chats as the command line asks; returns the exit code."""
     if arguments.list_chats:
         return _list_chats()
     setup = setup_of(arguments)
@@ -168,11 +169,12 @@ def _list_chats() -> int:
 def _app() -> Any:
     """The module of the app, which is not imported for the plain chat."""
     try:
-        return import_module("localllm.tui.app")
+        from localllm.tui import app
     except ModuleNotFoundError as error:
         raise UsageError(
             f"the chat app needs {error.name}, which is not installed: pip install textual, or chat with --plain"
         ) from None
+    return app
 
 
 def _run_plain(arguments: argparse.Namespace, setup: Setup, sessions: list[ChatSession]) -> int:
@@ -192,19 +194,23 @@ def _run_plain(arguments: argparse.Namespace, setup: Setup, sessions: list[ChatS
     lines = InputReader(setup.history and setup.history.with_suffix(""))
     chat = LineChat(session, load, lines, check=setup.check, when_full=setup.when_full, quiet=arguments.quiet)
     try:
-        return chat.run(setup.question)
+        chat.run(setup.question)
+    except KeyboardInterrupt:
+        return INTERRUPTED
     finally:
         sessions += [*chat.unsaved, chat.session]
         chat.close()
+    return 0
 
 
-def _question(arguments: argparse.Namespace) -> str | None:
-    """The first message, where one was given in the place of a file: several words that are the name of none."""
-    given = arguments.model
-    if given is None or len(str(given).split()) < 2 or os.path.lexists(given) or str(given).endswith(".gguf"):
-        return None
-    arguments.model = None
-    return str(given)
+def _question(arguments: argparse.Namespace) -> str:
+    """The first message: the second word, or the first one if it is several and the name of no file."""
+    model, question = arguments.model, arguments.question
+    if question is None and model and len(model.split()) > 1 and not os.path.lexists(model) and model[-5:] != ".gguf":
+        arguments.model, question = None, model
+    if (question or "").endswith(".gguf"):
+        raise UsageError("a model is named twice: leave one of the names out")
+    return question or ""
 
 
 def _settings(arguments: argparse.Namespace, defaults: Settings) -> tuple[dict[str, Any], dict[str, Any]]:

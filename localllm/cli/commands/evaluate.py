@@ -10,29 +10,21 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from localllm.cli.chart import Point, letter, svg_chart, text_chart
 from localllm.cli.defaults import load_options, settle
-from localllm.cli.main import DONE
-from localllm.cli.terminal import LoadStatus, StatusLine, model_line, quantity, visible_line
+from localllm.cli.parser import Command, Words, flag
+from localllm.cli.shared_flags import DEVICE, JSON_AT_END, MODEL_OR_WORD, THREADS
+from localllm.cli.values import model_file, whole
+from localllm.console import LoadStatus, StatusLine, model_line, quantity, visible_line
 from localllm.errors import UsageError, path_text
-from localllm.evaluate import (
-    BaseLogits,
-    Divergence,
-    Estimate,
-    Perplexity,
-    choices,
-    divergence,
-    perplexity,
-    read_questions,
-)
-from localllm.evaluate.perplexity import CONTEXT
 from localllm.files import check_is_new, read_text
-from localllm.gguf import GGUFFile
-from localllm.info import ModelInfo
-from localllm.library.find import demo_path
-from localllm.llm import LLM, load, model_file
+
+if TYPE_CHECKING:
+    from localllm.evaluate import BaseLogits, Divergence, Estimate, Perplexity
+    from localllm.info import ModelInfo
+    from localllm.llm import LLM
 
 #: Sequences that the cache has room for, so that a chunk begins while others go on.
 _PARALLEL = 4
@@ -43,7 +35,7 @@ _BARS = "▁▂▃▄▅▆▇█"
 _COMPARED = "{:>3} {:<36} {:>9} {:>11} {:>11} {:>10} {:>10}"
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> None:
     """Evaluates what the command line asks for."""
     settle(arguments, skip=["context"])
     given = arguments.file, arguments.base_logits, arguments.choices
@@ -58,9 +50,13 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.choices is not None:
         if arguments.compare:
             raise UsageError("--compare needs a text or logits: give -f FILE or --base-logits FILE")
-        return _choices(arguments)
+        _choices(arguments)
+        return
     if arguments.compare:
-        return _compare(arguments)
+        _compare(arguments)
+        return
+    from localllm.evaluate import BaseLogits
+
     if arguments.base_logits is not None:
         base = BaseLogits.read(arguments.base_logits)
         with _loaded(arguments, arguments.model, base.context) as llm:
@@ -68,10 +64,16 @@ def run(arguments: argparse.Namespace) -> int:
             _print(arguments, llm, _divergence_lines(far), far)
     else:
         text = _text(arguments)
-        with _loaded(arguments, arguments.model, arguments.context or CONTEXT) as llm:
+        with _loaded(arguments, arguments.model, _context(arguments)) as llm:
             found = _perplexity(arguments, llm, text, arguments.save_logits)
             _print(arguments, llm, [_perplexity_line(found)], found)
-    return DONE
+
+
+def _context(arguments: argparse.Namespace) -> int:
+    """Tokens of a chunk."""
+    from localllm.evaluate.perplexity import CONTEXT
+
+    return arguments.context or CONTEXT
 
 
 def _text(arguments: argparse.Namespace) -> str | Path:
@@ -83,11 +85,13 @@ def _text(arguments: argparse.Namespace) -> str | Path:
 
 
 def _perplexity(arguments: argparse.Namespace, llm: LLM, text: str | Path, save: Path | None) -> Perplexity:
+    from localllm.evaluate import perplexity
+
     with _progress(arguments, "chunks, perplexity {:.3f}") as progress:
         return perplexity(
             llm,
             text,
-            context=arguments.context or CONTEXT,
+            context=_context(arguments),
             chunks=arguments.chunks,
             save_logits=save,
             progress=progress,
@@ -95,11 +99,15 @@ def _perplexity(arguments: argparse.Namespace, llm: LLM, text: str | Path, save:
 
 
 def _divergence(arguments: argparse.Namespace, llm: LLM, base: BaseLogits) -> Divergence:
+    from localllm.evaluate import divergence
+
     with _progress(arguments, "chunks, KL divergence {:.5f}") as progress:
         return divergence(llm, base, chunks=arguments.chunks, progress=progress)
 
 
-def _choices(arguments: argparse.Namespace) -> int:
+def _choices(arguments: argparse.Namespace) -> None:
+    from localllm.evaluate import choices, read_questions
+
     questions = read_questions(arguments.choices)
     with _loaded(arguments, arguments.model, arguments.context) as llm:
         with _progress(arguments, "questions, {:.1%} right") as progress:
@@ -110,13 +118,17 @@ def _choices(arguments: argparse.Namespace) -> int:
             f"  by guessing           {100 * found.chance:.2f} %",
         ]
         _print(arguments, llm, lines, found)
-    return DONE
 
 
-def _compare(arguments: argparse.Namespace) -> int:
+def _compare(arguments: argparse.Namespace) -> None:
     """The divergence of several models from one, or from its logits in a file."""
+    from localllm.evaluate import BaseLogits
+    from localllm.gguf import GGUFFile
+    from localllm.library.find import demo_path
+    from localllm.llm import model_file as file_of
+
     others = [arguments.model] if arguments.base_logits is not None else []
-    others += [model_file(name) for name in arguments.compare]
+    others += [file_of(name) for name in arguments.compare]
     for other in others:
         GGUFFile.open(other or demo_path()).close()  # what cannot be read is said before anything is measured
     if arguments.svg is not None and not arguments.svg.absolute().parent.is_dir():
@@ -125,7 +137,7 @@ def _compare(arguments: argparse.Namespace) -> int:
         path = arguments.base_logits or arguments.save_logits or Path(folder) / "base.logits"
         if arguments.base_logits is None:
             text = _text(arguments)
-            with _loaded(arguments, arguments.model, arguments.context or CONTEXT) as llm:
+            with _loaded(arguments, arguments.model, _context(arguments)) as llm:
                 found = _perplexity(arguments, llm, text, path)
                 if not arguments.quiet:
                     print(_perplexity_line(found), flush=True)
@@ -144,11 +156,12 @@ def _compare(arguments: argparse.Namespace) -> int:
         arguments.svg.write_text(svg_chart({"": points}), "utf-8")
     if arguments.json:
         _print_json({"compared": [_as_json(*row) for row in rows]})
-    return DONE
 
 
 @contextmanager
 def _loaded(arguments: argparse.Namespace, model: Any, context: int | None) -> Iterator[LLM]:
+    from localllm.llm import load
+
     with LoadStatus(enabled=not arguments.quiet) as status:
         llm = load(model, **load_options(arguments, model, context=context, parallel=_PARALLEL), progress=status)
     with llm:
@@ -236,6 +249,48 @@ def _as_json(info: ModelInfo, result: Any) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     """Estimates as objects, which JSON would have as lists."""
-    if isinstance(value, Estimate):
+    if hasattr(value, "_asdict"):
         return value._asdict()
     return {str(k): _plain(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+
+COMMAND = Command(
+    "[FILE] -f TEXT [options]",
+    "measure what a model knows",
+    [
+        *MODEL_OR_WORD,
+        flag("-f --file FILE", "the text"),
+        flag("-c --ctx-size --context N", "tokens of a chunk (default: 512)", whole(4), dest="context"),
+        flag("--chunks N", "the first N chunks only", whole(1)),
+        flag(
+            "--save-logits --save-all-logits FILE",
+            "keep the logits in a file, with which other models are compared",
+            Path,
+        ),
+        flag(
+            "--base-logits --kl-divergence-base FILE",
+            "compare with the model whose logits the file has; it has the text, too",
+            Path,
+        ),
+        flag("--compare FILE", "compare these models with the first one", model_file, nargs="+"),
+        flag("--svg FILE", "draw what --compare finds into an SVG file, too", Path),
+        flag("--choices FILE", "multiple choice: a JSONL file of questions", Path),
+        *DEVICE,
+        *THREADS,
+        JSON_AT_END,
+        flag("-q --quiet", "print no more than JSON and errors"),
+    ],
+    run,
+    """\
+-f measures the perplexity of a text, in chunks of which the second halves count, as llama.cpp does.  --save-logits
+keeps what the model thought of it, and with --base-logits another model is compared with that: Kullback-Leibler
+divergence, change of probability, and how often both have the same likeliest token.  The file is llama.cpp's.
+
+--compare measures several models against FILE, and draws their divergence over their size; --svg does so in a file.
+
+--choices takes questions, in each line {"prompt": "...", "choices": ["...", "..."], "answer": 0}, and counts how
+often the likeliest answer is the right one.
+""",
+    words=Words("FILE", "a GGUF file (default: the demo model); also -m FILE", ("model",)),
+    aliases="perplexity llama-perplexity",
+)

@@ -1,4 +1,4 @@
-"""``localllm bench``: how fast a model runs here, and how much of what the machine can do that is.
+"""How fast a model evaluates and generates here, in turn with what the machine can do.
 
 **What is measured.**  ``pp`` is the evaluation of a prompt, ``tg`` the generation of tokens one after the other,
 both as a program that uses the library sees them, sampling included.  At a depth, so many tokens stand before.
@@ -13,91 +13,23 @@ for they drift.
 
 from __future__ import annotations
 
-import argparse
-import csv
-import json
 import statistics
-import sys
-import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from localllm import __version__
-from localllm.cli.bench_ceilings import amount, ceiling, threads_of, unit_of
-from localllm.cli.bench_profile import DeviceCeilings, DeviceProfile, check_profiled, profiles
-from localllm.cli.bench_work import Test, Work, make_tests
-from localllm.cli.defaults import load_options, model_file, settle
-from localllm.cli.machine import disturbance, too_many_threads
-from localllm.cli.main import DONE
-from localllm.cli.terminal import LoadStatus, StatusLine, model_line, quantity, visible_line, warn
-from localllm.errors import UsageError
-from localllm.info import ModelInfo
-from localllm.kernels.cpu.host import OtherLoad, cpu_model
-from localllm.llm import LLM, load
-from localllm.loading import LONG_CONTEXT
+from localllm.bench.ceilings import amount, ceiling, threads_of, unit_of
+from localllm.bench.profile import DeviceCeilings, DeviceProfile, profiles
+from localllm.bench.work import Test, Work
+from localllm.console import StatusLine, quantity
+from localllm.llm import LLM
 
 if TYPE_CHECKING:
     from localllm.kernels.cuda.step import Watch
-
-_COLUMNS = "{:<18} {:>7} {:>18} {:>11} {:>11} {:>6}"
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Measures what the command line asks for."""
-    if arguments.serve:
-        from localllm.cli import bench_serve
-
-        return bench_serve.run(arguments)
-    settings = settle(arguments, skip=["threads", "model"])  # of which there may be several
-    tests = make_tests(arguments.prompts, arguments.generations, arguments.depths, arguments.pairs)
-    if arguments.profile and arguments.form not in ("table", "json"):
-        raise UsageError(f"--profile is shown as a table or in JSON: leave out -o {arguments.form}")
-    threads_of_tests = arguments.threads or [settings.threads]
-    if complaint := too_many_threads(max(n or 1 for n in threads_of_tests)):
-        warn(complaint)
-    names = [*arguments.files, *arguments.model] or [settings.model] * (not arguments.downloads)
-    given = [{"model": name} for name in names]
-    given += [{"model": name, "download": True, "quiet": arguments.quiet} for name in arguments.downloads]
-    known: dict[str, DeviceCeilings] = {}
-    form, others, shown = arguments.form, OtherLoad(), 0
-    scatter, busy = 1.0, 0.0
-    for path in [model_file(each, settings) for each in given]:
-        measured: list[Measurement] = []
-        for threads in threads_of_tests:
-            with _load(arguments, path, threads, tests) as llm:
-                info = llm.info
-                if arguments.profile:
-                    check_profiled(info)
-                if form == "table" and not measured:
-                    print(*[""] * bool(shown), model_line(info, arguments.threads or ()), "", sep="\n")
-                    print(_COLUMNS.format(*_HEAD), flush=True)
-                for test in tests:
-                    found = measure(llm, test, arguments.repetitions, isa=arguments.isa, quiet=arguments.quiet)
-                    _show(form, info, found, is_first=not shown)
-                    shown += 1
-                    if arguments.profile and test.kind != "pg":
-                        found = replace(found, profiles=tuple(profile(llm, test, known)))
-                    measured.append(found)
-        busy = others.cpus()
-        if form == "json":
-            report = as_json(info, measured, busy)
-            print(json.dumps(report, ensure_ascii=False, allow_nan=False), flush=True)
-        elif form == "table":
-            for each in (each for found in measured for each in found.profiles):
-                print("", *each.lines(), sep="\n", flush=True)
-        scatter = max(scatter, *(found.scatter for found in measured))
-    if complaint := disturbance(busy, scatter):
-        warn(complaint)
-    return DONE
-
-
-# -- What comes out ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -158,65 +90,6 @@ class Measurement:
             quantity(statistics.median(self.ceilings), self.unit) if self.ceilings else "-",
             "-" if self.share is None else f"{self.share:.0%}",
         )
-
-
-_HEAD = ("test", "threads", "tok/s", "achieved", "ceiling", "share")
-
-
-def _show(form: str, info: ModelInfo, found: Measurement, *, is_first: bool) -> None:
-    """Prints a measurement as a row, the first one below a head; of a table the head is there already."""
-    if form == "table":
-        print(_COLUMNS.format(*found.cells()), flush=True)
-    elif form == "md":
-        name = f"{visible_line(info.name or info.path.name)} {info.file_type}".replace("|", "\\|")
-        row = dict(zip(_HEAD, found.cells(), strict=True))
-        row = {"model": name, "size": quantity(info.n_bytes, "B"), "device": info.device} | row
-        rule = ["---", *["---:"] * (len(row) - 1)]
-        for cells in (row, rule, row.values()) if is_first else (row.values(),):
-            print("|", " | ".join(cells), "|", flush=True)
-    elif form != "json":
-        values = {**_of_model(info), **found.as_json(), "test": found.test.name}
-        values = {key: value for key, value in values.items() if key not in ("n_tokens", "depth", "repetitions")}
-        if form == "jsonl":
-            print(json.dumps(values, ensure_ascii=False, allow_nan=False), flush=True)
-            return
-        csv.writer(sys.stdout, lineterminator="\n").writerows([values, values.values()][not is_first :])
-        sys.stdout.flush()
-
-
-def _of_model(info: ModelInfo) -> dict[str, Any]:
-    return {
-        "model": str(info.path),
-        "architecture": info.architecture,
-        "file_type": info.file_type,
-        "n_parameters": info.n_parameters,
-        "n_bytes": info.n_bytes,
-        "device": info.device,
-        "kernels": info.kernels,
-        "cache_type": info.cache_type,
-    }
-
-
-def as_json(info: ModelInfo, measured: Sequence[Measurement], other_cpus: float) -> dict[str, Any]:
-    """Everything as JSON values; ``other_cpus`` is how many processors other programs kept busy meanwhile."""
-    return {
-        "localllm": __version__,
-        "cpu": cpu_model(),
-        **_of_model(info),
-        "other_cpus": other_cpus,
-        "results": [found.as_json() for found in measured],
-    }
-
-
-# -- Measuring -----------------------------------------------------------------------------------------------------
-
-
-def _load(arguments: argparse.Namespace, path: str | Path | None, threads: int | None, tests: Sequence[Test]) -> LLM:
-    # That a model was trained on a shorter context matters to its answers, not to its speed.
-    warnings.filterwarnings("ignore", LONG_CONTEXT)
-    context = max(test.context for test in tests)
-    with LoadStatus(enabled=not arguments.quiet) as progress:
-        return load(path, **load_options(arguments, path, threads=threads, context=context), progress=progress)
 
 
 def measure(llm: LLM, test: Test, repetitions: int, *, isa: str | None = None, quiet: bool = True) -> Measurement:

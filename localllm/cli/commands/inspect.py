@@ -7,47 +7,40 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from itertools import islice
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from localllm.cli.defaults import load_options, settle
 from localllm.cli.flags import in_flags
-from localllm.cli.main import DONE
-from localllm.cli.parser import make_parsers
-from localllm.cli.terminal import detail, is_terminal, placement_lines, quantity, short_count, visible_line, warn
-from localllm.errors import GGUFError, UsageError
-from localllm.gguf import GGUFFile, StringArray, TensorInfo
-from localllm.info import file_type_name
-from localllm.library.find import demo_path
-from localllm.models.registry import ARCHITECTURES
+from localllm.cli.parser import Command, Group, OneOf, Words, flag, parser_of
+from localllm.cli.shared_flags import CACHE_TYPE, CONTEXT, JSON, MODEL_OR_WORD, PLACEMENT, THREADS
+from localllm.console import detail, is_terminal, placement_lines, quantity, short_count, visible_line, warn
+from localllm.errors import UsageError
 
 if TYPE_CHECKING:
+    from localllm.gguf import GGUFFile, TensorInfo
     from localllm.placement import Plan
 
-#: Elements of an array, and characters of a text, that are shown of a long one.
-_ELEMENTS = 8
-_CHARACTERS = 80
 #: Keys longer than this push their value to the right.
 _LONGEST_KEY = 50
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> None:
     """Shows what the command line asks for."""
+    from localllm.gguf import GGUFFile
+    from localllm.library.find import demo_path
+
     _check_flags(arguments)
     settle(arguments)
     with GGUFFile.open(arguments.model or demo_path()) as file:
         if arguments.plan:
             _show_plan(file, arguments)
-            return DONE
+            return
         if arguments.json:
             print(json.dumps(as_json(file, arguments), ensure_ascii=False, allow_nan=False))
-            return DONE
+            return
         clean = _cleaner()
         if not arguments.tensors:
             for line in (*_heading(file), "", *_metadata_lines(file, full=arguments.full)):
@@ -57,7 +50,6 @@ def run(arguments: argparse.Namespace) -> int:
                 print()
             for line in _tensor_lines(file):
                 print(clean(line))
-    return DONE
 
 
 def _cleaner() -> Callable[[str], str]:
@@ -103,7 +95,7 @@ def _show_plan(file: GGUFFile, arguments: argparse.Namespace) -> None:
         ):
             print(clean(line))
     for message in plan.notices:
-        warn(in_flags(message, make_parsers()[1]["inspect"].flag_of))
+        warn(in_flags(message, parser_of("inspect").flag_of))
 
 
 def _plan(arguments: argparse.Namespace) -> Plan:
@@ -138,89 +130,13 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
     }
 
 
-# -- Values --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Value:
-    """A metadata value, as far as it is shown.
-
-    Attributes:
-        type: in words: "integer", "text", "array of 32,000 texts", …
-        shown: a JSON value; of an array its first elements.
-        left_out: elements, or characters of a text, that are not shown.
-    """
-
-    type: str
-    shown: Any
-    left_out: int = 0
-
-    def __str__(self) -> str:
-        text = json.dumps(self.shown, ensure_ascii=False)
-        return text + f" … {self.left_out:,} more" if self.left_out else text
-
-
-def value_of(file: GGUFFile, key: str, *, full: bool = False) -> Value:
-    """The value of ``key``; with ``full`` all of it."""
-    try:
-        value = file.metadata[key]
-    except GGUFError:  # a text that is not UTF-8; it is shown nevertheless
-        return _text(file.metadata.raw(key).decode("utf-8", "backslashreplace"), full, "text, not valid UTF-8")
-    if isinstance(value, str):
-        return _text(value, full, "text")
-    if isinstance(value, bool | int | float):
-        return Value(_kind(value), _json_value(value))
-    n = len(value) if full else _ELEMENTS
-    kind = _elements_kind(value)
-    return Value(f"array of {len(value):,} {kind}", _first(value, n), max(0, len(value) - n))
-
-
-def _text(text: str, full: bool, kind: str) -> Value:
-    n = len(text) if full else _CHARACTERS
-    return Value(kind, text[:n], max(0, len(text) - n))
-
-
-def _kind(value: object) -> str:
-    return "bool" if isinstance(value, bool) else "integer" if isinstance(value, int) else "float"
-
-
-def _elements_kind(value: Any) -> str:
-    if isinstance(value, np.ndarray):
-        return str(value.dtype)
-    return "texts" if isinstance(value, StringArray) else "arrays"
-
-
-def _first(value: Any, n: int) -> list[Any]:
-    """The first ``n`` elements as JSON values."""
-    if isinstance(value, StringArray):
-        return [_string(value, i) for i in range(min(n, len(value)))]
-    return [_first(v, n) if isinstance(v, Sequence | np.ndarray) else _json_value(v) for v in islice(value, n)]
-
-
-def _string(strings: StringArray, i: int) -> str:
-    try:
-        return strings[i]
-    except GGUFError:
-        return strings.raw(i).decode("utf-8", "backslashreplace")
-
-
-def _json_value(value: Any) -> Any:
-    """A number or bool as JSON has it, which knows neither infinity nor NaN."""
-    plain = value.item() if isinstance(value, np.generic) else value
-    if not isinstance(plain, float):
-        return plain
-    if not math.isfinite(plain):
-        return str(plain)
-    # Most are float32: 1e-05 then, rather than the digits of the float64 that is nearest to it.
-    with np.errstate(over="ignore"):
-        narrow = np.float32(plain)
-    return float(str(narrow)) if narrow == plain else plain
-
-
 # -- For people ----------------------------------------------------------------------------------------------------
 
 
 def _heading(file: GGUFFile) -> Iterator[str]:
+    from localllm.info import file_type_name
+    from localllm.models.registry import ARCHITECTURES
+
     parts = f", {len(file.paths)} files" if len(file.paths) > 1 else ""
     yield f"{file.path}: GGUF version {file.version}, {quantity(file.size, 'B')}{parts}"
     architecture = file.metadata.get("general.architecture")
@@ -234,6 +150,8 @@ def _heading(file: GGUFFile) -> Iterator[str]:
 
 
 def _metadata_lines(file: GGUFFile, *, full: bool) -> Iterator[str]:
+    from localllm.gguf.shown import value_of
+
     yield f"{len(file.metadata):,} metadata keys"
     width = min(_LONGEST_KEY, max((len(key) for key in file.metadata), default=0))
     for key in file.metadata:
@@ -276,6 +194,9 @@ def _sizes(tensors: Sequence[TensorInfo]) -> tuple[int, int]:
 
 def as_json(file: GGUFFile, arguments: argparse.Namespace) -> dict[str, Any]:
     """What is shown, as JSON values."""
+    from localllm.gguf.shown import value_of
+    from localllm.info import file_type_name
+
     n_bytes, n_values = _sizes(list(file.tensors.values()))
     result: dict[str, Any] = {
         "files": [str(path) for path in file.paths],
@@ -301,3 +222,27 @@ def as_json(file: GGUFFile, arguments: argparse.Namespace) -> dict[str, Any]:
             for tensor in file.tensors.values()
         ]
     return result
+
+
+COMMAND = Command(
+    "[FILE] [options]",
+    "show what is in a GGUF file",
+    [
+        *MODEL_OR_WORD,
+        OneOf(
+            [
+                flag("--metadata", "the metadata only"),
+                flag("--tensors", "the tensors only"),
+                flag("--plan", "what would run where, and the memory it would take"),
+            ]
+        ),
+        Group("with --plan, as generate has them", [*CONTEXT, *THREADS, *PLACEMENT, *CACHE_TYPE]),
+        flag("--full", "long texts and arrays in full"),
+        JSON,
+    ],
+    run,
+    words=Words(
+        "FILE", "a GGUF file, or any file of a split one (default: the demo model); also -m FILE", ("model",)
+    ),
+    aliases="show info gguf-dump",
+)

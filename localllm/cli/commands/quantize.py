@@ -6,29 +6,34 @@ import argparse
 import json
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from localllm.cli.defaults import settle
-from localllm.cli.main import DONE
-from localllm.cli.terminal import StatusLine, quantity, visible_line, warn
+from localllm.cli.parser import Command, OneOf, Words, flag, several
+from localllm.cli.shared_flags import DRY_RUN, OUTPUT, REQUANTIZE, WRITING
+from localllm.cli.values import divergence, override, size
+from localllm.console import StatusLine, quantity, visible_line, warn
 from localllm.errors import UsageError
 from localllm.files import check_is_new, read_text
-from localllm.gguf import GGUFFile
-from localllm.kernels.cpu.backend import CPUBackend
-from localllm.library.find import demo_path
-from localllm.quant.types import GGMLType
-from localllm.quantize import ImportanceMatrix, Plan, TensorPlan, TensorResult, plan
-from localllm.quantize import run as write
-from localllm.quantize.budget import CONTEXT, PIECES, choose_types
-from localllm.quantize.collect import chunks
-from localllm.quantize.mixes import MIXES, mix_named
-from localllm.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from localllm.gguf import GGUFFile
+    from localllm.quant.types import GGMLType
+    from localllm.quantize import ImportanceMatrix, Plan, TensorPlan, TensorResult
 
 _LINE = "{:<36} {:>18} {:>8} {:>8} {:>9} {:>9} {:>8}"
 _HEAD = _LINE.format("tensor", "shape", "from", "to", "bytes", "bytes", "error")
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> None:
     """Quantises the model that the command line names, or shows what that would give."""
+    from localllm.gguf import GGUFFile
+    from localllm.library.find import demo_path
+    from localllm.quantize import ImportanceMatrix, plan
+    from localllm.quantize.mixes import MIXES, mix_named
+
     settle(arguments, skip=["threads"])
     imatrix = None if arguments.imatrix is None else ImportanceMatrix.read(arguments.imatrix)
     overrides = list(arguments.overrides)
@@ -55,13 +60,18 @@ def run(arguments: argparse.Namespace) -> int:
             keep_split=arguments.keep_split,
             allow_requantize=arguments.allow_requantize,
         )
-        return carry_out(planned, arguments)
+        carry_out(planned, arguments)
 
 
 def _chosen(
     file: GGUFFile, imatrix: ImportanceMatrix | None, arguments: argparse.Namespace
 ) -> Mapping[str, GGMLType]:
     """Types that the size or the divergence asked for allows."""
+    from localllm.kernels.cpu.backend import CPUBackend
+    from localllm.quantize.budget import CONTEXT, PIECES, choose_types
+    from localllm.quantize.collect import chunks
+    from localllm.tokenizer import Tokenizer
+
     pieces = chunks(Tokenizer.from_gguf(file), read_text(arguments.text), CONTEXT)[:PIECES]
     with StatusLine(enabled=not arguments.quiet) as status:
         choice = choose_types(
@@ -78,7 +88,7 @@ def _chosen(
     return choice.types
 
 
-def carry_out(planned: Plan, arguments: argparse.Namespace) -> int:
+def carry_out(planned: Plan, arguments: argparse.Namespace) -> None:
     """Writes what is planned, or shows it (--dry-run)."""
     shows_table = not (arguments.quiet or arguments.json)
     results: list[TensorResult] = []
@@ -95,10 +105,11 @@ def carry_out(planned: Plan, arguments: argparse.Namespace) -> int:
         print(f"{quantity(n_bytes, 'B')} to {quantity(planned.n_bytes, 'B')}, {bits:.2f} bits a weight")
     if arguments.json:
         print(json.dumps(_as_json(planned, results)))
-    return DONE
 
 
 def _write(planned: Plan, arguments: argparse.Namespace, *, shows_table: bool) -> list[TensorResult]:
+    from localllm.quantize import run as write
+
     began = time.monotonic()
 
     def progress(tensor: TensorPlan, done: int, total: int) -> None:
@@ -149,3 +160,61 @@ def _as_json(planned: Plan, results: Sequence[TensorResult]) -> dict[str, object
             for tensor in planned.tensors
         ],
     }
+
+
+def _typed(pattern: str, type: str) -> tuple[str, str]:
+    return pattern, type
+
+
+COMMAND = Command(
+    "FILE OUTPUT TYPE [options]",
+    "make a model smaller",
+    [
+        OUTPUT,
+        OneOf(
+            [
+                flag("--target-size SIZE", "choose types so that the file takes so much, as in 4.2GB", size),
+                flag("--target-kl X", "choose types so that the divergence is at most X nats", divergence),
+            ]
+        ),
+        flag("-f --file FILE", "a text to measure types on", Path, dest="text"),
+        flag("--imatrix FILE", "an importance matrix, as GGUF or in the old format", Path),
+        several(
+            "--tensor --tensor-type REGEX=TYPE",
+            "a type for tensors with such names; may be given several times, and the first that fits counts",
+            override,
+            dest="overrides",
+        ),
+        *(
+            several(
+                f"{name} TYPE", f"the same as --tensor '{pattern}=TYPE'", partial(_typed, pattern), dest="overrides"
+            )
+            for name, pattern in (
+                ("--output-tensor-type", r"^output\.weight$"),
+                ("--token-embedding-type", r"^token_embd\."),
+            )
+        ),
+        flag("--pure", "TYPE for all tensors that are quantised"),
+        flag("--keep-split", "write as many files as the model has"),
+        DRY_RUN,
+        REQUANTIZE,
+        *WRITING,
+    ],
+    run,
+    """\
+Mixes give the tensors that matter most better types: Q4_K_M, Q5_K_M, Q6_K, IQ4_XS, Q3_K_M, IQ3_M and Q2_K are
+common; any unknown TYPE lists all.  Types below 3 bits need --imatrix.
+
+--target-size and --target-kl choose a type for each tensor: what its precision is worth to the text is measured, and
+bytes go where they lessen the model's divergence from the original (Kullback-Leibler, in nats a token) most.
+
+The error of a tensor is the root of its squared error over that of its squares, weighted by importance.
+""",
+    words=Words(
+        "FILE OUTPUT TYPE",
+        "a GGUF file, or any file of a split one; the file to write; and a type or mix of types, such as Q4_K_M",
+        ("model", "output", "type", "threads"),  # llama-quantize has threads there
+        n_needed=2,
+    ),
+    aliases="llama-quantize",
+)

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from localllm.cli.bench_ceilings import gpu_index, has_gpu
-from localllm.cli.bench_work import Test
-from localllm.cli.terminal import quantity
+from localllm.bench.ceilings import gpu_index, has_gpu
+from localllm.bench.work import Test
+from localllm.console import quantity
 from localllm.errors import UsageError
 from localllm.info import ModelInfo
 

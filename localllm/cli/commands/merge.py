@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import argparse
 
-from localllm.adapters import merge, read_adapter
 from localllm.cli.defaults import settle
-from localllm.cli.main import DONE
-from localllm.cli.terminal import StatusLine, visible_line
+from localllm.cli.parser import Command, Flag, Words
+from localllm.cli.shared_flags import LORA, OUTPUT, QUIET
+from localllm.console import StatusLine, visible_line
 from localllm.errors import path_text
-from localllm.gguf import GGUFFile
-from localllm.library.find import demo_path
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> None:
     """Writes the model that the command line asks for."""
+    from localllm.adapters import merge, read_adapter
+    from localllm.gguf import GGUFFile
+    from localllm.library.find import demo_path
+
     settle(arguments)
     with GGUFFile.open(arguments.model or demo_path()) as file:
         adapters = [(read_adapter(str(path), path, file), share) for path, share in arguments.lora]
@@ -24,4 +26,18 @@ def run(arguments: argparse.Namespace) -> int:
         changed = {name for adapter, _ in adapters for name in adapter.parts}
     if not arguments.quiet:
         print(f"{visible_line(path_text(arguments.output))}: {len(changed)} tensors changed")
-    return DONE
+
+
+COMMAND = Command(
+    "FILE OUTPUT --lora ADAPTER[=X]",
+    "write a model with adapters in its weights",
+    [OUTPUT, Flag(LORA.names, {**LORA.keywords, "required": True}), QUIET],
+    run,
+    words=Words(
+        "FILE OUTPUT",
+        "a GGUF file, or any file of a split one; and the file to write",
+        ("model", "output"),
+        n_needed=2,
+    ),
+    aliases="llama-export-lora export-lora",
+)

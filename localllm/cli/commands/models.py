@@ -7,20 +7,26 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from localllm.cli.main import DONE
-from localllm.cli.terminal import StatusLine, is_terminal, quantity, short_count, visible_line, warn
-from localllm.devices import gpu_memory
-from localllm.kernels.cpu.host import available_memory
-from localllm.library.listing import LocalModel, demo_model, find_models, read_details
+from localllm.cli.parser import Command, flag
+from localllm.cli.shared_flags import JSON
+from localllm.console import StatusLine, is_terminal, quantity, short_count, visible_line, warn
 from localllm.settings import load_settings
+
+if TYPE_CHECKING:
+    from localllm.library.listing import LocalModel
 
 _HEAD = ("name", "size", "format", "parameters", "architecture", "context", "fits")
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> None:
     """Lists models."""
+    from localllm.devices import gpu_memory
+    from localllm.kernels.cpu.host import available_memory
+    from localllm.library.listing import demo_model, find_models
+
     settings = load_settings()
     found = find_models(arguments.folders or settings.model_folders, only_folders=bool(arguments.folders))
     demo = None if arguments.folders else demo_model()
@@ -28,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
     available = available_memory() + gpu_memory(settings.device)
     if arguments.json:
         print(json.dumps(as_json(models, found.problems, available)))
-        return DONE
+        return
     if is_terminal(sys.stdout):
         _print_table(models, available)
     else:
@@ -37,11 +43,12 @@ def run(arguments: argparse.Namespace) -> int:
             print("\t".join(_row(model, available)))
     for problem in (*_complaints(models), *found.problems):
         warn(problem)
-    return DONE
 
 
 def _read(models: Sequence[LocalModel]) -> list[LocalModel]:
     """The same with their details; on a terminal with progress, as the first time takes a while."""
+    from localllm.library.listing import read_details
+
     status, read = StatusLine(), []
     for i, model in enumerate(read_details(models)):
         status.show(f"reading {i + 1} of {len(models)}")
@@ -104,3 +111,17 @@ def as_json(models: Sequence[LocalModel], problems: Sequence[str], available: in
         ],
         "problems": list(problems),
     }
+
+
+COMMAND = Command(
+    "[FOLDER …] [--json]",
+    "list the models on this machine",
+    [flag("folders FOLDER", "list the models in these instead", Path, nargs="*"), JSON],
+    run,
+    """\
+Without a folder, lists the GGUF files in those that the setting model_folders names (localllm config set
+model_folders ~/models), and in the cache of the Hugging Face hub.  Each can be named as listed wherever a command
+takes a model.
+""",
+    aliases="list ls",
+)

@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING
 
 from localllm import __version__
 from localllm.cli.flags import in_flags
-from localllm.cli.main import DONE, FAILED
-from localllm.cli.terminal import LoadStatus, quantity, visible_line, warn
+from localllm.cli.parser import Command, flag
+from localllm.cli.shared_flags import JSON
+from localllm.console import LoadStatus, quantity, visible_line, warn
 from localllm.errors import DeviceError, LocalLLMError
 from localllm.kernels.cpu.control_groups import cpu_quota
 from localllm.kernels.cpu.host import (
@@ -114,7 +115,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         for line in report(found, brief=not arguments.verbose):
             print(visible_line(line))
-    return FAILED if broken else DONE
+    return int(broken)
 
 
 def report(found: list[Finding], *, brief: bool) -> Iterator[str]:
@@ -391,4 +392,12 @@ def _list_devices() -> int:
                 print(f"cuda:{index}  {visible_line(driver.properties(index).name)}, {free} of memory free")
         except DeviceError as error:
             warn(in_flags(str(error), {"device": "--device"}))
-    return DONE
+    return 0
+
+
+COMMAND = Command(
+    "[-v] [--json]",
+    "show what runs here, and what to do about the rest",
+    [flag("-v --verbose", "show all that was looked at"), JSON],
+    run,
+)

@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from localllm.cli.flags import SAME, nearest
-from localllm.cli.main import DONE, FAILED
-from localllm.cli.parser import make_parsers
-from localllm.cli.terminal import say, visible_line, warn
+from localllm.cli.parser import Command, flag, parser_of
+from localllm.cli.shared_flags import JSON
+from localllm.console import say, visible_line, warn
 from localllm.declared_options import LoadOptions, Sampling, declared
 from localllm.errors import LocalLLMError, SettingsError, UsageError
-from localllm.library.find import find
 from localllm.settings import (
     CONFIG_VARIABLE,
     KEYS,
@@ -80,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"{words[0]} is no longer in {visible_line(str(path))}")
     else:
         return _show(path, as_json=arguments.json)
-    return DONE
+    return 0
 
 
 # -- What is in force ----------------------------------------------------------------------------------------------
@@ -100,7 +99,7 @@ def _show(path: Path, *, as_json: bool) -> int:
     for problem in problems:
         where = "" if str(path) in problem else f"the settings file {path}: "
         say(f"localllm: error: {visible_line(where + problem)}")
-    return FAILED if problems else DONE
+    return int(bool(problems))
 
 
 def _in_force(settings: Settings) -> Iterator[tuple[str, object, str]]:
@@ -193,6 +192,8 @@ def set_key(path: Path, key: str, text: str) -> object:
 def _doubt(key: str, value: Any) -> str | None:
     """Why a setting that was made may not do what was meant, if anything here says so."""
     if key in ("model", "embedding_model"):
+        from localllm.library.find import find
+
         try:
             found = find(value, load_settings().model_folders)
         except LocalLLMError as error:
@@ -248,7 +249,7 @@ def _value(key: str, text: str, path: Path) -> object:
 def _our_key(key: str) -> str | None:
     """The setting that a flag sets, of ours or another program's: context for num_ctx."""
     flag = f"--{key.replace('_', '-')}"
-    name = make_parsers()[1]["generate"].name_of.get(SAME.get(flag, flag))
+    name = parser_of("generate").name_of.get(SAME.get(flag, flag))
     if name in KEYS:
         return name
     return f"{SAMPLING}.{name}" if name in sampling_names() else None
@@ -317,3 +318,22 @@ def _write(path: Path, document: TOMLDocument) -> None:
             f"the settings file {path} cannot be written ({error.strerror or error}): check its folder's permissions "
             f"and the disk, or name another file in the environment variable {CONFIG_VARIABLE}"
         ) from None
+
+
+COMMAND = Command(
+    "[path | get KEY | set KEY VALUE | unset KEY] [--json]",
+    "show or change settings",
+    [
+        flag(
+            "action path|get|set|unset",
+            "by default shows what is in force, and why",
+            nargs="?",
+            choices=("path", "get", "set", "unset"),
+        ),
+        flag("key KEY", "such as context or sampling.temperature", nargs="?"),
+        flag("value VALUE", "a text, a number, or a list as in TOML", nargs="?"),
+        JSON,
+    ],
+    run,
+    aliases="settings",
+)

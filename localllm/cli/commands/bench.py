@@ -1,0 +1,251 @@
+"""``localllm bench``: how fast a model runs here, and how much of what the machine can do that is."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import sys
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from localllm import __version__
+from localllm.cli.defaults import load_options, model_file, settle
+from localllm.cli.machine import disturbance, too_many_threads
+from localllm.cli.parser import HIDDEN, Command, Group, OneOf, flag, several
+from localllm.cli.shared_flags import DEVICE
+from localllm.cli.values import model_file as model_name
+from localllm.cli.values import numbers, whole
+from localllm.console import LoadStatus, model_line, quantity, visible_line, warn
+from localllm.errors import UsageError
+from localllm.kernels.cpu.host import OtherLoad, cpu_model
+
+if TYPE_CHECKING:
+    from localllm.bench.measure import Measurement
+    from localllm.bench.profile import DeviceCeilings
+    from localllm.bench.work import Test
+    from localllm.info import ModelInfo
+    from localllm.llm import LLM
+
+_COLUMNS = "{:<18} {:>7} {:>18} {:>11} {:>11} {:>6}"
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measures what the command line asks for."""
+    if arguments.serve:
+        return _measure_server(arguments)
+    from localllm.bench.measure import measure, profile
+    from localllm.bench.profile import check_profiled
+    from localllm.bench.work import make_tests
+
+    settings = settle(arguments, skip=["threads", "model"])  # of which there may be several
+    tests = make_tests(arguments.prompts, arguments.generations, arguments.depths, arguments.pairs)
+    if arguments.profile and arguments.form not in ("table", "json"):
+        raise UsageError(f"--profile is shown as a table or in JSON: leave out -o {arguments.form}")
+    threads_of_tests = arguments.threads or [settings.threads]
+    if complaint := too_many_threads(max(n or 1 for n in threads_of_tests)):
+        warn(complaint)
+    names = [*arguments.files, *arguments.model] or [settings.model] * (not arguments.downloads)
+    given = [{"model": name} for name in names]
+    given += [{"model": name, "download": True, "quiet": arguments.quiet} for name in arguments.downloads]
+    known: dict[str, DeviceCeilings] = {}
+    form, others, shown = arguments.form, OtherLoad(), 0
+    scatter, busy = 1.0, 0.0
+    for path in [model_file(each, settings) for each in given]:
+        measured: list[Measurement] = []
+        for threads in threads_of_tests:
+            with _load(arguments, path, threads, tests) as llm:
+                info = llm.info
+                if arguments.profile:
+                    check_profiled(info)
+                if form == "table" and not measured:
+                    print(*[""] * bool(shown), model_line(info, arguments.threads or ()), "", sep="\n")
+                    print(_COLUMNS.format(*_HEAD), flush=True)
+                for test in tests:
+                    found = measure(llm, test, arguments.repetitions, isa=arguments.isa, quiet=arguments.quiet)
+                    _show(form, info, found, is_first=not shown)
+                    shown += 1
+                    if arguments.profile and test.kind != "pg":
+                        found = replace(found, profiles=tuple(profile(llm, test, known)))
+                    measured.append(found)
+        busy = others.cpus()
+        if form == "json":
+            report = as_json(info, measured, busy)
+            print(json.dumps(report, ensure_ascii=False, allow_nan=False), flush=True)
+        elif form == "table":
+            for each in (each for found in measured for each in found.profiles):
+                print("", *each.lines(), sep="\n", flush=True)
+        scatter = max(scatter, *(found.scatter for found in measured))
+    if complaint := disturbance(busy, scatter):
+        warn(complaint)
+    return 0
+
+
+# -- What comes out ------------------------------------------------------------------------------------------------
+
+
+_HEAD = ("test", "threads", "tok/s", "achieved", "ceiling", "share")
+
+
+def _show(form: str, info: ModelInfo, found: Measurement, *, is_first: bool) -> None:
+    """Prints a measurement as a row, the first one below a head; of a table the head is there already."""
+    if form == "table":
+        print(_COLUMNS.format(*found.cells()), flush=True)
+    elif form == "md":
+        name = f"{visible_line(info.name or info.path.name)} {info.file_type}".replace("|", "\\|")
+        row = dict(zip(_HEAD, found.cells(), strict=True))
+        row = {"model": name, "size": quantity(info.n_bytes, "B"), "device": info.device} | row
+        rule = ["---", *["---:"] * (len(row) - 1)]
+        for cells in (row, rule, row.values()) if is_first else (row.values(),):
+            print("|", " | ".join(cells), "|", flush=True)
+    elif form != "json":
+        values = {**_of_model(info), **found.as_json(), "test": found.test.name}
+        values = {key: value for key, value in values.items() if key not in ("n_tokens", "depth", "repetitions")}
+        if form == "jsonl":
+            print(json.dumps(values, ensure_ascii=False, allow_nan=False), flush=True)
+            return
+        csv.writer(sys.stdout, lineterminator="\n").writerows([values, values.values()][not is_first :])
+        sys.stdout.flush()
+
+
+def _of_model(info: ModelInfo) -> dict[str, Any]:
+    return {
+        "model": str(info.path),
+        "architecture": info.architecture,
+        "file_type": info.file_type,
+        "n_parameters": info.n_parameters,
+        "n_bytes": info.n_bytes,
+        "device": info.device,
+        "kernels": info.kernels,
+        "cache_type": info.cache_type,
+    }
+
+
+def as_json(info: ModelInfo, measured: Sequence[Measurement], other_cpus: float) -> dict[str, Any]:
+    """Everything as JSON values; ``other_cpus`` is how many processors other programs kept busy meanwhile."""
+    return {
+        "localllm": __version__,
+        "cpu": cpu_model(),
+        **_of_model(info),
+        "other_cpus": other_cpus,
+        "results": [found.as_json() for found in measured],
+    }
+
+
+# -- Measuring -----------------------------------------------------------------------------------------------------
+
+
+def _load(arguments: argparse.Namespace, path: str | Path | None, threads: int | None, tests: Sequence[Test]) -> LLM:
+    from localllm.llm import load
+    from localllm.loading import LONG_CONTEXT
+
+    # That a model was trained on a shorter context matters to its answers, not to its speed.
+    warnings.filterwarnings("ignore", LONG_CONTEXT)
+    context = max(test.context for test in tests)
+    with LoadStatus(enabled=not arguments.quiet) as progress:
+        return load(path, **load_options(arguments, path, threads=threads, context=context), progress=progress)
+
+
+def _measure_server(arguments: argparse.Namespace) -> int:
+    """Measures servers with many clients."""
+    from localllm.bench.serving import LONGEST, Load, our_address, ours, started, table
+
+    if arguments.rate is not None and arguments.rate <= 0:
+        raise UsageError("--rate must be above 0")
+    mean_prompt, mean_reply = arguments.prompts[0], arguments.generations[0]
+    longest = LONGEST * (2 * mean_prompt + mean_reply)  # a word may be two tokens
+    names = [*arguments.files, *arguments.model] or ["demo"]
+    code = 0
+    for name in names:
+        for n_clients in arguments.clients:
+            threads = arguments.threads[0] if arguments.threads else None
+            with started(ours(name, n_clients, longest, threads), our_address) as url:
+                Load(url, 1, 1, mean_prompt=8, mean_reply=2).run()  # it loads the model
+                load = Load(url, n_clients, arguments.requests, arguments.rate, mean_prompt, mean_reply)
+                load.run()
+            if load.errors:
+                warn(f"{len(load.errors)} of {load.n_requests} requests failed: {load.errors[0]}")
+                code = 1
+            summary = {"model": name, **load.summary()}
+            print(json.dumps(summary) if arguments.form in ("json", "jsonl") else table(summary), flush=True)
+    return code
+
+
+COMMAND = Command(
+    "[FILE …] [options]",
+    "measure how fast a model runs here",
+    [
+        flag("files FILE", "GGUF files (default: the demo model); also -m FILE", model_name, nargs="*"),
+        several("-m --model FILE", HIDDEN, model_name),
+        several("-hf --hf-repo FILE", HIDDEN, model_name, dest="downloads"),
+        *(
+            flag(names, f"{text} (default: {shown})", numbers, dest=dest, default=default)
+            for names, dest, default, shown, text in (
+                ("-p --n-prompt N,…", "prompts", [512], 512, "tokens of a prompt to evaluate; 0 is none"),
+                ("-n --n-gen N,…", "generations", [128], 128, "tokens to generate; 0 is none"),
+                ("-d --n-depth N,…", "depths", [0], 0, "tokens that stand before"),
+                ("-t --threads N,…", "threads", None, "one a physical core", "threads"),
+            )
+        ),
+        several(
+            "-pg --n-prompt-gen N,M",
+            "a prompt of N tokens, and M generated after it, as one test (may be given several times)",
+            numbers,
+            dest="pairs",
+        ),
+        flag("-r --repetitions N", "repetitions (default: 5)", whole(1), default=5),
+        *DEVICE,
+        flag("--profile", "show what the time on GPUs goes to, by operation"),
+        Group(
+            "a server with many clients, in place of tests",
+            [
+                flag("--serve", "start a server for each FILE, and measure it"),
+                flag("--clients N,…", "clients, each with a request at a time (default: 8)", numbers, default=[8]),
+                flag("--requests N", "requests in all (default: 64)", whole(1), default=64),
+                flag("--rate R", "requests that arrive a second (default: each client's as it is free)", float),
+            ],
+        ),
+        OneOf(
+            [
+                flag(
+                    "-o --output FORM",
+                    "table, md, csv, jsonl (a line a test) or json (a line a model) (default: table)",
+                    dest="form",
+                    choices=("table", "md", "csv", "jsonl", "json"),
+                    default="table",
+                ),
+                flag(
+                    "--json",
+                    "print one JSON object a model, all on one line",
+                    dest="form",
+                    action="store_const",
+                    const="json",
+                ),
+            ]
+        ),
+        flag("-q --quiet", "show no progress"),
+    ],
+    run,
+    """\
+-p, -n, -d and -t take lists, such as -t 1,2.  pp512 is the evaluation of a prompt of 512 tokens, tg128 the
+generation of 128 tokens, one after the other, pp512+tg128 one after the other, and @ d1024 means that 1,024 tokens
+stand before them.
+
+The share of the machine compares each result with a ceiling that is measured in turn with it, on as many threads:
+for tg how fast they read as many bytes as a token needs, for pp how fast they multiply.  On a GPU that is how fast
+it copies in its memory (bytes read and written), and how fast its tensor cores multiply.  More than 100 % means that
+other programs were busy while the ceiling was measured.
+
+--profile adds for each test, and each GPU, what the kernels of a step take, by operation: its launches, its time and
+its share, the bytes and operations that it cannot do without a second, and how near that is to the GPU's ceilings.
+"at work" is the part of the time in which the GPU had any of this to do.
+
+--serve measures `localllm serve` with clients that send prompts of -p and read replies of -n tokens on average: how
+many tokens and requests it does a second, and the time to the first token and between tokens (50 %, 95 % and 99 % of
+them take no longer).
+""",
+    aliases="llama-bench llama-batched-bench",
+)

@@ -1,0 +1,63 @@
+"""``localllm chat``: the chat app, or a chat line by line."""
+
+from __future__ import annotations
+
+import argparse
+
+from localllm.cli.parser import Command, Group, OneOf, Words, flag
+from localllm.cli.shared_flags import ENDING, LORA, LOUDNESS, MODEL_OR_WORD, RUNNING, SAMPLING, SPECULATION, SYSTEM
+
+
+def run(arguments: argparse.Namespace) -> int | None:
+    """Chats, or lists the chats that are kept."""
+    from localllm.cli import chat
+
+    return chat.run(arguments)
+
+
+COMMAND = Command(
+    "[FILE] [QUESTION] [options]",
+    "talk with a model",
+    [
+        Group("model", [*MODEL_OR_WORD, *RUNNING, LORA]),
+        Group(
+            "conversation",
+            [
+                flag("--plain", "line by line, without a screen of its own"),
+                OneOf(
+                    [
+                        flag("--continue", "go on with the last chat", dest="resume"),
+                        flag("--session ID", "go on with this chat; the beginning of its id is enough"),
+                        flag("--list", "list the chats, and their ids", dest="list_chats"),
+                    ]
+                ),
+                SYSTEM,
+                flag("--prefix TEXT", "what replies begin with"),
+                flag(
+                    "--when-full WHAT",
+                    "when the context is full: ask, drop the oldest turns, summarise them, or stop (default: ask)",
+                    choices=("ask", "drop", "summarise", "stop"),
+                    default="ask",
+                ),
+            ],
+        ),
+        Group("where replies end", ENDING),
+        SAMPLING,
+        SPECULATION,
+        Group("output", [LOUDNESS]),
+    ],
+    run,
+    """\
+Without a file the small demo model that comes with localllm answers.  Chats are saved as they are written.
+
+With --plain, or where standard input or output is not a terminal, the chat goes line by line: a backslash at the end
+of a line goes on with the next one, three quotation marks begin and end a block, and /help lists commands.  Replies
+go to standard output, all else to standard error.
+""",
+    words=Words(
+        "FILE QUESTION",
+        "a GGUF file (default: the demo model), also -m FILE; and what the chat begins with",
+        ("model", "question"),
+    ),
+    aliases="run",
+)

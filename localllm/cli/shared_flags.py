@@ -1,0 +1,172 @@
+"""Flags that several commands have."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from localllm.cli.parser import HIDDEN, LEFT_OUT, Flag, Group, OneOf, flag, several
+from localllm.cli.values import layers, logit_bias, model_file, reader, share, text_file, token_limit, whole
+from localllm.declared_options import SWITCH, CheckedOptions, LoadOptions, Sampling, declared, default_text, flags_of
+
+
+def options(cls: type, *names: str, **more: Any) -> list[Flag]:
+    """Flags of options that `localllm.declared_options` has; without names all that have a flag.
+
+    What is not given is None for those of `LoadOptions`, which the settings file may have, and left out for the rest.
+    """
+    flags = []
+    for name, option in declared(cls).items():
+        if name not in (names or declared(cls)) or not option.flags:
+            continue
+        note = (
+            "may be given several times" if more.get("action") == "append" else f"default: {default_text(cls, name)}"
+        )
+        keywords: dict[str, Any] = {"dest": name, "default": None if cls is LoadOptions else LEFT_OUT}
+        if option.kind is SWITCH:
+            keywords |= {"action": "store_true", "help": option.brief}
+        else:
+            value = {"type": reader(option), "metavar": option.kind.metavar, "help": f"{option.brief} ({note})"}
+            keywords |= value | more
+        flags.append(Flag(flags_of(name, option), keywords))
+    return flags
+
+
+class _Once(argparse.Action):
+    """Takes a value that other flags may repeat and not contradict."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, value: Any, *_: Any) -> None:
+        if getattr(namespace, self.dest) not in (None, value):
+            parser.error("keys and values have the same type here: give --cache-type once, for both")
+        setattr(namespace, self.dest, value)
+
+
+class _NamesModel(argparse.Action):
+    """Names the model, which from the hub is downloaded if it is not here."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, value: Any, *_: Any) -> None:
+        if namespace.model is not None:
+            parser.error("a model is named twice: leave one of the names out")
+        namespace.model, namespace.download = value, self.option_strings == HUB.names
+
+
+HUB = flag(
+    "-hf --hf-repo ORG/REPO[:QUANT]",
+    "the same, or a page's address, downloaded if it is not here",
+    model_file,
+    dest="model",
+    action=_NamesModel,
+)
+MODEL = flag(
+    "-m --model FILE",
+    "a GGUF file, or ORG/REPO[:QUANT] of one that was pulled (default: the demo model)",
+    model_file,
+    action=_NamesModel,
+)
+#: The model of commands that take it as a word, too.
+MODEL_OR_WORD = (Flag(MODEL.names, {**MODEL.keywords, "help": HIDDEN}), HUB)
+
+CONTEXT = options(
+    LoadOptions,
+    "context",
+    type=whole(0),
+    help=f"{declared(LoadOptions)['context'].brief}; 0 is as many as the model was trained on (default: "
+    f"{default_text(LoadOptions, 'context')})",
+)
+PLACEMENT = [
+    *options(LoadOptions, "device", "tensor_split", "split_mode"),
+    *options(LoadOptions, "n_gpu_layers", type=layers),
+]
+CACHE_TYPE = options(LoadOptions, "cache_type", action=_Once)
+DEVICE = [*PLACEMENT, *CACHE_TYPE, *options(LoadOptions, "isa")]
+THREADS = options(LoadOptions, "threads")
+#: How a model is run.
+RUNNING = [
+    *CONTEXT,
+    *DEVICE,
+    flag("-hff --hf-file NAME", "the file of -hf", dest="hub_file"),
+    flag("--chat-template TEXT", "jinja2 in place of the file's own template, or 'chatml'"),
+    flag("--chat-template-file FILE", "read it from a file"),
+    *THREADS,
+]
+LORA = several(
+    "--lora ADAPTER[=X]",
+    "a low-rank adapter, as GGUF or a folder of PEFT's, and how much of it (default: 1); may be given several times",
+    share,
+)
+
+ENDING = [
+    *options(CheckedOptions, "max_tokens", type=token_limit),
+    *options(CheckedOptions, "ignore_eos"),
+    *options(CheckedOptions, "stop", action="append"),
+]
+SAMPLING = Group(
+    "how the next token is chosen",
+    [
+        *options(Sampling),
+        several(
+            "--dry-sequence-breaker TEXT",
+            "DRY follows no repetition across this text; in place of the default ones, which 'none' clears",
+            dest="dry_sequence_breakers",
+            default=LEFT_OUT,
+        ),
+        flag(
+            "-jf --json-schema-file FILE",
+            "read --json-schema from a file",
+            text_file,
+            dest="json_schema",
+            default=LEFT_OUT,
+        ),
+        flag("--grammar-file FILE", "read --grammar from a file", text_file, dest="grammar", default=LEFT_OUT),
+        flag(
+            "--samplers NAME;…",
+            "only these, such as top_k;top_p;temperature; the order is always llama.cpp's default one",
+            lambda text: text.split(";"),
+        ),
+        several(
+            "-l --logit-bias ID±X",
+            "add X to the logit of a token: 15043+1, 15043-0.5, 15043-inf (may be given several times)",
+            logit_bias,
+        ),
+    ],
+)
+SPECULATION = Group(
+    "speculative decoding: the same text, sooner",
+    [
+        flag(
+            "--lookup",
+            "draft tokens from what the text or the prompt had before",
+            dest="speculate",
+            action="store_const",
+            const="lookup",
+            default=LEFT_OUT,
+        ),
+        *options(LoadOptions, "draft_model", type=model_file),
+        *options(CheckedOptions, "draft_max"),
+    ],
+)
+
+SYSTEM = flag("-sys --system-prompt --system TEXT", "a message before the user's", dest="system")
+JSON = flag("--json", "print one JSON object")
+JSON_AT_END = flag("--json", "print one JSON object at the end")
+QUIET = flag("-q --quiet", "print nothing but errors")
+#: How much generate and chat say.
+LOUDNESS = OneOf(
+    [
+        flag("-q --quiet", "print nothing but the text and errors"),
+        flag("-v --verbose", "print what runs where, what it takes, and all timings"),
+    ]
+)
+
+#: The file to write behind a flag, in place of a word.
+OUTPUT = flag("-o --output OUTPUT", "the same as the word OUTPUT", Path)
+#: Of commands that write a model.
+DRY_RUN = flag("--dry-run", "show types and sizes, and write nothing")
+REQUANTIZE = flag("--allow-requantize", "take tensors that are quantised already")
+WRITING = [
+    flag("--allow-nan", "make values that are NaN or infinite 0"),
+    flag("-t --threads N", "threads (default: one a processor)", whole(1)),
+    QUIET,
+    JSON_AT_END,
+]

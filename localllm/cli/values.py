@@ -1,0 +1,141 @@
+"""How values of the command line are read: each takes a word, and raises `argparse.ArgumentTypeError`."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from localllm.declared_options import Option
+from localllm.errors import UsageError
+
+
+def model_file(text: str) -> str:
+    """What names a model: a path, or ORG/REPO[:…], or the address of one on the hub."""
+    if not text:
+        raise argparse.ArgumentTypeError("the path is empty: name a GGUF file")
+    if re.match(r"\w+://|www\.", text) and not os.path.exists(text):
+        from localllm.library.names import HubName  # imported here: most names are paths
+
+        if HubName.parse(text) is not None:
+            return text
+        raise argparse.ArgumentTypeError(
+            f"{text} is an address, but not one on the hub: download the file and name its path, or name a model "
+            "there, ORG/REPO[:QUANT]"
+        )
+    return text
+
+
+def text_file(path: str) -> str:
+    """The text of a file."""
+    from localllm.files import read_text  # imported here: few command lines name one
+
+    try:
+        return read_text(path)
+    except UsageError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def whole(least: int, words: str = "", *, below: float = math.inf) -> Callable[[str], int]:
+    """Reads whole numbers from ``least`` on, which ``words`` describe."""
+    words = words or f"a whole number of at least {least}"
+
+    def read(text: str) -> int:
+        with contextlib.suppress(ValueError):
+            if least <= (value := int(text)) < below:
+                return value
+        raise argparse.ArgumentTypeError(f"{text!r} is not {words}")
+
+    return read
+
+
+def reader(option: Option) -> Callable[[str], Any]:
+    """Reads values of an option; -1 is llama.cpp's way to leave it open, where that is possible."""
+    leave_out = f"; leave it out for {option.none}" if option.none else ""
+
+    def read(text: str) -> Any:
+        if text == "-1" and option.none:
+            return None
+        try:
+            if option.kind.read(value := option.kind.parse(text)) is not None:
+                return value
+        except UsageError as error:  # which says more
+            raise argparse.ArgumentTypeError(str(error)) from None
+        except ValueError:
+            pass
+        raise argparse.ArgumentTypeError(f"{text!r} is not {option.kind.words}{leave_out}")
+
+    return read
+
+
+def token_limit(text: str) -> int | None:
+    """A number of tokens; -1 and -2 are llama.cpp's "no limit" and "until the context is full"."""
+    return None if text in ("-1", "-2") else whole(0, "a whole number of at least 0, or -1 for no limit")(text)
+
+
+def layers(text: str) -> int | None:
+    """A number of layers; -1 and "auto" are as many as fit, and "all" is more than a model has."""
+    if text in ("auto", "-1"):
+        return None
+    return 1 << 20 if text == "all" else whole(0, "one whole number of at least 0, 'auto' or 'all'")(text)
+
+
+def numbers(text: str) -> list[int]:
+    """Whole numbers with commas between them."""
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a list of whole numbers, such as 128,512 (no ranges)"
+        ) from None
+
+
+def logit_bias(text: str) -> tuple[int, float]:
+    """A token id and what is added to its logit: ``15043+1``."""
+    for sign in "+-":
+        id_, found, bias = text.partition(sign)
+        if found:
+            with contextlib.suppress(ValueError):
+                if not math.isnan(value := float(sign + bias)) and value < math.inf:
+                    return int(id_), value
+    raise argparse.ArgumentTypeError(f"{text!r} is not a token id and a number, such as 15043+1 or 15043-inf")
+
+
+def share(text: str) -> tuple[Path, float]:
+    """The path of an adapter, and how much of it: PATH[=X]."""
+    path, equals, number = text.rpartition("=")
+    if not equals:
+        return Path(text), 1.0
+    with contextlib.suppress(ValueError):
+        if math.isfinite(value := float(number)):
+            return Path(path), value
+    raise argparse.ArgumentTypeError(f"{text!r} is not ADAPTER[=X], such as style.gguf=0.8")
+
+
+def size(text: str) -> int:
+    """Bytes: a number and B, KB, MB or GB."""
+    match = re.fullmatch(r"(\d+\.?\d*|\.\d+) ?([KMG]?)B?", text.upper())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size, such as 4.2GB or 700MB")
+    return int(float(match[1]) * 1000 ** " KMG".index(match[2] or " "))
+
+
+def divergence(text: str) -> float:
+    """A divergence above 0."""
+    with contextlib.suppress(ValueError):
+        if 0 < (value := float(text)) < math.inf:
+            return value
+    raise argparse.ArgumentTypeError(f"{text!r} is not a divergence in nats, such as 0.02")
+
+
+def override(text: str) -> tuple[str, str]:
+    """A pattern of names and a type: REGEX=TYPE."""
+    pattern, equals, type = text.rpartition("=")
+    if not equals or not pattern or not type:
+        raise argparse.ArgumentTypeError(f"{text!r} is not REGEX=TYPE, such as ffn_down=Q6_K")
+    return pattern, type
