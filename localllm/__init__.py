@@ -41,7 +41,13 @@ itself costs nothing.
 """
 
 import atexit as _atexit
+import os as _os
 import sys as _sys
+
+# In a checkout kernels/, models/, quant/ and tui/ stand beside this folder, which has symlinks to them.  On Windows
+# git may write these as small files: then the folders themselves are looked through.
+if _os.path.isfile(_os.path.join(__path__[0], "kernels")):
+    __path__.append(_os.path.dirname(__path__[0]))
 
 # Type checkers take it for true.  What `typing` has of that name would take longer to import than all else here.
 TYPE_CHECKING = False

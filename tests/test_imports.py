@@ -21,6 +21,9 @@ ROOMS = (
     "localllm.cli",
 )
 
+#: Rooms whose folders stand beside the package's.
+FOLDERS = ("localllm.quant", "localllm.kernels", "localllm.models", "localllm.tui")
+
 #: What every room may import.
 FOUNDATION = {"localllm.errors"}
 
@@ -36,8 +39,18 @@ def room(module: str) -> int:
 
 def sources() -> dict[str, Path]:
     """The file of every module, by its name."""
-    files = (ROOT / "localllm").rglob("*.py")
-    return {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in files}
+    folders = {name: ROOT / name.rpartition(".")[2] for name in FOLDERS}
+    found = {
+        ".".join((name, *path.relative_to(folder).with_suffix("").parts)): path
+        for name, folder in folders.items()
+        for path in folder.rglob("*.py")
+    }
+    core = ROOT / "localllm"
+    linked = {core / folder.name for folder in folders.values()}
+    for path in core.rglob("*.py"):
+        if not linked & set(path.parents):
+            found[".".join(("localllm", *path.relative_to(core).with_suffix("").parts))] = path
+    return {name.removesuffix(".__init__"): path for name, path in found.items()}
 
 
 def imports(tree: ast.AST, modules: set[str]) -> Iterator[str]:
@@ -58,7 +71,7 @@ SOURCES = sources()
 
 def test_all_rooms_have_modules() -> None:
     assert {room(name) for name in SOURCES} == set(range(len(ROOMS)))
-    assert SOURCES["localllm.kernels.cpu.backend"] == ROOT / "localllm" / "kernels" / "cpu" / "backend.py"
+    assert SOURCES["localllm.kernels.cpu.backend"] == ROOT / "kernels" / "cpu" / "backend.py"
     assert SOURCES["localllm.cli"] == ROOT / "localllm" / "cli" / "__init__.py"
     assert room("localllm.cli.main") == 6
     assert room("localllm.client") == room("localllm.llm") == 3

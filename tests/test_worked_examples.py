@@ -30,9 +30,9 @@ def apply(diff: str, root: Path) -> None:
 
 
 def test_the_new_operation_of_the_docs_passes_its_tests(tmp_path: Path) -> None:
-    for folder in ("localllm", "tests"):
+    for folder in ("localllm", "quant", "kernels", "models", "tests"):
         ignored = shutil.ignore_patterns("__pycache__", "data" if folder == "localllm" else "benchmarks")
-        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=ignored)
+        shutil.copytree(ROOT / folder, tmp_path / folder, symlinks=True, ignore=ignored)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     edits = blocks("add-an-operation.md", "diff")
     assert len(edits) == 7
@@ -48,8 +48,8 @@ def test_the_new_operation_of_the_docs_passes_its_tests(tmp_path: Path) -> None:
 
 def test_the_new_architecture_of_the_docs_is_the_one_in_the_source() -> None:
     whole_file, line, entry = blocks("add-an-architecture.md", "python")
-    assert whole_file == (ROOT / "localllm/models/olmo2.py").read_text("utf-8")
-    assert line in (ROOT / "localllm/models/registry.py").read_text("utf-8")
+    assert whole_file == (ROOT / "models/olmo2.py").read_text("utf-8")
+    assert line in (ROOT / "models/registry.py").read_text("utf-8")
     assert entry in (ROOT / "tests/models/tiny.py").read_text("utf-8")
 
 

@@ -235,8 +235,10 @@ def program_version() -> str:
     """localllm's version, and a hash of the source that decides how fast it is."""
     package = Path(localllm.__file__).parent
     digest = hashlib.sha256()
-    for path in sorted(package.rglob("*.py")):
-        digest.update(f"{path.relative_to(package)}\n".encode() + path.read_bytes())
+    # In a checkout the others are links, which searching the package does not follow.
+    for folder in (package, *(package / name for name in ("kernels", "models", "quant"))):
+        for path in sorted(folder.rglob("*.py")):
+            digest.update(f"{path.relative_to(package)}\n".encode() + path.read_bytes())
     return f"{localllm.__version__} {digest.hexdigest()[:16]}"
 
 

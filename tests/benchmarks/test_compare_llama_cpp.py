@@ -422,13 +422,16 @@ def test_a_changed_program_is_measured_anew(command: Any, tiny: str, monkeypatch
     assert command(*flags)[1] == []
 
 
-@pytest.mark.parametrize("room", ["localllm/cli", "localllm/kernels/cpu"])
+@pytest.mark.parametrize("room", ["localllm/cli", "kernels/cpu", "models", "quant"])
 def test_the_programs_version_is_that_of_its_source(
     room: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for folder in ("localllm/cli", "localllm/kernels/cpu"):
+    """In a checkout, where the packages beside localllm are links in it."""
+    for folder in ("localllm/cli", "kernels/cpu", "models", "quant"):
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / "code.py").write_text("x = 1\n")
+    for name in ("kernels", "models", "quant"):
+        (tmp_path / "localllm" / name).symlink_to(tmp_path / name)
     monkeypatch.setattr(localllm, "__file__", str(tmp_path / "localllm" / "__init__.py"))
     before = program_version()
     assert before.startswith(f"{localllm.__version__} ")

@@ -1,6 +1,6 @@
 """What CUDA kernels compute, written down a second time in numpy, addition by addition, so that every bit is known.
 
-It follows localllm/kernels/cuda/dots.cuh: chunks of whole tiles, in them blocks of 32 columns one after the other.
+It follows kernels/cuda/dots.cuh: chunks of whole tiles, in them blocks of 32 columns one after the other.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Activations:
 
 
 def quantised(x: Floats) -> Activations:
-    """As localllm/kernels/cpu/elementwise.py does it."""
+    """As kernels/cpu/elementwise.py does it."""
     runs = x.reshape(len(x), -1, 32)
     largest = np.abs(runs).max(axis=2)
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):

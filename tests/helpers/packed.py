@@ -1,6 +1,6 @@
 """The layout of packed weights on CUDA devices, written down a second time: in numpy, from codes and scales.
 
-It follows the drawings in codes.cuh and formats.cuh of localllm/kernels/cuda; nothing of the kernels is used.
+It follows the drawings in kernels/cuda/codes.cuh and kernels/cuda/formats.cuh; nothing of the kernels is used.
 """
 
 from __future__ import annotations

@@ -285,14 +285,16 @@ def test_a_cache_that_cannot_be_written_costs_only_time(
 
 
 def test_a_change_of_the_source_is_a_cache_of_its_own(tmp_path: Path) -> None:
-    shutil.copytree(ROOT / "localllm", tmp_path / "localllm", ignore=shutil.ignore_patterns("__pycache__", "data"))
+    for room in ("localllm", "kernels", "quant", "models"):
+        ignored = shutil.ignore_patterns("__pycache__", "data")
+        shutil.copytree(ROOT / room, tmp_path / room, symlinks=True, ignore=ignored)
     script = """
         import sys
         from localllm.kernels.cpu import compiler
 
         for name in sys.argv:
             if name != "-c":
-                with open(f"localllm/{name}", "a") as file:
+                with open(name, "a") as file:
                     file.write("# one line more")
             compiler._fingerprint.cache_clear()
             print(compiler._folder())

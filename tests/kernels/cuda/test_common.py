@@ -44,7 +44,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     from cupy.cuda import nvrtc as binding
 
     folder = tmp_path_factory.mktemp("sources")
-    (folder / "common.cuh").write_text((ROOT / "localllm" / "kernels" / "cuda" / "common.cuh").read_text())
+    (folder / "common.cuh").write_text((ROOT / "kernels" / "cuda" / "common.cuh").read_text())
     (folder / "all.cu").write_text('#include "common.cuh"\n' + KERNELS)
     compiled = compile_source(flat_source("all", folder), "all", options({}, "compute_75"), binding)
     module = EmulatedModule(compiled.binary.decode().rstrip("\0"), "check")
