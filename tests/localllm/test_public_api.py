@@ -63,7 +63,7 @@ def test_public_names_are_pinned() -> None:
 
 def test_help_names_everything_in_two_screens() -> None:
     lines = pydoc.plain(pydoc.render_doc(localllm)).splitlines()
-    assert len(lines) <= 90
+    assert len(lines) <= 96
     assert set(PUBLIC) - {"__version__"} <= set(re.findall(r"\w+", "\n".join(lines)))
 
 
