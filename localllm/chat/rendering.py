@@ -17,6 +17,8 @@ from typing import Any
 
 from localllm.cancellation import check_cancelled
 from localllm.chat.conversation import Message, ToolCall
+from localllm.chat.thinking import TAGS
+from localllm.errors import warn
 
 #: What is told of conversations that are only looked at.
 _ONE, _TWO, _THREE = "zqfirst", "zqsecond", "zqthird"
@@ -42,12 +44,13 @@ _Tools = Sequence[Mapping[str, object]] | None
 class Rendering:
     """Conversations as one template takes them."""
 
-    def __init__(self, source: str, render: Callable[[_Given, _Tools], str | None]) -> None:
+    def __init__(self, source: str, render: Callable[..., str | None]) -> None:
         """Takes a template.
 
         Args:
             source: its text.
-            render: what it makes of messages and tools, with what stands before an answer; None if it fails.
+            render: what it makes of messages, tools and other variables (keywords), with what stands before an
+                answer; None if it fails.
         """
         self._source = source
         self._render = render
@@ -67,6 +70,16 @@ class Rendering:
             else:
                 found.append(each)
         return self.messages(found) if len(found) < len(conversation) else None
+
+    def variables(self, given: Mapping[str, object]) -> dict[str, object]:
+        """The variables for the template: it thinks unless that is switched off, under the name that it reads.
+
+        As in llama.cpp, and whatever the template does where nothing is said: Gemma 4's and DeepSeek's do not think.
+        """
+        said = given.get("enable_thinking", given.get("thinking"))
+        if said is False and not self._thinking_switches and any(tag in self._source for tag in TAGS):
+            warn("this chat template has no switch for thinking: the model may think although it shall not")
+        return {**dict.fromkeys(self._thinking_switches, said is None or bool(said)), **given}
 
     # -- What it understands ---------------------------------------------------------------------------------------
 
@@ -127,6 +140,17 @@ class Rendering:
     @cached_property
     def _wants_arguments_as_text(self) -> bool:
         return not self._takes_call(_SHORT_ID, _ARGUMENTS) and self._takes_call(_SHORT_ID, json.dumps(_ARGUMENTS))
+
+    @cached_property
+    def _thinking_switches(self) -> list[str]:
+        """The variables that switch thinking on and off: those that change what the template makes of a message."""
+        given: _Given = [{"role": "user", "content": self._content((_ONE,))}]
+        texts = {
+            name: [self._render(given, None, **{name: value}) for value in (True, False)]
+            for name in ("enable_thinking", "thinking")
+            if name in self._source
+        }
+        return [name for name, (on, off) in texts.items() if on != off and "True" not in (on or "")]
 
     def _takes_call(self, id_: str, arguments: object) -> bool:
         """Whether a call and its result are in what the template makes of them, and not as Python writes them."""

@@ -75,8 +75,8 @@ class ChatTemplate:
             raise TemplateError(f"{where} cannot be compiled: {_words(error)}") from error
         self._rendering = Rendering(
             source,
-            lambda messages, tools: self._attempt(
-                {"messages": messages, "tools": tools, "add_generation_prompt": True}
+            lambda messages, tools, **more: self._attempt(
+                {"messages": messages, "tools": tools, "add_generation_prompt": True, **more}
             ),
         )
 
@@ -129,13 +129,14 @@ class ChatTemplate:
                 (`localllm.chat.rendering`).
             add_generation_prompt: end with what stands before an answer of the assistant.
             tools: JSON schemas of functions that the model may call.
-            variables: whatever else the template reads (``enable_thinking=False``, ``documents=...``).
+            variables: whatever else the template reads (``documents=...``); ``enable_thinking`` is true unless given.
 
         Raises:
             TemplateError: a message is malformed; the template refuses the messages (the text has the
                 template's own words), fails, or uses more time or memory than a template can need.
         """
         conversation = read_messages(messages)
+        variables = self._rendering.variables(variables)
         inputs = {"tools": tools, "add_generation_prompt": add_generation_prompt, **variables}
         try:
             text = self._text({"messages": self._rendering.messages(conversation), **inputs})

@@ -77,7 +77,9 @@ def _ask(body: OllamaRequest, **more: Any) -> Ask:
         raise HTTPError(400, f"format is {body.format!r:.40}, but must be 'json' or a JSON schema")
     if body.format:
         constrain(options, body.format if isinstance(body.format, dict) else None)
-    variables = {} if body.think is None else {"enable_thinking": bool(body.think)}
+    variables: dict[str, Any] = {} if body.think is None else {"enable_thinking": bool(body.think)}
+    if isinstance(body.think, str):
+        variables["reasoning_effort"] = body.think
     return Ask(
         body.model or body.name, options, variables=variables, **offer_tools(options, body.tools, None), **more
     )

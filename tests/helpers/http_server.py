@@ -31,7 +31,7 @@ TOOLS_TEMPLATE = (
     "<call {{ call.function.name }} {{ call.function.arguments | tojson }}>"
     "{% endfor %}{{ '\\n' }}"
     "{% endfor %}"
-    "assistant:{% if enable_thinking %}<think>{% endif %}"
+    "assistant:{% if enable_thinking and messages[-1].content == 'think' %}<think>{% endif %}"
 )
 
 

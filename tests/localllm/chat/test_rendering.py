@@ -146,7 +146,8 @@ def test_real_templates_render_as_with_hugging_face(name: str | Path) -> None:
     for messages, tools, prompt, thinking in itertools.product(
         CHATS.values(), (None, TOOLS), (True, False), (True, False)
     ):
-        options = {"tools": tools, "add_generation_prompt": prompt, "enable_thinking": thinking}
+        options = {"tools": tools, "add_generation_prompt": prompt}
+        options |= {"enable_thinking": thinking, "thinking": thinking}
         expected, refusal = reference_rendering(source, {"messages": messages, **options})
         if refusal:  # of roles that do not alternate, or of the system's message: then its text stands in another
             with contextlib.suppress(TemplateError):
@@ -190,7 +191,7 @@ def test_templates_render_as_with_transformers() -> None:
     for source, messages in itertools.product([*real, *FEATURES.values()], CHATS.values()):
         if "strftime_now" in source:
             continue
-        options = {"tools": TOOLS, "add_generation_prompt": True}
+        options = {"tools": TOOLS, "add_generation_prompt": True, "enable_thinking": True, "thinking": True}
         try:
             expected = tokenizer.apply_chat_template(messages, chat_template=source, tokenize=False, **options)
         except (jinja2.TemplateError, TypeError):
@@ -199,6 +200,33 @@ def test_templates_render_as_with_transformers() -> None:
         assert text == expected or loses_calls(messages, expected)
         compared += 1
     assert compared > 50
+
+
+@pytest.mark.parametrize(
+    ("switch", "given", "thinks"),
+    [
+        ("enable_thinking", {}, True),
+        ("enable_thinking", {"enable_thinking": False}, False),
+        ("thinking", {}, True),
+        ("thinking", {"enable_thinking": False}, False),
+        ("thinking", {"thinking": False}, False),
+        ("enable_thinking", {"thinking": False}, False),
+    ],
+)
+def test_a_model_thinks_unless_that_is_switched_off(switch: str, given: dict[str, bool], thinks: bool) -> None:
+    source = "{% if not SWITCH is defined %}{% set SWITCH = false %}{% endif %}{{ messages[0].content }}"
+    source += "{{ '<think>' if SWITCH else '<think></think>' }}"
+    text = ChatTemplate(source.replace("SWITCH", switch)).render([{"role": "user", "content": "Hello"}], **given)
+    assert text == "Hello<think>" + ("" if thinks else "</think>")
+
+
+def test_a_template_without_a_switch_for_thinking(recwarn: pytest.WarningsRecorder) -> None:
+    source = "{% for m in messages %}{% set thinking = m.thinking %}{{ thinking }}{{ m.content }}{% endfor %}<think>"
+    template = ChatTemplate(source)
+    assert template.render([{"role": "user", "content": "Hello"}]) == "Hello<think>"
+    assert not recwarn
+    assert template.render([{"role": "user", "content": "Hello"}], enable_thinking=False) == "Hello<think>"
+    assert "no switch for thinking" in str(recwarn.pop().message)
 
 
 # Each is put to all `VALUES` as x.
