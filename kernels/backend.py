@@ -47,6 +47,16 @@ class Batch:
     # float32 [N, 5], how each output chooses: top-k, top-p, min-p, temperature, and the number 0 <= u < 1 to draw by,
     # see `localllm.sampling.candidates`; by its largest logit where top-k is 0.  [0, 5]: all do.
     draws: NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, 5), np.float32))
+    # int32 [n], in order, the rows of tokens that have embeddings of their own: those of pictures.  Their ids are 0.
+    embedded: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
+    # float32 [n, k, d], these: one, and further ones that layers add (`localllm.kernels.graph.AddRows`)
+    embeddings: NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, 0, 0), np.float32))
+    # int32 [3, T], where each token is in time, by row and by column (`localllm.kernels.graph.Rope`), not beyond its
+    # place in the sequence; [3, 0]: there, by all three
+    axes: NDArray[np.int32] = field(default_factory=lambda: np.zeros((3, 0), np.int32))
+    # int32 [T], the position behind the last one that a token sees, if it sees any behind it
+    # (`localllm.kernels.graph.Attention`); [0]: no token does
+    ends: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
 
     def sequences(self) -> Iterator[tuple[int, int, int]]:
         """Of each sequence: its first row in the batch, the one behind its last, and its length in the cache."""
@@ -94,12 +104,41 @@ class Batch:
             raise KernelError(f"a batch wants the logits of a row that is none of its {n_tokens} tokens")
         if len(self.draws) and self.draws.shape != (len(outputs), 5):
             raise KernelError(f"a batch of {len(outputs)} outputs needs as many draws, not {list(self.draws.shape)}")
+        if len(self.embedded) or self.axes.size or len(self.ends):
+            self._check_pictures()
         if not cache.n_states:
             return
         if not len(self.states) == len(set(self.states.tolist())) == len(starts) - 1:
             raise KernelError(f"a batch of {len(starts) - 1} sequences needs as many slots of recurrent states")
         if not 0 <= self.states.min() <= self.states.max() < cache.n_states:
             raise KernelError(f"a batch names a recurrent state outside a cache of {cache.n_states}")
+
+    def _check_pictures(self) -> None:
+        n, embedded, positions = len(self.ids), self.embedded, self.positions
+        if len(embedded) and (min(embedded) < 0 or max(embedded) >= n or (np.diff(embedded) <= 0).any()):
+            raise KernelError(f"a batch of {n} tokens has embeddings of others, or not in their order")
+        if self.ids[embedded].any():
+            raise KernelError("a batch has tokens with embeddings of their own whose ids are not 0")
+        if self.embeddings.ndim != 3 or len(self.embeddings) != len(embedded):
+            raise KernelError(f"a batch has embeddings {list(self.embeddings.shape)} of {len(embedded)} tokens")
+        if self.axes.size and (self.axes.shape != (3, n) or (self.axes < 0).any() or (self.axes > positions).any()):
+            raise KernelError("a batch has tokens whose place in a picture lies beyond that in their sequence")
+        if len(self.ends):
+            lengths = np.repeat(self.kv_lengths, np.diff(self.query_starts))
+            if len(self.ends) != n or (self.ends <= positions).any() or (self.ends > lengths).any():
+                raise KernelError("a batch has tokens that see others behind it: spans come as a whole")
+            if (np.diff(self.ends) < 0)[np.diff(positions) == 1].any():
+                raise KernelError("a batch has tokens that see less far than those before them")
+
+    def embeddings_of(self, index: int, width: int) -> NDArray[np.float32]:
+        """The embeddings of that number of its ``embedded`` tokens, [n, width]."""
+        _, n, own_width = self.embeddings.shape
+        if not (index < n and own_width == width and self.embeddings.dtype == np.float32):
+            raise KernelError(
+                f"a batch has {n} embeddings of {own_width} values in {self.embeddings.dtype} for each token of a "
+                f"picture, but the model takes at least {index + 1} of {width} in float32"
+            )
+        return self.embeddings[:, index]
 
     def rows_of(self, n_rows: int, *, by_position: bool = False) -> NDArray[np.int32]:
         """Its ids, or its positions: those of a table [n_rows, …]."""

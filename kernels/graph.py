@@ -125,7 +125,7 @@ class Matrix:
 class Rope:
     """Rotary position embedding of ``2 * len(frequencies)`` values of each head, from number ``first`` on.
 
-    Source: Su et al., RoFormer (arXiv:2104.09864).
+    Sources: Su et al., RoFormer (arXiv:2104.09864); axes: Qwen2-VL's M-RoPE (arXiv:2409.12191).
     """
 
     frequencies: NDArray[np.float32]  # float32 [n_rot / 2], radians a position
@@ -134,6 +134,8 @@ class Rope:
     interleaved: bool
     magnitude: float = 1.0  # factor on cosine and sine (YaRN's attention factor)
     first: int = 0
+    # of each frequency, what a token turns by: its time (0), row (1) or column (2).  Empty: its place in the sequence
+    axes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -373,13 +375,15 @@ class Embed(Operation[Tensor]):
     """The rows of a table [n_vocab, d] for the batch's ids, times a scale: [T, d].
 
     With ``columns``, only those of the table: layers may each have theirs, as in Gemma 3n.  With ``by_position``, the
-    rows are those of the tokens' positions, of which the table has all.
+    rows are those of the tokens' positions, of which the table has all.  With ``takes_rows``, those of a batch's
+    ``embedded`` tokens are its ``embeddings``, as they are.
     """
 
     table: Weight
     scale: float = 1.0
     columns: range | None = None
     by_position: bool = False
+    takes_rows: bool = False
 
     @cached_property
     def result(self) -> Tensor:
@@ -467,6 +471,22 @@ class Add(SameShape):
             _check_rows(self.x.rows, self.gate)
             if self.gate.width != 1:
                 raise KernelError(f"rows are added with one gate each, not with {self.gate.width}")
+
+
+@dataclass(frozen=True, eq=False)
+class AddRows(SameShape):
+    """x [T, d] plus, for a batch's ``embedded`` tokens, number ``index`` of their further ``embeddings``, from 1 on.
+
+    Source: DeepStack, arXiv:2406.04334, as Qwen3-VL has it.
+    """
+
+    index: int
+    consumes = ("x",)
+
+    def check(self) -> None:
+        _check_rows(Rows.TOKENS, self.x)
+        if self.index < 1:
+            raise KernelError(f"further embeddings are counted from 1, and there is none of number {self.index}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -592,6 +612,10 @@ class RopeAppend(Operation[Tensor]):
             shape = () if norm is None or norm.weight is None else norm.weight.shape
             if shape and (len(shape) > 1 or shape[0] > dim):
                 raise KernelError(f"a norm of {list(shape)} weights cannot be taken of {dim} values of a head")
+        if self.rope is not None and self.rope.axes:
+            axes = self.rope.axes
+            if len(axes) != len(self.rope.frequencies) or not {*axes} <= {0, 1, 2}:
+                raise KernelError(f"{len(self.rope.frequencies)} pairs of values cannot turn by the axes {axes}")
         if self.q_scale is not None and self.q_scale.length < 1:
             raise KernelError(f"queries cannot be scaled every {self.q_scale.length} positions")
         return Tensor(Rows.TOKENS, self.q.width)
@@ -611,7 +635,8 @@ class Attention(Operation[Tensor]):
 
     A token at position p sees the positions of its sequence up to p: all of them, or the last ``window``, that is
     max(0, p - window + 1) … p, or those of its ``chunk``, p - p % chunk … p.  Where it is not ``causal``, it sees as
-    many behind it, as far as they are in the cache: a text then has to come in one batch.
+    many behind it, as far as they are in the cache: a text then has to come in one batch.  With ``has_spans``, it
+    sees what is behind it before the end that the batch has for it, too, as the tokens of a picture see each other.
 
     With ``softcap``, scores s (scaled) become softcap * tanh(s / softcap).  With ``sinks`` [H], the softmax of each
     query head has one more score, that one, which takes its share and adds no value.
@@ -628,6 +653,7 @@ class Attention(Operation[Tensor]):
     sinks: Weight | None = None
     chunk: int | None = None
     causal: bool = True
+    has_spans: bool = False
 
     @property
     def n_heads(self) -> int:
@@ -649,6 +675,8 @@ class Attention(Operation[Tensor]):
         _check_softcap(self.softcap)
         if self.chunk is not None and (self.window is not None or not self.causal):
             raise KernelError("attention in chunks is causal, and has no window beside them")
+        if self.has_spans and (self.chunk is not None or not self.causal):
+            raise KernelError("attention that sees spans both ways is causal else, and not in chunks")
         _check_shape(self.sinks, self.n_heads)
         return Tensor(Rows.TOKENS, self.n_heads * self.cache.value_dim)
 
@@ -1147,6 +1175,22 @@ class Graph:
     def n_joined(self) -> int:
         """Rows from an output's on that it may be made of."""
         return max((n.operation.n_joined for n in self.nodes if isinstance(n.operation, Outputs)), default=1)
+
+    @property
+    def has_spans(self) -> bool:
+        """Whether some tokens see each other both ways (`Attention`): each span has to come in one batch."""
+        return any(n.operation.has_spans for n in self.nodes if isinstance(n.operation, Attention))
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether a token may see others behind it."""
+        return self.has_spans or not self.is_causal
+
+    @property
+    def has_axes(self) -> bool:
+        """Whether tokens turn by their place in a picture (`Rope.axes`)."""
+        ropes = (n.operation.rope for n in self.nodes if isinstance(n.operation, RopeAppend))
+        return any(rope is not None and rope.axes for rope in ropes)
 
     def n_chosen(self) -> int:
         """Experts that each token goes to; 0 without any."""

@@ -237,7 +237,16 @@ class _Run:
         rows: Array = self.arrays[op.table][ids] if table is None else table.rows(ids)
         if op.columns is not None:
             rows = rows[:, op.columns.start : op.columns.stop]
-        return rows * np.float32(op.scale)
+        rows = rows * np.float32(op.scale)
+        if op.takes_rows and len(self.batch.embedded):
+            rows[self.batch.embedded] = self.batch.embeddings_of(0, op.result.width)
+        return rows
+
+    def add_rows(self, op: g.AddRows) -> Array:
+        x: Array = self.values[op.x]
+        if len(self.batch.embedded):
+            x[self.batch.embedded] += self.batch.embeddings_of(op.index, op.x.width)
+        return x
 
     def adapter_weights(self, op: g.AdapterWeights) -> Array:
         return op.rows(self.batch.adapters, len(self.batch.ids))
@@ -310,12 +319,17 @@ class _Run:
         """Heads of ``dim`` values [T, n, dim], normed and rotated in one order or the other."""
         y: Array = self.values[x].reshape(-1, x.width // dim, dim)
         if rope is not None and norm_last:
-            y = rotate(y, self.batch.positions, rope)
+            y = rotate(y, self._turns(rope), rope)
         if norm is not None:
             weight = np.ones(dim, np.float32) if norm.weight is None else self.arrays[norm.weight]
             first, rest = np.split(y, [len(weight)], axis=-1)
             y = np.concatenate([normed(first, weight, norm.eps), rest], axis=-1)
-        return rotate(y, self.batch.positions, rope) if rope is not None and not norm_last else y
+        return rotate(y, self._turns(rope), rope) if rope is not None and not norm_last else y
+
+    def _turns(self, rope: Rope) -> Array:
+        """The positions by which tokens turn: [T, 1], or with axes [T, n_rot / 2]."""
+        batch = self.batch
+        return batch.axes[list(rope.axes)].T if rope.axes and batch.axes.size else batch.positions[:, None]
 
     def attention(self, op: g.Attention) -> Array:
         batch, cache = self.batch, op.cache
@@ -331,7 +345,10 @@ class _Run:
                 position = int(batch.positions[t])
                 reach = op.window or kv_length
                 begin = position - position % op.chunk if op.chunk else max(0, position - reach + 1)
-                seen = np.arange(begin, position + 1 if op.causal else min(kv_length, position + reach))
+                end = position + 1 if op.causal else min(kv_length, position + reach)
+                if op.has_spans and len(batch.ends):
+                    end = int(batch.ends[t])
+                seen = np.arange(begin, end)
                 page, place = tables[s, seen // self.cache.page_size], seen % self.cache.page_size
                 own_keys, own_values = (
                     part[page, place].astype(np.float32) for part in (keys, values)
@@ -494,8 +511,8 @@ def normed(x: Array, weight: Array | np.float32, eps: float) -> Array:
 
 
 def rotate(x: Array, positions: NDArray[np.int32], rope: Rope) -> Array:
-    """Rotates the heads x [T, heads, head_dim] to their positions [T]."""
-    angles = positions[:, None].astype(np.float64) * rope.frequencies  # [T, n_rot / 2]
+    """Rotates the heads x [T, heads, head_dim] to their positions [T, 1], or of each frequency [T, n_rot / 2]."""
+    angles = positions.astype(np.float64) * rope.frequencies  # [T, n_rot / 2]
     cos, sin = ((f(angles) * rope.magnitude).astype(np.float32)[:, None] for f in (np.cos, np.sin))
     begin, n_pairs = rope.first, len(rope.frequencies)
     end = begin + 2 * n_pairs

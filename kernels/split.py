@@ -94,12 +94,12 @@ def part_footprint(
     Args:
         size: `page_size` of all backends that the graph is split over.
         n_pages: of this size.
-        micro_batch: tokens beyond which a batch is cut.
+        micro_batch: tokens beyond which a batch is cut, unless tokens see others behind them.
     """
     return backend.footprint(
         graph.part(layers),
         n_pages=tuple(n * (size // backend.page_size) for n in n_pages),
-        max_tokens=max_tokens if len(layers) == graph.n_layers else min(max_tokens, micro_batch),
+        max_tokens=max_tokens if len(layers) == graph.n_layers or graph.looks_ahead else min(max_tokens, micro_batch),
         max_outputs=max_outputs,
         n_states=n_states,
     )
@@ -122,7 +122,7 @@ class SplitStep(Step):
         micro_batch: int = MICRO_BATCH,
     ) -> None:
         """``steps``: of each part of a graph, in execution order; the rest as of `part_footprint`."""
-        self.steps, self.micro_batch = steps, micro_batch
+        self.steps, self.micro_batch = steps, max_tokens if graph.looks_ahead else micro_batch
         self.cache = SplitCache(tuple(step.cache for step in steps), size, n_pages)
         self.weights = tuple(weight for step in steps for weight in step.weights)
         self.max_top_k = steps[-1].max_top_k
@@ -226,6 +226,7 @@ def _tokens(batch: Batch, start: int, stop: int) -> MicroBatch:
     within = np.flatnonzero(np.diff(starts))  # the sequences that have tokens there
     lasts = starts[within + 1] - 1
     rows = np.flatnonzero((batch.outputs >= start) & (batch.outputs < stop))
+    embedded = np.flatnonzero((batch.embedded >= start) & (batch.embedded < stop))
     part = Batch(
         ids=batch.ids[start:stop],
         positions=batch.positions[start:stop],
@@ -235,6 +236,9 @@ def _tokens(batch: Batch, start: int, stop: int) -> MicroBatch:
         states=batch.states[within] if len(batch.states) else batch.states,
         outputs=batch.outputs[rows] - np.int32(start),
         top_k=batch.top_k,
+        embedded=batch.embedded[embedded] - np.int32(start),
+        embeddings=batch.embeddings[embedded],
+        axes=batch.axes[:, start:stop],
     )
     return MicroBatch(part, rows, slice(start, stop))
 

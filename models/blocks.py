@@ -16,6 +16,7 @@ from localllm.errors import ModelError
 from localllm.kernels.graph import (
     Activation,
     Add,
+    AddRows,
     Attention,
     CausalConv,
     Clamp,
@@ -115,10 +116,12 @@ def decoder(
     norm_eps: float | None = None,
     logit_scale: float = 1.0,
     softcap: float | None = None,
+    n_deepstack: int = 0,
 ) -> Graph:
     """Embedding, layers, final norm and head: from ids to logits [N, n_vocab].
 
-    Of a model that embeds (`Header.pooling`), without the head: to what is pooled, [N, d].
+    Of a model that embeds (`Header.pooling`), without the head: to what is pooled, [N, d].  Behind each of the first
+    ``n_deepstack`` layers, further embeddings of pictures are added, if it sees any.
     """
     config, weights, g = m.config, m.weights, Graph(m.cache_type)
     d, eps = config.n_embd, m.norm_eps if norm_eps is None else norm_eps
@@ -128,12 +131,15 @@ def decoder(
             return record_layer(Layer(number, graph, weights.layer(number), d, eps, e), x)
 
         return record_block(m, block, embedding_scale, eps)
-    x = embedding = g.add(Embed(weights.require("token_embd.weight", config.n_vocab, d), embedding_scale))
+    table = weights.require("token_embd.weight", config.n_vocab, d)
+    x = embedding = g.add(Embed(table, embedding_scale, takes_rows=m.sees))
     if change_embedding is not None:
         x = embedding = change_embedding(Layer(-1, g, weights, d, eps, x), x)
     for i in range(config.n_layers):
         g.layer = i
         x = record_layer(Layer(i, g, weights.layer(i), d, eps, embedding), x)
+        if m.sees and i < n_deepstack:
+            x = g.add(AddRows(x, i + 1))
     g.layer = "output"
     at = Layer(-1, g, weights, d, eps, embedding)
     x = at.add(Outputs(x))  # [N, d]
@@ -224,6 +230,7 @@ def attention(
     gate_activation: str = "sigmoid",
     clamp: float = 0.0,
     causal: bool = True,
+    has_spans: bool = False,
 ) -> Tensor:
     """Grouped-query attention with rotary positions.
 
@@ -239,6 +246,7 @@ def attention(
             of each value or of each head, or in ``attn_q`` behind the query of each head.
         clamp: what queries, keys and values are clamped to, ±; 0 for nothing.
         causal: whether a token sees none behind it.
+        has_spans: whether those of a picture see each other.
     """
     q, k, v, gate = query_key_value(at, x, heads, qkv_bias=qkv_bias, has_gate=has_gate)
     if clamp:
@@ -255,7 +263,7 @@ def attention(
             for x in "qk"
         )
     q = at.add(RopeAppend(q, k, v, cache, rope, q_norm, k_norm, norm_last=norm_last, q_scale=q_scale))
-    scores: dict[str, Any] = {"scale": scale, "softcap": softcap, "has_sinks": has_sinks}
+    scores: dict[str, Any] = {"scale": scale, "softcap": softcap, "has_sinks": has_sinks, "has_spans": has_spans}
     y = attend(at, q, cache, heads, window=window, chunk=chunk, causal=causal, **scores)
     if gate is not None:
         by_head = gate.width == heads.n
@@ -299,11 +307,12 @@ def attend(
     softcap: float | None = None,
     has_sinks: bool = False,
     causal: bool = True,
+    has_spans: bool = False,
 ) -> Tensor:
     """Attention of rotated queries over a cache."""
     scale = heads.key_dim**-0.5 if scale is None else scale
     sinks = at.weights.vector("attn_sinks", heads.n) if has_sinks else None
-    return at.add(Attention(q, cache, scale, window, softcap, sinks, chunk, causal))
+    return at.add(Attention(q, cache, scale, window, softcap, sinks, chunk, causal, has_spans))
 
 
 # -- What stands between attentions --------------------------------------------------------------------------------

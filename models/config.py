@@ -286,6 +286,7 @@ class Header:
     pooling: str | None = None
     # whether the block behind the last layer is recorded in place of the model (`localllm.models.mtp`)
     is_block: bool = False
+    sees: bool = False  # whether batches have embeddings of pictures: without them, nothing is recorded for those
 
     @property
     def norm_eps(self) -> float:

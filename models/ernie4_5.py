@@ -10,7 +10,7 @@ from localllm.models import hf_names
 from localllm.models.blocks import llama_like
 from localllm.models.config import Header
 from localllm.models.hf_convert import axes_keys
-from localllm.models.rope import make_rope
+from localllm.models.rope import make_rope, with_axes
 
 HF_NAMES = (
     hf_names.COMMON
@@ -34,6 +34,6 @@ def hf_keys(config: Any) -> dict[str, Any]:
 
 
 def record(m: Header) -> Graph:
-    m.meta.skip("rope.dimension_sections")  # of the axes, which agree for text
     rope = make_rope(m, m.heads().key_dim, interleaved=m.config.architecture != "paddleocr")
+    rope = with_axes(m, rope, in_turn=False)
     return llama_like(m, rope, m.experts())

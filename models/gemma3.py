@@ -1,7 +1,10 @@
 """Gemma 3 (arXiv:2503.19786): norms before and behind both halves of a layer, heads normed, and of six layers five
-see a window and rotate by frequencies of their own.  EmbeddingGemma (arXiv:2509.20354) sees both ways."""
+see a window and rotate by frequencies of their own.  Tokens of a picture see each other in all layers.
+EmbeddingGemma (arXiv:2509.20354) sees both ways."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from localllm.kernels.graph import Graph, Tensor
 from localllm.models import hf_names
@@ -27,7 +30,8 @@ def record(m: Header) -> Graph:
         window = windows[at.number]
         y = norm(at, "attn_norm", x)
         turned = local_rope if window else rope
-        y = attention(at, y, heads, turned, qk_norm="head", window=window, scale=scale, causal=causal)
+        options: Any = {"scale": scale, "causal": causal, "has_spans": m.sees and causal}
+        y = attention(at, y, heads, turned, qk_norm="head", window=window, **options)
         x = add(at, norm(at, "post_attention_norm", y), x)
         y = gated_mlp(at, norm(at, "ffn_norm", x), n_ff, activation="gelu")
         return add(at, norm(at, "post_ffw_norm", y), x)

@@ -1,7 +1,7 @@
 """Gemma 4: layers that see a window or everything, each kind with heads of its own; embeddings for every layer (E2B,
 E4B), keys and values of an earlier layer, and experts beside the MLP (26B).
 
-With images, layers over windows look ahead within an image; that is for text without meaning.
+Tokens of a picture see each other in layers over windows, but not in models with embeddings for every layer.
 """
 
 from __future__ import annotations
@@ -110,7 +110,8 @@ def record(m: Header) -> Graph:
         own = [i for i in range(n_layers - n_shared) if bool(windows[i]) == bool(window)]
         shared = own[-1] if own and at.number >= n_layers - n_shared else None
         y = norm(at, "attn_norm", x)
-        y = attention(at, y, heads[at.number], local_rope if window else rope, window, shared)
+        has_spans = m.sees and window is not None and not n_per_layer
+        y = attention(at, y, heads[at.number], local_rope if window else rope, window, shared, has_spans=has_spans)
         x = add(at, norm(at, "post_attention_norm", y), x)
         y = gated_mlp(at, norm(at, "ffn_norm", x), widths[at.number], activation="gelu")
         if experts and "ffn_gate_inp.weight" in at.weights:
@@ -136,7 +137,9 @@ def read_heads(m: Header) -> list[Heads]:
     return [Heads(n, kv, dim, dim) for kv, dim in zip(n_kv, dims, strict=True)]
 
 
-def attention(at: Layer, x: Tensor, heads: Heads, rope: Rope, window: int | None, shared: int | None) -> Tensor:
+def attention(
+    at: Layer, x: Tensor, heads: Heads, rope: Rope, window: int | None, shared: int | None, *, has_spans: bool
+) -> Tensor:
     """Attention with normed heads, of scale 1; ``shared`` is the layer whose keys and values it uses.
 
     Without a matrix of their own, values are the keys before they are normed and rotated.
@@ -154,7 +157,7 @@ def attention(at: Layer, x: Tensor, heads: Heads, rope: Rope, window: int | None
         q, *kv = at.add(Linears(x, (query, *(w.matrix(name, d, width) for name in names))))
         k_norm = HeadNorm(at.norm_eps, w.vector("attn_k_norm", heads.key_dim))
         q = at.add(RopeAppend(q, kv[0], kv[-1], cache, rope, q_norm, k_norm, HeadNorm(at.norm_eps)))
-    return at.linear(attend(at, q, cache, heads, window=window, scale=1.0), "attn_output", d)
+    return at.linear(attend(at, q, cache, heads, window=window, scale=1.0, has_spans=has_spans), "attn_output", d)
 
 
 def routed(at: Layer, x: Tensor, experts: Experts) -> Tensor:

@@ -7,7 +7,7 @@ from localllm.models import hf_names
 from localllm.models.blocks import Layer, add, attention, decoder, gated_mlp, norm
 from localllm.models.config import Header
 from localllm.models.hf_convert import rotated_part
-from localllm.models.rope import make_rope
+from localllm.models.rope import make_rope, with_axes
 
 HF_NAMES = hf_names.COMMON | {
     "post_attention_norm": "post_self_attn_layernorm",
@@ -21,7 +21,7 @@ def record(m: Header) -> Graph:
     heads, n_ff = m.heads(), m.mlp_width()
     # Those that see images rotate by several axes, which agree for text, and their rows are reordered for it.
     has_axes = any(m.meta.find("rope.dimension_sections") or ())
-    rope = make_rope(m, heads.key_dim, interleaved=not has_axes)
+    rope = with_axes(m, make_rope(m, heads.key_dim, interleaved=not has_axes), in_turn=False)
 
     def layer(at: Layer, x: Tensor) -> Tensor:
         y = attention(at, norm(at, "attn_norm", x), heads, rope)

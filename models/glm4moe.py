@@ -9,7 +9,7 @@ from localllm.models import hf_names
 from localllm.models.blocks import llama_like
 from localllm.models.config import Header
 from localllm.models.hf_convert import rotated_part, routing_keys
-from localllm.models.rope import make_rope
+from localllm.models.rope import make_rope, with_axes
 
 HF_NAMES = (
     hf_names.COMMON
@@ -25,8 +25,7 @@ def hf_keys(config: Any) -> dict[str, Any]:
 
 
 def record(m: Header) -> Graph:
-    m.meta.skip("rope.dimension_sections")  # of several axes, which agree for text
     qk_norm = "head" if "blk.0.attn_q_norm.weight" in m.weights else None
     experts = m.experts(gating="sigmoid")
-    rope = make_rope(m, m.heads().key_dim)
+    rope = with_axes(m, make_rope(m, m.heads().key_dim), in_turn=False)
     return llama_like(m, rope, experts, ffn_norm="post_attention_norm", qk_norm=qk_norm)

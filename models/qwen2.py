@@ -8,7 +8,7 @@ from localllm.models import hf_names
 from localllm.models.blocks import llama_like
 from localllm.models.config import Header
 from localllm.models.hf_convert import axes_keys
-from localllm.models.rope import make_rope
+from localllm.models.rope import make_rope, with_axes
 
 HF_NAMES = hf_names.COMMON | hf_names.EXPERTS | hf_names.SHARED_EXPERT
 hf_keys = axes_keys
@@ -16,6 +16,5 @@ hf_keys = axes_keys
 
 def record(m: Header) -> Graph:
     experts = m.experts(norm_topk_prob=False) if m.config.architecture == "qwen2moe" else None
-    m.meta.skip("rope.dimension_sections")  # of the axes, which agree for text
-    rope, windows = make_rope(m, m.heads().key_dim), m.windows(period=0)
+    rope, windows = with_axes(m, make_rope(m, m.heads().key_dim), in_turn=False), m.windows(period=0)
     return llama_like(m, rope, experts, windows=windows, qkv_bias=True)

@@ -7,10 +7,10 @@ from typing import Any
 
 from localllm.kernels.graph import Graph
 from localllm.models import hf_names
-from localllm.models.blocks import llama_like
+from localllm.models.blocks import decoder, llama_layer
 from localllm.models.config import Header
 from localllm.models.hf_convert import Array, axes_keys
-from localllm.models.rope import make_rope
+from localllm.models.rope import make_rope, with_axes
 
 HF_NAMES = hf_names.COMMON | hf_names.HEAD_NORMS | hf_names.EXPERTS | hf_names.STACKED_EXPERTS
 
@@ -31,6 +31,6 @@ def hf_tensor(name: str, array: Array, config: Any) -> Array:
 
 
 def record(m: Header) -> Graph:
-    m.meta.skip("rope.dimension_sections", "n_deepstack_layers")  # of pictures; for text, all axes agree
-    rope, windows = make_rope(m, m.heads().key_dim), m.windows(period=0)
-    return llama_like(m, rope, m.experts(), windows=windows, qk_norm="head")
+    rope, windows = with_axes(m, make_rope(m, m.heads().key_dim), in_turn=True), m.windows(period=0)
+    layer = llama_layer(m, rope, m.experts(), windows=windows, qk_norm="head")
+    return decoder(m, layer, n_deepstack=m.meta.read("n_deepstack_layers", int, 0, low=0, high=1 << 10))

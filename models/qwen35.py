@@ -1,8 +1,7 @@
 """Qwen 3.5 and 3.6, dense and with experts: of four layers, three are gated delta nets, and one is attention whose
 output a gate weighs.
 
-With images, Qwen rotates by several axes; for text they agree, and it is a rotation of part of a head.  The block
-behind the last layer, which predicts one token more, is attention.
+The block behind the last layer, which predicts one token more, is attention.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from localllm.models import hf_names
 from localllm.models.blocks import DeltaNet, Layer, attention, decoder, delta_net, feed_forward, norm
 from localllm.models.config import Header
 from localllm.models.hf_convert import Array, add_one_to_norms, rotated_part
-from localllm.models.rope import make_rope
+from localllm.models.rope import make_rope, with_axes
 
 HF_NAMES = (
     hf_names.COMMON
@@ -88,8 +87,7 @@ def record(m: Header) -> Graph:
 def record_hybrid(m: Header, *, is_grouped: bool) -> Graph:
     """Qwen 3.5's; and with V heads grouped by the key head they share, Qwen 3 Next's."""
     heads, net, ffn = m.heads(), DeltaNet.read(m.meta), m.feed_forward(m.experts())
-    rope = make_rope(m, heads.key_dim)
-    m.meta.skip("rope.dimension_sections")  # of the axes, which agree for text
+    rope = with_axes(m, make_rope(m, heads.key_dim), in_turn=True)
     is_recurrent = recurrent_layers(m)
 
     def layer(at: Layer, x: Tensor) -> Tensor:

@@ -205,7 +205,12 @@ def has_block(file: ModelFile) -> bool:
 
 
 def read_model(
-    file: ModelFile, context: int | None = None, cache_type: CacheType = "f16", *, is_block: bool = False
+    file: ModelFile,
+    context: int | None = None,
+    cache_type: CacheType = "f16",
+    *,
+    is_block: bool = False,
+    sees: bool = False,
 ) -> Model:
     """The model in a file, from its header: no weight is read.
 
@@ -214,6 +219,7 @@ def read_model(
             LongRoPE rotate differently beyond their original context.
         cache_type: what keys and values are kept in.
         is_block: whether to read the block behind the last layer, as a model of one layer: `has_block`.
+        sees: whether its batches have embeddings of pictures.
 
     Raises:
         UnsupportedArchitectureError: the file's architecture is not one of `ARCHITECTURES`.
@@ -227,7 +233,7 @@ def read_model(
     context = config.context_length if context is None else context
     try:
         kind = read_kind(meta) or ("mean" if architecture.is_encoder else None)
-        graph = architecture.record(Header(meta, config, weights, context, cache_type, kind, is_block))
+        graph = architecture.record(Header(meta, config, weights, context, cache_type, kind, is_block, sees))
         pooling = None if kind is None else Pooling.read(meta, weights, kind, graph)
     except KernelError as error:
         raise ModelError(f"{error}: the hyper-parameters are at odds with each other") from error

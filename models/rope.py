@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -105,6 +106,31 @@ def make_rope(
         frequencies = _yarn_frequencies(rope, frequencies, rounds_ramp=rounds_ramp)
         magnitude *= _yarn_magnitude(rope)
     return Rope(frequencies.astype(np.float32), interleaved, magnitude)
+
+
+def with_axes(m: Header, rope: Rope, *, in_turn: bool) -> Rope:
+    """The rotation by a token's place in time, by row and by column, if the file has it and pictures are seen.
+
+    ``rope.dimension_sections`` says how many frequencies turn by each: the first ones by time, and so on; or with
+    ``in_turn``, one by each in turn, as far as there are so many by row or column, and the others by time.
+
+    Raises:
+        ModelError: the sections are not those of a rotation.
+    """
+    name, n = f"{m.meta.architecture}.rope.dimension_sections", len(rope.frequencies)
+    sections: Any = m.meta.find("rope.dimension_sections")
+    if sections is None or not m.sees:
+        m.meta.skip("rope.dimension_sections")
+        return rope
+    if not isinstance(sections, list | tuple) or any(not isinstance(s, int) or s < 0 for s in sections):
+        raise ModelError(f"{name} is {quoted(sections)}, but must be up to four numbers: the file is broken")
+    time, rows, columns = (*sections, 0, 0, 0)[:3]
+    if time + rows + columns != n or any(sections[3:]):
+        raise ModelError(f"{name} is {list(sections)}, but {n} frequencies turn: the file is broken")
+    axes = [0] * time + [1] * rows + [2] * columns
+    if in_turn:
+        axes = [i % 3 if i < 3 * (time, rows, columns)[i % 3] else 0 for i in range(n)]
+    return replace(rope, axes=tuple(axes))
 
 
 def make_local_rope(m: Header, head_dim: int, theta: float | None = None) -> Rope:

@@ -110,15 +110,18 @@ def load_query(query, key_dim, scale, out):
 
 
 @template
-def load_limits(position, window, kv_length, limits):
-    """limits = the first and the last position, int64 [2], that a token sees; ``position`` is where its own lies."""
+def load_limits(position, last, window, kv_length, limits):
+    """limits = the first and the last position, int64 [2], that a token sees.
+
+    ``position`` and ``last``: where its own lies, and the last one that it sees where it is causal.
+    """
     own = np.int64(load_i32(position))
     if CHUNKED:
         store_i64(limits, own - own % window)
     else:
         store_i64(limits, max(np.int64(0), own - window + 1))
     if CAUSAL:
-        store_i64(limits + 8, own)
+        store_i64(limits + 8, np.int64(load_i32(last)))
     else:
         store_i64(limits + 8, min(kv_length, own + window) - 1)
 
@@ -395,7 +398,7 @@ def copy_states(state, n_rows, out):
 @kernel
 def attention(
     begin, end, batch, tiles, n_kv_heads, group_size, q, q_stride, key_dim, value_dim,
-    starts, positions, block_tables, block_stride, window, keys, values,
+    starts, positions, lasts, block_tables, block_stride, window, keys, values,
     out, out_stride, partials, sinks, scale: float, soft_cap: float,
 ):  # fmt: skip
     """out = softmax(scale * q @ keys.T, over visible positions) @ values.
@@ -406,7 +409,8 @@ def attention(
     of the partial that the sums go to instead of to ``out``, and the sequence's tokens in the cache.  Unit u is tile
     u % n of head u // n.
     q: float32 [T, H * key_dim].  out: float32 [T, H * value_dim].  starts: int32 [S], the sequences' first tokens.
-    positions: int32 [T].  block_tables: int32 [S, block_stride].  window: visible positions, or those of a chunk.
+    positions, lasts: int32 [T].  block_tables: int32 [S, block_stride].  window: visible positions, or those of a
+    chunk.
     keys, values: blocks of ``KEY_BLOCK`` and ``VALUE_BLOCK`` bytes [n_pages, n_kv_heads]
     (`localllm.kernels.cpu.cache_types`).
     partials: float32 [n_partials, n_kv_heads, TILE_ROWS, STATE / 4].  STATE: see `state_bytes`.  sinks: float32 [H].
@@ -428,7 +432,7 @@ def attention(
             token = start + row // group_size
             query = q + token * q_stride + 4 * (head * group_size + row % group_size) * key_dim
             load_query(query, key_dim, scale, queries + 4 * KEY_HEAD * r)
-            load_limits(positions + 4 * token, window, load_i64(tile + 48), limits + 16 * r)
+            load_limits(positions + 4 * token, lasts + 4 * token, window, load_i64(tile + 48), limits + 16 * r)
         first, stop = load_i64(tile + 24), load_i64(tile + 32)
         attend_splits(
             queries, n_computed, limits, head_keys, head_values, table, key_bytes, value_bytes,

@@ -118,6 +118,7 @@ class CPUStep(Step):
         self._tables.bind(arena)
         self._embeddings = [(op, weights.tables[op.table], y.rows(arena)) for op, y in lowered.embeddings]
         self._adapters = [(op, y.rows(arena)) for op, y in lowered.adapters]
+        self._added = [(op, y.rows(arena)) for op, y in lowered.added]
         self._inputs, self._n_joined = [(op, y.rows(arena)) for op, y in lowered.hidden], lowered.n_joined
         self._arena, self._watched = arena, lowered.watched
         self._result, self._of_tokens = lowered.result.rows(arena), lowered.result.slot == N_TOKENS
@@ -163,6 +164,12 @@ class CPUStep(Step):
                 values = values[:, op.columns.start : op.columns.stop]
             rows[:n_tokens, :width] = values if op.scale == 1.0 else values * np.float32(op.scale)
             rows[:n_tokens, width:] = 0
+            if op.takes_rows and len(batch.embedded):
+                rows[batch.embedded, :width] = batch.embeddings_of(0, width)
+        for added, into in self._added:
+            if n := len(batch.embedded):
+                width = added.x.width
+                into[:n, :width] = batch.embeddings_of(added.index, width)
         for adapter, into in self._adapters:
             into[:n_tokens, : adapter.result.width] = adapter.rows(batch.adapters, n_tokens)
         for given, into in self._inputs:

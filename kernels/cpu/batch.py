@@ -12,14 +12,14 @@ from localllm.kernels.backend import Batch
 from localllm.kernels.buffers import Buffer
 from localllm.kernels.cpu.attention import SPLIT, TILE_ROWS, state_bytes
 from localllm.kernels.cpu.cache_types import PAGE
-from localllm.kernels.graph import PositionScale, Rope
+from localllm.kernels.graph import Graph, PositionScale, Rope
 
 #: Bytes for the partial sums of a KV split; attention whose would take more is not split.
 MAX_PARTIAL_BYTES = 32 << 20
 
 # Numbers in a program's header: what counts units of work.  The last one is not the batch's, but what kernels find:
 # how many experts tokens go to.  Behind it come two of each `TileTable`.
-ALWAYS, N_TOKENS, N_OUTPUTS, N_CHOSEN, N_SEQUENCES, N_USED, _FIRST_TABLE = range(7)
+ALWAYS, N_TOKENS, N_OUTPUTS, N_CHOSEN, N_SEQUENCES, N_EMBEDDED, N_USED, _FIRST_TABLE = range(8)
 
 _TILE, _MERGED = 7, 5  # numbers of an entry
 
@@ -37,6 +37,7 @@ class TileTable:
     partial_bytes: int
     few_tiles: int  # so many leave threads without work, and are split
     causal: bool = True  # whether tokens see nothing behind them
+    has_spans: bool = False  # whether they do, as far as the batch says
 
     def fill(self, batch: Batch, tiles: NDArray[np.int64], merged: NDArray[np.int64]) -> tuple[int, int]:
         """Cuts each sequence's query rows into tiles, and few of them into KV splits; returns how many of both."""
@@ -46,9 +47,10 @@ class TileTable:
             n_rows = (stop - start) * group_size
             for first in range(0, n_rows, TILE_ROWS):
                 n = min(TILE_ROWS, n_rows - first)
-                farthest = (
-                    kv_length - (stop - start) + (first + n - 1) // group_size if self.causal else kv_length - 1
-                )
+                last = (first + n - 1) // group_size
+                farthest = kv_length - (stop - start) + last if self.causal else kv_length - 1
+                if self.has_spans and len(batch.ends):
+                    farthest = int(batch.ends[start + last]) - 1
                 whole.append((s, first, n, 0, farthest // SPLIT + 1, -1, kv_length))
         n_partials = sum(n_splits for *_, n_splits, _, _ in whole)
         if len(whole) > self.few_tiles or not len(whole) < n_partials <= self.max_partials:
@@ -67,17 +69,22 @@ class BatchTables:
 
     Attributes:
         positions, starts: int32 [T] and [S + 1], of tokens and of the first tokens of sequences.
+        turns, lasts: int32 [T], the number of each token's angles, and the last position that it sees: buffers of
+            their own where those are not always its position.
+        embedded: int32 [n], rows that embeddings are added to.
         states: int32 [S], slots of the sequences' states.
         n_blocks: pages that a sequence can have.
     """
 
     def __init__(
-        self, max_tokens: int, max_outputs: int, n_pages: tuple[int, ...], n_chosen: int, threads: int
+        self, graph: Graph, max_tokens: int, max_outputs: int, n_pages: tuple[int, ...], threads: int
     ) -> None:
         self.max_tokens, self.max_outputs, self.n_blocks = max_tokens, max_outputs, n_pages[0]
-        self._n_chosen, self._threads = n_chosen, threads
+        self._n_chosen, self._threads = graph.n_chosen(), threads
         self.header = Buffer(8 * _FIRST_TABLE, is_kept=True)  # int64, the numbers above
-        self.positions, self.states = (Buffer(4 * max_tokens, is_kept=True) for _ in range(2))
+        self.positions, self.states, self.embedded = (Buffer(4 * max_tokens, is_kept=True) for _ in range(3))
+        self.turns = Buffer(4 * max_tokens, is_kept=True) if graph.has_axes else self.positions
+        self.lasts = Buffer(4 * max_tokens, is_kept=True) if graph.has_spans else self.positions
         self.starts = Buffer(4 * (max_tokens + 1), is_kept=True)
         # of each group of caches int64 [T], page * PAGE + place in the page
         self.slots = [Buffer(8 * max_tokens, is_kept=True) for _ in n_pages]
@@ -87,18 +94,20 @@ class BatchTables:
         #: Those that every program reads.
         self.buffers = (
             *(self.header, self.positions, self.starts, self.states, *self.slots),
-            *(self.output_rows, *self.block_tables),
+            *(self.output_rows, *self.block_tables, self.embedded, self.turns, self.lasts),
         )
-        self._tables: dict[tuple[int, int, int, bool], TileTable] = {}
+        self._tables: dict[tuple[int, int, int, bool, bool], TileTable] = {}
         self._ropes: dict[Rope, Buffer] = {}
         self._scales: dict[PositionScale, Buffer] = {}
         self._views: dict[Buffer, NDArray[Any]] = {}
         #: Positions whose angles were made.
         self._n_angles = 0
 
-    def tile_table(self, n_kv_heads: int, group_size: int, head: int, *, causal: bool = True) -> TileTable:
+    def tile_table(
+        self, n_kv_heads: int, group_size: int, head: int, *, causal: bool = True, has_spans: bool = False
+    ) -> TileTable:
         """The table of attention over so many heads whose values are, with padding, ``head`` each."""
-        key = n_kv_heads, group_size, head, causal
+        key = n_kv_heads, group_size, head, causal, has_spans
         if key not in self._tables:
             few = 0 if self._threads == 1 else -(-2 * self._threads // n_kv_heads) - 1
             partial_bytes = n_kv_heads * TILE_ROWS * state_bytes(head)
@@ -107,14 +116,18 @@ class BatchTables:
             tiles, merged = (Buffer(8 * n, is_kept=True) for n in (_TILE * n_tiles, _MERGED * most))
             slot = self.header.n_bytes // 8
             self.header.n_bytes += 16
-            self._tables[key] = TileTable(slot, group_size, tiles, merged, most, partial_bytes, few, causal)
+            sees = causal, has_spans
+            self._tables[key] = TileTable(slot, group_size, tiles, merged, most, partial_bytes, few, *sees)
         return self._tables[key]
 
     def angles(self, rope: Rope) -> Buffer:
-        """(cos, sin) [positions, n_pairs, 2]; a step makes those that it is the first to need."""
+        """(cos, sin) [positions, n_pairs, 2]; a step makes those that it is the first to need.
+
+        With axes, behind them come those of a batch's tokens that are in different places by different axes.
+        """
         if rope not in self._ropes:
-            n_bytes = 8 * self.n_blocks * PAGE * len(rope.frequencies)
-            self._ropes[rope] = Buffer(n_bytes, is_kept=True)
+            n_rows = self.n_blocks * PAGE + (self.max_tokens if rope.axes else 0)
+            self._ropes[rope] = Buffer(8 * n_rows * len(rope.frequencies), is_kept=True)
         return self._ropes[rope]
 
     def position_factors(self, scale: PositionScale) -> Buffer:
@@ -131,7 +144,7 @@ class BatchTables:
             part = arena[buffer.offset : buffer.offset + buffer.n_bytes]
             self._views[buffer] = part.view(kind).reshape(-1, *shape)
 
-        for buffer in (self.positions, self.starts, self.states, self.output_rows):
+        for buffer in self.buffers:
             view(buffer, np.int32)
         for buffer in (self.header, *self.slots):
             view(buffer, np.int64)
@@ -173,11 +186,30 @@ class BatchTables:
             slots *= PAGE
             slots += places
         self._make_angles(max(batch.kv_lengths.tolist()))
+        if self.turns is not self.positions:
+            views[self.turns][:n_tokens] = self._turns(batch) if batch.axes.size else batch.positions
+        if self.lasts is not self.positions:
+            views[self.lasts][:n_tokens] = batch.ends - 1 if len(batch.ends) else batch.positions
         header = views[self.header]
+        header[N_EMBEDDED] = len(batch.embedded)
+        if len(batch.embedded):
+            views[self.embedded][: len(batch.embedded)] = batch.embedded
         header[N_TOKENS], header[N_OUTPUTS] = n_tokens, n_outputs
         header[N_CHOSEN], header[N_SEQUENCES] = n_tokens * self._n_chosen, n_sequences
         for table in self._tables.values():
             header[table.slot : table.slot + 2] = table.fill(batch, views[table.tiles], views[table.merged])
+
+    def _turns(self, batch: Batch) -> NDArray[np.int32]:
+        """The numbers of the tokens' angles, of which it makes those that are of no one position."""
+        turns: NDArray[np.int32] = batch.axes[0].copy()
+        n_positions = self.n_blocks * PAGE
+        rows = np.flatnonzero((batch.axes != batch.axes[0]).any(axis=0))
+        turns[rows] = n_positions + np.arange(len(rows))
+        for rope, buffer in self._ropes.items():
+            if rope.axes:
+                angles, places = self._views[buffer], batch.axes[list(rope.axes)][:, rows].T
+                angles[n_positions : n_positions + len(rows)] = angles[places, np.arange(len(rope.axes))]
+        return turns
 
     def _make_angles(self, stop: int) -> None:
         """Makes the angles of positions before ``stop``."""

@@ -419,6 +419,15 @@ def join_rows(begin, end, rows, n, x, width, stride, y, y_stride, share: float):
                     store_f32(target + 4 * j * width + place, load_f32(source + j * stride + place))
 
 
+@kernel
+def add_rows(begin, end, rows, x, width, stride, y):
+    """Adds row i of x to row rows[i] of y (rows: int32)."""
+    for i in range(begin, end):
+        source, target = x + i * stride, y + np.int64(load_i32(rows + 4 * i)) * stride
+        for place in range(0, 4 * width, 64):
+            store_f32x16(target + place, load_f32x16(target + place) + load_f32x16(source + place))
+
+
 @template
 def norm_head(x, n, weight, eps, has_weight):
     """RMS norm of the n values of a head, in place."""
@@ -457,14 +466,14 @@ def turn_head(x, norm, n_norm, weight, eps, angles, n_pairs, pair_step, pair_off
 
 @kernel
 def rope_append(
-    begin, end, slots, positions, angles, n_pairs, pair_step, pair_offset,
+    begin, end, slots, positions, turns, angles, n_pairs, pair_step, pair_offset,
     q, q_stride, n_heads, key_dim, k, k_stride, v, v_stride, n_kv_heads, value_dim, keys, values,
     q_weight, n_q_norm, k_weight, n_k_norm, v_weight, n_v_norm, factors, factor_length, factor_offset,
     q_eps: float, k_eps: float, v_eps: float,
 ):  # fmt: skip
     """Norms and rotates q and k in place, by angles [positions, n_pairs] of (cos, sin), and appends k and v.
 
-    slots: int64 [T], page * PAGE + place in the page.  positions: int32 [T].
+    slots: int64 [T], page * PAGE + place in the page.  positions, turns: int32 [T], the latter of angles.
     keys, values: blocks of ``KEY_BLOCK`` and ``VALUE_BLOCK`` bytes [n_pages, n_kv_heads]
     (`localllm.kernels.cpu.cache_types`).  factors: of q, `BatchTables.position_factors`.
 
@@ -474,7 +483,7 @@ def rope_append(
     scratch = stack(4 * VALUE_HEAD)
     for token in range(begin, end):
         position = np.int64(load_i32(positions + 4 * token))
-        turn = angles + position * n_pairs * 8
+        turn = angles + np.int64(load_i32(turns + 4 * token)) * n_pairs * 8
         for head in range(n_heads):
             row = q + token * q_stride + 4 * head * key_dim
             turn_head(row, Q_NORM, n_q_norm, q_weight, q_eps, turn, n_pairs, pair_step, pair_offset)

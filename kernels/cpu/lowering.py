@@ -20,7 +20,16 @@ from localllm.kernels.buffers import Address, Buffer, assign
 from localllm.kernels.cpu import attention as attention_kernels
 from localllm.kernels.cpu import elementwise, matmul, recurrent
 from localllm.kernels.cpu import experts as expert_kernels
-from localllm.kernels.cpu.batch import ALWAYS, N_CHOSEN, N_OUTPUTS, N_SEQUENCES, N_TOKENS, N_USED, BatchTables
+from localllm.kernels.cpu.batch import (
+    ALWAYS,
+    N_CHOSEN,
+    N_EMBEDDED,
+    N_OUTPUTS,
+    N_SEQUENCES,
+    N_TOKENS,
+    N_USED,
+    BatchTables,
+)
 from localllm.kernels.cpu.cache import CPUCache, block_bytes, layout_of, state_bytes
 from localllm.kernels.cpu.cache_types import PAGE
 from localllm.kernels.cpu.compiler import Kernel, variant
@@ -100,6 +109,7 @@ class Lowered:
     tables: BatchTables  # what a batch is filled into, before the program runs
     embeddings: Sequence[tuple[g.Embed, Stored]]  # what is looked up, and where its rows for the batch's ids are put
     adapters: Sequence[tuple[g.AdapterWeights, Stored]]  # the same of adapters' weights
+    added: Sequence[tuple[g.AddRows, Stored]]  # and of embeddings that layers add
     hidden: Sequence[tuple[g.Input, Stored]]  # where rows that the graph begins with are put
     result: Stored
     watched: Mapping[Value, Stored | StoredRouting]
@@ -126,7 +136,7 @@ class Lowering:
         self.graph, self.weights, self.cache, self.target = graph, weights, cache, target
         n_chosen = graph.n_chosen()
         self.n_rows = {N_TOKENS: max_tokens, N_OUTPUTS: max_outputs, N_CHOSEN: max_tokens * n_chosen}
-        self.tables = BatchTables(max_tokens, max_outputs, cache.n_pages, n_chosen, threads)
+        self.tables = BatchTables(graph, max_tokens, max_outputs, cache.n_pages, threads)
         self.layers, self.states = cache.places, cache.states
         self.last_uses = graph.last_uses()
         self.node_index = 0
@@ -136,6 +146,7 @@ class Lowering:
         self.records: dict[Tensor, Buffer] = {}
         self.embeddings: list[tuple[g.Embed, Stored]] = []
         self.adapters: list[tuple[g.AdapterWeights, Stored]] = []
+        self.added: list[tuple[g.AddRows, Stored]] = []
         self.hidden: list[tuple[g.Input, Stored]] = []
         self.n_products = 0
 
@@ -144,7 +155,8 @@ class Lowering:
             self.node_index = i
             self.stored.update(node.operation.computed_by(self))
         result = self.stored[self.graph.result]
-        filled = [*self.tables.buffers, *(y.buffer for _, y in (*self.embeddings, *self.adapters, *self.hidden))]
+        given = *self.embeddings, *self.adapters, *self.added, *self.hidden
+        filled = [*self.tables.buffers, *(y.buffer for _, y in given)]
         watched = {x: self.stored[x] for x in self.graph.watched if x in self.stored}
         n_bytes = assign([*self._stages(), [result.buffer, *(stored.buffer for stored in watched.values())]], filled)
         return Lowered(
@@ -152,6 +164,7 @@ class Lowering:
             self.tables,
             self.embeddings,
             self.adapters,
+            self.added,
             self.hidden,
             result,
             watched,
@@ -231,6 +244,14 @@ class Lowering:
         y = self.new(Rows.TOKENS, op.result.width, is_kept=True)
         self.adapters.append((op, y))
         return y
+
+    def add_rows(self, op: g.AddRows) -> Stored:
+        x: Stored = self.stored[op.x]
+        rows = self.new(Rows.TOKENS, op.x.width, is_kept=True)
+        self.added.append((op, rows))
+        arguments = self.tables.embedded, rows.buffer, x.stride // 4, x.stride, x.buffer
+        self.call(elementwise.add_rows, arguments, 1, N_EMBEDDED)
+        return x
 
     def rms_norm(self, op: g.RMSNorm) -> Stored:
         x, y = self.stored[op.x], self.new(op.x.rows, op.x.width)
@@ -387,7 +408,9 @@ class Lowering:
         self.call(
             elementwise.rope_append,
             (
-                *(tables.slots[self.graph.group(cache)], tables.positions, angles, n_pairs, step, offset),
+                *(tables.slots[self.graph.group(cache)], tables.positions),
+                tables.turns if rope is not None and rope.axes else tables.positions,
+                *(angles, n_pairs, step, offset),
                 *(q.buffer, q.stride, q.width // cache.key_dim, cache.key_dim),
                 *self._address_and_stride(op.k),
                 *self._address_and_stride(op.v),
@@ -430,7 +453,7 @@ class Lowering:
     def attention(self, op: g.Attention) -> Stored:
         cache, layout, tables = op.cache, layout_of(op.cache), self.tables
         n_heads, head, q = cache.n_heads, layout.head(cache.value_dim), self.stored[op.q]
-        table = tables.tile_table(n_heads, op.group_size, head, causal=op.causal)
+        table = tables.tile_table(n_heads, op.group_size, head, causal=op.causal, has_spans=op.has_spans)
         sinks = self.weights.vector(op.sinks)
         # The kernel writes heads, not the padding beyond them.
         width = op.result.width
@@ -441,7 +464,8 @@ class Lowering:
             (
                 *(self.counter(table.slot), table.tiles, n_heads, op.group_size),
                 *(q.buffer, q.stride, cache.key_dim, cache.value_dim),
-                *(tables.starts, tables.positions, tables.block_tables[self.graph.group(cache)], tables.n_blocks),
+                *(tables.starts, tables.positions, tables.lasts if op.has_spans else tables.positions),
+                *(tables.block_tables[self.graph.group(cache)], tables.n_blocks),
                 *(op.window or op.chunk or tables.n_blocks * PAGE, *self.layers[cache.layer]),
                 *(y.buffer, y.stride, partials, sinks),
                 *(float(op.scale) / (op.softcap or 1.0), float(op.softcap or 0)),

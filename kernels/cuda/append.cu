@@ -1,6 +1,6 @@
 // What stands between the query, key and value products and attention: RMS norm of each head, rotation, and the cache.
 //
-// Compiled for KEY_DIM, VALUE_DIM and Q8_0 (0 or 1), the cache's type; its layout is drawn in cache.py.
+// Compiled for KEY_DIM, VALUE_DIM, Q8_0, the cache's type, and AXES (both 0 or 1); the layout is drawn in cache.py.
 // A warp has a head, so that one token takes as long as a launch and a few dependent loads.
 #include "batch.cuh"
 #include "common.cuh"
@@ -97,14 +97,16 @@ DEVICE void rotate(float (&x)[GROUPS], float* row, const float2* turns, int n_pa
 // Grid: (blocks for all heads of q, and of k and v if they are given, HEADS_PER_BLOCK each; tokens).  A warp has a head.
 // slots: int32 [T], page * PAGE + place in the page.  positions: int32 [T].
 // phases: uint64 [n_pairs], turns a position in units of 2^-64; values before `first` and from first + 2 * n_pairs on are
-// not rotated.  Pairs are neighbours where `interleaved`, else n_pairs apart.
+// not rotated.  Pairs are neighbours where `interleaved`, else n_pairs apart.  With AXES, they turn by their token's
+// places `axes`, int32 [3, axes_stride], each by that of a number, int32 [n_pairs], which stand behind the phases.
 // q, k: float32 [T, heads * KEY_DIM]; v: float32 [T, heads * VALUE_DIM], which may be k; strides in values.
 // norm_last: whether norms come behind the rotation.  Queries at position p are multiplied by 1 + rate *
 // log(1 + floor((p + offset) / length)), if the rate is not 0.
 // keys, values, key_scales, value_scales: of the layer.
 extern "C" __global__ void __launch_bounds__(WARP * HEADS_PER_BLOCK)
     rope_append(const int* __restrict__ header, const int* __restrict__ slots, const int* __restrict__ positions,
-                const uint64_t* __restrict__ phases, int n_pairs, int first, int interleaved, float magnitude, float* q,
+                const int* __restrict__ axes, int axes_stride, const uint64_t* __restrict__ phases, int n_pairs,
+                int first, int interleaved, float magnitude, float* q,
                 int q_stride, const float* __restrict__ k, int k_stride, const float* __restrict__ v, int v_stride,
                 int n_heads, int n_kv_heads, const float* __restrict__ q_weight, int n_q_norm, float q_eps,
                 const float* __restrict__ k_weight, int n_k_norm, float k_eps, const float* __restrict__ v_weight,
@@ -114,8 +116,9 @@ extern "C" __global__ void __launch_bounds__(WARP * HEADS_PER_BLOCK)
   __shared__ float heads[HEADS_PER_BLOCK][HEAD];
   const int token = blockIdx.y, lane = threadIdx.x % WARP;
   if (token >= header[N_TOKENS]) return;
-  const int position = positions[token];
-  for (int i = threadIdx.x; i < n_pairs; i += WARP * HEADS_PER_BLOCK) turns[i] = turn(position, phases[i], magnitude);
+  const int position = positions[token], *const axis = (const int*)(phases + n_pairs);
+  for (int i = threadIdx.x; i < n_pairs; i += WARP * HEADS_PER_BLOCK)
+    turns[i] = turn(AXES ? axes[axis[i] * axes_stride + token] : position, phases[i], magnitude);
   __syncthreads();
 
   int head = HEADS_PER_BLOCK * blockIdx.x + threadIdx.x / WARP;

@@ -14,8 +14,8 @@
 // are float32 and in units of log 2.  Weights are rounded to halves, for their total too, and added up in float32.
 //
 // Compiled for: KEY_DIM and VALUE_DIM; Q8_0, the cache's type; VALUES_IN_KEYS, whether values are the first VALUE_DIM
-// of the keys' (MLA), each page of which is then read once for both; CHUNKED and CAUSAL, what a token sees; SOFT_CAP,
-// SINKS (all of them 0 or 1); and for the launch geometry that attention.py chooses: WARPS of `attention_prefill`, and
+// of the keys' (MLA), each page of which is then read once for both; CHUNKED, CAUSAL and SPANS, what a token sees;
+// SOFT_CAP, SINKS (all of them 0 or 1); and for the launch geometry that attention.py chooses: WARPS of `attention_prefill`, and
 // PREFILL_AHEAD and SPLIT_AHEAD, the pages that are on their way to shared memory while another one is used.
 //
 // A warp reads 32 KiB of shared memory per 16 rows and page of heads of 128 values, 256 clocks of a multiprocessor's
@@ -46,7 +46,7 @@
 
 // The new tokens of a batch's sequences.
 struct Batch {
-  const int *header, *query_starts, *kv_lengths, *block_tables;
+  const int *header, *query_starts, *kv_lengths, *ends, *block_tables;
   int block_stride;  // entries of a block table
 };
 
@@ -86,14 +86,17 @@ struct Sight {
   __device__ __forceinline__ bool has(int position) const { return first <= position && position <= last; }
 };
 
-// What a row sees by its token's position; rows beyond the tile's count as its last.  `window`: of a chunk, its size.
-DEVICE Sight row_sight(const Tile& tile, int row, int group_size, int window) {
-  const int own = tile.first_position + (tile.first_row + min(row, tile.n_rows - 1)) / group_size;
-  return {CHUNKED ? own - own % window : max(0, own - window + 1), CAUSAL ? own : min(tile.kv_length, own + window) - 1};
+// What a row sees by its token's position, and with SPANS up to the end that the batch has for it; rows beyond the
+// tile's count as its last.  `window`: of a chunk, its size.
+DEVICE Sight row_sight(const Batch& batch, const Tile& tile, int row, int group_size, int window) {
+  const int token = (tile.first_row + min(row, tile.n_rows - 1)) / group_size, own = tile.first_position + token;
+  const int first = CHUNKED ? own - own % window : max(0, own - window + 1);
+  if (SPANS) return {first, batch.ends[tile.first_token + token] - 1};
+  return {first, CAUSAL ? own : min(tile.kv_length, own + window) - 1};
 }
 
-DEVICE Sight sight_of(const Tile& tile, int rows, int group_size, int window) {
-  return {row_sight(tile, 0, group_size, window).first, row_sight(tile, rows, group_size, window).last};
+DEVICE Sight sight_of(const Batch& batch, const Tile& tile, int rows, int group_size, int window) {
+  return {row_sight(batch, tile, 0, group_size, window).first, row_sight(batch, tile, rows, group_size, window).last};
 }
 
 // What a row sees, and what products with its query are to be multiplied with.
@@ -461,8 +464,8 @@ DEVICE void scale_sums(float (&sums)[2 * PAIRS][4], float (&weight_sums)[4], int
 
 #define PARAMETERS                                                                                                     \
   const int *__restrict__ header, const int *__restrict__ query_starts, const int *__restrict__ kv_lengths,          \
-    const int *__restrict__ block_tables, int block_stride, int n_kv_heads, int group_size, int least, int most,   \
-    int window
+    const int *__restrict__ ends, const int *__restrict__ block_tables, int block_stride, int n_kv_heads,          \
+    int group_size, int least, int most, int window
 #define CACHE_PARAMETERS                                                                                               \
   const uint8_t *__restrict__ keys, const uint16_t *__restrict__ key_scales, const uint8_t *__restrict__ values,     \
     const uint16_t *__restrict__ value_scales
@@ -538,7 +541,7 @@ extern "C" __global__ void __launch_bounds__(PREFILL_THREADS, 1)
                       int out_stride, const float* __restrict__ sinks, float scale, float soft_cap) {
   extern __shared__ __align__(16) uint8_t shared[];
   __shared__ Row rows[PREFILL_ROWS];
-  const Batch batch = {header, query_starts, kv_lengths, block_tables, block_stride};
+  const Batch batch = {header, query_starts, kv_lengths, ends, block_tables, block_stride};
   const Tile tile = find_tile(batch, blockIdx.x, PREFILL_ROWS, group_size, least, most);
   if (tile.n_rows == 0) return;
   const int kv_head = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -557,7 +560,7 @@ extern "C" __global__ void __launch_bounds__(PREFILL_THREADS, 1)
 
   const int warp_row = ROWS * (warp / HEAD_PARTS), first_pair = warp % HEAD_PARTS * PREFILL_PAIRS;
   const bool has_rows = warp_row < tile.n_rows;
-  const Sight tile_sight = sight_of(tile, PREFILL_ROWS, group_size, window);
+  const Sight tile_sight = sight_of(batch, tile, PREFILL_ROWS, group_size, window);
   const int* table = block_tables + (size_t)tile.sequence * block_stride;
   const int first_page = tile_sight.first / PAGE;
   Walk walk(first_page, tile_sight.last / PAGE + 1, split_of(first_page), 1);
@@ -569,7 +572,7 @@ extern "C" __global__ void __launch_bounds__(PREFILL_THREADS, 1)
   for (int row = ROWS / HEAD_PARTS * warp; row < ROWS / HEAD_PARTS * (warp + 1); row++) {
     const float* query = q + place_of(tile, min(row, tile.n_rows - 1), kv_head, group_size, q_stride, KEY_DIM);
     const float factor = load_query(query, KEY_DIM, query_rows + KEY_STRIDE * row) * scoring.factor;
-    if (lane == 0) rows[row] = {row_sight(tile, row, group_size, window), factor};
+    if (lane == 0) rows[row] = {row_sight(batch, tile, row, group_size, window), factor};
   }
   __syncwarp();
   const Queries queries(query_rows + KEY_STRIDE * warp_row);
@@ -641,10 +644,10 @@ extern "C" __global__ void __launch_bounds__(SPLIT_THREADS, 3)
   __shared__ Row rows[ROWS];
   __shared__ float tops[ROWS], keeps[ROWS];
   __shared__ __align__(16) float scores[ROWS * SCORE_STRIDE];  // of a page, then the weights
-  const Batch batch = {header, query_starts, kv_lengths, block_tables, block_stride};
+  const Batch batch = {header, query_starts, kv_lengths, ends, block_tables, block_stride};
   const Tile tile = find_tile(batch, blockIdx.z, ROWS, group_size, least, most);
   if (tile.n_rows == 0) return;
-  const Sight tile_sight = sight_of(tile, ROWS, group_size, window);
+  const Sight tile_sight = sight_of(batch, tile, ROWS, group_size, window);
   const int first_page = tile_sight.first / PAGE, first_split = split_of(first_page);
   Walk walk(first_page, tile_sight.last / PAGE + 1, first_split + blockIdx.x, gridDim.x);
   if (walk.is_over()) return;
@@ -661,7 +664,7 @@ extern "C" __global__ void __launch_bounds__(SPLIT_THREADS, 3)
   for (int row = warp; row < ROWS; row += SPLIT_WARPS) {
     const float* query = q + place_of(tile, min(row, tile.n_rows - 1), kv_head, group_size, q_stride, KEY_DIM);
     const float factor = load_query(query, KEY_DIM, query_rows + KEY_STRIDE * row) * scoring.factor;
-    if (lane == 0) rows[row] = {row_sight(tile, row, group_size, window), factor};
+    if (lane == 0) rows[row] = {row_sight(batch, tile, row, group_size, window), factor};
   }
   __syncthreads();
   const Queries queries(query_rows);
@@ -750,12 +753,12 @@ extern "C" __global__ void __launch_bounds__(32 * MERGE_WARPS)
   attention_merge(PARAMETERS, const float* __restrict__ partial_sums, const float2* __restrict__ partial_states,
           int max_splits, int partial_rows, float* __restrict__ out, int out_stride,
           const float* __restrict__ sinks, int8_t* __restrict__ units, float2* __restrict__ scales, int n_rows) {
-  const Batch batch = {header, query_starts, kv_lengths, block_tables, block_stride};
+  const Batch batch = {header, query_starts, kv_lengths, ends, block_tables, block_stride};
   const Tile tile = find_tile(batch, blockIdx.z, ROWS, group_size, least, most);
   const int number = MERGE_WARPS * blockIdx.x + threadIdx.x / 32, row = number / MERGE_PARTS, kv_head = blockIdx.y;
   if (row >= tile.n_rows) return;
   const int part = number % MERGE_PARTS, column = 32 * part + threadIdx.x % 32;
-  const Sight sight = sight_of(tile, ROWS, group_size, window);
+  const Sight sight = sight_of(batch, tile, ROWS, group_size, window);
   const int n_splits = split_of(sight.last / PAGE) + 1 - split_of(sight.first / PAGE);
   const size_t first = (size_t)kv_head * max_splits * partial_rows + tile.partial_row + row;
 

@@ -53,9 +53,10 @@ class Variant:
     value_dim: int
     cache_type: CacheType
     values_in_keys: bool = False
-    # chunked, causal: what a token sees
+    # chunked, causal, has_spans: what a token sees
     chunked: bool = False
     causal: bool = True
+    has_spans: bool = False
     soft_cap: bool = False  # whether scores are capped
     sinks: bool = False  # whether each query head has a sink
     warps: int = 8  # of `attention_prefill`
@@ -72,6 +73,7 @@ class Variant:
             "VALUES_IN_KEYS": int(self.values_in_keys),
             "CHUNKED": int(self.chunked),
             "CAUSAL": int(self.causal),
+            "SPANS": int(self.has_spans),
             "SOFT_CAP": int(self.soft_cap),
             "SINKS": int(self.sinks),
             "WARPS": self.warps,
@@ -163,12 +165,16 @@ def choose_variant(variant: Variant, shared_bytes: int) -> Variant:
 
 @dataclass(frozen=True)
 class Heads:
-    """The heads of a model's attention, and how far it looks back (`NO_WINDOW`: to the beginning), or both ways."""
+    """The heads of a model's attention, and how far it looks back (`NO_WINDOW`: to the beginning), or both ways.
+
+    With ``has_spans``, tokens may see others of the same batch behind them.
+    """
 
     n_kv_heads: int
     group_size: int
     window: int = NO_WINDOW
     causal: bool = True
+    has_spans: bool = False
 
 
 @dataclass(frozen=True)
@@ -220,7 +226,8 @@ def work_of_batch(sequences: Iterable[tuple[int, int]], heads: Heads, variant: V
 
 def _most_splits(n_tokens: int, longest: int, heads: Heads) -> int:
     """Splits that a tile of a sequence sees, at most: its rows are of at most ``n_tokens`` tokens."""
-    seen = min(heads.window - 1, longest) * (1 if heads.causal else 2) + min(n_tokens, ROWS)
+    own = n_tokens if heads.has_spans else min(n_tokens, ROWS)
+    seen = min(heads.window - 1, longest) * (1 if heads.causal else 2) + own
     n_pages = min(-(-longest // PAGE), -(-seen // PAGE) + 1)
     return min(n_pages, FINE_PAGES) + -(-max(0, n_pages - FINE_PAGES) // SPLIT_PAGES)
 

@@ -91,9 +91,10 @@ class CacheLayout:
         return -(-(last.offset + last.n_bytes) // _ALIGNMENT) * _ALIGNMENT
 
 
-def append_defines(kept: KVCache) -> Defines:
+def append_defines(kept: KVCache, *, has_axes: bool = False) -> Defines:
     """What append.cu is compiled for."""
-    return {"KEY_DIM": kept.key_dim, "VALUE_DIM": kept.value_dim, "Q8_0": int(kept.type == "q8_0")}
+    dims = {"KEY_DIM": kept.key_dim, "VALUE_DIM": kept.value_dim}
+    return {**dims, "Q8_0": int(kept.type == "q8_0"), "AXES": int(has_axes)}
 
 
 def _state_bytes(state: RecurrentState) -> int:

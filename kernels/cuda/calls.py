@@ -29,6 +29,8 @@ from localllm.kernels.graph import Attention, Graph, Rope, Route
 #: What counts a tensor's rows: places in a batch's header (batch.cuh).
 N_TOKENS, N_OUTPUTS, N_SEQUENCES, N_PLACES = range(4)
 _HEADER, DRAW_WORDS = 4, 5
+#: Below the ids of tokens, and ~i of those that are chosen.
+EMBEDDED_IDS = np.int32(-(1 << 31))
 #: Values that a row is padded to.
 PADDING = 32
 #: Tokens and outputs of the extents that small batches share.
@@ -103,23 +105,26 @@ class Inputs:
 class BatchBuffer:
     """A batch in the one block of int32 that a step uploads: the header first (batch.cuh), block tables last.
 
-    A sequence has its block tables of all groups side by side.
+    A sequence has its block tables of all groups side by side.  The ids of tokens with embeddings of their own are
+    those embeddings' numbers from `EMBEDDED_IDS` on.
 
     Args:
+        graph: what it is for: of positions in pictures, and of spans, there are only those that it reads.
         n_pages: of the cache's groups: a block table may have as many entries as the first.
     """
 
-    def __init__(self, max_tokens: int, max_outputs: int, n_pages: tuple[int, ...]) -> None:
-        draws = DRAW_WORDS * max_outputs
+    def __init__(self, graph: Graph, max_tokens: int, max_outputs: int, n_pages: tuple[int, ...]) -> None:
+        draws, pictures = DRAW_WORDS * max_outputs, (3 * max_tokens * graph.has_axes, max_tokens * graph.has_spans)
+        self._max_tokens, self._has_axes, self._has_spans = max_tokens, graph.has_axes, graph.has_spans
         sizes = (_HEADER, draws, max_tokens, max_tokens, max_outputs, max_tokens + 1, max_tokens, max_tokens)
-        self._bounds = [*accumulate((*sizes, *(max_tokens for _ in n_pages)), initial=0)]
+        self._bounds = [*accumulate((*sizes, *pictures, *(max_tokens for _ in n_pages)), initial=0)]
         self.n_groups, self._n_blocks = len(n_pages), max(1, n_pages[0])
         #: Entries from one sequence's tables to the next one's.
         self._table_stride = self.n_groups * self._n_blocks
         self.buffer = Buffer(4 * self.words_of(max_tokens), is_kept=True)
         parts = [self.buffer.at(4 * begin) for begin in self._bounds]
         self.header, self.draws, self.ids, self.positions, self.outputs, *others = parts
-        self._starts, self._lengths, self._states, *self.slots, self._tables = others
+        self._starts, self._lengths, self._states, self.axes, self._ends, *self.slots, self._tables = others
 
     def words_of(self, n_sequences: int) -> int:
         """The words that batches of so many sequences take at most."""
@@ -136,8 +141,12 @@ class BatchBuffer:
         sequences = np.repeat(np.arange(n_sequences), np.diff(batch.query_starts))
         slots = tables[:, sequences, batch.positions // PAGE] * np.int32(PAGE) + batch.positions % PAGE
         draws = batch.draws if len(batch.draws) else np.zeros((len(batch.outputs), DRAW_WORDS), np.float32)
-        rows = draws.ravel().view(np.int32), batch.ids, batch.positions, batch.outputs
-        parts = *rows, batch.query_starts, batch.kv_lengths, batch.states
+        ids = batch.ids
+        if n := len(batch.embedded):
+            ids = ids.copy()
+            ids[batch.embedded] = EMBEDDED_IDS + np.arange(n, dtype=np.int32)
+        rows = draws.ravel().view(np.int32), ids, batch.positions, batch.outputs
+        parts = *rows, batch.query_starts, batch.kv_lengths, batch.states, *self._of_pictures(batch)
         words[:3] = n_tokens, len(batch.outputs), n_sequences
         for begin, values in zip(self._bounds[1:], (*parts, *slots), strict=False):
             words[begin : begin + len(values)] = values
@@ -153,6 +162,15 @@ class BatchBuffer:
         own[:, :, : tables.shape[2]] = tables[:, first:stop].swapaxes(0, 1)
         return [slice(0, part.stop)] if first == 0 else [slice(0, self._bounds[-1]), part]
 
+    def _of_pictures(self, batch: Batch) -> Iterator[NDArray[np.int32]]:
+        """Positions by each axis [3 * max_tokens], and the ends of what tokens see: those that the graph reads."""
+        places = np.zeros((3, self._max_tokens * self._has_axes), np.int32)
+        if self._has_axes:
+            places[:, : len(batch.ids)] = batch.axes if batch.axes.size else batch.positions
+        yield places.ravel()
+        ends = batch.ends if len(batch.ends) else batch.positions + np.int32(1)
+        yield ends[: len(ends) * self._has_spans]
+
     @property
     def sequences(self) -> tuple[Address, ...]:
         """What kernels of recurrent states read: header, first tokens, positions, slots of the states."""
@@ -161,7 +179,7 @@ class BatchBuffer:
     def attention(self, group: int) -> tuple[Any, ...]:
         """PARAMETERS of attention.cu over the caches of a group, as far as they are the batch's."""
         tables = self.buffer.at(self._tables.n_bytes + 4 * group * self._n_blocks)
-        return self.header, self._starts, self._lengths, tables, np.int32(self._table_stride)
+        return self.header, self._starts, self._lengths, self._ends, tables, np.int32(self._table_stride)
 
     def counter(self, slot: int) -> Address:
         """The header from that slot's number on: for kernels that take the first for the number of their rows."""
@@ -228,6 +246,7 @@ class Extent:
     attention: tuple[tuple[AttentionKind, Work], ...] = ()  # the work of each kind of attention that the graph has
     n_places: int = 0  # of what goes to experts, at most
     top_k: int = 0  # how many of the largest logits are found; 0 where all are wanted
+    has_embedded: bool = False  # whether tokens have embeddings of their own
 
     def rows(self, slot: int) -> int:
         """Rows of a tensor whose rows ``slot`` counts."""
@@ -280,7 +299,8 @@ class StepLimits:
     ropes: list[tuple[Rope, Buffer]] = field(default_factory=list)
 
     def __post_init__(self, graph: Graph) -> None:
-        self.batch, self.n_joined = BatchBuffer(self.max_tokens, self.max_outputs, self.cache.n_pages), graph.n_joined
+        self.batch = BatchBuffer(graph, self.max_tokens, self.max_outputs, self.cache.n_pages)
+        self.n_joined = graph.n_joined
         operations = [node.operation for node in graph.nodes]
         routes = [op for op in operations if isinstance(op, Route)]
         #: What the mixtures of experts need at most, if there are any.
@@ -290,9 +310,10 @@ class StepLimits:
     def kind(self, op: Attention) -> AttentionKind:
         """How an attention is launched."""
         cache = op.cache
-        sees = {"chunked": op.chunk is not None, "causal": op.causal}
+        sees = {"chunked": op.chunk is not None, "causal": op.causal, "has_spans": op.has_spans}
         variant = Variant(cache.key_dim, cache.value_dim, cache.type, cache.values_in_keys, **sees)
-        heads = Heads(cache.n_heads, op.group_size, min(op.window or op.chunk or NO_WINDOW, NO_WINDOW), op.causal)
+        window = min(op.window or op.chunk or NO_WINDOW, NO_WINDOW)
+        heads = Heads(cache.n_heads, op.group_size, window, op.causal, op.has_spans)
         return AttentionKind(heads, choose_variant(variant, self.properties.shared_bytes))
 
     def max_rows(self, slot: int) -> int:
@@ -308,7 +329,7 @@ class StepLimits:
         for known, buffer in self.ropes:
             if known is rope:
                 return buffer
-        self.ropes.append((rope, Buffer(8 * len(rope.frequencies), is_kept=True)))
+        self.ropes.append((rope, Buffer(8 * len(rope.frequencies) + 4 * len(rope.axes), is_kept=True)))
         return self.ropes[-1][1]
 
     @cached_property

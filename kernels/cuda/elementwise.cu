@@ -213,6 +213,17 @@ extern "C" __global__ void __launch_bounds__(WARP * GATE_WARPS)
     *(float4*)(y + column) = make_float4(total.x * share, total.y * share, total.z * share, total.w * share);
 }
 
+// x plus, of tokens with embeddings of their own, n values of those.  Grid: (blocks of 512 columns, rows).
+extern "C" __global__ void __launch_bounds__(WARP * GATE_WARPS)
+    add_rows(const int* __restrict__ header, const int* __restrict__ ids, const float* __restrict__ embeddings,
+             int embeddings_stride, int n, float* __restrict__ x, int stride) {
+  const int row = blockIdx.y, column = 4 * (blockIdx.x * (WARP * GATE_WARPS) + threadIdx.x);
+  if (row >= header[N_TOKENS] || column >= n || !is_embedded(ids[row])) return;
+  const float4 added = load_four(embeddings + (size_t)embedding_number(ids[row]) * embeddings_stride, column, n);
+  float4* const to = (float4*)(x + (size_t)row * stride + column);
+  *to = make_float4(to->x + added.x, to->y + added.y, to->z + added.z, to->w + added.w);
+}
+
 // -- Heads ------------------------------------------------------------------------------------------------------------
 
 // So many columns of each head of x, to y.  Grid: (heads, rows).

@@ -1,4 +1,5 @@
 // Rows of a packed matrix of FORMAT, decoded with the bits that a file's decoder gives them, and scaled.
+#include "batch.cuh"
 #include "formats.cuh"
 
 // Four values of codes in the bytes of a word; the code's bytes are its value over Codes::step, which d has in it.
@@ -64,14 +65,23 @@ DEVICE void embed_row(const uint8_t* tiles, int row, int begin, int end, float s
 }
 
 // y [T, stride]: the columns begin ... end - 1 of the rows `ids` of a matrix, times scale.  A block a token.
-// An id below 0 is the one that row ~id of the last batch chose.
+// An id below 0 is the one that row ~id of the last batch chose; and one from EMBEDDED_IDS on that of a token of a
+// picture, whose row is in `embeddings` [n, embeddings_stride], or without those row 0.
 extern "C" __global__ void __launch_bounds__(256)
     embed(const uint8_t* __restrict__ weights, int begin, int end, int n_tiles, const int* __restrict__ ids,
-          const int* __restrict__ chosen, const int* __restrict__ n_tokens, float scale, float* __restrict__ y, int stride) {
+          const int* __restrict__ chosen, const int* __restrict__ n_tokens, float scale,
+          const float* __restrict__ embeddings, int embeddings_stride, float* __restrict__ y, int stride) {
   using F = FORMAT;
   const int token = blockIdx.x;
   if (token >= *n_tokens) return;
-  const int named = ids[token], id = named < 0 ? chosen[~named] : named;
+  const int named = ids[token];
+  if (is_embedded(named) && embeddings) {
+    const float* row = embeddings + (size_t)embedding_number(named) * embeddings_stride;
+    for (int column = threadIdx.x; column < end - begin; column += blockDim.x)
+      y[(int64_t)token * stride + column] = row[column];
+    return;
+  }
+  const int id = is_embedded(named) ? 0 : named < 0 ? chosen[~named] : named;
   embed_row<F>(weights + (int64_t)(id / GROUP) * n_tiles * tile_bytes<F>(), id % GROUP, begin, end, scale,
                y + (int64_t)token * stride);
 }

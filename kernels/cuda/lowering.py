@@ -83,6 +83,7 @@ class Lowered:
     hidden: list[tuple[g.Input, Stored]]  # where rows that the graph begins with are put
     result: Stored
     tables: list[tuple[int, bool]]  # rows of those that are looked up in, and whether by position
+    embeddings: dict[int, Stored]  # where those of tokens that have their own are put, by number
     # where the largest of the result is put, and where more of them are, if that is logits: ids, and behind those of
     # all rows their logits; of more than one a row, then ids that rows go on with
     found: tuple[Buffer, Buffer] | None
@@ -127,6 +128,7 @@ class Lowering:
         #: What the last batch chose, which may be ids of the next one.
         self.chosen = Buffer(8 * limits.max_outputs, is_kept=True)
         self.tables: list[tuple[int, bool]] = []
+        self.embeddings: dict[int, Stored] = {}
 
     def lower(self) -> Lowered:
         for i, node in enumerate(self.graph.nodes):
@@ -135,12 +137,12 @@ class Lowering:
         result = self.stored[self.graph.result]
         found = self.choose(result) if self.graph.result.rows is Rows.OUTPUTS else None
         # What a step begins with is there before its calls, and what it ends with stays.
-        begin = [stored.buffer for _, stored in self.hidden]
+        begin = [stored.buffer for stored in (*(y for _, y in self.hidden), *self.embeddings.values())]
         end = [result.buffer, *(found or ())]
         kept = [self.batch.buffer, self.chosen, *(buffer for _, buffer in self.limits.ropes)]
         n_bytes = assign([begin, *(call.buffers for call in self.calls), end], kept)
         calls, self.calls = self.calls, []  # which refer to this: a circle would keep memory till the next collection
-        return Lowered(self.limits, calls, self.hidden, result, self.tables, found, n_bytes)
+        return Lowered(self.limits, calls, self.hidden, result, self.tables, self.embeddings, found, n_bytes)
 
     # -- Memory ----------------------------------------------------------------------------------------------------
 
@@ -273,9 +275,17 @@ class Lowering:
         chosen = None if op.by_position else self.chosen
         values = table.memory, columns.start, columns.stop, format.n_tiles(table.n_in), numbers, chosen, batch.header
         options: dict[str, Any] = {"cost": lambda sizes: Cost(sizes.n_tokens * row_bytes), "defines": launch.defines}
-        kernel = launch.module, launch.kernel
-        self.call("embed", kernel, N_TOKENS, _each, launch.block[0], *values, float(op.scale), y, **options)
+        own = (self.embeddings.setdefault(0, self.like(op.result)),) if op.takes_rows else (None, 0)
+        values, kernel = (*values, float(op.scale), *own), (launch.module, launch.kernel)
+        self.call("embed", kernel, N_TOKENS, _each, launch.block[0], *values, y, **options)
         return y
+
+    def add_rows(self, op: g.AddRows) -> Stored:
+        x: Stored = self.stored[op.x]
+        own = self.embeddings.setdefault(op.index, self.like(op.x))
+        self.elementwise("add rows", "add_rows", x, columns(x), GATE_THREADS, self.batch.ids, own, x.width, x)
+        self._omit_last(lambda extent: not extent.has_embedded)
+        return x
 
     def rms_norm(self, op: g.RMSNorm) -> Stored | Inputs | None:
         x, n_groups, eps = self.stored[op.x], op.n_groups, float(op.eps)
@@ -516,6 +526,7 @@ class Lowering:
             lambda n: (-(-(n_heads + len(others) * kept.n_heads) // _HEADS_PER_BLOCK), n),
             32 * _HEADS_PER_BLOCK,
             *(batch.header, batch.slots[cache.groups[kept.layer]], batch.positions),
+            *((batch.axes, limits.max_tokens) if rope.axes else (None, 0)),
             limits.frequencies(rope) if len(rope.frequencies) else None,
             *(len(rope.frequencies), rope.first, rope.interleaved, float(rope.magnitude), q),
             *((k,) if k else (None, 0)),
@@ -524,7 +535,7 @@ class Lowering:
             *(op.norm_last, float(scale.rate), scale.length, scale.offset),
             # Without keys, the cache is another layer's.
             *(cache.layer(kept.layer) if k else (None,) * 4),
-            defines=append_defines(kept),
+            defines=append_defines(kept, has_axes=bool(rope.axes)),
             cost=lambda sizes: Cost(sizes.n_tokens * row_bytes),
         )
         return q

@@ -51,11 +51,13 @@ Work = partial[None]
 
 @dataclass(eq=False)
 class _Slot:
-    """Pinned memory for a batch, and for the hidden states that come with it; and when both were uploaded."""
+    """Pinned memory for a batch, and for the hidden states and embeddings that come with it; and when all of it was
+    uploaded."""
 
     words: NDArray[np.int32]
     event: Event
     rows: NDArray[np.uint8] | None = None
+    embeddings: dict[int, NDArray[np.uint8]] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -103,7 +105,7 @@ class CUDAStep(Step):
         self.cache: Cache = lowered.limits.cache
         self.stream = lowered.limits.cache.stream  # what copies its pages comes behind the steps that fill them
         self.calls, self.result, self.hidden = lowered.calls, lowered.result, lowered.hidden
-        self._found, self._tables = lowered.found, lowered.tables
+        self._found, self._tables, self._embeddings = lowered.found, lowered.tables, lowered.embeddings
         self.max_top_k = 0 if lowered.found is None else min(MAX_TOP_K, lowered.result.width)
         self._sent = np.zeros((0, 0, 0), np.int32)  # block tables of the last run
         self._n_chosen = 0  # rows of the last run, which the next may begin with
@@ -113,7 +115,8 @@ class CUDAStep(Step):
         # What pads rows is read, and must be something.
         driver.fill(self.arena, 0, self.stream)
         for rope, buffer in self.limits.ropes:
-            values = phases(rope.frequencies)
+            axes = np.array(rope.axes, np.int32)
+            values = np.concatenate([phases(rope.frequencies).view(np.uint8), axes.view(np.uint8)])
             driver.upload(self.memory(buffer), values, self.stream)
             driver.synchronize(self.stream)  # until then the values must live
         #: By the extent here and those of the followers.
@@ -209,8 +212,10 @@ class CUDAStep(Step):
             memory = self.memory(layout.buffer.at(4 * part.start), 4 * (part.stop - part.start))
             driver.upload(memory, slot.words[part], self.stream)
         self._receive(hidden, len(batch.ids), slot)
+        if len(batch.embedded):
+            self._upload_embeddings(batch, slot)
         driver.record(slot.event, self.stream)
-        return (self._bucket(batch) or self._whole(batch),)
+        return (replace(self._bucket(batch) or self._whole(batch), has_embedded=len(batch.embedded) > 0),)
 
     @property
     def chooses_ahead(self) -> bool:
@@ -235,6 +240,16 @@ class CUDAStep(Step):
             matrix[:, into.width :] = 0
             self.driver.upload(memory, rows, self.stream)
             begin += memory.n_bytes
+
+    def _upload_embeddings(self, batch: Batch, slot: _Slot) -> None:
+        for index, into in self._embeddings.items():
+            if index not in slot.embeddings:
+                slot.embeddings[index] = self.pinned(4 * self.limits.max_tokens * into.stride)
+            memory = self.rows(into, len(batch.embedded))
+            rows = slot.embeddings[index][: memory.n_bytes]
+            matrix = rows.view(np.float32).reshape(-1, into.stride)
+            matrix[:, : into.width] = batch.embeddings_of(index, into.width)
+            self.driver.upload(memory, rows, self.stream)
 
     def launch(self, *extents: Extent) -> None:
         """Computes the batch of that extent which is in the device's memory; and in those of the followers."""

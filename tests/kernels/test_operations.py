@@ -21,6 +21,7 @@ import pytest
 from numpy.typing import NDArray
 
 from localllm.kernels import graph as g
+from localllm.kernels.backend import Batch
 from localllm.kernels.graph import CacheType, Graph, HeadNorm, Matrix, PositionScale, Rope
 from localllm.quant.types import GGMLType
 from tests.helpers.backends import BACKENDS, OTHER_CPUS, Backend
@@ -54,6 +55,7 @@ class Case:
         in_parts: whether sequences may come in chunks at all.
         attends: whether a backend's `attention_error` counts.
         has_near: whether another case has nearly the same kernel, which takes seconds to compile.
+        completed: a batch with what it has beside ids.
     """
 
     build: Callable[..., g.Tensor]
@@ -67,6 +69,7 @@ class Case:
     every_cpu: bool = False
     chunk_error: float = 0.0
     in_parts: bool = True
+    completed: Callable[[Batch], Batch] = lambda batch: batch
     attends: bool = False
     has_near: bool = False
 
@@ -136,7 +139,8 @@ def check_operation(backend: Backend, ops: Ops, case: Case) -> None:
     step = compiled(ops, case, sum(counts) + 1)
     backend.spoil(step.cache)
     ids = np.split(np.arange(sum(LENGTHS)), [LENGTHS[0]])
-    whole = step(make_batch([(own, 0, p) for own, p in zip(ids, pages, strict=True)], states=[2, 0])).copy()
+    given = [(own, 0, p) for own, p in zip(ids, pages, strict=True)]
+    whole = step(case.completed(make_batch(given, states=[2, 0]))).copy()
     expected = np.concatenate(
         [np.asarray(case.expected(*(x[own].astype(np.float64) for x in case.inputs))) for own in ids]
     )
@@ -145,13 +149,13 @@ def check_operation(backend: Backend, ops: Ops, case: Case) -> None:
 
     if not case.in_parts:
         for own, place in zip(ids, pages, strict=True):
-            np.testing.assert_array_equal(step(make_batch([(own, 0, place)])), whole[own])
+            np.testing.assert_array_equal(step(case.completed(make_batch([(own, 0, place)]))), whole[own])
         return
     done = [0, 0]
     for chunk in CHUNKS:
-        given = [(s, n) for s, n in reversed(list(enumerate(chunk))) if n]
-        parts = [(ids[s][done[s] : done[s] + n], done[s], pages[s]) for s, n in given]
-        found = step(make_batch(parts, states=[s for s, _ in given]))
+        some = [(s, n) for s, n in reversed(list(enumerate(chunk))) if n]
+        parts = [(ids[s][done[s] : done[s] + n], done[s], pages[s]) for s, n in some]
+        found = step(case.completed(make_batch(parts, states=[s for s, _ in some])))
         own = np.concatenate([part for part, _, _ in parts])
         if case.chunk_error:
             np.testing.assert_allclose(found, whole[own], atol=case.chunk_error * np.abs(expected).max())
@@ -187,6 +191,33 @@ def embed_columns(columns: range) -> Case:
         return graph.add(g.Add(graph.add(g.Embed(table, 2.0, columns)), x))
 
     return Case(build, [rows(100)[:, columns]], lambda x: 3 * x)
+
+
+def with_embeddings(rows: Array) -> Callable[[Batch], Batch]:
+    """Every third token has embeddings of its own, those of its position in rows [., k, width]."""
+
+    def completed(batch: Batch) -> Batch:
+        is_embedded = batch.positions % 3 == 1
+        embeddings = rows[batch.positions[is_embedded]].astype(np.float32)
+        numbers = np.flatnonzero(is_embedded).astype(np.int32)
+        return replace(batch, ids=batch.ids * ~is_embedded, embedded=numbers, embeddings=embeddings)
+
+    return completed
+
+
+@cases(width=(5, 100))
+def embeddings_of_pictures(width: int) -> Case:
+    """One in place of a table's row, and one that is added."""
+    own, table = random(max(LENGTHS), 3, width, seed=4), f32(rows(width))
+
+    def build(graph: Graph, x: g.Tensor) -> g.Tensor:
+        return graph.add(g.AddRows(graph.add(g.Embed(table, 2.0, takes_rows=True)), 2))
+
+    def expected(x: Array) -> Array:
+        is_embedded = np.arange(len(x))[:, None] % 3 == 1
+        return np.where(is_embedded, own[: len(x), 0] + own[: len(x), 2], 2 * x)
+
+    return Case(build, [rows(width)], expected, completed=with_embeddings(own), every_cpu=True)
 
 
 @cases(n_groups=(1, 3, 6), weights=(0, 1, 96))
@@ -613,6 +644,25 @@ def normed(x: Array, weight: Array | None, eps: float) -> Array:
     return x / np.sqrt(np.square(x).mean(axis=-1, keepdims=True) + eps) * (1 if weight is None else weight)
 
 
+def axes_of(positions: Array) -> Array:
+    """Where tokens are in time, by row and by column: in and behind pictures."""
+    moved = positions // 3 * 2
+    return np.stack([np.where(positions % 9 < 5, moved, positions), moved, moved + (positions % 2 & positions % 3)])
+
+
+def ends_of(positions: Array, length: int) -> Array:
+    """The ends of what tokens see: of each hundred, the 80 from number 13 on see each other."""
+    number = positions % 100
+    return np.where((number >= 13) & (number < 93), np.minimum(positions - number + 93, length), positions + 1)
+
+
+def with_pictures(batch: Batch) -> Batch:
+    lengths = np.repeat(batch.kv_lengths, np.diff(batch.query_starts))
+    both = axes_of(batch.positions), ends_of(batch.positions, lengths)
+    axes, ends = (x.astype(np.int32) for x in both)
+    return replace(batch, axes=axes, ends=ends)
+
+
 def rotated(x: Array, rope: Rope | None) -> Array:
     """Heads [T, n, head_dim] at positions 0 … T - 1, pairs turned as complex numbers."""
     out = x.astype(np.float64)
@@ -621,7 +671,8 @@ def rotated(x: Array, rope: Rope | None) -> Array:
     n, first = len(rope.frequencies), rope.first
     steps = (slice(first, first + 2 * n, 2), slice(first + 1, first + 2 * n, 2))
     a, b = steps if rope.interleaved else (slice(first, first + n), slice(first + n, first + 2 * n))
-    angles = np.arange(len(x))[:, None, None] * rope.frequencies.astype(np.float64)
+    places = axes_of(np.arange(len(x)))[list(rope.axes)].T if rope.axes else np.arange(len(x))[:, None]
+    angles = places[:, None] * rope.frequencies.astype(np.float64)
     turned = (out[..., a] + 1j * out[..., b]) * rope.magnitude * np.exp(1j * angles)
     out[..., a], out[..., b] = turned.real, turned.imag
     return out
@@ -638,6 +689,7 @@ def attended(
     sinks: Array | None = None,
     chunk: int | None = None,
     causal: bool = True,
+    ends: Array | None = None,
 ) -> Array:
     """q [T, H, key_dim] over keys [T, G, key_dim] and values [T, G, value_dim]: [T, H * value_dim]."""
     n_tokens, n_heads = q.shape[:2]
@@ -647,7 +699,11 @@ def attended(
         scores = softcap * np.tanh(scores / softcap)
     behind = np.arange(n_tokens)[:, None] - np.arange(n_tokens)
     seen = (behind >= 0) | (not causal)
-    seen &= np.abs(behind) < (window or n_tokens)
+    if ends is not None:
+        seen |= np.arange(n_tokens) < ends[:, None]
+        seen &= behind < (window or n_tokens)
+    else:
+        seen &= np.abs(behind) < (window or n_tokens)
     if chunk:
         seen &= np.arange(n_tokens)[:, None] // chunk == np.arange(n_tokens) // chunk
     scores = np.where(seen, scores, -np.inf)
@@ -714,6 +770,7 @@ class Heads:
     window: int | None = None
     chunk: int | None = None
     causal: bool = True
+    has_spans: bool = False
     softcap: float | None = None
     sinks: bool = False
 
@@ -729,7 +786,9 @@ class Heads:
             bounds = {"rtol": 1e-5}
         # Of the largest, only the kernels that only they have.
         slow = max(self.key_dim, self.value_dim) > (320 if self.values_in_keys and self.type == "f16" else 96)
-        more: dict[str, Any] = {"in_parts": self.causal, "attends": not self.shown, **bounds}
+        more: dict[str, Any] = {"in_parts": self.causal and not self.has_spans, "attends": not self.shown, **bounds}
+        if self.has_spans or (self.rope and self.rope.axes):
+            more["completed"] = with_pictures
         return Case(self.build, [q, keys, values], self.expected, slow=slow, **more)
 
     def norm(self, what: str, dim: int) -> tuple[HeadNorm | None, Array | None]:
@@ -760,6 +819,7 @@ class Heads:
             return q
         sinks = f32(self.sink_scores()) if self.sinks else None
         more = {"window": self.window, "softcap": self.softcap, "chunk": self.chunk, "causal": self.causal}
+        more["has_spans"] = self.has_spans
         return graph.add(g.Attention(q, cache, self.key_dim**-0.5, sinks=sinks, **more))
 
     def sink_scores(self) -> Array:
@@ -787,7 +847,9 @@ class Heads:
             return q.reshape(len(q), -1)
         values = k[..., : self.value_dim] if self.values_in_keys else stored(v, self.type)
         more = {"window": self.window, "softcap": self.softcap, "chunk": self.chunk, "causal": self.causal}
-        return attended(q, k, values, self.key_dim**-0.5, sinks=self.sink_scores() if self.sinks else None, **more)
+        ends = ends_of(np.arange(len(q)), len(q)) if self.has_spans else None
+        sinks = self.sink_scores() if self.sinks else None
+        return attended(q, k, values, self.key_dim**-0.5, sinks=sinks, ends=ends, **more)
 
 
 @cases(rope=tuple(ROPES), norm=("", "weights"))
@@ -821,6 +883,8 @@ OPTIONS: dict[str, Heads] = {
     **{f"chunks of {n}": Heads(chunk=n) for n in (1, 20, 64, 70, 1000)},
     "in both directions": Heads(causal=False),
     **{f"in both directions, window {n}": Heads(causal=False, window=n) for n in (1, 30, 65)},
+    **{f"spans, window {n}": Heads(has_spans=True, window=n) for n in (None, 1, 30, 65)},
+    "turned by axes": Heads(rope=Rope(0.7 ** np.arange(4, dtype=np.float32), False, axes=(0, 1, 2, 1))),
     "all": Heads(softcap=1.5, sinks=True, window=33),
     "latents": Heads(**LATENT),
     "latents of 320": Heads(**{**LATENT, "key_dim": 320, "value_dim": 272}),

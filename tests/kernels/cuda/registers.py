@@ -18,10 +18,11 @@ from pathlib import Path
 
 from localllm.kernels.cuda import matmul
 from localllm.kernels.cuda.attention import Variant, choose_variant
+from localllm.kernels.cuda.cache import append_defines
 from localllm.kernels.cuda.driver import Defines, Launch
 from localllm.kernels.cuda.matmul import PACKED_FORMATS, ProductLimits
 from localllm.kernels.cuda.module import flat_source
-from localllm.kernels.graph import CACHE_TYPES, CacheType
+from localllm.kernels.graph import CACHE_TYPES, CacheType, KVCache
 from localllm.quant.lut import KernelType
 from tests.cuda_on_cpu import nvrtc
 from tests.cuda_on_cpu.nvrtc import Resources
@@ -115,8 +116,10 @@ def _name(launch: Launch) -> str:
 def _of_heads(head_dim: int, cache_type: CacheType, architecture: int) -> Iterator[Case]:
     """Capped: with soft-cap and sinks."""
     name = f"{cache_type} {head_dim}"
-    append: Defines = {"KEY_DIM": head_dim, "VALUE_DIM": head_dim, "Q8_0": int(cache_type == "q8_0")}
-    yield Case(f"append {name}", "append", architecture, append)
+    kept = KVCache(0, 1, head_dim, head_dim, cache_type)
+    for axes in (False, True):
+        defines = append_defines(kept, has_axes=axes)
+        yield Case(f"append {name}{' by axes' if axes else ''}", "append", architecture, defines)
     for capped in (False, True):
         wanted = Variant(head_dim, head_dim, cache_type, soft_cap=capped, sinks=capped)
         variant = choose_variant(wanted, SHARED_BYTES[architecture])

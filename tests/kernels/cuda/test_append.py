@@ -51,6 +51,7 @@ class Written:
         kv_stride = np.int32(N_KV_HEADS * head_dim)
         arguments: list[Any] = [
             *(device.upload(x) for x in (np.array([n_tokens, 0, 0], np.int32), SLOTS, POSITIONS)),
+            *(np.uint64(0), np.int32(0)),
             *(device.upload(phases(frequencies)), np.int32(0 if rope is None else len(frequencies)), np.int32(0)),
             *(np.int32(rope is not None and rope.interleaved), np.float32(1 if rope is None else rope.magnitude)),
             *(q, np.int32(N_HEADS * head_dim), k, kv_stride, v, kv_stride, np.int32(N_HEADS), np.int32(N_KV_HEADS)),

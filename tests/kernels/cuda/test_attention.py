@@ -118,7 +118,7 @@ class Talk:
         header = np.array([self.n_tokens, 0, len(lengths)], np.int32)
         q, out = device.upload(self.q), device.upload(np.full_like(self.q, np.nan))
         sums, states = (device.empty(max(16, 4 * n)) for n in work.partial_floats(heads, self.variant))
-        tables = [device.upload(array) for array in (header, self.starts, lengths, self.tables)]
+        tables = [device.upload(array) for array in (header, self.starts, lengths, header, self.tables)]
         cache: list[DeviceMemory] = []
         for entries, scales in zip(self.entries, self.scales, strict=True):
             cache += [device.upload(entries), device.upload(scales)]

@@ -56,7 +56,8 @@ def decoded(
     named = np.array([ids[0], *(~i for i in range(1, len(ids)))], np.int32)
     wanted = device.upload(named), device.upload(np.array(ids, np.int32)), device.count(len(ids))
     tiles, stride = np.int32(weights.format.n_tiles(n_in)), np.int32(n_in + 4)
-    arguments: list[Any] = [weights.memory, np.int32(0), np.int32(n_in), tiles, *wanted, np.float32(2.5), y, stride]
+    arguments: list[Any] = [weights.memory, np.int32(0), np.int32(n_in), tiles, *wanted, np.float32(2.5)]
+    arguments += [np.uint64(0), np.int32(0), y, stride]
     device.run(matmul.embed_launch(weights.format, 8), arguments)
     return device.download(y, np.float32, len(ids), n_in + 4)
 
