@@ -18,7 +18,7 @@ HELLO = [{"role": "user", "content": "hi"}]
 
 def test_hostile_templates_end_typed() -> None:
     """In a process of their own, which they could crash, with a small budget, because work is counted by it."""
-    command = [sys.executable, "-m", "tests.localllm.chat.hostile_templates", str(sandbox.BUDGET // 50), "16"]
+    command = [sys.executable, "-m", "tests.localllm.chat.hostile_templates", str(sandbox.BUDGET // 100), "16"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert int(done.stdout.splitlines()[-1].split()[0]) > 250

@@ -289,7 +289,9 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 TestCache = CacheMachine.TestCase
-TestCache.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestCache.settings = settings(
+    max_examples=int(os.environ.get("LOCALLLM_TEST_EXAMPLES", "100")), stateful_step_count=30, deadline=None
+)
 
 
 def test_a_full_page_is_shared_and_of_the_next_the_common_part_copied() -> None:

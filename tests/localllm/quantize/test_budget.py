@@ -58,7 +58,7 @@ def test_a_size_is_kept_and_used() -> None:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("budget") / "model.gguf"
-    return tiny_gguf(path, hidden_size=256, intermediate_size=256, head_dim=64)
+    return tiny_gguf(path, hidden_size=256, intermediate_size=256, head_dim=64, num_hidden_layers=1)
 
 
 def chosen(model: Path, **target: float) -> Choice:
