@@ -144,6 +144,9 @@ class LLM:
     turns of a chat cost only what is new in them.
 
     Everything raises `ClosedError` after `close`.
+
+    Attributes:
+        template_variables: what the chat template reads in every chat, where a call does not say otherwise.
     """
 
     def __init__(self, parts: object) -> None:
@@ -160,6 +163,7 @@ class LLM:
         self._template_source = parts.template_source
         self._template = parts.template
         self._grammars: Grammars | None = None
+        self.template_variables: dict[str, object] = {}
 
     @property
     def info(self) -> ModelInfo:
@@ -777,7 +781,7 @@ class LLM:
 
         tokenizer = self._tokenizer
         self._opened()
-        more: dict[str, Any] = {} if variables is None else _checked_variables(variables)
+        more: dict[str, Any] = self.template_variables | _checked_variables({} if variables is None else variables)
         if tools is not None:
             mappings("tools", tools)
         text("reply_prefix", reply_prefix)

@@ -98,6 +98,13 @@ def load_options(arguments: argparse.Namespace, path: str | Path | None, **more:
     return given
 
 
+def template_variables(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What chat templates read beside messages, by the command line."""
+    switch = "off" if arguments.reasoning_budget == 0 else arguments.reasoning
+    thinking = {} if switch in (None, "auto") else {"enable_thinking": switch == "on"}
+    return {**thinking, **arguments.chat_template_kwargs}
+
+
 def chat_template(arguments: argparse.Namespace) -> str | None:
     """The chat template that the command line gives.
 

@@ -39,7 +39,18 @@ NO_EFFECT = each(
         "--numa --prio --poll": ("1", "the system places and schedules threads"),
         "--mmap --no-mmap -mmp --use-mmap": ("?", "weights are always copied while they are loaded"),
         "--repack --no-repack -nr": ("0", "weights are always repacked for the processor"),
-        "--jinja": ("0", "the file's chat template is always used"),
+        "--jinja --no-jinja": ("0", "the file's chat template is always used, or --chat-template's"),
+        "--reasoning-format": ("1", "what a model thinks is always apart from its text"),
+        "--embedding --embeddings --rerank --reranking": ("0", "a model's file says what it is made for"),
+        "--pooling": ("1", _IN_FILE),
+        "--no-mmproj --no-mmproj-auto --mmproj-offload --no-mmproj-offload": ("0", "the model reads text alone"),
+        "-kvu --kv-unified -no-kvu --no-kv-unified": ("0", "all requests share one cache"),
+        "-cram --cache-ram": (
+            "1",
+            "prompts stay in the KV cache, and --prompt-cache DIR of serve keeps them on disk",
+        ),
+        "-fit --fit": ("?", "what no flag says is always chosen so that it fits"),
+        "-fitt --fit-target -fitc --fit-ctx": ("1", "what no flag says is always chosen so that it fits"),
         "-st --single-turn": ("0", "localllm generate answers one prompt, localllm chat goes on"),
         "--keep --n-keep": ("1", "generate --overflow and chat --when-full say what a full context loses"),
         "--no-context-shift": ("0", "the text ends where the context is full"),
@@ -52,13 +63,12 @@ NO_EFFECT = each(
         "--perf --no-perf --log-timestamps --log-prefix --log-disable": ("0", _ON_STDERR),
         "--log-file --log-verbosity -lv": ("1", _ON_STDERR),
         "--offline": ("0", "only localllm pull, -hf and -mu ask the hub"),
-        "--metrics --slots --props --no-webui --no-slots": (
+        "--metrics --slots --props --ui --no-ui --webui --no-webui --no-slots": (
             "0",
             "the server always has its page, /metrics and the rest",
         ),
         "--cache-reuse --threads-http": ("1", "the server sees to it itself"),
         "--keepalive": ("1", "a model is in memory for as long as its command runs"),
-        "--kl-divergence": ("0", "--base-logits FILE compares with the model whose logits it has"),
         "--perplexity --ppl": ("0", "-f FILE measures the perplexity of a text"),
     }
 )
@@ -101,13 +111,13 @@ ABSENT = each(
         "--lora": "localllm merge MODEL OUTPUT --lora ADAPTER writes a model that has it",
         "--lora-scaled": "--lora ADAPTER=X is the same",
         "--control-vector --mmproj -mm --image --audio --special": _NOT_HERE,
+        "--top-nsigma --top-n-sigma": "--min-p X leaves out what is unlikely beside the likeliest token",
         "--sampling-seq --sampler-seq": "--samplers takes names, as in --samplers 'top_k;top_p;temperature'",
         "--prompt-cache --prompt-cache-all --slot-save-path": "localllm chat keeps conversations, see --continue",
         "--rope-scaling --rope-freq-base --rope-freq-scale --rope-scale --yarn-orig-ctx": _IN_FILE,
         "--override-kv": "what the file says holds",
         "--context-shift": "the text ends where the context is full: see localllm chat --when-full drop",
         "--host --port --api-key --alias": _SERVER,
-        "--embedding --embeddings --pooling": "localllm embed makes vectors of texts, as the file says",
         "--insecure": "the hub is asked at the address in the environment variable HF_ENDPOINT",
         "--modelfile --parameters --template --license": _INSPECT,
     }
@@ -121,7 +131,8 @@ OTHER_COMMANDS = each(
         "rm cp push": "models are plain files, whose paths localllm models --json lists",
         "signin signout login": "hf auth login tells the hub who you are",
         "tokenize llama-tokenize": "LLM.tokenize shows a text's tokens, in Python: see docs/library.md",
-        "llama-gguf-split llama-mtmd-cli": _NOT_HERE,
+        "llama-gguf-split gguf-split gguf-merge": "split models are read as they are: name any of their files",
+        "llama-mtmd-cli": _NOT_HERE,
     }
 )
 

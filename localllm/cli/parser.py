@@ -6,7 +6,7 @@ import argparse
 import pkgutil
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -38,17 +38,8 @@ class Flag(NamedTuple):
     keywords: Mapping[str, Any]
 
 
-class OneOf(NamedTuple):
-    """Flags of which at most one is given."""
-
-    flags: Sequence[Flag]
-
-
-class Group(NamedTuple):
-    """Flags below a title of their own."""
-
-    title: str
-    flags: Sequence[Flag | OneOf]
+#: Flags, titles of those that follow, and lists of flags of which at most one is given.
+Flags = Sequence["Flag | str | list[Flag]"]
 
 
 class Words(NamedTuple):
@@ -79,7 +70,7 @@ class Command:
 
     usage: str
     summary: str
-    flags: Sequence[Flag | OneOf | Group]
+    flags: Flags
     run: Callable[[argparse.Namespace], int | None]
     details: str = ""
     words: Words | None = None
@@ -91,9 +82,12 @@ def flag(names: str, help: str, read: Callable[[str], Any] | None = None, **more
 
     Args:
         read: makes a value of what was typed.
-        more: keywords of argparse's ``add_argument``.
+        more: keywords of argparse's ``add_argument``; its help tells the default.
     """
     *flags, last = names.split()
+    default = more.get("default")
+    if help != HIDDEN and default not in (None, LEFT_OUT, "", {}):
+        help += f" (default: {default[0] if isinstance(default, list) else default})"
     if last.startswith("-"):
         return Flag((*flags, last), {"action": "store_true", "help": help} | more)
     return Flag(flags, {"metavar": last, "type": read, "help": help} | more)
@@ -101,7 +95,9 @@ def flag(names: str, help: str, read: Callable[[str], Any] | None = None, **more
 
 def several(names: str, help: str, read: Callable[[str], Any] | None = None, **more: Any) -> Flag:
     """A flag that may be given several times."""
-    return flag(names, help, read, **{"action": "append", "default": []} | more)
+    help = help if help == HIDDEN else f"{help}; may be given several times"
+    names_, keywords = flag(names, help, read, **more)
+    return Flag(names_, {"default": [], **keywords} | {"action": "append"})
 
 
 @cache
@@ -212,14 +208,15 @@ class _Formatter(argparse.HelpFormatter):
         return "\n\n".join(super(_Formatter, self)._fill_text(part, width, indent) for part in text.split("\n\n"))
 
 
-def _add(to: argparse._ActionsContainer, flags: Iterable[Flag | OneOf | Group]) -> None:
+def _add(to: argparse._ActionsContainer, flags: Flags) -> None:
+    group = to
     for each in flags:
-        if isinstance(each, Flag):
-            to.add_argument(*each.names, **each.keywords)
-        elif isinstance(each, OneOf):
-            _add(to.add_mutually_exclusive_group(), each.flags)
+        if isinstance(each, str):
+            group = to.add_argument_group(each)
+        elif isinstance(each, list):
+            _add(group.add_mutually_exclusive_group(), each)
         else:
-            _add(to.add_argument_group(each.title), each.flags)
+            group.add_argument(*each.names, **each.keywords)
 
 
 def parser_of(name: str) -> Parser:

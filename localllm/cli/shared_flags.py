@@ -6,8 +6,18 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from localllm.cli.parser import HIDDEN, LEFT_OUT, Flag, Group, OneOf, flag, several
-from localllm.cli.values import layers, logit_bias, model_file, reader, share, text_file, token_limit, whole
+from localllm.cli.parser import HIDDEN, LEFT_OUT, Flag, flag, several
+from localllm.cli.values import (
+    json_object,
+    layers,
+    logit_bias,
+    model_file,
+    reader,
+    share,
+    text_file,
+    token_limit,
+    whole,
+)
 from localllm.declared_options import SWITCH, CheckedOptions, LoadOptions, Sampling, declared, default_text, flags_of
 
 
@@ -88,12 +98,13 @@ RUNNING = [
     flag("-hff --hf-file NAME", "the file of -hf", dest="hub_file"),
     flag("--chat-template TEXT", "jinja2 in place of the file's own template, or 'chatml'"),
     flag("--chat-template-file FILE", "read it from a file"),
+    flag("--chat-template-kwargs JSON", "an object of what else the template reads", json_object, default={}),
+    flag("--reasoning on|off|auto", "whether a model that can think first does so", choices=("on", "off", "auto")),
+    flag("--reasoning-budget N", "0 is the same as --reasoning off, other numbers change nothing", whole(-1)),
     *THREADS,
 ]
 LORA = several(
-    "--lora ADAPTER[=X]",
-    "a low-rank adapter, as GGUF or a folder of PEFT's, and how much of it (default: 1); may be given several times",
-    share,
+    "--lora ADAPTER[=X]", "a low-rank adapter, as GGUF or a folder of PEFT's, and how much of it (default: 1)", share
 )
 
 ENDING = [
@@ -101,63 +112,53 @@ ENDING = [
     *options(CheckedOptions, "ignore_eos"),
     *options(CheckedOptions, "stop", action="append"),
 ]
-SAMPLING = Group(
+SAMPLING: list[Flag | str] = [
     "how the next token is chosen",
-    [
-        *options(Sampling),
-        several(
-            "--dry-sequence-breaker TEXT",
-            "DRY follows no repetition across this text; in place of the default ones, which 'none' clears",
-            dest="dry_sequence_breakers",
-            default=LEFT_OUT,
-        ),
-        flag(
-            "-jf --json-schema-file FILE",
-            "read --json-schema from a file",
-            text_file,
-            dest="json_schema",
-            default=LEFT_OUT,
-        ),
-        flag("--grammar-file FILE", "read --grammar from a file", text_file, dest="grammar", default=LEFT_OUT),
-        flag(
-            "--samplers NAME;…",
-            "only these, such as top_k;top_p;temperature; the order is always llama.cpp's default one",
-            lambda text: text.split(";"),
-        ),
-        several(
-            "-l --logit-bias ID±X",
-            "add X to the logit of a token: 15043+1, 15043-0.5, 15043-inf (may be given several times)",
-            logit_bias,
-        ),
-    ],
-)
-SPECULATION = Group(
+    *options(Sampling),
+    several(
+        "--dry-sequence-breaker TEXT",
+        "DRY follows no repetition across this text; in place of the default ones, which 'none' clears",
+        dest="dry_sequence_breakers",
+        default=LEFT_OUT,
+    ),
+    flag(
+        "-jf --json-schema-file FILE",
+        "read --json-schema from a file",
+        text_file,
+        dest="json_schema",
+        default=LEFT_OUT,
+    ),
+    flag("--grammar-file FILE", "read --grammar from a file", text_file, dest="grammar", default=LEFT_OUT),
+    flag(
+        "--samplers NAME;…",
+        "only these, such as top_k;top_p;temperature; the order is always llama.cpp's default one",
+        lambda text: text.split(";"),
+    ),
+    several("-l --logit-bias ID±X", "add X to the logit of a token: 15043+1, 15043-0.5, 15043-inf", logit_bias),
+]
+SPECULATION: list[Flag | str] = [
     "speculative decoding: the same text, sooner",
-    [
-        flag(
-            "--lookup",
-            "draft tokens from what the text or the prompt had before",
-            dest="speculate",
-            action="store_const",
-            const="lookup",
-            default=LEFT_OUT,
-        ),
-        *options(LoadOptions, "draft_model", type=model_file),
-        *options(CheckedOptions, "draft_max"),
-    ],
-)
+    flag(
+        "--lookup",
+        "draft tokens from what the text or the prompt had before",
+        dest="speculate",
+        action="store_const",
+        const="lookup",
+        default=LEFT_OUT,
+    ),
+    *options(LoadOptions, "draft_model", type=model_file),
+    *options(CheckedOptions, "draft_max"),
+]
 
 SYSTEM = flag("-sys --system-prompt --system TEXT", "a message before the user's", dest="system")
 JSON = flag("--json", "print one JSON object")
 JSON_AT_END = flag("--json", "print one JSON object at the end")
 QUIET = flag("-q --quiet", "print nothing but errors")
 #: How much generate and chat say.
-LOUDNESS = OneOf(
-    [
-        flag("-q --quiet", "print nothing but the text and errors"),
-        flag("-v --verbose", "print what runs where, what it takes, and all timings"),
-    ]
-)
+LOUDNESS = [
+    flag("-q --quiet", "print nothing but the text and errors"),
+    flag("-v --verbose", "print what runs where, what it takes, and all timings"),
+]
 
 #: The file to write behind a flag, in place of a word.
 OUTPUT = flag("-o --output OUTPUT", "the same as the word OUTPUT", Path)

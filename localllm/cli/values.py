@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import math
 import os
 import re
@@ -83,6 +84,14 @@ def layers(text: str) -> int | None:
     if text in ("auto", "-1"):
         return None
     return 1 << 20 if text == "all" else whole(0, "one whole number of at least 0, 'auto' or 'all'")(text)
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """A JSON object."""
+    with contextlib.suppress(ValueError):
+        if isinstance(value := json.loads(text), dict):
+            return value
+    raise argparse.ArgumentTypeError(f'{text!r:.80} is not a JSON object, such as {{"enable_thinking": false}}')
 
 
 def numbers(text: str) -> list[int]:

@@ -12,12 +12,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from localllm.errors import UsageError
+from localllm.errors import UsageError, path_text
 from localllm.server.app import App
 
 #: Connections beyond which those that say nothing are closed: fewer than most systems allow files.
@@ -114,9 +115,12 @@ class _Connection(H11Protocol):
 class Server(uvicorn.Server):
     """Uvicorn, but that replies under way have ``grace_s`` to end, and are then cut with an error that says so."""
 
-    def __init__(self, app: App, *, grace_s: float) -> None:
+    def __init__(self, app: App, *, grace_s: float, tls: tuple[Path | None, Path | None] = (None, None)) -> None:
+        """``tls``: files of the private key and of the certificate; without them it is plain HTTP."""
         config = uvicorn.Config(
             app.asgi,
+            ssl_keyfile=tls[0],
+            ssl_certfile=tls[1],
             http=_Connection,
             ws="none",
             log_config=None,
@@ -126,6 +130,13 @@ class Server(uvicorn.Server):
             limit_concurrency=MAX_CONNECTIONS + _ENDING,
             timeout_graceful_shutdown=math.ceil(grace_s) + _LAST_WORDS_S,
         )
+        try:
+            config.load()
+        except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+            files = " and ".join(path_text(path) for path in tls if path is not None)
+            raise UsageError(
+                f"HTTPS cannot be served with {files} ({error}): give a key and a certificate as PEM"
+            ) from None
         super().__init__(config)
         self._app, self._grace_s = app, grace_s
         self._loop: asyncio.AbstractEventLoop | None = None

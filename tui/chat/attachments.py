@@ -173,7 +173,9 @@ def read_text_file(name: str) -> str:
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
     except OSError as error:
-        raise UsageError(f"{name} cannot be attached ({error.strerror}): check its rights") from None
+        raise UsageError(
+            f"{name} cannot be attached ({error.strerror}): check the path and its permissions"
+        ) from None
     if len(data) > MAX_BYTES:
         raise UsageError(f"{name} cannot be attached: it has more than {MAX_BYTES >> 20} MiB; cut it short")
     try:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from localllm import __version__
 from localllm.cli.defaults import load_options, model_file, settle
 from localllm.cli.machine import disturbance, too_many_threads
-from localllm.cli.parser import HIDDEN, Command, Group, OneOf, flag, several
+from localllm.cli.parser import HIDDEN, Command, flag, several
 from localllm.cli.shared_flags import DEVICE
 from localllm.cli.values import model_file as model_name
 from localllm.cli.values import numbers, whole
@@ -182,51 +182,45 @@ COMMAND = Command(
         several("-m --model FILE", HIDDEN, model_name),
         several("-hf --hf-repo FILE", HIDDEN, model_name, dest="downloads"),
         *(
-            flag(names, f"{text} (default: {shown})", numbers, dest=dest, default=default)
-            for names, dest, default, shown, text in (
-                ("-p --n-prompt N,…", "prompts", [512], 512, "tokens of a prompt to evaluate; 0 is none"),
-                ("-n --n-gen N,…", "generations", [128], 128, "tokens to generate; 0 is none"),
-                ("-d --n-depth N,…", "depths", [0], 0, "tokens that stand before"),
-                ("-t --threads N,…", "threads", None, "one a physical core", "threads"),
+            flag(names, text, numbers, dest=dest, default=default)
+            for names, dest, default, text in (
+                ("-p --n-prompt N,…", "prompts", [512], "tokens of a prompt to evaluate; 0 is none"),
+                ("-n --n-gen N,…", "generations", [128], "tokens to generate; 0 is none"),
+                ("-d --n-depth N,…", "depths", [0], "tokens that stand before"),
+                ("-t --threads N,…", "threads", None, "threads (default: one a physical core)"),
             )
         ),
         several(
             "-pg --n-prompt-gen N,M",
-            "a prompt of N tokens, and M generated after it, as one test (may be given several times)",
+            "a prompt of N tokens, and M generated after it, as one test",
             numbers,
             dest="pairs",
         ),
-        flag("-r --repetitions N", "repetitions (default: 5)", whole(1), default=5),
+        flag("-r --repetitions N", "repetitions", whole(1), default=5),
         *DEVICE,
         flag("--profile", "show what the time on GPUs goes to, by operation"),
-        Group(
-            "a server with many clients, in place of tests",
-            [
-                flag("--serve", "start a server for each FILE, and measure it"),
-                flag("--clients N,…", "clients, each with a request at a time (default: 8)", numbers, default=[8]),
-                flag("--requests N", "requests in all (default: 64)", whole(1), default=64),
-                flag("--rate R", "requests that arrive a second (default: each client's as it is free)", float),
-            ],
-        ),
-        OneOf(
-            [
-                flag(
-                    "-o --output FORM",
-                    "table, md, csv, jsonl (a line a test) or json (a line a model) (default: table)",
-                    dest="form",
-                    choices=("table", "md", "csv", "jsonl", "json"),
-                    default="table",
-                ),
-                flag(
-                    "--json",
-                    "print one JSON object a model, all on one line",
-                    dest="form",
-                    action="store_const",
-                    const="json",
-                ),
-            ]
-        ),
+        [
+            flag(
+                "-o --output FORM",
+                "table, md, csv, jsonl (a line a test) or json (a line a model)",
+                dest="form",
+                choices=("table", "md", "csv", "jsonl", "json"),
+                default="table",
+            ),
+            flag(
+                "--json",
+                "print one JSON object a model, all on one line",
+                dest="form",
+                action="store_const",
+                const="json",
+            ),
+        ],
         flag("-q --quiet", "show no progress"),
+        "a server with many clients, in place of tests",
+        flag("--serve", "start a server for each FILE, and measure it"),
+        flag("--clients N,…", "clients, each with a request at a time", numbers, default=[8]),
+        flag("--requests N", "requests in all", whole(1), default=64),
+        flag("--rate R", "requests that arrive a second (default: each client's as it is free)", float),
     ],
     run,
     """\

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from localllm.cli.parser import Command, Group, OneOf, Words, flag
+from localllm.cli.parser import Command, Words, flag
 from localllm.cli.shared_flags import ENDING, LORA, LOUDNESS, MODEL_OR_WORD, RUNNING, SAMPLING, SPECULATION, SYSTEM
 
 
@@ -19,32 +19,31 @@ COMMAND = Command(
     "[FILE] [QUESTION] [options]",
     "talk with a model",
     [
-        Group("model", [*MODEL_OR_WORD, *RUNNING, LORA]),
-        Group(
-            "conversation",
-            [
-                flag("--plain", "line by line, without a screen of its own"),
-                OneOf(
-                    [
-                        flag("--continue", "go on with the last chat", dest="resume"),
-                        flag("--session ID", "go on with this chat; the beginning of its id is enough"),
-                        flag("--list", "list the chats, and their ids", dest="list_chats"),
-                    ]
-                ),
-                SYSTEM,
-                flag("--prefix TEXT", "what replies begin with"),
-                flag(
-                    "--when-full WHAT",
-                    "when the context is full: ask, drop the oldest turns, summarise them, or stop (default: ask)",
-                    choices=("ask", "drop", "summarise", "stop"),
-                    default="ask",
-                ),
-            ],
+        "model",
+        *MODEL_OR_WORD,
+        *RUNNING,
+        LORA,
+        "conversation",
+        flag("--plain", "line by line, without a screen of its own"),
+        [
+            flag("--continue", "go on with the last chat", dest="resume"),
+            flag("--session ID", "go on with this chat; the beginning of its id is enough"),
+            flag("--list", "list the chats, and their ids", dest="list_chats"),
+        ],
+        SYSTEM,
+        flag("--prefix TEXT", "what replies begin with"),
+        flag(
+            "--when-full WHAT",
+            "when the context is full: ask, drop the oldest turns, summarise them, or stop",
+            choices=("ask", "drop", "summarise", "stop"),
+            default="ask",
         ),
-        Group("where replies end", ENDING),
-        SAMPLING,
-        SPECULATION,
-        Group("output", [LOUDNESS]),
+        "where replies end",
+        *ENDING,
+        *SAMPLING,
+        *SPECULATION,
+        "output",
+        LOUDNESS,
     ],
     run,
     """\

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from localllm.cli.defaults import load_options, settle
-from localllm.cli.parser import Command, Group, flag
+from localllm.cli.parser import Command, flag
 from localllm.cli.shared_flags import HUB, MODEL, RUNNING
 from localllm.cli.values import whole
 from localllm.console import LoadStatus, is_terminal
@@ -44,13 +44,16 @@ COMMAND = Command(
     "[-m FILE] [TEXT …] [options]",
     "make vectors of texts, or rank them",
     [
-        Group("model", [MODEL, HUB, *RUNNING]),
         flag("texts TEXT", "a text (default: the lines of standard input)", nargs="*"),
         flag("-f --file FILE", "read texts from a file, one a line", Path),
         flag("--prefix TEXT", "stands before each text, as 'search_query: '", default=""),
         flag("--dimensions N", "the first N values of each vector only", whole(1)),
         flag("--query TEXT", "with a reranker: the texts by how well they answer this"),
         flag("-q --quiet", "print nothing but vectors and errors"),
+        "model",
+        MODEL,
+        HUB,
+        *RUNNING,
     ],
     run,
     """\

@@ -38,6 +38,10 @@ _COMPARED = "{:>3} {:<36} {:>9} {:>11} {:>11} {:>10} {:>10}"
 def run(arguments: argparse.Namespace) -> None:
     """Evaluates what the command line asks for."""
     settle(arguments, skip=["context"])
+    if arguments.kl_divergence:  # as llama-perplexity has it, which then reads no text
+        if arguments.save_logits is None:
+            raise UsageError("--kl-divergence needs --kl-divergence-base FILE, which has the logits of another model")
+        arguments.base_logits, arguments.save_logits, arguments.file = arguments.save_logits, None, None
     given = arguments.file, arguments.base_logits, arguments.choices
     if sum(each is not None for each in given) != 1:
         raise UsageError("give one of -f FILE with a text, --base-logits FILE and --choices FILE")
@@ -263,15 +267,12 @@ COMMAND = Command(
         flag("-c --ctx-size --context N", "tokens of a chunk (default: 512)", whole(4), dest="context"),
         flag("--chunks N", "the first N chunks only", whole(1)),
         flag(
-            "--save-logits --save-all-logits FILE",
+            "--save-logits --save-all-logits --kl-divergence-base FILE",
             "keep the logits in a file, with which other models are compared",
             Path,
         ),
-        flag(
-            "--base-logits --kl-divergence-base FILE",
-            "compare with the model whose logits the file has; it has the text, too",
-            Path,
-        ),
+        flag("--kl-divergence", "compare with the logits in that file, and with its text, as --base-logits does"),
+        flag("--base-logits FILE", "compare with the model whose logits the file has; it has the text, too", Path),
         flag("--compare FILE", "compare these models with the first one", model_file, nargs="+"),
         flag("--svg FILE", "draw what --compare finds into an SVG file, too", Path),
         flag("--choices FILE", "multiple choice: a JSONL file of questions", Path),

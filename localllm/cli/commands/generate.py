@@ -10,9 +10,9 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from localllm.cli.defaults import load_options, settle, without_line_end
+from localllm.cli.defaults import load_options, settle, template_variables, without_line_end
 from localllm.cli.machine import too_many_threads
-from localllm.cli.parser import LEFT_OUT, Command, Group, flag
+from localllm.cli.parser import LEFT_OUT, Command, flag
 from localllm.cli.shared_flags import (
     ENDING,
     HUB,
@@ -97,7 +97,9 @@ def load_model(
     """Loads a model, or without a path the demo model, as the command line says: devices, context, threads, …."""
     from localllm.llm import load
 
-    return load(path, **load_options(arguments, path), progress=progress, planned=planned)
+    llm = load(path, **load_options(arguments, path), progress=progress, planned=planned)
+    llm.template_variables = template_variables(arguments)
+    return llm
 
 
 # -- What was asked for --------------------------------------------------------------------------------------------
@@ -347,48 +349,41 @@ COMMAND = Command(
     "[-m FILE] [[-p] TEXT] [options]",
     "let a model write",
     [
-        Group("model", [MODEL, HUB, *RUNNING, LORA]),
-        Group(
-            "prompt",
-            [
-                flag("-p --prompt TEXT", "the prompt; - reads standard input"),
-                flag("-f --file FILE", "read the prompt from a file"),
-                SYSTEM,
-                flag(
-                    "-cnv --chat --conversation",
-                    "give the prompt as a user's message (default: if the model has a chat template)",
-                    dest="chat",
-                    default=None,
-                ),
-                flag(
-                    "-no-cnv --no-chat --no-conversation",
-                    "go on with the prompt as it is",
-                    dest="chat",
-                    action="store_false",
-                ),
-                flag(
-                    "-e --escape",
-                    r"read \n, \t, \\, \xHH and the like in -p, --system-prompt and --stop as those characters",
-                ),
-                *options(CheckedOptions, "overflow"),
-            ],
+        "model",
+        MODEL,
+        HUB,
+        *RUNNING,
+        LORA,
+        "prompt",
+        flag("-p --prompt TEXT", "the prompt; - reads standard input"),
+        flag("-f --file FILE", "read the prompt from a file"),
+        SYSTEM,
+        flag(
+            "-cnv --chat --conversation",
+            "give the prompt as a user's message (default: if the model has a chat template)",
+            dest="chat",
+            default=None,
         ),
-        Group("where the text ends", ENDING),
-        SAMPLING,
-        SPECULATION,
-        Group(
-            "output",
-            [
-                flag("--json", "print one JSON object at the end, no text as it comes"),
-                flag(
-                    "--logprobs N",
-                    "with --json: log-probabilities of each token and of the N likeliest",
-                    whole(0),
-                    default=LEFT_OUT,
-                ),
-                LOUDNESS,
-            ],
+        flag(
+            "-no-cnv --no-chat --no-conversation", "go on with the prompt as it is", dest="chat", action="store_false"
         ),
+        flag(
+            "-e --escape", r"read \n, \t, \\, \xHH and the like in -p, --system-prompt and --stop as those characters"
+        ),
+        *options(CheckedOptions, "overflow"),
+        "where the text ends",
+        *ENDING,
+        *SAMPLING,
+        *SPECULATION,
+        "output",
+        flag("--json", "print one JSON object at the end, no text as it comes"),
+        flag(
+            "--logprobs N",
+            "with --json: log-probabilities of each token and of the N likeliest",
+            whole(0),
+            default=LEFT_OUT,
+        ),
+        LOUDNESS,
     ],
     run,
     """\

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from localllm.cli.defaults import load_options, settle
 from localllm.cli.flags import in_flags
-from localllm.cli.parser import Command, Group, OneOf, Words, flag, parser_of
+from localllm.cli.parser import Command, Words, flag, parser_of
 from localllm.cli.shared_flags import CACHE_TYPE, CONTEXT, JSON, MODEL_OR_WORD, PLACEMENT, THREADS
 from localllm.console import detail, is_terminal, placement_lines, quantity, short_count, visible_line, warn
 from localllm.errors import UsageError
@@ -229,16 +229,18 @@ COMMAND = Command(
     "show what is in a GGUF file",
     [
         *MODEL_OR_WORD,
-        OneOf(
-            [
-                flag("--metadata", "the metadata only"),
-                flag("--tensors", "the tensors only"),
-                flag("--plan", "what would run where, and the memory it would take"),
-            ]
-        ),
-        Group("with --plan, as generate has them", [*CONTEXT, *THREADS, *PLACEMENT, *CACHE_TYPE]),
+        [
+            flag("--metadata", "the metadata only"),
+            flag("--tensors", "the tensors only"),
+            flag("--plan", "what would run where, and the memory it would take"),
+        ],
         flag("--full", "long texts and arrays in full"),
         JSON,
+        "with --plan, as generate has them",
+        *CONTEXT,
+        *THREADS,
+        *PLACEMENT,
+        *CACHE_TYPE,
     ],
     run,
     words=Words(

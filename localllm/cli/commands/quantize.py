@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from localllm.cli.defaults import settle
-from localllm.cli.parser import Command, OneOf, Words, flag, several
+from localllm.cli.parser import Command, Words, flag, several
 from localllm.cli.shared_flags import DRY_RUN, OUTPUT, REQUANTIZE, WRITING
 from localllm.cli.values import divergence, override, size
 from localllm.console import StatusLine, quantity, visible_line, warn
@@ -171,17 +171,15 @@ COMMAND = Command(
     "make a model smaller",
     [
         OUTPUT,
-        OneOf(
-            [
-                flag("--target-size SIZE", "choose types so that the file takes so much, as in 4.2GB", size),
-                flag("--target-kl X", "choose types so that the divergence is at most X nats", divergence),
-            ]
-        ),
+        [
+            flag("--target-size SIZE", "choose types so that the file takes so much, as in 4.2GB", size),
+            flag("--target-kl X", "choose types so that the divergence is at most X nats", divergence),
+        ],
         flag("-f --file FILE", "a text to measure types on", Path, dest="text"),
         flag("--imatrix FILE", "an importance matrix, as GGUF or in the old format", Path),
         several(
             "--tensor --tensor-type REGEX=TYPE",
-            "a type for tensors with such names; may be given several times, and the first that fits counts",
+            "a type for tensors with such names, of which the first that fits counts",
             override,
             dest="overrides",
         ),

@@ -5,17 +5,21 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from localllm.cli.defaults import chat_template, load_options, settle
-from localllm.cli.parser import Command, Group, flag, several
-from localllm.cli.shared_flags import LORA, RUNNING
+from localllm.cli.commands.generate import describe
+from localllm.cli.defaults import chat_template, load_options, settle, template_variables
+from localllm.cli.defaults import model_file as find_model
+from localllm.cli.parser import Command, flag, several
+from localllm.cli.shared_flags import LORA, RUNNING, options
 from localllm.cli.values import model_file, whole
 from localllm.console import say, warn
+from localllm.declared_options import LoadOptions
 from localllm.errors import UsageError, path_text
-from localllm.files import expanded
+from localllm.files import expanded, read_text
 from localllm.library.names import DEMO, HubName
 from localllm.settings import Settings
 
@@ -46,11 +50,21 @@ def run(arguments: argparse.Namespace) -> int:
     from localllm.server.models import Models
     from localllm.server.stats import Stats
 
-    if arguments.lora and len(arguments.models) != 1:
-        raise UsageError("--lora is for one model: name that with -m FILE, and no other")
+    given: list[dict[str, Any]] = [{"model": name} for name in arguments.models]
+    given += [vars(arguments) | {"model": name, "download": True} for name in arguments.downloads]
+    if (arguments.lora or arguments.draft_model) and len(given) != 1:
+        flag = "--lora" if arguments.lora else "--draft-model"
+        raise UsageError(f"{flag} is for one model: name that with -m FILE, and no other")
+    if (arguments.ssl_key is None) != (arguments.ssl_certificate is None):
+        raise UsageError("--ssl-key-file and --ssl-cert-file belong together: give both")
     chat_template(arguments)  # what is wrong with it is said before a model is asked for
     settings = settle(arguments, skip=("model",))
-    keys = [*arguments.api_keys, *(key for key in os.environ.get(KEY_VARIABLE, "").split(",") if key)]
+    keys = [key for text in (*arguments.api_keys, os.environ.get(KEY_VARIABLE, "")) for key in text.split(",") if key]
+    if arguments.key_file is not None:
+        lines = (line.strip() for line in read_text(arguments.key_file, "the file of API keys").splitlines())
+        keys += [line for line in lines if line and not line.startswith("#")]
+        if not keys:  # else everybody would be let in
+            raise UsageError(f"--api-key-file {path_text(arguments.key_file)} has no key: write one into each line")
     if arguments.host not in _OWN and not keys:
         warn(f"everybody who reaches {arguments.host} can use this server: --api-key KEY lets in those who have it")
 
@@ -65,9 +79,10 @@ def run(arguments: argparse.Namespace) -> int:
             notice(stage, done, total)
 
         llm = load(source, **load_options(arguments, source, max_waiting=arguments.max_queue), progress=report)
+        llm.template_variables = template_variables(arguments)
         llm.prepare_grammars()
         if not arguments.quiet:
-            say(str(llm.info))
+            describe(llm.info, verbose=True) if arguments.verbose else say(str(llm.info))
         if arguments.stats:
             stats.measure(llm)
         return llm
@@ -75,11 +90,11 @@ def run(arguments: argparse.Namespace) -> int:
     # Python's own 5 ms for each thread that renders or tokenizes would hold up each step several times.
     sys.setswitchinterval(_SWITCH_S)
     models = Models(
-        sources(arguments.models, settings),
+        sources(given, settings),
         load_model,
         ttl_s=arguments.ttl,
         aliases=arguments.aliases,
-        takes_any_name=len(arguments.models) == 1,
+        takes_any_name=len(given) == 1,
         n_slots=arguments.parallel,
         adapters={str(path): share for path, share in arguments.lora},
         prompts=_folder(arguments.prompts),
@@ -91,22 +106,29 @@ def run(arguments: argparse.Namespace) -> int:
         hosts=[*arguments.hosts, arguments.host],
         origins=arguments.origins,
         max_body=arguments.max_body << 20,
+        read_timeout_s=arguments.timeout,
     )
-    app = App(models, limits, arguments.responses, loads_first=bool(arguments.models))
+    app = App(models, limits, arguments.responses, loads_first=bool(given))
     with listen(arguments.host, arguments.port) as listening:
         host, port = listening.getsockname()[:2]
-        say(f"listening on http://{f'[{host}]' if ':' in host else host}:{port} (Ctrl-C ends)")
-        server = Server(app, grace_s=arguments.grace)
+        server = Server(app, grace_s=arguments.grace, tls=(arguments.ssl_key, arguments.ssl_certificate))
+        scheme = "http" if arguments.ssl_key is None else "https"
+        say(f"listening on {scheme}://{f'[{host}]' if ':' in host else host}:{port} (Ctrl-C ends)")
         with stats.shown() if arguments.stats else nullcontext():
             server.run(sockets=[listening])
     end_if_busy(0)
     return 0
 
 
-def sources(given: list[str], settings: Settings) -> dict[str, str | None]:
-    """The models of the server by name, those given or else all on this machine; the first is the default."""
-    names = given or [settings.model or DEMO]
-    found = {_name(name): _source(name, settings) for name in names}
+def sources(given: Sequence[Mapping[str, Any]], settings: Settings) -> dict[str, str | None]:
+    """The models of the server by name, those given (see `find_model`) or else all; the first is the default."""
+    from localllm.loading import check_file
+
+    found = dict[str, str | None]()
+    for each in given or [{"model": settings.model or DEMO}]:
+        if (path := find_model(each, settings)) is not None:
+            check_file(path)
+        found[_name(each["model"])] = None if path is None else str(path)
     if not given:
         from localllm.library.listing import find_models
 
@@ -138,84 +160,71 @@ def _name(given: str) -> str:
     return Path(given).name.removesuffix(".gguf")
 
 
-def _source(name: str, settings: Settings) -> str | None:
-    # Imported here: --help does not wait for it.
-    from localllm.library.find import model_path
-    from localllm.loading import check_file
-
-    path = model_path(name, settings.model_folders)
-    if path is not None:
-        check_file(path)
-    return None if path is None else str(path)
-
-
 COMMAND = Command(
     "[-m FILE …] [options]",
     "serve models to other programs over HTTP",
     [
-        Group(
-            "models",
-            [
-                several(
-                    "-m --model FILE",
-                    "a GGUF file, or ORG/REPO[:QUANT] of one that was pulled; may be given several times",
-                    model_file,
-                    dest="models",
-                ),
-                several("-a --alias NAME", "another name of the first", dest="aliases"),
-                flag("--ttl S", "unload a model after S seconds without a request", whole(1)),
-                *RUNNING,
-                LORA,
-                flag(
-                    "-np --parallel N",
-                    "requests of full length that the cache of each model has room for (default: 4)",
-                    whole(1),
-                    default=4,
-                ),
-                flag(
-                    "--prompt-cache --slot-save-path DIR",
-                    "keep what was evaluated of prompts in DIR while a model is not loaded",
-                    Path,
-                    dest="prompts",
-                ),
-            ],
+        "models",
+        several(
+            "-m --model FILE", "a GGUF file, or ORG/REPO[:QUANT] of one that was pulled", model_file, dest="models"
         ),
-        Group(
-            "who may ask",
-            [
-                flag("--host HOST", "address to listen on (default: 127.0.0.1)", default="127.0.0.1"),
-                flag("--port N", "port; 0 is any that is free (default: 8080)", whole(0, below=65536), default=8080),
-                *(
-                    several(names, f"{text}; may be given several times", dest=dest)
-                    for names, dest, text in (
-                        (
-                            "--api-key KEY",
-                            "api_keys",
-                            "let in those who have this key, and share the models evenly between keys",
-                        ),
-                        ("--allow-host NAME", "hosts", "answer to this name of the machine, too"),
-                        (
-                            "--cors-origin ORIGIN",
-                            "origins",
-                            "let pages of this origin ask, such as https://example.org; * is any",
-                        ),
-                    )
-                ),
-                flag("--max-queue N", "requests that may wait (default: 256)", whole(1), default=256),
-                flag("--max-body MiB", "size of a request at most (default: 32)", whole(1), default=32),
-                flag(
-                    "--grace S", "seconds that replies have to end after Ctrl-C (default: 10)", whole(0), default=10
-                ),
-                flag("--responses FOLDER", "keep responses there, for previous_response_id after a restart", Path),
-            ],
+        several("-a --alias NAME", "another name of the first", dest="aliases"),
+        several(
+            "-hf --hf-repo ORG/REPO[:QUANT]", "the same, downloaded if it is not here", model_file, dest="downloads"
         ),
-        Group(
-            "output",
-            [
-                flag("--stats", "show throughput, queue and cache as they change"),
-                flag("-q --quiet", "print nothing but the address and errors"),
-            ],
+        flag("--ttl S", "unload a model after S seconds without a request", whole(1)),
+        *RUNNING,
+        LORA,
+        *options(LoadOptions, "draft_model", type=model_file),
+        flag(
+            "-np --parallel N",
+            "requests of full length that the cache of each model has room for",
+            whole(1),
+            default=4,
         ),
+        flag(
+            "--prompt-cache --slot-save-path DIR",
+            "keep what was evaluated of prompts in DIR while a model is not loaded",
+            Path,
+            dest="prompts",
+        ),
+        "who may ask",
+        flag("--host HOST", "address to listen on", default="127.0.0.1"),
+        flag("--port N", "port; 0 is any that is free", whole(0, below=65536), default=8080),
+        *(
+            several(names, text, dest=dest)
+            for names, dest, text in (
+                (
+                    "--api-key KEY",
+                    "api_keys",
+                    "let in those who have this key, and share the models evenly between keys",
+                ),
+                ("--allow-host NAME", "hosts", "answer to this name of the machine, too"),
+                (
+                    "--cors-origin ORIGIN",
+                    "origins",
+                    "let pages of this origin ask, such as https://example.org; * is any",
+                ),
+            )
+        ),
+        flag(
+            "--api-key-file FILE",
+            "the same from a file, a key a line; lines that begin with # say nothing",
+            dest="key_file",
+        ),
+        flag("--ssl-key-file FILE", "the private key for HTTPS, as PEM", Path, dest="ssl_key"),
+        flag("--ssl-cert-file FILE", "the certificate for HTTPS, as PEM", Path, dest="ssl_certificate"),
+        flag("-to --timeout S", "seconds in which a request has to come", whole(1), default=60),
+        flag("--max-queue N", "requests that may wait", whole(1), default=256),
+        flag("--max-body MiB", "size of a request at most", whole(1), default=32),
+        flag("--grace S", "seconds that replies have to end after Ctrl-C", whole(0), default=10),
+        flag("--responses FOLDER", "keep responses there, for previous_response_id after a restart", Path),
+        "output",
+        flag("--stats", "show throughput, queue and cache as they change"),
+        [
+            flag("-q --quiet", "print nothing but the address and errors"),
+            flag("-v --verbose", "print what of a model lies where, and what it takes"),
+        ],
     ],
     run,
     """\

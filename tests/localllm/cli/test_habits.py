@@ -99,6 +99,14 @@ LINES: list[tuple[str, str, dict[str, Any]]] = [
     ("generate -m model.gguf -i -p hi", "error: there is no flag -i: localllm generate answers one prompt", {}),
     ("generate -m model.gguf -p hi -o out.txt", "error: there is no flag -o: the text goes to standard output: ", {}),
     ("generate -m model.gguf -p hi -n 4 --grammar 'root ::= \"a\"'", "", {"grammar": 'root ::= "a"'}),
+    ("generate -m model.gguf -p hi --grammar 'root::=x['", "error: --grammar is not valid GBNF: Unexpected end", {}),
+    ("generate -m model.gguf -p hi --top-nsigma 1", "error: there is no flag --top-nsigma: --min-p X leaves out", {}),
+    ("generate -m model.gguf -p hi -n 4 --reasoning-budget 0 --reasoning-format none", "warning: --reasoning-f", {}),
+    (
+        "generate -m model.gguf -p hi --chat-template-kwargs '[]'",
+        "error: argument --chat-template-kwargs: '[]' is",
+        {},
+    ),
     ("generate -m model.gguf -p hi -n 4 -j '{}'", "", {"json_schema": "{}"}),
     (
         "generate -m model.gguf -p hi --lora-scaled a.gguf:1",
@@ -145,7 +153,13 @@ LINES: list[tuple[str, str, dict[str, Any]]] = [
     ("llama-cli -m model.gguf -p hi -n 4 -no-cnv", "", {"max_tokens": 4}),
     ("llama-perplexity -m model.gguf -f long.txt -c 16 --chunks 1", "", {}),
     ("perplexity -m model.gguf -f long.txt -c 16 --save-all-logits base.logits", "", {}),
-    ("perplexity -m model.gguf -f long.txt -c 16 --kl-divergence", "warning: --kl-divergence changes nothing", {}),
+    (
+        "perplexity -m model.gguf -f long.txt -c 16 --kl-divergence",
+        "error: --kl-divergence needs --kl-divergence-base",
+        {},
+    ),
+    ("perplexity -m model.gguf -f long.txt -c 16 --kl-divergence-base kl.logits", "", {}),
+    ("perplexity -m model.gguf -f long.txt --kl-divergence-base kl.logits --kl-divergence", "", {}),
     ("evaluate -m model.gguf -f long.txt --ppl-stride 8", "error: there is no flag --ppl-stride: chunks stand", {}),
     ("evaluate -m model.gguf -f long.txt --hellaswag", "error: there is no flag --hellaswag: localllm evaluate", {}),
     ("llama-imatrix -m model.gguf -f long.txt -c 16 -o im.gguf --chunks 1", "", {}),
@@ -153,6 +167,7 @@ LINES: list[tuple[str, str, dict[str, Any]]] = [
     ("llama-quantize --pure --token-embedding-type f16 draft.gguf small.gguf Q4_0 --dry-run", "", {}),
     ("llama-quantize draft.gguf small.gguf Q4_0 --leave-output-tensor", "error: there is no flag --leave-output", {}),
     ("llama-quantize draft.gguf Q4_K_M", "error: write localllm quantize FILE OUTPUT TYPE, as in localllm", {}),
+    ("llama-gguf-split --merge a b", "error: there is no command 'llama-gguf-split': split models are read", {}),
     ("llama-tokenize -m model.gguf -p hi", "error: there is no command 'llama-tokenize': LLM.tokenize shows", {}),
     # Ollama: `ollama --help` and its README, with `localllm` in place of `ollama`.
     ("help", "", {}),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -37,7 +39,7 @@ def started(*arguments: object) -> Iterator[tuple[subprocess.Popen[str], str]]:
     assert process.stderr is not None
     try:
         line = process.stderr.readline()
-        match = re.search(r"listening on (http://[^ ]+)", line)
+        match = re.search(r"listening on (https?://[^ ]+)", line)
         assert match is not None, line + process.stderr.read()
         yield process, match[1]
     finally:
@@ -59,15 +61,49 @@ def test_it_serves_until_it_is_told_to_stop(number: signal.Signals, tmp_path: Pa
     assert len(list((tmp_path / "prompts").glob("*.prompts"))) == 1
 
 
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes the certificate")
+def test_https_and_keys_of_a_file(tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    key, certificate, keys = tmp_path / "key.pem", tmp_path / "certificate.pem", tmp_path / "keys"
+    made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
+    named = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]
+    subprocess.run([*made, *named], check=True, capture_output=True)
+    keys.write_text("# mine\nk\n\n")
+    tls = ("--ssl-key-file", key, "--ssl-cert-file", certificate)
+    with started("-m", "demo", "--port", 0, "-q", "--api-key-file", keys, *tls) as (_, url):
+        trusted = ssl.create_default_context(cafile=str(certificate))
+        assert url.startswith("https://")
+        assert httpx.get(f"{url}/v1/models", verify=trusted).status_code == 401
+        answer = httpx.get(f"{url}/v1/models", verify=trusted, headers={"Authorization": "Bearer k"})
+        assert answer.json()["data"][0]["id"] == "demo"
+    for flags, words in (
+        (("--ssl-key-file", keys, "--ssl-cert-file", certificate), "give a key and a certificate as PEM"),
+        (("--ssl-key-file", key), "belong together: give both"),
+        (("--api-key-file", tmp_path / "none"), "the file of API keys"),
+        (("--api-key-file", os.devnull), "has no key"),
+    ):
+        assert words in run_main(capfdbinary, "serve", "-m", "demo", "--port", 0, *flags).error()
+
+
+def test_templates_read_what_flags_say(tmp_path: Path) -> None:
+    template = "{{ style }} {{ enable_thinking }} {{ messages[-1].content }}"
+    flags = ("--chat-template", template, "--chat-template-kwargs", '{"style": "short"}', "--reasoning-budget", 0)
+    with started("-m", "demo", "--port", 0, "-q", *flags) as (_, url):
+        body = {"messages": [{"role": "user", "content": "hi"}]}
+        for more, prompt in (({}, "short False hi"), ({"enable_thinking": True}, "short True hi")):
+            asked = body | {"chat_template_kwargs": more}
+            answer = httpx.post(f"{url}/apply-template", json=asked, timeout=300).json()
+            assert answer["prompt"].endswith(prompt)
+
+
 def test_models_by_name(tmp_path: Path) -> None:
     file = tmp_path / "my model.gguf"
     file.write_bytes((ROOT / "localllm" / "data" / "demo.gguf").read_bytes())
-    assert sources([str(file), "demo"], Settings()) == {"my model": str(file), "demo": None}
+    assert sources([{"model": str(file)}, {"model": "demo"}], Settings()) == {"my model": str(file), "demo": None}
     found = sources([], Settings(model_folders=(tmp_path,)))
     assert next(iter(found)) == "demo"
     assert found["my model"] == str(file)
     with pytest.raises(ModelNotFoundError):
-        sources(["nobody/nothing:Q4_0"], Settings())
+        sources([{"model": "nobody/nothing:Q4_0"}], Settings())
 
 
 def test_a_port_that_is_taken(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
@@ -119,6 +155,24 @@ def test_flags_of_llama_server_that_change_nothing_are_one_warning() -> None:
     assert ours == ["-m", "a.gguf", "-np", "2"]
     assert warning is not None
     assert warning.startswith("--metrics, --slots, --no-webui, -fa, --cache-reuse, --jinja change nothing here")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "-hf org/repo -md draft.gguf -v --timeout 600",
+        "--embedding --pooling mean --reranking --no-mmproj -kvu --reasoning-format none --no-jinja --no-ui",
+        "--reasoning-budget -1 --chat-template-kwargs {} --api-key-file f --ssl-key-file f --ssl-cert-file f",
+        "--fit on --cache-ram -1 --reasoning off",
+    ],
+)
+def test_flags_of_llama_server_stop_no_start(flags: str) -> None:
+    from localllm.cli.flags import in_our_flags
+    from localllm.cli.parser import parser_of
+
+    parser = parser_of("serve")
+    ours, _, _ = in_our_flags("serve", flags.split(), parser.flags)
+    assert parser.parse_known_args(ours)[1] == []
 
 
 def blocks(kind: str) -> list[str]:
