@@ -14,11 +14,15 @@ from typing import Any, BinaryIO, Self
 
 from localllm.errors import OutputError, UsageError, path_text
 
-if sys.platform != "win32":
+if sys.platform == "win32":
+    import msvcrt
+else:
     import fcntl
 
 #: Bytes of a text at most: more fit into no context, and what never ends, as /dev/zero, is not read on.
 MAX_TEXT_BYTES = 64 << 20
+#: Which byte of a file Windows locks: its C library takes positions of 31 bits.
+_LOCKED_BYTE = (1 << 31) - 2
 
 
 def read_text(source: str | os.PathLike[str] | BinaryIO, what: str = "", *, n_bytes: int | None = None) -> str:
@@ -116,14 +120,12 @@ class NewFile:
         return self
 
     def _claim(self) -> None:
-        """Keep other programs from writing the file, until it has its name; on Windows nothing does."""
-        if sys.platform == "win32":
-            return
+        """Keep other programs from writing the file, until it has its name."""
         self._lock = os.dup(self._file.fileno())
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(self._lock)
             is_ours = os.path.samestat(os.fstat(self._lock), self._partial.stat())
-        except (BlockingIOError, FileNotFoundError):
+        except (BlockingIOError, PermissionError, FileNotFoundError):
             is_ours = False
         except OSError:
             is_ours = True  # a file system without locks
@@ -164,6 +166,7 @@ class NewFile:
             if kind is None:
                 self.sync()
                 self._file.close()
+                self._release_early()
                 os.replace(self._partial, self.path)
             elif self.is_resumable and kind in (KeyboardInterrupt, GeneratorExit):
                 self._file.close()
@@ -183,8 +186,14 @@ class NewFile:
             self._file.close()  # which may try to write again
         except OSError:
             self._file.raw.close()
+        self._release_early()
         self._partial.unlink(missing_ok=True)
         self._release()
+
+    def _release_early(self) -> None:
+        """On Windows, where a file that is open can neither be renamed nor removed."""
+        if sys.platform == "win32":
+            self._release()
 
     def _release(self) -> None:
         """Let others write the file."""
@@ -197,6 +206,19 @@ class NewFile:
         if error.errno in (errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)):
             return OutputError(f"{shown} cannot be written, the disk is full: make space, or write to another disk")
         return OutputError(f"{shown} cannot be written ({error.strerror or error}): choose another place")
+
+
+def _lock(descriptor: int) -> None:
+    """Locks a file for this descriptor; raises BlockingIOError or PermissionError where another one has the lock."""
+    if sys.platform == "win32":
+        # Bytes that are locked cannot be written through other descriptors.  One far behind will do.
+        os.lseek(descriptor, _LOCKED_BYTE, os.SEEK_SET)
+        try:
+            msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
+        finally:
+            os.lseek(descriptor, 0, os.SEEK_SET)
+    else:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _create(path: str, flags: int) -> int:

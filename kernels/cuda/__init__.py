@@ -17,7 +17,7 @@ convolution, recurrent                          tests/kernels/test_recurrent
 ceilings                                        test_roofline
 ==============================================  ===========================================
 
-**To try a change** needs no GPU, but NVRTC and g++ (``pip install -e '.[dev,cuda13]'``).  Edit the ``.cu``, then::
+**To try a change** needs no GPU, but NVRTC and g++ (``pip install -e ".[dev,cuda13]"``).  Edit the ``.cu``, then::
 
     python -m pytest tests/kernels/cuda/test_elementwise.py         results, and in check mode races and bounds
     python -m pytest tests/kernels/cuda/test_kernel_mutations.py -k rms_norm

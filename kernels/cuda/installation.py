@@ -1,7 +1,7 @@
 """What has to be installed before a CUDA device can be used, and what is missing of it.
 
 Three things: NVIDIA's driver, which is the system's; CuPy, which talks to it; and NVRTC, NVIDIA's compiler as a
-library.  The last two come with ``pip install 'localllm[cuda13]'``, or ``[cuda12]`` for older drivers.
+library.  The last two come with ``pip install "localllm[cuda13]"``, or ``[cuda12]`` for older drivers.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def import_cupy() -> Any:
         if error.name != "cupy":
             raise _broken(error) from error
         raise DeviceError(
-            f"no CUDA device can be used: CuPy is not installed; pip install 'localllm[{extra(cuda)}]', or use "
+            f'no CUDA device can be used: CuPy is not installed; pip install "localllm[{extra(cuda)}]", or use '
             f"device='cpu'"
         ) from error
     except Exception as error:  # a library that it needs, a folder that it cannot make, …
@@ -80,7 +80,7 @@ def _unusable(runtime: Any, error: Exception) -> DeviceError:
         return DeviceError(
             f"no CUDA device can be used: the CuPy installed is for CUDA {_dotted(built)}, but NVIDIA's driver here "
             f"runs up to {_dotted(cuda)}: install a newer driver, or pip uninstall cupy-cuda{built[0]}x and "
-            f"pip install 'localllm[{extra(cuda)}]'"
+            f'pip install "localllm[{extra(cuda)}]"'
         )
     return DeviceError(f"no CUDA device can be used: {error}; `nvidia-smi` may say more; or use device='cpu'")
 
@@ -93,7 +93,7 @@ def import_nvrtc(cupy: Any) -> Any:
     except Exception as error:
         raise DeviceError(
             f"CUDA kernels cannot be compiled: NVRTC is missing; pip install "
-            f"'localllm[{extra(_version(cupy.cuda.runtime.runtimeGetVersion()))}]' ({error})"
+            f'"localllm[{extra(_version(cupy.cuda.runtime.runtimeGetVersion()))}]" ({error})'
         ) from error
     return nvrtc
 

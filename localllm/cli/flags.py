@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import re
-import shlex
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 from localllm.cli.parser import command_aliases, command_names, parser_of
 from localllm.errors import UsageError
 from localllm.habits import each
+from localllm.shell import join_command
 
 _WHOLE_LAYERS = "a model is split by layers, see -ngl and --tensor-split; leave it out"
 _ONE_ANSWER = "localllm generate answers one prompt: localllm chat is for conversations"
@@ -184,7 +184,7 @@ def _answering_once(rest: Sequence[str]) -> list[str] | None:
 
 def _line(*words: str) -> str:
     """A command line to copy; long words are cut."""
-    return shlex.join(["localllm", *(word if len(word) <= 60 else f"{word[:57]}..." for word in words)])
+    return join_command(["localllm", *(word if len(word) <= 60 else f"{word[:57]}..." for word in words)])
 
 
 def in_our_flags(

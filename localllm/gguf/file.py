@@ -26,6 +26,7 @@ import mmap
 import os
 import re
 import stat
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,8 +81,12 @@ class GGUFFile:
             ModelNotFoundError: there is no such file.
             GGUFError: the file is unreadable, not a GGUF, or damaged; says where and how.
         """
-        part = _read_part(Path(path))
-        return cls(_read_split(part) if _is_split(part) else [part])
+        try:
+            return cls(_read_parts(Path(path)))
+        except GGUFError as error:
+            # Their variables keep the file mapped, and Windows lets none be removed that is.
+            traceback.clear_frames(error.__traceback__)
+            raise
 
     @property
     def metadata(self) -> Metadata:
@@ -180,6 +185,11 @@ class _Part:
     buffer: mmap.mmap
     metadata: Metadata
     tensors: list[TensorInfo]
+
+
+def _read_parts(path: Path) -> list[_Part]:
+    part = _read_part(path)
+    return _read_split(part) if _is_split(part) else [part]
 
 
 def _read_part(path: Path) -> _Part:

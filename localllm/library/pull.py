@@ -263,12 +263,15 @@ class _Puller:
         try:
             GGUFFile.open(paths[0]).close()
         except GGUFError as error:
+            done = "was removed again"
             for path in paths:
-                with contextlib.suppress(OSError):
+                try:
                     path.resolve().unlink()
                     path.unlink(missing_ok=True)
+                except OSError as reason:
+                    done = f"cannot be removed ({reason.strerror})"
             raise HubError(
-                f"{self._name.repo} has a broken {group.stem}, which was removed again ({error}): choose another one"
+                f"{self._name.repo} has a broken {group.stem}, which {done} ({error}): choose another one"
             ) from error
 
 

@@ -186,7 +186,9 @@ def test_names_that_are_no_utf8_are_exported(conversation: Conversation, tmp_pat
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="has no such limit")
-def test_a_file_that_could_not_be_written_to_its_end_is_removed(conversation: Conversation, tmp_path: Path) -> None:
+def test_a_file_that_could_not_be_written_to_its_end_is_removed(
+    conversation: Conversation, tmp_path: Path, windows: None
+) -> None:
     import resource
 
     conversation.add("user", "x" * 100_000)

@@ -6,6 +6,7 @@ import ipaddress
 import json
 import os
 import shlex
+import shutil
 import socket
 import sys
 import textwrap
@@ -352,6 +353,16 @@ def test_the_tools_of_an_mcp_server_are_called(numbers: dict[str, object]) -> No
     threading.Timer(0.3, is_stopped.set).start()
     assert result_of(tool, {"seconds": 50}, is_stopped.is_set) == "error: stopped"
     assert "error" in result_of(toolbox.tools()["numbers__add"], {"a": "x"}, lambda: False)
+    toolbox.close()
+
+
+def test_a_server_is_found_as_windows_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its ``npx`` is ``npx.cmd``, which starts only by that name."""
+    pytest.importorskip("mcp")
+    find = shutil.which
+    monkeypatch.setattr(shutil, "which", lambda name, path=None: sys.executable if name == "npx" else find(name))
+    toolbox = Toolbox({"servers": {"numbers": {"command": ["npx", str(SERVER)]}}})
+    assert result_of(toolbox.tools()["numbers__add"], {"a": 2, "b": 40}, lambda: False) == "42"
     toolbox.close()
 
 

@@ -6,19 +6,18 @@ import glob
 import itertools
 import os
 import re
-import signal
 import stat
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from localllm.errors import UsageError
+from localllm.shell import decoded, kill_tree, own_group
 from localllm.tui.chat import pieces
 from localllm.tui.chat.conversation import Attachment, Message
 from localllm.tui.text import storable
@@ -192,7 +191,7 @@ def _pdf_text(path: Path) -> str:
     try:
         from pypdf import PdfReader
     except ImportError:
-        raise UsageError(f"{path} needs the package pypdf: pip install 'localllm[pdf]'") from None
+        raise UsageError(f'{path} needs the package pypdf: pip install "localllm[pdf]"') from None
     try:
         pages = [page.extract_text() for page in PdfReader(path).pages]
     except Exception as error:  # whatever the package raises
@@ -213,7 +212,7 @@ def command_output(command: str, is_stopped: Callable[[], bool] = lambda: False)
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            start_new_session=True,
+            **own_group(),
         )
     except (OSError, ValueError) as error:
         raise UsageError(f"{command!r} cannot be run ({error})") from None
@@ -233,20 +232,10 @@ def command_output(command: str, is_stopped: Callable[[], bool] = lambda: False)
         while reader.is_alive() and time.monotonic() < end and not is_stopped():
             reader.join(_WATCH_SECONDS)
     finally:
-        _kill(process)  # also where all is read: of endless output the beginning is enough
+        kill_tree(process)  # also where all is read: of endless output the beginning is enough
         process.wait()
     reader.join(_WATCH_SECONDS)
-    text = bytes(data).decode("utf-8", "replace")
-    return f"Output of `{command}`:\n\n{fenced(text)}"
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Ends a shell, and what it has begun."""
-    with suppress(OSError):
-        if sys.platform == "win32":
-            process.kill()
-        else:
-            os.killpg(process.pid, signal.SIGKILL)
+    return f"Output of `{command}`:\n\n{fenced(decoded(bytes(data)))}"
 
 
 # -- Names that are being typed --------------------------------------------------------------------------------------

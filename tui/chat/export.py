@@ -154,13 +154,13 @@ def write_export(conversation: Conversation, path: Path) -> None:
     # What has no place in UTF-8 is of names of files that have none either.
     data = text.encode("utf-8", "replace")
     try:
-        with path.open("xb") as file:
-            try:
+        file = path.open("xb")
+        try:
+            with file:
                 file.write(data)
-                file.flush()
-            except BaseException:  # the next try would find it there already
-                path.unlink(missing_ok=True)
-                raise
+        except BaseException:  # the next try would find it there already
+            path.unlink(missing_ok=True)
+            raise
     except FileExistsError:
         raise UsageError(f"{path} is there already: choose another name") from None
     except (OSError, ValueError) as error:

@@ -9,14 +9,13 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import logging
-import os
-import signal
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from localllm.errors import LocalLLMError, UsageError
+from localllm.shell import found_program, kill_tree, own_group
 
 #: Seconds that a server has to start in, and to answer a call in.
 START_SECONDS, CALL_SECONDS = 30.0, 120.0
@@ -75,7 +74,7 @@ class Server:
         try:
             from mcp import Client
         except ImportError:
-            raise UsageError("MCP servers need the package mcp: pip install 'localllm[mcp]'") from None
+            raise UsageError('MCP servers need the package mcp: pip install "localllm[mcp]"') from None
         logging.getLogger("mcp").propagate = False  # it would write over the screen
         logging.getLogger("mcp").addHandler(logging.NullHandler())
         target = self._url or _over_stdio(self._command, self._env)
@@ -131,14 +130,15 @@ async def _over_stdio(command: Sequence[str], env: Mapping[str, str]) -> AsyncIt
     from mcp.shared.message import SessionMessage
     from mcp.types import jsonrpc_message_adapter
 
+    environment = {**get_default_environment(), **env}
     process = await asyncio.create_subprocess_exec(
-        *command,
+        *found_program(command, environment),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.DEVNULL,
-        env={**get_default_environment(), **env},
+        env=environment,
         limit=MAX_BYTES,
-        start_new_session=True,
+        **own_group(),
     )
     assert process.stdin is not None
     assert process.stdout is not None
@@ -171,10 +171,6 @@ async def _over_stdio(command: Sequence[str], env: Mapping[str, str]) -> AsyncIt
     finally:
         for stream in (received, to_read, to_write, sent):
             stream.close()
-        with suppress(OSError):
-            if hasattr(os, "killpg"):
-                os.killpg(process.pid, signal.SIGKILL)
-            else:
-                process.kill()
+        kill_tree(process)
         with anyio.CancelScope(shield=True):
             await process.wait()

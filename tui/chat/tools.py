@@ -19,7 +19,6 @@ import http.client
 import ipaddress
 import json
 import re
-import shlex
 import socket
 import threading
 import urllib.request
@@ -35,6 +34,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 
 from localllm.errors import SettingsError, StoreError, UsageError
+from localllm.shell import split_command
 from localllm.tui.chat.attachments import MAX_OUTPUT, command_output, path_of, read_text_file
 from localllm.tui.chat.mcp_servers import CALL_SECONDS, Server, wait_for
 from localllm.tui.text import is_web, storable
@@ -223,7 +223,7 @@ def _check_server(name: str, server: ServerSettings) -> None:
 
 def _split(command: str) -> list[str]:
     try:
-        return shlex.split(command)
+        return split_command(command)
     except ValueError:
         raise UsageError("a quotation mark in the command is open: close it") from None
 

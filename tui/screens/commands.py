@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
@@ -17,6 +17,7 @@ from textual.app import SuspendNotSupported
 
 from localllm.console import quantity
 from localllm.errors import StoreError, UsageError
+from localllm.shell import found_program, set_variable, split_command
 from localllm.tui import commands
 from localllm.tui.chat.attachments import command_output
 from localllm.tui.chat.conversation import Conversation, Message
@@ -300,14 +301,15 @@ class Commands:
         """Opens the message in $VISUAL or $EDITOR.  Raises UsageError if that fails; the message stays as it was."""
         command = os.environ.get("VISUAL") or os.environ.get("EDITOR")
         if not command:
-            raise UsageError("no editor is set: export EDITOR=nano, or another one, and start the chat again")
+            advice = set_variable("EDITOR", "notepad" if sys.platform == "win32" else "nano")
+            raise UsageError(f"no editor is set: {advice}, or another one, and start the chat again")
         screen = self._screen
         with tempfile.TemporaryDirectory(prefix="localllm-") as folder:
             path = Path(folder, "message.md")
             path.write_text(screen.composer.message, "utf-8")
             try:
                 with self._app.suspend():
-                    subprocess.run([*shlex.split(command), str(path)], check=True)
+                    subprocess.run([*found_program(split_command(command)), str(path)], check=True)
                 text = path.read_text("utf-8")
             except SuspendNotSupported:
                 raise UsageError("an editor cannot be started from this terminal") from None

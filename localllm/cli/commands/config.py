@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import json
 import os
-import shlex
 import shutil
 from collections.abc import Iterator, MutableMapping
 from pathlib import Path
@@ -30,6 +29,7 @@ from localllm.settings import (
     sampling_names,
     settings_path,
 )
+from localllm.shell import join_command
 
 if TYPE_CHECKING:
     from tomlkit import TOMLDocument
@@ -230,9 +230,8 @@ def _value(key: str, text: str, path: Path) -> object:
     """What ``text`` means as the value of ``key``."""
     complaints: list[str] = []
     if key not in KEYS and (ours := _our_key(key)):
-        raise UsageError(
-            f"there is no setting {key!r:.80}: did you mean {ours}? localllm config set {ours} {shlex.quote(text)}"
-        )
+        line = join_command(["localllm", "config", "set", ours, text])
+        raise UsageError(f"there is no setting {key!r:.80}: did you mean {ours}? {line}")
     for value in _readings(text):
         given: dict[str, Any] = {key: value}
         if key.startswith(f"{SAMPLING}."):

@@ -11,7 +11,6 @@ import importlib.metadata
 import json
 import os
 import platform
-import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -40,6 +39,7 @@ from localllm.kernels.cpu.host import (
 )
 from localllm.kernels.cuda.installation import driver_cuda
 from localllm.progress import of_stage
+from localllm.shell import join_command
 
 if TYPE_CHECKING:
     from localllm.kernels.cpu.target import Target
@@ -165,7 +165,7 @@ def _words(error: Exception) -> str:
 
 
 def _pip(what: str) -> str:
-    return f"{shlex.quote(sys.executable)} -m pip install {what}"
+    return f"{join_command([sys.executable])} -m pip install {what}"
 
 
 # -- Software ------------------------------------------------------------------------------------------------------
@@ -347,7 +347,7 @@ def _gpus() -> Iterator[Finding]:
 def _gpu_advice() -> str | None:
     """What is missing before GPUs can be computed on; None if all is there."""
     if not any(_version(cupy) for cupy, _ in CUDA_PACKAGES):
-        new, old = (_pip(f"{cupy} '{toolkit}'") for cupy, toolkit in CUDA_PACKAGES)
+        new, old = (_pip(f'{cupy} "{toolkit}"') for cupy, toolkit in CUDA_PACKAGES)
         return f"to compute on it: {new} (with a driver before 580: {old})"
     try:
         check_gpus()

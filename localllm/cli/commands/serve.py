@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         from localllm.server.run import Server, end_if_busy, listen
     except ModuleNotFoundError as error:
-        raise UsageError(f"serve needs {error.name}, which is not installed: pip install 'localllm[serve]'") from None
+        raise UsageError(f'serve needs {error.name}, which is not installed: pip install "localllm[serve]"') from None
     from localllm.server.app import App
     from localllm.server.http import Limits
     from localllm.server.models import Models

@@ -97,7 +97,7 @@ def test_all_can_be_imported_without_cupy() -> None:
         "except localllm.DeviceError as error: print(error)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert "CuPy is not installed; pip install 'localllm[cuda12]'" in done.stdout
+    assert 'CuPy is not installed; pip install "localllm[cuda12]"' in done.stdout
 
 
 # -- What is installed ---------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -212,8 +211,12 @@ def test_a_file_that_was_there_stays_when_writing_fails(tmp_path: Path) -> None:
     assert path.read_bytes()[:4] == b"GGUF"
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="nothing keeps others out there")
-def test_a_file_that_another_program_writes_is_left_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("system", ["here", "windows"])
+def test_a_file_that_another_program_writes_is_left_alone(
+    system: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    if system == "windows":
+        request.getfixturevalue("windows")
     path = tmp_path / "new.gguf"
     for origin in ("", "the same"):
         with GGUFWriter(path, METADATA, TENSORS, origin=origin) as first:

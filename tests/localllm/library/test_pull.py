@@ -229,11 +229,24 @@ def test_what_was_damaged_on_its_way_is_removed(hub: HubServer) -> None:
 
 
 @pytest.mark.parametrize("data", [b"<!doctype html>" * 10, DEMO[:100_000], b""], ids=["page", "truncated", "empty"])
-def test_what_is_no_model_is_removed(hub: HubServer, data: bytes) -> None:
+def test_what_is_no_model_is_removed(hub: HubServer, data: bytes, windows: None) -> None:
+    """On Windows too, which removes no file that an error's traceback still maps."""
     hub.repos["org/repo"] = Repo({"a.gguf": data})
     with pytest.raises(HubError, match=r"org/repo has a broken a, which was removed again \(.*\): choose another"):
         pull("org/repo")
     assert blobs() == []
+
+
+def test_what_cannot_be_removed_is_said(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.repos["org/repo"] = Repo({"a.gguf": DEMO[:100_000]})
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        if path.exists():
+            raise PermissionError(13, "in use")
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with pytest.raises(HubError, match=r"org/repo has a broken a, which cannot be removed \(in use\) \(.*\): choose"):
+        pull("org/repo")
 
 
 def test_two_downloads_of_one_file_are_one_too_many(hub: HubServer) -> None:

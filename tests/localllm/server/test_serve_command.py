@@ -143,7 +143,7 @@ def test_without_its_packages_it_says_what_to_install(
     monkeypatch.setitem(sys.modules, "msgspec", None)
     outcome: Outcome = run_main(capfdbinary, "serve", "-m", "demo")
     assert outcome.code == 2
-    assert "pip install 'localllm[serve]'" in outcome.error()
+    assert 'pip install "localllm[serve]"' in outcome.error()
 
 
 def test_flags_of_llama_server_that_change_nothing_are_one_warning() -> None:

@@ -1,0 +1,102 @@
+"""Windows as far as Linux can simulate it, for tests that ask for the fixture.
+
+What is open or mapped can neither be removed nor renamed, localllm sees ``sys.platform`` as ``win32``, and functions
+that Windows lacks are not there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+#: Functions that Windows lacks, or Python has not there.
+MISSING = (
+    "killpg",
+    "sysconf",
+    "sched_getaffinity",
+    "fork",
+    "getuid",
+    "geteuid",
+    "setsid",
+    "mkfifo",
+    "register_at_fork",
+)
+
+
+class Sys:
+    """The module `sys`, on another system."""
+
+    def __init__(self, platform: str) -> None:
+        self.platform = platform
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys, name)
+
+
+def elsewhere(monkeypatch: pytest.MonkeyPatch, platform: str) -> None:
+    """Lets the modules of localllm that are loaded see another ``sys.platform``."""
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == "localllm" and getattr(module, "sys", None) is sys:
+            monkeypatch.setattr(module, "sys", Sys(platform))
+
+
+def in_use(path: str) -> bool:
+    """Whether this process has the file open, or mapped."""
+    real = os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
+    if os.path.islink(real) or not os.path.isfile(real):
+        return False
+    for descriptor in os.listdir("/proc/self/fd"):
+        try:
+            if os.readlink(f"/proc/self/fd/{descriptor}") == real:
+                return True
+        except OSError:
+            continue
+    return any(line.rstrip("\n").endswith(f" {real}") for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def refusing(function: Callable[..., Any], n_paths: int) -> Callable[..., Any]:
+    """A function of `os` that refuses files in use among its first arguments."""
+
+    def call(*paths: Any, **options: Any) -> Any:
+        for path in paths[:n_paths] if "dir_fd" not in options else ():
+            if in_use(os.fsdecode(path)):
+                raise PermissionError(errno.EACCES, "another process uses it", os.fsdecode(path))
+        return function(*paths, **options)
+
+    return call
+
+
+def locking(descriptor: int, mode: int, n_bytes: int) -> None:
+    """As `msvcrt.locking`; what it locks cannot be written through other descriptors, so it is no byte in use."""
+    assert (mode, n_bytes) == (MSVCRT.LK_NBLCK, 1)
+    assert os.lseek(descriptor, 0, os.SEEK_CUR) >= os.fstat(descriptor).st_size
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise PermissionError(errno.EACCES, "Permission denied") from None
+
+
+MSVCRT = SimpleNamespace(LK_NBLCK=2, locking=locking)
+
+
+@pytest.fixture
+def windows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    elsewhere(monkeypatch, "win32")
+    for name, n_paths in {"unlink": 1, "remove": 1, "rename": 2, "replace": 2}.items():
+        monkeypatch.setattr(os, name, refusing(getattr(os, name), n_paths))
+    for name in MISSING:
+        monkeypatch.delattr(os, name, raising=False)
+    monkeypatch.setattr("localllm.files.msvcrt", MSVCRT, raising=False)
+    kernel32 = SimpleNamespace(
+        SwitchToThread=ctypes.CDLL(None).sched_yield, IsProcessorFeaturePresent=lambda number: False
+    )
+    monkeypatch.setattr(ctypes, "windll", SimpleNamespace(kernel32=kernel32), raising=False)
