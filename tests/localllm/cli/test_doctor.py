@@ -228,7 +228,7 @@ def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(f.advice is not None and "cupy-cuda13x" in f.advice and not f.broken for f in gpus)
     advice = doctor._gpu_advice()
     assert advice is not None
-    assert "install cupy-cuda13x 'cuda-toolkit[nvrtc,cudart]==13.*' (with" in advice
+    assert 'install cupy-cuda13x "cuda-toolkit[nvrtc,cudart]==13.*" (with' in advice
     monkeypatch.setattr(doctor, "_version", {"cupy-cuda12x": "14", "cuda-toolkit": "12"}.get)
     monkeypatch.setattr(doctor, "check_gpus", lambda: None)
     assert [f.advice for f in doctor._gpus()] == [None, None]
