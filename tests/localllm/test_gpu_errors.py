@@ -97,10 +97,10 @@ PROPERTIES |= {"totalGlobalMem": ROOMY, "sharedMemPerBlockOptin": 48 << 10}
     [
         (None, None, "NVIDIA's driver is not installed here; install it, or use device='cpu'"),
         ((11, 4), None, r"runs CUDA up to 11\.4, but localllm needs 12\.0: install a newer driver"),
-        ((13, 0), None, r"CuPy is not installed; pip install 'localllm\[cuda13\]'"),
+        ((13, 0), None, r'CuPy is not installed; pip install "localllm\[cuda13\]"'),
         ((12, 4), {"getDeviceCount": old_driver}, r"CuPy installed is for CUDA 13\.2, but .* runs up to 12\.4"),
         ((13, 0), {"getDeviceCount": no_device}, "NVIDIA's driver finds none .*CUDA_VISIBLE_DEVICES"),
-        ((13, 0), {"nvrtc": NVRTC}, r"NVRTC is missing; pip install 'localllm\[cuda13\]'"),
+        ((13, 0), {"nvrtc": NVRTC}, r'NVRTC is missing; pip install "localllm\[cuda13\]"'),
         (
             (13, 0),
             {"getDeviceProperties": lambda device: PROPERTIES},

@@ -123,7 +123,7 @@ def test_an_old_driver(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_cupy(monkeypatch: pytest.MonkeyPatch, cuda: tuple[int, int], extra: str) -> None:
     installed(monkeypatch, cuda)
     monkeypatch.setitem(sys.modules, "cupy", None)
-    with pytest.raises(DeviceError, match=rf"CuPy is not installed; pip install 'localllm\[{extra}\]'"):
+    with pytest.raises(DeviceError, match=rf'CuPy is not installed; pip install "localllm\[{extra}\]"'):
         cupy_driver.open_driver()
 
 
@@ -151,7 +151,7 @@ def counting(monkeypatch: pytest.MonkeyPatch, runtime: FakeRuntime, status: int)
     ("cuda", "status", "says"),
     [
         ((13, 0), 100, "finds none"),
-        ((12, 4), 35, r"is for CUDA 13\.2, but .* runs up to 12\.4: .* pip install 'localllm\[cuda12\]'"),
+        ((12, 4), 35, r'is for CUDA 13\.2, but .* runs up to 12\.4: .* pip install "localllm\[cuda12\]"'),
         ((13, 0), 999, r"CUDA error 999; `nvidia-smi` may say more"),
     ],
 )
@@ -169,7 +169,7 @@ def test_no_nvrtc(monkeypatch: pytest.MonkeyPatch, fake: FakeCupy) -> None:
         raise RuntimeError("libnvrtc.so.13 not found")
 
     monkeypatch.setattr(fake.cuda.nvrtc, "getVersion", missing)
-    with pytest.raises(DeviceError, match=r"NVRTC is missing; pip install 'localllm\[cuda13\]' \(libnvrtc"):
+    with pytest.raises(DeviceError, match=r'NVRTC is missing; pip install "localllm\[cuda13\]" \(libnvrtc'):
         cupy_driver.open_driver()
 
 
