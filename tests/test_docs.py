@@ -41,7 +41,7 @@ NOT_RUN = (
 )
 
 #: Pages whose commands and programs have tests of their own: `tests.localllm.server`, `tests.test_worked_examples`.
-OWN_TESTS = ("serve.md", "add-an-architecture.md", "add-an-operation.md")
+OWN_TESTS = ("serve.md", "add-a-command.md", "add-an-architecture.md", "add-an-operation.md")
 
 #: Pages whose commands use what earlier ones have written.
 IN_ORDER = ("smaller-models.md",)

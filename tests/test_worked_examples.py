@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from localllm.cli import commands
 from localllm.models.registry import ARCHITECTURES
+from tests.helpers.command_line import run_main
 from tests.models.tiny import ENCODERS, TINY
 
 ROOT = Path(__file__).parents[1]
@@ -51,6 +56,22 @@ def test_the_new_architecture_of_the_docs_is_the_one_in_the_source() -> None:
     assert whole_file == (ROOT / "models/olmo2.py").read_text("utf-8")
     assert line in (ROOT / "models/registry.py").read_text("utf-8")
     assert entry in (ROOT / "tests/models/tiny.py").read_text("utf-8")
+
+
+def test_the_new_command_of_the_docs_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    (source,) = blocks("add-a-command.md", "python")
+    (tmp_path / "tokenize.py").write_text(source, "utf-8")
+    monkeypatch.setattr(commands, "__path__", [*commands.__path__, str(tmp_path)])
+    assert "show the tokens of a text" in run_main(capfdbinary, "--help").out
+    assert "did you mean tokenize?" in run_main(capfdbinary, "tokenise").error()
+    assert "write localllm tokenize [-m FILE] TEXT" in run_main(capfdbinary, "tokenize").error()
+    ids = json.loads(run_main(capfdbinary, "llama-tokenize", "-m", "demo", "a dog", "--json", "--no-bos").out)
+    lines = run_main(capfdbinary, "tokenize", "a dog", "--no-bos").out.splitlines()
+    assert [int(line.split()[0]) for line in lines] == ids
+    assert "".join(line.split(maxsplit=1)[1] for line in lines).replace("▁", " ").strip() == "a dog"
+    del sys.modules["localllm.cli.commands.tokenize"]
 
 
 def test_docs_stay_short() -> None:

@@ -8,7 +8,6 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -100,7 +99,6 @@ def several(names: str, help: str, read: Callable[[str], Any] | None = None, **m
     return Flag(names_, {"default": [], **keywords} | {"action": "append"})
 
 
-@cache
 def command_names() -> list[str]:
     """The names of all commands."""
     names = {module.name for module in pkgutil.iter_modules(commands.__path__)}

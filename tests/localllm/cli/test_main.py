@@ -77,7 +77,12 @@ def test_help_tells_the_defaults_that_hold(run: Run) -> None:
 
 
 def test_help_does_not_wait_for_the_heavy_packages() -> None:
-    lines = [["--version"], ["--help"], ["generate", "--help"], ["generate", "--tmp"]]
+    lines = [
+        ["--version"],
+        ["--help"],
+        ["genrate"],
+        *([name, flag] for name in command_names() for flag in ("--help", "-Q")),
+    ]
     code = f"import sys\nfrom localllm.cli.main import main\nfor line in {lines}: main(line)\n"
     code += "print(*sys.modules, file=sys.stderr)"
     done = subprocess.run(
