@@ -89,7 +89,7 @@ WRITING = {
         stream = llm.stream('Hello', ignore_eos=True, processors=(lambda ids, logits: logits,)); next(stream)
         """,
     "many texts": """
-    llm = load(); texts = llm.generate_many(['a', 'b', 'c'] * 9, ignore_eos=True); next(texts)
+    llm = load(); texts = llm.generate_many(['Once upon a time ' * 190, *'abc' * 3], ignore_eos=True); next(texts)
     """,
     "many texts left early": """
         llm = load()
