@@ -55,27 +55,21 @@ def seconds(name: str, value: object) -> float:
 
 
 def flag(name: str, value: object) -> bool:
-    """Raises:
-    UsageError: ``value`` is neither True nor False.
-    """
+    """``value``, which must be True or False."""
     if not isinstance(value, bool):
         raise UsageError(f"{name} is {value!r:.80}, but must be True or False")
     return value
 
 
 def text(name: str, value: object) -> str:
-    """Raises:
-    UsageError: ``value`` is not a text.
-    """
+    """``value``, which must be a text."""
     if not isinstance(value, str):
         raise UsageError(f"{name} is {value!r:.80}, but must be a text (str)")
     return value
 
 
 def mappings(name: str, value: object) -> Sequence[Mapping[str, object]]:
-    """Raises:
-    UsageError: ``value`` is not a list of mappings.
-    """
+    """``value``, which must be a list of mappings."""
     if isinstance(value, str | bytes) or not isinstance(value, Sequence):
         raise UsageError(f"{name} is {value!r:.80}, but must be a list of mappings")
     for i, item in enumerate(value):
@@ -109,9 +103,7 @@ def token_ids(ids: object, n_vocab: int, rule: str = "tokens must be a list of w
 
 
 def in_vocabulary(ids: Sequence[int] | NDArray[np.integer], n_vocab: int, where: str = "") -> None:
-    """Raises:
-    UsageError: one of the integers ``ids`` is outside the vocabulary; ``where`` says what they are for.
-    """
+    """Makes sure that integers are ids of a vocabulary; ``where`` says what they are for."""
     import numpy as np
 
     array = np.asarray(ids)
@@ -121,9 +113,10 @@ def in_vocabulary(ids: Sequence[int] | NDArray[np.integer], n_vocab: int, where:
 
 
 def check_keywords(given: Collection[str], known: Collection[str], theirs: Mapping[str, str]) -> None:
-    """Raises:
-    TypeError: one of the keywords ``given`` is not ``known``; says which one was meant.  ``theirs`` are keywords of
-        other libraries, and what to do about each.
+    """Raises a TypeError that says what to write instead where a keyword is not known.
+
+    Args:
+        theirs: keywords of other libraries, and what to do about each.
     """
     for name in given:
         if name not in known:

@@ -225,9 +225,7 @@ def check_file(path: str | os.PathLike[str]) -> None:
 
 
 def check_runs(file: GGUFFile) -> None:
-    """Raises:
-    UnsupportedArchitectureError, ModelError: it holds no model that localllm runs.
-    """
+    """Makes sure that a file holds a model that localllm runs."""
     find_architecture(file.metadata)
     if not any(name.startswith("blk.") for name in file.tensors):
         raise ModelError(

@@ -169,11 +169,7 @@ class Engine:
         return waiting.count(client) >= self._max_waiting // len({*waiting, client})
 
     def check(self) -> None:
-        """Raises:
-        ClosedError: the engine was closed.
-        DeviceError: it was made before this process was forked.
-        As `process.Stage.check`, if the process is ending.
-        """
+        """Makes sure that it is open, of this process, and that the process goes on."""
         self._process.check()
         if self._ended.is_set():
             raise ClosedError("the model was closed: load it again to go on")

@@ -155,9 +155,7 @@ class _Loaded(NamedTuple):
 
 
 def _batches(pieces: Iterator[bytes]) -> Iterator[list[_Loaded]]:
-    """Raises:
-    OSError, ValueError, msgspec.DecodeError: the file is damaged; what stands before that comes first.
-    """
+    """The blocks of a file; where it is damaged, what stands before that comes before the error."""
     batch: list[_Loaded] = []
     n_bytes = 0
     damage: Exception | None = None
@@ -190,9 +188,7 @@ def _next(pieces: Iterator[bytes]) -> bytes:
 
 
 def _restore(added: list[Block | None], batch: Sequence[_Loaded], cache: PagedCache) -> None:
-    """Raises:
-    ValueError: it cannot be a block of this cache.
-    """
+    """Puts blocks into the cache; ValueError where one cannot be of this cache."""
     n_loaded = sum(block is not None for block in added)
     left = _LEFT_TO_REQUESTS if cache.n_pages - cache.n_available > n_loaded else 0.0
     for saved, pages, snapshots in batch:
@@ -210,9 +206,7 @@ def _restored(added: list[Block | None], cache: PagedCache) -> int:
 
 
 def _pieces(file: BinaryIO, n_left: int) -> Iterator[bytes]:
-    """Raises:
-    ValueError: one is not what was written.
-    """
+    """The pieces of a file behind its beginning; ValueError at one that is not as it was written."""
     while head := file.read(_HEAD.size):
         n, crc = _HEAD.unpack(head) if len(head) == _HEAD.size else (n_left + 1, 0)
         data = file.read(n) if n <= n_left else b""

@@ -188,9 +188,7 @@ def import_hub() -> Any:
 
 
 def _remote_file(sibling: dict[str, Any]) -> RemoteFile:
-    """Raises:
-    ValueError: the hub tells no name, hash or size that a file can have.
-    """
+    """A file of the hub's answer; ValueError where its name, hash or size is none that a file can have."""
     name, lfs = sibling["rfilename"], sibling.get("lfs")
     sha, n_bytes = (sibling["blobId"], sibling["size"]) if lfs is None else (lfs["sha256"], lfs["size"])
     # Both become names of files: they must not be able to lead elsewhere.

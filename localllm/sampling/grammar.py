@@ -114,9 +114,7 @@ def _internal(sampling: Sampling) -> str:
 
 
 def _check_size(sampling: Sampling) -> None:
-    """Raises:
-    ValueError: to compile it could take all time and memory.
-    """
+    """Raises a ValueError where compiling it could take all time and memory."""
     lark = sampling.grammar or ""
     if len(lark) + len(sampling.regex or "") + len(str(sampling.json_schema or "")) > _MAX_CHARACTERS:
         raise ValueError(f"it has more than {_MAX_CHARACTERS:,} characters: make it simpler")
