@@ -27,6 +27,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from weakref import WeakValueDictionary
 
+from localllm.engine.pictures import PictureCache
 from localllm.engine.snapshots import NONE, Block, Snapshots
 from localllm.kernels.backend import Cache
 
@@ -71,6 +72,7 @@ class PagedCache:
         #: The same of pages that sequences have left behind: all of them go before those.
         self._passed: list[dict[Block, None]] = [{} for _ in kept.n_pages]
         self._states = Snapshots(kept)
+        self.pictures = PictureCache()  # embeddings of pictures, for what is not in the pages
         # One slot is left for what only lasts a step.
         # how many there can be at a time, beside as many as there are pages for
         self.max_sequences = max(1, kept.n_states - 1) if kept.n_states else self.n_pages
@@ -218,6 +220,7 @@ class PagedCache:
         """Drops all tokens that no sequence uses."""
         while self._unused[0]:
             self._free[0].append(self._evict(0))
+        self.pictures.clear()
 
     # -- Saving and restoring (`localllm.engine.saved`) -------------------------------------------------------------
 

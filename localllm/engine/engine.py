@@ -31,6 +31,7 @@ from localllm.engine.drafting.cost import StepCost
 from localllm.engine.drafting.lookup import LookupDrafter
 from localllm.engine.drafting.model import DraftModel
 from localllm.engine.drafting.mtp import MTPDrafter
+from localllm.engine.pictures import Encoder, Encoding
 from localllm.engine.request import FinishReason, Request
 from localllm.engine.runner import Chunk, ModelRunner
 from localllm.engine.scheduler import Scheduled, Scheduler
@@ -78,6 +79,8 @@ class Counts:
     generated_tokens: int = 0  # tokens chosen
     ended: int = 0  # requests
     preempted: int = 0  # how often a request had to make room for another
+    encoded: int = 0  # pictures
+    encode_s: float = 0.0  # seconds that they took
     # prefill_s, decode_s: seconds of the requests that ended, in which prompts were evaluated and tokens chosen
     prefill_s: float = 0.0
     decode_s: float = 0.0
@@ -103,6 +106,7 @@ class Engine:
         runner: ModelRunner,
         draft_model: DraftModel | None = None,
         *,
+        encoder: Encoder | None = None,
         max_running: int = MAX_RUNNING,
         max_waiting: int = MAX_WAITING,
         step_s: float = STEP_S,
@@ -112,6 +116,7 @@ class Engine:
 
         Args:
             runner: evaluates; belongs to the engine from now on, as ``draft_model``.
+            encoder: makes embeddings of pictures, if the model sees any.
             max_running: requests whose tokens are in the cache at once.
             max_waiting: requests that wait to be; more are refused.
             step_s: seconds that a step with tokens of prompts lasts at most.
@@ -123,7 +128,8 @@ class Engine:
         self._max_waiting = max_waiting
         self._process = Process()
         process.engines.check()
-        loop = EngineLoop(runner, draft_model, max_running=max_running, step_s=step_s, on_end=on_end)
+        self._sees, self._has_axes, self._has_spans = encoder is not None, runner.has_axes, runner.has_spans
+        loop = EngineLoop(runner, draft_model, encoder, max_running=max_running, step_s=step_s, on_end=on_end)
         self._inbox, self._waiting, self._ended, self.counts = loop.inbox, loop.waiting, loop.ended, loop.counts
         self._thread = threading.Thread(target=loop.run, name="localllm-engine", daemon=True)
         self._thread.start()
@@ -150,7 +156,7 @@ class Engine:
         self.check()
         if not request.tokens:
             raise UsageError("there are no tokens to evaluate: the prompt is empty")
-        in_vocabulary(request.tokens, self.n_vocab)
+        self._check_tokens(request)
         if len(request.tokens) > self.context:
             advice = "shorten it or load the model with a larger context"
             raise ContextLengthError(len(request.tokens), self.context, advice)
@@ -162,6 +168,27 @@ class Engine:
         self._waiting.add(request)
         self._inbox.put(lambda loop: loop.add(request))
         self.check()  # closed meanwhile, it may not have seen the message
+
+    def _check_tokens(self, request: Request) -> None:
+        """Makes sure that a request has tokens of the vocabulary, but for those of its pictures."""
+        tokens, pictures = request.tokens, request.pictures
+        if pictures.placed and not self._sees:
+            raise UsageError("the model was loaded without an encoder of pictures, so it cannot see any")
+        if request.sampler is None and request.logits_from < pictures.stop:
+            raise UsageError("the tokens of pictures have no logits: only those behind the last picture have")
+        pictures.check(tokens)
+        stops = (0, *(each.stop for each in pictures.placed))
+        for stop, start in zip(stops, (*pictures.starts, len(tokens)), strict=True):
+            in_vocabulary(tokens[stop:start], self.n_vocab)
+        for _, picture in pictures.placed:
+            n, (rows, columns) = picture.n_tokens, picture.grid
+            if self._has_axes and rows * columns != n:
+                raise UsageError(f"a picture of {n:,} tokens cannot have {rows:,} rows of {columns:,}")
+            if self._has_spans and n > self.max_tokens:
+                raise UsageError(
+                    f"a picture of {n:,} tokens does not fit into a step, which has at most {self.max_tokens:,}: "
+                    "give pictures fewer tokens"
+                )
 
     def _has_share(self, client: str) -> bool:
         """Whether as many requests of a client wait as each could have, were the queue shared evenly."""
@@ -251,6 +278,7 @@ class EngineLoop:
         self,
         runner: ModelRunner,
         draft_model: DraftModel | None = None,
+        encoder: Encoder | None = None,
         *,
         max_running: int = MAX_RUNNING,
         step_s: float = STEP_S,
@@ -269,7 +297,10 @@ class EngineLoop:
             max_running=max_running,
             step_s=step_s,
             is_causal=runner.is_causal,
+            has_spans=runner.has_spans,
         )
+        self._encoding = Encoding(encoder, runner.cache.pictures)
+        self._step_s = step_s
         self._draft_model = draft_model
         self._cost = StepCost()
         self._on_end = on_end
@@ -281,6 +312,8 @@ class EngineLoop:
     def add(self, request: Request) -> None:
         if request.speculate == "lookup":
             request.drafter = LookupDrafter(self._cost, request.draft_max)
+        elif request.pictures.placed:  # which a draft model does not see
+            request.drafter = None
         elif self._draft_model is not None and request.speculate == self._draft_model.kind:
             request.drafter = self._draft_model.drafter(self._cost, request.draft_max)
         self._scheduler.add(request)
@@ -348,9 +381,11 @@ class EngineLoop:
             elif request.deadline is not None and begin >= request.deadline:
                 self._end(request, "timeout")
         self._propose_drafts()
+        self._scheduler.admit()
+        self._encode()
         batch = self._scheduler.next_batch()
         if not batch:
-            return False
+            return self._encoding.is_at_work
         chunks = [each.chunk() for each in batch]
         evaluating = time.perf_counter()
         for each in batch:
@@ -396,6 +431,14 @@ class EngineLoop:
         self.counts.running = len(self._scheduler.running)
         self.counts.n_pages_used = self.counts.n_pages - self._runner.cache.n_available
         self.counts.preempted = self._scheduler.n_preempted
+        self.counts.encoded, self.counts.encode_s = self._encoding.n_encoded, self._encoding.seconds
+
+    def _encode(self) -> None:
+        """Encodes pictures that prompts come to: for half a step beside requests that decode."""
+        running = self._scheduler.running
+        seconds = self._step_s / 2 if any(each.is_decoding for each in running) else self._step_s
+        for request, error in self._encoding.advance(running, seconds).items():
+            self._end(request, error=error)
 
     def _propose_drafts(self) -> None:
         for request in list(self._scheduler.running):
@@ -412,7 +455,7 @@ class EngineLoop:
             except BaseException as error:
                 self._end(request, error=error)
             else:
-                drafts = list(takewhile(lambda id_: id_ < self._runner.n_vocab, ids[:most]))
+                drafts = list(takewhile(lambda id_: 0 <= id_ < self._runner.n_vocab, ids[:most]))
                 request.drafts = drafts if request.sampler is None else drafts[: request.sampler.n_possible(drafts)]
 
     def _take_results(

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from localllm.engine.cache import CachedSequence
 from localllm.engine.drafting import DEFAULT_DRAFTS, Drafter, Drafts
+from localllm.engine.pictures import NO_PICTURES, Embeddings, Pictures
 from localllm.sampling import Choice, Sampler
 
 #: Why a request ended: the model or a stop string ended its text; it reached ``max_tokens`` or the end of the
@@ -130,6 +131,7 @@ class Request:
     speculate: Literal["lookup", "draft", "mtp"] | None = None
     draft_max: int = DEFAULT_DRAFTS  # tokens that are drafted for one step at most
     adapters: tuple[float, ...] = ()  # how much of each loaded adapter it gets; empty for none of them
+    pictures: Pictures = NO_PICTURES  # those of the prompt, where its tokens are their ids (`Picture.ids`)
 
     finish_reason: FinishReason | None = None  # None while it goes on, or if an error ended it
     sequence: CachedSequence | None = None  # its tokens in the cache; None while it waits to be admitted
@@ -140,6 +142,9 @@ class Request:
     n_reached: int = 0  # tokens that it had in the cache at most: after it was preempted, fewer are there
     n_again: int = 0  # tokens generated that are evaluated again, as drafts behind them were wrong
     is_choosing: bool = False  # its next tokens are being chosen in another thread: it has no part in steps meanwhile
+    embeddings: dict[bytes, Embeddings] = field(
+        default_factory=dict
+    )  # of the pictures that it comes to, by their keys
     is_cancelled: bool = False  # may be set by any thread; takes effect before the next step
     submitted_at: float = field(default_factory=time.perf_counter)
     started_at: float = 0.0
@@ -177,8 +182,15 @@ class Request:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether it needs the last token alone, or with it what is evaluated again."""
-        return self.n_missing <= 1 + self.n_again
+        """Whether it needs the last token alone, which is not a picture's, or with it what is evaluated again."""
+        n_missing = self.n_missing
+        return n_missing <= 1 + self.n_again and len(self.tokens) - n_missing >= self.pictures.stop
+
+    def n_ready(self, start: int) -> int:
+        """Tokens from a position on, up to the first picture that has no embeddings yet."""
+        pictures = self.pictures.of(start, self.pictures.stop)
+        lacking = (each.start for each in pictures if each.picture.key not in self.embeddings)
+        return max(0, next(lacking, len(self.tokens)) - start)
 
     @property
     def n_generated(self) -> int:

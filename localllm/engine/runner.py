@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from localllm.engine.cache import CachedSequence, PagedCache, n_window_pages
+from localllm.engine.pictures import NO_PICTURES, Embeddings, Pictures
 from localllm.kernels.backend import Backend, Batch, HostOutput, Output, Step, TopK
 from localllm.kernels.graph import Graph, Value
 
@@ -37,6 +38,7 @@ class Chunk:
         adapters: how much of each adapter it gets; empty for none of them.
         goes_on: whether the token that a device can choose is likely to be evaluated next.
         draws: how it chooses that, and the one after it (`Batch.draws`); nothing for the largest logits.
+        pictures, embeddings: of the sequence, and by their keys the embeddings of those in the chunk.
     """
 
     sequence: CachedSequence
@@ -46,6 +48,16 @@ class Chunk:
     adapters: tuple[float, ...] = ()
     goes_on: bool = field(default=False, compare=False)
     draws: Sequence[tuple[float, ...]] = field(default=(), compare=False)
+    pictures: Pictures = field(default=NO_PICTURES, compare=False)
+    embeddings: Mapping[bytes, Embeddings] = field(default_factory=dict, compare=False)
+
+    def embedded(self) -> Iterator[tuple[range, Embeddings]]:
+        """Its tokens that are those of pictures, by their numbers in it, and their embeddings."""
+        stop = self.start + len(self.ids)
+        for first, picture in self.pictures.of(self.start, stop):
+            own = range(max(first, self.start), min(first + picture.n_tokens, stop))
+            numbers = range(own.start - self.start, own.stop - self.start)
+            yield numbers, self.embeddings[picture.key][own.start - first : own.stop - first]
 
 
 class ModelRunner:
@@ -60,6 +72,8 @@ class ModelRunner:
         max_tokens: int = MAX_TOKENS,
         width: int | None = None,
         is_causal: bool = True,
+        has_axes: bool = False,
+        has_spans: bool = False,
         hidden: Value | None = None,
     ) -> None:
         """``step`` was compiled for ``max_tokens`` tokens, or as many as the context has, and their `max_outputs`.
@@ -72,6 +86,8 @@ class ModelRunner:
         # values of a row of what it gives: logits, or of a model that embeds a vector
         self.width = n_vocab if width is None else width
         self.is_causal = is_causal  # whether texts can be evaluated part after part
+        # whether tokens turn by their places in pictures, and whether those of a picture see each other
+        self.has_axes, self.has_spans = has_axes, has_spans
         self.max_outputs = max_outputs(self.width, self.max_tokens)  # rows of logits that one step computes at most
         # largest logits that are found on the device; 0 where all lie in memory of the host anyway
         self.max_top_k = step.max_top_k
@@ -92,7 +108,7 @@ class ModelRunner:
         for chunk in chunks:
             chunk.sequence.is_ahead = True
         if not 0 < top_k <= self.max_top_k or whole or not self._step.chooses_ahead:
-            batch = make_batch(chunks, self.cache.page_size)
+            batch = self._batch(chunks)
             return self._step.top_k(batch, top_k, whole) if 0 < top_k <= self.max_top_k else self._step(batch)
         is_known = ahead is not None and ahead[:2] == (list(chunks), top_k)
         output = ahead[2] if ahead is not None and is_known else self._begin(chunks, top_k)
@@ -107,7 +123,26 @@ class ModelRunner:
         return best
 
     def _begin(self, chunks: Sequence[Chunk], top_k: int, n_chosen: int = 0) -> Output:
-        return self._step.run(replace(make_batch(chunks, self.cache.page_size), top_k=top_k, n_chosen=n_chosen))
+        return self._step.run(replace(self._batch(chunks), top_k=top_k, n_chosen=n_chosen))
+
+    def _batch(self, chunks: Sequence[Chunk]) -> Batch:
+        batch = make_batch(chunks, self.cache.page_size)
+        if not any(chunk.pictures.placed for chunk in chunks):
+            return batch
+        places = [(chunk.pictures, chunk.start, chunk.start + len(chunk.ids)) for chunk in chunks]
+        if self.has_axes:
+            batch = replace(batch, axes=np.concatenate([each.axes(*ends) for each, *ends in places], axis=1))
+        if self.has_spans:
+            batch = replace(batch, ends=np.concatenate([each.ends(*ends) for each, *ends in places]))
+        first, numbers, embeddings = 0, list[int](), list[Embeddings]()
+        for chunk in chunks:
+            for own, rows in chunk.embedded():
+                numbers += range(first + own.start, first + own.stop)
+                embeddings.append(rows)
+            first += len(chunk.ids)
+        if not numbers:
+            return batch
+        return replace(batch, embedded=np.array(numbers, np.int32), embeddings=np.concatenate(embeddings))
 
     def _following(self, chunks: Sequence[Chunk]) -> list[Chunk]:
         """What comes after these if each goes on with the token that a device chooses; nothing where that is not to
@@ -124,7 +159,7 @@ class ModelRunner:
 
     def continued(self, chunks: Sequence[Chunk], hidden: NDArray[np.float32]) -> NDArray[np.float32]:
         """As `run`, of a graph that begins with hidden states of all tokens, [T, d]."""
-        return self._step.run(make_batch(chunks, self.cache.page_size), HostOutput(hidden)).rows()
+        return self._step.run(self._batch(chunks), HostOutput(hidden)).rows()
 
     def hidden_rows(self) -> NDArray[np.float32]:
         """The `hidden` states [T, d] of the last step, good until the next one."""
@@ -185,7 +220,7 @@ def make_batch(chunks: Sequence[Chunk], page_size: int) -> Batch:
     block_tables = np.zeros((len(chunks[0].sequence.pages), len(chunks), n_blocks), np.int32)
     for s, chunk in enumerate(chunks):
         stop = chunk.start + len(chunk.ids)
-        ids += chunk.ids
+        ids += chunk.ids if chunk.start >= chunk.pictures.stop else [max(id_, 0) for id_ in chunk.ids]
         positions += range(chunk.start, stop)
         outputs += range(len(ids) - chunk.n_outputs, len(ids))
         query_starts.append(len(ids))

@@ -1,9 +1,9 @@
-"""Pages of the cache in a file, so that prompts are not evaluated again after a restart.
+"""Pages of the cache in a file, so that prompts are not evaluated again after a restart, nor pictures encoded.
 
 A file: `MAGIC`, then pieces, each its length (u64), its CRC-32 (u32) and its bytes, all little-endian.  The first
-piece is the key of all that must be the same where it is loaded; then come, for each block, a `_Block` as JSON, its
-pages and its snapshots; at the end an empty piece.  A block stands behind its parent, so that of a file which was cut
-short the beginnings are good.
+piece is the key of all that must be the same where it is loaded; then come, for each picture, a `_Picture` as JSON
+and its embeddings, and an empty piece; and for each block, a `_Block` as JSON, its pages and its snapshots; at the
+end an empty piece.  A block stands behind its parent, so that of a file which was cut short the beginnings are good.
 
 The engine's thread copies some blocks at a time, between two steps, so that no stream stalls behind a large cache.
 What it needs the pages of meanwhile is not saved.
@@ -20,13 +20,15 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple, Protocol, TypeVar
 
 import msgspec
+import numpy as np
 
 from localllm.engine.cache import PagedCache
+from localllm.engine.pictures import Embeddings
 from localllm.engine.snapshots import NONE, Block
 from localllm.errors import PromptCacheError, path_text
 from localllm.files import NewFile
 
-MAGIC = b"llmcach2"
+MAGIC = b"llmcach3"
 _HEAD = struct.Struct("<QI")
 
 #: Blocks, and bytes of them, that are copied between two steps: some milliseconds.
@@ -53,6 +55,13 @@ class _Block(msgspec.Struct, array_like=True):
     snapshots: list[int]  # after how many of its tokens there are some
 
 
+class _Picture(msgspec.Struct, array_like=True):
+    """A picture, and the shape of its embeddings."""
+
+    key: bytes
+    shape: tuple[int, int, int]
+
+
 def save(with_cache: WithCache, path: Path, key: str) -> int:
     """Writes what the cache has, without what adapters have changed; returns the tokens.
 
@@ -60,6 +69,8 @@ def save(with_cache: WithCache, path: Path, key: str) -> int:
         key: all that must be the same where it is loaded: the model, the version, the kind of cache.
     """
     left, n_bytes = with_cache(_listed)
+    pictures = with_cache(lambda cache: cache.pictures.items())
+    n_bytes += sum(embeddings.nbytes for _, embeddings in pictures)
     numbers: dict[Block, int] = {}
     n_tokens = 0
     with NewFile(path, n_bytes) as file:
@@ -70,6 +81,10 @@ def save(with_cache: WithCache, path: Path, key: str) -> int:
             file.put(data)
 
         put(key.encode())
+        for name, embeddings in pictures:
+            put(msgspec.json.encode(_Picture(name, embeddings.shape)))
+            put(embeddings.tobytes())
+        put(b"")
         while left:
             for block, is_first, saved, pieces in with_cache(partial(_copied, left)):
                 parent = None if block.parent is None else numbers.get(block.parent)
@@ -137,6 +152,8 @@ def load(with_cache: WithCache, path: Path, key: str) -> int:
                     f"{path_text(path)} was saved with another model, version, device or type of cache: load that, "
                     "or delete the file"
                 )
+            for name, embeddings in _pictures(pieces):
+                with_cache(partial(_put, name, embeddings))
             for batch in _batches(pieces):
                 with_cache(partial(_restore, added, batch))
     except OSError as error:
@@ -146,6 +163,18 @@ def load(with_cache: WithCache, path: Path, key: str) -> int:
     finally:
         n_tokens = with_cache(partial(_restored, added))
     return n_tokens
+
+
+def _pictures(pieces: Iterator[bytes]) -> Iterator[tuple[bytes, Embeddings]]:
+    while head := _next(pieces):
+        picture = msgspec.json.decode(head, type=_Picture)
+        if min(picture.shape) < 1:
+            raise ValueError("no embeddings of a picture")
+        yield picture.key, np.frombuffer(_next(pieces), "<f4").astype(np.float32, copy=False).reshape(picture.shape)
+
+
+def _put(key: bytes, embeddings: Embeddings, cache: PagedCache) -> None:
+    cache.pictures.put(key, embeddings)
 
 
 class _Loaded(NamedTuple):

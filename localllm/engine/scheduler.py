@@ -57,7 +57,8 @@ class Scheduled:
         sampler, draws = request.sampler, () if request.sampler is None else request.sampler.draws(2)
         is_foreseen = bool(draws) or (sampler is not None and not sampler.sampling.temperature)
         goes_on = is_foreseen and request.drafter is None and request.max_tokens != request.n_generated + 1
-        return Chunk(sequence, ids, n_outputs, start, request.adapters, goes_on, draws if goes_on else ())
+        own = request.adapters, goes_on, draws if goes_on else (), request.pictures, request.embeddings
+        return Chunk(sequence, ids, n_outputs, start, *own)
 
 
 class StepTimes:
@@ -98,11 +99,13 @@ class Scheduler:
         max_running: int,
         step_s: float,
         is_causal: bool = True,
+        has_spans: bool = False,
     ) -> None:
         """
         Args:
             step_s: seconds that a step with tokens of prompts shall last at most.
             is_causal: whether a prompt can be cut; otherwise it comes in one step, however long that lasts.
+            has_spans: whether a picture comes in one step.
         """
         self.waiting: list[Request] = []  # those without pages, by rank
         self.running: list[Request] = []  # those with pages, by rank
@@ -113,7 +116,7 @@ class Scheduler:
         self._max_outputs = max_outputs
         self._max_running = min(max_running, cache.max_sequences)
         self._step_s = step_s
-        self._is_causal = is_causal
+        self._is_causal, self._has_spans = is_causal, has_spans
         self._turns = count(1)
 
     @property
@@ -131,17 +134,23 @@ class Scheduler:
             self.running.remove(request)
             self._cache.release(request.sequence)
             request.sequence = None
+            request.embeddings.clear()
 
     def next_batch(self) -> list[Scheduled]:
         """What the next step evaluates, with pages reserved; nothing if there is nothing to do."""
-        self._admit()
+        self.admit()
         batch: list[Scheduled] = []
         active = [request for request in self.running if not (request.output.is_full or request.is_choosing)]
         decoding = [request for request in active if request.is_decoding]
         prompts = [request for request in active if not request.is_decoding]
         most = min(self._max_outputs, self._max_tokens)
         if prompts:  # they need some of the tokens, and a row of logits in the end
-            most = min(self._max_outputs - 1, self._max_tokens - MIN_CHUNK)
+            n_together, largest = max((self._n_together(each), -i) for i, each in enumerate(prompts))
+            if n_together == self._max_tokens:  # a picture has a step alone
+                self._add_prompts([prompts[-largest]], batch, n_together, self._max_outputs)
+                if batch:
+                    return batch
+            most = min(self._max_outputs - 1, self._max_tokens - max(MIN_CHUNK, n_together))
         if len(decoding) > most:  # they take turns
             decoding.sort(key=lambda request: request.turn)
         n_tokens = 0
@@ -160,7 +169,8 @@ class Scheduler:
         self._add_drafts(batch, n_decoding, rows_left)
         return batch
 
-    def _admit(self) -> None:
+    def admit(self) -> None:
+        """Gives requests that wait pages, as long as there are some."""
         waiting = [each for each in self.waiting if not each.output.is_full]
         n_running = Counter(each.client for each in self.running)
         while waiting:
@@ -210,7 +220,9 @@ class Scheduler:
             start, n = len(request.sequence), min(n_most, request.n_missing)
             if not self._is_causal:
                 n = request.n_missing if request.n_missing <= self._max_tokens - sum(e.n_tokens for e in batch) else 0
-            n = self._cache.n_to_snapshot(request.sequence, n)
+            n = min(self._cache.n_to_snapshot(request.sequence, n), request.n_ready(start))
+            if self._has_spans and n:
+                n = request.pictures.whole(start, n, self._max_tokens - sum(e.n_tokens for e in batch))
             if request.sampler is None:  # as many as there are rows for
                 n = min(n, max(0, request.logits_from - start) + rows_left)
             n_rows = request.n_outputs(start, n, 0)
@@ -228,6 +240,11 @@ class Scheduler:
             if budget > 0:
                 budget -= add(request, budget)
         return rows - rows_left
+
+    def _n_together(self, request: Request) -> int:
+        """Tokens that a request needs next in one step: those of a picture that is ready."""
+        start = 0 if request.sequence is None else len(request.sequence)
+        return request.pictures.whole(start, 1, request.n_ready(start)) if self._has_spans else 0
 
     def _add_drafts(self, batch: list[Scheduled], n_decoding: int, rows_left: int) -> None:
         tokens_left = self._max_tokens - sum(each.n_tokens for each in batch)

@@ -4,6 +4,7 @@ another layer's cache, and two recurrences."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
@@ -19,7 +20,20 @@ def matrix(n_out: int, n_in: int, seed: int) -> Matrix:
     return Matrix(f32(random(n_out, n_in, seed=seed) / np.sqrt(n_in)))
 
 
-def attention(graph: Graph, x: Tensor, seed: int, *, window: int | None = None, shared: int | None = None) -> Tensor:
+#: The same with axes, for what sees.
+TURNED = replace(ROPE, axes=(0, 1, 2, 1))
+
+
+def attention(
+    graph: Graph,
+    x: Tensor,
+    seed: int,
+    *,
+    window: int | None = None,
+    shared: int | None = None,
+    rope: Rope = ROPE,
+    has_spans: bool = False,
+) -> Tensor:
     cache = graph.caches[shared] if shared is not None else graph.kv_cache(2, HEAD, window=window)
     q = graph.add(g.Linear(x, matrix(4 * HEAD, D, seed)))
     k, v = (
@@ -27,8 +41,8 @@ def attention(graph: Graph, x: Tensor, seed: int, *, window: int | None = None, 
         if shared is not None
         else graph.add(g.Linears(x, (matrix(2 * HEAD, D, seed + 1), matrix(2 * HEAD, D, seed + 2))))
     )
-    q = graph.add(g.RopeAppend(q, k, v, cache, ROPE))
-    return graph.add(g.Attention(q, cache, HEAD**-0.5, window))
+    q = graph.add(g.RopeAppend(q, k, v, cache, rope))
+    return graph.add(g.Attention(q, cache, HEAD**-0.5, window, has_spans=has_spans))
 
 
 def latent_attention(graph: Graph, x: Tensor, seed: int) -> Tensor:
@@ -66,12 +80,22 @@ LAYERS: list[Callable[[Graph, Tensor, int], Tensor]] = [
 ]
 
 
-def hybrid() -> Graph:
+#: What sees pictures: the first by axes, the second the tokens of one both ways.
+SEEING: list[Callable[[Graph, Tensor, int], Tensor]] = [
+    lambda graph, x, seed: attention(graph, x, seed, rope=TURNED),
+    lambda graph, x, seed: attention(graph, x, seed, window=WINDOW, has_spans=True),
+]
+
+
+def hybrid(*, sees: bool = False) -> Graph:
+    """With ``sees``, of layers without states that see pictures."""
     graph, ones = Graph(), f32(np.ones(D))
-    x = graph.add(g.Embed(f32(random(N_VOCAB, D))))
-    for graph.layer, layer in enumerate(LAYERS):
+    x = graph.add(g.Embed(f32(random(N_VOCAB, D)), takes_rows=sees))
+    for graph.layer, layer in enumerate(SEEING if sees else LAYERS):
         y = layer(graph, graph.add(g.RMSNorm(x, ones, 1e-6)), 10 * graph.layer)
         x = graph.add(g.Linear(y, matrix(D, y.width, 7), residual=x))
+        if sees and graph.layer == 0:
+            x = graph.add(g.AddRows(x, 1))
     graph.layer = "output"
     x = graph.add(g.RMSNorm(graph.add(g.Outputs(x)), ones, 1e-6))
     graph.add(g.Linear(x, matrix(N_VOCAB, D, 8)))

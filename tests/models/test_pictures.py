@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from localllm.engine.pictures import Picture, Placed, axes, ends
+from localllm.engine.pictures import Picture, Pictures, Placed
 from localllm.kernels.backend import Batch
 from tests.helpers.backends import emulated_cuda, no_harness, shared_by_threads
 from tests.helpers.recorder import CPUOps, ReferenceOps
@@ -26,10 +26,10 @@ Array = NDArray[np.float32]
 
 #: Two pictures of odd sizes: the second is larger than the window of models that have one, and crosses pages.
 FIRST, SECOND = Picture(b"one" * 11, 6, (2, 3)), Picture(b"other" * 7, 15, (5, 3))
-PLACED = (Placed(5, FIRST), Placed(15, SECOND))
+PLACED = Pictures((Placed(5, FIRST), Placed(15, SECOND)))
 N_TOKENS, N_DECODED = 39, 4
 IDS = np.random.default_rng(1).integers(3, 300, N_TOKENS)
-IS_PICTURE = np.isin(np.arange(N_TOKENS), [i for p in PLACED for i in range(p.start, p.stop)])
+IS_PICTURE = np.isin(np.arange(N_TOKENS), [i for p in PLACED.placed for i in range(p.start, p.stop)])
 
 NAMES = ["qwen2vl", "qwen3vl", "qwen3vlmoe", "qwen35", "qwen35moe", "gemma3", "gemma4-dense", "gemma4-moe"]
 NAMES += ["gemma4-e2b", "llama", "mistral3", "lfm2", "qwen2", "qwen3"]
@@ -67,11 +67,11 @@ def expected(name: str) -> Array:
             deeper = [rows[:, i].contiguous() for i in range(1, rows.shape[1])]
             options |= {"visual_pos_masks": mask, "deepstack_visual_embeds": deeper}
         if name in ("qwen2vl", "qwen3vl", "qwen3vlmoe"):
-            grid = torch.tensor([[1, 2 * p.picture.grid[0], 2 * p.picture.grid[1]] for p in PLACED])
+            grid = torch.tensor([[1, 2 * p.picture.grid[0], 2 * p.picture.grid[1]] for p in PLACED.placed])
             positions, _ = model.model.get_rope_index(ids, mask.int(), image_grid_thw=grid)
         elif name.startswith("qwen35"):
             qwen = model_of("qwen3vl").model
-            grid = torch.tensor([[1, 2 * p.picture.grid[0], 2 * p.picture.grid[1]] for p in PLACED])
+            grid = torch.tensor([[1, 2 * p.picture.grid[0], 2 * p.picture.grid[1]] for p in PLACED.placed])
             positions, _ = qwen.get_rope_index(ids, mask.int(), image_grid_thw=grid)
         if name.startswith(("gemma3", "gemma4")) and name != "gemma4-e2b":
             own = modeling_gemma3 if name == "gemma3" else modeling_gemma4
@@ -104,8 +104,8 @@ class Seeing:
             block_tables=tables,
             embedded=np.flatnonzero(IS_PICTURE[own]).astype(np.int32),
             embeddings=rows_of(self.name)[numbers[own][IS_PICTURE[own]]],
-            axes=axes(PLACED, start, stop) if graph.has_axes else batch.axes,
-            ends=ends(PLACED, start, stop) if graph.has_spans else batch.ends,
+            axes=PLACED.axes(start, stop) if graph.has_axes else batch.axes,
+            ends=PLACED.ends(start, stop) if graph.has_spans else batch.ends,
         )
 
     def run(self, start: int, stop: int) -> Array:
