@@ -30,6 +30,9 @@ Check = Callable[[str, str], None]
 #: The checks of each client by what they show; a client's name is its distribution's.
 CHECKS: dict[str, dict[str, Check]] = {}
 
+#: Of a Hugging Face tokenizer of the model, which lm_eval cuts texts with.
+TOKENIZER = {"folder": ""}
+
 HELLO = [{"role": "user", "content": "Hello! Say something short."}]
 WEATHER = {
     "type": "function",
@@ -358,6 +361,7 @@ def openai_agents(base: str, model: str) -> None:
             model=kind(model=model, openai_client=client),
             tools=[get_weather],
             model_settings=agents.ModelSettings(tool_choice="required", max_tokens=80, temperature=0),
+            tool_use_behavior="stop_on_first_tool",  # small models say the call again, in words
         )
         result = asyncio.run(agents.Runner.run(agent, "What is the weather in Rome?"))
         assert calls
@@ -426,7 +430,7 @@ def lm_eval_tasks(base: str, model: str) -> None:
     from lm_eval.models.openai_completions import LocalChatCompletion, LocalCompletionsAPI
 
     completions = LocalCompletionsAPI(
-        base_url=base + "/v1/completions", model=model, tokenizer_backend=None, num_concurrent=1
+        base_url=base + "/v1/completions", model=model, tokenizer=TOKENIZER["folder"], num_concurrent=1
     )
 
     def asked(kind: str, *arguments: Any) -> Instance:
@@ -532,9 +536,11 @@ def main() -> int:
     parser.add_argument("url")
     parser.add_argument("--model", help="its name at the server (default: the first that it lists)")
     parser.add_argument("--only", help="names of clients, with commas between them")
+    parser.add_argument("--tokenizer", default="", help="folder of the model's Hugging Face tokenizer, for lm_eval")
     parser.add_argument("-v", "--verbose", action="store_true", help="show where a check fails")
     given = parser.parse_args()
     base = given.url.rstrip("/")
+    TOKENIZER["folder"] = given.tokenizer
     with urllib.request.urlopen(base + "/v1/models") as answer:
         model = given.model or json.load(answer)["data"][0]["id"]
     only = given.only.split(",") if given.only else list(CHECKS)
