@@ -50,6 +50,17 @@ def found_program(command: Sequence[str], env: Mapping[str, str] = os.environ) -
     return [shutil.which(command[0], path=env.get("PATH")) or command[0], *command[1:]]
 
 
+def copy_text(text: str) -> None:
+    """Gives a text to the clipboard of macOS and Windows, whose terminals do not all take it from programs."""
+    program, encoding = {"darwin": ("pbcopy", "utf-8"), "win32": ("clip", "utf-16")}.get(sys.platform, ("", ""))
+    if program:
+        from subprocess import SubprocessError, run
+
+        data, env = text.encode(encoding, "replace"), {**os.environ, "LC_CTYPE": "UTF-8"}
+        with suppress(OSError, SubprocessError):
+            run(found_program([program]), input=data, env=env, capture_output=True, timeout=5, check=False)
+
+
 def own_group() -> dict[str, Any]:
     """Keywords of Popen for a process that Ctrl-C does not reach, and that `kill_tree` ends."""
     if sys.platform == "win32":  # a console of its own, too: else it reads this one's keys

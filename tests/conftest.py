@@ -4,6 +4,7 @@ set."""
 from __future__ import annotations
 
 import os
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,16 @@ settings.load_profile("no deadline")
 def pytest_xdist_auto_num_workers() -> int:
     """One more than there are processors: many tests wait for a process, a socket or a screen."""
     return (os.cpu_count() or 1) + 1
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
+    try:
+        return (yield)
+    except OSError as error:
+        if getattr(error, "winerror", None) == 1314:  # ERROR_PRIVILEGE_NOT_HELD
+            pytest.skip("this user may not make symlinks")
+        raise
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -14,6 +14,7 @@ from textual.app import App
 from textual.worker import Worker, WorkerState
 
 from localllm.errors import UsageError
+from localllm.shell import copy_text
 from localllm.tui import commands
 from localllm.tui.chat.tools import in_thread
 from localllm.tui.key_buffer import KeyBuffer, Passed
@@ -90,6 +91,10 @@ class BaseApp(App[int]):
     def notify_error(self, error: BaseException) -> None:
         LOG.debug("told to the user", exc_info=error)
         self.notify(sentence(error), severity="warning" if isinstance(error, UsageError) else "error")
+
+    def copy_to_clipboard(self, text: str) -> None:
+        super().copy_to_clipboard(text)
+        self.spawn(self.in_thread(copy_text, text))
 
     def end(self) -> None:
         """Lets the thread of `offload` finish what it has begun."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import re
+import sys
 from urllib.parse import urlsplit
 
 from markdown_it import MarkdownIt
@@ -15,6 +16,9 @@ from markdown_it.rules_core import StateCore
 
 from localllm.console import visible, visible_line
 from localllm.errors import LocalLLMError
+
+#: The key that selects a message, in words and in the footer.  macOS keeps Ctrl+Up for its own.
+SELECT_KEY, SELECT_SIGN = ("Shift+Tab", "⇧⇥") if sys.platform == "darwin" else ("Ctrl+Up", "^↑")
 
 # Unicode's Control Pictures have symbols for the first 32 characters and for DEL.
 _PICTURES = {i: chr(0x2400 + i) for i in range(0x20) if chr(i) not in "\t\n"} | {0x7F: "\u2421"}

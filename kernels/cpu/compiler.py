@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import ctypes
 import functools
 import hashlib
 import importlib.util
@@ -349,11 +350,18 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 
 
+def _define_stack_probe() -> None:
+    """On Windows code with a frame of more than a page calls ``__chkstk``, which LLVM may not find: ntdll has it."""
+    if sys.platform == "win32" and llvm.address_of_symbol("__chkstk") is None:
+        llvm.add_symbol("__chkstk", ctypes.cast(ctypes.windll.ntdll["__chkstk"], ctypes.c_void_p).value)
+
+
 @functools.cache
 def _engine() -> llvm.ExecutionEngine:
     """The linker: one for the process, since code once linked stays."""
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
+    _define_stack_probe()
     machine = llvm.Target.from_default_triple().create_target_machine(codemodel="jitdefault", jit=True)
     return llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import mmap
 import os
 import platform
 import sys
@@ -200,7 +201,7 @@ def _least_room() -> tuple[int, str]:
 
 def _address_space_used() -> int:
     pages = text_of(_OWN_MEMORY).split()
-    return int(pages[0]) * os.sysconf("SC_PAGE_SIZE") if pages else 0
+    return int(pages[0]) * mmap.PAGESIZE if pages else 0
 
 
 def _system_memory() -> int:

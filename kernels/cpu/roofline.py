@@ -30,6 +30,8 @@ UNIT = 1 << 16
 STREAMS = 4
 #: Vectors read in turn from each of them.
 VECTORS = 2
+#: Bytes of the stack in `copy_through_frame`.
+FRAME = 1 << 15
 #: Bytes that one measurement of bandwidth reads at least: smaller buffers are read several times.
 MIN_READ = 1 << 26
 
@@ -73,6 +75,17 @@ def flush_words(begin, end, data):
     """Takes units of ``UNIT`` bytes out of all caches, where the processor lets a program do that."""
     for line in range(begin * (UNIT // 64), end * (UNIT // 64)):
         flush_line(data + 64 * line)
+
+
+@kernel
+def copy_through_frame(begin, end, source, target):
+    """Copies units of ``FRAME`` bytes by way of the stack, in a frame of several pages."""
+    frame = stack(FRAME)
+    for unit in range(begin, end):
+        for i in range(FRAME // 64):
+            store_i8x64(frame + 64 * i, load_i8x64(source + unit * FRAME + 64 * i))
+        for i in range(FRAME // 64):
+            store_i8x64(target + unit * FRAME + 64 * i, load_i8x64(frame + 64 * i))
 
 
 @device
@@ -189,6 +202,14 @@ class ReadTest:
     def total(self) -> int:
         """The sum of the buffer's words modulo 2^32, as the last measurement read them."""
         return int(self._sums.sum(dtype=np.uint32))
+
+
+def frames_work(workers: Workers, target: Target, progress: Callable[[int, int], None] | None = None) -> bool:
+    """Whether kernels may have frames of several pages, for which Windows and Arm have code of their own."""
+    source = np.arange(workers.n * FRAME // 4, dtype=np.uint32)
+    copied = np.zeros_like(source)
+    _timed(workers, variant(copy_through_frame, target), [source, copied], workers.n, progress)(None)
+    return bool((source == copied).all())
 
 
 class MultiplyTest:

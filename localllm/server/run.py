@@ -21,8 +21,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from localllm.errors import UsageError, path_text
 from localllm.server.app import App
 
-#: Connections beyond which those that say nothing are closed: fewer than most systems allow files.
-MAX_CONNECTIONS = 512
+#: Connections beyond which those that say nothing are closed, and files that a process has open beside them.
+MAX_CONNECTIONS, OTHER_FILES = 512, 128
 
 #: So many more are answered before uvicorn refuses with 503: it still counts requests whose connections were closed.
 _ENDING = 16
@@ -32,6 +32,22 @@ KEEP_ALIVE_S, HEAD_S = 75, 10.0
 
 #: Seconds after their time has passed in which replies are told so.
 _LAST_WORDS_S = 2
+
+
+def connection_limit() -> int:
+    """`MAX_CONNECTIONS`, or fewer where a process may not have so many files: macOS gives it 256 unless it asks."""
+    if sys.platform == "win32":
+        return MAX_CONNECTIONS
+    import resource
+
+    wanted = MAX_CONNECTIONS + _ENDING + OTHER_FILES
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit != resource.RLIM_INFINITY and limit < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+            return MAX_CONNECTIONS
+        return max(8, min(MAX_CONNECTIONS, limit - _ENDING - OTHER_FILES))
+    return MAX_CONNECTIONS
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -78,7 +94,8 @@ class _Connection(H11Protocol):
         self._head_timer: asyncio.TimerHandle | None = self.loop.call_later(HEAD_S, transport.close)
         others = [each for each in self.connections if each is not self and not each.transport.is_closing()]
         silent = [each for each in others if isinstance(each, _Connection) and each._waits_for_client]
-        if len(others) + 1 >= MAX_CONNECTIONS and silent:  # with none that is silent uvicorn answers 503
+        limit = (self.config.limit_concurrency or MAX_CONNECTIONS + _ENDING) - _ENDING
+        if len(others) + 1 >= limit and silent:  # with none that is silent uvicorn answers 503
             longest = min(silent, key=lambda each: each._heard_at)
             longest.transport.abort()
             self.connections.discard(longest)  # uvicorn counts them before it learns of that
@@ -127,7 +144,7 @@ class Server(uvicorn.Server):
             access_log=False,
             server_header=False,
             timeout_keep_alive=KEEP_ALIVE_S,
-            limit_concurrency=MAX_CONNECTIONS + _ENDING,
+            limit_concurrency=connection_limit() + _ENDING,
             timeout_graceful_shutdown=math.ceil(grace_s) + _LAST_WORDS_S,
         )
         try:

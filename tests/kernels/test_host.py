@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import platform
 import sys
@@ -128,7 +129,7 @@ def test_available_memory_of_systems_other_than_linux(monkeypatch: pytest.Monkey
 def test_available_memory_counts_the_limit_of_the_address_space(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    (tmp_path / "statm").write_text(f"{(3 << 20) // os.sysconf('SC_PAGE_SIZE')} 20 10 1 0 5 0\n")
+    (tmp_path / "statm").write_text(f"{(3 << 20) // mmap.PAGESIZE} 20 10 1 0 5 0\n")
     monkeypatch.setattr(host, "_OWN_MEMORY", tmp_path / "statm")
     monkeypatch.setattr(host, "address_space_limit", lambda: 8 << 20)
     assert host.available_memory() == 5 << 20

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import platform
 from collections.abc import Iterator
+from types import SimpleNamespace
 
+import llvmlite.binding as llvm
 import numpy as np
 import pytest
 
+from localllm.kernels.cpu import compiler
+from localllm.kernels.cpu.compiler import variant
 from localllm.kernels.cpu.program import Workers
 from localllm.kernels.cpu.roofline import (
     DOTS,
+    FRAME,
     LANES,
     PERIOD,
     ROUNDS,
@@ -18,8 +26,11 @@ from localllm.kernels.cpu.roofline import (
     MultiplyTest,
     ReadTest,
     Roofline,
+    copy_through_frame,
+    frames_work,
 )
-from localllm.kernels.cpu.target import Target, choose
+from localllm.kernels.cpu.target import TARGETS, Target, choose
+from tests.helpers.windows import elsewhere
 
 
 @pytest.fixture
@@ -50,6 +61,47 @@ def test_what_is_flushed_from_the_caches_is_read_nevertheless(target: Target, wo
         test.data[:] = np.random.default_rng(seed).integers(0, 1 << 32, len(test.data), np.uint32)
         assert test.bandwidth() > 0
         assert test.total() == int(test.data.sum(dtype=np.uint64)) % (1 << 32)
+
+
+def test_frames_of_several_pages(target: Target, workers: Workers) -> None:
+    assert frames_work(workers, target)
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="code of x86-64")
+def test_a_frame_of_several_pages_on_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its code runs here, called as Windows calls, with a ``__chkstk`` that does nothing."""
+    probe = mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+    probe.write(b"\xc3")  # ret
+    address = np.frombuffer(probe, np.uint8).ctypes.data
+    ntdll = {"__chkstk": ctypes.CFUNCTYPE(None)(address)}
+    monkeypatch.setattr(ctypes, "windll", SimpleNamespace(ntdll=ntdll), raising=False)
+    elsewhere(monkeypatch, "win32")
+    assert llvm.address_of_symbol("__chkstk") is None
+    compiler._define_stack_probe()
+    assert llvm.address_of_symbol("__chkstk") == address
+
+    triple = "x86_64-pc-windows-msvc-elf"  # as LLVM's linker in a process takes it
+    code = variant(copy_through_frame, next(t for t in TARGETS if t.name == "generic"))
+    assert "__chkstk" in compiler.assembly(code, triple)
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(CALLS_AS_WINDOWS), choose().machine())
+    data = code.target.machine(triple).emit_object(compiler.llvm_ir(code, triple))
+    engine.add_object_file(llvm.ObjectFileRef.from_data(data))
+    engine.finalize_object()
+    call = ctypes.CFUNCTYPE(None, *(ctypes.c_int64,) * 4)(engine.get_function_address("call"))
+    source = np.arange(2 * FRAME // 4, dtype=np.uint32)
+    copied = np.zeros_like(source)
+    arguments = np.array([source.ctypes.data, copied.ctypes.data], np.int64)
+    call(engine.get_function_address(code.symbol), arguments.ctypes.data, 0, 2)
+    np.testing.assert_array_equal(copied, source)
+
+
+CALLS_AS_WINDOWS = """
+define void @call(i64 %function, i64 %arguments, i64 %begin, i64 %end) {
+  %f = inttoptr i64 %function to ptr
+  call win64cc void %f(i64 %arguments, i64 %begin, i64 %end)
+  ret void
+}
+"""
 
 
 @pytest.mark.parametrize("bits", DOTS)

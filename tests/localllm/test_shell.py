@@ -15,7 +15,16 @@ from typing import Any
 import pytest
 
 from localllm import shell
-from localllm.shell import decoded, found_program, join_command, kill_tree, own_group, set_variable, split_command
+from localllm.shell import (
+    copy_text,
+    decoded,
+    found_program,
+    join_command,
+    kill_tree,
+    own_group,
+    set_variable,
+    split_command,
+)
 from tests.helpers.windows import elsewhere
 
 
@@ -51,6 +60,28 @@ def test_a_program_is_named_by_its_path(tmp_path: Path) -> None:
     assert found_program(["npx", "-y"], {"PATH": str(tmp_path)}) == [str(program), "-y"]
     assert found_program(["no-such-program"], {"PATH": str(tmp_path)}) == ["no-such-program"]
     assert found_program([sys.executable]) == [sys.executable]
+
+
+@pytest.mark.parametrize(
+    ("system", "program", "data"),
+    [
+        ("darwin", "pbcopy", "é\n".encode()),
+        ("win32", "clip", "é\n".encode("utf-16")),
+        ("linux", "", b""),
+    ],
+)
+def test_the_clipboard_is_the_systems(
+    system: str, program: str, data: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere(monkeypatch, system)
+    for name in ("pbcopy", "clip"):
+        (tmp_path / name).write_text(f"#!/bin/sh\nexec /bin/cat > {tmp_path}/{name}.out\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    copy_text("é\n")
+    assert {path.name: path.read_bytes() for path in tmp_path.glob("*.out")} == (
+        {f"{program}.out": data} if program else {}
+    )
 
 
 def test_a_process_ends_with_what_it_began() -> None:

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import runpy
+import sys
 import unicodedata
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from localllm.tui import text
 from localllm.tui.text import escape_controls
+
+
+def test_a_key_that_macos_keeps_is_not_advertised(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (text.SELECT_KEY, text.SELECT_SIGN) == ("Ctrl+Up", "^↑")
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert runpy.run_path(text.__file__)["SELECT_KEY"] == "Shift+Tab"
 
 
 def test_symbols() -> None:
@@ -20,11 +30,11 @@ def test_symbols() -> None:
 
 
 @given(st.text())
-def test_nothing_to_obey_is_left(text: str) -> None:
-    assert {c for c in escape_controls(text) if unicodedata.category(c) == "Cc"} <= {"\t", "\n"}
+def test_nothing_to_obey_is_left(line: str) -> None:
+    assert {c for c in escape_controls(line) if unicodedata.category(c) == "Cc"} <= {"\t", "\n"}
 
 
 @given(st.text(alphabet=st.characters(exclude_categories=["Cc"])))
-def test_other_text_stays(text: str) -> None:
+def test_other_text_stays(line: str) -> None:
     reorders = {"LRE", "RLE", "PDF", "LRO", "RLO", "LRI", "RLI", "FSI", "PDI"}
-    assert all(escape_controls(c) == c for c in text if unicodedata.bidirectional(c) not in reorders)
+    assert all(escape_controls(c) == c for c in line if unicodedata.bidirectional(c) not in reorders)

@@ -33,7 +33,7 @@ from localllm.tui.screens.models import ModelLoader
 from localllm.tui.screens.streaming import Draft, StreamedTurn
 from localllm.tui.setup import Setup
 from localllm.tui.storage.prompt_history import PromptHistory
-from localllm.tui.text import escape_controls, sentence, shortened
+from localllm.tui.text import SELECT_SIGN, escape_controls, sentence, shortened
 from localllm.tui.widgets.composer import Composer, Suggestions
 from localllm.tui.widgets.message import MessageView
 from localllm.tui.widgets.status import KeyFooter, StatusLine
@@ -60,7 +60,7 @@ class ChatScreen(Screen[None]):
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "stop", "Stop"),
-        Binding("ctrl+up", "select(-1)", "Messages", key_display="^↑"),
+        Binding("ctrl+up", "select(-1)", "Messages", key_display=SELECT_SIGN),
         Binding("ctrl+down", "select(1)", "Next message", show=False),
         Binding("ctrl+pagedown", "command('tab next')", "Next tab", show=False),
         Binding("ctrl+pageup", "command('tab prev')", "Previous tab", show=False),

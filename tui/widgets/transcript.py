@@ -10,17 +10,18 @@ from textual.widgets import Static
 
 from localllm.tui.chat.context import window_of
 from localllm.tui.chat.conversation import Conversation
+from localllm.tui.text import SELECT_KEY
 from localllm.tui.widgets.message import MessageView, Place
 
 #: Messages that are drawn at first, and how many more each time that earlier ones are asked for.
 MAX_DRAWN = 30
 
-WELCOME = """\
+WELCOME = f"""\
 Type a message, and press Enter.
 
 / begins a command: /help lists them; Ctrl+P finds them
 @ attaches a file or a folder: @notes.txt
-Ctrl+Up selects a message: to edit, regenerate, branch or copy it\
+{SELECT_KEY} selects a message: to edit, regenerate, branch or copy it\
 """
 
 

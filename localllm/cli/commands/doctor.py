@@ -299,20 +299,21 @@ def _kernel_test(target: Target, compiling: Callable[[int, int], None] | None) -
     import numpy as np
 
     from localllm.kernels.cpu.program import Workers
-    from localllm.kernels.cpu.roofline import UNIT, ReadTest
+    from localllm.kernels.cpu.roofline import UNIT, ReadTest, frames_work
 
     workers = Workers(default_threads())
     try:
         test = ReadTest(workers, target, 64 * UNIT, compiling)
         test.bandwidth()
+        is_right = frames_work(workers, target, compiling)
     except Exception as error:  # LLVM and the processor can fail in any way
         advice = "report it; --device reference works without kernels, slowly; or install localllm again"
         return Finding("kernels", "kernel test", f"failed: {_words(error)}", advice, broken=True)
     finally:
         workers.close()
-    if test.total() != int(test.data.sum(dtype=np.uint64)) % (1 << 32):
+    if not is_right or test.total() != int(test.data.sum(dtype=np.uint64)) % (1 << 32):
         return Finding(
-            "kernels", "kernel test", "a kernel computed a wrong sum", "report it: no result can be trusted", True
+            "kernels", "kernel test", "a kernel computed a wrong result", "report it: no result can be trusted", True
         )
     return Finding("kernels", "kernel test", f"passed, on {workers.n} thread{'s' * (workers.n != 1)}")
 

@@ -166,7 +166,7 @@ def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_kernels_that_compute_nonsense(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("localllm.kernels.cpu.roofline.ReadTest.total", lambda test: 0)
     test = found("kernel test")
-    assert (test.value, test.broken) == ("a kernel computed a wrong sum", True)
+    assert (test.value, test.broken) == ("a kernel computed a wrong result", True)
 
 
 def test_kernels_that_cannot_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:

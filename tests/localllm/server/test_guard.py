@@ -347,6 +347,34 @@ def test_connections_that_say_nothing_shut_nobody_out(half: str, monkeypatch: py
             received += piece
 
 
+@pytest.mark.parametrize(
+    ("limits", "refuses", "places"),
+    [
+        ((256, -1), False, 512),
+        ((256, 4096), True, 112),
+        ((64, 256), True, 8),
+        ((1024, 1024), True, 512),
+        ((-1, -1), True, 512),
+    ],
+)
+def test_a_process_may_have_files_for_all_connections(
+    limits: tuple[int, int], refuses: bool, places: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """macOS lets a process have 256, and more if it asks."""
+    resource = pytest.importorskip("resource")
+    asked: list[tuple[int, int]] = []
+
+    def set_limit(kind: int, wanted: tuple[int, int]) -> None:
+        if refuses:
+            raise ValueError("not allowed to raise maximum limit")
+        asked.append(wanted)
+
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: limits)
+    monkeypatch.setattr(resource, "setrlimit", set_limit)
+    assert run.connection_limit() == places
+    assert asked == ([] if refuses else [(656, -1)])
+
+
 def test_more_clients_than_places_are_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "MAX_CONNECTIONS", 3)
     monkeypatch.setattr(run, "_ENDING", 0)
