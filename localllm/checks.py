@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from numbers import Real
 from typing import TYPE_CHECKING
 
-from localllm.errors import UsageError
+from localllm.errors import Argument, UsageError, shown
 
 # Imported where it is used: the command line's help does not wait for it.
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def whole_number(name: str, value: object, low: int) -> int:
     """
     number = as_int(value)
     if number is None or number < low:
-        raise UsageError(f"{name} is {value!r:.80}, but must be a whole number of at least {low}")
+        raise UsageError.of(name, value, f"a whole number of at least {low}")
     return number
 
 
@@ -51,34 +51,35 @@ def seconds(name: str, value: object) -> float:
             number = float(value)
             if 0 < number < math.inf:
                 return number
-    raise UsageError(f"{name} is {value!r:.80}, but must be a number of seconds above 0")
+    raise UsageError.of(name, value, "a number of seconds above 0")
 
 
 def flag(name: str, value: object) -> bool:
     """``value``, which must be True or False."""
     if not isinstance(value, bool):
-        raise UsageError(f"{name} is {value!r:.80}, but must be True or False")
+        raise UsageError.of(name, value, "True or False")
     return value
 
 
 def text(name: str, value: object) -> str:
     """``value``, which must be a text."""
     if not isinstance(value, str):
-        raise UsageError(f"{name} is {value!r:.80}, but must be a text (str)")
+        raise UsageError.of(name, value, "a text (str)")
     return value
 
 
 def mappings(name: str, value: object) -> Sequence[Mapping[str, object]]:
     """``value``, which must be a list of mappings."""
     if isinstance(value, str | bytes) or not isinstance(value, Sequence):
-        raise UsageError(f"{name} is {value!r:.80}, but must be a list of mappings")
+        raise UsageError.of(name, value, "a list of mappings")
     for i, item in enumerate(value):
         if not isinstance(item, Mapping):
-            raise UsageError(f"{name} must be a list of mappings, but number {i} of it is {item!r:.80}")
+            must = f" must be a list of mappings, but number {i} of it is {shown(item)}"
+            raise UsageError(Argument(name), must)
     return value
 
 
-def token_ids(ids: object, n_vocab: int, rule: str = "tokens must be a list of whole numbers") -> list[int]:
+def token_ids(ids: object, n_vocab: int, name: str = "tokens", rule: str = "a list of whole numbers") -> list[int]:
     """Tokens as a list of ints.
 
     Args:
@@ -92,7 +93,7 @@ def token_ids(ids: object, n_vocab: int, rule: str = "tokens must be a list of w
     if hasattr(ids, "tolist"):  # of numpy
         ids = ids.tolist()
     if isinstance(ids, str | bytes | bytearray | memoryview) or not isinstance(ids, Sequence):
-        raise UsageError(f"{rule}, not {type(ids).__name__}")
+        raise UsageError(Argument(name), f" must be {rule}, not {type(ids).__name__}")
     checked: list[int] = []
     for i, id_ in enumerate(ids):
         number = as_int(id_)
@@ -102,14 +103,15 @@ def token_ids(ids: object, n_vocab: int, rule: str = "tokens must be a list of w
     return checked
 
 
-def in_vocabulary(ids: Sequence[int] | NDArray[np.integer], n_vocab: int, where: str = "") -> None:
-    """Makes sure that integers are ids of a vocabulary; ``where`` says what they are for."""
+def in_vocabulary(ids: Sequence[int] | NDArray[np.integer], n_vocab: int, where: str | None = None) -> None:
+    """Makes sure that integers are ids of a vocabulary; ``where`` is the argument that has them."""
     import numpy as np
 
     array = np.asarray(ids)
     outside = array[(array < 0) | (array >= n_vocab)]
     if outside.size:
-        raise UsageError(f"token {outside[0]}{where} is outside the vocabulary of {n_vocab:,} tokens")
+        place = () if where is None else (" in ", Argument(where))
+        raise UsageError(f"token {outside[0]}", *place, f" is outside the vocabulary of {n_vocab:,} tokens")
 
 
 def check_keywords(given: Collection[str], known: Collection[str], theirs: Mapping[str, str]) -> None:

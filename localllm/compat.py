@@ -26,7 +26,7 @@ from localllm.chat import CHATML
 from localllm.checks import check_keywords, mappings, whole_number
 from localllm.completion import Chunk, Completion, Stream
 from localllm.devices import gpu_memory
-from localllm.errors import ContextLengthError, ModelNotFoundError, UsageError, warn
+from localllm.errors import Argument, ContextLengthError, LocalLLMError, ModelNotFoundError, UsageError, warn
 from localllm.files import read_text
 from localllm.gguf import GGUFFile
 from localllm.habits import THEIR_METHODS, no_attribute
@@ -378,8 +378,7 @@ class Llama:
         try:
             return stream(prompt, **options)
         except ContextLengthError as error:
-            advice = "shorten it, or give Llama a larger n_ctx"
-            raise ContextLengthError(error.n_tokens, error.context, advice) from None
+            raise _in_their_words(ContextLengthError(error.n_tokens, error.context)) from None
         except UsageError as error:
             raise _in_their_words(error) from None
 
@@ -652,10 +651,13 @@ def _call(answer: _Answer, number: int, name: str, arguments: str) -> dict[str, 
 _THEIR_NAMES = {"context": "n_ctx", "threads": "n_threads", **{ours: theirs for theirs, ours in _OPTIONS.items()}}
 
 
-def _in_their_words(error: UsageError) -> UsageError:
-    """The same error with its option named as in llama-cpp-python."""
-    name, is_, rest = str(error).partition(" is ")
-    return type(error)(_THEIR_NAMES.get(name, name) + is_ + rest)
+def _in_their_words(error: LocalLLMError) -> LocalLLMError:
+    """The same error with its arguments named as in llama-cpp-python."""
+    error.args = tuple(
+        each._replace(name=_THEIR_NAMES.get(each.name, each.name)) if isinstance(each, Argument) else each
+        for each in error.args
+    )
+    return error
 
 
 def _number(id_: int | None) -> int:

@@ -18,11 +18,12 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeVar
 
 from localllm.checks import as_int, check_keywords
 from localllm.engine.drafting import DEFAULT_DRAFTS, MAX_DRAFTS
-from localllm.errors import UsageError
+from localllm.errors import Argument, UsageError
 from localllm.habits import THEIR_OPTIONS
 
 if TYPE_CHECKING:
@@ -280,14 +281,6 @@ def default_text(cls: type[Any], name: str) -> str:
     return declared(cls)[name].none if default in (None, ()) else str(default)
 
 
-def shown(value: object) -> str:
-    """A value for a message."""
-    try:
-        return f"{value!r:.80}"
-    except ValueError:  # a number with thousands of digits, which Python does not print
-        return "a number of very many digits"
-
-
 def _default(cls: type[Any], name: str) -> Any:
     field = cls.__dataclass_fields__[name]
     return field.default if field.default_factory is MISSING else field.default_factory()
@@ -305,7 +298,7 @@ class _Checked:
                 value = _default(type(self), name)
             if (read := option.kind.read(value)) is None:
                 also = f", or None for {option.none}" if option.none else ""
-                raise UsageError(f"{name} is {shown(value)}, but must be {option.kind.words}{also}")
+                raise UsageError.of(name, value, f"{option.kind.words}{also}")
             object.__setattr__(self, name, read)
 
 
@@ -588,7 +581,9 @@ class Sampling(_Checked):
         super().__post_init__()
         given = [name for name in _GRAMMARS if getattr(self, name) is not None]
         if len(given) > 1:
-            raise UsageError(f"{' and '.join(given)} each hold the text to a grammar: leave all but one of them out")
+            each = [part for name in given[1:] for part in (" and ", Argument(name))]
+            both = " each hold the text to a grammar: leave all but one of them out"
+            raise UsageError(Argument(given[0]), *each, both)
 
     @property
     def grammar_kind(self) -> str | None:
@@ -716,3 +711,28 @@ class CheckedOptions(_Checked):
         """Tokens that a truncated prompt leaves free for the answer."""
         wanted = context // 4 if self.max_tokens is None else self.max_tokens
         return min(wanted, context // 2)
+
+
+#: Flags of arguments that the table gives none, or that are no options.
+_FLAGS = {
+    "path": "-m",
+    "adapters": "--lora",
+    "dry_sequence_breakers": "--dry-sequence-breaker",
+    "logit_bias": "-l",
+} | {
+    name: flags_of(name, option)[0]
+    for cls in (LoadOptions, Sampling, CheckedOptions)
+    for name, option in declared(cls).items()
+    if option.flags
+}
+
+
+def in_flags(argument: Argument, settled: Mapping[str, str] = MappingProxyType({})) -> str:
+    """What the command line calls an argument of the library: "--top-k", "--device cpu".
+
+    Args:
+        settled: what to call those in place of a flag that the settings file gave.
+    """
+    name, value = argument
+    flag = settled.get(name) or _FLAGS.get(name) or f"--{name.replace('_', '-')}"
+    return flag if value is ... else f"{flag} {value}"

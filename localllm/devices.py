@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from localllm.errors import DeviceError, UsageError
+from localllm.errors import Argument, DeviceError, Notice, UsageError
 from localllm.kernels.backend import Backend
 from localllm.kernels.cpu.host import LLVM_BYTES, check_memory
 
@@ -40,7 +40,7 @@ class Device:
     close: Callable[[], None]  # ends the threads; nothing runs on the device afterwards
     # bytes that can be had of the device's own memory; None where that is the host's
     free_memory: Callable[[], int] | None = None
-    note: str | None = None  # what whoever did not choose it by name should be told
+    note: Notice | None = None  # what whoever did not choose it by name should be told
 
 
 def open_devices(
@@ -74,7 +74,9 @@ def open_devices(
         return (_cpu(threads, isa, progress),)
     if name == "reference":
         if isa is not None:
-            raise UsageError(f"isa={isa!r} chooses the CPU's kernels, but device='reference' has none: leave it out")
+            has_none = " has none: leave it out"
+            chosen = Argument("isa", isa), " chooses the CPU's kernels, but ", Argument("device", "reference")
+            raise UsageError(*chosen, has_none)
         from localllm.kernels.reference import ReferenceBackend
 
         return (Device("reference", "numpy", 1, 1, ReferenceBackend(), close=lambda: None),)
@@ -91,10 +93,10 @@ def split_by_rows(devices: tuple[Device, ...]) -> tuple[Device, ...]:
     host, *gpus = devices
     if not 2 <= len(gpus) <= MAX_SPLIT_ROWS:
         have = "is 1" if len(gpus) == 1 else f"are {len(gpus)}"
-        raise UsageError(
-            f"split_mode is 'row', which needs 2 to {MAX_SPLIT_ROWS} GPUs, but there {have}: leave it out, or name "
-            "GPUs as in device='cuda:0,1'"
+        why = (
+            f" is 'row', which needs 2 to {MAX_SPLIT_ROWS} GPUs, but there {have}: leave it out, or name GPUs as in "
         )
+        raise UsageError(Argument("split_mode"), why, Argument("device", "cuda:0,1"))
     # Imported here, as all of it: most machines have no GPU.
     from localllm.kernels.cuda.backend import CUDABackend
     from localllm.kernels.cuda.row_split import RowSplitBackend
@@ -156,7 +158,7 @@ def _cpu(threads: int | None, isa: str | None, progress: Callable[[int, int], No
     return Device("cpu", kernels, workers.n, backend.decode_threads, backend, workers.close)
 
 
-def _automatic(progress: Callable[[int, int], None] | None) -> tuple[tuple[Device, ...], str | None]:
+def _automatic(progress: Callable[[int, int], None] | None) -> tuple[tuple[Device, ...], Notice | None]:
     """The GPUs that work; and if there is a driver, but none works, why not."""
     from localllm.kernels.cuda.installation import driver_cuda
 
@@ -165,7 +167,7 @@ def _automatic(progress: Callable[[int, int], None] | None) -> tuple[tuple[Devic
     try:
         return _cuda(None, progress), None
     except DeviceError as error:
-        return (), f"the model runs on the CPU: {error}"
+        return (), Notice("the model runs on the CPU: ", *error.args)
 
 
 def _cuda(indices: tuple[int, ...] | None, progress: Callable[[int, int], None] | None) -> tuple[Device, ...]:

@@ -6,6 +6,8 @@ import os
 import reprlib
 import sys
 import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple, Self
 
 #: Characters of a value from a file that an error text shows.
 _MAX_QUOTED = 60
@@ -26,7 +28,49 @@ def path_text(path: str | os.PathLike[str]) -> str:
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in os.fspath(path))
 
 
-def warn(message: str, category: type[Warning] = UserWarning) -> None:
+def shown(value: object) -> str:
+    """A value that was given, for an error text."""
+    try:
+        return f"{value!r:.80}"
+    except ValueError:  # a number with thousands of digits, which Python does not print
+        return "a number of very many digits"
+
+
+class Argument(NamedTuple):
+    """An argument of the library in the text of an error, which each front end calls by a name of its own.
+
+    Its text is the library's: ``context``, or with a value ``context=4096``.
+    """
+
+    name: str
+    value: object = ...
+
+    def __str__(self) -> str:
+        return self.name if self.value is ... else f"{self.name}={shown(self.value)}"
+
+
+#: What to do where no GPU serves.
+ON_CPU = Argument("device", "cpu")
+
+
+class _Sentence:
+    """A text in parts, some of which are arguments."""
+
+    args: tuple[Any, ...]
+
+    def __str__(self) -> str:
+        return self.told(str)
+
+    def told(self, word: Callable[[Argument], str]) -> str:
+        """The text with what ``word`` calls each argument."""
+        return "".join(word(part) if isinstance(part, Argument) else str(part) for part in self.args)
+
+
+class Notice(_Sentence, UserWarning):
+    """A warning whose text names arguments."""
+
+
+def warn(message: str | Warning, category: type[Warning] = UserWarning) -> None:
     """Warns of the line outside localllm that called it, however deep in localllm we are."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_HERE):
@@ -34,8 +78,8 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
     warnings.warn(message, category, stacklevel=level)
 
 
-class LocalLLMError(Exception):
-    """The root of all errors that localllm raises on purpose."""
+class LocalLLMError(_Sentence, Exception):
+    """The root of all errors that localllm raises on purpose; made of the parts of its text."""
 
 
 class GGUFError(LocalLLMError):
@@ -60,6 +104,16 @@ class TemplateError(LocalLLMError, ValueError):
 
 class UsageError(LocalLLMError, ValueError):
     """An argument out of range, or arguments that contradict each other."""
+
+    @classmethod
+    def of(cls, name: str, value: object, rule: str) -> Self:
+        """The error of an argument that ``rule`` does not allow."""
+        return cls(Argument(name), f" is {shown(value)}, but must be {rule}")
+
+    @property
+    def argument(self) -> str | None:
+        """The name of the argument that the text begins with, if it does."""
+        return self.args[0].name if self.args and isinstance(self.args[0], Argument) else None
 
 
 class GrammarError(UsageError):
@@ -93,17 +147,22 @@ class ContextLengthError(LocalLLMError, ValueError):
         n_tokens: tokens in the prompt.
         context: tokens that fit.
         truncated: whether what may be left out of it was.
-        truncatable: whether some of it can be left out.
     """
 
-    def __init__(
-        self, n_tokens: int, context: int, advice: str, *, truncated: bool = False, truncatable: bool = False
-    ) -> None:
-        super().__init__(f"the prompt has {n_tokens:,} tokens but the context holds {context:,}: {advice}")
+    def __init__(self, n_tokens: int, context: int, *other: str | Argument, truncated: bool = False) -> None:
+        """``other`` is what can be done beside shortening the prompt and a larger context."""
+        what, shorten = (
+            ("the last message alone makes a prompt of", "it or the system's")
+            if truncated
+            else ("the prompt has", "it")
+        )
+        ways = f"shorten {shorten}{',' if other else ', or'} give a larger "
+        end = (", or ", *other) if other else ()
+        holds = f"{n_tokens:,} tokens but the context holds {context:,}"
+        super().__init__(f"{what} {holds}: {ways}", Argument("context"), *end)
         self.n_tokens = n_tokens
         self.context = context
         self.truncated = truncated
-        self.truncatable = truncatable
 
 
 class NotEnoughMemoryError(LocalLLMError, MemoryError):

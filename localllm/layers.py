@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 from math import floor, frexp, ldexp
 from typing import NamedTuple
 
-from localllm.errors import NotEnoughMemoryError, UsageError
+from localllm.errors import Argument, NotEnoughMemoryError, Notice, UsageError
 
 
 class LayerRange(NamedTuple):
@@ -26,7 +26,7 @@ class LayerRange(NamedTuple):
 Bytes = Callable[[str, range], int]
 
 #: Why there are no GPUs, if nothing else is known.
-NO_GPU = "no GPU was chosen: leave it out, or choose device='cuda'"
+NO_GPU = Notice("no GPU was chosen: leave it out, or choose ", Argument("device", "cuda"))
 
 
 def plan_layers(
@@ -37,7 +37,7 @@ def plan_layers(
     *,
     n_gpu_layers: int | None = None,
     tensor_split: Sequence[float] | None = None,
-    without_gpus: str = NO_GPU,
+    without_gpus: Notice = NO_GPU,
 ) -> list[LayerRange]:
     """Which device has which layers; devices without any are left out.
 
@@ -51,13 +51,14 @@ def plan_layers(
         without_gpus: why there are no GPUs, where there are none.
     """
     if not gpus and (n_gpu_layers or tensor_split is not None):
-        asked = f"n_gpu_layers is {n_gpu_layers}" if n_gpu_layers else f"tensor_split is {_numbers(tensor_split)!r}"
-        raise UsageError(f"{asked}, but {without_gpus}")
+        asked = ("n_gpu_layers", n_gpu_layers) if n_gpu_layers else ("tensor_split", repr(_numbers(tensor_split)))
+        raise UsageError(Argument(asked[0]), f" is {asked[1]}, but ", *without_gpus.args)
     if tensor_split is not None and len(tensor_split) != len(gpus):
-        raise UsageError(
-            f"tensor_split is {_numbers(tensor_split)!r}, but needs a number for each GPU, of which there "
-            f"{'is 1' if len(gpus) == 1 else f'are {len(gpus)}'}: give as many, or leave it out"
+        there = "is 1" if len(gpus) == 1 else f"are {len(gpus)}"
+        needs = (
+            f" is {_numbers(tensor_split)!r}, but needs a number for each GPU, of which there {there}: give as many"
         )
+        raise UsageError(Argument("tensor_split"), needs, ", or leave it out")
 
     def counts(n: int) -> list[list[int]]:
         """Ways to share the last ``n`` layers out, as the number for each GPU; the best first."""
@@ -90,12 +91,10 @@ def plan_layers(
         for each in ranges(counts(n)[0])
         if each.device != host
     )
-    advice = f"n_gpu_layers={fitting} fits" if fitting else "not one of them fits: leave the GPU out"
-    other = "" if tensor_split is None else ", or leave tensor_split out"
-    raise NotEnoughMemoryError(
-        f"{n} layers on GPUs need {needs}: {advice}{other}, or choose a smaller context or a smaller quantisation of "
-        "the model"
-    )
+    fits = (Argument("n_gpu_layers", fitting), " fits") if fitting else ("not one of them fits: leave the GPU out",)
+    other = () if tensor_split is None else (", or leave ", Argument("tensor_split"), " out")
+    smaller = ", or choose a smaller context or a smaller quantisation of the model"
+    raise NotEnoughMemoryError(f"{n} layers on GPUs need {needs}: ", *fits, *other, smaller)
 
 
 def in_proportion(n: int, weights: Sequence[float]) -> list[int]:

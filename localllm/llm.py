@@ -21,7 +21,15 @@ from localllm.completion import Completion, Stream
 from localllm.declared_options import CheckedOptions, LoadOptions, SplitMode, declared, describes
 from localllm.engine.engine import MAX_WAITING, STEP_S, Counts, Engine
 from localllm.engine.request import Request
-from localllm.errors import ClosedError, ContextLengthError, NotEnoughMemoryError, QueueFullError, UsageError, warn
+from localllm.errors import (
+    Argument,
+    ClosedError,
+    ContextLengthError,
+    NotEnoughMemoryError,
+    QueueFullError,
+    UsageError,
+    warn,
+)
 from localllm.files import expanded
 from localllm.habits import THEIR_LOAD, THEIR_METHODS, no_attribute
 from localllm.info import ModelInfo
@@ -257,7 +265,7 @@ class LLM:
         ids = token_ids(ids, self._info.n_vocab)
         n = len(ids) if last is None else whole_number("last", last, 1)
         if n > len(ids):
-            raise UsageError(f"last is {n:,}, but there are {len(ids):,} tokens")
+            raise UsageError.of("last", n, f"at most the number of tokens, {len(ids):,}")
         n_bytes, available = 4 * n * self._info.n_vocab, available_memory()
         if n_bytes > available:
             raise NotEnoughMemoryError(
@@ -293,7 +301,7 @@ class LLM:
         self._check_writes()
         whole_number("top_logprobs", top_logprobs, 0)
         if isinstance(continuations, str | bytes) or not isinstance(continuations, Sequence):
-            raise UsageError("continuations must be a list of texts, or of lists of token ids")
+            raise UsageError.of("continuations", continuations, "a list of texts, or of lists of token ids")
         pairs = [self._continued(prompt, continuation, add_special) for continuation in continuations]
         return scores(engine, pairs, top_logprobs)
 
@@ -344,10 +352,10 @@ class LLM:
             what, use = ("scores documents", "use rerank") if embedder else ("writes text", "load one for vectors")
             raise UsageError(f"{self._info.path.name} {what}: it makes no vectors of texts; {use}")
         if isinstance(texts, str | bytes) or not isinstance(texts, Sequence | np.ndarray):
-            raise UsageError("texts must be a list of texts, or of lists of token ids")
+            raise UsageError.of("texts", texts, "a list of texts, or of lists of token ids")
         n = embedder.width if dimensions is None else whole_number("dimensions", dimensions, 1)
         if n > embedder.width:
-            raise UsageError(f"dimensions is {n:,}, but the model's vectors have {embedder.width:,} values")
+            raise UsageError.of("dimensions", n, f"at most {embedder.width:,}, as the model's vectors have no more")
         text("prefix", prefix)
         ids = [self._prompt_ids(prefix + each if isinstance(each, str) else each, True, False) for each in texts]
         if truncate:
@@ -370,7 +378,7 @@ class LLM:
                 f"{self._info.path.name} is not a reranker: load one, such as a GGUF of bge-reranker-v2-m3"
             )
         if isinstance(documents, str | bytes) or not isinstance(documents, Sequence):
-            raise UsageError("documents must be a list of texts")
+            raise UsageError.of("documents", documents, "a list of texts")
         pairs = [embedder.pair(self._tokenizer, text("query", query), text("document", each)) for each in documents]
         return embedder.vectors(engine, pairs)[:, 0].copy()
 
@@ -485,9 +493,9 @@ class LLM:
         given = CheckedOptions.of(options)
         self._opened()
         if isinstance(prompts, str | bytes):
-            raise UsageError("prompts is a text, but must be a list of prompts: use generate for a single one")
+            raise UsageError.of("prompts", prompts, "a list of prompts: use generate for a single one")
         if not isinstance(prompts, Iterable):
-            raise UsageError(f"prompts is {prompts!r:.80}, but must be a list of prompts")
+            raise UsageError.of("prompts", prompts, "a list of prompts")
         return self._generate_many(iter(prompts), add_special, parse_special, given)
 
     def _generate_many(
@@ -708,10 +716,11 @@ class LLM:
             ids = self.tokenize(prompt, add_special, parse_special)
         else:
             if _is_chat(prompt):
-                raise UsageError("prompt is a list of messages: give it to chat")
+                raise UsageError(Argument("prompt"), " is a list of messages: give it to chat")
             if isinstance(prompt, list | tuple) and any(isinstance(each, str | list | tuple) for each in prompt):
-                raise UsageError("prompt is a list of prompts: give it to generate_many, or one of them to generate")
-            ids = token_ids(prompt, self._info.n_vocab, "prompt must be a text or a list of token ids")
+                many = " is a list of prompts: give it to generate_many, or one of them to generate"
+                raise UsageError(Argument("prompt"), many)
+            ids = token_ids(prompt, self._info.n_vocab, "prompt", "a text or a list of token ids")
         if ids:
             return ids
         bos = self._tokenizer.bos_id
@@ -822,20 +831,20 @@ class LLM:
             sampling = sampling.replace(logit_bias={**sampling.logit_bias, **banned})
         decoder = StreamDecoder(tokenizer, given.stop, continuation=continuation)
         if len(ids) > engine.context:
-            raise _too_long(len(ids), engine.context, given.overflow == "truncate", truncatable)
+            truncated = given.overflow == "truncate"
+            other = (Argument("overflow", "truncate"),) if truncatable and not truncated else ()
+            raise ContextLengthError(len(ids), engine.context, *other, truncated=truncated)
         speculate = given.speculate
         if speculate == "auto":
             speculate = engine.drafts_by
         if speculate == "mtp" and engine.drafts_by != "mtp":
-            raise UsageError(
-                "speculate is 'mtp', but the model has no block that predicts further tokens, is on a GPU, or has a "
-                "draft_model: choose speculate='lookup', or None"
-            )
+            why = " is 'mtp', but the model has no block that predicts further tokens, is on a GPU, or has a "
+            lookup = Argument("speculate", "lookup")
+            raise UsageError(Argument("speculate"), why, Argument("draft_model"), ": choose ", lookup, ", or None")
         if speculate == "draft" and engine.drafts_by != "draft":
-            raise UsageError(
-                "speculate is 'draft', but there is no draft model: load the model with draft_model=..., or choose "
-                "speculate='lookup'"
-            )
+            why = " is 'draft', but there is no draft model: load the model with a "
+            lookup = Argument("speculate", "lookup")
+            raise UsageError(Argument("speculate"), why, Argument("draft_model"), ", or choose ", lookup)
         sampler = make_sampler(
             sampling,
             engine.n_vocab,
@@ -889,16 +898,6 @@ class LLM:
         return self._grammars
 
 
-def _too_long(n_tokens: int, context: int, truncated: bool, truncatable: bool) -> ContextLengthError:
-    if truncated:
-        advice = "the last message alone does not fit: shorten it or the system's, or choose a larger context"
-        return ContextLengthError(n_tokens, context, advice, truncated=True)
-    if truncatable:
-        advice = "shorten it, load the model with a larger context, or pass overflow='truncate'"
-        return ContextLengthError(n_tokens, context, advice, truncatable=True)
-    return ContextLengthError(n_tokens, context, "shorten it or load the model with a larger context")
-
-
 def _is_chat(prompt: object) -> bool:
     """Whether a prompt is a list of messages."""
     return isinstance(prompt, list | tuple) and any(isinstance(each, Mapping) for each in prompt)
@@ -911,12 +910,14 @@ def _checked_variables(value: object) -> dict[str, object]:
         UsageError: it is not a mapping, or has a name that is not a text or has another meaning.
     """
     if not isinstance(value, Mapping):
-        raise UsageError(f"template_variables is {value!r:.80}, but must be a mapping of names to values")
+        raise UsageError.of("template_variables", value, "a mapping of names to values")
     for name in value:
         if not isinstance(name, str):
-            raise UsageError(f"template_variables has the name {name!r:.80}, but names must be texts")
+            raise UsageError(Argument("template_variables"), f" has the name {name!r:.80}, but names must be texts")
         if name in _RESERVED_NAMES:
-            raise UsageError(f"template_variables cannot have the name {name!r}, which chat sets itself")
+            raise UsageError(
+                Argument("template_variables"), f" cannot have the name {name!r}, which chat sets itself"
+            )
     return dict(value)
 
 

@@ -26,7 +26,7 @@ from localllm.engine.drafting.model import DraftModel
 from localllm.engine.drafting.mtp import MTPModel
 from localllm.engine.engine import Engine
 from localllm.engine.runner import ModelRunner
-from localllm.errors import LocalLLMError, ModelError, NotEnoughMemoryError, UsageError, path_text
+from localllm.errors import Argument, LocalLLMError, ModelError, NotEnoughMemoryError, Notice, UsageError, path_text
 from localllm.gguf import GGUFFile
 from localllm.info import ModelInfo, file_type_name
 from localllm.kernels.backend import Progress, weights_of
@@ -63,7 +63,7 @@ class Parts:
     info: ModelInfo
     template_source: TemplateSource  # of the chat template
     template: ChatTemplate | None  # the same compiled, if it was given and not the file's
-    warnings: tuple[str, ...]  # what whoever asked for the model should be told
+    warnings: tuple[Notice, ...]  # what whoever asked for the model should be told
 
 
 def load_parts(options: LoadOptions) -> Parts:
@@ -88,7 +88,7 @@ def load_parts(options: LoadOptions) -> Parts:
         sources, planners, plan = _plan_with_block(sources, devices, options)
         if options.planned is not None:
             options.planned(plan)
-        loaded = list[tuple[ModelRunner, ModelInfo, tuple[str, ...]]]()
+        loaded = list[tuple[ModelRunner, ModelInfo, tuple[Notice, ...]]]()
         try:
             for source, planner, placement in zip(sources, planners, plan.placements, strict=True):
                 loaded.append(_load(source, planner, placement, options))
@@ -264,7 +264,8 @@ def _open_devices(options: LoadOptions) -> tuple[Device, ...]:
         return devices
     try:
         if options.tensor_split is not None:
-            raise UsageError("tensor_split is for a model split by layers: leave it out, or split_mode='row'")
+            why = " is for a model split by layers: leave it out, or "
+            raise UsageError(Argument("tensor_split"), why, Argument("split_mode", "row"))
         return split_by_rows(devices)
     except BaseException:
         _close(devices)
@@ -310,7 +311,7 @@ def _plan_with_block(
 
 def _load(
     source: _Source, planner: Planner, placement: Placement, options: LoadOptions
-) -> tuple[ModelRunner, ModelInfo, tuple[str, ...]]:
+) -> tuple[ModelRunner, ModelInfo, tuple[Notice, ...]]:
     """Packs a model's weights, makes its cache, and tells what there is to be said of it."""
     file, config, report = source.file, source.model.config, of_stage(options.progress, "weights")
     # LongRoPE rotates short contexts differently.
@@ -362,30 +363,29 @@ def _file_bytes(weight: Weight) -> int:
 # -- What is said of it --------------------------------------------------------------------------------------------
 
 
-def _notes(devices: Sequence[Device]) -> tuple[str, ...]:
+def _notes(devices: Sequence[Device]) -> tuple[Notice, ...]:
     """What is to be said of the devices."""
     return tuple(device.note for device in devices if device.note is not None)
 
 
-def _notices(planner: Planner, placement: Placement) -> tuple[str, ...]:
+def _notices(planner: Planner, placement: Placement) -> tuple[Notice, ...]:
     """What a plan leaves to be desired."""
-    name, config, notices = planner.name, planner.model.config, list[str]()
+    name, config, notices = planner.name, planner.model.config, list[Notice]()
     context, trained = placement.context, config.context_length
     if context > trained:
-        notices.append(
-            f"{name} was trained on {trained:,} tokens of context: with context={context:,} it may lose the thread"
-        )
+        before = f"{name} was trained on {trained:,} tokens of context: with "
+        notices.append(Notice(before, Argument("context", context), " it may lose the thread"))
     if n := placement.spilled_layers:
         left = "no layer" if n == config.n_layers else f"not more than {config.n_layers - n} layers"
-        notices.append(
+        before = (
             f"the GPU has room for {left} of {name}: {n} of {config.n_layers} run on the {placement.host}, slower; a "
-            f"smaller context or quantisation leaves more room, and n_gpu_layers={config.n_layers - n} says that it "
-            "is meant so"
+            "smaller context or quantisation leaves more room, and "
         )
+        notices.append(Notice(before, Argument("n_gpu_layers", config.n_layers - n), " says that it is meant so"))
     return tuple(notices)
 
 
-def _larger_weights(name: str, placement: Placement, loaded: Placement) -> tuple[str, ...]:
+def _larger_weights(name: str, placement: Placement, loaded: Placement) -> tuple[Notice, ...]:
     """That weights took more than was planned, because the format planned on cannot hold their values."""
     planned = {(w.name, w.layer): w for group in placement.groups for w in group.packed}
     larger = [w for group in loaded.groups for w in group.packed if w.n_bytes > planned[w.name, w.layer].n_bytes]
@@ -393,12 +393,13 @@ def _larger_weights(name: str, placement: Placement, loaded: Placement) -> tuple
         return ()
     names = ", ".join(weight.name for weight in larger[:3]) + (", …" if len(larger) > 3 else "")
     before = sum(planned[weight.name, weight.layer].n_bytes for weight in larger)
-    return (
+    text = (
         f"{len(larger)} of the tensors of {name} ({names}) have scales beyond the range of float16, in "
         f"which {larger[0].file_type} is read: they are kept in {larger[0].kernel_type}, take "
         f"{sum(w.n_bytes for w in larger) / 1e9:.2f} GB instead of {before / 1e9:.2f} GB, and are slower to compute "
-        "with",
+        "with"
     )
+    return (Notice(text),)
 
 
 def _log_info(info: ModelInfo, role: str = "") -> None:

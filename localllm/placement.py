@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from localllm.devices import Device
 from localllm.engine.runner import max_outputs, max_step_tokens, n_cache_pages, n_states
-from localllm.errors import NotEnoughMemoryError
+from localllm.errors import Argument, NotEnoughMemoryError, Notice
 from localllm.kernels.backend import Footprint, PackedWeight, Progress, Step
 from localllm.kernels.cpu.host import memory_advice
 from localllm.kernels.graph import CacheType, Route
@@ -177,7 +177,7 @@ class Plan:
 
     placements: tuple[Placement, ...]
     free: Mapping[str, int]
-    notices: tuple[str, ...]
+    notices: tuple[Notice, ...]
 
     @property
     def placement(self) -> Placement:
@@ -356,11 +356,12 @@ def fit(planners: Sequence[Planner], available: int, context: int | None = None)
         fit([planner], available, context)  # raises if not even the model alone fits
     named = zip((each.name for each in planners), at(wanted), strict=True)
     needs = " and ".join(f"{name} needs {_needs(placed.on(placed.host))}" for name, placed in named)
-    advice = f"{memory_advice()} or choose a smaller quantisation of the model"
-    if fitting >= MIN_CONTEXT:
-        advice = f"load {'both' if drafts else 'it'} with context={fitting:,} or less, or {advice}"
-    leave_out = "leave the draft model out, " if drafts else ""
-    raise NotEnoughMemoryError(f"{needs}, but {_gigabytes(available)} is available: {leave_out}{advice}")
+    before = f"{needs}, but {_gigabytes(available)} is available: {'leave the draft model out, ' if drafts else ''}"
+    smaller = f"{memory_advice()} or choose a smaller quantisation of the model"
+    if fitting < MIN_CONTEXT:
+        raise NotEnoughMemoryError(before, smaller)
+    it = "both" if drafts else "it"
+    raise NotEnoughMemoryError(before, f"load {it} with ", Argument("context", fitting), f" or less, or {smaller}")
 
 
 def _needs(placed: Placement) -> str:

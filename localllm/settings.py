@@ -24,8 +24,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from localllm.declared_options import STOPS, Kind, LoadOptions, Sampling, declared, shown
-from localllm.errors import SettingsError
+from localllm.declared_options import STOPS, Kind, LoadOptions, Sampling, declared
+from localllm.errors import SettingsError, shown
 from localllm.files import expanded
 
 if TYPE_CHECKING:

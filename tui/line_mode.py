@@ -336,8 +336,7 @@ class LineChat:
             self._play(partial(self.session.make_room, choice))
             return
         if choice is None and not self._lines.interactive:
-            advice = "choose a larger context with -c, or --when-full drop or summarise"
-            raise ContextLengthError(full.needed, full.context, advice)
+            raise ContextLengthError(full.needed, full.context, "--when-full drop or summarise")
         text = _REPLY_TOO_LONG if full.in_reply else _TOO_LONG
         if len(full.choices) > 1:
             text = _FULL

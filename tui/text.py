@@ -15,7 +15,9 @@ from markdown_it import MarkdownIt
 from markdown_it.rules_core import StateCore
 
 from localllm.console import visible, visible_line
-from localllm.errors import LocalLLMError
+from localllm.declared_options import in_flags
+from localllm.errors import Argument, LocalLLMError
+from localllm.tui.chat.settings import READERS
 
 #: The key that selects a message, in words and in the footer.  macOS keeps Ctrl+Up for its own.
 SELECT_KEY, SELECT_SIGN = ("Shift+Tab", "⇧⇥") if sys.platform == "darwin" else ("Ctrl+Up", "^↑")
@@ -47,11 +49,16 @@ def storable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
+def _word(argument: Argument) -> str:
+    """What the chat calls an argument: a setting as /set does, what a model is loaded with as the command line."""
+    return argument.name if argument.name in READERS else in_flags(argument)
+
+
 def sentence(error: BaseException) -> str:
     """What happened and what to do about it, in one line that a terminal can be given."""
     text = f"something went wrong inside localllm ({type(error).__name__}: {error}): please report it"
     if isinstance(error, LocalLLMError):
-        text = str(error)
+        text = error.told(_word)
     elif isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         text = "memory ran out: close other programs, or choose a smaller model or context"
     elif isinstance(error, OSError):

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from localllm.errors import UsageError
+from localllm.errors import Argument, UsageError
 from localllm.kernels.backend import (
     Backend,
     Batch,
@@ -180,5 +180,6 @@ class CPUStep(Step):
 def _checked_threads(threads: int) -> int:
     most = most_threads()
     if not 1 <= threads <= most:
-        raise UsageError(f"threads={threads:,} is out of range: ask for 1 to {most}, or none for {default_threads()}")
+        why = f" is out of range: ask for 1 to {most}, or none for {default_threads()}"
+        raise UsageError(Argument("threads", threads), why)
     return threads

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from localllm.errors import KernelError
+from localllm.errors import ON_CPU, Argument, KernelError
 from localllm.kernels.cuda.cache import PAGE, padded_head
 from localllm.kernels.cuda.driver import Launch
 from localllm.kernels.graph import CacheType
@@ -143,7 +143,8 @@ def choose_variant(variant: Variant, shared_bytes: int) -> Variant:
     if not (1 <= variant.key_dim <= MAX_KEY_DIM and 1 <= variant.value_dim <= MAX_VALUE_DIM):
         raise KernelError(
             f"attention on CUDA takes heads of up to {MAX_KEY_DIM} values in keys and {MAX_VALUE_DIM} in values, not "
-            f"{variant.key_dim} and {variant.value_dim}: use device='cpu'"
+            f"{variant.key_dim} and {variant.value_dim}: use ",
+            ON_CPU,
         )
     parts, loaded = variant._head_parts, variant._page_bytes[0]
     deep = min(max(1, _STAGED_BYTES // loaded - 1), _MAX_AHEAD)
@@ -157,9 +158,10 @@ def choose_variant(variant: Variant, shared_bytes: int) -> Variant:
                 return found
     raise KernelError(
         f"attention over heads of {variant.key_dim} values in a {variant.cache_type} cache needs "
-        f"{found.largest_block_bytes} bytes of shared memory a block, but the device gives {shared_bytes}: use "
-        + ("cache_type='f16', " if variant.cache_type == "q8_0" else "")
-        + "device='cpu' or another device"
+        f"{found.largest_block_bytes} bytes of shared memory a block, but the device gives {shared_bytes}: use ",
+        *((Argument("cache_type", "f16"), ", ") if variant.cache_type == "q8_0" else ()),
+        ON_CPU,
+        " or another device",
     )
 
 

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from localllm.errors import DeviceError, UsageError
+from localllm.errors import ON_CPU, DeviceError, UsageError
 
 #: The oldest devices that the kernels are written for: Turing, whose tensor cores multiply integers.
 MINIMUM_CAPABILITY = (7, 5)
@@ -260,7 +260,8 @@ def check_capability(device: int, properties: DeviceProperties) -> None:
         have, need = (".".join(map(str, c)) for c in (properties.capability, MINIMUM_CAPABILITY))
         raise DeviceError(
             f"CUDA device {device}, {properties.name}, has compute capability {have}, but the kernels need {need} "
-            f"(a GPU of 2018 or later): use another device, or device='cpu'"
+            "(a GPU of 2018 or later): use another device, or ",
+            ON_CPU,
         )
 
 

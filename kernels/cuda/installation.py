@@ -11,7 +11,7 @@ import importlib
 import sys
 from typing import Any
 
-from localllm.errors import DeviceError
+from localllm.errors import ON_CPU, Argument, DeviceError
 
 #: The oldest CUDA that CuPy works with.
 OLDEST_CUDA = (12, 0)
@@ -35,23 +35,17 @@ def import_cupy() -> Any:
     """The package cupy."""
     cuda = driver_cuda()
     if cuda is None:
-        raise DeviceError(
-            "no CUDA device can be used: NVIDIA's driver is not installed here; install it, or use device='cpu'"
-        )
+        raise _no_device("NVIDIA's driver is not installed here; install it, or use ", ON_CPU)
     if cuda < OLDEST_CUDA:
-        raise DeviceError(
-            f"no CUDA device can be used: NVIDIA's driver here runs CUDA up to {_dotted(cuda)}, but localllm needs "
-            f"{_dotted(OLDEST_CUDA)}: install a newer driver, or use device='cpu'"
-        )
+        needed = f"but localllm needs {_dotted(OLDEST_CUDA)}: install a newer driver, or use "
+        raise _no_device(f"NVIDIA's driver here runs CUDA up to {_dotted(cuda)}, {needed}", ON_CPU)
     try:
         return importlib.import_module("cupy")
     except ModuleNotFoundError as error:
         if error.name != "cupy":
             raise _broken(error) from error
-        raise DeviceError(
-            f'no CUDA device can be used: CuPy is not installed; pip install "localllm[{extra(cuda)}]", or use '
-            f"device='cpu'"
-        ) from error
+        install = f'CuPy is not installed; pip install "localllm[{extra(cuda)}]", or use '
+        raise _no_device(install, ON_CPU) from error
     except Exception as error:  # a library that it needs, a folder that it cannot make, …
         raise _broken(error) from error
 
@@ -66,10 +60,8 @@ def count_devices(cupy: Any) -> int:
             raise _unusable(runtime, error) from error
         count = 0
     if count == 0:
-        raise DeviceError(
-            "no CUDA device can be used: NVIDIA's driver finds none (`nvidia-smi` lists them, the environment "
-            "variable CUDA_VISIBLE_DEVICES hides them); use device='cpu'"
-        )
+        where = "`nvidia-smi` lists them, the environment variable CUDA_VISIBLE_DEVICES hides them"
+        raise _no_device(f"NVIDIA's driver finds none ({where}); use ", ON_CPU)
     return count
 
 
@@ -82,7 +74,7 @@ def _unusable(runtime: Any, error: Exception) -> DeviceError:
             f"runs up to {_dotted(cuda)}: install a newer driver, or pip uninstall cupy-cuda{built[0]}x and "
             f'pip install "localllm[{extra(cuda)}]"'
         )
-    return DeviceError(f"no CUDA device can be used: {error}; `nvidia-smi` may say more; or use device='cpu'")
+    return _no_device(f"{error}; `nvidia-smi` may say more; or use ", ON_CPU)
 
 
 def import_nvrtc(cupy: Any) -> Any:
@@ -104,10 +96,12 @@ def extra(cuda: tuple[int, int]) -> str:
 
 
 def _broken(error: Exception) -> DeviceError:
-    return DeviceError(
-        f"no CUDA device can be used: CuPy is installed but does not work; install localllm's extra again, or use "
-        f"device='cpu' ({error})"
-    )
+    again = "CuPy is installed but does not work; install localllm's extra again, or use "
+    return _no_device(again, ON_CPU, f" ({error})")
+
+
+def _no_device(*why: str | Argument) -> DeviceError:
+    return DeviceError("no CUDA device can be used: ", *why)
 
 
 def _version(number: int) -> tuple[int, int]:

@@ -5,6 +5,7 @@ Apart from `localllm.chat.template`, for jinja2 takes a while to import, and who
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from localllm.errors import TemplateError, path_text, quoted
@@ -44,4 +45,4 @@ class TemplateSource:
             raise TemplateError(
                 f"{path_text(file.path)}: {key} is not a string; the file is damaged or badly converted"
             )
-        return cls(text, f"the chat template of {path_text(file.path)}")
+        return cls(text, f"the chat template of {path_text(os.path.basename(file.path))}")

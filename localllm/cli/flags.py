@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Collection, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from localllm.cli.parser import command_aliases, command_names, parser_of
@@ -269,22 +268,3 @@ def nearest(word: str, words: Collection[str]) -> str | None:
     """The word that was meant: one that differs in a letter or two; None if there is none."""
     near = difflib.get_close_matches(word, words, n=1, cutoff=0.75)
     return near[0] if near and len(word) > 3 else None
-
-
-def in_flags(text: str, flags: Mapping[str, str], settled: Mapping[str, str] = MappingProxyType({})) -> str:
-    """What the library says of an argument, in flags: "top_k is -3", "pass device='cpu'", "in logit_bias".
-
-    Args:
-        text: a sentence.
-        flags: the flag of each argument, by its name in the library.
-        settled: what to call those in place of a flag that the settings file gave.
-    """
-    names = "|".join(flags)
-
-    def assigned(match: re.Match[str]) -> str:
-        value = match[2].strip("'")
-        return f"{flags[match[1]]} {value.replace(',', '') if value[0].isdigit() else value}"
-
-    text = re.sub(rf"^({names})(?= is )", lambda match: settled.get(match[1], flags[match[1]]), text)
-    text = re.sub(rf"\b(?<=in )({names})\b(?= is outside)", lambda match: flags[match[1]], text)
-    return re.sub(rf"\b({names})=('[^']*'|[\w.,]*\w)", assigned, text)

@@ -16,19 +16,21 @@ import signal
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from types import FrameType
 from typing import NoReturn
 
-from localllm.cli.flags import in_flags, in_our_command, in_our_flags, take_words
+from localllm.cli.flags import in_our_command, in_our_flags, take_words
 from localllm.cli.parser import command_of, main_parser, parser_of
 from localllm.cli.start import INTERRUPTED, end_at_once
 from localllm.console import discard, is_terminal, prepare_streams, say, visible_line, warn
+from localllm.declared_options import in_flags
 from localllm.errors import (
-    ContextLengthError,
     DeviceError,
     GGUFError,
     LocalLLMError,
     NotEnoughMemoryError,
+    Notice,
     UsageError,
 )
 from localllm.kernels.cpu.host import MIN_ADDRESS_SPACE, address_space_limit, memory_advice
@@ -175,19 +177,8 @@ _CAUSES = (
 
 
 def _sentence(error: BaseException, settled: Mapping[str, str]) -> str:
-    if isinstance(error, ContextLengthError):
-        if error.truncated:
-            return (
-                f"the last message alone makes a prompt of {error.n_tokens:,} tokens but the context holds "
-                f"{error.context:,}: shorten it or the system's, or give a larger context with -c"
-            )
-        ways = "shorten it, give a larger context with -c, or --overflow truncate"
-        if not error.truncatable:
-            ways = "shorten it, or give a larger context with -c"
-        return f"the prompt has {error.n_tokens:,} tokens but the context holds {error.context:,}: {ways}"
     if isinstance(error, LocalLLMError):
-        in_words = isinstance(error, UsageError | DeviceError | NotEnoughMemoryError)
-        text = _in_flags(str(error), settled) if in_words else str(error)
+        text = error.told(partial(in_flags, settled=settled))
         causes = [
             settled[name] for kind, names in _CAUSES if isinstance(error, kind) for name in names if name in settled
         ]
@@ -214,11 +205,6 @@ def _sentence(error: BaseException, settled: Mapping[str, str]) -> str:
     )
 
 
-def _in_flags(text: str, settled: Mapping[str, str]) -> str:
-    """What the library says, in words of the command line."""
-    return in_flags(text, parser_of("generate").flag_of, settled)
-
-
 def _end_line() -> None:
     """After ^C on a terminal: what comes next begins on a line of its own."""
     for stream in (sys.stderr, sys.stdout):
@@ -239,7 +225,7 @@ def _one_line_warnings() -> Iterator[None]:
     """Shows warnings as messages of the program, not as places in its source."""
 
     def show(message: Warning | str, *_: object, **__: object) -> None:
-        warn(_in_flags(str(message), {}))
+        warn(message.told(in_flags) if isinstance(message, Notice) else str(message))
 
     with warnings.catch_warnings():
         warnings.showwarning = show

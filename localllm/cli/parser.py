@@ -146,12 +146,6 @@ class Parser(argparse.ArgumentParser):
         return list(self._option_string_actions)
 
     @property
-    def flag_of(self) -> dict[str, str]:
-        """The flag that sets each argument: the first one, where there are several."""
-        flags = [(action.dest, action.option_strings[0]) for action in self._actions if action.option_strings]
-        return dict(reversed(flags))
-
-    @property
     def name_of(self) -> dict[str, str]:
         """The argument that each flag sets."""
         return {flag: action.dest for flag, action in self._option_string_actions.items()}

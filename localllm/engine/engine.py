@@ -158,8 +158,7 @@ class Engine:
             raise UsageError("there are no tokens to evaluate: the prompt is empty")
         self._check_tokens(request)
         if len(request.tokens) > self.context:
-            advice = "shorten it or load the model with a larger context"
-            raise ContextLengthError(len(request.tokens), self.context, advice)
+            raise ContextLengthError(len(request.tokens), self.context)
         if self.n_waiting >= self._max_waiting and self._has_share(request.client):
             raise QueueFullError(
                 f"{self.n_waiting:,} requests wait for the model already: try again later, or load the model "

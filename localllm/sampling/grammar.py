@@ -21,7 +21,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 from localllm.cancellation import check_cancelled
 from localllm.chat.calls import JSON_OPTIONS
 from localllm.chat.thinking import TAGS
-from localllm.errors import GrammarError, UsageError, warn
+from localllm.errors import Argument, GrammarError, UsageError, warn
 from localllm.kernels import process
 from localllm.sampling.candidates import IntArray
 from localllm.sampling.penalties import Logits
@@ -92,7 +92,7 @@ def check_grammar(sampling: Sampling) -> None:
 
 def _internal(sampling: Sampling) -> str:
     """The grammar in Lark's notation, as llguidance has it."""
-    matcher, complaint = llguidance.LLMatcher, f"{sampling.grammar_kind} cannot be used"
+    matcher, complaint = llguidance.LLMatcher, "cannot be used"
     try:
         _check_size(sampling)
         if sampling.json_schema is not None:
@@ -106,11 +106,11 @@ def _internal(sampling: Sampling) -> str:
         else:
             lark = sampling.grammar or ""
             if _GBNF_RULE.search(lark):
-                complaint = "grammar is not valid GBNF"
+                complaint = "is not valid GBNF"
                 lark = gbnf_to_lark(lark)
         return lark + _NO_FORCING
     except Exception as error:  # it raises nothing more specific
-        raise GrammarError(f"{complaint}: {_line(str(error))}") from None
+        raise _error(sampling, complaint, str(error)) from None
 
 
 def _check_size(sampling: Sampling) -> None:
@@ -178,7 +178,11 @@ def _closed(schema: Any) -> Any:
 
 def _raise_if(complaint: str, sampling: Sampling) -> None:
     if complaint and not complaint.startswith("WARNING"):
-        raise GrammarError(f"{sampling.grammar_kind} cannot be used: {_line(complaint)}")
+        raise _error(sampling, "cannot be used", complaint)
+
+
+def _error(sampling: Sampling, what: str, why: str) -> GrammarError:
+    return GrammarError(Argument(str(sampling.grammar_kind)), f" {what}: {_line(why)}")
 
 
 def _line(text: str) -> str:

@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from localllm.checks import in_vocabulary
 from localllm.declared_options import Sampling
-from localllm.errors import LocalLLMError, ModelError, UsageError
+from localllm.errors import Argument, LocalLLMError, ModelError, UsageError
 from localllm.sampling import candidates as steps
 from localllm.sampling.candidates import Candidates, IntArray, Mirostat2
 from localllm.sampling.penalties import DryPenalty, History, Logits, RepetitionPenalties, SequenceBreakers
@@ -279,8 +279,8 @@ def make_sampler(
         token_bytes: the bytes that an id stands for; DRY finds its sequence breakers with it.
         constraint: what holds the text to the grammar of the settings.
     """
-    in_vocabulary(prompt_ids, n_vocab, " in prompt_ids")
-    in_vocabulary(list(sampling.logit_bias), n_vocab, " in logit_bias")
+    in_vocabulary(prompt_ids, n_vocab, "prompt_ids")
+    in_vocabulary(list(sampling.logit_bias), n_vocab, "logit_bias")
     history = History(prompt_ids)
     trackers = _trackers(sampling, history, token_bytes)
     adjustments: list[Callable[[Logits], Logits]] = []
@@ -340,10 +340,8 @@ def _breakers(texts: tuple[str, ...], token_bytes: Callable[[int], bytes] | None
     if not texts:
         return None
     if token_bytes is None:
-        raise UsageError(
-            "dry_sequence_breakers need the text of each token: give make_sampler token_bytes, or set "
-            "dry_sequence_breakers=()"
-        )
+        why = " need the text of each token: give make_sampler token_bytes, or set "
+        raise UsageError(Argument("dry_sequence_breakers"), why, Argument("dry_sequence_breakers", ()))
     return SequenceBreakers(texts, token_bytes)
 
 

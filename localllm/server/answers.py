@@ -30,7 +30,7 @@ from localllm.chat.thinking import Piece
 from localllm.completion import Chunk, Stream
 from localllm.declared_options import CheckedOptions, Sampling, declared
 from localllm.engine.request import FinishReason, Timings, Usage
-from localllm.errors import ClosedError
+from localllm.errors import Argument, ClosedError, UsageError
 from localllm.llm import LLM
 from localllm.sampling import Choice
 from localllm.server.http import HTTPError, unless_gone
@@ -109,7 +109,7 @@ class Generation(_Options):
             values = options.get(name, ())
             values = tuple(value for value in ([values] if isinstance(values, str) else values) if value)
             if len(values) > MAX_STOPS or any(len(value) > MAX_STOP_LENGTH for value in values):
-                raise HTTPError(400, f"{name} has more than {MAX_STOPS} texts, or one that is too long")
+                raise UsageError(Argument(name), f" has more than {MAX_STOPS} texts, or one that is too long")
             if name in options:
                 options[name] = values
         return {**options, **{name: value for name, value in more.items() if value is not None}}

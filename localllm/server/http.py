@@ -6,16 +6,15 @@ import asyncio
 import hashlib
 import hmac
 import ipaddress
-import re
 import socket
 import sys
 import traceback
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain, repeat
-from types import UnionType
+from types import MappingProxyType, UnionType
 from typing import Any, TypeVar, get_args, get_origin
 from urllib.parse import urlsplit
 
@@ -24,7 +23,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from localllm.declared_options import LoadOptions, declared, in_flags
 from localllm.errors import (
+    Argument,
     ClosedError,
     ContextLengthError,
     LocalLLMError,
@@ -54,32 +55,39 @@ _TYPES = {
 }
 
 
-#: The folders of a model file's path, which clients are not told.
-_FOLDERS = re.compile(r"(?:[A-Za-z]:)?[/\\].*[/\\](?=[^/\\]*\.gguf)")
-
-
 class HTTPError(LocalLLMError):
     """A refusal with its status; ``code`` is a word for programs, ``allow`` the methods that a path takes."""
 
-    def __init__(self, status: int, message: str, code: str | None = None, allow: str = "") -> None:
+    def __init__(
+        self, status: int, message: str, code: str | None = None, allow: str = "", param: str | None = None
+    ) -> None:
         super().__init__(message)
-        self.status, self.code, self.allow = status, code, allow
+        self.status, self.code, self.allow, self.param = status, code, allow, param
 
     @classmethod
-    def of(cls, error: BaseException) -> HTTPError:
-        """What a client is told of an error: one of ours in its own words, without paths of this machine."""
+    def of(cls, error: BaseException, fields: Mapping[str, str] = MappingProxyType({})) -> HTTPError:
+        """What a client is told of an error: one of ours in its own words, without paths of this machine.
+
+        Args:
+            fields: the field of the request for each argument of the library.
+        """
+
+        def word(argument: Argument) -> str:
+            if argument.name in declared(LoadOptions) and argument.name not in fields:
+                return f"{in_flags(argument)} of localllm serve"
+            return str(argument._replace(name=fields.get(argument.name, argument.name)))
+
         if isinstance(error, HTTPError):
             return error
         if isinstance(error, ContextLengthError):
-            message = (
-                f"the prompt has {error.n_tokens:,} tokens but the context holds {error.context:,}: shorten it, or "
-                "start localllm serve with a larger -c"
-            )
-            return cls(400, message, "context_length_exceeded")
+            error = ContextLengthError(
+                error.n_tokens, error.context
+            )  # to cut it is nothing that a request can ask for
+            return cls(400, error.told(word), "context_length_exceeded")
         if isinstance(error, msgspec.DecodeError):
             return cls(400, f"the body is not what this endpoint takes: {error}")
         if isinstance(error, UsageError | TemplateError | TokenizerError):
-            return cls(400, _FOLDERS.sub("", str(error)))
+            return cls(400, error.told(word), param=fields.get(getattr(error, "argument", None) or ""))
         if isinstance(error, UnknownModelError):
             return cls(404, str(error), "model_not_found")
         if isinstance(error, QueueFullError):
@@ -102,7 +110,7 @@ class HTTPError(LocalLLMError):
             return {"type": "error", "error": {"type": kind, "message": str(self)}}
         if path.startswith("/api/"):
             return {"error": str(self)}
-        return {"error": {"message": str(self), "type": kind, "param": None, "code": self.code}}
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
     def response(self, path: str) -> Response:
         headers = {"Retry-After": "2"} if self.status in (429, 503) else {}
@@ -142,6 +150,7 @@ async def decode(request: Request, kind: type[_T]) -> _T:
     body = await read_body(request) or b"{}"
     request.state.n_bytes = len(body)
     request.state.ignored = ignored = list[str]()
+    request.state.fields = _field_names(kind)
     try:
         return msgspec.convert(tolerant(msgspec.json.decode(body), kind, ignored), kind)
     except RecursionError:
@@ -207,6 +216,17 @@ def tolerant(value: Any, kind: Any, ignored: list[str]) -> Any:
         elif each is not None and name not in _HARMLESS:
             ignored.append(name)
     return read
+
+
+def _field_names(kind: Any) -> dict[str, str]:
+    """The name in JSON of each field by its name here, which is the library's, also of those inside others."""
+    names: dict[str, str] = {}
+    for each in msgspec.structs.fields(kind) if isinstance(kind, type) and issubclass(kind, msgspec.Struct) else ():
+        names[each.name] = each.encode_name
+        for within in get_args(each.type):
+            for name, inner in _field_names(within).items():
+                names.setdefault(name, f"{each.encode_name}.{inner}")
+    return names | getattr(kind, "FIELDS", {})
 
 
 @cache
@@ -400,7 +420,8 @@ class Guard:
         except Exception as error:
             if started:
                 raise
-            await HTTPError.of(error).response(scope["path"])(scope, receive, sending)
+            refusal = HTTPError.of(error, scope["state"].get("fields", {}))
+            await refusal.response(scope["path"])(scope, receive, sending)
         return None
 
     def _ignored_fields(self, state: dict[str, Any]) -> list[tuple[bytes, bytes]]:

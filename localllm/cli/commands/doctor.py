@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from localllm import __version__
-from localllm.cli.flags import in_flags
 from localllm.cli.parser import Command, flag
 from localllm.cli.shared_flags import JSON
 from localllm.console import LoadStatus, quantity, visible_line, warn
+from localllm.declared_options import in_flags
 from localllm.errors import DeviceError, LocalLLMError
 from localllm.kernels.cpu.control_groups import cpu_quota
 from localllm.kernels.cpu.host import (
@@ -353,7 +353,7 @@ def _gpu_advice() -> str | None:
     try:
         check_gpus()
     except DeviceError as error:
-        return in_flags(str(error), {"device": "--device"})
+        return error.told(in_flags)
     return None
 
 
@@ -392,7 +392,7 @@ def _list_devices() -> int:
                 free = quantity(driver.memory_info(index).free, "B")
                 print(f"cuda:{index}  {visible_line(driver.properties(index).name)}, {free} of memory free")
         except DeviceError as error:
-            warn(in_flags(str(error), {"device": "--device"}))
+            warn(error.told(in_flags))
     return 0
 
 

@@ -13,10 +13,10 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from localllm.cli.defaults import load_options, settle
-from localllm.cli.flags import in_flags
-from localllm.cli.parser import Command, Words, flag, parser_of
+from localllm.cli.parser import Command, Words, flag
 from localllm.cli.shared_flags import CACHE_TYPE, CONTEXT, JSON, MODEL_OR_WORD, PLACEMENT, THREADS
 from localllm.console import detail, is_terminal, placement_lines, quantity, short_count, visible_line, warn
+from localllm.declared_options import in_flags
 from localllm.errors import UsageError
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def _show_plan(file: GGUFFile, arguments: argparse.Namespace) -> None:
         ):
             print(clean(line))
     for message in plan.notices:
-        warn(in_flags(message, parser_of("inspect").flag_of))
+        warn(message.told(in_flags))
 
 
 def _plan(arguments: argparse.Namespace) -> Plan:

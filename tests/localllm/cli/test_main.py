@@ -291,7 +291,7 @@ def test_a_prompt_that_is_too_long(run: Run, tiny: Path) -> None:
     outcome = run("generate", "-q", "-m", tiny, "--device", "reference", "-c", "16", "-p", "z" * 40)
     assert outcome.code == 1
     assert re.fullmatch(
-        r"the prompt has 4\d tokens but the context holds 16: shorten it, give a larger context with -c, or "
+        r"the prompt has 4\d tokens but the context holds 16: shorten it, give a larger -c, or "
         "--overflow truncate",
         outcome.error(),
     )

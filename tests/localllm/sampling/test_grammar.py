@@ -376,7 +376,7 @@ def test_the_command_line_takes_grammars_as_texts_and_files(
     [
         (["--regex", "a("], "regex cannot be used: unclosed group"),
         (["-j", "{"], "argument -j/--json-schema: '{' is not valid JSON (Expecting"),
-        (["--regex", "a", "--grammar", "b"], "regex and grammar each hold the text to a grammar"),
+        (["--regex", "a", "--grammar", "b"], "--regex and --grammar each hold the text to a grammar"),
         (["-jf", "nowhere.json"], "nowhere.json cannot be read (No such file or directory)"),
     ],
 )

@@ -266,3 +266,25 @@ def test_a_prompt_that_is_too_long_is_told_of_the_flag(server: Serving) -> None:
     answer = post(server, "/v1/completions", {"prompt": "word " * 3000, "max_tokens": 1})
     assert answer.status_code == 400
     assert "larger -c" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "more", "field"),
+    [
+        ("/v1/chat/completions", {"mirostat": 1}, "mirostat"),
+        ("/api/chat", {"options": {"min_p": 7}}, "options.min_p"),
+        ("/completion", {"top_p": 3.5}, "top_p"),
+        ("/v1/messages", {"stop_sequences": ["a"] * 40}, "stop_sequences"),
+    ],
+)
+def test_an_error_names_the_field_as_the_client_wrote_it(
+    server: Serving, path: str, more: dict[str, Any], field: str
+) -> None:
+    answer = post(server, path, APIS[path] | more)
+    assert answer.status_code == 400
+    assert field in answer.text
+
+
+def test_an_error_has_the_name_of_its_field_for_programs(server: Serving) -> None:
+    answer = post(server, "/v1/completions", APIS["/v1/completions"] | {"top_p": 3.5})
+    assert answer.json()["error"]["param"] == "top_p"
