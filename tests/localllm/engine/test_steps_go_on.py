@@ -193,6 +193,30 @@ def test_any_company_gives_the_same_texts() -> None:
     engine.close()
 
 
+def test_a_request_whose_tokens_are_being_chosen_keeps_its_pages() -> None:
+    """Also where its reader is behind, and another waits for the pages that are held meanwhile."""
+    engine, _ = fake_engine(64, parallel=1, max_tokens=16)
+    grammar = SlowGrammar()
+    slow = held([1, 2], 30, grammar)
+    slow.drafter = HalfRight(2)
+    results(slow).on_token = lambda id_: grammar.may_answer.clear() if len(results(slow).ids) == 5 else None
+    engine.submit(slow)
+    assert eventually(lambda: len(results(slow).ids) >= 5 and not grammar.may_answer.is_set())
+    results(slow).is_full = True
+    engine.submit(other := writing([3] * 40, 20))
+    assert not results(other).ended.wait(0.1)
+    assert slow.sequence is not None
+    grammar.may_answer.set()
+    assert eventually(lambda: not slow.is_choosing)
+    results(slow).is_full = False
+    engine.wake()
+    for request in (slow, other):
+        assert results(request).ended.wait(60)
+        assert results(request).ids == greedy_after(request.tokens[: request.n_prompt], len(results(request).ids))
+    assert results(slow).error is None
+    engine.close()
+
+
 def test_messages_that_keep_coming_leave_steps_their_turn(engine: Engine) -> None:
     goes_on = threading.Event()
     goes_on.set()
