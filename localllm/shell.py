@@ -17,11 +17,7 @@ if TYPE_CHECKING:
 
 
 def split_command(text: str) -> list[str]:
-    """The words of a command line; on Windows a backslash is part of a path, and ``'`` of a name.
-
-    Raises:
-        ValueError: a quotation mark is open.
-    """
+    """The words of a command line; on Windows a backslash is part of a path, and ``'`` of a name."""
     words = shlex.shlex(text, posix=True)
     words.whitespace_split, words.commenters = True, ""
     if sys.platform == "win32":

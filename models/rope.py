@@ -113,9 +113,6 @@ def with_axes(m: Header, rope: Rope, *, in_turn: bool) -> Rope:
 
     ``rope.dimension_sections`` says how many frequencies turn by each: the first ones by time, and so on; or with
     ``in_turn``, one by each in turn, as far as there are so many by row or column, and the others by time.
-
-    Raises:
-        ModelError: the sections are not those of a rotation.
     """
     name, n = f"{m.meta.architecture}.rope.dimension_sections", len(rope.frequencies)
     sections: Any = m.meta.find("rope.dimension_sections")

@@ -34,22 +34,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What came out.
-
-    Attributes:
-        rates: tokens a second, one a repetition.
-        achieved: what that is in bytes read, or multiplications, a second; none of a test that is of both kinds.
-        ceilings: what the machine could do then, in the same unit; none where the device has no such ceiling.
-        profiles: what the time on each GPU went to, if that was asked for.
-    """
+    """What came out."""
 
     test: Test
     threads: int
     unit: str
-    rates: tuple[float, ...]
+    rates: tuple[float, ...]  # tokens a second, one a repetition
+    # what that is in bytes read, or multiplications, a second; none of a test that is of both kinds
     achieved: tuple[float, ...]
+    # what the machine could do then, in the same unit; none where the device has no such ceiling
     ceilings: tuple[float, ...] = ()
-    profiles: tuple[DeviceProfile, ...] = ()
+    profiles: tuple[DeviceProfile, ...] = ()  # what the time on each GPU went to, if that was asked for
 
     @property
     def share(self) -> float | None:

@@ -26,31 +26,21 @@ _HEAD = ("operation", "launches", "a step", "share", "B/s", "FLOP/s", "of floor"
 
 @dataclass(frozen=True)
 class DeviceCeilings:
-    """What a GPU could do at most, when it was asked.
+    """What a GPU could do at most, when it was asked."""
 
-    Attributes:
-        copy: bytes a second, read and written.
-        read: bytes a second, read only.
-        rates: operations a second.
-    """
-
-    copy: float
-    read: float
-    rates: Mapping[Kind, float]
+    copy: float  # bytes a second, read and written
+    read: float  # bytes a second, read only
+    rates: Mapping[Kind, float]  # operations a second
 
 
 @dataclass(frozen=True)
 class DeviceProfile:
-    """What a test's forward passes on one GPU go to.
-
-    Attributes:
-        busy: the part of the test's time in which the GPU was at work on them.
-    """
+    """What a test's forward passes on one GPU go to."""
 
     test: Test
     device: str
     profile: Profile
-    busy: float
+    busy: float  # the part of the test's time in which the GPU was at work on them
     ceilings: DeviceCeilings
 
     def floor(self, share: Share) -> float:

@@ -55,24 +55,16 @@ class Result:
 
 @dataclass
 class Load:
-    """Requests, and what came of them.
+    """Requests, and what came of them."""
 
-    Attributes:
-        url: of the server.
-        n_clients: that send them, each one at a time.
-        n_requests: in all.
-        rate: requests that arrive a second, on average; None is as soon as a client is free.
-        mean_prompt, mean_reply: tokens.
-        model: that is asked for.
-    """
-
-    url: str
-    n_clients: int
-    n_requests: int
-    rate: float | None = None
+    url: str  # of the server
+    n_clients: int  # that send them, each one at a time
+    n_requests: int  # in all
+    rate: float | None = None  # requests that arrive a second, on average; None is as soon as a client is free
+    # mean_prompt, mean_reply: tokens
     mean_prompt: int = 512
     mean_reply: int = 128
-    model: str = ""
+    model: str = ""  # that is asked for
     seed: int = 1
     results: list[Result] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)

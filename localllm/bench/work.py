@@ -22,21 +22,14 @@ from localllm.quant.repack import repack_target
 
 @dataclass(frozen=True)
 class Test:
-    """One thing to measure.
-
-    Attributes:
-        kind: "pp", "tg", or "pg" for both in turn.
-        n: tokens to evaluate, or to generate.
-        depth: tokens that stand before.
-        n_after: tokens that "pg" generates after it has evaluated ``n``.
-    """
+    """One thing to measure."""
 
     __test__ = False  # for pytest, which would take it for one of its own
 
-    kind: str
-    n: int
-    depth: int
-    n_after: int = 0
+    kind: str  # "pp", "tg", or "pg" for both in turn
+    n: int  # tokens to evaluate, or to generate
+    depth: int  # tokens that stand before
+    n_after: int = 0  # tokens that "pg" generates after it has evaluated ``n``
 
     @property
     def name(self) -> str:
@@ -55,11 +48,7 @@ def make_tests(
     depths: Sequence[int],
     pairs: Sequence[Sequence[int]] = (),
 ) -> list[Test]:
-    """The tests for lists of numbers, and pairs of them for tests of both kinds; 0 tokens are no test.
-
-    Raises:
-        UsageError: a number is negative, a pair is none, or there is no test.
-    """
+    """The tests for lists of numbers, and pairs of them for tests of both kinds; 0 tokens are no test."""
     if wrong := [pair for pair in pairs if len(pair) != 2 or min(pair) < 1]:
         raise UsageError(
             f"-pg is {','.join(map(str, wrong[0]))}, but must be two whole numbers of at least 1, as 512,128"
@@ -79,23 +68,16 @@ def make_tests(
 
 @dataclass(frozen=True)
 class Work:
-    """What a model costs.
+    """What a model costs."""
 
-    Attributes:
-        weight_bytes: read for every token that is generated.
-        kv_bytes: of one token's keys and values.
-        layer_products: multiplications of a token's activations with the layers' weights: of bytes, of floats.
-        head_products: the same of the output matrix, which a prompt needs once.
-        attention_products: multiplications of floats for each token that another one sees.
-        windows: how many tokens a token sees at most, itself among them, None for all; and in what part of the
-            layers' keys and values.
-    """
-
-    weight_bytes: int
-    kv_bytes: float
+    weight_bytes: int  # read for every token that is generated
+    kv_bytes: float  # of one token's keys and values
+    # multiplications of a token's activations with the layers' weights: of bytes, of floats
     layer_products: tuple[float, float]
-    head_products: tuple[float, float]
-    attention_products: float
+    head_products: tuple[float, float]  # the same of the output matrix, which a prompt needs once
+    attention_products: float  # multiplications of floats for each token that another one sees
+    # how many tokens a token sees at most, itself among them, None for all; and in what part of the layers' keys and
+    # values
     windows: Mapping[int | None, float] = field(default_factory=lambda: {None: 1.0})
 
     @classmethod

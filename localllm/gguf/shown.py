@@ -21,17 +21,11 @@ _CHARACTERS = 80
 
 @dataclass(frozen=True)
 class Value:
-    """A metadata value, as far as it is shown.
+    """A metadata value, as far as it is shown."""
 
-    Attributes:
-        type: in words: "integer", "text", "array of 32,000 texts", …
-        shown: a JSON value; of an array its first elements.
-        left_out: elements, or characters of a text, that are not shown.
-    """
-
-    type: str
-    shown: Any
-    left_out: int = 0
+    type: str  # in words: "integer", "text", "array of 32,000 texts", …
+    shown: Any  # a JSON value; of an array its first elements
+    left_out: int = 0  # elements, or characters of a text, that are not shown
 
     def __str__(self) -> str:
         text = json.dumps(self.shown, ensure_ascii=False)

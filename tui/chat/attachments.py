@@ -35,21 +35,13 @@ _PUNCTUATION = ".,;:!?)]}"
 
 
 class Attached(NamedTuple):
-    """The files that a text names.
+    """The files that a text names."""
 
-    Attributes:
-        files: each of them once, or where they do not fit, the pieces that match the text best.
-        unknown: what looks like a name but is that of no file; it may be just a word with an @.
-        skipped: files of folders that are not text.
-        n_tokens: of all files, about.
-        is_cut: whether these are pieces.
-    """
-
-    files: tuple[Attachment, ...]
-    unknown: tuple[str, ...] = ()
-    skipped: tuple[str, ...] = ()
-    n_tokens: int = 0
-    is_cut: bool = False
+    files: tuple[Attachment, ...]  # each of them once, or where they do not fit, the pieces that match the text best
+    unknown: tuple[str, ...] = ()  # what looks like a name but is that of no file; it may be just a word with an @
+    skipped: tuple[str, ...] = ()  # files of folders that are not text
+    n_tokens: int = 0  # of all files, about
+    is_cut: bool = False  # whether these are pieces
 
 
 def attach(
@@ -63,9 +55,6 @@ def attach(
 
     ``count`` gives the tokens of a text, and ``room`` those that files may have.  Files that are gone are taken from
     ``known``, those of an earlier version of the text; ``rank`` ranks pieces of files that do not fit.
-
-    Raises:
-        UsageError: one cannot be read, is too large or no text, or a name in quotes is of no file.
     """
     old = tuple(known)
     kept: list[Attachment] = []

@@ -121,12 +121,7 @@ INSTRUCTION = (
 
 
 class ContextTrimmer:
-    """Where the prompt of a reply can begin.
-
-    Attributes:
-        path: the messages up to the one that is replied to; the model gets it from the place ``start`` on.
-        summary: of the messages before; a new one may have ``summary_tokens``.
-    """
+    """Where the prompt of a reply can begin."""
 
     def __init__(
         self, model: ChatModel, conversation: Conversation, question: str, begun: str, tools: Mapping[str, Any]
@@ -138,9 +133,11 @@ class ContextTrimmer:
         self._begun = begun
         self._settings = chat_settings.generation(conversation.settings)
         self._context = model.info.context
+        # the messages up to the one that is replied to; the model gets it from the place ``start`` on
         self.path = conversation.path(question)
         window = window_of(self.path)
         self.start = len(self.path) - len(visible_part(self.path, window))
+        # of the messages before; a new one may have ``summary_tokens``
         self.summary = "" if window is None else window.summary
         self.summary_tokens = max(1, self._context // 8)
 

@@ -39,24 +39,15 @@ Id = Annotated[str, Meta(min_length=1, max_length=100)]
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """What a reply cost.
+    """What a reply cost."""
 
-    Attributes:
-        prompt_tokens: all tokens of the prompt.
-        cached_tokens: those of them that were in the cache, and cost nothing.
-        new_tokens: tokens of the reply.
-        first_token_s: seconds to the first token.
-        rate: tokens a second after it.
-        model: which model replied.
-        thinking_s: seconds that it thought before it answered; None if it did not, or that is not known.
-    """
-
-    prompt_tokens: Count = 0
-    cached_tokens: Count = 0
-    new_tokens: Count = 0
-    first_token_s: Seconds = 0.0
-    rate: Seconds = 0.0
-    model: str = ""
+    prompt_tokens: Count = 0  # all tokens of the prompt
+    cached_tokens: Count = 0  # those of them that were in the cache, and cost nothing
+    new_tokens: Count = 0  # tokens of the reply
+    first_token_s: Seconds = 0.0  # seconds to the first token
+    rate: Seconds = 0.0  # tokens a second after it
+    model: str = ""  # which model replied
+    # seconds that it thought before it answered; None if it did not, or that is not known
     thinking_s: Seconds | None = None
 
     @property
@@ -98,29 +89,19 @@ class Call:
 
 @dataclass(frozen=True)
 class Message:
-    """One message.
+    """One message."""
 
-    Attributes:
-        id: unique among all messages of all conversations.
-        parent: the id of the message before it; None for a first one.
-        text: what was said; of a reply all that the model wrote, thinking and tags as well.
-        created: in seconds since 1970.
-        opened: the tag of thinking that the prompt ended with; see `localllm.chat.thinking`.
-        window: what the model gets of the conversation from here on, where it did not fit.
-        calls: of tools, with which a reply ends; another reply follows them.
-    """
-
-    id: Id
-    parent: Id | None
+    id: Id  # unique among all messages of all conversations
+    parent: Id | None  # the id of the message before it; None for a first one
     role: Role
-    text: str
-    created: Time
+    text: str  # what was said; of a reply all that the model wrote, thinking and tags as well
+    created: Time  # in seconds since 1970
     state: State = "complete"
-    opened: str = ""
+    opened: str = ""  # the tag of thinking that the prompt ended with; see `localllm.chat.thinking`
     stats: Stats | None = None
-    window: Window | None = None
+    window: Window | None = None  # what the model gets of the conversation from here on, where it did not fit
     attachments: tuple[Attachment, ...] = ()
-    calls: tuple[Call, ...] = ()
+    calls: tuple[Call, ...] = ()  # of tools, with which a reply ends; another reply follows them
 
     @property
     def can_go_on(self) -> bool:
@@ -159,22 +140,18 @@ def short_id() -> str:
 
 @dataclass
 class Conversation:
-    """A tree of messages, and what belongs to it as a whole.
-
-    Attributes:
-        settings: how replies are generated; see `localllm.tui.chat.settings`.
-        model: the path of the model's file; empty is the demo model.
-        created, updated: in seconds since 1970.
-        is_saved: whether it was ever saved: where it is gone from the store then, somebody has deleted it.
-    """
+    """A tree of messages, and what belongs to it as a whole."""
 
     id: str = field(default_factory=short_id)
     title: str = ""
     system: str = ""
+    # how replies are generated; see `localllm.tui.chat.settings`
     settings: dict[str, Any] = field(default_factory=dict)
-    model: str = ""
+    model: str = ""  # the path of the model's file; empty is the demo model
+    # created, updated: in seconds since 1970
     created: float = field(default_factory=time.time)
     updated: float = field(default_factory=time.time)
+    # whether it was ever saved: where it is gone from the store then, somebody has deleted it
     is_saved: bool = field(default=False, compare=False)
     _messages: dict[str, Message] = field(default_factory=dict, repr=False)
     _children: dict[str | None, list[str]] = field(default_factory=dict, repr=False)

@@ -50,19 +50,12 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class ContextFull:
-    """The last event where the context is full: `ChatSession.make_room` goes on, with one of ``choices``.
+    """The last event where the context is full: `ChatSession.make_room` goes on, with one of ``choices``."""
 
-    Attributes:
-        needed: tokens of the prompt, and of the reply so far.
-        context: tokens that there is room for.
-        in_reply: whether a reply was cut off by it; else there is none yet.
-        choices: what can be done; "stop" alone where the last message does not fit by itself.
-    """
-
-    needed: int
-    context: int
-    in_reply: bool
-    choices: tuple[Choice, ...]
+    needed: int  # tokens of the prompt, and of the reply so far
+    context: int  # tokens that there is room for
+    in_reply: bool  # whether a reply was cut off by it; else there is none yet
+    choices: tuple[Choice, ...]  # what can be done; "stop" alone where the last message does not fit by itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,16 +136,11 @@ def _joined(last: Event, event: Event) -> Event | None:
 
 
 class Turn:
-    """Something that is being generated: where its events go, and whether somebody wants no more of it.
-
-    Attributes:
-        emit: takes its events, on the thread that generates.
-        question: the id of the message that was said in it; None as long as none was.
-    """
+    """Something that is being generated: where its events go, and whether somebody wants no more of it."""
 
     def __init__(self, emit: Callable[[Event], None]) -> None:
-        self.emit = emit
-        self.question: str | None = None
+        self.emit = emit  # takes its events, on the thread that generates
+        self.question: str | None = None  # the id of the message that was said in it; None as long as none was
         self._stopped = threading.Event()
         self._stream: Stream | None = None
 
