@@ -17,8 +17,17 @@ from pathlib import Path
 from localllm.errors import NotEnoughMemoryError
 from localllm.kernels.cpu.control_groups import cpu_quota, memory_room, text_of
 
-#: Windows' number of the feature, in winnt.h.
-PF_ARM_V82_DP_INSTRUCTIONS_AVAILABLE = 43
+#: Features of Arm processors by LLVM's names: the word (AT_HWCAP, AT_HWCAP2) of Linux's auxiliary vector, the bit in
+#: it (arch/arm64/include/uapi/asm/hwcap.h), Windows' number (winnt.h), and macOS's name (sysctl).
+_ARM_FEATURES = {
+    "lse": (16, 8, 34, "hw.optional.arm.FEAT_LSE"),
+    "fullfp16": (16, 10, 67, "hw.optional.arm.FEAT_FP16"),
+    "dotprod": (16, 20, 43, "hw.optional.arm.FEAT_DotProd"),
+    "sve": (16, 22, 46, ""),
+    "sve2": (26, 1, 47, ""),
+    "i8mm": (26, 13, 66, "hw.optional.arm.FEAT_I8MM"),
+    "bf16": (26, 14, 68, "hw.optional.arm.FEAT_BF16"),
+}
 
 #: Processors that other programs may keep busy before what is measured means little.
 OTHER_CPUS = 0.5
@@ -56,24 +65,31 @@ def features() -> frozenset[str]:
 
 
 def _arm_features() -> frozenset[str]:
-    """What Arm targets need; LLVM finds no dot product on Linux and Windows, and on macOS nothing at all."""
-    if sys.platform == "darwin":
-        return frozenset({"neon", "dotprod"})  # all of Apple's processors since the M1
-    if sys.platform == "win32":
-        has_dotprod = bool(ctypes.windll.kernel32.IsProcessorFeaturePresent(PF_ARM_V82_DP_INSTRUCTIONS_AVAILABLE))
-        return frozenset({"neon", "dotprod"} if has_dotprod else {"neon"})
-    return _arm_linux_features(text_of(Path("/proc/cpuinfo")))
+    """What the system says; LLVM finds little on Linux and Windows, and on macOS nothing at all.
 
-
-def _arm_linux_features(cpuinfo: str) -> frozenset[str]:
-    """LLVM's names of the features that ``/proc/cpuinfo`` lists.
-
-    Source: Linux, Documentation/arch/arm64/elf_hwcaps.rst.
+    Of unlike cores it tells what all have.  Each has NEON, and Apple's have the dot product since the M1.
     """
-    lines = [line.partition(":")[2].split() for line in cpuinfo.splitlines() if line.startswith("Features")]
-    names = {"asimd": "neon", "asimddp": "dotprod"}
-    # Processors with unlike cores list each; a thread may run on any.
-    return frozenset(ours for linux, ours in names.items() if lines and all(linux in line for line in lines))
+    if sys.platform == "darwin":
+        apples = {"neon", "dotprod"}
+        return frozenset(apples | {name for name, (*_, key) in _ARM_FEATURES.items() if key and _sysctl_int(key)})
+    if sys.platform == "win32":
+        is_present = ctypes.windll.kernel32.IsProcessorFeaturePresent
+        return frozenset({"neon"} | {name for name, (_, _, number, _) in _ARM_FEATURES.items() if is_present(number)})
+    try:
+        getauxval = ctypes.CDLL(None).getauxval
+    except AttributeError:  # another system
+        return frozenset({"neon"})
+    getauxval.argtypes, getauxval.restype = [ctypes.c_ulong], ctypes.c_ulong
+    return frozenset(
+        {"neon"} | {name for name, (word, bit, *_) in _ARM_FEATURES.items() if getauxval(word) >> bit & 1}
+    )
+
+
+def _sysctl_int(name: str) -> int:
+    """A number that macOS knows by name; 0 where it does not."""
+    value, size = ctypes.c_int(0), ctypes.c_size_t(ctypes.sizeof(ctypes.c_int))
+    failed = ctypes.CDLL(None).sysctlbyname(name.encode(), ctypes.byref(value), ctypes.byref(size), None, 0)
+    return 0 if failed else value.value
 
 
 def cpu_model() -> str:

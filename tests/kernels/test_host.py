@@ -2,38 +2,100 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import platform
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 
 from localllm.errors import NotEnoughMemoryError
 from localllm.kernels.cpu import host
+from tests.helpers.windows import elsewhere
 
-NEOVERSE = "fp asimd evtstrm aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpuid asimdrdm lrcpc dcpop asimddp ssbs"
-CORTEX_A72 = "fp asimd evtstrm aes pmull sha1 sha2 crc32 cpuid"
+#: Words of the auxiliary vector, numbers of Windows and names of macOS, as their documentation has them.
+CORTEX_A72 = {16: 0x8FF, 26: 0}
+NEOVERSE_N1 = {16: 0x119FFF, 26: 0}
+NEOVERSE_N2 = {16: 0x11DFFF | 1 << 22, 26: 1 << 1 | 1 << 13 | 1 << 14}
 
 
-def cpuinfo(*cores: str) -> str:
-    return "\n".join(f"processor\t: {i}\nBogoMIPS\t: 243.75\nFeatures\t: {f}\n" for i, f in enumerate(cores))
+class Auxiliary:
+    """A function of C that looks words up."""
+
+    def __init__(self, words: dict[int, int]) -> None:
+        self.words = words
+
+    def __call__(self, word: int) -> int:
+        return self.words.get(word, 0)
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
+    ("words", "expected"),
     [
-        (cpuinfo(NEOVERSE), {"neon", "dotprod"}),
-        (cpuinfo(CORTEX_A72), {"neon"}),
-        (cpuinfo(CORTEX_A72, CORTEX_A72, NEOVERSE), {"neon"}),  # any thread may run on any core
-        ("", set()),
+        (CORTEX_A72, {"neon"}),
+        (NEOVERSE_N1, {"neon", "lse", "fullfp16", "dotprod"}),
+        (NEOVERSE_N2, {"neon", "lse", "fullfp16", "dotprod", "sve", "sve2", "i8mm", "bf16"}),
+        (None, {"neon"}),
     ],
 )
-def test_features_of_arm_processors_on_linux(text: str, expected: set[str]) -> None:
-    assert host._arm_linux_features(text) == expected
+def test_features_of_arm_processors_on_linux(
+    words: dict[int, int] | None, expected: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    libc = SimpleNamespace() if words is None else SimpleNamespace(getauxval=Auxiliary(words))
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: libc)
+    assert host._arm_features() == expected
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="has no auxiliary vector")
+def test_the_auxiliary_vector_is_read() -> None:
+    """On any processor it says something."""
+    assert ctypes.CDLL(None).getauxval(6) == mmap.PAGESIZE  # AT_PAGESZ
+    assert "neon" in host._arm_features()
+
+
+@pytest.mark.parametrize(
+    ("numbers", "expected"),
+    [
+        ({34, 43}, {"neon", "lse", "dotprod"}),
+        ({34, 43, 66, 67, 68}, {"neon", "lse", "dotprod", "i8mm", "fullfp16", "bf16"}),
+    ],
+)
+def test_features_of_arm_processors_on_windows(
+    numbers: set[int], expected: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere(monkeypatch, "win32")
+    kernel32 = SimpleNamespace(IsProcessorFeaturePresent=lambda number: number in numbers)
+    monkeypatch.setattr(ctypes, "windll", SimpleNamespace(kernel32=kernel32), raising=False)
+    assert host._arm_features() == expected
+
+
+@pytest.mark.parametrize(
+    ("known", "expected"),
+    [
+        ({}, {"neon", "dotprod"}),  # macOS 11
+        ({"DotProd": 1, "FP16": 1, "LSE": 1, "I8MM": 0, "BF16": 0}, {"neon", "dotprod", "fullfp16", "lse"}),  # M1
+        ({"FP16": 1, "LSE": 1, "I8MM": 1, "BF16": 1}, {"neon", "dotprod", "fullfp16", "lse", "i8mm", "bf16"}),  # M2
+    ],
+)
+def test_features_of_arm_processors_on_macos(
+    known: dict[str, int], expected: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sysctlbyname(name: bytes, value: Any, size: Any, *_: object) -> int:
+        feature = name.decode().removeprefix("hw.optional.arm.FEAT_")
+        if feature not in known:
+            return -1
+        assert size._obj.value == 4
+        value._obj.value = known[feature]
+        return 0
+
+    elsewhere(monkeypatch, "darwin")
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(sysctlbyname=sysctlbyname))
+    assert host._arm_features() == expected
 
 
 def test_this_processor() -> None:

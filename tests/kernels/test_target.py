@@ -8,6 +8,7 @@ from localllm.errors import DeviceError, UsageError
 from localllm.kernels.cpu import target as module
 from localllm.kernels.cpu.target import ISA_VARIABLE, TARGETS, available, choose
 from tests.helpers.recorder import CPUOps
+from tests.helpers.windows import elsewhere
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +52,8 @@ def test_an_unknown_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_apple_processor_has_the_dot_product(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.llvm, "get_process_triple", lambda: "arm64-apple-darwin23.1.0")
-    monkeypatch.setattr(module.host.sys, "platform", "darwin")
+    elsewhere(monkeypatch, "darwin")
+    monkeypatch.setattr(module.host, "_sysctl_int", lambda name: 0)
     assert [t.name for t in available.__wrapped__()] == ["neon", "generic"]
 
 

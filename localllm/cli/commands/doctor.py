@@ -70,10 +70,13 @@ CUDA_PACKAGES = (
     ("cupy-cuda12x", "cuda-toolkit[nvrtc,cudart]==12.*"),
 )
 
-#: Processor features, by LLVM's names, that kernels use or could use.
+#: Processor features, by LLVM's names, that kernels use, and others that they could use.
 FEATURES = (
-    *("avx", "avx2", "fma", "f16c", "bmi2", "avxvnni", "avx512f", "avx512bw", "avx512vl", "avx512vnni", "avx512bf16"),
-    *("amx-int8", "neon", "dotprod", "i8mm", "fullfp16", "sve", "sve2"),
+    *("avx", "avx2", "fma", "f16c", "bmi2", "avxvnni", "avx512f", "avx512bw", "avx512vl", "avx512vnni"),
+    *("neon", "dotprod"),
+)
+UNUSED_FEATURES = (
+    *("avxvnniint8", "avx512bf16", "amx-int8", "amx-bf16", "lse", "fullfp16", "i8mm", "bf16", "sve", "sve2"),
 )
 
 
@@ -219,14 +222,11 @@ def _processor() -> Iterator[Finding]:
 
     yield Finding("processor", "processor", cpu_model())
     yield Finding("processor", "cores", _cores())
-    yield Finding("processor", "features", ", ".join(_features()) or "none that kernels use")
+    found = features()
+    used, others = (", ".join(n for n in names if n in found) for names in (FEATURES, UNUSED_FEATURES))
+    yield Finding("processor", "features", (used or "none that kernels use") + (others and f"; not used: {others}"))
     yield Finding("processor", "instruction sets", ", ".join(target.name for target in available()))
     yield _chosen_target()
-
-
-def _features() -> list[str]:
-    found = features()
-    return [feature for feature in FEATURES if feature in found]
 
 
 def _chosen_target() -> Finding:
