@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Never, Self
+from typing import TYPE_CHECKING, Any, Never, Self, TypeVar
 
 from localllm.chat import CHATML
 from localllm.checks import check_keywords, mappings, whole_number
@@ -309,8 +309,8 @@ class Llama:
     ) -> Any:
         """Answers a chat: a dict as OpenAI's chat completions are, or with ``stream`` an iterator of its chunks.
 
-        Tools are shown to the model by its own template.  Calls that it writes come as ``tool_calls``; of a stream
-        they are part of the ``content``.
+        Tools are shown to the model by its own template.  Calls that it writes come as ``tool_calls``, in a
+        stream with their arguments as they are written.
 
         Args:
             functions, function_call: the old names of ``tools`` and ``tool_choice``.
@@ -355,24 +355,28 @@ class Llama:
             given["json_schema"] = function.get("parameters") or {"type": "object"}
         elif kind != "text":
             given["json_schema"] = schema or {"type": "object"}
-        begin = partial(
-            self._begin, self.llm.stream_chat, messages, tools=None if choice == "none" else tools, **given
-        )
-        answer = _Answer(f"chatcmpl-{uuid.uuid4()}", "chat.completion", model or self.model_path)
         name = None if function is None else str(function["name"])
+        offered = None if choice == "none" else tools
+
+        def begin() -> Stream:
+            stream = self._begin(self.llm.stream_chat, messages, tools=offered, **given)
+            if name is not None or not offered:
+                stream.parser = None  # as in llama-cpp-python, the content is all that the model writes
+            return stream
+
+        answer = _Answer(f"chatcmpl-{uuid.uuid4()}", "chat.completion", model or self.model_path)
         if stream:
             return self._chat_chunks(begin, answer, name)
         done = self._read(begin())
         message: dict[str, Any] = {"role": "assistant", "content": done.text}
-        calls = []
-        if name is not None or (tools and choice != "none"):
-            read = self.llm._answer(done, self._ids, tools if name is None else None)
-            calls = [(name, read.text)] if name is not None else [(c.name, c.arguments) for c in read.tool_calls]
+        if done.reasoning:
+            message["reasoning_content"] = done.reasoning
+        calls = [(each.name, each.arguments) for each in done.tool_calls] if name is None else [(name, done.text)]
         if calls:
-            text = None if name is not None else read.text or None
+            text = None if name is not None else done.text or None
             message |= {"content": text, "tool_calls": [_call(answer, i, *call) for i, call in enumerate(calls)]}
-            done = replace(done, finish_reason="tool_calls")  # type: ignore[arg-type]
-        return answer.whole({"message": message, "logprobs": self._chat_logprobs(done.logprobs)}, done)
+        choice = {"message": message, "logprobs": self._chat_logprobs(done.logprobs)}
+        return answer.whole(choice, _called(done) if calls else done)
 
     def _begin(self, stream: Callable[..., Stream], prompt: Any, **options: Any) -> Stream:
         try:
@@ -385,6 +389,8 @@ class Llama:
     def _read(self, stream: Stream) -> Completion:
         done = stream.read()
         self._ids = stream.tokens
+        for message in stream.parser.warnings if stream.parser is not None else ():
+            warn(message)
         return done
 
     def _text_chunks(
@@ -402,29 +408,36 @@ class Llama:
     ) -> Iterator[dict[str, Any]]:
         answer = _Answer(answer.id, "chat.completion.chunk", answer.model)
         yield answer.chunk({"delta": {"role": "assistant"}, "logprobs": None}, Chunk(""))
+        has_calls = function is not None
         for chunk in self._chunks(begin):
-            delta: dict[str, Any] = {"content": chunk.text} if chunk.finish_reason is None else {}
-            if function is not None and delta:
+            delta: dict[str, Any] = {"content": chunk.text} if chunk.text else {}
+            if chunk.reasoning:
+                delta = {"reasoning_content": chunk.reasoning}
+            elif function is not None and delta:
                 delta = {"tool_calls": [{"index": 0, **_call(answer, 0, function, chunk.text)}]}
-            elif function is not None:
-                chunk = replace(chunk, finish_reason="tool_calls")  # type: ignore[arg-type]
-            yield answer.chunk({"delta": delta, "logprobs": self._chat_logprobs(chunk.logprobs)}, chunk)
+            elif (call := chunk.call) is not None:
+                has_calls = True
+                part = _call(answer, call.index, call.name, call.arguments)
+                delta = {"tool_calls": [{"index": call.index, **part}]}
+            choice = {"delta": delta, "logprobs": self._chat_logprobs(chunk.logprobs)}
+            yield answer.chunk(choice, _called(chunk) if has_calls else chunk)
 
     def _chunks(self, begin: Callable[[], Stream]) -> Iterator[Chunk]:
-        """Chunks with text, and one without it that has the finish reason.
+        """Chunks with text, reasoning or a piece of a call, and one without them that has the finish reason.
 
-        Tokens that complete no character go with the one that does.
+        Tokens that bring none of these go with the one that does.
         """
         waiting: tuple[Choice, ...] = ()
         with begin() as stream:
             for chunk in stream:
                 waiting += chunk.logprobs or ()
-                if chunk.text:
-                    yield Chunk(chunk.text, logprobs=waiting or None)
+                call = chunk.call if chunk.call is not None and not chunk.call.ends else None
+                if chunk.text or chunk.reasoning or call:
+                    yield Chunk(chunk.text, logprobs=waiting or None, reasoning=chunk.reasoning, call=call)
                     waiting = ()
                 if chunk.finish_reason is not None:
                     self._ids = stream.tokens
-                    yield Chunk("", finish_reason=chunk.finish_reason)
+                    yield Chunk("", logprobs=waiting or None, finish_reason=chunk.finish_reason)
 
     def _options(self, given: Mapping[str, Any], max_tokens: int | None, logprobs: int | None) -> dict[str, Any]:
         """The keywords of `LLM.stream` for those of llama-cpp-python."""
@@ -627,6 +640,14 @@ class _Answer:
                 "total_tokens": usage.total_tokens,
             },
         }
+
+
+_T = TypeVar("_T", Chunk, Completion)
+
+
+def _called(said: _T) -> _T:
+    """What ends a reply with calls, unless it was cut off."""
+    return replace(said, finish_reason="tool_calls") if said.finish_reason == "stop" else said  # type: ignore[arg-type]
 
 
 def _function(choice: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:

@@ -7,8 +7,9 @@ import math
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Never, Self, TypeAlias
 
 import numpy as np
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     import asyncio
 
     from localllm.chat.conversation import ToolCall
+    from localllm.chat.reply import CallDelta, ReplyParser
 
 #: Chunks that a request runs ahead of its reader at most, before it pauses.
 MAX_UNREAD = 64
@@ -110,12 +112,18 @@ def _values(counts: Usage | Timings | Drafts | None, names: str) -> dict[str, An
 class Chunk:
     """A piece of a stream: one for each token, and a last one.
 
+    Of a chat it is an event of the reply: some text, some reasoning, or what comes of a call; a token that brings
+    several has a chunk for each, the first of which has the token.
+
     Attributes:
         text: what is certain now; it may be empty, for half a character or what may become a stop string is
             held back.
         ids: the token; none in the last chunk.
         logprobs: as `Completion.logprobs`, of this token.
         finish_reason, usage, timings, drafts: in the last chunk alone; as in `Completion`.
+        reasoning: of a chat, what the model thinks, which is no part of ``text``.
+        call: of a chat, the beginning of a call of a tool, more of its arguments, or its end.
+        warnings: in the last chunk of a chat, which calls were left as text, and why.
     """
 
     text: str
@@ -125,9 +133,31 @@ class Chunk:
     usage: Usage | None = None
     timings: Timings | None = None
     drafts: Drafts | None = None
+    reasoning: str = ""
+    call: CallDelta | None = None
+    warnings: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return self.text
+
+
+def _events(parser: ReplyParser, chunk: Chunk) -> Iterator[Chunk]:
+    """What the text of a chunk brings to a reply, the chunk's token with the first of it."""
+    events = parser.feed(chunk.text)
+    ids, logprobs = chunk.ids, chunk.logprobs
+    if chunk.finish_reason is not None:
+        events += parser.finish(is_cut=chunk.finish_reason != "stop")
+    for event in events:
+        if isinstance(event, tuple):
+            text, reasoning = ("", event.text) if event.thinking else (event.text, "")
+            yield Chunk(text, ids, logprobs, reasoning=reasoning)
+        else:
+            yield Chunk("", ids, logprobs, call=event)
+        ids, logprobs = (), None
+    if ids:
+        yield Chunk("", ids, logprobs)
+    if chunk.finish_reason is not None:
+        yield replace(chunk, text="", warnings=tuple(parser.warnings))
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,6 +287,9 @@ class Stream:
     The model writes on while chunks are read, up to `MAX_UNREAD` ahead.  ``cancel`` may be called from any thread:
     the work stops before the next step, and a last chunk says so.  ``close``, or dropping the stream, ends it without
     one.
+
+    Attributes:
+        parser: takes the reply to a chat apart; with None, chunks have the text as the model writes it.
     """
 
     def __init__(
@@ -272,8 +305,10 @@ class Stream:
         """``on_end``: called in the engine's thread when all is there; nothing is read before."""
         self._engine, self._progress, self._inbox = engine, progress, _Inbox()
         self._items: Iterator[_Item] = iter(())  # of the step that is being read
+        self._events: deque[Chunk] = deque()  # of the chunk that was read last
         self._finish_reason: FinishReason | None = None
         self._ended = False
+        self.parser: ReplyParser | None = None
         self._output = output = TextOutput(decoder, self._inbox.put, logprobs=logprobs)
         output.on_end, output.delivers_at_end = on_end, on_end is not None
         self._request = output.request = make_request(output)
@@ -321,6 +356,7 @@ class Stream:
 
     def close(self) -> None:
         """Ends the stream."""
+        self._events.clear()
         if not self._ended:
             self._ended, self._finish_reason = True, "cancelled"
             self._engine.cancel(self._request)
@@ -330,7 +366,16 @@ class Stream:
             self.close()
 
     def _next_chunk(self) -> Chunk | None:
-        """The next chunk of those that came; None if the items of another step have to come first.
+        with contextlib.suppress(IndexError):
+            return self._events.popleft()
+        while (chunk := self._next_written()) is not None and self.parser is not None:
+            self._events.extend(_events(self.parser, chunk))
+            if self._events:
+                return self._events.popleft()
+        return chunk
+
+    def _next_written(self) -> Chunk | None:
+        """The next of those that came; None if the items of another step have to come first.
 
         Raises:
             What ended the request, or the caller's own ``progress``.
@@ -373,6 +418,10 @@ class Stream:
             self._read_lock.release()
 
     def _completion(self, chunks: list[Chunk]) -> Completion:
+        calls: list[ToolCall] = []
+        for chunk in chunks:
+            if chunk.call is not None:
+                chunk.call.add_to(calls)
         return Completion(
             text="".join(chunk.text for chunk in chunks),
             ids=tuple(id_ for chunk in chunks for id_ in chunk.ids),
@@ -381,6 +430,8 @@ class Stream:
             timings=self.timings,
             logprobs=tuple(c for chunk in chunks for c in chunk.logprobs or ()) if self._output.logprobs else None,
             drafts=self.drafts,
+            reasoning="".join(chunk.reasoning for chunk in chunks),
+            tool_calls=tuple(calls),
         )
 
     def __iter__(self) -> Self:
@@ -394,7 +445,7 @@ class Stream:
             ClosedError: the model was closed.
             UsageError: a logits processor asks for it, in whose thread nothing can be waited for.
         """
-        if self._ended:
+        if self._ended and not self._events:
             raise StopIteration
         self._engine.check_may_wait()
         with self._reading():
@@ -408,7 +459,7 @@ class Stream:
 
     async def __anext__(self) -> Chunk:
         """As `__next__`, while other tasks go on; cancelling the task ends the stream."""
-        if self._ended:
+        if self._ended and not self._events:
             raise StopAsyncIteration
         self._engine.check_may_wait()
         with self._reading():

@@ -447,7 +447,7 @@ class LLM:
         """
         given = CheckedOptions.of(options)
         stream = self._stream_chat(messages, tools, template_variables, reply_prefix, given)
-        return self._answer(stream.read(), stream.tokens, tools)
+        return _warned(stream, stream.read())
 
     def stream_chat(
         self,
@@ -460,7 +460,8 @@ class LLM:
     ) -> Stream:
         """As `chat`, but an iterator of chunks, as they come.  Closing it stops the work.
 
-        Their text is all that the model writes: `localllm.chat.ReplyParser` takes it apart.
+        Each is an event of the reply: ``text``, ``reasoning``, or what comes of a ``call``; the last one has its
+        ``warnings``.  With ``stream.parser = None``, the text is all that the model writes.
         """
         given = CheckedOptions.of(options)
         return self._stream_chat(messages, tools, template_variables, reply_prefix, given)
@@ -510,7 +511,6 @@ class LLM:
         refused: list[tuple[int, Any]] = []
         streams: dict[int, Stream] = {}
         done: dict[int, Completion | Exception] = {}
-        chats: set[int] = set()
         ended: queue.SimpleQueue[int] = queue.SimpleQueue()
         n_begun = n_yielded = 0
         try:
@@ -520,7 +520,6 @@ class LLM:
                     try:
                         if _is_chat(prompt):
                             streams[i] = self._stream_chat(prompt, None, None, "", given, on_end=on_end)
-                            chats.add(i)
                         else:
                             streams[i] = self._stream(prompt, add_special, parse_special, given, on_end=on_end)
                     except Exception as error:
@@ -541,8 +540,7 @@ class LLM:
                 i = engine.wait_for(ended)
                 try:
                     stream = streams.pop(i)
-                    completion = stream.read()
-                    done[i] = self._answer(completion, stream.tokens, None) if i in chats else completion
+                    done[i] = _warned(stream, stream.read())
                 except Exception as error:
                     done[i], refused, numbered = error, [], enumerate(())
                 if progress is not None:
@@ -575,7 +573,7 @@ class LLM:
         """As `chat`, for asyncio: other tasks go on meanwhile, and cancelling the task stops the work."""
         given = CheckedOptions.of(options)
         stream = self._stream_chat(messages, tools, template_variables, reply_prefix, given)
-        return self._answer(await stream.aread(), stream.tokens, tools)
+        return _warned(stream, await stream.aread())
 
     #: The same under names that say what they are for.
     astream, astream_chat = stream, stream_chat
@@ -738,6 +736,7 @@ class LLM:
         on_end: Callable[[], object] | None = None,
     ) -> Stream:
         from localllm.chat.conversation import read_messages
+        from localllm.chat.reply import ReplyParser
 
         context = self._opened().context
         encode = self._chat_encoder(tools, variables, reply_prefix)
@@ -750,7 +749,7 @@ class LLM:
             n = 1 + bisect_left(n_left_out, True, key=lambda n: len(encode(without_turns(chat, n))) <= limit)
             ids = encode(without_turns(chat, n))
         # What follows a prefix begins with a space of its own.
-        return self._start(
+        stream = self._start(
             ids,
             given,
             continuation=bool(reply_prefix),
@@ -758,26 +757,8 @@ class LLM:
             truncatable=n_turns > 1,
             on_end=on_end,
         )
-
-    def _answer(
-        self, completion: Completion, tokens: Sequence[int], tools: Sequence[Mapping[str, Any]] | None
-    ) -> Completion:
-        """A reply to a chat, taken apart; ``tokens`` are those of the prompt and the reply."""
-        from localllm.chat.conversation import ToolCall
-        from localllm.chat.reply import ReplyParser
-
-        prompt = tokens[: completion.usage.prompt_tokens]
-        parser = ReplyParser.after(prompt, self._tokenizer, tools or ())
-        parts = parser.feed(completion.text) + parser.finish()
-        for message in parser.warnings:
-            warn(message)
-        pieces = [part for part in parts if not isinstance(part, ToolCall)]
-        return replace(
-            completion,
-            text="".join(piece.text for piece in pieces if not piece.thinking),
-            reasoning="".join(piece.text for piece in pieces if piece.thinking),
-            tool_calls=tuple(part for part in parts if isinstance(part, ToolCall)),
-        )
+        stream.parser = ReplyParser.after(ids, self._tokenizer, tools or (), reply_prefix)
+        return stream
 
     def _chat_encoder(
         self,
@@ -896,6 +877,13 @@ class LLM:
 
             self._grammars = Grammars(self._tokenizer, engine.n_vocab)
         return self._grammars
+
+
+def _warned(stream: Stream, completion: Completion) -> Completion:
+    """A reply that was read, after warnings of what could not be read of its calls."""
+    for message in stream.parser.warnings if stream.parser is not None else ():
+        warn(message)
+    return completion
 
 
 def _is_chat(prompt: object) -> bool:

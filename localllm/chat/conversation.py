@@ -41,6 +41,14 @@ class ToolCall:
     id: str = ""
 
     @property
+    def is_whole(self) -> bool:
+        """Whether the arguments are a JSON object, and not cut off or malformed."""
+        try:
+            return isinstance(json.loads(self.arguments), dict)
+        except (ValueError, RecursionError):
+            return False
+
+    @property
     def values(self) -> dict[str, Any]:
         """The arguments; what is not a JSON object stands under the name ``arguments``."""
         try:

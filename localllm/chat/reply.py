@@ -1,7 +1,9 @@
 """Takes a reply apart while it streams in: what the model thinks, what it says, and which tools it calls.
 
-A call is known as one only when all of it is there, so it comes as a whole.  One that is malformed, or of a tool that
-nobody offered, is text like any other, and a warning says so: a turn never fails for it, and no text is lost.
+A call begins when its tool is known, and its arguments come as the model writes them: JSON as it is, values between
+tags one after the other.  What is not a call, or of a tool that nobody offered, is text like any other; where a call
+goes wrong after it has begun, it ends there, its arguments incomplete, and the rest is text.  Both are a warning: a
+turn never fails for it, and nothing is lost.
 
 Models write calls in many ways, which no two use for different things: so all of them are read, whatever the model.
 """
@@ -10,7 +12,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import uuid
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from localllm.chat.conversation import ToolCall
@@ -35,47 +39,88 @@ _AROUND = {
 _PARTS = {"<function=": "</function>", CALL: END_OF_CALL}
 
 _CLOSING = {**_AROUND, **_PARTS}
+_OPENING = re.compile("|".join(map(re.escape, _CLOSING)))
 
-#: Calls that are not all JSON.  Their arguments are, or stand between tags.
-_CALLS = [
-    re.compile(pattern + r"\s*", re.DOTALL)
+#: What may end a call, and stand between calls.
+_ENDS = (
+    "</function>",
+    "</invoke>",
+    "</｜DSML｜invoke>",
+    "```",
+    "<｜tool▁call▁end｜>",
+    "<|tool_call_end|>",
+    END_OF_CALL,
+)
+_BETWEEN = re.compile(rf"(?:[\s\[\]}},;]|{'|'.join(map(re.escape, _ENDS))})*")
+_SPACE = re.compile(r"\s*")
+
+#: What stands before the arguments of calls that are not JSON.
+_HEADS = [
+    re.compile(pattern)
     for pattern in (
-        r"<function=(?P<name>[^>\s]+)>(?P<arguments>.*?)(?:</function>(?=\s*(?:<function=|\Z))|\Z)",
-        r'<invoke name="(?P<name>[^">]+)">(?P<arguments>.*?)</invoke>(?=\s*(?:<invoke|\Z))',
-        rf"{re.escape(CALL)}(?:functions\.)?(?P<name>[^\s<]+)<\|message\|>(?P<arguments>.*?)(?:<\|call\|>|\Z)",
-        r"<｜tool▁call▁begin｜>function<｜tool▁sep｜>(?P<name>[^\n]+)\n```json\n(?P<arguments>.*?)\n```<｜tool▁call▁end｜>",
-        r"<｜tool▁call▁begin｜>(?P<name>[^<]+)<｜tool▁sep｜>(?P<arguments>.*?)<｜tool▁call▁end｜>",
-        r"<\|tool_call_begin\|>(?:functions\.)?(?P<name>[^:<]+)[^<]*<\|tool_call_argument_begin\|>"
-        r"(?P<arguments>.*?)<\|tool_call_end\|>",
-        r"(?P<name>[^\s\[{]+)(?:\[CALL_ID\][^\[]*)?\[ARGS\](?P<arguments>\{.*\})",
-        r"call:(?P<name>[^\s{]+)(?P<arguments>\{.*\})",
-        r"(?P<name>[^\s<{]+)\s*(?P<arguments>(?:<arg_key>.*</arg_value>)?)",
+        r"<function=(?P<name>[^>\s]+)>",
+        r'<(?:｜DSML｜)?invoke name="(?P<name>[^">]+)">',
+        rf"{re.escape(CALL)}(?:functions\.)?(?P<name>[^\s<]+)<\|message\|>",
+        r"<｜tool▁call▁begin｜>function<｜tool▁sep｜>(?P<name>[^\n]+)\n```json\n",
+        r"<｜tool▁call▁begin｜>(?P<name>[^<]+)<｜tool▁sep｜>(?=\{)",
+        r"<\|tool_call_begin\|>(?:functions\.)?(?P<name>[^:<]+)[^<]*<\|tool_call_argument_begin\|>",
+        r"(?P<name>[^\s\[{]+)(?:\[CALL_ID\][^\[]*)?\[ARGS\](?=\{)",
+        r"call:(?P<name>[^\s{]+)(?=\{)",
+        r"(?P<name>[^\s<{]+)\s*(?=<arg_key>)",
     )
 ]
+_NAME_ALONE = re.compile(r"(?P<name>[^\s<{]+)\s*")
 
-_PARAMETER = re.compile(
-    r"""(?:<parameter(?:=|\ name=")(?P<key>[^>"]+)[^>]*>\n?(?P<value>.*?)\n?</parameter>(?=\s*(?:<parameter[= ]|\Z))
-    |<arg_key>(?P<key_>.*?)</arg_key>\s*<arg_value>(?P<value_>.*?)</arg_value>(?=\s*(?:<arg_key>|\Z)))\s*""",
+_PAIR = r'"[^"\\]*"\s*:\s*"(?:[^"\\]|\\.)*"\s*,\s*'
+#: The same of a call that is JSON.
+_OBJECT_HEAD = re.compile(
+    rf'\{{\s*(?:(?!"name"){_PAIR})*"name"\s*:\s*(?P<name>"(?:[^"\\]|\\.)*")\s*,\s*(?:{_PAIR})*'
+    r'"(?:arguments|parameters)"\s*:\s*(?=\{)'
+)
+#: How a reply begins that is not a call from its beginning on, as calls of Llama are: a key that no call has.
+_OTHER_KEY = re.compile(r'[\s\[]*\{\s*"(?!(?:name|type|id|arguments|parameters)")[^"]*"')
+
+_KEY = re.compile(
+    r"""<(?:｜DSML｜)?parameter(?:=|\ name=")(?P<key>[^>"]+)[^>]*>
+    |<arg_key>(?P<key_>.*?)</arg_key>\s*<arg_value>""",
     re.DOTALL | re.VERBOSE,
 )
+_KEYS = ("<parameter=", "<parameter ", "<｜DSML｜parameter ", "<arg_key>")
 
 
-class _UnfinishedError(ValueError):
-    """What stands before a closing tag is no call, but may be the beginning of one whose arguments have that tag."""
+@dataclass(frozen=True, slots=True)
+class CallDelta:
+    """What comes of a call of a tool: its beginning, more of its arguments, or its end."""
 
-    def __init__(self) -> None:
-        super().__init__("it is written in no known way")
+    index: int  #: which call of the reply
+    id: str
+    name: str
+    arguments: str = ""  #: the next piece of its JSON
+    begins: bool = False
+    ends: bool = False
+
+    def add_to(self, calls: list[ToolCall]) -> None:
+        """Adds it to the calls of a reply."""
+        if self.begins:
+            calls.append(ToolCall(self.name, "", self.id))
+        if self.arguments:
+            calls[-1] = replace(calls[-1], arguments=calls[-1].arguments + self.arguments)
 
 
-#: What reading a call may raise.
-_CANNOT_BE_READ = (ValueError, KeyError, TypeError, RecursionError)
+_Event = Piece | CallDelta
+#: Reads text, and stops where more of it has to come.
+_Reading = Generator[None, None, None]
+
+
+class _MalformedError(ValueError):
+    """What stands there is not a call, or not the rest of one."""
 
 
 class ReplyParser:
     """Takes one reply apart.
 
     Attributes:
-        warnings: calls that were left as text, and why.
+        warnings: calls that were left as text, wholly or in part, and why.
     """
 
     def __init__(self, tools: Sequence[Mapping[str, Any]] = (), opened: str = "") -> None:
@@ -86,172 +131,508 @@ class ReplyParser:
             opened: the tag that the prompt ended with (`localllm.chat.thinking.opening_tag`).
         """
         self.warnings: list[str] = []
-        functions = [tool.get("function", tool) for tool in tools]
-        self._tools = {str(each.get("name")): each for each in functions if isinstance(each, Mapping)}
+        self.offer(tools)
         self._thinking = ThinkingSplitter(opened)
-        self._held = ""
-        #: What opened the call that is held, with the white space before it.
-        self._opening = self._space = ""
-        #: Where in what is held closing tags have not been looked for.
-        self._searched = 0
-        self._has_begun = self._is_after_call = False
+        self._events: list[_Event] = []
+        #: Text that is not read yet, from a place on; places within it are counted from there.
+        self._text, self._at = "", 0
+        self._is_whole = self._is_cut = self._is_after_call = False
+        self._n_calls = 0
+        self._call: CallDelta | None = None  # that has begun
+        self._skipped = ""
+        self._reading = self._read()
 
     @classmethod
     def after(
-        cls, prompt_ids: Sequence[int], tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] = ()
+        cls,
+        prompt_ids: Sequence[int],
+        tokenizer: Tokenizer,
+        tools: Sequence[Mapping[str, Any]] = (),
+        prefix: str = "",
     ) -> ReplyParser:
-        """Begins the reply to a prompt."""
-        return cls(tools, opening_tag(tokenizer.decode(prompt_ids[-16:], special=True)))
+        """Begins the reply to a prompt, whose end ``prefix`` is already the beginning of the reply.
 
-    def feed(self, text: str) -> list[Piece | ToolCall]:
+        What the prefix says is not told again; calls in it are.
+        """
+        end = tokenizer.decode(prompt_ids[-16 - 4 * len(prefix) :], special=True)
+        parser = cls(tools, opening_tag(end.removesuffix(prefix)))
+        if prefix:
+            parser._events = [each for each in parser.feed(prefix) if isinstance(each, CallDelta)]
+            parser._skipped = parser._text[parser._at :] + parser._thinking.held
+        return parser
+
+    def offer(self, tools: Sequence[Mapping[str, Any]]) -> None:
+        """Says which tools may be called."""
+        functions = [tool.get("function", tool) for tool in tools]
+        self._tools = {str(each.get("name")): each for each in functions if isinstance(each, Mapping)}
+
+    def feed(self, text: str) -> list[_Event]:
         """What is certain now that ``text`` has come."""
-        return self._answer(self._thinking.feed(text))
+        self._take(self._thinking.feed(text))
+        return self._taken()
 
-    def finish(self) -> list[Piece | ToolCall]:
-        """What was held back; call it once, after the last text."""
-        parts = self._answer(self._thinking.finish()) + self._find_calls(is_whole=True)
-        text, self._held = self._held, ""
-        if not self._may_be_bare(text):
-            return parts + _piece(text)
-        try:
-            return parts + self._calls(text, "")
-        except _CANNOT_BE_READ:
-            return parts + _piece(text)
+    def finish(self, *, is_cut: bool = False) -> list[_Event]:
+        """What was held back; call it once, after the last text.
 
-    def _answer(self, pieces: Sequence[Piece]) -> list[Piece | ToolCall]:
-        parts: list[Piece | ToolCall] = []
+        Args:
+            is_cut: whether the model would have gone on: a call that has not ended is not malformed.
+        """
+        self._take(self._thinking.finish())
+        self._is_whole, self._is_cut = True, is_cut
+        for _ in self._reading:
+            pass
+        return self._taken()
+
+    def _take(self, pieces: Sequence[Piece]) -> None:
         for piece in pieces:
             if piece.thinking or not self._tools:
-                parts.append(piece)
+                self._say(piece.text, piece.thinking)
             else:
-                self._held += piece.text
-                parts += self._find_calls()
-        return parts
+                self._text, self._at = self._text[self._at :] + piece.text, 0
+                next(self._reading)
 
-    def _find_calls(self, is_whole: bool = False) -> list[Piece | ToolCall]:
-        """What is certain of the text held; ``is_whole``: nothing comes behind it."""
-        parts: list[Piece | ToolCall] = []
-        while not self._may_be_bare(self._held):
-            if self._opening:
-                found_call = self._end_call(is_whole)
-                if found_call is None:
-                    return parts
-                parts += found_call
-                continue
+    def _taken(self) -> list[_Event]:
+        events, self._events = self._events, []
+        return events
+
+    def _say(self, text: str, thinking: bool = False) -> None:
+        if self._skipped:
+            both = zip(text, self._skipped, strict=False)
+            n = next((i for i, (a, b) in enumerate(both) if a != b), min(len(text), len(self._skipped)))
+            self._skipped = self._skipped[n:] if n == len(text) else ""
+            text = text[n:]
+        if text:
+            self._events.append(Piece(text, thinking))
+
+    # -- Text ------------------------------------------------------------------------------------------------------
+
+    def _more(self) -> Generator[None, None, bool]:
+        """Waits for more text; whether there is any."""
+        if self._is_whole:
+            return False
+        yield
+        return True
+
+    def _read(self) -> _Reading:
+        """Reads the reply from its beginning to its end."""
+        while not (text := self._text[self._at :].lstrip()) or text == "[":
+            if not (yield from self._more()):
+                break
+        if text.startswith("{") or re.match(r"\[\s*\{", text):
+            yield from self._calls("", "", "")
+        while True:
             if self._is_after_call:
-                self._held = self._held.lstrip()
-                self._is_after_call = not self._held
-            found = [(at, tag) for tag in _CLOSING if (at := self._held.find(tag)) >= 0]
-            n_certain = len(self._held) - max(n_open(self._held, tag) for tag in _CLOSING)
-            at, self._opening = min(found, default=(n_certain, ""))
-            # White space before a call is no part of the text.
-            text = self._held[:at].rstrip()
-            self._has_begun |= bool(text or found)
-            parts += _piece(text)
-            if not found:
-                self._held = self._held[len(text) :]
-                return parts
-            self._space, self._held = self._held[len(text) : at], self._held[at + len(self._opening) :]
-        return parts
+                self._skip(_SPACE)
+                self._is_after_call = self._at == len(self._text) and not self._is_whole
+            opening = _OPENING.search(self._text, self._at)
+            if opening is None:
+                n = max(n_open(self._text[self._at :], tag) for tag in _CLOSING)
+                # White space before a call is no part of the text.
+                end = len(self._text[: len(self._text) - n].rstrip())
+                if end > self._at:
+                    self._say(self._text[self._at : end])
+                    self._at = end
+                if not (yield from self._more()):
+                    self._say(self._text[self._at :])
+                    return
+                continue
+            before = self._text[self._at : opening.start()]
+            self._say(before.rstrip())
+            self._at = opening.start() if opening[0] in _PARTS else opening.end()
+            yield from self._calls(before[len(before.rstrip()) :], opening[0], _CLOSING[opening[0]])
 
-    def _may_be_bare(self, text: str) -> bool:
-        """Whether the reply is JSON from its beginning on, as calls of Llama are."""
-        text = text.lstrip()
-        return not self._has_begun and text[:1] in ("{", "[") and not text.startswith("[TOOL_CALLS]")
+    def _skip(self, pattern: re.Pattern[str]) -> None:
+        match = pattern.match(self._text, self._at)
+        assert match is not None
+        self._at = match.end()
 
-    def _end_call(self, is_whole: bool) -> list[Piece | ToolCall] | None:
-        """The calls that stand behind what opened them, up to the closing tag that makes them whole.
-
-        A tag in a call's arguments does not.  None if the tag is still to come.
-        """
-        closing = _CLOSING[self._opening]
-        while (at := self._held.find(closing, self._searched)) >= 0:
-            try:
-                return self._ended(self._calls(self._held[:at], closing), at, closing)
-            except _CANNOT_BE_READ as error:
-                is_first = self._held.find(closing) == at
-                if is_first and not isinstance(error, _UnfinishedError):
-                    return self._ended(self._as_text(self._held[:at], closing, error), at, closing)
-            self._searched = at + len(closing)
-        if not is_whole:
-            self._searched = max(self._searched, len(self._held) - len(closing) + 1)
-            return None
-        try:
-            return self._ended(self._calls(self._held, ""), len(self._held), "")
-        except _CANNOT_BE_READ as error:
-            at = self._held.find(closing)
-            at, closing = (len(self._held), "") if at < 0 else (at, closing)
-            return self._ended(self._as_text(self._held[:at], closing, error), at, closing)
-
-    def _ended(self, parts: list[Piece | ToolCall], at: int, closing: str) -> list[Piece | ToolCall]:
-        """Goes on behind a call that ends at ``at``; a closing tag that also opens is the next call's."""
-        self._held = self._held[at if closing == self._opening else at + len(closing) :]
-        self._opening, self._space, self._searched = "", "", 0
-        return parts
-
-    def _calls(self, body: str, closing: str) -> list[Piece | ToolCall]:
-        """The calls of a body.
-
-        Raises:
-            One of `_CANNOT_BE_READ`.
-        """
-        calls = list(self._read(self._opening + body + closing if self._opening in _PARTS else body))
-        self._is_after_call = True
-        return [*calls]
-
-    def _as_text(self, body: str, closing: str, error: Exception) -> list[Piece | ToolCall]:
-        if self._opening:
-            self.warnings.append(f"a call of a tool was left as text: {_words(error)}")
-        return _piece(self._space + self._opening + body + ("" if closing == self._opening else closing))
-
-    def _read(self, body: str) -> Iterator[ToolCall]:
-        text = body.replace("｜DSML｜", "").strip()
-        if text[:1] in ("{", "["):
-            for call in _json_values(text):
-                yield self._checked(call["name"], call["arguments"] if "arguments" in call else call["parameters"])
-            return
-        for pattern in _CALLS:
-            calls = _in_a_row(pattern, text)
-            if calls:
-                for call in calls:
-                    yield self._checked(call["name"], self._arguments(call["name"], call["arguments"].strip()))
+    def _read_to(self, closing: str, *, is_text: bool) -> _Reading:
+        """Reads text up to what closes a call, which ``is_text`` too, unless it opens the next one."""
+        while (at := self._text.find(closing, self._at)) < 0:
+            end = len(self._text) - (0 if self._is_whole else n_open(self._text[self._at :], closing))
+            self._say(self._text[self._at : end])
+            self._at = end
+            if not (yield from self._more()):
                 return
-        raise _UnfinishedError
+        end = at if closing in _CLOSING else at + len(closing)
+        self._say(self._text[self._at : end if is_text else at])
+        self._at = end
 
-    def _checked(self, name: Any, arguments: Any) -> ToolCall:
+    # -- Calls -----------------------------------------------------------------------------------------------------
+
+    def _calls(self, space: str, opening: str, closing: str) -> _Reading:
+        """Reads calls that stand together, and what closes them; nothing does where ``closing`` is empty."""
+        n_before = self._n_calls
+        try:
+            while found := (yield from self._next_call(closing, self._n_calls > n_before)):
+                begin, head = found
+                if head is None:
+                    yield from self._object(begin, closing)
+                else:
+                    yield from self._headed(head, closing)
+        except ValueError as error:
+            if self._call is not None:
+                self.warnings.append(f"a call of {self._call.name} is malformed, and the rest of it text: {error}")
+                self._end()
+            elif self._n_calls > n_before:
+                self.warnings.append(f"what stands behind a call of a tool was left as text: {error}")
+            else:
+                if opening and not self._is_cut:
+                    self.warnings.append(f"a call of a tool was left as text: {error}")
+                self._say(space + (opening if opening not in _PARTS else ""))
+            if closing:
+                yield from self._read_to(closing, is_text=self._n_calls == n_before)
+            return
+        self._is_after_call = self._n_calls > n_before
+
+    def _next_call(
+        self, closing: str, has_call: bool
+    ) -> Generator[None, None, tuple[int, re.Match[str] | None] | None]:
+        """Where the next call begins, and what stands before its arguments; None where what closes them was read."""
+        searched = 0
+        while True:
+            between = _BETWEEN.match(self._text, self._at)
+            assert between is not None
+            at = between.end()
+            closed = self._text.find(closing, self._at, at + len(closing)) if closing else -1
+            if closed >= 0:
+                if not has_call:
+                    raise _MalformedError("it is empty")
+                self._at = closed + (0 if closing in _CLOSING else len(closing))
+                return None
+            if self._text.startswith("{", at):
+                return at - self._at, None
+            if not closing and at < len(self._text):
+                self._at = at
+                return None
+            heads = (head.match(self._text, at) for head in _HEADS)
+            head = next(filter(None, heads), None)
+            rest = self._text[at:]
+            is_closing = has_call and any(tag.startswith(rest) for tag in (closing, *_ENDS))
+            if head is None and not is_closing and (alone := _NAME_ALONE.match(self._text, at)):
+                is_last = self._is_whole and not self._is_cut and alone.end() == len(self._text)
+                head = alone if is_last or self._text.startswith(closing, alone.end()) else None
+            if head is not None:
+                return at - self._at, head
+            if closing and self._text.find(closing, self._at + searched) >= 0:
+                raise _MalformedError("it is written in no known way")
+            searched = max(0, len(self._text) - self._at - len(closing))
+            if not (yield from self._more()):
+                if not is_closing:
+                    raise _MalformedError("it is written in no known way")
+                self._at = len(self._text)
+                return None
+
+    def _begin(self, name: str, at: int) -> None:
+        """Begins a call whose arguments stand at a place."""
         if name not in self._tools:
-            raise ValueError(f"there is no tool {name!r:.80}")
-        if isinstance(arguments, str):
-            arguments = json.loads(arguments, parse_constant=_refuse)
-        if not isinstance(arguments, dict):
-            raise ValueError("its arguments are not a JSON object")
-        text = json.dumps(arguments, ensure_ascii=False)
-        text.encode()  # a lone surrogate is no text: a UnicodeEncodeError, which is a ValueError
-        return ToolCall(name, text)
+            raise _MalformedError(f"there is no tool {name!r:.80}")
+        self._at = at
+        self._call = CallDelta(self._n_calls, f"call_{uuid.uuid4().hex[:24]}", name)
+        self._n_calls += 1
+        self._skipped = ""
+        self._events.append(replace(self._call, begins=True))
 
-    def _arguments(self, name: str, text: str) -> Any:
-        """JSON, or values between tags: texts where the tool's schema says so, else JSON."""
-        if text.startswith("{"):
-            return json.loads(_as_json(text) if '<|"|>' in text or '"' not in text else text, parse_constant=_refuse)
-        schema = self._tools.get(name, {}).get("parameters") or {}
-        properties = schema.get("properties") or {}
-        values: dict[str, Any] = {}
-        found = _in_a_row(_PARAMETER, text)
-        if text and not found:
-            raise _UnfinishedError
-        for each in found:
-            key, value = each["key"] or each["key_"], each["value"] or each["value_"] or ""
-            values[key] = value
-            if "string" not in _types(properties.get(key), schema):
-                try:
-                    values[key] = json.loads(_PYTHON.get(value, value), parse_constant=_refuse)
-                except ValueError:
+    def _add(self, arguments: str) -> None:
+        if self._call is not None and arguments:
+            self._events.append(replace(self._call, arguments=arguments))
+
+    def _end(self) -> None:
+        if self._call is not None:
+            self._events.append(replace(self._call, ends=True))
+            self._call = None
+
+    def _object(self, begin: int, closing: str) -> _Reading:
+        """Reads a call that is a JSON object."""
+        whole, text, n = _JSONReader(), "", begin
+        while True:
+            if head := _OBJECT_HEAD.match(self._text, self._at + begin):
+                self._begin(_value(head["name"]), head.end())
+                reader = _JSONReader()
+                reader.read(head[0], 0, len(head[0]))
+                yield from self._json(reader, 1, closing)
+                self._end()
+                yield from self._json(reader, 0, closing)
+                return
+            if not closing and _OTHER_KEY.match(self._text, self._at):
+                raise _MalformedError("it is written in no known way")
+            out, at = whole.read(self._text, self._at + n, len(self._text))
+            text, n = text + out, at - self._at
+            if whole.has_closed:
+                name, arguments = _call_of(text)
+                self._begin(name, at)
+                self._add(arguments)
+                self._end()
+                return
+            if whole.error or not (yield from self._more()):
+                raise _MalformedError(whole.error or "it ends early")
+
+    def _headed(self, head: re.Match[str], closing: str) -> _Reading:
+        """Reads a call with its tool's name before its arguments."""
+        self._begin(head["name"], head.end())
+        while not self._text[self._at :].lstrip() and (yield from self._more()):
+            pass
+        self._skip(_SPACE)
+        if self._text.startswith("{", self._at):
+            yield from self._json(_JSONReader(), 0, closing)
+        else:
+            yield from self._tagged(closing)
+        self._end()
+
+    def _json(self, reader: _JSONReader, stop: int, closing: str) -> _Reading:
+        """Reads JSON until ``stop`` brackets are open; of a call that has not ended it is the arguments.
+
+        Where a text in it has what closes calls, nothing of what comes then is told until all of it is there: should
+        it not be JSON, the call ends before.
+        """
+        withheld: list[str] = []
+        n, is_withheld = 0, False
+        while True:
+            found, end = -1, len(self._text)
+            if closing and not is_withheld:
+                found = self._text.find(closing, self._at)
+                end = found if found >= 0 else end - n_open(self._text[self._at :], closing) * (not self._is_whole)
+            out, at = reader.read(self._text, self._at + n, end, stop)
+            withheld.append(out)
+            if is_withheld:
+                n = at - self._at
+            else:
+                self._at = at
+            if not is_withheld or reader.has_closed:
+                self._add("".join(withheld))
+                withheld = []
+            if reader.has_closed:
+                self._at += n
+                return
+            error = reader.error
+            if found >= 0 and not is_withheld and not error:
+                is_withheld = bool(reader.quote)
+                if is_withheld:
                     continue
-        return values
+                if self._call is None:  # only what closes the object is missing
+                    return
+                error = "its arguments are not closed"
+            if not error and not (yield from self._more()):
+                if self._is_cut or self._call is None:
+                    rest = self._text[self._at + n :]
+                    self._add("".join(withheld) + reader.begun(rest))
+                    self._at = len(self._text)
+                    return
+                error = "its arguments are not closed"
+            if error:
+                raise _MalformedError(error)
+
+    def _tagged(self, closing: str) -> _Reading:
+        """Reads values between tags."""
+        separator = "{"
+        ends = [[key] for key in _KEYS] + [[closing]]
+        ends += [[end, then] for end in _ENDS[:3] for then in ("<function=", "<invoke ", "<｜DSML｜invoke ", closing)]
+        while True:
+            self._skip(_SPACE)
+            key = _KEY.match(self._text, self._at)
+            if key is None:
+                rest = self._text[self._at :]
+                is_end = rest.startswith((closing, *_ENDS))
+                may_go_on = any(each.startswith(rest[: len(each)]) for each in (*_KEYS, closing, *_ENDS))
+                if not is_end and not may_go_on:
+                    raise _MalformedError("its arguments are written in no known way")
+                if not is_end and (yield from self._more()):
+                    continue
+                if rest and not is_end and not self._is_cut:
+                    raise _MalformedError("its arguments are not closed")
+                self._add("" if self._is_cut and not is_end else "}" if separator != "{" else "{}")
+                self._at = self._at if is_end else len(self._text)
+                return
+            name = key["key"] or key["key_"] or ""
+            tag = "</arg_value>" if key["key"] is None else "</parameter>"
+            tag = "</｜DSML｜parameter>" if key[0].startswith("<｜") else tag
+            begin = n = key.end() - self._at
+            while True:
+                at = self._text.find(tag, self._at + n)
+                if at >= 0:
+                    n = at + len(tag) - self._at
+                    found = {_begins(self._text[self._at + n :], words) for words in ends}
+                    if True not in found and None not in found:
+                        continue
+                    if True in found:
+                        break
+                    n -= len(tag)
+                else:
+                    n = max(n, len(self._text) - len(tag) + 1 - self._at)
+                if not (yield from self._more()):
+                    break
+            value = self._text[self._at + begin : at if at >= 0 else len(self._text)]
+            if "arg" not in tag:
+                value = value.removeprefix("\n")
+            if at < 0:
+                if not self._is_cut:
+                    raise _MalformedError("a value is not closed")
+                value = value[: len(value) - n_open(value, tag)]
+                value = value.removesuffix("\n") if "arg" not in tag else value
+                self._add(f"{separator}{json.dumps(name, ensure_ascii=False)}: {self._begun_value(name, value)}")
+                self._at = len(self._text)
+                return
+            value = value.removesuffix("\n") if "arg" not in tag else value
+            self._add(f"{separator}{json.dumps(name, ensure_ascii=False)}: {self._value(name, value)}")
+            separator, self._at = ", ", at + len(tag)
+
+    def _is_text(self, name: str) -> bool:
+        """Whether an argument of the call may be a text."""
+        assert self._call is not None
+        schema = self._tools[self._call.name].get("parameters") or {}
+        return "string" in _types((schema.get("properties") or {}).get(name), schema)
+
+    def _value(self, name: str, value: str) -> str:
+        """The JSON of a value between tags: a text where the tool's schema says so, else JSON if it is that."""
+        if not self._is_text(name):
+            try:
+                text = json.dumps(_value(_PYTHON.get(value, value)), ensure_ascii=False)
+                text.encode()  # a lone surrogate is not text
+                return text
+            except (ValueError, RecursionError):
+                pass
+        return json.dumps(value, ensure_ascii=False)
+
+    def _begun_value(self, name: str, value: str) -> str:
+        """The same of one that was cut off."""
+        reader = _JSONReader()
+        reader.read(f"[{value}", 0, len(value) + 1)
+        return json.dumps(value, ensure_ascii=False)[:-1] if self._is_text(name) or reader.error else value
 
 
 #: What some models write for JSON's words.
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
+
+_TOKEN = re.compile(r"""(?P<space>\s+)|(?P<quote>"|<\|"\|>)|(?P<mark>[{}\[\]:,])|(?P<word>[^\s{}\[\]:,"<]+)""")
+_WORD = re.compile(r"true|false|null|-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?", re.ASCII)
+#: Surrogates come in pairs.
+_ESCAPE = re.compile(
+    r'\\(?:["\\/bfnrt]|u[dD][89abAB][\da-fA-F]{2}\\u[dD][c-fC-F][\da-fA-F]{2}|u(?![dD][89a-fA-F])[\da-fA-F]{4})',
+    re.ASCII,
+)
+_LONGEST_ESCAPE = 12
+
+
+class _JSONReader:
+    """Follows JSON as it comes, and mends what models write otherwise.
+
+    Keys may have no quotation marks, those of texts may be Gemma's tokens, texts may have control characters, and
+    words may be Python's.
+    """
+
+    def __init__(self) -> None:
+        self.error = ""
+        self.has_closed = False  #: whether the last read has come to where it was to stop
+        self.quote = ""  #: what ends the text that is being read
+        self._open: list[str] = []  # what closes the brackets that are open
+        #: A value, or V for one or a bracket's end; a key, or K for one or the end; a colon; a comma or the end.
+        self._expects = "v"
+        self._is_key = False
+
+    def read(self, text: str, at: int, end: int, stop: int = 0) -> tuple[str, int]:
+        """The JSON of what is certain between two places of a text, and where that ends.
+
+        Stops where no more than ``stop`` brackets are open.
+        """
+        out: list[str] = []
+        self.has_closed = False
+        while at < end and not self.error and not self.has_closed:
+            piece, n = self._string(text, at, end) if self.quote else self._token(text, at, end, stop)
+            if not n:
+                break
+            out.append(piece)
+            at += n
+        return "".join(out), at
+
+    def begun(self, rest: str) -> str:
+        """The JSON of what follows, which was cut off before it was certain."""
+        if '<|"|>'.startswith(rest):
+            return ""
+        return rest if self.quote or self._expects not in "kK" else json.dumps(rest, ensure_ascii=False)[:-1]
+
+    def _string(self, text: str, at: int, end: int) -> tuple[str, int]:
+        """A piece of a text, and how long it is."""
+        if self.quote == '"' and text[at] == "\\":
+            escape = _ESCAPE.match(text, at, end)
+            if escape is None and end - at >= _LONGEST_ESCAPE:
+                self.error = "an escape in its arguments is not JSON"
+            return (escape[0], len(escape[0])) if escape else ("", 0)
+        if text.startswith(self.quote, at, end):
+            n, self.quote, self._expects = len(self.quote), "", ":" if self._is_key else ","
+            return '"', n
+        stops = [text.find(each, at, end) for each in (self.quote, "\\" if self.quote == '"' else self.quote)]
+        stop = min((each for each in stops if each >= 0), default=end - n_open(text[at:end], self.quote))
+        return json.dumps(text[at:stop], ensure_ascii=False)[1:-1], stop - at
+
+    def _token(self, text: str, at: int, end: int, stop: int) -> tuple[str, int]:
+        """A token outside of texts, and how long it is."""
+        token = _TOKEN.match(text, at, end)
+        if token is None:
+            if not '<|"|>'.startswith(text[at:end]):
+                self.error = f"{text[at]!r} is not JSON there"
+            return "", 0
+        found, kind = token[0], token.lastgroup
+        expects, out = self._expects, found
+        if kind == "space":
+            pass
+        elif kind == "word" and token.end() == end:  # more of it may come
+            return "", 0
+        elif kind == "quote" and expects in "vVkK":
+            self.quote, self._is_key, out = found, expects in "kK", '"'
+        elif kind == "word" and expects in "kK":
+            out, self._expects = json.dumps(found, ensure_ascii=False), ":"
+        elif kind == "word" and expects in "vV" and _WORD.fullmatch(_PYTHON.get(found, found)):
+            out, self._expects = _PYTHON.get(found, found), ","
+        elif found in "{[" and expects in "vV":
+            self._open.append("}" if found == "{" else "]")
+            self._expects = "K" if found == "{" else "V"
+        elif found == expects == ":":
+            self._expects = "v"
+        elif found == expects == ",":
+            self._expects = "k" if self._open[-1] == "}" else "v"
+        elif self._open and found == self._open[-1] and expects in ("," + ("K" if found == "}" else "V")):
+            self._open.pop()
+            self._expects, self.has_closed = ",", len(self._open) <= stop
+        else:
+            self.error = f"{found!r:.40} is not JSON there"
+            return "", 0
+        return out, len(found)
+
+
+def _begins(text: str, words: Sequence[str]) -> bool | None:
+    """Whether a text begins with words, with white space before each; None if it may, once more of it comes."""
+    for word in words:
+        text = text.lstrip()
+        if not text.startswith(word):
+            return None if word.startswith(text) else False
+        text = text[len(word) :]
+    return True
+
+
+def _call_of(text: str) -> tuple[str, str]:
+    """The tool's name and the arguments of a call that is JSON."""
+    try:
+        call = _value(text)
+        arguments = call["arguments"] if "arguments" in call else call["parameters"]
+        arguments = _value(arguments) if isinstance(arguments, str) else arguments
+        name = call["name"]
+        if not isinstance(arguments, dict):
+            raise _MalformedError("its arguments are not a JSON object")
+        written = json.dumps(arguments, ensure_ascii=False)
+        written.encode()  # a lone surrogate is not text
+    except KeyError as error:
+        raise _MalformedError(f"it has no {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise _MalformedError(str(error)) from None
+    return str(name), written
+
+
+def _value(text: str) -> Any:
+    return json.loads(text, parse_constant=_refuse)
+
+
+def _refuse(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
 
 
 def _types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[str]:
@@ -272,48 +653,3 @@ def _types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[str]:
         for each in schema.get(key) or ():
             types |= _types(each, root, depth + 1)
     return types
-
-
-def _in_a_row(pattern: re.Pattern[str], text: str) -> list[re.Match[str]]:
-    """The matches that make up a text; none if something else is left."""
-    matches, at = [], 0
-    while at < len(text) and (match := pattern.match(text, at)):
-        matches.append(match)
-        at = match.end()
-    return matches if at == len(text) else []
-
-
-def _json_values(text: str) -> Iterator[Any]:
-    """JSON values one after the other, and those of lists."""
-    decoder, at = json.JSONDecoder(parse_constant=_refuse), 0
-    while at < len(text):
-        try:
-            value, at = decoder.raw_decode(text, at)
-        except json.JSONDecodeError as error:
-            if error.msg.startswith("Unterminated string"):
-                raise _UnfinishedError from None
-            raise
-        if value == []:
-            raise ValueError("it is empty")
-        yield from value if isinstance(value, list) else [value]
-        at += len(text[at:]) - len(text[at:].lstrip())
-
-
-def _as_json(text: str) -> str:
-    """What Gemma writes as JSON: its keys have no quotation marks, and those of its texts are tokens."""
-    parts = text.split('<|"|>')
-    parts[::2] = [re.sub(r"([{,]\s*)([^\s{},:\"]+)\s*:", r'\1"\2":', part) for part in parts[::2]]
-    parts[1::2] = [json.dumps(part) for part in parts[1::2]]
-    return "".join(parts)
-
-
-def _refuse(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
-
-
-def _words(error: Exception) -> str:
-    return f"it has no {error}" if isinstance(error, KeyError) else str(error) or type(error).__name__
-
-
-def _piece(text: str) -> list[Piece | ToolCall]:
-    return [Piece(text, False)] if text else []

@@ -81,6 +81,11 @@ class ThinkingSplitter:
         #: White space is left out that comes next.
         self._after_tag = bool(opened)
 
+    @property
+    def held(self) -> str:
+        """Text whose part is not certain yet."""
+        return self._held
+
     def feed(self, text: str) -> list[Piece]:
         """What is certain now that ``text`` has come."""
         self._held += text

@@ -1,7 +1,7 @@
 """From a request of any API to the engine, and back: the one place that begins generations.
 
-An `Ask` says what is wanted in the library's words.  `Desk.begin` submits it, and the `Answer` gives parts of its
-replies as they come, or whole `Reply` objects.
+An `Ask` says what is wanted in the library's words.  `Desk.begin` submits it, and the `Answer` gives the events of
+its replies as they come, or whole `Reply` objects.  What a dialect makes of an event is a `Writer`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import itertools
 import math
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -25,8 +25,6 @@ from localllm.chat.calls import Tools, calls_grammar, choose_tools
 from localllm.chat.calls import call_schema as _call_schema
 from localllm.chat.conversation import Message, ToolCall
 from localllm.chat.rendering import described_tools
-from localllm.chat.reply import ReplyParser
-from localllm.chat.thinking import Piece
 from localllm.completion import Chunk, Stream
 from localllm.declared_options import CheckedOptions, Sampling, declared
 from localllm.engine.request import FinishReason, Timings, Usage
@@ -177,29 +175,9 @@ class Ask:
         return llm.tokenize_chat(**self.chat_arguments(llm))
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A piece of a reply.
-
-    Attributes:
-        index: of the reply.
-        text, thinking: what it adds to either.
-        call: a tool that is called.
-        logprobs: of the tokens that came with it.
-        end: the whole reply, in the last part of each.
-    """
-
-    index: int
-    text: str = ""
-    thinking: str = ""
-    call: ToolCall | None = None
-    logprobs: tuple[Choice, ...] = ()
-    end: Reply | None = None
-
-
 @dataclass
 class Reply:
-    """One reply, as far as it is."""
+    """One reply, as far as it is: its events, collected."""
 
     index: int
     text: str = ""
@@ -210,8 +188,24 @@ class Reply:
     stop_text: str | None = None
     usage: Usage = field(default=Usage(0, 0, 0))
     timings: Timings = field(default=Timings(0.0, 0, 0.0, 0.0, 0))
-    ids: list[int] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+
+    def add(self, event: Chunk) -> None:
+        self.text += event.text
+        self.thinking += event.reasoning
+        self.logprobs += event.logprobs or ()
+        if event.call is not None:
+            event.call.add_to(self.calls)
+        if event.usage is not None and event.timings is not None:
+            self.finish_reason, self.usage, self.timings = event.finish_reason, event.usage, event.timings
+            self.warnings += event.warnings
+
+
+#: An event, the last of which has the finish reason, and the reply with it and all before it.
+Event = tuple[Reply, Chunk]
+
+#: The output half of a dialect: lines of its stream for an event.
+Writer = Callable[[Reply, Chunk], Iterable[bytes]]
 
 
 class Answer:
@@ -260,92 +254,87 @@ class Answer:
                 task.cancel()
             on_close(self)
 
-    async def parts(self) -> AsyncIterator[Part]:
-        """The parts of all replies as they come.
+    async def events(self) -> AsyncIterator[Event]:
+        """The events of all replies as they come.
 
         Raises:
             HTTPError: the server stops.
             What ended a stream, such as a ClosedError.
         """
         if len(self.streams) == 1:
-            async for part in self._parts_of(0):
-                yield part
+            async for event in self._events_of(0):
+                yield event
             return
         # Bounded, so that a slow reader slows the model down and not the memory.
-        queue: asyncio.Queue[Part | BaseException] = asyncio.Queue(maxsize=4 * len(self.streams))
+        queue: asyncio.Queue[Event | BaseException] = asyncio.Queue(maxsize=4 * len(self.streams))
         if self._on_close is None:  # the client went before anything was asked for
             return
         # `close` ends them: this generator may be dropped anywhere, and then is closed late, or in another thread.
-        self._tasks = [asyncio.create_task(self._put_parts(index, queue)) for index in range(len(self.streams))]
+        self._tasks = [asyncio.create_task(self._put_events(index, queue)) for index in range(len(self.streams))]
         n_open = len(self._tasks)
         while n_open:
             item = await queue.get()
             if isinstance(item, BaseException):
                 raise item
-            n_open -= item.end is not None
+            n_open -= item[1].finish_reason is not None
             yield item
 
-    async def _put_parts(self, index: int, queue: asyncio.Queue[Part | BaseException]) -> None:
+    async def _put_events(self, index: int, queue: asyncio.Queue[Event | BaseException]) -> None:
         try:
-            async for part in self._parts_of(index):
-                await queue.put(part)
+            async for event in self._events_of(index):
+                await queue.put(event)
         except Exception as error:
             await queue.put(error)
 
-    async def _parts_of(self, index: int) -> AsyncIterator[Part]:
+    async def _events_of(self, index: int) -> AsyncIterator[Event]:
         stream, reply = self.streams[index], Reply(index)
-        parser = self._parser(stream) if self.ask.messages is not None else None
-        async for chunk in stream:
-            for part in _parts(index, chunk, parser, reply, self.ask.one_call):
-                yield part
-        if stream.finish_reason == "cancelled":
-            raise _stopping()
-        reply.finish_reason, reply.stop_text = stream.finish_reason, stream.stop_text
-        reply.usage, reply.timings = stream.usage, stream.timings
-        reply.warnings = parser.warnings if parser is not None else []
-        if index == 0:
-            reply.warnings = [*self.ask.warnings, *reply.warnings]
-        yield Part(index, end=reply)
+        reply.warnings = [] if index else [*self.ask.warnings]
+        n_left_out = 0
+        async for event in stream:
+            if event.call is not None and event.call.index and self.ask.one_call:
+                n_left_out += event.call.begins
+                event = replace(event, call=None)
+            if event.finish_reason is not None:
+                if event.finish_reason == "cancelled":
+                    raise _stopping()
+                reply.stop_text = stream.stop_text
+                if n_left_out:
+                    reply.warnings.append(f"{n_left_out} more calls were left out: one at a time was asked for")
+            reply.add(event)
+            if event.text or event.reasoning or event.call or event.logprobs or event.finish_reason:
+                yield reply, event
 
-    def _parser(self, stream: Stream) -> ReplyParser:
-        return ReplyParser.after(stream.tokens[: self.prompt_tokens], self.llm.tokenizer, self.ask.tools)
+    async def lines(
+        self,
+        write: Writer,
+        begin: Iterable[bytes] = (),
+        end: Callable[[list[Reply]], Iterable[bytes]] = lambda replies: (),
+    ) -> AsyncIterator[bytes]:
+        """The stream that a dialect makes of the events, with what stands before and behind all of them."""
+        replies = []
+        for line in begin:
+            yield line
+        async for reply, event in self.events():
+            for line in write(reply, event):
+                yield line
+            if event.finish_reason is not None:
+                replies.append(reply)
+        for line in end(replies):
+            yield line
 
-    async def read(self) -> list[Reply]:
-        """All replies, whole."""
+    async def read(self, write: Callable[[Reply, Chunk], object] = lambda reply, event: None) -> list[Reply]:
+        """All replies, whole, after each of their events was written."""
         for stream in self.streams:
             stream.deliver_at_end()
-        replies = [part.end async for part in self.parts() if part.end is not None]
+        replies = []
+        async for reply, event in self.events():
+            write(reply, event)
+            if event.finish_reason is not None:
+                replies.append(reply)
         return sorted(replies, key=lambda reply: reply.index)
 
 
 _numbers = itertools.count(1)
-
-
-def _parts(index: int, chunk: Chunk, parser: ReplyParser | None, reply: Reply, one_call: bool) -> list[Part]:
-    """What a chunk brings, which is added to the reply."""
-    logprobs = chunk.logprobs or ()
-    reply.ids += chunk.ids
-    reply.logprobs += logprobs
-    pieces: list[Piece | ToolCall]
-    if parser is None:
-        pieces = [Piece(chunk.text, False)] if chunk.text else []
-    else:
-        pieces = parser.feed(chunk.text) + (parser.finish() if chunk.finish_reason is not None else [])
-    parts = []
-    for piece in pieces:
-        if isinstance(piece, ToolCall):
-            if one_call and reply.calls:
-                continue
-            reply.calls.append(piece)
-            parts.append(Part(index, call=piece, logprobs=logprobs))
-        elif piece.thinking:
-            reply.thinking += piece.text
-            parts.append(Part(index, thinking=piece.text, logprobs=logprobs))
-        else:
-            reply.text += piece.text
-            parts.append(Part(index, text=piece.text, logprobs=logprobs))
-        logprobs = ()
-    return [*parts, Part(index, logprobs=logprobs)] if logprobs else parts
 
 
 class Desk:
@@ -505,6 +494,8 @@ def _submit(ask: Ask, llm: LLM, client: str) -> list[Stream]:
             seed = ask.options.get("seed")
             more = {} if seed is None else {"seed": (seed + index) % (1 << 64)}
             streams.append(begin(client=client, **{**ask.options, **more}))
+            if (parser := streams[-1].parser) is not None:
+                parser.offer(ask.tools)  # the template may know none
     except BaseException:
         for stream in streams:
             stream.cancel()

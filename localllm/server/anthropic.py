@@ -5,7 +5,6 @@ Source: https://docs.anthropic.com/en/api/messages.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from contextlib import closing
 from functools import partial
 from typing import Any
@@ -15,8 +14,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from localllm.chat.conversation import Message, read_message, read_parts
+from localllm.completion import Chunk
 from localllm.engine.request import Usage
-from localllm.server.answers import Answer, Ask, Desk, Generation, Part, Reply, begun_reply, constrain, offer_tools
+from localllm.server.answers import Answer, Ask, Desk, Generation, Reply, begun_reply, constrain, offer_tools
 from localllm.server.http import EventStream, HTTPError, decode, event, json_response, unless_gone
 from localllm.server.openai import new_id
 
@@ -134,11 +134,11 @@ def _usage(usage: Usage) -> dict[str, Any]:
 
 
 def _stop_reason(reply: Reply) -> str:
+    if reply.finish_reason != "stop":
+        return "max_tokens"
     if reply.calls:
         return "tool_use"
-    if reply.stop_text is not None:
-        return "stop_sequence"
-    return "end_turn" if reply.finish_reason == "stop" else "max_tokens"
+    return "end_turn" if reply.stop_text is None else "stop_sequence"
 
 
 def _head(answer: Answer) -> dict[str, Any]:
@@ -159,63 +159,72 @@ async def messages(request: Request, desk: Desk) -> Response:
     if body.max_tokens is None:
         raise HTTPError(400, "max_tokens is missing: say how many tokens the reply may have")
     answer = await desk.begin(_ask(body), request)
+    writer = _Writer()
     if body.stream:
         return EventStream(
-            _events(answer),
+            answer.lines(writer.lines, [_line("message_start", message=_head(answer))]),
             answer.close,
             path=request.url.path,
             encode_error=partial(event, name="error"),
             ping=event({"type": "ping"}, "ping"),
         )
     with closing(answer):
-        replies = await unless_gone(request, answer.read())
-    reply = replies[0]
-    content: list[dict[str, Any]] = []
-    if reply.thinking:
-        content.append({"type": "thinking", "thinking": reply.thinking, "signature": ""})
-    if reply.text or not (content or reply.calls):
-        content.append({"type": "text", "text": reply.text})
-    content += [
-        {"type": "tool_use", "id": new_id("toolu_"), "name": call.name, "input": call.values} for call in reply.calls
-    ]
-    end = {"content": content, "stop_reason": _stop_reason(reply), "stop_sequence": reply.stop_text}
-    return json_response({**_head(answer), **end, "usage": _usage(reply.usage)})
+        (reply,) = await unless_gone(request, answer.read(writer.lines))
+    return json_response({**_head(answer), "content": writer.content, **_end(reply), "usage": _usage(reply.usage)})
 
 
-async def _events(answer: Answer) -> AsyncIterator[bytes]:
-    def named(kind: str, **fields: Any) -> bytes:
-        return event({"type": kind, **fields}, kind)
-
-    yield named("message_start", message=_head(answer))
-    number, open_kind = -1, None
-    async for part in answer.parts():
-        if part.end is not None:
-            if number < 0:
-                number = 0
-                yield named("content_block_start", index=0, content_block={"type": "text", "text": ""})
-            yield named("content_block_stop", index=number)
-            delta = {"stop_reason": _stop_reason(part.end), "stop_sequence": part.end.stop_text}
-            yield named("message_delta", delta=delta, usage=_usage(part.end.usage))
-            yield named("message_stop")
-            return
-        kind, block, delta = _block(part)
-        if kind != open_kind or kind == "tool_use":
-            if number >= 0:
-                yield named("content_block_stop", index=number)
-            number, open_kind = number + 1, kind
-            yield named("content_block_start", index=number, content_block=block)
-        yield named("content_block_delta", index=number, delta=delta)
+def _line(kind: str, **fields: Any) -> bytes:
+    return event({"type": kind, **fields}, kind)
 
 
-def _block(part: Part) -> tuple[str, dict[str, Any], dict[str, Any]]:
-    """The kind of block that a part belongs to, how such a block begins, and what is added to it."""
-    if part.call is not None:
-        block = {"type": "tool_use", "id": new_id("toolu_"), "name": part.call.name, "input": {}}
-        return "tool_use", block, {"type": "input_json_delta", "partial_json": part.call.arguments}
-    if part.thinking:
-        block = {"type": "thinking", "thinking": "", "signature": ""}
-        return "thinking", block, {"type": "thinking_delta", "thinking": part.thinking}
-    return "text", {"type": "text", "text": ""}, {"type": "text_delta", "text": part.text}
+def _end(reply: Reply) -> dict[str, Any]:
+    return {"stop_reason": _stop_reason(reply), "stop_sequence": reply.stop_text}
+
+
+class _Writer:
+    """Makes the blocks of a message, and the lines that tell of them."""
+
+    def __init__(self) -> None:
+        self.content: list[dict[str, Any]] = []
+
+    def lines(self, reply: Reply, chunk: Chunk) -> list[bytes]:
+        if chunk.finish_reason is not None:
+            last = self._begin({"type": "text", "text": ""}) if not self.content else []
+            usage = _usage(reply.usage)
+            return [
+                *last,
+                *self._end(),
+                _line("message_delta", delta=_end(reply), usage=usage),
+                _line("message_stop"),
+            ]
+        call = chunk.call
+        if call is not None:
+            if call.begins:
+                id_ = "toolu_" + call.id.removeprefix("call_")
+                return self._begin({"type": "tool_use", "id": id_, "name": call.name, "input": {}})
+            if call.ends:
+                self.content[-1]["input"] = reply.calls[call.index].values
+            return self._delta("input_json_delta", "partial_json", call.arguments) if call.arguments else []
+        kind, text = ("thinking", chunk.reasoning) if chunk.reasoning else ("text", chunk.text)
+        if not text:
+            return []
+        begun = []
+        if not self.content or self.content[-1]["type"] != kind:
+            begun = self._begin({"type": kind, kind: "", **({"signature": ""} if kind == "thinking" else {})})
+        self.content[-1][kind] += text
+        return [*begun, *self._delta(f"{kind}_delta", kind, text)]
+
+    def _begin(self, block: dict[str, Any]) -> list[bytes]:
+        ended = self._end()
+        self.content.append(block)
+        return [*ended, _line("content_block_start", index=len(self.content) - 1, content_block=block)]
+
+    def _delta(self, kind: str, name: str, text: str) -> list[bytes]:
+        delta = {"type": kind, name: text}
+        return [_line("content_block_delta", index=len(self.content) - 1, delta=delta)]
+
+    def _end(self) -> list[bytes]:
+        return [_line("content_block_stop", index=len(self.content) - 1)] if self.content else []
 
 
 async def count_tokens(request: Request, desk: Desk) -> Response:

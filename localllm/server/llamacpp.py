@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from localllm import __version__
 from localllm.chat.conversation import read_messages
+from localllm.completion import Chunk
 from localllm.errors import OutputError, PromptCacheError, path_text
 from localllm.llm import LLM
 from localllm.sampling import Choice, Sampling
@@ -298,19 +299,18 @@ async def _complete(request: Request, desk: Desk, body: _Completion, prompt: str
     options = body.options(logprobs=logprobs)
     answer = await desk.begin(Ask(body.model, options, prompt=prompt, special=True), request)
     if body.stream:
-        return EventStream(_events(answer), answer.close, path=request.url.path)
+        return EventStream(answer.lines(partial(_lines, answer)), answer.close, path=request.url.path)
     with closing(answer):
         replies = await unless_gone(request, answer.read())
     return json_response({**_end(answer, replies[0]), "content": replies[0].text})
 
 
-async def _events(answer: Answer) -> AsyncIterator[bytes]:
-    async for part in answer.parts():
-        if part.end is not None:
-            yield event(_end(answer, part.end))
-        else:
-            head = {"index": 0, "content": part.text, "stop": False}
-            yield event({**head, **_probabilities(answer.llm, part.logprobs)})
+def _lines(answer: Answer, reply: Reply, chunk: Chunk) -> Iterator[bytes]:
+    if chunk.text or chunk.logprobs:  # of the last one, what was held back
+        head = {"index": 0, "content": chunk.text, "stop": False}
+        yield event({**head, **_probabilities(answer.llm, chunk.logprobs or ())})
+    if chunk.finish_reason is not None:
+        yield event(_end(answer, reply))
 
 
 def _probabilities(llm: LLM, choices: Sequence[Choice]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import hashlib
 import math
 import re
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -21,13 +21,13 @@ from starlette.responses import Response
 
 from localllm import __version__
 from localllm.chat.conversation import Message, ToolCall, read_message
+from localllm.completion import Chunk
 from localllm.llm import LLM
 from localllm.server.answers import (
     Answer,
     Ask,
     Desk,
     Generation,
-    Part,
     Reply,
     begun_reply,
     constrain,
@@ -65,7 +65,8 @@ class OllamaRequest(msgspec.Struct):
     context: list[int] | None = None
 
 
-_Shape = Callable[[Part | None, Reply | None], dict[str, Any]]
+#: What a line has of a reply: text, reasoning and calls.
+_Shape = Callable[[str, str, Sequence[ToolCall]], dict[str, Any]]
 
 
 def _ask(body: OllamaRequest, **more: Any) -> Ask:
@@ -88,16 +89,8 @@ def _ask(body: OllamaRequest, **more: Any) -> Ask:
 async def chat(request: Request, desk: Desk) -> Response:
     body = await decode(request, OllamaRequest)
 
-    def message(part: Part | None, reply: Reply | None) -> dict[str, Any]:
-        said: dict[str, Any] = {"role": "assistant", "content": ""}
-        calls: list[ToolCall] = []
-        if part is not None:
-            said["content"], thinking = part.text, part.thinking
-            calls = [part.call] if part.call is not None else []
-        elif reply is not None:
-            said["content"], thinking, calls = reply.text, reply.thinking, reply.calls
-        else:
-            thinking = ""
+    def message(text: str, thinking: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
+        said: dict[str, Any] = {"role": "assistant", "content": text}
         if thinking:
             said["thinking"] = thinking
         if calls:
@@ -119,10 +112,8 @@ def _message(number: int, message: dict[str, Any]) -> Message:
 async def generate(request: Request, desk: Desk) -> Response:
     body = await decode(request, OllamaRequest)
 
-    def response(part: Part | None, reply: Reply | None) -> dict[str, Any]:
-        source = part or reply
-        thinking = {"thinking": source.thinking} if source is not None and source.thinking else {}
-        return {"response": source.text if source is not None else "", **thinking}
+    def response(text: str, thinking: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
+        return {"response": text, **({"thinking": thinking} if thinking else {})}
 
     if not body.prompt:
         return await _load_only(body, desk, response)
@@ -162,7 +153,7 @@ async def _load_only(body: OllamaRequest, desk: Desk, shape: _Shape) -> Response
         _keep(served, keep_alive)
         desk.models.release(served)
         reason = "load"
-    end = {"model": served.name, "created_at": _now(), **shape(None, None), "done": True, "done_reason": reason}
+    end = {"model": served.name, "created_at": _now(), **shape("", "", ()), "done": True, "done_reason": reason}
     return json_response(end)
 
 
@@ -172,7 +163,7 @@ async def _answer(request: Request, body: OllamaRequest, desk: Desk, ask: Ask, s
     _keep(answer.served, keep_alive)
     if body.stream:
         return EventStream(
-            _lines(answer, shape, bool(body.messages)),
+            answer.lines(partial(_lines, answer, shape, bool(body.messages))),
             answer.close,
             path=request.url.path,
             media_type="application/x-ndjson",
@@ -181,17 +172,18 @@ async def _answer(request: Request, body: OllamaRequest, desk: Desk, ask: Ask, s
         )
     with closing(answer):
         replies = await unless_gone(request, answer.read())
-    return json_response(
-        {**_head(answer), **shape(None, replies[0]), **_end(answer, replies[0], bool(body.messages))}
-    )
+    reply = replies[0]
+    said = shape(reply.text, reply.thinking, reply.calls)
+    return json_response({**_head(answer), **said, **_end(answer, reply, bool(body.messages))})
 
 
-async def _lines(answer: Answer, shape: _Shape, is_chat: bool) -> AsyncIterator[bytes]:
-    async for part in answer.parts():
-        if part.end is not None:
-            yield _line({**_head(answer), **shape(None, None), **_end(answer, part.end, is_chat)})
-        else:
-            yield _line({**_head(answer), **shape(part, None), "done": False})
+def _lines(answer: Answer, shape: _Shape, is_chat: bool, reply: Reply, chunk: Chunk) -> Iterator[bytes]:
+    """Calls come whole, as in Ollama."""
+    calls = [reply.calls[chunk.call.index]] if chunk.call is not None and chunk.call.ends else []
+    if chunk.text or chunk.reasoning or calls:  # of the last one, what was held back
+        yield _line({**_head(answer), **shape(chunk.text, chunk.reasoning, calls), "done": False})
+    if chunk.finish_reason is not None:
+        yield _line({**_head(answer), **shape("", "", ()), **_end(answer, reply, is_chat)})
 
 
 def _line(value: Any) -> bytes:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from localllm.chat.conversation import ToolCall, read_messages
+from localllm.completion import Chunk
 from localllm.engine.request import Timings, Usage
 from localllm.llm import LLM
 from localllm.sampling import Choice
@@ -28,7 +29,6 @@ from localllm.server.answers import (
     Ask,
     Desk,
     Generation,
-    Part,
     Reply,
     Texts,
     begun_reply,
@@ -175,9 +175,9 @@ def timings_json(usage: Usage, timings: Timings) -> dict[str, Any]:
 
 
 def finish_reason(reply: Reply) -> str:
-    if reply.finish_reason == "timeout":
+    if reply.finish_reason != "stop":
         return "length"
-    return "tool_calls" if reply.calls else reply.finish_reason or "stop"
+    return "tool_calls" if reply.calls else "stop"
 
 
 def new_id(prefix: str) -> str:
@@ -185,11 +185,7 @@ def new_id(prefix: str) -> str:
 
 
 def call_json(call: ToolCall) -> dict[str, Any]:
-    return {
-        "id": new_id("call_"),
-        "type": "function",
-        "function": {"name": call.name, "arguments": call.arguments},
-    }
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 def _finite(logprob: float | None) -> float:
@@ -236,7 +232,12 @@ async def chat_completions(request: Request, desk: Desk) -> Response:
     body = await decode(request, ChatRequest)
     answer = await desk.begin(_ask_of_chat(body), request)
     if body.stream:
-        return EventStream(_chat_events(answer, body), answer.close, path=request.url.path)
+        head = _Head("chatcmpl-", "chat.completion.chunk", answer)
+        begin = [
+            event(_chat_piece(head, index, {"role": "assistant", "content": ""})) for index in range(answer.ask.n)
+        ]
+        lines = answer.lines(partial(_chat_lines, head, answer.llm), begin, partial(_end_lines, head, body))
+        return EventStream(lines, answer.close, path=request.url.path)
     with closing(answer):
         replies = await unless_gone(request, answer.read())
     head = _Head("chatcmpl-", "chat.completion", answer)
@@ -271,25 +272,21 @@ def _chat_message(reply: Reply) -> dict[str, Any]:
     return message
 
 
-async def _chat_events(answer: Answer, body: ChatRequest) -> AsyncIterator[bytes]:
-    head = _Head("chatcmpl-", "chat.completion.chunk", answer)
-    n_calls = [0] * answer.ask.n
-    replies: list[Reply] = []
+def _chat_piece(
+    head: _Head, index: int, delta: dict[str, Any], reason: str | None = None, logprobs: Any = None
+) -> dict[str, Any]:
+    return head.json([{"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}])
 
-    def piece(index: int, delta: dict[str, Any], reason: str | None = None, logprobs: Any = None) -> dict[str, Any]:
-        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
-        return head.json([choice])
 
-    for index in range(answer.ask.n):
-        yield event(piece(index, {"role": "assistant", "content": ""}))
-    async for part in answer.parts():
-        if part.end is not None:
-            replies.append(part.end)
-            yield event(piece(part.index, {}, finish_reason(part.end)) | _end_of_stream(part.end))
-            continue
-        delta = _delta(part, n_calls)
-        logprobs = _chat_logprobs(answer.llm, part.logprobs) if part.logprobs else None
-        yield event(piece(part.index, delta, logprobs=logprobs))
+def _chat_lines(head: _Head, llm: LLM, reply: Reply, chunk: Chunk) -> Iterator[bytes]:
+    if chunk.finish_reason is not None:
+        yield event(_chat_piece(head, reply.index, {}, finish_reason(reply)) | _end_of_stream(reply))
+    elif (delta := _delta(chunk)) or chunk.logprobs:
+        logprobs = _chat_logprobs(llm, chunk.logprobs) if chunk.logprobs else None
+        yield event(_chat_piece(head, reply.index, delta, logprobs=logprobs))
+
+
+def _end_lines(head: _Head, body: ChatRequest | CompletionRequest, replies: Sequence[Reply]) -> Iterator[bytes]:
     if body.stream_options is not None and body.stream_options.include_usage:
         yield event(head.json([], usage=_usage_json(replies)))
     yield DONE
@@ -300,12 +297,16 @@ def _end_of_stream(reply: Reply) -> dict[str, Any]:
     return {"timings": timings_json(reply.usage, reply.timings), **warnings}
 
 
-def _delta(part: Part, n_calls: list[int]) -> dict[str, Any]:
-    if part.call is not None:
-        number = n_calls[part.index]
-        n_calls[part.index] += 1
-        return {"tool_calls": [{"index": number, **call_json(part.call)}]}
-    return {"reasoning_content": part.thinking} if part.thinking else {"content": part.text}
+def _delta(chunk: Chunk) -> dict[str, Any]:
+    call = chunk.call
+    if call is None:
+        return {"reasoning_content": chunk.reasoning} if chunk.reasoning else {"content": chunk.text}
+    if call.begins:
+        begun = call_json(ToolCall(call.name, call.arguments, call.id))
+        return {"tool_calls": [{"index": call.index, **begun}]}
+    return (
+        {"tool_calls": [{"index": call.index, "function": {"arguments": call.arguments}}]} if call.arguments else {}
+    )
 
 
 async def chat_input_tokens(request: Request, desk: Desk) -> Response:
@@ -348,7 +349,12 @@ async def completions(request: Request, desk: Desk) -> Response:
         close()
         raise
     if body.stream:
-        return EventStream(_completion_events(answer, body, echoes), close, path=request.url.path)
+        head = _Head("cmpl-", "text_completion", answer)
+        offsets = [TextOffsets(answer.llm.tokenizer) for _ in range(n)]
+        write = partial(_completion_piece, head, answer.llm, offsets)
+        begin = [event(write(index, *echoes[0])) for index in range(n if echoes else 0)]
+        lines = answer.lines(partial(_completion_lines, write), begin, partial(_end_lines, head, body))
+        return EventStream(lines, close, path=request.url.path)
     choices, all_replies = [], []
     try:
         for i, each in enumerate(answers):
@@ -404,28 +410,24 @@ def _logprobs(llm: LLM, choices: Sequence[Choice], offsets: TextOffsets) -> dict
     return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": top, "text_offset": places}
 
 
-async def _completion_events(
-    answer: Answer, body: CompletionRequest, echoes: list[tuple[str, list[Choice]]]
-) -> AsyncIterator[bytes]:
-    head = _Head("cmpl-", "text_completion", answer)
-    offsets = [TextOffsets(answer.llm.tokenizer) for _ in range(answer.ask.n)]
-    replies: list[Reply] = []
+def _completion_piece(
+    head: _Head,
+    llm: LLM,
+    offsets: Sequence[TextOffsets],
+    index: int,
+    text: str,
+    chosen: Sequence[Choice],
+    reason: str | None = None,
+) -> dict[str, Any]:
+    logprobs = _logprobs(llm, chosen, offsets[index]) if chosen else None
+    return head.json([{"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}])
 
-    def piece(index: int, text: str, chosen: Sequence[Choice], reason: str | None = None) -> dict[str, Any]:
-        logprobs = _logprobs(answer.llm, chosen, offsets[index]) if chosen else None
-        return head.json([{"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}])
 
-    for index in range(answer.ask.n if echoes else 0):
-        yield event(piece(index, *echoes[0]))
-    async for part in answer.parts():
-        if part.end is not None:
-            replies.append(part.end)
-            yield event(piece(part.index, "", (), finish_reason(part.end)) | _end_of_stream(part.end))
-        elif part.text or part.logprobs:
-            yield event(piece(part.index, part.text, part.logprobs))
-    if body.stream_options is not None and body.stream_options.include_usage:
-        yield event(head.json([], usage=_usage_json(replies)))
-    yield DONE
+def _completion_lines(write: Callable[..., dict[str, Any]], reply: Reply, chunk: Chunk) -> Iterator[bytes]:
+    if chunk.text or chunk.logprobs:  # of the last one, what was held back
+        yield event(write(reply.index, chunk.text, chunk.logprobs or ()))
+    if chunk.finish_reason is not None:
+        yield event(write(reply.index, "", (), finish_reason(reply)) | _end_of_stream(reply))
 
 
 # -- Models --------------------------------------------------------------------------------------------------------

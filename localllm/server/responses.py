@@ -6,10 +6,11 @@ Source: https://platform.openai.com/docs/api-reference/responses.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -20,9 +21,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from localllm.chat.conversation import Message, ToolCall, read_calls, read_message
+from localllm.chat.reply import CallDelta
+from localllm.completion import Chunk
 from localllm.engine.request import Usage
 from localllm.sampling import Choice
-from localllm.server.answers import Answer, Ask, Desk, Generation, Part, Reply, begun_reply, constrain, offer_tools
+from localllm.server.answers import Answer, Ask, Desk, Generation, Reply, begun_reply, constrain, offer_tools
 from localllm.server.http import EventStream, HTTPError, decode, event, json_response, unless_gone
 from localllm.server.openai import (
     checked_logprobs,
@@ -211,36 +214,29 @@ async def responses(request: Request, desk: Desk) -> Response:
     answer = await desk.begin(_ask(body, before), request)
     writer = _Writer(answer, body)
 
-    def keep(response: dict[str, Any], reply: Reply) -> None:
+    def keep(reply: Reply) -> None:
         if body.store is not False:
             messages = list(answer.ask.messages or [])[1 if body.instructions else 0 :]
-            ids = [item["call_id"] for item in writer.call_items]
-            calls = tuple(replace(call, id=id_) for id_, call in zip(ids, reply.calls, strict=True))
             text = answer.ask.reply_prefix + reply.text
-            said = Message("assistant", (text,) if text else (), reasoning=reply.thinking, calls=calls)
+            said = Message("assistant", (text,) if text else (), reasoning=reply.thinking, calls=tuple(reply.calls))
+            response = writer.response
             desk.kept.put(response["id"], Kept(client, [*messages, said], response))
 
-    async def events() -> AsyncIterator[bytes]:
-        async for name, fields in writer.events():
-            yield event({"type": name, "sequence_number": writer.next_number(), **fields}, name)
-            if writer.reply is not None and name.startswith("response.") and "response" in fields:
-                keep(fields["response"], writer.reply)
+    def lines(reply: Reply, chunk: Chunk) -> Iterator[bytes]:
+        for name, fields in writer.events(reply, chunk):
+            yield writer.line(name, fields)
+        if chunk.finish_reason is not None:
+            keep(reply)
 
     if body.stream:
-        return EventStream(events(), answer.close, path=request.url.path)
-
-    async def read() -> dict[str, Any]:
-        last: dict[str, Any] = {}
-        async for _, fields in writer.events():
-            last = fields
-        response: dict[str, Any] = last["response"]
-        return response
-
+        begin = [
+            writer.line(f"response.{name}", {"response": writer.response}) for name in ("created", "in_progress")
+        ]
+        return EventStream(answer.lines(lines, begin), answer.close, path=request.url.path)
     with contextlib.closing(answer):
-        response = await unless_gone(request, read())
-    assert writer.reply is not None  # its last event has it
-    keep(response, writer.reply)
-    return json_response(response)
+        (reply,) = await unless_gone(request, answer.read(writer.events))
+    keep(reply)
+    return json_response(writer.response)
 
 
 async def input_tokens(request: Request, desk: Desk) -> Response:
@@ -291,23 +287,20 @@ class _Writer:
     """Makes the items of a response, and the events that tell of them.
 
     Attributes:
-        reply: when it is whole.
-        call_items: those of tools that were called.
+        response: as far as it is.
     """
 
     def __init__(self, answer: Answer, body: ResponsesRequest) -> None:
-        self.reply: Reply | None = None
-        self.call_items: list[dict[str, Any]] = []
         self._answer, self._body = answer, body
         self._id, self._created = new_id("resp_"), time.time()
         self._output: list[dict[str, Any]] = []
         self._open: dict[str, Any] | None = None
         self._waiting: tuple[Choice, ...] = ()
-        self._number = -1
+        self._numbers = itertools.count()
+        self.response = self._response("in_progress")
 
-    def next_number(self) -> int:
-        self._number += 1
-        return self._number
+    def line(self, name: str, fields: dict[str, Any]) -> bytes:
+        return event({"type": name, "sequence_number": next(self._numbers), **fields}, name)
 
     def _response(self, status: str, usage: Usage | None = None, why: str | None = None) -> dict[str, Any]:
         body = self._body
@@ -344,50 +337,38 @@ class _Writer:
             "metadata": body.metadata or {},
         }
 
-    async def events(self) -> AsyncIterator[tuple[str, dict[str, Any]]]:
-        """Names and fields of events; the last one has the whole response."""
-        yield "response.created", {"response": self._response("in_progress")}
-        yield "response.in_progress", {"response": self._response("in_progress")}
-        async for part in self._answer.parts():
-            if part.end is None:
-                for each in self._part(part):
-                    yield each
-                continue
-            reply = part.end
-            for each in [] if self._output or self._open else self._begin("message"):
-                yield each
-            for each in self._close():
-                yield each
-            self.reply = reply
+    def events(self, reply: Reply, chunk: Chunk) -> list[tuple[str, dict[str, Any]]]:
+        """Names and fields of events."""
+        if chunk.finish_reason is not None:
+            last = [] if self._output or self._open else self._begin("message")
             is_whole = reply.finish_reason == "stop"
-            why = None if is_whole else "max_output_tokens"
             status = "completed" if is_whole else "incomplete"
-            yield f"response.{status}", {"response": self._response(status, reply.usage, why)}
-
-    def _part(self, part: Part) -> list[tuple[str, dict[str, Any]]]:
-        if part.call is not None:
-            return [*self._close(), *self._call(part.call)]
-        kind = "reasoning" if part.thinking else "message"
-        events: list[tuple[str, dict[str, Any]]] = []
-        if self._open is None or self._open["type"] != kind:
-            events = [*self._close(), *self._begin(kind)]
-        assert self._open is not None
-        text = part.thinking or part.text
+            events = [*last, *self._close(status)]
+            self.response = self._response(status, reply.usage, None if is_whole else "max_output_tokens")
+            return [*events, (f"response.{status}", {"response": self.response})]
+        if chunk.call is not None:
+            return self._call(chunk.call, reply)
+        kind = "reasoning" if chunk.reasoning else "message"
+        text = chunk.reasoning or chunk.text
         if not text:
-            self._waiting += part.logprobs
-            return events
+            self._waiting += chunk.logprobs or ()
+            return []
+        begun: list[tuple[str, dict[str, Any]]] = []
+        if self._open is None or self._open["type"] != kind:
+            begun = [*self._close(), *self._begin(kind)]
+        assert self._open is not None
         said = self._open["content"][0]
         said["text"] += text
-        name = "response.reasoning_text.delta" if part.thinking else "response.output_text.delta"
         more: dict[str, Any] = {}
-        if not part.thinking:
-            more["logprobs"] = self._logprobs(part)
+        if kind == "message":
+            more["logprobs"] = self._logprobs(chunk)
             said["logprobs"] += more["logprobs"]
-        return [*events, (name, {**self._place(), "content_index": 0, "delta": text, **more})]
+        name = "response.output_text.delta" if kind == "message" else "response.reasoning_text.delta"
+        return [*begun, (name, {**self._place(), "content_index": 0, "delta": text, **more})]
 
-    def _logprobs(self, part: Part) -> list[dict[str, Any]]:
+    def _logprobs(self, chunk: Chunk) -> list[dict[str, Any]]:
         """Those of a part's tokens, and of tokens before it that made no text by themselves."""
-        choices, self._waiting = (*self._waiting, *part.logprobs), ()
+        choices, self._waiting = (*self._waiting, *(chunk.logprobs or ())), ()
         return tokens_json(self._answer.llm, choices)
 
     def _place(self) -> dict[str, Any]:
@@ -407,16 +388,16 @@ class _Writer:
         begun = {**self._place(), "content_index": 0, "part": deepcopy(part)}  # which grows before it is sent
         return [("response.output_item.added", added), ("response.content_part.added", begun)]
 
-    def _close(self) -> list[tuple[str, dict[str, Any]]]:
+    def _close(self, status: str = "completed") -> list[tuple[str, dict[str, Any]]]:
         if self._open is None:
             return []
         item, place = self._open, self._place()
+        item["status"] = status
         part = item["content"][0]
         is_text = item["type"] == "message"
         name = "response.output_text.done" if is_text else "response.reasoning_text.done"
         more: dict[str, Any] = {"logprobs": part["logprobs"]} if is_text else {}
         done = {**place, "content_index": 0, "text": part["text"], **more}
-        item["status"] = "completed"
         events = [
             (name, done),
             ("response.content_part.done", {**place, "content_index": 0, "part": part}),
@@ -426,24 +407,27 @@ class _Writer:
         self._open = None
         return events
 
-    def _call(self, call: ToolCall) -> list[tuple[str, dict[str, Any]]]:
+    def _call(self, delta: CallDelta, reply: Reply) -> list[tuple[str, dict[str, Any]]]:
+        ended = self._close() if delta.begins else []
         index = len(self._output)
+        call = reply.calls[delta.index]
         item = {
-            "id": new_id("fc_"),
+            "id": "fc_" + call.id.removeprefix("call_"),
             "type": "function_call",
-            "call_id": new_id("call_"),
+            "call_id": call.id,
             "name": call.name,
             "arguments": call.arguments,
-            "status": "completed",
+            "status": "completed" if call.is_whole else "incomplete",
         }
-        self._output.append(item)
-        self.call_items.append(item)
         place = {"item_id": item["id"], "output_index": index}
-        begun = {**item, "arguments": "", "status": "in_progress"}
+        if delta.begins:
+            begun = {"output_index": index, "item": {**item, "status": "in_progress"}}
+            return [*ended, ("response.output_item.added", begun)]
+        if not delta.ends:
+            return [("response.function_call_arguments.delta", {**place, "delta": delta.arguments})]
+        self._output.append(item)
         whole = {**place, "name": call.name, "arguments": call.arguments}
         return [
-            ("response.output_item.added", {"output_index": index, "item": begun}),
-            ("response.function_call_arguments.delta", {**place, "delta": call.arguments}),
             ("response.function_call_arguments.done", whole),
             ("response.output_item.done", {"output_index": index, "item": item}),
         ]

@@ -7,11 +7,12 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import localllm
-from localllm import LLM
+from localllm import LLM, Chunk, Stream
 from localllm.chat import ReplyParser
 from tests.helpers.tiny_models import tiny_gguf
 
@@ -37,7 +38,47 @@ def test_a_reply_is_taken_apart(llm: LLM) -> None:
     assert json.loads(json.dumps(done.to_dict()))["tool_calls"] == [{"name": "add", "arguments": {"a": 1}}]
     done = asyncio.run(llm.achat(MESSAGES, regex=re.escape(REPLY), max_tokens=300))
     assert (done.text, done.tool_calls) == (REPLY.removeprefix("<think>So?</think>"), ())  # no tools were offered
-    assert llm.stream_chat(MESSAGES, tools=TOOLS, regex=re.escape(REPLY), max_tokens=300).read().text == REPLY
+
+
+def test_a_stream_has_the_events_of_a_reply(llm: LLM) -> None:
+    def start(**more: Any) -> Stream:
+        return llm.stream_chat(MESSAGES, tools=TOOLS, regex=re.escape(REPLY), max_tokens=300, seed=1, **more)
+
+    async def gathered() -> list[Chunk]:
+        return [chunk async for chunk in start()]
+
+    whole = start().read()
+    for chunks in (list(start()), asyncio.run(gathered())):
+        assert "".join(chunk.reasoning for chunk in chunks) == "So?"
+        assert "".join(chunk.text for chunk in chunks) == "Let me see."
+        begun, *arguments, ended = [chunk.call for chunk in chunks if chunk.call is not None]
+        assert (begun.begins, begun.name, ended.ends) == (True, "add", True)
+        assert len(arguments) > 1
+        assert json.loads("".join(each.arguments for each in arguments)) == {"a": 1}
+        assert tuple(id_ for chunk in chunks for id_ in chunk.ids) == whole.ids
+        assert [chunk.finish_reason for chunk in chunks if chunk.finish_reason] == ["stop"]
+    assert (whole.text, whole.reasoning, [call.values for call in whole.tool_calls]) == (
+        "Let me see.",
+        "So?",
+        [{"a": 1}],
+    )
+    written = start()
+    written.parser = None
+    assert written.read().text == REPLY
+
+
+def test_a_call_that_is_cut_off_is_a_call(llm: LLM) -> None:
+    whole = llm.chat(MESSAGES, tools=TOOLS, regex=re.escape(REPLY), max_tokens=300, seed=1)
+    for n in range(len(whole.ids)):
+        done = llm.chat(MESSAGES, tools=TOOLS, regex=re.escape(REPLY), max_tokens=n, seed=1)
+        assert done.finish_reason == "length"
+        assert all('{"a": 1}'.startswith(call.arguments) for call in done.tool_calls)
+    assert done.tool_calls
+
+
+def test_a_begun_thought_goes_on(llm: LLM) -> None:
+    done = llm.chat(MESSAGES, reply_prefix="<think>So", regex="o[?]</think>Yes", max_tokens=300)
+    assert (done.reasoning, done.text) == ("o?", "Yes")
 
 
 def test_a_prompt_may_open_the_thought(llm: LLM) -> None:

@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from localllm.chat.conversation import ToolCall
-from localllm.chat.reply import ReplyParser
+from localllm.chat.reply import CallDelta, ReplyParser
 from localllm.chat.thinking import Piece, opening_tag, split
 from localllm.errors import StoreError, UsageError
 from localllm.tui.chat import events
@@ -428,14 +428,14 @@ class ChatSession:
         """Writes a reply, or the rest of it, as it comes; whatever ends it, what was said stays."""
         model, reply = self._loaded(), self.conversation[id_]
         parser = ReplyParser(self._told.get("tools", ()), reply.opened)
-        calls: list[Call] = []
+        calls: list[ToolCall] = []
         said = ""
 
-        def tell(parts: list[Piece | ToolCall], *, show: bool = True) -> None:
+        def tell(parts: list[Piece | CallDelta], *, show: bool = True) -> None:
             nonlocal said
             for part in parts:
-                if isinstance(part, ToolCall):
-                    calls.append(Call(part.name, part.arguments))
+                if isinstance(part, CallDelta):
+                    part.add_to(calls)
                     continue
                 said += "" if part.thinking else part.text
                 if show:
@@ -448,19 +448,23 @@ class ChatSession:
         try:
             tell(parser.feed(reply.text), show=show_begun)
             turn.stream = stream = start()
+            stream.parser = None  # what is kept is the text as it was written
             with self.saver.saving(id_):
                 for chunk in stream:
                     if chunk.text:
                         self.conversation.update(id_, text=self.conversation[id_].text + chunk.text)
                         tell(parser.feed(chunk.text))
-            tell(parser.finish())
+            tell(parser.finish(is_cut=stream.finish_reason != "stop"))
             state = "stopped" if stream.finish_reason == "cancelled" else "complete"
             if stream.finish_reason == "length":
                 state = "context" if stream.usage.total_tokens >= model.info.context else "length"
-            if calls and state == "complete":  # they do not stand in its text, but beside it
+            # Calls do not stand in its text, but beside it.
+            if calls and state == "complete" and all(call.is_whole for call in calls):
                 text = self.conversation[id_].text
                 text = text.removesuffix(split(text, reply.opened)[1]) + said.rstrip()
-                self.conversation.update(id_, text=text, calls=tuple(calls))
+                self.conversation.update(
+                    id_, text=text, calls=tuple(Call(each.name, each.arguments) for each in calls)
+                )
             self._emit(turn, *map(events.Warned, parser.warnings))
         except KeyboardInterrupt:
             state = "stopped"

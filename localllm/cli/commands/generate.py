@@ -214,7 +214,9 @@ def _start(
         messages.insert(0, {"role": "system", "content": text(arguments.system, "--system-prompt")})
     elif settings.system_prompt is not None:
         messages.insert(0, {"role": "system", "content": settings.system_prompt})
-    return llm.stream_chat(messages, **options)
+    stream = llm.stream_chat(messages, **options)
+    stream.parser = None  # thoughts are shown as they are written
+    return stream
 
 
 # -- What comes out ------------------------------------------------------------------------------------------------

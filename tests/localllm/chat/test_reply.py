@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from localllm.chat.reply import ReplyParser, ToolCall
+from localllm.chat.conversation import ToolCall
+from localllm.chat.reply import CallDelta, ReplyParser
 from localllm.chat.thinking import Piece
 
 TOOLS = [
@@ -109,15 +112,29 @@ CASES = [
 ]
 
 
-def parsed(parser: ReplyParser, pieces: list[str]) -> tuple[str, str, list[object]]:
-    parts = [part for piece in pieces for part in parser.feed(piece)] + parser.finish()
-    said = [part for part in parts if isinstance(part, Piece)]
-    calls = [part for part in parts if isinstance(part, ToolCall)]
+def read(parser: ReplyParser, pieces: list[str], is_cut: bool = False) -> tuple[str, str, list[ToolCall]]:
+    """What a reply thinks, says and calls; its calls begin once and end once, one after the other."""
+    events = [event for piece in pieces for event in parser.feed(piece)] + parser.finish(is_cut=is_cut)
+    said = [event for event in events if isinstance(event, Piece)]
+    deltas = [event for event in events if isinstance(event, CallDelta)]
+    calls: list[ToolCall] = []
+    for delta in deltas:
+        delta.add_to(calls)
+        assert (delta.index, delta.id, delta.name) == (len(calls) - 1, calls[-1].id, calls[-1].name)
+    for index in range(len(calls)):
+        own = [delta for delta in deltas if delta.index == index]
+        assert [each.begins for each in own] == [True] + [False] * (len(own) - 1)
+        assert [each.ends for each in own] == [False] * (len(own) - 1) + [True]
     return (
-        "".join(part.text for part in said if part.thinking),
-        "".join(part.text for part in said if not part.thinking),
-        [json.loads(call.arguments) for call in calls],
+        "".join(event.text for event in said if event.thinking),
+        "".join(event.text for event in said if not event.thinking),
+        calls,
     )
+
+
+def parsed(parser: ReplyParser, pieces: list[str]) -> tuple[str, str, list[Any]]:
+    thinking, text, calls = read(parser, pieces)
+    return thinking, text, [json.loads(call.arguments) for call in calls]
 
 
 def cut(text: str, lengths: list[int]) -> list[str]:
@@ -153,6 +170,10 @@ FRAGMENTS = [
 ]
 
 
+def arguments(calls: list[ToolCall]) -> list[tuple[str, str]]:
+    return [(call.name, call.arguments) for call in calls]
+
+
 @settings(max_examples=300)
 @given(
     st.lists(
@@ -161,38 +182,122 @@ FRAGMENTS = [
     ),
     st.lists(st.integers(1, 12), max_size=60),
     st.sampled_from(["", "<think>", "<|start|>assistant"]),
+    st.booleans(),
 )
-def test_the_pieces_do_not_matter(parts: list[tuple[str, int]], lengths: list[int], opened: str) -> None:
+def test_the_pieces_do_not_matter(
+    parts: list[tuple[str, int]], lengths: list[int], opened: str, is_cut: bool
+) -> None:
     text = "".join(part[:n] if n % 3 else part for part, n in parts)
     whole, piecewise = ReplyParser(TOOLS, opened), ReplyParser(TOOLS, opened)
-    assert parsed(piecewise, cut(text, lengths)) == parsed(whole, [text])
+    *said, calls = read(whole, [text], is_cut)
+    *said_piecewise, calls_piecewise = read(piecewise, cut(text, lengths), is_cut)
+    assert (said_piecewise, arguments(calls_piecewise)) == (said, arguments(calls))
     assert piecewise.warnings == whole.warnings
 
 
 @pytest.mark.parametrize(
     "body",
     [
-        '{"name": "add", "arguments": {"a": 1}',
         '{"name": "subtract", "arguments": {}}',
         '{"name": "add", "arguments": [1]}',
         '{"name": "add"}',
-        '{"name": "add", "arguments": {"a": NaN}}',
-        '{"name": "add", "arguments": {"a": "\\ud800"}}',
         '{"name": ["add"], "arguments": {}}',
         "[" * 100_000,
         "[]",
         "3",
         "",
-        "<function=add><parameter=a>1",
         "<function=other></function>",
     ],
 )
 def test_what_is_no_call_is_text_with_a_warning(body: str) -> None:
     text = f"So: <tool_call>{body}</tool_call> Yes."
     parser = ReplyParser(TOOLS)
-    thinking, said, calls = parsed(parser, [text])
-    assert (thinking, said, calls) == ("", text, [])
+    assert parsed(parser, [text]) == ("", text, [])
     assert len(parser.warnings) == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "n_read"),
+    [
+        ('{"name": "add", "arguments": {"a": NaN}}', 5),
+        ('{"name": "add", "arguments": {"a": "\\ud800"}}', 9),
+        ('{"name": "add", "arguments": {"a": 1, }}', 2),
+        ("<function=add>what", 4),
+        ("<function=add><parameter=a>1</parameter>what", 30),
+        ("<function=add><parameter=a>1", 14),
+    ],
+)
+def test_a_call_that_goes_wrong_after_it_has_begun_stays_one(body: str, n_read: int) -> None:
+    text = f"So: <tool_call>{body}</tool_call> Yes."
+    for pieces in ([text], list(text)):
+        parser = ReplyParser(TOOLS)
+        _, said, (call,) = read(parser, pieces)
+        assert said == "So:" + body[-n_read:] + " Yes."
+        assert (call.name, len(parser.warnings)) == ("add", 1)
+        assert call.values == {"arguments": call.arguments} or not call.arguments, "which are not whole"
+
+
+def test_a_call_may_lack_its_last_bracket() -> None:
+    parser = ReplyParser(TOOLS)
+    assert parsed(parser, ['<tool_call>{"name": "add", "arguments": {"a": 1}</tool_call> Yes.']) == (
+        "",
+        "Yes.",
+        [{"a": 1}],
+    )
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *HARMONY_CALLS])
+def test_a_call_that_is_cut_off_is_a_call(family: str) -> None:
+    """However much of it is there; what is there of its arguments is the beginning of JSON."""
+    call = {**FAMILIES, **HARMONY_CALLS}[family]
+    opened = "<|start|>assistant" if family in HARMONY_CALLS else ""
+    call = call.removeprefix("<|start|>assistant")
+    n_begun = 0
+    for n in range(len(call)):
+        parser = ReplyParser(TOOLS, opened)
+        _, text, calls = read(parser, list(call[:n]), is_cut=True)
+        if calls:
+            n_begun += 1
+            (found,) = calls
+            assert found.name == "add"
+            assert json.dumps(BOTH).replace(" ", "").startswith(found.arguments.replace(" ", ""))
+            assert not text.strip()
+            assert not parser.warnings
+        else:
+            assert n_begun == 0
+    assert n_begun >= len(ARGUMENTS) - 1
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *HARMONY_CALLS])
+def test_arguments_come_while_they_are_written(family: str) -> None:
+    call = {**FAMILIES, **HARMONY_CALLS}[family].removeprefix("<|start|>assistant")
+    parser = ReplyParser(TOOLS, "<|start|>assistant" if family in HARMONY_CALLS else "")
+    begun = call.index("y: 2") if "<" not in NOTE and "arg_" not in call and "param" not in call else call.index("2}")
+    events = parser.feed(call[:begun])
+    deltas = [event for event in events if isinstance(event, CallDelta)]
+    assert deltas[0].begins
+    assert '"a": 1' in "".join(delta.arguments for delta in deltas).replace('"a":1', '"a": 1')
+
+
+@pytest.mark.parametrize(
+    ("prefix", "rest", "expected"),
+    [
+        ("", " there.", ("", " there.", [])),
+        ("Hello ", "there.", ("", "there.", [])),
+        ("Hello", " there.", ("", " there.", [])),
+        ("<think>So", " I think.</think>Yes.", (" I think.", "Yes.", [])),
+        ("<think>So</think>", "Yes.", ("", "Yes.", [])),
+        ("So: <tool", " of mine", ("", " of mine", [])),
+        ("So: <tool", CALL.removeprefix("<tool"), ("", "", ['{"a": 1}'])),
+        (CALL[:45], CALL[45:], ("", "", ['{"a": 1}'])),
+        ("{", '"b": 2}', ("", '"b": 2}', [])),
+    ],
+)
+def test_what_a_reply_begins_with_is_not_told_again(prefix: str, rest: str, expected: object) -> None:
+    tokenizer: Any = SimpleNamespace(decode=lambda ids, special: "user: ? assistant:")
+    for pieces in ([rest], list(rest)):
+        thinking, text, calls = read(ReplyParser.after([1], tokenizer, TOOLS, prefix), pieces)
+        assert (thinking, text, [call.arguments for call in calls]) == expected
 
 
 #: What closes a call, or a part of it, as a family writes them.
@@ -222,10 +327,13 @@ def test_an_argument_may_have_what_closes_calls(family: str, tag: str, step: int
     assert not parser.warnings
 
 
-def test_a_broken_call_costs_the_next_one_nothing() -> None:
-    broken = '<tool_call>\n{"name": "add", "arguments": {"note": "x}}\n</tool_call>'
-    _, text, calls = parsed(ReplyParser(TOOLS), [broken + CALL])
-    assert (text.strip(), len(calls)) == (broken, 1)
+@pytest.mark.parametrize("line", ["", "\n"])
+def test_a_broken_call_costs_the_next_one_nothing(line: str) -> None:
+    broken = f'<tool_call>\n{{"name": "add", "arguments": {{"note": "x}}}}{line}</tool_call>'
+    for pieces in ([broken + CALL], list(broken + CALL)):
+        _, text, calls = read(ReplyParser(TOOLS), pieces)
+        assert text == ""
+        assert [call.arguments for call in calls] == ['{"note": "x}}' + line.replace("\n", "\\n"), '{"a": 1}']
 
 
 def between_tags(parameters: dict[str, object], value: str) -> object:

@@ -553,11 +553,11 @@ def test_an_answer_that_is_closed_before_it_is_read_begins_nothing() -> None:
         streams: Any = [Endless(), Endless()]
         nobody: Any = None
         answer = Answer(Ask(None, {}), nobody, nobody, streams, lambda answer: None, 0.0, 0.0)
-        parts = answer.parts()
+        events = answer.events()
         answer.close()
-        ends = [part.end async for part in parts if part.end is not None]
+        replies = [reply async for reply, _ in events]
         assert asyncio.all_tasks() == {asyncio.current_task()}
-        return ends
+        return replies
 
     assert asyncio.run(closed()) == []
 
