@@ -444,7 +444,8 @@ class LoadOptions(_Checked):
     )
 
 
-_GRAMMARS = ("json_schema", "regex", "grammar")
+#: Settings that hold a text to a grammar, of which one can be given.
+GRAMMARS = ("json_schema", "regex", "grammar")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -579,7 +580,7 @@ class Sampling(_Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        given = [name for name in _GRAMMARS if getattr(self, name) is not None]
+        given = [name for name in GRAMMARS if getattr(self, name) is not None]
         if len(given) > 1:
             each = [part for name in given[1:] for part in (" and ", Argument(name))]
             both = " each hold the text to a grammar: leave all but one of them out"
@@ -588,7 +589,7 @@ class Sampling(_Checked):
     @property
     def grammar_kind(self) -> str | None:
         """Which of ``json_schema``, ``regex`` and ``grammar`` is given."""
-        return next((name for name in _GRAMMARS if getattr(self, name) is not None), None)
+        return next((name for name in GRAMMARS if getattr(self, name) is not None), None)
 
     def replace(self, **changes: Any) -> Self:
         """The same settings but for ``changes``.
@@ -686,12 +687,8 @@ class CheckedOptions(_Checked):
     )
 
     @classmethod
-    def of(cls, options: Mapping[str, Any], sampling: Sampling | None = None) -> Self:
+    def of(cls, options: Mapping[str, Any]) -> Self:
         """Checks the keywords of a call.
-
-        Args:
-            options: the keywords.
-            sampling: the settings to begin with where ``options`` have none; None: `Sampling`'s defaults.
 
         Raises:
             TypeError: a keyword is unknown; names the one that is nearest.
@@ -699,7 +696,7 @@ class CheckedOptions(_Checked):
         """
         own, of_sampling = declared(cls), declared(Sampling)
         check_keywords(options, [*own, *of_sampling], THEIR_OPTIONS)
-        sampling = options.get("sampling") or sampling or Sampling()
+        sampling = options.get("sampling") or Sampling()
         settings = {name: value for name, value in options.items() if name in of_sampling}
         if isinstance(sampling, Sampling):
             given = {name: each for name, each in settings.items() if each is not None or of_sampling[name].none}

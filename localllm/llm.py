@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from localllm.checks import check_keywords, mappings, text, token_ids, whole_number
 from localllm.completion import Completion, Stream
-from localllm.declared_options import CheckedOptions, LoadOptions, SplitMode, declared, describes
+from localllm.declared_options import GRAMMARS, CheckedOptions, LoadOptions, SplitMode, declared, describes
 from localllm.engine.engine import MAX_WAITING, STEP_S, Counts, Engine
 from localllm.engine.request import Request
 from localllm.errors import (
@@ -155,6 +155,8 @@ class LLM:
 
     Attributes:
         template_variables: what the chat template reads in every chat, where a call does not say otherwise.
+        defaults: options of calls where these do not say otherwise: at first those of sampling that the file has
+            (``general.sampling.*``).
     """
 
     def __init__(self, parts: object) -> None:
@@ -172,6 +174,7 @@ class LLM:
         self._template = parts.template
         self._grammars: Grammars | None = None
         self.template_variables: dict[str, object] = {}
+        self.defaults: dict[str, Any] = dict(parts.defaults)
 
     @property
     def info(self) -> ModelInfo:
@@ -403,7 +406,7 @@ class LLM:
             GrammarError: ``json_schema``, ``regex`` or ``grammar`` cannot be used.
             ContextLengthError: the prompt is too long; see ``overflow``.
         """
-        return self._stream(prompt, add_special, parse_special, CheckedOptions.of(options)).read()
+        return self._stream(prompt, add_special, parse_special, self._given(options)).read()
 
     def stream(
         self,
@@ -417,7 +420,7 @@ class LLM:
 
         Closing it stops the work.  Where a long prompt must not hold up an event loop, call it in another thread.
         """
-        return self._stream(prompt, add_special, parse_special, CheckedOptions.of(options))
+        return self._stream(prompt, add_special, parse_special, self._given(options))
 
     def chat(
         self,
@@ -445,7 +448,7 @@ class LLM:
             TemplateError: there are no messages, one is malformed, or the template fails or refuses them.
             TypeError, UsageError, ContextLengthError: as `generate`.
         """
-        given = CheckedOptions.of(options)
+        given = self._given(options)
         stream = self._stream_chat(messages, tools, template_variables, reply_prefix, given)
         return _warned(stream, stream.read())
 
@@ -463,7 +466,7 @@ class LLM:
         Each is an event of the reply: ``text``, ``reasoning``, or what comes of a ``call``; the last one has its
         ``warnings``.  With ``stream.parser = None``, the text is all that the model writes.
         """
-        given = CheckedOptions.of(options)
+        given = self._given(options)
         return self._stream_chat(messages, tools, template_variables, reply_prefix, given)
 
     def generate_many(
@@ -491,7 +494,7 @@ class LLM:
         taken any more.
         """
         options.setdefault("priority", "background")
-        given = CheckedOptions.of(options)
+        given = self._given(options)
         self._opened()
         if isinstance(prompts, str | bytes):
             raise UsageError.of("prompts", prompts, "a list of prompts: use generate for a single one")
@@ -558,7 +561,7 @@ class LLM:
         **options: Unpack[Options],
     ) -> Completion:
         """As `generate`, for asyncio: other tasks go on meanwhile, and cancelling the task stops the work."""
-        given = CheckedOptions.of(options)
+        given = self._given(options)
         return await self._stream(prompt, add_special, parse_special, given).aread()
 
     async def achat(
@@ -571,7 +574,7 @@ class LLM:
         **options: Unpack[Options],
     ) -> Completion:
         """As `chat`, for asyncio: other tasks go on meanwhile, and cancelling the task stops the work."""
-        given = CheckedOptions.of(options)
+        given = self._given(options)
         stream = self._stream_chat(messages, tools, template_variables, reply_prefix, given)
         return _warned(stream, await stream.aread())
 
@@ -662,6 +665,13 @@ class LLM:
     def __repr__(self) -> str:
         state = "closed" if self._engine is None else f"context={self._info.context}"
         return f"<LLM {self._info.path.name} ({self._info.file_type}) on {self._info.device}, {state}>"
+
+    def _given(self, options: Options) -> CheckedOptions:
+        """The options of a call; settings that are given as a whole have no defaults beside them."""
+        defaults = {} if options.get("sampling") is not None else self.defaults
+        if any(options.get(name) is not None for name in GRAMMARS):
+            defaults = {name: value for name, value in defaults.items() if name not in GRAMMARS}
+        return CheckedOptions.of({**defaults, **options})
 
     def _check_writes(self) -> None:
         if self._embedder is not None:

@@ -8,18 +8,18 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import resources
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from localllm.adapters import read_adapter
 from localllm.chat.source import TemplateSource
-from localllm.declared_options import LoadOptions
+from localllm.declared_options import LoadOptions, Sampling, declared
 from localllm.devices import Device, open_devices, split_by_rows
 from localllm.embedding import Embedder
 from localllm.engine.drafting.model import DraftModel
@@ -62,6 +62,7 @@ class Parts:
     options: LoadOptions  # what it was loaded with
     info: ModelInfo
     template_source: TemplateSource  # of the chat template
+    defaults: Mapping[str, Any]  # of sampling, which the file has
     template: ChatTemplate | None  # the same compiled, if it was given and not the file's
     warnings: tuple[Notice, ...]  # what whoever asked for the model should be told
 
@@ -76,6 +77,7 @@ def load_parts(options: LoadOptions) -> Parts:
         sources = [_read(files.enter_context(_open(options.path)), options, "the model", adapts=True)]
         tokenizer = Tokenizer.from_gguf(sources[0].file)
         template_source, template = TemplateSource.of_file(sources[0].file), None
+        defaults = sampling_defaults(sources[0].file.metadata)
         if options.chat_template is not None:  # compiled now, to be checked
             template_source = TemplateSource(options.chat_template)
             template = compile_template(template_source, tokenizer)
@@ -114,7 +116,19 @@ def load_parts(options: LoadOptions) -> Parts:
         info, warnings = replace(info, draft=draft_info), warnings + notices
     on_end = partial(_close, devices)
     engine = Engine(runner, drafting, max_waiting=options.max_waiting, step_s=options.step_s, on_end=on_end)
-    return Parts(tokenizer, engine, embedder, options, info, template_source, template, warnings)
+    return Parts(tokenizer, engine, embedder, options, info, template_source, defaults, template, warnings)
+
+
+def sampling_defaults(metadata: Mapping[str, object]) -> dict[str, Any]:
+    """The settings of sampling that a file has, by their names in `localllm.Sampling`, but for those out of range."""
+    found = {}
+    for name, option in declared(Sampling).items():
+        value = metadata.get(f"general.sampling.{option.key}") if option.key else None
+        # A float32 becomes the number that was meant.
+        value = option.kind.read(float(f"{value:.6g}") if isinstance(value, float) else value)
+        if value is not None:
+            found[name] = value
+    return found
 
 
 def plan_file(options: LoadOptions) -> Plan:

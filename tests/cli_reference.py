@@ -1,4 +1,7 @@
-"""Writes docs/cli.md, the reference of the command line, from its parser: ``python -m tests.cli_reference``."""
+"""Writes what is written from declarations: ``python -m tests.cli_reference``.
+
+These are docs/cli.md, from the commands, and localllm/options.py's keywords of sampling, from the table of options.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from localllm.cli.commands.config import VARIABLES
 from localllm.cli.flags import ABSENT, NO_EFFECT, OTHER_COMMANDS, SAME
 from localllm.cli.parser import Parser, command_aliases, command_names, main_parser, parser_of
+from localllm.declared_options import Sampling, declared
 from tests.helpers.data import ROOT
 
 PATH = ROOT / "docs" / "cli.md"
+KEYWORDS = ROOT / "localllm" / "options.py"
 
 HEAD = """\
 # The command line
@@ -26,6 +31,9 @@ shells report as 130.
 """
 
 Row = tuple[str, str]
+
+#: What stands in the file of keywords before those that are written, and behind them.
+_BEGIN, _END = '"""The settings of `localllm.Sampling`, which describes them."""\n\n', "\n\n@describes"
 
 
 def reference() -> str:
@@ -47,6 +55,13 @@ def reference() -> str:
     ):
         lines += ["", f"{title}:", "", *_table(left, right, _by_meaning(names))]
     return "\n".join(lines) + "\n"
+
+
+def keywords() -> str:
+    """The whole file of keywords, with those of sampling as the table declares them."""
+    before, rest = KEYWORDS.read_text("utf-8").split(_BEGIN)
+    types = "\n".join(f"    {name}: {Sampling.__annotations__[name]}" for name in declared(Sampling))
+    return f"{before}{_BEGIN}{types}\n{rest[rest.index(_END) :]}"
 
 
 def _command(command: Parser, seen: dict[str, list[Row]]) -> Iterator[str]:
@@ -101,6 +116,7 @@ def _table(left: str, right: str, rows: Iterable[Row]) -> Iterator[str]:
 
 
 def main() -> None:
+    KEYWORDS.write_text(keywords(), "utf-8")
     PATH.write_text(reference(), encoding="utf-8")
 
 

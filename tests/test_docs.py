@@ -152,7 +152,8 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_the_reference_of_the_command_line_is_the_parsers() -> None:
-    assert cli_reference.PATH.read_text() == cli_reference.reference(), "run python -m tests.cli_reference"
+    assert cli_reference.PATH.read_text("utf-8") == cli_reference.reference(), "run python -m tests.cli_reference"
+    assert cli_reference.KEYWORDS.read_text("utf-8") == cli_reference.keywords(), "run python -m tests.cli_reference"
 
 
 def test_the_readme_is_short() -> None:

@@ -34,11 +34,15 @@ def apply(diff: str, root: Path) -> None:
     path.write_text(text.replace(before, after), "utf-8")
 
 
+def copy_source(root: Path) -> None:
+    ignored = shutil.ignore_patterns("__pycache__", "benchmarks")
+    for folder in ("localllm", "quant", "kernels", "models", "tui", "tests"):
+        shutil.copytree(ROOT / folder, root / folder, symlinks=True, ignore=ignored)
+    shutil.copy(ROOT / "pyproject.toml", root)
+
+
 def test_the_new_operation_of_the_docs_passes_its_tests(tmp_path: Path) -> None:
-    for folder in ("localllm", "quant", "kernels", "models", "tests"):
-        ignored = shutil.ignore_patterns("__pycache__", "data" if folder == "localllm" else "benchmarks")
-        shutil.copytree(ROOT / folder, tmp_path / folder, symlinks=True, ignore=ignored)
-    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    copy_source(tmp_path)
     edits = blocks("add-an-operation.md", "diff")
     assert len(edits) == 7
     for edit in edits:
@@ -49,6 +53,51 @@ def test_the_new_operation_of_the_docs_passes_its_tests(tmp_path: Path) -> None:
     for case in ("gated", "activation"):
         for backend in ("reference", "cpu"):
             assert re.search(rf"{backend}[\w-]*-{case}-activation=hard_swish\] PASSED", done.stdout), done.stdout
+
+
+#: Uses the example's option from everywhere: with so few deviations only the likeliest token is left.
+OPTION = """
+import json, os, subprocess, sys
+import httpx
+import localllm
+from tests.helpers.http_server import demo, serving
+
+value = {"top_n_sigma": 1e-4}
+with localllm.load(device="reference") as llm:
+    greedy = llm.generate("Once", temperature=0, max_tokens=6).text
+    assert llm.generate("Once", seed=1, temperature=9, max_tokens=6).text != greedy
+    assert llm.generate("Once", seed=1, temperature=9, max_tokens=6, **value).text == greedy
+with serving(demo(device="reference")) as server:
+    body = {"prompt": "Once", "temperature": 9, "n_predict": 6, **value}
+    assert httpx.post(server.url + "/completion", json=body, timeout=300).json()["content"] == greedy
+    refusal = httpx.post(server.url + "/completion", json={**body, "top_n_sigma": -1}, timeout=300)
+    assert refusal.status_code == 400 and "top_n_sigma is -1" in refusal.text, refusal.text
+    props = httpx.get(server.url + "/props", timeout=300).json()
+    assert props["default_generation_settings"]["params"]["top_n_sigma"] == 0
+flags = ["-m", "demo", "--no-chat", "-p", "Once", "-n", "6", "--temp", "9", "--device", "reference", "--json", "-q"]
+
+
+def generated(*more, **environment):
+    command = [sys.executable, "-m", "localllm", "generate", *flags, *more]
+    return json.loads(subprocess.check_output(command, env=os.environ | environment))["text"]
+
+
+assert generated("--top-n-sigma", "1e-4") == greedy
+with open("settings.toml", "w") as file:
+    file.write("[sampling]\\ntop_n_sigma = 1e-4\\n")
+assert generated(LOCALLLM_CONFIG="settings.toml") == greedy
+print("done")
+"""
+
+
+def test_the_new_option_of_the_docs_is_everywhere(tmp_path: Path) -> None:
+    copy_source(tmp_path)
+    edits = blocks("add-an-option.md", "diff")
+    assert len({edit.splitlines()[0] for edit in edits}) == 2
+    for edit in edits:
+        apply(edit, tmp_path)
+    done = subprocess.run([sys.executable, "-c", OPTION], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.stdout == "done\n", done.stdout + done.stderr
 
 
 def test_the_new_architecture_of_the_docs_is_the_one_in_the_source() -> None:

@@ -286,6 +286,7 @@ def make_sampler(
     adjustments: list[Callable[[Logits], Logits]] = []
     if sampling.logit_bias:
         adjustments.append(_LogitBias(sampling.logit_bias))
+    n_biases = len(adjustments)
     adjustments += [_Processor(function, history) for function in sampling.processors]
     adjustments += trackers
     listeners = [tracker.accept for tracker in trackers]
@@ -301,7 +302,7 @@ def make_sampler(
         adjustments=adjustments,
         listeners=listeners,
         choose=_make_choose(sampling, uniform) if uniform else None,
-        n_enough=0 if trackers or sampling.processors or constraint else _n_enough(sampling, n_vocab),
+        n_enough=0 if len(adjustments) > n_biases or constraint else _n_enough(sampling, n_vocab),
         constraint=constraint,
         uniform=uniform,
     )

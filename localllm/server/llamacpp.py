@@ -21,9 +21,10 @@ from starlette.responses import PlainTextResponse, Response
 from localllm import __version__
 from localllm.chat.conversation import read_messages
 from localllm.completion import Chunk
+from localllm.declared_options import CheckedOptions, Sampling, declared
 from localllm.errors import OutputError, PromptCacheError, path_text
 from localllm.llm import LLM
-from localllm.sampling import Choice, Sampling
+from localllm.sampling import Choice
 from localllm.server.answers import Answer, Ask, Desk, Generation, LoraShare, Reply, begun_reply, fill_in, offer_tools
 from localllm.server.http import EventStream, HTTPError, decode, event, json_response, unless_gone
 from localllm.server.openai import (
@@ -53,7 +54,7 @@ async def props(request: Request, desk: Desk) -> Response:
     def work(llm: LLM) -> dict[str, Any]:
         tokenizer = llm.tokenizer
         return {
-            "default_generation_settings": {"n_ctx": llm.info.context, "params": _defaults()},
+            "default_generation_settings": {"n_ctx": llm.info.context, "params": _defaults(llm)},
             "chat_template": llm.chat_template.source,
             "bos_token": _token_text(tokenizer, tokenizer.bos_id),
             "eos_token": _token_text(tokenizer, tokenizer.eos_id),
@@ -73,12 +74,13 @@ async def props(request: Request, desk: Desk) -> Response:
     )
 
 
-def _defaults() -> dict[str, Any]:
-    """What holds where a request says nothing."""
-    sampling = Sampling()
-    values = {each.name: getattr(sampling, each.name, None) for each in msgspec.structs.fields(Generation)}
-    fixed = {"seed": -1, "n_predict": -1, "stop": [], "stream": False}
-    return {name: value for name, value in values.items() if value is not None} | fixed
+def _defaults(llm: LLM) -> dict[str, Any]:
+    """What holds where a request says nothing; -1 is open."""
+    given = CheckedOptions.of(llm.defaults)
+    values = {name: getattr(given.sampling, name) for name, option in declared(Sampling).items() if option.kind.json}
+    values = {name: value for name, value in values.items() if value is not None}
+    n_predict = -1 if given.max_tokens is None else given.max_tokens
+    return {"seed": -1, **values, "n_predict": n_predict, "stop": given.stop, "stream": False}
 
 
 def _token_text(tokenizer: Tokenizer, id_: int | None) -> str:

@@ -10,14 +10,14 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from localllm.cli.commands.generate import describe
+from localllm.cli.commands.generate import describe, generation_options
 from localllm.cli.defaults import chat_template, load_options, settle, template_variables
 from localllm.cli.defaults import model_file as find_model
 from localllm.cli.parser import Command, flag, several
-from localllm.cli.shared_flags import LORA, RUNNING, options
+from localllm.cli.shared_flags import ENDING, LORA, RUNNING, SAMPLING, options
 from localllm.cli.values import model_file, whole
 from localllm.console import say, warn
-from localllm.declared_options import LoadOptions
+from localllm.declared_options import CheckedOptions, LoadOptions
 from localllm.errors import UsageError, path_text
 from localllm.files import expanded, read_text
 from localllm.library.names import DEMO, HubName
@@ -59,6 +59,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError("--ssl-key-file and --ssl-cert-file belong together: give both")
     chat_template(arguments)  # what is wrong with it is said before a model is asked for
     settings = settle(arguments, skip=("model",))
+    defaults = generation_options(arguments, settings)
+    defaults.pop("adapters", None)  # requests name their own
+    CheckedOptions.of(defaults)
     keys = [key for text in (*arguments.api_keys, os.environ.get(KEY_VARIABLE, "")) for key in text.split(",") if key]
     if arguments.key_file is not None:
         lines = (line.strip() for line in read_text(arguments.key_file, "the file of API keys").splitlines())
@@ -80,6 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         llm = load(source, **load_options(arguments, source, max_waiting=arguments.max_queue), progress=report)
         llm.template_variables = template_variables(arguments)
+        llm.defaults |= defaults
         llm.prepare_grammars()
         if not arguments.quiet:
             describe(llm.info, verbose=True) if arguments.verbose else say(str(llm.info))
@@ -188,6 +192,9 @@ COMMAND = Command(
             Path,
             dest="prompts",
         ),
+        "where replies end, if a request does not say it",
+        *ENDING,
+        *(f"{each}, if a request does not say it" if isinstance(each, str) else each for each in SAMPLING),
         "who may ask",
         flag("--host HOST", "address to listen on", default="127.0.0.1"),
         flag("--port N", "port; 0 is any that is free", whole(0, below=65536), default=8080),

@@ -26,15 +26,20 @@ from localllm.settings import Settings
 from tests.helpers.command_line import Outcome, command, environment, run_main
 from tests.helpers.data import ROOT
 from tests.helpers.http_server import demo, serving
+from tests.helpers.tiny_models import config, random_weights, write_gguf
 
 PAGE = ROOT / "docs" / "serve.md"
 
 
 @contextmanager
-def started(*arguments: object) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def started(*arguments: object, **variables: object) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """The command at work, and the address that it says."""
     process = subprocess.Popen(
-        command("serve", *arguments), stderr=subprocess.PIPE, text=True, env=environment(), cwd=ROOT
+        command("serve", *arguments),
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment() | {k: str(v) for k, v in variables.items()},
+        cwd=ROOT,
     )
     assert process.stderr is not None
     try:
@@ -93,6 +98,27 @@ def test_templates_read_what_flags_say(tmp_path: Path) -> None:
             asked = body | {"chat_template_kwargs": more}
             answer = httpx.post(f"{url}/apply-template", json=asked, timeout=300).json()
             assert answer["prompt"].endswith(prompt)
+
+
+def test_what_a_request_leaves_open_is_in_the_files_the_settings_and_the_flags(tmp_path: Path) -> None:
+    """Flags go before settings, and these before the model's file; a request before them all."""
+    keys = {"general.sampling.temp": 0.3, "general.sampling.top_k": 7, "general.sampling.min_p": 9.0}
+    settings = config("llama")
+    file = write_gguf(tmp_path / "m.gguf", settings, random_weights(settings), metadata=keys)
+    (tmp_path / "config.toml").write_text("[sampling]\ntop_k = 8\ntop_p = 0.5\nseed = 3\n")
+    flags = ("--top-p", 0.25, "-n", 3, "--ignore-eos", "--device", "reference")
+    with started("-m", file, "--port", 0, "-q", *flags, LOCALLLM_CONFIG=tmp_path / "config.toml") as (_, url):
+        params = httpx.get(f"{url}/props", timeout=300).json()["default_generation_settings"]["params"]
+        shown = {name: params[name] for name in ("temperature", "top_k", "top_p", "min_p", "seed", "n_predict")}
+        assert shown == {
+            "temperature": 0.3, "top_k": 8, "top_p": 0.25, "min_p": 0.05, "seed": 3, "n_predict": 3
+        }  # fmt: skip
+        ids = []
+        for more in ({}, {}, {"seed": 4}, {"n_predict": 2}):
+            answer = httpx.post(f"{url}/completion", json={"prompt": "a", **more}, timeout=300).json()
+            ids.append((answer["tokens_predicted"], answer["content"]))
+    assert [n for n, _ in ids] == [3, 3, 3, 2]
+    assert ids[0] == ids[1] != ids[2]
 
 
 def test_models_by_name(tmp_path: Path) -> None:
