@@ -1,7 +1,7 @@
 """Slash commands: one table of what people may type, for the app and for line mode.
 
-The palette, completion, help and the app's keys read it.  A command's function works on a session, and returns a
-`Result` that the program does; what only the app can do is in `localllm.tui.screens.commands`.
+The palette, completion, help and the app's keys read it.  A command's function works on a session, and on the `UI`
+that it was typed in.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, ParamSpec, Protocol, TypeVar
 
-from localllm.errors import UsageError
+from localllm.errors import StoreError, UsageError
 from localllm.sampling import Sampling
 from localllm.tui.chat import settings as chat_settings
 from localllm.tui.chat.attachments import Completion, command_output, path_of, read_text_file
@@ -25,29 +25,71 @@ from localllm.tui.chat.session import ChatSession
 from localllm.tui.storage.chats import ChatSummary, default_path
 from localllm.tui.text import shortened
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 NO_BRANCHES = "there are no branches: /edit and /regen make them"
 
 
-class Result(NamedTuple):
-    """What a command leads to: one of these.
+class UI(Protocol):
+    """What commands ask of the program that they are typed in.
 
-    Attributes:
-        text: is to be told; beside ``chat``, in line mode alone.
-        play: generates something.
-        edit: the message to be changed by whoever sits there.
-        chat: the conversation to be gone on with.
-        model: the file of the model to be loaded.
-        draft: a text to be sent; the app puts it into the editor first, where it can be changed.
-        ends: whether the program is to end.
+    What is asked of somebody is None where it is given up; without a screen nobody is asked: "" stands for that.
     """
 
-    text: str = ""
-    play: Callable[[Turn], None] | None = None
-    edit: Message | None = None
-    chat: Conversation | None = None
-    model: str | None = None
-    draft: str = ""
-    ends: bool = False
+    #: Whether somebody can be asked.
+    has_screen: bool = False
+
+    async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Calls what may take its time."""
+        return function(*args, **kwargs)
+
+    async def until_esc(self, activity: str, function: Callable[..., str], *arguments: object) -> str:
+        """Calls what may take long; where Esc ends it, one more argument tells whether it was pressed."""
+        return function(*arguments)
+
+    async def tell(self, text: str) -> None:
+        """Tells something, and shows what was changed."""
+
+    async def show(self) -> None:
+        """Shows the conversation as it is now."""
+
+    async def play(self, start: Callable[[Turn], None]) -> None:
+        """Has something generated."""
+
+    async def edit(self, message: Message) -> None:
+        """Has a message changed by whoever sits there."""
+
+    async def put(self, draft: str) -> None:
+        """Sends a text; where it can be changed first, puts it into the editor."""
+
+    async def open(self, conversation: Conversation, told: str = "") -> None:
+        """Goes on with another conversation."""
+
+    async def use_model(self, name: str) -> None:
+        """Loads another model."""
+
+    async def quit(self) -> None:
+        """Ends the program."""
+
+    async def ask(self, title: str, text: str = "", value: str = "", example: str = "") -> str | None:
+        """A line of text."""
+        return ""
+
+    async def choose(self, title: str, choices: Sequence[tuple[str, str]], at: int) -> str | None:
+        """One of the choices, which are names and what is shown for them."""
+        return ""
+
+    async def confirm(self, question: str, text: str) -> bool:
+        """Whether something is to be deleted."""
+        return True
+
+    async def on_screen(self, name: str, argument: str) -> bool:
+        """Does what the app does with a screen of its own; False where there is none."""
+        return False
+
+
+Run = Callable[[ChatSession, UI, str], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +106,7 @@ class Command:
     name: str
     arguments: str
     help: str
-    run: Callable[[ChatSession, str], str | Result] | None
+    run: Run | None
     aliases: tuple[str, ...] = ()
     title: str = ""
     key: str = ""
@@ -109,12 +151,22 @@ def find(name: str) -> Command:
     raise UsageError(f"there is no command /{name}: {hint}")
 
 
-def run(session: ChatSession, call: Call) -> Result:
+async def run(session: ChatSession, ui: UI, call: Call) -> None:
     """Does what a command says, or says what is to be done.  Raises LocalLLMError if it cannot be done."""
-    if call.command.run is None:
-        raise UsageError(f"/{call.command.name} is for the app: start localllm chat without --plain")
-    result = call.command.run(session, call.argument)
-    return Result(result) if isinstance(result, str) else result
+    command, argument = call
+    if command.run is not None:
+        await command.run(session, ui, argument)
+    elif not await ui.on_screen(command.name, argument):
+        raise UsageError(f"/{command.name} is for the app: start localllm chat without --plain")
+
+
+def _telling(function: Callable[[ChatSession, str], str]) -> Run:
+    """A command that tells what a function says, which may take its time."""
+
+    async def run(session: ChatSession, ui: UI, argument: str) -> None:
+        await ui.tell(await ui.call(function, session, argument))
+
+    return run
 
 
 def completions(line: str) -> list[Completion]:
@@ -173,7 +225,7 @@ def branch_meant(conversation: Conversation, argument: str) -> Message:
     return fork.branches[number - 1]
 
 
-def _edit(session: ChatSession, argument: str) -> Result:
+async def _edit(session: ChatSession, ui: UI, argument: str) -> None:
     conversation = session.conversation
     first, *rest = argument.split(maxsplit=1) or [""]
     message: Message | None
@@ -184,41 +236,47 @@ def _edit(session: ChatSession, argument: str) -> Result:
         text = argument
     if message is None:
         raise UsageError("there is nothing to edit yet: send a message first")
-    return Result(play=partial(session.edit, message.id, text)) if text else Result(edit=message)
+    await (ui.play(partial(session.edit, message.id, text)) if text else ui.edit(message))
 
 
-def _regenerate(session: ChatSession, argument: str) -> Result:
+async def _regenerate(session: ChatSession, ui: UI, argument: str) -> None:
     message = numbered(session.conversation, argument) if argument else None
-    return Result(play=partial(session.regenerate, None if message is None else message.id))
+    await ui.play(partial(session.regenerate, None if message is None else message.id))
 
 
-def _branch(session: ChatSession, argument: str) -> str:
-    if argument:
-        session.switch(branch_meant(session.conversation, argument).id)
-        return _transcript(session.conversation)
-    lines = []
-    for fork in forks(session.conversation):
-        lines += [f"#{fork.number} {fork.branches[0].role}, {len(fork.branches)} branches"]
-        lines += [
-            f"  {'*' if i == fork.at else ' '} {i} {shortened(branch.content, 60)}"
-            for i, branch in enumerate(fork.branches, 1)
-        ]
-    return "\n".join(lines) or NO_BRANCHES
+async def _continue(session: ChatSession, ui: UI, argument: str) -> None:
+    await ui.play(session.continue_reply)
 
 
-def to_remove(conversation: Conversation, argument: str) -> Message:
+async def _branch(session: ChatSession, ui: UI, argument: str) -> None:
+    found = forks(session.conversation)
+    if not found:
+        raise UsageError(NO_BRANCHES)
+    choices = [
+        (f"#{fork.number} {i}", f"{'●' if i == fork.at else '○'} #{fork.number}  {i}/{len(fork.branches)}  {text}")
+        for fork in found
+        for i, text in enumerate((shortened(branch.content, 55) for branch in fork.branches), 1)
+    ]
+    at = len(choices) - len(found[-1].branches) + found[-1].at - 1
+    chosen = argument or await ui.choose("Branches", choices, at)
+    if chosen:
+        await ui.call(session.switch, branch_meant(session.conversation, chosen).id)
+        await ui.show()
+    elif chosen is not None:
+        await ui.tell("\n".join(label for _, label in choices))
+
+
+async def _remove(session: ChatSession, ui: UI, argument: str) -> None:
     if not argument:
         raise UsageError("name the message: /remove 3 deletes it and all that follows it")
-    return numbered(conversation, argument)
+    message = numbered(session.conversation, argument)
+    if await ui.confirm("Delete this message?", "It goes for good, and so does all that follows it."):
+        await ui.call(session.delete, message.id)
+        await ui.show()
 
 
-def _remove(session: ChatSession, argument: str) -> str:
-    session.delete(to_remove(session.conversation, argument).id)
-    return _transcript(session.conversation)
-
-
-def _transcript(conversation: Conversation) -> str:
-    parts = []
+def transcript(session: ChatSession, argument: str) -> str:
+    parts, conversation = [], session.conversation
     for number, message in enumerate(conversation.path(), 1):
         at, n = conversation.branch_of(message.id)
         branch = f", branch {at} of {n}" if n > 1 else ""
@@ -230,17 +288,24 @@ def _transcript(conversation: Conversation) -> str:
 # -- How replies are generated ---------------------------------------------------------------------------------------
 
 
-def _make_room(choice: Choice, session: ChatSession, argument: str) -> Result:
-    return Result(play=partial(session.make_room, choice))
+async def _make_room(choice: Choice, session: ChatSession, ui: UI, argument: str) -> None:
+    await ui.play(partial(session.make_room, choice))
 
 
-def _system(session: ChatSession, argument: str) -> str | Result:
+async def _system(session: ChatSession, ui: UI, argument: str) -> None:
     if argument:
-        session.set_system("" if argument == "none" else argument)
-    return f"system prompt: {session.conversation.system or 'none'}"
+        await ui.call(session.set_system, "" if argument == "none" else argument)
+    elif await ui.on_screen("system", argument):
+        return
+    await ui.tell(f"system prompt: {session.conversation.system or 'none'}")
 
 
-def _set(session: ChatSession, argument: str) -> str | Result:
+async def _set(session: ChatSession, ui: UI, argument: str) -> None:
+    if argument or not await ui.on_screen("set", argument):
+        await ui.tell(await ui.call(_settings, session, argument))
+
+
+def _settings(session: ChatSession, argument: str) -> str:
     settings = session.conversation.settings
     name, *rest = argument.split(maxsplit=1) or [""]
     if rest:
@@ -256,11 +321,11 @@ def _set(session: ChatSession, argument: str) -> str | Result:
     return "\n".join(lines)
 
 
-def _set_one(name: str, session: ChatSession, argument: str) -> str | Result:
-    return _set(session, f"{name} {'default' if argument == 'none' else argument}")
+def _set_one(name: str, session: ChatSession, argument: str) -> str:
+    return _settings(session, f"{name} {'default' if argument == 'none' else argument}")
 
 
-def _format(session: ChatSession, argument: str) -> str | Result:
+def _format(session: ChatSession, argument: str) -> str:
     settings = session.conversation.settings
     if argument:
         schema = "default" if argument == "none" else read_text_file(argument)
@@ -269,7 +334,7 @@ def _format(session: ChatSession, argument: str) -> str | Result:
     return "replies are free text" if held_to is None else f"replies are JSON, by the schema {json.dumps(held_to)}"
 
 
-def _detach(session: ChatSession, argument: str) -> str | Result:
+def _detach(session: ChatSession, argument: str) -> str:
     if argument:
         n = session.detach(argument)
         if not n:
@@ -279,10 +344,11 @@ def _detach(session: ChatSession, argument: str) -> str | Result:
     return "\n".join(f"{file.name}: {file.n_tokens:,} tokens" for file in files) or "nothing is attached"
 
 
-def _compare(session: ChatSession, argument: str) -> str | Result:
-    if argument:
-        raise UsageError("in lines, ask the other model yourself: /model FILE, /regen, and then /compare")
-    return "\n\n".join(f"{who(reply)}\n{reply.content}" for reply in compared(session.conversation))
+async def _compare(session: ChatSession, ui: UI, argument: str) -> None:
+    if not await ui.on_screen("compare", argument):
+        if argument:
+            raise UsageError("in lines, ask the other model yourself: /model FILE, /regen, and then /compare")
+        await ui.tell("\n\n".join(f"{who(reply)}\n{reply.content}" for reply in compared(session.conversation)))
 
 
 def who(reply: Message) -> str:
@@ -299,13 +365,20 @@ def compared(conversation: Conversation) -> list[Message]:
     return [max(others, key=lambda other: (who(other) != who(reply), other.created)), reply]
 
 
-def _model(session: ChatSession, argument: str) -> str | Result:
+async def _model(session: ChatSession, ui: UI, argument: str) -> None:
     if argument:
-        return Result(model=argument)
-    if session.model is None:
-        return "no model is loaded: /model FILE loads one"
-    info = session.model.info
-    return f"{info.name or info.path.name}: {info.path}, {info.context:,} tokens of context"
+        await ui.use_model(argument)
+    elif not await ui.on_screen("model", argument):
+        info = None if session.model is None else session.model.info
+        context = (
+            "" if info is None else f"{info.name or info.path.name}: {info.path}, {info.context:,} tokens of context"
+        )
+        await ui.tell(context or "no model is loaded: /model FILE loads one")
+
+
+async def _stats(session: ChatSession, ui: UI, argument: str) -> None:
+    if not await ui.on_screen("stats", argument):
+        await ui.tell(stats_text(session))
 
 
 def stats_text(session: ChatSession) -> str:
@@ -326,7 +399,7 @@ def stats_text(session: ChatSession) -> str:
 # -- Chats -----------------------------------------------------------------------------------------------------------
 
 
-def _save(session: ChatSession, argument: str) -> str | Result:
+def _save(session: ChatSession, argument: str) -> str:
     check_begun(session.conversation)
     if argument:
         session.set_title(argument)
@@ -340,26 +413,47 @@ def check_begun(conversation: Conversation) -> None:
         raise UsageError("there is nothing to save yet: chats are saved as they are written")
 
 
-def _load(session: ChatSession, argument: str) -> str | Result:
-    if not argument:
-        raise UsageError("name a chat, or a file: /load ID, or /load FILE.json; /sessions lists chats")
+async def _load(session: ChatSession, ui: UI, argument: str) -> None:
     if argument.lower().endswith(".json"):
-        return _import(session, argument)
-    conversation = session.store.load(session.store.find(argument))
-    return Result(_transcript(conversation), chat=conversation)
+        await _import(session, ui, argument)
+        return
+    try:
+        if not argument:
+            raise UsageError("name a chat, or a file: /load ID, or /load FILE.json; /sessions lists chats")
+        id_ = await ui.call(session.store.find, argument)
+    except (StoreError, UsageError):
+        if not await ui.on_screen("sessions", argument):  # which searches for words
+            raise
+    else:
+        await ui.open(await ui.call(session.store.load, id_))
 
 
-def _import(session: ChatSession, argument: str) -> str | Result:
-    if not argument:
+async def _import(session: ChatSession, ui: UI, argument: str) -> None:
+    example = "for example ~/Downloads/chat.json"
+    name = argument or await ui.ask("Import", "A .json file that was exported", example=example)
+    if name is None:
+        return
+    if not name:
         raise UsageError("name a file that was exported, or a folder of such files: /import FILE.json")
-    path = path_of(argument)
+    path = path_of(name)
     if path.is_dir():
-        return f"{import_all(session.store, path):,} chats imported from {path}"
-    conversation = import_chat(session.store, path)
-    return Result(f"imported: {conversation.title}\n{_transcript(conversation)}", chat=conversation)
+        await ui.tell(f"{await ui.call(import_all, session.store, path):,} chats imported from {path}")
+    else:
+        conversation = await ui.call(import_chat, session.store, path)
+        await ui.open(conversation, f"imported: {conversation.title}")
 
 
-def _export(session: ChatSession, argument: str) -> str | Result:
+async def _export(session: ChatSession, ui: UI, argument: str) -> None:
+    if not argument:
+        name = re.sub(r"\W+", "-", session.conversation.title.lower())[:40].strip("-") or "chat"
+        asked = await ui.ask("Export", "A new file: .md to read, or .json with all branches", f"{name}.md")
+        if asked is None:
+            return
+        argument = asked
+    await ui.tell(await ui.call(_exported, session, argument))
+
+
+def _exported(session: ChatSession, argument: str) -> str:
     if argument == "all" or argument.startswith("all "):
         folder = path_of(argument[len("all ") :].strip() or "chats")
         return f"{export_all(session.store, folder):,} chats written into {folder}"
@@ -370,13 +464,11 @@ def _export(session: ChatSession, argument: str) -> str | Result:
     return f"written to {path}"
 
 
-def _sessions(session: ChatSession, argument: str) -> str | Result:
-    store = session.store
-    if argument == "archived":
-        found = store.sessions(archived=True)
-    else:
-        found = store.search(argument) if argument else store.sessions(limit=20)
-    return "\n".join(map(_line, found)) or "no chats"
+async def _sessions(session: ChatSession, ui: UI, argument: str) -> None:
+    if not await ui.on_screen("sessions", argument):
+        store, words = session.store, argument != "archived" and argument
+        found = store.search(words) if words else store.sessions(limit=20, archived=argument == "archived")
+        await ui.tell("\n".join(map(_line, found)) or "no chats")
 
 
 def _line(summary: ChatSummary) -> str:
@@ -384,31 +476,38 @@ def _line(summary: ChatSummary) -> str:
     return f"{summary.id}  {summary.title or 'untitled'}{archived} · {summary.n_messages} · {summary.preview}"
 
 
-def _rename(session: ChatSession, argument: str) -> str | Result:
-    if not argument:
+async def _rename(session: ChatSession, ui: UI, argument: str) -> None:
+    title = argument or await ui.ask("Title", value=session.conversation.title)
+    if title == "" and not ui.has_screen:
         raise UsageError("give a title: /rename TITLE")
-    return f"title: {session.set_title(argument)}"
+    if title:
+        await ui.tell(f"title: {await ui.call(session.set_title, title)}")
+
+
+async def _delete(session: ChatSession, ui: UI, argument: str) -> None:
+    if not argument and not ui.has_screen:
+        raise UsageError("name the chat: /delete ID, or /delete this; /remove 3 deletes messages")
+    id_ = await ui.call(_chosen, session, argument)
+    if id_ != session.conversation.id:
+        await ui.call(session.store.delete, id_)
+        await ui.tell(f"deleted {id_}")
+    elif await ui.confirm("Delete this chat for good?", session.conversation.title or "It has no title yet."):
+        await ui.open(new_chat(session))  # which ends a reply that would be saved
+        await ui.call(session.store.delete, id_)
+
+
+async def _archive(archived: bool, session: ChatSession, ui: UI, argument: str) -> None:
+    id_ = await ui.call(_chosen, session, argument)
+    is_open = id_ == session.conversation.id
+    if is_open:
+        check_begun(session.conversation)
+    await ui.call(partial(session.store.set, id_, archived=archived))
+    told = f"archived {id_}: /unarchive {id_} brings it back" if archived else f"{id_} is among the chats again"
+    await (ui.open(new_chat(session), told) if archived and is_open else ui.tell(told))
 
 
 def _chosen(session: ChatSession, argument: str) -> str:
     return session.conversation.id if argument in ("", "this") else session.store.find(argument)
-
-
-def _delete(session: ChatSession, argument: str) -> str | Result:
-    if not argument:
-        raise UsageError("name the chat: /delete ID, or /delete this; /remove 3 deletes messages")
-    id_ = _chosen(session, argument)
-    session.store.delete(id_)
-    text = f"deleted {id_}"
-    return Result(f"{text}\na new chat", chat=new_chat(session)) if id_ == session.conversation.id else text
-
-
-def _archive(archived: bool, session: ChatSession, argument: str) -> str:
-    id_ = _chosen(session, argument)
-    if id_ == session.conversation.id:
-        check_begun(session.conversation)
-    session.store.set(id_, archived=archived)
-    return f"archived {id_}: /unarchive {id_} brings it back" if archived else f"{id_} is among the chats again"
 
 
 def new_chat(session: ChatSession) -> Conversation:
@@ -417,23 +516,28 @@ def new_chat(session: ChatSession) -> Conversation:
     return Conversation(system=old.system, settings=dict(old.settings), model=old.model)
 
 
-def _fork(session: ChatSession, argument: str) -> str | Result:
+async def _clear(session: ChatSession, ui: UI, argument: str) -> None:
+    await ui.open(new_chat(session))
+
+
+async def _fork(session: ChatSession, ui: UI, argument: str) -> None:
     check_begun(session.conversation)
     to = numbered(session.conversation, argument).id if argument else None
     conversation = copied_path(session.conversation, to)
-    session.store.save(conversation, conversation.messages)
-    return Result(f"a new chat: {conversation.title}", chat=conversation)
+    await ui.call(session.store.save, conversation, conversation.messages)
+    await ui.open(conversation, f"a new chat: {conversation.title}")
 
 
 # -- Texts from elsewhere --------------------------------------------------------------------------------------------
 
 
-def _prompt(session: ChatSession, argument: str) -> str | Result:
+async def _prompt(session: ChatSession, ui: UI, argument: str) -> None:
     folder = (session.store.path or default_path()).with_name("prompts")
     files = {path.stem: path for path in sorted(folder.glob("*.*")) if path.suffix in (".md", ".txt")}
     name, *rest = argument.split(maxsplit=1) or [""]
     if not name:
-        return "\n".join(files) or f"there are no prompts yet: put texts into {folder}, as NAME.md"
+        await ui.tell("\n".join(files) or f"there are no prompts yet: put texts into {folder}, as NAME.md")
+        return
     if name not in files:
         near = difflib.get_close_matches(name, files, n=1)
         hint = f"did you mean {near[0]}?" if near else f"put it into {folder}, as {name}.md"
@@ -442,7 +546,11 @@ def _prompt(session: ChatSession, argument: str) -> str | Result:
         text = files[name].read_text("utf-8")
     except (OSError, ValueError) as error:
         raise UsageError(f"{files[name]} cannot be read ({error}): check that it is a text in UTF-8") from None
-    return Result(draft=filled(text.strip(), rest[0] if rest else ""))
+    await ui.put(filled(text.strip(), rest[0] if rest else ""))
+
+
+async def _run(session: ChatSession, ui: UI, argument: str) -> None:
+    await ui.put(await ui.until_esc("the command runs", command_output, argument))
 
 
 def filled(prompt: str, argument: str) -> str:
@@ -457,6 +565,10 @@ def filled(prompt: str, argument: str) -> str:
 
 
 # -- Tools -----------------------------------------------------------------------------------------------------------
+
+
+async def _tools(session: ChatSession, ui: UI, argument: str) -> None:
+    await ui.tell(await ui.until_esc("tools start", tools_text, session, argument))
 
 
 def tools_text(session: ChatSession, argument: str, is_stopped: Callable[[], bool] = lambda: False) -> str:
@@ -478,11 +590,16 @@ def tools_text(session: ChatSession, argument: str, is_stopped: Callable[[], boo
 # -- The table -------------------------------------------------------------------------------------------------------
 
 
-def _help(session: ChatSession, argument: str) -> str | Result:
+async def _help(session: ChatSession, ui: UI, argument: str) -> None:
     name = argument.removeprefix("/")
     wanted = [find(name)] if name else [command for command in COMMANDS if command.run is not None]
-    width = max(len(command.usage) for command in wanted)
-    return "\n".join(f"{command.usage:<{width}}  {command.help}" for command in wanted)
+    if not await ui.on_screen("help", argument):
+        width = max(len(command.usage) for command in wanted)
+        await ui.tell("\n".join(f"{command.usage:<{width}}  {command.help}" for command in wanted))
+
+
+async def _quit(session: ChatSession, ui: UI, argument: str) -> None:
+    await ui.quit()
 
 
 # fmt: off
@@ -492,11 +609,11 @@ COMMANDS = [
             "ctrl+r"),
     Command("edit", "[N] [TEXT]", "change your last message, or number N: a new branch goes on from there", _edit,
             title="Edit your last message", key="f2"),
-    Command("continue", "", "go on with a reply that was cut off", lambda s, _: Result(play=s.continue_reply), (),
+    Command("continue", "", "go on with a reply that was cut off", _continue, (),
             "Continue the reply", "ctrl+g"),
     Command("branch", "[[N] next|prev|K]", "list branches, or go to the next, the one before or number K", _branch,
             title="Branches"),
-    Command("show", "", "show the conversation, with numbers", lambda s, _: _transcript(s.conversation),
+    Command("show", "", "show the conversation, with numbers", _telling(transcript),
             ("history",)),
     Command("remove", "N", "delete message N and all that follows it", _remove),
     Command("drop", "", "where the context is full: leave out the oldest turns", partial(_make_room, "drop")),
@@ -505,24 +622,27 @@ COMMANDS = [
     Command("system", "[TEXT|none]", "show or set the system prompt", _system, title="System prompt", key="ctrl+s"),
     Command("set", "[NAME [VALUE|default]]", "show or change how replies are generated", _set, (), "Sampling",
             "ctrl+t"),
-    Command("prefix", "[TEXT|none]", "what replies begin with", partial(_set_one, "reply_prefix")),
+    Command("prefix", "[TEXT|none]", "what replies begin with", _telling(partial(_set_one, "reply_prefix"))),
     Command("stop-strings", "[TEXT … |none]", "what replies end before; in quotes for spaces",
-            partial(_set_one, "stop")),
+            _telling(partial(_set_one, "stop"))),
     Command("model", "[FILE]", "show the model, or load another one", _model, title="Model", key="ctrl+l"),
     Command("compare", "[FILE]", "another model replies too; both replies side by side", _compare, title="Compare"),
-    Command("format", "[FILE.json|none]", "replies are JSON, by the schema in a file", _format),
-    Command("detach", "[NAME]", "list attached files, or take one off: the model does not get it any more", _detach),
-    Command("stats", "", "tokens, cache and speed", lambda session, _: stats_text(session), title="Statistics"),
+    Command("format", "[FILE.json|none]", "replies are JSON, by the schema in a file", _telling(_format)),
+    Command("detach", "[NAME]", "list attached files, or take one off: the model does not get it any more",
+            _telling(_detach)),
+    Command("stats", "", "tokens, cache and speed", _stats, title="Statistics"),
     Command("sessions", "[WORDS|archived]", "list chats, or search them", _sessions, ("list",), "Chats", "ctrl+o"),
     Command("fork", "[N]", "go on in a new chat, with what was said up to number N", _fork, title="Fork the chat"),
     Command("prompt", "[NAME [WORDS]]", "list the prompts of your folder, or use one", _prompt),
     Command("run", "COMMAND", "put what a shell command prints into the message; so does !COMMAND",
-            lambda _, command: Result(draft=command_output(command))),
+            _run),
     Command("tools", "[read FOLDER|run on|fetch on|add NAME COMMAND|…]",
-            "list the tools that the model may call, or switch some on", tools_text, title="Tools"),
-    Command("allow", "[no|once|chat|always]", "answer a model that asks for a tool", None, (), "Allow a tool", "f3"),
-    Command("editor", "", "write the message in $EDITOR", None, title="Write in your editor", key="ctrl+e"),
-    Command("save", "[TITLE]", "tell where this chat is saved, and name it", _save),
+            "list the tools that the model may call, or switch some on", _tools, title="Tools"),
+    Command("allow", "[no|once|chat|always]", "answer a model that asks for a tool", None, (),
+            "Allow a tool", "f3"),
+    Command("editor", "", "write the message in $EDITOR", None, (),
+            "Write in your editor", "ctrl+e"),
+    Command("save", "[TITLE]", "tell where this chat is saved, and name it", _telling(_save)),
     Command("load", "ID|FILE.json", "open a saved chat, or import one", _load, ("open",), "Open a chat"),
     Command("import", "FILE.json|FOLDER", "open a chat that was exported, or take all of a folder", _import,
             title="Import a chat"),
@@ -534,13 +654,13 @@ COMMANDS = [
     Command("unarchive", "[ID]", "take it back into the list", partial(_archive, False)),
     Command("delete", "ID|this", "delete a chat for good", _delete, title="Delete the chat"),
     Command("clear", "", "begin a new chat; this one stays saved",
-            lambda s, _: Result("a new chat", chat=new_chat(s)), ("new",), "New chat", "ctrl+n"),
-    Command("tab", "[N|next|prev]", "open a new chat beside this one, or go to one", None, title="New tab", key="f4"),
+            _clear, ("new",), "New chat", "ctrl+n"),
+    Command("tab", "[N|next|prev]", "open a new chat beside this one, or go to one", None, (), "New tab", "f4"),
     Command("close", "", "close this chat; it stays saved", None, title="Close the tab"),
     Command("copy", "[N] [code [K]]", "copy the last reply or message N, or its code", None, (),
             "Copy the last reply"),
     Command("theme", "[NAME]", "choose colours", None, title="Theme"),
-    Command("quit", "", "end", lambda session, _: Result(ends=True), ("exit", "bye", "q"), "Quit", "ctrl+q"),
+    Command("quit", "", "end", _quit, ("exit", "bye", "q"), "Quit", "ctrl+q"),
 ]
 # fmt: on
 

@@ -154,7 +154,7 @@ _TOO_LONG = (
 _REPLY_TOO_LONG = "the reply has filled the context of {context:,} tokens, and nothing older is left to be dropped"
 
 
-class LineChat:
+class LineChat(commands.UI):
     """A chat of lines."""
 
     def __init__(
@@ -209,30 +209,31 @@ class LineChat:
         if isinstance(typed, str):
             self._play(partial(self.session.send, typed))
             return
-        self._do(commands.run(self.session, typed))
+        with contextlib.suppress(StopIteration):  # nothing in it waits
+            commands.run(self.session, self, typed).send(None)
         if warning := self.session.saver.take_warning():
             warn(warning)
 
-    def _do(self, result: commands.Result) -> None:
-        self._ended = result.ends
-        if result.play:
-            self._play(result.play)
-        elif result.edit:
-            self._edit(result.edit)
-        elif result.model is not None:
-            self._use_model(result.model)
-        elif result.draft:
-            self._play(partial(self.session.send, result.draft))
-        elif result.chat is not None:
-            self._open(result.chat)
-        if result.text:
-            self._say(result.text)
+    async def tell(self, text: str) -> None:
+        self._say(text)
+
+    async def show(self) -> None:
+        self._say(commands.transcript(self.session, ""))
+
+    async def put(self, draft: str) -> None:
+        self._play(partial(self.session.send, draft))
+
+    async def quit(self) -> None:
+        self._ended = True
 
     def _say(self, text: str) -> None:
         """Tells something, of one line or several; on a terminal, in lines that end between words."""
         lines = escape_controls(text).split("\n")
         width = shutil.get_terminal_size().columns if is_terminal(sys.stderr) else 0
         say("\n".join(lines if width < _NARROWEST else (_folded(line, width) for line in lines)))
+
+    async def play(self, start: Callable[[Turn], None]) -> None:
+        self._play(start)
 
     def _play(self, start: Callable[[Turn], None]) -> None:
         """Has something generated, and prints it as it comes."""
@@ -257,8 +258,7 @@ class LineChat:
         if full:
             self._make_room(full[0])
 
-    def _edit(self, message: Message) -> None:
-        """Has a message changed, and goes on from there.  Raises UsageError if nobody sits there who could."""
+    async def edit(self, message: Message) -> None:
         if not self._lines.interactive:
             raise UsageError("give the new text: /edit TEXT, or /edit 3 TEXT for the message of that number")
         text = self._lines.edit(message.text)
@@ -269,15 +269,16 @@ class LineChat:
             if message.role == "assistant":
                 self._remark("edited: /continue goes on")
 
-    def _open(self, conversation: Conversation) -> None:
+    async def open(self, conversation: Conversation, told: str = "") -> None:
         old = self.session
         if old.saver.flush(0.0) is not None:
             self.unsaved.append(old)
         self.session = replace(old, conversation=conversation)
         if (warning := self.session.mark_open()) is not None:
             warn(warning)
+        self._say(told or "a new chat") if told or not len(conversation) else await self.show()
 
-    def _use_model(self, path: str) -> None:
+    async def use_model(self, path: str) -> None:
         """Loads another model in the place of the one before, which stays if the new file cannot be read."""
         self._check(path)
         self.close()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -14,43 +15,59 @@ from localllm.errors import LocalLLMError, StoreError, UsageError
 from localllm.tui import commands
 from localllm.tui.chat import attachments
 from localllm.tui.chat import settings as chat_settings
-from localllm.tui.chat.events import ContextFull, Event, RoomMade
+from localllm.tui.chat.conversation import Conversation, Message
+from localllm.tui.chat.events import ContextFull, Event, RoomMade, Turn
 from localllm.tui.chat.session import ChatSession
 from localllm.tui.storage.chats import Store
 from tests.helpers.fake_chat import FakeModel, play
 
 
-class Notebook:
+class Notebook(commands.UI):
     """A front end."""
 
     def __init__(self, store: Store, model: FakeModel) -> None:
         self.session = ChatSession(model, store)
         self.events: list[Event] = []
         self.opened = ""
+        self.said: list[str] = []
         self.ended = False
 
     def type(self, *lines: str) -> str:
         """Types lines; returns what was said to the last one."""
-        said = ""
         for line in lines:
+            self.said = []
             typed = commands.parse(line)
             if isinstance(typed, str):
-                said = self._do(commands.Result(play=partial(self.session.send, typed)))
+                self.events = play(partial(self.session.send, typed))
             else:
-                said = self._do(commands.run(self.session, typed))
-        return said
+                with contextlib.suppress(StopIteration):
+                    commands.run(self.session, self, typed).send(None)
+        return "\n".join(self.said)
 
-    def _do(self, result: commands.Result) -> str:
-        if result.play:
-            self.events = play(result.play)
-        elif result.edit:
-            self.opened = result.edit.text
-        elif result.chat is not None:
-            self.session = ChatSession(self.session.model, self.session.store, result.chat)
-        elif result.model:
-            self.session.use_model(FakeModel(), result.model)
-        self.ended = result.ends
-        return result.text or result.draft
+    async def tell(self, text: str) -> None:
+        self.said.append(text)
+
+    async def show(self) -> None:
+        await self.tell(commands.transcript(self.session, ""))
+
+    async def play(self, start: Callable[[Turn], None]) -> None:
+        self.events = play(start)
+
+    async def edit(self, message: Message) -> None:
+        self.opened = message.text
+
+    async def put(self, draft: str) -> None:
+        await self.tell(draft)
+
+    async def open(self, conversation: Conversation, told: str = "") -> None:
+        self.session = ChatSession(self.session.model, self.session.store, conversation)
+        await (self.tell(told or "a new chat") if told or not len(conversation) else self.show())
+
+    async def use_model(self, name: str) -> None:
+        self.session.use_model(FakeModel(), name)
+
+    async def quit(self) -> None:
+        self.ended = True
 
     @property
     def path(self) -> list[str]:
@@ -102,7 +119,7 @@ def test_the_table_is_sound(front: Notebook) -> None:
 def test_editing_and_branches(front: Notebook) -> None:
     front.type("a", "b", "/edit B")
     assert front.path == ["a", "r0", "B", "r2"]
-    assert front.type("/branch") == "#3 user, 2 branches\n    1 b\n  * 2 B"
+    assert front.type("/branch") == "○ #3  1/2  b\n● #3  2/2  B"
     front.type("/branch prev")
     assert front.path == ["a", "r0", "b", "r1"]
     front.type("/branch #3 2")
@@ -112,9 +129,7 @@ def test_editing_and_branches(front: Notebook) -> None:
     front.type("/regen")
     assert front.path == ["A", "r4"]
     assert front.type("/show") == "#1 user, branch 2 of 2\nA\n\n#2 assistant, branch 2 of 2\nr4"
-    assert (
-        front.type("/branch") == "#1 user, 2 branches\n    1 a\n  * 2 A\n#2 assistant, 2 branches\n    1 r3\n  * 2 r4"
-    )
+    assert front.type("/branch") == "○ #1  1/2  a\n● #1  2/2  A\n○ #2  1/2  r3\n● #2  2/2  r4"
     front.type("/branch 1 prev")
     assert front.path == ["a", "r0", "B", "r2"]
     front.type("/branch #1")  # the next one

@@ -75,7 +75,7 @@ async def test_chats_are_renamed_archived_and_deleted() -> None:
 async def test_archived_chats_are_listed_and_searched() -> None:
     async with chatting(keeping(("first", "one"), ("third", "three"), ("second", "two"))) as chat:
         await chat.say("/archive")
-        await chat.hears("the chat is archived")
+        await chat.hears("brings it back")
         await chat.say("/sessions archived")
         await chat.sees("Archived chats")
         await chat.sees("second  archived")

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from textual.widgets import Static
 
+from localllm.cli import chat as launch
 from localllm.errors import StoreError
-from localllm.tui import launch
 from localllm.tui.chat.conversation import Conversation
 from localllm.tui.chat.session import ChatSession
 from localllm.tui.screens import chat as chat_screen

@@ -28,8 +28,7 @@ from localllm.tui.chat.events import Event, ToolAsked, Turn, Warned
 from localllm.tui.chat.export import from_json, to_json, to_markdown
 from localllm.tui.chat.session import ChatSession
 from localllm.tui.chat.tools import Permission, Tool, Toolbox, result_of
-from localllm.tui.commands import Call, find
-from localllm.tui.commands import run as run_command
+from localllm.tui.commands import tools_text
 from localllm.tui.storage.chats import Store
 from tests.helpers.chat_app import LIMIT, AppModel, chatting, setup, talk
 from tests.helpers.fake_chat import FakeModel, Reply, play
@@ -272,11 +271,11 @@ def test_wrong_settings_are_told(settings: Any) -> None:
 
 def test_tools_are_switched_on_by_a_command(folder: Path) -> None:
     session, _ = asking()
-    assert "no tools" in run_command(session, Call(find("tools"), "")).text
+    assert "no tools" in tools_text(session, "")
     for argument in (f"read {folder}", "run on", "fetch on"):
-        told = run_command(session, Call(find("tools"), argument)).text
+        told = tools_text(session, argument)
     assert [line.split()[0] for line in told.splitlines()] == ["read_file", "run_command", "fetch_page"]
-    run_command(session, Call(find("tools"), "run off"))
+    tools_text(session, "run off")
     assert "run_command" not in session.toolbox.tools()
     for argument in ("x", "read /nowhere", "run maybe", "add a", "remove b", 'add a "x'):
         with pytest.raises(UsageError):

@@ -27,7 +27,7 @@ from localllm.tui.chat.context import ChatModel
 from localllm.tui.chat.conversation import Conversation, Message
 from localllm.tui.chat.events import ContextFull, ToolAsked, Turn
 from localllm.tui.chat.session import ChatSession
-from localllm.tui.screens.commands import Commands
+from localllm.tui.screens.commands import ScreenUI
 from localllm.tui.screens.dialogs import EDIT, TAKE_BACK, ask_room, open_link
 from localllm.tui.screens.models import ModelLoader
 from localllm.tui.screens.streaming import Draft, StreamedTurn
@@ -108,7 +108,7 @@ class ChatScreen(Screen[None]):
     # -- Start and end ---------------------------------------------------------------------------------------------
 
     def on_mount(self) -> None:
-        self.commands = Commands(self)
+        self.commands = ScreenUI(self)
         self.set_focus(self.composer)
         self.hint("")
         self.app.spawn(self._start())

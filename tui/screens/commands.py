@@ -1,9 +1,8 @@
-"""What commands do in the app: those without an argument ask, the others are shared with the plain chat."""
+"""What slash commands do in the app."""
 
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -16,17 +15,17 @@ from typing import TYPE_CHECKING, cast
 from textual.app import SuspendNotSupported
 
 from localllm.console import quantity
-from localllm.errors import StoreError, UsageError
+from localllm.errors import UsageError
 from localllm.shell import found_program, set_variable, split_command
 from localllm.tui import commands
-from localllm.tui.chat.attachments import command_output
 from localllm.tui.chat.conversation import Conversation, Message
+from localllm.tui.chat.events import Turn
+from localllm.tui.chat.session import ChatSession
 from localllm.tui.chat.tools import Permission
-from localllm.tui.commands import NO_BRANCHES, branch_meant, check_begun, forks, to_remove
 from localllm.tui.screens.chats import ChatsScreen
 from localllm.tui.screens.dialogs import Ask, Choose, CompareScreen, Dialog, SamplingScreen, SystemScreen, confirm
 from localllm.tui.screens.help import HelpScreen
-from localllm.tui.text import code_blocks, shortened
+from localllm.tui.text import code_blocks
 
 if TYPE_CHECKING:
     from localllm.tui.app import ChatApp
@@ -44,78 +43,95 @@ _PERMISSIONS = {
 }
 
 
-class Commands:
-    """Runs commands on a screen.
+class ScreenUI(commands.UI):
+    """The app, as commands know it; `on_screen` calls the method ``on_NAME`` of a command."""
 
-    A method ``ask_NAME`` is what a command does without an argument, and ``do_NAME`` what the app does in its own way
-    with one; all else is as in line mode.
-    """
+    has_screen = True
 
     def __init__(self, screen: ChatScreen) -> None:
         self._screen = screen
         self._app = cast("ChatApp", screen.app)
-        self._ask, self._offload = screen.app.push_screen_wait, screen.app.offload
+        self._ask, self.call = screen.app.push_screen_wait, screen.app.offload  # type: ignore[method-assign]
+        self._command = ""
+
+    @property
+    def session(self) -> ChatSession:
+        return self._screen.session
 
     async def run(self, text: str) -> None:
         """Runs a command as it is typed.  Raises LocalLLMError if there is none of this name, or it fails."""
         call = commands.parse(text)
-        if isinstance(call, str):
-            return
-        name, argument = call.command.name, call.argument
-        if argument == "this" and name in ("archive", "delete"):  # the open chat, as without an argument
-            argument = ""
-        ask, do = getattr(self, f"ask_{name}", None), getattr(self, f"do_{name}", None)
-        if not argument and ask is not None:
-            await ask()
-        elif do is not None:
-            await do(argument)
+        if not isinstance(call, str):
+            self._command = call.command.name
+            await commands.run(self.session, self, call)
+
+    async def until_esc(self, activity: str, function: Callable[..., str], *arguments: object) -> str:
+        is_stopped = threading.Event()
+        self._screen.status.change(activity=f"{activity}: Esc ends it", progress=None)
+        try:
+            return await self._app.in_thread(function, *arguments, is_stopped.is_set)
+        finally:
+            is_stopped.set()
+            self._screen.status.change(activity="")
+
+    async def tell(self, text: str) -> None:
+        await self._screen.refresh_all()
+        if text.count("\n") < _MAX_LINES:
+            self._app.notify(text)
         else:
-            await self._do(name, await self._offload(commands.run, self._screen.session, call))
+            await self._ask(Dialog[None](self._command.capitalize(), text))
 
-    async def _do(self, name: str, result: commands.Result) -> None:
-        screen = self._screen
-        if result.play:
-            screen.set_focus(screen.composer)
-            screen.begin(result.play)
-        elif result.edit:
-            screen.edit(result.edit)
-        elif result.chat is not None:
-            await self._open(result.chat)
-            if name in ("fork", "import"):
-                self._app.notify(result.text.splitlines()[0])
-        elif result.model is not None:
-            await screen.models.change(result.model)
-        elif result.draft:
-            screen.composer.put(result.draft)
-        elif result.ends:
-            await screen.quit()
-        else:
-            await screen.refresh_all()
-            if result.text.count("\n") < _MAX_LINES:
-                self._app.notify(result.text)
-            else:
-                await self._ask(Dialog[None](name.capitalize(), result.text))
-
-    # -- Chats -----------------------------------------------------------------------------------------------------
-
-    async def _open(self, conversation: Conversation) -> None:
-        await self._screen.open(conversation)
+    async def show(self) -> None:
+        await self._screen.refresh_all()
         self._screen.set_focus(self._screen.composer)
 
-    async def _open_id(self, id_: str) -> None:
+    async def play(self, start: Callable[[Turn], None]) -> None:
+        self._screen.set_focus(self._screen.composer)
+        self._screen.begin(start)
+
+    async def edit(self, message: Message) -> None:
+        self._screen.edit(message)
+
+    async def put(self, draft: str) -> None:
+        self._screen.composer.put(draft)
+
+    async def open(self, conversation: Conversation, told: str = "") -> None:
         chats = self._screen.models.chats
-        place = next((i for i, chat in enumerate(chats) if chat.session.conversation.id == id_), None)
+        place = next((i for i, chat in enumerate(chats) if chat.session.conversation.id == conversation.id), None)
         if place is None:
-            await self._open(await self._offload(self._screen.session.store.load, id_))
+            await self._screen.open(conversation)
+            self._screen.set_focus(self._screen.composer)
         else:
             await self._app.show_tab(place)
+        if told:
+            self._app.notify(told)
 
-    async def do_sessions(self, words: str) -> None:
+    async def use_model(self, name: str) -> None:
+        await self._screen.models.change(name)
+
+    async def quit(self) -> None:
+        await self._screen.quit()
+
+    async def ask(self, title: str, text: str = "", value: str = "", example: str = "") -> str | None:
+        return await self._ask(Ask(title, text, value=value, placeholder=example))
+
+    async def choose(self, title: str, choices: Sequence[tuple[str, str]], at: int) -> str | None:
+        return await self._ask(Choose(title, "", choices, at))
+
+    async def confirm(self, question: str, text: str) -> bool:
+        return await self._ask(confirm(question, text, "Delete")) == "yes"
+
+    async def on_screen(self, name: str, argument: str) -> bool:
+        await getattr(self, f"on_{name}")(argument)
+        return True
+
+    # -- Screens of commands ---------------------------------------------------------------------------------------
+
+    async def on_sessions(self, words: str) -> None:
         screen = self._screen
-        session = screen.session
         archived = words == "archived"
         open_ids = {chat.session.conversation.id for chat in screen.models.chats}
-        chats = ChatsScreen(session.store, open_ids, "" if archived else words, archived=archived)
+        chats = ChatsScreen(self.session.store, open_ids, "" if archived else words, archived=archived)
         chosen = await self._ask(chats)
         for chat in screen.models.chats:
             conversation = chat.session.conversation
@@ -124,114 +140,40 @@ class Commands:
                 await chat.open(commands.new_chat(chat.session))
         screen.draw_heading()
         if chosen is not None:
-            await self._open_id(chosen)
+            await self.open(await self.call(self.session.store.load, chosen))
 
-    async def do_load(self, argument: str) -> None:
-        if argument.lower().endswith(".json"):
-            await self.run(f"/import {argument}")
-            return
-        try:
-            id_ = await self._offload(self._screen.session.store.find, argument)
-        except StoreError:  # words, then, or nothing
-            await self.do_sessions(argument)
-        else:
-            await self._open_id(id_)
-
-    async def ask_import(self) -> None:
-        asked = Ask("Import", "A .json file that was exported", placeholder="for example ~/Downloads/chat.json")
-        if name := await self._ask(asked):
-            await self.run(f"/import {name}")
-
-    async def ask_rename(self) -> None:
-        session = self._screen.session
-        title = await self._ask(Ask("Title", value=session.conversation.title))
-        if title:
-            await self._offload(session.set_title, title)
-            await self._screen.refresh_all()
-
-    async def ask_archive(self) -> None:
-        session = self._screen.session
-        check_begun(session.conversation)
-        await self._offload(session.store.set, session.conversation.id, archived=True)
-        self._app.notify(f"the chat is archived: {self._app.key_of('sessions')} and F6 show it")
-        await self.run("/clear")
-
-    async def ask_delete(self) -> None:
-        screen = self._screen
-        conversation = screen.session.conversation
-        text = conversation.title or "It has no title yet."
-        if await self._ask(confirm("Delete this chat for good?", text, "Delete")) == "yes":
-            await screen.end_turn()
-            await self._offload(screen.session.store.delete, conversation.id)
-            await self.run("/clear")
-
-    async def ask_export(self) -> None:
-        title = self._screen.session.conversation.title
-        name = re.sub(r"\W+", "-", title.lower())[:40].strip("-") or "chat"
-        text = "A new file: .md to read, or .json with all branches"
-        chosen = await self._ask(Ask("Export", text, value=f"{name}.md"))
-        if chosen:
-            await self.run(f"/export {chosen}")
-
-    # -- How replies are generated ---------------------------------------------------------------------------------
-
-    async def ask_system(self) -> None:
-        session = self._screen.session
+    async def on_system(self, argument: str) -> None:
+        session = self.session
         text = await self._ask(SystemScreen(session.conversation.system))
         if text is not None:
-            await self._offload(session.set_system, text)
-            self._app.notify("the system prompt is set" if text else "there is no system prompt now")
-            await self._screen.refresh_all()
+            await self.call(session.set_system, text)
+            await self.tell("the system prompt is set" if text else "there is no system prompt now")
 
-    async def ask_set(self) -> None:
-        session = self._screen.session
+    async def on_set(self, argument: str) -> None:
+        session = self.session
         settings = await self._ask(SamplingScreen(session.conversation.settings))
         if settings is not None:
-            await self._offload(session.set_options, settings)
+            await self.call(session.set_options, settings)
             given = ", ".join(f"{name} {value}" for name, value in settings.items()) or "all by default"
             self._app.notify(f"settings of this chat: {given}")
 
-    async def ask_allow(self) -> None:
-        asked = self._screen.asked
-        if asked is None:
-            raise UsageError("no tool waits for an answer")
-        title = f"May the model use {asked.name}?"
-        answer = await self._ask(Choose(title, asked.arguments, _PERMISSIONS.items()))
-        if answer is not None and self._screen.asked is asked:
-            await self.do_allow(answer)
-
-    async def do_allow(self, argument: str) -> None:
-        if argument not in _PERMISSIONS:
-            raise UsageError(f"answer with {', '.join(_PERMISSIONS)}")
+    async def on_allow(self, answer: str | None) -> None:
         if (asked := self._screen.asked) is None:
             raise UsageError("no tool waits for an answer")
-        asked.answer(cast(Permission, argument))
+        if not answer:
+            title = f"May the model use {asked.name}?"
+            answer = await self._ask(Choose(title, asked.arguments, _PERMISSIONS.items()))
+            if answer is None or self._screen.asked is not asked:
+                return
+        if answer not in _PERMISSIONS:
+            raise UsageError(f"answer with {', '.join(_PERMISSIONS)}")
+        asked.answer(cast(Permission, answer))
         self._screen.ask_for_tool(None)
 
-    async def ask_model(self) -> None:
+    async def on_model(self, argument: str) -> None:
         await self._screen.models.choose()
 
-    # -- Messages --------------------------------------------------------------------------------------------------
-
-    async def ask_branch(self) -> None:
-        found = forks(self._screen.session.conversation)
-        if not found:
-            raise UsageError(NO_BRANCHES)
-        labels = [
-            (
-                branch.id,
-                f"{'●' if i == fork.at else '○'} #{fork.number}  {i}/{len(fork.branches)}  "
-                + shortened(branch.content, 55),
-            )
-            for fork in found
-            for i, branch in enumerate(fork.branches, 1)
-        ]
-        at = len(labels) - len(found[-1].branches) + found[-1].at - 1
-        chosen = await self._ask(Choose("Branches", "", labels, at))
-        if chosen is not None:
-            await self._screen.switch(chosen)
-
-    async def do_compare(self, name: str) -> None:
+    async def on_compare(self, name: str) -> None:
         """Shows two replies side by side, of which another model writes the second one if it is named."""
         screen = self._screen
         session = screen.session
@@ -249,25 +191,13 @@ class Commands:
         if chosen is not None and session is screen.session:
             await screen.switch(chosen)
 
-    async def do_branch(self, argument: str) -> None:
-        await self._screen.switch(branch_meant(self._screen.session.conversation, argument).id)
-
-    async def do_remove(self, argument: str) -> None:
-        screen = self._screen
-        message = to_remove(screen.session.conversation, argument)
-        text = "It goes for good, and so does all that follows it."
-        if await self._ask(confirm("Delete this message?", text, "Delete")) == "yes":
-            await self._offload(screen.session.delete, message.id)
-            await screen.refresh_all()
-            screen.set_focus(screen.composer)
-
-    async def do_copy(self, argument: str) -> None:
+    async def on_copy(self, argument: str) -> None:
         words = argument.split()
         message: Message | None
         if words and words[0] != "code":
-            message = commands.numbered(self._screen.session.conversation, words.pop(0))
+            message = commands.numbered(self.session.conversation, words.pop(0))
         else:
-            path = self._screen.session.conversation.path()
+            path = self.session.conversation.path()
             message = next((each for each in reversed(path) if each.role == "assistant"), None)
         if message is None:
             raise UsageError("there is no reply yet: send a message first")
@@ -279,7 +209,7 @@ class Commands:
 
     async def _copy_code(self, message: Message, number: str | None = None) -> None:
         """Puts a block of code on the clipboard: the one of a number, from 1, or one that is chosen."""
-        blocks = {str(i): block for i, block in enumerate(await self._offload(code_blocks, message.content), 1)}
+        blocks = {str(i): block for i, block in enumerate(await self.call(code_blocks, message.content), 1)}
         if not blocks:
             raise UsageError("there is no block of code in this message")
         if number is None and len(blocks) > 1:
@@ -297,7 +227,7 @@ class Commands:
         self._app.copy_to_clipboard(text)
         self._app.notify(f"copied {_lines(text.splitlines())} of code")
 
-    async def do_editor(self, argument: str) -> None:
+    async def on_editor(self, argument: str) -> None:
         """Opens the message in $VISUAL or $EDITOR.  Raises UsageError if that fails; the message stays as it was."""
         command = os.environ.get("VISUAL") or os.environ.get("EDITOR")
         if not command:
@@ -321,38 +251,19 @@ class Commands:
         screen.composer.put(text.removesuffix("\n"))
         screen.set_focus(screen.composer)
 
-    async def do_run(self, argument: str) -> None:
-        self._screen.composer.put(await self._until_esc("the command runs", command_output, argument))
-
-    async def do_tools(self, argument: str) -> None:
-        text = await self._until_esc("tools start", commands.tools_text, self._screen.session, argument)
-        await self._do("tools", commands.Result(text))
-
-    async def _until_esc(self, activity: str, function: Callable[..., str], *arguments: object) -> str:
-        """Calls what may take long in a thread of its own; its last argument tells whether Esc was pressed."""
-        is_stopped = threading.Event()
-        self._screen.status.change(activity=f"{activity}: Esc ends it", progress=None)
-        try:
-            return await self._app.in_thread(function, *arguments, is_stopped.is_set)
-        finally:
-            is_stopped.set()
-            self._screen.status.change(activity="")
-
-    # -- The rest --------------------------------------------------------------------------------------------------
-
-    async def ask_stats(self) -> None:
+    async def on_stats(self, argument: str) -> None:
         screen = self._screen
-        text = await self._offload(commands.stats_text, screen.session)
-        memory = await self._offload(self._app.setup.memory)
+        text = await self.call(commands.stats_text, screen.session)
+        memory = await self.call(self._app.setup.memory)
         lines = [text, f"memory {quantity(memory, 'B')} in use"]
         if screen.models.model is not None:
             lines += ["", str(screen.models.model.info)]
         await self._ask(Dialog[None]("Statistics", "\n".join(lines)))
 
-    async def ask_tab(self) -> None:
-        await self._app.open_tab(commands.new_chat(self._screen.session))
-
-    async def do_tab(self, where: str) -> None:
+    async def on_tab(self, where: str) -> None:
+        if not where:
+            await self._app.open_tab(commands.new_chat(self.session))
+            return
         chats = self._screen.models.chats
         steps = {"next": 1, "prev": -1}
         place = (chats.index(self._screen) + steps.get(where, 0)) % len(chats)
@@ -362,10 +273,10 @@ class Commands:
             raise UsageError(f"there is no tab {where}: {len(chats)} are open; /tab opens a new one")
         await self._app.show_tab(place)
 
-    async def do_close(self, argument: str) -> None:
+    async def on_close(self, argument: str) -> None:
         await self._app.close_tab()
 
-    async def do_theme(self, argument: str) -> None:
+    async def on_theme(self, argument: str) -> None:
         app = self._app
         if not argument:
             app.search_themes()
@@ -376,7 +287,7 @@ class Commands:
                 f"there is no theme {argument!r:.40}: there are {', '.join(sorted(app.available_themes))}"
             )
 
-    async def do_help(self, argument: str) -> None:
+    async def on_help(self, argument: str) -> None:
         await self._ask(HelpScreen())
 
 
