@@ -179,8 +179,8 @@ class Engine:
         stops = (0, *(each.stop for each in pictures.placed))
         for stop, start in zip(stops, (*pictures.starts, len(tokens)), strict=True):
             in_vocabulary(tokens[stop:start], self.n_vocab)
-        for _, picture in pictures.placed:
-            n, (rows, columns) = picture.n_tokens, picture.grid
+        for each in pictures.placed:
+            n, (rows, columns) = each.stop - each.start, each.picture.grid
             if self._has_axes and rows * columns != n:
                 raise UsageError(f"a picture of {n:,} tokens cannot have {rows:,} rows of {columns:,}")
             if self._has_spans and n > self.max_tokens:

@@ -68,14 +68,16 @@ class Encoder(Protocol):
 
 
 class Placed(NamedTuple):
-    """A picture whose tokens begin at a position of a prompt."""
+    """Tokens of a picture at a position of a prompt: all of them, or so many where words stand between."""
 
     start: int
     picture: Picture
+    first: int = 0  # of the picture's tokens
+    n: int = 0  # tokens; 0 for all
 
     @property
     def stop(self) -> int:
-        return self.start + self.picture.n_tokens
+        return self.start + (self.n or self.picture.n_tokens)
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +91,7 @@ class Pictures:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "starts", [each.start for each in self.placed])
-        saved = (each.picture.n_tokens - max(each.picture.grid) for each in self.placed)
+        saved = (each.stop - each.start - max(each.picture.grid) for each in self.placed)
         object.__setattr__(self, "_saved", [*accumulate(saved, initial=0)])
 
     @property
@@ -142,12 +144,12 @@ class Pictures:
     def check(self, tokens: Sequence[int]) -> None:
         """Makes sure that they are where the tokens of a prompt say, and nowhere else."""
         end = 0
-        for start, picture in self.placed:
-            if start < end or picture.n_tokens < 1 or tokens[start : start + picture.n_tokens] != picture.ids:
-                raise UsageError(
-                    f"a picture of {picture.n_tokens:,} tokens is not at position {start:,} of the prompt"
-                )
-            end = start + picture.n_tokens
+        for each in self.placed:
+            start, picture, first, n = each
+            own = picture.ids[first : first + n] if n else picture.ids
+            if not end <= start < each.stop or tokens[start : each.stop] != own:
+                raise UsageError(f"{len(own):,} tokens of a picture are not at position {start:,} of the prompt")
+            end = each.stop
 
 
 NO_PICTURES = Pictures()
@@ -240,14 +242,14 @@ class Encoding:
                 request.embeddings.clear()
                 continue
             near, n_tokens = list[Picture](), 0
-            for _, picture in request.pictures.of(len(request.sequence), request.pictures.stop):
-                if near and n_tokens + picture.n_tokens > _TOKENS_AHEAD:
+            for each in request.pictures.of(len(request.sequence), request.pictures.stop):
+                if near and n_tokens + each.stop - each.start > _TOKENS_AHEAD:
                     break
-                near.append(picture)
-                n_tokens += picture.n_tokens
+                near.append(each.picture)
+                n_tokens += each.stop - each.start
             for key in {*request.embeddings} - {picture.key for picture in near}:
                 del request.embeddings[key]
-            for picture in near:
+            for picture in dict.fromkeys(near):
                 if picture.key in request.embeddings:
                     continue
                 if (found := self._cache.get(picture.key)) is not None and len(found) == picture.n_tokens:

@@ -54,10 +54,11 @@ class Chunk:
     def embedded(self) -> Iterator[tuple[range, Embeddings]]:
         """Its tokens that are those of pictures, by their numbers in it, and their embeddings."""
         stop = self.start + len(self.ids)
-        for first, picture in self.pictures.of(self.start, stop):
-            own = range(max(first, self.start), min(first + picture.n_tokens, stop))
-            numbers = range(own.start - self.start, own.stop - self.start)
-            yield numbers, self.embeddings[picture.key][own.start - first : own.stop - first]
+        for each in self.pictures.of(self.start, stop):
+            own = range(max(each.start, self.start), min(each.stop, stop))
+            begin = each.first + own.start - each.start
+            rows = self.embeddings[each.picture.key][begin : begin + len(own)]
+            yield range(own.start - self.start, own.stop - self.start), rows
 
 
 class ModelRunner:

@@ -78,7 +78,7 @@ def writing(
     **options: Any,
 ) -> Request:
     """A request to go on with a prompt."""
-    sampler = make_sampler(sampling, n_vocab, prompt_ids=prompt)
+    sampler = make_sampler(sampling, n_vocab, prompt_ids=[id_ for id_ in prompt if id_ >= 0])
     return Request(list(prompt), output or Results(), sampler=sampler, max_tokens=max_tokens, **options)
 
 

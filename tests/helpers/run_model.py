@@ -47,13 +47,20 @@ class Runner:
     """A model in a file, loaded into a backend, with a cache of ``n_pages`` pages."""
 
     def __init__(
-        self, path: Path, ops: Any, n_pages: int = 32, max_tokens: int = MAX_TOKENS, *, sees: bool = False
+        self,
+        path: Path,
+        ops: Any,
+        n_pages: int = 32,
+        max_tokens: int = MAX_TOKENS,
+        *,
+        sees: bool = False,
+        n_states: int = 4,
     ) -> None:
         with GGUFFile.open(path) as file:
             self.model = read_model(file, cache_type=getattr(ops, "cache_type", None) or "f16", sees=sees)
             graph = self.model.graph
             sizes = {"n_pages": (n_pages,) * len(graph.windows), "max_tokens": max_tokens, "max_outputs": MAX_TOKENS}
-            self.step = backend_of(ops).compile(graph, **sizes, n_states=4 if graph.states else 0)
+            self.step = backend_of(ops).compile(graph, **sizes, n_states=n_states if graph.states else 0)
         self.cache = self.step.cache
 
     def run(self, *parts: tuple[Sequence[int], int, Sequence[int]], outputs: Any = None) -> NDArray[np.float32]:

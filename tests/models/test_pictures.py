@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -12,10 +13,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from localllm.engine.pictures import Picture, Pictures, Placed
+from localllm.engine.pictures import Embeddings, Picture, Pictures, Placed
+from localllm.engine.runner import ModelRunner
 from localllm.kernels.backend import Batch
 from tests.helpers.backends import emulated_cuda, no_harness, shared_by_threads
 from tests.helpers.recorder import CPUOps, ReferenceOps
+from tests.helpers.requests import SteppedEngine, results, writing
 from tests.helpers.run_model import Runner, make_batch
 from tests.models.tiny import TINY, make_model, write
 
@@ -26,11 +29,40 @@ Array = NDArray[np.float32]
 
 #: Two pictures of odd sizes: the second is larger than the window of models that have one, and crosses pages.
 FIRST, SECOND = Picture(b"one" * 11, 6, (2, 3)), Picture(b"other" * 7, 15, (5, 3))
-PLACED = Pictures((Placed(5, FIRST), Placed(15, SECOND)))
 N_TOKENS, N_DECODED = 39, 4
-IDS = np.random.default_rng(1).integers(3, 300, N_TOKENS)
-IS_PICTURE = np.isin(np.arange(N_TOKENS), [i for p in PLACED.placed for i in range(p.start, p.stop)])
 
+
+@dataclass(frozen=True)
+class Prompt:
+    """Ids, which are 0 in the places of pictures, and where those are; of each token whether it is a picture's."""
+
+    ids: tuple[int, ...]
+    pictures: Pictures
+
+    @property
+    def mask(self) -> NDArray[np.bool_]:
+        places = [i for each in self.pictures.placed for i in range(each.start, each.stop)]
+        return np.isin(np.arange(len(self.ids)), places)
+
+    @property
+    def named(self) -> list[int]:
+        """As requests have them."""
+        ids = list(self.ids)
+        for each in self.pictures.placed:
+            ids[each.start : each.stop] = each.picture.ids
+        return ids
+
+
+def prompt(first: int = 5, between: int = 4, seed: int = 1, n: int = N_TOKENS) -> Prompt:
+    """Of ``n`` tokens, with so many before and between the pictures."""
+    placed = Placed(first, FIRST), Placed(first + 6 + between, SECOND)
+    ids = np.random.default_rng(seed).integers(3, 300, n)
+    for each in placed:
+        ids[each.start : each.stop] = 0
+    return Prompt(tuple(ids.tolist()), Pictures(placed))
+
+
+PROMPT = prompt()
 NAMES = ["qwen2vl", "qwen3vl", "qwen3vlmoe", "qwen35", "qwen35moe", "gemma3", "gemma4-dense", "gemma4-moe"]
 NAMES += ["gemma4-e2b", "llama", "mistral3", "lfm2", "qwen2", "qwen3"]
 
@@ -44,20 +76,20 @@ def model_of(name: str) -> Any:
 def rows_of(name: str) -> Array:
     """Embeddings of the pictures' tokens, and those that are added in layers: [21, k, d]."""
     n = 2 if name.startswith("qwen3vl") else 1
-    return np.random.default_rng(2).normal(0, 1, (IS_PICTURE.sum(), n, 64)).astype(np.float32)
+    return np.random.default_rng(2).normal(0, 1, (FIRST.n_tokens + SECOND.n_tokens, n, 64)).astype(np.float32)
 
 
 @cache
-def expected(name: str) -> Array:
+def expected(name: str, prompt: Prompt = PROMPT) -> Array:
     """Logits [T, n_vocab] of transformers."""
     from transformers.models.gemma3 import modeling_gemma3
     from transformers.models.gemma4 import modeling_gemma4
 
     model, rows = model_of(name), torch.from_numpy(rows_of(name))
-    ids, mask = torch.from_numpy(np.where(IS_PICTURE, 0, IDS))[None], torch.from_numpy(IS_PICTURE)[None]
+    ids, mask = torch.tensor(prompt.ids)[None], torch.from_numpy(prompt.mask)[None]
     options: dict[str, Any] = {}
     body = getattr(model.model, "language_model", model.model)
-    positions = torch.arange(N_TOKENS)[None]
+    positions = torch.arange(len(prompt.ids))[None]
     with torch.no_grad():
         embeddings = body.embed_tokens(ids)
         if name == "gemma4-e2b":
@@ -66,12 +98,9 @@ def expected(name: str) -> Array:
         if name.startswith("qwen3vl"):
             deeper = [rows[:, i].contiguous() for i in range(1, rows.shape[1])]
             options |= {"visual_pos_masks": mask, "deepstack_visual_embeds": deeper}
-        if name in ("qwen2vl", "qwen3vl", "qwen3vlmoe"):
-            grid = torch.tensor([[1, 2 * p.picture.grid[0], 2 * p.picture.grid[1]] for p in PLACED.placed])
-            positions, _ = model.model.get_rope_index(ids, mask.int(), image_grid_thw=grid)
-        elif name.startswith("qwen35"):
-            qwen = model_of("qwen3vl").model
-            grid = torch.tensor([[1, 2 * p.picture.grid[0], 2 * p.picture.grid[1]] for p in PLACED.placed])
+        if name.startswith(("qwen2vl", "qwen3vl", "qwen35")):
+            qwen = model_of("qwen3vl" if name.startswith("qwen35") else name).model
+            grid = torch.tensor([[1, 2 * p.grid[0], 2 * p.grid[1]] for p in (FIRST, SECOND)])
             positions, _ = qwen.get_rope_index(ids, mask.int(), image_grid_thw=grid)
         if name.startswith(("gemma3", "gemma4")) and name != "gemma4-e2b":
             own = modeling_gemma3 if name == "gemma3" else modeling_gemma4
@@ -94,18 +123,18 @@ class Seeing:
     runner: Runner
 
     def batch(self, start: int, stop: int) -> Batch:
-        graph, own = self.runner.model.graph, slice(start, stop)
+        graph, own, pictures, mask = self.runner.model.graph, slice(start, stop), PROMPT.pictures, PROMPT.mask
         pages = range(min(8, self.runner.cache.n_pages[0]))
-        batch = make_batch([(np.where(IS_PICTURE, 0, IDS)[own].tolist(), start, pages)])
+        batch = make_batch([(PROMPT.ids[own], start, pages)])
         tables = np.repeat(batch.block_tables, len(self.runner.cache.windows), axis=0)
-        numbers = np.cumsum(IS_PICTURE) - 1
+        numbers = np.cumsum(mask) - 1
         return replace(
             batch,
             block_tables=tables,
-            embedded=np.flatnonzero(IS_PICTURE[own]).astype(np.int32),
-            embeddings=rows_of(self.name)[numbers[own][IS_PICTURE[own]]],
-            axes=PLACED.axes(start, stop) if graph.has_axes else batch.axes,
-            ends=PLACED.ends(start, stop) if graph.has_spans else batch.ends,
+            embedded=np.flatnonzero(mask[own]).astype(np.int32),
+            embeddings=rows_of(self.name)[numbers[own][mask[own]]],
+            axes=pictures.axes(start, stop) if graph.has_axes else batch.axes,
+            ends=pictures.ends(start, stop) if graph.has_spans else batch.ends,
         )
 
     def run(self, start: int, stop: int) -> Array:
@@ -146,3 +175,46 @@ def test_cuda_sees_what_transformers_does(name: str, tmp_path: Path) -> None:
     ours = np.concatenate([seeing.run(0, 38), seeing.run(38, 39)])
     theirs = expected(name)
     assert np.abs(ours - theirs).max() < 1e-2 * np.abs(theirs).max()
+
+
+@dataclass
+class GivenEncoder:
+    """Has the embeddings."""
+
+    name: str
+    encoded: list[bytes] = field(default_factory=list)
+
+    def encode(self, pictures: Sequence[Picture]) -> Generator[None, None, list[Embeddings]]:
+        yield
+        self.encoded += [picture.key for picture in pictures]
+        of = {FIRST.key: rows_of(self.name)[:6], SECOND.key: rows_of(self.name)[6:]}
+        return [of[picture.key] for picture in pictures]  # type: ignore[misc]
+
+
+def greedy(name: str, begin: Prompt, n: int = 4) -> list[int]:
+    """What transformers goes on with."""
+    for _ in range(n):
+        id_ = int(expected(name, begin)[-1].argmax())
+        begin = Prompt((*begin.ids, id_), begin.pictures)
+    return list(begin.ids[-n:])
+
+
+@pytest.mark.parametrize(
+    ("name", "max_tokens"), [("qwen3vl", 16), ("qwen35", 16), ("gemma3", 16), ("gemma4-moe", 64)]
+)
+def test_the_engine_writes_what_transformers_does(name: str, max_tokens: int, tmp_path: Path) -> None:
+    """In steps of few tokens or at once; from the cache; and with edits before, between and behind pictures.  Each
+    is encoded once."""
+    path = write(tmp_path / "model.gguf", TINY[name], model_of(name))
+    seen = Runner(path, ReferenceOps(np.float32), max_tokens=max_tokens, sees=True, n_states=8)
+    graph, encoder = seen.model.graph, GivenEncoder(name)
+    sizes = {"n_vocab": 300, "context": 96, "max_tokens": max_tokens}
+    runner = ModelRunner(seen.step, **sizes, has_axes=graph.has_axes, has_spans=graph.has_spans)
+    engine = SteppedEngine(runner=runner, encoder=encoder)
+    edits = prompt(), prompt(), prompt(7), prompt(5, 6), prompt(n=44), prompt(7, seed=3)
+    for each in edits:
+        request = writing(each.named, 4, n_vocab=300, pictures=each.pictures)
+        engine.run(request)
+        assert results(request).error is None
+        assert results(request).ids == greedy(name, each)
+    assert encoder.encoded == [FIRST.key, SECOND.key]

@@ -244,7 +244,7 @@ def test_what_cannot_be(device: Device) -> None:
     blind.close()
     engine = Engine(runner_on(device), encoder=FakeEncoder())
     for wrong in (ids[:-4], [*ids[:5], 1, *ids[6:]], [1, *ids]):
-        with pytest.raises(UsageError, match="is not at position 3"):
+        with pytest.raises(UsageError, match="are not at position 3"):
             engine.submit(writing(wrong, pictures))
     with pytest.raises(UsageError, match="outside the vocabulary"):
         engine.submit(writing([*ids, -5], pictures))
