@@ -328,7 +328,7 @@ class Stream:
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """The tokens of the prompt, and those generated so far."""
+        """The tokens of the prompt, and those generated so far; below 0 are those of pictures."""
         return tuple(self._request.tokens)
 
     @property

@@ -20,6 +20,7 @@ from localllm.checks import check_keywords, mappings, text, token_ids, whole_num
 from localllm.completion import Completion, Stream
 from localllm.declared_options import GRAMMARS, CheckedOptions, LoadOptions, SplitMode, declared, describes
 from localllm.engine.engine import MAX_WAITING, STEP_S, Counts, Engine
+from localllm.engine.pictures import NO_PICTURES, Pictures, text_ids
 from localllm.engine.request import Request
 from localllm.errors import (
     Argument,
@@ -806,6 +807,7 @@ class LLM:
         continuation: bool,
         truncatable: bool,
         template: str = "",
+        pictures: Pictures = NO_PICTURES,
         on_end: Callable[[], object] | None = None,
     ) -> Stream:
         """Submits a request.
@@ -813,6 +815,7 @@ class LLM:
         Args:
             truncatable: whether a prompt that is too long has something that can be left out.
             template: the chat template, if this is the beginning of an answer.
+            pictures: those of the prompt, where ``ids`` are theirs.
         """
         engine, tokenizer = self._opened(), self._tokenizer
         self._check_writes()
@@ -836,12 +839,13 @@ class LLM:
             why = " is 'draft', but there is no draft model: load the model with a "
             lookup = Argument("speculate", "lookup")
             raise UsageError(Argument("speculate"), why, Argument("draft_model"), ", or choose ", lookup)
+        text_of = text_ids(ids) if pictures.placed else ids
         sampler = make_sampler(
             sampling,
             engine.n_vocab,
-            prompt_ids=ids,
+            prompt_ids=text_of,
             token_bytes=tokenizer.token_bytes,
-            constraint=self._constraint(engine, sampling, ids, template),
+            constraint=self._constraint(engine, sampling, text_of, template),
         )
         make_request = partial(
             Request,
@@ -855,6 +859,7 @@ class LLM:
             speculate=speculate,
             draft_max=given.draft_max,
             adapters=self._shares(given.adapters),
+            pictures=pictures,
         )
         return Stream(
             engine,

@@ -56,6 +56,11 @@ class Picture:
         return [words[i % n_words] for i in range(self.n_tokens)]
 
 
+def text_ids(ids: Sequence[int]) -> list[int]:
+    """Those of the vocabulary, without what stands for pictures: for all that reads the ids of a prompt."""
+    return [id_ for id_ in ids if id_ >= 0]
+
+
 class Encoder(Protocol):
     """Makes embeddings of pictures; used by the engine's thread alone."""
 
