@@ -1,4 +1,4 @@
-"""What runs graphs: a `Backend` compiles a graph to a `Step`, which computes the logits of batches."""
+"""Backends, which run graphs: one compiles a graph to a `Step`, which computes the logits of batches."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def top_k(logits: NDArray[np.float32], k: int) -> TopK:
 
 
 class Output(ABC):
-    """What a graph ends with: logits [N, n_vocab], or hidden states [T, d] that the next device goes on with.
+    """The output of a graph: logits [N, n_vocab], or hidden states [T, d] that the next device goes on with.
 
     It may still be being computed.  The arrays are the step's own and good until its next call.
     """
@@ -201,7 +201,7 @@ class HostOutput(Output):
 
 
 class Cache(Protocol):
-    """What the layers of a step keep: pages of ``page_size`` tokens, which sequences name in their block tables, and
+    """The cache of a step's layers: pages of ``page_size`` tokens, which sequences name in their block tables, and
     recurrent states."""
 
     @property

@@ -163,7 +163,7 @@ class PositionScale:
 
 @dataclass(frozen=True)
 class KVCache:
-    """What a layer keeps of each token: keys and values of ``n_heads`` heads.
+    """The cache of a layer, for each token: keys and values of ``n_heads`` heads.
 
     What is beyond the range of the cache's type is kept as the largest finite value that it has.
     """
@@ -189,7 +189,7 @@ class KVCache:
 
 @dataclass(frozen=True)
 class RecurrentState:
-    """What an operation of a layer keeps of each sequence: float32 values that every token changes.
+    """The state that an operation keeps of each sequence: float32 values that every token changes.
 
     A sequence that begins, at position 0, begins with zeros.
     """
@@ -207,7 +207,7 @@ class RecurrentState:
 
 
 class Rows(Enum):
-    """What a tensor has a row for."""
+    """The unit that a tensor has a row for."""
 
     TOKENS = "each token"  # T
     OUTPUTS = "each output"  # N

@@ -15,7 +15,7 @@ from localllm.tokenizer import Tokenizer
 
 
 class Embedder:
-    """What makes a text's vector of those that the engine gives for its tokens.
+    """Makes a text's vector of those that the engine gives for its tokens.
 
     Attributes:
         width: values of a vector.

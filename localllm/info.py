@@ -1,4 +1,4 @@
-"""What is known of a loaded model, for people and for programs."""
+"""Facts about a loaded model, for people and for programs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _GUESSED = 1024
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What is known of a loaded model.
+    """Facts about a loaded model.
 
     Attributes:
         path: its file, or the first of them.

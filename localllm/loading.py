@@ -54,7 +54,7 @@ _log = logging.getLogger("localllm")
 
 @dataclass(frozen=True)
 class Parts:
-    """What a `localllm.LLM` is made of."""
+    """The parts of a `localllm.LLM`."""
 
     tokenizer: Tokenizer
     engine: Engine

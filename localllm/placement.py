@@ -81,7 +81,7 @@ class LayerGroup:
 
 @dataclass(frozen=True, slots=True)
 class CacheSizes:
-    """What a cache has room for."""
+    """Sizes of a cache."""
 
     page_size: int  # tokens in a page
     # of each group of layers, with its window (`localllm.kernels.graph.Graph.windows`)
@@ -100,7 +100,7 @@ class CacheSizes:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """What lies where."""
+    """Where weights, cache and buffers of a model lie."""
 
     groups: tuple[LayerGroup, ...]  # in execution order
     context: int  # tokens that a sequence can hold
@@ -199,7 +199,7 @@ class Plan:
 
 
 class StepSizes(NamedTuple):
-    """What a step is made for: see `localllm.kernels.backend.Backend.footprint`."""
+    """Sizes of a step: see `localllm.kernels.backend.Backend.footprint`."""
 
     n_pages: tuple[int, ...]
     max_tokens: int

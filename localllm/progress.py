@@ -1,4 +1,4 @@
-"""What is said while a model is loaded."""
+"""Progress callbacks of loading."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model thinks of given tokens: their logits, and how likely they are."""
+"""Scores of given tokens: their logits, and how likely they are."""
 
 from __future__ import annotations
 

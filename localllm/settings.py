@@ -1,4 +1,4 @@
-"""What a user has settled for good: one TOML file, read by the command line and the chat app, never by the library.
+"""A user's settings: one TOML file, read by the command line and the chat app, never by the library.
 
 A file has keys of `Settings`, and a table ``[sampling]`` with settings of `localllm.Sampling`::
 
@@ -50,7 +50,7 @@ _MAX_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Settings:
-    """What is in force where no flag says otherwise."""
+    """The settings in force where no flag says otherwise."""
 
     model: str | None = None  # as ``-m`` takes it; None for the demo model
     device: str = "auto"  # see `localllm.load`, as of the next six

@@ -150,7 +150,7 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What every model has; an architecture's own hyper-parameters are read where it records its graph."""
+    """The hyper-parameters that every model has; an architecture reads its own where it records its graph."""
 
     architecture: str
     n_layers: int  # those of the forward pass, not the blocks behind them that predict further tokens
@@ -275,7 +275,7 @@ class FeedForward:
 
 @dataclass(frozen=True)
 class Header:
-    """What an architecture records a model from: the keys and the tensors of a file, none of which is read."""
+    """The keys and tensors of a file, of which an architecture records a model; no tensor is read."""
 
     meta: Metadata  # the keys
     config: ModelConfig  # what every model has of them

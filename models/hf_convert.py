@@ -1,4 +1,4 @@
-"""What GGUF files have otherwise than Hugging Face's checkpoints, shared by architectures: see `models.registry`.
+"""Conversions of Hugging Face's keys and tensors that architectures share: see `models.registry`.
 
 ``config`` is a `localllm.convert.config.Config`: the values of ``config.json`` as attributes.  Arrays are vectors in
 float32, and matrices as they are stored: to be moved about, or to be computed with as `floats`.

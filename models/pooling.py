@@ -33,7 +33,7 @@ def read_kind(meta: Metadata) -> str | None:
 
 @dataclass(frozen=True)
 class Pooling:
-    """What follows the graph of a model that embeds."""
+    """The pooling behind the graph of a model that embeds."""
 
     kind: str  # one of `KINDS`
     rows: str  # which tokens' vectors go into it: "mean" of all, "cls", the first, or "last"

@@ -171,7 +171,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 @dataclass(frozen=True)
 class Model:
-    """What is known of a model, and its forward pass, which refers to the tensors of its file."""
+    """A model: its header, and its forward pass, which refers to the tensors of its file."""
 
     config: ModelConfig
     graph: Graph

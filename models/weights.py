@@ -22,7 +22,7 @@ _NEEDLESS = re.compile(r"(blk\.\d+\.)?(attn_rot_embd|rope\.freqs|attn\.rotary_em
 
 
 class ModelFile(Protocol):
-    """What a model is read from (`localllm.gguf.GGUFFile` is one)."""
+    """A file that a model is read from (`localllm.gguf.GGUFFile` is one)."""
 
     @property
     def metadata(self) -> Mapping[str, Any]: ...
@@ -114,7 +114,7 @@ class HeadsOf(WeightView):
 
 @dataclass(frozen=True, eq=False)
 class PositionTable:
-    """What is added at each of ``n`` positions: a row of ``table`` and the first row of ``types``, where they are."""
+    """The embeddings of ``n`` positions: a row of ``table`` and the first row of ``types``, where they are."""
 
     n: int
     table: Weight | None

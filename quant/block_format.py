@@ -1,4 +1,4 @@
-"""What a block format is, and the table that every format enters itself into."""
+"""The base class of block formats, and the table that every format enters itself into."""
 
 from __future__ import annotations
 

@@ -230,7 +230,7 @@ def _few(top: float, least: float, most: float) -> Floats:
 
 @dataclass(frozen=True, eq=False)
 class _Codes:
-    """What a format can express, as `rounding.encode` takes it."""
+    """The values that a format can express, as `rounding.encode` takes it."""
 
     # lo, hi: the range of the codes, or of the table's values
     lo: int
@@ -353,7 +353,7 @@ def _encode_mxfp4(x: Floats, weights: Floats) -> Bytes:
 
 @dataclass(frozen=True)
 class _Rows:
-    """What a format with a codebook can express, as `rounding.encode_rows` takes it."""
+    """The values that a format with a codebook can express, as `rounding.encode_rows` takes it."""
 
     sub: int  # values that share an integer scale
     # what the largest value of a sub-block is put at, as a multiple of the codebook's largest, from … to

@@ -1,4 +1,4 @@
-"""What every screen needs of the app: work in threads, and a way to tell what went wrong."""
+"""The base of the app, as every screen needs it: work in threads, and a way to tell what went wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a chat is built of: given by the command line, and by tests with a model of their own."""
+"""The parts of a chat: given by the command line, and by tests with a model of their own."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ModelEntry:
 
 @dataclass(frozen=True)
 class Setup:
-    """What a `localllm.tui.app.ChatApp` is built of, and line mode.  The functions may take their time."""
+    """The parts of a `localllm.tui.app.ChatApp`, and of line mode.  The functions may take their time."""
 
     store: Store
     load: Loader

@@ -1,4 +1,4 @@
-"""What the program of a graph reads of a batch: filled in before each run, in buffers of the step's arena."""
+"""The tables of a batch that a program reads: filled in before each run, in buffers of the step's arena."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the layers of a model keep, in the memory of the CPU's kernels."""
+"""The cache of a model's layers, in the memory of the CPU's kernels."""
 
 from __future__ import annotations
 

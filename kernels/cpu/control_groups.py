@@ -1,4 +1,4 @@
-"""What Linux's control groups (containers, services) grant this process: processors' time, and memory.
+"""Limits of processors' time and of memory that Linux's control groups (containers, services) set for this process.
 
 A process is in one group of each hierarchy, ``/proc/self/cgroup`` says in which.  That group's limit holds, and so do
 those of all groups that it lies in: the smallest counts.  Inside a container its own group may be all there is to

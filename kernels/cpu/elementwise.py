@@ -1,4 +1,4 @@
-"""What a forward pass does beside matrix products and attention.  A unit of work is a token.
+"""The operations beside matrix products and attention.  A unit of work is a token.
 
 Rows of float32 buffers are padded with zeros to a multiple of 32 values, so that loops over whole vectors need no
 odd ends; ``width`` is the padded number of values and strides are in bytes.

@@ -1,4 +1,4 @@
-"""What is known of the machine at hand: its processor, and how much of it this process may use.
+"""The machine at hand: its processor, and how much of it this process may use.
 
 Binary packages are imported where they are needed: ``localllm doctor`` asks even where one of them is broken.
 """

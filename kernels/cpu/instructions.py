@@ -53,7 +53,7 @@ f16, f32 = ir.HalfType(), ir.FloatType()
 
 @dataclass(frozen=True)
 class Kind:
-    """What an operation takes or returns: a vector, a scalar that numba has under the same name, or nothing."""
+    """The type of an argument or result: a vector, a scalar that numba has under the same name, or nothing."""
 
     name: str
     llvm: ir.Type | None = None

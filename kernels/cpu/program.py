@@ -210,7 +210,7 @@ def _sleep_function() -> int:
 
 
 class Job:
-    """What workers are to do: ``entry(arguments, thread number, number of threads)`` on each of their threads.
+    """Work for all threads: ``entry(arguments, thread number, number of threads)`` on each of their threads.
 
     Args:
         keep: what the arguments refer to, kept alive until the job is done.
@@ -239,8 +239,8 @@ class Job:
             self.error = error
 
 
-class _Mail:
-    """What a thread waits for: jobs, then None; and a word that it is through with one."""
+class _Inbox:
+    """The inbox of a thread: jobs, then None; and one item for each that it is through with."""
 
     def __init__(self) -> None:
         self.jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
@@ -313,14 +313,14 @@ class Workers:
             self._started = False
 
     def _start(self) -> None:
-        mail = [_Mail() for _ in range(self.n)]
-        self._first, self._last = mail[0], None
+        inboxes = [_Inbox() for _ in range(self.n)]
+        self._first, self._last = inboxes[0], None
         # The threads do not refer to the Workers, so that forgetting it ends them.
-        self._end = weakref.finalize(self, _tell_all, mail)
+        self._end = weakref.finalize(self, _tell_all, inboxes)
         self._end.atexit = False  # engines may still need them: `localllm.kernels.process` has the order
         for i in range(self.n):
             try:
-                threading.Thread(target=_work, args=(i, mail), name=f"localllm-{i}", daemon=True).start()
+                threading.Thread(target=_work, args=(i, inboxes), name=f"localllm-{i}", daemon=True).start()
             except RuntimeError as error:
                 self._end()
                 check_memory(STACK_BYTES, f"to start {self.n} threads")
@@ -347,19 +347,19 @@ class Workers:
             raise interrupt
 
 
-def _tell_all(mail: list[_Mail]) -> None:
+def _tell_all(inboxes: list[_Inbox]) -> None:
     """Tells threads to end."""
-    for each in mail:
-        each.jobs.put(None)
+    for inbox in inboxes:
+        inbox.jobs.put(None)
 
 
-def _work(i: int, mail: list[_Mail]) -> None:
+def _work(i: int, inboxes: list[_Inbox]) -> None:
     """A worker's life: thread 0 passes each job on to the others and reports when all are through with it."""
-    while (job := mail[i].jobs.get()) is not None:
+    while (job := inboxes[i].jobs.get()) is not None:
         if i == 0 and job.done:
             continue
-        n = min(job.threads or len(mail), len(mail))
-        others = mail[1:n] if i == 0 else []
+        n = min(job.threads or len(inboxes), len(inboxes))
+        others = inboxes[1:n] if i == 0 else []
         for other in others:
             other.jobs.put(job)
         job.run(i, n)
@@ -367,5 +367,5 @@ def _work(i: int, mail: list[_Mail]) -> None:
             other.through.get()
         if i == 0:
             job.done = True
-        mail[i].through.put(None)
+        inboxes[i].through.put(None)
         del job

@@ -1,4 +1,4 @@
-"""What this machine can do at most: how fast its threads read memory, and how fast they multiply.
+"""The ceilings of this machine: how fast its threads read memory, and how fast they multiply.
 
 A result means something only beside a ceiling measured in the same minute with the same threads, since clocks and
 neighbours change.  So a `Roofline` is made once, and asked in turn with what it judges.

@@ -46,7 +46,7 @@ _STAGED_BYTES, _MAX_AHEAD = 56 << 10, 3
 
 @dataclass(frozen=True)
 class Variant:
-    """What `attention.cu` is compiled for."""
+    """The parameters that `attention.cu` is compiled with."""
 
     # key_dim, value_dim, cache_type, values_in_keys: of the cache
     key_dim: int
@@ -181,7 +181,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class Work:
-    """What attention's launches must have room for."""
+    """The largest sizes of attention's launches."""
 
     split_tokens: int  # sequences of at most so many tokens are split; 0: none is
     # prefill_tiles, split_tiles: tiles of either kind, at most; 0 if no such launch is needed

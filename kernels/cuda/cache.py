@@ -1,4 +1,4 @@
-"""What layers keep, and how it lies in a device's memory.
+"""The cache of a model's layers, and how it lies in a device's memory.
 
 The cache is one allocation.  A layer has four parts in it, each for all pages and key/value heads; of a page and head
 
@@ -103,7 +103,7 @@ def _state_bytes(state: RecurrentState) -> int:
 
 
 class CUDACache:
-    """What the layers of a step keep, one after the other; drawn above.
+    """The cache of a step, layer after layer; drawn above.
 
     All that reads and writes it goes into ``stream``: steps may return before they have computed.
     """

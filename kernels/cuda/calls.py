@@ -1,4 +1,4 @@
-"""What a step is made of on a CUDA device: calls of kernels over buffers, each with the launches that it takes.
+"""The calls of kernels that make up a step on a CUDA device, each with the launches that it takes.
 
 A call launches nothing itself; it says which launches it takes for batches of an `Extent`.  Kernels read the number
 of rows from the batch's header in device memory and leave what is beyond them alone, so the launches for an extent
@@ -238,7 +238,7 @@ class AttentionKind:
 
 @dataclass(frozen=True)
 class Extent:
-    """What launches have room for."""
+    """The largest sizes that launches have room for."""
 
     # n_tokens, n_outputs: in a batch, at most
     n_tokens: int
@@ -287,7 +287,7 @@ class BatchSizes:
 
 @dataclass(eq=False)
 class StepLimits:
-    """What the calls of a step have in common: the device, the cache, and the largest batch."""
+    """The common limits of a step's calls: the device, the cache, and the largest batch."""
 
     graph: InitVar[Graph]
     properties: DeviceProperties
@@ -359,7 +359,7 @@ class StepLimits:
 
 @dataclass(frozen=True)
 class Cost:
-    """What something costs at least: whatever reads a thing twice, or multiplies more than it must, takes longer."""
+    """The least cost of something: whatever reads a thing twice, or multiplies more than it must, takes longer."""
 
     n_bytes: float = 0.0  # read and written in the device's memory
     n_operations: float = 0.0  # a multiplication and an addition are two

@@ -377,7 +377,7 @@ def open_driver(folder: Path = FOLDER) -> interface.Driver:
 
 
 class _Owner:
-    """What keeps an allocation: it is freed when this is garbage."""
+    """The owner of an allocation, which is freed when this is garbage."""
 
     __slots__ = ("__weakref__",)
 

@@ -49,7 +49,7 @@ CompileProgress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class DeviceProperties:
-    """What a device is."""
+    """Properties of a device."""
 
     name: str  #: the product's, as "NVIDIA H200"
     capability: tuple[int, int]  #: (9, 0) for sm_90

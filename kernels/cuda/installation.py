@@ -1,4 +1,4 @@
-"""What has to be installed before a CUDA device can be used, and what is missing of it.
+"""Checks that all is installed that a CUDA device needs, and says what is missing.
 
 Three things: NVIDIA's driver, which is the system's; CuPy, which talks to it; and NVRTC, NVIDIA's compiler as a
 library.  The last two come with ``pip install "localllm[cuda13]"``, or ``[cuda12]`` for older drivers.

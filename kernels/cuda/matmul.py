@@ -187,7 +187,7 @@ def n_groups(n_out: int) -> int:
 
 @dataclass(frozen=True)
 class ProductLimits:
-    """What launches depend on beside the product."""
+    """The properties of a device that launches of products depend on."""
 
     # capability, shared_bytes: the device's
     capability: tuple[int, int]

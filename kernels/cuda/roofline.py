@@ -1,4 +1,4 @@
-"""What a CUDA device can do at most: how fast it moves bytes in its memory, and how fast it multiplies.
+"""The ceilings of a CUDA device: how fast it moves bytes in its memory, and how fast it multiplies.
 
 As `localllm.kernels.cpu.roofline`: a result means something only beside a ceiling measured in the same minute on the
 same device, whose clocks follow its load and its temperature.

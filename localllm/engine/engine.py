@@ -66,7 +66,7 @@ _Message: TypeAlias = "Callable[[EngineLoop], None]"
 
 @dataclass(slots=True)
 class Counts:
-    """What an engine has to do, and what it has done since it began.  Its thread writes; any other may read."""
+    """Counters of an engine: its work now, and since it began.  Its thread writes; any other may read."""
 
     running: int = 0  # requests whose tokens are in the cache
     # n_pages, n_pages_used: pages of the cache, and those that running requests hold
@@ -271,7 +271,7 @@ def _raise(error: BaseException) -> Never:
 
 
 class EngineLoop:
-    """What the engine's thread does, over and over; it knows nothing of the `Engine`."""
+    """The loop of the engine's thread; it knows nothing of the `Engine`."""
 
     def __init__(
         self,

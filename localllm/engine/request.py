@@ -1,4 +1,4 @@
-"""What a caller asks of the engine, and how far it has come."""
+"""Requests to the engine, and how far they have come."""
 
 from __future__ import annotations
 

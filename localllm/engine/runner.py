@@ -28,7 +28,7 @@ MAX_LOGITS_BYTES = 32 << 20
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """What one sequence has in a batch.
+    """The part of one sequence in a batch.
 
     Attributes:
         sequence: has pages reserved up to the end of the chunk.

@@ -42,7 +42,7 @@ _WEIGHT = 0.3
 
 @dataclass(frozen=True, slots=True)
 class Scheduled:
-    """What a request has in a step: its next ``n_tokens``, and its first ``n_drafts`` drafts behind them."""
+    """The part of a request in a step: its next ``n_tokens``, and its first ``n_drafts`` drafts behind them."""
 
     request: Request
     n_tokens: int

@@ -1,4 +1,4 @@
-"""What a model knows, and what was lost where it was made smaller.
+"""Evaluation: how well a model predicts texts, and what was lost where it was made smaller.
 
     from localllm.evaluate import choices, divergence, perplexity
 

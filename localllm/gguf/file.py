@@ -177,7 +177,7 @@ class _Stamp:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What was read from one file."""
+    """One file of a model, and what was read from its header."""
 
     path: Path
     stamp: _Stamp

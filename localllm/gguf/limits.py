@@ -1,4 +1,4 @@
-"""What a GGUF file may hold, for the reader and the writer: stricter than the specification, beyond all real files.
+"""Limits of GGUF files, for the reader and the writer: stricter than the specification, beyond all real files.
 
 The largest vocabularies have about 650,000 strings (tokens and merges), real files have under 200 keys and a few
 thousand tensors, and no known model has arrays inside arrays.  Each costs time, or becomes a Python object larger

@@ -1,4 +1,4 @@
-"""What is known of a model's file: read from its header once, and kept for the next time.
+"""Details of a model's file: read from its header once, and kept for the next time.
 
 Reading takes some hundredths of a second a file, most of it for the vocabulary, so a hundred files would keep people
 waiting.  What was read is kept beside the compiled kernels, as long as a file's size and time stay the same; but not
@@ -26,7 +26,7 @@ _MAX_KEPT = 2000
 
 @dataclass(frozen=True)
 class Details:
-    """What a file's header tells."""
+    """The details in a file's header."""
 
     error: str | None = None  # why it cannot be run; of a file that cannot be read at all the rest is unknown
     title: str | None = None  # its name for itself

@@ -36,7 +36,7 @@ class LocalModel:
 
 @dataclass(frozen=True)
 class Found:
-    """What was found."""
+    """The models found, and what could not be searched."""
 
     models: tuple[LocalModel, ...]  # those of the hub's cache first, then each folder's; by name
     problems: tuple[str, ...] = ()  # what could not be searched, and why

@@ -44,7 +44,7 @@ Progress = Callable[[int, int], object]
 
 
 class Option(NamedTuple):
-    """What a tensor would take and cost at a type."""
+    """The size and the loss of a tensor at a type."""
 
     n_bytes: int
     loss: float

@@ -36,7 +36,7 @@ _CHUNK = 512
 
 @dataclass(frozen=True)
 class Entry:
-    """What rows that meet the matrices of one tensor amount to."""
+    """Sums over the rows that the matrices of one tensor multiply."""
 
     sums: NDArray[np.floating]  # of the squares of each column, [n_matrices, n_columns]
     counts: NDArray[np.number]  # rows that were added up, [n_matrices]

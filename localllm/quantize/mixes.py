@@ -73,7 +73,7 @@ def mix_named(name: str) -> str:
 
 
 class Role(Enum):
-    """What a tensor is for, as far as mixes mind."""
+    """The role of a tensor, as far as mixes tell roles apart."""
 
     TOKENS = auto()
     OUTPUT = auto()

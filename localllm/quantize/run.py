@@ -40,7 +40,7 @@ _SPLIT_KEYS = ("split.no", "split.count", "split.tensors.count")
 
 
 class SourceFile(Protocol):
-    """What is quantised: a `GGUFFile`, or a `localllm.convert.Checkpoint`."""
+    """The source: a `GGUFFile`, or a `localllm.convert.Checkpoint`."""
 
     @property
     def architecture(self) -> str: ...
@@ -57,7 +57,7 @@ class SourceFile(Protocol):
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """What becomes of a tensor: ``new`` is ``old`` where it is copied."""
+    """The types of a tensor before and after: ``new`` is ``old`` where it is copied."""
 
     source: TensorInfo | CheckpointTensor
     new: GGMLType
@@ -96,7 +96,7 @@ class TensorResult:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a quantised file will be.
+    """The plan of a quantised file.
 
     Attributes:
         mix: a name in `MIXES`.

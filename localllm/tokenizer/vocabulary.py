@@ -103,7 +103,7 @@ _VISIBLE_TEXTS = (
 
 
 class MetadataFile(Protocol):
-    """What a vocabulary is read from: a ``GGUFFile``, or anything with a path and metadata like one."""
+    """A file that a vocabulary is read from: a ``GGUFFile``, or anything with a path and metadata like one."""
 
     @property
     def path(self) -> str | PathLike[str]: ...

@@ -24,7 +24,7 @@ Messages = Sequence[Mapping[str, object]]
 
 
 class ChatModel(Protocol):
-    """What is needed of a `localllm.LLM`, or of a model of tests."""
+    """The part of `localllm.LLM` that a chat uses, or a model of tests."""
 
     @property
     def info(self) -> ModelInfo: ...

@@ -39,7 +39,7 @@ Id = Annotated[str, Meta(min_length=1, max_length=100)]
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """What a reply cost."""
+    """The cost of a reply."""
 
     prompt_tokens: Count = 0  # all tokens of the prompt
     cached_tokens: Count = 0  # those of them that were in the cache, and cost nothing

@@ -1,4 +1,4 @@
-"""What happens while a reply is generated: `localllm.tui.chat.session.ChatSession` emits it, screens show it."""
+"""Events while a reply is generated: `localllm.tui.chat.session.ChatSession` emits it, screens show it."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class Meter(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Full:
-    """What waits for room: the reply to ``question``, or the rest of ``reply``."""
+    """A reply that waits for room: the one to ``question``, or the rest of ``reply``."""
 
     question: str
     reply: str | None

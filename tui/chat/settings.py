@@ -63,7 +63,7 @@ def typed(value: object) -> str:
 
 
 class Generation(NamedTuple):
-    """What settings come to: keywords of `LLM.stream_chat`."""
+    """Settings as keywords of `LLM.stream_chat`."""
 
     options: dict[str, Any]
     template_variables: dict[str, Any]

@@ -76,7 +76,7 @@ _HANDLERS = (
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """What can be called; ``parameters`` is a JSON schema.
+    """A tool that models can call; ``parameters`` is a JSON schema.
 
     A server's name is in its tools' names, so that none takes another one's place.  ``run`` gives the result of the
     arguments, and ends soon where its second argument says that it is stopped.

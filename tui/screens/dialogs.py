@@ -252,7 +252,7 @@ def rows(cells: Sequence[Sequence[str]]) -> list[Content]:
 
 
 class SystemScreen(Dialog[str]):
-    """What the model is told before the conversation; the result is the new text."""
+    """Edits the system prompt; the result is the new text."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("ctrl+s", "save", "Save", priority=True)]
 

@@ -1,1 +1,1 @@
-"""What is kept on disk: chats, and what was typed."""
+"""Storage: chats, and the history of prompts."""

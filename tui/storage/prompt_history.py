@@ -1,4 +1,4 @@
-"""What was typed before, to be called up again with the arrow keys: kept on disk, a line of JSON each."""
+"""The history of prompts, to be called up again with the arrow keys: kept on disk, a line of JSON each."""
 
 from __future__ import annotations
 

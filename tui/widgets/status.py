@@ -23,7 +23,7 @@ _BAR_WIDTH = 10
 
 @dataclass(frozen=True)
 class Status:
-    """What the line tells: what goes on, the share (0 to 1) that is done, counters, bytes in use."""
+    """The content of the status line: what goes on, the share (0 to 1) that is done, counters, bytes in use."""
 
     activity: str = ""
     progress: float | None = None

@@ -22,7 +22,7 @@ MAX_DRAFTS = 64
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """What became of a request's drafts.
+    """Counts of a request's drafts.
 
     Attributes:
         drafted: tokens that were proposed and evaluated.

@@ -19,7 +19,7 @@ _FORGOTTEN = 1 / 512
 
 
 class StepCost:
-    """What verifying drafts costs; one for an engine."""
+    """The measured cost of verifying drafts; one for an engine."""
 
     def __init__(self) -> None:
         self.single_s = 0.0  # seconds of a step over one token; 0 until one was measured
