@@ -77,7 +77,7 @@ class Command:
 
 
 def flag(names: str, help: str, read: Callable[[str], Any] | None = None, **more: Any) -> Flag:
-    """A flag as its help shows it: "-t --threads N", or without a value in capitals a switch; "texts TEXT" is a word.
+    """A flag as its help shows it: "-t --threads N", or without a value a switch; "texts TEXT" is a word.
 
     Args:
         read: makes a value of what was typed.
@@ -89,7 +89,8 @@ def flag(names: str, help: str, read: Callable[[str], Any] | None = None, **more
         help += f" (default: {default[0] if isinstance(default, list) else default})"
     if last.startswith("-"):
         return Flag((*flags, last), {"action": "store_true", "help": help} | more)
-    return Flag(flags, {"metavar": last, "type": read, "help": help} | more)
+    choices = {"choices": last.split("|")} if "|" in last else {}
+    return Flag(flags, {"metavar": last, "type": read, "help": help} | choices | more)
 
 
 def several(names: str, help: str, read: Callable[[str], Any] | None = None, **more: Any) -> Flag:

@@ -99,7 +99,10 @@ RUNNING = [
     flag("--chat-template TEXT", "jinja2 in place of the file's own template, or 'chatml'"),
     flag("--chat-template-file FILE", "read it from a file"),
     flag("--chat-template-kwargs JSON", "an object of what else the template reads", json_object, default={}),
-    flag("--reasoning on|off|auto", "whether a model that can think first does so", choices=("on", "off", "auto")),
+    flag(
+        "--reasoning on|off|auto",
+        "whether a model that can think first does so",
+    ),
     flag("--reasoning-budget N", "0 is the same as --reasoning off, other numbers change nothing", whole(-1)),
     *THREADS,
 ]
@@ -121,13 +124,7 @@ SAMPLING: list[Flag | str] = [
         dest="dry_sequence_breakers",
         default=LEFT_OUT,
     ),
-    flag(
-        "-jf --json-schema-file FILE",
-        "read --json-schema from a file",
-        text_file,
-        dest="json_schema",
-        default=LEFT_OUT,
-    ),
+    flag("-jf --json-schema-file FILE", "read -j from a file", text_file, dest="json_schema", default=LEFT_OUT),
     flag("--grammar-file FILE", "read --grammar from a file", text_file, dest="grammar", default=LEFT_OUT),
     flag(
         "--samplers NAME;…",

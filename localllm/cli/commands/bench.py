@@ -191,29 +191,19 @@ COMMAND = Command(
             )
         ),
         several(
-            "-pg --n-prompt-gen N,M",
-            "a prompt of N tokens, and M generated after it, as one test",
-            numbers,
-            dest="pairs",
+            "-pg --n-prompt-gen N,M", "a prompt of N tokens, then M generated, as one test", numbers, dest="pairs"
         ),
         flag("-r --repetitions N", "repetitions", whole(1), default=5),
         *DEVICE,
         flag("--profile", "show what the time on GPUs goes to, by operation"),
         [
             flag(
-                "-o --output FORM",
-                "table, md, csv, jsonl (a line a test) or json (a line a model)",
+                "-o --output table|md|csv|jsonl|json",
+                "jsonl is a line a test, json a line a model",
                 dest="form",
-                choices=("table", "md", "csv", "jsonl", "json"),
                 default="table",
             ),
-            flag(
-                "--json",
-                "print one JSON object a model, all on one line",
-                dest="form",
-                action="store_const",
-                const="json",
-            ),
+            flag("--json", "the same as -o json", dest="form", action="store_const", const="json"),
         ],
         flag("-q --quiet", "show no progress"),
         "a server with many clients, in place of tests",

@@ -33,10 +33,7 @@ COMMAND = Command(
         SYSTEM,
         flag("--prefix TEXT", "what replies begin with"),
         flag(
-            "--when-full WHAT",
-            "when the context is full: ask, drop the oldest turns, summarise them, or stop",
-            choices=("ask", "drop", "summarise", "stop"),
-            default="ask",
+            "--when-full ask|drop|summarise|stop", "what to do with the oldest turns of a full context", default="ask"
         ),
         "where replies end",
         *ENDING,

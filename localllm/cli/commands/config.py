@@ -323,12 +323,7 @@ COMMAND = Command(
     "[path | get KEY | set KEY VALUE | unset KEY] [--json]",
     "show or change settings",
     [
-        flag(
-            "action path|get|set|unset",
-            "by default shows what is in force, and why",
-            nargs="?",
-            choices=("path", "get", "set", "unset"),
-        ),
+        flag("action path|get|set|unset", "by default shows what is in force, and why", nargs="?"),
         flag("key KEY", "such as context or sampling.temperature", nargs="?"),
         flag("value VALUE", "a text, a number, or a list as in TOML", nargs="?"),
         JSON,

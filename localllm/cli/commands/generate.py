@@ -369,9 +369,7 @@ COMMAND = Command(
         flag(
             "-no-cnv --no-chat --no-conversation", "go on with the prompt as it is", dest="chat", action="store_false"
         ),
-        flag(
-            "-e --escape", r"read \n, \t, \\, \xHH and the like in -p, --system-prompt and --stop as those characters"
-        ),
+        flag("-e --escape", r"read \n, \xHH and the like in -p, --system-prompt and --stop as characters"),
         *options(CheckedOptions, "overflow"),
         "where the text ends",
         *ENDING,
@@ -381,7 +379,7 @@ COMMAND = Command(
         flag("--json", "print one JSON object at the end, no text as it comes"),
         flag(
             "--logprobs N",
-            "with --json: log-probabilities of each token and of the N likeliest",
+            "with --json: log-probabilities of tokens and of the N likeliest",
             whole(0),
             default=LEFT_OUT,
         ),

@@ -169,28 +169,16 @@ COMMAND = Command(
     "serve models to other programs over HTTP",
     [
         "models",
-        several(
-            "-m --model FILE", "a GGUF file, or ORG/REPO[:QUANT] of one that was pulled", model_file, dest="models"
-        ),
+        several("-m --model FILE", "a GGUF file, or ORG/REPO[:QUANT] if it was pulled", model_file, dest="models"),
         several("-a --alias NAME", "another name of the first", dest="aliases"),
-        several(
-            "-hf --hf-repo ORG/REPO[:QUANT]", "the same, downloaded if it is not here", model_file, dest="downloads"
-        ),
+        several("-hf --hf-repo ORG/REPO[:QUANT]", "the same, downloaded if missing", model_file, dest="downloads"),
         flag("--ttl S", "unload a model after S seconds without a request", whole(1)),
         *RUNNING,
         LORA,
         *options(LoadOptions, "draft_model", type=model_file),
+        flag("-np --parallel N", "requests of full length that a model's cache has room for", whole(1), default=4),
         flag(
-            "-np --parallel N",
-            "requests of full length that the cache of each model has room for",
-            whole(1),
-            default=4,
-        ),
-        flag(
-            "--prompt-cache --slot-save-path DIR",
-            "keep what was evaluated of prompts in DIR while a model is not loaded",
-            Path,
-            dest="prompts",
+            "--prompt-cache --slot-save-path DIR", "keep prompts of models that are not loaded", Path, dest="prompts"
         ),
         "where replies end, if a request does not say it",
         *ENDING,
@@ -198,27 +186,10 @@ COMMAND = Command(
         "who may ask",
         flag("--host HOST", "address to listen on", default="127.0.0.1"),
         flag("--port N", "port; 0 is any that is free", whole(0, below=65536), default=8080),
-        *(
-            several(names, text, dest=dest)
-            for names, dest, text in (
-                (
-                    "--api-key KEY",
-                    "api_keys",
-                    "let in those who have this key, and share the models evenly between keys",
-                ),
-                ("--allow-host NAME", "hosts", "answer to this name of the machine, too"),
-                (
-                    "--cors-origin ORIGIN",
-                    "origins",
-                    "let pages of this origin ask, such as https://example.org; * is any",
-                ),
-            )
-        ),
-        flag(
-            "--api-key-file FILE",
-            "the same from a file, a key a line; lines that begin with # say nothing",
-            dest="key_file",
-        ),
+        several("--api-key KEY", "let in those who have this key; keys share the models evenly", dest="api_keys"),
+        flag("--api-key-file FILE", "the same from a file, a key a line; lines with # are comments", dest="key_file"),
+        several("--allow-host NAME", "answer to this name of the machine, too", dest="hosts"),
+        several("--cors-origin ORIGIN", "let pages of it ask, such as https://example.org; * is any", dest="origins"),
         flag("--ssl-key-file FILE", "the private key for HTTPS, as PEM", Path, dest="ssl_key"),
         flag("--ssl-cert-file FILE", "the certificate for HTTPS, as PEM", Path, dest="ssl_certificate"),
         flag("-to --timeout S", "seconds in which a request has to come", whole(1), default=60),
