@@ -227,7 +227,8 @@ class ReplyParser:
                 self._is_after_call = self._at == len(self._text) and not self._is_whole
             opening = _OPENING.search(self._text, self._at)
             if opening is None:
-                n = max(n_open(self._text[self._at :], tag) for tag in _CLOSING)
+                rest = self._text[self._at :]
+                n = max(n_open(rest, tag) for tag in _CLOSING) if "<" in rest or "[" in rest else 0
                 # White space before a call is no part of the text.
                 end = len(self._text[: len(self._text) - n].rstrip())
                 if end > self._at:
