@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import prod
@@ -300,6 +300,15 @@ class Step(ABC):
         Raises:
             KernelError: the batch is larger than the step was compiled for, or an index in it is out of range.
         """
+
+    def run_in_pieces(
+        self, batch: Batch, piece_s: float, hidden: Output | None = None
+    ) -> Generator[None, None, Output]:
+        """As `run`: yields about every ``piece_s`` seconds, so that another step can compute between, where a backend
+        can be interrupted; and returns the result."""
+        output = self.run(batch, hidden)
+        yield
+        return output
 
     def __call__(self, batch: Batch) -> NDArray[np.float32]:
         """Runs a batch, and gives the logits, float32 [N, n_vocab]."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
 import numpy as np
@@ -137,7 +137,16 @@ class CPUStep(Step):
             workers = backend.caller
         threads = backend.decode_threads if n_tokens <= FEW_TOKENS else None
         self._program.run(workers, before=lambda: self._fill(batch, hidden), threads=threads)
-        n_rows = n_tokens if self._of_tokens else len(batch.outputs)
+        return self._output(batch)
+
+    def run_in_pieces(
+        self, batch: Batch, piece_s: float, hidden: Output | None = None
+    ) -> Generator[None, None, Output]:
+        yield from self._program.run_in_pieces(self._backend.workers, lambda: self._fill(batch, hidden), piece_s)
+        return self._output(batch)
+
+    def _output(self, batch: Batch) -> HostOutput:
+        n_rows = len(batch.ids) if self._of_tokens else len(batch.outputs)
         return HostOutput(self._result[:n_rows, : self._width])
 
     def value(self, x: Value) -> NDArray[Any]:

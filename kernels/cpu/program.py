@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,6 +40,10 @@ TRIAL_SPINS, SPIN_TRIALS = 4096, 3
 SLEEP_US = 1
 #: Chunks of an instruction's work for each thread: more balance better, fewer cost less.
 CHUNKS_PER_THREAD = 4
+#: More units than any instruction has.
+ALL_UNITS = 1 << 62
+#: Of an instruction's units in a piece, one in so many is computed first, to see how long they take.
+FIRST_SHARE = 32
 
 #: Bytes of memory from which on it was not for want of them that a thread could not be started.
 STACK_BYTES = 16 << 20
@@ -51,19 +55,19 @@ _ENTRY = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
 
 
 @kernel
-def run_program(begin, end, table, n_instructions, header, counters, barrier, most_spins, sleep):
-    """Runs a program as thread ``begin`` of ``end``.
+def run_program(begin, end, table, n_instructions, header, counters, barrier, most_spins, sleep, stop, most):
+    """Runs a program as thread ``begin`` of ``end``: of each instruction the units before ``stop``.
 
     table: int64 [n, 8]: kernel, arguments, units a header number, which header number, wait afterwards.
-    counters: int64, one a line, zero at first.  barrier: int64, threads that have arrived, and a line further,
-    how often all have.  most_spins: of a waiting thread before it sleeps.  sleep: the address of a C function that
-    sleeps for so many microseconds.
+    counters: int64, one a line, the first unit at first.  most: so many units at most are left.  barrier: int64,
+    threads that have arrived, and a line further, how often all have.  most_spins: of a waiting thread before it
+    sleeps.  sleep: the address of a C function that sleeps for so many microseconds.
     """
     for i in range(n_instructions):
         entry = table + INSTRUCTION * i
         function, arguments = load_i64(entry), load_i64(entry + 8)
-        units = load_i64(entry + 16) * load_i64(header + 8 * load_i64(entry + 24))
-        chunk = max(1, units // (end * CHUNKS_PER_THREAD))
+        units = min(stop, load_i64(entry + 16) * load_i64(header + 8 * load_i64(entry + 24)))
+        chunk = max(1, min(units, most) // (end * CHUNKS_PER_THREAD))
         if end == 1:
             chunk = max(1, units)
         place = fetch_add(counters + LINE * i, chunk)
@@ -144,7 +148,7 @@ class Program:
         self._process = Process()
         code = addresses([runner, variant(spin, target), *(i.variant for i in instructions)], progress)
         self._entry = _ENTRY(code[runner])
-        self._keep = (keep, header)
+        self._keep, self._header = (keep, header), header
         self._table = np.zeros((len(instructions), INSTRUCTION // 8), np.int64)
         self._arguments = [np.frombuffer(_pack(i, arena), np.int64) for i in instructions]
         for row, i, arguments in zip(self._table, instructions, self._arguments, strict=True):
@@ -154,7 +158,8 @@ class Program:
         parts = (self._table, header, self._counters, self._barrier)
         table, head, counters, barrier = (a.ctypes.data for a in parts)
         spins, sleep = spins_in(SPIN_SECONDS, target), _sleep_function()
-        self._call = np.array([table, len(instructions), head, counters, barrier, spins, sleep], np.int64)
+        ends = ALL_UNITS, ALL_UNITS
+        self._call = np.array([table, len(instructions), head, counters, barrier, spins, sleep, *ends], np.int64)
 
     def run(self, workers: Workers, before: Callable[[], None] = lambda: None, *, threads: int | None = None) -> None:
         """Runs all instructions once.
@@ -174,6 +179,31 @@ class Program:
             self._counters[:] = 0
 
         workers.run(Job(self._entry, self._call.ctypes.data, keep=self, threads=threads), prepare)
+
+    def run_in_pieces(self, workers: Workers, before: Callable[[], None], piece_s: float) -> Iterator[None]:
+        """As `run`, with the same bits, in pieces of about so many seconds, between which others can compute."""
+        self._process.check()
+        for i, (units, slot) in enumerate(self._table[:, 2:4].tolist()):
+            # The first comes whole: how many units there are is filled in before it.
+            total = units * int(self._header[slot]) if i else 1
+            done, n, seconds = 0, max(1, total // FIRST_SHARE) if i else ALL_UNITS, 0.0
+            while done < total:
+                call, first = self._call.copy(), done
+                call[:2] = self._table[i:].ctypes.data, 1
+                call[3] = self._counters[i:].ctypes.data
+                call[7:] = first + n, n
+
+                def prepare(i: int = i, first: int = first) -> None:
+                    if i == 0:
+                        before()
+                    self._counters[i] = first
+
+                begin = time.perf_counter()
+                workers.run(Job(self._entry, call.ctypes.data, keep=(self, call)), prepare)
+                seconds += time.perf_counter() - begin
+                done += n
+                n = max(1, int(done * piece_s / max(seconds, 1e-6)))
+                yield
 
 
 def _pack(instruction: Instruction, arena: int) -> bytes:

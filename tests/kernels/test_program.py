@@ -485,3 +485,28 @@ def test_work_that_was_interrupted_as_it_began_is_not_waited_for() -> None:
     ended.start()
     ended.join()
     assert not stage.is_busy
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_pieces_are_the_whole(threads: int) -> None:
+    """Each unit is worked on once, in order, however small the pieces; the first instruction may change what the
+    others have to do."""
+    workers, counts = Workers(threads), np.zeros((4, 1000), np.int64)
+    header = np.array([1, 0], np.int64)
+    count = variant(count_calls, TARGET)
+    steps = [Instruction(count, (row.ctypes.data, 1.0), 1, int(i > 0)) for i, row in enumerate(counts)]
+    program = Program(steps, header, TARGET, keep=counts)
+
+    def before() -> None:
+        header[1] = 997
+
+    for piece_s in (0.0, 1e-5, 10.0):
+        counts[:] = 0
+        n_pieces = sum(1 for _ in program.run_in_pieces(workers, before, piece_s))
+        assert n_pieces >= (3 * (997 - 997 // 32) if piece_s == 0 else 4)
+        assert counts[0].sum() == 1
+        assert (counts[1:, :997] == 1).all()
+        assert not counts[:, 997:].any()
+    program.run(workers, before)
+    assert (counts[1:, :997] == 2).all()
+    workers.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from localllm.engine.runner import ModelRunner, max_outputs, n_cache_pages, n_st
 from localllm.kernels.backend import Step
 from tests.helpers.hybrid import N_VOCAB, hybrid
 from tests.helpers.requests import SteppedEngine, reading, results, writing
+from tests.helpers.run_model import make_batch
 
 CONTEXT, PARALLEL = 512, 2
 #: Tokens from one snapshot of a prompt to the next, and of a step, in these tests.
@@ -134,3 +136,23 @@ def test_side_by_side_preempted_and_with_wrong_drafts(device: Device) -> None:
     assert [results(request).ids for request in requests] == expected
     assert all(0 < request.n_accepted < request.n_drafted for request in requests)
     engine.check_all_pages_are_back()
+
+
+def test_a_step_in_pieces_is_the_step(device: Device) -> None:
+    """With the same bits, and another step between its pieces."""
+    graph, sizes = hybrid(sees=True), {"max_tokens": 60, "max_outputs": 60}
+    first, other = (device.backend.compile(graph, n_pages=(4, 4), **sizes) for _ in range(2))
+    ids = np.random.default_rng(0).integers(0, N_VOCAB, 60).tolist()
+    batch = make_batch([(ids, 0, [0, 1, 2, 3])])
+    batch = replace(batch, block_tables=np.repeat(batch.block_tables, 2, axis=0))
+    expected, pieces = first(batch).copy(), first.run_in_pieces(batch, 0.0)
+    n_pieces = 0
+    while True:
+        try:
+            next(pieces)
+        except StopIteration as end:
+            np.testing.assert_array_equal(end.value.rows(), expected)
+            break
+        n_pieces += 1
+        other(batch)
+    assert n_pieces > (20 if device.name == "cpu" else 0)
