@@ -46,22 +46,11 @@ if TYPE_CHECKING:
 
 #: What localllm is built on: distribution and module.
 PACKAGES = {
-    "numpy": "numpy",
-    "numba": "numba",
-    "llvmlite": "llvmlite.binding",
-    "gguf": "gguf",
-    "llguidance": "llguidance",
-    "sentencepiece": "sentencepiece",
-    "tokenizers": "tokenizers",
-    "huggingface_hub": "huggingface_hub",
-    "jinja2": "jinja2",
-    "rich": "rich",
-    "psutil": "psutil",
-    "tomlkit": "tomlkit",
-    "platformdirs": "platformdirs",
-    "msgspec": "msgspec",
-    "textual": "textual",
-    "markdown-it-py": "markdown_it",
+    name: {"llvmlite": "llvmlite.binding", "markdown-it-py": "markdown_it"}.get(name, name)
+    for name in (
+        *("numpy", "numba", "llvmlite", "gguf", "llguidance", "sentencepiece", "tokenizers", "huggingface_hub"),
+        *("jinja2", "rich", "psutil", "tomlkit", "platformdirs", "msgspec", "textual", "markdown-it-py"),
+    )
 }
 
 #: What computing on GPUs needs, of either version of CUDA.

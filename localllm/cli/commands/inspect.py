@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from localllm.gguf import GGUFFile, TensorInfo
     from localllm.placement import Plan
 
+#: Flags of the plan.
+PLANNING = [*CONTEXT, *THREADS, *PLACEMENT, *CACHE_TYPE]
+
 #: Keys longer than this push their value to the right.
 _LONGEST_KEY = 50
 
@@ -65,18 +68,9 @@ def _on_one_line(text: str) -> str:
 
 
 def _check_flags(arguments: argparse.Namespace) -> None:
-    given = {
-        "-c": arguments.context is not None,
-        "--threads": arguments.threads is not None,
-        "--device": arguments.device is not None,
-        "-ngl": arguments.n_gpu_layers is not None,
-        "--tensor-split": arguments.tensor_split is not None,
-        "--split-mode": arguments.split_mode is not None,
-        "--cache-type": arguments.cache_type is not None,
-    }
-    if not arguments.plan and any(given.values()):
-        flag = next(flag for flag, is_given in given.items() if is_given)
-        raise UsageError(f"{flag} is for the plan of where a model would go: give --plan as well")
+    for each in PLANNING:
+        if not arguments.plan and getattr(arguments, each.keywords["dest"]) is not None:
+            raise UsageError(f"{each.names[0]} is for the plan of where a model would go: give --plan as well")
 
 
 def _show_plan(file: GGUFFile, arguments: argparse.Namespace) -> None:
@@ -237,10 +231,7 @@ COMMAND = Command(
         flag("--full", "long texts and arrays in full"),
         JSON,
         "with --plan, as generate has them",
-        *CONTEXT,
-        *THREADS,
-        *PLACEMENT,
-        *CACHE_TYPE,
+        *PLANNING,
     ],
     run,
     words=Words(
