@@ -205,14 +205,16 @@ def left_by_rounding(row, record, scale):
 @device
 def quantise_row(row, tile, token, n_blocks):
     """A row of ``32 * n_blocks`` values to the records of a token in a tile."""
-    record, total = tile + token * RECORD, ZERO
+    record, total, largest = tile + token * RECORD, ZERO, ZERO
     for i in range(n_blocks):
-        total += quantise_block(load_f32x16(row + 128 * i), load_f32x16(row + 128 * i + 64), record + i * X_STEP)
+        scale = quantise_block(load_f32x16(row + 128 * i), load_f32x16(row + 128 * i + 64), record + i * X_STEP)
+        total += scale
+        largest = max(largest, scale)
     limit = total * (OUTLIER / np.float32(n_blocks))
     flags, rests = tile + n_blocks * X_STEP + token, x_tile_bytes(n_blocks) - n_blocks * X_STEP
     for slab in range(0, n_blocks, SLAB):
         found = np.int64(0)
-        for i in range(slab, min(slab + SLAB, n_blocks)):
+        for i in range(slab, min(slab + SLAB, n_blocks) if largest > limit else slab):
             scale = load_f32(record + i * X_STEP + D)
             if scale > limit:
                 first, second = left_by_rounding(row + 128 * i, record + i * X_STEP, scale)

@@ -20,10 +20,9 @@ from localllm.kernels.cpu.matmul import (
     FLOAT_GROUPS,
     FLOAT_SLAB,
     MAX_TOKENS,
-    REST_SUMS,
     SLAB,
+    SUMS_BYTES,
     few_tokens,
-    finish_rows,
     multiply_tokens,
     one_float_token,
     several_float_tokens,
@@ -254,7 +253,7 @@ def experts_quantised(begin, end, experts, n_groups, weights, n_tiles, x, pairs,
     The rest is as in `matmul_quantised`.
     """
     slab = stack(SLAB * BLOCK_BYTES)
-    sums = stack(2 * REST_SUMS)
+    sums = stack(SUMS_BYTES)
     for unit in range(begin, end):
         entry, group = experts + unit // n_groups * ENTRY, unit % n_groups
         tiles = weights + (load_i64(entry) * n_groups + group) * n_tiles * TILE_BYTES
@@ -265,7 +264,7 @@ def experts_quantised(begin, end, experts, n_groups, weights, n_tiles, x, pairs,
         if n_places == 1:
             few_tokens(1, tiles, n_tiles, x + first_place // TOKENS * x_tile_bytes(n_tiles * BLOCKS), sums)
             place = load_i64(pairs + 8 * first_place) * y_stride + rows
-            finish_rows(sums, bias, 0, y, rows, place)
+            store_rows(load_f32x16(sums), bias, 0, y, rows, place)
         else:
             for first in range(first_place, first_place + n_places, MAX_TOKENS):
                 n = min(MAX_TOKENS, first_place + n_places - first)
@@ -273,7 +272,7 @@ def experts_quantised(begin, end, experts, n_groups, weights, n_tiles, x, pairs,
                 multiply_tokens(n, tiles, n_tiles, slab, sums, records)
                 for i in range(n):
                     place = load_i64(pairs + 8 * (first + i)) * y_stride + rows
-                    finish_rows(sums + 64 * i, bias, 0, y, rows, place)
+                    store_rows(load_f32x16(sums + 64 * i), bias, 0, y, rows, place)
 
 
 @kernel

@@ -26,8 +26,11 @@ from localllm.kernels.cpu.tiles import (
 #: Tokens that a group of rows is multiplied with before the next one's turn, a multiple of `TOKENS`: as many as have
 #: their activations in the second nearest cache.
 MAX_TOKENS = 64
-#: Bytes from the sums of so many tokens to the sums of their rests.
+#: Bytes from the sums of so many tokens to the sums of their rests, and to a word whose bits say which have some.
 REST_SUMS = 64 * MAX_TOKENS
+HAVE_RESTS = 2 * REST_SUMS
+#: Bytes of all that.
+SUMS_BYTES = HAVE_RESTS + 64
 #: So few tokens are worth code of their own.
 HALF_TILE = TOKENS // 2
 
@@ -50,12 +53,6 @@ def store_rows(acc, bias, residual, y, rows, place):
     store_f32x16(y + place, acc)
 
 
-@device
-def finish_rows(sums, bias, residual, y, rows, place):
-    """Of the sums of sixteen rows at ``sums``, and those of the rests."""
-    store_rows(load_f32x16(sums) + load_f32x16(sums + REST_SUMS), bias, residual, y, rows, place)
-
-
 @template
 def few_tokens(n, tiles, n_tiles, x, sums):
     """sums = sixteen rows times n tokens of one tile of activations: each block is multiplied as it is unpacked."""
@@ -72,15 +69,16 @@ def few_tokens(n, tiles, n_tiles, x, sums):
         tile += TILE_BYTES
         record += BLOCKS * X_STEP
     for i in static_range(n):
-        store_f32x16(sums + 64 * i, acc[i])
+        store_f32x16(sums + 64 * i, acc[i] + load_f32x16(sums + (REST_SUMS + 64 * i)))
 
 
 @template
-def multiply_slab(sums, slab, n_blocks, x, flags, rests, ahead, step):
-    """sums[i] += the slab's blocks times token i of the tile of activations at x, and so for the sums of rests.
+def multiply_slab(all_sums, token, slab, n_blocks, x, flags, rests, ahead, step):
+    """all_sums[token + i] += the slab's blocks times token i of the tile of activations at x, and so for rests.
 
     Meanwhile it begins to read what stands at ``ahead``, ``step`` bytes for each block.
     """
+    sums = all_sums + 64 * token
     for i in static_range(TOKENS):
         acc[i] = load_f32x16(sums + 64 * i)
     for b in range(n_blocks):
@@ -90,6 +88,10 @@ def multiply_slab(sums, slab, n_blocks, x, flags, rests, ahead, step):
     while flags != 0:
         i, b = trailing_zeros(flags) >> 3, trailing_zeros(flags) & 7
         flags &= flags - 1
+        have_rests, bit = load_i64(all_sums + HAVE_RESTS), np.int64(1) << (token + i)
+        if have_rests & bit == 0:
+            store_i64(all_sums + HAVE_RESTS, have_rests | bit)
+            store_f32x16(sums + REST_SUMS + 64 * i, zero_f32x16())
         multiply_rest(slab + b * BLOCK_BYTES, x + b * X_STEP + i * RECORD + rests, sums + REST_SUMS + 64 * i)
 
 
@@ -101,10 +103,10 @@ def many_tokens(n_tokens, tiles, n_tiles, slab, sums, x):
     tokens.  Meanwhile the next tile of tokens is fetched, whose activations do not all fit into that cache; with the
     last one, the weights that would else be asked for all at once when the next slab is unpacked.
     """
+    store_i64(sums + HAVE_RESTS, 0)
     for token in range(0, n_tokens, TOKENS):
         for i in static_range(TOKENS):
             store_f32x16(sums + 64 * (token + i), zero_f32x16())
-            store_f32x16(sums + REST_SUMS + 64 * (token + i), zero_f32x16())
     n_blocks = n_tiles * BLOCKS
     stride = x_tile_bytes(n_blocks)  # of a tile of tokens
     rests = stride - n_blocks * X_STEP
@@ -122,9 +124,14 @@ def many_tokens(n_tokens, tiles, n_tiles, slab, sums, x):
             found = load_i64(flags)
             if token + TOKENS > n_tokens:
                 found &= (np.int64(1) << (8 * (n_tokens - token))) - 1  # those of tokens that there are
-            multiply_slab(sums + 64 * token, slab, n * BLOCKS, records, found, rests, ahead, step)
+            multiply_slab(sums, token, slab, n * BLOCKS, records, found, rests, ahead, step)
             records += stride
             flags += stride
+    have_rests = load_i64(sums + HAVE_RESTS)
+    while have_rests != 0:
+        place = sums + 64 * trailing_zeros(have_rests)
+        have_rests &= have_rests - 1
+        store_f32x16(place, load_f32x16(place) + load_f32x16(place + REST_SUMS))
 
 
 @template
@@ -157,14 +164,14 @@ def matmul_quantised(begin, end, batch, weights, n_tiles, x, bias, residual, y, 
     """
     n_tokens = load_i64(batch)
     slab = stack(SLAB * BLOCK_BYTES)
-    sums = stack(2 * REST_SUMS)
+    sums = stack(SUMS_BYTES)
     if n_tokens == 1:  # by itself, as decoding is bound by how fast weights are read
         for group in range(begin, end):
             own_x, place = x, group * 64
             if HEADS:
                 own_x, place = x + group // n_groups * x_head, place + group // n_groups * y_head
             few_tokens(1, weights + group * n_tiles * TILE_BYTES, n_tiles, own_x, sums)
-            finish_rows(sums, bias, residual, y, group * 64, place)
+            store_rows(load_f32x16(sums), bias, residual, y, group * 64, place)
         return
     for first in range(0, n_tokens, MAX_TOKENS):
         n = min(MAX_TOKENS, n_tokens - first)
@@ -177,7 +184,7 @@ def matmul_quantised(begin, end, batch, weights, n_tiles, x, bias, residual, y, 
             multiply_tokens(n, weights + group * n_tiles * TILE_BYTES, n_tiles, slab, sums, own_x)
             for token in range(n):
                 place = (first + token) * y_stride + column
-                finish_rows(sums + 64 * token, bias, residual, y, rows, place)
+                store_rows(load_f32x16(sums + 64 * token), bias, residual, y, rows, place)
 
 
 @template
