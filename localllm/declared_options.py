@@ -369,10 +369,11 @@ class LoadOptions(_Checked):
     context: int | None = _kept(
         None,
         _TOKENS,
-        "tokens of context, which a prompt and its answer share.  Where memory is short the default is less.  More "
-        "than it was trained on is allowed, with a warning.",
+        "tokens of context, which a prompt and its answer share.  By default the cache takes at most half of the "
+        "memory that is free beside the weights, and more only up to 4,096 tokens.  More than the model was trained "
+        "on is allowed, with a warning.",
         "-c --ctx-size --context",
-        none="as many as the model was trained on, at most 4,096",
+        none="as many as the model was trained on, or as memory allows",
     )
     threads: int | None = _kept(
         None,
@@ -389,11 +390,12 @@ class LoadOptions(_Checked):
         "--",
         none="the best that runs here",
     )
-    parallel: int = _asked(
+    parallel: int | None = _asked(
         1,
         _TOKENS,
         "how many sequences of full length the cache has room for.  Requests that run at the same time share it; "
         "where it is too small they wait for each other.",
+        none="up to 4, as memory allows",
     )
     cache_type: CacheType = _kept(
         "f16",

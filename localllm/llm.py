@@ -72,7 +72,7 @@ def load(
     context: int | None = None,
     threads: int | None = None,
     isa: str | None = None,
-    parallel: int = 1,
+    parallel: int | None = 1,
     cache_type: CacheType = "f16",
     chat_template: str | None = None,
     adapters: Mapping[str, str | os.PathLike[str]] | None = None,

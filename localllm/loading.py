@@ -35,7 +35,7 @@ from localllm.kernels.graph import Tensor, Weight
 from localllm.models.adapters import with_adapters
 from localllm.models.mtp import hidden_norm, hidden_states
 from localllm.models.registry import Model, find_architecture, has_block, read_model
-from localllm.placement import Placement, Plan, Planner, fit
+from localllm.placement import Placement, Plan, Planner, fit, widened
 from localllm.progress import of_stage
 from localllm.quant.types import BLOCK_SIZES
 from localllm.tokenizer import Tokenizer
@@ -302,10 +302,12 @@ def _plan(
     numbers = options.n_gpu_layers, 0 if options.n_gpu_layers == 0 else None
     shares = sources[0].hidden is not None and devices[0].backend.shares_weights
     planners = [
-        Planner(source.name, source.model, devices, free, options.parallel, n_gpu_layers, split, shares)
+        Planner(source.name, source.model, devices, free, options.parallel or 1, n_gpu_layers, split, shares)
         for source, n_gpu_layers in zip(sources, numbers, strict=False)
     ]
     placements = fit(planners, available, options.context)
+    if options.parallel is None:
+        planners, placements = widened(planners, placements, available)
     return planners, Plan(placements, free, _notes(devices) + _notices(planners[0], placements[0]))
 
 

@@ -9,6 +9,7 @@ from bisect import bisect
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple
 
 from localllm.devices import Device
@@ -21,8 +22,14 @@ from localllm.kernels.split import SplitStep, page_size, part_footprint
 from localllm.layers import NO_GPU, plan_layers
 from localllm.models.registry import Model
 
-#: Tokens of context where nobody asks for a number and the model was trained on as many.
-DEFAULT_CONTEXT = 4096
+#: The longest context that a model gets by default where memory is short, or another would push layers off GPUs.
+SHORT_CONTEXT = 4096
+
+#: Steps in which a default context grows beyond that, in tokens.
+_CONTEXT_STEP = 1024
+
+#: Sequences of full length that a server's cache has room for at most, where nobody asks for a number.
+MAX_DEFAULT_PARALLEL = 4
 
 #: The least that a context nobody asked for is reduced to where memory is short.
 MIN_CONTEXT = 512
@@ -316,6 +323,33 @@ class Planner:
         return [group for group in groups if group.packed]
 
 
+def _together(planners: Sequence[Planner], n_tokens: int) -> tuple[Placement, ...]:
+    """The placements of a model, and of one that drafts for it, with so many tokens of context."""
+    planner, *drafts = planners
+    drafting = [draft.as_draft(n_tokens) for draft in drafts]
+    model = planner.beside(*drafting).at(n_tokens)
+    both = zip(drafts, drafting, strict=True)
+    return model, *(placed.sharing(model) if draft.shares else placed for draft, placed in both)
+
+
+def _leaves_room(planners: Sequence[Planner], available: int, n_tokens: int, n_spilled: int) -> bool:
+    """Whether a context that nobody asked for is modest.
+
+    On each device what grows with it takes at most half of what is free beside the weights, and no more than
+    ``n_spilled`` layers are on the host because GPUs have no room for them.
+    """
+    try:
+        placements = _together(planners, n_tokens)
+    except NotEnoughMemoryError:  # on a GPU
+        return False
+    for device, free in {**planners[0].free, placements[0].host: available}.items():
+        on_device = [placed.on(device) for placed in placements]
+        fixed = sum(placed.weights + placed.overhead for placed in on_device)
+        if sum(placed.kv_cache + placed.scratch for placed in on_device) > (free - fixed) / 2:
+            return False
+    return placements[0].spilled_layers <= n_spilled
+
+
 def fit(planners: Sequence[Planner], available: int, context: int | None = None) -> tuple[Placement, ...]:
     """The placements of a model, and of one that drafts for it, with the same context if both can have it.
 
@@ -324,20 +358,16 @@ def fit(planners: Sequence[Planner], available: int, context: int | None = None)
     Args:
         planners: of the model, and of the draft model, if there is one.
         available: bytes of memory that can be had on the host.
-        context: tokens of context.  By default as many as the model was trained on, at most `DEFAULT_CONTEXT`,
-            and fewer, down to `MIN_CONTEXT`, where memory is short.
+        context: tokens of context.  By default as many as the model was trained on, if they take at most half of the
+            memory that is free beside the weights, else as many as do.  Up to `SHORT_CONTEXT` they may take all;
+            where it is too small for those there are fewer, down to `MIN_CONTEXT`.
 
     Raises:
         NotEnoughMemoryError: they do not fit; gives the numbers and the largest context that does.
         UsageError: they are to be split over GPUs that are not there.
     """
     planner, *drafts = planners
-
-    def at(n_tokens: int) -> tuple[Placement, ...]:
-        drafting = [draft.as_draft(n_tokens) for draft in drafts]
-        model = planner.beside(*drafting).at(n_tokens)
-        both = zip(drafts, drafting, strict=True)
-        return model, *(placed.sharing(model) if draft.shares else placed for draft, placed in both)
+    at = partial(_together, planners)
 
     def is_too_large(n_tokens: int) -> bool:
         try:
@@ -345,9 +375,17 @@ def fit(planners: Sequence[Planner], available: int, context: int | None = None)
         except NotEnoughMemoryError:  # on a GPU
             return True
 
-    wanted = context if context is not None else min(planner.model.config.context_length, DEFAULT_CONTEXT)
+    trained = planner.model.config.context_length
+    if context is None and trained > SHORT_CONTEXT and _leaves_room(planners, available, trained, 0):
+        return at(trained)
+    wanted = context if context is not None else min(trained, SHORT_CONTEXT)
     if not is_too_large(wanted):
-        return at(wanted)
+        if context is not None or trained <= wanted:
+            return at(wanted)
+        n_spilled = at(wanted)[0].spilled_layers
+        longer = [*range(wanted, trained, _CONTEXT_STEP), trained]
+        too_long = bisect(longer, False, lo=1, key=lambda n: not _leaves_room(planners, available, n, n_spilled))
+        return at(longer[too_long - 1])
     contexts = range(0, wanted, planner.page_size)
     fitting = contexts[bisect(contexts, False, lo=1, key=is_too_large) - 1]  # 0 where none does
     if context is None and fitting >= MIN_CONTEXT:
@@ -362,6 +400,18 @@ def fit(planners: Sequence[Planner], available: int, context: int | None = None)
         raise NotEnoughMemoryError(before, smaller)
     it = "both" if drafts else "it"
     raise NotEnoughMemoryError(before, f"load {it} with ", Argument("context", fitting), f" or less, or {smaller}")
+
+
+def widened(
+    planners: Sequence[Planner], placements: tuple[Placement, ...], available: int
+) -> tuple[list[Planner], tuple[Placement, ...]]:
+    """The same for as many sequences at once as leave room, up to `MAX_DEFAULT_PARALLEL`."""
+    context, n_spilled = placements[0].context, placements[0].spilled_layers
+    for n in range(MAX_DEFAULT_PARALLEL, 1, -1):
+        wider = [replace(each, parallel=n) for each in planners]
+        if _leaves_room(wider, available, context, n_spilled):
+            return wider, _together(wider, context)
+    return list(planners), placements
 
 
 def _needs(placed: Placement) -> str:

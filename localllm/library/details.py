@@ -144,7 +144,7 @@ def _memory(file: GGUFFile) -> dict[str, Any]:
     from localllm.kernels.cpu.host import default_threads
     from localllm.loading import check_runs
     from localllm.models.registry import read_model
-    from localllm.placement import DEFAULT_CONTEXT, MIN_CONTEXT, Planner
+    from localllm.placement import MIN_CONTEXT, SHORT_CONTEXT, Planner
 
     check_runs(file)
     model = read_model(file)
@@ -152,7 +152,7 @@ def _memory(file: GGUFFile) -> dict[str, Any]:
     threads = default_threads()
     cpu = CPUBackend(threads)  # which starts none of them before they are needed
     planner = Planner("the model", model, (Device("cpu", "", threads, threads, cpu, cpu.workers.close),))
-    context = min(config.context_length, DEFAULT_CONTEXT)
+    context = min(config.context_length, SHORT_CONTEXT)
     return {
         "trained_context": config.context_length,
         "context": context,

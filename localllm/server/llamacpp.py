@@ -55,6 +55,7 @@ async def props(request: Request, desk: Desk) -> Response:
         tokenizer = llm.tokenizer
         return {
             "default_generation_settings": {"n_ctx": llm.info.context, "params": _defaults(llm)},
+            "total_slots": llm.info.placement.parallel,
             "chat_template": llm.chat_template.source,
             "bos_token": _token_text(tokenizer, tokenizer.bos_id),
             "eos_token": _token_text(tokenizer, tokenizer.eos_id),
@@ -67,7 +68,6 @@ async def props(request: Request, desk: Desk) -> Response:
             **found,
             "model_alias": served.name,
             "model_path": served.name,
-            "total_slots": desk.models.n_slots,
             "modalities": {"vision": False, "audio": False},
             "build_info": f"localllm {__version__}",
         }
@@ -106,7 +106,9 @@ async def slots(request: Request, desk: Desk) -> Response:
             }
             for number, stream in streams
         ]
-        rows += [{**slot, "id_task": -1, "is_processing": False}] * (desk.models.n_slots - len(streams))
+        rows += [{**slot, "id_task": -1, "is_processing": False}] * (
+            served.llm.info.placement.parallel - len(streams)
+        )
     return json_response([{"id": number, **row} for number, row in enumerate(rows)])
 
 

@@ -85,7 +85,6 @@ class Models:
 
     Attributes:
         served: by name; the first is taken where a request names none.
-        n_slots: requests of full length that the cache of each has room for.
         n_loads: how often a model was loaded.
         adapters: how much of each low-rank adapter a request gets that says nothing, by the adapter's name.
         prompts: the folder that keeps what was evaluated of prompts while a model is not loaded, if there is one.
@@ -101,7 +100,6 @@ class Models:
         ttl_s: float | None = None,
         aliases: Iterable[str] = (),
         takes_any_name: bool = False,
-        n_slots: int = 1,
         adapters: Mapping[str, float] | None = None,
         prompts: Path | None = None,
         log: Callable[[str], object] = lambda line: None,
@@ -116,7 +114,7 @@ class Models:
             takes_any_name: whether a name that is not known means the first one.
         """
         self.served = {name: ServedModel(name, source, ttl_s) for name, source in sources.items()}
-        self.n_slots, self.n_loads, self.prompts = n_slots, 0, prompts
+        self.n_loads, self.prompts = 0, prompts
         self.adapters = dict(adapters or {})
         self.is_closed = False
         self.log = log

@@ -24,12 +24,13 @@ from localllm.kernels.split import MICRO_BATCH
 from localllm.models.config import ModelConfig
 from localllm.models.registry import Model, read_model
 from localllm.placement import (
-    DEFAULT_CONTEXT,
     MIN_CONTEXT,
     OVERHEAD_BYTES,
+    SHORT_CONTEXT,
     Placement,
     Planner,
     fit,
+    widened,
 )
 from localllm.quant.types import GGMLType
 from tests.helpers.hybrid import N_VOCAB, WINDOW, hybrid
@@ -257,23 +258,69 @@ def test_a_gpu_takes_more_tokens_at_once(monkeypatch: pytest.MonkeyPatch) -> Non
     assert sizes.n_pages[1] - on_host.n_pages[1] == (2048 - 512) // 16
 
 
-def test_default_context_is_what_the_model_was_trained_on_up_to_a_limit() -> None:
-    assert place().context == DEFAULT_CONTEXT
+def grown(placed: Placement) -> int:
+    """Bytes that grow with the context."""
+    return placed.kv_cache + placed.scratch
+
+
+def test_default_context_is_what_the_model_was_trained_on() -> None:
+    assert place().context == 8192
     assert place(config=replace(CONFIG, context_length=2048)).context == 2048
+    assert place(config=replace(CONFIG, context_length=1 << 20)).context == 1 << 20
     assert place(context=100_000).context == 100_000
+
+
+@settings(max_examples=8)
+@given(free=st.integers(1 << 27, 1 << 32))
+def test_a_long_default_context_takes_half_of_what_is_free(free: int) -> None:
+    config = replace(CONFIG, context_length=1 << 17)
+    short = place(context=SHORT_CONTEXT)
+    available = short.weights + short.overhead + free
+    placed = place(available, config=config)
+    if placed.context == SHORT_CONTEXT or free < 2 * grown(short):
+        assert placed.context <= SHORT_CONTEXT
+        assert placed.total <= available
+    else:
+        assert grown(placed) <= free / 2
+    if SHORT_CONTEXT <= placed.context < config.context_length:
+        assert grown(place(context=placed.context + 1024)) > free / 2
+
+
+def test_a_longer_default_context_pushes_no_layer_off_a_gpu() -> None:
+    config = replace(CONFIG, context_length=1 << 17)
+    for gigabytes in (1.0, 2.0, 2.3, 2.6, 3.0, 6.0):
+        devices = (device(), replace(device("cuda:0"), backend=Plans(footprint)))
+        free = {"cpu": 1 << 40, "cuda:0": int(gigabytes * 1e9)}
+        planner = Planner("it", replace(model(), config=config), devices, free)
+        (placed,) = fit([planner], 1 << 40)
+        assert placed.context >= SHORT_CONTEXT
+        assert placed.spilled_layers == planner.at(SHORT_CONTEXT).spilled_layers
+        on_gpu = placed.on("cuda:0")
+        if placed.context > SHORT_CONTEXT:
+            assert grown(on_gpu) <= (free["cuda:0"] - on_gpu.weights) / 2
+
+
+def test_a_server_has_room_for_as_many_as_leave_half_of_the_memory() -> None:
+    planner = Planner("it", model(), (device(),))
+    one = planner.at(8192)
+    for n, free in ((4, 1 << 40), (3, 2 * grown(replace(planner, parallel=3).at(8192))), (1, 2 * grown(one))):
+        available = one.weights + one.overhead + free
+        (placed,) = fit([planner], available)
+        (wider,), (placed,) = widened([planner], (placed,), available)
+        assert (placed.context, placed.parallel, wider.parallel) == (8192, n, n)
 
 
 @settings(max_examples=30)
 @given(missing=st.integers(1, 1 << 28))
 def test_default_context_shrinks_to_what_fits(missing: int) -> None:
-    full = place()
+    full = place(context=SHORT_CONTEXT)
     available = full.total - missing
     try:
         placed = place(available)
     except NotEnoughMemoryError:
         assert place(context=MIN_CONTEXT).total > available
         return
-    assert MIN_CONTEXT <= placed.context < DEFAULT_CONTEXT
+    assert MIN_CONTEXT <= placed.context < SHORT_CONTEXT
     assert placed.total <= available
     assert place(context=placed.context + 16).total > available
 
@@ -315,7 +362,7 @@ def test_a_draft_model_has_the_models_context_or_what_it_was_trained_on() -> Non
 @settings(max_examples=30)
 @given(missing=st.integers(1, 1 << 28))
 def test_a_default_context_shrinks_until_both_fit(missing: int) -> None:
-    full = sum(placed.total for placed in plan_with_draft(planner(), DRAFT, 1 << 50))
+    full = planner().at(SHORT_CONTEXT).total + DRAFT.as_draft(SHORT_CONTEXT).total
     available = full - missing
     least = planner().at(MIN_CONTEXT).total + DRAFT.as_draft(MIN_CONTEXT).total
     if available < least:

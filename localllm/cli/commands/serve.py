@@ -99,7 +99,6 @@ def run(arguments: argparse.Namespace) -> int:
         ttl_s=arguments.ttl,
         aliases=arguments.aliases,
         takes_any_name=len(given) == 1,
-        n_slots=arguments.parallel,
         adapters={str(path): share for path, share in arguments.lora},
         prompts=_folder(arguments.prompts),
         log=(lambda line: None) if arguments.quiet else say,
@@ -176,7 +175,11 @@ COMMAND = Command(
         *RUNNING,
         LORA,
         *options(LoadOptions, "draft_model", type=model_file),
-        flag("-np --parallel N", "requests of full length that a model's cache has room for", whole(1), default=4),
+        flag(
+            "-np --parallel N",
+            "requests of full length that a model's cache has room for (default: up to 4, as memory allows)",
+            whole(1),
+        ),
         flag(
             "--prompt-cache --slot-save-path DIR", "keep prompts of models that are not loaded", Path, dest="prompts"
         ),
