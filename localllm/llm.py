@@ -407,7 +407,7 @@ class LLM:
             GrammarError: ``json_schema``, ``regex`` or ``grammar`` cannot be used.
             ContextLengthError: the prompt is too long; see ``overflow``.
         """
-        return self._stream(prompt, add_special, parse_special, self._given(options)).read()
+        return self._stream(prompt, add_special, parse_special, self.with_defaults(options)).read()
 
     def stream(
         self,
@@ -421,7 +421,7 @@ class LLM:
 
         Closing it stops the work.  Where a long prompt must not hold up an event loop, call it in another thread.
         """
-        return self._stream(prompt, add_special, parse_special, self._given(options))
+        return self._stream(prompt, add_special, parse_special, self.with_defaults(options))
 
     def chat(
         self,
@@ -449,7 +449,7 @@ class LLM:
             TemplateError: there are no messages, one is malformed, or the template fails or refuses them.
             TypeError, UsageError, ContextLengthError: as `generate`.
         """
-        given = self._given(options)
+        given = self.with_defaults(options)
         stream = self._stream_chat(messages, tools, template_variables, reply_prefix, given)
         return _warned(stream, stream.read())
 
@@ -467,7 +467,7 @@ class LLM:
         Each is an event of the reply: ``text``, ``reasoning``, or what comes of a ``call``; the last one has its
         ``warnings``.  With ``stream.parser = None``, the text is all that the model writes.
         """
-        given = self._given(options)
+        given = self.with_defaults(options)
         return self._stream_chat(messages, tools, template_variables, reply_prefix, given)
 
     def generate_many(
@@ -495,7 +495,7 @@ class LLM:
         taken any more.
         """
         options.setdefault("priority", "background")
-        given = self._given(options)
+        given = self.with_defaults(options)
         self._opened()
         if isinstance(prompts, str | bytes):
             raise UsageError.of("prompts", prompts, "a list of prompts: use generate for a single one")
@@ -562,7 +562,7 @@ class LLM:
         **options: Unpack[Options],
     ) -> Completion:
         """As `generate`, for asyncio: other tasks go on meanwhile, and cancelling the task stops the work."""
-        given = self._given(options)
+        given = self.with_defaults(options)
         return await self._stream(prompt, add_special, parse_special, given).aread()
 
     async def achat(
@@ -575,7 +575,7 @@ class LLM:
         **options: Unpack[Options],
     ) -> Completion:
         """As `chat`, for asyncio: other tasks go on meanwhile, and cancelling the task stops the work."""
-        given = self._given(options)
+        given = self.with_defaults(options)
         stream = self._stream_chat(messages, tools, template_variables, reply_prefix, given)
         return _warned(stream, await stream.aread())
 
@@ -667,8 +667,8 @@ class LLM:
         state = "closed" if self._engine is None else f"context={self._info.context}"
         return f"<LLM {self._info.path.name} ({self._info.file_type}) on {self._info.device}, {state}>"
 
-    def _given(self, options: Options) -> CheckedOptions:
-        """The options of a call; settings that are given as a whole have no defaults beside them."""
+    def with_defaults(self, options: Options | Mapping[str, Any]) -> CheckedOptions:
+        """The options of a call with the defaults; settings given as a whole have no defaults beside them."""
         defaults = {} if options.get("sampling") is not None else self.defaults
         if any(options.get(name) is not None for name in GRAMMARS):
             defaults = {name: value for name, value in defaults.items() if name not in GRAMMARS}

@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
+import re
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -82,16 +83,39 @@ else:
     _Options = msgspec.defstruct("_Options", [(name, each.kind.json | None, None) for name, each in _OPTIONS.items()])
 
 
+class StructuredOutputs(msgspec.Struct):
+    """What a reply is held to, as vLLM's clients say it; one of the first four."""
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+    def options(self) -> dict[str, Any]:
+        choices = "|".join(re.sub(r"([^\w\s])", r"\\\1", text, flags=re.ASCII) for text in self.choice or ())
+        schema = {"type": "object"} if self.json_object and self.json is None else self.json
+        return {"json_schema": schema, "regex": choices or self.regex, "grammar": self.grammar}
+
+
 class Generation(_Options):
-    """Fields of a request that all APIs share; their names are llama.cpp's."""
+    """Fields of a request that all APIs share; their names are llama.cpp's, and vLLM's."""
 
     model: str | None = None
     stream: bool = False
     lora: list[LoraShare] | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
 
     def options(self, **more: Any) -> dict[str, Any]:
         """The keywords of `LLM.stream`."""
         options = {name: value for name in _OPTIONS if (value := getattr(self, name)) is not None}
+        guided = StructuredOutputs(self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar)
+        held = (self.structured_outputs or guided).options()
+        options |= {name: value for name, value in held.items() if value is not None}
         # llama.cpp's ways to switch something off, or leave it open.
         for name in ("temperature", "top_k"):
             if name in options:
@@ -127,23 +151,23 @@ class Ask:
 
     Attributes:
         model: its name; None is the first one.
-        messages: of a chat; None if ``prompt`` is to be continued.
-        prompt: a text, or tokens.
+        messages: of a chat; None if ``prompts`` are to be continued.
+        prompts: each a text, tokens, or both in one.
         tools: that the model may call, as OpenAI's API describes them.
         must_call: whether the reply has to be a call of one of them.
         variables: what else the chat template reads.
         reply_prefix: what the reply begins with.
         options: keywords of `LLM.stream`.
-        n: how many replies.
+        n: how many replies to each prompt.
         one_call: whether tools are called one at a time.
-        special: whether names of control tokens in ``prompt`` are read as these.
+        special: whether names of control tokens in ``prompts`` are read as these.
         warnings: what could not be done as asked.
     """
 
     model: str | None
     options: dict[str, Any]
     messages: list[Message] | None = None
-    prompt: str | list[int] = ""
+    prompts: Sequence[Prompt] = ()
     tools: Tools = field(default_factory=list)
     must_call: bool = False
     variables: dict[str, Any] = field(default_factory=dict)
@@ -180,6 +204,7 @@ class Reply:
     """One reply, as far as it is: its events, collected."""
 
     index: int
+    is_first: bool = True  # of its prompt
     text: str = ""
     thinking: str = ""
     calls: list[ToolCall] = field(default_factory=list)
@@ -287,7 +312,7 @@ class Answer:
             await queue.put(error)
 
     async def _events_of(self, index: int) -> AsyncIterator[Event]:
-        stream, reply = self.streams[index], Reply(index)
+        stream, reply = self.streams[index], Reply(index, not index % self.ask.n)
         reply.warnings = [] if index else [*self.ask.warnings]
         n_left_out = 0
         async for event in stream:
@@ -477,20 +502,21 @@ def _stopping() -> HTTPError:
 
 
 def _submit(ask: Ask, llm: LLM, client: str) -> list[Stream]:
-    begin: Callable[..., Stream]
+    begins: list[Callable[..., Stream]]
     if ask.messages is None:
-        _check_length(ask.prompt, llm.info.context)
-        begin = partial(llm.stream, ask.prompt, parse_special=ask.special)
+        for prompt in ask.prompts:
+            _check_length(prompt, llm.info.context)
+        begins = [partial(llm.stream, joined(llm, each), parse_special=ask.special) for each in ask.prompts]
     else:
         template = llm.chat_template.source
         is_strict = any(tool["function"].get("strict") for tool in ask.tools)
         calls_in_json = "<tool_call>" in template and "<function=" not in template and "<arg_key>" not in template
         if is_strict and calls_in_json and not {"json_schema", "regex", "grammar"} & ask.options.keys():
             ask.options["grammar"] = calls_grammar(ask.tools)
-        begin = partial(llm.stream_chat, **ask.chat_arguments(llm))
+        begins = [partial(llm.stream_chat, **ask.chat_arguments(llm))]
     streams: list[Stream] = []
     try:
-        for index in range(ask.n):
+        for begin, index in itertools.product(begins, range(ask.n)):
             seed = ask.options.get("seed")
             more = {} if seed is None else {"seed": (seed + index) % (1 << 64)}
             streams.append(begin(client=client, **{**ask.options, **more}))
@@ -503,7 +529,7 @@ def _submit(ask: Ask, llm: LLM, client: str) -> list[Stream]:
     return streams
 
 
-def _check_length(prompt: str | list[int], context: int) -> None:
+def _check_length(prompt: Prompt, context: int) -> None:
     """Raises:
     HTTPError: it is much too long, which to find out by tokenizing it would take seconds.
     """
@@ -555,23 +581,43 @@ def begun_reply(messages: list[Message], goes_on: bool | None = None) -> tuple[l
     return messages[:-1], "".join(last.texts)
 
 
-#: A text, the ids of its tokens, or a list of either.
-Texts = str | list[str | int | list[int]]
+#: A text, the ids of its tokens, or both in turn.
+Prompt = str | list[int | str]
 
 
-def each_text(name: str, given: Texts) -> list[str | list[int]]:
-    """Each text of the field ``name``, or its tokens.
+class PromptObject(msgspec.Struct):
+    """A text as an object, as llama.cpp's server takes it with what belongs to it."""
+
+    prompt_string: str
+    multimodal_data: list[str] = []
+
+
+#: One of the prompts, or a list of them; a list with ids of tokens is one.
+Prompts = str | PromptObject | list[str | int | list[int | str] | PromptObject]
+
+
+def each_prompt(given: Prompts) -> list[Prompt]:
+    """Each prompt of a field.
 
     Raises:
-        HTTPError: texts and tokens are mixed.
+        HTTPError: there is a picture or a sound.
     """
-    if isinstance(given, str):
-        return [given]
-    ids = [each for each in given if isinstance(each, int)]
-    texts = [each for each in given if not isinstance(each, int)]
-    if ids and texts:
-        raise HTTPError(400, f"{name} has texts and ids of tokens: put the ids of each text into a list of their own")
-    return [ids] if ids else texts
+    if isinstance(given, list) and any(isinstance(each, int) for each in given):
+        return [[each.prompt_string if isinstance(each, PromptObject) else each for each in given]]  # type: ignore[misc]
+    prompts: list[Any] = given if isinstance(given, list) else [given]
+    if any(isinstance(each, PromptObject) and each.multimodal_data for each in prompts):
+        raise HTTPError(400, "there is multimodal_data, but this model reads text only")
+    return [each.prompt_string if isinstance(each, PromptObject) else each for each in prompts]
+
+
+def joined(llm: LLM, prompt: Prompt) -> str | list[int]:
+    """A prompt as one text, or as tokens; a text within tokens begins as a model's texts do where it is the first."""
+    if isinstance(prompt, str):
+        return prompt
+    ids: list[int] = []
+    for number, part in enumerate(prompt):
+        ids += [part] if isinstance(part, int) else llm.tokenize(part, add_special=not number, parse_special=True)
+    return ids
 
 
 def fill_in(llm: LLM, before: str, after: str, begun: str = "") -> list[int]:

@@ -14,29 +14,29 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from localllm.llm import LLM
-from localllm.server.answers import Desk, Texts, each_text
+from localllm.server.answers import Desk, Prompt, Prompts, each_prompt, joined
 from localllm.server.http import HTTPError, decode, json_response, unless_gone
 
 
 class EmbeddingsRequest(msgspec.Struct):
     """OpenAI's and Ollama's ``input``, llama.cpp's ``content``, and the ``prompt`` of Ollama's older path."""
 
-    input: Texts | None = None
-    content: Texts | None = None
+    input: Prompts | None = None
+    content: Prompts | None = None
     prompt: str | None = None
     model: str | None = None
     dimensions: int | None = None
     encoding_format: Literal["float", "base64"] = "float"
     truncate: bool = False
 
-    def texts(self) -> list[str | list[int]]:
+    def texts(self) -> list[Prompt]:
         """Raises:
         HTTPError: there is none.
         """
         given = next((each for each in (self.input, self.content, self.prompt) if each is not None), None)
         if given is None:
             raise HTTPError(400, "input is missing: it is a text, or a list of texts")
-        texts = each_text("input", given)
+        texts = each_prompt(given)
         if not texts and not isinstance(self, OllamaEmbedRequest):  # which has no vectors for no texts
             raise HTTPError(400, "input is an empty list: give at least one text")
         return texts
@@ -91,6 +91,7 @@ async def _vectors(request: Request, desk: Desk, body: EmbeddingsRequest) -> tup
     """A row for each text, and the number of tokens that they have."""
 
     def work(texts: list[Any], llm: LLM) -> tuple[NDArray[np.float32], int]:
+        texts = [joined(llm, text) for text in texts]
         vectors = llm.embed(texts, dimensions=body.dimensions, truncate=body.truncate)
         return vectors, sum(len(llm.tokenize(text) if isinstance(text, str) else text) for text in texts)
 

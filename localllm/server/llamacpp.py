@@ -21,11 +21,25 @@ from starlette.responses import PlainTextResponse, Response
 from localllm import __version__
 from localllm.chat.conversation import read_messages
 from localllm.completion import Chunk
-from localllm.declared_options import CheckedOptions, Sampling, declared
+from localllm.declared_options import Sampling, declared
 from localllm.errors import OutputError, PromptCacheError, path_text
 from localllm.llm import LLM
 from localllm.sampling import Choice
-from localllm.server.answers import Answer, Ask, Desk, Generation, LoraShare, Reply, begun_reply, fill_in, offer_tools
+from localllm.server.answers import (
+    MAX_REPLIES,
+    Answer,
+    Ask,
+    Desk,
+    Generation,
+    LoraShare,
+    Prompt,
+    Prompts,
+    Reply,
+    begun_reply,
+    each_prompt,
+    fill_in,
+    offer_tools,
+)
 from localllm.server.http import EventStream, HTTPError, decode, event, json_response, unless_gone
 from localllm.server.openai import (
     checked_logprobs,
@@ -54,7 +68,7 @@ async def props(request: Request, desk: Desk) -> Response:
     def work(llm: LLM) -> dict[str, Any]:
         tokenizer = llm.tokenizer
         return {
-            "default_generation_settings": {"n_ctx": llm.info.context, "params": _defaults(llm)},
+            "default_generation_settings": {"n_ctx": llm.info.context, "params": _settings(llm, {})},
             "total_slots": llm.info.placement.parallel,
             "chat_template": llm.chat_template.source,
             "bos_token": _token_text(tokenizer, tokenizer.bos_id),
@@ -74,9 +88,9 @@ async def props(request: Request, desk: Desk) -> Response:
     )
 
 
-def _defaults(llm: LLM) -> dict[str, Any]:
-    """What holds where a request says nothing; -1 is open."""
-    given = CheckedOptions.of(llm.defaults)
+def _settings(llm: LLM, options: dict[str, Any]) -> dict[str, Any]:
+    """What holds for a request with these options; -1 is open."""
+    given = llm.with_defaults(options)
     values = {name: getattr(given.sampling, name) for name, option in declared(Sampling).items() if option.kind.json}
     values = {name: value for name, value in values.items() if value is not None}
     n_predict = -1 if given.max_tokens is None else given.max_tokens
@@ -270,10 +284,11 @@ async def set_lora_adapters(request: Request, desk: Desk) -> Response:
 class _Completion(Generation):
     max_tokens: int | None = msgspec.field(name="n_predict", default=None)
     n_probs: int | None = None
+    response_fields: list[str] | None = None
 
 
 class CompletionRequest(_Completion, kw_only=True):
-    prompt: str | list[int]
+    prompt: Prompts
 
 
 class InfillRequest(_Completion, kw_only=True):
@@ -287,7 +302,7 @@ async def completion(request: Request, desk: Desk) -> Response:
     body = await decode(request, CompletionRequest)
     if body.prompt == []:
         raise HTTPError(400, "prompt has no tokens: give a text, or ids of tokens")
-    return await _complete(request, desk, body, body.prompt)
+    return await _complete(request, desk, body, each_prompt(body.prompt))
 
 
 async def infill(request: Request, desk: Desk) -> Response:
@@ -295,26 +310,43 @@ async def infill(request: Request, desk: Desk) -> Response:
     prompt = body.prompt if isinstance(body.prompt, str) else ""
     extra = "".join(each.get("text", "") + "\n" for each in body.input_extra or [])
     work = partial(fill_in, before=extra + body.input_prefix, after=body.input_suffix, begun=prompt)
-    return await _complete(request, desk, body, await desk.with_model(request, body.model, work))
+    return await _complete(request, desk, body, [await desk.with_model(request, body.model, work)])
 
 
-async def _complete(request: Request, desk: Desk, body: _Completion, prompt: str | list[int]) -> Response:
+async def _complete(request: Request, desk: Desk, body: _Completion, prompts: Sequence[Prompt]) -> Response:
+    if len(prompts) > MAX_REPLIES:
+        raise HTTPError(400, f"there are {len(prompts):,} prompts, but a request has at most {MAX_REPLIES}")
     logprobs = checked_logprobs(body.n_probs) or None
     options = body.options(logprobs=logprobs)
-    answer = await desk.begin(Ask(body.model, options, prompt=prompt, special=True), request)
+    answer = await desk.begin(Ask(body.model, options, prompts=prompts, special=True), request)
     if body.stream:
-        return EventStream(answer.lines(partial(_lines, answer)), answer.close, path=request.url.path)
+        return EventStream(answer.lines(partial(_lines, answer, body)), answer.close, path=request.url.path)
     with closing(answer):
         replies = await unless_gone(request, answer.read())
-    return json_response({**_end(answer, replies[0]), "content": replies[0].text})
+    results = [_chosen(body, _end(answer, reply) | {"content": reply.text}) for reply in replies]
+    return json_response(results if len(results) > 1 else results[0])
 
 
-def _lines(answer: Answer, reply: Reply, chunk: Chunk) -> Iterator[bytes]:
+def _chosen(body: _Completion, result: dict[str, Any]) -> dict[str, Any]:
+    """The fields that were asked for, or all; of "a/b" the field b in a, as b."""
+    if not body.response_fields:
+        return result
+    chosen = {}
+    for path in body.response_fields:
+        value: Any = result
+        for name in path.split("/"):
+            value = value.get(name, msgspec.UNSET) if isinstance(value, dict) else msgspec.UNSET
+        if value is not msgspec.UNSET:
+            chosen[path.rpartition("/")[2]] = value
+    return chosen
+
+
+def _lines(answer: Answer, body: _Completion, reply: Reply, chunk: Chunk) -> Iterator[bytes]:
     if chunk.text or chunk.logprobs:  # of the last one, what was held back
-        head = {"index": 0, "content": chunk.text, "stop": False}
+        head = {"index": reply.index, "content": chunk.text, "stop": False}
         yield event({**head, **_probabilities(answer.llm, chunk.logprobs or ())})
     if chunk.finish_reason is not None:
-        yield event(_end(answer, reply))
+        yield event(_chosen(body, _end(answer, reply)))
 
 
 def _probabilities(llm: LLM, choices: Sequence[Choice]) -> dict[str, Any]:
@@ -334,7 +366,7 @@ def _probabilities(llm: LLM, choices: Sequence[Choice]) -> dict[str, Any]:
 def _end(answer: Answer, reply: Reply) -> dict[str, Any]:
     stop = "word" if reply.stop_text is not None else "eos" if reply.finish_reason == "stop" else "limit"
     return {
-        "index": 0,
+        "index": reply.index,
         "content": "",
         "model": answer.served.name,
         "stop": True,
@@ -344,6 +376,7 @@ def _end(answer: Answer, reply: Reply) -> dict[str, Any]:
         "tokens_evaluated": reply.usage.prompt_tokens,
         "tokens_cached": reply.usage.cached_tokens,
         "truncated": False,
+        "generation_settings": _settings(answer.llm, answer.ask.options),
         "timings": timings_json(reply.usage, reply.timings),
         **_probabilities(answer.llm, reply.logprobs),
     }

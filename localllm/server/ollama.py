@@ -119,9 +119,9 @@ async def generate(request: Request, desk: Desk) -> Response:
         return await _load_only(body, desk, response)
     if body.suffix:
         work = partial(fill_in, before=body.prompt, after=body.suffix)
-        ask = _ask(body, prompt=await desk.with_model(request, body.model, work))
+        ask = _ask(body, prompts=[await desk.with_model(request, body.model, work)])
     elif body.raw:
-        ask = _ask(body, prompt=body.prompt, special=True)
+        ask = _ask(body, prompts=[body.prompt], special=True)
     else:
         messages = [Message("user", (body.prompt,))]
         if body.system:
@@ -129,7 +129,7 @@ async def generate(request: Request, desk: Desk) -> Response:
         ask = _ask(body, messages=messages)
         if body.context:  # what an earlier reply gave to go on from
             encode = partial(_after, context=body.context, messages=messages, variables=ask.variables)
-            ask = _ask(body, prompt=await desk.with_model(request, body.model, encode))
+            ask = _ask(body, prompts=[await desk.with_model(request, body.model, encode)])
     return await _answer(request, body, desk, ask, response)
 
 

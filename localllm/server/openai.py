@@ -29,12 +29,14 @@ from localllm.server.answers import (
     Ask,
     Desk,
     Generation,
+    Prompt,
+    Prompts,
     Reply,
-    Texts,
     begun_reply,
     constrain,
-    each_text,
+    each_prompt,
     fill_in,
+    joined,
     offer_tools,
 )
 from localllm.server.http import (
@@ -85,7 +87,7 @@ class ChatRequest(Generation, kw_only=True):
 
 
 class CompletionRequest(Generation, kw_only=True):
-    prompt: Texts
+    prompt: Prompts
     suffix: str | None = None
     max_tokens: int | None = 16
     n: int | None = None
@@ -147,7 +149,7 @@ def checked_logprobs(logprobs: int | None) -> int | None:
 
 def _usage_json(replies: Sequence[Reply]) -> dict[str, Any]:
     """Tokens of all replies; a prompt counts once, with the first of its replies."""
-    firsts = [reply.usage for reply in replies if not reply.index]
+    firsts = [reply.usage for reply in replies if reply.is_first]
     n_prompt = sum(usage.prompt_tokens for usage in firsts)
     n_completion = sum(reply.usage.completion_tokens for reply in replies)
     return {
@@ -321,70 +323,54 @@ async def chat_input_tokens(request: Request, desk: Desk) -> Response:
 
 async def completions(request: Request, desk: Desk) -> Response:
     body = await decode(request, CompletionRequest)
-    prompts = each_text("prompt", body.prompt)
+    prompts = each_prompt(body.prompt)
     if not 1 <= len(prompts) <= MAX_REPLIES:
         raise HTTPError(400, f"there are {len(prompts):,} prompts, but a request has from 1 to {MAX_REPLIES}")
-    if body.stream and len(prompts) > 1:
-        raise HTTPError(400, "a stream has one prompt: send several without stream, or one after the other")
     n = 1 if body.n is None else body.n
     options = body.options(logprobs=checked_logprobs(body.logprobs))
-    answers: list[Answer] = []
-
-    def close() -> None:
-        for answer in answers:
-            answer.close()
-
+    if body.suffix:
+        if not all(isinstance(prompt, str) for prompt in prompts):
+            raise HTTPError(400, "suffix needs a prompt that is a text")
+        filled = [partial(fill_in, before=str(prompt), after=body.suffix) for prompt in prompts]
+        prompts = [await desk.with_model(request, body.model, work) for work in filled]
+    answer = await desk.begin(Ask(body.model, options, prompts=prompts, n=n, special=True), request)
     try:
-        for prompt in prompts:
-            filled = prompt
-            if body.suffix:
-                if not isinstance(prompt, str):
-                    raise HTTPError(400, "suffix needs a prompt that is a text")
-                work = partial(fill_in, before=prompt, after=body.suffix)
-                filled = await desk.with_model(request, body.model, work)
-            answers.append(await desk.begin(Ask(body.model, options, prompt=filled, n=n, special=True), request))
-        answer = answers[0]
         echoes = [await _echo(request, desk, body, answer, prompt) for prompt in prompts] if body.echo else []
     except BaseException:
-        close()
+        answer.close()
         raise
+    head, n_replies = _Head("cmpl-", "text_completion", answer), range(len(answer.streams))
+    offsets = [TextOffsets(answer.llm.tokenizer) for _ in n_replies]
     if body.stream:
-        head = _Head("cmpl-", "text_completion", answer)
-        offsets = [TextOffsets(answer.llm.tokenizer) for _ in range(n)]
         write = partial(_completion_piece, head, answer.llm, offsets)
-        begin = [event(write(index, *echoes[0])) for index in range(n if echoes else 0)]
+        begin = [event(write(index, *echoes[index // n])) for index in n_replies if echoes]
         lines = answer.lines(partial(_completion_lines, write), begin, partial(_end_lines, head, body))
-        return EventStream(lines, close, path=request.url.path)
-    choices, all_replies = [], []
-    try:
-        for i, each in enumerate(answers):
-            replies = await unless_gone(request, each.read())
-            all_replies += replies
-            for reply in replies:
-                echo, logprobs = echoes[i] if body.echo else ("", [])
-                chosen = [*logprobs, *reply.logprobs]
-                choices.append(
-                    {
-                        "index": i * n + reply.index,
-                        "text": echo + reply.text,
-                        "logprobs": None
-                        if body.logprobs is None
-                        else _logprobs(answer.llm, chosen, TextOffsets(answer.llm.tokenizer)),
-                        "finish_reason": finish_reason(reply),
-                    }
-                )
-    finally:
-        close()
-    return json_response(_Head("cmpl-", "text_completion", answer).json(choices, **_totals(all_replies)))
+        return EventStream(lines, answer.close, path=request.url.path)
+    with closing(answer):
+        replies = await unless_gone(request, answer.read())
+    choices = []
+    for reply in replies:
+        echo, logprobs = echoes[reply.index // n] if echoes else ("", [])
+        chosen = [*logprobs, *reply.logprobs]
+        choices.append(
+            {
+                "index": reply.index,
+                "text": echo + reply.text,
+                "logprobs": None if body.logprobs is None else _logprobs(answer.llm, chosen, offsets[reply.index]),
+                "finish_reason": finish_reason(reply),
+            }
+        )
+    return json_response(head.json(choices, **_totals(replies)))
 
 
 async def _echo(
-    request: Request, desk: Desk, body: CompletionRequest, answer: Answer, prompt: str | list[int]
+    request: Request, desk: Desk, body: CompletionRequest, answer: Answer, prompt: Prompt
 ) -> tuple[str, list[Choice]]:
     """The prompt's text, and how likely each of its tokens is, where that is asked for."""
 
     def work(llm: LLM) -> tuple[str, list[Choice]]:
-        ids = llm.tokenize(prompt, parse_special=True) if isinstance(prompt, str) else prompt
+        ids = llm.tokenize(prompt, parse_special=True) if isinstance(prompt, str) else joined(llm, prompt)
+        assert isinstance(ids, list)
         text = prompt if isinstance(prompt, str) else llm.detokenize(ids)
         if body.logprobs is None or not ids:
             return text, []

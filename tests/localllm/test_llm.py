@@ -704,10 +704,10 @@ def test_a_chat_that_is_too_long_loses_its_oldest_turns(llm: LLM) -> None:
     with pytest.raises(ContextLengthError, match="or overflow='truncate'") as caught:
         llm.chat([*turns, question])
     assert "overflow='truncate'" in str(caught.value)
-    with pytest.raises(ContextLengthError, match=r"shorten it or load the model with a larger context$") as caught:
+    with pytest.raises(ContextLengthError, match=r"shorten it, or give a larger context$") as caught:
         llm.chat([system, {"role": "user", "content": "b" * 200}])
     assert "overflow='truncate'" not in str(caught.value)
-    with pytest.raises(ContextLengthError, match="the last message alone does not fit") as caught:
+    with pytest.raises(ContextLengthError, match="the last message alone makes a prompt of 207 tokens") as caught:
         llm.chat([*turns, {"role": "user", "content": "b" * 200}], overflow="truncate")
     assert caught.value.truncated
     assert "truncate" not in str(caught.value)

@@ -121,11 +121,20 @@ def test_reranking(server: Serving, folder: Path) -> None:
     assert reply["results"][0]["relevance_score"] == pytest.approx(float(scores[best[0]]), rel=1e-5)
 
 
+def test_texts_as_objects_and_among_tokens(server: Serving) -> None:
+    ids = server.app.models.find("embedder").llm.tokenize("a b", add_special=False)  # type: ignore[union-attr]
+    given: list[object] = ["a b", {"prompt_string": "a b"}, [*ids, "a b"], [*ids, *ids]]
+    response = httpx.post(server.url + "/v1/embeddings", json={"model": "embedder", "input": given})
+    text, same, mixed, tokens = (each["embedding"] for each in response.json()["data"])
+    assert text == same
+    assert mixed == tokens != text
+
+
 @pytest.mark.parametrize(
     ("path", "body", "said"),
     [
         ("/v1/embeddings", {}, "input is missing"),
-        ("/v1/embeddings", {"input": ["a", 1]}, "a list of their own"),
+        ("/v1/embeddings", {"input": [{"prompt_string": "a", "multimodal_data": ["aGk="]}]}, "reads text only"),
         ("/v1/embeddings", {"input": []}, "an empty list"),
         ("/v1/embeddings", {"input": {"a": 1}}, "input"),
         ("/v1/embeddings", {"input": [10**30]}, ""),
