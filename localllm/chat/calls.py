@@ -15,9 +15,6 @@ Tools = list[dict[str, Any]]
 #: end it.  What llguidance does not know in a schema is a warning, not an error.
 JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?", "lenient": True}
 
-#: Keywords of JSON schemas whose values are data, in which nothing is a reference.
-_DATA = frozenset({"const", "enum", "default", "examples"})
-
 
 @dataclass(frozen=True)
 class ChosenTools:
@@ -100,28 +97,16 @@ def call_schema(tools: Tools, *, only_strict: bool = False) -> dict[str, Any]:
         tools: those that may be called.
         only_strict: tools that are not ``strict`` take any arguments.
     """
-    calls, definitions = [], {}
+    calls = []
     for number, tool in enumerate(tools):
         function = tool["function"]
         parameters = function.get("parameters") if not only_strict or function.get("strict") else None
-        definitions[f"tool{number}"] = _moved(parameters or {"type": "object"}, f"#/$defs/tool{number}")
-        properties = {"name": {"const": function["name"]}, "arguments": {"$ref": f"#/$defs/tool{number}"}}
+        # With an id it is a resource of its own: what it refers to is looked for in it.
+        arguments = {"$id": f"tool{number}", "type": "object", **(parameters or {})}
+        properties = {"name": {"const": function["name"]}, "arguments": arguments}
         fixed = {"required": ["name", "arguments"], "additionalProperties": False}
         calls.append({"type": "object", "properties": properties, **fixed})
-    return {"$defs": definitions, "anyOf": calls}
-
-
-def _moved(schema: Any, place: str) -> Any:
-    """A schema as it has to be where it stands at ``place`` in another: its references lead into itself."""
-    if isinstance(schema, list):
-        return [_moved(each, place) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    moved = {key: value if key in _DATA else _moved(value, place) for key, value in schema.items()}
-    reference = schema.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#"):
-        moved["$ref"] = place + reference[1:]
-    return moved
+    return {"anyOf": calls}
 
 
 def calls_grammar(tools: Tools) -> str:

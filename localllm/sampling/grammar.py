@@ -11,7 +11,8 @@ import json
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import llguidance
@@ -24,6 +25,7 @@ from localllm.chat.thinking import TAGS
 from localllm.errors import Argument, GrammarError, UsageError, warn
 from localllm.kernels import process
 from localllm.sampling.candidates import IntArray
+from localllm.sampling.json_schema import held_schema
 from localllm.sampling.penalties import Logits
 
 if TYPE_CHECKING:
@@ -36,28 +38,11 @@ _MAX_SPELLINGS = 256
 #: Otherwise each mask would spell and tokenize all text that alone can follow: seconds for a long literal.
 _NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
 
-#: Keywords with values that allow everything.
-_ALLOWS_ALL: tuple[tuple[str, Any], ...] = (
-    ("uniqueItems", False),
-    ("unevaluatedProperties", True),
-    ("unevaluatedItems", True),
-    ("dependentRequired", {}),
-    ("dependentSchemas", {}),
-    ("propertyNames", {}),
-    ("propertyNames", {"type": "string"}),
-    ("minContains", 0),
+#: What llguidance warns of, in our words.
+_OF_LLGUIDANCE = (
+    ("oneOf not fully", "oneOf, where several alternatives fit"),
+    ("min/maxProperties", "minProperties and maxProperties beside properties that are optional"),
 )
-
-#: What says of an object which other properties it may have.
-_SAYS_MORE = {
-    "additionalProperties",
-    "unevaluatedProperties",
-    "patternProperties",
-    "minProperties",
-    "anyOf",
-    "oneOf",
-    "if",
-}
 
 #: What combines a schema with others, beside allOf.
 _COMBINE = {"$ref", "anyOf", "oneOf"}
@@ -91,16 +76,19 @@ def check_grammar(sampling: Sampling) -> None:
 
 
 def _internal(sampling: Sampling) -> str:
-    """The grammar in Lark's notation, as llguidance has it."""
+    return _read(sampling)[0]
+
+
+def _read(sampling: Sampling) -> tuple[str, list[str]]:
+    """The grammar in Lark's notation, as llguidance has it, and what of schemas in it no text is held to."""
     matcher, complaint = llguidance.LLMatcher, "cannot be used"
+    not_held: list[str] = []
     try:
         _check_size(sampling)
         if sampling.json_schema is not None:
-            schema = str(sampling.json_schema)
-            if '"allOf"' not in schema:
-                schema = json.dumps(_closed(json.loads(schema)))
-            found = json.loads(matcher.grammar_from_json_schema(schema, overrides=JSON_OPTIONS))
-            lark = f"start: %json {json.dumps(found['grammars'][0]['json_schema'])}"
+            given = {"x-guidance": JSON_OPTIONS, **json.loads(str(sampling.json_schema))}
+            schema, not_held = _held(json.dumps(given))
+            lark = f"start: %json {schema}"
         elif sampling.regex is not None:
             lark = json.loads(matcher.grammar_from_regex(sampling.regex))["grammars"][0]["lark_grammar"]
         else:
@@ -108,9 +96,41 @@ def _internal(sampling: Sampling) -> str:
             if _GBNF_RULE.search(lark):
                 complaint = "is not valid GBNF"
                 lark = gbnf_to_lark(lark)
-        return lark + _NO_FORCING
+            for start, end in reversed([place for place, _ in _schemas(lark)]):
+                schema, more = _held(lark[start:end])
+                lark, not_held = lark[:start] + schema + lark[end:], not_held + more
+        return lark + _NO_FORCING, not_held
     except Exception as error:  # it raises nothing more specific
         raise _error(sampling, complaint, str(error)) from None
+
+
+@lru_cache(_MAX_KEPT)
+def _held(text: str) -> tuple[str, list[str]]:
+    """A JSON schema as it stands in Lark's notation, and what of it no text is held to."""
+    given = json.loads(text)
+    found, validate = [], llguidance.LLMatcher.validate_grammar_with_warnings
+    for is_strict in (True, False):
+        schema, not_held = held_schema(given, is_strict=is_strict)
+        found.append((json.dumps(schema), not_held))
+        is_wrong, said = validate(f"start: %json {found[-1][0]}")
+        if not is_wrong:
+            if '"oneOf"' in text:  # alternatives may exclude each other only as they are closed
+                said += validate(f"start: %json {json.dumps(held_schema(given, may_close=False)[0])}")[1]
+            not_held += [words for sign, words in _OF_LLGUIDANCE if any(sign in each for each in said)]
+            if not is_strict:
+                not_held.append("additionalProperties, which forbids what is required beside it")
+            return found[-1]
+        if "Unsatisfiable" not in said[0]:
+            break
+    return found[0]
+
+
+def _schemas(lark: str) -> Iterator[tuple[tuple[int, int], Any]]:
+    """JSON schemas in Lark's notation, each with its place."""
+    for found in re.finditer(r"%json\s*", lark):
+        with contextlib.suppress(ValueError):  # llguidance says what is wrong
+            schema, end = json.JSONDecoder().raw_decode(lark, found.end())
+            yield (found.end(), end), schema
 
 
 def _check_size(sampling: Sampling) -> None:
@@ -123,9 +143,7 @@ def _check_size(sampling: Sampling) -> None:
         raise ValueError("it has both & and ~, which may take for ever to compile: write it with one of them")
     n_rules, n_patterns, n_optional, is_combined = len(lark.splitlines()), 0, 0, False
     left: list[Any] = [json.loads(str(sampling.json_schema))] if sampling.json_schema is not None else []
-    for found in re.finditer(r"%json\s*", lark):
-        with contextlib.suppress(ValueError):  # llguidance says what is wrong
-            left.append(json.JSONDecoder().raw_decode(lark, found.end())[0])
+    left += [schema for _, schema in _schemas(lark)]
     while left:
         check_cancelled()
         schema = left.pop()
@@ -147,33 +165,6 @@ def _check_size(sampling: Sampling) -> None:
 
 def _length(value: Any) -> int:
     return len(value) if isinstance(value, dict | list) else 0
-
-
-def _closed(schema: Any) -> Any:
-    """A schema whose objects have no properties but those that it names, unless it says that they may.
-
-    A small model would go on adding some.  Where schemas are combined, one alone does not name them all.
-    """
-    check_cancelled()
-    if not isinstance(schema, dict):
-        return schema
-    known = schema.get("properties")
-    is_open = not isinstance(known, dict) or not known.keys() >= set(schema.get("required", ()))
-    if is_open or not schema.keys().isdisjoint(_SAYS_MORE):
-        closed, deeper = dict(schema), is_open
-    else:
-        closed, deeper = {**schema, "additionalProperties": False}, True
-    for key, value in schema.items():
-        if any(key == name and value == allowed for name, allowed in _ALLOWS_ALL):
-            del closed[key]
-            continue
-        if key in ("properties", "$defs", "definitions") and isinstance(value, dict):
-            closed[key] = {name: _closed(each) for name, each in value.items()}
-        elif key == "items":
-            closed[key] = _closed(value)
-        elif deeper and key in ("anyOf", "oneOf", "prefixItems") and isinstance(value, list):
-            closed[key] = [_closed(each) for each in value]
-    return closed
 
 
 def _raise_if(complaint: str, sampling: Sampling) -> None:
@@ -210,7 +201,9 @@ class Grammars:
             prompt_ids: the prompt.  Where it ends with a tag that opens a thought, the thought comes first.
             template: for an answer, the chat template: the model may open a thought with the tags that it names.
         """
-        internal = _internal(sampling)
+        internal, not_held = _read(sampling)
+        for each in not_held:
+            warn(f"{sampling.grammar_kind}: {each}, which texts are not held to")
         with self._lock:
             matcher = self._kept.get(internal)
         if matcher is None:
@@ -244,8 +237,6 @@ class Grammars:
         self.prepare()
         matcher = llguidance.LLMatcher(self._vocabulary, internal, log_level=0)
         _raise_if(matcher.get_error(), sampling)
-        for message in matcher.get_grammar_warnings():
-            warn(f"json_schema: {_line(message)}, which texts are not held to")
         return matcher
 
     def _opening_tokens(self, template: str) -> dict[int, str]:

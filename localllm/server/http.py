@@ -39,6 +39,9 @@ from localllm.server.models import LoadError, UnknownModelError
 
 _T = TypeVar("_T")
 
+#: The folders of a model file's path, which clients are not told.
+_FOLDERS = re.compile(r"(?:[A-Za-z]:)?[/\\].*[/\\](?=[^/\\]*\.gguf)")
+
 #: Seconds between two signs of life in a stream that has nothing to say, as while a long prompt is evaluated.
 PING_S = 10.0
 
@@ -87,7 +90,9 @@ class HTTPError(LocalLLMError):
         if isinstance(error, msgspec.DecodeError):
             return cls(400, f"the body is not what this endpoint takes: {error}")
         if isinstance(error, UsageError | TemplateError | TokenizerError):
-            return cls(400, error.told(word), param=fields.get(getattr(error, "argument", None) or ""))
+            return cls(
+                400, _FOLDERS.sub("", error.told(word)), param=fields.get(getattr(error, "argument", None) or "")
+            )
         if isinstance(error, UnknownModelError):
             return cls(404, str(error), "model_not_found")
         if isinstance(error, QueueFullError):

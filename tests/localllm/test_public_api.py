@@ -76,9 +76,10 @@ def test_every_public_name_is_there(name: str) -> None:
 def test_every_error_is_public_and_a_localllm_error() -> None:
     from localllm import errors
 
-    classes = {name: value for name, value in vars(errors).items() if isinstance(value, type)}
-    assert set(classes) <= set(PUBLIC)
-    assert all(issubclass(value, localllm.LocalLLMError) for value in classes.values())
+    values = vars(errors).items()
+    found = {name for name, value in values if isinstance(value, type) and issubclass(value, errors.LocalLLMError)}
+    assert found <= set(PUBLIC)
+    assert found >= {name for name in PUBLIC if name.endswith("Error")}
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

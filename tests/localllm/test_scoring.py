@@ -147,7 +147,7 @@ def test_words_across_the_border_are_those_words(llm: LLM) -> None:
 
 def test_bad_arguments(llm: LLM) -> None:
     for continuations in ("text", b"bytes", 5, None, iter(["a"])):
-        with pytest.raises(UsageError, match="continuations must be a list"):
+        with pytest.raises(UsageError, match="must be a list of texts"):
             llm.score("a", continuations)  # type: ignore[arg-type]
     with pytest.raises(UsageError):
         llm.score("a", [[300]])

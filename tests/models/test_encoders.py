@@ -199,7 +199,7 @@ def test_what_cannot_be_embedded_is_said(tmp_path: Path) -> None:
             llm.generate("a")
         with pytest.raises(UsageError, match="is not a reranker"):
             llm.rerank("a", ["b"])
-        with pytest.raises(UsageError, match="vectors have 64 values"):
+        with pytest.raises(UsageError, match="must be at most 64"):
             llm.embed(["a"], dimensions=65)
         with pytest.raises(UsageError, match="list of texts"):
             llm.embed("a")

@@ -12,11 +12,11 @@ import pytest
 from numpy.typing import NDArray
 
 from localllm.errors import UsageError
+from localllm.tui import commands
 from localllm.tui.chat import attachments
 from localllm.tui.chat.attachments import attach
 from localllm.tui.chat.pieces import best, cut, ranked, ranked_by_vectors
 from localllm.tui.chat.session import ChatSession
-from localllm.tui.commands import Call, find, run
 from localllm.tui.storage.chats import Store
 from tests.helpers.chat_app import AppModel, chatting, setup
 from tests.helpers.fake_chat import FakeModel, play, words
@@ -133,13 +133,13 @@ def test_of_a_file_larger_than_the_context_pieces_are_sent(tmp_path: Path) -> No
     assert "swordfish" in str(model.asked[0].messages[0]["content"])
     assert any(", lines " in file.name for file in question.attachments)
     assert count("".join(file.text for file in question.attachments)) < 1500
-    names = run(session, Call(find("detach"), "")).text
+    names = commands._detach(session, "")
     assert f"{path}, lines " in names
-    run(session, Call(find("detach"), str(path)))
-    assert run(session, Call(find("detach"), "")).text == "nothing is attached"
+    commands._detach(session, str(path))
+    assert commands._detach(session, "") == "nothing is attached"
     assert session.store.load(session.conversation.id).path()[0].attachments == ()
     with pytest.raises(UsageError, match="nothing is attached by the name"):
-        run(session, Call(find("detach"), "x"))
+        commands._detach(session, "x")
 
 
 PDF = (

@@ -16,6 +16,7 @@ from llguidance import LLTokenizer
 
 import localllm
 from localllm import LLM, GrammarError, Sampling, UsageError
+from localllm.chat.calls import call_schema, calls_grammar
 from localllm.compat import Llama
 from localllm.engine.drafting.cost import StepCost
 from localllm.library.listing import demo_model
@@ -129,7 +130,7 @@ def test_every_schema_gives_json_that_is_valid(tokenizer: Tokenizer) -> None:
         ({"json_schema": {"allOf": [{"type": "string"}, {"type": "null"}]}}, "Unsatisfiable schema"),
         ({"json_schema": {"items": False, "minItems": 1, "type": "array"}}, "Unsatisfiable schema"),
         ({"json_schema": {"type": "strng"}}, "Invalid type: strng"),
-        ({"json_schema": {"$ref": "https://example.com/x"}}, "not present"),
+        ({"json_schema": {"$ref": "https://example.com/x"}}, "leads to nothing in the schema"),
         ({"regex": "a("}, "regex cannot be used: unclosed group$"),
         ({"regex": "(?=a)b"}, "look-around"),
         ({"regex": "\udcff"}, "regex cannot be used: .*surrogates not allowed"),
@@ -490,28 +491,209 @@ def test_many_patterns_and_references_are_no_trouble_by_themselves() -> None:
     check_grammar(Sampling(json_schema=_chain(400)))
 
 
+INTEGER, TEXT = {"type": "integer"}, {"type": "string"}
+ONE: dict[str, Any] = {"type": "object", "properties": {"a": INTEGER}, "required": ["a"]}
+CLOSED = {**ONE, "additionalProperties": False}
+BOTH = {"a": 1, "b": 2}
+IN_A = {"$defs": {"A": ONE, "B": {"properties": {"b": INTEGER}}}}
+
+
+def takes(schema: dict[str, Any], value: Any) -> bool:
+    tokenizer = bytes_tokenizer()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        held = constraint(tokenizer, json_schema=schema)
+    ids = [*tokenizer.encode(json.dumps(value, ensure_ascii=False)), 256]
+    return held.n_possible(ids) == len(ids)
+
+
 @pytest.mark.parametrize(
-    "schema",
+    ("schema", "taken", "not_taken"),
     [
-        *({"type": "string", "format": name} for name in ("password", "uri-reference", "markdown")),
-        {"type": "array", "items": {"type": "string"}, "uniqueItems": False},
-        {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"type": "integer"}},
-        {"type": "object", "unevaluatedProperties": True},
-        {"type": "array", "uniqueItems": True},
-        {"not": {"type": "string"}},
-        {"type": "array", "contains": {"type": "string"}},
-        {"if": {"type": "string"}, "then": {"minLength": 3}},
+        # What older drafts, OpenAPI and careless programs write.
+        ({"items": [TEXT, INTEGER], "additionalItems": False, "type": "array"}, ["a", 1], ["a", 1, 1]),
+        ({"type": "array", "prefixItems": INTEGER}, [1, 2], ["a"]),
+        ({"minimum": 3, "exclusiveMinimum": True, "type": "integer"}, 4, 3),
+        ({"type": "string", "minLength": 2.0, "pattern": None, "enum": None, "title": None}, "ab", "a"),
+        ({"type": "any", "properties": [], "required": None, "additionalProperties": None}, {"x": 1}, math.inf),
+        ({"$schema": "https://spec.openapis.org/oas/3.1/dialect/base", **INTEGER}, 1, "a"),
+        ({"type": "number", "maximum": 1.7976931348623157e308, "minimum": -(2**63)}, -5.5, "a"),
+        # References.
+        ({"$defs": {"List[int]": INTEGER}, "$ref": "#/$defs/List[int]"}, 1, "a"),
+        ({"definitions": {"é/~": INTEGER}, "$ref": "#/definitions/é~1~0"}, 1, "a"),
+        ({"$defs": {"x": {"$anchor": "here", **INTEGER}}, "$ref": "#here"}, 1, "a"),
+        ({"$id": "https://x.org/a", "$defs": {"x": {"$id": "b.json", **INTEGER}}, "$ref": "b.json"}, 1, "a"),
+        ({"$id": "https://x.org/a", "x": [INTEGER], "$ref": "https://x.org/a#/x/0"}, 1, "a"),
+        (
+            {"$dynamicAnchor": "n", **CLOSED, "properties": {"a": {"items": {"$dynamicRef": "#n"}}}},
+            {"a": [{"a": []}]},
+            BOTH,
+        ),
+        # Patterns are held as far as they can be.
+        ({"type": "string", "pattern": "^(?=.*[A-Z(])(?!x)\\w{3}\\b$"}, "abc", "ab"),
+        ({"type": "string", "pattern": r"^(a|b)\1$"}, "anything", 3),
+        # Names of properties.
+        ({"type": "object", "propertyNames": {"enum": ["a", "b"]}, "additionalProperties": INTEGER}, BOTH, {"c": 1}),
+        ({"type": "object", "propertyNames": {"pattern": "^[ab]$"}}, BOTH, {"c": 1}),
+        ({"type": "object", "propertyNames": {"maxLength": 1}}, BOTH, {"cc": 1}),
+        # Objects are closed with what stands beside them.
+        ({**IN_A, "$ref": "#/$defs/A", "properties": {"b": INTEGER}}, {"b": 2, "a": 1}, {"a": 1, "c": 1}),
+        (
+            {**IN_A, "$ref": "#/$defs/A", "properties": {"b": {}}, "additionalProperties": False},
+            {"b": 2, "a": 1},
+            {**BOTH, "c": 3},
+        ),
+        ({**IN_A, "allOf": [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/B"}]}, BOTH, {**BOTH, "c": 3}),
+        (
+            {**IN_A, "allOf": [{"$ref": "#/$defs/A"}], "required": ["b"], "unevaluatedProperties": False},
+            BOTH,
+            {"a": 1},
+        ),
+        (
+            {**IN_A, "anyOf": [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/B"}], "required": ["a", "c"]},
+            {"a": 1, "c": 3},
+            {"b": 2},
+        ),
+        (
+            {**IN_A, "properties": {"c": {}}, "anyOf": [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/B"}]},
+            {"a": 1, "c": 3},
+            {**BOTH, "c": 3},
+        ),
+        (
+            {"properties": {"a": {}, "b": {}}, "anyOf": [{"required": ["a"]}, {"required": ["b"]}], "type": "object"},
+            {"b": 2},
+            {},
+        ),
+        ({"allOf": [CLOSED, {**CLOSED, "properties": {"b": {}}, "required": ["b"]}]}, BOTH, {**BOTH, "c": 3}),
+        (
+            {"allOf": [{"properties": {"x": ONE}}, {"properties": {"x": {"required": ["b"]}}}]},
+            {"x": BOTH},
+            {"x": {"a": 1}},
+        ),
+        ({**ONE, "if": {}, "then": {"required": ["b"]}}, BOTH, {**BOTH, "c": 3}),
+        ({**ONE, "dependentSchemas": {"a": {"properties": {"b": {}}}}}, BOTH, {**BOTH, "c": 3}),
     ],
     ids=str,
 )
-def test_keywords_that_texts_cannot_be_held_to_refuse_no_schema(schema: dict[str, Any]) -> None:
-    check_grammar(Sampling(json_schema=json.dumps(schema)))
+def test_schemas_of_all_kinds_are_held_as_far_as_they_can_be(
+    schema: dict[str, Any], taken: Any, not_taken: Any
+) -> None:
+    assert takes(schema, taken)
+    assert not takes(schema, not_taken)
 
 
-def test_what_a_text_is_not_held_to_is_a_warning(llm: LLM) -> None:
-    schema = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
-    with pytest.warns(UserWarning, match="uniqueItems.*which texts are not held to"):
-        llm.generate("a", json_schema=schema, max_tokens=3)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        llm.generate("a", json_schema={**schema, "uniqueItems": False}, max_tokens=3)
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        *(({"type": "string", "format": name}, f"format '{name}'") for name in ("password", "uri-reference", "x")),
+        ({"type": "integer", "format": "int64"}, ""),
+        ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+        ({"type": "array", "uniqueItems": False}, ""),
+        ({"not": TEXT}, "not"),
+        ({"type": "array", "contains": TEXT}, "contains"),
+        ({"if": TEXT, "then": {"minLength": 3}}, "if"),
+        ({"type": "object", "propertyNames": TEXT, "additionalProperties": INTEGER}, ""),
+        ({"type": "object", "propertyNames": {"format": "email"}}, "format 'email'|propertyNames"),
+        ({"type": "object", "unevaluatedProperties": True, "dependentRequired": {}}, ""),
+        ({"type": "string", "pattern": "^(?!x)a"}, r"pattern '\^\(\?!x\)a' in full"),
+        ({"oneOf": [TEXT, {"type": "string", "maxLength": 3}]}, "oneOf, where several"),
+        ({"oneOf": [ONE, {**ONE, "properties": {"a": {}, "b": {}}}]}, "oneOf, where several"),
+        ({"oneOf": [{"const": "a"}, {"const": "b"}]}, ""),
+        ({**CLOSED, "allOf": [{"required": ["b"]}]}, "additionalProperties, which forbids"),
+    ],
+    ids=str,
+)
+def test_what_texts_are_not_held_to_is_a_warning(schema: dict[str, Any], words: str) -> None:
+    tokenizer = bytes_tokenizer()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            constraint(tokenizer, json_schema=schema)
+    messages = [str(each.message) for each in caught]
+    assert len(messages) == (2 if words else 0), messages
+    assert all(re.match(rf"json_schema: ({words}).*, which texts are not held to$", each) for each in messages)
+
+
+def random_schema(rng: np.random.Generator, names: Iterator[str], depth: int, definitions: dict[str, Any]) -> Any:
+    """Objects beside references, alternatives and others, all of whose properties are required."""
+
+    def deeper() -> Any:
+        return random_schema(rng, names, depth - 1, definitions)
+
+    def an_object(is_open: bool) -> dict[str, Any]:
+        properties = {next(names): deeper() for _ in range(rng.integers(1, 4))}
+        found = {"type": "object", "properties": properties, "required": [*properties]}
+        return found if is_open or rng.random() < 0.6 else {**found, "additionalProperties": bool(rng.random() < 0.4)}
+
+    def a_reference(schema: Any) -> dict[str, Any]:
+        definitions[name := f"D{len(definitions)}"] = schema
+        return {"$ref": f"#/$defs/{name}"}
+
+    kind = rng.integers(10) if depth else 9
+    if kind < 2:
+        return an_object(is_open=False)
+    if kind < 7:
+        found = an_object(is_open=True) if rng.random() < 0.7 else {"type": "object"}
+        for key in rng.choice(["$ref", "allOf", "anyOf"], rng.integers(1, 3), replace=False).tolist():
+            beside = [an_object(is_open=True) for _ in range(rng.integers(1, 4))]
+            beside = [a_reference(each) if rng.random() < 0.5 else each for each in beside]
+            found |= a_reference(beside[0]) if key == "$ref" else {key: beside}
+        return found
+    if kind < 9:
+        return a_reference(deeper()) if kind < 8 else {"type": "array", "items": deeper(), "maxItems": 2}
+    leaves: list[Any] = [
+        {**INTEGER, "minimum": -5, "maximum": 12},
+        {"type": "string", "maxLength": 3},
+        {"enum": ["x", 1, None]},
+        {"const": [7]},
+    ]
+    return leaves[rng.integers(len(leaves))]
+
+
+def test_closed_objects_never_contradict_what_stands_beside_them() -> None:
+    """Random schemas, each with something that satisfies it: random texts that follow them are valid."""
+    jsonschema = pytest.importorskip("jsonschema")
+    tokenizer = bytes_tokenizer()
+    grammars = Grammars(tokenizer, 257)
+    rng = np.random.default_rng(1)
+    bias = np.zeros(257, np.float32)
+    bias[[*tokenizer.encode('"}]1'), 256]] = 6
+    for _ in range(120):
+        definitions: dict[str, Any] = {}
+        schema = random_schema(rng, (f"p{i}" for i in range(10_000)), 3, definitions)
+        schema = {**schema, "$defs": definitions}
+        held = grammars.constraint(Sampling(json_schema=schema), [])
+        ids: list[int] = []
+        while not held.is_complete and len(ids) < 5000:
+            id_ = int((held.masked(2 * rng.standard_normal(257).astype(np.float32) + bias)).argmax())
+            if id_ == 256:
+                break
+            held.accept(id_)
+            ids.append(id_)
+        jsonschema.Draft202012Validator(schema).validate(json.loads(tokenizer.decode(ids)))
+
+
+def test_references_of_a_tool_lead_into_its_own_schema() -> None:
+    def tool(kind: str, **more: Any) -> dict[str, Any]:
+        point = {"x": {"type": kind}, "default": {"$ref": "#/$defs/Point"}}
+        definitions = {"Point": {"type": "object", "properties": point, "required": ["x"]}}
+        parameters = {
+            "properties": {"to": {"$ref": "#/$defs/Point"}},
+            "required": ["to"],
+            "$defs": definitions,
+            **more,
+        }
+        return {"type": "function", "function": {"name": kind, "parameters": parameters, "strict": True}}
+
+    for more in ({}, {"$id": "https://x.org/same", "$schema": "http://json-schema.org/draft-07/schema#"}):
+        schema = call_schema([tool("integer", **more), tool("string", **more)])
+        for name, right, wrong in (("integer", 1, "a"), ("string", "a", 1)):
+            to = {"x": right, "default": {"x": right}}
+            assert takes(schema, {"name": name, "arguments": {"to": to}})
+            assert not takes(schema, {"name": name, "arguments": {"to": {"x": wrong}}})
+        # As what stands between tags, too.
+        grammar = calls_grammar([tool("integer", **more), tool("string", **more)])
+        tokenizer = bytes_tokenizer()
+        held = constraint(tokenizer, grammar=grammar)
+        ids = tokenizer.encode('<tool_call>{"name": "string", "arguments": {"to": {"x": "a"}}}</tool_call>')
+        assert held.n_possible(ids) == len(ids)

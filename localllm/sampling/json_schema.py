@@ -1,0 +1,465 @@
+"""JSON schemas as llguidance can hold texts to them.
+
+Schemas come from many programs and drafts of the standard (https://json-schema.org/specification).  They are written
+anew in one form: only keywords that are held, each reference to a definition of its own, null as if left out.  What
+cannot be held is named.  Objects get no properties but those that their schema names, unless it says that they may: a
+small model would go on adding some.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
+from urllib.parse import unquote, urldefrag, urljoin
+
+import llguidance
+
+from localllm.cancellation import check_cancelled
+
+Node = dict[str, Any]
+
+#: Keywords by what their values hold: data, a schema, a list of schemas, and schemas by name.
+_DATA: tuple[str, ...] = (
+    "type",
+    "const",
+    "enum",
+    "required",
+    "minProperties",
+    "maxProperties",
+    "minItems",
+    "maxItems",
+    "minLength",
+)
+_DATA += ("maxLength", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "x-guidance")
+_ONE, _LISTS, _NAMED = (
+    ("items", "additionalProperties"),
+    ("allOf", "anyOf", "oneOf"),
+    ("properties", "patternProperties"),
+)
+
+#: Keywords that no text is held to, with values that allow everything.
+_NOT_HELD: dict[str, tuple[Any, ...]] = {
+    "not": (False,),
+    "if": (),
+    "contains": (True, {}),
+    "maxContains": (),
+    "uniqueItems": (False,),
+    "propertyNames": (True, {}, {"type": "string"}),
+    "unevaluatedProperties": (True, {}),
+    "unevaluatedItems": (True, {}),
+    "dependentRequired": ({},),
+    "dependentSchemas": ({},),
+    "dependencies": ({},),
+}
+
+_FORMATS = frozenset(["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"])
+
+#: Keywords that say which properties an object has; and those of them by which it says so itself.
+_OBJECT = frozenset({"properties", "required", "additionalProperties", "patternProperties", "minProperties"})
+_OBJECT |= {"maxProperties", "unevaluatedProperties"}
+_SAYS_ITSELF = frozenset({"additionalProperties", "patternProperties", "minProperties", "maxProperties"})
+
+#: Numbers beyond are not compared digit by digit.
+_MAX_BOUND = 10**18
+
+#: The beginning of a look-around, or a word boundary: both only take texts away.
+_LOOK = re.compile(r"\\[bB]|\(\?<?[=!]|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
+
+
+def held_schema(schema: Any, *, is_strict: bool = True, may_close: bool = True) -> tuple[Any, list[str]]:
+    """A schema in the form that llguidance takes, and what of it no text is held to.
+
+    Args:
+        schema: any JSON schema.
+        is_strict: ``additionalProperties: false`` also excludes the properties of schemas beside it, as the standard
+            has it; else it is taken to mean what ``unevaluatedProperties: false`` does.
+        may_close: objects get no properties but those that their schema names.
+
+    Raises:
+        ValueError: a reference leads nowhere, or back to itself.
+    """
+    reader = _Reader(schema, is_strict)
+    root, definitions = reader.read_all()
+    if may_close:
+        _Closing(definitions, reader.not_held).close(root)
+    if isinstance(root, dict) and definitions:
+        root = {**root, "$defs": definitions}
+    return root, list(dict.fromkeys(reader.not_held))
+
+
+class _Reader:
+    """Writes a schema in the one form."""
+
+    def __init__(self, root: Any, is_strict: bool) -> None:
+        self.not_held: list[str] = []
+        self._root = root
+        self._is_strict = is_strict
+        self._names: dict[int, str] = {}  # of definitions, by the schema that they are of
+        self._unread: list[tuple[str, Any, Node, str]] = []
+        self._by_address: dict[str, tuple[Any, Node, str]] = {}  # each with its resource and that one's address
+
+    def read_all(self) -> tuple[Any, dict[str, Any]]:
+        self._find_addresses()
+        definitions: dict[str, Any] = {}
+        root = self._read(self._root, self._root, "")
+        while self._unread:
+            check_cancelled()
+            name, schema, resource, base = self._unread.pop()
+            definitions[name] = self._read(schema, resource, base)
+        for node in definitions.values():
+            seen: set[str] = set()
+            while isinstance(node, dict) and (name := node.get("$ref", "")):
+                if name in seen:
+                    raise ValueError("a $ref leads back to itself")
+                seen.add(name)
+                node = definitions[name.removeprefix("#/$defs/")]
+        return root, definitions
+
+    def _find_addresses(self) -> None:
+        left: list[tuple[Any, Any, str]] = [(self._root, self._root, "")]
+        self._by_address[""] = left[0]
+        while left:
+            node, resource, base = left.pop()
+            if isinstance(node, list):
+                left += [(each, resource, base) for each in node]
+            elif isinstance(node, dict):
+                resource, base = self._resource(node, resource, base)
+                self._by_address.setdefault(base, (node, resource, base))
+                for key in ("$anchor", "$dynamicAnchor", "$id"):
+                    name = node.get(key)
+                    if isinstance(name, str) and (key != "$id" or name.startswith("#")):
+                        self._by_address.setdefault(f"{base}#{name.removeprefix('#')}", (node, resource, base))
+                left += [(each, resource, base) for each in node.values()]
+
+    @staticmethod
+    def _resource(node: Node, resource: Any, base: str) -> tuple[Any, str]:
+        id_ = node.get("$id")
+        if not isinstance(id_, str) or id_.startswith("#"):
+            return resource, base
+        return node, urljoin(base, urldefrag(id_)[0])
+
+    def _referred(self, reference: str, resource: Any, base: str) -> tuple[Any, Any, str]:
+        """What a reference leads to, with its resource and address."""
+        address, fragment = urldefrag(reference)
+        fragment = unquote(fragment)
+        found: tuple[Any, Any, str] | None = (resource, resource, base)
+        if address:
+            base = urljoin(base, address)
+            found = self._by_address.get(base)
+        if found is not None and fragment and not fragment.startswith("/"):
+            found = self._by_address.get(f"{base}#{fragment}")
+        elif found is not None:
+            node, resource, base = found
+            for step in fragment.split("/")[1:]:
+                key: Any = step.replace("~1", "/").replace("~0", "~")
+                if isinstance(node, list) and key.isdecimal():
+                    key = int(key)
+                try:
+                    node = node[key]
+                except (KeyError, IndexError, TypeError):
+                    break
+                if isinstance(node, dict):
+                    resource, base = self._resource(node, resource, base)
+            else:
+                return node, resource, base
+            found = None
+        if found is None:
+            raise ValueError(f"$ref {reference!r:.80} leads to nothing in the schema")
+        return found
+
+    def _reference(self, reference: str, resource: Any, base: str) -> str:
+        node, resource, base = self._referred(reference, resource, base)
+        name = self._names.get(id(node))
+        if name is None:
+            name = self._names[id(node)] = str(len(self._names))
+            self._unread.append((name, node, resource, base))
+        return f"#/$defs/{name}"
+
+    def _read(self, schema: Any, resource: Any, base: str) -> Any:
+        if not isinstance(schema, dict):
+            return schema
+        resource, base = self._resource(schema, resource, base)
+        schema = {key: value for key, value in schema.items() if value is not None or key == "const"}
+
+        def read(value: Any) -> Any:
+            return self._read(value, resource, base)
+
+        found: Node = {key: schema[key] for key in _DATA if key in schema}
+        for key in _ONE:
+            if key in schema:
+                found[key] = read(schema[key])
+        for key in _LISTS:
+            if key in schema:
+                found[key] = [read(each) for each in schema[key]] if isinstance(schema[key], list) else schema[key]
+        for key in _NAMED:
+            if value := schema.get(key):  # some programs write [] for none
+                found[key] = {name: read(each) for name, each in value.items()} if isinstance(value, dict) else value
+        for key in ("$ref", "$dynamicRef", "$recursiveRef"):
+            if isinstance(schema.get(key), str):
+                found["$ref"] = self._reference(schema[key], resource, base)
+        self._read_items(schema, found, read)
+        self._read_numbers(found)
+        self._read_text(schema, found)
+        self._read_properties(schema, found, read)
+        for key, allow_all in _NOT_HELD.items():
+            if key in schema and schema[key] not in allow_all:
+                self._leave_out(key)
+        return found
+
+    def _leave_out(self, what: str) -> None:
+        self.not_held.append(what)
+
+    def _read_items(self, schema: Node, found: Node, read: Any) -> None:
+        first, rest = schema.get("prefixItems"), schema.get("items")
+        if isinstance(first, dict):  # as llama.cpp takes it
+            first, found["items"] = None, read(first)
+        elif isinstance(rest, list):  # of older drafts
+            first, rest = rest, schema.get("additionalItems", True)
+            found["items"] = read(rest)
+        if first is not None:
+            found["prefixItems"] = [read(each) for each in first] if isinstance(first, list) else first
+
+    def _read_numbers(self, found: Node) -> None:
+        kinds = found.get("type")
+        if "any" in (kinds if isinstance(kinds, list) else [kinds]):
+            del found["type"]
+        for key, value in list(found.items()):
+            if key.startswith("exclusive") and isinstance(value, bool):  # of draft 4
+                del found[key]
+                limit = found.pop(key[9:].lower(), None) if value else None
+                if limit is not None:
+                    found[key] = value = limit
+            if isinstance(value, float) and value.is_integer() and key.startswith(("min", "max")):
+                found[key] = value = int(value)
+            if key.endswith("imum") and not isinstance(value, bool) and isinstance(value, int | float):
+                is_low = key.lower().endswith("minimum")
+                if value < -_MAX_BOUND if is_low else value > _MAX_BOUND:
+                    found[key] = -_MAX_BOUND if is_low else _MAX_BOUND
+
+    def _read_text(self, schema: Node, found: Node) -> None:
+        kinds = schema.get("type", "string")
+        if "format" in schema and "string" in (kinds if isinstance(kinds, list) else [kinds]):
+            if schema["format"] in _FORMATS:
+                found["format"] = schema["format"]
+            else:
+                self._leave_out(f"format {schema['format']!r:.40}")
+        if "pattern" in schema:
+            pattern = self._pattern(schema["pattern"])
+            if pattern is not None:
+                found["pattern"] = pattern
+        if isinstance(patterns := found.get("patternProperties"), dict):
+            held = [(self._pattern(pattern), each) for pattern, each in patterns.items()]
+            found["patternProperties"] = {pattern: each for pattern, each in held if pattern is not None}
+
+    def _pattern(self, pattern: Any) -> Any:
+        if not isinstance(pattern, str) or _is_held(pattern):
+            return pattern
+        shorter: str | None = _without_look(pattern)
+        if shorter == pattern or not _is_held(str(shorter)):
+            try:
+                re.compile(pattern)
+            except re.error:
+                return pattern  # llguidance says what is wrong
+            shorter = None
+        self._leave_out(f"pattern {pattern!r:.60}" + ("" if shorter is None else " in full"))
+        return shorter
+
+    def _read_properties(self, schema: Node, found: Node, read: Any) -> None:
+        names = schema.get("propertyNames")
+        if isinstance(names, dict) and not {"properties", "patternProperties"} & found.keys():
+            held = read(names)
+            value = found.get("additionalProperties", True)
+            pattern = held.get("pattern")
+            if pattern is None and {"minLength", "maxLength"} & held.keys():
+                pattern = rf"^[\s\S]{{{held.get('minLength', 0)},{held.get('maxLength', '')}}}$"
+            if isinstance(listed := held.get("enum", [held.get("const")]), list) and listed != [None]:
+                found["properties"] = {name: value for name in listed if isinstance(name, str)}
+                found["additionalProperties"] = False
+                schema.pop("propertyNames")
+            elif isinstance(pattern, str):
+                found |= {"patternProperties": {pattern: value}, "additionalProperties": False}
+                schema.pop("propertyNames")
+        is_more = bool({"properties", "$ref", *_LISTS} & found.keys())
+        if not self._is_strict and found.get("additionalProperties") is False and is_more:
+            del found["additionalProperties"]
+        if schema.get("unevaluatedProperties") is False:
+            schema.pop("unevaluatedProperties")
+            if {"$ref", *_LISTS} & found.keys():
+                found["unevaluatedProperties"] = False  # for closing
+            else:
+                found.setdefault("additionalProperties", False)
+        if isinstance(found.get("required", []), bool):  # of draft 3
+            del found["required"]
+        # What is not held may name properties, too.
+        more = [schema.get("then"), schema.get("else")]
+        for key in ("dependentRequired", "dependentSchemas", "dependencies"):
+            more += schema[key].values() if isinstance(schema.get(key), dict) else ()
+        for each in more:
+            for name in _names(
+                {"required": each} if isinstance(each, list) else each if isinstance(each, dict) else {}
+            ):
+                found.setdefault("properties", {}).setdefault(name, True)
+
+
+@lru_cache(1024)
+def _is_held(pattern: str) -> bool:
+    grammar = llguidance.LLMatcher.grammar_from_json_schema({"type": "string", "pattern": pattern})
+    return not llguidance.LLMatcher.validate_grammar(grammar)
+
+
+def _without_look(pattern: str) -> str:
+    """A regular expression without look-arounds and word boundaries: every text that it matches, it matches still."""
+    kept, place, skipped = [], 0, 0  # depth of parentheses in what is left out
+    for found in re.finditer(rf"{_LOOK.pattern}|[()]", pattern, re.DOTALL):
+        text = found[0]
+        if skipped:
+            skipped += text.startswith("(") - (text == ")")
+            place = found.end()
+        elif text in (r"\b", r"\B") or text.startswith(("(?=", "(?!", "(?<=", "(?<!")):
+            kept.append(pattern[place : found.start()])
+            place, skipped = found.end(), int(text.startswith("("))
+    return "".join([*kept, pattern[place:]])
+
+
+class _Closing:
+    """Closes objects where that takes no property away that a schema beside theirs names or requires."""
+
+    def __init__(self, definitions: dict[str, Any], not_held: list[str]) -> None:
+        self._definitions = definitions
+        self._not_held = not_held
+        self._left: list[Any] = []
+        self._open: set[int] = set()  # schemas that others are combined with
+        self._plans: list[tuple[Node, list[tuple[Node, list[str]]]]] = []
+
+    def close(self, root: Any) -> None:
+        self._left = [root]
+        seen: set[int] = set()
+        while self._left:
+            check_cancelled()
+            node = self._left.pop()
+            if isinstance(node, dict) and id(node) not in seen:
+                seen.add(id(node))
+                self._visit(node)
+        closed: set[int] = set()
+        for owner, plan in self._plans:
+            if id(owner) not in self._open:
+                closed.add(id(owner))
+                for node, names in plan:
+                    known = node.get("properties", {})
+                    node["properties"] = {**known, **{name: True for name in names if name not in known}}
+                    node["additionalProperties"] = False
+        for node in [root, *self._definitions.values()]:
+            self._forget_marks(node, closed)
+
+    def _forget_marks(self, node: Any, closed: set[int]) -> None:
+        if isinstance(node, dict):
+            if "unevaluatedProperties" in node:
+                del node["unevaluatedProperties"]
+                if id(node) not in closed:
+                    self._not_held.append("unevaluatedProperties")
+            for _, each in _children(node):
+                self._forget_marks(each, closed)
+            for key in _LISTS:
+                for each in _listed(node, key):
+                    self._forget_marks(each, closed)
+
+    def _beside(self, node: Node) -> list[Node]:
+        """The schemas that hold the same value as one."""
+        found = [each for key in _LISTS for each in _listed(node, key)]
+        if "$ref" in node:
+            found.append(self._definitions[node["$ref"].removeprefix("#/$defs/")])
+        return [each for each in found if isinstance(each, dict)]
+
+    def _parts(self, node: Node, *, alternatives: bool = True) -> list[Node]:
+        parts, seen = [node], {id(node)}
+        for part in parts:
+            if not alternatives:
+                part = {key: value for key, value in part.items() if key not in ("anyOf", "oneOf")}
+            for each in self._beside(part):
+                if id(each) not in seen:
+                    seen.add(id(each))
+                    parts.append(each)
+        return parts
+
+    def _visit(self, node: Node) -> None:
+        beside = self._beside(node)
+        n_kinds = sum(key in node for key in (*_LISTS, "$ref")) + max(len(_listed(node, "allOf")) - 1, 0)
+        if n_kinds > 1 or (n_kinds and not node.keys().isdisjoint((*_OBJECT, "items", "prefixItems"))):
+            self._visit_combined(node)
+            return
+        self._left += [*beside, *(each for _, each in _children(node))]
+        known = node.get("properties")
+        is_named = isinstance(known, dict) and known.keys() >= set(_required(node))
+        if is_named and not beside and not _SAYS_ITSELF & node.keys():
+            self._plans.append((node, [(node, [])]))
+
+    def _visit_combined(self, node: Node) -> None:
+        parts = self._parts(node)
+        self._open |= {id(part) for part in parts[1:]}
+        is_shared = any({"additionalProperties", "patternProperties"} & part.keys() for part in parts)
+        counts = Counter(place for part in parts for place in {place for place, _ in _children(part)})
+        for place, each in (each for part in parts for each in _children(part)):
+            if counts[place] > 1 or (is_shared and place != "items"):
+                self._keep_open(each)
+            else:
+                self._left.append(each)
+        if not any(_SAYS_ITSELF & part.keys() for part in parts):
+            plan: list[tuple[Node, list[str]]] = []
+            self._distribute(node, [], plan)
+            known = {name for part in parts for name in part.get("properties", {})}
+            if "unevaluatedProperties" in node and any(name not in known for p in parts for name in _required(p)):
+                self._not_held.append("unevaluatedProperties, which forbids what is required beside it")
+            if any(names or "unevaluatedProperties" in node for _, names in plan):
+                self._plans.append((node, plan))
+
+    def _distribute(self, node: Node, names: list[str], plan: list[tuple[Node, list[str]]]) -> None:
+        """Closes each alternative of a schema with the names that are known beside it."""
+        parts = self._parts(node, alternatives=False)
+        if any({"const", "enum"} & part.keys() for part in parts):
+            return
+        names = [*names, *(name for part in parts for name in _names(part))]
+        alternatives = [(part, key) for part in parts for key in ("anyOf", "oneOf") if _listed(part, key)]
+        if len(alternatives) == 1 and alternatives[0][0] is node:
+            for each in _listed(node, alternatives[0][1]):
+                if isinstance(each, dict):
+                    self._distribute(each, names, plan)
+            return
+        if alternatives:
+            names += [name for part in self._parts(node) for name in _names(part)]
+        plan.append((node, list(dict.fromkeys(names))))
+
+    def _keep_open(self, node: Any) -> None:
+        left = [node]
+        while left:
+            node = left.pop()
+            if isinstance(node, dict) and id(node) not in self._open:
+                self._open.add(id(node))
+                left += [*self._beside(node), *(each for _, each in _children(node))]
+
+
+def _listed(node: Node, key: str) -> list[Any]:
+    value = node.get(key)
+    return value if isinstance(value, list) else []
+
+
+def _required(node: Node) -> list[str]:
+    return [name for name in _listed(node, "required") if isinstance(name, str)]
+
+
+def _names(node: Node) -> list[str]:
+    known = node.get("properties")
+    return [*(known if isinstance(known, dict) else ()), *_required(node)]
+
+
+def _children(node: Node) -> Iterator[tuple[str, Any]]:
+    """Schemas of what is in a value, each with its place there."""
+    for key in _NAMED:
+        value = node.get(key)
+        if isinstance(value, dict):
+            yield from ((f"{key} {name}", each) for name, each in value.items())
+    yield from (("items", each) for each in [node.get("items"), *_listed(node, "prefixItems")] if each is not None)
+    if "additionalProperties" in node:
+        yield "additionalProperties", node["additionalProperties"]
