@@ -84,7 +84,7 @@ def test_none_is_the_default() -> None:
     assert given == CheckedOptions(speculate=None)  # where None has a meaning of its own
     own = Sampling(temperature=0.1, seed=5)
     assert CheckedOptions.of({"sampling": own, "temperature": None}).sampling == own
-    assert LoadOptions(**dict.fromkeys(declared(LoadOptions))) == LoadOptions()
+    assert LoadOptions(**dict.fromkeys(declared(LoadOptions))) == LoadOptions(parallel=None)
 
 
 @pytest.mark.parametrize("name", BAD)
