@@ -67,9 +67,9 @@ async def test_chats_are_renamed_archived_and_deleted() -> None:
         await chat.sees("Delete this chat for good?")
         await chat.press("down", "enter")
         await chat.sees("New chat")
-        assert await chat.app.offload(built.store.sessions) == []
         await chat.say("/archive")
         await chat.hears("there is nothing to save yet")
+        assert await chat.app.offload(built.store.sessions) == []
 
 
 async def test_archived_chats_are_listed_and_searched() -> None:

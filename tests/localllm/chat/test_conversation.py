@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from localllm.chat import ChatTemplate
-from localllm.chat.calls import call_schema, calls_grammar
+from localllm.chat.calls import calls_grammar
 from localllm.chat.conversation import Message, ToolCall, read_messages
 from localllm.errors import TemplateError
 from localllm.sampling import Sampling
@@ -154,18 +154,6 @@ def test_what_is_malformed_is_named(message: Any, words: str) -> None:
 def test_arguments_that_are_not_json_stay_what_the_model_wrote() -> None:
     assert ToolCall("f", "{x").values == {"arguments": "{x"}
     assert ToolCall("f", "").values == {}
-
-
-def test_references_of_a_tool_stay_within_it() -> None:
-    parameters = {
-        "$defs": {"P": {"type": "object", "properties": {"next": {"$ref": "#"}}}},
-        "properties": {"to": {"$ref": "#/$defs/P"}, "ref": {"const": {"$ref": "#/$defs/P"}}},
-    }
-    schema = call_schema([{"function": {"name": name, "parameters": parameters}} for name in ("f", "g")])
-    moved = schema["$defs"]["tool1"]
-    assert moved["properties"]["to"] == {"$ref": "#/$defs/tool1/$defs/P"}
-    assert moved["$defs"]["P"]["properties"]["next"] == {"$ref": "#/$defs/tool1"}
-    assert moved["properties"]["ref"] == {"const": {"$ref": "#/$defs/P"}}
 
 
 def test_strict_tools_may_have_keywords_that_texts_cannot_be_held_to() -> None:
