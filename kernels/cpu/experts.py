@@ -20,8 +20,8 @@ from localllm.kernels.cpu.matmul import (
     FLOAT_GROUPS,
     FLOAT_SLAB,
     MAX_TOKENS,
+    REST_SUMS,
     SLAB,
-    SUMS_BYTES,
     few_tokens,
     multiply_tokens,
     one_float_token,
@@ -253,7 +253,7 @@ def experts_quantised(begin, end, experts, n_groups, weights, n_tiles, x, pairs,
     The rest is as in `matmul_quantised`.
     """
     slab = stack(SLAB * BLOCK_BYTES)
-    sums = stack(SUMS_BYTES)
+    sums = stack(2 * REST_SUMS)
     for unit in range(begin, end):
         entry, group = experts + unit // n_groups * ENTRY, unit % n_groups
         tiles = weights + (load_i64(entry) * n_groups + group) * n_tiles * TILE_BYTES

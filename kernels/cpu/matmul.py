@@ -13,24 +13,20 @@ from localllm.kernels.cpu.simd import *
 from localllm.kernels.cpu.templates import device, static_range, template
 from localllm.kernels.cpu.tiles import (
     FETCH_AHEAD,
-    RECORD,
     SLAB,
     TOKENS,
     X_STEP,
     fetch_ahead,
     multiply_block,
-    multiply_rest,
+    multiply_rests,
     x_tile_bytes,
 )
 
 #: Tokens that a group of rows is multiplied with before the next one's turn, a multiple of `TOKENS`: as many as have
 #: their activations in the second nearest cache.
 MAX_TOKENS = 64
-#: Bytes from the sums of so many tokens to the sums of their rests, and to a word whose bits say which have some.
+#: Bytes of the sums of so many tokens, behind which those of their rests stand.
 REST_SUMS = 64 * MAX_TOKENS
-HAVE_RESTS = 2 * REST_SUMS
-#: Bytes of all that.
-SUMS_BYTES = HAVE_RESTS + 64
 #: So few tokens are worth code of their own.
 HALF_TILE = TOKENS // 2
 
@@ -73,26 +69,17 @@ def few_tokens(n, tiles, n_tiles, x, sums):
 
 
 @template
-def multiply_slab(all_sums, token, slab, n_blocks, x, flags, rests, ahead, step):
-    """all_sums[token + i] += the slab's blocks times token i of the tile of activations at x, and so for rests.
+def multiply_slab(sums, slab, n_blocks, x, ahead, step):
+    """sums[i] += the slab's blocks times token i of the tile of activations at x.
 
     Meanwhile it begins to read what stands at ``ahead``, ``step`` bytes for each block.
     """
-    sums = all_sums + 64 * token
     for i in static_range(TOKENS):
         acc[i] = load_f32x16(sums + 64 * i)
     for b in range(n_blocks):
         multiply_block(acc, slab + b * BLOCK_BYTES, x + b * X_STEP, ahead + b * step)
     for i in static_range(TOKENS):
         store_f32x16(sums + 64 * i, acc[i])
-    while flags != 0:
-        i, b = trailing_zeros(flags) >> 3, trailing_zeros(flags) & 7
-        flags &= flags - 1
-        have_rests, bit = load_i64(all_sums + HAVE_RESTS), np.int64(1) << (token + i)
-        if have_rests & bit == 0:
-            store_i64(all_sums + HAVE_RESTS, have_rests | bit)
-            store_f32x16(sums + REST_SUMS + 64 * i, zero_f32x16())
-        multiply_rest(slab + b * BLOCK_BYTES, x + b * X_STEP + i * RECORD + rests, sums + REST_SUMS + 64 * i)
 
 
 @template
@@ -103,10 +90,10 @@ def many_tokens(n_tokens, tiles, n_tiles, slab, sums, x):
     tokens.  Meanwhile the next tile of tokens is fetched, whose activations do not all fit into that cache; with the
     last one, the weights that would else be asked for all at once when the next slab is unpacked.
     """
-    store_i64(sums + HAVE_RESTS, 0)
     for token in range(0, n_tokens, TOKENS):
         for i in static_range(TOKENS):
             store_f32x16(sums + 64 * (token + i), zero_f32x16())
+    have_rests = np.int64(0)  # bit ``token`` is that of the tile of tokens that begins there
     n_blocks = n_tiles * BLOCKS
     stride = x_tile_bytes(n_blocks)  # of a tile of tokens
     rests = stride - n_blocks * X_STEP
@@ -121,17 +108,24 @@ def many_tokens(n_tokens, tiles, n_tiles, slab, sums, x):
             ahead, step = records + stride, X_STEP
             if token + TOKENS >= n_tokens:
                 ahead, step = weights, TILE_BYTES // BLOCKS
+            multiply_slab(sums + 64 * token, slab, n * BLOCKS, records, ahead, step)
             found = load_i64(flags)
             if token + TOKENS > n_tokens:
                 found &= (np.int64(1) << (8 * (n_tokens - token))) - 1  # those of tokens that there are
-            multiply_slab(sums, token, slab, n * BLOCKS, records, found, rests, ahead, step)
+            if found != 0:
+                rest_sums = sums + REST_SUMS + 64 * token
+                if have_rests >> token & 1 == 0:
+                    have_rests |= np.int64(1) << token
+                    for i in static_range(TOKENS):
+                        store_f32x16(rest_sums + 64 * i, zero_f32x16())
+                multiply_rests(slab, records + rests, found, rest_sums)
             records += stride
             flags += stride
-    have_rests = load_i64(sums + HAVE_RESTS)
     while have_rests != 0:
         place = sums + 64 * trailing_zeros(have_rests)
         have_rests &= have_rests - 1
-        store_f32x16(place, load_f32x16(place) + load_f32x16(place + REST_SUMS))
+        for i in static_range(TOKENS):
+            store_f32x16(place + 64 * i, load_f32x16(place + 64 * i) + load_f32x16(place + REST_SUMS + 64 * i))
 
 
 @template
@@ -164,7 +158,7 @@ def matmul_quantised(begin, end, batch, weights, n_tiles, x, bias, residual, y, 
     """
     n_tokens = load_i64(batch)
     slab = stack(SLAB * BLOCK_BYTES)
-    sums = stack(SUMS_BYTES)
+    sums = stack(2 * REST_SUMS)
     if n_tokens == 1:  # by itself, as decoding is bound by how fast weights are read
         for group in range(begin, end):
             own_x, place = x, group * 64

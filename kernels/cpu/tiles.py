@@ -226,23 +226,28 @@ def add_rests(n, records, flags, rest_sums, s: Registers, w: Registers):
     while found != 0:
         i = trailing_zeros(found) >> 3
         found &= found - 1
-        add_rest(records + RECORD * i, rest_sums + 64 * i, s, w)
+        total = rest_sums + 64 * i
+        store_f32x16(total, ADD(load_f32x16(total), records + RECORD * i, *s[0:N_SCALES], *w[0:8]))
 
 
 @template
-def add_rest(record, total, s: Registers, w: Registers):
-    """Adds the product of a block and one rest to the sum in memory at ``total``."""
-    store_f32x16(total, ADD(load_f32x16(total), record, *s[0:N_SCALES], *w[0:8]))
+def multiply_rests(slab, x, flags, rest_sums):
+    """Multiplies the blocks written at ``slab`` with all rests of a tile of tokens, which begin at x.
 
-
-@template
-def multiply_rest(block, record, total):
-    """The same of a block written at ``block``."""
-    for v in static_range(8):
-        w[v] = load_i8x64(block + 64 * v)
-    for v in static_range(N_SCALES):
-        s[v] = load_f32x16(block + (CODE_BYTES + SCALE_BYTES * v))
-    add_rest(record, total, s, w)
+    flags: bit b of byte i says whether token i has a rest in block b.  Tokens mostly have theirs in the same blocks.
+    """
+    while flags != 0:
+        blocks = flags | flags >> 32
+        blocks |= blocks >> 16
+        b = trailing_zeros(blocks | blocks >> 8)  # in ascending order, so that sums don't depend on other tokens
+        found = (flags >> b) & EACH_BYTE
+        flags ^= found << b
+        block = slab + b * BLOCK_BYTES
+        for v in static_range(8):
+            w[v] = load_i8x64(block + 64 * v)
+        for v in static_range(N_SCALES):
+            s[v] = load_f32x16(block + (CODE_BYTES + SCALE_BYTES * v))
+        add_rests(TOKENS, x + b * X_STEP, found, rest_sums, s, w)
 
 
 @device
