@@ -53,7 +53,7 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "logit_scale": (0.0, 1.0),
     "residual_scale": (0.0, 1.0),
     "rope.scaling.alpha": (0.0,),
-    "tensor_data_layout": ("reference",),
+    "tensor_data_layout": ("reference", "Meta AI original pth"),
 }
 
 #: ``expert_gating_func`` (llama.cpp's ``enum llama_expert_gating_func_type``).

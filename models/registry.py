@@ -146,6 +146,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "olmo2": Architecture("olmo2", "OLMo 2 and 3", "olmo2 olmo3"),
     "olmoe": Architecture("olmoe", "OLMoE", "olmoe"),
     "paddleocr": Architecture("ernie4_5", "PaddleOCR-VL, text", "paddleocr_vl paddleocr_vl_text"),
+    "pangu-embedded": Architecture("qwen2", "openPangu Embedded", "PanguEmbedded"),
     "phi2": Architecture("phi2", "Phi 1, 1.5 and 2", "phi"),
     "phi3": Architecture("phi3", "Phi-3, 3.5 and 4", "phi3"),
     "qwen2": Architecture("qwen2", "Qwen 2 and 2.5", "qwen2"),
@@ -166,6 +167,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "starcoder": Architecture("gpt2", "StarCoder, SantaCoder", "gpt_bigcode"),
     "starcoder2": Architecture("starcoder2", "StarCoder 2", "starcoder2"),
     "step35": Architecture("step35", "Step 3.5 and 3.7 Flash, text", "step3p5 step3p7"),
+    "xverse": Architecture("llama", "XVERSE", "xverse"),
 }
 
 

@@ -378,9 +378,11 @@ def as_internlm2(config: dict[str, Any], tensors: dict[str, Any]) -> tuple[dict[
     return config | {"model_type": "internlm2", "architectures": ["InternLM2ForCausalLM"]}, found
 
 
-def as_llama_embed(config: dict[str, Any], tensors: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A EuroBERT is a Llama both ways."""
-    return config | {"model_type": "llama_bidirec", "architectures": ["LlamaBidirectionalModel"]}, tensors
+def called(
+    model_type: str, kind: str
+) -> Callable[[dict[str, Any], dict[str, Any]], tuple[dict[str, Any], dict[str, Any]]]:
+    """A model that differs from one of transformers in name alone."""
+    return lambda config, tensors: (config | {"model_type": model_type, "architectures": [kind]}, tensors)
 
 
 def as_minicpm(config: dict[str, Any], tensors: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -627,6 +629,12 @@ TINY: dict[str, Tiny] = {
     ),
     "olmoe": Tiny("olmoe", "olmoe", LOCAL_MIXTURE | {"num_key_value_heads": 4}),
     "paddleocr": Tiny("paddleocr_vl", "paddleocr", PADDLEOCR, auto="PaddleOCRVLForConditionalGeneration"),
+    "pangu-embedded": Tiny(
+        "llama",
+        "pangu-embedded",
+        {"attention_bias": True},
+        release=called("PanguEmbedded", "PanguEmbeddedForCausalLM"),
+    ),
     "phi2": Tiny("phi", "phi2", NEOX | {"intermediate_size": 256}),
     "phi3": Tiny("phi3", "phi3", WINDOW | {"original_max_position_embeddings": 128}),
     "phi3-longrope": Tiny(
@@ -669,6 +677,7 @@ TINY: dict[str, Tiny] = {
         {"tie_word_embeddings": True, "rms_norm_eps": None},
     ),
     "step35": Tiny("step3p7", "step35", STEP35, auto="Step3p7ForConditionalGeneration"),
+    "xverse": Tiny("llama", "xverse", {"num_key_value_heads": 4}, release=called("xverse", "XverseForCausalLM")),
 }
 
 #: Models that embed.
@@ -678,7 +687,9 @@ ENCODERS: dict[str, Tiny] = {
         "xlm-roberta", "bert", {"layer_norm_eps": 1e-5, "max_position_embeddings": 129}, auto="AutoModel"
     ),
     "eurobert": Tiny("eurobert", "eurobert", auto="AutoModel"),
-    "llama-embed": Tiny("eurobert", "llama-embed", auto="AutoModel", release=as_llama_embed),
+    "llama-embed": Tiny(
+        "eurobert", "llama-embed", auto="AutoModel", release=called("llama_bidirec", "LlamaBidirectionalModel")
+    ),
     "jina-bert-v3": Tiny(
         "jina_embeddings_v3", "jina-bert-v3", {"layer_norm_eps": 1e-5, "head_dim": None}, auto="AutoModel"
     ),
