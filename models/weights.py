@@ -175,9 +175,9 @@ class Weights:
         #: Of names that layers may have, one that is there, and one that is not.
         self._optional: dict[str, dict[bool, str]] = {}
 
-    def layer(self, i: int) -> Weights:
-        """The weights of layer ``i``, whose names begin with ``blk.{i}.``."""
-        layer = Weights(self._file, f"{self._prefix}blk.{i}.")
+    def layer(self, i: int, before: str = "") -> Weights:
+        """The weights of layer ``i``, whose names begin with ``blk.{i}.``, and before that with ``before``."""
+        layer = Weights(self._file, f"{self._prefix}{before}blk.{i}.")
         layer._found, layer._optional = self._found, self._optional
         return layer
 

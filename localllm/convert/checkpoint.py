@@ -159,8 +159,12 @@ class Checkpoint:
         embedding = self.tensors.get("token_embd.weight")
         n_vocab = embedding.shape[0] if embedding else 0
         values = (
-            {"general.architecture": self.architecture, "general.type": "model", "general.name": _name(folder)}
-            | {"general.size_label": _size_label(self.tensors)}
+            {
+                "general.architecture": self.architecture,
+                "general.type": "model",
+                "general.name": checkpoint_name(folder),
+            }
+            | {"general.size_label": size_label(self.tensors)}
             | _sampling(read_json(folder / "generation_config.json"))
             | _pooling(folder, self.architecture)  # which a classifier's keys replace
             | {
@@ -212,14 +216,14 @@ def _architecture(config: Config, values: Mapping[str, Any]) -> str:
     )
 
 
-def _name(folder: Path) -> str:
+def checkpoint_name(folder: Path) -> str:
     """The folder's name, or the repository's where it lies in the hub's cache (…/models--ORG--NAME/snapshots/…)."""
     folder = folder.resolve()
     parent = folder.parent.parent.name
     return path_text(parent.rpartition("--")[2] if parent.startswith("models--") else folder.name)
 
 
-def _size_label(tensors: Mapping[str, CheckpointTensor]) -> str:
+def size_label(tensors: Mapping[str, CheckpointTensor]) -> str:
     n: float = sum(tensor.n_values for tensor in tensors.values())
     unit = next((unit for unit in "KMB" if (n := n / 1000) < 999.5), "T")
     return f"{n:.2g}{unit}" if n < 9.95 else f"{n:.0f}{unit}"

@@ -1,0 +1,290 @@
+"""What encoders of pictures have in common: their keys, their layers, and how a picture becomes rows of a graph.
+
+A picture is prepared as one or several frames, each of whose patches are a sequence that attention sees both ways.
+The graph begins with rows of pixels, and of positions beside them where those are learnt; it ends with the rows that
+the text model takes, [N, width].  Neighbouring patches that become one row stand together, to be joined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localllm.errors import ModelError
+from localllm.kernels.graph import (
+    Activation,
+    Attention,
+    Gated,
+    Graph,
+    HeadNorm,
+    Input,
+    KVCache,
+    LayerNorm,
+    Linear,
+    Linears,
+    Matrix,
+    Outputs,
+    Rope,
+    RopeAppend,
+    Rows,
+    Tensor,
+    Weight,
+)
+from localllm.models.blocks import Layer, layer_norm, norm, query_key_value
+from localllm.models.config import Heads, Metadata
+from localllm.models.hf_convert import Array
+from localllm.models.vision.pictures import block_order, normalised, patches
+from localllm.models.vision.views import RowsScaled
+from localllm.models.weights import Reshaped, Weights
+from localllm.quant.formats import dequantize
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+Pixels = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A picture as its model's processor prepares it."""
+
+    frames: tuple[NDArray[np.uint8], ...]  # [height, width, 3] each: the picture resized, or tiles of it
+    parts: tuple[str | int, ...]  # what stands in the text: words, and between them so many rows
+    grid: tuple[int, int]  # rows and columns of the first frame's tokens
+
+    @property
+    def n_tokens(self) -> int:
+        """Rows that it becomes."""
+        return sum(part for part in self.parts if isinstance(part, int))
+
+
+@dataclass(frozen=True)
+class FrameRows:
+    """A frame as the graph begins with it: T rows, from which N come."""
+
+    given: Pixels  # [T, pixels of a patch + width of positions]
+    axes: NDArray[np.int32]  # [3, T]: 0, row and column of each patch
+    outputs: NDArray[np.int32]  # [N], the first row of each output
+
+
+def _activation(meta: Metadata) -> str:
+    """llama.cpp's keys: its "gelu" is the tanh form, and without either key it is CLIP's."""
+    is_gelu, is_silu = (meta.read(key, bool, False) for key in ("use_gelu", "use_silu"))
+    return "silu" if is_silu else "gelu" if is_gelu else "gelu_quick"
+
+
+class VisionModel:
+    """An encoder and its projector: a family says in its subclass what is its own.
+
+    Args:
+        meta: of the keys ``clip.*``.
+
+    Raises:
+        ModelError: a key or tensor is missing, or at odds with the others.
+    """
+
+    #: What a chat template, or the processor, puts where a picture stands: `Prepared.parts` take its place.
+    marker: ClassVar[str]
+    #: What stands around the marker where no template puts it.
+    around: ClassVar[tuple[str, str]] = ("", "")
+    #: Patches of a side that become one row together.
+    merge: int = 1
+    #: Rows before the patches, such as a class token's.
+    n_before: ClassVar[int] = 0
+    #: Whether norms are RMSNorms.
+    rms: bool = False
+
+    def __init__(self, meta: Metadata, weights: Weights) -> None:
+        self.meta, self.weights = meta, weights
+        v = self.number
+        self.n_embd, self.n_ff, self.n_layers = v("embedding_length"), v("feed_forward_length"), v("block_count")
+        self.n_heads, self.width = v("attention.head_count"), v("projection_dim")
+        self.image_size, self.patch_size = v("image_size"), v("patch_size")
+        self.eps = meta.read("vision.attention.layer_norm_epsilon", float, low=0.0, high=1.0)
+        self.mean, self.std = (self._colours(f"vision.image_{key}") for key in ("mean", "std"))
+        self.activation = _activation(meta)
+        if self.n_heads < 1 or self.n_embd % self.n_heads:
+            raise ModelError(
+                f"clip.vision.embedding_length is {self.n_embd}, which is no multiple of clip.vision.attention."
+                f"head_count, {self.n_heads}: the file is broken"
+            )
+        self.head_dim = self.n_embd // self.n_heads
+        #: Further rows for each token, that layers of the text model add: what they are computed as.
+        self.further: list[Tensor] = []
+        self.read()
+        self.graph = Graph()
+        self.record()
+
+    def number(self, key: str, default: Any = None) -> int:
+        """The whole number ``clip.vision.{key}``."""
+        given: dict[str, Any] = {} if default is None else {"default": default}
+        return int(self.meta.read(f"vision.{key}", int, low=0, high=1 << 31, **given))
+
+    def _colours(self, key: str) -> tuple[float, ...]:
+        values = self.meta.find(key)
+        if not isinstance(values, list | tuple) or len(values) != 3 or not all(isinstance(x, float) for x in values):
+            raise ModelError(f"clip.{key} must be three numbers: the file is broken")
+        return tuple(values)
+
+    # -- What families say -----------------------------------------------------------------------------------------
+
+    def read(self) -> None:
+        """Reads what other families do not have."""
+
+    def record(self) -> None:
+        """Records the graph."""
+        raise NotImplementedError
+
+    def prepare(self, picture: Image, max_tokens: int | None = None) -> Prepared:
+        """What the model's own processor makes of a picture; with ``max_tokens``, no more than so many."""
+        raise NotImplementedError
+
+    def positions(self, rows: int, columns: int) -> Pixels | None:
+        """What is added to the patches of a grid, row after row: [rows * columns, n_embd]; None: nothing."""
+        return None
+
+    # -- Rows of a frame -------------------------------------------------------------------------------------------
+
+    def table(self, name: str, n: int, width: int) -> Pixels:
+        """A table of the file in float32."""
+        weight = self.weights.require(name, n, width)
+        return dequantize(weight.data, weight.type).reshape(n, width)
+
+    def rows(self, frame: NDArray[np.uint8]) -> FrameRows:
+        """A prepared frame as the graph takes it."""
+        size, merge, n = self.patch_size, self.merge, self.n_before
+        rows, columns = frame.shape[0] // size, frame.shape[1] // size
+        order = block_order(rows, columns, merge)
+        given = [patches(normalised(frame, self.mean, self.std), size)[order]]
+        if (added := self.positions(rows, columns)) is not None:
+            given.append(added[: len(added) - len(order)])
+            given[1] = np.concatenate([given[1], added[len(added) - len(order) :][order]])
+        if n:
+            given[0] = np.pad(given[0], ((n, 0), (0, 0)))
+        axes = np.stack([order * 0, order // columns, order % columns])
+        axes = np.pad(axes, ((0, 0), (n, 0))).astype(np.int32)
+        outputs = np.arange(n, n + len(order), merge * merge, dtype=np.int32)
+        return FrameRows(np.ascontiguousarray(np.concatenate(given, axis=1)), axes, outputs)
+
+    # -- Blocks ----------------------------------------------------------------------------------------------------
+
+    def embedded(self, patch: Weight, *, has_positions: bool, bias: str = "v.patch_embd.bias") -> Tensor:
+        """Pixels of patches times a matrix [n_embd, pixels], plus positions."""
+        n = patch.shape[1]
+        total = n + (self.n_embd if has_positions else 0)
+        x = self.graph.add(Input(Tensor(Rows.TOKENS, n), 0, total))
+        positions = self.graph.add(Input(Tensor(Rows.TOKENS, self.n_embd), n, total)) if has_positions else None
+        return self.graph.add(Linear(x, Matrix(patch, self.weights.find(bias, self.n_embd)), residual=positions))
+
+    def patch_matrix(self, name: str = "v.patch_embd.weight") -> Weight:
+        """The kernel of a convolution over patches as a matrix [n_embd, pixels]."""
+        weight = self.weights.require(name, self.n_embd, 3, self.patch_size, self.patch_size)
+        return Reshaped(weight, (self.n_embd, 3 * self.patch_size**2))
+
+    def at(self, weights: Weights | None = None, eps: float | None = None) -> Layer:
+        """What blocks are recorded at, outside the layers."""
+        own = self.weights if weights is None else weights
+        return Layer(-1, self.graph, own, self.n_embd, self.eps if eps is None else eps, Tensor(Rows.TOKENS, 0))
+
+    def rope(self, theta: float) -> Rope:
+        """A rotation by the row in one half of the pairs, and by the column in the other."""
+        dim = self.head_dim // 2
+        half = theta ** -(np.arange(0, dim, 2) / dim)
+        return Rope(np.concatenate([half, half]).astype(np.float32), False, axes=(1,) * len(half) + (2,) * len(half))
+
+    def layers(self, x: Tensor, rope: Rope | None = None, n: int | None = None) -> Tensor:
+        """The layers: norm, attention both ways, norm, MLP, each added to what was before."""
+        cache: KVCache | None = None
+        for i in range(self.n_layers if n is None else n):
+            self.graph.layer = i
+            at = self.at(self.weights.layer(i, "v."))
+            if cache is None:  # a layer's keys and values are needed until the next one's
+                cache = self.graph.kv_cache(self.n_heads, self.head_dim)
+            x = self.layer(at, x, cache, rope)
+            self.behind_layer(i, x)
+        self.graph.layer = "output"
+        return x
+
+    def behind_layer(self, number: int, x: Tensor) -> None:
+        """What is made of a layer's result beside the next layer."""
+
+    def layer(self, at: Layer, x: Tensor, cache: KVCache, rope: Rope | None) -> Tensor:
+        """One layer, by default with LayerNorms and an MLP; with ``rms``, with RMSNorms and a gate."""
+        y = self.norm(at, "ln1", x)
+        x = self.attention(at, y, cache, rope, residual=x)
+        y = self.norm(at, "ln2", x)
+        return self.mlp(at, y, residual=x)
+
+    def norm(self, at: Layer, name: str, x: Tensor) -> Tensor:
+        return norm(at, name, x) if self.rms else layer_norm(at, name, x)
+
+    def mlp(self, at: Layer, x: Tensor, residual: Tensor | None) -> Tensor:
+        names = ("ffn_gate", "ffn_up") if "ffn_gate.weight" in at.weights else ("ffn_up",)
+        y, *up = at.add(Linears(x, tuple(at.weights.matrix(name, self.n_embd, self.n_ff) for name in names)))
+        y = at.add(Gated(y, up[0], self.activation) if up else Activation(y, self.activation))
+        return self.project(at, y, "ffn_down", "ls2", residual)
+
+    def project(self, at: Layer, x: Tensor, name: str, scale: str, residual: Tensor | None) -> Tensor:
+        """x times a matrix, each value times a factor of its own where the file has those, added."""
+        matrix, factors = (
+            at.weights.matrix(name, x.width, self.n_embd),
+            at.weights.find(f"{scale}.weight", self.n_embd),
+        )
+        if factors is not None:
+            bias = None if matrix.bias is None else RowsScaled(matrix.bias, factors)
+            matrix = Matrix(RowsScaled(matrix.weight, factors), bias)
+        return at.add(Linear(x, matrix, residual=residual))
+
+    def attention(
+        self, at: Layer, x: Tensor, cache: KVCache, rope: Rope | None, *, residual: Tensor | None
+    ) -> Tensor:
+        heads = Heads(self.n_heads, self.n_heads, self.head_dim, self.head_dim)
+        q, k, v, _ = query_key_value(at, x, heads)
+        q_norm, k_norm = (
+            HeadNorm(at.norm_eps, at.weights.vector(f"attn_{name}_norm", self.head_dim))
+            if f"attn_{name}_norm.weight" in at.weights
+            else None
+            for name in "qk"
+        )
+        q = at.add(RopeAppend(q, k, v, cache, rope, q_norm, k_norm))
+        y = at.add(Attention(q, cache, self.head_dim**-0.5, causal=False))
+        return self.project(at, y, "attn_out", "ls1", residual)
+
+    def joined(self, x: Tensor) -> Tensor:
+        """The patches that become a row, side by side."""
+        return self.graph.add(Outputs(x, self.merge**2))
+
+    def vector_norm(self, x: Tensor, name: str, eps: float) -> Tensor:
+        """LayerNorm by the tensors ``{name}.weight`` and ``{name}.bias``."""
+        bias = self.weights.find(f"{name}.bias", x.width)
+        return self.graph.add(LayerNorm(x, self.weights.vector(name, x.width), bias, eps))
+
+    def two_linears(self, x: Tensor, first: str, second: str, activation: str) -> Tensor:
+        """second(activation(first(x))), of which the second gives rows of the text model's width."""
+        at = self.at()
+        n = self.weights.n_rows(f"{first}.weight")
+        y = at.add(Activation(at.linear(x, first, n), activation))
+        return at.linear(y, second, self.width)
+
+
+# -- Checkpoints ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint's configuration, as conversions see it."""
+
+    values: Mapping[str, Any]  # of config.json
+    vision: Mapping[str, Any]  # its part on the encoder
+    processor: Mapping[str, Any]  # of preprocessor_config.json
+    text: Mapping[str, Any] = field(default_factory=dict)  # its part on the text model
+
+
+def split_qkv(name: str, array: Array, stem: str) -> dict[str, Array]:
+    """``{stem}.weight`` or ``.bias`` of queries, keys and values together, as three tensors."""
+    suffix = name.rpartition(".")[2]
+    return {f"{stem}attn_{k}.{suffix}": part for k, part in zip("qkv", np.split(array, 3), strict=True)}

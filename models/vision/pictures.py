@@ -1,0 +1,142 @@
+"""Pictures as models' processors prepare them: opened, in three colours, resized by Pillow, normalised, in patches.
+
+Every step has the values of transformers' processors that use Pillow, to the last bit.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import warnings
+from collections.abc import Sequence
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localllm.errors import UsageError, path_text, warn
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+#: Formats that are opened: Pillow knows others, which nobody sends on purpose.
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
+#: Pixels that a picture may have: more take gigabytes once they are unpacked (Pillow's own limit).
+MAX_PIXELS = 89_478_485
+
+#: What a picture may be given as.
+Source = Any
+
+
+def open_picture(source: Source) -> Image:
+    """A picture in three colours, upright as its EXIF data says; of an animation the first frame.
+
+    Transparency is dropped, not blended, as transformers' ``load_image`` does.
+
+    Args:
+        source: a path, the bytes of a file, a Pillow image, or an array uint8 [height, width] or [height, width, 3].
+
+    Raises:
+        UsageError: it is none of these, damaged, too large, or in another format than `FORMATS`.
+    """
+    from PIL import Image, ImageOps, UnidentifiedImageError
+
+    what = f"the picture {path_text(source)}" if isinstance(source, str | os.PathLike) else "the picture"
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about damaged EXIF data and palettes with transparency
+            if isinstance(source, np.ndarray):
+                if source.dtype != np.uint8 or source.ndim not in (2, 3) or source.shape[2:] not in ((), (3,)):
+                    raise UsageError("a picture as an array is uint8 [height, width] or [height, width, 3]")
+                image = Image.fromarray(source)
+            elif isinstance(source, Image.Image):
+                image = source
+            elif isinstance(source, str | os.PathLike | bytes | bytearray):
+                file = io.BytesIO(source) if isinstance(source, bytes | bytearray) else source
+                image = Image.open(file, formats=FORMATS)
+            else:
+                raise UsageError(f"a picture is a path, bytes, an image or an array, not {type(source).__name__}")
+            if prod(image.size) > MAX_PIXELS:
+                raise UsageError(f"{what} has {prod(image.size):,} pixels; up to {MAX_PIXELS:,} are taken: shrink it")
+            if not prod(image.size):
+                raise UsageError(f"{what} has no pixels")
+            n_frames = getattr(image, "n_frames", 1)
+            upright = ImageOps.exif_transpose(image).convert("RGB")
+    except FileNotFoundError:
+        raise UsageError(f"{what} is not there: check the path") from None
+    except UnidentifiedImageError:
+        raise UsageError(f"{what} is not one that can be read: give a file of {', '.join(FORMATS)}") from None
+    except (OSError, SyntaxError, ValueError, EOFError, MemoryError, Image.DecompressionBombError) as error:
+        if isinstance(error, UsageError):
+            raise
+        raise UsageError(f"{what} cannot be read ({error!s:.100}): the file is damaged, or too large") from error
+    if n_frames > 1:
+        warn(f"{what} is an animation of {n_frames} frames, of which the model sees the first")
+    return upright
+
+
+def resized(image: Image, height: int, width: int, method: str) -> Image:
+    """Stretched to a size by one of Pillow's methods: "bilinear", "bicubic" or "lanczos"."""
+    from PIL.Image import Resampling
+
+    return image.resize((width, height), Resampling[method.upper()])
+
+
+def normalised(pixels: NDArray[np.uint8], mean: Sequence[float], std: Sequence[float]) -> NDArray[np.float32]:
+    """(pixel / 255 - mean) / std of each colour, [height, width, 3]."""
+    shares = (np.arange(256) * (1 / 255)).astype(np.float32)
+    table: NDArray[Any] = np.subtract.outer(shares, np.array(mean, np.float32)) / np.array(
+        std, np.float32
+    )  # [256, 3]
+    found: NDArray[np.float32] = table[pixels, np.arange(3)]
+    return found
+
+
+def patches(pixels: NDArray[np.float32], size: int) -> NDArray[np.float32]:
+    """[height, width, 3] cut into squares, row after row: [n, 3 * size * size], one colour behind the other."""
+    rows, columns = pixels.shape[0] // size, pixels.shape[1] // size
+    cut = pixels[: rows * size, : columns * size].reshape(rows, size, columns, size, 3)
+    return cut.transpose(0, 2, 4, 1, 3).reshape(rows * columns, -1)
+
+
+def block_order(rows: int, columns: int, size: int) -> NDArray[np.int64]:
+    """Numbers of patches in the order of square blocks of ``size`` times ``size``: each block's stand together."""
+    numbers = np.arange(rows * columns).reshape(rows // size, size, columns // size, size)
+    return numbers.transpose(0, 2, 1, 3).reshape(-1)
+
+
+def bilinear(table: NDArray[np.float32], rows: int, columns: int) -> NDArray[np.float32]:
+    """A square table of positions [n * n, d] at the places of another grid, whose corners are the table's.
+
+    Source: Qwen3-VL's ``fast_pos_embed_interpolate``.
+    """
+    n = int(len(table) ** 0.5)
+    square = table.reshape(n, n, -1)
+    for axis, size in enumerate((rows, columns)):
+        places = np.linspace(0, n - 1, size, dtype=np.float32)
+        low = places.astype(np.int64)
+        high, share = np.minimum(low + 1, n - 1), places - low.astype(np.float32)
+        share = share.reshape(-1, 1, 1) if axis == 0 else share.reshape(1, -1, 1)
+        square = np.take(square, low, axis) * (1 - share) + np.take(square, high, axis) * share
+    return square.reshape(rows * columns, -1)
+
+
+def smart_resize(height: int, width: int, factor: int, low: int, high: int) -> tuple[int, int]:
+    """Sides that are multiples of ``factor``, with between ``low`` and ``high`` pixels, about as tall as before.
+
+    Source: Qwen2-VL's ``smart_resize``.
+    """
+    if max(height, width) > 200 * min(height, width):
+        raise UsageError(
+            f"a picture of {width} × {height} pixels is too long for this model, which takes sides up to 200 : 1: "
+            "crop it"
+        )
+    tall, wide = (round(side / factor) * factor for side in (height, width))
+    if tall * wide > high:
+        beta = (height * width / high) ** 0.5
+        tall, wide = (max(factor, int(side / beta // factor) * factor) for side in (height, width))
+    elif tall * wide < low:
+        beta = (low / (height * width)) ** 0.5
+        tall, wide = (-(-side * beta // factor) * factor for side in (height, width))
+    return int(tall), int(wide)

@@ -1,0 +1,108 @@
+"""``clip.projector_type`` to the family that knows it, and from a file's header to an encoder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from localllm.errors import KernelError, ModelError, UnsupportedArchitectureError, quoted
+from localllm.models.config import Metadata
+from localllm.models.hf_convert import Array
+from localllm.models.vision.encoder import Checkpoint, VisionModel
+from localllm.models.weights import ModelFile, Weights
+
+
+@dataclass(frozen=True)
+class Projector:
+    """A class of a module of this folder, and the checkpoints that its files are made of."""
+
+    module: str
+    name: str
+    models: str
+    hf_types: str = ""  # ``model_type`` in config.json, separated by spaces
+
+    @property
+    def model(self) -> type[VisionModel]:
+        found: type[VisionModel] = getattr(import_module(f"localllm.models.vision.{self.module}"), self.name)
+        return found
+
+    @property
+    def names(self) -> Mapping[str, str]:
+        """Hugging Face's names of tensors, by GGUF's."""
+        names: Mapping[str, str] = import_module(f"localllm.models.vision.{self.module}").HF_NAMES
+        return names
+
+    @property
+    def keys(self) -> Callable[[Checkpoint], dict[str, Any]]:
+        """Keys of the file behind ``clip.``, beside the usual ones."""
+        keys: Callable[[Checkpoint], dict[str, Any]] = import_module(f"localllm.models.vision.{self.module}").hf_keys
+        return keys
+
+    @property
+    def tensor(self) -> Callable[[str, Array, Checkpoint], Array | Mapping[str, Array]]:
+        """What the file has of a tensor: itself, or others by GGUF's names."""
+        tensor: Callable[[str, Array, Checkpoint], Array | Mapping[str, Array]] = import_module(
+            f"localllm.models.vision.{self.module}"
+        ).hf_tensor
+        return tensor
+
+
+PROJECTORS: dict[str, Projector] = {
+    "gemma3": Projector("siglip", "Gemma3", "Gemma 3", "gemma3"),
+    "idefics3": Projector("siglip", "Idefics3", "Idefics 3, SmolVLM", "idefics3 smolvlm"),
+    "internvl": Projector("internvl", "InternVL", "InternVL 2.5 to 3.5", "internvl"),
+    "pixtral": Projector("pixtral", "Pixtral", "Pixtral, Mistral Small 3.1, Ministral 3", "mistral3"),
+    "qwen2vl_merger": Projector("qwen", "Qwen2VL", "Qwen 2-VL", "qwen2_vl"),
+    "qwen3vl_merger": Projector(
+        "qwen", "Qwen3VL", "Qwen 3-VL, Qwen 3.5 and 3.6", "qwen3_vl qwen3_vl_moe qwen3_5 qwen3_5_moe"
+    ),
+}
+
+#: Keys that change nothing here.
+_HARMLESS = ("has_vision_encoder", "has_audio_encoder", "vision.feed_forward_length", "vision.projector_type")
+
+
+def projector_of(metadata: Mapping[str, Any]) -> str:
+    """The projector that a file's keys name.
+
+    Raises:
+        ModelError: it is not a file of an encoder, or has none of pictures.
+        UnsupportedArchitectureError: the projector is not one of `PROJECTORS`.
+    """
+    architecture = metadata.get("general.architecture")
+    if architecture != "clip":
+        raise ModelError(
+            f"the file has the architecture {quoted(architecture)}, not an encoder of pictures: give an mmproj file"
+        )
+    projector = metadata.get("clip.projector_type") or metadata.get("clip.vision.projector_type")
+    if not metadata.get("clip.has_vision_encoder", projector is not None):
+        raise ModelError("the mmproj file has no encoder of pictures")
+    if projector not in PROJECTORS:
+        known = ", ".join(PROJECTORS)
+        raise UnsupportedArchitectureError(
+            f"the projector {quoted(projector)} of the mmproj file is not supported; localllm knows {known}"
+        )
+    return str(projector)
+
+
+def read_encoder(file: ModelFile) -> VisionModel:
+    """The encoder of pictures in an ``mmproj`` file, from its header, and small tables of it.
+
+    Raises:
+        As `projector_of`.
+        ModelError: a key or tensor is missing, at odds with the others, or one that nothing here reads.
+    """
+    family = PROJECTORS[projector_of(file.metadata)]
+    meta, weights = Metadata(file.metadata, "clip"), Weights(file)
+    weights.skip(*(name for name in file.tensors if name.startswith(("a.", "mm.a."))))
+    meta.skip("projector_type", *_HARMLESS)
+    meta.skip(*(key.removeprefix("clip.") for key in file.metadata if key.startswith("clip.audio.")))
+    try:
+        model = family.model(meta, weights)
+    except KernelError as error:
+        raise ModelError(f"{error}: the hyper-parameters are at odds with each other") from error
+    meta.check_all_read()
+    weights.check_all_used()
+    return model

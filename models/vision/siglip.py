@@ -1,0 +1,159 @@
+"""Encoders of SigLIP (arXiv:2303.15343) with a table of positions: Gemma 3, and Idefics 3 and SmolVLM."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localllm.errors import ModelError
+from localllm.kernels.graph import Linear, Matrix, Outputs, RMSNorm
+from localllm.models.hf_convert import Array, floats
+from localllm.models.vision.encoder import Checkpoint, Pixels, Prepared, VisionModel
+from localllm.models.vision.pictures import resized
+from localllm.models.vision.views import Transposed
+
+HF_NAMES = {
+    "v.patch_embd": "embeddings.patch_embedding",
+    "v.position_embd": "embeddings.position_embedding",
+    "v.post_ln": "post_layernorm",
+    "mm.input_projection.weight": "multi_modal_projector.mm_input_projection_weight",
+    "mm.soft_emb_norm": "multi_modal_projector.mm_soft_emb_norm",
+    "mm.model.fc": "connector.modality_projection.proj",
+    "v.blk.*.ln1": "encoder.layers.*.layer_norm1",
+    "v.blk.*.ln2": "encoder.layers.*.layer_norm2",
+    "v.blk.*.attn_q": "encoder.layers.*.self_attn.q_proj",
+    "v.blk.*.attn_k": "encoder.layers.*.self_attn.k_proj",
+    "v.blk.*.attn_v": "encoder.layers.*.self_attn.v_proj",
+    "v.blk.*.attn_out": "encoder.layers.*.self_attn.out_proj",
+    "v.blk.*.ffn_up": "encoder.layers.*.mlp.fc1",
+    "v.blk.*.ffn_down": "encoder.layers.*.mlp.fc2",
+}
+
+
+def hf_keys(c: Checkpoint) -> dict[str, Any]:
+    vision, is_gemma = c.vision, c.values["model_type"] == "gemma3"
+    keys = {
+        "projector_type": "gemma3" if is_gemma else "idefics3",
+        "use_gelu": True,
+        "vision.attention.layer_norm_epsilon": vision.get("layer_norm_eps", 1e-6),
+    }
+    if not is_gemma:
+        longest = (c.processor.get("size") or {}).get("longest_edge", vision["image_size"])
+        return keys | {
+            "vision.projector.scale_factor": c.values.get("scale_factor", 2),
+            "vision.preproc_image_size": longest,
+        }
+    side = math.isqrt(c.values.get("mm_tokens_per_image", 256))
+    factor = vision["image_size"] // vision["patch_size"] // side
+    return keys | {"vision.projector.scale_factor": None if factor == 4 else factor}
+
+
+def hf_tensor(name: str, array: Array, c: Checkpoint) -> Array | Mapping[str, Array]:
+    if ".head." in name:  # SigLIP's own pooling
+        return {}
+    return floats(array) + 1 if name.endswith("mm_soft_emb_norm.weight") else array
+
+
+class Siglip(VisionModel):
+    """The encoder."""
+
+    def encoded(self) -> Any:
+        """What the layers make of patches, normed."""
+        self.side = self.image_size // self.patch_size
+        if not self.side:
+            raise ModelError("clip.vision.image_size is less than a patch: the file is broken")
+        self.position_table = self.table("v.position_embd.weight", self.side**2, self.n_embd)
+        x = self.layers(self.embedded(self.patch_matrix(), has_positions=True))
+        return self.vector_norm(x, "v.post_ln", self.eps)
+
+    def positions(self, rows: int, columns: int) -> Pixels:
+        return self.position_table
+
+
+class Gemma3(Siglip):
+    marker = "<start_of_image>"
+
+    def read(self) -> None:
+        self.merge = self.number("projector.scale_factor", 4)
+
+    def record(self) -> None:
+        x = self.graph.add(Outputs(self.encoded(), self.merge**2, is_mean=True))
+        x = self.graph.add(RMSNorm(x, self.weights.vector("mm.soft_emb_norm", self.n_embd), self.eps))
+        stored = self.weights.require("mm.input_projection.weight", self.n_embd, self.width)
+        self.graph.add(Linear(x, Matrix(Transposed(stored))))
+
+    def prepare(self, picture: Any, max_tokens: int | None = None) -> Prepared:
+        side = self.image_size // self.patch_size // self.merge
+        frame = np.asarray(resized(picture, self.image_size, self.image_size, "bilinear"))
+        return Prepared((frame,), ("\n\n<start_of_image>", side * side, "<end_of_image>\n\n"), (side, side))
+
+
+class Idefics3(Siglip):
+    """Tiles of a larger picture, row after row, and the whole in one tile."""
+
+    marker = "<image>"
+    #: No picture has longer sides.
+    longest = 4096
+
+    def read(self) -> None:
+        self.merge = self.number("projector.scale_factor", 2)
+        self.edge = self.number("preproc_image_size", self.image_size)
+
+    def record(self) -> None:
+        x = self.joined(self.encoded())
+        self.graph.add(Linear(x, self.weights.matrix("mm.model.fc", x.width, self.width)))
+
+    def positions(self, rows: int, columns: int) -> Pixels:
+        """Those of the nearest places of the table: the same, as tiles are squares of its size."""
+        return self.position_table
+
+    def prepare(self, picture: Any, max_tokens: int | None = None) -> Prepared:
+        tile, n = self.image_size, (self.image_size // self.patch_size // self.merge) ** 2
+        edge = self.edge
+        while max_tokens is not None and edge > tile and ((edge // tile) ** 2 + 1) * n > max_tokens:
+            edge -= tile
+        whole = resized(picture, *self._to_edge(picture.height, picture.width, edge), "lanczos")
+        ratio = whole.width / whole.height
+        if whole.width >= whole.height:
+            width = math.ceil(whole.width / tile) * tile
+            height = math.ceil(int(width / ratio) / tile) * tile
+        else:
+            height = math.ceil(whole.height / tile) * tile
+            width = math.ceil(int(height * ratio) / tile) * tile
+        whole = resized(whole, height, width, "lanczos")
+        grid = int(n**0.5), int(n**0.5)
+        around, overview = "<fake_token_around_image>", "<global-img>"
+        if height <= tile and width <= tile:
+            return Prepared((np.asarray(whole),), (f"{around}{overview}", n, around), grid)
+        pixels = np.asarray(whole)
+        frames: list[NDArray[np.uint8]] = []
+        parts: list[str | int] = []
+        for row in range(height // tile):
+            for column in range(width // tile):
+                frames.append(pixels[row * tile : (row + 1) * tile, column * tile : (column + 1) * tile])
+                line = "\n" if row and not column else ""
+                parts += [f"{line}{around}<row_{row + 1}_col_{column + 1}>", n]
+        frames.append(np.asarray(resized(whole, tile, tile, "lanczos")))
+        parts += [f"\n\n{around}{overview}", n, around]
+        return Prepared(tuple(frames), tuple(parts), grid)
+
+    def _to_edge(self, height: int, width: int, edge: int) -> tuple[int, int]:
+        """The longer side becomes ``edge``, the other one even; then none is longer than `longest`."""
+        ratio = width / height
+        if width >= height:
+            width, height = edge, int(edge / ratio)
+            height += height % 2
+        else:
+            height, width = edge, int(edge * ratio)
+            width += width % 2
+        height, width = max(height, 1), max(width, 1)
+        ratio = width / height
+        if width >= height and width > self.longest:
+            width, height = self.longest, int(self.longest / ratio)
+        elif height > width and height > self.longest:
+            height, width = self.longest, int(self.longest * ratio)
+        return max(height, 1), max(width, 1)

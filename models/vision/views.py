@@ -1,0 +1,81 @@
+"""Weights of encoders that are made of a file's when they are read, in float32."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localllm.kernels.graph import Weight, WeightView
+from localllm.quant.formats import dequantize
+from localllm.quant.types import GGMLType
+
+
+def floats(weight: Weight) -> NDArray[np.float32]:
+    """What a weight holds."""
+    return dequantize(weight.data, weight.type).reshape(weight.shape)
+
+
+@dataclass(frozen=True, eq=False)
+class FloatView(WeightView):
+    """Values of another weight in float32, changed."""
+
+    type = GGMLType.F32
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.whole.shape
+
+    def values(self) -> NDArray[np.float32]:
+        """The changed values, in any shape."""
+        raise NotImplementedError
+
+    @property
+    def data(self) -> NDArray[np.uint8]:
+        values = np.ascontiguousarray(self.values(), np.float32).reshape(self.shape)
+        return values.view(np.uint8)
+
+
+@dataclass(frozen=True, eq=False)
+class SumOf(FloatView):
+    """A weight plus another: the kernels of a convolution over two pictures, which are the same one."""
+
+    other: Weight
+
+    def values(self) -> NDArray[np.float32]:
+        return floats(self.whole) + floats(self.other)
+
+
+@dataclass(frozen=True, eq=False)
+class RowsScaled(FloatView):
+    """A matrix or a bias whose rows are multiplied with a factor each: a scale of what it gives."""
+
+    factors: Weight
+
+    def values(self) -> NDArray[np.float32]:
+        values = floats(self.whole)
+        return values * floats(self.factors).reshape(-1, *(1,) * (values.ndim - 1))
+
+
+@dataclass(frozen=True, eq=False)
+class ColumnsByPart(FloatView):
+    """A matrix whose columns, of ``n`` parts, go from one value of each part after the other to part after part."""
+
+    n: int
+
+    def values(self) -> NDArray[np.float32]:
+        values = floats(self.whole)
+        return values.reshape(len(values), -1, self.n).swapaxes(1, 2)
+
+
+@dataclass(frozen=True, eq=False)
+class Transposed(FloatView):
+    """A matrix that is stored the other way round."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.whole.shape[::-1]
+
+    def values(self) -> NDArray[np.float32]:
+        return floats(self.whole).T
