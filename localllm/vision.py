@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.devices import open_devices
+from localllm.engine.pictures import Embeddings, Picture
 from localllm.errors import ModelError, UsageError, path_text
 from localllm.gguf import GGUFFile
 from localllm.kernels.backend import Backend, Batch, HostOutput, Step
@@ -23,6 +25,8 @@ __all__ = ["Encoder", "Prepared"]
 
 #: Patches that one step encodes at most, unless one frame has more.
 STEP_PATCHES = 4096
+#: How long a piece of a step takes, between which the engine goes on with others.
+PIECE_S = 0.02
 
 
 @dataclass(eq=False)
@@ -112,28 +116,37 @@ class Encoder:
             raise UsageError(f"max_tokens={max_tokens} is out of range: give a picture at least 1 token")
         return self.model.prepare(open_picture(picture), max_tokens)
 
-    def tokens(self, picture: Any, max_tokens: int | None = None) -> int:
-        """How many tokens of the text model a picture takes, without the words around it."""
-        return self.prepare(picture, max_tokens).n_tokens
+    def picture(self, picture: Any, max_tokens: int | None = None) -> Picture:
+        """A picture as requests have it, by the same name wherever its pixels are the same.
 
-    def encode(self, pictures: Sequence[Any]) -> list[NDArray[np.float32]]:
-        """The embeddings of pictures, as `prepare` takes or gives them: float32 [n_tokens, n_embeddings, width] each.
+        Args:
+            picture, max_tokens: as for `prepare`.
+        """
+        prepared = self.prepare(picture, max_tokens)
+        name = hashlib.sha256(self._file.fingerprint().encode())
+        for frame in prepared.frames:
+            name.update(repr(frame.shape).encode())
+            name.update(frame.tobytes())
+        return Picture(name.digest(), prepared.n_tokens, prepared.grid if self.model.has_grid else (0, 0), prepared)
+
+    def encode(self, pictures: Sequence[Picture]) -> Generator[None, None, list[Embeddings]]:
+        """The embeddings of pictures, float32 [n_tokens, n_embeddings, width] each; yields between pieces of work.
 
         Several frames are computed at once, and the same bits come of each whatever is beside it.
         """
-        prepared = [self.prepare(picture) for picture in pictures]
+        prepared: list[Prepared] = [picture.source for picture in pictures]
         frames = [self.model.rows(frame) for each in prepared for frame in each.frames]
         made: list[NDArray[np.float32]] = []
         for some in _batches(frames):
-            outputs = [len(frame.outputs) for frame in some]
-            made += np.split(self._run(some), np.cumsum(outputs)[:-1])
-        found: list[NDArray[np.float32]] = []
+            rows = yield from self._run(some)
+            made += np.split(rows, np.cumsum([len(frame.outputs) for frame in some])[:-1])
+        found: list[Embeddings] = []
         for each in prepared:
             own, made = made[: len(each.frames)], made[len(each.frames) :]
             found.append(np.concatenate(own))
         return found
 
-    def _run(self, frames: Sequence[FrameRows]) -> NDArray[np.float32]:
+    def _run(self, frames: Sequence[FrameRows]) -> Generator[None, None, NDArray[np.float32]]:
         """One step: [N, n_embeddings, width]."""
         lengths = [frame.axes.shape[1] for frame in frames]
         starts = np.cumsum([0, *lengths]).astype(np.int32)
@@ -156,9 +169,9 @@ class Encoder:
             ).astype(np.int32),
             axes=np.concatenate([frame.axes for frame in frames], axis=1),
         )
-        rows = step.run(batch, HostOutput(np.concatenate([frame.given for frame in frames]))).rows()
-        further = [step.value(x) for x in self.model.further]
-        return np.stack([rows, *further], axis=1)
+        given = HostOutput(np.concatenate([frame.given for frame in frames]))
+        rows = (yield from step.run_in_pieces(batch, PIECE_S, given)).rows()
+        return np.stack([rows, *(step.value(x) for x in self.model.further)], axis=1)
 
     def _compiled(self, n_tokens: int, n_outputs: int, lengths: Sequence[int]) -> Step:
         """A step with room for so many patches: that of before, or a larger one in its place."""

@@ -91,6 +91,8 @@ class VisionModel:
     marker: ClassVar[str]
     #: What stands around the marker where no template puts it.
     around: ClassVar[tuple[str, str]] = ("", "")
+    #: Whether a picture's tokens turn by row and column in the text model (M-RoPE).
+    has_grid: ClassVar[bool] = False
     #: Patches of a side that become one row together.
     merge: int = 1
     #: Rows before the patches, such as a class token's.
@@ -118,6 +120,7 @@ class VisionModel:
         self.read()
         self.graph = Graph()
         self.record()
+        self.graph.watched.update(self.further)
 
     def number(self, key: str, default: Any = None) -> int:
         """The whole number ``clip.vision.{key}``."""

@@ -72,6 +72,7 @@ class QwenVision(VisionModel):
     """What both have in common."""
 
     marker, around = "<|image_pad|>", ("<|vision_start|>", "<|vision_end|>")
+    has_grid = True
     #: Fewest and most pixels, where the file does not say.
     limits = 1 << 16, 1 << 24
 

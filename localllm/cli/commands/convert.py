@@ -16,7 +16,7 @@ from localllm.library.names import HubName
 
 def run(arguments: argparse.Namespace) -> None:
     """Converts the checkpoint that the command line names, which is downloaded first if it is on the hub."""
-    from localllm.convert import Checkpoint
+    from localllm.convert import Checkpoint, MmprojCheckpoint
     from localllm.library.pull import pull_checkpoint
     from localllm.quantize import plan
 
@@ -24,12 +24,13 @@ def run(arguments: argparse.Namespace) -> None:
     folder = Path(arguments.model)
     if not folder.exists() and HubName.parse(arguments.model):
         folder = download(arguments.model, quiet=arguments.quiet, by=pull_checkpoint)
-    checkpoint = Checkpoint(folder)
+    checkpoint = MmprojCheckpoint(folder) if arguments.mmproj else Checkpoint(folder)
     planned = plan(
         checkpoint, arguments.output or Path(), arguments.type, allow_requantize=arguments.allow_requantize
     )
     if arguments.output is None:
-        output = Path(f"{checkpoint.metadata['general.name']}-{planned.mix}.gguf")
+        before = "mmproj-" if arguments.mmproj else ""
+        output = Path(f"{before}{checkpoint.metadata['general.name']}-{planned.mix}.gguf")
         planned = replace(planned, files=[(output, planned.tensors)])
     carry_out(planned, arguments)
 
@@ -39,6 +40,7 @@ COMMAND = Command(
     "make a GGUF file of a checkpoint",
     [
         OUTPUT,
+        flag("--mmproj", "the encoder of pictures of a model that sees, as mmproj-NAME-TYPE.gguf"),
         flag("--type TYPE", "a type or mix of types, such as Q8_0 (default: as it is stored)"),
         DRY_RUN,
         REQUANTIZE,
@@ -48,8 +50,8 @@ COMMAND = Command(
     """\
 Reads safetensors, also split, of F32, F16, BF16, FP8, MXFP4 and NVFP4, and INT4 as GPTQ, AWQ and compressed-tensors
 have it, whose integers are kept as Q4_0 or Q4_1 unless --type says otherwise.  Of models that see or hear it converts
-what writes.  What would not load is refused before anything is written.  After Ctrl-C or a crash the same
-command goes on where it stopped.
+what writes, and with --mmproj what sees.  What would not load is refused before anything is written.  After Ctrl-C or
+a crash the same command goes on where it stopped.
 """,
     words=Words(
         "FOLDER OUTPUT",
