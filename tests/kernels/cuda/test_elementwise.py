@@ -156,6 +156,27 @@ def gathered(device: Device, x: Array, rows: Array) -> Array:
     return device.download(y, np.float32, 4, 532)
 
 
+def joined(device: Device, x: Array, rows: Array, *, is_mean: bool) -> Array:
+    """float32 [3, 2 * 532], of which two rows are wanted, each made of two neighbouring ones of 530."""
+    y = device.upload(np.full((3, 2 * 532), np.nan, np.float32))
+    inputs = [device.upload(rows), np.int32(2), np.int32(is_mean), device.upload(padded(x))]
+    values = [header(device, len(x), 2), *inputs, np.int32(532), np.int32(530), y, np.int32(2 * 532)]
+    launch(device, "join_rows", (2, 3), 128, values)
+    return device.download(y, np.float32, 3, 2 * 532)
+
+
+@pytest.mark.parametrize("is_mean", [False, True])
+def test_rows_are_joined(checked: Device, is_mean: bool) -> None:
+    x = random(5, 530)
+    out = joined(checked, x, np.array([3, 0, 1], np.int32), is_mean=is_mean)
+    pairs = np.stack([x[3:5], x[0:2]])
+    if is_mean:
+        np.testing.assert_array_equal(out[:2, :530], pairs.sum(axis=1) * np.float32(0.5))
+    else:
+        np.testing.assert_array_equal(out[:2, : 2 * 530], pairs.reshape(2, -1))
+    assert np.isnan(out[2]).all()
+
+
 def test_rows_are_gathered(checked: Device) -> None:
     x, rows = random(5, 530), np.array([4, 0, 0, 1], np.int32)
     out = gathered(checked, x, rows)

@@ -11,6 +11,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,7 @@ from tests.kernels.cuda.test_elementwise import (
     cap_inputs,
     gate_inputs,
     gathered,
+    joined,
     largest,
     logits,
     norm_inputs,
@@ -156,9 +158,10 @@ def operation(kernel: str, module: str, defines: Defines, case: Callable[[], ope
     def run(device: Device) -> Array:
         own = case()
         step = operations.compiled(ops_of(device.driver), own, 4)
-        out = step(make_batch([(range(40), 0, [1]), (range(60, 65), 0, [2])], states=[2, 0])).copy()
+        first = make_batch([(range(40), 0, [1]), (range(60, 65), 0, [2])], states=[2, 0])
+        out = step(own.completed(first)).copy()
         more = make_batch([(range(65, 67), 5, [2]), (range(40, 43), 40, [1])], states=[0, 2])
-        return np.concatenate([out, step(more)])
+        return np.concatenate([out, step(own.completed(more))])
 
     return Case(kernel, module, defines, run)
 
@@ -194,6 +197,10 @@ def expert_product(kernel: str) -> Case:
 
 def soft_capped(device: Device) -> Array:
     return row_launch(device, "softcap", 3, 700, cap_inputs(device, 40 * random(3, 700), 30), False)
+
+
+def joined_rows(is_mean: bool, device: Device) -> Array:
+    return joined(device, random(5, 530), np.array([3, 0, 1], np.int32), is_mean=is_mean)
 
 
 def drawn(device: Device) -> Array:
@@ -258,6 +265,11 @@ CASES = {
         "quantise", "quantise", quantised(T.Q4_0).defines, lambda: operations.head_linear(T.Q4_0, 32)
     ),
     "copy_heads": operation("copy_heads", "elementwise", {}, lambda: operations.head_linear(T.F32, 32)),
+    "add_rows": operation("add_rows", "elementwise", {}, lambda: operations.embeddings_of_pictures(100)),
+    **{
+        f"join_rows{' to a mean' * is_mean}": elementwise("join_rows", partial(joined_rows, is_mean))
+        for is_mean in (False, True)
+    },
     "gather_rows": elementwise("gather_rows", lambda d: gathered(d, random(5, 530), WANTED)),
     "argmax": elementwise("argmax", lambda d: largest(d, logits(5000))[0]),
     "top_parts": elementwise("top_parts", lambda d: top(d, logits(4000)[:1], 700)[0]),
