@@ -179,6 +179,12 @@ class KVCache:
     values_in_keys: bool = False
     # tokens that are kept: none is seen by one that comes so many behind it.  None: all of them.
     window: int | None = None
+    is_index: bool = False  # whether it is a layer's second one, of what `IndexSelect` chooses by
+
+    @property
+    def key(self) -> int:
+        """What it is found by among those of a graph."""
+        return ~self.layer if self.is_index else self.layer
 
     def bytes_per_token(self) -> int:
         """Bytes of one token's keys and values, without padding."""
@@ -637,6 +643,7 @@ class Attention(Operation[Tensor]):
     max(0, p - window + 1) … p, or those of its ``chunk``, p - p % chunk … p.  Where it is not ``causal``, it sees as
     many behind it, as far as they are in the cache: a text then has to come in one batch.  With ``has_spans``, it
     sees what is behind it before the end that the batch has for it, too, as the tokens of a picture see each other.
+    With ``selected`` [T, k], which `IndexSelect` makes, it sees those positions alone.
 
     With ``softcap``, scores s (scaled) become softcap * tanh(s / softcap).  With ``sinks`` [H], the softmax of each
     query head has one more score, that one, which takes its share and adds no value.
@@ -654,6 +661,7 @@ class Attention(Operation[Tensor]):
     chunk: int | None = None
     causal: bool = True
     has_spans: bool = False
+    selected: Tensor | None = None
 
     @property
     def n_heads(self) -> int:
@@ -677,8 +685,45 @@ class Attention(Operation[Tensor]):
             raise KernelError("attention in chunks is causal, and has no window beside them")
         if self.has_spans and (self.chunk is not None or not self.causal):
             raise KernelError("attention that sees spans both ways is causal else, and not in chunks")
+        if self.selected is not None:
+            _check_rows(Rows.TOKENS, self.selected)
+            if reach is not None or self.softcap or self.has_spans or not (self.causal and self.cache.values_in_keys):
+                raise KernelError(
+                    "positions can be selected of latents alone, and without a window, spans or soft-cap"
+                )
         _check_shape(self.sinks, self.n_heads)
         return Tensor(Rows.TOKENS, self.n_heads * self.cache.value_dim)
+
+
+@dataclass(frozen=True, eq=False)
+class IndexSelect(Operation[Tensor]):
+    """The k positions that a token attends to, in order: numbers [T, k], and -1 behind them where it sees fewer.
+
+    They are those of the largest scores, of equals the first: the sum over heads of weight * max(0, q · key), for
+    queries [T, H * dim], ``head_weights`` [T, H] and the keys of an indexer, which `RopeAppend` puts into its cache.
+
+    Source: DeepSeek-V3.2, arXiv:2512.02556.
+    """
+
+    q: Tensor
+    head_weights: Tensor
+    cache: KVCache
+    k: int
+
+    @property
+    def n_heads(self) -> int:
+        return self.q.width // self.cache.key_dim
+
+    @cached_property
+    def result(self) -> Tensor:
+        cache = self.cache
+        _check_rows(Rows.TOKENS, self.q, self.head_weights)
+        _check_queries(self.q, cache)
+        if cache.n_heads != 1 or not cache.values_in_keys or cache.window is not None or self.k < 1:
+            raise KernelError("an indexer keeps one key of every token, and chooses at least one position")
+        if self.head_weights.width != self.n_heads:
+            raise KernelError(f"{self.head_weights.width} weights do not fit {self.n_heads} heads of an indexer")
+        return Tensor(Rows.TOKENS, self.k)
 
 
 #: The longest kernel of `CausalConv`.
@@ -1073,7 +1118,7 @@ class Graph:
 
     cache_type: CacheType = "f16"  # what the layers' caches keep keys and values in
     nodes: list[Node] = field(default_factory=list)  # the operations, in execution order
-    caches: dict[int, KVCache] = field(default_factory=dict)  # what each layer keeps of every token
+    caches: dict[int, KVCache] = field(default_factory=dict)  # what layers keep of every token, by `KVCache.key`
     # what each layer keeps of every sequence
     states: dict[int, tuple[RecurrentState, ...]] = field(default_factory=dict)
     # those of all caches of the whole graph.  Caches of one window form a **group**, numbered as here, with pages and
@@ -1093,21 +1138,25 @@ class Graph:
         *,
         values_in_keys: bool = False,
         window: int | None = None,
+        is_index: bool = False,
     ) -> KVCache:
-        """Declares that the layer keeps keys and values of so many heads; without ``value_dim``, both are as long."""
+        """Declares that the layer keeps keys and values of so many heads; without ``value_dim``, both are as long.
+
+        ``is_index``: those are the keys of an indexer, which are kept beside them.
+        """
         value_dim = key_dim if value_dim is None else value_dim
-        if not isinstance(self.layer, int) or self.layer in self.caches:
+        number = self.layer if isinstance(self.layer, int) else 0
+        if not isinstance(self.layer, int) or (~number if is_index else number) in self.caches:
             raise KernelError(f"a cache cannot be declared in {self.layer}: each layer has at most one")
         if values_in_keys and value_dim > key_dim:
             raise KernelError(f"{value_dim} values cannot be the first ones of {key_dim}")
         if window is not None and window < 1:
             raise KernelError(f"a cache cannot have a window of {window} tokens: give at least 1")
-        self.caches[self.layer] = KVCache(
-            self.layer, n_heads, key_dim, value_dim, self.cache_type, values_in_keys, window
-        )
+        cache = KVCache(number, n_heads, key_dim, value_dim, self.cache_type, values_in_keys, window, is_index)
+        self.caches[cache.key] = cache
         if window not in self.windows:
             self.windows.append(window)
-        return self.caches[self.layer]
+        return cache
 
     def group(self, cache: KVCache) -> int:
         """The number of the group that a cache belongs to."""
@@ -1206,7 +1255,7 @@ class Graph:
                 uses the keys and values of one that is not.
         """
         part = Graph(self.cache_type)
-        part.caches = {n: c for n, c in self.caches.items() if n in layers}
+        part.caches = {n: c for n, c in self.caches.items() if c.layer in layers}
         part.states = {n: s for n, s in self.states.items() if n in layers}
         part.windows, part.watched = self.windows, self.watched
         ends = {"embedding": layers.start == 0, "output": layers.stop == self.n_layers}

@@ -74,10 +74,10 @@ class ReferenceBackend(Backend):
             [buffers[x] for x in (*node.operation.inputs, *node.operation.results) if isinstance(x, Tensor)]
             for node in graph.nodes
         ]
-        caches = {
-            layer: sum(map(prod, _kept_shapes(c, n_pages[graph.group(c)], self.page_size))) * _kept_type(c)().itemsize
-            for layer, c in graph.caches.items()
-        }
+        caches: dict[int, int] = {}
+        for c in graph.caches.values():
+            n_values = sum(map(prod, _kept_shapes(c, n_pages[graph.group(c)], self.page_size)))
+            caches[c.layer] = caches.get(c.layer, 0) + n_values * _kept_type(c)().itemsize
         for layer, states in graph.states.items():
             caches[layer] = caches.get(layer, 0) + sum(4 * n_states * state.n_values for state in states)
 
@@ -303,7 +303,7 @@ class _Run:
         k = None if op.k is None else self._heads(op.k, cache.key_dim, op.k_norm, op.rope, norm_last=op.norm_last)
         v = None if op.v is None else self._heads(op.v, cache.value_dim, op.v_norm, None)
         rounded = in_q8_0 if cache.type == "q8_0" else in_range
-        for x, kept in zip((k, v), self.cache.layers[cache.layer], strict=True):
+        for x, kept in zip((k, v), self.cache.layers[cache.key], strict=True):
             if x is None:
                 continue
             for s, (start, stop, _) in enumerate(batch.sequences()):
@@ -333,7 +333,7 @@ class _Run:
 
     def attention(self, op: g.Attention) -> Array:
         batch, cache = self.batch, op.cache
-        keys, values = self.cache.layers[cache.layer]
+        keys, values = self.cache.layers[cache.key]
         tables = batch.block_tables[self.graph.group(cache)]
         if cache.values_in_keys:
             values = keys[..., : cache.value_dim]
@@ -349,6 +349,8 @@ class _Run:
                 if op.has_spans and len(batch.ends):
                     end = int(batch.ends[t])
                 seen = np.arange(begin, end)
+                if op.selected is not None:
+                    seen = self.values[op.selected][t, : len(seen)].astype(np.int64)
                 page, place = tables[s, seen // self.cache.page_size], seen % self.cache.page_size
                 own_keys, own_values = (
                     part[page, place].astype(np.float32) for part in (keys, values)
@@ -360,6 +362,21 @@ class _Run:
                     scores = np.concatenate([scores, sinks], axis=-1)
                 out[t] = np.einsum("ghl,lgd->ghd", softmax(scores)[..., : len(seen)], own_values)
         return out.reshape(len(q), -1)
+
+    def index_select(self, op: g.IndexSelect) -> Array:
+        batch, cache, k = self.batch, op.cache, op.k
+        keys, tables = self.cache.layers[cache.key][0], batch.block_tables[self.graph.group(cache)]
+        q, weights = self.values[op.q].reshape(-1, op.n_heads, cache.key_dim), self.values[op.head_weights]
+        out: Array = np.full((len(q), k), -1, np.float32)
+        for s, (start, stop, _) in enumerate(batch.sequences()):
+            for t in range(start, stop):
+                chosen = seen = np.arange(int(batch.positions[t]) + 1)
+                if len(seen) > k:
+                    own = keys[tables[s, seen // self.cache.page_size], seen % self.cache.page_size, 0]
+                    scores = weights[t] @ np.maximum(q[t] @ own.astype(np.float32).T, 0)
+                    chosen = np.sort(np.argsort(-scores, kind="stable")[:k])
+                out[t, : len(chosen)] = chosen
+        return out
 
     def causal_conv(self, op: g.CausalConv) -> Array:
         x, weight = self.values[op.x], self.arrays[op.weight]

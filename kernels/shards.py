@@ -224,5 +224,5 @@ class _Sharding:
             if isinstance(value, Tensor):
                 changes[each.name] = self.tensors.get(value, value)
             elif isinstance(value, g.KVCache):
-                changes[each.name] = self.own.caches[value.layer]
+                changes[each.name] = self.own.caches[value.key]
         return replace(op, **changes)

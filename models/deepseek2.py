@@ -7,6 +7,7 @@ space, and what attention gives is brought out of it again.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -110,14 +111,18 @@ class Latents:
         return cls(n_heads, n_latent, n_rot, key_dim, value_dim, n_query, scale * key_dim**-0.5)
 
 
-def record(m: Header) -> Graph:
+#: Of a layer, its normed input and what queries are made of, gives the positions that tokens attend to; None for all.
+Select = Callable[[Layer, Tensor, Tensor], Tensor | None]
+
+
+def record(m: Header, select: Select | None = None) -> Graph:
     rope, scale = make_latent_rope(m)
     latents, q_scale = Latents.read(m, scale), read_q_scale(m)
     is_biased = f"blk.{m.config.n_layers - 1}.exp_probs_b.bias" in m.weights
     ffn = m.feed_forward(m.experts(norm_topk_prob=False, gating="sigmoid" if is_biased else "softmax"))
 
     def layer(at: Layer, x: Tensor) -> Tensor:
-        x = latent_attention(at, norm(at, "attn_norm", x), latents, rope, residual=x, q_scale=q_scale)
+        x = latent_attention(at, norm(at, "attn_norm", x), latents, rope, residual=x, q_scale=q_scale, select=select)
         return feed_forward(at, norm(at, "ffn_norm", x), ffn, residual=x)
 
     return decoder(m, layer)
@@ -147,14 +152,21 @@ def latent_attention(
     residual: Tensor | None = None,
     q_scale: PositionScale | None = None,
     has_gate: bool = False,
+    select: Select | None = None,
 ) -> Tensor:
-    """Attention over latents; without ``rope``, nothing is rotated, and ``attn_gate`` is a gate of heads."""
+    """Attention over latents; without ``rope``, nothing is rotated, and ``attn_gate`` is a gate of heads.
+
+    ``select``: the positions that tokens attend to.
+    """
     w, d, n, n_latent = at.weights, at.n_embd, latents.n_heads, latents.n_latent
     width, n_nope, cached = n * latents.key_dim, latents.key_dim - latents.n_rot, n_latent + latents.n_rot
-    keys = w.matrix("attn_kv_a_mqa", d, cached)
+    keys, selected = w.matrix("attn_kv_a_mqa", d, cached), None
     if latents.n_query:
         q, k = at.add(Linears(x, (w.matrix("attn_q_a", d, latents.n_query), keys)))
-        q = at.add(Linear(norm(at, "attn_q_a_norm", q), w.matrix("attn_q_b", latents.n_query, width)))
+        q = norm(at, "attn_q_a_norm", q)
+        if select is not None:
+            selected = select(at, x, q)
+        q = at.add(Linear(q, w.matrix("attn_q_b", latents.n_query, width)))
     else:
         q, k = at.add(Linears(x, (w.matrix("attn_q", d, width), keys)))
     if "attn_k_b.weight" in w:
@@ -169,7 +181,7 @@ def latent_attention(
     cache = at.graph.kv_cache(1, cached, n_latent, values_in_keys=True)
     k_norm = HeadNorm(at.norm_eps, w.vector("attn_kv_a_norm", n_latent))
     q = at.add(RopeAppend(at.add(HeadLinear(q, to_latents)), k, None, cache, rope, k_norm=k_norm, q_scale=q_scale))
-    y = at.add(HeadLinear(at.add(Attention(q, cache, latents.scale)), from_latents))
+    y = at.add(HeadLinear(at.add(Attention(q, cache, latents.scale, selected=selected)), from_latents))
     if gate is not None:
         y = at.add(HeadGate(y, gate, "sigmoid"))
     return at.linear(y, "attn_output", d, residual=residual)

@@ -18,6 +18,9 @@ by one: all query heads are rows of the one key/value head, so that memory is re
 What the cache keeps is widened as it is multiplied.  Scales, where its type has them, are a factor of sums over 32
 head values, for keys, and of the weights, for values: that takes fewer operations than to scale keys and values.
 
+Where positions are selected (SELECTED, so many), those take the place of all others: the numbers 0, 1, … of a token's
+are its positions, of which a page is gathered before it is scored and before it is added.  A tile is of one token.
+
 Each split is summed up for itself, and the sums are merged in order, with each row's largest score.  So a few rows
 that look far back can be shared by many threads, a split each (as in Flash-Decoding, Dao et al., 2023): which thread
 did what changes no bit.  Nor does what else is in the batch: positions are taken in order, and a masked one adds
@@ -76,6 +79,7 @@ def constants(op: Attention, layout: CacheLayout, *, wide: bool) -> dict[str, An
         "SOFT_CAP": int(op.softcap is not None),
         "CHUNKED": int(op.chunk is not None),
         "CAUSAL": int(op.causal),
+        "SELECTED": 0 if op.selected is None else op.selected.width,
         "VALUES_IN_KEYS": int(cache.values_in_keys),
         "KEY_BLOCK": layout.block_bytes(cache.key_dim),
         "VALUE_BLOCK": layout.block_bytes(values_dim),
@@ -116,11 +120,15 @@ def load_limits(position, last, window, kv_length, limits):
     ``position`` and ``last``: where its own lies, and the last one that it sees where it is causal.
     """
     own = np.int64(load_i32(position))
-    if CHUNKED:
+    if SELECTED:
+        store_i64(limits, 0)
+    elif CHUNKED:
         store_i64(limits, own - own % window)
     else:
         store_i64(limits, max(np.int64(0), own - window + 1))
-    if CAUSAL:
+    if SELECTED:
+        store_i64(limits + 8, min(own, SELECTED - 1))
+    elif CAUSAL:
         store_i64(limits + 8, np.int64(load_i32(last)))
     else:
         store_i64(limits + 8, min(kv_length, own + window) - 1)
@@ -310,14 +318,33 @@ def write_rows(state, n_rows, first_row, start, head, group_size, value_dim, sin
 
 
 @template
-def score_split(queries, n_rows, limits, keys, table, page_bytes, low, high, scores, soft_cap, ahead):
+def gather_page(rows, table, page, page_bytes, selected, gathered):
+    """gathered = a page of the positions PAGE * page … of those that are selected, float32 [SELECTED]."""
+    for i in range(min(np.int64(PAGE), SELECTED - PAGE * page)):
+        position = max(np.int64(0), np.int64(load_f32(selected + 4 * (PAGE * page + i))))
+        block, place = block_at(rows, table, position // PAGE, page_bytes), position % PAGE
+        for scale in range(0, KEY_SCALES, 2 * PAGE):
+            store_f16(gathered + scale + 2 * i, max_lanes(load_splat_f16(block + scale + 2 * place)))
+        source, target = block + KEY_SCALES + SIZE * KEY_HEAD * place, gathered + KEY_SCALES + SIZE * KEY_HEAD * i
+        for c in range(0, SIZE * KEY_HEAD, 8):
+            store_i64(target + c, load_i64(source + c))
+
+
+@template
+def score_split(
+    queries, n_rows, limits, keys, table, page_bytes, low, high, scores, soft_cap, ahead, selected, gathered
+):
     """Scores of the rows against pages low … high of a split; then it begins to read from ``ahead`` on."""
     pace = (KEY_BLOCK * ROWS - 1) // (KEY_HEAD * PAGE // 16 // VECTORS * n_rows) + 1
     for page in range(low, high):
-        block, place = block_at(keys, table, page, page_bytes), scores + 4 * PAGE * (page % SPLIT_PAGES)
-        next_block = ahead
-        if page + 1 < high:
-            next_block = block_at(keys, table, page + 1, page_bytes)
+        place, next_block = scores + 4 * PAGE * (page % SPLIT_PAGES), ahead
+        if SELECTED:
+            block = gathered
+            gather_page(keys, table, page, page_bytes, selected, gathered)
+        else:
+            block = block_at(keys, table, page, page_bytes)
+            if page + 1 < high:
+                next_block = block_at(keys, table, page + 1, page_bytes)
         for some in range(0, n_rows, ROWS):
             first, last = limits + 16 * some, limits + 16 * (some + ROWS - 1)
             if load_i64(first) // PAGE <= page and page * PAGE <= load_i64(last + 8):
@@ -350,14 +377,18 @@ def split_weights(scores, n_rows, limits, low, high, states, ahead):
 
 
 @template
-def add_split(weights, n_rows, limits, values, table, page_bytes, low, high, scaled, sums, ahead):
+def add_split(weights, n_rows, limits, values, table, page_bytes, low, high, scaled, sums, ahead, selected, gathered):
     """Adds to the rows' sums the values of pages low … high of a split; then it begins to read from ``ahead`` on."""
     pace = (VALUE_BLOCK * ROWS - 1) // (VALUE_HEAD * PAGE // 16 // CHUNK * n_rows) + 1
     for page in range(low, high):
-        block, place = block_at(values, table, page, page_bytes), weights + 4 * PAGE * (page % SPLIT_PAGES)
-        next_block = ahead
-        if page + 2 < high:
-            next_block = block_at(values, table, page + 2, page_bytes)
+        place, next_block = weights + 4 * PAGE * (page % SPLIT_PAGES), ahead
+        if SELECTED:
+            block = gathered
+            gather_page(values, table, page, page_bytes, selected, gathered)
+        else:
+            block = block_at(values, table, page, page_bytes)
+            if page + 2 < high:
+                next_block = block_at(values, table, page + 2, page_bytes)
         for some in range(0, n_rows, ROWS):
             first, last = limits + 16 * some, limits + 16 * (some + ROWS - 1)
             n = min(np.int64(PAGE), load_i64(last + 8) + 1 - page * PAGE)
@@ -368,8 +399,9 @@ def add_split(weights, n_rows, limits, values, table, page_bytes, low, high, sca
 
 @template
 def attend_splits(
-    queries, n_rows, limits, keys, values, table, key_bytes, value_bytes, first_split, stop_split, soft_cap, state
-):
+    queries, n_rows, limits, keys, values, table, key_bytes, value_bytes, first_split, stop_split, soft_cap, state,
+    selected, gathered,
+):  # fmt: skip
     """The rows' states after the splits first_split … stop_split, of which those that no row sees are passed over."""
     scores, scaled, split_state = stack(TILE_ROWS * SCORES), stack(4 * PAGE * ROWS), stack(TILE_ROWS * STATE)
     # Rows are in order: the first begins to see first, the last sees farthest.
@@ -380,11 +412,27 @@ def attend_splits(
         low, high = max(first_page, split * SPLIT_PAGES), min(n_pages, (split + 1) * SPLIT_PAGES)
         clear(split_state, n_rows)
         ahead = block_at(values, table, low, value_bytes)
-        score_split(queries, n_rows, limits, keys, table, key_bytes, low, high, scores, soft_cap, ahead)
+        score_split(
+            queries, n_rows, limits, keys, table, key_bytes, low, high, scores, soft_cap, ahead, selected, gathered
+        )
         ahead = block_at(values, table, min(low + 1, high - 1), value_bytes)
         split_weights(scores, n_rows, limits, low, high, split_state, ahead)
         ahead = block_at(keys, table, min(high, n_pages - 1), key_bytes)
-        add_split(scores, n_rows, limits, values, table, value_bytes, low, high, scaled, split_state, ahead)
+        add_split(
+            scores,
+            n_rows,
+            limits,
+            values,
+            table,
+            value_bytes,
+            low,
+            high,
+            scaled,
+            split_state,
+            ahead,
+            selected,
+            gathered,
+        )
         merge(state, split_state, n_rows)
 
 
@@ -399,7 +447,7 @@ def copy_states(state, n_rows, out):
 def attention(
     begin, end, batch, tiles, n_kv_heads, group_size, q, q_stride, key_dim, value_dim,
     starts, positions, lasts, block_tables, block_stride, window, keys, values,
-    out, out_stride, partials, sinks, scale: float, soft_cap: float,
+    out, out_stride, partials, sinks, selected, selected_stride, scale: float, soft_cap: float,
 ):  # fmt: skip
     """out = softmax(scale * q @ keys.T, over visible positions) @ values.
 
@@ -414,8 +462,10 @@ def attention(
     keys, values: blocks of ``KEY_BLOCK`` and ``VALUE_BLOCK`` bytes [n_pages, n_kv_heads]
     (`localllm.kernels.cpu.cache_types`).
     partials: float32 [n_partials, n_kv_heads, TILE_ROWS, STATE / 4].  STATE: see `state_bytes`.  sinks: float32 [H].
+    selected: float32 [T, SELECTED].
     """
     n_tiles = load_i64(batch)
+    gathered = stack(KEY_BLOCK if SELECTED else 64)
     queries, limits, state = stack(4 * TILE_ROWS * KEY_HEAD), stack(16 * TILE_ROWS), stack(TILE_ROWS * STATE)
     key_bytes, value_bytes = n_kv_heads * KEY_BLOCK, n_kv_heads * VALUE_BLOCK
     for unit in range(begin, end):
@@ -436,7 +486,7 @@ def attention(
         first, stop = load_i64(tile + 24), load_i64(tile + 32)
         attend_splits(
             queries, n_computed, limits, head_keys, head_values, table, key_bytes, value_bytes,
-            first, stop, soft_cap, state,
+            first, stop, soft_cap, state, selected + (start + first_row // group_size) * selected_stride, gathered,
         )  # fmt: skip
         partial = load_i64(tile + 40)
         if partial < 0:

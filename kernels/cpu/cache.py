@@ -58,10 +58,10 @@ class CPUCache:
         self.places: dict[int, tuple[Address, Address]] = {}  # where its keys and its values begin
         self.states: dict[RecurrentState, Address] = {}  # where each begins, that of slot after slot
         self.memory, self._buffer = np.zeros(0, np.uint8), Buffer(0, address=0)
-        for layer, cache in graph.caches.items():
-            keys, values = (_aligned(n_pages[self._groups[layer]] * cache.n_heads * n) for n in block_bytes(cache))
-            begin = self._add(layer, keys + values)
-            self.places[layer] = begin, begin if cache.values_in_keys else self._buffer.at(begin.n_bytes + keys)
+        for key, cache in graph.caches.items():
+            keys, values = (_aligned(n_pages[self._groups[key]] * cache.n_heads * n) for n in block_bytes(cache))
+            begin = self._add(cache.layer, keys + values)
+            self.places[key] = begin, begin if cache.values_in_keys else self._buffer.at(begin.n_bytes + keys)
         for state in (state for states in graph.states.values() for state in states):
             self.states[state] = self._add(state.layer, _aligned(n_states * state_bytes(state)))
 

@@ -18,7 +18,7 @@ from localllm.kernels import graph as g
 from localllm.kernels.backend import check_operations
 from localllm.kernels.buffers import Address, Buffer, assign
 from localllm.kernels.cpu import attention as attention_kernels
-from localllm.kernels.cpu import elementwise, matmul, recurrent
+from localllm.kernels.cpu import elementwise, matmul, recurrent, selection
 from localllm.kernels.cpu import experts as expert_kernels
 from localllm.kernels.cpu.batch import (
     ALWAYS,
@@ -134,6 +134,7 @@ class Lowering:
     ) -> None:
         check_operations(graph, Lowering, "cpu")
         self.graph, self.weights, self.cache, self.target = graph, weights, cache, target
+        self.threads = threads
         n_chosen = graph.n_chosen()
         self.n_rows = {N_TOKENS: max_tokens, N_OUTPUTS: max_outputs, N_CHOSEN: max_tokens * n_chosen}
         self.tables = BatchTables(graph, max_tokens, max_outputs, cache.n_pages, threads)
@@ -403,7 +404,7 @@ class Lowering:
         scale = op.q_scale
         factors = (0, 1, 0) if scale is None else (tables.position_factors(scale), scale.length, scale.offset)
         # Without keys, the cache is another layer's.
-        keys, values = self.layers[cache.layer] if op.k is not None else (0, 0)
+        keys, values = self.layers[cache.key] if op.k is not None else (0, 0)
         key_block, value_block = block_bytes(cache)
         self.call(
             elementwise.rope_append,
@@ -453,7 +454,9 @@ class Lowering:
     def attention(self, op: g.Attention) -> Stored:
         cache, layout, tables = op.cache, layout_of(op.cache), self.tables
         n_heads, head, q = cache.n_heads, layout.head(cache.value_dim), self.stored[op.q]
-        table = tables.tile_table(n_heads, op.group_size, head, causal=op.causal, has_spans=op.has_spans)
+        sees: dict[str, Any] = {"causal": op.causal, "has_spans": op.has_spans}
+        sees["n_selected"] = 0 if op.selected is None else op.selected.width
+        table = tables.tile_table(n_heads, op.group_size, head, **sees)
         sinks = self.weights.vector(op.sinks)
         # The kernel writes heads, not the padding beyond them.
         width = op.result.width
@@ -466,8 +469,8 @@ class Lowering:
                 *(q.buffer, q.stride, cache.key_dim, cache.value_dim),
                 *(tables.starts, tables.positions, tables.lasts if op.has_spans else tables.positions),
                 *(tables.block_tables[self.graph.group(cache)], tables.n_blocks),
-                *(op.window or op.chunk or tables.n_blocks * PAGE, *self.layers[cache.layer]),
-                *(y.buffer, y.stride, partials, sinks),
+                *(op.window or op.chunk or tables.n_blocks * PAGE, *self.layers[cache.key]),
+                *(y.buffer, y.stride, partials, sinks, *self._address_and_stride(op.selected)),
                 *(float(op.scale) / (op.softcap or 1.0), float(op.softcap or 0)),
             ),
             n_heads,
@@ -481,6 +484,21 @@ class Lowering:
             )
             constants: dict[str, Any] = attention_kernels.state_constants(head, sinks=op.sinks is not None)
             self.call(attention_kernels.merge_partials, arguments, n_heads, table.slot + 1, **constants)
+        return y
+
+    def index_select(self, op: g.IndexSelect) -> Stored:
+        cache, layout, tables, lanes = op.cache, layout_of(op.cache), self.tables, 2 * self.threads
+        q, weights, y = self.stored[op.q], self.stored[op.head_weights], self.new(Rows.TOKENS, op.k)
+        row_bytes = 4 * tables.n_blocks * PAGE
+        scores = Buffer(lanes * row_bytes)
+        given = (
+            *(self.counter(N_TOKENS), lanes, q.buffer, q.stride, weights.buffer, weights.stride),
+            *(tables.starts, tables.positions, tables.block_tables[self.graph.group(cache)], tables.n_blocks),
+            *(self.layers[cache.key][0], scores, row_bytes),
+        )
+        constants = selection.constants(op, layout, wide=self.target.wide)
+        self.call(selection.index_scores, given, lanes, ALWAYS, **constants)
+        self.call(selection.index_select, (*given, y.buffer, y.stride), lanes, ALWAYS, **constants)
         return y
 
     # -- Recurrent states ------------------------------------------------------------------------------------------

@@ -159,7 +159,9 @@ class CUDACache:
 
     def layer_bytes(self) -> dict[int, int]:
         """What each layer takes."""
-        sizes = {number: layout.n_bytes for number, layout in self.layouts.items()}
+        sizes: dict[int, int] = {}
+        for layout in self.layouts.values():
+            sizes[layout.kept.layer] = sizes.get(layout.kept.layer, 0) + layout.n_bytes
         for state in self._places:
             sizes[state.layer] = sizes.get(state.layer, 0) + self.n_states * _state_bytes(state)
         return sizes

@@ -305,7 +305,9 @@ class StepLimits:
         routes = [op for op in operations if isinstance(op, Route)]
         #: What the mixtures of experts need at most, if there are any.
         self.mixture = Mixture(max(op.logits.width for op in routes), routes[0].k) if routes else None
-        self.kinds = tuple(dict.fromkeys(self.kind(op) for op in operations if isinstance(op, Attention)))
+        self.kinds = tuple(
+            dict.fromkeys(self.kind(op) for op in operations if isinstance(op, Attention) and op.selected is None)
+        )
 
     def kind(self, op: Attention) -> AttentionKind:
         """How an attention is launched."""

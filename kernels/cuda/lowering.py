@@ -24,7 +24,7 @@ from localllm.kernels import graph as g
 from localllm.kernels.backend import check_operations
 from localllm.kernels.buffers import Address, Buffer, assign
 from localllm.kernels.cuda import attention, matmul
-from localllm.kernels.cuda.cache import append_defines
+from localllm.kernels.cuda.cache import PAGE, append_defines
 from localllm.kernels.cuda.calls import (
     N_OUTPUTS,
     N_PLACES,
@@ -70,6 +70,8 @@ _ROUTE_THREADS, _ROUTE_TOKENS, _GROUP_THREADS, _SUM_THREADS, _SUM_COLUMNS = 128,
 _MAX_SEQUENCES = 16
 #: Attention ends with codes where heads are a multiple of so many values.
 _CODED_HEAD = 32
+#: Tokens that an indexer scores at once, and blocks that share the positions of each.
+_SCORED_TOKENS, _SCORE_BLOCKS = 64, 16
 #: Rows of a product with experts before those that matmul takes.
 _FEW_ROWS = 8
 
@@ -525,7 +527,7 @@ class Lowering:
             N_TOKENS,
             lambda n: (-(-(n_heads + len(others) * kept.n_heads) // _HEADS_PER_BLOCK), n),
             32 * _HEADS_PER_BLOCK,
-            *(batch.header, batch.slots[cache.groups[kept.layer]], batch.positions),
+            *(batch.header, batch.slots[cache.groups[kept.key]], batch.positions),
             *((batch.axes, limits.max_tokens) if rope.axes else (None, 0)),
             limits.frequencies(rope) if len(rope.frequencies) else None,
             *(len(rope.frequencies), rope.first, rope.interleaved, float(rope.magnitude), q),
@@ -534,13 +536,15 @@ class Lowering:
             *(n_heads, kept.n_heads, *norms),
             *(op.norm_last, float(scale.rate), scale.length, scale.offset),
             # Without keys, the cache is another layer's.
-            *(cache.layer(kept.layer) if k else (None,) * 4),
+            *(cache.layer(kept.key) if k else (None,) * 4),
             defines=append_defines(kept, has_axes=bool(rope.axes)),
             cost=lambda sizes: Cost(sizes.n_tokens * row_bytes),
         )
         return q
 
     def attention(self, op: g.Attention) -> Stored:
+        if op.selected is not None:
+            return self._attention_selected(op)
         limits, kept, q, y = self.limits, op.cache, self.stored[op.q], self.new(Rows.TOKENS, op.result.width)
         # What merges splits ends with codes, if that is all that is read; whole heads must make whole rows of them.
         fits = kept.value_dim % _CODED_HEAD == y.width % matmul.RUN == 0
@@ -548,7 +552,7 @@ class Lowering:
         kind, sinks, partials = limits.kind(op), self.weights.vector(op.sinks), limits.new_partials()
         heads = kind.heads
         variant = replace(kind.variant, soft_cap=op.softcap is not None, sinks=sinks is not None)
-        cache, batch = limits.cache.layer(kept.layer), self.batch.attention(limits.cache.groups[kept.layer])
+        cache, batch = limits.cache.layer(kept.key), self.batch.attention(limits.cache.groups[kept.key])
         scoring = float(op.scale), float(op.softcap or 0)
 
         def launches(extent: Extent) -> Iterator[Launch]:
@@ -576,6 +580,50 @@ class Lowering:
         if codes is not None:
             self._quantise("quantise", y, codes)
             self._omit_last(lambda extent: not extent.work(kind).prefill_tiles)
+        return y
+
+    def index_select(self, op: g.IndexSelect) -> Stored:
+        limits, kept, batch = self.limits, op.cache, self.batch
+        q, weights, y = self.stored[op.q], self.stored[op.head_weights], self.new(Rows.TOKENS, op.k)
+        stride = limits.cache.n_pages[0] * PAGE
+        scores, cache = Buffer(4 * _SCORED_TOKENS * stride), limits.cache.layer(kept.key)[:2]
+        header, starts, _, _, *tables = batch.attention(limits.cache.groups[kept.key])
+        defines = _selection_defines(kept, op.k) | {"HEADS": op.n_heads}
+
+        def launches(extent: Extent) -> Iterator[Launch]:
+            for first in range(0, extent.n_tokens, _SCORED_TOKENS):
+                n = min(_SCORED_TOKENS, extent.n_tokens - first)
+                scored = header, starts, *tables, batch.positions, first, q, weights, *cache, scores, stride
+                chosen = header, batch.positions, first, scores, stride, y
+                for kernel, grid, values in (
+                    ("index_scores", (_SCORE_BLOCKS, n), scored),
+                    ("index_select", (n,), chosen),
+                ):
+                    yield Launch("selection", kernel, defines, grid, (128,), 0, arguments(*values, n_rows=n))
+
+        def cost(sizes: BatchSizes) -> Cost:
+            pairs, positions = sizes.seen(attention.NO_WINDOW)
+            return Cost(positions * kept.bytes_per_token(), 2 * pairs * q.width)
+
+        self.calls.append(Call("index", launches, [q, weights, y, scores], cost))
+        return y
+
+    def _attention_selected(self, op: g.Attention) -> Stored:
+        limits, kept, batch = self.limits, op.cache, self.batch
+        q, y, selected = self.stored[op.q], self.new(Rows.TOKENS, op.result.width), self.stored[op.selected]
+        header, starts, _, _, *tables = batch.attention(limits.cache.groups[kept.key])
+        n_bytes = kept.bytes_per_token() * selected.width + q.bytes_of(1) + y.bytes_of(1)
+        self.call(
+            "attention, selected",
+            ("selection", "attention_selected"),
+            N_TOKENS,
+            lambda n: (op.n_heads, n),
+            128,
+            *(header, starts, *tables, batch.positions, selected, *limits.cache.layer(kept.key)[:2], q, y),
+            *(self.weights.vector(op.sinks), float(op.scale)),
+            defines=_selection_defines(kept, selected.width),
+            cost=lambda sizes: Cost(sizes.n_tokens * n_bytes, 4 * sizes.n_tokens * selected.width * q.width),
+        )
         return y
 
     # -- Recurrent states ------------------------------------------------------------------------------------------
@@ -853,6 +901,11 @@ def _product_rows(mixture: Mixture, extent: Extent, limits: ProductLimits) -> in
 def columns(x: Stored) -> Grid:
     """Blocks of columns of each row."""
     return lambda n: (-(-x.width // _GATE_COLUMNS), n)
+
+
+def _selection_defines(kept: g.KVCache, k: int) -> dict[str, int | str]:
+    """What selection.cu is compiled for, without the indexer's heads."""
+    return {**append_defines(kept), "TOP": k}
 
 
 def _multiplied(op: g.Operation[Any], x: Tensor) -> list[Weight]:

@@ -907,6 +907,39 @@ def attention(kind: str, type: CacheType) -> Case:
     return replace(made, every_cpu=kind in ("all", "latents"), has_near=has_near)
 
 
+@cases(k=(1, 20, 70), type=("f16", "q8_0"), sinks=(False, True))
+def selected_attention(k: int, type: CacheType, sinks: bool) -> Case:
+    """Attention to the k positions that an indexer of five heads scores highest."""
+    made = replace(Heads(**LATENT), type=type, sinks=sinks)
+
+    def build(graph: Graph, q: g.Tensor, key: g.Tensor, *indexer: g.Tensor) -> g.Tensor:
+        graph.cache_type = type
+        cache = graph.kv_cache(1, made.key_dim, made.value_dim, values_in_keys=True)
+        index = graph.kv_cache(1, 24, values_in_keys=True, is_index=True)
+        of_index = graph.add(g.RopeAppend(indexer[0], indexer[1], None, index, None))
+        selected = graph.add(g.IndexSelect(of_index, indexer[2], index, k))
+        q = graph.add(g.RopeAppend(q, key, None, cache, None))
+        weights = f32(made.sink_scores()) if sinks else None
+        return graph.add(g.Attention(q, cache, made.key_dim**-0.5, sinks=weights, selected=selected))
+
+    def expected(q: Array, key: Array, of_index: Array, index_key: Array, weights: Array) -> Array:
+        products = np.einsum("thd,sd->ths", heads(of_index, 24), index_key)
+        scores = np.einsum("ths,th->ts", np.maximum(products, 0), weights)
+        scores[~np.tri(len(q), dtype=bool)] = -np.inf
+        of_head = made.sink_scores() if sinks else np.full(made.n_heads, -np.inf)
+        out = np.zeros((len(q), made.n_heads, made.value_dim))
+        for t, own in enumerate(heads(q, made.key_dim)):
+            chosen = key[np.argsort(-scores[t], kind="stable")[: min(k, t + 1)]]
+            terms = np.exp(own @ chosen.T * made.key_dim**-0.5)
+            out[t] = terms @ chosen[:, : made.value_dim] / (terms.sum(1) + np.exp(of_head))[:, None]
+        return out.reshape(len(q), -1)
+
+    kept = [kept_rows(1, dim, type, seed) for dim, seed in ((made.key_dim, 2), (24, 4))]
+    inputs = [rows(made.n_heads * made.key_dim, 1), kept[0], rows(5 * 24, 3), kept[1], rows(5, 5)]
+    inputs[0] = inputs[0].astype(np.float16).astype(np.float32)
+    return Case(build, inputs, expected, rtol=1e-4, attends=True, every_cpu=k == 20, has_near=k == 70)
+
+
 @pytest.mark.parametrize(("backend", "case"), _each(), scope="module")
 def test_operation(backend: Backend, ops: Ops, case: Case) -> None:
     check_operation(backend, ops, case)

@@ -201,6 +201,7 @@ LATENTS = {
     "n_group": 4,
     "topk_group": 2,
 }
+INDEXER = {"index_n_heads": 8, "index_head_dim": 48, "index_topk": 24}
 AFMOE = {
     "num_shared_experts": 2,
     "num_dense_layers": 1,
@@ -415,6 +416,7 @@ TINY: dict[str, Tiny] = {
         LATENTS | {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}},
     ),
     "deepseek-v3-old": Tiny("deepseek_v3", "deepseek2", LATENTS, OLD_LATENTS),
+    "deepseek-v3.2": Tiny("deepseek_v32", "deepseek32", LATENTS | INDEXER),
     "dots1": Tiny("dots1", "dots1", ROUTED | {"num_key_value_heads": 4}),
     "ernie4_5": Tiny("ernie4_5", "ernie4_5", {"tie_word_embeddings": True}),
     "ernie4_5-moe": Tiny(
@@ -485,6 +487,11 @@ TINY: dict[str, Tiny] = {
         | {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 48},
     ),
     "glm-4.7-flash": Tiny("glm4_moe_lite", "deepseek2", LATENTS | {"n_group": 1, "topk_group": 1}),
+    "glm-5": Tiny(
+        "glm_moe_dsa",
+        "glm-dsa",
+        LATENTS | INDEXER | {"index_topk": 8, "indexer_types": ["full", "full", "shared", "shared"]},
+    ),
     "glm4": Tiny(
         "glm4",
         "glm4",

@@ -1,0 +1,173 @@
+"""The positions that attention is confined to: what an indexer scores highest (`localllm.kernels.graph.IndexSelect`).
+
+Scores of a token are a row, float32 [positions].  There are as many rows as lanes, the units of work: in a batch of
+no more tokens, each has a row of its own, which lanes share, so that decoding has all threads; otherwise each lane
+scores token after token, and each row serves many.
+
+The k largest are found by their bits (radix select): as integers that are in the order of the floats, digit by digit
+from the highest, of which each is the one that the k-th largest has.  All above it are taken, and of its equals the
+first.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from localllm.kernels.cpu.attention import SCORES, block_at, load_query, score_rows
+from localllm.kernels.cpu.cache_types import PAGE, CacheLayout
+from localllm.kernels.cpu.compiler import kernel
+from localllm.kernels.cpu.simd import *
+from localllm.kernels.cpu.templates import device, static_range, template
+from localllm.kernels.graph import IndexSelect
+
+#: Pages whose scores lanes share out.
+PART = 16
+#: Bits of a digit.
+DIGIT = 11
+ZERO, ONE = np.float32(0), np.float32(1)
+
+
+def constants(op: IndexSelect, layout: CacheLayout, *, wide: bool) -> dict[str, Any]:
+    """What kernels are compiled for; as in `localllm.kernels.cpu.attention.constants`."""
+    rows = 8 if wide else 4
+    return {
+        "HEADS": op.n_heads,
+        "PADDED": -(-op.n_heads // rows) * rows,
+        "TOP": op.k,
+        "KEY_DIM": op.cache.key_dim,
+        "KEY_HEAD": layout.head(op.cache.key_dim),
+        "KEY_BLOCK": layout.block_bytes(op.cache.key_dim),
+        "KEY_SCALES": layout.scale_bytes(op.cache.key_dim),
+        "PER_SCALE": layout.per_scale or layout.head(op.cache.key_dim),
+        "ROWS": rows,
+        "VECTORS": 2 if wide else 1,
+        "LOAD": layout.load,
+        "SIZE": layout.size,
+    }
+
+
+@device
+def sequence_of(token, starts):
+    """The sequence that a token of the batch belongs to."""
+    s = np.int64(0)
+    while np.int64(load_i32(starts + 4 * (s + 1))) <= token:
+        s += 1
+    return s
+
+
+@device
+def ordered(address):
+    """The bits of a float as a number from 0 to 2^32, in the order of the floats."""
+    bits = np.int64(load_i32(address))
+    if bits < 0:
+        bits ^= np.int64(0x7FFFFFFF)
+    return bits + np.int64(1 << 31)
+
+
+@template
+def score_pages(q, weights, cache, table, low, high, row):
+    """row[PAGE * low …] = the scores of pages low … high."""
+    queries, scores, factors = stack(4 * PADDED * KEY_HEAD), stack(ROWS * SCORES), stack(4 * PADDED)
+    for h in range(PADDED):
+        # Beyond the last head it is computed again, and counts nothing.
+        one, query = ONE, q + 4 * KEY_DIM * min(h, HEADS - 1)
+        load_query(query, KEY_DIM, one, queries + 4 * KEY_HEAD * h)
+        store_f32(factors + 4 * h, load_f32(weights + 4 * min(h, HEADS - 1)) if h < HEADS else ZERO)
+    for page in range(low, high):
+        block = block_at(cache, table, page, KEY_BLOCK)
+        for g in static_range(PAGE // 16):
+            whole[g] = zero_f32x16()
+        for some in range(0, PADDED, ROWS):
+            score_rows(queries + 4 * KEY_HEAD * some, block, scores, block, 0)
+            for r in range(ROWS):
+                factor = load_splat_f32(factors + 4 * (some + r))
+                for g in static_range(PAGE // 16):
+                    score = maximum(load_f32x16(scores + SCORES * r + 64 * g), splat(ZERO))
+                    whole[g] = fma(score, factor, whole[g])
+        for g in static_range(PAGE // 16):
+            store_f32x16(row + 4 * PAGE * page + 64 * g, whole[g] + splat(ZERO))  # -0 becomes 0
+
+
+@template
+def choose(row, n, out):
+    """out = the places of the TOP largest of ``n`` values, in order, and -1 behind them."""
+    if n <= TOP:
+        for i in range(n):
+            store_f32(out + 4 * i, np.float32(i))
+        for i in range(n, TOP):
+            store_f32(out + 4 * i, -ONE)
+    else:
+        counts = stack(4 << DIGIT)
+        found, wanted, above = np.int64(0), np.int64(TOP), np.int64(32)
+        for _ in range(3):
+            shift = max(np.int64(0), above - DIGIT)
+            last = (np.int64(1) << (above - shift)) - 1
+            for i in range(last + 1):
+                store_i32(counts + 4 * i, np.int32(0))
+            for i in range(n):
+                bits = ordered(row + 4 * i)
+                if bits >> above == found:
+                    place = counts + 4 * (bits >> shift & last)
+                    store_i32(place, np.int32(load_i32(place) + 1))
+            digit = last
+            while np.int64(load_i32(counts + 4 * digit)) < wanted:
+                wanted -= np.int64(load_i32(counts + 4 * digit))
+                digit -= 1
+            found, above = found << (above - shift) | digit, shift
+        place = out
+        for i in range(n):
+            bits = ordered(row + 4 * i)
+            if bits > found or (bits == found and wanted > 0):
+                if bits == found:
+                    wanted -= 1
+                store_f32(place, np.float32(i))
+                place += 4
+
+
+@kernel
+def index_scores(
+    begin, end, batch, lanes, q, q_stride, weights, weights_stride, starts, positions, block_tables, block_stride,
+    keys, scores, row_bytes,
+):  # fmt: skip
+    """Scores of few tokens, in rows of their own, of which each lane computes some parts; of more, nothing.
+
+    q: float32 [T, HEADS * KEY_DIM].  weights: float32 [T, HEADS].  scores: float32 [lanes, row_bytes / 4].  The rest
+    is as in `localllm.kernels.cpu.attention.attention`.
+    """
+    n_tokens = load_i64(batch)
+    if n_tokens <= lanes:
+        for unit in range(begin, end):
+            turn = np.int64(0)
+            for token in range(n_tokens):
+                n = np.int64(load_i32(positions + 4 * token)) + 1
+                if n > TOP:
+                    table = block_tables + 4 * sequence_of(token, starts) * block_stride
+                    n_pages = (n - 1) // PAGE + 1
+                    for first in range(0, n_pages, PART):
+                        if turn % lanes == unit:
+                            score_pages(
+                                q + q_stride * token, weights + weights_stride * token, keys, table,
+                                first, min(n_pages, first + PART), scores + row_bytes * token,
+                            )  # fmt: skip
+                        turn += 1
+
+
+@kernel
+def index_select(
+    begin, end, batch, lanes, q, q_stride, weights, weights_stride, starts, positions, block_tables, block_stride,
+    keys, scores, row_bytes, out, out_stride,
+):  # fmt: skip
+    """out [T, TOP] = the positions that each token attends to; where tokens are many, their scores, too."""
+    n_tokens = load_i64(batch)
+    for unit in range(begin, end):
+        for token in range(unit, n_tokens, lanes):
+            n = np.int64(load_i32(positions + 4 * token)) + 1
+            row = scores + row_bytes * (token if n_tokens <= lanes else unit)
+            if n > TOP and n_tokens > lanes:
+                table = block_tables + 4 * sequence_of(token, starts) * block_stride
+                score_pages(
+                    q + q_stride * token, weights + weights_stride * token, keys, table, 0, (n - 1) // PAGE + 1, row
+                )
+            choose(row, n, out + out_stride * token)

@@ -1,0 +1,179 @@
+// Attention to selected positions: an indexer's scores, the largest of them, and attention to those alone.
+//
+// Correct, not yet tuned: products are of single threads, and each query head reads what it attends to itself.
+// HEADS: of the indexer, in index_scores.  KEY_DIM, VALUE_DIM, Q8_0: of the cache that is read.  TOP: positions that a
+// token attends to.
+#include "batch.cuh"
+#include "common.cuh"
+
+constexpr int THREADS = 128, DIGIT = 11, DIGITS = 1 << DIGIT;
+constexpr int HEAD = (KEY_DIM + 15) / 16 * 16, GROUPS = (HEAD + PER_SCALE - 1) / PER_SCALE;
+
+// The pages of the sequence that a token belongs to.
+DEVICE const int* table_of(int token, const int* starts, const int* tables, int table_stride) {
+  int sequence = 0;
+  while (starts[sequence + 1] <= token) sequence++;
+  return tables + (size_t)sequence * table_stride;
+}
+
+// The key at a position, of a cache of one head, and its scales.
+struct Key {
+  const uint8_t* values;
+  const uint16_t* scales;
+
+  __device__ __forceinline__ Key(const uint8_t* keys, const uint16_t* key_scales, const int* table, int position) {
+    const size_t page = table[position / PAGE];
+    values = keys + (page * PAGE + position % PAGE) * HEAD * (Q8_0 ? 1 : 2);
+    scales = key_scales + page * GROUPS * PAGE + position % PAGE;
+  }
+
+  __device__ __forceinline__ float operator[](int i) const {
+    return Q8_0 ? ((const int8_t*)values)[i] * half_to_float(scales[i / PER_SCALE * PAGE])
+                : half_to_float(((const uint16_t*)values)[i]);
+  }
+};
+
+#ifdef HEADS
+// Of tokens from number `first` on, sums over the heads of weight * max(0, q * key), for all positions that they see.
+//
+// Grid: (blocks that share a token's positions, tokens).  scores: [tokens, stride].
+extern "C" __global__ void __launch_bounds__(THREADS)
+    index_scores(const int* __restrict__ header, const int* __restrict__ starts, const int* __restrict__ tables,
+                 int table_stride, const int* __restrict__ positions, int first, const float* __restrict__ q,
+                 int q_stride, const float* __restrict__ weights, int weights_stride,
+                 const uint8_t* __restrict__ keys, const uint16_t* __restrict__ key_scales, float* __restrict__ scores,
+                 int stride) {
+  __shared__ float queries[HEADS * KEY_DIM], factors[HEADS];
+  const int token = first + blockIdx.y;
+  if (token >= header[N_TOKENS] || positions[token] < TOP) return;
+  for (int i = threadIdx.x; i < HEADS * KEY_DIM; i += THREADS) queries[i] = q[(size_t)token * q_stride + i];
+  for (int i = threadIdx.x; i < HEADS; i += THREADS) factors[i] = weights[(size_t)token * weights_stride + i];
+  __syncthreads();
+  const int* const table = table_of(token, starts, tables, table_stride);
+  for (int p = blockIdx.x * THREADS + threadIdx.x; p <= positions[token]; p += gridDim.x * THREADS) {
+    const Key key(keys, key_scales, table, p);
+    float total = 0.0f;
+    for (int head = 0; head < HEADS; head++) {
+      float product = 0.0f;
+      for (int i = 0; i < KEY_DIM; i++) product = fmaf(queries[head * KEY_DIM + i], key[i], product);
+      total = fmaf(fmaxf(product, 0.0f), factors[head], total);
+    }
+    scores[(size_t)blockIdx.y * stride + p] = total + 0.0f;  // -0 becomes 0
+  }
+}
+
+// The bits of a float as a number in the order of the floats.
+DEVICE uint32_t ordered(float x) {
+  const uint32_t bits = (uint32_t)__float_as_int(x);
+  return bits >> 31 ? ~bits : bits | 0x80000000u;
+}
+
+// The positions of the TOP largest scores, in order, and -1 behind them where a token sees fewer.
+//
+// Found by their bits, digit by digit from the highest: of equals of the last one, the first are taken.
+// Grid: tokens from number `first` on.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    index_select(const int* __restrict__ header, const int* __restrict__ positions, int first,
+                 const float* __restrict__ scores, int stride, float* __restrict__ out, int out_stride) {
+  __shared__ int counts[DIGITS], above_of[THREADS], equal_of[THREADS];
+  __shared__ uint32_t found;
+  __shared__ int wanted;
+  const int token = first + blockIdx.x;
+  if (token >= header[N_TOKENS]) return;
+  const int n = positions[token] + 1;
+  out += (size_t)token * out_stride;
+  if (n <= TOP) {
+    for (int i = threadIdx.x; i < TOP; i += THREADS) out[i] = i < n ? (float)i : -1.0f;
+    return;
+  }
+  scores += (size_t)blockIdx.x * stride;
+  if (threadIdx.x == 0) found = 0, wanted = TOP;
+  for (int above = 32; above > 0; above = max(0, above - DIGIT)) {
+    const int shift = max(0, above - DIGIT), last = (1 << (above - shift)) - 1;
+    for (int i = threadIdx.x; i <= last; i += THREADS) counts[i] = 0;
+    __syncthreads();
+    for (int i = threadIdx.x; i < n; i += THREADS) {
+      const uint32_t bits = ordered(scores[i]);
+      if (above == 32 || bits >> above == found) atomicAdd(counts + (bits >> shift & last), 1);
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      int digit = last;
+      for (; counts[digit] < wanted; digit--) wanted -= counts[digit];
+      found = (above == 32 ? 0 : found << (above - shift)) | digit;
+    }
+    __syncthreads();
+  }
+  // Each thread has neighbours: what those before it take says where its own go.
+  const int each = (n + THREADS - 1) / THREADS, begin = each * threadIdx.x, end = min(n, begin + each);
+  int above = 0, equal = 0;
+  for (int i = begin; i < end; i++) {
+    const uint32_t bits = ordered(scores[i]);
+    above += bits > found;
+    equal += bits == found;
+  }
+  above_of[threadIdx.x] = above;
+  equal_of[threadIdx.x] = equal;
+  __syncthreads();
+  above = equal = 0;
+  for (int i = 0; i < threadIdx.x; i++) above += above_of[i], equal += equal_of[i];
+  for (int i = begin; i < end; i++) {
+    const uint32_t bits = ordered(scores[i]);
+    if (bits > found || (bits == found && equal < wanted)) out[above + min(equal, wanted)] = (float)i;
+    above += bits > found;
+    equal += bits == found;
+  }
+}
+#else
+// Attention of each query head to the selected positions, [T, TOP], whose first VALUE_DIM values are the values.
+//
+// Grid: (heads, tokens).
+extern "C" __global__ void __launch_bounds__(THREADS)
+    attention_selected(const int* __restrict__ header, const int* __restrict__ starts, const int* __restrict__ tables,
+                       int table_stride, const int* __restrict__ positions, const float* __restrict__ selected,
+                       int selected_stride, const uint8_t* __restrict__ keys, const uint16_t* __restrict__ key_scales,
+                       const float* __restrict__ q, int q_stride, float* __restrict__ out, int out_stride,
+                       const float* __restrict__ sinks, float scale) {
+  constexpr int OWN = (VALUE_DIM + THREADS - 1) / THREADS;
+  __shared__ float query[KEY_DIM], weights[THREADS], parts[THREADS / WARP];
+  __shared__ int chosen[THREADS];
+  const int head = blockIdx.x, token = blockIdx.y, own = threadIdx.x;
+  if (token >= header[N_TOKENS]) return;
+  const int n = min(positions[token] + 1, TOP);
+  const int* const table = table_of(token, starts, tables, table_stride);
+  for (int i = own; i < KEY_DIM; i += THREADS) query[i] = q[(size_t)token * q_stride + head * KEY_DIM + i];
+  float sums[OWN] = {}, largest = sinks ? sinks[head] : -1e30f, total = sinks ? 1.0f : 0.0f;
+  for (int begin = 0; begin < n; begin += THREADS) {
+    const int here = min(n - begin, THREADS);
+    __syncthreads();
+    float score = -3e38f;
+    if (own < here) {
+      chosen[own] = (int)selected[(size_t)token * selected_stride + begin + own];
+      const Key key(keys, key_scales, table, chosen[own]);
+      float product = 0.0f;
+      for (int i = 0; i < KEY_DIM; i++) product = fmaf(query[i], key[i], product);
+      score = product * scale;
+    }
+    const float top = warp_max(score);
+    if (own % WARP == 0) parts[own / WARP] = top;
+    __syncthreads();
+    float next = largest;
+    for (int i = 0; i < THREADS / WARP; i++) next = fmaxf(next, parts[i]);
+    weights[own] = own < here ? expf(score - next) : 0.0f;
+    const float keep = expf(largest - next);
+    largest = next;
+    __syncthreads();
+    total *= keep;
+    for (int i = 0; i < here; i++) total += weights[i];
+    for (int j = 0; j < OWN; j++) {
+      const int column = j * THREADS + own;
+      sums[j] *= keep;
+      if (column < VALUE_DIM)
+        for (int i = 0; i < here; i++) sums[j] = fmaf(weights[i], Key(keys, key_scales, table, chosen[i])[column], sums[j]);
+    }
+  }
+  for (int j = 0; j < OWN; j++)
+    if (j * THREADS + own < VALUE_DIM)
+      out[(size_t)token * out_stride + head * VALUE_DIM + j * THREADS + own] = sums[j] / total;
+}
+#endif

@@ -1,0 +1,73 @@
+"""DeepSeek V3.2 (arXiv:2512.02556), and GLM-5, 5.1 and 5.2: DeepSeek V3's layers, whose tokens attend to the
+positions that an indexer chooses, at most ``attention.indexer.top_k``.
+
+In GLM-5.2, most layers take the choice of one before them.  Up to a context of so many tokens, all would be chosen:
+there is no indexer then.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from localllm.kernels.graph import Graph, IndexSelect, Linear, Linears, RopeAppend, Scale, Tensor
+from localllm.models import deepseek2
+from localllm.models.blocks import Layer, layer_norm
+from localllm.models.config import Header
+
+HF_NAMES = deepseek2.HF_NAMES | {
+    "indexer.attn_q_b": "self_attn.indexer.wq_b",
+    "indexer.attn_k": "self_attn.indexer.wk",
+    "indexer.k_norm": "self_attn.indexer.k_norm",
+    "indexer.proj": "self_attn.indexer.weights_proj",
+}
+hf_tensor = deepseek2.hf_tensor
+
+#: GLM-5.2's context: files of it may lack the indexers' types, which are then every fourth from the third on.
+_GLM_52_CONTEXT = 1 << 20
+
+
+def hf_keys(config: Any) -> dict[str, Any]:
+    types = getattr(config, "indexer_types", None)
+    return deepseek2.hf_keys(config) | {
+        "attention.indexer.head_count": config.index_n_heads,
+        "attention.indexer.key_length": config.index_head_dim,
+        "attention.indexer.top_k": config.index_topk,
+        "attention.indexer.types": types and [kind == "full" for kind in types],
+    }
+
+
+def record(m: Header) -> Graph:
+    meta, config = m.meta, m.config
+    n_heads = meta.read("attention.indexer.head_count", int, low=1, high=1 << 10)
+    dim = meta.read("attention.indexer.key_length", int, low=2, high=256)
+    k = meta.read("attention.indexer.top_k", int, low=1, high=1 << 16)
+    n_query = meta.read("attention.q_lora_rank", int, low=1, high=1 << 16)
+    every_fourth = config.architecture == "glm-dsa" and config.context_length >= _GLM_52_CONTEXT
+    is_full = tuple(not every_fourth or i < 2 or i % 4 == 2 for i in range(config.n_layers))
+    if meta.find("attention.indexer.types") is not None:
+        is_full = meta.read_each("attention.indexer.types", config.n_layers, bool, low=0, high=1)
+    rope = replace(deepseek2.make_latent_rope(m)[0], first=0)
+    if config.architecture == "deepseek32":
+        rope = replace(rope, interleaved=False)
+    chosen: list[Tensor] = []  # the last choice
+
+    def select(at: Layer, x: Tensor, of_query: Tensor) -> Tensor | None:
+        w = at.weights
+        if m.context <= k:
+            names = "attn_q_b.weight attn_k.weight proj.weight k_norm.weight k_norm.bias"
+            w.skip(*(f"indexer.{name}" for name in names.split()))
+            return None
+        if not is_full[at.number]:
+            return chosen[-1]
+        key, weights = at.add(
+            Linears(x, (w.matrix("indexer.attn_k", x.width, dim), w.matrix("indexer.proj", x.width, n_heads)))
+        )
+        key = layer_norm(replace(at, norm_eps=1e-6), "indexer.k_norm", key)
+        q = at.add(Linear(of_query, w.matrix("indexer.attn_q_b", n_query, n_heads * dim)))
+        cache = at.graph.kv_cache(1, dim, values_in_keys=True, is_index=True)
+        q = at.add(RopeAppend(q, key, None, cache, rope))
+        chosen.append(at.add(IndexSelect(q, at.add(Scale(weights, (n_heads * dim) ** -0.5)), cache, k)))
+        return chosen[-1]
+
+    return deepseek2.record(m, select)
