@@ -25,7 +25,7 @@ from localllm.kernels.graph import Graph, Matrix, Operation, Rows, Tensor, Weigh
 from localllm.quant.lut import block_size
 
 #: Operations that compute whole rows, on every device the same.
-_WHOLE = g.Input | g.Embed | g.RMSNorm | g.LayerNorm | g.Add | g.Scale | g.Softcap | g.Outputs
+_WHOLE = g.Input | g.Embed | g.RMSNorm | g.LayerNorm | g.Add | g.AddRows | g.Scale | g.Softcap | g.Outputs
 #: Those that may compute a part of each.
 _CUT = g.Linear | g.Linears | g.RopeAppend | g.Attention | g.Gated | g.Activation
 #: What users call others.

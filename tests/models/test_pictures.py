@@ -16,8 +16,10 @@ from numpy.typing import NDArray
 from localllm.engine.pictures import Embeddings, Picture, Pictures, Placed
 from localllm.engine.runner import ModelRunner
 from localllm.kernels.backend import Batch
+from localllm.kernels.cuda.row_split import RowSplitBackend
+from tests.cuda_on_cpu.emulated_driver import EmulatedDriver
 from tests.helpers.backends import emulated_cuda, no_harness, shared_by_threads
-from tests.helpers.recorder import CPUOps, ReferenceOps
+from tests.helpers.recorder import CPUOps, ReferenceOps, SplitOps
 from tests.helpers.requests import SteppedEngine, results, writing
 from tests.helpers.run_model import Runner, make_batch
 from tests.models.tiny import TINY, make_model, write
@@ -218,3 +220,22 @@ def test_the_engine_writes_what_transformers_does(name: str, max_tokens: int, tm
         assert results(request).error is None
         assert results(request).ids == greedy(name, each)
     assert encoder.encoded == [FIRST.key, SECOND.key]
+
+
+@pytest.mark.skipif(no_harness() is not None, reason=no_harness() or "")
+def test_a_model_split_by_rows_sees(tmp_path: Path) -> None:
+    path, driver = write(tmp_path / "model.gguf", TINY["qwen3vl"], model_of("qwen3vl")), EmulatedDriver(2)
+    gpus = RowSplitBackend([emulated_cuda(driver, i) for i in range(2)])
+    ours = Seeing("qwen3vl", Runner(path, gpus, n_pages=2, max_tokens=40, sees=True)).run(0, 30)
+    theirs = expected("qwen3vl")[:30]
+    assert np.abs(ours - theirs).max() < 1e-2 * np.abs(theirs).max()
+
+
+@pytest.mark.parametrize("name", ["qwen3vl", "gemma3"])
+def test_a_model_split_over_devices_sees(name: str, tmp_path: Path) -> None:
+    """In micro-batches, but for spans, which come as a whole."""
+    path, cpu = write(tmp_path / "model.gguf", TINY[name], model_of(name)), shared_by_threads(CPUOps(threads=2))
+    n_layers = TINY[name].config.get("num_hidden_layers", 4)
+    whole = Seeing(name, Runner(path, cpu, sees=True)).run(0, N_TOKENS)
+    parts = SplitOps([(cpu, 1), (cpu, n_layers - 1)], micro_batch=8)
+    np.testing.assert_array_equal(Seeing(name, Runner(path, parts, sees=True)).run(0, N_TOKENS), whole)
