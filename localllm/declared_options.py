@@ -198,6 +198,11 @@ _MIROSTAT = Kind("0 (off) or 2", lambda value: n if (n := as_int(value)) in (0, 
 _TOKENS = _whole(1, "a whole number from 1 to 2^63 - 1", 1 << 63)
 _TEXT = _of_type("a text (str)", str)
 _PATH = _of_type("the path of a GGUF file, as str or Path", (str, os.PathLike), "FILE")
+_MMPROJ = Kind(
+    "the path of a GGUF file, as str or Path, or False",
+    lambda value: value if value is False or isinstance(value, str | os.PathLike) else None,
+    metavar="FILE",
+)
 _PROPORTIONS = Kind("a list of numbers of at least 0, not all of them 0", _read_proportions, _floats, "X,…")
 _CACHE_TYPE = Kind("one of 'f16', 'q8_0'", _read_cache_type, metavar="TYPE")
 _SPLIT_MODE = Kind("one of 'layer', 'row'", _read_split_mode, metavar="MODE")
@@ -420,6 +425,13 @@ class LoadOptions(_Checked):
         "in `localllm.Options`.",
         "-md --draft-model --model-draft",
         none="no draft model",
+    )
+    mmproj: str | os.PathLike[str] | Literal[False] | None = _asked(
+        None,
+        _MMPROJ,
+        "the file of the encoder of pictures (``mmproj-….gguf``) of a model that sees; False for none",
+        "--mmproj -mm",
+        none="the one beside the model, if there is one that is made for it",
     )
     progress: LoadProgress | None = _asked(
         None,

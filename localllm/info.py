@@ -11,7 +11,7 @@ from typing import Any
 
 from localllm.kernels.graph import CacheType, Weight
 from localllm.models.config import ModelConfig
-from localllm.placement import Format, Placement, sum_formats
+from localllm.placement import EncoderInfo, Format, Placement, sum_formats
 
 #: ``general.file_type`` (llama.cpp's ``enum llama_ftype``), in order; "-" are those that no file has any more.
 _FILE_TYPES = """
@@ -47,6 +47,7 @@ class ModelInfo:
         config: its hyper-parameters.
         fingerprint: what tells it from other models (`localllm.gguf.GGUFFile.fingerprint`).
         draft: what is known of the draft model, where there is one.
+        encoder: what is known of the encoder of pictures, where the model sees.
     """
 
     path: Path
@@ -67,6 +68,7 @@ class ModelInfo:
     config: ModelConfig
     fingerprint: str
     draft: ModelInfo | None = None
+    encoder: EncoderInfo | None = None
 
     def __str__(self) -> str:
         """What runs where, and the bytes that it takes."""
@@ -78,6 +80,8 @@ class ModelInfo:
         for group in self.placement.groups:
             cache = f", {self.cache_type} KV cache {_megabytes(group.kv_cache)}" if group.kv_cache else ""
             lines.append(f"  {group.name} on {group.device}: weights {_megabytes(group.weights)}{cache}")
+        if self.encoder is not None:
+            lines.append(f"  sees by {self.encoder}")
         included = ", Python and kernels included" if self.placement.overhead else ""  # a draft model adds none
         lines.append(f"  in all {_megabytes(self.placement.total)}{included}")
         return "\n".join(lines if self.draft is None else [*lines, f"draft model {self.draft}"])

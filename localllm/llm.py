@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any, Never, Self, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Never, Self, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,7 @@ from localllm.checks import check_keywords, mappings, text, token_ids, whole_num
 from localllm.completion import Completion, Stream
 from localllm.declared_options import GRAMMARS, CheckedOptions, LoadOptions, SplitMode, declared, describes
 from localllm.engine.engine import MAX_WAITING, STEP_S, Counts, Engine
-from localllm.engine.pictures import NO_PICTURES, Pictures, text_ids
+from localllm.engine.pictures import NO_PICTURES, Picture, Pictures, Placed, text_ids
 from localllm.engine.request import Request
 from localllm.errors import (
     Argument,
@@ -48,11 +48,15 @@ from localllm.tokenizer.stream import StreamDecoder
 # jinja2, which it imports, takes a good part of the time to the first token of those that do not chat.
 if TYPE_CHECKING:
     from localllm.chat import ChatTemplate
-    from localllm.chat.conversation import Message
+    from localllm.chat.conversation import Image, Message
     from localllm.sampling.grammar import Constraint, Grammars
+    from localllm.vision import Encoder
 
     #: Messages of a chat, as OpenAI's API has them or in the form of `localllm.chat.conversation`.
     Messages = Sequence[Message | Mapping[str, object]]
+
+#: What stands for a picture in the prompt of `LLM.generate`, as in llama.cpp.
+MEDIA = "<__media__>"
 
 #: Prompts of `LLM.generate_many` that are under way at once.
 _AT_ONCE = 64
@@ -77,6 +81,7 @@ def load(
     chat_template: str | None = None,
     adapters: Mapping[str, str | os.PathLike[str]] | None = None,
     draft_model: str | os.PathLike[str] | None = None,
+    mmproj: str | os.PathLike[str] | Literal[False] | None = None,
     progress: LoadProgress | None = None,
     planned: LoadPlan | None = None,
     max_waiting: int = MAX_WAITING,
@@ -115,6 +120,7 @@ def load(
         chat_template=chat_template,
         adapters=adapters,
         draft_model=model_file(draft_model, demo_is_a_file=True),
+        mmproj=expanded(mmproj) if isinstance(mmproj, str | os.PathLike) else mmproj,
         progress=default_progress() if progress is None else progress,
         planned=planned,
         max_waiting=max_waiting,
@@ -169,6 +175,7 @@ class LLM:
         self._tokenizer = parts.tokenizer
         self._engine: Engine | None = parts.engine
         self._embedder = parts.embedder
+        self._encoder = parts.encoder
         self._options = parts.options
         self._info = parts.info
         self._template_source = parts.template_source
@@ -190,6 +197,11 @@ class LLM:
     def writes_text(self) -> bool:
         """Whether the model writes text: others make vectors (`embed`), or scores (`rerank`)."""
         return self._embedder is None
+
+    @property
+    def sees(self) -> bool:
+        """Whether the model takes pictures: it was loaded with the encoder of an ``mmproj`` file."""
+        return self._encoder is not None
 
     @property
     def has_chat_template(self) -> bool:
@@ -240,10 +252,15 @@ class LLM:
     ) -> list[int]:
         """The tokens of the prompt that `chat` makes of the same arguments, whether or not they fit the context.
 
+        Those of pictures are numbers below 0, the same ones for the same picture.
+
         Raises:
             TemplateError, TokenizerError, UsageError: as `chat`.
         """
-        return self._chat_encoder(tools, template_variables, reply_prefix)(messages)
+        from localllm.chat.conversation import read_messages
+
+        chat = read_messages(messages, may_open_files=True)
+        return self._chat_encoder(tools, template_variables, reply_prefix)(chat)[0]
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """The text of tokens; control tokens are left out, and invalid UTF-8 becomes U+FFFD.
@@ -392,6 +409,7 @@ class LLM:
         *,
         add_special: bool = True,
         parse_special: bool = False,
+        images: Sequence[Any] = (),
         **options: Unpack[Options],
     ) -> Completion:
         """Goes on with a prompt.
@@ -399,15 +417,18 @@ class LLM:
         Args:
             prompt: a text, or tokens, which are taken as they are.  Of an empty one BOS is the beginning.
             add_special, parse_special: how a text is tokenized; see `tokenize`.
+            images: pictures, each a path, the bytes of a file, a Pillow image or an array uint8 [height, width, 3].
+                They stand where the prompt has ``<__media__>``, or before it where it has none.
             options: ``max_tokens``, ``stop``, ``temperature``, ``seed``, …; see `localllm.Options`.
 
         Raises:
             TypeError: an option is unknown.
-            UsageError: an option or token is out of range, or the prompt empty and the model without BOS.
+            UsageError: an option or token is out of range, or the prompt empty and the model without BOS; a picture
+                cannot be read, or the model sees none.
             GrammarError: ``json_schema``, ``regex`` or ``grammar`` cannot be used.
             ContextLengthError: the prompt is too long; see ``overflow``.
         """
-        return self._stream(prompt, add_special, parse_special, self.with_defaults(options)).read()
+        return self._stream(prompt, add_special, parse_special, self.with_defaults(options), images).read()
 
     def stream(
         self,
@@ -415,13 +436,14 @@ class LLM:
         *,
         add_special: bool = True,
         parse_special: bool = False,
+        images: Sequence[Any] = (),
         **options: Unpack[Options],
     ) -> Stream:
         """As `generate`, but an iterator of chunks, as they come, for ``for`` and ``async for``.
 
         Closing it stops the work.  Where a long prompt must not hold up an event loop, call it in another thread.
         """
-        return self._stream(prompt, add_special, parse_special, self.with_defaults(options))
+        return self._stream(prompt, add_special, parse_special, self.with_defaults(options), images)
 
     def chat(
         self,
@@ -438,7 +460,9 @@ class LLM:
         call that cannot be read, or of a tool that was not offered, stays in the text, and is a warning.
 
         Args:
-            messages: each with a ``role`` ("system", "user", "assistant") and a ``content``.
+            messages: each with a ``role`` ("system", "user", "assistant") and a ``content``: a text, or a list of
+                parts, ``{"type": "text", "text": …}`` and ``{"type": "image", "image": …}`` as ``images`` of
+                `generate` has them, or OpenAI's ``image_url`` with a data URL.
             tools: JSON schemas of functions that the model may call; a template that does not use them is a warning.
             template_variables: whatever else the template reads, such as ``{"enable_thinking": False}``.
             reply_prefix: what the answer begins with; the model goes on from there, and only what it adds comes
@@ -559,11 +583,12 @@ class LLM:
         *,
         add_special: bool = True,
         parse_special: bool = False,
+        images: Sequence[Any] = (),
         **options: Unpack[Options],
     ) -> Completion:
         """As `generate`, for asyncio: other tasks go on meanwhile, and cancelling the task stops the work."""
         given = self.with_defaults(options)
-        return await self._stream(prompt, add_special, parse_special, given).aread()
+        return await self._stream(prompt, add_special, parse_special, given, images).aread()
 
     async def achat(
         self,
@@ -691,15 +716,63 @@ class LLM:
         add_special: bool,
         parse_special: bool,
         given: CheckedOptions,
+        images: Sequence[Any] = (),
         on_end: Callable[[], object] | None = None,
     ) -> Stream:
         context = self._opened().context
-        ids = self._prompt_ids(prompt, add_special, parse_special)
-        if given.overflow == "truncate":
-            ids = truncate(ids, context - given.room(context), self._tokenizer.bos_id)
+        pictures = NO_PICTURES
+        if images:
+            ids, pictures = self._seen_prompt(prompt, images, add_special, parse_special)
+        else:
+            ids = self._prompt_ids(prompt, add_special, parse_special)
+            if given.overflow == "truncate":
+                ids = truncate(ids, context - given.room(context), self._tokenizer.bos_id)
         # After a text its first space is part of what follows; after BOS alone, or a control token, it is not.
-        continuation = not self._tokenizer.is_special(ids[-1])
-        return self._start(ids, given, continuation=continuation, truncatable=True, on_end=on_end)
+        continuation = ids[-1] >= 0 and not self._tokenizer.is_special(ids[-1])
+        return self._start(
+            ids, given, continuation=continuation, truncatable=not images, pictures=pictures, on_end=on_end
+        )
+
+    def _seen_prompt(
+        self, prompt: str | Sequence[int], images: Sequence[Any], add_special: bool, parse_special: bool
+    ) -> tuple[list[int], Pictures]:
+        """The ids of a text with pictures in place of `MEDIA`, or before it."""
+        from localllm.chat.conversation import Image
+
+        encoder, tokenizer = self._seeing(), self._tokenizer
+        if isinstance(images, str | bytes) or not isinstance(images, Sequence):
+            raise UsageError.of("images", images, "a list of pictures")
+        if not isinstance(prompt, str):
+            raise UsageError(Argument("images"), " stand in a text: give the prompt as one, not as tokens")
+        texts = prompt.split(MEDIA)
+        if len(texts) == 1:
+            texts = [""] * len(images) + texts
+        if len(texts) != len(images) + 1:
+            words = (
+                f" has {len(images)} pictures, but the prompt has {MEDIA} {len(texts) - 1} times: as many are needed"
+            )
+            raise UsageError(Argument("images"), words)
+        pieces: list[str | Image] = [texts[0]]
+        for number, (picture, text_behind) in enumerate(zip(images, texts[1:], strict=True)):
+            begin, end = encoder.around
+            pieces += [begin, Image(picture, where=f"picture {number}"), f"{end}{text_behind}"]
+        ids, placed = encoder.prompt(pieces, partial(tokenizer.encode, add_special=False, parse_special=True))
+        return self._with_bos(ids, placed) if add_special else (ids, Pictures(placed))
+
+    def _with_bos(self, ids: list[int], placed: Sequence[Placed]) -> tuple[list[int], Pictures]:
+        """A prompt with BOS in front, if the model asks for it and it is not there."""
+        begun = self._tokenizer.with_bos(ids)
+        n = len(begun) - len(ids)
+        return begun, Pictures([each._replace(start=each.start + n) for each in placed])
+
+    def _seeing(self) -> Encoder:
+        if self._encoder is None:
+            raise UsageError(
+                f"{self._info.path.name} was loaded without an encoder of pictures, so it sees none: give the mmproj "
+                "file of the model, if there is one, as ",
+                Argument("mmproj"),
+            )
+        return self._encoder
 
     def _continued(
         self, prompt: str | Sequence[int], continuation: str | Sequence[int], add_special: bool
@@ -751,14 +824,14 @@ class LLM:
 
         context = self._opened().context
         encode = self._chat_encoder(tools, variables, reply_prefix)
-        chat = read_messages(messages)
-        ids, n_turns = encode(chat), sum(message.role == "user" for message in chat)
+        chat = read_messages(messages, may_open_files=True)
+        (ids, pictures), n_turns = encode(chat), sum(message.role == "user" for message in chat)
         limit = context - given.room(context)
         if given.overflow == "truncate" and len(ids) > limit and n_turns > 1:
             # Each turn makes a prompt longer: bisection finds the fewest to leave out.
             n_left_out = range(1, n_turns - 1)
-            n = 1 + bisect_left(n_left_out, True, key=lambda n: len(encode(without_turns(chat, n))) <= limit)
-            ids = encode(without_turns(chat, n))
+            n = 1 + bisect_left(n_left_out, True, key=lambda n: len(encode(without_turns(chat, n))[0]) <= limit)
+            ids, pictures = encode(without_turns(chat, n))
         # What follows a prefix begins with a space of its own.
         stream = self._start(
             ids,
@@ -766,9 +839,10 @@ class LLM:
             continuation=bool(reply_prefix),
             template="" if reply_prefix else self._template_source.text or "",
             truncatable=n_turns > 1,
+            pictures=pictures,
             on_end=on_end,
         )
-        stream.parser = ReplyParser.after(ids, self._tokenizer, tools or (), reply_prefix)
+        stream.parser = ReplyParser.after(text_ids(ids), self._tokenizer, tools or (), reply_prefix)
         return stream
 
     def _chat_encoder(
@@ -776,8 +850,8 @@ class LLM:
         tools: Sequence[Mapping[str, object]] | None,
         variables: Mapping[str, object] | None,
         reply_prefix: str,
-    ) -> Callable[[Messages], list[int]]:
-        """What makes tokens of messages."""
+    ) -> Callable[[Sequence[Message]], tuple[list[int], Pictures]]:
+        """What makes tokens of messages, and says where pictures' are."""
         from localllm.chat import encode_chat
 
         tokenizer = self._tokenizer
@@ -789,13 +863,22 @@ class LLM:
         template = self.chat_template
         if tools and not template.reads("tools"):
             warn(f"the chat template of {self._info.path} does not use tools: the model is told of none")
+        known: dict[Image, Picture] = {}
 
-        def encode(chosen: Messages) -> list[int]:
-            ids = encode_chat(tokenizer, template, chosen, tools=tools, **more)
+        def encode(chosen: Sequence[Message]) -> tuple[list[int], Pictures]:
+            pictures = NO_PICTURES
+            if any(message.images for message in chosen):
+                encoder = self._seeing()
+                pieces = template.render_seeing(chosen, encoder.marker, encoder.around, tools=tools, **more)
+                as_tokens = partial(tokenizer.encode, add_special=False, parse_special=True)
+                ids, pictures = self._with_bos(*encoder.prompt(pieces, as_tokens, known))
+            else:
+                ids = encode_chat(tokenizer, template, chosen, tools=tools, **more)
             if not reply_prefix:
-                return ids
-            follows_text = bool(ids) and not tokenizer.is_special(ids[-1])
-            return ids + tokenizer.encode(reply_prefix, add_special=False, continuation=follows_text)
+                return ids, pictures
+            follows_text = bool(ids) and ids[-1] >= 0 and not tokenizer.is_special(ids[-1])
+            ids = ids + tokenizer.encode(reply_prefix, add_special=False, continuation=follows_text)
+            return ids, pictures
 
         return encode
 

@@ -45,6 +45,7 @@ from localllm.tokenizer.vocabulary import Vocabulary
 # do not.
 if TYPE_CHECKING:
     from localllm.chat import ChatTemplate
+    from localllm.vision import Encoder
 
 #: What the warning of a long context is known by, for `warnings.filterwarnings`.
 LONG_CONTEXT = ".* was trained on [0-9,]+ tokens of context: "
@@ -59,6 +60,7 @@ class Parts:
     tokenizer: Tokenizer
     engine: Engine
     embedder: Embedder | None  # of a model that makes vectors of texts, what makes them of the engine's
+    encoder: Encoder | None  # of pictures
     options: LoadOptions  # what it was loaded with
     info: ModelInfo
     template_source: TemplateSource  # of the chat template
@@ -74,7 +76,11 @@ def load_parts(options: LoadOptions) -> Parts:
         As `localllm.load`.
     """
     with ExitStack() as files, ExitStack() as on_failure:
-        sources = [_read(files.enter_context(_open(options.path)), options, "the model", adapts=True)]
+        file = files.enter_context(_open(options.path))
+        encoder = _find_encoder(options, file)
+        if encoder is not None:
+            on_failure.callback(encoder.close)
+        sources = [_read(file, options, "the model", adapts=True, sees=encoder is not None)]
         tokenizer = Tokenizer.from_gguf(sources[0].file)
         template_source, template = TemplateSource.of_file(sources[0].file), None
         defaults = sampling_defaults(sources[0].file.metadata)
@@ -87,7 +93,7 @@ def load_parts(options: LoadOptions) -> Parts:
             _check_vocabulary(draft, tokenizer)
         devices = _open_devices(options)
         on_failure.callback(_close, devices)
-        sources, planners, plan = _plan_with_block(sources, devices, options)
+        sources, planners, plan = _plan_with_block(sources, devices, options, encoder)
         if options.planned is not None:
             options.planned(plan)
         loaded = list[tuple[ModelRunner, ModelInfo, tuple[Notice, ...]]]()
@@ -102,6 +108,7 @@ def load_parts(options: LoadOptions) -> Parts:
         norms = [hidden_norm(source.model.graph) for source in sources if source.hidden is not None]
         on_failure.pop_all()
     runner, info, warnings = loaded[0]
+    info = replace(info, encoder=plan.encoder)
     _log_info(info)
     drafting: DraftModel | None = None
     warnings = _notes(devices) + warnings
@@ -114,9 +121,15 @@ def load_parts(options: LoadOptions) -> Parts:
             draft_info = replace(draft_info, n_parameters=n_values)
         drafting = MTPModel(draft_runner, cost, *norms) if norms else DraftModel(draft_runner, expected_cost=cost)
         info, warnings = replace(info, draft=draft_info), warnings + notices
-    on_end = partial(_close, devices)
-    engine = Engine(runner, drafting, max_waiting=options.max_waiting, step_s=options.step_s, on_end=on_end)
-    return Parts(tokenizer, engine, embedder, options, info, template_source, defaults, template, warnings)
+    engine = Engine(
+        runner,
+        drafting,
+        encoder=encoder,
+        max_waiting=options.max_waiting,
+        step_s=options.step_s,
+        on_end=partial(_close, devices if encoder is None else (encoder, *devices)),
+    )
+    return Parts(tokenizer, engine, embedder, encoder, options, info, template_source, defaults, template, warnings)
 
 
 def sampling_defaults(metadata: Mapping[str, object]) -> dict[str, Any]:
@@ -139,13 +152,14 @@ def plan_file(options: LoadOptions) -> Plan:
     """
     if options.threads is None:  # as many as loading takes, without measuring how many of them decode
         options = replace(options, threads=default_threads())
-    with _open(options.path) as file:
-        sources = [_read(file, options, "the model", adapts=True)]
+    with _open(options.path) as file, ExitStack() as at_end:
+        encoder = _find_encoder(options, file)
+        if encoder is not None:
+            at_end.callback(encoder.close)
+        sources = [_read(file, options, "the model", adapts=True, sees=encoder is not None)]
         devices = _open_devices(options)
-        try:
-            return _plan_with_block(sources, devices, options)[2]
-        finally:
-            _close(devices)
+        at_end.callback(_close, devices)
+        return _plan_with_block(sources, devices, options, encoder)[2]
 
 
 def _let_go(error: BaseException) -> None:
@@ -196,16 +210,41 @@ class _Source:
 
 
 def _read(
-    file: GGUFFile, options: LoadOptions, name: str, *, is_block: bool = False, adapts: bool = False
+    file: GGUFFile,
+    options: LoadOptions,
+    name: str,
+    *,
+    is_block: bool = False,
+    adapts: bool = False,
+    sees: bool = False,
 ) -> _Source:
     given = (options.adapters if adapts else None) or {}
     adapters = [read_adapter(each, Path(path), file) for each, path in given.items()]
 
     def read(context: int | None) -> Model:
-        model = read_model(file, context, options.cache_type, is_block=is_block)
+        model = read_model(file, context, options.cache_type, is_block=is_block, sees=sees)
         return replace(model, graph=with_adapters(model.graph, adapters)) if adapters else model
 
     return _Source(name, file, read, read(options.context))
+
+
+def _find_encoder(options: LoadOptions, file: GGUFFile) -> Encoder | None:
+    """The encoder of pictures that was named, or the first one beside the model that is made for it."""
+    if options.mmproj is False or options.path is None:
+        return None
+    # Imported here: most models see nothing.
+    from localllm.vision import Encoder, find_beside
+
+    architecture = str(file.metadata.get("general.architecture"))
+    width = file.metadata.get(f"{architecture}.embedding_length")
+    for path in find_beside(file.path) if options.mmproj is None else [Path(options.mmproj)]:
+        try:
+            return Encoder.of(path, architecture, width)
+        except LocalLLMError as error:
+            if options.mmproj is not None:
+                raise
+            _log.info("%s is not used: %s", path, error)
+    return None
 
 
 def check_adapters(options: LoadOptions) -> None:
@@ -286,16 +325,20 @@ def _open_devices(options: LoadOptions) -> tuple[Device, ...]:
         raise
 
 
-def _close(devices: Sequence[Device]) -> None:
+def _close(devices: Sequence[Device | Encoder]) -> None:
     for device in devices:
         device.close()
 
 
 def _plan(
-    sources: Sequence[_Source], devices: tuple[Device, ...], options: LoadOptions
+    sources: Sequence[_Source], devices: tuple[Device, ...], options: LoadOptions, encoder: Encoder | None
 ) -> tuple[list[Planner], Plan]:
-    """Where the model goes, and the one that drafts for it, if any."""
-    available = available_memory()
+    """Where the model goes, and the one that drafts for it, if any; beside the encoder of pictures, on the host."""
+    available, sees = available_memory(), None
+    if encoder is not None:
+        encoder.backend = devices[0].backend
+        sees = encoder.info
+        available = max(0, available - sees.n_bytes)
     free = {each.name: available if each.free_memory is None else each.free_memory() for each in devices}
     split = None if options.tensor_split is None else tuple(options.tensor_split)
     # The number of layers is the model's: of the draft model as many go to a GPU as fit, unless none are to.
@@ -308,21 +351,21 @@ def _plan(
     placements = fit(planners, available, options.context)
     if options.parallel is None:
         planners, placements = widened(planners, placements, available)
-    return planners, Plan(placements, free, _notes(devices) + _notices(planners[0], placements[0]))
+    return planners, Plan(placements, free, _notes(devices) + _notices(planners[0], placements[0]), sees)
 
 
 def _plan_with_block(
-    sources: list[_Source], devices: tuple[Device, ...], options: LoadOptions
+    sources: list[_Source], devices: tuple[Device, ...], options: LoadOptions, encoder: Encoder | None
 ) -> tuple[list[_Source], list[Planner], Plan]:
     """As `_plan`, and with the block behind the model's last layer, if there is one and memory for it."""
     blocks = _blocks(sources, devices, options)
     try:
-        return [*sources, *blocks], *_plan([*sources, *blocks], devices, options)
+        return [*sources, *blocks], *_plan([*sources, *blocks], devices, options, encoder)
     except NotEnoughMemoryError:
         if not blocks:
             raise
         sources[0].hidden = None
-        return sources, *_plan(sources, devices, options)
+        return sources, *_plan(sources, devices, options, encoder)
 
 
 def _load(
@@ -354,6 +397,8 @@ def _load(
         width=graph.result.width,
         is_causal=graph.is_causal,
         hidden=source.hidden,
+        has_axes=graph.has_axes,
+        has_spans=graph.has_spans,
     )
     return runner, info, _notices(planner, placement) + _larger_weights(planner.name, placement, loaded)
 

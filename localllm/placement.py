@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 from localllm.devices import Device
@@ -173,6 +174,22 @@ class Placement:
 
 
 @dataclass(frozen=True)
+class EncoderInfo:
+    """What is known of an encoder of pictures."""
+
+    path: Path
+    family: str  # its projector, as the file names it
+    n_bytes: int  # of memory that it takes
+    n_tokens: int  # that it makes of a picture of 1,024 × 768 pixels
+
+    def __str__(self) -> str:
+        return (
+            f"{self.path.name} ({self.family}): {self.n_bytes / 1e6:,.1f} MB, {self.n_tokens:,} tokens for a picture "
+            "of 1,024 × 768"
+        )
+
+
+@dataclass(frozen=True)
 class Plan:
     """Where models go, before they are loaded.
 
@@ -180,11 +197,13 @@ class Plan:
         placements: of the model, and of the one that drafts for it, if any.
         free: bytes that can be had on each device: of the host's memory, and of GPUs that have their own.
         notices: what the plan leaves to be desired.
+        encoder: that of pictures, where the model sees; its bytes are beside those of placements.
     """
 
     placements: tuple[Placement, ...]
     free: Mapping[str, int]
     notices: tuple[Notice, ...]
+    encoder: EncoderInfo | None = None
 
     @property
     def placement(self) -> Placement:

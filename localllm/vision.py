@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Generator, Iterator, Sequence
+import re
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,16 +13,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from localllm.devices import open_devices
-from localllm.engine.pictures import Embeddings, Picture
+from localllm.chat.conversation import Image
+from localllm.engine.pictures import Embeddings, Picture, Placed
 from localllm.errors import ModelError, UsageError, path_text
 from localllm.gguf import GGUFFile
 from localllm.kernels.backend import Backend, Batch, HostOutput, Step
 from localllm.models.vision.encoder import FrameRows, Prepared, VisionModel
 from localllm.models.vision.pictures import open_picture
-from localllm.models.vision.registry import projector_of, read_encoder
-
-__all__ = ["Encoder", "Prepared"]
+from localllm.models.vision.registry import PROJECTORS, projector_of, read_encoder
+from localllm.placement import EncoderInfo
 
 #: Patches that one step encodes at most, unless one frame has more.
 STEP_PATCHES = 4096
@@ -31,103 +31,142 @@ PIECE_S = 0.02
 
 @dataclass(eq=False)
 class Encoder:
-    """An encoder of pictures.  Not to be used by several threads at once.
+    """An encoder of pictures.  What computes is not to be used by several threads at once.
 
     Attributes:
+        path: its file.
         family: its projector, as the file names it.
-        width: of the rows that it makes, which is the text model's.
-        n_embeddings: rows that it makes for each token: one, and those that layers of the text model add.
-        marker: what a chat template puts where a picture stands; `Prepared.parts` take its place.
-        around: what stands around that where no template puts it.
+        model: its graph, and how it prepares pictures.
+        backend: what computes.
     """
 
     path: Path
     family: str
     model: VisionModel
     _file: GGUFFile
-    _backend: Backend
-    _close: Any
+    backend: Backend | None = None
     _step: Step | None = None
     _sizes: tuple[int, int] = (0, 0)
 
     @classmethod
-    def load(
-        cls,
-        path: str | os.PathLike[str],
-        *,
-        width: int | None = None,
-        device: str = "cpu",
-        threads: int | None = None,
-    ) -> Encoder:
-        """Opens a file; its weights are read when the first picture is encoded.
-
-        Args:
-            width: that of the text model's embeddings, which the encoder's rows must have.
-            device, threads: as `localllm.load` has them.
+    def open(cls, path: str | os.PathLike[str]) -> Encoder:
+        """Opens a file; its weights are read when the first picture is encoded, which needs a ``backend``.
 
         Raises:
             ModelNotFoundError, GGUFError: there is no such file, or it is damaged.
-            ModelError: it is not an encoder of pictures, is incomplete, or belongs to a model of another width.
+            ModelError: it is not an encoder of pictures, or is incomplete.
             UnsupportedArchitectureError: its projector is not known.
         """
         file = GGUFFile.open(path)
         try:
-            family, model = projector_of(file.metadata), read_encoder(file)
-            if width not in (None, model.width):
-                raise ModelError(
-                    f"{path_text(path)} makes embeddings of {model.width} values, but the model takes {width}: use "
-                    "the mmproj file of this model"
-                )
-            *_, chosen = open_devices(device, threads=threads)
+            return cls(Path(path), projector_of(file.metadata), read_encoder(file), file)
         except BaseException:
             file.close()
             raise
-        return cls(Path(path), family, model, file, chosen.backend, chosen.close)
+
+    @classmethod
+    def of(cls, path: str | os.PathLike[str], architecture: str, width: object) -> Encoder:
+        """As `open`, for a text model of this architecture, whose embeddings have so many values.
+
+        Raises:
+            ModelError: it belongs to another model; or as `open`.
+        """
+        encoder = cls.open(path)
+        family = PROJECTORS[encoder.family]
+        if architecture not in family.texts.split():
+            words = f"is for {family.models}, but the model is of the architecture {architecture!r}"
+        elif width != encoder.width:
+            words = f"makes embeddings of {encoder.width:,} values, but the model's have {width}"
+        else:
+            return encoder
+        encoder.close()
+        raise ModelError(f"{path_text(encoder.path)} {words}: give the mmproj file of this model")
+
+    @property
+    def _computed_by(self) -> Backend:
+        assert self.backend is not None
+        return self.backend
 
     @property
     def width(self) -> int:
+        """Of the rows that it makes."""
         return self.model.width
 
     @property
     def n_embeddings(self) -> int:
+        """Rows that it makes for each token: one, and those that layers of the text model add."""
         return 1 + len(self.model.further)
 
     @property
     def marker(self) -> str:
+        """What chat templates write where a picture stands; `Prepared.parts` take its place."""
         return self.model.marker
 
     @property
     def around(self) -> tuple[str, str]:
+        """What stands around the marker where no template writes it."""
         return self.model.around
 
-    def prepare(self, picture: Any, max_tokens: int | None = None) -> Prepared:
-        """A picture as the model's own processor prepares it.
+    def prepare(self, picture: Any, max_tokens: int | None = None, where: str = "the picture") -> Prepared:
+        """A picture as the model's own processor prepares it; in any thread.
 
         Args:
             picture: a path, the bytes of a file, a Pillow image, or an array uint8 [height, width, 3].
             max_tokens: that it may become; by default as many as the processor allows.
+            where: what it is called in errors, if it has no path.
 
         Raises:
             UsageError: it cannot be read, or the model cannot take one of its shape.
         """
-        if isinstance(picture, Prepared):
-            return picture
         if max_tokens is not None and max_tokens < 1:
             raise UsageError(f"max_tokens={max_tokens} is out of range: give a picture at least 1 token")
-        return self.model.prepare(open_picture(picture), max_tokens)
+        return self.model.prepare(open_picture(picture, where), max_tokens)
 
-    def picture(self, picture: Any, max_tokens: int | None = None) -> Picture:
-        """A picture as requests have it, by the same name wherever its pixels are the same.
-
-        Args:
-            picture, max_tokens: as for `prepare`.
-        """
-        prepared = self.prepare(picture, max_tokens)
+    def picture(self, prepared: Prepared) -> Picture:
+        """A picture as requests have it, with the same key wherever its pixels are the same."""
         name = hashlib.sha256(self._file.fingerprint().encode())
         for frame in prepared.frames:
             name.update(repr(frame.shape).encode())
             name.update(frame.tobytes())
         return Picture(name.digest(), prepared.n_tokens, prepared.grid if self.model.has_grid else (0, 0), prepared)
+
+    def prompt(
+        self,
+        pieces: Sequence[str | Image],
+        encode: Callable[[str], list[int]],
+        known: dict[Image, Picture] | None = None,
+    ) -> tuple[list[int], list[Placed]]:
+        """The ids of a prompt of texts and pictures, and where the pictures' tokens are in it.
+
+        Args:
+            pieces: of them texts have no markers of pictures.
+            encode: makes ids of a text.
+            known: pictures that were prepared already, to which those that were not are added.
+
+        Raises:
+            UsageError: as `prepare`.
+        """
+        known = {} if known is None else known
+        ids: list[int] = []
+        placed: list[Placed] = []
+        words = ""  # what was not made ids of: texts of neighbouring pieces are tokenized together
+        for piece in pieces:
+            if isinstance(piece, str):
+                words += piece
+                continue
+            if piece not in known:
+                known[piece] = self.picture(self.prepare(piece.source, piece.max_tokens, piece.where))
+            picture, first = known[piece], 0
+            for part in picture.source.parts:
+                if isinstance(part, str):
+                    words += part
+                    continue
+                ids += encode(words) if words else ()
+                words = ""
+                placed.append(Placed(len(ids), picture, first, part if part < picture.n_tokens else 0))
+                ids += picture.ids[first : first + part]
+                first += part
+        return ids + (encode(words) if words else []), placed
 
     def encode(self, pictures: Sequence[Picture]) -> Generator[None, None, list[Embeddings]]:
         """The embeddings of pictures, float32 [n_tokens, n_embeddings, width] each; yields between pieces of work.
@@ -179,9 +218,9 @@ class Encoder:
             before = self._step  # until the new one has its weights
             self._sizes = max(n_tokens, self._sizes[0]), max(n_outputs, self._sizes[1])
             # Frames' last pages may be all but empty; smaller ones than these come in as many pages at most.
-            n_pages = -(-self._sizes[0] // self._backend.page_size) + self._sizes[0] // min(lengths)
+            n_pages = -(-self._sizes[0] // self._computed_by.page_size) + self._sizes[0] // min(lengths)
             graph = self.model.graph
-            self._step = self._backend.compile(
+            self._step = self._computed_by.compile(
                 graph,
                 n_pages=(n_pages,) * len(graph.windows),
                 max_tokens=self._sizes[0],
@@ -190,17 +229,37 @@ class Encoder:
             del before
         return self._step
 
+    @property
+    def info(self) -> EncoderInfo:
+        """What it takes for pictures of up to `STEP_PATCHES` patches."""
+        graph, n_pages = self.model.graph, -(-STEP_PATCHES // self._computed_by.page_size)
+        outputs = STEP_PATCHES // self.model.merge**2
+        footprint = self._computed_by.footprint(
+            graph, n_pages=(n_pages,) * len(graph.windows), max_tokens=STEP_PATCHES, max_outputs=outputs
+        )
+        common = self.prepare(np.zeros((768, 1024, 3), np.uint8))
+        return EncoderInfo(self.path, self.family, footprint.n_bytes, common.n_tokens)
+
     def close(self) -> None:
-        """Gives back memory and threads."""
+        """Gives back its memory."""
         self._step = None
         self._file.close()
-        self._close()
 
-    def __enter__(self) -> Encoder:
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+#: Types of the encoders' weights in the order in which they are taken, as names of files have them.
+_TYPES = [re.compile(rf"(?<![a-z]){type}(?![a-z0-9])") for type in ("f16", "q8_0", "bf16")]
+
+
+def find_beside(path: Path) -> list[Path]:
+    """Encoders beside a model, by llama.cpp's and the hub's names; those in F16 first, then Q8_0."""
+
+    def order(each: Path) -> tuple[int, str]:
+        name = each.name.lower()
+        return next((i for i, type in enumerate(_TYPES) if type.search(name)), len(_TYPES)), name
+
+    return sorted(
+        (each for each in path.parent.glob("*.gguf") if "mmproj" in each.name.lower() and each != path), key=order
+    )
 
 
 def _batches(frames: Sequence[FrameRows]) -> Iterator[list[FrameRows]]:

@@ -7,20 +7,31 @@ a model's chat template understands.
 
 from __future__ import annotations
 
+import base64
+import binascii
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import unquote_to_bytes, urlsplit
+from urllib.request import url2pathname
 
 from localllm.cancellation import check_cancelled
 from localllm.errors import TemplateError, quoted
 
 EXAMPLE = "{'role': 'user', 'content': 'Hello!'}"
+_PART = "{'type': 'text', 'text': 'Hello!'}"
 
 #: Keys that programs have what was thought under, and types of parts that are thoughts.
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 #: Types of parts that are text, which stands under "text", or under "refusal".
 _TEXTS = ("text", "input_text", "output_text", "refusal")
+
+#: Types of parts that are pictures, as the library, OpenAI's two APIs and Anthropic's have them.
+_IMAGES = ("image", "image_url", "input_image")
+#: Tokens that a picture may become where a client asks for little detail.
+_LOW_DETAIL = 256
 
 #: Keys of a message that are read; others are given to the template as they are.
 _READ = {"role", "content", *_REASONING, "tool_calls", "tool_call_id", "name", "tool_name", "is_error"}
@@ -58,13 +69,28 @@ class ToolCall:
         return values if isinstance(values, dict) else {"arguments": self.arguments}
 
 
+@dataclass(frozen=True, eq=False)
+class Image:
+    """A picture in a message.
+
+    Attributes:
+        source: a path, the bytes of a file, a Pillow image, or an array uint8 [height, width, 3].
+        max_tokens: that it may become; None for as many as the model's own processor gives it.
+        where: what errors call it.
+    """
+
+    source: Any
+    max_tokens: int | None = None
+    where: str = "the picture"
+
+
 @dataclass(frozen=True)
 class Message:
     """A message of a conversation.
 
     Attributes:
         role: "system", "developer", "user", "assistant", "tool", or another that the template knows.
-        texts: its parts, each a text.
+        parts: texts and pictures, in order.
         reasoning: what the model thought before it said that.
         calls: tools that it called.
         call_id, name: which call this is the result of, and of which tool; ``name`` also of a user.
@@ -73,7 +99,7 @@ class Message:
     """
 
     role: str
-    texts: tuple[str, ...] = ()
+    parts: tuple[str | Image, ...] = ()
     reasoning: str = ""
     calls: tuple[ToolCall, ...] = ()
     call_id: str = ""
@@ -81,9 +107,23 @@ class Message:
     is_error: bool = False
     more: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def text(self) -> str:
+        """All its texts."""
+        return "".join(part for part in self.parts if isinstance(part, str))
 
-def read_messages(messages: Sequence[Message | Mapping[str, object]]) -> list[Message]:
+    @property
+    def images(self) -> tuple[Image, ...]:
+        return tuple(part for part in self.parts if isinstance(part, Image))
+
+
+def read_messages(
+    messages: Sequence[Message | Mapping[str, object]], *, may_open_files: bool = False
+) -> list[Message]:
     """The messages in the one form.
+
+    Args:
+        may_open_files: whether pictures may be named by paths on this machine; not those of a server's clients.
 
     Raises:
         TemplateError: one is malformed; names it and the field.
@@ -93,11 +133,11 @@ def read_messages(messages: Sequence[Message | Mapping[str, object]]) -> list[Me
     read = []
     for number, message in enumerate(messages):
         check_cancelled()
-        read.append(message if isinstance(message, Message) else read_message(number, message))
+        read.append(message if isinstance(message, Message) else read_message(number, message, may_open_files))
     return read
 
 
-def read_message(number: int, message: object) -> Message:
+def read_message(number: int, message: object, may_open_files: bool = False) -> Message:
     """One of them; ``number`` is for errors.
 
     Raises:
@@ -115,11 +155,11 @@ def read_message(number: int, message: object) -> Message:
     may_be_null = role in ("assistant", "tool") and "content" in message
     if content is None and not calls and not may_be_null:
         raise TemplateError(f"message {number} (role {quoted(role)}) has no 'content'")
-    texts, thoughts = read_parts(number, role, content)
+    parts, thoughts = read_parts(number, role, content, may_open_files)
     reasoning = next((message[key] for key in _REASONING if message.get(key) is not None), None)
     return Message(
         role,
-        texts,
+        parts,
         thoughts if reasoning is None else str(reasoning),
         calls,
         call_id=_text(number, message, "tool_call_id"),
@@ -129,34 +169,93 @@ def read_message(number: int, message: object) -> Message:
     )
 
 
-def read_parts(number: int, role: str, content: object) -> tuple[tuple[str, ...], str]:
-    """The texts of a content, and the thoughts among its parts.
+def read_parts(
+    number: int, role: str, content: object, may_open_files: bool = False
+) -> tuple[tuple[str | Image, ...], str]:
+    """The texts and pictures of a content, and the thoughts among its parts.
 
     Raises:
-        TemplateError: it is neither a text nor a list of parts of text.
+        TemplateError: it is neither a text nor a list of parts that are texts and pictures.
     """
     if content is None or isinstance(content, str):
         return (() if content is None else (content,)), ""
     if isinstance(content, bytes | bytearray) or not isinstance(content, Sequence):
         raise TemplateError(f"the content of message {number} (role {quoted(role)}) is neither text nor a list")
-    texts: list[str] = []
+    parts: list[str | Image] = []
     thoughts: list[str] = []
     for part in content:
         kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
         if kind in ("thinking", "reasoning"):
             thoughts.append(str(part.get("thinking") or part.get("text") or ""))
             continue
+        if kind in _IMAGES:
+            parts.append(_image(f"the picture of message {number}", part, may_open_files))
+            continue
         text: object = part
         if isinstance(part, Mapping):
             text = part.get("text", part.get("refusal")) if kind in _TEXTS else None
         if not isinstance(text, str):
-            kind = part.get("type", "unknown") if isinstance(part, Mapping) else type(part).__name__
+            if kind in _TEXTS:
+                raise TemplateError(f"a part of message {number} has no text: write {_PART}")
             raise TemplateError(
-                f"message {number} has a part of type {quoted(kind)}, but models read text alone here: "
-                "write parts as {'type': 'text', 'text': 'Hello!'}"
+                f"message {number} has a part of type {quoted(kind)}, but models read texts and pictures here: "
+                f"write parts as {_PART}"
             )
-        texts.append(text)
-    return tuple(texts), "".join(thoughts)
+        parts.append(text)
+    return tuple(parts), "".join(thoughts)
+
+
+def _image(where: str, part: Mapping[str, Any], may_open_files: bool) -> Image:
+    """The picture of a part.
+
+    Raises:
+        TemplateError: there is none in it, or only its address.
+    """
+    given = part.get("image", part.get("image_url", part.get("source")))
+    detail = part.get("detail")
+    if isinstance(given, Mapping):
+        detail = given.get("detail", detail)
+        data, kind = given.get("data"), given.get("media_type")
+        given = f"data:{kind};base64,{data}" if isinstance(data, str) else given.get("url")
+    if given is None or (isinstance(given, str | bytes) and not given):
+        raise TemplateError(f"{where} is missing: give it as a data URL, 'data:image/png;base64,…'")
+    if isinstance(given, str):
+        given = picture_of_text(given, where, may_open_files)
+    elif not may_open_files:  # what JSON can have beside texts
+        raise TemplateError(f"{where} is {quoted(given)}, but must be a data URL, 'data:image/png;base64,…'")
+    return Image(given, _LOW_DETAIL if detail == "low" else None, where)
+
+
+def picture_of_text(text: str, where: str, may_open_files: bool = False) -> Any:
+    """The bytes in a data URL, or the path that a ``file:`` URL or a text names.
+
+    Raises:
+        TemplateError: it is neither, or damaged, or a path where those are not opened.
+    """
+    head, comma, body = text.partition(",") if text[:5].lower() == "data:" else ("", "", "")
+    if comma:
+        if not head.lower().endswith(";base64"):
+            return unquote_to_bytes(body)
+        return decoded(body, where)
+    scheme = urlsplit(text[:2000]).scheme
+    if scheme in ("http", "https"):
+        raise TemplateError(f"{where} is an address on the web, where localllm does not look: send it as a data URL")
+    if not may_open_files:
+        raise TemplateError(f"{where} is no data URL: write 'data:image/png;base64,…'")
+    return url2pathname(urlsplit(text).path) if scheme == "file" else os.path.expanduser(text)
+
+
+def decoded(text: str, where: str) -> bytes:
+    """The bytes of a text in base64.
+
+    Raises:
+        TemplateError: it is not in base64.
+    """
+    compact = "".join(text.split()).rstrip("=").replace("-", "+").replace("_", "/")
+    try:
+        return base64.b64decode(compact + "=" * (-len(compact) % 4), validate=True)
+    except (binascii.Error, ValueError):
+        raise TemplateError(f"{where} is not in base64: encode the bytes of its file so") from None
 
 
 def read_calls(number: int, calls: object) -> tuple[ToolCall, ...]:

@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import Any
 
 from localllm.cancellation import check_cancelled
-from localllm.chat.conversation import Message, ToolCall
+from localllm.chat.conversation import Image, Message, ToolCall
 from localllm.chat.thinking import TAGS
 from localllm.errors import warn
 
@@ -189,7 +189,9 @@ class Rendering:
         first = next((i for i, each in enumerate(rest) if each.role == "user"), None)
         if first is None:
             return [replace(system, role="user"), *rest]
-        rest[first] = replace(rest[first], texts=("\n".join((*system.texts, "".join(rest[first].texts))),))
+        own = rest[first]
+        parts = (f"{system.text}\n", *own.parts) if own.images else (f"{system.text}\n{own.text}",)
+        rest[first] = replace(own, parts=parts)
         return rest
 
     def _with_matched_results(self, messages: list[Message]) -> list[Message]:
@@ -219,8 +221,12 @@ class Rendering:
             found.append(_as_text(message) if as_text else message)
         return found
 
-    def _content(self, texts: Sequence[str]) -> Any:
-        """Texts as the template reads them: in parts where it has to have them, or several of them and it can."""
+    def _content(self, parts: Sequence[str | Image]) -> Any:
+        """Parts as the template reads them: one by one where it has to have them so, or there are several and it
+        can."""
+        if any(isinstance(part, Image) for part in parts):
+            return [_part(part) if isinstance(part, str) else {"type": "image"} for part in parts]
+        texts = [part for part in parts if isinstance(part, str)]
         if not self._takes_text and self._takes_parts:
             texts = texts if len(texts) < 2 or self._takes_several_parts else ["".join(texts)]
             return [_part(text) for text in texts]
@@ -229,10 +235,11 @@ class Rendering:
         return "".join(texts)
 
     def _message(self, message: Message) -> dict[str, Any]:
-        texts = message.texts
+        parts = message.parts
         if message.is_error:  # which no template has a place for
-            texts = ("Error: " + "".join(texts[:1]), *texts[1:])
-        given: dict[str, Any] = {"role": message.role, "content": self._content(texts)}
+            first, rest = (parts[0], parts[1:]) if parts and isinstance(parts[0], str) else ("", parts)
+            parts = (f"Error: {first}", *rest)
+        given: dict[str, Any] = {"role": message.role, "content": self._content(parts)}
         if message.reasoning:  # as in transformers, templates find it under either name
             given |= {"reasoning_content": message.reasoning, "thinking": message.reasoning}
         if message.calls:
@@ -254,10 +261,15 @@ def _part(text: str) -> dict[str, str]:
 
 def _joined(messages: Sequence[Message]) -> Message:
     """Messages of one role as a single one."""
-    texts = ["".join(each.texts) for each in messages]
+    parts: list[str | Image] = []
+    for each in messages:
+        own = each.parts if each.images else (each.text,) if each.text else ()
+        parts += ["\n\n", *own] if parts and own else own
+    if not any(isinstance(part, Image) for part in parts):
+        parts = ["".join(part for part in parts if isinstance(part, str))]
     return replace(
         messages[0],
-        texts=("\n\n".join(text for text in texts if text),),
+        parts=tuple(parts),
         reasoning="\n\n".join(each.reasoning for each in messages if each.reasoning),
         calls=tuple(call for each in messages for call in each.calls),
     )
@@ -269,11 +281,12 @@ def _as_text(message: Message) -> Message:
         calls = [
             json.dumps({"name": each.name, "arguments": each.values}, ensure_ascii=False) for each in message.calls
         ]
-        return replace(message, texts=("\n".join([text for text in message.texts if text] + calls),), calls=())
+        texts = [part for part in message.parts if isinstance(part, str) and part]
+        return replace(message, parts=("\n".join(texts + calls), *message.images), calls=())
     if message.role != "tool":
         return message
-    text = "".join(message.texts)
-    return replace(message, role="user", texts=(f"Result of {message.name or 'the tool'}: {text}",))
+    text = f"Result of {message.name or 'the tool'}: {message.text}"
+    return replace(message, role="user", parts=(text, *message.images))
 
 
 class _OpenCalls:

@@ -7,13 +7,14 @@ it, so it runs in the sandbox of `localllm.chat.sandbox`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import jinja2
 from jinja2.exceptions import SecurityError
 
 from localllm.cancellation import check_cancelled
 from localllm.chat import sandbox
-from localllm.chat.conversation import EXAMPLE, Message, read_messages
+from localllm.chat.conversation import EXAMPLE, Image, Message, read_messages
 from localllm.chat.rendering import Rendering
 from localllm.chat.source import TemplateSource
 from localllm.errors import TemplateError, quoted, warn
@@ -34,6 +35,10 @@ CHATML = (
 
 #: Roles that need not be in a template's text, as most write out whatever the role is.
 _ROLES = frozenset({"system", "user", "assistant", "tool"})
+
+
+#: Put into what users write where it would be taken for a picture; no text has it.
+_APART = "\ue000\uf8ff"
 
 
 class ChatTemplate:
@@ -136,7 +141,63 @@ class ChatTemplate:
                 template's own words), fails, or uses more time or memory than a template can need.
         """
         conversation = read_messages(messages)
-        variables = self._rendering.variables(variables)
+        if any(message.images for message in conversation):
+            raise TemplateError("there are pictures in these messages: a model that sees none cannot be told of them")
+        return self._rendered(conversation, add_generation_prompt, tools, variables)
+
+    def render_seeing(
+        self,
+        messages: Sequence[Message],
+        marker: str,
+        around: tuple[str, str],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        **variables: object,
+    ) -> list[str | Image]:
+        """The prompt for messages with pictures: its texts, and the pictures between them.
+
+        Args:
+            marker: what templates of the model's family write for a picture, which is left out of the result.
+            around: what stands around it where the template does not write it.
+
+        Raises:
+            TemplateError: as `render`, or the template has no place for a picture.
+        """
+        images = [image for message in messages for image in message.images]
+        # What users write is no picture.
+        apart = marker[:1] + _APART + marker[1:]
+        plain = [replace(m, parts=tuple(_replaced(part, marker, apart) for part in m.parts)) for m in messages]
+        written = "".join((around[0], marker, around[1]))
+        as_words = [
+            replace(m, parts=("".join(part if isinstance(part, str) else written for part in m.parts),))
+            if m.images
+            else m
+            for m in plain
+        ]
+        problem: TemplateError | None = None
+        for conversation in (plain, as_words):
+            try:
+                text = self._rendered(conversation, add_generation_prompt, tools, variables)
+            except TemplateError as error:
+                problem = error
+                continue
+            texts = [each.replace(apart, marker) for each in text.split(marker)]
+            if len(texts) == len(images) + 1:
+                found: list[str | Image] = [texts[0]]
+                for image, behind in zip(images, texts[1:], strict=True):
+                    found += [image, behind]
+                return found
+        raise problem or TemplateError(f"{self._where} has no place for pictures in some of these messages")
+
+    def _rendered(
+        self,
+        conversation: Sequence[Message],
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, object]] | None,
+        given: Mapping[str, object],
+    ) -> str:
+        variables = self._rendering.variables(given)
         inputs = {"tools": tools, "add_generation_prompt": add_generation_prompt, **variables}
         try:
             text = self._text({"messages": self._rendering.messages(conversation), **inputs})
@@ -173,6 +234,10 @@ class ChatTemplate:
                 f"{self._where} says nothing of the role {quoted(unknown[0])}, which the model may not know: "
                 f"there are {', '.join(sorted(_ROLES))}"
             )
+
+
+def _replaced(part: str | Image, old: str, new: str) -> str | Image:
+    return part.replace(old, new) if isinstance(part, str) else part
 
 
 def encode_chat(

@@ -90,6 +90,7 @@ def load_options(arguments: argparse.Namespace, path: str | Path | None, **more:
     if "chat_template" in given:
         given["chat_template"] = chat_template(arguments)
     given["adapters"] = {str(adapter): adapter for adapter, _ in vars(arguments).get("lora", ())}
+    given.setdefault("mmproj", False)  # without the flag there is nothing to see
     if given.get("context") == 0:
         # Imported here: it takes as long as reading the file does.
         from localllm.library.find import demo_path, trained_context

@@ -42,7 +42,7 @@ NO_EFFECT = each(
         "--reasoning-format": ("1", "what a model thinks is always apart from its text"),
         "--embedding --embeddings --rerank --reranking": ("0", "a model's file says what it is made for"),
         "--pooling": ("1", _IN_FILE),
-        "--no-mmproj --no-mmproj-auto --mmproj-offload --no-mmproj-offload": ("0", "the model reads text alone"),
+        "--mmproj-offload --no-mmproj-offload": ("0", "pictures are encoded on the CPU"),
         "-kvu --kv-unified -no-kvu --no-kv-unified": ("0", "all requests share one cache"),
         "-cram --cache-ram": (
             "1",
@@ -77,6 +77,7 @@ SAME = each(
     {
         "--model-path": "--model",
         "-hfr -mu --model-url": "--hf-repo",
+        "--no-mmproj-auto": "--no-mmproj",
         "--n-ctx --num-ctx": "--ctx-size",
         "--num-predict": "--predict",
         "--n-threads --num-thread": "--threads",
@@ -109,7 +110,7 @@ ABSENT = each(
         "--include-weights --exclude-weights": "--imatrix holds for all tensors that it has",
         "--lora": "localllm merge MODEL OUTPUT --lora ADAPTER writes a model that has it",
         "--lora-scaled": "--lora ADAPTER=X is the same",
-        "--control-vector --mmproj -mm --image --audio --special": _NOT_HERE,
+        "--control-vector --audio --special": _NOT_HERE,
         "--top-nsigma --top-n-sigma": "--min-p X leaves out what is unlikely beside the likeliest token",
         "--sampling-seq --sampler-seq": "--samplers takes names, as in --samplers 'top_k;top_p;temperature'",
         "--prompt-cache --prompt-cache-all --slot-save-path": "localllm chat keeps conversations, see --continue",
@@ -131,7 +132,7 @@ OTHER_COMMANDS = each(
         "signin signout login": "hf auth login tells the hub who you are",
         "tokenize llama-tokenize": "LLM.tokenize shows a text's tokens, in Python: see docs/library.md",
         "llama-gguf-split gguf-split gguf-merge": "split models are read as they are: name any of their files",
-        "llama-mtmd-cli": _NOT_HERE,
+        "llama-mtmd-cli": "localllm generate -m FILE --mmproj FILE --image PICTURE -p TEXT sees pictures",
     }
 )
 

@@ -91,6 +91,11 @@ PLACEMENT = [
 CACHE_TYPE = options(LoadOptions, "cache_type", action=_Once)
 DEVICE = [*PLACEMENT, *CACHE_TYPE, *options(LoadOptions, "isa")]
 THREADS = options(LoadOptions, "threads")
+#: What lets a model see, in commands in which it can.
+SEEING = [
+    *options(LoadOptions, "mmproj"),
+    flag("--no-mmproj", "no encoder of pictures", dest="mmproj", action="store_const", const=False),
+]
 #: How a model is run.
 RUNNING = [
     *CONTEXT,

@@ -578,7 +578,7 @@ def begun_reply(messages: list[Message], goes_on: bool | None = None) -> tuple[l
     last = messages[-1] if messages else None
     if last is None or last.role != "assistant" or last.calls or goes_on is False:
         return messages, ""
-    return messages[:-1], "".join(last.texts)
+    return messages[:-1], last.text
 
 
 #: A text, the ids of its tokens, or both in turn.

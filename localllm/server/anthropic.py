@@ -86,7 +86,10 @@ def _ask(body: MessagesRequest) -> Ask:
 def _messages(body: MessagesRequest) -> list[Message]:
     """The messages, of which results of tools are messages of their own, before what else a message says."""
     system, _ = read_parts(0, "system", body.system)
-    messages = [Message("system", ("\n\n".join(system),))] if any(system) else []
+    texts = [part for part in system if isinstance(part, str)]
+    if len(texts) < len(system):
+        raise HTTPError(400, "system has a picture: send it in a message of the user")
+    messages = [Message("system", ("\n\n".join(texts),))] if any(texts) else []
     for number, message in enumerate(body.messages):
         content = message.get("content")
         blocks = content if isinstance(content, list) else [{"type": "text", "text": content}]

@@ -11,6 +11,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Any
@@ -20,7 +21,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from localllm import __version__
-from localllm.chat.conversation import Message, ToolCall, read_message
+from localllm.chat.conversation import Image, Message, ToolCall, decoded, read_message
 from localllm.completion import Chunk
 from localllm.llm import LLM
 from localllm.server.answers import (
@@ -72,8 +73,6 @@ _Shape = Callable[[str, str, Sequence[ToolCall]], dict[str, Any]]
 def _ask(body: OllamaRequest, **more: Any) -> Ask:
     run = body.options or RunOptions()
     options = run.options()
-    if body.images:
-        raise HTTPError(400, "there is an image, but this model reads text only")
     if isinstance(body.format, str) and body.format not in ("", "json"):
         raise HTTPError(400, f"format is {body.format!r:.40}, but must be 'json' or a JSON schema")
     if body.format:
@@ -104,9 +103,16 @@ async def chat(request: Request, desk: Desk) -> Response:
 
 
 def _message(number: int, message: dict[str, Any]) -> Message:
-    if message.get("images"):
-        raise HTTPError(400, f"message {number} has an image, but this model reads text only")
-    return read_message(number, {key: value for key, value in message.items() if key != "images"})
+    read = read_message(number, {key: value for key, value in message.items() if key != "images"})
+    return replace(read, parts=(*_images(f"message {number}", message.get("images")), *read.parts))
+
+
+def _images(where: str, given: object) -> list[Image]:
+    """Pictures in base64, which stand before the text."""
+    if given is not None and not (isinstance(given, list) and all(isinstance(each, str) for each in given)):
+        raise HTTPError(400, f"images of {where} must be a list of texts in base64")
+    name = f"the picture of {where}"
+    return [Image(decoded(each.rpartition(",")[2], name), where=name) for each in given or ()]
 
 
 async def generate(request: Request, desk: Desk) -> Response:
@@ -121,9 +127,11 @@ async def generate(request: Request, desk: Desk) -> Response:
         work = partial(fill_in, before=body.prompt, after=body.suffix)
         ask = _ask(body, prompts=[await desk.with_model(request, body.model, work)])
     elif body.raw:
+        if body.images:
+            raise HTTPError(400, "images need the chat template: leave raw out")
         ask = _ask(body, prompts=[body.prompt], special=True)
     else:
-        messages = [Message("user", (body.prompt,))]
+        messages = [Message("user", (*_images("the request", body.images), body.prompt))]
         if body.system:
             messages.insert(0, Message("system", (body.system,)))
         ask = _ask(body, messages=messages)

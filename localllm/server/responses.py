@@ -5,6 +5,7 @@ Source: https://platform.openai.com/docs/api-reference/responses.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import itertools
 import re
@@ -20,7 +21,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from localllm.chat.conversation import Message, ToolCall, read_calls, read_message
+from localllm.chat.conversation import Image, Message, ToolCall, read_calls, read_message
 from localllm.chat.reply import CallDelta
 from localllm.completion import Chunk
 from localllm.engine.request import Usage
@@ -127,6 +128,7 @@ class Store:
         if data is not None:
             with contextlib.suppress(msgspec.DecodeError):  # a damaged file
                 kept = msgspec.json.decode(data, type=Kept)
+                kept.conversation[:] = map(_with_bytes, kept.conversation)
         if kept is None or kept.client != client:
             raise HTTPError(404, f"there is no response {id_!r:.80}: send the whole chat as input", "not_found")
         return kept
@@ -135,6 +137,17 @@ class Store:
         self._n_bytes -= len(self._kept.pop(id_, b""))
         if self._folder is not None and _ID.fullmatch(id_):
             (self._folder / f"{id_}.json").unlink(missing_ok=True)
+
+
+def _with_bytes(message: Message) -> Message:
+    """A message that was kept: JSON has the bytes of its pictures as texts."""
+    return replace(
+        message,
+        parts=tuple(
+            part if isinstance(part, str) else replace(part, source=base64.b64decode(part.source))
+            for part in message.parts
+        ),
+    )
 
 
 def _ask(body: ResponsesRequest, before: list[Message]) -> Ask:
@@ -259,13 +272,19 @@ async def input_items(request: Request, desk: Desk) -> Response:
     return json_response({"object": "list", "data": data, **ends, "has_more": False})
 
 
+def _picture(image: Image) -> dict[str, str]:
+    url = f"data:;base64,{base64.b64encode(image.source).decode()}"
+    return {"type": "input_image", "image_url": url, "detail": "auto" if image.max_tokens is None else "low"}
+
+
 def _items(message: Message) -> Iterator[dict[str, Any]]:
     """A message as the items that `_messages` makes one of."""
-    if message.role == "tool":
-        yield {"type": "function_call_output", "call_id": message.call_id, "output": "".join(message.texts)}
-        return
     kind = "output_text" if message.role == "assistant" else "input_text"
-    content = [{"type": kind, "text": text} for text in message.texts]
+    content = [{"type": kind, "text": part} if isinstance(part, str) else _picture(part) for part in message.parts]
+    if message.role == "tool":
+        output = content if message.images else message.text
+        yield {"type": "function_call_output", "call_id": message.call_id, "output": output}
+        return
     if content or not message.calls:
         yield {"type": "message", "role": message.role, "content": content, "status": "completed"}
     for call in message.calls:

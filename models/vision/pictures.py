@@ -29,20 +29,21 @@ MAX_PIXELS = 89_478_485
 Source = Any
 
 
-def open_picture(source: Source) -> Image:
+def open_picture(source: Source, where: str = "the picture") -> Image:
     """A picture in three colours, upright as its EXIF data says; of an animation the first frame.
 
     Transparency is dropped, not blended, as transformers' ``load_image`` does.
 
     Args:
         source: a path, the bytes of a file, a Pillow image, or an array uint8 [height, width] or [height, width, 3].
+        where: what it is called in errors, if it has no path.
 
     Raises:
         UsageError: it is none of these, damaged, too large, or in another format than `FORMATS`.
     """
     from PIL import Image, ImageOps, UnidentifiedImageError
 
-    what = f"the picture {path_text(source)}" if isinstance(source, str | os.PathLike) else "the picture"
+    what = f"the picture {path_text(source)}" if isinstance(source, str | os.PathLike) else where
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about damaged EXIF data and palettes with transparency

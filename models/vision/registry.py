@@ -21,7 +21,8 @@ class Projector:
     module: str
     name: str
     models: str
-    hf_types: str = ""  # ``model_type`` in config.json, separated by spaces
+    texts: str  # architectures of the text models that its rows are for, separated by spaces
+    hf_types: str  # ``model_type`` in config.json, separated by spaces
 
     @property
     def model(self) -> type[VisionModel]:
@@ -50,13 +51,21 @@ class Projector:
 
 
 PROJECTORS: dict[str, Projector] = {
-    "gemma3": Projector("siglip", "Gemma3", "Gemma 3", "gemma3"),
-    "idefics3": Projector("siglip", "Idefics3", "Idefics 3, SmolVLM", "idefics3 smolvlm"),
-    "internvl": Projector("internvl", "InternVL", "InternVL 2.5 to 3.5", "internvl"),
-    "pixtral": Projector("pixtral", "Pixtral", "Pixtral, Mistral Small 3.1, Ministral 3", "mistral3"),
-    "qwen2vl_merger": Projector("qwen", "Qwen2VL", "Qwen 2-VL", "qwen2_vl"),
+    "gemma3": Projector("siglip", "Gemma3", "Gemma 3", "gemma3", "gemma3"),
+    "idefics3": Projector("siglip", "Idefics3", "Idefics 3, SmolVLM", "llama", "idefics3 smolvlm"),
+    "internvl": Projector(
+        "internvl", "InternVL", "InternVL 2.5 to 3.5", "internlm2 llama qwen2 qwen3 qwen3moe gpt-oss", "internvl"
+    ),
+    "pixtral": Projector(
+        "pixtral", "Pixtral", "Pixtral, Mistral Small 3.1, Ministral 3", "llama mistral3 mistral4", "mistral3"
+    ),
+    "qwen2vl_merger": Projector("qwen", "Qwen2VL", "Qwen 2-VL", "qwen2vl", "qwen2_vl"),
     "qwen3vl_merger": Projector(
-        "qwen", "Qwen3VL", "Qwen 3-VL, Qwen 3.5 and 3.6", "qwen3_vl qwen3_vl_moe qwen3_5 qwen3_5_moe"
+        "qwen",
+        "Qwen3VL",
+        "Qwen 3-VL, Qwen 3.5 and 3.6",
+        "qwen3vl qwen3vlmoe qwen35 qwen35moe",
+        "qwen3_vl qwen3_vl_moe qwen3_5 qwen3_5_moe",
     ),
 }
 

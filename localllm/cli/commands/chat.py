@@ -5,7 +5,17 @@ from __future__ import annotations
 import argparse
 
 from localllm.cli.parser import Command, Words, flag
-from localllm.cli.shared_flags import ENDING, LORA, LOUDNESS, MODEL_OR_WORD, RUNNING, SAMPLING, SPECULATION, SYSTEM
+from localllm.cli.shared_flags import (
+    ENDING,
+    LORA,
+    LOUDNESS,
+    MODEL_OR_WORD,
+    RUNNING,
+    SAMPLING,
+    SEEING,
+    SPECULATION,
+    SYSTEM,
+)
 
 
 def run(arguments: argparse.Namespace) -> int | None:
@@ -22,6 +32,7 @@ COMMAND = Command(
         "model",
         *MODEL_OR_WORD,
         *RUNNING,
+        *SEEING,
         LORA,
         "conversation",
         flag("--plain", "line by line, without a screen of its own"),

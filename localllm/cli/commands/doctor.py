@@ -46,10 +46,10 @@ if TYPE_CHECKING:
 
 #: What localllm is built on: distribution and module.
 PACKAGES = {
-    name: {"llvmlite": "llvmlite.binding", "markdown-it-py": "markdown_it"}.get(name, name)
+    name: {"llvmlite": "llvmlite.binding", "markdown-it-py": "markdown_it", "pillow": "PIL"}.get(name, name)
     for name in (
         *("numpy", "numba", "llvmlite", "gguf", "llguidance", "sentencepiece", "tokenizers", "huggingface_hub"),
-        *("jinja2", "rich", "psutil", "tomlkit", "platformdirs", "msgspec", "textual", "markdown-it-py"),
+        *("jinja2", "rich", "psutil", "tomlkit", "platformdirs", "msgspec", "textual", "markdown-it-py", "pillow"),
     )
 }
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from localllm.cli.defaults import load_options, settle, template_variables, without_line_end
 from localllm.cli.machine import too_many_threads
-from localllm.cli.parser import LEFT_OUT, Command, flag
+from localllm.cli.parser import LEFT_OUT, Command, flag, several
 from localllm.cli.shared_flags import (
     ENDING,
     HUB,
@@ -21,6 +21,7 @@ from localllm.cli.shared_flags import (
     MODEL,
     RUNNING,
     SAMPLING,
+    SEEING,
     SPECULATION,
     SYSTEM,
     options,
@@ -207,8 +208,11 @@ def _start(
             elif not llm.has_chat_template:
                 missing.append("--chat, as the model has no chat template")
             raise UsageError(f"--system-prompt needs a chat: give {' and '.join(missing)}")
-        return llm.stream(prompt, **options)
-    messages = [{"role": "user", "content": prompt}]
+        return llm.stream(prompt, **options, **({"images": arguments.images} if arguments.images else {}))
+    content: Any = prompt
+    if arguments.images:
+        content = [{"type": "image", "image": path} for path in arguments.images] + [{"type": "text", "text": prompt}]
+    messages = [{"role": "user", "content": content}]
     if arguments.system is not None:
         text = _unescaped if arguments.escape else _valid
         messages.insert(0, {"role": "system", "content": text(arguments.system, "--system-prompt")})
@@ -282,6 +286,8 @@ def _show_plan(plan: Plan) -> None:
                 say("draft model:")
             for line in placement_lines(placement, plan.free):
                 say(f"  {line}")
+    if plan.encoder is not None:
+        _say_detail("sees by", visible_line(str(plan.encoder)))
     _say_total(plan.placement, plan.draft)
 
 
@@ -290,6 +296,8 @@ def describe(info: ModelInfo, *, verbose: bool) -> None:
     say(model_line(info))
     if verbose:
         _list_parts(info)
+    if info.encoder is not None and verbose:
+        _say_detail("sees by", visible_line(str(info.encoder)))
     if info.draft is not None:
         say(f"draft model {model_line(info.draft)}")
         if verbose:
@@ -355,10 +363,12 @@ COMMAND = Command(
         MODEL,
         HUB,
         *RUNNING,
+        *SEEING,
         LORA,
         "prompt",
         flag("-p --prompt TEXT", "the prompt; - reads standard input"),
         flag("-f --file FILE", "read the prompt from a file"),
+        several("--image FILE", "a picture that the prompt is about, before its text", dest="images"),
         SYSTEM,
         flag(
             "-cnv --chat --conversation",

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from localllm.cli.defaults import load_options, settle
 from localllm.cli.parser import Command, Words, flag
-from localllm.cli.shared_flags import CACHE_TYPE, CONTEXT, JSON, MODEL_OR_WORD, PLACEMENT, THREADS
+from localllm.cli.shared_flags import CACHE_TYPE, CONTEXT, JSON, MODEL_OR_WORD, PLACEMENT, SEEING, THREADS
 from localllm.console import detail, is_terminal, placement_lines, quantity, short_count, visible_line, warn
 from localllm.declared_options import in_flags
 from localllm.errors import UsageError
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from localllm.placement import Plan
 
 #: Flags of the plan.
-PLANNING = [*CONTEXT, *THREADS, *PLACEMENT, *CACHE_TYPE]
+PLANNING = [*CONTEXT, *THREADS, *PLACEMENT, *CACHE_TYPE, *SEEING]
 
 #: Keys longer than this push their value to the right.
 _LONGEST_KEY = 50

@@ -14,7 +14,7 @@ from localllm.cli.commands.generate import describe, generation_options
 from localllm.cli.defaults import chat_template, load_options, settle, template_variables
 from localllm.cli.defaults import model_file as find_model
 from localllm.cli.parser import Command, flag, several
-from localllm.cli.shared_flags import ENDING, LORA, RUNNING, SAMPLING, options
+from localllm.cli.shared_flags import ENDING, LORA, RUNNING, SAMPLING, SEEING, options
 from localllm.cli.values import model_file, whole
 from localllm.console import say, warn
 from localllm.declared_options import CheckedOptions, LoadOptions
@@ -52,8 +52,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     given: list[dict[str, Any]] = [{"model": name} for name in arguments.models]
     given += [vars(arguments) | {"model": name, "download": True} for name in arguments.downloads]
-    if (arguments.lora or arguments.draft_model) and len(given) != 1:
-        flag = "--lora" if arguments.lora else "--draft-model"
+    if (arguments.lora or arguments.draft_model or arguments.mmproj) and len(given) != 1:
+        flag = "--lora" if arguments.lora else "--draft-model" if arguments.draft_model else "--mmproj"
         raise UsageError(f"{flag} is for one model: name that with -m FILE, and no other")
     if (arguments.ssl_key is None) != (arguments.ssl_certificate is None):
         raise UsageError("--ssl-key-file and --ssl-cert-file belong together: give both")
@@ -173,6 +173,7 @@ COMMAND = Command(
         several("-hf --hf-repo ORG/REPO[:QUANT]", "the same, downloaded if missing", model_file, dest="downloads"),
         flag("--ttl S", "unload a model after S seconds without a request", whole(1)),
         *RUNNING,
+        *SEEING,
         LORA,
         *options(LoadOptions, "draft_model", type=model_file),
         flag(

@@ -166,8 +166,12 @@ def test_parts_of_text_are_joined_and_others_refused(source: str) -> None:
     joined = template.render([{"role": "user", "content": "ab"}])
     assert template.render([{"role": "user", "content": parts}]) == joined
     assert template.render([{"role": "user", "content": ["a", parts[1]]}]) == joined
-    for part, kind in (({"type": "image_url", "image_url": {"url": "x"}}, "'image_url'"), (5, "'int'")):
-        with pytest.raises(ValueError, match=f"^message 0 has a part of type {kind}, but models read text") as raised:
+    for part, words in (
+        ({"type": "input_audio"}, "message 0 has a part of type 'input_audio'"),
+        (5, "a part of message 0 has no text"),
+        ({"type": "image_url", "image_url": {"url": "data:,x"}}, "there are pictures in these messages"),
+    ):
+        with pytest.raises(ValueError, match=f"^{words}") as raised:
             template.render([{"role": "user", "content": [*parts, part]}])
         assert isinstance(raised.value, TemplateError)
 

@@ -117,6 +117,6 @@ def test_errors_are_the_clients_own(client: Any) -> None:
     assert missing.value.body["error"]["type"] == "not_found_error"
     with pytest.raises(anthropic.BadRequestError):
         client.messages.create(model="demo", max_tokens=1, messages=[])
-    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
-    with pytest.raises(anthropic.BadRequestError, match="text alone"):
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
+    with pytest.raises(anthropic.BadRequestError, match="sees none"):
         client.messages.create(model="demo", max_tokens=1, messages=[{"role": "user", "content": [image]}])

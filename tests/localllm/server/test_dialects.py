@@ -5,6 +5,7 @@ A table of features by dialects; a cell is a request, or why the API has no word
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -20,6 +21,9 @@ from localllm.server.http import HTTPError
 
 CALL = {"id": "call_1", "type": "function", "function": {"name": "now", "arguments": '{"zone": "UTC"}'}}
 TOOL = {"type": "function", "function": {"name": "now", "parameters": {"type": "object"}}}
+#: The beginning of a file of a picture.
+DATA = base64.b64encode(b"\x89PNG").decode()
+URL, PART = f"data:image/png;base64,{DATA}", {"type": "text", "text": "hi"}
 HI, HO = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}
 
 #: What every dialect makes of each feature: messages, and how the reply begins.
@@ -48,6 +52,16 @@ EXPECTED: dict[str, tuple[list[Message], str]] = {
         "",
     ),
     "a reply that has begun": ([Message("user", ("hi",))], "ho"),
+    # `with_shown`
+    "a picture": ([Message("user", ((b"\x89PNG", None), "hi"))], ""),  # type: ignore[arg-type]
+    "a picture of little detail": ([Message("user", ("hi", (b"\x89PNG", 256)))], ""),  # type: ignore[arg-type]
+    "a picture in a result": (
+        [
+            Message("assistant", calls=(ToolCall("now", '{"zone": "UTC"}', "call_1"),)),
+            Message("tool", ("here", (b"\x89PNG", None)), call_id="call_1"),  # type: ignore[arg-type]
+        ],
+        "",
+    ),
 }
 
 #: The same requests: `messages` of OpenAI's chat, of Anthropic's and of Ollama's, and `input` of responses.
@@ -67,10 +81,38 @@ CHAT: dict[str, Any] = {
         {"role": "tool", "tool_call_id": "call_1", "content": "no clock", "is_error": True},
     ],
     "a reply that has begun": [HI, HO],
+    "a picture": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": URL}}, PART]}],
+    "a picture of little detail": [
+        {"role": "user", "content": [PART, {"type": "image_url", "image_url": {"url": URL, "detail": "low"}}]}
+    ],
+    "a picture in a result": [
+        {"role": "assistant", "tool_calls": [CALL]},
+        {
+            "role": "tool",
+            "tool_call_id": "call_1",
+            "content": [{"type": "text", "text": "here"}, {"type": "image_url", "image_url": {"url": URL}}],
+        },
+    ],
 }
+SOURCE = {"type": "base64", "media_type": "image/png", "data": DATA}
 USE = {"type": "tool_use", "id": "call_1", "name": "now", "input": {"zone": "UTC"}}
 ANTHROPIC: dict[str, Any] = {
     **CHAT,
+    "a picture": [{"role": "user", "content": [{"type": "image", "source": SOURCE}, PART]}],
+    "a picture of little detail": "it has no word for it",
+    "a picture in a result": [
+        {"role": "assistant", "content": [USE]},
+        {
+            "role": "user",
+            "content": [
+                {
+                    "type": "tool_result",
+                    "tool_use_id": "call_1",
+                    "content": [{"type": "text", "text": "here"}, {"type": "image", "source": SOURCE}],
+                }
+            ],
+        },
+    ],
     "a system's message": {"system": "S", "messages": [HI]},
     "a developer's message": "it has none",
     "reasoning": [
@@ -95,6 +137,18 @@ FUNCTION_CALL = {"type": "function_call", "call_id": "call_1", "name": "now", "a
 RESPONSES: dict[str, Any] = {
     **CHAT,
     "parts of text": [{"role": "user", "content": [{"type": "input_text", "text": each} for each in "hi"]}],
+    "a picture": [{"role": "user", "content": [{"type": "input_image", "image_url": URL}, PART]}],
+    "a picture of little detail": [
+        {"role": "user", "content": [PART, {"type": "input_image", "image_url": URL, "detail": "low"}]}
+    ],
+    "a picture in a result": [
+        FUNCTION_CALL,
+        {
+            "type": "function_call_output",
+            "call_id": "call_1",
+            "output": [{"type": "input_text", "text": "here"}, {"type": "input_image", "image_url": URL}],
+        },
+    ],
     "a system's message": {"instructions": "S", "input": "hi"},
     "reasoning": [
         HI,
@@ -112,6 +166,9 @@ RESPONSES: dict[str, Any] = {
 OLLAMA: dict[str, Any] = {
     **CHAT,
     "parts of text": "a content is one text",
+    "a picture": [{"role": "user", "content": "hi", "images": [DATA]}],
+    "a picture of little detail": "it has no word for it",
+    "a picture in a result": "pictures stand before the text",
     "reasoning": [HI, {**HO, "thinking": "hm"}, HI],
 }
 
@@ -158,15 +215,47 @@ def test_all_say_the_same(dialect: str, feature: str) -> None:
     request = requests[feature]
     if isinstance(request, str):
         pytest.skip(request)
-    assert read(request) == EXPECTED[feature]
+    messages, begun = read(request)
+    assert (with_shown(messages), begun) == EXPECTED[feature]
+
+
+def with_shown(messages: list[Message]) -> list[Message]:
+    """Messages whose pictures are what is equal of them."""
+    shown = lambda part: part if isinstance(part, str) else (part.source, part.max_tokens)  # noqa: E731
+    return [replace(each, parts=tuple(map(shown, each.parts))) for each in messages]
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_what_is_not_text_is_refused_by_its_name(dialect: str) -> None:
     read, _ = DIALECTS[dialect]
-    content = [{"type": "image_url", "image_url": {"url": "x"}}]
-    with pytest.raises(TemplateError, match="message 0 has a part of type 'image_url'"):
-        read([{"role": "user", "content": content}])
+    with pytest.raises(TemplateError, match="message 0 has a part of type 'input_audio'"):
+        read([{"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": "x"}}]}])
+
+
+@pytest.mark.parametrize("dialect", [name for name in DIALECTS if name != "library"])
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("/etc/passwd", "is no data URL"),
+        ("file:///etc/passwd", "is no data URL"),
+        ("https://example.com/cat.png", "is an address on the web"),
+        ("data:image/png;base64,%%%", "is not in base64"),
+        ("", "is missing"),
+        (["x"], "must be a data URL"),
+        (5, "must be a data URL"),
+    ],
+)
+def test_servers_open_no_files_and_no_addresses(dialect: str, given: Any, words: str) -> None:
+    read, _ = DIALECTS[dialect]
+    for part in (
+        {"type": "image", "image": given},
+        {"type": "image_url", "image_url": {"url": given}},
+        {"type": "image_url", "image_url": given},
+        {"type": "input_image", "image_url": given},
+        {"type": "image", "source": {"type": "url", "url": given}},
+    ):
+        with pytest.raises(TemplateError, match=f"^the picture of message 0 .*{words}"):
+            read([{"role": "user", "content": [part]}])
 
 
 @pytest.mark.parametrize(
@@ -221,5 +310,6 @@ def test_what_was_thought_before_calls_belongs_to_them_alone() -> None:
 def test_messages_become_the_items_that_they_were_read_of(feature: str) -> None:
     messages, begun = response(RESPONSES[feature])
     messages = [replace(each, reasoning="") for each in messages]  # which is not kept as an item
-    assert response([item for each in messages for item in responses._items(each)]) == (messages, "")
+    read, again = response([item for each in messages for item in responses._items(each)])
+    assert (with_shown(read), again) == (with_shown(messages), "")
     assert not begun or feature == "a reply that has begun"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,178 +11,25 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from localllm.convert.mmproj import MmprojCheckpoint
+from localllm.devices import open_devices
 from localllm.engine.pictures import Embeddings
 from localllm.gguf import GGUFFile
 from localllm.models.vision.registry import PROJECTORS
-from localllm.quantize import plan, run
 from localllm.vision import Encoder, Prepared
 from tests.helpers.command_line import run_main
-
-Image = pytest.importorskip("PIL.Image")
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-
-#: Height and width of odd pictures: beyond a tile, long, and of a pixel.
-SIZES = ((75, 130), (211, 64), (1, 1))
-
-
-@dataclass(frozen=True)
-class Family:
-    """A tiny model.
-
-    Attributes:
-        model, config: names of transformers' classes, and what the second is given.
-        processor: the module and name of the class that prepares pictures, and what it is given.
-        seen: of the processor's result, the pixels [frames of [3, height, width]], or patches.
-        arguments: of it, what the model's ``get_image_features`` is given.
-        sizes: of the pictures.
-    """
-
-    model: str
-    config: str
-    settings: dict[str, Any]
-    processor: tuple[str, str]
-    options: dict[str, Any]
-    arguments: tuple[str, ...] = ("pixel_values",)
-    sizes: tuple[tuple[int, int], ...] = SIZES
-
-
-TEXT = {
-    "hidden_size": 48,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "vocab_size": 99,
-}
-TEXT |= {"num_key_value_heads": 2, "head_dim": 12, "max_position_embeddings": 512, "pad_token_id": 0}
-SIGLIP = {"hidden_size": 72, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 3}
-QWEN = {"depth": 3, "hidden_size": 72, "num_heads": 3, "out_hidden_size": 48}
-MROPE = {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 2, 2], "rope_theta": 1e4}}
-
-
-def siglip(model_type: str, **more: Any) -> dict[str, Any]:
-    return {"model_type": model_type, **SIGLIP, **more}
-
-
-FAMILIES: dict[str, Family] = {
-    "gemma3": Family(
-        "Gemma3ForConditionalGeneration",
-        "Gemma3Config",
-        {
-            "text_config": TEXT,
-            "vision_config": siglip("siglip_vision_model", image_size=56, patch_size=14, vision_use_head=False),
-            "mm_tokens_per_image": 4,
-        },
-        ("gemma3.image_processing_pil_gemma3", "Gemma3ImageProcessorPil"),
-        {"size": {"height": 56, "width": 56}},
-    ),
-    "idefics3": Family(
-        "Idefics3ForConditionalGeneration",
-        "Idefics3Config",
-        {
-            "text_config": {"model_type": "llama", **TEXT},
-            "vision_config": siglip("idefics3_vision", image_size=56, patch_size=14),
-            "scale_factor": 2,
-        },
-        ("idefics3.image_processing_pil_idefics3", "Idefics3ImageProcessorPil"),
-        {"size": {"longest_edge": 168}, "max_image_size": {"longest_edge": 56}},
-    ),
-    "internvl": Family(
-        "InternVLForConditionalGeneration",
-        "InternVLConfig",
-        {
-            "text_config": {"model_type": "qwen2", **TEXT},
-            "vision_config": siglip(
-                "internvl_vision", image_size=[56, 56], patch_size=[14, 14], layer_scale_init_value=0.7
-            ),
-            "image_seq_length": 4,
-        },
-        ("got_ocr2.image_processing_pil_got_ocr2", "GotOcr2ImageProcessorPil"),
-        {"size": {"height": 56, "width": 56}, "crop_to_patches": True, "min_patches": 1, "max_patches": 12},
-    ),
-    "pixtral": Family(
-        "Mistral3ForConditionalGeneration",
-        "Mistral3Config",
-        {
-            "text_config": {"model_type": "mistral", **TEXT},
-            "vision_config": siglip("pixtral", image_size=112, patch_size=14)
-            | {"num_attention_heads": 3, "head_dim": 24},
-            "spatial_merge_size": 2,
-        },
-        ("pixtral.image_processing_pil_pixtral", "PixtralImageProcessorPil"),
-        {"size": {"longest_edge": 112}, "patch_size": {"height": 28, "width": 28}},
-        ("pixel_values", "image_sizes"),
-        (*SIZES[:2], (1, 40)),  # transformers fails at pictures of one token
-    ),
-    "qwen2vl_merger": Family(
-        "Qwen2VLForConditionalGeneration",
-        "Qwen2VLConfig",
-        {
-            "text_config": TEXT | MROPE,
-            "vision_config": {"depth": 2, "embed_dim": 72, "hidden_size": 48, "num_heads": 3, "patch_size": 14},
-        },
-        ("qwen2_vl.image_processing_pil_qwen2_vl", "Qwen2VLImageProcessorPil"),
-        {"size": {"shortest_edge": 3136, "longest_edge": 16 * 28 * 28}},
-        ("pixel_values", "image_grid_thw"),
-    ),
-    "qwen3vl_merger": Family(
-        "Qwen3VLForConditionalGeneration",
-        "Qwen3VLConfig",
-        {
-            "text_config": TEXT | MROPE,
-            "vision_config": QWEN
-            | {"intermediate_size": 80, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]},
-        },
-        ("qwen2_vl.image_processing_pil_qwen2_vl", "Qwen2VLImageProcessorPil"),
-        {
-            "size": {"shortest_edge": 4096, "longest_edge": 16 * 32 * 32},
-            "patch_size": 16,
-            "image_mean": [0.5] * 3,
-            "image_std": [0.5] * 3,
-        },
-        ("pixel_values", "image_grid_thw"),
-    ),
-}
-
-
-def picture(height: int, width: int) -> Any:
-    """Smooth and rough places in three colours."""
-    rng = np.random.default_rng([height, width])
-    y, x = np.mgrid[:height, :width]
-    waves = np.stack([np.sin(x / 9 + c) * np.cos(y / (5 + c)) for c in range(3)], axis=-1)
-    return Image.fromarray((127 + 60 * waves + rng.integers(-60, 60, (height, width, 3))).astype(np.uint8))
-
-
-@functools.cache
-def processor_of(name: str) -> Any:
-    family = FAMILIES[name]
-    module, kind = family.processor
-    imported = __import__(f"transformers.models.{module}", fromlist=[kind])
-    return getattr(imported, kind)(**family.options)
+from tests.models.vision.families import FAMILIES, make, picture, processor_of, torch
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any, Path, Path]]:
-    """Of each family the model, its folder and the file that is made of it."""
+    """Of each family the model, its folder and the file of its encoder."""
 
     @functools.cache
-    def make(name: str) -> tuple[Any, Path, Path]:
-        family = FAMILIES[name]
-        torch.manual_seed(len(name))
-        config = getattr(transformers, family.config)(**family.settings)
-        model = getattr(transformers, family.model)(config).eval().float()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(0.05 * torch.randn_like(parameter))
+    def cached(name: str) -> tuple[Any, Path, Path]:
         folder = tmp_path_factory.mktemp(name)
-        model.save_pretrained(folder)
-        processor_of(name).save_pretrained(folder)
-        file = folder / "mmproj.gguf"
-        list(run(plan(MmprojCheckpoint(folder), file, None)))
-        return model, folder, file
+        return make(name, folder), folder, folder / "mmproj.gguf"
 
-    return make
+    return cached
 
 
 def features(model: Any, name: str, image: Any) -> tuple[Any, NDArray[np.float32]]:
@@ -206,16 +52,19 @@ def test_pixels_and_features_are_those_of_transformers(made: Any, name: str) -> 
     images = [picture(*size) for size in FAMILIES[name].sizes]
     expected = [features(model, name, image) for image in images]
     for device, bound in (("reference", 1e-3), ("cpu", 5e-3)):
-        with Encoder.load(file, width=48, device=device, threads=2 if device == "cpu" else None) as encoder:
-            assert encoder.family == name
-            prepared = [encoder.prepare(image) for image in images]
-            for each, (seen, _) in zip(prepared, expected, strict=True):
-                frames = [encoder.model.rows(frame).given for frame in each.frames]
-                check_pixels(encoder, frames, seen["pixel_values"].numpy())
-            for each, rows, (_, theirs) in zip(prepared, encoded(encoder, prepared), expected, strict=True):
-                assert rows.shape == theirs.shape == (each.n_tokens, encoder.n_embeddings, encoder.width)
-                error = np.abs(rows - theirs).max() / np.abs(theirs).max()
-                assert error < bound, (device, error)
+        encoder, (host, *_) = Encoder.open(file), open_devices(device, threads=2 if device == "cpu" else None)
+        encoder.backend = host.backend
+        assert encoder.family == name
+        prepared = [encoder.prepare(image) for image in images]
+        for each, (seen, _) in zip(prepared, expected, strict=True):
+            frames = [encoder.model.rows(frame).given for frame in each.frames]
+            check_pixels(encoder, frames, seen["pixel_values"].numpy())
+        for each, rows, (_, theirs) in zip(prepared, encoded(encoder, prepared), expected, strict=True):
+            assert rows.shape == theirs.shape == (each.n_tokens, encoder.n_embeddings, encoder.width)
+            error = np.abs(rows - theirs).max() / np.abs(theirs).max()
+            assert error < bound, (device, error)
+        encoder.close()
+        host.close()
 
 
 def encoded(encoder: Encoder, prepared: list[Prepared]) -> list[Embeddings]:
