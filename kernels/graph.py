@@ -50,7 +50,7 @@ CACHE_TYPES: tuple[CacheType, ...] = ("f16", "q8_0")
 MIN_SOFTCAP, MAX_SOFTCAP = 1e-6, 1e6
 
 #: What `Activation` can apply, and what `Gated` can.
-UNGATED = ("silu", "gelu", "gelu_erf", "gelu_quick", "relu2")
+UNGATED = ("silu", "gelu", "gelu_erf", "gelu_quick", "relu2", "tanh")
 ACTIVATIONS = (*UNGATED, "sigmoid", "identity", "clamped_swiglu", "softplus")
 #: And what `HeadGate` can.
 HEAD_GATES = ("sigmoid", "softplus")
@@ -493,6 +493,97 @@ class AddRows(SameShape):
         _check_rows(Rows.TOKENS, self.x)
         if self.index < 1:
             raise KernelError(f"further embeddings are counted from 1, and there is none of number {self.index}")
+
+
+@dataclass(frozen=True, eq=False)
+class Columns(Operation[Tensor]):
+    """Some columns of x; their number and where they begin are multiples of 16."""
+
+    x: Tensor
+    columns: range
+
+    @cached_property
+    def result(self) -> Tensor:
+        first, stop = self.columns.start, self.columns.stop
+        if not 0 <= first < stop <= self.x.width or first % 16 or stop % 16:
+            raise KernelError(f"columns {first} to {stop} cannot be taken of {self.x.width}: they are 16 at a time")
+        return Tensor(self.x.rows, stop - first)
+
+
+@dataclass(frozen=True, eq=False)
+class SideBySide(Operation[Tensor]):
+    """Rows of several tensors as one; each has a multiple of 16 columns."""
+
+    parts: tuple[Tensor, ...]
+
+    @cached_property
+    def result(self) -> Tensor:
+        _check_rows(self.parts[0].rows, *self.parts)
+        if any(x.width % 16 for x in self.parts):
+            raise KernelError(f"rows of {[x.width for x in self.parts]} columns are not all of a multiple of 16")
+        return Tensor(self.parts[0].rows, sum(x.width for x in self.parts))
+
+
+@dataclass(frozen=True, eq=False)
+class MixStreams(Operation[Tensor]):
+    """Several streams side by side, each a sum of those of x [rows, n * d]: stream j is
+    sum over i of (weights[:, j * n + i] + offset) * x_i, plus that of the residual.
+
+    d is a multiple of 16.  Without weights, they are the offset alone; streams before number ``first`` are the
+    residual's.  Sources: AltUp, arXiv:2301.13310; hyper-connections, arXiv:2409.19606.
+    """
+
+    x: Tensor
+    mixing: Tensor | None
+    n: int
+    residual: Tensor | None = None
+    offset: float = 0.0
+    first: int = 0
+
+    @property
+    def size(self) -> int:
+        """Values of a stream."""
+        return self.x.width // self.n
+
+    @cached_property
+    def result(self) -> Tensor:
+        if self.n < 1 or self.x.width % (16 * self.n):
+            raise KernelError(f"{self.x.width} values are not {self.n} streams of a multiple of 16")
+        _check_rows(self.x.rows, self.mixing, self.residual)
+        added = 0 if self.residual is None else self.residual.width // self.size
+        made = added if self.mixing is None else self.mixing.width // self.n
+        if (
+            (self.mixing is not None and self.mixing.width != made * self.n)
+            or not 0 <= self.first <= added
+            or not made
+        ):
+            raise KernelError(
+                f"weights of {made} streams do not fit {self.n} of which they are made, and {added} more"
+            )
+        if self.residual is not None:
+            _check_residual(self.residual, self.x.rows, made * self.size)
+        return Tensor(self.x.rows, made * self.size)
+
+
+@dataclass(frozen=True, eq=False)
+class RootMeanSquare(Operation[Tensor]):
+    """√mean(x²) of each row: [rows, 1]."""
+
+    x: Tensor
+
+    @cached_property
+    def result(self) -> Tensor:
+        return Tensor(self.x.rows, 1)
+
+
+@dataclass(frozen=True, eq=False)
+class AboveDeviation(SameShape):
+    """max(0, x - mean(x) - factor * √var(x)), over the last axis.
+
+    Source: Gemma 3n's sparse activations, after Spark Transformer, arXiv:2506.06644.
+    """
+
+    factor: float
 
 
 @dataclass(frozen=True, eq=False)

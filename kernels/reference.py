@@ -270,6 +270,33 @@ class _Run:
         y: Array = self.values[op.x] * factor + self.values[op.residual]
         return y
 
+    def columns(self, op: g.Columns) -> Array:
+        y: Array = self.values[op.x][:, op.columns.start : op.columns.stop]
+        return y
+
+    def side_by_side(self, op: g.SideBySide) -> Array:
+        return np.concatenate([self.values[x] for x in op.parts], axis=1)
+
+    def mix_streams(self, op: g.MixStreams) -> Array:
+        x = self.values[op.x].reshape(-1, op.n, op.size)
+        weights = np.zeros((len(x), op.result.width // op.size, op.n), np.float32)
+        if op.mixing is not None:
+            weights += self.values[op.mixing].reshape(weights.shape)
+        weights += np.float32(op.offset)
+        weights[:, : op.first] = 0
+        y: Array = np.einsum("tji,tid->tjd", weights, x).reshape(len(x), -1)
+        return y if op.residual is None else y + self.values[op.residual]
+
+    def root_mean_square(self, op: g.RootMeanSquare) -> Array:
+        y: Array = np.sqrt(np.mean(np.square(self.values[op.x]), axis=1, keepdims=True))
+        return y
+
+    def above_deviation(self, op: g.AboveDeviation) -> Array:
+        x = self.values[op.x]
+        cut = x.mean(axis=1, keepdims=True) + np.float32(op.factor) * x.std(axis=1, keepdims=True)
+        y: Array = np.maximum(x - cut, 0)
+        return y
+
     def scale(self, op: g.Scale) -> Array:
         factor = np.float32(op.factor) if op.weight is None else np.float32(op.factor) * self.arrays[op.weight]
         y: Array = self.values[op.x] * factor
@@ -649,6 +676,7 @@ ACTIVATION_FUNCTIONS: dict[str, Callable[[Array], Array]] = {
     "gelu_erf": gelu_erf,
     "gelu_quick": gelu_quick,
     "relu2": relu2,
+    "tanh": np.tanh,
     "sigmoid": sigmoid,
     "identity": identity,
     "softplus": softplus,

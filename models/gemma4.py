@@ -118,7 +118,7 @@ def record(m: Header) -> Graph:
             y = add(at, norm(at, "post_ffw_norm_1", y), routed(at, x, experts))
         x = add(at, norm(at, "post_ffw_norm", y), x)
         if n_per_layer:
-            x = add_layer_embedding(at, x, m.weights, n_per_layer, n_layers)
+            x = add(at, layer_embedding(at, x, at.embedding, m.weights, n_per_layer, n_layers), x)
         scale = at.weights.find("layer_output_scale.weight", 1)
         return x if scale is None else at.add(Scale(x, weight=scale))
 
@@ -168,14 +168,16 @@ def routed(at: Layer, x: Tensor, experts: Experts) -> Tensor:
     return norm(at, "post_ffw_norm_2", y)
 
 
-def add_layer_embedding(at: Layer, x: Tensor, weights: Weights, n: int, n_layers: int) -> Tensor:
-    """Adds what the layer has of each token itself: n values of a table and of a projection of the embedding."""
+def layer_embedding(at: Layer, x: Tensor, embedding: Tensor, weights: Weights, n: int, n_layers: int) -> Tensor:
+    """What the layer adds of each token itself: n values of a table and of a projection of the embedding."""
     own = range(at.number * n, (at.number + 1) * n)
-    table = weights.require("per_layer_token_embd.weight", weights.n_rows("token_embd.weight"), n_layers * n)
+    table = weights.require(
+        "per_layer_token_embd.weight", weights.n_rows("per_layer_token_embd.weight"), n_layers * n
+    )
     token = at.add(Embed(table, (n / 2) ** 0.5, own))  # [T, n]
     projection = weights.split("per_layer_model_proj", at.n_embd, {str(i): n for i in range(n_layers)})[at.number]
-    context = at.add(Scale(at.add(Linear(at.embedding, projection)), at.n_embd**-0.5))
+    context = at.add(Scale(at.add(Linear(embedding, projection)), at.n_embd**-0.5))
     context = at.add(RMSNorm(context, weights.vector("per_layer_proj_norm", n), at.norm_eps))
     both = at.add(Add(context, token, 0.5**0.5))
     y = at.add(Gated(at.linear(x, "inp_gate", n), both, "gelu"))
-    return add(at, norm(at, "post_norm", at.linear(y, "proj", at.n_embd)), x)
+    return norm(at, "post_norm", at.linear(y, "proj", at.n_embd))

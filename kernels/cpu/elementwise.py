@@ -295,6 +295,11 @@ def relu2(g, u):
 
 
 @device
+def tanh_of_gate(g, u):
+    return tanh(g) * u
+
+
+@device
 def sigmoid_of_gate(g, u):
     return sigmoid(g) * u
 
@@ -371,6 +376,61 @@ def add(begin, end, x, gate, gate_stride, residual, width, stride, y, scale: flo
             factor = factor * sigmoid(load_splat_f32(gate + token * gate_stride))
         for i in range(token * stride, token * stride + 4 * width, 64):
             store_f32x16(y + i, fma(load_f32x16(x + i), factor, load_f32x16(residual + i)))
+
+
+@kernel
+def mix_streams(
+    begin, end, x, x_stride, weights, weights_stride, residual, residual_stride, n, n_made, first, size, y, y_stride,
+    offset: float,
+):  # fmt: skip
+    """Streams of ``size`` bytes, number j the sum over i of (weights[j * n + i] + offset) * x_i, plus a residual's.
+
+    Those before number ``first`` are the residual's alone; without WEIGHTS or RESIDUAL, those are 0.
+    """
+    for token in range(begin, end):
+        for j in range(n_made):
+            for c in range(0, size, 64):
+                total = zero_f32x16()
+                if RESIDUAL:
+                    total = load_f32x16(residual + token * residual_stride + j * size + c)
+                if j >= first:
+                    for i in range(n):
+                        weight = splat(offset)
+                        if WEIGHTS:
+                            weight = weight + load_splat_f32(weights + token * weights_stride + 4 * (j * n + i))
+                        total = fma(load_f32x16(x + token * x_stride + i * size + c), weight, total)
+                store_f32x16(y + token * y_stride + j * size + c, total)
+
+
+@kernel
+def root_mean_square(begin, end, x, n, width, stride, y, y_stride):
+    """y = √mean(x²), over rows of ``n`` values."""
+    for token in range(begin, end):
+        squares = zero_f32x16()
+        for i in range(token * stride, token * stride + 4 * width, 64):
+            squares = fma(load_f32x16(x + i), load_f32x16(x + i), squares)
+        store_f32(y + token * y_stride, sqrt(sum_lanes(squares) / np.float32(n)))
+
+
+@kernel
+def above_deviation(begin, end, x, n, width, stride, y, factor: float):
+    """y = max(0, x - mean(x) - factor * √var(x)), over rows of ``n`` values."""
+    last = splat_int(np.int32(n - 1))
+    for token in range(begin, end):
+        row, out = x + token * stride, y + token * stride
+        total, squares = zero_f32x16(), zero_f32x16()
+        for i in range(0, 4 * width, 64):
+            total = total + load_f32x16(row + i)
+        mean = splat(sum_lanes(total) / np.float32(n))
+        for i in range(0, 4 * width, 64):
+            lanes = lane_numbers() + splat_int(np.int32(i // 4))
+            v = select_between(lanes, zero_i32x16(), last, load_f32x16(row + i) - mean, zero_f32x16())
+            squares = fma(v, v, squares)
+        cut = mean + splat(factor * sqrt(sum_lanes(squares) / np.float32(n)))
+        for i in range(0, 4 * width, 64):
+            lanes = lane_numbers() + splat_int(np.int32(i // 4))
+            v = maximum(load_f32x16(row + i) - cut, zero_f32x16())
+            store_f32x16(out + i, select_between(lanes, zero_i32x16(), last, v, zero_f32x16()))
 
 
 @kernel

@@ -52,6 +52,7 @@ _ACTIVATIONS = {
     "gelu_erf": elementwise.gelu_erf,
     "gelu_quick": elementwise.gelu_quick,
     "relu2": elementwise.relu2,
+    "tanh": elementwise.tanh_of_gate,
     "sigmoid": elementwise.sigmoid_of_gate,
     "identity": elementwise.identity,
     "clamped_swiglu": elementwise.clamped_swiglu,
@@ -299,6 +300,44 @@ class Lowering:
         x, gated = self.stored[op.x], {"GATE": op.gate is not None}
         first = x.buffer, *self._address_and_stride(op.gate), self.stored[op.residual].buffer
         return self._row_by_row(elementwise.add, op, x, first, float(op.scale), **gated)
+
+    def columns(self, op: g.Columns) -> Stored:
+        y = self.new(op.x.rows, op.result.width, is_kept=op.result.width % PADDING != 0)
+        self._copy(self.stored[op.x], 4 * op.columns.start, y, 0, 4 * len(op.columns))
+        return y
+
+    def side_by_side(self, op: g.SideBySide) -> Stored:
+        y, first = self.new(op.result.rows, op.result.width, is_kept=op.result.width % PADDING != 0), 0
+        for x in op.parts:
+            self._copy(self.stored[x], 0, y, 4 * first, 4 * x.width)
+            first += x.width
+        return y
+
+    def _copy(self, x: Stored, source: int, y: Stored, target: int, n_bytes: int) -> None:
+        """So many bytes of rows, from a place in those of x to a place in those of y."""
+        places = x.buffer.at(source), 1, 0, x.stride, y.buffer.at(target), 0, y.stride, n_bytes
+        self.call(elementwise.copy_heads, places, 1, x.slot)
+
+    def mix_streams(self, op: g.MixStreams) -> Stored:
+        x, y = self.stored[op.x], self.new(op.x.rows, op.result.width, is_kept=op.result.width % PADDING != 0)
+        weights, residual = self._address_and_stride(op.mixing), self._address_and_stride(op.residual)
+        sizes = op.n, op.result.width // op.size, op.first, 4 * op.size
+        arguments = (x.buffer, x.stride, *weights, *residual, *sizes, y.buffer, y.stride, float(op.offset))
+        given = {"WEIGHTS": op.mixing is not None, "RESIDUAL": op.residual is not None}
+        self.call(elementwise.mix_streams, arguments, 1, x.slot, **given)
+        return y
+
+    def root_mean_square(self, op: g.RootMeanSquare) -> Stored:
+        x, y = self.stored[op.x], self.new(op.x.rows, 1, is_kept=True)
+        arguments = x.buffer, x.width, x.stride // 4, x.stride, y.buffer, y.stride
+        self.call(elementwise.root_mean_square, arguments, 1, x.slot)
+        return y
+
+    def above_deviation(self, op: g.AboveDeviation) -> Stored:
+        x, y = self.stored[op.x], self.new(op.x.rows, op.x.width)
+        arguments = x.buffer, x.width, x.stride // 4, x.stride, y.buffer, float(op.factor)
+        self.call(elementwise.above_deviation, arguments, 1, x.slot)
+        return y
 
     def scale(self, op: g.Scale) -> Stored:
         x, weighted = self.stored[op.x], {"WEIGHT": op.weight is not None}

@@ -224,6 +224,55 @@ extern "C" __global__ void __launch_bounds__(WARP * GATE_WARPS)
   *to = make_float4(to->x + added.x, to->y + added.y, to->z + added.z, to->w + added.w);
 }
 
+// -- Streams ----------------------------------------------------------------------------------------------------------
+
+// Streams of d values, number j the sum over i of (weights[j * n_streams + i] + offset) * x_i, plus the residual's; those
+// before number `first` are the residual's alone.  Grid: (blocks of 512 columns, rows).  weights, residual: or null.
+extern "C" __global__ void __launch_bounds__(WARP * GATE_WARPS)
+    mix_streams(const int* __restrict__ header, const float* __restrict__ x, int stride, const float* __restrict__ weights,
+                int weights_stride, const float* __restrict__ residual, int residual_stride, int n_streams, int first,
+                int d, float offset, float* __restrict__ y, int y_stride, int n) {
+  const int row = blockIdx.y, column = 4 * (blockIdx.x * (WARP * GATE_WARPS) + threadIdx.x), j = column / d;
+  if (is_beyond(row, header + N_TOKENS) || column >= n) return;
+  float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  if (residual) total = *(const float4*)(residual + (size_t)row * residual_stride + column);
+  for (int i = 0; i < n_streams && j >= first; i++) {
+    const float weight = (weights ? weights[(size_t)row * weights_stride + j * n_streams + i] : 0.0f) + offset;
+    total = multiply_add(*(const float4*)(x + (size_t)row * stride + i * d + column % d), weight, total);
+  }
+  *(float4*)(y + (size_t)row * y_stride + column) = total;
+}
+
+// y = sqrt(mean(x^2)), over rows of n values.  Grid: (rows).
+extern "C" __global__ void __launch_bounds__(ROW_THREADS)
+    root_mean_square(const int* __restrict__ header, const float* __restrict__ x, int stride, int n, float* __restrict__ y,
+                     int y_stride) {
+  __shared__ float parts[ROW_WARPS];
+  if (is_beyond(blockIdx.x, header + N_TOKENS)) return;
+  const float* row = x + (size_t)blockIdx.x * stride;
+  float squares = 0.0f;
+  for (int column = threadIdx.x; column < n; column += ROW_THREADS) squares = fmaf(row[column], row[column], squares);
+  squares = block_sum(squares, parts);
+  if (threadIdx.x == 0) y[(size_t)blockIdx.x * y_stride] = sqrtf(squares / (float)n);
+}
+
+// y = max(0, x - mean(x) - factor * sqrt(var(x))), over rows of n values.  Grid: (rows).
+extern "C" __global__ void __launch_bounds__(ROW_THREADS)
+    above_deviation(const int* __restrict__ header, const float* __restrict__ x, int stride, int n, float factor,
+                    float* __restrict__ y, int y_stride) {
+  __shared__ float parts[2][ROW_WARPS];
+  if (is_beyond(blockIdx.x, header + N_TOKENS)) return;
+  const float* row = x + (size_t)blockIdx.x * stride;
+  float total = 0.0f, squares = 0.0f;
+  for (int column = threadIdx.x; column < n; column += ROW_THREADS) total += row[column];
+  const float mean = block_sum(total, parts[0]) / (float)n;
+  for (int column = threadIdx.x; column < n; column += ROW_THREADS)
+    squares = fmaf(row[column] - mean, row[column] - mean, squares);
+  const float cut = mean + factor * sqrtf(block_sum(squares, parts[1]) / (float)n);
+  for (int column = threadIdx.x; column < n; column += ROW_THREADS)
+    y[(size_t)blockIdx.x * y_stride + column] = fmaxf(row[column] - cut, 0.0f);
+}
+
 // -- Heads ------------------------------------------------------------------------------------------------------------
 
 // So many columns of each head of x, to y.  Grid: (heads, rows).

@@ -3,7 +3,7 @@
 #include "activations.cuh"
 
 // In the order of graph.ACTIVATIONS.
-enum { SILU, GELU, GELU_ERF, GELU_QUICK, RELU2, SIGMOID, IDENTITY, CLAMPED_SWIGLU, SOFTPLUS };
+enum { SILU, GELU, GELU_ERF, GELU_QUICK, RELU2, TANH, SIGMOID, IDENTITY, CLAMPED_SWIGLU, SOFTPLUS };
 
 DEVICE float activated(int kind, float g, float u) {
   switch (kind) {
@@ -17,6 +17,8 @@ DEVICE float activated(int kind, float g, float u) {
       return g / (1.0f + expf(-1.702f * g)) * u;
     case RELU2:
       return g > 0.0f ? g * g * u : g != g ? g : 0.0f;
+    case TANH:
+      return tanhf(g) * u;
     case SIGMOID:
       return u / (1.0f + expf(-g));
     case IDENTITY:

@@ -344,6 +344,41 @@ class Lowering:
     def add(self, op: g.Add) -> Stored:
         return self._add(op.x, op.scale, None, op.gate, op.residual)
 
+    def columns(self, op: g.Columns) -> Stored:
+        x, y = self.stored[op.x], self.like(op.result)
+        self._copy(x, op.columns.start, y, 0, len(op.columns))
+        return y
+
+    def side_by_side(self, op: g.SideBySide) -> Stored:
+        y, first = self.like(op.result), 0
+        for x in op.parts:
+            self._copy(self.stored[x], 0, y, first, x.width)
+            first += x.width
+        return y
+
+    def _copy(self, x: Stored, source: int, y: Stored, target: int, n: int) -> None:
+        """So many columns, from a place in rows of x to a place in those of y."""
+        values = x.buffer.at(4 * source), x.stride, 0, n, y.buffer.at(4 * target), y.stride, 0
+        options: dict[str, Any] = {"operands": [x, y], "cost": lambda sizes: Cost(8 * sizes.rows(x.slot) * n)}
+        self.elementwise("copy columns", "copy_heads", x, lambda n: (1, n), 32, *values, **options)
+
+    def mix_streams(self, op: g.MixStreams) -> Stored:
+        x, y = self.stored[op.x], self.like(op.result)
+        weights, residual = ((None, 0) if each is None else (self.stored[each],) for each in (op.mixing, op.residual))
+        values = x, *weights, *residual, op.n, op.first, op.size, float(op.offset), y, y.width
+        self.elementwise("mix streams", "mix_streams", x, columns(y), GATE_THREADS, *values)
+        return y
+
+    def root_mean_square(self, op: g.RootMeanSquare) -> Stored:
+        x, y = self.stored[op.x], self.like(op.result)
+        self.elementwise("root mean square", "root_mean_square", x, _each, _NORM_THREADS, x, x.width, y)
+        return y
+
+    def above_deviation(self, op: g.AboveDeviation) -> Stored:
+        x, y = self.stored[op.x], self.like(op.result)
+        self.elementwise("cut", "above_deviation", x, _each, _NORM_THREADS, x, x.width, float(op.factor), y)
+        return y
+
     def scale(self, op: g.Scale) -> Stored:
         return self._add(op.x, op.factor, op.weight, None, None)
 

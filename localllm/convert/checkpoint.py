@@ -54,6 +54,8 @@ _OTHERS = re.compile(
 _HEAD = re.compile(r"^(pooler|head)\.")
 #: How names of tensors in layers begin.
 _LAYER = r"(?:\w+\.)?(?:layers?|h|blocks)\.(\d+)\."
+#: Of which a file has one tensor.
+_STACKED = r"\.(experts|altup_(?:unembed_)?projections)\.(\d+)\."
 #: Of a block that predicts one token more, GGUF's names behind "nextn." by DeepSeek's and by Qwen's.
 _NEXTN = {
     "eh_proj": "eh_proj",
@@ -292,9 +294,9 @@ class _Namer:
             layer = re.match(_LAYER, name)
             if layer and int(layer[1]) >= self._config.num_hidden_layers and not self._has_block:
                 continue  # it predicts further tokens
-            expert = re.search(r"\.experts\.(\d+)\.", name)
-            generic = name if expert is None else name.replace(expert[0], ".experts.*.")
-            groups[generic][int(expert[1]) if expert else 0] = source
+            number = re.search(_STACKED, name)
+            generic = name if number is None else name.replace(number[0], f".{number[1]}.*.")
+            groups[generic][int(number[2]) if number else 0] = source
         found: dict[str, CheckpointTensor] = {}
         for name, numbered in groups.items():
             if sorted(numbered) != list(range(len(numbered))):
@@ -320,7 +322,7 @@ class _Namer:
 
     def _planned(self, name: str, sources: Sequence[Source]) -> dict[str, CheckpointTensor]:
         """What becomes of a tensor, or of that of all experts of a layer."""
-        is_stacked = ".experts.*." in name
+        is_stacked = ".*." in name
         first = sources[0]
         if any((source.shape, source.type) != (first.shape, first.type) for source in sources):
             raise ModelError(f"the experts' tensors {quoted(name)} differ in shape or type: download them again")

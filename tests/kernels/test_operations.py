@@ -260,6 +260,43 @@ def add(scale: float, with_gate: bool) -> Case:
     )
 
 
+@cases(width=(5, 100))
+def root_mean_square(width: int) -> Case:
+    def build(graph: Graph, x: g.Tensor) -> g.Tensor:
+        return graph.add(g.RootMeanSquare(x))
+
+    return Case(build, [rows(width)], lambda x: np.sqrt(np.square(x).mean(axis=1, keepdims=True)))
+
+
+@cases(width=(5, 100), factor=(-0.5, 1.3))
+def above_deviation(width: int, factor: float) -> Case:
+    def expected(x: Array) -> Array:
+        return np.maximum(x - x.mean(axis=1, keepdims=True) - factor * x.std(axis=1, keepdims=True), 0)
+
+    return Case(lambda graph, x: graph.add(g.AboveDeviation(x, factor)), [rows(width) - 1], expected)
+
+
+@cases(n=(1, 3), n_made=(1, 4), added=(False, True))
+def mix_streams(n: int, n_made: int, added: bool) -> Case:
+    """Of columns of one tensor; one stream more than the first is added to what is made, side by side."""
+    offset, first = (0.5, n_made - 1) if added else (0.0, 0)
+
+    def build(graph: Graph, x: g.Tensor, weights: g.Tensor, more: g.Tensor) -> g.Tensor:
+        x = graph.add(g.Columns(x, range(16, 16 + 48 * n)))
+        y = graph.add(g.MixStreams(x, weights, n, more if added else None, offset, first))
+        z = graph.add(g.MixStreams(y, None, n_made, graph.add(g.Columns(y, range(48))), 2.0))
+        return graph.add(g.SideBySide((y, z)))
+
+    def expected(x: Array, weights: Array, more: Array) -> Array:
+        streams = x[:, 16 : 16 + 48 * n].reshape(len(x), n, 48)
+        factors = weights.reshape(len(x), n_made, n) + offset
+        factors[:, :first] = 0
+        y = np.einsum("tji,tid->tjd", factors, streams) + added * more.reshape(len(x), n_made, 48)
+        return np.concatenate([y, y[:, :1] + 2 * y.sum(axis=1, keepdims=True)], axis=1).reshape(len(x), -1)
+
+    return Case(build, [rows(16 + 48 * n), rows(n * n_made, 1), rows(48 * n_made, 2)], expected)
+
+
 @cases(with_weight=(False, True))
 def scale(with_weight: bool) -> Case:
     weight = f32(random(1)) if with_weight else None
@@ -299,6 +336,7 @@ GATES: dict[str, tuple[Callable[[Array], Array], dict[str, Any]]] = {
     "gelu_erf": (gelu_erf, {"rtol": 3e-6, "atol": 1e-6}),
     "gelu_quick": (lambda x: x * sigmoid(1.702 * x), {"rtol": 3e-6, "atol": 1e-30}),
     "relu2": (lambda x: np.maximum(x, 0) ** 2, {}),
+    "tanh": (np.tanh, {"rtol": 2e-6, "atol": 1e-6}),
     "sigmoid": (sigmoid, {"atol": 1e-30}),
     "identity": (lambda x: x, {}),
     "softplus": (lambda x: np.logaddexp(0, x), {"rtol": 2e-6, "atol": 1e-30}),

@@ -337,6 +337,18 @@ OLD_LATENTS = Conversion(
         }
     ),
 )
+GEMMA3N = {
+    "num_hidden_layers": 6,
+    "layer_types": [*["sliding_attention", "full_attention"] * 3],
+    "activation_sparsity_pattern": [0.8, 0.8, 0.0, 0.0, 0.0, 0.0],
+    "num_kv_shared_layers": 2,
+    "tie_word_embeddings": True,
+    "vocab_size_per_layer_input": 300,
+    "hidden_size_per_layer_input": 16,
+    "laurel_rank": 8,
+    "final_logit_softcapping": 3.0,
+    "rope_parameters": {"sliding_attention": PLAIN_ROPE, "full_attention": PLAIN_ROPE | {"rope_theta": 1e6}},
+}
 GEMMA4 = {
     "num_hidden_layers": 7,
     "layer_types": [*["sliding_attention", "sliding_attention", "full_attention"] * 2, "full_attention"],
@@ -469,6 +481,7 @@ TINY: dict[str, Tiny] = {
         | {"num_hidden_layers": 7, "tie_word_embeddings": True, "query_pre_attn_scalar": 16}
         | {"rope_parameters": {"sliding_attention": PLAIN_ROPE, "full_attention": LINEAR}},
     ),
+    "gemma3n": Tiny("gemma3n_text", "gemma3n", WINDOW | GEMMA3N),
     "gemma4-dense": Tiny(
         "gemma4_text",
         "gemma4",

@@ -1,0 +1,141 @@
+"""Gemma 3n: Gemma 4's E2B with four streams in place of one, of which a layer computes the first, and learns what
+becomes of the others (AltUp, arXiv:2301.13310); a low-rank path beside attention (LAuReL, arXiv:2411.07501); and in
+the first layers only the largest activations of the MLP."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from statistics import NormalDist
+from typing import Any
+
+from localllm.kernels.graph import (
+    AboveDeviation,
+    Activation,
+    Add,
+    Columns,
+    Gated,
+    Graph,
+    HeadLinear,
+    Linear,
+    Linears,
+    Matrix,
+    MixStreams,
+    RMSNorm,
+    RootMeanSquare,
+    Scale,
+    SideBySide,
+    Tensor,
+)
+from localllm.models import gemma4, hf_names
+from localllm.models.blocks import Layer, add, decoder, norm, read_softcap
+from localllm.models.config import Header
+from localllm.models.hf_convert import window_keys
+from localllm.models.rope import make_local_rope, make_rope
+from localllm.models.weights import Reshaped
+
+HF_NAMES: Mapping[str, str] = (
+    hf_names.COMMON
+    | hf_names.HEAD_NORMS
+    | hf_names.FOUR_NORMS
+    | {
+        name: gemma4.HF_NAMES[name]
+        for name in gemma4.HF_NAMES
+        if name.startswith(("per_layer", "inp_", "proj", "post_norm"))
+    }
+    | {
+        "altup_proj": "model.altup_projections.*",
+        "altup_unembd_proj": "model.altup_unembed_projections.*",
+        "altup_correct_coef": "altup.correction_coefs",
+        "altup_correct_scale.weight": "altup.correct_output_scale",
+        "altup_predict_coef": "altup.prediction_coefs",
+        "altup_router": "altup.modality_router",
+        "altup_router_norm": "altup.router_norm",
+        "laurel_l": "laurel.linear_left",
+        "laurel_r": "laurel.linear_right",
+        "laurel_post_norm": "laurel.post_laurel_norm",
+    }
+)
+#: Added under roots of mean squares that the models divide by as they are.
+_TINY = 1e-30
+
+
+def hf_keys(config: Any) -> dict[str, Any]:
+    parts = config.activation_sparsity_pattern
+    return window_keys(config) | {
+        "altup.active_idx": config.altup_active_idx,
+        "altup.num_inputs": config.altup_num_inputs,
+        "embedding_length_per_layer_input": config.hidden_size_per_layer_input,
+        "attention.shared_kv_layers": config.num_kv_shared_layers,
+        "activation_sparsity_scale": [NormalDist().inv_cdf(part) if part else -float("inf") for part in parts],
+        "final_logit_softcapping": config.final_logit_softcapping,
+    }
+
+
+def record(m: Header) -> Graph:
+    meta, n_layers, d, weights = m.meta, m.config.n_layers, m.config.n_embd, m.weights
+    windows, heads = m.windows(period=5, default=None), m.heads()
+    widths = meta.read_each("feed_forward_length", n_layers, int, low=1, high=1 << 24)
+    n_own = n_layers - meta.read("attention.shared_kv_layers", int, max(0, n_layers - 20), low=0, high=n_layers - 1)
+    n_per_layer = meta.read("embedding_length_per_layer_input", int, low=1, high=1 << 16)
+    n = meta.read("altup.num_inputs", int, low=2, high=16)
+    active = meta.read("altup.active_idx", int, low=0, high=n - 1)
+    cuts = (NormalDist().inv_cdf(0.95),) * min(10, n_layers) + (-1e9,) * max(0, n_layers - 10)
+    if meta.find("activation_sparsity_scale") is not None:
+        cuts = meta.read_each("activation_sparsity_scale", n_layers, float, low=-float("inf"), high=10)
+    rope, local_rope = make_rope(m, heads.key_dim), make_local_rope(m, heads.key_dim, 10_000.0)
+    embedding: list[Tensor] = []
+
+    def resized(at: Layer, others: Tensor, x: Tensor) -> Tensor:
+        """Streams, each as large as x [., d] is."""
+        others = at.add(RMSNorm(others, None, _TINY, n - 1))
+        return at.add(MixStreams(others, at.add(RootMeanSquare(x)), 1))
+
+    def begin(at: Layer, x: Tensor) -> Tensor:
+        embedding.append(x)
+        projection = Reshaped(weights.require("altup_proj.weight", n - 1, d, d), ((n - 1) * d, d))
+        return at.add(SideBySide((x, resized(at, at.add(Linear(x, Matrix(projection))), x))))
+
+    def end(at: Layer, name: str, x: Tensor) -> Tensor:
+        first, others = at.add(Columns(x, range(d))), at.add(Columns(x, range(d, n * d)))
+        others = at.add(HeadLinear(others, weights.require("altup_unembd_proj.weight", n - 1, d, d)))
+        total = at.add(MixStreams(resized(at, others, first), None, n - 1, first, offset=1.0))
+        return norm(at, name, at.add(Scale(total, 1 / n)))
+
+    def coefficients(at: Layer, name: str, x: Tensor, n_made: int) -> Tensor:
+        x = at.add(Scale(norm(at, "altup_router_norm", x), 1 / d))
+        return at.linear(at.add(Activation(at.linear(x, "altup_router", n), "tanh")), name, n_made)
+
+    def mlp(at: Layer, x: Tensor) -> Tensor:
+        w, width, cut = at.weights, widths[at.number], cuts[at.number]
+        gate, up = at.add(Linears(x, (w.matrix("ffn_gate", d, width), w.matrix("ffn_up", d, width))))
+        if cut > -10:  # else nothing is cut away
+            gate = at.add(AboveDeviation(gate, cut))
+        return at.linear(at.add(Gated(gate, up, "gelu")), "ffn_down", d)
+
+    def layer(at: Layer, streams: Tensor) -> Tensor:
+        window = windows[at.number]
+        own = [i for i in range(n_own) if bool(windows[i]) == bool(window)]
+        shared = own[-1] if own and at.number >= n_own else None
+        its = range(active * d, (active + 1) * d)
+        of_active = coefficients(at, "altup_predict_coef", at.add(Columns(streams, its)), n * n)
+        predicted = at.add(MixStreams(streams, of_active, n, streams))
+        first = at.add(Columns(predicted, its))
+        x = norm(at, "attn_norm", first)
+        rank = at.weights.n_rows("laurel_l.weight")
+        laurel = at.linear(at.linear(x, "laurel_l", rank), "laurel_r", d)
+        laurel = add(at, norm(at, "laurel_post_norm", laurel), x)
+        y = gemma4.attention(at, x, heads, local_rope if window else rope, window, shared, has_spans=False)
+        y = add(at, norm(at, "post_attention_norm", y), first)
+        x = at.add(Scale(at.add(Add(y, laurel)), 0.5**0.5))
+        x = add(at, norm(at, "post_ffw_norm", mlp(at, norm(at, "ffn_norm", x))), x)
+        of_new = coefficients(at, "altup_correct_coef", x, n)
+        corrected = at.add(MixStreams(at.add(Add(first, x, -1.0)), of_new, 1, predicted, offset=1.0))
+        first = at.add(Columns(corrected, its))
+        size = at.add(RootMeanSquare(first))  # times its weights alone: normed, and as large as before again
+        scaled = at.add(RMSNorm(first, at.weights.vector("altup_correct_scale", d), _TINY))
+        scaled = at.add(MixStreams(scaled, size, 1))
+        more = gemma4.layer_embedding(at, scaled, embedding[0], weights, n_per_layer, n_layers)
+        return at.add(MixStreams(more, None, 1, corrected, offset=1.0, first=1))
+
+    softcap = read_softcap(m, "final_logit_softcapping") or 30.0
+    return decoder(m, layer, embedding_scale=d**0.5, change_embedding=begin, output_norm=end, softcap=softcap)
