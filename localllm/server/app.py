@@ -7,7 +7,6 @@ import contextlib
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -23,21 +22,21 @@ from localllm.server import anthropic, embeddings, llamacpp, ollama, openai, res
 from localllm.server.answers import Desk, LoraShare
 from localllm.server.http import Guard, HTTPError, Limits, json_response
 from localllm.server.models import Models
+from localllm.server.page import page
 
 #: Seconds between two searches for models to unload.
 _EXPIRY_CHECK_S = 1.0
 
 _Endpoint = Callable[[Request, Desk], Awaitable[Response]]
 
-_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
-
 
 async def _root(request: Request, desk: Desk) -> Response:
     """The page for browsers, and for programs the words by which they know Ollama."""
     if "text/html" not in request.headers.get("accept", ""):
         return PlainTextResponse(f"Ollama is running: localllm {__version__} has its API, too\n")
-    text = (resources.files("localllm.server") / "page.html").read_text("utf-8")
-    return HTMLResponse(text, headers={"Content-Security-Policy": _POLICY, "X-Frame-Options": "DENY"})
+    text, policy = page()
+    headers = {"Content-Security-Policy": policy, "X-Frame-Options": "DENY", "Referrer-Policy": "no-referrer"}
+    return HTMLResponse(text, headers=headers)
 
 
 async def _openapi(request: Request, desk: Desk) -> Response:

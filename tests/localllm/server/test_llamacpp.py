@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -169,9 +170,11 @@ def test_strict_tools_hold_calls_to_their_schema() -> None:
 def test_the_page_needs_nothing_from_elsewhere(server: Serving) -> None:
     response = httpx.get(server.url + "/", headers={"Accept": "text/html"})
     assert response.headers["content-type"].startswith("text/html")
-    assert "connect-src 'self'" in response.headers["content-security-policy"]
-    assert "http://" not in response.text
-    assert "https://" not in response.text
+    policy = response.headers["content-security-policy"]
+    assert "connect-src 'self'" in policy
+    assert "unsafe" not in policy
+    assert not re.search(r"""(?:src|href)=["']?(?:https?:)?//""", response.text.partition("<script>")[0])
+    assert response.text.count("<script") == response.text.count("</script") == 1
 
 
 def test_a_program_that_looks_for_ollama_finds_it(server: Serving) -> None:

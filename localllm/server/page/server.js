@@ -1,0 +1,55 @@
+// The server that the page came from: its models, and replies as they are written.
+
+class ServerError extends Error {
+  constructor(message, status = 0, code = null) {
+    super(message);
+    Object.assign(this, {status, code});
+  }
+}
+
+const server = {
+  get key() { return stored("key") ?? ""; },
+  set key(value) { store("key", value || null); },
+
+  async fetch(path, body, signal) {
+    const headers = this.key ? {Authorization: `Bearer ${this.key}`} : {};
+    if (body) headers["Content-Type"] = "application/json";
+    let reply;
+    try {
+      reply = await fetch(path, {method: body ? "POST" : "GET", headers, signal, ...(body && {body: JSON.stringify(body)})});
+    } catch (error) {
+      if (error.name === "AbortError") throw error;
+      throw new ServerError("The server does not answer. Is it still running?");
+    }
+    if (reply.ok) return reply;
+    const {error} = await reply.json().catch(() => ({}));
+    throw new ServerError(error?.message ?? `The server answered with status ${reply.status}.`, reply.status, error?.code);
+  },
+
+  async json(path, body) { return (await this.fetch(path, body)).json(); },
+
+  // The chunks of a reply.  An end without the server's word for it is an error.
+  async *chat(body, signal) {
+    const reply = await this.fetch("/v1/chat/completions", {...body, stream: true}, signal);
+    const chunks = reply.body.pipeThrough(new TextDecoderStream()).getReader();
+    let held = "";
+    try {
+      for (;;) {
+        const {value, done} = await chunks.read();
+        if (done) break;
+        const lines = (held + value).split("\n");
+        held = lines.pop();
+        for (const line of lines) {
+          if (line === "data: [DONE]") return;
+          if (!line.startsWith("data: ")) continue;
+          const event = JSON.parse(line.slice(6));
+          if (event.error) throw new ServerError(event.error.message, 0, event.error.code);
+          yield event;
+        }
+      }
+    } catch (error) {
+      if (error.name === "AbortError" || error instanceof ServerError) throw error;
+    }
+    throw new ServerError("The connection to the server ended before the reply did.");
+  },
+};

@@ -1,0 +1,78 @@
+"""Rebuilds ``vendor.js``, the libraries of the page, from npm: ``python -m localllm.server.page.vendor``."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import subprocess
+import tarfile
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Library(NamedTuple):
+    """A package of npm, the file of it that the page runs, and the hash of its package."""
+
+    name: str
+    version: str
+    file: str
+    sha512: str
+
+
+LIBRARIES = [
+    Library(
+        "marked",
+        "18.2.1",
+        "lib/marked.umd.js",
+        "ii4bxCTCqqwpT86XZWgJNs+ZnAIZksmLGYMViWA7PDIXYIeNo1x6cDdX3JOip9NM/cI6p8z57FxliACboTruMA==",
+    ),
+    Library(
+        "dompurify",
+        "3.4.18",
+        "dist/purify.min.js",
+        "ofe3wI/uNm68HInABYFJYqQxRw1EaKAjNdrFVKqjUY+UZurvNd2L/HuQe097s/4RivWiZyP6tT7aoT8atjfhwg==",
+    ),
+    Library(
+        "@highlightjs/cdn-assets",
+        "11.12.0",
+        "highlight.min.js",
+        "KvOKXODaiFmId9xaq3xc5xCL66wVLUuOngDbO9B/kewbFTqdGbn2nJxNhN3H5R1cgDTVj6R8vH0zgiNDEGjpDw==",
+    ),
+]
+
+
+def bundled(library: Library, packed: bytes) -> str:
+    """The library's code behind its licence.  Raises ValueError if the package is not the one that is pinned."""
+    found = base64.b64encode(hashlib.sha512(packed).digest()).decode()
+    if found != library.sha512:
+        raise ValueError(f"{library.name} {library.version} has the hash {found}: it is not what was reviewed")
+    with tarfile.open(fileobj=io.BytesIO(packed)) as package:
+
+        def text(name: str) -> str:
+            file = package.extractfile(f"package/{name}")
+            assert file is not None
+            return file.read().decode().replace("\r\n", "\n")
+
+        licence, code = text("LICENSE"), text(library.file)
+    lines = [line for line in code.split("\n") if not line.startswith("//# sourceMappingURL")]
+    head = f"{library.name} {library.version}\n\n{licence.strip()}".replace("*/", "* /")
+    # What would end the script that it stands in, inside of strings.
+    body = "\n".join(lines).replace("</script", "<\\/script").replace("<!--", "<\\x21--")
+    body = body.replace("<script", "<\\x73cript")
+    return f"/*!\n{head}\n*/\n{body.rstrip().removesuffix(';')};\n"
+
+
+def main() -> None:
+    parts = []
+    with tempfile.TemporaryDirectory() as folder:
+        for library in LIBRARIES:
+            command = ["npm", "pack", "--silent", f"{library.name}@{library.version}"]
+            done = subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True)
+            parts.append(bundled(library, (Path(folder) / done.stdout.split()[-1]).read_bytes()))
+    (Path(__file__).parent / "vendor.js").write_text("\n".join(parts), "utf-8")
+
+
+if __name__ == "__main__":
+    main()
