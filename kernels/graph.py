@@ -566,6 +566,38 @@ class MixStreams(Operation[Tensor]):
 
 
 @dataclass(frozen=True, eq=False)
+class HyperWeights(Operation[tuple[Tensor, ...]]):
+    """Of x [rows, n], [rows, 2 n] or [rows, 2 n + n²], the weights of hyper-connections over n streams.
+
+    With x times ``scale`` plus ``base``, of which each part has its own scale: ``before`` [rows, n], σ(first part)
+    + eps, by which streams are summed up; ``behind`` [rows, n], magnitude σ(second) + more, by which the result goes
+    to each; and ``between`` [rows, n²], by which they are mixed: softmax(third) + eps over its rows, a stream's parts
+    for each stream, whose columns are divided by their sum + eps; and then ``n_rounds`` - 1 times rows and columns.
+    That is given by streams that are made: as `MixStreams` takes it.
+
+    Sources: mHC, arXiv:2512.24880; without the third, as Hunyuan 4 has them.
+    """
+
+    x: Tensor
+    scale: Weight
+    base: Weight
+    n: int
+    eps: float
+    magnitude: float = 2.0
+    more: float = 0.0
+    n_rounds: int = 1
+
+    @cached_property
+    def result(self) -> tuple[Tensor, ...]:
+        n, n_parts = self.n, self.scale.shape[0]
+        widths = [n, n, n * n][:n_parts]
+        if not 1 <= n <= 16 or not 1 <= n_parts <= 3 or self.x.width != sum(widths) or self.n_rounds < 1:
+            raise KernelError(f"{self.x.width} values are not {n_parts} kinds of weights of {n} streams")
+        _check_shape(self.base, self.x.width)
+        return tuple(Tensor(self.x.rows, width) for width in widths)
+
+
+@dataclass(frozen=True, eq=False)
 class RootMeanSquare(Operation[Tensor]):
     """√mean(x²) of each row: [rows, 1]."""
 

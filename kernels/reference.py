@@ -287,6 +287,20 @@ class _Run:
         y: Array = np.einsum("tji,tid->tjd", weights, x).reshape(len(x), -1)
         return y if op.residual is None else y + self.values[op.residual]
 
+    def hyper_weights(self, op: g.HyperWeights) -> tuple[Array, ...]:
+        widths, eps = [x.width for x in op.result], np.float32(op.eps)
+        factors = np.repeat(self.arrays[op.scale], widths)
+        first, *others = np.split(self.values[op.x] * factors + self.arrays[op.base], np.cumsum(widths)[:-1], axis=1)
+        made = [sigmoid(first) + eps]
+        if others:
+            made.append(np.float32(op.magnitude) * sigmoid(others[0]) + np.float32(op.more))
+        if len(others) > 1:
+            mixing = softmax(others[1].reshape(-1, op.n, op.n)) + eps
+            for i in range(2 * op.n_rounds - 1):
+                mixing = mixing / (mixing.sum(axis=1 + i % 2, keepdims=True) + eps)
+            made.append(mixing.swapaxes(1, 2).reshape(len(mixing), -1))
+        return tuple(made)
+
     def root_mean_square(self, op: g.RootMeanSquare) -> Array:
         y: Array = np.sqrt(np.mean(np.square(self.values[op.x]), axis=1, keepdims=True))
         return y

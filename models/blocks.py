@@ -327,10 +327,11 @@ def gated_mlp(
     activation: str = "silu",
     suffix: str = "",
     limit: float = 0.0,
+    limits_input: bool = False,
 ) -> Tensor:
     """down(activation(gate(x)) * up(x)); ``suffix`` stands behind the names of its matrices.
 
-    With a ``limit``, the activated gate is at most that, and up within ± it.
+    ``limit``, ``limits_input``: as `gated` has them.
 
     Without a matrix for the gate, it is the first rows of ``ffn_up``.
     """
@@ -340,12 +341,21 @@ def gated_mlp(
     else:
         matrices = w.matrix(f"ffn_gate{suffix}", d, n_ff), w.matrix(f"ffn_up{suffix}", d, n_ff)
     gate, up = at.add(Linears(x, matrices))  # [T, n_ff]
-    return at.linear(gated(at, gate, up, activation, limit), f"ffn_down{suffix}", d, residual=residual)
+    return at.linear(
+        gated(at, gate, up, activation, limit, limits_input=limits_input), f"ffn_down{suffix}", d, residual=residual
+    )
 
 
-def gated(at: Layer, gate: Tensor, up: Tensor, activation: str, limit: float = 0.0) -> Tensor:
-    """activation(gate) * up; with a ``limit``, the first is at most that, and the other within ± it."""
-    if limit:
+def gated(
+    at: Layer, gate: Tensor, up: Tensor, activation: str, limit: float = 0.0, *, limits_input: bool = False
+) -> Tensor:
+    """activation(gate) * up; with a ``limit``, the first is at most that, and the other within ± it.
+
+    With ``limits_input``, it is the gate that is at most that, before the activation.
+    """
+    if limit and limits_input:
+        gate, up = at.add(Clamp(gate, -math.inf, limit)), at.add(Clamp(up, -limit, limit))
+    elif limit:
         gate = at.add(Clamp(at.add(Activation(gate, activation)), -math.inf, limit))
         up, activation = at.add(Clamp(up, -limit, limit)), "identity"
     return at.add(Gated(gate, up, activation))
@@ -401,7 +411,9 @@ def mixture(
         options: Any = {"activation": activation, "suffix": "_shexp"}
         is_gated = "ffn_gate_shexp.weight" in w or w.n_rows("ffn_up_shexp.weight") == 2 * experts.n_ff_shared
         if is_gated:
-            shared = gated_mlp(at, x, experts.n_ff_shared, limit=limits[1], **options)
+            shared = gated_mlp(
+                at, x, experts.n_ff_shared, limit=limits[1], limits_input=experts.limits_input, **options
+            )
         else:
             shared = mlp(at, x, experts.n_ff_shared, **options)
         weight = None  # [T, 1]
@@ -460,7 +472,11 @@ def chosen_experts(
         matrices = tuple(w.experts(name, n, width, n_ff) for name in names)
     biases = tuple(b for b in (w.find(f"ffn_{x}_exps.bias", n, n_ff) for x in ("gate", "up")) if b is not None)
     hs = at.add(ExpertLinears(x, matrices, routing, biases, is_weighted_first))  # [T * k, n_ff]
-    h = gated(at, *hs, activation, limit) if len(hs) == 2 else at.add(Activation(hs[0], activation))
+    h = (
+        gated(at, *hs, activation, limit, limits_input=experts.limits_input)
+        if len(hs) == 2
+        else at.add(Activation(hs[0], activation))
+    )
     down, bias = w.experts("ffn_down_exps", n, n_ff, width), w.find("ffn_down_exps.bias", n, width)
     return at.add(ExpertOutput(h, down, routing, residual, bias, not is_weighted_first))
 

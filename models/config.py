@@ -255,6 +255,7 @@ class Experts:
     scale: float
     n_groups: int
     n_top_groups: int
+    limits_input: bool = False  # as `localllm.models.blocks.gated` has it
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import numpy as np
 
 from localllm.kernels.graph import (
     Attention,
+    Gated,
     Graph,
     HeadGate,
     HeadLinear,
@@ -152,11 +153,14 @@ def latent_attention(
     residual: Tensor | None = None,
     q_scale: PositionScale | None = None,
     has_gate: bool = False,
+    has_sinks: bool = False,
     select: Select | None = None,
 ) -> Tensor:
-    """Attention over latents; without ``rope``, nothing is rotated, and ``attn_gate`` is a gate of heads.
+    """Attention over latents; without ``rope``, nothing is rotated.
 
-    ``select``: the positions that tokens attend to.
+    Args:
+        has_gate, has_sinks: of heads or of values ``attn_gate``, and ``attn_sinks``, as `blocks.attention` has them.
+        select: the positions that tokens attend to.
     """
     w, d, n, n_latent = at.weights, at.n_embd, latents.n_heads, latents.n_latent
     width, n_nope, cached = n * latents.key_dim, latents.key_dim - latents.n_rot, n_latent + latents.n_rot
@@ -177,11 +181,12 @@ def latent_attention(
         both = w.require("attn_kv_b.weight", n * (n_nope + latents.value_dim), n_latent)
         to_latents = HeadsOf(both, n, range(n_nope), is_transposed=True)
         from_latents = HeadsOf(both, n, range(n_nope, n_nope + latents.value_dim))
-    gate = at.linear(x, "attn_gate", n) if has_gate else None
+    gate = at.linear(x, "attn_gate", w.n_rows("attn_gate.weight")) if has_gate else None
+    sinks = w.vector("attn_sinks", n) if has_sinks else None
     cache = at.graph.kv_cache(1, cached, n_latent, values_in_keys=True)
     k_norm = HeadNorm(at.norm_eps, w.vector("attn_kv_a_norm", n_latent))
     q = at.add(RopeAppend(at.add(HeadLinear(q, to_latents)), k, None, cache, rope, k_norm=k_norm, q_scale=q_scale))
-    y = at.add(HeadLinear(at.add(Attention(q, cache, latents.scale, selected=selected)), from_latents))
+    y = at.add(HeadLinear(at.add(Attention(q, cache, latents.scale, sinks=sinks, selected=selected)), from_latents))
     if gate is not None:
-        y = at.add(HeadGate(y, gate, "sigmoid"))
+        y = at.add(HeadGate(y, gate, "sigmoid") if gate.width == n else Gated(gate, y, "sigmoid"))
     return at.linear(y, "attn_output", d, residual=residual)

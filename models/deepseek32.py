@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from localllm.kernels.graph import Graph, IndexSelect, Linear, Linears, RopeAppend, Scale, Tensor
+from localllm.errors import ModelError
+from localllm.kernels.graph import Graph, IndexSelect, Linear, Linears, Rope, RopeAppend, Scale, Tensor
 from localllm.models import deepseek2
 from localllm.models.blocks import Layer, layer_norm
 from localllm.models.config import Header
@@ -38,36 +39,46 @@ def hf_keys(config: Any) -> dict[str, Any]:
 
 
 def record(m: Header) -> Graph:
-    meta, config = m.meta, m.config
+    config, rope = m.config, replace(deepseek2.make_latent_rope(m)[0], first=0)
+    every_fourth = config.architecture == "glm-dsa" and config.context_length >= _GLM_52_CONTEXT
+    is_full = tuple(not every_fourth or i < 2 or i % 4 == 2 for i in range(config.n_layers))
+    if config.architecture == "deepseek32":
+        rope = replace(rope, interleaved=False)
+    return deepseek2.record(m, make_indexers(m, rope, 1e-6, is_full))
+
+
+def make_indexers(m: Header, rope: Rope, eps: float, is_full: tuple[bool, ...]) -> deepseek2.Select:
+    """What chooses positions, by a rotation and an epsilon of their own.
+
+    ``is_full``: by default, of each layer, whether it has an indexer; others take the last choice before them.
+    """
+    meta = m.meta
     n_heads = meta.read("attention.indexer.head_count", int, low=1, high=1 << 10)
     dim = meta.read("attention.indexer.key_length", int, low=2, high=256)
     k = meta.read("attention.indexer.top_k", int, low=1, high=1 << 16)
     n_query = meta.read("attention.q_lora_rank", int, low=1, high=1 << 16)
-    every_fourth = config.architecture == "glm-dsa" and config.context_length >= _GLM_52_CONTEXT
-    is_full = tuple(not every_fourth or i < 2 or i % 4 == 2 for i in range(config.n_layers))
     if meta.find("attention.indexer.types") is not None:
-        is_full = meta.read_each("attention.indexer.types", config.n_layers, bool, low=0, high=1)
-    rope = replace(deepseek2.make_latent_rope(m)[0], first=0)
-    if config.architecture == "deepseek32":
-        rope = replace(rope, interleaved=False)
+        is_full = meta.read_each("attention.indexer.types", m.config.n_layers, bool, low=0, high=1)
+    if not is_full[0]:
+        raise ModelError(
+            f"{meta.architecture}.attention.indexer.types begins with a layer that takes another's choice"
+        )
     chosen: list[Tensor] = []  # the last choice
 
     def select(at: Layer, x: Tensor, of_query: Tensor) -> Tensor | None:
-        w = at.weights
+        w, matrices = at.weights, {"indexer.attn_k": dim, "indexer.proj": n_heads}
         if m.context <= k:
             names = "attn_q_b.weight attn_k.weight proj.weight k_norm.weight k_norm.bias"
             w.skip(*(f"indexer.{name}" for name in names.split()))
             return None
         if not is_full[at.number]:
             return chosen[-1]
-        key, weights = at.add(
-            Linears(x, (w.matrix("indexer.attn_k", x.width, dim), w.matrix("indexer.proj", x.width, n_heads)))
-        )
-        key = layer_norm(replace(at, norm_eps=1e-6), "indexer.k_norm", key)
+        key, weights = at.add(Linears(x, tuple(w.matrix(name, x.width, n) for name, n in matrices.items())))
+        key = layer_norm(replace(at, norm_eps=eps), "indexer.k_norm", key)
         q = at.add(Linear(of_query, w.matrix("indexer.attn_q_b", n_query, n_heads * dim)))
         cache = at.graph.kv_cache(1, dim, values_in_keys=True, is_index=True)
         q = at.add(RopeAppend(q, key, None, cache, rope))
         chosen.append(at.add(IndexSelect(q, at.add(Scale(weights, (n_heads * dim) ** -0.5)), cache, k)))
         return chosen[-1]
 
-    return deepseek2.record(m, select)
+    return select

@@ -114,6 +114,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "hunyuan-dense": Architecture("hunyuan", "Hunyuan, dense", "hunyuan_v1_dense"),
     "hunyuan-moe": Architecture("hunyuan", "Hunyuan A13B", "hunyuan_v1_moe"),
     "hy_v3": Architecture("hy_v3", "Hunyuan 3", "hy_v3"),
+    "hy_v4": Architecture("hy_v4", "Hunyuan 4, text", "hy_v4"),
     "internlm2": Architecture("internlm2", "InternLM 2 and 2.5", "internlm2"),
     "jais2": Architecture("nemotron", "Jais 2", "jais2"),
     "jina-bert-v3": Architecture("jina_bert_v3", "Jina Embeddings v3", "jina_embeddings_v3", is_encoder=True),

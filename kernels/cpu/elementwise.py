@@ -403,6 +403,49 @@ def mix_streams(
 
 
 @kernel
+def hyper_weights(
+    begin, end, x, x_stride, scale, base, before, behind, between, stride, between_stride,
+    eps: float, magnitude: float, more: float,
+):  # fmt: skip
+    """PARTS kinds of weights of N streams; see `localllm.kernels.graph.HyperWeights`."""
+    for token in range(begin, end):
+        row = x + token * x_stride
+        for i in range(N):
+            value = splat(load_f32(row + 4 * i) * load_f32(scale) + load_f32(base + 4 * i))
+            store_f32(before + token * stride + 4 * i, max_lanes(sigmoid(value)) + eps)
+            if PARTS > 1:
+                value = splat(load_f32(row + 4 * (N + i)) * load_f32(scale + 4) + load_f32(base + 4 * (N + i)))
+                store_f32(behind + token * stride + 4 * i, magnitude * max_lanes(sigmoid(value)) + more)
+        if PARTS > 2:
+            out = between + token * between_stride  # [made, of which]: columns lie side by side
+            for i in range(N):
+                largest = np.float32(-3e38)
+                for j in range(N):
+                    place = 4 * (2 * N + N * i + j)
+                    logit = load_f32(row + place) * load_f32(scale + 8) + load_f32(base + place)
+                    store_f32(out + 4 * (N * j + i), logit)
+                    largest = max(largest, logit)
+                total = ZERO
+                for j in range(N):
+                    power = max_lanes(exp(splat(load_f32(out + 4 * (N * j + i)) - largest)))
+                    store_f32(out + 4 * (N * j + i), power)
+                    total += power
+                for j in range(N):
+                    place = out + 4 * (N * j + i)
+                    store_f32(place, load_f32(place) / total + eps)
+            for turn in range(2 * ROUNDS - 1):
+                # From one to the next of what is added up, and from sum to sum.
+                step, next_sum = (4, 4 * N) if turn % 2 == 0 else (4 * N, 4)
+                for i in range(N):
+                    total = eps
+                    for j in range(N):
+                        total += load_f32(out + next_sum * i + step * j)
+                    for j in range(N):
+                        place = out + next_sum * i + step * j
+                        store_f32(place, load_f32(place) / total)
+
+
+@kernel
 def root_mean_square(begin, end, x, n, width, stride, y, y_stride):
     """y = √mean(x²), over rows of ``n`` values."""
     for token in range(begin, end):

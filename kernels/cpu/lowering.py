@@ -327,6 +327,17 @@ class Lowering:
         self.call(elementwise.mix_streams, arguments, 1, x.slot, **given)
         return y
 
+    def hyper_weights(self, op: g.HyperWeights) -> tuple[Stored, ...]:
+        x, made = self.stored[op.x], tuple(self.new(op.x.rows, y.width, is_kept=True) for y in op.result)
+        places = (*(y.buffer for y in made), 0, 0)[:3]
+        strides = made[0].stride, made[-1].stride
+        weights = self.weights.vector(op.scale), self.weights.vector(op.base)
+        numbers = float(op.eps), float(op.magnitude), float(op.more)
+        constants: dict[str, Any] = {"N": op.n, "PARTS": len(made), "ROUNDS": op.n_rounds}
+        arguments = (x.buffer, x.stride, *weights, *places, *strides, *numbers)
+        self.call(elementwise.hyper_weights, arguments, 1, x.slot, **constants)
+        return made
+
     def root_mean_square(self, op: g.RootMeanSquare) -> Stored:
         x, y = self.stored[op.x], self.new(op.x.rows, 1, is_kept=True)
         arguments = x.buffer, x.width, x.stride // 4, x.stride, y.buffer, y.stride

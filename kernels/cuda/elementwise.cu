@@ -243,6 +243,42 @@ extern "C" __global__ void __launch_bounds__(WARP * GATE_WARPS)
   *(float4*)(y + (size_t)row * y_stride + column) = total;
 }
 
+// The weights of n hyper-connected streams of each row (graph.HyperWeights): of one, two or three kinds, of which those
+// that are null are left out.  Grid: (rows); one thread each.
+extern "C" __global__ void hyper_weights(const int* __restrict__ header, const float* __restrict__ x, int stride,
+                                         const float* __restrict__ scale, const float* __restrict__ base, int n,
+                                         float eps, float magnitude, float more, int rounds,
+                                         float* __restrict__ before, int before_stride, float* __restrict__ behind,
+                                         int behind_stride, float* between, int between_stride) {
+  if (is_beyond(blockIdx.x, header + N_TOKENS)) return;
+  x += (size_t)blockIdx.x * stride;
+  for (int i = 0; i < n; i++) {
+    before[(size_t)blockIdx.x * before_stride + i] = sigmoid(x[i] * scale[0] + base[i]) + eps;
+    if (behind)
+      behind[(size_t)blockIdx.x * behind_stride + i] = magnitude * sigmoid(x[n + i] * scale[1] + base[n + i]) + more;
+  }
+  if (!between) return;
+  between += (size_t)blockIdx.x * between_stride;  // [made, of which]: columns lie side by side
+  for (int i = 0; i < n; i++) {
+    float largest = -3e38f, total = 0.0f;
+    for (int j = 0; j < n; j++) {
+      const int place = 2 * n + n * i + j;
+      between[n * j + i] = x[place] * scale[2] + base[place];
+      largest = fmaxf(largest, between[n * j + i]);
+    }
+    for (int j = 0; j < n; j++) total += between[n * j + i] = expf(between[n * j + i] - largest);
+    for (int j = 0; j < n; j++) between[n * j + i] = between[n * j + i] / total + eps;
+  }
+  for (int turn = 0; turn < 2 * rounds - 1; turn++) {
+    const int step = turn % 2 ? n : 1, next = turn % 2 ? 1 : n;
+    for (int i = 0; i < n; i++) {
+      float total = eps;
+      for (int j = 0; j < n; j++) total += between[next * i + step * j];
+      for (int j = 0; j < n; j++) between[next * i + step * j] /= total;
+    }
+  }
+}
+
 // y = sqrt(mean(x^2)), over rows of n values.  Grid: (rows).
 extern "C" __global__ void __launch_bounds__(ROW_THREADS)
     root_mean_square(const int* __restrict__ header, const float* __restrict__ x, int stride, int n, float* __restrict__ y,

@@ -369,6 +369,13 @@ class Lowering:
         self.elementwise("mix streams", "mix_streams", x, columns(y), GATE_THREADS, *values)
         return y
 
+    def hyper_weights(self, op: g.HyperWeights) -> tuple[Stored, ...]:
+        x, made = self.stored[op.x], tuple(map(self.like, op.result))
+        weights = self.weights.vector(op.scale), self.weights.vector(op.base)
+        values = x, *weights, op.n, float(op.eps), float(op.magnitude), float(op.more), op.n_rounds
+        self.elementwise("stream weights", "hyper_weights", x, _each, 1, *values, *made, *(None, 0) * (3 - len(made)))
+        return made
+
     def root_mean_square(self, op: g.RootMeanSquare) -> Stored:
         x, y = self.stored[op.x], self.like(op.result)
         self.elementwise("root mean square", "root_mean_square", x, _each, _NORM_THREADS, x, x.width, y)

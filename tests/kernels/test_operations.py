@@ -260,6 +260,35 @@ def add(scale: float, with_gate: bool) -> Case:
     )
 
 
+@cases(n_parts=(1, 2, 3), n_rounds=(1, 4))
+def hyper_weights(n_parts: int, n_rounds: int) -> Case:
+    n, eps = 4, 0.01
+    widths = [n, n, n * n][:n_parts]
+    scale, base = random(n_parts, seed=1), random(sum(widths), seed=2)
+
+    def build(graph: Graph, x: g.Tensor) -> g.Tensor:
+        made = graph.add(g.HyperWeights(x, f32(scale), f32(base), n, eps, 1.5, 0.1, n_rounds))
+        spread = [
+            graph.add(g.MixStreams(graph.add(g.Embed(f32(np.ones((120, 16), np.float32)))), y, 1)) for y in made
+        ]
+        return graph.add(g.SideBySide(tuple(spread)))
+
+    def expected(x: Array) -> Array:
+        x = x * np.repeat(scale, widths) + base
+        parts = [sigmoid(x[:, :n]) + eps, 1.5 * sigmoid(x[:, n : 2 * n]) + 0.1]
+        if n_parts == 3:
+            powers = np.exp(x[:, 2 * n :].reshape(-1, n, n))
+            between = powers / powers.sum(axis=2, keepdims=True) + eps
+            between /= between.sum(axis=1, keepdims=True) + eps
+            for _ in range(n_rounds - 1):
+                between /= between.sum(axis=2, keepdims=True) + eps
+                between /= between.sum(axis=1, keepdims=True) + eps
+            parts.append(between.transpose(0, 2, 1).reshape(len(x), -1))
+        return np.repeat(np.concatenate(parts[:n_parts], axis=1), 16, axis=1)
+
+    return Case(build, [rows(sum(widths))], expected)
+
+
 @cases(width=(5, 100))
 def root_mean_square(width: int) -> Case:
     def build(graph: Graph, x: g.Tensor) -> g.Tensor:

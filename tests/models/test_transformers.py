@@ -88,7 +88,19 @@ def test_a_gpu_computes_what_transformers_does(name: str, tmp_path: Path) -> Non
 @pytest.mark.skipif(no_harness() is not None, reason=no_harness() or "")
 @pytest.mark.parametrize(
     "name",
-    ["olmo3", "qwen35", "qwen35moe", "gemma3", "gemma4-e2b", "gpt-oss", "mistral3", "qwen3next", "glm-5", "gemma3n"],
+    [
+        "olmo3",
+        "qwen35",
+        "qwen35moe",
+        "gemma3",
+        "gemma4-e2b",
+        "gpt-oss",
+        "mistral3",
+        "qwen3next",
+        "glm-5",
+        "gemma3n",
+        "hy-v4",
+    ],
 )
 def test_cuda_computes_what_transformers_does(name: str, tmp_path: Path) -> None:
     """In the emulator, a short text in two steps: it is slow."""

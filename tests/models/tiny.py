@@ -202,6 +202,14 @@ LATENTS = {
     "topk_group": 2,
 }
 INDEXER = {"index_n_heads": 8, "index_head_dim": 48, "index_topk": 24}
+HY_V4 = {
+    "n_group": 1,
+    "topk_group": 1,
+    "swiglu_limit": 0.7,
+    "hc_magnitude": 1.7,
+    "hc_eps": 1e-3,
+    "indexer_types": ["full", "shared", "full", "shared"],
+}
 AFMOE = {
     "num_shared_experts": 2,
     "num_dense_layers": 1,
@@ -398,6 +406,26 @@ def called(
     return lambda config, tensors: (config | {"model_type": model_type, "architectures": [kind]}, tensors)
 
 
+def as_hy_v4(config: dict[str, Any], tensors: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Rotated rows in pairs of neighbours, as llama.cpp turns released models; transformers turns halves."""
+    n_rot, dims = config["qk_rope_head_dim"], {"q_b_proj": config["qk_nope_head_dim"] + config["qk_rope_head_dim"]}
+    dims |= {"kv_a_proj_with_mqa": config["kv_lora_rank"] + n_rot} | dict.fromkeys(("wq_b", "wk", "k_norm"), 48)
+    for name, tensor in tensors.items():
+        if dim := dims.get(name.split(".")[-2]):
+            heads = tensor.reshape(-1, dim, *tensor.shape[1:])
+            turned = heads[:, dim - n_rot :].unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+            heads[:, dim - n_rot :] = turned.clone()
+    # transformers gives names back otherwise than they were.
+    names = {
+        r"\.hc_pre\.(hc_head|hc_\w+_layer)": r".\1",
+        "_layer.hc_": "_layer.hc_pre.hc_",
+        r"(\.mlp\..*)linear_gate": r"\1gate_proj",
+    }
+    for theirs, ours in names.items():
+        tensors = {re.sub(theirs, ours, name): tensor for name, tensor in tensors.items()}
+    return config, tensors
+
+
 def as_minicpm(config: dict[str, Any], tensors: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """A Granite with MiniCPM's names of its scales."""
     scales = {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 16}
@@ -555,6 +583,7 @@ TINY: dict[str, Tiny] = {
         {"num_experts": 6, "moe_topk": [2] * 4, "num_shared_expert": [1] * 4, "moe_intermediate_size": [172] * 4},
     ),
     "hy-v3": Tiny("hy_v3", "hy_v3", MIXTURE | {"router_scaling_factor": 1.5, "num_shared_experts": 2}),
+    "hy-v4": Tiny("hy_v4", "hy_v4", LATENTS | INDEXER | HY_V4, release=as_hy_v4),
     "internlm2": Tiny("llama", "internlm2", release=as_internlm2),
     "jais2": Tiny("jais2", "jais2", {"rms_norm_eps": None, "num_key_value_heads": 4}),
     "kimi-linear": Tiny(
