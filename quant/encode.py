@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from typing import cast
@@ -16,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from localllm.errors import ModelError
+from localllm.parallel import in_order
 from localllm.quant.bits import Bytes, Floats, Ints
 from localllm.quant.block_format import PackableFormat, Parts
 from localllm.quant.floats import bfloat16
@@ -99,13 +99,8 @@ def quantize(
     most = _MOST.get(type, _MOST_OF_BLOCKS)
     step = max(_CHUNK // n, 1)
     starts = range(0, len(rows), step)
-    if len(starts) < 2:
-        for start in starts:
-            encode(start)
-    else:
-        with ThreadPoolExecutor(threads or os.cpu_count()) as pool:
-            for _ in pool.map(encode, starts):
-                pass
+    for _ in map(encode, starts) if len(starts) < 2 else in_order(encode, starts, threads or os.cpu_count() or 1):
+        pass
     return out
 
 

@@ -25,7 +25,7 @@ ROOMS = (
 FOLDERS = ("localllm.quant", "localllm.kernels", "localllm.models", "localllm.tui")
 
 #: What every room may import.
-FOUNDATION = {"localllm.errors"}
+FOUNDATION = {"localllm.errors", "localllm.parallel"}
 
 #: Where a program begins stands above all rooms.
 ENTRANCES = {"localllm.__main__"}

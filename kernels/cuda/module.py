@@ -15,7 +15,6 @@ import hashlib
 import os
 import re
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from localllm.kernels.code_cache import cache_root, is_stale, read_code, warn_if
 from localllm.kernels.cpu.host import default_threads
 from localllm.kernels.cuda.driver import CompileProgress, Defines
 from localllm.kernels.cuda.installation import import_nvrtc
+from localllm.parallel import in_order
 
 #: Where the sources are.
 FOLDER = Path(__file__).parent
@@ -160,14 +160,10 @@ class ModuleCompiler:
         warn_if_unwritable(cache_root())
         report = progress or (lambda done, n: None)
         report(0, len(missing))
-        with ThreadPoolExecutor(min(_COMPILERS, default_threads()), "localllm-nvrtc") as pool:
-            try:
-                for done, (source, code) in enumerate(zip(missing, pool.map(self._compile, missing), strict=True), 1):
-                    self._compiled[source.file] = code
-                    report(done, len(missing))
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
+        codes = in_order(self._compile, missing, min(_COMPILERS, default_threads()))
+        for done, (source, code) in enumerate(zip(missing, codes, strict=True), 1):
+            self._compiled[source.file] = code
+            report(done, len(missing))
 
     def binary(self, name: str, defines: Defines, architecture: str) -> bytes:
         """A module's code, for a driver to load."""

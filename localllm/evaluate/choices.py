@@ -11,10 +11,10 @@ import numpy as np
 
 from localllm.checks import as_int
 from localllm.errors import UsageError, path_text
-from localllm.evaluate.batches import in_order
 from localllm.evaluate.perplexity import Estimate
 from localllm.files import read_text
 from localllm.llm import LLM
+from localllm.parallel import in_order
 
 #: Questions that are under way at once.
 _AT_ONCE = 16

@@ -14,8 +14,8 @@ from itertools import groupby
 from typing import Any
 
 from localllm.errors import UsageError
-from localllm.evaluate.batches import in_order
 from localllm.llm import LLM
+from localllm.parallel import in_order
 
 try:
     from lm_eval.api.model import LM

@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 from localllm.checks import whole_number
 from localllm.errors import UsageError
 from localllm.evaluate.base_logits import BaseLogits, BaseLogitsWriter, packed, rows_of_chunk
-from localllm.evaluate.batches import in_order
 from localllm.files import read_text
 from localllm.llm import LLM
+from localllm.parallel import in_order
 from localllm.quant.bits import Floats
 
 Doubles = NDArray[np.float64]

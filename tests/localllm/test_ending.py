@@ -526,6 +526,31 @@ OTHERS = {
             for i in range(10000): llm.stream('Hello', regex=f'(a{i}|b)+c'); begun.set()
         threading.Thread(target=work, daemon=True).start(); begun.wait(); step()
         """),
+    "a daemon evaluates": Ending("""
+        from localllm.evaluate import perplexity
+        llm = load(); begun = threading.Event()
+        def work():
+            while True:
+                perplexity(llm, 'Once upon a time ' * 400, context=32, progress=lambda *_: begun.set())
+        threading.Thread(target=work, daemon=True).start(); begun.wait(); step()
+        """),
+    "a daemon quantizes": Ending("""
+        import numpy as np
+        from localllm.quant.encode import quantize
+        from localllm.quant.types import GGMLType
+        rows = np.ones((4096, 256), np.float32); begun = threading.Event()
+        def work():
+            while True: quantize(rows, GGMLType.Q8_0, threads=2); begun.set()
+        threading.Thread(target=work, daemon=True).start(); begun.wait(); step()
+        """),
+    "handler: perplexity": Ending(
+        """
+        from localllm.evaluate import perplexity
+        llm = load()
+        atexit.register(lambda: (print(perplexity(llm, 'Once upon a time ' * 40, context=32).n_tokens > 1), step()))
+        """,
+        says="True\n",
+    ),
     "a bare thread reads": Ending("""
         import _thread
         llm = load(); begun = threading.Event()
@@ -908,6 +933,7 @@ IN_PLAIN_RUN = {
     asyncio, the stream kept, end of script | held in a ContextVar | held in a generator in a set
     handler: generate | late handler: a stream begun before | late handler: close
     handler between import and load | handler that joins a daemon | a daemon reads | a daemon tokenizes
+    a daemon evaluates | a daemon quantizes
     a thread goes on after the script | ctrl-c in generate_many | fork, the child has its own | the REPL
 """.replace("\n", "|").split("|")
 } - {""}
