@@ -966,6 +966,45 @@ class Scan(Operation[Tensor]):
         return Tensor(Rows.TOKENS, n_heads * p)
 
 
+@dataclass(frozen=True, eq=False)
+class ChannelScan(Operation[Tensor]):
+    """Mamba's recurrence of N values of each of n channels, that each decay by themselves.
+
+    Of each token, for x and dt [T, n], b and c [T, N], with Δ = softplus(dt + dt_bias):
+
+        h_i = exp(a_i Δ) h_i + b_i Δ x;  result = sum over i of c_i h_i + d x
+
+    ``a`` [n, N] is negative.  ``state`` is [N, n]; n is a multiple of 16, N at most 64.  Source: arXiv:2312.00752.
+    """
+
+    x: Tensor
+    dt: Tensor
+    b: Tensor
+    c: Tensor
+    a: Weight
+    dt_bias: Weight
+    d: Weight
+    state: RecurrentState
+    float_columns = ("a",)
+
+    @cached_property
+    def result(self) -> Tensor:
+        _check_rows(Rows.TOKENS, self.x, self.dt, self.b, self.c)
+        n, n_state = self.x.width, self.b.width
+        if (
+            self.dt.width != n
+            or self.c.width != n_state
+            or n % 16
+            or n_state > 64
+            or self.state.shape != (n_state, n)
+        ):
+            raise KernelError(f"a scan of {n} channels of {n_state} values does not fit {list(self.state.shape)}")
+        _check_shape(self.a, n, n_state)
+        for weight in (self.dt_bias, self.d):
+            _check_shape(weight, n)
+        return Tensor(Rows.TOKENS, n)
+
+
 def side_by_side(tensors: tuple[Tensor, ...], widths: tuple[int, ...]) -> list[tuple[Tensor, int]]:
     """Where parts of so many values lie: of each the tensor, and the column that it begins at."""
     if len(tensors) == len(widths):

@@ -455,6 +455,17 @@ class _Run:
         y += (self.arrays[op.d].reshape(-1, 1) * x).reshape(y.shape)
         return y
 
+    def channel_scan(self, op: g.ChannelScan) -> Array:
+        x, b, c = (self.values[y] for y in (op.x, op.b, op.c))
+        step = softplus(self.values[op.dt] + self.arrays[op.dt_bias])
+        y: Array = self.arrays[op.d] * x
+        for start, stop, state in self._states(op.state):
+            for t in range(start, stop):
+                state *= np.exp(self.arrays[op.a].T * step[t])
+                state += b[t][:, None] * (step[t] * x[t])
+                y[t] += c[t] @ state
+        return y
+
     def _recurrence(
         self, kept: RecurrentState, q: Array, k: Array, v: Array, decay: Array, beta: Array | None
     ) -> Array:

@@ -117,6 +117,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "hy_v4": Architecture("hy_v4", "Hunyuan 4, text", "hy_v4"),
     "internlm2": Architecture("internlm2", "InternLM 2 and 2.5", "internlm2"),
     "jais2": Architecture("nemotron", "Jais 2", "jais2"),
+    "jamba": Architecture("jamba", "Jamba", "jamba"),
     "jina-bert-v3": Architecture("jina_bert_v3", "Jina Embeddings v3", "jina_embeddings_v3", is_encoder=True),
     "kimi-linear": Architecture("kimi_linear", "Kimi Linear", "kimi_linear"),
     "laguna": Architecture("laguna", "Laguna", "laguna"),
@@ -130,6 +131,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         "llama", "Llama-Embed-Nemotron, as embedding model", "llama_bidirec", is_encoder=True
     ),
     "llama4": Architecture("llama4", "Llama 4, text", "llama4 llama4_text"),
+    "mamba": Architecture("mamba", "Mamba, Falcon Mamba", "mamba falcon_mamba"),
     "mamba2": Architecture("mamba2", "Mamba 2", "mamba2"),
     "mellum": Architecture("mellum", "Mellum 2", "mellum"),
     "mimo2": Architecture("mimo2", "MiMo V2", "mimo_v2_flash"),

@@ -587,6 +587,15 @@ class Lowering:
         constants = {"DELTA": False, "PER_CHANNEL": False, "BOUNDED": False}
         return self._recurrence(op, given, op.n_groups, n_heads // op.n_groups, (0.0, 1.0, 0.0), constants)
 
+    def channel_scan(self, op: g.ChannelScan) -> Stored:
+        y = self.new(Rows.TOKENS, op.x.width, is_kept=op.x.width % PADDING != 0)
+        rows = (value for z in (op.x, op.dt, op.b, op.c) for value in self._address_and_stride(z))
+        weights = map(self.weights.vector, (op.a, op.dt_bias, op.d))
+        sequences = self.counter(N_SEQUENCES), *self.sequences(op.state)
+        arguments = (*sequences, *rows, *weights, state_bytes(op.state) // op.b.width, y.buffer)
+        self.call(recurrent.channel_scan, arguments, op.x.width // 16, N_SEQUENCES, N=op.b.width)
+        return y
+
     def _recurrence(
         self,
         op: g.GatedDelta | g.Scan,

@@ -274,3 +274,36 @@ def recurrence(
                 store_f32x16(out + token * out_stride + place, y)
             old = key
         change_state(state, decays, decay, old, new)
+
+
+@kernel
+def channel_scan(
+    begin, end, batch, starts, positions, slots, states, state_bytes, x, x_stride, dt, dt_stride, b, b_stride,
+    c, c_stride, a, dt_bias, d, state_stride, out,
+):  # fmt: skip
+    """Of each token and channel: h_i = exp(a_i step) h_i + b_i step x; out = sum over i of c_i h_i + d x, where
+    step = softplus(dt + dt_bias).
+
+    Unit u is 16 channels, number u // n, of sequence u % n of n.  states: float32 [n_slots, N, channels], with
+    ``state_stride`` bytes from row to row; a: [N, channels], with those of x.  The rest is as in `recurrence`.
+    """
+    n_sequences = load_i64(batch)
+    for unit in range(begin, end):
+        sequence, column = unit % n_sequences, 64 * (unit // n_sequences)
+        start = np.int64(load_i32(starts + 4 * sequence))
+        stop = np.int64(load_i32(starts + 4 * sequence + 4))
+        state = states + np.int64(load_i32(slots + 4 * sequence)) * state_bytes + column
+        if load_i32(positions + 4 * start) == 0:
+            for i in range(N):
+                store_f32x16(state + state_stride * i, zero_f32x16())
+        for token in range(start, stop):
+            step = softplus(load_f32x16(dt + token * dt_stride + column) + load_f32x16(dt_bias + column))
+            value = load_f32x16(x + token * x_stride + column)
+            total, added = value * load_f32x16(d + column), value * step
+            for i in range(N):
+                decay = exp(load_f32x16(a + x_stride * i + column) * step)
+                h = added * load_splat_f32(b + token * b_stride + 4 * i)
+                h = fma(load_f32x16(state + state_stride * i), decay, h)
+                store_f32x16(state + state_stride * i, h)
+                total = fma(h, load_splat_f32(c + token * c_stride + 4 * i), total)
+            store_f32x16(out + token * x_stride + column, total)

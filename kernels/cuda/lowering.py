@@ -710,6 +710,15 @@ class Lowering:
         weights, how = [op.a, op.dt_bias, op.d], (op.n_groups, n_heads // op.n_groups, 0.0, 1.0, 0.0)
         return self._recurrence(op, [c, b, x], [self.stored[op.dt]], weights, how, False)
 
+    def channel_scan(self, op: g.ChannelScan) -> Stored:
+        x, dt, b, c = (self.stored[y] for y in (op.x, op.dt, op.b, op.c))
+        y, weights = self.new(Rows.TOKENS, x.width), map(self.weights.vector, (op.a, op.dt_bias, op.d))
+        names, n_bytes = ("scan", "recurrent", "channel_scan"), 12 * x.width + 8 * b.width
+        grid = lambda n: (-(-x.width // 128), min(n, _MAX_SEQUENCES))  # noqa: E731
+        given = grid, 128, x, dt, b, c, *weights, x.width, y
+        self._recurrent_call(*names, op.state, n_bytes, *given, defines={"STATES": b.width})
+        return y
+
     def _side_by_side(self, tensors: tuple[Tensor, ...], widths: tuple[int, ...]) -> list[tuple[Stored, int]]:
         """The rows that parts of tensors are in, and the columns that they begin at."""
         return [(self.stored[x], first) for x, first in g.side_by_side(tensors, widths)]

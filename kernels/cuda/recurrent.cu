@@ -7,6 +7,42 @@
 #include "batch.cuh"
 #include "common.cuh"
 
+#ifdef STATES
+// Of each token and channel: h_i = exp(a_i step) h_i + b_i step x; out = sum over i of c_i h_i + d x, where step =
+// softplus(dt + dt_bias).
+//
+// Grid: (blocks of 128 channels, sequences at once); a thread has a channel.  states: [STATES, n] of a slot.
+// a: [STATES, x_stride].
+extern "C" __global__ void __launch_bounds__(128)
+    channel_scan(const int* __restrict__ header, const int* __restrict__ starts, const int* __restrict__ positions,
+                 const int* __restrict__ slots, float* __restrict__ states, int64_t slot_floats,
+                 const float* __restrict__ x, int x_stride, const float* __restrict__ dt, int dt_stride,
+                 const float* __restrict__ b, int b_stride, const float* __restrict__ c, int c_stride,
+                 const float* __restrict__ a, const float* __restrict__ dt_bias, const float* __restrict__ d, int n,
+                 float* __restrict__ out, int out_stride) {
+  const int channel = blockIdx.x * 128 + threadIdx.x;
+  if (channel >= n) return;
+  for (int sequence = blockIdx.y; sequence < header[N_SEQUENCES]; sequence += gridDim.y) {
+    const int start = starts[sequence], stop = starts[sequence + 1];
+    float* state = states + slots[sequence] * slot_floats + channel;
+    const bool goes_on = positions[start] > 0;
+    float h[STATES];
+    for (int i = 0; i < STATES; i++) h[i] = goes_on ? state[(size_t)i * n] : 0.0f;
+    for (int token = start; token < stop; token++) {
+      const float step = softplus(dt[(size_t)token * dt_stride + channel] + dt_bias[channel]);
+      const float value = x[(size_t)token * x_stride + channel];
+      float total = value * d[channel];
+      for (int i = 0; i < STATES; i++) {
+        const float decay = expf(a[(size_t)i * x_stride + channel] * step);
+        h[i] = fmaf(h[i], decay, value * step * b[(size_t)token * b_stride + i]);
+        total = fmaf(h[i], c[(size_t)token * c_stride + i], total);
+      }
+      out[(size_t)token * out_stride + channel] = total;
+    }
+    for (int i = 0; i < STATES; i++) state[(size_t)i * n] = h[i];
+  }
+}
+#else
 constexpr int LANES = 4, THREADS = LANES * COLUMNS, OWN = ROWS / LANES;
 
 // What a token gives to all columns of a head.
@@ -112,3 +148,4 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     for (int i = 0; i < OWN; i++) state[i * THREADS] = s[i];
   }
 }
+#endif

@@ -699,6 +699,24 @@ def scan(sizes: tuple[int, int, int, int], in_parts: bool) -> Case:
     return Case(build, inputs, expected, error=2e-6)
 
 
+@cases(n=(48, 64), n_state=(4, 16))
+def channel_scan(n: int, n_state: int) -> Case:
+    a, bias, d = -np.exp(random(n, n_state, seed=3)), random(n, seed=4), random(n, seed=5)
+
+    def build(graph: Graph, *x: g.Tensor) -> g.Tensor:
+        return graph.add(g.ChannelScan(*x, f32(a), f32(bias), f32(d), graph.state("scan", n_state, n)))
+
+    def expected(x: Array, dt: Array, b: Array, c: Array) -> Array:
+        step, y, h = softplus(dt + bias), d * x, np.zeros((n, n_state))
+        for t in range(len(x)):
+            h = np.exp(a * step[t][:, None]) * h + (step[t] * x[t])[:, None] * b[t]
+            y[t] += h @ c[t]
+        return y
+
+    inputs = [rows(n), rows(n, 1), rows(n_state, 2), rows(n_state, 6)]
+    return Case(build, inputs, expected, error=2e-6, every_cpu=n == 48)
+
+
 # -- Attention -----------------------------------------------------------------------------------------------------
 
 

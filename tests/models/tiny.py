@@ -138,6 +138,13 @@ NEMOTRON = {
 NEMOTRON_MOE = NEMOTRON | {
     "layers_block_type": ["linear_attention", "moe", "full_attention", "linear_attention", "moe"]
 }
+MAMBA = {
+    "intermediate_size": 128,
+    "state_size": 16,
+    "time_step_rank": 6,
+    "layer_norm_epsilon": 1e-5,
+    "tie_word_embeddings": True,
+}
 GRANITE_HYBRID = GRANITE | {
     "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
     "mamba_d_state": 16,
@@ -586,6 +593,12 @@ TINY: dict[str, Tiny] = {
     "hy-v4": Tiny("hy_v4", "hy_v4", LATENTS | INDEXER | HY_V4, release=as_hy_v4),
     "internlm2": Tiny("llama", "internlm2", release=as_internlm2),
     "jais2": Tiny("jais2", "jais2", {"rms_norm_eps": None, "num_key_value_heads": 4}),
+    "jamba": Tiny(
+        "jamba",
+        "jamba",
+        {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 16, "mamba_dt_rank": 6}
+        | {"num_experts": 6, "expert_layer_offset": 1},
+    ),
     "kimi-linear": Tiny(
         "kimi_linear",
         "kimi-linear",
@@ -606,6 +619,8 @@ TINY: dict[str, Tiny] = {
         LLAMA4 | {"attention_chunk_size": 7, "floor_scale": 5, "rope_parameters": LLAMA3 | {"high_freq_factor": 1.0}},
     ),
     "llama4-defaults": Tiny("llama4_text", "llama4", LLAMA4),
+    "falcon-mamba": Tiny("falcon_mamba", "mamba", MAMBA | {"mixer_rms_eps": 1e-5}),
+    "mamba": Tiny("mamba", "mamba", MAMBA),
     "mamba2": Tiny(
         "mamba2",
         "mamba2",

@@ -1,0 +1,96 @@
+"""Mamba (arXiv:2312.00752) and Falcon Mamba (arXiv:2410.05355): a scan of every channel in each layer, and nothing
+else between them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from localllm.kernels.graph import CausalConv, ChannelScan, Gated, Graph, Linear, Linears, Matrix, RMSNorm, Tensor
+from localllm.models.blocks import Layer, decoder, norm
+from localllm.models.config import Header
+from localllm.models.hf_convert import Array, floats
+
+#: The tensors of a scan, in Hugging Face's names behind that of its module.
+SCAN = {
+    "in": "in_proj",
+    "conv1d": "conv1d",
+    "x": "x_proj",
+    "dt": "dt_proj",
+    "a": "A_log",
+    "d": "D",
+    "out": "out_proj",
+}
+HF_NAMES = {f"ssm_{ours}": f"mixer.{theirs}" for ours, theirs in SCAN.items()} | {
+    "token_embd": "backbone.embeddings",
+    "output_norm": "backbone.norm_f",
+    "output": "lm_head",
+    "attn_norm": "norm",
+}
+
+
+def hf_keys(config: Any) -> dict[str, Any]:
+    absent = ("head_count_kv", "key_length", "value_length", "layer_norm_epsilon")
+    return {f"attention.{name}": None for name in absent} | {
+        "rope.freq_base": None,
+        "context_length": 1 << 20,  # it has no limit; as llama.cpp's converter says
+        "feed_forward_length": 0,
+        "attention.head_count": 0,
+        "attention.layer_norm_rms_epsilon": config.layer_norm_epsilon,
+        "ssm.conv_kernel": config.conv_kernel,
+        "ssm.state_size": config.state_size,
+        "ssm.inner_size": config.intermediate_size,
+        "ssm.time_step_rank": config.time_step_rank,
+        "ssm.dt_b_c_rms": config.model_type == "falcon_mamba",
+    }
+
+
+def hf_tensor(name: str, array: Array, config: Any) -> Array:
+    if name.endswith("A_log"):
+        return -np.exp(floats(array))
+    return array.squeeze(1) if name.endswith("conv1d.weight") else array
+
+
+@dataclass(frozen=True)
+class Channels:
+    """The scan of a layer: ``n`` channels of ``n_state`` values, whose steps are made of ``n_step``."""
+
+    n: int
+    n_state: int
+    n_step: int
+    kernel: int
+    has_norms: bool  # whether what steps are made of, and what goes into states and out, is normed without weights
+
+    @classmethod
+    def read(cls, m: Header) -> Channels:
+        n, n_state, n_step, kernel = (
+            m.meta.read(f"ssm.{key}", int, low=1, high=1 << 20)
+            for key in ("inner_size", "state_size", "time_step_rank", "conv_kernel")
+        )
+        return cls(n, n_state, n_step, kernel, m.meta.read("ssm.dt_b_c_rms", bool, False))
+
+
+def scan(at: Layer, x: Tensor, channels: Channels, residual: Tensor) -> Tensor:
+    """A convolution, and a scan whose steps, inputs and outputs are made of its result, times a gate."""
+    w, d, n, n_state, kernel = at.weights, at.n_embd, channels.n, channels.n_state, channels.kernel
+    x, gate = at.add(Linears(x, w.split("ssm_in", d, {"x": n, "gate": n})))
+    conv, bias = w.require("ssm_conv1d.weight", n, kernel), w.find("ssm_conv1d.bias", n)
+    x = at.add(CausalConv(x, conv, at.graph.state("conv", kernel - 1, n), bias, silu=True))
+    widths = {"dt": channels.n_step, "b": n_state, "c": n_state}
+    parts = dict(zip(widths, at.add(Linears(x, w.split("ssm_x", n, widths))), strict=True))
+    for name, part in parts.items():
+        weight = w.find(f"ssm_{name}_norm.weight", part.width)
+        if channels.has_norms or weight is not None:
+            parts[name] = at.add(RMSNorm(part, weight, at.norm_eps))
+    dt = at.add(Linear(parts["dt"], Matrix(w.require("ssm_dt.weight", n, channels.n_step))))
+    weights = w.require("ssm_a", n, n_state), w.require("ssm_dt.bias", n), w.require("ssm_d", n)
+    y = at.add(ChannelScan(x, dt, parts["b"], parts["c"], *weights, at.graph.state("h", n_state, n)))
+    return at.linear(at.add(Gated(gate, y, "silu")), "ssm_out", d, residual=residual)
+
+
+def record(m: Header) -> Graph:
+    channels = Channels.read(m)
+    m.meta.skip("attention.head_count")  # 0
+    return decoder(m, lambda at, x: scan(at, norm(at, "attn_norm", x), channels, x))
