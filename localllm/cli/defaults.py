@@ -93,7 +93,8 @@ def load_options(arguments: argparse.Namespace, path: str | Path | None, **more:
     given.setdefault("mmproj", False)  # without the flag there is nothing to see
     if given.get("context") == 0:
         # Imported here: it takes as long as reading the file does.
-        from localllm.library.find import demo_path, trained_context
+        from localllm.library.demo import demo_path
+        from localllm.library.find import trained_context
 
         given["context"] = trained_context(path or demo_path())
     return given

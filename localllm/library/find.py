@@ -1,30 +1,26 @@
-"""From what a user types to a file: a path, a name in a folder of models, or ``ORG/REPO[:…]`` in the hub's cache."""
+"""From what a user types to a file: a path, a name in a folder of models, ``ORG/REPO[:…]`` in the hub's cache, one of
+Ollama's names, or the beginning of a name of what is here."""
 
 from __future__ import annotations
 
 import os
 import re
 from collections.abc import Iterable
-from importlib import resources
 from pathlib import Path
 
-from localllm.errors import ModelNotFoundError
+from localllm.errors import ModelNotFoundError, warn
 from localllm.gguf import GGUFFile
-from localllm.library.hub_cache import cached_models, hub_cache, where_cached
-from localllm.library.names import DEMO, HubName, choices, choose, matching
+from localllm.kernels.cpu.host import available_memory
+from localllm.library import other_programs
+from localllm.library.demo import demo_path
+from localllm.library.hub_cache import cached_models, hub_cache, models_in, where_cached
+from localllm.library.listing import LocalModel, find_models, read_details
+from localllm.library.names import DEFAULT_QUANT, DEMO, HubName, choices, choose, matching
 
 
 def model_path(name: str | None, folders: Iterable[Path] = ()) -> str | Path | None:
     """What `localllm.load` takes for a name: a file as `find` has it, or None for the demo model."""
     return None if name is None or (name == DEMO and not os.path.lexists(DEMO)) else find(name, folders)
-
-
-def demo_path() -> Path:
-    """The file of the demo model, which comes with localllm."""
-    path = Path(str(resources.files("localllm") / "data" / "demo.gguf"))
-    if not path.is_file():
-        raise ModelNotFoundError("this installation of localllm has no demo model: name a GGUF file")
-    return path
 
 
 def trained_context(path: str | Path) -> int | None:
@@ -37,27 +33,70 @@ def trained_context(path: str | Path) -> int | None:
 def find(name: str, folders: Iterable[Path] = ()) -> str | Path:
     """The file that a name means, looked for on this machine alone.
 
-    A path that exists comes first, then a file in one of the folders, "demo", and a name on the hub.  What looks like
-    a path is given back as it is, for whoever opens it to complain about.
+    A path that exists comes first, then a file in one of the folders or in those of other programs, "demo", a name of
+    Ollama's, a name on the hub, and words of a name that `find_models` lists.  What looks like a path is given back
+    as it is, for whoever opens it to complain about.
 
     Args:
         folders: that have models, which are named by their path in there, with or without ".gguf".
     """
     if os.path.lexists(name):
         return name
+    own, folders = list(folders), [*folders, *other_programs.folders()]
     for folder in folders:
         for path in (folder / name, folder / f"{name}.gguf"):
             if os.path.isfile(path):  # Path.is_file raises where it may not look
                 return path
     if name == DEMO:
         return demo_path()
+    if (found := other_programs.ollama_models().get(name.removesuffix(":latest"))) is not None:
+        return found
     hub_name = HubName.parse(name)
     if hub_name is None and re.fullmatch(r"[\w.:-]+(?<!\.gguf)", name, re.IGNORECASE):
+        if (fitting := _by_words(name, own)) is not None:
+            return fitting.path
         raise ModelNotFoundError(
             f"there is no file or model {name!r} here: localllm models lists those that are, and localllm pull "
             "ORG/REPO[:QUANT] downloads one from the hub"
         )
-    return name if hub_name is None else find_cached(hub_name)
+    if hub_name is None:
+        return name
+    try:
+        return find_cached(hub_name)
+    except ModelNotFoundError:
+        for folder in (each / hub_name.repo for each in folders):  # as LM Studio keeps what it downloads from the hub
+            groups = models_in(folder)
+            if groups and (hub_name.choice is None or matching(hub_name.choice, groups)):
+                return folder / choose(hub_name, groups, str(folder)).names[0]
+        raise
+
+
+def _by_words(name: str, folders: list[Path]) -> LocalModel | None:
+    """Of the models here whose names have these words, "smollm2" or "qwen2.5:7b", the one to run.
+
+    That is the largest that fits into memory, in `DEFAULT_QUANT` where there are several of one size.
+    """
+    wanted = f"-{_words(name)}"
+    models = [
+        model for model in find_models(folders).models if wanted in f"-{_words(f'{model.name} {model.path.name}')}"
+    ]
+    if len(models) < 2:
+        return models[0] if models else None
+    ranks, available = ("yes", "with less context", "no", None), available_memory()
+
+    def rank(model: LocalModel) -> tuple[int, int, bool, int]:
+        details = model.details
+        assert details is not None
+        is_default = details.file_type == DEFAULT_QUANT
+        return ranks.index(details.fits(available)), -(details.n_parameters or 0), not is_default, -model.n_bytes
+
+    best = min(read_details(models), key=rank)
+    warn(f"{name} means {best.name}, the largest of {len(models)} that fits: localllm models lists the others")
+    return best
+
+
+def _words(name: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def find_cached(name: HubName) -> Path:

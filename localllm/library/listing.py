@@ -1,4 +1,4 @@
-"""The models on this machine: GGUF files in folders and in the hub's cache.
+"""The models on this machine: GGUF files in folders, in the hub's cache, and where other programs keep them.
 
 Finding them reads no file, so it is quick; `read_details` adds what their headers tell, which is remembered.
 Nothing that is wrong with a folder or a file raises: it is told beside the list, or with the file.
@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from localllm.errors import ModelNotFoundError
+from localllm.library import other_programs
+from localllm.library.demo import demo_path
 from localllm.library.details import Details, DetailsReader
-from localllm.library.find import demo_path
 from localllm.library.hub_cache import cached_models, cached_repos, hub_cache
 from localllm.library.names import DEMO, FileGroup, group_files, label
 
@@ -38,21 +39,26 @@ class LocalModel:
 class Found:
     """The models found, and what could not be searched."""
 
-    models: tuple[LocalModel, ...]  # those of the hub's cache first, then each folder's; by name
+    models: tuple[LocalModel, ...]  # of the hub's cache first, then each folder's, then other programs'; by name
     problems: tuple[str, ...] = ()  # what could not be searched, and why
 
 
 def find_models(folders: Sequence[Path] = (), *, only_folders: bool = False) -> Found:
-    """The models in the hub's cache, and in some folders and those below them; a file that is there twice, once.
+    """The models in the hub's cache, in some folders and those below them, and of other programs (`other_programs`);
+    a file that is there twice, once.
 
     Args:
-        only_folders: not those of the cache; models are then named by their paths.
+        only_folders: not those of the cache and of other programs; models are then named by their paths.
     """
     search = _Search()
     if not only_folders:
         search.hub()
     for folder in dict.fromkeys(folders):
         search.folder(folder, by_path=only_folders)
+    if not only_folders:
+        for folder in other_programs.folders():
+            search.folder(folder)
+        search.ollama()
     return Found(tuple(search.models), tuple(search.problems))
 
 
@@ -103,7 +109,15 @@ class _Search:
             for path, group in sorted(models, key=lambda model: model[1].names):
                 self._add(f"{repo}:{label(group, groups)}", path, group)
 
-    def folder(self, folder: Path, *, by_path: bool) -> None:
+    def ollama(self) -> None:
+        """Adds what Ollama has."""
+        for name, path in sorted(other_programs.ollama_models().items()):
+            try:
+                self._add(name, path, FileGroup((path.name,), path.stat().st_size))
+            except OSError as error:
+                self._complain(path, error)
+
+    def folder(self, folder: Path, *, by_path: bool = False) -> None:
         """Adds what a folder has, at any depth."""
         if not os.path.isdir(folder):  # Path.is_dir raises where it may not look
             self.problems.append(

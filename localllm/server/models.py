@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from localllm.errors import ClosedError, LocalLLMError, NotEnoughMemoryError
+from localllm.library.demo import demo_path
 from localllm.library.details import Details, DetailsReader
-from localllm.library.find import demo_path
 from localllm.llm import LLM
 from localllm.progress import LoadProgress
 

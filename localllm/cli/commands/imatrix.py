@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 def run(arguments: argparse.Namespace) -> None:
     """Measures what the command line asks for, and writes it."""
     from localllm.gguf import GGUFFile
-    from localllm.library.find import demo_path
+    from localllm.library.demo import demo_path
     from localllm.quantize.collect import chunks
     from localllm.quantize.imatrix import ImportanceMatrix
     from localllm.tokenizer import Tokenizer

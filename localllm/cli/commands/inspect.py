@@ -33,7 +33,7 @@ _LONGEST_KEY = 50
 def run(arguments: argparse.Namespace) -> None:
     """Shows what the command line asks for."""
     from localllm.gguf import GGUFFile
-    from localllm.library.find import demo_path
+    from localllm.library.demo import demo_path
 
     _check_flags(arguments)
     settle(arguments)

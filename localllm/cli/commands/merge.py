@@ -15,7 +15,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Writes the model that the command line asks for."""
     from localllm.adapters import merge, read_adapter
     from localllm.gguf import GGUFFile
-    from localllm.library.find import demo_path
+    from localllm.library.demo import demo_path
 
     settle(arguments)
     with GGUFFile.open(arguments.model or demo_path()) as file:

@@ -18,6 +18,12 @@ from localllm.settings import load_settings
 if TYPE_CHECKING:
     from localllm.library.listing import LocalModel
 
+#: Below a list that has the demo model alone.
+_HOW_TO_GET_ONE = """
+To get a model: localllm pull ORG/REPO[:QUANT] downloads one from https://huggingface.co/models?library=gguf, such as
+localllm pull bartowski/Qwen2.5-1.5B-Instruct-GGUF:Q4_K_M (1 GB).  For GGUF files that are here already:
+localllm config set model_folders FOLDER."""
+
 _HEAD = ("name", "size", "format", "parameters", "architecture", "context", "fits")
 
 
@@ -37,6 +43,8 @@ def run(arguments: argparse.Namespace) -> None:
         return
     if is_terminal(sys.stdout):
         _print_table(models, available)
+        if not found.models and not arguments.folders:
+            print(_HOW_TO_GET_ONE)
     else:
         print("\t".join(_HEAD))
         for model in models:
@@ -120,8 +128,9 @@ COMMAND = Command(
     run,
     """\
 Without a folder, lists the GGUF files in those that the setting model_folders names (localllm config set
-model_folders ~/models), and in the cache of the Hugging Face hub.  Each can be named as listed wherever a command
-takes a model.
+model_folders ~/models), in the cache of the Hugging Face hub, and those that LM Studio, llama.cpp, Ollama, GPT4All,
+Jan and text-generation-webui have downloaded.  Each can be named as listed wherever a command takes a model, or by a
+few words of its name: smollm2, qwen2.5:7b.
 """,
     aliases="list ls",
 )

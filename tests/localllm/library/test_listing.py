@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -32,7 +33,17 @@ LINKS = pytest.mark.skipif(sys.platform == "win32", reason="links need rights th
 @pytest.fixture(autouse=True)
 def _own_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    home(monkeypatch, tmp_path / "home")
     monkeypatch.setattr(details, "cache_root", lambda: tmp_path / "cache")
+
+
+def home(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """The folder of somebody's own, in which other programs have theirs."""
+    for name in ("HOME", "USERPROFILE"):
+        monkeypatch.setenv(name, str(folder))
+    for name in ("XDG_DATA_HOME", "XDG_CONFIG_HOME", "XDG_CACHE_HOME", "LOCALAPPDATA", "APPDATA", "LLAMA_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("OLLAMA_MODELS", str(folder / ".ollama" / "models"))
 
 
 def gguf(path: Path) -> Path:
@@ -79,6 +90,74 @@ def test_folders_and_the_hubs_cache(tmp_path: Path) -> None:
         assert Path(find(model.name, [tmp_path / "models"])) == model.path
         size = model.path.stat().st_size
         assert model.n_bytes == model.n_files * size
+
+
+def in_ollama(folder: Path, name: str, **layer: object) -> Path:
+    """A model as Ollama keeps it; ``layer`` changes what its manifest says."""
+    digest = hashlib.sha256(name.encode()).hexdigest()
+    path = gguf(folder / "blobs" / f"sha256-{digest}")
+    manifest = folder / "manifests" / name
+    manifest.parent.mkdir(parents=True, exist_ok=True)
+    model = {"mediaType": "application/vnd.ollama.image.model", "digest": f"sha256:{digest}", **layer}
+    template = {"mediaType": "application/vnd.ollama.image.template", "digest": "sha256:" + 64 * "0"}
+    manifest.write_text(json.dumps({"schemaVersion": 2, "layers": [template, model]}))
+    return path
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="folders of Linux")
+def test_models_of_other_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, chosen = tmp_path / "home", tmp_path / "chosen"
+    (own / ".lmstudio").mkdir(parents=True)
+    (own / ".lmstudio" / "settings.json").write_text(json.dumps({"downloadsFolder": str(chosen)}))
+    studio = gguf(own / ".lmstudio" / "models" / "org" / "Repo-GGUF" / "Repo-Q4_K_M.gguf")
+    gguf(own / ".lmstudio" / "models" / "org" / "Repo-GGUF" / "mmproj-Repo.gguf")
+    expected = {
+        "org/Repo-GGUF/Repo-Q4_K_M.gguf": studio,
+        "else/Where-Q8_0.gguf": gguf(chosen / "else" / "Where-Q8_0.gguf"),
+        "org_b_cpp.gguf": gguf(own / ".cache" / "llama.cpp" / "org_b_cpp.gguf"),
+        "all.gguf": gguf(own / ".local" / "share" / "nomic.ai" / "GPT4All" / "all.gguf"),
+        "jan-v1/model.gguf": gguf(own / ".config" / "Jan" / "data" / "llamacpp" / "models" / "jan-v1" / "model.gguf"),
+        "webui.gguf": gguf(own / "text-generation-webui" / "user_data" / "models" / "webui.gguf"),
+    }
+    ollama = own / ".ollama" / "models"
+    expected["llama3.2:1b"] = in_ollama(ollama, "registry.ollama.ai/library/llama3.2/1b")
+    expected["smollm2"] = in_ollama(ollama, "registry.ollama.ai/library/smollm2/latest")
+    expected["somebody/theirs:x"] = in_ollama(ollama, "registry.ollama.ai/somebody/theirs/x")
+    expected["hf.co/org/hub:Q4_0"] = in_ollama(ollama, "hf.co/org/hub/Q4_0")
+    in_ollama(ollama, "registry.ollama.ai/library/gone/1b").unlink()
+    in_ollama(ollama, "registry.ollama.ai/library/odd/1b", digest="sha256:../../../etc/passwd")
+    (ollama / "manifests" / "registry.ollama.ai" / "library" / "odd" / "2b").write_text("[" * 100_000)
+    found = find_models()
+    assert found.problems == ()
+    assert {model.name: model.path for model in found.models} == expected
+    for name, path in expected.items():
+        assert find(name) == path
+    assert find("smollm2:latest") == expected["smollm2"]
+    assert find("org/Repo-GGUF") == find("org/Repo-GGUF:Q4_K_M") == studio
+    with pytest.raises(ModelNotFoundError, match="nor is it a model in"):
+        find("org/Repo-GGUF:Q8_0")
+    assert find_models([chosen], only_folders=True).models[0].path == chosen / "else" / "Where-Q8_0.gguf"
+
+
+def test_words_of_a_name_find_the_largest_model_that_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "models"
+    names = ["SmolLM2-135M-Q4_K_M.gguf", "SmolLM2-1.7B-Q4_K_M.gguf", "SmolLM2-1.7B-Q8_0.gguf", "smollm2-70b.gguf"]
+    paths = [gguf(folder / name) for name in [*names, "Qwen2.5-7B-Instruct.gguf"]]
+    known = dict(
+        zip(paths, [(1e8, 1e9, "Q4_K_M"), (2e9, 2e9, "Q4_K_M"), (2e9, 3e9, "Q8_0"), (7e10, 1e15, "")], strict=False)
+    )
+
+    def read(self: DetailsReader, path: Path) -> Details:
+        n, memory, kind = known[path]
+        return Details(file_type=kind, n_parameters=int(n), memory=int(memory), least_memory=int(memory))
+
+    monkeypatch.setattr(DetailsReader, "read", read)
+    monkeypatch.setattr("localllm.library.find.available_memory", lambda: 4 << 30)
+    assert find("qwen2.5:7b", [folder]) == paths[4]
+    with pytest.warns(UserWarning, match=r"smollm2 means SmolLM2-1.7B-Q4_K_M.gguf, the largest of 4 that fits"):
+        assert find("smollm2", [folder]) == paths[1]
+    with pytest.raises(ModelNotFoundError, match="no file or model 'mollm2' here"):
+        find("mollm2", [folder])
 
 
 @LINKS
@@ -268,12 +347,12 @@ def test_what_cannot_be_run_or_read_is_told(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "a.gguf").write_bytes(b"GGUF")
     (folder / "b.gguf").write_bytes(b"")
-    RawGGUF(keys=[key("general.architecture", 8, string("mamba"))]).write(folder / "c.gguf")
+    RawGGUF(keys=[key("general.architecture", 8, string("rwkv9"))]).write(folder / "c.gguf")
     gguf(folder / "d.gguf")
     RawGGUF(keys=[key("general.name", 8, string(b"\xff"))]).write(folder / "e.gguf")
     errors = [model.details and model.details.error for model in read_details(find_models([folder]).models)]
     for error, part in zip(
-        errors, ("cut short", "is empty", "'mamba'", "holds only a vocabulary", "general.architecture"), strict=True
+        errors, ("cut short", "is empty", "'rwkv9'", "holds only a vocabulary", "general.architecture"), strict=True
     ):
         assert error is not None
         assert part in error

@@ -1,0 +1,98 @@
+"""Models that other programs have downloaded: where LM Studio, llama.cpp, GPT4All, Jan and text-generation-webui keep
+theirs, and Ollama's, whose files have hashes for names.
+
+Ollama's layout (its documentation of manifests: https://pkg.go.dev/github.com/ollama/ollama/server/internal/manifest)::
+
+    manifests/<host>/<namespace>/<model>/<tag>      JSON, whose layers have a mediaType and a digest
+    blobs/sha256-<hex>                              the layers; that of the type "…image.model" is a GGUF file
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+_DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
+_MODEL = "application/vnd.ollama.image.model"
+#: Host and namespace that Ollama's names leave out.
+_HOST, _NAMESPACE = "registry.ollama.ai", "library"
+
+
+def folders() -> list[Path]:
+    """The folders that are there, in a fixed order; Ollama's are not among them."""
+    home = Path.home()
+    if sys.platform == "darwin":
+        data = config = home / "Library" / "Application Support"
+        cache = home / "Library" / "Caches"
+    elif sys.platform == "win32":
+        data = cache = Path(os.environ.get("LOCALAPPDATA") or home / "AppData" / "Local")
+        config = Path(os.environ.get("APPDATA") or home / "AppData" / "Roaming")
+    else:
+        data = Path(os.environ.get("XDG_DATA_HOME") or home / ".local" / "share")
+        config = Path(os.environ.get("XDG_CONFIG_HOME") or home / ".config")
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache")
+    web_ui = home / "text-generation-webui"
+    candidates = [
+        *_lm_studio(home),
+        Path(os.environ.get("LLAMA_CACHE") or cache / "llama.cpp"),
+        data / "nomic.ai" / "GPT4All",
+        home / ".cache" / "gpt4all",  # of its Python package
+        *(base / "Jan" / "data" / name for base in (data, config) for name in ("llamacpp/models", "models")),
+        web_ui / "user_data" / "models",
+        web_ui / "models",
+    ]
+    return list(dict.fromkeys(folder for folder in candidates if os.path.isdir(folder)))
+
+
+def _lm_studio(home: Path) -> Iterator[Path]:
+    """LM Studio's folders: the one that its settings name, and its defaults."""
+    settings = _json(home / ".lmstudio" / "settings.json")
+    if isinstance(chosen := settings.get("downloadsFolder"), str) and os.path.isabs(chosen):
+        yield Path(chosen)
+    yield home / ".lmstudio" / "models"
+    yield home / ".cache" / "lm-studio" / "models"
+
+
+def ollama_models() -> dict[str, Path]:
+    """The files of Ollama's models by the names that Ollama lists, those in a user's folder first."""
+    service = [] if sys.platform == "win32" else [Path("/usr/share/ollama/.ollama/models"), Path("/var/lib/ollama")]
+    chosen = os.environ.get("OLLAMA_MODELS")
+    models: dict[str, Path] = {}
+    for folder in [Path(chosen)] if chosen else [Path.home() / ".ollama" / "models", *service]:
+        manifests = folder / "manifests"
+        try:
+            paths = sorted(path for path in manifests.glob("*/*/*/*") if path.is_file())
+        except OSError:  # the service's folder, which others may not read
+            continue
+        for path in paths:
+            host, namespace, model, tag = path.relative_to(manifests).parts
+            prefix = "" if host == _HOST else f"{host}/"
+            prefix += "" if (host, namespace) == (_HOST, _NAMESPACE) else f"{namespace}/"
+            file = _model_layer(_json(path), folder / "blobs")
+            if file is not None:
+                models.setdefault(f"{prefix}{model}:{tag}".removesuffix(":latest"), file)
+    return models
+
+
+def _model_layer(manifest: dict[str, Any], blobs: Path) -> Path | None:
+    layers = manifest.get("layers")
+    for layer in layers if isinstance(layers, list) else ():
+        if isinstance(layer, dict) and layer.get("mediaType") == _MODEL:
+            digest = _DIGEST.fullmatch(str(layer.get("digest")))
+            path = blobs / f"sha256-{digest[1]}" if digest else None
+            return path if path is not None and os.path.isfile(path) else None
+    return None
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """An object of another program's file; empty if it is not there, or not one."""
+    try:
+        values = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return values if isinstance(values, dict) else {}
