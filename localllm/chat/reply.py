@@ -10,6 +10,7 @@ Models write calls in many ways, which no two use for different things: so all o
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import uuid
@@ -30,24 +31,37 @@ _AROUND = {
     "<minimax:tool_call>": "</minimax:tool_call>",
     "<|tool_call>": "<tool_call|>",  # Gemma 4
     "<｜tool▁calls▁begin｜>": "<｜tool▁calls▁end｜>",  # DeepSeek to V3.1
-    "<｜DSML｜function_calls>": "</｜DSML｜function_calls>",
+    "<｜DSML｜function_calls>": "</｜DSML｜function_calls>",  # DeepSeek V3.2
+    "<｜DSML｜tool_calls>": "</｜DSML｜tool_calls>",  # DeepSeek V4
+    "<tool_calls:opensource>": "</tool_calls:opensource>",  # Hunyuan 3
+    "<atem:function_calls>": "</atem:function_calls>",  # Muse Glimmer
+    "<seed:tool_call>": "</seed:tool_call>",
+    "<|START_ACTION|>": "<|END_ACTION|>",  # Command R7B and A, North
+    "<|tools_prefix|>": "<|tools_suffix|>",  # Apertus
+    "<|tool_call_start|>": "<|tool_call_end|>",  # LFM2
+    "<|tool_calls|>": "<|calls|>",  # Solar
+    "<|function_call|>": "<|function_call|>",  # GigaChat 3
     "<|tool_calls_section_begin|>": "<|tool_calls_section_end|>",  # Kimi
     "[TOOL_CALLS]": "[TOOL_CALLS]",  # Mistral
     "<|python_tag|>": "<|python_tag|>",  # Llama 3
 }
 
 #: The same where these are part of the call.
-_PARTS = {"<function=": "</function>", CALL: END_OF_CALL}
+_PARTS = {"<function=": "</function>", "<function name=": "</function>", CALL: END_OF_CALL}
 
 _CLOSING = {**_AROUND, **_PARTS}
 _OPENING = re.compile("|".join(map(re.escape, _CLOSING)))
 
+#: What ends calls whose arguments are between tags, and what begins the next one.
+_TAGGED_ENDS = ("</function>", "</invoke>", "</｜DSML｜invoke>", "</atem:invoke>", "</tool_call:opensource>")
+_TAGGED_BEGINNINGS = (
+    *("<function=", "<function name=", "<invoke ", "<｜DSML｜invoke ", "<atem:invoke ", "<tool_call:opensource>"),
+)
 #: What may end a call, and stand between calls.
 _ENDS = (
-    "</function>",
-    "</invoke>",
-    "</｜DSML｜invoke>",
+    *_TAGGED_ENDS,
     "```",
+    "<|tool_call:end|>",
     "<｜tool▁call▁end｜>",
     "<|tool_call_end|>",
     END_OF_CALL,
@@ -60,13 +74,16 @@ _HEADS = [
     re.compile(pattern)
     for pattern in (
         r"<function=(?P<name>[^>\s]+)>",
-        r'<(?:｜DSML｜)?invoke name="(?P<name>[^">]+)">',
+        r'<(?:｜DSML｜|atem:)?(?:invoke|function) name="(?P<name>[^">]+)">',
+        r"<tool_call:opensource>(?P<name>[^\s<]+)<tool_sep:opensource>",
+        r"<\|tool_call:begin\|>[^<]*<\|tool_call:name\|>(?P<name>[^<]+)<\|tool_call:args\|>(?=\{)",
         rf"{re.escape(CALL)}(?:functions\.)?(?P<name>[^\s<]+)<\|message\|>",
         r"<｜tool▁call▁begin｜>function<｜tool▁sep｜>(?P<name>[^\n]+)\n```json\n",
         r"<｜tool▁call▁begin｜>(?P<name>[^<]+)<｜tool▁sep｜>(?=\{)",
         r"<\|tool_call_begin\|>(?:functions\.)?(?P<name>[^:<]+)[^<]*<\|tool_call_argument_begin\|>",
         r"(?P<name>[^\s\[{]+)(?:\[CALL_ID\][^\[]*)?\[ARGS\](?=\{)",
         r"call:(?P<name>[^\s{]+)(?=\{)",
+        r"(?P<name>[\w.-]+)(?=\()",
         r"(?P<name>[^\s<{]+)\s*(?=<arg_key>)",
     )
 ]
@@ -75,18 +92,23 @@ _NAME_ALONE = re.compile(r"(?P<name>[^\s<{]+)\s*")
 _PAIR = r'"[^"\\]*"\s*:\s*"(?:[^"\\]|\\.)*"\s*,\s*'
 #: The same of a call that is JSON.
 _OBJECT_HEAD = re.compile(
-    rf'\{{\s*(?:(?!"name"){_PAIR})*"name"\s*:\s*(?P<name>"(?:[^"\\]|\\.)*")\s*,\s*(?:{_PAIR})*'
+    rf'\{{\s*(?:(?!"(?:tool_)?name"){_PAIR})*"(?:tool_)?name"\s*:\s*(?P<name>"(?:[^"\\]|\\.)*")\s*,\s*(?:{_PAIR})*'
     r'"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
+#: The same where the tool's name is the key of its arguments, in these.
+_NAMED_HEAD, _NAMED = re.compile(r'\{\s*(?P<name>"(?:[^"\\]|\\.)*")\s*:\s*(?=\{)'), "<|tools_suffix|>"
 #: How a reply begins that is not a call from its beginning on, as calls of Llama are: a key that no call has.
 _OTHER_KEY = re.compile(r'[\s\[]*\{\s*"(?!(?:name|type|id|arguments|parameters)")[^"]*"')
 
 _KEY = re.compile(
-    r"""<(?:｜DSML｜)?parameter(?:=|\ name=")(?P<key>[^>"]+)[^>]*>
-    |<arg_key>(?P<key_>.*?)</arg_key>\s*<arg_value>""",
+    r"""<(?P<tag>(?:｜DSML｜|atem:)?param(?:eter)?)(?:=|\ name=")(?P<key>[^>"]+)[^>]*>
+    |<arg_key(?P<of>(?::\w+)?)>(?P<key_>.*?)</arg_key(?P=of)>\s*<arg_value(?P=of)>""",
     re.DOTALL | re.VERBOSE,
 )
-_KEYS = ("<parameter=", "<parameter ", "<｜DSML｜parameter ", "<arg_key>")
+_KEYS = (
+    *("<parameter=", "<parameter ", "<｜DSML｜parameter ", "<atem:parameter ", "<param ", "<arg_key>"),
+    "<arg_key:opensource>",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,7 +370,8 @@ class ReplyParser:
         """Reads a call that is a JSON object."""
         whole, text, n = _JSONReader(), "", begin
         while True:
-            if head := _OBJECT_HEAD.match(self._text, self._at + begin):
+            pattern = _NAMED_HEAD if closing == _NAMED else _OBJECT_HEAD
+            if head := pattern.match(self._text, self._at + begin):
                 self._begin(_value(head["name"]), head.end())
                 reader = _JSONReader()
                 reader.read(head[0], 0, len(head[0]))
@@ -377,6 +400,8 @@ class ReplyParser:
         self._skip(_SPACE)
         if self._text.startswith("{", self._at):
             yield from self._json(_JSONReader(), 0, closing)
+        elif self._text.startswith("(", self._at):
+            yield from self._python()
         else:
             yield from self._tagged(closing)
         self._end()
@@ -424,11 +449,30 @@ class ReplyParser:
             if error:
                 raise _MalformedError(error)
 
+    def _python(self) -> _Reading:
+        """Reads the arguments of a call as Python has it, which are told once all are there."""
+        while not (whole := _PYTHON_ARGUMENTS.match(self._text, self._at)):
+            if not (yield from self._more()):
+                if not self._is_cut:
+                    raise _MalformedError("its arguments are not closed")
+                self._at = len(self._text)
+                return
+        try:
+            call = ast.parse(f"f{whole[0]}", mode="eval").body
+            assert isinstance(call, ast.Call)
+            given = {each.arg: ast.literal_eval(each.value) for each in call.keywords}
+            if call.args or None in given:
+                raise _MalformedError("its arguments have no names")
+            self._add(json.dumps(given, ensure_ascii=False))
+        except (SyntaxError, TypeError, RecursionError, MemoryError) as error:
+            raise _MalformedError(f"its arguments are not Python's: {error}") from None
+        self._at = whole.end()
+
     def _tagged(self, closing: str) -> _Reading:
         """Reads values between tags."""
         separator = "{"
         ends = [[key] for key in _KEYS] + [[closing]]
-        ends += [[end, then] for end in _ENDS[:3] for then in ("<function=", "<invoke ", "<｜DSML｜invoke ", closing)]
+        ends += [[end, then] for end in _TAGGED_ENDS for then in (*_TAGGED_BEGINNINGS, closing)]
         while True:
             self._skip(_SPACE)
             key = _KEY.match(self._text, self._at)
@@ -446,8 +490,7 @@ class ReplyParser:
                 self._at = self._at if is_end else len(self._text)
                 return
             name = key["key"] or key["key_"] or ""
-            tag = "</arg_value>" if key["key"] is None else "</parameter>"
-            tag = "</｜DSML｜parameter>" if key[0].startswith("<｜") else tag
+            tag = f"</arg_value{key['of']}>" if key["key"] is None else f"</{key['tag']}>"
             begin = n = key.end() - self._at
             while True:
                 at = self._text.find(tag, self._at + n)
@@ -506,6 +549,9 @@ class ReplyParser:
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
 
 _TOKEN = re.compile(r"""(?P<space>\s+)|(?P<quote>"|<\|"\|>)|(?P<mark>[{}\[\]:,])|(?P<word>[^\s{}\[\]:,"<]+)""")
+#: The arguments of a call of Python, brackets in brackets as deep as calls have them.
+_PYTHON_TEXT = r"""(?:"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'|[^"'()])"""
+_PYTHON_ARGUMENTS = re.compile(rf"\((?:{_PYTHON_TEXT}|\({_PYTHON_TEXT}*\))*\)", re.DOTALL)
 _WORD = re.compile(r"true|false|null|-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?", re.ASCII)
 #: Surrogates come in pairs.
 _ESCAPE = re.compile(
@@ -617,7 +663,7 @@ def _call_of(text: str) -> tuple[str, str]:
         call = _value(text)
         arguments = call["arguments"] if "arguments" in call else call["parameters"]
         arguments = _value(arguments) if isinstance(arguments, str) else arguments
-        name = call["name"]
+        name = call["name"] if "name" in call else call["tool_name"]
         if not isinstance(arguments, dict):
             raise _MalformedError("its arguments are not a JSON object")
         written = json.dumps(arguments, ensure_ascii=False)

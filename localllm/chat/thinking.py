@@ -18,6 +18,8 @@ TAGS = {
     "<thinking>": "</thinking>",
     "<thought>": "</thought>",
     "<seed:think>": "</seed:think>",
+    "<think:opensource>": "</think:opensource>",  # Hunyuan 3
+    "<|START_THINKING|>": "<|END_THINKING|>",  # Command R7B and A
     "[THINK]": "[/THINK]",
     "◁think▷": "◁/think▷",
     "<|channel>thought": "<channel|>",

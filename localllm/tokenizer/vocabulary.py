@@ -98,7 +98,21 @@ _VISIBLE_TEXTS = (
     *("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"),  # DeepSeek
     *("<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", "｜DSML｜"),
     *("<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>"),  # Kimi
-    *("<|tool_call_end|>", "<|tool_calls_section_end|>"),
+    *("<|tool_call_end|>", "<|tool_calls_section_end|>", "<|tool_call_start|>"),  # and LFM2
+    *("<tool_calls:opensource>", "</tool_calls:opensource>", "<tool_call:opensource>", "</tool_call:opensource>"),
+    *("<arg_key:opensource>", "</arg_key:opensource>", "<arg_value:opensource>", "</arg_value:opensource>"),
+    *("<tool_sep:opensource>", "<think:opensource>", "</think:opensource>"),  # Hunyuan 3
+    *("<|START_ACTION|>", "<|END_ACTION|>", "<|START_THINKING|>", "<|END_THINKING|>"),  # Command R7B and A
+    *(
+        "<|tools_prefix|>",
+        "<|tools_suffix|>",
+        "<seed:tool_call>",
+        "</seed:tool_call>",
+        "<seed:think>",
+        "</seed:think>",
+    ),
+    *("<|tool_calls|>", "<|calls|>", "<|tool_call:begin|>", "<|tool_call:name|>", "<|tool_call:args|>"),  # Solar
+    *("<|tool_call:end|>", "<|function_call|>", "<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>"),
 )
 
 

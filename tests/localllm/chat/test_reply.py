@@ -54,6 +54,24 @@ FAMILIES = {
     "deepseek v3.2": '<｜DSML｜function_calls>\n<｜DSML｜invoke name="add">\n<｜DSML｜parameter name="a" '
     f'string="false">1</｜DSML｜parameter>\n<｜DSML｜parameter name="note" string="true">{NOTE}</｜DSML｜parameter>\n'
     "</｜DSML｜invoke>\n</｜DSML｜function_calls>",
+    "deepseek v4": '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="add">\n<｜DSML｜parameter name="a" string="false">1'
+    f'</｜DSML｜parameter>\n<｜DSML｜parameter name="note" string="true">{NOTE}</｜DSML｜parameter>\n'
+    "</｜DSML｜invoke>\n</｜DSML｜tool_calls>",
+    "hunyuan 3": "<tool_calls:opensource>\n<tool_call:opensource>add<tool_sep:opensource>\n<arg_key:opensource>a"
+    "</arg_key:opensource>\n<arg_value:opensource>1</arg_value:opensource>\n<arg_key:opensource>note"
+    f"</arg_key:opensource>\n<arg_value:opensource>{NOTE}</arg_value:opensource>\n</tool_call:opensource>\n"
+    "</tool_calls:opensource>",
+    "muse glimmer": '<atem:function_calls>\n<atem:invoke name="add">\n<atem:parameter name="a">1</atem:parameter>\n'
+    f'<atem:parameter name="note">{NOTE}</atem:parameter>\n</atem:invoke>\n</atem:function_calls>',
+    "seed": "<seed:tool_call>\n<function=add>\n<parameter=a>1</parameter>\n<parameter=note>"
+    f"{NOTE}</parameter>\n</function>\n</seed:tool_call>",
+    "minicpm 5": f'<function name="add"><param name="a">1</param><param name="note">{NOTE}</param></function>',
+    "command": '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "add", "parameters": '
+    f"{ARGUMENTS}}}\n]<|END_ACTION|>",
+    "apertus": f'<|tools_prefix|>[{{"add": {ARGUMENTS}}}]<|tools_suffix|>',
+    "solar": "<|tool_calls|><|tool_call:begin|>call_0<|tool_call:name|>add<|tool_call:args|>"
+    f"{ARGUMENTS}<|tool_call:end|><|calls|>",
+    "gigachat 3": f'<|function_call|>{{"name": "add", "arguments": {ARGUMENTS}}}',
     "kimi": "<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>"
     f"{ARGUMENTS}<|tool_call_end|><|tool_calls_section_end|>",
     "mistral": f'[TOOL_CALLS][{{"name": "add", "arguments": {ARGUMENTS}}}]',
@@ -306,6 +324,13 @@ CLOSING = {
     "qwen coder, nemotron 3": "</tool_call> </function> </parameter>",
     "nemotron 2": "</TOOLCALL>",
     "glm 4.6": "</tool_call> </arg_value>",
+    "hunyuan 3": "</tool_calls:opensource> </tool_call:opensource> </arg_value:opensource>",
+    "muse glimmer": "</atem:function_calls> </atem:invoke> </atem:parameter>",
+    "seed": "</seed:tool_call> </function> </parameter>",
+    "minicpm 5": "</function> </param>",
+    "command": "<|END_ACTION|>",
+    "apertus": "<|tools_suffix|>",
+    "solar": "<|calls|> <|tool_call:end|>",
     "minimax m2": "</minimax:tool_call> </invoke> </parameter>",
     "mistral": "[TOOL_CALLS]",
     "ministral": "[TOOL_CALLS]",
@@ -334,6 +359,30 @@ def test_a_broken_call_costs_the_next_one_nothing(line: str) -> None:
         _, text, calls = read(ReplyParser(TOOLS), pieces)
         assert text == ""
         assert [call.arguments for call in calls] == ['{"note": "x}}' + line.replace("\n", "\\n"), '{"a": 1}']
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("a=1, note='x, (y) \\'z\\' ]<|tool_call_end|>'", {"a": 1, "note": "x, (y) 'z' ]<|tool_call_end|>"}),
+        ('note="so", a=(1 + 2j)', None),
+        ("a=[1, {'b': None}], note=\"é\"", {"a": [1, {"b": None}], "note": "é"}),
+        ("", {}),
+        ("1", None),
+        ("a=open('x')", None),
+        ("**{'a': 1}", None),
+    ],
+)
+def test_calls_as_python_has_them(arguments: str, expected: object) -> None:
+    reply = f"Yes. <|tool_call_start|>[add({arguments}), add(a=2)]<|tool_call_end|>"
+    for pieces in ([reply], list(reply)):
+        parser = ReplyParser(TOOLS)
+        _, text, calls = read(parser, pieces)
+        if expected is None:
+            assert parser.warnings
+        else:
+            assert [json.loads(call.arguments) for call in calls] == [expected, {"a": 2}]
+            assert (text.strip(), parser.warnings) == ("Yes.", [])
 
 
 def between_tags(parameters: dict[str, object], value: str) -> object:
