@@ -372,7 +372,8 @@ class Limits:
 
     Attributes:
         api_keys: one of them must be given; without any, everybody may ask.
-        hosts: names that requests may give in ``Host``, beside addresses, localhost and this machine's own.
+        hosts: names that requests may give in ``Host``, beside addresses, localhost and this machine's own;
+            "*.local" is any of a local network.
         origins: pages that may ask from a browser, as "https://example.org"; "*" is any.
         max_body: bytes of a request.
         read_timeout_s: seconds in which a request has to come.
@@ -443,7 +444,8 @@ class Guard:
     def _check_host_and_origin(self, headers: dict[str, str]) -> None:
         host = headers.get("host", "")
         name = urlsplit(f"//{host}").hostname or "" if _is_host(host) else ""
-        if name not in self._hosts and not _is_address(name):
+        is_local = name.endswith(".local") and "*.local" in self._hosts
+        if name not in self._hosts and not is_local and not _is_address(name):
             raise HTTPError(403, f"the Host {host!r:.80} is not this server's: name it with --allow-host")
         origin = headers.get("origin")
         if origin is not None and not self._allows(origin) and origin.lower().partition("//")[2] != host.lower():

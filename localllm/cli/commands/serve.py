@@ -47,6 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(f'serve needs {error.name}, which is not installed: pip install "localllm[serve]"') from None
     from localllm.server.app import App
     from localllm.server.http import Limits
+    from localllm.server.lan import invitation, lan_address, lan_key
     from localllm.server.models import Models
     from localllm.server.stats import Stats
 
@@ -68,6 +69,10 @@ def run(arguments: argparse.Namespace) -> int:
         keys += [line for line in lines if line and not line.startswith("#")]
         if not keys:  # else everybody would be let in
             raise UsageError(f"--api-key-file {path_text(arguments.key_file)} has no key: write one into each line")
+    if arguments.lan:
+        arguments.host = arguments.host if arguments.host not in _OWN else "0.0.0.0"
+        arguments.hosts.append("*.local")  # by which phones know this machine
+        keys = keys or [lan_key()]
     if arguments.host not in _OWN and not keys:
         warn(f"everybody who reaches {arguments.host} can use this server: --api-key KEY lets in those who have it")
 
@@ -114,9 +119,13 @@ def run(arguments: argparse.Namespace) -> int:
     app = App(models, limits, arguments.responses, loads_first=bool(given))
     with listen(arguments.host, arguments.port) as listening:
         host, port = listening.getsockname()[:2]
+        host = (lan_address() or host) if host == "0.0.0.0" else host  # the one that other devices can use
         server = Server(app, grace_s=arguments.grace, tls=(arguments.ssl_key, arguments.ssl_certificate))
         scheme = "http" if arguments.ssl_key is None else "https"
-        say(f"listening on {scheme}://{f'[{host}]' if ':' in host else host}:{port} (Ctrl-C ends)")
+        url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+        say(f"listening on {url} (Ctrl-C ends)")
+        if arguments.lan:
+            say(invitation(url, keys[0]))
         with stats.shown() if arguments.stats else nullcontext():
             server.run(sockets=[listening])
     end_if_busy(0)
@@ -188,6 +197,7 @@ COMMAND = Command(
         *ENDING,
         *(f"{each}, if a request does not say it" if isinstance(each, str) else each for each in SAMPLING),
         "who may ask",
+        flag("--lan", "let in the other devices of the network, by a key (made if none is given) and a QR code"),
         flag("--host HOST", "address to listen on", default="127.0.0.1"),
         flag("--port N", "port; 0 is any that is free", whole(0, below=65536), default=8080),
         several("--api-key KEY", "let in those who have this key; keys share the models evenly", dest="api_keys"),

@@ -19,6 +19,7 @@ import pytest
 
 from localllm.cli.commands.serve import sources
 from localllm.errors import ModelNotFoundError, UsageError
+from localllm.server.lan import invitation, lan_address
 from localllm.server.models import Models
 from localllm.server.run import listen
 from localllm.server.stats import Stats
@@ -64,6 +65,39 @@ def test_it_serves_until_it_is_told_to_stop(number: signal.Signals, tmp_path: Pa
         process.send_signal(number)
         assert process.wait(60) == 0
     assert len(list((tmp_path / "prompts").glob("*.prompts"))) == 1
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="rights of files")
+def test_other_devices_are_let_in_by_a_key_that_stays(tmp_path: Path) -> None:
+    keys = set()
+    for _ in range(2):
+        with started("-m", "demo", "-q", "--port", 0, "--lan", LOCALLLM_CONFIG=tmp_path / "config.toml") as (
+            process,
+            url,
+        ):
+            assert process.stderr is not None
+            line = process.stderr.readline()
+            address, _, key = line.removeprefix("on another device: ").strip().partition("/#key=")
+            assert address == url
+            assert lan_address() is None or lan_address() in url
+            keys.add(key)
+            for host in ("phone.local", f"{socket.gethostname()}.local"):
+                headers = {"Host": host, "Authorization": f"Bearer {key}"}
+                assert httpx.get(f"{url}/v1/models", headers=headers).status_code == 200
+            assert httpx.get(f"{url}/v1/models").status_code == 401
+            assert httpx.get(f"{url}/v1/models", headers={"Host": "evil.example"}).status_code == 403
+    assert len(keys) == 1
+    assert (tmp_path / "lan-key").stat().st_mode & 0o777 == 0o600
+
+
+def test_the_qr_code_is_drawn_on_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("segno")
+    assert invitation("http://192.168.1.2:8080", "a b").splitlines() == [
+        "on another device: http://192.168.1.2:8080/#key=a%20b",
+        "programs there: http://192.168.1.2:8080/v1 with the API key a b",
+    ]
+    monkeypatch.setattr("localllm.server.lan.is_terminal", lambda stream: True)
+    assert "▄▄▄▄▄" in invitation("http://192.168.1.2:8080", "k")
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="makes the certificate")

@@ -1,0 +1,228 @@
+"""``localllm service``: a server that starts when its user logs in, run by systemd, launchd or Windows' scheduler."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import plistlib
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+from xml.sax.saxutils import escape
+
+from localllm.cli.commands.config import VARIABLES
+from localllm.cli.flags import in_our_flags
+from localllm.cli.parser import Command, flag, parser_of
+from localllm.console import say
+from localllm.errors import UsageError, path_text
+
+_NAME = "localllm"
+_LABEL = "localllm.serve"
+
+
+class Task(NamedTuple):
+    """What is to run: a command line, where, and the environment variables that it is given."""
+
+    command: Sequence[str]
+    folder: Path
+    variables: Mapping[str, str]
+
+
+class Manager(NamedTuple):
+    """What runs services on a platform: the file that describes one, and the commands that it takes."""
+
+    name: str
+    path: Path
+    text: Callable[[Task], bytes]
+    install: Sequence[Sequence[str]]
+    uninstall: Sequence[Sequence[str]]  # while the file is there
+    uninstalled: Sequence[Sequence[str]]  # once it is gone
+    status: Sequence[str]
+    hint: str
+
+
+def manager() -> Manager:
+    """That of this platform."""
+    home = Path.home()
+    if sys.platform == "win32":
+        path = Path(os.environ.get("LOCALAPPDATA") or home / "AppData" / "Local") / "localllm" / "service.xml"
+        create = ["schtasks", "/Create", "/F", "/TN", _NAME, "/XML", str(path)]
+        return Manager(
+            "the Task Scheduler",
+            path,
+            scheduled_task,
+            [create, ["schtasks", "/Run", "/TN", _NAME]],
+            [["schtasks", "/End", "/TN", _NAME], ["schtasks", "/Delete", "/F", "/TN", _NAME]],
+            [],
+            ["schtasks", "/Query", "/TN", _NAME, "/V", "/FO", "LIST"],
+            "it starts when you log in; variables of localllm come from your account's (setx)",
+        )
+    if sys.platform == "darwin":
+        path, domain = home / "Library" / "LaunchAgents" / f"{_LABEL}.plist", f"gui/{os.getuid()}"
+        return Manager(
+            "launchd",
+            path,
+            launch_agent,
+            [["launchctl", "bootstrap", domain, str(path)]],
+            [["launchctl", "bootout", f"{domain}/{_LABEL}"]],
+            [],
+            ["launchctl", "print", f"{domain}/{_LABEL}"],
+            f"it starts when you log in; its log is {_log()}",
+        )
+    base = Path(os.environ.get("XDG_CONFIG_HOME") or home / ".config")
+    systemctl = ["systemctl", "--user"]
+    return Manager(
+        "systemd",
+        base / "systemd" / "user" / f"{_NAME}.service",
+        systemd_unit,
+        [[*systemctl, "daemon-reload"], [*systemctl, "enable", _NAME], [*systemctl, "restart", _NAME]],
+        [[*systemctl, "disable", "--now", _NAME]],
+        [[*systemctl, "daemon-reload"]],
+        [*systemctl, "status", "--no-pager", _NAME],
+        f"it starts at login (loginctl enable-linger: at boot); its log: journalctl --user -u {_NAME}",
+    )
+
+
+def _log() -> Path:
+    return Path.home() / "Library" / "Logs" / "localllm.log"
+
+
+def systemd_unit(task: Task) -> bytes:
+    """A unit of systemd (systemd.service(5); quoting as in systemd.syntax(7))."""
+
+    def quoted(word: str) -> str:
+        word = re.sub(r'([\\"])', r"\\\1", word).replace("%", "%%").replace("\n", "\\n")
+        return f'"{word}"'
+
+    lines = [
+        "[Unit]",
+        "Description=localllm serve, language models for this user's programs",
+        "",
+        "[Service]",
+        "ExecStart=" + " ".join(quoted(word).replace("$", "$$") for word in task.command),
+        f"WorkingDirectory={str(task.folder).replace('%', '%%')}",
+        *(f"Environment={quoted(f'{name}={value}')}" for name, value in task.variables.items()),
+        "Restart=on-failure",
+        "RestartSec=2",
+        "TimeoutStopSec=30",
+        "",
+        "[Install]",
+        "WantedBy=default.target",
+    ]
+    return ("\n".join(lines) + "\n").encode()
+
+
+def launch_agent(task: Task) -> bytes:
+    """A property list of launchd (launchd.plist(5))."""
+    return plistlib.dumps(
+        {
+            "Label": _LABEL,
+            "ProgramArguments": list(task.command),
+            "WorkingDirectory": str(task.folder),
+            "EnvironmentVariables": dict(task.variables),
+            "RunAtLoad": True,
+            "KeepAlive": {"SuccessfulExit": False},
+            "StandardErrorPath": str(_log()),
+        }
+    )
+
+
+def scheduled_task(task: Task) -> bytes:
+    """A task of Windows (https://learn.microsoft.com/windows/win32/taskschd/task-scheduler-schema)."""
+    program, *words = task.command
+    text = f"""<?xml version="1.0" encoding="UTF-16"?>
+<Task version="1.2" xmlns="http://schemas.microsoft.com/windows/2004/02/mit/task">
+  <Triggers><LogonTrigger><Enabled>true</Enabled></LogonTrigger></Triggers>
+  <Settings>
+    <MultipleInstancesPolicy>IgnoreNew</MultipleInstancesPolicy>
+    <DisallowStartIfOnBatteries>false</DisallowStartIfOnBatteries>
+    <StopIfGoingOnBatteries>false</StopIfGoingOnBatteries>
+    <ExecutionTimeLimit>PT0S</ExecutionTimeLimit>
+    <RestartOnFailure><Interval>PT1M</Interval><Count>10</Count></RestartOnFailure>
+  </Settings>
+  <Actions>
+    <Exec>
+      <Command>{escape(program)}</Command>
+      <Arguments>{escape(subprocess.list2cmdline(words))}</Arguments>
+      <WorkingDirectory>{escape(str(task.folder))}</WorkingDirectory>
+    </Exec>
+  </Actions>
+</Task>
+"""
+    return text.encode("utf-16")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Installs, shows or removes the service."""
+    if arguments.flags and arguments.action != "install":
+        raise UsageError(f"{arguments.action} takes no flags of serve: write localllm service {arguments.action}")
+    found = manager()
+    if arguments.action == "install":
+        _install(found, arguments.flags)
+        return 0
+    if arguments.action == "status":
+        if not found.path.exists():
+            say("no service is installed: localllm service install -- FLAGS OF SERVE")
+            return 1
+        say(f"the service of {path_text(found.path)}:")
+        return subprocess.run(found.status, check=False).returncode
+    if not found.path.exists():
+        raise UsageError("no service is installed: there is nothing to remove")
+    failures = [_told(command) for command in found.uninstall]
+    found.path.unlink()
+    failures += [_told(command) for command in found.uninstalled]
+    say(f"{path_text(found.path)} is removed")
+    if failed := next(filter(None, failures), None):
+        say(f"{found.name} says: {failed}")
+    return 0
+
+
+def _install(found: Manager, flags: Sequence[str]) -> None:
+    parser = parser_of("serve")
+    line, _, parser.typed = in_our_flags("serve", flags, parser.flags)
+    _, strange = parser.parse_known_args(line)
+    if strange:
+        raise UsageError(f"serve does not take {strange[0]!r:.80}: see localllm serve --help")
+    program = sys.executable
+    if sys.platform == "win32":  # which shows no window
+        windowless = Path(program).with_name("pythonw.exe")
+        program = str(windowless) if windowless.exists() else program
+    variables = {name: os.environ[name] for name in VARIABLES if os.environ.get(name)}
+    task = Task([program, "-m", "localllm", "serve", *line], Path.cwd(), variables)
+    try:
+        found.path.parent.mkdir(parents=True, exist_ok=True)
+        found.path.touch(mode=0o600)  # flags may have keys in them
+        found.path.write_bytes(found.text(task))
+    except OSError as error:
+        raise UsageError(f"{path_text(found.path)} cannot be written ({error.strerror}): check its folder") from None
+    say(f"{path_text(found.path)} is written")
+    for command in found.install:
+        if failed := _told(command):
+            raise UsageError(f"{found.name} does not start it: {failed} (the file stays; try again where it runs)")
+    say(f"the service runs: {found.hint}")
+
+
+def _told(command: Sequence[str]) -> str | None:
+    """Runs a command; what it complains of, if it fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    except OSError as error:
+        return f"{command[0]} cannot be run ({error.strerror})"
+    return None if done.returncode == 0 else (done.stderr or done.stdout).strip() or f"{command[0]} failed"
+
+
+COMMAND = Command(
+    "install [-- FLAGS OF SERVE] | status | uninstall",
+    "run the server in the background, from login on",
+    [flag("action install|status|uninstall", "what to do"), flag("flags FLAG", "flags of localllm serve", nargs="*")],
+    run,
+    """\
+localllm service install -- -m qwen.gguf --lan writes a unit for systemd (Linux), an agent for launchd (macOS) or a
+task for the Task Scheduler (Windows) that runs localllm serve with these flags in this folder, as this user, and
+starts it.  It starts again when it fails, and whenever the user logs in.  Environment variables that localllm config
+lists are kept in it; keys are best given by --api-key-file.
+""",
+)

@@ -1,0 +1,75 @@
+"""A server for the other devices of a network: the address that they reach it by, its key, and both as a QR code."""
+
+from __future__ import annotations
+
+import io
+import ipaddress
+import os
+import secrets
+import socket
+import sys
+from urllib.parse import quote
+
+from localllm.console import is_terminal
+from localllm.errors import UsageError, path_text
+from localllm.settings import settings_path
+
+#: Documentation's network (RFC 5737): nothing is sent there, but the system says which way it would go.
+_ELSEWHERE = ("192.0.2.1", 9)
+
+
+def lan_address() -> str | None:
+    """The IPv4 address by which other devices reach this machine; None where it has no network."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(_ELSEWHERE)
+            return str(probe.getsockname()[0])
+        except OSError:  # there is no way out, as in a network of its own
+            pass
+    import psutil
+
+    states = psutil.net_if_stats()
+    rows = [row for name, rows in psutil.net_if_addrs().items() if states[name].isup for row in rows]
+    found = [ipaddress.ip_address(row.address) for row in rows if row.family == socket.AF_INET]
+    return next((str(each) for each in found if not each.is_loopback and not each.is_link_local), None)
+
+
+def lan_key() -> str:
+    """The key of this user's servers, made once, so that a device that knows it comes in after a restart too.
+
+    Raises:
+        UsageError: it cannot be kept.
+    """
+    settings = settings_path()
+    if settings is None:
+        return secrets.token_urlsafe(12)
+    path = settings.parent / "lan-key"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with open(path, "x", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+                file.write(secrets.token_urlsafe(12))
+        except FileExistsError:
+            pass
+        if key := path.read_text("ascii").strip():
+            return key
+        raise ValueError("it is empty")
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"the key in {path_text(path)} cannot be kept ({error}): remove the file, or give --api-key KEY"
+        ) from None
+
+
+def invitation(url: str, key: str) -> str:
+    """What to do on another device: the address with the key, as text and on a terminal as a QR code."""
+    address = f"{url}/#key={quote(key, safe='')}"
+    lines = [f"on another device: {address}", f"programs there: {url}/v1 with the API key {key}"]
+    try:
+        import segno
+    except ModuleNotFoundError:
+        return "\n".join([*lines, 'for a QR code: pip install "localllm[serve]"'])
+    if is_terminal(sys.stderr):
+        drawn = io.StringIO()
+        segno.make(address, error="l", micro=False).terminal(drawn, compact=True, border=2)
+        lines.append(drawn.getvalue().rstrip("\n"))
+    return "\n".join(lines)

@@ -1,0 +1,131 @@
+"""``localllm service``: what it writes for each platform, and what it asks systemd for."""
+
+from __future__ import annotations
+
+import os
+import plistlib
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from localllm.cli.commands.service import Task, launch_agent, manager, scheduled_task, systemd_unit
+from tests.helpers.command_line import run_main
+
+TASK = Task(
+    ["/opt/py thon/python", "-m", "localllm", "serve", "-m", 'a "b" 100% $HOME\\<&>.gguf'],
+    Path("/home/me/some models"),
+    {"LOCALLLM_CACHE": "/tmp/100%"},
+)
+
+LOG = """#!/bin/sh
+echo "$@" >> {log}
+exit {code}
+"""
+
+
+@pytest.fixture
+def systemctl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where a program in place of systemctl logs how it was called."""
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.delenv("LOCALLLM_CONFIG", raising=False)
+    monkeypatch.chdir(tmp_path)
+    pretend(tmp_path, 0)
+    return tmp_path / "log"
+
+
+def pretend(folder: Path, code: int) -> None:
+    program = folder / "systemctl"
+    program.write_text(LOG.format(log=folder / "log", code=code))
+    program.chmod(0o755)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a program in sh")
+def test_a_unit_is_installed_shown_and_removed(
+    systemctl: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert run_main(capfdbinary, "service", "status").code == 1
+    outcome = run_main(capfdbinary, "service", "install", "--", "-m", "my model.gguf", "--lan", "--ctx-size", "4096")
+    assert outcome.code == 0, outcome.err
+    assert "the service runs" in outcome.err
+    path = manager().path
+    lines = path.read_text().splitlines()
+    words = '"-m" "localllm" "serve" "-m" "my model.gguf" "--lan"'
+    assert [line for line in lines if line.startswith(f'ExecStart="{sys.executable}" {words}')]
+    assert f"WorkingDirectory={systemctl.parent}" in lines
+    assert 'Environment="HF_HUB_OFFLINE=1"' in lines
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert run_main(capfdbinary, "service", "status").code == 0
+    assert run_main(capfdbinary, "service", "uninstall").code == 0
+    assert not path.exists()
+    assert systemctl.read_text().splitlines() == [
+        "--user daemon-reload",
+        "--user enable localllm",
+        "--user restart localllm",
+        "--user status --no-pager localllm",
+        "--user disable --now localllm",
+        "--user daemon-reload",
+    ]
+    assert "nothing to remove" in run_main(capfdbinary, "service", "uninstall").err
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a program in sh")
+def test_what_cannot_be_done_is_said(systemctl: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    assert "no flag --nonsense" in run_main(capfdbinary, "service", "install", "--", "--nonsense").err
+    assert "takes no flags" in run_main(capfdbinary, "service", "status", "--", "-m").err
+    assert not manager().path.exists()
+    pretend(systemctl.parent, 1)
+    outcome = run_main(capfdbinary, "service", "install")
+    assert outcome.code == 2
+    assert "systemd does not start it: systemctl failed" in outcome.err
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="there is no systemd")
+def test_systemd_understands_the_unit(tmp_path: Path) -> None:
+    path = tmp_path / "localllm.service"
+    path.write_bytes(systemd_unit(TASK._replace(command=[sys.executable, *TASK.command[1:]], folder=Path("/"))))
+    done = subprocess.run(
+        ["systemd-analyze", "verify", "--user", str(path)],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"XDG_RUNTIME_DIR": str(tmp_path)},
+        check=False,
+    )
+    assert str(path) not in done.stderr
+    assert "localllm.service" not in done.stderr
+
+
+def test_systemd_s_words_are_quoted() -> None:
+    text = systemd_unit(TASK).decode()
+    assert r'"a \"b\" 100%% $$HOME\\<&>.gguf"' in text
+    assert "WorkingDirectory=/home/me/some models\n" in text
+    assert 'Environment="LOCALLLM_CACHE=/tmp/100%%"' in text
+
+
+def test_launchd_gets_a_property_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = plistlib.loads(launch_agent(TASK))
+    assert values["ProgramArguments"] == TASK.command
+    assert values["KeepAlive"] == {"SuccessfulExit": False}
+    assert values["EnvironmentVariables"] == TASK.variables
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(os, "getuid", lambda: 501, raising=False)
+    found = manager()
+    assert found.path.name == "localllm.serve.plist"
+    assert found.install == [["launchctl", "bootstrap", "gui/501", str(found.path)]]
+
+
+def test_windows_gets_a_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = ElementTree.fromstring(scheduled_task(TASK))
+    space = "{http://schemas.microsoft.com/windows/2004/02/mit/task}"
+    assert task.findtext(f".//{space}Command") == TASK.command[0]
+    assert task.findtext(f".//{space}Arguments") == subprocess.list2cmdline(TASK.command[1:])
+    assert task.findtext(f".//{space}WorkingDirectory") == str(TASK.folder)
+    monkeypatch.setattr(sys, "platform", "win32")
+    monkeypatch.setenv("LOCALAPPDATA", "/data")
+    assert manager().install[0][:4] == ["schtasks", "/Create", "/F", "/TN"]
