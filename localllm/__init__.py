@@ -44,6 +44,8 @@ import atexit as _atexit
 import os as _os
 import sys as _sys
 
+from localllm.version import __version__ as __version__
+
 # In a checkout kernels/, models/, quant/ and tui/ stand beside this folder, which has symlinks to them.  On Windows
 # git may write these as small files: then the folders themselves are looked through.
 if _os.path.isfile(_os.path.join(__path__[0], "kernels")):
@@ -92,7 +94,6 @@ if TYPE_CHECKING:
     from localllm.scoring import Score as Score
     from localllm.tokenizer import Tokenizer as Tokenizer
 
-__version__ = "0.2.0.dev0"
 
 #: The module that each public name comes from.  There is no __all__: help() would print every class in full.
 _HOMES = {

@@ -20,6 +20,7 @@ from localllm.engine.engine import Engine
 from localllm.engine.request import FinishReason, Request, Timings, Usage
 from localllm.errors import UsageError
 from localllm.habits import THEIR_RESULTS, no_attribute
+from localllm.option_types import Progress
 from localllm.sampling import Choice
 from localllm.tokenizer.stream import StreamDecoder
 
@@ -35,9 +36,6 @@ MAX_UNREAD = 64
 
 #: Seconds between two deliveries at least: to wake the reader costs as much as a step of a very small model.
 DELIVERY_S = 0.002
-
-#: Called while a long prompt is evaluated, with the tokens done so far and those of the whole prompt.
-Progress = Callable[[int, int], object]
 
 
 @dataclass(frozen=True, slots=True)

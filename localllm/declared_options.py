@@ -22,28 +22,15 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeVar
 
 from localllm.checks import as_int, check_keywords
-from localllm.engine.drafting import DEFAULT_DRAFTS, MAX_DRAFTS
 from localllm.errors import Argument, UsageError
 from localllm.habits import THEIR_OPTIONS
+from localllm.option_types import DEFAULT_DRAFTS, MAX_DRAFTS, Overflow, Speculate, SplitMode
 
 if TYPE_CHECKING:
-    from localllm.completion import Progress
-    from localllm.engine.request import Priority
     from localllm.kernels.graph import CacheType
-    from localllm.progress import LoadPlan, LoadProgress
-    from localllm.sampling import LogitsProcessor
+    from localllm.option_types import LoadProgress, LogitsProcessor, Priority, Progress
 
 _Documented = TypeVar("_Documented")
-
-#: What happens to a prompt that is too long: it is refused, or its oldest part is left out.
-Overflow = Literal["error", "truncate"]
-
-#: What drafts tokens for the model to verify: the text itself, the draft model, or ("auto") the draft model if there
-#: is one.
-Speculate = Literal["auto", "lookup", "draft", "mtp"]
-
-#: How GPUs share a model: each has some of the layers, or a part of every layer.
-SplitMode = Literal["layer", "row"]
 
 _MAX = sys.float_info.max
 
@@ -440,7 +427,7 @@ class LoadOptions(_Checked):
         "bytes are done, and of how many",
         none="a line on standard error if that is a terminal and compiling takes long",
     )
-    planned: LoadPlan | None = _asked(
+    planned: Callable[[Any], object] | None = _asked(
         None,
         _of_type("a function of a plan", Callable),
         "called once with the `localllm.placement.Plan`, before anything is loaded",

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from localllm.checks import check_keywords, mappings, text, token_ids, whole_number
 from localllm.completion import Completion, Stream
-from localllm.declared_options import GRAMMARS, CheckedOptions, LoadOptions, SplitMode, declared, describes
+from localllm.declared_options import GRAMMARS, CheckedOptions, LoadOptions, declared, describes
 from localllm.engine.engine import MAX_WAITING, STEP_S, Counts, Engine
 from localllm.engine.pictures import NO_PICTURES, Picture, Pictures, Placed, text_ids
 from localllm.engine.request import Request
@@ -38,8 +38,9 @@ from localllm.kernels import process
 from localllm.kernels.cpu.host import available_memory
 from localllm.kernels.graph import CacheType
 from localllm.loading import Parts, check_adapters, compile_template, load_parts
+from localllm.option_types import LoadProgress, SplitMode
 from localllm.options import Options
-from localllm.progress import LoadPlan, LoadProgress, default_progress
+from localllm.progress import LoadPlan, default_progress
 from localllm.sampling import Sampling, make_sampler
 from localllm.scoring import Score, last_logits, scores
 from localllm.tokenizer import Tokenizer
@@ -634,7 +635,7 @@ class LLM:
     @property
     def prompts_key(self) -> str:
         """What saved prompts are good for: a hash of model, version, device and kind of cache."""
-        from localllm import __version__
+        from localllm.version import __version__
 
         info = self._info
         is_long = info.context > info.config.original_context  # which some models rotate otherwise
@@ -842,7 +843,7 @@ class LLM:
             pictures=pictures,
             on_end=on_end,
         )
-        stream.parser = ReplyParser.after(text_ids(ids), self._tokenizer, tools or (), reply_prefix)
+        stream.parser = ReplyParser.after(ids, self._tokenizer, tools or (), reply_prefix)
         return stream
 
     def _chat_encoder(

@@ -183,11 +183,6 @@ def _open(path: str | os.PathLike[str] | None) -> Iterator[GGUFFile]:
         with resources.as_file(demo) as found, GGUFFile.open(found) as file:
             yield file
         return
-    if isinstance(path, str) and not os.path.lexists(path):  # one on the hub
-        # Imported here: most name a file.
-        from localllm.library.find import find
-
-        path = find(path)
     with GGUFFile.open(path) as file:
         check_runs(file)
         yield file

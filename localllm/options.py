@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
-from localllm.completion import Progress
-from localllm.declared_options import CheckedOptions, Overflow, Speculate, describes
-from localllm.engine.request import Priority
-from localllm.sampling import LogitsProcessor, Sampling
+from localllm.declared_options import CheckedOptions, Sampling, describes
+from localllm.option_types import LogitsProcessor, Overflow, Priority, Progress, Speculate
 
 
 class SamplingOptions(TypedDict, total=False):

@@ -8,12 +8,10 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from localllm.option_types import LoadProgress
+
 if TYPE_CHECKING:
     from localllm.placement import Plan
-
-#: Called while a model is loaded: "weights" with the bytes packed and the bytes of all, and "kernels" with the
-#: kernels compiled and those to compile, which the first start on a machine has to do.
-LoadProgress = Callable[[str, int, int], object]
 
 #: Called once before a model is loaded, with where it will lie.
 LoadPlan = Callable[["Plan"], object]

@@ -29,8 +29,8 @@ from localllm.errors import SettingsError, shown
 from localllm.files import expanded
 
 if TYPE_CHECKING:
-    from localllm.declared_options import SplitMode
     from localllm.kernels.graph import CacheType
+    from localllm.option_types import SplitMode
 
 #: Environment variable that names another settings file.
 CONFIG_VARIABLE = "LOCALLLM_CONFIG"

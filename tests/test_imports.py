@@ -1,17 +1,18 @@
-"""Imports go one way: quant <- kernels <- models <- the library's core <- server <- chat <- command line."""
+"""Imports go one way, in no circle: quant <- kernels <- models <- library <- server <- chat <- command line."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.data import ROOT
 
-#: The rooms, lowest first.  A module imports from its own room and from lower ones.
-ROOMS = (
+#: Lowest first.  A module imports from its own layer and from lower ones.
+LAYERS = (
     "localllm.quant",
     "localllm.kernels",
     "localllm.models",
@@ -21,20 +22,25 @@ ROOMS = (
     "localllm.cli",
 )
 
-#: Rooms whose folders stand beside the package's.
+#: Packages whose folders stand beside localllm's.
 FOLDERS = ("localllm.quant", "localllm.kernels", "localllm.models", "localllm.tui")
 
-#: What every room may import.
+#: What every layer may import.
 FOUNDATION = {"localllm.errors", "localllm.parallel"}
 
-#: Where a program begins stands above all rooms.
+#: Where a program begins stands above all layers.
 ENTRANCES = {"localllm.__main__"}
 
 
-def room(module: str) -> int:
-    """The number of the room that a module is in, counted from the lowest."""
-    inner = [i for i, name in enumerate(ROOMS) if name != "localllm" and (module + ".").startswith(name + ".")]
-    return inner[0] if inner else ROOMS.index("localllm")
+def layer(module: str) -> int:
+    """The number of the layer that a module is in, counted from the lowest."""
+    inner = [i for i, name in enumerate(LAYERS) if name != "localllm" and (module + ".").startswith(name + ".")]
+    return inner[0] if inner else LAYERS.index("localllm")
+
+
+def package(module: str) -> str:
+    """The package directly below localllm that a module is in, or the module itself."""
+    return ".".join(module.split(".")[:2])
 
 
 def sources() -> dict[str, Path]:
@@ -53,37 +59,67 @@ def sources() -> dict[str, Path]:
     return {name.removesuffix(".__init__"): path for name, path in found.items()}
 
 
-def imports(tree: ast.AST, modules: set[str]) -> Iterator[str]:
-    """Modules of localllm that a file imports anywhere, also inside functions and for type checkers alone."""
-    for node in ast.walk(tree):
+def is_for_types(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+
+
+def imports(tree: ast.AST, modules: set[str], *, for_types: bool = True) -> Iterator[str]:
+    """Modules of localllm that a file imports anywhere, also inside functions; and for type checkers."""
+    for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "localllm")
         elif isinstance(node, ast.ImportFrom):
-            assert not node.level, "relative imports hide the room"
+            assert not node.level, "relative imports hide the layer"
             if node.module is not None and node.module.split(".")[0] == "localllm":
                 for alias in node.names:
                     full = f"{node.module}.{alias.name}"
                     yield full if full in modules else node.module
+        elif for_types or not is_for_types(node):
+            yield from imports(node, modules, for_types=for_types)
 
 
 SOURCES = sources()
+TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in SOURCES.items()}
 
 
-def test_all_rooms_have_modules() -> None:
-    assert {room(name) for name in SOURCES} == set(range(len(ROOMS)))
+def check_no_circle(imported: Mapping[str, set[str]]) -> None:
+    try:
+        TopologicalSorter(imported).prepare()
+    except CycleError as error:
+        pytest.fail(" <- ".join(error.args[1]))
+
+
+def test_all_layers_have_modules() -> None:
+    assert {layer(name) for name in SOURCES} == set(range(len(LAYERS)))
     assert SOURCES["localllm.kernels.cpu.backend"] == ROOT / "kernels" / "cpu" / "backend.py"
     assert SOURCES["localllm.cli"] == ROOT / "localllm" / "cli" / "__init__.py"
-    assert room("localllm.cli.main") == 6
-    assert room("localllm.client") == room("localllm.llm") == 3
+    assert layer("localllm.cli.main") == 6
+    assert layer("localllm.client") == layer("localllm.llm") == 3
 
 
 @pytest.mark.parametrize("name", SOURCES)
 def test_imports_go_down(name: str) -> None:
     if name in ENTRANCES:
         return
-    tree = ast.parse(SOURCES[name].read_text(encoding="utf-8"))
-    upward = {other for other in imports(tree, set(SOURCES)) if room(other) > room(name) and other not in FOUNDATION}
-    assert not upward, f"{name} is in a lower room than {', '.join(sorted(upward))}"
+    upward = {other for other in imports(TREES[name], set(SOURCES)) if layer(other) > layer(name)} - FOUNDATION
+    assert not upward, f"{name} is in a lower layer than {', '.join(sorted(upward))}"
+
+
+def test_foundations_import_nothing() -> None:
+    assert not [other for name in FOUNDATION for other in imports(TREES[name], set(SOURCES))]
+
+
+def test_packages_import_in_no_circle() -> None:
+    imported: dict[str, set[str]] = {}
+    for name, tree in TREES.items():
+        others = {package(other) for other in imports(tree, set(SOURCES))}
+        imported.setdefault(package(name), set()).update(others - {package(name)})
+    check_no_circle(imported)
+
+
+def test_modules_import_in_no_circle() -> None:
+    """Within a package, type checkers may read one."""
+    check_no_circle({name: {*imports(tree, set(SOURCES), for_types=False)} - {name} for name, tree in TREES.items()})
 
 
 def test_an_import_upwards_is_found() -> None:
@@ -93,3 +129,8 @@ def test_an_import_upwards_is_found() -> None:
         "localllm.models",
         "localllm.cli.main",
     }
+
+
+def test_a_circle_is_found() -> None:
+    with pytest.raises(pytest.fail.Exception, match=r"a <- b <- a|b <- a <- b"):
+        check_no_circle({"a": {"b"}, "b": {"a"}})

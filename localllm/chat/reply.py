@@ -20,7 +20,6 @@ from typing import Any
 
 from localllm.chat.conversation import ToolCall
 from localllm.chat.thinking import CALL, END_OF_CALL, Piece, ThinkingSplitter, n_open, opening_tag
-from localllm.engine.pictures import text_ids
 from localllm.tokenizer import Tokenizer
 
 #: What stands around calls, opening and closing; where nothing closes them, the next opening or the reply's end does.
@@ -177,7 +176,8 @@ class ReplyParser:
 
         What the prefix says is not told again; calls in it are.
         """
-        end = tokenizer.decode(text_ids(prompt_ids[-16 - 4 * len(prefix) :]), special=True)
+        ids = [id_ for id_ in prompt_ids[-16 - 4 * len(prefix) :] if id_ >= 0]  # those below stand for pictures
+        end = tokenizer.decode(ids, special=True)
         parser = cls(tools, opening_tag(end.removesuffix(prefix)))
         if prefix:
             parser._events = [each for each in parser.feed(prefix) if isinstance(each, CallDelta)]

@@ -16,7 +16,7 @@ import psutil
 import localllm
 from localllm.cli.commands.generate import describe, generation_options, load_model, plan_shower
 from localllm.cli.defaults import settle
-from localllm.cli.start import INTERRUPTED
+from localllm.cli.interrupt import INTERRUPTED
 from localllm.console import LoadStatus, is_terminal, say, short_count, visible_line, warn
 from localllm.declared_options import CheckedOptions
 from localllm.devices import gpu_memory
@@ -26,7 +26,8 @@ from localllm.library.find import model_path
 from localllm.library.listing import demo_model, find_models, read_details
 from localllm.llm import LLM
 from localllm.loading import check_file
-from localllm.progress import LoadPlan, LoadProgress
+from localllm.option_types import LoadProgress
+from localllm.progress import LoadPlan
 from localllm.settings import Settings
 from localllm.tui.chat import settings as chat_settings
 from localllm.tui.chat.context import ChatModel

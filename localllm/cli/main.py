@@ -21,8 +21,8 @@ from types import FrameType
 from typing import NoReturn
 
 from localllm.cli.flags import in_our_command, in_our_flags, take_words
+from localllm.cli.interrupt import INTERRUPTED, end_at_once
 from localllm.cli.parser import command_of, main_parser, parser_of
-from localllm.cli.start import INTERRUPTED, end_at_once
 from localllm.console import discard, is_terminal, prepare_streams, say, visible_line, warn
 from localllm.declared_options import in_flags
 from localllm.errors import (

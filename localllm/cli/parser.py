@@ -12,10 +12,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from localllm import __version__
 from localllm.cli import commands
 from localllm.cli.values import model_file, whole
 from localllm.errors import UsageError
+from localllm.version import __version__
 
 if TYPE_CHECKING:
     from _typeshed import SupportsWrite

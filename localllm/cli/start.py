@@ -1,11 +1,8 @@
 """Where the command ``localllm`` begins: it is ready for Ctrl-C before it imports the rest, which takes a while."""
 
-import os
 import signal
-from typing import NoReturn
 
-#: What `main` of a command line returns after Ctrl-C, and what shells report of a program that SIGINT ended.
-INTERRUPTED = 130
+from localllm.cli.interrupt import INTERRUPTED, end_at_once
 
 
 def main() -> int:
@@ -18,11 +15,3 @@ def main() -> int:
     if code == INTERRUPTED:
         end_at_once()
     return code
-
-
-def end_at_once(*_: object) -> NoReturn:
-    """Ends the process by SIGINT, so that a script or a loop of the shell that runs it ends too."""
-    if os.name == "posix":
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGINT)
-    os._exit(INTERRUPTED)  # where signals are others, or this one is blocked

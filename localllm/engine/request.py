@@ -11,16 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.engine.cache import CachedSequence
-from localllm.engine.drafting import DEFAULT_DRAFTS, Drafter, Drafts
+from localllm.engine.drafting import Drafter, Drafts
 from localllm.engine.pictures import NO_PICTURES, Embeddings, Pictures
+from localllm.option_types import DEFAULT_DRAFTS, Priority
 from localllm.sampling import Choice, Sampler
 
 #: Why a request ended: the model or a stop string ended its text; it reached ``max_tokens`` or the end of the
 #: context; it was cancelled; or its ``timeout`` had passed.
 FinishReason = Literal["stop", "length", "cancelled", "timeout"]
-
-#: Requests that somebody waits for, and those that can wait for them.
-Priority = Literal["normal", "background"]
 
 #: A background request is served as if it had come so many seconds later: behind those that wait, but never starving.
 BACKGROUND_DELAY_S = 30.0

@@ -12,11 +12,11 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from localllm import __version__
 from localllm.errors import GGUFError, LocalLLMError
 from localllm.gguf import GGUFFile
 from localllm.info import file_type_name
 from localllm.kernels.code_cache import cache_root, write_aside
+from localllm.version import __version__
 
 #: To be raised when `Details` mean something else than before.
 _VERSION = f"{__version__}-2"

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from localllm import __version__
 from localllm.errors import HubError, UsageError
 from localllm.library.hub_cache import hub_cache
+from localllm.version import __version__
 
 #: Seconds to wait for an answer.
 _TIMEOUT = 20.0

@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
-from localllm import __version__
 from localllm.errors import ModelError, UsageError, path_text, quoted
 from localllm.files import check_is_new
-from localllm.gguf import Metadata, TensorInfo
+from localllm.gguf import Metadata
 from localllm.gguf.metadata import ValueType
 from localllm.gguf.writer import GGUFWriter, TensorSpec, encode_value
 from localllm.quant.bits import Floats
@@ -25,9 +25,7 @@ from localllm.quant.formats import FORMATS, dequantize
 from localllm.quant.types import GGMLType
 from localllm.quantize.imatrix import ImportanceMatrix
 from localllm.quantize.mixes import MIXES, chooser_for, is_quantizable, layer_order, mix_named, needs_importance
-
-if TYPE_CHECKING:
-    from localllm.convert.checkpoint import CheckpointTensor
+from localllm.version import __version__
 
 # Values decoded, encoded and written at a time, and of those the ones whose error is measured.
 _SLAB = 1 << 24
@@ -39,6 +37,24 @@ _FLOATS = (GGMLType.F32, GGMLType.F16, GGMLType.BF16)
 _SPLIT_KEYS = ("split.no", "split.count", "split.tensors.count")
 
 
+class SourceTensor(Protocol):
+    """A tensor of a source: `localllm.gguf.TensorInfo` describes it."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def type(self) -> GGMLType: ...
+    @property
+    def data(self) -> NDArray[np.uint8]: ...
+    @property
+    def n_values(self) -> int: ...
+    @property
+    def n_bytes(self) -> int: ...
+    def drop_pages(self) -> None: ...
+
+
 class SourceFile(Protocol):
     """The source: a `GGUFFile`, or a `localllm.convert.Checkpoint`."""
 
@@ -47,7 +63,7 @@ class SourceFile(Protocol):
     @property
     def metadata(self) -> Metadata: ...
     @property
-    def tensors(self) -> Mapping[str, TensorInfo | CheckpointTensor]: ...
+    def tensors(self) -> Mapping[str, SourceTensor]: ...
     @property
     def paths(self) -> Sequence[Path]: ...
     @property
@@ -59,7 +75,7 @@ class SourceFile(Protocol):
 class TensorPlan:
     """The types of a tensor before and after: ``new`` is ``old`` where it is copied."""
 
-    source: TensorInfo | CheckpointTensor
+    source: SourceTensor
     new: GGMLType
 
     @property
@@ -189,7 +205,7 @@ def _override(pattern: str, type: str) -> tuple[re.Pattern[str], GGMLType]:
         raise UsageError(f"{pattern!r} is not a valid regular expression: {error}") from None
 
 
-def _check_source(source: TensorInfo | CheckpointTensor, new: GGMLType, allow_requantize: bool) -> None:
+def _check_source(source: SourceTensor, new: GGMLType, allow_requantize: bool) -> None:
     if source.type not in FORMATS:
         raise ModelError(f"tensor {quoted(source.name)} is {source.type.name}, which cannot be decoded")
     if source.type not in _FLOATS and new not in _FLOATS and not allow_requantize:

@@ -1,9 +1,9 @@
 """How the next token is chosen from the logits."""
 
 from localllm.declared_options import Sampling
+from localllm.option_types import LogitsProcessor
 from localllm.sampling.sampler import (
     Choice,
-    LogitsProcessor,
     Sampler,
     UniformNumbers,
     greedy,

@@ -28,6 +28,7 @@ import numpy.typing as npt
 from localllm.checks import in_vocabulary
 from localllm.declared_options import Sampling
 from localllm.errors import Argument, LocalLLMError, ModelError, UsageError
+from localllm.option_types import LogitsProcessor
 from localllm.sampling import candidates as steps
 from localllm.sampling.candidates import Candidates, IntArray, Mirostat2
 from localllm.sampling.penalties import DryPenalty, History, Logits, RepetitionPenalties, SequenceBreakers
@@ -35,9 +36,6 @@ from localllm.sampling.penalties import DryPenalty, History, Logits, RepetitionP
 if TYPE_CHECKING:
     from localllm.sampling.grammar import Constraint
 
-LogitsProcessor = Callable[[npt.NDArray[np.int32], Logits], Logits]
-"""The ids so far (int32 ``[n]``, read-only) and the logits (float32 ``[n_vocab]``, free to change in place)
--> the logits to go on with (float32 ``[n_vocab]``)."""
 
 Step = Callable[[Candidates], Candidates]
 

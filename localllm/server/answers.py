@@ -36,7 +36,7 @@ from localllm.server.http import HTTPError, unless_gone
 from localllm.server.models import Models, ServedModel
 
 if TYPE_CHECKING:
-    from localllm.server.responses import Store
+    from localllm.server.store import ResponseStore
 
 _T = TypeVar("_T")
 
@@ -367,14 +367,14 @@ class Desk:
 
     Attributes:
         models: that the server has.
-        kept: responses that later ones may go on from.
+        responses: those that later ones may go on from.
         active: answers under way.
         is_stopping: nothing new is taken.
         is_cut: what was under way has been ended.
     """
 
-    def __init__(self, models: Models, kept: Store) -> None:
-        self.models, self.kept = models, kept
+    def __init__(self, models: Models, responses: ResponseStore) -> None:
+        self.models, self.responses = models, responses
         self.active: dict[int, Answer] = {}
         self.is_stopping = self.is_cut = False
         # Tokenizing a prompt, and running a template, must not hold up the event loop.  What takes longer, such as

@@ -16,13 +16,14 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from localllm import __version__
 from localllm.errors import LocalLLMError
 from localllm.server import anthropic, embeddings, llamacpp, ollama, openai, responses
 from localllm.server.answers import Desk, LoraShare
 from localllm.server.http import Guard, HTTPError, Limits, json_response
 from localllm.server.models import Models
 from localllm.server.page import page
+from localllm.server.store import ResponseStore
+from localllm.version import __version__
 
 #: Seconds between two searches for models to unload.
 _EXPIRY_CHECK_S = 1.0
@@ -155,7 +156,7 @@ class App:
     asgi: ASGIApp = field(init=False)
 
     def __post_init__(self) -> None:
-        self.desk = Desk(self.models, responses.Store(self.responses_folder))
+        self.desk = Desk(self.models, ResponseStore(self.responses_folder))
         paths: dict[str, _Path] = {}
         for method, names, endpoint, _ in _ENDPOINTS:
             for name in names:

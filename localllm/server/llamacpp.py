@@ -18,7 +18,6 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from localllm import __version__
 from localllm.chat.conversation import read_messages
 from localllm.completion import Chunk
 from localllm.declared_options import Sampling, declared
@@ -48,6 +47,7 @@ from localllm.server.openai import (
     token_json,
 )
 from localllm.tokenizer import Tokenizer
+from localllm.version import __version__
 
 #: Names that files of saved prompts may have.
 _FILE_NAME = re.compile(r"[\w-][\w.-]{0,127}", re.ASCII)

@@ -15,7 +15,7 @@ from localllm.errors import ClosedError, LocalLLMError, NotEnoughMemoryError
 from localllm.library.demo import demo_path
 from localllm.library.details import Details, DetailsReader
 from localllm.llm import LLM
-from localllm.progress import LoadProgress
+from localllm.option_types import LoadProgress
 
 _T = TypeVar("_T")
 

@@ -20,7 +20,6 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from localllm import __version__
 from localllm.chat.conversation import Image, Message, ToolCall, decoded, read_message
 from localllm.completion import Chunk
 from localllm.llm import LLM
@@ -37,6 +36,7 @@ from localllm.server.answers import (
 )
 from localllm.server.http import EventStream, HTTPError, decode, json_bytes, json_response, unless_gone
 from localllm.server.models import ServedModel
+from localllm.version import __version__
 
 #: Of Ollama, whose API this is.
 _OLLAMA_VERSION = "0.12.0"

@@ -8,13 +8,10 @@ from __future__ import annotations
 import base64
 import contextlib
 import itertools
-import re
-import sys
 import time
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -34,13 +31,7 @@ from localllm.server.openai import (
     thinking_variables,
     tokens_json,
 )
-
-#: Bytes of responses that are kept in memory at most; the oldest go first.
-_MAX_BYTES = 64 << 20
-#: Files of responses are kept so long, as OpenAI keeps responses.
-_KEPT_SECONDS = 30 * 24 * 60 * 60
-
-_ID = re.compile(r"resp_[0-9a-f]{32}")
+from localllm.server.store import StoredResponse
 
 
 class Reasoning(msgspec.Struct):
@@ -73,81 +64,6 @@ class ResponsesRequest(Generation):
     top_logprobs: int | None = None
     include: list[str] | None = None
     metadata: dict[str, Any] | None = None
-
-
-class Kept(msgspec.Struct):
-    """A response that a later one may go on from.
-
-    Attributes:
-        client: who asked, and alone may go on from it.
-        conversation: the messages of the chat, the reply among them.
-        response: as it was given.
-    """
-
-    client: str
-    conversation: list[Message]
-    response: dict[str, Any]
-
-
-class Store:
-    """Keeps responses: in memory, as many as fit, and for thirty days in a folder where there is one."""
-
-    def __init__(self, folder: Path | None = None) -> None:
-        self._folder = folder
-        self._kept: dict[str, bytes] = {}
-        self._n_bytes = 0
-        if folder is not None:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            for path in folder.glob("resp_*.json"):
-                if path.stat().st_mtime < time.time() - _KEPT_SECONDS:
-                    path.unlink()
-
-    def put(self, id_: str, kept: Kept) -> None:
-        data = msgspec.json.encode(kept)
-        self._kept[id_] = data
-        self._n_bytes += len(data)
-        while self._n_bytes > _MAX_BYTES:
-            self._n_bytes -= len(self._kept.pop(next(iter(self._kept))))
-        if self._folder is not None:
-            path = self._folder / f"{id_}.json"
-            try:
-                path.touch(mode=0o600)
-                path.write_bytes(data)
-            except OSError as error:  # a full disk must not cost a reply that is there
-                print(f"localllm: a response will be lost at a restart: {error}", file=sys.stderr)
-
-    def get(self, id_: str, client: str) -> Kept:
-        """Raises:
-        HTTPError: there is none of this client's.
-        """
-        data = self._kept.get(id_)
-        if data is None and self._folder is not None and _ID.fullmatch(id_):
-            with contextlib.suppress(OSError):
-                data = (self._folder / f"{id_}.json").read_bytes()
-        kept = None
-        if data is not None:
-            with contextlib.suppress(msgspec.DecodeError):  # a damaged file
-                kept = msgspec.json.decode(data, type=Kept)
-                kept.conversation[:] = map(_with_bytes, kept.conversation)
-        if kept is None or kept.client != client:
-            raise HTTPError(404, f"there is no response {id_!r:.80}: send the whole chat as input", "not_found")
-        return kept
-
-    def remove(self, id_: str) -> None:
-        self._n_bytes -= len(self._kept.pop(id_, b""))
-        if self._folder is not None and _ID.fullmatch(id_):
-            (self._folder / f"{id_}.json").unlink(missing_ok=True)
-
-
-def _with_bytes(message: Message) -> Message:
-    """A message that was kept: JSON has the bytes of its pictures as texts."""
-    return replace(
-        message,
-        parts=tuple(
-            part if isinstance(part, str) else replace(part, source=base64.b64decode(part.source))
-            for part in message.parts
-        ),
-    )
 
 
 def _ask(body: ResponsesRequest, before: list[Message]) -> Ask:
@@ -223,7 +139,7 @@ def _messages(items: list[dict[str, Any]]) -> list[Message]:
 async def responses(request: Request, desk: Desk) -> Response:
     body = await decode(request, ResponsesRequest)
     client = request.state.client
-    before = desk.kept.get(body.previous_response_id, client).conversation if body.previous_response_id else []
+    before = desk.responses.get(body.previous_response_id, client).conversation if body.previous_response_id else []
     answer = await desk.begin(_ask(body, before), request)
     writer = _Writer(answer, body)
 
@@ -233,7 +149,7 @@ async def responses(request: Request, desk: Desk) -> Response:
             text = answer.ask.reply_prefix + reply.text
             said = Message("assistant", (text,) if text else (), reasoning=reply.thinking, calls=tuple(reply.calls))
             response = writer.response
-            desk.kept.put(response["id"], Kept(client, [*messages, said], response))
+            desk.responses.put(response["id"], StoredResponse(client, [*messages, said], response))
 
     def lines(reply: Reply, chunk: Chunk) -> Iterator[bytes]:
         for name, fields in writer.events(reply, chunk):
@@ -256,14 +172,14 @@ async def input_tokens(request: Request, desk: Desk) -> Response:
     """The tokens of the prompt that a response would have."""
     body = await decode(request, ResponsesRequest)
     earlier = body.previous_response_id
-    ask = _ask(body, desk.kept.get(earlier, request.state.client).conversation if earlier else [])
+    ask = _ask(body, desk.responses.get(earlier, request.state.client).conversation if earlier else [])
     n_tokens = len(await desk.with_model(request, ask.model, ask.prompt_ids))
     return json_response({"object": "response.input_tokens", "input_tokens": n_tokens})
 
 
 async def input_items(request: Request, desk: Desk) -> Response:
     """The messages that a response was the answer to, as items."""
-    kept = desk.kept.get(request.path_params["id"], request.state.client)
+    kept = desk.responses.get(request.path_params["id"], request.state.client)
     data = [
         {"id": f"msg_{kept.response['id'].removeprefix('resp_')}_{number}", **item}
         for number, item in enumerate(item for message in kept.conversation[:-1] for item in _items(message))
@@ -292,13 +208,13 @@ def _items(message: Message) -> Iterator[dict[str, Any]]:
 
 
 async def get_response(request: Request, desk: Desk) -> Response:
-    return json_response(desk.kept.get(request.path_params["id"], request.state.client).response)
+    return json_response(desk.responses.get(request.path_params["id"], request.state.client).response)
 
 
 async def delete_response(request: Request, desk: Desk) -> Response:
     id_ = request.path_params["id"]
-    desk.kept.get(id_, request.state.client)
-    desk.kept.remove(id_)
+    desk.responses.get(id_, request.state.client)
+    desk.responses.remove(id_)
     return json_response({"id": id_, "object": "response", "deleted": True})
 
 

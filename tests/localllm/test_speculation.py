@@ -14,10 +14,11 @@ import pytest
 import localllm
 from localllm import LLM, Completion, Sampling
 from localllm.declared_options import CheckedOptions
-from localllm.engine.drafting import MAX_DRAFTS, Drafts
+from localllm.engine.drafting import Drafts
 from localllm.engine.drafting.cost import StepCost
 from localllm.engine.engine import EngineLoop
 from localllm.errors import ClosedError, NotEnoughMemoryError, UsageError
+from localllm.option_types import MAX_DRAFTS
 from tests.helpers.data import shared_data
 from tests.helpers.devices import DEVICES
 from tests.helpers.engines import in_engine, n_requests

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from localllm.progress import LoadProgress
+from localllm.option_types import LoadProgress
 from localllm.tui import app
 from localllm.tui.app import ChatApp
 from localllm.tui.key_buffer import KeyBuffer

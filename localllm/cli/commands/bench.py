@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from localllm import __version__
 from localllm.cli.defaults import load_options, model_file, settle
 from localllm.cli.machine import disturbance, too_many_threads
 from localllm.cli.parser import HIDDEN, Command, flag, several
@@ -22,6 +21,7 @@ from localllm.cli.values import numbers, whole
 from localllm.console import LoadStatus, model_line, quantity, visible_line, warn
 from localllm.errors import UsageError
 from localllm.kernels.cpu.host import OtherLoad, cpu_model
+from localllm.version import __version__
 
 if TYPE_CHECKING:
     from localllm.bench.measure import Measurement

@@ -19,7 +19,6 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from localllm import __version__
 from localllm.cli.parser import Command, flag
 from localllm.cli.shared_flags import JSON
 from localllm.console import LoadStatus, quantity, visible_line, warn
@@ -40,6 +39,7 @@ from localllm.kernels.cpu.host import (
 from localllm.kernels.cuda.installation import driver_cuda
 from localllm.progress import of_stage
 from localllm.shell import join_command
+from localllm.version import __version__
 
 if TYPE_CHECKING:
     from localllm.kernels.cpu.target import Target

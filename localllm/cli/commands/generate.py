@@ -48,8 +48,9 @@ if TYPE_CHECKING:
     from localllm.completion import Completion, Stream
     from localllm.info import ModelInfo
     from localllm.llm import LLM
+    from localllm.option_types import LoadProgress
     from localllm.placement import Format, Placement, Plan
-    from localllm.progress import LoadPlan, LoadProgress
+    from localllm.progress import LoadPlan
     from localllm.settings import Settings
 
 #: Seconds after which somebody who may not know that a prompt is awaited is told.

@@ -25,7 +25,7 @@ from localllm.settings import Settings
 
 if TYPE_CHECKING:
     from localllm.llm import LLM
-    from localllm.progress import LoadProgress
+    from localllm.option_types import LoadProgress
 
 #: Environment variable with API keys, commas between them: a command line can be seen by others.
 KEY_VARIABLE = "LOCALLLM_API_KEY"

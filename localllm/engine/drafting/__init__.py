@@ -12,13 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-#: Drafts a step at most where nobody asks for a number: with the token before them, as many as the CPU's kernels
-#: multiply at once.
-DEFAULT_DRAFTS = 7
-
-#: Drafts a step that may be asked for at most.
-MAX_DRAFTS = 64
-
 
 @dataclass(frozen=True, slots=True)
 class Drafts:

@@ -39,7 +39,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from localllm.cli.start import INTERRUPTED
+from localllm.cli.interrupt import INTERRUPTED
 from localllm.errors import DeviceError, UsageError
 from tests.benchmarks.gpu import correctness, kernels, layers, machine, models
 from tests.benchmarks.gpu.machine import Machine

@@ -18,7 +18,7 @@ from localllm.errors import UsageError
 from localllm.server import openai
 from localllm.server.http import HTTPError, event, json_bytes, tolerant
 from localllm.server.ollama import _seconds
-from localllm.server.responses import Store
+from localllm.server.store import ResponseStore
 from tests.helpers.http_server import Serving
 
 HI = [{"role": "user", "content": "hi"}]
@@ -248,7 +248,7 @@ def test_a_response_of_another_version_is_not_found_rather_than_empty(tmp_path: 
     old = {"client": "a", "messages": [{"role": "user", "content": "hi"}], "response": {}}
     (tmp_path / f"{id_}.json").write_text(json.dumps(old))
     with pytest.raises(HTTPError, match="there is no response"):
-        Store(tmp_path).get(id_, "a")
+        ResponseStore(tmp_path).get(id_, "a")
 
 
 def test_what_is_told_to_clients_of_ollama_and_to_prometheus(server: Serving) -> None:

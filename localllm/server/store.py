@@ -1,0 +1,91 @@
+"""Responses of OpenAI's responses API that later requests go on from."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import re
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from localllm.chat.conversation import Message
+from localllm.server.http import HTTPError
+
+#: Bytes of responses that are stored in memory at most; the oldest go first.
+_MAX_BYTES = 64 << 20
+#: Files of responses are stored so long, as OpenAI keeps responses.
+_STORED_SECONDS = 30 * 24 * 60 * 60
+
+_ID = re.compile(r"resp_[0-9a-f]{32}")
+
+
+class StoredResponse(msgspec.Struct):
+    """A response that a later one may go on from."""
+
+    client: str  # who asked, and alone may go on from it
+    conversation: list[Message]  # the messages of the chat, the reply among them
+    response: dict[str, Any]  # as it was given
+
+
+class ResponseStore:
+    """Responses in memory, as many as fit, and for thirty days in a folder where there is one."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._folder = folder
+        self._stored: dict[str, bytes] = {}
+        self._n_bytes = 0
+        if folder is not None:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for path in folder.glob("resp_*.json"):
+                if path.stat().st_mtime < time.time() - _STORED_SECONDS:
+                    path.unlink()
+
+    def put(self, id_: str, response: StoredResponse) -> None:
+        data = msgspec.json.encode(response)
+        self._stored[id_] = data
+        self._n_bytes += len(data)
+        while self._n_bytes > _MAX_BYTES:
+            self._n_bytes -= len(self._stored.pop(next(iter(self._stored))))
+        if self._folder is not None:
+            path = self._folder / f"{id_}.json"
+            try:
+                path.touch(mode=0o600)
+                path.write_bytes(data)
+            except OSError as error:  # a full disk must not cost a reply that is there
+                print(f"localllm: a response will be lost at a restart: {error}", file=sys.stderr)
+
+    def get(self, id_: str, client: str) -> StoredResponse:
+        """The response of that id, if it is this client's: else an error of status 404."""
+        data = self._stored.get(id_)
+        if data is None and self._folder is not None and _ID.fullmatch(id_):
+            with contextlib.suppress(OSError):
+                data = (self._folder / f"{id_}.json").read_bytes()
+        found = None
+        if data is not None:
+            with contextlib.suppress(msgspec.DecodeError):  # a damaged file
+                found = msgspec.json.decode(data, type=StoredResponse)
+                found.conversation[:] = map(_with_bytes, found.conversation)
+        if found is None or found.client != client:
+            raise HTTPError(404, f"there is no response {id_!r:.80}: send the whole chat as input", "not_found")
+        return found
+
+    def remove(self, id_: str) -> None:
+        self._n_bytes -= len(self._stored.pop(id_, b""))
+        if self._folder is not None and _ID.fullmatch(id_):
+            (self._folder / f"{id_}.json").unlink(missing_ok=True)
+
+
+def _with_bytes(message: Message) -> Message:
+    """A message that was kept: JSON has the bytes of its pictures as texts."""
+    return replace(
+        message,
+        parts=tuple(
+            part if isinstance(part, str) else replace(part, source=base64.b64decode(part.source))
+            for part in message.parts
+        ),
+    )
