@@ -40,8 +40,8 @@ class Architecture:
 
     module: str
     models: str
-    # Hugging Face's names of the architecture (``model_type`` in config.json), separated by spaces; none where it is
-    # not converted yet
+    # Hugging Face's names of the architecture (``model_type`` in config.json, or of two of one type the class),
+    # separated by spaces; none where it is not converted yet
     hf_types: str = ""
     has_block: bool = False  # it can record the block behind the last layer as well (`localllm.models.mtp`)
     is_encoder: bool = False  # it makes vectors of texts, whatever its file says
@@ -64,6 +64,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "afmoe": Architecture("afmoe", "Trinity", "afmoe"),
     "apertus": Architecture("apertus", "Apertus", "apertus"),
     "arcee": Architecture("arcee", "AFM 4.5B", "arcee"),
+    "bailingmoe": Architecture("bailingmoe", "Ling 1 and 1.5", "BailingMoeForCausalLM"),
     "bailingmoe2": Architecture("bailingmoe2", "Ling and Ring 2, Sarvam 30B", "bailing_moe sarvam_moe"),
     "bailingmoe3": Architecture("bailingmoe3", "Ling 3", "bailing_hybrid"),
     "bert": Architecture(
@@ -77,6 +78,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "cohere2moe": Architecture("cohere", "North", "cohere2_moe"),
     "command-r": Architecture("cohere", "Command R, Aya", "cohere"),
     "dbrx": Architecture("dbrx", "DBRX", "dbrx"),
+    "deci": Architecture("deci", "Llama Nemotron 51B, Super and Ultra, DeciLM", "nemotron-nas deci"),
     "deepseek2": Architecture(
         "deepseek2",
         "DeepSeek V2, V3 and R1, Kimi K2, GLM-4.7-Flash",
@@ -151,6 +153,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "olmo": Architecture("olmo", "OLMo 1", "olmo"),
     "olmo2": Architecture("olmo2", "OLMo 2 and 3", "olmo2 olmo3"),
     "olmoe": Architecture("olmoe", "OLMoE", "olmoe"),
+    "orion": Architecture("stablelm", "Orion", "orion"),
     "paddleocr": Architecture("ernie4_5", "PaddleOCR-VL, text", "paddleocr_vl paddleocr_vl_text"),
     "pangu-embedded": Architecture("qwen2", "openPangu Embedded", "PanguEmbedded"),
     "phi2": Architecture("phi2", "Phi 1, 1.5 and 2", "phi"),

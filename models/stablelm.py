@@ -1,7 +1,9 @@
 """StableLM 1 and 2 (arXiv:2402.17834): LayerNorm, a rotation of a part of each head, and in some models attention and
-MLP side by side."""
+MLP side by side; and Orion (arXiv:2401.12246), without either of those."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from localllm.kernels.graph import Graph, Tensor
 from localllm.models import hf_names
@@ -11,12 +13,18 @@ from localllm.models.hf_convert import parallel_keys
 from localllm.models.rope import make_rope
 
 HF_NAMES = hf_names.COMMON
-hf_keys = parallel_keys
+
+
+def hf_keys(config: Any) -> dict[str, Any]:
+    if config.model_type != "orion":
+        return parallel_keys(config)
+    names = ("attention.layer_norm_rms_epsilon", "attention.key_length", "attention.value_length", "rope.freq_base")
+    return dict.fromkeys(names) | {"attention.layer_norm_epsilon": config.rms_norm_eps}
 
 
 def record(m: Header) -> Graph:
     heads, n_ff, rope = m.heads(), m.mlp_width(), make_rope(m, m.heads().key_dim)
-    is_parallel = m.meta.read("use_parallel_residual", bool, True)
+    is_parallel = m.meta.read("use_parallel_residual", bool, m.config.architecture == "stablelm")
 
     def layer(at: Layer, x: Tensor) -> Tensor:
         y = layer_norm(at, "attn_norm", x)

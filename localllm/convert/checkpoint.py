@@ -205,7 +205,9 @@ class Checkpoint:
 
 def _architecture(config: Config, values: Mapping[str, Any]) -> str:
     wanted = {str(values.get("model_type")), str(config.values.get("model_type"))}
-    found = [name for name, each in ARCHITECTURES.items() if wanted & set(each.hf_types.split())]
+    kinds = set(map(str, config.values.get("architectures") or ()))  # which some share a type with others
+    found = [name for name, each in ARCHITECTURES.items() if kinds & set(each.hf_types.split())]
+    found = found or [name for name, each in ARCHITECTURES.items() if wanted & set(each.hf_types.split())]
     if found[1:] and config.values.get("use_bidirectional_attention"):
         return next(name for name in found if ARCHITECTURES[name].is_encoder)
     found = [name for name in found if not ARCHITECTURES[name].is_encoder] or found

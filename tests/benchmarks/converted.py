@@ -44,7 +44,7 @@ EXCEPTIONS = re.compile(
     r"|modern-bert\.attention\.layer_norm_rms_epsilon|nomic-bert\.attention\.(key|value)_length"
     r"|laguna\.attention\.sliding_window_pattern|mimo2\.expert_weights_(norm|scale)"
     r"|eurobert\.classifier\.pooling_type|llama-embed\.pooling_type|minicpm3\.rope\.(freq_base|scaling\..*)|afmoe\.(attention\.sliding_window_pattern|expert_weights_norm)|chatglm\.context_length"
-    r"|gemma3n\.activation_sparsity_scale|xverse\.(vocab_size|tensor_data_layout)|pangu-embedded\.(vocab_size|rope\.dimension_count)"
+    r"|orion\.tensor_data_layout|gemma3n\.activation_sparsity_scale|xverse\.(vocab_size|tensor_data_layout)|pangu-embedded\.(vocab_size|rope\.dimension_count)"
     r"|(bailingmoe2|exaone-moe)\.nextn_predict_layers|llama4\.attention\.(chunk_size|temperature_.*)|(deepseek2|kimi-linear)\.expert_weights_norm"
 )
 

@@ -413,6 +413,64 @@ def called(
     return lambda config, tensors: (config | {"model_type": model_type, "architectures": [kind]}, tensors)
 
 
+def as_bailingmoe(config: dict[str, Any], tensors: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A Granite without scales."""
+    import torch
+
+    names = {"embed_tokens": "word_embeddings", "self_attn.o_proj": "attention.dense", "router.layer": "gate"}
+    found = {}
+    for name, tensor in tensors.items():
+        for theirs, ours in names.items():
+            name = name.replace(theirs, ours).replace("block_sparse_moe", "mlp")
+        before, _, last = name.rpartition(
+            ".self_attn." if "self_attn" in name else ".mlp." if ".mlp." in name else ".shared_mlp."
+        )
+        if last == "q_proj.weight":
+            rest = (tensors[name.replace("q_proj", f"{x}_proj")] for x in "kv")
+            found[f"{before}.attention.query_key_value.weight"] = torch.cat([tensor, *rest])
+        elif "input_linear" in last or "output_linear" in last:
+            kinds = ("gate", "up") if "input_linear" in last else ("down",)
+            is_shared = "shared_mlp" in name
+            for kind, part in zip(kinds, tensor.chunk(len(kinds), 0 if is_shared else 1), strict=True):
+                for i, each in enumerate([part] if is_shared else part):
+                    module = "shared_experts" if is_shared else f"experts.{i}"
+                    found[f"{before}.mlp.{module}.{kind}_proj.weight"] = each.clone()
+        elif last not in ("k_proj.weight", "v_proj.weight"):
+            found[name] = tensor
+    more = {"num_experts": 6, "num_shared_experts": 2, "moe_intermediate_size": 48, "first_k_dense_replace": 0}
+    kind = {"model_type": "bailing_moe", "architectures": ["BailingMoeForCausalLM"], "norm_topk_prob": True}
+    kept = {
+        key: value
+        for key, value in config.items()
+        if not re.search("multiplier|scaling|local_experts|shared_inter", key)
+    }
+    return kept | kind | more, found
+
+
+def as_deci(config: dict[str, Any], tensors: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A Llama whose second layer is two, one with attention and one with an MLP, and behind it one without either."""
+    blocks, found = [(2, 6.0), (2, None), (None, 6.0), (None, None), (2, 6.0), (2, 6.0)], {}
+    for name, tensor in tensors.items():
+        if match := re.search(r"layers\.(\d+)\.", name):
+            number = int(match[1])
+            is_mlp = "mlp" in name or "post_attention" in name
+            number += 2 if number > 1 else int(number == 1 and is_mlp)
+            name = name.replace(match[0], f"layers.{number}.")
+        found[name] = tensor
+    each = [
+        {"attention": {"n_heads_in_group": n, "replace_with_linear": False}, "ffn": {"ffn_mult": part}}
+        for n, part in blocks
+    ]
+    kind = {"model_type": "nemotron-nas", "architectures": ["DeciLMForCausalLM"], "num_hidden_layers": len(blocks)}
+    return config | kind | {"block_configs": each, "head_dim": None}, found
+
+
+def as_orion(config: dict[str, Any], tensors: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A StableLM that rotates all of its heads."""
+    kind = {"model_type": "orion", "architectures": ["OrionForCausalLM"]}
+    return config | kind | {"rms_norm_eps": config["layer_norm_eps"], "layer_norm_eps": None}, tensors
+
+
 def as_hy_v4(config: dict[str, Any], tensors: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Rotated rows in pairs of neighbours, as llama.cpp turns released models; transformers turns halves."""
     n_rot, dims = config["qk_rope_head_dim"], {"q_b_proj": config["qk_nope_head_dim"] + config["qk_rope_head_dim"]}
@@ -446,12 +504,21 @@ TINY: dict[str, Tiny] = {
     "arcee": Tiny("arcee", "arcee", {"rope_parameters": YARN}),
     "bailingmoe2": Tiny("sarvam_moe", "bailingmoe2", ROUTED | {"n_shared_experts": 1}),
     "bailingmoe3": Tiny("bailing_hybrid", "bailingmoe3", LING3),
+    "bailingmoe": Tiny(
+        "granitemoeshared",
+        "bailingmoe",
+        dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_scaling"), 1.0)
+        | {"attention_multiplier": 0.25, "shared_intermediate_size": 96}
+        | LOCAL_MIXTURE,
+        release=as_bailingmoe,
+    ),
     "cohere2": Tiny("cohere2", "cohere2", WINDOW | COHERE),
     "chatglm": Tiny("glm", "chatglm", HALF_ROTATED | {"attention_bias": True}),
     "cohere2moe": Tiny("cohere2_moe", "cohere2moe", NORTH | {"rms_norm_eps": None}),
     "cohere2moe-rms": Tiny("cohere2_moe", "cohere2moe", NORTH | {"num_shared_experts": 0, "norm_topk_prob": True}),
     "command-r": Tiny("cohere", "command-r", COHERE | {"rope_parameters": LINEAR}),
     "dbrx": Tiny("dbrx", "dbrx", DBRX),
+    "deci": Tiny("llama", "deci", {"intermediate_size": 256, "rope_parameters": LLAMA3}, release=as_deci),
     "deepseek-v2": Tiny(
         "deepseek_v2",
         "deepseek2",
@@ -692,6 +759,12 @@ TINY: dict[str, Tiny] = {
         WINDOW | {"rope_parameters": {"sliding_attention": PLAIN_ROPE, "full_attention": YARN}},
     ),
     "olmoe": Tiny("olmoe", "olmoe", LOCAL_MIXTURE | {"num_key_value_heads": 4}),
+    "orion": Tiny(
+        "stablelm",
+        "orion",
+        {"rope_parameters": PLAIN_ROPE | {"partial_rotary_factor": 1.0}, "rms_norm_eps": None},
+        release=as_orion,
+    ),
     "paddleocr": Tiny("paddleocr_vl", "paddleocr", PADDLEOCR, auto="PaddleOCRVLForConditionalGeneration"),
     "pangu-embedded": Tiny(
         "llama",
