@@ -56,9 +56,6 @@ TYPE_CHECKING = False
 
 if TYPE_CHECKING:
     from localllm.chat import ChatTemplate as ChatTemplate
-    from localllm.completion import Chunk as Chunk
-    from localllm.completion import Completion as Completion
-    from localllm.completion import Stream as Stream
     from localllm.engine.drafting import Drafts as Drafts
     from localllm.engine.request import Timings as Timings
     from localllm.engine.request import Usage as Usage
@@ -84,24 +81,27 @@ if TYPE_CHECKING:
     from localllm.errors import TokenizerError as TokenizerError
     from localllm.errors import UnsupportedArchitectureError as UnsupportedArchitectureError
     from localllm.errors import UsageError as UsageError
+    from localllm.generation.completion import Chunk as Chunk
+    from localllm.generation.completion import Completion as Completion
+    from localllm.generation.completion import Stream as Stream
+    from localllm.generation.scoring import Score as Score
     from localllm.gguf import GGUFFile as GGUFFile
-    from localllm.info import ModelInfo as ModelInfo
     from localllm.llm import LLM as LLM
     from localllm.llm import load as load
-    from localllm.options import Options as Options
+    from localllm.loading.info import ModelInfo as ModelInfo
+    from localllm.options.keywords import Options as Options
     from localllm.sampling import Choice as Choice
     from localllm.sampling import Sampling as Sampling
-    from localllm.scoring import Score as Score
     from localllm.tokenizer import Tokenizer as Tokenizer
 
 
 #: The module that each public name comes from.  There is no __all__: help() would print every class in full.
 _HOMES = {
     "Choice": "sampling",
-    "Chunk": "completion",
+    "Chunk": "generation.completion",
     "ChatTemplate": "chat",
     "ClosedError": "errors",
-    "Completion": "completion",
+    "Completion": "generation.completion",
     "ContextLengthError": "errors",
     "DeviceError": "errors",
     "DeviceLostError": "errors",
@@ -115,18 +115,18 @@ _HOMES = {
     "LLM": "llm",
     "LocalLLMError": "errors",
     "ModelError": "errors",
-    "ModelInfo": "info",
+    "ModelInfo": "loading.info",
     "ModelNotFoundError": "errors",
     "OutputError": "errors",
     "NotEnoughMemoryError": "errors",
-    "Options": "options",
+    "Options": "options.keywords",
     "PromptCacheError": "errors",
     "QueueFullError": "errors",
     "Sampling": "sampling",
-    "Score": "scoring",
+    "Score": "generation.scoring",
     "SettingsError": "errors",
     "StoreError": "errors",
-    "Stream": "completion",
+    "Stream": "generation.completion",
     "TemplateError": "errors",
     "Timings": "engine.request",
     "Tokenizer": "tokenizer",
@@ -148,7 +148,7 @@ def _end() -> None:
 def __getattr__(name: str) -> object:
     home = _HOMES.get(name)
     if home is None:
-        from localllm.habits import THEIR_NAMES, no_attribute
+        from localllm.options.foreign_names import THEIR_NAMES, no_attribute
 
         raise no_attribute("module 'localllm'", name, THEIR_NAMES)
     # Imported here, so that it is not among the package's names.

@@ -23,18 +23,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Never, Self, TypeVar
 
 from localllm.chat import CHATML
-from localllm.checks import check_keywords, mappings, whole_number
-from localllm.completion import Chunk, Completion, Stream
-from localllm.devices import gpu_memory
 from localllm.errors import Argument, ContextLengthError, LocalLLMError, ModelNotFoundError, UsageError, warn
 from localllm.files import read_text
+from localllm.generation.completion import Chunk, Completion, Stream
 from localllm.gguf import GGUFFile
-from localllm.habits import THEIR_METHODS, no_attribute
 from localllm.kernels.graph import CacheType
 from localllm.library.find import find_cached, trained_context
 from localllm.library.names import HubName
 from localllm.library.pull import pull
 from localllm.llm import LLM, load, model_file
+from localllm.loading.devices import gpu_memory
+from localllm.options.checks import check_keywords, mappings, whole_number
+from localllm.options.foreign_names import THEIR_METHODS, no_attribute
 from localllm.sampling import Choice
 from localllm.tokenizer.stream import TextOffsets
 

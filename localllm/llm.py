@@ -16,9 +16,6 @@ from typing import TYPE_CHECKING, Any, Literal, Never, Self, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
-from localllm.checks import check_keywords, mappings, text, token_ids, whole_number
-from localllm.completion import Completion, Stream
-from localllm.declared_options import GRAMMARS, CheckedOptions, LoadOptions, declared, describes
 from localllm.engine.engine import MAX_WAITING, STEP_S, Counts, Engine
 from localllm.engine.pictures import NO_PICTURES, Picture, Pictures, Placed, text_ids
 from localllm.engine.request import Request
@@ -32,17 +29,20 @@ from localllm.errors import (
     warn,
 )
 from localllm.files import expanded
-from localllm.habits import THEIR_LOAD, THEIR_METHODS, no_attribute
-from localllm.info import ModelInfo
+from localllm.generation.completion import Completion, Stream
+from localllm.generation.scoring import Score, last_logits, scores
 from localllm.kernels import process
 from localllm.kernels.cpu.host import available_memory
 from localllm.kernels.graph import CacheType
-from localllm.loading import Parts, check_adapters, compile_template, load_parts
-from localllm.option_types import LoadProgress, SplitMode
-from localllm.options import Options
-from localllm.progress import LoadPlan, default_progress
+from localllm.loading.info import ModelInfo
+from localllm.loading.load import Parts, check_adapters, compile_template, load_parts
+from localllm.loading.progress import LoadPlan, default_progress
+from localllm.options.checks import check_keywords, mappings, text, token_ids, whole_number
+from localllm.options.declared import GRAMMARS, CheckedOptions, LoadOptions, declared, describes
+from localllm.options.foreign_names import THEIR_LOAD, THEIR_METHODS, no_attribute
+from localllm.options.keywords import Options
+from localllm.options.types import LoadProgress, SplitMode
 from localllm.sampling import Sampling, make_sampler
-from localllm.scoring import Score, last_logits, scores
 from localllm.tokenizer import Tokenizer
 from localllm.tokenizer.stream import StreamDecoder
 
@@ -50,8 +50,8 @@ from localllm.tokenizer.stream import StreamDecoder
 if TYPE_CHECKING:
     from localllm.chat import ChatTemplate
     from localllm.chat.conversation import Image, Message
+    from localllm.loading.vision import Encoder
     from localllm.sampling.grammar import Constraint, Grammars
-    from localllm.vision import Encoder
 
     #: Messages of a chat, as OpenAI's API has them or in the form of `localllm.chat.conversation`.
     Messages = Sequence[Message | Mapping[str, object]]
@@ -145,7 +145,7 @@ def model_file(name: Any, *, demo_is_a_file: bool = False) -> Any:
     # Imported here: most name a file.
     from localllm.library.find import model_path
     from localllm.library.listing import demo_model
-    from localllm.settings import load_settings
+    from localllm.options.settings import load_settings
 
     found = model_path(os.path.expanduser(name), load_settings().model_folders)
     demo = demo_model() if found is None and demo_is_a_file else None

@@ -1,6 +1,7 @@
 """Writes what is written from declarations: ``python -m tests.cli_reference``.
 
-These are docs/cli.md, from the commands, and localllm/options.py's keywords of sampling, from the table of options.
+These are docs/cli.md, from the commands, and the keywords of sampling in localllm/options/keywords.py, from the table
+of options.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from localllm.cli.commands.config import VARIABLES
 from localllm.cli.flags import ABSENT, NO_EFFECT, OTHER_COMMANDS, SAME
 from localllm.cli.parser import Parser, command_aliases, command_names, main_parser, parser_of
-from localllm.declared_options import Sampling, declared
+from localllm.options.declared import Sampling, declared
 from tests.helpers.data import ROOT
 
 PATH = ROOT / "docs" / "cli.md"
-KEYWORDS = ROOT / "localllm" / "options.py"
+KEYWORDS = ROOT / "localllm" / "options" / "keywords.py"
 
 HEAD = """\
 # The command line

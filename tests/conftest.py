@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from localllm.settings import CONFIG_VARIABLE
+from localllm.options.settings import CONFIG_VARIABLE
 from tests.helpers.windows import windows as windows
 
 # NumPy, which is imported after this, then computes in the calling thread: with threads of its own it hangs where a

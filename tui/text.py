@@ -15,8 +15,8 @@ from markdown_it import MarkdownIt
 from markdown_it.rules_core import StateCore
 
 from localllm.console import visible, visible_line
-from localllm.declared_options import in_flags
 from localllm.errors import Argument, LocalLLMError
+from localllm.options.declared import in_flags
 from localllm.tui.chat.settings import READERS
 
 #: The key that selects a message, in words and in the footer.  macOS keeps Ctrl+Up for its own.

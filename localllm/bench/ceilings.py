@@ -10,10 +10,10 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 from localllm.bench.work import Test, Work
-from localllm.info import ModelInfo
 from localllm.kernels.cpu.host import available_memory
 from localllm.kernels.cpu.roofline import Roofline
 from localllm.kernels.cpu.target import choose
+from localllm.loading.info import ModelInfo
 
 #: Bytes that a test of the bandwidth reads at most, and the part of the free memory that it takes at most.
 _MAX_READ, _PART_OF_MEMORY = 1 << 30, 4

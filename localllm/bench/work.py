@@ -10,13 +10,13 @@ from typing import Self
 
 import numpy as np
 
-from localllm.checks import whole_number
 from localllm.errors import UsageError
 from localllm.gguf import GGUFFile
-from localllm.info import ModelInfo
 from localllm.kernels.cpu.tiles import TILES
 from localllm.kernels.graph import Attention, Weight
+from localllm.loading.info import ModelInfo
 from localllm.models.registry import read_model
+from localllm.options.checks import whole_number
 from localllm.quant.repack import repack_target
 
 

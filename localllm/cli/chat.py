@@ -18,17 +18,17 @@ from localllm.cli.commands.generate import describe, generation_options, load_mo
 from localllm.cli.defaults import settle
 from localllm.cli.interrupt import INTERRUPTED
 from localllm.console import LoadStatus, is_terminal, say, short_count, visible_line, warn
-from localllm.declared_options import CheckedOptions
-from localllm.devices import gpu_memory
 from localllm.errors import LocalLLMError, StoreError, UsageError
 from localllm.kernels.cpu.host import available_memory
 from localllm.library.find import model_path
 from localllm.library.listing import demo_model, find_models, read_details
 from localllm.llm import LLM
-from localllm.loading import check_file
-from localllm.option_types import LoadProgress
-from localllm.progress import LoadPlan
-from localllm.settings import Settings
+from localllm.loading.devices import gpu_memory
+from localllm.loading.load import check_file
+from localllm.loading.progress import LoadPlan
+from localllm.options.declared import CheckedOptions
+from localllm.options.settings import Settings
+from localllm.options.types import LoadProgress
 from localllm.tui.chat import settings as chat_settings
 from localllm.tui.chat.context import ChatModel
 from localllm.tui.chat.conversation import Conversation

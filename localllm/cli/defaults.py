@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from localllm.console import warn
-from localllm.declared_options import LoadOptions, declared
 from localllm.errors import ModelNotFoundError, UsageError
 from localllm.files import read_text
-from localllm.settings import Settings, load_settings, settings_path
+from localllm.options.declared import LoadOptions, declared
+from localllm.options.settings import Settings, load_settings, settings_path
 
 #: The settings that stand for flags of the same names, wherever a command has these.
 _FOR_FLAGS = ("model", *(name for name, option in declared(LoadOptions).items() if option.is_kept))
@@ -55,7 +55,7 @@ def _ignore_layers(arguments: argparse.Namespace) -> None:
     device = str(given.get("device"))
     for name, flag in (("n_gpu_layers", "-ngl"), ("tensor_split", "--tensor-split"), ("split_mode", "-sm")):
         if given.get(name) and not device.lower().startswith(("cuda", "gpu")):
-            from localllm.devices import gpu_memory  # imported here: most command lines name no layers
+            from localllm.loading.devices import gpu_memory  # imported here: most command lines name no layers
 
             if not gpu_memory(device):
                 setattr(arguments, name, None)

@@ -9,7 +9,7 @@ from typing import Any
 
 from localllm.cli.parser import command_aliases, command_names, parser_of
 from localllm.errors import UsageError
-from localllm.habits import each
+from localllm.options.foreign_names import each
 from localllm.shell import join_command
 
 _WHOLE_LAYERS = "a model is split by layers, see -ngl and --tensor-split; leave it out"

@@ -24,7 +24,6 @@ from localllm.cli.flags import in_our_command, in_our_flags, take_words
 from localllm.cli.interrupt import INTERRUPTED, end_at_once
 from localllm.cli.parser import command_of, main_parser, parser_of
 from localllm.console import discard, is_terminal, prepare_streams, say, visible_line, warn
-from localllm.declared_options import in_flags
 from localllm.errors import (
     DeviceError,
     GGUFError,
@@ -34,6 +33,7 @@ from localllm.errors import (
     UsageError,
 )
 from localllm.kernels.cpu.host import MIN_ADDRESS_SPACE, address_space_limit, memory_advice
+from localllm.options.declared import in_flags
 
 DONE, FAILED, BAD_USAGE = 0, 1, 2
 #: What a shell reports of a program that wrote into a closed pipe (128 + SIGPIPE).

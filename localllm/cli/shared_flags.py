@@ -18,11 +18,11 @@ from localllm.cli.values import (
     token_limit,
     whole,
 )
-from localllm.declared_options import SWITCH, CheckedOptions, LoadOptions, Sampling, declared, default_text, flags_of
+from localllm.options.declared import SWITCH, CheckedOptions, LoadOptions, Sampling, declared, default_text, flags_of
 
 
 def options(cls: type, *names: str, **more: Any) -> list[Flag]:
-    """Flags of options that `localllm.declared_options` has; without names all that have a flag.
+    """Flags of options that `localllm.options.declared` has; without names all that have a flag.
 
     What is not given is None for those of `LoadOptions`, which the settings file may have, and left out for the rest.
     """

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from localllm.declared_options import Option
 from localllm.errors import UsageError
+from localllm.options.declared import Option
 
 
 def model_file(text: str) -> str:

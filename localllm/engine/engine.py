@@ -24,7 +24,6 @@ from typing import Never, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from localllm.checks import in_vocabulary
 from localllm.engine.cache import PagedCache
 from localllm.engine.choosers import Choosers
 from localllm.engine.drafting.cost import StepCost
@@ -39,6 +38,7 @@ from localllm.errors import ClosedError, ContextLengthError, QueueFullError, Usa
 from localllm.kernels import process
 from localllm.kernels.backend import TopK
 from localllm.kernels.process import Process
+from localllm.options.checks import in_vocabulary
 from localllm.sampling import Choice, Sampler
 
 #: Requests that run at once, and that wait, at most.

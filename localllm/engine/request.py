@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from localllm.engine.cache import CachedSequence
 from localllm.engine.drafting import Drafter, Drafts
 from localllm.engine.pictures import NO_PICTURES, Embeddings, Pictures
-from localllm.option_types import DEFAULT_DRAFTS, Priority
+from localllm.options.types import DEFAULT_DRAFTS, Priority
 from localllm.sampling import Choice, Sampler
 
 #: Why a request ended: the model or a stop string ended its text; it reached ``max_tokens`` or the end of the

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from localllm.checks import as_int
 from localllm.errors import UsageError, path_text
 from localllm.evaluate.perplexity import Estimate
 from localllm.files import read_text
 from localllm.llm import LLM
+from localllm.options.checks import as_int
 from localllm.parallel import in_order
 
 #: Questions that are under way at once.

@@ -20,11 +20,11 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from localllm.checks import whole_number
 from localllm.errors import UsageError
 from localllm.evaluate.base_logits import BaseLogits, BaseLogitsWriter, packed, rows_of_chunk
 from localllm.files import read_text
 from localllm.llm import LLM
+from localllm.options.checks import whole_number
 from localllm.parallel import in_order
 from localllm.quant.bits import Floats
 

@@ -14,8 +14,8 @@ from typing import Any
 
 from localllm.errors import GGUFError, LocalLLMError
 from localllm.gguf import GGUFFile
-from localllm.info import file_type_name
 from localllm.kernels.code_cache import cache_root, write_aside
+from localllm.loading.info import file_type_name
 from localllm.version import __version__
 
 #: To be raised when `Details` mean something else than before.
@@ -139,12 +139,12 @@ def _text(file: GGUFFile, key: str) -> str | None:
 def _memory(file: GGUFFile) -> dict[str, Any]:
     """The context that a model gets, and what it then takes."""
     # Imported here: a file that is remembered needs neither models nor numba.
-    from localllm.devices import Device
     from localllm.kernels.cpu.backend import CPUBackend
     from localllm.kernels.cpu.host import default_threads
-    from localllm.loading import check_runs
+    from localllm.loading.devices import Device
+    from localllm.loading.load import check_runs
+    from localllm.loading.placement import MIN_CONTEXT, SHORT_CONTEXT, Planner
     from localllm.models.registry import read_model
-    from localllm.placement import MIN_CONTEXT, SHORT_CONTEXT, Planner
 
     check_runs(file)
     model = read_model(file)

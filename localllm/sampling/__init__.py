@@ -1,7 +1,7 @@
 """How the next token is chosen from the logits."""
 
-from localllm.declared_options import Sampling
-from localllm.option_types import LogitsProcessor
+from localllm.options.declared import Sampling
+from localllm.options.types import LogitsProcessor
 from localllm.sampling.sampler import (
     Choice,
     Sampler,

@@ -29,7 +29,7 @@ from localllm.sampling.json_schema import held_schema
 from localllm.sampling.penalties import Logits
 
 if TYPE_CHECKING:
-    from localllm.declared_options import Sampling
+    from localllm.options.declared import Sampling
     from localllm.tokenizer import Tokenizer
 
 #: Tokens that may spell the beginning of one text.

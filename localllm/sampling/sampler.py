@@ -25,10 +25,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from localllm.checks import in_vocabulary
-from localllm.declared_options import Sampling
 from localllm.errors import Argument, LocalLLMError, ModelError, UsageError
-from localllm.option_types import LogitsProcessor
+from localllm.options.checks import in_vocabulary
+from localllm.options.declared import Sampling
+from localllm.options.types import LogitsProcessor
 from localllm.sampling import candidates as steps
 from localllm.sampling.candidates import Candidates, IntArray, Mirostat2
 from localllm.sampling.penalties import DryPenalty, History, Logits, RepetitionPenalties, SequenceBreakers

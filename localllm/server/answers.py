@@ -26,11 +26,11 @@ from localllm.chat.calls import Tools, calls_grammar, choose_tools
 from localllm.chat.calls import call_schema as _call_schema
 from localllm.chat.conversation import Message, ToolCall
 from localllm.chat.rendering import described_tools
-from localllm.completion import Chunk, Stream
-from localllm.declared_options import CheckedOptions, Sampling, declared
 from localllm.engine.request import FinishReason, Timings, Usage
 from localllm.errors import Argument, ClosedError, UsageError
+from localllm.generation.completion import Chunk, Stream
 from localllm.llm import LLM
+from localllm.options.declared import CheckedOptions, Sampling, declared
 from localllm.sampling import Choice
 from localllm.server.http import HTTPError, unless_gone
 from localllm.server.models import Models, ServedModel
@@ -66,7 +66,7 @@ class LoraShare(msgspec.Struct):
 #: Options of a call that requests do not set, or not as plain values.
 _NOT_FIELDS = ("logprobs", "overflow", "speculate", "draft_max")
 
-#: The other options that `localllm.declared_options` has: each is a field, by its name or by a dialect's own.
+#: The other options that `localllm.options.declared` has: each is a field, by its name or by a dialect's own.
 _OPTIONS = {
     name: option
     for cls in (Sampling, CheckedOptions)

@@ -14,8 +14,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from localllm.chat.conversation import Message, read_message, read_parts
-from localllm.completion import Chunk
 from localllm.engine.request import Usage
+from localllm.generation.completion import Chunk
 from localllm.server.answers import Answer, Ask, Desk, Generation, Reply, begun_reply, constrain, offer_tools
 from localllm.server.http import EventStream, HTTPError, decode, event, json_response, unless_gone
 from localllm.server.openai import new_id

@@ -24,7 +24,6 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from localllm.declared_options import LoadOptions, declared, in_flags
 from localllm.errors import (
     Argument,
     ClosedError,
@@ -36,6 +35,7 @@ from localllm.errors import (
     TokenizerError,
     UsageError,
 )
+from localllm.options.declared import LoadOptions, declared, in_flags
 from localllm.server.models import LoadError, UnknownModelError
 
 _T = TypeVar("_T")

@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 from localllm.console import is_terminal
 from localllm.errors import UsageError, path_text
-from localllm.settings import settings_path
+from localllm.options.settings import settings_path
 
 #: Documentation's network (RFC 5737): nothing is sent there, but the system says which way it would go.
 _ELSEWHERE = ("192.0.2.1", 9)

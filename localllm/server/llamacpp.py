@@ -19,10 +19,10 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from localllm.chat.conversation import read_messages
-from localllm.completion import Chunk
-from localllm.declared_options import Sampling, declared
 from localllm.errors import OutputError, PromptCacheError, path_text
+from localllm.generation.completion import Chunk
 from localllm.llm import LLM
+from localllm.options.declared import Sampling, declared
 from localllm.sampling import Choice
 from localllm.server.answers import (
     MAX_REPLIES,

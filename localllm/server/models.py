@@ -15,7 +15,7 @@ from localllm.errors import ClosedError, LocalLLMError, NotEnoughMemoryError
 from localllm.library.demo import demo_path
 from localllm.library.details import Details, DetailsReader
 from localllm.llm import LLM
-from localllm.option_types import LoadProgress
+from localllm.options.types import LoadProgress
 
 _T = TypeVar("_T")
 
@@ -214,7 +214,7 @@ class Models:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
 
     def _report(self, served: ServedModel, stage: str, done: int, total: int) -> None:
-        """How far loading is (`localllm.progress.LoadProgress`).
+        """How far loading is (`localllm.loading.progress.LoadProgress`).
 
         Raises:
             ClosedError: the server stops meanwhile.

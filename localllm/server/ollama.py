@@ -21,7 +21,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from localllm.chat.conversation import Image, Message, ToolCall, decoded, read_message
-from localllm.completion import Chunk
+from localllm.generation.completion import Chunk
 from localllm.llm import LLM
 from localllm.server.answers import (
     Answer,

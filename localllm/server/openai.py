@@ -19,8 +19,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from localllm.chat.conversation import ToolCall, read_messages
-from localllm.completion import Chunk
 from localllm.engine.request import Timings, Usage
+from localllm.generation.completion import Chunk
 from localllm.llm import LLM
 from localllm.sampling import Choice
 from localllm.server.answers import (

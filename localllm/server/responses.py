@@ -20,8 +20,8 @@ from starlette.responses import Response
 
 from localllm.chat.conversation import Image, Message, ToolCall, read_calls, read_message
 from localllm.chat.reply import CallDelta
-from localllm.completion import Chunk
 from localllm.engine.request import Usage
+from localllm.generation.completion import Chunk
 from localllm.sampling import Choice
 from localllm.server.answers import Answer, Ask, Desk, Generation, Reply, begun_reply, constrain, offer_tools
 from localllm.server.http import EventStream, HTTPError, decode, event, json_response, unless_gone

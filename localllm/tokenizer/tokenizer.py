@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
-from localllm import checks
 from localllm.cancellation import check_cancelled
 from localllm.errors import TokenizerError, quoted, warn
 from localllm.kernels import process
+from localllm.options import checks
 from localllm.tokenizer.encoders import BYTE_CHARACTERS, make_encoder
 from localllm.tokenizer.pretokenizers import TokenizerWarning
 from localllm.tokenizer.vocabulary import BPE, SPM, MetadataFile, TokenType, Vocabulary, as_token_id

@@ -16,8 +16,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from localllm.checks import as_int
 from localllm.errors import TokenizerError, path_text, quoted
+from localllm.options.checks import as_int
 from localllm.tokenizer import pretokenizers
 from localllm.tokenizer.pretokenizers import PreTokenizer
 

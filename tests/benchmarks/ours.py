@@ -13,10 +13,10 @@ from typing import Self
 import localllm
 from localllm.bench.work import Test, Work
 from localllm.gguf import GGUFFile
-from localllm.info import ModelInfo
 from localllm.kernels.cpu.roofline import DOTS, Roofline
 from localllm.kernels.cpu.tiles import TILES
 from localllm.kernels.graph import CacheType, Weight
+from localllm.loading.info import ModelInfo
 from localllm.quant.repack import repack_target
 from tests.benchmarks.results import FLOAT_FORMATS, FLOAT_TOLERANCE, QUANTISED_TOLERANCE, Array
 

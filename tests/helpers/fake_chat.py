@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from localllm.completion import Chunk
-from localllm.declared_options import CheckedOptions
 from localllm.engine.request import FinishReason, Timings, Usage
 from localllm.errors import ContextLengthError
+from localllm.generation.completion import Chunk
+from localllm.options.declared import CheckedOptions
 from localllm.tui.chat.conversation import Conversation, Message
 from localllm.tui.chat.events import Event, Turn
 

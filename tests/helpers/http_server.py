@@ -14,9 +14,9 @@ from typing import Any
 import httpx
 import numpy as np
 
-from localllm.declared_options import LoadOptions
 from localllm.llm import LLM
-from localllm.loading import load_parts
+from localllm.loading.load import load_parts
+from localllm.options.declared import LoadOptions
 from localllm.server.app import App
 from localllm.server.http import Limits
 from localllm.server.models import Loader, Models

@@ -6,8 +6,8 @@ import pickle
 
 import pytest
 
-from localllm.declared_options import in_flags
 from localllm.errors import Argument, ContextLengthError, Notice, UsageError
+from localllm.options.declared import in_flags
 
 
 def test_an_error_is_told_in_each_front_ends_words() -> None:

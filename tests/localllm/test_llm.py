@@ -37,8 +37,8 @@ from localllm.errors import (
 )
 from localllm.kernels.cuda import installation
 from localllm.llm import truncate, without_turns
-from localllm.loading import LoadOptions
-from localllm.options import SamplingOptions
+from localllm.loading.load import LoadOptions
+from localllm.options.keywords import SamplingOptions
 from localllm.sampling import LogitsProcessor
 from tests.helpers.data import ROOT, shared_data
 from tests.helpers.devices import DEVICES
@@ -907,7 +907,7 @@ def test_without_a_path_the_demo_model_is_loaded(device: str) -> None:
 
 
 def test_an_installation_without_the_demo_model_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("localllm.loading.resources.files", lambda package: tmp_path)
+    monkeypatch.setattr("localllm.loading.load.resources.files", lambda package: tmp_path)
     with pytest.raises(UsageError, match="no demo model"):
         localllm.load()
 
@@ -918,7 +918,7 @@ def test_memory_that_runs_out_while_loading(tiny_path: Path, monkeypatch: pytest
         def fail(*_: object, error: Exception = error, **__: object) -> None:
             raise error
 
-        monkeypatch.setattr("localllm.placement.Planner.load", fail)
+        monkeypatch.setattr("localllm.loading.placement.Planner.load", fail)
         with pytest.raises(NotEnoughMemoryError, match="ran out"):
             localllm.load(tiny_path, device="reference")
 
@@ -929,8 +929,8 @@ def test_a_context_beyond_all_memory_is_refused(tiny_path: Path, device: str) ->
 
 
 def test_too_little_memory_is_said_before_loading(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("localllm.loading.available_memory", lambda: 1 << 20)
-    monkeypatch.setattr("localllm.placement.Planner.load", lambda *a, **k: pytest.fail("weights were loaded"))
+    monkeypatch.setattr("localllm.loading.load.available_memory", lambda: 1 << 20)
+    monkeypatch.setattr("localllm.loading.placement.Planner.load", lambda *a, **k: pytest.fail("weights were loaded"))
     with pytest.raises(NotEnoughMemoryError, match="GB"):
         localllm.load(tiny_path, device="reference")
 

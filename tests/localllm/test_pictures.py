@@ -11,13 +11,13 @@ import pytest
 import localllm
 from localllm import Sampling
 from localllm.chat.reply import ReplyParser
-from localllm.declared_options import CheckedOptions
 from localllm.engine.engine import Engine
 from localllm.engine.pictures import Embeddings, Picture, Pictures, Placed
 from localllm.engine.runner import ModelRunner
 from localllm.gguf import GGUFFile
 from localllm.kernels.reference import ReferenceBackend
 from localllm.models.registry import read_model
+from localllm.options.declared import CheckedOptions
 from tests.helpers.tiny_models import tiny_gguf
 
 

@@ -13,12 +13,12 @@ import pytest
 
 import localllm
 from localllm import LLM, Completion, Sampling
-from localllm.declared_options import CheckedOptions
 from localllm.engine.drafting import Drafts
 from localllm.engine.drafting.cost import StepCost
 from localllm.engine.engine import EngineLoop
 from localllm.errors import ClosedError, NotEnoughMemoryError, UsageError
-from localllm.option_types import MAX_DRAFTS
+from localllm.options.declared import CheckedOptions
+from localllm.options.types import MAX_DRAFTS
 from tests.helpers.data import shared_data
 from tests.helpers.devices import DEVICES
 from tests.helpers.engines import in_engine, n_requests
@@ -368,10 +368,12 @@ def test_which_of_both_models_does_not_fit_is_said_before_one_is_loaded(
         assert llm.info.draft is not None
         large, small = llm.info.placement.total, llm.info.draft.placement.total
     assert small < large
-    monkeypatch.setattr("localllm.placement.Planner.load", lambda *_, **__: pytest.fail("weights were loaded"))
+    monkeypatch.setattr(
+        "localllm.loading.placement.Planner.load", lambda *_, **__: pytest.fail("weights were loaded")
+    )
 
     def fails_with(available: int, path: Path, draft: Path, words: str) -> None:
-        monkeypatch.setattr("localllm.loading.available_memory", lambda: available)
+        monkeypatch.setattr("localllm.loading.load.available_memory", lambda: available)
         with pytest.raises(NotEnoughMemoryError, match=words):
             localllm.load(path, device="reference", context=96, draft_model=draft)
 
@@ -381,7 +383,7 @@ def test_which_of_both_models_does_not_fit_is_said_before_one_is_loaded(
     fails_with(large, tiny_path, small_path, leave_out.format("small"))
     fails_with(large + small - 1, tiny_path, small_path, leave_out.format("small"))
     monkeypatch.undo()
-    monkeypatch.setattr("localllm.loading.available_memory", lambda: large + small)
+    monkeypatch.setattr("localllm.loading.load.available_memory", lambda: large + small)
     localllm.load(tiny_path, device="reference", context=96, draft_model=small_path).close()
 
 

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 import localllm
-from localllm.devices import Device, cuda_indices, open_devices
 from localllm.errors import DeviceError, NotEnoughMemoryError, UsageError
 from localllm.kernels.cuda import installation
 from localllm.llm import LLM
+from localllm.loading.devices import Device, cuda_indices, open_devices
 from localllm.quant.types import GGMLType
 from tests.helpers import tiny_models
 from tests.helpers.command_line import run_main
@@ -63,7 +63,7 @@ class Machine:
 @pytest.fixture(autouse=True)
 def gpus_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of a `Machine`: without any, flags for them would change nothing."""
-    monkeypatch.setattr("localllm.devices.gpu_memory", lambda name: 0 if name == "cpu" else 1 << 30)
+    monkeypatch.setattr("localllm.loading.devices.gpu_memory", lambda name: 0 if name == "cpu" else 1 << 30)
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., LLM]]:
     opened: list[LLM] = []
 
     def load_on(machine: Machine, path: Path, **options: Any) -> LLM:
-        monkeypatch.setattr("localllm.loading.open_devices", machine)
+        monkeypatch.setattr("localllm.loading.load.open_devices", machine)
         opened.append(localllm.load(path, **options))
         return opened[-1]
 
@@ -221,8 +221,8 @@ def test_the_plan_without_loading(
     path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
     machine = Machine(ReferenceOps, 1 << 40)
-    monkeypatch.setattr("localllm.loading.open_devices", machine)
-    monkeypatch.setattr("localllm.placement.Planner.load", None)
+    monkeypatch.setattr("localllm.loading.load.open_devices", machine)
+    monkeypatch.setattr("localllm.loading.placement.Planner.load", None)
     outcome = run_main(capfdbinary, "inspect", path, "--plan", "-ngl", 2, "-c", 64)
     assert (outcome.code, outcome.err) == (0, "")
     lines = outcome.out.splitlines()
@@ -249,7 +249,7 @@ def test_the_plan_without_loading(
 def test_a_plan_that_leaves_something_to_be_desired(
     path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
-    monkeypatch.setattr("localllm.loading.open_devices", Machine(ReferenceOps, 1000))
+    monkeypatch.setattr("localllm.loading.load.open_devices", Machine(ReferenceOps, 1000))
     outcome = run_main(capfdbinary, "inspect", path, "--plan")
     assert outcome.code == 0
     assert "warning: the GPU has room for no layer" in outcome.err
@@ -267,7 +267,7 @@ def test_the_plan_is_printed_before_anything_is_loaded(
     def load_model(*_: Any, **__: Any) -> None:
         raise NotEnoughMemoryError("nothing is loaded here")
 
-    monkeypatch.setattr("localllm.placement.Planner.load", load_model)
+    monkeypatch.setattr("localllm.loading.placement.Planner.load", load_model)
     generate = ("generate", "-m", path, "-p", "the", "-c", 64)
     for machine, flags, said in (
         (Machine(ReferenceOps, 1 << 40), (), "on device 0"),
@@ -276,7 +276,7 @@ def test_the_plan_is_printed_before_anything_is_loaded(
         (Machine(ReferenceOps, 1 << 40), ("--quiet",), None),
         (Machine(ReferenceOps), (), None),
     ):
-        monkeypatch.setattr("localllm.loading.open_devices", machine)
+        monkeypatch.setattr("localllm.loading.load.open_devices", machine)
         outcome = run_main(capfdbinary, *generate, *flags)
         assert outcome.code == 1
         assert ("the plan, with 64 tokens of context:" in outcome.err) == (said is not None)
@@ -284,7 +284,7 @@ def test_the_plan_is_printed_before_anything_is_loaded(
 
 
 def test_flags(path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
-    monkeypatch.setattr("localllm.loading.open_devices", Machine(ReferenceOps, 1 << 40, 1 << 40))
+    monkeypatch.setattr("localllm.loading.load.open_devices", Machine(ReferenceOps, 1 << 40, 1 << 40))
     generate = ("generate", "-m", path, "-p", "the", "-n", 3, "--temp", 0, "-c", 64)
     expected = run_main(capfdbinary, *generate, "-ngl", 0)
     assert "host (kernels of host)" in expected.err

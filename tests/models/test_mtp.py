@@ -20,7 +20,7 @@ from localllm.gguf import GGUFFile
 from localllm.kernels.backend import HostOutput
 from localllm.kernels.cpu.weights import WeightLoader
 from localllm.kernels.reference import ReferenceBackend
-from localllm.loading import LoadOptions, plan_file
+from localllm.loading.load import LoadOptions, plan_file
 from localllm.models.registry import read_model
 from localllm.quantize import plan as quantization_plan
 from localllm.quantize import run

@@ -12,13 +12,13 @@ import pytest
 
 import localllm
 from localllm.convert import Checkpoint
-from localllm.declared_options import LoadOptions
 from localllm.errors import ModelError
 from localllm.gguf import GGUFFile
 from localllm.kernels.graph import Matrix
-from localllm.loading import plan_file
+from localllm.loading.load import plan_file
 from localllm.models.registry import read_model
 from localllm.models.weights import Weights, split_rows
+from localllm.options.declared import LoadOptions
 from localllm.quant.formats import dequantize
 from localllm.quant.types import GGMLType
 from tests.helpers import tiny_models

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from localllm.option_types import LoadProgress
+from localllm.options.types import LoadProgress
 from localllm.tui import app
 from localllm.tui.app import ChatApp
 from localllm.tui.key_buffer import KeyBuffer

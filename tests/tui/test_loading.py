@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import pytest
 
 from localllm.errors import ModelNotFoundError, NotEnoughMemoryError
-from localllm.option_types import LoadProgress
+from localllm.options.types import LoadProgress
 from localllm.tui.app import ChatApp
 from localllm.tui.chat.conversation import Conversation, Message
 from localllm.tui.setup import ModelEntry

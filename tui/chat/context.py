@@ -14,9 +14,9 @@ from localllm.tui.chat.events import Choice
 
 if TYPE_CHECKING:
     from localllm.chat import ChatTemplate
-    from localllm.completion import Stream
-    from localllm.info import ModelInfo
-    from localllm.options import Options
+    from localllm.generation.completion import Stream
+    from localllm.loading.info import ModelInfo
+    from localllm.options.keywords import Options
 
 #: A message as `LLM.chat` takes it, and several.
 Sent = dict[str, Any]

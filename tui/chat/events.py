@@ -12,7 +12,7 @@ from localllm.tui.chat.conversation import Message
 from localllm.tui.chat.tools import Permission
 
 if TYPE_CHECKING:
-    from localllm.completion import Stream
+    from localllm.generation.completion import Stream
 
 #: What can be done where the context is full: leave out the oldest turns, put a summary in their place, or nothing.
 Choice = Literal["drop", "summarise", "stop"]

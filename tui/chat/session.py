@@ -32,7 +32,7 @@ from localllm.tui.storage.chats import Store
 from localllm.tui.text import automatic_title, clean_title, shortened
 
 if TYPE_CHECKING:
-    from localllm.completion import Stream
+    from localllm.generation.completion import Stream
 
 #: Seconds between two looks at whether somebody still wants an answer.
 _ANSWER_SECONDS = 0.05

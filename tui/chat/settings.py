@@ -1,6 +1,6 @@
 """Settings of a conversation: how replies are generated, as people type them and as they are kept.
 
-They are plain values by name, those of `localllm.options.Options` that make sense here, and
+They are plain values by name, those of `localllm.options.keywords.Options` that make sense here, and
 
     thinking      whether a model that can think first shall do so; left out, its template decides
     reply_prefix  what every reply begins with
@@ -15,8 +15,8 @@ import shlex
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from localllm.declared_options import CheckedOptions, Sampling, declared
 from localllm.errors import UsageError
+from localllm.options.declared import CheckedOptions, Sampling, declared
 
 _ON = {"on": True, "yes": True, "true": True, "off": False, "no": False, "false": False}
 

@@ -14,8 +14,8 @@ from textual.screen import ModalScreen
 from textual.widgets import Input, Label, Markdown, OptionList, Static, TextArea
 from textual.widgets.option_list import Option
 
-from localllm.declared_options import Sampling, declared
 from localllm.errors import UsageError
+from localllm.options.declared import Sampling, declared
 from localllm.tui.base_app import BaseApp
 from localllm.tui.chat import settings as chat_settings
 from localllm.tui.chat.events import ContextFull

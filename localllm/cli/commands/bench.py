@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from localllm.bench.measure import Measurement
     from localllm.bench.profile import DeviceCeilings
     from localllm.bench.work import Test
-    from localllm.info import ModelInfo
     from localllm.llm import LLM
+    from localllm.loading.info import ModelInfo
 
 _COLUMNS = "{:<18} {:>7} {:>18} {:>11} {:>11} {:>6}"
 
@@ -140,7 +140,7 @@ def as_json(info: ModelInfo, measured: Sequence[Measurement], other_cpus: float)
 
 def _load(arguments: argparse.Namespace, path: str | Path | None, threads: int | None, tests: Sequence[Test]) -> LLM:
     from localllm.llm import load
-    from localllm.loading import LONG_CONTEXT
+    from localllm.loading.load import LONG_CONTEXT
 
     # That a model was trained on a shorter context matters to its answers, not to its speed.
     warnings.filterwarnings("ignore", LONG_CONTEXT)

@@ -15,9 +15,9 @@ from localllm.cli.flags import SAME, nearest
 from localllm.cli.parser import Command, flag, parser_of
 from localllm.cli.shared_flags import JSON
 from localllm.console import say, visible_line, warn
-from localllm.declared_options import LoadOptions, Sampling, declared
 from localllm.errors import LocalLLMError, SettingsError, UsageError
-from localllm.settings import (
+from localllm.options.declared import LoadOptions, Sampling, declared
+from localllm.options.settings import (
     CONFIG_VARIABLE,
     KEYS,
     SAMPLING,

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING
 from localllm.cli.parser import Command, flag
 from localllm.cli.shared_flags import JSON
 from localllm.console import LoadStatus, quantity, visible_line, warn
-from localllm.declared_options import in_flags
 from localllm.errors import DeviceError, LocalLLMError
 from localllm.kernels.cpu.control_groups import cpu_quota
 from localllm.kernels.cpu.host import (
@@ -37,7 +36,8 @@ from localllm.kernels.cpu.host import (
     usable_cpus,
 )
 from localllm.kernels.cuda.installation import driver_cuda
-from localllm.progress import of_stage
+from localllm.loading.progress import of_stage
+from localllm.options.declared import in_flags
 from localllm.shell import join_command
 from localllm.version import __version__
 
@@ -313,7 +313,7 @@ def _kernel_test(target: Target, compiling: Callable[[int, int], None] | None) -
 def _memory() -> Iterator[Finding]:
     import psutil
 
-    from localllm.placement import OVERHEAD_BYTES
+    from localllm.loading.placement import OVERHEAD_BYTES
 
     total, available = psutil.virtual_memory().total, available_memory()
     advice = f"{memory_advice()}: hardly any model fits into this" if available < 2 * OVERHEAD_BYTES else None

@@ -40,18 +40,18 @@ from localllm.console import (
     visible_line,
     warn,
 )
-from localllm.declared_options import CheckedOptions, Sampling, declared
 from localllm.errors import UsageError
 from localllm.files import read_text
+from localllm.options.declared import CheckedOptions, Sampling, declared
 
 if TYPE_CHECKING:
-    from localllm.completion import Completion, Stream
-    from localllm.info import ModelInfo
+    from localllm.generation.completion import Completion, Stream
     from localllm.llm import LLM
-    from localllm.option_types import LoadProgress
-    from localllm.placement import Format, Placement, Plan
-    from localllm.progress import LoadPlan
-    from localllm.settings import Settings
+    from localllm.loading.info import ModelInfo
+    from localllm.loading.placement import Format, Placement, Plan
+    from localllm.loading.progress import LoadPlan
+    from localllm.options.settings import Settings
+    from localllm.options.types import LoadProgress
 
 #: Seconds after which somebody who may not know that a prompt is awaited is told.
 _PATIENCE_SECONDS = 1.0

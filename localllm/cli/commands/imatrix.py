@@ -17,7 +17,7 @@ from localllm.cli.values import whole
 from localllm.console import LoadStatus, StatusLine, visible_line, warn
 from localllm.errors import UsageError, path_text
 from localllm.files import check_is_new, read_text
-from localllm.progress import of_stage
+from localllm.loading.progress import of_stage
 
 if TYPE_CHECKING:
     from localllm.gguf import GGUFFile

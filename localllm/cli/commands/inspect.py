@@ -16,12 +16,12 @@ from localllm.cli.defaults import load_options, settle
 from localllm.cli.parser import Command, Words, flag
 from localllm.cli.shared_flags import CACHE_TYPE, CONTEXT, JSON, MODEL_OR_WORD, PLACEMENT, SEEING, THREADS
 from localllm.console import detail, is_terminal, placement_lines, quantity, short_count, visible_line, warn
-from localllm.declared_options import in_flags
 from localllm.errors import UsageError
+from localllm.options.declared import in_flags
 
 if TYPE_CHECKING:
     from localllm.gguf import GGUFFile, TensorInfo
-    from localllm.placement import Plan
+    from localllm.loading.placement import Plan
 
 #: Flags of the plan.
 PLANNING = [*CONTEXT, *THREADS, *PLACEMENT, *CACHE_TYPE, *SEEING]
@@ -94,8 +94,8 @@ def _show_plan(file: GGUFFile, arguments: argparse.Namespace) -> None:
 
 def _plan(arguments: argparse.Namespace) -> Plan:
     # Imported here: kernels and tokenizers take much longer than to show what is in a file.
-    from localllm.declared_options import LoadOptions
-    from localllm.loading import plan_file
+    from localllm.loading.load import plan_file
+    from localllm.options.declared import LoadOptions
 
     return plan_file(LoadOptions(path=arguments.model, **load_options(arguments, arguments.model)))
 
@@ -128,7 +128,7 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
 
 
 def _heading(file: GGUFFile) -> Iterator[str]:
-    from localllm.info import file_type_name
+    from localllm.loading.info import file_type_name
     from localllm.models.registry import ARCHITECTURES
 
     parts = f", {len(file.paths)} files" if len(file.paths) > 1 else ""
@@ -189,7 +189,7 @@ def _sizes(tensors: Sequence[TensorInfo]) -> tuple[int, int]:
 def as_json(file: GGUFFile, arguments: argparse.Namespace) -> dict[str, Any]:
     """What is shown, as JSON values."""
     from localllm.gguf.shown import value_of
-    from localllm.info import file_type_name
+    from localllm.loading.info import file_type_name
 
     n_bytes, n_values = _sizes(list(file.tensors.values()))
     result: dict[str, Any] = {

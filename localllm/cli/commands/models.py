@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from localllm.cli.parser import Command, flag
 from localllm.cli.shared_flags import JSON
 from localllm.console import StatusLine, is_terminal, quantity, short_count, visible_line, warn
-from localllm.settings import load_settings
+from localllm.options.settings import load_settings
 
 if TYPE_CHECKING:
     from localllm.library.listing import LocalModel
@@ -29,9 +29,9 @@ _HEAD = ("name", "size", "format", "parameters", "architecture", "context", "fit
 
 def run(arguments: argparse.Namespace) -> None:
     """Lists models."""
-    from localllm.devices import gpu_memory
     from localllm.kernels.cpu.host import available_memory
     from localllm.library.listing import demo_model, find_models
+    from localllm.loading.devices import gpu_memory
 
     settings = load_settings()
     found = find_models(arguments.folders or settings.model_folders, only_folders=bool(arguments.folders))

@@ -17,15 +17,15 @@ from localllm.cli.parser import Command, flag, several
 from localllm.cli.shared_flags import ENDING, LORA, RUNNING, SAMPLING, SEEING, options
 from localllm.cli.values import model_file, whole
 from localllm.console import say, warn
-from localllm.declared_options import CheckedOptions, LoadOptions
 from localllm.errors import UsageError, path_text
 from localllm.files import expanded, read_text
 from localllm.library.names import DEMO, HubName
-from localllm.settings import Settings
+from localllm.options.declared import CheckedOptions, LoadOptions
+from localllm.options.settings import Settings
 
 if TYPE_CHECKING:
     from localllm.llm import LLM
-    from localllm.option_types import LoadProgress
+    from localllm.options.types import LoadProgress
 
 #: Environment variable with API keys, commas between them: a command line can be seen by others.
 KEY_VARIABLE = "LOCALLLM_API_KEY"
@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     def load_model(source: str | None, progress: LoadProgress) -> LLM:
         from localllm.llm import load
-        from localllm.progress import CompileNotice
+        from localllm.loading.progress import CompileNotice
 
         notice = CompileNotice()
 
@@ -134,7 +134,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def sources(given: Sequence[Mapping[str, Any]], settings: Settings) -> dict[str, str | None]:
     """The models of the server by name, those given (see `find_model`) or else all; the first is the default."""
-    from localllm.loading import check_file
+    from localllm.loading.load import check_file
 
     found = dict[str, str | None]()
     for each in given or [{"model": settings.model or DEMO}]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from localllm.engine.cache import common_prefix
 from localllm.engine.drafting.cost import StepCost, moved_rate
-from localllm.option_types import DEFAULT_DRAFTS
+from localllm.options.types import DEFAULT_DRAFTS
 
 #: Tokens in a row that are looked for: the longest first.
 LONGEST, SHORTEST = 4, 2

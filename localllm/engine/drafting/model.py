@@ -17,7 +17,7 @@ from localllm.engine.cache import CachedSequence, common_prefix
 from localllm.engine.drafting.cost import StepCost, moved_rate
 from localllm.engine.runner import Chunk, ModelRunner
 from localllm.kernels.backend import TopK
-from localllm.option_types import DEFAULT_DRAFTS
+from localllm.options.types import DEFAULT_DRAFTS
 
 #: Drafting ends before a token that the draft model itself believes in less than this.
 MIN_PROBABILITY = 0.4

@@ -17,7 +17,6 @@ import numpy as np
 
 import localllm
 from localllm.bench.profile import DeviceCeilings
-from localllm.devices import Device
 from localllm.kernels.cpu.backend import CPUBackend
 from localllm.kernels.cpu.host import cpu_model, usable_cpus
 from localllm.kernels.cuda import roofline
@@ -27,6 +26,7 @@ from localllm.kernels.cuda.driver import Driver
 from localllm.kernels.cuda.roofline import Stopwatch
 from localllm.kernels.cuda.step import NODE_BYTES
 from localllm.llm import LLM
+from localllm.loading.devices import Device
 from localllm.quant.types import GGMLType
 from tests.benchmarks.gpu import layers
 from tests.benchmarks.gpu.layers import Layer
@@ -215,7 +215,7 @@ def emulated(scratch: Path, driver: EmulatedDriver | None = None) -> Iterator[Ma
 
     with ExitStack() as stack:
         for name, value in {
-            "localllm.loading.open_devices": devices,
+            "localllm.loading.load.open_devices": devices,
             "localllm.kernels.cuda.cupy_driver.open_driver": lambda: driver,
             "localllm.kernels.cuda.roofline.ROUNDS": 1,
             "localllm.kernels.cuda.roofline.MAX_BYTES": 1 << 12,

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 import localllm
-from localllm import devices
 from localllm.errors import DeviceError
 from localllm.kernels.cuda import cupy_driver
 from localllm.kernels.cuda.cupy_driver import CupyDriver
 from localllm.kernels.cuda.driver import Driver
 from localllm.llm import LLM
+from localllm.loading import devices
 from tests.cuda_on_cpu import build, nvrtc
 from tests.cuda_on_cpu.emulated_driver import EmulatedDriver
 from tests.cuda_on_cpu.fake_cupy import FakeCupy
@@ -81,7 +81,7 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., LLM]]:
             devices.Device(f"cuda:{i}", "kernels", 1, 1, backend_of(ops), lambda: None, lambda: PLENTY)
             for i, ops in enumerate(backends)
         ]
-        monkeypatch.setattr("localllm.loading.open_devices", lambda *_, **__: (host, *gpus))
+        monkeypatch.setattr("localllm.loading.load.open_devices", lambda *_, **__: (host, *gpus))
         opened.append(localllm.load(path, **options))
         return opened[-1]
 

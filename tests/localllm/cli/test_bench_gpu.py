@@ -15,11 +15,11 @@ from localllm.bench.ceilings import amount, ceiling
 from localllm.bench.profile import DeviceCeilings, DeviceProfile
 from localllm.bench.work import Test, Work
 from localllm.cli.commands import bench
-from localllm.devices import Device
 from localllm.kernels.cpu.backend import CPUBackend
 from localllm.kernels.cuda.backend import CUDABackend
 from localllm.kernels.cuda.calls import Cost
 from localllm.kernels.cuda.profile import Profile, Share
+from localllm.loading.devices import Device
 from localllm.quant.types import GGMLType
 from tests.helpers.command_line import Outcome, run_main
 from tests.helpers.tiny_models import tiny_gguf
@@ -44,7 +44,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[byte
             Device(f"cuda:{i}", "CUDA kernels", 1, 1, CUDABackend(driver, i), lambda: None, lambda: 1 << 40)
             for i in range(n_gpus)
         ]
-        monkeypatch.setattr("localllm.loading.open_devices", lambda *_, **__: (host, *gpus))
+        monkeypatch.setattr("localllm.loading.load.open_devices", lambda *_, **__: (host, *gpus))
         monkeypatch.setattr("localllm.kernels.cuda.cupy_driver.open_driver", lambda: driver)
         monkeypatch.setattr(bench, "disturbance", lambda other_cpus, scatter: None)
         return run_main(capfdbinary, "bench", path, *flags)

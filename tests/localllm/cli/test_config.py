@@ -14,7 +14,7 @@ import pytest
 
 from localllm.errors import UsageError
 from localllm.kernels.cuda import installation
-from localllm.settings import KEYS
+from localllm.options.settings import KEYS
 from tests.helpers.command_line import Outcome, environment, run_main
 from tests.helpers.data import ROOT
 

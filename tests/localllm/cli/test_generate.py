@@ -19,7 +19,7 @@ import pytest
 import localllm
 from localllm import LLM
 from localllm.cli.commands.generate import formats_line
-from localllm.placement import Format
+from localllm.loading.placement import Format
 from tests.helpers.command_line import (
     LIMIT,
     Outcome,

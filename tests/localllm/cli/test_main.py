@@ -263,7 +263,7 @@ def test_an_unsupported_architecture_is_named_with_the_list_of_those_there_are(r
 
 
 def test_too_little_memory_is_said_before_loading(run: Run, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("localllm.loading.available_memory", lambda: 1 << 20)
+    monkeypatch.setattr("localllm.loading.load.available_memory", lambda: 1 << 20)
     outcome = run("generate", "-m", tiny, "--device", "reference", "-p", "x")
     assert outcome.code == 1
     assert re.search(r"needs [\d.]+ GB of memory .* but 0.00 GB is available", outcome.error())

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from localllm.devices import Device, open_devices
 from localllm.engine.engine import Engine, EngineLoop
 from localllm.engine.request import Request
 from localllm.engine.runner import ModelRunner, max_outputs, n_cache_pages
 from localllm.errors import ClosedError, ContextLengthError, QueueFullError, UsageError
 from localllm.gguf import GGUFFile
 from localllm.kernels.backend import Batch
+from localllm.loading.devices import Device, open_devices
 from localllm.models.registry import read_model
 from localllm.sampling import Sampling
 from tests.helpers.devices import DEVICES

@@ -8,12 +8,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from localllm.devices import Device, open_devices
 from localllm.engine import cache as cache_module
 from localllm.engine import runner as runner_module
 from localllm.engine.cache import common_prefix
 from localllm.engine.runner import ModelRunner, max_outputs, n_cache_pages, n_states
 from localllm.kernels.backend import Step
+from localllm.loading.devices import Device, open_devices
 from tests.helpers.hybrid import N_VOCAB, hybrid
 from tests.helpers.requests import SteppedEngine, reading, results, writing
 from tests.helpers.run_model import make_batch

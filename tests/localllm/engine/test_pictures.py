@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from localllm.devices import Device, open_devices
 from localllm.engine import pictures as pictures_module
 from localllm.engine import saved
 from localllm.engine.engine import Engine
@@ -18,6 +17,7 @@ from localllm.engine.pictures import Embeddings, Picture, PictureCache, Pictures
 from localllm.engine.request import Request
 from localllm.engine.runner import ModelRunner, max_outputs, n_cache_pages
 from localllm.errors import UsageError
+from localllm.loading.devices import Device, open_devices
 from localllm.sampling import make_sampler
 from tests.helpers.engines import in_engine
 from tests.helpers.hybrid import N_VOCAB, D, hybrid

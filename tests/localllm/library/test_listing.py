@@ -20,7 +20,7 @@ from localllm.library.details import Details, DetailsReader
 from localllm.library.find import find
 from localllm.library.hub_cache import hub_cache
 from localllm.library.listing import demo_model, find_models, read_details
-from localllm.loading import LoadOptions, plan_file
+from localllm.loading.load import LoadOptions, plan_file
 from localllm.models.registry import ARCHITECTURES
 from tests.helpers.command_line import run_main, run_on_terminal
 from tests.helpers.data import ROOT

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from localllm.declared_options import CheckedOptions, LoadOptions, declared
 from localllm.errors import ModelError, UsageError
+from localllm.options.declared import CheckedOptions, LoadOptions, declared
 from localllm.sampling import Sampling, UniformNumbers, greedy, make_sampler
 
 Logits = npt.NDArray[np.float32]

@@ -22,7 +22,7 @@ from localllm import LLM
 from localllm.cancellation import CancelledError, check_cancelled
 from localllm.chat import ChatTemplate
 from localllm.errors import TemplateError
-from localllm.option_types import LoadProgress
+from localllm.options.types import LoadProgress
 from localllm.server import run
 from localllm.server.answers import Answer, Ask, Reply
 from localllm.server.app import _ENDPOINTS

@@ -19,11 +19,11 @@ import pytest
 
 from localllm.cli.commands.serve import sources
 from localllm.errors import ModelNotFoundError, UsageError
+from localllm.options.settings import Settings
 from localllm.server.lan import invitation, lan_address
 from localllm.server.models import Models
 from localllm.server.run import listen
 from localllm.server.stats import Stats
-from localllm.settings import Settings
 from tests.helpers.command_line import Outcome, command, environment, run_main
 from tests.helpers.data import ROOT
 from tests.helpers.http_server import demo, serving

@@ -19,11 +19,11 @@ import pytest
 
 from localllm import compat
 from localllm.chat.conversation import ToolCall
-from localllm.completion import Chunk, Stream
-from localllm.declared_options import LoadOptions
 from localllm.engine.request import Request
+from localllm.generation.completion import Chunk, Stream
 from localllm.llm import LLM
-from localllm.loading import load_parts
+from localllm.loading.load import load_parts
+from localllm.options.declared import LoadOptions
 from localllm.sampling import Choice
 from localllm.server.app import App
 from localllm.server.models import Models

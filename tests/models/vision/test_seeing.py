@@ -13,7 +13,7 @@ import pytest
 
 import localllm
 from localllm import LLM
-from localllm.vision import Encoder
+from localllm.loading.vision import Encoder
 from tests.models.vision.families import FAMILIES, SIZES, make, picture, processor_of, torch
 
 #: A template that writes what families' own ones do for a picture.

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from localllm.devices import open_devices
 from localllm.engine.pictures import Embeddings
 from localllm.gguf import GGUFFile
+from localllm.loading.devices import open_devices
+from localllm.loading.vision import Encoder, Prepared
 from localllm.models.vision.registry import PROJECTORS
-from localllm.vision import Encoder, Prepared
 from tests.helpers.command_line import run_main
 from tests.models.vision.families import FAMILIES, make, picture, processor_of, torch
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from localllm import checks
 from localllm.errors import UsageError
+from localllm.options import checks
 
 
 @pytest.mark.parametrize("value", [7, np.int8(7), np.uint64(7)])

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from localllm.completion import MAX_UNREAD, Chunk, Stream, TextOutput
 from localllm.engine.request import Request
 from localllm.errors import ClosedError, UsageError
+from localllm.generation.completion import MAX_UNREAD, Chunk, Stream, TextOutput
 from localllm.kernels.backend import Batch
 from localllm.sampling import LogitsProcessor, Sampling
 from tests.helpers.engines import eventually, n_requests
@@ -153,7 +153,8 @@ def test_a_request_that_pauses_just_as_a_chunk_is_read_goes_on(
             time.sleep(0.02)
         vars(output)["n_read"] = n
 
-    monkeypatch.setattr("localllm.completion.DELIVERY_S", 0.0)  # so that it is full with exactly as many as it may be
+    # So that it is full with exactly as many as it may be.
+    monkeypatch.setattr("localllm.generation.completion.DELIVERY_S", 0.0)
     monkeypatch.setattr(TextOutput, "n_read", property(lambda output: vars(output)["n_read"], read), raising=False)
     stream = models.stream([1], 2 * MAX_UNREAD)
     reader = threading.Thread(target=lambda: list(stream), daemon=True)

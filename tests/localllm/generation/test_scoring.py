@@ -100,7 +100,7 @@ def test_the_prompt_is_evaluated_once(llm: LLM) -> None:
 
 
 def test_more_continuations_than_run_at_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("localllm.scoring._AT_ONCE", 2)
+    monkeypatch.setattr("localllm.generation.scoring._AT_ONCE", 2)
     together = llm.score([1, 5], [[i, 7] for i in range(9)])
     assert [score.ids for score in together] == [(i, 7) for i in range(9)]
     assert [llm.score([1, 5], [[i, 7]])[0].logprob for i in range(9)] == pytest.approx(

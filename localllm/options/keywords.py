@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
-from localllm.declared_options import CheckedOptions, Sampling, describes
-from localllm.option_types import LogitsProcessor, Overflow, Priority, Progress, Speculate
+from localllm.options.declared import CheckedOptions, Sampling, describes
+from localllm.options.types import LogitsProcessor, Overflow, Priority, Progress, Speculate
 
 
 class SamplingOptions(TypedDict, total=False):

@@ -17,26 +17,26 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from localllm.adapters import read_adapter
 from localllm.chat.source import TemplateSource
-from localllm.declared_options import LoadOptions, Sampling, declared
-from localllm.devices import Device, open_devices, split_by_rows
-from localllm.embedding import Embedder
 from localllm.engine.drafting.model import DraftModel
 from localllm.engine.drafting.mtp import MTPModel
 from localllm.engine.engine import Engine
 from localllm.engine.runner import ModelRunner
 from localllm.errors import Argument, LocalLLMError, ModelError, NotEnoughMemoryError, Notice, UsageError, path_text
+from localllm.generation.embedding import Embedder
 from localllm.gguf import GGUFFile
-from localllm.info import ModelInfo, file_type_name
 from localllm.kernels.backend import Progress, weights_of
 from localllm.kernels.cpu.host import available_memory, default_threads, memory_advice
 from localllm.kernels.graph import Tensor, Weight
+from localllm.loading.adapters import read_adapter
+from localllm.loading.devices import Device, open_devices, split_by_rows
+from localllm.loading.info import ModelInfo, file_type_name
+from localllm.loading.placement import Placement, Plan, Planner, fit, widened
+from localllm.loading.progress import of_stage
 from localllm.models.adapters import with_adapters
 from localllm.models.mtp import hidden_norm, hidden_states
 from localllm.models.registry import Model, find_architecture, has_block, read_model
-from localllm.placement import Placement, Plan, Planner, fit, widened
-from localllm.progress import of_stage
+from localllm.options.declared import LoadOptions, Sampling, declared
 from localllm.quant.types import BLOCK_SIZES
 from localllm.tokenizer import Tokenizer
 from localllm.tokenizer.vocabulary import Vocabulary
@@ -45,7 +45,7 @@ from localllm.tokenizer.vocabulary import Vocabulary
 # do not.
 if TYPE_CHECKING:
     from localllm.chat import ChatTemplate
-    from localllm.vision import Encoder
+    from localllm.loading.vision import Encoder
 
 #: What the warning of a long context is known by, for `warnings.filterwarnings`.
 LONG_CONTEXT = ".* was trained on [0-9,]+ tokens of context: "
@@ -228,7 +228,7 @@ def _find_encoder(options: LoadOptions, file: GGUFFile) -> Encoder | None:
     if options.mmproj is False or options.path is None:
         return None
     # Imported here: most models see nothing.
-    from localllm.vision import Encoder, find_beside
+    from localllm.loading.vision import Encoder, find_beside
 
     architecture = str(file.metadata.get("general.architecture"))
     width = file.metadata.get(f"{architecture}.embedding_length")

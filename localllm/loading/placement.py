@@ -13,14 +13,14 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from localllm.devices import Device
 from localllm.engine.runner import max_outputs, max_step_tokens, n_cache_pages, n_states
 from localllm.errors import Argument, NotEnoughMemoryError, Notice
 from localllm.kernels.backend import Footprint, PackedWeight, Progress, Step
 from localllm.kernels.cpu.host import memory_advice
 from localllm.kernels.graph import CacheType, Route
 from localllm.kernels.split import SplitStep, page_size, part_footprint
-from localllm.layers import NO_GPU, plan_layers
+from localllm.loading.devices import Device
+from localllm.loading.layers import NO_GPU, plan_layers
 from localllm.models.registry import Model
 
 #: The longest context that a model gets by default where memory is short, or another would push layers off GPUs.
@@ -242,7 +242,7 @@ class Planner:
     devices: tuple[Device, ...]  # the host, and then GPUs; the model need not take all
     free: Mapping[str, int] = field(default_factory=dict)  # bytes that can be had on each device
     parallel: int = 1  # how many sequences of full length the cache shall have room for
-    # n_gpu_layers, tensor_split: see `localllm.layers.plan_layers`
+    # n_gpu_layers, tensor_split: see `localllm.loading.layers.plan_layers`
     n_gpu_layers: int | None = None
     tensor_split: tuple[float, ...] | None = None
     shares: bool = False  # whether it is from the file of the model that it drafts for, and takes that one's weights

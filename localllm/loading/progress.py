@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from localllm.option_types import LoadProgress
+from localllm.options.types import LoadProgress
 
 if TYPE_CHECKING:
-    from localllm.placement import Plan
+    from localllm.loading.placement import Plan
 
 #: Called once before a model is loaded, with where it will lie.
 LoadPlan = Callable[["Plan"], object]

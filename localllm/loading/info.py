@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from localllm.kernels.graph import CacheType, Weight
+from localllm.loading.placement import EncoderInfo, Format, Placement, sum_formats
 from localllm.models.config import ModelConfig
-from localllm.placement import EncoderInfo, Format, Placement, sum_formats
 
 #: ``general.file_type`` (llama.cpp's ``enum llama_ftype``), in order; "-" are those that no file has any more.
 _FILE_TYPES = """

@@ -18,10 +18,10 @@ from localllm.engine.pictures import Embeddings, Picture, Placed
 from localllm.errors import ModelError, UsageError, path_text
 from localllm.gguf import GGUFFile
 from localllm.kernels.backend import Backend, Batch, HostOutput, Step
+from localllm.loading.placement import EncoderInfo
 from localllm.models.vision.encoder import FrameRows, Prepared, VisionModel
 from localllm.models.vision.pictures import open_picture
 from localllm.models.vision.registry import PROJECTORS, projector_of, read_encoder
-from localllm.placement import EncoderInfo
 
 #: Patches that one step encodes at most, unless one frame has more.
 STEP_PATCHES = 4096

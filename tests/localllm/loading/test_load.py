@@ -20,7 +20,7 @@ from localllm.kernels.cpu import host
 from localllm.kernels.cpu.cache import CPUCache
 from localllm.kernels.cpu.thread_choice import ThreadChoice
 from localllm.llm import LLM
-from localllm.placement import Format
+from localllm.loading.placement import Format
 from localllm.quant.types import GGMLType
 from tests.helpers import tiny_models
 from tests.helpers.blocks import random_rows

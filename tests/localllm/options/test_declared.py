@@ -10,10 +10,10 @@ import localllm
 from localllm import UsageError
 from localllm.cli.parser import parser_of
 from localllm.cli.values import reader
-from localllm.declared_options import CheckedOptions, LoadOptions, Sampling, declared, default_text, flags_of
 from localllm.kernels.graph import CACHE_TYPES
-from localllm.options import SamplingOptions
-from localllm.settings import KEYS, SAMPLING_KEYS
+from localllm.options.declared import CheckedOptions, LoadOptions, Sampling, declared, default_text, flags_of
+from localllm.options.keywords import SamplingOptions
+from localllm.options.settings import KEYS, SAMPLING_KEYS
 from localllm.tui.chat.settings import READERS
 
 

@@ -21,14 +21,14 @@ from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeVar
 
-from localllm.checks import as_int, check_keywords
 from localllm.errors import Argument, UsageError
-from localllm.habits import THEIR_OPTIONS
-from localllm.option_types import DEFAULT_DRAFTS, MAX_DRAFTS, Overflow, Speculate, SplitMode
+from localllm.options.checks import as_int, check_keywords
+from localllm.options.foreign_names import THEIR_OPTIONS
+from localllm.options.types import DEFAULT_DRAFTS, MAX_DRAFTS, Overflow, Speculate, SplitMode
 
 if TYPE_CHECKING:
     from localllm.kernels.graph import CacheType
-    from localllm.option_types import LoadProgress, LogitsProcessor, Priority, Progress
+    from localllm.options.types import LoadProgress, LogitsProcessor, Priority, Progress
 
 _Documented = TypeVar("_Documented")
 
@@ -430,7 +430,7 @@ class LoadOptions(_Checked):
     planned: Callable[[Any], object] | None = _asked(
         None,
         _of_type("a function of a plan", Callable),
-        "called once with the `localllm.placement.Plan`, before anything is loaded",
+        "called once with the `localllm.loading.placement.Plan`, before anything is loaded",
         none="nothing",
     )
     max_waiting: int = _asked(

@@ -24,13 +24,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from localllm.declared_options import STOPS, Kind, LoadOptions, Sampling, declared
 from localllm.errors import SettingsError, shown
 from localllm.files import expanded
+from localllm.options.declared import STOPS, Kind, LoadOptions, Sampling, declared
 
 if TYPE_CHECKING:
     from localllm.kernels.graph import CacheType
-    from localllm.option_types import SplitMode
+    from localllm.options.types import SplitMode
 
 #: Environment variable that names another settings file.
 CONFIG_VARIABLE = "LOCALLLM_CONFIG"

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.engine.engine import Engine
+from localllm.generation.scoring import Evaluation, evaluate_all
 from localllm.models.pooling import Pooling
-from localllm.scoring import Evaluation, evaluate_all
 from localllm.tokenizer import Tokenizer
 
 

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 import localllm
 from localllm import ModelError, UsageError
-from localllm.adapters import merge, read_adapter
 from localllm.gguf import GGUFFile
+from localllm.loading.adapters import merge, read_adapter
 from tests.helpers.checkpoints import write_safetensors
 from tests.helpers.tiny_models import CONFIG, config, interleave_pairs, random_weights, tiny_gguf
 

@@ -9,8 +9,16 @@ from pathlib import Path
 import pytest
 
 from localllm.errors import SettingsError
+from localllm.options.settings import (
+    CONFIG_VARIABLE,
+    KEYS,
+    SAMPLING,
+    Settings,
+    load_settings,
+    sampling_names,
+    settings_path,
+)
 from localllm.sampling import Sampling
-from localllm.settings import CONFIG_VARIABLE, KEYS, SAMPLING, Settings, load_settings, sampling_names, settings_path
 
 ALL = """\
 model = "org/repo:Q4_K_M"

@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from localllm.devices import Device
 from localllm.engine import runner
 from localllm.engine.runner import MAX_TOKENS
 from localllm.errors import NotEnoughMemoryError
@@ -21,9 +20,8 @@ from localllm.kernels.backend import Backend, Footprint, Progress, Step, weights
 from localllm.kernels.cpu.backend import CPUBackend
 from localllm.kernels.graph import CACHE_TYPES, CacheType, Graph, Weight
 from localllm.kernels.split import MICRO_BATCH
-from localllm.models.config import ModelConfig
-from localllm.models.registry import Model, read_model
-from localllm.placement import (
+from localllm.loading.devices import Device
+from localllm.loading.placement import (
     MIN_CONTEXT,
     OVERHEAD_BYTES,
     SHORT_CONTEXT,
@@ -32,6 +30,8 @@ from localllm.placement import (
     fit,
     widened,
 )
+from localllm.models.config import ModelConfig
+from localllm.models.registry import Model, read_model
 from localllm.quant.types import GGMLType
 from tests.helpers.hybrid import N_VOCAB, WINDOW, hybrid
 

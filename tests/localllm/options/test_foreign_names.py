@@ -13,9 +13,9 @@ import localllm
 from localllm import LLM
 from localllm.chat import CHATML
 from localllm.errors import GGUFError, ModelNotFoundError, UsageError
-from localllm.habits import THEIR_LOAD, THEIR_METHODS, THEIR_OPTIONS
-from localllm.options import Options
-from localllm.settings import CONFIG_VARIABLE
+from localllm.options.foreign_names import THEIR_LOAD, THEIR_METHODS, THEIR_OPTIONS
+from localllm.options.keywords import Options
+from localllm.options.settings import CONFIG_VARIABLE
 from tests.helpers.tiny_models import tiny_gguf
 
 

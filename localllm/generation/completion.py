@@ -19,8 +19,8 @@ from localllm.engine.drafting import Drafts
 from localllm.engine.engine import Engine
 from localllm.engine.request import FinishReason, Request, Timings, Usage
 from localllm.errors import UsageError
-from localllm.habits import THEIR_RESULTS, no_attribute
-from localllm.option_types import Progress
+from localllm.options.foreign_names import THEIR_RESULTS, no_attribute
+from localllm.options.types import Progress
 from localllm.sampling import Choice
 from localllm.tokenizer.stream import StreamDecoder
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from localllm.devices import GPU_OVERHEAD_BYTES, gpu_memory, open_devices
 from localllm.errors import DeviceError, UsageError
 from localllm.kernels.cuda.driver import DeviceProperties, Driver
-from localllm.loading import LoadOptions, plan_file
+from localllm.loading.devices import GPU_OVERHEAD_BYTES, gpu_memory, open_devices
+from localllm.loading.load import LoadOptions, plan_file
 from tests.cuda_on_cpu.emulated_driver import EmulatedDriver
 from tests.helpers import tiny_models
 from tests.helpers.gpus import have_gpus

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from localllm import progress
-from localllm.progress import CompileNotice, default_progress
+from localllm.loading import progress
+from localllm.loading.progress import CompileNotice, default_progress
 
 
 class Terminal(io.StringIO):

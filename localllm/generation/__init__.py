@@ -1,0 +1,1 @@
+"""Texts, scores and vectors of a loaded model."""
