@@ -958,8 +958,8 @@ def test_files_that_are_no_model(tmp_path: Path) -> None:
 
 def test_an_architecture_that_is_not_supported(tmp_path: Path) -> None:
     path = tiny_gguf(tmp_path / "other.gguf")
-    path.write_bytes(path.read_bytes().replace(b"\5\0\0\0\0\0\0\0llama", b"\5\0\0\0\0\0\0\0mamba", 1))
-    with pytest.raises(UnsupportedArchitectureError, match=r"'mamba'.*docs/models.md"):
+    path.write_bytes(path.read_bytes().replace(b"\5\0\0\0\0\0\0\0llama", b"\5\0\0\0\0\0\0\0rwkv6", 1))
+    with pytest.raises(UnsupportedArchitectureError, match=r"'rwkv6'.*docs/models.md"):
         localllm.load(path)
 
 
