@@ -134,6 +134,12 @@ def _parse(argv: Sequence[str], arguments: argparse.Namespace) -> None:
         take_words(words, arguments)
     if notice is not None and not getattr(arguments, "quiet", False):
         warn(notice)
+    if hasattr(arguments, "presets") and isinstance(arguments.__dict__.get("model"), str):
+        from localllm.cli.presets import apply_preset, read_presets  # imported here: most commands have no models
+
+        if (preset := read_presets(arguments.presets).get(arguments.model)) is not None:
+            apply_preset(parser, arguments, preset, arguments.model)
+            arguments.model = preset["model"]
 
 
 def _failure(error: BaseException, debug: bool, settled: Mapping[str, str]) -> int:

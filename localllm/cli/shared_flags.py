@@ -96,6 +96,12 @@ SEEING = [
     *options(LoadOptions, "mmproj"),
     flag("--no-mmproj", "no encoder of pictures", dest="mmproj", action="store_const", const=False),
 ]
+PRESETS = flag(
+    "--models --models-preset FILE",
+    "models with options of their own, as TOML (default: models.toml beside the settings, if it is there)",
+    Path,
+    dest="presets",
+)
 #: How a model is run.
 RUNNING = [
     *CONTEXT,

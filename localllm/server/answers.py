@@ -395,7 +395,9 @@ class Desk:
             UsageError, TemplateError, TokenizerError, ContextLengthError, QueueFullError: as `LLM.chat`.
         """
         self._check(ask)
-        ask.options["adapters"] = self.shares(ask.options.get("adapters"))
+        wanted = ask.options.pop("adapters", None)
+        if wanted is not None or self.models.adapters:  # else those of the model's own defaults
+            ask.options["adapters"] = self.shares(wanted)
         client: str = request.state.client
         if "x-priority" in request.headers:
             ask.options.setdefault("priority", request.headers["x-priority"])

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from localllm.errors import ClosedError, LocalLLMError, NotEnoughMemoryError
 from localllm.library.demo import demo_path
@@ -21,6 +21,15 @@ _T = TypeVar("_T")
 
 #: Loads the model of a source, and reports how far it is.
 Loader = Callable[[str | None, LoadProgress], LLM]
+
+
+class Preset(NamedTuple):
+    """A model with options of its own: where it is, how it is loaded, and what else requests may call it."""
+
+    source: str | None
+    load: Loader
+    ttl_s: float | None = None
+    aliases: Sequence[str] = ()
 
 
 class UnknownModelError(LocalLLMError):
@@ -45,6 +54,7 @@ class ServedModel:
         ttl_s: seconds after which it is unloaded if nobody uses it; None is never.
         load_progress: from 0 to 1 while it is loaded.
         details: what its file's header tells, once `Models.listed` has read it.
+        preset: options of its own.
     """
 
     name: str
@@ -56,6 +66,7 @@ class ServedModel:
     used_at: float = 0.0
     load_progress: float | None = None
     details: Details = field(default_factory=Details)
+    preset: Preset | None = None
 
     @property
     def path(self) -> Path:
@@ -94,7 +105,7 @@ class Models:
 
     def __init__(
         self,
-        sources: Mapping[str, str | None],
+        sources: Mapping[str, str | Preset | None],
         load: Loader,
         *,
         ttl_s: float | None = None,
@@ -107,13 +118,18 @@ class Models:
         """Loads nothing yet.
 
         Args:
-            sources: of each name.
+            sources: of each name; a `Preset` has its own in place of ``load`` and ``ttl_s``.
             load: called in another thread, once at a time.
             ttl_s: seconds after which a model that nobody uses is unloaded; None is never.
             aliases: other names of the first one.
             takes_any_name: whether a name that is not known means the first one.
         """
-        self.served = {name: ServedModel(name, source, ttl_s) for name, source in sources.items()}
+        self.served = {
+            name: ServedModel(name, each.source, ttl_s if each.ttl_s is None else each.ttl_s, preset=each)
+            if isinstance(each, Preset)
+            else ServedModel(name, each, ttl_s)
+            for name, each in sources.items()
+        }
         self.n_loads, self.prompts = 0, prompts
         self.adapters = dict(adapters or {})
         self.is_closed = False
@@ -122,7 +138,11 @@ class Models:
         self._ttl_s = ttl_s
         self._aliases = frozenset(map(_key, aliases))
         self._takes_any_name = takes_any_name
-        self._by_key = {_key(name): model for name, model in self.served.items()}
+        self._by_key = {
+            _key(name): model
+            for model in self.served.values()
+            for name in (*(model.preset.aliases if model.preset else ()), model.name)
+        }
         self._loading = asyncio.Lock()
         # Not asyncio's own, which it would wait for in the end.
         self._threads = ThreadPoolExecutor(4, "localllm-models")
@@ -188,11 +208,12 @@ class Models:
 
     async def _load_model(self, served: ServedModel) -> None:
         served.load_progress = 0.0
+        load = self._load if served.preset is None else served.preset.load
         self.log(f"loading {served.name}")
         try:
             while True:
                 try:
-                    served.llm = await self._in_thread(self._load, served.source, partial(self._report, served))
+                    served.llm = await self._in_thread(load, served.source, partial(self._report, served))
                     self.n_loads += 1
                     break
                 except NotEnoughMemoryError:
@@ -253,7 +274,8 @@ class Models:
         if llm is not None:
             await self._in_thread(self._save_prompts, served, llm)
             await self._in_thread(llm.close)
-            served.ttl_s = self._ttl_s
+            own = None if served.preset is None else served.preset.ttl_s
+            served.ttl_s = self._ttl_s if own is None else own
             self.log(f"unloaded {served.name}")
 
     async def unload_expired(self) -> None:

@@ -10,6 +10,7 @@ from localllm.cli.shared_flags import (
     LORA,
     LOUDNESS,
     MODEL_OR_WORD,
+    PRESETS,
     RUNNING,
     SAMPLING,
     SEEING,
@@ -31,6 +32,7 @@ COMMAND = Command(
     [
         "model",
         *MODEL_OR_WORD,
+        PRESETS,
         *RUNNING,
         *SEEING,
         LORA,

@@ -7,14 +7,16 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from localllm.cli.commands.generate import describe, generation_options
 from localllm.cli.defaults import chat_template, load_options, settle, template_variables
 from localllm.cli.defaults import model_file as find_model
-from localllm.cli.parser import Command, flag, several
-from localllm.cli.shared_flags import ENDING, LORA, RUNNING, SAMPLING, SEEING, options
+from localllm.cli.parser import Command, flag, parser_of, several
+from localllm.cli.presets import apply_preset, read_presets
+from localllm.cli.shared_flags import ENDING, LORA, PRESETS, RUNNING, SAMPLING, SEEING, options
 from localllm.cli.values import model_file, whole
 from localllm.console import say, warn
 from localllm.errors import UsageError, path_text
@@ -26,6 +28,7 @@ from localllm.options.settings import Settings
 if TYPE_CHECKING:
     from localllm.llm import LLM
     from localllm.options.types import LoadProgress
+    from localllm.server.models import Loader, Preset
 
 #: Environment variable with API keys, commas between them: a command line can be seen by others.
 KEY_VARIABLE = "LOCALLLM_API_KEY"
@@ -48,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     from localllm.server.app import App
     from localllm.server.http import Limits
     from localllm.server.lan import invitation, lan_address, lan_key
-    from localllm.server.models import Models
+    from localllm.server.models import Models, Preset
     from localllm.server.stats import Stats
 
     given: list[dict[str, Any]] = [{"model": name} for name in arguments.models]
@@ -59,6 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     if (arguments.ssl_key is None) != (arguments.ssl_certificate is None):
         raise UsageError("--ssl-key-file and --ssl-cert-file belong together: give both")
     chat_template(arguments)  # what is wrong with it is said before a model is asked for
+    presets, as_given = read_presets(arguments.presets), deepcopy(arguments)
     settings = settle(arguments, skip=("model",))
     defaults = generation_options(arguments, settings)
     defaults.pop("adapters", None)  # requests name their own
@@ -76,34 +80,57 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.host not in _OWN and not keys:
         warn(f"everybody who reaches {arguments.host} can use this server: --api-key KEY lets in those who have it")
 
-    def load_model(source: str | None, progress: LoadProgress) -> LLM:
-        from localllm.llm import load
-        from localllm.loading.progress import CompileNotice
+    def loader(own: argparse.Namespace, defaults: Mapping[str, Any]) -> Loader:
+        def load_model(source: str | None, progress: LoadProgress) -> LLM:
+            from localllm.llm import load
+            from localllm.loading.progress import CompileNotice
 
-        notice = CompileNotice()
+            notice = CompileNotice()
 
-        def report(stage: str, done: int, total: int) -> None:
-            progress(stage, done, total)
-            notice(stage, done, total)
+            def report(stage: str, done: int, total: int) -> None:
+                progress(stage, done, total)
+                notice(stage, done, total)
 
-        llm = load(source, **load_options(arguments, source, max_waiting=arguments.max_queue), progress=report)
-        llm.template_variables = template_variables(arguments)
-        llm.defaults |= defaults
-        llm.prepare_grammars()
-        if not arguments.quiet:
-            describe(llm.info, verbose=True) if arguments.verbose else say(str(llm.info))
-        if arguments.stats:
-            stats.measure(llm)
-        return llm
+            llm = load(source, **load_options(own, source, max_waiting=arguments.max_queue), progress=report)
+            llm.template_variables = template_variables(own)
+            llm.defaults |= defaults
+            llm.prepare_grammars()
+            if not arguments.quiet:
+                describe(llm.info, verbose=True) if arguments.verbose else say(str(llm.info))
+            if arguments.stats:
+                stats.measure(llm)
+            return llm
+
+        return load_model
+
+    def preset(name: str, section: Mapping[str, Any]) -> Preset:
+        own = deepcopy(as_given)
+        own.aliases, own.ttl = [], None
+        apply_preset(parser_of("serve"), own, section, name)
+        chat_template(own)
+        settle(own, skip=("model",))
+        options = generation_options(own, settings)
+        CheckedOptions.of(options)
+        (source,) = sources([{"model": section["model"]}], settings).values()
+        return Preset(source, loader(own, options), own.ttl, own.aliases)
+
+    served = dict[str, str | Preset | None]()
+    for each in given:
+        section = presets.get(each["model"])
+        served |= sources([each], settings) if section is None else {each["model"]: preset(each["model"], section)}
+    if not given:
+        served |= {name: preset(name, section) for name, section in presets.items()}
+        if arguments.presets is None:
+            served |= {name: each for name, each in sources([], settings).items() if name not in served}
 
     # Python's own 5 ms for each thread that renders or tokenizes would hold up each step several times.
     sys.setswitchinterval(_SWITCH_S)
     models = Models(
-        sources(given, settings),
-        load_model,
+        served,
+        loader(arguments, defaults),
         ttl_s=arguments.ttl,
         aliases=arguments.aliases,
-        takes_any_name=len(given) == 1,
+        takes_any_name=len(served) == 1,
         adapters={str(path): share for path, share in arguments.lora},
         prompts=_folder(arguments.prompts),
         log=(lambda line: None) if arguments.quiet else say,
@@ -116,7 +143,7 @@ def run(arguments: argparse.Namespace) -> int:
         max_body=arguments.max_body << 20,
         read_timeout_s=arguments.timeout,
     )
-    app = App(models, limits, arguments.responses, loads_first=bool(given))
+    app = App(models, limits, arguments.responses, loads_first=bool(given or presets))
     with listen(arguments.host, arguments.port) as listening:
         host, port = listening.getsockname()[:2]
         host = (lan_address() or host) if host == "0.0.0.0" else host  # the one that other devices can use
@@ -178,6 +205,7 @@ COMMAND = Command(
     [
         "models",
         several("-m --model FILE", "a GGUF file, or ORG/REPO[:QUANT] if it was pulled", model_file, dest="models"),
+        PRESETS,
         several("-a --alias NAME", "another name of the first", dest="aliases"),
         several("-hf --hf-repo ORG/REPO[:QUANT]", "the same, downloaded if missing", model_file, dest="downloads"),
         flag("--ttl S", "unload a model after S seconds without a request", whole(1)),

@@ -100,6 +100,25 @@ def test_the_qr_code_is_drawn_on_terminals(monkeypatch: pytest.MonkeyPatch) -> N
     assert "▄▄▄▄▄" in invitation("http://192.168.1.2:8080", "k")
 
 
+def test_models_have_options_of_their_own(tmp_path: Path) -> None:
+    (tmp_path / "models.toml").write_text(
+        '[short]\nmodel = "demo"\nmax_tokens = 3\nalias = ["gpt-4o"]\nttl = 60\ncontext = 512\n[demo]\n'
+    )
+    with started("-q", "--port", 0, "--models", tmp_path / "models.toml", "--temp", 0) as (_, url):
+        counts = {}
+        for name in ("gpt-4o", "demo"):
+            body = {"model": name, "messages": [{"role": "user", "content": "Hello!"}]}
+            response = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=300).json()
+            counts[response["model"]] = response["usage"]["completion_tokens"]
+        assert counts["short"] == 3 < counts["demo"]
+        listed = {each["id"]: each["meta"]["n_ctx"] for each in httpx.get(f"{url}/v1/models").json()["data"]}
+        assert listed == {"short": 512, "demo": 1024}
+        running = {
+            each["model"].removesuffix(":latest"): each for each in httpx.get(f"{url}/api/ps").json()["models"]
+        }
+        assert running["short"]["expires_at"] < running["demo"]["expires_at"]
+
+
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="makes the certificate")
 def test_https_and_keys_of_a_file(tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     key, certificate, keys = tmp_path / "key.pem", tmp_path / "certificate.pem", tmp_path / "keys"

@@ -1,0 +1,109 @@
+"""Models with options of their own: a TOML file with a section a model, whose keys are names of flags.
+
+::
+
+    [qwen]
+    model = "qwen2.5-7b-q4_k_m.gguf"    # left out, the section's name
+    context = 8192
+    temperature = 0.6
+    lora = ["style.gguf=0.5"]
+    alias = ["gpt-4o"]
+    ttl = 600
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from localllm.cli.parser import Parser, parser_of
+from localllm.errors import UsageError, path_text
+from localllm.files import expanded, read_text
+from localllm.options.settings import settings_path
+
+#: Keys whose values name files, which may stand beside the file of presets.
+_FILES = ("model", "mmproj", "draft_model", "lora")
+
+#: What of ``serve`` holds for the whole server, or names the model.
+_OF_THE_SERVER = ("who may ask", "output")
+_NO_KEYS = {"models", "downloads", "presets", "prompts", "quiet", "verbose", "help", "version", "debug"}
+
+
+def read_presets(named: Path | None) -> dict[str, dict[str, Any]]:
+    """The sections of a file, or of ``models.toml`` beside the settings, if there is one; their files by whole paths.
+
+    Raises:
+        UsageError: it cannot be read, or has what it cannot have; names section and key.
+    """
+    settings = settings_path()
+    path = expanded(named) if named is not None else settings and settings.parent / "models.toml"
+    if path is None or (named is None and not path.is_file()):
+        return {}
+    import tomllib  # imported here: most have no such file
+
+    where = path_text(path)
+    try:
+        sections = tomllib.loads(read_text(path, "the file of models"))
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{where} is not valid TOML: {error}") from None
+    known = {key for key, _ in _keys(parser_of("serve"))}
+    for name, section in sections.items():
+        if not isinstance(section, dict):
+            raise UsageError(
+                f"{where} has {name!r:.80} outside of a section: write [NAME] for each model above its keys"
+            )
+        for key, value in section.items():
+            if key != "model" and key.replace("-", "_") not in known:
+                raise UsageError(f"[{name}] of {where} has {key!r:.80}, which is not a flag that a model can have")
+            if key in _FILES:
+                values = [_beside(path, each) for each in (value if isinstance(value, list) else [value])]
+                section[key] = values if isinstance(value, list) else values[0]
+        section.setdefault("model", name)
+    return sections
+
+
+def _beside(path: Path, value: Any) -> Any:
+    found = path.parent / str(value).partition("=")[0]
+    return str(path.parent / value) if isinstance(value, str) and found.exists() else value
+
+
+def _keys(parser: Parser) -> Iterator[tuple[str, argparse.Action]]:
+    """What a key may be, and the flag that it stands for: the option's name, or the flag's."""
+    for action in parser._actions:
+        title = getattr(getattr(action, "container", None), "title", None)
+        if action.option_strings and title not in _OF_THE_SERVER and action.dest not in _NO_KEYS:
+            yield action.dest, action
+            yield from ((flag.lstrip("-").replace("-", "_"), action) for flag in action.option_strings)
+
+
+def apply_preset(parser: Parser, arguments: argparse.Namespace, section: Mapping[str, Any], name: str) -> None:
+    """Sets what a section says and the command line does not; what only other commands have is left out.
+
+    Raises:
+        UsageError: a value is not what its flag takes.
+    """
+    flags, actions = list[str](), dict(reversed(list(_keys(parser))))
+    for key, value in section.items():
+        action = actions.get(key.replace("-", "_"))
+        if key == "model" or action is None or value is False:
+            continue
+        flag = max(action.option_strings, key=len)
+        if action.nargs == 0:
+            flags.append(flag)
+            continue
+        texts = (
+            [json.dumps(value)]
+            if isinstance(value, dict)
+            else map(str, value if isinstance(value, list) else [value])
+        )
+        flags += [f"{flag}={text}" for text in texts]
+    try:
+        given, _ = parser.parse_known_args(flags)
+    except UsageError as error:
+        raise UsageError(f"[{name}] of the file of models: {error}") from None
+    for option, value in vars(given).items():
+        if not hasattr(arguments, option) or getattr(arguments, option) == parser.get_default(option):
+            setattr(arguments, option, value)

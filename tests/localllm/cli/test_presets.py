@@ -1,0 +1,109 @@
+"""Models with options of their own, by a file that serve, chat and generate take."""
+
+from __future__ import annotations
+
+import argparse
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from localllm.cli.parser import parser_of
+from localllm.cli.presets import apply_preset, read_presets
+from localllm.errors import UsageError
+from tests.helpers.command_line import run_main
+
+TEXT = """
+[small]
+model = "demo"
+context = 512
+temperature = 0.0
+stop = ["one", "two"]
+ignore-eos = true
+lora = ["style.gguf=0.5", "elsewhere.gguf"]
+chat_template_kwargs = {enable_thinking = false}
+alias = ["gpt-4o"]
+ttl = 600
+max_tokens = 4
+
+["org/repo:Q4_0"]
+top_k = 3
+"""
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "models.toml"
+    path.write_text(TEXT)
+    (tmp_path / "style.gguf").touch()
+    return path
+
+
+def parsed(command: str, *line: str, section: dict[str, Any]) -> argparse.Namespace:
+    parser = parser_of(command)
+    arguments, _ = parser.parse_known_args(line)
+    apply_preset(parser, arguments, section, "small")
+    return arguments
+
+
+def test_a_section_says_what_the_command_line_does_not(path: Path) -> None:
+    sections = read_presets(path)
+    assert sections["org/repo:Q4_0"] == {"model": "org/repo:Q4_0", "top_k": 3}
+    given = parsed("serve", "--temp", "0.7", section=sections["small"])
+    assert (given.context, given.temperature, given.ttl, given.max_tokens) == (512, 0.7, 600, 4)
+    assert (given.stop, given.ignore_eos, given.aliases) == (["one", "two"], True, ["gpt-4o"])
+    assert given.chat_template_kwargs == {"enable_thinking": False}
+    assert [(str(file), share) for file, share in given.lora] == [
+        (str(path.parent / "style.gguf"), 0.5),
+        ("elsewhere.gguf", 1.0),
+    ]
+    generated = parsed("generate", section=sections["small"])
+    assert generated.context == 512
+    assert not hasattr(generated, "ttl")
+
+
+def test_generate_and_chat_take_a_section_for_a_model(
+    path: Path, capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCALLLM_DATA", str(path.parent / "data"))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO()))
+    text = TEXT.replace('lora = ["style.gguf=0.5", "elsewhere.gguf"]\n', "").replace("ignore-eos = true\n", "")
+    path.write_text(text)
+    outcome = run_main(capfdbinary, "generate", "--models", path, "-m", "small", "-p", "Hello!")
+    assert outcome.code == 0, outcome.err
+    assert "512 tokens of context" in outcome.err
+    assert "answer 4 tokens" in outcome.err
+    outcome = run_main(capfdbinary, "run", "small", "Hello!", "--models", path, "-n", "3", "--plain")
+    assert outcome.code == 0, outcome.err
+    assert "512 tokens of context" in outcome.err
+
+
+def test_models_toml_beside_the_settings_is_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCALLLM_CONFIG", str(path.parent / "config.toml"))
+    assert list(read_presets(None)) == ["small", "org/repo:Q4_0"]
+    path.unlink()
+    assert read_presets(None) == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[a", "is not valid TOML"),
+        ("model = 'demo'", "has 'model' outside of a section"),
+        ("[a]\ncolour = 1", r"\[a\] of .* has 'colour', which is not a flag that a model can have"),
+        ("[a]\nport = 1", "has 'port', which is not"),
+        ("[a]\nverbose = true", "has 'verbose', which is not"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_said(path: Path, text: str, message: str) -> None:
+    path.write_text(text)
+    with pytest.raises(UsageError, match=message):
+        read_presets(path)
+
+
+def test_a_wrong_value_is_told_with_its_section(path: Path) -> None:
+    with pytest.raises(UsageError, match=r"\[small\] of the file of models: argument --top-k"):
+        parsed("serve", section={"top_k": "many"})
+    with pytest.raises(UsageError, match="cannot be read"):
+        read_presets(path.with_name("missing.toml"))
