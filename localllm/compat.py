@@ -39,7 +39,7 @@ from localllm.sampling import Choice
 from localllm.tokenizer.stream import TextOffsets
 
 #: Modules of llama_cpp that programs import from, which are this one too.
-for _module in ("llama", "llama_grammar", "llama_speculative", "llama_cache", "llama_types"):
+for _module in ("llama", "llama_chat_format", "llama_grammar", "llama_speculative", "llama_cache", "llama_types"):
     sys.modules[f"{__name__}.{_module}"] = sys.modules[__name__]
 
 #: llama.cpp's number for "a fresh seed".
@@ -70,7 +70,6 @@ _ONLY_DEFAULT: Mapping[str, tuple[object, ...]] = {
     "lora_base": (None,),
     "lora_path": (None,),
     "lora_scale": (1,),
-    "chat_handler": (None,),
     "tokenizer": (None,),
     "spm_infill": (False,),
 }
@@ -143,6 +142,33 @@ class LlamaGrammar:
         return cls({"json_schema": json_schema})
 
 
+@dataclass(frozen=True)
+class MTMDChatHandler:
+    """As ``chat_handler`` of `Llama`: an encoder of pictures; words around them are the model's own template's.
+
+    Attributes:
+        clip_model_path: the model's ``mmproj`` file.
+    """
+
+    clip_model_path: str | Path
+    verbose: bool = True
+    use_gpu: bool = True
+
+    @classmethod
+    def from_pretrained(cls, *repo: object, **options: object) -> Never:
+        """Raises NotAvailableError: `Llama.from_pretrained` fetches the encoder with its model."""
+        raise NotAvailableError(
+            f"{cls.__name__}.from_pretrained is not available: Llama.from_pretrained fetches the mmproj file beside "
+            "the model, which then sees without a chat_handler"
+        )
+
+
+#: Its kin in llama-cpp-python, one a family of models.
+Llava15ChatHandler = Llava16ChatHandler = ObsidianChatHandler = MoondreamChatHandler = MTMDChatHandler
+NanoLlavaChatHandler = Llama3VisionAlphaChatHandler = MiniCPMv26ChatHandler = MTMDChatHandler
+Qwen25VLChatHandler = Gemma4ChatHandler = MTMDChatHandler
+
+
 class LogitsProcessorList(list[Any]):
     """Functions of the tokens and the logits, for ``logits_processor``."""
 
@@ -166,6 +192,7 @@ class Llama:
         seed: of all random numbers; by default fresh ones.
         type_k, type_v: llama.cpp's number of the cache's type: 1 is F16, 8 is Q8_0; both must be the same.
         chat_format: "chatml" replaces the file's chat template; other names have no effect but a warning.
+        chat_handler: a `MTMDChatHandler` or one of its kin, with the encoder of a model that sees.
         draft_model: a `LlamaPromptLookupDecoding`, or a GGUF file of a smaller model.
         more: its other keywords, which change nothing here, or must be as by default.
 
@@ -187,6 +214,7 @@ class Llama:
         type_k: int | None = None,
         type_v: int | None = None,
         chat_format: str | None = None,
+        chat_handler: Any = None,
         draft_model: LlamaPromptLookupDecoding | str | None = None,
         **more: Any,
     ) -> None:
@@ -195,6 +223,9 @@ class Llama:
         for name, allowed in _ONLY_DEFAULT.items():
             if name in more and more[name] not in allowed:
                 raise NotAvailableError(f"{name} is {more[name]!r:.80}, but here it can only be {allowed[0]!r}")
+        if not isinstance(chat_handler, MTMDChatHandler | None):
+            words = "but here it can only be one of an encoder of pictures: Llava15ChatHandler(clip_model_path=…)"
+            raise NotAvailableError(f"chat_handler is {chat_handler!r:.80}, {words}")
         if chat_format not in (None, "chatml"):
             warn(f"chat_format {chat_format!r} has no effect: the file's own template is used")
         n_gpu_layers = whole_number("n_gpu_layers", n_gpu_layers, -1)
@@ -221,6 +252,7 @@ class Llama:
                 cache_type=cache_type,
                 chat_template=CHATML if chat_format == "chatml" else None,
                 draft_model=draft_model,
+                mmproj=None if chat_handler is None else chat_handler.clip_model_path,
             )
         except UsageError as error:
             raise _in_their_words(error) from None
@@ -561,7 +593,7 @@ class Llama:
         """Evaluates the tokens of a state, unless the cache has them: prompts that begin with them go on there."""
         self.set_seed(state.seed)
         self._ids = state.input_ids
-        if self._ids:
+        if self._ids and min(self._ids) >= 0:  # those of pictures are encoded again when they are asked about
             self.llm.generate(self._ids[: self.n_ctx()], max_tokens=0)
 
     def reset(self) -> None:

@@ -14,7 +14,7 @@ import importlib
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,8 @@ SPARE_BYTES = 100 << 20
 
 def pull(name: str, progress: PullProgress | None = None) -> Path:
     """Downloads a model, unless it is here already; returns its file in the cache, the first one if it is split.
+
+    With it comes the encoder of pictures (``mmproj-….gguf``) that lies beside it on the hub, if any.
 
     Args:
         name: ``ORG/REPO``, ``ORG/REPO:QUANT`` or ``ORG/REPO:FILE``; see `localllm.library.names.choose`.
@@ -73,6 +75,14 @@ def _is_of_checkpoint(name: str) -> bool:
     return "/" not in name and name.endswith(known) and not name.startswith(("consolidated", "adapter_model"))
 
 
+def _encoder(group: FileGroup, names: Iterable[str]) -> list[str]:
+    """The encoder of pictures in a model's folder: in F16 or Q8_0 where there are several, as `load` finds it."""
+    from localllm.loading.vision import encoder_names
+
+    folder = group.names[0].rpartition("/")[0]
+    return encoder_names(name for name in names if name.rpartition("/")[0] == folder)[:1]
+
+
 class _Puller:
     """One download."""
 
@@ -87,7 +97,7 @@ class _Puller:
         group = choose(self._name, group_files({file.name: file.n_bytes for file in files.values()}), self._name.repo)
         if not group.is_complete:
             raise HubError(f"{self._name.repo} has not all files of {group.stem}: choose another model")
-        paths = self._get([files[name] for name in group.names], commit)
+        paths = self._get([files[name] for name in (*group.names, *_encoder(group, files))], commit)
         self._check_model(paths, group)
         return paths[0]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -237,8 +237,12 @@ class Encoder:
         footprint = self._computed_by.footprint(
             graph, n_pages=(n_pages,) * len(graph.windows), max_tokens=STEP_PATCHES, max_outputs=outputs
         )
-        common = self.prepare(np.zeros((768, 1024, 3), np.uint8))
-        return EncoderInfo(self.path, self.family, footprint.n_bytes, common.n_tokens)
+        return EncoderInfo(self.path, self.family, footprint.n_bytes, self.common_tokens)
+
+    @property
+    def common_tokens(self) -> int:
+        """Tokens that it makes of a picture of 1,024 × 768 pixels."""
+        return self.prepare(np.zeros((768, 1024, 3), np.uint8)).n_tokens
 
     def close(self) -> None:
         """Gives back its memory."""
@@ -251,15 +255,18 @@ _TYPES = [re.compile(rf"(?<![a-z]){type}(?![a-z0-9])") for type in ("f16", "q8_0
 
 
 def find_beside(path: Path) -> list[Path]:
-    """Encoders beside a model, by llama.cpp's and the hub's names; those in F16 first, then Q8_0."""
+    """Encoders beside a model, in the order of `encoder_names`."""
+    return [path.parent / name for name in encoder_names(each.name for each in path.parent.glob("*.gguf"))]
 
-    def order(each: Path) -> tuple[int, str]:
-        name = each.name.lower()
+
+def encoder_names(names: Iterable[str]) -> list[str]:
+    """The names of files that are encoders' as llama.cpp and the hub name them; those in F16 first, then Q8_0."""
+
+    def order(name: str) -> tuple[int, str]:
+        name = name.lower()
         return next((i for i, type in enumerate(_TYPES) if type.search(name)), len(_TYPES)), name
 
-    return sorted(
-        (each for each in path.parent.glob("*.gguf") if "mmproj" in each.name.lower() and each != path), key=order
-    )
+    return sorted((name for name in names if "mmproj" in name.rpartition("/")[2].lower()), key=order)
 
 
 def _batches(frames: Sequence[FrameRows]) -> Iterator[list[FrameRows]]:

@@ -6,6 +6,7 @@ Header, metadata and tensor table are read, and no weight.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +17,7 @@ from localllm.cli.defaults import load_options, settle
 from localllm.cli.parser import Command, Words, flag
 from localllm.cli.shared_flags import CACHE_TYPE, CONTEXT, JSON, MODEL_OR_WORD, PLACEMENT, SEEING, THREADS
 from localllm.console import detail, is_terminal, placement_lines, quantity, short_count, visible_line, warn
-from localllm.errors import UsageError
+from localllm.errors import LocalLLMError, UsageError
 from localllm.options.declared import in_flags
 
 if TYPE_CHECKING:
@@ -85,7 +86,8 @@ def _show_plan(file: GGUFFile, arguments: argparse.Namespace) -> None:
             f"{placement.context:,} tokens of context",
             "",
             *placement_lines(placement, plan.free),
-            detail("in all", f"{quantity(placement.total, 'B')}, Python and kernels included"),
+            *([] if plan.encoder is None else [detail("sees by", str(plan.encoder))]),
+            detail("in all", f"{quantity(_total(plan), 'B')}, Python and kernels included"),
         ):
             print(clean(line))
     for message in plan.notices:
@@ -98,6 +100,11 @@ def _plan(arguments: argparse.Namespace) -> Plan:
     from localllm.options.declared import LoadOptions
 
     return plan_file(LoadOptions(path=arguments.model, **load_options(arguments, arguments.model)))
+
+
+def _total(plan: Plan) -> int:
+    """Bytes that a model and its encoder take."""
+    return plan.placement.total + (0 if plan.encoder is None else plan.encoder.n_bytes)
 
 
 def plan_as_json(plan: Plan) -> dict[str, Any]:
@@ -119,8 +126,9 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
             for group in placement.groups
         ],
         "devices": {device: placement.on(device).total for device in placement.devices},
+        "encoder": None if plan.encoder is None else asdict(plan.encoder) | {"path": str(plan.encoder.path)},
         "free": dict(plan.free),
-        "total": placement.total,
+        "total": _total(plan),
     }
 
 
@@ -137,10 +145,29 @@ def _heading(file: GGUFFile) -> Iterator[str]:
     if not isinstance(architecture, str):
         yield "no general.architecture: not a model"
         return
+    if architecture == "clip":
+        yield _encoder(file)
+        return
     known = "" if architecture in ARCHITECTURES else ", which localllm cannot run"
     n_parameters = sum(tensor.n_values for tensor in file.tensors.values())
     file_type = file_type_name(file.metadata, file.tensors.values())
     yield f"{architecture}{known}, {short_count(n_parameters)} parameters ({n_parameters:,}), {file_type}"
+
+
+def _encoder(file: GGUFFile) -> str:
+    """What an encoder of pictures is for, and makes of them."""
+    from localllm.loading.vision import Encoder
+    from localllm.models.vision.registry import PROJECTORS
+
+    try:
+        encoder = Encoder.open(file.path)
+    except LocalLLMError as error:
+        return f"an encoder that localllm cannot run: {error}"
+    with contextlib.closing(encoder):
+        return (
+            f"an encoder of pictures for {PROJECTORS[encoder.family].models} ({encoder.family}): "
+            f"{encoder.common_tokens:,} tokens of {encoder.width:,} values for a picture of 1,024 × 768"
+        )
 
 
 def _metadata_lines(file: GGUFFile, *, full: bool) -> Iterator[str]:

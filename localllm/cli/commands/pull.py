@@ -34,7 +34,7 @@ def download(name: str, *, quiet: bool, by: Callable[[str, PullProgress], Path] 
 
     progress = _Progress(enabled=not quiet)
     try:
-        return (by or pull)(name, progress)
+        path = (by or pull)(name, progress)
     except KeyboardInterrupt:
         progress.close()
         if progress.fetched:
@@ -42,6 +42,12 @@ def download(name: str, *, quiet: bool, by: Callable[[str, PullProgress], Path] 
         raise
     finally:
         progress.close()
+    if by is None and not quiet:
+        from localllm.loading.vision import find_beside
+
+        for encoder in find_beside(path)[:1]:
+            say(f"{visible_line(encoder.name)} lies beside it: with that encoder the model sees pictures")
+    return path
 
 
 class _Progress:
@@ -76,8 +82,9 @@ COMMAND = Command(
     """\
 The model goes into the cache of the Hugging Face hub, and every command then takes its name in place of a path.
 ORG/REPO:Q4_K_M chooses a file by its quantisation, ORG/REPO:NAME.gguf by its name; ORG/REPO alone the only one, or
-Q4_K_M.  The address of a page of the hub, or of a file there, names a model too.  What was fetched before it was
-interrupted is kept, and the same command goes on from there.
+Q4_K_M.  The address of a page of the hub, or of a file there, names a model too.  The encoder of pictures (mmproj) of
+a model that sees comes with it.  What was fetched before it was interrupted is kept, and the same command goes on
+from there.
 """,
     aliases="download",
 )

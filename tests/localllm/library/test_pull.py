@@ -143,6 +143,19 @@ def test_all_parts_of_a_split_model_are_fetched(hub: HubServer) -> None:
         assert set(file.tensors) == {"t0", "t1"}
 
 
+def test_the_encoder_of_pictures_comes_with_its_model(
+    hub: HubServer, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    encoders = [f"mmproj-{quant}.gguf" for quant in ("BF16", "F16", "Q8_0")]
+    others = ["small/m-Q4_K_M.gguf", "small/mmproj-m-Q8_0.gguf"]
+    hub.repos["org/repo"] = Repo({name: small_gguf(name=name) for name in ("m-Q8_0.gguf", *encoders, *others)})
+    outcome = run_main(capfdbinary, "pull", "org/repo:Q8_0")
+    assert "mmproj-F16.gguf lies beside it: with that encoder the model sees pictures" in outcome.err
+    path = pull("org/repo:Q8_0")
+    assert sorted(each.name for each in path.parent.iterdir()) == ["m-Q8_0.gguf", "mmproj-F16.gguf"]
+    assert sorted(each.name for each in pull("org/repo").parent.iterdir()) == ["m-Q4_K_M.gguf", "mmproj-m-Q8_0.gguf"]
+
+
 def test_a_model_of_the_hub_that_lacks_a_part_is_refused(hub: HubServer) -> None:
     hub.repos["org/repo"] = Repo({"m-00001-of-00002.gguf": split_parts()[0]})
     with pytest.raises(HubError, match="org/repo has not all files of m: choose another model"):
