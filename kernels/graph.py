@@ -825,28 +825,48 @@ class IndexSelect(Operation[Tensor]):
     They are those of the largest scores, of equals the first: the sum over heads of weight * max(0, q · key), for
     queries [T, H * dim], ``head_weights`` [T, H] and the keys of an indexer, which `RopeAppend` puts into its cache.
 
-    Source: DeepSeek-V3.2, arXiv:2512.02556.
+    With ``pool`` [n, dim], it is whole runs of n positions that are chosen, k / n of those that a token sees to their
+    end, and all positions behind them: up to n - 1 more.  A run's key is, of each channel, the sum of its tokens'
+    keys times the softmax of their gates plus the pool's.  The cache has of a token [key | gate | key of the run that
+    it ends], of which `RopeAppend` is given something for the last, and is not of "q8_0".
+
+    Sources: DeepSeek-V3.2, arXiv:2512.02556; runs: GLM-5.3.
     """
 
     q: Tensor
     head_weights: Tensor
     cache: KVCache
     k: int
+    pool: Weight | None = None
+    float_rows = ("pool",)
+
+    @property
+    def dim(self) -> int:
+        """Values of a key."""
+        return self.cache.key_dim // (1 if self.pool is None else 3)
+
+    @property
+    def run(self) -> int:
+        """Positions that are chosen together."""
+        return 1 if self.pool is None else self.pool.shape[0]
 
     @property
     def n_heads(self) -> int:
-        return self.q.width // self.cache.key_dim
+        return self.q.width // self.dim
 
     @cached_property
     def result(self) -> Tensor:
-        cache = self.cache
+        cache, run = self.cache, self.run
         _check_rows(Rows.TOKENS, self.q, self.head_weights)
-        _check_queries(self.q, cache)
         if cache.n_heads != 1 or not cache.values_in_keys or cache.window is not None or self.k < 1:
             raise KernelError("an indexer keeps one key of every token, and chooses at least one position")
-        if self.head_weights.width != self.n_heads:
+        if self.pool is not None:
+            _check_shape(self.pool, run, self.dim)
+            if cache.key_dim != 3 * self.dim or self.dim % 16 or 64 % run or self.k % run or cache.type == "q8_0":
+                raise KernelError(f"runs of {run} positions are a divisor of 64, and of the {self.k} that are chosen")
+        if self.q.width % self.dim or self.head_weights.width != self.n_heads:
             raise KernelError(f"{self.head_weights.width} weights do not fit {self.n_heads} heads of an indexer")
-        return Tensor(Rows.TOKENS, self.k)
+        return Tensor(Rows.TOKENS, self.k + run - 1)
 
 
 #: The longest kernel of `CausalConv`.
@@ -895,9 +915,9 @@ class GatedDelta(Operation[Tensor]):
 
     ``qkv`` is one tensor of [queries | keys | values] of n_key_heads, n_key_heads and H heads, or those three.
     ``decay`` has one value for each of the H value heads, as ``beta``, or with one for each of their d_k channels.
-    ``a`` [H] is negative, or with a bound positive.  Value head h has the keys and queries of key head h mod
-    n_key_heads; where ``is_grouped``, of h ÷ (H / n_key_heads).  ``state`` is [H, d_k, d_v], both multiples of 16.
-    Gives [T, H * d_v].
+    ``a`` [H] is negative; with a bound, of either sign: its size counts.  Value head h has the keys and queries of
+    key head h mod n_key_heads; where ``is_grouped``, of h ÷ (H / n_key_heads).  ``state`` is [H, d_k, d_v], both
+    multiples of 16.  Gives [T, H * d_v].
 
     Sources: Gated DeltaNet, arXiv:2412.06464; decay per channel: Kimi Linear, arXiv:2510.26692; a bound: Ling 3.
     """
@@ -1301,10 +1321,11 @@ class Graph:
         values_in_keys: bool = False,
         window: int | None = None,
         is_index: bool = False,
+        is_exact: bool = False,
     ) -> KVCache:
         """Declares that the layer keeps keys and values of so many heads; without ``value_dim``, both are as long.
 
-        ``is_index``: those are the keys of an indexer, which are kept beside them.
+        ``is_index``: those are the keys of an indexer, which are kept beside them.  ``is_exact``: never in bytes.
         """
         value_dim = key_dim if value_dim is None else value_dim
         number = self.layer if isinstance(self.layer, int) else 0
@@ -1314,7 +1335,8 @@ class Graph:
             raise KernelError(f"{value_dim} values cannot be the first ones of {key_dim}")
         if window is not None and window < 1:
             raise KernelError(f"a cache cannot have a window of {window} tokens: give at least 1")
-        cache = KVCache(number, n_heads, key_dim, value_dim, self.cache_type, values_in_keys, window, is_index)
+        type: CacheType = "f16" if is_exact and self.cache_type == "q8_0" else self.cache_type
+        cache = KVCache(number, n_heads, key_dim, value_dim, type, values_in_keys, window, is_index)
         self.caches[cache.key] = cache
         if window not in self.windows:
             self.windows.append(window)

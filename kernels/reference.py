@@ -391,7 +391,8 @@ class _Run:
                     end = int(batch.ends[t])
                 seen = np.arange(begin, end)
                 if op.selected is not None:
-                    seen = self.values[op.selected][t, : len(seen)].astype(np.int64)
+                    seen = self.values[op.selected][t].astype(np.int64)
+                    seen = seen[seen >= 0]
                 page, place = tables[s, seen // self.cache.page_size], seen % self.cache.page_size
                 own_keys, own_values = (
                     part[page, place].astype(np.float32) for part in (keys, values)
@@ -407,15 +408,21 @@ class _Run:
     def index_select(self, op: g.IndexSelect) -> Array:
         batch, cache, k = self.batch, op.cache, op.k
         keys, tables = self.cache.layers[cache.key][0], batch.block_tables[self.graph.group(cache)]
-        q, weights = self.values[op.q].reshape(-1, op.n_heads, cache.key_dim), self.values[op.head_weights]
-        out: Array = np.full((len(q), k), -1, np.float32)
+        q, weights = self.values[op.q].reshape(-1, op.n_heads, op.dim), self.values[op.head_weights]
+        out: Array = np.full((len(q), op.result.width), -1, np.float32)
         for s, (start, stop, _) in enumerate(batch.sequences()):
             for t in range(start, stop):
                 chosen = seen = np.arange(int(batch.positions[t]) + 1)
                 if len(seen) > k:
                     own = keys[tables[s, seen // self.cache.page_size], seen % self.cache.page_size, 0]
-                    scores = weights[t] @ np.maximum(q[t] @ own.astype(np.float32).T, 0)
-                    chosen = np.sort(np.argsort(-scores, kind="stable")[:k])
+                    own, n = own.astype(np.float32), len(seen) // op.run * op.run
+                    if op.pool is not None:
+                        parts = own[:n].reshape(-1, op.run, 3, op.dim)
+                        gates = parts[:, :, 1] + self.arrays[op.pool]
+                        own = (softmax(gates.swapaxes(1, 2)).swapaxes(1, 2) * parts[:, :, 0]).sum(axis=1)
+                    scores = weights[t] @ np.maximum(q[t] @ own.T, 0)
+                    runs = np.sort(np.argsort(-scores, kind="stable")[: k // op.run])
+                    chosen = np.append(runs[:, None] * op.run + np.arange(op.run), seen[n:])
                 out[t, : len(chosen)] = chosen
         return out
 
@@ -439,6 +446,7 @@ class _Run:
         each, all_of_them = (n_heads // op.n_key_heads, 1) if op.is_grouped else (1, n_heads // op.n_key_heads)
         q, k = (np.tile(np.repeat(x, each, axis=1), (1, all_of_them, 1)) for x in (q / np.float32(np.sqrt(d_k)), k))
         steps, a = self.values[op.decay] + self.arrays[op.dt_bias], self.arrays[op.a].reshape(-1, 1)
+        a = np.abs(a) if op.bound else a
         steps = steps.reshape(len(q), n_heads, -1)
         decay = np.exp(np.float32(op.bound) * sigmoid(steps * a) if op.bound else softplus(steps) * a)
         beta = sigmoid(self.values[op.beta])

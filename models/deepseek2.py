@@ -100,7 +100,7 @@ class Latents:
         n_heads = meta.read_uniform("attention.head_count", n_layers, low=1, high=1 << 14)
         meta.skip("attention.head_count_kv", "attention.key_length", "attention.value_length")  # of the latents
         n_latent = meta.read("attention.kv_lora_rank", int, low=1, high=512)
-        n_rot = meta.read("rope.dimension_count", int, low=2, high=128)
+        n_rot = meta.read("rope.dimension_count", int, low=0, high=128)
         is_old = meta.find("attention.key_length_mla") is None
         key_dim, value_dim = (
             meta.read(f"attention.{x}_length{'' if is_old else '_mla'}", int, low=2, high=1 << 12)

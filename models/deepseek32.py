@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from localllm.errors import ModelError
-from localllm.kernels.graph import Graph, IndexSelect, Linear, Linears, Rope, RopeAppend, Scale, Tensor
+from localllm.kernels.graph import Graph, IndexSelect, Linear, Linears, Rope, RopeAppend, Scale, SideBySide, Tensor
 from localllm.models import deepseek2
 from localllm.models.blocks import Layer, layer_norm
 from localllm.models.config import Header
@@ -47,8 +47,8 @@ def record(m: Header) -> Graph:
     return deepseek2.record(m, make_indexers(m, rope, 1e-6, is_full))
 
 
-def make_indexers(m: Header, rope: Rope, eps: float, is_full: tuple[bool, ...]) -> deepseek2.Select:
-    """What chooses positions, by a rotation and an epsilon of their own.
+def make_indexers(m: Header, rope: Rope | None, eps: float, is_full: tuple[bool, ...]) -> deepseek2.Select:
+    """What chooses positions, by a rotation and an epsilon of their own, or runs of ``attention.indexer.kpool``.
 
     ``is_full``: by default, of each layer, whether it has an indexer; others take the last choice before them.
     """
@@ -59,9 +59,10 @@ def make_indexers(m: Header, rope: Rope, eps: float, is_full: tuple[bool, ...]) 
     n_query = meta.read("attention.q_lora_rank", int, low=1, high=1 << 16)
     if meta.find("attention.indexer.types") is not None:
         is_full = meta.read_each("attention.indexer.types", m.config.n_layers, bool, low=0, high=1)
-    if not is_full[0]:
+    run = meta.read("attention.indexer.kpool", int, 1, low=1, high=64)
+    if not meta.read("attention.indexer.kpool_select_tail", bool, True):
         raise ModelError(
-            f"{meta.architecture}.attention.indexer.types begins with a layer that takes another's choice"
+            "the model's indexers leave out positions behind the last run, which localllm does not do yet"
         )
     chosen: list[Tensor] = []  # the last choice
 
@@ -70,15 +71,27 @@ def make_indexers(m: Header, rope: Rope, eps: float, is_full: tuple[bool, ...]) 
         if m.context <= k:
             names = "attn_q_b.weight attn_k.weight proj.weight k_norm.weight k_norm.bias"
             w.skip(*(f"indexer.{name}" for name in names.split()))
+            w.skip("indexer_compressor_gate.weight", "indexer_compressor_ape.weight")
             return None
         if not is_full[at.number]:
+            if not chosen:
+                raise ModelError(f"{meta.architecture}.attention.indexer.types begins with another's choice")
             return chosen[-1]
-        key, weights = at.add(Linears(x, tuple(w.matrix(name, x.width, n) for name, n in matrices.items())))
+        if run > 1:
+            matrices["indexer_compressor_gate"] = dim
+        made = at.add(Linears(x, tuple(w.matrix(name, x.width, n) for name, n in matrices.items())))
+        key, weights = made[:2]
         key = layer_norm(replace(at, norm_eps=eps), "indexer.k_norm", key)
         q = at.add(Linear(of_query, w.matrix("indexer.attn_q_b", n_query, n_heads * dim)))
-        cache = at.graph.kv_cache(1, dim, values_in_keys=True, is_index=True)
-        q = at.add(RopeAppend(q, key, None, cache, rope))
-        chosen.append(at.add(IndexSelect(q, at.add(Scale(weights, (n_heads * dim) ** -0.5)), cache, k)))
+        pool, weights = None, at.add(Scale(weights, (n_heads * dim) ** -0.5))
+        if run > 1:
+            pool, key = w.require("indexer_compressor_ape.weight", run, dim), at.add(SideBySide((key, made[2], key)))
+        cache = at.graph.kv_cache(1, key.width, values_in_keys=True, is_index=True, is_exact=run > 1)
+        if run > 1:  # nothing is rotated
+            at.add(RopeAppend(key, key, None, cache, None))
+        else:
+            q = at.add(RopeAppend(q, key, None, cache, rope))
+        chosen.append(at.add(IndexSelect(q, weights, cache, k, pool)))
         return chosen[-1]
 
     return select

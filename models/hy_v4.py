@@ -3,7 +3,7 @@ experts whose gates are clamped; and four streams, which each half of a layer su
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from localllm.kernels.graph import Graph, HyperWeights, Linear, MixStreams, RMSNorm, SideBySide, Tensor
@@ -37,44 +37,74 @@ def hf_keys(config: Any) -> dict[str, Any]:
     }
 
 
+@dataclass(frozen=True)
+class Connections:
+    """Hyper-connections between ``n`` streams; `localllm.kernels.graph.HyperWeights` has the numbers."""
+
+    n: int
+    eps: float
+    magnitude: float
+    more: float
+    n_rounds: int  # 0 where streams are not mixed
+
+    @classmethod
+    def read(cls, m: Header, magnitude: float | None = None) -> Connections:
+        """From the keys that llama.cpp has for it; where the magnitude is the file's, streams are not mixed."""
+        meta = m.meta
+        n = meta.read("hyper_connection.count", int, low=1, high=16)
+        eps = meta.read("hyper_connection.epsilon", float, low=0, high=1)
+        if magnitude is not None:
+            return cls(
+                n, eps, magnitude, 0.0, meta.read("hyper_connection.sinkhorn_iterations", int, low=1, high=100)
+            )
+        return cls(n, eps, meta.read("hyper_connection.magnitude", float, low=0, high=1e3), eps, 0)
+
+    def weights(self, at: Layer, name: str, streams: Tensor, n_kinds: int) -> tuple[Tensor, ...]:
+        n, d = self.n, at.n_embd
+        n_weights = [n, 2 * n, 2 * n + n * n][n_kinds - 1]
+        x = at.add(RMSNorm(streams, None, at.norm_eps))
+        x = at.add(Linear(x, at.weights.matrix(f"{name}_fn", n * d, n_weights)))
+        vectors = at.weights.vector(f"{name}_scale", n_kinds), at.weights.vector(f"{name}_base", n_weights)
+        rounds = max(1, self.n_rounds)
+        return at.add(HyperWeights(x, *vectors, n, self.eps, self.magnitude, self.more, rounds))
+
+    def before(self, at: Layer, name: str, streams: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """What half a layer is given, and the other weights."""
+        before, *others = self.weights(at, name, streams, 3 if self.n_rounds else 2)
+        return at.add(MixStreams(streams, before, self.n)), tuple(others)
+
+    def behind(self, at: Layer, y: Tensor, streams: Tensor, weights: tuple[Tensor, ...]) -> Tensor:
+        """The streams behind half a layer that gives y."""
+        if len(weights) > 1:
+            streams = at.add(MixStreams(streams, weights[1], self.n))
+        return at.add(MixStreams(y, weights[0], 1, streams))
+
+
 def record(m: Header) -> Graph:
-    meta, d = m.meta, m.config.n_embd
-    experts = m.experts(gating="sigmoid")
-    experts = experts and replace(experts, limits_input=True)
     rope, scale = deepseek2.make_latent_rope(m)
-    latents, ffn, limits = (
-        deepseek2.Latents.read(m, scale),
-        m.feed_forward(experts),
-        m.gate_limits(),
-    )
-    n = meta.read("hyper_connection.count", int, low=1, high=16)
-    eps = meta.read("hyper_connection.epsilon", float, low=0, high=1)
-    magnitude = meta.read("hyper_connection.magnitude", float, low=0, high=1e3)
+    experts, connections = m.experts(gating="sigmoid"), Connections.read(m)
+    experts = experts and replace(experts, limits_input=True)
+    latents, ffn, limits = deepseek2.Latents.read(m, scale), m.feed_forward(experts), m.gate_limits()
     select = None
-    if meta.find("attention.indexer.top_k") is not None:
-        of_index = replace(
-            rope, first=meta.read("attention.indexer.key_length", int, low=2, high=256) - latents.n_rot
-        )
+    if m.meta.find("attention.indexer.top_k") is not None:
+        dim = m.meta.read("attention.indexer.key_length", int, low=2, high=256)
+        of_index = replace(rope, first=dim - latents.n_rot)
         select = deepseek32.make_indexers(m, of_index, m.norm_eps, (True,) * m.config.n_layers)
 
-    def weights(at: Layer, name: str, streams: Tensor, n_kinds: int) -> tuple[Tensor, ...]:
-        x = at.add(RMSNorm(streams, None, at.norm_eps))
-        x = at.add(Linear(x, at.weights.matrix(f"{name}_fn", n * d, n_kinds * n)))
-        scales, base = at.weights.vector(f"{name}_scale", n_kinds), at.weights.vector(f"{name}_base", n_kinds * n)
-        return at.add(HyperWeights(x, scales, base, n, eps, magnitude, eps))
-
     def layer(at: Layer, streams: Tensor) -> Tensor:
-        before, behind = weights(at, "hc_attn", streams, 2)
-        x = norm(at, "attn_norm", at.add(MixStreams(streams, before, n)))
+        x, more = connections.before(at, "hc_attn", streams)
+        x = norm(at, "attn_norm", x)
         y = deepseek2.latent_attention(at, x, latents, rope, has_gate=True, has_sinks=True, select=select)
-        streams = at.add(MixStreams(y, behind, 1, streams))
-        before, behind = weights(at, "hc_ffn", streams, 2)
-        x = norm(at, "ffn_norm", at.add(MixStreams(streams, before, n)))
-        y = feed_forward(at, x, ffn, limits=limits[at.number])
-        return at.add(MixStreams(y, behind, 1, streams))
+        streams = connections.behind(at, y, streams, more)
+        x, more = connections.before(at, "hc_ffn", streams)
+        y = feed_forward(at, norm(at, "ffn_norm", x), ffn, limits=limits[at.number])
+        return connections.behind(at, y, streams, more)
+
+    def begin(at: Layer, x: Tensor) -> Tensor:
+        return at.add(SideBySide((x,) * connections.n))
 
     def end(at: Layer, name: str, streams: Tensor) -> Tensor:
-        (before,) = weights(at, "output_hc", streams, 1)
-        return norm(at, name, at.add(MixStreams(streams, before, n)))
+        (before,) = connections.weights(at, "output_hc", streams, 1)
+        return norm(at, name, at.add(MixStreams(streams, before, connections.n)))
 
-    return decoder(m, layer, change_embedding=lambda at, x: at.add(SideBySide((x,) * n)), output_norm=end)
+    return decoder(m, layer, change_embedding=begin, output_norm=end)

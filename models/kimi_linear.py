@@ -76,7 +76,9 @@ def record(m: Header) -> Graph:
     return decoder(m, layer)
 
 
-def delta_net(at: Layer, x: Tensor, n: int, dim: int, kernel: int, *, residual: Tensor, bound: float = 0.0) -> Tensor:
+def delta_net(
+    at: Layer, x: Tensor, n: int, dim: int, kernel: int, *, residual: Tensor | None = None, bound: float = 0.0
+) -> Tensor:
     """A gated delta net of n heads, with a convolution each for queries, keys and values; ``bound`` as
     `localllm.kernels.graph.GatedDelta` has it.  Decay and gate are of one matrix each, or of two."""
     w, d, width = at.weights, at.n_embd, n * dim
@@ -91,7 +93,8 @@ def delta_net(at: Layer, x: Tensor, n: int, dim: int, kernel: int, *, residual: 
         mixed.append(at.add(CausalConv(part, conv, state, silu=True)))
     if has_two:
         decay, gate = at.linear(decay, "ssm_f_b", width), at.linear(gate, "ssm_g_b", width)
-    a, bias = Reshaped(w.require("ssm_a", n, 1), (n,)), w.require("ssm_dt.bias", width)
+    shape = (n, 1) if w.n_rows("ssm_a") else (n,)
+    a, bias = Reshaped(w.require("ssm_a", *shape), (n,)), w.require("ssm_dt.bias", width)
     y = at.add(GatedDelta(tuple(mixed), decay, beta, a, bias, at.graph.state("S", n, dim, dim), n, bound=bound))
     y = at.add(RMSNorm(y, w.vector("ssm_norm", dim), at.norm_eps, n))
     return at.linear(at.add(Gated(gate, y, "sigmoid")), "attn_output", d, residual=residual)

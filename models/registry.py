@@ -104,6 +104,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "glm-dsa": Architecture("deepseek32", "GLM-5, 5.1 and 5.2", "glm_moe_dsa"),
     "glm4": Architecture("glm4", "GLM-4 (0414), GLM-Z1", "glm4"),
     "glm4moe": Architecture("glm4moe", "GLM-4.5, 4.6 and 4.7", "glm4_moe", has_block=True),
+    "glm5-next": Architecture("glm5_next", "GLM-5.3 Flash, text", "glm5_next glm5_next_text"),
     "gpt-oss": Architecture("gpt_oss", "gpt-oss", "gpt_oss"),
     "gpt2": Architecture("gpt2", "GPT-2", "gpt2"),
     "gptneox": Architecture("gptneox", "GPT-NeoX, Pythia", "gpt_neox"),

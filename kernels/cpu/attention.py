@@ -114,10 +114,11 @@ def load_query(query, key_dim, scale, out):
 
 
 @template
-def load_limits(position, last, window, kv_length, limits):
+def load_limits(position, last, window, kv_length, limits, selected):
     """limits = the first and the last position, int64 [2], that a token sees.
 
-    ``position`` and ``last``: where its own lies, and the last one that it sees where it is causal.
+    ``position`` and ``last``: where its own lies, and the last one that it sees where it is causal.  With SELECTED,
+    they are the numbers of those that are ``selected``.
     """
     own = np.int64(load_i32(position))
     if SELECTED:
@@ -127,7 +128,10 @@ def load_limits(position, last, window, kv_length, limits):
     else:
         store_i64(limits, max(np.int64(0), own - window + 1))
     if SELECTED:
-        store_i64(limits + 8, min(own, SELECTED - 1))
+        final = min(own, SELECTED - 1)
+        while load_f32(selected + 4 * final) < ZERO:
+            final -= 1
+        store_i64(limits + 8, final)
     elif CAUSAL:
         store_i64(limits + 8, np.int64(load_i32(last)))
     else:
@@ -482,7 +486,8 @@ def attention(
             token = start + row // group_size
             query = q + token * q_stride + 4 * (head * group_size + row % group_size) * key_dim
             load_query(query, key_dim, scale, queries + 4 * KEY_HEAD * r)
-            load_limits(positions + 4 * token, lasts + 4 * token, window, load_i64(tile + 48), limits + 16 * r)
+            seen = selected + token * selected_stride
+            load_limits(positions + 4 * token, lasts + 4 * token, window, load_i64(tile + 48), limits + 16 * r, seen)
         first, stop = load_i64(tile + 24), load_i64(tile + 32)
         attend_splits(
             queries, n_computed, limits, head_keys, head_values, table, key_bytes, value_bytes,

@@ -538,7 +538,7 @@ class Lowering:
 
     def index_select(self, op: g.IndexSelect) -> Stored:
         cache, layout, tables, lanes = op.cache, layout_of(op.cache), self.tables, 2 * self.threads
-        q, weights, y = self.stored[op.q], self.stored[op.head_weights], self.new(Rows.TOKENS, op.k)
+        q, weights, y = self.stored[op.q], self.stored[op.head_weights], self.new(Rows.TOKENS, op.result.width)
         row_bytes = 4 * tables.n_blocks * PAGE
         scores = Buffer(lanes * row_bytes)
         given = (
@@ -547,6 +547,10 @@ class Lowering:
             *(self.layers[cache.key][0], scores, row_bytes),
         )
         constants = selection.constants(op, layout, wide=self.target.wide)
+        if op.pool is not None:
+            slots, keys = tables.slots[self.graph.group(cache)], self.layers[cache.key][0]
+            arguments = tables.positions, slots, self.weights.vector(op.pool), keys
+            self.call(selection.pool_keys, arguments, 1, N_TOKENS, **constants)
         self.call(selection.index_scores, given, lanes, ALWAYS, **constants)
         self.call(selection.index_select, (*given, y.buffer, y.stride), lanes, ALWAYS, **constants)
         return y

@@ -222,6 +222,8 @@ def recurrence(
             for i in range(0, 64 * VECTORS * ROWS, 64):
                 store_f32x16(state + i, zero_f32x16())
         factor, old, decay = load_f32(a + 4 * head), k, ONE
+        if BOUNDED:
+            factor = abs(factor)
         for x in static_range(VECTORS):
             new[x] = zero_f32x16()
         for token in range(start, stop):

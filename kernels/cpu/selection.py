@@ -4,6 +4,9 @@ Scores of a token are a row, float32 [positions].  There are as many rows as lan
 no more tokens, each has a row of its own, which lanes share, so that decoding has all threads; otherwise each lane
 scores token after token, and each row serves many.
 
+Where runs of positions are chosen (RUN), each has a key, which `pool_keys` makes of its tokens', and puts behind that
+of its last.
+
 The k largest are found by their bits (radix select): as integers that are in the order of the floats, digit by digit
 from the highest, of which each is the one that the k-th largest has.  All above it are taken, and of its equals the
 first.
@@ -15,9 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from localllm.kernels.cpu.attention import SCORES, block_at, load_query, score_rows
+from localllm.kernels.cpu.attention import LOWEST, SCORES, block_at, load_query, score_rows
 from localllm.kernels.cpu.cache_types import PAGE, CacheLayout
 from localllm.kernels.cpu.compiler import kernel
+from localllm.kernels.cpu.elementwise import exp
+from localllm.kernels.cpu.memory import padded
 from localllm.kernels.cpu.simd import *
 from localllm.kernels.cpu.templates import device, static_range, template
 from localllm.kernels.graph import IndexSelect
@@ -35,8 +40,11 @@ def constants(op: IndexSelect, layout: CacheLayout, *, wide: bool) -> dict[str, 
     return {
         "HEADS": op.n_heads,
         "PADDED": -(-op.n_heads // rows) * rows,
-        "TOP": op.k,
-        "KEY_DIM": op.cache.key_dim,
+        "TOP": op.k // op.run,
+        "WIDTH": op.result.width,
+        "RUN": op.run,
+        "DIM": op.dim,
+        "POOL": 4 * padded(op.dim),
         "KEY_HEAD": layout.head(op.cache.key_dim),
         "KEY_BLOCK": layout.block_bytes(op.cache.key_dim),
         "KEY_SCALES": layout.scale_bytes(op.cache.key_dim),
@@ -68,37 +76,44 @@ def ordered(address):
 
 @template
 def score_pages(q, weights, cache, table, low, high, row):
-    """row[PAGE * low …] = the scores of pages low … high."""
+    """row[PAGE * low …] = the scores of pages low … high, of each run of positions one."""
     queries, scores, factors = stack(4 * PADDED * KEY_HEAD), stack(ROWS * SCORES), stack(4 * PADDED)
     for h in range(PADDED):
         # Beyond the last head it is computed again, and counts nothing.
-        one, query = ONE, q + 4 * KEY_DIM * min(h, HEADS - 1)
-        load_query(query, KEY_DIM, one, queries + 4 * KEY_HEAD * h)
+        one, query = ONE, q + 4 * DIM * min(h, HEADS - 1)
+        load_query(query, DIM, one, queries + 4 * KEY_HEAD * h)
         store_f32(factors + 4 * h, load_f32(weights + 4 * min(h, HEADS - 1)) if h < HEADS else ZERO)
     for page in range(low, high):
         block = block_at(cache, table, page, KEY_BLOCK)
-        for g in static_range(PAGE // 16):
-            whole[g] = zero_f32x16()
-        for some in range(0, PADDED, ROWS):
-            score_rows(queries + 4 * KEY_HEAD * some, block, scores, block, 0)
-            for r in range(ROWS):
-                factor = load_splat_f32(factors + 4 * (some + r))
-                for g in static_range(PAGE // 16):
-                    score = maximum(load_f32x16(scores + SCORES * r + 64 * g), splat(ZERO))
-                    whole[g] = fma(score, factor, whole[g])
-        for g in static_range(PAGE // 16):
-            store_f32x16(row + 4 * PAGE * page + 64 * g, whole[g] + splat(ZERO))  # -0 becomes 0
+        if RUN > 1:
+            for j in range(PAGE // RUN):
+                key, score = block + SIZE * (KEY_HEAD * (RUN * j + RUN - 1) + 2 * DIM), ZERO
+                for h in range(HEADS):
+                    product = zero_f32x16()
+                    for i in range(0, DIM, 16):
+                        product = fma(LOAD(key + SIZE * i), load_f32x16(queries + 4 * (KEY_HEAD * h + i)), product)
+                    score += max(sum_lanes(product), ZERO) * load_f32(factors + 4 * h)
+                store_f32(row + 4 * (PAGE // RUN * page + j), score + ZERO)
+        else:
+            for g in static_range(PAGE // 16):
+                whole[g] = zero_f32x16()
+            for some in range(0, PADDED, ROWS):
+                score_rows(queries + 4 * KEY_HEAD * some, block, scores, block, 0)
+                for r in range(ROWS):
+                    factor = load_splat_f32(factors + 4 * (some + r))
+                    for g in static_range(PAGE // 16):
+                        score = maximum(load_f32x16(scores + SCORES * r + 64 * g), splat(ZERO))
+                        whole[g] = fma(score, factor, whole[g])
+            for g in static_range(PAGE // 16):
+                store_f32x16(row + 4 * PAGE * page + 64 * g, whole[g] + splat(ZERO))  # -0 becomes 0
 
 
 @template
-def choose(row, n, out):
-    """out = the places of the TOP largest of ``n`` values, in order, and -1 behind them."""
-    if n <= TOP:
-        for i in range(n):
-            store_f32(out + 4 * i, np.float32(i))
-        for i in range(n, TOP):
-            store_f32(out + 4 * i, -ONE)
-    else:
+def choose(row, seen, out):
+    """out = of ``seen`` positions those of the TOP runs of the largest values, and those behind; then -1."""
+    n, place, rest = seen // RUN, out, np.int64(0)
+    if n > TOP:
+        rest = n * RUN
         counts = stack(4 << DIGIT)
         found, wanted, above = np.int64(0), np.int64(TOP), np.int64(32)
         for _ in range(3):
@@ -109,21 +124,54 @@ def choose(row, n, out):
             for i in range(n):
                 bits = ordered(row + 4 * i)
                 if bits >> above == found:
-                    place = counts + 4 * (bits >> shift & last)
-                    store_i32(place, np.int32(load_i32(place) + 1))
+                    count = counts + 4 * (bits >> shift & last)
+                    store_i32(count, np.int32(load_i32(count) + 1))
             digit = last
             while np.int64(load_i32(counts + 4 * digit)) < wanted:
                 wanted -= np.int64(load_i32(counts + 4 * digit))
                 digit -= 1
             found, above = found << (above - shift) | digit, shift
-        place = out
         for i in range(n):
             bits = ordered(row + 4 * i)
             if bits > found or (bits == found and wanted > 0):
                 if bits == found:
                     wanted -= 1
-                store_f32(place, np.float32(i))
-                place += 4
+                for j in range(RUN):
+                    store_f32(place, np.float32(RUN * i + j))
+                    place += 4
+    for i in range(rest, seen):
+        store_f32(place, np.float32(i))
+        place += 4
+    while place < out + 4 * WIDTH:
+        store_f32(place, -ONE)
+        place += 4
+
+
+@kernel
+def pool_keys(begin, end, positions, slots, pool, keys):
+    """Of tokens that end a run, its key: the sum of its tokens' keys times the softmax of their gates and the pool's.
+
+    slots: int64 [T], page * PAGE + place in the page.  pool: float32 [RUN, POOL / 4].  keys: as a cache has values,
+    [key | gate | key of a run].
+    """
+    row = stack(64)
+    for token in range(begin, end):
+        if load_i32(positions + 4 * token) % RUN == RUN - 1:
+            slot = load_i64(slots + 8 * token)
+            first = keys + KEY_BLOCK * (slot // PAGE) + SIZE * KEY_HEAD * (slot % PAGE - RUN + 1)
+            for c in range(0, DIM, 16):
+                top, total, key = splat(LOWEST), zero_f32x16(), zero_f32x16()
+                for i in range(RUN):
+                    gate = LOAD(first + SIZE * (KEY_HEAD * i + DIM + c)) + load_f32x16(pool + POOL * i + 4 * c)
+                    top = maximum(top, gate)
+                for i in range(RUN):
+                    gate = LOAD(first + SIZE * (KEY_HEAD * i + DIM + c)) + load_f32x16(pool + POOL * i + 4 * c)
+                    weight = exp(gate - top)
+                    total = total + weight
+                    key = fma(LOAD(first + SIZE * (KEY_HEAD * i + c)), weight, key)
+                store_f32x16(row, key / total)
+                for i in range(16):
+                    store_f16(first + SIZE * (KEY_HEAD * (RUN - 1) + 2 * DIM + c + i), load_f32(row + 4 * i))
 
 
 @kernel
@@ -133,7 +181,7 @@ def index_scores(
 ):  # fmt: skip
     """Scores of few tokens, in rows of their own, of which each lane computes some parts; of more, nothing.
 
-    q: float32 [T, HEADS * KEY_DIM].  weights: float32 [T, HEADS].  scores: float32 [lanes, row_bytes / 4].  The rest
+    q: float32 [T, HEADS * DIM].  weights: float32 [T, HEADS].  scores: float32 [lanes, row_bytes / 4].  The rest
     is as in `localllm.kernels.cpu.attention.attention`.
     """
     n_tokens = load_i64(batch)
@@ -141,10 +189,10 @@ def index_scores(
         for unit in range(begin, end):
             turn = np.int64(0)
             for token in range(n_tokens):
-                n = np.int64(load_i32(positions + 4 * token)) + 1
+                n = (np.int64(load_i32(positions + 4 * token)) + 1) // RUN
                 if n > TOP:
                     table = block_tables + 4 * sequence_of(token, starts) * block_stride
-                    n_pages = (n - 1) // PAGE + 1
+                    n_pages = (RUN * n - 1) // PAGE + 1
                     for first in range(0, n_pages, PART):
                         if turn % lanes == unit:
                             score_pages(
@@ -159,15 +207,16 @@ def index_select(
     begin, end, batch, lanes, q, q_stride, weights, weights_stride, starts, positions, block_tables, block_stride,
     keys, scores, row_bytes, out, out_stride,
 ):  # fmt: skip
-    """out [T, TOP] = the positions that each token attends to; where tokens are many, their scores, too."""
+    """out [T, WIDTH] = the positions that each token attends to; where tokens are many, their scores, too."""
     n_tokens = load_i64(batch)
     for unit in range(begin, end):
         for token in range(unit, n_tokens, lanes):
-            n = np.int64(load_i32(positions + 4 * token)) + 1
+            seen = np.int64(load_i32(positions + 4 * token)) + 1
             row = scores + row_bytes * (token if n_tokens <= lanes else unit)
-            if n > TOP and n_tokens > lanes:
+            if seen // RUN > TOP and n_tokens > lanes:
                 table = block_tables + 4 * sequence_of(token, starts) * block_stride
                 score_pages(
-                    q + q_stride * token, weights + weights_stride * token, keys, table, 0, (n - 1) // PAGE + 1, row
-                )
-            choose(row, n, out + out_stride * token)
+                    q + q_stride * token, weights + weights_stride * token, keys, table,
+                    0, (seen // RUN * RUN - 1) // PAGE + 1, row,
+                )  # fmt: skip
+            choose(row, seen, out + out_stride * token)

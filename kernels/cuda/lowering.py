@@ -626,11 +626,17 @@ class Lowering:
 
     def index_select(self, op: g.IndexSelect) -> Stored:
         limits, kept, batch = self.limits, op.cache, self.batch
-        q, weights, y = self.stored[op.q], self.stored[op.head_weights], self.new(Rows.TOKENS, op.k)
+        q, weights, y = self.stored[op.q], self.stored[op.head_weights], self.new(Rows.TOKENS, op.result.width)
         stride = limits.cache.n_pages[0] * PAGE
         scores, cache = Buffer(4 * _SCORED_TOKENS * stride), limits.cache.layer(kept.key)[:2]
         header, starts, _, _, *tables = batch.attention(limits.cache.groups[kept.key])
-        defines = _selection_defines(kept, op.k) | {"HEADS": op.n_heads}
+        defines = _selection_defines(kept, op.k // op.run) | {"HEADS": op.n_heads, "DIM": op.dim, "RUN": op.run}
+        if op.pool is not None:
+            slots = batch.slots[limits.cache.groups[kept.key]]
+            pooled = header, batch.positions, slots, self.weights.vector(op.pool), padded(op.dim), cache[0]
+            cost = lambda sizes: Cost(sizes.n_tokens * kept.bytes_per_token())  # noqa: E731
+            kernel = "selection", "pool_keys"
+            self.call("pool", kernel, N_TOKENS, _each, 128, *pooled, defines=defines, cost=cost, operands=[q])
 
         def launches(extent: Extent) -> Iterator[Launch]:
             for first in range(0, extent.n_tokens, _SCORED_TOKENS):
@@ -643,11 +649,11 @@ class Lowering:
                 ):
                     yield Launch("selection", kernel, defines, grid, (128,), 0, arguments(*values, n_rows=n))
 
-        def cost(sizes: BatchSizes) -> Cost:
+        def index_cost(sizes: BatchSizes) -> Cost:
             pairs, positions = sizes.seen(attention.NO_WINDOW)
             return Cost(positions * kept.bytes_per_token(), 2 * pairs * q.width)
 
-        self.calls.append(Call("index", launches, [q, weights, y, scores], cost))
+        self.calls.append(Call("index", launches, [q, weights, y, scores], index_cost))
         return y
 
     def _attention_selected(self, op: g.Attention) -> Stored:

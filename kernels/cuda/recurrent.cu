@@ -79,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   __shared__ Token tokens[2];
   const int column = blockIdx.x * COLUMNS + threadIdx.x / LANES, head = blockIdx.x * COLUMNS / columns;
   const int group = per_group ? head / per_group : head % n_groups, lane = threadIdx.x % LANES;
-  const float factor = a[head];
+  const float factor = bound != 0.0f ? fabsf(a[head]) : a[head];
   int turn = 0;
   for (int sequence = blockIdx.y; sequence < header[N_SEQUENCES]; sequence += gridDim.y) {
     const int start = starts[sequence], stop = starts[sequence + 1];

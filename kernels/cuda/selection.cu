@@ -1,8 +1,8 @@
 // Attention to selected positions: an indexer's scores, the largest of them, and attention to those alone.
 //
 // Correct, not yet tuned: products are of single threads, and each query head reads what it attends to itself.
-// HEADS: of the indexer, in index_scores.  KEY_DIM, VALUE_DIM, Q8_0: of the cache that is read.  TOP: positions that a
-// token attends to.
+// HEADS, DIM, RUN: of the indexer, whose queries have DIM values, and which chooses runs of RUN positions.  KEY_DIM,
+// VALUE_DIM, Q8_0: of the cache that is read.  TOP: runs, or positions that a token attends to.
 #include "batch.cuh"
 #include "common.cuh"
 
@@ -34,6 +34,27 @@ struct Key {
 };
 
 #ifdef HEADS
+// Of tokens that end a run, its key, of each channel: the sum of its tokens' keys times the softmax of their gates plus
+// the pool's [RUN, stride].  Of a token, the cache has [key | gate | key of a run].  Grid: (tokens).
+extern "C" __global__ void __launch_bounds__(THREADS)
+    pool_keys(const int* __restrict__ header, const int* __restrict__ positions, const int* __restrict__ slots,
+              const float* __restrict__ pool, int stride, uint16_t* keys) {
+  const int token = blockIdx.x;
+  if (token >= header[N_TOKENS] || positions[token] % RUN != RUN - 1) return;
+  uint16_t* const first = keys + (size_t)(slots[token] - RUN + 1) * HEAD;  // of one head, pages lie side by side
+  for (int column = threadIdx.x; column < DIM; column += THREADS) {
+    float top = -1e30f, total = 0.0f, key = 0.0f;
+    for (int i = 0; i < RUN; i++)
+      top = fmaxf(top, half_to_float(first[(size_t)i * HEAD + DIM + column]) + pool[i * stride + column]);
+    for (int i = 0; i < RUN; i++) {
+      const float weight = expf(half_to_float(first[(size_t)i * HEAD + DIM + column]) + pool[i * stride + column] - top);
+      total += weight;
+      key = fmaf(half_to_float(first[(size_t)i * HEAD + column]), weight, key);
+    }
+    first[(size_t)(RUN - 1) * HEAD + 2 * DIM + column] = float_to_half(key / total);
+  }
+}
+
 // Of tokens from number `first` on, sums over the heads of weight * max(0, q * key), for all positions that they see.
 //
 // Grid: (blocks that share a token's positions, tokens).  scores: [tokens, stride].
@@ -43,19 +64,21 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                  int q_stride, const float* __restrict__ weights, int weights_stride,
                  const uint8_t* __restrict__ keys, const uint16_t* __restrict__ key_scales, float* __restrict__ scores,
                  int stride) {
-  __shared__ float queries[HEADS * KEY_DIM], factors[HEADS];
+  __shared__ float queries[HEADS * DIM], factors[HEADS];
   const int token = first + blockIdx.y;
-  if (token >= header[N_TOKENS] || positions[token] < TOP) return;
-  for (int i = threadIdx.x; i < HEADS * KEY_DIM; i += THREADS) queries[i] = q[(size_t)token * q_stride + i];
+  if (token >= header[N_TOKENS]) return;
+  const int n = (positions[token] + 1) / RUN;
+  if (n <= TOP) return;
+  for (int i = threadIdx.x; i < HEADS * DIM; i += THREADS) queries[i] = q[(size_t)token * q_stride + i];
   for (int i = threadIdx.x; i < HEADS; i += THREADS) factors[i] = weights[(size_t)token * weights_stride + i];
   __syncthreads();
   const int* const table = table_of(token, starts, tables, table_stride);
-  for (int p = blockIdx.x * THREADS + threadIdx.x; p <= positions[token]; p += gridDim.x * THREADS) {
-    const Key key(keys, key_scales, table, p);
+  for (int p = blockIdx.x * THREADS + threadIdx.x; p < n; p += gridDim.x * THREADS) {
+    const Key key(keys, key_scales, table, RUN * p + RUN - 1);
     float total = 0.0f;
     for (int head = 0; head < HEADS; head++) {
       float product = 0.0f;
-      for (int i = 0; i < KEY_DIM; i++) product = fmaf(queries[head * KEY_DIM + i], key[i], product);
+      for (int i = 0; i < DIM; i++) product = fmaf(queries[head * DIM + i], key[RUN > 1 ? 2 * DIM + i : i], product);
       total = fmaf(fmaxf(product, 0.0f), factors[head], total);
     }
     scores[(size_t)blockIdx.y * stride + p] = total + 0.0f;  // -0 becomes 0
@@ -68,7 +91,7 @@ DEVICE uint32_t ordered(float x) {
   return bits >> 31 ? ~bits : bits | 0x80000000u;
 }
 
-// The positions of the TOP largest scores, in order, and -1 behind them where a token sees fewer.
+// The positions of the runs of the TOP largest scores, in order, and those behind the last run; then -1.
 //
 // Found by their bits, digit by digit from the highest: of equals of the last one, the first are taken.
 // Grid: tokens from number `first` on.
@@ -80,12 +103,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   __shared__ int wanted;
   const int token = first + blockIdx.x;
   if (token >= header[N_TOKENS]) return;
-  const int n = positions[token] + 1;
+  const int seen = positions[token] + 1, n = seen / RUN, chosen = min(n, TOP) * RUN;
   out += (size_t)token * out_stride;
-  if (n <= TOP) {
-    for (int i = threadIdx.x; i < TOP; i += THREADS) out[i] = i < n ? (float)i : -1.0f;
-    return;
-  }
+  for (int i = threadIdx.x; i < TOP * RUN + RUN - 1; i += THREADS)
+    if (n <= TOP || i >= chosen) out[i] = i < chosen + seen % RUN ? (float)(seen - seen % RUN - chosen + i) : -1.0f;
+  if (n <= TOP) return;
   scores += (size_t)blockIdx.x * stride;
   if (threadIdx.x == 0) found = 0, wanted = TOP;
   for (int above = 32; above > 0; above = max(0, above - DIGIT)) {
@@ -119,7 +141,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   for (int i = 0; i < threadIdx.x; i++) above += above_of[i], equal += equal_of[i];
   for (int i = begin; i < end; i++) {
     const uint32_t bits = ordered(scores[i]);
-    if (bits > found || (bits == found && equal < wanted)) out[above + min(equal, wanted)] = (float)i;
+    if (bits > found || (bits == found && equal < wanted))
+      for (int j = 0; j < RUN; j++) out[(above + min(equal, wanted)) * RUN + j] = (float)(i * RUN + j);
     above += bits > found;
     equal += bits == found;
   }
@@ -139,7 +162,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   __shared__ int chosen[THREADS];
   const int head = blockIdx.x, token = blockIdx.y, own = threadIdx.x;
   if (token >= header[N_TOKENS]) return;
-  const int n = min(positions[token] + 1, TOP);
+  int n = min(positions[token] + 1, TOP);
+  while (selected[(size_t)token * selected_stride + n - 1] < 0.0f) n--;
   const int* const table = table_of(token, starts, tables, table_stride);
   for (int i = own; i < KEY_DIM; i += THREADS) query[i] = q[(size_t)token * q_stride + head * KEY_DIM + i];
   float sums[OWN] = {}, largest = sinks ? sinks[head] : -1e30f, total = sinks ? 1.0f : 0.0f;

@@ -144,6 +144,12 @@ RELEASED: dict[str, dict[str, Any]] = {
     "command-r": {"head_dim": None},
     "eurobert": {"classifier_pooling": "mean"},
     "falcon": {"num_kv_heads": 1},
+    "glm-5.3": {
+        "model_type": "released",
+        "mla_use_nope": True,
+        "first_k_dense_replace": 1,
+        "linear_attn_config": {"head_dim": 16, "num_heads": 4, "short_conv_kernel_size": 4, "gate_lower_bound": -5.0},
+    },
     "gpt2": {"n_ctx": 128},
     "gptneox": {"model_type": "released", "rotary_pct": 0.5},
     "gptneox-serial": {"model_type": "released", "rotary_pct": 0.5},

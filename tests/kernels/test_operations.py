@@ -1025,6 +1025,40 @@ def selected_attention(k: int, type: CacheType, sinks: bool) -> Case:
     return Case(build, inputs, expected, rtol=1e-4, attends=True, every_cpu=k == 20, has_near=k == 70)
 
 
+@cases(k=(16, 48))
+def attention_to_runs(k: int) -> Case:
+    """Attention to the k / 8 runs of eight positions whose keys an indexer of five heads scores highest."""
+    made, run, dim = Heads(**LATENT), 8, 32
+    pool = random(run, dim, seed=7)
+
+    def build(graph: Graph, q: g.Tensor, key: g.Tensor, *indexer: g.Tensor) -> g.Tensor:
+        cache = graph.kv_cache(1, made.key_dim, made.value_dim, values_in_keys=True)
+        index = graph.kv_cache(1, 3 * dim, values_in_keys=True, is_index=True, is_exact=True)
+        keys = graph.add(g.SideBySide((indexer[1], indexer[2], indexer[1])))
+        graph.add(g.RopeAppend(keys, keys, None, index, None))
+        selected = graph.add(g.IndexSelect(indexer[0], indexer[3], index, k, f32(pool)))
+        q = graph.add(g.RopeAppend(q, key, None, cache, None))
+        return graph.add(g.Attention(q, cache, made.key_dim**-0.5, selected=selected))
+
+    def expected(q: Array, key: Array, of_index: Array, index_key: Array, gates: Array, weights: Array) -> Array:
+        out = np.zeros((len(q), made.n_heads, made.value_dim))
+        for t, own in enumerate(heads(q, made.key_dim)):
+            n = (t + 1) // run
+            powers = np.exp(gates[: n * run].reshape(n, run, dim) + pool)
+            keys = (powers * index_key[: n * run].reshape(n, run, dim)).sum(1) / powers.sum(1)
+            scores = weights[t] @ np.maximum(of_index[t].reshape(5, dim) @ keys.T, 0)
+            runs = np.sort(np.argsort(-scores, kind="stable")[: k // run])
+            chosen = key[np.append(runs[:, None] * run + np.arange(run), np.arange(n * run, t + 1))]
+            terms = np.exp(own @ chosen.T * made.key_dim**-0.5)
+            out[t] = terms @ chosen[:, : made.value_dim] / terms.sum(1)[:, None]
+        return out.reshape(len(q), -1)
+
+    kept = [kept_rows(1, n, "f16", seed) for n, seed in ((made.key_dim, 2), (dim, 4), (dim, 6))]
+    inputs = [rows(made.n_heads * made.key_dim, 1), kept[0], rows(5 * dim, 3), *kept[1:], rows(5, 5)]
+    inputs[0] = inputs[0].astype(np.float16).astype(np.float32)
+    return Case(build, inputs, expected, rtol=1e-4, attends=True, every_cpu=k == 16)
+
+
 @pytest.mark.parametrize(("backend", "case"), _each(), scope="module")
 def test_operation(backend: Backend, ops: Ops, case: Case) -> None:
     check_operation(backend, ops, case)

@@ -217,6 +217,18 @@ HY_V4 = {
     "hc_eps": 1e-3,
     "indexer_types": ["full", "shared", "full", "shared"],
 }
+GLM53 = {
+    "text_config": CONFIG
+    | {key: value for key, value in LATENTS.items() if key not in ("n_group", "topk_group")}
+    | INDEXER
+    | {"index_topk": 12, "index_kpool": 4, "qk_rope_head_dim": 0, "swiglu_limit": 0.7, "hc_eps": 1e-3}
+    | {"linear_head_dim": 16, "linear_num_heads": 4, "hc_sinkhorn_iters": 3}
+    | {"mlp_layer_types": ["dense", *["sparse"] * 4]}
+    | {"layer_types": ["linear_attention", "full_attention", "full_attention", "linear_attention", "full_attention"]}
+    | {"indexer_types": ["full", "full", "shared", "full", "full"], "num_hidden_layers": 5},
+    "vision_config": {"depth": 1, "hidden_size": 32, "num_heads": 2, "out_hidden_size": 64, "intermediate_size": 32}
+    | {"projection_intermediate_size": 32, "image_size": 28},
+}
 AFMOE = {
     "num_shared_experts": 2,
     "num_dense_layers": 1,
@@ -607,6 +619,7 @@ TINY: dict[str, Tiny] = {
         "glm-dsa",
         LATENTS | INDEXER | {"index_topk": 8, "indexer_types": ["full", "full", "shared", "shared"]},
     ),
+    "glm-5.3": Tiny("glm5_next", "glm5-next", GLM53, auto="Glm5NextForConditionalGeneration"),
     "glm4": Tiny(
         "glm4",
         "glm4",
