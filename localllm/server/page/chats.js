@@ -50,7 +50,7 @@ class Chat {
   }
 
   get values() {
-    const {byId, chosen, ...values} = this;
+    const {byId, chosen, isDeleted, ...values} = this;
     return values;
   }
 

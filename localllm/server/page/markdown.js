@@ -15,6 +15,11 @@ const ALLOWED = {
 // Characters beyond which a text is shown as it is, and a block of code without colours.
 const MAX_MARKDOWN = 300_000, MAX_HIGHLIGHTED = 30_000;
 
+// Blocks inside of blocks, beyond which browsers take seconds to lay them out.
+const MAX_DEPTH = 40;
+
+const depth = token => 1 + [...token.tokens ?? [], ...token.items ?? []].reduce((most, each) => Math.max(most, depth(each)), 0);
+
 const escapeHtml = text => text.replace(/[&<>"']/g, each => `&#${each.charCodeAt(0)};`);
 
 // Formulas stay as they were written: Markdown would take their backslashes and underscores.
@@ -53,6 +58,7 @@ function plain(text) {
 
 // Elements of one block of Markdown.
 function blockElements(token, links) {
+  if (depth(token) > MAX_DEPTH) return plain(token.raw);
   const tokens = [token];
   tokens.links = links;
   const fragment = DOMPurify.sanitize(reader.parser(tokens), ALLOWED);

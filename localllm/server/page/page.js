@@ -3,7 +3,7 @@
 const storage = new ChatStore();
 const jobs = new Map();  // replies that are being written, by the id of their chat
 let chat = new Chat(), models = [], attachments = [], images = [];
-let serverIsThere = true;
+let serverIsThere = true, retry = 0;
 
 // Messages that are shown at first, and with each step upwards.
 const SHOWN = 60;
@@ -24,7 +24,8 @@ async function loadModels() {
     if (error.status === 401) return askForKey(server.key ? "This key was not accepted." : "");
     serverIsThere = false;
     notice(`${error.message} Trying again…`);
-    setTimeout(loadModels, 3000);
+    clearTimeout(retry);
+    retry = setTimeout(loadModels, 3000);
     return;
   }
   await readProperties();
@@ -36,9 +37,12 @@ async function readProperties() {
   const picked = model();
   if (picked?.status.value !== "loaded" || picked.modalities) return;
   try {
-    const {modalities, default_generation_settings} = await server.json(`/props?model=${encodeURIComponent(picked.id)}`);
-    Object.assign(picked, {modalities, defaults: default_generation_settings?.params ?? {}});
+    takeProperties(picked.id, await server.json(`/props?model=${encodeURIComponent(picked.id)}`));
   } catch { /* it is shown as one that reads text alone */ }
+}
+
+function takeProperties(id, {modalities, default_generation_settings}) {
+  Object.assign(models.find(each => each.id === id) ?? {}, {modalities: modalities ?? {}, defaults: default_generation_settings?.params ?? {}});
 }
 
 function showModel() {
@@ -89,13 +93,22 @@ function pickModel(id) {
   chat.model = id;
   store("model", id);
   $("models").close();
-  if (chat.messages.length) save(chat);
-  const {status = {}} = model();
-  if (status.value === "unloaded") {
-    server.json(`/props?model=${encodeURIComponent(id)}`).catch(error => notice(error.message));
-    watchLoading();
+  if (chat.messages.length) save(chat, false);
+  return loadModel();
+}
+
+// Has the server load the model, if it did not, and learns what only then is known.
+async function loadModel() {
+  const picked = model();
+  if (!picked || picked.modalities) return showModel();
+  try {
+    const properties = server.json(`/props?model=${encodeURIComponent(picked.id)}`);
+    if (picked.status.value !== "loaded") watchLoading();
+    takeProperties(picked.id, await properties);
+  } catch (error) {
+    notice(error.message);
   }
-  readProperties().then(showModel);
+  showModel();
 }
 
 function askForKey(why) {
@@ -134,8 +147,10 @@ async function showChats() {
   $("chats").replaceChildren(...(sections.length ? sections : [h("p", {class: "quiet"}, wanted ? "No chat matches." : listed.length ? "" : "Chats appear here.")]));
 }
 
-async function save(which) {
-  which.updated = now();
+// Keeps a chat; `isNews` moves it to the top of the list.
+async function save(which, isNews = true) {
+  if (which.isDeleted) return;
+  if (isNews) which.updated = now();
   try {
     await storage.save(which);
   } catch (error) {
@@ -268,7 +283,7 @@ function pretty(text) {
 function footer(message) {
   const siblings = chat.siblings(message), place = siblings.indexOf(message), busy = jobs.has(chat.id);
   const isUser = message.role === "user", isLast = message.id === chat.leaf;
-  const step = by => () => { chat.choose(siblings[place + by]); showMessages(); save(chat); };
+  const step = by => () => { chat.choose(siblings[place + by]); showMessages(); save(chat, false); };
   const row = [];
   if (siblings.length > 1)
     row.push(h("span", {class: "branches"},
@@ -368,15 +383,17 @@ async function run(which, message, request, before) {
   jobs.set(which.id, job);
   let {thinking, content} = split({role: "assistant", text: before});
   const calls = [], begun = performance.now();
-  let firstThought = 0, shownAt = 0, savedAt = performance.now(), drawing = 0, timings = null, reason = null;
+  let firstThought = 0, shownAt = 0, savedAt = performance.now(), drawing = 0, pause = 50, timings = null, reason = null;
   const draw = () => {
+    const begun = performance.now();
     drawing = 0;
-    shownAt = performance.now();
     if (chat === which) followEnd(showMessages);
+    shownAt = performance.now();
+    pause = Math.max(50, 2 * (shownAt - begun));  // of long replies, time for the reader's keys
   };
   const changed = () => {
     message.text = joined(thinking, content);
-    if (!drawing) drawing = setTimeout(draw, Math.max(0, 50 - (performance.now() - shownAt)));
+    if (!drawing) drawing = setTimeout(draw, Math.max(0, pause - (performance.now() - shownAt)));
     if (performance.now() - savedAt > 2000) { savedAt = performance.now(); save(which); }
   };
   if (chat === which) { showMessages(); scrollToEnd(); }
@@ -515,6 +532,10 @@ async function attach(files) {
   for (const file of files) {
     try {
       if (file.type.startsWith("image/") && file.type !== "image/svg+xml") {
+        if (!sees(model())) {
+          notice(`Loading ${model()?.id ?? "the model"}, to see whether it reads pictures…`);
+          await loadModel();
+        }
         if (!sees(model())) throw new Error(`${model()?.id ?? "the model"} reads no pictures`);
         images.push({name: file.name || "picture", url: await pictureUrl(file)});
       } else {
@@ -642,6 +663,7 @@ async function chatAction(name) {
     if (title !== null) { chat.title = titleOf(title); await save(chat); showMessages(); }
   }
   if (name === "delete" && confirm(`Delete “${chat.title || "this chat"}”? It cannot be brought back.`)) {
+    chat.isDeleted = true;  // a reply that is being written would bring it back
     jobs.get(chat.id)?.controller.abort();
     await storage.delete(chat.id);
     newChat();
@@ -703,10 +725,12 @@ for (const button of document.querySelectorAll("[data-close]")) button.addEventL
 for (const dialog of document.querySelectorAll("dialog")) dialog.addEventListener("click", event => { if (event.target === dialog) dialog.close(); });
 storage.changes.addEventListener("message", async event => {
   showChats();
-  if (event.data === chat.id && !jobs.has(chat.id)) {
-    const changed = await storage.load(chat.id);
-    if (changed && changed.id === chat.id) { chat = changed; showMessages(); }
-  }
+  if (event.data !== chat.id || jobs.has(chat.id) || document.querySelector(".editing")) return;
+  const changed = await storage.load(chat.id);
+  if (changed?.id !== chat.id || jobs.has(chat.id)) return;
+  chat = changed;
+  elements.clear();  // their buttons know the messages as they were
+  followEnd(showMessages);
 });
 addEventListener("hashchange", () => { const id = location.hash.slice(1); if (id && id !== chat.id) openChat(id); else if (!id) newChat(); });
 addEventListener("beforeunload", () => { for (const {chat: each} of jobs.values()) storage.save(each); });
@@ -728,7 +752,7 @@ document.addEventListener("keydown", event => {
   } else if (isOpen) return;
   else if (control && key === "k") act(() => { if (getComputedStyle($("open-sidebar")).display !== "none") sidebar(true); $("search").focus(); });
   else if (control && event.shiftKey && key === "o") act(newChat);
-  else if (control && key === "m") act(openModels);
+  else if (event.ctrlKey && key === "m") act(openModels);
   else if (!types && !control && event.key === "/") act(() => $("text").focus());
   else if (!types && !control && event.key === "?") act(() => $("keys").showModal());
 });

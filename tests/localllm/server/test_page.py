@@ -91,7 +91,7 @@ def script(prompt: str) -> str:
     if "hostile" in last:
         return HOSTILE
     if "deep" in last:
-        return ">" * 3000 + "[" * 3000
+        return ">" * 1500 + "[" * 300
     if "fails" in last:
         return f"Half a reply{FAILS}"
     if "call" in last:
@@ -424,6 +424,12 @@ def test_chats_are_renamed_and_deleted(page: Any) -> None:
     page.click("#chat-menu")
     page.click("[data-do=delete]")
     page.get_by_text("Chats appear here.").wait_for()
+    ask(page, "endless")
+    page.get_by_text("word word").wait_for()
+    page.once("dialog", lambda dialog: dialog.accept())
+    page.click("#chat-menu")
+    page.click("[data-do=delete]")
+    page.locator("#said", has_text="The reply ended.").wait_for(state="attached")
     page.reload()
     page.get_by_text("Chats appear here.").wait_for()
 
