@@ -102,6 +102,7 @@ class FakeModel:
 
     closed = False
     name = "Fake"
+    sees = False
 
     @property
     def info(self) -> Any:

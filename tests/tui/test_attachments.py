@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import os
 import sys
 from itertools import pairwise
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from PIL import Image
+from textual import events
 
 from localllm.errors import UsageError
+from localllm.models.vision.pictures import open_picture
 from localllm.tui import commands
 from localllm.tui.chat import attachments
-from localllm.tui.chat.attachments import attach
+from localllm.tui.chat.attachments import attach, picture_reference
+from localllm.tui.chat.export import from_json, to_json, to_markdown
 from localllm.tui.chat.pieces import best, cut, ranked, ranked_by_vectors
 from localllm.tui.chat.session import ChatSession
 from localllm.tui.storage.chats import Store
+from localllm.tui.widgets.picture import half_blocks
 from tests.helpers.chat_app import AppModel, chatting, setup
 from tests.helpers.fake_chat import FakeModel, play, words
 
@@ -170,3 +178,113 @@ async def test_the_app_tells_what_fits(folder: Path) -> None:
         await chat.sees("4 files: 8 tokens; 1 that are not text are left out")
         await chat.type("@big.txt ")
         await chat.sees("the pieces that match your message best are sent")
+
+
+# -- Pictures ------------------------------------------------------------------------------------------------------
+
+
+class SeeingModel(FakeModel):
+    """It makes five tokens of a picture."""
+
+    sees = True
+
+    def tokenize_chat(self, messages: Any, **options: Any) -> list[int]:
+        parts = [part for m in messages if not isinstance(m["content"], str) for part in m["content"]]
+        n_pictures = sum(part["type"] == "image" for part in parts)
+        return [-1] * 5 * n_pictures + [abs(id_) for id_ in super().tokenize_chat(messages, **options)]
+
+
+class SeeingAppModel(SeeingModel, AppModel):
+    pass
+
+
+def write_picture(path: Path, size: tuple[int, int] = (60, 30)) -> bytes:
+    Image.new("RGB", size, (200, 30, 30)).save(path)
+    return path.read_bytes()
+
+
+def sent_pictures(model: FakeModel, asked: int = -1) -> list[bytes]:
+    parts: list[Any] = [part for message in model.asked[asked].messages for part in cast("Any", message["content"])]
+    return [part["image"] for part in parts if isinstance(part, dict) and part["type"] == "image"]
+
+
+def test_pictures_go_with_a_message_and_are_there_after_a_restart(folder: Path) -> None:
+    data = write_picture(folder / "my cat.png")
+    model, store = SeeingModel(), Store(folder / "chats.db")
+    session = ChatSession(model, store)
+    play(session.send, 'what is @"my cat.png" beside @docs/a.md ?')
+    question = session.conversation.path()[0]
+    assert [(file.name, file.n_tokens, file.picture) for file in question.attachments] == [
+        ("my cat.png", 5, data),
+        ("docs/a.md", 3, b""),
+    ]
+    assert sent_pictures(model) == [data]
+    (folder / "my cat.png").unlink()
+    again = store.load(session.conversation.id)
+    assert again.path()[0] == question
+    assert from_json(to_json(again)).path()[0].attachments == question.attachments
+    assert f"![my cat.png](data:;base64,{base64.b64encode(data).decode()})" in to_markdown(again)
+    play(session.edit, question.id, 'and @"my cat.png"')
+    assert sent_pictures(model) == [data]
+    session.detach("my cat.png")
+    play(session.send, "well?")
+    assert not isinstance(model.asked[-1].messages[0]["content"], list)
+
+
+def test_pictures_are_refused_where_they_cannot_go(folder: Path) -> None:
+    write_picture(folder / "docs" / "cat.png")
+    with pytest.raises(UsageError, match=r"docs/cat\.png cannot be attached: the model sees no pictures"):
+        attach("@docs/cat.png", count)
+    assert attach("@docs", count).skipped == ("docs/cat.png", "docs/z.bin")
+    with pytest.raises(UsageError, match=r"there is no room for docs/cat\.png, which has 70 tokens"):
+        attach("@docs/cat.png", count, room=lambda: 60, see=lambda data: 70)
+    found = attach("@docs/*.png", count, see=lambda data: 70)
+    assert [(file.name, file.n_tokens) for file in found.files] == [("docs/cat.png", 70)]
+    (folder / "bad.png").write_bytes(b"\x89PNG")
+
+    def see(data: bytes) -> int:
+        open_picture(data)
+        return 1
+
+    with pytest.raises(UsageError, match=r"bad\.png cannot be attached: the picture is not one that can be read"):
+        attach("@bad.png", count, see=see)
+
+
+@pytest.mark.skipif(os.sep != "/", reason="other shells write paths otherwise")
+def test_pasted_paths_of_pictures_attach_them(folder: Path) -> None:
+    write_picture(folder / "my cat.png")
+    url = (folder / "my cat.png").as_uri()
+    for pasted in ("my\\ cat.png", "'my cat.png'", '"my cat.png" '):
+        assert picture_reference(pasted) == '@"my cat.png" '
+    assert picture_reference(url) == f'@"{folder}/my cat.png" '
+    for other in ("", "dog.png", "look at my cat.png", "docs/a.md", "my cat.png\nmy cat.png", "~nobody/cat.png"):
+        assert picture_reference(other) is None
+
+
+def test_pages_of_a_pdf_without_text_are_pictures(folder: Path) -> None:
+    pytest.importorskip("pypdfium2")
+    page = Image.new("RGB", (80, 60), "white")
+    page.save(folder / "scan.pdf", save_all=True, append_images=[page])
+    found = attach("@scan.pdf", count, see=lambda data: 7)
+    assert [(file.name, file.n_tokens, file.picture[:4]) for file in found.files] == [
+        (f"scan.pdf, page {i}", 7, b"\x89PNG") for i in (1, 2)
+    ]
+    with pytest.raises(UsageError, match=r"scan\.pdf cannot be attached: it has no text, only pictures"):
+        attach("@scan.pdf", count)
+
+
+async def test_pictures_are_drawn(folder: Path) -> None:
+    write_picture(folder / "cat.png")
+    async with chatting(setup(SeeingAppModel())) as chat:
+        chat.app._chat.composer.post_message(events.Paste("cat.png"))
+        await chat.until(lambda: chat.app._chat.composer.text == "@cat.png ")
+        await chat.press("enter")
+        await chat.sees("▀" * 40)
+        await chat.sees("cat.png · 5 tokens")
+
+
+def test_half_blocks_keep_proportions() -> None:
+    file = io.BytesIO()
+    Image.new("RGB", (300, 10)).save(file, "PNG")
+    assert str(half_blocks(file.getvalue())) == "▀" * 40
+    assert "is not one that can be read" in str(half_blocks(b"x"))

@@ -1,8 +1,12 @@
-"""Files that are sent with a message: ``@notes.txt``, ``@folder``, ``@src/*.py``, in quotes if there are spaces."""
+"""Files that are sent with a message: ``@notes.txt``, ``@folder``, ``@src/*.py``, in quotes if there are spaces.
+
+A picture goes with a message if it is named itself, or by a pattern, and those of folders do not.
+"""
 
 from __future__ import annotations
 
 import glob
+import io
 import itertools
 import os
 import re
@@ -15,6 +19,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 from localllm.errors import UsageError
 from localllm.shell import decoded, kill_tree, own_group
@@ -24,10 +30,18 @@ from localllm.tui.text import storable
 
 #: Bytes of a file, of what a command prints, and files of a folder.
 MAX_BYTES, MAX_OUTPUT, MAX_FILES = 32 << 20, 1 << 20, 500
+#: Pages of a PDF file that are sent as pictures, and their dots an inch.
+MAX_PAGES, _PAGE_DPI = 20, 150
 #: Seconds that a shell command may take.
 COMMAND_SECONDS = 30.0
 #: Seconds between two looks at whether it is to end.
 _WATCH_SECONDS = 0.05
+
+#: Endings of pictures' names.
+PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif")
+
+#: Gives the tokens that a model makes of a picture.
+See = Callable[[bytes], int]
 
 # At the beginning of a word: an address such as me@example.org names no file.
 _REFERENCE = re.compile(r"""(?<!\S)@(?:"([^"\n]+)"|'([^'\n]+)'|(\S+))""")
@@ -50,15 +64,18 @@ def attach(
     known: Iterable[Attachment] = (),
     room: Callable[[], int] = lambda: sys.maxsize,
     rank: pieces.Rank = pieces.ranked,
+    see: See | None = None,
 ) -> Attached:
     """Reads the files that a text names, also by folders and by patterns such as ``@docs/*.md``.
 
     ``count`` gives the tokens of a text, and ``room`` those that files may have.  Files that are gone are taken from
-    ``known``, those of an earlier version of the text; ``rank`` ranks pieces of files that do not fit.
+    ``known``, those of an earlier version of the text; ``rank`` ranks pieces of files that do not fit.  ``see`` is
+    None where the model sees no pictures.
     """
     old = tuple(known)
     kept: list[Attachment] = []
     texts: dict[str, str] = {}
+    pictures: dict[str, bytes] = {}
     unknown, skipped = [], []
     for match in _REFERENCE.finditer(text):
         quoted = match[1] or match[2]
@@ -66,7 +83,12 @@ def attach(
         found = next((found for name in names if (found := _files(name))), [])
         for name in found:
             try:
-                texts[storable(name)] = read_text_file(name)
+                if _is_picture(name) and (name in names or "*" in match[0] or "?" in match[0]):
+                    pictures[storable(name)] = read_file(name)
+                elif (pages := _scanned_pages(name) if name in names and see is not None else None) is not None:
+                    pictures |= {f"{storable(name)}, page {i}": page for i, page in enumerate(pages, 1)}
+                else:
+                    texts[storable(name)] = read_text_file(name)
             except UsageError:
                 if name in names:
                     raise
@@ -79,8 +101,55 @@ def attach(
             raise UsageError(f"there is no file {quoted!r} to attach: check the path")
         else:
             unknown.append(match[3])
-    files, n_tokens, is_cut = _fitting(texts, _REFERENCE.sub("", text), count, room, rank)
-    return Attached((*kept, *files), tuple(unknown), tuple(skipped), n_tokens, is_cut)
+    seen = _seen(pictures, see, room)
+    n_seen = sum(file.n_tokens for file in seen)
+    files, n_tokens, is_cut = _fitting(texts, _REFERENCE.sub("", text), count, lambda: room() - n_seen, rank)
+    return Attached((*kept, *seen, *files), tuple(unknown), tuple(skipped), n_seen + n_tokens, is_cut)
+
+
+def _seen(pictures: Mapping[str, bytes], see: See | None, room: Callable[[], int]) -> list[Attachment]:
+    """Pictures with their tokens, as far as there is room for all of them."""
+    if pictures and see is None:
+        raise UsageError(
+            f"{next(iter(pictures))} cannot be attached: the model sees no pictures; load one with its mmproj file"
+        )
+    files: list[Attachment] = []
+    left = room() if pictures else 0
+    for name, data in pictures.items():
+        assert see is not None
+        try:
+            files.append(Attachment(name, "", see(data), data))
+        except UsageError as error:
+            raise UsageError(f"{name} cannot be attached: {error}") from None
+        left -= files[-1].n_tokens
+        if left < 0:
+            what = (
+                f"{name}, which has {files[-1].n_tokens:,} tokens" if len(files) == 1 else f"{len(pictures)} pictures"
+            )
+            raise UsageError(f"there is no room for {what}: attach fewer, or load the model with a larger context")
+    return files
+
+
+def _is_picture(name: str) -> bool:
+    return name.lower().endswith(PICTURES)
+
+
+def picture_reference(pasted: str) -> str | None:
+    """What attaches a picture whose path was pasted, or written by a terminal that a file was dropped on."""
+    path = pasted.strip()
+    if len(path) > 4096 or "\n" in path or not _is_picture(path.rstrip("\"'")):
+        return None
+    if path.startswith("file://"):
+        path = url2pathname(urlsplit(path).path)
+    elif path[0] in "\"'":
+        path = path.strip(path[0])
+    elif os.sep == "/":
+        path = re.sub(r"\\(.)", r"\1", path)  # as for a shell
+    try:
+        is_there = path_of(path).is_file()
+    except (OSError, ValueError, UsageError):
+        is_there = False
+    return (f'@"{path}" ' if re.search(r"\s", path) else f"@{path} ") if is_there else None
 
 
 def _fitting(
@@ -129,8 +198,8 @@ def _walk(folder: Path) -> Iterator[str]:
 
 
 def with_attachments(message: Message) -> str:
-    """What the model gets of a message: its text, and below it its files."""
-    parts = [f"File `{file.name}`:\n{fenced(file.text)}" for file in message.attachments]
+    """What the model reads of a message: its text, and below it its files but for pictures."""
+    parts = [f"File `{file.name}`:\n{fenced(file.text)}" for file in message.attachments if not file.picture]
     return "\n\n".join([message.content, *parts])
 
 
@@ -150,14 +219,12 @@ def path_of(name: str) -> Path:
         raise UsageError(f"{name} is not a path here: check its beginning") from None
 
 
-def read_text_file(name: str) -> str:
-    """The text of a file.  Raises UsageError if it cannot be read, is too large or no text."""
+def read_file(name: str) -> bytes:
+    """The bytes of a file.  Raises UsageError if it cannot be read, or is too large."""
     path = path_of(name)
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             raise UsageError(f"{name} cannot be attached: it is not a regular file")
-        if path.suffix.lower() == ".pdf":
-            return _pdf_text(path)
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
     except OSError as error:
@@ -166,6 +233,14 @@ def read_text_file(name: str) -> str:
         ) from None
     if len(data) > MAX_BYTES:
         raise UsageError(f"{name} cannot be attached: it has more than {MAX_BYTES >> 20} MiB; cut it short")
+    return data
+
+
+def read_text_file(name: str) -> str:
+    """The text of a file.  Raises UsageError if it cannot be read, is too large or no text."""
+    data = read_file(name)
+    if _is_pdf(name):
+        return _pdf_text(name, data)
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError:
@@ -175,19 +250,49 @@ def read_text_file(name: str) -> str:
     return text
 
 
-def _pdf_text(path: Path) -> str:
+def _is_pdf(name: str) -> bool:
+    return name.lower().endswith(".pdf")
+
+
+def _pdf_text(name: str, data: bytes) -> str:
     """The pages of a PDF file, with form feeds between them."""
+    text = _pdf_pages(name, data)
+    if not text.replace("\f", "").strip():
+        raise UsageError(f"{name} cannot be attached: it has no text, only pictures of it")
+    return storable(text)
+
+
+def _pdf_pages(name: str, data: bytes) -> str:
     try:
         from pypdf import PdfReader
     except ImportError:
-        raise UsageError(f'{path} needs the package pypdf: pip install "localllm[pdf]"') from None
+        raise UsageError(f'{name} needs the package pypdf: pip install "localllm[pdf]"') from None
     try:
-        pages = [page.extract_text() for page in PdfReader(path).pages]
+        return "\f".join(page.extract_text() for page in PdfReader(io.BytesIO(data)).pages)
     except Exception as error:  # whatever the package raises
-        raise UsageError(f"{path} cannot be attached: it cannot be read as a PDF ({error})") from None
-    if not "".join(pages).strip():
-        raise UsageError(f"{path} cannot be attached: it has no text, only pictures of it")
-    return storable("\f".join(pages))
+        raise UsageError(f"{name} cannot be attached: it cannot be read as a PDF ({error})") from None
+
+
+def _scanned_pages(name: str) -> list[bytes] | None:
+    """Pictures of a PDF file's pages; None where it has text, which is read then."""
+    if not _is_pdf(name) or _pdf_pages(name, data := read_file(name)).replace("\f", "").strip():
+        return None
+    try:
+        import pypdfium2
+    except ImportError:
+        raise UsageError(f'{name} has no text: to see it needs pypdfium2: pip install "localllm[pdf]"') from None
+    pages: list[bytes] = []
+    try:
+        document = pypdfium2.PdfDocument(data)
+        if len(document) > MAX_PAGES:
+            raise UsageError(f"{name} has {len(document)} pages without text: attach a file of up to {MAX_PAGES}")
+        for page in document:
+            file = io.BytesIO()
+            page.render(scale=_PAGE_DPI / 72).to_pil().convert("RGB").save(file, "PNG")
+            pages.append(file.getvalue())
+    except pypdfium2.PdfiumError as error:
+        raise UsageError(f"{name} cannot be attached: it cannot be read as a PDF ({error})") from None
+    return pages
 
 
 def command_output(command: str, is_stopped: Callable[[], bool] = lambda: False) -> str:

@@ -29,6 +29,8 @@ class ChatModel(Protocol):
     @property
     def info(self) -> ModelInfo: ...
     @property
+    def sees(self) -> bool: ...
+    @property
     def chat_template(self) -> ChatTemplate: ...
     def close(self) -> None: ...
     def tokenize(self, text: str, add_special: bool = True) -> list[int]: ...
@@ -82,15 +84,34 @@ def prompt(messages: Sequence[Message], system: str, summary: str = "") -> list[
         sent.append({"role": "system", "content": system})
     for message in messages:
         content = with_attachments(message) if message.role == "user" else message.content
+        pictures = [file.picture for file in message.attachments if file.picture]
         if message.calls:
             sent += _calls(message, content, len(sent))
-        elif not content:
-            continue
-        elif sent and sent[-1]["role"] == message.role:
-            sent[-1]["content"] += f"\n\n{content}"
-        else:
-            sent.append({"role": message.role, "content": content})
+        elif content or pictures:
+            _say(sent, message.role, content, pictures)
     return sent
+
+
+def _say(sent: list[Sent], role: str, text: str, pictures: Sequence[bytes] = ()) -> None:
+    """Goes on with messages by pictures and a text, in the last one where that is of the same role."""
+    last: Sent | None = sent[-1] if sent and sent[-1]["role"] == role else None
+    if last is None:
+        last = {"role": role, "content": ""}
+        sent.append(last)
+    text = f"\n\n{text}" if last["content"] else text
+    if isinstance(last["content"], str) and not pictures:
+        last["content"] += text
+        return
+    if isinstance(last["content"], str):
+        last["content"] = [{"type": "text", "text": last["content"]}] if last["content"] else []
+    last["content"] += [{"type": "image", "image": picture} for picture in pictures]
+    last["content"].append({"type": "text", "text": text})
+
+
+def tokens_of_picture(model: ChatModel, picture: bytes) -> int:
+    """How many a picture becomes: their ids are below 0."""
+    ids = model.tokenize_chat([{"role": "user", "content": [{"type": "image", "image": picture}]}])
+    return sum(id_ < 0 for id_ in ids)
 
 
 def _calls(message: Message, content: str, number: int) -> list[Sent]:
@@ -173,8 +194,5 @@ class ContextTrimmer:
     def request(self, first: int) -> list[Sent]:
         """What asks the model for a summary of what comes before ``first``."""
         sent = prompt(self.path[self.start : first], self._system, self.summary)
-        if sent and sent[-1]["role"] == "user":
-            sent[-1]["content"] += f"\n\n{INSTRUCTION}"
-        else:
-            sent.append({"role": "user", "content": INSTRUCTION})
+        _say(sent, "user", INSTRUCTION)
         return sent

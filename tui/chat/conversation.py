@@ -66,11 +66,12 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Attachment:
-    """A text file, or a piece of it, that was sent with a message; ``name`` is its path as it was typed."""
+    """A text file, a piece of it, or a picture, sent with a message; ``name`` is its path as it was typed."""
 
     name: str
     text: str
     n_tokens: Count
+    picture: bytes = b""  # its file
 
     def is_of(self, name: str) -> bool:
         """Whether it is the file of a name, a piece of it, or in the folder of that name."""

@@ -6,7 +6,9 @@ anybody may have written it.
 
 from __future__ import annotations
 
+import base64
 import json
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -20,6 +22,7 @@ from localllm.errors import StoreError, UsageError
 from localllm.tui.chat import settings as chat_settings
 from localllm.tui.chat.attachments import fenced
 from localllm.tui.chat.conversation import (
+    Attachment,
     Conversation,
     Id,
     Message,
@@ -52,12 +55,19 @@ def to_markdown(conversation: Conversation) -> str:
         if message.thinking.strip():
             parts.append(f"<details><summary>Thinking</summary>\n\n{message.thinking.strip()}\n\n</details>")
         parts.append(message.content)
-        parts += [f"File `{file.name}`:\n\n{fenced(file.text)}" for file in message.attachments]
+        parts += map(_attached, message.attachments)
         for call in message.calls:
             parts += [f"Tool `{call.name}`:", fenced(call.arguments), fenced(call.result or "")]
         if message.is_cut:
             parts.append("*(cut off)*")
     return escape_controls("\n\n".join(parts) + "\n")
+
+
+def _attached(file: Attachment) -> str:
+    if not file.picture:
+        return f"File `{file.name}`:\n\n{fenced(file.text)}"
+    name = re.sub(r"[\[\]\n]", "", file.name)
+    return f"![{name}](data:;base64,{base64.b64encode(file.picture).decode()})"
 
 
 def to_json(conversation: Conversation) -> str:

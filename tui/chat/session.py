@@ -22,7 +22,7 @@ from localllm.errors import StoreError, UsageError
 from localllm.tui.chat import events
 from localllm.tui.chat import settings as chat_settings
 from localllm.tui.chat.attachments import Attached, attach
-from localllm.tui.chat.context import ChatModel, ContextTrimmer, name_of, whole_prompt
+from localllm.tui.chat.context import ChatModel, ContextTrimmer, name_of, tokens_of_picture, whole_prompt
 from localllm.tui.chat.conversation import Attachment, Call, Conversation, Message, State, Stats, Window
 from localllm.tui.chat.events import Choice, Event, ThinkingClock, Turn
 from localllm.tui.chat.pieces import Rank, ranked
@@ -314,7 +314,9 @@ class ChatSession:
             left = context - count(text) - (len(self._loaded().tokenize_chat(said)) if said else 0)
             return max(left, context // 2) - context // 4  # of a long past, turns can be dropped
 
-        return attach(text, count, () if old is None else old.attachments, room, rank)
+        model = self._loaded()
+        see = partial(tokens_of_picture, model) if model.sees else None
+        return attach(text, count, () if old is None else old.attachments, room, rank, see)
 
     def _say(self, text: str, old: Message | None, files: tuple[Attachment, ...]) -> Message:
         if not self.conversation.title:

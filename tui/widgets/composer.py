@@ -14,7 +14,7 @@ from textual.message import Message
 from textual.widgets import OptionList, TextArea
 from textual.widgets.option_list import Option
 
-from localllm.tui.chat.attachments import Completion
+from localllm.tui.chat.attachments import Completion, picture_reference
 from localllm.tui.storage.prompt_history import PromptHistory
 from localllm.tui.text import Pastes, escape_controls
 
@@ -124,6 +124,9 @@ class Composer(TextArea):
     async def on_paste(self, event: events.Paste) -> None:
         event.prevent_default()
         event.stop()
+        if (reference := picture_reference(event.text)) is not None:
+            self.insert(reference)
+            return
         self.insert(self.pastes.fold(event.text.replace("\r\n", "\n").replace("\r", "\n")))
 
     def action_send(self) -> None:

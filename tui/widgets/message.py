@@ -19,6 +19,7 @@ from localllm.tui.base_app import BaseApp
 from localllm.tui.chat.conversation import Call, Message
 from localllm.tui.chat.events import ThinkingClock
 from localllm.tui.text import escape_controls, parser, shortened
+from localllm.tui.widgets.picture import half_blocks
 
 
 class Reply(Markdown):
@@ -217,13 +218,15 @@ class MessageView(Vertical, can_focus=True):
         # Not looked for by their classes: they may not be there yet, or not any more where the app ends.
         self._divider, self._head = Static(classes="divider"), Static(classes="head")
         self._said, self._foot = Static(classes="said"), Static(classes="foot")
-        self._calls = Vertical(classes="calls")
+        self._calls, self._pictures = Vertical(classes="calls"), Static(classes="said")
+        self._shown_pictures: list[bytes] = []
 
     def compose(self) -> ComposeResult:
         yield self._divider
         yield self._head
         if self.message.role == "user":
             yield self._said
+            yield self._pictures
         else:
             yield self._thinking
             yield self._reply
@@ -284,9 +287,21 @@ class MessageView(Vertical, can_focus=True):
     def _draw(self) -> None:
         self._head.update(self._head_text())
         self._said.update(self._said_text())
+        self._draw_pictures()
         for line, text in ((self._divider, Content(self.place.divider)), (self._foot, self._foot_text())):
             line.update(text)
             line.display = bool(text)
+
+    def _draw_pictures(self) -> None:
+        pictures = [file.picture for file in self.message.attachments if file.picture]
+        self._pictures.display = bool(pictures)
+        if pictures != self._shown_pictures:
+            self._shown_pictures = pictures
+            self.run_worker(self._show_pictures(pictures), group="pictures", exclusive=True)
+
+    async def _show_pictures(self, pictures: list[bytes]) -> None:
+        drawn = await asyncio.to_thread(lambda: [half_blocks(picture) for picture in pictures])
+        self._pictures.update(Content("\n\n").join(drawn))
 
     def _draw_calls(self) -> None:
         """Shows calls of tools, their results folded."""
