@@ -1,8 +1,7 @@
 // Chats as the terminal's chat exports them ("localllm-chat"), and their storage in this browser.
 //
 // A chat is a tree of messages: what was edited or answered again stays, as a branch beside the new one.  The path from
-// the first message to the leaf is what is being talked about now.  Beyond the terminal's format a message may have
-// `images` (data URLs), and a chat `tools`.
+// the first message to the leaf is what is being talked about now.  Beyond the terminal's format a chat may have `tools`.
 
 const FORMAT = "localllm-chat", ALL_FORMAT = "localllm-chats";
 
@@ -101,11 +100,21 @@ function fenced(text) {
   return `${fence}\n${text.replace(/\n$/, "")}\n${fence}`;
 }
 
+// The beginnings of pictures' files in base64.
+const PICTURES = {iVBOR: "png", "/9j/": "jpeg", R0lG: "gif", UklG: "webp", Qk: "bmp", SUkq: "tiff", TU0A: "tiff"};
+
+// The address of an attached picture, whose `picture` is its file in base64.
+function pictureUrl({picture}) {
+  const kind = Object.keys(PICTURES).find(each => picture.startsWith(each));
+  return `data:image/${PICTURES[kind] ?? "png"};base64,${picture}`;
+}
+
 function contentOf(message) {
-  const files = (message.attachments ?? []).map(file => `File \`${file.name}\`:\n${fenced(file.text)}`);
-  const text = [...files, message.text].filter(Boolean).join("\n\n");
-  if (!message.images?.length) return text;
-  return [...message.images.map(({url}) => ({type: "image_url", image_url: {url}})), ...(text ? [{type: "text", text}] : [])];
+  const files = message.attachments ?? [], pictures = files.filter(file => file.picture);
+  const texts = files.filter(file => !file.picture).map(file => `File \`${file.name}\`:\n${fenced(file.text)}`);
+  const text = [...texts, message.text].filter(Boolean).join("\n\n");
+  if (!pictures.length) return text;
+  return [...pictures.map(file => ({type: "image_url", image_url: {url: pictureUrl(file)}})), ...(text ? [{type: "text", text}] : [])];
 }
 
 // The path to a message as OpenAI's API has it.
@@ -139,8 +148,8 @@ function toMarkdown(chat) {
     parts.push(message.role === "user" ? "## User" : "## Assistant");
     if (thinking) parts.push(`<details><summary>Thinking</summary>\n\n${thinking}\n\n</details>`);
     if (content) parts.push(content);
-    for (const file of message.attachments ?? []) parts.push(`File \`${file.name}\`:\n\n${fenced(file.text)}`);
-    for (const {name, url} of message.images ?? []) parts.push(`![${name}](${url})`);
+    for (const file of message.attachments ?? [])
+      parts.push(file.picture ? `![${file.name.replace(/[[\]\n]/g, "")}](${pictureUrl(file)})` : `File \`${file.name}\`:\n\n${fenced(file.text)}`);
     for (const call of message.calls ?? []) parts.push(`Tool \`${call.name}\`:`, fenced(call.arguments), fenced(call.result ?? ""));
   }
   return parts.join("\n\n") + "\n";
@@ -177,9 +186,8 @@ function readChat(values) {
       if (!message[name].every(good)) fail(`has ${name} that are not what they should be`);
       read[name] = message[name];
     };
-    list("attachments", file => typeof file?.name === "string" && typeof file.text === "string");
+    list("attachments", file => typeof file?.name === "string" && typeof file.text === "string" && /^[\w+/=]*$/.test(file.picture ?? ""));
     list("calls", call => typeof call?.name === "string" && typeof call.arguments === "string" && ["string", "undefined"].includes(typeof (call.result ?? undefined)));
-    list("images", image => typeof image?.name === "string" && /^data:image\/[\w.+-]+;base64,/.test(image.url));
     return read;
   });
   return new Chat({

@@ -2,7 +2,7 @@
 
 const storage = new ChatStore();
 const jobs = new Map();  // replies that are being written, by the id of their chat
-let chat = new Chat(), models = [], attachments = [], images = [];
+let chat = new Chat(), models = [], attachments = [];
 let serverIsThere = true, retry = 0;
 
 // Messages that are shown at first, and with each step upwards.
@@ -247,8 +247,9 @@ function fillMessage(element, message) {
     parts.error = h("div", {class: "error", role: "alert"});
     parts.footer = h("footer");
     element.replaceChildren(parts.content, parts.calls, parts.error, parts.footer);
-    const pictures = (message.images ?? []).map(({name, url}) => h("img", {src: url, alt: name}));
-    const files = (message.attachments ?? []).map(file => h("span", {class: "chip"}, icon("attach"), file.name));
+    const attached = message.attachments ?? [];
+    const pictures = attached.filter(file => file.picture).map(file => h("img", {src: pictureUrl(file), alt: file.name}));
+    const files = attached.filter(file => !file.picture).map(file => h("span", {class: "chip"}, icon("attach"), file.name));
     if (pictures.length) parts.extras.append(h("div", {class: "pictures"}, pictures));
     if (files.length) parts.extras.append(h("div", {class: "pictures"}, files));
   }
@@ -472,8 +473,8 @@ function edit(message) {
     done();
     if (text === split(message).content && !isUser) return;
     chat.leaf = message.parent;
-    const {attachments, images} = message;
-    const made = chat.add(message.role, isUser ? text : joined(thinking, text), {state: isUser ? "complete" : "edited", ...(attachments && {attachments}), ...(images && {images})});
+    const {attachments} = message;
+    const made = chat.add(message.role, isUser ? text : joined(thinking, text), {state: isUser ? "complete" : "edited", ...(attachments && {attachments})});
     if (isUser) generate(made.id);
     else { showMessages(); save(chat); }
   };
@@ -501,8 +502,9 @@ function showComposer() {
   const marks = [system && "system prompt", settings.json_schema && "JSON schema", tools?.length && `${tools.length} tool${tools.length > 1 ? "s" : ""}`, settings.thinking === false && "no thinking"];
   $("marks").textContent = marks.filter(Boolean).join(" · ");
   $("attached").replaceChildren(
-    ...images.map((image, at) => h("span", {class: "chip picture"}, h("img", {src: image.url, alt: image.name}), iconButton("close", `Remove ${image.name}`, () => { images.splice(at, 1); showComposer(); }))),
-    ...attachments.map((file, at) => h("span", {class: "chip"}, file.name, iconButton("close", `Remove ${file.name}`, () => { attachments.splice(at, 1); showComposer(); }))));
+    ...attachments.map((file, at) => h("span", {class: file.picture ? "chip picture" : "chip"},
+      file.picture ? h("img", {src: pictureUrl(file), alt: file.name}) : file.name,
+      iconButton("close", `Remove ${file.name}`, () => { attachments.splice(at, 1); showComposer(); }))));
 }
 
 function grow() {
@@ -514,12 +516,12 @@ function grow() {
 function submit() {
   if (jobs.has(chat.id)) return jobs.get(chat.id).controller.abort();
   const text = $("text").value.trim();
-  if (!text && !images.length && !attachments.length) return;
-  if (images.length && !sees(model())) return notice(`${model()?.id} reads no pictures: pick a model that does, or remove them.`);
+  if (!text && !attachments.length) return;
+  if (attachments.some(file => file.picture) && !sees(model())) return notice(`${model()?.id} reads no pictures: pick a model that does, or remove them.`);
   notice("");
-  chat.add("user", text, {...(images.length && {images}), ...(attachments.length && {attachments})});
+  chat.add("user", text, attachments.length ? {attachments} : {});
   if (!chat.model) chat.model = model()?.id ?? "";
-  images = []; attachments = [];
+  attachments = [];
   $("text").value = "";
   grow();
   generate(chat.leaf);
@@ -537,7 +539,7 @@ async function attach(files) {
           await loadModel();
         }
         if (!sees(model())) throw new Error(`${model()?.id ?? "the model"} reads no pictures`);
-        images.push({name: file.name || "picture", url: await pictureUrl(file)});
+        attachments.push({name: file.name || "picture", text: "", n_tokens: 0, picture: await pictureFile(file)});
       } else {
         if (file.size > MAX_TEXT) throw new Error("it is larger than 4 MiB");
         const text = new TextDecoder("utf-8", {fatal: true}).decode(await file.arrayBuffer());
@@ -553,14 +555,16 @@ async function attach(files) {
   $("text").focus();
 }
 
-async function pictureUrl(file) {
+// A picture's file in base64, made again by the browser: upright, and not larger than models use.
+async function pictureFile(file) {
   let bitmap;
   try { bitmap = await createImageBitmap(file); } catch { throw new Error("it is not a picture that this browser reads"); }
   const scale = Math.min(1, MAX_PIXELS / Math.max(bitmap.width, bitmap.height));
   const canvas = h("canvas");
   [canvas.width, canvas.height] = [bitmap.width, bitmap.height].map(each => Math.max(1, Math.round(each * scale)));
   canvas.getContext("2d").drawImage(bitmap, 0, 0, canvas.width, canvas.height);
-  return file.type === "image/jpeg" || file.size > 4 << 20 ? canvas.toDataURL("image/jpeg", .9) : canvas.toDataURL("image/png");
+  const asJpeg = file.type === "image/jpeg" || file.size > 4 << 20;
+  return (asJpeg ? canvas.toDataURL("image/jpeg", .9) : canvas.toDataURL("image/png")).replace(/^[^,]*,/, "");
 }
 
 // -- Settings -----------------------------------------------------------------------------------------------------------------------

@@ -387,6 +387,12 @@ def test_pictures_come_by_file_paste_and_drop_where_the_model_sees(page: Any) ->
     assert second["type"] == "image_url"
     page.reload()
     page.locator(".user .pictures img").nth(1).wait_for()
+    read = from_json(exported(page, "json"))  # as the terminal's chat does
+    assert [each.picture[:4] for each in read.path()[2].attachments] == 2 * [b"\x89PNG"]
+    imported(page, to_json(read))
+    page.locator("#chats a").nth(1).wait_for()
+    page.locator(".user .pictures img").nth(1).wait_for()
+    assert "![paste.png](data:image/png;base64,iVBOR" in exported(page, "markdown")
 
 
 def test_texts_are_attached(page: Any) -> None:
