@@ -21,12 +21,16 @@ INTERVAL = 64
 
 WINDOWED = ["olmo3", "gemma4-e2b", "gpt-oss", "llama4"]
 RECURRENT = ["qwen35", "qwen3next", "nemotron-h", "granitehybrid", "lfm2", "kimi-linear", "falcon-h1", "mamba2"]
+RECURRENT += ["mamba", "jamba", "glm-5.3"]
+SPARSE = ["glm-5", "hy-v4"]
 
 
-@pytest.mark.parametrize("name", WINDOWED + RECURRENT)
+@pytest.mark.parametrize("name", WINDOWED + RECURRENT + SPARSE)
 def test_ten_turns_with_edits(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache_module, "SNAPSHOT_TOKENS", INTERVAL)
-    entry = replace(TINY[name], config={**TINY[name].config, "max_position_embeddings": 512})
+    config, longer = TINY[name].config, {"max_position_embeddings": 512}
+    longer = {"text_config": config["text_config"] | longer} if "text_config" in config else longer
+    entry = replace(TINY[name], config={**config, **longer})
     path = write(tmp_path / "model.gguf", entry, make_model(entry))
     rng = np.random.default_rng(0)
     options = {"temperature": 0, "max_tokens": 9, "ignore_eos": True}
