@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Never, Self, TypeVar
 
-from localllm.chat import CHATML
+from localllm.chat.built_in import built_in
 from localllm.errors import Argument, ContextLengthError, LocalLLMError, ModelNotFoundError, UsageError, warn
 from localllm.files import read_text
 from localllm.generation.completion import Chunk, Completion, Stream
@@ -191,7 +191,8 @@ class Llama:
         n_ctx: tokens of context; 0 is as many as the model was trained on.
         seed: of all random numbers; by default fresh ones.
         type_k, type_v: llama.cpp's number of the cache's type: 1 is F16, 8 is Q8_0; both must be the same.
-        chat_format: "chatml" replaces the file's chat template; other names have no effect but a warning.
+        chat_format: a name such as "chatml" or "llama-3" replaces the file's chat template; those that are not known
+            (`localllm.chat.built_in`) have no effect but a warning.
         chat_handler: a `MTMDChatHandler` or one of its kin, with the encoder of a model that sees.
         draft_model: a `LlamaPromptLookupDecoding`, or a GGUF file of a smaller model.
         more: its other keywords, which change nothing here, or must be as by default.
@@ -226,7 +227,8 @@ class Llama:
         if not isinstance(chat_handler, MTMDChatHandler | None):
             words = "but here it can only be one of an encoder of pictures: Llava15ChatHandler(clip_model_path=…)"
             raise NotAvailableError(f"chat_handler is {chat_handler!r:.80}, {words}")
-        if chat_format not in (None, "chatml"):
+        template = built_in((chat_format or "").replace("llama-3", "llama3"))
+        if chat_format is not None and template is None:
             warn(f"chat_format {chat_format!r} has no effect: the file's own template is used")
         n_gpu_layers = whole_number("n_gpu_layers", n_gpu_layers, -1)
         if (n_gpu_layers > 0 or tensor_split) and not gpu_memory("auto"):
@@ -250,7 +252,7 @@ class Llama:
                 context=n_ctx or trained_context(model_file(model_path, demo_is_a_file=True)),
                 threads=n_threads,
                 cache_type=cache_type,
-                chat_template=CHATML if chat_format == "chatml" else None,
+                chat_template=template,
                 draft_model=draft_model,
                 mmproj=None if chat_handler is None else chat_handler.clip_model_path,
             )

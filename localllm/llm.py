@@ -63,7 +63,7 @@ MEDIA = "<__media__>"
 _AT_ONCE = 64
 
 #: Names that `LLM.chat` gives to a template, or to the functions that run it, itself.
-_RESERVED_NAMES = frozenset({"messages", "tools", "add_generation_prompt", "tokenizer", "template", "self"})
+_RESERVED_NAMES = frozenset({"messages", "tools", "tokenizer", "template", "self"})
 
 
 @describes(LoadOptions)

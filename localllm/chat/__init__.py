@@ -9,7 +9,8 @@ from localllm.chat.reply import ReplyParser
 from localllm.chat.source import TemplateSource
 
 if TYPE_CHECKING:
-    from localllm.chat.template import CHATML, ChatTemplate, encode_chat
+    from localllm.chat.built_in import CHATML
+    from localllm.chat.template import ChatTemplate, encode_chat
 
 __all__ = ["CHATML", "ChatTemplate", "ReplyParser", "TemplateSource", "ToolCall", "encode_chat"]
 

@@ -6,32 +6,23 @@ it, so it runs in the sandbox of `localllm.chat.sandbox`.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from datetime import datetime
 
 import jinja2
 from jinja2.exceptions import SecurityError
 
 from localllm.cancellation import check_cancelled
 from localllm.chat import sandbox
+from localllm.chat.built_in import CHATML
 from localllm.chat.conversation import EXAMPLE, Image, Message, read_messages
 from localllm.chat.rendering import Rendering
 from localllm.chat.source import TemplateSource
 from localllm.errors import TemplateError, quoted, warn
 from localllm.tokenizer import Tokenizer
 from localllm.tokenizer.vocabulary import MetadataFile
-
-CHATML = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\n' }}"
-    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
-    "{{ raise_exception('ChatML, which is used in place of a template, knows messages of text only') }}"
-    "{% endif %}"
-    "{{ '<|im_end|>\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-"""The template for files that have none; many models know this format."""
 
 #: Roles that need not be in a template's text, as most write out whatever the role is.
 _ROLES = frozenset({"system", "user", "assistant", "tool"})
@@ -197,7 +188,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, object]] | None,
         given: Mapping[str, object],
     ) -> str:
-        variables = self._rendering.variables(given)
+        variables = self._told(tools) | self._rendering.variables(given)
         inputs = {"tools": tools, "add_generation_prompt": add_generation_prompt, **variables}
         try:
             text = self._text({"messages": self._rendering.messages(conversation), **inputs})
@@ -215,6 +206,16 @@ class ChatTemplate:
             raise TemplateError(f"{self._where} failed on these messages: {_words(error)}") from error
         self._warn_of_roles({message.role for message in conversation} - {"developer"})
         return text
+
+    def _told(self, tools: Sequence[Mapping[str, object]] | None) -> dict[str, object]:
+        """What templates read that nobody gives: today, and tools as JSON; in llama.cpp's form."""
+        now = datetime.now()
+        told = {
+            "date_string": now.strftime("%d %b %Y"),  # Llama 3's
+            "datetime": now.strftime("%b %d %Y %H:%M:%S"),  # FireFunction's
+            "functions": "" if not tools else json.dumps(tools, indent=2),
+        }
+        return {name: value for name, value in told.items() if self.reads(name) and not self.reads("strftime_now")}
 
     def _text(self, inputs: Mapping[str, object]) -> str:
         given = {**self._tokens, **inputs}

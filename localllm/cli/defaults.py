@@ -118,16 +118,16 @@ def chat_template(arguments: argparse.Namespace) -> str | None:
         if text is not None:
             raise UsageError("--chat-template and --chat-template-file both give a template: leave one of them out")
         return without_line_end(read_text(arguments.chat_template_file, "the chat template file"))
-    if text == "chatml":
-        from localllm.chat import CHATML  # imported here, as jinja2 is with it: most use the file's template
+    if text is None or "{" in text:
+        return text
+    from localllm.chat.built_in import NAMES, built_in  # imported here: most use the file's template
 
-        return CHATML
-    if text is not None and "{" not in text:
+    if (found := built_in(text)) is None:
         raise UsageError(
             f"there is no chat template {text!r:.80}: leave --chat-template out for the file's own, or give jinja2 "
-            "text or 'chatml'"
+            f"text or one of {', '.join(NAMES)}"
         )
-    return text
+    return found
 
 
 def without_line_end(text: str) -> str:

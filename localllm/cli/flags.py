@@ -67,6 +67,8 @@ NO_EFFECT = each(
             "the server always has its page, /metrics and the rest",
         ),
         "--cache-reuse --threads-http": ("1", "the server sees to it itself"),
+        "--backend-sampling --backend_sampling": ("0", "tokens are chosen where that is fastest"),
+        "--tags": ("1", "models have names here, and no tags"),
         "--keepalive": ("1", "a model is in memory for as long as its command runs"),
         "--perplexity --ppl": ("0", "-f FILE measures the perplexity of a text"),
     }

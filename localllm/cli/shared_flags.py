@@ -107,7 +107,7 @@ RUNNING = [
     *CONTEXT,
     *DEVICE,
     flag("-hff --hf-file NAME", "the file of -hf", dest="hub_file"),
-    flag("--chat-template TEXT", "jinja2 in place of the file's own template, or 'chatml'"),
+    flag("--chat-template TEXT", "jinja2 in place of the file's own template, or a name such as chatml or llama3"),
     flag("--chat-template-file FILE", "read it from a file"),
     flag("--chat-template-kwargs JSON", "an object of what else the template reads", json_object, default={}),
     flag(

@@ -122,6 +122,8 @@ class Chunk:
         reasoning: of a chat, what the model thinks, which is no part of ``text``.
         call: of a chat, the beginning of a call of a tool, more of its arguments, or its end.
         warnings: in the last chunk of a chat, which calls were left as text, and why.
+        n_evaluated: tokens of the prompt that are evaluated, in chunks of their own before the first token, where
+            `Stream.tells_progress`.
     """
 
     text: str
@@ -134,6 +136,7 @@ class Chunk:
     reasoning: str = ""
     call: CallDelta | None = None
     warnings: tuple[str, ...] = ()
+    n_evaluated: int | None = None
 
     def __str__(self) -> str:
         return self.text
@@ -288,6 +291,7 @@ class Stream:
 
     Attributes:
         parser: takes the reply to a chat apart; with None, chunks have the text as the model writes it.
+        tells_progress: whether there are chunks that say how far the prompt is, in place of calls of ``progress``.
     """
 
     def __init__(
@@ -307,6 +311,7 @@ class Stream:
         self._finish_reason: FinishReason | None = None
         self._ended = False
         self.parser: ReplyParser | None = None
+        self.tells_progress = False
         self._output = output = TextOutput(decoder, self._inbox.put, logprobs=logprobs)
         output.on_end, output.delivers_at_end = on_end, on_end is not None
         self._request = output.request = make_request(output)
@@ -366,7 +371,7 @@ class Stream:
     def _next_chunk(self) -> Chunk | None:
         with contextlib.suppress(IndexError):
             return self._events.popleft()
-        while (chunk := self._next_written()) is not None and self.parser is not None:
+        while (chunk := self._next_written()) is not None and self.parser is not None and chunk.n_evaluated is None:
             self._events.extend(_events(self.parser, chunk))
             if self._events:
                 return self._events.popleft()
@@ -394,6 +399,8 @@ class Stream:
                 if self._output.n_unread == MAX_UNREAD - 1:
                     self._engine.wake()
                 return item
+            if self.tells_progress:
+                return Chunk("", n_evaluated=item.n_evaluated)
             if self._progress is not None:
                 try:
                     self._progress(item.n_evaluated, self._request.n_prompt)

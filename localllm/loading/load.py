@@ -17,6 +17,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from localllm.chat.built_in import built_in
 from localllm.chat.source import TemplateSource
 from localllm.engine.drafting.model import DraftModel
 from localllm.engine.drafting.mtp import MTPModel
@@ -85,7 +86,7 @@ def load_parts(options: LoadOptions) -> Parts:
         template_source, template = TemplateSource.of_file(sources[0].file), None
         defaults = sampling_defaults(sources[0].file.metadata)
         if options.chat_template is not None:  # compiled now, to be checked
-            template_source = TemplateSource(options.chat_template)
+            template_source = TemplateSource(built_in(options.chat_template) or options.chat_template)
             template = compile_template(template_source, tokenizer)
         if options.draft_model is not None:
             draft = files.enter_context(_open(options.draft_model))

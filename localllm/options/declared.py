@@ -210,7 +210,7 @@ _ADAPTERS = Kind("a mapping of names to the paths of adapters", _read_adapters)
 _BIASES = Kind(
     "a mapping of token ids to finite numbers or -inf",
     _read_biases,
-    json=dict[str, float] | list[tuple[int, float | bool]],  # OpenAI's form, and llama.cpp's
+    json=dict[str, float] | list[tuple[int | str, float | bool]],  # OpenAI's form, and llama.cpp's
 )
 
 #: The kind of what is on or off; its flag of the command line has no value.
@@ -396,7 +396,10 @@ class LoadOptions(_Checked):
         "logits differ by about 1 %.",
     )
     chat_template: str | None = _asked(
-        None, _TEXT, "jinja2 source of a chat template in place of the file's own", none="the file's own"
+        None,
+        _TEXT,
+        "jinja2 source of a chat template in place of the file's own, or llama.cpp's name of one, such as llama3",
+        none="the file's own",
     )
     adapters: Mapping[str, str | os.PathLike[str]] | None = _asked(
         None,
@@ -550,6 +553,13 @@ class Sampling(_Checked):
         "log-probabilities of each token and of the N likeliest.  They are those of the model, before any setting "
         "here.",
         none="no log-probabilities",
+    )
+    post_sampling_probs: bool = _asked(
+        False,
+        SWITCH,
+        "whether log-probabilities are those that the token was drawn with, after all settings.  Tokens that "
+        "settings leave out are then not listed.",
+        "--",
     )
     json_schema: str | Mapping[str, Any] | type | None = _asked(
         None,

@@ -34,6 +34,7 @@ class SamplingOptions(TypedDict, total=False):
     logit_bias: Mapping[int, float]
     seed: int | None
     logprobs: int | None
+    post_sampling_probs: bool
     json_schema: str | Mapping[str, Any] | type | None
     regex: str | None
     grammar: str | None

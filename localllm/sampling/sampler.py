@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 
 Step = Callable[[Candidates], Candidates]
 
+#: From candidates to an id, and those that it was drawn among.
+_Choose = Callable[[Candidates], tuple[int, Candidates]]
+
 greedy = Sampling(temperature=0.0)
 """Always the most likely token."""
 
@@ -132,7 +135,7 @@ class Sampler:
         n_vocab: int,
         adjustments: Sequence[Callable[[Logits], Logits]],
         listeners: Sequence[Callable[[int], None]],
-        choose: Callable[[Candidates], int] | None,
+        choose: _Choose | None,
         n_enough: int,
         constraint: Constraint | None = None,
         uniform: UniformNumbers | None = None,
@@ -190,17 +193,20 @@ class Sampler:
             adjusted = adjust(adjusted)
         if self._adjustments:
             chosen = _highest_logit(adjusted, UsageError, *_ADJUSTED)
+        drawn_among: Candidates | None = None
         # Mirostat learns from what it draws, and must draw only what is taken.
         if self._choose is not None and not (self._constraint and self.sampling.mirostat):
-            chosen = self._choose(Candidates(self._ids, adjusted))
+            chosen, drawn_among = self._choose(Candidates(self._ids, adjusted))
         if self._constraint is not None and (self.sampling.mirostat or not self._constraint.allows(chosen)):
             allowed = self._constraint.masked(adjusted)
             chosen = _highest_logit(allowed, UsageError, *_ADJUSTED)
             if self._choose is not None:
-                chosen = self._choose(Candidates(self._ids, allowed))
+                chosen, drawn_among = self._choose(Candidates(self._ids, allowed))
         if self.sampling.logprobs is None:
             return Choice(chosen)
-        return _with_logprobs(raw, chosen, self.sampling.logprobs)
+        if not self.sampling.post_sampling_probs:
+            return _with_logprobs(raw, chosen, self.sampling.logprobs)
+        return _drawn(drawn_among, chosen, self.sampling.logprobs)
 
     def among(self, ids: IntArray, logits: Logits) -> Choice:
         """Chooses the next token as it would from all logits, if it is given the `n_enough` largest or more.
@@ -218,7 +224,7 @@ class Sampler:
             with np.errstate(over="ignore"):
                 logits = (logits + added).astype(np.float32)
             chosen = _highest_logit(logits, UsageError, *_ADJUSTED, ids)
-        return Choice(chosen if self._choose is None else self._choose(Candidates(ids, logits)))
+        return Choice(chosen if self._choose is None else self._choose(Candidates(ids, logits))[0])
 
     def accept(self, id_: int) -> None:
         """Appends a token to the history that penalties, DRY and processors see."""
@@ -258,6 +264,18 @@ def _with_logprobs(logits: Logits, chosen: int, n_top: int) -> Choice:
     return Choice(
         chosen, float(logits[chosen]) - log_total, tuple((id_, float(logits[id_]) - log_total) for id_ in top)
     )
+
+
+def _drawn(among: Candidates | None, chosen: int, n_top: int) -> Choice:
+    """A choice with the probabilities of those that it was drawn among; with None there was only one."""
+    if among is None:
+        return Choice(chosen, 0.0, ((chosen, 0.0),) if n_top else ())
+    weights = steps.relative_weights(among.logits)
+    with np.errstate(divide="ignore"):
+        logprobs = np.log(weights / weights.sum(dtype=np.float64))
+    order = steps.highest(logprobs, n_top) if n_top else ()
+    own = logprobs[np.flatnonzero(among.ids == chosen)[0]]
+    return Choice(chosen, float(own), tuple((int(among.ids[i]), float(logprobs[i])) for i in order))
 
 
 def make_sampler(
@@ -344,7 +362,7 @@ def _breakers(texts: tuple[str, ...], token_bytes: Callable[[int], bytes] | None
     return SequenceBreakers(texts, token_bytes)
 
 
-def _make_choose(sampling: Sampling, uniform: Callable[[], float]) -> Callable[[Candidates], int]:
+def _make_choose(sampling: Sampling, uniform: Callable[[], float]) -> _Choose:
     """The second line of the chain: from the candidates to an id."""
     pick: Callable[[Candidates], int]
     if sampling.mirostat:
@@ -357,10 +375,10 @@ def _make_choose(sampling: Sampling, uniform: Callable[[], float]) -> Callable[[
         truncations.append(partial(steps.temper, temperature=sampling.temperature))
     chain = tuple(truncations)
 
-    def choose(candidates: Candidates) -> int:
+    def choose(candidates: Candidates) -> tuple[int, Candidates]:
         for step in chain:
             candidates = step(candidates)
-        return pick(candidates)
+        return pick(candidates), candidates
 
     return choose
 

@@ -26,6 +26,7 @@ from localllm.chat.calls import Tools, calls_grammar, choose_tools
 from localllm.chat.calls import call_schema as _call_schema
 from localllm.chat.conversation import Message, ToolCall
 from localllm.chat.rendering import described_tools
+from localllm.engine.pictures import text_ids
 from localllm.engine.request import FinishReason, Timings, Usage
 from localllm.errors import Argument, ClosedError, UsageError
 from localllm.generation.completion import Chunk, Stream
@@ -104,6 +105,9 @@ class Generation(_Options):
     model: str | None = None
     stream: bool = False
     lora: list[LoraShare] | None = None
+    return_progress: bool = False
+    timings_per_token: bool = False
+    verbose: bool = False
     structured_outputs: StructuredOutputs | None = None
     guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None
@@ -125,8 +129,6 @@ class Generation(_Options):
                 del options[name]
         if self.lora is not None:
             options["adapters"] = self.lora  # which `Desk.begin` knows the names of
-        if "logit_bias" in options:
-            options["logit_bias"] = _biases(options["logit_bias"])
         for name in ("stop", "dry_sequence_breakers"):
             values = options.get(name, ())
             values = tuple(value for value in ([values] if isinstance(values, str) else values) if value)
@@ -137,12 +139,14 @@ class Generation(_Options):
         return {**options, **{name: value for name, value in more.items() if value is not None}}
 
 
-def _biases(given: dict[str, float] | list[tuple[int, float | bool]]) -> dict[int, float]:
-    pairs = given.items() if isinstance(given, Mapping) else given
-    try:
-        return {int(id_): float("-inf") if bias is False else float(bias) for id_, bias in pairs}
-    except ValueError:
-        raise HTTPError(400, "logit_bias has a key that is not a token's number: use /tokenize") from None
+def _biases(llm: LLM, given: dict[str, float] | list[tuple[int | str, float | bool]]) -> dict[int, float]:
+    """Biases by ids of tokens, which are given as numbers, or as texts whose tokens are meant, as in llama.cpp."""
+    biases: dict[int, float] = {}
+    for key, bias in given.items() if isinstance(given, Mapping) else given:
+        is_number = isinstance(key, int) or re.fullmatch(r"\s*\d+\s*", key)
+        ids = [int(key)] if is_number else llm.tokenize(str(key), add_special=False)
+        biases |= dict.fromkeys(ids, float("-inf") if bias is False else float(bias))
+    return biases
 
 
 @dataclass(frozen=True)
@@ -161,6 +165,8 @@ class Ask:
         n: how many replies to each prompt.
         one_call: whether tools are called one at a time.
         special: whether names of control tokens in ``prompts`` are read as these.
+        tells_progress: whether events say how far the prompt is.
+        tells_timings: whether each says how long it took so far.
         warnings: what could not be done as asked.
     """
 
@@ -175,6 +181,8 @@ class Ask:
     n: int = 1
     one_call: bool = False
     special: bool = False
+    tells_progress: bool = False
+    tells_timings: bool = False
     warnings: list[str] = field(default_factory=list)
 
     def chat_arguments(self, llm: LLM) -> dict[str, Any]:
@@ -264,6 +272,12 @@ class Answer:
     def prompt_tokens(self) -> int:
         return self.streams[0].usage.prompt_tokens
 
+    def prompt_text(self, index: int) -> str:
+        """The prompt of a reply, with the names of control tokens."""
+        stream = self.streams[index]
+        ids = text_ids(stream.tokens[: stream.usage.prompt_tokens])
+        return self.llm.tokenizer.decode(ids, special=True)
+
     def stop(self) -> None:
         """Ends it because the server stops; whoever reads it is told."""
         for stream in self.streams:
@@ -326,7 +340,8 @@ class Answer:
                 if n_left_out:
                     reply.warnings.append(f"{n_left_out} more calls were left out: one at a time was asked for")
             reply.add(event)
-            if event.text or event.reasoning or event.call or event.logprobs or event.finish_reason:
+            is_progress = event.n_evaluated is not None
+            if event.text or event.reasoning or event.call or event.logprobs or event.finish_reason or is_progress:
                 yield reply, event
 
     async def lines(
@@ -371,10 +386,11 @@ class Desk:
         active: answers under way.
         is_stopping: nothing new is taken.
         is_cut: what was under way has been ended.
+        is_verbose: whether answers tell their prompts (``__verbose``, as in llama.cpp).
     """
 
-    def __init__(self, models: Models, responses: ResponseStore) -> None:
-        self.models, self.responses = models, responses
+    def __init__(self, models: Models, responses: ResponseStore, is_verbose: bool = False) -> None:
+        self.models, self.responses, self.is_verbose = models, responses, is_verbose
         self.active: dict[int, Answer] = {}
         self.is_stopping = self.is_cut = False
         # Tokenizing a prompt, and running a template, must not hold up the event loop.  What takes longer, such as
@@ -505,6 +521,10 @@ def _stopping() -> HTTPError:
 
 def _submit(ask: Ask, llm: LLM, client: str) -> list[Stream]:
     begins: list[Callable[..., Stream]]
+    if "logit_bias" in ask.options:
+        ask.options["logit_bias"] = _biases(llm, ask.options["logit_bias"])
+    if ask.tells_progress:
+        ask.options["progress"] = lambda n, total: None  # which the stream's chunks tell
     if ask.messages is None:
         for prompt in ask.prompts:
             _check_length(prompt, llm.info.context)
@@ -522,6 +542,7 @@ def _submit(ask: Ask, llm: LLM, client: str) -> list[Stream]:
             seed = ask.options.get("seed")
             more = {} if seed is None else {"seed": (seed + index) % (1 << 64)}
             streams.append(begin(client=client, **{**ask.options, **more}))
+            streams[-1].tells_progress = ask.tells_progress
             if (parser := streams[-1].parser) is not None:
                 parser.offer(ask.tools)  # the template may know none
     except BaseException:
@@ -588,10 +609,23 @@ Prompt = str | list[int | str]
 
 
 class PromptObject(msgspec.Struct):
-    """A text as an object, as llama.cpp's server takes it with what belongs to it."""
+    """A text as an object, as llama.cpp's server takes it: with pictures, or in the parts of a message."""
 
-    prompt_string: str
+    prompt_string: str | None = None
     multimodal_data: list[str] = []
+    content: list[dict[str, Any]] | None = None
+
+    @property
+    def text(self) -> str:
+        """Raises:
+        HTTPError: there is a picture or a sound.
+        """
+        parts = self.content or ()
+        if self.multimodal_data or any(not isinstance(part.get("text"), str) for part in parts):
+            raise HTTPError(400, "a prompt has pictures or sounds, but this API reads text only here")
+        if self.prompt_string is None and self.content is None:
+            raise HTTPError(400, "a prompt has no text: give it as prompt_string, or as parts under content")
+        return (self.prompt_string or "") + "".join(part["text"] for part in parts)
 
 
 #: One of the prompts, or a list of them; a list with ids of tokens is one.
@@ -605,11 +639,9 @@ def each_prompt(given: Prompts) -> list[Prompt]:
         HTTPError: there is a picture or a sound.
     """
     if isinstance(given, list) and any(isinstance(each, int) for each in given):
-        return [[each.prompt_string if isinstance(each, PromptObject) else each for each in given]]  # type: ignore[misc]
+        return [[each.text if isinstance(each, PromptObject) else each for each in given]]  # type: ignore[misc]
     prompts: list[Any] = given if isinstance(given, list) else [given]
-    if any(isinstance(each, PromptObject) and each.multimodal_data for each in prompts):
-        raise HTTPError(400, "there is multimodal_data, but this model reads text only")
-    return [each.prompt_string if isinstance(each, PromptObject) else each for each in prompts]
+    return [each.text if isinstance(each, PromptObject) else each for each in prompts]
 
 
 def joined(llm: LLM, prompt: Prompt) -> str | list[int]:

@@ -50,6 +50,7 @@ async def _refuse_change(request: Request, desk: Desk) -> Response:
     )
 
 
+_COUNTED_CHATS = ("/v1/chat/completions/input_tokens", "/chat/completions/input_tokens")
 #: Method, paths, what answers, and what it takes.
 _ENDPOINTS: tuple[tuple[str, tuple[str, ...], _Endpoint, Any], ...] = (
     ("GET", ("/",), _root, None),
@@ -58,7 +59,7 @@ _ENDPOINTS: tuple[tuple[str, tuple[str, ...], _Endpoint, Any], ...] = (
     ("GET", ("/v1/models/{name:path}",), openai.model, None),
     ("POST", ("/v1/chat/completions", "/chat/completions"), openai.chat_completions, openai.ChatRequest),
     ("POST", ("/v1/completions",), openai.completions, openai.CompletionRequest),
-    ("POST", ("/v1/chat/completions/input_tokens",), openai.chat_input_tokens, openai.ChatRequest),
+    ("POST", _COUNTED_CHATS, openai.chat_input_tokens, openai.ChatRequest),
     ("POST", ("/v1/responses", "/responses"), responses.responses, responses.ResponsesRequest),
     ("POST", ("/v1/responses/input_tokens",), responses.input_tokens, responses.ResponsesRequest),
     ("GET", ("/v1/responses/{id}/input_items",), responses.input_items, None),
@@ -144,6 +145,7 @@ class App:
         limits: who may ask.
         responses_folder: keeps responses; None keeps them in memory alone.
         loads_first: whether the first model is loaded before anybody asks for it.
+        is_verbose: whether answers tell their prompts.
         desk: takes requests to the models.
         asgi: what a server such as uvicorn runs.
     """
@@ -152,11 +154,12 @@ class App:
     limits: Limits = field(default_factory=Limits)
     responses_folder: Path | None = None
     loads_first: bool = False
+    is_verbose: bool = False
     desk: Desk = field(init=False)
     asgi: ASGIApp = field(init=False)
 
     def __post_init__(self) -> None:
-        self.desk = Desk(self.models, ResponseStore(self.responses_folder))
+        self.desk = Desk(self.models, ResponseStore(self.responses_folder), self.is_verbose)
         paths: dict[str, _Path] = {}
         for method, names, endpoint, _ in _ENDPOINTS:
             for name in names:

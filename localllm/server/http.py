@@ -60,13 +60,20 @@ _TYPES = {
 
 
 class HTTPError(LocalLLMError):
-    """A refusal with its status; ``code`` is a word for programs, ``allow`` the methods that a path takes."""
+    """A refusal with its status; ``code`` is a word for programs, ``allow`` the methods that a path takes,
+    ``more`` what else the error says."""
 
     def __init__(
-        self, status: int, message: str, code: str | None = None, allow: str = "", param: str | None = None
+        self,
+        status: int,
+        message: str,
+        code: str | None = None,
+        allow: str = "",
+        param: str | None = None,
+        more: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         super().__init__(message)
-        self.status, self.code, self.allow, self.param = status, code, allow, param
+        self.status, self.code, self.allow, self.param, self.more = status, code, allow, param, more
 
     @classmethod
     def of(cls, error: BaseException, fields: Mapping[str, str] = MappingProxyType({})) -> HTTPError:
@@ -87,7 +94,8 @@ class HTTPError(LocalLLMError):
             error = ContextLengthError(
                 error.n_tokens, error.context
             )  # to cut it is nothing that a request can ask for
-            return cls(400, error.told(word), "context_length_exceeded")
+            more = {"n_prompt_tokens": error.n_tokens, "n_ctx": error.context}
+            return cls(400, error.told(word), "context_length_exceeded", more=more)
         if isinstance(error, msgspec.DecodeError):
             return cls(400, f"the body is not what this endpoint takes: {error}")
         if isinstance(error, UsageError | TemplateError | TokenizerError):
@@ -116,7 +124,9 @@ class HTTPError(LocalLLMError):
             return {"type": "error", "error": {"type": kind, "message": str(self)}}
         if path.startswith("/api/"):
             return {"error": str(self)}
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+        if self.code == "context_length_exceeded":  # OpenAI's code, and llama.cpp's type
+            kind = "exceed_context_size_error"
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code, **self.more}}
 
     def response(self, path: str) -> Response:
         headers = {"Retry-After": "2"} if self.status in (429, 503) else {}

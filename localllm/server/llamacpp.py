@@ -5,6 +5,7 @@ Source: https://github.com/ggml-org/llama.cpp/blob/master/tools/server/README.md
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import time
@@ -15,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from localllm.chat.conversation import read_messages
+from localllm.engine.pictures import text_ids
 from localllm.errors import OutputError, PromptCacheError, path_text
 from localllm.generation.completion import Chunk
 from localllm.llm import LLM
@@ -42,8 +45,10 @@ from localllm.server.answers import (
 from localllm.server.http import EventStream, HTTPError, decode, event, json_response, unless_gone
 from localllm.server.openai import (
     checked_logprobs,
+    progress_json,
     thinking_variables,
     timings_json,
+    timings_so_far,
     token_json,
 )
 from localllm.tokenizer import Tokenizer
@@ -73,6 +78,7 @@ async def props(request: Request, desk: Desk) -> Response:
             "chat_template": llm.chat_template.source,
             "bos_token": _token_text(tokenizer, tokenizer.bos_id),
             "eos_token": _token_text(tokenizer, tokenizer.eos_id),
+            "modalities": {"vision": llm.sees, "audio": False},
         }
 
     found = await desk.with_model(request, name, work)
@@ -81,8 +87,7 @@ async def props(request: Request, desk: Desk) -> Response:
         {
             **found,
             "model_alias": served.name,
-            "model_path": served.name,
-            "modalities": {"vision": False, "audio": False},
+            "model_path": f"{served.name.removesuffix('.gguf')}.gguf",  # without folders
             "build_info": f"localllm {__version__}",
         }
     )
@@ -94,6 +99,10 @@ def _settings(llm: LLM, options: dict[str, Any]) -> dict[str, Any]:
     values = {name: getattr(given.sampling, name) for name, option in declared(Sampling).items() if option.kind.json}
     values = {name: value for name, value in values.items() if value is not None}
     n_predict = -1 if given.max_tokens is None else given.max_tokens
+    biases = {id_: bias if math.isfinite(bias) else None for id_, bias in given.sampling.logit_bias.items()}
+    if given.ignore_eos:
+        biases |= dict.fromkeys(llm.tokenizer.eog_ids)
+    values["logit_bias"] = [{"token": id_, "bias": bias} for id_, bias in biases.items()]
     return {"seed": -1, **values, "n_predict": n_predict, "stop": given.stop, "stream": False}
 
 
@@ -163,7 +172,7 @@ async def metrics(request: Request, desk: Desk) -> Response:
     rows: dict[str, list[str]] = {}
 
     def add(name: str, kind: str, help: str, value: float, model: str = "") -> None:
-        label = f'{{model="{model}"}}' if model else ""
+        label = f'{{model="{model}"}}' if model and len(desk.models.served) > 1 else ""
         head = [f"# HELP {name} {help}", f"# TYPE {name} {kind}"]
         rows.setdefault(name, head).append(f"{name}{label} {value:.10g}")
 
@@ -181,6 +190,7 @@ async def metrics(request: Request, desk: Desk) -> Response:
         rates = counts.prompt_tokens / (counts.prefill_s or 1), counts.generated_tokens / (counts.decode_s or 1)
         for name, kind, help, value in (
             ("llamacpp:prompt_tokens_total", "counter", "tokens of prompts evaluated", counts.prompt_tokens),
+            ("llamacpp:prompt_tokens_cached_total", "counter", "those found in the cache", counts.cached_tokens),
             ("llamacpp:tokens_predicted_total", "counter", "tokens generated", counts.generated_tokens),
             ("llamacpp:n_decode_total", "counter", "steps", counts.steps),
             ("llamacpp:prompt_seconds_total", "counter", "seconds of evaluating prompts", counts.prefill_s),
@@ -190,7 +200,6 @@ async def metrics(request: Request, desk: Desk) -> Response:
             ("llamacpp:requests_processing", "gauge", "requests at work", counts.running),
             ("llamacpp:requests_deferred", "gauge", "requests that wait", n_waiting),
             ("localllm_step_seconds_total", "counter", "seconds of steps", counts.step_s),
-            ("localllm_cached_tokens_total", "counter", "tokens of prompts found in the cache", counts.cached_tokens),
             ("localllm_requests_total", "counter", "requests ended", counts.ended),
             ("localllm_preemptions_total", "counter", "requests that had to make room", counts.preempted),
             ("localllm_cache_usage_ratio", "gauge", "cache in use", counts.n_pages_used / max(1, counts.n_pages)),
@@ -198,7 +207,12 @@ async def metrics(request: Request, desk: Desk) -> Response:
             add(name, kind, help, value, label)
     add("localllm_model_loads_total", "counter", "models loaded", desk.models.n_loads)
     text = "".join(f"{line}\n" for lines in rows.values() for line in lines)
-    return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
+    response = PlainTextResponse(text, media_type="text/plain; version=0.0.4")
+    started = int(psutil.Process().create_time())
+    response.raw_headers.append(
+        (b"Process-Start-Time-Unix", str(started).encode())
+    )  # as clients of llama.cpp spell it
+    return response
 
 
 def _label(name: str) -> str:
@@ -225,6 +239,7 @@ class TemplateRequest(msgspec.Struct):
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool = True
     model: str | None = None
 
 
@@ -258,11 +273,13 @@ async def apply_template(request: Request, desk: Desk) -> Response:
     body = await decode(request, TemplateRequest)
     messages, begun = begun_reply(read_messages(body.messages))
     variables = thinking_variables(None, body.chat_template_kwargs)
+    if not body.add_generation_prompt:
+        variables["add_generation_prompt"] = False
     tools = offer_tools({}, body.tools, None)
     ask = Ask(body.model, {}, messages=messages, variables=variables, reply_prefix=begun, **tools)
 
     def work(llm: LLM) -> str:
-        return llm.tokenizer.decode(ask.prompt_ids(llm), special=True)
+        return llm.tokenizer.decode(text_ids(ask.prompt_ids(llm)), special=True)
 
     return json_response({"prompt": await desk.with_model(request, body.model, work)})
 
@@ -285,6 +302,7 @@ class _Completion(Generation):
     max_tokens: int | None = msgspec.field(name="n_predict", default=None)
     n_probs: int | None = None
     response_fields: list[str] | None = None
+    return_tokens: bool = False
 
 
 class CompletionRequest(_Completion, kw_only=True):
@@ -318,17 +336,25 @@ async def _complete(request: Request, desk: Desk, body: _Completion, prompts: Se
         raise HTTPError(400, f"there are {len(prompts):,} prompts, but a request has at most {MAX_REPLIES}")
     logprobs = checked_logprobs(body.n_probs) or None
     options = body.options(logprobs=logprobs)
-    answer = await desk.begin(Ask(body.model, options, prompts=prompts, special=True), request)
+    ask = Ask(
+        body.model,
+        options,
+        prompts=prompts,
+        special=True,
+        tells_progress=body.return_progress and body.stream,
+        tells_timings=body.timings_per_token,
+    )
+    answer = await desk.begin(ask, request)
     if body.stream:
         return EventStream(answer.lines(partial(_lines, answer, body)), answer.close, path=request.url.path)
     with closing(answer):
         replies = await unless_gone(request, answer.read())
-    results = [_chosen(body, _end(answer, reply) | {"content": reply.text}) for reply in replies]
+    results = [_chosen(body, _end(answer, reply, body) | {"content": reply.text}) for reply in replies]
     return json_response(results if len(results) > 1 else results[0])
 
 
 def _chosen(body: _Completion, result: dict[str, Any]) -> dict[str, Any]:
-    """The fields that were asked for, or all; of "a/b" the field b in a, as b."""
+    """The fields that were asked for, or all; "a/b" is the field b in a."""
     if not body.response_fields:
         return result
     chosen = {}
@@ -337,37 +363,52 @@ def _chosen(body: _Completion, result: dict[str, Any]) -> dict[str, Any]:
         for name in path.split("/"):
             value = value.get(name, msgspec.UNSET) if isinstance(value, dict) else msgspec.UNSET
         if value is not msgspec.UNSET:
-            chosen[path.rpartition("/")[2]] = value
+            chosen[path] = value
     return chosen
 
 
 def _lines(answer: Answer, body: _Completion, reply: Reply, chunk: Chunk) -> Iterator[bytes]:
-    if chunk.text or chunk.logprobs:  # of the last one, what was held back
-        head = {"index": reply.index, "content": chunk.text, "stop": False}
-        yield event({**head, **_probabilities(answer.llm, chunk.logprobs or ())})
+    head = {"index": reply.index, "content": chunk.text, "tokens": chunk.ids, "stop": False}
+    if chunk.n_evaluated is not None:
+        yield event({**head, **progress_json(answer, reply, chunk.n_evaluated)})
+    elif chunk.text or chunk.logprobs:  # of the last one, what was held back
+        probabilities = _probabilities(answer.llm, chunk.logprobs or (), bool(body.post_sampling_probs))
+        yield event({**head, **probabilities, **timings_so_far(answer, reply)})
     if chunk.finish_reason is not None:
-        yield event(_chosen(body, _end(answer, reply)))
+        yield event(_chosen(body, _end(answer, reply, body)))
 
 
-def _probabilities(llm: LLM, choices: Sequence[Choice]) -> dict[str, Any]:
+def _probabilities(llm: LLM, choices: Sequence[Choice], are_drawn: bool) -> dict[str, Any]:
     if not choices:
         return {}
+    row = partial(_drawn_json if are_drawn else token_json, llm)
+    name = "top_probs" if are_drawn else "top_logprobs"
     rows = [
         {
             "id": choice.id,
-            **token_json(llm, choice.id, choice.logprob),
-            "top_logprobs": [{"id": id_, **token_json(llm, id_, logprob)} for id_, logprob in choice.top],
+            **row(choice.id, choice.logprob),
+            name: [{"id": id_, **row(id_, logprob)} for id_, logprob in choice.top],
         }
         for choice in choices
     ]
     return {"completion_probabilities": rows}
 
 
-def _end(answer: Answer, reply: Reply) -> dict[str, Any]:
+def _drawn_json(llm: LLM, id_: int, logprob: float | None) -> dict[str, Any]:
+    """A token with its probability, as llama.cpp writes those after sampling."""
+    token = token_json(llm, id_, logprob)
+    return {"token": token["token"], "prob": math.exp(token["logprob"]), "bytes": token["bytes"]}
+
+
+def _end(answer: Answer, reply: Reply, body: _Completion) -> dict[str, Any]:
+    stream = answer.streams[reply.index]
     stop = "word" if reply.stop_text is not None else "eos" if reply.finish_reason == "stop" else "limit"
     return {
         "index": reply.index,
         "content": "",
+        "tokens": stream.tokens[stream.usage.prompt_tokens :] if body.return_tokens else [],
+        "prompt": answer.prompt_text(reply.index),
+        "has_new_line": "\n" in reply.text,
         "model": answer.served.name,
         "stop": True,
         "stop_type": stop,
@@ -378,5 +419,5 @@ def _end(answer: Answer, reply: Reply) -> dict[str, Any]:
         "truncated": False,
         "generation_settings": _settings(answer.llm, answer.ask.options),
         "timings": timings_json(reply.usage, reply.timings),
-        **_probabilities(answer.llm, reply.logprobs),
+        **_probabilities(answer.llm, reply.logprobs, bool(body.post_sampling_probs)),
     }

@@ -45,7 +45,7 @@ class ServedModel:
     """A model that the server has.
 
     Attributes:
-        name: what requests call it.
+        name: what requests call it, and lists show.
         source: what `localllm.load` takes; None is the demo model.
         llm: None while it is not loaded.
         created: when the server began to have it, in seconds since 1970.
@@ -55,6 +55,7 @@ class ServedModel:
         load_progress: from 0 to 1 while it is loaded.
         details: what its file's header tells, once `Models.listed` has read it.
         preset: options of its own.
+        aliases: what requests may call it, too.
     """
 
     name: str
@@ -67,6 +68,7 @@ class ServedModel:
     load_progress: float | None = None
     details: Details = field(default_factory=Details)
     preset: Preset | None = None
+    aliases: Sequence[str] = ()
 
     @property
     def path(self) -> Path:
@@ -121,22 +123,27 @@ class Models:
             sources: of each name; a `Preset` has its own in place of ``load`` and ``ttl_s``.
             load: called in another thread, once at a time.
             ttl_s: seconds after which a model that nobody uses is unloaded; None is never.
-            aliases: other names of the first one.
+            aliases: other names of the first one, whose lists show the first of them.
             takes_any_name: whether a name that is not known means the first one.
         """
+        aliases = list(aliases)
         self.served = {
             name: ServedModel(name, each.source, ttl_s if each.ttl_s is None else each.ttl_s, preset=each)
             if isinstance(each, Preset)
             else ServedModel(name, each, ttl_s)
             for name, each in sources.items()
         }
+        if aliases and self.served:
+            first, *others = self.served.values()
+            first.name, first.aliases = aliases[0], (*aliases, first.name)
+            self.served = {model.name: model for model in (first, *others)}
         self.n_loads, self.prompts = 0, prompts
         self.adapters = dict(adapters or {})
         self.is_closed = False
         self.log = log
         self._load = load
         self._ttl_s = ttl_s
-        self._aliases = frozenset(map(_key, aliases))
+        self._aliases = frozenset(_key(name) for model in self.served.values() for name in model.aliases)
         self._takes_any_name = takes_any_name
         self._by_key = {
             _key(name): model

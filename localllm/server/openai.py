@@ -50,6 +50,7 @@ from localllm.server.http import (
 )
 from localllm.server.models import ServedModel
 from localllm.tokenizer.stream import TextOffsets
+from localllm.version import __version__
 
 #: Likeliest tokens that are listed at most.
 _MAX_LOGPROBS = 100
@@ -130,6 +131,8 @@ def _ask_of_chat(body: ChatRequest) -> Ask:
         variables=thinking_variables(body.reasoning_effort, body.chat_template_kwargs),
         n=1 if body.n is None else body.n,
         one_call=body.parallel_tool_calls is False,
+        tells_progress=body.return_progress and body.stream,
+        tells_timings=body.timings_per_token,
     )
 
 
@@ -176,6 +179,27 @@ def timings_json(usage: Usage, timings: Timings) -> dict[str, Any]:
     }
 
 
+def progress_json(answer: Answer, reply: Reply, n_evaluated: int) -> dict[str, Any]:
+    """How far a prompt is, as llama.cpp's server tells it."""
+    stream = answer.streams[reply.index]
+    usage, timings = stream.usage, stream.timings
+    progress = {
+        "total": usage.prompt_tokens,
+        "cache": usage.cached_tokens,
+        "processed": n_evaluated,
+        "time_ms": round(1e3 * (time.perf_counter() - answer.begun_at)),
+    }
+    return {"prompt_progress": progress, "timings": timings_json(usage, timings)}
+
+
+def timings_so_far(answer: Answer, reply: Reply) -> dict[str, Any]:
+    """Beside a piece of a stream, where the request asks for them."""
+    if not answer.ask.tells_timings:
+        return {}
+    stream = answer.streams[reply.index]
+    return {"timings": timings_json(stream.usage, stream.timings)}
+
+
 def finish_reason(reply: Reply) -> str:
     if reply.finish_reason != "stop":
         return "length"
@@ -220,7 +244,7 @@ class _Head:
             "object": kind,
             "created": int(time.time()),
             "model": answer.served.name,
-            "system_fingerprint": "localllm",
+            "system_fingerprint": f"build-localllm-{__version__}",
         }
 
     def json(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
@@ -236,9 +260,9 @@ async def chat_completions(request: Request, desk: Desk) -> Response:
     if body.stream:
         head = _Head("chatcmpl-", "chat.completion.chunk", answer)
         begin = [
-            event(_chat_piece(head, index, {"role": "assistant", "content": ""})) for index in range(answer.ask.n)
+            event(_chat_piece(head, index, {"role": "assistant", "content": None})) for index in range(answer.ask.n)
         ]
-        lines = answer.lines(partial(_chat_lines, head, answer.llm), begin, partial(_end_lines, head, body))
+        lines = answer.lines(partial(_chat_lines, head, answer), begin, partial(_end_lines, head, body))
         return EventStream(lines, answer.close, path=request.url.path)
     with closing(answer):
         replies = await unless_gone(request, answer.read())
@@ -252,7 +276,9 @@ async def chat_completions(request: Request, desk: Desk) -> Response:
         }
         for reply in replies
     ]
-    return json_response(head.json(choices, **_totals(replies)))
+    is_verbose = desk.is_verbose or body.verbose
+    verbose = {"__verbose": {"prompt": answer.prompt_text(0)}} if is_verbose else {}
+    return json_response(head.json(choices, **_totals(replies), **verbose))
 
 
 def _totals(replies: Sequence[Reply]) -> dict[str, Any]:
@@ -280,17 +306,20 @@ def _chat_piece(
     return head.json([{"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}])
 
 
-def _chat_lines(head: _Head, llm: LLM, reply: Reply, chunk: Chunk) -> Iterator[bytes]:
-    if chunk.finish_reason is not None:
+def _chat_lines(head: _Head, answer: Answer, reply: Reply, chunk: Chunk) -> Iterator[bytes]:
+    if chunk.n_evaluated is not None:
+        yield event(_chat_piece(head, reply.index, {}) | progress_json(answer, reply, chunk.n_evaluated))
+    elif chunk.finish_reason is not None:
         yield event(_chat_piece(head, reply.index, {}, finish_reason(reply)) | _end_of_stream(reply))
     elif (delta := _delta(chunk)) or chunk.logprobs:
-        logprobs = _chat_logprobs(llm, chunk.logprobs) if chunk.logprobs else None
-        yield event(_chat_piece(head, reply.index, delta, logprobs=logprobs))
+        logprobs = _chat_logprobs(answer.llm, chunk.logprobs) if chunk.logprobs else None
+        yield event(_chat_piece(head, reply.index, delta, logprobs=logprobs) | timings_so_far(answer, reply))
 
 
 def _end_lines(head: _Head, body: ChatRequest | CompletionRequest, replies: Sequence[Reply]) -> Iterator[bytes]:
     if body.stream_options is not None and body.stream_options.include_usage:
-        yield event(head.json([], usage=_usage_json(replies)))
+        timings = timings_json(replies[0].usage, replies[0].timings)
+        yield event(head.json([], usage=_usage_json(replies), timings=timings))
     yield DONE
 
 
@@ -462,6 +491,7 @@ def model_json(served: ServedModel) -> dict[str, Any]:
         "object": "model",
         "created": served.created,
         "owned_by": "localllm",
+        "aliases": served.aliases,
         "status": {"value": served.state, "progress": served.load_progress},
         "meta": meta,
         # What Anthropic's clients read of a model.

@@ -28,7 +28,10 @@ from localllm.server.http import EventStream, HTTPError, decode, event, json_res
 from localllm.server.openai import (
     checked_logprobs,
     new_id,
+    progress_json,
     thinking_variables,
+    timings_json,
+    timings_so_far,
     tokens_json,
 )
 from localllm.server.store import StoredResponse
@@ -94,6 +97,8 @@ def _ask(body: ResponsesRequest, before: list[Message]) -> Ask:
         **offer_tools(options, tools, body.tool_choice),
         variables=variables,
         one_call=body.parallel_tool_calls is False,
+        tells_progress=body.return_progress and body.stream,
+        tells_timings=body.timings_per_token,
     )
 
 
@@ -280,7 +285,11 @@ class _Writer:
             status = "completed" if is_whole else "incomplete"
             events = [*last, *self._close(status)]
             self.response = self._response(status, reply.usage, None if is_whole else "max_output_tokens")
-            return [*events, (f"response.{status}", {"response": self.response})]
+            timings = timings_json(reply.usage, reply.timings)  # llama.cpp's, as below
+            return [*events, (f"response.{status}", {"response": self.response, "timings": timings})]
+        if chunk.n_evaluated is not None:
+            progress = progress_json(self._answer, reply, chunk.n_evaluated)
+            return [("response.in_progress", {"response": self.response, **progress})]
         if chunk.call is not None:
             return self._call(chunk.call, reply)
         kind = "reasoning" if chunk.reasoning else "message"
@@ -294,7 +303,7 @@ class _Writer:
         assert self._open is not None
         said = self._open["content"][0]
         said["text"] += text
-        more: dict[str, Any] = {}
+        more = timings_so_far(self._answer, reply)
         if kind == "message":
             more["logprobs"] = self._logprobs(chunk)
             said["logprobs"] += more["logprobs"]

@@ -821,7 +821,7 @@ def test_bad_messages(llm: LLM, messages: Any) -> None:
 @pytest.mark.parametrize(
     "variables",
     [5, "enable_thinking", [("a", 1)], {1: 2}]
-    + [{name: 1} for name in ("messages", "tools", "add_generation_prompt", "tokenizer", "template", "self")],
+    + [{name: 1} for name in ("messages", "tools", "tokenizer", "template", "self")],
 )
 def test_bad_template_variables(loaded_reference: LLM, variables: Any) -> None:
     with pytest.raises(UsageError, match="template_variables"):

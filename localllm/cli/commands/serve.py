@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import socket
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -77,7 +78,8 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.host = arguments.host if arguments.host not in _OWN else "0.0.0.0"
         arguments.hosts.append("*.local")  # by which phones know this machine
         keys = keys or [lan_key()]
-    if arguments.host not in _OWN and not keys:
+    hosts = [host.strip() for host in arguments.host.split(",")]
+    if not {*hosts} <= {*_OWN} and not keys:
         warn(f"everybody who reaches {arguments.host} can use this server: --api-key KEY lets in those who have it")
 
     def loader(own: argparse.Namespace, defaults: Mapping[str, Any]) -> Loader:
@@ -129,7 +131,7 @@ def run(arguments: argparse.Namespace) -> int:
         served,
         loader(arguments, defaults),
         ttl_s=arguments.ttl,
-        aliases=arguments.aliases,
+        aliases=[name.strip() for names in arguments.aliases for name in names.split(",") if name.strip()],
         takes_any_name=len(served) == 1,
         adapters={str(path): share for path, share in arguments.lora},
         prompts=_folder(arguments.prompts),
@@ -138,14 +140,18 @@ def run(arguments: argparse.Namespace) -> int:
     stats = Stats(models)
     limits = Limits(
         api_keys=keys,
-        hosts=[*arguments.hosts, arguments.host],
+        hosts=[*arguments.hosts, *hosts],
         origins=arguments.origins,
         max_body=arguments.max_body << 20,
         read_timeout_s=arguments.timeout,
     )
-    app = App(models, limits, arguments.responses, loads_first=bool(given or presets))
-    with listen(arguments.host, arguments.port) as listening:
-        host, port = listening.getsockname()[:2]
+    app = App(models, limits, arguments.responses, loads_first=bool(given or presets), is_verbose=arguments.verbose)
+    with ExitStack() as sockets:
+        port, listening = arguments.port, list[socket.socket]()
+        for host in hosts:
+            listening.append(sockets.enter_context(listen(host, port)))
+            port = listening[0].getsockname()[1]  # where any would do, they share one
+        host, port = listening[0].getsockname()[:2]
         host = (lan_address() or host) if host == "0.0.0.0" else host  # the one that other devices can use
         server = Server(app, grace_s=arguments.grace, tls=(arguments.ssl_key, arguments.ssl_certificate))
         scheme = "http" if arguments.ssl_key is None else "https"
@@ -154,7 +160,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.lan:
             say(invitation(url, keys[0]))
         with stats.shown() if arguments.stats else nullcontext():
-            server.run(sockets=[listening])
+            server.run(sockets=listening)
     end_if_busy(0)
     return 0
 
@@ -206,7 +212,7 @@ COMMAND = Command(
         "models",
         several("-m --model FILE", "a GGUF file, or ORG/REPO[:QUANT] if it was pulled", model_file, dest="models"),
         PRESETS,
-        several("-a --alias NAME", "another name of the first", dest="aliases"),
+        several("-a --alias NAME", "another name of the first, which lists then show", dest="aliases"),
         several("-hf --hf-repo ORG/REPO[:QUANT]", "the same, downloaded if missing", model_file, dest="downloads"),
         flag("--ttl S", "unload a model after S seconds without a request", whole(1)),
         *RUNNING,
@@ -226,7 +232,7 @@ COMMAND = Command(
         *(f"{each}, if a request does not say it" if isinstance(each, str) else each for each in SAMPLING),
         "who may ask",
         flag("--lan", "let in the other devices of the network, by a key (made if none is given) and a QR code"),
-        flag("--host HOST", "address to listen on", default="127.0.0.1"),
+        flag("--host HOST", "address to listen on, or several with commas between them", default="127.0.0.1"),
         flag("--port N", "port; 0 is any that is free", whole(0, below=65536), default=8080),
         several("--api-key KEY", "let in those who have this key; keys share the models evenly", dest="api_keys"),
         flag("--api-key-file FILE", "the same from a file, a key a line; lines with # are comments", dest="key_file"),

@@ -94,7 +94,7 @@ LINES: list[tuple[str, str, dict[str, Any]]] = [
     ("generate -m model.gguf -p hi -n 4 -r User: --reverse-prompt Bot:", "", {"stop": ["User:", "Bot:"]}),
     ("generate -m model.gguf -sys 'Be brief' -cnv -p hi -n 4", "", {}),
     ("generate -m model.gguf -p hi -n 4 --chat-template chatml", "", {"chat_template": CHATML}),
-    ("generate -m model.gguf -p hi --chat-template llama3", "error: there is no chat template 'llama3': leave", {}),
+    ("generate -m model.gguf -p hi --chat-template nobody", "error: there is no chat template 'nobody': leave", {}),
     ("generate -m model.gguf -p hi -n 4 --chat-template-file t.jinja", "", {"chat_template": TEMPLATE}),
     ("generate -m model.gguf -i -p hi", "error: there is no flag -i: localllm generate answers one prompt", {}),
     ("generate -m model.gguf -p hi -o out.txt", "error: there is no flag -o: the text goes to standard output: ", {}),

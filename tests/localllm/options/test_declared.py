@@ -45,7 +45,7 @@ def test_flags_set_the_option_of_their_name(cls: type) -> None:
     for flag, name in flags.items():
         assert actions[flag].dest == name
         assert declared(cls)[name].brief in str(actions[flag].help)
-        if name not in ("stop", "ignore_eos"):
+        if name not in ("stop", "ignore_eos", "post_sampling_probs"):
             assert f"(default: {default_text(cls, name)})" in str(actions[flag].help)
 
 
@@ -53,7 +53,7 @@ def test_what_is_kept_is_in_the_settings_file_and_numbers_in_the_chat() -> None:
     kept = {name for name, option in declared(LoadOptions).items() if option.is_kept}
     assert kept == {"device", "n_gpu_layers", "tensor_split", "split_mode", "context", "threads", "cache_type"}
     assert kept < KEYS.keys()
-    asked = {"logit_bias", "logprobs", "processors", "json_schema", "regex", "grammar"}
+    asked = {"logit_bias", "logprobs", "post_sampling_probs", "processors", "json_schema", "regex", "grammar"}
     assert declared(Sampling).keys() - SAMPLING_KEYS.keys() == asked
     assert {name for name, option in declared(Sampling).items() if option.label} <= READERS.keys()
     assert SAMPLING_KEYS.keys() - READERS.keys() == {"dry_sequence_breakers"}

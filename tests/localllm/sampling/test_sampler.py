@@ -73,6 +73,7 @@ BAD: dict[str, list[Any]] = {
     "logit_bias": [[(1, 2.0)], {-1: 0}, {"1": 0}, {1.0: 0}, {True: 0}, {1: math.nan}, {1: math.inf}],
     "seed": [-1, 1 << 64, 1.0, True, "7"],
     "logprobs": [-1, 1.0, True, "5"],
+    "post_sampling_probs": [1, 0, "yes"],
     "processors": [5, (None,), ("f",), len],
 }
 
@@ -366,6 +367,18 @@ def test_logprobs_are_the_models_own(s: Sampling, n: int) -> None:
     assert choice.logprob == pytest.approx(exact[choice.id], abs=1e-6)
     assert [id_ for id_, _ in choice.top] == best
     assert [logprob for _, logprob in choice.top] == pytest.approx(exact[best].tolist(), abs=1e-6)
+
+
+def test_probabilities_after_sampling() -> None:
+    logits = np.log(np.array([0.1, 0.4, 0.3, 0.2], np.float32))
+    settings_ = Sampling(top_k=3, top_p=1, min_p=0, temperature=0.5, logprobs=9, post_sampling_probs=True, seed=1)
+    choice = make_sampler(settings_, 4)(logits)
+    total = 0.4**2 + 0.3**2 + 0.2**2
+    expected = {1: 0.4**2 / total, 2: 0.3**2 / total, 3: 0.2**2 / total}
+    assert {id_: math.exp(p) for id_, p in choice.top} == pytest.approx(expected)
+    assert math.exp(choice.logprob or 0) == pytest.approx(expected[choice.id])
+    only = make_sampler(settings_.replace(temperature=0), 4)(logits)
+    assert (only.id, only.logprob, only.top) == (1, 0.0, ((1, 0.0),))
 
 
 def test_how_many_logprobs() -> None:

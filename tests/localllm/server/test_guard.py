@@ -114,7 +114,8 @@ def test_errors_have_the_form_of_each_api(server: Serving) -> None:
 NEEDED = {
     "/completion": "prompt", "/completions": "prompt", "/v1/completions": "prompt", "/infill": "input_prefix",
     "/v1/chat/completions": "messages", "/chat/completions": "messages", "/v1/responses": "input",
-    "/responses": "input", "/v1/responses/input_tokens": "input", "/v1/chat/completions/input_tokens": "messages",
+    "/responses": "input", "/v1/responses/input_tokens": "input",
+    "/chat/completions/input_tokens": "messages", "/v1/chat/completions/input_tokens": "messages",
     "/v1/messages": "messages", "/v1/messages/count_tokens": "messages", "/apply-template": "messages",
     "/v1/embeddings": "input", "/embedding": "input", "/embeddings": "input", "/api/embed": "input",
     "/api/embeddings": "input", "/rerank": "query", "/reranking": "query", "/v1/rerank": "query",

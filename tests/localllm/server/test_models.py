@@ -127,10 +127,11 @@ def test_a_broken_model_is_told_without_its_path_and_others_go_on() -> None:
 
 def test_names() -> None:
     models = models_in(Memory(1), aliases=["gpt-4o"])
-    assert models.find(None).name == models.find("").name == models.find("gpt-4o").name == "a"
+    assert models.find(None) is models.find("") is models.find("gpt-4o") is models.find("a")
+    assert (models.find("a").name, models.find("a").aliases) == ("gpt-4o", ("gpt-4o", "a"))
     assert models.find("b:latest").name == "b"
     assert models.find("B.gguf").name == "b"
-    with pytest.raises(UnknownModelError, match=r"no model 'd' here, but a, b, c, broken: .* --alias"):
+    with pytest.raises(UnknownModelError, match=r"no model 'd' here, but gpt-4o, b, c, broken: .* --alias"):
         models.find("d")
     assert models_in(Memory(1), takes_any_name=True).find("d").name == "a"
 

@@ -1,0 +1,108 @@
+"""Runs llama.cpp's tests of its server against ``localllm serve``, and says how many pass and why others do not.
+
+    python -m tests.benchmarks.llama_server_tests llama.cpp/tools/server/tests --models FOLDER
+
+Their folder is in the source of llama-cpp-python, under vendor.  FOLDER has stories260K.gguf, and embeds.gguf, which
+is any model that makes vectors of 384 values.  Needs the packages requests and filelock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from xml.etree import ElementTree
+
+from tests.benchmarks.llama_server_tests import server
+from tests.benchmarks.llama_server_tests.reasons import NOT_HERE, reason_of
+from tests.helpers.data import ROOT
+
+#: In place of their own, which first downloads all models.
+CONFTEST = """
+import os
+import pytest
+from utils import server_instances
+
+if (worker := os.environ.get("PYTEST_XDIST_WORKER", "")):
+    os.environ["PORT"] = str(8080 + 10 * int(worker.removeprefix("gw")))
+
+@pytest.fixture(autouse=True)
+def stop_server_after_each_test():
+    yield
+    for server in set(server_instances):
+        server.stop()
+"""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--models", type=Path, required=True)
+    parser.add_argument("-k", default="", help="only tests whose names match")
+    parser.add_argument("--keep", type=Path, help="write what the tests print here")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch, "tools", "server", "tests")
+        shutil.copytree(given.folder, folder)
+        Path(scratch, "models").symlink_to(given.folder.resolve().parents[2] / "models")  # chat templates
+        (folder / "conftest.py").write_text(CONFTEST)
+        (folder / "wget.py").write_text("")  # for downloads, which there are none of
+        binary = Path(scratch) / "llama-server"
+        binary.write_text(f'#!/bin/sh\nexec {sys.executable} -m {server.__name__} "$@"\n')
+        binary.chmod(0o755)
+        report = Path(scratch) / "report.xml"
+        environment = os.environ | {
+            "LLAMA_SERVER_BIN_PATH": str(binary),
+            "MODELS": str(given.models.resolve()),
+            "PYTHONPATH": os.pathsep.join((str(folder), str(ROOT))),
+        }
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout", "120", "-n", "2"]
+        command += [
+            "--junitxml",
+            str(report),
+            "-o",
+            "junit_logging=all",
+            *(["-k", given.k] if given.k else []),
+            "unit",
+        ]
+        subprocess.run(command, cwd=folder, env=environment, check=False)
+        if given.keep is not None:
+            shutil.copy(report, given.keep)
+        return told(report)
+
+
+def told(report: Path) -> int:
+    """Prints what became of the tests; 0 if each failure has a known reason."""
+    outcomes: Counter[str] = Counter()
+    unknown: list[str] = []
+    for case in ElementTree.parse(report).getroot().iter("testcase"):
+        name = f"{str(case.get('classname')).rpartition('.')[2]}::{case.get('name')}"
+        problem = next((case.find(kind) for kind in ("failure", "error") if case.find(kind) is not None), None)
+        if case.find("skipped") is not None:
+            outcomes["skipped by llama.cpp's own marks"] += 1
+        elif problem is None:
+            outcomes["passed"] += 1
+        else:
+            text = "".join(case.itertext()) + str(problem.get("message"))
+            reason = reason_of(name, text)
+            outcomes[reason or "failed without a known reason"] += 1
+            if reason is None:
+                said = re.findall(r"^(?:E  |localllm: error: |localllm serve: error: ).*", text, re.MULTILINE)
+                unknown.append(f"{name}: {' | '.join(said[-2:])}")
+    for outcome, n in outcomes.most_common():
+        print(f"{n:4} {outcome}")
+    n_failed = sum(n for outcome, n in outcomes.items() if outcome != "passed" and outcome not in NOT_HERE)
+    n_failed -= outcomes["skipped by llama.cpp's own marks"]
+    print(f"passed of those that could: {outcomes['passed'] / max(1, outcomes['passed'] + n_failed):.1%}")
+    print(*unknown, sep="\n")
+    return bool(unknown)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
