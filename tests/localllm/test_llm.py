@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -1054,5 +1055,8 @@ def test_an_unknown_option_names_its_nearest(loaded_reference: LLM, name: str, h
 
 
 def test_sampling_options_are_those_of_sampling() -> None:
-    of_sampling = get_type_hints(Sampling, localns={"LogitsProcessor": LogitsProcessor})
-    assert get_type_hints(SamplingOptions) == {field.name: of_sampling[field.name] for field in fields(Sampling)}
+    names = {"LogitsProcessor": LogitsProcessor, "Callable": Callable, "np": np, "npt": npt}
+    of_sampling = get_type_hints(Sampling, localns=names)
+    assert get_type_hints(SamplingOptions, localns=names) == {
+        field.name: of_sampling[field.name] for field in fields(Sampling)
+    }
