@@ -211,12 +211,16 @@ class ChatStore {
   constructor() {
     this.memory = null;
     this.changes = new BroadcastChannel("localllm");
+    this.opened = this.open().catch(() => { this.memory = {chats: new Map(), list: new Map()}; });
+  }
+
+  async open() {
     const opening = indexedDB.open("localllm", 1);
     opening.onupgradeneeded = () => {
       opening.result.createObjectStore("chats", {keyPath: "id"});
       opening.result.createObjectStore("list", {keyPath: "id"});
     };
-    this.opened = asked(opening).catch(() => { this.memory = {chats: new Map(), list: new Map()}; });
+    return asked(opening);
   }
 
   async stores(mode) {

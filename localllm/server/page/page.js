@@ -769,4 +769,5 @@ if (given) {
 }
 showTheme();
 loadModels();
+storage.opened.then(() => storage.memory && notice("This browser keeps no chats: export those that you want to keep before you close the page."));
 if (location.hash.length > 1) openChat(location.hash.slice(1)); else newChat();

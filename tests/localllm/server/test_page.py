@@ -479,6 +479,17 @@ def test_all_chats_are_exported_and_imported(open_page: Open, actor: Serving) ->
     other.locator("#notice", has_text="cannot be imported: message 0 has no role or text").wait_for()
 
 
+def test_a_browser_that_keeps_nothing_has_chats_as_long_as_the_page(page: Any) -> None:
+    page.add_init_script("indexedDB.open = () => { throw new DOMException('', 'SecurityError') }")
+    page.reload()
+    page.locator("#notice", has_text="This browser keeps no chats").wait_for()
+    ask(page, "One", 1)
+    page.click("#new")
+    ask(page, "Two", 1)
+    page.locator("#chats a", has_text="One").click()
+    page.locator(".message.user", has_text="One").wait_for()
+
+
 def test_two_tabs_show_the_same_chat(page: Any) -> None:
     ask(page, "One", 1)
     other = page.context.new_page()
