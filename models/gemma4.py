@@ -74,7 +74,7 @@ def hf_keys(config: Any) -> dict[str, Any]:
         "attention.value_length_swa": config.head_dim,
         "attention.head_count_kv": heads[True] if heads[True] == heads[False] else each,
         "attention.shared_kv_layers": n_shared,
-        "embedding_length_per_layer_input": config.hidden_size_per_layer_input,
+        "embedding_length_per_layer_input": getattr(config, "hidden_size_per_layer_input", None) or 0,
         "rope.dimension_count": _full_attention(config, "head_dim"),
         "rope.dimension_count_swa": config.head_dim,
         "expert_used_count": getattr(config, "top_k_experts", None),

@@ -109,12 +109,12 @@ class VisionModel:
         self.eps = meta.read("vision.attention.layer_norm_epsilon", float, low=0.0, high=1.0)
         self.mean, self.std = (self._colours(f"vision.image_{key}") for key in ("mean", "std"))
         self.activation = _activation(meta)
-        if self.n_heads < 1 or self.n_embd % self.n_heads:
+        if self.n_layers and (self.n_heads < 1 or self.n_embd % self.n_heads):
             raise ModelError(
                 f"clip.vision.embedding_length is {self.n_embd}, which is no multiple of clip.vision.attention."
                 f"head_count, {self.n_heads}: the file is broken"
             )
-        self.head_dim = self.n_embd // self.n_heads
+        self.head_dim = self.n_embd // max(self.n_heads, 1)
         #: Further rows for each token, that layers of the text model add: what they are computed as.
         self.further: list[Tensor] = []
         self.read()

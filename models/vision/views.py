@@ -79,3 +79,28 @@ class Transposed(FloatView):
 
     def values(self) -> NDArray[np.float32]:
         return floats(self.whole).T
+
+
+@dataclass(frozen=True, eq=False)
+class Diagonal(FloatView):
+    """A vector, times a factor, as the matrix that multiplies values with it."""
+
+    factor: float
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.whole.shape * 2
+
+    def values(self) -> NDArray[np.float32]:
+        return np.diag(floats(self.whole) * np.float32(self.factor))
+
+
+@dataclass(frozen=True, eq=False)
+class Product(FloatView):
+    """Values of a weight times those of another and a factor."""
+
+    other: Weight
+    factor: float
+
+    def values(self) -> NDArray[np.float32]:
+        return floats(self.whole) * floats(self.other) * np.float32(self.factor)

@@ -54,6 +54,11 @@ TEXT |= {"num_key_value_heads": 2, "head_dim": 12, "max_position_embeddings": 10
 SIGLIP = {"hidden_size": 72, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 3}
 QWEN = {"depth": 3, "hidden_size": 72, "num_heads": 3, "out_hidden_size": 48}
 MROPE = {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 2, 2], "rope_theta": 1e4}}
+GEMMA_4 = TEXT | {
+    "global_head_dim": 12,
+    "num_hidden_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
 
 
 def siglip(model_type: str, **more: Any) -> dict[str, Any]:
@@ -71,6 +76,34 @@ FAMILIES: dict[str, Family] = {
         },
         ("gemma3.image_processing_pil_gemma3", "Gemma3ImageProcessorPil"),
         {"size": {"height": 56, "width": 56}},
+    ),
+    "gemma4v": Family(
+        "Gemma4ForConditionalGeneration",
+        "Gemma4Config",
+        {
+            "text_config": GEMMA_4 | {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 300},
+            "vision_config": SIGLIP
+            | {"num_key_value_heads": 3, "head_dim": 24, "position_embedding_size": 512, "standardize": True}
+            | {"use_clipped_linears": True},
+            "audio_config": None,
+        },
+        ("gemma4.image_processing_pil_gemma4", "Gemma4ImageProcessorPil"),
+        {"max_soft_tokens": 70},
+        ("pixel_values", "image_position_ids"),
+        (*SIZES[:2], (1, 700)),
+    ),
+    "gemma4uv": Family(
+        "Gemma4UnifiedForConditionalGeneration",
+        "Gemma4UnifiedConfig",
+        {
+            "text_config": GEMMA_4,
+            "vision_config": {"mm_embed_dim": 48, "output_proj_dims": 48, "mm_posemb_size": 128},
+            "audio_config": None,
+        },
+        ("gemma4.image_processing_pil_gemma4", "Gemma4ImageProcessorPil"),
+        {"max_soft_tokens": 70},
+        ("pixel_values", "image_position_ids"),
+        (*SIZES[:2], (1, 700)),
     ),
     "idefics3": Family(
         "Idefics3ForConditionalGeneration",
@@ -154,7 +187,31 @@ def processor_of(name: str) -> Any:
     family = FAMILIES[name]
     module, kind = family.processor
     imported = __import__(f"transformers.models.{module}", fromlist=[kind])
-    return getattr(imported, kind)(**family.options)
+    processor = getattr(imported, kind)(**family.options)
+    return MergedPatches(processor) if name == "gemma4uv" else processor
+
+
+@dataclass
+class MergedPatches:
+    """What Gemma 4's processor prepares, with the patches of a token as one, as the 12B's own does by torchvision."""
+
+    processor: Any
+
+    def save_pretrained(self, folder: Path) -> None:
+        self.processor.save_pretrained(folder)
+
+    def __call__(self, **given: Any) -> dict[str, Any]:
+        seen = self.processor(**given)
+        merged, places = [], []
+        for patches, at in zip(seen["pixel_values"], seen["image_position_ids"], strict=True):
+            columns, rows = (at.max(0).values + 1).tolist()
+            image = patches[: rows * columns].reshape(rows, columns, 16, 16, 3).permute(0, 2, 1, 3, 4)
+            cut = image.reshape(rows // 3, 48, columns // 3, 48, 3).permute(0, 2, 1, 3, 4).reshape(-1, 48 * 48 * 3)
+            y, x = torch.meshgrid(torch.arange(rows // 3), torch.arange(columns // 3), indexing="ij")
+            n = 70 - len(cut)
+            merged.append(torch.nn.functional.pad(cut, (0, 0, 0, n)))
+            places.append(torch.nn.functional.pad(torch.stack([x, y], -1).reshape(-1, 2), (0, 0, 0, n), value=-1))
+        return {"pixel_values": torch.stack(merged), "image_position_ids": torch.stack(places)}
 
 
 def make(name: str, folder: Path) -> Any:
@@ -166,6 +223,11 @@ def make(name: str, folder: Path) -> Any:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
+        for key, buffer in model.named_buffers():
+            if key.endswith(("_min", "_max")):  # bounds, which cut some values
+                buffer.fill_(-2.0 if key.endswith("_min") else 1.5)
+            elif ".std_" in key:
+                buffer.copy_(torch.rand_like(buffer) + 0.5)
     model.save_pretrained(folder)
     processor_of(name).save_pretrained(folder)
     write_tokenizer(folder, 300)
