@@ -857,7 +857,7 @@ class LLM:
 
         tokenizer = self._tokenizer
         self._opened()
-        more: dict[str, Any] = self.template_variables | _checked_variables({} if variables is None else variables)
+        more: dict[str, Any] = self.template_variables | checked_variables({} if variables is None else variables)
         if tools is not None:
             mappings("tools", tools)
         text("reply_prefix", reply_prefix)
@@ -990,7 +990,7 @@ def _is_chat(prompt: object) -> bool:
     return isinstance(prompt, list | tuple) and any(isinstance(each, Mapping) for each in prompt)
 
 
-def _checked_variables(value: object) -> dict[str, object]:
+def checked_variables(value: object) -> dict[str, object]:
     """The ``template_variables`` that were given.
 
     Raises:

@@ -62,13 +62,12 @@ NO_EFFECT = each(
         "--perf --no-perf --log-timestamps --log-prefix --log-disable": ("0", _ON_STDERR),
         "--log-file --log-verbosity -lv": ("1", _ON_STDERR),
         "--offline": ("0", "only localllm pull, -hf and -mu ask the hub"),
-        "--metrics --slots --props --ui --no-ui --webui --no-webui --no-slots": (
+        "--metrics --slots --props --ui --no-ui --webui --no-webui": (
             "0",
             "the server always has its page, /metrics and the rest",
         ),
         "--cache-reuse --threads-http": ("1", "the server sees to it itself"),
         "--backend-sampling --backend_sampling": ("0", "tokens are chosen where that is fastest"),
-        "--tags": ("1", "models have names here, and no tags"),
         "--keepalive": ("1", "a model is in memory for as long as its command runs"),
         "--perplexity --ppl": ("0", "-f FILE measures the perplexity of a text"),
     }
@@ -80,6 +79,7 @@ SAME = each(
         "--model-path": "--model",
         "-hfr -mu --model-url": "--hf-repo",
         "--no-mmproj-auto": "--no-mmproj",
+        "--sleep-idle-seconds": "--ttl",
         "--n-ctx --num-ctx": "--ctx-size",
         "--num-predict": "--predict",
         "--n-threads --num-thread": "--threads",

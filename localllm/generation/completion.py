@@ -311,7 +311,7 @@ class Stream:
         self._finish_reason: FinishReason | None = None
         self._ended = False
         self.parser: ReplyParser | None = None
-        self.tells_progress = False
+        self.tells_progress = self._has_begun = False
         self._output = output = TextOutput(decoder, self._inbox.put, logprobs=logprobs)
         output.on_end, output.delivers_at_end = on_end, on_end is not None
         self._request = output.request = make_request(output)
@@ -383,6 +383,9 @@ class Stream:
         Raises:
             What ended the request, or the caller's own ``progress``.
         """
+        if self.tells_progress and not self._has_begun:
+            self._has_begun = True
+            return Chunk("", n_evaluated=0)
         for item in self._items:
             if isinstance(item, BaseException):
                 self._ended, self._items = True, iter(())

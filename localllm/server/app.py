@@ -51,6 +51,12 @@ async def _refuse_change(request: Request, desk: Desk) -> Response:
 
 
 _COUNTED_CHATS = ("/v1/chat/completions/input_tokens", "/chat/completions/input_tokens")
+
+
+async def _left_out(request: Request, desk: Desk) -> Response:
+    raise HTTPError(501, "this server was started with --no-slots", "not_available")
+
+
 #: Method, paths, what answers, and what it takes.
 _ENDPOINTS: tuple[tuple[str, tuple[str, ...], _Endpoint, Any], ...] = (
     ("GET", ("/",), _root, None),
@@ -146,6 +152,7 @@ class App:
         responses_folder: keeps responses; None keeps them in memory alone.
         loads_first: whether the first model is loaded before anybody asks for it.
         is_verbose: whether answers tell their prompts.
+        has_slots: whether ``/slots`` answers.
         desk: takes requests to the models.
         asgi: what a server such as uvicorn runs.
     """
@@ -155,6 +162,7 @@ class App:
     responses_folder: Path | None = None
     loads_first: bool = False
     is_verbose: bool = False
+    has_slots: bool = True
     desk: Desk = field(init=False)
     asgi: ASGIApp = field(init=False)
 
@@ -163,7 +171,8 @@ class App:
         paths: dict[str, _Path] = {}
         for method, names, endpoint, _ in _ENDPOINTS:
             for name in names:
-                paths.setdefault(name, _Path(self.desk)).endpoints[method] = endpoint
+                is_there = self.has_slots or not name.startswith("/slots")
+                paths.setdefault(name, _Path(self.desk)).endpoints[method] = endpoint if is_there else _left_out
         routes = [Route(name, path) for name, path in paths.items()]
         router = Router(routes, redirect_slashes=False, default=_not_found, lifespan=self._lifespan)
         self.asgi = Guard(router, self.limits, self.models.log)

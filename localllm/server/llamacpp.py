@@ -5,6 +5,8 @@ Source: https://github.com/ggml-org/llama.cpp/blob/master/tools/server/README.md
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import math
 import os
 import re
@@ -21,10 +23,9 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from localllm.chat.conversation import read_messages
-from localllm.engine.pictures import text_ids
-from localllm.errors import OutputError, PromptCacheError, path_text
+from localllm.errors import ClosedError, OutputError, PromptCacheError, path_text
 from localllm.generation.completion import Chunk
-from localllm.llm import LLM
+from localllm.llm import LLM, checked_variables
 from localllm.options.declared import Sampling, declared
 from localllm.sampling import Choice
 from localllm.server.answers import (
@@ -81,11 +82,16 @@ async def props(request: Request, desk: Desk) -> Response:
             "modalities": {"vision": llm.sees, "audio": False},
         }
 
-    found = await desk.with_model(request, name, work)
     served = desk.models.find(name)
+    if served.llm is not None:  # which nobody uses for that it is looked at
+        with contextlib.suppress(ClosedError):
+            served.props = await asyncio.to_thread(work, served.llm)
+    elif not served.props:
+        served.props = await desk.with_model(request, name, work)
     return json_response(
         {
-            **found,
+            **served.props,
+            "is_sleeping": served.llm is None,
             "model_alias": served.name,
             "model_path": f"{served.name.removesuffix('.gguf')}.gguf",  # without folders
             "build_info": f"localllm {__version__}",
@@ -184,9 +190,11 @@ async def metrics(request: Request, desk: Desk) -> Response:
             float(served.llm is not None),
             _label(served.name),
         )
-        if served.llm is None:
+        llm = served.llm
+        counts = served.last_counts if llm is None else llm.counts
+        if counts is None:
             continue
-        counts, label, n_waiting = served.llm.counts, _label(served.name), served.llm.n_waiting
+        label, n_waiting = _label(served.name), 0 if llm is None else llm.n_waiting
         rates = counts.prompt_tokens / (counts.prefill_s or 1), counts.generated_tokens / (counts.decode_s or 1)
         for name, kind, help, value in (
             ("llamacpp:prompt_tokens_total", "counter", "tokens of prompts evaluated", counts.prompt_tokens),
@@ -279,7 +287,10 @@ async def apply_template(request: Request, desk: Desk) -> Response:
     ask = Ask(body.model, {}, messages=messages, variables=variables, reply_prefix=begun, **tools)
 
     def work(llm: LLM) -> str:
-        return llm.tokenizer.decode(text_ids(ask.prompt_ids(llm)), special=True)
+        given = ask.chat_arguments(llm)
+        variables: dict[str, Any] = llm.template_variables | checked_variables(given["template_variables"])
+        text = llm.chat_template.render(given["messages"], tools=given["tools"], **variables)
+        return text + ask.reply_prefix
 
     return json_response({"prompt": await desk.with_model(request, body.model, work)})
 

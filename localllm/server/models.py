@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from localllm.engine.engine import Counts
 from localllm.errors import ClosedError, LocalLLMError, NotEnoughMemoryError
 from localllm.library.demo import demo_path
 from localllm.library.details import Details, DetailsReader
@@ -55,7 +56,9 @@ class ServedModel:
         load_progress: from 0 to 1 while it is loaded.
         details: what its file's header tells, once `Models.listed` has read it.
         preset: options of its own.
-        aliases: what requests may call it, too.
+        aliases, tags: what requests may call it, too, and words that lists show.
+        props: what ``/props`` said when it was last loaded.
+        last_counts: what it had done when it was last unloaded.
     """
 
     name: str
@@ -69,6 +72,9 @@ class ServedModel:
     details: Details = field(default_factory=Details)
     preset: Preset | None = None
     aliases: Sequence[str] = ()
+    tags: Sequence[str] = ()
+    props: dict[str, Any] = field(default_factory=dict)
+    last_counts: Counts | None = None
 
     @property
     def path(self) -> Path:
@@ -112,6 +118,7 @@ class Models:
         *,
         ttl_s: float | None = None,
         aliases: Iterable[str] = (),
+        tags: Iterable[str] = (),
         takes_any_name: bool = False,
         adapters: Mapping[str, float] | None = None,
         prompts: Path | None = None,
@@ -123,10 +130,12 @@ class Models:
             sources: of each name; a `Preset` has its own in place of ``load`` and ``ttl_s``.
             load: called in another thread, once at a time.
             ttl_s: seconds after which a model that nobody uses is unloaded; None is never.
-            aliases: other names of the first one, whose lists show the first of them.
+            aliases: other names of the first one, of which lists show the first in the alphabet, as llama.cpp's.
+            tags: of the first one.
             takes_any_name: whether a name that is not known means the first one.
         """
-        aliases = list(aliases)
+        aliases = sorted(aliases)
+        self._aliases: frozenset[str] = frozenset()
         self.served = {
             name: ServedModel(name, each.source, ttl_s if each.ttl_s is None else each.ttl_s, preset=each)
             if isinstance(each, Preset)
@@ -135,7 +144,8 @@ class Models:
         }
         if aliases and self.served:
             first, *others = self.served.values()
-            first.name, first.aliases = aliases[0], (*aliases, first.name)
+            self._aliases = frozenset(map(_key, (*aliases, first.name)))
+            first.name, first.aliases, first.tags = aliases[0], aliases, tuple(tags)
             self.served = {model.name: model for model in (first, *others)}
         self.n_loads, self.prompts = 0, prompts
         self.adapters = dict(adapters or {})
@@ -143,7 +153,6 @@ class Models:
         self.log = log
         self._load = load
         self._ttl_s = ttl_s
-        self._aliases = frozenset(_key(name) for model in self.served.values() for name in model.aliases)
         self._takes_any_name = takes_any_name
         self._by_key = {
             _key(name): model
@@ -279,6 +288,7 @@ class Models:
     async def _unload(self, served: ServedModel) -> None:
         llm, served.llm = served.llm, None
         if llm is not None:
+            served.last_counts = llm.counts
             await self._in_thread(self._save_prompts, served, llm)
             await self._in_thread(llm.close)
             own = None if served.preset is None else served.preset.ttl_s

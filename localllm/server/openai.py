@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -119,6 +120,8 @@ def _ask_of_chat(body: ChatRequest) -> Ask:
         schema = form.schema if form.json_schema is None else form.json_schema.get("schema")
         constrain(options, schema)
     goes_on = body.continue_final_message
+    if goes_on and body.add_generation_prompt:
+        raise HTTPError(400, "continue_final_message and add_generation_prompt contradict each other: leave one out")
     if goes_on is None and body.add_generation_prompt:
         goes_on = False
     messages, begun = begun_reply(read_messages(body.messages), goes_on)
@@ -189,7 +192,8 @@ def progress_json(answer: Answer, reply: Reply, n_evaluated: int) -> dict[str, A
         "processed": n_evaluated,
         "time_ms": round(1e3 * (time.perf_counter() - answer.begun_at)),
     }
-    return {"prompt_progress": progress, "timings": timings_json(usage, timings)}
+    n_new = max(0, n_evaluated - usage.cached_tokens)
+    return {"prompt_progress": progress, "timings": timings_json(usage, replace(timings, prefill_tokens=n_new))}
 
 
 def timings_so_far(answer: Answer, reply: Reply) -> dict[str, Any]:
@@ -492,6 +496,7 @@ def model_json(served: ServedModel) -> dict[str, Any]:
         "created": served.created,
         "owned_by": "localllm",
         "aliases": served.aliases,
+        "tags": served.tags,
         "status": {"value": served.state, "progress": served.load_progress},
         "meta": meta,
         # What Anthropic's clients read of a model.

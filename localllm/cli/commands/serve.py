@@ -131,7 +131,8 @@ def run(arguments: argparse.Namespace) -> int:
         served,
         loader(arguments, defaults),
         ttl_s=arguments.ttl,
-        aliases=[name.strip() for names in arguments.aliases for name in names.split(",") if name.strip()],
+        aliases=_words(arguments.aliases),
+        tags=_words(arguments.tags),
         takes_any_name=len(served) == 1,
         adapters={str(path): share for path, share in arguments.lora},
         prompts=_folder(arguments.prompts),
@@ -145,7 +146,14 @@ def run(arguments: argparse.Namespace) -> int:
         max_body=arguments.max_body << 20,
         read_timeout_s=arguments.timeout,
     )
-    app = App(models, limits, arguments.responses, loads_first=bool(given or presets), is_verbose=arguments.verbose)
+    app = App(
+        models,
+        limits,
+        arguments.responses,
+        loads_first=bool(given or presets),
+        is_verbose=arguments.verbose,
+        has_slots=arguments.slots,
+    )
     with ExitStack() as sockets:
         port, listening = arguments.port, list[socket.socket]()
         for host in hosts:
@@ -163,6 +171,11 @@ def run(arguments: argparse.Namespace) -> int:
             server.run(sockets=listening)
     end_if_busy(0)
     return 0
+
+
+def _words(given: Sequence[str]) -> list[str]:
+    """Words of a flag that may be given several times, or have several with commas between them."""
+    return [word.strip() for words in given for word in words.split(",") if word.strip()]
 
 
 def sources(given: Sequence[Mapping[str, Any]], settings: Settings) -> dict[str, str | None]:
@@ -214,6 +227,7 @@ COMMAND = Command(
         PRESETS,
         several("-a --alias NAME", "another name of the first, which lists then show", dest="aliases"),
         several("-hf --hf-repo ORG/REPO[:QUANT]", "the same, downloaded if missing", model_file, dest="downloads"),
+        several("--tags WORD", "a word that lists show with the first model", dest="tags"),
         flag("--ttl S", "unload a model after S seconds without a request", whole(1)),
         *RUNNING,
         *SEEING,
@@ -230,6 +244,7 @@ COMMAND = Command(
         "where replies end, if a request does not say it",
         *ENDING,
         *(f"{each}, if a request does not say it" if isinstance(each, str) else each for each in SAMPLING),
+        flag("--no-slots", "nothing is told of the requests at work (/slots)", dest="slots", action="store_false"),
         "who may ask",
         flag("--lan", "let in the other devices of the network, by a key (made if none is given) and a QR code"),
         flag("--host HOST", "address to listen on, or several with commas between them", default="127.0.0.1"),

@@ -19,6 +19,7 @@ from tests.helpers.http_server import Serving, demo, serving
 class FakeLLM:
     def __init__(self, name: str | None) -> None:
         self.name, self.is_closed = name, False
+        self.counts = None
         self.may_close = threading.Event()
         self.may_close.set()
 
@@ -128,7 +129,7 @@ def test_a_broken_model_is_told_without_its_path_and_others_go_on() -> None:
 def test_names() -> None:
     models = models_in(Memory(1), aliases=["gpt-4o"])
     assert models.find(None) is models.find("") is models.find("gpt-4o") is models.find("a")
-    assert (models.find("a").name, models.find("a").aliases) == ("gpt-4o", ("gpt-4o", "a"))
+    assert (models.find("a").name, models.find("a").aliases) == ("gpt-4o", ["gpt-4o"])
     assert models.find("b:latest").name == "b"
     assert models.find("B.gguf").name == "b"
     with pytest.raises(UnknownModelError, match=r"no model 'd' here, but gpt-4o, b, c, broken: .* --alias"):
