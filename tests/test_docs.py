@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from localllm.kernels.cuda import installation
+from localllm.models.vision.registry import PROJECTORS
 from tests import cli_reference
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.command_line import run_main
@@ -58,6 +59,12 @@ def lines() -> list[tuple[str, str]]:
     for page, text in blocks("sh"):
         found += [(page.name, line) for line in text.replace("\\\n", " ").splitlines() if line.strip()]
     return found
+
+
+def test_all_encoders_of_pictures_are_in_the_table() -> None:
+    section = (ROOT / "docs" / "models.md").read_text().partition("## Which see")[2]
+    for name, projector in PROJECTORS.items():
+        assert f"| `{name}` | {projector.models} |" in section
 
 
 @pytest.fixture

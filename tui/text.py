@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import re
 import sys
-from urllib.parse import urlsplit
 
 from markdown_it import MarkdownIt
 from markdown_it.rules_core import StateCore
@@ -88,17 +87,6 @@ def automatic_title(text: str) -> str:
     """A title for a conversation that begins with ``text``: its first line, without marks of Markdown, cut short."""
     line = next((line.strip("#>*-`~ \t") for line in text.splitlines() if line.strip("#>*-`~ \t")), "")
     return shortened(line, _AUTOMATIC_TITLE)
-
-
-def is_web(address: str) -> bool:
-    """Whether an address is of a web page: http or https, with a host, and nothing that does not belong there."""
-    if any(not "!" <= c <= "~" for c in address):
-        return False
-    try:
-        parts = urlsplit(address)
-        return parts.scheme in ("http", "https") and bool(parts.hostname)
-    except ValueError:
-        return False
 
 
 def parser() -> MarkdownIt:

@@ -24,7 +24,7 @@ from starlette.requests import Request
 from localllm.cancellation import cancellable, check_cancelled
 from localllm.chat.calls import Tools, calls_grammar, choose_tools
 from localllm.chat.calls import call_schema as _call_schema
-from localllm.chat.conversation import Message, ToolCall
+from localllm.chat.conversation import Message, ToolCall, decoded
 from localllm.chat.rendering import described_tools
 from localllm.engine.pictures import text_ids
 from localllm.engine.request import FinishReason, Timings, Usage
@@ -173,7 +173,7 @@ class Ask:
     model: str | None
     options: dict[str, Any]
     messages: list[Message] | None = None
-    prompts: Sequence[Prompt] = ()
+    prompts: Sequence[Prompt | SeenPrompt] = ()
     tools: Tools = field(default_factory=list)
     must_call: bool = False
     variables: dict[str, Any] = field(default_factory=dict)
@@ -527,8 +527,8 @@ def _submit(ask: Ask, llm: LLM, client: str) -> list[Stream]:
         ask.options["progress"] = lambda n, total: None  # which the stream's chunks tell
     if ask.messages is None:
         for prompt in ask.prompts:
-            _check_length(prompt, llm.info.context)
-        begins = [partial(llm.stream, joined(llm, each), parse_special=ask.special) for each in ask.prompts]
+            _check_length(prompt.text if isinstance(prompt, SeenPrompt) else prompt, llm.info.context)
+        begins = [partial(_stream, llm, each, parse_special=ask.special) for each in ask.prompts]
     else:
         template = llm.chat_template.source
         is_strict = any(tool["function"].get("strict") for tool in ask.tools)
@@ -604,6 +604,14 @@ def begun_reply(messages: list[Message], goes_on: bool | None = None) -> tuple[l
     return messages[:-1], last.text
 
 
+@dataclass(frozen=True)
+class SeenPrompt:
+    """A text with pictures (bytes of files) in the places of `localllm.llm.MEDIA`."""
+
+    text: str
+    images: tuple[bytes, ...]
+
+
 #: A text, the ids of its tokens, or both in turn.
 Prompt = str | list[int | str]
 
@@ -632,16 +640,29 @@ class PromptObject(msgspec.Struct):
 Prompts = str | PromptObject | list[str | int | list[int | str] | PromptObject]
 
 
-def each_prompt(given: Prompts) -> list[Prompt]:
-    """Each prompt of a field.
+def each_prompt(given: Prompts, *, may_see: bool = False) -> list[Any]:
+    """Each prompt of a field: a `Prompt`, or a `SeenPrompt`.
 
     Raises:
-        HTTPError: there is a picture or a sound.
+        HTTPError: there are pictures where a prompt has none.
     """
     if isinstance(given, list) and any(isinstance(each, int) for each in given):
-        return [[each.text if isinstance(each, PromptObject) else each for each in given]]  # type: ignore[misc]
+        return [[_plain(each, False) if isinstance(each, PromptObject) else each for each in given]]
     prompts: list[Any] = given if isinstance(given, list) else [given]
-    return [each.text if isinstance(each, PromptObject) else each for each in prompts]
+    return [_plain(each, may_see) if isinstance(each, PromptObject) else each for each in prompts]
+
+
+def _plain(given: PromptObject, may_see: bool) -> str | SeenPrompt:
+    if not (may_see and given.multimodal_data):
+        return given.text
+    images = (decoded(data, f"multimodal_data[{i}]") for i, data in enumerate(given.multimodal_data))
+    return SeenPrompt(given.prompt_string or "", tuple(images))
+
+
+def _stream(llm: LLM, prompt: Prompt | SeenPrompt, **options: Any) -> Stream:
+    if isinstance(prompt, SeenPrompt):
+        return llm.stream(prompt.text, images=prompt.images, **options)
+    return llm.stream(joined(llm, prompt), **options)
 
 
 def joined(llm: LLM, prompt: Prompt) -> str | list[int]:

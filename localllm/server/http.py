@@ -36,6 +36,7 @@ from localllm.errors import (
     UsageError,
 )
 from localllm.options.declared import LoadOptions, declared, in_flags
+from localllm.server.image_urls import fetch_pictures
 from localllm.server.models import LoadError, UnknownModelError
 
 _T = TypeVar("_T")
@@ -168,7 +169,10 @@ async def decode(request: Request, kind: type[_T]) -> _T:
     request.state.ignored = ignored = list[str]()
     request.state.fields = _field_names(kind)
     try:
-        return msgspec.convert(tolerant(msgspec.json.decode(body), kind, ignored), kind)
+        given = msgspec.json.decode(body)
+        if request.state.image_hosts:
+            await fetch_pictures(given, request.state.image_hosts, request.state.max_body)
+        return msgspec.convert(tolerant(given, kind, ignored), kind)
     except RecursionError:
         raise msgspec.DecodeError("it is nested too deeply") from None
     except UnicodeDecodeError:
@@ -387,6 +391,7 @@ class Limits:
         origins: pages that may ask from a browser, as "https://example.org"; "*" is any.
         max_body: bytes of a request.
         read_timeout_s: seconds in which a request has to come.
+        image_hosts: of whose addresses pictures are fetched; "*" is any on the Internet.
     """
 
     api_keys: Sequence[str] = ()
@@ -394,6 +399,7 @@ class Limits:
     origins: Sequence[str] = ()
     max_body: int = 32 << 20
     read_timeout_s: float = 60.0
+    image_hosts: Sequence[str] = ()
 
 
 class Guard:
@@ -431,7 +437,8 @@ class Guard:
                 return await Response(status_code=204)(scope, receive, sending)
             if len(scope["path"]) > 1 and scope["path"].endswith("/"):
                 scope["path"] = scope["path"].rstrip("/") or "/"
-            given = {"client": self._client(scope, headers), "n_bytes": 0, "max_body": self._limits.max_body}
+            limits = {"max_body": self._limits.max_body, "image_hosts": self._limits.image_hosts}
+            given = {"client": self._client(scope, headers), "n_bytes": 0, **limits}
             scope["state"] = {**scope["state"], **given}
             await self._app(scope, self._bounded(headers, receive), sending)
         except Exception as error:

@@ -38,6 +38,7 @@ from localllm.server.answers import (
     Prompt,
     Prompts,
     Reply,
+    SeenPrompt,
     begun_reply,
     each_prompt,
     fill_in,
@@ -331,7 +332,7 @@ async def completion(request: Request, desk: Desk) -> Response:
     body = await decode(request, CompletionRequest)
     if body.prompt == []:
         raise HTTPError(400, "prompt has no tokens: give a text, or ids of tokens")
-    return await _complete(request, desk, body, each_prompt(body.prompt))
+    return await _complete(request, desk, body, each_prompt(body.prompt, may_see=True))
 
 
 async def infill(request: Request, desk: Desk) -> Response:
@@ -342,7 +343,9 @@ async def infill(request: Request, desk: Desk) -> Response:
     return await _complete(request, desk, body, [await desk.with_model(request, body.model, work)])
 
 
-async def _complete(request: Request, desk: Desk, body: _Completion, prompts: Sequence[Prompt]) -> Response:
+async def _complete(
+    request: Request, desk: Desk, body: _Completion, prompts: Sequence[Prompt | SeenPrompt]
+) -> Response:
     if len(prompts) > MAX_REPLIES:
         raise HTTPError(400, f"there are {len(prompts):,} prompts, but a request has at most {MAX_REPLIES}")
     logprobs = checked_logprobs(body.n_probs) or None

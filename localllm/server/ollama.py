@@ -325,9 +325,10 @@ async def show(request: Request, desk: Desk) -> Response:
         template = llm.chat_template
         reads_tools = ["tools"] if template.reads("tools") else []
         thinks = ["thinking"] if template.reads("enable_thinking") else []
+        sees = ["vision"] if llm.sees else []
         return {
             "template": template.source,
-            "capabilities": ["completion", *reads_tools, *thinks],
+            "capabilities": ["completion", *sees, *reads_tools, *thinks],
             "model_info": about,
         }
 

@@ -68,9 +68,9 @@ def open_picture(source: Source, where: str = "the picture") -> Image:
         raise UsageError(f"{what} is not there: check the path") from None
     except UnidentifiedImageError:
         raise UsageError(f"{what} is not one that can be read: give a file of {', '.join(FORMATS)}") from None
-    except (OSError, SyntaxError, ValueError, EOFError, MemoryError, Image.DecompressionBombError) as error:
-        if isinstance(error, UsageError):
-            raise
+    except UsageError:
+        raise
+    except Exception as error:  # whatever Pillow's decoders raise: IndexError for a palette, struct.error, …
         raise UsageError(f"{what} cannot be read ({error!s:.100}): the file is damaged, or too large") from error
     if n_frames > 1:
         warn(f"{what} is an animation of {n_frames} frames, of which the model sees the first")

@@ -16,8 +16,9 @@ from localllm.tui.chat.conversation import Stats
 from localllm.tui.chat.events import Delta, EventQueue, Finished, Prefill, Started, Summarising
 from localllm.tui.chat.session import Meter
 from localllm.tui.storage.prompt_history import MAX_ENTRIES, PromptHistory
-from localllm.tui.text import MAX_LINES, Pastes, code_blocks, is_web
+from localllm.tui.text import MAX_LINES, Pastes, code_blocks
 from localllm.tui.widgets.status import Status, line
+from localllm.web import is_web
 from tests.helpers.data import ROOT
 
 

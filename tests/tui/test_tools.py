@@ -19,8 +19,9 @@ from typing import Any
 
 import pytest
 
+from localllm import web
 from localllm.errors import SettingsError, UsageError
-from localllm.tui.chat import mcp_servers, tools
+from localllm.tui.chat import mcp_servers
 from localllm.tui.chat.attachments import command_output
 from localllm.tui.chat.conversation import Call as Called
 from localllm.tui.chat.conversation import Stats
@@ -207,11 +208,11 @@ def test_special_addresses_are_not_public(block: str) -> None:
     network = ipaddress.ip_network(block)
     n = network.num_addresses
     for offset in {0, 1 % n, n // 3, n // 2, n - 1}:
-        assert not tools.is_public(str(network[offset]))
+        assert not web.is_public(str(network[offset]))
         if network.version == 4:  # and in each way to spell it in IPv6
             low = int(network[offset])
             spellings = (0xFFFF << 32, 0xFFFF << 48, 0x64FF9B << 96, 0x64FF9B0001 << 80, 0x2002 << 112 | low << 80, 0)
-            assert not any(tools.is_public(str(ipaddress.IPv6Address(high | low))) for high in spellings)
+            assert not any(web.is_public(str(ipaddress.IPv6Address(high | low))) for high in spellings)
 
 
 @pytest.mark.parametrize(
@@ -227,7 +228,7 @@ def test_special_addresses_are_not_public(block: str) -> None:
     ],
 )
 def test_only_addresses_of_the_internet_are_public(address: str, is_public: bool) -> None:
-    assert tools.is_public(address) == is_public
+    assert web.is_public(address) == is_public
 
 
 def test_a_page_is_fetched_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,7 +239,7 @@ def test_a_page_is_fetched_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
                 patch.setattr(socket, "getaddrinfo", lambda *_, **__: [(2, 1, 6, "", ("127.0.0.1", 80))])
             assert result_of(tool, {"url": f"http://{host}/"}, lambda: False).endswith("is not in the Internet")
     assert result_of(tool, {"url": "file:///etc/passwd"}, lambda: False).startswith("error: it is not the address")
-    monkeypatch.setattr(tools, "is_public", lambda address: True)
+    monkeypatch.setattr(web, "is_public", lambda address: True)
     page = b"<title>T</title><script>bad()</script><p>Some <b>bold</b> text</p><p>more</p>"
 
     class Handler(BaseHTTPRequestHandler):

@@ -15,13 +15,9 @@ Settings are the table ``[tools]`` of the settings file::
 from __future__ import annotations
 
 import hashlib
-import http.client
-import ipaddress
 import json
 import re
-import socket
 import threading
-import urllib.request
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
@@ -37,7 +33,8 @@ from localllm.errors import SettingsError, StoreError, UsageError
 from localllm.shell import split_command
 from localllm.tui.chat.attachments import MAX_OUTPUT, command_output, path_of, read_text_file
 from localllm.tui.chat.mcp_servers import CALL_SECONDS, Server, wait_for
-from localllm.tui.text import is_web, storable
+from localllm.tui.text import storable
+from localllm.web import fetch, is_web
 
 #: What somebody says of a call: no, this one, all of this tool in this chat, or from now on.
 Permission = Literal["no", "once", "chat", "always"]
@@ -46,32 +43,6 @@ T = TypeVar("T")
 
 #: Characters of a result that the model gets.
 MAX_RESULT = 20_000
-_FETCH_SECONDS = 20.0
-#: IPv6 addresses that stand for those of IPv4, in networks that have only IPv6 (RFC 6052).
-_NAT64 = ipaddress.ip_network("64:ff9b::/96")
-#: Where the Internet's hosts have their IPv6 addresses (IANA, IPv6 Address Space).
-_GLOBAL_UNICAST = ipaddress.ip_network("2000::/3")
-#: IANA's registries of special-purpose IPv4 and IPv6 addresses, the latter within the above, and IPv4's multicast.
-#: Also the few that count as reachable: what answers there belongs to the network (PCP, TURN, DNS-SD, AS112, AMT).
-_SPECIAL = tuple(
-    map(
-        ipaddress.ip_network,
-        (
-            *("0.0.0.0/8", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "169.254.0.0/16", "172.16.0.0/12"),
-            *("192.0.0.0/24", "192.0.2.0/24", "192.31.196.0/24", "192.52.193.0/24", "192.88.99.0/24"),
-            *("192.168.0.0/16", "192.175.48.0/24", "198.18.0.0/15", "198.51.100.0/24", "203.0.113.0/24"),
-            *("224.0.0.0/4", "240.0.0.0/4"),
-            *("2001::/23", "2001:db8::/32", "2002::/16", "2620:4f:8000::/48", "3fff::/20"),
-        ),
-    )
-)
-#: Of the library's, without those for other protocols and for proxies.
-_HANDLERS = (
-    urllib.request.HTTPRedirectHandler,
-    urllib.request.HTTPDefaultErrorHandler,
-    urllib.request.HTTPErrorProcessor,
-    urllib.request.UnknownHandler,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,61 +291,11 @@ class _Text(HTMLParser):
             self.parts.append(data)
 
 
-def is_public(address: str) -> bool:
-    """Whether an IP address is of the Internet: this machine's and its network's services are not for models.
-
-    Other spellings of IPv4 addresses in IPv6 than NAT64's (mapped, translated, compatible, 6to4, Teredo) are not.
-    """
-    ip = ipaddress.ip_address(address.partition("%")[0])
-    if ip in _NAT64:
-        ip = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
-    return (ip.version == 4 or ip in _GLOBAL_UNICAST) and not any(ip in block for block in _SPECIAL)
-
-
-def _connect(address: tuple[str, int], *options: Any) -> socket.socket:
-    """Connects with what was checked: a name may mean another address when it is asked for again."""
-    found = [str(each[4][0]) for each in socket.getaddrinfo(*address, type=socket.SOCK_STREAM)]
-    if not all(map(is_public, found)):
-        raise UsageError(f"{address[0]} is not in the Internet")
-    for ip in found[:-1]:
-        with suppress(OSError):
-            return socket.create_connection((ip, address[1]), *options)
-    return socket.create_connection((found[-1], address[1]), *options)
-
-
-class _Web(urllib.request.HTTPSHandler):
-    """Opens pages, also those that others redirect to."""
-
-    def http_open(self, request: Any) -> Any:
-        return self.do_open(partial(self._connection, http.client.HTTPConnection), request)
-
-    def https_open(self, request: Any) -> Any:
-        return self.do_open(partial(self._connection, http.client.HTTPSConnection), request)
-
-    http_request = urllib.request.HTTPSHandler.https_request
-
-    def _connection(self, kind: Any, *arguments: Any, **options: Any) -> Any:
-        made = kind(*arguments, **options)
-        made._create_connection = _connect
-        return made
-
-
 def _fetch(arguments: Mapping[str, Any], is_stopped: IsStopped) -> str:
-    address = str(arguments["url"])
-    if not is_web(address):
-        raise UsageError("it is not the address of a web page")
-    opener = urllib.request.OpenerDirector()
-    for handler in (_Web, *_HANDLERS):
-        opener.add_handler(handler())
-    data = b""
-    with opener.open(
-        urllib.request.Request(address, headers={"User-Agent": "localllm"}), timeout=_FETCH_SECONDS
-    ) as page:
-        while len(data) < MAX_OUTPUT and not is_stopped() and (more := page.read1(1 << 16)):
-            data += more
-        text = data.decode(page.headers.get_content_charset("utf-8"), "replace")
-        if page.headers.get_content_type() != "text/html":
-            return text
+    page = fetch(str(arguments["url"]), MAX_OUTPUT, is_stopped=is_stopped)
+    text = page.data.decode(page.charset, "replace")
+    if page.content_type != "text/html":
+        return text
     parser = _Text()
     parser.feed(text)
     return re.sub(r"\s*\n\s*", "\n", "".join(parser.parts)).strip()

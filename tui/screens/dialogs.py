@@ -19,8 +19,9 @@ from localllm.options.declared import Sampling, declared
 from localllm.tui.base_app import BaseApp
 from localllm.tui.chat import settings as chat_settings
 from localllm.tui.chat.events import ContextFull
-from localllm.tui.text import escape_controls, is_web, parser, sentence
+from localllm.tui.text import escape_controls, parser, sentence
 from localllm.tui.widgets.status import KeyFooter
+from localllm.web import is_web
 
 Result = TypeVar("Result")
 Entry = TypeVar("Entry")

@@ -145,6 +145,7 @@ def run(arguments: argparse.Namespace) -> int:
         origins=arguments.origins,
         max_body=arguments.max_body << 20,
         read_timeout_s=arguments.timeout,
+        image_hosts=arguments.image_hosts,
     )
     app = App(
         models,
@@ -252,6 +253,9 @@ COMMAND = Command(
         several("--api-key KEY", "let in those who have this key; keys share the models evenly", dest="api_keys"),
         flag("--api-key-file FILE", "the same from a file, a key a line; lines with # are comments", dest="key_file"),
         several("--allow-host NAME", "answer to this name of the machine, too", dest="hosts"),
+        several(
+            "--allow-image-urls HOST", "fetch pictures that requests name by addresses of it", dest="image_hosts"
+        ),
         several("--cors-origin ORIGIN", "let pages of it ask, such as https://example.org; * is any", dest="origins"),
         flag("--ssl-key-file FILE", "the private key for HTTPS, as PEM", Path, dest="ssl_key"),
         flag("--ssl-cert-file FILE", "the certificate for HTTPS, as PEM", Path, dest="ssl_certificate"),

@@ -104,4 +104,4 @@ def test_pictures_are_refused_where_a_model_reads_text(server: Serving) -> None:
     prompt = {"prompt_string": "<__media__>", "multimodal_data": ["aGk="]}
     answer = httpx.post(server.url + "/completion", json={"prompt": prompt}, timeout=60)
     assert answer.status_code == 400
-    assert "reads text only" in answer.text
+    assert "was loaded without an encoder of pictures" in answer.text

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import base64
 import inspect
 import io
 from collections.abc import Callable, Iterator
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,10 +13,7 @@ import pytest
 
 import localllm
 from localllm import LLM
-from localllm.compat import Llama, Llava15ChatHandler
 from localllm.loading.vision import Encoder
-from tests.helpers.command_line import run_main
-from tests.helpers.gguf_writer import write_gguf
 from tests.models.vision.families import FAMILIES, SIZES, make, picture, processor_of, torch
 
 #: A template that writes what families' own ones do for a picture.
@@ -97,43 +92,3 @@ def test_a_chat_with_pictures_goes_on_as_in_transformers(seeing: Any, name: str,
     ids = llm.tokenize_chat(edited)
     assert list(llm.chat(edited, **options).ids) == greedy(model, name, ids, images)
     assert llm.counts.encoded == 2
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a model with a template that writes pictures, and of its encoder."""
-    folder = tmp_path_factory.mktemp("files")
-    written = TEMPLATE.replace("MARKER", "<start_of_image>")
-    (folder / "chat_template.jinja").write_text(written, encoding="utf-8")
-    make("gemma3", folder)
-    return folder
-
-
-def data_url(image: Any) -> str:
-    file = io.BytesIO()
-    image.save(file, "PNG")
-    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
-
-
-def test_llama_cpp_pythons_handlers_are_encoders(files: Path) -> None:
-    handler = Llava15ChatHandler(clip_model_path=str(files / "mmproj.gguf"))
-    part = {"type": "image_url", "image_url": {"url": data_url(picture(75, 130))}}
-    chat = [{"role": "user", "content": [{"type": "text", "text": "what is it"}, part]}]
-    with Llama(str(files / "model.gguf"), n_ctx=1024, chat_handler=handler) as llm:
-        for _ in range(2):
-            llm.create_chat_completion(chat, max_tokens=2)
-        assert llm.llm.counts.encoded == 1
-        llm.load_state(llm.save_state())
-    with pytest.raises(NotImplementedError, match=r"Llama\.from_pretrained fetches the mmproj file"):
-        Llava15ChatHandler.from_pretrained("org/repo", filename="*mmproj*")
-
-
-def test_inspect_shows_what_an_encoder_is_for(files: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
-    outcome = run_main(capfdbinary, "inspect", files / "mmproj.gguf")
-    assert "an encoder of pictures for Gemma 3 (gemma3): 4 tokens of 48 values for a picture of" in outcome.out
-    assert "sees by" in run_main(capfdbinary, "inspect", files / "model.gguf", "--plan").out
-
-
-def test_an_encoder_that_is_none_is_inspected(tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
-    path = write_gguf(tmp_path / "x.gguf", {"general.architecture": "clip", "clip.projector_type": "new"})
-    assert "an encoder that localllm cannot run: the projector 'new'" in run_main(capfdbinary, "inspect", path).out

@@ -1,0 +1,58 @@
+"""Pictures that requests name by addresses on the web, where ``--allow-image-urls`` lets them."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from localllm.errors import UsageError
+from localllm.web import fetch, is_web
+
+#: Pictures of a request that are fetched at most.
+_MAX_FETCHED = 32
+
+
+async def fetch_pictures(body: object, hosts: Sequence[str], max_bytes: int) -> None:
+    """Puts data URLs in the places of addresses of pictures, in any API's JSON.
+
+    Args:
+        hosts: that are asked, as `localllm.web.fetch` takes them.
+        max_bytes: of all pictures.
+
+    Raises:
+        UsageError: one cannot be fetched, or they are too many, or too large.
+    """
+    found = [(holder, key) for holder, key in _places(body) if is_web(holder[key])]
+    if len(found) > _MAX_FETCHED:
+        raise UsageError(f"{len(found)} pictures are to be fetched; up to {_MAX_FETCHED} are: send data URLs")
+    for holder, key in found:
+        address = holder[key]
+        try:
+            page = await asyncio.to_thread(fetch, address, max_bytes + 1, hosts=hosts)
+        except (OSError, UsageError, ValueError) as error:
+            words = f"the picture at {address!r:.200} cannot be fetched ({error!s:.200}): send it as a data URL"
+            raise UsageError(words) from None
+        max_bytes -= len(page.data)
+        if max_bytes < 0:
+            raise UsageError(f"the picture at {address!r:.200} is too large: send a smaller one")
+        holder[key] = f"data:;base64,{base64.b64encode(page.data).decode()}"
+
+
+def _places(value: object) -> Iterator[tuple[dict[str, Any], str]]:
+    """Where parts that are pictures have texts: as OpenAI's and Anthropic's APIs and the library write them."""
+    pending = [value]
+    while pending:
+        each = pending.pop()
+        if isinstance(each, list):
+            pending += reversed(each)
+        elif isinstance(each, dict):
+            if each.get("type") not in ("image", "image_url", "input_image"):
+                pending += each.values()
+                continue
+            for key in ("image", "image_url", "source"):
+                given = each.get(key)
+                holder, name = (given, "url") if isinstance(given, dict) else (each, key)
+                if isinstance(holder.get(name), str):
+                    yield holder, name

@@ -1,0 +1,285 @@
+"""Pictures through every front end, by a tiny model that sees."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import io
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+import localllm
+from localllm import LLM, web
+from localllm.compat import Llama, Llava15ChatHandler
+from localllm.errors import ContextLengthError, LocalLLMError, TemplateError, UsageError
+from localllm.server.http import Limits
+from tests.helpers.command_line import run_main
+from tests.helpers.gguf_writer import write_gguf
+from tests.helpers.http_server import Serving, demo, serving
+from tests.models.vision.families import Image, make, picture
+from tests.models.vision.test_seeing import TEMPLATE, messages
+
+#: Tokens that the model makes of a picture.
+N_TOKENS = 4
+GREEDY: Any = {"max_tokens": 2, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a model with a template that writes pictures, and of its encoder."""
+    folder = tmp_path_factory.mktemp("files")
+    written = TEMPLATE.replace("MARKER", "<start_of_image>")
+    (folder / "chat_template.jinja").write_text(written, encoding="utf-8")
+    make("gemma3", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llm(files: Path) -> Iterator[LLM]:
+    with localllm.load(files / "model.gguf", device="cpu", context=512, threads=1) as loaded:
+        yield loaded
+
+
+@pytest.fixture(scope="module")
+def server(files: Path) -> Iterator[Serving]:
+    limits = Limits(image_hosts=("127.0.0.1",), max_body=4 << 20)
+    with serving(demo(path=files / "model.gguf", context=512), limits=limits) as started:
+        yield started
+
+
+def data_of(image: Any, kind: str = "PNG", **options: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def text_of(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def data_url(image: Any) -> str:
+    return f"data:image/png;base64,{text_of(data_of(image))}"
+
+
+def asked(url: str, text: str = "what is it") -> list[Any]:
+    parts = [{"type": "text", "text": text}, {"type": "image_url", "image_url": {"url": url}}]
+    return [{"role": "user", "content": parts}]
+
+
+def test_llama_cpp_pythons_handlers_are_encoders(files: Path) -> None:
+    handler = Llava15ChatHandler(clip_model_path=str(files / "mmproj.gguf"))
+    part = {"type": "image_url", "image_url": {"url": data_url(picture(75, 130))}}
+    chat = [{"role": "user", "content": [{"type": "text", "text": "what is it"}, part]}]
+    with Llama(str(files / "model.gguf"), n_ctx=1024, chat_handler=handler) as llm:
+        for _ in range(2):
+            llm.create_chat_completion(chat, max_tokens=2)
+        assert llm.llm.counts.encoded == 1
+        llm.load_state(llm.save_state())
+    with pytest.raises(NotImplementedError, match=r"Llama\.from_pretrained fetches the mmproj file"):
+        Llava15ChatHandler.from_pretrained("org/repo", filename="*mmproj*")
+
+
+def test_inspect_shows_what_an_encoder_is_for(files: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    outcome = run_main(capfdbinary, "inspect", files / "mmproj.gguf")
+    assert "an encoder of pictures for Gemma 3 (gemma3): 4 tokens of 48 values for a picture of" in outcome.out
+    assert "sees by" in run_main(capfdbinary, "inspect", files / "model.gguf", "--plan").out
+
+
+def test_an_encoder_that_is_none_is_inspected(tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    path = write_gguf(tmp_path / "x.gguf", {"general.architecture": "clip", "clip.projector_type": "new"})
+    assert "an encoder that localllm cannot run: the projector 'new'" in run_main(capfdbinary, "inspect", path).out
+
+
+# -- The server ----------------------------------------------------------------------------------------------------
+
+
+def test_official_clients_send_pictures(server: Serving) -> None:
+    openai, anthropic, ollama = map(pytest.importorskip, ("openai", "anthropic", "ollama"))
+    one, data = picture(75, 130), text_of(data_of(picture(75, 130)))
+    before = server.llm.counts.encoded
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="-", max_retries=0) as client:
+        chat = client.chat.completions.create(model="demo", messages=asked(data_url(one)), max_tokens=2)
+        parts = [{"type": "input_text", "text": "hm"}, {"type": "input_image", "image_url": data_url(one)}]
+        given: Any = [{"role": "user", "content": parts}]
+        answer = client.responses.create(model="demo", input=given, max_output_tokens=2)
+        again = client.responses.create(
+            model="demo", input="and?", previous_response_id=answer.id, max_output_tokens=2
+        )
+    source = {"type": "base64", "media_type": "image/png", "data": data}
+    with anthropic.Anthropic(base_url=server.url, api_key="-", max_retries=0) as client:
+        content: Any = [{"type": "image", "source": source}, {"type": "text", "text": "hm"}]
+        said = client.messages.create(model="demo", messages=[{"role": "user", "content": content}], max_tokens=2)
+    with ollama.Client(host=server.url) as client:
+        message = {"role": "user", "content": "hm", "images": [data_of(one)]}
+        told = client.chat("demo", messages=[message], options={"num_predict": 2})
+        assert "vision" in client.show("demo").capabilities
+    n_tokens = (
+        chat.usage.prompt_tokens,
+        answer.usage.input_tokens,
+        again.usage.input_tokens,
+        said.usage.input_tokens + (said.usage.cache_read_input_tokens or 0),
+        told.prompt_eval_count,
+    )
+    assert min(n_tokens) > N_TOKENS
+    assert server.llm.counts.encoded == before + 1  # all of them are the same picture
+
+
+def test_multimodal_data_and_what_the_server_says_of_itself(server: Serving, llm: LLM) -> None:
+    image = picture(64, 64)
+    prompt = {"prompt_string": "a <__media__> b", "multimodal_data": [text_of(data_of(image))]}
+    body = {"prompt": prompt, "n_predict": 3, "temperature": 0, "ignore_eos": True}
+    answer = httpx.post(f"{server.url}/completion", json=body, timeout=120).json()
+    expected = llm.generate("a <__media__> b", images=[image], max_tokens=3, temperature=0, ignore_eos=True)
+    assert answer["content"] == expected.text
+    assert httpx.get(f"{server.url}/props").json()["modalities"] == {"vision": True, "audio": False}
+    for bad, words in (
+        ({"prompt": {**prompt, "multimodal_data": ["%"]}}, "multimodal_data[0] is not in base64"),
+        ({"prompt": {**prompt, "prompt_string": "<__media__><__media__>"}}, "has 1 pictures, but the prompt has"),
+        ({"prompt": [1, prompt]}, "reads text only here"),
+    ):
+        refused = httpx.post(f"{server.url}/completion", json=bad)
+        assert (refused.status_code, words in refused.json()["error"]["message"]) == (400, True)
+
+
+@contextlib.contextmanager
+def pictures_on_the_web(data: bytes) -> Iterator[str]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if self.path == "/elsewhere":
+                self.send_response(302)
+                self.send_header("Location", "http://localhost/cat.png")
+                self.end_headers()
+                return
+            self.send_response(200 if self.path == "/cat.png" else 404)
+            self.end_headers()
+            with contextlib.suppress(OSError):  # nobody reads on
+                self.wfile.write(data)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as started:
+        thread = threading.Thread(target=lambda: started.serve_forever(poll_interval=0.02))
+        thread.start()
+        yield f"http://127.0.0.1:{started.server_address[1]}"
+        started.shutdown()
+        thread.join()
+
+
+def test_addresses_of_allowed_hosts_are_fetched(server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    def post(url: str) -> httpx.Response:
+        body = {"messages": asked(url), "max_tokens": 1}
+        return httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
+
+    with pictures_on_the_web(data_of(picture(40, 50))) as url:
+        assert "127.0.0.1 is not in the Internet" in post(f"{url}/cat.png").json()["error"]["message"]
+        monkeypatch.setattr(web, "is_public", lambda address: True)
+        assert post(f"{url}/cat.png").status_code == 200
+        for path, words in (("/elsewhere", "localhost is not one of the hosts"), ("/dog.png", "404")):
+            refused = post(url + path)
+            assert (refused.status_code, words in refused.json()["error"]["message"]) == (400, True)
+    with pictures_on_the_web(bytes(5 << 20)) as url:
+        assert "is too large" in post(f"{url}/cat.png").json()["error"]["message"]
+    assert "example.org is not one of the hosts" in post("http://example.org/x.png").json()["error"]["message"]
+
+
+# -- Bad input -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF"])
+def test_mutated_files_are_seen_or_refused(llm: LLM, server: Serving, kind: str) -> None:
+    data, rng = data_of(picture(24, 31), kind), np.random.default_rng(len(kind))
+    for number in range(12):
+        bad = bytearray(data[: len(data) if number % 3 else int(rng.integers(1, len(data)))])
+        for place in rng.integers(0, len(bad), 1 + number % 4):
+            bad[place] = int(rng.integers(256))
+        try:
+            llm.tokenize_chat(messages("a", bytes(bad)))
+            status = 200
+        except (UsageError, TemplateError):
+            status = 400
+        body = {"messages": asked(f"data:image/jpeg;base64,{text_of(bytes(bad))}"), "max_tokens": 1}
+        answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
+        assert answer.status_code == status
+        assert status == 200 or "the picture of message 0" in answer.json()["error"]["message"]
+
+
+def test_whatever_a_decoder_raises_is_a_sentence(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a GIF whose colours are beyond its palette: Pillow raises IndexError."""
+
+    def fail(*_: Any) -> None:
+        raise IndexError("index out of range")
+
+    data = data_of(picture(8, 8), "GIF")
+    monkeypatch.setattr("PIL.GifImagePlugin.GifImageFile.load", fail)
+    with pytest.raises(UsageError, match=r"cannot be read \(index out of range\): the file is damaged"):
+        llm.tokenize_chat(messages(data))
+
+
+def test_odd_pictures_are_seen(llm: LLM) -> None:
+    """Data URLs that lie about their type, modes, one pixel, a line, and an animation."""
+    base = picture(30, 20)
+    modes = [data_of(base.convert(mode), "TIFF") for mode in ("1", "L", "P", "CMYK", "RGBA")]
+    deep = data_of(Image.fromarray(np.full((9, 9), 40_000, np.uint16)))
+    for data in (*modes, deep, data_of(Image.new("RGB", (1, 1))), data_of(Image.new("RGB", (20_000, 1)))):
+        ids = llm.tokenize_chat(asked(f"data:text/plain;base64,{text_of(data)}"))
+        assert sum(id_ < 0 for id_ in ids) == N_TOKENS
+    frames = [picture(20, 20), picture(20, 21).resize((20, 20))]
+    gif = data_of(frames[0], "GIF", save_all=True, append_images=frames[1:])
+    with pytest.warns(UserWarning, match="an animation of 2 frames, of which the model sees the first"):
+        llm.tokenize_chat(messages(gif))
+
+
+def test_many_and_large_pictures_are_refused_within_bounds(llm: LLM, server: Serving) -> None:
+    small = data_of(picture(8, 8))
+    with pytest.raises(ContextLengthError):
+        llm.chat(messages(*[small] * 1000), **GREEDY)
+    body = {"messages": [each for _ in range(1000) for each in asked(f"data:;base64,{text_of(small)}")]}
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=120)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+    long = b'{"messages": "' + b"A" * (5 << 20)
+    assert httpx.post(f"{server.url}/v1/chat/completions", content=long, timeout=60).status_code == 413
+    bomb = data_of(Image.new("1", (20_000, 20_000)))
+    with pytest.raises(UsageError, match=r"400,?000,?000 pixels"):
+        llm.tokenize_chat(messages(bomb))
+
+
+def test_models_and_templates_without_a_place_for_pictures_refuse(files: Path) -> None:
+    blind = localllm.load(files / "model.gguf", device="reference", context=64, mmproj=False)
+    with blind, pytest.raises(LocalLLMError, match="was loaded without an encoder of pictures, so it sees none"):
+        blind.chat(messages(picture(8, 8)))
+    template = "{% for m in messages %}{{ m.role }}{% endfor %}"
+    deaf = localllm.load(files / "model.gguf", device="reference", context=64, chat_template=template)
+    with deaf, pytest.raises(TemplateError, match="has no place for pictures"):
+        deaf.chat(messages(picture(8, 8)))
+
+
+# -- Encoded once --------------------------------------------------------------------------------------------------
+
+
+def test_ten_turns_an_edit_a_branch_and_a_restart_encode_each_picture_once(files: Path, tmp_path: Path) -> None:
+    images = [data_of(picture(20 + i, 40)) for i in range(3)]
+    turns = [messages(f"turn {i}", *([images[i // 3]] if i in (0, 3, 6) else [])) for i in range(10)]
+    load: Any = {"device": "cpu", "threads": 1, "context": 512}
+    chat: list[Any] = []
+    with localllm.load(files / "model.gguf", **load) as llm:
+        for turn in turns:
+            chat += turn
+            chat.append({"role": "assistant", "content": llm.chat(chat, **GREEDY).text})
+        edited = [*messages("another first one", images[0]), *chat[1:-1]]
+        branch = [*chat[:6], *messages("a branch", images[2], images[0])]
+        chats = (edited, branch, chat[:-1])
+        replies = [llm.chat(each, **GREEDY).text for each in chats]
+        assert llm.counts.encoded == 3
+        llm.save_prompts(tmp_path / "prompts")
+    with localllm.load(files / "model.gguf", **load) as llm:
+        llm.load_prompts(tmp_path / "prompts")
+        assert [llm.chat(each, **GREEDY).text for each in chats] == replies
+        assert llm.counts.encoded == 0
