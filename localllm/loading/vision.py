@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,17 @@ from localllm.models.vision.registry import PROJECTORS, projector_of, read_encod
 
 #: Patches that one step encodes at most, unless one frame has more.
 STEP_PATCHES = 4096
+#: Bytes of prepared pixels that the pictures of a prompt have at most before they are encoded.
+MAX_HELD_BYTES = 256 << 20
 #: How long a piece of a step takes, between which the engine goes on with others.
 PIECE_S = 0.02
+
+
+@dataclass(frozen=True)
+class _Released(Prepared):
+    """A picture without its pixels, which are prepared again when it is encoded."""
+
+    image: Image
 
 
 @dataclass(eq=False)
@@ -155,7 +164,7 @@ class Encoder:
                 words += piece
                 continue
             if piece not in known:
-                known[piece] = self.picture(self.prepare(piece.source, piece.max_tokens, piece.where))
+                known[piece] = self._kept(piece, known.values())
             picture, first = known[piece], 0
             for part in picture.source.parts:
                 if isinstance(part, str):
@@ -168,12 +177,32 @@ class Encoder:
                 first += part
         return ids + (encode(words) if words else []), placed
 
+    def _kept(self, image: Image, others: Collection[Picture]) -> Picture:
+        """A picture of a prompt: another one of the same pixels, or without its own where others have many."""
+        picture = self.picture(prepared := self.prepare(image.source, image.max_tokens, image.where))
+        for other in others:
+            if other.key == picture.key:
+                return other
+        n_bytes = sum(frame.nbytes for each in (picture, *others) for frame in each.source.frames)
+        if n_bytes > MAX_HELD_BYTES:
+            return replace(picture, source=_Released((), prepared.parts, prepared.grid, image))
+        return picture
+
+    def _prepared(self, picture: Picture) -> Prepared:
+        source: Prepared = picture.source
+        if isinstance(source, _Released):
+            image = source.image
+            source = self.prepare(image.source, image.max_tokens, image.where)
+            if self.picture(source).key != picture.key:
+                raise UsageError(f"the file of {image.where} has changed since it was read: send it again")
+        return source
+
     def encode(self, pictures: Sequence[Picture]) -> Generator[None, None, list[Embeddings]]:
         """The embeddings of pictures, float32 [n_tokens, n_embeddings, width] each; yields between pieces of work.
 
         Several frames are computed at once, and the same bits come of each whatever is beside it.
         """
-        prepared: list[Prepared] = [picture.source for picture in pictures]
+        prepared = [self._prepared(picture) for picture in pictures]
         frames = [self.model.rows(frame) for each in prepared for frame in each.frames]
         made: list[NDArray[np.float32]] = []
         for some in _batches(frames):

@@ -17,8 +17,10 @@ import pytest
 
 import localllm
 from localllm import LLM, web
+from localllm.chat.conversation import Image as Picture
 from localllm.compat import Llama, Llava15ChatHandler
 from localllm.errors import ContextLengthError, LocalLLMError, TemplateError, UsageError
+from localllm.loading import vision
 from localllm.server.http import Limits
 from tests.helpers.command_line import run_main
 from tests.helpers.gguf_writer import write_gguf
@@ -249,6 +251,33 @@ def test_many_and_large_pictures_are_refused_within_bounds(llm: LLM, server: Ser
     bomb = data_of(Image.new("1", (20_000, 20_000)))
     with pytest.raises(UsageError, match=r"400,?000,?000 pixels"):
         llm.tokenize_chat(messages(bomb))
+
+
+def test_pictures_of_a_long_prompt_do_not_all_hold_their_pixels(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images = [picture(21 + i, 33) for i in range(4)]
+    path = tmp_path / "last.png"
+    images[-1].save(path)
+    chat = messages(*images[:-1], images[0], path)
+    llm.forget()
+    expected = llm.chat(chat, **GREEDY).ids
+    monkeypatch.setattr(vision, "MAX_HELD_BYTES", 2 * 56 * 56 * 3)
+    before = llm.counts.encoded
+    others = messages("other", *[picture(50 + i, 33) for i in range(4)])
+    llm.chat(others, **GREEDY)
+    assert llm.counts.encoded == before + 4
+    encoder = llm._seeing()
+    pieces = [Picture(image) for image in (*images[:3], images[0], str(path))]
+    _, placed = encoder.prompt(pieces, llm.tokenize)
+    assert [len(each.picture.source.frames) for each in placed] == [1, 1, 0, 1, 0]
+    made = encoder.prepare(images[2])
+    released = placed[2].picture
+    np.testing.assert_array_equal(encoder._prepared(released).frames[0], made.frames[0])
+    picture(90, 90).save(path)
+    with pytest.raises(UsageError, match="has changed since it was read"):
+        encoder._prepared(placed[4].picture)
+    assert llm.chat(messages(*images[:-1], images[0], images[-1]), **GREEDY).ids == expected
 
 
 def test_models_and_templates_without_a_place_for_pictures_refuse(files: Path) -> None:
