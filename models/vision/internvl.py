@@ -10,7 +10,7 @@ import numpy as np
 from localllm.errors import ModelError
 from localllm.models.hf_convert import Array
 from localllm.models.vision.encoder import Checkpoint, Pixels, Prepared, VisionModel
-from localllm.models.vision.pictures import resized
+from localllm.models.vision.pictures import nearest_grid, resized, tiles
 from localllm.models.vision.views import floats
 
 HF_NAMES = {
@@ -96,22 +96,8 @@ class InternVL(VisionModel):
         n, most = side * side, self.most
         if max_tokens is not None:
             most = max(1, min(most, max_tokens // n - 1))
-        columns, rows = self._grid(picture.width, picture.height, min(self.least, most), most)
-        pixels = np.asarray(resized(picture, rows * size, columns * size, "bicubic"))
-        frames = [
-            pixels[i * size : (i + 1) * size, j * size : (j + 1) * size] for i in range(rows) for j in range(columns)
-        ]
+        columns, rows = nearest_grid(picture.width, picture.height, min(self.least, most), most, size)
+        frames = tiles(picture, columns, rows, size, "bicubic")
         if len(frames) > 1:
             frames.append(np.asarray(resized(picture, size, size, "bicubic")))
         return Prepared(tuple(frames), ("<img>", n * len(frames), "</img>"), (side, side))
-
-    def _grid(self, width: int, height: int, least: int, most: int) -> tuple[int, int]:
-        """Columns and rows of tiles: of grids as near to the picture's shape the largest that it half fills."""
-        best, nearest, ratio = (1, 1), float("inf"), width / height
-        grids = [(a, b) for a in range(1, most + 1) for b in range(1, most + 1) if least <= a * b <= most]
-        for grid in sorted(grids, key=lambda grid: grid[0] * grid[1]):
-            away = abs(ratio - grid[0] / grid[1])
-            area = 0.5 * self.image_size**2 * grid[0] * grid[1]
-            if away < nearest or (away == nearest and width * height > area):
-                best, nearest = grid, away
-        return best

@@ -141,3 +141,41 @@ def smart_resize(height: int, width: int, factor: int, low: int, high: int) -> t
         beta = (low / (height * width)) ** 0.5
         tall, wide = (-(-side * beta // factor) * factor for side in (height, width))
     return int(tall), int(wide)
+
+
+def interpolated(table: NDArray[np.float32], rows: int, columns: int) -> NDArray[np.float32]:
+    """A square table of positions [n * n, d] at the places of another grid, a smaller one with antialiasing.
+
+    Source: SigLIP 2's ``resize_positional_embeddings``, that is torch's bilinear interpolation.
+    """
+    n = int(len(table) ** 0.5)
+    square = table.reshape(n, n, -1)
+    for axis, size in enumerate((rows, columns)):
+        scale = n / size
+        centre = (np.arange(size, dtype=np.float32) + 0.5) * scale - 0.5
+        away = np.abs(np.arange(n, dtype=np.float32) - centre[:, None])
+        weights = np.maximum(1 - away / max(scale, 1), 0).astype(np.float32)
+        weights /= weights.sum(-1, keepdims=True)
+        square = np.moveaxis(np.tensordot(weights, square, (1, axis)), 0, axis)
+    return square.reshape(rows * columns, -1)
+
+
+def nearest_grid(width: int, height: int, least: int, most: int, side: int) -> tuple[int, int]:
+    """Columns and rows of square tiles: of grids as near to a picture's shape the largest that it half fills.
+
+    Source: InternVL's ``find_closest_aspect_ratio``.
+    """
+    best, nearest, ratio = (1, 1), float("inf"), width / height
+    grids = [(a, b) for a in range(1, most + 1) for b in range(1, most + 1) if least <= a * b <= most]
+    for grid in sorted(grids, key=lambda grid: grid[0] * grid[1]):
+        away = abs(ratio - grid[0] / grid[1])
+        if away < nearest or (away == nearest and width * height > 0.5 * side**2 * grid[0] * grid[1]):
+            best, nearest = grid, away
+    return best
+
+
+def tiles(picture: Image, columns: int, rows: int, side: int, method: str) -> list[NDArray[np.uint8]]:
+    """A picture stretched over a grid of square tiles, row after row."""
+    pixels = np.asarray(resized(picture, rows * side, columns * side, method))
+    starts = [(i * side, j * side) for i in range(rows) for j in range(columns)]
+    return [pixels[y : y + side, x : x + side] for y, x in starts]

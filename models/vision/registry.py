@@ -58,6 +58,7 @@ PROJECTORS: dict[str, Projector] = {
     "internvl": Projector(
         "internvl", "InternVL", "InternVL 2.5 to 3.5", "internlm2 llama qwen2 qwen3 qwen3moe gpt-oss", "internvl"
     ),
+    "lfm2": Projector("siglip", "Lfm2", "LFM2-VL, LFM2.5-VL", "lfm2 lfm2moe", "lfm2_vl"),
     "pixtral": Projector(
         "pixtral", "Pixtral", "Pixtral, Mistral Small 3.1, Ministral 3", "llama mistral3 mistral4", "mistral3"
     ),

@@ -1,4 +1,4 @@
-"""Encoders of SigLIP (arXiv:2303.15343) with a table of positions: Gemma 3, and Idefics 3 and SmolVLM."""
+"""Encoders of SigLIP (arXiv:2303.15343) with a table of positions: Gemma 3, Idefics 3 and SmolVLM, and LFM2-VL."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from localllm.errors import ModelError
 from localllm.kernels.graph import Linear, Matrix, Outputs, RMSNorm
 from localllm.models.hf_convert import Array, floats
 from localllm.models.vision.encoder import Checkpoint, Pixels, Prepared, VisionModel
-from localllm.models.vision.pictures import resized
+from localllm.models.vision.pictures import interpolated, nearest_grid, resized, tiles
 from localllm.models.vision.views import Transposed
 
 HF_NAMES = {
@@ -22,6 +22,9 @@ HF_NAMES = {
     "v.post_ln": "post_layernorm",
     "mm.input_projection.weight": "multi_modal_projector.mm_input_projection_weight",
     "mm.soft_emb_norm": "multi_modal_projector.mm_soft_emb_norm",
+    "mm.input_norm": "multi_modal_projector.layer_norm",
+    "mm.1": "multi_modal_projector.linear_1",
+    "mm.2": "multi_modal_projector.linear_2",
     "mm.model.fc": "connector.modality_projection.proj",
     "v.blk.*.ln1": "encoder.layers.*.layer_norm1",
     "v.blk.*.ln2": "encoder.layers.*.layer_norm2",
@@ -35,38 +38,63 @@ HF_NAMES = {
 
 
 def hf_keys(c: Checkpoint) -> dict[str, Any]:
-    vision, is_gemma = c.vision, c.values["model_type"] == "gemma3"
-    keys = {
-        "projector_type": "gemma3" if is_gemma else "idefics3",
-        "use_gelu": True,
-        "vision.attention.layer_norm_epsilon": vision.get("layer_norm_eps", 1e-6),
+    vision, kind = c.vision, c.values["model_type"]
+    keys = {"use_gelu": True, "vision.attention.layer_norm_epsilon": vision.get("layer_norm_eps", 1e-6)}
+    if kind == "gemma3":
+        side = math.isqrt(c.values.get("mm_tokens_per_image", 256))
+        factor = vision["image_size"] // vision["patch_size"] // side
+        return keys | {"projector_type": "gemma3", "vision.projector.scale_factor": None if factor == 4 else factor}
+    if kind == "lfm2_vl":
+        return keys | {"projector_type": "lfm2"} | _lfm2_keys(c)
+    longest = (c.processor.get("size") or {}).get("longest_edge", vision["image_size"])
+    factor = c.values.get("scale_factor", 2)
+    return keys | {
+        "projector_type": "idefics3",
+        "vision.projector.scale_factor": factor,
+        "vision.preproc_image_size": longest,
     }
-    if not is_gemma:
-        longest = (c.processor.get("size") or {}).get("longest_edge", vision["image_size"])
-        return keys | {
-            "vision.projector.scale_factor": c.values.get("scale_factor", 2),
-            "vision.preproc_image_size": longest,
-        }
-    side = math.isqrt(c.values.get("mm_tokens_per_image", 256))
-    factor = vision["image_size"] // vision["patch_size"] // side
-    return keys | {"vision.projector.scale_factor": None if factor == 4 else factor}
+
+
+def _lfm2_keys(c: Checkpoint) -> dict[str, Any]:
+    """Of the processor those that are not as in all published models."""
+    factor, least = c.values.get("downsample_factor", 2), c.processor.get("min_tiles", 2)
+    area = (c.vision["patch_size"] * factor) ** 2
+    given = {
+        "image_min_pixels": (c.processor.get("min_image_tokens", 64) * area, 64 * area),
+        "image_max_pixels": (c.processor.get("max_image_tokens", 256) * area, 256 * area),
+        "preproc_image_size": (c.processor.get("tile_size", 512), 512),
+        "preproc_min_tiles": (least, 2),
+        "preproc_max_tiles": (
+            c.processor.get("max_tiles", 10) if c.processor.get("do_image_splitting", True) else 1,
+            10,
+        ),
+    }
+    keys = {f"vision.{key}": value for key, (value, default) in given.items() if value != default}
+    return keys | {"vision.projector.scale_factor": factor, "vision.image_size": 256}
 
 
 def hf_tensor(name: str, array: Array, c: Checkpoint) -> Array | Mapping[str, Array]:
     if ".head." in name:  # SigLIP's own pooling
         return {}
+    if name.endswith("patch_embedding.weight") and array.ndim == 2:  # the colours of a pixel together
+        size = math.isqrt(array.shape[1] // 3)
+        return array.reshape(-1, size, size, 3).transpose(0, 3, 1, 2)
     return floats(array) + 1 if name.endswith("mm_soft_emb_norm.weight") else array
 
 
 class Siglip(VisionModel):
     """The encoder."""
 
+    #: Whether pictures, or tiles of them, have other grids than the table of positions.
+    any_size = False
+
     def encoded(self) -> Any:
         """What the layers make of patches, normed."""
         self.side = self.image_size // self.patch_size
         if not self.side:
             raise ModelError("clip.vision.image_size is less than a patch: the file is broken")
-        self.position_table = self.table("v.position_embd.weight", self.side**2, self.n_embd)
+        n = self.weights.n_rows("v.position_embd.weight") if self.any_size else self.side**2
+        self.position_table = self.table("v.position_embd.weight", n, self.n_embd)
         x = self.layers(self.embedded(self.patch_matrix(), has_positions=True))
         return self.vector_norm(x, "v.post_ln", self.eps)
 
@@ -157,3 +185,55 @@ class Idefics3(Siglip):
         elif height > width and height > self.longest:
             height, width = self.longest, int(self.longest * ratio)
         return max(height, 1), max(width, 1)
+
+
+class Lfm2(Siglip):
+    """A picture in a budget of tokens; of a much larger one tiles, row after row, and the whole."""
+
+    marker = "<image>"
+    any_size = True
+
+    def read(self) -> None:
+        self.merge = self.number("projector.scale_factor", 2)
+        self.token = self.patch_size * self.merge
+        area = max(self.token**2, 1)
+        self.least = self.number("image_min_pixels", 64 * area) // area
+        self.most = self.number("image_max_pixels", 256 * area) // area
+        self.tile = self.number("preproc_image_size", 512)
+        self.least_tiles, self.most_tiles = self.number("preproc_min_tiles", 2), self.number("preproc_max_tiles", 10)
+
+    def record(self) -> None:
+        x = self.joined(self.encoded())
+        if "mm.input_norm.weight" in self.weights:
+            x = self.vector_norm(x, "mm.input_norm", 1e-5)
+        self.two_linears(x, "mm.1", "mm.2", "gelu_erf")
+
+    def positions(self, rows: int, columns: int) -> Pixels:
+        return interpolated(self.position_table, rows, columns)
+
+    def prepare(self, picture: Any, max_tokens: int | None = None) -> Prepared:
+        most, side, most_tiles = self.most, self.token, self.most_tiles
+        per_tile = (self.tile // side) ** 2
+        if max_tokens is not None:
+            most = min(most, max_tokens)
+            most_tiles = min(most_tiles, (max_tokens - most) // per_tile)
+        height, width = picture.height, picture.width
+        tall, wide = (max(1, round(each / side)) for each in (height, width))
+        is_large = tall * wide > 2 * self.most
+        if tall * wide > most:
+            beta = math.sqrt(height * width / (most * side**2))
+            tall, wide = (max(1, math.floor(each / beta / side)) for each in (height, width))
+        elif tall * wide < min(self.least, most):
+            beta = math.sqrt(min(self.least, most) * side**2 / (height * width))
+            tall, wide = (math.ceil(each * beta / side) for each in (height, width))
+        whole = np.asarray(resized(picture, tall * side, wide * side, "bilinear"))
+        grid, n = (tall, wide), tall * wide
+        if not is_large or most_tiles < max(self.least_tiles, 2):
+            return Prepared((whole,), ("<|image_start|>", n, "<|image_end|>"), grid)
+        columns, rows = nearest_grid(width, height, self.least_tiles, most_tiles, self.tile)
+        parts: list[str | int] = ["<|image_start|>"]
+        for row in range(rows):
+            for column in range(columns):
+                parts += [f"<|img_row_{row + 1}_col_{column + 1}|>", per_tile]
+        frames = (*tiles(picture, columns, rows, self.tile, "bilinear"), whole)
+        return Prepared(frames, (*parts, "<|img_thumbnail|>", n, "<|image_end|>"), grid)

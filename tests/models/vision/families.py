@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import sys
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -129,6 +133,21 @@ FAMILIES: dict[str, Family] = {
         ("got_ocr2.image_processing_pil_got_ocr2", "GotOcr2ImageProcessorPil"),
         {"size": {"height": 56, "width": 56}, "crop_to_patches": True, "min_patches": 1, "max_patches": 12},
     ),
+    "lfm2": Family(
+        "Lfm2VlForConditionalGeneration",
+        "Lfm2VlConfig",
+        {
+            "text_config": {"model_type": "lfm2", "layer_types": ["full_attention", "conv"], "conv_L_cache": 3}
+            | TEXT
+            | {"num_hidden_layers": 2, "block_auto_adjust_ff_dim": False},
+            "vision_config": siglip("siglip2_vision_model", num_patches=16, patch_size=16, vision_use_head=False)
+            | {"num_hidden_layers": 3},
+            "projector_hidden_size": 40,
+        },
+        ("lfm2_vl.image_processing_lfm2_vl", "Lfm2VlImageProcessor"),
+        {"min_image_tokens": 2, "max_image_tokens": 4, "tile_size": 64, "max_tiles": 6},
+        ("pixel_values", "spatial_shapes", "pixel_attention_mask"),
+    ),
     "pixtral": Family(
         "Mistral3ForConditionalGeneration",
         "Mistral3Config",
@@ -182,10 +201,48 @@ def picture(height: int, width: int) -> Any:
     return Image.fromarray((127 + 60 * waves + rng.integers(-60, 60, (height, width, 3))).astype(np.uint8))
 
 
+def by_pillow(module: str, kind: str) -> Any:
+    """A class of processors that exists for torchvision alone, which resizes by Pillow instead."""
+    names = ["torchvision", "torchvision.transforms", "torchvision.transforms.v2"]
+    stubs = {name: ModuleType(name) for name in (*names, "torchvision.transforms.v2.functional")}
+    with pytest.MonkeyPatch.context() as patched:
+        for name, stub in stubs.items():
+            if name not in sys.modules:
+                patched.setitem(sys.modules, name, stub)
+        stubs[names[-1]].__dict__["functional"] = stubs["torchvision.transforms.v2.functional"]
+        own = getattr(import_module(f"transformers.models.{module}"), kind)
+
+    class Resizing(own.__mro__[1]):  # type: ignore[misc]
+        def resize(self, image: Any, size: Any, resample: Any, **_: Any) -> Any:
+            shape = size.width, size.height
+            arrays = [
+                np.asarray(Image.fromarray(x).resize(shape, resample)) for x in image.permute(0, 2, 3, 1).numpy()
+            ]
+            return torch.from_numpy(np.stack(arrays)).permute(0, 3, 1, 2)
+
+        def rescale_and_normalize(self, images: Any, _: bool, factor: float, __: bool, mean: Any, std: Any) -> Any:
+            mean, std = (torch.tensor(x)[:, None, None] for x in (mean, std))
+            return (images.float() - mean / factor) / (std / factor)
+
+    class ByPillow(own, Resizing):  # type: ignore[misc]
+        def __call__(self, images: Any, return_tensors: str) -> Any:
+            given = [torch.from_numpy(np.array(image)).permute(2, 0, 1) for image in images]
+            settings = {
+                key: getattr(self, key)
+                for key in inspect.signature(self._preprocess).parameters
+                if hasattr(self, key)
+            }
+            return self._preprocess(given, **settings | {"return_tensors": return_tensors, "disable_grouping": False})
+
+    return ByPillow
+
+
 @functools.cache
 def processor_of(name: str) -> Any:
     family = FAMILIES[name]
     module, kind = family.processor
+    if "_pil_" not in module:
+        return by_pillow(module, kind)(**family.options)
     imported = __import__(f"transformers.models.{module}", fromlist=[kind])
     processor = getattr(imported, kind)(**family.options)
     return MergedPatches(processor) if name == "gemma4uv" else processor
