@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import threading
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from localllm.models.vision.registry import PROJECTORS, projector_of, read_encod
 STEP_PATCHES = 4096
 #: Bytes of prepared pixels that the pictures of a prompt have at most before they are encoded.
 MAX_HELD_BYTES = 256 << 20
+#: Files whose pictures are known by their hashes.
+_MAX_KNOWN = 4096
 #: How long a piece of a step takes, between which the engine goes on with others.
 PIECE_S = 0.02
 
@@ -36,6 +39,9 @@ class _Released(Prepared):
     """A picture without its pixels, which are prepared again when it is encoded."""
 
     image: Image
+
+
+_NO_IMAGE = Image(None)
 
 
 @dataclass(eq=False)
@@ -56,6 +62,9 @@ class Encoder:
     backend: Backend | None = None
     _step: Step | None = None
     _sizes: tuple[int, int] = (0, 0)
+    #: Pictures by their files' hashes and bounds of tokens, those that came last.
+    _known: dict[tuple[bytes, int | None], Picture] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Encoder:
@@ -178,14 +187,27 @@ class Encoder:
         return ids + (encode(words) if words else []), placed
 
     def _kept(self, image: Image, others: Collection[Picture]) -> Picture:
-        """A picture of a prompt: another one of the same pixels, or without its own where others have many."""
+        """A picture of a prompt: another one of the same pixels, or without its own where others have many, or where
+        the same file came before: further turns of a chat open no file again."""
+        name = None
+        if isinstance(image.source, bytes):
+            name = hashlib.sha256(image.source).digest(), image.max_tokens
+            with self._lock:
+                if (found := self._known.get(name)) is not None:
+                    return replace(found, source=replace(found.source, image=image))
         picture = self.picture(prepared := self.prepare(image.source, image.max_tokens, image.where))
+        released = replace(picture, source=_Released((), prepared.parts, prepared.grid, image))
+        if name is not None:
+            with self._lock:
+                self._known[name] = replace(released, source=replace(released.source, image=_NO_IMAGE))
+                if len(self._known) > _MAX_KNOWN:
+                    del self._known[next(iter(self._known))]
         for other in others:
             if other.key == picture.key:
                 return other
         n_bytes = sum(frame.nbytes for each in (picture, *others) for frame in each.source.frames)
         if n_bytes > MAX_HELD_BYTES:
-            return replace(picture, source=_Released((), prepared.parts, prepared.grid, image))
+            return released
         return picture
 
     def _prepared(self, picture: Picture) -> Prepared:

@@ -21,6 +21,7 @@ from localllm.chat.conversation import Image as Picture
 from localllm.compat import Llama, Llava15ChatHandler
 from localllm.errors import ContextLengthError, LocalLLMError, TemplateError, UsageError
 from localllm.loading import vision
+from localllm.models.vision.pictures import open_picture
 from localllm.server.http import Limits
 from tests.helpers.command_line import run_main
 from tests.helpers.gguf_writer import write_gguf
@@ -293,11 +294,20 @@ def test_models_and_templates_without_a_place_for_pictures_refuse(files: Path) -
 # -- Encoded once --------------------------------------------------------------------------------------------------
 
 
-def test_ten_turns_an_edit_a_branch_and_a_restart_encode_each_picture_once(files: Path, tmp_path: Path) -> None:
+def test_ten_turns_an_edit_a_branch_and_a_restart_encode_each_picture_once(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     images = [data_of(picture(20 + i, 40)) for i in range(3)]
     turns = [messages(f"turn {i}", *([images[i // 3]] if i in (0, 3, 6) else [])) for i in range(10)]
     load: Any = {"device": "cpu", "threads": 1, "context": 512}
     chat: list[Any] = []
+    opened: list[Any] = []
+
+    def opens(source: Any, where: str) -> Any:
+        opened.append(source)
+        return open_picture(source, where)
+
+    monkeypatch.setattr(vision, "open_picture", opens)
     with localllm.load(files / "model.gguf", **load) as llm:
         for turn in turns:
             chat += turn
@@ -307,6 +317,7 @@ def test_ten_turns_an_edit_a_branch_and_a_restart_encode_each_picture_once(files
         chats = (edited, branch, chat[:-1])
         replies = [llm.chat(each, **GREEDY).text for each in chats]
         assert llm.counts.encoded == 3
+        assert [each for each in opened if isinstance(each, bytes)] == images
         llm.save_prompts(tmp_path / "prompts")
     with localllm.load(files / "model.gguf", **load) as llm:
         llm.load_prompts(tmp_path / "prompts")
