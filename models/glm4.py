@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from localllm.kernels.graph import Graph, Tensor
 from localllm.models import hf_names
 from localllm.models.blocks import Layer, add, attention, decoder, gated_mlp, norm
 from localllm.models.config import Header
-from localllm.models.hf_convert import rotated_part
+from localllm.models.hf_convert import Array, axes_keys, rotated_part
 from localllm.models.rope import make_rope, with_axes
 
 HF_NAMES = hf_names.COMMON | {
@@ -14,7 +16,21 @@ HF_NAMES = hf_names.COMMON | {
     "ffn_up": "mlp.gate_up_proj",
     "post_ffw_norm": "post_mlp_layernorm",
 }
-hf_keys = rotated_part
+
+
+def hf_keys(config: Any) -> dict[str, Any]:
+    return rotated_part(config) | axes_keys(config)
+
+
+def hf_tensor(name: str, array: Array, config: Any) -> Array:
+    """Where frequencies turn by several axes, pairs that rotate are halves of what rotates of a head."""
+    is_rotated = "q_proj." in name or "k_proj." in name
+    if not (is_rotated and config.rope_parameters.get("mrope_section")):
+        return array
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    n = rotated_part(config)["rope.dimension_count"]
+    order = [*range(0, n, 2), *range(1, n, 2), *range(n, head_dim)]
+    return array.reshape(-1, head_dim, *array.shape[1:])[:, order].reshape(array.shape)
 
 
 def record(m: Header) -> Graph:

@@ -102,7 +102,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gemma3n": Architecture("gemma3n", "Gemma 3n, text", "gemma3n gemma3n_text"),
     "gemma4": Architecture("gemma4", "Gemma 4", "gemma4 gemma4_text gemma4_unified"),
     "glm-dsa": Architecture("deepseek32", "GLM-5, 5.1 and 5.2", "glm_moe_dsa"),
-    "glm4": Architecture("glm4", "GLM-4 (0414), GLM-Z1", "glm4"),
+    "glm4": Architecture("glm4", "GLM-4 (0414), GLM-Z1", "glm4 glm4v glm4v_text"),
     "glm4moe": Architecture("glm4moe", "GLM-4.5, 4.6 and 4.7", "glm4_moe", has_block=True),
     "glm5-next": Architecture("glm5_next", "GLM-5.3 Flash, text", "glm5_next glm5_next_text"),
     "gpt-oss": Architecture("gpt_oss", "gpt-oss", "gpt_oss"),

@@ -160,6 +160,26 @@ def interpolated(table: NDArray[np.float32], rows: int, columns: int) -> NDArray
     return square.reshape(rows * columns, -1)
 
 
+def bicubic(table: NDArray[np.float32], rows: int, columns: int) -> NDArray[np.float32]:
+    """A square table of positions [n * n, d] at the places of another grid, by cubics; beyond its edge is the edge.
+
+    Source: GLM-4V's ``Glm4vVisionEmbeddings``, that is torch's ``grid_sample``.
+    """
+    n, a = int(len(table) ** 0.5), -0.75
+    square = table.reshape(n, n, -1)
+    for axis, size in enumerate((rows, columns)):
+        places = (np.arange(size) + 0.5) * n / size - 0.5
+        weights = np.zeros((size, n), np.float32)
+        for tap in range(-1, 3):
+            at = np.floor(places) + tap
+            away = np.abs(places - at)
+            near = ((a + 2) * away - (a + 3)) * away**2 + 1
+            far = ((away - 5) * away + 8) * a * away - 4 * a
+            np.add.at(weights, (np.arange(size), at.clip(0, n - 1).astype(int)), np.where(away <= 1, near, far))
+        square = np.moveaxis(np.tensordot(weights, square, (1, axis)), 0, axis)
+    return square.reshape(rows * columns, -1)
+
+
 def nearest_grid(width: int, height: int, least: int, most: int, side: int) -> tuple[int, int]:
     """Columns and rows of square tiles: of grids as near to a picture's shape the largest that it half fills.
 

@@ -1,5 +1,5 @@
-"""Qwen 2-VL (arXiv:2409.12191), Qwen 3-VL and Qwen 3.5 and later: pictures of any size, whose patches turn by row and
-column; four patches become a token.
+"""Qwen 2-VL (arXiv:2409.12191), Qwen 3-VL, Qwen 3.5 and later, and GLM-4.1V: pictures of any size, whose patches turn
+by row and column; four patches become a token.
 
 Qwen 3-VL also adds the patches of some layers behind the first layers of the text model ("deepstack").
 """
@@ -11,25 +11,45 @@ from typing import Any
 
 import numpy as np
 
-from localllm.kernels.graph import Outputs, Tensor, Weight
+from localllm.errors import ModelError
+from localllm.kernels.graph import (
+    Activation,
+    Gated,
+    Input,
+    Linear,
+    Matrix,
+    Outputs,
+    Rows,
+    Tensor,
+    Weight,
+)
+from localllm.models.blocks import add, norm
 from localllm.models.hf_convert import Array
 from localllm.models.vision.encoder import Checkpoint, Pixels, Prepared, VisionModel, split_qkv
-from localllm.models.vision.pictures import bilinear, resized, smart_resize
-from localllm.models.vision.views import SumOf
+from localllm.models.vision.pictures import bicubic, bilinear, resized, smart_resize
+from localllm.models.vision.views import ColumnsByPart, SumOf
 from localllm.models.weights import Reshaped
 
 HF_NAMES = {
     "v.patch_embd.bias": "visual.patch_embed.proj.bias",
-    "v.position_embd.weight": "visual.pos_embed.weight",
-    "v.post_ln": "visual.merger.norm visual.merger.ln_q",
+    "v.position_embd.weight": "visual.pos_embed.weight visual.embeddings.position_embedding.weight",
+    "v.post_ln": "visual.merger.norm visual.merger.ln_q visual.post_layernorm",
     "mm.0": "visual.merger.linear_fc1 visual.merger.mlp.0",
     "mm.2": "visual.merger.linear_fc2 visual.merger.mlp.2",
+    "v.norm_embd": "visual.post_conv_layernorm",
     "v.blk.*.ln1": "visual.blocks.*.norm1",
     "v.blk.*.ln2": "visual.blocks.*.norm2",
     "v.blk.*.attn_qkv": "visual.blocks.*.attn.qkv",
     "v.blk.*.attn_out": "visual.blocks.*.attn.proj",
-    "v.blk.*.ffn_up": "visual.blocks.*.mlp.linear_fc1 visual.blocks.*.mlp.fc1",
-    "v.blk.*.ffn_down": "visual.blocks.*.mlp.linear_fc2 visual.blocks.*.mlp.fc2",
+    "v.blk.*.ffn_gate": "visual.blocks.*.mlp.gate_proj",
+    "v.blk.*.ffn_up": "visual.blocks.*.mlp.linear_fc1 visual.blocks.*.mlp.fc1 visual.blocks.*.mlp.up_proj",
+    "v.blk.*.ffn_down": "visual.blocks.*.mlp.linear_fc2 visual.blocks.*.mlp.fc2 visual.blocks.*.mlp.down_proj",
+    "mm.patch_merger": "visual.downsample",
+    "mm.model.fc": "visual.merger.proj",
+    "mm.post_norm": "visual.merger.post_projection_norm",
+    "mm.gate": "visual.merger.gate_proj",
+    "mm.up": "visual.merger.up_proj",
+    "mm.down": "visual.merger.down_proj",
 }
 
 
@@ -47,6 +67,20 @@ def hf_keys(c: Checkpoint) -> dict[str, Any]:
         "vision.image_max_pixels": c.processor.get("max_pixels") or size.get("longest_edge"),
         "vision.image_size": vision.get("image_size", 560),
     }
+    if c.values["model_type"] == "glm4v":
+        if vision.get("hidden_act", "silu") != "silu":
+            raise ModelError("GLM-4V's encoder is run with silu, but config.json has another hidden_act")
+        # Its processor counts a still picture twice, as the two of a video that are a step.
+        limits = [f"vision.image_{key}_pixels" for key in ("min", "max")]
+        keys |= {key: keys[key] and keys[key] // 2 for key in limits}
+        return keys | {
+            "projector_type": "glm4v",
+            "use_gelu": None,
+            "use_silu": True,
+            "vision.attention.layer_norm_epsilon": vision.get("rms_norm_eps", 1e-5),
+            "vision.is_deepstack_layers": None,
+            "vision.image_size": vision["image_size"],
+        }
     if is_2:
         return keys | {
             "vision.embedding_length": vision["embed_dim"],
@@ -84,10 +118,15 @@ class QwenVision(VisionModel):
     def prepare(self, picture: Any, max_tokens: int | None = None) -> Prepared:
         factor = self.patch_size * self.merge
         high = self.high if max_tokens is None else min(self.high, max_tokens * factor**2)
-        height, width = smart_resize(picture.height, picture.width, factor, min(self.low, high), high)
+        height, width = self.enlarged(picture.height, picture.width)
+        height, width = smart_resize(height, width, factor, min(self.low, high), high)
         frame = np.asarray(resized(picture, height, width, "bicubic"))
         rows, columns = height // factor, width // factor
         return Prepared((frame,), (rows * columns,), (rows, columns))
+
+    def enlarged(self, height: int, width: int) -> tuple[int, int]:
+        """The sides that a picture is taken to have."""
+        return height, width
 
     def patch(self) -> Weight:
         """Both kernels of the convolution over two pictures: a still one is both."""
@@ -128,3 +167,42 @@ class Qwen3VL(QwenVision):
 
     def positions(self, rows: int, columns: int) -> Pixels:
         return bilinear(self.position_table, rows, columns)
+
+
+class Glm4V(QwenVision):
+    """GLM-4.1V: RMSNorms, positions of a table behind the first norm, and a merger with a gate."""
+
+    marker, around = "<|image|>", ("<|begin_of_image|>", "<|end_of_image|>")
+    limits = 112 * 112 // 2, 14 * 14 * 4 * 6144
+    rms = True
+
+    def read(self) -> None:
+        super().read()
+        self.n_ff = self.weights.n_rows("v.blk.0.ffn_up.weight")  # the key is of the merger
+
+    def record(self) -> None:
+        graph, d, n = self.graph, self.n_embd, 3 * self.patch_size**2
+        n_positions = self.weights.n_rows("v.position_embd.weight")
+        self.position_table = self.table("v.position_embd.weight", n_positions, d)
+        pixels = graph.add(Input(Tensor(Rows.TOKENS, n), 0, n + d))
+        positions = graph.add(Input(Tensor(Rows.TOKENS, d), n, n + d))
+        x = graph.add(Linear(pixels, Matrix(self.patch(), self.weights.find("v.patch_embd.bias", d))))
+        at, width, size = self.at(), self.width, self.merge
+        x = self.layers(add(at, norm(at, "v.norm_embd", x), positions), self.rope(1e4))
+        at = self.at()
+        x = self.joined(norm(at, "v.post_ln", x))
+        kernel = self.weights.require("mm.patch_merger.weight", width, d, size, size)
+        merger = ColumnsByPart(Reshaped(kernel, (width, d * size**2)), size**2)
+        x = graph.add(Linear(x, Matrix(merger, self.weights.find("mm.patch_merger.bias", width))))
+        x = self.vector_norm(at.linear(x, "mm.model.fc", width), "mm.post_norm", 1e-5)
+        x = at.add(Activation(x, "gelu_erf"))
+        n_ff = self.weights.n_rows("mm.up.weight")
+        y = at.add(Gated(at.linear(x, "mm.gate", n_ff), at.linear(x, "mm.up", n_ff), "silu"))
+        at.linear(y, "mm.down", width)
+
+    def positions(self, rows: int, columns: int) -> Pixels:
+        return bicubic(self.position_table, rows, columns)
+
+    def enlarged(self, height: int, width: int) -> tuple[int, int]:
+        scale = max(1, self.patch_size * self.merge / min(height, width))
+        return int(height * scale), int(width * scale)

@@ -109,6 +109,22 @@ FAMILIES: dict[str, Family] = {
         ("pixel_values", "image_position_ids"),
         (*SIZES[:2], (1, 700)),
     ),
+    "glm4v": Family(
+        "Glm4vForConditionalGeneration",
+        "Glm4vConfig",
+        {
+            "text_config": TEXT
+            | {
+                "rope_parameters": MROPE["rope_parameters"]
+                | {"mrope_section": [1, 1, 1], "partial_rotary_factor": 0.5}
+            },
+            "vision_config": {"depth": 3, "hidden_size": 72, "num_heads": 3, "out_hidden_size": 48}
+            | {"intermediate_size": 80, "image_size": 56, "patch_size": 14},
+        },
+        ("glm4v.image_processing_pil_glm4v", "Glm4vImageProcessorPil"),
+        {"size": {"shortest_edge": 12544, "longest_edge": 32 * 28 * 28}},
+        ("pixel_values", "image_grid_thw"),
+    ),
     "idefics3": Family(
         "Idefics3ForConditionalGeneration",
         "Idefics3Config",
