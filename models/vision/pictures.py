@@ -134,13 +134,13 @@ def smart_resize(height: int, width: int, factor: int, low: int, high: int) -> t
             "crop it"
         )
     tall, wide = (round(side / factor) * factor for side in (height, width))
-    if tall * wide > high:
-        beta = (height * width / high) ** 0.5
-        tall, wide = (max(factor, int(side / beta // factor) * factor) for side in (height, width))
-    elif tall * wide < low:
+    if tall * wide < low:
         beta = (low / (height * width)) ** 0.5
-        tall, wide = (-(-side * beta // factor) * factor for side in (height, width))
-    return int(tall), int(wide)
+        tall, wide = (int(-(-side * beta // factor)) * factor for side in (height, width))
+    if tall * wide > high:
+        beta, most = (height * width / high) ** 0.5, high // factor**2 * factor
+        tall, wide = (max(factor, min(int(side / beta // factor) * factor, most)) for side in (height, width))
+    return tall, wide
 
 
 def interpolated(table: NDArray[np.float32], rows: int, columns: int) -> NDArray[np.float32]:

@@ -222,7 +222,7 @@ class Lfm2(Siglip):
         is_large = tall * wide > 2 * self.most
         if tall * wide > most:
             beta = math.sqrt(height * width / (most * side**2))
-            tall, wide = (max(1, math.floor(each / beta / side)) for each in (height, width))
+            tall, wide = (min(max(1, math.floor(each / beta / side)), most) for each in (height, width))
         elif tall * wide < min(self.least, most):
             beta = math.sqrt(min(self.least, most) * side**2 / (height * width))
             tall, wide = (math.ceil(each * beta / side) for each in (height, width))

@@ -123,5 +123,14 @@ def test_the_command_line_writes_the_same_file(
         assert len(ours.tensors) == len(theirs.tensors) > 30
 
 
+@pytest.mark.parametrize("name", ["gemma4v", "glm4v", "lfm2", "pixtral", "qwen3vl_merger"])
+def test_a_budget_is_kept_whatever_the_shape(made: Any, name: str) -> None:
+    encoder = Encoder.open(made(name)[2])
+    for shape in ((1, 150), (150, 1), (1, 1), (3, 7), (300, 200)):
+        for max_tokens in (1, 5, 100):
+            assert encoder.prepare(np.zeros((*shape, 3), np.uint8), max_tokens).n_tokens <= max_tokens
+    encoder.close()
+
+
 def test_all_families_are_compared() -> None:
     assert set(FAMILIES) == set(PROJECTORS)
