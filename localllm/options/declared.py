@@ -28,7 +28,8 @@ from localllm.options.types import DEFAULT_DRAFTS, MAX_DRAFTS, Overflow, Specula
 
 if TYPE_CHECKING:
     from localllm.kernels.graph import CacheType
-    from localllm.options.types import LoadProgress, LogitsProcessor, Priority, Progress
+    from localllm.options.keywords import LogitsProcessor
+    from localllm.options.types import LoadProgress, Priority, Progress
 
 _Documented = TypeVar("_Documented")
 

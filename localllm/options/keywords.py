@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypedDict
 
+import numpy as np
+import numpy.typing as npt
+
 from localllm.options.declared import CheckedOptions, Sampling, describes
-from localllm.options.types import LogitsProcessor, Overflow, Priority, Progress, Speculate
+from localllm.options.types import Overflow, Priority, Progress, Speculate
+
+#: The ids so far (int32 ``[n]``, read-only) and the logits (float32 ``[n_vocab]``, free to change in place)
+#: -> the logits to go on with (float32 ``[n_vocab]``).
+LogitsProcessor = Callable[[npt.NDArray[np.int32], npt.NDArray[np.float32]], npt.NDArray[np.float32]]
 
 
 class SamplingOptions(TypedDict, total=False):

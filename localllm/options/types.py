@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal, TypeAlias
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
+from typing import Literal
 
 #: What happens to a prompt that is too long: it is refused, or its oldest part is left out.
 Overflow = Literal["error", "truncate"]
@@ -28,10 +24,6 @@ Progress = Callable[[int, int], object]
 #: Called while a model is loaded: "weights" with the bytes packed and the bytes of all, and "kernels" with the
 #: kernels compiled and those to compile, which the first start on a machine has to do.
 LoadProgress = Callable[[str, int, int], object]
-
-#: The ids so far (int32 ``[n]``, read-only) and the logits (float32 ``[n_vocab]``, free to change in place)
-#: -> the logits to go on with (float32 ``[n_vocab]``).
-LogitsProcessor: TypeAlias = "Callable[[npt.NDArray[np.int32], npt.NDArray[np.float32]], npt.NDArray[np.float32]]"
 
 #: Drafts a step at most where nobody asks for a number: with the token before them, as many as the CPU's kernels
 #: multiply at once.

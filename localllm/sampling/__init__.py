@@ -1,7 +1,7 @@
 """How the next token is chosen from the logits."""
 
 from localllm.options.declared import Sampling
-from localllm.options.types import LogitsProcessor
+from localllm.options.keywords import LogitsProcessor
 from localllm.sampling.sampler import (
     Choice,
     Sampler,
