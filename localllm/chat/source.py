@@ -6,12 +6,15 @@ Apart from `localllm.chat.template`, for jinja2 takes a while to import, and who
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from localllm.errors import TemplateError, path_text, quoted
 from localllm.tokenizer.vocabulary import MetadataFile
 
 _KEY = "tokenizer.chat_template"
+#: What a named template is for: the variable that is given.
+USES = {"tool_use": "tools", "rag": "documents"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,10 +24,12 @@ class TemplateSource:
     Attributes:
         text: jinja2 text; None if there is none.
         where: its name in error messages.
+        named: texts of others in the same file, by `USES`' names.
     """
 
     text: str | None
     where: str = "the chat template given"
+    named: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of_file(cls, file: MetadataFile, name: str | None = None) -> TemplateSource:
@@ -45,4 +50,6 @@ class TemplateSource:
             raise TemplateError(
                 f"{path_text(file.path)}: {key} is not a string; the file is damaged or badly converted"
             )
-        return cls(text, f"the chat template of {path_text(os.path.basename(file.path))}")
+        found = {} if name is not None else {each: file.metadata.get(f"{_KEY}.{each}") for each in USES}
+        named = {each: text for each, text in found.items() if isinstance(text, str)}
+        return cls(text, f"the chat template of {path_text(os.path.basename(file.path))}", named)

@@ -19,7 +19,7 @@ from localllm.chat import sandbox
 from localllm.chat.built_in import CHATML
 from localllm.chat.conversation import EXAMPLE, Image, Message, read_messages
 from localllm.chat.rendering import Rendering
-from localllm.chat.source import TemplateSource
+from localllm.chat.source import USES, TemplateSource
 from localllm.errors import TemplateError, quoted, warn
 from localllm.tokenizer import Tokenizer
 from localllm.tokenizer.vocabulary import MetadataFile
@@ -48,6 +48,7 @@ class ChatTemplate:
         eos_token: str = "",
         where: str = "the chat template",
         is_fallback: bool = False,
+        named: Mapping[str, str] | None = None,
     ) -> None:
         """Compile a template.
 
@@ -55,6 +56,7 @@ class ChatTemplate:
             source: jinja2 text.
             bos_token, eos_token: texts of these tokens, which templates write out themselves.
             where: the template's name in error messages.
+            named: templates used instead where there are tools (``tool_use``) or documents (``rag``).
 
         Raises:
             TemplateError: ``source`` is not a valid template, or too long.
@@ -63,6 +65,8 @@ class ChatTemplate:
         self.is_fallback = is_fallback
         self._where = where
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
+        self._named = dict(named or {})
+        self._compiled: dict[str, ChatTemplate] = {}  # of those
         try:
             self._template, self._names = sandbox.compile_template(source)
         except jinja2.TemplateSyntaxError as error:
@@ -103,11 +107,27 @@ class ChatTemplate:
             eos_token=_token_text(tokenizer, tokenizer.eos_id),
             where=source.where,
             is_fallback=source.text is None,
+            named=source.named,
         )
 
     def reads(self, name: str) -> bool:
-        """Whether the template's text reads the variable ``name`` at all, such as ``tools``."""
-        return name in self._names
+        """Whether the template reads the variable ``name`` at all, such as ``tools``, or another is used for it."""
+        return name in self._names or any(USES[each] == name for each in self._named)
+
+    def used_for(self, given: Mapping[str, object]) -> ChatTemplate:
+        """The template that renders with these variables: one that is named for them, or this one.
+
+        Raises:
+            TemplateError: it is not valid.
+        """
+        for name, text in self._named.items():
+            if given.get(USES[name]):
+                if name not in self._compiled:
+                    where = f"{self._where} called {quoted(name)}"
+                    bos, eos = self._tokens.values()
+                    self._compiled[name] = ChatTemplate(text, bos_token=bos, eos_token=eos, where=where)
+                return self._compiled[name]
+        return self
 
     def render(
         self,
@@ -188,6 +208,8 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, object]] | None,
         given: Mapping[str, object],
     ) -> str:
+        if (used := self.used_for({"tools": tools, **given})) is not self:
+            return used._rendered(conversation, add_generation_prompt, tools, given)
         variables = self._told(tools) | self._rendering.variables(given)
         inputs = {"tools": tools, "add_generation_prompt": add_generation_prompt, **variables}
         try:

@@ -530,7 +530,7 @@ def _submit(ask: Ask, llm: LLM, client: str) -> list[Stream]:
             _check_length(prompt.text if isinstance(prompt, SeenPrompt) else prompt, llm.info.context)
         begins = [partial(_stream, llm, each, parse_special=ask.special) for each in ask.prompts]
     else:
-        template = llm.chat_template.source
+        template = llm.chat_template.used_for({"tools": ask.tools}).source
         is_strict = any(tool["function"].get("strict") for tool in ask.tools)
         calls_in_json = "<tool_call>" in template and "<function=" not in template and "<arg_key>" not in template
         if is_strict and calls_in_json and not {"json_schema", "regex", "grammar"} & ask.options.keys():

@@ -146,6 +146,23 @@ def test_the_template_of_a_file() -> None:
         ChatTemplate.from_gguf(chat_file("{% if %}"), Tokenizer.from_gguf(file))
 
 
+def test_templates_named_for_a_use_are_used_for_it() -> None:
+    metadata = {"tokenizer.chat_template": "plain", "tokenizer.chat_template.rag": "{{ documents[0] }}"}
+    metadata["tokenizer.chat_template.tool_use"] = "{{ bos_token }}{{ tools[0].name }}"
+    file = FakeFile(spm_metadata(tiny_spm_pieces()) | metadata)
+    template = ChatTemplate.from_gguf(file, Tokenizer.from_gguf(file))
+    chat = [{"role": "user", "content": "Hi"}]
+    assert template.render(chat) == template.render(chat, tools=[], documents=[]) == "plain"
+    assert template.render(chat, tools=[{"name": "now"}]) == "<s>now"
+    assert template.render(chat, documents=["a page"]) == "a page"
+    assert [template.reads(name) for name in ("tools", "documents", "messages")] == [True, True, False]
+    broken = FakeFile(file.metadata | {"tokenizer.chat_template.rag": "{% if %}"})
+    template = ChatTemplate.from_gguf(broken, Tokenizer.from_gguf(file))
+    assert template.render(chat) == "plain"
+    with pytest.raises(TemplateError, match="called 'rag' is not valid"):
+        template.render(chat, documents=["a page"])
+
+
 def test_a_file_without_template_gets_chatml_and_says_so() -> None:
     file = chat_file(None)
     tokenizer = Tokenizer.from_gguf(file)
