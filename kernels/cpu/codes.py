@@ -25,7 +25,9 @@ def load_bits_raised(b, address, n, mask, up):
 
 
 def _bits(b: Any, x: Any, n: Any, mask: int) -> Any:
-    # No processor shifts bytes.  Words do as well: the mask drops what comes in from the neighbour.
+    if dot_kind() == "sdot":
+        return b.and_(b.lshr(x, broadcast(b, b.trunc(n, i8), 64)), constant(mask, i8, 64))
+    # x86 does not shift bytes.  Words do as well: the mask drops what comes in from the neighbour.
     words = ir.VectorType(i16, 32)
     shifted = b.lshr(b.bitcast(x, words), broadcast(b, b.trunc(n, i16), 32))
     return b.and_(b.bitcast(shifted, i8x64.llvm), constant(mask, i8, 64))
@@ -59,8 +61,8 @@ def bit_packed_word(b, *values):
 
 def _moved_bits(b: Any, x: Any, first: int, to: int, n: int) -> Any:
     """Bits first … first + n - 1 of each byte as bits to … to + n - 1, the others 0."""
-    words = b.bitcast(x, ir.VectorType(i16, 32))
-    distance = constant(abs(to - first), i16, 32)
+    words = x if dot_kind() == "sdot" else b.bitcast(x, ir.VectorType(i16, 32))
+    distance = ir.Constant(words.type, [abs(to - first)] * words.type.count)
     moved = b.shl(words, distance) if to > first else b.lshr(words, distance)  # see `_bits`
     return b.and_(b.bitcast(moved, i8x64.llvm), constant(((1 << n) - 1) << to, i8, 64))
 

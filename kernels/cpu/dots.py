@@ -81,8 +81,13 @@ def _with_activations(b: Any, weights: Sequence[Any], x: Any) -> list[tuple[Any,
     """Each vector of codes with the four activations at x that belong to it, in every word."""
     pairs = []
     for v, w in enumerate(weights):
-        four = load(b, b.add(x, ir.Constant(i64, 4 * v)), i32)
-        pairs.append((w, b.bitcast(broadcast(b, four, 16), i8x64.llvm)))
+        if dot_kind() == "sdot":  # which takes them from a lane of sixteen bytes
+            if v % 4 == 0:
+                words = load(b, b.add(x, ir.Constant(i64, 4 * v)), ir.VectorType(i32, 4))
+            every = b.shuffle_vector(words, words, ir.Constant(ir.VectorType(i32, 16), [v % 4] * 16))
+        else:
+            every = broadcast(b, load(b, b.add(x, ir.Constant(i64, 4 * v)), i32), 16)
+        pairs.append((w, b.bitcast(every, i8x64.llvm)))
     return pairs
 
 

@@ -63,6 +63,7 @@ def test_integers_are_multiplied_by_dot_products(type: KernelType) -> None:
     repeats = {GGMLType.Q2_K: 4, GGMLType.Q3_K: 4, GGMLType.Q4_K: 4, GGMLType.Q5_K: 4, GGMLType.Q6_K: 4}
     assert dots >= layout.columns // 32 * 32 // repeats.get(type, 1)
     assert any(i.startswith("prfm") for i in code)  # it reads ahead
+    assert all(re.search(r"\.4b\[\d\]$", i) for i in code if i.startswith("sdot"))  # activations are read by sixteen
     if type is GGMLType.IQ4_NL or type in LUT_TYPES:
         assert any(i.startswith("tbl") for i in code)
 
