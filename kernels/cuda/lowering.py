@@ -561,7 +561,8 @@ class Lowering:
         for norm, dim in zip(op.norms, (kept.key_dim, kept.key_dim, kept.value_dim), strict=True):
             n = 0 if norm is None else dim if norm.weight is None else norm.weight.shape[0]
             norms += [norm and self.weights.vector(norm.weight), n, float(norm.eps) if norm else 0.0]
-        n_heads = q.width // kept.key_dim
+        # Keys that are the queries too, of an indexer, are only kept.
+        n_heads = 0 if op.q is op.k else q.width // kept.key_dim
         row_bytes = 2 * q.bytes_of(1) + sum(x.bytes_of(1) for x in others) + (kept.bytes_per_token() if k else 0)
         self.call(
             "rope + append",
@@ -630,7 +631,7 @@ class Lowering:
         stride = limits.cache.n_pages[0] * PAGE
         scores, cache = Buffer(4 * _SCORED_TOKENS * stride), limits.cache.layer(kept.key)[:2]
         header, starts, _, _, *tables = batch.attention(limits.cache.groups[kept.key])
-        defines = _selection_defines(kept, op.k // op.run) | {"HEADS": op.n_heads, "DIM": op.dim, "RUN": op.run}
+        defines = selection_defines(kept, op.k // op.run) | {"HEADS": op.n_heads, "DIM": op.dim, "RUN": op.run}
         if op.pool is not None:
             slots = batch.slots[limits.cache.groups[kept.key]]
             pooled = header, batch.positions, slots, self.weights.vector(op.pool), padded(op.dim), cache[0]
@@ -669,7 +670,7 @@ class Lowering:
             128,
             *(header, starts, *tables, batch.positions, selected, *limits.cache.layer(kept.key)[:2], q, y),
             *(self.weights.vector(op.sinks), float(op.scale)),
-            defines=_selection_defines(kept, selected.width),
+            defines=selection_defines(kept, selected.width),
             cost=lambda sizes: Cost(sizes.n_tokens * n_bytes, 4 * sizes.n_tokens * selected.width * q.width),
         )
         return y
@@ -960,7 +961,7 @@ def columns(x: Stored) -> Grid:
     return lambda n: (-(-x.width // _GATE_COLUMNS), n)
 
 
-def _selection_defines(kept: g.KVCache, k: int) -> dict[str, int | str]:
+def selection_defines(kept: g.KVCache, k: int) -> dict[str, int | str]:
     """What selection.cu is compiled for, without the indexer's heads."""
     return {**append_defines(kept), "TOP": k}
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -61,6 +62,19 @@ _MAX_KEPT = 32
 
 #: A rule of llama.cpp's GBNF; Lark's have a colon alone.
 _GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
+#: An escape of GBNF, by its number where it is one of a character beyond a byte.
+_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
+
+
+def _spelled(escape: re.Match[str]) -> str:
+    r"""What llguidance's reader of GBNF knows in place of ``\u`` and ``\U``: the character itself, or ``\x``."""
+    if escape[1] is None and escape[2] is None:
+        return escape[0]
+    number = int(escape[1] or escape[2], 16)
+    if number > sys.maxunicode or 0xD800 <= number <= 0xDFFF:
+        raise ValueError(f"{escape[0]} is no character")
+    return chr(number) if number >= 0x80 else f"\\x{number:02x}"
+
 
 #: Tokens at a prompt's end among which a tag is looked for.
 _LAST_TOKENS = 16
@@ -95,7 +109,7 @@ def _read(sampling: Sampling) -> tuple[str, list[str]]:
             lark = sampling.grammar or ""
             if _GBNF_RULE.search(lark):
                 complaint = "is not valid GBNF"
-                lark = gbnf_to_lark(lark)
+                lark = gbnf_to_lark(_ESCAPE.sub(_spelled, lark))
             for start, end in reversed([place for place, _ in _schemas(lark)]):
                 schema, more = _held(lark[start:end])
                 lark, not_held = lark[:start] + schema + lark[end:], not_held + more

@@ -88,7 +88,7 @@ def test_a_prompt_may_open_the_thought(llm: LLM) -> None:
 
 
 def test_a_malformed_call_is_text_with_a_warning(llm: LLM) -> None:
-    bad = "Now <tool_call>add(1)</tool_call>"
+    bad = "Now <tool_call>subtract(1)</tool_call>"
     with pytest.warns(UserWarning, match="a call of a tool was left as text: there is no tool") as caught:
         done = llm.chat(MESSAGES, tools=TOOLS, regex=re.escape(bad), max_tokens=300)
     assert (done.text, done.tool_calls) == (bad, ())

@@ -20,9 +20,10 @@ from localllm.kernels.cuda import matmul
 from localllm.kernels.cuda.attention import Variant, choose_variant
 from localllm.kernels.cuda.cache import append_defines
 from localllm.kernels.cuda.driver import Defines, Launch
+from localllm.kernels.cuda.lowering import selection_defines
 from localllm.kernels.cuda.matmul import PACKED_FORMATS, ProductLimits
 from localllm.kernels.cuda.module import flat_source
-from localllm.kernels.graph import CACHE_TYPES, CacheType, KVCache
+from localllm.kernels.graph import CACHE_TYPES, CacheType, Graph, KVCache
 from localllm.quant.lut import KernelType
 from tests.cuda_on_cpu import nvrtc
 from tests.cuda_on_cpu.nvrtc import Resources
@@ -35,12 +36,28 @@ BUDGETS = Path(__file__).with_name("registers.json")
 SHARED_BYTES = {75: 64 << 10, 80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 120: 99 << 10}
 #: Rows of activations: one for each variant of a kernel.
 ROWS = (1, 2, 4, 8, 16, 24, 32, 64, 512)
-#: Of Qwen 3.5, Kimi Linear and Mamba 2.
+
+
+def one_key(key_dim: int, value_dim: int | None = None, **more: bool) -> KVCache:
+    """A cache of one key a token, which has its value."""
+    graph = Graph()
+    graph.layer = 0
+    return graph.kv_cache(1, key_dim, value_dim, values_in_keys=True, **more)
+
+
+#: Of Qwen 3.5, Kimi Linear, Mamba 2 and Mamba.
 RECURRENCES: dict[str, Defines] = {
     "gated delta": {"ROWS": 128, "COLUMNS": 32, "DELTA": 1, "PER_CHANNEL": 0},
     "gated delta by channel": {"ROWS": 128, "COLUMNS": 32, "DELTA": 1, "PER_CHANNEL": 1},
     "scan 128": {"ROWS": 128, "COLUMNS": 32, "DELTA": 0, "PER_CHANNEL": 0},
     "scan 256": {"ROWS": 256, "COLUMNS": 32, "DELTA": 0, "PER_CHANNEL": 0},
+    "channel scan": {"STATES": 16},
+}
+#: Of DeepSeek V3.2, and with runs as GLM-5.3 has them.
+SELECTIONS: dict[str, Defines] = {
+    "selection": selection_defines(one_key(128, is_index=True), 2048) | {"HEADS": 64, "DIM": 128, "RUN": 1},
+    "selection of runs": selection_defines(one_key(384, is_index=True), 256) | {"HEADS": 32, "DIM": 128, "RUN": 8},
+    "attention to a selection": selection_defines(one_key(576, 512), 2048),
 }
 HEAD_DIMS = (16, 64, 80, 96, 128, 256)
 
@@ -75,6 +92,8 @@ def everything() -> list[Case]:
             cases[name, architecture] = Case(name, "convolution", architecture, {"KERNEL": kernel})
         for name, defines in RECURRENCES.items():
             cases[name, architecture] = Case(name, "recurrent", architecture, defines)
+        for name, defines in SELECTIONS.items():
+            cases[name, architecture] = Case(name, "selection", architecture, defines)
     return list(cases.values())
 
 

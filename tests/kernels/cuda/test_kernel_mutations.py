@@ -23,6 +23,7 @@ from localllm.kernels.cuda.attention import Heads, Variant, choose_variant
 from localllm.kernels.cuda.cache import append_defines
 from localllm.kernels.cuda.calls import Mixture
 from localllm.kernels.cuda.driver import Defines
+from localllm.kernels.cuda.lowering import selection_defines
 from localllm.kernels.cuda.matmul import PACKED_FORMATS, ProductLimits
 from localllm.kernels.cuda.module import FOLDER
 from localllm.kernels.cuda.roofline import KINDS, CUDARoofline, Kind
@@ -39,6 +40,7 @@ from tests.helpers.run_model import make_batch
 from tests.helpers.weights import random
 from tests.kernels import test_operations as operations
 from tests.kernels.cuda.device import Device, load, multiply, quantise
+from tests.kernels.cuda.registers import one_key
 from tests.kernels.cuda.test_append import Written, heads_of
 from tests.kernels.cuda.test_attention import Talk, smallest
 from tests.kernels.cuda.test_elementwise import (
@@ -222,6 +224,20 @@ SUMMED = matmul.summed_launch(PACKED_FORMATS[T.Q8_0], 40, N_FF, 2, K)
 WANTED = np.array([4, 0, 0, 1], np.int32)
 F16 = replace(choose_variant(Variant(8, 8, "f16"), 99 << 10), warps=2)
 Q8_0 = replace(choose_variant(Variant(8, 8, "q8_0"), 99 << 10), warps=2)
+
+
+def of_index(kernel: str, dim: int, k: int, run: int) -> Case:
+    """Of an indexer of five heads that chooses k positions, or runs of so many."""
+    kept = one_key(3 * dim if run > 1 else dim, is_index=True, is_exact=run > 1)
+    defines: Defines = selection_defines(kept, k // run) | {"HEADS": 5, "DIM": dim, "RUN": run}
+    made = (
+        (lambda: operations.attention_to_runs(k))
+        if run > 1
+        else lambda: operations.selected_attention(k, "f16", True)
+    )
+    return operation(kernel, "selection", defines, made)
+
+
 CASES = {
     "pack": Case("pack", "pack", PACKED_FORMATS[T.Q6_K].defines, pack),
     "embed": Case("embed", "embed", PACKED_FORMATS[T.Q6_K].defines, embed),
@@ -257,6 +273,20 @@ CASES = {
     ),
     "recurrence": recurrence(is_per_channel=False),
     "recurrence by channel": recurrence(is_per_channel=True),
+    "channel_scan": operation("channel_scan", "recurrent", {"STATES": 16}, lambda: operations.channel_scan(48, 16)),
+    "hyper_weights": operation("hyper_weights", "elementwise", {}, lambda: operations.hyper_weights(3, 4)),
+    "mix_streams": operation("mix_streams", "elementwise", {}, lambda: operations.mix_streams(3, 4, True)),
+    "root_mean_square": operation("root_mean_square", "elementwise", {}, lambda: operations.root_mean_square(100)),
+    "above_deviation": operation("above_deviation", "elementwise", {}, lambda: operations.above_deviation(100, 1.3)),
+    "pool_keys": of_index("pool_keys", 32, 16, 8),
+    "index_scores": of_index("index_scores", 24, 20, 1),
+    "index_select": of_index("index_select", 24, 20, 1),
+    "attention_selected": operation(
+        "attention_selected",
+        "selection",
+        selection_defines(one_key(72, 64), 20),
+        lambda: operations.selected_attention(20, "f16", True),
+    ),
     "softcap": elementwise("softcap", soft_capped),
     "head_gate": operation("head_gate", "elementwise", {}, lambda: operations.head_gate("sigmoid")),
     "clamp": operation("clamp", "elementwise", {}, lambda: operations.clamp(-0.5)),

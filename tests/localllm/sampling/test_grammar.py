@@ -214,6 +214,17 @@ def test_lark_and_gbnf_are_told_apart(grammar: str) -> None:
     assert 256 in allowed(held, 257)
 
 
+def test_characters_of_gbnf_by_their_numbers(llm: LLM) -> None:
+    def written(grammar: str) -> str:
+        return llm.generate("x", grammar=grammar, max_tokens=40, temperature=0).text
+
+    assert written(r'root ::= "\u00e9\x41" "\U0001F600" [\u0042-\u0042]') == "éA😀B"
+    assert written(r'root ::= "\\u00e9" "\u0022"') == r"\u00e9" + '"'
+    for wrong in (r"\uD800", r"\U00110000"):
+        with pytest.raises(GrammarError, match="is no character"):
+            written(f'root ::= "{wrong}"')
+
+
 def test_a_grammar_begins_after_the_thought_that_the_prompt_opens() -> None:
     tokenizer = bytes_tokenizer("<think>", "</think>")
     held = constraint(tokenizer, "Why? <think>\n", regex="yes|no")
