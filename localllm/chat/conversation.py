@@ -109,8 +109,8 @@ class Message:
 
     @property
     def text(self) -> str:
-        """All its texts, as lines, as llama.cpp and vLLM join them."""
-        return "\n".join(part for part in self.parts if isinstance(part, str))
+        """All its texts."""
+        return "".join(part for part in self.parts if isinstance(part, str))
 
     @property
     def images(self) -> tuple[Image, ...]:

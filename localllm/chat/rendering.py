@@ -228,11 +228,11 @@ class Rendering:
             return [_part(part) if isinstance(part, str) else {"type": "image"} for part in parts]
         texts = [part for part in parts if isinstance(part, str)]
         if not self._takes_text and self._takes_parts:
-            texts = texts if len(texts) < 2 or self._takes_several_parts else ["\n".join(texts)]
+            texts = texts if len(texts) < 2 or self._takes_several_parts else ["".join(texts)]
             return [_part(text) for text in texts]
         if len(texts) > 1 and self._takes_several_parts:
             return [_part(text) for text in texts]
-        return "\n".join(texts)
+        return "".join(texts)
 
     def _message(self, message: Message) -> dict[str, Any]:
         parts = message.parts

@@ -11,6 +11,7 @@ _CORS = "is of CORS, or of llama-server's proxy"
 NOT_HERE = {_NO_MODEL, _ROUTER, _CORS}
 
 _OTHER_RANDOM_NUMBERS = "a seed gives another text: random numbers are drawn otherwise"
+_PARTS = "parts of a message are joined without a line end between them"
 _OWN_CONTEXT = "-c is the context of each request, not of all slots together"
 _TEMPLATE_NAMES = "--chat-template takes jinja2, or a name of localllm.chat.built_in"
 _ALWAYS_THERE = "/metrics and the page are there without a flag"
@@ -30,7 +31,7 @@ _BY_NAME = {
     "test_speculative::": _NO_MODEL,
     "test_lora::": _NO_MODEL,
     "test_chat_completion::test_chat_completion[None-Book-Hey": _OTHER_RANDOM_NUMBERS,
-    "test_chat_completion::test_chat_completion[None-Book-user_prompt": _OTHER_RANDOM_NUMBERS,
+    "test_chat_completion::test_chat_completion[None-Book-user_prompt": _PARTS,
     "test_completion::test_completion[": _OTHER_RANDOM_NUMBERS,
     "test_completion::test_completion_with_openai_library": _OTHER_RANDOM_NUMBERS,
     "test_completion::test_completion_stream_with_openai_library": _OTHER_RANDOM_NUMBERS,
@@ -41,7 +42,7 @@ _BY_NAME = {
     "test_ctx_shift::test_ctx_shift_enabled": "a text ends where the context is full: --context-shift is refused",
     "test_chat_completion::test_chat_completion[None-Book-What is the best book-8-^ blue": _TEMPLATE_NAMES,
     "test_chat_completion::test_chat_template": _TEMPLATE_NAMES,
-    "test_chat_completion::test_chat_template_assistant_prefill[prefill1": "parts of a message are joined otherwise",
+    "test_chat_completion::test_chat_template_assistant_prefill[prefill1": _PARTS,
     "test_chat_completion::test_invalid_chat_completion_req[messages7": "two replies in a row are taken",
     "test_chat_completion::test_return_progress": _BATCHES,
     "test_metrics::test_metrics_disabled": _ALWAYS_THERE,
