@@ -61,7 +61,7 @@ class Encoder:
     _file: GGUFFile
     backend: Backend | None = None
     _step: Step | None = None
-    _sizes: tuple[int, int] = (0, 0)
+    _sizes: tuple[int, ...] = (0, 0, 0)  # patches, rows and pages of the cache that the step has room for
     #: Pictures by their files' hashes and bounds of tokens, those that came last.
     _known: dict[tuple[bytes, int | None], Picture] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -240,9 +240,8 @@ class Encoder:
         """One step: [N, n_embeddings, width]."""
         lengths = [frame.axes.shape[1] for frame in frames]
         starts = np.cumsum([0, *lengths]).astype(np.int32)
-        step = self._compiled(int(starts[-1]), sum(len(frame.outputs) for frame in frames), lengths)
-        per_page = step.cache.page_size
-        pages = [-(-length // per_page) for length in lengths]
+        pages = [-(-length // self._computed_by.page_size) for length in lengths]
+        step = self._compiled(int(starts[-1]), sum(len(frame.outputs) for frame in frames), sum(pages))
         tables = np.zeros((1, len(frames), max(pages)), np.int32)
         begin = 0
         for table, n in zip(tables[0], pages, strict=True):
@@ -263,19 +262,14 @@ class Encoder:
         rows = (yield from step.run_in_pieces(batch, PIECE_S, given)).rows()
         return np.stack([rows, *(step.value(x) for x in self.model.further)], axis=1)
 
-    def _compiled(self, n_tokens: int, n_outputs: int, lengths: Sequence[int]) -> Step:
-        """A step with room for so many patches: that of before, or a larger one in its place."""
-        if self._step is None or n_tokens > self._sizes[0] or n_outputs > self._sizes[1]:
+    def _compiled(self, *sizes: int) -> Step:
+        """A step with room for so many patches, rows and pages: that of before, or a larger one in its place."""
+        if self._step is None or any(size > room for size, room in zip(sizes, self._sizes, strict=True)):
             before = self._step  # until the new one has its weights
-            self._sizes = max(n_tokens, self._sizes[0]), max(n_outputs, self._sizes[1])
-            # Frames' last pages may be all but empty; smaller ones than these come in as many pages at most.
-            n_pages = -(-self._sizes[0] // self._computed_by.page_size) + self._sizes[0] // min(lengths)
+            n_tokens, n_outputs, n_pages = self._sizes = tuple(map(max, sizes, self._sizes))
             graph = self.model.graph
             self._step = self._computed_by.compile(
-                graph,
-                n_pages=(n_pages,) * len(graph.windows),
-                max_tokens=self._sizes[0],
-                max_outputs=self._sizes[1],
+                graph, n_pages=(n_pages,) * len(graph.windows), max_tokens=n_tokens, max_outputs=n_outputs
             )
             del before
         return self._step

@@ -416,12 +416,13 @@ def _drawn_json(llm: LLM, id_: int, logprob: float | None) -> dict[str, Any]:
 
 def _end(answer: Answer, reply: Reply, body: _Completion) -> dict[str, Any]:
     stream = answer.streams[reply.index]
+    wants_prompt = body.verbose or "prompt" in (body.response_fields or ())  # which may be long
     stop = "word" if reply.stop_text is not None else "eos" if reply.finish_reason == "stop" else "limit"
     return {
         "index": reply.index,
         "content": "",
         "tokens": stream.tokens[stream.usage.prompt_tokens :] if body.return_tokens else [],
-        "prompt": answer.prompt_text(reply.index),
+        **({"prompt": answer.prompt_text(reply.index)} if wants_prompt else {}),
         "has_new_line": "\n" in reply.text,
         "model": answer.served.name,
         "stop": True,

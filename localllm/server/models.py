@@ -135,18 +135,21 @@ class Models:
             takes_any_name: whether a name that is not known means the first one.
         """
         aliases = sorted(aliases)
-        self._aliases: frozenset[str] = frozenset()
-        self.served = {
-            name: ServedModel(name, each.source, ttl_s if each.ttl_s is None else each.ttl_s, preset=each)
-            if isinstance(each, Preset)
-            else ServedModel(name, each, ttl_s)
-            for name, each in sources.items()
-        }
-        if aliases and self.served:
-            first, *others = self.served.values()
-            self._aliases = frozenset(map(_key, (*aliases, first.name)))
-            first.name, first.aliases, first.tags = aliases[0], aliases, tuple(tags)
-            self.served = {model.name: model for model in (first, *others)}
+        self.served: dict[str, ServedModel] = {}
+        self._by_key: dict[str, ServedModel] = {}
+        for name, each in sources.items():
+            if isinstance(each, Preset):
+                own_ttl_s = ttl_s if each.ttl_s is None else each.ttl_s
+                model = ServedModel(name, each.source, own_ttl_s, preset=each, aliases=each.aliases)
+            else:
+                model = ServedModel(name, each, ttl_s)
+            if not self.served:
+                model.tags = tuple(tags)
+                if aliases:
+                    model.name, model.aliases = aliases[0], (*aliases, *model.aliases)
+            self.served[model.name] = model
+            self._by_key |= dict.fromkeys(map(_key, model.aliases), model)
+            self._by_key[_key(name)] = model
         self.n_loads, self.prompts = 0, prompts
         self.adapters = dict(adapters or {})
         self.is_closed = False
@@ -154,11 +157,6 @@ class Models:
         self._load = load
         self._ttl_s = ttl_s
         self._takes_any_name = takes_any_name
-        self._by_key = {
-            _key(name): model
-            for model in self.served.values()
-            for name in (*(model.preset.aliases if model.preset else ()), model.name)
-        }
         self._loading = asyncio.Lock()
         # Not asyncio's own, which it would wait for in the end.
         self._threads = ThreadPoolExecutor(4, "localllm-models")
@@ -170,7 +168,7 @@ class Models:
             UnknownModelError: there is none.
         """
         first = next(iter(self.served.values()))
-        if not name or _key(name) in self._aliases:
+        if not name:
             return first
         found = self._by_key.get(_key(name), first if self._takes_any_name else None)
         if found is None:

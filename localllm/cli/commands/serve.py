@@ -68,12 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
     defaults = generation_options(arguments, settings)
     defaults.pop("adapters", None)  # requests name their own
     CheckedOptions.of(defaults)
-    keys = [key for text in (*arguments.api_keys, os.environ.get(KEY_VARIABLE, "")) for key in text.split(",") if key]
-    if arguments.key_file is not None:
-        lines = (line.strip() for line in read_text(arguments.key_file, "the file of API keys").splitlines())
-        keys += [line for line in lines if line and not line.startswith("#")]
-        if not keys:  # else everybody would be let in
-            raise UsageError(f"--api-key-file {path_text(arguments.key_file)} has no key: write one into each line")
+    keys = _api_keys(arguments)
     if arguments.lan:
         arguments.host = arguments.host if arguments.host not in _OWN else "0.0.0.0"
         arguments.hosts.append("*.local")  # by which phones know this machine
@@ -156,10 +151,10 @@ def run(arguments: argparse.Namespace) -> int:
         has_slots=arguments.slots,
     )
     with ExitStack() as sockets:
-        port, listening = arguments.port, list[socket.socket]()
-        for host in hosts:
+        listening = list[socket.socket]()
+        for host in hosts:  # of any free port the same for all
+            port = listening[0].getsockname()[1] if listening else arguments.port
             listening.append(sockets.enter_context(listen(host, port)))
-            port = listening[0].getsockname()[1]  # where any would do, they share one
         host, port = listening[0].getsockname()[:2]
         host = (lan_address() or host) if host == "0.0.0.0" else host  # the one that other devices can use
         server = Server(app, grace_s=arguments.grace, tls=(arguments.ssl_key, arguments.ssl_certificate))
@@ -172,6 +167,21 @@ def run(arguments: argparse.Namespace) -> int:
             server.run(sockets=listening)
     end_if_busy(0)
     return 0
+
+
+def _api_keys(arguments: argparse.Namespace) -> list[str]:
+    """Those of flags, of the environment and of a file.
+
+    Raises:
+        UsageError: the file cannot be read, or has none.
+    """
+    keys = [key for text in (*arguments.api_keys, os.environ.get(KEY_VARIABLE, "")) for key in text.split(",") if key]
+    if arguments.key_file is not None:
+        lines = (line.strip() for line in read_text(arguments.key_file, "the file of API keys").splitlines())
+        keys += [line for line in lines if line and not line.startswith("#")]
+        if not keys:  # else everybody would be let in
+            raise UsageError(f"--api-key-file {path_text(arguments.key_file)} has no key: write one into each line")
+    return keys
 
 
 def _words(given: Sequence[str]) -> list[str]:

@@ -59,8 +59,12 @@ SELECTIONS: dict[str, Defines] = {
     "selection of runs": selection_defines(one_key(384, is_index=True), 256) | {"HEADS": 32, "DIM": 128, "RUN": 8},
     "attention to a selection": selection_defines(one_key(576, 512), 2048),
 }
-#: Bytes that variants spill on some architecture: a few, which nobody has mended yet.
-KNOWN_SPILLS = {"append q8_0 256 by axes": 16, "attention to a selection": 28, "gated delta": 16}
+#: The bytes that variants spill at most, and their stack's, on some architecture: nobody has mended them yet.
+KNOWN_SPILLS = {
+    "append q8_0 256 by axes": (16, 8),
+    "attention to a selection": (28, 16),
+    "gated delta": (16, 8),
+}
 HEAD_DIMS = (16, 64, 80, 96, 128, 256)
 
 
@@ -152,7 +156,8 @@ def problems(case: Case, budgets: Budgets, found: dict[str, Resources]) -> list[
     wrong = []
     for kernel, taken in found.items():
         where = f"{kernel} of {case.name} for sm_{case.architecture}"
-        if taken.spill_bytes > KNOWN_SPILLS.get(case.name, 0):
+        known = KNOWN_SPILLS.get(case.name, (0, 0))
+        if taken.spill_bytes > known[0] or taken.stack_bytes > known[1]:
             wrong.append(f"{where} spills {taken.spill_bytes} bytes, and has a stack of {taken.stack_bytes}")
         budget = budgets.get(case.name, {}).get(kernel, {}).get(str(case.architecture))
         if budget is None:

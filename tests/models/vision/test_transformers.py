@@ -111,6 +111,19 @@ def by_colour(encoder: Encoder, prepared: Prepared, theirs: NDArray[np.float32])
     return 2 * (own - np.float32(0.5)) if encoder.family == "gemma4v" else own
 
 
+def test_many_small_pictures_after_a_larger_one(made: Any) -> None:
+    """Each takes a page of the cache, where the larger one took few for as many patches."""
+    encoder, (host, *_) = Encoder.open(made("pixtral")[2]), open_devices("cpu", threads=2)
+    encoder.backend = host.backend
+    large, small = (encoder.prepare(picture(side, side)) for side in (112, 28))
+    (alone,) = encoded(encoder, [small])
+    encoded(encoder, [large])
+    for rows in encoded(encoder, [small] * 12):
+        np.testing.assert_array_equal(rows, alone)
+    encoder.close()
+    host.close()
+
+
 def test_the_command_line_writes_the_same_file(
     made: Any, tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
