@@ -465,6 +465,18 @@ class Desk:
         finally:
             self.models.release(served)
 
+    async def read(self, request: Request, work: Callable[..., _T], *args: Any) -> _T:
+        """What ``work`` makes of a request's fields: in another thread where they are long.
+
+        Raises:
+            HTTPError: the server stops.
+            ClientDisconnect: the client has gone.
+            What ``work`` raises.
+        """
+        if request.state.n_bytes <= LONG_REQUEST:
+            return work(*args)
+        return await self._run(request, self._long_threads, work, *args)
+
     async def _run(self, request: Request, threads: ThreadPoolExecutor, work: Callable[..., _T], *args: Any) -> _T:
         """What ``work`` gives in another thread, waited for while there are a client and a server."""
         if self.is_cut:

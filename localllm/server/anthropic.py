@@ -161,7 +161,7 @@ async def messages(request: Request, desk: Desk) -> Response:
     body = await decode(request, MessagesRequest)
     if body.max_tokens is None:
         raise HTTPError(400, "max_tokens is missing: say how many tokens the reply may have")
-    answer = await desk.begin(_ask(body), request)
+    answer = await desk.begin(await desk.read(request, _ask, body), request)
     writer = _Writer()
     if body.stream:
         return EventStream(
@@ -231,5 +231,5 @@ class _Writer:
 
 
 async def count_tokens(request: Request, desk: Desk) -> Response:
-    ask = _ask(await decode(request, MessagesRequest))
+    ask = await desk.read(request, _ask, await decode(request, MessagesRequest))
     return json_response({"input_tokens": len(await desk.with_model(request, ask.model, ask.prompt_ids))})

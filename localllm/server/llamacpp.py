@@ -280,7 +280,7 @@ async def detokenize(request: Request, desk: Desk) -> Response:
 
 async def apply_template(request: Request, desk: Desk) -> Response:
     body = await decode(request, TemplateRequest)
-    messages, begun = begun_reply(read_messages(body.messages))
+    messages, begun = await desk.read(request, lambda: begun_reply(read_messages(body.messages)))
     variables = thinking_variables(None, body.chat_template_kwargs)
     if not body.add_generation_prompt:
         variables["add_generation_prompt"] = False

@@ -98,8 +98,13 @@ async def chat(request: Request, desk: Desk) -> Response:
 
     if not body.messages:
         return await _load_only(body, desk, message)
-    messages, begun = begun_reply([_message(number, each) for number, each in enumerate(body.messages)])
-    return await _answer(request, body, desk, _ask(body, messages=messages, reply_prefix=begun), message)
+    ask = await desk.read(request, _ask_of_chat, body)
+    return await _answer(request, body, desk, ask, message)
+
+
+def _ask_of_chat(body: OllamaRequest) -> Ask:
+    messages, begun = begun_reply([_message(number, each) for number, each in enumerate(body.messages or ())])
+    return _ask(body, messages=messages, reply_prefix=begun)
 
 
 def _message(number: int, message: dict[str, Any]) -> Message:

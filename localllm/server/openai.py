@@ -260,7 +260,7 @@ class _Head:
 
 async def chat_completions(request: Request, desk: Desk) -> Response:
     body = await decode(request, ChatRequest)
-    answer = await desk.begin(_ask_of_chat(body), request)
+    answer = await desk.begin(await desk.read(request, _ask_of_chat, body), request)
     if body.stream:
         head = _Head("chatcmpl-", "chat.completion.chunk", answer)
         begin = [
@@ -346,7 +346,7 @@ def _delta(chunk: Chunk) -> dict[str, Any]:
 
 async def chat_input_tokens(request: Request, desk: Desk) -> Response:
     """The tokens of the prompt that a chat would have."""
-    ask = _ask_of_chat(await decode(request, ChatRequest))
+    ask = await desk.read(request, _ask_of_chat, await decode(request, ChatRequest))
     n_tokens = len(await desk.with_model(request, ask.model, ask.prompt_ids))
     return json_response({"object": "response.input_tokens", "input_tokens": n_tokens})
 

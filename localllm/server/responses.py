@@ -145,7 +145,7 @@ async def responses(request: Request, desk: Desk) -> Response:
     body = await decode(request, ResponsesRequest)
     client = request.state.client
     before = desk.responses.get(body.previous_response_id, client).conversation if body.previous_response_id else []
-    answer = await desk.begin(_ask(body, before), request)
+    answer = await desk.begin(await desk.read(request, _ask, body, before), request)
     writer = _Writer(answer, body)
 
     def keep(reply: Reply) -> None:
@@ -177,7 +177,8 @@ async def input_tokens(request: Request, desk: Desk) -> Response:
     """The tokens of the prompt that a response would have."""
     body = await decode(request, ResponsesRequest)
     earlier = body.previous_response_id
-    ask = _ask(body, desk.responses.get(earlier, request.state.client).conversation if earlier else [])
+    before = desk.responses.get(earlier, request.state.client).conversation if earlier else []
+    ask = await desk.read(request, _ask, body, before)
     n_tokens = len(await desk.with_model(request, ask.model, ask.prompt_ids))
     return json_response({"object": "response.input_tokens", "input_tokens": n_tokens})
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,12 @@ import msgspec
 import pytest
 
 import localllm
+from localllm.chat.conversation import Message
 from localllm.cli.defaults import chat_template
 from localllm.cli.parser import parser_of
 from localllm.errors import UsageError
 from localllm.server import openai
+from localllm.server.answers import LONG_REQUEST
 from localllm.server.http import HTTPError, event, json_bytes, tolerant
 from localllm.server.ollama import _seconds
 from localllm.server.store import ResponseStore
@@ -288,3 +291,35 @@ def test_an_error_names_the_field_as_the_client_wrote_it(
 def test_an_error_has_the_name_of_its_field_for_programs(server: Serving) -> None:
     answer = post(server, "/v1/completions", APIS["/v1/completions"] | {"top_p": 3.5})
     assert answer.json()["error"]["param"] == "top_p"
+
+
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [
+        ("/v1/chat/completions", "messages"),
+        ("/v1/chat/completions/input_tokens", "messages"),
+        ("/v1/messages", "messages"),
+        ("/v1/messages/count_tokens", "messages"),
+        ("/v1/responses", "input"),
+        ("/v1/responses/input_tokens", "input"),
+        ("/api/chat", "messages"),
+        ("/apply-template", "messages"),
+    ],
+)
+def test_long_conversations_are_read_beside_the_event_loop(
+    server: Serving, monkeypatch: pytest.MonkeyPatch, path: str, field: str
+) -> None:
+    """Which meanwhile would send nobody his tokens."""
+    threads: set[str] = set()
+    make = Message.__init__
+
+    def noted(*args: Any, **fields: Any) -> None:
+        threads.add(threading.current_thread().name)
+        make(*args, **fields)
+
+    monkeypatch.setattr(Message, "__init__", noted)
+    body = {field: [{"role": "user", "content": "a text of a message"}] * 6000, "max_tokens": 1}
+    assert len(json.dumps(body)) > LONG_REQUEST
+    post(server, path, body)
+    assert threads
+    assert all(name.startswith("localllm-long") for name in threads)
