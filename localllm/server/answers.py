@@ -33,7 +33,7 @@ from localllm.generation.completion import Chunk, Stream
 from localllm.llm import LLM
 from localllm.options.declared import CheckedOptions, Sampling, declared
 from localllm.sampling import Choice
-from localllm.server.http import HTTPError, unless_gone
+from localllm.server.http import LONG_REQUEST, HTTPError, unless_gone
 from localllm.server.models import Models, ServedModel
 
 if TYPE_CHECKING:
@@ -44,8 +44,8 @@ _T = TypeVar("_T")
 #: Replies to one request, texts that end one, and characters of each of these, at most.
 MAX_REPLIES, MAX_STOPS, MAX_STOP_LENGTH = 64, 32, 1000
 
-#: Bytes of a request that is long, and characters of a prompt for each token of the context, at most.
-LONG_REQUEST, MAX_CHARACTERS = 256 << 10, 256
+#: Characters of a prompt for each token of the context, at most.
+MAX_CHARACTERS = 256
 
 #: What stands before what precedes a gap, before what follows it, and where it is filled in.
 _FILL_IN = (

@@ -12,6 +12,7 @@ import sys
 import traceback
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain, repeat
@@ -43,6 +44,12 @@ _T = TypeVar("_T")
 
 #: The folders of a model file's path, which clients are not told.
 _FOLDERS = re.compile(r"(?:[A-Za-z]:)?[/\\].*[/\\](?=[^/\\]*\.gguf)")
+
+#: Bytes of a request that is long.
+LONG_REQUEST = 256 << 10
+
+#: Reads long bodies, one after another: the event loop sends tokens between two of them.
+_reader = ThreadPoolExecutor(1, "localllm-body")
 
 #: Seconds between two signs of life in a stream that has nothing to say, as while a long prompt is evaluated.
 PING_S = 10.0
@@ -164,34 +171,41 @@ async def decode(request: Request, kind: type[_T]) -> _T:
     Raises:
         msgspec.DecodeError: it is not JSON, or not of this kind.
     """
-    body = await read_body(request) or b"{}"
-    request.state.n_bytes = len(body)
+    body = await request.body()
+    packing = request.headers.get("content-encoding", "identity").lower()
+    is_long = len(body) > LONG_REQUEST or packing != "identity"
     request.state.ignored = ignored = list[str]()
     request.state.fields = _field_names(kind)
     try:
-        given = msgspec.json.decode(body)
+        given, request.state.n_bytes = await _read(is_long, _decoded, body, packing, request.state.max_body)
         if request.state.image_hosts:
             await fetch_pictures(given, request.state.image_hosts, request.state.max_body)
-        return msgspec.convert(tolerant(given, kind, ignored), kind)
+        return await _read(is_long, lambda: msgspec.convert(tolerant(given, kind, ignored), kind))
     except RecursionError:
         raise msgspec.DecodeError("it is nested too deeply") from None
     except UnicodeDecodeError:
         raise msgspec.DecodeError("it is not UTF-8") from None
 
 
-async def read_body(request: Request) -> bytes:
-    """A request's body, unpacked if it comes in gzip.
+async def _read(is_long: bool, work: Callable[..., _T], *args: Any) -> _T:
+    """What ``work`` makes of a body."""
+    return await asyncio.get_running_loop().run_in_executor(_reader, work, *args) if is_long else work(*args)
+
+
+def _decoded(body: bytes, packing: str, limit: int) -> tuple[Any, int]:
+    """What a body has in JSON, and its bytes when unpacked."""
+    body = (body if packing == "identity" else _unpacked(body, packing, limit)) or b"{}"
+    return msgspec.json.decode(body), len(body)
+
+
+def _unpacked(body: bytes, packing: str, limit: int) -> bytes:
+    """A body that comes in gzip.
 
     Raises:
-        HTTPError: it is packed otherwise, damaged, or has too many bytes.
+        HTTPError: it is packed otherwise, damaged, or has more than ``limit`` bytes.
     """
-    body = await request.body()
-    encoding = request.headers.get("content-encoding", "identity").lower()
-    if encoding == "identity":
-        return body
-    if encoding not in ("gzip", "x-gzip"):
-        raise HTTPError(415, f"the body is in {encoding!r:.40}: send it in gzip, or as it is")
-    limit: int = request.state.max_body
+    if packing not in ("gzip", "x-gzip"):
+        raise HTTPError(415, f"the body is in {packing!r:.40}: send it in gzip, or as it is")
     unpacking = zlib.decompressobj(wbits=31)
     try:
         unpacked = unpacking.decompress(body, limit + 1)

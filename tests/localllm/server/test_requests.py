@@ -18,8 +18,7 @@ from localllm.cli.defaults import chat_template
 from localllm.cli.parser import parser_of
 from localllm.errors import UsageError
 from localllm.server import openai
-from localllm.server.answers import LONG_REQUEST
-from localllm.server.http import HTTPError, event, json_bytes, tolerant
+from localllm.server.http import LONG_REQUEST, HTTPError, event, json_bytes, tolerant
 from localllm.server.ollama import _seconds
 from localllm.server.store import ResponseStore
 from tests.helpers.http_server import Serving
