@@ -55,14 +55,14 @@ def test_the_new_operation_of_the_docs_passes_its_tests(tmp_path: Path) -> None:
             assert re.search(rf"{backend}[\w-]*-{case}-activation=hard_swish\] PASSED", done.stdout), done.stdout
 
 
-#: Uses the example's option from everywhere: with so few deviations only the likeliest token is left.
+#: Uses the example's option from everywhere: with so high a bound only the likeliest token is left.
 OPTION = """
 import json, os, subprocess, sys
 import httpx
 import localllm
 from tests.helpers.http_server import demo, serving
 
-value = {"top_n_sigma": 1e-4}
+value = {"epsilon_cutoff": 0.999}
 with localllm.load(device="reference") as llm:
     greedy = llm.generate("Once", temperature=0, max_tokens=6).text
     assert llm.generate("Once", seed=1, temperature=9, max_tokens=6).text != greedy
@@ -70,10 +70,10 @@ with localllm.load(device="reference") as llm:
 with serving(demo(device="reference")) as server:
     body = {"prompt": "Once", "temperature": 9, "n_predict": 6, **value}
     assert httpx.post(server.url + "/completion", json=body, timeout=300).json()["content"] == greedy
-    refusal = httpx.post(server.url + "/completion", json={**body, "top_n_sigma": -1}, timeout=300)
-    assert refusal.status_code == 400 and "top_n_sigma is -1" in refusal.text, refusal.text
+    refusal = httpx.post(server.url + "/completion", json={**body, "epsilon_cutoff": -1}, timeout=300)
+    assert refusal.status_code == 400 and "epsilon_cutoff is -1" in refusal.text, refusal.text
     props = httpx.get(server.url + "/props", timeout=300).json()
-    assert props["default_generation_settings"]["params"]["top_n_sigma"] == 0
+    assert props["default_generation_settings"]["params"]["epsilon_cutoff"] == 0
 flags = ["-m", "demo", "--no-chat", "-p", "Once", "-n", "6", "--temp", "9", "--device", "reference", "--json", "-q"]
 
 
@@ -82,9 +82,9 @@ def generated(*more, **environment):
     return json.loads(subprocess.check_output(command, env=os.environ | environment))["text"]
 
 
-assert generated("--top-n-sigma", "1e-4") == greedy
+assert generated("--epsilon-cutoff", "0.999") == greedy
 with open("settings.toml", "w") as file:
-    file.write("[sampling]\\ntop_n_sigma = 1e-4\\n")
+    file.write("[sampling]\\nepsilon_cutoff = 0.999\\n")
 assert generated(LOCALLLM_CONFIG="settings.toml") == greedy
 print("done")
 """

@@ -15,9 +15,10 @@ from functools import partial
 from typing import NamedTuple, ParamSpec, Protocol, TypeVar
 
 from localllm.errors import StoreError, UsageError
+from localllm.files import read_text
 from localllm.sampling import Sampling
 from localllm.tui.chat import settings as chat_settings
-from localllm.tui.chat.attachments import Completion, command_output, path_of, read_text_file
+from localllm.tui.chat.attachments import Completion, command_output, path_of
 from localllm.tui.chat.conversation import Conversation, Message
 from localllm.tui.chat.events import Choice, Turn
 from localllm.tui.chat.export import copied_path, export_all, import_all, import_chat, write_export
@@ -328,7 +329,7 @@ def _set_one(name: str, session: ChatSession, argument: str) -> str:
 def _format(session: ChatSession, argument: str) -> str:
     settings = session.conversation.settings
     if argument:
-        schema = "default" if argument == "none" else read_text_file(argument)
+        schema = "default" if argument == "none" else read_text(path_of(argument), "the schema")
         session.set_options(chat_settings.with_setting(settings, "json_schema", schema))
     held_to = session.conversation.settings.get("json_schema")
     return "replies are free text" if held_to is None else f"replies are JSON, by the schema {json.dumps(held_to)}"

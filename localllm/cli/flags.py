@@ -113,7 +113,6 @@ ABSENT = each(
         "--lora": "localllm merge MODEL OUTPUT --lora ADAPTER writes a model that has it",
         "--lora-scaled": "--lora ADAPTER=X is the same",
         "--control-vector --audio --special": _NOT_HERE,
-        "--top-nsigma --top-n-sigma": "--min-p X leaves out what is unlikely beside the likeliest token",
         "--sampling-seq --sampler-seq": "--samplers takes names, as in --samplers 'top_k;top_p;temperature'",
         "--prompt-cache --prompt-cache-all --slot-save-path": "localllm chat keeps conversations, see --continue",
         "--rope-scaling --rope-freq-base --rope-freq-scale --rope-scale --yarn-orig-ctx": _IN_FILE,
@@ -133,7 +132,6 @@ OTHER_COMMANDS = each(
         "rm cp push": "models are plain files, whose paths localllm models --json lists",
         "signin signout login": "hf auth login tells the hub who you are",
         "tokenize llama-tokenize": "LLM.tokenize shows a text's tokens, in Python: see docs/library.md",
-        "llama-gguf-split gguf-split gguf-merge": "split models are read as they are: name any of their files",
         "llama-mtmd-cli": "localllm generate -m FILE --mmproj FILE --image PICTURE -p TEXT sees pictures",
     }
 )
@@ -153,6 +151,8 @@ def in_our_command(line: Sequence[str]) -> list[str]:
         return [word, *rest]
     if word in ("version", "-v", "-V"):
         return ["--version"]
+    if word == "gguf-merge":
+        return ["split", "--merge", *rest]
     if word == "run" and (answering := _answering_once(rest)):
         return answering
     if (ours := command_aliases().get(word)) is not None:

@@ -479,6 +479,12 @@ class Sampling(_Checked):
     min_p: float = _kept(
         0.05, _PROBABILITY, "at least so likely, relative to the best; 0 is off", "--", "Min p", key="min_p"
     )
+    top_n_sigma: float = _kept(
+        0.0,
+        _ANY_NUMBER,
+        "logits within N standard deviations of the highest; 0 and below is off.  Tang et al. 2024, arXiv:2411.07641.",
+        "--top-n-sigma --top-nsigma",
+    )
     typical_p: float = _kept(
         1.0,
         _PROBABILITY,

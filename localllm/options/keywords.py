@@ -23,6 +23,7 @@ class SamplingOptions(TypedDict, total=False):
     top_k: int
     top_p: float
     min_p: float
+    top_n_sigma: float
     typical_p: float
     repeat_penalty: float
     repeat_last_n: int

@@ -147,15 +147,17 @@ class Chooser:
 
     def type_of(self, name: str, shape: Sequence[int], old: GGMLType) -> GGMLType:
         """The type for a tensor of numpy's ``shape`` that has the type ``old`` now."""
+        return fitting(self.wanted_type(name, shape, old), shape[-1] if shape else 1)
+
+    def wanted_type(self, name: str, shape: Sequence[int], old: GGMLType) -> GGMLType:
+        """The same, also where its blocks do not fill the rows."""
         _, default = MIXES[self.mix]
         if not is_quantizable(name, shape):
             return old
         if BLOCK_SIZES[default].length == 1:
             return default
         new = next((type for pattern, type in self.overrides if pattern.search(name)), None)
-        if new is None:
-            new = self._chosen(name, role_of(name), shape, default)
-        return fitting(new, shape[-1])
+        return self._chosen(name, role_of(name), shape, default) if new is None else new
 
     def _chosen(self, name: str, role: Role, shape: Sequence[int], default: GGMLType) -> GGMLType:
         mix = self.mix

@@ -24,7 +24,15 @@ from localllm.quant.encode import ENCODABLE, FEEDBACK, Feedback, quantize
 from localllm.quant.formats import FORMATS, dequantize
 from localllm.quant.types import GGMLType
 from localllm.quantize.imatrix import ImportanceMatrix
-from localllm.quantize.mixes import MIXES, chooser_for, is_quantizable, layer_order, mix_named, needs_importance
+from localllm.quantize.mixes import (
+    MIXES,
+    chooser_for,
+    fitting,
+    is_quantizable,
+    layer_order,
+    mix_named,
+    needs_importance,
+)
 from localllm.version import __version__
 
 # Values decoded, encoded and written at a time, and of those the ones whose error is measured.
@@ -77,6 +85,7 @@ class TensorPlan:
 
     source: SourceTensor
     new: GGMLType
+    wanted: GGMLType | None = None  # the type in whose place ``new`` stands, as its blocks do not fit the rows
 
     @property
     def name(self) -> str:
@@ -172,7 +181,7 @@ def plan(
         patterns = [_override(pattern, type) for pattern, type in overrides]
         chooser = chooser_for(mix, file.architecture, file.metadata, names, imatrix is not None, patterns)
         sources = [file.tensors[name] for name in names]
-        tensors = [TensorPlan(source, chooser.type_of(source.name, source.shape, source.type)) for source in sources]
+        tensors = [_fitted(source, chooser.wanted_type(source.name, source.shape, source.type)) for source in sources]
     missing = []
     for tensor in tensors:
         if not tensor.is_copied:
@@ -181,6 +190,11 @@ def plan(
             if importance is None and needs_importance(tensor.name, tensor.new, mix):
                 missing.append(tensor)
     return Plan(file, mix, imatrix, tensors, _files(file, target, tensors, keep_split), missing)
+
+
+def _fitted(source: SourceTensor, wanted: GGMLType) -> TensorPlan:
+    new = wanted if wanted is source.type else fitting(wanted, source.shape[-1])
+    return TensorPlan(source, new, None if new is wanted else wanted)
 
 
 def _mix_of(tensors: Sequence[TensorPlan]) -> str:
@@ -220,12 +234,34 @@ def _files(
 ) -> list[tuple[Path, Sequence[TensorPlan]]]:
     if not keep_split or len(file.parts) == 1:
         return [(target, tensors)]
-    count, stem = len(file.parts), re.sub(r"(-\d{5}-of-\d{5})?(\.gguf)?$", "", target.name)
-    files: list[tuple[Path, Sequence[TensorPlan]]] = []
-    for number, names in enumerate(file.parts, 1):
-        path = target.with_name(f"{stem}-{number:05d}-of-{count:05d}.gguf")
-        files.append((path, [tensor for tensor in tensors if tensor.name in set(names)]))
-    return files
+    parts = [set(names) for names in file.parts]
+    return _numbered(target, [[tensor for tensor in tensors if tensor.name in names] for names in parts])
+
+
+def _numbered(target: Path, parts: Sequence[Sequence[TensorPlan]]) -> list[tuple[Path, Sequence[TensorPlan]]]:
+    """The files of a split model, whose names llama.cpp has so."""
+    stem = re.sub(r"(-\d{5}-of-\d{5})?(\.gguf)?$", "", target.name)
+    names = [f"{stem}-{number:05d}-of-{len(parts):05d}.gguf" for number in range(1, len(parts) + 1)]
+    return [(target.with_name(name), part) for name, part in zip(names, parts, strict=True)]
+
+
+def split_files(
+    tensors: Sequence[TensorPlan], target: Path, max_tensors: int, max_bytes: int | None = None
+) -> list[tuple[Path, Sequence[TensorPlan]]]:
+    """Files of at most ``max_bytes`` of tensors, but for a tensor that is larger; without it of ``max_tensors``.
+
+    Their names begin as that of ``target``.
+    """
+    parts: list[list[TensorPlan]] = [[]]
+    n_bytes = 0
+    for tensor in tensors:
+        is_full = len(parts[-1]) == max_tensors if max_bytes is None else n_bytes + tensor.spec.n_bytes > max_bytes
+        if parts[-1] and is_full:
+            parts.append([])
+            n_bytes = 0
+        parts[-1].append(tensor)
+        n_bytes += tensor.spec.n_bytes
+    return _numbered(target, parts)
 
 
 def run(
@@ -309,6 +345,8 @@ def _metadata(plan: Plan, number: int) -> dict[str, bytes]:
         "general.quantization_version": encode_value(_QUANTIZATION_VERSION),
         "general.file_type": encode_value(MIXES[plan.mix][0]),
     }
+    if "general.file_type" in source and all(tensor.is_copied for tensor in plan.tensors):
+        new = {}
     if plan.imatrix is not None:
         if plan.imatrix.path is not None:
             new["quantize.imatrix.file"] = encode_value(path_text(plan.imatrix.path)[:127])

@@ -160,6 +160,13 @@ def _reach_by_buckets(scores: FloatArray, weights: FloatArray, mass: float) -> R
     return Reach(np.flatnonzero(buckets > bucket), positions, shares)
 
 
+def top_n_sigma(candidates: Candidates, n: float) -> Candidates:
+    """Keeps those whose logits are within ``n`` standard deviations of the highest (Tang et al. 2024)."""
+    logits = candidates.logits
+    floor = logits.max() - n * logits[logits > -math.inf].std(dtype=np.float64)
+    return candidates.take(np.flatnonzero(logits >= floor))
+
+
 def top_k(candidates: Candidates, k: int) -> Candidates:
     """Keeps the ``k`` likeliest."""
     return candidates.take(highest(candidates.logits, k)) if k < len(candidates.ids) else candidates

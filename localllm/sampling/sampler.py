@@ -4,7 +4,7 @@
 llama.cpp's default chain:
 
     logit bias · processors · repetition penalties · DRY        on all logits
-    top-k · typical · top-p · min-p · XTC · temperature · draw  on the candidates that are left
+    top-nσ · top-k · typical · top-p · min-p · XTC · temperature · draw  on the candidates that are left
 
 Temperature 0 takes the largest logit after the first line, of equal ones the lowest id.  Mirostat 2 takes the
 place of the second line but for temperature, and draws by itself.  (llama.cpp leaves out penalties and DRY as
@@ -249,7 +249,7 @@ def _n_enough(sampling: Sampling, n_vocab: int) -> int:
         return 0
     if not sampling.temperature:
         n_largest = 1
-    elif sampling.top_k and not sampling.mirostat:
+    elif sampling.top_k and not sampling.mirostat and sampling.top_n_sigma <= 0:
         n_largest = sampling.top_k + 1
     else:
         return 0
@@ -389,6 +389,8 @@ def _draw_id(candidates: Candidates, uniform: Callable[[], float]) -> int:
 
 def _truncations(sampling: Sampling, uniform: Callable[[], float]) -> list[Step]:
     chain: list[Step] = []
+    if sampling.top_n_sigma > 0:
+        chain.append(partial(steps.top_n_sigma, n=sampling.top_n_sigma))
     if sampling.top_k:
         chain.append(partial(steps.top_k, k=sampling.top_k))
     if sampling.typical_p < 1:

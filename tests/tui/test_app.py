@@ -38,6 +38,26 @@ async def test_a_message_is_replied_to() -> None:
     assert [m.text for m in store.load(kept.id).path()] == ["hello", REPLY]
 
 
+@pytest.mark.parametrize("name", ["notes", "my notes"])
+async def test_enter_behind_the_name_of_a_folder_sends_all_its_files(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).mkdir()
+    for file in ("a.txt", "b.txt"):
+        (tmp_path / name / file).write_text("text")
+    async with chatting(setup(AppModel())) as chat:
+        await chat.type(f'@"{name}/' if " " in name else f"@{name}/")
+        await chat.sees("a.txt")
+        await chat.press("enter")
+        await chat.until(lambda: len(chat.app.session.conversation) == 2)
+        assert len(chat.app.session.conversation.path()[0].attachments) == 2
+        await chat.type(f'@"{name}/' if " " in name else f"@{name}/")
+        await chat.sees("b.txt")
+        await chat.press("down", "enter")
+        assert chat.app._chat.composer.text.rstrip('" ').endswith("b.txt")
+
+
 async def test_enter_sends_and_other_keys_begin_lines() -> None:
     model = AppModel()
     async with chatting(setup(model)) as chat:

@@ -360,6 +360,8 @@ def test_replies_are_held_to_a_schema(front: Notebook, model: FakeModel, tmp_pat
     kept = front.session.store.load(front.session.conversation.id)
     assert kept.settings == {"json_schema": {"type": "object"}}
     (tmp_path / "s.json").write_text("{")
+    with pytest.raises(UsageError, match=r"^the schema nothere.json cannot be read \(.*\): check the path$"):
+        front.type("/format nothere.json")
     with pytest.raises(UsageError, match="give a JSON schema, or default"):
         front.type("/format s.json")
     assert front.type("/format none") == "replies are free text"

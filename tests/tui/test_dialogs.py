@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import threading
 from pathlib import Path
 
 import pytest
@@ -263,6 +264,32 @@ async def test_another_model_replies_and_both_are_compared() -> None:
         await chat.sees("Go on with the left one")
         await chat.press("1")
         await chat.until(lambda: chat.app.session.conversation.path()[-1].text == "right")
+
+
+async def test_a_message_that_is_sent_while_the_other_model_loads_waits_for_the_comparison() -> None:
+    models = {"": AppModel(["left", "after"]), "b.gguf": AppModel(["right", "after"])}
+    may_load = threading.Event()
+
+    def load(name: str, progress: object) -> AppModel:
+        assert not name or may_load.wait(10)
+        return models[name]
+
+    async with chatting(setup(models[""], load=load), (100, 30)) as chat:
+        await chat.ask("hi")
+        await chat.say("/compare b.gguf")
+        await chat.until(lambda: chat.app._chat.models.state == "loading")
+        await chat.say("and then?")
+        may_load.set()
+        await chat.sees("Go on with the left one")
+        assert "right" in chat.screen
+        await chat.press("1")
+        await chat.until(lambda: len(chat.app.session.conversation.path()) == 4 and chat.app._chat.turn is None)
+        assert [message.text for message in chat.app.session.conversation.path()] == [
+            "hi",
+            "left",
+            "and then?",
+            "after",
+        ]
 
 
 async def test_keys_are_as_the_settings_say() -> None:

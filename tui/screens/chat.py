@@ -92,6 +92,8 @@ class ChatScreen(Screen[None]):
         #: Whether nothing is generated, and all of it is drawn.
         self.ended = asyncio.Event()
         self.ended.set()
+        #: Comparisons (/compare) under way: messages wait for their end.
+        self.n_comparisons = 0
         #: What is sent once a model is loaded, or the reply that was stopped has ended.
         self._pending: Draft | None = None
 
@@ -330,7 +332,7 @@ class ChatScreen(Screen[None]):
     def send_pending(self) -> None:
         """Sends the message that waits, if it can be sent now; where no model could be loaded, takes it back."""
         draft, state = self._pending, self.models.state
-        if draft is None or self.turn is not None or state == "loading":
+        if draft is None or self.turn is not None or state == "loading" or self.n_comparisons:
             return
         if state == "none":
             self._take_back_pending()

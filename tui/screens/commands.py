@@ -176,7 +176,14 @@ class ScreenUI(commands.UI):
     async def on_compare(self, name: str) -> None:
         """Shows two replies side by side, of which another model writes the second one if it is named."""
         screen = self._screen
-        session = screen.session
+        screen.n_comparisons += 1
+        try:
+            await self._compare(screen, screen.session, name)
+        finally:
+            screen.n_comparisons -= 1
+            screen.send_pending()
+
+    async def _compare(self, screen: ChatScreen, session: ChatSession, name: str) -> None:
         if name:
             if session.conversation.leaf is None:
                 raise UsageError("there is nothing to reply to yet: send a message first")

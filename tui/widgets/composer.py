@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -39,6 +40,13 @@ class Suggestions(OptionList, can_focus=False):
         self.display = bool(self.choices)
         if self.choices:
             self.highlighted = 0
+
+    def is_complete(self, typed: str) -> bool:
+        """Whether a word is sent as it is: a name that is offered, or a folder whose files are, while the arrows have
+        not chosen another."""
+        names = [choice.text.rstrip() for choice in self.choices]
+        is_folder = typed.startswith("@") and typed.endswith(("/", os.sep))
+        return self.highlighted == 0 and (typed in names or is_folder)
 
     def chosen(self, line: str) -> Completion | None:
         """The choice that is highlighted; None while the list is hidden, or was made for another line than this."""
@@ -131,12 +139,15 @@ class Composer(TextArea):
 
     def action_send(self) -> None:
         chosen = self.suggestions.chosen(self.line_to_cursor)
-        if chosen is not None and self.line_to_cursor[chosen.start :] != chosen.text.rstrip():
+        typed = "" if chosen is None else self.line_to_cursor[chosen.start :]
+        if chosen is not None and not self.suggestions.is_complete(typed):
             self.complete(chosen)
         elif self.line_to_cursor.endswith("\\"):  # for terminals that know Enter alone
             self.action_delete_left()
             self.action_new_line()
         else:
+            if typed.startswith('@"') and not typed.endswith('"'):  # a folder, whose name has no end yet
+                self.insert('"')
             self.post_message(self.Sent(self.message))
 
     def action_new_line(self) -> None:

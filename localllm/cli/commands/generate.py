@@ -134,7 +134,7 @@ def generation_options(arguments: argparse.Namespace, settings: Settings) -> dic
 _SAMPLERS: dict[str, dict[str, float]] = {
     "penalties": {"repeat_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0},
     "dry": {"dry_multiplier": 0},
-    "top_n_sigma": {},
+    "top_n_sigma": {"top_n_sigma": 0},
     "top_k": {"top_k": 0},
     "typ_p": {"typical_p": 1},
     "top_p": {"top_p": 1},

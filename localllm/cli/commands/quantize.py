@@ -102,9 +102,33 @@ def carry_out(planned: Plan, arguments: argparse.Namespace) -> None:
     n_bytes = sum(tensor.source.n_bytes for tensor in planned.tensors)
     bits = 8 * planned.n_bytes / sum(tensor.source.n_values for tensor in planned.tensors)
     if shows_table:
-        print(f"{quantity(n_bytes, 'B')} to {quantity(planned.n_bytes, 'B')}, {bits:.2f} bits a weight")
+        print(
+            *_fallbacks(planned),
+            f"{quantity(n_bytes, 'B')} to {quantity(planned.n_bytes, 'B')}, {bits:.2f} bits a weight",
+            sep="\n",
+        )
     if arguments.json:
         print(json.dumps(_as_json(planned, results)))
+
+
+def _fallbacks(planned: Plan) -> list[str]:
+    """Why tensors have other types than the mix gives them, and what that costs."""
+    from localllm.quant.types import BLOCK_SIZES
+
+    found: dict[tuple[str, str], list[TensorPlan]] = {}
+    for tensor in planned.tensors:
+        if tensor.wanted is not None:
+            found.setdefault((tensor.new.name, tensor.wanted.name), []).append(tensor)
+    lines = []
+    for (new, wanted), tensors in found.items():
+        block = BLOCK_SIZES[tensors[0].wanted or tensors[0].new]
+        widths = sorted({tensor.source.shape[-1] for tensor in tensors})
+        n_bytes = sum(t.spec.n_bytes - t.source.n_values * block.n_bytes // block.length for t in tensors)
+        lines.append(
+            f"{len(tensors)} tensors are {new}, not {wanted}: their rows of {' or '.join(map(str, widths))} values are "
+            f"not a multiple of {block.length} ({quantity(abs(n_bytes), 'B')} {'more' if n_bytes >= 0 else 'less'})"
+        )
+    return lines
 
 
 def _write(planned: Plan, arguments: argparse.Namespace, *, shows_table: bool) -> list[TensorResult]:

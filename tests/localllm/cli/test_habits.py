@@ -100,7 +100,8 @@ LINES: list[tuple[str, str, dict[str, Any]]] = [
     ("generate -m model.gguf -p hi -o out.txt", "error: there is no flag -o: the text goes to standard output: ", {}),
     ("generate -m model.gguf -p hi -n 4 --grammar 'root ::= \"a\"'", "", {"grammar": 'root ::= "a"'}),
     ("generate -m model.gguf -p hi --grammar 'root::=x['", "error: --grammar is not valid GBNF: Unexpected end", {}),
-    ("generate -m model.gguf -p hi --top-nsigma 1", "error: there is no flag --top-nsigma: --min-p X leaves out", {}),
+    ("generate -m model.gguf -p hi -n 4 --top-nsigma 1", "", {"top_n_sigma": 1}),
+    ("generate -m model.gguf -p hi -n 4 --top-n-sigma -1", "", {"top_n_sigma": -1}),
     ("generate -m model.gguf -p hi -n 4 --reasoning-budget 0 --reasoning-format none", "warning: --reasoning-f", {}),
     (
         "generate -m model.gguf -p hi --chat-template-kwargs '[]'",
@@ -167,7 +168,6 @@ LINES: list[tuple[str, str, dict[str, Any]]] = [
     ("llama-quantize --pure --token-embedding-type f16 draft.gguf small.gguf Q4_0 --dry-run", "", {}),
     ("llama-quantize draft.gguf small.gguf Q4_0 --leave-output-tensor", "error: there is no flag --leave-output", {}),
     ("llama-quantize draft.gguf Q4_K_M", "error: write localllm quantize FILE OUTPUT TYPE, as in localllm", {}),
-    ("llama-gguf-split --merge a b", "error: there is no command 'llama-gguf-split': split models are read", {}),
     ("llama-tokenize -m model.gguf -p hi", "error: there is no command 'llama-tokenize': LLM.tokenize shows", {}),
     # Ollama: `ollama --help` and its README, with `localllm` in place of `ollama`.
     ("help", "", {}),

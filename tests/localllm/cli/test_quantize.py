@@ -51,6 +51,35 @@ def test_a_table_and_a_file(run: Run, model: Path, tmp_path: Path) -> None:
         assert [tensor.type.name for tensor in file.tensors.values()] == ["F32", "Q6_K", "Q3_K"]
 
 
+def test_types_that_do_not_fit_are_told_with_what_they_cost(run: Run, tmp_path: Path) -> None:
+    weights = {f"blk.{i}.attn_q.weight": np.ones((32, 576), np.float32) for i in range(2)}
+    model = write_gguf(tmp_path / "model.gguf", {"general.architecture": "llama"}, weights)
+    lines = run(model, tmp_path / "small.gguf", "Q4_K_M").out.splitlines()
+    # 22 bytes for 32 values in place of 144 for 256
+    assert (
+        lines[-2] == "2 tensors are Q5_0, not Q4_K: their rows of 576 values are not a multiple of 256 (4.61 kB more)"
+    )
+
+
+def test_a_model_is_split_and_merged(capfdbinary: pytest.CaptureFixture[bytes], model: Path, tmp_path: Path) -> None:
+    def run(*arguments: object) -> list[str]:
+        outcome = run_main(capfdbinary, *map(str, arguments))
+        assert (outcome.code, outcome.err) == (0, "")
+        return [line.removeprefix(f"{tmp_path}/") for line in outcome.out.splitlines()]
+
+    part, two = tmp_path / "part", ["part-00001-of-00002.gguf", "part-00002-of-00002.gguf"]
+    sizes = [f"{two[0]}: 2 tensors, 33.8 kB", f"{two[1]}: 1 tensors, 32.8 kB"]
+    assert run("split", model, part, "--max-size", "40KB", "--dry-run") == sizes
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.gguf"]
+    assert run("gguf-split", "--split", "--split-max-tensors", 2, model, part) == sizes
+    assert run("gguf-merge", tmp_path / two[1], tmp_path / "one.gguf") == ["one.gguf: 3 tensors, 66.6 kB"]
+    with GGUFFile.open(model) as before, GGUFFile.open(tmp_path / "one.gguf") as after:
+        assert dict(before.metadata) == {k: v for k, v in after.metadata.items() if k in before.metadata}
+        assert "split.count" not in after.metadata
+        for name, tensor in before.tensors.items():
+            np.testing.assert_array_equal(tensor.data, after.tensors[name].data)
+
+
 def test_a_dry_run_writes_nothing(run: Run, model: Path, tmp_path: Path) -> None:
     outcome = run(model, tmp_path / "small.gguf", "IQ2_XS", "--dry-run")
     assert outcome.code == 0

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import pickle
 from collections import Counter
+from statistics import pstdev
 from typing import Any
 
 import numpy as np
@@ -56,6 +57,7 @@ BAD: dict[str, list[Any]] = {
     "repeat_penalty": [*NOT_NUMBERS, 0, -1.0],
     "repeat_last_n": NOT_WINDOWS,
     "presence_penalty": NOT_NUMBERS,
+    "top_n_sigma": NOT_NUMBERS,
     "frequency_penalty": NOT_NUMBERS,
     "json_schema": ["{", "7", 7, [1]],
     "regex": ["", 7, b"a"],
@@ -199,6 +201,8 @@ def plain_sample(logits: Logits, s: Sampling, text: list[int], uniform: Any) -> 
         return len(probabilities)
 
     left = sorted(range(len(scores)), key=lambda i: (-scores[i], i))
+    if s.top_n_sigma > 0:
+        left = [i for i in left if scores[i] >= max(scores) - s.top_n_sigma * pstdev(scores)]
     if s.top_k:
         left = left[: s.top_k]
     if s.typical_p < 1:
@@ -227,6 +231,7 @@ def random_settings(rng: np.random.Generator, n_vocab: int) -> Sampling:
         top_k=one_of(0, 0, 1, 2, 20, 10**6),
         top_p=one_of(1.0, 1.0, 0.0, rng.random(), 1 - 1e-4),
         min_p=one_of(0.0, 0.0, 0.1 * rng.random(), 0.999),
+        top_n_sigma=one_of(-1.0, 0.0, 0.0, rng.uniform(0, 3)),
         typical_p=one_of(1.0, 1.0, rng.random()),
         repeat_penalty=one_of(1.0, rng.uniform(0.5, 2)),
         repeat_last_n=one_of(-1, 0, 1, 5),
@@ -266,6 +271,8 @@ def test_the_chain_equals_a_plain_one(n_vocab: int) -> None:
         ({"top_k": 3}, [0, 1, 2]),
         ({"top_p": 0.6}, [0, 1]),
         ({"min_p": 0.45}, [0, 1, 2]),
+        ({"top_n_sigma": 1.0}, [0, 1, 2]),
+        ({"top_n_sigma": 1.0, "logit_bias": {5: -math.inf}}, [0, 1, 2]),
         ({"typical_p": 0.3}, [1, 2]),
         ({"logit_bias": {0: -math.inf, 5: -math.inf}}, [1, 2, 3, 4]),
     ],

@@ -1,0 +1,61 @@
+"""``localllm split``: a model in several files, or in one again."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+
+from localllm.cli.defaults import settle
+from localllm.cli.parser import Command, Words, flag
+from localllm.cli.shared_flags import OUTPUT, QUIET
+from localllm.cli.values import size, whole
+from localllm.console import StatusLine, quantity, visible_line
+from localllm.errors import path_text
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Writes the files that the command line asks for."""
+    from localllm.gguf import GGUFFile
+    from localllm.library.demo import demo_path
+    from localllm.quantize import plan, split_files
+    from localllm.quantize import run as write
+
+    settle(arguments)
+    with GGUFFile.open(arguments.model or demo_path()) as file:
+        planned = plan(file, arguments.output, None)
+        if not arguments.merge:
+            files = split_files(planned.tensors, arguments.output, arguments.max_tensors, arguments.max_size)
+            planned = replace(planned, files=files)
+        if not arguments.dry_run:
+            with StatusLine(enabled=not arguments.quiet) as status:
+                for n, result in enumerate(write(planned, allow_nan=True), 1):
+                    status.show(f"{n} of {len(planned.tensors)} tensors: {visible_line(result.plan.name)}")
+        for path, tensors in () if arguments.quiet else planned.files:
+            n_bytes = sum(tensor.spec.n_bytes for tensor in tensors)
+            print(f"{visible_line(path_text(path))}: {len(tensors)} tensors, {quantity(n_bytes, 'B')}")
+
+
+COMMAND = Command(
+    "FILE OUTPUT [--max-size SIZE | --max-tensors N | --merge]",
+    "write a model as several files, or as one again",
+    [
+        OUTPUT,
+        [
+            flag("--max-size --split-max-size SIZE", "bytes of tensors in a file at most, as in 2GB", size),
+            flag("--max-tensors --split-max-tensors N", "tensors in a file at most", whole(1), default=128),
+            flag("--merge", "write one file"),
+        ],
+        flag("--split", "write several files, as without this flag"),
+        flag("--dry-run", "show the files, and write nothing"),
+        QUIET,
+    ],
+    run,
+    "Split models run as they are: any of their files names the model.\n",
+    words=Words(
+        "FILE OUTPUT",
+        "a GGUF file, or any file of a split one; and the file to write, or what the names of several begin with",
+        ("model", "output"),
+        n_needed=2,
+    ),
+    aliases="llama-gguf-split gguf-split",
+)
