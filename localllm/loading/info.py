@@ -83,9 +83,7 @@ class ModelInfo:
         if self.encoder is not None:
             lines.append(f"  sees by {self.encoder}")
         included = ", Python and kernels included" if self.placement.overhead else ""  # a draft model adds none
-        is_lazy = all(
-            group.device == "cpu" for group in self.placement.groups
-        )  # GPUs give a cache its memory at once
+        is_lazy = all(group.device == "cpu" for group in self.placement.groups)  # on a GPU it is there at once
         grows = "; the cache takes its memory as texts grow" if is_lazy else ""
         lines.append(f"  in all {_megabytes(self.placement.total)}{included}{grows}")
         return "\n".join(lines if self.draft is None else [*lines, f"draft model {self.draft}"])

@@ -482,7 +482,7 @@ class Sampling(_Checked):
     top_n_sigma: float = _kept(
         0.0,
         _ANY_NUMBER,
-        "logits within N standard deviations of the highest; 0 and below is off.  Tang et al. 2024, arXiv:2411.07641.",
+        "logits within N standard deviations of the highest; 0 and below is off.  arXiv:2411.07641.",
         "--top-n-sigma --top-nsigma",
     )
     typical_p: float = _kept(

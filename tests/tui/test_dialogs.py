@@ -284,12 +284,8 @@ async def test_a_message_that_is_sent_while_the_other_model_loads_waits_for_the_
         assert "right" in chat.screen
         await chat.press("1")
         await chat.until(lambda: len(chat.app.session.conversation.path()) == 4 and chat.app._chat.turn is None)
-        assert [message.text for message in chat.app.session.conversation.path()] == [
-            "hi",
-            "left",
-            "and then?",
-            "after",
-        ]
+        texts = [message.text for message in chat.app.session.conversation.path()]
+        assert texts == ["hi", "left", "and then?", "after"]
 
 
 async def test_keys_are_as_the_settings_say() -> None:

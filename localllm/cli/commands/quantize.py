@@ -123,10 +123,10 @@ def _fallbacks(planned: Plan) -> list[str]:
     for (new, wanted), tensors in found.items():
         block = BLOCK_SIZES[tensors[0].wanted or tensors[0].new]
         widths = sorted({tensor.source.shape[-1] for tensor in tensors})
-        n_bytes = sum(t.spec.n_bytes - t.source.n_values * block.n_bytes // block.length for t in tensors)
+        n = sum(t.spec.n_bytes - t.source.n_values * block.n_bytes // block.length for t in tensors)
         lines.append(
-            f"{len(tensors)} tensors are {new}, not {wanted}: their rows of {' or '.join(map(str, widths))} values are "
-            f"not a multiple of {block.length} ({quantity(abs(n_bytes), 'B')} {'more' if n_bytes >= 0 else 'less'})"
+            f"{len(tensors)} tensors are {new}, not {wanted}: their rows of {' or '.join(map(str, widths))} values "
+            f"are not a multiple of {block.length} ({quantity(abs(n), 'B')} {'more' if n >= 0 else 'less'})"
         )
     return lines
 
