@@ -541,6 +541,14 @@ class Sampling(_Checked):
     mirostat_eta: float = _kept(
         0.1, _NOT_NEGATIVE, "mirostat's learning rate, eta", "--mirostat-lr", key="mirostat_eta"
     )
+    adaptive_target: float = _kept(
+        -1.0,
+        _number(-1.0, "a number from 0 to 1, or -1 (off)", 1.0),
+        "adaptive-p favours tokens near this probability; -1 is off.  It draws among what the others leave.",
+    )
+    adaptive_decay: float = _kept(
+        0.9, _number(0.0, "a number from 0 to 0.99", 0.99), "how long adaptive-p remembers, from 0 to 0.99"
+    )
     logit_bias: Mapping[int, float] = field(
         default_factory=dict,
         hash=False,
@@ -549,7 +557,7 @@ class Sampling(_Checked):
     seed: int | None = _kept(
         None,
         _whole(0, "a whole number from 0 to 2^64 - 1", 1 << 64),
-        "the same one gives the same text again",
+        "the same one gives the same text again.  It draws as in llama.cpp.",
         "-s --seed",
         "Seed",
         none="a fresh one",
@@ -603,6 +611,11 @@ class Sampling(_Checked):
             each = [part for name in given[1:] for part in (" and ", Argument(name))]
             both = " each hold the text to a grammar: leave all but one of them out"
             raise UsageError(Argument(given[0]), *each, both)
+
+    @property
+    def draws_depend(self) -> bool:
+        """Whether a token that is drawn changes how the next ones are."""
+        return bool(self.mirostat) or self.adaptive_target >= 0
 
     @property
     def grammar_kind(self) -> str | None:

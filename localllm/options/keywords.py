@@ -39,6 +39,8 @@ class SamplingOptions(TypedDict, total=False):
     mirostat: int
     mirostat_tau: float
     mirostat_eta: float
+    adaptive_target: float
+    adaptive_decay: float
     logit_bias: Mapping[int, float]
     seed: int | None
     logprobs: int | None

@@ -1,7 +1,7 @@
 """Truncating the candidates for the next token, and drawing one of those that are left.
 
-Every step is a pure function on ``Candidates``, but ``Mirostat2``, which remembers one number.  Vocabularies
-hold up to 262,144 tokens, so nothing sorts them whole: ``highest`` finds the first few thousand in two
+Every step is a pure function on ``Candidates``, but `Mirostat2` and `AdaptiveP`, which remember what they drew.
+Vocabularies hold up to 262,144 tokens, so nothing sorts them whole: ``highest`` finds the first few thousand in two
 passes, and where a step needs more of an order than that, ``reach`` sorts the end of it alone.
 """
 
@@ -260,8 +260,36 @@ class Mirostat2:
         if not len(kept):
             kept = np.array([logits.argmax()])
         candidates = candidates.take(kept)
-        chosen = draw(candidates, self._uniform())
+        chosen = draw(candidates, self._uniform() if len(kept) > 1 else 0.0)  # as llama.cpp
         weights = relative_weights(candidates.logits)
         surprise = -math.log2(weights[chosen] / weights.sum(dtype=np.float64))
         self.mu -= self._eta * (surprise - self._tau)
+        return int(candidates.ids[chosen])
+
+
+class AdaptiveP:
+    """Adaptive-p (https://github.com/ggml-org/llama.cpp/pull/17927): favours tokens near a target probability.
+
+    The target of each draw makes up for what the tokens drawn before missed it by, the last ones most: these weigh
+    ``decay`` to the power of how long ago they were drawn.
+    """
+
+    def __init__(self, target: float, decay: float, uniform: Callable[[], float]) -> None:
+        self._target, self._decay, self._uniform = target, decay, uniform
+        self._weight = 1 / (1 - decay)
+        self._sum = target * self._weight  # of the probabilities, as if all had met the target before
+
+    def __call__(self, candidates: Candidates) -> int:
+        """The id drawn."""
+        candidates = candidates.take(highest(candidates.logits, len(candidates.ids)))
+        weights = relative_weights(candidates.logits)
+        probabilities = weights / weights.sum(dtype=np.float64)
+        target = min(1.0, max(0.0, 2 * self._target - self._sum / self._weight))
+        # Quadratic near the target, to tell apart what is near it, and linear far from it.
+        distances = np.abs(probabilities - target) / 0.3
+        shares = relative_weights(-10 * distances**2 / (1 + distances)).cumsum(dtype=np.float64)
+        u = self._uniform() if len(shares) > 1 else 0.0  # as llama.cpp
+        chosen = min(int(shares.searchsorted(u * shares[-1], side="right")), len(shares) - 1)
+        self._sum = float(probabilities[chosen]) + self._decay * self._sum
+        self._weight = 1 + self._decay * self._weight
         return int(candidates.ids[chosen])

@@ -7,8 +7,8 @@ llama.cpp's default chain:
     top-nσ · top-k · typical · top-p · min-p · XTC · temperature · draw  on the candidates that are left
 
 Temperature 0 takes the largest logit after the first line, of equal ones the lowest id.  Mirostat 2 takes the
-place of the second line but for temperature, and draws by itself.  (llama.cpp leaves out penalties and DRY as
-well then, and applies the truncations at temperature 0 too.)
+place of the second line but for temperature, and draws by itself, as adaptive-p does behind temperature.
+(llama.cpp leaves out penalties and DRY as well with mirostat, and applies the truncations at temperature 0 too.)
 
 Where a grammar does not allow what was chosen, the second line chooses again, of what it allows: to find out all of
 that for each token would take longer than all else.
@@ -30,7 +30,7 @@ from localllm.options.checks import in_vocabulary
 from localllm.options.declared import Sampling
 from localllm.options.keywords import LogitsProcessor
 from localllm.sampling import candidates as steps
-from localllm.sampling.candidates import Candidates, IntArray, Mirostat2
+from localllm.sampling.candidates import AdaptiveP, Candidates, IntArray, Mirostat2
 from localllm.sampling.penalties import DryPenalty, History, Logits, RepetitionPenalties, SequenceBreakers
 
 if TYPE_CHECKING:
@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 
 
 Step = Callable[[Candidates], Candidates]
+
+#: Random numbers that are made together.
+_DRAWN_AT_ONCE = 16
 
 #: From candidates to an id, and those that it was drawn among.
 _Choose = Callable[[Candidates], tuple[int, Candidates]]
@@ -155,7 +158,8 @@ class Sampler:
         """How the next choices are made among the `n_enough` largest logits, as `Batch.draws` of a backend; none
         where they are not drawn, or more decides."""
         s = self.sampling
-        if not self._uniform or not self.n_enough or s.logit_bias or s.typical_p < 1 or s.xtc_probability > 0:
+        is_alone = not (s.logit_bias or s.typical_p < 1 or s.xtc_probability > 0 or s.draws_depend)
+        if not (self._uniform and self.n_enough and is_alone):
             return []
         return [(s.top_k, s.top_p, s.min_p, s.temperature, u) for u in self._uniform.ahead(n)]
 
@@ -194,10 +198,10 @@ class Sampler:
         if self._adjustments:
             chosen = _highest_logit(adjusted, UsageError, *_ADJUSTED)
         drawn_among: Candidates | None = None
-        # Mirostat learns from what it draws, and must draw only what is taken.
-        if self._choose is not None and not (self._constraint and self.sampling.mirostat):
+        # What learns from its draws must draw only what is taken.
+        if self._choose is not None and not (self._constraint and self.sampling.draws_depend):
             chosen, drawn_among = self._choose(Candidates(self._ids, adjusted))
-        if self._constraint is not None and (self.sampling.mirostat or not self._constraint.allows(chosen)):
+        if self._constraint is not None and (self.sampling.draws_depend or not self._constraint.allows(chosen)):
             allowed = self._constraint.masked(adjusted)
             chosen = _highest_logit(allowed, UsageError, *_ADJUSTED)
             if self._choose is not None:
@@ -317,7 +321,7 @@ def make_sampler(
         n_vocab=n_vocab,
         adjustments=adjustments,
         listeners=listeners,
-        choose=_make_choose(sampling, uniform) if uniform else None,
+        choose=_make_choose(sampling, seed, uniform) if uniform else None,
         n_enough=0 if len(adjustments) > n_biases or constraint else _n_enough(sampling, n_vocab),
         constraint=constraint,
         uniform=uniform,
@@ -362,15 +366,18 @@ def _breakers(texts: tuple[str, ...], token_bytes: Callable[[int], bytes] | None
     return SequenceBreakers(texts, token_bytes)
 
 
-def _make_choose(sampling: Sampling, uniform: Callable[[], float]) -> _Choose:
+def _make_choose(sampling: Sampling, seed: int, uniform: Callable[[], float]) -> _Choose:
     """The second line of the chain: from the candidates to an id."""
     pick: Callable[[Candidates], int]
     if sampling.mirostat:
         truncations: list[Step] = []
         pick = Mirostat2(sampling.mirostat_tau, sampling.mirostat_eta, uniform)
     else:
-        truncations = _truncations(sampling, uniform)
-        pick = partial(_draw_id, uniform=uniform)
+        truncations = _truncations(sampling, seed)
+        if sampling.adaptive_target >= 0:
+            pick = AdaptiveP(sampling.adaptive_target, sampling.adaptive_decay, uniform)
+        else:
+            pick = partial(_draw_id, uniform=uniform)
     if sampling.temperature != 1:
         truncations.append(partial(steps.temper, temperature=sampling.temperature))
     chain = tuple(truncations)
@@ -387,7 +394,7 @@ def _draw_id(candidates: Candidates, uniform: Callable[[], float]) -> int:
     return int(candidates.ids[steps.draw(candidates, uniform())])
 
 
-def _truncations(sampling: Sampling, uniform: Callable[[], float]) -> list[Step]:
+def _truncations(sampling: Sampling, seed: int) -> list[Step]:
     chain: list[Step] = []
     if sampling.top_n_sigma > 0:
         chain.append(partial(steps.top_n_sigma, n=sampling.top_n_sigma))
@@ -401,19 +408,22 @@ def _truncations(sampling: Sampling, uniform: Callable[[], float]) -> list[Step]
         chain.append(partial(steps.min_p, p=sampling.min_p))
     if sampling.xtc_probability > 0 and sampling.xtc_threshold <= 0.5:
         probability, threshold = sampling.xtc_probability, sampling.xtc_threshold
-        chain.append(partial(steps.xtc, probability=probability, threshold=threshold, uniform=uniform))
+        chance = UniformNumbers(seed, is_single=True)
+        chain.append(partial(steps.xtc, probability=probability, threshold=threshold, uniform=chance))
     return chain
 
 
 class UniformNumbers:
-    """Random numbers, 0 <= u < 1, in steps of 2^-53.
+    """Random numbers, 0 <= u < 1: those that llama.cpp draws with the same seed, built with GCC or Clang.
 
-    From the raw output of PCG64, which NumPy keeps stable from version to version; the methods of its
-    ``Generator`` are free to change.
+    They are C++'s ``std::mt19937`` by ``std::uniform_real_distribution``, of double or of float, from the raw output
+    of `numpy.random.RandomState`, which NumPy promises never to change.
     """
 
-    def __init__(self, seed: int) -> None:
-        self._bits = np.random.PCG64(seed)
+    def __init__(self, seed: int, *, is_single: bool = False) -> None:
+        words = [seed >> 32 * i & 0xFFFFFFFF for i in range(-(-seed.bit_length() // 32))]
+        self._words = np.random.RandomState(words if len(words) > 1 else seed)
+        self._is_single = is_single
         self._known: list[float] = []
 
     def __call__(self) -> float:
@@ -424,5 +434,11 @@ class UniformNumbers:
     def ahead(self, n: int) -> list[float]:
         """What the next calls will give."""
         while len(self._known) < n:
-            self._known.append((int(self._bits.random_raw()) >> 11) * 2.0**-53)
+            data = self._words.bytes(8 * _DRAWN_AT_ONCE)
+            # A float is made of a word of 32 bits, a double of two: rounded, but not to 1.
+            if self._is_single:
+                numbers = np.frombuffer(data, "<u4").astype(np.float32).astype(np.float64) * 2.0**-32
+            else:
+                numbers = np.frombuffer(data, "<u8").astype(np.float64) * 2.0**-64
+            self._known += np.minimum(numbers, 1 - (2.0**-24 if self._is_single else 2.0**-53)).tolist()
         return self._known[:n]

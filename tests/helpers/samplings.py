@@ -16,6 +16,7 @@ SAMPLINGS = {
     "xtc": Sampling(temperature=0.7, seed=6, xtc_probability=0.5, xtc_threshold=0.05),
     "typical": Sampling(temperature=0.7, seed=6, typical_p=0.7),
     "mirostat": Sampling(temperature=0.5, seed=7, mirostat=2, mirostat_tau=2.0),
+    "adaptive-p": Sampling(seed=7, adaptive_target=0.4),
     "bias": Sampling(temperature=0, logit_bias={5: 3.0, 6: -np.inf}),
     "processor": Sampling(temperature=0, processors=(lambda ids, logits: np.roll(logits, len(ids) % 3),)),
 }

@@ -70,7 +70,7 @@ def comparable(done: Completion) -> tuple[Any, ...]:
 
 #: The first makes a tiny model of random weights repeat itself.
 REAL_SAMPLINGS = {"repeating": Sampling(temperature=0.9, seed=1, top_k=3)} | {
-    name: SAMPLINGS[name] for name in ("greedy", "penalties", "mirostat")
+    name: SAMPLINGS[name] for name in ("greedy", "penalties", "mirostat", "adaptive-p")
 }
 
 

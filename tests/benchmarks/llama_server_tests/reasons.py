@@ -10,7 +10,6 @@ _CORS = "is of CORS, or of llama-server's proxy"
 #: Those that are not compared.
 NOT_HERE = {_NO_MODEL, _ROUTER, _CORS}
 
-_OTHER_RANDOM_NUMBERS = "a seed gives another text: random numbers are drawn otherwise"
 _PARTS = "parts of a message are joined without a line end between them"
 _OWN_CONTEXT = "-c is the context of each request, not of all slots together"
 _TEMPLATE_NAMES = "--chat-template takes jinja2, or a name of localllm.chat.built_in"
@@ -30,12 +29,7 @@ _BY_NAME = {
     "test_security::test_cors": _CORS,
     "test_speculative::": _NO_MODEL,
     "test_lora::": _NO_MODEL,
-    "test_chat_completion::test_chat_completion[None-Book-Hey": _OTHER_RANDOM_NUMBERS,
     "test_chat_completion::test_chat_completion[None-Book-user_prompt": _PARTS,
-    "test_completion::test_completion[": _OTHER_RANDOM_NUMBERS,
-    "test_completion::test_completion_with_openai_library": _OTHER_RANDOM_NUMBERS,
-    "test_completion::test_completion_stream_with_openai_library": _OTHER_RANDOM_NUMBERS,
-    "test_completion::test_completion_stream[": "generation_settings has no adaptive-p, which localllm does not have",
     "test_basic::test_server_props": _OWN_CONTEXT,
     "test_chat_completion::test_context_size_exceeded": _OWN_CONTEXT,
     "test_ctx_shift::test_ctx_shift_disabled": _OWN_CONTEXT,

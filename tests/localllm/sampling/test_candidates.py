@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localllm.sampling import candidates as steps
-from localllm.sampling.candidates import Candidates, Mirostat2
+from localllm.sampling.candidates import AdaptiveP, Candidates, Mirostat2
 
 SIZES = (1, 2, 40, 4096, 6000)
 """Both sides of the size from which float32 is used, and only the end of an order is sorted."""
@@ -249,16 +249,16 @@ def test_reach_over_a_whole_vocabulary(scale: float, mass: float) -> None:
 def test_mirostat_follows_its_formula() -> None:
     tau, eta = 3.0, 0.3
     rng = np.random.default_rng(3)
-    numbers = rng.random(300)
-    queue = iter(numbers.tolist())
+    numbers = rng.random(300).tolist()
+    queue, same = iter(numbers), iter(numbers)
     mirostat = Mirostat2(tau, eta, lambda: next(queue))
     mu = 2 * tau
-    for step, u in enumerate(numbers.tolist()):
+    for step in range(250):
         logits = random_logits(50, step, scale=[0.5, 3.0, 8.0][step % 3])
         pairs = in_order(whole(logits))
         probs = probabilities(pairs)
         allowed = [pair for pair, q in zip(pairs, probs, strict=True) if -math.log2(q) <= mu] or pairs[:1]
-        expected = plain_draw(allowed, u)
+        expected = plain_draw(allowed, next(same)) if len(allowed) > 1 else allowed[0][0]
         surprise = -math.log2(dict(zip([id_ for id_, _ in allowed], probabilities(allowed), strict=True))[expected])
         mu -= eta * (surprise - tau)
         assert mirostat(whole(logits)) == expected
@@ -277,6 +277,25 @@ def test_mirostat_steers_the_surprise_to_its_target() -> None:
         drawn = mirostat(whole(logits))
         surprises.append(-math.log2(allowed[drawn] / allowed.sum()))
     assert np.mean(surprises[300:]) == pytest.approx(2.0, abs=0.1)
+
+
+@pytest.mark.parametrize("target", [0.0, 0.3, 1.0])
+def test_adaptive_p_follows_its_formula(target: float) -> None:
+    numbers = np.random.default_rng(9).random(200).tolist()
+    queue, same, drawn = iter(numbers), iter(numbers), list[float]()
+    adaptive = AdaptiveP(target, 0.9, lambda: next(queue))
+    for step in range(200):
+        pairs = in_order(whole(random_logits(30, step)))
+        probs = probabilities(pairs)
+        # The mean of all drawn before, the last one first, with as many before them that met the target.
+        weights = [0.9**i for i in range(step + 500)]
+        mean = np.dot([*drawn[::-1], *[target] * 500], weights) / sum(weights)
+        aim = min(max(2 * target - mean, 0), 1)
+        scores = [5 - 10 * (d := abs(p - aim) / 0.3) ** 2 / (1 + d) for p in probs]
+        shares = np.exp(scores).cumsum() / np.exp(scores).sum()
+        at = int((shares <= next(same)).sum())
+        assert adaptive(whole(random_logits(30, step))) == pairs[at][0]
+        drawn.append(probs[at])
 
 
 def test_mirostat_with_absurd_settings_still_draws() -> None:

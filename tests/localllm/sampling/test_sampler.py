@@ -7,6 +7,7 @@ import math
 import pickle
 from collections import Counter
 from statistics import pstdev
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -72,6 +73,8 @@ BAD: dict[str, list[Any]] = {
     "mirostat": [1, 3, -1, 2.0, True, "2"],
     "mirostat_tau": NOT_POSITIVE,
     "mirostat_eta": NOT_POSITIVE,
+    "adaptive_target": [*NOT_NUMBERS, -1.1, 1.1],
+    "adaptive_decay": [*NOT_NUMBERS, -0.1, 1, 0.995],
     "logit_bias": [[(1, 2.0)], {-1: 0}, {"1": 0}, {1.0: 0}, {True: 0}, {1: math.nan}, {1: math.inf}],
     "seed": [-1, 1 << 64, 1.0, True, "7"],
     "logprobs": [-1, 1.0, True, "5"],
@@ -177,7 +180,7 @@ def test_greedy_heeds_bias_and_penalties() -> None:
 # --- the whole chain ---
 
 
-def plain_sample(logits: Logits, s: Sampling, text: list[int], uniform: Any) -> int:
+def plain_sample(logits: Logits, s: Sampling, text: list[int], uniform: Any, chance: Any) -> int:
     """The chain without DRY in plain Python: everything sorted, one term after another."""
     scores = [float(logit) for logit in logits]
     for id_, bias in s.logit_bias.items():
@@ -215,7 +218,7 @@ def plain_sample(logits: Logits, s: Sampling, text: list[int], uniform: Any) -> 
         left = left[: reach(probs(), s.top_p, strictly=False)]
     ps = probs()
     left = [i for i, p in zip(left, ps, strict=True) if p >= s.min_p * ps[0]]
-    if s.xtc_probability and s.xtc_threshold <= 0.5 and len(left) > 1 and uniform() < s.xtc_probability:
+    if s.xtc_probability and s.xtc_threshold <= 0.5 and len(left) > 1 and chance() < s.xtc_probability:
         n_viable = sum(p >= s.xtc_threshold for p in probs())
         left = left[max(0, n_viable - 1) :]
     scores = [score / s.temperature for score in scores]
@@ -252,11 +255,12 @@ def test_the_chain_equals_a_plain_one(n_vocab: int) -> None:
         s = random_settings(rng, n_vocab)
         text = rng.integers(0, n_vocab, rng.integers(0, 8)).tolist()
         sampler = make_sampler(s, n_vocab, prompt_ids=text)
-        uniform = np.random.Generator(np.random.PCG64(s.seed)).random
+        assert s.seed is not None
+        uniform, chance = UniformNumbers(s.seed), UniformNumbers(s.seed, is_single=True)
         for _ in range(5):
             logits = (rng.standard_normal(n_vocab) * rng.choice([0.3, 3, 10])).astype(np.float32)
             choice = sampler(logits)
-            disagreements += choice.id != plain_sample(logits, s, text, uniform)
+            disagreements += choice.id != plain_sample(logits, s, text, uniform, chance)
             sampler.accept(choice.id)
             text.append(choice.id)
     # Above 4096 tokens weights are float32: a number drawn within 1e-7 of the border between two may differ.
@@ -336,11 +340,43 @@ def test_mirostat_takes_the_place_of_the_truncations() -> None:
 # --- random numbers ---
 
 
-def test_uniform_numbers_are_pcg64s() -> None:
-    uniform = UniformNumbers(12345)
-    numbers = [uniform() for _ in range(4)]
-    # The first numbers in NumPy's own documentation of default_rng(12345).
-    assert numbers[:3] == [0.22733602246716966, 0.31675833970975287, 0.7973654573327341]
+def test_random_numbers_are_cpps() -> None:
+    uniform = UniformNumbers(5489)
+    number = [uniform() for _ in range(5000)][-1]
+    assert int(number * 2**32) == 4123659995  # the 10,000th word, as the C++ standard has it ([rand.predef])
+    single = UniformNumbers(5489, is_single=True)
+    assert [single() for _ in range(10_000)][-1] == np.float32(4123659995) / np.float32(2**32)
+
+
+def test_random_numbers_are_of_the_whole_seed() -> None:
+    seeds = [0, 1, (1 << 32) - 1, 1 << 32, (1 << 32) + 1, 1 << 63]
+    assert len({UniformNumbers(seed)() for seed in seeds}) == len(seeds)
+
+
+def test_random_numbers_are_below_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(np.random, "RandomState", lambda seed: SimpleNamespace(bytes=lambda n: b"\xff" * n))
+    for is_single in (False, True):
+        assert 1 - 1e-7 < UniformNumbers(0, is_single=is_single)() < 1
+
+
+#: What llama.cpp's own samplers (of llama-cpp-python 0.3.36) draw, by settings and seed, of the same logits.
+LLAMA_CPPS: list[tuple[dict[str, Any], int, list[int]]] = [
+    ({}, 42, [4, 47, 31, 0, 24, 2, 10, 47, 5, 31, 23, 23, 47, 17, 17]),
+    ({}, 4294967294, [24, 10, 31, 31, 24, 2, 10, 0, 7, 31, 23, 23, 9, 6, 32]),
+    ({"xtc_probability": 0.5}, 42, [28, 47, 31, 13, 24, 2, 10, 47, 11, 14, 23, 39, 47, 44, 17]),
+    ({"xtc_probability": 0.5}, 4294967294, [24, 14, 31, 31, 24, 2, 10, 20, 7, 31, 23, 20, 9, 6, 22]),
+    ({"mirostat": 2, "mirostat_tau": 2.0}, 42, [43, 47, 31, 0, 24, 2, 10, 47, 5, 31, 23, 0, 9, 28, 44]),
+    ({"mirostat": 2, "mirostat_tau": 2.0}, 4294967294, [24, 0, 31, 31, 24, 2, 10, 0, 7, 31, 23, 23, 9, 17, 23]),
+    ({"adaptive_target": 0.3}, 42, [3, 6, 31, 0, 36, 17, 21, 23, 7, 14, 25, 0, 47, 17, 27]),
+    ({"adaptive_target": 0.3}, 4294967294, [24, 10, 31, 0, 36, 17, 8, 23, 7, 46, 18, 0, 47, 44, 44]),
+]
+
+
+@pytest.mark.parametrize(("given", "seed", "expected"), LLAMA_CPPS)
+def test_a_seed_gives_what_it_gives_in_llama_cpp(given: dict[str, Any], seed: int, expected: list[int]) -> None:
+    sampler = make_sampler(Sampling(seed=seed, **given), 50)
+    logits = [(np.random.RandomState(step).standard_normal(50) * 3).astype(np.float32) for step in range(15)]
+    assert [sampler(each).id for each in logits] == expected
 
 
 def test_a_seed_gives_the_same_ids_again() -> None:
