@@ -65,7 +65,8 @@ def test_help_tells_the_defaults_that_hold(run: Run) -> None:
     """Those of sampling are kept by `Sampling` and repeated in the help."""
     text = " ".join(run("generate", "--help").out.split())
     stated = dict(re.findall(r"--([a-z-]+) [XN] [^(]*\(default: (-?[\d.]+)\)", text))
-    names = {"typical-p": "typical_p", "mirostat-ent": "mirostat_tau", "mirostat-lr": "mirostat_eta"}
+    names = {"top-nsigma": "top_n_sigma", "typical-p": "typical_p"}
+    names |= {"mirostat-ent": "mirostat_tau", "mirostat-lr": "mirostat_eta"}
     defaults = vars(Sampling())
     checked = set()
     for flag, value in stated.items():
