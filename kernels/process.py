@@ -56,7 +56,7 @@ class Stage:
 
     def __init__(self) -> None:
         self.is_over = False  # whether no more of it may begin
-        self.under_way: set[UnderWay] = set()  # without a lock, which a forked child could find held
+        self.under_way: set[UnfinishedWork] = set()  # without a lock, which a forked child could find held
 
     def check(self, *, waits: bool = False) -> None:
         """Makes sure that work may begin, or that what was begun goes on.
@@ -98,8 +98,8 @@ class Stage:
         return any(work.thread is not own and work.thread.is_alive() for work in list(self.under_way))
 
 
-class UnderWay:
-    """``with UnderWay(stage):`` is around work that the end of the process waits for.
+class UnfinishedWork:
+    """``with UnfinishedWork(stage):`` is around work that the end of the process waits for.
 
     Args:
         wake: called when the stage is over, for work that waits for something to do.

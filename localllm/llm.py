@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.engine.engine import MAX_WAITING, STEP_S, Counts, Engine
-from localllm.engine.pictures import NO_PICTURES, Picture, Pictures, Placed, text_ids
+from localllm.engine.pictures import NO_PICTURES, Picture, Pictures, PictureTokens, text_ids
 from localllm.engine.request import Request
 from localllm.errors import (
     Argument,
@@ -760,7 +760,7 @@ class LLM:
         ids, placed = encoder.prompt(pieces, partial(tokenizer.encode, add_special=False, parse_special=True))
         return self._with_bos(ids, placed) if add_special else (ids, Pictures(placed))
 
-    def _with_bos(self, ids: list[int], placed: Sequence[Placed]) -> tuple[list[int], Pictures]:
+    def _with_bos(self, ids: list[int], placed: Sequence[PictureTokens]) -> tuple[list[int], Pictures]:
         """A prompt with BOS in front, if the model asks for it and it is not there."""
         begun = self._tokenizer.with_bos(ids)
         n = len(begun) - len(ids)

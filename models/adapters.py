@@ -55,7 +55,7 @@ class Adapter:
 
 
 @dataclass(frozen=True, eq=False)
-class _Held:
+class _LoadedMatrix:
     """A matrix that is in memory."""
 
     name: str
@@ -107,8 +107,8 @@ def with_adapters(graph: Graph, adapters: Sequence[Adapter]) -> Graph:
             parts = tuple((i, len(a)) for i, (a, _) in found)
             if (node.layer, parts) not in shares:  # of each layer its own: a model is cut between layers
                 shares[node.layer, parts] = new.add(AdapterWeights(parts))
-            a = _Held(f"{matrix.weight.name}.lora_a", np.concatenate([a for _, (a, _) in found]))
-            b = _Held(f"{matrix.weight.name}.lora_b", np.concatenate([b for _, (_, b) in found], axis=1))
+            a = _LoadedMatrix(f"{matrix.weight.name}.lora_a", np.concatenate([a for _, (a, _) in found]))
+            b = _LoadedMatrix(f"{matrix.weight.name}.lora_b", np.concatenate([b for _, (_, b) in found], axis=1))
             h = new.add(Gated(new.add(Linear(operation.x, Matrix(a))), shares[node.layer, parts], "identity"))
             result = now[was]
             assert isinstance(result, Tensor)

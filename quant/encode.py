@@ -373,7 +373,7 @@ _ROWS: dict[GGMLType, _Rows] = {
 
 
 @dataclass(frozen=True, eq=False)
-class _Books:
+class _Codebooks:
     """A format's codebooks, in integers."""
 
     unit: float  # what the integers are times
@@ -387,7 +387,7 @@ class _Books:
 
 
 @cache
-def _books(type: GGMLType) -> _Books:
+def _books(type: GGMLType) -> _Codebooks:
     """The codebooks of a format.
 
     IQ1 moves all values by 1/8 up or down: in IQ1_S the same way for a whole sub-block, which chooses one of two
@@ -412,7 +412,7 @@ def _books(type: GGMLType) -> _Books:
     top = len(values) - 1
     step = np.float32((values[-1] - values[0]) / top)
     lowest = values[0] + np.array([0] if len(books) == 1 else [1, -1], np.float32)
-    return _Books(unit, lowest.astype(np.float32), step, top, near, index)
+    return _Codebooks(unit, lowest.astype(np.float32), step, top, near, index)
 
 
 def _encode_rows(x: Floats, type: GGMLType, weights: Floats) -> Bytes:

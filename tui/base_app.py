@@ -17,7 +17,7 @@ from localllm.errors import UsageError
 from localllm.shell import copy_text
 from localllm.tui import commands
 from localllm.tui.chat.tools import in_thread
-from localllm.tui.key_buffer import KeyBuffer, Passed
+from localllm.tui.key_buffer import KeyBuffer, KeyHandled
 from localllm.tui.setup import Setup
 from localllm.tui.text import escape_controls, sentence
 
@@ -74,7 +74,7 @@ class BaseApp(App[int]):
         else:
             await super().on_event(event)
 
-    def on_passed(self, event: Passed) -> None:
+    def on_key_handled(self, event: KeyHandled) -> None:
         event.arrived.set()
 
     def on_worker_state_changed(self, event: Worker.StateChanged) -> None:

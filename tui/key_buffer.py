@@ -33,7 +33,7 @@ _ENDING = ("escape", "ctrl+c", "ctrl+q")
 _TRIP_SECONDS = 5.0
 
 
-class Passed(Message, bubble=True):
+class KeyHandled(Message, bubble=True):
     """Follows a key from the widget that it went to up to the app: there, the key has been handled."""
 
     def __init__(self) -> None:
@@ -162,7 +162,7 @@ def _is_letter(event: Typed) -> bool:
 
 async def _passed(target: MessagePump | None) -> None:
     """Waits till what waits in a widget, and in those around it, has been handled."""
-    passed = Passed()
+    passed = KeyHandled()
     if target is None or not target.post_message(passed):
         return
     end = asyncio.get_running_loop().time() + _TRIP_SECONDS

@@ -298,15 +298,15 @@ class LineChat(commands.UI):
             self._status.show(f"reading the prompt: {event.done:,} of {event.total:,} tokens")
         elif isinstance(event, events.Summarising):
             self._status.show("the model summarises what was said before …")
-        elif isinstance(event, events.Warned):
+        elif isinstance(event, events.ChatWarning):
             warn(event.text)
-        elif isinstance(event, events.ToolAsked):
+        elif isinstance(event, events.ToolApprovalRequest):
             printer.end()
             event.answer(self._permission(event))
-        elif isinstance(event, events.ToolsUsed):
+        elif isinstance(event, events.ToolCallsDone):
             call = next(call for call in reversed(event.message.calls) if call.result is not None)
             self._remark(f"{call.name} {call.arguments}: {len(call.result or ''):,} characters")
-        elif isinstance(event, events.RoomMade):
+        elif isinstance(event, events.ContextTrimmed):
             self._status.clear()
             instead = f", but this summary: {event.summary}" if event.summary else ""
             self._remark(f"the model does not get the first {event.n_left_out} messages any more{instead}")
@@ -314,7 +314,7 @@ class LineChat(commands.UI):
             printer.end()
             self._finished(event)
 
-    def _permission(self, asked: events.ToolAsked) -> Permission:
+    def _permission(self, asked: events.ToolApprovalRequest) -> Permission:
         """What somebody says of a call; "no" where nobody sits there."""
         self._say(f"the model wants to use {asked.name} {asked.arguments}")
         answers: dict[str, Permission] = {"o": "once", "c": "chat", "a": "always"}

@@ -133,7 +133,7 @@ class CPUStep(Step):
         backend, n_tokens = self._backend, len(batch.ids)
         workers = backend.workers
         if n_tokens * self._n_products < backend.small_step:
-            workers.settle()
+            workers.wait_until_idle()
             workers = backend.caller
         threads = backend.decode_threads if n_tokens <= FEW_TOKENS else None
         self._program.run(workers, before=lambda: self._fill(batch, hidden), threads=threads)

@@ -97,7 +97,7 @@ class CPUCache:
 
     def _where(self, group: int | None, number: int) -> list[NDArray[np.uint8]]:
         """The bytes of a page in the layers of a group; with None, of a slot in all layers."""
-        self._workers.settle()
+        self._workers.wait_until_idle()
         if group is None:
             return [self._part(place, self.n_states, state_bytes(s))[number] for s, place in self.states.items()]
         return [

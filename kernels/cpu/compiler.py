@@ -382,14 +382,14 @@ def addresses(variants: Iterable[Variant], progress: Callable[[int, int], None] 
     for done, v in enumerate(to_compile):
         if progress:
             progress(done, len(to_compile))
-        with _lock, process.UnderWay(process.workers):
+        with _lock, process.UnfinishedWork(process.workers):
             if not _is_ready(v):  # another thread may have compiled it meanwhile
                 is_loaded = "numba.core.compiler" in sys.modules
                 check_memory(COMPILING_BYTES if is_loaded else LOADING_BYTES, "to compile kernels for this processor")
                 _objects[v.symbol] = _compile(v)
     if to_compile and progress:
         progress(len(to_compile), len(to_compile))
-    with _lock, process.UnderWay(process.workers):
+    with _lock, process.UnfinishedWork(process.workers):
         _link([v.symbol for v in wanted if v.symbol not in _addresses])
         return {v: _addresses[v.symbol] for v in wanted}
 

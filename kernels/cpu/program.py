@@ -308,10 +308,10 @@ class Workers:
             As `process.Stage.check`, if the process is ending and engines have stopped.
         """
         self._process.check()
-        with self._lock, process.UnderWay(process.workers):
+        with self._lock, process.UnfinishedWork(process.workers):
             if self.n > 1 and not self._started:
                 self._start()
-            self._settle()
+            self._wait_until_idle()
             if before is not None:
                 before()
             if self.n == 1:
@@ -323,12 +323,12 @@ class Workers:
         if job.error is not None:
             raise job.error
 
-    def settle(self) -> None:
+    def wait_until_idle(self) -> None:
         """Returns when nothing runs on these threads: before what they read and write is touched from outside."""
         with self._lock:
-            self._settle()
+            self._wait_until_idle()
 
-    def _settle(self) -> None:
+    def _wait_until_idle(self) -> None:
         if self._last is not None:  # two interrupts at once may have cut the wait for it short
             self._await(self._last)
             self._last = None

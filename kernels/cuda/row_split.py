@@ -60,7 +60,7 @@ class Exchange:
 
 
 @dataclass(frozen=True, eq=False)
-class Meeting(Call):
+class Barrier(Call):
     """Where all devices wait until each has computed its part."""
 
     sent: Stored = field(kw_only=True)  # the device's own part
@@ -139,7 +139,7 @@ class ShardLowering(Lowering):
         operands: list[Stored | Inputs | Buffer] = [own, *received.values()]
         others = [sent[i] for i in read if i != self.device]
         cost = lambda sizes: Cost(sum(each.bytes_of(sizes.rows(own.slot)) for each in others))  # noqa: E731
-        self.calls.append(Meeting("meet", lambda extent: (), operands, cost, sent=own, received=received))
+        self.calls.append(Barrier("meet", lambda extent: (), operands, cost, sent=own, received=received))
         return [received.get(i, each.buffer) for i, each in enumerate(sent)]
 
     def _copy_of(self, sent: Stored) -> Buffer:
@@ -178,7 +178,7 @@ class RowSplitStep(CUDAStep):
                 if other is not own:
                     if driver.can_access_peer(own.device, other.device):
                         driver.enable_peer_access(own.device, other.device)
-                    meetings = (call for call in other.calls if isinstance(call, Meeting))
+                    meetings = (call for call in other.calls if isinstance(call, Barrier))
                     own.reached |= {each.sent.buffer: other.arena for each in meetings}
 
     def begin(self, batch: Batch, hidden: Output | None) -> tuple[Extent, ...]:
@@ -209,7 +209,7 @@ class RowSplitStep(CUDAStep):
             work += [partial(record, event, step.stream), partial(wait, self.stream, event)]
         return work
 
-    def _meet(self, meetings: Sequence[Meeting], extent: Extent) -> Iterator[Work]:
+    def _meet(self, meetings: Sequence[Barrier], extent: Extent) -> Iterator[Work]:
         """Has every device wait for the parts of those that it reads, and copies what they cannot reach."""
         driver = self.driver
         for i, (step, meeting) in enumerate(zip(self.steps, meetings, strict=True)):
@@ -237,7 +237,7 @@ def _runs(calls: Sequence[Call]) -> list[tuple[bool, list[Call]]]:
     """Neighbouring calls, and alone each meeting."""
     runs: list[tuple[bool, list[Call]]] = [(False, [])]
     for call in calls:
-        if isinstance(call, Meeting):
+        if isinstance(call, Barrier):
             runs += [(True, [call]), (False, [])]
         else:
             runs[-1][1].append(call)

@@ -15,7 +15,7 @@ import psutil
 
 import localllm
 from localllm.cli.commands.generate import describe, generation_options, load_model, plan_shower
-from localllm.cli.defaults import settle
+from localllm.cli.defaults import apply_settings
 from localllm.cli.interrupt import INTERRUPTED
 from localllm.console import LoadStatus, is_terminal, say, short_count, visible_line, warn
 from localllm.errors import LocalLLMError, StoreError, UsageError
@@ -51,7 +51,7 @@ def setup_of(arguments: argparse.Namespace) -> Setup:
     """What was asked for on the command line."""
     question = _question(arguments)
     names_model = arguments.model is not None
-    defaults = settle(arguments)
+    defaults = apply_settings(arguments)
     notices: list[str] = []
     store = _store(arguments, notices)
     conversation = _conversation(arguments, store, notices)

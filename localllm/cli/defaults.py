@@ -19,7 +19,7 @@ _FOR_FLAGS = ("model", *(name for name, option in declared(LoadOptions).items() 
 _WITH_DEVICE = ("n_gpu_layers", "tensor_split", "split_mode")
 
 
-def settle(arguments: argparse.Namespace, *, skip: Collection[str] = ()) -> Settings:
+def apply_settings(arguments: argparse.Namespace, *, skip: Collection[str] = ()) -> Settings:
     """Fills in what the command line did not say, but for ``skip``, and finds the files of the models that it named.
 
     ``arguments.settled`` tells what error texts call those that the settings file gave.

@@ -9,7 +9,7 @@ from typing import Any
 
 from localllm.cli.parser import command_aliases, command_names, parser_of
 from localllm.errors import UsageError
-from localllm.options.foreign_names import each
+from localllm.options.foreign_names import split_names
 from localllm.shell import join_command
 
 _WHOLE_LAYERS = "a model is split by layers, see -ngl and --tensor-split; leave it out"
@@ -27,7 +27,7 @@ _DRAFT_TOO = "what holds for the model holds for the draft model too"
 _SWITCH = re.compile(r"(on|off|auto|true|false|[01])(,(on|off|auto|[01]))*")
 
 #: Flags that change nothing here: how many values they have ("?" is one of `_SWITCH`, or none), and why.
-NO_EFFECT = each(
+NO_EFFECT = split_names(
     {
         "-fa --flash-attn --flash-attention": ("?", "attention is always computed so"),
         "-b --batch-size -ub --ubatch-size --n-batch --n-ubatch --num-batch": ("1", _OWN_BATCHES),
@@ -74,7 +74,7 @@ NO_EFFECT = each(
 )
 
 #: Other names of flags that localllm has.
-SAME = each(
+SAME = split_names(
     {
         "--model-path": "--model",
         "-hfr -mu --model-url": "--hf-repo",
@@ -94,7 +94,7 @@ SAME = each(
 )
 
 #: Flags that localllm does not have: what to do about them.
-ABSENT = each(
+ABSENT = split_names(
     {
         "-mg --main-gpu": "GPUs are named in their order with --device, as in --device cuda:1,0",
         "-nkvo --no-kv-offload --no-op-offload": _WHOLE_LAYERS,
@@ -125,7 +125,7 @@ ABSENT = each(
 )
 
 #: Commands of other programs that have no like here, and what to do.
-OTHER_COMMANDS = each(
+OTHER_COMMANDS = split_names(
     {
         "ps stop": "a model is in memory while its command runs; localllm serve --ttl S unloads idle ones",
         "create": "a GGUF file needs no Modelfile: -m names it, and localllm config set keeps settings",

@@ -146,7 +146,7 @@ def _failure(error: BaseException, debug: bool, settled: Mapping[str, str]) -> i
     """Says in one line what ended the command; returns the exit code.
 
     Args:
-        settled: see `localllm.cli.defaults.settle`.
+        settled: see `localllm.cli.defaults.apply_settings`.
     """
     try:
         _flush()

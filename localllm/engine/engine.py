@@ -332,7 +332,7 @@ class EngineLoop:
 
     def run(self) -> None:
         """The engine's thread."""
-        with process.UnderWay(process.engines, partial(self.inbox.put, EngineLoop.wake)):
+        with process.UnfinishedWork(process.engines, partial(self.inbox.put, EngineLoop.wake)):
             self._run()
 
     def _run(self) -> None:

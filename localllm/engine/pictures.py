@@ -72,7 +72,7 @@ class Encoder(Protocol):
         ...
 
 
-class Placed(NamedTuple):
+class PictureTokens(NamedTuple):
     """Tokens of a picture at a position of a prompt: all of them, or so many where words stand between."""
 
     start: int
@@ -89,7 +89,7 @@ class Placed(NamedTuple):
 class Pictures:
     """Those of a prompt, in order."""
 
-    placed: Sequence[Placed] = ()
+    placed: Sequence[PictureTokens] = ()
     starts: list[int] = field(init=False)
     #: Of each, by how much it and those before it bring what follows nearer than their tokens are many.
     _saved: list[int] = field(init=False)
@@ -104,7 +104,7 @@ class Pictures:
         """The position behind the last one."""
         return self.placed[-1].stop if self.placed else 0
 
-    def of(self, start: int, stop: int) -> Iterator[Placed]:
+    def of(self, start: int, stop: int) -> Iterator[PictureTokens]:
         """Those with tokens at positions start : stop."""
         for i in range(max(0, bisect_right(self.starts, start) - 1), len(self.placed)):
             if self.placed[i].start >= stop:

@@ -112,7 +112,7 @@ def load_parts(options: LoadOptions) -> Parts:
     info = replace(info, encoder=plan.encoder)
     _log_info(info)
     drafting: DraftModel | None = None
-    warnings = _notes(devices) + warnings
+    warnings = _device_warnings(devices) + warnings
     for draft_runner, draft_info, notices in loaded[1:]:
         _log_info(draft_info, "draft model ")
         # Steps over one token take as long as reading the weights.
@@ -347,7 +347,9 @@ def _plan(
     placements = fit(planners, available, options.context)
     if options.parallel is None:
         planners, placements = widened(planners, placements, available)
-    return planners, Plan(placements, free, _notes(devices) + _notices(planners[0], placements[0]), sees)
+    return planners, Plan(
+        placements, free, _device_warnings(devices) + _plan_warnings(planners[0], placements[0]), sees
+    )
 
 
 def _plan_with_block(
@@ -396,7 +398,7 @@ def _load(
         has_axes=graph.has_axes,
         has_spans=graph.has_spans,
     )
-    return runner, info, _notices(planner, placement) + _larger_weights(planner.name, placement, loaded)
+    return runner, info, _plan_warnings(planner, placement) + _larger_weights(planner.name, placement, loaded)
 
 
 def _counted(planner: Planner, report: Callable[[int, int], None]) -> Progress:
@@ -420,12 +422,12 @@ def _file_bytes(weight: Weight) -> int:
 # -- What is said of it --------------------------------------------------------------------------------------------
 
 
-def _notes(devices: Sequence[Device]) -> tuple[Notice, ...]:
+def _device_warnings(devices: Sequence[Device]) -> tuple[Notice, ...]:
     """What is to be said of the devices."""
     return tuple(device.note for device in devices if device.note is not None)
 
 
-def _notices(planner: Planner, placement: Placement) -> tuple[Notice, ...]:
+def _plan_warnings(planner: Planner, placement: Placement) -> tuple[Notice, ...]:
     """What a plan leaves to be desired."""
     name, config, notices = planner.name, planner.model.config, list[Notice]()
     context, trained = placement.context, config.context_length

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.chat.conversation import Image
-from localllm.engine.pictures import Embeddings, Picture, Placed
+from localllm.engine.pictures import Embeddings, Picture, PictureTokens
 from localllm.errors import ModelError, UsageError, path_text
 from localllm.gguf import GGUFFile
 from localllm.kernels.backend import Backend, Batch, HostOutput, Step
@@ -153,7 +153,7 @@ class Encoder:
         pieces: Sequence[str | Image],
         encode: Callable[[str], list[int]],
         known: dict[Image, Picture] | None = None,
-    ) -> tuple[list[int], list[Placed]]:
+    ) -> tuple[list[int], list[PictureTokens]]:
         """The ids of a prompt of texts and pictures, and where the pictures' tokens are in it.
 
         Args:
@@ -166,7 +166,7 @@ class Encoder:
         """
         known = {} if known is None else known
         ids: list[int] = []
-        placed: list[Placed] = []
+        placed: list[PictureTokens] = []
         words = ""  # what was not made ids of: texts of neighbouring pieces are tokenized together
         for piece in pieces:
             if isinstance(piece, str):
@@ -181,7 +181,7 @@ class Encoder:
                     continue
                 ids += encode(words) if words else ()
                 words = ""
-                placed.append(Placed(len(ids), picture, first, part if part < picture.n_tokens else 0))
+                placed.append(PictureTokens(len(ids), picture, first, part if part < picture.n_tokens else 0))
                 ids += picture.ids[first : first + part]
                 first += part
         return ids + (encode(words) if words else []), placed

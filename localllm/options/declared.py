@@ -253,7 +253,7 @@ def _kept(default: Any, kind: Kind, help: str, flags: str = "--", label: str = "
     return field(default=default, metadata={"option": Option(kind, help, flags, label, **more)})
 
 
-def _asked(default: Any, kind: Kind, help: str, flags: str = "", *, none: str = "") -> Any:
+def _call_option(default: Any, kind: Kind, help: str, flags: str = "", *, none: str = "") -> Any:
     """An option of single calls, which is not kept."""
     return field(default=default, metadata={"option": Option(kind, help, flags, none=none, is_kept=False)})
 
@@ -321,7 +321,7 @@ class LoadOptions(_Checked):
         UsageError: one is of the wrong type or out of range.
     """
 
-    path: str | os.PathLike[str] | None = _asked(
+    path: str | os.PathLike[str] | None = _call_option(
         None,
         _PATH,
         "a GGUF file, any one of a split model's, or a name that ``localllm models`` lists.  ``~`` is the home "
@@ -376,14 +376,14 @@ class LoadOptions(_Checked):
         "-t --threads",
         none="one a physical core; to decode, as many as doctor shows",
     )
-    isa: str | None = _asked(
+    isa: str | None = _call_option(
         None,
         _TEXT,
         "the instruction set of the CPU's kernels, such as avx2, which localllm doctor lists",
         "--",
         none="the best that runs here",
     )
-    parallel: int | None = _asked(
+    parallel: int | None = _call_option(
         1,
         _TOKENS,
         "how many sequences of full length the cache has room for.  Requests that run at the same time share it; "
@@ -396,20 +396,20 @@ class LoadOptions(_Checked):
         "what the KV cache holds: f16, or q8_0 in about half the memory.  With q8_0, bytes with a scale for each 32, "
         "logits differ by about 1 %.",
     )
-    chat_template: str | None = _asked(
+    chat_template: str | None = _call_option(
         None,
         _TEXT,
         "jinja2 source of a chat template in place of the file's own, or llama.cpp's name of one, such as llama3",
         none="the file's own",
     )
-    adapters: Mapping[str, str | os.PathLike[str]] | None = _asked(
+    adapters: Mapping[str, str | os.PathLike[str]] | None = _call_option(
         None,
         _ADAPTERS,
         "low-rank adapters (LoRA) by names of your own: GGUF files, or folders of PEFT's.  A call says how much of "
         "which it wants: ``generate(..., adapters={'name': 0.8})``.",
         none="none",
     )
-    draft_model: str | os.PathLike[str] | None = _asked(
+    draft_model: str | os.PathLike[str] | None = _call_option(
         None,
         _PATH,
         "a smaller model with the same vocabulary, which drafts tokens.  It is named as ``path``; see ``speculate`` "
@@ -417,30 +417,30 @@ class LoadOptions(_Checked):
         "-md --draft-model --model-draft",
         none="no draft model",
     )
-    mmproj: str | os.PathLike[str] | Literal[False] | None = _asked(
+    mmproj: str | os.PathLike[str] | Literal[False] | None = _call_option(
         None,
         _MMPROJ,
         "the file of the encoder of pictures (``mmproj-….gguf``) of a model that sees; False for none",
         "--mmproj -mm",
         none="the one beside the model, if there is one that is made for it",
     )
-    progress: LoadProgress | None = _asked(
+    progress: LoadProgress | None = _call_option(
         None,
         _of_type("a function of a stage and two numbers", Callable),
         "called while kernels are compiled and weights packed, with 'kernels' or 'weights', how many kernels or "
         "bytes are done, and of how many",
         none="a line on standard error if that is a terminal and compiling takes long",
     )
-    planned: Callable[[Any], object] | None = _asked(
+    planned: Callable[[Any], object] | None = _call_option(
         None,
         _of_type("a function of a plan", Callable),
         "called once with the `localllm.loading.placement.Plan`, before anything is loaded",
         none="nothing",
     )
-    max_waiting: int = _asked(
+    max_waiting: int = _call_option(
         1024, _whole(1), "how many requests may wait for others.  More are refused with a `QueueFullError`."
     )
-    step_s: float = _asked(
+    step_s: float = _call_option(
         0.1,
         _SECONDS,
         "seconds that a step with a part of a long prompt takes, at most.  That is about how long other streams "
@@ -562,21 +562,21 @@ class Sampling(_Checked):
         "Seed",
         none="a fresh one",
     )
-    logprobs: int | None = _asked(
+    logprobs: int | None = _call_option(
         None,
         _whole(0),
         "log-probabilities of each token and of the N likeliest.  They are those of the model, before any setting "
         "here.",
         none="no log-probabilities",
     )
-    post_sampling_probs: bool = _asked(
+    post_sampling_probs: bool = _call_option(
         False,
         SWITCH,
         "whether log-probabilities are those that the token was drawn with, after all settings.  Tokens that "
         "settings leave out are then not listed.",
         "--",
     )
-    json_schema: str | Mapping[str, Any] | type | None = _asked(
+    json_schema: str | Mapping[str, Any] | type | None = _call_option(
         None,
         _SCHEMA,
         "the text is JSON that this schema allows.  It is a dict, JSON text, or a pydantic model class.  With it, as "
@@ -586,10 +586,10 @@ class Sampling(_Checked):
         "-j --json-schema",
         none="any text",
     )
-    regex: str | None = _asked(
+    regex: str | None = _call_option(
         None, _REGEX, "the text is one that this regular expression matches as a whole", "--", none="any text"
     )
-    grammar: str | None = _asked(
+    grammar: str | None = _call_option(
         None,
         _GRAMMAR,
         "the text follows a grammar, in Lark's notation or llama.cpp's GBNF.  Lark's begins with the rule "
@@ -597,7 +597,7 @@ class Sampling(_Checked):
         "--",
         none="any text",
     )
-    processors: tuple[LogitsProcessor, ...] = _asked(
+    processors: tuple[LogitsProcessor, ...] = _call_option(
         (),
         Kind("a tuple of functions", _read_functions),
         "called in turn after ``logit_bias``, each with the tokens so far, the prompt's among them, int32 [n], and "
@@ -646,16 +646,18 @@ class CheckedOptions(_Checked):
         UsageError: one is of the wrong type or out of range.
     """
 
-    max_tokens: int | None = _asked(
+    max_tokens: int | None = _call_option(
         None,
         _whole(0),
         "tokens to generate at most.  0 evaluates the prompt and generates nothing.",
         "-n --predict --n-predict --max-tokens",
         none="until the model ends its text or the context is full",
     )
-    stop: tuple[str, ...] = _asked((), STOPS, "ends the generated text before this text, which is left out", "--")
-    ignore_eos: bool = _asked(False, SWITCH, "do not let the model end its text", "--")
-    overflow: Overflow = _asked(
+    stop: tuple[str, ...] = _call_option(
+        (), STOPS, "ends the generated text before this text, which is left out", "--"
+    )
+    ignore_eos: bool = _call_option(False, SWITCH, "do not let the model end its text", "--")
+    overflow: Overflow = _call_option(
         "error",
         _one_of("error", "truncate"),
         "a prompt too long for the context is an 'error', or 'truncate' leaves out its oldest part.  An error is a "
@@ -674,13 +676,13 @@ class CheckedOptions(_Checked):
             )
         },
     )
-    progress: Progress | None = _asked(
+    progress: Progress | None = _call_option(
         None,
         _of_type("a function of two numbers", Callable),
         "called while a long prompt is evaluated, with the tokens done and the tokens of the prompt",
         none="nothing",
     )
-    speculate: Speculate | None = _asked(
+    speculate: Speculate | None = _call_option(
         "auto",
         _one_of("auto", "lookup", "draft", "mtp"),
         "drafts several tokens, which the model then verifies in one step.  It is the same text, sooner where drafts "
@@ -689,28 +691,28 @@ class CheckedOptions(_Checked):
         "own file that predicts further tokens; 'auto' asks whichever of these two there is; None drafts nothing.",
         none="no drafts",
     )
-    draft_max: int = _asked(
+    draft_max: int = _call_option(
         DEFAULT_DRAFTS,
         _whole(1, f"a whole number from 1 to {MAX_DRAFTS}", MAX_DRAFTS + 1),
         "tokens to draft at most for one step",
         "--draft-max --draft --draft-n",
     )
-    priority: Priority = _asked(
+    priority: Priority = _call_option(
         "normal",
         _one_of("normal", "background"),
         "'background' requests let others begin first for up to 30 seconds.  Those that have begun to decode share "
         "every step.",
     )
-    client: str = _asked(
+    client: str = _call_option(
         "", _TEXT, "a name of whoever asks: clients share the model evenly, however many requests each has"
     )
-    adapters: Mapping[str, float] | None = _asked(
+    adapters: Mapping[str, float] | None = _call_option(
         None,
         _SHARES,
         "how much of which loaded adapters is added to the model, such as {'name': 0.8}; those left out add nothing",
         none="none of them",
     )
-    timeout: float | None = _asked(
+    timeout: float | None = _call_option(
         None,
         _SECONDS,
         "seconds after which the text ends where it is, with the ``finish_reason`` 'timeout'; waiting counts",

@@ -12,13 +12,13 @@ _IN_THE_FILE = "it is read from the file: leave it out"
 _NOT_HERE = "this version of localllm has nothing like it"
 
 
-def each(advice: Mapping[str, T]) -> dict[str, T]:
+def split_names(advice: Mapping[str, T]) -> dict[str, T]:
     """One entry for each of the names in a key."""
     return {name: value for names, value in advice.items() for name in names.split()}
 
 
 #: Keywords that `localllm.load` does not have.
-THEIR_LOAD = each(
+THEIR_LOAD = split_names(
     {
         "model_path model": "it is the first argument of load, or path=",
         "n_ctx": "write context=, or leave it out for as many as the model was trained on, or as memory allows",
@@ -47,7 +47,7 @@ THEIR_LOAD = each(
 )
 
 #: Keywords that `LLM.generate`, `LLM.chat` and their kin do not have.
-THEIR_OPTIONS = each(
+THEIR_OPTIONS = split_names(
     {
         "temp": "write temperature=",
         "n_predict max_new_tokens max_length num_predict max_completion_tokens": "write max_tokens=",
@@ -80,7 +80,7 @@ _CHAT = "LLM.chat, or LLM.stream_chat for chunks"
 _OR_COMPAT = ", or localllm.compat.Llama in place of llama_cpp.Llama"
 
 #: Attributes that `localllm.LLM` does not have.
-THEIR_METHODS = each(
+THEIR_METHODS = split_names(
     {
         "create_completion": f"LLM.generate, or LLM.stream for chunks{_OR_COMPAT}",
         "create_chat_completion": f"{_CHAT}{_OR_COMPAT}",
@@ -110,7 +110,7 @@ THEIR_METHODS = each(
 )
 
 #: Attributes that `localllm.Completion` does not have.
-THEIR_RESULTS = each(
+THEIR_RESULTS = split_names(
     {
         "content message choices response generated_text outputs": "Completion.text",
         "tokens token_ids": "Completion.ids",
@@ -120,7 +120,7 @@ THEIR_RESULTS = each(
 )
 
 #: Attributes that the module does not have.
-THEIR_NAMES = each(
+THEIR_NAMES = split_names(
     {
         "Llama": "localllm.compat.Llama, or localllm.load",
         "LlamaGrammar": "localllm.compat.LlamaGrammar, or grammar= of LLM.generate",

@@ -221,7 +221,7 @@ class Grammars:
         with self._lock:
             matcher = self._kept.get(internal)
         if matcher is None:
-            with process.UnderWay(process.workers):
+            with process.UnfinishedWork(process.workers):
                 matcher = self._compiled(internal, sampling)  # unlocked: it may take a second
         with self._lock:
             self._kept[internal] = matcher

@@ -4,8 +4,8 @@
 
     http.Guard          who may ask: Host, Origin, key, size
     openai, anthropic,
-    ollama, llamacpp    one API each: its JSON into an `Ask`, and an `Answer` into its JSON
-    answers             an `Ask` into streams of a model, and those into parts of replies
+    ollama, llamacpp    one API each: its JSON into a `GenerationJob`, and `PendingReplies` into its JSON
+    dispatcher          a `GenerationJob` into streams of a model, and those into parts of replies
     models              which model, loaded when it is first asked for
 
 It needs the extra ``serve``: ``pip install localllm[serve]``.

@@ -16,8 +16,17 @@ from starlette.responses import Response
 from localllm.chat.conversation import Message, read_message, read_parts
 from localllm.engine.request import Usage
 from localllm.generation.completion import Chunk
-from localllm.server.answers import Answer, Ask, Desk, Generation, Reply, begun_reply, constrain, offer_tools
-from localllm.server.http import EventStream, HTTPError, decode, event, json_response, unless_gone
+from localllm.server.dispatcher import (
+    Dispatcher,
+    Generation,
+    GenerationJob,
+    PendingReplies,
+    Reply,
+    begun_reply,
+    constrain,
+    offer_tools,
+)
+from localllm.server.http import EventStream, HTTPError, cancel_on_disconnect, decode, event, json_response
 from localllm.server.openai import new_id
 
 
@@ -52,7 +61,7 @@ class MessagesRequest(Generation, kw_only=True):
     output_format: OutputFormat | None = None
 
 
-def _ask(body: MessagesRequest) -> Ask:
+def _job(body: MessagesRequest) -> GenerationJob:
     options = body.options()
     form = body.output_format or (body.output_config and body.output_config.format)
     if form:
@@ -72,7 +81,7 @@ def _ask(body: MessagesRequest) -> Ask:
     ]
     variables = {} if body.thinking is None else {"enable_thinking": body.thinking.type != "disabled"}
     messages, begun = begun_reply(_messages(body))
-    return Ask(
+    return GenerationJob(
         body.model,
         options,
         messages=messages,
@@ -144,36 +153,36 @@ def _stop_reason(reply: Reply) -> str:
     return "end_turn" if reply.stop_text is None else "stop_sequence"
 
 
-def _head(answer: Answer) -> dict[str, Any]:
+def _head(pending: PendingReplies) -> dict[str, Any]:
     return {
         "id": new_id("msg_"),
         "type": "message",
         "role": "assistant",
-        "model": answer.served.name,
+        "model": pending.served.name,
         "content": [],
         "stop_reason": None,
         "stop_sequence": None,
-        "usage": _usage(Usage(answer.prompt_tokens, 0, 0)),
+        "usage": _usage(Usage(pending.prompt_tokens, 0, 0)),
     }
 
 
-async def messages(request: Request, desk: Desk) -> Response:
+async def messages(request: Request, dispatcher: Dispatcher) -> Response:
     body = await decode(request, MessagesRequest)
     if body.max_tokens is None:
         raise HTTPError(400, "max_tokens is missing: say how many tokens the reply may have")
-    answer = await desk.begin(await desk.read(request, _ask, body), request)
+    pending = await dispatcher.begin(await dispatcher.read(request, _job, body), request)
     writer = _Writer()
     if body.stream:
         return EventStream(
-            answer.lines(writer.lines, [_line("message_start", message=_head(answer))]),
-            answer.close,
+            pending.lines(writer.lines, [_line("message_start", message=_head(pending))]),
+            pending.close,
             path=request.url.path,
             encode_error=partial(event, name="error"),
             ping=event({"type": "ping"}, "ping"),
         )
-    with closing(answer):
-        (reply,) = await unless_gone(request, answer.read(writer.lines))
-    return json_response({**_head(answer), "content": writer.content, **_end(reply), "usage": _usage(reply.usage)})
+    with closing(pending):
+        (reply,) = await cancel_on_disconnect(request, pending.read(writer.lines))
+    return json_response({**_head(pending), "content": writer.content, **_end(reply), "usage": _usage(reply.usage)})
 
 
 def _line(kind: str, **fields: Any) -> bytes:
@@ -230,6 +239,6 @@ class _Writer:
         return [_line("content_block_stop", index=len(self.content) - 1)] if self.content else []
 
 
-async def count_tokens(request: Request, desk: Desk) -> Response:
-    ask = await desk.read(request, _ask, await decode(request, MessagesRequest))
-    return json_response({"input_tokens": len(await desk.with_model(request, ask.model, ask.prompt_ids))})
+async def count_tokens(request: Request, dispatcher: Dispatcher) -> Response:
+    job = await dispatcher.read(request, _job, await decode(request, MessagesRequest))
+    return json_response({"input_tokens": len(await dispatcher.with_model(request, job.model, job.prompt_ids))})

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from localllm.errors import LocalLLMError
 from localllm.server import anthropic, embeddings, llamacpp, ollama, openai, responses
-from localllm.server.answers import Desk, LoraShare
+from localllm.server.dispatcher import Dispatcher, LoraShare
 from localllm.server.http import Guard, HTTPError, Limits, json_response
 from localllm.server.models import Models
 from localllm.server.page import page
@@ -28,10 +28,10 @@ from localllm.version import __version__
 #: Seconds between two searches for models to unload.
 _EXPIRY_CHECK_S = 1.0
 
-_Endpoint = Callable[[Request, Desk], Awaitable[Response]]
+_Endpoint = Callable[[Request, Dispatcher], Awaitable[Response]]
 
 
-async def _root(request: Request, desk: Desk) -> Response:
+async def _root(request: Request, dispatcher: Dispatcher) -> Response:
     """The page for browsers, and for programs the words by which they know Ollama."""
     if "text/html" not in request.headers.get("accept", ""):
         return PlainTextResponse(f"Ollama is running: localllm {__version__} has its API, too\n")
@@ -40,11 +40,11 @@ async def _root(request: Request, desk: Desk) -> Response:
     return HTMLResponse(text, headers=headers)
 
 
-async def _openapi(request: Request, desk: Desk) -> Response:
+async def _openapi(request: Request, dispatcher: Dispatcher) -> Response:
     return json_response(description())
 
 
-async def _refuse_change(request: Request, desk: Desk) -> Response:
+async def _refuse_change(request: Request, dispatcher: Dispatcher) -> Response:
     raise HTTPError(
         403, "requests change no models: they are plain files, which localllm models lists where the server runs"
     )
@@ -53,7 +53,7 @@ async def _refuse_change(request: Request, desk: Desk) -> Response:
 _COUNTED_CHATS = ("/v1/chat/completions/input_tokens", "/chat/completions/input_tokens")
 
 
-async def _left_out(request: Request, desk: Desk) -> Response:
+async def _left_out(request: Request, dispatcher: Dispatcher) -> Response:
     raise HTTPError(501, "this server was started with --no-slots", "not_available")
 
 
@@ -130,7 +130,7 @@ def description() -> dict[str, Any]:
 class _Path:
     """What answers at one path, by method."""
 
-    desk: Desk
+    dispatcher: Dispatcher
     endpoints: dict[str, _Endpoint] = field(default_factory=dict)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -138,7 +138,7 @@ class _Path:
         if endpoint is None:
             allow = ", ".join(self.endpoints)
             raise HTTPError(405, f"{scope['path']:.80} takes {allow}, not {scope['method']:.20}", allow=allow)
-        response = await endpoint(Request(scope, receive, send), self.desk)
+        response = await endpoint(Request(scope, receive, send), self.dispatcher)
         await response(scope, receive, send)
 
 
@@ -153,7 +153,7 @@ class App:
         loads_first: whether the first model is loaded before anybody asks for it.
         is_verbose: whether answers tell their prompts.
         has_slots: whether ``/slots`` answers.
-        desk: takes requests to the models.
+        dispatcher: takes requests to the models.
         asgi: what a server such as uvicorn runs.
     """
 
@@ -163,16 +163,16 @@ class App:
     loads_first: bool = False
     is_verbose: bool = False
     has_slots: bool = True
-    desk: Desk = field(init=False)
+    dispatcher: Dispatcher = field(init=False)
     asgi: ASGIApp = field(init=False)
 
     def __post_init__(self) -> None:
-        self.desk = Desk(self.models, ResponseStore(self.responses_folder), self.is_verbose)
+        self.dispatcher = Dispatcher(self.models, ResponseStore(self.responses_folder), self.is_verbose)
         paths: dict[str, _Path] = {}
         for method, names, endpoint, _ in _ENDPOINTS:
             for name in names:
                 is_there = self.has_slots or not name.startswith("/slots")
-                paths.setdefault(name, _Path(self.desk)).endpoints[method] = endpoint if is_there else _left_out
+                paths.setdefault(name, _Path(self.dispatcher)).endpoints[method] = endpoint if is_there else _left_out
         routes = [Route(name, path) for name, path in paths.items()]
         router = Router(routes, redirect_slashes=False, default=_not_found, lifespan=self._lifespan)
         self.asgi = Guard(router, self.limits, self.models.log)
@@ -188,9 +188,9 @@ class App:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            self.desk.stop(at_once=True)
+            self.dispatcher.stop(at_once=True)
             await self.models.close()
-            self.desk.close()
+            self.dispatcher.close()
 
     async def _load_first(self) -> None:
         with contextlib.suppress(LocalLLMError):  # the log has it, and whoever asks is told

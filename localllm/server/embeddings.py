@@ -14,8 +14,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from localllm.llm import LLM
-from localllm.server.answers import Desk, Prompt, Prompts, each_prompt, joined
-from localllm.server.http import HTTPError, decode, json_response, unless_gone
+from localllm.server.dispatcher import Dispatcher, Prompt, Prompts, each_prompt, joined
+from localllm.server.http import HTTPError, cancel_on_disconnect, decode, json_response
 
 
 class EmbeddingsRequest(msgspec.Struct):
@@ -65,7 +65,7 @@ _AT_ONCE = 64
 
 async def _in_steps(
     request: Request,
-    desk: Desk,
+    dispatcher: Dispatcher,
     model: str | None,
     texts: list[Any],
     work: Callable[[list[Any], LLM], tuple[Any, int]],
@@ -79,15 +79,17 @@ async def _in_steps(
     async def steps() -> tuple[list[Any], int]:
         rows, n_tokens = [], 0
         for i in range(0, max(1, len(texts)), _AT_ONCE):
-            more, n = await desk.with_model(request, model, partial(work, texts[i : i + _AT_ONCE]))
+            more, n = await dispatcher.with_model(request, model, partial(work, texts[i : i + _AT_ONCE]))
             rows += list(more)
             n_tokens += n
         return rows, n_tokens
 
-    return await unless_gone(request, steps())
+    return await cancel_on_disconnect(request, steps())
 
 
-async def _vectors(request: Request, desk: Desk, body: EmbeddingsRequest) -> tuple[list[NDArray[np.float32]], int]:
+async def _vectors(
+    request: Request, dispatcher: Dispatcher, body: EmbeddingsRequest
+) -> tuple[list[NDArray[np.float32]], int]:
     """A row for each text, and the number of tokens that they have."""
 
     def work(texts: list[Any], llm: LLM) -> tuple[NDArray[np.float32], int]:
@@ -95,16 +97,16 @@ async def _vectors(request: Request, desk: Desk, body: EmbeddingsRequest) -> tup
         vectors = llm.embed(texts, dimensions=body.dimensions, truncate=body.truncate)
         return vectors, sum(len(llm.tokenize(text) if isinstance(text, str) else text) for text in texts)
 
-    return await _in_steps(request, desk, body.model, body.texts(), work)
+    return await _in_steps(request, dispatcher, body.model, body.texts(), work)
 
 
-def _name(desk: Desk, name: str | None) -> str:
-    return desk.models.find(name).name
+def _name(dispatcher: Dispatcher, name: str | None) -> str:
+    return dispatcher.models.find(name).name
 
 
-async def openai(request: Request, desk: Desk) -> Response:
+async def openai(request: Request, dispatcher: Dispatcher) -> Response:
     body = await decode(request, EmbeddingsRequest)
-    vectors, n_tokens = await _vectors(request, desk, body)
+    vectors, n_tokens = await _vectors(request, dispatcher, body)
 
     def written(vector: NDArray[np.float32]) -> Any:
         # msgspec writes bytes as base64.
@@ -112,27 +114,27 @@ async def openai(request: Request, desk: Desk) -> Response:
 
     data = [{"object": "embedding", "index": i, "embedding": written(vector)} for i, vector in enumerate(vectors)]
     usage = {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
-    return json_response({"object": "list", "data": data, "model": _name(desk, body.model), "usage": usage})
+    return json_response({"object": "list", "data": data, "model": _name(dispatcher, body.model), "usage": usage})
 
 
-async def llamacpp(request: Request, desk: Desk) -> Response:
-    vectors, _ = await _vectors(request, desk, await decode(request, EmbeddingsRequest))
+async def llamacpp(request: Request, dispatcher: Dispatcher) -> Response:
+    vectors, _ = await _vectors(request, dispatcher, await decode(request, EmbeddingsRequest))
     return json_response([{"index": i, "embedding": [vector.tolist()]} for i, vector in enumerate(vectors)])
 
 
-async def ollama(request: Request, desk: Desk) -> Response:
+async def ollama(request: Request, dispatcher: Dispatcher) -> Response:
     began = time.perf_counter_ns()
     body = await decode(request, OllamaEmbedRequest)
-    vectors, n_tokens = await _vectors(request, desk, body)
+    vectors, n_tokens = await _vectors(request, dispatcher, body)
     if request.url.path.endswith("/embeddings"):  # the older path, of one text
         return json_response({"embedding": vectors[0].tolist() if vectors else []})
     took = {"total_duration": time.perf_counter_ns() - began, "prompt_eval_count": n_tokens}
     return json_response(
-        {"model": _name(desk, body.model), "embeddings": [vector.tolist() for vector in vectors], **took}
+        {"model": _name(dispatcher, body.model), "embeddings": [vector.tolist() for vector in vectors], **took}
     )
 
 
-async def rerank(request: Request, desk: Desk) -> Response:
+async def rerank(request: Request, dispatcher: Dispatcher) -> Response:
     body = await decode(request, RerankRequest)
     documents = body.texts if body.documents is None else body.documents
     if documents is None:
@@ -142,8 +144,8 @@ async def rerank(request: Request, desk: Desk) -> Response:
     def work(texts: list[str], llm: LLM) -> tuple[list[float], int]:
         return [float(each) for each in llm.rerank(body.query, texts)], sum(len(llm.tokenize(each)) for each in texts)
 
-    scores, n_tokens = await _in_steps(request, desk, body.model, texts, work)
-    n_tokens += await desk.with_model(request, body.model, lambda llm: len(llm.tokenize(body.query)))
+    scores, n_tokens = await _in_steps(request, dispatcher, body.model, texts, work)
+    n_tokens += await dispatcher.with_model(request, body.model, lambda llm: len(llm.tokenize(body.query)))
     best = sorted(range(len(scores)), key=lambda i: -scores[i])[: body.top_n]
     if body.documents is None:
         return json_response([{"index": i, "score": scores[i]} for i in best])
@@ -151,4 +153,6 @@ async def rerank(request: Request, desk: Desk) -> Response:
     if body.return_documents:
         results = [{**each, "document": {"text": texts[each["index"]]}} for each in results]
     usage = {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
-    return json_response({"object": "list", "model": _name(desk, body.model), "results": results, "usage": usage})
+    return json_response(
+        {"object": "list", "model": _name(dispatcher, body.model), "results": results, "usage": usage}
+    )

@@ -278,7 +278,7 @@ _HARMLESS = frozenset(
 _ADVICE = {"num_ctx": "-c", "num_thread": "-t", "num_gpu": "-ngl"}
 
 
-async def unless_gone(request: Request, work: Awaitable[_T]) -> _T:
+async def cancel_on_disconnect(request: Request, work: Awaitable[_T]) -> _T:
     """What ``work`` gives; it is cancelled when the client goes meanwhile.
 
     Raises:

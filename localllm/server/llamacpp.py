@@ -28,13 +28,13 @@ from localllm.generation.completion import Chunk
 from localllm.llm import LLM, checked_variables
 from localllm.options.declared import Sampling, declared
 from localllm.sampling import Choice
-from localllm.server.answers import (
+from localllm.server.dispatcher import (
     MAX_REPLIES,
-    Answer,
-    Ask,
-    Desk,
+    Dispatcher,
     Generation,
+    GenerationJob,
     LoraShare,
+    PendingReplies,
     Prompt,
     Prompts,
     Reply,
@@ -44,7 +44,7 @@ from localllm.server.answers import (
     fill_in,
     offer_tools,
 )
-from localllm.server.http import EventStream, HTTPError, decode, event, json_response, unless_gone
+from localllm.server.http import EventStream, HTTPError, cancel_on_disconnect, decode, event, json_response
 from localllm.server.openai import (
     checked_logprobs,
     progress_json,
@@ -60,16 +60,16 @@ from localllm.version import __version__
 _FILE_NAME = re.compile(r"[\w-][\w.-]{0,127}", re.ASCII)
 
 
-async def health(request: Request, desk: Desk) -> Response:
+async def health(request: Request, dispatcher: Dispatcher) -> Response:
     loading = {
-        each.name: each.load_progress for each in desk.models.served.values() if each.load_progress is not None
+        each.name: each.load_progress for each in dispatcher.models.served.values() if each.load_progress is not None
     }
-    if desk.is_stopping:
+    if dispatcher.is_stopping:
         return json_response({"status": "stopping"}, 503)
     return json_response({"status": "ok", **({"loading": loading} if loading else {})})
 
 
-async def props(request: Request, desk: Desk) -> Response:
+async def props(request: Request, dispatcher: Dispatcher) -> Response:
     name = request.query_params.get("model")
 
     def work(llm: LLM) -> dict[str, Any]:
@@ -83,12 +83,12 @@ async def props(request: Request, desk: Desk) -> Response:
             "modalities": {"vision": llm.sees, "audio": False},
         }
 
-    served = desk.models.find(name)
+    served = dispatcher.models.find(name)
     if served.llm is not None:  # which nobody uses for that it is looked at
         with contextlib.suppress(ClosedError):
             served.props = await asyncio.to_thread(work, served.llm)
     elif not served.props:
-        served.props = await desk.with_model(request, name, work)
+        served.props = await dispatcher.with_model(request, name, work)
     return json_response(
         {
             **served.props,
@@ -117,14 +117,14 @@ def _token_text(tokenizer: Tokenizer, id_: int | None) -> str:
     return "" if id_ is None else tokenizer.token_text(id_)
 
 
-async def slots(request: Request, desk: Desk) -> Response:
+async def slots(request: Request, dispatcher: Dispatcher) -> Response:
     """The replies under way, and idle slots for what else the caches have room for; more may run than that."""
     rows: list[dict[str, Any]] = []
-    for served in desk.models.served.values():
+    for served in dispatcher.models.served.values():
         if served.llm is None:
             continue
         slot = {"model": served.name, "n_ctx": served.llm.info.context}
-        streams = [(a.number, each) for a in desk.active.values() if a.served is served for each in a.streams]
+        streams = [(a.number, each) for a in dispatcher.active.values() if a.served is served for each in a.streams]
         rows += [
             {
                 **slot,
@@ -147,24 +147,24 @@ class SlotRequest(msgspec.Struct):
     model: str | None = None
 
 
-async def slot(request: Request, desk: Desk) -> Response:
+async def slot(request: Request, dispatcher: Dispatcher) -> Response:
     """Saves, restores or drops what was evaluated of prompts: all of it, as it is one cache for all slots."""
     body, action = await decode(request, SlotRequest), request.query_params.get("action")
     id_ = request.path_params["id"]
     number = int(id_) if id_.isdecimal() and len(id_) < 6 else 0
     if action == "erase":
-        await desk.with_model(request, body.model, lambda llm: llm.forget())
+        await dispatcher.with_model(request, body.model, lambda llm: llm.forget())
         return json_response({"id_slot": number})
     if action not in ("save", "restore"):
         raise HTTPError(400, "the action is one of save, restore and erase, as in /slots/0?action=save")
-    if desk.models.prompts is None:
+    if dispatcher.models.prompts is None:
         raise HTTPError(501, "this server saves no prompts: start it with --prompt-cache DIR", "not_available")
     if not _FILE_NAME.fullmatch(body.filename):
         raise HTTPError(400, "filename must be a name of letters, digits, '-', '_' and '.', without folders")
-    path, begin = desk.models.prompts / body.filename, time.perf_counter()
+    path, begin = dispatcher.models.prompts / body.filename, time.perf_counter()
     done = LLM.save_prompts if action == "save" else LLM.load_prompts
     try:
-        n = await desk.with_model(request, body.model, lambda llm: done(llm, path))
+        n = await dispatcher.with_model(request, body.model, lambda llm: done(llm, path))
     except (PromptCacheError, OutputError) as error:
         status = 400 if isinstance(error, PromptCacheError) else 507
         raise HTTPError(status, str(error).replace(path_text(path.parent) + os.sep, "")) from error
@@ -174,16 +174,16 @@ async def slot(request: Request, desk: Desk) -> Response:
     return json_response({"id_slot": number, "filename": body.filename, **sizes, "timings": timings})
 
 
-async def metrics(request: Request, desk: Desk) -> Response:
+async def metrics(request: Request, dispatcher: Dispatcher) -> Response:
     """Counters in Prometheus' text format; those of a model begin again when it is loaded again."""
     rows: dict[str, list[str]] = {}
 
     def add(name: str, kind: str, help: str, value: float, model: str = "") -> None:
-        label = f'{{model="{model}"}}' if model and len(desk.models.served) > 1 else ""
+        label = f'{{model="{model}"}}' if model and len(dispatcher.models.served) > 1 else ""
         head = [f"# HELP {name} {help}", f"# TYPE {name} {kind}"]
         rows.setdefault(name, head).append(f"{name}{label} {value:.10g}")
 
-    for served in desk.models.served.values():
+    for served in dispatcher.models.served.values():
         add(
             "localllm_model_loaded",
             "gauge",
@@ -214,7 +214,7 @@ async def metrics(request: Request, desk: Desk) -> Response:
             ("localllm_cache_usage_ratio", "gauge", "cache in use", counts.n_pages_used / max(1, counts.n_pages)),
         ):
             add(name, kind, help, value, label)
-    add("localllm_model_loads_total", "counter", "models loaded", desk.models.n_loads)
+    add("localllm_model_loads_total", "counter", "models loaded", dispatcher.models.n_loads)
     text = "".join(f"{line}\n" for lines in rows.values() for line in lines)
     response = PlainTextResponse(text, media_type="text/plain; version=0.0.4")
     started = int(psutil.Process().create_time())
@@ -252,7 +252,7 @@ class TemplateRequest(msgspec.Struct):
     model: str | None = None
 
 
-async def tokenize(request: Request, desk: Desk) -> Response:
+async def tokenize(request: Request, dispatcher: Dispatcher) -> Response:
     body = await decode(request, TokenizeRequest)
 
     def work(llm: LLM) -> list[Any]:
@@ -261,7 +261,7 @@ async def tokenize(request: Request, desk: Desk) -> Response:
             return list(ids)
         return [{"id": id_, "piece": _piece(llm.tokenizer.token_bytes(id_, special=True))} for id_ in ids]
 
-    return json_response({"tokens": await desk.with_model(request, body.model, work)})
+    return json_response({"tokens": await dispatcher.with_model(request, body.model, work)})
 
 
 def _piece(data: bytes) -> str | list[int]:
@@ -272,39 +272,39 @@ def _piece(data: bytes) -> str | list[int]:
         return list(data)
 
 
-async def detokenize(request: Request, desk: Desk) -> Response:
+async def detokenize(request: Request, dispatcher: Dispatcher) -> Response:
     body = await decode(request, DetokenizeRequest)
-    text = await desk.with_model(request, body.model, lambda llm: llm.detokenize(body.tokens))
+    text = await dispatcher.with_model(request, body.model, lambda llm: llm.detokenize(body.tokens))
     return json_response({"content": text})
 
 
-async def apply_template(request: Request, desk: Desk) -> Response:
+async def apply_template(request: Request, dispatcher: Dispatcher) -> Response:
     body = await decode(request, TemplateRequest)
-    messages, begun = await desk.read(request, lambda: begun_reply(read_messages(body.messages)))
+    messages, begun = await dispatcher.read(request, lambda: begun_reply(read_messages(body.messages)))
     variables = thinking_variables(None, body.chat_template_kwargs)
     if not body.add_generation_prompt:
         variables["add_generation_prompt"] = False
     tools = offer_tools({}, body.tools, None)
-    ask = Ask(body.model, {}, messages=messages, variables=variables, reply_prefix=begun, **tools)
+    job = GenerationJob(body.model, {}, messages=messages, variables=variables, reply_prefix=begun, **tools)
 
     def work(llm: LLM) -> str:
-        given = ask.chat_arguments(llm)
+        given = job.chat_arguments(llm)
         variables: dict[str, Any] = llm.template_variables | checked_variables(given["template_variables"])
         text = llm.chat_template.render(given["messages"], tools=given["tools"], **variables)
-        return text + ask.reply_prefix
+        return text + job.reply_prefix
 
-    return json_response({"prompt": await desk.with_model(request, body.model, work)})
+    return json_response({"prompt": await dispatcher.with_model(request, body.model, work)})
 
 
-async def lora_adapters(request: Request, desk: Desk) -> Response:
-    shares = enumerate(desk.models.adapters.items())
+async def lora_adapters(request: Request, dispatcher: Dispatcher) -> Response:
+    shares = enumerate(dispatcher.models.adapters.items())
     return json_response([{"id": i, "path": Path(name).name, "scale": share} for i, (name, share) in shares])
 
 
-async def set_lora_adapters(request: Request, desk: Desk) -> Response:
+async def set_lora_adapters(request: Request, dispatcher: Dispatcher) -> Response:
     """Changes how much of each adapter requests get that do not say it."""
-    desk.models.adapters = desk.shares(await decode(request, list[LoraShare]))
-    return await lora_adapters(request, desk)
+    dispatcher.models.adapters = dispatcher.shares(await decode(request, list[LoraShare]))
+    return await lora_adapters(request, dispatcher)
 
 
 # -- Completions ---------------------------------------------------------------------------------------------------
@@ -328,29 +328,29 @@ class InfillRequest(_Completion, kw_only=True):
     prompt: str | list[int] = ""
 
 
-async def completion(request: Request, desk: Desk) -> Response:
+async def completion(request: Request, dispatcher: Dispatcher) -> Response:
     body = await decode(request, CompletionRequest)
     if body.prompt == []:
         raise HTTPError(400, "prompt has no tokens: give a text, or ids of tokens")
-    return await _complete(request, desk, body, each_prompt(body.prompt, may_see=True))
+    return await _complete(request, dispatcher, body, each_prompt(body.prompt, may_see=True))
 
 
-async def infill(request: Request, desk: Desk) -> Response:
+async def infill(request: Request, dispatcher: Dispatcher) -> Response:
     body = await decode(request, InfillRequest)
     prompt = body.prompt if isinstance(body.prompt, str) else ""
     extra = "".join(each.get("text", "") + "\n" for each in body.input_extra or [])
     work = partial(fill_in, before=extra + body.input_prefix, after=body.input_suffix, begun=prompt)
-    return await _complete(request, desk, body, [await desk.with_model(request, body.model, work)])
+    return await _complete(request, dispatcher, body, [await dispatcher.with_model(request, body.model, work)])
 
 
 async def _complete(
-    request: Request, desk: Desk, body: _Completion, prompts: Sequence[Prompt | SeenPrompt]
+    request: Request, dispatcher: Dispatcher, body: _Completion, prompts: Sequence[Prompt | SeenPrompt]
 ) -> Response:
     if len(prompts) > MAX_REPLIES:
         raise HTTPError(400, f"there are {len(prompts):,} prompts, but a request has at most {MAX_REPLIES}")
     logprobs = checked_logprobs(body.n_probs) or None
     options = body.options(logprobs=logprobs)
-    ask = Ask(
+    job = GenerationJob(
         body.model,
         options,
         prompts=prompts,
@@ -358,12 +358,12 @@ async def _complete(
         tells_progress=body.return_progress and body.stream,
         tells_timings=body.timings_per_token,
     )
-    answer = await desk.begin(ask, request)
+    pending = await dispatcher.begin(job, request)
     if body.stream:
-        return EventStream(answer.lines(partial(_lines, answer, body)), answer.close, path=request.url.path)
-    with closing(answer):
-        replies = await unless_gone(request, answer.read())
-    results = [_chosen(body, _end(answer, reply, body) | {"content": reply.text}) for reply in replies]
+        return EventStream(pending.lines(partial(_lines, pending, body)), pending.close, path=request.url.path)
+    with closing(pending):
+        replies = await cancel_on_disconnect(request, pending.read())
+    results = [_chosen(body, _end(pending, reply, body) | {"content": reply.text}) for reply in replies]
     return json_response(results if len(results) > 1 else results[0])
 
 
@@ -381,15 +381,15 @@ def _chosen(body: _Completion, result: dict[str, Any]) -> dict[str, Any]:
     return chosen
 
 
-def _lines(answer: Answer, body: _Completion, reply: Reply, chunk: Chunk) -> Iterator[bytes]:
+def _lines(pending: PendingReplies, body: _Completion, reply: Reply, chunk: Chunk) -> Iterator[bytes]:
     head = {"index": reply.index, "content": chunk.text, "tokens": chunk.ids, "stop": False}
     if chunk.n_evaluated is not None:
-        yield event({**head, **progress_json(answer, reply, chunk.n_evaluated)})
+        yield event({**head, **progress_json(pending, reply, chunk.n_evaluated)})
     elif chunk.text or chunk.logprobs:  # of the last one, what was held back
-        probabilities = _probabilities(answer.llm, chunk.logprobs or (), bool(body.post_sampling_probs))
-        yield event({**head, **probabilities, **timings_so_far(answer, reply)})
+        probabilities = _probabilities(pending.llm, chunk.logprobs or (), bool(body.post_sampling_probs))
+        yield event({**head, **probabilities, **timings_so_far(pending, reply)})
     if chunk.finish_reason is not None:
-        yield event(_chosen(body, _end(answer, reply, body)))
+        yield event(_chosen(body, _end(pending, reply, body)))
 
 
 def _probabilities(llm: LLM, choices: Sequence[Choice], are_drawn: bool) -> dict[str, Any]:
@@ -414,17 +414,17 @@ def _drawn_json(llm: LLM, id_: int, logprob: float | None) -> dict[str, Any]:
     return {"token": token["token"], "prob": math.exp(token["logprob"]), "bytes": token["bytes"]}
 
 
-def _end(answer: Answer, reply: Reply, body: _Completion) -> dict[str, Any]:
-    stream = answer.streams[reply.index]
+def _end(pending: PendingReplies, reply: Reply, body: _Completion) -> dict[str, Any]:
+    stream = pending.streams[reply.index]
     wants_prompt = body.verbose or "prompt" in (body.response_fields or ())  # which may be long
     stop = "word" if reply.stop_text is not None else "eos" if reply.finish_reason == "stop" else "limit"
     return {
         "index": reply.index,
         "content": "",
         "tokens": stream.tokens[stream.usage.prompt_tokens :] if body.return_tokens else [],
-        **({"prompt": answer.prompt_text(reply.index)} if wants_prompt else {}),
+        **({"prompt": pending.prompt_text(reply.index)} if wants_prompt else {}),
         "has_new_line": "\n" in reply.text,
-        "model": answer.served.name,
+        "model": pending.served.name,
         "stop": True,
         "stop_type": stop,
         "stopping_word": reply.stop_text or "",
@@ -432,7 +432,7 @@ def _end(answer: Answer, reply: Reply, body: _Completion) -> dict[str, Any]:
         "tokens_evaluated": reply.usage.prompt_tokens,
         "tokens_cached": reply.usage.cached_tokens,
         "truncated": False,
-        "generation_settings": _settings(answer.llm, answer.ask.options),
+        "generation_settings": _settings(pending.llm, pending.job.options),
         "timings": timings_json(reply.usage, reply.timings),
-        **_probabilities(answer.llm, reply.logprobs, bool(body.post_sampling_probs)),
+        **_probabilities(pending.llm, reply.logprobs, bool(body.post_sampling_probs)),
     }

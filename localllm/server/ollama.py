@@ -23,18 +23,18 @@ from starlette.responses import Response
 from localllm.chat.conversation import Image, Message, ToolCall, decoded, read_message
 from localllm.generation.completion import Chunk
 from localllm.llm import LLM
-from localllm.server.answers import (
-    Answer,
-    Ask,
-    Desk,
+from localllm.server.dispatcher import (
+    Dispatcher,
     Generation,
+    GenerationJob,
+    PendingReplies,
     Reply,
     begun_reply,
     constrain,
     fill_in,
     offer_tools,
 )
-from localllm.server.http import EventStream, HTTPError, decode, json_bytes, json_response, unless_gone
+from localllm.server.http import EventStream, HTTPError, cancel_on_disconnect, decode, json_bytes, json_response
 from localllm.server.models import ServedModel
 from localllm.version import __version__
 
@@ -70,7 +70,7 @@ class OllamaRequest(msgspec.Struct):
 _Shape = Callable[[str, str, Sequence[ToolCall]], dict[str, Any]]
 
 
-def _ask(body: OllamaRequest, **more: Any) -> Ask:
+def _job(body: OllamaRequest, **more: Any) -> GenerationJob:
     run = body.options or RunOptions()
     options = run.options()
     if isinstance(body.format, str) and body.format not in ("", "json"):
@@ -80,12 +80,12 @@ def _ask(body: OllamaRequest, **more: Any) -> Ask:
     variables: dict[str, Any] = {} if body.think is None else {"enable_thinking": bool(body.think)}
     if isinstance(body.think, str):
         variables["reasoning_effort"] = body.think
-    return Ask(
+    return GenerationJob(
         body.model or body.name, options, variables=variables, **offer_tools(options, body.tools, None), **more
     )
 
 
-async def chat(request: Request, desk: Desk) -> Response:
+async def chat(request: Request, dispatcher: Dispatcher) -> Response:
     body = await decode(request, OllamaRequest)
 
     def message(text: str, thinking: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
@@ -97,14 +97,14 @@ async def chat(request: Request, desk: Desk) -> Response:
         return {"message": said}
 
     if not body.messages:
-        return await _load_only(body, desk, message)
-    ask = await desk.read(request, _ask_of_chat, body)
-    return await _answer(request, body, desk, ask, message)
+        return await _load_only(body, dispatcher, message)
+    job = await dispatcher.read(request, _chat_job, body)
+    return await _respond(request, body, dispatcher, job, message)
 
 
-def _ask_of_chat(body: OllamaRequest) -> Ask:
+def _chat_job(body: OllamaRequest) -> GenerationJob:
     messages, begun = begun_reply([_message(number, each) for number, each in enumerate(body.messages or ())])
-    return _ask(body, messages=messages, reply_prefix=begun)
+    return _job(body, messages=messages, reply_prefix=begun)
 
 
 def _message(number: int, message: dict[str, Any]) -> Message:
@@ -120,30 +120,30 @@ def _images(where: str, given: object) -> list[Image]:
     return [Image(decoded(each.rpartition(",")[2], name), where=name) for each in given or ()]
 
 
-async def generate(request: Request, desk: Desk) -> Response:
+async def generate(request: Request, dispatcher: Dispatcher) -> Response:
     body = await decode(request, OllamaRequest)
 
     def response(text: str, thinking: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
         return {"response": text, **({"thinking": thinking} if thinking else {})}
 
     if not body.prompt:
-        return await _load_only(body, desk, response)
+        return await _load_only(body, dispatcher, response)
     if body.suffix:
         work = partial(fill_in, before=body.prompt, after=body.suffix)
-        ask = _ask(body, prompts=[await desk.with_model(request, body.model, work)])
+        job = _job(body, prompts=[await dispatcher.with_model(request, body.model, work)])
     elif body.raw:
         if body.images:
             raise HTTPError(400, "images need the chat template: leave raw out")
-        ask = _ask(body, prompts=[body.prompt], special=True)
+        job = _job(body, prompts=[body.prompt], special=True)
     else:
         messages = [Message("user", (*_images("the request", body.images), body.prompt))]
         if body.system:
             messages.insert(0, Message("system", (body.system,)))
-        ask = _ask(body, messages=messages)
+        job = _job(body, messages=messages)
         if body.context:  # what an earlier reply gave to go on from
-            encode = partial(_after, context=body.context, messages=messages, variables=ask.variables)
-            ask = _ask(body, prompts=[await desk.with_model(request, body.model, encode)])
-    return await _answer(request, body, desk, ask, response)
+            encode = partial(_after, context=body.context, messages=messages, variables=job.variables)
+            job = _job(body, prompts=[await dispatcher.with_model(request, body.model, encode)])
+    return await _respond(request, body, dispatcher, job, response)
 
 
 def _after(llm: LLM, context: list[int], messages: list[Message], variables: dict[str, Any]) -> list[int]:
@@ -151,80 +151,82 @@ def _after(llm: LLM, context: list[int], messages: list[Message], variables: dic
     return context + ids[ids[0] == llm.tokenizer.bos_id :]
 
 
-async def _load_only(body: OllamaRequest, desk: Desk, shape: _Shape) -> Response:
+async def _load_only(body: OllamaRequest, dispatcher: Dispatcher, shape: _Shape) -> Response:
     """A request without a prompt loads a model, or with ``keep_alive`` 0 unloads it when its replies have ended."""
     name, keep_alive = body.model or body.name, _seconds(body.keep_alive)
-    served = desk.models.find(name)
+    served = dispatcher.models.find(name)
     if keep_alive == 0:
         reason = "unload"
         if served.n_users:
             _keep(served, keep_alive)
         else:
-            await desk.models.unload(served)
+            await dispatcher.models.unload(served)
     else:
-        served, _ = await desk.models.acquire(name)
+        served, _ = await dispatcher.models.acquire(name)
         _keep(served, keep_alive)
-        desk.models.release(served)
+        dispatcher.models.release(served)
         reason = "load"
     end = {"model": served.name, "created_at": _now(), **shape("", "", ()), "done": True, "done_reason": reason}
     return json_response(end)
 
 
-async def _answer(request: Request, body: OllamaRequest, desk: Desk, ask: Ask, shape: _Shape) -> Response:
+async def _respond(
+    request: Request, body: OllamaRequest, dispatcher: Dispatcher, job: GenerationJob, shape: _Shape
+) -> Response:
     keep_alive = _seconds(body.keep_alive)
-    answer = await desk.begin(ask, request)
-    _keep(answer.served, keep_alive)
+    pending = await dispatcher.begin(job, request)
+    _keep(pending.served, keep_alive)
     if body.stream:
         return EventStream(
-            answer.lines(partial(_lines, answer, shape, bool(body.messages))),
-            answer.close,
+            pending.lines(partial(_lines, pending, shape, bool(body.messages))),
+            pending.close,
             path=request.url.path,
             media_type="application/x-ndjson",
             encode_error=_line,
             ping=b"",
         )
-    with closing(answer):
-        replies = await unless_gone(request, answer.read())
+    with closing(pending):
+        replies = await cancel_on_disconnect(request, pending.read())
     reply = replies[0]
     said = shape(reply.text, reply.thinking, reply.calls)
-    return json_response({**_head(answer), **said, **_end(answer, reply, bool(body.messages))})
+    return json_response({**_head(pending), **said, **_end(pending, reply, bool(body.messages))})
 
 
-def _lines(answer: Answer, shape: _Shape, is_chat: bool, reply: Reply, chunk: Chunk) -> Iterator[bytes]:
+def _lines(pending: PendingReplies, shape: _Shape, is_chat: bool, reply: Reply, chunk: Chunk) -> Iterator[bytes]:
     """Calls come whole, as in Ollama."""
     calls = [reply.calls[chunk.call.index]] if chunk.call is not None and chunk.call.ends else []
     if chunk.text or chunk.reasoning or calls:  # of the last one, what was held back
-        yield _line({**_head(answer), **shape(chunk.text, chunk.reasoning, calls), "done": False})
+        yield _line({**_head(pending), **shape(chunk.text, chunk.reasoning, calls), "done": False})
     if chunk.finish_reason is not None:
-        yield _line({**_head(answer), **shape("", "", ()), **_end(answer, reply, is_chat)})
+        yield _line({**_head(pending), **shape("", "", ()), **_end(pending, reply, is_chat)})
 
 
 def _line(value: Any) -> bytes:
     return json_bytes(value) + b"\n"
 
 
-def _head(answer: Answer) -> dict[str, Any]:
-    return {"model": answer.served.name, "created_at": _now()}
+def _head(pending: PendingReplies) -> dict[str, Any]:
+    return {"model": pending.served.name, "created_at": _now()}
 
 
-def _end(answer: Answer, reply: Reply, is_chat: bool) -> dict[str, Any]:
+def _end(pending: PendingReplies, reply: Reply, is_chat: bool) -> dict[str, Any]:
     usage, timings = reply.usage, reply.timings
     return {
         "done": True,
         "done_reason": "stop" if reply.finish_reason == "stop" else "length",
-        "total_duration": _ns(time.perf_counter() - answer.begun_at),
-        "load_duration": _ns(answer.load_s),
+        "total_duration": _ns(time.perf_counter() - pending.begun_at),
+        "load_duration": _ns(pending.load_s),
         "prompt_eval_count": usage.prompt_tokens,
         "prompt_eval_duration": _ns(timings.prefill_s),
         "eval_count": usage.completion_tokens,
         "eval_duration": _ns(timings.decode_s),
-        **({} if is_chat else {"context": _context(answer, reply)}),
+        **({} if is_chat else {"context": _context(pending, reply)}),
     }
 
 
-def _context(answer: Answer, reply: Reply) -> list[int]:
+def _context(pending: PendingReplies, reply: Reply) -> list[int]:
     """The tokens of prompt and reply, which the next request may go on from."""
-    ids, eos = list(answer.streams[0].tokens), answer.llm.tokenizer.eos_id
+    ids, eos = list(pending.streams[0].tokens), pending.llm.tokenizer.eos_id
     is_whole = reply.finish_reason == "stop" and reply.stop_text is None
     return [*ids, eos] if is_whole and eos is not None else ids
 
@@ -289,13 +291,13 @@ def _described(served: ServedModel) -> dict[str, Any]:
     }
 
 
-async def tags(request: Request, desk: Desk) -> Response:
-    return json_response({"models": [_described(each) for each in await desk.models.listed()]})
+async def tags(request: Request, dispatcher: Dispatcher) -> Response:
+    return json_response({"models": [_described(each) for each in await dispatcher.models.listed()]})
 
 
-async def running(request: Request, desk: Desk) -> Response:
+async def running(request: Request, dispatcher: Dispatcher) -> Response:
     models = []
-    for each in await desk.models.listed():
+    for each in await dispatcher.models.listed():
         if each.llm is not None or each.load_progress is not None:
             left = each.expires_s
             # Ollama's way to say never.
@@ -313,7 +315,7 @@ async def running(request: Request, desk: Desk) -> Response:
     return json_response({"models": models})
 
 
-async def show(request: Request, desk: Desk) -> Response:
+async def show(request: Request, dispatcher: Dispatcher) -> Response:
     body = await decode(request, OllamaRequest)
     name = body.model or body.name
 
@@ -337,22 +339,22 @@ async def show(request: Request, desk: Desk) -> Response:
             "model_info": about,
         }
 
-    shown = await desk.with_model(request, name, work)
-    await desk.models.listed()
-    served = desk.models.find(name)
+    shown = await dispatcher.with_model(request, name, work)
+    await dispatcher.models.listed()
+    served = dispatcher.models.find(name)
     fixed = {"modelfile": "", "parameters": "", "license": ""}
     return json_response({**fixed, **shown, "details": _details(served), "modified_at": _now()})
 
 
-async def pull(request: Request, desk: Desk) -> Response:
+async def pull(request: Request, dispatcher: Dispatcher) -> Response:
     body = await decode(request, OllamaRequest)
     name = body.model or body.name
-    if not desk.models.has(name):
+    if not dispatcher.models.has(name):
         raise HTTPError(403, "requests download nothing: run localllm pull where the server runs, and start it again")
     done = {"status": "success"}
     return Response(_line(done), media_type="application/x-ndjson") if body.stream else json_response(done)
 
 
-async def version(request: Request, desk: Desk) -> Response:
+async def version(request: Request, dispatcher: Dispatcher) -> Response:
     # Some clients refuse versions of Ollama that lack what this server has.
     return json_response({"version": _OLLAMA_VERSION, "localllm": __version__})

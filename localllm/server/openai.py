@@ -24,12 +24,12 @@ from localllm.engine.request import Timings, Usage
 from localllm.generation.completion import Chunk
 from localllm.llm import LLM
 from localllm.sampling import Choice
-from localllm.server.answers import (
+from localllm.server.dispatcher import (
     MAX_REPLIES,
-    Answer,
-    Ask,
-    Desk,
+    Dispatcher,
     Generation,
+    GenerationJob,
+    PendingReplies,
     Prompt,
     Prompts,
     Reply,
@@ -44,10 +44,10 @@ from localllm.server.http import (
     DONE,
     EventStream,
     HTTPError,
+    cancel_on_disconnect,
     decode,
     event,
     json_response,
-    unless_gone,
 )
 from localllm.server.models import ServedModel
 from localllm.tokenizer.stream import TextOffsets
@@ -106,7 +106,7 @@ def thinking_variables(effort: str | None, given: dict[str, Any] | None) -> dict
     return {**variables, **(given or {})}
 
 
-def _ask_of_chat(body: ChatRequest) -> Ask:
+def _chat_job(body: ChatRequest) -> GenerationJob:
     logprobs = body.top_logprobs or 0 if body.logprobs else None
     if body.max_completion_tokens is not None:
         body.max_tokens = body.max_completion_tokens
@@ -125,7 +125,7 @@ def _ask_of_chat(body: ChatRequest) -> Ask:
     if goes_on is None and body.add_generation_prompt:
         goes_on = False
     messages, begun = begun_reply(read_messages(body.messages), goes_on)
-    return Ask(
+    return GenerationJob(
         body.model,
         options,
         messages=messages,
@@ -182,25 +182,25 @@ def timings_json(usage: Usage, timings: Timings) -> dict[str, Any]:
     }
 
 
-def progress_json(answer: Answer, reply: Reply, n_evaluated: int) -> dict[str, Any]:
+def progress_json(pending: PendingReplies, reply: Reply, n_evaluated: int) -> dict[str, Any]:
     """How far a prompt is, as llama.cpp's server tells it."""
-    stream = answer.streams[reply.index]
+    stream = pending.streams[reply.index]
     usage, timings = stream.usage, stream.timings
     progress = {
         "total": usage.prompt_tokens,
         "cache": usage.cached_tokens,
         "processed": n_evaluated,
-        "time_ms": round(1e3 * (time.perf_counter() - answer.begun_at)),
+        "time_ms": round(1e3 * (time.perf_counter() - pending.begun_at)),
     }
     n_new = max(0, n_evaluated - usage.cached_tokens)
     return {"prompt_progress": progress, "timings": timings_json(usage, replace(timings, prefill_tokens=n_new))}
 
 
-def timings_so_far(answer: Answer, reply: Reply) -> dict[str, Any]:
+def timings_so_far(pending: PendingReplies, reply: Reply) -> dict[str, Any]:
     """Beside a piece of a stream, where the request asks for them."""
-    if not answer.ask.tells_timings:
+    if not pending.job.tells_timings:
         return {}
-    stream = answer.streams[reply.index]
+    stream = pending.streams[reply.index]
     return {"timings": timings_json(stream.usage, stream.timings)}
 
 
@@ -242,12 +242,12 @@ def _chat_logprobs(llm: LLM, choices: Sequence[Choice]) -> dict[str, Any]:
 class _Head:
     """What all objects of one response have in common."""
 
-    def __init__(self, prefix: str, kind: str, answer: Answer) -> None:
+    def __init__(self, prefix: str, kind: str, pending: PendingReplies) -> None:
         self._fields = {
             "id": new_id(prefix),
             "object": kind,
             "created": int(time.time()),
-            "model": answer.served.name,
+            "model": pending.served.name,
             "system_fingerprint": f"build-localllm-{__version__}",
         }
 
@@ -258,30 +258,30 @@ class _Head:
 # -- Chat ----------------------------------------------------------------------------------------------------------
 
 
-async def chat_completions(request: Request, desk: Desk) -> Response:
+async def chat_completions(request: Request, dispatcher: Dispatcher) -> Response:
     body = await decode(request, ChatRequest)
-    answer = await desk.begin(await desk.read(request, _ask_of_chat, body), request)
+    pending = await dispatcher.begin(await dispatcher.read(request, _chat_job, body), request)
     if body.stream:
-        head = _Head("chatcmpl-", "chat.completion.chunk", answer)
+        head = _Head("chatcmpl-", "chat.completion.chunk", pending)
         begin = [
-            event(_chat_piece(head, index, {"role": "assistant", "content": None})) for index in range(answer.ask.n)
+            event(_chat_piece(head, index, {"role": "assistant", "content": None})) for index in range(pending.job.n)
         ]
-        lines = answer.lines(partial(_chat_lines, head, answer), begin, partial(_end_lines, head, body))
-        return EventStream(lines, answer.close, path=request.url.path)
-    with closing(answer):
-        replies = await unless_gone(request, answer.read())
-    head = _Head("chatcmpl-", "chat.completion", answer)
+        lines = pending.lines(partial(_chat_lines, head, pending), begin, partial(_end_lines, head, body))
+        return EventStream(lines, pending.close, path=request.url.path)
+    with closing(pending):
+        replies = await cancel_on_disconnect(request, pending.read())
+    head = _Head("chatcmpl-", "chat.completion", pending)
     choices = [
         {
             "index": reply.index,
             "message": _chat_message(reply),
-            "logprobs": _chat_logprobs(answer.llm, reply.logprobs) if body.logprobs else None,
+            "logprobs": _chat_logprobs(pending.llm, reply.logprobs) if body.logprobs else None,
             "finish_reason": finish_reason(reply),
         }
         for reply in replies
     ]
-    is_verbose = desk.is_verbose or body.verbose
-    verbose = {"__verbose": {"prompt": answer.prompt_text(0)}} if is_verbose else {}
+    is_verbose = dispatcher.is_verbose or body.verbose
+    verbose = {"__verbose": {"prompt": pending.prompt_text(0)}} if is_verbose else {}
     return json_response(head.json(choices, **_totals(replies), **verbose))
 
 
@@ -310,14 +310,14 @@ def _chat_piece(
     return head.json([{"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}])
 
 
-def _chat_lines(head: _Head, answer: Answer, reply: Reply, chunk: Chunk) -> Iterator[bytes]:
+def _chat_lines(head: _Head, pending: PendingReplies, reply: Reply, chunk: Chunk) -> Iterator[bytes]:
     if chunk.n_evaluated is not None:
-        yield event(_chat_piece(head, reply.index, {}) | progress_json(answer, reply, chunk.n_evaluated))
+        yield event(_chat_piece(head, reply.index, {}) | progress_json(pending, reply, chunk.n_evaluated))
     elif chunk.finish_reason is not None:
         yield event(_chat_piece(head, reply.index, {}, finish_reason(reply)) | _end_of_stream(reply))
     elif (delta := _delta(chunk)) or chunk.logprobs:
-        logprobs = _chat_logprobs(answer.llm, chunk.logprobs) if chunk.logprobs else None
-        yield event(_chat_piece(head, reply.index, delta, logprobs=logprobs) | timings_so_far(answer, reply))
+        logprobs = _chat_logprobs(pending.llm, chunk.logprobs) if chunk.logprobs else None
+        yield event(_chat_piece(head, reply.index, delta, logprobs=logprobs) | timings_so_far(pending, reply))
 
 
 def _end_lines(head: _Head, body: ChatRequest | CompletionRequest, replies: Sequence[Reply]) -> Iterator[bytes]:
@@ -344,17 +344,17 @@ def _delta(chunk: Chunk) -> dict[str, Any]:
     )
 
 
-async def chat_input_tokens(request: Request, desk: Desk) -> Response:
+async def chat_input_tokens(request: Request, dispatcher: Dispatcher) -> Response:
     """The tokens of the prompt that a chat would have."""
-    ask = await desk.read(request, _ask_of_chat, await decode(request, ChatRequest))
-    n_tokens = len(await desk.with_model(request, ask.model, ask.prompt_ids))
+    job = await dispatcher.read(request, _chat_job, await decode(request, ChatRequest))
+    n_tokens = len(await dispatcher.with_model(request, job.model, job.prompt_ids))
     return json_response({"object": "response.input_tokens", "input_tokens": n_tokens})
 
 
 # -- Completions ---------------------------------------------------------------------------------------------------
 
 
-async def completions(request: Request, desk: Desk) -> Response:
+async def completions(request: Request, dispatcher: Dispatcher) -> Response:
     body = await decode(request, CompletionRequest)
     prompts = each_prompt(body.prompt)
     if not 1 <= len(prompts) <= MAX_REPLIES:
@@ -365,22 +365,22 @@ async def completions(request: Request, desk: Desk) -> Response:
         if not all(isinstance(prompt, str) for prompt in prompts):
             raise HTTPError(400, "suffix needs a prompt that is a text")
         filled = [partial(fill_in, before=str(prompt), after=body.suffix) for prompt in prompts]
-        prompts = [await desk.with_model(request, body.model, work) for work in filled]
-    answer = await desk.begin(Ask(body.model, options, prompts=prompts, n=n, special=True), request)
+        prompts = [await dispatcher.with_model(request, body.model, work) for work in filled]
+    pending = await dispatcher.begin(GenerationJob(body.model, options, prompts=prompts, n=n, special=True), request)
     try:
-        echoes = [await _echo(request, desk, body, answer, prompt) for prompt in prompts] if body.echo else []
+        echoes = [await _echo(request, dispatcher, body, pending, prompt) for prompt in prompts] if body.echo else []
     except BaseException:
-        answer.close()
+        pending.close()
         raise
-    head, n_replies = _Head("cmpl-", "text_completion", answer), range(len(answer.streams))
-    offsets = [TextOffsets(answer.llm.tokenizer) for _ in n_replies]
+    head, n_replies = _Head("cmpl-", "text_completion", pending), range(len(pending.streams))
+    offsets = [TextOffsets(pending.llm.tokenizer) for _ in n_replies]
     if body.stream:
-        write = partial(_completion_piece, head, answer.llm, offsets)
+        write = partial(_completion_piece, head, pending.llm, offsets)
         begin = [event(write(index, *echoes[index // n])) for index in n_replies if echoes]
-        lines = answer.lines(partial(_completion_lines, write), begin, partial(_end_lines, head, body))
-        return EventStream(lines, answer.close, path=request.url.path)
-    with closing(answer):
-        replies = await unless_gone(request, answer.read())
+        lines = pending.lines(partial(_completion_lines, write), begin, partial(_end_lines, head, body))
+        return EventStream(lines, pending.close, path=request.url.path)
+    with closing(pending):
+        replies = await cancel_on_disconnect(request, pending.read())
     choices = []
     for reply in replies:
         echo, logprobs = echoes[reply.index // n] if echoes else ("", [])
@@ -389,7 +389,7 @@ async def completions(request: Request, desk: Desk) -> Response:
             {
                 "index": reply.index,
                 "text": echo + reply.text,
-                "logprobs": None if body.logprobs is None else _logprobs(answer.llm, chosen, offsets[reply.index]),
+                "logprobs": None if body.logprobs is None else _logprobs(pending.llm, chosen, offsets[reply.index]),
                 "finish_reason": finish_reason(reply),
             }
         )
@@ -397,7 +397,7 @@ async def completions(request: Request, desk: Desk) -> Response:
 
 
 async def _echo(
-    request: Request, desk: Desk, body: CompletionRequest, answer: Answer, prompt: Prompt
+    request: Request, dispatcher: Dispatcher, body: CompletionRequest, pending: PendingReplies, prompt: Prompt
 ) -> tuple[str, list[Choice]]:
     """The prompt's text, and how likely each of its tokens is, where that is asked for."""
 
@@ -411,7 +411,7 @@ async def _echo(
         tops = score.top or ((),) * len(score.ids)
         return text, [Choice(ids[0]), *map(Choice, score.ids, score.logprobs, tops)]
 
-    result: tuple[str, list[Choice]] = await desk.with_model(request, answer.served.name, work)
+    result: tuple[str, list[Choice]] = await dispatcher.with_model(request, pending.served.name, work)
     return result
 
 
@@ -452,19 +452,19 @@ def _completion_lines(write: Callable[..., dict[str, Any]], reply: Reply, chunk:
 # -- Models --------------------------------------------------------------------------------------------------------
 
 
-async def models(request: Request, desk: Desk) -> Response:
-    return json_response({"object": "list", "data": [model_json(each) for each in await desk.models.listed()]})
+async def models(request: Request, dispatcher: Dispatcher) -> Response:
+    return json_response({"object": "list", "data": [model_json(each) for each in await dispatcher.models.listed()]})
 
 
-async def model(request: Request, desk: Desk) -> Response:
-    await desk.models.listed()
-    return json_response(model_json(desk.models.find(request.path_params["name"])))
+async def model(request: Request, dispatcher: Dispatcher) -> Response:
+    await dispatcher.models.listed()
+    return json_response(model_json(dispatcher.models.find(request.path_params["name"])))
 
 
-async def lm_studio_models(request: Request, desk: Desk) -> Response:
+async def lm_studio_models(request: Request, dispatcher: Dispatcher) -> Response:
     """The models as LM Studio lists them (https://lmstudio.ai/docs/developer/rest/endpoints)."""
     rows = []
-    for each in await desk.models.listed():
+    for each in await dispatcher.models.listed():
         row = {
             "id": each.name,
             "object": "model",

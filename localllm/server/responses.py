@@ -23,8 +23,17 @@ from localllm.chat.reply import CallDelta
 from localllm.engine.request import Usage
 from localllm.generation.completion import Chunk
 from localllm.sampling import Choice
-from localllm.server.answers import Answer, Ask, Desk, Generation, Reply, begun_reply, constrain, offer_tools
-from localllm.server.http import EventStream, HTTPError, decode, event, json_response, unless_gone
+from localllm.server.dispatcher import (
+    Dispatcher,
+    Generation,
+    GenerationJob,
+    PendingReplies,
+    Reply,
+    begun_reply,
+    constrain,
+    offer_tools,
+)
+from localllm.server.http import EventStream, HTTPError, cancel_on_disconnect, decode, event, json_response
 from localllm.server.openai import (
     checked_logprobs,
     new_id,
@@ -69,7 +78,7 @@ class ResponsesRequest(Generation):
     metadata: dict[str, Any] | None = None
 
 
-def _ask(body: ResponsesRequest, before: list[Message]) -> Ask:
+def _job(body: ResponsesRequest, before: list[Message]) -> GenerationJob:
     logprobs = body.top_logprobs
     if logprobs is None and "message.output_text.logprobs" in (body.include or ()):
         logprobs = 0
@@ -89,7 +98,7 @@ def _ask(body: ResponsesRequest, before: list[Message]) -> Ask:
     if body.instructions:
         messages = [Message("system", (body.instructions,)), *messages]
     variables = thinking_variables(body.reasoning.effort if body.reasoning else None, None)
-    return Ask(
+    return GenerationJob(
         body.model,
         options,
         messages=messages,
@@ -141,20 +150,22 @@ def _messages(items: list[dict[str, Any]]) -> list[Message]:
     return messages
 
 
-async def responses(request: Request, desk: Desk) -> Response:
+async def responses(request: Request, dispatcher: Dispatcher) -> Response:
     body = await decode(request, ResponsesRequest)
     client = request.state.client
-    before = desk.responses.get(body.previous_response_id, client).conversation if body.previous_response_id else []
-    answer = await desk.begin(await desk.read(request, _ask, body, before), request)
-    writer = _Writer(answer, body)
+    before = (
+        dispatcher.responses.get(body.previous_response_id, client).conversation if body.previous_response_id else []
+    )
+    pending = await dispatcher.begin(await dispatcher.read(request, _job, body, before), request)
+    writer = _Writer(pending, body)
 
     def keep(reply: Reply) -> None:
         if body.store is not False:
-            messages = list(answer.ask.messages or [])[1 if body.instructions else 0 :]
-            text = answer.ask.reply_prefix + reply.text
+            messages = list(pending.job.messages or [])[1 if body.instructions else 0 :]
+            text = pending.job.reply_prefix + reply.text
             said = Message("assistant", (text,) if text else (), reasoning=reply.thinking, calls=tuple(reply.calls))
             response = writer.response
-            desk.responses.put(response["id"], StoredResponse(client, [*messages, said], response))
+            dispatcher.responses.put(response["id"], StoredResponse(client, [*messages, said], response))
 
     def lines(reply: Reply, chunk: Chunk) -> Iterator[bytes]:
         for name, fields in writer.events(reply, chunk):
@@ -166,26 +177,26 @@ async def responses(request: Request, desk: Desk) -> Response:
         begin = [
             writer.line(f"response.{name}", {"response": writer.response}) for name in ("created", "in_progress")
         ]
-        return EventStream(answer.lines(lines, begin), answer.close, path=request.url.path)
-    with contextlib.closing(answer):
-        (reply,) = await unless_gone(request, answer.read(writer.events))
+        return EventStream(pending.lines(lines, begin), pending.close, path=request.url.path)
+    with contextlib.closing(pending):
+        (reply,) = await cancel_on_disconnect(request, pending.read(writer.events))
     keep(reply)
     return json_response(writer.response)
 
 
-async def input_tokens(request: Request, desk: Desk) -> Response:
+async def input_tokens(request: Request, dispatcher: Dispatcher) -> Response:
     """The tokens of the prompt that a response would have."""
     body = await decode(request, ResponsesRequest)
     earlier = body.previous_response_id
-    before = desk.responses.get(earlier, request.state.client).conversation if earlier else []
-    ask = await desk.read(request, _ask, body, before)
-    n_tokens = len(await desk.with_model(request, ask.model, ask.prompt_ids))
+    before = dispatcher.responses.get(earlier, request.state.client).conversation if earlier else []
+    job = await dispatcher.read(request, _job, body, before)
+    n_tokens = len(await dispatcher.with_model(request, job.model, job.prompt_ids))
     return json_response({"object": "response.input_tokens", "input_tokens": n_tokens})
 
 
-async def input_items(request: Request, desk: Desk) -> Response:
+async def input_items(request: Request, dispatcher: Dispatcher) -> Response:
     """The messages that a response was the answer to, as items."""
-    kept = desk.responses.get(request.path_params["id"], request.state.client)
+    kept = dispatcher.responses.get(request.path_params["id"], request.state.client)
     data = [
         {"id": f"msg_{kept.response['id'].removeprefix('resp_')}_{number}", **item}
         for number, item in enumerate(item for message in kept.conversation[:-1] for item in _items(message))
@@ -213,14 +224,14 @@ def _items(message: Message) -> Iterator[dict[str, Any]]:
         yield {"type": "function_call", "call_id": call.id, "name": call.name, "arguments": call.arguments}
 
 
-async def get_response(request: Request, desk: Desk) -> Response:
-    return json_response(desk.responses.get(request.path_params["id"], request.state.client).response)
+async def get_response(request: Request, dispatcher: Dispatcher) -> Response:
+    return json_response(dispatcher.responses.get(request.path_params["id"], request.state.client).response)
 
 
-async def delete_response(request: Request, desk: Desk) -> Response:
+async def delete_response(request: Request, dispatcher: Dispatcher) -> Response:
     id_ = request.path_params["id"]
-    desk.responses.get(id_, request.state.client)
-    desk.responses.remove(id_)
+    dispatcher.responses.get(id_, request.state.client)
+    dispatcher.responses.remove(id_)
     return json_response({"id": id_, "object": "response", "deleted": True})
 
 
@@ -231,8 +242,8 @@ class _Writer:
         response: as far as it is.
     """
 
-    def __init__(self, answer: Answer, body: ResponsesRequest) -> None:
-        self._answer, self._body = answer, body
+    def __init__(self, pending: PendingReplies, body: ResponsesRequest) -> None:
+        self._respond, self._body = pending, body
         self._id, self._created = new_id("resp_"), time.time()
         self._output: list[dict[str, Any]] = []
         self._open: dict[str, Any] | None = None
@@ -254,7 +265,7 @@ class _Writer:
             "incomplete_details": {"reason": why} if why else None,
             "instructions": body.instructions,
             "max_output_tokens": body.max_tokens,
-            "model": self._answer.served.name,
+            "model": self._respond.served.name,
             "output": list(self._output),
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,
@@ -289,7 +300,7 @@ class _Writer:
             timings = timings_json(reply.usage, reply.timings)  # llama.cpp's, as below
             return [*events, (f"response.{status}", {"response": self.response, "timings": timings})]
         if chunk.n_evaluated is not None:
-            progress = progress_json(self._answer, reply, chunk.n_evaluated)
+            progress = progress_json(self._respond, reply, chunk.n_evaluated)
             return [("response.in_progress", {"response": self.response, **progress})]
         if chunk.call is not None:
             return self._call(chunk.call, reply)
@@ -304,7 +315,7 @@ class _Writer:
         assert self._open is not None
         said = self._open["content"][0]
         said["text"] += text
-        more = timings_so_far(self._answer, reply)
+        more = timings_so_far(self._respond, reply)
         if kind == "message":
             more["logprobs"] = self._logprobs(chunk)
             said["logprobs"] += more["logprobs"]
@@ -314,7 +325,7 @@ class _Writer:
     def _logprobs(self, chunk: Chunk) -> list[dict[str, Any]]:
         """Those of a part's tokens, and of tokens before it that made no text by themselves."""
         choices, self._waiting = (*self._waiting, *(chunk.logprobs or ())), ()
-        return tokens_json(self._answer.llm, choices)
+        return tokens_json(self._respond.llm, choices)
 
     def _place(self) -> dict[str, Any]:
         assert self._open is not None

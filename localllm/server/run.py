@@ -183,6 +183,6 @@ class Server(uvicorn.Server):
             self._loop.call_soon_threadsafe(self._stop, 0.0 if at_once else self._grace_s)
 
     def _stop(self, grace_s: float) -> None:
-        self._app.desk.stop(at_once=not grace_s)
+        self._app.dispatcher.stop(at_once=not grace_s)
         if grace_s and self._loop is not None:
             self._loop.call_later(grace_s, self._stop, 0.0)

@@ -37,7 +37,7 @@ class Tokenizer:
         """
         self._vocabulary = vocabulary
         self._n_vocab = len(vocabulary)
-        with process.UnderWay(process.workers):
+        with process.UnfinishedWork(process.workers):
             self._encoder = make_encoder(vocabulary)
         self._visible_tokens = self._matcher(TokenType.USER_DEFINED)
         self._all_special_tokens = self._matcher(TokenType.USER_DEFINED, TokenType.CONTROL, TokenType.UNKNOWN)
@@ -168,7 +168,7 @@ class Tokenizer:
         _check_unicode(checks.text("text", text))
         vocabulary = self._vocabulary
         special_tokens = self._all_special_tokens if parse_special else self._visible_tokens
-        with process.UnderWay(process.workers):
+        with process.UnfinishedWork(process.workers):
             ids = self._encode_pieces(text, special_tokens, after_special=not continuation)
         if add_special:
             ids = self.with_bos(ids)

@@ -112,7 +112,7 @@ class Serving:
     def wait_until_idle(self, seconds: float = 120.0) -> None:
         """Waits until no request is at work."""
         end = time.monotonic() + seconds
-        while self.app.desk.active or any(
+        while self.app.dispatcher.active or any(
             each.llm and each.llm.counts.running for each in self.models.served.values()
         ):
             assert time.monotonic() < end, "requests are still at work"

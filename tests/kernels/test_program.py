@@ -480,8 +480,8 @@ def test_the_end_waits_for_a_job_under_way(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_work_that_was_interrupted_as_it_began_is_not_waited_for() -> None:
     stage = process.Stage()
-    ended = threading.Thread(target=process.UnderWay(stage).__enter__)
-    process.UnderWay(stage).__enter__()
+    ended = threading.Thread(target=process.UnfinishedWork(stage).__enter__)
+    process.UnfinishedWork(stage).__enter__()
     ended.start()
     ended.join()
     assert not stage.is_busy

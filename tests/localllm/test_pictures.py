@@ -12,7 +12,7 @@ import localllm
 from localllm import Sampling
 from localllm.chat.reply import ReplyParser
 from localllm.engine.engine import Engine
-from localllm.engine.pictures import Embeddings, Picture, Pictures, Placed
+from localllm.engine.pictures import Embeddings, Picture, Pictures, PictureTokens
 from localllm.engine.runner import ModelRunner
 from localllm.gguf import GGUFFile
 from localllm.kernels.reference import ReferenceBackend
@@ -48,7 +48,7 @@ def test_ids_of_pictures_reach_nothing_that_reads_ids(sampling: Sampling, tmp_pa
         ids = (1, 5, 9, *picture.ids, 5, 9, 7)
         given = CheckedOptions(sampling=sampling, max_tokens=6, speculate="lookup")
         stream = llm._start(
-            list(ids), given, continuation=False, truncatable=False, pictures=Pictures((Placed(3, picture),))
+            list(ids), given, continuation=False, truncatable=False, pictures=Pictures((PictureTokens(3, picture),))
         )
         done = stream.read()
         assert done.usage.prompt_tokens == len(ids)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from localllm.engine.pictures import Embeddings, Picture, Pictures, Placed
+from localllm.engine.pictures import Embeddings, Picture, Pictures, PictureTokens
 from localllm.engine.runner import ModelRunner
 from localllm.kernels.backend import Batch
 from localllm.kernels.cuda.row_split import RowSplitBackend
@@ -57,7 +57,7 @@ class Prompt:
 
 def prompt(first: int = 5, between: int = 4, seed: int = 1, n: int = N_TOKENS) -> Prompt:
     """Of ``n`` tokens, with so many before and between the pictures."""
-    placed = Placed(first, FIRST), Placed(first + 6 + between, SECOND)
+    placed = PictureTokens(first, FIRST), PictureTokens(first + 6 + between, SECOND)
     ids = np.random.default_rng(seed).integers(3, 300, n)
     for each in placed:
         ids[each.start : each.stop] = 0

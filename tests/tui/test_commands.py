@@ -16,7 +16,7 @@ from localllm.tui import commands
 from localllm.tui.chat import attachments
 from localllm.tui.chat import settings as chat_settings
 from localllm.tui.chat.conversation import Conversation, Message
-from localllm.tui.chat.events import ContextFull, Event, RoomMade, Turn
+from localllm.tui.chat.events import ContextFull, ContextTrimmed, Event, Turn
 from localllm.tui.chat.session import ChatSession
 from localllm.tui.storage.chats import Store
 from tests.helpers.fake_chat import FakeModel, play
@@ -294,7 +294,7 @@ def test_making_room(front: Notebook, line: str) -> None:
     while not isinstance(front.events[-1], ContextFull):
         front.type("d d d d d")
     front.type(line)
-    assert any(isinstance(event, RoomMade) for event in front.events)
+    assert any(isinstance(event, ContextTrimmed) for event in front.events)
 
 
 def test_a_chat_is_forked(front: Notebook) -> None:

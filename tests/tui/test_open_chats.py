@@ -11,7 +11,7 @@ import pytest
 
 from localllm.errors import StoreError
 from localllm.tui.chat.conversation import Conversation
-from localllm.tui.chat.events import Delta, Event, Turn, Warned
+from localllm.tui.chat.events import ChatWarning, Delta, Event, Turn
 from localllm.tui.chat.session import ChatSession
 from localllm.tui.storage.chats import Store
 from tests.helpers.chat_app import AppModel, chatting, setup
@@ -127,7 +127,7 @@ def test_a_chat_that_another_terminal_deletes_does_not_come_back(stores: tuple[S
     one = session(stores[0], "a reply", "more", "and more")
     play(one.send, "hello")
     stores[1].delete(one.conversation.id)
-    warnings = [e.text for text in ("again", "and again") for e in play(one.send, text) if isinstance(e, Warned)]
+    warnings = [e.text for text in ("again", "and again") for e in play(one.send, text) if isinstance(e, ChatWarning)]
     assert warnings == ["this chat was deleted: what is said here is not saved; /export writes it into a file"]
     assert [m.text for m in one.conversation.path()][-2:] == ["and again", "and more"]
     assert not one.saver.is_saved

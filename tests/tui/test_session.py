@@ -17,16 +17,16 @@ from localllm.quant.types import GGMLType
 from localllm.tui.chat.context import ChatModel
 from localllm.tui.chat.conversation import Conversation, Message, Stats
 from localllm.tui.chat.events import (
+    ChatWarning,
     ContextFull,
+    ContextTrimmed,
     Delta,
     Event,
     Finished,
     Prefill,
-    RoomMade,
     Started,
     Summarising,
     Turn,
-    Warned,
 )
 from localllm.tui.chat.session import ChatSession
 from localllm.tui.storage.chats import Store
@@ -306,7 +306,7 @@ def test_a_chat_that_is_deleted_in_mid_reply_does_not_come_back(store: Store) ->
             store.delete(session.conversation.id)
             turn.stop()
 
-    (warning,) = (e for e in play(session.send, "a", watch=watch) if isinstance(e, Warned))
+    (warning,) = (e for e in play(session.send, "a", watch=watch) if isinstance(e, ChatWarning))
     assert "this chat was deleted" in warning.text
     assert store.sessions() == []
     assert store.search("one") == []
@@ -315,11 +315,11 @@ def test_a_chat_that_is_deleted_in_mid_reply_does_not_come_back(store: Store) ->
 def test_without_a_store_the_chat_goes_on(store: Store) -> None:
     session, _ = begin(store, "one", "two", "three")
     store._connection.execute("PRAGMA query_only=1")
-    warnings = [event for event in play(session.send, "a") if isinstance(event, Warned)]
+    warnings = [event for event in play(session.send, "a") if isinstance(event, ChatWarning)]
     assert len(warnings) == 1
     assert "cannot be written" in warnings[0].text
     assert "is not saved" in warnings[0].text
-    assert not [event for event in play(session.send, "b") if isinstance(event, Warned)]
+    assert not [event for event in play(session.send, "b") if isinstance(event, ChatWarning)]
     store._connection.execute("PRAGMA query_only=0")
     play(session.send, "c")
     assert texts(session) == kept(session) == ["a", "one", "b", "two", "c", "three"]
@@ -342,7 +342,7 @@ def test_files_go_with_a_message(store: Store, tmp_path: Path, monkeypatch: pyte
     (tmp_path / "my notes.md").write_text("```\ncode\n```")
     session, model = begin(store)
     events = play(session.send, 'see @notes.txt, @"my notes.md" and @nobody or me@notes.txt')
-    assert [e.text for e in events if isinstance(e, Warned)] == [
+    assert [e.text for e in events if isinstance(e, ChatWarning)] == [
         "there is no file 'nobody': @nobody is sent as it stands"
     ]
     message = session.conversation.path()[0]
@@ -415,7 +415,7 @@ def test_dropping_the_oldest_turns(store: Store) -> None:
     session, model = chatted(store, 5, context=60)
     play(session.send, "q5 x x")
     events = play(session.make_room, "drop")
-    assert events[0] == RoomMade(4, "")
+    assert events[0] == ContextTrimmed(4, "")
     assert isinstance(events[-1], Finished)
     assert roles(model) == ["q2", "r2", "q3", "r3", "q4", "r4", "q5"]
     assert len(texts(session)) == len(kept(session)) == 12
@@ -435,7 +435,7 @@ def test_summarising(store: Store) -> None:
     model.replies = ["<think>hm</think> all of it", "fine"]
     events = play(session.make_room, "summarise")
     assert "".join(e.text for e in events if isinstance(e, Summarising)) == "<think>hm</think> all of it"
-    (made,) = [event for event in events if isinstance(event, RoomMade)]
+    (made,) = [event for event in events if isinstance(event, ContextTrimmed)]
     assert made.summary == "all of it"
     assert said(events) == "fine"
     *_, summed, replied = model.asked
@@ -471,7 +471,7 @@ def test_the_context_fills_in_a_reply(store: Store) -> None:
     assert full == ContextFull(61, 60, True, ("drop", "stop"))
     reply = finished.message.text
     events = play(session.make_room, "drop")
-    assert isinstance(events[0], RoomMade)
+    assert isinstance(events[0], ContextTrimmed)
     assert model.asked[-1].reply_prefix == reply
     assert texts(session)[-1] == kept(session)[-1] == reply + "and on"
     assert len(session.conversation) == 10

@@ -25,7 +25,7 @@ from localllm.tui.chat import mcp_servers
 from localllm.tui.chat.attachments import command_output
 from localllm.tui.chat.conversation import Call as Called
 from localllm.tui.chat.conversation import Stats
-from localllm.tui.chat.events import Event, ToolAsked, Turn, Warned
+from localllm.tui.chat.events import ChatWarning, Event, ToolApprovalRequest, Turn
 from localllm.tui.chat.export import from_json, to_json, to_markdown
 from localllm.tui.chat.session import ChatSession
 from localllm.tui.chat.tools import Permission, Tool, Toolbox, result_of
@@ -50,7 +50,7 @@ def answering(*answers: Permission) -> Any:
     given = iter(answers)
 
     def watch(event: Event, turn: Turn) -> None:
-        if isinstance(event, ToolAsked):
+        if isinstance(event, ToolApprovalRequest):
             event.answer(next(given))
 
     return watch
@@ -68,7 +68,7 @@ def test_a_model_reads_a_file_if_that_is_allowed(folder: Path) -> None:
     first = f"<think>hm</think>Let me look.\n{call('read_file', path='a.txt')}"
     session, model = asking(first, "It says pears.", read=str(folder))
     events = play(session.send, "what is in it?", watch=answering("once"))
-    (asked,) = [event for event in events if isinstance(event, ToolAsked)]
+    (asked,) = [event for event in events if isinstance(event, ToolApprovalRequest)]
     assert (asked.name, asked.arguments) == ("read_file", '{"path": "a.txt"}')
     _, reply, answer = session.conversation.path()
     assert (reply.content, reply.thinking, answer.content) == ("Let me look.", "hm", "It says pears.")
@@ -100,7 +100,7 @@ def test_what_was_allowed_is_not_asked_for_again(folder: Path, tmp_path: Path) -
     session.toolbox = Toolbox({"read": str(folder)}, tmp_path / "no folder" / "allowed")
     events = play(session.send, "read", watch=answering("always"))
     assert session.conversation.path()[1].calls[0].result == "pears"
-    assert any(isinstance(event, Warned) and "later chats ask" in event.text for event in events)
+    assert any(isinstance(event, ChatWarning) and "later chats ask" in event.text for event in events)
 
 
 def test_a_call_that_is_not_allowed_is_not_run(folder: Path) -> None:
@@ -131,7 +131,7 @@ def test_a_loop_of_calls_ends() -> None:
     session, model = asking(*[call("run_command", command="true")] * 9, run=True, rounds=3)
     events = play(session.send, "go", watch=answering("chat"))
     assert len(model.asked) == 3
-    assert any(isinstance(event, Warned) and "3 rounds" in event.text for event in events)
+    assert any(isinstance(event, ChatWarning) and "3 rounds" in event.text for event in events)
     play(session.send, "go on", watch=answering())
     assert len(model.asked) == 6
 
@@ -141,7 +141,7 @@ def test_a_turn_is_stopped_in_the_middle_of_a_call_and_of_a_question() -> None:
     session, _ = asking(call("run_command", command="sleep 50"), call("run_command", command="true"), run=True)
 
     def stop_soon(event: Event, turn: Turn) -> None:
-        if isinstance(event, ToolAsked):
+        if isinstance(event, ToolApprovalRequest):
             event.answer("chat")
             threading.Timer(0.2, turn.stop).start()
 
@@ -150,7 +150,9 @@ def test_a_turn_is_stopped_in_the_middle_of_a_call_and_of_a_question() -> None:
     assert time.monotonic() - began < 25
     assert session.conversation.path()[1].calls[0].result is not None
     session._allowed.clear()
-    play(session.send, "go", watch=lambda event, turn: turn.stop() if isinstance(event, ToolAsked) else None)
+    play(
+        session.send, "go", watch=lambda event, turn: turn.stop() if isinstance(event, ToolApprovalRequest) else None
+    )
     assert "stopped" in (session.conversation.path()[-1].calls[0].result or "")
     assert not session.busy
 

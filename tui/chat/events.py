@@ -66,7 +66,7 @@ class Summarising:
 
 
 @dataclass(frozen=True, slots=True)
-class RoomMade:
+class ContextTrimmed:
     """From now on the model does not get the first ``n_left_out`` messages of the path any more, but ``summary``."""
 
     n_left_out: int
@@ -74,14 +74,14 @@ class RoomMade:
 
 
 @dataclass(frozen=True, slots=True)
-class Warned:
+class ChatWarning:
     """Something to tell, after which the chat goes on: it cannot be saved, a word with an @ names no file."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class ToolAsked:
+class ToolApprovalRequest:
     """The model wants to use a tool, and waits for ``answer`` to be called, by any thread."""
 
     name: str
@@ -90,13 +90,24 @@ class ToolAsked:
 
 
 @dataclass(frozen=True, slots=True)
-class ToolsUsed:
+class ToolCallsDone:
     """Something came of the calls of a reply."""
 
     message: Message
 
 
-Event = ToolAsked | ToolsUsed | Started | Prefill | Delta | Finished | ContextFull | Summarising | RoomMade | Warned
+Event = (
+    ToolApprovalRequest
+    | ToolCallsDone
+    | Started
+    | Prefill
+    | Delta
+    | Finished
+    | ContextFull
+    | Summarising
+    | ContextTrimmed
+    | ChatWarning
+)
 
 
 class EventQueue:

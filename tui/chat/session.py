@@ -271,7 +271,7 @@ class ChatSession:
     def _emit(self, turn: Turn, *told: Event) -> None:
         """Tells of events, and before them of what could not be saved."""
         if (warning := self.saver.take_warning()) is not None:
-            turn.emit(events.Warned(warning))
+            turn.emit(events.ChatWarning(warning))
         for event in told:
             turn.emit(event)
 
@@ -290,14 +290,16 @@ class ChatSession:
             question = self._say(text, old, attached.files)
             turn.question = question.id
             for name in attached.unknown:
-                turn.emit(events.Warned(f"there is no file {name!r}: @{name} is sent as it stands"))
+                turn.emit(events.ChatWarning(f"there is no file {name!r}: @{name} is sent as it stands"))
             if attached.is_cut:
                 sent = sum(file.n_tokens for file in attached.files)
                 what = f"{sent:,} of about {attached.n_tokens:,} tokens of files fit"
-                turn.emit(events.Warned(f"{what}: the pieces that match the message best are sent"))
+                turn.emit(events.ChatWarning(f"{what}: the pieces that match the message best are sent"))
             if attached.skipped:
                 turn.emit(
-                    events.Warned(f"not sent, as they are not text: {shortened(', '.join(attached.skipped), 200)}")
+                    events.ChatWarning(
+                        f"not sent, as they are not text: {shortened(', '.join(attached.skipped), 200)}"
+                    )
                 )
             self._reply(question.id, None, turn)
 
@@ -336,7 +338,7 @@ class ChatSession:
     def _reply(self, question: str, id_: str | None, turn: Turn) -> None:
         """Generates the reply to a message, or the rest of the reply ``id_``, and runs the tools that it calls."""
         self._tools = self.toolbox.tools(lambda: turn.is_stopped)
-        self._emit(turn, *map(events.Warned, self.toolbox.take_warnings()))
+        self._emit(turn, *map(events.ChatWarning, self.toolbox.take_warnings()))
         for _ in range(self.toolbox.settings.rounds):
             reply = self._reply_once(question, id_, turn)
             if reply is None or not reply.calls:
@@ -346,7 +348,8 @@ class ChatSession:
                 return
             question, id_ = reply.id, None
         self._emit(
-            turn, events.Warned(f"stopped after {self.toolbox.settings.rounds} rounds of tools: say what to do next")
+            turn,
+            events.ChatWarning(f"stopped after {self.toolbox.settings.rounds} rounds of tools: say what to do next"),
         )
 
     @property
@@ -366,14 +369,14 @@ class ChatSession:
             calls[i] = replace(call, result=result)
             message = self.conversation.update(reply.id, calls=tuple(calls))
             self.saver.save(reply.id)
-            self._emit(turn, events.ToolsUsed(message))
+            self._emit(turn, events.ToolCallsDone(message))
 
     def _may_run(self, tool: Tool, call: Call, turn: Turn) -> bool:
         """Whether a call is allowed: asks, unless that was said before."""
         if tool.mark in self._allowed or self.toolbox.is_allowed(tool):
             return True
         answers: queue.SimpleQueue[Permission] = queue.SimpleQueue()
-        self._emit(turn, events.ToolAsked(call.name, call.arguments, answers.put))
+        self._emit(turn, events.ToolApprovalRequest(call.name, call.arguments, answers.put))
         while not turn.is_stopped:
             try:
                 answer = answers.get(timeout=_ANSWER_SECONDS)
@@ -383,7 +386,7 @@ class ChatSession:
                 try:
                     self.toolbox.allow(tool)
                 except StoreError as error:
-                    self._emit(turn, events.Warned(str(error)))
+                    self._emit(turn, events.ChatWarning(str(error)))
             elif answer == "chat":
                 self._allowed.add(tool.mark)
             return answer != "no"
@@ -467,7 +470,7 @@ class ChatSession:
                 self.conversation.update(
                     id_, text=text, calls=tuple(Call(each.name, each.arguments) for each in calls)
                 )
-            self._emit(turn, *map(events.Warned, parser.warnings))
+            self._emit(turn, *map(events.ChatWarning, parser.warnings))
         except KeyboardInterrupt:
             state = "stopped"
             raise
@@ -513,7 +516,7 @@ class ChatSession:
         self._full = None
         self.conversation.update(full.question, window=Window(trimmer.path[first].id, summary))
         self.saver.save(full.question)
-        self._emit(turn, events.RoomMade(first, summary))
+        self._emit(turn, events.ContextTrimmed(first, summary))
         self._reply(full.question, full.reply, turn)
 
     def _summarise(self, trimmer: ContextTrimmer, first: int, turn: Turn) -> str:

@@ -25,7 +25,7 @@ from localllm.tui.base_app import BaseApp
 from localllm.tui.chat.attachments import file_completions
 from localllm.tui.chat.context import ChatModel
 from localllm.tui.chat.conversation import Conversation, Message
-from localllm.tui.chat.events import ContextFull, ToolAsked, Turn
+from localllm.tui.chat.events import ContextFull, ToolApprovalRequest, Turn
 from localllm.tui.chat.session import ChatSession
 from localllm.tui.screens.commands import ScreenUI
 from localllm.tui.screens.dialogs import EDIT, TAKE_BACK, ask_room, open_link
@@ -81,7 +81,7 @@ class ChatScreen(Screen[None]):
         models.chats.append(self)
         self.replacing: str | None = None  # the id of the message that the next one takes the place of
         self.unsaved: list[ChatSession] = []  # sessions of chats that were left while they could not be saved
-        self.asked: ToolAsked | None = None  # the tool call that waits for an answer
+        self.asked: ToolApprovalRequest | None = None  # the tool call that waits for an answer
         self.suggestions = Suggestions()
         self.composer = Composer(PromptHistory(setup.history), self.suggestions)
         self._heading, self._hint = Static(id="heading"), Static(id="hint")
@@ -252,7 +252,7 @@ class ChatScreen(Screen[None]):
             await self._make_room(session, turn.full)
         self.send_pending()
 
-    def ask_for_tool(self, asked: ToolAsked | None) -> None:
+    def ask_for_tool(self, asked: ToolApprovalRequest | None) -> None:
         """Asks in a line above the editor: a dialog would take the keys of who is typing."""
         self.asked = asked
         call = "" if asked is None else f"{asked.name} {shortened(asked.arguments, _MAX_OF_A_CALL)}"

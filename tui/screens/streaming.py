@@ -102,16 +102,16 @@ class StreamedTurn(Turn):
         elif isinstance(event, events.Summarising):
             self._summary_words += len(event.text.split())
             status.change(activity=f"summarising: {self._summary_words:,} words")
-        elif isinstance(event, events.RoomMade):
+        elif isinstance(event, events.ContextTrimmed):
             status.change(activity="")
-        elif isinstance(event, events.ToolAsked):
+        elif isinstance(event, events.ToolApprovalRequest):
             status.change(activity="a tool waits for your answer")
             screen.ask_for_tool(event)
-        elif isinstance(event, events.ToolsUsed):
+        elif isinstance(event, events.ToolCallsDone):
             status.change(activity="using tools")
             if (view := transcript.view(event.message.id)) is not None:
                 await view.finish(event.message)
-        elif isinstance(event, events.Warned):
+        elif isinstance(event, events.ChatWarning):
             screen.app.notify(event.text, severity="warning")
         elif isinstance(event, events.ContextFull):
             self.full = event

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from localllm.cli.defaults import load_options, model_file, settle
+from localllm.cli.defaults import apply_settings, load_options, model_file
 from localllm.cli.machine import disturbance, too_many_threads
 from localllm.cli.parser import HIDDEN, Command, flag, several
 from localllm.cli.shared_flags import DEVICE
@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     from localllm.bench.profile import check_profiled
     from localllm.bench.work import make_tests
 
-    settings = settle(arguments, skip=["threads", "model"])  # of which there may be several
+    settings = apply_settings(arguments, skip=["threads", "model"])  # of which there may be several
     tests = make_tests(arguments.prompts, arguments.generations, arguments.depths, arguments.pairs)
     if arguments.profile and arguments.form not in ("table", "json"):
         raise UsageError(f"--profile is shown as a table or in JSON: leave out -o {arguments.form}")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from localllm.cli.commands.pull import download
 from localllm.cli.commands.quantize import carry_out
-from localllm.cli.defaults import settle
+from localllm.cli.defaults import apply_settings
 from localllm.cli.parser import Command, Words, flag
 from localllm.cli.shared_flags import DRY_RUN, OUTPUT, REQUANTIZE, WRITING
 from localllm.library.names import HubName
@@ -20,7 +20,7 @@ def run(arguments: argparse.Namespace) -> None:
     from localllm.library.pull import pull_checkpoint
     from localllm.quantize import plan
 
-    settle(arguments, skip=["threads"])
+    apply_settings(arguments, skip=["threads"])
     folder = Path(arguments.model)
     if not folder.exists() and HubName.parse(arguments.model):
         folder = download(arguments.model, quiet=arguments.quiet, by=pull_checkpoint)

@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from localllm.cli.defaults import load_options, settle
+from localllm.cli.defaults import apply_settings, load_options
 from localllm.cli.parser import Command, flag
 from localllm.cli.shared_flags import HUB, MODEL, RUNNING
 from localllm.cli.values import whole
@@ -20,7 +20,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Prints a JSON array of numbers a text, or a line with score and text a document, the best first."""
     from localllm import load
 
-    settle(arguments)
+    apply_settings(arguments)
     texts: list[str] = arguments.texts
     if arguments.file is not None:
         texts += [line for line in read_text(arguments.file).splitlines() if line.strip()]

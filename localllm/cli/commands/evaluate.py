@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from localllm.cli.chart import Point, letter, svg_chart, text_chart
-from localllm.cli.defaults import load_options, settle
+from localllm.cli.defaults import apply_settings, load_options
 from localllm.cli.parser import Command, Words, flag
 from localllm.cli.shared_flags import DEVICE, JSON_AT_END, MODEL_OR_WORD, THREADS
 from localllm.cli.values import model_file, whole
@@ -37,7 +37,7 @@ _COMPARED = "{:>3} {:<36} {:>9} {:>11} {:>11} {:>10} {:>10}"
 
 def run(arguments: argparse.Namespace) -> None:
     """Evaluates what the command line asks for."""
-    settle(arguments, skip=["context"])
+    apply_settings(arguments, skip=["context"])
     if arguments.kl_divergence:  # as llama-perplexity has it, which then reads no text
         if arguments.save_logits is None:
             raise UsageError("--kl-divergence needs --kl-divergence-base FILE, which has the logits of another model")

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from localllm.cli.defaults import load_options, settle, template_variables, without_line_end
+from localllm.cli.defaults import apply_settings, load_options, template_variables, without_line_end
 from localllm.cli.machine import too_many_threads
 from localllm.cli.parser import LEFT_OUT, Command, flag, several
 from localllm.cli.shared_flags import (
@@ -60,7 +60,7 @@ _PATIENCE_SECONDS = 1.0
 
 def run(arguments: argparse.Namespace) -> None:
     """Generates a text as the command line asks."""
-    settings = settle(arguments)
+    settings = apply_settings(arguments)
     options = generation_options(arguments, settings)
     # Complains about a setting before a model is loaded for nothing.
     sampling = CheckedOptions.of(options).sampling

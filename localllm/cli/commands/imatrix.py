@@ -10,7 +10,7 @@ from operator import add
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from localllm.cli.defaults import settle
+from localllm.cli.defaults import apply_settings
 from localllm.cli.parser import Command, Words, flag, several
 from localllm.cli.shared_flags import MODEL_OR_WORD, OUTPUT, QUIET
 from localllm.cli.values import whole
@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace) -> None:
     from localllm.quantize.imatrix import ImportanceMatrix
     from localllm.tokenizer import Tokenizer
 
-    settle(arguments, skip=["threads", "context"])
+    apply_settings(arguments, skip=["threads", "context"])
     arguments.output = arguments.output or Path("imatrix.gguf")
     if arguments.hessian and arguments.output.suffix == ".dat":
         raise UsageError("a file in the older format (.dat) cannot hold --hessian: name one that ends in .gguf")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from localllm.cli.defaults import load_options, settle
+from localllm.cli.defaults import apply_settings, load_options
 from localllm.cli.parser import Command, Words, flag
 from localllm.cli.shared_flags import CACHE_TYPE, CONTEXT, JSON, MODEL_OR_WORD, PLACEMENT, SEEING, THREADS
 from localllm.console import detail, is_terminal, placement_lines, quantity, short_count, visible_line, warn
@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> None:
     from localllm.library.demo import demo_path
 
     _check_flags(arguments)
-    settle(arguments)
+    apply_settings(arguments)
     with GGUFFile.open(arguments.model or demo_path()) as file:
         if arguments.plan:
             _show_plan(file, arguments)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from localllm.cli.defaults import settle
+from localllm.cli.defaults import apply_settings
 from localllm.cli.parser import Command, Flag, Words
 from localllm.cli.shared_flags import LORA, OUTPUT, QUIET
 from localllm.console import StatusLine, visible_line
@@ -17,7 +17,7 @@ def run(arguments: argparse.Namespace) -> None:
     from localllm.library.demo import demo_path
     from localllm.loading.adapters import merge, read_adapter
 
-    settle(arguments)
+    apply_settings(arguments)
     with GGUFFile.open(arguments.model or demo_path()) as file:
         adapters = [(read_adapter(str(path), path, file), share) for path, share in arguments.lora]
         with StatusLine(enabled=not arguments.quiet) as status:

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from localllm.cli.defaults import settle
+from localllm.cli.defaults import apply_settings
 from localllm.cli.parser import Command, Words, flag, several
 from localllm.cli.shared_flags import DRY_RUN, OUTPUT, REQUANTIZE, WRITING
 from localllm.cli.values import divergence, override, size
@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> None:
     from localllm.quantize import ImportanceMatrix, plan
     from localllm.quantize.mixes import MIXES, mix_named
 
-    settle(arguments, skip=["threads"])
+    apply_settings(arguments, skip=["threads"])
     imatrix = None if arguments.imatrix is None else ImportanceMatrix.read(arguments.imatrix)
     overrides = list(arguments.overrides)
     has_target = arguments.target_size is not None or arguments.target_kl is not None

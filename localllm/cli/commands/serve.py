@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from localllm.cli.commands.generate import describe, generation_options
-from localllm.cli.defaults import chat_template, load_options, settle, template_variables
+from localllm.cli.defaults import apply_settings, chat_template, load_options, template_variables
 from localllm.cli.defaults import model_file as find_model
 from localllm.cli.parser import Command, flag, parser_of, several
 from localllm.cli.presets import apply_preset, read_presets
@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError("--ssl-key-file and --ssl-cert-file belong together: give both")
     chat_template(arguments)  # what is wrong with it is said before a model is asked for
     presets, as_given = read_presets(arguments.presets), deepcopy(arguments)
-    settings = settle(arguments, skip=("model",))
+    settings = apply_settings(arguments, skip=("model",))
     defaults = generation_options(arguments, settings)
     defaults.pop("adapters", None)  # requests name their own
     CheckedOptions.of(defaults)
@@ -105,7 +105,7 @@ def run(arguments: argparse.Namespace) -> int:
         own.aliases, own.ttl = [], None
         apply_preset(parser_of("serve"), own, section, name)
         chat_template(own)
-        settle(own, skip=("model",))
+        apply_settings(own, skip=("model",))
         options = generation_options(own, settings)
         CheckedOptions.of(options)
         (source,) = sources([{"model": section["model"]}], settings).values()

@@ -31,7 +31,7 @@ from localllm.kernels.cuda.calls import BatchSizes, Extent, StepLimits
 from localllm.kernels.cuda.driver import DeviceProperties, Driver
 from localllm.kernels.cuda.lowering import Lowered, Lowering
 from localllm.kernels.cuda.matmul import ProductLimits
-from localllm.kernels.cuda.row_split import Exchange, Meeting, ShardLowering
+from localllm.kernels.cuda.row_split import Barrier, Exchange, ShardLowering
 from localllm.kernels.cuda.step import CUDAStep
 from localllm.kernels.cuda.weights import PackedWeights, WeightLoader
 from localllm.kernels.shards import shard
@@ -220,7 +220,7 @@ class Model:
         card, lowered = self.card, self.lowered
         for call in lowered.calls:
             launches, cost = list(call.launches(extent)), call.cost(sizes)
-            if isinstance(call, Meeting):  # what it waits for is then read by the launches behind it
+            if isinstance(call, Barrier):  # what it waits for is then read by the launches behind it
                 yield call.name, 0, 0.0, MEET + cost.n_bytes / card.link
             if not (kernels := [launch.kernel for launch in launches]):
                 continue

@@ -13,7 +13,7 @@ import pytest
 from localllm.engine import pictures as pictures_module
 from localllm.engine import saved
 from localllm.engine.engine import Engine
-from localllm.engine.pictures import Embeddings, Picture, PictureCache, Pictures, Placed
+from localllm.engine.pictures import Embeddings, Picture, PictureCache, Pictures, PictureTokens
 from localllm.engine.request import Request
 from localllm.engine.runner import ModelRunner, max_outputs, n_cache_pages
 from localllm.errors import UsageError
@@ -61,10 +61,10 @@ CAT, DOG, WIDE = picture("cat", 3, 5), picture("dog", 7, 4), picture("wid", 1, 4
 
 def prompt(*parts: int | Picture, seed: int = 0) -> tuple[list[int], Pictures]:
     """So many random tokens, and pictures."""
-    rng, ids, placed = np.random.default_rng(seed), list[int](), list[Placed]()
+    rng, ids, placed = np.random.default_rng(seed), list[int](), list[PictureTokens]()
     for part in parts:
         if isinstance(part, Picture):
-            placed.append(Placed(len(ids), part))
+            placed.append(PictureTokens(len(ids), part))
         ids += part.ids if isinstance(part, Picture) else rng.integers(0, N_VOCAB, part).tolist()
     return ids, Pictures(placed)
 

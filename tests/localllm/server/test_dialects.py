@@ -16,7 +16,7 @@ import pytest
 from localllm.chat.conversation import Message, ToolCall, read_messages
 from localllm.errors import TemplateError, UsageError
 from localllm.server import anthropic, ollama, openai, responses
-from localllm.server.answers import Ask, begun_reply
+from localllm.server.dispatcher import GenerationJob, begun_reply
 from localllm.server.http import HTTPError
 
 CALL = {"id": "call_1", "type": "function", "function": {"name": "now", "arguments": '{"zone": "UTC"}'}}
@@ -177,22 +177,22 @@ def library(messages: Any, **_: Any) -> tuple[list[Message], str]:
     return begun_reply(read_messages(messages))
 
 
-def of_ask(ask: Ask) -> tuple[list[Message], str]:
-    return ask.messages or [], ask.reply_prefix
+def of_job(job: GenerationJob) -> tuple[list[Message], str]:
+    return job.messages or [], job.reply_prefix
 
 
 def chat(messages: Any, **more: Any) -> tuple[list[Message], str]:
-    return of_ask(openai._ask_of_chat(msgspec.convert({"messages": messages, **more}, openai.ChatRequest)))
+    return of_job(openai._chat_job(msgspec.convert({"messages": messages, **more}, openai.ChatRequest)))
 
 
 def claude(messages: Any, **more: Any) -> tuple[list[Message], str]:
     body = messages if isinstance(messages, dict) else {"messages": messages}
-    return of_ask(anthropic._ask(msgspec.convert({**body, **more}, anthropic.MessagesRequest)))
+    return of_job(anthropic._job(msgspec.convert({**body, **more}, anthropic.MessagesRequest)))
 
 
 def response(messages: Any, **more: Any) -> tuple[list[Message], str]:
     body = messages if isinstance(messages, dict) else {"input": messages}
-    return of_ask(responses._ask(msgspec.convert({**body, **more}, responses.ResponsesRequest), []))
+    return of_job(responses._job(msgspec.convert({**body, **more}, responses.ResponsesRequest), []))
 
 
 def llama(messages: Any, **_: Any) -> tuple[list[Message], str]:
@@ -271,15 +271,15 @@ def test_servers_open_no_files_and_no_addresses(dialect: str, given: Any, words:
 )
 def test_a_choice_of_tools(choice: Any, forced: bool) -> None:
     body = {"messages": [HI], "tools": [TOOL], "tool_choice": choice}
-    ask = openai._ask_of_chat(msgspec.convert(body, openai.ChatRequest))
-    assert ask.tools == [TOOL]
-    assert ("json_schema" in ask.options) == forced
+    job = openai._chat_job(msgspec.convert(body, openai.ChatRequest))
+    assert job.tools == [TOOL]
+    assert ("json_schema" in job.options) == forced
 
 
 @pytest.mark.parametrize("choice", ["foo", "Required", "", {"type": "foo"}, {"type": "function"}, {"type": "tool"}])
 def test_a_choice_that_means_nothing_is_refused(choice: Any) -> None:
     with pytest.raises(UsageError, match="tool_choice"):
-        openai._ask_of_chat(
+        openai._chat_job(
             msgspec.convert({"messages": [HI], "tools": [TOOL], "tool_choice": choice}, openai.ChatRequest)
         )
 
@@ -294,9 +294,9 @@ def test_documents_of_text_are_text() -> None:
 
 def test_a_format_of_the_reply_forces_no_call() -> None:
     body = {"messages": [HI], "tools": [TOOL], "response_format": {"type": "json_object"}}
-    assert not openai._ask_of_chat(msgspec.convert(body, openai.ChatRequest)).must_call
+    assert not openai._chat_job(msgspec.convert(body, openai.ChatRequest)).must_call
     body = {"messages": [HI], "tools": [TOOL], "tool_choice": "required"}
-    assert openai._ask_of_chat(msgspec.convert(body, openai.ChatRequest)).must_call
+    assert openai._chat_job(msgspec.convert(body, openai.ChatRequest)).must_call
 
 
 def test_what_was_thought_before_calls_belongs_to_them_alone() -> None:

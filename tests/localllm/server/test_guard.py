@@ -24,8 +24,8 @@ from localllm.chat import ChatTemplate
 from localllm.errors import TemplateError
 from localllm.options.types import LoadProgress
 from localllm.server import run
-from localllm.server.answers import Answer, Ask, Reply
 from localllm.server.app import _ENDPOINTS
+from localllm.server.dispatcher import GenerationJob, PendingReplies, Reply
 from localllm.server.http import EventStream, HTTPError, Limits
 from tests.helpers.data import ROOT
 from tests.helpers.http_server import FAILS, Serving, demo, scripted, serving
@@ -505,7 +505,7 @@ def test_a_client_that_goes_frees_its_place(endless: Serving, stream: bool) -> N
             if stream:
                 assert connection.recv(100).startswith(b"HTTP/1.1 200")
             else:
-                while not endless.app.desk.active:
+                while not endless.app.dispatcher.active:
                     time.sleep(0.001)
         endless.wait_until_idle()
         llm = endless.models.served["demo"].llm
@@ -553,7 +553,7 @@ def test_an_answer_that_is_closed_before_it_is_read_begins_nothing() -> None:
     async def closed() -> list[Reply]:
         streams: Any = [Endless(), Endless()]
         nobody: Any = None
-        answer = Answer(Ask(None, {}), nobody, nobody, streams, lambda answer: None, 0.0, 0.0)
+        answer = PendingReplies(GenerationJob(None, {}), nobody, nobody, streams, lambda answer: None, 0.0, 0.0)
         events = answer.events()
         answer.close()
         replies = [reply async for reply, _ in events]

@@ -1,7 +1,7 @@
 """From a request of any API to the engine, and back: the one place that begins generations.
 
-An `Ask` says what is wanted in the library's words.  `Desk.begin` submits it, and the `Answer` gives the events of
-its replies as they come, or whole `Reply` objects.  What a dialect makes of an event is a `Writer`.
+A `GenerationJob` says what is wanted in the library's words.  `Dispatcher.begin` submits it, and `PendingReplies`
+has the events of its replies as they come, or whole `Reply` objects.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from localllm.generation.completion import Chunk, Stream
 from localllm.llm import LLM
 from localllm.options.declared import CheckedOptions, Sampling, declared
 from localllm.sampling import Choice
-from localllm.server.http import LONG_REQUEST, HTTPError, unless_gone
+from localllm.server.http import LONG_REQUEST, HTTPError, cancel_on_disconnect
 from localllm.server.models import Models, ServedModel
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ class Generation(_Options):
             if options.get(name, 0) < 0:
                 del options[name]
         if self.lora is not None:
-            options["adapters"] = self.lora  # which `Desk.begin` knows the names of
+            options["adapters"] = self.lora  # which `Dispatcher.begin` knows the names of
         for name in ("stop", "dry_sequence_breakers"):
             values = options.get(name, ())
             values = tuple(value for value in ([values] if isinstance(values, str) else values) if value)
@@ -150,7 +150,7 @@ def _biases(llm: LLM, given: dict[str, float] | list[tuple[int | str, float | bo
 
 
 @dataclass(frozen=True)
-class Ask:
+class GenerationJob:
     """What is wanted, in the library's words.
 
     Attributes:
@@ -241,7 +241,7 @@ Event = tuple[Reply, Chunk]
 Writer = Callable[[Reply, Chunk], Iterable[bytes]]
 
 
-class Answer:
+class PendingReplies:
     """Replies under way; `close` ends them, and has to be called.
 
     Attributes:
@@ -254,18 +254,18 @@ class Answer:
 
     def __init__(
         self,
-        ask: Ask,
+        job: GenerationJob,
         served: ServedModel,
         llm: LLM,
         streams: list[Stream],
-        on_close: Callable[[Answer], object],
+        on_close: Callable[[PendingReplies], object],
         begun_at: float,
         load_s: float,
     ) -> None:
         self.number = next(_numbers)
-        self.ask, self.served, self.llm, self.streams = ask, served, llm, streams
+        self.job, self.served, self.llm, self.streams = job, served, llm, streams
         self.begun_at, self.load_s = begun_at, load_s
-        self._on_close: Callable[[Answer], object] | None = on_close
+        self._on_close: Callable[[PendingReplies], object] | None = on_close
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
@@ -326,11 +326,11 @@ class Answer:
             await queue.put(error)
 
     async def _events_of(self, index: int) -> AsyncIterator[Event]:
-        stream, reply = self.streams[index], Reply(index, not index % self.ask.n)
-        reply.warnings = [] if index else [*self.ask.warnings]
+        stream, reply = self.streams[index], Reply(index, not index % self.job.n)
+        reply.warnings = [] if index else [*self.job.warnings]
         n_left_out = 0
         async for event in stream:
-            if event.call is not None and event.call.index and self.ask.one_call:
+            if event.call is not None and event.call.index and self.job.one_call:
                 n_left_out += event.call.begins
                 event = replace(event, call=None)
             if event.finish_reason is not None:
@@ -377,7 +377,7 @@ class Answer:
 _numbers = itertools.count(1)
 
 
-class Desk:
+class Dispatcher:
     """Takes requests to models.
 
     Attributes:
@@ -391,7 +391,7 @@ class Desk:
 
     def __init__(self, models: Models, responses: ResponseStore, is_verbose: bool = False) -> None:
         self.models, self.responses, self.is_verbose = models, responses, is_verbose
-        self.active: dict[int, Answer] = {}
+        self.active: dict[int, PendingReplies] = {}
         self.is_stopping = self.is_cut = False
         # Tokenizing a prompt, and running a template, must not hold up the event loop.  What takes longer, such as
         # making vectors of many texts, has threads of its own, so that no chat waits for it.  Long requests have only
@@ -401,7 +401,7 @@ class Desk:
         self._long_threads = ThreadPoolExecutor(2, "localllm-long")
         self._works: set[asyncio.Future[Any]] = set()
 
-    async def begin(self, ask: Ask, request: Request) -> Answer:
+    async def begin(self, job: GenerationJob, request: Request) -> PendingReplies:
         """Submits what a request asks for; its headers may say how urgent it is, if its fields do not.
 
         Raises:
@@ -410,21 +410,21 @@ class Desk:
             UnknownModelError, LoadError, NotEnoughMemoryError: as `Models.acquire`.
             UsageError, TemplateError, TokenizerError, ContextLengthError, QueueFullError: as `LLM.chat`.
         """
-        self._check(ask)
-        wanted = ask.options.pop("adapters", None)
+        self._check(job)
+        wanted = job.options.pop("adapters", None)
         if wanted is not None or self.models.adapters:  # else those of the model's own defaults
-            ask.options["adapters"] = self.shares(wanted)
+            job.options["adapters"] = self.shares(wanted)
         client: str = request.state.client
         if "x-priority" in request.headers:
-            ask.options.setdefault("priority", request.headers["x-priority"])
+            job.options.setdefault("priority", request.headers["x-priority"])
         if "x-timeout" in request.headers:
-            ask.options.setdefault("timeout", _seconds(request.headers["x-timeout"]))
+            job.options.setdefault("timeout", _seconds(request.headers["x-timeout"]))
         began = time.perf_counter()
         for attempt in range(3):
-            served, llm = await self.models.acquire(ask.model)
+            served, llm = await self.models.acquire(job.model)
             load_s = time.perf_counter() - began
             try:
-                streams = await self._run(request, self._threads, _submit, ask, llm, client)
+                streams = await self._run(request, self._threads, _submit, job, llm, client)
                 break
             except ClosedError:  # it was unloaded between the two
                 self.models.release(served)
@@ -433,9 +433,9 @@ class Desk:
             except BaseException:
                 self.models.release(served)
                 raise
-        answer = Answer(ask, served, llm, streams, self._end, began, load_s)
-        self.active[answer.number] = answer
-        return answer
+        pending = PendingReplies(job, served, llm, streams, self._end, began, load_s)
+        self.active[pending.number] = pending
+        return pending
 
     def shares(self, wanted: list[LoraShare] | None) -> dict[str, float]:
         """How much a request gets of each adapter by name: none of those that ``wanted`` leaves out, as in llama.cpp.
@@ -493,7 +493,7 @@ class Desk:
         future = asyncio.get_running_loop().run_in_executor(threads, call)
         self._works.add(future)
         try:
-            return await unless_gone(request, future)
+            return await cancel_on_disconnect(request, future)
         except asyncio.CancelledError:
             if self.is_cut:
                 raise _stopping() from None
@@ -507,8 +507,8 @@ class Desk:
         self.is_stopping = True
         if at_once:
             self.is_cut = True
-            for answer in list(self.active.values()):
-                answer.stop()
+            for pending in list(self.active.values()):
+                pending.stop()
             for work in list(self._works):
                 work.cancel()
 
@@ -516,47 +516,47 @@ class Desk:
         for threads in (self._threads, self._model_threads, self._long_threads):
             threads.shutdown(wait=False, cancel_futures=True)
 
-    def _end(self, answer: Answer) -> None:
-        self.active.pop(answer.number, None)
-        self.models.release(answer.served)
+    def _end(self, pending: PendingReplies) -> None:
+        self.active.pop(pending.number, None)
+        self.models.release(pending.served)
 
-    def _check(self, ask: Ask) -> None:
+    def _check(self, job: GenerationJob) -> None:
         if self.is_stopping:
             raise _stopping()
-        if not 1 <= ask.n <= MAX_REPLIES:
-            raise HTTPError(400, f"n is {ask.n}, but must be from 1 to {MAX_REPLIES}")
+        if not 1 <= job.n <= MAX_REPLIES:
+            raise HTTPError(400, f"n is {job.n}, but must be from 1 to {MAX_REPLIES}")
 
 
 def _stopping() -> HTTPError:
     return HTTPError(503, "the server is stopping: send the request again later", "stopping")
 
 
-def _submit(ask: Ask, llm: LLM, client: str) -> list[Stream]:
+def _submit(job: GenerationJob, llm: LLM, client: str) -> list[Stream]:
     begins: list[Callable[..., Stream]]
-    if "logit_bias" in ask.options:
-        ask.options["logit_bias"] = _biases(llm, ask.options["logit_bias"])
-    if ask.tells_progress:
-        ask.options["progress"] = lambda n, total: None  # which the stream's chunks tell
-    if ask.messages is None:
-        for prompt in ask.prompts:
+    if "logit_bias" in job.options:
+        job.options["logit_bias"] = _biases(llm, job.options["logit_bias"])
+    if job.tells_progress:
+        job.options["progress"] = lambda n, total: None  # which the stream's chunks tell
+    if job.messages is None:
+        for prompt in job.prompts:
             _check_length(prompt.text if isinstance(prompt, SeenPrompt) else prompt, llm.info.context)
-        begins = [partial(_stream, llm, each, parse_special=ask.special) for each in ask.prompts]
+        begins = [partial(_stream, llm, each, parse_special=job.special) for each in job.prompts]
     else:
-        template = llm.chat_template.used_for({"tools": ask.tools}).source
-        is_strict = any(tool["function"].get("strict") for tool in ask.tools)
+        template = llm.chat_template.used_for({"tools": job.tools}).source
+        is_strict = any(tool["function"].get("strict") for tool in job.tools)
         calls_in_json = "<tool_call>" in template and "<function=" not in template and "<arg_key>" not in template
-        if is_strict and calls_in_json and not {"json_schema", "regex", "grammar"} & ask.options.keys():
-            ask.options["grammar"] = calls_grammar(ask.tools)
-        begins = [partial(llm.stream_chat, **ask.chat_arguments(llm))]
+        if is_strict and calls_in_json and not {"json_schema", "regex", "grammar"} & job.options.keys():
+            job.options["grammar"] = calls_grammar(job.tools)
+        begins = [partial(llm.stream_chat, **job.chat_arguments(llm))]
     streams: list[Stream] = []
     try:
-        for begin, index in itertools.product(begins, range(ask.n)):
-            seed = ask.options.get("seed")
+        for begin, index in itertools.product(begins, range(job.n)):
+            seed = job.options.get("seed")
             more = {} if seed is None else {"seed": (seed + index) % (1 << 64)}
-            streams.append(begin(client=client, **{**ask.options, **more}))
-            streams[-1].tells_progress = ask.tells_progress
+            streams.append(begin(client=client, **{**job.options, **more}))
+            streams[-1].tells_progress = job.tells_progress
             if (parser := streams[-1].parser) is not None:
-                parser.offer(ask.tools)  # the template may know none
+                parser.offer(job.tools)  # the template may know none
     except BaseException:
         for stream in streams:
             stream.cancel()
@@ -591,7 +591,7 @@ def constrain(options: dict[str, Any], schema: object) -> None:
 
 
 def offer_tools(options: dict[str, Any], tools: Tools | None, choice: object) -> dict[str, Any]:
-    """What an `Ask` has of tools; a call that is forced makes ``options`` follow its schema.
+    """What a `GenerationJob` has of tools; a call that is forced makes ``options`` follow its schema.
 
     Raises:
         UsageError: as `choose_tools`.
