@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 
-from localllm.cli.defaults import settle
+from localllm.cli.defaults import apply_settings
 from localllm.cli.parser import Command, Words, flag
 from localllm.cli.shared_flags import OUTPUT, QUIET
 from localllm.cli.values import size, whole
@@ -20,7 +20,7 @@ def run(arguments: argparse.Namespace) -> None:
     from localllm.quantize import plan, split_files
     from localllm.quantize import run as write
 
-    settle(arguments)
+    apply_settings(arguments)
     with GGUFFile.open(arguments.model or demo_path()) as file:
         planned = plan(file, arguments.output, None)
         if not arguments.merge:
