@@ -30,11 +30,7 @@ class ChosenTools:
 
 
 def _check_tools(tools: Sequence[object]) -> None:
-    """Refuses what is not a function.
-
-    Raises:
-        UsageError: one of the tools is not a function with a name.
-    """
+    """Refuses what is not a function."""
     for number, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:

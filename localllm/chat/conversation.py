@@ -206,11 +206,7 @@ def read_parts(
 
 
 def _image(where: str, part: Mapping[str, Any], may_open_files: bool) -> Image:
-    """The picture of a part.
-
-    Raises:
-        TemplateError: there is none in it, or only its address.
-    """
+    """The picture of a part."""
     given = part.get("image", part.get("image_url", part.get("source")))
     detail = part.get("detail")
     if isinstance(given, Mapping):

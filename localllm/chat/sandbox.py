@@ -113,12 +113,7 @@ _ITERATOR: Any = type(iter([]))  # stands for jinja2's lazy results: true even i
 
 
 def _size(value: Any, depth: int = 0) -> int:
-    """The characters of ``value``, and 16 for each of its parts, of which some may be there twice.
-
-    Raises:
-        SecurityError: it is too large, or nested too deeply.
-        TypeError: it holds a macro, a namespace, or anything else that is not data.
-    """
+    """The characters of ``value``, and 16 for each of its parts, of which some may be there twice."""
     kind = type(value)
     if kind is str:
         return 16 + len(value)

@@ -301,11 +301,7 @@ def _words(error: BaseException) -> str:
 
 
 def _plain(value: object, where: str) -> object:
-    """``value`` as dicts, lists, strings, numbers, booleans and ``None``, which have no methods of the caller's.
-
-    Raises:
-        TemplateError: it holds something else; ``where`` says in which variable.
-    """
+    """``value`` as dicts, lists, strings, numbers, booleans and ``None``, which have no methods of the caller's."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):

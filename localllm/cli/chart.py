@@ -62,11 +62,7 @@ def text_chart(points: Sequence[Point]) -> list[str]:
 
 
 def svg_chart(series: dict[str, Sequence[Point]]) -> str:
-    """An SVG document; several series are drawn as lines, with their names, and one as points alone.
-
-    Raises:
-        UsageError: nothing loses anything.
-    """
+    """An SVG document; several series are drawn as lines, with their names, and one as points alone."""
     drawable = [point for points in series.values() for point in points if point.size > 0 < point.loss]
     if not drawable:
         raise UsageError("there is no loss to draw: all models are equal to the first one")

@@ -23,11 +23,6 @@ def apply_settings(arguments: argparse.Namespace, *, skip: Collection[str] = ())
     """Fills in what the command line did not say, but for ``skip``, and finds the files of the models that it named.
 
     ``arguments.settled`` tells what error texts call those that the settings file gave.
-
-    Raises:
-        SettingsError: see `load_settings`.
-        ModelNotFoundError, UsageError: see `localllm.library.find.find`.
-        HubError: see `localllm.library.pull.pull`.
     """
     settings = load_settings()
     given = vars(arguments)
@@ -108,11 +103,7 @@ def template_variables(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def chat_template(arguments: argparse.Namespace) -> str | None:
-    """The chat template that the command line gives.
-
-    Raises:
-        UsageError: it gives two, a file that cannot be read, or a word that is no template.
-    """
+    """The chat template that the command line gives."""
     text: str | None = arguments.chat_template
     if arguments.chat_template_file is not None:
         if text is not None:

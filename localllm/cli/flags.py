@@ -140,11 +140,7 @@ _FLAG = re.compile(r"--?[a-zA-Z][\w-]*")
 
 
 def in_our_command(line: Sequence[str]) -> list[str]:
-    """A command line whose first word is a command, or a flag of the program.
-
-    Raises:
-        UsageError: it is not a command; names the one that was meant.
-    """
+    """A command line whose first word is a command, or a flag of the program."""
     word, *rest = line
     commands = command_names()
     if word in commands or word in ("-h", "--help", "--version"):
@@ -200,9 +196,6 @@ def in_our_flags(
 
     Returns:
         The line, a warning of what was left out, if anything was, and what was typed for some of our flags.
-
-    Raises:
-        UsageError: there is a flag that localllm does not have.
     """
     ours, rest = list[str](), list(line)
     left_out: dict[str, str] = {}
@@ -247,11 +240,7 @@ def _strange(flag: str, known: Collection[str], line: list[str]) -> str:
 
 
 def take_words(words: Sequence[str], arguments: Any) -> None:
-    """Takes words that stand alone, where it is clear what they are for: a prompt, and a number of threads.
-
-    Raises:
-        UsageError: it is not.
-    """
+    """Takes words that stand alone, where it is clear what they are for: a prompt, and a number of threads."""
     given = vars(arguments)
     command, model, (first, *more) = given["command"], given.get("model"), words
     if command != "generate":

@@ -33,11 +33,7 @@ _NO_KEYS = {"models", "downloads", "presets", "prompts", "quiet", "verbose", "he
 
 
 def read_presets(named: Path | None) -> dict[str, dict[str, Any]]:
-    """The sections of a file, or of ``models.toml`` beside the settings, if there is one; their files by whole paths.
-
-    Raises:
-        UsageError: it cannot be read, or has what it cannot have; names section and key.
-    """
+    """The sections of a file, or of ``models.toml`` beside the settings if there is one, with absolute paths."""
     settings = settings_path()
     path = expanded(named) if named is not None else settings and settings.parent / "models.toml"
     if path is None or (named is None and not path.is_file()):
@@ -80,11 +76,7 @@ def _keys(parser: Parser) -> Iterator[tuple[str, argparse.Action]]:
 
 
 def apply_preset(parser: Parser, arguments: argparse.Namespace, section: Mapping[str, Any], name: str) -> None:
-    """Sets what a section says and the command line does not; what only other commands have is left out.
-
-    Raises:
-        UsageError: a value is not what its flag takes.
-    """
+    """Sets what a section says and the command line does not; what only other commands have is left out."""
     flags, actions = list[str](), dict(reversed(list(_keys(parser))))
     for key, value in section.items():
         action = actions.get(key.replace("-", "_"))

@@ -257,9 +257,6 @@ class PagedCache:
 
         Args:
             left: the part of the pages that stays available.
-
-        Raises:
-            ValueError: it cannot be a block of this cache.
         """
         groups = range(len(self._free))
         is_page = 0 < len(ids) <= self.page_size and len(parent.ids) in (0, self.page_size)

@@ -145,13 +145,6 @@ class Engine:
         """Begins a request; its `Output` is told of everything else.
 
         Where as many wait as may, a client can still have its share of the queue.
-
-        Raises:
-            UsageError: there are no tokens, or one is outside the vocabulary.
-            ContextLengthError: they do not fit into the context.
-            QueueFullError: too many requests wait already.
-            ClosedError: the engine was closed.
-            DeviceError: it was made before this process was forked.
         """
         self.check()
         if not request.tokens:
@@ -202,13 +195,7 @@ class Engine:
         process.engines.check()
 
     def check_may_wait(self) -> None:
-        """Makes sure that what the engine makes can be waited for here.
-
-        Raises:
-            UsageError: this is the engine's own thread, which would wait for itself.
-            DeviceError: the engine was made before this process was forked, and nothing will come.
-            As `process.Stage.check`, if the process is ending, and nothing will come.
-        """
+        """Makes sure that what the engine makes can be waited for here."""
         self._process.check()
         process.engines.check(waits=True)
         if threading.current_thread() is self._thread:

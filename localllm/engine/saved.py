@@ -132,13 +132,7 @@ def _copied(left: deque[Block], cache: PagedCache) -> list[tuple[Block, bool, _B
 
 
 def load(with_cache: WithCache, path: Path, key: str) -> int:
-    """Puts what was saved into the cache, as far as it has room; returns the tokens.
-
-    Raises:
-        PromptCacheError: there is no such file, it is damaged (what stands before that is loaded), or it was saved
-            under another key.
-        What ``with_cache`` raises.
-    """
+    """Puts what was saved into the cache, as far as it has room; returns the tokens."""
     added: list[Block | None] = []  # in the engine's thread
     try:
         if path.is_fifo():

@@ -30,12 +30,7 @@ Array = NDArray[np.float32]
 
 
 def read_adapter(name: str, path: Path, file: GGUFFile) -> Adapter:
-    """An adapter for the model in a file.
-
-    Raises:
-        ModelNotFoundError: there is none at that path.
-        GGUFError, ModelError: it is damaged, of a kind that is not supported, or for another model.
-    """
+    """An adapter for the model in a file."""
     path = expanded(path)
     if not os.path.exists(path):  # Path.exists raises where a name is too long
         raise ModelNotFoundError(f"there is no adapter {path_text(path)}: give a GGUF file, or a folder of PEFT's")
@@ -166,10 +161,6 @@ def merge(
     """Writes a model with adapters added to its weights, each so much of it, in the types that the file has.
 
     Yields the name of each tensor when it is written.
-
-    Raises:
-        UsageError: the output is the input.
-        OutputError: the file is there already, or cannot be written.
     """
     check_is_new(target, file.paths)
     source = file.metadata

@@ -61,11 +61,6 @@ def open_devices(
         isa: the instruction set of the CPU's kernels, by name; by default the best that runs here.
         progress: called with the kernels compiled so far and those to compile, when they are not cached yet: of the
             CPU now, of a GPU when a model was loaded.
-
-    Raises:
-        DeviceError: there is no such device here, or it has not that instruction set; says why.
-        UsageError: there is no instruction set of that name, or the device has none; or so many threads are out of
-            range.
     """
     if name == "auto":
         gpus, note = _automatic(progress)

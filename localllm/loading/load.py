@@ -71,11 +71,7 @@ class Parts:
 
 
 def load_parts(options: LoadOptions) -> Parts:
-    """Loads what `localllm.load` was asked for.
-
-    Raises:
-        As `localllm.load`.
-    """
+    """Loads what `localllm.load` was asked for."""
     with ExitStack() as files, ExitStack() as on_failure:
         file = files.enter_context(_open(options.path))
         encoder = _find_encoder(options, file)
@@ -146,11 +142,7 @@ def sampling_defaults(metadata: Mapping[str, object]) -> dict[str, Any]:
 
 
 def plan_file(options: LoadOptions) -> Plan:
-    """Where `localllm.load` would put a model, and the bytes that takes; no weight is read.
-
-    Raises:
-        As `localllm.load`.
-    """
+    """Where `localllm.load` would put a model, and the bytes that takes; no weight is read."""
     if options.threads is None:  # as many as loading takes, without measuring how many of them decode
         options = replace(options, threads=default_threads())
     with _open(options.path) as file, ExitStack() as at_end:
@@ -244,11 +236,7 @@ def _find_encoder(options: LoadOptions, file: GGUFFile) -> Encoder | None:
 
 
 def check_adapters(options: LoadOptions) -> None:
-    """Reads the adapters of a model, and no weights.
-
-    Raises:
-        ModelNotFoundError, GGUFError, ModelError: one cannot be read, or is for another model.
-    """
+    """Reads the adapters of a model, and no weights."""
     with _open(options.path) as file:
         _read(file, options, "the model", adapts=True)
 
@@ -264,11 +252,7 @@ def _blocks(sources: Sequence[_Source], devices: Sequence[Device], options: Load
 
 
 def check_file(path: str | os.PathLike[str]) -> None:
-    """Reads a model's header, and no weights, to tell whether localllm runs it.
-
-    Raises:
-        ModelNotFoundError, GGUFError, UnsupportedArchitectureError, ModelError: it cannot be loaded.
-    """
+    """Reads a model's header, and no weights, to tell whether localllm runs it."""
     with _open(path) as file:
         read_model(file)
 
@@ -284,11 +268,7 @@ def check_runs(file: GGUFFile) -> None:
 
 
 def compile_template(source: TemplateSource, tokenizer: Tokenizer) -> ChatTemplate:
-    """A chat template for the texts of this tokenizer's tokens.
-
-    Raises:
-        TemplateError: it is not valid.
-    """
+    """A chat template for the texts of this tokenizer's tokens."""
     from localllm.chat import ChatTemplate
 
     return ChatTemplate.compile(source, tokenizer)

@@ -380,10 +380,6 @@ def fit(planners: Sequence[Planner], available: int, context: int | None = None)
         context: tokens of context.  By default as many as the model was trained on, if they take at most half of the
             memory that is free beside the weights, else as many as do.  Up to `SHORT_CONTEXT` they may take all;
             where it is too small for those there are fewer, down to `MIN_CONTEXT`.
-
-    Raises:
-        NotEnoughMemoryError: they do not fit; gives the numbers and the largest context that does.
-        UsageError: they are to be split over GPUs that are not there.
     """
     planner, *drafts = planners
     at = partial(_together, planners)

@@ -68,13 +68,7 @@ class Encoder:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Encoder:
-        """Opens a file; its weights are read when the first picture is encoded, which needs a ``backend``.
-
-        Raises:
-            ModelNotFoundError, GGUFError: there is no such file, or it is damaged.
-            ModelError: it is not an encoder of pictures, or is incomplete.
-            UnsupportedArchitectureError: its projector is not known.
-        """
+        """Opens a file; its weights are read when the first picture is encoded, which needs a ``backend``."""
         file = GGUFFile.open(path)
         try:
             return cls(Path(path), projector_of(file.metadata), read_encoder(file), file)
@@ -84,11 +78,7 @@ class Encoder:
 
     @classmethod
     def of(cls, path: str | os.PathLike[str], architecture: str, width: object) -> Encoder:
-        """As `open`, for a text model of this architecture, whose embeddings have so many values.
-
-        Raises:
-            ModelError: it belongs to another model; or as `open`.
-        """
+        """As `open`, for a text model of this architecture, whose embeddings have so many values."""
         encoder = cls.open(path)
         family = PROJECTORS[encoder.family]
         if architecture not in family.texts.split():
@@ -132,9 +122,6 @@ class Encoder:
             picture: a path, the bytes of a file, a Pillow image, or an array uint8 [height, width, 3].
             max_tokens: that it may become; by default as many as the processor allows.
             where: what it is called in errors, if it has no path.
-
-        Raises:
-            UsageError: it cannot be read, or the model cannot take one of its shape.
         """
         if max_tokens is not None and max_tokens < 1:
             raise UsageError(f"max_tokens={max_tokens} is out of range: give a picture at least 1 token")
@@ -160,9 +147,6 @@ class Encoder:
             pieces: of them texts have no markers of pictures.
             encode: makes ids of a text.
             known: pictures that were prepared already, to which those that were not are added.
-
-        Raises:
-            UsageError: as `prepare`.
         """
         known = {} if known is None else known
         ids: list[int] = []

@@ -29,11 +29,7 @@ def as_int(value: object) -> int | None:
 
 
 def whole_number(name: str, value: object, low: int) -> int:
-    """``value`` as an int.
-
-    Raises:
-        UsageError: it is not a whole number, or below ``low``.
-    """
+    """``value`` as an int."""
     number = as_int(value)
     if number is None or number < low:
         raise UsageError.of(name, value, f"a whole number of at least {low}")
@@ -41,11 +37,7 @@ def whole_number(name: str, value: object, low: int) -> int:
 
 
 def seconds(name: str, value: object) -> float:
-    """``value`` as a float.
-
-    Raises:
-        UsageError: it is not a finite number above 0.
-    """
+    """``value`` as a float."""
     if not isinstance(value, bool) and isinstance(value, Real):
         with contextlib.suppress(OverflowError):  # an int beyond any float
             number = float(value)
@@ -86,9 +78,6 @@ def token_ids(ids: object, n_vocab: int, name: str = "tokens", rule: str = "a li
         ids: what was given.
         n_vocab: tokens in the vocabulary.
         rule: what is said where it is not a sequence at all.
-
-    Raises:
-        UsageError: they are not a sequence of integers, or one is outside the vocabulary.
     """
     if hasattr(ids, "tolist"):  # of numpy
         ids = ids.tolist()

@@ -155,11 +155,7 @@ def _read_schema(value: Any) -> str | None:
 
 
 def _parse_schema(text: str) -> str:
-    """A JSON schema of the command line, as it is.
-
-    Raises:
-        UsageError: it is not valid JSON; says where.
-    """
+    """A JSON schema of the command line, as it is."""
     try:
         json.loads(text)
     except ValueError as error:
@@ -315,11 +311,7 @@ def describes(cls: type[Any]) -> Callable[[_Documented], _Documented]:
 
 @dataclass(frozen=True)
 class LoadOptions(_Checked):
-    """The arguments of `localllm.load`, checked.
-
-    Raises:
-        UsageError: one is of the wrong type or out of range.
-    """
+    """The arguments of `localllm.load`, checked."""
 
     path: str | os.PathLike[str] | None = _call_option(
         None,
@@ -459,9 +451,6 @@ class Sampling(_Checked):
 
     Attributes:
         {options}
-
-    Raises:
-        UsageError: a setting is out of its range, or not of its type.
     """
 
     temperature: float = _kept(
@@ -623,11 +612,7 @@ class Sampling(_Checked):
         return next((name for name in GRAMMARS if getattr(self, name) is not None), None)
 
     def replace(self, **changes: Any) -> Self:
-        """The same settings but for ``changes``.
-
-        Raises:
-            UsageError: a name is not a setting, or a value is out of its range.
-        """
+        """The same settings but for ``changes``."""
         names = declared(type(self))
         for name in changes:
             if name not in names:
@@ -640,11 +625,7 @@ describes(Sampling)(Sampling)
 
 @dataclass(frozen=True)
 class CheckedOptions(_Checked):
-    """`localllm.Options` in their plain Python types, with defaults.
-
-    Raises:
-        UsageError: one is of the wrong type or out of range.
-    """
+    """`localllm.Options` in their plain Python types, with defaults."""
 
     max_tokens: int | None = _call_option(
         None,
@@ -721,12 +702,7 @@ class CheckedOptions(_Checked):
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Self:
-        """Checks the keywords of a call.
-
-        Raises:
-            TypeError: a keyword is unknown; names the one that is nearest.
-            UsageError: a value is of the wrong type or out of range.
-        """
+        """Checks the keywords of a call."""
         own, of_sampling = declared(cls), declared(Sampling)
         check_keywords(options, [*own, *of_sampling], THEIR_OPTIONS)
         sampling = options.get("sampling") or Sampling()

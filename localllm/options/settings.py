@@ -97,12 +97,7 @@ def settings_path() -> Path | None:
 
 
 def load_settings(path: Path | None = None) -> Settings:
-    """The settings of a file, by default the user's own; without a file, the defaults.
-
-    Raises:
-        SettingsError: the file cannot be read, is not valid TOML, or has a key or a value that it cannot have; names
-            it and says what it can.
-    """
+    """The settings of a file, by default the user's own; without a file, the defaults."""
     path = path or settings_path()
     values = {} if path is None else read_file(path)
     if not values or path is None:

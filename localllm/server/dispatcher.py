@@ -294,12 +294,7 @@ class PendingReplies:
             on_close(self)
 
     async def events(self) -> AsyncIterator[Event]:
-        """The events of all replies as they come.
-
-        Raises:
-            HTTPError: the server stops.
-            What ended a stream, such as a ClosedError.
-        """
+        """The events of all replies as they come."""
         if len(self.streams) == 1:
             async for event in self._events_of(0):
                 yield event
@@ -402,14 +397,7 @@ class Dispatcher:
         self._works: set[asyncio.Future[Any]] = set()
 
     async def begin(self, job: GenerationJob, request: Request) -> PendingReplies:
-        """Submits what a request asks for; its headers may say how urgent it is, if its fields do not.
-
-        Raises:
-            HTTPError: the server stops, or the request asks for what is not there.
-            ClientDisconnect: the client has gone.
-            UnknownModelError, LoadError, NotEnoughMemoryError: as `Models.acquire`.
-            UsageError, TemplateError, TokenizerError, ContextLengthError, QueueFullError: as `LLM.chat`.
-        """
+        """Submits what a request asks for; its headers may say how urgent it is, if its fields do not."""
         self._check(job)
         wanted = job.options.pop("adapters", None)
         if wanted is not None or self.models.adapters:  # else those of the model's own defaults
@@ -438,11 +426,7 @@ class Dispatcher:
         return pending
 
     def shares(self, wanted: list[LoraShare] | None) -> dict[str, float]:
-        """How much a request gets of each adapter by name: none of those that ``wanted`` leaves out, as in llama.cpp.
-
-        Raises:
-            HTTPError: there is no adapter of a number, or a scale is not finite.
-        """
+        """The share of each adapter by name: 0 of those that ``wanted`` leaves out, as in llama.cpp."""
         if wanted is None:
             return dict(self.models.adapters)
         names = [*self.models.adapters]
@@ -452,13 +436,7 @@ class Dispatcher:
         return dict.fromkeys(names, 0.0) | {names[each.id]: each.scale for each in wanted}
 
     async def with_model(self, request: Request, name: str | None, work: Callable[[LLM], Any]) -> Any:
-        """What ``work`` makes of a model, in another thread.
-
-        Raises:
-            HTTPError: the server stops.
-            ClientDisconnect: the client has gone.
-            What `Models.acquire` or ``work`` raises.
-        """
+        """What ``work`` makes of a model, in another thread."""
         served, llm = await self.models.acquire(name)
         try:
             return await self._run(request, self._model_threads, work, llm)
@@ -466,13 +444,7 @@ class Dispatcher:
             self.models.release(served)
 
     async def read(self, request: Request, work: Callable[..., _T], *args: Any) -> _T:
-        """What ``work`` makes of a request's fields: in another thread where they are long.
-
-        Raises:
-            HTTPError: the server stops.
-            ClientDisconnect: the client has gone.
-            What ``work`` raises.
-        """
+        """What ``work`` makes of a request's fields: in another thread where they are long."""
         if request.state.n_bytes <= LONG_REQUEST:
             return work(*args)
         return await self._run(request, self._long_threads, work, *args)
@@ -565,9 +537,7 @@ def _submit(job: GenerationJob, llm: LLM, client: str) -> list[Stream]:
 
 
 def _check_length(prompt: Prompt, context: int) -> None:
-    """Raises:
-    HTTPError: it is much too long, which to find out by tokenizing it would take seconds.
-    """
+    """Refuses a prompt that is much too long, without the seconds that tokenizing it would take."""
     kind, most = ("characters", MAX_CHARACTERS * context) if isinstance(prompt, str) else ("tokens", context)
     if len(prompt) > most:
         message = f"the prompt has {len(prompt):,} {kind} but the context holds {context:,} tokens: shorten it"
@@ -580,22 +550,14 @@ def _without_strict(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def constrain(options: dict[str, Any], schema: object) -> None:
-    """Makes a reply follow a JSON schema; None is any JSON object.
-
-    Raises:
-        HTTPError: it is not a JSON object.
-    """
+    """Makes a reply follow a JSON schema; None is any JSON object."""
     if schema is not None and not isinstance(schema, dict):
         raise HTTPError(400, "the schema of a reply's format must be a JSON object")
     options["json_schema"] = {"type": "object"} if schema is None else schema
 
 
 def offer_tools(options: dict[str, Any], tools: Tools | None, choice: object) -> dict[str, Any]:
-    """What a `GenerationJob` has of tools; a call that is forced makes ``options`` follow its schema.
-
-    Raises:
-        UsageError: as `choose_tools`.
-    """
+    """What a `GenerationJob` has of tools; a call that is forced makes ``options`` follow its schema."""
     chosen = choose_tools(tools, choice)
     if chosen.forced:
         constrain(options, _call_schema(chosen.forced))
@@ -637,9 +599,7 @@ class PromptObject(msgspec.Struct):
 
     @property
     def text(self) -> str:
-        """Raises:
-        HTTPError: there is a picture or a sound.
-        """
+        """The prompt's text; refuses pictures and sounds."""
         parts = self.content or ()
         if self.multimodal_data or any(not isinstance(part.get("text"), str) for part in parts):
             raise HTTPError(400, "a prompt has pictures or sounds, but this API reads text only here")
@@ -653,11 +613,7 @@ Prompts = str | PromptObject | list[str | int | list[int | str] | PromptObject]
 
 
 def each_prompt(given: Prompts, *, may_see: bool = False) -> list[Any]:
-    """Each prompt of a field: a `Prompt`, or a `SeenPrompt`.
-
-    Raises:
-        HTTPError: there are pictures where a prompt has none.
-    """
+    """Each prompt of a field: a `Prompt`, or a `SeenPrompt`."""
     if isinstance(given, list) and any(isinstance(each, int) for each in given):
         return [[_plain(each, False) if isinstance(each, PromptObject) else each for each in given]]
     prompts: list[Any] = given if isinstance(given, list) else [given]
@@ -688,11 +644,7 @@ def joined(llm: LLM, prompt: Prompt) -> str | list[int]:
 
 
 def fill_in(llm: LLM, before: str, after: str, begun: str = "") -> list[int]:
-    """The tokens of a prompt for what stands between two texts, and begins with ``begun``.
-
-    Raises:
-        HTTPError: the model has no tokens for that.
-    """
+    """The tokens of a prompt for what stands between two texts, and begins with ``begun``."""
     tokenizer = llm.tokenizer
     for names in _FILL_IN:
         ids = [tokenizer.encode(name, add_special=False, parse_special=True) for name in names]

@@ -166,11 +166,7 @@ def json_response(value: Any, status: int = 200, headers: dict[str, str] | None 
 
 
 async def decode(request: Request, kind: type[_T]) -> _T:
-    """A request's body as ``kind``, read as `tolerant` reads it; an empty one as ``{}``.
-
-    Raises:
-        msgspec.DecodeError: it is not JSON, or not of this kind.
-    """
+    """A request's body as ``kind``, read as `tolerant` reads it; an empty one as ``{}``."""
     body = await request.body()
     packing = request.headers.get("content-encoding", "identity").lower()
     is_long = len(body) > LONG_REQUEST or packing != "identity"
@@ -199,11 +195,7 @@ def _decoded(body: bytes, packing: str, limit: int) -> tuple[Any, int]:
 
 
 def _unpacked(body: bytes, packing: str, limit: int) -> bytes:
-    """A body that comes in gzip.
-
-    Raises:
-        HTTPError: it is packed otherwise, damaged, or has more than ``limit`` bytes.
-    """
+    """A body that comes in gzip."""
     if packing not in ("gzip", "x-gzip"):
         raise HTTPError(415, f"the body is in {packing!r:.40}: send it in gzip, or as it is")
     unpacking = zlib.decompressobj(wbits=31)
@@ -279,11 +271,7 @@ _ADVICE = {"num_ctx": "-c", "num_thread": "-t", "num_gpu": "-ngl"}
 
 
 async def cancel_on_disconnect(request: Request, work: Awaitable[_T]) -> _T:
-    """What ``work`` gives; it is cancelled when the client goes meanwhile.
-
-    Raises:
-        ClientDisconnect: the client has gone.
-    """
+    """What ``work`` gives; it is cancelled when the client goes meanwhile."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnect(request.receive))
     try:
@@ -503,11 +491,7 @@ class Guard:
         ]
 
     def _client(self, scope: Scope, headers: dict[str, str]) -> str:
-        """Who asks, for the queue and for kept responses: the key's hash, whichever its place, or the address.
-
-        Raises:
-            HTTPError: no key was given, or a wrong one.
-        """
+        """Who asks, for the queue and for kept responses: the key's hash, whichever its place, or the address."""
         if not self._keys:
             return str((scope.get("client") or ("",))[0])
         scheme, _, token = headers.get("authorization", "").partition(" ")

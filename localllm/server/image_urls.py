@@ -20,9 +20,6 @@ async def fetch_pictures(body: object, hosts: Sequence[str], max_bytes: int) -> 
     Args:
         hosts: that are asked, as `localllm.web.fetch` takes them.
         max_bytes: of all pictures.
-
-    Raises:
-        UsageError: one cannot be fetched, or they are too many, or too large.
     """
     found = [(holder, key) for holder, key in _places(body) if is_web(holder[key])]
     if len(found) > _MAX_FETCHED:

@@ -35,11 +35,7 @@ def lan_address() -> str | None:
 
 
 def lan_key() -> str:
-    """The key of this user's servers, made once, so that a device that knows it comes in after a restart too.
-
-    Raises:
-        UsageError: it cannot be kept.
-    """
+    """The key of this user's servers, made once, so that a device that knows it comes in after a restart too."""
     settings = settings_path()
     if settings is None:
         return secrets.token_urlsafe(12)

@@ -162,11 +162,7 @@ class Models:
         self._threads = ThreadPoolExecutor(4, "localllm-models")
 
     def find(self, name: str | None) -> ServedModel:
-        """The model that a request names; case, Ollama's ":latest" and ".gguf" mean nothing here.
-
-        Raises:
-            UnknownModelError: there is none.
-        """
+        """The model that a request names; case, Ollama's ":latest" and ".gguf" mean nothing here."""
         first = next(iter(self.served.values()))
         if not name:
             return first
@@ -196,13 +192,7 @@ class Models:
         reader.save()
 
     async def acquire(self, name: str | None) -> tuple[ServedModel, LLM]:
-        """A model for one request, which gives it back by `release`; loads it if it is not loaded.
-
-        Raises:
-            UnknownModelError: there is none of this name.
-            NotEnoughMemoryError: it does not fit beside those that are in use.
-            LoadError: it is broken.
-        """
+        """A model for one request, which gives it back by `release`; loads it if it is not loaded."""
         served = self.find(name)
         served.n_users += 1
         try:
@@ -249,11 +239,7 @@ class Models:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
 
     def _report(self, served: ServedModel, stage: str, done: int, total: int) -> None:
-        """How far loading is (`localllm.loading.progress.LoadProgress`).
-
-        Raises:
-            ClosedError: the server stops meanwhile.
-        """
+        """How far loading is (`localllm.loading.progress.LoadProgress`)."""
         if self.is_closed:
             raise ClosedError("the server is stopping: send the request again later")
         if stage == "weights":

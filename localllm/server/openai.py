@@ -140,11 +140,7 @@ def _chat_job(body: ChatRequest) -> GenerationJob:
 
 
 def checked_logprobs(logprobs: int | None) -> int | None:
-    """How many of the likeliest tokens to list for each.
-
-    Raises:
-        HTTPError: too many.
-    """
+    """How many of the likeliest tokens to list for each."""
     if logprobs is not None and logprobs > _MAX_LOGPROBS:
         raise HTTPError(400, f"at most {_MAX_LOGPROBS} likeliest tokens can be listed, not {logprobs}")
     return logprobs

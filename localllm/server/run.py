@@ -51,11 +51,7 @@ def connection_limit() -> int:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens; port 0 is any that is free.
-
-    Raises:
-        UsageError: the address is taken, or not of this machine.
-    """
+    """A socket that listens; port 0 is any that is free."""
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listening = socket.create_server((host, port), family=family, backlog=MAX_CONNECTIONS)

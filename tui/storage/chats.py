@@ -100,10 +100,6 @@ class Store:
         """Keeps messages of a conversation, new ones and changed ones, and which of them is its leaf.
 
         The conversation itself is taken in with its first messages; see `set` for what changes in it later.
-
-        Raises:
-            ChatDeletedError: somebody has deleted it, here or in another terminal: it does not come back.
-            StoreError: it cannot be saved.
         """
         leaf = None if conversation.leaf is None else conversation.leaf.id
         conversation.updated = time.time()
@@ -189,9 +185,6 @@ class Store:
         """A conversation; a reply that was being written is marked as cut off by the end of its program.
 
         One that another terminal is writing now is left out: it will have it.
-
-        Raises:
-            StoreError: there is none.
         """
         with self._reading():
             row = self._connection.execute("SELECT * FROM sessions WHERE id = ?", (id_,)).fetchone()

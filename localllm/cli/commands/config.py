@@ -154,12 +154,7 @@ def _as_json(path: Path, settings: Settings, problems: list[str]) -> dict[str, A
 
 
 def get_key(key: str) -> str:
-    """The value that is in force for a key, as text.
-
-    Raises:
-        UsageError: there is no such key.
-        SettingsError: see `load_settings`.
-    """
+    """The value that is in force for a key, as text."""
     values = {name: _shown(name, value) for name, value, _ in _in_force(load_settings())}
     if key not in values:
         meant = _our_key(key) or nearest(key, values) or "one of localllm config"
@@ -176,10 +171,6 @@ def set_key(path: Path, key: str, text: str) -> object:
     Args:
         key: a table's as "sampling.temperature".
         text: a value as TOML has it, or else a text without quotes.
-
-    Raises:
-        UsageError: there is no such key, or it cannot have that value.
-        SettingsError: the file cannot be read or written, or is not valid TOML.
     """
     value = _value(key, text, path)
     document = _document(path)
@@ -206,12 +197,7 @@ def _doubt(key: str, value: Any) -> str | None:
 
 
 def unset_key(path: Path, key: str) -> None:
-    """Removes a key, whether it means anything or not.
-
-    Raises:
-        UsageError: the file has no such key.
-        SettingsError: as `set_key`.
-    """
+    """Removes a key, whether it means anything or not."""
     document = _document(path)
     tables = {f"{SAMPLING}.{name}": name for name in document.get(SAMPLING, {})} if _has_table(document) else {}
     if key in tables:

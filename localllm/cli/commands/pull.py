@@ -25,11 +25,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def download(name: str, *, quiet: bool, by: Callable[[str, PullProgress], Path] | None = None) -> Path:
-    """Downloads a model, or with `pull_checkpoint` what one is made of, and shows how far it is.
-
-    Raises:
-        UsageError, HubError: see `localllm.library.pull.pull`.
-    """
+    """Downloads a model, or with `pull_checkpoint` what one is made of, and shows how far it is."""
     from localllm.library.pull import pull
 
     progress = _Progress(enabled=not quiet)

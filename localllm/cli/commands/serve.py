@@ -170,11 +170,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _api_keys(arguments: argparse.Namespace) -> list[str]:
-    """Those of flags, of the environment and of a file.
-
-    Raises:
-        UsageError: the file cannot be read, or has none.
-    """
+    """Those of flags, of the environment and of a file."""
     keys = [key for text in (*arguments.api_keys, os.environ.get(KEY_VARIABLE, "")) for key in text.split(",") if key]
     if arguments.key_file is not None:
         lines = (line.strip() for line in read_text(arguments.key_file, "the file of API keys").splitlines())
@@ -208,9 +204,7 @@ def sources(given: Sequence[Mapping[str, Any]], settings: Settings) -> dict[str,
 
 
 def _folder(prompts: Path | None) -> Path | None:
-    """Raises:
-    UsageError: it cannot be made.
-    """
+    """The folder, made where it is missing."""
     if prompts is not None:
         prompts = expanded(prompts)
         try:
