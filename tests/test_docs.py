@@ -6,6 +6,7 @@ import io
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
@@ -30,19 +31,27 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 #: What the README's one model from the hub is called, and its file there.
 HUB_MODEL, HUB_FILE = "Qwen/Qwen2.5-0.5B-Instruct-GGUF", "qwen2.5-0.5b-instruct-q4_k_m.gguf"
 
-#: How lines begin that install something, take hours or do not end; `.ci/run` has what the README's commands have.
-NOT_RUN = (
-    "python3 -m venv",
-    ".venv/bin/pip",
-    "pip install",
-    "python -m pytest",
-    "python -m tests.",
-    "localllm serve",
-    "cp ",
-)
+#: How lines begin that are not run here, and what runs them, or why nothing does.
+NOT_RUN = {
+    "python3 -m venv": ".ci/run does",
+    ".venv/bin/pip": ".ci/run does",
+    "pip install": ".ci/run does, or a registry would be asked",
+    "python -m pytest": "this is a run of it",
+    "python -m tests.": "takes hours, or a compiler of CUDA: .ci/run has registers",
+    "localllm serve": "does not end: tests/localllm/server/test_serve_command.py",
+    "cp ": "a fixture has the file",
+    "pyinstaller": "tests/localllm/integrations/test_pyinstaller.py, in .ci/run",
+    "python -m nuitka": "takes a C compiler: run by hand",
+    "llm -m": "tests/localllm/integrations/test_llm_plugin.py, in .ci/run",
+}
 
-#: Pages whose commands and programs have tests of their own: `tests.localllm.server`, `tests.test_worked_examples`.
-OWN_TESTS = ("serve.md", "add-a-command.md", "add-an-architecture.md", "add-an-operation.md")
+#: Pages whose commands and programs have tests of their own, and where these are.
+OWN_TESTS = {
+    "serve.md": "tests/localllm/server/test_serve_command.py",
+    "add-a-command.md": "tests/test_worked_examples.py",
+    "add-an-architecture.md": "tests/test_worked_examples.py",
+    "add-an-operation.md": "tests/test_worked_examples.py",
+}
 
 #: Pages whose commands use what earlier ones have written.
 IN_ORDER = ("smaller-models.md",)
@@ -61,6 +70,21 @@ def lines() -> list[tuple[str, str]]:
     return found
 
 
+def test_what_is_not_run_is_there_and_tests_name_their_pages() -> None:
+    every = [
+        line
+        for page in PAGES
+        for name, text in FENCE.findall(page.read_text())
+        if name == "sh"
+        for line in text.splitlines()
+    ]
+    assert not [prefix for prefix in NOT_RUN if not any(line.startswith(prefix) for line in every)]
+    for page, path in OWN_TESTS.items():
+        assert page in (ROOT / path).read_text()
+    for path in re.findall(r"tests/[\w/]+\.py", " ".join(NOT_RUN.values())):
+        assert (ROOT / path).exists()
+
+
 def test_all_encoders_of_pictures_are_in_the_table() -> None:
     section = (ROOT / "docs" / "models.md").read_text().partition("## Which see")[2]
     for name, projector in PROJECTORS.items():
@@ -74,6 +98,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         shutil.copy(DEMO, tmp_path / name)
     shutil.copy(ORIGINAL, tmp_path / "f16.gguf")
     write_checkpoint(tmp_path / "checkpoint")
+    (tmp_path / "program").mkdir()
+    (tmp_path / "program" / "__main__.py").write_text("import localllm")
     monkeypatch.chdir(tmp_path)
     with hub_server() as hub:
         hub.repos[HUB_MODEL] = Repo({HUB_FILE: DEMO.read_bytes()})
@@ -92,8 +118,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def run(capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch, line: str) -> None:
-    """Runs a command line of localllm, which may be behind an ``echo`` and a pipe."""
+    """Runs a command line of localllm, which may be behind an ``echo`` and a pipe; or of Python."""
     said, words = b"", shlex.split(line, comments=True)
+    if words[0] == "python":
+        subprocess.run([sys.executable, *words[1:]], check=True)
+        return
     if words[0] == "echo":
         said, words = words[1].encode() + b"\n", words[words.index("|") + 1 :]
     assert words[0] == "localllm", line
@@ -121,7 +150,7 @@ def test_the_commands_of_a_page(
 ) -> None:
     for name in ("text.txt", "other.txt"):
         (folder / name).write_text(f"{name} is about a dog that could not sleep. " * 60)
-    for _, line in (each for each in lines() if each[0] == page and not each[1].startswith(NOT_RUN)):
+    for _, line in (each for each in lines() if each[0] == page and not each[1].startswith(tuple(NOT_RUN))):
         run(capfdbinary, monkeypatch, line)
 
 

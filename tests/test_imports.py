@@ -20,6 +20,7 @@ LAYERS = (
     "localllm.server",
     "localllm.tui",
     "localllm.cli",
+    "localllm.integrations",
 )
 
 #: Packages whose folders stand beside localllm's.
