@@ -31,11 +31,15 @@ from localllm.kernels.cpu.memory import aligned_zeros
 from localllm.kernels.cpu.program import Program, Workers
 from localllm.kernels.cpu.target import choose
 from localllm.kernels.cpu.thread_choice import choose_threads
+from localllm.kernels.cpu.thread_limit import ThreadLimit
 from localllm.kernels.cpu.weights import PackedWeights, WeightLoader, planned_weight
 from localllm.kernels.graph import Graph, Value, Weight
 
 #: Tokens in a step up to which reading the weights takes longer than multiplying them.
 FEW_TOKENS = 4
+#: Tokens in a step up to which threads wait for each other often.  In longer ones those that have a core take the
+#: work of those that have none.
+SHORT_STEP = 32
 
 
 class CPUBackend(Backend):
@@ -44,6 +48,8 @@ class CPUBackend(Backend):
     Attributes:
         workers: the threads, all of which compute steps of many tokens.
         decode_threads: how many of them compute steps of few tokens, which read more than they multiply.
+        limit, batch_limit: fewer than these, and of all for steps of some tokens more, while other programs use the
+            processors.
 
     Args:
         threads: how many to compute with; by default one a physical core that this process may use for steps of many
@@ -72,6 +78,7 @@ class CPUBackend(Backend):
         else:
             self.decode_threads = threads = _checked_threads(threads)
         self.workers, self.caller = Workers(threads), Workers(1)
+        self.limit, self.batch_limit = ThreadLimit(self.decode_threads), ThreadLimit(threads)
         self.kernel_progress = progress
         self._loader = WeightLoader(self.workers, self.target, progress)
 
@@ -135,8 +142,13 @@ class CPUStep(Step):
         if n_tokens * self._n_products < backend.small_step:
             workers.wait_until_idle()
             workers = backend.caller
-        threads = backend.decode_threads if n_tokens <= FEW_TOKENS else None
-        self._program.run(workers, before=lambda: self._fill(batch, hidden), threads=threads)
+        limit = None
+        if n_tokens <= SHORT_STEP and workers is backend.workers:
+            limit = backend.limit if n_tokens <= FEW_TOKENS else backend.batch_limit
+        threads = None if limit is None else limit.now
+        lost = self._program.run(workers, before=lambda: self._fill(batch, hidden), threads=threads)
+        if limit is not None:
+            limit.record(lost)
         return self._output(batch)
 
     def run_in_pieces(

@@ -48,6 +48,9 @@ FIRST_SHARE = 32
 #: Bytes of memory from which on it was not for want of them that a thread could not be started.
 STACK_BYTES = 16 << 20
 
+#: Seconds that this thread had a core.  Windows counts them in ticks of 16 ms, longer than steps: there, nothing is lost.
+_thread_time = time.perf_counter if sys.platform == "win32" else time.thread_time
+
 #: What a kernel is called with.
 Argument = int | float | Buffer | Address
 
@@ -161,8 +164,10 @@ class Program:
         ends = ALL_UNITS, ALL_UNITS
         self._call = np.array([table, len(instructions), head, counters, barrier, spins, sleep, *ends], np.int64)
 
-    def run(self, workers: Workers, before: Callable[[], None] = lambda: None, *, threads: int | None = None) -> None:
-        """Runs all instructions once.
+    def run(
+        self, workers: Workers, before: Callable[[], None] = lambda: None, *, threads: int | None = None
+    ) -> float:
+        """Runs all instructions once; gives the largest share of the time for which a thread had no core, or slept.
 
         Args:
             before: fills in what the instructions read; called when nothing else runs on these threads.
@@ -178,7 +183,9 @@ class Program:
             before()
             self._counters[:] = 0
 
-        workers.run(Job(self._entry, self._call.ctypes.data, keep=self, threads=threads), prepare)
+        job = Job(self._entry, self._call.ctypes.data, keep=self, threads=threads)
+        workers.run(job, prepare)
+        return max(job.lost)
 
     def run_in_pieces(self, workers: Workers, before: Callable[[], None], piece_s: float) -> Iterator[None]:
         """As `run`, with the same bits, in pieces of about so many seconds, between which others can compute."""
@@ -260,13 +267,18 @@ class Job:
         self.threads = threads
         self.done = False
         self.error: BaseException | None = None
+        #: The share of its time for which each of the threads had no core, or slept.
+        self.lost: list[float] = []
 
     def run(self, i: int, n: int) -> None:
         """Does the part of thread i of n; an exception is kept for the thread that asked."""
+        began, computed = time.perf_counter(), _thread_time()
         try:
             self.entry(self.arguments, i, n)
         except BaseException as error:
             self.error = error
+        seconds, computed = time.perf_counter() - began, _thread_time() - computed
+        self.lost.append(1 - computed / max(seconds, 1e-9))
 
 
 class _Inbox:

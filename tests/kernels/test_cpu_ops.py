@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 
 from localllm.errors import DeviceError, KernelError, UsageError
 from localllm.kernels.cpu import host, weights
-from localllm.kernels.cpu.backend import FEW_TOKENS
+from localllm.kernels.cpu.backend import FEW_TOKENS, SHORT_STEP
 from localllm.kernels.cpu.batch import BatchTables
 from localllm.kernels.cpu.program import Job, Workers
+from localllm.kernels.cpu.thread_limit import ThreadLimit
 from localllm.quant.packing import LAYOUTS
 from localllm.quant.repack import ScaleRangeError
 from localllm.quant.types import GGMLType
@@ -161,7 +162,7 @@ def test_keys_and_values_lie_in_pages_as_their_layout_says(ops: CPUOps) -> None:
 def test_steps_of_few_tokens_run_on_the_threads_that_decode(monkeypatch: pytest.MonkeyPatch) -> None:
     own = CPUOps(threads=3)
     own.backend.small_step = 0
-    own.backend.decode_threads = 2
+    own.backend.limit = ThreadLimit(2)
     taken: list[int | None] = []
     original = Workers.run
 
@@ -171,9 +172,10 @@ def test_steps_of_few_tokens_run_on_the_threads_that_decode(monkeypatch: pytest.
 
     forward = doubled(own)
     few = FEW_TOKENS
-    expected = [run(own, forward, one_sequence(n)) for n in (1, few, few + 1)]
+    sizes = (1, few, few + 1, SHORT_STEP + 1)
+    expected = [run(own, forward, one_sequence(n)) for n in sizes]
     monkeypatch.setattr(Workers, "run", watched)
-    for n, threads, logits in zip((1, few, few + 1), (2, 2, None), expected, strict=True):
+    for n, threads, logits in zip(sizes, (2, 2, 3, None), expected, strict=True):
         taken.clear()
         np.testing.assert_array_equal(run(own, forward, one_sequence(n)), logits)
         assert taken[-1] == threads
