@@ -48,7 +48,7 @@ FIRST_SHARE = 32
 #: Bytes of memory from which on it was not for want of them that a thread could not be started.
 STACK_BYTES = 16 << 20
 
-#: Seconds that this thread had a core.  Windows counts them in ticks of 16 ms, longer than steps: there, nothing is lost.
+#: Seconds that this thread had a core; on Windows, which counts them in ticks longer than a step, all seconds.
 _thread_time = time.perf_counter if sys.platform == "win32" else time.thread_time
 
 #: What a kernel is called with.

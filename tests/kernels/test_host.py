@@ -218,8 +218,8 @@ def test_what_to_do_where_memory_is_short(monkeypatch: pytest.MonkeyPatch, grant
 
 def test_programs_that_fail_print_nothing() -> None:
     assert host.program_output("no-such-program-anywhere") == ""
-    assert host.program_output(sys.executable, "-c", "print('fine')") == "fine"
-    assert host.program_output(sys.executable, "-c", "print('no'); raise SystemExit(3)") == ""
+    assert host.program_output(sys.executable, "-I", "-S", "-c", "print('fine')") == "fine"
+    assert host.program_output(sys.executable, "-I", "-S", "-c", "print('no'); raise SystemExit(3)") == ""
 
 
 def test_more_threads_than_processors_may_be_asked_for_but_not_thousands(monkeypatch: pytest.MonkeyPatch) -> None:
