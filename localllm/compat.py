@@ -22,14 +22,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Never, Self, TypeVar
 
-from localllm.chat.built_in import built_in
+from localllm.chat.built_in_templates import built_in
 from localllm.errors import Argument, ContextLengthError, LocalLLMError, ModelNotFoundError, UsageError, warn
 from localllm.files import read_text
 from localllm.generation.completion import Chunk, Completion, Stream
 from localllm.gguf import GGUFFile
 from localllm.kernels.graph import CacheType
 from localllm.library.find import find_cached, trained_context
-from localllm.library.names import HubName
+from localllm.library.hub_names import HubName
 from localllm.library.pull import pull
 from localllm.llm import LLM, load, model_file
 from localllm.loading.devices import gpu_memory
@@ -192,7 +192,7 @@ class Llama:
         seed: of all random numbers; by default fresh ones.
         type_k, type_v: llama.cpp's number of the cache's type: 1 is F16, 8 is Q8_0; both must be the same.
         chat_format: a name such as "chatml" or "llama-3" replaces the file's chat template; those that are not known
-            (`localllm.chat.built_in`) have no effect but a warning.
+            (`localllm.chat.built_in_templates`) have no effect but a warning.
         chat_handler: a `MTMDChatHandler` or one of its kin, with the encoder of a model that sees.
         draft_model: a `LlamaPromptLookupDecoding`, or a GGUF file of a smaller model.
         more: its other keywords, which change nothing here, or must be as by default.
@@ -314,13 +314,13 @@ class Llama:
         before = prompt if isinstance(prompt, str) else self.llm.detokenize(prompt)
 
         begin = partial(self._begin, self.llm.stream, prompt, parse_special=True, **given)
-        answer = _Answer(f"cmpl-{uuid.uuid4()}", "text_completion", model or self.model_path)
+        head = _ResponseHead(f"cmpl-{uuid.uuid4()}", "text_completion", model or self.model_path)
         if stream:
-            return self._text_chunks(begin, answer, before if echo else "", len(before), suffix or "")
+            return self._text_chunks(begin, head, before if echo else "", len(before), suffix or "")
         done = self._read(begin())
         text = (before if echo else "") + done.text + (suffix or "")
         choice = {"text": text, "logprobs": self._logprobs(done.logprobs, len(before))}
-        return answer.whole(choice, done)
+        return head.whole(choice, done)
 
     __call__ = create_completion
 
@@ -398,9 +398,9 @@ class Llama:
                 stream.parser = None  # as in llama-cpp-python, the content is all that the model writes
             return stream
 
-        answer = _Answer(f"chatcmpl-{uuid.uuid4()}", "chat.completion", model or self.model_path)
+        head = _ResponseHead(f"chatcmpl-{uuid.uuid4()}", "chat.completion", model or self.model_path)
         if stream:
-            return self._chat_chunks(begin, answer, name)
+            return self._chat_chunks(begin, head, name)
         done = self._read(begin())
         message: dict[str, Any] = {"role": "assistant", "content": done.text}
         if done.reasoning:
@@ -408,9 +408,9 @@ class Llama:
         calls = [(each.name, each.arguments) for each in done.tool_calls] if name is None else [(name, done.text)]
         if calls:
             text = None if name is not None else done.text or None
-            message |= {"content": text, "tool_calls": [_call(answer, i, *call) for i, call in enumerate(calls)]}
+            message |= {"content": text, "tool_calls": [_call(head, i, *call) for i, call in enumerate(calls)]}
         choice = {"message": message, "logprobs": self._chat_logprobs(done.logprobs)}
-        return answer.whole(choice, _called(done) if calls else done)
+        return head.whole(choice, _with_tool_finish(done) if calls else done)
 
     def _begin(self, stream: Callable[..., Stream], prompt: Any, **options: Any) -> Stream:
         try:
@@ -428,33 +428,33 @@ class Llama:
         return done
 
     def _text_chunks(
-        self, begin: Callable[[], Stream], answer: _Answer, echo: str, offset: int, suffix: str
+        self, begin: Callable[[], Stream], head: _ResponseHead, echo: str, offset: int, suffix: str
     ) -> Iterator[dict[str, Any]]:
         if echo:
-            yield answer.chunk({"text": echo, "logprobs": None}, Chunk(""))
+            yield head.chunk({"text": echo, "logprobs": None}, Chunk(""))
         for chunk in self._chunks(begin):
             text = chunk.text if chunk.finish_reason is None else suffix
-            yield answer.chunk({"text": text, "logprobs": self._logprobs(chunk.logprobs, offset)}, chunk)
+            yield head.chunk({"text": text, "logprobs": self._logprobs(chunk.logprobs, offset)}, chunk)
             offset += len(chunk.text)
 
     def _chat_chunks(
-        self, begin: Callable[[], Stream], answer: _Answer, function: str | None
+        self, begin: Callable[[], Stream], head: _ResponseHead, function: str | None
     ) -> Iterator[dict[str, Any]]:
-        answer = _Answer(answer.id, "chat.completion.chunk", answer.model)
-        yield answer.chunk({"delta": {"role": "assistant"}, "logprobs": None}, Chunk(""))
+        head = _ResponseHead(head.id, "chat.completion.chunk", head.model)
+        yield head.chunk({"delta": {"role": "assistant"}, "logprobs": None}, Chunk(""))
         has_calls = function is not None
         for chunk in self._chunks(begin):
             delta: dict[str, Any] = {"content": chunk.text} if chunk.text else {}
             if chunk.reasoning:
                 delta = {"reasoning_content": chunk.reasoning}
             elif function is not None and delta:
-                delta = {"tool_calls": [{"index": 0, **_call(answer, 0, function, chunk.text)}]}
+                delta = {"tool_calls": [{"index": 0, **_call(head, 0, function, chunk.text)}]}
             elif (call := chunk.call) is not None:
                 has_calls = True
-                part = _call(answer, call.index, call.name, call.arguments)
+                part = _call(head, call.index, call.name, call.arguments)
                 delta = {"tool_calls": [{"index": call.index, **part}]}
             choice = {"delta": delta, "logprobs": self._chat_logprobs(chunk.logprobs)}
-            yield answer.chunk(choice, _called(chunk) if has_calls else chunk)
+            yield head.chunk(choice, _with_tool_finish(chunk) if has_calls else chunk)
 
     def _chunks(self, begin: Callable[[], Stream]) -> Iterator[Chunk]:
         """Chunks with text, reasoning or a piece of a call, and one without them that has the finish reason.
@@ -644,7 +644,7 @@ class Llama:
 
 
 @dataclass(frozen=True)
-class _Answer:
+class _ResponseHead:
     """What all dicts of one answer have in common."""
 
     id: str
@@ -679,7 +679,7 @@ class _Answer:
 _T = TypeVar("_T", Chunk, Completion)
 
 
-def _called(said: _T) -> _T:
+def _with_tool_finish(said: _T) -> _T:
     """What ends a reply with calls, unless it was cut off."""
     return replace(said, finish_reason="tool_calls") if said.finish_reason == "stop" else said  # type: ignore[arg-type]
 
@@ -696,10 +696,10 @@ def _function(choice: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> 
     return found[0]
 
 
-def _call(answer: _Answer, number: int, name: str, arguments: str) -> dict[str, Any]:
+def _call(head: _ResponseHead, number: int, name: str, arguments: str) -> dict[str, Any]:
     """A call of a tool, or a part of its arguments."""
     function = {"name": name, "arguments": arguments}
-    return {"id": f"call__{number}_{name}_{answer.id}", "type": "function", "function": function}
+    return {"id": f"call__{number}_{name}_{head.id}", "type": "function", "function": function}
 
 
 #: What our options are called there.

@@ -59,9 +59,9 @@ class _Sentence:
     args: tuple[Any, ...]
 
     def __str__(self) -> str:
-        return self.told(str)
+        return self.worded(str)
 
-    def told(self, word: Callable[[Argument], str]) -> str:
+    def worded(self, word: Callable[[Argument], str]) -> str:
         """The text with what ``word`` calls each argument."""
         return "".join(word(part) if isinstance(part, Argument) else str(part) for part in self.args)
 

@@ -35,7 +35,7 @@ from localllm.kernels import process
 from localllm.kernels.cpu.host import available_memory
 from localllm.kernels.graph import CacheType
 from localllm.loading.info import ModelInfo
-from localllm.loading.load import Parts, check_adapters, compile_template, load_parts
+from localllm.loading.load import LoadedModel, check_adapters, compile_template, load_file
 from localllm.loading.progress import LoadPlan, default_progress
 from localllm.options.checks import check_keywords, mappings, text, token_ids, whole_number
 from localllm.options.declared import GRAMMARS, CheckedOptions, LoadOptions, declared, describes
@@ -50,7 +50,7 @@ from localllm.tokenizer.stream import StreamDecoder
 if TYPE_CHECKING:
     from localllm.chat import ChatTemplate
     from localllm.chat.conversation import Image, Message
-    from localllm.loading.vision import Encoder
+    from localllm.loading.vision import VisionEncoder
     from localllm.sampling.grammar import Constraint, Grammars
 
     #: Messages of a chat, as OpenAI's API has them or in the form of `localllm.chat.conversation`.
@@ -127,7 +127,7 @@ def load(
         max_waiting=max_waiting,
         step_s=step_s,
     )
-    parts = load_parts(options)
+    parts = load_file(options)
     for message in parts.warnings:
         warn(message)
     return LLM(parts)
@@ -168,11 +168,11 @@ class LLM:
     """
 
     def __init__(self, parts: object) -> None:
-        if not isinstance(parts, Parts):
+        if not isinstance(parts, LoadedModel):
             raise TypeError(f"a model is loaded by localllm.load({parts!r:.80}), which gives an LLM")
-        self._take(parts)
+        self._adopt(parts)
 
-    def _take(self, parts: Parts) -> None:
+    def _adopt(self, parts: LoadedModel) -> None:
         self._tokenizer = parts.tokenizer
         self._engine: Engine | None = parts.engine
         self._embedder = parts.embedder
@@ -343,7 +343,7 @@ class LLM:
         check_adapters(options)
         template, source = self._template, self._template_source
         self.close()
-        self._take(load_parts(options))
+        self._adopt(load_file(options))
         self._template, self._template_source = template, source
 
     def embed(
@@ -723,24 +723,24 @@ class LLM:
         context = self._opened().context
         pictures = NO_PICTURES
         if images:
-            ids, pictures = self._seen_prompt(prompt, images, add_special, parse_special)
+            ids, pictures = self._prompt_with_pictures(prompt, images, add_special, parse_special)
         else:
             ids = self._prompt_ids(prompt, add_special, parse_special)
             if given.overflow == "truncate":
-                ids = truncate(ids, context - given.room(context), self._tokenizer.bos_id)
+                ids = truncate(ids, context - given.reserved_for_reply(context), self._tokenizer.bos_id)
         # After a text its first space is part of what follows; after BOS alone, or a control token, it is not.
         continuation = ids[-1] >= 0 and not self._tokenizer.is_special(ids[-1])
         return self._start(
             ids, given, continuation=continuation, truncatable=not images, pictures=pictures, on_end=on_end
         )
 
-    def _seen_prompt(
+    def _prompt_with_pictures(
         self, prompt: str | Sequence[int], images: Sequence[Any], add_special: bool, parse_special: bool
     ) -> tuple[list[int], Pictures]:
         """The ids of a text with pictures in place of `MEDIA`, or before it."""
         from localllm.chat.conversation import Image
 
-        encoder, tokenizer = self._seeing(), self._tokenizer
+        encoder, tokenizer = self._require_encoder(), self._tokenizer
         if isinstance(images, str | bytes) or not isinstance(images, Sequence):
             raise UsageError.of("images", images, "a list of pictures")
         if not isinstance(prompt, str):
@@ -766,7 +766,7 @@ class LLM:
         n = len(begun) - len(ids)
         return begun, Pictures([each._replace(start=each.start + n) for each in placed])
 
-    def _seeing(self) -> Encoder:
+    def _require_encoder(self) -> VisionEncoder:
         if self._encoder is None:
             raise UsageError(
                 f"{self._info.path.name} was loaded without an encoder of pictures, so it sees none: give the mmproj "
@@ -827,7 +827,7 @@ class LLM:
         encode = self._chat_encoder(tools, variables, reply_prefix)
         chat = read_messages(messages, may_open_files=True)
         (ids, pictures), n_turns = encode(chat), sum(message.role == "user" for message in chat)
-        limit = context - given.room(context)
+        limit = context - given.reserved_for_reply(context)
         if given.overflow == "truncate" and len(ids) > limit and n_turns > 1:
             # Each turn makes a prompt longer: bisection finds the fewest to leave out.
             n_left_out = range(1, n_turns - 1)
@@ -869,8 +869,8 @@ class LLM:
         def encode(chosen: Sequence[Message]) -> tuple[list[int], Pictures]:
             pictures = NO_PICTURES
             if any(message.images for message in chosen):
-                encoder = self._seeing()
-                pieces = template.render_seeing(chosen, encoder.marker, encoder.around, tools=tools, **more)
+                encoder = self._require_encoder()
+                pieces = template.render_with_pictures(chosen, encoder.marker, encoder.around, tools=tools, **more)
                 as_tokens = partial(tokenizer.encode, add_special=False, parse_special=True)
                 ids, pictures = self._with_bos(*encoder.prompt(pieces, as_tokens, known))
             else:
@@ -942,7 +942,7 @@ class LLM:
             client=given.client,
             speculate=speculate,
             draft_max=given.draft_max,
-            adapters=self._shares(given.adapters),
+            adapters=self._adapter_scales(given.adapters),
             pictures=pictures,
         )
         return Stream(
@@ -954,14 +954,14 @@ class LLM:
             on_end=on_end,
         )
 
-    def _shares(self, wanted: Mapping[str, float] | None) -> tuple[float, ...]:
+    def _adapter_scales(self, wanted: Mapping[str, float] | None) -> tuple[float, ...]:
         """How much a request gets of each adapter; nothing at all where that is 0 of each."""
         wanted, loaded = wanted or {}, self._options.adapters or {}
         for name in wanted.keys() - loaded.keys():
             known = f"loaded are {', '.join(map(repr, loaded))}" if loaded else "none is loaded"
             raise UsageError(f"there is no adapter {name!r:.80}: {known}; see load_adapter")
-        shares = tuple(wanted.get(name, 0.0) for name in loaded)
-        return shares if any(shares) else ()
+        scales = tuple(wanted.get(name, 0.0) for name in loaded)
+        return scales if any(scales) else ()
 
     def _constraint(self, engine: Engine, sampling: Sampling, ids: list[int], template: str) -> Constraint | None:
         """What holds a text to its grammar, if it has one."""

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 
 from localllm.cli.commands.config import VARIABLES
-from localllm.cli.flags import ABSENT, NO_EFFECT, OTHER_COMMANDS, SAME
+from localllm.cli.foreign_flags import ABSENT, NO_EFFECT, OTHER_COMMANDS, SAME
 from localllm.cli.parser import Parser, command_aliases, command_names, main_parser, parser_of
 from localllm.options.declared import Sampling, declared
 from tests.helpers.data import ROOT

@@ -57,7 +57,7 @@ def sentence(error: BaseException) -> str:
     """What happened and what to do about it, in one line that a terminal can be given."""
     text = f"something went wrong inside localllm ({type(error).__name__}: {error}): please report it"
     if isinstance(error, LocalLLMError):
-        text = error.told(_word)
+        text = error.worded(_word)
     elif isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         text = "memory ran out: close other programs, or choose a smaller model or context"
     elif isinstance(error, OSError):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from localllm.bench.work import Test, Work
+from localllm.bench.workload import ModelCost, Test
 from localllm.kernels.cpu.host import available_memory
 from localllm.kernels.cpu.roofline import Roofline
 from localllm.kernels.cpu.target import choose
@@ -45,14 +45,14 @@ def unit_of(info: ModelInfo, test: Test) -> str:
     return "FLOP/s" if has_gpu(info) else "MAC/s"
 
 
-def amount(info: ModelInfo, test: Test, work: Work) -> float:
+def amount(info: ModelInfo, test: Test, work: ModelCost) -> float:
     """How many of those a token takes that a test generates, or a whole prompt."""
     if test.kind == "tg":
         return work.bytes_per_token(test)
     return sum(work.products(test)) * (2 if has_gpu(info) else 1)
 
 
-def ceiling(info: ModelInfo, test: Test, work: Work, isa: str | None, stack: ExitStack) -> Seconds | None:
+def ceiling(info: ModelInfo, test: Test, work: ModelCost, isa: str | None, stack: ExitStack) -> Seconds | None:
     """What measures the most of `unit_of` that the machine could do; None where a device has no such ceiling.
 
     Args:
@@ -71,7 +71,7 @@ def ceiling(info: ModelInfo, test: Test, work: Work, isa: str | None, stack: Exi
     return lambda: in_all / together(seconds() for seconds in needs)
 
 
-def _seconds(info: ModelInfo, device: str, test: Test, work: Work, isa: str | None, stack: ExitStack) -> Seconds:
+def _seconds(info: ModelInfo, device: str, test: Test, work: ModelCost, isa: str | None, stack: ExitStack) -> Seconds:
     if (index := gpu_index(device)) is not None:
         return _gpu_seconds(index, test, work)
     n_bytes, (of_bytes, of_floats) = work.bytes_per_token(test), work.products(test)
@@ -83,7 +83,7 @@ def _seconds(info: ModelInfo, device: str, test: Test, work: Work, isa: str | No
     return lambda: of_bytes / roofline.dot_rate() + of_floats / roofline.fma_rate()
 
 
-def _gpu_seconds(index: int, test: Test, work: Work) -> Seconds:
+def _gpu_seconds(index: int, test: Test, work: ModelCost) -> Seconds:
     # Imported here, as all of CUDA's: most machines have no GPU.
     from localllm.kernels.cuda.cupy_driver import open_driver
     from localllm.kernels.cuda.roofline import CUDARoofline

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from localllm.bench.ceilings import gpu_index, has_gpu
-from localllm.bench.work import Test
+from localllm.bench.workload import Test
 from localllm.console import quantity
 from localllm.errors import UsageError
 from localllm.loading.info import ModelInfo

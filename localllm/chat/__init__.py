@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 from localllm.chat.conversation import ToolCall
 from localllm.chat.reply import ReplyParser
-from localllm.chat.source import TemplateSource
+from localllm.chat.template_source import TemplateSource
 
 if TYPE_CHECKING:
-    from localllm.chat.built_in import CHATML
+    from localllm.chat.built_in_templates import CHATML
     from localllm.chat.template import ChatTemplate, encode_chat
 
 __all__ = ["CHATML", "ChatTemplate", "ReplyParser", "TemplateSource", "ToolCall", "encode_chat"]

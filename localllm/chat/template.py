@@ -16,10 +16,10 @@ from jinja2.exceptions import SecurityError
 
 from localllm.cancellation import check_cancelled
 from localllm.chat import sandbox
-from localllm.chat.built_in import CHATML
+from localllm.chat.built_in_templates import CHATML
 from localllm.chat.conversation import EXAMPLE, Image, Message, read_messages
 from localllm.chat.rendering import Rendering
-from localllm.chat.source import USES, TemplateSource
+from localllm.chat.template_source import USES, TemplateSource
 from localllm.errors import TemplateError, quoted, warn
 from localllm.tokenizer import Tokenizer
 from localllm.tokenizer.vocabulary import MetadataFile
@@ -70,9 +70,9 @@ class ChatTemplate:
         try:
             self._template, self._names = sandbox.compile_template(source)
         except jinja2.TemplateSyntaxError as error:
-            raise TemplateError(f"{where} is not valid (line {error.lineno}): {_words(error)}") from error
+            raise TemplateError(f"{where} is not valid (line {error.lineno}): {_short_reason(error)}") from error
         except (RecursionError, SyntaxError, ValueError, MemoryError) as error:
-            raise TemplateError(f"{where} cannot be compiled: {_words(error)}") from error
+            raise TemplateError(f"{where} cannot be compiled: {_short_reason(error)}") from error
         self._rendering = Rendering(
             source,
             lambda messages, tools, **more: self._attempt(
@@ -156,7 +156,7 @@ class ChatTemplate:
             raise TemplateError("there are pictures in these messages: a model that sees none cannot be told of them")
         return self._rendered(conversation, add_generation_prompt, tools, variables)
 
-    def render_seeing(
+    def render_with_pictures(
         self,
         messages: Sequence[Message],
         marker: str,
@@ -210,7 +210,7 @@ class ChatTemplate:
     ) -> str:
         if (used := self.used_for({"tools": tools, **given})) is not self:
             return used._rendered(conversation, add_generation_prompt, tools, given)
-        variables = self._told(tools) | self._rendering.variables(given)
+        variables = self._default_variables(tools) | self._rendering.variables(given)
         inputs = {"tools": tools, "add_generation_prompt": add_generation_prompt, **variables}
         try:
             text = self._text({"messages": self._rendering.messages(conversation), **inputs})
@@ -220,16 +220,17 @@ class ChatTemplate:
             alternating = self._rendering.alternating(conversation)
             found = None if alternating is None else self._attempt({"messages": alternating, **inputs})
             if found is None:
-                raise TemplateError(f"{self._where} refuses these messages: {_words(error)}") from error
+                raise TemplateError(f"{self._where} refuses these messages: {_short_reason(error)}") from error
             text = found
         except SecurityError as error:
-            raise TemplateError(f"{self._where} was stopped: {_words(error)}; give another template") from error
+            reason = _short_reason(error)
+            raise TemplateError(f"{self._where} was stopped: {reason}; give another template") from error
         except Exception as error:  # a template is a program of someone else's: it can fail in any way
-            raise TemplateError(f"{self._where} failed on these messages: {_words(error)}") from error
+            raise TemplateError(f"{self._where} failed on these messages: {_short_reason(error)}") from error
         self._warn_of_roles({message.role for message in conversation} - {"developer"})
         return text
 
-    def _told(self, tools: Sequence[Mapping[str, object]] | None) -> dict[str, object]:
+    def _default_variables(self, tools: Sequence[Mapping[str, object]] | None) -> dict[str, object]:
         """What templates read that nobody gives: today, and tools as JSON; in llama.cpp's form."""
         now = datetime.now()
         told = {
@@ -291,7 +292,7 @@ def _token_text(tokenizer: Tokenizer, token: int | None) -> str:
     return "" if token is None else tokenizer.token_text(token)
 
 
-def _words(error: BaseException) -> str:
+def _short_reason(error: BaseException) -> str:
     """What an error says, in one short line: a template can put anything into it."""
     if isinstance(error, RecursionError):
         return "it is nested too deeply"

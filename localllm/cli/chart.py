@@ -39,13 +39,13 @@ class _Field:
         return (self.most - math.log(loss)) / ((self.most - self.least) or 1)
 
 
-def letter(i: int) -> str:
+def point_label(i: int) -> str:
     """What stands for the i-th file in `text_chart`."""
     return chr(ord("a") + i % 26)
 
 
 def text_chart(points: Sequence[Point]) -> list[str]:
-    """Lines for a terminal, with the `letter` of each point; none where there is nothing to compare."""
+    """Lines for a terminal, with the `point_label` of each point; none where there is nothing to compare."""
     drawable = [point for point in points if point.size > 0 < point.loss]
     if len(drawable) < 2:
         return []
@@ -54,7 +54,7 @@ def text_chart(points: Sequence[Point]) -> list[str]:
     for i, point in enumerate(points):
         if point in drawable:
             line = cells[round((_LINES - 1) * field.down(point.loss))]
-            line[round((_COLUMNS - 1) * field.across(point.size))] = letter(i)
+            line[round((_COLUMNS - 1) * field.across(point.size))] = point_label(i)
     labels = {0: f"{math.exp(field.most):.3g}", _LINES - 1: f"{math.exp(field.least):.3g}"}
     lines = [f"{labels.get(row, ''):>9} │{''.join(line).rstrip()}" for row, line in enumerate(cells)]
     ends = quantity(math.exp(field.smallest), "B"), quantity(math.exp(field.largest), "B")

@@ -14,7 +14,7 @@ from localllm.options.declared import LoadOptions, declared
 from localllm.options.settings import Settings, load_settings, settings_path
 
 #: The settings that stand for flags of the same names, wherever a command has these.
-_FOR_FLAGS = ("model", *(name for name, option in declared(LoadOptions).items() if option.is_kept))
+_FOR_FLAGS = ("model", *(name for name, option in declared(LoadOptions).items() if option.is_setting))
 #: Those of them that hold for the device beside them alone.
 _WITH_DEVICE = ("n_gpu_layers", "tensor_split", "split_mode")
 
@@ -26,14 +26,14 @@ def apply_settings(arguments: argparse.Namespace, *, skip: Collection[str] = ())
     """
     settings = load_settings()
     given = vars(arguments)
-    arguments.settled = {}
+    arguments.from_settings = {}
     if given.get("device") is not None:
         skip = {*skip, *_WITH_DEVICE}
     for name in _FOR_FLAGS:
         if name not in skip and given.get(name, name) is None:
             setattr(arguments, name, getattr(settings, name))
             if name in settings.given:
-                arguments.settled[name] = f"the setting {name} in {settings_path()}"
+                arguments.from_settings[name] = f"the setting {name} in {settings_path()}"
     _ignore_layers(arguments)
     if "model" in given and "model" not in skip:
         arguments.model = model_file(given, settings)
@@ -55,7 +55,7 @@ def _ignore_layers(arguments: argparse.Namespace) -> None:
             if not gpu_memory(device):
                 setattr(arguments, name, None)
                 if not given.get("quiet"):
-                    what = arguments.settled.get(name, flag)
+                    what = arguments.from_settings.get(name, flag)
                     warn(f"{what} changes nothing here: no GPU can be used (localllm doctor says why)")
 
 
@@ -111,7 +111,7 @@ def chat_template(arguments: argparse.Namespace) -> str | None:
         return without_line_end(read_text(arguments.chat_template_file, "the chat template file"))
     if text is None or "{" in text:
         return text
-    from localllm.chat.built_in import NAMES, built_in  # imported here: most use the file's template
+    from localllm.chat.built_in_templates import NAMES, built_in  # imported here: most use the file's template
 
     if (found := built_in(text)) is None:
         raise UsageError(

@@ -20,7 +20,7 @@ from functools import partial
 from types import FrameType
 from typing import NoReturn
 
-from localllm.cli.flags import in_our_command, in_our_flags, take_words
+from localllm.cli.foreign_flags import in_our_command, in_our_flags, take_words
 from localllm.cli.interrupt import INTERRUPTED, end_at_once
 from localllm.cli.parser import command_of, main_parser, parser_of
 from localllm.console import discard, is_terminal, prepare_streams, say, visible_line, warn
@@ -71,7 +71,7 @@ def _main(argv: list[str]) -> int:
         _flush()
         return code
     except BaseException as error:
-        return _failure(error, debug, getattr(arguments, "settled", {}))
+        return _failure(error, debug, getattr(arguments, "from_settings", {}))
 
 
 @contextlib.contextmanager
@@ -142,7 +142,7 @@ def _parse(argv: Sequence[str], arguments: argparse.Namespace) -> None:
             arguments.model = preset["model"]
 
 
-def _failure(error: BaseException, debug: bool, settled: Mapping[str, str]) -> int:
+def _failure(error: BaseException, debug: bool, from_settings: Mapping[str, str]) -> int:
     """Says in one line what ended the command; returns the exit code.
 
     Args:
@@ -167,7 +167,7 @@ def _failure(error: BaseException, debug: bool, settled: Mapping[str, str]) -> i
         import traceback
 
         say("".join(traceback.format_exception(error)).rstrip("\n"))
-    text = visible_line(_sentence(error, settled))
+    text = visible_line(_sentence(error, from_settings))
     if len(text) > _MAX_SHOWN:
         text = f"{text[: _MAX_SHOWN // 2]} … {text[-_MAX_SHOWN // 2 :]}"
     say(f"localllm: error: {text}")
@@ -182,11 +182,15 @@ _CAUSES = (
 )
 
 
-def _sentence(error: BaseException, settled: Mapping[str, str]) -> str:
+def _sentence(error: BaseException, from_settings: Mapping[str, str]) -> str:
     if isinstance(error, LocalLLMError):
-        text = error.told(partial(in_flags, settled=settled))
+        text = error.worded(partial(in_flags, from_settings=from_settings))
         causes = [
-            settled[name] for kind, names in _CAUSES if isinstance(error, kind) for name in names if name in settled
+            from_settings[name]
+            for kind, names in _CAUSES
+            if isinstance(error, kind)
+            for name in names
+            if name in from_settings
         ]
         return f"{text} (from {' and '.join(causes)})" if causes else text
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
@@ -231,7 +235,7 @@ def _one_line_warnings() -> Iterator[None]:
     """Shows warnings as messages of the program, not as places in its source."""
 
     def show(message: Warning | str, *_: object, **__: object) -> None:
-        warn(message.told(in_flags) if isinstance(message, Notice) else str(message))
+        warn(message.worded(in_flags) if isinstance(message, Notice) else str(message))
 
     with warnings.catch_warnings():
         warnings.showwarning = show

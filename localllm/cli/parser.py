@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from localllm.cli import commands
-from localllm.cli.values import model_file, whole
+from localllm.cli.argument_types import model_file, whole
 from localllm.errors import UsageError
 from localllm.version import __version__
 
@@ -41,7 +41,7 @@ class Flag(NamedTuple):
 Flags = Sequence["Flag | str | list[Flag]"]
 
 
-class Words(NamedTuple):
+class Positionals(NamedTuple):
     """Words that stand alone: what each sets that no flag has set, in their order.
 
     Attributes:
@@ -72,7 +72,7 @@ class Command:
     flags: Flags
     run: Callable[[argparse.Namespace], int | None]
     details: str = ""
-    words: Words | None = None
+    words: Positionals | None = None
     aliases: str = ""
 
 

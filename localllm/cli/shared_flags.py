@@ -6,8 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from localllm.cli.parser import HIDDEN, LEFT_OUT, Flag, flag, several
-from localllm.cli.values import (
+from localllm.cli.argument_types import (
     json_object,
     layers,
     logit_bias,
@@ -18,6 +17,7 @@ from localllm.cli.values import (
     token_limit,
     whole,
 )
+from localllm.cli.parser import HIDDEN, LEFT_OUT, Flag, flag, several
 from localllm.options.declared import SWITCH, CheckedOptions, LoadOptions, Sampling, declared, default_text, flags_of
 
 

@@ -61,21 +61,21 @@ class CachedSequence:
 class PagedCache:
     """The pages and slots of a backend's cache, and what they hold.  Used by one thread."""
 
-    def __init__(self, kept: Cache) -> None:
-        self.kept = kept  # the backend's cache
-        self.page_size = kept.page_size  # tokens in a page
-        self.n_pages = kept.n_pages[0]  # those of all tokens, which are group 0
-        self._windows = [(group, window) for group, window in enumerate(kept.windows) if window is not None]
-        self._free = [list(range(n - 1, -1, -1)) for n in kept.n_pages]
+    def __init__(self, storage: Cache) -> None:
+        self.storage = storage  # the backend's cache
+        self.page_size = storage.page_size  # tokens in a page
+        self.n_pages = storage.n_pages[0]  # those of all tokens, which are group 0
+        self._windows = [(group, window) for group, window in enumerate(storage.windows) if window is not None]
+        self._free = [list(range(n - 1, -1, -1)) for n in storage.n_pages]
         #: Of each group blocks whose page no sequence uses, those first that go first.
-        self._unused: list[dict[Block, None]] = [{} for _ in kept.n_pages]
+        self._unused: list[dict[Block, None]] = [{} for _ in storage.n_pages]
         #: The same of pages that sequences have left behind: all of them go before those.
-        self._passed: list[dict[Block, None]] = [{} for _ in kept.n_pages]
-        self._states = Snapshots(kept)
+        self._out_of_window: list[dict[Block, None]] = [{} for _ in storage.n_pages]
+        self._states = Snapshots(storage)
         self.pictures = PictureCache()  # embeddings of pictures, for what is not in the pages
         # One slot is left for what only lasts a step.
         # how many there can be at a time, beside as many as there are pages for
-        self.max_sequences = max(1, kept.n_states - 1) if kept.n_states else self.n_pages
+        self.max_sequences = max(1, storage.n_states - 1) if storage.n_states else self.n_pages
         self.root = Block([])  # what the tree of tokens begins with, of sequences without adapters
         #: Adapters change keys and values: what was evaluated with others cannot be shared.  Weak, as requests may
         #: name any scales: a root goes with the last of its blocks.
@@ -89,7 +89,7 @@ class PagedCache:
 
     @property
     def has_states(self) -> bool:
-        """Whether sequences have recurrent states: what was evaluated cannot be taken back, but by `go_back`."""
+        """Whether sequences have recurrent states: what was evaluated cannot be taken back, but by `rollback`."""
         return self._states.is_needed
 
     @property
@@ -103,7 +103,7 @@ class PagedCache:
         """A sequence with as much of the beginning of ``ids`` as the cache has with the same adapters."""
         sequence = CachedSequence(len(self._free), len(ids), self._root_of(adapters))
         for blocks, n in self._beginnings(sequence, ids):
-            if self._holds_windows(blocks, n) and self._take_up(sequence, blocks, list(ids[:n])):
+            if self._holds_windows(blocks, n) and self._begin_with(sequence, blocks, list(ids[:n])):
                 return sequence
         if self.has_states:
             sequence.state = self._states.take()
@@ -133,7 +133,8 @@ class PagedCache:
         needed = [-(-n // self.page_size) for n in lengths] if self._windows else []
         n_step = -(-n_new // self.page_size)
         return all(
-            sum(min(n, n_window_pages(window, self.page_size)) for n in needed) + n_step <= self.kept.n_pages[group]
+            sum(min(n, n_window_pages(window, self.page_size)) for n in needed) + n_step
+            <= self.storage.n_pages[group]
             for group, window in self._windows
         )
 
@@ -180,11 +181,11 @@ class PagedCache:
             sequence.ids += part
             done += len(part)
             if n + len(part) == self.page_size:
-                self._enter(sequence, i)
+                self._insert(sequence, i)
         for group, window in self._windows:
-            self._leave(sequence, group, window, self._first_seen(len(sequence), window))
+            self._release_window(sequence, group, window, self._first_seen(len(sequence), window))
         if self.has_states and ids:
-            self._note_states(sequence)
+            self._snapshot_states(sequence)
 
     def save(self, sequence: CachedSequence) -> bool:
         """Keeps the states of a sequence, as what it evaluates next may be wrong; False if there is no slot for them.
@@ -197,7 +198,7 @@ class PagedCache:
             sequence.saved = self._states.copy(sequence.state)
         return True
 
-    def go_back(self, sequence: CachedSequence) -> None:
+    def rollback(self, sequence: CachedSequence) -> None:
         """Takes back what was evaluated since `save`."""
         if sequence.saved != NONE:
             self._states.free(sequence.state)
@@ -206,7 +207,7 @@ class PagedCache:
     def release(self, sequence: CachedSequence) -> None:
         """Ends the use of a sequence.  Its tokens stay in the cache until their pages are needed."""
         if sequence.is_ahead:
-            self.go_back(sequence)
+            self.rollback(sequence)
         if sequence.is_ahead or not sequence.ids:
             self._states.free(sequence.state)
         elif self.has_states:
@@ -260,10 +261,10 @@ class PagedCache:
         """
         groups = range(len(self._free))
         is_page = 0 < len(ids) <= self.page_size and len(parent.ids) in (0, self.page_size)
-        fits = all(group in groups and len(data) == self.kept.n_bytes_of(group) for group, data in pages.items())
+        fits = all(group in groups and len(data) == self.storage.n_bytes_of(group) for group, data in pages.items())
         if not (is_page and 0 in pages and fits):
             raise ValueError("no page of this cache")
-        if any(len(data) != self.kept.n_bytes_of(None) for data in snapshots.values()):
+        if any(len(data) != self.storage.n_bytes_of(None) for data in snapshots.values()):
             raise ValueError("no recurrent states of this cache")
         is_full = len(ids) == self.page_size
         known = parent.children.get(tuple(ids)) or next((tail for tail in parent.tails if tail.ids == ids), None)
@@ -272,13 +273,13 @@ class PagedCache:
                 if known.pages[group] != NONE:
                     self._use(known, group)
             return known
-        if any(self._n_available(group) <= left * self.kept.n_pages[group] for group in pages):
+        if any(self._n_available(group) <= left * self.storage.n_pages[group] for group in pages):
             return None
         block = Block([self._take_page(group) if group in pages else NONE for group in groups])
         block.n_users = [int(group in pages) for group in groups]
         block.ids, block.parent = ids, parent
         for group, data in pages.items():
-            self.kept.write(group, block.pages[group], data)
+            self.storage.write(group, block.pages[group], data)
         if is_full:
             parent.children[tuple(ids)] = block
         else:
@@ -286,7 +287,7 @@ class PagedCache:
         for n, data in snapshots.items():
             if self.has_states and 0 < n <= len(ids) and self._states.has_free:
                 slot = self._states.take()
-                self.kept.write(None, slot, data)
+                self.storage.write(None, slot, data)
                 self._states.keep(block, n, slot)
         return block
 
@@ -347,7 +348,7 @@ class PagedCache:
 
     def _seen(self, n_tokens: int) -> list[int]:
         """The same of each group."""
-        return [0 if window is None else self._first_seen(n_tokens, window) for window in self.kept.windows]
+        return [0 if window is None else self._first_seen(n_tokens, window) for window in self.storage.windows]
 
     def _holds_windows(self, blocks: Sequence[Block], n_tokens: int) -> bool:
         """Whether the token behind ``n_tokens`` sees all of its windows in their blocks."""
@@ -356,7 +357,7 @@ class PagedCache:
 
     # -- Blocks of sequences ---------------------------------------------------------------------------------------
 
-    def _take_up(self, sequence: CachedSequence, blocks: list[Block], ids: list[int]) -> bool:
+    def _begin_with(self, sequence: CachedSequence, blocks: list[Block], ids: list[int]) -> bool:
         """Begins a sequence with ``ids``, which blocks hold; False if there is no page for a copy of the last one, of
         which it needs a part."""
         last, n = blocks[-1], len(ids) - (len(blocks) - 1) * self.page_size
@@ -374,7 +375,7 @@ class PagedCache:
             copied = self._new_block()
             copied.ids = last.ids[:n]
             for group, page in enumerate(copied.pages):
-                self.kept.copy(group, last.pages[group], page)
+                self.storage.copy(group, last.pages[group], page)
                 self._stop_using(last, group, self._unused[group])
                 sequence.pages[group][-1] = page
             sequence.blocks[-1] = copied
@@ -393,7 +394,7 @@ class PagedCache:
         self._drop_blocks(sequence, first)
         seen = self._seen(len(ids))
         for group, window in self._windows:
-            self._leave(sequence, group, window, min(first, seen[group]))
+            self._release_window(sequence, group, window, min(first, seen[group]))
         sequence.blocks += found
         for group, start in enumerate(seen):
             n_behind = max(0, start - first)
@@ -402,17 +403,17 @@ class PagedCache:
             sequence.pages[group] += [0] * n_behind + [block.pages[group] for block in found[n_behind:]]
         sequence.first, sequence.ids = seen, ids
 
-    def _leave(self, sequence: CachedSequence, group: int, window: int, stop: int) -> None:
+    def _release_window(self, sequence: CachedSequence, group: int, window: int, stop: int) -> None:
         """Gives back the pages before block ``stop``, behind the sequence's window."""
         n_prompt = sequence.n_prompt
         for i in range(sequence.first[group], stop):
             # Where the prompt ends, others are likely to branch off.
             is_near = self._first_seen(n_prompt, window) <= i < -(-n_prompt // self.page_size)
-            self._stop_using(sequence.blocks[i], group, (self._unused if is_near else self._passed)[group])
+            self._stop_using(sequence.blocks[i], group, (self._unused if is_near else self._out_of_window)[group])
             sequence.pages[group][i] = 0
         sequence.first[group] = stop
 
-    def _enter(self, sequence: CachedSequence, i: int) -> None:
+    def _insert(self, sequence: CachedSequence, i: int) -> None:
         """Puts a full block into the tree; where an equal one is there already, the sequence goes on with that."""
         block, parent = sequence.blocks[i], self._block_before(sequence, i)
         known = parent.children.setdefault(tuple(block.ids), block)
@@ -445,7 +446,7 @@ class PagedCache:
         for table in sequence.pages:
             del table[first:]
 
-    def _note_states(self, sequence: CachedSequence) -> None:
+    def _snapshot_states(self, sequence: CachedSequence) -> None:
         """After all that was evaluated was recorded: perhaps takes a snapshot."""
         self._states.free(sequence.saved)
         sequence.saved, sequence.is_ahead = NONE, False
@@ -458,7 +459,7 @@ class PagedCache:
     # -- Pages -----------------------------------------------------------------------------------------------------
 
     def _n_available(self, group: int) -> int:
-        return len(self._free[group]) + len(self._unused[group]) + len(self._passed[group])
+        return len(self._free[group]) + len(self._unused[group]) + len(self._out_of_window[group])
 
     def _use(self, block: Block, group: int) -> None:
         if not block.n_users[group]:
@@ -473,7 +474,7 @@ class PagedCache:
     def _remove(self, block: Block, group: int) -> None:
         """Takes a block from those whose page no sequence uses."""
         unused = self._unused[group]
-        del (unused if block in unused else self._passed[group])[block]
+        del (unused if block in unused else self._out_of_window[group])[block]
 
     def _new_block(self) -> Block:
         """A block with a page in each group."""
@@ -485,7 +486,7 @@ class PagedCache:
 
     def _evict(self, group: int) -> int:
         """The page of the block that goes first: in group 0 one that no other follows, as those go before it."""
-        block = next(iter(self._passed[group] or self._unused[group]))
+        block = next(iter(self._out_of_window[group] or self._unused[group]))
         self._remove(block, group)
         page = block.pages[group]
         if group:

@@ -25,14 +25,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.engine.cache import PagedCache
-from localllm.engine.choosers import Choosers
 from localllm.engine.drafting.cost import StepCost
 from localllm.engine.drafting.lookup import LookupDrafter
 from localllm.engine.drafting.model import DraftModel
 from localllm.engine.drafting.mtp import MTPDrafter
-from localllm.engine.pictures import Encoder, Encoding
+from localllm.engine.pictures import Encoding, PictureEncoder
 from localllm.engine.request import FinishReason, Request
-from localllm.engine.runner import Chunk, ModelRunner
+from localllm.engine.runner import BatchItem, ModelRunner
+from localllm.engine.sampling_threads import SamplingThreads
 from localllm.engine.scheduler import Scheduled, Scheduler
 from localllm.errors import ClosedError, ContextLengthError, QueueFullError, UsageError
 from localllm.kernels import process
@@ -106,7 +106,7 @@ class Engine:
         runner: ModelRunner,
         draft_model: DraftModel | None = None,
         *,
-        encoder: Encoder | None = None,
+        encoder: PictureEncoder | None = None,
         max_running: int = MAX_RUNNING,
         max_waiting: int = MAX_WAITING,
         step_s: float = STEP_S,
@@ -264,7 +264,7 @@ class EngineLoop:
         self,
         runner: ModelRunner,
         draft_model: DraftModel | None = None,
-        encoder: Encoder | None = None,
+        encoder: PictureEncoder | None = None,
         *,
         max_running: int = MAX_RUNNING,
         step_s: float = STEP_S,
@@ -290,7 +290,7 @@ class EngineLoop:
         self._draft_model = draft_model
         self._cost = StepCost()
         self._on_end = on_end
-        self._choosers = Choosers()
+        self._sampling_threads = SamplingThreads()
         self._is_closed = False
 
     # -- Messages --------------------------------------------------------------------------------------------------
@@ -331,7 +331,7 @@ class EngineLoop:
                 self._count()
         except BaseException as defect:  # of our own: nobody may wait for ever for a thread that has ended
             error = defect
-        self._choosers.close()
+        self._sampling_threads.close()
         if process.engines.is_over:  # nobody is told: who still reads is a daemon thread
             return
         self.ended.set()
@@ -371,7 +371,7 @@ class EngineLoop:
         self._encode()
         batch = self._scheduler.next_batch()
         if not batch:
-            return self._encoding.is_at_work
+            return self._encoding.is_busy
         chunks = [each.chunk() for each in batch]
         evaluating = time.perf_counter()
         for each in batch:
@@ -474,7 +474,7 @@ class EngineLoop:
             copied = [_row(logits, rows.start + i).copy() for i in range(each.n_drafts + 1)]
             choices = _choices(request, drafts, [partial(request.sampler, row) for row in copied])
             request.is_choosing = True
-            self._choosers.put(partial(_choose, self.inbox, each, position, begin, choices))
+            self._sampling_threads.put(partial(_choose, self.inbox, each, position, begin, choices))
             return None
         steps = [_chooser(request.sampler, logits, rows.start + i) for i in range(each.n_drafts + 1)]
         return self._take_choices(each, position, begin, _choices(request, drafts, steps))
@@ -550,7 +550,7 @@ class EngineLoop:
         assert request.sequence is not None
         ids = request.tokens[position : position + each.n_tokens + n_accepted]
         if cache.has_states and len(ids) < each.n_tokens + each.n_drafts:
-            cache.go_back(request.sequence)
+            cache.rollback(request.sequence)
             request.n_again = request.n_missing - 1
         else:
             cache.append(request.sequence, ids)
@@ -614,7 +614,7 @@ def _choose(
     inbox.put(lambda loop: loop.chosen(each, position, begin, found, failure))
 
 
-def _wanted_logits(batch: Sequence[Scheduled], chunks: Sequence[Chunk], most: int) -> tuple[int, list[int]]:
+def _wanted_logits(batch: Sequence[Scheduled], chunks: Sequence[BatchItem], most: int) -> tuple[int, list[int]]:
     """How many of the largest logits of each row requests need, at most ``most``; and the rows that they need whole.
 
     The first is 0 where those are all rows, or somebody wants logits as they are.

@@ -61,7 +61,7 @@ def text_ids(ids: Sequence[int]) -> list[int]:
     return [id_ for id_ in ids if id_ >= 0]
 
 
-class Encoder(Protocol):
+class PictureEncoder(Protocol):
     """Makes embeddings of pictures; used by the engine's thread alone."""
 
     def encode(self, pictures: Sequence[Picture]) -> Generator[None, None, list[Embeddings]]:
@@ -165,37 +165,37 @@ class PictureCache:
 
     def __init__(self, max_bytes: int = KEPT_BYTES) -> None:
         self._max_bytes, self._n_bytes = max_bytes, 0
-        self._kept: OrderedDict[bytes, Embeddings] = OrderedDict()
+        self._embeddings: OrderedDict[bytes, Embeddings] = OrderedDict()
 
     def get(self, key: bytes) -> Embeddings | None:
-        if key in self._kept:
-            self._kept.move_to_end(key)
-        return self._kept.get(key)
+        if key in self._embeddings:
+            self._embeddings.move_to_end(key)
+        return self._embeddings.get(key)
 
     def put(self, key: bytes, embeddings: Embeddings) -> None:
         """Keeps them, unless they alone are beyond the bound."""
-        if key in self._kept or embeddings.nbytes > self._max_bytes:
+        if key in self._embeddings or embeddings.nbytes > self._max_bytes:
             return
-        self._kept[key] = embeddings
+        self._embeddings[key] = embeddings
         self._n_bytes += embeddings.nbytes
         while self._n_bytes > self._max_bytes:
-            self._n_bytes -= self._kept.popitem(last=False)[1].nbytes
+            self._n_bytes -= self._embeddings.popitem(last=False)[1].nbytes
 
     def items(self) -> list[tuple[bytes, Embeddings]]:
         """All of them, those last used at the end."""
-        return list(self._kept.items())
+        return list(self._embeddings.items())
 
     def clear(self) -> None:
-        self._kept.clear()
+        self._embeddings.clear()
         self._n_bytes = 0
 
 
 class Encoding:
     """Gives requests the embeddings of pictures that they come to."""
 
-    def __init__(self, encoder: Encoder | None, cache: PictureCache) -> None:
+    def __init__(self, encoder: PictureEncoder | None, cache: PictureCache) -> None:
         self.n_encoded, self.seconds = 0, 0.0
-        self.is_at_work = False  # whether something was lacking
+        self.is_busy = False  # whether something was lacking
         self._encoder, self._cache = encoder, cache
         self._pictures: list[Picture] = []  # those under way
         self._work: Generator[None, None, list[Embeddings]] | None = None
@@ -205,10 +205,10 @@ class Encoding:
     def advance(self, requests: Iterable[Request], seconds: float) -> Mapping[Request, BaseException]:
         """Encodes a piece of what requests lack, and others for so many seconds; returns requests whose pictures
         cannot be encoded."""
-        wanted = self._give(requests)
+        wanted = self._assign_embeddings(requests)
         if self._work is not None and not any(picture.key in wanted for picture in self._pictures):
             self._stop()
-        end, self.is_at_work = time.perf_counter() + seconds, bool(wanted)
+        end, self.is_busy = time.perf_counter() + seconds, bool(wanted)
         failed: dict[Request, BaseException] = {}
         while wanted:
             begin = time.perf_counter()
@@ -238,7 +238,7 @@ class Encoding:
                 break
         return failed
 
-    def _give(self, requests: Iterable[Request]) -> dict[bytes, tuple[Picture, list[Request]]]:
+    def _assign_embeddings(self, requests: Iterable[Request]) -> dict[bytes, tuple[Picture, list[Request]]]:
         """Gives requests what there is for the pictures that they come to next; returns what is lacking, and who
         lacks it."""
         lacking: dict[bytes, tuple[Picture, list[Request]]] = {}

@@ -74,7 +74,7 @@ class Timings:
         return self.decode_tokens / self.decode_s if self.decode_s else 0.0
 
 
-class Output(Protocol):
+class RequestOutput(Protocol):
     """Takes what the engine makes of one request.
 
     All but ``is_full`` are called in the engine's thread, and must not wait for anything.  What they raise ends the
@@ -115,7 +115,7 @@ class Request:
     """A prompt to go on with, or, without a ``sampler``, tokens whose logits are wanted."""
 
     tokens: list[int]  # the prompt; the engine appends what it chooses
-    output: Output  # takes the results
+    output: RequestOutput  # takes the results
     sampler: Sampler | None = None
     stop_ids: Set[int] = frozenset()  # tokens that end the text, and are not part of it
     max_tokens: int | None = None  # tokens to generate at most; None: until the context is full
@@ -146,7 +146,7 @@ class Request:
     is_cancelled: bool = False  # may be set by any thread; takes effect before the next step
     submitted_at: float = field(default_factory=time.perf_counter)
     started_at: float = 0.0
-    turn: int = 0  # when it last decoded, counted by the scheduler
+    last_decoded_step: int = 0  # when it last decoded, counted by the scheduler
     prefill_s: float = 0.0
     first_token_s: float = 0.0
     decode_s: float = 0.0
@@ -200,7 +200,7 @@ class Request:
             return max(0, start + n - max(start, self.logits_from))
         return 1 + n_drafts if start + n == len(self.tokens) else 0
 
-    def note_found(self) -> None:
+    def count_cached(self) -> None:
         """Counts what the cache had of the prompt."""
         n = 0 if self.sequence is None else min(len(self.sequence), self.n_prompt)
         if n > self.n_reached:

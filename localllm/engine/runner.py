@@ -27,7 +27,7 @@ MAX_LOGITS_BYTES = 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class BatchItem:
     """The part of one sequence in a batch.
 
     Attributes:
@@ -96,9 +96,11 @@ class ModelRunner:
         self.hidden = hidden  # hidden states that can be read after a step, where something drafts from them
         self._step = step
         #: What was begun before anybody asked for it, and what comes of it.
-        self._ahead: tuple[list[Chunk], int, Output] | None = None
+        self._ahead: tuple[list[BatchItem], int, Output] | None = None
 
-    def run(self, chunks: Sequence[Chunk], top_k: int = 0, whole: Sequence[int] = ()) -> NDArray[np.float32] | TopK:
+    def run(
+        self, chunks: Sequence[BatchItem], top_k: int = 0, whole: Sequence[int] = ()
+    ) -> NDArray[np.float32] | TopK:
         """Evaluates a batch; writes the cache's pages, but records nothing of it (`PagedCache.append`).
 
         Returns:
@@ -123,10 +125,10 @@ class ModelRunner:
             self._ahead = chosen, top_k, coming
         return best
 
-    def _begin(self, chunks: Sequence[Chunk], top_k: int, n_chosen: int = 0) -> Output:
+    def _begin(self, chunks: Sequence[BatchItem], top_k: int, n_chosen: int = 0) -> Output:
         return self._step.run(replace(self._batch(chunks), top_k=top_k, n_chosen=n_chosen))
 
-    def _batch(self, chunks: Sequence[Chunk]) -> Batch:
+    def _batch(self, chunks: Sequence[BatchItem]) -> Batch:
         batch = make_batch(chunks, self.cache.page_size)
         if not any(chunk.pictures.placed for chunk in chunks):
             return batch
@@ -145,7 +147,7 @@ class ModelRunner:
             return batch
         return replace(batch, embedded=np.array(numbers, np.int32), embeddings=np.concatenate(embeddings))
 
-    def _following(self, chunks: Sequence[Chunk]) -> list[Chunk]:
+    def _following(self, chunks: Sequence[BatchItem]) -> list[BatchItem]:
         """What comes after these if each goes on with the token that a device chooses; nothing where that is not to
         be evaluated yet, because a sequence has no page for it, or a state that it would change for good."""
         following = [
@@ -158,7 +160,7 @@ class ModelRunner:
         )
         return following if may_begin and len(following) == len(chunks) and not self.cache.has_states else []
 
-    def continued(self, chunks: Sequence[Chunk], hidden: NDArray[np.float32]) -> NDArray[np.float32]:
+    def continued(self, chunks: Sequence[BatchItem], hidden: NDArray[np.float32]) -> NDArray[np.float32]:
         """As `run`, of a graph that begins with hidden states of all tokens, [T, d]."""
         return self._step.run(self._batch(chunks), HostOutput(hidden)).rows()
 
@@ -210,7 +212,7 @@ def max_outputs(width: int, max_tokens: int) -> int:
     return max(1, min(max_tokens, MAX_LOGITS_BYTES // (4 * width)))
 
 
-def make_batch(chunks: Sequence[Chunk], page_size: int) -> Batch:
+def make_batch(chunks: Sequence[BatchItem], page_size: int) -> Batch:
     """The chunks laid end to end, as a backend takes them."""
     ids: list[int] = []
     positions: list[int] = []

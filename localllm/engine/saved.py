@@ -1,9 +1,9 @@
 """Pages of the cache in a file, so that prompts are not evaluated again after a restart, nor pictures encoded.
 
 A file: `MAGIC`, then pieces, each its length (u64), its CRC-32 (u32) and its bytes, all little-endian.  The first
-piece is the key of all that must be the same where it is loaded; then come, for each picture, a `_Picture` as JSON
-and its embeddings, and an empty piece; and for each block, a `_Block` as JSON, its pages and its snapshots; at the
-end an empty piece.  A block stands behind its parent, so that of a file which was cut short the beginnings are good.
+piece is the key of all that must be the same where it is loaded; then come, for each picture, a `_SavedPicture` as
+JSON and its embeddings, and an empty piece; and for each block, a `_SavedBlock` as JSON, its pages and its snapshots;
+at the end an empty piece.  A block stands behind its parent, so that of a truncated file the beginnings are good.
 
 The engine's thread copies some blocks at a time, between two steps, so that no stream stalls behind a large cache.
 What it needs the pages of meanwhile is not saved.
@@ -46,7 +46,7 @@ class WithCache(Protocol):
     def __call__(self, work: Callable[[PagedCache], _T]) -> _T: ...
 
 
-class _Block(msgspec.Struct, array_like=True):
+class _SavedBlock(msgspec.Struct, array_like=True):
     """A block, as `localllm.engine.snapshots.Block`."""
 
     parent: int  # the number of the block before it; -1 of the first of a prompt
@@ -55,7 +55,7 @@ class _Block(msgspec.Struct, array_like=True):
     snapshots: list[int]  # after how many of its tokens there are some
 
 
-class _Picture(msgspec.Struct, array_like=True):
+class _SavedPicture(msgspec.Struct, array_like=True):
     """A picture, and the shape of its embeddings."""
 
     key: bytes
@@ -82,7 +82,7 @@ def save(with_cache: WithCache, path: Path, key: str) -> int:
 
         put(key.encode())
         for name, embeddings in pictures:
-            put(msgspec.json.encode(_Picture(name, embeddings.shape)))
+            put(msgspec.json.encode(_SavedPicture(name, embeddings.shape)))
             put(embeddings.tobytes())
         put(b"")
         while left:
@@ -103,13 +103,13 @@ def _listed(cache: PagedCache) -> tuple[deque[Block], int]:
     """The blocks that can be saved, and the bytes that they take."""
     blocks = deque(cache.blocks())
     n_of_group = Counter(group for block in blocks for group, page in enumerate(block.pages) if page != NONE)
-    n_bytes = sum(n * cache.kept.n_bytes_of(group) for group, n in n_of_group.items())
+    n_bytes = sum(n * cache.storage.n_bytes_of(group) for group, n in n_of_group.items())
     if n_snapshots := sum(len(block.snapshots) for block in blocks):
-        n_bytes += n_snapshots * cache.kept.n_bytes_of(None)
+        n_bytes += n_snapshots * cache.storage.n_bytes_of(None)
     return blocks, n_bytes
 
 
-def _copied(left: deque[Block], cache: PagedCache) -> list[tuple[Block, bool, _Block, list[bytes]]]:
+def _copied(left: deque[Block], cache: PagedCache) -> list[tuple[Block, bool, _SavedBlock, list[bytes]]]:
     """Takes some blocks, and copies those that the cache still has.
 
     Returns:
@@ -121,9 +121,9 @@ def _copied(left: deque[Block], cache: PagedCache) -> list[tuple[Block, bool, _B
         if cache.holds(block):
             groups = [group for group, page in enumerate(block.pages) if page != NONE]
             snapshots = sorted(block.snapshots)
-            pieces = [cache.kept.read(group, block.pages[group]) for group in groups]
-            pieces += [cache.kept.read(None, block.snapshots[n]) for n in snapshots]
-            saved = _Block(NONE, list(block.ids), groups, snapshots)
+            pieces = [cache.storage.read(group, block.pages[group]) for group in groups]
+            pieces += [cache.storage.read(None, block.snapshots[n]) for n in snapshots]
+            saved = _SavedBlock(NONE, list(block.ids), groups, snapshots)
             copied.append((block, block.parent is cache.root, saved, pieces))
             n_bytes += sum(map(len, pieces))
         if n_bytes >= _BYTES_AT_ONCE:
@@ -161,7 +161,7 @@ def load(with_cache: WithCache, path: Path, key: str) -> int:
 
 def _pictures(pieces: Iterator[bytes]) -> Iterator[tuple[bytes, Embeddings]]:
     while head := _next(pieces):
-        picture = msgspec.json.decode(head, type=_Picture)
+        picture = msgspec.json.decode(head, type=_SavedPicture)
         if min(picture.shape) < 1:
             raise ValueError("no embeddings of a picture")
         yield picture.key, np.frombuffer(_next(pieces), "<f4").astype(np.float32, copy=False).reshape(picture.shape)
@@ -172,7 +172,7 @@ def _put(key: bytes, embeddings: Embeddings, cache: PagedCache) -> None:
 
 
 class _Loaded(NamedTuple):
-    block: _Block
+    block: _SavedBlock
     pages: dict[int, bytes]
     snapshots: dict[int, bytes]
 
@@ -187,7 +187,7 @@ def _batches(pieces: Iterator[bytes]) -> Iterator[list[_Loaded]]:
             head = _next(pieces)
             if not head:
                 break
-            block = msgspec.json.decode(head, type=_Block)
+            block = msgspec.json.decode(head, type=_SavedBlock)
             loaded = _Loaded(
                 block, {group: _next(pieces) for group in block.groups}, {n: _next(pieces) for n in block.snapshots}
             )

@@ -27,7 +27,7 @@ from itertools import count
 
 from localllm.engine.cache import PagedCache
 from localllm.engine.request import CLIENT_DELAY_S, Request
-from localllm.engine.runner import Chunk
+from localllm.engine.runner import BatchItem
 from localllm.engine.snapshots import Block
 
 #: Tokens of prompts that a step evaluates at least, however slow the model, and before its speed is known.
@@ -48,7 +48,7 @@ class Scheduled:
     n_tokens: int
     n_drafts: int = 0
 
-    def chunk(self) -> Chunk:
+    def chunk(self) -> BatchItem:
         request, sequence = self.request, self.request.sequence
         assert sequence is not None
         start = len(sequence)
@@ -58,7 +58,7 @@ class Scheduled:
         is_foreseen = bool(draws) or (sampler is not None and not sampler.sampling.temperature)
         goes_on = is_foreseen and request.drafter is None and request.max_tokens != request.n_generated + 1
         own = request.adapters, goes_on, draws if goes_on else (), request.pictures, request.embeddings
-        return Chunk(sequence, ids, n_outputs, start, *own)
+        return BatchItem(sequence, ids, n_outputs, start, *own)
 
 
 class StepTimes:
@@ -117,7 +117,7 @@ class Scheduler:
         self._max_running = min(max_running, cache.max_sequences)
         self._step_s = step_s
         self._is_causal, self._has_spans = is_causal, has_spans
-        self._turns = count(1)
+        self._decode_counter = count(1)
 
     @property
     def requests(self) -> list[Request]:
@@ -152,13 +152,13 @@ class Scheduler:
                     return batch
             most = min(self._max_outputs - 1, self._max_tokens - max(MIN_CHUNK, n_together))
         if len(decoding) > most:  # they take turns
-            decoding.sort(key=lambda request: request.turn)
+            decoding.sort(key=lambda request: request.last_decoded_step)
         n_tokens = 0
         for request in decoding:
             n = request.n_missing
-            if n_tokens + n <= max(most, n) and request.sequence is not None and self._make_room(request, n, batch):
+            if n_tokens + n <= max(most, n) and request.sequence is not None and self._free_pages(request, n, batch):
                 batch.append(Scheduled(request, n))
-                request.turn = next(self._turns)
+                request.last_decoded_step = next(self._decode_counter)
                 n_tokens += n
         n_decoding = len(batch)
         rows_left = self._max_outputs - n_decoding
@@ -179,17 +179,17 @@ class Scheduler:
             n_running[request.client] += 1
             reusable = request.tokens[: request.n_reusable]
             n_pages = self._cache.n_pages_to_begin(reusable, len(request.tokens), request.adapters)
-            while self.running and not self._has_room(request, n_pages):
+            while self.running and not self._fits(request, n_pages):
                 paused = self._paused()
                 if paused is None:
                     return
                 self._preempt(paused)
             self.waiting.remove(request)
             request.sequence = self._cache.begin(reusable, request.adapters)
-            request.note_found()
+            request.count_cached()
             insort(self.running, request, key=_rank)
 
-    def _has_room(self, request: Request, n_pages: int) -> bool:
+    def _fits(self, request: Request, n_pages: int) -> bool:
         """Whether there is room for a request that takes so many pages, beside what running requests need for their
         prompts, and a page more for each: with less, what is admitted would soon be preempted again."""
         sequences = ((each.sequence, each.n_missing) for each in self.running)
@@ -213,7 +213,7 @@ class Scheduler:
             if request.sequence is None:  # preempted just now
                 return 0
             self._cache.extend(request.sequence, request.tokens[: request.n_reusable])
-            request.note_found()
+            request.count_cached()
             key = self._cache.next_page_key(request.sequence, request.tokens)
             if key in computed:
                 return 0
@@ -226,7 +226,7 @@ class Scheduler:
             if request.sampler is None:  # as many as there are rows for
                 n = min(n, max(0, request.logits_from - start) + rows_left)
             n_rows = request.n_outputs(start, n, 0)
-            if n < 1 or n_rows > rows_left or not self._make_room(request, n, batch):
+            if n < 1 or n_rows > rows_left or not self._free_pages(request, n, batch):
                 return 0
             batch.append(Scheduled(request, n))
             rows_left -= n_rows
@@ -257,7 +257,7 @@ class Scheduler:
                 tokens_left -= n
                 rows_left -= n
 
-    def _make_room(self, request: Request, n_tokens: int, batch: Sequence[Scheduled]) -> bool:
+    def _free_pages(self, request: Request, n_tokens: int, batch: Sequence[Scheduled]) -> bool:
         assert request.sequence is not None
         while not self._cache.reserve(request.sequence, n_tokens):
             scheduled = {each.request for each in batch}

@@ -26,11 +26,11 @@ class Block:
 class Snapshots:
     """Slots with recurrent states: of sequences at work, and of snapshots, which belong to some tokens of a block."""
 
-    def __init__(self, kept: Cache) -> None:
-        self._kept = kept
+    def __init__(self, storage: Cache) -> None:
+        self._storage = storage
         # whether layers have such states at all; without them, nothing here is done
-        self.is_needed = kept.n_states > 0
-        self._free = list(range(kept.n_states - 1, -1, -1))
+        self.is_needed = storage.n_states > 0
+        self._free = list(range(storage.n_states - 1, -1, -1))
         #: The least recently used first.
         self._order: dict[tuple[Block, int], None] = {}
 
@@ -57,7 +57,7 @@ class Snapshots:
     def copy(self, slot: int) -> int:
         """A slot with the same states."""
         copied = self.take()
-        self._kept.copy(None, slot, copied)
+        self._storage.copy(None, slot, copied)
         return copied
 
     def keep(self, block: Block, n: int, slot: int) -> None:
@@ -87,5 +87,5 @@ class Snapshots:
         if slot == NONE:
             slot = self.take()
         self._order[block, n] = None
-        self._kept.copy(None, block.snapshots[n], slot)
+        self._storage.copy(None, block.snapshots[n], slot)
         return slot

@@ -82,9 +82,9 @@ class HarnessModel(LM):  # type: ignore[misc]
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
         """What the model writes after each context, up to one of the texts ``until``."""
-        return list(in_order(lambda request: self._answer(*request.args), requests, _AT_ONCE))
+        return list(in_order(lambda request: self._completion(*request.args), requests, _AT_ONCE))
 
-    def _answer(self, context: str, options: dict[str, Any]) -> str:
+    def _completion(self, context: str, options: dict[str, Any]) -> str:
         until = options.get("until") or ()
         sampled = options.get("do_sample", False) and options.get("temperature", 0.0)
         done = self._llm.generate(

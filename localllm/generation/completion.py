@@ -249,7 +249,7 @@ class TextOutput:
         )
 
 
-class _Inbox:
+class _ItemQueue:
     """Items on their way from the engine's thread to a thread or a task that reads them.
 
     The engine refers to it and not to the stream, which ends its request when nobody refers to it any more.
@@ -305,7 +305,7 @@ class Stream:
         on_end: Callable[[], object] | None = None,
     ) -> None:
         """``on_end``: called in the engine's thread when all is there; nothing is read before."""
-        self._engine, self._progress, self._inbox = engine, progress, _Inbox()
+        self._engine, self._progress, self._inbox = engine, progress, _ItemQueue()
         self._items: Iterator[_Item] = iter(())  # of the step that is being read
         self._events: deque[Chunk] = deque()  # of the chunk that was read last
         self._finish_reason: FinishReason | None = None

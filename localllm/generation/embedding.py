@@ -45,15 +45,15 @@ class Embedder:
 
     def vectors(self, engine: Engine, texts: Sequence[Sequence[int]]) -> NDArray[np.float32]:
         """The vectors [n, width] of texts, given as tokens: evaluated together, without padding."""
-        vectors = evaluate_all(lambda ids: _Rows(engine, ids, self._rows), self._vector, texts)
+        vectors = evaluate_all(lambda ids: _TextVectors(engine, ids, self._rows), self._vector, texts)
         return np.array(vectors, np.float32).reshape(-1, self.width)
 
-    def _vector(self, rows: _Rows) -> NDArray[np.float32]:
+    def _vector(self, rows: _TextVectors) -> NDArray[np.float32]:
         rows.wait()
         return self._head(rows.total / np.float32(rows.n))
 
 
-class _Rows(Evaluation):
+class _TextVectors(Evaluation):
     """Adds up the vectors of a text's tokens, or takes the first or the last one, as they come."""
 
     def __init__(self, engine: Engine, ids: Sequence[int], which: str) -> None:

@@ -21,7 +21,7 @@ _U64 = struct.Struct("<Q")
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class StringRange:
     """Where the bytes of a string lie in the file."""
 
     start: int
@@ -71,11 +71,11 @@ class Cursor:
             raise self.error(f"{n} {what} are more than localllm takes ({most})", at=start)
         return n
 
-    def text(self, what: str) -> Text:
+    def text(self, what: str) -> StringRange:
         """A string, of which only the length is looked at."""
         length = self.u64(f"the length of {what}")
         start = self.take(length, what)
-        return Text(start, self.at)
+        return StringRange(start, self.at)
 
     def name(self, what: str, longest: int) -> str:
         """A string that must be UTF-8, not empty, and at most ``longest`` bytes."""

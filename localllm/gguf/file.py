@@ -58,7 +58,7 @@ class GGUFFile:
     Use `GGUFFile.open`, as a context manager or with `close`.
     """
 
-    def __init__(self, parts: Sequence[_Part]) -> None:
+    def __init__(self, parts: Sequence[_SplitFile]) -> None:
         first = parts[0]
         self.path: Path = first.path
         self.paths: tuple[Path, ...] = tuple(part.path for part in parts)
@@ -176,7 +176,7 @@ class _Stamp:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _SplitFile:
     """One file of a model, and what was read from its header."""
 
     path: Path
@@ -187,17 +187,17 @@ class _Part:
     tensors: list[TensorInfo]
 
 
-def _read_parts(path: Path) -> list[_Part]:
+def _read_parts(path: Path) -> list[_SplitFile]:
     part = _read_part(path)
     return _read_split(part) if _is_split(part) else [part]
 
 
-def _read_part(path: Path) -> _Part:
+def _read_part(path: Path) -> _SplitFile:
     buffer, stamp = _map(path)
     cursor = Cursor(path, buffer)
     version, metadata, entries = read_header(cursor, len(buffer))
     tensors = tensor_views(buffer, entries, align(cursor.at, metadata.alignment))
-    return _Part(path, stamp, version, buffer, metadata, tensors)
+    return _SplitFile(path, stamp, version, buffer, metadata, tensors)
 
 
 def read_header(cursor: Cursor, file_bytes: int) -> tuple[int, Metadata, list[Entry]]:
@@ -275,23 +275,23 @@ def _kind_of_file(head: bytes) -> str | None:
 _SPLIT_NAME = re.compile(r"(?P<stem>.*)-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})\.gguf", re.DOTALL)
 
 
-def _is_split(part: _Part) -> bool:
+def _is_split(part: _SplitFile) -> bool:
     # A merged model keeps the key, with the value 0.
     return "split.count" in part.metadata and _split_key(part, "split.count") not in (0, 1)
 
 
-def _split_key(part: _Part, key: str) -> int:
+def _split_key(part: _SplitFile, key: str) -> int:
     value = part.metadata.get(key)
     if isinstance(value, bool) or not isinstance(value, int):
         raise _split_error(part, f"key {key!r} is missing or not an integer", DAMAGED)
     return value
 
 
-def _split_error(part: _Part, defect: str, advice: str) -> GGUFError:
+def _split_error(part: _SplitFile, defect: str, advice: str) -> GGUFError:
     return GGUFError(f"{path_text(part.path)}, a part of a split model: {defect}; {advice}")
 
 
-def _read_split(given: _Part) -> list[_Part]:
+def _read_split(given: _SplitFile) -> list[_SplitFile]:
     """All parts of the split model that ``given`` is one of, in order."""
     paths = _split_paths(given)
     missing = [path_text(path.name) for path in paths if not path.exists()]
@@ -310,7 +310,7 @@ def _read_split(given: _Part) -> list[_Part]:
     return parts
 
 
-def _split_paths(part: _Part) -> list[Path]:
+def _split_paths(part: _SplitFile) -> list[Path]:
     count = _split_key(part, "split.count")
     match = _SPLIT_NAME.fullmatch(part.path.name)
     if match is None or int(match["count"]) != count or not 1 <= int(match["number"]) <= count:
@@ -319,14 +319,14 @@ def _split_paths(part: _Part) -> list[Path]:
     return [part.path.with_name(f"{match['stem']}-{i:05d}-of-{count:05d}.gguf") for i in range(1, count + 1)]
 
 
-def _check_split_place(part: _Part, number: int, count: int) -> None:
+def _check_split_place(part: _SplitFile, number: int, count: int) -> None:
     says = (_split_key(part, "split.no"), _split_key(part, "split.count"))
     if says != (number, count):
         defect = f"keys 'split.no' and 'split.count' are {says[0]} and {says[1]}, not {number} and {count}"
         raise _split_error(part, defect, "give all parts their original names")
 
 
-def _merge_tensors(parts: Sequence[_Part]) -> dict[str, TensorInfo]:
+def _merge_tensors(parts: Sequence[_SplitFile]) -> dict[str, TensorInfo]:
     tensors: dict[str, TensorInfo] = {}
     for part in parts:
         for tensor in part.tensors:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from localllm.errors import quoted
 from localllm.gguf import limits
-from localllm.gguf.cursor import Cursor, Text, error_at
+from localllm.gguf.cursor import Cursor, StringRange, error_at
 from localllm.gguf.strings import StringArray, read_strings
 
 # The fewest bytes that an array inside an array takes: element type and length.
@@ -82,7 +82,11 @@ class Metadata(Mapping[str, MetadataValue]):
     __slots__ = ("_buffer", "_path", "_spans", "_values")
 
     def __init__(
-        self, path: Path, buffer: mmap.mmap | bytes, values: dict[str, MetadataValue | Text], spans: dict[str, Text]
+        self,
+        path: Path,
+        buffer: mmap.mmap | bytes,
+        values: dict[str, MetadataValue | StringRange],
+        spans: dict[str, StringRange],
     ) -> None:
         self._path = path
         self._buffer = buffer
@@ -91,7 +95,7 @@ class Metadata(Mapping[str, MetadataValue]):
 
     def __getitem__(self, key: str) -> MetadataValue:
         value = self._values[key]
-        if not isinstance(value, Text):
+        if not isinstance(value, StringRange):
             return value
         try:
             return str(self._buffer[value.start : value.stop], "utf-8")
@@ -125,7 +129,7 @@ class Metadata(Mapping[str, MetadataValue]):
             TypeError: its value is not a text.
         """
         value = self._values[key]
-        if not isinstance(value, Text):
+        if not isinstance(value, StringRange):
             raise TypeError(f"the value of {key!r} is not a text")
         return self._buffer[value.start : value.stop]
 
@@ -137,8 +141,8 @@ class Metadata(Mapping[str, MetadataValue]):
 
 def read_metadata(cursor: Cursor, n_keys: int) -> Metadata:
     """Read ``n_keys`` keys and values from where the cursor stands."""
-    values: dict[str, MetadataValue | Text] = {}
-    spans: dict[str, Text] = {}
+    values: dict[str, MetadataValue | StringRange] = {}
+    spans: dict[str, StringRange] = {}
     for i in range(n_keys):
         cursor.context = f"metadata key {i}"
         start = cursor.at
@@ -151,7 +155,7 @@ def read_metadata(cursor: Cursor, n_keys: int) -> Metadata:
             values[key] = _read_alignment(cursor)
         else:
             values[key] = _read_value(cursor, _read_value_type(cursor), key)
-        spans[key] = Text(start, cursor.at)
+        spans[key] = StringRange(start, cursor.at)
     return Metadata(cursor.path, cursor.buffer, values, spans)
 
 
@@ -177,7 +181,7 @@ def _read_value_type(cursor: Cursor) -> ValueType:
         raise cursor.error(f"value type {value_type} is not one of GGUF's (0 to 12)", at=start) from None
 
 
-def _read_value(cursor: Cursor, value_type: ValueType, label: str) -> MetadataValue | Text:
+def _read_value(cursor: Cursor, value_type: ValueType, label: str) -> MetadataValue | StringRange:
     if value_type is ValueType.STRING:
         return cursor.text("the text")
     if value_type is ValueType.ARRAY:

@@ -14,8 +14,8 @@ from localllm.kernels.cpu.host import available_memory
 from localllm.library import other_programs
 from localllm.library.demo import demo_path
 from localllm.library.hub_cache import cached_models, hub_cache, models_in, where_cached
+from localllm.library.hub_names import DEFAULT_QUANT, DEMO, HubName, choices, choose, matching
 from localllm.library.listing import LocalModel, find_models, read_details
-from localllm.library.names import DEFAULT_QUANT, DEMO, HubName, choices, choose, matching
 
 
 def model_path(name: str | None, folders: Iterable[Path] = ()) -> str | Path | None:

@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from localllm.library.names import FileGroup, HubName, group_files
+from localllm.library.hub_names import FileGroup, HubName, group_files
 
 _PREFIX = "models--"
 

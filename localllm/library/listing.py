@@ -16,7 +16,7 @@ from localllm.library import other_programs
 from localllm.library.demo import demo_path
 from localllm.library.details import Details, DetailsReader
 from localllm.library.hub_cache import cached_models, cached_repos, hub_cache
-from localllm.library.names import DEMO, FileGroup, group_files, label
+from localllm.library.hub_names import DEMO, FileGroup, group_files, label
 
 #: How deep folders are searched, and how many entries in all: whoever names a folder of models means no whole disk.
 MAX_DEPTH = 8

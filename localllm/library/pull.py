@@ -22,7 +22,7 @@ from localllm.errors import GGUFError, HubError, UsageError
 from localllm.gguf import GGUFFile
 from localllm.library.hub import Hub, RemoteFile, is_passing, seconds_to_wait
 from localllm.library.hub_cache import hub_cache, repo_folder
-from localllm.library.names import FileGroup, HubName, choose, group_files
+from localllm.library.hub_names import FileGroup, HubName, choose, group_files
 
 #: Called with "download" or "check", and the bytes of that done and to do.
 PullProgress = Callable[[str, int, int], object]
@@ -39,7 +39,7 @@ def pull(name: str, progress: PullProgress | None = None) -> Path:
     With it comes the encoder of pictures (``mmproj-….gguf``) that lies beside it on the hub, if any.
 
     Args:
-        name: ``ORG/REPO``, ``ORG/REPO:QUANT`` or ``ORG/REPO:FILE``; see `localllm.library.names.choose`.
+        name: ``ORG/REPO``, ``ORG/REPO:QUANT`` or ``ORG/REPO:FILE``; see `localllm.library.hub_names.choose`.
         progress: called as it goes on.
 
     Raises:
@@ -166,7 +166,7 @@ class _Puller:
         """Fetches files that are not here, or what is missing of them."""
         total = sum(file.n_bytes for file in files)
         have = sum(min(file.n_bytes, _size(self._partial(file)) or 0) for file in files)
-        self._check_room(total - have)
+        self._check_disk_space(total - have)
         done = 0
         for file in files:
             self._fetch(file, commit, self._report("download", done, total))
@@ -181,7 +181,7 @@ class _Puller:
         """What reports the bytes of one file as those of all: ``before`` are done of others."""
         return lambda n: self._progress(stage, before + n, total)
 
-    def _check_room(self, n_bytes: int) -> None:
+    def _check_disk_space(self, n_bytes: int) -> None:
         folder = self._folder / "blobs"
         folder.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(folder).free

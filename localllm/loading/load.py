@@ -17,8 +17,8 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from localllm.chat.built_in import built_in
-from localllm.chat.source import TemplateSource
+from localllm.chat.built_in_templates import built_in
+from localllm.chat.template_source import TemplateSource
 from localllm.engine.drafting.model import DraftModel
 from localllm.engine.drafting.mtp import MTPModel
 from localllm.engine.engine import Engine
@@ -46,7 +46,7 @@ from localllm.tokenizer.vocabulary import Vocabulary
 # do not.
 if TYPE_CHECKING:
     from localllm.chat import ChatTemplate
-    from localllm.loading.vision import Encoder
+    from localllm.loading.vision import VisionEncoder
 
 #: What the warning of a long context is known by, for `warnings.filterwarnings`.
 LONG_CONTEXT = ".* was trained on [0-9,]+ tokens of context: "
@@ -55,13 +55,13 @@ _log = logging.getLogger("localllm")
 
 
 @dataclass(frozen=True)
-class Parts:
+class LoadedModel:
     """The parts of a `localllm.LLM`."""
 
     tokenizer: Tokenizer
     engine: Engine
     embedder: Embedder | None  # of a model that makes vectors of texts, what makes them of the engine's
-    encoder: Encoder | None  # of pictures
+    encoder: VisionEncoder | None  # of pictures
     options: LoadOptions  # what it was loaded with
     info: ModelInfo
     template_source: TemplateSource  # of the chat template
@@ -70,7 +70,7 @@ class Parts:
     warnings: tuple[Notice, ...]  # what whoever asked for the model should be told
 
 
-def load_parts(options: LoadOptions) -> Parts:
+def load_file(options: LoadOptions) -> LoadedModel:
     """Loads what `localllm.load` was asked for."""
     with ExitStack() as files, ExitStack() as on_failure:
         file = files.enter_context(_open(options.path))
@@ -98,7 +98,7 @@ def load_parts(options: LoadOptions) -> Parts:
             for source, planner, placement in zip(sources, planners, plan.placements, strict=True):
                 loaded.append(_load(source, planner, placement, options))
         except MemoryError as error:
-            _let_go(error)
+            _drop_tracebacks(error)
             raise
         pooling = sources[0].model.pooling
         embedder = None if pooling is None else Embedder(pooling, sources[0].file.metadata)
@@ -126,7 +126,9 @@ def load_parts(options: LoadOptions) -> Parts:
         step_s=options.step_s,
         on_end=partial(_close, devices if encoder is None else (encoder, *devices)),
     )
-    return Parts(tokenizer, engine, embedder, encoder, options, info, template_source, defaults, template, warnings)
+    return LoadedModel(
+        tokenizer, engine, embedder, encoder, options, info, template_source, defaults, template, warnings
+    )
 
 
 def sampling_defaults(metadata: Mapping[str, object]) -> dict[str, Any]:
@@ -155,7 +157,7 @@ def plan_file(options: LoadOptions) -> Plan:
         return _plan_with_block(sources, devices, options, encoder)[2]
 
 
-def _let_go(error: BaseException) -> None:
+def _drop_tracebacks(error: BaseException) -> None:
     """Drops the frames that an error came through: what was loaded shall not stay for as long as it is handled."""
     cause: BaseException | None = error
     while cause is not None:
@@ -182,7 +184,7 @@ def _open(path: str | os.PathLike[str] | None) -> Iterator[GGUFFile]:
 
 
 @dataclass
-class _Source:
+class _ModelSource:
     """A model that is not loaded yet."""
 
     name: str  # for messages
@@ -205,7 +207,7 @@ def _read(
     is_block: bool = False,
     adapts: bool = False,
     sees: bool = False,
-) -> _Source:
+) -> _ModelSource:
     given = (options.adapters if adapts else None) or {}
     adapters = [read_adapter(each, Path(path), file) for each, path in given.items()]
 
@@ -213,21 +215,21 @@ def _read(
         model = read_model(file, context, options.cache_type, is_block=is_block, sees=sees)
         return replace(model, graph=with_adapters(model.graph, adapters)) if adapters else model
 
-    return _Source(name, file, read, read(options.context))
+    return _ModelSource(name, file, read, read(options.context))
 
 
-def _find_encoder(options: LoadOptions, file: GGUFFile) -> Encoder | None:
+def _find_encoder(options: LoadOptions, file: GGUFFile) -> VisionEncoder | None:
     """The encoder of pictures that was named, or the first one beside the model that is made for it."""
     if options.mmproj is False or options.path is None:
         return None
     # Imported here: most models see nothing.
-    from localllm.loading.vision import Encoder, find_beside
+    from localllm.loading.vision import VisionEncoder, find_beside
 
     architecture = str(file.metadata.get("general.architecture"))
     width = file.metadata.get(f"{architecture}.embedding_length")
     for path in find_beside(file.path) if options.mmproj is None else [Path(options.mmproj)]:
         try:
-            return Encoder.of(path, architecture, width)
+            return VisionEncoder.of(path, architecture, width)
         except LocalLLMError as error:
             if options.mmproj is not None:
                 raise
@@ -241,7 +243,7 @@ def check_adapters(options: LoadOptions) -> None:
         _read(file, options, "the model", adapts=True)
 
 
-def _blocks(sources: Sequence[_Source], devices: Sequence[Device], options: LoadOptions) -> list[_Source]:
+def _blocks(sources: Sequence[_ModelSource], devices: Sequence[Device], options: LoadOptions) -> list[_ModelSource]:
     """The block behind the model's last layer, if that drafts: on the host alone, as GPUs keep no hidden states."""
     if len(sources) > 1 or len(devices) > 1 or not has_block(sources[0].file):
         return []
@@ -301,13 +303,13 @@ def _open_devices(options: LoadOptions) -> tuple[Device, ...]:
         raise
 
 
-def _close(devices: Sequence[Device | Encoder]) -> None:
+def _close(devices: Sequence[Device | VisionEncoder]) -> None:
     for device in devices:
         device.close()
 
 
 def _plan(
-    sources: Sequence[_Source], devices: tuple[Device, ...], options: LoadOptions, encoder: Encoder | None
+    sources: Sequence[_ModelSource], devices: tuple[Device, ...], options: LoadOptions, encoder: VisionEncoder | None
 ) -> tuple[list[Planner], Plan]:
     """Where the model goes, and the one that drafts for it, if any; beside the encoder of pictures, on the host."""
     available, sees = available_memory(), None
@@ -333,8 +335,8 @@ def _plan(
 
 
 def _plan_with_block(
-    sources: list[_Source], devices: tuple[Device, ...], options: LoadOptions, encoder: Encoder | None
-) -> tuple[list[_Source], list[Planner], Plan]:
+    sources: list[_ModelSource], devices: tuple[Device, ...], options: LoadOptions, encoder: VisionEncoder | None
+) -> tuple[list[_ModelSource], list[Planner], Plan]:
     """As `_plan`, and with the block behind the model's last layer, if there is one and memory for it."""
     blocks = _blocks(sources, devices, options)
     try:
@@ -347,7 +349,7 @@ def _plan_with_block(
 
 
 def _load(
-    source: _Source, planner: Planner, placement: Placement, options: LoadOptions
+    source: _ModelSource, planner: Planner, placement: Placement, options: LoadOptions
 ) -> tuple[ModelRunner, ModelInfo, tuple[Notice, ...]]:
     """Packs a model's weights, makes its cache, and tells what there is to be said of it."""
     file, config, report = source.file, source.model.config, of_stage(options.progress, "weights")
@@ -449,7 +451,7 @@ def _log_info(info: ModelInfo, role: str = "") -> None:
         _log.info("%s on %s (%s): %s%s", group.name, group.device, group.kernels, formats, cache)
 
 
-def _info(source: _Source, planner: Planner, placement: Placement) -> ModelInfo:
+def _info(source: _ModelSource, planner: Planner, placement: Placement) -> ModelInfo:
     file, config = source.file, source.model.config
     name = file.metadata.get("general.name")
     used = [device for device in planner.devices if device.name in placement.devices]

@@ -245,7 +245,9 @@ class Planner:
     # n_gpu_layers, tensor_split: see `localllm.loading.layers.plan_layers`
     n_gpu_layers: int | None = None
     tensor_split: tuple[float, ...] | None = None
-    shares: bool = False  # whether it is from the file of the model that it drafts for, and takes that one's weights
+    shares_weights: bool = (
+        False  # whether it is from the file of the model that it drafts for, and takes that one's weights
+    )
     _known: dict[tuple[str, range, StepSizes], Footprint] = field(default_factory=dict, compare=False)
 
     @property
@@ -348,10 +350,10 @@ def _together(planners: Sequence[Planner], n_tokens: int) -> tuple[Placement, ..
     drafting = [draft.as_draft(n_tokens) for draft in drafts]
     model = planner.beside(*drafting).at(n_tokens)
     both = zip(drafts, drafting, strict=True)
-    return model, *(placed.sharing(model) if draft.shares else placed for draft, placed in both)
+    return model, *(placed.sharing(model) if draft.shares_weights else placed for draft, placed in both)
 
 
-def _leaves_room(planners: Sequence[Planner], available: int, n_tokens: int, n_spilled: int) -> bool:
+def _leaves_memory(planners: Sequence[Planner], available: int, n_tokens: int, n_spilled: int) -> bool:
     """Whether a context that nobody asked for is modest.
 
     On each device what grows with it takes at most half of what is free beside the weights, and no more than
@@ -391,7 +393,7 @@ def fit(planners: Sequence[Planner], available: int, context: int | None = None)
             return True
 
     trained = planner.model.config.context_length
-    if context is None and trained > SHORT_CONTEXT and _leaves_room(planners, available, trained, 0):
+    if context is None and trained > SHORT_CONTEXT and _leaves_memory(planners, available, trained, 0):
         return at(trained)
     wanted = context if context is not None else min(trained, SHORT_CONTEXT)
     if not is_too_large(wanted):
@@ -399,7 +401,7 @@ def fit(planners: Sequence[Planner], available: int, context: int | None = None)
             return at(wanted)
         n_spilled = at(wanted)[0].spilled_layers
         longer = [*range(wanted, trained, _CONTEXT_STEP), trained]
-        too_long = bisect(longer, False, lo=1, key=lambda n: not _leaves_room(planners, available, n, n_spilled))
+        too_long = bisect(longer, False, lo=1, key=lambda n: not _leaves_memory(planners, available, n, n_spilled))
         return at(longer[too_long - 1])
     contexts = range(0, wanted, planner.page_size)
     fitting = contexts[bisect(contexts, False, lo=1, key=is_too_large) - 1]  # 0 where none does
@@ -424,7 +426,7 @@ def widened(
     context, n_spilled = placements[0].context, placements[0].spilled_layers
     for n in range(MAX_DEFAULT_PARALLEL, 1, -1):
         wider = [replace(each, parallel=n) for each in planners]
-        if _leaves_room(wider, available, context, n_spilled):
+        if _leaves_memory(wider, available, context, n_spilled):
             return wider, _together(wider, context)
     return list(planners), placements
 

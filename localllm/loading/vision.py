@@ -45,7 +45,7 @@ _NO_IMAGE = Image(None)
 
 
 @dataclass(eq=False)
-class Encoder:
+class VisionEncoder:
     """An encoder of pictures.  What computes is not to be used by several threads at once.
 
     Attributes:
@@ -67,7 +67,7 @@ class Encoder:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str]) -> Encoder:
+    def open(cls, path: str | os.PathLike[str]) -> VisionEncoder:
         """Opens a file; its weights are read when the first picture is encoded, which needs a ``backend``."""
         file = GGUFFile.open(path)
         try:
@@ -77,7 +77,7 @@ class Encoder:
             raise
 
     @classmethod
-    def of(cls, path: str | os.PathLike[str], architecture: str, width: object) -> Encoder:
+    def of(cls, path: str | os.PathLike[str], architecture: str, width: object) -> VisionEncoder:
         """As `open`, for a text model of this architecture, whose embeddings have so many values."""
         encoder = cls.open(path)
         family = PROJECTORS[encoder.family]

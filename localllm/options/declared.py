@@ -38,7 +38,7 @@ _MAX = sys.float_info.max
 # -- Kinds of values -----------------------------------------------------------------------------------------------
 
 
-class Kind(NamedTuple):
+class OptionKind(NamedTuple):
     """What values an option has.
 
     Attributes:
@@ -71,17 +71,17 @@ def _integer(value: object, low: int, below: float) -> int | None:
     return number if number is not None and low <= number < below else None
 
 
-def _number(low: float, words: str, high: float = _MAX) -> Kind:
-    return Kind(words, partial(_real, low=low, high=high), float, "X", float)
+def _number(low: float, words: str, high: float = _MAX) -> OptionKind:
+    return OptionKind(words, partial(_real, low=low, high=high), float, "X", float)
 
 
-def _whole(low: int, words: str = "", below: float = math.inf) -> Kind:
+def _whole(low: int, words: str = "", below: float = math.inf) -> OptionKind:
     words = words or f"a whole number of at least {low}"
-    return Kind(words, partial(_integer, low=low, below=below), int, "N", int)
+    return OptionKind(words, partial(_integer, low=low, below=below), int, "N", int)
 
 
-def _of_type(words: str, types: Any, metavar: str = "NAME", json: Any = None) -> Kind:
-    return Kind(words, lambda value: value if isinstance(value, types) else None, metavar=metavar, json=json)
+def _of_type(words: str, types: Any, metavar: str = "NAME", json: Any = None) -> OptionKind:
+    return OptionKind(words, lambda value: value if isinstance(value, types) else None, metavar=metavar, json=json)
 
 
 def _read_proportions(value: object) -> tuple[float, ...] | None:
@@ -116,10 +116,10 @@ def _read_stops(value: object) -> tuple[str, ...] | None:
     return _read_texts((value,) if isinstance(value, str) else value)
 
 
-def _one_of(*choices: str) -> Kind:
+def _one_of(*choices: str) -> OptionKind:
     words = f"one of {', '.join(map(repr, choices))}"
     read = {choice: choice for choice in choices}.get
-    return Kind(words, lambda value: read(value) if isinstance(value, str) else None, metavar="WHAT", json=str)
+    return OptionKind(words, lambda value: read(value) if isinstance(value, str) else None, metavar="WHAT", json=str)
 
 
 def _read_biases(value: object) -> dict[int, float] | None:
@@ -129,7 +129,7 @@ def _read_biases(value: object) -> dict[int, float] | None:
     return None if None in biases or None in biases.values() else biases  # type: ignore[return-value]
 
 
-def _read_shares(value: object) -> dict[str, float] | None:
+def _read_scales(value: object) -> dict[str, float] | None:
     if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
         return None
     shares = {name: _real(share, -_MAX, _MAX) for name, share in value.items()}
@@ -178,33 +178,33 @@ _PROBABILITY = _number(0.0, "a number from 0 to 1", 1.0)
 _ANY_NUMBER = _number(-_MAX, "a finite number")
 _NOT_NEGATIVE = _number(0.0, "a finite number of at least 0")
 _WINDOW = _whole(-1, "a whole number of at least -1 (-1 is the whole text, 0 is off)")
-_MIROSTAT = Kind("0 (off) or 2", lambda value: n if (n := as_int(value)) in (0, 2) else None, int, "N", int)
+_MIROSTAT = OptionKind("0 (off) or 2", lambda value: n if (n := as_int(value)) in (0, 2) else None, int, "N", int)
 _TOKENS = _whole(1, "a whole number from 1 to 2^63 - 1", 1 << 63)
 _TEXT = _of_type("a text (str)", str)
 _PATH = _of_type("the path of a GGUF file, as str or Path", (str, os.PathLike), "FILE")
-_MMPROJ = Kind(
+_MMPROJ = OptionKind(
     "the path of a GGUF file, as str or Path, or False",
     lambda value: value if value is False or isinstance(value, str | os.PathLike) else None,
     metavar="FILE",
 )
-_PROPORTIONS = Kind("a list of numbers of at least 0, not all of them 0", _read_proportions, _floats, "X,…")
-_CACHE_TYPE = Kind("one of 'f16', 'q8_0'", _read_cache_type, metavar="TYPE")
-_SPLIT_MODE = Kind("one of 'layer', 'row'", _read_split_mode, metavar="MODE")
-_TEXTS = Kind("texts, none of them empty", _read_texts, json=list[str])
-STOPS = Kind("a text that is not empty, or a list of such", _read_stops, metavar="TEXT", json=str | list[str])
+_PROPORTIONS = OptionKind("a list of numbers of at least 0, not all of them 0", _read_proportions, _floats, "X,…")
+_CACHE_TYPE = OptionKind("one of 'f16', 'q8_0'", _read_cache_type, metavar="TYPE")
+_SPLIT_MODE = OptionKind("one of 'layer', 'row'", _read_split_mode, metavar="MODE")
+_TEXTS = OptionKind("texts, none of them empty", _read_texts, json=list[str])
+STOPS = OptionKind("a text that is not empty, or a list of such", _read_stops, metavar="TEXT", json=str | list[str])
 _SECONDS = _number(math.ulp(0.0), "a number of seconds above 0")
-_SCHEMA = Kind(
+_SCHEMA = OptionKind(
     "a JSON schema: a dict, a JSON text, or a pydantic model class",
     _read_schema,
     _parse_schema,
     "SCHEMA",
     dict[str, Any],
 )
-_REGEX = Kind("a regular expression that is not empty", _text_with_content, metavar="REGEX", json=str)
-_GRAMMAR = Kind("a grammar in Lark's or llama.cpp's notation", _text_with_content, metavar="TEXT", json=str)
-_SHARES = Kind("a mapping of adapters' names to finite numbers", _read_shares)
-_ADAPTERS = Kind("a mapping of names to the paths of adapters", _read_adapters)
-_BIASES = Kind(
+_REGEX = OptionKind("a regular expression that is not empty", _text_with_content, metavar="REGEX", json=str)
+_GRAMMAR = OptionKind("a grammar in Lark's or llama.cpp's notation", _text_with_content, metavar="TEXT", json=str)
+_SHARES = OptionKind("a mapping of adapters' names to finite numbers", _read_scales)
+_ADAPTERS = OptionKind("a mapping of names to the paths of adapters", _read_adapters)
+_BIASES = OptionKind(
     "a mapping of token ids to finite numbers or -inf",
     _read_biases,
     json=dict[str, float] | list[tuple[int | str, float | bool]],  # OpenAI's form, and llama.cpp's
@@ -231,12 +231,12 @@ class Option:
         key: behind "general.sampling." in a model's file, which may have a default of its own.
     """
 
-    kind: Kind
+    kind: OptionKind
     help: str
     flags: str = ""
     label: str = ""
     none: str = ""
-    is_kept: bool = True
+    is_setting: bool = True
     key: str = ""
 
     @property
@@ -245,13 +245,13 @@ class Option:
         return self.help.partition(".  ")[0]
 
 
-def _kept(default: Any, kind: Kind, help: str, flags: str = "--", label: str = "", **more: Any) -> Any:
+def _setting(default: Any, kind: OptionKind, help: str, flags: str = "--", label: str = "", **more: Any) -> Any:
     return field(default=default, metadata={"option": Option(kind, help, flags, label, **more)})
 
 
-def _call_option(default: Any, kind: Kind, help: str, flags: str = "", *, none: str = "") -> Any:
+def _call_option(default: Any, kind: OptionKind, help: str, flags: str = "", *, none: str = "") -> Any:
     """An option of single calls, which is not kept."""
-    return field(default=default, metadata={"option": Option(kind, help, flags, none=none, is_kept=False)})
+    return field(default=default, metadata={"option": Option(kind, help, flags, none=none, is_setting=False)})
 
 
 def declared(cls: type[Any]) -> dict[str, Option]:
@@ -322,28 +322,28 @@ class LoadOptions(_Checked):
         "file.",
         none="the demo model",
     )
-    device: str = _kept(
+    device: str = _setting(
         "auto",
         _TEXT,
         "auto, cpu, cuda (all GPUs), cuda:0,1 (these) or reference.  'auto' is 'cuda' where there is a GPU that "
         "works, else 'cpu'; with 'cuda' the CPU has the layers that GPUs have no room for; 'reference' is plain "
         "numpy, slow and exact.",
     )
-    n_gpu_layers: int | None = _kept(
+    n_gpu_layers: int | None = _setting(
         None,
         _whole(0),
         "layers on GPUs, the last ones; the rest are on the CPU.  More than the model has means all.",
         "-ngl --gpu-layers --n-gpu-layers",
         none="as many as fit",
     )
-    tensor_split: Sequence[float] | None = _kept(
+    tensor_split: Sequence[float] | None = _setting(
         None,
         _PROPORTIONS,
         "how GPUs share those layers, a number for each, such as 3,1",
         "-ts --tensor-split",
         none="as their free memory is",
     )
-    split_mode: SplitMode | None = _kept(
+    split_mode: SplitMode | None = _setting(
         None,
         _SPLIT_MODE,
         "how GPUs share a model: layer, each has some of the layers; or row, 2 to 8 GPUs each compute a part of "
@@ -351,7 +351,7 @@ class LoadOptions(_Checked):
         "-sm --split-mode",
         none="layer",
     )
-    context: int | None = _kept(
+    context: int | None = _setting(
         None,
         _TOKENS,
         "tokens of context, which a prompt and its answer share.  By default the cache takes at most half of the "
@@ -360,7 +360,7 @@ class LoadOptions(_Checked):
         "-c --ctx-size --context",
         none="as many as the model was trained on, or as memory allows",
     )
-    threads: int | None = _kept(
+    threads: int | None = _setting(
         None,
         _whole(1),
         "how many threads compute.  Decoding takes as many of the cores as read memory fastest, which is measured on "
@@ -382,7 +382,7 @@ class LoadOptions(_Checked):
         "where it is too small they wait for each other.",
         none="up to 4, as memory allows",
     )
-    cache_type: CacheType = _kept(
+    cache_type: CacheType = _setting(
         "f16",
         _CACHE_TYPE,
         "what the KV cache holds: f16, or q8_0 in about half the memory.  With q8_0, bytes with a scale for each 32, "
@@ -453,7 +453,7 @@ class Sampling(_Checked):
         {options}
     """
 
-    temperature: float = _kept(
+    temperature: float = _setting(
         0.8,
         _number(0.0, "a finite number of at least 0 (0 is greedy)"),
         "divides the logits; 0 always takes the likeliest token.  At 0 there is no truncation, XTC or mirostat.",
@@ -461,27 +461,27 @@ class Sampling(_Checked):
         "Temperature",
         key="temp",
     )
-    top_k: int = _kept(40, _whole(0), "the K likeliest tokens only; 0 is off", "--", "Top k", key="top_k")
-    top_p: float = _kept(
+    top_k: int = _setting(40, _whole(0), "the K likeliest tokens only; 0 is off", "--", "Top k", key="top_k")
+    top_p: float = _setting(
         0.95, _PROBABILITY, "the likeliest tokens up to this probability; 1 is off", "--", "Top p", key="top_p"
     )
-    min_p: float = _kept(
+    min_p: float = _setting(
         0.05, _PROBABILITY, "at least so likely, relative to the best; 0 is off", "--", "Min p", key="min_p"
     )
-    top_n_sigma: float = _kept(
+    top_n_sigma: float = _setting(
         0.0,
         _ANY_NUMBER,
         "logits within N standard deviations of the highest; 0 and below is off.  arXiv:2411.07641.",
         "--top-n-sigma --top-nsigma",
     )
-    typical_p: float = _kept(
+    typical_p: float = _setting(
         1.0,
         _PROBABILITY,
         "locally typical sampling; 1 is off.  Keeps the tokens whose surprise is nearest to the entropy, until their "
         "probabilities exceed this sum.",
         "--typical --typical-p",
     )
-    repeat_penalty: float = _kept(
+    repeat_penalty: float = _setting(
         1.0,
         _number(math.ulp(0.0), "a finite number above 0 (1 is off)"),
         "on tokens that occurred; 1 is off.  Divides their positive logits, and multiplies the others.",
@@ -489,61 +489,63 @@ class Sampling(_Checked):
         "Repeat penalty",
         key="penalty_repeat",
     )
-    repeat_last_n: int = _kept(
+    repeat_last_n: int = _setting(
         64, _WINDOW, "the penalties look at the last N tokens; -1 is all", key="penalty_last_n"
     )
-    presence_penalty: float = _kept(0.0, _ANY_NUMBER, "subtracted from the logits of tokens that occurred; 0 is off")
-    frequency_penalty: float = _kept(
+    presence_penalty: float = _setting(
+        0.0, _ANY_NUMBER, "subtracted from the logits of tokens that occurred; 0 is off"
+    )
+    frequency_penalty: float = _setting(
         0.0, _ANY_NUMBER, "subtracted from a token's logit each time that it occurred; 0 is off"
     )
-    dry_multiplier: float = _kept(
+    dry_multiplier: float = _setting(
         0.0,
         _NOT_NEGATIVE,
         "DRY against repetition; 0 is off.  The penalty of a token that prolongs a repetition of ``length`` tokens "
         "is ``multiplier * base ** (length - allowed_length)``, from ``allowed_length`` on.",
     )
-    dry_base: float = _kept(
+    dry_base: float = _setting(
         1.75, _number(1.0, "a finite number of at least 1"), "how fast the DRY penalty grows with each repeated token"
     )
-    dry_allowed_length: int = _kept(2, _whole(0), "tokens that may be repeated before DRY acts")
-    dry_penalty_last_n: int = _kept(-1, _WINDOW, "DRY looks at the last N tokens; -1 is all")
-    dry_sequence_breakers: tuple[str, ...] = _kept(
+    dry_allowed_length: int = _setting(2, _whole(0), "tokens that may be repeated before DRY acts")
+    dry_penalty_last_n: int = _setting(-1, _WINDOW, "DRY looks at the last N tokens; -1 is all")
+    dry_sequence_breakers: tuple[str, ...] = _setting(
         ("\n", ":", '"', "*"), _TEXTS, "DRY follows no repetition across these texts", ""
     )
-    xtc_probability: float = _kept(
+    xtc_probability: float = _setting(
         0.0,
         _PROBABILITY,
         "how often XTC acts; 0 is off.  Of the tokens at least ``xtc_threshold`` likely it removes all but the least "
         "likely.",
         key="xtc_probability",
     )
-    xtc_threshold: float = _kept(0.1, _PROBABILITY, "above 0.5 XTC never acts", key="xtc_threshold")
-    mirostat: int = _kept(
+    xtc_threshold: float = _setting(0.1, _PROBABILITY, "above 0.5 XTC never acts", key="xtc_threshold")
+    mirostat: int = _setting(
         0,
         _MIROSTAT,
         "2 is mirostat 2; 0 is off.  It steers the surprise of the text, in place of top-k to XTC.",
         key="mirostat",
     )
-    mirostat_tau: float = _kept(
+    mirostat_tau: float = _setting(
         5.0, _NOT_NEGATIVE, "mirostat's target surprise in bits, tau", "--mirostat-ent", key="mirostat_tau"
     )
-    mirostat_eta: float = _kept(
+    mirostat_eta: float = _setting(
         0.1, _NOT_NEGATIVE, "mirostat's learning rate, eta", "--mirostat-lr", key="mirostat_eta"
     )
-    adaptive_target: float = _kept(
+    adaptive_target: float = _setting(
         -1.0,
         _number(-1.0, "a number from 0 to 1, or -1 (off)", 1.0),
         "adaptive-p favours tokens near this probability; -1 is off.  It draws among what the others leave.",
     )
-    adaptive_decay: float = _kept(
+    adaptive_decay: float = _setting(
         0.9, _number(0.0, "a number from 0 to 0.99", 0.99), "how long adaptive-p remembers, from 0 to 0.99"
     )
     logit_bias: Mapping[int, float] = field(
         default_factory=dict,
         hash=False,
-        metadata={"option": Option(_BIASES, "added to the logits of tokens; -inf forbids one", is_kept=False)},
+        metadata={"option": Option(_BIASES, "added to the logits of tokens; -inf forbids one", is_setting=False)},
     )
-    seed: int | None = _kept(
+    seed: int | None = _setting(
         None,
         _whole(0, "a whole number from 0 to 2^64 - 1", 1 << 64),
         "the same one gives the same text again.  It draws as in llama.cpp.",
@@ -588,7 +590,7 @@ class Sampling(_Checked):
     )
     processors: tuple[LogitsProcessor, ...] = _call_option(
         (),
-        Kind("a tuple of functions", _read_functions),
+        OptionKind("a tuple of functions", _read_functions),
         "called in turn after ``logit_bias``, each with the tokens so far, the prompt's among them, int32 [n], and "
         "the logits, float32 [n_vocab], of which it returns its own",
     )
@@ -653,7 +655,7 @@ class CheckedOptions(_Checked):
             "option": Option(
                 _of_type("a localllm.Sampling", Sampling),
                 "settings to begin with; single settings given beside it replace its own",
-                is_kept=False,
+                is_setting=False,
             )
         },
     )
@@ -713,7 +715,7 @@ class CheckedOptions(_Checked):
         given = {name: value for name, value in options.items() if name in own}
         return cls(**given | {"sampling": sampling})
 
-    def room(self, context: int) -> int:
+    def reserved_for_reply(self, context: int) -> int:
         """Tokens that a truncated prompt leaves free for the answer."""
         wanted = context // 4 if self.max_tokens is None else self.max_tokens
         return min(wanted, context // 2)
@@ -733,12 +735,12 @@ _FLAGS = {
 }
 
 
-def in_flags(argument: Argument, settled: Mapping[str, str] = MappingProxyType({})) -> str:
+def in_flags(argument: Argument, from_settings: Mapping[str, str] = MappingProxyType({})) -> str:
     """What the command line calls an argument of the library: "--top-k", "--device cpu".
 
     Args:
         settled: what to call those in place of a flag that the settings file gave.
     """
     name, value = argument
-    flag = settled.get(name) or _FLAGS.get(name) or f"--{name.replace('_', '-')}"
+    flag = from_settings.get(name) or _FLAGS.get(name) or f"--{name.replace('_', '-')}"
     return flag if value is ... else f"{flag} {value}"

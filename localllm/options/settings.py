@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from localllm.errors import SettingsError, shown
 from localllm.files import expanded
-from localllm.options.declared import STOPS, Kind, LoadOptions, Sampling, declared
+from localllm.options.declared import STOPS, LoadOptions, OptionKind, Sampling, declared
 
 if TYPE_CHECKING:
     from localllm.kernels.graph import CacheType
@@ -156,23 +156,23 @@ def _device(value: Any) -> str | None:
     return value if isinstance(value, str) and _DEVICE.fullmatch(value) else None
 
 
-_LOAD = {name: option.kind for name, option in declared(LoadOptions).items() if option.is_kept}
+_LOAD = {name: option.kind for name, option in declared(LoadOptions).items() if option.is_setting}
 
 #: All keys but for those of the table of sampling settings.
-KEYS: Mapping[str, Kind] = {
-    "model": Kind("a GGUF file's path, or ORG/REPO[:QUANT]", _text),
+KEYS: Mapping[str, OptionKind] = {
+    "model": OptionKind("a GGUF file's path, or ORG/REPO[:QUANT]", _text),
     **_LOAD,
-    "device": Kind("'auto', 'cpu', 'cuda', 'cuda:0,1' or 'reference'", _device),
-    "system_prompt": Kind("a text that is not empty", _text),
+    "device": OptionKind("'auto', 'cpu', 'cuda', 'cuda:0,1' or 'reference'", _device),
+    "system_prompt": OptionKind("a text that is not empty", _text),
     "stop": STOPS,
-    "theme": Kind("the name of a theme, such as 'dark' or 'light'", _text),
-    "embedding_model": Kind("a GGUF file's path, or ORG/REPO[:QUANT]", _text),
-    "model_folders": Kind("a folder's path, or a list of such", STOPS.read),
+    "theme": OptionKind("the name of a theme, such as 'dark' or 'light'", _text),
+    "embedding_model": OptionKind("a GGUF file's path, or ORG/REPO[:QUANT]", _text),
+    "model_folders": OptionKind("a folder's path, or a list of such", STOPS.read),
 }
 
 #: The keys of the table of sampling settings.
-SAMPLING_KEYS: Mapping[str, Kind] = {
-    name: option.kind for name, option in declared(Sampling).items() if option.is_kept
+SAMPLING_KEYS: Mapping[str, OptionKind] = {
+    name: option.kind for name, option in declared(Sampling).items() if option.is_setting
 }
 
 
@@ -209,7 +209,7 @@ def check(values: Mapping[str, Any], folder: Path) -> tuple[Settings, list[str]]
 
 
 def _check_keys(
-    values: Mapping[str, Any], keys: Mapping[str, Kind], unknown: Callable[[str], str], table: str = ""
+    values: Mapping[str, Any], keys: Mapping[str, OptionKind], unknown: Callable[[str], str], table: str = ""
 ) -> tuple[dict[str, Any], list[str]]:
     """The values of a table that are good, and what is wrong with the rest."""
     good: dict[str, Any] = {}

@@ -2,6 +2,6 @@
 
 from localllm.quantize.imatrix import ImportanceMatrix
 from localllm.quantize.mixes import MIXES
-from localllm.quantize.run import Plan, TensorPlan, TensorResult, plan, run, split_files
+from localllm.quantize.run import QuantizePlan, TensorPlan, TensorResult, plan, run, split_files
 
-__all__ = ["MIXES", "ImportanceMatrix", "Plan", "TensorPlan", "TensorResult", "plan", "run", "split_files"]
+__all__ = ["MIXES", "ImportanceMatrix", "QuantizePlan", "TensorPlan", "TensorResult", "plan", "run", "split_files"]

@@ -24,8 +24,8 @@ from localllm.kernels.cpu.host import check_memory
 from localllm.models.registry import read_model
 from localllm.quant.encode import Feedback
 from localllm.quant.types import GGMLType
-from localllm.quantize.collect import step_batch
 from localllm.quantize.imatrix import ImportanceMatrix
+from localllm.quantize.imatrix_collection import step_batch
 from localllm.quantize.mixes import fitting, is_quantizable
 from localllm.quantize.run import TensorPlan, TensorWork
 
@@ -43,7 +43,7 @@ _ROUNDS = 6
 Progress = Callable[[int, int], object]
 
 
-class Option(NamedTuple):
+class TypeOption(NamedTuple):
     """The size and the loss of a tensor at a type."""
 
     n_bytes: int
@@ -59,7 +59,7 @@ class _Replaced:
     tensors: Mapping[str, TensorInfo]
 
 
-class _Meter:
+class _DivergenceMeter:
     """Measures divergence from a model as it is on pieces of a text, of whose tokens the second halves count."""
 
     def __init__(self, file: GGUFFile, pieces: Sequence[Sequence[int]], backend: Backend) -> None:
@@ -88,17 +88,17 @@ class _Meter:
 
 
 def allot(
-    options: Mapping[str, Sequence[Option]], *, n_bytes: float = np.inf, loss: float = 0.0
-) -> dict[str, Option]:
+    options: Mapping[str, Sequence[TypeOption]], *, n_bytes: float = np.inf, loss: float = 0.0
+) -> dict[str, TypeOption]:
     """For each tensor the option with which all take at most ``n_bytes``, or cost no more than ``loss``.
 
     Each byte goes where it lessens the loss most: tensors begin at their smallest option and take steps along the
     lower convex hull of theirs, the best step of all tensors first.
     """
-    steps: list[tuple[float, str, Option]] = []
-    chosen: dict[str, Option] = {}
+    steps: list[tuple[float, str, TypeOption]] = []
+    chosen: dict[str, TypeOption] = {}
     for name, given in options.items():
-        hull: list[Option] = []
+        hull: list[TypeOption] = []
         for option in sorted(given):
             if hull and option.loss >= hull[-1].loss:
                 continue
@@ -118,12 +118,12 @@ def allot(
     return chosen
 
 
-def _gain(a: Option, b: Option) -> float:
+def _gain(a: TypeOption, b: TypeOption) -> float:
     return (a.loss - b.loss) / (b.n_bytes - a.n_bytes)
 
 
 @dataclass(frozen=True)
-class Choice:
+class TypeChoice:
     """Types by tensor, and the divergence from the model as it is that was measured with them."""
 
     types: Mapping[str, GGMLType]
@@ -139,7 +139,7 @@ def choose_types(
     divergence: float | None = None,
     imatrix: ImportanceMatrix | None = None,
     progress: Progress | None = None,
-) -> Choice:
+) -> TypeChoice:
     """Choose a type for each tensor that is worth quantising.
 
     Args:
@@ -149,7 +149,7 @@ def choose_types(
         divergence: instead, the Kullback-Leibler divergence on the text that it may have, in nats.
         imatrix: the importance that it will be quantised with.
     """
-    meter = _Meter(file, pieces, backend)
+    meter = _DivergenceMeter(file, pieces, backend)
     feedbacks: dict[int, Feedback] = {}
 
     def encoded(tensor: TensorInfo, type: GGMLType) -> tuple[TensorInfo, float]:
@@ -157,7 +157,7 @@ def choose_types(
         data = np.concatenate([slab.reshape(-1, slab.shape[-1]) for _, slab in work.slabs()])
         return replace(tensor, type=type, data=data.reshape(*tensor.shape[:-1], -1)), work.result().error or 0.0
 
-    options: dict[str, list[Option]] = {}
+    options: dict[str, list[TypeOption]] = {}
     names = [name for name, tensor in file.tensors.items() if is_quantizable(name, tensor.shape)]
     for done, name in enumerate(names):
         if progress is not None:
@@ -169,13 +169,13 @@ def choose_types(
         measured = fitting(_MEASURED, tensor.shape[-1])
         loss = meter.divergence({name: encoded(tensor, measured)[0]}) / (squares[measured] or 1.0)
         options[name] = [
-            Option(TensorPlan(tensor, type).spec.n_bytes, loss * square, type) for type, square in squares.items()
+            TypeOption(TensorPlan(tensor, type).spec.n_bytes, loss * square, type) for type, square in squares.items()
         ]
         tensor.drop_pages()
 
-    def measured_with(chosen: Mapping[str, Option]) -> Choice:
+    def measured_with(chosen: Mapping[str, TypeOption]) -> TypeChoice:
         types = {name: option.type for name, option in chosen.items()}
-        return Choice(
+        return TypeChoice(
             types, meter.divergence({name: encoded(file.tensors[name], type)[0] for name, type in types.items()})
         )
 

@@ -120,7 +120,7 @@ class TensorResult:
 
 
 @dataclass(frozen=True)
-class Plan:
+class QuantizePlan:
     """The plan of a quantised file.
 
     Attributes:
@@ -153,7 +153,7 @@ def plan(
     overrides: Sequence[tuple[str, str]] = (),
     keep_split: bool = False,
     allow_requantize: bool = False,
-) -> Plan:
+) -> QuantizePlan:
     """Choose a type for every tensor.
 
     Args:
@@ -189,7 +189,7 @@ def plan(
             importance = None if imatrix is None else imatrix.of(tensor.name, tensor.source.shape)
             if importance is None and needs_importance(tensor.name, tensor.new, mix):
                 missing.append(tensor)
-    return Plan(file, mix, imatrix, tensors, _files(file, target, tensors, keep_split), missing)
+    return QuantizePlan(file, mix, imatrix, tensors, _files(file, target, tensors, keep_split), missing)
 
 
 def _fitted(source: SourceTensor, wanted: GGMLType) -> TensorPlan:
@@ -265,7 +265,7 @@ def split_files(
 
 
 def run(
-    plan: Plan,
+    plan: QuantizePlan,
     *,
     allow_nan: bool = False,
     progress: Callable[[TensorPlan, int, int], object] | None = None,
@@ -319,7 +319,7 @@ def run(
         plan.file.check_unchanged()
 
 
-def _origin(plan: Plan, allow_nan: bool) -> str:
+def _origin(plan: QuantizePlan, allow_nan: bool) -> str:
     """What the bytes of a plan's tensors depend on; empty where that is not known from outside of this process."""
     inputs = [*plan.file.paths]
     if plan.imatrix is not None:
@@ -331,7 +331,7 @@ def _origin(plan: Plan, allow_nan: bool) -> str:
     return f"{__version__} {allow_nan} {files}"
 
 
-def _metadata(plan: Plan, number: int) -> dict[str, bytes]:
+def _metadata(plan: QuantizePlan, number: int) -> dict[str, bytes]:
     """The keys of an output file: those of the input, and what llama.cpp's quantiser adds."""
     source = plan.file.metadata
     split = {

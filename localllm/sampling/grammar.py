@@ -26,7 +26,7 @@ from localllm.chat.thinking import TAGS
 from localllm.errors import Argument, GrammarError, UsageError, warn
 from localllm.kernels import process
 from localllm.sampling.candidates import IntArray
-from localllm.sampling.json_schema import held_schema
+from localllm.sampling.json_schema import enforceable_schema
 from localllm.sampling.penalties import Logits
 
 if TYPE_CHECKING:
@@ -124,12 +124,12 @@ def _held(text: str) -> tuple[str, list[str]]:
     given = json.loads(text)
     found, validate = [], llguidance.LLMatcher.validate_grammar_with_warnings
     for is_strict in (True, False):
-        schema, not_held = held_schema(given, is_strict=is_strict)
+        schema, not_held = enforceable_schema(given, is_strict=is_strict)
         found.append((json.dumps(schema), not_held))
         is_wrong, said = validate(f"start: %json {found[-1][0]}")
         if not is_wrong:
             if '"oneOf"' in text:  # alternatives may exclude each other only as they are closed
-                said += validate(f"start: %json {json.dumps(held_schema(given, may_close=False)[0])}")[1]
+                said += validate(f"start: %json {json.dumps(enforceable_schema(given, may_close=False)[0])}")[1]
             not_held += [words for sign, words in _OF_LLGUIDANCE if any(sign in each for each in said)]
             if not is_strict:
                 not_held.append("additionalProperties, which forbids what is required beside it")
@@ -240,7 +240,7 @@ class Grammars:
         with self._lock:
             if self._vocabulary is None:
                 self._vocabulary = llguidance.LLTokenizer(
-                    _Vocabulary(self._tokenizer, self._n_vocab),
+                    _TokenizerAdapter(self._tokenizer, self._n_vocab),
                     # A vocabulary without an end gets one beyond its tokens, which no mask contains.
                     eos_token=sorted(self._tokenizer.eog_ids) or [self._n_vocab],
                     # They take as long to prepare as all else, in which no other thread can run, and save little.
@@ -264,7 +264,7 @@ class Grammars:
         return opening
 
 
-class _Vocabulary:
+class _TokenizerAdapter:
     """What `llguidance.LLTokenizer` asks of a tokenizer."""
 
     is_tokenizer_wrapper = True

@@ -69,7 +69,7 @@ _MAX_BOUND = 10**18
 _LOOK = re.compile(r"\\[bB]|\(\?<?[=!]|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
 
 
-def held_schema(schema: Any, *, is_strict: bool = True, may_close: bool = True) -> tuple[Any, list[str]]:
+def enforceable_schema(schema: Any, *, is_strict: bool = True, may_close: bool = True) -> tuple[Any, list[str]]:
     """A schema in the form that llguidance takes, and what of it no text is held to.
 
     Args:

@@ -18,7 +18,7 @@ from localllm.engine.request import Usage
 from localllm.generation.completion import Chunk
 from localllm.server.dispatcher import (
     Dispatcher,
-    Generation,
+    GenerationFields,
     GenerationJob,
     PendingReplies,
     Reply,
@@ -50,7 +50,7 @@ class OutputConfig(msgspec.Struct):
     format: OutputFormat | None = None
 
 
-class MessagesRequest(Generation, kw_only=True):
+class MessagesRequest(GenerationFields, kw_only=True):
     messages: list[dict[str, Any]]
     system: str | list[dict[str, Any]] | None = None
     stop: list[str] | None = msgspec.field(name="stop_sequences", default=None)
@@ -167,7 +167,7 @@ async def messages(request: Request, dispatcher: Dispatcher) -> Response:
     if body.max_tokens is None:
         raise HTTPError(400, "max_tokens is missing: say how many tokens the reply may have")
     pending = await dispatcher.begin(await dispatcher.read(request, _job, body), request)
-    writer = _Writer()
+    writer = _MessageWriter()
     if body.stream:
         return EventStream(
             pending.lines(writer.lines, [_line("message_start", message=_head(pending))]),
@@ -189,7 +189,7 @@ def _end(reply: Reply) -> dict[str, Any]:
     return {"stop_reason": _stop_reason(reply), "stop_sequence": reply.stop_text}
 
 
-class _Writer:
+class _MessageWriter:
     """Makes the blocks of a message, and the lines that tell of them."""
 
     def __init__(self) -> None:

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from localllm.errors import LocalLLMError
 from localllm.server import anthropic, embeddings, llamacpp, ollama, openai, responses
-from localllm.server.dispatcher import Dispatcher, LoraShare
+from localllm.server.dispatcher import Dispatcher, LoraScale
 from localllm.server.http import Guard, HTTPError, Limits, json_response
 from localllm.server.models import Models
 from localllm.server.page import page
@@ -93,7 +93,7 @@ _ENDPOINTS: tuple[tuple[str, tuple[str, ...], _Endpoint, Any], ...] = (
     ("POST", ("/slots/{id}",), llamacpp.slot, llamacpp.SlotRequest),
     ("GET", ("/metrics",), llamacpp.metrics, None),
     ("GET", ("/lora-adapters",), llamacpp.lora_adapters, None),
-    ("POST", ("/lora-adapters",), llamacpp.set_lora_adapters, list[LoraShare]),
+    ("POST", ("/lora-adapters",), llamacpp.set_lora_adapters, list[LoraScale]),
     ("POST", ("/tokenize",), llamacpp.tokenize, llamacpp.TokenizeRequest),
     ("POST", ("/detokenize",), llamacpp.detokenize, llamacpp.DetokenizeRequest),
     ("POST", ("/apply-template",), llamacpp.apply_template, llamacpp.TemplateRequest),

@@ -57,7 +57,7 @@ _FILL_IN = (
 )
 
 
-class LoraShare(msgspec.Struct):
+class LoraScale(msgspec.Struct):
     """How much a request gets of an adapter, whose number ``/lora-adapters`` lists."""
 
     id: int
@@ -99,12 +99,12 @@ class StructuredOutputs(msgspec.Struct):
         return {"json_schema": schema, "regex": choices or self.regex, "grammar": self.grammar}
 
 
-class Generation(_Options):
+class GenerationFields(_Options):
     """Fields of a request that all APIs share; their names are llama.cpp's, and vLLM's."""
 
     model: str | None = None
     stream: bool = False
-    lora: list[LoraShare] | None = None
+    lora: list[LoraScale] | None = None
     return_progress: bool = False
     timings_per_token: bool = False
     verbose: bool = False
@@ -173,7 +173,7 @@ class GenerationJob:
     model: str | None
     options: dict[str, Any]
     messages: list[Message] | None = None
-    prompts: Sequence[Prompt | SeenPrompt] = ()
+    prompts: Sequence[Prompt | PicturePrompt] = ()
     tools: Tools = field(default_factory=list)
     must_call: bool = False
     variables: dict[str, Any] = field(default_factory=dict)
@@ -401,7 +401,7 @@ class Dispatcher:
         self._check(job)
         wanted = job.options.pop("adapters", None)
         if wanted is not None or self.models.adapters:  # else those of the model's own defaults
-            job.options["adapters"] = self.shares(wanted)
+            job.options["adapters"] = self.adapter_scales(wanted)
         client: str = request.state.client
         if "x-priority" in request.headers:
             job.options.setdefault("priority", request.headers["x-priority"])
@@ -425,7 +425,7 @@ class Dispatcher:
         self.active[pending.number] = pending
         return pending
 
-    def shares(self, wanted: list[LoraShare] | None) -> dict[str, float]:
+    def adapter_scales(self, wanted: list[LoraScale] | None) -> dict[str, float]:
         """The share of each adapter by name: 0 of those that ``wanted`` leaves out, as in llama.cpp."""
         if wanted is None:
             return dict(self.models.adapters)
@@ -511,7 +511,7 @@ def _submit(job: GenerationJob, llm: LLM, client: str) -> list[Stream]:
         job.options["progress"] = lambda n, total: None  # which the stream's chunks tell
     if job.messages is None:
         for prompt in job.prompts:
-            _check_length(prompt.text if isinstance(prompt, SeenPrompt) else prompt, llm.info.context)
+            _check_length(prompt.text if isinstance(prompt, PicturePrompt) else prompt, llm.info.context)
         begins = [partial(_stream, llm, each, parse_special=job.special) for each in job.prompts]
     else:
         template = llm.chat_template.used_for({"tools": job.tools}).source
@@ -579,7 +579,7 @@ def begun_reply(messages: list[Message], goes_on: bool | None = None) -> tuple[l
 
 
 @dataclass(frozen=True)
-class SeenPrompt:
+class PicturePrompt:
     """A text with pictures (bytes of files) in the places of `localllm.llm.MEDIA`."""
 
     text: str
@@ -613,22 +613,22 @@ Prompts = str | PromptObject | list[str | int | list[int | str] | PromptObject]
 
 
 def each_prompt(given: Prompts, *, may_see: bool = False) -> list[Any]:
-    """Each prompt of a field: a `Prompt`, or a `SeenPrompt`."""
+    """Each prompt of a field: a `Prompt`, or a `PicturePrompt`."""
     if isinstance(given, list) and any(isinstance(each, int) for each in given):
         return [[_plain(each, False) if isinstance(each, PromptObject) else each for each in given]]
     prompts: list[Any] = given if isinstance(given, list) else [given]
     return [_plain(each, may_see) if isinstance(each, PromptObject) else each for each in prompts]
 
 
-def _plain(given: PromptObject, may_see: bool) -> str | SeenPrompt:
+def _plain(given: PromptObject, may_see: bool) -> str | PicturePrompt:
     if not (may_see and given.multimodal_data):
         return given.text
     images = (decoded(data, f"multimodal_data[{i}]") for i, data in enumerate(given.multimodal_data))
-    return SeenPrompt(given.prompt_string or "", tuple(images))
+    return PicturePrompt(given.prompt_string or "", tuple(images))
 
 
-def _stream(llm: LLM, prompt: Prompt | SeenPrompt, **options: Any) -> Stream:
-    if isinstance(prompt, SeenPrompt):
+def _stream(llm: LLM, prompt: Prompt | PicturePrompt, **options: Any) -> Stream:
+    if isinstance(prompt, PicturePrompt):
         return llm.stream(prompt.text, images=prompt.images, **options)
     return llm.stream(joined(llm, prompt), **options)
 

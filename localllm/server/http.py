@@ -103,12 +103,12 @@ class HTTPError(LocalLLMError):
                 error.n_tokens, error.context
             )  # to cut it is nothing that a request can ask for
             more = {"n_prompt_tokens": error.n_tokens, "n_ctx": error.context}
-            return cls(400, error.told(word), "context_length_exceeded", more=more)
+            return cls(400, error.worded(word), "context_length_exceeded", more=more)
         if isinstance(error, msgspec.DecodeError):
             return cls(400, f"the body is not what this endpoint takes: {error}")
         if isinstance(error, UsageError | TemplateError | TokenizerError):
             return cls(
-                400, _FOLDERS.sub("", error.told(word)), param=fields.get(getattr(error, "argument", None) or "")
+                400, _FOLDERS.sub("", error.worded(word)), param=fields.get(getattr(error, "argument", None) or "")
             )
         if isinstance(error, UnknownModelError):
             return cls(404, str(error), "model_not_found")

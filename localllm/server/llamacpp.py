@@ -31,14 +31,14 @@ from localllm.sampling import Choice
 from localllm.server.dispatcher import (
     MAX_REPLIES,
     Dispatcher,
-    Generation,
+    GenerationFields,
     GenerationJob,
-    LoraShare,
+    LoraScale,
     PendingReplies,
+    PicturePrompt,
     Prompt,
     Prompts,
     Reply,
-    SeenPrompt,
     begun_reply,
     each_prompt,
     fill_in,
@@ -297,31 +297,31 @@ async def apply_template(request: Request, dispatcher: Dispatcher) -> Response:
 
 
 async def lora_adapters(request: Request, dispatcher: Dispatcher) -> Response:
-    shares = enumerate(dispatcher.models.adapters.items())
-    return json_response([{"id": i, "path": Path(name).name, "scale": share} for i, (name, share) in shares])
+    adapter_scales = enumerate(dispatcher.models.adapters.items())
+    return json_response([{"id": i, "path": Path(name).name, "scale": share} for i, (name, share) in adapter_scales])
 
 
 async def set_lora_adapters(request: Request, dispatcher: Dispatcher) -> Response:
     """Changes how much of each adapter requests get that do not say it."""
-    dispatcher.models.adapters = dispatcher.shares(await decode(request, list[LoraShare]))
+    dispatcher.models.adapters = dispatcher.adapter_scales(await decode(request, list[LoraScale]))
     return await lora_adapters(request, dispatcher)
 
 
 # -- Completions ---------------------------------------------------------------------------------------------------
 
 
-class _Completion(Generation):
+class _CompletionFields(GenerationFields):
     max_tokens: int | None = msgspec.field(name="n_predict", default=None)
     n_probs: int | None = None
     response_fields: list[str] | None = None
     return_tokens: bool = False
 
 
-class CompletionRequest(_Completion, kw_only=True):
+class CompletionRequest(_CompletionFields, kw_only=True):
     prompt: Prompts
 
 
-class InfillRequest(_Completion, kw_only=True):
+class InfillRequest(_CompletionFields, kw_only=True):
     input_prefix: str
     input_suffix: str
     input_extra: list[dict[str, str]] | None = None
@@ -344,7 +344,7 @@ async def infill(request: Request, dispatcher: Dispatcher) -> Response:
 
 
 async def _complete(
-    request: Request, dispatcher: Dispatcher, body: _Completion, prompts: Sequence[Prompt | SeenPrompt]
+    request: Request, dispatcher: Dispatcher, body: _CompletionFields, prompts: Sequence[Prompt | PicturePrompt]
 ) -> Response:
     if len(prompts) > MAX_REPLIES:
         raise HTTPError(400, f"there are {len(prompts):,} prompts, but a request has at most {MAX_REPLIES}")
@@ -367,7 +367,7 @@ async def _complete(
     return json_response(results if len(results) > 1 else results[0])
 
 
-def _chosen(body: _Completion, result: dict[str, Any]) -> dict[str, Any]:
+def _chosen(body: _CompletionFields, result: dict[str, Any]) -> dict[str, Any]:
     """The fields that were asked for, or all; "a/b" is the field b in a."""
     if not body.response_fields:
         return result
@@ -381,7 +381,7 @@ def _chosen(body: _Completion, result: dict[str, Any]) -> dict[str, Any]:
     return chosen
 
 
-def _lines(pending: PendingReplies, body: _Completion, reply: Reply, chunk: Chunk) -> Iterator[bytes]:
+def _lines(pending: PendingReplies, body: _CompletionFields, reply: Reply, chunk: Chunk) -> Iterator[bytes]:
     head = {"index": reply.index, "content": chunk.text, "tokens": chunk.ids, "stop": False}
     if chunk.n_evaluated is not None:
         yield event({**head, **progress_json(pending, reply, chunk.n_evaluated)})
@@ -414,7 +414,7 @@ def _drawn_json(llm: LLM, id_: int, logprob: float | None) -> dict[str, Any]:
     return {"token": token["token"], "prob": math.exp(token["logprob"]), "bytes": token["bytes"]}
 
 
-def _end(pending: PendingReplies, reply: Reply, body: _Completion) -> dict[str, Any]:
+def _end(pending: PendingReplies, reply: Reply, body: _CompletionFields) -> dict[str, Any]:
     stream = pending.streams[reply.index]
     wants_prompt = body.verbose or "prompt" in (body.response_fields or ())  # which may be long
     stop = "word" if reply.stop_text is not None else "eos" if reply.finish_reason == "stop" else "limit"

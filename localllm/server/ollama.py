@@ -25,7 +25,7 @@ from localllm.generation.completion import Chunk
 from localllm.llm import LLM
 from localllm.server.dispatcher import (
     Dispatcher,
-    Generation,
+    GenerationFields,
     GenerationJob,
     PendingReplies,
     Reply,
@@ -42,7 +42,7 @@ from localllm.version import __version__
 _OLLAMA_VERSION = "0.12.0"
 
 
-class RunOptions(Generation):
+class RunOptions(GenerationFields):
     """``options`` of a request."""
 
     max_tokens: int | None = msgspec.field(name="num_predict", default=None)

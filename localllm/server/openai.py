@@ -27,7 +27,7 @@ from localllm.sampling import Choice
 from localllm.server.dispatcher import (
     MAX_REPLIES,
     Dispatcher,
-    Generation,
+    GenerationFields,
     GenerationJob,
     PendingReplies,
     Prompt,
@@ -70,7 +70,7 @@ class ResponseFormat(msgspec.Struct):
     schema: dict[str, Any] | None = None
 
 
-class ChatRequest(Generation, kw_only=True):
+class ChatRequest(GenerationFields, kw_only=True):
     messages: list[dict[str, Any]]
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
@@ -88,7 +88,7 @@ class ChatRequest(Generation, kw_only=True):
     add_generation_prompt: bool | None = None
 
 
-class CompletionRequest(Generation, kw_only=True):
+class CompletionRequest(GenerationFields, kw_only=True):
     prompt: Prompts
     suffix: str | None = None
     max_tokens: int | None = 16

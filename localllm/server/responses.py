@@ -25,7 +25,7 @@ from localllm.generation.completion import Chunk
 from localllm.sampling import Choice
 from localllm.server.dispatcher import (
     Dispatcher,
-    Generation,
+    GenerationFields,
     GenerationJob,
     PendingReplies,
     Reply,
@@ -62,7 +62,7 @@ class TextOptions(msgspec.Struct):
     format: TextFormat | None = None
 
 
-class ResponsesRequest(Generation):
+class ResponsesRequest(GenerationFields):
     input: str | list[dict[str, Any]] | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
@@ -157,7 +157,7 @@ async def responses(request: Request, dispatcher: Dispatcher) -> Response:
         dispatcher.responses.get(body.previous_response_id, client).conversation if body.previous_response_id else []
     )
     pending = await dispatcher.begin(await dispatcher.read(request, _job, body, before), request)
-    writer = _Writer(pending, body)
+    writer = _ResponseWriter(pending, body)
 
     def keep(reply: Reply) -> None:
         if body.store is not False:
@@ -235,7 +235,7 @@ async def delete_response(request: Request, dispatcher: Dispatcher) -> Response:
     return json_response({"id": id_, "object": "response", "deleted": True})
 
 
-class _Writer:
+class _ResponseWriter:
     """Makes the items of a response, and the events that tell of them.
 
     Attributes:

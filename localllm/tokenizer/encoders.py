@@ -26,7 +26,7 @@ _PLACEHOLDER = " {}"
 """Names a token that no text may become: a text's spaces are U+2581 when it is cut."""
 
 
-class Encoder(Protocol):
+class TextEncoder(Protocol):
     """Turns text without special tokens into ids."""
 
     def encode(self, text: str) -> list[int]:
@@ -34,9 +34,9 @@ class Encoder(Protocol):
         ...
 
 
-def make_encoder(vocabulary: Vocabulary) -> Encoder:
+def make_encoder(vocabulary: Vocabulary) -> TextEncoder:
     """The encoder for ``vocabulary.model``."""
-    encoders: dict[str, Callable[[Vocabulary], Encoder]]
+    encoders: dict[str, Callable[[Vocabulary], TextEncoder]]
     encoders = {SPM: SentencePieceEncoder, BPE: BPEEncoder, UNIGRAM: UnigramEncoder, WORD_PIECE: WordPieceEncoder}
     return encoders[vocabulary.model](vocabulary)
 

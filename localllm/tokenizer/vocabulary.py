@@ -159,7 +159,7 @@ class Vocabulary:
     @classmethod
     def from_gguf(cls, file: MetadataFile) -> Vocabulary:
         """Read and check the vocabulary of ``file``."""
-        meta = _Metadata(file)
+        meta = _TokenizerMetadata(file)
         model = meta.model()
         pre = meta.text("pre")
         if model in _BPE_NAMES:
@@ -229,7 +229,7 @@ class Vocabulary:
         return _of_type(self.types, *kinds)
 
 
-class _Metadata:
+class _TokenizerMetadata:
     """Typed reading of the ``tokenizer.ggml.*`` keys; every refusal names the file and the key."""
 
     def __init__(self, file: MetadataFile) -> None:
@@ -438,7 +438,7 @@ def _byte_values(tokens: Sequence[str], types: bytes | bytearray, where: str) ->
 
 
 def _mark_special(
-    meta: _Metadata,
+    meta: _TokenizerMetadata,
     ids: Mapping[str, int],
     alike: Mapping[str, list[int]],
     types: bytearray,
@@ -493,14 +493,14 @@ def _ends_message_only(ids: Mapping[str, int]) -> bool:
     return "<|end|>" in ids and (gpt_oss or solar)
 
 
-def _strip_before(meta: _Metadata, pre: str | None, ids: Mapping[str, int]) -> frozenset[int]:
+def _strip_before(meta: _TokenizerMetadata, pre: str | None, ids: Mapping[str, int]) -> frozenset[int]:
     """Jina v2 and ModernBERT were trained with the white space before their mask removed."""
     jina = pre in ("jina-v2-de", "jina-v2-es", "jina-v2-code")
     mask = "<mask>" if jina else "[MASK]" if "modern-bert" in meta.general_name().lower() else ""
     return frozenset([ids[mask]] if mask in ids else [])
 
 
-def _strip_after(meta: _Metadata, tokens: Sequence[str], types: bytearray) -> frozenset[int]:
+def _strip_after(meta: _TokenizerMetadata, tokens: Sequence[str], types: bytearray) -> frozenset[int]:
     """Phi-3 was trained with the white space behind its special tokens removed; GGUF has no key for that."""
     name = meta.general_name().lower()
     if "phi-3" not in name and "phi3" not in name:

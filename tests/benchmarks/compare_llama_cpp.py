@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from localllm.cli.machine import disturbance
+from localllm.cli.machine_warnings import disturbance
 from localllm.kernels.cpu.host import OtherLoad, cpu_model
 from localllm.kernels.cpu.target import choose
 from tests.benchmarks import measure, theirs

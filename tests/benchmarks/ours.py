@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Self
 
 import localllm
-from localllm.bench.work import Test, Work
+from localllm.bench.workload import ModelCost, Test
 from localllm.gguf import GGUFFile
 from localllm.kernels.cpu.roofline import DOTS, Roofline
 from localllm.kernels.cpu.tiles import TILES
@@ -94,7 +94,7 @@ class Ceilings:
     """What this machine allows a model, measured when it is asked for; a context manager."""
 
     def __init__(self, info: ModelInfo) -> None:
-        self._work = Work.of(info)
+        self._work = ModelCost.of(info)
         self._layers, self._head = products_by_bits(info.path)
         self._roofline = Roofline(info.threads, n_bytes=min(READ_BYTES, info.placement.multiplied))
 

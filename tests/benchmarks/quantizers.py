@@ -46,8 +46,8 @@ from localllm.quant.encode import ENCODABLE, quantize
 from localllm.quant.formats import dequantize
 from localllm.quant.types import BLOCK_SIZES, GGMLType
 from localllm.quantize import MIXES, ImportanceMatrix, plan, run
-from localllm.quantize.collect import chunks, collect
 from localllm.quantize.imatrix import Entry
+from localllm.quantize.imatrix_collection import chunks, collect
 from localllm.quantize.mixes import chooser_for, layer_order, needs_importance
 from localllm.tokenizer import Tokenizer
 from tests.benchmarks.theirs import LlamaCpp, _binding

@@ -15,12 +15,12 @@ import httpx
 import numpy as np
 
 from localllm.llm import LLM
-from localllm.loading.load import load_parts
+from localllm.loading.load import load_file
 from localllm.options.declared import LoadOptions
 from localllm.server.app import App
 from localllm.server.http import Limits
 from localllm.server.models import Loader, Models
-from localllm.server.run import Server, listen
+from localllm.server.uvicorn_server import Server, listen
 
 #: Reads tools, results of tools and thinking, as templates of large models do.
 TOOLS_TEMPLATE = (
@@ -61,7 +61,7 @@ class ScriptedLLM(LLM):
     """
 
     def __init__(self, reply: Callable[[str], str], options: Mapping[str, Any]) -> None:
-        super().__init__(load_parts(LoadOptions(**options)))
+        super().__init__(load_file(LoadOptions(**options)))
         self._reply = reply
 
     def _start(self, ids: list[int], given: Any, **more: Any) -> Any:
@@ -96,7 +96,7 @@ def scripted(reply: Callable[[str], str] | str, **options: Any) -> Loader:
 def demo(**options: Any) -> Loader:
     """Loads the demo model."""
     return lambda source, progress: LLM(
-        load_parts(LoadOptions(**{"device": "cpu", "threads": 1, "parallel": 4, **options}, progress=progress))
+        load_file(LoadOptions(**{"device": "cpu", "threads": 1, "parallel": 4, **options}, progress=progress))
     )
 
 

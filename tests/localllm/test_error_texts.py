@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import localllm
-from localllm.chat.source import TemplateSource
+from localllm.chat.template_source import TemplateSource
 from localllm.errors import LocalLLMError, path_text, quoted
 from localllm.gguf import GGUFFile
 from localllm.quant.types import GGMLType

@@ -13,8 +13,8 @@ from localllm.options.declared import in_flags
 def test_an_error_is_told_in_each_front_ends_words() -> None:
     error = UsageError.of("top_k", -3, "a whole number of at least 0")
     assert str(error) == "top_k is -3, but must be a whole number of at least 0"
-    assert error.told(in_flags) == "--top-k is -3, but must be a whole number of at least 0"
-    assert error.told(lambda argument: f"options.{argument.name}").startswith("options.top_k is -3")
+    assert error.worded(in_flags) == "--top-k is -3, but must be a whole number of at least 0"
+    assert error.worded(lambda argument: f"options.{argument.name}").startswith("options.top_k is -3")
     assert error.argument == "top_k"
     assert UsageError("a sentence").argument is None
 
@@ -22,21 +22,21 @@ def test_an_error_is_told_in_each_front_ends_words() -> None:
 def test_a_setting_is_named_in_place_of_the_flag_that_it_stands_for() -> None:
     error = UsageError(Argument("threads"), " is 0, with ", Argument("device", "cpu"))
     assert in_flags(Argument("threads"), {"threads": "the setting threads"}) == "the setting threads"
-    assert error.told(in_flags) == "-t is 0, with --device cpu"
+    assert error.worded(in_flags) == "-t is 0, with --device cpu"
     assert str(error) == "threads is 0, with device='cpu'"
 
 
 def test_what_is_no_argument_is_never_renamed() -> None:
     """A user's words may look like an argument of the library."""
     error = UsageError("the file 'device is here' cannot be read: context=4096")
-    assert error.told(in_flags) == str(error)
+    assert error.worded(in_flags) == str(error)
 
 
 @pytest.mark.parametrize("truncated", [False, True])
 def test_a_prompt_that_is_too_long_names_the_way_to_more_context(truncated: bool) -> None:
     error = ContextLengthError(5000, 4096, truncated=truncated)
     assert str(error).endswith("or give a larger context")
-    assert error.told(in_flags).endswith("or give a larger -c")
+    assert error.worded(in_flags).endswith("or give a larger -c")
     assert (error.n_tokens, error.context, error.truncated) == (5000, 4096, truncated)
 
 

@@ -24,7 +24,9 @@ from tests.helpers.data import ROOT
 
 def test_what_has_no_screen_needs_no_textual() -> None:
     names = [f"localllm.tui.chat.{module.name}" for module in iter_modules(localllm.tui.chat.__path__)]
-    code = f"import localllm.cli.chat, {', '.join(names)}, sys; print({{'textual', 'rich'}} & set(sys.modules))"
+    code = (
+        f"import localllm.cli.chat_launcher, {', '.join(names)}, sys; print({{'textual', 'rich'}} & set(sys.modules))"
+    )
     assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True) == "set()\n"
 
 

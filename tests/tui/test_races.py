@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from textual.widgets import Static
 
-from localllm.cli import chat as launch
+from localllm.cli import chat_launcher as launch
 from localllm.errors import StoreError
 from localllm.tui.chat.conversation import Conversation
 from localllm.tui.chat.session import ChatSession

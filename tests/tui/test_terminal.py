@@ -58,7 +58,7 @@ def test_a_chat_in_a_terminal(terminal: Terminal) -> None:
 PROGRAM = """
 import sys
 from localllm.cli.main import main
-from localllm.cli import chat as launch
+from localllm.cli import chat_launcher as launch
 from tests.helpers.chat_app import AppModel
 call = '<tool_call>{"name": "numbers__add", "arguments": {"a": 2, "b": 40}}</tool_call>'
 replies = [call, lambda messages: f"It is **{messages[-1]['content']}**."]

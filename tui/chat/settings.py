@@ -44,7 +44,7 @@ def _readers() -> dict[str, Callable[[str], object]]:
         "json_schema": json.loads,
     }
     for name, option in declared(Sampling).items():
-        if option.is_kept and option.kind.parse in (float, int):
+        if option.is_setting and option.kind.parse in (float, int):
             readers[name] = _count if option.none else option.kind.parse
     return readers
 

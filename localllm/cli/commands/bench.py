@@ -12,21 +12,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from localllm.cli.argument_types import model_file as model_name
+from localllm.cli.argument_types import numbers, whole
 from localllm.cli.defaults import apply_settings, load_options, model_file
-from localllm.cli.machine import disturbance, too_many_threads
+from localllm.cli.machine_warnings import disturbance, too_many_threads
 from localllm.cli.parser import HIDDEN, Command, flag, several
 from localllm.cli.shared_flags import DEVICE
-from localllm.cli.values import model_file as model_name
-from localllm.cli.values import numbers, whole
 from localllm.console import LoadStatus, model_line, quantity, visible_line, warn
 from localllm.errors import UsageError
 from localllm.kernels.cpu.host import OtherLoad, cpu_model
 from localllm.version import __version__
 
 if TYPE_CHECKING:
-    from localllm.bench.measure import Measurement
+    from localllm.bench.model_speed import Measurement
     from localllm.bench.profile import DeviceCeilings
-    from localllm.bench.work import Test
+    from localllm.bench.workload import Test
     from localllm.llm import LLM
     from localllm.loading.info import ModelInfo
 
@@ -37,9 +37,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Measures what the command line asks for."""
     if arguments.serve:
         return _measure_server(arguments)
-    from localllm.bench.measure import measure, profile
+    from localllm.bench.model_speed import measure, profile
     from localllm.bench.profile import check_profiled
-    from localllm.bench.work import make_tests
+    from localllm.bench.workload import make_tests
 
     settings = apply_settings(arguments, skip=["threads", "model"])  # of which there may be several
     tests = make_tests(arguments.prompts, arguments.generations, arguments.depths, arguments.pairs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from localllm.cli.parser import Command, Words, flag
+from localllm.cli.parser import Command, Positionals, flag
 from localllm.cli.shared_flags import (
     ENDING,
     LORA,
@@ -21,9 +21,9 @@ from localllm.cli.shared_flags import (
 
 def run(arguments: argparse.Namespace) -> int | None:
     """Chats, or lists the chats that are kept."""
-    from localllm.cli import chat
+    from localllm.cli import chat_launcher
 
-    return chat.run(arguments)
+    return chat_launcher.run(arguments)
 
 
 COMMAND = Command(
@@ -63,7 +63,7 @@ With --plain, or where standard input or output is not a terminal, the chat goes
 of a line goes on with the next one, three quotation marks begin and end a block, and /help lists commands.  Replies
 go to standard output, all else to standard error.
 """,
-    words=Words(
+    words=Positionals(
         "FILE QUESTION",
         "a GGUF file (default: the demo model), also -m FILE; and what the chat begins with",
         ("model", "question"),

@@ -11,7 +11,7 @@ from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from localllm.cli.flags import SAME, nearest
+from localllm.cli.foreign_flags import SAME, nearest
 from localllm.cli.parser import Command, flag, parser_of
 from localllm.cli.shared_flags import JSON
 from localllm.console import say, visible_line, warn

@@ -9,9 +9,9 @@ from pathlib import Path
 from localllm.cli.commands.pull import download
 from localllm.cli.commands.quantize import carry_out
 from localllm.cli.defaults import apply_settings
-from localllm.cli.parser import Command, Words, flag
+from localllm.cli.parser import Command, Positionals, flag
 from localllm.cli.shared_flags import DRY_RUN, OUTPUT, REQUANTIZE, WRITING
-from localllm.library.names import HubName
+from localllm.library.hub_names import HubName
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -53,7 +53,7 @@ have it, whose integers are kept as Q4_0 or Q4_1 unless --type says otherwise.  
 what writes, and with --mmproj what sees.  What would not load is refused before anything is written.  After Ctrl-C or
 a crash the same command goes on where it stopped.
 """,
-    words=Words(
+    words=Positionals(
         "FOLDER OUTPUT",
         "a folder with config.json, *.safetensors and tokenizer, or ORG/REPO on the hub; and the file to write "
         "(default: NAME-TYPE.gguf)",

@@ -342,7 +342,7 @@ def _gpu_advice() -> str | None:
     try:
         check_gpus()
     except DeviceError as error:
-        return error.told(in_flags)
+        return error.worded(in_flags)
     return None
 
 
@@ -381,7 +381,7 @@ def _list_devices() -> int:
                 free = quantity(driver.memory_info(index).free, "B")
                 print(f"cuda:{index}  {visible_line(driver.properties(index).name)}, {free} of memory free")
         except DeviceError as error:
-            warn(error.told(in_flags))
+            warn(error.worded(in_flags))
     return 0
 
 

@@ -7,10 +7,10 @@ import json
 import sys
 from pathlib import Path
 
+from localllm.cli.argument_types import whole
 from localllm.cli.defaults import apply_settings, load_options
 from localllm.cli.parser import Command, flag
 from localllm.cli.shared_flags import HUB, MODEL, RUNNING
-from localllm.cli.values import whole
 from localllm.console import LoadStatus, is_terminal
 from localllm.errors import UsageError
 from localllm.files import read_text

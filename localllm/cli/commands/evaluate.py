@@ -12,11 +12,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from localllm.cli.chart import Point, letter, svg_chart, text_chart
+from localllm.cli.argument_types import model_file, whole
+from localllm.cli.chart import Point, point_label, svg_chart, text_chart
 from localllm.cli.defaults import apply_settings, load_options
-from localllm.cli.parser import Command, Words, flag
+from localllm.cli.parser import Command, Positionals, flag
 from localllm.cli.shared_flags import DEVICE, JSON_AT_END, MODEL_OR_WORD, THREADS
-from localllm.cli.values import model_file, whole
 from localllm.console import LoadStatus, StatusLine, model_line, quantity, visible_line
 from localllm.errors import UsageError, path_text
 from localllm.files import check_is_new, read_text
@@ -201,7 +201,7 @@ def bars(values: Sequence[float]) -> str:
 
 def _compared_line(i: int, info: ModelInfo, far: Divergence) -> str:
     return _COMPARED.format(
-        letter(i),
+        point_label(i),
         visible_line(info.path.name)[:36],
         quantity(info.n_bytes, "B"),
         f"{far.perplexity.perplexity.value:.3f}",
@@ -292,6 +292,6 @@ divergence, change of probability, and how often both have the same likeliest to
 --choices takes questions, in each line {"prompt": "...", "choices": ["...", "..."], "answer": 0}, and counts how
 often the likeliest answer is the right one.
 """,
-    words=Words("FILE", "a GGUF file (default: the demo model); also -m FILE", ("model",)),
+    words=Positionals("FILE", "a GGUF file (default: the demo model); also -m FILE", ("model",)),
     aliases="perplexity llama-perplexity",
 )

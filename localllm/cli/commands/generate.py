@@ -10,8 +10,9 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from localllm.cli.argument_types import whole
 from localllm.cli.defaults import apply_settings, load_options, template_variables, without_line_end
-from localllm.cli.machine import too_many_threads
+from localllm.cli.machine_warnings import too_many_threads
 from localllm.cli.parser import LEFT_OUT, Command, flag, several
 from localllm.cli.shared_flags import (
     ENDING,
@@ -27,7 +28,6 @@ from localllm.cli.shared_flags import (
     SYSTEM,
     options,
 )
-from localllm.cli.values import whole
 from localllm.console import (
     LoadStatus,
     StatusLine,
@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> None:
     if not arguments.quiet and arguments.threads and (complaint := too_many_threads(arguments.threads)):
         warn(complaint)
     with LoadStatus(enabled=not arguments.quiet) as progress:
-        llm = load_model(arguments, arguments.model, progress, plan_shower(progress, arguments.quiet))
+        llm = load_model(arguments, arguments.model, progress, plan_reporter(progress, arguments.quiet))
     with llm:
         if not arguments.quiet:
             describe(llm.info, verbose=arguments.verbose)
@@ -268,7 +268,7 @@ def _show_prefill(status: StatusLine) -> Callable[[int, int], None]:
     return show
 
 
-def plan_shower(progress: LoadStatus, quiet: bool) -> LoadPlan:
+def plan_reporter(progress: LoadStatus, quiet: bool) -> LoadPlan:
     """What says, before a model is loaded, what will lie on which GPU."""
 
     def show(plan: Plan) -> None:

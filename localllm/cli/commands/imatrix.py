@@ -10,10 +10,10 @@ from operator import add
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from localllm.cli.argument_types import whole
 from localllm.cli.defaults import apply_settings
-from localllm.cli.parser import Command, Words, flag, several
+from localllm.cli.parser import Command, Positionals, flag, several
 from localllm.cli.shared_flags import MODEL_OR_WORD, OUTPUT, QUIET
-from localllm.cli.values import whole
 from localllm.console import LoadStatus, StatusLine, visible_line, warn
 from localllm.errors import UsageError, path_text
 from localllm.files import check_is_new, read_text
@@ -28,8 +28,8 @@ def run(arguments: argparse.Namespace) -> None:
     """Measures what the command line asks for, and writes it."""
     from localllm.gguf import GGUFFile
     from localllm.library.demo import demo_path
-    from localllm.quantize.collect import chunks
     from localllm.quantize.imatrix import ImportanceMatrix
+    from localllm.quantize.imatrix_collection import chunks
     from localllm.tokenizer import Tokenizer
 
     apply_settings(arguments, skip=["threads", "context"])
@@ -65,7 +65,7 @@ def _collected(
 ) -> tuple[ImportanceMatrix | None, bool]:
     """What was collected until the end or Ctrl-C, and whether that is all."""
     from localllm.kernels.cpu.backend import CPUBackend
-    from localllm.quantize.collect import collect
+    from localllm.quantize.imatrix_collection import collect
 
     found, began, is_shown = None, time.monotonic(), not arguments.quiet
     with StatusLine(enabled=is_shown) as status, LoadStatus(enabled=is_shown) as loading:
@@ -100,7 +100,7 @@ The model reads the text, some thousands of words of what it is used for; 50 pie
 measured helps `localllm quantize --imatrix` to keep what matters: start from the F16 file or a large quantisation.
 Ctrl-C ends early and keeps what was measured so far.  A name that ends in .dat gives the older format of llama.cpp.
 """,
-    words=Words(
+    words=Positionals(
         "FILE OUTPUT",
         "a GGUF file, or any file of a split one, also -m FILE; and the file to write (default: imatrix.gguf)",
         ("model", "output"),

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from localllm.cli.defaults import apply_settings, load_options
-from localllm.cli.parser import Command, Words, flag
+from localllm.cli.parser import Command, Positionals, flag
 from localllm.cli.shared_flags import CACHE_TYPE, CONTEXT, JSON, MODEL_OR_WORD, PLACEMENT, SEEING, THREADS
 from localllm.console import detail, is_terminal, placement_lines, quantity, short_count, visible_line, warn
 from localllm.errors import LocalLLMError, UsageError
@@ -91,7 +91,7 @@ def _show_plan(file: GGUFFile, arguments: argparse.Namespace) -> None:
         ):
             print(clean(line))
     for message in plan.notices:
-        warn(message.told(in_flags))
+        warn(message.worded(in_flags))
 
 
 def _plan(arguments: argparse.Namespace) -> Plan:
@@ -156,11 +156,11 @@ def _heading(file: GGUFFile) -> Iterator[str]:
 
 def _encoder(file: GGUFFile) -> str:
     """What an encoder of pictures is for, and makes of them."""
-    from localllm.loading.vision import Encoder
+    from localllm.loading.vision import VisionEncoder
     from localllm.models.vision.registry import PROJECTORS
 
     try:
-        encoder = Encoder.open(file.path)
+        encoder = VisionEncoder.open(file.path)
     except LocalLLMError as error:
         return f"an encoder that localllm cannot run: {error}"
     with contextlib.closing(encoder):
@@ -171,7 +171,7 @@ def _encoder(file: GGUFFile) -> str:
 
 
 def _metadata_lines(file: GGUFFile, *, full: bool) -> Iterator[str]:
-    from localllm.gguf.shown import value_of
+    from localllm.gguf.json_values import value_of
 
     yield f"{len(file.metadata):,} metadata keys"
     width = min(_LONGEST_KEY, max((len(key) for key in file.metadata), default=0))
@@ -215,7 +215,7 @@ def _sizes(tensors: Sequence[TensorInfo]) -> tuple[int, int]:
 
 def as_json(file: GGUFFile, arguments: argparse.Namespace) -> dict[str, Any]:
     """What is shown, as JSON values."""
-    from localllm.gguf.shown import value_of
+    from localllm.gguf.json_values import value_of
     from localllm.loading.info import file_type_name
 
     n_bytes, n_values = _sizes(list(file.tensors.values()))
@@ -261,7 +261,7 @@ COMMAND = Command(
         *PLANNING,
     ],
     run,
-    words=Words(
+    words=Positionals(
         "FILE", "a GGUF file, or any file of a split one (default: the demo model); also -m FILE", ("model",)
     ),
     aliases="show info gguf-dump",

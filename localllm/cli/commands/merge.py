@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from localllm.cli.defaults import apply_settings
-from localllm.cli.parser import Command, Flag, Words
+from localllm.cli.parser import Command, Flag, Positionals
 from localllm.cli.shared_flags import LORA, OUTPUT, QUIET
 from localllm.console import StatusLine, visible_line
 from localllm.errors import path_text
@@ -33,7 +33,7 @@ COMMAND = Command(
     "write a model with adapters in its weights",
     [OUTPUT, Flag(LORA.names, {**LORA.keywords, "required": True}), QUIET],
     run,
-    words=Words(
+    words=Positionals(
         "FILE OUTPUT",
         "a GGUF file, or any file of a split one; and the file to write",
         ("model", "output"),

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from localllm.cli.argument_types import model_file
 from localllm.cli.parser import Command, flag
-from localllm.cli.values import model_file
 from localllm.console import StatusLine, quantity, say, visible_line
 
 if TYPE_CHECKING:

@@ -10,10 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from localllm.cli.argument_types import divergence, override, size
 from localllm.cli.defaults import apply_settings
-from localllm.cli.parser import Command, Words, flag, several
+from localllm.cli.parser import Command, Positionals, flag, several
 from localllm.cli.shared_flags import DRY_RUN, OUTPUT, REQUANTIZE, WRITING
-from localllm.cli.values import divergence, override, size
 from localllm.console import StatusLine, quantity, visible_line, warn
 from localllm.errors import UsageError
 from localllm.files import check_is_new, read_text
@@ -21,7 +21,7 @@ from localllm.files import check_is_new, read_text
 if TYPE_CHECKING:
     from localllm.gguf import GGUFFile
     from localllm.quant.types import GGMLType
-    from localllm.quantize import ImportanceMatrix, Plan, TensorPlan, TensorResult
+    from localllm.quantize import ImportanceMatrix, QuantizePlan, TensorPlan, TensorResult
 
 _LINE = "{:<36} {:>18} {:>8} {:>8} {:>9} {:>9} {:>8}"
 _HEAD = _LINE.format("tensor", "shape", "from", "to", "bytes", "bytes", "error")
@@ -69,7 +69,7 @@ def _chosen(
     """Types that the size or the divergence asked for allows."""
     from localllm.kernels.cpu.backend import CPUBackend
     from localllm.quantize.budget import CONTEXT, PIECES, choose_types
-    from localllm.quantize.collect import chunks
+    from localllm.quantize.imatrix_collection import chunks
     from localllm.tokenizer import Tokenizer
 
     pieces = chunks(Tokenizer.from_gguf(file), read_text(arguments.text), CONTEXT)[:PIECES]
@@ -88,7 +88,7 @@ def _chosen(
     return choice.types
 
 
-def carry_out(planned: Plan, arguments: argparse.Namespace) -> None:
+def carry_out(planned: QuantizePlan, arguments: argparse.Namespace) -> None:
     """Writes what is planned, or shows it (--dry-run)."""
     shows_table = not (arguments.quiet or arguments.json)
     results: list[TensorResult] = []
@@ -111,7 +111,7 @@ def carry_out(planned: Plan, arguments: argparse.Namespace) -> None:
         print(json.dumps(_as_json(planned, results)))
 
 
-def _fallbacks(planned: Plan) -> list[str]:
+def _fallbacks(planned: QuantizePlan) -> list[str]:
     """Why tensors have other types than the mix gives them, and what that costs."""
     from localllm.quant.types import BLOCK_SIZES
 
@@ -131,7 +131,7 @@ def _fallbacks(planned: Plan) -> list[str]:
     return lines
 
 
-def _write(planned: Plan, arguments: argparse.Namespace, *, shows_table: bool) -> list[TensorResult]:
+def _write(planned: QuantizePlan, arguments: argparse.Namespace, *, shows_table: bool) -> list[TensorResult]:
     from localllm.quantize import run as write
 
     began = time.monotonic()
@@ -166,7 +166,7 @@ def _line(tensor: TensorPlan, result: TensorResult | None = None) -> str:
     ).rstrip()
 
 
-def _as_json(planned: Plan, results: Sequence[TensorResult]) -> dict[str, object]:
+def _as_json(planned: QuantizePlan, results: Sequence[TensorResult]) -> dict[str, object]:
     errors = {result.plan.name: result.error for result in results}
     return {
         "type": planned.mix,
@@ -232,7 +232,7 @@ bytes go where they lessen the model's divergence from the original (Kullback-Le
 
 The error of a tensor is the root of its squared error over that of its squares, weighted by importance.
 """,
-    words=Words(
+    words=Positionals(
         "FILE OUTPUT TYPE",
         "a GGUF file, or any file of a split one; the file to write; and a type or mix of types, such as Q4_K_M",
         ("model", "output", "type", "threads"),  # llama-quantize has threads there

@@ -12,17 +12,17 @@ from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from localllm.cli.argument_types import model_file, whole
 from localllm.cli.commands.generate import describe, generation_options
 from localllm.cli.defaults import apply_settings, chat_template, load_options, template_variables
 from localllm.cli.defaults import model_file as find_model
 from localllm.cli.parser import Command, flag, parser_of, several
 from localllm.cli.presets import apply_preset, read_presets
 from localllm.cli.shared_flags import ENDING, LORA, PRESETS, RUNNING, SAMPLING, SEEING, options
-from localllm.cli.values import model_file, whole
 from localllm.console import say, warn
 from localllm.errors import UsageError, path_text
 from localllm.files import expanded, read_text
-from localllm.library.names import DEMO, HubName
+from localllm.library.hub_names import DEMO, HubName
 from localllm.options.declared import CheckedOptions, LoadOptions
 from localllm.options.settings import Settings
 
@@ -46,12 +46,12 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         import msgspec  # noqa: F401
 
-        from localllm.server.run import Server, end_if_busy, listen
+        from localllm.server.uvicorn_server import Server, end_if_busy, listen
     except ModuleNotFoundError as error:
         raise UsageError(f'serve needs {error.name}, which is not installed: pip install "localllm[serve]"') from None
     from localllm.server.app import App
     from localllm.server.http import Limits
-    from localllm.server.lan import invitation, lan_address, lan_key
+    from localllm.server.local_network import invitation, lan_address, lan_key
     from localllm.server.models import Models, Preset
     from localllm.server.stats import Stats
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from xml.sax.saxutils import escape
 
 from localllm.cli.commands.config import VARIABLES
-from localllm.cli.flags import in_our_flags
+from localllm.cli.foreign_flags import in_our_flags
 from localllm.cli.parser import Command, flag, parser_of
 from localllm.console import say
 from localllm.errors import UsageError, path_text
@@ -171,9 +171,9 @@ def run(arguments: argparse.Namespace) -> int:
         return subprocess.run(found.status, check=False).returncode
     if not found.path.exists():
         raise UsageError("no service is installed: there is nothing to remove")
-    failures = [_told(command) for command in found.uninstall]
+    failures = [_run_command(command) for command in found.uninstall]
     found.path.unlink()
-    failures += [_told(command) for command in found.uninstalled]
+    failures += [_run_command(command) for command in found.uninstalled]
     say(f"{path_text(found.path)} is removed")
     if failed := next(filter(None, failures), None):
         say(f"{found.name} says: {failed}")
@@ -200,12 +200,12 @@ def _install(found: Manager, flags: Sequence[str]) -> None:
         raise UsageError(f"{path_text(found.path)} cannot be written ({error.strerror}): check its folder") from None
     say(f"{path_text(found.path)} is written")
     for command in found.install:
-        if failed := _told(command):
+        if failed := _run_command(command):
             raise UsageError(f"{found.name} does not start it: {failed} (the file stays; try again where it runs)")
     say(f"the service runs: {found.hint}")
 
 
-def _told(command: Sequence[str]) -> str | None:
+def _run_command(command: Sequence[str]) -> str | None:
     """Runs a command; what it complains of, if it fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 
+from localllm.cli.argument_types import size, whole
 from localllm.cli.defaults import apply_settings
-from localllm.cli.parser import Command, Words, flag
+from localllm.cli.parser import Command, Positionals, flag
 from localllm.cli.shared_flags import OUTPUT, QUIET
-from localllm.cli.values import size, whole
 from localllm.console import StatusLine, quantity, visible_line
 from localllm.errors import path_text
 
@@ -51,7 +51,7 @@ COMMAND = Command(
     ],
     run,
     "Split models run as they are: any of their files names the model.\n",
-    words=Words(
+    words=Positionals(
         "FILE OUTPUT",
         "a GGUF file, or any file of a split one; and the file to write, or what the names of several begin with",
         ("model", "output"),

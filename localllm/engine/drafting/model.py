@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from localllm.engine.cache import CachedSequence, common_prefix
 from localllm.engine.drafting.cost import StepCost, moved_rate
-from localllm.engine.runner import Chunk, ModelRunner
+from localllm.engine.runner import BatchItem, ModelRunner
 from localllm.kernels.backend import TopK
 from localllm.options.types import DEFAULT_DRAFTS
 
@@ -124,7 +124,7 @@ class ModelDrafter:
         """Records drafts that were evaluated and right."""
         assert self._sequence is not None
         if self._runner.cache.has_states:
-            self._runner.cache.go_back(self._sequence)
+            self._runner.cache.rollback(self._sequence)
         else:
             self._runner.cache.append(self._sequence, right)
 
@@ -166,7 +166,7 @@ class ModelDrafter:
         if not cache.reserve(sequence, len(chunk) + n - 1):
             return []
         begin = time.perf_counter()
-        logits = runner.run([Chunk(sequence, chunk, int(not self._is_behind), len(sequence))], _TOP_K)
+        logits = runner.run([BatchItem(sequence, chunk, int(not self._is_behind), len(sequence))], _TOP_K)
         cache.append(sequence, chunk)
         if not cache.save(sequence):
             return []
@@ -179,7 +179,7 @@ class ModelDrafter:
             ids.append(id_)
             if len(ids) == n:
                 break
-            logits = runner.run([Chunk(sequence, [id_], 1, len(tokens) + len(ids) - 1)], _TOP_K)
+            logits = runner.run([BatchItem(sequence, [id_], 1, len(tokens) + len(ids) - 1)], _TOP_K)
         if len(chunk) <= FEW:
             self._model.measured((time.perf_counter() - begin) / max(1, len(ids) + self._gave_up))
         return ids

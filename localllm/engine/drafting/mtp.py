@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from localllm.engine.cache import common_prefix
 from localllm.engine.drafting.cost import StepCost
 from localllm.engine.drafting.model import FEW, MIN_PROBABILITY, DraftModel, ModelDrafter, likeliest
-from localllm.engine.runner import Chunk, ModelRunner
+from localllm.engine.runner import BatchItem, ModelRunner
 
 #: What is between hidden states and what reads them.
 Norm = Callable[[NDArray[np.float32]], NDArray[np.float32]]
@@ -98,7 +98,7 @@ class MTPDrafter(ModelDrafter):
                 self._is_lost = True
                 return None
             wanted = n_outputs if at + len(part) == len(ids) else 0
-            chunk = Chunk(sequence, part, wanted, len(sequence))
+            chunk = BatchItem(sequence, part, wanted, len(sequence))
             logits = runner.continued([chunk], rows[at : at + len(part)])
             cache.append(sequence, [id_ + self._salt for id_ in part])
         return logits
@@ -123,7 +123,7 @@ class MTPDrafter(ModelDrafter):
             ids.append(id_)
             if len(ids) < n:
                 hidden = self._model.of_block(runner.hidden_rows()[-1:])
-                logits = runner.continued([Chunk(sequence, [id_], 1, len(sequence) + len(ids) - 1)], hidden)
+                logits = runner.continued([BatchItem(sequence, [id_], 1, len(sequence) + len(ids) - 1)], hidden)
         if n_rows <= FEW:
             self._model.measured((time.perf_counter() - begin) / max(1, len(ids) + self._gave_up))
         return ids

@@ -13,9 +13,9 @@ from unittest import mock
 
 import numpy as np
 
-from localllm.bench.measure import Measurement, measure, profile
+from localllm.bench.model_speed import Measurement, measure, profile
 from localllm.bench.profile import DeviceProfile
-from localllm.bench.work import Test
+from localllm.bench.workload import Test
 from localllm.errors import NotEnoughMemoryError
 from localllm.kernels.cpu.host import usable_cpus
 from localllm.kernels.cuda import lowering, matmul

@@ -12,7 +12,7 @@ NOT_HERE = {_NO_MODEL, _ROUTER, _CORS}
 
 _PARTS = "parts of a message are joined without a line end between them"
 _OWN_CONTEXT = "-c is the context of each request, not of all slots together"
-_TEMPLATE_NAMES = "--chat-template takes jinja2, or a name of localllm.chat.built_in"
+_TEMPLATE_NAMES = "--chat-template takes jinja2, or a name of localllm.chat.built_in_templates"
 _ALWAYS_THERE = "/metrics and the page are there without a flag"
 _BATCHES = "the prompt is evaluated in other batches, and the first report comes with the first of them"
 _ONE_CACHE = "there is one cache for all slots, of which all is saved, and prompts stay in it"

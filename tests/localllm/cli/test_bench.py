@@ -14,8 +14,8 @@ import pytest
 
 import localllm
 from localllm import LLM
-from localllm.bench.measure import Measurement, measure
-from localllm.bench.work import Test, Work, make_tests, products
+from localllm.bench.model_speed import Measurement, measure
+from localllm.bench.workload import ModelCost, Test, make_tests, products
 from localllm.cli.commands import bench
 from localllm.quant.types import GGMLType
 from tests.helpers.command_line import Outcome, run_main
@@ -168,7 +168,7 @@ def test_the_work_of_a_model(llm: LLM) -> None:
 
     The matrix of width 160 into 64 is Q8_0 as all others are.
     """
-    work = Work.of(llm.info)
+    work = ModelCost.of(llm.info)
     layer = 64 * 64 + 2 * 64 * 32 + 64 * 64 + 3 * 64 * 160
     assert work.layer_products == (3 * layer, 0)
     assert work.head_products == (300 * 64, 0)
@@ -182,7 +182,7 @@ def test_weights_in_floats_are_float_products(tmp_path: Path) -> None:
     """In the file without an output matrix the embedding takes its place."""
     path = tiny_gguf(tmp_path / "f32.gguf", tie_word_embeddings=True)
     with localllm.load(path, device="reference") as llm:
-        work = Work.of(llm.info)
+        work = ModelCost.of(llm.info)
     assert work.layer_products[0] == work.head_products[0] == 0
     assert work.head_products[1] == 300 * 64
 
@@ -219,11 +219,13 @@ def test_a_context_longer_than_trained_on_is_no_matter(capfdbinary: pytest.Captu
 
 
 def test_what_a_test_costs() -> None:
-    work = Work(weight_bytes=1000, kv_bytes=10, layer_products=(100, 20), head_products=(7, 0), attention_products=4)
+    work = ModelCost(
+        weight_bytes=1000, kv_bytes=10, layer_products=(100, 20), head_products=(7, 0), attention_products=4
+    )
     # At depth 5, the two tokens see 6 and 7 tokens.
     assert work.bytes_per_token(Test("tg", 2, 5)) == 1000 + 10 * 6.5
     assert work.products(Test("pp", 2, 5)) == (207, 40 + 4 * (6 + 7))
-    narrow = Work(1000, 10, (0, 0), (0, 0), 4, {6: 1.0})
+    narrow = ModelCost(1000, 10, (0, 0), (0, 0), 4, {6: 1.0})
     assert narrow.bytes_per_token(Test("tg", 2, 5)) == 1000 + 10 * 6
 
 

@@ -13,7 +13,7 @@ import pytest
 from localllm.bench import ceilings as bench_ceilings
 from localllm.bench.ceilings import amount, ceiling
 from localllm.bench.profile import DeviceCeilings, DeviceProfile
-from localllm.bench.work import Test, Work
+from localllm.bench.workload import ModelCost, Test
 from localllm.cli.commands import bench
 from localllm.kernels.cpu.backend import CPUBackend
 from localllm.kernels.cuda.backend import CUDABackend
@@ -117,7 +117,9 @@ def test_there_is_no_profile_of_a_processor(capfdbinary: pytest.CaptureFixture[b
 
 # -- Arithmetic ----------------------------------------------------------------------------------------------------
 
-WORK = Work(weight_bytes=1000, kv_bytes=40, layer_products=(400, 80), head_products=(100, 0), attention_products=8)
+WORK = ModelCost(
+    weight_bytes=1000, kv_bytes=40, layer_products=(400, 80), head_products=(100, 0), attention_products=8
+)
 
 
 def info_of(**layers: int) -> Any:
@@ -135,8 +137,8 @@ def info_of(**layers: int) -> Any:
 def test_what_each_device_does() -> None:
     info = info_of(cuda_0=1, cuda_1=3)
     first, last = (WORK.on(f"cuda:{i}", info) for i in (0, 1))
-    assert first == Work(100, 10, (100, 20), (0, 0), 2)
-    assert last == Work(350, 30, (300, 60), (100, 0), 6)
+    assert first == ModelCost(100, 10, (100, 20), (0, 0), 2)
+    assert last == ModelCost(350, 30, (300, 60), (100, 0), 6)
 
 
 def test_tokens_wait_for_all_devices_and_prompts_for_the_slowest(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 
 import localllm
+from localllm.cli.argument_types import logit_bias
 from localllm.cli.commands import doctor
 from localllm.cli.main import main
 from localllm.cli.parser import command_names
-from localllm.cli.values import logit_bias
 from localllm.errors import UsageError
 from localllm.kernels.cpu.target import TARGETS, available
 from localllm.kernels.cuda import installation

@@ -203,7 +203,7 @@ class CacheMachine(RuleBasedStateMachine):
             return
         evaluate(self.kept, sequence, ids)
         if self.kept.n_states and n_right < len(ids):
-            self.cache.go_back(sequence)
+            self.cache.rollback(sequence)
         else:
             self.cache.append(sequence, ids[:n_right])
             self.expected[sequence] += ids[:n_right]
@@ -268,7 +268,7 @@ class CacheMachine(RuleBasedStateMachine):
         for group, n_pages in enumerate(self.kept.n_pages):
             users = Counter(block for sequence in self.expected for block in sequence.blocks[sequence.first[group] :])
             assert all(block.n_users[group] == n for block, n in users.items())
-            unused = self.cache._unused[group] | self.cache._passed[group]
+            unused = self.cache._unused[group] | self.cache._out_of_window[group]
             assert set(unused) == {b for b in known if b.pages[group] != NONE and not b.n_users[group]}
             pages = [*self.cache._free[group], *(b.pages[group] for b in (*unused, *users))]
             assert sorted(pages) == list(range(n_pages))

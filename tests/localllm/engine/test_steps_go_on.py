@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from localllm.engine import saved
-from localllm.engine.choosers import Choosers
 from localllm.engine.engine import Engine, EngineLoop
 from localllm.engine.request import Request
+from localllm.engine.sampling_threads import SamplingThreads
 from localllm.errors import ClosedError
 from localllm.sampling import Sampling, make_sampler
 from localllm.sampling.penalties import Logits
@@ -253,7 +253,7 @@ def test_steps_go_on_while_prompts_are_saved_and_loaded(
 
 
 def test_choosers_end() -> None:
-    before, choosers, done = threading.active_count(), Choosers(), list[int]()
+    before, choosers, done = threading.active_count(), SamplingThreads(), list[int]()
     for i in range(10):
         choosers.put(lambda i=i: done.append(i))  # type: ignore[misc]
     assert eventually(lambda: len(done) == 10)
@@ -265,7 +265,7 @@ def test_a_system_that_gives_no_threads_ends_no_engine(engine: Engine, monkeypat
     def refused(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr("localllm.engine.choosers.threading.Thread.start", refused)
+    monkeypatch.setattr("localllm.engine.sampling_threads.threading.Thread.start", refused)
     slow = held([1, 2], 3, SlowGrammar())
     engine.submit(slow)
     assert results(slow).ended.wait(60)

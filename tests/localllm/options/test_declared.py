@@ -8,8 +8,8 @@ import pytest
 
 import localllm
 from localllm import UsageError
+from localllm.cli.argument_types import reader
 from localllm.cli.parser import parser_of
-from localllm.cli.values import reader
 from localllm.kernels.graph import CACHE_TYPES
 from localllm.options.declared import CheckedOptions, LoadOptions, Sampling, declared, default_text, flags_of
 from localllm.options.keywords import SamplingOptions
@@ -50,7 +50,7 @@ def test_flags_set_the_option_of_their_name(cls: type) -> None:
 
 
 def test_what_is_kept_is_in_the_settings_file_and_numbers_in_the_chat() -> None:
-    kept = {name for name, option in declared(LoadOptions).items() if option.is_kept}
+    kept = {name for name, option in declared(LoadOptions).items() if option.is_setting}
     assert kept == {"device", "n_gpu_layers", "tensor_split", "split_mode", "context", "threads", "cache_type"}
     assert kept < KEYS.keys()
     asked = {"logit_bias", "logprobs", "post_sampling_probs", "processors", "json_schema", "regex", "grammar"}

@@ -13,7 +13,7 @@ from localllm.gguf import GGUFFile
 from localllm.kernels.cpu.backend import CPUBackend
 from localllm.quant.types import GGMLType
 from localllm.quantize import plan, run
-from localllm.quantize.budget import Choice, Option, allot, choose_types
+from localllm.quantize.budget import TypeChoice, TypeOption, allot, choose_types
 from tests.helpers.command_line import run_main
 from tests.helpers.data import ROOT
 from tests.helpers.tiny_models import tiny_gguf
@@ -22,12 +22,12 @@ PIECES = [[(7 * i + 3 * j) % 290 + 5 for i in range(64)] for j in range(2)]
 TYPES = (GGMLType.Q2_K, GGMLType.Q3_K, GGMLType.Q5_K, GGMLType.Q8_0)
 
 
-def options(seed: int, n: int = 5) -> dict[str, list[Option]]:
+def options(seed: int, n: int = 5) -> dict[str, list[TypeOption]]:
     rng = np.random.default_rng(seed)
     sizes, losses = rng.integers(1, 50, n), rng.exponential(size=n)
     bits = dict(zip(TYPES, (2, 3, 5, 8), strict=True))
     return {
-        f"t{i}": [Option(int(size) * bits[type], loss * 4.0 ** -bits[type], type) for type in TYPES]
+        f"t{i}": [TypeOption(int(size) * bits[type], loss * 4.0 ** -bits[type], type) for type in TYPES]
         for i, (size, loss) in enumerate(zip(sizes, losses, strict=True))
     }
 
@@ -61,7 +61,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_gguf(path, hidden_size=256, intermediate_size=256, head_dim=64, num_hidden_layers=1)
 
 
-def chosen(model: Path, **target: float) -> Choice:
+def chosen(model: Path, **target: float) -> TypeChoice:
     with GGUFFile.open(model) as file:
         return choose_types(file, PIECES, CPUBackend(1), **target)  # type: ignore[arg-type]
 

@@ -467,7 +467,7 @@ def test_a_long_literal_is_not_spelled_for_each_mask(
     grammar: dict[str, Any], tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spelled: list[str | bytes] = []
-    monkeypatch.setattr(grammar_module._Vocabulary, "__call__", lambda self, text: spelled.append(text) or [])
+    monkeypatch.setattr(grammar_module._TokenizerAdapter, "__call__", lambda self, text: spelled.append(text) or [])
     held = constraint(tokenizer, **grammar)
     text, logits = b"", np.zeros(tokenizer.n_vocab, np.float32)
     for _ in range(20):

@@ -23,7 +23,7 @@ from localllm.cancellation import CancelledError, check_cancelled
 from localllm.chat import ChatTemplate
 from localllm.errors import TemplateError
 from localllm.options.types import LoadProgress
-from localllm.server import run
+from localllm.server import uvicorn_server
 from localllm.server.app import _ENDPOINTS
 from localllm.server.dispatcher import GenerationJob, PendingReplies, Reply
 from localllm.server.http import EventStream, HTTPError, Limits
@@ -308,7 +308,7 @@ HALF_SENT = {
 
 @pytest.mark.parametrize("half", ["nothing", "head", "second head"])
 def test_a_head_has_to_come_in_time(server: Serving, half: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "HEAD_S", 0.2)
+    monkeypatch.setattr(uvicorn_server, "HEAD_S", 0.2)
     with connect(server) as connection:
         for byte in HALF_SENT[half][:-2]:
             connection.sendall(bytes((byte,)))
@@ -325,7 +325,7 @@ def test_a_head_has_to_come_in_time(server: Serving, half: str, monkeypatch: pyt
 
 @pytest.mark.parametrize("half", list(HALF_SENT))
 def test_connections_that_say_nothing_shut_nobody_out(half: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "MAX_CONNECTIONS", 8)
+    monkeypatch.setattr(uvicorn_server, "MAX_CONNECTIONS", 8)
     with serving(scripted("word " * 900)) as server, contextlib.ExitStack() as stack:
         assert server.llm
         busy = stack.enter_context(connect(server))
@@ -372,13 +372,13 @@ def test_a_process_may_have_files_for_all_connections(
 
     monkeypatch.setattr(resource, "getrlimit", lambda kind: limits)
     monkeypatch.setattr(resource, "setrlimit", set_limit)
-    assert run.connection_limit() == places
+    assert uvicorn_server.connection_limit() == places
     assert asked == ([] if refuses else [(656, -1)])
 
 
 def test_more_clients_than_places_are_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "MAX_CONNECTIONS", 3)
-    monkeypatch.setattr(run, "_ENDING", 0)
+    monkeypatch.setattr(uvicorn_server, "MAX_CONNECTIONS", 3)
+    monkeypatch.setattr(uvicorn_server, "_ENDING", 0)
     with serving(scripted("word " * 900)) as server, contextlib.ExitStack() as stack:
         assert server.llm
         for expected in (b"HTTP/1.1 200", b"HTTP/1.1 200", b"HTTP/1.1 503", b"HTTP/1.1 503"):
@@ -470,7 +470,7 @@ def test_a_load_ends_with_the_server() -> None:
 
 def test_the_process_ends_though_a_thread_does_not() -> None:
     code = (
-        "import threading, time; from localllm.server.run import end_if_busy;"
+        "import threading, time; from localllm.server.uvicorn_server import end_if_busy;"
         "threading.Thread(target=time.sleep, args=(300,)).start(); end_if_busy(3)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60, cwd=ROOT).returncode == 3

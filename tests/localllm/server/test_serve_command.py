@@ -20,10 +20,10 @@ import pytest
 from localllm.cli.commands.serve import sources
 from localllm.errors import ModelNotFoundError, UsageError
 from localllm.options.settings import Settings
-from localllm.server.lan import invitation, lan_address
+from localllm.server.local_network import invitation, lan_address
 from localllm.server.models import Models
-from localllm.server.run import listen
 from localllm.server.stats import Stats
+from localllm.server.uvicorn_server import listen
 from tests.helpers.command_line import Outcome, command, environment, run_main
 from tests.helpers.data import ROOT
 from tests.helpers.http_server import demo, serving
@@ -96,7 +96,7 @@ def test_the_qr_code_is_drawn_on_terminals(monkeypatch: pytest.MonkeyPatch) -> N
         "on another device: http://192.168.1.2:8080/#key=a%20b",
         "programs there: http://192.168.1.2:8080/v1 with the API key a b",
     ]
-    monkeypatch.setattr("localllm.server.lan.is_terminal", lambda stream: True)
+    monkeypatch.setattr("localllm.server.local_network.is_terminal", lambda stream: True)
     assert "▄▄▄▄▄" in invitation("http://192.168.1.2:8080", "k")
 
 
@@ -226,7 +226,7 @@ def test_without_its_packages_it_says_what_to_install(
 
 
 def test_flags_of_llama_server_that_change_nothing_are_one_warning() -> None:
-    from localllm.cli.flags import in_our_flags
+    from localllm.cli.foreign_flags import in_our_flags
     from localllm.cli.parser import parser_of
 
     line = "-m a.gguf --metrics --slots --no-webui -fa on --cache-reuse 256 -np 2 --jinja"
@@ -246,7 +246,7 @@ def test_flags_of_llama_server_that_change_nothing_are_one_warning() -> None:
     ],
 )
 def test_flags_of_llama_server_stop_no_start(flags: str) -> None:
-    from localllm.cli.flags import in_our_flags
+    from localllm.cli.foreign_flags import in_our_flags
     from localllm.cli.parser import parser_of
 
     parser = parser_of("serve")

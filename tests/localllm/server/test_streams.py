@@ -22,7 +22,7 @@ from localllm.chat.conversation import ToolCall
 from localllm.engine.request import Request
 from localllm.generation.completion import Chunk, Stream
 from localllm.llm import LLM
-from localllm.loading.load import load_parts
+from localllm.loading.load import load_file
 from localllm.options.declared import LoadOptions
 from localllm.sampling import Choice
 from localllm.server.app import App
@@ -163,7 +163,7 @@ class ScriptedLLM(LLM):
 
 
 def load(*_: Any, **__: Any) -> ScriptedLLM:
-    return ScriptedLLM(load_parts(LoadOptions(device="reference", threads=1, chat_template=TEMPLATE)))
+    return ScriptedLLM(load_file(LoadOptions(device="reference", threads=1, chat_template=TEMPLATE)))
 
 
 @pytest.fixture(scope="module")

@@ -268,7 +268,7 @@ def test_pictures_of_a_long_prompt_do_not_all_hold_their_pixels(
     others = messages("other", *[picture(50 + i, 33) for i in range(4)])
     llm.chat(others, **GREEDY)
     assert llm.counts.encoded == before + 4
-    encoder = llm._seeing()
+    encoder = llm._require_encoder()
     pieces = [Picture(image) for image in (*images[:3], images[0], str(path))]
     _, placed = encoder.prompt(pieces, llm.tokenize)
     assert [len(each.picture.source.frames) for each in placed] == [1, 1, 0, 1, 0]

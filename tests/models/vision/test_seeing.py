@@ -13,7 +13,7 @@ import pytest
 
 import localllm
 from localllm import LLM
-from localllm.loading.vision import Encoder
+from localllm.loading.vision import VisionEncoder
 from tests.models.vision.families import FAMILIES, SIZES, make, picture, processor_of, torch
 
 #: A template that writes what families' own ones do for a picture.
@@ -34,7 +34,7 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., t
     def get(name: str, device: str = "reference") -> tuple[Any, LLM]:
         folder = tmp_path_factory.mktemp(name)
         model = make(name, folder)
-        encoder = Encoder.open(folder / "mmproj.gguf")
+        encoder = VisionEncoder.open(folder / "mmproj.gguf")
         template = TEMPLATE.replace("MARKER", "".join((encoder.around[0], encoder.marker, encoder.around[1])))
         encoder.close()
         llm = localllm.load(folder / "model.gguf", device=device, context=1024, chat_template=template)

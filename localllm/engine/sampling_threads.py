@@ -11,7 +11,7 @@ from collections.abc import Callable
 _MAX_THREADS = 4
 
 
-class Choosers:
+class SamplingThreads:
     """Does jobs in threads of its own, which begin with the first one."""
 
     def __init__(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from localllm.errors import UsageError
-from localllm.library.names import FileGroup, HubName, choose, group_files, label
+from localllm.library.hub_names import FileGroup, HubName, choose, group_files, label
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from localllm.kernels.cpu.backend import CPUBackend
 from localllm.kernels.reference import ReferenceBackend
 from localllm.quant.formats import dequantize
 from localllm.quantize import ImportanceMatrix, plan, run
-from localllm.quantize.collect import chunks, collect
 from localllm.quantize.imatrix import Entry
+from localllm.quantize.imatrix_collection import chunks, collect
 from localllm.tokenizer import Tokenizer
 from tests.helpers import plain_transformer, tiny_models
 from tests.helpers.command_line import Outcome, run_main

@@ -24,7 +24,7 @@ import numpy as np
 
 from localllm.bench.ceilings import amount, ceiling, threads_of, unit_of
 from localllm.bench.profile import DeviceCeilings, DeviceProfile, profiles
-from localllm.bench.work import Test, Work
+from localllm.bench.workload import ModelCost, Test
 from localllm.console import StatusLine, quantity
 from localllm.llm import LLM
 
@@ -89,7 +89,7 @@ class Measurement:
 
 def measure(llm: LLM, test: Test, repetitions: int, *, isa: str | None = None, quiet: bool = True) -> Measurement:
     """Runs a test once to warm up, and then ``repetitions`` times in turn with what it is compared with."""
-    work, random = Work.of(llm.info), np.random.default_rng(0)
+    work, random = ModelCost.of(llm.info), np.random.default_rng(0)
     before = _random_ids(llm, random, test.depth)
     rates: list[float] = []
     ceilings: list[float] = []

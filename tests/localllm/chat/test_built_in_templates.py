@@ -7,7 +7,7 @@ import pytest
 import localllm
 from localllm import TemplateError
 from localllm.chat import ChatTemplate
-from localllm.chat.built_in import NAMES, built_in
+from localllm.chat.built_in_templates import NAMES, built_in
 
 MESSAGES = [
     {"role": "system", "content": " S "},

@@ -20,7 +20,7 @@ CHATML = (
 """The template for files that have none; many models know this format."""
 
 
-class _Turns(NamedTuple):
+class _TurnMarkers(NamedTuple):
     """What stands before turns of the system, the user and the assistant, and behind them."""
 
     before: tuple[str, str, str]
@@ -30,9 +30,9 @@ class _Turns(NamedTuple):
     opens: bool = True  # whether the assistant's turn is begun for the reply
 
 
-def _alike(before: str, after: str, roles: str = "system user assistant", **more: bool | str) -> _Turns:
+def _alike(before: str, after: str, roles: str = "system user assistant", **more: bool | str) -> _TurnMarkers:
     system, user, assistant = (before.format(role) for role in roles.split())
-    return _Turns((system, user, assistant), (after,) * 3, **more)  # type: ignore[arg-type]
+    return _TurnMarkers((system, user, assistant), (after,) * 3, **more)  # type: ignore[arg-type]
 
 
 _TEMPLATES = {
@@ -49,9 +49,11 @@ _TEMPLATES = {
     "chatglm4": _alike("<|{}|>\n", "", start="[gMASK]<sop>"),
     "megrez": _alike("<|role_start|>{}<|role_end|>", "<|turn_end|>"),
     "bailing": _alike("<role>{}</role>", "", "SYSTEM HUMAN ASSISTANT"),
-    "deepseek3": _Turns(("", "<｜User｜>", "<｜Assistant｜>"), ("\n\n", "", "<｜end▁of▁sentence｜>")),
-    "mistral-v7": _Turns(("[SYSTEM_PROMPT] ", "[INST] ", " "), ("[/SYSTEM_PROMPT]", "[/INST]", "</s>"), opens=False),
-    "mistral-v7-tekken": _Turns(
+    "deepseek3": _TurnMarkers(("", "<｜User｜>", "<｜Assistant｜>"), ("\n\n", "", "<｜end▁of▁sentence｜>")),
+    "mistral-v7": _TurnMarkers(
+        ("[SYSTEM_PROMPT] ", "[INST] ", " "), ("[/SYSTEM_PROMPT]", "[/INST]", "</s>"), opens=False
+    ),
+    "mistral-v7-tekken": _TurnMarkers(
         ("[SYSTEM_PROMPT]", "[INST]", ""), ("[/SYSTEM_PROMPT]", "[/INST]", "</s>"), opens=False
     ),
 }

@@ -8,7 +8,7 @@ from typing import Any
 import psutil
 import pytest
 
-from localllm.cli.machine import disturbance, too_many_threads
+from localllm.cli.machine_warnings import disturbance, too_many_threads
 from localllm.kernels.cpu import host
 from localllm.kernels.cpu.host import OtherLoad, usable_cpus
 

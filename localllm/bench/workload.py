@@ -67,7 +67,7 @@ def make_tests(
 
 
 @dataclass(frozen=True)
-class Work:
+class ModelCost:
     """What a model costs."""
 
     weight_bytes: int  # read for every token that is generated
@@ -102,7 +102,7 @@ class Work:
             windows={window: n / kv_bytes for window, n in windows.items()},
         )
 
-    def on(self, device: str, info: ModelInfo) -> Work:
+    def on(self, device: str, info: ModelInfo) -> ModelCost:
         """The part of it that one of a model's devices does; layers count all the same."""
         placement = info.placement
         part = placement.layers_on(device) / info.n_layers

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import psutil
 
 import localllm
-from localllm.cli.commands.generate import describe, generation_options, load_model, plan_shower
+from localllm.cli.commands.generate import describe, generation_options, load_model, plan_reporter
 from localllm.cli.defaults import apply_settings
 from localllm.cli.interrupt import INTERRUPTED
 from localllm.console import LoadStatus, is_terminal, say, short_count, visible_line, warn
@@ -184,7 +184,7 @@ def _run_plain(arguments: argparse.Namespace, setup: Setup, sessions: list[ChatS
 
     def load(name: str) -> ChatModel:
         with closing(LoadStatus(enabled=not arguments.quiet)) as progress:
-            llm = cast(LLM, setup.load(name, progress, plan_shower(progress, arguments.quiet)))
+            llm = cast(LLM, setup.load(name, progress, plan_reporter(progress, arguments.quiet)))
         if not arguments.quiet:
             describe(llm.info, verbose=arguments.verbose)
         return llm
