@@ -378,6 +378,7 @@ class EngineLoop:
             if not each.request.started_at:
                 each.request.started_at = evaluating
                 self.waiting.discard(each.request)
+                each.request.output.progress(each.request.n_cached)
         try:
             logits = self._runner.run(chunks, *_wanted_logits(batch, chunks, self._runner.max_top_k))
         except BaseException as error:
@@ -457,9 +458,8 @@ class EngineLoop:
             request.n_again = 0
         request.n_reached = max(request.n_reached, len(sequence))
         if not request.n_generated:
+            request.prefill_s = time.perf_counter() - request.started_at
             request.output.progress(len(sequence))
-            if is_whole:
-                request.prefill_s = time.perf_counter() - request.started_at
         if request.sampler is None:
             if rows.start < rows.stop and isinstance(logits, np.ndarray):
                 request.output.logits(request.logits_from, logits[rows])

@@ -90,7 +90,7 @@ class RequestOutput(Protocol):
         ...
 
     def progress(self, n_evaluated: int) -> None:
-        """So many tokens of the prompt are in the cache."""
+        """So many tokens of the prompt are in the cache: before the first step, and after each.  Raises nothing."""
         ...
 
     def token(self, choice: Choice) -> bool:
@@ -213,10 +213,9 @@ class Request:
 
     @property
     def timings(self) -> Timings:
-        n_evaluated = self.n_prompt - self.n_cached
         return Timings(
             prefill_s=self.prefill_s,
-            prefill_tokens=n_evaluated if self.prefill_s else 0,
+            prefill_tokens=max(0, min(self.n_reached, self.n_prompt) - self.n_cached),
             first_token_s=self.first_token_s,
             decode_s=self.decode_s,
             decode_tokens=max(0, self.n_chosen - 1),

@@ -118,12 +118,13 @@ class Chunk:
             held back.
         ids: the token; none in the last chunk.
         logprobs: as `Completion.logprobs`, of this token.
-        finish_reason, usage, timings, drafts: in the last chunk alone; as in `Completion`.
+        finish_reason, usage, timings, drafts: in the last chunk alone; as in `Completion`.  ``usage`` and ``timings``
+            are in those of ``n_evaluated`` too.
         reasoning: of a chat, what the model thinks, which is no part of ``text``.
         call: of a chat, the beginning of a call of a tool, more of its arguments, or its end.
         warnings: in the last chunk of a chat, which calls were left as text, and why.
-        n_evaluated: tokens of the prompt that are evaluated, in chunks of their own before the first token, where
-            `Stream.tells_progress`.
+        n_evaluated: tokens of the prompt that are in the cache, in chunks of their own before the first token, where
+            `Stream.tells_progress`; the first has those that were there before.
     """
 
     text: str
@@ -161,15 +162,8 @@ def _events(parser: ReplyParser, chunk: Chunk) -> Iterator[Chunk]:
         yield replace(chunk, text="", warnings=tuple(parser.warnings))
 
 
-@dataclass(frozen=True, slots=True)
-class _PromptProgress:
-    """A part of the prompt was evaluated."""
-
-    n_evaluated: int
-
-
 #: What comes out of the engine's thread.  The last item is an exception, or a chunk with a finish reason.
-_Item: TypeAlias = Chunk | _PromptProgress | BaseException
+_Item: TypeAlias = Chunk | BaseException
 
 
 class TextOutput:
@@ -209,8 +203,9 @@ class TextOutput:
         return self.n_unread >= MAX_UNREAD
 
     def progress(self, n_evaluated: int) -> None:
-        if self.reports_progress:
-            self.deliver([_PromptProgress(n_evaluated)])
+        if self.reports_progress and self.request is not None:
+            usage, timings = self.request.usage, self.request.timings
+            self.deliver([Chunk("", usage=usage, timings=timings, n_evaluated=n_evaluated)])
 
     def token(self, choice: Choice) -> bool:
         text = self._decoder.feed(choice.id)
@@ -311,7 +306,7 @@ class Stream:
         self._finish_reason: FinishReason | None = None
         self._ended = False
         self.parser: ReplyParser | None = None
-        self.tells_progress = self._has_begun = False
+        self.tells_progress = False
         self._output = output = TextOutput(decoder, self._inbox.put, logprobs=logprobs)
         output.on_end, output.delivers_at_end = on_end, on_end is not None
         self._request = output.request = make_request(output)
@@ -383,9 +378,6 @@ class Stream:
         Raises:
             What ended the request, or the caller's own ``progress``.
         """
-        if self.tells_progress and not self._has_begun:
-            self._has_begun = True
-            return Chunk("", n_evaluated=0)
         for item in self._items:
             if isinstance(item, BaseException):
                 self._ended, self._items = True, iter(())
@@ -393,17 +385,17 @@ class Stream:
                     raise item
                 finally:
                     del item  # its traceback refers to this frame: what it holds would stay
-            if isinstance(item, Chunk):
-                if item.finish_reason is not None:
-                    self._ended, self._finish_reason = True, item.finish_reason
-                    return item
+            if item.finish_reason is not None:
+                self._ended, self._finish_reason = True, item.finish_reason
+                return item
+            if item.n_evaluated is None:
                 self._output.n_read += 1
                 # Asked after counting: between the two the engine may find the output full, and pause.
                 if self._output.n_unread == MAX_UNREAD - 1:
                     self._engine.wake()
                 return item
             if self.tells_progress:
-                return Chunk("", n_evaluated=item.n_evaluated)
+                return item
             if self._progress is not None:
                 try:
                     self._progress(item.n_evaluated, self._request.n_prompt)

@@ -229,7 +229,7 @@ class Reply:
         self.logprobs += event.logprobs or ()
         if event.call is not None:
             event.call.add_to(self.calls)
-        if event.usage is not None and event.timings is not None:
+        if event.finish_reason is not None and event.usage is not None and event.timings is not None:
             self.finish_reason, self.usage, self.timings = event.finish_reason, event.usage, event.timings
             self.warnings += event.warnings
 

@@ -384,7 +384,7 @@ def _chosen(body: _CompletionFields, result: dict[str, Any]) -> dict[str, Any]:
 def _lines(pending: PendingReplies, body: _CompletionFields, reply: Reply, chunk: Chunk) -> Iterator[bytes]:
     head = {"index": reply.index, "content": chunk.text, "tokens": chunk.ids, "stop": False}
     if chunk.n_evaluated is not None:
-        yield event({**head, **progress_json(pending, reply, chunk.n_evaluated)})
+        yield event({**head, **progress_json(pending, chunk)})
     elif chunk.text or chunk.logprobs:  # of the last one, what was held back
         probabilities = _probabilities(pending.llm, chunk.logprobs or (), bool(body.post_sampling_probs))
         yield event({**head, **probabilities, **timings_so_far(pending, reply)})

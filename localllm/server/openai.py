@@ -11,7 +11,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -178,18 +177,18 @@ def timings_json(usage: Usage, timings: Timings) -> dict[str, Any]:
     }
 
 
-def progress_json(pending: PendingReplies, reply: Reply, n_evaluated: int) -> dict[str, Any]:
+def progress_json(pending: PendingReplies, chunk: Chunk) -> dict[str, Any]:
     """How far a prompt is, as llama.cpp's server tells it."""
-    stream = pending.streams[reply.index]
-    usage, timings = stream.usage, stream.timings
+    usage, timings = chunk.usage, chunk.timings
+    assert usage is not None
+    assert timings is not None
     progress = {
         "total": usage.prompt_tokens,
         "cache": usage.cached_tokens,
-        "processed": n_evaluated,
+        "processed": chunk.n_evaluated,
         "time_ms": round(1e3 * (time.perf_counter() - pending.begun_at)),
     }
-    n_new = max(0, n_evaluated - usage.cached_tokens)
-    return {"prompt_progress": progress, "timings": timings_json(usage, replace(timings, prefill_tokens=n_new))}
+    return {"prompt_progress": progress, "timings": timings_json(usage, timings)}
 
 
 def timings_so_far(pending: PendingReplies, reply: Reply) -> dict[str, Any]:
@@ -308,7 +307,7 @@ def _chat_piece(
 
 def _chat_lines(head: _Head, pending: PendingReplies, reply: Reply, chunk: Chunk) -> Iterator[bytes]:
     if chunk.n_evaluated is not None:
-        yield event(_chat_piece(head, reply.index, {}) | progress_json(pending, reply, chunk.n_evaluated))
+        yield event(_chat_piece(head, reply.index, {}) | progress_json(pending, chunk))
     elif chunk.finish_reason is not None:
         yield event(_chat_piece(head, reply.index, {}, finish_reason(reply)) | _end_of_stream(reply))
     elif (delta := _delta(chunk)) or chunk.logprobs:

@@ -23,7 +23,7 @@ class Results:
     Attributes:
         choices: the tokens chosen.
         rows: of logits.
-        n_done: how much of the prompt was evaluated, after each step.
+        n_done: how much of the prompt was evaluated, before the first step and after each.
         error: what ended the request.
         is_full: set by the test.
         on_token: called with each id; returns whether the text is complete.

@@ -22,7 +22,7 @@ def test_a_prompt_in_chunks_then_decoding() -> None:
     request = writing(range(20), 10)
     engine.run(request)
     assert results(request).ids == greedy_after(range(20), 10)
-    assert results(request).n_done == [8, 16, 20]
+    assert results(request).n_done == [0, 8, 16, 20]
     assert engine.sizes == [8, 8, 4] + [1] * 9
     assert [len(batch.outputs) for batch in engine.fake.batches] == [0, 0, 1] + [1] * 9
     engine.check_all_pages_are_back()
@@ -74,7 +74,7 @@ def test_half_of_the_budget_is_the_oldest_prompts_and_short_ones_come_first_in_t
     long, longer, short = writing([1] * 80, 1), writing([2] * 90, 1), writing([3] * 10, 1)
     engine.submit(long, longer, short)
     engine.step()
-    assert [results(request).n_done for request in (long, longer, short)] == [[16], [6], [10]]
+    assert [results(request).n_done for request in (long, longer, short)] == [[0, 16], [0, 6], [0, 10]]
     assert results(short).ended.is_set()
 
 
@@ -83,7 +83,7 @@ def test_what_the_others_do_not_need_is_the_oldest_prompts() -> None:
     long, short = writing([1] * 80, 1), writing([3] * 5, 1)
     engine.submit(long, short)
     engine.step()
-    assert (results(long).n_done, results(short).n_done) == ([27], [5])
+    assert (results(long).n_done, results(short).n_done) == ([0, 27], [0, 5])
 
 
 def test_prompts_that_begin_alike_are_evaluated_once() -> None:
