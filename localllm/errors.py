@@ -158,7 +158,8 @@ class ContextLengthError(LocalLLMError, ValueError):
         )
         ways = f"shorten {shorten}{',' if other else ', or'} give a larger "
         end = (", or ", *other) if other else ()
-        holds = f"{n_tokens:,} tokens but the context holds {context:,}"
+        # Programs know by llama.cpp's words, "exceeds the available context size", that they have to shorten it.
+        holds = f"{n_tokens:,} tokens, which exceeds the available context size of {context:,}"
         super().__init__(f"{what} {holds}: {ways}", Argument("context"), *end)
         self.n_tokens = n_tokens
         self.context = context

@@ -194,7 +194,7 @@ def started(command: Sequence[str], line: Callable[[str], str | None]) -> Iterat
 
 def ours(file: str, n_clients: int, longest: int, threads: int | None = None) -> list[str]:
     """The command that starts a server of ours."""
-    words = ["-m", file, "--port", "0", "-np", str(n_clients), "-c", str(longest), "-q"]
+    words = ["-m", file, "--port", "0", "-np", str(n_clients), "-c", str(longest), "-kvu", "-q"]
     return [sys.executable, "-m", "localllm", "serve", *words, *(["-t", str(threads)] if threads else [])]
 
 

@@ -38,6 +38,7 @@ class ChatTemplate:
     Attributes:
         source: the jinja2 text.
         is_fallback: the file had no template and this is `CHATML`, which its model may not know.
+        named: jinja2 texts used instead where there are tools (``tool_use``) or documents (``rag``).
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class ChatTemplate:
             source: jinja2 text.
             bos_token, eos_token: texts of these tokens, which templates write out themselves.
             where: the template's name in error messages.
-            named: templates used instead where there are tools (``tool_use``) or documents (``rag``).
+            named: as the attribute.
 
         Raises:
             TemplateError: ``source`` is not a valid template, or too long.
@@ -65,7 +66,7 @@ class ChatTemplate:
         self.is_fallback = is_fallback
         self._where = where
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
-        self._named = dict(named or {})
+        self.named = dict(named or {})
         self._compiled: dict[str, ChatTemplate] = {}  # of those
         try:
             self._template, self._names = sandbox.compile_template(source)
@@ -112,7 +113,7 @@ class ChatTemplate:
 
     def reads(self, name: str) -> bool:
         """Whether the template reads the variable ``name`` at all, such as ``tools``, or another is used for it."""
-        return name in self._names or any(USES[each] == name for each in self._named)
+        return name in self._names or any(USES[each] == name for each in self.named)
 
     def used_for(self, given: Mapping[str, object]) -> ChatTemplate:
         """The template that renders with these variables: one that is named for them, or this one.
@@ -120,7 +121,7 @@ class ChatTemplate:
         Raises:
             TemplateError: it is not valid.
         """
-        for name, text in self._named.items():
+        for name, text in self.named.items():
             if given.get(USES[name]):
                 if name not in self._compiled:
                     where = f"{self._where} called {quoted(name)}"

@@ -43,7 +43,10 @@ NO_EFFECT = split_names(
         "--embedding --embeddings --rerank --reranking": ("0", "a model's file says what it is made for"),
         "--pooling": ("1", _IN_FILE),
         "--mmproj-offload --no-mmproj-offload": ("0", "pictures are encoded on the CPU"),
-        "-kvu --kv-unified -no-kvu --no-kv-unified": ("0", "all requests share one cache"),
+        "-kvu --kv-unified -no-kvu --no-kv-unified --cache-idle-slots --no-cache-idle-slots": (
+            "0",
+            "all requests share one cache",
+        ),
         "-cram --cache-ram": (
             "1",
             "prompts stay in the KV cache, and --prompt-cache DIR of serve keeps them on disk",

@@ -81,9 +81,16 @@ class Counts:
     preempted: int = 0  # how often a request had to make room for another
     encoded: int = 0  # pictures
     encode_s: float = 0.0  # seconds that they took
-    # prefill_s, decode_s: seconds of the requests that ended, in which prompts were evaluated and tokens chosen
+    # prefill_s, decode_s: seconds of all requests, in which prompts were evaluated and tokens chosen but the first
     prefill_s: float = 0.0
     decode_s: float = 0.0
+    decode_tokens: int = 0  # those chosen in ``decode_s``
+    in_steps: int = 0  # requests in each step, added up
+    longest: int = 0  # tokens of the longest sequence of the requests that ended
+    # draft_steps, drafted, accepted: steps with drafts, and tokens drafted and accepted in them
+    draft_steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
 
 
 class Engine:
@@ -389,6 +396,7 @@ class EngineLoop:
         n_tokens = sum(len(chunk.ids) for chunk in chunks)
         n_decoding = sum(each.request.is_decoding for each in batch)
         self.counts.steps += 1
+        self.counts.in_steps += len(batch)
         self.counts.step_s += seconds
         self.counts.prompt_tokens += sum(e.n_tokens for e in batch if not e.request.n_generated)
         self._scheduler.step_times.add(
@@ -458,7 +466,8 @@ class EngineLoop:
             request.n_again = 0
         request.n_reached = max(request.n_reached, len(sequence))
         if not request.n_generated:
-            request.prefill_s = time.perf_counter() - request.started_at
+            before, request.prefill_s = request.prefill_s, time.perf_counter() - request.started_at
+            self.counts.prefill_s += request.prefill_s - before
             request.output.progress(len(sequence))
         if request.sampler is None:
             if rows.start < rows.stop and isinstance(logits, np.ndarray):
@@ -490,18 +499,24 @@ class EngineLoop:
         """
         request = each.request
         is_first = not request.n_generated
-        n_accepted = request.n_accepted
+        n_accepted, n_chosen = request.n_accepted, request.n_chosen
         request.n_drafted += each.n_drafts
         try:
             reason = self._append(request, choices)
         finally:
             if each.n_drafts:
                 self._record_drafts(each, position, request.n_accepted - n_accepted)
+                self.counts.draft_steps += 1
+                self.counts.drafted += each.n_drafts
+                self.counts.accepted += request.n_accepted - n_accepted
         if is_first:
             request.first_token_s = time.perf_counter() - request.submitted_at
         else:
+            seconds = time.perf_counter() - begin
             request.n_decode_steps += 1
-            request.decode_s += time.perf_counter() - begin
+            request.decode_s += seconds
+            self.counts.decode_s += seconds
+            self.counts.decode_tokens += request.n_chosen - n_chosen
         return reason
 
     def _append(self, request: Request, choices: Iterable[_Chosen]) -> FinishReason | None:
@@ -561,9 +576,8 @@ class EngineLoop:
         self._scheduler.remove(request)
         self.waiting.discard(request)
         self.counts.ended += 1
-        self.counts.prefill_s += request.timings.prefill_s
-        self.counts.decode_s += request.timings.decode_s
         self.counts.cached_tokens += request.n_cached
+        self.counts.longest = max(self.counts.longest, len(request.tokens))
         request.finish_reason, request.is_choosing = reason, False
         if request.drafter is not None:
             request.drafter.close()

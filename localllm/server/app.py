@@ -25,9 +25,6 @@ from localllm.server.page import page
 from localllm.server.store import ResponseStore
 from localllm.version import __version__
 
-#: Seconds between two searches for models to unload.
-_EXPIRY_CHECK_S = 1.0
-
 _Endpoint = Callable[[Request, Dispatcher], Awaitable[Response]]
 
 
@@ -167,11 +164,12 @@ class App:
     asgi: ASGIApp = field(init=False)
 
     def __post_init__(self) -> None:
+        self.models.describe = llamacpp.described
         self.dispatcher = Dispatcher(self.models, ResponseStore(self.responses_folder), self.is_verbose)
         paths: dict[str, _Path] = {}
         for method, names, endpoint, _ in _ENDPOINTS:
             for name in names:
-                is_there = self.has_slots or not name.startswith("/slots")
+                is_there = self.has_slots or name != "/slots"
                 paths.setdefault(name, _Path(self.dispatcher)).endpoints[method] = endpoint if is_there else _left_out
         routes = [Route(name, path) for name, path in paths.items()]
         router = Router(routes, redirect_slashes=False, default=_not_found, lifespan=self._lifespan)
@@ -181,6 +179,7 @@ class App:
     async def _lifespan(self, app: ASGIApp) -> AsyncIterator[None]:
         tasks = [asyncio.create_task(self._unload_expired())]
         if self.loads_first:
+            self.dispatcher.is_starting = True
             tasks.append(asyncio.create_task(self._load_first()))
         try:
             yield
@@ -196,11 +195,11 @@ class App:
         with contextlib.suppress(LocalLLMError):  # the log has it, and whoever asks is told
             served, _ = await self.models.acquire(None)
             self.models.release(served)
+        self.dispatcher.is_starting = False
 
     async def _unload_expired(self) -> None:
         while True:
-            await asyncio.sleep(_EXPIRY_CHECK_S)
-            await self.models.unload_expired()
+            await asyncio.sleep(await self.models.unload_expired())
 
 
 async def _not_found(scope: Scope, receive: Receive, send: Send) -> None:

@@ -379,6 +379,7 @@ class Dispatcher:
         models: that the server has.
         responses: those that later ones may go on from.
         active: answers under way.
+        is_starting: the first model, which the server loads before anybody asks for it, is not there yet.
         is_stopping: nothing new is taken.
         is_cut: what was under way has been ended.
         is_verbose: whether answers tell their prompts (``__verbose``, as in llama.cpp).
@@ -387,7 +388,7 @@ class Dispatcher:
     def __init__(self, models: Models, responses: ResponseStore, is_verbose: bool = False) -> None:
         self.models, self.responses, self.is_verbose = models, responses, is_verbose
         self.active: dict[int, PendingReplies] = {}
-        self.is_stopping = self.is_cut = False
+        self.is_starting = self.is_stopping = self.is_cut = False
         # Tokenizing a prompt, and running a template, must not hold up the event loop.  What takes longer, such as
         # making vectors of many texts, has threads of its own, so that no chat waits for it.  Long requests have only
         # two: more of them would take the cores from the threads that decode.
@@ -540,7 +541,8 @@ def _check_length(prompt: Prompt, context: int) -> None:
     """Refuses a prompt that is much too long, without the seconds that tokenizing it would take."""
     kind, most = ("characters", MAX_CHARACTERS * context) if isinstance(prompt, str) else ("tokens", context)
     if len(prompt) > most:
-        message = f"the prompt has {len(prompt):,} {kind} but the context holds {context:,} tokens: shorten it"
+        size = f"{len(prompt):,} {kind}, which exceeds the available context size of {context:,} tokens"
+        message = f"the prompt has {size}: shorten it"
         raise HTTPError(400, message, "context_length_exceeded")
 
 

@@ -13,6 +13,7 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from localllm.chat.conversation import read_messages
+from localllm.engine.engine import Counts
 from localllm.errors import ClosedError, OutputError, PromptCacheError, path_text
 from localllm.generation.completion import Chunk
 from localllm.llm import LLM, checked_variables
@@ -56,39 +58,33 @@ from localllm.server.openai import (
 from localllm.tokenizer import Tokenizer
 from localllm.version import __version__
 
+#: Of which time metrics of speed are.
+_SINCE = "since this was last asked for"
+
 #: Names that files of saved prompts may have.
 _FILE_NAME = re.compile(r"[\w-][\w.-]{0,127}", re.ASCII)
 
 
 async def health(request: Request, dispatcher: Dispatcher) -> Response:
-    loading = {
-        each.name: each.load_progress for each in dispatcher.models.served.values() if each.load_progress is not None
-    }
+    served = dispatcher.models.served.values()
+    loading = {each.name: each.load_progress for each in served if each.load_progress is not None}
+    more = {"loading": loading} if loading else {}
     if dispatcher.is_stopping:
         return json_response({"status": "stopping"}, 503)
-    return json_response({"status": "ok", **({"loading": loading} if loading else {})})
+    if dispatcher.is_starting:
+        error = {"code": 503, "message": "Loading model", "type": "unavailable_error"}  # llama.cpp's words
+        return json_response({"status": "loading", **more, "error": error}, 503)
+    return json_response({"status": "ok", **more})
 
 
 async def props(request: Request, dispatcher: Dispatcher) -> Response:
     name = request.query_params.get("model")
-
-    def work(llm: LLM) -> dict[str, Any]:
-        tokenizer = llm.tokenizer
-        return {
-            "default_generation_settings": {"n_ctx": llm.info.context, "params": _settings(llm, {})},
-            "total_slots": llm.info.placement.parallel,
-            "chat_template": llm.chat_template.source,
-            "bos_token": _token_text(tokenizer, tokenizer.bos_id),
-            "eos_token": _token_text(tokenizer, tokenizer.eos_id),
-            "modalities": {"vision": llm.sees, "audio": False},
-        }
-
     served = dispatcher.models.find(name)
     if served.llm is not None:  # which nobody uses for that it is looked at
         with contextlib.suppress(ClosedError):
-            served.props = await asyncio.to_thread(work, served.llm)
+            served.props = await asyncio.to_thread(described, served.llm)
     elif not served.props:
-        served.props = await dispatcher.with_model(request, name, work)
+        served.props = await dispatcher.with_model(request, name, described)
     return json_response(
         {
             **served.props,
@@ -98,6 +94,20 @@ async def props(request: Request, dispatcher: Dispatcher) -> Response:
             "build_info": f"localllm {__version__}",
         }
     )
+
+
+def described(llm: LLM) -> dict[str, Any]:
+    """What ``/props`` says of a model."""
+    tokenizer = llm.tokenizer
+    return {
+        "default_generation_settings": {"n_ctx": llm.info.context, "params": _settings(llm, {})},
+        "total_slots": llm.info.placement.parallel,
+        "chat_template": llm.chat_template.source,
+        **{f"chat_template_{name}": text for name, text in llm.chat_template.named.items()},
+        "bos_token": _token_text(tokenizer, tokenizer.bos_id),
+        "eos_token": _token_text(tokenizer, tokenizer.eos_id),
+        "modalities": {"vision": llm.sees, "audio": False},
+    }
 
 
 def _settings(llm: LLM, options: dict[str, Any]) -> dict[str, Any]:
@@ -119,6 +129,8 @@ def _token_text(tokenizer: Tokenizer, id_: int | None) -> str:
 
 async def slots(request: Request, dispatcher: Dispatcher) -> Response:
     """The replies under way, and idle slots for what else the caches have room for; more may run than that."""
+    if dispatcher.is_starting:
+        raise HTTPError(503, "the model is being loaded: ask again later", "unavailable")
     rows: list[dict[str, Any]] = []
     for served in dispatcher.models.served.values():
         if served.llm is None:
@@ -196,7 +208,8 @@ async def metrics(request: Request, dispatcher: Dispatcher) -> Response:
         if counts is None:
             continue
         label, n_waiting = _label(served.name), 0 if llm is None else llm.n_waiting
-        rates = counts.prompt_tokens / (counts.prefill_s or 1), counts.generated_tokens / (counts.decode_s or 1)
+        counts = replace(counts)  # the engine's thread counts on
+        rates, served.told_counts = _rates(served.told_counts, counts), counts
         for name, kind, help, value in (
             ("llamacpp:prompt_tokens_total", "counter", "tokens of prompts evaluated", counts.prompt_tokens),
             ("llamacpp:prompt_tokens_cached_total", "counter", "those found in the cache", counts.cached_tokens),
@@ -204,8 +217,18 @@ async def metrics(request: Request, dispatcher: Dispatcher) -> Response:
             ("llamacpp:n_decode_total", "counter", "steps", counts.steps),
             ("llamacpp:prompt_seconds_total", "counter", "seconds of evaluating prompts", counts.prefill_s),
             ("llamacpp:tokens_predicted_seconds_total", "counter", "seconds of generating", counts.decode_s),
-            ("llamacpp:prompt_tokens_seconds", "gauge", "tokens of prompts a second", rates[0]),
-            ("llamacpp:predicted_tokens_seconds", "gauge", "tokens generated a second", rates[1]),
+            ("llamacpp:n_tokens_max", "counter", "tokens of the longest sequence", counts.longest),
+            ("llamacpp:spec_decode_num_drafts_total", "counter", "steps with drafts", counts.draft_steps),
+            ("llamacpp:spec_decode_num_draft_tokens_total", "counter", "tokens drafted", counts.drafted),
+            ("llamacpp:spec_decode_num_accepted_tokens_total", "counter", "those accepted", counts.accepted),
+            (
+                "llamacpp:n_busy_slots_per_decode",
+                "gauge",
+                "requests in a step",
+                counts.in_steps / (counts.steps or 1),
+            ),
+            ("llamacpp:prompt_tokens_seconds", "gauge", f"tokens of prompts a second, {_SINCE}", rates[0]),
+            ("llamacpp:predicted_tokens_seconds", "gauge", f"tokens generated a second, {_SINCE}", rates[1]),
             ("llamacpp:requests_processing", "gauge", "requests at work", counts.running),
             ("llamacpp:requests_deferred", "gauge", "requests that wait", n_waiting),
             ("localllm_step_seconds_total", "counter", "seconds of steps", counts.step_s),
@@ -222,6 +245,15 @@ async def metrics(request: Request, dispatcher: Dispatcher) -> Response:
         (b"Process-Start-Time-Unix", str(started).encode())
     )  # as clients of llama.cpp spell it
     return response
+
+
+def _rates(before: Counts, now: Counts) -> tuple[float, float]:
+    """Tokens of prompts, and tokens generated but the first of each reply, for each second that they took."""
+    if now.steps < before.steps:  # the model was loaded again
+        before = Counts()
+    prompt_s, decode_s = now.prefill_s - before.prefill_s, now.decode_s - before.decode_s
+    prompt_tokens, decode_tokens = now.prompt_tokens - before.prompt_tokens, now.decode_tokens - before.decode_tokens
+    return prompt_tokens / (prompt_s or 1), decode_tokens / (decode_s or 1)
 
 
 def _label(name: str) -> str:
@@ -431,7 +463,7 @@ def _end(pending: PendingReplies, reply: Reply, body: _CompletionFields) -> dict
         "tokens_predicted": reply.usage.completion_tokens,
         "tokens_evaluated": reply.usage.prompt_tokens,
         "tokens_cached": reply.usage.cached_tokens,
-        "truncated": False,
+        "truncated": reply.usage.total_tokens >= pending.llm.info.context,
         "generation_settings": _settings(pending.llm, pending.job.options),
         "timings": timings_json(reply.usage, reply.timings),
         **_probabilities(pending.llm, reply.logprobs, bool(body.post_sampling_probs)),

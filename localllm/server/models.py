@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -57,8 +58,9 @@ class ServedModel:
         details: what its file's header tells, once `Models.listed` has read it.
         preset: options of its own.
         aliases, tags: what requests may call it, too, and words that lists show.
-        props: what ``/props`` said when it was last loaded.
+        props: what ``/props`` says of it while it is not loaded.
         last_counts: what it had done when it was last unloaded.
+        told_counts: what it had done when ``/metrics`` was last asked for.
     """
 
     name: str
@@ -75,6 +77,7 @@ class ServedModel:
     tags: Sequence[str] = ()
     props: dict[str, Any] = field(default_factory=dict)
     last_counts: Counts | None = None
+    told_counts: Counts = field(default_factory=Counts)
 
     @property
     def path(self) -> Path:
@@ -108,6 +111,7 @@ class Models:
         adapters: how much of each low-rank adapter a request gets that says nothing, by the adapter's name.
         prompts: the folder that keeps what was evaluated of prompts while a model is not loaded, if there is one.
         log: told of what is loaded and unloaded.
+        describe: makes a model's ``props``.
         is_closed: nothing is loaded any more.
     """
 
@@ -154,6 +158,7 @@ class Models:
         self.adapters = dict(adapters or {})
         self.is_closed = False
         self.log = log
+        self.describe: Callable[[LLM], dict[str, Any]] = lambda llm: {}
         self._load = load
         self._ttl_s = ttl_s
         self._takes_any_name = takes_any_name
@@ -273,18 +278,23 @@ class Models:
         llm, served.llm = served.llm, None
         if llm is not None:
             served.last_counts = llm.counts
+            if not self.is_closed:
+                with contextlib.suppress(LocalLLMError):  # its template may not be valid
+                    served.props = await self._in_thread(self.describe, llm)
             await self._in_thread(self._save_prompts, served, llm)
             await self._in_thread(llm.close)
             own = None if served.preset is None else served.preset.ttl_s
             served.ttl_s = self._ttl_s if own is None else own
             self.log(f"unloaded {served.name}")
 
-    async def unload_expired(self) -> None:
-        """Unloads the models that nobody has used for their ``ttl_s``."""
+    async def unload_expired(self) -> float:
+        """Unloads the models that nobody has used for their ``ttl_s``; returns seconds after which to look again."""
         async with self._loading:
             for served in self.served.values():
                 if served.expires_s == 0.0 and not served.n_users:
                     await self._unload(served)
+        times = (served.expires_s for served in self.served.values())
+        return max(0.05, min((1.0, *(seconds for seconds in times if seconds is not None))))
 
     async def close(self) -> None:
         """Unloads all models."""

@@ -300,7 +300,7 @@ class _ResponseWriter:
             timings = timings_json(reply.usage, reply.timings)  # llama.cpp's, as below
             return [*events, (f"response.{status}", {"response": self.response, "timings": timings})]
         if chunk.n_evaluated is not None:
-            progress = progress_json(self._pending, chunk)
+            progress = progress_json(self._respond, chunk)
             return [("response.in_progress", {"response": self.response, **progress})]
         if chunk.call is not None:
             return self._call(chunk.call, reply)

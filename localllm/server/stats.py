@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 class Stats:
     """What each loaded model did since the last look."""
 
-    def __init__(self, models: Models) -> None:
-        self._models = models
+    def __init__(self) -> None:
         self._before: dict[str, tuple[float, Counts]] = {}
         self._read_speeds: dict[str, float] = {}
 
@@ -36,17 +35,17 @@ class Stats:
                 self._read_speeds[str(llm.info.path)] = roofline.read_bandwidth()
 
     @contextmanager
-    def shown(self) -> Iterator[None]:
+    def shown(self, models: Models) -> Iterator[None]:
         """Shows a table on standard error until the end."""
         from rich.console import Console
         from rich.live import Live
 
         ended = threading.Event()
-        with Live(self.table(), console=Console(stderr=True), auto_refresh=False) as live:
+        with Live(self.table(models), console=Console(stderr=True), auto_refresh=False) as live:
 
             def show() -> None:
                 while not ended.wait(1.0):
-                    live.update(self.table(), refresh=True)
+                    live.update(self.table(models), refresh=True)
 
             thread = threading.Thread(target=show, name="localllm-stats", daemon=True)
             thread.start()
@@ -56,19 +55,19 @@ class Stats:
                 ended.set()
                 thread.join()
 
-    def table(self) -> Table:
+    def table(self, models: Models) -> Table:
         from rich.table import Table
 
         table = Table(box=None, pad_edge=False, header_style="bold")
         for name in ("model", "running", "waiting", "cache", "prompt t/s", "reply t/s", "cached", "of reading speed"):
             table.add_column(name, justify="left" if name == "model" else "right")
-        for row in self.rows():
+        for row in self.rows(models):
             table.add_row(*row)
         return table
 
-    def rows(self) -> Iterator[tuple[str, ...]]:
+    def rows(self, models: Models) -> Iterator[tuple[str, ...]]:
         """A row for each model that is loaded, or being loaded."""
-        for served in list(self._models.served.values()):
+        for served in list(models.served.values()):
             llm = served.llm
             if served.load_progress is not None:
                 yield served.name, f"loading {served.load_progress:.0%}"

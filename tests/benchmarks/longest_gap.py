@@ -156,7 +156,7 @@ def main() -> int:
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         words = [sys.executable, "-m", "localllm", "serve", "-m", given.file, "--port", "0", "-q"]
-        words += ["-t", str(given.threads), "-c", str(given.context), "-np", str(given.clients + 1)]
+        words += ["-t", str(given.threads), "-c", str(given.context), "-np", str(given.clients + 1), "-kvu"]
         words += ["--prompt-cache", folder]
         if given.lora:
             words += ["--lora", given.lora]

@@ -224,7 +224,7 @@ def test_drafts_from_the_prompt() -> None:
 def test_the_context_window() -> None:
     with Llama(model_path=DEMO, n_ctx=64, n_gpu_layers=-1, n_threads=1, use_mmap=True, n_batch=32) as llm:
         assert llm.n_ctx() == 64
-        with pytest.raises(ValueError, match=r"the context holds 64: .* a larger n_ctx$") as raised:
+        with pytest.raises(ValueError, match=r"the available context size of 64: .* a larger n_ctx$") as raised:
             llm("a " * 100)
         assert isinstance(raised.value, ContextLengthError)
     with pytest.raises(ClosedError):

@@ -632,7 +632,9 @@ def test_a_closed_model_refuses_everything(tiny_path: Path, device: str) -> None
 
 
 def test_a_prompt_that_is_too_long_is_refused_with_both_numbers(llm: LLM) -> None:
-    with pytest.raises(ContextLengthError, match=r"100 tokens but the context holds 96.*overflow") as caught:
+    with pytest.raises(
+        ContextLengthError, match=r"100 tokens, which exceeds the available context size of 96.*overflow"
+    ) as caught:
         llm.generate([5] * 100)
     assert (caught.value.n_tokens, caught.value.context) == (100, 96)
     with pytest.raises(ContextLengthError):

@@ -29,7 +29,10 @@ from localllm.options.settings import Settings
 if TYPE_CHECKING:
     from localllm.llm import LLM
     from localllm.options.types import LoadProgress
-    from localllm.server.models import Loader, Preset
+    from localllm.server.app import App
+    from localllm.server.http import Limits
+    from localllm.server.models import Loader, Models, Preset
+    from localllm.server.stats import Stats
 
 #: Environment variable with API keys, commas between them: a command line can be seen by others.
 KEY_VARIABLE = "LOCALLLM_API_KEY"
@@ -46,71 +49,56 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         import msgspec  # noqa: F401
 
-        from localllm.server.uvicorn_server import Server, end_if_busy, listen
+        from localllm.server.app import App
+        from localllm.server.stats import Stats
     except ModuleNotFoundError as error:
         raise UsageError(f'serve needs {error.name}, which is not installed: pip install "localllm[serve]"') from None
-    from localllm.server.app import App
-    from localllm.server.http import Limits
-    from localllm.server.local_network import invitation, lan_address, lan_key
-    from localllm.server.models import Models, Preset
-    from localllm.server.stats import Stats
 
-    given: list[dict[str, Any]] = [{"model": name} for name in arguments.models]
-    given += [vars(arguments) | {"model": name, "download": True} for name in arguments.downloads]
-    if (arguments.lora or arguments.draft_model or arguments.mmproj) and len(given) != 1:
+    _check_flags(arguments)
+    limits, stats = _limits(arguments), Stats()
+    models, loads_first = _models(arguments, stats)
+    app = App(
+        models,
+        limits,
+        arguments.responses,
+        loads_first=loads_first,
+        is_verbose=arguments.verbose,
+        has_slots=arguments.slots,
+    )
+    # Python's own 5 ms for each thread that renders or tokenizes would hold up each step several times.
+    sys.setswitchinterval(_SWITCH_S)
+    _listen(arguments, app, limits, stats)
+    return 0
+
+
+def _check_flags(arguments: argparse.Namespace) -> None:
+    if arguments.lora or arguments.draft_model or arguments.mmproj:
         flag = "--lora" if arguments.lora else "--draft-model" if arguments.draft_model else "--mmproj"
-        raise UsageError(f"{flag} is for one model: name that with -m FILE, and no other")
+        if len(arguments.models) + len(arguments.downloads) != 1:
+            raise UsageError(f"{flag} is for one model: name that with -m FILE, and no other")
     if (arguments.ssl_key is None) != (arguments.ssl_certificate is None):
         raise UsageError("--ssl-key-file and --ssl-cert-file belong together: give both")
     chat_template(arguments)  # what is wrong with it is said before a model is asked for
+
+
+def _models(arguments: argparse.Namespace, stats: Stats) -> tuple[Models, bool]:
+    """The models of the server, and whether the first is loaded at once; fills in what the settings say."""
+    from localllm.server.models import Models, Preset
+
     presets, as_given = read_presets(arguments.presets), deepcopy(arguments)
-    settings = apply_settings(arguments, skip=("model",))
-    defaults = generation_options(arguments, settings)
-    defaults.pop("adapters", None)  # requests name their own
-    CheckedOptions.of(defaults)
-    keys = _api_keys(arguments)
-    if arguments.lan:
-        arguments.host = arguments.host if arguments.host not in _OWN else "0.0.0.0"
-        arguments.hosts.append("*.local")  # by which phones know this machine
-        keys = keys or [lan_key()]
-    hosts = [host.strip() for host in arguments.host.split(",")]
-    if not {*hosts} <= {*_OWN} and not keys:
-        warn(f"everybody who reaches {arguments.host} can use this server: --api-key KEY lets in those who have it")
-
-    def loader(own: argparse.Namespace, defaults: Mapping[str, Any]) -> Loader:
-        def load_model(source: str | None, progress: LoadProgress) -> LLM:
-            from localllm.llm import load
-            from localllm.loading.progress import CompileNotice
-
-            notice = CompileNotice()
-
-            def report(stage: str, done: int, total: int) -> None:
-                progress(stage, done, total)
-                notice(stage, done, total)
-
-            llm = load(source, **load_options(own, source, max_waiting=arguments.max_queue), progress=report)
-            llm.template_variables = template_variables(own)
-            llm.defaults |= defaults
-            llm.prepare_grammars()
-            if not arguments.quiet:
-                describe(llm.info, verbose=True) if arguments.verbose else say(str(llm.info))
-            if arguments.stats:
-                stats.measure(llm)
-            return llm
-
-        return load_model
+    settings, load = _loader(arguments, stats)
 
     def preset(name: str, section: Mapping[str, Any]) -> Preset:
         own = deepcopy(as_given)
         own.aliases, own.ttl = [], None
         apply_preset(parser_of("serve"), own, section, name)
         chat_template(own)
-        apply_settings(own, skip=("model",))
-        options = generation_options(own, settings)
-        CheckedOptions.of(options)
+        _, own_load = _loader(own, stats)
         (source,) = sources([{"model": section["model"]}], settings).values()
-        return Preset(source, loader(own, options), own.ttl, own.aliases)
+        return Preset(source, own_load, own.ttl, own.aliases)
 
+    given: list[dict[str, Any]] = [{"model": name} for name in arguments.models]
+    given += [vars(arguments) | {"model": name, "download": True} for name in arguments.downloads]
     served = dict[str, str | Preset | None]()
     for each in given:
         section = presets.get(each["model"])
@@ -119,12 +107,9 @@ def run(arguments: argparse.Namespace) -> int:
         served |= {name: preset(name, section) for name, section in presets.items()}
         if arguments.presets is None:
             served |= {name: each for name, each in sources([], settings).items() if name not in served}
-
-    # Python's own 5 ms for each thread that renders or tokenizes would hold up each step several times.
-    sys.setswitchinterval(_SWITCH_S)
     models = Models(
         served,
-        loader(arguments, defaults),
+        load,
         ttl_s=arguments.ttl,
         aliases=_words(arguments.aliases),
         tags=_words(arguments.tags),
@@ -133,26 +118,78 @@ def run(arguments: argparse.Namespace) -> int:
         prompts=_folder(arguments.prompts),
         log=(lambda line: None) if arguments.quiet else say,
     )
-    stats = Stats(models)
-    limits = Limits(
+    return models, bool(given or presets)
+
+
+def _loader(arguments: argparse.Namespace, stats: Stats) -> tuple[Settings, Loader]:
+    """Loads models with the options of a command line, in which it fills in what the settings say."""
+    if arguments.context and arguments.parallel and not arguments.unified:  # as in llama-server
+        arguments.context = max(1, arguments.context // arguments.parallel)
+    settings = apply_settings(arguments, skip=("model",))
+    defaults = generation_options(arguments, settings)
+    defaults.pop("adapters", None)  # requests name their own
+    CheckedOptions.of(defaults)
+
+    def load_model(source: str | None, progress: LoadProgress) -> LLM:
+        from localllm.llm import load
+        from localllm.loading.progress import CompileNotice
+
+        notice = CompileNotice()
+
+        def report(stage: str, done: int, total: int) -> None:
+            progress(stage, done, total)
+            notice(stage, done, total)
+
+        options = load_options(arguments, source, max_waiting=arguments.max_queue)
+        llm = load(source, **options, progress=report)
+        llm.template_variables = template_variables(arguments)
+        llm.defaults |= defaults
+        llm.prepare_grammars()
+        if not arguments.quiet:
+            describe(llm.info, verbose=True) if arguments.verbose else say(str(llm.info))
+        if arguments.stats:
+            stats.measure(llm)
+        return llm
+
+    return settings, load_model
+
+
+def _limits(arguments: argparse.Namespace) -> Limits:
+    """Who may ask; with ``--lan`` the other devices of the network, by a key."""
+    from localllm.server.http import Limits
+
+    keys, names = _api_keys(arguments), list(arguments.hosts)
+    if arguments.lan:
+        from localllm.server.local_network import lan_key
+
+        arguments.host = arguments.host if arguments.host not in _OWN else "0.0.0.0"
+        names.append("*.local")  # by which phones know this machine
+        keys = keys or [lan_key()]
+    hosts = _hosts(arguments)
+    if not {*hosts} <= {*_OWN} and not keys:
+        warn(f"everybody who reaches {arguments.host} can use this server: --api-key KEY lets in those who have it")
+    return Limits(
         api_keys=keys,
-        hosts=[*arguments.hosts, *hosts],
+        hosts=[*names, *hosts],
         origins=arguments.origins,
         max_body=arguments.max_body << 20,
         read_timeout_s=arguments.timeout,
         image_hosts=arguments.image_hosts,
     )
-    app = App(
-        models,
-        limits,
-        arguments.responses,
-        loads_first=bool(given or presets),
-        is_verbose=arguments.verbose,
-        has_slots=arguments.slots,
-    )
+
+
+def _hosts(arguments: argparse.Namespace) -> list[str]:
+    return [host.strip() for host in arguments.host.split(",")]
+
+
+def _listen(arguments: argparse.Namespace, app: App, limits: Limits, stats: Stats) -> None:
+    """Answers requests until the server is stopped."""
+    from localllm.server.local_network import invitation, lan_address
+    from localllm.server.uvicorn_server import Server, end_if_busy, listen
+
     with ExitStack() as sockets:
         listening = list[socket.socket]()
-        for host in hosts:  # of any free port the same for all
+        for host in _hosts(arguments):  # of any free port the same for all
             port = listening[0].getsockname()[1] if listening else arguments.port
             listening.append(sockets.enter_context(listen(host, port)))
         host, port = listening[0].getsockname()[:2]
@@ -162,11 +199,10 @@ def run(arguments: argparse.Namespace) -> int:
         url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
         say(f"listening on {url} (Ctrl-C ends)")
         if arguments.lan:
-            say(invitation(url, keys[0]))
-        with stats.shown() if arguments.stats else nullcontext():
+            say(invitation(url, limits.api_keys[0]))
+        with stats.shown(app.models) if arguments.stats else nullcontext():
             server.run(sockets=listening)
     end_if_busy(0)
-    return 0
 
 
 def _api_keys(arguments: argparse.Namespace) -> list[str]:
@@ -240,9 +276,11 @@ COMMAND = Command(
         *options(LoadOptions, "draft_model", type=model_file),
         flag(
             "-np --parallel N",
-            "requests of full length that a model's cache has room for (default: up to 4, as memory allows)",
+            "requests of full length that a model's cache has room for (default: up to 4, as memory allows); -c is "
+            "divided by it",
             whole(1),
         ),
+        flag("-kvu --kv-unified", "-c is not divided by -np: each request may be as long", dest="unified"),
         flag(
             "--prompt-cache --slot-save-path DIR", "keep prompts of models that are not loaded", Path, dest="prompts"
         ),

@@ -11,12 +11,9 @@ _CORS = "is of CORS, or of llama-server's proxy"
 NOT_HERE = {_NO_MODEL, _ROUTER, _CORS}
 
 _PARTS = "parts of a message are joined without a line end between them"
-_OWN_CONTEXT = "-c is the context of each request, not of all slots together"
 _TEMPLATE_NAMES = "--chat-template takes jinja2, or a name of localllm.chat.built_in_templates"
 _ALWAYS_THERE = "/metrics and the page are there without a flag"
-_BATCHES = "the prompt is evaluated in other batches, and the first report comes with the first of them"
 _ONE_CACHE = "there is one cache for all slots, of which all is saved, and prompts stay in it"
-_SLEEP = "rates are since the model was loaded, not since they were last asked for"
 _UNSEEN = "a picture for a model that sees none is 400, not 500"
 
 #: Why tests fail or cannot run, by the beginnings of their names.
@@ -30,23 +27,19 @@ _BY_NAME = {
     "test_speculative::": _NO_MODEL,
     "test_lora::": _NO_MODEL,
     "test_chat_completion::test_chat_completion[None-Book-user_prompt": _PARTS,
-    "test_basic::test_server_props": _OWN_CONTEXT,
-    "test_chat_completion::test_context_size_exceeded": _OWN_CONTEXT,
-    "test_ctx_shift::test_ctx_shift_disabled": _OWN_CONTEXT,
+    "test_ctx_shift::test_ctx_shift_disabled_short": "the last token of a full context is given, too",
     "test_ctx_shift::test_ctx_shift_enabled": "a text ends where the context is full: --context-shift is refused",
     "test_chat_completion::test_chat_completion[None-Book-What is the best book-8-^ blue": _TEMPLATE_NAMES,
     "test_chat_completion::test_chat_template": _TEMPLATE_NAMES,
     "test_chat_completion::test_chat_template_assistant_prefill[prefill1": _PARTS,
     "test_chat_completion::test_invalid_chat_completion_req[messages7": "two replies in a row are taken",
-    "test_chat_completion::test_return_progress": _BATCHES,
+    "test_chat_completion::test_return_progress": "a prompt is evaluated in other batches",
     "test_metrics::test_metrics_disabled": _ALWAYS_THERE,
     "test_basic::test_no_ui": _ALWAYS_THERE,
-    "test_basic::test_server_slots": "/slots lists none before the model is loaded, which it is in the background",
-    "test_metrics::test_metrics_prometheus_format": "/metrics does not have all names",
     "test_security::test_access_static_assets": "the page is one file, and asks for the key as all else does",
     "test_slot_save::": _ONE_CACHE,
     "test_kv_keep_only_active::": _ONE_CACHE,
-    "test_sleep::": _SLEEP,
+    "test_sleep::test_server_sleep_read_only": "/metrics says whether the model is loaded",
     "test_embedding::test_embedding_pooling_none": "vectors are pooled as the model's file says",
     "test_embedding::test_embedding_error_prompt_too_long": "an error has other words",
     "test_compat_oai_responses::test_responses_stream_with": "a response that is cut is incomplete, as with OpenAI",

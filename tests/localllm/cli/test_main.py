@@ -293,8 +293,8 @@ def test_a_prompt_that_is_too_long(run: Run, tiny: Path) -> None:
     outcome = run("generate", "-q", "-m", tiny, "--device", "reference", "-c", "16", "-p", "z" * 40)
     assert outcome.code == 1
     assert re.fullmatch(
-        r"the prompt has 4\d tokens but the context holds 16: shorten it, give a larger -c, or "
-        "--overflow truncate",
+        r"the prompt has 4\d tokens, which exceeds the available context size of 16: shorten it, "
+        "give a larger -c, or --overflow truncate",
         outcome.error(),
     )
     longer = run("generate", "-q", "-m", tiny, "--device", "reference", "-c", "16", "-p", "z" * 40, "-n", "2")

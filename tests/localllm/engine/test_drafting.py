@@ -100,6 +100,10 @@ def test_right_drafts_save_steps(guess: str, drafts: Drafts, sizes: list[int]) -
     request, engine = write(GUESSES[guess], 31)
     assert request.draft_counts == drafts
     assert engine.sizes == [3, *sizes]
+    counts = engine.loop.counts
+    assert (counts.drafted, counts.accepted) == (drafts.drafted, drafts.accepted)
+    assert counts.draft_steps == sum(size > 1 for size in sizes)
+    assert (counts.decode_tokens, counts.longest) == (30, 3 + 31)
 
 
 def test_the_share_of_accepted_drafts() -> None:

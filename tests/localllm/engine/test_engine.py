@@ -357,7 +357,9 @@ def test_ids_outside_the_vocabulary_never_reach_the_backend(ids: list[int], engi
 
 
 def test_what_does_not_fit_is_refused_with_both_numbers(engine: Engine) -> None:
-    with pytest.raises(ContextLengthError, match="65 tokens but the context holds 64") as caught:
+    with pytest.raises(
+        ContextLengthError, match="65 tokens, which exceeds the available context size of 64"
+    ) as caught:
         engine.submit(writing([1] * 65))
     assert (caught.value.n_tokens, caught.value.context) == (65, 64)
     assert len(finish(engine, reading([1] * 64)).rows) == 64

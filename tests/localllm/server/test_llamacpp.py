@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from localllm.errors import GGUFError
+from localllm.llm import LLM
+from tests.helpers.engines import eventually
 from tests.helpers.http_server import TOOLS_TEMPLATE, Serving, demo, scripted, serving
 
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
@@ -68,6 +72,110 @@ def test_what_is_said_of_the_server(server: Serving) -> None:
     assert float(values["localllm_cache_usage_ratio"]) == 0
     kinds = [line.split()[2] for line in lines if line.startswith("# TYPE")]
     assert len(kinds) == len(set(kinds))
+
+
+def metric(server: Serving, name: str) -> float:
+    (line,) = (x for x in httpx.get(server.url + "/metrics").text.splitlines() if x.startswith(f"llamacpp:{name} "))
+    return float(line.split()[-1])
+
+
+def test_the_first_token_of_a_reply_is_in_no_rate_and_rates_are_since_the_last_look() -> None:
+    with serving(demo()) as server:
+        reply = post(server, "/completion", prompt="a b c d", n_predict=1, ignore_eos=True)
+        assert reply["timings"]["predicted_per_second"] == 0
+        server.wait_until_idle()
+        assert metric(server, "predicted_tokens_seconds") == 0
+        reply = post(server, "/completion", prompt="a b c d", n_predict=9, ignore_eos=True)
+        server.wait_until_idle()
+        text = httpx.get(server.url + "/metrics").text
+        values = {x.split()[0]: float(x.split()[1]) for x in text.splitlines() if x.startswith("llamacpp:")}
+        assert values["llamacpp:predicted_tokens_seconds"] == pytest.approx(reply["timings"]["predicted_per_second"])
+        assert values["llamacpp:tokens_predicted_total"] == 10
+        n_prompt = reply["tokens_evaluated"]
+        assert values["llamacpp:n_tokens_max"] == n_prompt + 9
+        assert values["llamacpp:n_busy_slots_per_decode"] == 1
+        assert values["llamacpp:n_decode_total"] == 10
+        for name in ("predicted_tokens_seconds", "prompt_tokens_seconds"):
+            assert metric(server, name) == 0
+
+
+def test_a_reply_that_the_context_ended_is_truncated() -> None:
+    with serving(demo(context=32)) as server:
+        for n, truncated in ((2, False), (-1, True)):
+            reply = post(server, "/completion", prompt="Once upon a time", n_predict=n, ignore_eos=True)
+            assert (reply["truncated"], reply["stop_type"]) == (truncated, "limit")
+
+
+def test_named_templates_are_shown() -> None:
+    named = {"tool_use": "{{ tools }}", "rag": "{{ documents }}"}
+    with serving(demo()) as server:
+        server.llm.chat_template.named |= named
+        props = httpx.get(server.url + "/props").json()
+        assert {name: props[f"chat_template_{name}"] for name in named} == named
+        assert props["chat_template"] == server.llm.chat_template.source
+
+
+def test_a_server_that_loads_its_model_is_not_ready() -> None:
+    goes_on = threading.Event()
+
+    def slow(source: str | None, progress: Any) -> LLM:
+        progress("weights", 42, 100)
+        assert goes_on.wait(60)
+        return demo()(source, progress)
+
+    with serving(slow, loads_first=True) as server:
+        assert eventually(lambda: server.models.served["demo"].load_progress == 0.42)
+        health = httpx.get(server.url + "/health")
+        assert (health.status_code, health.json()["loading"]) == (503, {"demo": 0.42})
+        assert health.json()["error"]["message"] == "Loading model"
+        assert httpx.get(server.url + "/slots").status_code == 503
+        goes_on.set()
+        assert eventually(lambda: httpx.get(server.url + "/health").status_code == 200)
+        assert len(httpx.get(server.url + "/slots").json()) == 4
+
+
+def test_a_model_that_sleeps_is_told_of_and_not_woken() -> None:
+    with serving(demo(), loads_first=True, ttl_s=0.01) as server:
+        served = server.models.served["demo"]
+        assert eventually(lambda: served.last_counts is not None)
+        props = httpx.get(server.url + "/props").json()
+        assert props["is_sleeping"]
+        assert props["default_generation_settings"]["n_ctx"] == 1024
+        for path in ("/health", "/metrics", "/v1/models", "/slots"):
+            assert httpx.get(server.url + path).status_code == 200
+        assert (served.llm, server.models.n_loads) == (None, 1)
+
+
+def test_a_model_that_cannot_be_loaded_does_not_keep_the_server_from_being_ready() -> None:
+    def broken(source: str | None, progress: object) -> LLM:
+        raise GGUFError("it is damaged")
+
+    with serving(broken, loads_first=True) as server:
+        assert eventually(lambda: httpx.get(server.url + "/health").status_code == 200)
+        assert httpx.post(server.url + "/completion", json={"prompt": "a"}).status_code == 500
+
+
+@pytest.mark.parametrize("path", ["/completion", "/v1/chat/completions", "/v1/responses"])
+def test_the_first_progress_has_what_the_cache_had(path: str) -> None:
+    text = "the quick brown fox jumps over the lazy dog " * 8
+    said = {
+        "/completion": {"prompt": text},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": text}]},
+        "/v1/responses": {"input": text},
+    }
+    body = {**said[path], "n_predict": 2, "stream": True, "return_progress": True}
+    with serving(demo()) as server:
+        for is_again in (False, True):
+            lines = httpx.post(server.url + path, json=body, timeout=60).text.splitlines()
+            events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+            told = [each for each in events if "prompt_progress" in each]
+            first, last = told[0]["prompt_progress"], told[-1]["prompt_progress"]
+            assert first["processed"] == first["cache"]
+            assert (first["cache"] > 0) == is_again
+            assert last["processed"] == last["total"]
+            assert (told[0]["timings"]["prompt_n"], told[0]["timings"]["prompt_ms"]) == (0, 0)
+            assert told[-1]["timings"]["prompt_n"] == last["total"] - last["cache"]
+            assert told[-1]["timings"]["prompt_ms"] > 0
 
 
 def test_infill_is_refused_by_a_model_that_does_not_fill_in(server: Serving) -> None:

@@ -119,6 +119,30 @@ def test_models_have_options_of_their_own(tmp_path: Path) -> None:
         assert running["short"]["expires_at"] < running["demo"]["expires_at"]
 
 
+def test_the_context_is_divided_as_in_llama_server(tmp_path: Path) -> None:
+    sections = {
+        "divided": "context = 1024\nparallel = 4",
+        "each": "context = 512\nparallel = 2\nkv_unified = true",
+        "alone": "context = 512",
+        "own": "context = 0\nparallel = 2",
+    }
+    text = "".join(f'[{name}]\nmodel = "demo"\n{keys}\n' for name, keys in sections.items())
+    (tmp_path / "models.toml").write_text(text)
+    flags = ("-q", "--port", 0, "--device", "reference")
+    with started(*flags, "--models", tmp_path / "models.toml") as (_, url):
+        props = {name: httpx.get(f"{url}/props?model={name}", timeout=300).json() for name in sections}
+    contexts = {name: each["default_generation_settings"]["n_ctx"] for name, each in props.items()}
+    assert contexts == {"divided": 256, "each": 512, "alone": 512, "own": 1024}
+    assert [props[name]["total_slots"] for name in ("divided", "each", "own")] == [4, 2, 2]
+    with started("-m", "demo", "-c", 512, "-np", 2, "--no-slots", "--prompt-cache", tmp_path, *flags) as (_, url):
+        answer = httpx.post(f"{url}/completion", json={"prompt": "hi " * 300, "n_predict": 1}, timeout=300)
+        assert answer.json()["error"]["n_ctx"] == 256
+        assert "exceeds the available context size" in answer.json()["error"]["message"]
+        # Only the list is switched off.
+        assert httpx.get(f"{url}/slots").status_code == 501
+        assert httpx.post(f"{url}/slots/0?action=save", json={"filename": "a"}).status_code == 200
+
+
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="makes the certificate")
 def test_https_and_keys_of_a_file(tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     key, certificate, keys = tmp_path / "key.pem", tmp_path / "certificate.pem", tmp_path / "keys"
@@ -167,11 +191,12 @@ def test_what_a_request_leaves_open_is_in_the_files_the_settings_and_the_flags(t
             "temperature": 0.3, "top_k": 8, "top_p": 0.25, "min_p": 0.05, "seed": 3, "n_predict": 3
         }  # fmt: skip
         ids = []
-        for more in ({}, {}, {"seed": 4}, {"n_predict": 2}):
-            answer = httpx.post(f"{url}/completion", json={"prompt": "a", **more}, timeout=300).json()
-            ids.append((answer["tokens_predicted"], answer["content"]))
-    assert [n for n, _ in ids] == [3, 3, 3, 2]
-    assert ids[0] == ids[1] != ids[2]
+        for more in ({}, {}, {"n_predict": 2}, *({"seed": seed} for seed in range(4, 12))):
+            body = {"prompt": "a", "return_tokens": True, **more}
+            ids.append(httpx.post(f"{url}/completion", json=body, timeout=300).json()["tokens"])
+    assert [len(each) for each in ids] == [3, 3, 2] + 8 * [3]
+    assert ids[0] == ids[1]
+    assert any(each != ids[0] for each in ids[3:])
 
 
 def test_models_by_name(tmp_path: Path) -> None:
@@ -203,16 +228,16 @@ def test_connections_send_each_token_at_once() -> None:
 
 def test_stats_are_those_of_the_engine() -> None:
     with serving(demo()) as server:
-        stats = Stats(server.models)
-        assert list(stats.rows()) == []
+        stats = Stats()
+        assert list(stats.rows(server.models)) == []
         httpx.post(server.url + "/completion", json={"prompt": "a b c", "n_predict": 7}, timeout=60)
         llm = server.llm
         stats.measure(llm)
-        (row,) = stats.rows()
+        (row,) = stats.rows(server.models)
         assert row[:3] == ("demo", "0", "0")
         assert row[5] == "7.0"
         assert row[7].endswith("%")
-        (row,) = stats.rows()
+        (row,) = stats.rows(server.models)
         assert (row[5], row[7]) == ("0.0", "-")
 
 
