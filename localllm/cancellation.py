@@ -24,11 +24,7 @@ def cancellable(is_cancelled: Callable[[], bool]) -> Iterator[None]:
 
 
 def check_cancelled() -> None:
-    """Called now and then by what may take long.
-
-    Raises:
-        CancelledError: the work is not wanted any more.
-    """
+    """Called now and then by what may take long."""
     is_cancelled = _is_cancelled.get()
     if is_cancelled is not None and is_cancelled():
         raise CancelledError

@@ -219,10 +219,8 @@ def detail(name: str, text: str) -> str:
 
 
 def placement_lines(placement: Placement, free: Mapping[str, int] | None = None) -> Iterator[str]:
-    """What lies where, and what it takes; without the total.
-
-    Args:
-        free: bytes that can be had on each device, known while the model is not there.
+    """What lies where, and what it takes; without the total.  ``free``: bytes that can be had on each device, known
+    while the model is not there.
     """
     for group in placement.groups:
         parts = _parts(("weights", group.weights), (f"{placement.cache_type} KV cache", group.kv_cache))

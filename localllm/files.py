@@ -26,12 +26,8 @@ _LOCKED_BYTE = (1 << 31) - 2
 
 
 def read_text(source: str | os.PathLike[str] | BinaryIO, what: str = "", *, n_bytes: int | None = None) -> str:
-    """The text of a file, without a byte order mark.
-
-    Args:
-        source: a path, or an open file.
-        what: stands before the path in errors, or in its place.
-        n_bytes: how much to read of it, up to the last whole character in that.
+    """The text of a file, without a byte order mark.  ``source``: a path, or an open file; ``what``: stands before
+    the path in errors, or in its place; ``n_bytes``: how much to read of it, up to the last whole character in that.
     """
     where = what
     limit = MAX_TEXT_BYTES + 1 if n_bytes is None else min(n_bytes, MAX_TEXT_BYTES)
@@ -58,11 +54,7 @@ def read_text(source: str | os.PathLike[str] | BinaryIO, what: str = "", *, n_by
 
 
 def check_is_new(path: Path, sources: Iterable[Path] = ()) -> None:
-    """Refuse the name of a file to write, before the work for it begins.
-
-    Args:
-        sources: what it is made of.
-    """
+    """Refuse the name of a file to write, before the work for it begins.  ``sources``: what it is made of."""
     if path.is_dir():
         raise OutputError(f"{path_text(path)} is a folder: name a file in it")
     if not path.exists():
@@ -81,15 +73,9 @@ def expanded(path: str | os.PathLike[str]) -> Path:
 
 
 class NewFile:
-    """A file being written, as a context manager: it gets its name when the block ends without an error.
-
-    Args:
-        path: where it will be; what is there stays until the new one is complete.
-        n_bytes: how many it will have.
-        is_resumable: keep what was written when Ctrl-C stops it, as a kill does anyway.
-
-    Raises:
-        OutputError: it cannot be written, there is not enough space, or another program writes it now.
+    """A file being written, as a context manager: it gets its name when the block ends without an error.  ``path``:
+    where it will be; what is there stays until the new one is complete; ``n_bytes``: how many it will have;
+    ``is_resumable``: keep what was written when Ctrl-C stops it, as a kill does anyway.
     """
 
     def __init__(self, path: Path, n_bytes: int, *, is_resumable: bool = False) -> None:

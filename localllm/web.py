@@ -114,15 +114,8 @@ class _Web(urllib.request.HTTPSHandler):
 def fetch(
     address: str, max_bytes: int, *, hosts: Sequence[str] = ("*",), is_stopped: Callable[[], bool] = lambda: False
 ) -> Page:
-    """What an address has, up to so many bytes.
-
-    Args:
-        hosts: names that may be asked, also by redirections; "*.example.org" are all below it.
-        is_stopped: says that nobody waits for it any more.
-
-    Raises:
-        UsageError: it is not an address of the web, not in the Internet, or of another host.
-        OSError: the server cannot be reached, refuses, or is too slow.
+    """What an address has, up to so many bytes.  ``hosts``: names that may be asked, also by redirections;
+    "*.example.org" are all below it; ``is_stopped``: says that nobody waits for it any more.
     """
     if not is_web(address):
         raise UsageError("it is not the address of a web page")

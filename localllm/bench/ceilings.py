@@ -54,9 +54,7 @@ def amount(info: ModelInfo, test: Test, work: ModelCost) -> float:
 
 def ceiling(info: ModelInfo, test: Test, work: ModelCost, isa: str | None, stack: ExitStack) -> Seconds | None:
     """What measures the most of `unit_of` that the machine could do; None where a device has no such ceiling.
-
-    Args:
-        stack: ends what it takes.
+    ``stack``: ends what it takes.
     """
     if "reference" in info.placement.devices:
         return None

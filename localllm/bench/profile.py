@@ -115,11 +115,8 @@ def check_profiled(info: ModelInfo) -> None:
 def profiles(
     info: ModelInfo, test: Test, rate: Callable[[Test, Watch], float], known: dict[str, DeviceCeilings]
 ) -> Sequence[DeviceProfile]:
-    """What the passes of a test go to, on each GPU of a model.
-
-    Args:
-        rate: runs a test, watched; tokens a second.
-        known: ceilings of devices; those that are missing are measured and added.
+    """What the passes of a test go to, on each GPU of a model.  ``rate``: runs a test, watched; tokens a second;
+    ``known``: ceilings of devices; those that are missing are measured and added.
     """
     from localllm.kernels.cuda.profile import BusyTime, Profiler
 

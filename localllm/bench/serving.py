@@ -168,11 +168,8 @@ def _percentiles(seconds: Sequence[float]) -> dict[str, float]:
 
 @contextmanager
 def started(command: Sequence[str], line: Callable[[str], str | None]) -> Iterator[str]:
-    """A server in a process of its own.
-
-    Args:
-        command: that starts it.
-        line: finds its address in a line of what it says, once it is ready.
+    """A server in a process of its own.  ``command``: that starts it; ``line``: finds its address in a line of what
+    it says, once it is ready.
     """
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
     assert process.stdout is not None

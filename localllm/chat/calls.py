@@ -18,15 +18,10 @@ JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ?", "key_sepa
 
 @dataclass(frozen=True)
 class ChosenTools:
-    """What a request says of tools.
+    """What a request says of tools."""
 
-    Attributes:
-        offered: what the model is told of, as OpenAI's API describes functions.
-        forced: those of which it has to call one; none where it may answer in words.
-    """
-
-    offered: Tools
-    forced: Tools
+    offered: Tools  # what the model is told of, as OpenAI's API describes functions
+    forced: Tools  # those of which it has to call one; none where it may answer in words
 
 
 def _check_tools(tools: Sequence[object]) -> None:
@@ -38,11 +33,7 @@ def _check_tools(tools: Sequence[object]) -> None:
 
 
 def choose_tools(tools: Tools | None, choice: object) -> ChosenTools:
-    """What ``tool_choice`` makes of tools, in the words of OpenAI's APIs or of Anthropic's.
-
-    Raises:
-        UsageError: it means nothing, or wants a call of what is not among the tools.
-    """
+    """What ``tool_choice`` makes of tools, in the words of OpenAI's APIs or of Anthropic's."""
     tools = tools or []
     _check_tools(tools)
     kind = choice.get("type") if isinstance(choice, Mapping) else choice
@@ -87,11 +78,8 @@ def _named(tools: Tools, functions: Sequence[object]) -> Tools:
 
 
 def call_schema(tools: Tools, *, only_strict: bool = False) -> dict[str, Any]:
-    """The JSON schema of a call of one of the tools, ``{"name": …, "arguments": {…}}``.
-
-    Args:
-        tools: those that may be called.
-        only_strict: tools that are not ``strict`` take any arguments.
+    """The JSON schema of a call of one of the tools, ``{"name": …, "arguments": {…}}``.  ``only_strict``: tools that
+    are not ``strict`` take any arguments.
     """
     calls = []
     for number, tool in enumerate(tools):

@@ -39,17 +39,11 @@ _READ = {"role", "content", *_REASONING, "tool_calls", "tool_call_id", "name", "
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call of a tool.
+    """A call of a tool."""
 
-    Attributes:
-        name: of the tool.
-        arguments: the text of a JSON object; of a call that a client sends back, whatever the model wrote.
-        id: by which its result names it; empty where nobody has given one.
-    """
-
-    name: str
-    arguments: str
-    id: str = ""
+    name: str  # of the tool
+    arguments: str  # the text of a JSON object; of a call that a client sends back, whatever the model wrote
+    id: str = ""  # by which its result names it; empty where nobody has given one
 
     @property
     def is_whole(self) -> bool:
@@ -71,41 +65,26 @@ class ToolCall:
 
 @dataclass(frozen=True, eq=False)
 class Image:
-    """A picture in a message.
+    """A picture in a message."""
 
-    Attributes:
-        source: a path, the bytes of a file, a Pillow image, or an array uint8 [height, width, 3].
-        max_tokens: that it may become; None for as many as the model's own processor gives it.
-        where: what errors call it.
-    """
-
-    source: Any
-    max_tokens: int | None = None
-    where: str = "the picture"
+    source: Any  # a path, the bytes of a file, a Pillow image, or an array uint8 [height, width, 3]
+    max_tokens: int | None = None  # that it may become; None for as many as the model's own processor gives it
+    where: str = "the picture"  # what errors call it
 
 
 @dataclass(frozen=True)
 class Message:
-    """A message of a conversation.
+    """A message of a conversation."""
 
-    Attributes:
-        role: "system", "developer", "user", "assistant", "tool", or another that the template knows.
-        parts: texts and pictures, in order.
-        reasoning: what the model thought before it said that.
-        calls: tools that it called.
-        call_id, name: which call this is the result of, and of which tool; ``name`` also of a user.
-        is_error: whether the tool failed.
-        more: whatever else the message had, for the template.
-    """
-
-    role: str
-    parts: tuple[str | Image, ...] = ()
-    reasoning: str = ""
-    calls: tuple[ToolCall, ...] = ()
+    role: str  # "system", "developer", "user", "assistant", "tool", or another that the template knows
+    parts: tuple[str | Image, ...] = ()  # texts and pictures, in order
+    reasoning: str = ""  # what the model thought before it said that
+    calls: tuple[ToolCall, ...] = ()  # tools that it called
+    # call_id, name: which call this is the result of, and of which tool; ``name`` also of a user
     call_id: str = ""
     name: str = ""
-    is_error: bool = False
-    more: dict[str, Any] = field(default_factory=dict)
+    is_error: bool = False  # whether the tool failed
+    more: dict[str, Any] = field(default_factory=dict)  # whatever else the message had, for the template
 
     @property
     def text(self) -> str:
@@ -120,13 +99,8 @@ class Message:
 def read_messages(
     messages: Sequence[Message | Mapping[str, object]], *, may_open_files: bool = False
 ) -> list[Message]:
-    """The messages in the one form.
-
-    Args:
-        may_open_files: whether pictures may be named by paths on this machine; not those of a server's clients.
-
-    Raises:
-        TemplateError: one is malformed; names it and the field.
+    """The messages in the one form.  ``may_open_files``: whether pictures may be named by paths on this machine; not
+    those of a server's clients.
     """
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
         raise TemplateError(f"messages must be a list of mappings, such as [{EXAMPLE}], not {quoted(messages)}")
@@ -138,11 +112,7 @@ def read_messages(
 
 
 def read_message(number: int, message: object, may_open_files: bool = False) -> Message:
-    """One of them; ``number`` is for errors.
-
-    Raises:
-        TemplateError: it is malformed.
-    """
+    """One of them; ``number`` is for errors."""
     if not isinstance(message, Mapping):
         raise TemplateError(f"message {number} is not a mapping such as {EXAMPLE}: {quoted(message)}")
     role = message.get("role")
@@ -172,11 +142,7 @@ def read_message(number: int, message: object, may_open_files: bool = False) -> 
 def read_parts(
     number: int, role: str, content: object, may_open_files: bool = False
 ) -> tuple[tuple[str | Image, ...], str]:
-    """The texts and pictures of a content, and the thoughts among its parts.
-
-    Raises:
-        TemplateError: it is neither a text nor a list of parts that are texts and pictures.
-    """
+    """The texts and pictures of a content, and the thoughts among its parts."""
     if content is None or isinstance(content, str):
         return (() if content is None else (content,)), ""
     if isinstance(content, bytes | bytearray) or not isinstance(content, Sequence):
@@ -223,11 +189,7 @@ def _image(where: str, part: Mapping[str, Any], may_open_files: bool) -> Image:
 
 
 def picture_of_text(text: str, where: str, may_open_files: bool = False) -> Any:
-    """The bytes in a data URL, or the path that a ``file:`` URL or a text names.
-
-    Raises:
-        TemplateError: it is neither, or damaged, or a path where those are not opened.
-    """
+    """The bytes in a data URL, or the path that a ``file:`` URL or a text names."""
     head, comma, body = text.partition(",") if text[:5].lower() == "data:" else ("", "", "")
     if comma:
         if not head.lower().endswith(";base64"):
@@ -242,11 +204,7 @@ def picture_of_text(text: str, where: str, may_open_files: bool = False) -> Any:
 
 
 def decoded(text: str, where: str) -> bytes:
-    """The bytes of a text in base64.
-
-    Raises:
-        TemplateError: it is not in base64.
-    """
+    """The bytes of a text in base64."""
     compact = "".join(text.split()).rstrip("=").replace("-", "+").replace("_", "/")
     try:
         return base64.b64decode(compact + "=" * (-len(compact) % 4), validate=True)
@@ -255,11 +213,7 @@ def decoded(text: str, where: str) -> bytes:
 
 
 def read_calls(number: int, calls: object) -> tuple[ToolCall, ...]:
-    """Calls of tools as OpenAI has them, ``{"id": …, "function": {"name": …, "arguments": …}}``, or the inner part.
-
-    Raises:
-        TemplateError: it is not a list of such.
-    """
+    """Tool calls in OpenAI's form, ``{"id": …, "function": {"name": …, "arguments": …}}``, or the inner part."""
     if calls is None:
         return ()
     if not isinstance(calls, Sequence) or isinstance(calls, str | bytes):

@@ -45,12 +45,8 @@ class Rendering:
     """Conversations as one template takes them."""
 
     def __init__(self, source: str, render: Callable[..., str | None]) -> None:
-        """Takes a template.
-
-        Args:
-            source: its text.
-            render: what it makes of messages, tools and other variables (keywords), with what stands before an
-                answer; None if it fails.
+        """Takes a template.  ``render``: what it makes of messages, tools and other variables (keywords), with what
+        stands before an answer; None if it fails.
         """
         self._source = source
         self._render = render

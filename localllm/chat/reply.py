@@ -139,20 +139,13 @@ class _MalformedError(ValueError):
 
 
 class ReplyParser:
-    """Takes one reply apart.
-
-    Attributes:
-        warnings: calls that were left as text, wholly or in part, and why.
-    """
+    """Takes one reply apart."""
 
     def __init__(self, tools: Sequence[Mapping[str, Any]] = (), opened: str = "") -> None:
-        """Begins a reply.
-
-        Args:
-            tools: that the model was offered, as OpenAI's API describes functions; without any, none are called.
-            opened: the tag that the prompt ended with (`localllm.chat.thinking.opening_tag`).
+        """Begins a reply.  ``tools``: that the model was offered, as OpenAI's API describes functions; without any,
+        none are called; ``opened``: the tag that the prompt ended with (`localllm.chat.thinking.opening_tag`).
         """
-        self.warnings: list[str] = []
+        self.warnings: list[str] = []  # calls that were left as text, wholly or in part, and why
         self.offer(tools)
         self._thinking = ThinkingSplitter(opened)
         self._events: list[_Event] = []
@@ -195,10 +188,8 @@ class ReplyParser:
         return self._taken()
 
     def finish(self, *, is_cut: bool = False) -> list[_Event]:
-        """What was held back; call it once, after the last text.
-
-        Args:
-            is_cut: whether the model would have gone on: a call that has not ended is not malformed.
+        """What was held back; call it once, after the last text.  ``is_cut``: whether the model would have gone on: a
+        call that has not ended is not malformed.
         """
         self._take(self._thinking.finish())
         self._is_whole, self._is_cut = True, is_cut

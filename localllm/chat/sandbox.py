@@ -51,13 +51,7 @@ class RefusedError(Exception):
 
 
 def compile_template(source: str) -> tuple[jinja2.Template, frozenset[str]]:
-    """A template for `render`, and the names of the variables that it reads.  Nothing of it runs.
-
-    Raises:
-        jinja2.TemplateSyntaxError: it is not a valid template, or uses what is not allowed.
-        RecursionError, SyntaxError, ValueError, MemoryError: it is too long or nested too deeply, or otherwise
-            beyond what Python compiles.
-    """
+    """A template for `render`, and the names of the variables that it reads.  Nothing of it runs."""
     environment = _Environment()
     n_tokens = len(list(islice(environment.lex(source[: _MAX_CHARACTERS + 1]), _MAX_TOKENS + 1)))
     if len(source) > _MAX_CHARACTERS or n_tokens > _MAX_TOKENS:
@@ -68,13 +62,7 @@ def compile_template(source: str) -> tuple[jinja2.Template, frozenset[str]]:
 
 
 def render(template: jinja2.Template, variables: Mapping[str, object]) -> str:
-    """The text for variables of plain data (dicts, lists, strings, numbers, booleans, ``None``).
-
-    Raises:
-        RefusedError: the template refused the variables.
-        jinja2.exceptions.SecurityError: it did what is not allowed, or asked for too much time or memory.
-        Exception: whatever else a faulty template can cause.
-    """
+    """The text for variables of plain data (dicts, lists, strings, numbers, booleans, ``None``)."""
     token = _meter.set(_Meter())
     try:
         return "".join(template.root_render_func(template.new_context(dict(variables))))

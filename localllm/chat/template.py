@@ -276,12 +276,8 @@ def encode_chat(
 ) -> list[int]:
     """The token ids of the prompt for ``messages``, with the one BOS that the model expects.
 
-    Templates may or may not write BOS; either way there is one if the model asks for it, and EOS, which would
-    end the conversation, is not added.
-
-    Raises:
-        TemplateError: as `ChatTemplate.render`, or there are no messages.
-        TokenizerError: the prompt is not valid Unicode.
+    Templates may or may not write BOS; either way there is one if the model asks for it, and EOS, which would end the
+    conversation, is not added.
     """
     if isinstance(messages, Sequence) and not messages:
         raise TemplateError(f"there are no messages to answer: give at least one, such as {EXAMPLE}")

@@ -19,28 +19,16 @@ USES = {"tool_use": "tools", "rag": "documents"}
 
 @dataclass(frozen=True, slots=True)
 class TemplateSource:
-    """A chat template that is not compiled yet.
+    """A chat template that is not compiled yet."""
 
-    Attributes:
-        text: jinja2 text; None if there is none.
-        where: its name in error messages.
-        named: texts of others in the same file, by `USES`' names.
-    """
-
-    text: str | None
-    where: str = "the chat template given"
-    named: Mapping[str, str] = field(default_factory=dict)
+    text: str | None  # jinja2 text; None if there is none
+    where: str = "the chat template given"  # its name in error messages
+    named: Mapping[str, str] = field(default_factory=dict)  # texts of others in the same file, by `USES`' names
 
     @classmethod
     def of_file(cls, file: MetadataFile, name: str | None = None) -> TemplateSource:
-        """The template of an open GGUF file.
-
-        Args:
-            file: the model file.
-            name: one of its named templates (``tokenizer.chat_template.NAME``), such as ``tool_use``.
-
-        Raises:
-            TemplateError: the template is no text, or there is none called ``name``.
+        """The template of an open GGUF file.  ``name``: one of its named templates
+        (``tokenizer.chat_template.NAME``), such as ``tool_use``.
         """
         key = _KEY if name is None else f"{_KEY}.{name}"
         text = file.metadata.get(key)

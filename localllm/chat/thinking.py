@@ -54,12 +54,7 @@ def opening_tag(prompt: str) -> str:
 
 
 def split(text: str, opened: str = "") -> tuple[str, str]:
-    """What a whole reply thinks and what it answers.
-
-    Args:
-        text: the reply as it was generated.
-        opened: the tag that its prompt ended with (`opening_tag`).
-    """
+    """What a whole reply thinks and what it answers.  ``opened``: the tag that its prompt ended with (`opening_tag`)."""
     splitter = ThinkingSplitter(opened)
     pieces = [*splitter.feed(text), *splitter.finish()]
     thinking = "".join(piece.text for piece in pieces if piece.thinking)

@@ -22,7 +22,7 @@ _WITH_DEVICE = ("n_gpu_layers", "tensor_split", "split_mode")
 def apply_settings(arguments: argparse.Namespace, *, skip: Collection[str] = ()) -> Settings:
     """Fills in what the command line did not say, but for ``skip``, and finds the files of the models that it named.
 
-    ``arguments.settled`` tells what error texts call those that the settings file gave.
+    ``arguments.from_settings`` tells what error texts call those that the settings file gave.
     """
     settings = load_settings()
     given = vars(arguments)

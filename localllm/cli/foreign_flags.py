@@ -191,14 +191,9 @@ def _line(*words: str) -> str:
 def in_our_flags(
     command: str, line: Sequence[str], known: Collection[str]
 ) -> tuple[list[str], str | None, dict[str, str]]:
-    """A command line with the flags of other programs in ours, and without those that change nothing here.
-
-    Args:
-        line: what follows the command's name.
-        known: the command's flags.
-
-    Returns:
-        The line, a warning of what was left out, if anything was, and what was typed for some of our flags.
+    """A command line with the flags of other programs in ours, and without those that change nothing here.  ``line``:
+    what follows the command's name.  Returns the line, a warning of what was left out, if anything was, and what was
+    typed for some of our flags.
     """
     ours, rest = list[str](), list(line)
     left_out: dict[str, str] = {}

@@ -19,11 +19,8 @@ def too_many_threads(threads: int) -> str | None:
 
 
 def disturbance(other_cpus: float, scatter: float) -> str | None:
-    """Why figures mean little, if they do.
-
-    Args:
-        other_cpus: see `localllm.kernels.cpu.host.OtherLoad`.
-        scatter: the fastest that the machine was, divided by the slowest.
+    """Why figures mean little, if they do.  ``other_cpus``: see `localllm.kernels.cpu.host.OtherLoad`; ``scatter``:
+    the fastest that the machine was, divided by the slowest.
     """
     causes = []
     if other_cpus > OTHER_CPUS:

@@ -50,10 +50,8 @@ DEBUG_VARIABLE = "LOCALLLM_DEBUG"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command line; returns the exit code.
-
-    Args:
-        argv: without the program's name; by default the process's own.
+    """Runs a command line; returns the exit code.  ``argv``: without the program's name; by default the process's
+    own.
     """
     prepare_streams()
     if argv is not None:
@@ -143,10 +141,8 @@ def _parse(argv: Sequence[str], arguments: argparse.Namespace) -> None:
 
 
 def _failure(error: BaseException, debug: bool, from_settings: Mapping[str, str]) -> int:
-    """Says in one line what ended the command; returns the exit code.
-
-    Args:
-        settled: see `localllm.cli.defaults.apply_settings`.
+    """Says in one line what ended the command; returns the exit code.  ``from_settings``: see
+    `localllm.cli.defaults.apply_settings`.
     """
     try:
         _flush()

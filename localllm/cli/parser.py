@@ -42,46 +42,30 @@ Flags = Sequence["Flag | str | list[Flag]"]
 
 
 class Positionals(NamedTuple):
-    """Words that stand alone: what each sets that no flag has set, in their order.
+    """Words that stand alone: what each sets that no flag has set, in their order."""
 
-    Attributes:
-        shown: the words in the help.
-        names: the arguments that they set, of which the first ``n_needed`` must be given.
-    """
-
-    shown: str
+    shown: str  # the words in the help
     help: str
-    names: Sequence[str]
+    names: Sequence[str]  # the arguments that they set, of which the first ``n_needed`` must be given
     n_needed: int = 0
 
 
 @dataclass(frozen=True)
 class Command:
-    """A command of the command line, as its file in `localllm.cli.commands` declares it.
+    """A command of the command line, as its file in `localllm.cli.commands` declares it."""
 
-    Attributes:
-        usage: what follows its name.
-        summary: what it does, in a few words.
-        run: does it; returns the exit code, None for 0.
-        details: paragraphs below the flags in its help.
-        aliases: what other programs call it, with spaces between.
-    """
-
-    usage: str
-    summary: str
+    usage: str  # what follows its name
+    summary: str  # what it does, in a few words
     flags: Flags
-    run: Callable[[argparse.Namespace], int | None]
-    details: str = ""
+    run: Callable[[argparse.Namespace], int | None]  # does it; returns the exit code, None for 0
+    details: str = ""  # paragraphs below the flags in its help
     words: Positionals | None = None
-    aliases: str = ""
+    aliases: str = ""  # what other programs call it, with spaces between
 
 
 def flag(names: str, help: str, read: Callable[[str], Any] | None = None, **more: Any) -> Flag:
-    """A flag as its help shows it: "-t --threads N", or without a value a switch; "texts TEXT" is a word.
-
-    Args:
-        read: makes a value of what was typed.
-        more: keywords of argparse's ``add_argument``; its help tells the default.
+    """A flag as its help shows it: "-t --threads N", or without a value a switch; "texts TEXT" is a word.  ``read``:
+    makes a value of what was typed; ``more``: keywords of argparse's ``add_argument``; its help tells the default.
     """
     *flags, last = names.split()
     default = more.get("default")
@@ -118,11 +102,7 @@ def command_aliases() -> dict[str, str]:
 
 
 class Parser(argparse.ArgumentParser):
-    """The parser of a command, whose complaints are `UsageError`, like any other.
-
-    Attributes:
-        typed: another program's flag that was typed, by the flag of ours that stands for it.
-    """
+    """The parser of a command, whose complaints are `UsageError`, like any other."""
 
     def __init__(self, name: str, command: Command) -> None:
         summary = command.summary
@@ -134,6 +114,7 @@ class Parser(argparse.ArgumentParser):
             formatter_class=_Formatter,
             allow_abbrev=False,
         )
+        # typed: another program's flag that was typed, by the flag of ours that stands for it
         self.command, self.typed = command, dict[str, str]()
         if (words := command.words) is not None:
             self.add_argument("words", nargs="*", metavar=words.shown, help=words.help)

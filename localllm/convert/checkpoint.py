@@ -111,20 +111,7 @@ class CheckpointTensor:
 
 
 class Checkpoint:
-    """A folder with config.json, safetensors and a tokenizer.
-
-    Args:
-        conversion: by default that of its architecture.
-
-    Attributes:
-        paths: of the safetensors files.
-        metadata, tensors: of the GGUF file that it makes.
-
-    Raises:
-        ModelNotFoundError: there is no such folder.
-        UnsupportedArchitectureError: of its architecture.
-        ModelError, TokenizerError: something is missing, damaged, or does not fit together; says what.
-    """
+    """A folder with config.json, safetensors and a tokenizer; ``conversion``: by default its architecture's."""
 
     def __init__(self, folder: Path, conversion: Conversion | None = None) -> None:
         self.path = folder
@@ -144,7 +131,7 @@ class Checkpoint:
         architecture = ARCHITECTURES[self.architecture]
         conversion = conversion or architecture.conversion
         files = read_folder(folder)
-        self.paths = sorted({tensor.path for tensor in files.values()})
+        self.paths = sorted({tensor.path for tensor in files.values()})  # of the safetensors files
         sources = config.tensors = find_sources(files, config)
         try:
             self.tensors = _Namer(conversion, config, architecture.has_block).tensors(sources)
@@ -185,6 +172,7 @@ class Checkpoint:
         )
         try:
             specs = [TensorSpec(tensor.name, tensor.shape, tensor.type) for tensor in self.tensors.values()]
+            # metadata, tensors: of the GGUF file that it makes
             self.metadata = read_back(folder, values, specs)
             read_model(self)
             if has_block(self):

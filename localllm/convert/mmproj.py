@@ -39,16 +39,7 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 class MmprojCheckpoint:
-    """A folder with config.json, preprocessor_config.json and safetensors, of a model that sees.
-
-    Attributes:
-        paths: of the safetensors files.
-        metadata, tensors: of the GGUF file that it makes.
-
-    Raises:
-        ModelError: something is missing, damaged, or does not fit together; says what.
-        UnsupportedArchitectureError: localllm does not convert such encoders.
-    """
+    """A folder with config.json, preprocessor_config.json and safetensors, of a model that sees."""
 
     architecture = "clip"
 
@@ -68,7 +59,7 @@ class MmprojCheckpoint:
         text = values | text if isinstance(text, dict) else values
         checkpoint = Checkpoint(values, vision, _processor(folder), text)
         files = read_folder(folder)
-        self.paths = sorted({tensor.path for tensor in files.values()})
+        self.paths = sorted({tensor.path for tensor in files.values()})  # of the safetensors files
         try:
             self.tensors = _tensors(find_sources(files, Config(values)), family, checkpoint)
             metadata = _keys(folder, family, checkpoint) | {"general.size_label": size_label(self.tensors)}
@@ -79,6 +70,7 @@ class MmprojCheckpoint:
             ) from error
         try:
             specs = [TensorSpec(tensor.name, tensor.shape, tensor.type) for tensor in self.tensors.values()]
+            # metadata, tensors: of the GGUF file that it makes
             self.metadata = read_back(folder, metadata, specs)
             read_encoder(self)
         except UnsupportedArchitectureError:

@@ -94,11 +94,8 @@ def read_header(path: Path) -> dict[str, FileTensor]:
 
 
 def _entry(path: Path, name: str, entry: dict[str, Any], data: int, n_file: int) -> FileTensor:
-    """A tensor as the header describes it.
-
-    Args:
-        data: the position of the first tensor's bytes.
-        n_file: bytes of the file.
+    """A tensor as the header describes it.  ``data``: the position of the first tensor's bytes; ``n_file``: bytes of
+    the file.
     """
     dtype, shape, (first, last) = entry["dtype"], entry["shape"], entry["data_offsets"]
     if dtype not in DTYPES:

@@ -36,11 +36,7 @@ SNAPSHOT_TOKENS = 512
 
 
 class CachedSequence:
-    """Tokens whose keys and values are in the cache.  Only `PagedCache` changes it.
-
-    Attributes:
-        saved: the slot of those that it can go back to.
-    """
+    """Tokens whose keys and values are in the cache.  Only `PagedCache` changes it."""
 
     def __init__(self, n_groups: int, n_prompt: int, root: Block) -> None:
         self.root = root  # what the tree of all that it can share begins with
@@ -51,6 +47,7 @@ class CachedSequence:
         self.blocks: list[Block] = []  # what is known of those pages
         self.first = [0] * n_groups  # of each group the first block whose page it holds; it holds all from there on
         self.n_prompt = n_prompt  # tokens that it was begun for
+        # saved: the slot of those that it can go back to
         self.state = self.saved = NONE  # the slot of its recurrent states, if there are any
         self.is_ahead = False  # whether its states may have seen tokens that were not recorded
 
@@ -254,10 +251,7 @@ class PagedCache:
         left: float = 0.0,
     ) -> Block | None:
         """Puts a block with what its pages held behind another, or takes the one that is there; None if there is no
-        room.  It is in use until `restored`.
-
-        Args:
-            left: the part of the pages that stays available.
+        room.  It is in use until `restored`.  ``left``: the part of the pages that stays available.
         """
         groups = range(len(self._free))
         is_page = 0 < len(ids) <= self.page_size and len(parent.ids) in (0, self.page_size)

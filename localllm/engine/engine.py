@@ -97,15 +97,6 @@ class Engine:
     """A model, and the thread that runs requests on it.  Every method may be called from any thread.
 
     It ends with `close`, or when nothing refers to it any more.
-
-    Attributes:
-        context: tokens that a sequence can hold.
-        n_vocab: ids of tokens.
-        width: values of what it gives for a token: logits, or of a model that embeds a vector.
-        max_tokens: tokens that one step evaluates at most.
-        drafts_by: what drafts if a request asks for it: a smaller model ("draft"), the block behind the model's own
-            layers ("mtp"), or nothing.
-        counts: what it has done.
     """
 
     def __init__(
@@ -129,14 +120,20 @@ class Engine:
             step_s: seconds that a step with tokens of prompts lasts at most.
             on_end: called in the engine's thread when it ends.
         """
+        # context: tokens that a sequence can hold
+        # n_vocab: ids of tokens
+        # max_tokens: tokens that one step evaluates at most
         self.context, self.n_vocab, self.max_tokens = runner.context, runner.n_vocab, runner.max_tokens
-        self.width = runner.width
+        self.width = runner.width  # values of what it gives for a token: logits, or of a model that embeds a vector
+        # what drafts if a request asks for it: a smaller model ("draft"), the block behind the model's own layers
+        # ("mtp"), or nothing
         self.drafts_by = None if draft_model is None else draft_model.kind
         self._max_waiting = max_waiting
         self._process = Process()
         process.engines.check()
         self._sees, self._has_axes, self._has_spans = encoder is not None, runner.has_axes, runner.has_spans
         loop = EngineLoop(runner, draft_model, encoder, max_running=max_running, step_s=step_s, on_end=on_end)
+        # counts: what it has done
         self._inbox, self._waiting, self._ended, self.counts = loop.inbox, loop.waiting, loop.ended, loop.counts
         self._thread = threading.Thread(target=loop.run, name="localllm-engine", daemon=True)
         self._thread.start()
@@ -492,10 +489,7 @@ class EngineLoop:
         self, each: Scheduled, position: int, begin: float, choices: Iterable[_Chosen]
     ) -> FinishReason | None:
         """Goes on with the tokens that were chosen after a step; returns why the request ends, if it does.
-
-        Args:
-            position: of the first token that the step has evaluated for it.
-            begin: when the step began.
+        ``position``: of the first token that the step has evaluated for it; ``begin``: when the step began.
         """
         request = each.request
         is_first = not request.n_generated

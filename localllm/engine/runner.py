@@ -28,26 +28,18 @@ MAX_LOGITS_BYTES = 32 << 20
 
 @dataclass(frozen=True, slots=True)
 class BatchItem:
-    """The part of one sequence in a batch.
+    """The part of one sequence in a batch."""
 
-    Attributes:
-        sequence: has pages reserved up to the end of the chunk.
-        ids: the tokens to evaluate.
-        n_outputs: for how many of the last of them logits are wanted.
-        start: position of the first of them; what the cache holds from there on is overwritten.
-        adapters: how much of each adapter it gets; empty for none of them.
-        goes_on: whether the token that a device can choose is likely to be evaluated next.
-        draws: how it chooses that, and the one after it (`Batch.draws`); nothing for the largest logits.
-        pictures, embeddings: of the sequence, and by their keys the embeddings of those in the chunk.
-    """
-
-    sequence: CachedSequence
-    ids: list[int]
-    n_outputs: int
-    start: int
-    adapters: tuple[float, ...] = ()
+    sequence: CachedSequence  # has pages reserved up to the end of the chunk
+    ids: list[int]  # the tokens to evaluate
+    n_outputs: int  # for how many of the last of them logits are wanted
+    start: int  # position of the first of them; what the cache holds from there on is overwritten
+    adapters: tuple[float, ...] = ()  # how much of each adapter it gets; empty for none of them
+    # whether the token that a device can choose is likely to be evaluated next
     goes_on: bool = field(default=False, compare=False)
+    # how it chooses that, and the one after it (`Batch.draws`); nothing for the largest logits
     draws: Sequence[tuple[float, ...]] = field(default=(), compare=False)
+    # pictures, embeddings: of the sequence, and by their keys the embeddings of those in the chunk
     pictures: Pictures = field(default=NO_PICTURES, compare=False)
     embeddings: Mapping[bytes, Embeddings] = field(default_factory=dict, compare=False)
 
@@ -101,11 +93,9 @@ class ModelRunner:
     def run(
         self, chunks: Sequence[BatchItem], top_k: int = 0, whole: Sequence[int] = ()
     ) -> NDArray[np.float32] | TopK:
-        """Evaluates a batch; writes the cache's pages, but records nothing of it (`PagedCache.append`).
-
-        Returns:
-            The logits [rows, n_vocab] of all chunks in turn, or only the ``top_k`` largest of each row, and all of
-            those ``whole``: the backend's own memory, good until the next call.
+        """Evaluates a batch; writes the cache's pages, but records nothing of it (`PagedCache.append`).  Returns the
+        logits [rows, n_vocab] of all chunks in turn, or only the ``top_k`` largest of each row, and all of those
+        ``whole``: the backend's own memory, good until the next call.
         """
         ahead, self._ahead = self._ahead, None
         for chunk in chunks:

@@ -101,11 +101,9 @@ class Scheduler:
         is_causal: bool = True,
         has_spans: bool = False,
     ) -> None:
-        """
-        Args:
-            step_s: seconds that a step with tokens of prompts shall last at most.
-            is_causal: whether a prompt can be cut; otherwise it comes in one step, however long that lasts.
-            has_spans: whether a picture comes in one step.
+        """``step_s``: seconds that a step with tokens of prompts shall last at most; ``is_causal``: whether a prompt
+        can be cut; otherwise it comes in one step, however long that lasts; ``has_spans``: whether a picture comes in
+        one step.
         """
         self.waiting: list[Request] = []  # those without pages, by rank
         self.running: list[Request] = []  # those with pages, by rank

@@ -41,17 +41,11 @@ def _row_size(n_vocab: int) -> int:
 
 @dataclass(frozen=True)
 class BaseLogits:
-    """An open file of logits.
+    """An open file of logits."""
 
-    Attributes:
-        path: the file.
-        tokens: int32 [n_chunks, context], as the text has them: BOS is not yet in its place.
-        n_vocab: logits a token.
-    """
-
-    path: Path
-    tokens: NDArray[np.int32]
-    n_vocab: int
+    path: Path  # the file
+    tokens: NDArray[np.int32]  # int32 [n_chunks, context], as the text has them: BOS is not yet in its place
+    n_vocab: int  # logits a token
     _rows: NDArray[np.uint16]  # [n_chunks, rows_of_chunk, _row_size], in the file
 
     @classmethod

@@ -25,44 +25,26 @@ Progress = Callable[[int, int, float], object]
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question.
+    """A question."""
 
-    Attributes:
-        prompt: the question, as the model is asked it, without white space at its end.
-        choices: the answers; a space comes between the prompt and each.
-        answer: position of the right one.
-    """
-
-    prompt: str
-    choices: Sequence[str]
-    answer: int
+    prompt: str  # the question, as the model is asked it, without white space at its end
+    choices: Sequence[str]  # the answers; a space comes between the prompt and each
+    answer: int  # position of the right one
 
 
 @dataclass(frozen=True, slots=True)
 class Accuracy:
-    """The part of questions that were answered right.
+    """The part of questions that were answered right."""
 
-    Attributes:
-        accuracy: by the likelihood of the whole answer (``acc`` of lm-evaluation-harness).
-        normalized: by that divided by the answer's length in characters (its ``acc_norm``).
-        chance: what guessing would give.
-        n_questions: how many.
-        answers: the position of the likeliest answer of each, by the whole and by its length.
-    """
-
-    accuracy: Estimate
-    normalized: Estimate
-    chance: float
-    n_questions: int
-    answers: Sequence[tuple[int, int]]
+    accuracy: Estimate  # by the likelihood of the whole answer (``acc`` of lm-evaluation-harness)
+    normalized: Estimate  # by that divided by the answer's length in characters (its ``acc_norm``)
+    chance: float  # what guessing would give
+    n_questions: int  # how many
+    answers: Sequence[tuple[int, int]]  # the position of the likeliest answer of each, by the whole and by its length
 
 
 def read_questions(path: str | os.PathLike[str]) -> list[Question]:
-    """The questions of a JSONL file: in each line ``{"prompt": "…", "choices": ["…", "…"], "answer": 0}``.
-
-    Raises:
-        UsageError: it cannot be read, or a line is not like that; says which.
-    """
+    """The questions of a JSONL file: in each line ``{"prompt": "…", "choices": ["…", "…"], "answer": 0}``."""
     lines = read_text(path).splitlines()
     questions = [_question(line, f"{path_text(path)}, line {n}") for n, line in enumerate(lines, 1) if line.strip()]
     if not questions:
@@ -89,12 +71,7 @@ def _question(line: str, where: str) -> Question:
 
 
 def choices(llm: LLM, questions: Sequence[Question], *, progress: Progress | None = None) -> Accuracy:
-    """How many questions a model answers right.
-
-    Raises:
-        UsageError: there are no questions.
-        ContextLengthError: one does not fit into the context.
-    """
+    """How many questions a model answers right."""
     if not questions:
         raise UsageError("there are no questions: give at least one")
     answers: list[tuple[int, int]] = []

@@ -73,50 +73,32 @@ class Estimate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Perplexity:
-    """How unexpected a text is.
+    """How unexpected a text is."""
 
-    Attributes:
-        perplexity: the exponential of the mean negative log-likelihood of a token.
-        n_tokens: tokens that count.
-        n_chunks, context: chunks, and tokens of each.
-    """
-
-    perplexity: Estimate
-    n_tokens: int
+    perplexity: Estimate  # the exponential of the mean negative log-likelihood of a token
+    n_tokens: int  # tokens that count
+    # n_chunks, context: chunks, and tokens of each
     n_chunks: int
     context: int
 
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """How far a model is from the base model, whose logits a file has.
+    """How far a model is from the base model, whose logits a file has."""
 
-    Attributes:
-        perplexity: the model's, with counts of tokens and chunks.
-        base_perplexity: the base model's.
-        log_ratio: the natural logarithm of the perplexities' ratio.
-        ratio, difference: of the perplexities, the model's to and less the base model's.
-        correlation: of the log-likelihoods of tokens.
-        kl: the mean Kullback-Leibler divergence of the base model's distribution from the model's, in nats.
-        kl_percentiles: of the tokens' divergences, by percent.
-        probability_change: the mean change of the probability of the token that came.
-        probability_change_rms: the root of its mean square.
-        probability_change_percentiles: of the tokens' changes, by percent.
-        same_top: the part of tokens for which both have the same likeliest one.
-    """
-
-    perplexity: Perplexity
-    base_perplexity: Estimate
-    log_ratio: Estimate
+    perplexity: Perplexity  # the model's, with counts of tokens and chunks
+    base_perplexity: Estimate  # the base model's
+    log_ratio: Estimate  # the natural logarithm of the perplexities' ratio
+    # ratio, difference: of the perplexities, the model's to and less the base model's
     ratio: Estimate
     difference: Estimate
-    correlation: float
-    kl: Estimate
-    kl_percentiles: dict[float, float]
-    probability_change: Estimate
-    probability_change_rms: Estimate
-    probability_change_percentiles: dict[float, float]
-    same_top: Estimate
+    correlation: float  # of the log-likelihoods of tokens
+    kl: Estimate  # the mean Kullback-Leibler divergence of the base model's distribution from the model's, in nats
+    kl_percentiles: dict[float, float]  # of the tokens' divergences, by percent
+    probability_change: Estimate  # the mean change of the probability of the token that came
+    probability_change_rms: Estimate  # the root of its mean square
+    probability_change_percentiles: dict[float, float]  # of the tokens' changes, by percent
+    same_top: Estimate  # the part of tokens for which both have the same likeliest one
 
 
 def perplexity(
@@ -137,10 +119,6 @@ def perplexity(
         chunks: how many, from the beginning; all where it is None.
         save_logits: a file to write for `divergence`, with llama.cpp's format.
         progress: called after each chunk.
-
-    Raises:
-        UsageError: the text is too short, the context too large, or the file cannot be read.
-        OutputError: the file cannot be written.
     """
     tokens = _chunks(llm, text, context, chunks)
     nll: list[Doubles] = []
@@ -169,16 +147,8 @@ def perplexity(
 def divergence(
     llm: LLM, base: BaseLogits, *, chunks: int | None = None, progress: Progress | None = None
 ) -> Divergence:
-    """How far a model is from the one whose logits a file has, on the text that the file has.
-
-    Args:
-        llm: the model.
-        base: the file.
-        chunks: the first ones alone.
-        progress: called after each chunk.
-
-    Raises:
-        UsageError: the model has another vocabulary, or too small a context.
+    """How far a model is from the one whose logits a file has, on the text that the file has.  ``chunks``: the first
+    ones alone.
     """
     if base.n_vocab != llm.info.n_vocab:
         raise UsageError(
@@ -271,11 +241,8 @@ def _nll(logits: Floats, came: NDArray[np.int32]) -> Doubles:
 
 def _compared(logits: Floats, expected: Floats, came: NDArray[np.int32]) -> Doubles:
     """float64 [5, n]: both negative log-likelihoods, the divergence, the change of probability, the same likeliest.
-
-    Args:
-        logits: of the model, [n, n_vocab].
-        expected: log-probabilities of the base model, [n, n_vocab].
-        came: the tokens, [n].
+    ``logits``: of the model, [n, n_vocab]; ``expected``: log-probabilities of the base model, [n, n_vocab]; ``came``:
+    the tokens, [n].
     """
     rows = np.arange(len(logits))
     log_totals = _log_totals(logits)

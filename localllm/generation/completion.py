@@ -167,23 +167,15 @@ _Item: TypeAlias = Chunk | BaseException
 
 
 class TextOutput:
-    """Makes chunks of text of the tokens that the engine chooses, and hands them to a reader.
-
-    Attributes:
-        deliver: takes the items of a step; called in the engine's thread.
-        logprobs: whether chunks have them.
-        reports_progress: whether the reader wants to know how far the prompt is.
-        delivers_at_end: whether all is delivered at once, at the end.
-        n_read: chunks that the reader has taken; the reader counts.
-        on_end: called in the engine's thread when all was delivered.
-    """
+    """Makes chunks of text of the tokens that the engine chooses, and hands them to a reader."""
 
     def __init__(self, decoder: StreamDecoder, deliver: Callable[[list[_Item]], object], *, logprobs: bool) -> None:
-        self.deliver = deliver
-        self.logprobs = logprobs
-        self.delivers_at_end = self.reports_progress = False
-        self.n_read = 0
-        self.on_end: Callable[[], object] | None = None
+        self.deliver = deliver  # takes the items of a step; called in the engine's thread
+        self.logprobs = logprobs  # whether chunks have them
+        # whether all is delivered at once, at the end
+        self.delivers_at_end = self.reports_progress = False  # whether the reader wants to know how far the prompt is
+        self.n_read = 0  # chunks that the reader has taken; the reader counts
+        self.on_end: Callable[[], object] | None = None  # called in the engine's thread when all was delivered
         self.request: Request | None = None
         self._decoder = decoder
         self._pending: list[_Item] = []

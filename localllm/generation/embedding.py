@@ -15,15 +15,12 @@ from localllm.tokenizer import Tokenizer
 
 
 class Embedder:
-    """Makes a text's vector of those that the engine gives for its tokens.
-
-    Attributes:
-        width: values of a vector.
-        is_reranker: whether that is a score of a query and a document.
-    """
+    """Makes a text's vector of those that the engine gives for its tokens."""
 
     def __init__(self, pooling: Pooling, metadata: Mapping[str, Any]) -> None:
         """Reads the weights behind the graph."""
+        # width: values of a vector
+        # is_reranker: whether that is a score of a query and a document
         self.width, self.is_reranker = pooling.width, pooling.kind == "rank"
         self._rows, self._head = pooling.rows, pooling.head()
         template = metadata.get("tokenizer.chat_template.rerank")

@@ -48,11 +48,8 @@ class Evaluation:
     is_full = False
 
     def __init__(self, engine: Engine, ids: Sequence[int], first: int, on_rows: OnRows) -> None:
-        """Begins to evaluate ``ids``.
-
-        Args:
-            first: position of the first token whose logits are wanted.
-            on_rows: called in the engine's thread as they come, with memory that is used again for the next ones.
+        """Begins to evaluate ``ids``.  ``first``: position of the first token whose logits are wanted; ``on_rows``:
+        called in the engine's thread as they come, with memory that is used again for the next ones.
         """
         self._engine = engine
         self._on_rows = on_rows
@@ -65,11 +62,7 @@ class Evaluation:
         self._engine.cancel(self._request)
 
     def wait(self) -> None:
-        """Returns when all were handed over.
-
-        Raises:
-            What ended it, such as a ClosedError; UsageError in the engine's own thread.
-        """
+        """Returns when all were handed over."""
         try:
             error = self._engine.wait_for(self._ended)
         except BaseException:
@@ -176,10 +169,7 @@ class _Scoring:
 
 
 def scores(engine: Engine, texts: Sequence[tuple[Sequence[int], int]], n_top: int = 0) -> list[Score]:
-    """How likely the tokens of each text are from a position on, which is at least 1.
-
-    Args:
-        texts: the tokens of each, and the position.
-        n_top: how many of the likeliest tokens to tell of each place.
+    """How likely the tokens of each text are from a position on, which is at least 1.  ``texts``: the tokens of each,
+    and the position; ``n_top``: how many of the likeliest tokens to tell of each place.
     """
     return evaluate_all(lambda text: _Scoring(engine, *text, n_top), _Scoring.score, texts)

@@ -122,12 +122,7 @@ class Metadata(Mapping[str, MetadataValue]):
         return alignment if isinstance(alignment, int) else limits.DEFAULT_ALIGNMENT
 
     def raw(self, key: str) -> bytes:
-        """The bytes of a text, whether or not they are UTF-8.
-
-        Raises:
-            KeyError: there is no such key.
-            TypeError: its value is not a text.
-        """
+        """The bytes of a text, whether or not they are UTF-8."""
         value = self._values[key]
         if not isinstance(value, StringRange):
             raise TypeError(f"the value of {key!r} is not a text")

@@ -32,21 +32,14 @@ _REMOVED_TYPES = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorInfo:
-    """One tensor: its name, shape and type, and its bytes as a view of the file.
+    """One tensor: its name, shape and type, and its bytes as a view of the file."""
 
-    Attributes:
-        name: at most 63 bytes of UTF-8, unique in the model.
-        shape: in numpy's order, GGUF's dimensions reversed: a weight matrix is (rows, columns).
-        type: how the values are stored.
-        data: uint8 [*shape[:-1], bytes of a row], read-only.  It stays valid after the file is closed.
-        offset: where the data begins, in bytes from the start of its file.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    type: GGMLType
+    name: str  # at most 63 bytes of UTF-8, unique in the model
+    shape: tuple[int, ...]  # in numpy's order, GGUF's dimensions reversed: a weight matrix is (rows, columns)
+    type: GGMLType  # how the values are stored
+    # uint8 [*shape[:-1], bytes of a row], read-only.  It stays valid after the file is closed.
     data: NDArray[np.uint8]
-    offset: int
+    offset: int  # where the data begins, in bytes from the start of its file
     _buffer: mmap.mmap = field(repr=False)
 
     @property

@@ -177,12 +177,6 @@ class GGUFWriter(NewFile):
         tensors: all tensors, in the order in which `write` brings them.
         origin: what the tensors' bytes depend on.  If an earlier writer of this file was killed, and had the same
             origin, metadata and tensors, what it wrote is kept.  By default nothing is.
-
-    Attributes:
-        n_kept: tensors that an earlier writer wrote: `write` goes on behind them.
-
-    Raises:
-        OutputError: it cannot be written, there is not enough space, or the reader would refuse it.
     """
 
     def __init__(
@@ -195,7 +189,7 @@ class GGUFWriter(NewFile):
         self._tensors = tensors
         self._header, read, n_bytes = _header(path, metadata, tensors)
         self._alignment = read.alignment
-        self._next = self.n_kept = 0
+        self._next = self.n_kept = 0  # tensors that an earlier writer wrote: `write` goes on behind them
         self._left = self._unsynced = 0
         # An unfinished file begins with this instead of the header's first bytes: it is no GGUF file yet.
         self._mark = hashlib.sha256(self._header + origin.encode()).digest()[:24]

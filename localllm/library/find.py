@@ -37,8 +37,7 @@ def find(name: str, folders: Iterable[Path] = ()) -> str | Path:
     Ollama's, a name on the hub, and words of a name that `find_models` lists.  What looks like a path is given back
     as it is, for whoever opens it to complain about.
 
-    Args:
-        folders: that have models, which are named by their path in there, with or without ".gguf".
+    ``folders``: that have models, which are named by their path in there, with or without ".gguf".
     """
     if os.path.lexists(name):
         return name

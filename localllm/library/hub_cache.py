@@ -32,11 +32,7 @@ def repo_folder(repo: str) -> Path:
 
 
 def cached_repos() -> Iterator[str]:
-    """The repositories of models in the cache, in order of their names.
-
-    Raises:
-        OSError: the cache cannot be read; that there is none is no error.
-    """
+    """The repositories of models in the cache, in order of their names."""
     try:
         names = sorted(os.listdir(hub_cache()))
     except FileNotFoundError:
@@ -48,11 +44,7 @@ def cached_repos() -> Iterator[str]:
 
 
 def snapshots(repo: str) -> list[Path]:
-    """What there is of a repository, a folder a commit: that of ``main`` first, then the newest.
-
-    Raises:
-        OSError: the cache cannot be read; that it does not have the repository is no error.
-    """
+    """What there is of a repository, a folder a commit: that of ``main`` first, then the newest."""
     folder = repo_folder(repo)
     try:
         found = [Path(entry.path) for entry in os.scandir(folder / "snapshots") if entry.is_dir()]
@@ -84,11 +76,7 @@ def models_in(snapshot: Path) -> list[FileGroup]:
 
 
 def cached_models(repo: str) -> list[tuple[Path, FileGroup]]:
-    """The models of a repository that are here, each with its first file; of several commits the first that has it.
-
-    Raises:
-        OSError: as `snapshots`.
-    """
+    """The models of a repository that are here, with their first files; of several commits the first with it."""
     found: dict[str, tuple[Path, FileGroup]] = {}
     for snapshot in snapshots(repo):
         for group in models_in(snapshot):

@@ -82,10 +82,8 @@ class FileGroup:
 
 
 def group_files(sizes: Mapping[str, int]) -> list[FileGroup]:
-    """The models among a repository's files, in the order of their names.
-
-    Args:
-        sizes: the bytes of each file, by its path in the repository.
+    """The models among a repository's files, in the order of their names.  ``sizes``: the bytes of each file, by its
+    path in the repository.
     """
     groups: dict[tuple[str, int], list[str]] = {}
     for name in sorted(sizes):
@@ -106,12 +104,7 @@ def label(group: FileGroup, groups: Iterable[FileGroup]) -> str:
 
 
 def choose(name: HubName, groups: Sequence[FileGroup], where: str) -> FileGroup:
-    """The group of files that a name means.
-
-    Args:
-        groups: those that there are.
-        where: in messages: what has them.
-    """
+    """The group of files that a name means.  ``where``: what messages call the place that has the groups."""
     if not groups:
         raise UsageError(f"{where} has no GGUF file: choose a repository of GGUF files, often named ORG/REPO-GGUF")
     if name.choice is None:

@@ -45,10 +45,8 @@ class Found:
 
 def find_models(folders: Sequence[Path] = (), *, only_folders: bool = False) -> Found:
     """The models in the hub's cache, in some folders and those below them, and of other programs (`other_programs`);
-    a file that is there twice, once.
-
-    Args:
-        only_folders: not those of the cache and of other programs; models are then named by their paths.
+    a file that is there twice, once.  ``only_folders``: not those of the cache and of other programs; models are then
+    named by their paths.
     """
     search = _Search()
     if not only_folders:

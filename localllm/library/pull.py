@@ -38,23 +38,14 @@ def pull(name: str, progress: PullProgress | None = None) -> Path:
 
     With it comes the encoder of pictures (``mmproj-….gguf``) that lies beside it on the hub, if any.
 
-    Args:
-        name: ``ORG/REPO``, ``ORG/REPO:QUANT`` or ``ORG/REPO:FILE``; see `localllm.library.hub_names.choose`.
-        progress: called as it goes on.
-
-    Raises:
-        UsageError: it is not such a name, or does not say which one of the repository's models is meant.
-        HubError: see there; what was fetched is kept, and the next call goes on from there.
+    ``name``: ``ORG/REPO``, ``ORG/REPO:QUANT`` or ``ORG/REPO:FILE``; see `localllm.library.hub_names.choose`.
     """
     return _puller(name, progress).model()
 
 
 def pull_checkpoint(name: str, progress: PullProgress | None = None) -> Path:
-    """Downloads a checkpoint, what is not here already of it; returns its folder in the cache.
-
-    Args:
-        name: ``ORG/REPO``.
-        progress: called as it goes on.
+    """Downloads a checkpoint, what is not here already of it; returns its folder in the cache.  ``name``:
+    ``ORG/REPO``.
     """
     return _puller(name, progress).checkpoint()
 

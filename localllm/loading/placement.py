@@ -191,18 +191,13 @@ class EncoderInfo:
 
 @dataclass(frozen=True)
 class Plan:
-    """Where models go, before they are loaded.
+    """Where models go, before they are loaded."""
 
-    Attributes:
-        placements: of the model, and of the one that drafts for it, if any.
-        free: bytes that can be had on each device: of the host's memory, and of GPUs that have their own.
-        notices: what the plan leaves to be desired.
-        encoder: that of pictures, where the model sees; its bytes are beside those of placements.
-    """
-
-    placements: tuple[Placement, ...]
+    placements: tuple[Placement, ...]  # of the model, and of the one that drafts for it, if any
+    # bytes that can be had on each device: of the host's memory, and of GPUs that have their own
     free: Mapping[str, int]
-    notices: tuple[Notice, ...]
+    notices: tuple[Notice, ...]  # what the plan leaves to be desired
+    # that of pictures, where the model sees; its bytes are beside those of placements
     encoder: EncoderInfo | None = None
 
     @property

@@ -46,20 +46,13 @@ _NO_IMAGE = Image(None)
 
 @dataclass(eq=False)
 class VisionEncoder:
-    """An encoder of pictures.  What computes is not to be used by several threads at once.
+    """An encoder of pictures.  What computes is not to be used by several threads at once."""
 
-    Attributes:
-        path: its file.
-        family: its projector, as the file names it.
-        model: its graph, and how it prepares pictures.
-        backend: what computes.
-    """
-
-    path: Path
-    family: str
-    model: VisionModel
+    path: Path  # its file
+    family: str  # its projector, as the file names it
+    model: VisionModel  # its graph, and how it prepares pictures
     _file: GGUFFile
-    backend: Backend | None = None
+    backend: Backend | None = None  # what computes
     _step: Step | None = None
     _sizes: tuple[int, ...] = (0, 0, 0)  # patches, rows and pages of the cache that the step has room for
     #: Pictures by their files' hashes and bounds of tokens, those that came last.
@@ -116,12 +109,9 @@ class VisionEncoder:
         return self.model.around
 
     def prepare(self, picture: Any, max_tokens: int | None = None, where: str = "the picture") -> Prepared:
-        """A picture as the model's own processor prepares it; in any thread.
-
-        Args:
-            picture: a path, the bytes of a file, a Pillow image, or an array uint8 [height, width, 3].
-            max_tokens: that it may become; by default as many as the processor allows.
-            where: what it is called in errors, if it has no path.
+        """A picture as the model's own processor prepares it; in any thread.  ``picture``: a path, the bytes of a
+        file, a Pillow image, or an array uint8 [height, width, 3]; ``max_tokens``: that it may become; by default as
+        many as the processor allows; ``where``: what it is called in errors, if it has no path.
         """
         if max_tokens is not None and max_tokens < 1:
             raise UsageError(f"max_tokens={max_tokens} is out of range: give a picture at least 1 token")
@@ -141,12 +131,9 @@ class VisionEncoder:
         encode: Callable[[str], list[int]],
         known: dict[Image, Picture] | None = None,
     ) -> tuple[list[int], list[PictureTokens]]:
-        """The ids of a prompt of texts and pictures, and where the pictures' tokens are in it.
-
-        Args:
-            pieces: of them texts have no markers of pictures.
-            encode: makes ids of a text.
-            known: pictures that were prepared already, to which those that were not are added.
+        """The ids of a prompt of texts and pictures, and where the pictures' tokens are in it.  ``pieces``: of them
+        texts have no markers of pictures; ``encode``: makes ids of a text; ``known``: pictures that were prepared
+        already, to which those that were not are added.
         """
         known = {} if known is None else known
         ids: list[int] = []

@@ -72,12 +72,8 @@ def mappings(name: str, value: object) -> Sequence[Mapping[str, object]]:
 
 
 def token_ids(ids: object, n_vocab: int, name: str = "tokens", rule: str = "a list of whole numbers") -> list[int]:
-    """Tokens as a list of ints.
-
-    Args:
-        ids: what was given.
-        n_vocab: tokens in the vocabulary.
-        rule: what is said where it is not a sequence at all.
+    """Tokens as a list of ints.  ``n_vocab``: tokens in the vocabulary; ``rule``: what is said where it is not a
+    sequence at all.
     """
     if hasattr(ids, "tolist"):  # of numpy
         ids = ids.tolist()
@@ -104,10 +100,8 @@ def in_vocabulary(ids: Sequence[int] | NDArray[np.integer], n_vocab: int, where:
 
 
 def check_keywords(given: Collection[str], known: Collection[str], theirs: Mapping[str, str]) -> None:
-    """Raises a TypeError that says what to write instead where a keyword is not known.
-
-    Args:
-        theirs: keywords of other libraries, and what to do about each.
+    """Raises a TypeError that says what to write instead where a keyword is not known.  ``theirs``: keywords of other
+    libraries, and what to do about each.
     """
     for name in given:
         if name not in known:

@@ -39,21 +39,13 @@ _MAX = sys.float_info.max
 
 
 class OptionKind(NamedTuple):
-    """What values an option has.
+    """What values an option has."""
 
-    Attributes:
-        words: what a value must be.
-        read: a value in its plain Python type; None if it is not one.
-        parse: makes a value of a word of the command line.
-        metavar: what stands for a value in the command line's help.
-        json: the type of a value in a request of the server; None where a request cannot have it.
-    """
-
-    words: str
-    read: Callable[[Any], Any]
-    parse: Callable[[str], Any] = str
-    metavar: str = "NAME"
-    json: Any = None
+    words: str  # what a value must be
+    read: Callable[[Any], Any]  # a value in its plain Python type; None if it is not one
+    parse: Callable[[str], Any] = str  # makes a value of a word of the command line
+    metavar: str = "NAME"  # what stands for a value in the command line's help
+    json: Any = None  # the type of a value in a request of the server; None where a request cannot have it
 
 
 def _real(value: object, low: float, high: float) -> float | None:
@@ -736,10 +728,8 @@ _FLAGS = {
 
 
 def in_flags(argument: Argument, from_settings: Mapping[str, str] = MappingProxyType({})) -> str:
-    """What the command line calls an argument of the library: "--top-k", "--device cpu".
-
-    Args:
-        settled: what to call those in place of a flag that the settings file gave.
+    """What the command line calls an argument of the library: "--top-k", "--device cpu".  ``from_settings``: what to call
+    those in place of a flag that the settings file gave.
     """
     name, value = argument
     flag = from_settings.get(name) or _FLAGS.get(name) or f"--{name.replace('_', '-')}"

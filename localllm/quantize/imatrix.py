@@ -58,29 +58,17 @@ class Entry:
 
 @dataclass(frozen=True)
 class ImportanceMatrix:
-    """The importance of columns.
+    """The importance of columns."""
 
-    Attributes:
-        path: of its file; None of one that was not written.
-        entries: by tensor.
-        datasets: the texts it was made with, if the file says.
-        n_chunks: how many pieces of those; 0 where the file does not say.
-        chunk_size: tokens of a piece.
-    """
-
-    path: Path | None
-    entries: Mapping[str, Entry]
-    datasets: tuple[str, ...] = ()
-    n_chunks: int = 0
-    chunk_size: int = _CHUNK
+    path: Path | None  # of its file; None of one that was not written
+    entries: Mapping[str, Entry]  # by tensor
+    datasets: tuple[str, ...] = ()  # the texts it was made with, if the file says
+    n_chunks: int = 0  # how many pieces of those; 0 where the file does not say
+    chunk_size: int = _CHUNK  # tokens of a piece
 
     @classmethod
     def read(cls, path: Path) -> ImportanceMatrix:
-        """Read a file of either format.
-
-        Raises:
-            GGUFError: the file is missing or damaged, or holds no importance matrix.
-        """
+        """Read a file of either format."""
         try:
             if path.exists() and not path.is_file():
                 raise GGUFError(f"{path_text(path)} is not a regular file: name an importance matrix on disk")
@@ -95,11 +83,7 @@ class ImportanceMatrix:
         return found
 
     def write(self, path: Path) -> None:
-        """Write a file: GGUF, or the older format where its name ends in ``.dat``.
-
-        Raises:
-            OutputError: it cannot be written; what stood there before still does.
-        """
+        """Write a file: GGUF, or the older format where its name ends in ``.dat``."""
         if path.suffix == ".dat":
             data = self._in_old_format()
             with NewFile(path, len(data)) as file:

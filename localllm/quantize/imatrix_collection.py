@@ -66,7 +66,8 @@ def chunks(tokenizer: Tokenizer, text: str, context: int = CONTEXT) -> list[list
 def collect(
     file: GGUFFile, pieces: Sequence[Sequence[int]], backend: Backend, *, hessians: bool = False
 ) -> Iterator[ImportanceMatrix]:
-    """What a model's weights multiply while it reads pieces of text, each by itself.
+    """What a model's weights multiply while it reads pieces of text, each by itself.  Yields what was collected so
+    far, after each piece.
 
     Args:
         file: the model; one that is quantised serves, too.
@@ -74,9 +75,6 @@ def collect(
         backend: the CPU or the reference.
         hessians: also XᵀX of the rows X that meet each matrix, but for those of experts: 4 n² bytes of memory for n
             columns.
-
-    Yields:
-        What was collected so far, after each piece.
     """
     context = len(pieces[0])
     graph = read_model(file, context).graph

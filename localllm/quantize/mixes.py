@@ -107,9 +107,7 @@ def role_of(name: str) -> Role:
 
 def is_quantizable(name: str, shape: Sequence[int]) -> bool:
     """Whether a tensor is ever quantised: a weight of at least two dimensions, and none that is better left alone.
-
-    Args:
-        shape: as numpy has it.
+    ``shape``: as numpy has it.
     """
     is_matrix = prod(shape[:-1]) > 1
     kept = name in _NEVER_WHOLE or any(part in name for part in _NEVER)

@@ -106,35 +106,25 @@ class TensorPlan:
 
 @dataclass(frozen=True)
 class TensorResult:
-    """A tensor that was written.
-
-    Attributes:
-        error: the root of the weighted squared error over that of the weighted squares, measured on up to half a
-            million values; with a Hessian, of products with its inputs.  None where it was copied.
-        n_cleared: values that were not finite and became 0.
-    """
+    """A tensor that was written."""
 
     plan: TensorPlan
+    # the root of the weighted squared error over that of the weighted squares, measured on up to half a million
+    # values; with a Hessian, of products with its inputs.  None where it was copied.
     error: float | None
-    n_cleared: int = 0
+    n_cleared: int = 0  # values that were not finite and became 0
 
 
 @dataclass(frozen=True)
 class QuantizePlan:
-    """The plan of a quantised file.
-
-    Attributes:
-        mix: a name in `MIXES`.
-        tensors: in the order in which they are written.
-        files: the output files, and the names of the tensors in each.
-        missing_importance: tensors that cannot be quantised without an importance matrix and have none.
-    """
+    """The plan of a quantised file."""
 
     file: SourceFile
-    mix: str
+    mix: str  # a name in `MIXES`
     imatrix: ImportanceMatrix | None
-    tensors: Sequence[TensorPlan]
-    files: Sequence[tuple[Path, Sequence[TensorPlan]]]
+    tensors: Sequence[TensorPlan]  # in the order in which they are written
+    files: Sequence[tuple[Path, Sequence[TensorPlan]]]  # the output files, and the names of the tensors in each
+    # tensors that cannot be quantised without an importance matrix and have none
     missing_importance: Sequence[TensorPlan]
 
     @property
@@ -165,10 +155,6 @@ def plan(
         overrides: regular expressions, and the type for tensors whose names have a match; the first one counts.
         keep_split: write as many files as the model has.
         allow_requantize: take tensors that are quantised already, at a loss.
-
-    Raises:
-        UsageError: there is no such type, or an expression is not valid.
-        ModelError: the matrix is of another model, or a tensor is quantised already, or cannot be decoded.
     """
     names = sorted(file.tensors, key=layer_order)
     if imatrix is not None:
@@ -275,15 +261,8 @@ def run(
 
     After Ctrl-C or a kill, the same call goes on where that one stopped; tensors that were written are not yielded.
 
-    Args:
-        allow_nan: make values that are not finite 0, instead of refusing them.
-        progress: called with the tensor at hand, and the bytes of the source that are done and that there are.
-        threads: by default one a processor.
-
-    Raises:
-        UsageError: the output is the input.
-        OutputError: a file is there already, or cannot be written; nothing stands at its name then.
-        ModelError: a value is NaN or infinite, or tensors need an importance matrix.
+    ``allow_nan``: make values that are not finite 0, instead of refusing them; ``progress``: called with the tensor
+    at hand, and the bytes of the source that are done and that there are; ``threads``: by default one a processor.
     """
     if plan.missing_importance:
         first = plan.missing_importance[0]
@@ -360,10 +339,8 @@ def _metadata(plan: QuantizePlan, number: int) -> dict[str, bytes]:
 
 
 class TensorWork:
-    """Encodes a tensor, a slab of rows at a time, and measures the error.
-
-    Args:
-        feedbacks: made of Hessians so far, by their ids; those of one file share a dictionary.
+    """Encodes a tensor, a slab of rows at a time, and measures the error.  ``feedbacks``: made of Hessians so far, by
+    their ids; those of one file share a dictionary.
     """
 
     def __init__(

@@ -39,9 +39,7 @@ def highest(values: FloatArray, count: int) -> IntArray:
 
     Values of -inf are left out, so there may be fewer.
 
-    Args:
-        values: ``[n]``, without NaN.
-        count: at least 1.
+    ``values``: ``[n]``, without NaN; ``count``: at least 1.
     """
     floor = _floor_of_highest(values, count) if count < len(values) else -math.inf
     positions = np.flatnonzero(values >= floor if floor > -math.inf else values > floor)
@@ -126,15 +124,9 @@ def _reach_likeliest(logits: FloatArray, mass: float) -> Reach:
 
 
 def reach(scores: FloatArray, weights: FloatArray, mass: float) -> Reach:
-    """Goes down the scores until the share of the weights exceeds ``mass``.
-
-    Args:
-        scores: ``[n]``, without NaN.
-        weights: ``[n]``, not negative.
-        mass: 0 <= mass < 1.
-
-    Returns:
-        The last share exceeds ``mass``, but for rounding.  There may be more positions than it takes.
+    """Goes down the scores until the share of the weights exceeds ``mass``.  ``scores``: ``[n]``, without NaN;
+    ``weights``: ``[n]``, not negative; ``mass``: 0 <= mass < 1.  Returns the last share exceeds ``mass``, but for
+    rounding.  There may be more positions than it takes.
     """
     none = np.empty(0, np.intp)
     if len(scores) > _FEW:

@@ -301,12 +301,9 @@ class Constraint:
         closing: str | None,
         opening: dict[int, str],
     ) -> None:
-        """
-        Args:
-            matcher: llguidance's, at its beginning.
-            vocabulary: llguidance's.
-            closing: what ends the thought that the text begins with; None if it begins with its answer.
-            opening: tokens with which it may begin a thought, and what closes that.
+        """Args:     matcher: llguidance's, at its beginning.     vocabulary: llguidance's.     closing: what ends the
+        thought that the text begins with; None if it begins with its answer.     opening: tokens with which it may
+        begin a thought, and what closes that.
         """
         self._matcher = matcher
         self._vocabulary = vocabulary

@@ -77,9 +77,6 @@ def enforceable_schema(schema: Any, *, is_strict: bool = True, may_close: bool =
         is_strict: ``additionalProperties: false`` also excludes the properties of schemas beside it, as the standard
             has it; else it is taken to mean what ``unevaluatedProperties: false`` does.
         may_close: objects get no properties but those that their schema names.
-
-    Raises:
-        ValueError: a reference leads nowhere, or back to itself.
     """
     reader = _Reader(schema, is_strict)
     root, definitions = reader.read_all()

@@ -99,11 +99,8 @@ class RepetitionPenalties:
 
 
 class SequenceBreakers:
-    """Finds the texts across which DRY follows no repetition, also where one spans several tokens.
-
-    Args:
-        breakers: the texts, none empty.
-        token_bytes: the bytes that an id stands for.
+    """Finds the texts across which DRY follows no repetition, also where one spans several tokens.  ``breakers``: the
+    texts, none empty; ``token_bytes``: the bytes that an id stands for.
     """
 
     def __init__(self, breakers: Iterable[str], token_bytes: Callable[[int], bytes]) -> None:
@@ -136,11 +133,7 @@ def suffix_match_lengths(ids: IntArray) -> npt.NDArray[np.int32]:
 
     The Z-algorithm (Gusfield 1997, chapter 1) on the reversed ids, linear in time.
 
-    Args:
-        ids: ``[n]``.
-
-    Returns:
-        int32 ``[max(0, n - 1)]``.  For ``a b c x a b c`` it is ``0 0 3 0 0 0``.
+    ``ids``: ``[n]``.  Returns int32 ``[max(0, n - 1)]``.  For ``a b c x a b c`` it is ``0 0 3 0 0 0``.
     """
     backward = ids[::-1].tolist()
     n = len(backward)
@@ -160,17 +153,15 @@ class DryPenalty:
     """DRY, "don't repeat yourself": penalises the tokens that would prolong a repetition.
 
     If the last ``n`` tokens stood earlier in the text as well and were followed there by a token ``t``, then
-    ``multiplier * base ** (n - allowed_length)`` is taken from the logit of ``t``, for the greatest such
-    ``n`` of at least ``allowed_length``.  No repetition is followed across a sequence breaker, and a token
-    that holds one is never penalised.
+    ``multiplier * base ** (n - allowed_length)`` is taken from the logit of ``t``, for the greatest such ``n`` of at
+    least ``allowed_length``.  No repetition is followed across a sequence breaker, and a token that holds one is
+    never penalised.
 
-    Designed by p-e-w (oobabooga/text-generation-webui pull request 5677); details as in llama.cpp, except
-    that a breaker is looked for in the text, and so found however it was tokenized.
+    Designed by p-e-w (oobabooga/text-generation-webui pull request 5677); details as in llama.cpp, except that a
+    breaker is looked for in the text, and so found however it was tokenized.
 
-    Args:
-        history: the sequence; its owner appends to it before it calls ``accept``.
-        window: how many of the last tokens are looked at, -1 for all.
-        breakers: fresh ones, or None for none at all.
+    ``history``: the sequence; its owner appends to it before it calls ``accept``; ``window``: how many of the last
+    tokens are looked at, -1 for all; ``breakers``: fresh ones, or None for none at all.
     """
 
     def __init__(

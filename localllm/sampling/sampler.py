@@ -120,13 +120,6 @@ class Sampler:
     """Chooses the tokens of one sequence.  ``make_sampler`` makes it.
 
     Calling it chooses; ``accept`` tells it which token the sequence went on with.
-
-    Attributes:
-        sampling: the settings.
-        seed: what the random numbers were seeded with, also where the settings left it open: the same seed,
-            settings, prompt and logits give the same ids again, on every platform (up to the rounding of
-            ``exp``, which may differ in the last place).
-        n_enough: how many of the largest logits `among` needs; 0 if the settings look at all of them.
     """
 
     def __init__(
@@ -143,13 +136,17 @@ class Sampler:
         constraint: Constraint | None = None,
         uniform: UniformNumbers | None = None,
     ) -> None:
-        self.sampling = sampling
+        self.sampling = sampling  # the settings
+        # what the random numbers were seeded with, also where the settings left it open: the same seed, settings,
+        # prompt and logits give the same ids again, on every platform (up to the rounding of ``exp``, which may
+        # differ in the last place)
         self.seed = seed
         self._history = history
         self._ids = np.arange(n_vocab)
         self._adjustments = tuple(adjustments)
         self._listeners = tuple(listeners)
         self._choose = choose  # None: take the largest logit
+        # how many of the largest logits `among` needs; 0 if the settings look at all of them
         self.n_enough = n_enough
         self._constraint = constraint
         self._uniform = uniform
@@ -183,10 +180,6 @@ class Sampler:
 
         Args:
             logits: float32 ``[n_vocab]``; -inf forbids a token.  Not changed.
-
-        Raises:
-            ModelError: the logits hold NaN or +inf, or are all -inf.
-            UsageError: the logits are of another shape, or the settings made them so.
         """
         raw: Logits = np.asarray(logits, dtype=np.float32)
         if raw.shape != self._ids.shape:
@@ -290,14 +283,9 @@ def make_sampler(
     token_bytes: Callable[[int], bytes] | None = None,
     constraint: Constraint | None = None,
 ) -> Sampler:
-    """The sampler of one sequence.
-
-    Args:
-        sampling: the settings.
-        n_vocab: how many logits there are.
-        prompt_ids: the sequence so far, which counts for penalties and DRY.
-        token_bytes: the bytes that an id stands for; DRY finds its sequence breakers with it.
-        constraint: what holds the text to the grammar of the settings.
+    """The sampler of one sequence.  ``prompt_ids``: the sequence so far, which counts for penalties and DRY;
+    ``token_bytes``: the bytes that an id stands for; DRY finds its sequence breakers with it; ``constraint``: what
+    holds the text to the grammar of the settings.
     """
     in_vocabulary(prompt_ids, n_vocab, "prompt_ids")
     in_vocabulary(list(sampling.logit_bias), n_vocab, "logit_bias")

@@ -141,27 +141,16 @@ class _Path:
 
 @dataclass
 class App:
-    """The application.
+    """The application."""
 
-    Attributes:
-        models: that it serves.
-        limits: who may ask.
-        responses_folder: keeps responses; None keeps them in memory alone.
-        loads_first: whether the first model is loaded before anybody asks for it.
-        is_verbose: whether answers tell their prompts.
-        has_slots: whether ``/slots`` answers.
-        dispatcher: takes requests to the models.
-        asgi: what a server such as uvicorn runs.
-    """
-
-    models: Models
-    limits: Limits = field(default_factory=Limits)
-    responses_folder: Path | None = None
-    loads_first: bool = False
-    is_verbose: bool = False
-    has_slots: bool = True
-    dispatcher: Dispatcher = field(init=False)
-    asgi: ASGIApp = field(init=False)
+    models: Models  # that it serves
+    limits: Limits = field(default_factory=Limits)  # who may ask
+    responses_folder: Path | None = None  # keeps responses; None keeps them in memory alone
+    loads_first: bool = False  # whether the first model is loaded before anybody asks for it
+    is_verbose: bool = False  # whether answers tell their prompts
+    has_slots: bool = True  # whether ``/slots`` answers
+    dispatcher: Dispatcher = field(init=False)  # takes requests to the models
+    asgi: ASGIApp = field(init=False)  # what a server such as uvicorn runs
 
     def __post_init__(self) -> None:
         self.models.describe = llamacpp.described

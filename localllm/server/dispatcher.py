@@ -151,39 +151,22 @@ def _biases(llm: LLM, given: dict[str, float] | list[tuple[int | str, float | bo
 
 @dataclass(frozen=True)
 class GenerationJob:
-    """What is wanted, in the library's words.
+    """What is wanted, in the library's words."""
 
-    Attributes:
-        model: its name; None is the first one.
-        messages: of a chat; None if ``prompts`` are to be continued.
-        prompts: each a text, tokens, or both in one.
-        tools: that the model may call, as OpenAI's API describes them.
-        must_call: whether the reply has to be a call of one of them.
-        variables: what else the chat template reads.
-        reply_prefix: what the reply begins with.
-        options: keywords of `LLM.stream`.
-        n: how many replies to each prompt.
-        one_call: whether tools are called one at a time.
-        special: whether names of control tokens in ``prompts`` are read as these.
-        tells_progress: whether events say how far the prompt is.
-        tells_timings: whether each says how long it took so far.
-        warnings: what could not be done as asked.
-    """
-
-    model: str | None
-    options: dict[str, Any]
-    messages: list[Message] | None = None
-    prompts: Sequence[Prompt | PicturePrompt] = ()
-    tools: Tools = field(default_factory=list)
-    must_call: bool = False
-    variables: dict[str, Any] = field(default_factory=dict)
-    reply_prefix: str = ""
-    n: int = 1
-    one_call: bool = False
-    special: bool = False
-    tells_progress: bool = False
-    tells_timings: bool = False
-    warnings: list[str] = field(default_factory=list)
+    model: str | None  # its name; None is the first one
+    options: dict[str, Any]  # keywords of `LLM.stream`
+    messages: list[Message] | None = None  # of a chat; None if ``prompts`` are to be continued
+    prompts: Sequence[Prompt | PicturePrompt] = ()  # each a text, tokens, or both in one
+    tools: Tools = field(default_factory=list)  # that the model may call, as OpenAI's API describes them
+    must_call: bool = False  # whether the reply has to be a call of one of them
+    variables: dict[str, Any] = field(default_factory=dict)  # what else the chat template reads
+    reply_prefix: str = ""  # what the reply begins with
+    n: int = 1  # how many replies to each prompt
+    one_call: bool = False  # whether tools are called one at a time
+    special: bool = False  # whether names of control tokens in ``prompts`` are read as these
+    tells_progress: bool = False  # whether events say how far the prompt is
+    tells_timings: bool = False  # whether each says how long it took so far
+    warnings: list[str] = field(default_factory=list)  # what could not be done as asked
 
     def chat_arguments(self, llm: LLM) -> dict[str, Any]:
         """Those of `LLM.stream_chat`, but for options; notes what could not be done as asked."""
@@ -242,15 +225,7 @@ Writer = Callable[[Reply, Chunk], Iterable[bytes]]
 
 
 class PendingReplies:
-    """Replies under way; `close` ends them, and has to be called.
-
-    Attributes:
-        number: counted from the server's beginning.
-        served, llm: the model.
-        streams: one a reply.
-        begun_at: when they were asked for, in the time of `time.perf_counter`.
-        load_s: seconds after that in which the model was not there yet.
-    """
+    """Replies under way; `close` ends them, and has to be called."""
 
     def __init__(
         self,
@@ -262,8 +237,12 @@ class PendingReplies:
         begun_at: float,
         load_s: float,
     ) -> None:
-        self.number = next(_numbers)
+        self.number = next(_numbers)  # counted from the server's beginning
+        # served, llm: the model
+        # streams: one a reply
         self.job, self.served, self.llm, self.streams = job, served, llm, streams
+        # begun_at: when they were asked for, in the time of `time.perf_counter`
+        # load_s: seconds after that in which the model was not there yet
         self.begun_at, self.load_s = begun_at, load_s
         self._on_close: Callable[[PendingReplies], object] | None = on_close
         self._tasks: list[asyncio.Task[None]] = []
@@ -373,22 +352,17 @@ _numbers = itertools.count(1)
 
 
 class Dispatcher:
-    """Takes requests to models.
-
-    Attributes:
-        models: that the server has.
-        responses: those that later ones may go on from.
-        active: answers under way.
-        is_starting: the first model, which the server loads before anybody asks for it, is not there yet.
-        is_stopping: nothing new is taken.
-        is_cut: what was under way has been ended.
-        is_verbose: whether answers tell their prompts (``__verbose``, as in llama.cpp).
-    """
+    """Takes requests to models."""
 
     def __init__(self, models: Models, responses: ResponseStore, is_verbose: bool = False) -> None:
+        # models: that the server has
+        # responses: those that later ones may go on from
+        # is_verbose: whether answers tell their prompts (``__verbose``, as in llama.cpp)
         self.models, self.responses, self.is_verbose = models, responses, is_verbose
-        self.active: dict[int, PendingReplies] = {}
-        self.is_starting = self.is_stopping = self.is_cut = False
+        self.active: dict[int, PendingReplies] = {}  # answers under way
+        # the first model, which the server loads before anybody asks for it, is not there yet
+        # what was under way has been ended
+        self.is_starting = self.is_stopping = self.is_cut = False  # nothing new is taken
         # Tokenizing a prompt, and running a template, must not hold up the event loop.  What takes longer, such as
         # making vectors of many texts, has threads of its own, so that no chat waits for it.  Long requests have only
         # two: more of them would take the cores from the threads that decode.
@@ -567,12 +541,8 @@ def offer_tools(options: dict[str, Any], tools: Tools | None, choice: object) ->
 
 
 def begun_reply(messages: list[Message], goes_on: bool | None = None) -> tuple[list[Message], str]:
-    """The messages without the last one, if that is what the assistant has begun to say; and that text.
-
-    Args:
-        messages: of the chat.
-        goes_on: whether the model is to go on with it; None: where the last message is the assistant's, as in
-            llama.cpp's server.
+    """The messages without the last one, if that is what the assistant has begun to say; and that text.  ``goes_on``:
+    whether the model is to go on with it; None: where the last message is the assistant's, as in llama.cpp's server.
     """
     last = messages[-1] if messages else None
     if last is None or last.role != "assistant" or last.calls or goes_on is False:

@@ -86,9 +86,7 @@ class HTTPError(LocalLLMError):
     @classmethod
     def of(cls, error: BaseException, fields: Mapping[str, str] = MappingProxyType({})) -> HTTPError:
         """What a client is told of an error: one of ours in its own words, without paths of this machine.
-
-        Args:
-            fields: the field of the request for each argument of the library.
+        ``fields``: the field of the request for each argument of the library.
         """
 
         def word(argument: Argument) -> str:
@@ -216,11 +214,7 @@ def _too_large(limit: int) -> HTTPError:
 
 def tolerant(value: Any, kind: Any, ignored: list[str]) -> Any:
     """A value of JSON for ``kind``: fields that are null are absent, and 2.0 is 2 where only an integer can be.
-
-    Args:
-        value: as it was decoded.
-        kind: a type that msgspec reads.
-        ignored: takes the names of fields that nothing here reads.
+    ``kind``: a type that msgspec reads; ``ignored``: takes the names of fields that nothing here reads.
     """
     kinds = get_args(kind) if isinstance(kind, UnionType) else (kind,)
     if isinstance(value, float):
@@ -384,24 +378,16 @@ _DESKTOP = ("app", "file", "tauri", "vscode-file", "vscode-webview")
 
 @dataclass(frozen=True)
 class Limits:
-    """Who may ask, and for how much.
+    """Who may ask, and for how much."""
 
-    Attributes:
-        api_keys: one of them must be given; without any, everybody may ask.
-        hosts: names that requests may give in ``Host``, beside addresses, localhost and this machine's own;
-            "*.local" is any of a local network.
-        origins: pages that may ask from a browser, as "https://example.org"; "*" is any.
-        max_body: bytes of a request.
-        read_timeout_s: seconds in which a request has to come.
-        image_hosts: of whose addresses pictures are fetched; "*" is any on the Internet.
-    """
-
-    api_keys: Sequence[str] = ()
+    api_keys: Sequence[str] = ()  # one of them must be given; without any, everybody may ask
+    # names that requests may give in ``Host``, beside addresses, localhost and this machine's own; "*.local" is any
+    # of a local network
     hosts: Sequence[str] = ()
-    origins: Sequence[str] = ()
-    max_body: int = 32 << 20
-    read_timeout_s: float = 60.0
-    image_hosts: Sequence[str] = ()
+    origins: Sequence[str] = ()  # pages that may ask from a browser, as "https://example.org"; "*" is any
+    max_body: int = 32 << 20  # bytes of a request
+    read_timeout_s: float = 60.0  # seconds in which a request has to come
+    image_hosts: Sequence[str] = ()  # of whose addresses pictures are fetched; "*" is any on the Internet
 
 
 class Guard:

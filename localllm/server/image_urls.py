@@ -15,11 +15,8 @@ _MAX_FETCHED = 32
 
 
 async def fetch_pictures(body: object, hosts: Sequence[str], max_bytes: int) -> None:
-    """Puts data URLs in the places of addresses of pictures, in any API's JSON.
-
-    Args:
-        hosts: that are asked, as `localllm.web.fetch` takes them.
-        max_bytes: of all pictures.
+    """Puts data URLs in the places of addresses of pictures, in any API's JSON.  ``hosts``: that are asked, as
+    `localllm.web.fetch` takes them; ``max_bytes``: of all pictures.
     """
     found = [(holder, key) for holder, key in _places(body) if is_web(holder[key])]
     if len(found) > _MAX_FETCHED:

@@ -44,40 +44,26 @@ class LoadError(LocalLLMError):
 
 @dataclass(eq=False)
 class ServedModel:
-    """A model that the server has.
+    """A model that the server has."""
 
-    Attributes:
-        name: what requests call it, and lists show.
-        source: what `localllm.load` takes; None is the demo model.
-        llm: None while it is not loaded.
-        created: when the server began to have it, in seconds since 1970.
-        n_users: requests that are at work with it, or wait for it.
-        used_at: when the last of them ended, in the time of `time.monotonic`.
-        ttl_s: seconds after which it is unloaded if nobody uses it; None is never.
-        load_progress: from 0 to 1 while it is loaded.
-        details: what its file's header tells, once `Models.listed` has read it.
-        preset: options of its own.
-        aliases, tags: what requests may call it, too, and words that lists show.
-        props: what ``/props`` says of it while it is not loaded.
-        last_counts: what it had done when it was last unloaded.
-        told_counts: what it had done when ``/metrics`` was last asked for.
-    """
-
-    name: str
-    source: str | None
-    ttl_s: float | None = None
-    llm: LLM | None = None
+    name: str  # what requests call it, and lists show
+    source: str | None  # what `localllm.load` takes; None is the demo model
+    ttl_s: float | None = None  # seconds after which it is unloaded if nobody uses it; None is never
+    llm: LLM | None = None  # None while it is not loaded
+    # when the server began to have it, in seconds since 1970
     created: int = field(default_factory=lambda: int(time.time()))
-    n_users: int = 0
-    used_at: float = 0.0
-    load_progress: float | None = None
+    n_users: int = 0  # requests that are at work with it, or wait for it
+    used_at: float = 0.0  # when the last of them ended, in the time of `time.monotonic`
+    load_progress: float | None = None  # from 0 to 1 while it is loaded
+    # what its file's header tells, once `Models.listed` has read it
     details: Details = field(default_factory=Details)
-    preset: Preset | None = None
+    preset: Preset | None = None  # options of its own
+    # aliases, tags: what requests may call it, too, and words that lists show
     aliases: Sequence[str] = ()
     tags: Sequence[str] = ()
-    props: dict[str, Any] = field(default_factory=dict)
-    last_counts: Counts | None = None
-    told_counts: Counts = field(default_factory=Counts)
+    props: dict[str, Any] = field(default_factory=dict)  # what ``/props`` says of it while it is not loaded
+    last_counts: Counts | None = None  # what it had done when it was last unloaded
+    told_counts: Counts = field(default_factory=Counts)  # what it had done when ``/metrics`` was last asked for
 
     @property
     def path(self) -> Path:
@@ -103,17 +89,7 @@ class ServedModel:
 
 
 class Models:
-    """All models of a server; used in its event loop.
-
-    Attributes:
-        served: by name; the first is taken where a request names none.
-        n_loads: how often a model was loaded.
-        adapters: how much of each low-rank adapter a request gets that says nothing, by the adapter's name.
-        prompts: the folder that keeps what was evaluated of prompts while a model is not loaded, if there is one.
-        log: told of what is loaded and unloaded.
-        describe: makes a model's ``props``.
-        is_closed: nothing is loaded any more.
-    """
+    """All models of a server; used in its event loop."""
 
     def __init__(
         self,
@@ -139,7 +115,7 @@ class Models:
             takes_any_name: whether a name that is not known means the first one.
         """
         aliases = sorted(aliases)
-        self.served: dict[str, ServedModel] = {}
+        self.served: dict[str, ServedModel] = {}  # by name; the first is taken where a request names none
         self._by_key: dict[str, ServedModel] = {}
         for name, each in sources.items():
             if isinstance(each, Preset):
@@ -154,11 +130,14 @@ class Models:
             self.served[model.name] = model
             self._by_key |= dict.fromkeys(map(_key, model.aliases), model)
             self._by_key[_key(name)] = model
+        # n_loads: how often a model was loaded
+        # prompts: the folder that keeps what was evaluated of prompts while a model is not loaded, if there is one
         self.n_loads, self.prompts = 0, prompts
+        # how much of each low-rank adapter a request gets that says nothing, by the adapter's name
         self.adapters = dict(adapters or {})
-        self.is_closed = False
-        self.log = log
-        self.describe: Callable[[LLM], dict[str, Any]] = lambda llm: {}
+        self.is_closed = False  # nothing is loaded any more
+        self.log = log  # told of what is loaded and unloaded
+        self.describe: Callable[[LLM], dict[str, Any]] = lambda llm: {}  # makes a model's ``props``
         self._load = load
         self._ttl_s = ttl_s
         self._takes_any_name = takes_any_name

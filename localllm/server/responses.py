@@ -236,11 +236,7 @@ async def delete_response(request: Request, dispatcher: Dispatcher) -> Response:
 
 
 class _ResponseWriter:
-    """Makes the items of a response, and the events that tell of them.
-
-    Attributes:
-        response: as far as it is.
-    """
+    """Makes the items of a response, and the events that tell of them."""
 
     def __init__(self, pending: PendingReplies, body: ResponsesRequest) -> None:
         self._respond, self._body = pending, body
@@ -249,7 +245,7 @@ class _ResponseWriter:
         self._open: dict[str, Any] | None = None
         self._waiting: tuple[Choice, ...] = ()
         self._numbers = itertools.count()
-        self.response = self._response("in_progress")
+        self.response = self._response("in_progress")  # as far as it is
 
     def line(self, name: str, fields: dict[str, Any]) -> bytes:
         return event({"type": name, "sequence_number": next(self._numbers), **fields}, name)

@@ -71,21 +71,13 @@ UNUSED_FEATURES = (
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at.
+    """One thing that was looked at."""
 
-    Attributes:
-        group: "software", "processor", …
-        name: what it is.
-        value: how it is, in words.
-        advice: what to do about it, if anything.
-        broken: localllm cannot run a model as long as it is so.
-    """
-
-    group: str
-    name: str
-    value: str
-    advice: str | None = None
-    broken: bool = False
+    group: str  # "software", "processor", …
+    name: str  # what it is
+    value: str  # how it is, in words
+    advice: str | None = None  # what to do about it, if anything
+    broken: bool = False  # localllm cannot run a model as long as it is so
 
 
 #: What is shown without -v, beside all that needs advice.

@@ -36,13 +36,10 @@ class StepCost:
     def best(self, rate: float, most: int, draft_s: float = 0.0) -> int:
         """The number of drafts with which a text comes fastest; 0 if it is none.
 
-        If each draft is right with the probability ``rate``, provided that those before it are, n of them bring
-        1 + rate + … + rateⁿ tokens.
+        If each draft is right with the probability ``rate``, provided that those before it are, n of them bring 1 +
+        rate + … + rateⁿ tokens.
 
-        Args:
-            rate: the probability.
-            most: drafts at most.
-            draft_s: seconds that making a draft takes.
+        ``most``: drafts at most; ``draft_s``: seconds that making a draft takes.
         """
         if not self.single_s:
             return 0

@@ -29,13 +29,9 @@ class NGramIndex:
         self._ends: list[tuple[int, ...]] = []
 
     def find(self, tokens: Sequence[int]) -> tuple[int, int] | None:
-        """The most recent earlier occurrence of the longest possible end of ``tokens``.
-
-        Args:
-            tokens: those of the last call, and more.
-
-        Returns:
-            How many tokens it has in common with the end, and the position behind it; None if there is none.
+        """The most recent earlier occurrence of the longest possible end of ``tokens``.  ``tokens``: those of the
+        last call, and more.  Returns how many tokens it has in common with the end, and the position behind it; None
+        if there is none.
         """
         self._extend(tokens)
         for end in self._ends:

@@ -77,12 +77,7 @@ class ModelDrafter:
     """
 
     def __init__(self, model: DraftModel, cost: StepCost, most: int = DEFAULT_DRAFTS) -> None:
-        """
-        Args:
-            model: drafts.
-            cost: of the large model's steps.
-            most: drafts a step at most.
-        """
+        """``cost``: of the large model's steps; ``most``: drafts a step at most."""
         self._model = model
         self._runner = model.runner
         self._cost = cost

@@ -30,16 +30,13 @@ _salts = count(1)
 
 
 class MTPModel(DraftModel):
-    """The block that drafts for an engine.
-
-    Attributes:
-        of_model, of_block: norms of the hidden states of either.
-    """
+    """The block that drafts for an engine."""
 
     kind: Literal["draft", "mtp"] = "mtp"
 
     def __init__(self, runner: ModelRunner, expected_cost: float, of_model: Norm, of_block: Norm) -> None:
         super().__init__(runner, expected_cost=expected_cost)
+        # of_model, of_block: norms of the hidden states of either
         self.of_model, self.of_block = of_model, of_block
 
     def drafter(self, cost: StepCost, most: int) -> ModelDrafter:
@@ -59,11 +56,8 @@ class MTPDrafter(ModelDrafter):
         self._is_lost = False
 
     def observe(self, start: int, ids: Sequence[int], rows: NDArray[np.float32], tokens: Sequence[int]) -> None:
-        """Takes note of a step of the model over ``ids``, from position ``start`` on.
-
-        Args:
-            rows: the hidden states that it made.
-            tokens: the text by now; what it does not go on with was drafted and wrong.
+        """Takes note of a step of the model over ``ids``, from position ``start`` on.  ``rows``: the hidden states
+        that it made; ``tokens``: the text by now; what it does not go on with was drafted and wrong.
         """
         if self._sequence is None:
             self._begin(start, tokens)
