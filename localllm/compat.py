@@ -98,7 +98,7 @@ class NotAvailableError(UsageError, NotImplementedError):
 
 @dataclass(frozen=True)
 class LlamaState:
-    """What `Llama.save_state` keeps: the tokens; the cache is filled with them again by `Llama.load_state`."""
+    """The tokens that `Llama.save_state` keeps; `Llama.load_state` fills the cache with them again."""
 
     input_ids: tuple[int, ...]
     seed: int
@@ -557,7 +557,7 @@ class Llama:
 
     @property
     def metadata(self) -> dict[str, str]:
-        """What the file says, in texts."""
+        """The file's metadata, values as text."""
         with GGUFFile.open(self.llm.info.path) as file:
             return {name: str(value) for name, value in file.metadata.items()}
 
@@ -645,7 +645,7 @@ class Llama:
 
 @dataclass(frozen=True)
 class _ResponseHead:
-    """What all dicts of one answer have in common."""
+    """The fields that all dicts of one reply share."""
 
     id: str
     object: str
@@ -680,7 +680,7 @@ _T = TypeVar("_T", Chunk, Completion)
 
 
 def _with_tool_finish(said: _T) -> _T:
-    """What ends a reply with calls, unless it was cut off."""
+    """The finish reason of a reply with calls, unless it was cut off."""
     return replace(said, finish_reason="tool_calls") if said.finish_reason == "stop" else said  # type: ignore[arg-type]
 
 
@@ -735,7 +735,7 @@ def __getattr__(name: str) -> object:
 
 
 def _choice(filename: str) -> str | None:
-    """What chooses the files that a pattern means: a quantisation, or a file's name."""
+    """The choice of files that a pattern stands for: a quantisation, or a file's name."""
     choice = filename.strip("*").removesuffix(".gguf").strip("*.-_") if "*" in filename else filename
     if set(choice) & set("*?["):
         raise NotAvailableError(

@@ -128,7 +128,7 @@ class StatusLine:
 
 
 class LoadStatus:
-    """What `localllm.load` reports, for people: kernels that are compiled for the first time, weights packed.
+    """Progress of `localllm.load` on a terminal: kernels compiled for the first time, weights packed.
 
     Kernels come in several lots, of which none knows of the next: they are counted through, without a total.
     As a context manager, it is closed at the end of the block.
@@ -200,7 +200,7 @@ def _scaled(n: float, prefixes: Sequence[str]) -> tuple[str, str]:
 
 
 def model_line(info: ModelInfo, threads: Sequence[int] = ()) -> str:
-    """What runs where, in one line; ``threads``: how many compute, one after the other, if not always as many."""
+    """Device, kernels and threads of a model in one line; ``threads``: the numbers used, if not always the same."""
     name = visible_line(info.name or info.path.name)
     shown = f"{info.threads} thread{'s' * (info.threads != 1)}"
     if info.decode_threads != info.threads:
@@ -219,8 +219,8 @@ def detail(name: str, text: str) -> str:
 
 
 def placement_lines(placement: Placement, free: Mapping[str, int] | None = None) -> Iterator[str]:
-    """What lies where, and what it takes; without the total.  ``free``: bytes that can be had on each device, known
-    while the model is not there.
+    """Memory by device, without the total.  ``free``: bytes that can be had on each device, known while the model is
+    not there.
     """
     for group in placement.groups:
         parts = _parts(("weights", group.weights), (f"{placement.cache_type} KV cache", group.kv_cache))
@@ -239,5 +239,5 @@ def placement_lines(placement: Placement, free: Mapping[str, int] | None = None)
 
 
 def _parts(*parts: tuple[str, int]) -> str:
-    """What something consists of, and the bytes."""
+    """Parts and their bytes."""
     return ", ".join(f"{quantity(n_bytes, 'B')} {what}" for what, n_bytes in parts if n_bytes)

@@ -187,7 +187,7 @@ class LLM:
 
     @property
     def info(self) -> ModelInfo:
-        """What is known of the model: architecture, device, kernels, and the bytes of each group of layers."""
+        """Facts about the model: architecture, device, kernels, and the bytes of each group of layers."""
         return self._info
 
     @property
@@ -620,7 +620,7 @@ class LLM:
 
     @property
     def counts(self) -> Counts:
-        """What the model has done since it was loaded: steps, tokens, and what of its cache is in use."""
+        """Counters since the model was loaded: steps, tokens, and cache in use."""
         return self._opened().counts
 
     @property
@@ -634,7 +634,7 @@ class LLM:
 
     @property
     def prompts_key(self) -> str:
-        """What saved prompts are good for: a hash of model, version, device and kind of cache."""
+        """The key of saved prompts: a hash of model, version, device and kind of cache."""
         from localllm.version import __version__
 
         info = self._info
@@ -852,7 +852,7 @@ class LLM:
         variables: Mapping[str, object] | None,
         reply_prefix: str,
     ) -> Callable[[Sequence[Message]], tuple[list[int], Pictures]]:
-        """What makes tokens of messages, and says where pictures' are."""
+        """A function that makes tokens of messages, and says where pictures' are."""
         from localllm.chat import encode_chat
 
         tokenizer = self._tokenizer
@@ -964,7 +964,7 @@ class LLM:
         return scales if any(scales) else ()
 
     def _constraint(self, engine: Engine, sampling: Sampling, ids: list[int], template: str) -> Constraint | None:
-        """What holds a text to its grammar, if it has one."""
+        """The constraint of a text's grammar, if it has one."""
         if sampling.grammar_kind is None:
             return None
         return self._all_grammars(engine).constraint(sampling, ids, template)

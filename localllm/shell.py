@@ -80,7 +80,7 @@ def kill_tree(process: subprocess.Popen[bytes] | asyncio.subprocess.Process) -> 
 
 
 def decoded(output: bytes) -> str:
-    """What a program printed: UTF-8, or where it is not, on Windows of the console's code page.
+    """The output of a program as text: UTF-8, or else on Windows the console's code page.
 
     A character that is cut off at the end is left out.
     """

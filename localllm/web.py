@@ -1,4 +1,4 @@
-"""What lies on the web, fetched for models: from the Internet alone, within bounds."""
+"""Fetches web pages and files for models: from the Internet alone, within bounds."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _HANDLERS = (
 
 @dataclass(frozen=True)
 class Page:
-    """What a server sent, or the beginning of it."""
+    """A server's response, or the beginning of it."""
 
     data: bytes
     content_type: str
@@ -114,7 +114,7 @@ class _Web(urllib.request.HTTPSHandler):
 def fetch(
     address: str, max_bytes: int, *, hosts: Sequence[str] = ("*",), is_stopped: Callable[[], bool] = lambda: False
 ) -> Page:
-    """What an address has, up to so many bytes.  ``hosts``: names that may be asked, also by redirections;
+    """Fetches an address, up to so many bytes.  ``hosts``: names that may be asked, also by redirections;
     "*.example.org" are all below it; ``is_stopped``: says that nobody waits for it any more.
     """
     if not is_web(address):

@@ -1,4 +1,4 @@
-"""What the machine could do at most of what `localllm bench` measures, measured too.
+"""Ceilings of the machine for what `localllm bench` measures, measured too.
 
 A token goes through the devices that share a model one after the other: what they need adds up.  Of a prompt they
 work on parts at the same time, and the slowest one decides.
@@ -39,7 +39,7 @@ def threads_of(info: ModelInfo, test: Test) -> int:
 
 
 def unit_of(info: ModelInfo, test: Test) -> str:
-    """What a test is measured in beside tokens.  Of GPUs it is usual to count additions too."""
+    """The unit of a test beside tokens.  On GPUs it is usual to count additions too."""
     if test.kind == "tg":
         return "B/s"
     return "FLOP/s" if has_gpu(info) else "MAC/s"
@@ -53,8 +53,8 @@ def amount(info: ModelInfo, test: Test, work: ModelCost) -> float:
 
 
 def ceiling(info: ModelInfo, test: Test, work: ModelCost, isa: str | None, stack: ExitStack) -> Seconds | None:
-    """What measures the most of `unit_of` that the machine could do; None where a device has no such ceiling.
-    ``stack``: ends what it takes.
+    """A function that measures the machine's ceiling in `unit_of`; None where a device has none. ``stack``: ends what
+    it takes.
     """
     if "reference" in info.placement.devices:
         return None

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What came out."""
+    """The result of a test."""
 
     test: Test
     threads: int
@@ -118,7 +118,7 @@ def measure(llm: LLM, test: Test, repetitions: int, *, isa: str | None = None, q
 
 
 def profile(llm: LLM, test: Test, known: dict[str, DeviceCeilings]) -> Sequence[DeviceProfile]:
-    """What the time of a test that is warm goes to on GPUs; see `profiles`."""
+    """A profile of a warm test on GPUs; see `profiles`."""
     random = np.random.default_rng(0)
     before = _random_ids(llm, random, test.depth)
     return profiles(llm.info, test, lambda test, watch: _rate(llm, test, before, random, watch), known)

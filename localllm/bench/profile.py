@@ -1,4 +1,4 @@
-"""``localllm bench --profile``: what the time of forward passes on GPUs goes to."""
+"""``localllm bench --profile``: where forward passes on GPUs spend their time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _HEAD = ("operation", "launches", "a step", "share", "B/s", "FLOP/s", "of floor"
 
 @dataclass(frozen=True)
 class DeviceCeilings:
-    """What a GPU could do at most, when it was asked."""
+    """Measured ceilings of a GPU."""
 
     copy: float  # bytes a second, read and written
     read: float  # bytes a second, read only
@@ -35,7 +35,7 @@ class DeviceCeilings:
 
 @dataclass(frozen=True)
 class DeviceProfile:
-    """What a test's forward passes on one GPU go to."""
+    """The profile of a test's forward passes on one GPU."""
 
     test: Test
     device: str
@@ -115,8 +115,8 @@ def check_profiled(info: ModelInfo) -> None:
 def profiles(
     info: ModelInfo, test: Test, rate: Callable[[Test, Watch], float], known: dict[str, DeviceCeilings]
 ) -> Sequence[DeviceProfile]:
-    """What the passes of a test go to, on each GPU of a model.  ``rate``: runs a test, watched; tokens a second;
-    ``known``: ceilings of devices; those that are missing are measured and added.
+    """Profiles of a test's forward passes, one for each GPU of a model.  ``rate``: runs a test, watched; tokens a
+    second; ``known``: ceilings of devices; those that are missing are measured and added.
     """
     from localllm.kernels.cuda.profile import BusyTime, Profiler
 

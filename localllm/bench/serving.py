@@ -45,7 +45,7 @@ _WORDS = """
 
 @dataclass
 class Result:
-    """What came of a request: seconds to its first token and between those that followed, and counts of tokens."""
+    """Measurements of a request: seconds to its first token and between those that followed, and counts of tokens."""
 
     first_s: float
     gaps: list[float]
@@ -141,7 +141,7 @@ class Load:
         )
 
     def summary(self) -> dict[str, Any]:
-        """What came of it; times in milliseconds."""
+        """Its results; times in milliseconds."""
         n_reply = sum(each.n_reply for each in self.results)
         return {
             "clients": self.n_clients,
@@ -201,7 +201,7 @@ def our_address(line: str) -> str | None:
 
 
 def table(summary: dict[str, Any]) -> str:
-    """What came of a load, for people."""
+    """Results of a load as a table."""
     lines = [
         "{model}: {clients} clients, {requests} requests in {seconds:.1f} s, {prompt_tokens:,} tokens of prompts, "
         "{reply_tokens:,} of replies".format(**summary),

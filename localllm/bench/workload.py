@@ -1,4 +1,4 @@
-"""What `localllm bench` measures, and what that costs a model at least."""
+"""The tests of `localllm bench`, and what they cost a model at least."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def make_tests(
 
 @dataclass(frozen=True)
 class ModelCost:
-    """What a model costs."""
+    """Bytes and multiplications that a model needs."""
 
     weight_bytes: int  # read for every token that is generated
     kv_bytes: float  # of one token's keys and values
@@ -82,7 +82,7 @@ class ModelCost:
 
     @classmethod
     def of(cls, info: ModelInfo) -> Self:
-        """The work of a loaded model."""
+        """The cost of a loaded model."""
         with GGUFFile.open(info.path) as file:
             graph = read_model(file, cache_type=info.cache_type).graph
             matrices = [t for t in file.tensors.values() if len(t.shape) in (2, 3)]

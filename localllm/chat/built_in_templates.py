@@ -21,7 +21,7 @@ CHATML = (
 
 
 class _TurnMarkers(NamedTuple):
-    """What stands before turns of the system, the user and the assistant, and behind them."""
+    """Markers before and after turns of the system, the user and the assistant."""
 
     before: tuple[str, str, str]
     after: tuple[str, str, str]

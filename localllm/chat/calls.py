@@ -18,7 +18,7 @@ JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ?", "key_sepa
 
 @dataclass(frozen=True)
 class ChosenTools:
-    """What a request says of tools."""
+    """The tools and the tool choice of a request."""
 
     offered: Tools  # what the model is told of, as OpenAI's API describes functions
     forced: Tools  # those of which it has to call one; none where it may answer in words
@@ -33,7 +33,7 @@ def _check_tools(tools: Sequence[object]) -> None:
 
 
 def choose_tools(tools: Tools | None, choice: object) -> ChosenTools:
-    """What ``tool_choice`` makes of tools, in the words of OpenAI's APIs or of Anthropic's."""
+    """Applies ``tool_choice``, in the form of OpenAI's APIs or of Anthropic's."""
     tools = tools or []
     _check_tools(tools)
     kind = choice.get("type") if isinstance(choice, Mapping) else choice

@@ -1,4 +1,4 @@
-"""What a chat template understands, and a conversation in just that form: the one place where the two meet.
+"""Detects what a chat template understands, and puts a conversation into just that form.
 
 Nobody has read the template, and its model's name says nothing of it.  So small conversations with words of their own
 are rendered, each once and only when a conversation needs to know, and what has become of the words tells.
@@ -314,7 +314,7 @@ def _short_id(id_: str) -> str:
 
 
 def described_tools(tools: Sequence[Mapping[str, object]]) -> str:
-    """What a system's message says of tools, for templates that have no place for them; calls are JSON."""
+    """The text of a system message that describes tools, for templates without a place for them; calls are JSON."""
     lines = [json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools]
     return (
         "You can call these tools, described by JSON schemas:\n"

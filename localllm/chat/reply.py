@@ -112,7 +112,7 @@ _KEYS = (
 
 @dataclass(frozen=True, slots=True)
 class CallDelta:
-    """What comes of a call of a tool: its beginning, more of its arguments, or its end."""
+    """An event of a tool call: its beginning, more of its arguments, or its end."""
 
     index: int  #: which call of the reply
     id: str
@@ -135,7 +135,7 @@ _Reading = Generator[None, None, None]
 
 
 class _MalformedError(ValueError):
-    """What stands there is not a call, or not the rest of one."""
+    """The text is not a call, or not the rest of one."""
 
 
 class ReplyParser:
@@ -183,13 +183,13 @@ class ReplyParser:
         self._tools = {str(each.get("name")): each for each in functions if isinstance(each, Mapping)}
 
     def feed(self, text: str) -> list[_Event]:
-        """What is certain now that ``text`` has come."""
+        """Takes the next piece of text; returns what is certain now."""
         self._take(self._thinking.feed(text))
         return self._taken()
 
     def finish(self, *, is_cut: bool = False) -> list[_Event]:
-        """What was held back; call it once, after the last text.  ``is_cut``: whether the model would have gone on: a
-        call that has not ended is not malformed.
+        """Returns what was held back; call it once, after the last text.  ``is_cut``: whether the model would have
+        gone on: a call that has not ended is not malformed.
         """
         self._take(self._thinking.finish())
         self._is_whole, self._is_cut = True, is_cut

@@ -424,7 +424,7 @@ _COSTS: dict[str, int] = {  # of all nodes that are allowed
 
 
 def _cost(node: nodes.Node) -> int:
-    """What ``node`` costs without the blocks in it, which pay for themselves."""
+    """The cost of ``node`` without the blocks in it, which pay for themselves."""
     text = 5 * len(node.data) if isinstance(node, nodes.TemplateData) else 0
     return text + _COSTS[type(node).__name__] + sum(map(_cost, node.iter_child_nodes(exclude=("body", "else_"))))
 

@@ -232,7 +232,7 @@ class ChatTemplate:
         return text
 
     def _default_variables(self, tools: Sequence[Mapping[str, object]] | None) -> dict[str, object]:
-        """What templates read that nobody gives: today, and tools as JSON; in llama.cpp's form."""
+        """Variables that callers do not give: the date, and tools as JSON; in llama.cpp's form."""
         now = datetime.now()
         told = {
             "date_string": now.strftime("%d %b %Y"),  # Llama 3's
@@ -290,7 +290,7 @@ def _token_text(tokenizer: Tokenizer, token: int | None) -> str:
 
 
 def _short_reason(error: BaseException) -> str:
-    """What an error says, in one short line: a template can put anything into it."""
+    """The message of an error, in one short line: a template can put anything into it."""
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
     text = str(error.message if isinstance(error, jinja2.TemplateSyntaxError) else error)[:1000]

@@ -54,7 +54,9 @@ def opening_tag(prompt: str) -> str:
 
 
 def split(text: str, opened: str = "") -> tuple[str, str]:
-    """What a whole reply thinks and what it answers.  ``opened``: the tag that its prompt ended with (`opening_tag`)."""
+    """Splits a whole reply into reasoning and answer.  ``opened``: the tag that its prompt ended with
+    (`opening_tag`).
+    """
     splitter = ThinkingSplitter(opened)
     pieces = [*splitter.feed(text), *splitter.finish()]
     thinking = "".join(piece.text for piece in pieces if piece.thinking)
@@ -84,7 +86,7 @@ class ThinkingSplitter:
         return self._held
 
     def feed(self, text: str) -> list[Piece]:
-        """What is certain now that ``text`` has come."""
+        """Takes the next piece of text; returns what is certain now."""
         self._held += text
         pieces: list[Piece] = []
         if self._state == "start":
@@ -98,7 +100,7 @@ class ThinkingSplitter:
         return pieces
 
     def finish(self) -> list[Piece]:
-        """What was held back; call it once, after the last text."""
+        """Returns what was held back; call it once, after the last text."""
         if self._state == "start":
             self._state = "thinking" if self._tag else "answer"
         if self._state == "header":

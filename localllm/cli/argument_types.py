@@ -17,7 +17,7 @@ from localllm.options.declared import Option
 
 
 def model_file(text: str) -> str:
-    """What names a model: a path, or ORG/REPO[:…], or the address of one on the hub."""
+    """A model's name: a path, or ORG/REPO[:…], or the address of one on the hub."""
     if not text:
         raise argparse.ArgumentTypeError("the path is empty: name a GGUF file")
     if re.match(r"\w+://|www\.", text) and not os.path.exists(text):

@@ -40,7 +40,7 @@ class _Field:
 
 
 def point_label(i: int) -> str:
-    """What stands for the i-th file in `text_chart`."""
+    """The label of the i-th file in `text_chart`."""
     return chr(ord("a") + i % 26)
 
 

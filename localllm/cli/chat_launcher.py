@@ -1,4 +1,4 @@
-"""What is talked to and in which conversation, by the app or line by line."""
+"""Starts the chat: chooses model and conversation, and runs the app or the plain line mode."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _FLUSH_SECONDS = 5.0
 
 
 def setup_of(arguments: argparse.Namespace) -> Setup:
-    """What was asked for on the command line."""
+    """The chat's setup from the command line."""
     question = _question(arguments)
     names_model = arguments.model is not None
     defaults = apply_settings(arguments)
@@ -215,7 +215,7 @@ def _question(arguments: argparse.Namespace) -> str:
 
 
 def _settings(arguments: argparse.Namespace, defaults: Settings) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What the command line sets: settings that are kept with the chat, and those that are not."""
+    """Settings of the command line: those stored with the chat, and those that are not."""
     given = generation_options(arguments, defaults)
     CheckedOptions.of(given)  # complains before a model is loaded for nothing
     given["stop"] = list(given["stop"])

@@ -1,4 +1,4 @@
-"""What a command line leaves open: taken from the settings file, and else from the program's defaults."""
+"""Defaults of the command line, from the settings file and the program's own."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def load_options(arguments: argparse.Namespace, path: str | Path | None, **more:
 
 
 def template_variables(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What chat templates read beside messages, by the command line."""
+    """Template variables of the command line."""
     switch = "off" if arguments.reasoning_budget == 0 else arguments.reasoning
     thinking = {} if switch in (None, "auto") else {"enable_thinking": switch == "on"}
     return {**thinking, **arguments.chat_template_kwargs}

@@ -1,4 +1,4 @@
-"""What people mean: flags and commands of other programs, and the flags for what the library's errors name."""
+"""Flags and commands of other programs, translated into ours."""
 
 from __future__ import annotations
 

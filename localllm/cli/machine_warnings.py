@@ -1,4 +1,4 @@
-"""What the command line finds out about the machine, for what it says of it: processors, other programs, folders."""
+"""Warnings about the machine: too many threads, other programs, unsteady speed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _SCATTER = 1.5
 
 
 def too_many_threads(threads: int) -> str | None:
-    """What is to be said of a number of threads, if anything."""
+    """A warning of more threads than processors, if there are."""
     from localllm.kernels.cpu.host import usable_cpus
 
     cpus = usable_cpus()

@@ -67,7 +67,7 @@ def _beside(path: Path, value: Any) -> Any:
 
 
 def _keys(parser: Parser) -> Iterator[tuple[str, argparse.Action]]:
-    """What a key may be, and the flag that it stands for: the option's name, or the flag's."""
+    """Pairs of a key and its flag; keys are the option's name, and the flag's."""
     for action in parser._actions:
         title = getattr(getattr(action, "container", None), "title", None)
         if action.option_strings and title not in _OF_THE_SERVER and action.dest not in _NO_KEYS:

@@ -311,7 +311,7 @@ class _Namer:
         return name
 
     def _planned(self, name: str, sources: Sequence[Source]) -> dict[str, CheckpointTensor]:
-        """What becomes of a tensor, or of that of all experts of a layer."""
+        """The plan for a tensor, or for that of all experts of a layer."""
         is_stacked = ".*." in name
         first = sources[0]
         if any((source.shape, source.type) != (first.shape, first.type) for source in sources):
@@ -350,7 +350,7 @@ class _Namer:
         )
 
     def _changed(self, name: str, array: Array) -> dict[str, Array]:
-        """What the file has of a tensor, by GGUF's names; of experts, gate and up are two."""
+        """The file's tensors made from one of the checkpoint, by GGUF's names; of experts, gate and up are two."""
         array = floats(array) if array.ndim == 1 else array
         changed = self._conversion.tensor(name, array, self._config)
         if isinstance(changed, Mapping):

@@ -116,7 +116,7 @@ _SCALINGS = ("linear", "yarn", "longrope")
 
 
 def general_keys(config: Config) -> dict[str, Any]:
-    """What llama.cpp's converter writes for every model that has such a hyper-parameter; None where it has not."""
+    """GGUF keys that llama.cpp's converter writes for every model; None where the hyper-parameter is missing."""
     keys: dict[str, Any] = {}
     for key, names in _NAMES.items():
         found = [config.values[name] for name in names.split() if config.values.get(name) is not None]

@@ -87,7 +87,7 @@ class MmprojCheckpoint:
 
 
 def _processor(folder: Path) -> Mapping[str, Any]:
-    """What prepares pictures, of preprocessor_config.json or processor_config.json."""
+    """The picture processor's values in preprocessor_config.json or processor_config.json."""
     values = read_json(folder / "preprocessor_config.json")
     whole = read_json(folder / "processor_config.json")
     return values | whole | (whole.get("image_processor") or {})
@@ -129,7 +129,7 @@ def _placeholder(source: Source) -> Array:
 
 
 def _changed(name: str, array: Array, family: Projector, names: Mapping[str, str], c: Checkpoint) -> dict[str, Array]:
-    """What the file has of a tensor, by GGUF's names."""
+    """The file's tensors made from one of the checkpoint, by GGUF's names."""
     array = floats(array) if array.ndim < 2 else array
     changed = family.tensor(name, array, c)
     if isinstance(changed, Mapping):

@@ -136,8 +136,9 @@ class PagedCache:
         )
 
     def next_page_key(self, sequence: CachedSequence, ids: Sequence[int]) -> tuple[Block, tuple[int, ...]] | None:
-        """What the page that the sequence's next token goes to will be found by, or those up to the next snapshot;
-        None if ``ids`` do not fill them."""
+        """The key of the page that the sequence's next token goes to, or of those up to the next snapshot; None if
+        ``ids`` do not fill them.
+        """
         n = SNAPSHOT_TOKENS if self.has_states else self.page_size
         start = len(sequence) // n * n
         tokens = tuple(ids[start : start + n])

@@ -226,7 +226,7 @@ class Engine:
         self._inbox.put(EngineLoop.wake)
 
     def with_cache(self, work: Callable[[PagedCache], _T]) -> _T:
-        """What a function makes of the cache, called in the engine's thread between two steps."""
+        """Calls a function with the cache in the engine's thread, between two steps; returns its result."""
         results: queue.SimpleQueue[Callable[[], _T]] = queue.SimpleQueue()
 
         def message(loop: EngineLoop) -> None:
@@ -587,7 +587,7 @@ def _row(logits: NDArray[np.float32] | TopK, row: int) -> NDArray[np.float32]:
 
 
 def _chooser(sampler: Sampler, logits: NDArray[np.float32] | TopK, row: int) -> Callable[[], Choice]:
-    """What chooses a token by a row of logits."""
+    """A function that samples a token from a row of logits."""
     if isinstance(logits, TopK) and row not in logits.whole:
         return lambda: sampler.among(*logits.row(row))
     return partial(sampler, _row(logits, row))

@@ -49,7 +49,7 @@ class Picture:
 
     @cached_property
     def ids(self) -> list[int]:
-        """What stands for its tokens: numbers below 0, together all of the key."""
+        """Ids that stand for its tokens: numbers below 0, together all of the key."""
         n_words = min(self.n_tokens, -(-8 * len(self.key) // _ID_BITS))
         value, mask = int.from_bytes(self.key, "little"), (1 << _ID_BITS) - 1
         words = [_IDS_BELOW - 1 - (value >> _ID_BITS * i & mask) for i in range(n_words)]
@@ -57,7 +57,7 @@ class Picture:
 
 
 def text_ids(ids: Sequence[int]) -> list[int]:
-    """Those of the vocabulary, without what stands for pictures: for all that reads the ids of a prompt."""
+    """The ids of the vocabulary, without those that stand for pictures."""
     return [id_ for id_ in ids if id_ >= 0]
 
 
@@ -87,7 +87,7 @@ class PictureTokens(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Pictures:
-    """Those of a prompt, in order."""
+    """The pictures of a prompt, in order."""
 
     placed: Sequence[PictureTokens] = ()
     starts: list[int] = field(init=False)
@@ -105,7 +105,7 @@ class Pictures:
         return self.placed[-1].stop if self.placed else 0
 
     def of(self, start: int, stop: int) -> Iterator[PictureTokens]:
-        """Those with tokens at positions start : stop."""
+        """The pictures with tokens at positions start : stop."""
         for i in range(max(0, bisect_right(self.starts, start) - 1), len(self.placed)):
             if self.placed[i].start >= stop:
                 break

@@ -160,7 +160,7 @@ class Request:
 
     @property
     def rank(self) -> float:
-        """Who comes first: the one with the lowest."""
+        """The place in the queue: the lowest comes first."""
         return self.submitted_at + (BACKGROUND_DELAY_S if self.priority == "background" else 0.0)
 
     @property
@@ -223,5 +223,5 @@ class Request:
 
     @property
     def draft_counts(self) -> Drafts | None:
-        """What became of its drafts so far; None without a drafter."""
+        """Counts of its drafts so far; None without a drafter."""
         return None if self.drafter is None else Drafts(self.n_drafted, self.n_accepted, self.n_decode_steps)

@@ -138,8 +138,9 @@ class ModelRunner:
         return replace(batch, embedded=np.array(numbers, np.int32), embeddings=np.concatenate(embeddings))
 
     def _following(self, chunks: Sequence[BatchItem]) -> list[BatchItem]:
-        """What comes after these if each goes on with the token that a device chooses; nothing where that is not to
-        be evaluated yet, because a sequence has no page for it, or a state that it would change for good."""
+        """The batch after these if each goes on with the token that a device chooses; empty where that is not to be
+        evaluated yet, because a sequence has no page for it, or a state that it would change for good.
+        """
         following = [
             replace(chunk, ids=[~i], start=chunk.start + len(chunk.ids), draws=chunk.draws[1:])
             for i, chunk in enumerate(chunks)

@@ -135,7 +135,7 @@ class Scheduler:
             request.embeddings.clear()
 
     def next_batch(self) -> list[Scheduled]:
-        """What the next step evaluates, with pages reserved; nothing if there is nothing to do."""
+        """The batch of the next step, with pages reserved; empty if there is nothing to do."""
         self.admit()
         batch: list[Scheduled] = []
         active = [request for request in self.running if not (request.output.is_full or request.is_choosing)]

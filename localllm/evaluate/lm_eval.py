@@ -40,7 +40,7 @@ class HarnessModel(LM):  # type: ignore[misc]
 
     @property
     def tokenizer_name(self) -> str:
-        """What the harness names its cache of prompts by."""
+        """The name of the harness's cache of prompts."""
         return self._llm.info.path.name
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
@@ -81,7 +81,7 @@ class HarnessModel(LM):  # type: ignore[misc]
         return sum(self._llm.score(start, [part])[0].logprob for start, part in zip(starts, parts, strict=True))
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
-        """What the model writes after each context, up to one of the texts ``until``."""
+        """The continuation of each context, up to one of the texts ``until``."""
         return list(in_order(lambda request: self._completion(*request.args), requests, _AT_ONCE))
 
     def _completion(self, context: str, options: dict[str, Any]) -> str:

@@ -210,7 +210,7 @@ def _check_context(llm: LLM, context: int) -> None:
 
 
 def _evaluated(llm: LLM, tokens: NDArray[np.int32], reckon: Callable[[int, Floats], _Result]) -> Iterator[_Result]:
-    """What a function makes of each chunk's number and its logits [rows_of_chunk, n_vocab], in order."""
+    """Calls a function with each chunk's number and its logits [rows_of_chunk, n_vocab]; yields results in order."""
     n_rows = rows_of_chunk(tokens.shape[1])
 
     def work(chunk: int) -> _Result:

@@ -40,7 +40,7 @@ DELIVERY_S = 0.002
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What a model wrote.
+    """A generated text.
 
     Attributes:
         text: without the stop string or end-of-generation token that ended it.
@@ -144,7 +144,7 @@ class Chunk:
 
 
 def _events(parser: ReplyParser, chunk: Chunk) -> Iterator[Chunk]:
-    """What the text of a chunk brings to a reply, the chunk's token with the first of it."""
+    """Events of a reply from the text of a chunk, the chunk's token with the first of them."""
     events = parser.feed(chunk.text)
     ids, logprobs = chunk.ids, chunk.logprobs
     if chunk.finish_reason is not None:
@@ -333,7 +333,7 @@ class Stream:
 
     @property
     def drafts(self) -> Drafts | None:
-        """What became of drafts so far; None where none were asked for."""
+        """Counts of drafts so far; None where none were asked for."""
         return self._request.draft_counts
 
     def cancel(self) -> None:

@@ -110,7 +110,7 @@ _Result = TypeVar("_Result")
 def evaluate_all(
     begin: Callable[[_Item], _Begun], finish: Callable[[_Begun], _Result], items: Iterable[_Item]
 ) -> list[_Result]:
-    """What ``finish`` makes of each evaluation, in order; `_AT_ONCE` run at once, or fewer if it takes no more."""
+    """Results of ``finish`` for each evaluation, in order; `_AT_ONCE` run at once, or fewer if the queue is full."""
     under_way: deque[_Begun] = deque()
     results: list[_Result] = []
     try:

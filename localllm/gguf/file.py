@@ -258,7 +258,7 @@ def _read_version(cursor: Cursor) -> int:
 
 
 def _kind_of_file(head: bytes) -> str | None:
-    """What people name by mistake, where the first bytes tell it."""
+    """The kind of file that was named by mistake, where the first bytes tell it."""
     if head[:4] in (b"lmgg", b"fmgg", b"tjgg", b"algg"):
         return "a model in a format older than GGUF"
     if head.startswith(b"PK\x03\x04"):

@@ -84,7 +84,7 @@ class DetailsReader:
 
 
 def _stamp(path: Path) -> list[int] | None:
-    """What changes when a file does; None if it is not there."""
+    """Size and time of a file, which change with it; None if it is not there."""
     try:
         status = path.stat()
     except (OSError, ValueError):

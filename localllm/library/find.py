@@ -19,7 +19,7 @@ from localllm.library.listing import LocalModel, find_models, read_details
 
 
 def model_path(name: str | None, folders: Iterable[Path] = ()) -> str | Path | None:
-    """What `localllm.load` takes for a name: a file as `find` has it, or None for the demo model."""
+    """The argument of `localllm.load` for a name: a file as `find` has it, or None for the demo model."""
     return None if name is None or (name == DEMO and not os.path.lexists(DEMO)) else find(name, folders)
 
 

@@ -71,7 +71,7 @@ class Hub:
             ) from error
 
     def _listing(self) -> bytes:
-        """What the hub knows of the repository, as JSON; asked for once more where it is too busy."""
+        """The hub's description of the repository, as JSON; asked for once more where it is too busy."""
         url = f"{self.endpoint}/api/models/{self._repo}?blobs=true"
         with self.complaints():
             self._package.utils.validate_repo_id(self._repo)
@@ -111,7 +111,7 @@ class Hub:
 
     @property
     def http_error(self) -> type[Exception]:
-        """What `open` raises where the connection or the hub fails."""
+        """The error for a failed connection or a refusal of the hub."""
         error: type[Exception] = self._package.errors.HTTPError
         return error
 
@@ -208,7 +208,7 @@ def is_passing(error: Any) -> bool:
 
 
 def seconds_to_wait(error: Any) -> float | None:
-    """What a hub that is too busy asks for in Retry-After, in seconds or as a date; None if nothing, or too much."""
+    """The wait that a busy hub asks for in Retry-After, in seconds or as a date; None if nothing, or too much."""
     text = getattr(getattr(error, "response", None), "headers", {}).get("Retry-After", "")
     try:
         wait = float(text) if text.isdigit() else email.utils.parsedate_to_datetime(text).timestamp() - time.time()

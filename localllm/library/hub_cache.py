@@ -44,7 +44,7 @@ def cached_repos() -> Iterator[str]:
 
 
 def snapshots(repo: str) -> list[Path]:
-    """What there is of a repository, a folder a commit: that of ``main`` first, then the newest."""
+    """The snapshots of a repository, a folder a commit: that of ``main`` first, then the newest."""
     folder = repo_folder(repo)
     try:
         found = [Path(entry.path) for entry in os.scandir(folder / "snapshots") if entry.is_dir()]

@@ -97,7 +97,7 @@ def group_files(sizes: Mapping[str, int]) -> list[FileGroup]:
 
 
 def label(group: FileGroup, groups: Iterable[FileGroup]) -> str:
-    """What chooses a group among others: its quantisation if no other has the same, else its file's name."""
+    """The label of a group: its quantisation if no other has the same, else its file's name."""
     quant = group.quant
     is_unique = quant is not None and sum(other.quant == quant for other in groups) == 1
     return quant if quant is not None and is_unique else group.names[0]
@@ -139,7 +139,7 @@ def matching(choice: str, groups: Iterable[FileGroup]) -> list[FileGroup]:
 
 
 def choices(name: HubName, groups: Sequence[FileGroup], some: Sequence[FileGroup] | None = None) -> str:
-    """What to choose from, ``some`` of the groups or all, with their sizes."""
+    """The choices, ``some`` of the groups or all, with their sizes."""
     listed = groups if some is None else some
     more = [f"and {len(listed) - _MAX_LISTED:,} more"] if len(listed) > _MAX_LISTED else []
     shown = (f"{name.repo}:{label(group, groups)} ({_size(group.n_bytes)})" for group in listed[:_MAX_LISTED])

@@ -169,7 +169,7 @@ class _Puller:
             done += file.n_bytes
 
     def _report(self, stage: str, before: int, total: int) -> Callable[[int], object]:
-        """What reports the bytes of one file as those of all: ``before`` are done of others."""
+        """A callback that reports the bytes of one file as those of all: ``before`` are done of others."""
         return lambda n: self._progress(stage, before + n, total)
 
     def _check_disk_space(self, n_bytes: int) -> None:

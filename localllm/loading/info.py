@@ -71,7 +71,7 @@ class ModelInfo:
     encoder: EncoderInfo | None = None
 
     def __str__(self) -> str:
-        """What runs where, and the bytes that it takes."""
+        """Devices, formats and bytes, in a line."""
         threads = f"{self.threads} threads, {self.decode_threads} to decode"
         lines = [
             f"{self.path.name}: {self.architecture}, {self.n_parameters:,} parameters, {self.file_type}",
@@ -103,7 +103,7 @@ class ModelInfo:
 
     @property
     def cache_type(self) -> CacheType:
-        """What keys and values are kept in."""
+        """The type of keys and values in the cache."""
         return self.placement.cache_type
 
     @property

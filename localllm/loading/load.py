@@ -1,4 +1,4 @@
-"""From a file to what a `localllm.LLM` is made of: read, checked, placed in memory, and packed for a device.
+"""Loading: a file is read, checked, placed in memory, and packed for a device.
 
 options ─▶ file ─▶ graph ─▶ `Planner.at`: placement, lowered ─▶ `Planner.load`: step ─▶ runner ─▶ engine
 """
@@ -396,7 +396,7 @@ def _counted(planner: Planner, report: Callable[[int, int], None]) -> Progress:
 
 
 def _file_bytes(weight: Weight) -> int:
-    """What a tensor takes in its file."""
+    """Bytes of a tensor in its file."""
     *n_rows, n_columns = weight.shape
     return prod(n_rows) * BLOCK_SIZES[weight.type].row_bytes(n_columns)
 
@@ -405,12 +405,12 @@ def _file_bytes(weight: Weight) -> int:
 
 
 def _device_warnings(devices: Sequence[Device]) -> tuple[Notice, ...]:
-    """What is to be said of the devices."""
+    """Notices about the devices."""
     return tuple(device.note for device in devices if device.note is not None)
 
 
 def _plan_warnings(planner: Planner, placement: Placement) -> tuple[Notice, ...]:
-    """What a plan leaves to be desired."""
+    """Notices about a plan: a long context, layers that do not fit on the GPU."""
     name, config, notices = planner.name, planner.model.config, list[Notice]()
     context, trained = placement.context, config.context_length
     if context > trained:

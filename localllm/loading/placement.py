@@ -149,11 +149,11 @@ class Placement:
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """Those that have a part of it, in execution order."""
+        """The devices that have a part of it, in execution order."""
         return tuple(dict.fromkeys(group.device for group in self.groups))
 
     def on(self, device: str) -> Placement:
-        """What lies on one device."""
+        """The part on one device."""
         groups = tuple(group for group in self.groups if group.device == device)
         return replace(self, groups=groups, overhead=self.overhead if device == self.host else 0)
 
@@ -175,7 +175,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class EncoderInfo:
-    """What is known of an encoder of pictures."""
+    """Facts about an encoder of pictures."""
 
     path: Path
     family: str  # its projector, as the file names it
@@ -251,7 +251,7 @@ class Planner:
         return page_size([device.backend for device in self.devices])
 
     def sizes(self, context: int) -> StepSizes:
-        """Those of a step of an engine for sequences of so many tokens."""
+        """The sizes of an engine's step for sequences of so many tokens."""
         graph = self.model.graph
         wanted = self.devices if self.n_gpu_layers != 0 else self.devices[:1]
         n_tokens = max_step_tokens(graph, context, max(each.backend.step_tokens for each in wanted))
@@ -260,7 +260,7 @@ class Planner:
         return StepSizes(n_pages, n_tokens, n_outputs, n_states(graph, context, self.parallel))
 
     def at(self, context: int) -> Placement:
-        """What lies where with so many tokens of context."""
+        """The placement with so many tokens of context."""
         host, *gpus = self.devices
         ranges = plan_layers(
             self.model.config.n_layers,
@@ -306,7 +306,7 @@ class Planner:
         return SplitStep(steps, self.model.graph, self.page_size, n_pages=n_pages, **limits)
 
     def footprint(self, device: str, layers: range, context: int) -> Footprint:
-        """What a range of layers takes on a device."""
+        """The memory of a range of layers on a device."""
         sizes = self.sizes(context)
         if (key := (device, layers, sizes)) not in self._known:
             backend = next(each.backend for each in self.devices if each.name == device)
@@ -315,7 +315,7 @@ class Planner:
         return self._known[key]
 
     def _n_bytes(self, device: str, layers: range, context: int) -> int:
-        """What they take, or what weights and cache take if that alone is too much: it is sooner known."""
+        """Their bytes, or those of weights and cache if these alone are too many, which is sooner known."""
         n_layers = self.model.config.n_layers
         whole = self.footprint(device, range(n_layers), context)
         places = {*layers, "output"} if layers.stop == n_layers else {*layers}
@@ -324,7 +324,7 @@ class Planner:
         return least if least > self.free[device] else self.footprint(device, layers, context).n_bytes
 
     def _groups(self, device: str, layers: range, context: int) -> list[LayerGroup]:
-        """What a device has, in execution order."""
+        """The groups of a device, in execution order."""
         footprint = self.footprint(device, layers, context)
         kernels = next(each.kernels for each in self.devices if each.name == device)
         embedding, output = (tuple(w for w in footprint.weights if w.layer == end) for end in ("embedding", "output"))

@@ -44,7 +44,7 @@ class CompileNotice:
 
 
 def default_progress() -> LoadProgress | None:
-    """What `localllm.load` reports to where it is given nothing: a `CompileNotice` on a terminal, else nobody."""
+    """The default progress callback of `localllm.load`: a `CompileNotice` on a terminal, else none."""
     stderr = sys.stderr
     # Without a console there is none (pythonw), and a program may have closed it.
     is_terminal = stderr is not None and not stderr.closed and stderr.isatty()

@@ -100,12 +100,12 @@ class VisionEncoder:
 
     @property
     def marker(self) -> str:
-        """What chat templates write where a picture stands; `Prepared.parts` take its place."""
+        """The marker that chat templates write for a picture; `Prepared.parts` replace it."""
         return self.model.marker
 
     @property
     def around(self) -> tuple[str, str]:
-        """What stands around the marker where no template writes it."""
+        """Texts around the marker where no template writes it."""
         return self.model.around
 
     def prepare(self, picture: Any, max_tokens: int | None = None, where: str = "the picture") -> Prepared:
@@ -247,7 +247,7 @@ class VisionEncoder:
 
     @property
     def info(self) -> EncoderInfo:
-        """What it takes for pictures of up to `STEP_PATCHES` patches."""
+        """Its memory for pictures of up to `STEP_PATCHES` patches."""
         graph, n_pages = self.model.graph, -(-STEP_PATCHES // self._computed_by.page_size)
         outputs = STEP_PATCHES // self.model.merge**2
         footprint = self._computed_by.footprint(

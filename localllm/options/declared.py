@@ -39,7 +39,7 @@ _MAX = sys.float_info.max
 
 
 class OptionKind(NamedTuple):
-    """What values an option has."""
+    """The kind of an option's values: how they are read, checked and shown."""
 
     words: str  # what a value must be
     read: Callable[[Any], Any]  # a value in its plain Python type; None if it is not one
@@ -211,7 +211,7 @@ SWITCH = _of_type("True or False", bool, json=bool)
 
 @dataclass(frozen=True)
 class Option:
-    """What is known of a field beside its name, type and default.
+    """The metadata of an option's field, beside its name, type and default.
 
     Attributes:
         kind: what values it has.
@@ -728,8 +728,8 @@ _FLAGS = {
 
 
 def in_flags(argument: Argument, from_settings: Mapping[str, str] = MappingProxyType({})) -> str:
-    """What the command line calls an argument of the library: "--top-k", "--device cpu".  ``from_settings``: what to call
-    those in place of a flag that the settings file gave.
+    """The command line's name of an argument of the library: "--top-k", "--device cpu".  ``from_settings``: what to
+    call those in place of a flag that the settings file gave.
     """
     name, value = argument
     flag = from_settings.get(name) or _FLAGS.get(name) or f"--{name.replace('_', '-')}"

@@ -66,8 +66,8 @@ def chunks(tokenizer: Tokenizer, text: str, context: int = CONTEXT) -> list[list
 def collect(
     file: GGUFFile, pieces: Sequence[Sequence[int]], backend: Backend, *, hessians: bool = False
 ) -> Iterator[ImportanceMatrix]:
-    """What a model's weights multiply while it reads pieces of text, each by itself.  Yields what was collected so
-    far, after each piece.
+    """Collects the activations that a model's weights multiply, on pieces of text, each by itself.  Yields what was
+    collected so far, after each piece.
 
     Args:
         file: the model; one that is quantised serves, too.

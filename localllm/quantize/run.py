@@ -299,7 +299,7 @@ def run(
 
 
 def _origin(plan: QuantizePlan, allow_nan: bool) -> str:
-    """What the bytes of a plan's tensors depend on; empty where that is not known from outside of this process."""
+    """A hash of all that the bytes of a plan's tensors depend on; empty where a part of it has no stable name."""
     inputs = [*plan.file.paths]
     if plan.imatrix is not None:
         if plan.imatrix.path is None or not plan.imatrix.path.exists():

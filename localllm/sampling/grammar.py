@@ -67,7 +67,7 @@ _ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
 
 
 def _spelled(escape: re.Match[str]) -> str:
-    r"""What llguidance's reader of GBNF knows in place of ``\u`` and ``\U``: the character itself, or ``\x``."""
+    r"""A character in a form that llguidance's reader of GBNF knows, in place of ``\u`` and ``\U``."""
     if escape[1] is None and escape[2] is None:
         return escape[0]
     number = int(escape[1] or escape[2], 16)
@@ -208,7 +208,7 @@ class Grammars:
         self._lock = threading.Lock()
 
     def constraint(self, sampling: Sampling, prompt_ids: Sequence[int], template: str = "") -> Constraint:
-        """What holds a text to the grammar of its settings.
+        """The constraint for the grammar of the settings.
 
         Args:
             sampling: the settings.
@@ -265,7 +265,7 @@ class Grammars:
 
 
 class _TokenizerAdapter:
-    """What `llguidance.LLTokenizer` asks of a tokenizer."""
+    """The tokenizer interface of `llguidance.LLTokenizer`."""
 
     is_tokenizer_wrapper = True
     special_token_ids: Sequence[int] = ()

@@ -139,7 +139,7 @@ class _Reader:
         return node, urljoin(base, urldefrag(id_)[0])
 
     def _referred(self, reference: str, resource: Any, base: str) -> tuple[Any, Any, str]:
-        """What a reference leads to, with its resource and address."""
+        """The target of a reference, with its resource and address."""
         address, fragment = urldefrag(reference)
         fragment = unquote(fragment)
         found: tuple[Any, Any, str] | None = (resource, resource, base)

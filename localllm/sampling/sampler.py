@@ -420,7 +420,7 @@ class UniformNumbers:
         return number
 
     def ahead(self, n: int) -> list[float]:
-        """What the next calls will give."""
+        """The results of the next calls."""
         while len(self._known) < n:
             data = self._words.bytes(8 * _DRAWN_AT_ONCE)
             # A float is made of a word of 32 bits, a double of two: rounded, but not to 1.

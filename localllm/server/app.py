@@ -100,7 +100,7 @@ _ENDPOINTS: tuple[tuple[str, tuple[str, ...], _Endpoint, Any], ...] = (
 
 
 def description() -> dict[str, Any]:
-    """What the server answers, as OpenAPI 3.1 describes it."""
+    """The server's endpoints as OpenAPI 3.1."""
     taken = dict.fromkeys(body for *_, body in _ENDPOINTS if body is not None)
     schemas, components = msgspec.json.schema_components(taken, ref_template="#/components/schemas/{name}")
     schema_of = dict(zip(taken, schemas, strict=True))
@@ -125,7 +125,7 @@ def description() -> dict[str, Any]:
 
 @dataclass
 class _Path:
-    """What answers at one path, by method."""
+    """The handlers of one path, by method."""
 
     dispatcher: Dispatcher
     endpoints: dict[str, _Endpoint] = field(default_factory=dict)

@@ -85,7 +85,7 @@ else:
 
 
 class StructuredOutputs(msgspec.Struct):
-    """What a reply is held to, as vLLM's clients say it; one of the first four."""
+    """Constraints of a reply in vLLM's form; one of the first four."""
 
     json: str | dict[str, Any] | None = None
     regex: str | None = None
@@ -151,7 +151,7 @@ def _biases(llm: LLM, given: dict[str, float] | list[tuple[int | str, float | bo
 
 @dataclass(frozen=True)
 class GenerationJob:
-    """What is wanted, in the library's words."""
+    """A generation to run, in the library's terms."""
 
     model: str | None  # its name; None is the first one
     options: dict[str, Any]  # keywords of `LLM.stream`
@@ -169,7 +169,7 @@ class GenerationJob:
     warnings: list[str] = field(default_factory=list)  # what could not be done as asked
 
     def chat_arguments(self, llm: LLM) -> dict[str, Any]:
-        """Those of `LLM.stream_chat`, but for options; notes what could not be done as asked."""
+        """The arguments of `LLM.stream_chat`, without options; collects warnings."""
         messages, tools = self.messages or [], [_without_strict(tool) for tool in self.tools]
         self.warnings.clear()
         if tools and not llm.chat_template.reads("tools"):
@@ -411,7 +411,7 @@ class Dispatcher:
         return dict.fromkeys(names, 0.0) | {names[each.id]: each.scale for each in wanted}
 
     async def with_model(self, request: Request, name: str | None, work: Callable[[LLM], Any]) -> Any:
-        """What ``work`` makes of a model, in another thread."""
+        """Calls ``work`` with a model in another thread; returns its result."""
         served, llm = await self.models.acquire(name)
         try:
             return await self._run(request, self._model_threads, work, llm)
@@ -419,13 +419,13 @@ class Dispatcher:
             self.models.release(served)
 
     async def read(self, request: Request, work: Callable[..., _T], *args: Any) -> _T:
-        """What ``work`` makes of a request's fields: in another thread where they are long."""
+        """Calls ``work`` with a request's fields: in another thread where they are long."""
         if request.state.n_bytes <= LONG_REQUEST:
             return work(*args)
         return await self._run(request, self._long_threads, work, *args)
 
     async def _run(self, request: Request, threads: ThreadPoolExecutor, work: Callable[..., _T], *args: Any) -> _T:
-        """What ``work`` gives in another thread, waited for while there are a client and a server."""
+        """Runs ``work`` in another thread; cancelled when the client goes or the server stops."""
         if self.is_cut:
             raise _stopping()
         if request.state.n_bytes > LONG_REQUEST:
@@ -533,7 +533,7 @@ def constrain(options: dict[str, Any], schema: object) -> None:
 
 
 def offer_tools(options: dict[str, Any], tools: Tools | None, choice: object) -> dict[str, Any]:
-    """What a `GenerationJob` has of tools; a call that is forced makes ``options`` follow its schema."""
+    """The fields of a `GenerationJob` for tools; a forced call makes ``options`` follow its schema."""
     chosen = choose_tools(tools, choice)
     if chosen.forced:
         constrain(options, _call_schema(chosen.forced))

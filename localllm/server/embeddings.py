@@ -30,7 +30,7 @@ class EmbeddingsRequest(msgspec.Struct):
     truncate: bool = False
 
     def texts(self) -> list[Prompt]:
-        """What is to be embedded, by whichever name it was given."""
+        """The texts to embed, by whichever name they were given."""
         given = next((each for each in (self.input, self.content, self.prompt) if each is not None), None)
         if given is None:
             raise HTTPError(400, "input is missing: it is a text, or a list of texts")
@@ -68,7 +68,7 @@ async def _in_steps(
     texts: list[Any],
     work: Callable[[list[Any], LLM], tuple[Any, int]],
 ) -> tuple[list[Any], int]:
-    """What ``work`` makes of each text, and the number of tokens in all."""
+    """Calls ``work`` with some texts at a time; returns all results and the number of tokens."""
 
     async def steps() -> tuple[list[Any], int]:
         rows, n_tokens = [], 0

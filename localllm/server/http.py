@@ -1,4 +1,4 @@
-"""What all APIs have in common: who may ask, how bodies are read, how errors are told, and how streams are sent."""
+"""HTTP for all APIs: access, bodies, errors and streams."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ class HTTPError(LocalLLMError):
 
     @classmethod
     def of(cls, error: BaseException, fields: Mapping[str, str] = MappingProxyType({})) -> HTTPError:
-        """What a client is told of an error: one of ours in its own words, without paths of this machine.
-        ``fields``: the field of the request for each argument of the library.
+        """The HTTP error for an exception: ours in their own words, without paths of this machine. ``fields``: the
+        field of the request for each argument of the library.
         """
 
         def word(argument: Argument) -> str:
@@ -182,12 +182,12 @@ async def decode(request: Request, kind: type[_T]) -> _T:
 
 
 async def _read(is_long: bool, work: Callable[..., _T], *args: Any) -> _T:
-    """What ``work`` makes of a body."""
+    """Reads a body by ``work``, with errors as HTTP errors."""
     return await asyncio.get_running_loop().run_in_executor(_reader, work, *args) if is_long else work(*args)
 
 
 def _decoded(body: bytes, packing: str, limit: int) -> tuple[Any, int]:
-    """What a body has in JSON, and its bytes when unpacked."""
+    """The decoded JSON of a body, and its bytes when unpacked."""
     body = (body if packing == "identity" else _unpacked(body, packing, limit)) or b"{}"
     return msgspec.json.decode(body), len(body)
 
@@ -265,7 +265,7 @@ _ADVICE = {"num_ctx": "-c", "num_thread": "-t", "num_gpu": "-ngl"}
 
 
 async def cancel_on_disconnect(request: Request, work: Awaitable[_T]) -> _T:
-    """What ``work`` gives; it is cancelled when the client goes meanwhile."""
+    """Awaits ``work``, which is cancelled when the client goes meanwhile."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnect(request.receive))
     try:
@@ -378,7 +378,7 @@ _DESKTOP = ("app", "file", "tauri", "vscode-file", "vscode-webview")
 
 @dataclass(frozen=True)
 class Limits:
-    """Who may ask, and for how much."""
+    """Access and limits of requests."""
 
     api_keys: Sequence[str] = ()  # one of them must be given; without any, everybody may ask
     # names that requests may give in ``Host``, beside addresses, localhost and this machine's own; "*.local" is any
@@ -477,7 +477,7 @@ class Guard:
         ]
 
     def _client(self, scope: Scope, headers: dict[str, str]) -> str:
-        """Who asks, for the queue and for kept responses: the key's hash, whichever its place, or the address."""
+        """The client's id for queue and stored responses: its key's hash, or its address."""
         if not self._keys:
             return str((scope.get("client") or ("",))[0])
         scheme, _, token = headers.get("authorization", "").partition(" ")

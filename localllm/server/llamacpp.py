@@ -1,4 +1,4 @@
-"""What llama.cpp's server has of its own, as far as programs rely on it.
+"""The endpoints of llama.cpp's own server that programs rely on.
 
 Source: https://github.com/ggml-org/llama.cpp/blob/master/tools/server/README.md.
 """
@@ -111,7 +111,7 @@ def described(llm: LLM) -> dict[str, Any]:
 
 
 def _settings(llm: LLM, options: dict[str, Any]) -> dict[str, Any]:
-    """What holds for a request with these options; -1 is open."""
+    """The settings of a request with these options; -1 is open."""
     given = llm.with_defaults(options)
     values = {name: getattr(given.sampling, name) for name, option in declared(Sampling).items() if option.kind.json}
     values = {name: value for name, value in values.items() if value is not None}

@@ -57,7 +57,7 @@ def lan_key() -> str:
 
 
 def invitation(url: str, key: str) -> str:
-    """What to do on another device: the address with the key, as text and on a terminal as a QR code."""
+    """The invitation for another device: the address with the key, as text and on a terminal as a QR code."""
     address = f"{url}/#key={quote(key, safe='')}"
     lines = [f"on another device: {address}", f"programs there: {url}/v1 with the API key {key}"]
     try:

@@ -284,5 +284,5 @@ class Models:
 
 
 def _key(name: str) -> str:
-    """What names have in common that mean one model."""
+    """The normal form of a model's name."""
     return name.casefold().removesuffix(":latest").removesuffix(".gguf")

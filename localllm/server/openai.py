@@ -98,7 +98,7 @@ class CompletionRequest(GenerationFields, kw_only=True):
 
 
 def thinking_variables(effort: str | None, given: dict[str, Any] | None) -> dict[str, Any]:
-    """What templates read about thinking."""
+    """Template variables about thinking."""
     variables: dict[str, Any] = {}
     if effort is not None:
         variables = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
@@ -235,7 +235,7 @@ def _chat_logprobs(llm: LLM, choices: Sequence[Choice]) -> dict[str, Any]:
 
 
 class _Head:
-    """What all objects of one response have in common."""
+    """The fields that all objects of one response share."""
 
     def __init__(self, prefix: str, kind: str, pending: PendingReplies) -> None:
         self._fields = {

@@ -1,4 +1,4 @@
-"""OpenAI's responses API: what a chat is made of, item by item, with earlier responses kept by their ids.
+"""OpenAI's responses API: a chat as items, with earlier responses stored by their ids.
 
 Source: https://platform.openai.com/docs/api-reference/responses.
 """
@@ -319,7 +319,7 @@ class _ResponseWriter:
         return [*begun, (name, {**self._place(), "content_index": 0, "delta": text, **more})]
 
     def _logprobs(self, chunk: Chunk) -> list[dict[str, Any]]:
-        """Those of a part's tokens, and of tokens before it that made no text by themselves."""
+        """Log-probabilities of a part's tokens, and of tokens before it that made no text by themselves."""
         choices, self._waiting = (*self._waiting, *(chunk.logprobs or ())), ()
         return tokens_json(self._respond.llm, choices)
 

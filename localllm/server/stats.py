@@ -1,4 +1,4 @@
-"""What ``localllm serve --stats`` shows."""
+"""The live table of ``localllm serve --stats``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Stats:
-    """What each loaded model did since the last look."""
+    """Activity of each loaded model since the last look."""
 
     def __init__(self) -> None:
         self._before: dict[str, tuple[float, Counts]] = {}

@@ -145,7 +145,7 @@ _TAIL = 7
 
 
 def _head(n: int) -> bytes:
-    """What stands before a piece's name of ``n`` bytes."""
+    """The bytes before a piece's name of ``n`` bytes."""
     name = _bytes_head(1, n)
     return _bytes_head(1, len(name) + n + _TAIL) + name
 
@@ -168,7 +168,7 @@ def _bytes_field(number: int, value: bytes) -> bytes:
 
 
 def _bytes_head(number: int, length: int) -> bytes:
-    """What stands before the bytes of a field."""
+    """The tag and length of a field."""
     return _varint(number << 3 | 2) + _varint(length)
 
 
@@ -414,7 +414,7 @@ def text_parts(text: str) -> Iterator[str]:
 
 
 def word_splitter(kind: PreTokenizer) -> tokenizers.pre_tokenizers.PreTokenizer:
-    """What cuts a text into words as ``kind`` says."""
+    """A function that cuts a text into words as ``kind`` says."""
     from tokenizers import Regex, pre_tokenizers
 
     return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in kind.patterns])

@@ -97,7 +97,7 @@ class Tokenizer:
         return self._vocabulary.add_space_prefix
 
     def difference(self, others: Vocabulary) -> str | None:
-        """What another vocabulary has different, in words; None if every id means the same in both.
+        """The first difference from another vocabulary, in words; None if every id means the same in both.
 
         Unused tokens that only one of them has at its end, as padding, are no difference.
         """

@@ -478,7 +478,7 @@ def _mark_special(
 def _ordinary_words(
     found: Iterable[int], ids: Mapping[str, int], types: bytearray, merges: Iterable[str]
 ) -> set[int]:
-    """Those of ``found`` that are words which merges lead to, and so only look like control tokens."""
+    """The ids of ``found`` that merges lead to: words that only look like control tokens."""
     normal = {token for token in found if types[token] == TokenType.NORMAL}
     if not normal:
         return normal

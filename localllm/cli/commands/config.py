@@ -210,7 +210,7 @@ def unset_key(path: Path, key: str) -> None:
 
 
 def _value(key: str, text: str, path: Path) -> object:
-    """What ``text`` means as the value of ``key``."""
+    """The value of ``key`` that ``text`` stands for."""
     complaints: list[str] = []
     if key not in KEYS and (ours := _our_key(key)):
         line = join_command(["localllm", "config", "set", ours, text])
@@ -244,7 +244,7 @@ def _themes() -> list[str]:
 
 
 def _readings(text: str) -> Iterator[object]:
-    """What a word of the command line may mean: a value of TOML, or itself."""
+    """Readings of a word of the command line: as a TOML value, or as itself."""
     import tomllib
 
     try:

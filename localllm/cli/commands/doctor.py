@@ -327,7 +327,7 @@ def _gpus() -> Iterator[Finding]:
 
 
 def _gpu_advice() -> str | None:
-    """What is missing before GPUs can be computed on; None if all is there."""
+    """Advice on what is missing for computing on GPUs; None if all is there."""
     if not any(_version(cupy) for cupy, _ in CUDA_PACKAGES):
         new, old = (_pip(f'{cupy} "{toolkit}"') for cupy, toolkit in CUDA_PACKAGES)
         return f"to compute on it: {new} (with a driver before 580: {old})"

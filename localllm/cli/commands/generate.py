@@ -269,7 +269,7 @@ def _show_prefill(status: StatusLine) -> Callable[[int, int], None]:
 
 
 def plan_reporter(progress: LoadStatus, quiet: bool) -> LoadPlan:
-    """What says, before a model is loaded, what will lie on which GPU."""
+    """A callback that prints the plan of a model with layers on GPUs, before it is loaded."""
 
     def show(plan: Plan) -> None:
         if plan.has_gpus and not quiet:

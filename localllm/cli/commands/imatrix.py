@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> None:
 def _collected(
     file: GGUFFile, pieces: list[list[int]], arguments: argparse.Namespace
 ) -> tuple[ImportanceMatrix | None, bool]:
-    """What was collected until the end or Ctrl-C, and whether that is all."""
+    """The matrix collected until the end or Ctrl-C, and whether that is all."""
     from localllm.kernels.cpu.backend import CPUBackend
     from localllm.quantize.imatrix_collection import collect
 

@@ -155,7 +155,7 @@ def _heading(file: GGUFFile) -> Iterator[str]:
 
 
 def _encoder(file: GGUFFile) -> str:
-    """What an encoder of pictures is for, and makes of them."""
+    """Describes an encoder of pictures."""
     from localllm.loading.vision import VisionEncoder
     from localllm.models.vision.registry import PROJECTORS
 
@@ -214,7 +214,7 @@ def _sizes(tensors: Sequence[TensorInfo]) -> tuple[int, int]:
 
 
 def as_json(file: GGUFFile, arguments: argparse.Namespace) -> dict[str, Any]:
-    """What is shown, as JSON values."""
+    """The same as JSON values."""
     from localllm.gguf.json_values import value_of
     from localllm.loading.info import file_type_name
 

@@ -96,14 +96,14 @@ def _print_table(models: Sequence[LocalModel], available: int) -> None:
 
 
 def _complaints(models: Sequence[LocalModel]) -> Iterator[str]:
-    """What is wrong with single models."""
+    """Problems of single models."""
     for model in models:
         if model.details is not None and model.details.error is not None:
             yield f"{model.name}: {model.details.error}"
 
 
 def as_json(models: Sequence[LocalModel], problems: Sequence[str], available: int) -> dict[str, Any]:
-    """What is listed as JSON values; sizes are in bytes."""
+    """The list as JSON values; sizes are in bytes."""
     return {
         "available_memory": available,
         "models": [

@@ -47,7 +47,7 @@ def download(name: str, *, quiet: bool, by: Callable[[str, PullProgress], Path] 
 
 
 class _Progress:
-    """What was fetched, shown on a terminal."""
+    """Download progress, shown on a terminal."""
 
     def __init__(self, *, enabled: bool) -> None:
         self._status = StatusLine(enabled=enabled)

@@ -206,7 +206,7 @@ def _listen(arguments: argparse.Namespace, app: App, limits: Limits, stats: Stat
 
 
 def _api_keys(arguments: argparse.Namespace) -> list[str]:
-    """Those of flags, of the environment and of a file."""
+    """API keys of flags, of the environment and of a file."""
     keys = [key for text in (*arguments.api_keys, os.environ.get(KEY_VARIABLE, "")) for key in text.split(",") if key]
     if arguments.key_file is not None:
         lines = (line.strip() for line in read_text(arguments.key_file, "the file of API keys").splitlines())
@@ -253,7 +253,7 @@ def _folder(prompts: Path | None) -> Path | None:
 
 
 def _name(given: str) -> str:
-    """What requests call a model: a name on the hub as it is, a file without folder and ending."""
+    """The name of a model in requests: a name on the hub as it is, a file without folder and ending."""
     if HubName.parse(given) is not None and not os.path.lexists(given):
         return given
     return Path(given).name.removesuffix(".gguf")

@@ -24,7 +24,7 @@ _LABEL = "localllm.serve"
 
 
 class Task(NamedTuple):
-    """What is to run: a command line, where, and the environment variables that it is given."""
+    """The command line of a service, its folder, and its environment variables."""
 
     command: Sequence[str]
     folder: Path
@@ -32,7 +32,7 @@ class Task(NamedTuple):
 
 
 class Manager(NamedTuple):
-    """What runs services on a platform: the file that describes one, and the commands that it takes."""
+    """The service manager of a platform: the file that describes a service, and the commands for it."""
 
     name: str
     path: Path

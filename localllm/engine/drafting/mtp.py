@@ -98,7 +98,7 @@ class MTPDrafter(ModelDrafter):
         return logits
 
     def _keep(self, right: Sequence[int]) -> None:
-        """What it drafted it has seen with hidden states of its own: the model's come instead."""
+        """Nothing: the block has seen its drafts with hidden states of its own, which the model's replace."""
 
     def _draft(self, tokens: Sequence[int], n: int) -> list[int]:
         runner, sequence, ids = self._runner, self._sequence, list[int]()
