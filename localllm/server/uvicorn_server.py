@@ -176,7 +176,8 @@ class Server(uvicorn.Server):
         """Stops the server; may be called from any thread.  The second time replies are cut at once."""
         at_once, self.should_exit = self.should_exit, True
         if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._stop, 0.0 if at_once else self._grace_s)
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                self._loop.call_soon_threadsafe(self._stop, 0.0 if at_once else self._grace_s)
 
     def _stop(self, grace_s: float) -> None:
         self._app.dispatcher.stop(at_once=not grace_s)

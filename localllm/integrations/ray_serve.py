@@ -1,0 +1,212 @@
+"""One model on several machines, by Ray Serve (https://docs.ray.io): replicas, with the APIs of `localllm serve`.
+
+    serve run localllm.integrations.ray_serve:app model=/models/qwen.gguf max_replicas=3
+
+Ray starts replicas, watches them, and adds and removes them as requests come.  Requests of one conversation go to one
+replica, whose cache has what was said before, by Ray's consistent hashing of how the conversation begins.  A request
+whose replica dies is asked again of another, unless a part of its answer has been sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pydantic
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+from ray.serve.handle import DeploymentHandle
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+
+from localllm.library.find import model_path
+from localllm.llm import load
+from localllm.server.app import App
+from localllm.server.http import Limits
+from localllm.server.models import Models
+
+#: Replicas that a request is given to at most, one after the other.
+_TRIES = 4
+#: Characters of a prompt that choose its replica.
+_PREFIX = 512
+
+#: Status and headers of an answer; then come pieces of its body.
+_Head = tuple[int, list[tuple[bytes, bytes]]]
+
+
+class Config(pydantic.BaseModel):
+    """What `app` takes.
+
+    Attributes:
+        model: as `localllm.load` takes it, on each machine; None is the demo model.
+        name: what requests call it; None takes the file's name.
+        min_replicas, max_replicas: how many there are, of which 0 takes time to begin with.
+        target_requests: requests at work on a replica, on average, beyond which Ray adds one.
+        max_requests: requests at work on a replica at most; others wait, or go to the next one.
+        threads: processors of a replica.
+        load: other keywords of `localllm.load`, such as ``{"context": 8192, "parallel": 8}``.
+        api_keys: keys that let somebody in; without any everybody is.
+        hosts: names of the machines that requests may give in ``Host``.
+    """
+
+    model: str | None = None
+    name: str | None = None
+    min_replicas: int = 1
+    max_replicas: int = 1
+    target_requests: float = 4
+    max_requests: int = 64
+    threads: int = 2
+    load: dict[str, Any] = {}
+    api_keys: list[str] = []
+    hosts: list[str] = []
+
+
+class Replica:
+    """A process with the model, which answers requests as `localllm serve` does."""
+
+    def __init__(self, config: Config) -> None:
+        self._llm = load(model_path(config.model), threads=config.threads, **{"parallel": None, **config.load})
+        name = config.name or ("demo" if config.model is None else Path(config.model).name.removesuffix(".gguf"))
+        models = Models({name: config.model}, lambda source, progress: self._llm, takes_any_name=True)
+        self._app = App(models, Limits(api_keys=config.api_keys, hosts=config.hosts))
+
+    async def respond(self, scope: dict[str, Any], body: bytes) -> AsyncIterator[_Head | bytes]:
+        """The head of an answer, and then its body as it comes.
+
+        Args:
+            scope: of ASGI, as far as it can be sent.
+            body: of the request.
+        """
+        sent: asyncio.Queue[Mapping[str, Any] | None] = asyncio.Queue()
+        received = [{"type": "http.request", "body": body, "more_body": False}]
+        ended = asyncio.Event()
+
+        async def receive() -> dict[str, Any]:
+            if received:
+                return received.pop()
+            await ended.wait()
+            return {"type": "http.disconnect"}
+
+        async def run() -> None:
+            try:
+                await self._app.asgi(scope, receive, sent.put)
+            finally:
+                sent.put_nowait(None)
+
+        task = asyncio.create_task(run())
+        try:
+            while (message := await sent.get()) is not None:
+                if message["type"] == "http.response.start":
+                    yield message["status"], list(message["headers"])
+                elif message.get("body"):
+                    yield message["body"]
+            await task
+        finally:
+            ended.set()
+            task.cancel()
+
+    def check_health(self) -> None:
+        """Raises ClosedError where the model is gone: Ray then starts another replica."""
+        self._llm.tokenizer.encode("")
+
+    def __del__(self) -> None:
+        self._llm.close()
+
+
+class Front:
+    """Takes requests, and gives each to the replica of its conversation."""
+
+    def __init__(self, replicas: DeploymentHandle) -> None:
+        self._replicas = replicas
+
+    async def __call__(self, request: Request) -> Response:
+        try:
+            body = await request.body()
+        except ClientDisconnect:
+            return Response(status_code=499)
+        scope = {
+            "type": "http",
+            "method": request.method,
+            "path": request.url.path,
+            "raw_path": request.url.path.encode(),
+            "query_string": request.url.query.encode(),
+            "root_path": "",
+            "headers": request.headers.raw,
+            "http_version": "1.1",
+            "scheme": request.url.scheme,
+            "client": request.client and tuple(request.client),
+            "server": None,
+        }
+        handle = self._replicas.options(stream=True, session_id=conversation_key(body))
+        fault: Exception | None = None
+        for _ in range(_TRIES):
+            answer = handle.respond.remote(scope, body)
+            try:
+                status, headers = await anext(answer)
+                first = await anext(answer, b"")
+            except RayError as error:  # its replica has died
+                fault = error
+                continue
+            response = StreamingResponse(_pieces(first, answer), status)
+            response.raw_headers = headers
+            return response
+        return PlainTextResponse(f"no replica can answer: {fault}", 503)
+
+
+async def _pieces(first: bytes, answer: Any) -> AsyncIterator[bytes]:
+    """The rest of a body; where it breaks off, so does the connection, for what was sent cannot be taken back."""
+    try:
+        yield first
+        async for piece in answer:
+            yield piece
+    finally:
+        answer.cancel()
+
+
+def conversation_key(body: bytes) -> str:
+    """What requests of one conversation share: messages up to the first of the user, or the beginning of a prompt.
+
+    Empty where a request has neither: any replica will do.
+    """
+    try:
+        given = json.loads(body)
+    except ValueError:
+        return ""
+    if not isinstance(given, dict):
+        return ""
+    said = given.get("messages") or given.get("input") or given.get("prompt") or ""
+    if isinstance(said, list):
+        roles = [each.get("role") if isinstance(each, dict) else None for each in said]
+        if "user" not in roles:
+            return ""
+        said = [given.get("system"), given.get("instructions"), said[: roles.index("user") + 1]]
+    text = said[:_PREFIX] if isinstance(said, str) else json.dumps(said)
+    return hashlib.sha256(text.encode()).hexdigest() if text else ""
+
+
+def app(config: Config) -> serve.Application:
+    """The application, for ``serve.run(app(Config(...)))`` and the command ``serve run``."""
+    replicas = serve.deployment(
+        Replica,
+        max_ongoing_requests=config.max_requests,
+        ray_actor_options={"num_cpus": config.threads},
+        autoscaling_config=AutoscalingConfig(
+            min_replicas=config.min_replicas,
+            max_replicas=config.max_replicas,
+            target_ongoing_requests=config.target_requests,
+        ),
+        request_router_config=RequestRouterConfig(
+            request_router_class="ray.serve.experimental.consistent_hash_router:ConsistentHashRouter"
+        ),
+        health_check_period_s=2,
+        graceful_shutdown_wait_loop_s=2,
+        graceful_shutdown_timeout_s=60,
+    )
+    at_head = {"num_cpus": 0, "resources": {"node:__internal_head__": 0.001}}  # without which there is no cluster
+    front = serve.deployment(Front, max_ongoing_requests=1000, ray_actor_options=at_head)
+    return front.bind(replicas.bind(config))
