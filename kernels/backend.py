@@ -57,6 +57,8 @@ class Batch:
     # int32 [T], the position behind the last one that a token sees, if it sees any behind it
     # (`localllm.kernels.graph.Attention`); [0]: no token does
     ends: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
+    # int32 [T], the first position that a token sees where it sees nothing but a span, which ``ends`` ends
+    begins: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
 
     def sequences(self) -> Iterator[tuple[int, int, int]]:
         """Of each sequence: its first row in the batch, the one behind its last, and its length in the cache."""
@@ -104,7 +106,7 @@ class Batch:
             raise KernelError(f"a batch wants the logits of a row that is none of its {n_tokens} tokens")
         if len(self.draws) and self.draws.shape != (len(outputs), 5):
             raise KernelError(f"a batch of {len(outputs)} outputs needs as many draws, not {list(self.draws.shape)}")
-        if len(self.embedded) or self.axes.size or len(self.ends):
+        if len(self.embedded) or self.axes.size or len(self.ends) or len(self.begins):
             self._check_pictures()
         if not cache.n_states:
             return
@@ -129,6 +131,15 @@ class Batch:
                 raise KernelError("a batch has tokens that see others behind it: spans come as a whole")
             if (np.diff(self.ends) < 0)[np.diff(positions) == 1].any():
                 raise KernelError("a batch has tokens that see less far than those before them")
+        if len(self.begins):
+            if (
+                not len(self.begins) == len(self.ends) == n
+                or (self.begins < 0).any()
+                or (self.begins > positions).any()
+            ):
+                raise KernelError("a batch has tokens that are not in the spans that they see")
+            if (np.diff(self.begins) < 0)[np.diff(positions) == 1].any():
+                raise KernelError("a batch has tokens that see farther back than those before them")
 
     def embeddings_of(self, index: int, width: int) -> NDArray[np.float32]:
         """The embeddings of that number of its ``embedded`` tokens, [n, width]."""

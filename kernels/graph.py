@@ -765,7 +765,8 @@ class Attention(Operation[Tensor]):
     A token at position p sees the positions of its sequence up to p: all of them, or the last ``window``, that is
     max(0, p - window + 1) … p, or those of its ``chunk``, p - p % chunk … p.  Where it is not ``causal``, it sees as
     many behind it, as far as they are in the cache: a text then has to come in one batch.  With ``has_spans``, it
-    sees what is behind it before the end that the batch has for it, too, as the tokens of a picture see each other.
+    sees what is behind it before the end that the batch has for it, too, as the tokens of a picture see each other;
+    where it is not causal, it sees that span alone, from the begin that the batch has for it.
     With ``selected`` [T, k], which `IndexSelect` makes, it sees those positions alone.
 
     With ``softcap``, scores s (scaled) become softcap * tanh(s / softcap).  With ``sinks`` [H], the softmax of each
@@ -806,8 +807,8 @@ class Attention(Operation[Tensor]):
         _check_softcap(self.softcap)
         if self.chunk is not None and (self.window is not None or not self.causal):
             raise KernelError("attention in chunks is causal, and has no window beside them")
-        if self.has_spans and (self.chunk is not None or not self.causal):
-            raise KernelError("attention that sees spans both ways is causal else, and not in chunks")
+        if self.has_spans and (self.chunk is not None or not (self.causal or self.window is None)):
+            raise KernelError("attention that sees spans has no chunks, and no window where it sees nothing else")
         if self.selected is not None:
             _check_rows(Rows.TOKENS, self.selected)
             if reach is not None or self.softcap or self.has_spans or not (self.causal and self.cache.values_in_keys):
@@ -1413,6 +1414,12 @@ class Graph:
     def has_spans(self) -> bool:
         """Whether some tokens see each other both ways (`Attention`): each span has to come in one batch."""
         return any(n.operation.has_spans for n in self.nodes if isinstance(n.operation, Attention))
+
+    @property
+    def has_begins(self) -> bool:
+        """Whether some tokens see nothing but spans (`Attention`)."""
+        nodes = (n.operation for n in self.nodes if isinstance(n.operation, Attention))
+        return any(op.has_spans and not op.causal for op in nodes)
 
     @property
     def looks_ahead(self) -> bool:

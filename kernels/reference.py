@@ -389,6 +389,7 @@ class _Run:
                 end = position + 1 if op.causal else min(kv_length, position + reach)
                 if op.has_spans and len(batch.ends):
                     end = int(batch.ends[t])
+                    begin = begin if op.causal else int(batch.begins[t])
                 seen = np.arange(begin, end)
                 if op.selected is not None:
                     seen = self.values[op.selected][t].astype(np.int64)

@@ -78,7 +78,7 @@ def constants(op: Attention, layout: CacheLayout, *, wide: bool) -> dict[str, An
         "KEY_HEAD": key_head,
         "SOFT_CAP": int(op.softcap is not None),
         "CHUNKED": int(op.chunk is not None),
-        "CAUSAL": int(op.causal),
+        "CAUSAL": int(op.causal or op.has_spans),
         "SELECTED": 0 if op.selected is None else op.selected.width,
         "VALUES_IN_KEYS": int(cache.values_in_keys),
         "KEY_BLOCK": layout.block_bytes(cache.key_dim),

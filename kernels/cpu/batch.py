@@ -77,8 +77,8 @@ class BatchTables:
 
     Attributes:
         positions, starts: int32 [T] and [S + 1], of tokens and of the first tokens of sequences.
-        turns, lasts: int32 [T], the number of each token's angles, and the last position that it sees: buffers of
-            their own where those are not always its position.
+        turns, lasts, firsts: int32 [T], the number of each token's angles, the last position that it sees, and the
+            first where it sees a span alone: buffers of their own where those are not always its position.
         embedded: int32 [n], rows that embeddings are added to.
         states: int32 [S], slots of the sequences' states.
         n_blocks: pages that a sequence can have.
@@ -93,6 +93,7 @@ class BatchTables:
         self.positions, self.states, self.embedded = (Buffer(4 * max_tokens, is_kept=True) for _ in range(3))
         self.turns = Buffer(4 * max_tokens, is_kept=True) if graph.has_axes else self.positions
         self.lasts = Buffer(4 * max_tokens, is_kept=True) if graph.has_spans else self.positions
+        self.firsts = Buffer(4 * max_tokens, is_kept=True) if graph.has_begins else self.positions
         self.starts = Buffer(4 * (max_tokens + 1), is_kept=True)
         # of each group of caches int64 [T], page * PAGE + place in the page
         self.slots = [Buffer(8 * max_tokens, is_kept=True) for _ in n_pages]
@@ -102,7 +103,7 @@ class BatchTables:
         #: Those that every program reads.
         self.buffers = (
             *(self.header, self.positions, self.starts, self.states, *self.slots),
-            *(self.output_rows, *self.block_tables, self.embedded, self.turns, self.lasts),
+            *(self.output_rows, *self.block_tables, self.embedded, self.turns, self.lasts, self.firsts),
         )
         self._tables: dict[tuple[int, int, int, bool, bool, int], TileTable] = {}
         self._ropes: dict[Rope, Buffer] = {}
@@ -205,6 +206,8 @@ class BatchTables:
             views[self.turns][:n_tokens] = self._turns(batch) if batch.axes.size else batch.positions
         if self.lasts is not self.positions:
             views[self.lasts][:n_tokens] = batch.ends - 1 if len(batch.ends) else batch.positions
+        if self.firsts is not self.positions:
+            views[self.firsts][:n_tokens] = batch.begins
         header = views[self.header]
         header[N_EMBEDDED] = len(batch.embedded)
         if len(batch.embedded):

@@ -505,6 +505,7 @@ class Lowering:
         cache, layout, tables = op.cache, layout_of(op.cache), self.tables
         n_heads, head, q = cache.n_heads, layout.head(cache.value_dim), self.stored[op.q]
         sees: dict[str, Any] = {"causal": op.causal, "has_spans": op.has_spans}
+        sees_span = op.has_spans and not op.causal  # from a first position on, as a window of one token there
         sees["n_selected"] = 0 if op.selected is None else op.selected.width
         table = tables.tile_table(n_heads, op.group_size, head, **sees)
         sinks = self.weights.vector(op.sinks)
@@ -517,9 +518,10 @@ class Lowering:
             (
                 *(self.counter(table.slot), table.tiles, n_heads, op.group_size),
                 *(q.buffer, q.stride, cache.key_dim, cache.value_dim),
-                *(tables.starts, tables.positions, tables.lasts if op.has_spans else tables.positions),
+                *(tables.starts, tables.firsts if sees_span else tables.positions),
+                tables.lasts if op.has_spans else tables.positions,
                 *(tables.block_tables[self.graph.group(cache)], tables.n_blocks),
-                *(op.window or op.chunk or tables.n_blocks * PAGE, *self.layers[cache.key]),
+                *(1 if sees_span else op.window or op.chunk or tables.n_blocks * PAGE, *self.layers[cache.key]),
                 *(y.buffer, y.stride, partials, sinks, *self._address_and_stride(op.selected)),
                 *(float(op.scale) / (op.softcap or 1.0), float(op.softcap or 0)),
             ),

@@ -588,6 +588,8 @@ class Lowering:
     def attention(self, op: g.Attention) -> Stored:
         if op.selected is not None:
             return self._attention_selected(op)
+        if op.has_spans and not op.causal:
+            raise KernelError("attention to spans alone, of encoders of pictures, is not computed on a GPU")
         limits, kept, q, y = self.limits, op.cache, self.stored[op.q], self.new(Rows.TOKENS, op.result.width)
         # What merges splits ends with codes, if that is all that is read; whole heads must make whole rows of them.
         fits = kept.value_dim % _CODED_HEAD == y.width % matmul.RUN == 0

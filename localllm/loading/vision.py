@@ -218,6 +218,7 @@ class VisionEncoder:
         for table, n in zip(tables[0], pages, strict=True):
             table[:n] = np.arange(begin, begin + n)
             begin += n
+        spans = np.concatenate([frame.spans for frame in frames], axis=1)
         batch = Batch(
             ids=np.zeros(starts[-1], np.int32),
             positions=np.concatenate([np.arange(length, dtype=np.int32) for length in lengths]),
@@ -228,6 +229,8 @@ class VisionEncoder:
                 [frame.outputs + start for frame, start in zip(frames, starts.tolist(), strict=False)]
             ).astype(np.int32),
             axes=np.concatenate([frame.axes for frame in frames], axis=1),
+            begins=spans[0],
+            ends=spans[1],
         )
         given = HostOutput(np.concatenate([frame.given for frame in frames]))
         rows = (yield from step.run_in_pieces(batch, PIECE_S, given)).rows()

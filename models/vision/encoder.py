@@ -7,7 +7,7 @@ the text model takes, [N, width].  Neighbouring patches that become one row stan
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -69,6 +69,7 @@ class FrameRows:
     given: Pixels  # [T, pixels of a patch + width of positions]
     axes: NDArray[np.int32]  # [3, T]: 0, row and column of each patch
     outputs: NDArray[np.int32]  # [N], the first row of each output
+    spans: NDArray[np.int32]  # [2, T]: where each patch's window begins and ends; [2, 0]: there are none
 
 
 def _activation(meta: Metadata) -> str:
@@ -95,6 +96,9 @@ class VisionModel:
     has_grid: ClassVar[bool] = False
     #: Patches of a side that become one row together.
     merge: int = 1
+    #: Patches of a window's side, and the layers whose patches see nothing but their window.
+    window: int = 0
+    windowed: Collection[int] = ()
     #: Rows before the patches, such as a class token's.
     n_before: ClassVar[int] = 0
     #: Whether norms are RMSNorms.
@@ -161,7 +165,11 @@ class VisionModel:
         """A prepared frame as the graph takes it."""
         size, merge, n = self.patch_size, self.merge, self.n_before
         rows, columns = frame.shape[0] // size, frame.shape[1] // size
-        order = block_order(rows, columns, merge)
+        order, spans = block_order(rows, columns, merge), np.zeros((2, 0), np.int32)
+        if (side := self.window) != 0:  # those of a window stand together
+            windows = order // columns // side * columns + order % columns // side
+            order, windows = order[np.argsort(windows, kind="stable")], np.sort(windows)
+            spans = np.stack([np.searchsorted(windows, windows, end) for end in ("left", "right")]).astype(np.int32)
         given = [patches(normalised(frame, self.mean, self.std), size)[order]]
         if (added := self.positions(rows, columns)) is not None:
             given.append(added[: len(added) - len(order)])
@@ -170,8 +178,9 @@ class VisionModel:
             given[0] = np.pad(given[0], ((n, 0), (0, 0)))
         axes = np.stack([order * 0, order // columns, order % columns])
         axes = np.pad(axes, ((0, 0), (n, 0))).astype(np.int32)
-        outputs = np.arange(n, n + len(order), merge * merge, dtype=np.int32)
-        return FrameRows(np.ascontiguousarray(np.concatenate(given, axis=1)), axes, outputs)
+        blocks = order[:: merge * merge]  # by their first patches
+        outputs = n + merge * merge * np.argsort(blocks).astype(np.int32)
+        return FrameRows(np.ascontiguousarray(np.concatenate(given, axis=1)), axes, outputs, spans)
 
     # -- Blocks ----------------------------------------------------------------------------------------------------
 
@@ -254,7 +263,8 @@ class VisionModel:
             for name in "qk"
         )
         q = at.add(RopeAppend(q, k, v, cache, rope, q_norm, k_norm))
-        y = at.add(Attention(q, cache, self.head_dim**-0.5, causal=False))
+        is_windowed = self.graph.layer in self.windowed
+        y = at.add(Attention(q, cache, self.head_dim**-0.5, causal=False, has_spans=is_windowed))
         return self.project(at, y, "attn_out", "ls1", residual)
 
     def joined(self, x: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
-"""Qwen 2-VL (arXiv:2409.12191), Qwen 3-VL, Qwen 3.5 and later, and GLM-4.1V: pictures of any size, whose patches turn
-by row and column; four patches become a token.
+"""Qwen 2-VL (arXiv:2409.12191), 2.5-VL (arXiv:2502.13923), 3-VL, 3.5 and later, and GLM-4.1V: pictures of any size,
+whose patches turn by row and column; four patches become a token.
 
 Qwen 3-VL also adds the patches of some layers behind the first layers of the text model ("deepstack").
 """
@@ -53,6 +53,10 @@ HF_NAMES = {
 }
 
 
+#: Pixels of a window's side in Qwen 2.5-VL.
+WINDOW_PIXELS = 112
+
+
 def hf_keys(c: Checkpoint) -> dict[str, Any]:
     vision, is_2 = c.vision, c.values["model_type"] == "qwen2_vl"
     size = c.processor.get("size") or {}
@@ -81,6 +85,8 @@ def hf_keys(c: Checkpoint) -> dict[str, Any]:
             "vision.is_deepstack_layers": None,
             "vision.image_size": vision["image_size"],
         }
+    if c.values["model_type"] == "qwen2_5_vl":
+        return keys | _keys_of_windows(c)
     if is_2:
         return keys | {
             "vision.embedding_length": vision["embed_dim"],
@@ -90,6 +96,22 @@ def hf_keys(c: Checkpoint) -> dict[str, Any]:
     return keys | {"vision.image_size": int(n_positions**0.5 * vision["patch_size"])}
 
 
+def _keys_of_windows(c: Checkpoint) -> dict[str, Any]:
+    whole = list(c.vision["fullatt_block_indexes"])
+    every = whole[0] + 1
+    if whole != [*range(every - 1, every * len(whole), every)]:
+        raise ModelError(f"layers {whole} see whole pictures, but a file can only have them at equal distances")
+    if c.vision.get("window_size", WINDOW_PIXELS) != WINDOW_PIXELS:
+        raise ModelError(f"the encoder's windows must have {WINDOW_PIXELS} pixels: a file has no key for others")
+    return {
+        "projector_type": "qwen2.5vl_merger",
+        "use_gelu": None,
+        "use_silu": True,
+        "vision.is_deepstack_layers": None,
+        "vision.n_wa_pattern": every,
+    }
+
+
 def hf_tensor(name: str, array: Array, c: Checkpoint) -> Array | Mapping[str, Array]:
     if name.endswith("patch_embed.proj.weight"):
         return {"v.patch_embd.weight": array[:, :, 0], "v.patch_embd.weight.1": array[:, :, 1]}
@@ -97,7 +119,7 @@ def hf_tensor(name: str, array: Array, c: Checkpoint) -> Array | Mapping[str, Ar
     if "deepstack_merger_list" in parts:
         number = c.vision["deepstack_visual_indexes"][int(parts[-3])]
         return {f"v.deepstack.{number}.{parts[-2].removeprefix('linear_')}.{parts[-1]}": array}
-    if c.values["model_type"] == "qwen2_vl" and ".attn.qkv." in name:
+    if c.values["model_type"] in ("qwen2_vl", "qwen2_5_vl") and ".attn.qkv." in name:
         return split_qkv(name, array, f"v.blk.{parts[-4]}.")
     return array
 
@@ -142,8 +164,26 @@ class Qwen2VL(QwenVision):
 
     def record(self) -> None:
         x = self.layers(self.embedded(self.patch(), has_positions=False), self.rope(1e4))
-        x = self.joined(self.vector_norm(x, "v.post_ln", self.eps))
+        x = self.joined(self.merger_norm(x))
         self.two_linears(x, "mm.0", "mm.2", "gelu_erf")
+
+    def merger_norm(self, x: Tensor) -> Tensor:
+        return self.vector_norm(x, "v.post_ln", self.eps)
+
+
+class Qwen25VL(Qwen2VL):
+    """RMSNorms, a gate, and windows of 112 pixels in all but some layers."""
+
+    rms = True
+
+    def read(self) -> None:
+        super().read()
+        every = self.number("n_wa_pattern")  # so many layers after another the last sees the whole picture
+        self.window = WINDOW_PIXELS // self.patch_size
+        self.windowed = [i for i in range(self.n_layers) if (i + 1) % every] if every else []
+
+    def merger_norm(self, x: Tensor) -> Tensor:
+        return norm(self.at(), "v.post_ln", x)
 
 
 class Qwen3VL(QwenVision):

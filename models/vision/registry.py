@@ -63,6 +63,7 @@ PROJECTORS: dict[str, Projector] = {
     "pixtral": Projector(
         "pixtral", "Pixtral", "Pixtral, Mistral Small 3.1, Ministral 3", "llama mistral3 mistral4", "mistral3"
     ),
+    "qwen2.5vl_merger": Projector("qwen", "Qwen25VL", "Qwen 2.5-VL", "qwen2vl", "qwen2_5_vl"),
     "qwen2vl_merger": Projector("qwen", "Qwen2VL", "Qwen 2-VL", "qwen2vl", "qwen2_vl"),
     "qwen3vl_merger": Projector(
         "qwen",

@@ -741,11 +741,17 @@ def ends_of(positions: Array, length: int) -> Array:
     return np.where((number >= 13) & (number < 93), np.minimum(positions - number + 93, length), positions + 1)
 
 
+def begins_of(positions: Array) -> Array:
+    """Where the spans begin that `ends_of` ends; other tokens are spans of their own."""
+    number = positions % 100
+    return np.where((number >= 13) & (number < 93), positions - number + 13, positions)
+
+
 def with_pictures(batch: Batch) -> Batch:
     lengths = np.repeat(batch.kv_lengths, np.diff(batch.query_starts))
-    both = axes_of(batch.positions), ends_of(batch.positions, lengths)
-    axes, ends = (x.astype(np.int32) for x in both)
-    return replace(batch, axes=axes, ends=ends)
+    places = axes_of(batch.positions), begins_of(batch.positions), ends_of(batch.positions, lengths)
+    axes, begins, ends = (x.astype(np.int32) for x in places)
+    return replace(batch, axes=axes, begins=begins, ends=ends)
 
 
 def rotated(x: Array, rope: Rope | None) -> Array:
@@ -774,6 +780,7 @@ def attended(
     sinks: Array | None = None,
     chunk: int | None = None,
     causal: bool = True,
+    begins: Array | None = None,
     ends: Array | None = None,
 ) -> Array:
     """q [T, H, key_dim] over keys [T, G, key_dim] and values [T, G, value_dim]: [T, H * value_dim]."""
@@ -789,6 +796,8 @@ def attended(
         seen &= behind < (window or n_tokens)
     else:
         seen &= np.abs(behind) < (window or n_tokens)
+    if begins is not None:
+        seen &= np.arange(n_tokens) >= begins[:, None]
     if chunk:
         seen &= np.arange(n_tokens)[:, None] // chunk == np.arange(n_tokens) // chunk
     scores = np.where(seen, scores, -np.inf)
@@ -872,6 +881,8 @@ class Heads:
         # Of the largest, only the kernels that only they have.
         slow = max(self.key_dim, self.value_dim) > (320 if self.values_in_keys and self.type == "f16" else 96)
         more: dict[str, Any] = {"in_parts": self.causal and not self.has_spans, "attends": not self.shown, **bounds}
+        if self.has_spans and not self.causal:
+            more["only"] = "reference", "cpu"
         if self.has_spans or (self.rope and self.rope.axes):
             more["completed"] = with_pictures
         return Case(self.build, [q, keys, values], self.expected, slow=slow, **more)
@@ -932,7 +943,10 @@ class Heads:
             return q.reshape(len(q), -1)
         values = k[..., : self.value_dim] if self.values_in_keys else stored(v, self.type)
         more = {"window": self.window, "softcap": self.softcap, "chunk": self.chunk, "causal": self.causal}
-        ends = ends_of(np.arange(len(q)), len(q)) if self.has_spans else None
+        places = np.arange(len(q))
+        ends = ends_of(places, len(q)) if self.has_spans else None
+        begins = begins_of(places) if self.has_spans and not self.causal else None
+        more |= {"begins": begins, "causal": self.causal or self.has_spans}
         sinks = self.sink_scores() if self.sinks else None
         return attended(q, k, values, self.key_dim**-0.5, sinks=sinks, ends=ends, **more)
 
@@ -969,6 +983,7 @@ OPTIONS: dict[str, Heads] = {
     "in both directions": Heads(causal=False),
     **{f"in both directions, window {n}": Heads(causal=False, window=n) for n in (1, 30, 65)},
     **{f"spans, window {n}": Heads(has_spans=True, window=n) for n in (None, 1, 30, 65)},
+    "spans alone": Heads(has_spans=True, causal=False),
     "turned by axes": Heads(rope=Rope(0.7 ** np.arange(4, dtype=np.float32), False, axes=(0, 1, 2, 1))),
     "all": Heads(softcap=1.5, sinks=True, window=33),
     "latents": Heads(**LATENT),

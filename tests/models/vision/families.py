@@ -178,6 +178,18 @@ FAMILIES: dict[str, Family] = {
         ("pixel_values", "image_sizes"),
         (*SIZES[:2], (1, 40)),  # transformers fails at pictures of one token
     ),
+    "qwen2.5vl_merger": Family(
+        "Qwen2_5_VLForConditionalGeneration",
+        "Qwen2_5_VLConfig",
+        {
+            "text_config": TEXT | MROPE,
+            "vision_config": QWEN | {"intermediate_size": 80, "depth": 4, "fullatt_block_indexes": [1, 3]},
+        },
+        ("qwen2_vl.image_processing_pil_qwen2_vl", "Qwen2VLImageProcessorPil"),
+        {"size": {"shortest_edge": 3136, "longest_edge": 64 * 28 * 28}},
+        ("pixel_values", "image_grid_thw"),
+        ((275, 330), (611, 64), (1, 1)),
+    ),
     "qwen2vl_merger": Family(
         "Qwen2VLForConditionalGeneration",
         "Qwen2VLConfig",

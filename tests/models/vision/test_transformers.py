@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from localllm.engine.pictures import Embeddings
 from localllm.gguf import GGUFFile
 from localllm.loading.devices import open_devices
-from localllm.loading.vision import Encoder, Prepared
+from localllm.loading.vision import Prepared, VisionEncoder
 from localllm.models.vision.pictures import block_order
 from localllm.models.vision.registry import PROJECTORS
 from tests.helpers.command_line import run_main
@@ -53,12 +53,12 @@ def test_pixels_and_features_are_those_of_transformers(made: Any, name: str) -> 
     images = [picture(*size) for size in FAMILIES[name].sizes]
     expected = [features(model, name, image) for image in images]
     for device, bound in (("reference", 1e-3), ("cpu", 5e-3)):
-        encoder, (host, *_) = Encoder.open(file), open_devices(device, threads=2 if device == "cpu" else None)
+        encoder, (host, *_) = VisionEncoder.open(file), open_devices(device, threads=2 if device == "cpu" else None)
         encoder.backend = host.backend
         assert encoder.family == name
         prepared = [encoder.prepare(image) for image in images]
         for each, (seen, _) in zip(prepared, expected, strict=True):
-            frames = [encoder.model.rows(frame).given for frame in each.frames]
+            frames = [patches_of(encoder, frame) for frame in each.frames]
             theirs = seen["pixel_values"].numpy()
             if name.startswith(("gemma4", "lfm2")):
                 theirs = by_colour(encoder, each, theirs)
@@ -71,7 +71,7 @@ def test_pixels_and_features_are_those_of_transformers(made: Any, name: str) -> 
         host.close()
 
 
-def encoded(encoder: Encoder, prepared: list[Prepared]) -> list[Embeddings]:
+def encoded(encoder: VisionEncoder, prepared: list[Prepared]) -> list[Embeddings]:
     """Their embeddings, as the engine has them computed: in pieces."""
     work = encoder.encode([encoder.picture(each) for each in prepared])
     while True:
@@ -82,11 +82,17 @@ def encoded(encoder: Encoder, prepared: list[Prepared]) -> list[Embeddings]:
             return found
 
 
-def check_pixels(encoder: Encoder, frames: list[NDArray[np.float32]], theirs: NDArray[np.float32]) -> None:
+def patches_of(encoder: VisionEncoder, frame: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """The patches that the graph is given, those of each token together, in the order of tokens."""
+    rows = encoder.model.rows(frame)
+    return rows.given[(rows.outputs[:, None] + np.arange(encoder.model.merge**2)).ravel()]
+
+
+def check_pixels(encoder: VisionEncoder, frames: list[NDArray[np.float32]], theirs: NDArray[np.float32]) -> None:
     """Whether the patches that the graph is given have transformers' pixels."""
     model = encoder.model
     n = 3 * model.patch_size**2
-    own = np.concatenate([rows[model.n_before :, :n] for rows in frames])
+    own = np.concatenate([rows[:, :n] for rows in frames])
     if theirs.shape[1:] == (2 * n,):  # patches, each of two pictures that are the same
         theirs = theirs.reshape(len(theirs), 3, 2, -1)[:, :, 0].reshape(len(theirs), n)
     elif theirs.ndim > 2:
@@ -101,7 +107,7 @@ def check_pixels(encoder: Encoder, frames: list[NDArray[np.float32]], theirs: ND
         np.testing.assert_array_equal(own, theirs)
 
 
-def by_colour(encoder: Encoder, prepared: Prepared, theirs: NDArray[np.float32]) -> NDArray[np.float32]:
+def by_colour(encoder: VisionEncoder, prepared: Prepared, theirs: NDArray[np.float32]) -> NDArray[np.float32]:
     """Patches as ours, without the empty ones: those of a token together, and the colours one by one."""
     model, found = encoder.model, []
     for frame, patches in zip(prepared.frames, theirs, strict=True):
@@ -113,7 +119,7 @@ def by_colour(encoder: Encoder, prepared: Prepared, theirs: NDArray[np.float32])
 
 def test_many_small_pictures_after_a_larger_one(made: Any) -> None:
     """Each takes a page of the cache, where the larger one took few for as many patches."""
-    encoder, (host, *_) = Encoder.open(made("pixtral")[2]), open_devices("cpu", threads=2)
+    encoder, (host, *_) = VisionEncoder.open(made("pixtral")[2]), open_devices("cpu", threads=2)
     encoder.backend = host.backend
     large, small = (encoder.prepare(picture(side, side)) for side in (112, 28))
     (alone,) = encoded(encoder, [small])
@@ -138,7 +144,7 @@ def test_the_command_line_writes_the_same_file(
 
 @pytest.mark.parametrize("name", ["gemma4v", "glm4v", "lfm2", "pixtral", "qwen3vl_merger"])
 def test_a_budget_is_kept_whatever_the_shape(made: Any, name: str) -> None:
-    encoder = Encoder.open(made(name)[2])
+    encoder = VisionEncoder.open(made(name)[2])
     for shape in ((1, 150), (150, 1), (1, 1), (3, 7), (300, 200)):
         for max_tokens in (1, 5, 100):
             assert encoder.prepare(np.zeros((*shape, 3), np.uint8), max_tokens).n_tokens <= max_tokens
