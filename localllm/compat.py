@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Never, Self, TypeVar
 
 from localllm.chat.built_in_templates import built_in
+from localllm.chat.reply import CallDelta
 from localllm.errors import Argument, ContextLengthError, LocalLLMError, ModelNotFoundError, UsageError, warn
 from localllm.files import read_text
 from localllm.generation.completion import Chunk, Completion, Stream
@@ -449,7 +450,7 @@ class Llama:
                 delta = {"reasoning_content": chunk.reasoning}
             elif function is not None and delta:
                 delta = {"tool_calls": [{"index": 0, **_call(head, 0, function, chunk.text)}]}
-            elif (call := chunk.call) is not None:
+            elif isinstance(call := chunk.call, CallDelta):
                 has_calls = True
                 part = _call(head, call.index, call.name, call.arguments)
                 delta = {"tool_calls": [{"index": call.index, **part}]}
@@ -465,7 +466,7 @@ class Llama:
         with begin() as stream:
             for chunk in stream:
                 waiting += chunk.logprobs or ()
-                call = chunk.call if chunk.call is not None and not chunk.call.ends else None
+                call = chunk.call if isinstance(chunk.call, CallDelta) else None
                 if chunk.text or chunk.reasoning or call:
                     yield Chunk(chunk.text, logprobs=waiting or None, reasoning=chunk.reasoning, call=call)
                     waiting = ()

@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import unquote_to_bytes, urlsplit
-from urllib.request import url2pathname
 
 from localllm.cancellation import check_cancelled
 from localllm.errors import TemplateError, quoted
@@ -200,7 +199,11 @@ def picture_of_text(text: str, where: str, may_open_files: bool = False) -> Any:
         raise TemplateError(f"{where} is an address on the web, where localllm does not look: send it as a data URL")
     if not may_open_files:
         raise TemplateError(f"{where} is no data URL: write 'data:image/png;base64,…'")
-    return url2pathname(urlsplit(text).path) if scheme == "file" else os.path.expanduser(text)
+    if scheme != "file":
+        return os.path.expanduser(text)
+    from urllib.request import url2pathname  # imported here: it brings HTTP and TLS
+
+    return url2pathname(urlsplit(text).path)
 
 
 def decoded(text: str, where: str) -> bytes:

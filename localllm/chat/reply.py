@@ -16,7 +16,7 @@ import re
 import uuid
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from localllm.chat.conversation import ToolCall
 from localllm.chat.thinking import CALL, END_OF_CALL, Piece, ThinkingSplitter, n_open, opening_tag
@@ -112,24 +112,17 @@ _KEYS = (
 
 @dataclass(frozen=True, slots=True)
 class CallDelta:
-    """An event of a tool call: its beginning, more of its arguments, or its end."""
+    """The beginning of a call of a tool, or more of its arguments; at its end comes the whole `ToolCall`."""
 
     index: int  #: which call of the reply
     id: str
     name: str
     arguments: str = ""  #: the next piece of its JSON
     begins: bool = False
-    ends: bool = False
-
-    def add_to(self, calls: list[ToolCall]) -> None:
-        """Adds it to the calls of a reply."""
-        if self.begins:
-            calls.append(ToolCall(self.name, "", self.id))
-        if self.arguments:
-            calls[-1] = replace(calls[-1], arguments=calls[-1].arguments + self.arguments)
+    text: ClassVar[str] = ""  #: what it adds to the text of the reply, as of a `Piece`
 
 
-_Event = Piece | CallDelta
+_Event = Piece | CallDelta | ToolCall
 #: Reads text, and stops where more of it has to come.
 _Reading = Generator[None, None, None]
 
@@ -154,6 +147,7 @@ class ReplyParser:
         self._is_whole = self._is_cut = self._is_after_call = False
         self._n_calls = 0
         self._call: CallDelta | None = None  # that has begun
+        self._arguments = ""  # of that
         self._skipped = ""
         self._reading = self._read()
 
@@ -173,7 +167,7 @@ class ReplyParser:
         end = tokenizer.decode(ids, special=True)
         parser = cls(tools, opening_tag(end.removesuffix(prefix)))
         if prefix:
-            parser._events = [each for each in parser.feed(prefix) if isinstance(each, CallDelta)]
+            parser._events = [each for each in parser.feed(prefix) if not isinstance(each, Piece)]
             parser._skipped = parser._text[parser._at :] + parser._thinking.held
         return parser
 
@@ -343,18 +337,19 @@ class ReplyParser:
         if name not in self._tools:
             raise _MalformedError(f"there is no tool {name!r:.80}")
         self._at = at
-        self._call = CallDelta(self._n_calls, f"call_{uuid.uuid4().hex[:24]}", name)
+        self._call, self._arguments = CallDelta(self._n_calls, f"call_{uuid.uuid4().hex[:24]}", name), ""
         self._n_calls += 1
         self._skipped = ""
         self._events.append(replace(self._call, begins=True))
 
     def _add(self, arguments: str) -> None:
         if self._call is not None and arguments:
+            self._arguments += arguments
             self._events.append(replace(self._call, arguments=arguments))
 
     def _end(self) -> None:
         if self._call is not None:
-            self._events.append(replace(self._call, ends=True))
+            self._events.append(ToolCall(self._call.name, self._arguments, self._call.id))
             self._call = None
 
     def _object(self, begin: int, closing: str) -> _Reading:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Never, Self, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from localllm.chat.conversation import ToolCall
 from localllm.engine.drafting import Drafts
 from localllm.engine.engine import Engine
 from localllm.engine.request import FinishReason, Request, Timings, Usage
@@ -28,7 +29,6 @@ from localllm.tokenizer.stream import StreamDecoder
 if TYPE_CHECKING:
     import asyncio
 
-    from localllm.chat.conversation import ToolCall
     from localllm.chat.reply import CallDelta, ReplyParser
 
 #: Chunks that a request runs ahead of its reader at most, before it pauses.
@@ -121,7 +121,8 @@ class Chunk:
         finish_reason, usage, timings, drafts: in the last chunk alone; as in `Completion`.  ``usage`` and ``timings``
             are in those of ``n_evaluated`` too.
         reasoning: of a chat, what the model thinks, which is no part of ``text``.
-        call: of a chat, the beginning of a call of a tool, more of its arguments, or its end.
+        call: of a chat, the beginning of a call of a tool, more of its arguments (`CallDelta`), or all of it at its
+            end (`ToolCall`).
         warnings: in the last chunk of a chat, which calls were left as text, and why.
         n_evaluated: tokens of the prompt that are in the cache, in chunks of their own before the first token, where
             `Stream.tells_progress`; the first has those that were there before.
@@ -135,7 +136,7 @@ class Chunk:
     timings: Timings | None = None
     drafts: Drafts | None = None
     reasoning: str = ""
-    call: CallDelta | None = None
+    call: CallDelta | ToolCall | None = None
     warnings: tuple[str, ...] = ()
     n_evaluated: int | None = None
 
@@ -410,10 +411,6 @@ class Stream:
             self._read_lock.release()
 
     def _completion(self, chunks: list[Chunk]) -> Completion:
-        calls: list[ToolCall] = []
-        for chunk in chunks:
-            if chunk.call is not None:
-                chunk.call.add_to(calls)
         return Completion(
             text="".join(chunk.text for chunk in chunks),
             ids=tuple(id_ for chunk in chunks for id_ in chunk.ids),
@@ -423,7 +420,7 @@ class Stream:
             logprobs=tuple(c for chunk in chunks for c in chunk.logprobs or ()) if self._output.logprobs else None,
             drafts=self.drafts,
             reasoning="".join(chunk.reasoning for chunk in chunks),
-            tool_calls=tuple(calls),
+            tool_calls=tuple(chunk.call for chunk in chunks if isinstance(chunk.call, ToolCall)),
         )
 
     def __iter__(self) -> Self:

@@ -14,6 +14,7 @@ import llm
 import pydantic
 from llm.parts import AttachmentPart, Message, ReasoningPart, StreamEvent, TextPart, ToolCallPart, ToolResultPart
 
+from localllm.chat.conversation import ToolCall
 from localllm.library.find import model_path
 from localllm.library.hub_names import DEMO
 from localllm.library.listing import find_models, read_details
@@ -83,15 +84,15 @@ class LocalModel(llm.Model):
             for t in prompt.tools
         ]
         messages = [each for message in prompt.messages for each in _as_openai(message)]
-        calls: list[Any] = []
+        calls: list[ToolCall] = []
         with _loaded(self._name).stream_chat(messages, tools=tools or None, **options) as reply:
             for chunk in reply:
                 if chunk.reasoning:
                     yield StreamEvent(type="reasoning", chunk=chunk.reasoning)
                 if chunk.text:
                     yield StreamEvent(type="text", chunk=chunk.text)
-                if chunk.call is not None:
-                    chunk.call.add_to(calls)
+                if isinstance(chunk.call, ToolCall):
+                    calls.append(chunk.call)
                 if chunk.usage is not None:
                     response.set_usage(input=chunk.usage.prompt_tokens, output=chunk.usage.completion_tokens)
         for call in calls:

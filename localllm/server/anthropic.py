@@ -13,7 +13,8 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from localllm.chat.conversation import Message, read_message, read_parts
+from localllm.chat.conversation import Message, ToolCall, read_message, read_parts
+from localllm.chat.reply import CallDelta
 from localllm.engine.request import Usage
 from localllm.generation.completion import Chunk
 from localllm.server.dispatcher import (
@@ -206,12 +207,13 @@ class _MessageWriter:
                 _line("message_stop"),
             ]
         call = chunk.call
-        if call is not None:
+        if isinstance(call, ToolCall):
+            self.content[-1]["input"] = call.values
+            return []
+        if isinstance(call, CallDelta):
             if call.begins:
                 id_ = "toolu_" + call.id.removeprefix("call_")
                 return self._begin({"type": "tool_use", "id": id_, "name": call.name, "input": {}})
-            if call.ends:
-                self.content[-1]["input"] = reply.calls[call.index].values
             return self._delta("input_json_delta", "partial_json", call.arguments) if call.arguments else []
         kind, text = ("thinking", chunk.reasoning) if chunk.reasoning else ("text", chunk.text)
         if not text:

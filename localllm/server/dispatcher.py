@@ -26,6 +26,7 @@ from localllm.chat.calls import Tools, calls_grammar, choose_tools
 from localllm.chat.calls import call_schema as _call_schema
 from localllm.chat.conversation import Message, ToolCall, decoded
 from localllm.chat.rendering import described_tools
+from localllm.chat.reply import CallDelta
 from localllm.engine.pictures import text_ids
 from localllm.engine.request import FinishReason, Timings, Usage
 from localllm.errors import Argument, ClosedError, UsageError
@@ -210,8 +211,8 @@ class Reply:
         self.text += event.text
         self.thinking += event.reasoning
         self.logprobs += event.logprobs or ()
-        if event.call is not None:
-            event.call.add_to(self.calls)
+        if isinstance(event.call, ToolCall):
+            self.calls.append(event.call)
         if event.finish_reason is not None and event.usage is not None and event.timings is not None:
             self.finish_reason, self.usage, self.timings = event.finish_reason, event.usage, event.timings
             self.warnings += event.warnings
@@ -302,17 +303,17 @@ class PendingReplies:
     async def _events_of(self, index: int) -> AsyncIterator[Event]:
         stream, reply = self.streams[index], Reply(index, not index % self.job.n)
         reply.warnings = [] if index else [*self.job.warnings]
-        n_left_out = 0
+        n_calls = 0
         async for event in stream:
-            if event.call is not None and event.call.index and self.job.one_call:
-                n_left_out += event.call.begins
+            n_calls += isinstance(event.call, CallDelta) and event.call.begins
+            if n_calls > 1 and self.job.one_call:
                 event = replace(event, call=None)
             if event.finish_reason is not None:
                 if event.finish_reason == "cancelled":
                     raise _stopping()
                 reply.stop_text = stream.stop_text
-                if n_left_out:
-                    reply.warnings.append(f"{n_left_out} more calls were left out: one at a time was asked for")
+                if n_calls > 1 and self.job.one_call:
+                    reply.warnings.append(f"{n_calls - 1} more calls were left out: one at a time was asked for")
             reply.add(event)
             is_progress = event.n_evaluated is not None
             if event.text or event.reasoning or event.call or event.logprobs or event.finish_reason or is_progress:

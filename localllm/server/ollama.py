@@ -194,7 +194,7 @@ async def _respond(
 
 def _lines(pending: PendingReplies, shape: _Shape, is_chat: bool, reply: Reply, chunk: Chunk) -> Iterator[bytes]:
     """Calls come whole, as in Ollama."""
-    calls = [reply.calls[chunk.call.index]] if chunk.call is not None and chunk.call.ends else []
+    calls = [chunk.call] if isinstance(chunk.call, ToolCall) else []
     if chunk.text or chunk.reasoning or calls:  # of the last one, what was held back
         yield _line({**_head(pending), **shape(chunk.text, chunk.reasoning, calls), "done": False})
     if chunk.finish_reason is not None:

@@ -329,6 +329,8 @@ def _end_of_stream(reply: Reply) -> dict[str, Any]:
 
 def _delta(chunk: Chunk) -> dict[str, Any]:
     call = chunk.call
+    if isinstance(call, ToolCall):  # all of which was told
+        return {}
     if call is None:
         return {"reasoning_content": chunk.reasoning} if chunk.reasoning else {"content": chunk.text}
     if call.begins:

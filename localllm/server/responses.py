@@ -299,7 +299,7 @@ class _ResponseWriter:
             progress = progress_json(self._respond, chunk)
             return [("response.in_progress", {"response": self.response, **progress})]
         if chunk.call is not None:
-            return self._call(chunk.call, reply)
+            return self._call(chunk.call)
         kind = "reasoning" if chunk.reasoning else "message"
         text = chunk.reasoning or chunk.text
         if not text:
@@ -359,24 +359,23 @@ class _ResponseWriter:
         self._open = None
         return events
 
-    def _call(self, delta: CallDelta, reply: Reply) -> list[tuple[str, dict[str, Any]]]:
-        ended = self._close() if delta.begins else []
+    def _call(self, call: CallDelta | ToolCall) -> list[tuple[str, dict[str, Any]]]:
+        ended = self._close() if isinstance(call, CallDelta) and call.begins else []
         index = len(self._output)
-        call = reply.calls[delta.index]
         item = {
             "id": "fc_" + call.id.removeprefix("call_"),
             "type": "function_call",
             "call_id": call.id,
             "name": call.name,
             "arguments": call.arguments,
-            "status": "completed" if call.is_whole else "incomplete",
+            "status": "in_progress",
         }
         place = {"item_id": item["id"], "output_index": index}
-        if delta.begins:
-            begun = {"output_index": index, "item": {**item, "status": "in_progress"}}
-            return [*ended, ("response.output_item.added", begun)]
-        if not delta.ends:
-            return [("response.function_call_arguments.delta", {**place, "delta": delta.arguments})]
+        if isinstance(call, CallDelta):
+            if call.begins:
+                return [*ended, ("response.output_item.added", {"output_index": index, "item": item})]
+            return [("response.function_call_arguments.delta", {**place, "delta": call.arguments})]
+        item["status"] = "completed" if call.is_whole else "incomplete"
         self._output.append(item)
         whole = {**place, "name": call.name, "arguments": call.arguments}
         return [

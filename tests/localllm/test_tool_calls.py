@@ -14,6 +14,8 @@ import pytest
 import localllm
 from localllm import LLM, Chunk, Stream
 from localllm.chat import ReplyParser
+from localllm.chat.conversation import ToolCall
+from localllm.chat.reply import CallDelta
 from tests.helpers.tiny_models import tiny_gguf
 
 pytest.importorskip("llguidance", reason="needs the extra 'grammar'")
@@ -52,7 +54,9 @@ def test_a_stream_has_the_events_of_a_reply(llm: LLM) -> None:
         assert "".join(chunk.reasoning for chunk in chunks) == "So?"
         assert "".join(chunk.text for chunk in chunks) == "Let me see."
         begun, *arguments, ended = [chunk.call for chunk in chunks if chunk.call is not None]
-        assert (begun.begins, begun.name, ended.ends) == (True, "add", True)
+        assert isinstance(begun, CallDelta)
+        assert (begun.begins, begun.name) == (True, "add")
+        assert ended == ToolCall("add", "".join(each.arguments for each in arguments), begun.id)
         assert len(arguments) > 1
         assert json.loads("".join(each.arguments for each in arguments)) == {"a": 1}
         assert tuple(id_ for chunk in chunks for id_ in chunk.ids) == whole.ids

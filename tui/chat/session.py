@@ -9,14 +9,14 @@ from __future__ import annotations
 import json
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from localllm.chat.conversation import ToolCall
-from localllm.chat.reply import CallDelta, ReplyParser
+from localllm.chat.reply import ReplyParser
 from localllm.chat.thinking import Piece, opening_tag, split
 from localllm.errors import StoreError, UsageError
 from localllm.tui.chat import events
@@ -436,11 +436,12 @@ class ChatSession:
         calls: list[ToolCall] = []
         said = ""
 
-        def tell(parts: list[Piece | CallDelta], *, show: bool = True) -> None:
+        def tell(parts: Sequence[object], *, show: bool = True) -> None:
             nonlocal said
             for part in parts:
-                if isinstance(part, CallDelta):
-                    part.add_to(calls)
+                if isinstance(part, ToolCall):
+                    calls.append(part)
+                if not isinstance(part, Piece):
                     continue
                 said += "" if part.thinking else part.text
                 if show:

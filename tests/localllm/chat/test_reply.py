@@ -134,15 +134,18 @@ def read(parser: ReplyParser, pieces: list[str], is_cut: bool = False) -> tuple[
     """What a reply thinks, says and calls; its calls begin once and end once, one after the other."""
     events = [event for piece in pieces for event in parser.feed(piece)] + parser.finish(is_cut=is_cut)
     said = [event for event in events if isinstance(event, Piece)]
-    deltas = [event for event in events if isinstance(event, CallDelta)]
-    calls: list[ToolCall] = []
-    for delta in deltas:
-        delta.add_to(calls)
-        assert (delta.index, delta.id, delta.name) == (len(calls) - 1, calls[-1].id, calls[-1].name)
-    for index in range(len(calls)):
-        own = [delta for delta in deltas if delta.index == index]
-        assert [each.begins for each in own] == [True] + [False] * (len(own) - 1)
-        assert [each.ends for each in own] == [False] * (len(own) - 1) + [True]
+    calls, own = list[ToolCall](), list[CallDelta]()
+    for event in events:
+        if isinstance(event, CallDelta):
+            own.append(event)
+        elif isinstance(event, ToolCall):
+            assert [each.begins for each in own] == [True] + [False] * (len(own) - 1)
+            assert {(each.index, each.id, each.name) for each in own} == {(len(calls), event.id, event.name)}
+            assert "".join(each.arguments for each in own) == event.arguments
+            calls.append(event)
+            own = []
+    assert not own
+    assert "".join(event.text for event in events if not isinstance(event, ToolCall)) == "".join(p.text for p in said)
     return (
         "".join(event.text for event in said if event.thinking),
         "".join(event.text for event in said if not event.thinking),

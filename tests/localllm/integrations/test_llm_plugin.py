@@ -92,6 +92,7 @@ def test_messages_keep_calls_and_results(plugin: Any) -> None:
 def test_a_call_of_a_tool_is_told(plugin: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     import llm
 
+    from localllm.chat.conversation import ToolCall
     from localllm.chat.reply import CallDelta
     from localllm.generation.completion import Chunk
 
@@ -104,11 +105,8 @@ def test_a_call_of_a_tool_is_told(plugin: Any, monkeypatch: pytest.MonkeyPatch) 
     class Model:
         def stream_chat(self, messages: Any, *, tools: Any, **options: Any) -> Reply:
             assert tools[0]["function"]["parameters"]["properties"]["a"] == {"type": "integer"}
-            arguments = ['{"a": ', "1}"]
-            begun = CallDelta(0, "c1", "double", begins=True)
-            return Reply(
-                Chunk("", call=call) for call in (begun, *(CallDelta(0, "c1", "double", a) for a in arguments))
-            )
+            begun, written = (CallDelta(0, "c1", "double", **more) for more in ({"begins": True}, {"arguments": "{"}))
+            return Reply(Chunk("", call=call) for call in (begun, written, ToolCall("double", '{"a": 1}', "c1")))
 
     def double(a: int) -> int:
         return 2 * a

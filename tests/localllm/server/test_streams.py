@@ -440,10 +440,8 @@ def test_the_librarys_stream_says_what_the_whole_reply_says(llm: LLM) -> None:
     for number, case in enumerate(CASES):
         whole = library(llm, number)
         chunks: list[Chunk] = list(llm.stream_chat(**body_of(number), logprobs=1, **case.options))
-        calls: list[ToolCall] = []
+        calls = [chunk.call for chunk in chunks if isinstance(chunk.call, ToolCall)]
         for chunk in chunks:
-            if chunk.call is not None:
-                chunk.call.add_to(calls)
             assert bool(chunk.text) + bool(chunk.reasoning) + (chunk.call is not None) <= 1
         arguments = [(call.name, call.arguments) for call in whole.tool_calls]
         assert [(call.name, call.arguments) for call in calls] == arguments
