@@ -47,7 +47,7 @@ _SAMPLING |= {"repetition_penalty": "penalty_repeat"}
 _OTHERS = re.compile(
     r"(^|\.)(mtp|vision_\w+|vit_\w+|visual|audio_\w+|multi_modal_projector|mm_projector|connector|mlp_AR|embed_vision"
     r"|embed_audio)\."
-    r"|rotary_emb\.inv_freq$|\.masked_bias$|^cls\.(predictions|seq_relationship)\.|position_ids$"
+    r"|rotary_emb\.inv_freq$|\.masked_bias$|^cls\.(predictions|seq_relationship)\.|position_ids$|image_newline$"
     r"|(^|\.)h\.\d+\.attn\.bias$"
 )
 #: What encoders have behind their last layer: classifiers use it.

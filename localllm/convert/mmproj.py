@@ -47,8 +47,9 @@ class MmprojCheckpoint:
         self.path = folder
         values = read_json(folder / "config.json")
         kind = values.get("model_type")
-        found = [each for each in PROJECTORS.values() if kind in each.hf_types.split()]
         vision = values.get("vision_config")
+        own = f"{kind}/{vision.get('model_type')}" if isinstance(vision, dict) else kind
+        found = [each for name in (own, kind) for each in PROJECTORS.values() if name in each.hf_types.split()]
         if not found or not isinstance(vision, dict):
             known = ", ".join(sorted({kind for each in PROJECTORS.values() for kind in each.hf_types.split()}))
             raise UnsupportedArchitectureError(

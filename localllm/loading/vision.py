@@ -120,6 +120,7 @@ class VisionEncoder:
     def picture(self, prepared: Prepared) -> Picture:
         """A picture as requests have it, with the same key wherever its pixels are the same."""
         name = hashlib.sha256(self._file.fingerprint().encode())
+        name.update(repr((prepared.parts, prepared.grid)).encode())
         for frame in prepared.frames:
             name.update(repr(frame.shape).encode())
             name.update(frame.tobytes())
@@ -204,7 +205,7 @@ class VisionEncoder:
         found: list[Embeddings] = []
         for each in prepared:
             own, made = made[: len(each.frames)], made[len(each.frames) :]
-            found.append(np.concatenate(own))
+            found.append(self.model.arranged(each, np.concatenate(own)))
         return found
 
     def _run(self, frames: Sequence[FrameRows]) -> Generator[None, None, NDArray[np.float32]]:

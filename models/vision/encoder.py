@@ -154,6 +154,10 @@ class VisionModel:
         """What is added to the patches of a grid, row after row: [rows * columns, n_embd]; None: nothing."""
         return None
 
+    def arranged(self, prepared: Prepared, rows: Pixels) -> Pixels:
+        """The rows of a picture in the order of its tokens, of those of its frames: [n, n_embeddings, width]."""
+        return rows
+
     # -- Rows of a frame -------------------------------------------------------------------------------------------
 
     def table(self, name: str, n: int, width: int) -> Pixels:
@@ -235,10 +239,13 @@ class VisionModel:
         return norm(at, name, x) if self.rms else layer_norm(at, name, x)
 
     def mlp(self, at: Layer, x: Tensor, residual: Tensor | None) -> Tensor:
-        names = ("ffn_gate", "ffn_up") if "ffn_gate.weight" in at.weights else ("ffn_up",)
-        y, *up = at.add(Linears(x, tuple(at.weights.matrix(name, self.n_embd, self.n_ff) for name in names)))
-        y = at.add(Gated(y, up[0], self.activation) if up else Activation(y, self.activation))
-        return self.project(at, y, "ffn_down", "ls2", residual)
+        up, down = "ffn_up", "ffn_down"
+        if at.weights.n_rows("ffn_up.weight") == self.n_embd != self.n_ff:  # llama.cpp's converters of 2023 swap them
+            up, down = down, up
+        names = ("ffn_gate", up) if "ffn_gate.weight" in at.weights else (up,)
+        y, *other = at.add(Linears(x, tuple(at.weights.matrix(name, self.n_embd, self.n_ff) for name in names)))
+        y = at.add(Gated(y, other[0], self.activation) if other else Activation(y, self.activation))
+        return self.project(at, y, down, "ls2", residual)
 
     def project(self, at: Layer, x: Tensor, name: str, scale: str, residual: Tensor | None) -> Tensor:
         """x times a matrix, each value times a factor of its own where the file has those, added."""

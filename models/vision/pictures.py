@@ -196,6 +196,11 @@ def nearest_grid(width: int, height: int, least: int, most: int, side: int) -> t
 
 def tiles(picture: Image, columns: int, rows: int, side: int, method: str) -> list[NDArray[np.uint8]]:
     """A picture stretched over a grid of square tiles, row after row."""
-    pixels = np.asarray(resized(picture, rows * side, columns * side, method))
-    starts = [(i * side, j * side) for i in range(rows) for j in range(columns)]
-    return [pixels[y : y + side, x : x + side] for y, x in starts]
+    return cut(np.asarray(resized(picture, rows * side, columns * side, method)), side)
+
+
+def cut(pixels: NDArray[np.uint8], height: int, width: int | None = None) -> list[NDArray[np.uint8]]:
+    """Pixels in tiles of a size, by default squares, row after row."""
+    width = height if width is None else width
+    starts = [(y, x) for y in range(0, pixels.shape[0], height) for x in range(0, pixels.shape[1], width)]
+    return [pixels[y : y + height, x : x + width] for y, x in starts]

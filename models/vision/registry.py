@@ -22,7 +22,7 @@ class Projector:
     name: str
     models: str
     texts: str  # architectures of the text models that its rows are for, separated by spaces
-    hf_types: str  # ``model_type`` in config.json, separated by spaces
+    hf_types: str  # ``model_type`` in config.json, and after "/" the encoder's own, separated by spaces
 
     @property
     def model(self) -> type[VisionModel]:
@@ -60,8 +60,13 @@ PROJECTORS: dict[str, Projector] = {
         "internvl", "InternVL", "InternVL 2.5 to 3.5", "internlm2 llama qwen2 qwen3 qwen3moe gpt-oss", "internvl"
     ),
     "lfm2": Projector("siglip", "Lfm2", "LFM2-VL, LFM2.5-VL", "lfm2 lfm2moe", "lfm2_vl"),
+    "mlp": Projector("clip", "Llava", "LLaVA 1.5 and 1.6", "llama qwen2", "llava llava_next"),
     "pixtral": Projector(
-        "pixtral", "Pixtral", "Pixtral, Mistral Small 3.1, Ministral 3", "llama mistral3 mistral4", "mistral3"
+        "pixtral",
+        "Pixtral",
+        "Pixtral, Mistral Small 3.1, Ministral 3",
+        "llama mistral3 mistral4",
+        "llava/pixtral mistral3",
     ),
     "qwen2.5vl_merger": Projector("qwen", "Qwen25VL", "Qwen 2.5-VL", "qwen2vl", "qwen2_5_vl"),
     "qwen2vl_merger": Projector("qwen", "Qwen2VL", "Qwen 2-VL", "qwen2vl", "qwen2_vl"),

@@ -164,6 +164,45 @@ FAMILIES: dict[str, Family] = {
         {"min_image_tokens": 2, "max_image_tokens": 4, "tile_size": 64, "max_tiles": 6},
         ("pixel_values", "spatial_shapes", "pixel_attention_mask"),
     ),
+    "mlp": Family(
+        "LlavaForConditionalGeneration",
+        "LlavaConfig",
+        {
+            "text_config": {"model_type": "llama", **TEXT},
+            "vision_config": siglip("clip_vision_model", image_size=56, patch_size=14, num_hidden_layers=3),
+            "image_seq_length": 16,
+        },
+        ("llava.image_processing_pil_llava", "LlavaImageProcessorPil"),
+        {"size": {"shortest_edge": 56}, "crop_size": {"height": 56, "width": 56}},
+    ),
+    "mlp padded": Family(
+        "LlavaForConditionalGeneration",
+        "LlavaConfig",
+        {
+            "text_config": {"model_type": "llama", **TEXT},
+            "vision_config": siglip("clip_vision_model", image_size=56, patch_size=14, hidden_act="gelu"),
+            "vision_feature_layer": -1,
+            "image_seq_length": 16,
+        },
+        ("llava.image_processing_pil_llava", "LlavaImageProcessorPil"),
+        {"size": {"shortest_edge": 56}, "crop_size": {"height": 56, "width": 56}, "do_pad": True},
+    ),
+    "mlp 1.6": Family(
+        "LlavaNextForConditionalGeneration",
+        "LlavaNextConfig",
+        {
+            "text_config": {"model_type": "llama", **TEXT},
+            "vision_config": siglip("clip_vision_model", image_size=56, patch_size=14, num_hidden_layers=3),
+            "image_grid_pinpoints": (GRIDS := [[56, 112], [112, 56], [112, 112], [168, 56], [56, 168]]),
+        },
+        ("llava_next.image_processing_pil_llava_next", "LlavaNextImageProcessorPil"),
+        {
+            "size": {"shortest_edge": 56},
+            "crop_size": {"height": 56, "width": 56},
+            "image_grid_pinpoints": GRIDS,
+        },
+        ("pixel_values", "image_sizes"),
+    ),
     "pixtral": Family(
         "Mistral3ForConditionalGeneration",
         "Mistral3Config",
@@ -189,6 +228,20 @@ FAMILIES: dict[str, Family] = {
         {"size": {"shortest_edge": 3136, "longest_edge": 64 * 28 * 28}},
         ("pixel_values", "image_grid_thw"),
         ((275, 330), (611, 64), (1, 1)),
+    ),
+    "pixtral 12B": Family(
+        "LlavaForConditionalGeneration",
+        "LlavaConfig",
+        {
+            "text_config": {"model_type": "mistral", **TEXT},
+            "vision_config": siglip("pixtral", image_size=56, patch_size=14) | {"head_dim": 24},
+            "vision_feature_layer": -1,
+            "vision_feature_select_strategy": "full",
+        },
+        ("pixtral.image_processing_pil_pixtral", "PixtralImageProcessorPil"),
+        {"size": {"longest_edge": 56}, "patch_size": {"height": 14, "width": 14}},
+        ("pixel_values", "image_sizes"),
+        (*SIZES[:2], (1, 40)),
     ),
     "qwen2vl_merger": Family(
         "Qwen2VLForConditionalGeneration",

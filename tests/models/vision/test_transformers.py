@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,7 @@ from localllm.gguf import GGUFFile
 from localllm.loading.devices import open_devices
 from localllm.loading.vision import Prepared, VisionEncoder
 from localllm.models.vision.pictures import block_order
-from localllm.models.vision.registry import PROJECTORS
+from localllm.models.vision.registry import PROJECTORS, read_encoder
 from tests.helpers.command_line import run_main
 from tests.models.vision.families import FAMILIES, make, picture, processor_of, torch
 
@@ -55,7 +57,7 @@ def test_pixels_and_features_are_those_of_transformers(made: Any, name: str) -> 
     for device, bound in (("reference", 1e-3), ("cpu", 5e-3)):
         encoder, (host, *_) = VisionEncoder.open(file), open_devices(device, threads=2 if device == "cpu" else None)
         encoder.backend = host.backend
-        assert encoder.family == name
+        assert encoder.family == name.partition(" ")[0]
         prepared = [encoder.prepare(image) for image in images]
         for each, (seen, _) in zip(prepared, expected, strict=True):
             frames = [patches_of(encoder, frame) for frame in each.frames]
@@ -142,14 +144,31 @@ def test_the_command_line_writes_the_same_file(
         assert len(ours.tensors) == len(theirs.tensors) > 30
 
 
-@pytest.mark.parametrize("name", ["gemma4v", "glm4v", "lfm2", "pixtral", "qwen3vl_merger"])
+def test_files_of_2023_call_the_matrices_of_an_mlp_the_other_way_round(made: Any) -> None:
+    """And do not say which layer's rows count, and have CLIP's own width: the last layer's, and the projector's."""
+    old, (host, *_) = VisionEncoder.open(made("mlp")[2]), open_devices("cpu", threads=2)
+    swapped = {"ffn_up": "ffn_down", "ffn_down": "ffn_up"}
+    tensors = {
+        re.sub("ffn_up|ffn_down", lambda m: swapped[m[0]], name): each for name, each in old._file.tensors.items()
+    }
+    left = {key: value for key, value in old._file.metadata.items() if not key.endswith("feature_layer")}
+    file: Any = SimpleNamespace(metadata=left | {"clip.vision.projection_dim": 768}, tensors=tensors)
+    new = VisionEncoder(old.path, "mlp", read_encoder(file), old._file)
+    old.backend = new.backend = host.backend
+    expected, found = (encoded(each, [each.prepare(picture(75, 130))])[0] for each in (old, new))
+    np.testing.assert_array_equal(found, expected)
+    old.close()
+    host.close()
+
+
+@pytest.mark.parametrize("name", ["gemma4v", "glm4v", "lfm2", "mlp 1.6", "pixtral", "qwen3vl_merger"])
 def test_a_budget_is_kept_whatever_the_shape(made: Any, name: str) -> None:
     encoder = VisionEncoder.open(made(name)[2])
     for shape in ((1, 150), (150, 1), (1, 1), (3, 7), (300, 200)):
-        for max_tokens in (1, 5, 100):
+        for max_tokens in (1, 5, 100) if name != "mlp 1.6" else (17, 40, 100):  # whose least is a tile
             assert encoder.prepare(np.zeros((*shape, 3), np.uint8), max_tokens).n_tokens <= max_tokens
     encoder.close()
 
 
 def test_all_families_are_compared() -> None:
-    assert set(FAMILIES) == set(PROJECTORS)
+    assert {name.partition(" ")[0] for name in FAMILIES} == set(PROJECTORS)
