@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from localllm.errors import GGUFError, LocalLLMError
-from localllm.gguf import GGUFFile
 from localllm.kernels.code_cache import cache_root, write_aside
-from localllm.loading.info import file_type_name
 from localllm.version import __version__
+
+if TYPE_CHECKING:
+    from localllm.gguf import GGUFFile
 
 #: To be raised when `Details` mean something else than before.
 _VERSION = f"{__version__}-2"
@@ -64,6 +65,8 @@ class DetailsReader:
         stamp, key = _stamp(path), str(path)
         if stamp is not None and (kept := _kept_details(self._kept.get(key), stamp)) is not None:
             return kept
+        from localllm.gguf import GGUFFile  # imported here, as all that reads files: most are remembered
+
         try:
             with GGUFFile.open(path) as file:
                 details = _details(file)
@@ -115,6 +118,8 @@ def _kept_details(entry: Any, stamp: list[int]) -> Details | None:
 
 
 def _details(file: GGUFFile) -> Details:
+    from localllm.loading.info import file_type_name
+
     title, architecture = (_text(file, f"general.{key}") for key in ("name", "architecture"))
     known: dict[str, Any] = {
         "title": title,
@@ -138,7 +143,6 @@ def _text(file: GGUFFile, key: str) -> str | None:
 
 def _memory(file: GGUFFile) -> dict[str, Any]:
     """The context that a model gets, and what it then takes."""
-    # Imported here: a file that is remembered needs neither models nor numba.
     from localllm.kernels.cpu.backend import CPUBackend
     from localllm.kernels.cpu.host import default_threads
     from localllm.loading.devices import Device

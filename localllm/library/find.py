@@ -7,15 +7,17 @@ import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from localllm.errors import ModelNotFoundError, warn
-from localllm.gguf import GGUFFile
 from localllm.kernels.cpu.host import available_memory
 from localllm.library import other_programs
 from localllm.library.demo import demo_path
 from localllm.library.hub_cache import cached_models, hub_cache, models_in, where_cached
 from localllm.library.hub_names import DEFAULT_QUANT, DEMO, HubName, choices, choose, matching
-from localllm.library.listing import LocalModel, find_models, read_details
+
+if TYPE_CHECKING:
+    from localllm.library.listing import LocalModel
 
 
 def model_path(name: str | None, folders: Iterable[Path] = ()) -> str | Path | None:
@@ -25,6 +27,8 @@ def model_path(name: str | None, folders: Iterable[Path] = ()) -> str | Path | N
 
 def trained_context(path: str | Path) -> int | None:
     """Tokens of context that a model was trained on; None if its file does not say."""
+    from localllm.gguf import GGUFFile
+
     with GGUFFile.open(path) as file:
         found = file.metadata.get(f"{file.architecture}.context_length")
     return found if isinstance(found, int) and found > 0 else None
@@ -75,6 +79,8 @@ def _by_words(name: str, folders: list[Path]) -> LocalModel | None:
 
     That is the largest that fits into memory, in `DEFAULT_QUANT` where there are several of one size.
     """
+    from localllm.library.listing import find_models, read_details  # imported here: most names are paths
+
     wanted = f"-{_words(name)}"
     models = [
         model for model in find_models(folders).models if wanted in f"-{_words(f'{model.name} {model.path.name}')}"

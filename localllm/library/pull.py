@@ -68,7 +68,7 @@ def _is_of_checkpoint(name: str) -> bool:
 
 def _encoder(group: FileGroup, names: Iterable[str]) -> list[str]:
     """The encoder of pictures in a model's folder: in F16 or Q8_0 where there are several, as `load` finds it."""
-    from localllm.loading.vision import encoder_names
+    from localllm.loading.beside import encoder_names
 
     folder = group.names[0].rpartition("/")[0]
     return encoder_names(name for name in names if name.rpartition("/")[0] == folder)[:1]

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from localllm.errors import Argument, DeviceError, Notice, UsageError
-from localllm.kernels.backend import Backend
 from localllm.kernels.cpu.host import LLVM_BYTES, check_memory
 
 if TYPE_CHECKING:
+    from localllm.kernels.backend import Backend
     from localllm.kernels.cuda.driver import Driver
 
 #: Names that `open_devices` knows.

@@ -29,7 +29,7 @@ from localllm.gguf import GGUFFile
 from localllm.kernels.backend import Progress, weights_of
 from localllm.kernels.cpu.host import available_memory, default_threads, memory_advice
 from localllm.kernels.graph import Tensor, Weight
-from localllm.loading.adapters import read_adapter
+from localllm.loading.beside import find_beside
 from localllm.loading.devices import Device, open_devices, split_by_rows
 from localllm.loading.info import ModelInfo, file_type_name
 from localllm.loading.placement import Placement, Plan, Planner, fit, widened
@@ -208,8 +208,11 @@ def _read(
     adapts: bool = False,
     sees: bool = False,
 ) -> _ModelSource:
-    given = (options.adapters if adapts else None) or {}
-    adapters = [read_adapter(each, Path(path), file) for each, path in given.items()]
+    adapters = []
+    if adapts and options.adapters:
+        from localllm.loading.adapters import read_adapter  # imported here: it imports what converts checkpoints
+
+        adapters = [read_adapter(each, Path(path), file) for each, path in options.adapters.items()]
 
     def read(context: int | None) -> Model:
         model = read_model(file, context, options.cache_type, is_block=is_block, sees=sees)
@@ -222,12 +225,11 @@ def _find_encoder(options: LoadOptions, file: GGUFFile) -> VisionEncoder | None:
     """The encoder of pictures that was named, or the first one beside the model that is made for it."""
     if options.mmproj is False or options.path is None:
         return None
-    # Imported here: most models see nothing.
-    from localllm.loading.vision import VisionEncoder, find_beside
-
     architecture = str(file.metadata.get("general.architecture"))
     width = file.metadata.get(f"{architecture}.embedding_length")
     for path in find_beside(file.path) if options.mmproj is None else [Path(options.mmproj)]:
+        from localllm.loading.vision import VisionEncoder  # imported here: most models see nothing
+
         try:
             return VisionEncoder.of(path, architecture, width)
         except LocalLLMError as error:

@@ -39,7 +39,7 @@ def download(name: str, *, quiet: bool, by: Callable[[str, PullProgress], Path] 
     finally:
         progress.close()
     if by is None and not quiet:
-        from localllm.loading.vision import find_beside
+        from localllm.loading.beside import find_beside
 
         for encoder in find_beside(path)[:1]:
             say(f"{visible_line(encoder.name)} lies beside it: with that encoder the model sees pictures")

@@ -124,7 +124,9 @@ def test_a_warm_start_does_without_numba_and_jinja2(generate: Generate, plain: P
     )
     loaded = set(done.stderr.split())
     assert "localllm.kernels.cpu.backend" in loaded
-    assert not loaded & {"numba", "jinja2", "rich", "gguf", "torch"}
+    assert not loaded & {"numba", "jinja2", "rich", "gguf", "torch", "numpy.ma", "http", "ssl", "email", "asyncio"}
+    ours = "convert", "quantize", "server", "tui", "chat.sandbox", "loading.vision", "library.listing"
+    assert not loaded & {f"localllm.{name}" for name in ours}
 
 
 def test_settings_reach_the_sampler(generate: Generate, llm: LLM) -> None:

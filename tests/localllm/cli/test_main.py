@@ -83,8 +83,11 @@ def test_help_does_not_wait_for_the_heavy_packages() -> None:
         ["--version"],
         ["--help"],
         ["genrate"],
+        ["generate", "--nonsense"],
+        ["models", "--json"],  # whose details were read before
         *([name, flag] for name in command_names() for flag in ("--help", "-Q")),
     ]
+    assert main(["models", "--json"]) == 0
     code = f"import sys\nfrom localllm.cli.main import main\nfor line in {lines}: main(line)\n"
     code += "print(*sys.modules, file=sys.stderr)"
     done = subprocess.run(

@@ -367,7 +367,7 @@ def test_details_are_remembered_until_a_file_changes(tmp_path: Path, monkeypatch
     reader.save()
     opened = []
     read = localllm.GGUFFile.open
-    monkeypatch.setattr(details.GGUFFile, "open", lambda path: opened.append(path) or read(path))
+    monkeypatch.setattr(localllm.GGUFFile, "open", lambda path: opened.append(path) or read(path))
     assert DetailsReader().read(path) == known
     assert opened == []
     os.utime(path, (1, 1))
