@@ -6,7 +6,10 @@ The dicts have the keys that llama-cpp-python 0.3.36 gives for the same calls.
 from __future__ import annotations
 
 import json
+import os
 import pickle
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from localllm import compat
 from localllm.compat import Llama, LlamaGrammar, LlamaPromptLookupDecoding, NotAvailableError
 from localllm.errors import ClosedError, ContextLengthError, LocalLLMError, UsageError
 from localllm.library import find
@@ -189,7 +193,6 @@ def test_answers_that_follow_a_grammar(llm: Llama, tmp_path: Path) -> None:
 
 
 def test_other_imports(llm: Llama) -> None:
-    from localllm import compat
     from localllm.compat.llama_grammar import LlamaGrammar as Grammar  # type: ignore[import-not-found]
     from localllm.compat.llama_speculative import LlamaPromptLookupDecoding as Lookup  # type: ignore[import-not-found]
 
@@ -199,7 +202,7 @@ def test_other_imports(llm: Llama) -> None:
     assert llm.metadata["general.architecture"] == "llama"
     assert llm.n_embd() == 256
     for name, hint in (
-        ("eval", r"use Llama\.llm\.logits"),
+        ("decode", r"use Llama\.llm\.detokenize"),
         ("tokenizer", r"use Llama\.llm\.tokenizer$"),
         ("xyzzy", "'xyzzy'$"),
     ):
@@ -305,6 +308,155 @@ def test_options_mean_what_they_mean_there(llm: Llama) -> None:
     assert llm("a", max_tokens=1, model="mine")["model"] == "mine"
 
 
+def log_softmax(rows: np.ndarray) -> np.ndarray:
+    rows = rows.astype(np.float64)
+    return (
+        rows - np.log(np.exp(rows - rows.max(-1, keepdims=True)).sum(-1, keepdims=True)) - rows.max(-1, keepdims=True)
+    )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo_with_logprobs_tells_those_of_the_prompt(llm: Llama, stream: bool) -> None:
+    prompt = "Once upon a time"
+    options: dict[str, Any] = {"max_tokens": 3, "temperature": 0, "echo": True, "logprobs": 2}
+    if stream:
+        pieces = [chunk["choices"][0] for chunk in llm(prompt, stream=True, **options)]
+        told = [piece["logprobs"] for piece in pieces if piece["logprobs"]]
+        found = {key: [each for part in told for each in part[key]] for key in told[0]}
+        text = "".join(piece["text"] for piece in pieces)
+    else:
+        choice = llm(prompt, **options)["choices"][0]
+        found, text = choice["logprobs"], choice["text"]
+    ids = llm.tokenize(text.encode())
+    expected = log_softmax(llm.llm.logits(ids))
+    assert ids[0] == llm.token_bos()
+    assert text.startswith(prompt)
+    assert "".join(found["tokens"]).lstrip() == text
+    assert len(found["tokens"]) == len(ids) - 1
+    assert found["token_logprobs"][0] is found["top_logprobs"][0] is None
+    np.testing.assert_allclose(
+        found["token_logprobs"][1:], [expected[i, ids[i + 1]] for i in range(1, len(ids) - 1)], atol=1e-3
+    )
+    for at, top in enumerate(found["top_logprobs"][1:], 1):
+        assert max(top.values()) == pytest.approx(expected[at].max(), abs=1e-3)
+
+
+def test_criteria_end_texts(llm: Llama) -> None:
+    prompt = llm.tokenize(b"Once upon a time")
+    ids = list(llm.llm.generate(prompt, max_tokens=8, temperature=0).ids)
+    seen: list[int] = []
+
+    def after_three(tokens: np.ndarray, logits: np.ndarray) -> bool:
+        seen.append(int(logits.argmax()))
+        return len(tokens) == len(prompt) + 3
+
+    ends = compat.StoppingCriteriaList([lambda tokens, logits: False, after_three])
+    done = llm(prompt, max_tokens=8, temperature=0, stopping_criteria=ends)
+    assert (done["choices"][0]["text"], done["choices"][0]["finish_reason"]) == (llm.llm.detokenize(ids[:3]), "stop")
+    assert seen == ids[:4]
+    assert list(llm.generate(prompt, temp=0, stopping_criteria=ends)) == ids[:3]
+
+
+def test_tokens_one_by_one() -> None:
+    with Llama(DEMO, n_ctx=128, logits_all=True) as llm:
+        prompt = llm.tokenize(b"What is localllm?")
+        expected = list(llm.llm.generate(prompt, max_tokens=6, temperature=0).ids)
+        llm.eval(prompt[:2])
+        llm.eval(prompt[2:])
+        np.testing.assert_allclose(llm.scores, llm.llm.logits(prompt), atol=1e-4)
+        assert (llm.n_tokens, list(llm.eval_tokens), llm.input_ids.tolist()) == (len(prompt), prompt, prompt)
+        assert len(llm.eval_logits) == len(prompt)
+        written = []
+        for _ in range(6):
+            written.append(llm.sample(temp=0, top_k=1))
+            llm.eval(written[-1:])
+        assert written == expected
+        assert list(llm.eval_tokens) == [*prompt, *expected]
+        tokens = llm.generate(prompt, temp=0)
+        assert [next(tokens) for _ in range(6)] == expected
+        with pytest.raises(NotAvailableError, match="of all tokens"):
+            llm.scores  # noqa: B018
+        sent = llm.tokenize(b" a dog", add_bos=False)
+        after = list(llm.llm.generate([*prompt, *expected[:1], *sent], max_tokens=2, temperature=0).ids)
+        tokens = llm.generate(prompt, temp=0)
+        assert [next(tokens), tokens.send(sent), next(tokens)] == [expected[0], *after]
+        llm.reset()
+        assert (llm.n_tokens, llm.scores.shape) == (0, (0, llm.n_vocab()))
+        whole = list(
+            llm.generate(
+                llm.tokenize(b"Say yes. Answer:"), temp=0, grammar=LlamaGrammar.from_string('root ::= "yes"')
+            )
+        )
+        assert llm.detokenize(whole[:-1]) == b"yes"
+        assert whole[-1] == llm.token_eos()
+
+
+def test_formats_of_a_programs_own() -> None:
+    from localllm.compat import llama_chat_format as formats
+
+    @formats.register_chat_format("shouted")
+    def shouted(*, messages: Any, **more: Any) -> formats.ChatFormatterResponse:
+        return formats.ChatFormatterResponse(messages[-1]["content"].upper(), stop="@@")
+
+    with pytest.raises(UsageError, match="there is a chat format 'shouted' already"):
+        formats.register_chat_format("shouted")(shouted)
+    jinja = formats.Jinja2ChatFormatter("{{ bos_token }}{{ messages[0].content | upper }}", "</s>", "<s>")
+    options: dict[str, Any] = {"max_tokens": 6, "temperature": 0}
+    with Llama(DEMO, chat_format="shouted") as llm, Llama(DEMO, chat_handler=jinja.to_chat_handler()) as other:
+        expected = llm("WHAT IS LOCALLLM?", **options)["choices"][0]["text"]
+        for each in (llm, other):
+            answer = each.create_chat_completion(QUESTION, **options)
+            assert answer["choices"][0]["message"] == {"role": "assistant", "content": expected}
+        chunks = list(llm.create_chat_completion(QUESTION, stream=True, **options))
+        assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks) == expected
+
+    def echo(*, llama: Llama, messages: Any, temperature: float = 0.2, **more: Any) -> Any:
+        return {"said": messages, "temperature": temperature, "stream": more["stream"]}
+
+    with Llama(DEMO, chat_handler=echo) as llm:
+        assert llm.create_chat_completion(QUESTION, temperature=0.5) == {
+            "said": QUESTION, "temperature": 0.5, "stream": False
+        }  # fmt: skip
+
+
+def test_openais_objects(llm: Llama) -> None:
+    pytest.importorskip("openai")
+    whole = llm.create_chat_completion_openai_v1(QUESTION, temperature=0)
+    chunks = llm.create_chat_completion_openai_v1(QUESTION, temperature=0, stream=True)
+    assert "localllm" in whole.choices[0].message.content
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.choices[0].message.content
+
+
+TYPED = """
+from typing import reveal_type
+from localllm.compat import Llama
+from localllm.compat.llama_types import CreateCompletionResponse
+
+llm = Llama("model.gguf", n_ctx=512, n_gpu_layers=-1, verbose=False)
+done: CreateCompletionResponse = llm("a", max_tokens=3, temperature=0.5)
+reveal_type(done["choices"][0]["text"])
+for chunk in llm.create_chat_completion([{"role": "user", "content": "a"}], stream=True):
+    reveal_type(chunk["choices"][0]["delta"])
+reveal_type(llm.create_chat_completion([{"role": "user", "content": "a"}])["usage"]["total_tokens"])
+flag = bool(done)
+llm("a", stream=flag)
+llm("a", temprature=1)
+"""
+
+
+def test_type_checkers_see_signatures(tmp_path: Path) -> None:
+    pytest.importorskip("mypy")
+    (tmp_path / "program.py").write_text(TYPED)
+    command = [sys.executable, "-m", "mypy", "--follow-imports=silent", "program.py"]
+    environment = os.environ | {"MYPYPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    lines = [line.partition(": ")[2] for line in done.stdout.splitlines()]
+    assert lines[0].removeprefix("note: Revealed type is ") in ('"str"', '"builtins.str"'), done.stdout
+    assert "ChatCompletionStreamResponseDelta" in lines[1]
+    assert "int" in lines[2]
+    assert lines[3].startswith('error: Unexpected keyword argument "temprature"')
+
+
 def test_the_seed_of_the_model() -> None:
     def texts(seed: int) -> list[str]:
         llm = Llama(DEMO, seed=seed)
@@ -331,7 +483,6 @@ def test_leaving_a_stream_stops_it(llm: Llama) -> None:
         ("vocab_only", True),
         ("rope_freq_base", 1e6),
         ("kv_overrides", {"a": 1}),
-        ("chat_handler", print),
         ("type_k", 2),
         ("type_v", 8),
     ],
@@ -380,7 +531,6 @@ def test_other_values_of_the_constructor(monkeypatch: pytest.MonkeyPatch) -> Non
         ({"logit_bias": "none"}, "logit_bias is 'none', but must be"),
         ({"mirostat_mode": 1}, "mirostat_mode is 1, but must be"),
         ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice is 'required': name the function"),
-        ({"stopping_criteria": [print]}, "stopping_criteria is not available"),
         ({"tfs_z": 0.5}, "tfs_z is not available"),
     ],
 )
@@ -393,8 +543,10 @@ def test_what_else_cannot_be_done(llm: Llama) -> None:
     for call in (llm.embed, llm.create_embedding):
         with pytest.raises(UsageError, match="makes no vectors of texts"):
             call("text")
-    with pytest.raises(NotAvailableError, match=r"LLM\.score"):
-        llm("a", echo=True, logprobs=1)
+    with pytest.raises(NotAvailableError, match="logits_all=True"):
+        llm.scores  # noqa: B018
+    with pytest.raises(UsageError, match="chat_handler is 7, but must be an encoder of pictures"):
+        Llama("missing.gguf", chat_handler=7)  # type: ignore[arg-type]
     for bad in ({"temprature": 1}, {"stream_options": {}}):
         with pytest.raises(TypeError, match="unexpected keyword argument"):
             llm("a", **bad)

@@ -16,14 +16,31 @@ import random
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Never, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Never, Self, TypedDict, TypeVar, Unpack, overload
+
+import numpy as np
+from numpy.typing import NDArray
 
 from localllm.chat.built_in_templates import built_in
 from localllm.chat.reply import CallDelta
+from localllm.compat.llama_chat_format import (
+    ChatFormatter,
+    LlamaChatCompletionHandler,
+    get_chat_completion_handler,
+    registered_formats,
+)
+from localllm.compat.llama_types import (
+    CreateChatCompletionResponse,
+    CreateChatCompletionStreamResponse,
+    CreateCompletionResponse,
+    CreateCompletionStreamResponse,
+    CreateEmbeddingResponse,
+)
 from localllm.errors import Argument, ContextLengthError, LocalLLMError, ModelNotFoundError, UsageError, warn
 from localllm.files import read_text
 from localllm.generation.completion import Chunk, Completion, Stream
@@ -39,8 +56,8 @@ from localllm.options.foreign_names import THEIR_METHODS, no_attribute
 from localllm.sampling import Choice
 from localllm.tokenizer.stream import TextOffsets
 
-#: Modules of llama_cpp that programs import from, which are this one too.
-for _module in ("llama", "llama_chat_format", "llama_grammar", "llama_speculative", "llama_cache", "llama_types"):
+#: Other modules of llama_cpp that programs import from, which are this one too.
+for _module in ("llama", "llama_grammar", "llama_speculative", "llama_cache"):
     sys.modules[f"{__name__}.{_module}"] = sys.modules[__name__]
 
 #: llama.cpp's number for "a fresh seed".
@@ -51,7 +68,7 @@ _CACHE_TYPES: Mapping[int, CacheType] = {1: "f16", 8: "q8_0"}
 
 _NO_EFFECT = """
     n_batch n_ubatch n_threads_batch use_mmap use_mlock numa flash_attn offload_kqv op_offload swa_full no_perf
-    last_n_tokens_size main_gpu split_mode logits_all embedding pooling_type attention_type verbose
+    last_n_tokens_size main_gpu split_mode embedding pooling_type attention_type verbose
 """
 #: Keywords of the constructor that change nothing here: batches, memory and attention are localllm's own affair.
 _WITHOUT_EFFECT = frozenset(_NO_EFFECT.split())
@@ -84,12 +101,6 @@ _OPTIONS = {
     **dict(zip(_SAME.split(), _SAME.split(), strict=True)),
     "mirostat_mode": "mirostat",
     "logits_processor": "processors",
-}
-
-#: Keywords of a completion that are not here, with what is no request.
-_UNAVAILABLE: Mapping[str, tuple[object, ...]] = {
-    "stopping_criteria": (None,),
-    "tfs_z": (None, 1),
 }
 
 
@@ -170,16 +181,85 @@ NanoLlavaChatHandler = Llama3VisionAlphaChatHandler = MiniCPMv26ChatHandler = MT
 Qwen25VLChatHandler = Gemma4ChatHandler = MTMDChatHandler
 
 
-class LogitsProcessorList(list[Any]):
+#: Changes the logits, float32 [n_vocab], behind tokens; and says whether the text ends with these.
+LogitsProcessor = Callable[[NDArray[Any], NDArray[np.float32]], NDArray[np.float32]]
+StoppingCriteria = Callable[[NDArray[Any], NDArray[np.float32]], bool]
+
+
+class LogitsProcessorList(list[LogitsProcessor]):
     """Functions of the tokens and the logits, for ``logits_processor``."""
+
+    def __call__(self, input_ids: NDArray[Any], scores: NDArray[np.float32]) -> NDArray[np.float32]:
+        for processor in self:
+            scores = processor(input_ids, scores)
+        return scores
+
+
+class StoppingCriteriaList(list[StoppingCriteria]):
+    """Functions of the tokens and the logits, for ``stopping_criteria``: the text ends where one says so."""
+
+    def __call__(self, input_ids: NDArray[Any], logits: NDArray[np.float32]) -> bool:
+        return any(criterion(input_ids, logits) for criterion in self)
+
+
+@dataclass
+class MinTokensLogitsProcessor:
+    """Forbids a token until so many were written."""
+
+    min_tokens: int
+    token_eos: int
+    prompt_tokens: int | None = None
+
+    def __call__(self, input_ids: NDArray[Any], scores: NDArray[np.float32]) -> NDArray[np.float32]:
+        if self.prompt_tokens is None:
+            self.prompt_tokens = len(input_ids)
+        if len(input_ids) - self.prompt_tokens < self.min_tokens:
+            scores[self.token_eos] = -np.inf
+        return scores
+
+
+class SamplingOptions(TypedDict, total=False):
+    """Keywords of `Llama.create_completion` and `Llama.create_chat_completion`."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    typical_p: float
+    stop: str | list[str] | None
+    seed: int | None
+    frequency_penalty: float
+    presence_penalty: float
+    repeat_penalty: float
+    tfs_z: float
+    mirostat_mode: int
+    mirostat_tau: float
+    mirostat_eta: float
+    logits_processor: Sequence[LogitsProcessor] | None
+    grammar: LlamaGrammar | None
+    logit_bias: Mapping[int, float] | None
+
+
+class ChatOptions(SamplingOptions, total=False):
+    """Keywords of `Llama.create_chat_completion`."""
+
+    response_format: Mapping[str, Any] | None
+    max_tokens: int | None
+    model: str | None
+    logprobs: bool | None
+    top_logprobs: int | None
+
+
+class CompletionOptions(SamplingOptions, total=False):
+    """Keywords of `Llama.create_completion`."""
+
+    stopping_criteria: Callable[[NDArray[Any], NDArray[np.float32]], bool] | None
 
 
 #: What to use in place of attributes of ``llama_cpp.Llama`` that are not here.
 _INSTEAD = {
     **{name: text.replace("LLM.", "Llama.llm.") for name, text in THEIR_METHODS.items()},
-    "generate": "Llama.llm.stream, whose chunks have the ids of tokens",
     "tokenizer": "Llama.llm.tokenizer",
-    "create_chat_completion_openai_v1": "Llama.create_chat_completion, which gives a dict",
 }
 
 
@@ -192,9 +272,12 @@ class Llama:
         n_ctx: tokens of context; 0 is as many as the model was trained on.
         seed: of all random numbers; by default fresh ones.
         type_k, type_v: llama.cpp's number of the cache's type: 1 is F16, 8 is Q8_0; both must be the same.
-        chat_format: a name such as "chatml" or "llama-3" replaces the file's chat template; those that are not known
-            (`localllm.chat.built_in_templates`) have no effect but a warning.
-        chat_handler: a `MTMDChatHandler` or one of its kin, with the encoder of a model that sees.
+        chat_format: a name such as "chatml" or "llama-3", or one that the program has registered
+            (`localllm.compat.llama_chat_format`), replaces the file's chat template; others have no effect but a
+            warning.
+        chat_handler: a `MTMDChatHandler` or one of its kin, with the encoder of a model that sees; or a function
+            that answers chats (`llama_chat_format.LlamaChatCompletionHandler`).
+        logits_all: whether `eval` keeps logits, for `scores`.
         draft_model: a `LlamaPromptLookupDecoding`, or a GGUF file of a smaller model.
         more: its other keywords, which change nothing here, or must be as by default.
 
@@ -216,8 +299,9 @@ class Llama:
         type_k: int | None = None,
         type_v: int | None = None,
         chat_format: str | None = None,
-        chat_handler: Any = None,
+        chat_handler: MTMDChatHandler | LlamaChatCompletionHandler | None = None,
         draft_model: LlamaPromptLookupDecoding | str | None = None,
+        logits_all: bool = False,
         **more: Any,
     ) -> None:
         own = inspect.signature(Llama).parameters.keys() - {"more"}
@@ -225,9 +309,14 @@ class Llama:
         for name, allowed in _ONLY_DEFAULT.items():
             if name in more and more[name] not in allowed:
                 raise NotAvailableError(f"{name} is {more[name]!r:.80}, but here it can only be {allowed[0]!r}")
-        if not isinstance(chat_handler, MTMDChatHandler | None):
-            words = "but here it can only be one of an encoder of pictures: Llava15ChatHandler(clip_model_path=…)"
-            raise NotAvailableError(f"chat_handler is {chat_handler!r:.80}, {words}")
+        encoder = chat_handler.clip_model_path if isinstance(chat_handler, MTMDChatHandler) else None
+        if chat_handler is not None and encoder is None and not callable(chat_handler):
+            words = "but must be an encoder of pictures, Llava15ChatHandler(clip_model_path=…), or a function"
+            raise UsageError(f"chat_handler is {chat_handler!r:.80}, {words}")
+        self._answers = None if isinstance(chat_handler, MTMDChatHandler) else chat_handler
+        if chat_format in registered_formats():
+            self._answers = self._answers or get_chat_completion_handler(chat_format or "")
+            chat_format = None
         template = built_in((chat_format or "").replace("llama-3", "llama3"))
         if chat_format is not None and template is None:
             warn(f"chat_format {chat_format!r} has no effect: the file's own template is used")
@@ -242,6 +331,8 @@ class Llama:
         self.model_path = str(model_path)
         self.set_seed(seed)
         self._ids: tuple[int, ...] = ()
+        self._keeps_scores = logits_all
+        self._rows: list[NDArray[np.float32]] = []
         cache_type = _cache_type(type_k, type_v)
         try:
             #: The same model with all that localllm has.
@@ -255,7 +346,7 @@ class Llama:
                 cache_type=cache_type,
                 chat_template=template,
                 draft_model=draft_model,
-                mmproj=None if chat_handler is None else chat_handler.clip_model_path,
+                mmproj=encoder,
             )
         except UsageError as error:
             raise _in_their_words(error) from None
@@ -282,6 +373,48 @@ class Llama:
 
     # -- Text --------------------------------------------------------------------------------------------------
 
+    @overload
+    def create_completion(
+        self,
+        prompt: str | Sequence[int],
+        suffix: str | None = None,
+        max_tokens: int | None = 16,
+        *,
+        logprobs: int | None = None,
+        echo: bool = False,
+        stream: Literal[False] = False,
+        model: str | None = None,
+        **options: Unpack[CompletionOptions],
+    ) -> CreateCompletionResponse: ...
+
+    @overload
+    def create_completion(
+        self,
+        prompt: str | Sequence[int],
+        suffix: str | None = None,
+        max_tokens: int | None = 16,
+        *,
+        logprobs: int | None = None,
+        echo: bool = False,
+        stream: Literal[True],
+        model: str | None = None,
+        **options: Unpack[CompletionOptions],
+    ) -> Iterator[CreateCompletionStreamResponse]: ...
+
+    @overload
+    def create_completion(
+        self,
+        prompt: str | Sequence[int],
+        suffix: str | None = None,
+        max_tokens: int | None = 16,
+        *,
+        logprobs: int | None = None,
+        echo: bool = False,
+        stream: bool,
+        model: str | None = None,
+        **options: Unpack[CompletionOptions],
+    ) -> CreateCompletionResponse | Iterator[CreateCompletionStreamResponse]: ...
+
     def create_completion(
         self,
         prompt: str | Sequence[int],
@@ -292,7 +425,7 @@ class Llama:
         echo: bool = False,
         stream: bool = False,
         model: str | None = None,
-        **options: Any,
+        **options: Unpack[CompletionOptions],
     ) -> Any:
         """Goes on with a prompt: a dict as OpenAI's completions are, or with ``stream`` an iterator of such dicts.
 
@@ -300,30 +433,79 @@ class Llama:
             suffix: put behind the text.
             max_tokens: None and numbers below 1 are no limit.
             logprobs: how many of the likeliest tokens to report with each.
-            echo: put the prompt before the text.
+            echo: put the prompt before the text; with ``logprobs``, its tokens' too.
             model: the name in the answer.
             options: ``temperature``, ``top_k``, ``stop``, ``seed``, … with its names and defaults.
 
         Raises:
             TypeError: a keyword is unknown.
-            NotAvailableError: ``stopping_criteria``, or ``echo`` with ``logprobs``.
             LocalLLMError: as `LLM.generate`.
         """
-        if echo and logprobs is not None:
-            raise NotAvailableError("echo and logprobs: LLM.score tells how likely each token of a text is")
         given = self._options(options, max_tokens, logprobs)
         before = prompt if isinstance(prompt, str) else self.llm.detokenize(prompt)
+        echoed = self._prompt_choices(prompt, logprobs) if echo and logprobs is not None else ()
 
         begin = partial(self._begin, self.llm.stream, prompt, parse_special=True, **given)
         head = _ResponseHead(f"cmpl-{uuid.uuid4()}", "text_completion", model or self.model_path)
         if stream:
-            return self._text_chunks(begin, head, before if echo else "", len(before), suffix or "")
+            return self._text_chunks(begin, head, before if echo else "", echoed, len(before), suffix or "")
         done = self._read(begin())
         text = (before if echo else "") + done.text + (suffix or "")
-        choice = {"text": text, "logprobs": self._logprobs(done.logprobs, len(before))}
+        choices = None if done.logprobs is None else (*echoed, *done.logprobs)
+        choice = {"text": text, "logprobs": self._logprobs(choices, 0 if echoed else len(before), len(echoed) > 0)}
         return head.whole(choice, done)
 
     __call__ = create_completion
+
+    def _prompt_choices(self, prompt: str | Sequence[int], n_top: int) -> tuple[Choice, ...]:
+        """The tokens of a prompt, but for the one that begins texts, with how likely each and the likeliest were."""
+        ids = self.llm.tokenize(prompt, parse_special=True) if isinstance(prompt, str) else list(prompt)
+        choices = [Choice(ids[0], 0.0)]
+        for id_, row in zip(ids[1:], self.llm.logits(ids[:-1]) if ids[1:] else (), strict=True):
+            logprobs = row - row.max()
+            logprobs -= np.log(np.exp(logprobs).sum())
+            top = np.argsort(-logprobs, kind="stable")[:n_top]
+            choices.append(Choice(id_, float(logprobs[id_]), tuple((int(i), float(logprobs[i])) for i in top)))
+        return tuple(choices[ids[0] == self.llm.tokenizer.bos_id :])
+
+    @overload
+    def create_chat_completion(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        functions: Sequence[Mapping[str, Any]] | None = None,
+        function_call: str | Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        *,
+        stream: Literal[False] = False,
+        **options: Unpack[ChatOptions],
+    ) -> CreateChatCompletionResponse: ...
+
+    @overload
+    def create_chat_completion(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        functions: Sequence[Mapping[str, Any]] | None = None,
+        function_call: str | Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        *,
+        stream: Literal[True],
+        **options: Unpack[ChatOptions],
+    ) -> Iterator[CreateChatCompletionStreamResponse]: ...
+
+    @overload
+    def create_chat_completion(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        functions: Sequence[Mapping[str, Any]] | None = None,
+        function_call: str | Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        *,
+        stream: bool,
+        **options: Unpack[ChatOptions],
+    ) -> CreateChatCompletionResponse | Iterator[CreateChatCompletionStreamResponse]: ...
 
     def create_chat_completion(
         self,
@@ -333,14 +515,8 @@ class Llama:
         tools: Sequence[Mapping[str, Any]] | None = None,
         tool_choice: str | Mapping[str, Any] | None = None,
         *,
-        temperature: float = 0.2,
         stream: bool = False,
-        response_format: Mapping[str, Any] | None = None,
-        max_tokens: int | None = None,
-        model: str | None = None,
-        logprobs: bool | None = None,
-        top_logprobs: int | None = None,
-        **options: Any,
+        **options: Unpack[ChatOptions],
     ) -> Any:
         """Answers a chat: a dict as OpenAI's chat completions are, or with ``stream`` an iterator of its chunks.
 
@@ -362,6 +538,50 @@ class Llama:
             NotAvailableError: another format is asked for, or "required" tools.
             LocalLLMError: as `LLM.chat`.
         """
+        given: dict[str, Any] = {
+            "functions": functions,
+            "function_call": function_call,
+            "tools": tools,
+            "tool_choice": tool_choice,
+            "stream": stream,
+            **options,
+        }
+        if self._answers is not None:
+            return self._answers(llama=self, messages=messages, **given)
+        return self._chat(messages, **given)
+
+    def create_chat_completion_openai_v1(self, *args: Any, **options: Any) -> Any:
+        """As `create_chat_completion`, but OpenAI's objects: a ``ChatCompletion``, or an iterator of its chunks."""
+        try:
+            from openai.types.chat import ChatCompletion, ChatCompletionChunk
+        except ImportError:
+            raise ImportError(
+                "create_chat_completion_openai_v1 needs the package openai: pip install openai"
+            ) from None
+        answer = self.create_chat_completion(*args, **options)
+        if options.get("stream"):
+            return (ChatCompletionChunk.model_validate(chunk) for chunk in answer)
+        return ChatCompletion.model_validate(answer)
+
+    def _chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        formatter: ChatFormatter | None = None,
+        *,
+        functions: Sequence[Mapping[str, Any]] | None = None,
+        function_call: str | Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        temperature: float = 0.2,
+        stream: bool = False,
+        response_format: Mapping[str, Any] | None = None,
+        max_tokens: int | None = None,
+        model: str | None = None,
+        logprobs: bool | None = None,
+        top_logprobs: int | None = None,
+        **options: Any,
+    ) -> Any:
+        """A chat's answer, to the prompt of the model's template or of a formatter."""
         if functions is not None:
             tools = [{"type": "function", "function": function} for function in functions]
         choice = tool_choice if function_call is None else function_call
@@ -394,6 +614,18 @@ class Llama:
         offered = None if choice == "none" else tools
 
         def begin() -> Stream:
+            if formatter is not None:
+                made = formatter(messages=messages, functions=functions, tools=offered, tool_choice=choice)
+                ends = [
+                    end
+                    for each in (given.get("stop"), made.stop)
+                    for end in ([each] if isinstance(each, str) else each or ())
+                ]
+                more = given | {"stop": ends}
+                if made.stopping_criteria is not None:
+                    more["processors"] = self._processors(more.get("processors", ()), made.stopping_criteria)
+                special = {"add_special": not made.added_special, "parse_special": True}
+                return self._begin(self.llm.stream, made.prompt, **special, **more)
             stream = self._begin(self.llm.stream_chat, messages, tools=offered, **given)
             if name is not None or not offered:
                 stream.parser = None  # as in llama-cpp-python, the content is all that the model writes
@@ -429,10 +661,16 @@ class Llama:
         return done
 
     def _text_chunks(
-        self, begin: Callable[[], Stream], head: _ResponseHead, echo: str, offset: int, suffix: str
+        self,
+        begin: Callable[[], Stream],
+        head: _ResponseHead,
+        echo: str,
+        echoed: tuple[Choice, ...],
+        offset: int,
+        suffix: str,
     ) -> Iterator[dict[str, Any]]:
         if echo:
-            yield head.chunk({"text": echo, "logprobs": None}, Chunk(""))
+            yield head.chunk({"text": echo, "logprobs": self._logprobs(echoed or None, 0, True)}, Chunk(""))
         for chunk in self._chunks(begin):
             text = chunk.text if chunk.finish_reason is None else suffix
             yield head.chunk({"text": text, "logprobs": self._logprobs(chunk.logprobs, offset)}, chunk)
@@ -476,10 +714,10 @@ class Llama:
 
     def _options(self, given: Mapping[str, Any], max_tokens: int | None, logprobs: int | None) -> dict[str, Any]:
         """The keywords of `LLM.stream` for those of llama-cpp-python."""
-        check_keywords(given, [*_OPTIONS, *_UNAVAILABLE, "grammar", "max_tokens", "logprobs", "stream"], {})
-        for name, allowed in _UNAVAILABLE.items():
-            if name in given and given[name] not in allowed:
-                raise NotAvailableError(f"{name} is not available in this version of localllm: leave it out")
+        others = ("grammar", "max_tokens", "logprobs", "stream", "stopping_criteria", "tfs_z")
+        check_keywords(given, [*_OPTIONS, *others], {})
+        if given.get("tfs_z") not in (None, 1):
+            raise NotAvailableError("tfs_z is not available in this version of localllm: leave it out")
         options = {_OPTIONS[name]: value for name, value in given.items() if name in _OPTIONS and value is not None}
         # Numbers below 0 are other ways to say 0.
         for name in ("temperature", "top_k"):
@@ -487,6 +725,8 @@ class Llama:
                 options[name] = 0
         if "processors" in options:
             options["processors"] = tuple(options["processors"])
+        if (criteria := given.get("stopping_criteria")) is not None:
+            options["processors"] = self._processors(options.get("processors", ()), criteria)
         if isinstance(options.get("logit_bias"), Mapping):
             options["logit_bias"] = {int(id_): bias for id_, bias in options["logit_bias"].items()}
         if (grammar := given.get("grammar")) is not None:
@@ -502,20 +742,42 @@ class Llama:
         unlimited = max_tokens is None or (isinstance(max_tokens, int) and max_tokens <= 0)
         return {"max_tokens": None if unlimited else max_tokens, "logprobs": logprobs, **self._drafts, **options}
 
+    def _processors(
+        self, processors: Sequence[LogitsProcessor], criteria: Callable[[NDArray[Any], NDArray[np.float32]], bool]
+    ) -> tuple[LogitsProcessor]:
+        """One processor that does what others do, and lets nothing but the end follow where criteria say so."""
+        criteria = criteria if callable(criteria) else StoppingCriteriaList(criteria)
+        if (eos := self.llm.tokenizer.eos_id) is None:
+            raise NotAvailableError("stopping_criteria need a model that can end its texts: leave them out")
+
+        def process(ids: NDArray[Any], logits: NDArray[np.float32]) -> NDArray[np.float32]:
+            if criteria(ids, logits):
+                logits = np.full_like(logits, -np.inf)
+                logits[eos] = 0
+                return logits
+            return LogitsProcessorList(processors)(ids, logits)
+
+        return (process,)
+
     def _token_text(self, id_: int) -> str:
         return self.llm.tokenizer.token_bytes(id_).decode(errors="ignore")
 
-    def _logprobs(self, choices: Sequence[Choice] | None, offset: int) -> dict[str, list[Any]] | None:
+    def _logprobs(
+        self, choices: Sequence[Choice] | None, offset: int, with_prompt: bool = False
+    ) -> dict[str, list[Any]] | None:
+        """OpenAI's form; the first token of a prompt has no probability there."""
         if choices is None:
             return None
         tokens = [self._token_text(choice.id) for choice in choices]
         places = TextOffsets(self.llm.tokenizer, offset)
         offsets = [places.next(choice.id) for choice in choices]
-        top = [
+        top: list[dict[str, float | None] | None] = [
             {self._token_text(id_): logprob for id_, logprob in (*choice.top, (choice.id, choice.logprob))}
             for choice in choices
         ]
         token_logprobs = [choice.logprob for choice in choices]
+        if with_prompt:
+            token_logprobs[0] = top[0] = None
         return {"tokens": tokens, "text_offset": offsets, "token_logprobs": token_logprobs, "top_logprobs": top}
 
     def _chat_logprobs(self, choices: Sequence[Choice] | None) -> dict[str, Any] | None:
@@ -581,6 +843,97 @@ class Llama:
         """The token that ends a line."""
         return self.tokenize(b"\n", add_bos=False)[-1]
 
+    # -- Token by token ----------------------------------------------------------------------------------------
+
+    def eval(self, tokens: Sequence[int]) -> None:
+        """Evaluates tokens behind those that there are; with ``logits_all`` their logits are kept in `scores`."""
+        self._ids = (*self._ids, *tokens)
+        if tokens:
+            rows = self.llm.logits(self._ids, last=len(tokens) if self._keeps_scores else 1)
+            self._rows += [*rows] if self._keeps_scores else []
+
+    @property
+    def scores(self) -> NDArray[np.float32]:
+        """The logits behind each token that `eval` was given, float32 [n_tokens, n_vocab].
+
+        Raises:
+            NotAvailableError: the model was loaded without ``logits_all=True``, or others than `eval` wrote tokens.
+        """
+        if not self._keeps_scores or len(self._rows) != len(self._ids):
+            raise NotAvailableError("scores need Llama(..., logits_all=True), and Llama.eval of all tokens")
+        return np.stack(self._rows) if self._rows else np.zeros((0, self.n_vocab()), np.float32)
+
+    _scores = scores
+
+    @property
+    def eval_tokens(self) -> deque[int]:
+        """The tokens that there are."""
+        return deque(self._ids, self.n_ctx())
+
+    @property
+    def eval_logits(self) -> deque[list[float]]:
+        """`scores` as lists."""
+        return deque(self.scores.tolist(), self.n_ctx())
+
+    @property
+    def input_ids(self) -> NDArray[np.intc]:
+        """The tokens that there are, as an array."""
+        return np.array(self._ids, np.intc)
+
+    _input_ids = input_ids
+
+    def sample(self, temp: float = 0.8, **options: Unpack[CompletionOptions]) -> int:
+        """A token to follow those that there are; `eval` appends it."""
+        ids, rows = self._ids, self._rows
+        try:
+            return next(self.generate((), temp, reset=False, **options), self.token_eos())
+        finally:
+            self._ids, self._rows = ids, rows
+
+    def generate(
+        self,
+        tokens: Sequence[int],
+        temp: float = 0.8,
+        *,
+        reset: bool = True,
+        **options: Unpack[CompletionOptions],
+    ) -> Generator[int, Sequence[int] | None, None]:
+        """The tokens that follow others, up to the one that ends the text.
+
+        Args:
+            temp: the temperature.
+            reset: whether nothing stands before ``tokens``; else those that there are do.
+            options: ``top_k``, ``logits_processor``, ``stopping_criteria``, ``grammar``, … as for a completion.
+        """
+        ids = [*tokens] if reset else [*self._ids, *tokens]
+        self._rows = []
+        criteria, is_stopped = options.get("stopping_criteria"), False
+
+        def criterion(ids: NDArray[Any], logits: NDArray[np.float32]) -> bool:
+            nonlocal is_stopped
+            is_stopped = criteria is not None and criteria(ids, logits)
+            return is_stopped
+
+        options = {**options, "temperature": temp}
+        if criteria is not None:
+            options["stopping_criteria"] = criterion
+        given = self._options(options, None, None)
+        is_ended = False
+        while not is_ended:
+            is_ended = True
+            with self._begin(self.llm.stream, ids, **given) as stream:
+                for chunk in stream:
+                    if chunk.finish_reason == "stop" and not is_stopped:
+                        yield self.token_eos()
+                    if not chunk.ids:
+                        continue
+                    ids += chunk.ids
+                    self._ids = tuple(ids)
+                    if more := (yield chunk.ids[0]):  # sent by whoever reads: they follow
+                        ids += more
+                        is_ended = False
+                        break
+
     # -- State -------------------------------------------------------------------------------------------------
 
     @property
@@ -601,7 +954,7 @@ class Llama:
 
     def reset(self) -> None:
         """Forgets the tokens and what the cache keeps of them."""
-        self._ids = ()
+        self._ids, self._rows = (), []
         self.llm.forget()
 
     def set_seed(self, seed: int | None) -> None:
@@ -615,7 +968,7 @@ class Llama:
         vectors = self.llm.embed(texts, normalize=normalize, truncate=truncate).tolist()
         return vectors[0] if isinstance(input, str) else vectors
 
-    def create_embedding(self, input: str | Sequence[str], model: str | None = None) -> dict[str, Any]:
+    def create_embedding(self, input: str | Sequence[str], model: str | None = None) -> CreateEmbeddingResponse:
         """The same, in the form of OpenAI's."""
         texts = [input] if isinstance(input, str) else list(input)
         n_tokens = sum(len(self.llm.tokenize(text)) for text in texts)
@@ -732,7 +1085,7 @@ def _cache_type(keys: int | None, values: int | None) -> CacheType:
 def __getattr__(name: str) -> object:
     if name in ("LlamaCache", "LlamaRAMCache", "LlamaDiskCache"):
         return lambda *_, **__: None  # for `Llama.set_cache`
-    raise no_attribute("module 'localllm.compat'", name, {"StoppingCriteriaList": "stop="})
+    raise no_attribute("module 'localllm.compat'", name, {})
 
 
 def _choice(filename: str) -> str | None:

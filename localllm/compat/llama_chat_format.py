@@ -1,0 +1,115 @@
+"""Chat formats of a program's own: what makes a prompt of messages in place of the file's template."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from localllm.chat import ChatTemplate
+from localllm.errors import UsageError
+
+if TYPE_CHECKING:
+    from localllm.compat import Llama
+
+
+@dataclass
+class ChatFormatterResponse:
+    """A prompt, and where its answer ends."""
+
+    prompt: str
+    stop: str | list[str] | None = None
+    stopping_criteria: Any = None
+    added_special: bool = False  # whether the prompt begins with the token that begins texts
+
+
+class ChatFormatter(Protocol):
+    """Makes a prompt of messages."""
+
+    def __call__(self, *, messages: Sequence[Mapping[str, Any]], **more: Any) -> ChatFormatterResponse: ...
+
+
+class LlamaChatCompletionHandler(Protocol):
+    """Answers a chat: called with ``llama`` and the keywords of `Llama.create_chat_completion`."""
+
+    def __call__(self, *, llama: Llama, messages: Sequence[Mapping[str, Any]], **options: Any) -> Any: ...
+
+
+_F = TypeVar("_F", bound=ChatFormatter)
+_H = TypeVar("_H", bound=LlamaChatCompletionHandler)
+_handlers: dict[str, LlamaChatCompletionHandler] = {}
+
+
+def register_chat_format(name: str) -> Callable[[_F], _F]:
+    """A decorator of a function that makes a `ChatFormatterResponse`, for ``chat_format=name`` of `Llama`."""
+
+    def register(formatter: _F) -> _F:
+        register_chat_completion_handler(name)(chat_formatter_to_chat_completion_handler(formatter))
+        return formatter
+
+    return register
+
+
+def register_chat_completion_handler(name: str) -> Callable[[_H], _H]:
+    """A decorator of a function that answers chats, for ``chat_format=name`` of `Llama`."""
+
+    def register(handler: _H) -> _H:
+        if name in _handlers:
+            raise UsageError(f"there is a chat format {name!r:.80} already: choose another name")
+        _handlers[name] = handler
+        return handler
+
+    return register
+
+
+def registered_formats() -> list[str]:
+    """Names of those that the program has registered."""
+    return list(_handlers)
+
+
+def get_chat_completion_handler(name: str) -> LlamaChatCompletionHandler:
+    """The handler that a program has registered by a name.
+
+    Raises:
+        UsageError: there is none.
+    """
+    if name not in _handlers:
+        raise UsageError(f"there is no chat format {name!r:.80}: register_chat_format makes one")
+    return _handlers[name]
+
+
+def chat_formatter_to_chat_completion_handler(formatter: ChatFormatter) -> LlamaChatCompletionHandler:
+    """The handler that gives a formatter's prompts to the model."""
+
+    def handler(*, llama: Llama, messages: Sequence[Mapping[str, Any]], **options: Any) -> Any:
+        return llama._chat(messages, formatter, **options)
+
+    return handler
+
+
+class Jinja2ChatFormatter:
+    """A formatter of a chat template's source.
+
+    Args:
+        stop_token_ids: tokens that end a reply, beside the model's own.
+    """
+
+    def __init__(
+        self,
+        template: str,
+        eos_token: str,
+        bos_token: str,
+        add_generation_prompt: bool = True,
+        stop_token_ids: Sequence[int] | None = None,
+    ) -> None:
+        self._template = ChatTemplate(template, bos_token=bos_token, eos_token=eos_token)
+        self._eos_token, self._adds, self._stops = eos_token, add_generation_prompt, frozenset(stop_token_ids or ())
+
+    def __call__(self, *, messages: Sequence[Mapping[str, Any]], **more: Any) -> ChatFormatterResponse:
+        prompt = self._template.render(messages, tools=more.get("tools"), add_generation_prompt=self._adds)
+        ends = (lambda ids, logits: int(ids[-1]) in self._stops) if self._stops else None
+        return ChatFormatterResponse(prompt, [self._eos_token], ends, added_special=True)
+
+    def to_chat_handler(self) -> LlamaChatCompletionHandler:
+        """As ``chat_handler`` of `Llama`."""
+        return chat_formatter_to_chat_completion_handler(self)
