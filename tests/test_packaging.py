@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
 import shutil
+import signal
+import socket
 import subprocess
 import sys
+import tarfile
+import time
 import zipfile
 from pathlib import Path
 
@@ -37,6 +44,52 @@ def sources(folder: Path, prefix: str) -> dict[str, bytes]:
     return {f"{prefix}/{path.relative_to(folder).as_posix()}": path.read_bytes() for path in files}
 
 
+def build(kind: str, folder: Path, into: Path) -> str:
+    """The name of a wheel, or of a source distribution, that is built of a folder."""
+    code = f"import sys; from hatchling.build import build_{kind}; print(build_{kind}(sys.argv[1]))"
+    command = [sys.executable, "-c", code, str(into)]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout.split()[-1]
+
+
+def test_a_source_distribution_gives_the_same_wheel(tmp_path: Path) -> None:
+    pytest.importorskip("hatchling")
+    with tarfile.open(tmp_path / build("sdist", ROOT, tmp_path)) as archive:
+        archive.extractall(tmp_path, filter="data")
+    names = []
+    for source in (ROOT, tmp_path / f"localllm-{__version__}"):
+        with zipfile.ZipFile(tmp_path / build("wheel", source, tmp_path)) as wheel:
+            names.append({name: wheel.read(name) for name in wheel.namelist() if not name.endswith("RECORD")})
+    assert names[0] == names[1]
+    assert "localllm/models/llama.py" in names[1]
+
+
+def test_the_container_serves_as_a_user_without_home_and_tells_its_health(tmp_path: Path) -> None:
+    """What ``Containerfile`` starts, in this environment."""
+    text = (ROOT / "Containerfile").read_text().replace("\\\n", "")
+    entry, health = (json.loads(re.search(rf"{word}.*?(\[.*\])", text)[1]) for word in ("ENTRYPOINT", "HEALTHCHECK"))  # type: ignore[index]
+    copied = {path.name for path in ROOT.iterdir()} & {
+        line.removeprefix("!") for line in (ROOT / ".dockerignore").read_text().splitlines()
+    }
+    assert {"localllm", "pyproject.toml", "README.md", "LICENSE", *ROOMS} <= copied
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    assert entry[0] == "localllm"
+    command = [sys.executable, "-m", *entry, "--port", port, "--api-key", "k"]
+    check = [sys.executable, *(word.replace("8080", port) for word in health[1:])]
+    environment = os.environ | {"HOME": "/nonexistent", "LOCALLLM_CACHE": str(tmp_path)}
+    with subprocess.Popen(command, env=environment, cwd=tmp_path) as server:
+        try:
+            end = time.monotonic() + 60
+            while subprocess.run(check, stderr=subprocess.DEVNULL, check=False).returncode:
+                assert time.monotonic() < end
+                assert server.poll() is None
+                time.sleep(0.2)
+        finally:
+            server.send_signal(signal.SIGTERM)
+    assert server.returncode == 0
+    assert subprocess.run(check, stderr=subprocess.DEVNULL, check=False).returncode
+
+
 def test_a_wheel_has_the_sources_and_no_stale_file(tmp_path: Path) -> None:
     """Whatever an earlier build left behind, such as a module that was deleted since."""
     pytest.importorskip("hatchling")
@@ -47,10 +100,7 @@ def test_a_wheel_has_the_sources_and_no_stale_file(tmp_path: Path) -> None:
         path = checkout / stale
         path.parent.mkdir(parents=True)
         path.write_text("stale = True\n")
-    build = "import sys; from hatchling.build import build_wheel; print(build_wheel(sys.argv[1]))"
-    command = [sys.executable, "-c", build, str(tmp_path)]
-    done = subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=True)
-    name = done.stdout.split()[-1]
+    name = build("wheel", checkout, tmp_path)
     assert name.startswith(f"localllm-{__version__}-")
     with zipfile.ZipFile(tmp_path / name) as wheel:
         built = {name: wheel.read(name) for name in wheel.namelist() if ".dist-info/" not in name}
