@@ -363,7 +363,7 @@ class Dispatcher:
         self.active: dict[int, PendingReplies] = {}  # answers under way
         # the first model, which the server loads before anybody asks for it, is not there yet
         # what was under way has been ended
-        self.is_starting = self.is_stopping = self.is_cut = False  # nothing new is taken
+        self.is_starting = self.is_stopping = self.is_cut = False
         # Tokenizing a prompt, and running a template, must not hold up the event loop.  What takes longer, such as
         # making vectors of many texts, has threads of its own, so that no chat waits for it.  Long requests have only
         # two: more of them would take the cores from the threads that decode.

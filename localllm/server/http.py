@@ -85,7 +85,7 @@ class HTTPError(LocalLLMError):
 
     @classmethod
     def of(cls, error: BaseException, fields: Mapping[str, str] = MappingProxyType({})) -> HTTPError:
-        """The HTTP error for an exception: ours in their own words, without paths of this machine. ``fields``: the
+        """The HTTP error for an exception: ours in their own words, without paths of this machine.  ``fields``: the
         field of the request for each argument of the library.
         """
 
