@@ -75,7 +75,6 @@ def discard(stream: TextIO) -> None:
 
 
 def warn(text: str) -> None:
-    """Prints a warning, in one line."""
     say(f"localllm: warning: {visible_line(text)}")
 
 
@@ -239,5 +238,4 @@ def placement_lines(placement: Placement, free: Mapping[str, int] | None = None)
 
 
 def _parts(*parts: tuple[str, int]) -> str:
-    """Parts and their bytes."""
     return ", ".join(f"{quantity(n_bytes, 'B')} {what}" for what, n_bytes in parts if n_bytes)

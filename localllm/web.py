@@ -48,8 +48,6 @@ _HANDLERS = (
 
 @dataclass(frozen=True)
 class Page:
-    """A server's response, or the beginning of it."""
-
     data: bytes
     content_type: str
     charset: str

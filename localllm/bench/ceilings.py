@@ -34,7 +34,6 @@ def has_gpu(info: ModelInfo) -> bool:
 
 
 def threads_of(info: ModelInfo, test: Test) -> int:
-    """How many compute a test."""
     return info.decode_threads if test.kind == "tg" else info.threads
 
 
@@ -53,7 +52,7 @@ def amount(info: ModelInfo, test: Test, work: ModelCost) -> float:
 
 
 def ceiling(info: ModelInfo, test: Test, work: ModelCost, isa: str | None, stack: ExitStack) -> Seconds | None:
-    """A function that measures the machine's ceiling in `unit_of`; None where a device has none.  ``stack``: ends what
+    """A function that measures the machine's ceiling in `unit_of`; None where a device has none.  ``stack`` ends what
     it takes.
     """
     if "reference" in info.placement.devices:

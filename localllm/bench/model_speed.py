@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Measurement:
-    """The result of a test."""
-
     test: Test
     threads: int
     unit: str
@@ -75,7 +73,6 @@ class Measurement:
         }
 
     def cells(self) -> tuple[str, ...]:
-        """A row of the table."""
         spread = f" ± {statistics.stdev(self.rates):,.2f}" if len(self.rates) > 1 else ""
         return (
             self.test.name,

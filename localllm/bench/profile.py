@@ -48,7 +48,6 @@ class DeviceProfile:
         return share.cost.seconds(self.ceilings.copy, self.ceilings.rates)
 
     def lines(self) -> Iterator[str]:
-        """A table."""
         profile = self.profile
         yield (
             f"{self.test.name} on {self.device}: {_milliseconds(profile.seconds / profile.n_steps)} a step, "

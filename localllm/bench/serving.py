@@ -71,7 +71,6 @@ class Load:
     seconds: float = 0.0
 
     def run(self) -> None:
-        """Sends all requests, and reads all replies."""
         chance, due = random.Random(self.seed), 0.0
         requests = []
         for _ in range(self.n_requests):

@@ -22,8 +22,6 @@ from localllm.quant.repack import repack_target
 
 @dataclass(frozen=True)
 class Test:
-    """One thing to measure."""
-
     __test__ = False  # for pytest, which would take it for one of its own
 
     kind: str  # "pp", "tg", or "pg" for both in turn
@@ -82,7 +80,6 @@ class ModelCost:
 
     @classmethod
     def of(cls, info: ModelInfo) -> Self:
-        """The cost of a loaded model."""
         with GGUFFile.open(info.path) as file:
             graph = read_model(file, cache_type=info.cache_type).graph
             matrices = [t for t in file.tensors.values() if len(t.shape) in (2, 3)]

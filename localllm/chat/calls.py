@@ -18,8 +18,6 @@ JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ?", "key_sepa
 
 @dataclass(frozen=True)
 class ChosenTools:
-    """The tools and the tool choice of a request."""
-
     offered: Tools  # what the model is told of, as OpenAI's API describes functions
     forced: Tools  # those of which it has to call one; none where it may answer in words
 

@@ -52,7 +52,6 @@ class Rendering:
         self._render = render
 
     def messages(self, conversation: Sequence[Message]) -> _Given:
-        """The messages for the template, as mappings."""
         found = [replace(each, role=self._role(each.role)) for each in conversation]
         found = self._with_matched_results(self._with_systems_in_place(found))
         return [self._message(each) for each in found]

@@ -19,8 +19,6 @@ USES = {"tool_use": "tools", "rag": "documents"}
 
 @dataclass(frozen=True, slots=True)
 class TemplateSource:
-    """A chat template that is not compiled yet."""
-
     text: str | None  # jinja2 text; None if there is none
     where: str = "the chat template given"  # its name in error messages
     named: Mapping[str, str] = field(default_factory=dict)  # texts of others in the same file, by `USES`' names

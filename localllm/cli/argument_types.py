@@ -33,7 +33,6 @@ def model_file(text: str) -> str:
 
 
 def text_file(path: str) -> str:
-    """The text of a file."""
     from localllm.files import read_text  # imported here: few command lines name one
 
     try:
@@ -87,7 +86,6 @@ def layers(text: str) -> int | None:
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """A JSON object."""
     with contextlib.suppress(ValueError):
         if isinstance(value := json.loads(text), dict):
             return value
@@ -135,7 +133,6 @@ def size(text: str) -> int:
 
 
 def divergence(text: str) -> float:
-    """A divergence above 0."""
     with contextlib.suppress(ValueError):
         if 0 < (value := float(text)) < math.inf:
             return value

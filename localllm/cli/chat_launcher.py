@@ -48,7 +48,6 @@ _FLUSH_SECONDS = 5.0
 
 
 def setup_of(arguments: argparse.Namespace) -> Setup:
-    """The chat's setup from the command line."""
     question = _question(arguments)
     names_model = arguments.model is not None
     defaults = apply_settings(arguments)

@@ -96,14 +96,12 @@ def load_options(arguments: argparse.Namespace, path: str | Path | None, **more:
 
 
 def template_variables(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Template variables of the command line."""
     switch = "off" if arguments.reasoning_budget == 0 else arguments.reasoning
     thinking = {} if switch in (None, "auto") else {"enable_thinking": switch == "on"}
     return {**thinking, **arguments.chat_template_kwargs}
 
 
 def chat_template(arguments: argparse.Namespace) -> str | None:
-    """The chat template that the command line gives."""
     text: str | None = arguments.chat_template
     if arguments.chat_template_file is not None:
         if text is not None:

@@ -85,13 +85,11 @@ def several(names: str, help: str, read: Callable[[str], Any] | None = None, **m
 
 
 def command_names() -> list[str]:
-    """The names of all commands."""
     names = {module.name for module in pkgutil.iter_modules(commands.__path__)}
     return [*_FIRST, *sorted(names - set(_FIRST))]
 
 
 def command_of(name: str) -> Command:
-    """The command of a name."""
     command: Command = import_module(f"{commands.__name__}.{name}").COMMAND
     return command
 
@@ -124,7 +122,6 @@ class Parser(argparse.ArgumentParser):
 
     @property
     def flags(self) -> list[str]:
-        """All flags, short ones and long ones."""
         return list(self._option_string_actions)
 
     @property
@@ -194,7 +191,6 @@ def _add(to: argparse._ActionsContainer, flags: Flags) -> None:
 
 
 def parser_of(name: str) -> Parser:
-    """The parser of a command."""
     return Parser(name, command_of(name))
 
 

@@ -472,7 +472,6 @@ class PagedCache:
         del (unused if block in unused else self._out_of_window[group])[block]
 
     def _new_block(self) -> Block:
-        """A block with a page in each group."""
         return Block([self._take_page(group) for group in range(len(self._free))])
 
     def _take_page(self, group: int) -> int:

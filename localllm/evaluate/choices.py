@@ -25,8 +25,6 @@ Progress = Callable[[int, int, float], object]
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question."""
-
     prompt: str  # the question, as the model is asked it, without white space at its end
     choices: Sequence[str]  # the answers; a space comes between the prompt and each
     answer: int  # position of the right one
@@ -34,8 +32,6 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Accuracy:
-    """The part of questions that were answered right."""
-
     accuracy: Estimate  # by the likelihood of the whole answer (``acc`` of lm-evaluation-harness)
     normalized: Estimate  # by that divided by the answer's length in characters (its ``acc_norm``)
     chance: float  # what guessing would give

@@ -73,8 +73,6 @@ class Estimate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Perplexity:
-    """How unexpected a text is."""
-
     perplexity: Estimate  # the exponential of the mean negative log-likelihood of a token
     n_tokens: int  # tokens that count
     # n_chunks, context: chunks, and tokens of each

@@ -56,8 +56,6 @@ _log = logging.getLogger("localllm")
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """The parts of a `localllm.LLM`."""
-
     tokenizer: Tokenizer
     engine: Engine
     embedder: Embedder | None  # of a model that makes vectors of texts, what makes them of the engine's
@@ -71,7 +69,6 @@ class LoadedModel:
 
 
 def load_file(options: LoadOptions) -> LoadedModel:
-    """Loads what `localllm.load` was asked for."""
     with ExitStack() as files, ExitStack() as on_failure:
         file = files.enter_context(_open(options.path))
         encoder = _find_encoder(options, file)
@@ -272,7 +269,6 @@ def check_runs(file: GGUFFile) -> None:
 
 
 def compile_template(source: TemplateSource, tokenizer: Tokenizer) -> ChatTemplate:
-    """A chat template for the texts of this tokenizer's tokens."""
     from localllm.chat import ChatTemplate
 
     return ChatTemplate.compile(source, tokenizer)
@@ -407,7 +403,6 @@ def _file_bytes(weight: Weight) -> int:
 
 
 def _device_warnings(devices: Sequence[Device]) -> tuple[Notice, ...]:
-    """Notices about the devices."""
     return tuple(device.note for device in devices if device.note is not None)
 
 

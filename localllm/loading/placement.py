@@ -89,8 +89,6 @@ class LayerGroup:
 
 @dataclass(frozen=True, slots=True)
 class CacheSizes:
-    """Sizes of a cache."""
-
     page_size: int  # tokens in a page
     # of each group of layers, with its window (`localllm.kernels.graph.Graph.windows`)
     n_pages: tuple[tuple[int | None, int], ...]
@@ -175,8 +173,6 @@ class Placement:
 
 @dataclass(frozen=True)
 class EncoderInfo:
-    """Facts about an encoder of pictures."""
-
     path: Path
     family: str  # its projector, as the file names it
     n_bytes: int  # of memory that it takes
@@ -202,12 +198,10 @@ class Plan:
 
     @property
     def placement(self) -> Placement:
-        """Of the model."""
         return self.placements[0]
 
     @property
     def draft(self) -> Placement | None:
-        """Of the one that drafts for it."""
         return self.placements[1] if len(self.placements) > 1 else None
 
     @property

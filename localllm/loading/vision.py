@@ -264,7 +264,6 @@ class VisionEncoder:
         return self.prepare(np.zeros((768, 1024, 3), np.uint8)).n_tokens
 
     def close(self) -> None:
-        """Gives back its memory."""
         self._step = None
         self._file.close()
 

@@ -29,7 +29,6 @@ def as_int(value: object) -> int | None:
 
 
 def whole_number(name: str, value: object, low: int) -> int:
-    """``value`` as an int."""
     number = as_int(value)
     if number is None or number < low:
         raise UsageError.of(name, value, f"a whole number of at least {low}")
@@ -37,7 +36,6 @@ def whole_number(name: str, value: object, low: int) -> int:
 
 
 def seconds(name: str, value: object) -> float:
-    """``value`` as a float."""
     if not isinstance(value, bool) and isinstance(value, Real):
         with contextlib.suppress(OverflowError):  # an int beyond any float
             number = float(value)
@@ -47,21 +45,18 @@ def seconds(name: str, value: object) -> float:
 
 
 def flag(name: str, value: object) -> bool:
-    """``value``, which must be True or False."""
     if not isinstance(value, bool):
         raise UsageError.of(name, value, "True or False")
     return value
 
 
 def text(name: str, value: object) -> str:
-    """``value``, which must be a text."""
     if not isinstance(value, str):
         raise UsageError.of(name, value, "a text (str)")
     return value
 
 
 def mappings(name: str, value: object) -> Sequence[Mapping[str, object]]:
-    """``value``, which must be a list of mappings."""
     if isinstance(value, str | bytes) or not isinstance(value, Sequence):
         raise UsageError.of(name, value, "a list of mappings")
     for i, item in enumerate(value):

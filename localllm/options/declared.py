@@ -247,17 +247,14 @@ def _call_option(default: Any, kind: OptionKind, help: str, flags: str = "", *, 
 
 
 def declared(cls: type[Any]) -> dict[str, Option]:
-    """The options of a class by name."""
     return {each.name: each.metadata["option"] for each in fields(cls)}
 
 
 def flags_of(name: str, option: Option) -> list[str]:
-    """The flags of the command line that set an option."""
     return [f"--{name.replace('_', '-')}"] if option.flags == "--" else option.flags.split()
 
 
 def default_text(cls: type[Any], name: str) -> str:
-    """The default of an option, for people."""
     default = getattr(cls, name, None)
     return declared(cls)[name].none if default in (None, ()) else str(default)
 
@@ -696,7 +693,6 @@ class CheckedOptions(_Checked):
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Self:
-        """Checks the keywords of a call."""
         own, of_sampling = declared(cls), declared(Sampling)
         check_keywords(options, [*own, *of_sampling], THEIR_OPTIONS)
         sampling = options.get("sampling") or Sampling()

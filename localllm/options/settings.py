@@ -50,8 +50,6 @@ _MAX_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings in force where no flag says otherwise."""
-
     model: str | None = None  # as ``-m`` takes it; None for the demo model
     device: str = "auto"  # see `localllm.load`, as of the next six
     # n_gpu_layers, tensor_split, split_mode: hold for that device only

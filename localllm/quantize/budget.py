@@ -53,8 +53,6 @@ class TypeOption(NamedTuple):
 
 @dataclass(frozen=True)
 class _Replaced:
-    """A model's file with some tensors in other types."""
-
     metadata: Mapping[str, Any]
     tensors: Mapping[str, TensorInfo]
 

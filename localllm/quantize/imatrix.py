@@ -58,8 +58,6 @@ class Entry:
 
 @dataclass(frozen=True)
 class ImportanceMatrix:
-    """The importance of columns."""
-
     path: Path | None  # of its file; None of one that was not written
     entries: Mapping[str, Entry]  # by tensor
     datasets: tuple[str, ...] = ()  # the texts it was made with, if the file says

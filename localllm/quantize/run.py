@@ -106,8 +106,6 @@ class TensorPlan:
 
 @dataclass(frozen=True)
 class TensorResult:
-    """A tensor that was written."""
-
     plan: TensorPlan
     # the root of the weighted squared error over that of the weighted squares, measured on up to half a million
     # values; with a Hessian, of products with its inputs.  None where it was copied.
@@ -117,8 +115,6 @@ class TensorResult:
 
 @dataclass(frozen=True)
 class QuantizePlan:
-    """The plan of a quantised file."""
-
     file: SourceFile
     mix: str  # a name in `MIXES`
     imatrix: ImportanceMatrix | None

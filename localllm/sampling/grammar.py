@@ -321,7 +321,6 @@ class Constraint:
         return self._closing is None and bool(self._matcher.is_stopped())
 
     def allows(self, id_: int) -> bool:
-        """Whether the text may go on with a token."""
         if self._closing is not None:
             return id_ not in self._tokenizer.eog_ids
         return id_ in self._opening or bool(self._matcher.validate_tokens([id_]))

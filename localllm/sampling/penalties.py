@@ -123,7 +123,6 @@ class SequenceBreakers:
         return text.find(breaker, max(0, len(self._tail) - len(breaker) + 1)) >= 0
 
     def within(self, id_: int) -> bool:
-        """Whether the token holds a whole breaker."""
         text = self._token_bytes(id_)
         return any(breaker in text for breaker in self._breakers)
 

@@ -124,7 +124,6 @@ def _messages(body: MessagesRequest) -> list[Message]:
 
 
 def _document(number: int, block: dict[str, Any]) -> dict[str, Any]:
-    """A document of text as a part of text."""
     source = block.get("source")
     text = source.get("data") if isinstance(source, dict) and source.get("type") == "text" else None
     if not isinstance(text, str):

@@ -125,8 +125,6 @@ def description() -> dict[str, Any]:
 
 @dataclass
 class _Path:
-    """The handlers of one path, by method."""
-
     dispatcher: Dispatcher
     endpoints: dict[str, _Endpoint] = field(default_factory=dict)
 
@@ -141,8 +139,6 @@ class _Path:
 
 @dataclass
 class App:
-    """The application."""
-
     models: Models  # that it serves
     limits: Limits = field(default_factory=Limits)  # who may ask
     responses_folder: Path | None = None  # keeps responses; None keeps them in memory alone

@@ -116,7 +116,6 @@ class GenerationFields(_Options):
     guided_grammar: str | None = None
 
     def options(self, **more: Any) -> dict[str, Any]:
-        """The keywords of `LLM.stream`."""
         options = {name: value for name in _OPTIONS if (value := getattr(self, name)) is not None}
         guided = StructuredOutputs(self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar)
         held = (self.structured_outputs or guided).options()
@@ -187,7 +186,6 @@ class GenerationJob:
         }
 
     def prompt_ids(self, llm: LLM) -> list[int]:
-        """The tokens of the prompt of a chat."""
         return llm.tokenize_chat(**self.chat_arguments(llm))
 
 
@@ -274,7 +272,6 @@ class PendingReplies:
             on_close(self)
 
     async def events(self) -> AsyncIterator[Event]:
-        """The events of all replies as they come."""
         if len(self.streams) == 1:
             async for event in self._events_of(0):
                 yield event
@@ -353,8 +350,6 @@ _numbers = itertools.count(1)
 
 
 class Dispatcher:
-    """Takes requests to models."""
-
     def __init__(self, models: Models, responses: ResponseStore, is_verbose: bool = False) -> None:
         # models: that the server has
         # responses: those that later ones may go on from

@@ -30,7 +30,6 @@ class EmbeddingsRequest(msgspec.Struct):
     truncate: bool = False
 
     def texts(self) -> list[Prompt]:
-        """The texts to embed, by whichever name they were given."""
         given = next((each for each in (self.input, self.content, self.prompt) if each is not None), None)
         if given is None:
             raise HTTPError(400, "input is missing: it is a text, or a list of texts")

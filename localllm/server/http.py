@@ -378,8 +378,6 @@ _DESKTOP = ("app", "file", "tauri", "vscode-file", "vscode-webview")
 
 @dataclass(frozen=True)
 class Limits:
-    """Access and limits of requests."""
-
     api_keys: Sequence[str] = ()  # one of them must be given; without any, everybody may ask
     # names that requests may give in ``Host``, beside addresses, localhost and this machine's own; "*.local" is any
     # of a local network

@@ -44,8 +44,6 @@ class LoadError(LocalLLMError):
 
 @dataclass(eq=False)
 class ServedModel:
-    """A model that the server has."""
-
     name: str  # what requests call it, and lists show
     source: str | None  # what `localllm.load` takes; None is the demo model
     ttl_s: float | None = None  # seconds after which it is unloaded if nobody uses it; None is never
@@ -276,7 +274,6 @@ class Models:
         return max(0.05, min((1.0, *(seconds for seconds in times if seconds is not None))))
 
     async def close(self) -> None:
-        """Unloads all models."""
         self.is_closed = True
         for served in self.served.values():
             await self._unload(served)

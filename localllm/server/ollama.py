@@ -43,8 +43,6 @@ _OLLAMA_VERSION = "0.12.0"
 
 
 class RunOptions(GenerationFields):
-    """``options`` of a request."""
-
     max_tokens: int | None = msgspec.field(name="num_predict", default=None)
 
 

@@ -98,7 +98,6 @@ class CompletionRequest(GenerationFields, kw_only=True):
 
 
 def thinking_variables(effort: str | None, given: dict[str, Any] | None) -> dict[str, Any]:
-    """Template variables about thinking."""
     variables: dict[str, Any] = {}
     if effort is not None:
         variables = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
@@ -235,8 +234,6 @@ def _chat_logprobs(llm: LLM, choices: Sequence[Choice]) -> dict[str, Any]:
 
 
 class _Head:
-    """The fields that all objects of one response share."""
-
     def __init__(self, prefix: str, kind: str, pending: PendingReplies) -> None:
         self._fields = {
             "id": new_id(prefix),
@@ -342,7 +339,6 @@ def _delta(chunk: Chunk) -> dict[str, Any]:
 
 
 async def chat_input_tokens(request: Request, dispatcher: Dispatcher) -> Response:
-    """The tokens of the prompt that a chat would have."""
     job = await dispatcher.read(request, _chat_job, await decode(request, ChatRequest))
     n_tokens = len(await dispatcher.with_model(request, job.model, job.prompt_ids))
     return json_response({"object": "response.input_tokens", "input_tokens": n_tokens})

@@ -185,7 +185,6 @@ async def responses(request: Request, dispatcher: Dispatcher) -> Response:
 
 
 async def input_tokens(request: Request, dispatcher: Dispatcher) -> Response:
-    """The tokens of the prompt that a response would have."""
     body = await decode(request, ResponsesRequest)
     earlier = body.previous_response_id
     before = dispatcher.responses.get(earlier, request.state.client).conversation if earlier else []

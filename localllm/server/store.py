@@ -25,8 +25,6 @@ _ID = re.compile(r"resp_[0-9a-f]{32}")
 
 
 class StoredResponse(msgspec.Struct):
-    """A response that a later one may go on from."""
-
     client: str  # who asked, and alone may go on from it
     conversation: list[Message]  # the messages of the chat, the reply among them
     response: dict[str, Any]  # as it was given

@@ -35,7 +35,6 @@ class TextEncoder(Protocol):
 
 
 def make_encoder(vocabulary: Vocabulary) -> TextEncoder:
-    """The encoder for ``vocabulary.model``."""
     encoders: dict[str, Callable[[Vocabulary], TextEncoder]]
     encoders = {SPM: SentencePieceEncoder, BPE: BPEEncoder, UNIGRAM: UnigramEncoder, WORD_PIECE: WordPieceEncoder}
     return encoders[vocabulary.model](vocabulary)
@@ -145,7 +144,6 @@ _TAIL = 7
 
 
 def _head(n: int) -> bytes:
-    """The bytes before a piece's name of ``n`` bytes."""
     name = _bytes_head(1, n)
     return _bytes_head(1, len(name) + n + _TAIL) + name
 
@@ -168,7 +166,6 @@ def _bytes_field(number: int, value: bytes) -> bytes:
 
 
 def _bytes_head(number: int, length: int) -> bytes:
-    """The tag and length of a field."""
     return _varint(number << 3 | 2) + _varint(length)
 
 
@@ -400,7 +397,6 @@ def cuts_words(splitter: tokenizers.pre_tokenizers.PreTokenizer) -> bool:
 
 
 def text_parts(text: str) -> Iterator[str]:
-    """A text in parts whose words are those of the text."""
     start, stop = 0, _PART
     while stop < len(text):
         check_cancelled()

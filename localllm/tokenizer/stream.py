@@ -107,7 +107,6 @@ class TextOffsets:
         self._offset = offset
 
     def next(self, id_: int) -> int:
-        """The place of the next token."""
         offset = self._offset
         self._offset += len(self._decoder.decode(self._tokenizer.token_bytes(id_)))
         return offset

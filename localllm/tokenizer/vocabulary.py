@@ -158,7 +158,6 @@ class Vocabulary:
 
     @classmethod
     def from_gguf(cls, file: MetadataFile) -> Vocabulary:
-        """Read and check the vocabulary of ``file``."""
         meta = _TokenizerMetadata(file)
         model = meta.model()
         pre = meta.text("pre")
@@ -225,7 +224,6 @@ class Vocabulary:
         return len(self.tokens)
 
     def of_type(self, *kinds: TokenType) -> list[int]:
-        """The ids of all tokens of these kinds."""
         return _of_type(self.types, *kinds)
 
 

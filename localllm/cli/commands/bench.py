@@ -34,7 +34,6 @@ _COLUMNS = "{:<18} {:>7} {:>18} {:>11} {:>11} {:>6}"
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measures what the command line asks for."""
     if arguments.serve:
         return _measure_server(arguments)
     from localllm.bench.model_speed import measure, profile

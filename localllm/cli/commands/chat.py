@@ -20,7 +20,6 @@ from localllm.cli.shared_flags import (
 
 
 def run(arguments: argparse.Namespace) -> int | None:
-    """Chats, or lists the chats that are kept."""
     from localllm.cli import chat_launcher
 
     return chat_launcher.run(arguments)

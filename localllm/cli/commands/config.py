@@ -52,7 +52,6 @@ _OPTIONS = declared(LoadOptions) | declared(Sampling)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Shows or changes settings."""
     words = [word for word in (arguments.key, arguments.value) if word is not None]
     wanted = {None: 0, "path": 0, "get": 1, "set": 2, "unset": 1}[arguments.action]
     if len(words) != wanted:

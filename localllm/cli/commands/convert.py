@@ -15,7 +15,6 @@ from localllm.library.hub_names import HubName
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Converts the checkpoint that the command line names, which is downloaded first if it is on the hub."""
     from localllm.convert import Checkpoint, MmprojCheckpoint
     from localllm.library.pull import pull_checkpoint
     from localllm.quantize import plan

@@ -71,8 +71,6 @@ UNUSED_FEATURES = (
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at."""
-
     group: str  # "software", "processor", …
     name: str  # what it is
     value: str  # how it is, in words

@@ -17,7 +17,6 @@ from localllm.files import read_text
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Prints a JSON array of numbers a text, or a line with score and text a document, the best first."""
     from localllm import load
 
     apply_settings(arguments)

@@ -36,7 +36,6 @@ _COMPARED = "{:>3} {:<36} {:>9} {:>11} {:>11} {:>10} {:>10}"
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Evaluates what the command line asks for."""
     apply_settings(arguments, skip=["context"])
     if arguments.kl_divergence:  # as llama-perplexity has it, which then reads no text
         if arguments.save_logits is None:
@@ -74,7 +73,6 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _context(arguments: argparse.Namespace) -> int:
-    """Tokens of a chunk."""
     from localllm.evaluate.perplexity import CONTEXT
 
     return arguments.context or CONTEXT

@@ -59,7 +59,6 @@ _PATIENCE_SECONDS = 1.0
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Generates a text as the command line asks."""
     settings = apply_settings(arguments)
     options = generation_options(arguments, settings)
     # Complains about a setting before a model is loaded for nothing.
@@ -109,7 +108,6 @@ def load_model(
 
 
 def generation_options(arguments: argparse.Namespace, settings: Settings) -> dict[str, Any]:
-    """The keywords of `LLM.stream`."""
     given = vars(arguments)
     options = {name: given[name] for name in (*declared(Sampling), *declared(CheckedOptions)) if name in given}
     if arguments.samplers is not None:
@@ -280,7 +278,6 @@ def plan_reporter(progress: LoadStatus, quiet: bool) -> LoadPlan:
 
 
 def _show_plan(plan: Plan) -> None:
-    """Says what will lie where."""
     say(f"the plan, with {plan.placement.context:,} tokens of context:")
     for placement in (plan.placement, plan.draft):
         if placement is not None:
@@ -294,7 +291,6 @@ def _show_plan(plan: Plan) -> None:
 
 
 def describe(info: ModelInfo, *, verbose: bool) -> None:
-    """Says what runs where."""
     say(model_line(info))
     if verbose:
         _list_parts(info)
@@ -333,7 +329,6 @@ def formats_line(formats: Iterable[Format]) -> str:
 
 
 def _report(stream: Stream, *, verbose: bool) -> None:
-    """Says how long it took."""
     usage, timings = stream.usage, stream.timings
     say(
         f"prompt {_tokens(usage.prompt_tokens)}, {timings.prefill_tokens_per_s:.1f} tok/s; "

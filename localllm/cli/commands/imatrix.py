@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Measures what the command line asks for, and writes it."""
     from localllm.gguf import GGUFFile
     from localllm.library.demo import demo_path
     from localllm.quantize.imatrix import ImportanceMatrix

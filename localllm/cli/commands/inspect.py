@@ -32,7 +32,6 @@ _LONGEST_KEY = 50
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Shows what the command line asks for."""
     from localllm.gguf import GGUFFile
     from localllm.library.demo import demo_path
 
@@ -155,7 +154,6 @@ def _heading(file: GGUFFile) -> Iterator[str]:
 
 
 def _encoder(file: GGUFFile) -> str:
-    """Describes an encoder of pictures."""
     from localllm.loading.vision import VisionEncoder
     from localllm.models.vision.registry import PROJECTORS
 
@@ -214,7 +212,6 @@ def _sizes(tensors: Sequence[TensorInfo]) -> tuple[int, int]:
 
 
 def as_json(file: GGUFFile, arguments: argparse.Namespace) -> dict[str, Any]:
-    """The same as JSON values."""
     from localllm.gguf.json_values import value_of
     from localllm.loading.info import file_type_name
 

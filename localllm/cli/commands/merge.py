@@ -12,7 +12,6 @@ from localllm.errors import path_text
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Writes the model that the command line asks for."""
     from localllm.gguf import GGUFFile
     from localllm.library.demo import demo_path
     from localllm.loading.adapters import merge, read_adapter

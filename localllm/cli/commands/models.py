@@ -28,7 +28,6 @@ _HEAD = ("name", "size", "format", "parameters", "architecture", "context", "fit
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Lists models."""
     from localllm.kernels.cpu.host import available_memory
     from localllm.library.listing import demo_model, find_models
     from localllm.loading.devices import gpu_memory

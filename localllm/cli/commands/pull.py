@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Downloads the model that the command line names, and prints its path."""
     path = download(arguments.model, quiet=arguments.quiet)
     print(visible_line(str(path)))
     if not arguments.quiet:

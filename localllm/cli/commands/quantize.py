@@ -28,7 +28,6 @@ _HEAD = _LINE.format("tensor", "shape", "from", "to", "bytes", "bytes", "error")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Quantises the model that the command line names, or shows what that would give."""
     from localllm.gguf import GGUFFile
     from localllm.library.demo import demo_path
     from localllm.quantize import ImportanceMatrix, plan

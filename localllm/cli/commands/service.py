@@ -156,7 +156,6 @@ def scheduled_task(task: Task) -> bytes:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Installs, shows or removes the service."""
     if arguments.flags and arguments.action != "install":
         raise UsageError(f"{arguments.action} takes no flags of serve: write localllm service {arguments.action}")
     found = manager()

@@ -14,7 +14,6 @@ from localllm.errors import path_text
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Writes the files that the command line asks for."""
     from localllm.gguf import GGUFFile
     from localllm.library.demo import demo_path
     from localllm.quantize import plan, split_files
