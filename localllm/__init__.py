@@ -88,7 +88,7 @@ if TYPE_CHECKING:
     from localllm.gguf import GGUFFile as GGUFFile
     from localllm.llm import LLM as LLM
     from localllm.llm import load as load
-    from localllm.loading.info import ModelInfo as ModelInfo
+    from localllm.loading.model_info import ModelInfo as ModelInfo
     from localllm.options.keywords import Options as Options
     from localllm.sampling import Choice as Choice
     from localllm.sampling import Sampling as Sampling
@@ -115,7 +115,7 @@ _HOMES = {
     "LLM": "llm",
     "LocalLLMError": "errors",
     "ModelError": "errors",
-    "ModelInfo": "loading.info",
+    "ModelInfo": "loading.model_info",
     "ModelNotFoundError": "errors",
     "OutputError": "errors",
     "NotEnoughMemoryError": "errors",

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Self, TextIO
 
 if TYPE_CHECKING:
-    from localllm.loading.info import ModelInfo
+    from localllm.loading.model_info import ModelInfo
     from localllm.loading.placement import Placement
 
 #: Seconds between two updates of a status line, and before the first one: what is quick needs no progress.

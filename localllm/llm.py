@@ -34,8 +34,8 @@ from localllm.generation.scoring import Score, last_logits, scores
 from localllm.kernels import process
 from localllm.kernels.cpu.host import available_memory
 from localllm.kernels.graph import CacheType
-from localllm.loading.info import ModelInfo
 from localllm.loading.load import LoadedModel, check_adapters, compile_template, load_file
+from localllm.loading.model_info import ModelInfo
 from localllm.loading.progress import LoadPlan, default_progress
 from localllm.options.checks import check_keywords, mappings, text, token_ids, whole_number
 from localllm.options.declared import GRAMMARS, CheckedOptions, LoadOptions, declared, describes
@@ -648,10 +648,10 @@ class LLM:
         Raises:
             OutputError: it cannot be written.
         """
-        from localllm.engine import saved
+        from localllm.engine import saved_prompts
 
         target, key = expanded(path), self.prompts_key
-        return saved.save(self._opened().with_cache, target, key)
+        return saved_prompts.save(self._opened().with_cache, target, key)
 
     def load_prompts(self, path: str | os.PathLike[str]) -> int:
         """Puts what `save_prompts` has written into the cache: prompts that begin so are not evaluated again.
@@ -663,10 +663,10 @@ class LLM:
             PromptCacheError: there is no such file, it is damaged, or from another model, version, device or type of
                 cache; what stands before the damage is loaded.
         """
-        from localllm.engine import saved
+        from localllm.engine import saved_prompts
 
         source, key = expanded(path), self.prompts_key
-        return saved.load(self._opened().with_cache, source, key)
+        return saved_prompts.load(self._opened().with_cache, source, key)
 
     def close(self) -> None:
         """Frees the model's memory.  Requests under way in other threads end with a `ClosedError`."""

@@ -13,7 +13,7 @@ from localllm.bench.workload import ModelCost, Test
 from localllm.kernels.cpu.host import available_memory
 from localllm.kernels.cpu.roofline import Roofline
 from localllm.kernels.cpu.target import choose
-from localllm.loading.info import ModelInfo
+from localllm.loading.model_info import ModelInfo
 
 #: Bytes that a test of the bandwidth reads at most, and the part of the free memory that it takes at most.
 _MAX_READ, _PART_OF_MEMORY = 1 << 30, 4

@@ -10,7 +10,7 @@ from localllm.bench.ceilings import gpu_index, has_gpu
 from localllm.bench.workload import Test
 from localllm.console import quantity
 from localllm.errors import UsageError
-from localllm.loading.info import ModelInfo
+from localllm.loading.model_info import ModelInfo
 
 if TYPE_CHECKING:
     from localllm.kernels.cuda.profile import Profile, Share

@@ -14,7 +14,7 @@ from localllm.errors import UsageError
 from localllm.gguf import GGUFFile
 from localllm.kernels.cpu.tiles import TILES
 from localllm.kernels.graph import Attention, Weight
-from localllm.loading.info import ModelInfo
+from localllm.loading.model_info import ModelInfo
 from localllm.models.registry import read_model
 from localllm.options.checks import whole_number
 from localllm.quant.repack import repack_target

@@ -78,11 +78,11 @@ class Rendering:
 
     # -- What it understands ---------------------------------------------------------------------------------------
 
-    def _tells(self, messages: Sequence[Message], *words: str) -> bool:
+    def _renders(self, messages: Sequence[Message], *words: str) -> bool:
         """Whether all these words are in what the template makes of messages, in this order."""
-        return self._tells_given([self._message(each) for each in messages], *words)
+        return self._renders_given([self._message(each) for each in messages], *words)
 
-    def _tells_given(self, given: _Given, *words: str) -> bool:
+    def _renders_given(self, given: _Given, *words: str) -> bool:
         text = self._render(given, None)
         if text is None or "{'type'" in text:  # parts as Python writes them
             return False
@@ -95,31 +95,31 @@ class Rendering:
 
     @cached_property
     def _takes_text(self) -> bool:
-        return self._tells_given([{"role": "user", "content": _ONE}], _ONE)
+        return self._renders_given([{"role": "user", "content": _ONE}], _ONE)
 
     @cached_property
     def _takes_parts(self) -> bool:
-        return self._tells_given([{"role": "user", "content": [_part(_ONE)]}], _ONE)
+        return self._renders_given([{"role": "user", "content": [_part(_ONE)]}], _ONE)
 
     @cached_property
     def _takes_several_parts(self) -> bool:
-        return self._tells_given([{"role": "user", "content": [_part(_ONE), _part(_TWO)]}], _ONE, _TWO)
+        return self._renders_given([{"role": "user", "content": [_part(_ONE), _part(_TWO)]}], _ONE, _TWO)
 
     @cached_property
     def _takes_several_systems(self) -> bool:
         messages = [Message("system", (_ONE,)), Message("system", (_TWO,)), Message("user", (_THREE,))]
-        return self._tells(messages, _ONE, _TWO, _THREE)
+        return self._renders(messages, _ONE, _TWO, _THREE)
 
     @cached_property
     def _takes_later_systems(self) -> bool:
         said = [Message("user", (_ONE,)), Message("assistant", (_TWO,)), Message("system", (_THREE,))]
-        return self._tells([*said, Message("user", (_ONE,))], _ONE, _TWO, _THREE, _ONE)
+        return self._renders([*said, Message("user", (_ONE,))], _ONE, _TWO, _THREE, _ONE)
 
     @cached_property
     def _takes_systems(self) -> bool:
         messages = [Message("system", (_ONE,)), Message("user", (_TWO,))]
         # One that takes no message of a user either is not asked what else it takes.
-        return self._tells(messages, _ONE, _TWO) or not self._tells(messages[1:], _TWO)
+        return self._renders(messages, _ONE, _TWO) or not self._renders(messages[1:], _TWO)
 
     @cached_property
     def _takes_calls(self) -> bool:

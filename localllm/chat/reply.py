@@ -23,7 +23,7 @@ from localllm.chat.thinking import CALL, END_OF_CALL, Piece, ThinkingSplitter, n
 from localllm.tokenizer import Tokenizer
 
 #: What stands around calls, opening and closing; where nothing closes them, the next opening or the reply's end does.
-_AROUND = {
+_TAGS_AROUND_CALLS = {
     "<tool_call>": "</tool_call>",  # Hermes, Qwen, GLM, Nemotron 3
     "<TOOLCALL>": "</TOOLCALL>",  # Nemotron 2
     "<tool_calls>": "</tool_calls>",  # MiniMax M1
@@ -46,9 +46,9 @@ _AROUND = {
 }
 
 #: The same where these are part of the call.
-_PARTS = {"<function=": "</function>", "<function name=": "</function>", CALL: END_OF_CALL}
+_TAGS_IN_CALLS = {"<function=": "</function>", "<function name=": "</function>", CALL: END_OF_CALL}
 
-_CLOSING = {**_AROUND, **_PARTS}
+_CLOSING = {**_TAGS_AROUND_CALLS, **_TAGS_IN_CALLS}
 _OPENING = re.compile("|".join(map(re.escape, _CLOSING)))
 
 #: What ends calls whose arguments are between tags, and what begins the next one.
@@ -178,32 +178,32 @@ class ReplyParser:
 
     def feed(self, text: str) -> list[_Event]:
         """Takes the next piece of text; returns what is certain now."""
-        self._take(self._thinking.feed(text))
-        return self._taken()
+        self._consume(self._thinking.feed(text))
+        return self._drain()
 
     def finish(self, *, is_cut: bool = False) -> list[_Event]:
         """Returns what was held back; call it once, after the last text.  ``is_cut``: whether the model would have
         gone on: a call that has not ended is not malformed.
         """
-        self._take(self._thinking.finish())
+        self._consume(self._thinking.finish())
         self._is_whole, self._is_cut = True, is_cut
         for _ in self._reading:
             pass
-        return self._taken()
+        return self._drain()
 
-    def _take(self, pieces: Sequence[Piece]) -> None:
+    def _consume(self, pieces: Sequence[Piece]) -> None:
         for piece in pieces:
             if piece.thinking or not self._tools:
-                self._say(piece.text, piece.thinking)
+                self._emit(piece.text, piece.thinking)
             else:
                 self._text, self._at = self._text[self._at :] + piece.text, 0
                 next(self._reading)
 
-    def _taken(self) -> list[_Event]:
+    def _drain(self) -> list[_Event]:
         events, self._events = self._events, []
         return events
 
-    def _say(self, text: str, thinking: bool = False) -> None:
+    def _emit(self, text: str, thinking: bool = False) -> None:
         if self._skipped:
             both = zip(text, self._skipped, strict=False)
             n = next((i for i, (a, b) in enumerate(both) if a != b), min(len(text), len(self._skipped)))
@@ -214,7 +214,7 @@ class ReplyParser:
 
     # -- Text ------------------------------------------------------------------------------------------------------
 
-    def _more(self) -> Generator[None, None, bool]:
+    def _wait_for_more(self) -> Generator[None, None, bool]:
         """Waits for more text; whether there is any."""
         if self._is_whole:
             return False
@@ -224,7 +224,7 @@ class ReplyParser:
     def _read(self) -> _Reading:
         """Reads the reply from its beginning to its end."""
         while not (text := self._text[self._at :].lstrip()) or text == "[":
-            if not (yield from self._more()):
+            if not (yield from self._wait_for_more()):
                 break
         if text.startswith("{") or re.match(r"\[\s*\{", text):
             yield from self._calls("", "", "")
@@ -239,15 +239,15 @@ class ReplyParser:
                 # White space before a call is no part of the text.
                 end = len(self._text[: len(self._text) - n].rstrip())
                 if end > self._at:
-                    self._say(self._text[self._at : end])
+                    self._emit(self._text[self._at : end])
                     self._at = end
-                if not (yield from self._more()):
-                    self._say(self._text[self._at :])
+                if not (yield from self._wait_for_more()):
+                    self._emit(self._text[self._at :])
                     return
                 continue
             before = self._text[self._at : opening.start()]
-            self._say(before.rstrip())
-            self._at = opening.start() if opening[0] in _PARTS else opening.end()
+            self._emit(before.rstrip())
+            self._at = opening.start() if opening[0] in _TAGS_IN_CALLS else opening.end()
             yield from self._calls(before[len(before.rstrip()) :], opening[0], _CLOSING[opening[0]])
 
     def _skip(self, pattern: re.Pattern[str]) -> None:
@@ -259,12 +259,12 @@ class ReplyParser:
         """Reads text up to what closes a call, which ``is_text`` too, unless it opens the next one."""
         while (at := self._text.find(closing, self._at)) < 0:
             end = len(self._text) - (0 if self._is_whole else n_open(self._text[self._at :], closing))
-            self._say(self._text[self._at : end])
+            self._emit(self._text[self._at : end])
             self._at = end
-            if not (yield from self._more()):
+            if not (yield from self._wait_for_more()):
                 return
         end = at if closing in _CLOSING else at + len(closing)
-        self._say(self._text[self._at : end if is_text else at])
+        self._emit(self._text[self._at : end if is_text else at])
         self._at = end
 
     # -- Calls -----------------------------------------------------------------------------------------------------
@@ -288,7 +288,7 @@ class ReplyParser:
             else:
                 if opening and not self._is_cut:
                     self.warnings.append(f"a call of a tool was left as text: {error}")
-                self._say(space + (opening if opening not in _PARTS else ""))
+                self._emit(space + (opening if opening not in _TAGS_IN_CALLS else ""))
             if closing:
                 yield from self._read_to(closing, is_text=self._n_calls == n_before)
             return
@@ -326,7 +326,7 @@ class ReplyParser:
             if closing and self._text.find(closing, self._at + searched) >= 0:
                 raise _MalformedError("it is written in no known way")
             searched = max(0, len(self._text) - self._at - len(closing))
-            if not (yield from self._more()):
+            if not (yield from self._wait_for_more()):
                 if not is_closing:
                     raise _MalformedError("it is written in no known way")
                 self._at = len(self._text)
@@ -375,13 +375,13 @@ class ReplyParser:
                 self._add(arguments)
                 self._end()
                 return
-            if whole.error or not (yield from self._more()):
+            if whole.error or not (yield from self._wait_for_more()):
                 raise _MalformedError(whole.error or "it ends early")
 
     def _headed(self, head: re.Match[str], closing: str) -> _Reading:
         """Reads a call with its tool's name before its arguments."""
         self._begin(head["name"], head.end())
-        while not self._text[self._at :].lstrip() and (yield from self._more()):
+        while not self._text[self._at :].lstrip() and (yield from self._wait_for_more()):
             pass
         self._skip(_SPACE)
         if self._text.startswith("{", self._at):
@@ -425,7 +425,7 @@ class ReplyParser:
                 if self._call is None:  # only what closes the object is missing
                     return
                 error = "its arguments are not closed"
-            if not error and not (yield from self._more()):
+            if not error and not (yield from self._wait_for_more()):
                 if self._is_cut or self._call is None:
                     rest = self._text[self._at + n :]
                     self._add("".join(withheld) + reader.begun(rest))
@@ -438,7 +438,7 @@ class ReplyParser:
     def _python(self) -> _Reading:
         """Reads the arguments of a call as Python has it, which are told once all are there."""
         while not (whole := _PYTHON_ARGUMENTS.match(self._text, self._at)):
-            if not (yield from self._more()):
+            if not (yield from self._wait_for_more()):
                 if not self._is_cut:
                     raise _MalformedError("its arguments are not closed")
                 self._at = len(self._text)
@@ -468,7 +468,7 @@ class ReplyParser:
                 may_go_on = any(each.startswith(rest[: len(each)]) for each in (*_KEYS, closing, *_ENDS))
                 if not is_end and not may_go_on:
                     raise _MalformedError("its arguments are written in no known way")
-                if not is_end and (yield from self._more()):
+                if not is_end and (yield from self._wait_for_more()):
                     continue
                 if rest and not is_end and not self._is_cut:
                     raise _MalformedError("its arguments are not closed")
@@ -490,7 +490,7 @@ class ReplyParser:
                     n -= len(tag)
                 else:
                     n = max(n, len(self._text) - len(tag) + 1 - self._at)
-                if not (yield from self._more()):
+                if not (yield from self._wait_for_more()):
                     break
             value = self._text[self._at + begin : at if at >= 0 else len(self._text)]
             if "arg" not in tag:

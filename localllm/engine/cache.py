@@ -221,7 +221,7 @@ class PagedCache:
             self._free[0].append(self._evict(0))
         self.pictures.clear()
 
-    # -- Saving and restoring (`localllm.engine.saved`) -------------------------------------------------------------
+    # -- Saving and restoring (`localllm.engine.saved_prompts`) -----------------------------------------------------
 
     def blocks(self) -> list[Block]:
         """All that the tree holds without adapters: parents before children, the most recently used first."""

@@ -8,7 +8,7 @@ llama.cpp's ``llama-perplexity``, and so is the file of logits; `choices` is mul
 """
 
 from localllm.evaluate.base_logits import BaseLogits
-from localllm.evaluate.choices import Accuracy, Question, choices, read_questions
+from localllm.evaluate.multiple_choice import Accuracy, Question, choices, read_questions
 from localllm.evaluate.perplexity import Divergence, Estimate, Perplexity, divergence, perplexity
 
 __all__ = [

@@ -14,7 +14,7 @@ from pathlib import Path
 from localllm.errors import ModelNotFoundError
 from localllm.library import other_programs
 from localllm.library.demo import demo_path
-from localllm.library.details import Details, DetailsReader
+from localllm.library.file_details import Details, DetailsReader
 from localllm.library.hub_cache import cached_models, cached_repos, hub_cache
 from localllm.library.hub_names import DEMO, FileGroup, group_files, label
 

@@ -31,7 +31,7 @@ from localllm.kernels.cpu.host import available_memory, default_threads, memory_
 from localllm.kernels.graph import Tensor, Weight
 from localllm.loading.beside import find_beside
 from localllm.loading.devices import Device, open_devices, split_by_rows
-from localllm.loading.info import ModelInfo, file_type_name
+from localllm.loading.model_info import ModelInfo, file_type_name
 from localllm.loading.placement import Placement, Plan, Planner, fit, widened
 from localllm.loading.progress import of_stage
 from localllm.models.adapters import with_adapters

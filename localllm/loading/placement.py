@@ -20,7 +20,7 @@ from localllm.kernels.cpu.host import memory_advice
 from localllm.kernels.graph import CacheType, Route
 from localllm.kernels.split import SplitStep, page_size, part_footprint
 from localllm.loading.devices import Device
-from localllm.loading.layers import NO_GPU, plan_layers
+from localllm.loading.layer_split import NO_GPU, plan_layers
 from localllm.models.registry import Model
 
 #: The longest context that a model gets by default where memory is short, or another would push layers off GPUs.
@@ -231,7 +231,7 @@ class Planner:
     devices: tuple[Device, ...]  # the host, and then GPUs; the model need not take all
     free: Mapping[str, int] = field(default_factory=dict)  # bytes that can be had on each device
     parallel: int = 1  # how many sequences of full length the cache shall have room for
-    # n_gpu_layers, tensor_split: see `localllm.loading.layers.plan_layers`
+    # n_gpu_layers, tensor_split: see `localllm.loading.layer_split.plan_layers`
     n_gpu_layers: int | None = None
     tensor_split: tuple[float, ...] | None = None
     shares_weights: bool = (

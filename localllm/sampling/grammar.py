@@ -21,8 +21,8 @@ import numpy as np
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from localllm.cancellation import check_cancelled
-from localllm.chat.calls import JSON_OPTIONS
 from localllm.chat.thinking import TAGS
+from localllm.chat.tool_choice import JSON_OPTIONS
 from localllm.errors import Argument, GrammarError, UsageError, warn
 from localllm.kernels import process
 from localllm.sampling.candidates import IntArray

@@ -22,7 +22,7 @@ from localllm.server.dispatcher import Dispatcher, LoraScale
 from localllm.server.http import Guard, HTTPError, Limits, json_response
 from localllm.server.models import Models
 from localllm.server.page import page
-from localllm.server.store import ResponseStore
+from localllm.server.response_store import ResponseStore
 from localllm.version import __version__
 
 _Endpoint = Callable[[Request, Dispatcher], Awaitable[Response]]

@@ -22,11 +22,11 @@ import msgspec
 from starlette.requests import Request
 
 from localllm.cancellation import cancellable, check_cancelled
-from localllm.chat.calls import Tools, calls_grammar, choose_tools
-from localllm.chat.calls import call_schema as _call_schema
 from localllm.chat.conversation import Message, ToolCall, decoded
 from localllm.chat.rendering import described_tools
 from localllm.chat.reply import CallDelta
+from localllm.chat.tool_choice import Tools, calls_grammar, choose_tools
+from localllm.chat.tool_choice import call_schema as _call_schema
 from localllm.engine.pictures import text_ids
 from localllm.engine.request import FinishReason, Timings, Usage
 from localllm.errors import Argument, ClosedError, UsageError
@@ -38,7 +38,7 @@ from localllm.server.http import LONG_REQUEST, HTTPError, cancel_on_disconnect
 from localllm.server.models import Models, ServedModel
 
 if TYPE_CHECKING:
-    from localllm.server.store import ResponseStore
+    from localllm.server.response_store import ResponseStore
 
 _T = TypeVar("_T")
 

@@ -43,7 +43,7 @@ from localllm.server.openai import (
     timings_so_far,
     tokens_json,
 )
-from localllm.server.store import StoredResponse
+from localllm.server.response_store import StoredResponse
 
 
 class Reasoning(msgspec.Struct):

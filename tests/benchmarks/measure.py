@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from localllm.gguf import GGUFFile
-from localllm.loading.info import file_type_name
+from localllm.loading.model_info import file_type_name
 from tests.benchmarks.ours import Ceilings, Ours
 from tests.benchmarks.results import (
     Agreement,

@@ -16,7 +16,7 @@ from localllm.gguf import GGUFFile
 from localllm.kernels.cpu.roofline import DOTS, Roofline
 from localllm.kernels.cpu.tiles import TILES
 from localllm.kernels.graph import CacheType, Weight
-from localllm.loading.info import ModelInfo
+from localllm.loading.model_info import ModelInfo
 from localllm.quant.repack import repack_target
 from tests.benchmarks.results import FLOAT_FORMATS, FLOAT_TOLERANCE, QUANTISED_TOLERANCE, Array
 

@@ -15,7 +15,7 @@ from localllm.tui.chat.events import Choice
 if TYPE_CHECKING:
     from localllm.chat import ChatTemplate
     from localllm.generation.completion import Stream
-    from localllm.loading.info import ModelInfo
+    from localllm.loading.model_info import ModelInfo
     from localllm.options.keywords import Options
 
 #: A message as `LLM.chat` takes it, and several.

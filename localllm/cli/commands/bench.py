@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from localllm.bench.profile import DeviceCeilings
     from localllm.bench.workload import Test
     from localllm.llm import LLM
-    from localllm.loading.info import ModelInfo
+    from localllm.loading.model_info import ModelInfo
 
 _COLUMNS = "{:<18} {:>7} {:>18} {:>11} {:>11} {:>6}"
 

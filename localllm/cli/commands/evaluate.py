@@ -24,7 +24,7 @@ from localllm.files import check_is_new, read_text
 if TYPE_CHECKING:
     from localllm.evaluate import BaseLogits, Divergence, Estimate, Perplexity
     from localllm.llm import LLM
-    from localllm.loading.info import ModelInfo
+    from localllm.loading.model_info import ModelInfo
 
 #: Sequences that the cache has room for, so that a chunk begins while others go on.
 _PARALLEL = 4

@@ -48,7 +48,7 @@ from localllm.options.declared import CheckedOptions, Sampling, declared
 if TYPE_CHECKING:
     from localllm.generation.completion import Completion, Stream
     from localllm.llm import LLM
-    from localllm.loading.info import ModelInfo
+    from localllm.loading.model_info import ModelInfo
     from localllm.loading.placement import Format, Placement, Plan
     from localllm.loading.progress import LoadPlan
     from localllm.options.settings import Settings

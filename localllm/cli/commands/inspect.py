@@ -135,7 +135,7 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
 
 
 def _heading(file: GGUFFile) -> Iterator[str]:
-    from localllm.loading.info import file_type_name
+    from localllm.loading.model_info import file_type_name
     from localllm.models.registry import ARCHITECTURES
 
     parts = f", {len(file.paths)} files" if len(file.paths) > 1 else ""
@@ -213,7 +213,7 @@ def _sizes(tensors: Sequence[TensorInfo]) -> tuple[int, int]:
 
 def as_json(file: GGUFFile, arguments: argparse.Namespace) -> dict[str, Any]:
     from localllm.gguf.json_values import value_of
-    from localllm.loading.info import file_type_name
+    from localllm.loading.model_info import file_type_name
 
     n_bytes, n_values = _sizes(list(file.tensors.values()))
     result: dict[str, Any] = {

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from localllm.chat import ChatTemplate
-from localllm.chat.calls import calls_grammar
 from localllm.chat.conversation import Message, ToolCall, read_messages
+from localllm.chat.tool_choice import calls_grammar
 from localllm.errors import TemplateError
 from localllm.sampling import Sampling
 from localllm.sampling.grammar import check_grammar

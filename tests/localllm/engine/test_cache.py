@@ -25,7 +25,7 @@ from hypothesis.stateful import (
 )
 
 from localllm.engine import cache as cache_module
-from localllm.engine import saved
+from localllm.engine import saved_prompts
 from localllm.engine.cache import CachedSequence, PagedCache, common_prefix
 from localllm.engine.snapshots import NONE, Block
 from localllm.errors import PromptCacheError
@@ -114,7 +114,7 @@ def contents(cache: PagedCache, kept: FakeCache) -> dict[tuple[int, ...], object
     }
 
 
-def at_once(cache: PagedCache) -> saved.WithCache:
+def at_once(cache: PagedCache) -> saved_prompts.WithCache:
     """As `Engine.with_cache`, of an engine that has nothing else to do."""
 
     def with_cache(work: Callable[[PagedCache], T]) -> T:
@@ -230,12 +230,12 @@ class CacheMachine(RuleBasedStateMachine):
         """Into a new cache, and into this one with what is in use."""
         with TemporaryDirectory() as folder:
             path = Path(folder) / "prompts"
-            n = saved.save(at_once(self.cache), path, "a key")
+            n = saved_prompts.save(at_once(self.cache), path, "a key")
             other, kept = new_cache(*KINDS[self.kind])
-            assert saved.load(at_once(other), path, "a key") == n
+            assert saved_prompts.load(at_once(other), path, "a key") == n
             assert contents(other, kept) == contents(self.cache, self.kept)
             self.cache.forget()
-            assert saved.load(at_once(self.cache), path, "a key") <= n
+            assert saved_prompts.load(at_once(self.cache), path, "a key") <= n
 
     @invariant()
     def every_sequence_reads_back(self) -> None:
@@ -513,7 +513,7 @@ def test_requests_go_on_while_prompts_are_saved_and_loaded(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They take pages of what is being saved, and of what is being loaded: whatever comes of it is right."""
-    monkeypatch.setattr(saved, "_BLOCKS_AT_ONCE", 1)
+    monkeypatch.setattr(saved_prompts, "_BLOCKS_AT_ONCE", 1)
     rng = np.random.default_rng(0)
     n_loaded = 0
     for _ in range(30):
@@ -537,13 +537,13 @@ def test_requests_go_on_while_prompts_are_saved_and_loaded(
 
         for _ in range(4):
             with_cache(PagedCache.blocks)
-        n_saved = saved.save(with_cache, tmp_path / "prompts", "a key")
+        n_saved = saved_prompts.save(with_cache, tmp_path / "prompts", "a key")
         other, other_kept = new_cache(*KINDS[kind])
-        assert saved.load(at_once(other), tmp_path / "prompts", "a key") == n_saved
+        assert saved_prompts.load(at_once(other), tmp_path / "prompts", "a key") == n_saved
         for sequence in (other.begin([*ids, 9]) for ids in contents(other, other_kept)):
             assert read(other_kept, sequence) == sequence.ids
             other.release(sequence)
-        n_loaded += saved.load(with_cache, tmp_path / "prompts", "a key")
+        n_loaded += saved_prompts.load(with_cache, tmp_path / "prompts", "a key")
         for sequence in running:
             assert read(kept, sequence) == sequence.ids
             cache.release(sequence)
@@ -559,13 +559,13 @@ def prompts(tmp_path: Path) -> Path:
         sequence = cache.begin(ids)
         assert write(cache, kept, sequence, ids[len(sequence) :])
         cache.release(sequence)
-    saved.save(at_once(cache), tmp_path / "prompts", "a key")
+    saved_prompts.save(at_once(cache), tmp_path / "prompts", "a key")
     return tmp_path / "prompts"
 
 
 def test_a_saved_prompt_is_found_again(prompts: Path) -> None:
     cache, kept = new_cache(*KINDS["all"])
-    assert saved.load(at_once(cache), prompts, "a key") > 0
+    assert saved_prompts.load(at_once(cache), prompts, "a key") > 0
     sequence = cache.begin([*range(9), 9])
     assert sequence.ids == list(range(9))
     assert read(kept, sequence) == list(range(9))
@@ -573,7 +573,7 @@ def test_a_saved_prompt_is_found_again(prompts: Path) -> None:
 
 def test_a_smaller_cache_takes_what_it_has_room_for(prompts: Path) -> None:
     cache, _ = new_cache((2, 2), (None, 6), 1)
-    assert 0 < saved.load(at_once(cache), prompts, "a key") <= 2 * PAGE_SIZE
+    assert 0 < saved_prompts.load(at_once(cache), prompts, "a key") <= 2 * PAGE_SIZE
 
 
 def test_no_damage_is_loaded(prompts: Path) -> None:
@@ -587,7 +587,7 @@ def test_no_damage_is_loaded(prompts: Path) -> None:
         prompts.write_bytes(damaged)
         cache, kept = new_cache(*KINDS["all"])
         with pytest.raises(PromptCacheError, match="no whole file of saved prompts: delete it"):
-            saved.load(at_once(cache), prompts, "a key")
+            saved_prompts.load(at_once(cache), prompts, "a key")
         found = contents(cache, kept)
         assert {text: whole[text] for text in found} == found
 
@@ -617,20 +617,20 @@ def test_a_block_of_another_cache_is_refused_and_takes_nothing() -> None:
 
 def contents_of(path: Path) -> dict[tuple[int, ...], object]:
     cache, kept = new_cache(*KINDS["all"])
-    saved.load(at_once(cache), path, "a key")
+    saved_prompts.load(at_once(cache), path, "a key")
     return contents(cache, kept)
 
 
 def test_prompts_of_another_model_are_refused(prompts: Path) -> None:
     cache, _ = new_cache(*KINDS["all"])
     with pytest.raises(PromptCacheError, match="another model, version, device or type of cache"):
-        saved.load(at_once(cache), prompts, "another key")
+        saved_prompts.load(at_once(cache), prompts, "another key")
     with pytest.raises(PromptCacheError, match="cannot be read"):
-        saved.load(at_once(cache), prompts.with_name("none"), "a key")
+        saved_prompts.load(at_once(cache), prompts.with_name("none"), "a key")
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
 def test_a_pipe_does_not_hold_up_the_engine(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(PromptCacheError, match="no whole file of saved prompts"):
-        saved.load(at_once(new_cache()[0]), tmp_path / "pipe", "a key")
+        saved_prompts.load(at_once(new_cache()[0]), tmp_path / "pipe", "a key")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from localllm.engine import pictures as pictures_module
-from localllm.engine import saved
+from localllm.engine import saved_prompts
 from localllm.engine.engine import Engine
 from localllm.engine.pictures import Embeddings, Picture, PictureCache, Pictures, PictureTokens
 from localllm.engine.request import Request
@@ -222,11 +222,11 @@ def test_a_saved_cache_has_embeddings(device: Device, tmp_path: Path) -> None:
     engine = Engine(runner_on(device), encoder=FakeEncoder())
     expected = finish(engine, writing(ids, pictures)).ids
     others = finish(engine, writing(*other)).ids
-    n_saved = saved.save(engine.with_cache, tmp_path / "cache", "key")
+    n_saved = saved_prompts.save(engine.with_cache, tmp_path / "cache", "key")
     engine.close()
     encoder = FakeEncoder()
     engine = Engine(runner_on(device), encoder=encoder)
-    assert saved.load(engine.with_cache, tmp_path / "cache", "key") == n_saved
+    assert saved_prompts.load(engine.with_cache, tmp_path / "cache", "key") == n_saved
     assert finish(engine, writing(ids, pictures)).ids == expected
     assert finish(engine, writing(*other)).ids == others
     assert in_engine(engine, lambda loop: len(loop._runner.cache.pictures.items())) == 2

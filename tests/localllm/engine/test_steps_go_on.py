@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from localllm.engine import saved
+from localllm.engine import saved_prompts
 from localllm.engine.engine import Engine, EngineLoop
 from localllm.engine.request import Request
 from localllm.engine.sampling_threads import SamplingThreads
@@ -234,7 +234,7 @@ def test_messages_that_keep_coming_leave_steps_their_turn(engine: Engine) -> Non
 def test_steps_go_on_while_prompts_are_saved_and_loaded(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(saved, "_BLOCKS_AT_ONCE", 1)
+    monkeypatch.setattr(saved_prompts, "_BLOCKS_AT_ONCE", 1)
     n_tokens = 0
     for i in range(8):
         finish(engine, writing([i] * PAGE_SIZE, 1))
@@ -242,7 +242,7 @@ def test_steps_go_on_while_prompts_are_saved_and_loaded(
     other = writing([9, 9], 62, output=Results(lambda id_: time.sleep(0.005)))
     engine.submit(other)
     assert eventually(lambda: results(other).ids)
-    for work in (saved.save, saved.load):
+    for work in (saved_prompts.save, saved_prompts.load):
         before = engine.counts.steps
         assert work(engine.with_cache, tmp_path / "prompts", "a key") >= n_tokens
         assert engine.counts.steps - before >= 7  # one between two blocks

@@ -15,8 +15,8 @@ import pytest
 import localllm
 from localllm.errors import GGUFError, ModelNotFoundError, UsageError
 from localllm.kernels.cpu.host import default_threads
-from localllm.library import details, listing
-from localllm.library.details import Details, DetailsReader
+from localllm.library import file_details, listing
+from localllm.library.file_details import Details, DetailsReader
 from localllm.library.find import find
 from localllm.library.hub_cache import hub_cache
 from localllm.library.listing import demo_model, find_models, read_details
@@ -34,7 +34,7 @@ LINKS = pytest.mark.skipif(sys.platform == "win32", reason="links need rights th
 def _own_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     home(monkeypatch, tmp_path / "home")
-    monkeypatch.setattr(details, "cache_root", lambda: tmp_path / "cache")
+    monkeypatch.setattr(file_details, "cache_root", lambda: tmp_path / "cache")
 
 
 def home(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:

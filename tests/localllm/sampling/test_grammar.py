@@ -16,7 +16,7 @@ from llguidance import LLTokenizer
 
 import localllm
 from localllm import LLM, GrammarError, Sampling, UsageError
-from localllm.chat.calls import call_schema, calls_grammar
+from localllm.chat.tool_choice import call_schema, calls_grammar
 from localllm.compat import Llama
 from localllm.engine.drafting.cost import StepCost
 from localllm.library.listing import demo_model

@@ -20,7 +20,7 @@ from localllm.errors import UsageError
 from localllm.server import openai
 from localllm.server.http import LONG_REQUEST, HTTPError, event, json_bytes, tolerant
 from localllm.server.ollama import _seconds
-from localllm.server.store import ResponseStore
+from localllm.server.response_store import ResponseStore
 from tests.helpers.http_server import Serving
 
 HI = [{"role": "user", "content": "hi"}]

@@ -118,7 +118,7 @@ def _kept_details(entry: Any, stamp: list[int]) -> Details | None:
 
 
 def _details(file: GGUFFile) -> Details:
-    from localllm.loading.info import file_type_name
+    from localllm.loading.model_info import file_type_name
 
     title, architecture = (_text(file, f"general.{key}") for key in ("name", "architecture"))
     known: dict[str, Any] = {

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localllm.errors import NotEnoughMemoryError, UsageError
-from localllm.loading.layers import LayerRange, in_proportion, plan_layers
+from localllm.loading.layer_split import LayerRange, in_proportion, plan_layers
 
 
 class Room(NamedTuple):
