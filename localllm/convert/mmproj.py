@@ -91,7 +91,7 @@ def _processor(folder: Path) -> Mapping[str, Any]:
     """The picture processor's values in preprocessor_config.json or processor_config.json."""
     values = read_json(folder / "preprocessor_config.json")
     whole = read_json(folder / "processor_config.json")
-    return values | whole | (whole.get("image_processor") or {})
+    return values | (values.get("media_proc_cfg") or {}) | whole | (whole.get("image_processor") or {})
 
 
 def _keys(folder: Path, family: Projector, c: Checkpoint) -> dict[str, Any]:

@@ -78,14 +78,13 @@ class Llava(VisionModel):
 
     marker = "<image>"
     n_before = 1
+    exact_gelu = True
 
     def read(self) -> None:
         self.width = self.weights.n_rows("mm.2.weight")  # the key may be that of CLIP's own projection
         # llama.cpp's own converter keeps the layers up to the one whose rows are taken; some files count one more.
         while self.n_layers and f"v.blk.{self.n_layers - 1}.ln1.weight" not in self.weights:
             self.n_layers -= 1
-        # Of the keys, "gelu" means the tanh form elsewhere; CLIP's is the exact one.
-        self.activation = "gelu_erf" if self.activation == "gelu" else self.activation
         self.aspect_ratio = self.meta.read("vision.image_aspect_ratio", str, "pad")
         sides = self.meta.find("vision.image_grid_pinpoints") or ()
         if not isinstance(sides, list | tuple) or any(not isinstance(x, int) or not 0 < x < 1 << 16 for x in sides):

@@ -101,6 +101,8 @@ class VisionModel:
     windowed: Collection[int] = ()
     #: Rows before the patches, such as a class token's.
     n_before: ClassVar[int] = 0
+    #: Whether the key of the tanh form of GELU means the exact one.
+    exact_gelu: ClassVar[bool] = False
     #: Whether norms are RMSNorms.
     rms: bool = False
 
@@ -113,6 +115,8 @@ class VisionModel:
         self.eps = meta.read("vision.attention.layer_norm_epsilon", float, low=0.0, high=1.0)
         self.mean, self.std = (self._colours(f"vision.image_{key}") for key in ("mean", "std"))
         self.activation = _activation(meta)
+        if self.exact_gelu and self.activation == "gelu":
+            self.activation = "gelu_erf"
         if self.n_layers and (self.n_heads < 1 or self.n_embd % self.n_heads):
             raise ModelError(
                 f"clip.vision.embedding_length is {self.n_embd}, which is no multiple of clip.vision.attention."
@@ -160,10 +164,14 @@ class VisionModel:
 
     # -- Rows of a frame -------------------------------------------------------------------------------------------
 
-    def table(self, name: str, n: int, width: int) -> Pixels:
+    def table(self, name: str, *shape: int) -> Pixels:
         """A table of the file in float32."""
-        weight = self.weights.require(name, n, width)
-        return dequantize(weight.data, weight.type).reshape(n, width)
+        weight = self.weights.require(name, *shape)
+        return dequantize(weight.data, weight.type).reshape(shape)
+
+    def normalised(self, frame: NDArray[np.uint8]) -> Pixels:
+        """The values of pixels, [height, width, 3]."""
+        return normalised(frame, self.mean, self.std)
 
     def rows(self, frame: NDArray[np.uint8]) -> FrameRows:
         """A prepared frame as the graph takes it."""
@@ -174,7 +182,7 @@ class VisionModel:
             windows = order // columns // side * columns + order % columns // side
             order, windows = order[np.argsort(windows, kind="stable")], np.sort(windows)
             spans = np.stack([np.searchsorted(windows, windows, end) for end in ("left", "right")]).astype(np.int32)
-        given = [patches(normalised(frame, self.mean, self.std), size)[order]]
+        given = [patches(self.normalised(frame), size)[order]]
         if (added := self.positions(rows, columns)) is not None:
             given.append(added[: len(added) - len(order)])
             given[1] = np.concatenate([given[1], added[len(added) - len(order) :][order]])
@@ -206,11 +214,12 @@ class VisionModel:
         own = self.weights if weights is None else weights
         return Layer(-1, self.graph, own, self.n_embd, self.eps if eps is None else eps, Tensor(Rows.TOKENS, 0))
 
-    def rope(self, theta: float) -> Rope:
+    def rope(self, theta: float, *, interleaved: bool = False, axes: tuple[int, int] = (1, 2)) -> Rope:
         """A rotation by the row in one half of the pairs, and by the column in the other."""
         dim = self.head_dim // 2
         half = theta ** -(np.arange(0, dim, 2) / dim)
-        return Rope(np.concatenate([half, half]).astype(np.float32), False, axes=(1,) * len(half) + (2,) * len(half))
+        turned = (axes[0],) * len(half) + (axes[1],) * len(half)
+        return Rope(np.concatenate([half, half]).astype(np.float32), interleaved, axes=turned)
 
     def layers(self, x: Tensor, rope: Rope | None = None, n: int | None = None) -> Tensor:
         """The layers: norm, attention both ways, norm, MLP, each added to what was before."""

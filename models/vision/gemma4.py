@@ -142,7 +142,7 @@ class Gemma4(VisionModel):
 
     def record(self) -> None:
         self.position_tables = self.tables()
-        x = self.layers(self.embedded(self.patch_matrix(), has_positions=True), self.rope(100.0))
+        x = self.layers(self.embedded(self.patch_matrix(), has_positions=True), self.rope(100.0, axes=(2, 1)))
         x = self.graph.add(Outputs(x, self.merge**2, is_mean=True))
         factor, weights = self.n_embd**0.5, self.weights
         if "v.std_scale" in weights:
@@ -168,11 +168,6 @@ class Gemma4(VisionModel):
         x, y = self.position_tables
         added: Pixels = y[:rows, None] + x[None, :columns]
         return added.reshape(rows * columns, -1)
-
-    def rope(self, theta: float) -> Rope:
-        """As of others, but by the column first."""
-        rope = super().rope(theta)
-        return Rope(rope.frequencies, False, axes=rope.axes[::-1])
 
     def clamped(self, at: Layer, x: Tensor, name: str, matrix: Matrix) -> Tensor:
         """x times a matrix, both within the bounds that the file has."""

@@ -67,12 +67,11 @@ def hf_tensor(name: str, array: Array, c: Checkpoint) -> Array | Mapping[str, Ar
 class InternVL(VisionModel):
     marker, around = "<IMG_CONTEXT>", ("<img>", "</img>")
     n_before = 1
+    exact_gelu = True
 
     def read(self) -> None:
         self.merge = self.number("projector.scale_factor", 2)
         self.least, self.most = self.number("preproc_min_tiles", 1), self.number("preproc_max_tiles", 12)
-        # Of the keys, "gelu" means the tanh form elsewhere; InternVL's is the exact one.
-        self.activation = "gelu_erf" if self.activation == "gelu" else self.activation
         self.rms = "v.blk.0.ln1.bias" not in self.weights
 
     def record(self) -> None:

@@ -63,15 +63,15 @@ class Pixtral(VisionModel):
         self.theta = self.meta.read("vision.rope.freq_base", float, 1e4, low=1.0, high=1e9)
         self.weights.skip("v.token_embd.img_break")  # the text model has it
 
-    def rope(self, theta: float) -> Rope:
+    def mixed_rope(self) -> Rope:
         """Frequencies of one scale: every second one turns by the row, the others by the column."""
-        f = theta ** -(np.arange(0, self.head_dim, 2) / self.head_dim)
+        f = self.theta ** -(np.arange(0, self.head_dim, 2) / self.head_dim)
         n = len(f[::2]), len(f[1::2])
         return Rope(np.concatenate([f[::2], f[1::2]]).astype(np.float32), True, axes=(1,) * n[0] + (2,) * n[1])
 
     def record(self) -> None:
         x = self.embedded(self.patch_matrix(), has_positions=False)
-        x = self.layers(norm(self.at(), "v.pre_ln", x), self.rope(self.theta))
+        x = self.layers(norm(self.at(), "v.pre_ln", x), self.mixed_rope())
         if "mm.input_norm.weight" in self.weights:
             x = norm(self.at(), "mm.input_norm", x)
         x = self.joined(x)

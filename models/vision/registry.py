@@ -59,7 +59,9 @@ PROJECTORS: dict[str, Projector] = {
     "internvl": Projector(
         "internvl", "InternVL", "InternVL 2.5 to 3.5", "internlm2 llama qwen2 qwen3 qwen3moe gpt-oss", "internvl"
     ),
+    "kimik25": Projector("kimi", "Kimi", "Kimi K2.5 and K2.6", "deepseek2", "kimi_k25"),
     "lfm2": Projector("siglip", "Lfm2", "LFM2-VL, LFM2.5-VL", "lfm2 lfm2moe", "lfm2_vl"),
+    "llama4": Projector("llama4", "Llama4", "Llama 4", "llama4", "llama4"),
     "mlp": Projector("clip", "Llava", "LLaVA 1.5 and 1.6", "llama qwen2", "llava llava_next"),
     "pixtral": Projector(
         "pixtral",

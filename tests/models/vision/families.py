@@ -149,6 +149,21 @@ FAMILIES: dict[str, Family] = {
         ("got_ocr2.image_processing_pil_got_ocr2", "GotOcr2ImageProcessorPil"),
         {"size": {"height": 56, "width": 56}, "crop_to_patches": True, "min_patches": 1, "max_patches": 12},
     ),
+    "kimik25": Family(
+        "Kimi_K25ForConditionalGeneration",
+        "Kimi_K25Config",
+        {
+            "text_config": TEXT
+            | {"model_type": "deepseek_v3", "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 32}
+            | {"qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32, "head_dim": 32}
+            | {"first_k_dense_replace": 1},
+            "vision_config": SIGLIP | {"hidden_size": 72, "pos_emb_height": 4, "pos_emb_width": 4},
+            "projection_hidden_size": 72,
+        },
+        ("kimi_k25.image_processing_kimi_k25", "Kimi_K25ImageProcessor"),
+        {"max_patches": 36},
+        ("pixel_values", "image_grid_thw"),
+    ),
     "lfm2": Family(
         "Lfm2VlForConditionalGeneration",
         "Lfm2VlConfig",
@@ -163,6 +178,19 @@ FAMILIES: dict[str, Family] = {
         ("lfm2_vl.image_processing_lfm2_vl", "Lfm2VlImageProcessor"),
         {"min_image_tokens": 2, "max_image_tokens": 4, "tile_size": 64, "max_tiles": 6},
         ("pixel_values", "spatial_shapes", "pixel_attention_mask"),
+    ),
+    "llama4": Family(
+        "Llama4ForConditionalGeneration",
+        "Llama4Config",
+        {
+            "text_config": TEXT
+            | {"intermediate_size_mlp": 64, "num_local_experts": 4, "attention_chunk_size": 1024, "pad_token_id": 0},
+            "vision_config": SIGLIP
+            | {"image_size": 56, "patch_size": 14, "vision_output_dim": 40, "intermediate_size": 288}
+            | {"projector_input_dim": 40, "projector_output_dim": 40},
+        },
+        ("llama4.image_processing_llama4", "Llama4ImageProcessor"),
+        {"size": {"height": 56, "width": 56}, "max_patches": 5},
     ),
     "mlp": Family(
         "LlavaForConditionalGeneration",
@@ -282,6 +310,11 @@ def picture(height: int, width: int) -> Any:
     return Image.fromarray((127 + 60 * waves + rng.integers(-60, 60, (height, width, 3))).astype(np.uint8))
 
 
+def padded(images: Any, padding: tuple[int, int, int, int], **_: Any) -> Any:
+    left, top, right, bottom = padding
+    return torch.nn.functional.pad(images, (left, right, top, bottom))
+
+
 def by_pillow(module: str, kind: str) -> Any:
     """A class of processors that exists for torchvision alone, which resizes by Pillow instead."""
     names = ["torchvision", "torchvision.transforms", "torchvision.transforms.v2"]
@@ -290,7 +323,8 @@ def by_pillow(module: str, kind: str) -> Any:
         for name, stub in stubs.items():
             if name not in sys.modules:
                 patched.setitem(sys.modules, name, stub)
-        stubs[names[-1]].__dict__["functional"] = stubs["torchvision.transforms.v2.functional"]
+        functional = stubs[names[-1]].__dict__["functional"] = stubs["torchvision.transforms.v2.functional"]
+        functional.__dict__["pad"] = padded
         own = getattr(import_module(f"transformers.models.{module}"), kind)
 
     class Resizing(own.__mro__[1]):  # type: ignore[misc]
@@ -300,6 +334,13 @@ def by_pillow(module: str, kind: str) -> Any:
                 np.asarray(Image.fromarray(x).resize(shape, resample)) for x in image.permute(0, 2, 3, 1).numpy()
             ]
             return torch.from_numpy(np.stack(arrays)).permute(0, 3, 1, 2)
+
+        def pad(self, images: Any, pad_size: Any) -> Any:
+            return padded(images, (0, 0, pad_size.width - images.shape[-1], pad_size.height - images.shape[-2]))
+
+        def normalize(self, images: Any, mean: Any, std: Any) -> Any:
+            mean, std = (torch.tensor(x, dtype=images.dtype)[:, None, None] for x in (mean, std))
+            return (images - mean) / std
 
         def rescale_and_normalize(self, images: Any, _: bool, factor: float, __: bool, mean: Any, std: Any) -> Any:
             mean, std = (torch.tensor(x)[:, None, None] for x in (mean, std))
@@ -313,7 +354,8 @@ def by_pillow(module: str, kind: str) -> Any:
                 for key in inspect.signature(self._preprocess).parameters
                 if hasattr(self, key)
             }
-            return self._preprocess(given, **settings | {"return_tensors": return_tensors, "disable_grouping": False})
+            seen = self._preprocess(given, **settings | {"return_tensors": return_tensors, "disable_grouping": False})
+            return seen | {"pixel_values": seen["pixel_values"].float()}  # of Llama 4 bfloat16
 
     return ByPillow
 
@@ -366,6 +408,8 @@ def make(name: str, folder: Path) -> Any:
                 buffer.fill_(-2.0 if key.endswith("_min") else 1.5)
             elif ".std_" in key:
                 buffer.copy_(torch.rand_like(buffer) + 0.5)
+    if name == "llama4":  # transformers 5.24 asks the text model's result for it
+        transformers.modeling_outputs.MoeCausalLMOutputWithPast.image_outputs = None
     model.save_pretrained(folder)
     processor_of(name).save_pretrained(folder)
     write_tokenizer(folder, 300)

@@ -39,9 +39,11 @@ def features(model: Any, name: str, image: Any) -> tuple[Any, NDArray[np.float32
     """The processor's result, and the rows [n, n_embeddings, width] that the model makes of it."""
     family = FAMILIES[name]
     seen = processor_of(name)(images=[image], return_tensors="pt")
-    inner = model.model
+    inner = getattr(model, "model", model)
     with torch.no_grad():
         out = inner.get_image_features(**{key: seen[key] for key in family.arguments})
+        if name == "llama4":
+            out.pooler_output = model.multi_modal_projector(out.last_hidden_state)
     joined = [
         torch.cat([*each]) if isinstance(each, list | tuple) else each.reshape(-1, each.shape[-1])
         for each in (out.pooler_output, *(getattr(out, "deepstack_features", None) or []))
@@ -64,6 +66,8 @@ def test_pixels_and_features_are_those_of_transformers(made: Any, name: str) -> 
             theirs = seen["pixel_values"].numpy()
             if name.startswith(("gemma4", "lfm2")):
                 theirs = by_colour(encoder, each, theirs)
+            elif name == "kimik25":
+                theirs = theirs.reshape(len(theirs), -1)[in_blocks(encoder, each.frames[0])]
             check_pixels(encoder, frames, theirs)
         for each, rows, (_, theirs) in zip(prepared, encoded(encoder, prepared), expected, strict=True):
             assert rows.shape == theirs.shape == (each.n_tokens, encoder.n_embeddings, encoder.width)
@@ -103,17 +107,23 @@ def check_pixels(encoder: VisionEncoder, frames: list[NDArray[np.float32]], thei
         rows, columns = (side // size for side in theirs.shape[-2:])
         cut = theirs.reshape(len(theirs), 3, rows // merge, merge, size, columns // merge, merge, size)
         theirs = cut.transpose(0, 2, 5, 3, 6, 1, 4, 7).reshape(-1, n)
-    if encoder.family == "lfm2":  # whose processor has torchvision scale and normalise at once
+    if encoder.family in ("kimik25", "lfm2"):  # whose processors have torchvision scale and normalise at once
         np.testing.assert_allclose(own, theirs, rtol=0, atol=3e-7)
     else:
         np.testing.assert_array_equal(own, theirs)
 
 
+def in_blocks(encoder: VisionEncoder, frame: NDArray[np.uint8]) -> NDArray[np.int64]:
+    """The numbers of patches in the order of tokens."""
+    model = encoder.model
+    return block_order(frame.shape[0] // model.patch_size, frame.shape[1] // model.patch_size, model.merge)
+
+
 def by_colour(encoder: VisionEncoder, prepared: Prepared, theirs: NDArray[np.float32]) -> NDArray[np.float32]:
     """Patches as ours, without the empty ones: those of a token together, and the colours one by one."""
-    model, found = encoder.model, []
+    found = []
     for frame, patches in zip(prepared.frames, theirs, strict=True):
-        order = block_order(frame.shape[0] // model.patch_size, frame.shape[1] // model.patch_size, model.merge)
+        order = in_blocks(encoder, frame)
         found.append(patches[order].reshape(len(order), -1, 3).swapaxes(1, 2).reshape(len(order), -1))
     own = np.concatenate(found)
     return 2 * (own - np.float32(0.5)) if encoder.family == "gemma4v" else own
@@ -161,11 +171,15 @@ def test_files_of_2023_call_the_matrices_of_an_mlp_the_other_way_round(made: Any
     host.close()
 
 
-@pytest.mark.parametrize("name", ["gemma4v", "glm4v", "lfm2", "mlp 1.6", "pixtral", "qwen3vl_merger"])
+@pytest.mark.parametrize(
+    "name", ["gemma4v", "glm4v", "kimik25", "lfm2", "llama4", "mlp 1.6", "pixtral", "qwen3vl_merger"]
+)
 def test_a_budget_is_kept_whatever_the_shape(made: Any, name: str) -> None:
     encoder = VisionEncoder.open(made(name)[2])
     for shape in ((1, 150), (150, 1), (1, 1), (3, 7), (300, 200)):
-        for max_tokens in (1, 5, 100) if name != "mlp 1.6" else (17, 40, 100):  # whose least is a tile
+        for max_tokens in (
+            (1, 5, 100) if name not in ("llama4", "mlp 1.6") else (17, 40, 100)
+        ):  # whose least is a tile
             assert encoder.prepare(np.zeros((*shape, 3), np.uint8), max_tokens).n_tokens <= max_tokens
     encoder.close()
 
