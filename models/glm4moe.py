@@ -8,7 +8,7 @@ from localllm.kernels.graph import Graph
 from localllm.models import hf_names
 from localllm.models.blocks import llama_like
 from localllm.models.config import Header
-from localllm.models.hf_convert import rotated_part, routing_keys
+from localllm.models.hf_convert import axes_keys, rotated_part, routing_keys
 from localllm.models.rope import make_rope, with_axes
 
 HF_NAMES = (
@@ -21,7 +21,7 @@ HF_NAMES = (
 
 
 def hf_keys(config: Any) -> dict[str, Any]:
-    return rotated_part(config) | routing_keys(config)
+    return rotated_part(config) | axes_keys(config) | routing_keys(config)
 
 
 def record(m: Header) -> Graph:

@@ -1,5 +1,5 @@
-"""Qwen 2-VL (arXiv:2409.12191), 2.5-VL (arXiv:2502.13923), 3-VL, 3.5 and later, and GLM-4.1V: pictures of any size,
-whose patches turn by row and column; four patches become a token.
+"""Qwen 2-VL (arXiv:2409.12191), 2.5-VL (arXiv:2502.13923), 3-VL, 3.5 and later, and GLM-4.1V to 4.6V: pictures of
+any size, whose patches turn by row and column; four patches become a token.
 
 Qwen 3-VL also adds the patches of some layers behind the first layers of the text model ("deepstack").
 """
@@ -40,6 +40,8 @@ HF_NAMES = {
     "v.blk.*.ln1": "visual.blocks.*.norm1",
     "v.blk.*.ln2": "visual.blocks.*.norm2",
     "v.blk.*.attn_qkv": "visual.blocks.*.attn.qkv",
+    "v.blk.*.attn_q_norm": "visual.blocks.*.attn.q_norm",
+    "v.blk.*.attn_k_norm": "visual.blocks.*.attn.k_norm",
     "v.blk.*.attn_out": "visual.blocks.*.attn.proj",
     "v.blk.*.ffn_gate": "visual.blocks.*.mlp.gate_proj",
     "v.blk.*.ffn_up": "visual.blocks.*.mlp.linear_fc1 visual.blocks.*.mlp.fc1 visual.blocks.*.mlp.up_proj",
@@ -71,7 +73,7 @@ def hf_keys(c: Checkpoint) -> dict[str, Any]:
         "vision.image_max_pixels": c.processor.get("max_pixels") or size.get("longest_edge"),
         "vision.image_size": vision.get("image_size", 560),
     }
-    if c.values["model_type"] == "glm4v":
+    if c.values["model_type"].startswith("glm"):
         if vision.get("hidden_act", "silu") != "silu":
             raise ModelError("GLM-4V's encoder is run with silu, but config.json has another hidden_act")
         # Its processor counts a still picture twice, as the two of a video that are a step.
@@ -210,7 +212,8 @@ class Qwen3VL(QwenVision):
 
 
 class Glm4V(QwenVision):
-    """GLM-4.1V: RMSNorms, positions of a table behind the first norm, and a merger with a gate."""
+    """GLM-4.1V to 4.6V: RMSNorms, positions of a table behind the first norm, and a merger with a gate; GLM-OCR has
+    neither that norm nor positions."""
 
     marker, around = "<|image|>", ("<|begin_of_image|>", "<|end_of_image|>")
     limits = 112 * 112 // 2, 14 * 14 * 4 * 6144
@@ -221,14 +224,19 @@ class Glm4V(QwenVision):
         self.n_ff = self.weights.n_rows("v.blk.0.ffn_up.weight")  # the key is of the merger
 
     def record(self) -> None:
-        graph, d, n = self.graph, self.n_embd, 3 * self.patch_size**2
-        n_positions = self.weights.n_rows("v.position_embd.weight")
-        self.position_table = self.table("v.position_embd.weight", n_positions, d)
-        pixels = graph.add(Input(Tensor(Rows.TOKENS, n), 0, n + d))
-        positions = graph.add(Input(Tensor(Rows.TOKENS, d), n, n + d))
-        x = graph.add(Linear(pixels, Matrix(self.patch(), self.weights.find("v.patch_embd.bias", d))))
+        graph, weights, d, n = self.graph, self.weights, self.n_embd, 3 * self.patch_size**2
+        self.position_table = None
+        if "v.position_embd.weight" in weights:
+            self.position_table = self.table("v.position_embd.weight", weights.n_rows("v.position_embd.weight"), d)
+        n_given = n if self.position_table is None else n + d
+        pixels = graph.add(Input(Tensor(Rows.TOKENS, n), 0, n_given))
+        x = graph.add(Linear(pixels, Matrix(self.patch(), weights.find("v.patch_embd.bias", d))))
         at, width, size = self.at(), self.width, self.merge
-        x = self.layers(add(at, norm(at, "v.norm_embd", x), positions), self.rope(1e4))
+        if "v.norm_embd.weight" in weights:
+            x = norm(at, "v.norm_embd", x)
+        if self.position_table is not None:
+            x = add(at, x, graph.add(Input(Tensor(Rows.TOKENS, d), n, n_given)))
+        x = self.layers(x, self.rope(1e4))
         at = self.at()
         x = self.joined(norm(at, "v.post_ln", x))
         kernel = self.weights.require("mm.patch_merger.weight", width, d, size, size)
@@ -240,8 +248,8 @@ class Glm4V(QwenVision):
         y = at.add(Gated(at.linear(x, "mm.gate", n_ff), at.linear(x, "mm.up", n_ff), "silu"))
         at.linear(y, "mm.down", width)
 
-    def positions(self, rows: int, columns: int) -> Pixels:
-        return bicubic(self.position_table, rows, columns)
+    def positions(self, rows: int, columns: int) -> Pixels | None:
+        return None if self.position_table is None else bicubic(self.position_table, rows, columns)
 
     def enlarged(self, height: int, width: int) -> tuple[int, int]:
         scale = max(1, self.patch_size * self.merge / min(height, width))

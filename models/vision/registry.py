@@ -54,7 +54,9 @@ PROJECTORS: dict[str, Projector] = {
     "gemma3": Projector("siglip", "Gemma3", "Gemma 3", "gemma3", "gemma3"),
     "gemma4v": Projector("gemma4", "Gemma4", "Gemma 4", "gemma4", "gemma4"),
     "gemma4uv": Projector("gemma4", "Gemma4Unified", "Gemma 4 12B", "gemma4", "gemma4_unified"),
-    "glm4v": Projector("qwen", "Glm4V", "GLM-4.1V", "glm4", "glm4v"),
+    "glm4v": Projector(
+        "qwen", "Glm4V", "GLM-4.1V to 4.6V, GLM-OCR", "glm4 glm4moe", "glm4v glm4v_moe glm46v glm_ocr"
+    ),
     "idefics3": Projector("siglip", "Idefics3", "Idefics 3, SmolVLM", "llama", "idefics3 smolvlm"),
     "internvl": Projector(
         "internvl", "InternVL", "InternVL 2.5 to 3.5", "internlm2 llama qwen2 qwen3 qwen3moe gpt-oss", "internvl"

@@ -58,6 +58,8 @@ TEXT |= {"num_key_value_heads": 2, "head_dim": 12, "max_position_embeddings": 10
 SIGLIP = {"hidden_size": 72, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 3}
 QWEN = {"depth": 3, "hidden_size": 72, "num_heads": 3, "out_hidden_size": 48}
 MROPE = {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 2, 2], "rope_theta": 1e4}}
+GLM_MROPE = {"rope_parameters": MROPE["rope_parameters"] | {"mrope_section": [1, 1, 1], "partial_rotary_factor": 0.5}}
+GLM_VISION = QWEN | {"intermediate_size": 80, "image_size": 56, "patch_size": 14}
 GEMMA_4 = TEXT | {
     "global_head_dim": 12,
     "num_hidden_layers": 2,
@@ -113,15 +115,34 @@ FAMILIES: dict[str, Family] = {
         "Glm4vForConditionalGeneration",
         "Glm4vConfig",
         {
-            "text_config": TEXT
-            | {
-                "rope_parameters": MROPE["rope_parameters"]
-                | {"mrope_section": [1, 1, 1], "partial_rotary_factor": 0.5}
-            },
-            "vision_config": {"depth": 3, "hidden_size": 72, "num_heads": 3, "out_hidden_size": 48}
-            | {"intermediate_size": 80, "image_size": 56, "patch_size": 14},
+            "text_config": TEXT | GLM_MROPE,
+            "vision_config": GLM_VISION,
         },
         ("glm4v.image_processing_pil_glm4v", "Glm4vImageProcessorPil"),
+        {"size": {"shortest_edge": 12544, "longest_edge": 32 * 28 * 28}},
+        ("pixel_values", "image_grid_thw"),
+    ),
+    "glm4v moe": Family(
+        "Glm4vMoeForConditionalGeneration",
+        "Glm4vMoeConfig",
+        {
+            "text_config": TEXT
+            | GLM_MROPE
+            | {"num_hidden_layers": 2, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+            "vision_config": GLM_VISION,
+        },
+        ("glm46v.image_processing_pil_glm46v", "Glm46VImageProcessorPil"),
+        {"size": {"shortest_edge": 12544, "longest_edge": 32 * 28 * 28}},
+        ("pixel_values", "image_grid_thw"),
+    ),
+    "glm4v ocr": Family(
+        "GlmOcrForConditionalGeneration",
+        "GlmOcrConfig",
+        {
+            "text_config": TEXT | GLM_MROPE,
+            "vision_config": GLM_VISION,
+        },
+        ("glm46v.image_processing_pil_glm46v", "Glm46VImageProcessorPil"),
         {"size": {"shortest_edge": 12544, "longest_edge": 32 * 28 * 28}},
         ("pixel_values", "image_grid_thw"),
     ),
