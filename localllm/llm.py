@@ -42,7 +42,7 @@ from localllm.options.declared import GRAMMARS, CheckedOptions, LoadOptions, dec
 from localllm.options.foreign_names import THEIR_LOAD, THEIR_METHODS, no_attribute
 from localllm.options.keywords import Options
 from localllm.options.types import LoadProgress, SplitMode
-from localllm.sampling import Sampling, make_sampler
+from localllm.sampling import make_sampler
 from localllm.tokenizer import Tokenizer
 from localllm.tokenizer.stream import StreamDecoder
 
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from localllm.chat import ChatTemplate
     from localllm.chat.conversation import Image, Message
     from localllm.loading.vision import VisionEncoder
-    from localllm.sampling.grammar import Constraint, Grammars
+    from localllm.sampling.grammar import Grammars
 
     #: Messages of a chat, as OpenAI's API has them or in the form of `localllm.chat.conversation`.
     Messages = Sequence[Message | Mapping[str, object]]
@@ -924,12 +924,13 @@ class LLM:
             lookup = Argument("speculate", "lookup")
             raise UsageError(Argument("speculate"), why, Argument("draft_model"), ", or choose ", lookup)
         text_of = text_ids(ids) if pictures.placed else ids
+        grammars = None if sampling.grammar_kind is None else self._all_grammars(engine)
         sampler = make_sampler(
             sampling,
             engine.n_vocab,
             prompt_ids=text_of,
             token_bytes=tokenizer.token_bytes,
-            constraint=self._constraint(engine, sampling, text_of, template),
+            constraint=grammars.constraint(sampling, text_of, template) if grammars else None,
         )
         make_request = partial(
             Request,
@@ -962,12 +963,6 @@ class LLM:
             raise UsageError(f"there is no adapter {name!r:.80}: {known}; see load_adapter")
         scales = tuple(wanted.get(name, 0.0) for name in loaded)
         return scales if any(scales) else ()
-
-    def _constraint(self, engine: Engine, sampling: Sampling, ids: list[int], template: str) -> Constraint | None:
-        """The constraint of a text's grammar, if it has one."""
-        if sampling.grammar_kind is None:
-            return None
-        return self._all_grammars(engine).constraint(sampling, ids, template)
 
     def _all_grammars(self, engine: Engine) -> Grammars:
         if self._grammars is None:

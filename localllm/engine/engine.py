@@ -80,7 +80,6 @@ class Counts:
     ended: int = 0  # requests
     preempted: int = 0  # how often a request had to make room for another
     encoded: int = 0  # pictures
-    encode_s: float = 0.0  # seconds that they took
     # prefill_s, decode_s: seconds of all requests, in which prompts were evaluated and tokens chosen but the first
     prefill_s: float = 0.0
     decode_s: float = 0.0
@@ -99,31 +98,12 @@ class Engine:
     It ends with `close`, or when nothing refers to it any more.
     """
 
-    def __init__(
-        self,
-        runner: ModelRunner,
-        draft_model: DraftModel | None = None,
-        *,
-        encoder: PictureEncoder | None = None,
-        max_running: int = MAX_RUNNING,
-        max_waiting: int = MAX_WAITING,
-        step_s: float = STEP_S,
-        on_end: Callable[[], object] | None = None,
-    ) -> None:
-        """Starts the thread.
-
-        Args:
-            runner: evaluates; belongs to the engine from now on, as ``draft_model``.
-            encoder: makes embeddings of pictures, if the model sees any.
-            max_running: requests whose tokens are in the cache at once.
-            max_waiting: requests that wait to be; more are refused.
-            step_s: seconds that a step with tokens of prompts lasts at most.
-            on_end: called in the engine's thread when it ends.
-        """
-        # context: tokens that a sequence can hold
-        # n_vocab: ids of tokens
-        # max_tokens: tokens that one step evaluates at most
-        self.context, self.n_vocab, self.max_tokens = runner.context, runner.n_vocab, runner.max_tokens
+    def __init__(self, loop: EngineLoop, *, max_waiting: int = MAX_WAITING) -> None:
+        """Starts the thread.  ``max_waiting``: requests that wait to begin at most; more are refused."""
+        runner, draft_model = loop.runner, loop.draft_model
+        self.context = runner.context  # tokens that a sequence can hold
+        self.n_vocab = runner.n_vocab  # ids of tokens
+        self.max_tokens = runner.max_tokens  # tokens that one step evaluates at most
         self.width = runner.width  # values of what it gives for a token: logits, or of a model that embeds a vector
         # what drafts if a request asks for it: a smaller model ("draft"), the block behind the model's own layers
         # ("mtp"), or nothing
@@ -131,9 +111,7 @@ class Engine:
         self._max_waiting = max_waiting
         self._process = Process()
         process.engines.check()
-        self._sees, self._has_axes, self._has_spans = encoder is not None, runner.has_axes, runner.has_spans
-        loop = EngineLoop(runner, draft_model, encoder, max_running=max_running, step_s=step_s, on_end=on_end)
-        # counts: what it has done
+        self._sees, self._has_axes, self._has_spans = loop.sees, runner.has_axes, runner.has_spans
         self._inbox, self._waiting, self._ended, self.counts = loop.inbox, loop.waiting, loop.ended, loop.counts
         self._thread = threading.Thread(target=loop.run, name="localllm-engine", daemon=True)
         self._thread.start()
@@ -231,7 +209,7 @@ class Engine:
 
         def message(loop: EngineLoop) -> None:
             try:
-                result = work(loop._runner.cache)
+                result = work(loop.runner.cache)
                 results.put(lambda: result)
             except BaseException as error:
                 results.put(partial(_raise, error))
@@ -262,7 +240,7 @@ def _raise(error: BaseException) -> Never:
 
 
 class EngineLoop:
-    """The loop of the engine's thread; it knows nothing of the `Engine`."""
+    """The loop of the engine's thread; it knows nothing of the `Engine`.  The models and the encoder belong to it."""
 
     def __init__(
         self,
@@ -274,24 +252,21 @@ class EngineLoop:
         step_s: float = STEP_S,
         on_end: Callable[[], object] | None = None,
     ) -> None:
+        """
+        Args:
+            max_running: requests whose tokens are in the cache at once.
+            step_s: seconds that a step with tokens of prompts lasts at most.
+            on_end: called in the engine's thread when it ends.
+        """
         # messages to the thread; any other may put one in
         self.inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
         self.waiting: set[Request] = set()  # requests that were submitted and have not begun
         self.ended = threading.Event()  # set once no message is read any more
         self.counts = Counts(n_pages=runner.cache.n_pages)  # what was done
-        self._runner = runner
-        self._scheduler = Scheduler(
-            runner.cache,
-            max_tokens=runner.max_tokens,
-            max_outputs=runner.max_outputs,
-            max_running=max_running,
-            step_s=step_s,
-            is_causal=runner.is_causal,
-            has_spans=runner.has_spans,
-        )
+        self.runner, self.draft_model, self.sees = runner, draft_model, encoder is not None
+        self._scheduler = Scheduler(runner, max_running=max_running, step_s=step_s)
         self._encoding = Encoding(encoder, runner.cache.pictures)
         self._step_s = step_s
-        self._draft_model = draft_model
         self._cost = StepCost()
         self._on_end = on_end
         self._sampling_threads = SamplingThreads()
@@ -304,17 +279,17 @@ class EngineLoop:
             request.drafter = LookupDrafter(self._cost, request.draft_max)
         elif request.pictures.placed:  # which a draft model does not see
             request.drafter = None
-        elif self._draft_model is not None and request.speculate == self._draft_model.kind:
-            request.drafter = self._draft_model.drafter(self._cost, request.draft_max)
+        elif self.draft_model is not None and request.speculate == self.draft_model.kind:
+            request.drafter = self.draft_model.drafter(self._cost, request.draft_max)
         self._scheduler.add(request)
 
     def wake(self) -> None:
         """Something changed: see what can run."""
 
     def forget(self) -> None:
-        self._runner.cache.forget()
-        if self._draft_model is not None:
-            self._draft_model.runner.cache.forget()
+        self.runner.cache.forget()
+        if self.draft_model is not None:
+            self.draft_model.runner.cache.forget()
 
     def close(self) -> None:
         self._is_closed = True
@@ -384,7 +359,7 @@ class EngineLoop:
                 self.waiting.discard(each.request)
                 each.request.output.progress(each.request.n_cached)
         try:
-            logits = self._runner.run(chunks, *_wanted_logits(batch, chunks, self._runner.max_top_k))
+            logits = self.runner.run(chunks, *_wanted_logits(batch, chunks, self.runner.max_top_k))
         except BaseException as error:
             for each in batch:
                 self._end(each.request, error=error)
@@ -408,7 +383,7 @@ class EngineLoop:
             try:
                 reason = self._take_results(each, logits, rows, begin)
                 if reason is None and isinstance(each.request.drafter, MTPDrafter):
-                    hidden = self._runner.hidden_rows()[tokens]
+                    hidden = self.runner.hidden_rows()[tokens]
                     each.request.drafter.observe(chunk.start, chunk.ids, hidden, each.request.tokens)
                 each.request.output.flush()
             except BaseException as error:
@@ -421,9 +396,9 @@ class EngineLoop:
 
     def _count(self) -> None:
         self.counts.running = len(self._scheduler.running)
-        self.counts.n_pages_used = self.counts.n_pages - self._runner.cache.n_available
+        self.counts.n_pages_used = self.counts.n_pages - self.runner.cache.n_available
         self.counts.preempted = self._scheduler.n_preempted
-        self.counts.encoded, self.counts.encode_s = self._encoding.n_encoded, self._encoding.seconds
+        self.counts.encoded = self._encoding.n_encoded
 
     def _encode(self) -> None:
         """Encodes pictures that prompts come to: for half a step beside requests that decode."""
@@ -437,7 +412,7 @@ class EngineLoop:
             request.drafts = []
             if request.drafter is None or request.is_choosing or request.n_missing != 1 or not request.n_generated:
                 continue
-            most = self._runner.context - len(request.tokens)
+            most = self.runner.context - len(request.tokens)
             if request.max_tokens is not None:
                 most = min(most, request.max_tokens - request.n_generated - 1)
             if most < 1 or request.output.is_full:
@@ -447,7 +422,7 @@ class EngineLoop:
             except BaseException as error:
                 self._end(request, error=error)
             else:
-                drafts = list(takewhile(lambda id_: 0 <= id_ < self._runner.n_vocab, ids[:most]))
+                drafts = list(takewhile(lambda id_: 0 <= id_ < self.runner.n_vocab, ids[:most]))
                 request.drafts = drafts if request.sampler is None else drafts[: request.sampler.n_possible(drafts)]
 
     def _take_results(
@@ -459,7 +434,7 @@ class EngineLoop:
         position = len(sequence)
         is_whole = request.n_missing == each.n_tokens
         if not each.n_drafts:
-            self._runner.cache.append(sequence, request.tokens[position : position + each.n_tokens])
+            self.runner.cache.append(sequence, request.tokens[position : position + each.n_tokens])
             request.n_again = 0
         request.n_reached = max(request.n_reached, len(sequence))
         if not request.n_generated:
@@ -523,7 +498,7 @@ class EngineLoop:
             request.tokens.append(choice.id)
             if request.output.token(choice) or is_complete:
                 return "stop"
-            if request.n_generated == request.max_tokens or len(request.tokens) > self._runner.context:
+            if request.n_generated == request.max_tokens or len(request.tokens) > self.runner.context:
                 return "length"
         return None
 
@@ -555,7 +530,7 @@ class EngineLoop:
 
     def _record_drafts(self, each: Scheduled, position: int, n_accepted: int) -> None:
         """Records a step with drafts, from that position on; states of wrong drafts go back to before it."""
-        request, cache = each.request, self._runner.cache
+        request, cache = each.request, self.runner.cache
         assert request.sequence is not None
         ids = request.tokens[position : position + each.n_tokens + n_accepted]
         if cache.has_states and len(ids) < each.n_tokens + each.n_drafts:

@@ -194,7 +194,7 @@ class Encoding:
     """Gives requests the embeddings of pictures that they come to."""
 
     def __init__(self, encoder: PictureEncoder | None, cache: PictureCache) -> None:
-        self.n_encoded, self.seconds = 0, 0.0
+        self.n_encoded = 0
         self.is_busy = False  # whether something was lacking
         self._encoder, self._cache = encoder, cache
         self._pictures: list[Picture] = []  # those under way
@@ -211,7 +211,6 @@ class Encoding:
         end, self.is_busy = time.perf_counter() + seconds, bool(wanted)
         failed: dict[Request, BaseException] = {}
         while wanted:
-            begin = time.perf_counter()
             if self._work is None:
                 self._begin(wanted)
             assert self._work is not None
@@ -232,9 +231,7 @@ class Encoding:
                     _, waiting = wanted.pop(self._pictures[0].key, (self._pictures[0], ()))
                     failed |= dict.fromkeys(waiting, error)
                 self._stop()
-            now = time.perf_counter()
-            self.seconds += now - begin
-            if now >= end:
+            if time.perf_counter() >= end:
                 break
         return failed
 

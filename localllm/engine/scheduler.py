@@ -25,9 +25,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from localllm.engine.cache import PagedCache
 from localllm.engine.request import CLIENT_DELAY_S, Request
-from localllm.engine.runner import BatchItem
+from localllm.engine.runner import BatchItem, ModelRunner
 from localllm.engine.snapshots import Block
 
 #: Tokens of prompts that a step evaluates at least, however slow the model, and before its speed is known.
@@ -90,31 +89,18 @@ def _moved(estimate: float, measured: float) -> float:
 class Scheduler:
     """The requests of an engine."""
 
-    def __init__(
-        self,
-        cache: PagedCache,
-        *,
-        max_tokens: int,
-        max_outputs: int,
-        max_running: int,
-        step_s: float,
-        is_causal: bool = True,
-        has_spans: bool = False,
-    ) -> None:
-        """``step_s``: seconds that a step with tokens of prompts shall last at most; ``is_causal``: whether a prompt
-        can be cut; otherwise it comes in one step, however long that lasts; ``has_spans``: whether a picture comes in
-        one step.
-        """
+    def __init__(self, runner: ModelRunner, *, max_running: int, step_s: float) -> None:
+        """``step_s``: seconds that a step with tokens of prompts shall last at most."""
         self.waiting: list[Request] = []  # those without pages, by rank
         self.running: list[Request] = []  # those with pages, by rank
         self.step_times = StepTimes()  # how long steps take
         self.n_preempted = 0  # how often a request had to make room for another
-        self._cache = cache
-        self._max_tokens = max_tokens
-        self._max_outputs = max_outputs
-        self._max_running = min(max_running, cache.max_sequences)
+        self._cache = runner.cache
+        self._max_tokens, self._max_outputs = runner.max_tokens, runner.max_outputs
+        self._max_running = min(max_running, runner.cache.max_sequences)
         self._step_s = step_s
-        self._is_causal, self._has_spans = is_causal, has_spans
+        # whether a prompt can be cut, else it comes in one step; and whether a picture comes in one
+        self._is_causal, self._has_spans = runner.is_causal, runner.has_spans
         self._decode_counter = count(1)
 
     @property

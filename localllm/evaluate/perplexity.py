@@ -130,7 +130,8 @@ def perplexity(
             blocks = _blocks(logits)
             rows = [packed(logits[block]) for block in blocks if keeps_rows]
             came = tokens[chunk, -len(logits) :]
-            likelihood = np.concatenate([_nll(logits[block], came[block]) for block in blocks])
+            chosen = logits[np.arange(len(logits)), came]
+            likelihood = np.concatenate([_log_totals(logits[block]) - chosen[block] for block in blocks])
             return likelihood, np.concatenate(rows) if rows else np.empty(0, np.uint16)
 
         for likelihood, rows in _evaluated(llm, tokens, reckon):
@@ -230,11 +231,6 @@ def _log_totals(logits: Floats) -> Doubles:
     peak = logits.max(axis=1, keepdims=True)
     totals: Doubles = np.log(np.exp(logits - peak).sum(axis=1, dtype=np.float64)) + peak[:, 0]
     return totals
-
-
-def _nll(logits: Floats, came: NDArray[np.int32]) -> Doubles:
-    """The negative log-likelihood of the tokens [n] that came, after logits [n, n_vocab]."""
-    return _log_totals(logits) - logits[np.arange(len(logits)), came]
 
 
 def _compared(logits: Floats, expected: Floats, came: NDArray[np.int32]) -> Doubles:

@@ -82,7 +82,10 @@ class GGUFFile:
             GGUFError: the file is unreadable, not a GGUF, or damaged; says where and how.
         """
         try:
-            return cls(_read_parts(Path(path)))
+            part = _read_part(Path(path))
+            # A merged model keeps the key, with the value 0.
+            is_split = "split.count" in part.metadata and _split_key(part, "split.count") not in (0, 1)
+            return cls(_read_split(part) if is_split else [part])
         except GGUFError as error:
             # Their variables keep the file mapped, and Windows lets none be removed that is.
             traceback.clear_frames(error.__traceback__)
@@ -187,11 +190,6 @@ class _SplitFile:
     tensors: list[TensorInfo]
 
 
-def _read_parts(path: Path) -> list[_SplitFile]:
-    part = _read_part(path)
-    return _read_split(part) if _is_split(part) else [part]
-
-
 def _read_part(path: Path) -> _SplitFile:
     buffer, stamp = _map(path)
     cursor = Cursor(path, buffer)
@@ -273,11 +271,6 @@ def _kind_of_file(head: bytes) -> str | None:
 
 
 _SPLIT_NAME = re.compile(r"(?P<stem>.*)-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})\.gguf", re.DOTALL)
-
-
-def _is_split(part: _SplitFile) -> bool:
-    # A merged model keeps the key, with the value 0.
-    return "split.count" in part.metadata and _split_key(part, "split.count") not in (0, 1)
 
 
 def _split_key(part: _SplitFile, key: str) -> int:

@@ -21,7 +21,7 @@ from localllm.chat.built_in_templates import built_in
 from localllm.chat.template_source import TemplateSource
 from localllm.engine.drafting.model import DraftModel
 from localllm.engine.drafting.mtp import MTPModel
-from localllm.engine.engine import Engine
+from localllm.engine.engine import Engine, EngineLoop
 from localllm.engine.runner import ModelRunner
 from localllm.errors import Argument, LocalLLMError, ModelError, NotEnoughMemoryError, Notice, UsageError, path_text
 from localllm.generation.embedding import Embedder
@@ -115,14 +115,9 @@ def load_file(options: LoadOptions) -> LoadedModel:
             draft_info = replace(draft_info, n_parameters=n_values)
         drafting = MTPModel(draft_runner, cost, *norms) if norms else DraftModel(draft_runner, expected_cost=cost)
         info, warnings = replace(info, draft=draft_info), warnings + notices
-    engine = Engine(
-        runner,
-        drafting,
-        encoder=encoder,
-        max_waiting=options.max_waiting,
-        step_s=options.step_s,
-        on_end=partial(_close, devices if encoder is None else (encoder, *devices)),
-    )
+    on_end = partial(_close, devices if encoder is None else (encoder, *devices))
+    loop = EngineLoop(runner, drafting, encoder, step_s=options.step_s, on_end=on_end)
+    engine = Engine(loop, max_waiting=options.max_waiting)
     return LoadedModel(
         tokenizer, engine, embedder, encoder, options, info, template_source, defaults, template, warnings
     )

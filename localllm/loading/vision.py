@@ -93,11 +93,6 @@ class VisionEncoder:
         return self.model.width
 
     @property
-    def n_embeddings(self) -> int:
-        """Rows that it makes for each token: one, and those that layers of the text model add."""
-        return 1 + len(self.model.further)
-
-    @property
     def marker(self) -> str:
         """The marker that chat templates write for a picture; `Prepared.parts` replace it."""
         return self.model.marker

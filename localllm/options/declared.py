@@ -87,16 +87,6 @@ def _floats(text: str) -> list[float]:
     return [float(part) for part in text.split(",")]
 
 
-def _read_cache_type(value: object) -> str | None:
-    from localllm.kernels.graph import CACHE_TYPES
-
-    return value if isinstance(value, str) and value in CACHE_TYPES else None
-
-
-def _read_split_mode(value: object) -> str | None:
-    return value if isinstance(value, str) and value in ("layer", "row") else None
-
-
 def _read_texts(value: object) -> tuple[str, ...] | None:
     if isinstance(value, str) or not isinstance(value, Iterable):
         return None
@@ -124,8 +114,8 @@ def _read_biases(value: object) -> dict[int, float] | None:
 def _read_scales(value: object) -> dict[str, float] | None:
     if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
         return None
-    shares = {name: _real(share, -_MAX, _MAX) for name, share in value.items()}
-    return None if None in shares.values() else shares  # type: ignore[return-value]
+    scales = {name: _real(scale, -_MAX, _MAX) for name, scale in value.items()}
+    return None if None in scales.values() else scales  # type: ignore[return-value]
 
 
 def _read_adapters(value: object) -> dict[str, str | os.PathLike[str]] | None:
@@ -180,8 +170,8 @@ _MMPROJ = OptionKind(
     metavar="FILE",
 )
 _PROPORTIONS = OptionKind("a list of numbers of at least 0, not all of them 0", _read_proportions, _floats, "X,…")
-_CACHE_TYPE = OptionKind("one of 'f16', 'q8_0'", _read_cache_type, metavar="TYPE")
-_SPLIT_MODE = OptionKind("one of 'layer', 'row'", _read_split_mode, metavar="MODE")
+_CACHE_TYPE = _one_of("f16", "q8_0")._replace(metavar="TYPE")
+_SPLIT_MODE = _one_of("layer", "row")._replace(metavar="MODE")
 _TEXTS = OptionKind("texts, none of them empty", _read_texts, json=list[str])
 STOPS = OptionKind("a text that is not empty, or a list of such", _read_stops, metavar="TEXT", json=str | list[str])
 _SECONDS = _number(math.ulp(0.0), "a number of seconds above 0")
@@ -211,25 +201,15 @@ SWITCH = _of_type("True or False", bool, json=bool)
 
 @dataclass(frozen=True)
 class Option:
-    """The metadata of an option's field, beside its name, type and default.
-
-    Attributes:
-        kind: what values it has.
-        help: what it does, in a line; and, after two spaces, sentences for `help` alone.
-        flags: of the command line, with spaces between; "--" is the field's name as one.
-        label: in the chat's form; empty if it is not there.
-        none: what None stands for; empty if it is not a value.
-        is_kept: whether the settings file, and a chat, may keep it.
-        key: behind "general.sampling." in a model's file, which may have a default of its own.
-    """
+    """The metadata of an option's field, beside its name, type and default."""
 
     kind: OptionKind
-    help: str
-    flags: str = ""
-    label: str = ""
-    none: str = ""
-    is_setting: bool = True
-    key: str = ""
+    help: str  # what it does, in a line; and, after two spaces, sentences for `help` alone
+    flags: str = ""  # of the command line, with spaces between; "--" is the field's name as one
+    label: str = ""  # in the chat's form; empty if it is not there
+    none: str = ""  # what None stands for; empty if it is not a value
+    is_setting: bool = True  # whether the settings file, and a chat, may keep it
+    key: str = ""  # behind "general.sampling." in a model's file, which may have a default of its own
 
     @property
     def brief(self) -> str:

@@ -86,11 +86,7 @@ _OPENING = {**TAGS, "<|start|>assistant": "<|channel|>final<|message|>"}
 def check_grammar(sampling: Sampling) -> None:
     """Checks what can be checked of a grammar without a model."""
     if sampling.grammar_kind is not None:
-        _raise_if(llguidance.LLMatcher.validate_grammar(_internal(sampling)), sampling)
-
-
-def _internal(sampling: Sampling) -> str:
-    return _read(sampling)[0]
+        _raise_if(llguidance.LLMatcher.validate_grammar(_read(sampling)[0]), sampling)
 
 
 def _read(sampling: Sampling) -> tuple[str, list[str]]:

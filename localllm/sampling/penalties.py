@@ -113,14 +113,12 @@ class SequenceBreakers:
 
     def accept(self, id_: int) -> None:
         text = self._tail + self._token_bytes(id_)
-        if any(self._ends_after_tail(breaker, text) for breaker in self._breakers):
+        n = len(self._tail)  # what ends in it counted before
+        if any(text.find(breaker, max(0, n - len(breaker) + 1)) >= 0 for breaker in self._breakers):
             self.tokens_since = 0
         else:
             self.tokens_since += 1
         self._tail = text[max(0, len(text) - self._n_tail) :]
-
-    def _ends_after_tail(self, breaker: bytes, text: bytes) -> bool:
-        return text.find(breaker, max(0, len(self._tail) - len(breaker) + 1)) >= 0
 
     def within(self, id_: int) -> bool:
         text = self._token_bytes(id_)

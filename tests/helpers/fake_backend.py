@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from localllm.engine.engine import Engine
+from localllm.engine.engine import MAX_WAITING, Engine, EngineLoop
 from localllm.engine.runner import ModelRunner, max_outputs, n_cache_pages
 from localllm.kernels.backend import Batch, HostOutput, Output, Step, TopK, top_k
 from localllm.kernels.graph import Graph
@@ -205,8 +205,9 @@ def fake_engine(
     parallel: int = 1,
     max_tokens: int = 8,
     max_top_k: int = 0,
+    max_waiting: int = MAX_WAITING,
     cache: FakeCache | None = None,
     **settings: Any,
 ) -> tuple[Engine, FakeStep]:
     runner, step = fake_runner(context, parallel=parallel, max_tokens=max_tokens, max_top_k=max_top_k, cache=cache)
-    return Engine(runner, **settings), step
+    return Engine(EngineLoop(runner, **settings), max_waiting=max_waiting), step

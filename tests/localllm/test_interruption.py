@@ -31,7 +31,7 @@ def n_threads() -> int:
 def start_and_drop(path: Path) -> weakref.ref[object]:
     llm = localllm.load(path, device="reference")
     next(llm.stream("hello", ignore_eos=True))
-    return weakref.ref(in_engine(llm, lambda loop: loop._runner))
+    return weakref.ref(in_engine(llm, lambda loop: loop.runner))
 
 
 def test_a_model_that_nobody_holds_ends_its_thread_and_lets_its_memory_go(tiny: Path) -> None:
@@ -62,7 +62,7 @@ def test_a_stream_that_is_kept_does_not_keep_the_memory_of_a_closed_model(tiny: 
     llm = localllm.load(tiny, device="reference", draft_model=tiny)
     stream = llm.stream("hello", max_tokens=3, ignore_eos=True)
     stream.read()
-    runners = in_engine(llm, lambda loop: [weakref.ref(r) for r in (loop._runner, loop._draft_model.runner)])  # type: ignore[union-attr]
+    runners = in_engine(llm, lambda loop: [weakref.ref(r) for r in (loop.runner, loop.draft_model.runner)])  # type: ignore[union-attr]
     llm.close()
     gc.collect()
     assert [runner() for runner in runners] == [None, None]

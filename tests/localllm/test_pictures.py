@@ -11,7 +11,7 @@ import pytest
 import localllm
 from localllm import Sampling
 from localllm.chat.reply import ReplyParser
-from localllm.engine.engine import Engine
+from localllm.engine.engine import Engine, EngineLoop
 from localllm.engine.pictures import Embeddings, Picture, Pictures, PictureTokens
 from localllm.engine.runner import ModelRunner
 from localllm.gguf import GGUFFile
@@ -42,7 +42,8 @@ def test_ids_of_pictures_reach_nothing_that_reads_ids(sampling: Sampling, tmp_pa
             graph = read_model(file, 96, sees=True).graph
             sizes = {"n_pages": (12,) * len(graph.windows), "max_tokens": 32, "max_outputs": 32}
             step = ReferenceBackend().compile(graph, **sizes)
-        seeing = Engine(ModelRunner(step, n_vocab=llm.info.n_vocab, context=96, max_tokens=32), encoder=OnesEncoder())
+        runner = ModelRunner(step, n_vocab=llm.info.n_vocab, context=96, max_tokens=32)
+        seeing = Engine(EngineLoop(runner, encoder=OnesEncoder()))
         opened, llm._engine = llm._engine, seeing
         picture = Picture(b"a picture", 9)
         ids = (1, 5, 9, *picture.ids, 5, 9, 7)

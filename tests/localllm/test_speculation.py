@@ -138,8 +138,8 @@ def test_streams_bring_one_token_at_a_time(llm: LLM, speculate: Any) -> None:
 @pytest.mark.parametrize("speculate", ["lookup", "draft"])
 def test_cancelling_frees_what_both_models_hold(llm: LLM, speculate: Any) -> None:
     def n_pages_held(loop: EngineLoop) -> int:
-        assert loop._draft_model is not None
-        caches = (loop._runner.cache, loop._draft_model.runner.cache)
+        assert loop.draft_model is not None
+        caches = (loop.runner.cache, loop.draft_model.runner.cache)
         return sum(cache.n_pages - cache.n_available for cache in caches)
 
     expected = llm.generate("the the the", speculate=None, temperature=0, ignore_eos=True)

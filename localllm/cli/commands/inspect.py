@@ -57,11 +57,9 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _cleaner() -> Callable[[str], str]:
     """Makes a line one that standard output can have."""
-    return visible_line if is_terminal(sys.stdout) else _on_one_line
-
-
-def _on_one_line(text: str) -> str:
-    return text.replace("\r", "\\r").replace("\n", "\\n")
+    if is_terminal(sys.stdout):
+        return visible_line
+    return lambda text: text.replace("\r", "\\r").replace("\n", "\\n")
 
 
 # -- The plan ------------------------------------------------------------------------------------------------------

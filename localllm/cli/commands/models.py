@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,7 +48,10 @@ def run(arguments: argparse.Namespace) -> None:
         print("\t".join(_HEAD))
         for model in models:
             print("\t".join(_row(model, available)))
-    for problem in (*_complaints(models), *found.problems):
+    for model in models:
+        if model.details is not None and model.details.error is not None:
+            warn(f"{model.name}: {model.details.error}")
+    for problem in found.problems:
         warn(problem)
 
 
@@ -92,13 +95,6 @@ def _print_table(models: Sequence[LocalModel], available: int) -> None:
     for model in models:
         table.add_row(*map(Text, _row(model, available)))
     Console(highlight=False).print(table)
-
-
-def _complaints(models: Sequence[LocalModel]) -> Iterator[str]:
-    """Problems of single models."""
-    for model in models:
-        if model.details is not None and model.details.error is not None:
-            yield f"{model.name}: {model.details.error}"
 
 
 def as_json(models: Sequence[LocalModel], problems: Sequence[str], available: int) -> dict[str, Any]:

@@ -399,7 +399,7 @@ def test_too_many_that_wait_are_refused() -> None:
 def test_closing_ends_requests_and_lets_the_memory_go() -> None:
     runner, ops = fake_runner(64, max_tokens=8)
     ended = threading.Event()
-    engine = Engine(runner, on_end=ended.set)
+    engine = Engine(EngineLoop(runner, on_end=ended.set))
     failing = Sampling(processors=(lambda ids, logits: 1 / 0,))  # type: ignore[arg-type, return-value]
     kept = finish(engine, writing([1], 2, sampling=failing)).error
     stream = writing([1, 2], None, output=Results(lambda id_: time.sleep(0.002)))
@@ -425,7 +425,7 @@ def test_closing_ends_requests_and_lets_the_memory_go() -> None:
 def test_an_engine_that_nobody_holds_ends() -> None:
     runner, _ = fake_runner()
     ended = threading.Event()
-    engine = Engine(runner, on_end=ended.set)
+    engine = Engine(EngineLoop(runner, on_end=ended.set))
     finish(engine, writing([1], 2))
     thread = engine._thread
     del engine

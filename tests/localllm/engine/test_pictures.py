@@ -12,7 +12,7 @@ import pytest
 
 from localllm.engine import pictures as pictures_module
 from localllm.engine import saved_prompts
-from localllm.engine.engine import Engine
+from localllm.engine.engine import Engine, EngineLoop
 from localllm.engine.pictures import Embeddings, Picture, PictureCache, Pictures, PictureTokens
 from localllm.engine.request import Request
 from localllm.engine.runner import ModelRunner, max_outputs, n_cache_pages
@@ -219,30 +219,30 @@ def test_others_go_on_while_a_picture_is_encoded(device: Device) -> None:
 def test_a_saved_cache_has_embeddings(device: Device, tmp_path: Path) -> None:
     ids, pictures = prompt(9, CAT, 4, DOG, 6)
     other = prompt(8, CAT, 4)
-    engine = Engine(runner_on(device), encoder=FakeEncoder())
+    engine = Engine(EngineLoop(runner_on(device), encoder=FakeEncoder()))
     expected = finish(engine, writing(ids, pictures)).ids
     others = finish(engine, writing(*other)).ids
     n_saved = saved_prompts.save(engine.with_cache, tmp_path / "cache", "key")
     engine.close()
     encoder = FakeEncoder()
-    engine = Engine(runner_on(device), encoder=encoder)
+    engine = Engine(EngineLoop(runner_on(device), encoder=encoder))
     assert saved_prompts.load(engine.with_cache, tmp_path / "cache", "key") == n_saved
     assert finish(engine, writing(ids, pictures)).ids == expected
     assert finish(engine, writing(*other)).ids == others
-    assert in_engine(engine, lambda loop: len(loop._runner.cache.pictures.items())) == 2
+    assert in_engine(engine, lambda loop: len(loop.runner.cache.pictures.items())) == 2
     assert not encoder.encoded
     engine.close()
 
 
 def test_what_cannot_be(device: Device) -> None:
     ids, pictures = prompt(3, CAT, 2)
-    blind = Engine(runner_on(device))
+    blind = Engine(EngineLoop(runner_on(device)))
     with pytest.raises(UsageError, match="without an encoder"):
         blind.submit(writing(ids, pictures))
     with pytest.raises(UsageError, match="outside the vocabulary"):
         blind.submit(writing(ids, Pictures()))
     blind.close()
-    engine = Engine(runner_on(device), encoder=FakeEncoder())
+    engine = Engine(EngineLoop(runner_on(device), encoder=FakeEncoder()))
     for wrong in (ids[:-4], [*ids[:5], 1, *ids[6:]], [1, *ids]):
         with pytest.raises(UsageError, match="are not at position 3"):
             engine.submit(writing(wrong, pictures))

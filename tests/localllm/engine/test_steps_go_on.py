@@ -111,7 +111,7 @@ def test_a_request_ends_while_its_token_is_chosen(engine: Engine, end: str) -> N
         engine.cancel(slow)
     assert results(slow).ended.wait(60)
     assert slow.finish_reason == end
-    cache = in_engine(engine, lambda loop: loop._runner.cache)
+    cache = in_engine(engine, lambda loop: loop.runner.cache)
     assert cache.n_available == cache.n_pages
     grammar.may_answer.set()
     assert finish(engine, writing([1, 2], 3)).ids == greedy_after([1, 2], 3)
@@ -188,7 +188,7 @@ def test_any_company_gives_the_same_texts() -> None:
         assert results(request).ids == expected
         assert request.finish_reason == "cancelled" or len(expected) == request.max_tokens
     assert engine.counts.preempted > 0
-    cache = in_engine(engine, lambda loop: loop._runner.cache)
+    cache = in_engine(engine, lambda loop: loop.runner.cache)
     assert cache.n_available == cache.n_pages
     engine.close()
 

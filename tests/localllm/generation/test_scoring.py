@@ -44,13 +44,13 @@ def n_evaluated(llm: LLM, call: Any) -> int:
     """Tokens that a call has the model evaluate."""
 
     def patched(loop: Any) -> None:
-        loop._runner.run = lambda chunks, *rest: (sizes.extend(len(c.ids) for c in chunks), run(chunks, *rest))[1]
+        loop.runner.run = lambda chunks, *rest: (sizes.extend(len(c.ids) for c in chunks), run(chunks, *rest))[1]
 
     sizes: list[int] = []
-    run = in_engine(llm, lambda loop: loop._runner.run)
+    run = in_engine(llm, lambda loop: loop.runner.run)
     in_engine(llm, patched)
     call()
-    in_engine(llm, lambda loop: loop._runner.__dict__.pop("run"))
+    in_engine(llm, lambda loop: loop.runner.__dict__.pop("run"))
     return sum(sizes)
 
 
