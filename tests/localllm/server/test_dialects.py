@@ -1,23 +1,30 @@
-"""What a client says of a conversation, in the words of each API: all become the same messages.
+"""What a client says of a conversation and wants of it, in the words of each API: all become the same.
 
-A table of features by dialects; a cell is a request, or why the API has no words for it.
+Two tables of features by dialects; a cell is a request, or why the API has no words for it.
 """
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
+import httpx
 import msgspec
 import pytest
 
+from localllm import compat
 from localllm.chat.conversation import Message, ToolCall, read_messages
+from localllm.chat.tool_choice import call_schema
 from localllm.errors import TemplateError, UsageError
+from localllm.llm import LLM
+from localllm.loading.load import load_file
+from localllm.options.declared import LoadOptions
 from localllm.server import anthropic, ollama, openai, responses
 from localllm.server.dispatcher import GenerationJob, begun_reply
 from localllm.server.http import HTTPError
+from tests.helpers.http_server import Serving, serving
 
 CALL = {"id": "call_1", "type": "function", "function": {"name": "now", "arguments": '{"zone": "UTC"}'}}
 TOOL = {"type": "function", "function": {"name": "now", "parameters": {"type": "object"}}}
@@ -313,3 +320,249 @@ def test_messages_become_the_items_that_they_were_read_of(feature: str) -> None:
     read, again = response([item for each in messages for item in responses._items(each)])
     assert (with_shown(read), again) == (with_shown(messages), "")
     assert not begun or feature == "a reply that has begun"
+
+
+# -- What is wanted beside messages --------------------------------------------------------------------------------
+
+SCHEMA = {"type": "object", "properties": {"a": {"$ref": "#/$defs/A"}}, "$defs": {"A": {"type": "integer"}}}
+FUNCTION = {"name": "now", "description": "Tells it.", "parameters": SCHEMA}
+OTHER = {**FUNCTION, "name": "then"}
+TOOLS = [{"type": "function", "function": function} for function in (FUNCTION, OTHER)]
+
+
+def call_of(*functions: Mapping[str, Any]) -> dict[str, Any]:
+    return call_schema([{"type": "function", "function": function} for function in functions])
+
+
+#: What every dialect asks of the library for each feature, where tools are the names of those that are offered.
+WANTED: dict[str, dict[str, Any]] = {
+    "a limit of tokens": {"max_tokens": 7},
+    "texts that end a reply": {"stop": ("a", "b")},
+    "sampling": {"temperature": 0.5, "top_k": 3, "top_p": 0.25, "seed": 4},
+    "null, and integers as floats": {"max_tokens": 7, "top_k": 3},
+    "log-probabilities": {"logprobs": 2},
+    "any JSON object": {"json_schema": {"type": "object"}},
+    "a schema with references": {"json_schema": SCHEMA},
+    "tools": {"tools": ["now", "then"]},
+    "no tools after all": {"tools": []},
+    "a call of any tool": {"tools": ["now", "then"], "json_schema": call_of(FUNCTION, OTHER)},
+    "a call of one tool": {"tools": ["now", "then"], "json_schema": call_of(FUNCTION)},
+    "some of the tools": {"tools": ["now"]},
+    "no thinking": {"template_variables": {"enable_thinking": False}},
+    "thinking": {"template_variables": {"enable_thinking": True}},
+    "little thinking": {"template_variables": {"reasoning_effort": "low", "enable_thinking": True}},
+}
+
+_PROMPT_ALONE = "it goes on with a text: there are no tools, and no thinking that a template switches"
+_TEXT: dict[str, Any] = dict.fromkeys(
+    (
+        *("tools", "no tools after all", "a call of any tool", "a call of one tool", "some of the tools"),
+        *("no thinking", "thinking", "little thinking"),
+    ),
+    _PROMPT_ALONE,
+)
+_SAMPLING = {"temperature": 0.5, "top_k": 3, "top_p": 0.25, "seed": 4}
+_NULLS = {"temperature": None, "seed": None, "stop": None, "top_k": 3.0}
+_ONE = {"type": "function", "function": {"name": "now"}}
+_SOME = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [_ONE]}}
+_FORM = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+
+OF_LIBRARY: dict[str, Any] = {
+    "a limit of tokens": {"max_tokens": 7},
+    "texts that end a reply": {"stop": ["a", "b"]},
+    "sampling": _SAMPLING,
+    "null, and integers as floats": "keywords are Python's",
+    "log-probabilities": {"logprobs": 2},
+    "any JSON object": {"json_schema": {"type": "object"}},
+    "a schema with references": {"json_schema": SCHEMA},
+    "tools": {"tools": TOOLS},
+    "no tools after all": {"tools": None},
+    "a call of any tool": "json_schema holds a reply to a call",
+    "a call of one tool": "json_schema holds a reply to a call",
+    "some of the tools": {"tools": TOOLS[:1]},
+    "no thinking": {"template_variables": {"enable_thinking": False}},
+    "thinking": {"template_variables": {"enable_thinking": True}},
+    "little thinking": {"template_variables": {"reasoning_effort": "low", "enable_thinking": True}},
+}
+OF_OPENAI: dict[str, Any] = {
+    "a limit of tokens": {"max_completion_tokens": 7},
+    "texts that end a reply": {"stop": ["a", "", "b"]},
+    "sampling": _SAMPLING,
+    "null, and integers as floats": {**_NULLS, "max_tokens": 7.0, "tools": None, "response_format": None},
+    "log-probabilities": {"logprobs": True, "top_logprobs": 2},
+    "any JSON object": {"response_format": {"type": "json_object"}},
+    "a schema with references": {"response_format": _FORM},
+    "tools": {"tools": TOOLS},
+    "no tools after all": {"tools": TOOLS, "tool_choice": "none"},
+    "a call of any tool": {"tools": TOOLS, "tool_choice": "required"},
+    "a call of one tool": {"tools": TOOLS, "tool_choice": _ONE},
+    "some of the tools": {"tools": TOOLS, "tool_choice": _SOME},
+    "no thinking": {"chat_template_kwargs": {"enable_thinking": False}},
+    "thinking": {"chat_template_kwargs": {"enable_thinking": True}},
+    "little thinking": {"reasoning_effort": "low"},
+}
+_THEIR_TOOLS = [
+    {"name": each["name"], "description": each["description"], "input_schema": SCHEMA} for each in (FUNCTION, OTHER)
+]
+OF_ANTHROPIC: dict[str, Any] = {
+    "a limit of tokens": {"max_tokens": 7},
+    "texts that end a reply": {"stop_sequences": ["a", "b"]},
+    "sampling": _SAMPLING,
+    "null, and integers as floats": {
+        "temperature": None, "stop_sequences": None, "tools": None, "top_k": 3.0, "max_tokens": 7.0
+    },
+    "log-probabilities": "it has none",
+    "any JSON object": {"output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}}},
+    "a schema with references": {"output_format": {"type": "json_schema", "schema": SCHEMA}},
+    "tools": {"tools": _THEIR_TOOLS},
+    "no tools after all": {"tools": _THEIR_TOOLS, "tool_choice": {"type": "none"}},
+    "a call of any tool": {"tools": _THEIR_TOOLS, "tool_choice": {"type": "any"}},
+    "a call of one tool": {"tools": _THEIR_TOOLS, "tool_choice": {"type": "tool", "name": "now"}},
+    "some of the tools": "it has no word for it",
+    "no thinking": {"thinking": {"type": "disabled"}},
+    "thinking": {"thinking": {"type": "enabled"}},
+    "little thinking": "it has a budget of tokens, of which templates know nothing",
+}  # fmt: skip
+_FLAT = [{"type": "function", **function} for function in (FUNCTION, OTHER)]
+OF_RESPONSES: dict[str, Any] = {
+    "a limit of tokens": {"max_output_tokens": 7},
+    "texts that end a reply": {"stop": ["a", "b"]},
+    "sampling": _SAMPLING,
+    "null, and integers as floats": {**_NULLS, "max_output_tokens": 7.0, "tools": None, "text": None},
+    "log-probabilities": {"top_logprobs": 2},
+    "any JSON object": {"text": {"format": {"type": "json_object"}}},
+    "a schema with references": {"text": {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}},
+    "tools": {"tools": _FLAT},
+    "no tools after all": {"tools": _FLAT, "tool_choice": "none"},
+    "a call of any tool": {"tools": _FLAT, "tool_choice": "required"},
+    "a call of one tool": {"tools": _FLAT, "tool_choice": {"type": "function", "name": "now"}},
+    "some of the tools": {
+        "tools": _FLAT,
+        "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "now"}]},
+    },
+    "no thinking": {"reasoning": {"effort": "none"}},
+    "thinking": {"reasoning": {"effort": "medium"}},
+    "little thinking": {"reasoning": {"effort": "low"}},
+}
+OF_OLLAMA: dict[str, Any] = {
+    "a limit of tokens": {"options": {"num_predict": 7}},
+    "texts that end a reply": {"options": {"stop": ["a", "b"]}},
+    "sampling": {"options": _SAMPLING},
+    "null, and integers as floats": {"options": {**_NULLS, "num_predict": 7.0}, "tools": None, "format": None},
+    "log-probabilities": "it had none before 0.12.11",
+    "any JSON object": {"format": "json"},
+    "a schema with references": {"format": SCHEMA},
+    "tools": {"tools": TOOLS},
+    "no tools after all": "it has no tool_choice",
+    "a call of any tool": "it has no tool_choice",
+    "a call of one tool": "it has no tool_choice",
+    "some of the tools": "it has no tool_choice",
+    "no thinking": {"think": False},
+    "thinking": {"think": True},
+    "little thinking": {"think": "low"},
+}
+OF_COMPLETIONS: dict[str, Any] = {
+    **_TEXT,
+    "a limit of tokens": {"max_tokens": 7},
+    "texts that end a reply": {"stop": ["a", "b"]},
+    "sampling": _SAMPLING,
+    "null, and integers as floats": {**_NULLS, "max_tokens": 7.0, "n": None},
+    "log-probabilities": {"logprobs": 2},
+    "any JSON object": {"json_schema": {"type": "object"}},
+    "a schema with references": {"json_schema": SCHEMA},
+}
+OF_LLAMA_CPP: dict[str, Any] = {
+    **OF_COMPLETIONS,
+    "a limit of tokens": {"n_predict": 7},
+    "null, and integers as floats": {**_NULLS, "n_predict": 7.0},
+    "log-probabilities": {"n_probs": 2},
+}
+OF_COMPAT: dict[str, Any] = {
+    **OF_OPENAI,
+    "a limit of tokens": {"max_tokens": 7},
+    "texts that end a reply": {"stop": ["a", "b"]},
+    "null, and integers as floats": "keywords are Python's",
+    "a call of any tool": "llama-cpp-python has none",
+    "a call of one tool": "it is held to the arguments alone, as there",
+    "some of the tools": "llama-cpp-python has none",
+    "no thinking": "llama-cpp-python has none",
+    "thinking": "llama-cpp-python has none",
+    "little thinking": "llama-cpp-python has none",
+}
+
+
+AS_FAR = "this is as far as it goes"
+
+
+class AskedLLM(LLM):
+    """Goes no further than to be asked."""
+
+    asked: ClassVar[dict[str, Any]] = {}
+
+    def stream_chat(self, messages: Any, **options: Any) -> Any:
+        AskedLLM.asked = options | {"tools": [tool["function"]["name"] for tool in options.get("tools") or ()]}
+        raise UsageError(AS_FAR)
+
+    def stream(self, prompt: Any, **options: Any) -> Any:
+        AskedLLM.asked = options
+        raise UsageError(AS_FAR)
+
+
+def load_asked(*_: Any, **__: Any) -> AskedLLM:
+    template = "{{ tools }}{{ messages[-1].content }}"
+    return AskedLLM(load_file(LoadOptions(device="reference", threads=1, chat_template=template)))
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with load_asked() as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Serving]:
+    with serving(load_asked) as server:
+        yield server
+
+
+HELLO = {"messages": [HI]}
+#: Where each dialect is asked, a request without anything wanted, and how each thing is.
+ASKED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "library": ("", HELLO, OF_LIBRARY),
+    "compat": ("", HELLO, OF_COMPAT),
+    "openai": ("/v1/chat/completions", HELLO, OF_OPENAI),
+    "anthropic": ("/v1/messages", {**HELLO, "max_tokens": 99}, OF_ANTHROPIC),
+    "responses": ("/v1/responses", {"input": "hi"}, OF_RESPONSES),
+    "ollama": ("/api/chat", HELLO, OF_OLLAMA),
+    "ollama's generate": ("/api/generate", {"prompt": "hi", "raw": True}, {**OF_OLLAMA, **_TEXT}),
+    "completions": ("/v1/completions", {"prompt": "hi"}, OF_COMPLETIONS),
+    "llama.cpp": ("/completion", {"prompt": "hi"}, OF_LLAMA_CPP),
+}
+
+
+@pytest.mark.parametrize("feature", WANTED)
+@pytest.mark.parametrize("dialect", ASKED)
+def test_all_want_the_same(
+    dialect: str, feature: str, server: Serving, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, base, cells = ASKED[dialect]
+    if isinstance(cells[feature], str):
+        pytest.skip(cells[feature])
+    body, AskedLLM.asked = {**base, **cells[feature]}, {}
+    if dialect == "library":
+        with pytest.raises(UsageError, match=AS_FAR):
+            llm.stream_chat(**body)
+    elif dialect == "compat":
+        monkeypatch.setattr("localllm.compat.load", load_asked)
+        with compat.Llama("demo") as llama, pytest.raises(UsageError, match=AS_FAR):
+            llama.create_chat_completion(**body)
+    else:
+        answer = httpx.post(server.url + path, json=body, timeout=60)
+        assert AS_FAR in answer.text
+        assert "x-ignored-fields" not in answer.headers
+    asked = {name: AskedLLM.asked.get(name) for name in WANTED[feature]}
+    if "stop" in asked:
+        asked["stop"] = tuple(asked["stop"])
+    if variables := asked.get("template_variables"):  # a level says that there is some thinking, too
+        asked["template_variables"] = {name: variables[name] for name in WANTED[feature]["template_variables"]}
+    assert asked == WANTED[feature]
