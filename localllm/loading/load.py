@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from functools import partial
 from importlib import resources
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from localllm.chat.built_in_templates import built_in
 from localllm.chat.template_source import TemplateSource
@@ -75,16 +76,16 @@ def load_file(options: LoadOptions) -> LoadedModel:
         if encoder is not None:
             on_failure.callback(encoder.close)
         sources = [_read(file, options, "the model", adapts=True, sees=encoder is not None)]
-        tokenizer = Tokenizer.from_gguf(sources[0].file)
+        reading = files.enter_context(_TokenizerReader(file))
         template_source, template = TemplateSource.of_file(sources[0].file), None
         defaults = sampling_defaults(sources[0].file.metadata)
         if options.chat_template is not None:  # compiled now, to be checked
             template_source = TemplateSource(built_in(options.chat_template) or options.chat_template)
-            template = compile_template(template_source, tokenizer)
+            template = compile_template(template_source, reading.result())
         if options.draft_model is not None:
             draft = files.enter_context(_open(options.draft_model))
             sources.append(_read(draft, options, f"the draft model {path_text(draft.path)}"))
-            _check_vocabulary(draft, tokenizer)
+            _check_vocabulary(draft, reading.result())
         devices = _open_devices(options)
         on_failure.callback(_close, devices)
         sources, planners, plan = _plan_with_block(sources, devices, options, encoder)
@@ -93,10 +94,12 @@ def load_file(options: LoadOptions) -> LoadedModel:
         loaded = list[tuple[ModelRunner, ModelInfo, tuple[Notice, ...]]]()
         try:
             for source, planner, placement in zip(sources, planners, plan.placements, strict=True):
-                loaded.append(_load(source, planner, placement, options))
+                loaded.append(_load(source, planner, placement, options, reading.check))
         except MemoryError as error:
             _drop_tracebacks(error)
             raise
+        tokenizer = reading.result()
+        tokenizer.warn_if_guessed()
         pooling = sources[0].model.pooling
         embedder = None if pooling is None else Embedder(pooling, sources[0].file.metadata)
         norms = [hidden_norm(source.model.graph) for source in sources if source.hidden is not None]
@@ -263,6 +266,44 @@ def check_runs(file: GGUFFile) -> None:
         )
 
 
+class _TokenizerReader(threading.Thread):
+    """Reads a file's vocabulary in a thread of its own: packing weights leaves the one of Python's code idle.
+
+    As a context manager it is waited for at the end of the block, which closes the file.
+    """
+
+    def __init__(self, file: GGUFFile) -> None:
+        super().__init__(name="localllm-tokenizer")
+        self._file = file
+        self._tokenizer: Tokenizer | None = None
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self._tokenizer = Tokenizer(Vocabulary.from_gguf(self._file))
+        except BaseException as error:
+            self._error = error
+
+    def check(self) -> None:
+        """Raises what reading has raised so far."""
+        if self._error is not None:
+            raise self._error
+
+    def result(self) -> Tokenizer:
+        """The tokenizer, which is waited for."""
+        self.join()
+        self.check()
+        assert self._tokenizer is not None
+        return self._tokenizer
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.join()
+
+
 def compile_template(source: TemplateSource, tokenizer: Tokenizer) -> ChatTemplate:
     from localllm.chat import ChatTemplate
 
@@ -342,15 +383,15 @@ def _plan_with_block(
 
 
 def _load(
-    source: _ModelSource, planner: Planner, placement: Placement, options: LoadOptions
+    source: _ModelSource, planner: Planner, placement: Placement, options: LoadOptions, check: Callable[[], None]
 ) -> tuple[ModelRunner, ModelInfo, tuple[Notice, ...]]:
-    """Packs a model's weights, makes its cache, and tells what there is to be said of it."""
+    """Packs a model's weights, makes its cache, and tells what there is to be said of it; ``check`` may end that."""
     file, config, report = source.file, source.model.config, of_stage(options.progress, "weights")
     # LongRoPE rotates short contexts differently.
     if (placement.context > config.original_context) != planner.model.is_long:
         planner = replace(planner, model=source.read_again(placement.context), _known={})
     try:
-        step = planner.load(placement, None if report is None else _counted(planner, report))
+        step = planner.load(placement, _counted(planner, report, check))
     except (MemoryError, OSError) as error:
         if isinstance(error, LocalLLMError) or (isinstance(error, OSError) and error.errno != errno.ENOMEM):
             raise
@@ -376,12 +417,15 @@ def _load(
     return runner, info, _plan_warnings(planner, placement) + _larger_weights(planner.name, placement, loaded)
 
 
-def _counted(planner: Planner, report: Callable[[int, int], None]) -> Progress:
-    """Reports the bytes of a model's weights that were packed so far, and of all of them."""
+def _counted(planner: Planner, report: Callable[[int, int], None] | None, check: Callable[[], None]) -> Progress:
+    """Reports the bytes of a model's weights that were packed so far, and of all of them, after a ``check``."""
     total = sum(_file_bytes(use.weight) for use in weights_of(planner.model.graph))
     packed: dict[Weight, int] = {}
 
     def count(weight: Weight) -> None:
+        check()
+        if report is None:
+            return
         packed[weight] = _file_bytes(weight)
         report(sum(packed.values()), total)
 

@@ -214,17 +214,13 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {name: kind for kind, names in _KINDS 
 """Every known ``tokenizer.ggml.pre`` name."""
 
 
-def find(name: str | None, where: str) -> PreTokenizer:
-    """The pre-tokenizer called ``name``; the default one, with a ``TokenizerWarning``, if it is not known.
-
-    ``where`` names the file in the warning.
-    """
-    if name is not None and name in PRE_TOKENIZERS:
-        return PRE_TOKENIZERS[name]
+def warn_if_unknown(name: str | None, where: str) -> None:
+    """Warns that the default pre-tokenizer stands in for the one called ``name`` in the file ``where``."""
+    if name in PRE_TOKENIZERS:
+        return
     what = "names no pre-tokenizer" if name is None else f"uses the unknown pre-tokenizer {quoted(name)}"
     warn(
         f"{where} {what} (tokenizer.ggml.pre): falling back to 'default', so texts may be split otherwise "
         "than in training and answers may be worse; a newer conversion of the model may help",
         TokenizerWarning,
     )
-    return DEFAULT

@@ -11,7 +11,7 @@ from localllm.errors import TokenizerError, quoted, warn
 from localllm.kernels import process
 from localllm.options import checks
 from localllm.tokenizer.encoders import BYTE_CHARACTERS, make_encoder
-from localllm.tokenizer.pretokenizers import TokenizerWarning
+from localllm.tokenizer.pretokenizers import TokenizerWarning, warn_if_unknown
 from localllm.tokenizer.vocabulary import BPE, SPM, MetadataFile, TokenType, Vocabulary, as_token_id
 
 _SPACE_MARK = "\u2581"  # how SentencePiece spells a space
@@ -52,7 +52,14 @@ class Tokenizer:
         Warns:
             TokenizerWarning: the file's way to cut words is unknown and the default one is used.
         """
-        return cls(Vocabulary.from_gguf(file))
+        tokenizer = cls(Vocabulary.from_gguf(file))
+        tokenizer.warn_if_guessed()
+        return tokenizer
+
+    def warn_if_guessed(self) -> None:
+        """Warns if the file's way to cut words is unknown and the default one is used."""
+        if self.model == BPE:
+            warn_if_unknown(self.pre, self._vocabulary.where)
 
     @property
     def model(self) -> str:

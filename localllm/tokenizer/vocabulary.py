@@ -172,7 +172,7 @@ class Vocabulary:
         pre_tokenizer = pretokenizers.DEFAULT
         merges: dict[str, int] = {}
         if model == BPE:
-            pre_tokenizer = pretokenizers.find(pre, meta.where)
+            pre_tokenizer = pretokenizers.PRE_TOKENIZERS.get(pre or "", pretokenizers.DEFAULT)
             merges = meta.merges(ids)
         bos, eos, unknown = _DEFAULT_IDS[model]
         # BERT's files call its BOS "cls" and its EOS "seperator", in this spelling.

@@ -7,6 +7,7 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,13 @@ import numpy as np
 import pytest
 
 import localllm
-from localllm.errors import GGUFError, ModelError
+from localllm.errors import GGUFError, ModelError, TokenizerError
 from localllm.kernels.cpu import backend as cpu_backend
 from localllm.kernels.cpu import host
 from localllm.kernels.cpu.cache import CPUCache
 from localllm.kernels.cpu.thread_choice import ThreadChoice
 from localllm.llm import LLM
+from localllm.loading import load
 from localllm.loading.placement import Format
 from localllm.quant.types import GGMLType
 from tests.helpers import tiny_models
@@ -233,3 +235,20 @@ def test_a_file_that_is_replaced_or_deleted_while_it_is_loaded(tmp_path: Path) -
     write_model(path)
     with localllm.load(path, device="reference", progress=lambda *_: path.unlink(missing_ok=True)) as llm:
         assert greedy(llm) == expected
+
+
+# The vocabulary, which is read beside the packing of weights.
+
+
+@pytest.mark.parametrize("is_early", [False, True])
+def test_a_damaged_vocabulary_ends_loading(is_early: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_model(tmp_path / "model.gguf", metadata={"tokenizer.ggml.bos_token_id": 5000})
+    if is_early:  # the thread has ended when the first weight is packed
+        monkeypatch.setattr(load._TokenizerReader, "start", lambda reader: reader.run())
+        monkeypatch.setattr(load._TokenizerReader, "join", lambda reader: None)
+    packed: list[str] = []
+    with pytest.raises(TokenizerError, match="bos_token_id is 5000"):
+        localllm.load(path, device="reference", progress=lambda stage, done, total: packed.append(stage))
+    assert "localllm-tokenizer" not in [thread.name for thread in threading.enumerate()]
+    assert not is_early or not packed
+    path.unlink()
