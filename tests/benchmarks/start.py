@@ -1,0 +1,116 @@
+"""Where the time of a start goes: from the launch of Python to the first token, and of commands that load nothing.
+
+    python -m tests.benchmarks.start model.gguf
+    python -m tests.benchmarks.start model.gguf -r 5 --binding /path/to/python   # one that has llama-cpp-python
+
+Milliseconds, of several processes each stage's best, with warm caches; a second column has the processor time of all
+threads, which other programs on the machine disturb less.  A line of JSON comes last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tests.benchmarks.measure import _THEIR_START, seconds_to_line
+
+#: Runs `localllm generate` and prints (stage, seconds since the launch, seconds of processors) at the end of each.
+_STAGES = """
+import sys, time
+launched, model = float(sys.argv[1]), sys.argv[2]
+marks = []
+def mark(stage): marks.append((stage, time.monotonic() - launched, time.process_time()))
+mark("Python")
+import gc
+gc.set_threshold(50_000)
+import localllm.cli.main
+mark("imports: command line")
+import numpy
+mark("imports: numpy")
+import localllm.llm
+mark("imports: library")
+import localllm.kernels.cpu.backend
+mark("imports: kernels")
+from localllm.loading import load
+def marked(owner, name, stage):
+    function = getattr(owner, name)
+    def call(*args, **more):
+        result = function(*args, **more)
+        mark(stage)
+        return result
+    setattr(owner, name, call)
+marked(load, "_read", "command line, header, graph")
+marked(load, "_open_devices", "threads")
+marked(load, "_plan_with_block", "plan")
+marked(load, "_load", "weights packed")
+marked(load._TokenizerReader, "result", "vocabulary, as far as it is waited for")
+marked(localllm.llm.LLM, "_chat_encoder", "chat template compiled")
+marked(localllm.llm.LLM, "stream_chat", "prompt's tokens")
+class Out:
+    def write(self, text):
+        if text.strip():
+            mark("first token")
+    def __getattr__(self, name):
+        return getattr(sys.__stdout__, name)
+sys.stdout = Out()
+code = localllm.cli.main.main(["generate", "-q", "-m", model, "-p", "hi", "-n", "1", "--temp", "0"])
+import json
+print(json.dumps(marks), file=sys.__stdout__)
+sys.exit(code)
+"""
+
+#: Commands that answer without a model.
+COMMANDS = {"--help": ["--help"], "models": ["models"], "a typing mistake": ["genrate"]}
+
+
+def stages(model: Path) -> dict[str, tuple[float, float]]:
+    """Seconds of each stage in one process, and of its processors."""
+    command = [sys.executable, "-c", _STAGES, str(time.monotonic()), str(model)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    found, seconds, cpu = dict[str, tuple[float, float]](), 0.0, 0.0
+    for stage, at, used in json.loads(done.stdout.splitlines()[-1]):
+        before = found.get(stage, (0.0, 0.0))
+        found[stage] = before[0] + at - seconds, before[1] + used - cpu
+        seconds, cpu = at, used
+    return found | {"in all": (seconds, cpu)}
+
+
+def answer(words: list[str]) -> tuple[float, float]:
+    """Seconds until a command has ended."""
+    begin = time.perf_counter()
+    subprocess.run([sys.executable, "-m", "localllm", *words], capture_output=True)
+    return time.perf_counter() - begin, float("nan")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("-r", type=int, default=3, help="processes (default: 3), after one that warms caches")
+    parser.add_argument("-t", type=int, default=2, help="threads of llama.cpp (default: 2)")
+    parser.add_argument("--binding", metavar="PYTHON", help="a Python with llama-cpp-python, to start beside ours")
+    arguments = parser.parse_args()
+    rows: dict[str, list[tuple[float, float]]] = {}
+    for n in range(1 + arguments.r):
+        found = stages(arguments.model)
+        for name, words in COMMANDS.items():
+            found[name] = answer(words)
+        for repack in ("repack", "plain") if arguments.binding else ():
+            command = [arguments.binding, "-c", _THEIR_START, str(arguments.model), str(arguments.t), repack]
+            found[f"llama.cpp's binding, {repack}"] = seconds_to_line(command), float("nan")
+        for name, times in found.items() if n else ():
+            rows.setdefault(name, []).append(times)
+    best = {name: [1e3 * min(each) for each in zip(*times, strict=True)] for name, times in rows.items()}
+    print("| stage | ms | ms of processors |\n|---|---|---|")
+    for name, (wall, cpu) in best.items():
+        print(f"| {name} | {wall:.0f} | {'' if cpu != cpu else f'{cpu:.0f}'} |")
+    print(
+        json.dumps({name: [None if value != value else round(value, 1) for value in of] for name, of in best.items()})
+    )
+
+
+if __name__ == "__main__":
+    main()
