@@ -198,7 +198,7 @@ def picture_of_text(text: str, where: str, may_open_files: bool = False) -> Any:
     if scheme in ("http", "https"):
         raise TemplateError(f"{where} is an address on the web, where localllm does not look: send it as a data URL")
     if not may_open_files:
-        raise TemplateError(f"{where} is no data URL: write 'data:image/png;base64,…'")
+        raise TemplateError(f"{where} is not a data URL: write 'data:image/png;base64,…'")
     if scheme != "file":
         return os.path.expanduser(text)
     from urllib.request import url2pathname  # imported here: it brings HTTP and TLS

@@ -202,7 +202,7 @@ def in_our_flags(
         word = rest.pop(0)
         flag, equals, value = word.partition("=")
         if equals and value == "--":  # of which argparse makes an empty list
-            raise UsageError(f"{flag} is '--', which is no value: leave it out, or give one")
+            raise UsageError(f"{flag} is '--', which is not a value: leave it out, or give one")
         if flag not in known and flag.startswith("--"):
             flag = flag.replace("_", "-")
         if SAME.get(flag) in known and flag not in known:

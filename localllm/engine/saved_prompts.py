@@ -149,7 +149,7 @@ def load(with_cache: WithCache, path: Path, key: str) -> int:
     except OSError as error:
         raise PromptCacheError(f"{path_text(path)} cannot be read ({error.strerror or error})") from error
     except (ValueError, IndexError, StopIteration, msgspec.DecodeError) as error:
-        raise PromptCacheError(f"{path_text(path)} is no whole file of saved prompts: delete it") from error
+        raise PromptCacheError(f"{path_text(path)} is not a complete file of saved prompts: delete it") from error
     finally:
         n_tokens = with_cache(partial(_restored, added))
     return n_tokens

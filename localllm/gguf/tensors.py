@@ -148,7 +148,7 @@ def _check_bounds(cursor: Cursor, entries: list[Entry], alignment: int, data_byt
     for entry in entries:
         cursor.context = f"tensor {quoted(entry.name)}"
         if entry.offset % alignment:
-            defect = f"the offset {entry.offset} is no multiple of the alignment {alignment}"
+            defect = f"the offset {entry.offset} is not a multiple of the alignment {alignment}"
             raise cursor.error(defect, at=entry.offset_at)
         if entry.offset + entry.n_bytes > data_bytes:
             raise cursor.error(

@@ -337,7 +337,7 @@ def test_a_message_is_edited_in_its_line(tiny: Path, tmp_path: Path) -> None:
         os.write(master, b" there\r")
         _until(master, b"zz\r\n")
         os.write(master, b"/help\r")
-        help_lines = _until(master, b"end\r\n> ").decode().replace("\r", "").splitlines()
+        help_lines = _until(master, b"quit\r\n> ").decode().replace("\r", "").splitlines()
         os.write(master, b"\x04")
         assert process.wait(60) == 0
     assert max(map(len, help_lines)) < 80

@@ -19,30 +19,32 @@ from localllm.tui.screens.dialogs import Dialog
 
 _TYPING = (
     ("Enter", "sends"),
-    ("Ctrl+J", "a new line; so are Alt+Enter, Shift+Enter, and \\ before Enter"),
-    ("↑ ↓", "at the first and the last line: what was typed before"),
-    ("/ @", "a command; a file or a folder to attach. Tab takes what is offered"),
-    ("!", "a shell command, whose output goes into the editor"),
-    ("Esc", "stops the reply at once; what was said is kept"),
+    ("Ctrl+J", "begins a new line, as do Alt+Enter, Shift+Enter, and \\ before Enter"),
+    ("↑ ↓", "in the first or last line: earlier messages"),
+    ("/ @", "a command; a file or folder to attach. Tab completes"),
+    ("!", "a shell command; its output goes into the editor"),
+    ("Esc", "stops the reply; what was written is kept"),
     ("Page ↑ ↓", "scrolls the conversation"),
-    ("Ctrl+P", "finds commands by their names"),
-    ("Ctrl+Page ↑ ↓", "goes from one open chat to another"),
-    ("Ctrl+C", "stops the reply; again, or where there is none, it quits"),
-    ("Ctrl+Q", "quits, as does Ctrl+D where nothing is typed; the chat is kept, also in mid-reply"),
+    ("Ctrl+P", "searches the commands"),
+    ("Ctrl+Page ↑ ↓", "switches between open chats"),
+    ("Ctrl+C", "stops the reply; again, or without a reply, it quits"),
+    ("Ctrl+Q", "quits, as does Ctrl+D in an empty editor; the chat is saved"),
 )
 _ON_A_MESSAGE = (
     ("Ctrl+↑ Ctrl+↓", "select one, as do Shift+Tab and a click. Then:"),
-    ("e", "edits it: the chat goes on from there, and what followed stays as a branch"),
-    ("r", "replies again"),
-    ("b", "begins a new branch: the next message goes on from this reply"),
-    ("← →", "other branches, where there is ‹ 2/3 ›"),
+    ("e", "edits it: the chat continues from there; what followed stays as a branch"),
+    ("r", "regenerates the reply"),
+    ("b", "begins a new branch from this reply"),
+    ("← →", "other branches, if it shows ‹ 2/3 ›"),
     ("c", "continues a reply that was cut off"),
-    ("y, k", "copies it, or one of its blocks of code (in tmux after: set -s set-clipboard on)"),
-    ("t", "unfolds its thinking, what tools gave, or a long text"),
-    ("d", "deletes it and all that follows"),
+    ("y, k", "copies it, or one of its code blocks (in tmux after: set -s set-clipboard on)"),
+    ("t", "unfolds reasoning, results of tools, or a long text"),
+    ("d", "deletes it and everything after it"),
     ("Esc, Enter", "back to the input"),
 )
-_COMMANDS_NOTE = "Without what they need they ask. N is the number of a message. // begins a message with a slash."
+_COMMANDS_NOTE = (
+    "Commands missing an argument ask for it. N is the number of a message. // begins a message with a slash."
+)
 
 #: From so many columns on, keys and commands stand side by side.
 _WIDE = 104

@@ -27,7 +27,7 @@ def run(arguments: argparse.Namespace) -> int | None:
 
 COMMAND = Command(
     "[FILE] [QUESTION] [options]",
-    "talk with a model",
+    "chat with a model",
     [
         "model",
         *MODEL_OR_WORD,
@@ -56,15 +56,15 @@ COMMAND = Command(
     ],
     run,
     """\
-Without a file the small demo model that comes with localllm answers.  Chats are saved as they are written.
+Without a file the small demo model that ships with localllm answers.  Chats are saved as they are written.
 
-With --plain, or where standard input or output is not a terminal, the chat goes line by line: a backslash at the end
-of a line goes on with the next one, three quotation marks begin and end a block, and /help lists commands.  Replies
-go to standard output, all else to standard error.
+With --plain, or if standard input or output is not a terminal, the chat works line by line: a backslash at the end
+of a line continues it on the next one, three quotation marks begin and end a block, and /help lists commands.
+Replies go to standard output, everything else to standard error.
 """,
     words=Positionals(
         "FILE QUESTION",
-        "a GGUF file (default: the demo model), also -m FILE; and what the chat begins with",
+        "a GGUF file (default: the demo model), also -m FILE; and a first message",
         ("model", "question"),
     ),
     aliases="run",

@@ -377,7 +377,7 @@ def _list_devices() -> int:
 
 COMMAND = Command(
     "[-v] [--json]",
-    "show what runs here, and what to do about the rest",
+    "show what works here, and how to fix the rest",
     [flag("-v --verbose", "show all that was looked at"), JSON],
     run,
 )

@@ -56,10 +56,10 @@ COMMAND = Command(
     ],
     run,
     """\
-The model is one that is made for it: BERT, Nomic Embed, ModernBERT, EmbeddingGemma, Qwen3-Embedding, and rerankers.
+It needs an embedding model (BERT, Nomic Embed, ModernBERT, EmbeddingGemma, Qwen3-Embedding) or a reranker.
 
-A JSON array of numbers a text goes to standard output, vectors of length 1; with --query a JSON object with score and
-text, the best first.
+Standard output gets a JSON array of numbers for each text, a vector of length 1; with --query, a JSON object with
+score and text for each, best first.
 """,
     aliases="embedding embeddings llama-embedding",
 )

@@ -282,13 +282,13 @@ COMMAND = Command(
     run,
     """\
 -f measures the perplexity of a text, in chunks of which the second halves count, as llama.cpp does.  --save-logits
-keeps what the model thought of it, and with --base-logits another model is compared with that: Kullback-Leibler
-divergence, change of probability, and how often both have the same likeliest token.  The file is llama.cpp's.
+writes the model's logits to a file, and --base-logits compares another model with them: Kullback-Leibler divergence,
+change of probability, and how often both have the same likeliest token.  The file format is llama.cpp's.
 
---compare measures several models against FILE, and draws their divergence over their size; --svg does so in a file.
+--compare measures several models against FILE, and plots their divergence against their size; --svg writes the plot.
 
---choices takes questions, in each line {"prompt": "...", "choices": ["...", "..."], "answer": 0}, and counts how
-often the likeliest answer is the right one.
+--choices takes a file of questions, a line each: {"prompt": "...", "choices": ["...", "..."], "answer": 0}.  It
+counts how often the likeliest answer is correct.
 """,
     words=Positionals("FILE", "a GGUF file (default: the demo model); also -m FILE", ("model",)),
     aliases="perplexity llama-perplexity",

@@ -354,7 +354,7 @@ def _tokens(n: int) -> str:
 
 COMMAND = Command(
     "[-m FILE] [[-p] TEXT] [options]",
-    "let a model write",
+    "generate text",
     [
         "model",
         MODEL,
@@ -395,17 +395,17 @@ COMMAND = Command(
     ],
     run,
     """\
-Without -m the model that the settings name writes (localllm config), or else the small demo model that comes with
-localllm, which -m demo names.  What the settings say holds wherever no flag says otherwise.
+Without -m the model in the settings is used (localllm config), or else the small demo model that ships with
+localllm, which is also -m demo.  Flags override the settings.
 
-The prompt is TEXT.  Without it and -f it is read from standard input, unless that is a terminal; the empty one lets
-the model begin by itself.  One line end at the end of a prompt from a file or from standard input is dropped.
+The prompt is TEXT.  Without it and -f it is read from standard input, unless that is a terminal; with an empty
+prompt the model begins by itself.  A line end at the end of a prompt from a file or from standard input is dropped.
 
-If the model has a chat template, the prompt is given to it as a user's message, and the model answers; --no-chat
-lets it go on with the text instead.  The empty prompt is never a message.
+If the model has a chat template, the prompt is a user's message, which the model answers; with --no-chat the model
+continues the text instead.  An empty prompt is never a message.
 
-The text goes to standard output as it comes, all else to standard error.  Into a file or a pipe it goes byte for
-byte, and no line end is added; on a terminal one is, and control characters are spelled out.
+The text goes to standard output as it is generated, everything else to standard error.  Files and pipes get it byte
+for byte, without a line end; on a terminal one is added, and control characters are spelled out.
 """,
     aliases="complete completion cli llama-cli llama-completion llama-run llama-simple main",
 )

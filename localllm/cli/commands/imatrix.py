@@ -95,9 +95,9 @@ COMMAND = Command(
     ],
     run,
     """\
-The model reads the text, some thousands of words of what it is used for; 50 pieces do, 200 are better.  What is
-measured helps `localllm quantize --imatrix` to keep what matters: start from the F16 file or a large quantisation.
-Ctrl-C ends early and keeps what was measured so far.  A name that ends in .dat gives the older format of llama.cpp.
+The model reads the text, some thousands of words of the kind that it is used for; 50 chunks are enough, 200 are
+better.  `localllm quantize --imatrix` uses the result to keep what matters: start from the F16 file or a large
+quantisation.  Ctrl-C ends early and keeps the result so far.  A name ending in .dat selects llama.cpp's older format.
 """,
     words=Positionals(
         "FILE OUTPUT",

@@ -122,10 +122,9 @@ COMMAND = Command(
     [flag("folders FOLDER", "list the models in these instead", Path, nargs="*"), JSON],
     run,
     """\
-Without a folder, lists the GGUF files in those that the setting model_folders names (localllm config set
-model_folders ~/models), in the cache of the Hugging Face hub, and those that LM Studio, llama.cpp, Ollama, GPT4All,
-Jan and text-generation-webui have downloaded.  Each can be named as listed wherever a command takes a model, or by a
-few words of its name: smollm2, qwen2.5:7b.
+Without a folder, lists the GGUF files in the folders of the setting model_folders (localllm config set model_folders
+~/models), in the Hugging Face cache, and those that LM Studio, llama.cpp, Ollama, GPT4All, Jan and
+text-generation-webui have downloaded.  Every command takes these names, or a few words of one: smollm2, qwen2.5:7b.
 """,
     aliases="list ls",
 )

@@ -75,11 +75,10 @@ COMMAND = Command(
     [flag("model ORG/REPO[:…]", "what to download", model_file), flag("-q --quiet", "show no progress")],
     run,
     """\
-The model goes into the cache of the Hugging Face hub, and every command then takes its name in place of a path.
-ORG/REPO:Q4_K_M chooses a file by its quantisation, ORG/REPO:NAME.gguf by its name; ORG/REPO alone the only one, or
-Q4_K_M.  The address of a page of the hub, or of a file there, names a model too.  The encoder of pictures (mmproj) of
-a model that sees comes with it.  What was fetched before it was interrupted is kept, and the same command goes on
-from there.
+The model goes into the Hugging Face cache; every command then takes its name in place of a path.  ORG/REPO:Q4_K_M
+selects a file by its quantisation, ORG/REPO:NAME.gguf by its name; ORG/REPO alone means the only file, or Q4_K_M.
+Addresses of pages and files on the hub work too.  The picture encoder (mmproj) of a model that sees is fetched with
+it.  An interrupted download resumes where it stopped.
 """,
     aliases="download",
 )

@@ -223,11 +223,11 @@ COMMAND = Command(
     ],
     run,
     """\
-Mixes give the tensors that matter most better types: Q4_K_M, Q5_K_M, Q6_K, IQ4_XS, Q3_K_M, IQ3_M and Q2_K are
-common; any unknown TYPE lists all.  Types below 3 bits need --imatrix.
+Mixes give better types to the tensors that matter most: Q4_K_M, Q5_K_M, Q6_K, IQ4_XS, Q3_K_M, IQ3_M and Q2_K are
+common; an unknown TYPE lists all.  Types below 3 bits need --imatrix.
 
---target-size and --target-kl choose a type for each tensor: what its precision is worth to the text is measured, and
-bytes go where they lessen the model's divergence from the original (Kullback-Leibler, in nats a token) most.
+--target-size and --target-kl choose a type for each tensor: the effect of its precision on the text is measured, and
+bytes go where they most reduce the divergence from the original (Kullback-Leibler, in nats per token).
 
 The error of a tensor is the root of its squared error over that of its squares, weighted by importance.
 """,

@@ -315,12 +315,12 @@ COMMAND = Command(
     ],
     run,
     """\
-Programs made for the APIs of OpenAI (http://127.0.0.1:8080/v1), Anthropic and Ollama (http://127.0.0.1:8080) or
-llama.cpp's server can use it.  Each model is loaded when it is first asked for.  Without -m there are the model that
-the settings name, or else the demo model, and all that localllm models lists.
+Clients of the OpenAI API (http://127.0.0.1:8080/v1), Anthropic's, Ollama's (http://127.0.0.1:8080) and llama.cpp's
+server can connect.  A model is loaded on the first request for it.  Without -m the server has the model in the
+settings, or else the demo model, and all models that localllm models lists.
 
-Only programs on this machine reach it, and no page of a browser, unless --host and --cors-origin say otherwise.  The
-environment variable LOCALLLM_API_KEY gives API keys too, with commas between them.
+Only programs on this machine can connect, and no web pages, unless --host and --cors-origin say otherwise.  The
+environment variable LOCALLLM_API_KEY also sets API keys, separated by commas.
 """,
     aliases="server llama-server",
 )

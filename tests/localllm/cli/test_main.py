@@ -118,7 +118,7 @@ BAD_USAGE = {
     ),
     "a flag with its value": (["generate", "--tempp=1"], "did you mean --temp? localllm generate --temp=1 -m"),
     "a strange flag": (["generate", "--xyzzy=1"], "there is no flag --xyzzy (localllm generate --help shows"),
-    "no value": (["generate", "--model=--"], "--model is '--', which is no value"),
+    "no value": (["generate", "--model=--"], "--model is '--', which is not a value"),
     "a short flag": (["generate", "-nx", "4"], "there is no flag -nx (localllm generate --help"),
     "one dash too few": (["generate", "-temp", "1"], "there is no flag -temp: did you mean --temp?"),
     "-i": (["generate", "-i"], "there is no flag -i: localllm generate answers one prompt"),

@@ -243,8 +243,8 @@ def test_what_is_not_text_is_refused_by_its_name(dialect: str) -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ("/etc/passwd", "is no data URL"),
-        ("file:///etc/passwd", "is no data URL"),
+        ("/etc/passwd", "is not a data URL"),
+        ("file:///etc/passwd", "is not a data URL"),
         ("https://example.com/cat.png", "is an address on the web"),
         ("data:image/png;base64,%%%", "is not in base64"),
         ("", "is missing"),

@@ -206,7 +206,7 @@ def test_slots_are_saved_and_restored(tmp_path: Path) -> None:
             response = httpx.post(server.url + "/slots/0?action=restore", json={"filename": filename})
             assert response.status_code == 400
         (tmp_path / "b.bin").write_bytes((tmp_path / "a.bin").read_bytes()[:-1])
-        for filename, message in (("none", "cannot be read"), ("b.bin", "no whole file")):
+        for filename, message in (("none", "cannot be read"), ("b.bin", "not a complete file")):
             response = httpx.post(server.url + "/slots/0?action=restore", json={"filename": filename})
             assert response.status_code == 400
             assert message in response.text
