@@ -88,7 +88,6 @@ def constants(op: Attention, layout: CacheLayout, *, wide: bool) -> dict[str, An
         # Rows, and vectors of scores or of head values, that are computed at once: their sums fill the registers.
         "ROWS": 8 if wide else 4,
         "VECTORS": vectors,
-        "CHUNK": vectors if value_head // 16 % vectors == 0 else 1,
         "LOAD": layout.load,
         "SIZE": layout.size,
         # Bytes of scales in front of a block, and the values that share one: where there are none, the whole head.
@@ -206,27 +205,35 @@ def score_rows(queries, block, scores, ahead, pace):
 
 
 @template
+def add_columns(weights, block, c, vectors, n, sums, scaled, ahead, pace):
+    """What `add_page` does for ``vectors`` times 16 columns from ``c`` on."""
+    place = sums + 4 * c
+    for r in static_range(ROWS):
+        for v in static_range(vectors):
+            total[r, v] = load_f32x16(place + STATE * r + 64 * v)
+    matrix = block + VALUE_SCALES + SIZE * c
+    if VALUE_SCALES:
+        for g in static_range(PAGE // 16):
+            scale = load_f16x16(block + 2 * PAGE * (c // PER_SCALE) + 32 * g)
+            for r in static_range(ROWS):
+                weight = load_f32x16(weights + SCORES * r + 64 * g)
+                store_f32x16(scaled + 4 * PAGE * r + 64 * g, weight * scale)
+        add_products(total, scaled, 4 * PAGE, matrix, SIZE * VALUE_ROW, vectors, n, ahead, pace)
+    else:
+        add_products(total, weights, SCORES, matrix, SIZE * VALUE_ROW, vectors, n, ahead, pace)
+    for r in static_range(ROWS):
+        for v in static_range(vectors):
+            store_f32x16(place + STATE * r + 64 * v, total[r, v])
+
+
+@template
 def add_page(weights, block, n, sums, scaled, ahead, pace):
     """Adds the first ``n`` values of a page, times their weights [ROWS, PAGE], to the sums."""
-    for c in range(0, VALUE_HEAD, 16 * CHUNK):
-        place = sums + 4 * c
-        for r in static_range(ROWS):
-            for v in static_range(CHUNK):
-                total[r, v] = load_f32x16(place + STATE * r + 64 * v)
-        matrix = block + VALUE_SCALES + SIZE * c
-        if VALUE_SCALES:
-            for g in static_range(PAGE // 16):
-                scale = load_f16x16(block + 2 * PAGE * (c // PER_SCALE) + 32 * g)
-                for r in static_range(ROWS):
-                    weight = load_f32x16(weights + SCORES * r + 64 * g)
-                    store_f32x16(scaled + 4 * PAGE * r + 64 * g, weight * scale)
-            add_products(total, scaled, 4 * PAGE, matrix, SIZE * VALUE_ROW, CHUNK, n, ahead, pace)
-        else:
-            add_products(total, weights, SCORES, matrix, SIZE * VALUE_ROW, CHUNK, n, ahead, pace)
+    for c in range(0, VALUE_HEAD // (16 * VECTORS) * (16 * VECTORS), 16 * VECTORS):
+        add_columns(weights, block, c, VECTORS, n, sums, scaled, ahead, pace)
         ahead += pace * PAGE
-        for r in static_range(ROWS):
-            for v in static_range(CHUNK):
-                store_f32x16(place + STATE * r + 64 * v, total[r, v])
+    if VALUE_HEAD % (16 * VECTORS):
+        add_columns(weights, block, VALUE_HEAD - 16, 1, n, sums, scaled, ahead, pace)
 
 
 @template
@@ -383,7 +390,8 @@ def split_weights(scores, n_rows, limits, low, high, states, ahead):
 @template
 def add_split(weights, n_rows, limits, values, table, page_bytes, low, high, scaled, sums, ahead, selected, gathered):
     """Adds to the rows' sums the values of pages low … high of a split; then it begins to read from ``ahead`` on."""
-    pace = (VALUE_BLOCK * ROWS - 1) // (VALUE_HEAD * PAGE // 16 // CHUNK * n_rows) + 1
+    n_steps = (VALUE_HEAD + 16 * VECTORS - 1) // (16 * VECTORS) * PAGE
+    pace = (VALUE_BLOCK * ROWS - 1) // (n_steps * n_rows) + 1
     for page in range(low, high):
         place, next_block = weights + 4 * PAGE * (page % SPLIT_PAGES), ahead
         if SELECTED:
