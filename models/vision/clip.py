@@ -14,10 +14,10 @@ from localllm.errors import ModelError, quoted
 from localllm.models.hf_convert import Array
 from localllm.models.vision.encoder import Checkpoint, Pixels, Prepared, VisionModel
 from localllm.models.vision.pictures import cut, resized
-from localllm.models.vision.siglip import HF_NAMES as SIGLIP_NAMES
+from localllm.models.vision.siglip import ENCODER_NAMES
 from localllm.models.vision.views import floats
 
-HF_NAMES = {ours: theirs for ours, theirs in SIGLIP_NAMES.items() if ours.startswith("v.")} | {
+HF_NAMES = ENCODER_NAMES | {
     "v.class_embd": "embeddings.class_embedding",
     "v.pre_ln": "pre_layrnorm",
     "mm.0": "multi_modal_projector.linear_1",

@@ -143,7 +143,9 @@ def smart_resize(height: int, width: int, factor: int, low: int, high: int) -> t
     return tall, wide
 
 
-def interpolated(table: NDArray[np.float32], rows: int, columns: int) -> NDArray[np.float32]:
+def interpolated(
+    table: NDArray[np.float32], rows: int, columns: int, *, has_antialiasing: bool = True
+) -> NDArray[np.float32]:
     """A square table of positions [n * n, d] at the places of another grid, a smaller one with antialiasing.
 
     Source: SigLIP 2's ``resize_positional_embeddings``, that is torch's bilinear interpolation.
@@ -154,7 +156,7 @@ def interpolated(table: NDArray[np.float32], rows: int, columns: int) -> NDArray
         scale = n / size
         centre = (np.arange(size, dtype=np.float32) + 0.5) * scale - 0.5
         away = np.abs(np.arange(n, dtype=np.float32) - centre[:, None])
-        weights = np.maximum(1 - away / max(scale, 1), 0).astype(np.float32)
+        weights = np.maximum(1 - away / (max(scale, 1) if has_antialiasing else 1), 0).astype(np.float32)
         weights /= weights.sum(-1, keepdims=True)
         square = np.moveaxis(np.tensordot(weights, square, (1, axis)), 0, axis)
     return square.reshape(rows * columns, -1)

@@ -65,6 +65,7 @@ PROJECTORS: dict[str, Projector] = {
     "lfm2": Projector("siglip", "Lfm2", "LFM2-VL, LFM2.5-VL", "lfm2 lfm2moe", "lfm2_vl"),
     "llama4": Projector("llama4", "Llama4", "Llama 4", "llama4", "llama4"),
     "mlp": Projector("clip", "Llava", "LLaVA 1.5 and 1.6", "llama qwen2", "llava llava_next"),
+    "paddleocr": Projector("paddleocr", "PaddleOCR", "PaddleOCR-VL", "paddleocr", "paddleocr_vl"),
     "pixtral": Projector(
         "pixtral",
         "Pixtral",

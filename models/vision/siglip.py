@@ -16,16 +16,11 @@ from localllm.models.vision.encoder import Checkpoint, Pixels, Prepared, VisionM
 from localllm.models.vision.pictures import interpolated, nearest_grid, resized, tiles
 from localllm.models.vision.views import Transposed
 
-HF_NAMES = {
+#: Names of the encoder's own tensors.
+ENCODER_NAMES = {
     "v.patch_embd": "embeddings.patch_embedding",
     "v.position_embd": "embeddings.position_embedding",
     "v.post_ln": "post_layernorm",
-    "mm.input_projection.weight": "multi_modal_projector.mm_input_projection_weight",
-    "mm.soft_emb_norm": "multi_modal_projector.mm_soft_emb_norm",
-    "mm.input_norm": "multi_modal_projector.layer_norm",
-    "mm.1": "multi_modal_projector.linear_1",
-    "mm.2": "multi_modal_projector.linear_2",
-    "mm.model.fc": "connector.modality_projection.proj",
     "v.blk.*.ln1": "encoder.layers.*.layer_norm1",
     "v.blk.*.ln2": "encoder.layers.*.layer_norm2",
     "v.blk.*.attn_q": "encoder.layers.*.self_attn.q_proj",
@@ -34,6 +29,14 @@ HF_NAMES = {
     "v.blk.*.attn_out": "encoder.layers.*.self_attn.out_proj",
     "v.blk.*.ffn_up": "encoder.layers.*.mlp.fc1",
     "v.blk.*.ffn_down": "encoder.layers.*.mlp.fc2",
+}
+HF_NAMES = ENCODER_NAMES | {
+    "mm.input_projection.weight": "multi_modal_projector.mm_input_projection_weight",
+    "mm.soft_emb_norm": "multi_modal_projector.mm_soft_emb_norm",
+    "mm.input_norm": "multi_modal_projector.layer_norm",
+    "mm.1": "multi_modal_projector.linear_1",
+    "mm.2": "multi_modal_projector.linear_2",
+    "mm.model.fc": "connector.modality_projection.proj",
 }
 
 

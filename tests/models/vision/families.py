@@ -252,6 +252,17 @@ FAMILIES: dict[str, Family] = {
         },
         ("pixel_values", "image_sizes"),
     ),
+    "paddleocr": Family(
+        "PaddleOCRVLForConditionalGeneration",
+        "PaddleOCRVLConfig",
+        {
+            "text_config": TEXT | MROPE,
+            "vision_config": siglip("paddleocr_vl_vision", image_size=112, patch_size=14),
+        },
+        ("paddleocr_vl.image_processing_pil_paddleocr_vl", "PaddleOCRVLImageProcessorPil"),
+        {"size": {"shortest_edge": 3136, "longest_edge": 24 * 28 * 28}},
+        ("pixel_values", "image_grid_thw"),
+    ),
     "pixtral": Family(
         "Mistral3ForConditionalGeneration",
         "Mistral3Config",
