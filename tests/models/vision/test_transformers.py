@@ -70,7 +70,7 @@ def test_pixels_and_features_are_those_of_transformers(made: Any, name: str) -> 
                 theirs = theirs.reshape(len(theirs), -1)[in_blocks(encoder, each.frames[0])]
             check_pixels(encoder, frames, theirs)
         for each, rows, (_, theirs) in zip(prepared, encoded(encoder, prepared), expected, strict=True):
-            assert rows.shape == theirs.shape == (each.n_tokens, encoder.n_embeddings, encoder.width)
+            assert rows.shape == theirs.shape == (each.n_tokens, 1 + len(encoder.model.further), encoder.width)
             error = np.abs(rows - theirs).max() / np.abs(theirs).max()
             assert error < bound, (device, error)
         encoder.close()
