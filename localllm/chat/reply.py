@@ -428,7 +428,7 @@ class ReplyParser:
             if not error and not (yield from self._wait_for_more()):
                 if self._is_cut or self._call is None:
                     rest = self._text[self._at + n :]
-                    self._add("".join(withheld) + reader.begun(rest))
+                    self._add("".join(withheld) + reader.rest_of_cut(rest))
                     self._at = len(self._text)
                     return
                 error = "its arguments are not closed"
@@ -500,7 +500,7 @@ class ReplyParser:
                     raise _MalformedError("a value is not closed")
                 value = value[: len(value) - n_open(value, tag)]
                 value = value.removesuffix("\n") if "arg" not in tag else value
-                self._add(f"{separator}{json.dumps(name, ensure_ascii=False)}: {self._begun_value(name, value)}")
+                self._add(f"{separator}{json.dumps(name, ensure_ascii=False)}: {self._partial_value(name, value)}")
                 self._at = len(self._text)
                 return
             value = value.removesuffix("\n") if "arg" not in tag else value
@@ -524,7 +524,7 @@ class ReplyParser:
                 pass
         return json.dumps(value, ensure_ascii=False)
 
-    def _begun_value(self, name: str, value: str) -> str:
+    def _partial_value(self, name: str, value: str) -> str:
         """The same of one that was cut off."""
         reader = _JSONReader()
         reader.read(f"[{value}", 0, len(value) + 1)
@@ -578,7 +578,7 @@ class _JSONReader:
             at += n
         return "".join(out), at
 
-    def begun(self, rest: str) -> str:
+    def rest_of_cut(self, rest: str) -> str:
         """The JSON of what follows, which was cut off before it was certain."""
         if '<|"|>'.startswith(rest):
             return ""

@@ -126,9 +126,9 @@ def run(arguments: argparse.Namespace) -> int | None:
         try:
             code = _run_plain(arguments, setup, sessions) if is_plain else int(_app().run(setup, sessions))
         finally:
-            _save_the_rest(sessions)
+            _save_unsaved(sessions)
         if not arguments.quiet:
-            _say_how_to_go_on(sessions[-1])
+            _print_how_to_continue(sessions[-1])
         return code
 
 
@@ -141,14 +141,14 @@ def is_here(model: str, folders: Iterable[Path]) -> bool:
     return path is None or Path(path).exists()
 
 
-def _save_the_rest(sessions: list[ChatSession]) -> None:
+def _save_unsaved(sessions: list[ChatSession]) -> None:
     """Saves what could not be saved while the chats ran, as where another program had locked the file."""
     for session in sessions:
         if (reason := session.saver.flush(_FLUSH_SECONDS)) is not None:
             warn(f"the end of the chat {session.conversation.title!r} could not be saved: {reason}")
 
 
-def _say_how_to_go_on(session: ChatSession) -> None:
+def _print_how_to_continue(session: ChatSession) -> None:
     if session.store.path is not None and session.saver.is_saved and len(session.conversation):
         say(f"Continue this chat with: localllm chat --session {session.conversation.id}")
 

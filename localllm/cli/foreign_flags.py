@@ -220,7 +220,7 @@ def in_our_flags(
             ours.append(word)
         else:
             # argparse would complain of the value behind it first.
-            raise UsageError(_strange(flag, known, [command, *ours, word, *rest]))
+            raise UsageError(_unknown_flag(flag, known, [command, *ours, word, *rest]))
     if not left_out:
         return ours + rest, None, typed
     change = "change" if len(left_out) > 1 else "changes"
@@ -228,7 +228,7 @@ def in_our_flags(
     return ours + rest, f"{', '.join(left_out)} {change} nothing here: {reasons}", typed
 
 
-def _strange(flag: str, known: Collection[str], line: list[str]) -> str:
+def _unknown_flag(flag: str, known: Collection[str], line: list[str]) -> str:
     """A sentence on a flag that nothing is known of, with the whole line as it was meant."""
     meant = f"-{flag}" if f"-{flag}" in known else nearest(flag, known)
     if meant is None:
@@ -237,7 +237,7 @@ def _strange(flag: str, known: Collection[str], line: list[str]) -> str:
     return f"there is no flag {flag}: did you mean {meant}? {_line(*meant_line)}"
 
 
-def take_words(words: Sequence[str], arguments: Any) -> None:
+def assign_words(words: Sequence[str], arguments: Any) -> None:
     """Takes words that stand alone, where it is clear what they are for: a prompt, and a number of threads."""
     given = vars(arguments)
     command, model, (first, *more) = given["command"], given.get("model"), words

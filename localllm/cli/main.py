@@ -20,7 +20,7 @@ from functools import partial
 from types import FrameType
 from typing import NoReturn
 
-from localllm.cli.foreign_flags import in_our_command, in_our_flags, take_words
+from localllm.cli.foreign_flags import assign_words, in_our_command, in_our_flags
 from localllm.cli.interrupt import INTERRUPTED, end_at_once
 from localllm.cli.parser import command_of, main_parser, parser_of
 from localllm.console import discard, is_terminal, prepare_streams, say, visible_line, warn
@@ -127,9 +127,9 @@ def _parse(argv: Sequence[str], arguments: argparse.Namespace) -> None:
     line, notice, parser.typed = in_our_flags(name, line, parser.flags)
     _, words = parser.parse_known_args(line, arguments)
     if parser.command.words is not None:
-        parser.name_words([*arguments.words, *words], arguments)
+        parser.assign_positionals([*arguments.words, *words], arguments)
     elif words:
-        take_words(words, arguments)
+        assign_words(words, arguments)
     if notice is not None and not getattr(arguments, "quiet", False):
         warn(notice)
     if hasattr(arguments, "presets") and isinstance(arguments.__dict__.get("model"), str):

@@ -141,7 +141,7 @@ class Parser(argparse.ArgumentParser):
         else:
             print(message, end="", file=file, flush=True)
 
-    def name_words(self, words: Sequence[str], arguments: argparse.Namespace) -> None:
+    def assign_positionals(self, words: Sequence[str], arguments: argparse.Namespace) -> None:
         """Gives words that stand alone the names that the command has for them."""
         assert self.command.words is not None
         _, _, known, n_needed = self.command.words

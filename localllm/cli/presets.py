@@ -55,13 +55,13 @@ def read_presets(named: Path | None) -> dict[str, dict[str, Any]]:
             if key != "model" and key.replace("-", "_") not in known:
                 raise UsageError(f"[{name}] of {where} has {key!r:.80}, which is not a flag that a model can have")
             if key in _FILES:
-                values = [_beside(path, each) for each in (value if isinstance(value, list) else [value])]
+                values = [_resolved(path, each) for each in (value if isinstance(value, list) else [value])]
                 section[key] = values if isinstance(value, list) else values[0]
         section.setdefault("model", name)
     return sections
 
 
-def _beside(path: Path, value: Any) -> Any:
+def _resolved(path: Path, value: Any) -> Any:
     found = path.parent / str(value).partition("=")[0]
     return str(path.parent / value) if isinstance(value, str) and found.exists() else value
 

@@ -349,7 +349,7 @@ class Llama:
                 mmproj=encoder,
             )
         except UsageError as error:
-            raise _in_their_words(error) from None
+            raise _with_their_names(error) from None
 
     @classmethod
     def from_pretrained(cls, repo_id: str, filename: str | None = None, **options: Any) -> Self:
@@ -649,9 +649,9 @@ class Llama:
         try:
             return stream(prompt, **options)
         except ContextLengthError as error:
-            raise _in_their_words(ContextLengthError(error.n_tokens, error.context)) from None
+            raise _with_their_names(ContextLengthError(error.n_tokens, error.context)) from None
         except UsageError as error:
-            raise _in_their_words(error) from None
+            raise _with_their_names(error) from None
 
     def _read(self, stream: Stream) -> Completion:
         done = stream.read()
@@ -1060,7 +1060,7 @@ def _call(head: _ResponseHead, number: int, name: str, arguments: str) -> dict[s
 _THEIR_NAMES = {"context": "n_ctx", "threads": "n_threads", **{ours: theirs for theirs, ours in _OPTIONS.items()}}
 
 
-def _in_their_words(error: LocalLLMError) -> LocalLLMError:
+def _with_their_names(error: LocalLLMError) -> LocalLLMError:
     """The same error with its arguments named as in llama-cpp-python."""
     error.args = tuple(
         each._replace(name=_THEIR_NAMES.get(each.name, each.name)) if isinstance(each, Argument) else each

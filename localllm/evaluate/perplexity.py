@@ -126,7 +126,7 @@ def perplexity(
             new = stack.enter_context(BaseLogitsWriter(Path(save_logits), tokens, llm.info.n_vocab))
         keeps_rows = new is not None
 
-        def reckon(chunk: int, logits: Floats) -> tuple[Doubles, NDArray[np.uint16]]:
+        def compute(chunk: int, logits: Floats) -> tuple[Doubles, NDArray[np.uint16]]:
             blocks = _blocks(logits)
             rows = [packed(logits[block]) for block in blocks if keeps_rows]
             came = tokens[chunk, -len(logits) :]
@@ -134,7 +134,7 @@ def perplexity(
             likelihood = np.concatenate([_log_totals(logits[block]) - chosen[block] for block in blocks])
             return likelihood, np.concatenate(rows) if rows else np.empty(0, np.uint16)
 
-        for likelihood, rows in _evaluated(llm, tokens, reckon):
+        for likelihood, rows in _evaluated(llm, tokens, compute):
             nll.append(likelihood)
             if new is not None:
                 new.add(rows)
@@ -157,13 +157,13 @@ def divergence(
     _check_context(llm, base.context)
     tokens = base.tokens[: len(base.tokens) if chunks is None else whole_number("chunks", chunks, 1)]
 
-    def reckon(chunk: int, logits: Floats) -> Doubles:
+    def compute(chunk: int, logits: Floats) -> Doubles:
         expected, came = base.log_probabilities(chunk), tokens[chunk, -len(logits) :]
         parts = [_compared(logits[block], expected[block], came[block]) for block in _blocks(logits)]
         return np.concatenate(parts, axis=1)
 
     done: list[Doubles] = []
-    for part in _evaluated(llm, tokens, reckon):
+    for part in _evaluated(llm, tokens, compute):
         done.append(part)
         if progress is not None:
             progress(len(done), len(tokens), float(np.mean([each[2].mean() for each in done])))
@@ -208,20 +208,20 @@ def _check_context(llm: LLM, context: int) -> None:
         )
 
 
-def _evaluated(llm: LLM, tokens: NDArray[np.int32], reckon: Callable[[int, Floats], _Result]) -> Iterator[_Result]:
+def _evaluated(llm: LLM, tokens: NDArray[np.int32], compute: Callable[[int, Floats], _Result]) -> Iterator[_Result]:
     """Calls a function with each chunk's number and its logits [rows_of_chunk, n_vocab]; yields results in order."""
     n_rows = rows_of_chunk(tokens.shape[1])
 
     def work(chunk: int) -> _Result:
         ids = llm.tokenizer.with_bos(tokens[chunk].tolist(), replaced=1)
         # What comes after the last token is not known.
-        return reckon(chunk, llm.logits(ids[:-1], last=n_rows))
+        return compute(chunk, llm.logits(ids[:-1], last=n_rows))
 
     return in_order(work, range(len(tokens)), _AT_ONCE)
 
 
 def _blocks(logits: Floats) -> Sequence[slice]:
-    """Slices of rows, of a size that is quick to reckon."""
+    """Slices of rows, of a size that is quick to compute."""
     step = max(1, _BLOCK // logits.shape[1])
     return [slice(start, start + step) for start in range(0, len(logits), step)]
 

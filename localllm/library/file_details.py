@@ -63,7 +63,7 @@ class DetailsReader:
     def read(self, path: Path) -> Details:
         """The details of a file; of a split model's first file those of all.  A broken one's tell the error."""
         stamp, key = _stamp(path), str(path)
-        if stamp is not None and (kept := _kept_details(self._kept.get(key), stamp)) is not None:
+        if stamp is not None and (kept := _remembered(self._kept.get(key), stamp)) is not None:
             return kept
         from localllm.gguf import GGUFFile  # imported here, as all that reads files: most are remembered
 
@@ -105,7 +105,7 @@ def _read_store(path: Path) -> dict[str, Any]:
     return dict(stored["files"])
 
 
-def _kept_details(entry: Any, stamp: list[int]) -> Details | None:
+def _remembered(entry: Any, stamp: list[int]) -> Details | None:
     """Details as they were stored; None if they are of another state of the file, or something else."""
     if not isinstance(entry, dict) or entry.get("stamp") != stamp:
         return None

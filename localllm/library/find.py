@@ -81,9 +81,9 @@ def _by_words(name: str, folders: list[Path]) -> LocalModel | None:
     """
     from localllm.library.listing import find_models, read_details  # imported here: most names are paths
 
-    wanted = f"-{_words(name)}"
+    wanted = f"-{_slug(name)}"
     models = [
-        model for model in find_models(folders).models if wanted in f"-{_words(f'{model.name} {model.path.name}')}"
+        model for model in find_models(folders).models if wanted in f"-{_slug(f'{model.name} {model.path.name}')}"
     ]
     if len(models) < 2:
         return models[0] if models else None
@@ -100,7 +100,7 @@ def _by_words(name: str, folders: list[Path]) -> LocalModel | None:
     return best
 
 
-def _words(name: str) -> str:
+def _slug(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 

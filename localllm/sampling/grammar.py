@@ -66,7 +66,7 @@ _GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 _ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
 
 
-def _spelled(escape: re.Match[str]) -> str:
+def _escaped(escape: re.Match[str]) -> str:
     r"""A character in a form that llguidance's reader of GBNF knows, in place of ``\u`` and ``\U``."""
     if escape[1] is None and escape[2] is None:
         return escape[0]
@@ -97,7 +97,7 @@ def _read(sampling: Sampling) -> tuple[str, list[str]]:
         _check_size(sampling)
         if sampling.json_schema is not None:
             given = {"x-guidance": JSON_OPTIONS, **json.loads(str(sampling.json_schema))}
-            schema, not_held = _held(json.dumps(given))
+            schema, not_held = _enforceable_schema(json.dumps(given))
             lark = f"start: %json {schema}"
         elif sampling.regex is not None:
             lark = json.loads(matcher.grammar_from_regex(sampling.regex))["grammars"][0]["lark_grammar"]
@@ -105,9 +105,9 @@ def _read(sampling: Sampling) -> tuple[str, list[str]]:
             lark = sampling.grammar or ""
             if _GBNF_RULE.search(lark):
                 complaint = "is not valid GBNF"
-                lark = gbnf_to_lark(_ESCAPE.sub(_spelled, lark))
+                lark = gbnf_to_lark(_ESCAPE.sub(_escaped, lark))
             for start, end in reversed([place for place, _ in _schemas(lark)]):
-                schema, more = _held(lark[start:end])
+                schema, more = _enforceable_schema(lark[start:end])
                 lark, not_held = lark[:start] + schema + lark[end:], not_held + more
         return lark + _NO_FORCING, not_held
     except Exception as error:  # it raises nothing more specific
@@ -115,7 +115,7 @@ def _read(sampling: Sampling) -> tuple[str, list[str]]:
 
 
 @lru_cache(_MAX_KEPT)
-def _held(text: str) -> tuple[str, list[str]]:
+def _enforceable_schema(text: str) -> tuple[str, list[str]]:
     """A JSON schema as it stands in Lark's notation, and what of it no text is held to."""
     given = json.loads(text)
     found, validate = [], llguidance.LLMatcher.validate_grammar_with_warnings

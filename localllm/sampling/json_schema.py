@@ -252,10 +252,10 @@ class _Reader:
             found["patternProperties"] = {pattern: each for pattern, each in held if pattern is not None}
 
     def _pattern(self, pattern: Any) -> Any:
-        if not isinstance(pattern, str) or _is_held(pattern):
+        if not isinstance(pattern, str) or _is_enforced(pattern):
             return pattern
         shorter: str | None = _without_look(pattern)
-        if shorter == pattern or not _is_held(str(shorter)):
+        if shorter == pattern or not _is_enforced(str(shorter)):
             try:
                 re.compile(pattern)
             except re.error:
@@ -302,7 +302,7 @@ class _Reader:
 
 
 @lru_cache(1024)
-def _is_held(pattern: str) -> bool:
+def _is_enforced(pattern: str) -> bool:
     grammar = llguidance.LLMatcher.grammar_from_json_schema({"type": "string", "pattern": pattern})
     return not llguidance.LLMatcher.validate_grammar(grammar)
 
@@ -363,7 +363,7 @@ class _Closing:
                 for each in _listed(node, key):
                     self._forget_marks(each, closed)
 
-    def _beside(self, node: Node) -> list[Node]:
+    def _siblings(self, node: Node) -> list[Node]:
         """The schemas that hold the same value as one."""
         found = [each for key in _LISTS for each in _listed(node, key)]
         if "$ref" in node:
@@ -375,14 +375,14 @@ class _Closing:
         for part in parts:
             if not alternatives:
                 part = {key: value for key, value in part.items() if key not in ("anyOf", "oneOf")}
-            for each in self._beside(part):
+            for each in self._siblings(part):
                 if id(each) not in seen:
                     seen.add(id(each))
                     parts.append(each)
         return parts
 
     def _visit(self, node: Node) -> None:
-        beside = self._beside(node)
+        beside = self._siblings(node)
         n_kinds = sum(key in node for key in (*_LISTS, "$ref")) + max(len(_listed(node, "allOf")) - 1, 0)
         if n_kinds > 1 or (n_kinds and not node.keys().isdisjoint((*_OBJECT, "items", "prefixItems"))):
             self._visit_combined(node)
@@ -434,7 +434,7 @@ class _Closing:
             node = left.pop()
             if isinstance(node, dict) and id(node) not in self._open:
                 self._open.add(id(node))
-                left += [*self._beside(node), *(each for _, each in _children(node))]
+                left += [*self._siblings(node), *(each for _, each in _children(node))]
 
 
 def _listed(node: Node, key: str) -> list[Any]:

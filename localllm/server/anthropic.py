@@ -23,9 +23,9 @@ from localllm.server.dispatcher import (
     GenerationJob,
     PendingReplies,
     Reply,
-    begun_reply,
     constrain,
     offer_tools,
+    split_reply_prefix,
 )
 from localllm.server.http import EventStream, HTTPError, cancel_on_disconnect, decode, event, json_response
 from localllm.server.openai import new_id
@@ -81,7 +81,7 @@ def _job(body: MessagesRequest) -> GenerationJob:
         if tool.input_schema is not None  # the others are Anthropic's own, such as a search of the web
     ]
     variables = {} if body.thinking is None else {"enable_thinking": body.thinking.type != "disabled"}
-    messages, begun = begun_reply(_messages(body))
+    messages, begun = split_reply_prefix(_messages(body))
     return GenerationJob(
         body.model,
         options,

@@ -536,7 +536,7 @@ def offer_tools(options: dict[str, Any], tools: Tools | None, choice: object) ->
     return {"tools": chosen.offered, "must_call": bool(chosen.forced)}
 
 
-def begun_reply(messages: list[Message], goes_on: bool | None = None) -> tuple[list[Message], str]:
+def split_reply_prefix(messages: list[Message], goes_on: bool | None = None) -> tuple[list[Message], str]:
     """The messages without the last one, if that is what the assistant has begun to say; and that text.  ``goes_on``:
     whether the model is to go on with it; None: where the last message is the assistant's, as in llama.cpp's server.
     """
@@ -580,15 +580,15 @@ class PromptObject(msgspec.Struct):
 Prompts = str | PromptObject | list[str | int | list[int | str] | PromptObject]
 
 
-def each_prompt(given: Prompts, *, may_see: bool = False) -> list[Any]:
+def prompts_of(given: Prompts, *, may_see: bool = False) -> list[Any]:
     """Each prompt of a field: a `Prompt`, or a `PicturePrompt`."""
     if isinstance(given, list) and any(isinstance(each, int) for each in given):
-        return [[_plain(each, False) if isinstance(each, PromptObject) else each for each in given]]
+        return [[_plain_prompt(each, False) if isinstance(each, PromptObject) else each for each in given]]
     prompts: list[Any] = given if isinstance(given, list) else [given]
-    return [_plain(each, may_see) if isinstance(each, PromptObject) else each for each in prompts]
+    return [_plain_prompt(each, may_see) if isinstance(each, PromptObject) else each for each in prompts]
 
 
-def _plain(given: PromptObject, may_see: bool) -> str | PicturePrompt:
+def _plain_prompt(given: PromptObject, may_see: bool) -> str | PicturePrompt:
     if not (may_see and given.multimodal_data):
         return given.text
     images = (decoded(data, f"multimodal_data[{i}]") for i, data in enumerate(given.multimodal_data))
@@ -598,10 +598,10 @@ def _plain(given: PromptObject, may_see: bool) -> str | PicturePrompt:
 def _stream(llm: LLM, prompt: Prompt | PicturePrompt, **options: Any) -> Stream:
     if isinstance(prompt, PicturePrompt):
         return llm.stream(prompt.text, images=prompt.images, **options)
-    return llm.stream(joined(llm, prompt), **options)
+    return llm.stream(join_prompt(llm, prompt), **options)
 
 
-def joined(llm: LLM, prompt: Prompt) -> str | list[int]:
+def join_prompt(llm: LLM, prompt: Prompt) -> str | list[int]:
     """A prompt as one text, or as tokens; a text within tokens begins as a model's texts do where it is the first."""
     if isinstance(prompt, str):
         return prompt
@@ -611,7 +611,7 @@ def joined(llm: LLM, prompt: Prompt) -> str | list[int]:
     return ids
 
 
-def fill_in(llm: LLM, before: str, after: str, begun: str = "") -> list[int]:
+def infill_tokens(llm: LLM, before: str, after: str, begun: str = "") -> list[int]:
     """The tokens of a prompt for what stands between two texts, and begins with ``begun``."""
     tokenizer = llm.tokenizer
     for names in _FILL_IN:

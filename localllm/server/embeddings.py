@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from localllm.llm import LLM
-from localllm.server.dispatcher import Dispatcher, Prompt, Prompts, each_prompt, joined
+from localllm.server.dispatcher import Dispatcher, Prompt, Prompts, join_prompt, prompts_of
 from localllm.server.http import HTTPError, cancel_on_disconnect, decode, json_response
 
 
@@ -33,7 +33,7 @@ class EmbeddingsRequest(msgspec.Struct):
         given = next((each for each in (self.input, self.content, self.prompt) if each is not None), None)
         if given is None:
             raise HTTPError(400, "input is missing: it is a text, or a list of texts")
-        texts = each_prompt(given)
+        texts = prompts_of(given)
         if not texts and not isinstance(self, OllamaEmbedRequest):  # which has no vectors for no texts
             raise HTTPError(400, "input is an empty list: give at least one text")
         return texts
@@ -86,7 +86,7 @@ async def _vectors(
     """A row for each text, and the number of tokens that they have."""
 
     def work(texts: list[Any], llm: LLM) -> tuple[NDArray[np.float32], int]:
-        texts = [joined(llm, text) for text in texts]
+        texts = [join_prompt(llm, text) for text in texts]
         vectors = llm.embed(texts, dimensions=body.dimensions, truncate=body.truncate)
         return vectors, sum(len(llm.tokenize(text) if isinstance(text, str) else text) for text in texts)
 

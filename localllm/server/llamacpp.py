@@ -41,10 +41,10 @@ from localllm.server.dispatcher import (
     Prompt,
     Prompts,
     Reply,
-    begun_reply,
-    each_prompt,
-    fill_in,
+    infill_tokens,
     offer_tools,
+    prompts_of,
+    split_reply_prefix,
 )
 from localllm.server.http import EventStream, HTTPError, cancel_on_disconnect, decode, event, json_response
 from localllm.server.openai import (
@@ -312,7 +312,7 @@ async def detokenize(request: Request, dispatcher: Dispatcher) -> Response:
 
 async def apply_template(request: Request, dispatcher: Dispatcher) -> Response:
     body = await decode(request, TemplateRequest)
-    messages, begun = await dispatcher.read(request, lambda: begun_reply(read_messages(body.messages)))
+    messages, begun = await dispatcher.read(request, lambda: split_reply_prefix(read_messages(body.messages)))
     variables = thinking_variables(None, body.chat_template_kwargs)
     if not body.add_generation_prompt:
         variables["add_generation_prompt"] = False
@@ -364,14 +364,14 @@ async def completion(request: Request, dispatcher: Dispatcher) -> Response:
     body = await decode(request, CompletionRequest)
     if body.prompt == []:
         raise HTTPError(400, "prompt has no tokens: give a text, or ids of tokens")
-    return await _complete(request, dispatcher, body, each_prompt(body.prompt, may_see=True))
+    return await _complete(request, dispatcher, body, prompts_of(body.prompt, may_see=True))
 
 
 async def infill(request: Request, dispatcher: Dispatcher) -> Response:
     body = await decode(request, InfillRequest)
     prompt = body.prompt if isinstance(body.prompt, str) else ""
     extra = "".join(each.get("text", "") + "\n" for each in body.input_extra or [])
-    work = partial(fill_in, before=extra + body.input_prefix, after=body.input_suffix, begun=prompt)
+    work = partial(infill_tokens, before=extra + body.input_prefix, after=body.input_suffix, begun=prompt)
     return await _complete(request, dispatcher, body, [await dispatcher.with_model(request, body.model, work)])
 
 

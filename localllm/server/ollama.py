@@ -29,10 +29,10 @@ from localllm.server.dispatcher import (
     GenerationJob,
     PendingReplies,
     Reply,
-    begun_reply,
     constrain,
-    fill_in,
+    infill_tokens,
     offer_tools,
+    split_reply_prefix,
 )
 from localllm.server.http import EventStream, HTTPError, cancel_on_disconnect, decode, json_bytes, json_response
 from localllm.server.models import ServedModel
@@ -101,7 +101,7 @@ async def chat(request: Request, dispatcher: Dispatcher) -> Response:
 
 
 def _chat_job(body: OllamaRequest) -> GenerationJob:
-    messages, begun = begun_reply([_message(number, each) for number, each in enumerate(body.messages or ())])
+    messages, begun = split_reply_prefix([_message(number, each) for number, each in enumerate(body.messages or ())])
     return _job(body, messages=messages, reply_prefix=begun)
 
 
@@ -127,7 +127,7 @@ async def generate(request: Request, dispatcher: Dispatcher) -> Response:
     if not body.prompt:
         return await _load_only(body, dispatcher, response)
     if body.suffix:
-        work = partial(fill_in, before=body.prompt, after=body.suffix)
+        work = partial(infill_tokens, before=body.prompt, after=body.suffix)
         job = _job(body, prompts=[await dispatcher.with_model(request, body.model, work)])
     elif body.raw:
         if body.images:

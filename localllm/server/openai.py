@@ -32,12 +32,12 @@ from localllm.server.dispatcher import (
     Prompt,
     Prompts,
     Reply,
-    begun_reply,
     constrain,
-    each_prompt,
-    fill_in,
-    joined,
+    infill_tokens,
+    join_prompt,
     offer_tools,
+    prompts_of,
+    split_reply_prefix,
 )
 from localllm.server.http import (
     DONE,
@@ -122,7 +122,7 @@ def _chat_job(body: ChatRequest) -> GenerationJob:
         raise HTTPError(400, "continue_final_message and add_generation_prompt contradict each other: leave one out")
     if goes_on is None and body.add_generation_prompt:
         goes_on = False
-    messages, begun = begun_reply(read_messages(body.messages), goes_on)
+    messages, begun = split_reply_prefix(read_messages(body.messages), goes_on)
     return GenerationJob(
         body.model,
         options,
@@ -349,7 +349,7 @@ async def chat_input_tokens(request: Request, dispatcher: Dispatcher) -> Respons
 
 async def completions(request: Request, dispatcher: Dispatcher) -> Response:
     body = await decode(request, CompletionRequest)
-    prompts = each_prompt(body.prompt)
+    prompts = prompts_of(body.prompt)
     if not 1 <= len(prompts) <= MAX_REPLIES:
         raise HTTPError(400, f"there are {len(prompts):,} prompts, but a request has from 1 to {MAX_REPLIES}")
     n = 1 if body.n is None else body.n
@@ -357,7 +357,7 @@ async def completions(request: Request, dispatcher: Dispatcher) -> Response:
     if body.suffix:
         if not all(isinstance(prompt, str) for prompt in prompts):
             raise HTTPError(400, "suffix needs a prompt that is a text")
-        filled = [partial(fill_in, before=str(prompt), after=body.suffix) for prompt in prompts]
+        filled = [partial(infill_tokens, before=str(prompt), after=body.suffix) for prompt in prompts]
         prompts = [await dispatcher.with_model(request, body.model, work) for work in filled]
     pending = await dispatcher.begin(GenerationJob(body.model, options, prompts=prompts, n=n, special=True), request)
     try:
@@ -395,7 +395,7 @@ async def _echo(
     """The prompt's text, and how likely each of its tokens is, where that is asked for."""
 
     def work(llm: LLM) -> tuple[str, list[Choice]]:
-        ids = llm.tokenize(prompt, parse_special=True) if isinstance(prompt, str) else joined(llm, prompt)
+        ids = llm.tokenize(prompt, parse_special=True) if isinstance(prompt, str) else join_prompt(llm, prompt)
         assert isinstance(ids, list)
         text = prompt if isinstance(prompt, str) else llm.detokenize(ids)
         if body.logprobs is None or not ids:

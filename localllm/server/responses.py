@@ -29,9 +29,9 @@ from localllm.server.dispatcher import (
     GenerationJob,
     PendingReplies,
     Reply,
-    begun_reply,
     constrain,
     offer_tools,
+    split_reply_prefix,
 )
 from localllm.server.http import EventStream, HTTPError, cancel_on_disconnect, decode, event, json_response
 from localllm.server.openai import (
@@ -94,7 +94,7 @@ def _job(body: ResponsesRequest, before: list[Message]) -> GenerationJob:
     if body.input is None and not before:
         raise HTTPError(400, "input is missing: give a text or a list of items, or go on with previous_response_id")
     items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input or []
-    messages, begun = begun_reply([*before, *_messages(items)])
+    messages, begun = split_reply_prefix([*before, *_messages(items)])
     if body.instructions:
         messages = [Message("system", (body.instructions,)), *messages]
     variables = thinking_variables(body.reasoning.effort if body.reasoning else None, None)

@@ -219,11 +219,11 @@ def test_only_a_chat_that_is_saved_can_be_continued(capsys: pytest.CaptureFixtur
     session = ChatSession(FakeModel(), store)
     store._connection.execute("PRAGMA query_only=1")
     play(session.send, "a")
-    launch._say_how_to_go_on(session)
+    launch._print_how_to_continue(session)
     assert capsys.readouterr().err == ""
     store._connection.execute("PRAGMA query_only=0")
-    launch._save_the_rest([session])
-    launch._say_how_to_go_on(session)
+    launch._save_unsaved([session])
+    launch._print_how_to_continue(session)
     assert f"--session {session.conversation.id}" in capsys.readouterr().err
     store.close()
 

@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
     elif arguments.action == "set":
         value = set_key(path, *words)
         print(f"{words[0]} is set in {visible_line(str(path))}")
-        if (doubt := _doubt(words[0], value)) is not None:
+        if (doubt := _likely_mistake(words[0], value)) is not None:
             warn(doubt)
     elif arguments.action == "unset":
         unset_key(path, *words)
@@ -119,14 +119,14 @@ def _lines(path: Path, settings: Settings) -> Iterator[str]:
     yield f"{path}" + ("" if os.path.exists(path) else " (not there: everything is as by default)")
     yield ""
     for key, value, source in _in_force(settings):
-        yield f"{key:<30} {source:<8} {_shown(key, value)}"
+        yield f"{key:<30} {source:<8} {_value_text(key, value)}"
     if variables := _variables():
         yield ""
         for name, text in variables.items():
             yield f"{name:<30} {'variable':<8} {text}"
 
 
-def _shown(key: str, value: object) -> str:
+def _value_text(key: str, value: object) -> str:
     if value is None:
         name = key.removeprefix(f"{SAMPLING}.")
         without = {"model": "the demo model", "system_prompt": "-", "embedding_model": "-"}
@@ -154,7 +154,7 @@ def _as_json(path: Path, settings: Settings, problems: list[str]) -> dict[str, A
 
 def get_key(key: str) -> str:
     """The value that is in force for a key, as text."""
-    values = {name: _shown(name, value) for name, value, _ in _in_force(load_settings())}
+    values = {name: _value_text(name, value) for name, value, _ in _in_force(load_settings())}
     if key not in values:
         meant = _our_key(key) or nearest(key, values) or "one of localllm config"
         raise UsageError(f"there is no setting {key!r:.80}: did you mean {meant}?")
@@ -176,7 +176,7 @@ def set_key(path: Path, key: str, text: str) -> object:
     return value
 
 
-def _doubt(key: str, value: Any) -> str | None:
+def _likely_mistake(key: str, value: Any) -> str | None:
     """Why a setting that was made may not do what was meant, if anything here says so."""
     if key in ("model", "embedding_model"):
         from localllm.library.find import find

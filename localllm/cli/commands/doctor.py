@@ -138,11 +138,11 @@ def findings(progress: LoadStatus | None = None) -> Iterator[Finding]:
         try:
             yield from check()
         except Exception as error:
-            advice = memory_advice() if _is_cramped() else "install localllm again"
-            yield Finding(group, "check", f"failed: {_words(error)}", advice, broken=True)
+            advice = memory_advice() if _has_small_address_space() else "install localllm again"
+            yield Finding(group, "check", f"failed: {_error_text(error)}", advice, broken=True)
 
 
-def _words(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     return str(error) if isinstance(error, LocalLLMError) else f"{type(error).__name__}: {error}"
 
 
@@ -171,16 +171,16 @@ def _packages() -> Iterator[Finding]:
         try:
             importlib.import_module(module)
         except Exception as error:  # a binary package can fail in any way
-            state = "missing" if version is None else f"{version}, which cannot be imported ({_words(error)})"
+            state = "missing" if version is None else f"{version}, which cannot be imported ({_error_text(error)})"
             advice = _pip(distribution if version is None else f"--force-reinstall {distribution}")
-            if _is_cramped():
+            if _has_small_address_space():
                 advice = memory_advice()
             yield Finding("packages", distribution, state, advice, broken=True)
         else:
             yield Finding("packages", distribution, version or "there, of unknown version")
 
 
-def _is_cramped() -> bool:
+def _has_small_address_space() -> bool:
     """Whether addresses are so short that libraries cannot be loaded."""
     limit = address_space_limit()
     return limit is not None and limit < MIN_ADDRESS_SPACE
@@ -287,7 +287,7 @@ def _kernel_test(target: Target, compiling: Callable[[int, int], None] | None) -
         is_right = frames_work(workers, target, compiling)
     except Exception as error:  # LLVM and the processor can fail in any way
         advice = "report it; --device reference works without kernels, slowly; or install localllm again"
-        return Finding("kernels", "kernel test", f"failed: {_words(error)}", advice, broken=True)
+        return Finding("kernels", "kernel test", f"failed: {_error_text(error)}", advice, broken=True)
     finally:
         workers.close()
     if not is_right or test.total() != int(test.data.sum(dtype=np.uint64)) % (1 << 32):

@@ -111,8 +111,8 @@ def _models(arguments: argparse.Namespace, stats: Stats) -> tuple[Models, bool]:
         served,
         load,
         ttl_s=arguments.ttl,
-        aliases=_words(arguments.aliases),
-        tags=_words(arguments.tags),
+        aliases=_split_commas(arguments.aliases),
+        tags=_split_commas(arguments.tags),
         takes_any_name=len(served) == 1,
         adapters={str(path): share for path, share in arguments.lora},
         prompts=_folder(arguments.prompts),
@@ -216,7 +216,7 @@ def _api_keys(arguments: argparse.Namespace) -> list[str]:
     return keys
 
 
-def _words(given: Sequence[str]) -> list[str]:
+def _split_commas(given: Sequence[str]) -> list[str]:
     """Words of a flag that may be given several times, or have several with commas between them."""
     return [word.strip() for words in given for word in words.split(",") if word.strip()]
 

@@ -22,7 +22,7 @@ from localllm.llm import LLM
 from localllm.loading.load import load_file
 from localllm.options.declared import LoadOptions
 from localllm.server import anthropic, ollama, openai, responses
-from localllm.server.dispatcher import GenerationJob, begun_reply
+from localllm.server.dispatcher import GenerationJob, split_reply_prefix
 from localllm.server.http import HTTPError
 from tests.helpers.http_server import Serving, serving
 
@@ -181,7 +181,7 @@ OLLAMA: dict[str, Any] = {
 
 
 def library(messages: Any, **_: Any) -> tuple[list[Message], str]:
-    return begun_reply(read_messages(messages))
+    return split_reply_prefix(read_messages(messages))
 
 
 def of_job(job: GenerationJob) -> tuple[list[Message], str]:
@@ -203,7 +203,7 @@ def response(messages: Any, **more: Any) -> tuple[list[Message], str]:
 
 
 def llama(messages: Any, **_: Any) -> tuple[list[Message], str]:
-    return begun_reply([ollama._message(i, each) for i, each in enumerate(messages)])
+    return split_reply_prefix([ollama._message(i, each) for i, each in enumerate(messages)])
 
 
 DIALECTS: dict[str, tuple[Callable[..., tuple[list[Message], str]], Mapping[str, Any]]] = {
