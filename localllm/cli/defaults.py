@@ -22,11 +22,11 @@ _WITH_DEVICE = ("n_gpu_layers", "tensor_split", "split_mode")
 def apply_settings(arguments: argparse.Namespace, *, skip: Collection[str] = ()) -> Settings:
     """Fills in what the command line did not say, but for ``skip``, and finds the files of the models that it named.
 
-    ``arguments.from_settings`` tells what error texts call those that the settings file gave.
+    ``arguments.from_settings`` tells what error texts call those that the settings file gave, or a file.
     """
     settings = load_settings()
     given = vars(arguments)
-    arguments.from_settings = {}
+    given.setdefault("from_settings", {})
     if given.get("device") is not None:
         skip = {*skip, *_WITH_DEVICE}
     for name in _FOR_FLAGS:

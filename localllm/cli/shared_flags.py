@@ -52,6 +52,16 @@ class _Once(argparse.Action):
         setattr(namespace, self.dest, value)
 
 
+class _FromFile(argparse.Action):
+    """Takes a text of a file, and has errors blame the flag that named the file."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, value: Any, flag: str | None = None
+    ) -> None:
+        setattr(namespace, self.dest, value)
+        vars(namespace).setdefault("from_settings", {})[self.dest] = flag
+
+
 class _NamesModel(argparse.Action):
     """Names the model, which from the hub is downloaded if it is not here."""
 
@@ -135,8 +145,22 @@ SAMPLING: list[Flag | str] = [
         dest="dry_sequence_breakers",
         default=LEFT_OUT,
     ),
-    flag("-jf --json-schema-file FILE", "read -j from a file", text_file, dest="json_schema", default=LEFT_OUT),
-    flag("--grammar-file FILE", "read --grammar from a file", text_file, dest="grammar", default=LEFT_OUT),
+    flag(
+        "-jf --json-schema-file FILE",
+        "read -j from a file",
+        text_file,
+        dest="json_schema",
+        default=LEFT_OUT,
+        action=_FromFile,
+    ),
+    flag(
+        "--grammar-file FILE",
+        "read --grammar from a file",
+        text_file,
+        dest="grammar",
+        default=LEFT_OUT,
+        action=_FromFile,
+    ),
     flag(
         "--samplers NAME;…",
         "only these, such as top_k;top_p;temperature; the order is always llama.cpp's default one",

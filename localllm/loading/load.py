@@ -218,7 +218,7 @@ def _read(
 
 def _find_encoder(options: LoadOptions, file: GGUFFile) -> VisionEncoder | None:
     """The encoder of pictures that was named, or the first one beside the model that is made for it."""
-    if options.mmproj is False or options.path is None:
+    if options.mmproj is False or (options.mmproj is None and options.path is None):
         return None
     architecture = str(file.metadata.get("general.architecture"))
     width = file.metadata.get(f"{architecture}.embedding_length")

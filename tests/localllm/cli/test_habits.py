@@ -99,6 +99,13 @@ LINES: list[tuple[str, str, dict[str, Any]]] = [
     ("generate -m model.gguf -i -p hi", "error: there is no flag -i: localllm generate answers one prompt", {}),
     ("generate -m model.gguf -p hi -o out.txt", "error: there is no flag -o: the text goes to standard output: ", {}),
     ("generate -m model.gguf -p hi -n 4 --grammar 'root ::= \"a\"'", "", {"grammar": 'root ::= "a"'}),
+    (
+        "generate -m model.gguf -p hi --grammar-file bad.gbnf",
+        "error: --grammar-file is not valid GBNF: Unexpected",
+        {},
+    ),
+    ("generate -m model.gguf -p hi -jf bad.gbnf", "error: -jf is 'root::=x[', but must be a JSON schema", {}),
+    ("generate -p hi --mmproj missing.gguf", "error: missing.gguf does not exist: check the path", {}),
     ("generate -m model.gguf -p hi --grammar 'root::=x['", "error: --grammar is not valid GBNF: Unexpected end", {}),
     ("generate -m model.gguf -p hi -n 4 --top-nsigma 1", "", {"top_n_sigma": 1}),
     ("generate -m model.gguf -p hi -n 4 --top-n-sigma -1", "", {"top_n_sigma": -1}),
@@ -252,6 +259,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "prompt.txt").write_text("hi\n")
     (folder / "long.txt").write_text("A dog that could not sleep. " * 9)
     (folder / "t.jinja").write_text(TEMPLATE)
+    (folder / "bad.gbnf").write_text("root::=x[")
     (folder / "config.toml").write_text('device = "reference"\n')
     return folder
 
