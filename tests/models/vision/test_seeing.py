@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import inspect
 import io
+import queue
 from collections.abc import Callable, Iterator
 from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 import localllm
 from localllm import LLM
+from localllm.chat.conversation import read_messages
+from localllm.engine.pictures import Pictures
+from localllm.engine.request import Request
+from localllm.kernels.backend import Backend
 from localllm.loading.vision import VisionEncoder
 from tests.models.vision.families import FAMILIES, SIZES, make, picture, processor_of, torch
 
@@ -23,6 +31,8 @@ TEMPLATE = (
     "{% endif %};{% endfor %}"
 )
 N = 6
+#: Tokens of a step, where prompts come in chunks.
+CHUNK = 80
 
 
 @pytest.fixture(scope="module")
@@ -31,13 +41,20 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., t
     loaded: list[LLM] = []
 
     @cache
-    def get(name: str, device: str = "reference") -> tuple[Any, LLM]:
+    def made(name: str) -> tuple[Any, Path]:
         folder = tmp_path_factory.mktemp(name)
-        model = make(name, folder)
+        return make(name, folder), folder
+
+    @cache
+    def get(name: str, device: str = "reference", step_tokens: int = Backend.step_tokens) -> tuple[Any, LLM]:
+        model, folder = made(name)
         encoder = VisionEncoder.open(folder / "mmproj.gguf")
         template = TEMPLATE.replace("MARKER", "".join((encoder.around[0], encoder.marker, encoder.around[1])))
         encoder.close()
-        llm = localllm.load(folder / "model.gguf", device=device, context=1024, chat_template=template)
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(Backend, "step_tokens", step_tokens)
+            patched.setattr("localllm.kernels.reference._kept_type", lambda cache: np.float32)  # not float16
+            llm = localllm.load(folder / "model.gguf", device=device, context=1024, chat_template=template)
         loaded.append(llm)
         return model, llm
 
@@ -51,27 +68,48 @@ def messages(*parts: Any) -> list[dict[str, Any]]:
     return [{"role": "user", "content": shown}]
 
 
-def greedy(model: Any, name: str, ids: list[int], images: list[Any], n: int = N) -> list[int]:
-    """What transformers goes on with: in its ids pictures' places have one token."""
+def forward(model: Any, name: str, ids: list[int], images: list[Any]) -> NDArray[np.float32]:
+    """Transformers' logits [n, n_vocab]: in its ids pictures' places have one token."""
     family = FAMILIES[name]
     seen = processor_of(name)(images=images if name != "idefics3" else [images], return_tensors="pt")
     token = next(
         getattr(model.config, key) for key in ("image_token_id", "image_token_index") if hasattr(model.config, key)
     )
     taken = inspect.signature(type(model).forward).parameters
-    written = [token if id_ < 0 else id_ for id_ in ids]
-    for _ in range(n):
-        given = torch.tensor(written)[None]
-        mask = (given == token).int()
-        more = {key: seen[key] for key in family.arguments}
-        if "mm_token_type_ids" in taken:
-            more["mm_token_type_ids"] = mask
-        if "token_type_ids" in taken:
-            more["token_type_ids"] = mask
-        with torch.no_grad():
-            logits = model(input_ids=given, **more).logits[0, -1]
-        written.append(int(logits.argmax()))
-    return written[-n:]
+    given = torch.tensor([token if id_ < 0 else id_ for id_ in ids])[None]
+    mask = (given == token).int()
+    more = {key: seen[key] for key in family.arguments}
+    more |= {key: mask for key in ("mm_token_type_ids", "token_type_ids") if key in taken}
+    with torch.no_grad():
+        found: NDArray[np.float32] = model(input_ids=given, **more).logits[0].numpy()
+    return found
+
+
+def greedy(model: Any, name: str, ids: list[int], images: list[Any]) -> list[int]:
+    """What transformers goes on with."""
+    written = list(ids)
+    for _ in range(N):
+        written.append(int(forward(model, name, written, images)[-1].argmax()))
+    return written[-N:]
+
+
+def logits(llm: LLM, ids: list[int], pictures: Pictures, first: int) -> tuple[NDArray[np.float32], Request]:
+    """Those after the tokens from position ``first`` on, and the request for them."""
+    rows: list[NDArray[np.float32]] = []
+    ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+    output: Any = SimpleNamespace(
+        is_full=False,
+        progress=lambda n: None,
+        logits=lambda position, some: rows.append(some.copy()),
+        flush=lambda: None,
+        end=ended.put,
+    )
+    request = Request(list(ids), output, logits_from=first, pictures=pictures)
+    assert llm._engine is not None
+    llm._engine.submit(request)
+    if (error := ended.get(timeout=300)) is not None:
+        raise error
+    return np.concatenate(rows), request
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -92,3 +130,28 @@ def test_a_chat_with_pictures_goes_on_as_in_transformers(seeing: Any, name: str,
     ids = llm.tokenize_chat(edited)
     assert list(llm.chat(edited, **options).ids) == greedy(model, name, ids, images)
     assert llm.counts.encoded == 2
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("device", "bound"), [("reference", 1e-3), ("cpu", 5e-3)])
+def test_logits_are_those_of_transformers(seeing: Any, name: str, device: str, bound: float) -> None:
+    """Whole, in chunks, from the cache, and after an edit before and behind the pictures."""
+    model, llm = seeing(name, device)
+    chunked = seeing(name, device, CHUNK)[1]
+    images = [picture(*size) for size in SIZES[:2]]
+    chats = {
+        "whole": ("one", images[0], "and two", images[1], "what is it"),
+        "edited before": ("An", images[0], "and two", images[1], "what is it"),
+        "edited between": ("one", images[0], "or else", images[1], "what is it"),
+        "edited behind": ("one", images[0], "and two", images[1], "who was there then"),
+    }
+    for what, parts in chats.items():
+        ids, pictures = llm._chat_encoder(None, None, "")(read_messages(messages(*parts), may_open_files=True))
+        expected = forward(model, name, ids, images)
+        largest = np.abs(expected).max()
+        stop = len(ids) - 3  # from which on, the second time, the cache has the rest
+        for used, first in ((chunked, pictures.stop), (llm, pictures.stop), (llm, stop)):
+            found, request = logits(used, ids, pictures, first)
+            error = np.abs(found - expected[first:]).max() / largest
+            assert error < bound, (what, used is chunked, first, error)
+        assert request.n_cached > 0
