@@ -12,7 +12,7 @@ def main() -> int:
         signal.signal(signal.SIGINT, end_at_once)
     # Modules and vocabularies are hundreds of thousands of objects that stay: Python would look through all of them
     # for circles again and again, a tenth of the time to the first token.
-    gc.set_threshold(50_000)
+    gc.set_threshold(100_000)
     from localllm.cli.main import main as run
 
     code = run()

@@ -26,7 +26,7 @@ marks = []
 def mark(stage): marks.append((stage, time.monotonic() - launched, time.process_time()))
 mark("Python")
 import gc
-gc.set_threshold(50_000)
+gc.set_threshold(100_000)
 import localllm.cli.main
 mark("imports: command line")
 import numpy
