@@ -17,8 +17,7 @@ from localllm.chat.conversation import Message, ToolCall, read_message, read_par
 from localllm.chat.reply import CallDelta
 from localllm.engine.request import Usage
 from localllm.generation.completion import Chunk
-from localllm.server.dispatcher import (
-    Dispatcher,
+from localllm.server.answers import (
     GenerationFields,
     GenerationJob,
     PendingReplies,
@@ -27,6 +26,7 @@ from localllm.server.dispatcher import (
     offer_tools,
     split_reply_prefix,
 )
+from localllm.server.dispatcher import Dispatcher
 from localllm.server.http import EventStream, HTTPError, cancel_on_disconnect, decode, event, json_response
 from localllm.server.openai import new_id
 

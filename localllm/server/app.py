@@ -18,7 +18,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from localllm.errors import LocalLLMError
 from localllm.server import anthropic, embeddings, llamacpp, ollama, openai, responses
-from localllm.server.dispatcher import Dispatcher, LoraScale
+from localllm.server.answers import LoraScale
+from localllm.server.dispatcher import Dispatcher
 from localllm.server.http import Guard, HTTPError, Limits, json_response
 from localllm.server.models import Models
 from localllm.server.page import page

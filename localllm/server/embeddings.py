@@ -14,7 +14,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from localllm.llm import LLM
-from localllm.server.dispatcher import Dispatcher, Prompt, Prompts, join_prompt, prompts_of
+from localllm.server.answers import Prompt, Prompts, join_prompt, prompts_of
+from localllm.server.dispatcher import Dispatcher
 from localllm.server.http import HTTPError, cancel_on_disconnect, decode, json_response
 
 

@@ -30,9 +30,8 @@ from localllm.generation.completion import Chunk
 from localllm.llm import LLM, checked_variables
 from localllm.options.declared import Sampling, declared
 from localllm.sampling import Choice
-from localllm.server.dispatcher import (
+from localllm.server.answers import (
     MAX_REPLIES,
-    Dispatcher,
     GenerationFields,
     GenerationJob,
     LoraScale,
@@ -46,6 +45,7 @@ from localllm.server.dispatcher import (
     prompts_of,
     split_reply_prefix,
 )
+from localllm.server.dispatcher import Dispatcher
 from localllm.server.http import EventStream, HTTPError, cancel_on_disconnect, decode, event, json_response
 from localllm.server.openai import (
     checked_logprobs,

@@ -23,8 +23,7 @@ from starlette.responses import Response
 from localllm.chat.conversation import Image, Message, ToolCall, decoded, read_message
 from localllm.generation.completion import Chunk
 from localllm.llm import LLM
-from localllm.server.dispatcher import (
-    Dispatcher,
+from localllm.server.answers import (
     GenerationFields,
     GenerationJob,
     PendingReplies,
@@ -34,6 +33,7 @@ from localllm.server.dispatcher import (
     offer_tools,
     split_reply_prefix,
 )
+from localllm.server.dispatcher import Dispatcher
 from localllm.server.http import EventStream, HTTPError, cancel_on_disconnect, decode, json_bytes, json_response
 from localllm.server.models import ServedModel
 from localllm.version import __version__

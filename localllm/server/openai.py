@@ -23,9 +23,8 @@ from localllm.engine.request import Timings, Usage
 from localllm.generation.completion import Chunk
 from localllm.llm import LLM
 from localllm.sampling import Choice
-from localllm.server.dispatcher import (
+from localllm.server.answers import (
     MAX_REPLIES,
-    Dispatcher,
     GenerationFields,
     GenerationJob,
     PendingReplies,
@@ -39,6 +38,7 @@ from localllm.server.dispatcher import (
     prompts_of,
     split_reply_prefix,
 )
+from localllm.server.dispatcher import Dispatcher
 from localllm.server.http import (
     DONE,
     EventStream,

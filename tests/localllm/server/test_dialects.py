@@ -22,7 +22,7 @@ from localllm.llm import LLM
 from localllm.loading.load import load_file
 from localllm.options.declared import LoadOptions
 from localllm.server import anthropic, ollama, openai, responses
-from localllm.server.dispatcher import GenerationJob, split_reply_prefix
+from localllm.server.answers import GenerationJob, split_reply_prefix
 from localllm.server.http import HTTPError
 from tests.helpers.http_server import Serving, serving
 

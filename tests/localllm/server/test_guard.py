@@ -24,8 +24,8 @@ from localllm.chat import ChatTemplate
 from localllm.errors import TemplateError
 from localllm.options.types import LoadProgress
 from localllm.server import uvicorn_server
+from localllm.server.answers import GenerationJob, PendingReplies, Reply
 from localllm.server.app import _ENDPOINTS
-from localllm.server.dispatcher import GenerationJob, PendingReplies, Reply
 from localllm.server.http import EventStream, HTTPError, Limits
 from tests.helpers.data import ROOT
 from tests.helpers.http_server import FAILS, Serving, demo, scripted, serving
