@@ -34,7 +34,7 @@ class Batch:
     query_starts: NDArray[np.int32]  # int32 [S + 1]; sequence s has the tokens query_starts[s] : query_starts[s + 1]
     kv_lengths: NDArray[np.int32]  # int32 [S], tokens in the cache once this batch's are appended
     # int32 [n_groups, S, max_blocks]; for the caches of group g (`Graph.windows`), token position p of sequence s
-    # lies in page block_tables[g, s, p // page_size].  What is behind a window is not read.
+    # lies in page block_tables[g, s, p // page_size].  Pages behind a window are not read.
     block_tables: NDArray[np.int32]
     outputs: NDArray[np.int32]  # int32 [N], rows of the batch whose logits are wanted
     # int32 [S], the slot of each sequence's recurrent states, where a model has any
@@ -75,11 +75,7 @@ class Batch:
             )
 
     def check(self, cache: Cache, n_joined: int = 1) -> None:
-        """Makes sure that no index leads outside the batch or the cache.
-
-        Args:
-            n_joined: rows from each output's on that are read (`Graph.n_joined`).
-        """
+        """Raises KernelError if an index leads outside the batch or the cache; outputs have ``n_joined`` rows."""
         n_tokens, starts = len(self.ids), self.query_starts.tolist()
         if starts[0] != 0 or starts[-1] != n_tokens or any(a >= b for a, b in pairwise(starts)):
             raise KernelError(f"a batch of {n_tokens} tokens cannot be cut at {starts}")
@@ -234,7 +230,7 @@ class Cache(Protocol):
 
     @property
     def n_bytes(self) -> int:
-        """What it takes in memory."""
+        """Bytes of memory."""
         ...
 
     # Of the next four, a group of None means slots of recurrent states, in all layers, instead of pages.
@@ -248,7 +244,7 @@ class Cache(Protocol):
         ...
 
     def read(self, group: int | None, number: int) -> bytes:
-        """What a page holds, in all layers of a group."""
+        """Bytes of a page, in all layers of a group."""
         ...
 
     def write(self, group: int | None, number: int, data: bytes) -> None:
@@ -280,7 +276,7 @@ class PackedWeight:
 
     @property
     def own_bytes(self) -> int:
-        """What it takes beside those that are shared."""
+        """Bytes beside those that are shared."""
         return 0 if self.is_shared else self.n_bytes
 
 
@@ -401,12 +397,7 @@ class Backend(Protocol):
         n_states: int = 0,
         progress: Progress | None = None,
     ) -> Step:
-        """Packs the weights that a graph refers to, and makes what runs it.
-
-        Args:
-            progress: called with each weight once it was packed.
-            n_pages, max_tokens, max_outputs, n_states: as `footprint`, which raises the same.
-        """
+        """Packs the weights of a graph, reporting each to ``progress``, and makes its step; see `footprint`."""
         sizes = {"max_tokens": max_tokens, "max_outputs": max_outputs, "n_states": n_states}
         return self.footprint(graph, n_pages=n_pages, **sizes).load(progress)
 
@@ -451,7 +442,7 @@ class WeightUse:
         return (n_columns if n_rows else 1, self.weight.shape[0]) if self.is_column else (prod(n_rows), n_columns)
 
     def packed(self, kernel_type: str, n_bytes: int) -> PackedWeight:
-        """What a backend holds of it, in so many bytes."""
+        """A weight as a backend stores it, with its size in bytes."""
         weight = self.weight
         return PackedWeight(weight.name, self.layer, weight.type.name, kernel_type, n_bytes, self.is_expert)
 

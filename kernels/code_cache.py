@@ -16,7 +16,7 @@ from localllm.errors import warn
 
 #: Environment variable that names another folder for compiled kernels.
 CACHE_VARIABLE = "LOCALLLM_CACHE"
-#: What is in the cache is kept so long after its last use.
+#: How long cached code stays after its last use.
 KEPT_SECONDS = 30 * 24 * 60 * 60
 #: Bytes of one model's kernels, generously.
 _MODEL_BYTES = 512 << 10
@@ -65,7 +65,7 @@ def warn_if_unwritable(root: Path | None) -> None:
     if fault := cache_fault():
         warn(
             f"compiled kernels cannot be saved in {root or 'a folder in the home'} ({fault}), so every start "
-            "compiles them: make room there if it is full, or name a folder that can be written in the environment "
+            "compiles them: free space there if it is full, or name a folder that can be written in the environment "
             f"variable {CACHE_VARIABLE}"
         )
 

@@ -165,7 +165,7 @@ class PositionScale:
 class KVCache:
     """The cache of a layer, for each token: keys and values of ``n_heads`` heads.
 
-    What is beyond the range of the cache's type is kept as the largest finite value that it has.
+    Values beyond the range of the cache's type are clamped to its largest finite value.
     """
 
     layer: int
@@ -183,7 +183,7 @@ class KVCache:
 
     @property
     def key(self) -> int:
-        """What it is found by among those of a graph."""
+        """Its key among those of a graph."""
         return ~self.layer if self.is_index else self.layer
 
     def bytes_per_token(self) -> int:
@@ -320,7 +320,7 @@ class Operation(Generic[R]):
 
     @cached_property
     def states(self) -> tuple[RecurrentState, ...]:
-        """What it reads and changes of each sequence."""
+        """The states of each sequence that it reads and changes."""
         return tuple(value for value in self._values() if isinstance(value, RecurrentState))
 
     def named(self, names: tuple[str, ...]) -> set[Weight]:
@@ -1361,9 +1361,7 @@ class Graph:
     def add(self, operation: Operation[R]) -> R:
         """Records an operation, and gives what it computes.
 
-        Raises:
-            KernelError: its arguments do not fit together; or it is given a tensor that is not of this graph, or
-                that an earlier operation has changed.
+        Raises KernelError if its arguments do not fit together, or a tensor is of another graph or was changed since.
         """
         for x in operation.inputs:
             if x not in self._known:
@@ -1386,7 +1384,7 @@ class Graph:
 
     @property
     def result(self) -> Tensor:
-        """What the last operation computes: logits, or the hidden states that the next device goes on with."""
+        """The last operation's output: logits, or the hidden states that the next device goes on with."""
         *_, result = self.nodes[-1].operation.results
         if not isinstance(result, Tensor):
             raise KernelError("a graph must end with a tensor")
@@ -1439,11 +1437,9 @@ class Graph:
     def part(self, layers: range) -> Graph:
         """The operations of a range of layers; the first layers also embed, the last ones have norm and head.
 
-        What later layers need of the embedding again (Gemma 4's E2B) they embed themselves.
-
-        Raises:
-            KernelError: something else than one tensor with a row for each token crosses into it, or a layer of it
-                uses the keys and values of one that is not.
+        What later layers need of the embedding again (Gemma 4's E2B) they embed themselves.  Raises KernelError where
+        anything but one tensor with a row for each token crosses into it, or a layer uses the keys and values of one
+        outside.
         """
         part = Graph(self.cache_type)
         part.caches = {n: c for n, c in self.caches.items() if c.layer in layers}

@@ -99,11 +99,7 @@ class Stage:
 
 
 class UnfinishedWork:
-    """``with UnfinishedWork(stage):`` is around work that the end of the process waits for.
-
-    Args:
-        wake: called when the stage is over, for work that waits for something to do.
-    """
+    """``with UnfinishedWork(stage):`` is around work that the process waits for at its end; ``wake`` tells it so."""
 
     def __init__(self, stage: Stage, wake: Callable[[], object] = lambda: None) -> None:
         self.stage, self.wake, self.thread = stage, wake, threading.current_thread()

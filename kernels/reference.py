@@ -96,7 +96,7 @@ def _packed(use: WeightUse) -> PackedWeight:
 
 
 def _kept_type(cache: KVCache) -> type[np.float16] | type[np.float32]:
-    """What a cache holds; values of a type with scales are kept as the numbers that they stand for."""
+    """The dtype of a cache's contents; values of a type with scales are stored decoded."""
     return np.float16 if cache.type == "f16" else np.float32
 
 
@@ -605,13 +605,13 @@ def rotate(x: Array, positions: NDArray[np.int32], rope: Rope) -> Array:
 
 
 def position_factors(scale: g.PositionScale, positions: NDArray[np.int32]) -> NDArray[np.float32]:
-    """What queries at these positions are multiplied with."""
+    """The factors of queries at these positions."""
     factors = 1 + scale.rate * np.log1p((positions + scale.offset) // scale.length)
     return np.asarray(factors, np.float32)
 
 
 def in_range(x: Array, kind: np.dtype[Any]) -> Array:
-    """What is beyond the range of ``kind`` becomes its largest finite value, so that 0 * x stays 0."""
+    """Clamps to the largest finite value of ``kind``, so that 0 * x stays 0."""
     limit = np.float32(np.finfo(kind).max)
     return np.clip(x, -limit, limit)
 

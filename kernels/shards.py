@@ -121,7 +121,7 @@ def _cuts(graph: Graph, n: int) -> dict[Tensor, Cuts]:
     heads: dict[int, Cuts] = {}
 
     def columns_of(x: Tensor) -> int:
-        """What cuts of a tensor must be multiples of for the matrices that multiply it, perhaps behind a gate."""
+        """Cuts of a tensor must be multiples of this for the matrices that multiply it, perhaps behind a gate."""
         sizes = [columns_of(op.result) for op in readers[x] if isinstance(op, g.Gated)]
         sizes += [block_size(op.matrix.weight.type).length for op in readers[x] if isinstance(op, g.Linear)]
         return lcm(_GROUP, *sizes)

@@ -89,7 +89,7 @@ def part_footprint(
     n_states: int = 0,
     micro_batch: int = MICRO_BATCH,
 ) -> Footprint:
-    """What a range of a graph's layers takes on a backend; if it is not all of them, with micro-batches.
+    """The footprint of a range of a graph's layers on a backend; if it is not all of them, with micro-batches.
 
     Args:
         size: `page_size` of all backends that the graph is split over.
@@ -135,7 +135,7 @@ class SplitStep(Step):
         return _SplitOutput(self, batch, hidden)
 
     def through(self, steps: Sequence[Step], batch: Batch, hidden: Output | None = None) -> Output:
-        """What some of the steps, one after the other, make of a batch."""
+        """The output of some of the steps, one after the other, for a batch."""
         for step in steps:
             hidden = step.run(_in_smaller_pages(batch, self.cache.page_size // step.cache.page_size), hidden)
         if hidden is None:

@@ -19,7 +19,7 @@ _NUMBERS = ("alpha_n", "alpha_p", "beta", "eps")
 
 
 def hf_keys(config: Any) -> dict[str, Any]:
-    """What activations have of numbers, tensors in a checkpoint, is four keys that are not the architecture's."""
+    """Numbers of activations, tensors in a checkpoint, become four keys without the architecture's prefix."""
     layers = range(config.num_hidden_layers)
 
     def values(name: str) -> list[float]:

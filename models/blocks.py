@@ -95,7 +95,7 @@ def add(at: Layer, x: Tensor, residual: Tensor, scale: float = 1.0) -> Tensor:
 
 
 def read_softcap(m: Header, key: str) -> float | None:
-    """What a key says that scores or logits are capped at; None for nothing."""
+    """The soft cap of scores or logits that a key gives; None without one."""
     return m.meta.read(key, float, 0.0, low=0.0, high=1e6) or None
 
 

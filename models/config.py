@@ -87,11 +87,7 @@ class Metadata:
         low: float = -math.inf,
         high: float = math.inf,
     ) -> T:
-        """The value of ``{architecture}.{key}``.
-
-        Raises:
-            ModelError: it is missing and has no default, has another type, or lies outside low … high.
-        """
+        """The value of ``{architecture}.{key}``.  Raises ModelError if missing, mistyped or outside low … high."""
         full = f"{self.architecture}.{key}"
         value = self.find(key)
         if value is None:
@@ -169,7 +165,7 @@ def read_architecture(metadata: Mapping[str, Any]) -> str:
 
 
 def read_general(meta: Metadata, tensors: Mapping[str, Weight]) -> ModelConfig:
-    """What every model has."""
+    """The hyper-parameters of every model."""
     context_length = meta.read("context_length", int, low=1, high=(1 << 31) - 1)
     return ModelConfig(
         architecture=meta.architecture,
@@ -385,7 +381,7 @@ class Header:
         return tuple((window or None) if has else None for has in has_window)
 
     def feed_forward(self, experts: Experts | None) -> FeedForward:
-        """What each layer has behind attention: an MLP or experts, by default from the first that has a router."""
+        """Each layer's feed-forward block: an MLP or experts, by default from the first that has a router."""
         names = (f"blk.{i}.ffn_gate_inp.weight" for i in range(self.config.n_layers))
         first = next((i for i, name in enumerate(names) if name in self.weights), 0)
         n_dense = self.meta.read("leading_dense_block_count", int, first, low=0, high=1 << 16)

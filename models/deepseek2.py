@@ -1,7 +1,7 @@
 """DeepSeek V2 (arXiv:2405.04434), V3 and R1 (arXiv:2412.19437), Kimi K2 and GLM-4.7-Flash: attention over latents
 (MLA), and experts behind a few dense layers.
 
-What is cached of a token is one latent and one rotated key for all heads: queries are brought into the latents'
+The cache has one latent and one rotated key of a token for all heads: queries are brought into the latents'
 space, and what attention gives is brought out of it again.
 """
 
@@ -156,12 +156,7 @@ def latent_attention(
     has_sinks: bool = False,
     select: Select | None = None,
 ) -> Tensor:
-    """Attention over latents; without ``rope``, nothing is rotated.
-
-    Args:
-        has_gate, has_sinks: of heads or of values ``attn_gate``, and ``attn_sinks``, as `blocks.attention` has them.
-        select: the positions that tokens attend to.
-    """
+    """Attention over latents, of the positions that ``select`` chooses; without ``rope``, nothing is rotated."""
     w, d, n, n_latent = at.weights, at.n_embd, latents.n_heads, latents.n_latent
     width, n_nope, cached = n * latents.key_dim, latents.key_dim - latents.n_rot, n_latent + latents.n_rot
     keys, selected = w.matrix("attn_kv_a_mqa", d, cached), None

@@ -48,7 +48,7 @@ def record(m: Header) -> Graph:
 
 
 def make_indexers(m: Header, rope: Rope | None, eps: float, is_full: tuple[bool, ...]) -> deepseek2.Select:
-    """What chooses positions, by a rotation and an epsilon of their own, or runs of ``attention.indexer.kpool``.
+    """The selection of positions, by a rotation and an epsilon of their own, or runs of ``attention.indexer.kpool``.
 
     ``is_full``: by default, of each layer, whether it has an indexer; others take the last choice before them.
     """

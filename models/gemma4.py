@@ -91,7 +91,7 @@ def hf_tensor(name: str, array: Array, config: Any) -> Array | dict[str, Array]:
 
 
 def hf_extra(config: Any) -> dict[str, Array]:
-    """What keeps all but the first frequencies of the layers without a window from turning."""
+    """Factors that stop all but the first frequencies of the layers without a window."""
     return proportional_factors(config, _full_attention(config, "head_dim"))
 
 
@@ -169,7 +169,7 @@ def routed(at: Layer, x: Tensor, experts: Experts) -> Tensor:
 
 
 def layer_embedding(at: Layer, x: Tensor, embedding: Tensor, weights: Weights, n: int, n_layers: int) -> Tensor:
-    """What the layer adds of each token itself: n values of a table and of a projection of the embedding."""
+    """The layer's own embedding of each token: n values of a table and of a projection of the embedding."""
     own = range(at.number * n, (at.number + 1) * n)
     table = weights.require(
         "per_layer_token_embd.weight", weights.n_rows("per_layer_token_embd.weight"), n_layers * n

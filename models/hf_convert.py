@@ -60,7 +60,7 @@ def mamba_tensor(name: str, array: Array, config: Any) -> Array:
 
 
 def llama3_factors(config: Any) -> Mapping[str, Array]:
-    """What Llama 3.1, and models that scale so, divide frequencies by (Meta's llama-models, ``apply_scaling``)."""
+    """The divisors of frequencies of Llama 3.1 and models that scale so (Meta's llama-models, ``apply_scaling``)."""
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     if rope.get("rope_type") != "llama3":
         return {}

@@ -69,7 +69,7 @@ class Connections:
         return at.add(HyperWeights(x, *vectors, n, self.eps, self.magnitude, self.more, rounds))
 
     def before(self, at: Layer, name: str, streams: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """What half a layer is given, and the other weights."""
+        """The input of half a layer, and the other weights."""
         before, *others = self.weights(at, name, streams, 3 if self.n_rounds else 2)
         return at.add(MixStreams(streams, before, self.n)), tuple(others)
 

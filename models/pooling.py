@@ -27,7 +27,7 @@ KINDS = (None, "mean", "cls", "last", "rank")
 
 
 def read_kind(meta: Metadata) -> str | None:
-    """What the file says; None where that is nothing, as of models that write texts."""
+    """The kind that the file names; None without one, as of generative models."""
     return KINDS[meta.read("pooling_type", int, 0, low=0, high=len(KINDS) - 1)]
 
 

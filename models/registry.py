@@ -194,12 +194,7 @@ class Model:
 
 
 def find_architecture(metadata: Mapping[str, Any]) -> Architecture:
-    """What knows the architecture that ``general.architecture`` names.
-
-    Raises:
-        UnsupportedArchitectureError: nothing does.
-        ModelError: the key is missing.
-    """
+    """The architecture that ``general.architecture`` names.  Raises UnsupportedArchitectureError."""
     architecture = read_architecture(metadata)
     if architecture not in ARCHITECTURES:
         raise UnsupportedArchitectureError(

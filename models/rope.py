@@ -43,11 +43,7 @@ class RopeConfig:
 
 
 def read_rope(m: Header, head_dim: int, scaling: str | None = None) -> RopeConfig:
-    """The rotation that a file's keys describe; ``scaling`` where they do not say what scales it.
-
-    Raises:
-        ModelError: one is of the wrong type, out of range or not known.
-    """
+    """The rotation that a file's keys describe; ``scaling`` where they name none.  Raises ModelError."""
     meta = m.meta
     n_rot = meta.read("rope.dimension_count", int, head_dim, low=2, high=head_dim)
     if n_rot % 2:
@@ -150,7 +146,7 @@ def plain_frequencies(theta: float, n_rot: int) -> Frequencies:
 
 
 def _frequency_factors(m: Header, rope: RopeConfig) -> Frequencies:
-    """What the frequencies are divided by: one a frequency if the file has them, else 1.
+    """The divisors of the frequencies: one each if the file has them, else 1.
 
     Where sequences can pass the original context, LongRoPE takes its long factors, for the whole life of all of
     them, as llama.cpp: keys that are in the cache were rotated already.

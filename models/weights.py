@@ -263,7 +263,7 @@ class Weights:
         self.skip(*(name for match, name in numbers if match and int(match[1]) >= first))
 
     def values(self, name: str, n: int) -> NDArray[np.float64]:
-        """What the small tensor ``name`` [n] holds, read here and now."""
+        """The values of the small tensor ``name`` [n], read at once."""
         weight = self.require(name, n)
         return dequantize(weight.data, weight.type).reshape(n).astype(np.float64)
 

@@ -33,7 +33,7 @@ _MOST = {GGMLType.F32: 3.4028235e38, GGMLType.F16: 65519.99, GGMLType.BF16: 3.39
 _MOST_OF_BLOCKS = 1e15
 # Types in which large values can count more: see `_favouring_large`.
 _COARSE, _WITH_WEIGHTS = (GGMLType.Q2_K, GGMLType.Q3_K), (GGMLType.Q4_K, GGMLType.IQ4_XS)
-# What is added to the diagonal of XᵀX, as a part of its mean.
+# Added to the diagonal of XᵀX, as a part of its mean.
 _DAMPING = 0.01
 
 

@@ -61,7 +61,7 @@ class ScaleRangeError(ModelError):
 
 
 def repack_target(type: GGMLType) -> KernelType:
-    """What kernels read weights of ``type`` as: the type itself where one reads it."""
+    """The type that kernels read weights of ``type`` as: itself where one reads it."""
     if type in LAYOUTS:
         return type
     if type in _REPACKERS:

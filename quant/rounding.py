@@ -119,11 +119,7 @@ def code(x, inv, off, lo, hi, lut, out):
 
 @jit
 def best(t, sw, sx, affine, m_most):
-    """The candidate whose codes, with the scale and minimum that suit them, explain most of Σ w x².
-
-    Returns:
-        (explained, scale, minimum, Σ w q²), float32.
-    """
+    """(explained, scale, minimum, Σ w q²) of the candidate whose codes, suitably scaled, explain most of Σ w x²."""
     zero = np.float32(0)
     for c in range(LANES):
         sq, sqq, sqx = t[SQ + c], t[SQQ + c], t[SQX + c]
@@ -232,12 +228,7 @@ def choose(x, w, lo, hi, lut, t, d, dmin, affine, s, m, s_lo, s_hi, m_hi):
 
 @jit
 def encode_alike(x, lo, hi, tries, out, ds, t):
-    """What `encode` does, in half of its time, where all weights are alike and blocks have nothing but a scale.
-
-    Args:
-        x, lo, hi, out, ds, t: as in `encode`.
-        tries: [FEW], the levels that the value farthest from zero is put at.
-    """
+    """As `encode`, in half of its time, where all weights are alike and blocks have nothing but a scale."""
     for b in range(x.shape[0]):
         low, high = np.float32(0), np.float32(0)
         for i in range(x.shape[1]):
@@ -279,7 +270,7 @@ def encode(x, weights, sub, lo, hi, lut, affine, m_most, s_lo, s_hi, m_hi, tries
         out: int8 [n_blocks, length], receives the codes (levels).
         ds: float32 [n_blocks, 2], receives scale and minimum (which is subtracted), as float16 stores them.
         ss: int16 [2, n_blocks, length / sub], receives integer scales and minima.
-        t, part: room to work in, float32 [TABLE] and [6, length / sub].
+        t, part: scratch memory, float32 [TABLE] and [6, length / sub].
     """
     n_sub = x.shape[1] // sub
     none = lut[:0]
@@ -395,7 +386,7 @@ def best_row(x, w, s, lowest, step, top, near, t):
 
 @jit
 def cost_at(s, a, b):
-    """What groups cost at scale s, less Σ w x², each with the best of its rows a, b [groups, candidates]."""
+    """The cost of groups at scale s, less Σ w x², each with the best of its rows a, b [groups, candidates]."""
     cost = np.float32(0)
     for k in range(a.shape[0]):
         least = s * b[k, 0] - 2 * a[k, 0]
@@ -426,7 +417,7 @@ def encode_rows(
     """Encode blocks of 256 values as rows of a codebook, with a sign for each value or a choice of two codebooks.
 
     Which row is best depends on the scale.  It is looked for, among the rows near the values, at a few scales only;
-    the winners, a handful, are all that is looked at when scales are fitted and settled as in `encode`.
+    the winners, a handful, are all that is looked at when scales are fitted and rounded as in `encode`.
 
     Args:
         x: float32 [n_blocks, 256].
@@ -444,7 +435,7 @@ def encode_rows(
         masks: uint8 [n_blocks, 32], receives signs, or 255 where the second codebook was chosen.
         ds: float32 [n_blocks], receives scales for which 2 S + 1 are the factors, not yet rounded to float16.
         ss: uint8 [n_blocks, 256 / sub], receives S.
-        space: room to work in: of each sub-block, codebook, row and scale tried Σ w x row, Σ w row² and the row; rows
+        space: scratch memory: of each sub-block, codebook, row and scale tried Σ w x row, Σ w row² and the row; rows
             chosen; a table; of each sub-block the scale and its weight; the block's values.
     """
     n_books, _, length, _ = near.shape
@@ -540,12 +531,7 @@ def e2m1(x, scale):
 
 @jit
 def encode_powers(x, weights, out, exponents, t):
-    """Encode blocks of E2M1 whose scale is a power of two: of the two that may be best, that of the least error.
-
-    Args:
-        x, weights, out, t: as in `encode`.
-        exponents: uint8 [n_blocks], receives e, where the scale is 2^(e - 128).
-    """
+    """Encode blocks of E2M1 with scales 2^(e - 128), ``exponents`` e: the better of the two that may be best."""
     for b in range(x.shape[0]):
         w = weights[b % weights.shape[0]]
         high = np.float32(0)

@@ -59,7 +59,7 @@ THEMES = [
 class ControlFilter(LineFilter):
     """Keeps control characters from the terminal, whatever widget draws them: editors show texts as they are.
 
-    They take no room in a line, so that leaving them out moves nothing.
+    They take no width in a line, so that leaving them out moves nothing.
     """
 
     def apply(self, segments: list[Segment], background: Color) -> list[Segment]:

@@ -43,7 +43,7 @@ class BaseApp(App[int]):
         super().__init__()
         self.setup = setup
         self.keys = KeyBuffer(self, super().on_event, self.notify_error)
-        self._hands = ThreadPoolExecutor(1, "chat")
+        self._executor = ThreadPoolExecutor(1, "chat")
 
     def key_of(self, name: str) -> str:
         """What calls a command, for people: its key, or what is typed where it has none."""
@@ -52,7 +52,7 @@ class BaseApp(App[int]):
     async def offload(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Calls a function in a thread, after all that were given before it."""
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._hands, partial(function, *args, **kwargs))
+        return await loop.run_in_executor(self._executor, partial(function, *args, **kwargs))
 
     async def in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Calls a function in a thread of its own, whose end nothing waits for when the app ends."""
@@ -98,4 +98,4 @@ class BaseApp(App[int]):
 
     def end(self) -> None:
         """Lets the thread of `offload` finish what it has begun."""
-        self._hands.shutdown()
+        self._executor.shutdown()

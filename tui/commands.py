@@ -289,8 +289,8 @@ def transcript(session: ChatSession, argument: str) -> str:
 # -- How replies are generated ---------------------------------------------------------------------------------------
 
 
-async def _make_room(choice: Choice, session: ChatSession, ui: UI, argument: str) -> None:
-    await ui.play(partial(session.make_room, choice))
+async def _free_context(choice: Choice, session: ChatSession, ui: UI, argument: str) -> None:
+    await ui.play(partial(session.free_context, choice))
 
 
 async def _system(session: ChatSession, ui: UI, argument: str) -> None:
@@ -617,8 +617,8 @@ COMMANDS = [
     Command("show", "", "show the conversation, with numbers", _telling(transcript),
             ("history",)),
     Command("remove", "N", "delete message N and everything after it", _remove),
-    Command("drop", "", "when the context is full: leave out the oldest turns", partial(_make_room, "drop")),
-    Command("summarise", "", "the same, with a summary in their place", partial(_make_room, "summarise"),
+    Command("drop", "", "when the context is full: leave out the oldest turns", partial(_free_context, "drop")),
+    Command("summarise", "", "the same, with a summary in their place", partial(_free_context, "summarise"),
             ("summarize",)),
     Command("system", "[TEXT|none]", "show or set the system prompt", _system, title="System prompt", key="ctrl+s"),
     Command("set", "[NAME [VALUE|default]]", "show or change how replies are generated", _set, (), "Sampling",

@@ -256,7 +256,7 @@ class LineChat(commands.UI):
         if turn.is_stopped and not self._lines.interactive:
             raise KeyboardInterrupt
         if full:
-            self._make_room(full[0])
+            self._free_context(full[0])
 
     async def edit(self, message: Message) -> None:
         if not self._lines.interactive:
@@ -331,10 +331,10 @@ class LineChat(commands.UI):
         if not self._quiet and self._lines.interactive:
             self._say(f"({text})")
 
-    def _make_room(self, full: events.ContextFull) -> None:
+    def _free_context(self, full: events.ContextFull) -> None:
         choice = self._when_full
         if choice in full.choices and choice != "stop":
-            self._play(partial(self.session.make_room, choice))
+            self._play(partial(self.session.free_context, choice))
             return
         if choice is None and not self._lines.interactive:
             raise ContextLengthError(full.needed, full.context, "--when-full drop or summarise")

@@ -64,12 +64,7 @@ def state_constants(head: int, *, sinks: bool) -> dict[str, int]:
 
 
 def constants(op: Attention, layout: CacheLayout, *, wide: bool) -> dict[str, Any]:
-    """What `attention` is compiled for.
-
-    Args:
-        layout: that of the cache.
-        wide: whether a vector fills one register, so that many fit.
-    """
+    """Compile-time constants of `attention`; ``wide``: a vector fills one register, so that many fit."""
     vectors, cache = 2 if wide else 1, op.cache
     key_head, value_head = layout.head(cache.key_dim), layout.head(cache.value_dim)
     values_dim = cache.key_dim if cache.values_in_keys else cache.value_dim
@@ -206,7 +201,7 @@ def score_rows(queries, block, scores, ahead, pace):
 
 @template
 def add_columns(weights, block, c, vectors, n, sums, scaled, ahead, pace):
-    """What `add_page` does for ``vectors`` times 16 columns from ``c`` on."""
+    """`add_page` for ``vectors`` times 16 columns from ``c`` on."""
     place = sums + 4 * c
     for r in static_range(ROWS):
         for v in static_range(vectors):

@@ -45,17 +45,9 @@ SHORT_STEP = 32
 class CPUBackend(Backend):
     """The CPU.
 
-    Attributes:
-        workers: the threads, all of which compute steps of many tokens.
-        decode_threads: how many of them compute steps of few tokens, which read more than they multiply.
-        limit, batch_limit: fewer than these, and of all for steps of some tokens more, while other programs use the
-            processors.
-
-    Args:
-        threads: how many to compute with; by default one a physical core that this process may use for steps of many
-            tokens, and as many as `localllm.kernels.cpu.thread_choice` finds best for those of few.
-        isa: the instruction set to compile for, by name; by default the best that runs here.
-        progress: called with (kernels compiled, kernels to compile) when kernels are not in the cache yet.
+    Steps of many tokens use all ``threads``, by default one a physical core that this process may use; those of few,
+    which read more than they multiply, the ``decode_threads`` that `localllm.kernels.cpu.thread_choice` finds best.
+    Fewer than these are ``limit``, and of all ``batch_limit``, while other programs use the processors.
     """
 
     name = "cpu"

@@ -42,12 +42,7 @@ def block_bytes(cache: KVCache) -> tuple[int, int]:
 
 
 class CPUCache:
-    """Keys and values, layer after layer, and behind them the states [n_states, …] one after the other.
-
-    Attributes:
-        layers: what each keeps: keys, then values, blocks [n_pages, G] (`localllm.kernels.cpu.cache_types`).
-        memory: of all layers, once it was allocated.
-    """
+    """Keys and values, layer after layer, and behind them the states [n_states, …] one after the other."""
 
     page_size = PAGE
 

@@ -265,7 +265,7 @@ def _fingerprint() -> str:
 
 
 def _numba_version() -> str:
-    """What tells numba's versions apart: to import it, or `importlib.metadata`, would take longer than all this."""
+    """A key of numba's version: to import it, or `importlib.metadata`, would take longer than all this."""
     spec = importlib.util.find_spec("numba")
     if spec is None or spec.origin is None:
         raise KernelError("the package numba, which compiles kernels, is missing: install localllm again")
@@ -367,12 +367,7 @@ def _engine() -> llvm.ExecutionEngine:
 
 
 def addresses(variants: Iterable[Variant], progress: Callable[[int, int], None] | None = None) -> dict[Variant, int]:
-    """Machine code addresses, compiling what is not in the cache.
-
-    Args:
-        variants: what is needed; duplicates are fine.
-        progress: called with (kernels compiled, kernels to compile) if any has to be compiled.
-    """
+    """Machine code addresses; kernels not in the cache are compiled, (done, to compile) reported to ``progress``."""
     wanted = dict.fromkeys(variants)
     with _lock:
         to_compile = [v for v in wanted if not _is_ready(v)]

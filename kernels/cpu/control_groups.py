@@ -37,14 +37,14 @@ def cpu_quota() -> float | None:
     return min(quotas, default=None)
 
 
-def memory_room() -> int | None:
+def memory_left() -> int | None:
     """Bytes of memory left under the limits; None if there are none."""
     files = (("memory.max", "memory.current", ""), ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"))
-    rooms = [_room(folder, *names) for folder in _folders("memory") for names in files]
-    return min((room for room in rooms if room is not None), default=None)
+    left = [_bytes_left(folder, *names) for folder in _folders("memory") for names in files]
+    return min((n for n in left if n is not None), default=None)
 
 
-def _room(folder: Path, limit: str, use: str, prefix: str) -> int | None:
+def _bytes_left(folder: Path, limit: str, use: str, prefix: str) -> int | None:
     """Bytes left in one group, with the file pages that the system can take back."""
     numbers = [text_of(folder / name).strip() for name in (limit, use)]
     if not all(number.isdigit() for number in numbers):

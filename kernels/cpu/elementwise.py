@@ -197,7 +197,7 @@ def quantise_block(first, second, record):
 
 @device
 def left_by_rounding(row, record, scale):
-    """What the codes of a block have left of its 32 values."""
+    """The rounding errors of the codes of a block of 32 values."""
     first = fma(load_s8x16(record), splat(-scale), load_f32x16(row))
     return first, fma(load_s8x16(record + 16), splat(-scale), load_f32x16(row + 64))
 

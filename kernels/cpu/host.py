@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from localllm.errors import NotEnoughMemoryError
-from localllm.kernels.cpu.control_groups import cpu_quota, memory_room, text_of
+from localllm.kernels.cpu.control_groups import cpu_quota, memory_left, text_of
 
 #: Features of Arm processors by LLVM's names: the word (AT_HWCAP, AT_HWCAP2) of Linux's auxiliary vector, the bit in
 #: it (arch/arm64/include/uapi/asm/hwcap.h), Windows' number (winnt.h), and macOS's name (sysctl).
@@ -57,7 +57,7 @@ def family() -> str:
 
 
 def features() -> frozenset[str]:
-    """What the processor has, by LLVM's names."""
+    """The processor's features, by LLVM's names."""
     import llvmlite.binding as llvm
 
     found = frozenset(name for name, present in llvm.get_host_cpu_features().items() if present)
@@ -65,7 +65,7 @@ def features() -> frozenset[str]:
 
 
 def _arm_features() -> frozenset[str]:
-    """What the system says; LLVM finds little on Linux and Windows, and on macOS nothing at all.
+    """The features that the system reports; LLVM finds little on Linux and Windows, and on macOS nothing at all.
 
     Of unlike cores it tells what all have.  Each has NEON, and Apple's have the dot product since the M1.
     """
@@ -169,22 +169,17 @@ def _other_seconds() -> float:
 
 def available_memory() -> int:
     """Bytes that this process can still take: what the system has, or less where something limits it."""
-    return _least_room()[0]
+    return _least_memory()[0]
 
 
 def memory_advice() -> str:
-    """What to do where memory is short, beginning with a verb: it depends on what there is least of."""
-    return _least_room()[1]
+    """Advice where memory is short, beginning with a verb: it depends on the scarcest kind."""
+    return _least_memory()[1]
 
 
 def check_memory(n_bytes: int, what: str) -> None:
-    """Makes sure that there is memory for something that does not survive without.
-
-    Args:
-        n_bytes: how much it takes.
-        what: what takes it, for the message.
-    """
-    available, advice = _least_room()
+    """Raises NotEnoughMemoryError where ``what``, which would not survive that, does not fit into memory."""
+    available, advice = _least_memory()
     if n_bytes > available:
         raise NotEnoughMemoryError(
             f"{what} takes {n_bytes / 1e6:,.0f} MB of memory, but {available / 1e6:,.0f} MB is available: {advice}"
@@ -194,7 +189,7 @@ def check_memory(n_bytes: int, what: str) -> None:
 def address_space_limit() -> int | None:
     """Bytes of addresses that this process may have (``ulimit -v``); None where nothing limits them.
 
-    What is reserved counts, used or not: stacks of threads, the file of a model while it is read.
+    Reserved memory counts, used or not: stacks of threads, the file of a model while it is read.
     """
     if sys.platform != "linux":  # others do not heed it, or have none
         return None
@@ -204,15 +199,15 @@ def address_space_limit() -> int | None:
     return None if limit == resource.RLIM_INFINITY else limit
 
 
-def _least_room() -> tuple[int, str]:
+def _least_memory() -> tuple[int, str]:
     """Bytes that this process can still take, and what to do if they are too few."""
-    rooms = [(_system_memory(), "close other programs")]
-    if (granted := memory_room()) is not None:
-        rooms.append((granted, "raise the memory limit of the container or service that this runs in"))
+    limits = [(_system_memory(), "close other programs")]
+    if (granted := memory_left()) is not None:
+        limits.append((granted, "raise the memory limit of the container or service that this runs in"))
     if (limit := address_space_limit()) is not None:
         advice = f"raise the limit of the address space, which is {limit / 1e9:.2f} GB (ulimit -v)"
-        rooms.append((max(0, limit - _address_space_used()), advice))
-    return min(rooms)
+        limits.append((max(0, limit - _address_space_used()), advice))
+    return min(limits)
 
 
 def _address_space_used() -> int:
@@ -231,7 +226,7 @@ def _system_memory() -> int:
 
 
 def program_output(*command: str) -> str:
-    """What a program prints; nothing where it is not there, fails, or hangs."""
+    """The output of a program; nothing where it is missing, fails, or hangs."""
     # Imported here and not by every start.
     import shutil
     import subprocess

@@ -190,7 +190,7 @@ class Lowering:
     # -- Memory ----------------------------------------------------------------------------------------------------
 
     def new(self, rows: Rows, width: int, *, is_kept: bool = False) -> Stored:
-        """Memory for a tensor.  What is kept is zero at first, and stays so where no kernel writes."""
+        """Memory for a tensor.  A kept buffer is zero at first, and stays so where no kernel writes."""
         slot = _SLOTS[rows]
         return Stored(Buffer(self.n_rows[slot] * 4 * padded(width), is_kept), slot, width)
 
@@ -627,7 +627,7 @@ class Lowering:
         return [(stored.buffer.at(4 * first), stored.stride) for stored, first in places]
 
     def sequences(self, state: RecurrentState) -> tuple[Argument, ...]:
-        """What kernels of a state read of the batch: the rows of sequences, positions, and where states are."""
+        """A batch's tables for kernels of a state: rows of sequences, positions, and slots of states."""
         tables = self.tables
         return tables.starts, tables.positions, tables.states, self.states[state], state_bytes(state)
 

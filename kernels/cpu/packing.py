@@ -130,7 +130,7 @@ def transpose_planes(b, rows, stride, tile):
     store(b, _behind(b, tile, 0), planes)
 
 
-# -- Bit packing.  What is read are the words of the file, transposed: see `localllm.quant.bit_packing` -------------
+# -- Bit packing.  The words read are those of the file, transposed: see `localllm.quant.bit_packing` -------------
 
 
 @device
@@ -219,7 +219,7 @@ def pack_groups(begin, end, rows, row_bytes, n_blocks, block_bytes, moves, n_mov
 
 
 def moves(layout: TileLayout) -> tuple[int, list[tuple[int, int, int, int]]]:
-    """What makes tiles of a layout: bytes of each row that the moves transpose together, and the moves.
+    """The moves that make tiles of a layout: bytes of each row that the moves transpose together, and the moves.
 
     A block of a single value is too little to take at a time: of those, as many go together as fill `WIDE` bytes.
     """
@@ -255,11 +255,7 @@ def _bit_packing(layout: TileLayout) -> dict[str, Any]:
 
 
 class Packer:
-    """Packs rows for one layout; any number of threads may use it at once.
-
-    Args:
-        progress: see `localllm.kernels.cpu.compiler.addresses`.
-    """
+    """Packs rows for one layout; any number of threads may use it at once."""
 
     def __init__(
         self, layout: TileLayout, target: Target, progress: Callable[[int, int], None] | None = None

@@ -129,14 +129,7 @@ class Instruction:
 
 
 class Program:
-    """Instructions ready to run.
-
-    Args:
-        header: int64; ``header[slot]`` is read when an instruction begins.
-        keep: what the arguments' addresses point into, kept alive with the program.
-        progress: see `localllm.kernels.cpu.compiler.addresses`.
-        arena: the address of the memory that buffers lie in.
-    """
+    """Instructions ready to run; ``header[slot]``, int64, is read when an instruction begins."""
 
     def __init__(
         self,
@@ -247,12 +240,7 @@ def _sleep_function() -> int:
 
 
 class Job:
-    """Work for all threads: ``entry(arguments, thread number, number of threads)`` on each of their threads.
-
-    Args:
-        keep: what the arguments refer to, kept alive until the job is done.
-        threads: on how many of them; on all, where it is None or there are fewer.
-    """
+    """Work for all threads, or so many: ``entry(arguments, thread number, number of threads)`` on each."""
 
     def __init__(
         self,
@@ -316,7 +304,7 @@ class Workers:
         Raises:
             What a part of the job raised; KeyboardInterrupt, but only when the job is done, since buffers are in use.
             DeviceError: a thread cannot be started; or they were made before this process was forked.
-            NotEnoughMemoryError: a thread cannot be started because there is no room for its stack.
+            NotEnoughMemoryError: a thread cannot be started because there is no memory for its stack.
             As `process.Stage.check`, if the process is ending and engines have stopped.
         """
         self._process.check()

@@ -162,14 +162,8 @@ def _timed(
 class ReadTest:
     """Reads a buffer from memory, or from the caches that it fits into.
 
-    Args:
-        workers: the threads to read with.
-        target: the instruction set.
-        n_bytes: how much; as much as what is judged reads, so that the same caches serve both.  It is rounded up
-            to whole units of work.
-        progress: see `localllm.kernels.cpu.compiler.addresses`.
-        flushed: whether the buffer is taken out of all caches before each measurement, which is then of memory
-            however large the caches are (on Arm it stays in them).
+    It is as large as what is judged reads (``n_bytes``), so that the same caches serve both.  If ``flushed``, all
+    caches are emptied of it before each measurement, which is then of memory however large they are (not on Arm).
     """
 
     def __init__(
@@ -213,12 +207,7 @@ def frames_work(workers: Workers, target: Target, progress: Callable[[int, int],
 
 
 class MultiplyTest:
-    """Multiplies numbers that lie in registers and in the nearest cache.
-
-    Args:
-        bits: how wide the codes are that are multiplied with bytes, one of `DOTS`; None multiplies float32.  The
-            others are those of `ReadTest`.
-    """
+    """Multiplies codes of ``bits`` bits (`DOTS`) with bytes, or float32, in registers and the nearest cache."""
 
     def __init__(
         self,
@@ -251,14 +240,7 @@ class MultiplyTest:
 
 
 class Roofline:
-    """The ceilings of this machine for so many threads; a context manager.
-
-    Args:
-        threads: how many.
-        target: the instruction set; by default the best that runs here.
-        n_bytes: how much a measurement of bandwidth reads; see `ReadTest`.
-        progress: see `localllm.kernels.cpu.compiler.addresses`.
-    """
+    """The ceilings of this machine for so many threads; a context manager."""
 
     def __init__(
         self,

@@ -35,7 +35,7 @@ ZERO, ONE = np.float32(0), np.float32(1)
 
 
 def constants(op: IndexSelect, layout: CacheLayout, *, wide: bool) -> dict[str, Any]:
-    """What kernels are compiled for; as in `localllm.kernels.cpu.attention.constants`."""
+    """Compile-time constants of kernels, as in `localllm.kernels.cpu.attention.constants`."""
     rows = 8 if wide else 4
     return {
         "HEADS": op.n_heads,

@@ -74,7 +74,7 @@ class Template:
 class Device(Template):
     """A template that is not written out where it is called, but compiled once and called (LLVM inlines it).
 
-    It takes and returns values, not register arrays.  What is repeated for every register is best a device
+    It takes and returns values, not register arrays.  Code repeated for every register is best a device
     function: numba's time goes with the number of statements that it sees.
     """
 

@@ -78,12 +78,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def choose_threads(target: Target, progress: Progress | None = None) -> ThreadChoice:
-    """The choice for this machine: that of this process, or an earlier one's, or measured now, in part of a second.
-
-    Args:
-        target: the instruction set to read with.
-        progress: see `localllm.kernels.cpu.compiler.addresses`.
-    """
+    """The choice for this machine: this process's, an earlier one's, or measured now, in part of a second."""
     cores = default_threads()
     if cores == 1:
         return ThreadChoice(1, 1)
@@ -172,7 +167,7 @@ def _file(key: str) -> Path | None:
 
 
 def _load(key: str, cores: int) -> ThreadChoice | None:
-    """What an earlier process measured; None where there is nothing, or nothing that makes sense."""
+    """An earlier process's measurement; None without a valid one."""
     file = _file(key)
     if file is None:
         return None

@@ -501,7 +501,7 @@ class Tile:
 
     @property
     def constants(self) -> dict[str, Any]:
-        """What kernels that read these tiles are specialised with."""
+        """Compile-time constants of kernels that read these tiles."""
         constants = {
             "UNPACK": self.unpack,
             "ADD": self.block.add,

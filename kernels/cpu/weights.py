@@ -46,13 +46,7 @@ class LoadedWeight:
 
 
 class WeightLoader:
-    """Packs weights.
-
-    Args:
-        workers: the threads that do it.
-        target: what the kernels that pack are compiled for.
-        progress: called with (kernels compiled, kernels to compile) when kernels are not in the cache yet.
-    """
+    """Packs weights."""
 
     def __init__(self, workers: Workers, target: Target, progress: Callable[[int, int], None] | None) -> None:
         self._workers, self._target, self._progress = workers, target, progress
@@ -172,7 +166,7 @@ def _load(use: WeightUse, loader: WeightLoader) -> LoadedWeight:
 
 
 def planned_weight(use: WeightUse) -> PackedWeight:
-    """What a weight will take in memory."""
+    """The bytes of a weight once packed."""
     weight = use.weight
     kernel_type, n_bytes = "F32", 0
     if use.is_float:

@@ -203,12 +203,7 @@ def work_of_bucket(n_tokens: int, longest: int, heads: Heads) -> Work:
 
 
 def work_of_batch(sequences: Iterable[tuple[int, int]], heads: Heads, variant: Variant, partial_bytes: int) -> Work:
-    """For one batch.
-
-    Args:
-        sequences: of each, its tokens in the batch and its length in the cache with them.
-        partial_bytes: memory that ``partial_sums`` and ``partial_states`` may take.
-    """
+    """The work of a batch; ``sequences`` are (tokens in it, length in the cache with them)."""
     tokens = [(n, length) for n, length in sequences]
     # Fewer and fewer are split, until their partials fit.
     for limit in (*(SPLIT_ROWS // share // heads.group_size for share in (1, 2, 4, 8, 16)), 1, 0):

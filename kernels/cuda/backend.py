@@ -18,14 +18,8 @@ from localllm.kernels.graph import Graph
 class CUDABackend(Backend):
     """One CUDA device.
 
-    Args:
-        driver: the devices.
-        device: which of them.
-        progress: called with (kernels compiled, kernels to compile) when kernels are not in the cache yet.
-        compiles_ahead: whether `compile` compiles the kernels that batches of all sizes take.  Else they are compiled
-            when they are first used.
-        tile_rows: rows of activations that a block of a matrix product may take, the larger first.
-        chunk_bytes: of weights that are uploaded at once.
+    With ``compiles_ahead``, `compile` compiles the kernels that batches of all sizes take, else each is compiled when
+    it is first used.  ``tile_rows``: rows of activations that a block of a matrix product may take, the larger first.
     """
 
     name = "cuda"
@@ -75,7 +69,7 @@ class CUDABackend(Backend):
         return Lowering(graph, weights, self.limits(graph, cache, max_tokens, max_outputs)).lower()
 
     def limits(self, graph: Graph, cache: CUDACache, max_tokens: int, max_outputs: int) -> StepLimits:
-        """What the calls of a step have in common."""
+        """The limits that the calls of a step share."""
         properties = self.driver.properties(self.device)
         products = ProductLimits(
             properties.capability, properties.shared_bytes, self._tile_rows, properties.n_multiprocessors

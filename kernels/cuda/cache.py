@@ -86,13 +86,13 @@ class CacheLayout:
 
     @property
     def n_bytes(self) -> int:
-        """What the layer takes: the next one may begin behind it."""
+        """Bytes of the layer: the next one may begin behind it."""
         last = self.parts[-1]
         return -(-(last.offset + last.n_bytes) // _ALIGNMENT) * _ALIGNMENT
 
 
 def append_defines(kept: KVCache, *, has_axes: bool = False) -> Defines:
-    """What append.cu is compiled for."""
+    """Definitions of append.cu."""
     dims = {"KEY_DIM": kept.key_dim, "VALUE_DIM": kept.value_dim}
     return {**dims, "Q8_0": int(kept.type == "q8_0"), "AXES": int(has_axes)}
 
@@ -158,7 +158,7 @@ class CUDACache:
         self.driver.synchronize(self.stream)
 
     def layer_bytes(self) -> dict[int, int]:
-        """What each layer takes."""
+        """Bytes of each layer."""
         sizes: dict[int, int] = {}
         for layout in self.layouts.values():
             sizes[layout.kept.layer] = sizes.get(layout.kept.layer, 0) + layout.n_bytes

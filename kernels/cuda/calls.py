@@ -64,7 +64,7 @@ class Stored:
         return padded(self.width)
 
     def bytes_of(self, n_rows: int) -> int:
-        """What so many rows hold."""
+        """Bytes of so many rows."""
         return 4 * self.width * n_rows
 
     def as_arguments(self, n_rows: int) -> tuple[Any, ...]:
@@ -131,11 +131,7 @@ class BatchBuffer:
         return self._bounds[-1] + n_sequences * self._table_stride
 
     def fill(self, words: NDArray[np.int32], batch: Batch, sent: NDArray[np.int32]) -> list[slice]:
-        """Writes a batch that was checked; returns the words to upload.
-
-        Args:
-            sent: block tables of the batch before it, as batches have them: those that are the same stay.
-        """
+        """Writes a checked batch; returns the words to upload, without block tables that were ``sent`` before."""
         n_tokens, n_sequences = len(batch.ids), len(batch.kv_lengths)
         tables = batch.block_tables[:, :, : self._n_blocks]
         sequences = np.repeat(np.arange(n_sequences), np.diff(batch.query_starts))
@@ -173,7 +169,7 @@ class BatchBuffer:
 
     @property
     def sequences(self) -> tuple[Address, ...]:
-        """What kernels of recurrent states read: header, first tokens, positions, slots of the states."""
+        """Arguments of kernels of recurrent states: header, first tokens, positions, slots of the states."""
         return self.header, self._starts, self.positions, self._states
 
     def attention(self, group: int) -> tuple[Any, ...]:
@@ -187,12 +183,9 @@ class BatchBuffer:
 
 
 def phases(frequencies: NDArray[np.float32]) -> NDArray[np.uint64]:
-    """Frequencies of a rotary embedding as `append.cu` takes them: turns a position, in 2^-64, without whole ones.
+    """Radians a position as `append.cu` takes them: turns a position, in 2^-64, without whole ones.
 
     The product of a position and a phase, modulo 2^64, is then the angle's part of a turn: exact at any position.
-
-    Args:
-        frequencies: radians a position.
     """
     exact = (round(Fraction(float(f)) * _INVERSE_TURN / 2**128) % 2**64 for f in frequencies)
     return np.array(list(exact), np.uint64)
@@ -238,7 +231,7 @@ class AttentionKind:
 
 @dataclass(frozen=True)
 class Extent:
-    """The largest sizes that launches have room for."""
+    """The largest sizes of launches."""
 
     # n_tokens, n_outputs: in a batch, at most
     n_tokens: int
@@ -336,7 +329,7 @@ class StepLimits:
 
     @cached_property
     def partial_bytes(self) -> int:
-        """What the partials of attention of any batch may take: no more than is of use."""
+        """Bytes for the partials of attention of any batch: no more than is of use."""
         longest = max(1, self.cache.n_pages[0]) * PAGE
         most = max((kind.bucket_bytes(BUCKETS[-1], longest) for kind in self.kinds), default=0)
         return min(MAX_PARTIAL_BYTES, most)

@@ -64,11 +64,7 @@ class _Module(_Handle):
 
 
 class CupyDriver:
-    """The CUDA devices of this machine.
-
-    Args:
-        folder: where the kernels' sources are.
-    """
+    """The CUDA devices of this machine."""
 
     def __init__(self, folder: Path = FOLDER) -> None:
         self._cupy = import_cupy()
@@ -319,7 +315,7 @@ class CupyDriver:
             raise KernelError(f"CUDA graph capture: {what} in the thread that captures")
 
     def _memory(self, device: int) -> MemoryInfo:
-        """What is free; nothing where not even that can be found out."""
+        """Free memory; nothing where the driver does not tell."""
         runtime = self._runtime
         try:
             previous = runtime.getDevice()
@@ -352,7 +348,7 @@ class CupyDriver:
                 self._runtime.setDevice(previous)
 
     def _error(self, error: Any, device: int, doing: str, n_bytes: int | None = None) -> LocalLLMError:
-        """What one of CUDA's errors means."""
+        """The meaning of one of CUDA's errors."""
         status = getattr(error, "status", None)
         failed = f"CUDA device {device} could not {doing}: {error}"
         if status == _OUT_OF_MEMORY:

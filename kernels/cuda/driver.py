@@ -130,7 +130,7 @@ class Driver(Protocol):
         """Also of a device that is too old to be used."""
 
     def memory_info(self, device: int) -> MemoryInfo:
-        """What is free now; other programs take and give as they like."""
+        """Free memory now; other programs change it at any time."""
 
     def can_access_peer(self, device: int, peer: int) -> bool:
         """Whether ``device`` can reach into the memory of ``peer``."""
@@ -189,11 +189,7 @@ class Driver(Protocol):
     def compile_modules(
         self, device: int, modules: Iterable[tuple[str, Defines]], progress: CompileProgress | None = None
     ) -> None:
-        """Compiles those (name, defines) that are not in the cache, so that `load_module` of them takes no time.
-
-        Args:
-            progress: called, if any has to be compiled, with the modules compiled so far and those to compile.
-        """
+        """Compiles those (name, defines) that are not in the cache, so that `load_module` of them takes no time."""
 
     def load_module(self, device: int, name: str, defines: Defines | None = None) -> Module:
         """The kernels of ``name``.cu with these macros; KernelError where it does not compile, or is not there.
@@ -222,7 +218,7 @@ class Driver(Protocol):
         """
 
     def begin_capture(self, stream: Stream) -> None:
-        """What the stream, and those that join it, are given from now on is not done but kept for a graph.
+        """From now on, work given to the stream, and to those that join it, is recorded for a graph, not run.
 
         Until it ends this thread must not allocate, or load a module that was not loaded before: KernelError.  Nor
         must it wait for one of the streams or their events, or copy host memory that is not pinned: that is the end
@@ -231,11 +227,9 @@ class Driver(Protocol):
         """
 
     def end_capture(self, stream: Stream) -> Graph:
-        """The graph of what was captured since `begin_capture`, of the same stream.
+        """The graph captured on a stream since `begin_capture`, which ends even on error.
 
-        Raises:
-            KernelError: something was done in between that cannot be captured, or a stream that joined was not
-                waited for.  The capture has ended then, too.
+        Raises KernelError if something was done that cannot be captured, or a stream that joined was not waited for.
         """
 
     def replay(self, graph: Graph, stream: Stream) -> None:

@@ -326,7 +326,7 @@ struct Q2_K {
 
 // -- Floats --------------------------------------------------------------------------------------------------------
 
-// What is read like codes of BITS bits, but without scales.
+// Formats read like codes of BITS bits, but without scales.
 template <int BITS_>
 struct Floats {
   struct Codes {

@@ -66,7 +66,7 @@ def count_devices(cupy: Any) -> int:
 
 
 def _unusable(runtime: Any, error: Exception) -> DeviceError:
-    """What a driver means that does not count its devices."""
+    """An explanation for a driver that fails to count its devices."""
     cuda, built = driver_cuda(), _version(runtime.runtimeGetVersion())
     if cuda is not None and cuda[0] < built[0]:
         return DeviceError(

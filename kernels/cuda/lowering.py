@@ -56,7 +56,7 @@ MAX_EXPERTS, MAX_CHOSEN = 1024, 32
 Grid = Callable[[int], tuple[int, ...]]
 
 _SLOTS = {Rows.TOKENS: N_TOKENS, Rows.OUTPUTS: N_OUTPUTS, Rows.CHOSEN: N_PLACES}
-#: What is multiplied, by the format of weights; "int8" where it says nothing.
+#: Operands of products, by the format of weights; "int8" where it says nothing.
 _KINDS: dict[str, Kind | None] = {"F16": "f16", "BF16": "bf16", "F32": None}
 _LAYER = re.compile(r"blk\.\d+\.")
 #: What rotates nothing.
@@ -476,7 +476,7 @@ class Lowering:
     def _ends_with(
         self, gate: tuple[g.Gated, Inputs] | None, launches: Callable[[Extent], Iterator[Launch]]
     ) -> list[Inputs]:
-        """What products that may end with a gate write beside their results."""
+        """The buffers that products which may end with a gate write beside their results."""
         if gate is None:
             return []
         is_done = lambda extent: any(launch.kernel.endswith("_gated") for launch in launches(extent))  # noqa: E731
@@ -741,7 +741,7 @@ class Lowering:
         how: tuple[int, int, float, float, float],
         is_per_channel: bool,
     ) -> Stored:
-        """What each token adds to a state, and reads of it.
+        """Each token's update of a state, and its output.
 
         Args:
             parts: q, k and v.
@@ -948,7 +948,7 @@ def _each(n: int) -> tuple[int, ...]:
 
 
 def _written(rows: Stored | None, codes: Inputs | None) -> tuple[Any, ...]:
-    """What kernels write that can write either, or both."""
+    """Arguments of kernels that write rows, codes or both."""
     return *((rows,) if rows else (None, 0)), *((codes,) if codes else (None, None, 0))
 
 
@@ -964,7 +964,7 @@ def columns(x: Stored) -> Grid:
 
 
 def selection_defines(kept: g.KVCache, k: int) -> dict[str, int | str]:
-    """What selection.cu is compiled for, without the indexer's heads."""
+    """Definitions of selection.cu, without the indexer's heads."""
     return {**append_defines(kept), "TOP": k}
 
 

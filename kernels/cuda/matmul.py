@@ -249,11 +249,9 @@ def embed_launch(format: PackedFormat, n_rows: int) -> Launch:
 def product_launch(
     format: PackedFormat, n_outs: Sequence[int], n_in: int, n_rows: int, limits: ProductLimits, n_heads: int = 1
 ) -> Launch:
-    """The product of activations, laid out for ``n_rows`` (`PackedFormat.input_rows`), with one or several matrices.
+    """Activations, laid out for ``n_rows`` (`PackedFormat.input_rows`), times up to `MAX_MATRICES` matrices.
 
-    Args:
-        n_outs: rows of the matrices: up to `MAX_MATRICES`.
-        n_heads: of the activations, each of which is multiplied with a matrix of its own.
+    With ``n_heads``, each head of the activations is multiplied with a matrix of its own.
     """
     if n_heads > 1:
         whole = product_launch(format, n_outs, n_in, n_rows, limits)
@@ -319,10 +317,8 @@ def expert_launch(
 ) -> Launch:
     """The product of rows with matrices of their experts: `product_launch`, with tokens of one expert side by side.
 
-    Args:
-        n_pairs: of tokens and experts.
-        n_products, product_rows: what the pairs are cut into, rows of one expert each: 8, or the last of
-            ``tile_rows``.
+    The ``n_pairs`` of tokens and experts are cut into ``n_products`` of rows of one expert: 8, or the last of
+    ``tile_rows``.
     """
     groups, kernel = sum(map(n_groups, n_outs)), expert_kernel(format, n_tokens, product_rows, limits.capability)
     if kernel == "matmul_experts":

@@ -67,20 +67,12 @@ def _flatten(file: str, folder: Path, seen: set[str]) -> Iterable[str]:
 
 
 def options(defines: Defines, architecture: str) -> tuple[str, ...]:
-    """NVRTC's options for a module.
-
-    Args:
-        architecture: "sm_80" for machine code of that one, "compute_80" for PTX.
-    """
+    """NVRTC's options for a module; ``architecture`` is "sm_80" for machine code, "compute_80" for PTX."""
     return (*OPTIONS, f"-arch={architecture}", *(f"-D{key}={value}" for key, value in sorted(defines.items())))
 
 
 def architecture(capability: tuple[int, int], supported: Sequence[int]) -> str:
-    """What to compile for, given what NVRTC supports: a device's own code, or PTX that its driver translates.
-
-    Args:
-        supported: compute capabilities as NVRTC writes them, 80 for 8.0.
-    """
+    """The target for a device: its own code if NVRTC supports that (80 is 8.0), or PTX for its driver."""
     own = capability[0] * 10 + capability[1]
     if own in supported:
         return f"sm_{own}"
@@ -105,12 +97,7 @@ class Compiled:
 
 
 def compile_source(source: str, name: str, options: Sequence[str], nvrtc: Any) -> Compiled:
-    """Compiles a flat source.
-
-    Args:
-        name: the module's, for messages.
-        nvrtc: CuPy's binding (`localllm.kernels.cuda.installation.import_nvrtc`).
-    """
+    """Compiles a flat source; ``name`` is the module, for messages."""
     program = nvrtc.createProgram(source, f"{name}.cu", (), ())
     try:
         nvrtc.compileProgram(program, tuple(options))
@@ -128,12 +115,7 @@ def compile_source(source: str, name: str, options: Sequence[str], nvrtc: Any) -
 
 
 class ModuleCompiler:
-    """Compiles modules for architectures, unless they are in the cache.
-
-    Args:
-        cupy: the package, for its binding of NVRTC.
-        folder: where the sources are.
-    """
+    """Compiles modules for architectures, unless they are in the cache."""
 
     def __init__(self, cupy: Any, folder: Path = FOLDER) -> None:
         self._nvrtc = import_nvrtc(cupy)
@@ -142,17 +124,13 @@ class ModuleCompiler:
         self._compiled: dict[str, bytes] = {}
 
     def architecture(self, capability: tuple[int, int]) -> str:
-        """What to compile for to run on a device; see `architecture`."""
+        """The target for a device; see `architecture`."""
         return architecture(capability, self._nvrtc.getSupportedArchs())
 
     def compile(
         self, modules: Iterable[tuple[str, Defines]], architecture: str, progress: CompileProgress | None = None
     ) -> None:
-        """Compiles those (name, defines) that are not in the cache.
-
-        Args:
-            progress: called, if there are any, with the modules compiled so far and those to compile.
-        """
+        """Compiles those (name, defines) that are not in the cache."""
         wanted = {s.file: s for s in (self._source(name, defines, architecture) for name, defines in modules)}
         missing = [s for s in wanted.values() if s.file not in self._compiled and _cached(s.file) is None]
         if not missing:

@@ -84,12 +84,7 @@ class Profile:
 
 
 class Profiler:
-    """Times what forward passes are made of.
-
-    Args:
-        repetitions: how often a graph is timed.
-        least_launches: that it has; by default `MIN_LAUNCHES`.
-    """
+    """Times the calls of forward passes, in graphs of at least ``least_launches``, or `MIN_LAUNCHES`, launches."""
 
     def __init__(self, repetitions: int = 5, least_launches: int = 0) -> None:
         self.profiles: dict[int, Profile] = {}  # of each device
@@ -115,7 +110,7 @@ class Profiler:
 
 
 def total_cost(calls: Sequence[Call], sizes: BatchSizes) -> Cost:
-    """What all of them cost."""
+    """The cost of all of them."""
     return sum((call.cost(sizes) for call in calls), Cost())
 
 
@@ -135,7 +130,7 @@ def call_seconds(
 
 @contextmanager
 def hidden_states_kept(step: CUDAStep) -> Iterator[None]:
-    """What a part of a model begins with lies in memory that it uses again; afterwards it is there as before."""
+    """Restores the input of a part of a model afterwards, since its memory is reused."""
     driver, stream = step.driver, step.stream
     rows = [step.rows(stored, step.limits.max_tokens) for _, stored in step.hidden]
     kept = [driver.allocate(memory.device, memory.n_bytes) for memory in rows]

@@ -21,7 +21,7 @@ from localllm.errors import KernelError
 from localllm.kernels.cuda.driver import DeviceMemory, Driver, Stream
 from localllm.kernels.cuda.matmul import TENSOR_CORES
 
-#: What is multiplied: signed bytes, or floats of 16 bits, with sums of 32.
+#: Operands: signed bytes, or floats of 16 bits, with sums of 32.
 Kind = Literal["int8", "f16", "bf16"]
 KINDS: tuple[Kind, ...] = ("int8", "f16", "bf16")
 
@@ -42,9 +42,6 @@ class Stopwatch:
 
     The device has the next piece before it is through with the last, so that no time of the host's counts, as long as
     a piece takes the device longer than it takes the host to give it: some ten microseconds.
-
-    Args:
-        repetitions: how often a piece of work is timed.
     """
 
     def __init__(self, driver: Driver, stream: Stream, repetitions: int = 7) -> None:
@@ -64,12 +61,7 @@ class Stopwatch:
 
 
 class CUDARoofline:
-    """The ceilings of one device.
-
-    Args:
-        n_bytes: how much is copied or read at once; by default a lot.
-        rounds: of products in a launch; by default `ROUNDS`.
-    """
+    """The ceilings of one device."""
 
     def __init__(self, driver: Driver, device: int, *, n_bytes: int = 0, rounds: int = 0) -> None:
         self._driver, self._device, self._rounds = driver, device, rounds or ROUNDS

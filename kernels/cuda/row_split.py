@@ -69,13 +69,7 @@ class Barrier(Call):
 
 
 class ShardLowering(Lowering):
-    """Makes the calls of one of the devices.
-
-    Args:
-        exchanges: of all devices.
-        device: its number among them.
-        unreachable: the devices whose memory it cannot read.
-    """
+    """Makes the calls of one device, numbered ``device``, which cannot read the memory of those ``unreachable``."""
 
     def __init__(
         self,
@@ -101,7 +95,7 @@ class ShardLowering(Lowering):
         return super().in_place(op)
 
     def all_sum(self, op: AllSum) -> Stored:
-        parts = self._meet([each.sums[self.n_sums % 2] for each in self.exchanges], range(len(self.exchanges)))
+        parts = self._barrier([each.sums[self.n_sums % 2] for each in self.exchanges], range(len(self.exchanges)))
         self.n_sums += 1
         y = self.like(op.result)
         before: Address | Buffer = parts[0].at(0)
@@ -112,7 +106,7 @@ class ShardLowering(Lowering):
 
     def gather(self, op: Gather) -> Stored:
         logits = [each.logits for each in self.exchanges if each.logits is not None]
-        parts = self._meet(logits, range(len(logits)) if self.device == 0 else ())
+        parts = self._barrier(logits, range(len(logits)) if self.device == 0 else ())
         if self.device:
             return logits[self.device]
         y = self.like(op.result)
@@ -132,14 +126,14 @@ class ShardLowering(Lowering):
     def choose(self, logits: Stored) -> tuple[Buffer, Buffer] | None:
         return super().choose(logits) if self.device == 0 else None
 
-    def _meet(self, sent: Sequence[Stored], read: Sequence[int]) -> list[Buffer]:
-        """Adds a meeting; gives the buffers where this device reads the parts of those that it reads."""
+    def _barrier(self, sent: Sequence[Stored], read: Sequence[int]) -> list[Buffer]:
+        """Adds a barrier; gives the buffers where this device reads the parts of those that it reads."""
         received = {i: self._copy_of(sent[i]) for i in self.unreachable if i in read}
         own = sent[self.device]
         operands: list[Stored | Inputs | Buffer] = [own, *received.values()]
         others = [sent[i] for i in read if i != self.device]
         cost = lambda sizes: Cost(sum(each.bytes_of(sizes.rows(own.slot)) for each in others))  # noqa: E731
-        self.calls.append(Barrier("meet", lambda extent: (), operands, cost, sent=own, received=received))
+        self.calls.append(Barrier("barrier", lambda extent: (), operands, cost, sent=own, received=received))
         return [received.get(i, each.buffer) for i, each in enumerate(sent)]
 
     def _copy_of(self, sent: Stored) -> Buffer:
@@ -147,12 +141,7 @@ class ShardLowering(Lowering):
 
 
 class RowSplitStep(CUDAStep):
-    """The step of the first device, which has those of the others done with it.
-
-    Args:
-        followers: the steps of the other devices.
-        weights: of all devices.
-    """
+    """The step of the first device, which runs those of the others, its followers, with it."""
 
     #: The other devices would have to be told what was chosen.
     chooses_ahead = False
@@ -178,8 +167,8 @@ class RowSplitStep(CUDAStep):
                 if other is not own:
                     if driver.can_access_peer(own.device, other.device):
                         driver.enable_peer_access(own.device, other.device)
-                    meetings = (call for call in other.calls if isinstance(call, Barrier))
-                    own.reached |= {each.sent.buffer: other.arena for each in meetings}
+                    barriers = (call for call in other.calls if isinstance(call, Barrier))
+                    own.reached |= {each.sent.buffer: other.arena for each in barriers}
 
     def begin(self, batch: Batch, hidden: Output | None) -> tuple[Extent, ...]:
         others = [extent for step in self.followers for extent in step.begin(batch, hidden)]
@@ -201,7 +190,7 @@ class RowSplitStep(CUDAStep):
         work += [partial(wait, step.stream, self._fork) for step in self.followers]
         for at_once in zip(*(_runs(step.calls) for step in self.steps), strict=True):
             if at_once[0][0]:
-                work += self._meet([meeting for _, [meeting] in at_once], extents[0])
+                work += self._synchronize([barrier for _, [barrier] in at_once], extents[0])
                 continue
             for step, extent, (_, run) in zip(self.steps, extents, at_once, strict=True):
                 work += CUDAStep.loaded(step, run, extent)
@@ -209,23 +198,23 @@ class RowSplitStep(CUDAStep):
             work += [partial(record, event, step.stream), partial(wait, self.stream, event)]
         return work
 
-    def _meet(self, meetings: Sequence[Barrier], extent: Extent) -> Iterator[Work]:
+    def _synchronize(self, barriers: Sequence[Barrier], extent: Extent) -> Iterator[Work]:
         """Has every device wait for the parts of those that it reads, and copies what they cannot reach."""
         driver = self.driver
-        for i, (step, meeting) in enumerate(zip(self.steps, meetings, strict=True)):
-            sent = meeting.sent
-            if any(i in other.received for other in meetings):
+        for i, (step, barrier) in enumerate(zip(self.steps, barriers, strict=True)):
+            sent = barrier.sent
+            if any(i in other.received for other in barriers):
                 if sent not in self._staging_of:
                     self._staging_of[sent] = step.pinned(sent.buffer.n_bytes)
                 host = self._staged(sent, extent)
                 yield partial(driver.download, host, step.memory(sent.buffer, host.nbytes), step.stream)
             yield partial(driver.record, self._computed[i], step.stream)
-        for step, meeting in zip(self.steps, meetings, strict=True):
+        for step, barrier in zip(self.steps, barriers, strict=True):
             for i, event in enumerate(self._computed):
                 if self.steps[i] is not step:
                     yield partial(driver.wait, step.stream, event)
-            for i, buffer in meeting.received.items():
-                host = self._staged(meetings[i].sent, extent)
+            for i, buffer in barrier.received.items():
+                host = self._staged(barriers[i].sent, extent)
                 yield partial(driver.upload, step.memory(buffer, host.nbytes), host, step.stream)
 
     def _staged(self, sent: Stored, extent: Extent) -> Any:
@@ -234,7 +223,7 @@ class RowSplitStep(CUDAStep):
 
 
 def _runs(calls: Sequence[Call]) -> list[tuple[bool, list[Call]]]:
-    """Neighbouring calls, and alone each meeting."""
+    """Neighbouring calls, and each barrier alone."""
     runs: list[tuple[bool, list[Call]]] = [(False, [])]
     for call in calls:
         if isinstance(call, Barrier):

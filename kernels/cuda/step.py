@@ -45,7 +45,7 @@ _TOP_K = (1, 64, 256, MAX_TOP_K)
 _LARGE = (24, 40, 512)
 
 
-#: What is put into a stream, such as a launch whose module is loaded.
+#: Work for a stream, such as a launch whose module is loaded.
 Work = partial[None]
 
 
@@ -70,7 +70,7 @@ class _Found:
 
 
 class Watch(Protocol):
-    """What runs steps in their place, to see what they do; see `localllm.kernels.cuda.profile`."""
+    """Runs steps in their place, to observe them; see `localllm.kernels.cuda.profile`."""
 
     def run(self, step: CUDAStep, batch: Batch, extent: Extent) -> None:
         """Called when a batch is on its way to the device: `CUDAStep.launch` computes it."""
@@ -82,19 +82,9 @@ WATCHES: list[Watch] = []
 
 
 class CUDAStep(Step):
-    """The calls of a graph on a device, with the weights and the cache that they work on.
+    """The calls of a graph on a device, with the weights (kept alive by ``keep``) and the cache that they work on."""
 
-    Attributes:
-        limits: what the calls have in common.
-        calls: what it does.
-        result: the rows that it ends with.
-        hidden: the rows that it begins with.
-
-    Args:
-        keep: what must live as long: the weights.
-    """
-
-    #: What is done with it, on other devices: see `localllm.kernels.cuda.row_split`.
+    #: Steps of other devices that run with it: see `localllm.kernels.cuda.row_split`.
     followers: tuple[CUDAStep, ...] = ()
 
     def __init__(

@@ -64,11 +64,7 @@ class _Staging:
 
 
 class WeightLoader:
-    """Brings weights to a device, one at a time.
-
-    Args:
-        chunk_bytes: of rows that go up at once.
-    """
+    """Brings weights to a device, one at a time."""
 
     def __init__(self, driver: Driver, device: int, chunk_bytes: int = CHUNK_BYTES) -> None:
         self._driver = driver
@@ -88,7 +84,7 @@ class WeightLoader:
             self._readers = None
 
     def planned(self, weight: Weight) -> PackedMatrix:
-        """What `matrix` will give, without memory."""
+        """The result of `matrix`, without memory."""
         return self._matrix(weight, packed_format(repack_target(weight.type), self._capability))
 
     def _matrix(self, weight: Weight, format: PackedFormat, memory: DeviceMemory | None = None) -> PackedMatrix:
@@ -219,7 +215,7 @@ class PackedWeights:
         return planned
 
     def planned(self, use: WeightUse) -> PackedWeight:
-        """What a weight will take; rows of a table are decoded where they are packed."""
+        """The bytes of a weight; rows of a table are decoded where they are packed."""
         weight = use.weight
         if use.is_float:
             n_rows, n_columns = use.float_shape

@@ -149,7 +149,7 @@ class Llava(VisionModel):
         return -seen, height * width - seen
 
     def _spread(self, picture: Any, rows: int, columns: int) -> Spread:
-        """What a grid of tiles makes of a picture, without its pixels."""
+        """The layout of a picture as a grid of tiles, without its pixels."""
         side = self.image_size // self.patch_size
         tall, wide = rows * side, columns * side
         if picture.width / picture.height > wide / tall:

@@ -1,4 +1,4 @@
-"""What encoders of pictures have in common: their keys, their layers, and how a picture becomes rows of a graph.
+"""The base of encoders of pictures: their keys, their layers, and how a picture becomes rows of a graph.
 
 A picture is prepared as one or several frames, each of whose patches are a sequence that attention sees both ways.
 The graph begins with rows of pixels, and of positions beside them where those are learnt; it ends with the rows that
@@ -79,14 +79,7 @@ def _activation(meta: Metadata) -> str:
 
 
 class VisionModel:
-    """An encoder and its projector: a family says in its subclass what is its own.
-
-    Args:
-        meta: of the keys ``clip.*``.
-
-    Raises:
-        ModelError: a key or tensor is missing, or at odds with the others.
-    """
+    """An encoder and its projector; a family's subclass adds its own keys, tensors and blocks.  Raises ModelError."""
 
     #: What a chat template, or the processor, puts where a picture stands: `Prepared.parts` take its place.
     marker: ClassVar[str]
@@ -151,11 +144,11 @@ class VisionModel:
         raise NotImplementedError
 
     def prepare(self, picture: Image, max_tokens: int | None = None) -> Prepared:
-        """What the model's own processor makes of a picture; with ``max_tokens``, no more than so many."""
+        """A picture as the model's own processor prepares it; with ``max_tokens``, of no more tokens."""
         raise NotImplementedError
 
     def positions(self, rows: int, columns: int) -> Pixels | None:
-        """What is added to the patches of a grid, row after row: [rows * columns, n_embd]; None: nothing."""
+        """Position embeddings of the patches of a grid, row after row: [rows * columns, n_embd]; None without any."""
         return None
 
     def arranged(self, prepared: Prepared, rows: Pixels) -> Pixels:
@@ -210,7 +203,7 @@ class VisionModel:
         return Reshaped(weight, (self.n_embd, 3 * self.patch_size**2))
 
     def at(self, weights: Weights | None = None, eps: float | None = None) -> Layer:
-        """What blocks are recorded at, outside the layers."""
+        """A `Layer` for blocks outside the layers."""
         own = self.weights if weights is None else weights
         return Layer(-1, self.graph, own, self.n_embd, self.eps if eps is None else eps, Tensor(Rows.TOKENS, 0))
 
@@ -235,7 +228,7 @@ class VisionModel:
         return x
 
     def behind_layer(self, number: int, x: Tensor) -> None:
-        """What is made of a layer's result beside the next layer."""
+        """Called with each layer's result, for blocks beside the next layer."""
 
     def layer(self, at: Layer, x: Tensor, cache: KVCache, rope: Rope | None) -> Tensor:
         """One layer, by default with LayerNorms and an MLP; with ``rms``, with RMSNorms and a gate."""

@@ -159,7 +159,7 @@ class Gemma4(VisionModel):
         self.graph.add(Linear(x, self.weights.matrix("mm.input_projection", self.n_embd, self.width)))
 
     def tables(self) -> Pixels:
-        """What is added by column and by row: [2, places, n_embd]."""
+        """Position embeddings by column and by row: [2, places, n_embd]."""
         n = self.weights.n_rows("v.position_embd.weight")
         used = min(n, self.budgets[-1] * self.merge)
         return floats(self.weights.require("v.position_embd.weight", 2, n, self.n_embd))[:, :used].copy()

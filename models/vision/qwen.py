@@ -127,7 +127,7 @@ def hf_tensor(name: str, array: Array, c: Checkpoint) -> Array | Mapping[str, Ar
 
 
 class QwenVision(VisionModel):
-    """What both have in common."""
+    """The base of both."""
 
     marker, around = "<|image_pad|>", ("<|vision_start|>", "<|vision_end|>")
     has_grid = True

@@ -43,7 +43,7 @@ class Projector:
 
     @property
     def tensor(self) -> Callable[[str, Array, Checkpoint], Array | Mapping[str, Array]]:
-        """What the file has of a tensor: itself, or others by GGUF's names."""
+        """The file's tensors for one of the checkpoint: itself, or others by GGUF's names."""
         tensor: Callable[[str, Array, Checkpoint], Array | Mapping[str, Array]] = import_module(
             f"localllm.models.vision.{self.module}"
         ).hf_tensor
@@ -89,12 +89,7 @@ _HARMLESS = ("has_vision_encoder", "has_audio_encoder", "vision.feed_forward_len
 
 
 def projector_of(metadata: Mapping[str, Any]) -> str:
-    """The projector that a file's keys name.
-
-    Raises:
-        ModelError: it is not a file of an encoder, or has none of pictures.
-        UnsupportedArchitectureError: the projector is not one of `PROJECTORS`.
-    """
+    """The projector that a file's keys name.  Raises ModelError, or UnsupportedArchitectureError if unknown."""
     architecture = metadata.get("general.architecture")
     if architecture != "clip":
         raise ModelError(
@@ -112,12 +107,7 @@ def projector_of(metadata: Mapping[str, Any]) -> str:
 
 
 def read_encoder(file: ModelFile) -> VisionModel:
-    """The encoder of pictures in an ``mmproj`` file, from its header, and small tables of it.
-
-    Raises:
-        As `projector_of`.
-        ModelError: a key or tensor is missing, at odds with the others, or one that nothing here reads.
-    """
+    """The encoder of pictures in an ``mmproj`` file, from its header and small tables; errors as `projector_of`."""
     family = PROJECTORS[projector_of(file.metadata)]
     meta, weights = Metadata(file.metadata, "clip"), Weights(file)
     weights.skip(*(name for name in file.tensors if name.startswith(("a.", "mm.a."))))

@@ -92,7 +92,7 @@ class Siglip(VisionModel):
     any_size = False
 
     def encoded(self) -> Any:
-        """What the layers make of patches, normed."""
+        """The layers' output for patches, normed."""
         self.side = self.image_size // self.patch_size
         if not self.side:
             raise ModelError("clip.vision.image_size is less than a patch: the file is broken")

@@ -13,7 +13,7 @@ from localllm.quant.types import GGMLType
 
 
 def floats(weight: Weight) -> NDArray[np.float32]:
-    """What a weight holds."""
+    """The decoded values of a weight."""
     return dequantize(weight.data, weight.type).reshape(weight.shape)
 
 

@@ -80,7 +80,7 @@ def memory(group: str, limit: str, *, version: int = 2) -> dict[str, str]:
 )
 def test_the_smallest_room_of_all_levels_counts(machine: Path, files: dict[str, str], room: int | None) -> None:
     write(machine, files)
-    assert control_groups.memory_room() == room
+    assert control_groups.memory_left() == room
 
 
 @pytest.mark.parametrize("path", ["/docker/0123/not/seen/in/here", "/../beside", "/"])
@@ -89,10 +89,10 @@ def test_inside_a_container_the_top_counts(machine: Path, path: str) -> None:
     write(machine, {"cpu.max": "250000 100000"} | memory(".", "1000"))
     write(machine, {"../beside/cpu.max": "1 100000"})  # a group that is not around this process
     assert control_groups.cpu_quota() == 2.5
-    assert control_groups.memory_room() == 450
+    assert control_groups.memory_left() == 450
 
 
 def test_systems_without_control_groups(machine: Path) -> None:
     (machine / "membership").unlink()
     assert control_groups.cpu_quota() is None
-    assert control_groups.memory_room() is None
+    assert control_groups.memory_left() is None

@@ -177,13 +177,13 @@ def test_available_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, room:
     """What the system has, or what a control group leaves of it."""
     (tmp_path / "meminfo").write_text("MemTotal:  9000 kB\nMemFree: 100 kB\nMemAvailable:    5120 kB\n")
     monkeypatch.setattr(host, "_MEMORY", tmp_path / "meminfo")
-    monkeypatch.setattr(host, "memory_room", lambda: room)
+    monkeypatch.setattr(host, "memory_left", lambda: room)
     assert host.available_memory() == expected
 
 
 def test_available_memory_of_systems_other_than_linux(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(host, "_MEMORY", tmp_path / "missing")
-    monkeypatch.setattr(host, "memory_room", lambda: None)
+    monkeypatch.setattr(host, "memory_left", lambda: None)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=12345))
     assert host.available_memory() == 12345
 
@@ -205,7 +205,7 @@ def test_available_memory_counts_the_limit_of_the_address_space(
 )
 def test_what_to_do_where_memory_is_short(monkeypatch: pytest.MonkeyPatch, granted: int | None, advice: str) -> None:
     monkeypatch.setattr(host, "_system_memory", lambda: 5_000_000)
-    monkeypatch.setattr(host, "memory_room", lambda: granted)
+    monkeypatch.setattr(host, "memory_left", lambda: granted)
     monkeypatch.setattr(host, "address_space_limit", lambda: None)
     available = host.available_memory()
     host.check_memory(available, "this")

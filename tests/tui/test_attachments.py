@@ -237,7 +237,7 @@ def test_pictures_are_refused_where_they_cannot_go(folder: Path) -> None:
         attach("@docs/cat.png", count)
     assert attach("@docs", count).skipped == ("docs/cat.png", "docs/z.bin")
     with pytest.raises(UsageError, match=r"there is no room for docs/cat\.png, which has 70 tokens"):
-        attach("@docs/cat.png", count, room=lambda: 60, see=lambda data: 70)
+        attach("@docs/cat.png", count, budget=lambda: 60, see=lambda data: 70)
     found = attach("@docs/*.png", count, see=lambda data: 70)
     assert [(file.name, file.n_tokens) for file in found.files] == [("docs/cat.png", 70)]
     (folder / "bad.png").write_bytes(b"\x89PNG")

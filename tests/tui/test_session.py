@@ -178,7 +178,7 @@ def test_what_cannot_be_done_is_said(store: Store) -> None:
         (lambda: play(session.send, "  \n"), "nothing to send"),
         (lambda: play(session.regenerate, None), "nothing to reply to"),
         (lambda: play(session.continue_reply), "not a reply that can be continued"),
-        (lambda: play(session.make_room, "drop"), "not full"),
+        (lambda: play(session.free_context, "drop"), "not full"),
         (lambda: play(session.edit, "x", "y"), "no message 'x'"),
         (lambda: session.set_options({"temperature": -1}), "temperature is -1"),
         (lambda: session.set_options({"colour": 1}), "no setting 'colour'"),
@@ -405,16 +405,16 @@ def test_a_full_context_is_asked_about(store: Store) -> None:
     events = play(session.send, "q5 x x")
     assert events == [ContextFull(60, 60, False, ("drop", "stop"))]
     assert len(model.asked) == before
-    assert play(session.make_room, "stop") == []
+    assert play(session.free_context, "stop") == []
     assert texts(session)[-1] == kept(session)[-1] == "q5 x x"
     with pytest.raises(UsageError, match="not full"):
-        play(session.make_room, "drop")
+        play(session.free_context, "drop")
 
 
 def test_dropping_the_oldest_turns(store: Store) -> None:
     session, model = chatted(store, 5, context=60)
     play(session.send, "q5 x x")
-    events = play(session.make_room, "drop")
+    events = play(session.free_context, "drop")
     assert events[0] == ContextTrimmed(4, "")
     assert isinstance(events[-1], Finished)
     assert roles(model) == ["q2", "r2", "q3", "r3", "q4", "r4", "q5"]
@@ -433,7 +433,7 @@ def test_summarising(store: Store) -> None:
     session, model = chatted(store, 11, context=128)
     play(session.send, "q11 x x x x x x")
     model.replies = ["<think>hm</think> all of it", "fine"]
-    events = play(session.make_room, "summarise")
+    events = play(session.free_context, "summarise")
     assert "".join(e.text for e in events if isinstance(e, Summarising)) == "<think>hm</think> all of it"
     (made,) = [event for event in events if isinstance(event, ContextTrimmed)]
     assert made.summary == "all of it"
@@ -452,12 +452,12 @@ def test_a_summary_that_is_stopped_can_be_asked_for_again(store: Store) -> None:
     play(session.send, "q11 x x x x x x")
     model.replies = ["one two three four"]
     play(
-        session.make_room,
+        session.free_context,
         "summarise",
         watch=lambda event, turn: turn.stop() if isinstance(event, Summarising) else None,
     )
     assert session.conversation.path()[-1].window is None
-    assert isinstance(play(session.make_room, "drop")[-1], Finished)
+    assert isinstance(play(session.free_context, "drop")[-1], Finished)
 
 
 def test_the_context_fills_in_a_reply(store: Store) -> None:
@@ -470,7 +470,7 @@ def test_the_context_fills_in_a_reply(store: Store) -> None:
     assert finished.message.state == "context"
     assert full == ContextFull(61, 60, True, ("drop", "stop"))
     reply = finished.message.text
-    events = play(session.make_room, "drop")
+    events = play(session.free_context, "drop")
     assert isinstance(events[0], ContextTrimmed)
     assert model.asked[-1].reply_prefix == reply
     assert texts(session)[-1] == kept(session)[-1] == reply + "and on"
@@ -483,7 +483,7 @@ def test_a_message_too_long_by_itself(store: Store) -> None:
     assert isinstance(full, ContextFull)
     assert full.choices == ("stop",)
     with pytest.raises(UsageError, match="drop would not help here"):
-        play(session.make_room, "drop")
+        play(session.free_context, "drop")
 
 
 # A real model.

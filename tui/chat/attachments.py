@@ -62,13 +62,13 @@ def attach(
     text: str,
     count: Callable[[str], int],
     known: Iterable[Attachment] = (),
-    room: Callable[[], int] = lambda: sys.maxsize,
+    budget: Callable[[], int] = lambda: sys.maxsize,
     rank: pieces.Rank = pieces.ranked,
     see: See | None = None,
 ) -> Attached:
     """Reads the files that a text names, also by folders and by patterns such as ``@docs/*.md``.
 
-    ``count`` gives the tokens of a text, and ``room`` those that files may have.  Files that are gone are taken from
+    ``count`` gives the tokens of a text, ``budget`` those that files may have.  Files that are gone are taken from
     ``known``, those of an earlier version of the text; ``rank`` ranks pieces of files that do not fit.  ``see`` is
     None where the model sees no pictures.
     """
@@ -101,20 +101,20 @@ def attach(
             raise UsageError(f"there is no file {quoted!r} to attach: check the path")
         else:
             unknown.append(match[3])
-    seen = _seen(pictures, see, room)
+    seen = _seen(pictures, see, budget)
     n_seen = sum(file.n_tokens for file in seen)
-    files, n_tokens, is_cut = _fitting(texts, _REFERENCE.sub("", text), count, lambda: room() - n_seen, rank)
+    files, n_tokens, is_cut = _fitting(texts, _REFERENCE.sub("", text), count, lambda: budget() - n_seen, rank)
     return Attached((*kept, *seen, *files), tuple(unknown), tuple(skipped), n_seen + n_tokens, is_cut)
 
 
-def _seen(pictures: Mapping[str, bytes], see: See | None, room: Callable[[], int]) -> list[Attachment]:
-    """Pictures with their tokens, as far as there is room for all of them."""
+def _seen(pictures: Mapping[str, bytes], see: See | None, budget: Callable[[], int]) -> list[Attachment]:
+    """Pictures with their tokens, as far as all of them fit."""
     if pictures and see is None:
         raise UsageError(
             f"{next(iter(pictures))} cannot be attached: the model sees no pictures; load one with its mmproj file"
         )
     files: list[Attachment] = []
-    left = room() if pictures else 0
+    left = budget() if pictures else 0
     for name, data in pictures.items():
         assert see is not None
         try:
@@ -153,10 +153,10 @@ def picture_reference(pasted: str) -> str | None:
 
 
 def _fitting(
-    texts: Mapping[str, str], question: str, count: Callable[[str], int], room: Callable[[], int], rank: pieces.Rank
+    texts: Mapping[str, str], question: str, count: Callable[[str], int], budget: Callable[[], int], rank: pieces.Rank
 ) -> tuple[list[Attachment], int, bool]:
     """Files as a whole, or their best pieces; all their tokens, and whether these are pieces."""
-    left = room() if texts else 0
+    left = budget() if texts else 0
     n_tokens = sum(map(len, texts.values())) // 4
     if n_tokens <= 4 * left:  # else it need not be counted
         files = [Attachment(name, content, count(content)) for name, content in texts.items()]

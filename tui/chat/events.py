@@ -50,10 +50,10 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class ContextFull:
-    """The last event where the context is full: `ChatSession.make_room` goes on, with one of ``choices``."""
+    """The last event where the context is full: `ChatSession.free_context` goes on, with one of ``choices``."""
 
     needed: int  # tokens of the prompt, and of the reply so far
-    context: int  # tokens that there is room for
+    context: int  # the model's context in tokens
     in_reply: bool  # whether a reply was cut off by it; else there is none yet
     choices: tuple[Choice, ...]  # what can be done; "stop" alone where the last message does not fit by itself
 

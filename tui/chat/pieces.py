@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-#: Characters of a piece, at least: it ends with a line.  Where there is little room, it has fewer.
+#: Characters of a piece, at least: it ends with a line.  Where few tokens are left, it has fewer.
 _LENGTH, _SHORTEST = 1500, 200
 #: The constants of BM25: how soon more of a word says nothing more, and how much long pieces are held back.
 _K1, _B = 1.5, 0.75
@@ -61,18 +61,18 @@ def cut(name: str, text: str, length: int = _LENGTH) -> Iterator[Piece]:
 
 
 def best(
-    texts: Mapping[str, str], question: str, count: Callable[[str], int], room: int, rank: Rank
+    texts: Mapping[str, str], question: str, count: Callable[[str], int], budget: int, rank: Rank
 ) -> list[Attachment]:
-    """The pieces of files that match a question best and have ``room`` tokens at most; neighbours are joined."""
-    length = min(max(room, _SHORTEST), _LENGTH)
+    """The pieces of files that match a question best and have ``budget`` tokens at most; neighbours are joined."""
+    length = min(max(budget, _SHORTEST), _LENGTH)
     pieces = [piece for name, text in texts.items() for piece in cut(name, text, length)]
     taken: dict[int, int] = {}
     for place in rank([piece.text for piece in pieces], question):
         n_tokens = count(pieces[place].text) + _AROUND
-        if n_tokens > room:
+        if n_tokens > budget:
             break
         taken[place] = n_tokens
-        room -= n_tokens
+        budget -= n_tokens
     groups: list[list[int]] = []
     for before, place in pairwise([-2, *sorted(taken)]):
         if place == before + 1 and pieces[place].name == pieces[before].name:

@@ -47,7 +47,7 @@ class Meter(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Full:
-    """A reply that waits for room: the one to ``question``, or the rest of ``reply``."""
+    """A reply that waits for space in the context: the one to ``question``, or the rest of ``reply``."""
 
     question: str
     reply: str | None
@@ -56,13 +56,7 @@ class _Full:
 
 @dataclass(eq=False)
 class ChatSession:
-    """One conversation with a model, or with none while none is loaded.
-
-    Attributes:
-        more: keywords of `LLM.stream_chat` beside the conversation's settings, which are not kept.
-        rank: ranks the pieces of files that do not fit.
-        turn: what is being generated; None if nothing is.
-    """
+    """One conversation with a model, or with none while none is loaded; ``turn`` is what is being generated."""
 
     model: ChatModel | None
     store: Store
@@ -140,11 +134,11 @@ class ChatSession:
                 reply = self.conversation.add_sibling(reply.id, reply.text, state=reply.state, opened=reply.opened)
             self._reply(parent, reply.id, turn)
 
-    def make_room(self, choice: Choice, turn: Turn) -> None:
+    def free_context(self, choice: Choice, turn: Turn) -> None:
         """Goes on after `ContextFull`.  Raises UsageError if it was not full, or the choice is not offered."""
         full = self._full
         with self._taking(turn):
-            self._full = full  # till there is room
+            self._full = full  # till the context has space
             if full is None:
                 raise UsageError("the context is not full: there is nothing to choose")
             if choice not in full.choices:
@@ -308,7 +302,7 @@ class ChatSession:
     ) -> Attached:
         """The files that a text in the place of ``old`` names, or those of their pieces that fit; see `attach`."""
 
-        def room() -> int:
+        def budget() -> int:
             context = self._loaded().info.context
             parent = None if old is None else old.parent
             path = [] if old is not None and parent is None else self.conversation.path(parent)
@@ -318,7 +312,7 @@ class ChatSession:
 
         model = self._loaded()
         see = partial(tokens_of_picture, model) if model.sees else None
-        return attach(text, count, () if old is None else old.attachments, room, rank, see)
+        return attach(text, count, () if old is None else old.attachments, budget, rank, see)
 
     def _say(self, text: str, old: Message | None, files: tuple[Attachment, ...]) -> Message:
         if not self.conversation.title:
@@ -510,7 +504,7 @@ class ChatSession:
         trimmer = self._trimmer(full.question, full.reply)
         first = trimmer.first(trimmer.summary_tokens if summarise else 0)
         if first is None:
-            raise UsageError("no room can be made: the last message alone is too long")
+            raise UsageError("the context cannot be freed: the last message alone is too long")
         summary = self._summarise(trimmer, first, turn) if summarise else trimmer.summary
         if turn.is_stopped:
             return

@@ -28,7 +28,7 @@ from localllm.tui.chat.conversation import Conversation, Message
 from localllm.tui.chat.events import ContextFull, ToolApprovalRequest, Turn
 from localllm.tui.chat.session import ChatSession
 from localllm.tui.screens.commands import ScreenUI
-from localllm.tui.screens.dialogs import EDIT, TAKE_BACK, ask_room, open_link
+from localllm.tui.screens.dialogs import EDIT, TAKE_BACK, ask_when_full, open_link
 from localllm.tui.screens.models import ModelLoader
 from localllm.tui.screens.streaming import Draft, StreamedTurn
 from localllm.tui.setup import Setup
@@ -249,7 +249,7 @@ class ChatScreen(Screen[None]):
         if turn.full is not None and session is self.session and self.models.state == "loaded":
             self._take_back_pending()
             await self.seen.wait()
-            await self._make_room(session, turn.full)
+            await self._free_context(session, turn.full)
         self.send_pending()
 
     def ask_for_tool(self, asked: ToolApprovalRequest | None) -> None:
@@ -259,12 +259,12 @@ class ChatScreen(Screen[None]):
         self.hint(call and f"May the model use {call}? {self.app.key_of('allow')} answers; Esc stops the reply.")
         self.draw_heading()
 
-    async def _make_room(self, session: ChatSession, full: ContextFull) -> None:
+    async def _free_context(self, session: ChatSession, full: ContextFull) -> None:
         """Does what is to be done about a full context; asks, unless that was said before."""
         choice = self.app.setup.when_full
         question = session.conversation.leaf
         if choice is None or choice not in full.choices:
-            chosen = await self.app.push_screen_wait(ask_room(full))
+            chosen = await self.app.push_screen_wait(ask_when_full(full))
             choice = "drop" if chosen == "drop" else "summarise" if chosen == "summarise" else "stop"
             if question is not None and chosen == EDIT:
                 self.edit(question)
@@ -272,7 +272,7 @@ class ChatScreen(Screen[None]):
                 await self.app.offload(session.delete, question.id)
                 await self.refresh_all()
         if choice != "stop":
-            self.begin(partial(session.make_room, choice))
+            self.begin(partial(session.free_context, choice))
 
     @property
     def is_ending(self) -> bool:

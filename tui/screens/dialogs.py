@@ -283,7 +283,7 @@ _CHOICES = {
 }
 
 
-def ask_room(event: ContextFull) -> Choose:
+def ask_when_full(event: ContextFull) -> Choose:
     """The dialog; its result is a `localllm.tui.chat.events.Choice`, `EDIT` or `TAKE_BACK`."""
     what = "the conversation and the reply so far have" if event.in_reply else "the conversation has"
     text = f"{what[0].upper()}{what[1:]} {event.needed:,} tokens, and the context holds {event.context:,}."

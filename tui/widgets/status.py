@@ -101,9 +101,9 @@ class KeyFooter(Footer):
         self._fit()
 
     def _fit(self) -> None:
-        room = self.size.width
+        width = self.size.width
         # The palette, from which all else can be reached, stands last, but stays.
         for key in sorted(self.children, key=lambda child: not child.has_class("-command-palette")):
             margin = key.styles.margin.width
-            room -= key.get_content_width(self.size, self.size) + key.gutter.width + margin
-            key.display = room + margin >= 0
+            width -= key.get_content_width(self.size, self.size) + key.gutter.width + margin
+            key.display = width + margin >= 0

@@ -65,7 +65,7 @@ class Transcript(VerticalScroll, can_focus=False):
             kept = {view.message.id: view for view in self.views}
             for id_, view in kept.items():
                 view.show(drawn[id_])
-            await self._draw_notes(len(self._places) - len(drawn))
+            await self._draw_notices(len(self._places) - len(drawn))
             # Two paths share their beginning: what is kept stands together, what is new before it or after it.
             first = next(iter(kept.values()), None)
             new = []
@@ -81,7 +81,7 @@ class Transcript(VerticalScroll, can_focus=False):
         if written is not None:
             written.begin(writer)
 
-    async def _draw_notes(self, n_earlier: int) -> None:
+    async def _draw_notices(self, n_earlier: int) -> None:
         await self.query(".note").remove()
         if not self._places:
             await self.mount(Static(Content(WELCOME), classes="note welcome"))
