@@ -9,6 +9,7 @@ import ipaddress
 import re
 import socket
 import sys
+import time
 import traceback
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -182,8 +183,20 @@ async def decode(request: Request, kind: type[_T]) -> _T:
 
 
 async def _read(is_long: bool, work: Callable[..., _T], *args: Any) -> _T:
-    """Reads a body by ``work``, with errors as HTTP errors."""
-    return await asyncio.get_running_loop().run_in_executor(_reader, work, *args) if is_long else work(*args)
+    """The result of ``work``, which reads a body: beside the event loop where that is long."""
+    if not is_long:
+        return work(*args)
+    return await asyncio.get_running_loop().run_in_executor(_reader, _with_pause, work, *args)
+
+
+def _with_pause(work: Callable[..., _T], *args: Any) -> _T:
+    """The result of ``work``, after a pause as long: a parser of JSON holds the interpreter's lock, which the engine
+    and the event loop need before the next body is parsed."""
+    began = time.perf_counter()
+    try:
+        return work(*args)
+    finally:
+        time.sleep(time.perf_counter() - began)
 
 
 def _decoded(body: bytes, packing: str, limit: int) -> tuple[Any, int]:
