@@ -105,32 +105,19 @@ def load(
         UsageError: an argument is out of range, or the draft model has another vocabulary.
         SettingsError: the name has to be looked for in ``model_folders``, and the settings file is broken.
     """
-    if unknown:
+    given = dict(locals())  # the names are those of `LoadOptions`
+    if given.pop("unknown"):
         check_keywords(unknown, declared(LoadOptions), THEIR_LOAD)
-    options = LoadOptions(
-        path=model_file(path),
-        device=device,
-        n_gpu_layers=n_gpu_layers,
-        tensor_split=tensor_split,
-        split_mode=split_mode,
-        context=context,
-        threads=threads,
-        isa=isa,
-        parallel=parallel,
-        cache_type=cache_type,
-        chat_template=chat_template,
-        adapters=adapters,
-        draft_model=model_file(draft_model, demo_is_a_file=True),
-        mmproj=expanded(mmproj) if isinstance(mmproj, str | os.PathLike) else mmproj,
-        progress=default_progress() if progress is None else progress,
-        planned=planned,
-        max_waiting=max_waiting,
-        step_s=step_s,
-    )
-    parts = load_file(options)
-    for message in parts.warnings:
+    given["path"] = model_file(path)
+    given["draft_model"] = model_file(draft_model, demo_is_a_file=True)
+    if isinstance(mmproj, str | os.PathLike):
+        given["mmproj"] = expanded(mmproj)
+    if progress is None:
+        given["progress"] = default_progress()
+    loaded = load_file(LoadOptions(**given))
+    for message in loaded.warnings:
         warn(message)
-    return LLM(parts)
+    return LLM(loaded)
 
 
 def model_file(name: Any, *, demo_is_a_file: bool = False) -> Any:
@@ -167,23 +154,23 @@ class LLM:
             (``general.sampling.*``).
     """
 
-    def __init__(self, parts: object) -> None:
-        if not isinstance(parts, LoadedModel):
-            raise TypeError(f"a model is loaded by localllm.load({parts!r:.80}), which gives an LLM")
-        self._adopt(parts)
+    def __init__(self, loaded: object) -> None:
+        if not isinstance(loaded, LoadedModel):
+            raise TypeError(f"a model is loaded by localllm.load({loaded!r:.80}), which gives an LLM")
+        self._adopt(loaded)
 
-    def _adopt(self, parts: LoadedModel) -> None:
-        self._tokenizer = parts.tokenizer
-        self._engine: Engine | None = parts.engine
-        self._embedder = parts.embedder
-        self._encoder = parts.encoder
-        self._options = parts.options
-        self._info = parts.info
-        self._template_source = parts.template_source
-        self._template = parts.template
+    def _adopt(self, loaded: LoadedModel) -> None:
+        self._tokenizer = loaded.tokenizer
+        self._engine: Engine | None = loaded.engine
+        self._embedder = loaded.embedder
+        self._encoder = loaded.encoder
+        self._options = loaded.options
+        self._info = loaded.info
+        self._template_source = loaded.template_source
+        self._template = loaded.template
         self._grammars: Grammars | None = None
         self.template_variables: dict[str, object] = {}
-        self.defaults: dict[str, Any] = dict(parts.defaults)
+        self.defaults: dict[str, Any] = dict(loaded.defaults)
 
     @property
     def info(self) -> ModelInfo:
