@@ -181,10 +181,15 @@ def llvm_ir(v: Variant, triple: str | None = None) -> llvm.ModuleRef:
     from numba.core.compiler_lock import global_compiler_lock
     from numba.core.registry import cpu_target
 
+    from localllm.kernels.cpu.dots import FourTokens
     from localllm.kernels.cpu.instructions import lowering_for
     from localllm.kernels.cpu.numba_types import register_operations
 
-    frontend = _Frontend(dict(v.constants))
+    # QUARTERS: whether a vector fills four registers, of which there are enough for a quarter of a product.
+    constants = {**dict(v.constants), "QUARTERS": v.target.dot == "sdot"}
+    if constants["QUARTERS"] and "ADD" in constants:
+        constants["ADD_FOUR"] = FourTokens(constants["ADD"].function)
+    frontend = _Frontend(constants)
     with global_compiler_lock, lowering_for(v.target):
         register_operations()
         cpu_target.typing_context.refresh()
@@ -197,7 +202,7 @@ def llvm_ir(v: Variant, triple: str | None = None) -> llvm.ModuleRef:
             raise KernelError(f"the kernel {v.symbol} does not compile: {error}") from error
     machine = v.target.machine(triple)
     *devices, main = frontend.modules
-    module = llvm.parse_assembly(_with_entry(main, inner, v.symbol))
+    module = llvm.parse_assembly(_with_entry(main, inner, v))
     for text in devices:
         module.link_in(llvm.parse_assembly(_without_target(text)))
     module.triple = machine.triple
@@ -222,13 +227,15 @@ def _without_target(text: str) -> str:
     return "\n".join(line for line in text.splitlines() if not line.startswith(("target ", "source_filename")))
 
 
-def _with_entry(text: str, inner: str, symbol: str) -> str:
+def _with_entry(text: str, inner: str, v: Variant) -> str:
     """Adds the function that programs call, ``void symbol(i64 arguments, i64 begin, i64 end)``.
 
     numba's functions return a status and take a place for the result and for an exception; kernels raise none.
     """
+    # LLVM must know a processor to order instructions for: else it keeps too many values at a time.
+    tuned = ' "tune-cpu"="neoverse-n1"' if v.target.family == "aarch64" else ""
     entry = f"""
-define void @"{symbol}"(i64 %arguments, i64 %begin, i64 %end) {{
+define void @"{v.symbol}"(i64 %arguments, i64 %begin, i64 %end){tuned} {{
   %result = alloca ptr
   %exception = alloca ptr
   %status = call i32 @{inner}(ptr %result, ptr %exception, i64 %arguments, i64 %begin, i64 %end)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import ast
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from llvmlite import ir
@@ -10,6 +11,99 @@ from llvmlite import ir
 from localllm.kernels.cpu.codes import high_number, low_number
 from localllm.kernels.cpu.instructions import *
 from localllm.kernels.cpu.simd import fma
+from localllm.kernels.cpu.templates import Device
+
+#: Bytes of a token's record of activations in 32 columns, and where it has its scale and its sums (see `tiles`).
+RECORD = 44
+D, SUM, SUMS = 32, 36, 40
+
+#: Operations on a record of activations, and for each the one that takes four records, of the tokens from that on:
+#: lanes 4 i … 4 i + 3 of all its vectors are those of token i, and of the same four rows.
+OF_FOUR_TOKENS: dict[Any, Any] = {}
+
+
+class FourTokens(Device):
+    """A device function for four tokens' records of activations instead of one's; see `OF_FOUR_TOKENS`."""
+
+    def specialise(self, constants: Mapping[str, Any]) -> tuple[ast.FunctionDef, dict[str, Any]]:
+        tree, scope = super().specialise(constants)
+        four = {k: OF_FOUR_TOKENS[v] for k, v in scope.items() if callable(v) and v in OF_FOUR_TOKENS}
+        return tree, scope | four
+
+
+def _record_op(name: str, result: Kind, *arguments: Kind) -> Callable[[Callable[..., Any]], Any]:
+    """Makes two operations, for `OF_FOUR_TOKENS`, of ``emit(b, tokens, *values)``."""
+
+    def decorate(emit: Callable[..., Any]) -> Any:
+        def of(tokens: int, name: str) -> Any:
+            def operation(b: Any, *values: Any) -> Any:
+                return emit(b, tokens, *values)
+
+            operation.__name__ = name
+            return op(result, *arguments)(operation)
+
+        one = of(1, name)
+        OF_FOUR_TOKENS[one] = of(4, f"{name}_of_four")
+        return one
+
+    return decorate
+
+
+def _spread(b: Any, tokens: int, address: Any, kind: ir.Type, lane: int = 0, factor: int = 0) -> Any:
+    """A lane of the vector, or a number, in each token's record, times a factor if given, in all of its lanes."""
+    loaded = [load(b, b.add(address, ir.Constant(i64, RECORD * i)) if i else address, kind) for i in range(tokens)]
+    if factor:
+        loaded = [b.mul(b.sext(x, i32), ir.Constant(i32, factor)) for x in loaded]
+    if not isinstance(kind, ir.VectorType):
+        return join(b, [broadcast(b, x, 16 // tokens) for x in loaded])
+    lanes = ir.Constant(ir.VectorType(i32, 16 // tokens), [lane] * (16 // tokens))
+    return join(b, [b.shuffle_vector(x, x, lanes) for x in loaded])
+
+
+def _record_lane(b: Any, tokens: int, x: Any, lane: int) -> Any:
+    if tokens == 1:
+        return _spread(b, tokens, b.add(x, ir.Constant(i64, D + 4 * lane)), f32)
+    return _spread(b, tokens, b.add(x, ir.Constant(i64, D)), ir.VectorType(f32, 2), lane)  # read once for both
+
+
+@_record_op("load_unit", f32x16, intp)
+def load_unit(b, tokens, x):
+    """The scale of the activations in the record at x."""
+    return _record_lane(b, tokens, x, 0)
+
+
+@_record_op("load_sum", f32x16, intp)
+def load_sum(b, tokens, x):
+    """The sum of the activations in the record at x."""
+    return _record_lane(b, tokens, x, 1)
+
+
+@_record_op("load_sums", i32x16, intp)
+def load_sums(b, tokens, x):
+    """Both halves' sums of the activations in the record at x, as 16-bit numbers."""
+    return _spread(b, tokens, b.add(x, ir.Constant(i64, SUMS)), i32)
+
+
+@op(f32x16, intp, literal)
+def load_quarters(b, address, step):
+    """Four lanes from each of the places ``step`` bytes apart: of four tokens, or one's four times if it is 0."""
+    kind = ir.VectorType(f32, 4)
+    if step == 0:
+        return join(b, [load(b, address, kind)] * 4)
+    return join(b, [load(b, b.add(address, ir.Constant(i64, step * i)), kind) for i in range(4)])
+
+
+@op(void, intp, literal, f32x16)
+def store_quarters(b, address, step, value):
+    """Writes what `load_quarters` reads."""
+    for i, quarter in enumerate(halves(b, value, 4)):
+        store(b, b.add(address, ir.Constant(i64, step * i)), quarter)
+
+
+@op(i8x64, f32x16)
+def as_bytes(b, x):
+    """The bits of floats."""
+    return b.bitcast(x, i8x64.llvm)
 
 
 def dot_op(name: str, n_vectors: int, bits: int) -> Any:
@@ -24,13 +118,12 @@ def dot_op(name: str, n_vectors: int, bits: int) -> Any:
     bytes only if one of them is unsigned.
     """
 
-    def emit(b: Any, sums: Any, *values: Any) -> Any:
+    def emit(b: Any, tokens: int, sums: Any, *values: Any) -> Any:
         sum_x = values[-1] if bits == 8 else None
         weights, x = values[:n_vectors], values[n_vectors]
-        return _DOTS[dot_kind()](b, sums, _with_activations(b, weights, x), bits, sum_x)
+        return _DOTS[dot_kind()](b, sums, _with_activations(b, tokens, weights, x), bits, sum_x)
 
-    emit.__name__ = name
-    return op(i32x16, i32x16, *[i8x64] * n_vectors, intp, *[i32x16] * (bits == 8))(emit)
+    return _record_op(name, i32x16, i32x16, *[i8x64] * n_vectors, intp, *[i32x16] * (bits == 8))(emit)
 
 
 def scaled_dot_op(name: str, n_scales: int, bits: int, offset: int = 0) -> Any:
@@ -45,9 +138,9 @@ def scaled_dot_op(name: str, n_scales: int, bits: int, offset: int = 0) -> Any:
     halves.
     """
 
-    def emit(b: Any, unit: Any, *values: Any) -> Any:
+    def emit(b: Any, tokens: int, unit: Any, *values: Any) -> Any:
         scales, weights, x, offsets = values[:n_scales], values[n_scales:][:8], values[n_scales + 8], values[-2:]
-        pairs = _with_activations(b, weights, x)
+        pairs = _with_activations(b, tokens, weights, x)
         n = len(pairs) // n_scales
         parts = [pairs[i : i + n] for i in range(0, len(pairs), n)]
         kind = dot_kind()
@@ -64,29 +157,31 @@ def scaled_dot_op(name: str, n_scales: int, bits: int, offset: int = 0) -> Any:
         for i, (scale, part) in enumerate(zip(scales, parts, strict=True)):
             start = constant(0, i32, 16)
             if offset:
-                sum_x = b.sext(load(b, b.add(offsets[1], ir.Constant(i64, 2 * i)), i16), i32)
-                start = broadcast(b, b.mul(sum_x, ir.Constant(i32, -offset)), 16)
+                start = _spread(b, tokens, b.add(offsets[1], ir.Constant(i64, 2 * i)), i16, factor=-offset)
             dot = b.sitofp(_DOTS[kind](b, start, part, bits, None), f32x16.llvm)
             # The same for all tokens.  It and the dot product are exact.
             scale = b.fmul(unit, b.sitofp(high_number(b, scale), f32x16.llvm))
             total = b.fmul(scale, dot) if total is None else fma(b, scale, dot, total)
         return total
 
-    emit.__name__ = name
     more = [i32x16, intp] if offset else []
-    return op(f32x16, f32x16, *[i32x16] * n_scales, *[i8x64] * 8, intp, *more)(emit)
+    return _record_op(name, f32x16, f32x16, *[i32x16] * n_scales, *[i8x64] * 8, intp, *more)(emit)
 
 
-def _with_activations(b: Any, weights: Sequence[Any], x: Any) -> list[tuple[Any, Any]]:
-    """Each vector of codes with the four activations at x that belong to it, in every word."""
+def _with_activations(b: Any, tokens: int, weights: Sequence[Any], x: Any) -> list[tuple[Any, Any]]:
+    """Each vector of codes with the four activations at x that belong to it, in every word of their token."""
     pairs = []
     for v, w in enumerate(weights):
         if dot_kind() == "sdot":  # which takes them from a lane of sixteen bytes
             if v % 4 == 0:
-                words = load(b, b.add(x, ir.Constant(i64, 4 * v)), ir.VectorType(i32, 4))
-            every = b.shuffle_vector(words, words, ir.Constant(ir.VectorType(i32, 16), [v % 4] * 16))
+                sixteen = [
+                    load(b, b.add(x, ir.Constant(i64, RECORD * i + 4 * v)), ir.VectorType(i32, 4))
+                    for i in range(tokens)
+                ]
+            lanes = ir.Constant(ir.VectorType(i32, 16 // tokens), [v % 4] * (16 // tokens))
+            every = join(b, [b.shuffle_vector(words, words, lanes) for words in sixteen])
         else:
-            every = broadcast(b, load(b, b.add(x, ir.Constant(i64, 4 * v)), i32), 16)
+            every = _spread(b, tokens, b.add(x, ir.Constant(i64, 4 * v)), i32)
         pairs.append((w, b.bitcast(every, i8x64.llvm)))
     return pairs
 

@@ -10,9 +10,10 @@ import numpy as np
 
 from localllm.kernels.cpu.cache_types import PAGE
 from localllm.kernels.cpu.compiler import kernel
+from localllm.kernels.cpu.dots import RECORD, SUM, SUMS, D
 from localllm.kernels.cpu.simd import *
 from localllm.kernels.cpu.templates import device, template
-from localllm.kernels.cpu.tiles import OUTLIER, RECORD, SLAB, SUM, SUMS, TOKENS, X_STEP, D, x_tile_bytes
+from localllm.kernels.cpu.tiles import OUTLIER, SLAB, TOKENS, X_STEP, x_tile_bytes
 from localllm.kernels.q8_0 import LARGEST_CODE, NEGLIGIBLE
 
 ZERO, ONE, TWO = np.float32(0), np.float32(1), np.float32(2)

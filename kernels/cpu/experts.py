@@ -15,6 +15,7 @@ from __future__ import annotations
 import numpy as np
 
 from localllm.kernels.cpu.compiler import kernel
+from localllm.kernels.cpu.dots import RECORD, D
 from localllm.kernels.cpu.elementwise import exp, quantise_row, sigmoid, softplus
 from localllm.kernels.cpu.matmul import (
     FLOAT_GROUPS,
@@ -30,7 +31,7 @@ from localllm.kernels.cpu.matmul import (
 )
 from localllm.kernels.cpu.simd import *
 from localllm.kernels.cpu.templates import device, static_range
-from localllm.kernels.cpu.tiles import RECORD, TOKENS, X_STEP, D, x_tile_bytes
+from localllm.kernels.cpu.tiles import TOKENS, X_STEP, x_tile_bytes
 from localllm.kernels.graph import MAX_GROUPS
 
 NONE = np.int64(-1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from localllm.kernels.cpu.compiler import kernel
+from localllm.kernels.cpu.dots import load_quarters, store_quarters
 from localllm.kernels.cpu.simd import *
 from localllm.kernels.cpu.templates import device, static_range, template
 from localllm.kernels.cpu.tiles import (
@@ -18,6 +19,7 @@ from localllm.kernels.cpu.tiles import (
     X_STEP,
     fetch_ahead,
     multiply_block,
+    multiply_quarter,
     multiply_rests,
     x_tile_bytes,
 )
@@ -74,12 +76,22 @@ def multiply_slab(sums, slab, n_blocks, x, ahead, step):
 
     Meanwhile it begins to read what stands at ``ahead``, ``step`` bytes for each block.
     """
-    for i in static_range(TOKENS):
-        acc[i] = load_f32x16(sums + 64 * i)
-    for b in range(n_blocks):
-        multiply_block(acc, slab + b * BLOCK_BYTES, x + b * X_STEP, ahead + b * step)
-    for i in static_range(TOKENS):
-        store_f32x16(sums + 64 * i, acc[i])
+    if QUARTERS:
+        for quarter in range(4):
+            for i in static_range(TOKENS // 4):
+                acc[i] = load_quarters(sums + (16 * quarter + 256 * i), 64)
+            for b in range(n_blocks):
+                lines = ahead + b * step + 128 * quarter
+                multiply_quarter(acc, slab + b * BLOCK_BYTES + 16 * quarter, x + b * X_STEP, lines)
+            for i in static_range(TOKENS // 4):
+                store_quarters(sums + (16 * quarter + 256 * i), 64, acc[i])
+    else:
+        for i in static_range(TOKENS):
+            acc[i] = load_f32x16(sums + 64 * i)
+        for b in range(n_blocks):
+            multiply_block(acc, slab + b * BLOCK_BYTES, x + b * X_STEP, ahead + b * step)
+        for i in static_range(TOKENS):
+            store_f32x16(sums + 64 * i, acc[i])
 
 
 @template

@@ -70,10 +70,17 @@ from localllm.kernels.cpu.codes import (
     unsigned_byte_twice,
 )
 from localllm.kernels.cpu.dots import (
+    RECORD,
+    SUMS,
+    as_bytes,
     dot16_s8,
     dot32_s8,
     dot32_u4,
     dot32_u5,
+    load_quarters,
+    load_sum,
+    load_sums,
+    load_unit,
     multiply_pairs,
     scaled_dot16_u2,
     scaled_dot16_u3,
@@ -89,8 +96,6 @@ from localllm.kernels.cpu.simd import (
     load_f32x16,
     load_i8x64,
     load_i32x16,
-    load_splat_f32,
-    load_splat_i32,
     mask,
     prefetch,
     shift_left,
@@ -109,10 +114,8 @@ from localllm.quant.iquants import IQ4_VALUES
 from localllm.quant.lut import LUT_TYPES, KernelType
 from localllm.quant.types import GGMLType
 
-#: Tokens in a tile of activations, and bytes of one token's record in it.
+#: Tokens in a tile of activations.
 TOKENS = 8
-RECORD = 44
-D, SUM, SUMS = 32, 36, 40
 #: From one block of a tile of activations to the next.
 X_STEP = TOKENS * RECORD
 #: Blocks of 32 columns in a slab: what a tile of the K formats has.
@@ -138,33 +141,33 @@ FETCH_AHEAD = 4096
 def add_codes(acc, x, scale, minimum, w0, w1, w2, w3, w4, w5, w6, w7):
     """Unsigned codes with a scale and a minimum; DOT is their width's product."""
     total = scale * to_float(DOT(zero_i32x16(), w0, w1, w2, w3, w4, w5, w6, w7, x))
-    total = fma(minimum, load_splat_f32(x + SUM), total)
-    return fma(total, load_splat_f32(x + D), acc)
+    total = fma(minimum, load_sum(x), total)
+    return fma(total, load_unit(x), acc)
 
 
 @device
 def add_scaled(acc, x, scale, unit, minimum, w0, w1, w2, w3, w4, w5, w6, w7):
     """Unsigned codes with a whole scale, in units of ``unit``, and a minimum."""
     total = DOT(unit, as_int(scale), w0, w1, w2, w3, w4, w5, w6, w7, x)
-    total = fma(minimum, load_splat_f32(x + SUM), total)
-    return fma(total, load_splat_f32(x + D), acc)
+    total = fma(minimum, load_sum(x), total)
+    return fma(total, load_unit(x), acc)
 
 
 @device
 def add_signed(acc, x, scale, w0, w1, w2, w3, w4, w5, w6, w7):
     """Signed bytes with a scale."""
-    sum_x = to_int_rounded(load_splat_f32(x + SUM))
+    sum_x = to_int_rounded(load_sum(x))
     total = scale * to_float(dot32_s8(zero_i32x16(), w0, w1, w2, w3, w4, w5, w6, w7, x, sum_x))
-    return fma(total, load_splat_f32(x + D), acc)
+    return fma(total, load_unit(x), acc)
 
 
 @device
 def add_halves(acc, x, first, second, w0, w1, w2, w3, w4, w5, w6, w7):
     """Signed bytes with a scale for each sixteen columns."""
-    sums = load_splat_i32(x + SUMS)
+    sums = load_sums(x)
     lo = dot16_s8(zero_i32x16(), w0, w1, w2, w3, x, low_number(sums))
     hi = dot16_s8(zero_i32x16(), w4, w5, w6, w7, x + 16, high_number(sums))
-    return fma(fma(second, to_float(hi), first * to_float(lo)), load_splat_f32(x + D), acc)
+    return fma(fma(second, to_float(hi), first * to_float(lo)), load_unit(x), acc)
 
 
 @device
@@ -172,15 +175,15 @@ def add_sixteens(acc, x, first, second, offsets, unit, w0, w1, w2, w3, w4, w5, w
     """Unsigned codes, less an offset, with a whole scale for each sixteen columns, in units of ``unit``."""
     sums = x + SUMS
     total = DOT(unit, as_int(first), as_int(second), w0, w1, w2, w3, w4, w5, w6, w7, x, as_int(offsets), sums)
-    return fma(total, load_splat_f32(x + D), acc)
+    return fma(total, load_unit(x), acc)
 
 
 @device
 def add_minima(acc, x, first, second, minima, unit, min_unit, w0, w1, w2, w3, w4, w5, w6, w7):
     """Unsigned codes with a whole scale and a whole minimum for each sixteen columns, and units of both."""
     total = DOT(unit, as_int(first), as_int(second), w0, w1, w2, w3, w4, w5, w6, w7, x)
-    total = fma(min_unit, to_float(multiply_pairs(as_int(minima), load_splat_i32(x + SUMS))), total)
-    return fma(total, load_splat_f32(x + D), acc)
+    total = fma(min_unit, to_float(multiply_pairs(as_int(minima), load_sums(x))), total)
+    return fma(total, load_unit(x), acc)
 
 
 @dataclass(frozen=True)
@@ -269,6 +272,21 @@ def multiply_block(acc: Registers, block, x, ahead):
     for i in static_range(TOKENS):
         prefetch(ahead + 64 * i)
         acc[i] = ADD(acc[i], x + RECORD * i, *s[0:N_SCALES], *w[0:8])
+
+
+@template
+def multiply_quarter(acc: Registers, block, x, ahead):
+    """The same for four rows: acc[0] has the sums of four tokens, acc[1] those of the others.
+
+    For processors on which a vector fills four registers: a quarter of the block fits them, beside the sums.
+    """
+    for v in static_range(8):
+        w[v] = as_bytes(load_quarters(block + 64 * v, 0))
+    for v in static_range(N_SCALES):
+        s[v] = load_quarters(block + (CODE_BYTES + SCALE_BYTES * v), 0)
+    for i in static_range(TOKENS // 4):
+        prefetch(ahead + 64 * i)
+        acc[i] = ADD_FOUR(acc[i], x + 4 * RECORD * i, *s[0:N_SCALES], *w[0:8])
 
 
 @template
