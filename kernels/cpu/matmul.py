@@ -32,7 +32,8 @@ REST_SUMS = 64 * MAX_TOKENS
 #: So few tokens are worth code of their own.
 HALF_TILE = TOKENS // 2
 
-#: Up to so many tokens, unpacking blocks again for each tile costs less than writing them down once.
+#: Up to so many tokens, unpacking blocks again for each tile costs less than writing them down once, unless QUARTERS
+#: of a slab are multiplied, for which there are enough registers.
 FEW = 2 * TOKENS
 
 #: Groups of 16 rows in a unit of the float kernels: enough independent sums to keep the multipliers busy.  Columns in
@@ -148,6 +149,8 @@ def multiply_tokens(n_tokens, tiles, n_tiles, slab, sums, x):
     """
     if n_tokens <= HALF_TILE:
         few_tokens(HALF_TILE, tiles, n_tiles, x, sums)
+    elif QUARTERS:
+        many_tokens(n_tokens, tiles, n_tiles, slab, sums, x)
     elif n_tokens <= FEW:
         for token in range(0, n_tokens, TOKENS):
             few_tokens(

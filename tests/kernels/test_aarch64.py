@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -73,8 +74,8 @@ def test_a_whole_matrix_product_for_apple() -> None:
     constants = {"TILE_BYTES": layout.tile_bytes, "BLOCKS": 1, "HEADS": False, **tile.constants}
     code = instructions(variant(matmul.matmul_quantised, NEON, **constants), APPLE)
     check(code)
-    # A tile of eight tokens, half a one, and one token.
-    assert sum(i.startswith("sdot") for i in code) >= (8 + 4 + 1) * 32
+    # Four rows of a tile of eight tokens, all of half a tile, and of one token.
+    assert sum(i.startswith("sdot") for i in code) >= 8 * 8 + (4 + 1) * 32
 
 
 def test_floats_are_multiplied_by_fused_multiply_adds() -> None:
@@ -114,3 +115,42 @@ def test_threads_meet_by_atomic_additions() -> None:
     assert not [i for i in code if re.match(r"bl\b", i)]
     assert any(i.startswith(("ldaxr", "ldadd")) for i in code)
     assert any(i.startswith(("yield", "hint")) for i in code)
+
+
+def loops(code: list[str], labels: dict[str, int]) -> list[list[str]]:
+    """The instructions of each loop that has none inside it."""
+    ends = [(labels[m[0]], i) for i, line in enumerate(code) if (m := re.search(r"(?<=[\s,])\.LBB\w+$", line))]
+    backward = [(first, last) for first, last in ends if first <= last]
+    inner = [(a, z) for a, z in backward if not any(a <= c and d <= z for c, d in backward if (c, d) != (a, z))]
+    return [code[a : z + 1] for a, z in inner]
+
+
+#: The table in docs/kernels.md: format, multiplications an instruction of prompts, instructions decoding 16 × 32.
+COUNTED = re.findall(
+    r"^\| (\w+) \|[^|]*\| ([\d.]+) \|[^|]*\| (\d*) ?\|",
+    (Path(__file__).parents[2] / "docs" / "kernels.md").read_text(encoding="utf-8"),
+    re.MULTILINE,
+)
+
+
+@pytest.mark.parametrize(("name", "per_instruction", "decoding"), COUNTED)
+def test_the_table_of_instructions_is_true(name: str, per_instruction: str, decoding: str) -> None:
+    """Those with vector registers are counted, in the loops that multiply a slab and a decoded token."""
+    tile, layout = TILES[GGMLType[name]], LAYOUTS[GGMLType[name]]
+    constants = {"TILE_BYTES": layout.tile_bytes, "BLOCKS": layout.columns // 32, "HEADS": False, **tile.constants}
+    code: list[str] = []
+    labels = {}
+    for line in map(str.strip, assembly(variant(matmul.matmul_quantised, NEON, **constants), LINUX).splitlines()):
+        if label := re.match(r"(\.LBB\w+):", line):
+            labels[label[1]] = len(code)
+        elif line and not line.startswith((".", "/")):
+            code.append(line)
+    counts = []  # of dot products and all instructions
+    for loop in loops(code, labels):
+        vectors = [i for i in loop if re.search(r"\b[vqdsbh]\d+\b", i)]
+        counts.append((sum(i.startswith("sdot") for i in vectors), len(vectors)))
+    assert COUNTED
+    slab = next(n for dots, n in counts if dots == 64)
+    assert 16 * 64 / slab == pytest.approx(float(per_instruction), abs=0.1)
+    token = next(n for dots, n in counts if dots == 32)  # the kernel's first loop
+    assert not decoding or token == pytest.approx(int(decoding), abs=2)
