@@ -2,6 +2,7 @@
 
     python -m tests.benchmarks.longest_gap model.gguf -t 2
     python -m tests.benchmarks.longest_gap model.gguf --only grammar --lora adapter.gguf
+    python -m tests.benchmarks.longest_gap model.gguf --only picture --mmproj mmproj.gguf
 
 A line for each kind of request: the longest and the median gap of the stream in milliseconds, its tokens, the
 requests that were answered meanwhile, and how the last one was.  `nothing` is the stream alone.
@@ -11,6 +12,8 @@ At the end all of that as a line of JSON.
 from __future__ import annotations
 
 import argparse
+import base64
+import io
 import json
 import os
 import statistics
@@ -23,6 +26,9 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any
+
+import numpy as np
+from PIL import Image
 
 from localllm.bench.serving import our_address, started
 
@@ -82,6 +88,15 @@ ATTACKS: dict[str, Callable[[], tuple[str, Body]]] = {
 
 def adapters() -> tuple[str, Body]:
     return completion(lora=[{"id": 0, "scale": next(_numbers) % 7 / 7}])
+
+
+def picture() -> tuple[str, Body]:
+    """One of 4,096 patches of 16 × 16 pixels, which was not encoded before."""
+    pixels = np.random.default_rng(next(_numbers)).integers(0, 256, (1024, 1024, 3), np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "BMP")
+    data = base64.b64encode(file.getvalue()).decode()
+    return completion(prompt={"prompt_string": "Once <__media__>", "multimodal_data": [data]})
 
 
 def send(url: str, data: bytes, timeout: float = 120) -> Any:
@@ -151,6 +166,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=10.0, help="of each kind")
     parser.add_argument("--only", default="", help="kinds with this in their names")
     parser.add_argument("--lora", help="an adapter, whose share changes with each request")
+    parser.add_argument("--mmproj", help="the model's encoder of pictures, which are sent")
     given = parser.parse_args()
     attacks: dict[str, Callable[[], tuple[str, Body]] | None] = {"nothing": None, **ATTACKS}
     found: dict[str, Any] = {}
@@ -161,6 +177,9 @@ def main() -> int:
         if given.lora:
             words += ["--lora", given.lora]
             attacks["adapters"] = adapters
+        if given.mmproj:
+            words += ["--mmproj", given.mmproj]
+            attacks["a picture of 4,096 patches"] = picture
         with started(words, our_address) as url:
             list(gaps(url, 1.0))
             for name, make in attacks.items():

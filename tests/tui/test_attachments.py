@@ -261,6 +261,28 @@ def test_pasted_paths_of_pictures_attach_them(folder: Path) -> None:
         assert picture_reference(other) is None
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="the programs of Wayland stand in")
+async def test_pictures_on_the_clipboard_are_attached(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Image.new("RGB", (60, 30), (200, 30, 30)).save(folder / "clipboard.jpg")
+    program = folder / "wl-paste"
+    program.write_text('#!/bin/sh\ncat clipboard.jpg || { echo "Nothing is copied" >&2; false; }\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
+    monkeypatch.setenv("WAYLAND_DISPLAY", "wayland-0")
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    async with chatting(setup(SeeingAppModel())) as chat:
+        composer = chat.app._chat.composer
+        await chat.press("ctrl+v")
+        await chat.until(lambda: composer.text.startswith("@") and composer.text.endswith(".png "))
+        await chat.press("enter")
+        await chat.sees("▀" * 40)
+        for path in [folder / "clipboard.jpg", *folder.glob("clipboard-*")]:
+            path.unlink()  # the chat has its bytes
+        chat.app.copy_to_clipboard("words")
+        composer.post_message(events.Paste(""))
+        await chat.until(lambda: composer.text == "words")
+
+
 def test_pages_of_a_pdf_without_text_are_pictures(folder: Path) -> None:
     pytest.importorskip("pypdfium2")
     page = Image.new("RGB", (80, 60), "white")

@@ -13,6 +13,7 @@ import re
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -150,6 +151,29 @@ def picture_reference(pasted: str) -> str | None:
     except (OSError, ValueError, UsageError):
         is_there = False
     return (f'@"{path}" ' if re.search(r"\s", path) else f"@{path} ") if is_there else None
+
+
+def clipboard_pictures() -> str:
+    """What attaches the pictures on the system's clipboard, or the files of pictures there; "" where none are.
+
+    A picture gets a temporary file: the chat keeps its bytes once it is sent.
+    """
+    from PIL import ImageGrab
+
+    try:
+        found = ImageGrab.grabclipboard()
+        if not isinstance(found, list):
+            file = io.BytesIO()
+            if found is None:
+                return ""
+            found.save(file, "PNG")
+            handle, path = tempfile.mkstemp(".png", "clipboard-")
+            with open(handle, "wb") as written:
+                written.write(file.getbuffer())
+            found = [path]
+    except (OSError, NotImplementedError):  # damaged, or no program that reads the clipboard
+        return ""
+    return "".join(picture_reference(path) or "" for path in found)
 
 
 def _fitting(

@@ -22,6 +22,7 @@ _TYPING = (
     ("Ctrl+J", "begins a new line, as do Alt+Enter, Shift+Enter, and \\ before Enter"),
     ("↑ ↓", "in the first or last line: earlier messages"),
     ("/ @", "a command; a file or folder to attach. Tab completes"),
+    ("Ctrl+V", "attaches a picture from the clipboard, if the model sees"),
     ("!", "a shell command; its output goes into the editor"),
     ("Esc", "stops the reply; what was written is kept"),
     ("Page ↑ ↓", "scrolls the conversation"),

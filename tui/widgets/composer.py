@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +16,8 @@ from textual.message import Message
 from textual.widgets import OptionList, TextArea
 from textual.widgets.option_list import Option
 
-from localllm.tui.chat.attachments import Completion, picture_reference
+from localllm.tui.chat.attachments import Completion, clipboard_pictures, picture_reference
+from localllm.tui.chat.tools import in_thread
 from localllm.tui.storage.prompt_history import PromptHistory
 from localllm.tui.text import Pastes, escape_controls
 
@@ -134,8 +136,20 @@ class Composer(TextArea):
         event.stop()
         if (reference := picture_reference(event.text)) is not None:
             self.insert(reference)
-            return
-        self.insert(self.pastes.fold(event.text.replace("\r\n", "\n").replace("\r", "\n")))
+        elif not event.text:  # as some terminals send for a clipboard without text
+            self.action_paste()
+        else:
+            self._insert_pasted(event.text)
+
+    def action_paste(self) -> None:
+        """Attaches the picture on the system's clipboard, or inserts what was copied in the app."""
+        self.run_worker(self._paste(), exit_on_error=False)
+
+    async def _paste(self) -> None:
+        self._insert_pasted(await asyncio.wrap_future(in_thread(clipboard_pictures)) or self.app.clipboard)
+
+    def _insert_pasted(self, text: str) -> None:
+        self.insert(self.pastes.fold(text.replace("\r\n", "\n").replace("\r", "\n")))
 
     def action_send(self) -> None:
         chosen = self.suggestions.chosen(self.line_to_cursor)

@@ -19,7 +19,7 @@ import localllm
 from localllm import LLM, web
 from localllm.chat.conversation import Image as Picture
 from localllm.compat import Llama, Llava15ChatHandler
-from localllm.errors import ContextLengthError, LocalLLMError, TemplateError, UsageError
+from localllm.errors import ContextLengthError, LocalLLMError, ModelError, TemplateError, UsageError
 from localllm.loading import vision
 from localllm.models.vision.pictures import open_picture
 from localllm.server.http import Limits
@@ -286,6 +286,8 @@ def test_models_and_templates_without_a_place_for_pictures_refuse(files: Path) -
     with blind, pytest.raises(LocalLLMError, match="was loaded without an encoder of pictures, so it sees none"):
         blind.chat(messages(picture(8, 8)))
     template = "{% for m in messages %}{{ m.role }}{% endfor %}"
+    with pytest.raises(ModelError, match="is for Gemma 3, but the model is of the architecture 'llama'"):
+        localllm.load(mmproj=files / "mmproj.gguf")  # of the demo model
     deaf = localllm.load(files / "model.gguf", device="reference", context=64, chat_template=template)
     with deaf, pytest.raises(TemplateError, match="has no place for pictures"):
         deaf.chat(messages(picture(8, 8)))
