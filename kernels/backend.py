@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import prod
@@ -358,6 +358,8 @@ class Footprint:
     buffers: int  # of what is computed, and about those of CUDA graphs
     # packs the weights, takes the memory, and gives the step; to be called once
     load: Callable[[Progress | None], Step] = field(compare=False)
+    # packs a weight with each item, ahead of `load`, for those who do other work between
+    pack: Callable[[], Iterable[object]] = field(default=tuple, compare=False)
 
     @property
     def n_bytes(self) -> int:

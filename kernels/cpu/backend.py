@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import numpy as np
@@ -88,14 +88,23 @@ class CPUBackend(Backend):
 
         program = lowered()
 
+        done: list[PackedWeight] = []
+
+        def pack(progress: Progress | None = None) -> Iterator[None]:
+            for use in uses[len(done) :]:
+                done.append(weights.load(use, self._loader, progress))
+                yield
+
         def load(progress: Progress | None) -> CPUStep:
-            packed = tuple(weights.load(use, self._loader, progress) for use in uses)
+            for _ in pack(progress):
+                pass
+            packed = tuple(done)
             cache.allocate()
             # Kernels are another format's where that of the plan cannot hold a weight.
             as_planned = [w.kernel_type for w in packed] == [w.kernel_type for w in planned]
             return CPUStep(self, program if as_planned else lowered(), weights, packed, cache)
 
-        return Footprint(planned, cache.layer_bytes, program.arena_bytes, load)
+        return Footprint(planned, cache.layer_bytes, program.arena_bytes, load, pack)
 
 
 class CPUStep(Step):

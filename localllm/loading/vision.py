@@ -17,7 +17,7 @@ from localllm.chat.conversation import Image
 from localllm.engine.pictures import Embeddings, Picture, PictureTokens
 from localllm.errors import ModelError, UsageError, path_text
 from localllm.gguf import GGUFFile
-from localllm.kernels.backend import Backend, Batch, HostOutput, Step
+from localllm.kernels.backend import Backend, Batch, Footprint, HostOutput, Step
 from localllm.loading.placement import EncoderInfo
 from localllm.models.vision.encoder import FrameRows, Prepared, VisionModel
 from localllm.models.vision.pictures import open_picture
@@ -207,7 +207,7 @@ class VisionEncoder:
         lengths = [frame.axes.shape[1] for frame in frames]
         starts = np.cumsum([0, *lengths]).astype(np.int32)
         pages = [-(-length // self._computed_by.page_size) for length in lengths]
-        step = self._compiled(int(starts[-1]), sum(len(frame.outputs) for frame in frames), sum(pages))
+        step = yield from self._compiled(int(starts[-1]), sum(len(frame.outputs) for frame in frames), sum(pages))
         tables = np.zeros((1, len(frames), max(pages)), np.int32)
         begin = 0
         for table, n in zip(tables[0], pages, strict=True):
@@ -231,26 +231,26 @@ class VisionEncoder:
         rows = (yield from step.run_in_pieces(batch, PIECE_S, given)).rows()
         return np.stack([rows, *(step.value(x) for x in self.model.further)], axis=1)
 
-    def _compiled(self, *sizes: int) -> Step:
+    def _compiled(self, *sizes: int) -> Generator[None, None, Step]:
         """A step with room for so many patches, rows and pages: that of before, or a larger one in its place."""
         if self._step is None or any(size > room for size, room in zip(sizes, self._sizes, strict=True)):
-            before = self._step  # until the new one has its weights
-            n_tokens, n_outputs, n_pages = self._sizes = tuple(map(max, sizes, self._sizes))
-            graph = self.model.graph
-            self._step = self._computed_by.compile(
-                graph, n_pages=(n_pages,) * len(graph.windows), max_tokens=n_tokens, max_outputs=n_outputs
-            )
-            del before
+            larger = tuple(map(max, sizes, self._sizes))
+            footprint = self._footprint(*larger)
+            for _ in footprint.pack():
+                yield
+            self._step, self._sizes = footprint.load(None), larger
         return self._step
+
+    def _footprint(self, n_tokens: int, n_outputs: int, n_pages: int) -> Footprint:
+        graph = self.model.graph
+        pages = (n_pages,) * len(graph.windows)
+        return self._computed_by.footprint(graph, n_pages=pages, max_tokens=n_tokens, max_outputs=n_outputs)
 
     @property
     def info(self) -> EncoderInfo:
         """Its memory for pictures of up to `STEP_PATCHES` patches."""
-        graph, n_pages = self.model.graph, -(-STEP_PATCHES // self._computed_by.page_size)
-        outputs = STEP_PATCHES // self.model.merge**2
-        footprint = self._computed_by.footprint(
-            graph, n_pages=(n_pages,) * len(graph.windows), max_tokens=STEP_PATCHES, max_outputs=outputs
-        )
+        n_pages = -(-STEP_PATCHES // self._computed_by.page_size)
+        footprint = self._footprint(STEP_PATCHES, STEP_PATCHES // self.model.merge**2, n_pages)
         return EncoderInfo(self.path, self.family, footprint.n_bytes, self.common_tokens)
 
     @property

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from localllm.engine.pictures import Embeddings
 from localllm.gguf import GGUFFile
+from localllm.kernels.backend import weights_of
 from localllm.loading.devices import open_devices
 from localllm.loading.vision import Prepared, VisionEncoder
 from localllm.models.vision.pictures import block_order
@@ -138,6 +139,22 @@ def test_many_small_pictures_after_a_larger_one(made: Any) -> None:
     encoded(encoder, [large])
     for rows in encoded(encoder, [small] * 12):
         np.testing.assert_array_equal(rows, alone)
+    encoder.close()
+    host.close()
+
+
+def test_a_stream_goes_on_while_weights_are_packed(made: Any) -> None:
+    """One after the other, and again where the request was cancelled among them."""
+    encoder, (host, *_) = VisionEncoder.open(made("pixtral")[2]), open_devices("cpu", threads=2)
+    encoder.backend = host.backend
+    image = encoder.prepare(picture(75, 130))
+    for n_pieces in (3, len(weights_of(encoder.model.graph))):
+        work = encoder.encode([encoder.picture(image)])
+        for _ in range(n_pieces):
+            next(work)
+            assert encoder._step is None
+        work.close()
+    assert np.isfinite(encoded(encoder, [image])[0]).all()
     encoder.close()
     host.close()
 
