@@ -446,7 +446,18 @@ def _completion_lines(write: Callable[..., dict[str, Any]], reply: Reply, chunk:
 
 
 async def models(request: Request, dispatcher: Dispatcher) -> Response:
-    return json_response({"object": "list", "data": [model_json(each) for each in await dispatcher.models.listed()]})
+    listed = await dispatcher.models.listed()
+    own = [{"name": each.name, "model": each.name, "capabilities": _capabilities(each)} for each in listed]
+    return json_response({"object": "list", "data": [model_json(each) for each in listed], "models": own})
+
+
+def _capabilities(served: ServedModel) -> list[str]:
+    """As llama-server has them under "models"; whether a model sees is known once it is loaded."""
+    if served.llm is None:
+        return ["completion"]
+    if not served.llm.writes_text:
+        return ["embedding"]
+    return ["completion", *(["multimodal"] if served.llm.sees else [])]
 
 
 async def model(request: Request, dispatcher: Dispatcher) -> Response:

@@ -3,7 +3,9 @@
     python -m tests.benchmarks.llama_server_tests llama.cpp/tools/server/tests --models FOLDER
 
 Their folder is in the source of llama-cpp-python, under vendor.  FOLDER has stories260K.gguf, and embeds.gguf, which
-is any model that makes vectors of 384 values.  Needs the packages requests and filelock.
+is any model that makes vectors of 384 values.  In place of tinygemma3 and its pictures, which are on the hub, come a
+model of random weights, whose words are not compared, and data URLs of made pictures.  Needs the packages requests,
+filelock, torch and transformers.
 """
 
 from __future__ import annotations
@@ -22,9 +24,12 @@ from xml.etree import ElementTree
 from tests.benchmarks.llama_server_tests import server
 from tests.benchmarks.llama_server_tests.reasons import NOT_HERE, reason_of
 from tests.helpers.data import ROOT
+from tests.models.vision.families import make, picture
+from tests.models.vision.test_seeing import TEMPLATE
 
 #: In place of their own, which first downloads all models.
 CONFTEST = """
+import base64
 import os
 import pytest
 from utils import server_instances
@@ -37,7 +42,31 @@ def stop_server_after_each_test():
     yield
     for server in set(server_instances):
         server.stop()
+
+@pytest.fixture(autouse=True)
+def stand_in_for_the_hub(request, monkeypatch):
+    if request.module.__name__.endswith("test_vision_api"):
+        def picture(name):
+            kind, _, number = name.rpartition("_")
+            if not kind.startswith("IMG_"):
+                return name
+            with open(os.path.join(os.environ["MODELS"], number + ".png"), "rb") as file:
+                data = base64.b64encode(file.read()).decode()
+            return data if kind == "IMG_BASE64" else "data:image/png;base64," + data
+        monkeypatch.setattr(request.module, "get_img_url", picture)
+        monkeypatch.setattr(request.module, "match_regex", lambda *_: True)
 """
+
+
+def write_models(folder: Path, given: Path) -> None:
+    """Links to the models that are given, and one with random weights that sees, with pictures for it."""
+    for path in given.iterdir():
+        (folder / path.name).symlink_to(path.resolve())
+    (folder / "chat_template.jinja").write_text(TEMPLATE.replace("MARKER", "<start_of_image>"))
+    make("gemma3", folder)
+    (folder / "model.gguf").rename(folder / "tinygemma3.gguf")
+    for number in range(2):
+        picture(32, 32 + number).save(folder / f"{number}.png")
 
 
 def main() -> int:
@@ -57,9 +86,12 @@ def main() -> int:
         binary.write_text(f'#!/bin/sh\nexec {sys.executable} -m {server.__name__} "$@"\n')
         binary.chmod(0o755)
         report = Path(scratch) / "report.xml"
+        models = Path(scratch, "made")
+        models.mkdir()
+        write_models(models, given.models)
         environment = os.environ | {
             "LLAMA_SERVER_BIN_PATH": str(binary),
-            "MODELS": str(given.models.resolve()),
+            "MODELS": str(models),
             "PYTHONPATH": os.pathsep.join((str(folder), str(ROOT))),
         }
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout", "120", "-n", "2"]

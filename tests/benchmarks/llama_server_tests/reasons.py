@@ -15,6 +15,7 @@ _TEMPLATE_NAMES = "--chat-template takes jinja2, or a name of localllm.chat.buil
 _ALWAYS_THERE = "/metrics and the page are there without a flag"
 _ONE_CACHE = "there is one cache for all slots, of which all is saved, and prompts stay in it"
 _UNSEEN = "a picture for a model that sees none is 400, not 500"
+_TEXT_VECTORS = "vectors are made of texts alone"
 
 #: Why tests fail or cannot run, by the beginnings of their names.
 _BY_NAME = {
@@ -46,6 +47,7 @@ _BY_NAME = {
     "test_compat_gcp::": "paths of Google's Vertex AI are not there",
     "test_compat_anthropic::test_anthropic_vision": _UNSEEN,
     "test_compat_anthropic::test_anthropic_tool_result_with_image": _UNSEEN,
+    "test_vision_api::test_vision_embeddings": _TEXT_VECTORS,
     "test_compat_anthropic::test_anthropic_empty_messages": "a chat without messages is 400, as with Anthropic",
 }
 

@@ -15,6 +15,7 @@ MODELS = {
     "ggml-org/test-model-stories260K": "stories260K.gguf",
     "ggml-org/models/tinyllamas/stories260K.gguf": "stories260K.gguf",
     "ggml-org/models/bert-bge-small/ggml-model-f16.gguf": "embeds.gguf",
+    "ggml-org/tinygemma3-GGUF:Q8_0": "tinygemma3.gguf",
 }
 
 #: What is said of the others; `localllm.tests` counts tests that end so apart.

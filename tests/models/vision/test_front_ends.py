@@ -142,6 +142,8 @@ def test_multimodal_data_and_what_the_server_says_of_itself(server: Serving, llm
     expected = llm.generate("a <__media__> b", images=[image], max_tokens=3, temperature=0, ignore_eos=True)
     assert answer["content"] == expected.text
     assert httpx.get(f"{server.url}/props").json()["modalities"] == {"vision": True, "audio": False}
+    (listed,) = httpx.get(f"{server.url}/v1/models").json()["models"]
+    assert listed["capabilities"] == ["completion", "multimodal"]
     for bad, words in (
         ({"prompt": {**prompt, "multimodal_data": ["%"]}}, "multimodal_data[0] is not in base64"),
         ({"prompt": {**prompt, "prompt_string": "<__media__><__media__>"}}, "has 1 pictures, but the prompt has"),
