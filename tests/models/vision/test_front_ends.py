@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import contextlib
 import io
+import re
+import shlex
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -24,6 +26,7 @@ from localllm.loading import vision
 from localllm.models.vision.pictures import open_picture
 from localllm.server.http import Limits
 from tests.helpers.command_line import run_main
+from tests.helpers.data import ROOT
 from tests.helpers.gguf_writer import write_gguf
 from tests.helpers.http_server import Serving, demo, serving
 from tests.models.vision.families import Image, make, picture
@@ -98,6 +101,21 @@ def test_inspect_shows_what_an_encoder_is_for(files: Path, capfdbinary: pytest.C
 def test_an_encoder_that_is_none_is_inspected(tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     path = write_gguf(tmp_path / "x.gguf", {"general.architecture": "clip", "clip.projector_type": "new"})
     assert "an encoder that localllm cannot run: the projector 'new'" in run_main(capfdbinary, "inspect", path).out
+
+
+def test_the_command_of_the_documentation(
+    llm: LLM, files: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    page = (ROOT / "docs" / "pictures.md").read_text("utf-8")
+    (command,) = re.findall(r"`localllm (generate .*--image [^`]*)`", page)
+    monkeypatch.chdir(files)
+    picture(75, 130).save("cat.jpg")
+    picture(64, 64).save("dog.png")
+    more = ["--image", "dog.png", "-n", "8", "--temp", "0", "--ignore-eos", "-c", "512", "-t", "1", "-q"]
+    outcome = run_main(capfdbinary, *shlex.split(command), *more)
+    chat = messages(files / "cat.jpg", files / "dog.png", "What is this?")
+    expected = llm.chat(chat, max_tokens=8, temperature=0, ignore_eos=True).text
+    assert (outcome.code, outcome.out.rstrip("\n")) == (0, expected)
 
 
 # -- The server ----------------------------------------------------------------------------------------------------
