@@ -291,17 +291,21 @@ class _TokenizerReader(threading.Thread):
 
     def result(self) -> Tokenizer:
         """The tokenizer, which is waited for."""
-        self.join()
+        self.__exit__()
         self.check()
         assert self._tokenizer is not None
         return self._tokenizer
 
     def __enter__(self) -> Self:
-        self.start()
+        try:
+            self.start()
+        except (RuntimeError, MemoryError):  # the system's limit of threads or of memory
+            self.run()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.join()
+        if self.is_alive():
+            self.join()
 
 
 def compile_template(source: TemplateSource, tokenizer: Tokenizer) -> ChatTemplate:

@@ -243,9 +243,12 @@ def test_a_file_that_is_replaced_or_deleted_while_it_is_loaded(tmp_path: Path) -
 @pytest.mark.parametrize("is_early", [False, True])
 def test_a_damaged_vocabulary_ends_loading(is_early: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_model(tmp_path / "model.gguf", metadata={"tokenizer.ggml.bos_token_id": 5000})
-    if is_early:  # the thread has ended when the first weight is packed
-        monkeypatch.setattr(load._TokenizerReader, "start", lambda reader: reader.run())
-        monkeypatch.setattr(load._TokenizerReader, "join", lambda reader: None)
+    if is_early:  # no thread can start: it is read before the first weight is packed
+
+        def start(reader: threading.Thread) -> None:
+            raise RuntimeError("can't start new thread")
+
+        monkeypatch.setattr(load._TokenizerReader, "start", start)
     packed: list[str] = []
     with pytest.raises(TokenizerError, match="bos_token_id is 5000"):
         localllm.load(path, device="reference", progress=lambda stage, done, total: packed.append(stage))
