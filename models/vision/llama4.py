@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.errors import ModelError
-from localllm.kernels.graph import Activation
+from localllm.kernels.graph import Activation, Tensor
+from localllm.models.blocks import Layer
 from localllm.models.hf_convert import Array
 from localllm.models.vision.encoder import Checkpoint, FrameRows, Pixels, Prepared, VisionModel
 from localllm.models.vision.pictures import cut, normalised, resized
@@ -76,6 +77,10 @@ class Llama4(VisionModel):
         for name in ("mm.model.mlp.1", "mm.model.mlp.2"):
             x = at.add(Activation(at.linear(x, name, weights.n_rows(f"{name}.weight")), "gelu_erf"))
         at.linear(x, "mm.model.fc", self.width)
+
+    def norm(self, at: Layer, name: str, x: Tensor) -> Tensor:
+        # llama.cpp's converter of 2026 names it as Gemma 4's norm behind attention.
+        return super().norm(at, name if f"{name}.weight" in at.weights else "attn_post_norm", x)
 
     def positions(self, rows: int, columns: int) -> Pixels:
         return self.position_table

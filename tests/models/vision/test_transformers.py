@@ -171,20 +171,29 @@ def test_the_command_line_writes_the_same_file(
         assert len(ours.tensors) == len(theirs.tensors) > 30
 
 
-def test_files_of_2023_call_the_matrices_of_an_mlp_the_other_way_round(made: Any) -> None:
-    """And do not say which layer's rows count, and have CLIP's own width: the last layer's, and the projector's."""
-    old, (host, *_) = VisionEncoder.open(made("mlp")[2]), open_devices("cpu", threads=2)
-    swapped = {"ffn_up": "ffn_down", "ffn_down": "ffn_up"}
+@pytest.mark.parametrize(
+    ("name", "renamed", "keys"),
+    [
+        # LLaVA's of 2023 swap the matrices of an MLP, do not say which layer's rows count, and have CLIP's own width.
+        ("mlp", {"ffn_up": "ffn_down", "ffn_down": "ffn_up"}, {"clip.vision.projection_dim": 768}),
+        ("llama4", {"ln2": "attn_post_norm"}, {}),
+    ],
+)
+def test_other_names_of_llama_cpp_s_converters(
+    made: Any, name: str, renamed: dict[str, str], keys: dict[str, Any]
+) -> None:
+    ours, (host, *_) = VisionEncoder.open(made(name)[2]), open_devices("cpu", threads=2)
     tensors = {
-        re.sub("ffn_up|ffn_down", lambda m: swapped[m[0]], name): each for name, each in old._file.tensors.items()
+        re.sub("|".join(renamed), lambda found: renamed[found[0]], each): tensor
+        for each, tensor in ours._file.tensors.items()
     }
-    left = {key: value for key, value in old._file.metadata.items() if not key.endswith("feature_layer")}
-    file: Any = SimpleNamespace(metadata=left | {"clip.vision.projection_dim": 768}, tensors=tensors)
-    new = VisionEncoder(old.path, "mlp", read_encoder(file), old._file)
-    old.backend = new.backend = host.backend
-    expected, found = (encoded(each, [each.prepare(picture(75, 130))])[0] for each in (old, new))
+    left = {key: value for key, value in ours._file.metadata.items() if not key.endswith("feature_layer")}
+    file: Any = SimpleNamespace(metadata=left | keys, tensors=tensors)
+    theirs = VisionEncoder(ours.path, name, read_encoder(file), ours._file)
+    ours.backend = theirs.backend = host.backend
+    expected, found = (encoded(each, [each.prepare(picture(75, 130))])[0] for each in (ours, theirs))
     np.testing.assert_array_equal(found, expected)
-    old.close()
+    ours.close()
     host.close()
 
 
