@@ -67,7 +67,7 @@ def hf_keys(c: Checkpoint) -> dict[str, Any]:
         "projector_type": "qwen2vl_merger" if is_2 else "qwen3vl_merger",
         "use_gelu": None if is_2 else True,
         "vision.spatial_merge_size": vision.get("spatial_merge_size", 2),
-        "vision.attention.layer_norm_epsilon": c.text.get("rms_norm_eps", 1e-6),
+        "vision.attention.layer_norm_epsilon": 1e-6,
         "vision.is_deepstack_layers": None if is_2 else [i in tapped for i in range(n_layers)],
         "vision.image_min_pixels": c.processor.get("min_pixels") or size.get("shortest_edge"),
         "vision.image_max_pixels": c.processor.get("max_pixels") or size.get("longest_edge"),
@@ -136,6 +136,9 @@ class QwenVision(VisionModel):
 
     def read(self) -> None:
         self.merge = self.number("spatial_merge_size", 2)
+        # The key is of the merger in GLM's files, and 0 or the text model's width in llama.cpp's of Qwen 2-VL.
+        n_up, n_down = (self.weights.n_rows(f"v.blk.0.ffn_{name}.weight") for name in ("up", "down"))
+        self.n_ff = n_up if n_down == self.n_embd else n_down
         low, high = self.limits
         self.low, self.high = self.number("image_min_pixels", low), self.number("image_max_pixels", high)
 
@@ -218,10 +221,6 @@ class Glm4V(QwenVision):
     marker, around = "<|image|>", ("<|begin_of_image|>", "<|end_of_image|>")
     limits = 112 * 112 // 2, 14 * 14 * 4 * 6144
     rms = True
-
-    def read(self) -> None:
-        super().read()
-        self.n_ff = self.weights.n_rows("v.blk.0.ffn_up.weight")  # the key is of the merger
 
     def record(self) -> None:
         graph, weights, d, n = self.graph, self.weights, self.n_embd, 3 * self.patch_size**2

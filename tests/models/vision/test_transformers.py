@@ -177,6 +177,8 @@ def test_the_command_line_writes_the_same_file(
         # LLaVA's of 2023 swap the matrices of an MLP, do not say which layer's rows count, and have CLIP's own width.
         ("mlp", {"ffn_up": "ffn_down", "ffn_down": "ffn_up"}, {"clip.vision.projection_dim": 768}),
         ("llama4", {"ln2": "attn_post_norm"}, {}),
+        ("qwen2vl_merger", {"ffn_up": "ffn_down", "ffn_down": "ffn_up"}, {"clip.vision.feed_forward_length": 0}),
+        ("qwen2vl_merger", {}, {"clip.vision.feed_forward_length": 48}),
     ],
 )
 def test_other_names_of_llama_cpp_s_converters(
@@ -184,7 +186,7 @@ def test_other_names_of_llama_cpp_s_converters(
 ) -> None:
     ours, (host, *_) = VisionEncoder.open(made(name)[2]), open_devices("cpu", threads=2)
     tensors = {
-        re.sub("|".join(renamed), lambda found: renamed[found[0]], each): tensor
+        re.sub("|".join(renamed) or "$^", lambda found: renamed[found[0]], each): tensor
         for each, tensor in ours._file.tensors.items()
     }
     left = {key: value for key, value in ours._file.metadata.items() if not key.endswith("feature_layer")}
