@@ -43,14 +43,7 @@ def join_bit_planes(planes: Ints, width: int) -> Bytes:
 
 
 def bit_fields(words: Ints, width: int, count: int) -> Ints:
-    """The ``count`` lowest fields of ``width`` bits of every word, as neighbours, lowest first.
-
-    Args:
-        words: unsigned integers [..., k].
-
-    Returns:
-        The same dtype, [..., k, count].
-    """
+    """The ``count`` lowest fields of ``width`` bits of every word of [..., k], lowest first: [..., k, count]."""
     shifts = np.arange(0, width * count, width, dtype=words.dtype)
     fields: Ints = words[..., None] >> shifts
     fields &= (1 << width) - 1

@@ -46,7 +46,7 @@ class BaseApp(App[int]):
         self._executor = ThreadPoolExecutor(1, "chat")
 
     def key_of(self, name: str) -> str:
-        """What calls a command, for people: its key, or what is typed where it has none."""
+        """How to call a command: its key, or its name where it has none."""
         return commands.find(name).shown_key(self.setup.keys) or f"/{name}"
 
     async def offload(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

@@ -33,7 +33,7 @@ NO_BRANCHES = "there are no branches: /edit and /regen make them"
 
 
 class UI(Protocol):
-    """What commands ask of the program that they are typed in.
+    """The user interface as commands use it.
 
     What is asked of somebody is None where it is given up; without a screen nobody is asked: "" stands for that.
     """
@@ -95,7 +95,7 @@ Run = Callable[[ChatSession, UI, str], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What can be typed after a slash.
+    """A slash command.
 
     Attributes:
         arguments: what follows the name, for people.
@@ -117,7 +117,7 @@ class Command:
         return f"/{self.name} {self.arguments}".rstrip()
 
     def help_and_key(self, keys: Mapping[str, str]) -> str:
-        """What it does, and its key if it has one."""
+        """Its help, and its key if it has one."""
         key = self.shown_key(keys)
         return f"{self.help} ({key})" if key else self.help
 

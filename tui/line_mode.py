@@ -1,4 +1,4 @@
-"""What people type, or programs pipe in: messages of a line, or of several.
+"""Input that people type, or programs pipe in: messages of a line, or of several.
 
 A backslash at the end of a line goes on with the next one; three quotation marks begin and end a block.
 """
@@ -61,7 +61,7 @@ class InputReader:
         return text
 
     def answer(self, question: str) -> str:
-        """What somebody answers; nothing in a pipe."""
+        """An answer from the user; nothing in a pipe."""
         return (self._line(question) or "").strip() if self.interactive else ""
 
     def edit(self, text: str) -> str | None:
@@ -315,7 +315,7 @@ class LineChat(commands.UI):
             self._finished(event)
 
     def _permission(self, asked: events.ToolApprovalRequest) -> Permission:
-        """What somebody says of a call; "no" where nobody sits there."""
+        """The user's permission for a call; "no" in a pipe."""
         self._say(f"the model wants to use {asked.name} {asked.arguments}")
         answers: dict[str, Permission] = {"o": "once", "c": "chat", "a": "always"}
         answer = self._lines.answer("allow it? [n]o, [o]nce, in this [c]hat, [a]lways: ")

@@ -60,5 +60,5 @@ class Setup:
     keys: Mapping[str, str] = field(default_factory=dict)
 
     def session(self, model: ChatModel | None, conversation: Conversation) -> ChatSession:
-        """What a conversation goes on in."""
+        """The session that continues a conversation."""
         return ChatSession(model, self.store, conversation, self.more, self.toolbox, self.rank)

@@ -49,12 +49,12 @@ def storable(text: str) -> str:
 
 
 def _word(argument: Argument) -> str:
-    """What the chat calls an argument: a setting as /set does, what a model is loaded with as the command line."""
+    """An argument's name in the chat: of a setting as in /set, of an option of loading as on the command line."""
     return argument.name if argument.name in READERS else in_flags(argument)
 
 
 def sentence(error: BaseException) -> str:
-    """What happened and what to do about it, in one line that a terminal can be given."""
+    """The message of an error, in one line that is safe in a terminal."""
     text = f"something went wrong inside localllm ({type(error).__name__}: {error}): please report it"
     if isinstance(error, LocalLLMError):
         text = error.worded(_word)
@@ -126,7 +126,7 @@ class Pastes:
         self._texts: dict[int, str] = {}
 
     def fold(self, text: str) -> str:
-        """What goes into the editor for a text: itself, or a mark if it is large."""
+        """The text for the editor: itself, or a mark if it is large."""
         n_lines = text.removesuffix("\n").count("\n") + 1
         if n_lines <= MAX_LINES and len(text) <= MAX_CHARACTERS:
             return text

@@ -136,7 +136,7 @@ def _is_picture(name: str) -> bool:
 
 
 def picture_reference(pasted: str) -> str | None:
-    """What attaches a picture whose path was pasted, or written by a terminal that a file was dropped on."""
+    """The reference to a picture whose path was pasted, or written by a terminal that a file was dropped on."""
     path = pasted.strip()
     if len(path) > 4096 or "\n" in path or not _is_picture(path.rstrip("\"'")):
         return None
@@ -222,7 +222,7 @@ def _walk(folder: Path) -> Iterator[str]:
 
 
 def with_attachments(message: Message) -> str:
-    """What the model reads of a message: its text, and below it its files but for pictures."""
+    """A message as the model reads it: its text, and below it its files but for pictures."""
     parts = [f"File `{file.name}`:\n{fenced(file.text)}" for file in message.attachments if not file.picture]
     return "\n\n".join([message.content, *parts])
 
@@ -320,7 +320,7 @@ def _scanned_pages(name: str) -> list[bytes] | None:
 
 
 def command_output(command: str, is_stopped: Callable[[], bool] = lambda: False) -> str:
-    """What a shell command prints within `COMMAND_SECONDS`, as a text to send.  Raises UsageError if it fails."""
+    """The output of a shell command within `COMMAND_SECONDS`, as a text to send.  Raises UsageError if it fails."""
     if not command:
         raise UsageError("give a command: !ls, or /run ls; !! begins a message with an exclamation mark")
     try:

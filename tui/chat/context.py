@@ -54,7 +54,7 @@ class ChatModel(Protocol):
 
 
 def name_of(model: ChatModel) -> str:
-    """What a model calls itself, else the name of its file."""
+    """A model's own name, else that of its file."""
     return model.info.name or model.info.path.name
 
 
@@ -72,7 +72,7 @@ def visible_part(path: Sequence[Message], window: Window | None) -> Sequence[Mes
 
 
 def prompt(messages: Sequence[Message], system: str, summary: str = "") -> list[Sent]:
-    """What the model gets of messages, told of those before by a summary.
+    """The messages that the model gets, with a summary of those before.
 
     Replies without an answer are left out, and messages of a user that follow one another joined, for many templates
     insist on turns.
@@ -130,7 +130,7 @@ def _calls(message: Message, content: str, number: int) -> list[Sent]:
 
 
 def whole_prompt(path: Sequence[Message], system: str) -> list[Sent]:
-    """What the model gets of a path, through the window that holds at its end."""
+    """The messages of a path that the model gets, by the window that holds at its end."""
     window = window_of(path)
     return prompt(visible_part(path, window), system, "" if window is None else window.summary)
 
@@ -192,7 +192,7 @@ class ContextTrimmer:
         )
 
     def request(self, first: int) -> list[Sent]:
-        """What asks the model for a summary of what comes before ``first``."""
+        """The prompt for a summary of the messages before ``first``."""
         sent = prompt(self.path[self.start : first], self._system, self.summary)
         _say(sent, "user", INSTRUCTION)
         return sent

@@ -116,12 +116,12 @@ class Message:
 
     @property
     def content(self) -> str:
-        """What was said, without thinking."""
+        """The text without reasoning."""
         return self._parts[1]
 
     @property
     def thinking(self) -> str:
-        """What the model thought before it answered."""
+        """The reasoning."""
         return self._parts[0]
 
     # msgspec leaves out what begins with an underscore.
@@ -198,7 +198,7 @@ class Conversation:
         return found[::-1]
 
     def children(self, id_: str | None) -> list[Message]:
-        """What was said to a message; with None, first messages."""
+        """The replies to a message; with None, first messages."""
         return [self._messages[child] for child in self._children.get(id_, ())]
 
     def siblings(self, id_: str) -> list[Message]:

@@ -167,7 +167,7 @@ class Turn:
 
     @property
     def stream(self) -> Stream | None:
-        """What is read now; `stop` ends it, even if it came before."""
+        """The reply being read; `stop` ends it, even if it came before."""
         return self._stream
 
     @stream.setter

@@ -46,7 +46,7 @@ class Server:
         wait_for(self._started, START_SECONDS, is_stopped)
 
     def call(self, name: str, arguments: Mapping[str, Any], is_stopped: Callable[[], bool]) -> str:
-        """What a tool answers, as text.  Raises UsageError if it fails, takes too long, or was stopped."""
+        """A tool's result, as text.  Raises UsageError if it fails, takes too long, or was stopped."""
         if self._client is None:
             raise UsageError("the server has ended")
         future = asyncio.run_coroutine_threadsafe(self._client.call_tool(name, dict(arguments)), self._loop)

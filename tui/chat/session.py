@@ -1,4 +1,4 @@
-"""A chat with a model: what is said goes into a conversation, and into the store, while it is generated.
+"""A chat with a model: replies go into a conversation, and into the store, while they are generated.
 
 What generates works on the thread that calls it, and tells of it by the `emit` of a `localllm.tui.chat.events.Turn`,
 which any other thread may stop.
@@ -515,7 +515,7 @@ class ChatSession:
         self._reply(full.question, full.reply, turn)
 
     def _summarise(self, trimmer: ContextTrimmer, first: int, turn: Turn) -> str:
-        """What the model says of the messages before ``first``."""
+        """The model's summary of the messages before ``first``."""
         model = self._loaded()
         asked = chat_settings.generation(self.conversation.settings)
         given = {**self.more, **asked.options, "max_tokens": trimmer.summary_tokens, "stop": ()}

@@ -108,7 +108,7 @@ class Toolbox:
         self._failed: dict[str, str] = {}
 
     def tools(self, is_stopped: IsStopped = lambda: False) -> dict[str, Tool]:
-        """What can be called, by name; starts servers that have not been started."""
+        """The tools by name; starts servers that have not been started."""
         settings = self.settings
         found = [_reader(settings.read)] if settings.read else []
         found += [_RUN] if settings.run else []
@@ -200,7 +200,7 @@ def _split(command: str) -> list[str]:
 
 
 def result_of(tool: Tool, arguments: Mapping[str, Any], is_stopped: IsStopped) -> str:
-    """What a tool gives, or how it fails, at a length that the model can be told."""
+    """A tool's result or error, cut to a length that fits the context."""
     try:
         text = tool.run(arguments, is_stopped)
     except Exception as error:  # of a tool, whatever it is, the model is told

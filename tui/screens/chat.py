@@ -94,7 +94,7 @@ class ChatScreen(Screen[None]):
         self.ended.set()
         #: Comparisons (/compare) under way: messages wait for their end.
         self.n_comparisons = 0
-        #: What is sent once a model is loaded, or the reply that was stopped has ended.
+        #: Pending messages: sent once a model is loaded, or the reply that was stopped has ended.
         self._pending: Draft | None = None
 
     def compose(self) -> ComposeResult:

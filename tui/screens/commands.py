@@ -1,4 +1,4 @@
-"""What slash commands do in the app."""
+"""Slash commands of the app."""
 
 from __future__ import annotations
 

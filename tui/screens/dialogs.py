@@ -48,7 +48,7 @@ class Dialog(ModalScreen[Result | None]):
         yield KeyFooter(show_command_palette=False, compact=True)
 
     def content(self) -> ComposeResult:
-        """What is in the box, below its text."""
+        """Widgets in the box, below its text."""
         yield from ()
 
     def action_close(self) -> None:
@@ -93,7 +93,7 @@ class Find(Dialog[str], Generic[Entry]):
     ]
 
     def __init__(self, title: str, placeholder: str, text: str = "", note: str = "") -> None:
-        """``note`` is said until the list is there."""
+        """``note`` is shown until the list is there."""
         super().__init__(title)
         self.found: list[Entry] = []
         self._found_for: object = None
@@ -104,11 +104,11 @@ class Find(Dialog[str], Generic[Entry]):
         self.add_class("large")
 
     async def find(self, text: str) -> list[Entry]:
-        """What the list shows for a text in the field."""
+        """The entries for a text in the field."""
         raise NotImplementedError
 
     def options(self) -> list[Option]:
-        """What stands in the list for what was found."""
+        """The list's options for the entries found."""
         raise NotImplementedError
 
     def first(self, before: int) -> int:
@@ -116,16 +116,16 @@ class Find(Dialog[str], Generic[Entry]):
         return before
 
     def note(self, entry: Entry | None) -> str:
-        """What is said of what is highlighted, or where nothing was found."""
+        """The note on the highlighted entry, or where nothing was found."""
         raise NotImplementedError
 
     def result(self, entry: Entry | None) -> str | None:
-        """What is chosen with an entry; None is nothing yet."""
+        """The result of choosing an entry; None for nothing yet."""
         raise NotImplementedError
 
     @property
     def wanted(self) -> object:
-        """What the list is for; where it changes, another one is wanted."""
+        """The list's key; where it changes, another list is wanted."""
         return self._field.value
 
     def content(self) -> ComposeResult:
@@ -156,7 +156,7 @@ class Find(Dialog[str], Generic[Entry]):
         self._explain()
 
     async def highlighted(self) -> Entry | None:
-        """What is highlighted, once what was typed has been searched for."""
+        """The highlighted entry, once the search is over."""
         if self._found_for != self.wanted:
             await self.search()
         place = self._list.highlighted
@@ -273,7 +273,7 @@ class SystemScreen(Dialog[str]):
         self.dismiss(self.query_one(TextArea).text)
 
 
-#: What is done with a message that does not fit, beside the choices of `ContextFull`.
+#: Choices for a message that does not fit, beside those of `ContextFull`.
 EDIT, TAKE_BACK = "edit", "take back"
 
 _CHOICES = {

@@ -23,7 +23,7 @@ from localllm.tui.text import sentence
 if TYPE_CHECKING:
     from localllm.tui.screens.chat import ChatScreen
 
-#: What is cut where the screen is narrow stands last.
+#: Columns that are cut where the screen is narrow stand last.
 _HEAD = ("model", "fits", "size", "format", "params", "context")
 
 

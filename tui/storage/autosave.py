@@ -98,7 +98,7 @@ class AutoSaver:
             thread.join()
 
     def take_warning(self) -> str | None:
-        """What there is to tell, once."""
+        """The pending warning, once."""
         warning, self._warning = self._warning, None
         return warning
 

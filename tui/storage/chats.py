@@ -307,7 +307,7 @@ def _preview(role: str | None, text: str | None, opened: str | None) -> str:
 
 def _excerpt(text: str, word: str) -> str:
     found = text.casefold().find(word)
-    # Letters before the word: folding makes two of some, as of "ß".
+    # Letters before the word: case folding makes two of some, as of "ß".
     n_before = bisect(list(accumulate(len(letter.casefold()) for letter in text[:found])), found)
     place = max(0, n_before - _PREVIEW // 4)
     return ("…" if place else "") + shortened(text[place : place + 4 * _PREVIEW], _PREVIEW)

@@ -18,8 +18,8 @@ MAX_CHARACTERS = 20_000
 class PromptHistory:
     """Messages that were typed, oldest first, and a place among them.
 
-    What is on disk is read and written by `load` and `save`, which may take their time; the rest is for the thread
-    that draws.  A file that cannot be read or written is done without: nothing here is worth an error.
+    Files are read and written by `load` and `save`, which may take their time; the rest is for the thread
+        that draws.  A file that cannot be read or written is done without: nothing here is worth an error.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -30,7 +30,7 @@ class PromptHistory:
         self._draft = ""
 
     def load(self) -> list[str]:
-        """What is on disk, for `restore`."""
+        """The file's prompts, for `restore`."""
         if self.path is None:
             return []
         try:

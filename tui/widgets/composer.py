@@ -101,7 +101,7 @@ class Composer(TextArea):
 
     @property
     def message(self) -> str:
-        """What would be sent."""
+        """The text that would be sent."""
         return self.pastes.unfold(self.text)
 
     def put(self, text: str) -> None:
@@ -209,6 +209,6 @@ class Composer(TextArea):
 
     @property
     def line_to_cursor(self) -> str:
-        """What stands before the cursor in its line."""
+        """The text before the cursor in its line."""
         row, column = self.cursor_location
         return self.document.get_line(row)[:column]

@@ -57,7 +57,7 @@ def line(status: Status, width: int) -> Content:
 
 
 def _parts(status: Status) -> list[tuple[int, Content]]:
-    """What there is to tell, each with how much it matters."""
+    """The status items, each with its priority."""
     parts: list[tuple[int, Content]] = []
     if status.activity:
         done = ""

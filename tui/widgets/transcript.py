@@ -41,7 +41,7 @@ class Transcript(VerticalScroll, can_focus=False):
         return [child for child in self.children if isinstance(child, MessageView)]
 
     def view(self, id_: str) -> MessageView | None:
-        """What shows a message; None if it is not drawn."""
+        """The view of a message; None if it is not drawn."""
         return next((view for view in self.views if view.message.id == id_), None)
 
     def on_mount(self) -> None:
