@@ -207,7 +207,7 @@ DEFECTS: dict[str, tuple[RawGGUF | bytes, str]] = {
     },
     "misaligned offset": (
         with_tensor(numbers("bad", 60)),
-        "tensor 'bad': the offset 60 is no multiple .* 32",
+        "tensor 'bad': the offset 60 is not a multiple .* 32",
     ),
     "offset past the end": (
         with_tensor(numbers("bad", 2**63)),
