@@ -25,7 +25,7 @@ def load_bits_raised(b, address, n, mask, up):
 
 
 def _bits(b: Any, x: Any, n: Any, mask: int) -> Any:
-    if dot_kind() == "sdot":
+    if on_arm():
         return b.and_(b.lshr(x, broadcast(b, b.trunc(n, i8), 64)), constant(mask, i8, 64))
     # x86 does not shift bytes.  Words do as well: the mask drops what comes in from the neighbour.
     words = ir.VectorType(i16, 32)
@@ -61,7 +61,7 @@ def bit_packed_word(b, *values):
 
 def _moved_bits(b: Any, x: Any, first: int, to: int, n: int) -> Any:
     """Bits first … first + n - 1 of each byte as bits to … to + n - 1, the others 0."""
-    words = x if dot_kind() == "sdot" else b.bitcast(x, ir.VectorType(i16, 32))
+    words = x if on_arm() else b.bitcast(x, ir.VectorType(i16, 32))
     distance = ir.Constant(words.type, [abs(to - first)] * words.type.count)
     moved = b.shl(words, distance) if to > first else b.lshr(words, distance)  # see `_bits`
     return b.and_(b.bitcast(moved, i8x64.llvm), constant(((1 << n) - 1) << to, i8, 64))
@@ -171,11 +171,13 @@ def _look_up_generic(b: Any, codes: Any, table: Sequence[int]) -> Any:
 
 _PSHUFB_512 = _look_up_by("llvm.x86.avx512.pshuf.b.512", 1)
 _PSHUFB_256 = _look_up_by("llvm.x86.avx2.pshuf.b", 2)
+_TBL = _look_up_by("llvm.aarch64.neon.tbl1.v16i8", 4)
 _LOOK_UPS = {
     "vnni512": _PSHUFB_512,
     "vnni256": _PSHUFB_256,
     "maddubs512": _PSHUFB_512,
     "maddubs256": _PSHUFB_256,
-    "sdot": _look_up_by("llvm.aarch64.neon.tbl1.v16i8", 4),
+    "sdot": _TBL,
+    "smull": _TBL,
     "generic": _look_up_generic,
 }

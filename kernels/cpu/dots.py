@@ -213,6 +213,11 @@ _MULTIPLY = {1: "llvm.x86.avx512.pmaddubs.w.512", 2: "llvm.x86.avx2.pmadd.ub.sw"
 _WIDEN = {1: "llvm.x86.avx512.pmaddw.d.512", 2: "llvm.x86.avx2.pmadd.wd"}
 
 
+def _largest(bits: int) -> int:
+    """The largest magnitude of a code."""
+    return 128 if bits == 8 else (1 << bits) - 1
+
+
 def _add_products(
     b: Any, totals: list[Any], pairs: list[tuple[Any, Any]], bits: int, factors: list[Any]
 ) -> list[Any]:
@@ -221,8 +226,7 @@ def _add_products(
     multiply, widen = _MULTIPLY[parts], _WIDEN[parts]
     # pmaddubsw saturates at 16 bits.  Two products of a code and an activation stay below 2 * 127 * largest, so this
     # many of their sums can be added before they have to be widened.
-    largest = 128 if bits == 8 else (1 << bits) - 1
-    fit = max(1, 32767 // (2 * 127 * largest))
+    fit = max(1, 32767 // (2 * 127 * _largest(bits)))
     for start in range(0, len(pairs), fit):
         partial: list[Any] = [None] * parts
         for w, x in pairs[start : start + fit]:
@@ -263,6 +267,27 @@ def _dot_sdot(b: Any, sums: Any, pairs: list[tuple[Any, Any]], bits: int, sum_x:
     return join(b, totals)
 
 
+def _dot_smull(b: Any, sums: Any, pairs: list[tuple[Any, Any]], bits: int, sum_x: Any) -> Any:
+    """By products of 16 bits, of which as many are added as fit before neighbours are."""
+    words, doubles = ir.VectorType(i16, 8), ir.VectorType(i32, 4)
+    fit = 32767 // (127 * _largest(bits))
+    pieces = [(halves(b, w, 8), halves(b, x, 8)) for w, x in pairs]
+    twos: list[Any] = []  # of each half of a quarter
+    for k in range(8):
+        total = None
+        for start in range(0, len(pieces), fit):
+            partial = None
+            for w, x in pieces[start : start + fit]:
+                product = b.mul(b.sext(w[k], words), b.sext(x[k], words))
+                partial = product if partial is None else b.add(partial, product)
+            two = intrinsic(b, "llvm.aarch64.neon.saddlp.v4i32.v8i16", doubles, partial)
+            total = two if total is None else b.add(total, two)
+        twos.append(total)
+    name = "llvm.aarch64.neon.addp.v4i32"
+    fours = [intrinsic(b, name, doubles, low, high) for low, high in zip(twos[::2], twos[1::2], strict=True)]
+    return b.add(sums, join(b, fours))
+
+
 def _dot_generic(b: Any, sums: Any, pairs: list[tuple[Any, Any]], bits: int, sum_x: Any) -> Any:
     words, doubles = ir.VectorType(i16, 64), ir.VectorType(i32, 32)
     sixteen, thirty_two = constant(16, i32, 32), constant(32, i64, 16)
@@ -283,6 +308,7 @@ _DOTS = {
     "maddubs512": _dot_maddubs,
     "maddubs256": _dot_maddubs,
     "sdot": _dot_sdot,
+    "smull": _dot_smull,
     "generic": _dot_generic,
 }
 

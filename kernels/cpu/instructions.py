@@ -47,6 +47,11 @@ def dot_kind() -> str:
     return lowering_target().dot
 
 
+def on_arm() -> bool:
+    """Whether that target has Arm's vectors, of four registers."""
+    return lowering_target().family == "aarch64"
+
+
 i8, i16, i32, i64 = (ir.IntType(n) for n in (8, 16, 32, 64))
 f16, f32 = ir.HalfType(), ir.FloatType()
 

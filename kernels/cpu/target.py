@@ -30,7 +30,7 @@ class Target:
     cpu: str
     features: str
     # which instructions sum products of bytes, four to a lane
-    dot: Literal["vnni512", "vnni256", "maddubs512", "maddubs256", "sdot", "generic"]
+    dot: Literal["vnni512", "vnni256", "maddubs512", "maddubs256", "sdot", "smull", "generic"]
     needs: frozenset[str]  # LLVM feature names that the processor at hand must report
 
     @property
@@ -63,6 +63,7 @@ TARGETS = (
     Target("avxvnni", "x86_64", "x86-64-v3", "+avxvnni", "vnni256", _AVX2 | {"avxvnni"}),
     Target("avx2", "x86_64", "x86-64-v3", "", "maddubs256", _AVX2),
     Target("neon", "aarch64", "generic", "+neon,+dotprod", "sdot", frozenset({"neon", "dotprod"})),
+    Target("asimd", "aarch64", "generic", "+neon", "smull", frozenset({"neon"})),
     Target("generic", "any", "", "", "generic", frozenset()),
 )
 

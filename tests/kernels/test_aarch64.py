@@ -20,7 +20,7 @@ from localllm.quant.lut import LUT_E2M1_16, LUT_TYPES, KernelType
 from localllm.quant.packing import LAYOUTS
 from localllm.quant.types import GGMLType
 
-NEON = next(t for t in TARGETS if t.name == "neon")
+NEON, ASIMD = (next(t for t in TARGETS if t.name == name) for name in ("neon", "asimd"))
 LINUX, APPLE = "aarch64-unknown-linux-gnu", "arm64-apple-darwin23.0.0"
 
 #: Look-up tables differ in numbers only.
@@ -67,6 +67,18 @@ def test_integers_are_multiplied_by_dot_products(type: KernelType) -> None:
     assert all(re.search(r"\.4b\[\d\]$", i) for i in code if i.startswith("sdot"))  # activations are read by sixteen
     if type is GGMLType.IQ4_NL or type in LUT_TYPES:
         assert any(i.startswith("tbl") for i in code)
+
+
+def test_without_the_dot_product_sixteen_bits_are_added() -> None:
+    tile, layout = TILES[GGMLType.Q4_0], LAYOUTS[GGMLType.Q4_0]
+    constants = {"TILE_BYTES": layout.tile_bytes, **tile.constants}
+    code = instructions(variant(multiply_one_tile, ASIMD, **constants), LINUX)
+    check(code)
+    assert not any(i.startswith("sdot") for i in code)
+    # Eight products fit into sixteen bits: each half of a quarter is multiplied eight times, and widened once.
+    products = sum(i.startswith(("smull", "smlal")) for i in code)
+    assert products >= 8 * 8
+    assert products == 8 * sum(i.startswith(("saddlp", "sadalp")) for i in code)
 
 
 def test_a_whole_matrix_product_for_apple() -> None:

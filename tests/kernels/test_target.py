@@ -54,7 +54,7 @@ def test_an_apple_processor_has_the_dot_product(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(module.llvm, "get_process_triple", lambda: "arm64-apple-darwin23.1.0")
     elsewhere(monkeypatch, "darwin")
     monkeypatch.setattr(module.host, "_sysctl_int", lambda name: 0)
-    assert [t.name for t in available.__wrapped__()] == ["neon", "generic"]
+    assert [t.name for t in available.__wrapped__()] == ["neon", "asimd", "generic"]
 
 
 def test_every_target_names_a_processor_that_llvm_knows() -> None:
