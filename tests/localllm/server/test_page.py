@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
 import shutil
 import socket
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from localllm.server.http import Limits
 from localllm.tui.chat.conversation import Conversation
@@ -358,10 +360,12 @@ PUT = """([kind, data]) => {
 
 
 def test_pictures_come_by_file_paste_and_drop_where_the_model_sees(page: Any) -> None:
-    file = {"name": "file.png", "mimeType": "image/png", "buffer": PNG}
+    photo = io.BytesIO()
+    Image.new("RGB", (30, 20)).save(photo, "JPEG")
+    file = {"name": "file.jpg", "mimeType": "image/jpeg", "buffer": photo.getvalue()}
     ask(page, "Hi", 1)
     page.set_input_files("#file", file)
-    page.locator("#notice", has_text="file.png is not attached: first reads no pictures.").wait_for()
+    page.locator("#notice", has_text="file.jpg is not attached: first reads no pictures.").wait_for()
 
     page.route("**/props?*", lambda route: route.fulfill(json={"modalities": {"vision": True}}))
     bodies: list[dict[str, Any]] = []
@@ -383,12 +387,12 @@ def test_pictures_come_by_file_paste_and_drop_where_the_model_sees(page: Any) ->
     ask(page, "Which colour?", 2)
     first, second, text = bodies[0]["messages"][-1]["content"]
     assert text == {"type": "text", "text": "Which colour?"}
-    assert first["image_url"]["url"].startswith("data:image/png;base64,iVBOR")
-    assert second["type"] == "image_url"
+    assert first["image_url"]["url"].startswith("data:image/jpeg;base64,/9j/")
+    assert second["image_url"]["url"].startswith("data:image/png;base64,iVBOR")
     page.reload()
     page.locator(".user .pictures img").nth(1).wait_for()
     read = from_json(exported(page, "json"))  # as the terminal's chat does
-    assert [each.picture[:4] for each in read.path()[2].attachments] == 2 * [b"\x89PNG"]
+    assert [each.picture[:4] for each in read.path()[2].attachments] == [b"\xff\xd8\xff\xe0", b"\x89PNG"]
     imported(page, to_json(read))
     page.locator("#chats a").nth(1).wait_for()
     page.locator(".user .pictures img").nth(1).wait_for()
