@@ -7,6 +7,7 @@ import contextlib
 import io
 import re
 import shlex
+import shutil
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -29,6 +30,7 @@ from tests.helpers.command_line import run_main
 from tests.helpers.data import ROOT
 from tests.helpers.gguf_writer import write_gguf
 from tests.helpers.http_server import Serving, demo, serving
+from tests.helpers.terminal import Terminal
 from tests.models.vision.families import Image, make, picture
 from tests.models.vision.test_seeing import TEMPLATE, messages
 
@@ -116,6 +118,20 @@ def test_the_command_of_the_documentation(
     chat = messages(files / "cat.jpg", files / "dog.png", "What is this?")
     expected = llm.chat(chat, max_tokens=8, temperature=0, ignore_eos=True).text
     assert (outcome.code, outcome.out.rstrip("\n")) == (0, expected)
+
+
+@pytest.mark.skipif(shutil.which("tmux") is None, reason="there is no tmux")
+def test_the_chat_draws_pictures_in_a_terminal(files: Path, tmp_path: Path) -> None:
+    picture(75, 130).save(tmp_path / "cat.jpg")
+    picture(64, 64).save(tmp_path / "dog.png")
+    terminal = Terminal(tmp_path)
+    try:
+        terminal.start("chat", str(files / "model.gguf"), "-c", "512", "-n", "2", "-t", "1")
+        terminal.sees("Type a message")
+        terminal.press(f"@{tmp_path}/cat.jpg @{tmp_path}/dog.png ?", "Enter")
+        terminal.sees("▀▀▀▀", "dog.png · 4 tokens")
+    finally:
+        terminal.end()
 
 
 # -- The server ----------------------------------------------------------------------------------------------------
