@@ -19,7 +19,7 @@ class PromptHistory:
     """Messages that were typed, oldest first, and a place among them.
 
     Files are read and written by `load` and `save`, which may take their time; the rest is for the thread
-        that draws.  A file that cannot be read or written is done without: nothing here is worth an error.
+    that draws.  A file that cannot be read or written is done without: nothing here is worth an error.
     """
 
     def __init__(self, path: Path | None) -> None:
