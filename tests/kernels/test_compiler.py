@@ -397,8 +397,8 @@ def test_a_cache_that_cannot_be_written_is_warned_of_once(
         addresses([variant(scale_and_add, choose(), N=41 + len(recwarn))])
     (warning,) = recwarn
     assert re.fullmatch(
-        r"compiled kernels cannot be saved in .*file/cache \(Not a directory\), so every start compiles them: make "
-        "room there if it is full, or name a folder that can be written in the environment variable LOCALLLM_CACHE",
+        r"compiled kernels cannot be saved in .*file/cache \(Not a directory\), so every start compiles them: free "
+        "space there if it is full, or name a folder that can be written in the environment variable LOCALLLM_CACHE",
         str(warning.message),
     )
     assert warning.filename == __file__

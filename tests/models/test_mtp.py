@@ -164,7 +164,7 @@ def test_a_block_that_copies_the_head_is_always_right(tmp_path: Path) -> None:
             assert done.drafts is not None
             assert done.drafts.share == 1
             assert done.drafts.steps <= 9
-            sampled = GREEDY | {"temperature": 1.0, "seed": 1}
+            sampled = GREEDY | {"temperature": 0.5, "seed": 1}
             expected = llm.generate(PROMPT, **sampled, speculate=None)
             done = llm.generate(PROMPT, **sampled)
             assert done.ids == expected.ids

@@ -23,7 +23,7 @@ from localllm.errors import KernelError
 from localllm.kernels.cuda.cupy_driver import CupyDriver
 from localllm.kernels.cuda.driver import Defines, DeviceMemory, Event, Stream
 from localllm.kernels.cuda.roofline import THREADS
-from localllm.kernels.cuda.step import CUDAStep, ModelCost
+from localllm.kernels.cuda.step import CUDAStep, Work
 
 #: The oldest devices that do so.
 CAPABILITY = (9, 0)
@@ -99,7 +99,7 @@ def load_early(driver: CupyDriver, device: int, name: str, defines: Defines | No
 # -- Weights read beside attention ---------------------------------------------------------------------------------
 
 
-def launch_reading_ahead(step: CUDAStep, launches: Sequence[ModelCost]) -> None:
+def launch_reading_ahead(step: CUDAStep, launches: Sequence[Work]) -> None:
     """`CUDAStep._launch` with a branch from the first kernel of attention to its last."""
     driver, stream, device = step.driver, step.stream, step.device
     if step not in _BRANCHES:
