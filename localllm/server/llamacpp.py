@@ -381,7 +381,7 @@ async def _complete(
     if len(prompts) > MAX_REPLIES:
         raise HTTPError(400, f"there are {len(prompts):,} prompts, but a request has at most {MAX_REPLIES}")
     logprobs = checked_logprobs(body.n_probs) or None
-    options = body.options(logprobs=logprobs)
+    options = await dispatcher.read(request, partial(body.options, logprobs=logprobs))
     job = GenerationJob(
         body.model,
         options,

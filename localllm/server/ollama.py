@@ -137,7 +137,7 @@ async def generate(request: Request, dispatcher: Dispatcher) -> Response:
         messages = [Message("user", (*_images("the request", body.images), body.prompt))]
         if body.system:
             messages.insert(0, Message("system", (body.system,)))
-        job = _job(body, messages=messages)
+        job = await dispatcher.read(request, partial(_job, body, messages=messages))
         if body.context:  # what an earlier reply gave to go on from
             encode = partial(_after, context=body.context, messages=messages, variables=job.variables)
             job = _job(body, prompts=[await dispatcher.with_model(request, body.model, encode)])

@@ -353,7 +353,7 @@ async def completions(request: Request, dispatcher: Dispatcher) -> Response:
     if not 1 <= len(prompts) <= MAX_REPLIES:
         raise HTTPError(400, f"there are {len(prompts):,} prompts, but a request has from 1 to {MAX_REPLIES}")
     n = 1 if body.n is None else body.n
-    options = body.options(logprobs=checked_logprobs(body.logprobs))
+    options = await dispatcher.read(request, partial(body.options, logprobs=checked_logprobs(body.logprobs)))
     if body.suffix:
         if not all(isinstance(prompt, str) for prompt in prompts):
             raise HTTPError(400, "suffix needs a prompt that is a text")
