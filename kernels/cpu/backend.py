@@ -47,7 +47,9 @@ class CPUBackend(Backend):
 
     Steps of many tokens use all ``threads``, by default one a physical core that this process may use; those of few,
     which read more than they multiply, the ``decode_threads`` that `localllm.kernels.cpu.thread_choice` finds best.
-    Fewer than these are ``limit``, and of all ``batch_limit``, while other programs use the processors.
+    While other programs use the processors, ``limit`` lowers the number of threads that decode, and ``batch_limit``
+    that of steps of up to `SHORT_STEP` tokens.  ``isa`` names the instruction set, by default the best one here;
+    ``progress`` is called with (kernels compiled, kernels to compile) where some are not in the cache yet.
     """
 
     name = "cpu"

@@ -129,7 +129,11 @@ class Instruction:
 
 
 class Program:
-    """Instructions ready to run; ``header[slot]``, int64, is read when an instruction begins."""
+    """Instructions ready to run; ``header[slot]``, int64, is read when an instruction begins.
+
+    ``keep`` is what the arguments' addresses point into, kept alive with the program; ``arena`` is the address of the
+    memory that buffers lie in; ``progress``: see `localllm.kernels.cpu.compiler.addresses`.
+    """
 
     def __init__(
         self,

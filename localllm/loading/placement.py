@@ -234,9 +234,8 @@ class Planner:
     # n_gpu_layers, tensor_split: see `localllm.loading.layer_split.plan_layers`
     n_gpu_layers: int | None = None
     tensor_split: tuple[float, ...] | None = None
-    shares_weights: bool = (
-        False  # whether it is from the file of the model that it drafts for, and takes that one's weights
-    )
+    # whether it is from the file of the model that it drafts for, and takes that one's weights
+    shares_weights: bool = False
     _known: dict[tuple[str, range, StepSizes], Footprint] = field(default_factory=dict, compare=False)
 
     @property

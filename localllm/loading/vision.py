@@ -103,9 +103,10 @@ class VisionEncoder:
         return self.model.around
 
     def prepare(self, picture: Any, max_tokens: int | None = None, where: str = "the picture") -> Prepared:
-        """A picture as the model's own processor prepares it; in any thread.  ``picture``: a path, the bytes of a
-        file, a Pillow image, or an array uint8 [height, width, 3]; ``max_tokens``: that it may become; by default as
-        many as the processor allows; ``where``: what it is called in errors, if it has no path.
+        """A picture as the model's own processor prepares it; in any thread.
+
+        ``picture`` is a path, the bytes of a file, a Pillow image, or an array uint8 [height, width, 3].  It becomes
+        at most ``max_tokens``, by default as many as the processor allows.  Errors call it ``where`` without a path.
         """
         if max_tokens is not None and max_tokens < 1:
             raise UsageError(f"max_tokens={max_tokens} is out of range: give a picture at least 1 token")
@@ -126,9 +127,10 @@ class VisionEncoder:
         encode: Callable[[str], list[int]],
         known: dict[Image, Picture] | None = None,
     ) -> tuple[list[int], list[PictureTokens]]:
-        """The ids of a prompt of texts and pictures, and where the pictures' tokens are in it.  ``pieces``: of them
-        texts have no markers of pictures; ``encode``: makes ids of a text; ``known``: pictures that were prepared
-        already, to which those that were not are added.
+        """The ids of a prompt of texts and pictures, and where the pictures' tokens are in it.
+
+        Texts among the ``pieces`` have no markers of pictures, and ``encode`` tokenizes them.  Pictures that are not
+        in ``known`` are prepared and added to it.
         """
         known = {} if known is None else known
         ids: list[int] = []

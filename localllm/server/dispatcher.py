@@ -53,15 +53,18 @@ def _biases(llm: LLM, given: dict[str, float] | list[tuple[int | str, float | bo
 
 
 class Dispatcher:
+    """Submits requests to the models, and does their other work in threads beside the event loop.
+
+    ``responses`` are those that later requests may continue; with ``is_verbose``, replies include their prompts
+    (``__verbose``, as in llama.cpp).
+    """
+
     def __init__(self, models: Models, responses: ResponseStore, is_verbose: bool = False) -> None:
-        # models: that the server has
-        # responses: those that later ones may go on from
-        # is_verbose: whether answers tell their prompts (``__verbose``, as in llama.cpp)
         self.models, self.responses, self.is_verbose = models, responses, is_verbose
-        self.active: dict[int, PendingReplies] = {}  # answers under way
-        # the first model, which the server loads before anybody asks for it, is not there yet
-        # what was under way has been ended
-        self.is_starting = self.is_stopping = self.is_cut = False
+        self.active: dict[int, PendingReplies] = {}  # replies under way
+        self.is_starting = False  # the first model is still loading
+        self.is_stopping = False  # nothing new is taken
+        self.is_cut = False  # replies under way have been ended
         # Tokenizing a prompt, and running a template, must not hold up the event loop.  What takes longer, such as
         # making vectors of many texts, has threads of its own, so that no chat waits for it.  Long requests have only
         # two: more of them would take the cores from the threads that decode.
