@@ -24,7 +24,7 @@ _BY_NAME = {
     "test_tools_builtin::": _ROUTER,
     "test_stream::": _ROUTER,
     "test_proxy::": _CORS,
-    "test_security::test_local_media_file": "there is no --media-path: no client reads files of this machine",
+    "test_security::test_local_media_file": "no flag names a media folder: no client reads files of this machine",
     "test_security::test_cors": _CORS,
     "test_speculative::": _NO_MODEL,
     "test_lora::": _NO_MODEL,
