@@ -233,6 +233,7 @@ async def metrics(request: Request, dispatcher: Dispatcher) -> Response:
             ("llamacpp:requests_deferred", "gauge", "requests that wait", n_waiting),
             ("localllm_step_seconds_total", "counter", "seconds of steps", counts.step_s),
             ("localllm_requests_total", "counter", "requests ended", counts.ended),
+            ("localllm_pictures_encoded_total", "counter", "pictures encoded", counts.encoded),
             ("localllm_preemptions_total", "counter", "requests that had to make room", counts.preempted),
             ("localllm_cache_usage_ratio", "gauge", "cache in use", counts.n_pages_used / max(1, counts.n_pages)),
         ):

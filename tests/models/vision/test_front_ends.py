@@ -8,8 +8,10 @@ import io
 import re
 import shlex
 import shutil
+import signal
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,7 @@ from tests.helpers.data import ROOT
 from tests.helpers.gguf_writer import write_gguf
 from tests.helpers.http_server import Serving, demo, serving
 from tests.helpers.terminal import Terminal
+from tests.localllm.server.test_serve_command import started
 from tests.models.vision.families import Image, make, picture
 from tests.models.vision.test_seeing import TEMPLATE, messages
 
@@ -331,14 +334,23 @@ def test_models_and_templates_without_a_place_for_pictures_refuse(files: Path) -
 
 # -- Encoded once --------------------------------------------------------------------------------------------------
 
+IMAGES = [data_of(picture(20 + i, 40)) for i in range(3)]
+
+
+def ten_turns(reply: Callable[[list[Any]], str]) -> list[list[Any]]:
+    """Has a conversation with three pictures: it with its first message edited, a branch of it, and itself."""
+    chat: list[Any] = []
+    for i in range(10):
+        chat += messages(f"turn {i}", *([IMAGES[i // 3]] if i in (0, 3, 6) else []))
+        chat.append({"role": "assistant", "content": reply(chat)})
+    edited = [*messages("another first one", IMAGES[0]), *chat[1:-1]]
+    return [edited, [*chat[:6], *messages("a branch", IMAGES[2], IMAGES[0])], chat[:-1]]
+
 
 def test_ten_turns_an_edit_a_branch_and_a_restart_encode_each_picture_once(
     files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    images = [data_of(picture(20 + i, 40)) for i in range(3)]
-    turns = [messages(f"turn {i}", *([images[i // 3]] if i in (0, 3, 6) else [])) for i in range(10)]
     load: Any = {"device": "cpu", "threads": 1, "context": 512}
-    chat: list[Any] = []
     opened: list[Any] = []
 
     def opens(source: Any, where: str) -> Any:
@@ -347,17 +359,45 @@ def test_ten_turns_an_edit_a_branch_and_a_restart_encode_each_picture_once(
 
     monkeypatch.setattr(vision, "open_picture", opens)
     with localllm.load(files / "model.gguf", **load) as llm:
-        for turn in turns:
-            chat += turn
-            chat.append({"role": "assistant", "content": llm.chat(chat, **GREEDY).text})
-        edited = [*messages("another first one", images[0]), *chat[1:-1]]
-        branch = [*chat[:6], *messages("a branch", images[2], images[0])]
-        chats = (edited, branch, chat[:-1])
+        chats = ten_turns(lambda chat: llm.chat(chat, **GREEDY).text)
         replies = [llm.chat(each, **GREEDY).text for each in chats]
         assert llm.counts.encoded == 3
-        assert [each for each in opened if isinstance(each, bytes)] == images
+        assert [each for each in opened if isinstance(each, bytes)] == IMAGES
         llm.save_prompts(tmp_path / "prompts")
     with localllm.load(files / "model.gguf", **load) as llm:
         llm.load_prompts(tmp_path / "prompts")
         assert [llm.chat(each, **GREEDY).text for each in chats] == replies
         assert llm.counts.encoded == 0
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
+def test_a_server_that_is_started_again_encodes_none_again(files: Path, tmp_path: Path) -> None:
+    flags = ("--port", 0, "-q", "-c", 512, "-t", 1, "-np", 1, "--prompt-cache", tmp_path / "prompts")
+    written: list[tuple[list[list[Any]], list[str]]] = []
+    for n_encoded in (3, 0):
+        with started("-m", files / "model.gguf", *flags) as (process, url):
+
+            def reply(chat: list[Any], url: str = url) -> str:
+                body = {"messages": [as_openai(message) for message in chat]} | GREEDY
+                answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=300)
+                return str(answer.json()["choices"][0]["message"]["content"])
+
+            chats = written[0][0] if written else ten_turns(reply)
+            written.append((chats, [reply(each) for each in chats]))
+            counted = re.findall(r"^localllm_pictures_encoded_total (\d+)$", httpx.get(f"{url}/metrics").text, re.M)
+            assert counted == [str(n_encoded)]
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 0
+    assert written[0] == written[1]
+
+
+def as_openai(message: dict[str, Any]) -> dict[str, Any]:
+    """A message of `messages`, its pictures as data URLs."""
+    if isinstance(message["content"], str):
+        return message
+    urls = {data: {"url": f"data:image/png;base64,{text_of(data)}"} for data in IMAGES}
+    parts = [
+        {"type": "image_url", "image_url": urls[part["image"]]} if part["type"] == "image" else part
+        for part in message["content"]
+    ]
+    return message | {"content": parts}
