@@ -273,11 +273,12 @@ class PackedWeight:
     n_bytes: int  # what it takes in memory
     is_expert: bool = False  # whether it is the matrices of experts, of which a token needs a few
     is_shared: bool = False  # whether another model from the same file has it already: it takes no further memory
+    is_in_file: bool = False  # whether it stays there, and experts are packed as they are chosen
 
     @property
     def own_bytes(self) -> int:
-        """Bytes beside those that are shared."""
-        return 0 if self.is_shared else self.n_bytes
+        """Bytes beside those that are shared, or stay in the file."""
+        return 0 if self.is_shared or self.is_in_file else self.n_bytes
 
 
 class Step(ABC):
@@ -360,10 +361,11 @@ class Footprint:
     load: Callable[[Progress | None], Step] = field(compare=False)
     # packs a weight with each item, ahead of `load`, for those who do other work between
     pack: Callable[[], Iterable[object]] = field(default=tuple, compare=False)
+    pool: int = 0  # of memory for experts that stay in the file
 
     @property
     def n_bytes(self) -> int:
-        return sum(weight.n_bytes for weight in self.weights) + sum(self.caches.values()) + self.buffers
+        return sum(weight.own_bytes for weight in self.weights) + sum(self.caches.values()) + self.buffers + self.pool
 
 
 class Backend(Protocol):
@@ -372,6 +374,7 @@ class Backend(Protocol):
     name: str  # "reference", "cpu", …
     page_size: int  # tokens in a page of the cache
     shares_weights: bool = False  # whether a weight that two of its steps use is packed once
+    pools_experts: bool = False  # whether experts may stay in the file: its `footprint` takes ``expert_bytes``
     step_tokens: int = 512  # tokens that a step should evaluate at most: more would be no faster
 
     def footprint(

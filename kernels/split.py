@@ -15,11 +15,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import lcm
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from localllm.errors import KernelError
+from localllm.errors import ExpertReadError, GGUFError, KernelError
 from localllm.kernels.backend import Backend, Batch, Cache, Footprint, HostOutput, Output, Step, TopK
 from localllm.kernels.graph import Graph
 
@@ -88,6 +89,7 @@ def part_footprint(
     max_outputs: int,
     n_states: int = 0,
     micro_batch: int = MICRO_BATCH,
+    **more: Any,
 ) -> Footprint:
     """The footprint of a range of a graph's layers on a backend; if it is not all of them, with micro-batches.
 
@@ -95,6 +97,7 @@ def part_footprint(
         size: `page_size` of all backends that the graph is split over.
         n_pages: of this size.
         micro_batch: tokens beyond which a batch is cut, unless tokens see others behind them.
+        more: what this backend takes beside.
     """
     return backend.footprint(
         graph.part(layers),
@@ -102,6 +105,7 @@ def part_footprint(
         max_tokens=max_tokens if len(layers) == graph.n_layers or graph.looks_ahead else min(max_tokens, micro_batch),
         max_outputs=max_outputs,
         n_states=n_states,
+        **more,
     )
 
 
@@ -137,7 +141,10 @@ class SplitStep(Step):
     def through(self, steps: Sequence[Step], batch: Batch, hidden: Output | None = None) -> Output:
         """The output of some of the steps, one after the other, for a batch."""
         for step in steps:
-            hidden = step.run(_in_smaller_pages(batch, self.cache.page_size // step.cache.page_size), hidden)
+            try:
+                hidden = step.run(_in_smaller_pages(batch, self.cache.page_size // step.cache.page_size), hidden)
+            except ExpertReadError as error:  # which sequences of this part lack them says little of the whole batch
+                raise GGUFError(str(error)) from error
         if hidden is None:
             raise KernelError("a model split over no devices computes nothing")
         return hidden

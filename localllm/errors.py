@@ -201,6 +201,20 @@ class DeviceMemoryError(NotEnoughMemoryError):
         self.free_bytes = free_bytes
 
 
+class ExpertReadError(LocalLLMError):
+    """Experts that stay in a model's file could not be read while it was in use.
+
+    Attributes:
+        sequences: those of the batch that lack them.
+        logits: of the whole batch; those of other sequences are good.
+    """
+
+    def __init__(self, message: str, sequences: frozenset[int], logits: Any) -> None:
+        super().__init__(message)
+        self.sequences = sequences
+        self.logits = logits
+
+
 class KernelError(LocalLLMError):
     """No kernel fits the shapes or formats at hand, or one could not be compiled."""
 

@@ -74,6 +74,7 @@ def load(
     n_gpu_layers: int | None = None,
     tensor_split: Sequence[float] | None = None,
     split_mode: SplitMode | None = None,
+    max_memory: float | None = None,
     context: int | None = None,
     threads: int | None = None,
     isa: str | None = None,

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from localllm.errors import Argument, UsageError
+from localllm.errors import Argument, ExpertReadError, UsageError
 from localllm.kernels.backend import (
     Backend,
     Batch,
@@ -25,6 +25,7 @@ from localllm.kernels.backend import (
 from localllm.kernels.cpu.batch import N_CHOSEN, N_TOKENS
 from localllm.kernels.cpu.cache import CPUCache
 from localllm.kernels.cpu.cache_types import PAGE
+from localllm.kernels.cpu.expert_pool import ExpertPool
 from localllm.kernels.cpu.host import default_threads, most_threads
 from localllm.kernels.cpu.lowering import Lowered, Lowering, Stored
 from localllm.kernels.cpu.memory import aligned_zeros
@@ -54,7 +55,7 @@ class CPUBackend(Backend):
 
     name = "cpu"
     page_size = PAGE
-    shares_weights = True
+    shares_weights = pools_experts = True
     #: Products of activations and weights below which the calling thread computes a step alone: handing it to others
     #: would take longer.
     small_step = 8 << 20
@@ -77,12 +78,21 @@ class CPUBackend(Backend):
         self._loader = WeightLoader(self.workers, self.target, progress)
 
     def footprint(
-        self, graph: Graph, *, n_pages: tuple[int, ...], max_tokens: int, max_outputs: int, n_states: int = 0
+        self,
+        graph: Graph,
+        *,
+        n_pages: tuple[int, ...],
+        max_tokens: int,
+        max_outputs: int,
+        n_states: int = 0,
+        expert_bytes: int | None = None,
     ) -> Footprint:
+        """See `Backend.footprint`; ``expert_bytes``: of memory for experts, if they stay in the file."""
         check_cache(graph, n_pages, n_states)
-        weights, uses = PackedWeights(), weights_of(graph)
+        pool = None if expert_bytes is None else ExpertPool(expert_bytes, graph, self._loader.packer)
+        weights, uses = PackedWeights(pool), weights_of(graph)
         cache = CPUCache(graph, n_pages, n_states if graph.states else 0, self.workers)
-        planned = tuple(map(planned_weight, uses))
+        planned = tuple(planned_weight(use, pooled=pool is not None) for use in uses)
 
         def lowered() -> Lowered:
             sizes = {"max_tokens": max_tokens, "max_outputs": max_outputs}
@@ -104,9 +114,11 @@ class CPUBackend(Backend):
             cache.allocate()
             # Kernels are another format's where that of the plan cannot hold a weight.
             as_planned = [w.kernel_type for w in packed] == [w.kernel_type for w in planned]
+            if pool is not None:
+                pool.open()
             return CPUStep(self, program if as_planned else lowered(), weights, packed, cache)
 
-        return Footprint(planned, cache.layer_bytes, program.arena_bytes, load, pack)
+        return Footprint(planned, cache.layer_bytes, program.arena_bytes, load, pack, expert_bytes or 0)
 
 
 class CPUStep(Step):
@@ -133,6 +145,7 @@ class CPUStep(Step):
         self._arena, self._watched = arena, lowered.watched
         self._result, self._of_tokens = lowered.result.rows(arena), lowered.result.slot == N_TOKENS
         self._width = lowered.result.width
+        self.pool = weights.pool
         header = self._tables.header_numbers()
         keep = (arena, weights, cache)
         self._program = Program(
@@ -150,7 +163,7 @@ class CPUStep(Step):
             limit = backend.limit if n_tokens <= FEW_TOKENS else backend.batch_limit
         threads = None if limit is None else limit.now
         lost = self._program.run(workers, before=lambda: self._fill(batch, hidden), threads=threads)
-        if limit is not None:
+        if limit is not None and (self.pool is None or not self.pool.has_waited):
             limit.record(lost)
         return self._output(batch)
 
@@ -162,7 +175,12 @@ class CPUStep(Step):
 
     def _output(self, batch: Batch) -> HostOutput:
         n_rows = len(batch.ids) if self._of_tokens else len(batch.outputs)
-        return HostOutput(self._result[:n_rows, : self._width])
+        output = HostOutput(self._result[:n_rows, : self._width])
+        if self.pool is not None and (error := self.pool.error) is not None:
+            tokens = np.array(self.pool.failed_tokens, np.int32)
+            lacking = np.searchsorted(batch.query_starts, tokens, side="right") - 1
+            raise ExpertReadError(str(error), frozenset(lacking.tolist()), output.rows()) from error
+        return output
 
     def value(self, x: Value) -> NDArray[Any]:
         stored, numbers = self._watched[x], self._tables.header_numbers()
@@ -176,6 +194,8 @@ class CPUStep(Step):
         """Puts a batch where the program reads it."""
         batch.check_size(self._tables.max_tokens, self._tables.max_outputs)
         batch.check(self.cache, self._n_joined)
+        if self.pool is not None:
+            self.pool.begin()
         chosen = [batch.rows_of(table.shape[0], by_position=op.by_position) for op, table, _ in self._embeddings]
         self._tables.fill(batch)
         n_tokens = len(batch.ids)

@@ -17,9 +17,9 @@ from localllm.kernels.graph import Graph, PositionScale, Rope
 #: Bytes for the partial sums of a KV split; attention whose would take more is not split.
 MAX_PARTIAL_BYTES = 32 << 20
 
-# Numbers in a program's header: what counts units of work.  The last one is not the batch's, but what kernels find:
-# how many experts tokens go to.  Behind it come two of each `TileTable`.
-ALWAYS, N_TOKENS, N_OUTPUTS, N_CHOSEN, N_SEQUENCES, N_EMBEDDED, N_USED, _FIRST_TABLE = range(8)
+# Numbers in a program's header: what counts units of work.  The last two are not the batch's, but what kernels find:
+# how many experts tokens go to, and how many of them are computed at once.  Behind them come two of each `TileTable`.
+ALWAYS, N_TOKENS, N_OUTPUTS, N_CHOSEN, N_SEQUENCES, N_EMBEDDED, N_USED, N_HELD, _FIRST_TABLE = range(9)
 
 _TILE, _MERGED = 7, 5  # numbers of an entry
 

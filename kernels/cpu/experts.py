@@ -209,6 +209,32 @@ def group_by_expert(begin, end, n_pairs, ids, n_experts, cursors, places, pairs,
         store_i64(pairs + 8 * place, pair)
 
 
+@kernel
+def hold_experts(
+    begin, end, entries, n_used, first, most, n_held, pairs, table, stamps, counts, n_bytes, call, group
+):  # fmt: skip
+    """Sees to it that experts are in memory before they are computed with; one unit of work.
+
+    entries: of the experts that have pairs, from number ``first`` on; ``n_used``: the address of their number in all.
+    Of these ``most`` at most are needed now; how many that are goes to ``n_held``.  pairs: of each place.
+    table: int64 [n_experts], where each lies; 0 of those that do not.  stamps: int64 [n_experts], when it was needed
+    last.  counts: int64, the time, which counts such calls, and the bytes needed so far.  n_bytes: of an expert.
+    call: gets missing ones (`localllm.kernels.cpu.expert_pool.ExpertPool`), and gives how many there are.
+    """
+    n_all = max(np.int64(0), load_i64(n_used) - first)
+    n, now, is_missing = min(n_all, most), load_i64(counts) + 1, False
+    store_i64(counts, now)
+    store_i64(counts + 8, load_i64(counts + 8) + n * n_bytes)
+    for entry in range(entries, entries + n * ENTRY, ENTRY):
+        expert = 8 * load_i64(entry)
+        store_i64(stamps + expert, now)
+        if load_i64(table + expert) == 0:
+            is_missing = True
+    if is_missing:
+        n = call_back(call, group, entries, n, n_all, pairs)
+    store_i64(n_held, n)
+
+
 # -- Rows at their places ------------------------------------------------------------------------------------------
 
 
@@ -246,10 +272,10 @@ def gather_floats(begin, end, places, per_row, x, stride, expert_weights, y):
 
 
 @kernel
-def experts_quantised(begin, end, experts, n_groups, weights, n_tiles, x, pairs, biases, y, y_stride):
+def experts_quantised(begin, end, experts, n_groups, tables, n_tiles, x, pairs, biases, y, y_stride):
     """Integer products; a unit is 16 rows of an expert that has pairs.
 
-    experts: their entries.  weights: packed tiles of all experts, ``n_groups`` groups of 16 rows each.
+    experts: their entries.  tables: int64, where each expert's packed tiles begin, ``n_groups`` groups of 16 rows.
     x: records by place.  pairs: of each place.  biases: float32 [n_experts, n] or 0.  y: float32 [pairs, n].
     The rest is as in `matmul_quantised`.
     """
@@ -257,7 +283,7 @@ def experts_quantised(begin, end, experts, n_groups, weights, n_tiles, x, pairs,
     sums = stack(2 * REST_SUMS)
     for unit in range(begin, end):
         entry, group = experts + unit // n_groups * ENTRY, unit % n_groups
-        tiles = weights + (load_i64(entry) * n_groups + group) * n_tiles * TILE_BYTES
+        tiles = load_i64(tables + 8 * load_i64(entry)) + group * n_tiles * TILE_BYTES
         first_place, n_places = load_i64(entry + 8), load_i64(entry + 16)
         rows, bias = group * 64, np.int64(0)
         if biases != 0:
@@ -277,7 +303,7 @@ def experts_quantised(begin, end, experts, n_groups, weights, n_tiles, x, pairs,
 
 
 @kernel
-def experts_float(begin, end, experts, n_units, weights, n_in, x, x_stride, pairs, biases, y, y_stride):
+def experts_float(begin, end, experts, n_units, tables, n_in, x, x_stride, pairs, biases, y, y_stride):
     """Float products; a unit is ``16 * FLOAT_GROUPS`` rows of an expert, which has ``n_units`` of them.
 
     x: float32 rows by place.  The rest is as in `experts_quantised` and `matmul_float`.
@@ -286,7 +312,7 @@ def experts_float(begin, end, experts, n_units, weights, n_in, x, x_stride, pair
     sums = stack(64 * FLOAT_GROUPS * MAX_TOKENS)
     for unit in range(begin, end):
         entry, own = experts + unit // n_units * ENTRY, unit % n_units
-        tiles = weights + (load_i64(entry) * n_units + own) * FLOAT_GROUPS * n_in * COLUMN_BYTES
+        tiles = load_i64(tables + 8 * load_i64(entry)) + own * FLOAT_GROUPS * n_in * COLUMN_BYTES
         first_place, n_places = load_i64(entry + 8), load_i64(entry + 16)
         rows, bias = own * FLOAT_GROUPS * 64, np.int64(0)
         if biases != 0:

@@ -6,7 +6,7 @@ program serves every batch, because kernels read the number of tokens when they 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -24,6 +24,7 @@ from localllm.kernels.cpu.batch import (
     ALWAYS,
     N_CHOSEN,
     N_EMBEDDED,
+    N_HELD,
     N_OUTPUTS,
     N_SEQUENCES,
     N_TOKENS,
@@ -33,6 +34,7 @@ from localllm.kernels.cpu.batch import (
 from localllm.kernels.cpu.cache import CPUCache, block_bytes, layout_of, state_bytes
 from localllm.kernels.cpu.cache_types import PAGE
 from localllm.kernels.cpu.compiler import Kernel, variant
+from localllm.kernels.cpu.expert_pool import stays_in_file
 from localllm.kernels.cpu.memory import PADDING, padded
 from localllm.kernels.cpu.program import Argument, Instruction
 from localllm.kernels.cpu.simd import load_bf16x16, load_f16x16, load_f32x16
@@ -683,27 +685,48 @@ class Lowering:
     ) -> tuple[Stored, ...]:
         """Rows of x, or of each token's where it has one for each token, times the matrices of the experts."""
         chosen, s = self.stored[routing], self.stored[x]
-        packed = [self.weights.matrix(weight) for weight in experts]
+        kinds = [self.weights.matrix(weight)[1] for weight in experts]
         results = tuple(self.new(Rows.CHOSEN, weight.shape[1]) for weight in experts)
         per_row = routing.k if s.slot == N_TOKENS else 1
         gathered = {
             kind: self._gather(s, chosen, per_row, kind, is_weighted)
-            for kind in sorted({kind in TILES for _, kind in packed})
+            for kind in sorted({kind in TILES for kind in kinds})
         }
-        for i, (weight, (address, kind), y) in enumerate(zip(experts, packed, results, strict=True)):
-            _, n_out, n_in = weight.shape
-            groups, rows, arguments = padded(n_out) // GROUP, gathered[kind in TILES], list[Argument]()
-            if kind in TILES:
-                kernel, units = expert_kernels.experts_quantised, groups
-                arguments += [units, address, n_in // LAYOUTS[kind].columns, rows]
-            else:
-                kernel, units = expert_kernels.experts_float, groups // matmul.FLOAT_GROUPS
-                arguments += [units, address, n_in, rows, s.stride]
-            bias = self.weights.vector(biases[i]) if biases else 0
-            arguments = [chosen.entries, *arguments, chosen.pairs, bias, y.buffer, y.stride]
-            self.call(kernel, arguments, units, N_USED, wait=i == len(results) - 1, **_format_constants(kind))
-            self.n_products += routing.k * n_in * n_out
+        for entries, slot in self._hold(experts, chosen, routing):
+            for i, (weight, kind, y) in enumerate(zip(experts, kinds, results, strict=True)):
+                _, n_out, n_in = weight.shape
+                groups, rows, table = padded(n_out) // GROUP, gathered[kind in TILES], self.weights.experts(weight)
+                arguments: list[Argument] = [entries]
+                if kind in TILES:
+                    kernel, units = expert_kernels.experts_quantised, groups
+                    arguments += [units, table.ctypes.data, n_in // LAYOUTS[kind].columns, rows]
+                else:
+                    kernel, units = expert_kernels.experts_float, groups // matmul.FLOAT_GROUPS
+                    arguments += [units, table.ctypes.data, n_in, rows, s.stride]
+                bias = self.weights.vector(biases[i]) if biases else 0
+                arguments += [chosen.pairs, bias, y.buffer, y.stride]
+                self.call(kernel, arguments, units, slot, wait=i == len(results) - 1, **_format_constants(kind))
+        self.n_products += sum(routing.k * weight.shape[1] * weight.shape[2] for weight in experts)
         return results
+
+    def _hold(
+        self, experts: Sequence[Weight], chosen: StoredRouting, routing: g.Routing
+    ) -> Iterator[tuple[Address, int]]:
+        """Where the entries of experts begin that are computed with at once, and which number says how many: those
+        that tokens go to.  Of experts that stay in the file a part in turn, once they are in memory."""
+        pool = self.weights.pool
+        if pool is None or not all(map(stays_in_file, experts)):
+            yield chosen.entries, N_USED
+            return
+        tables, entries = [self.weights.experts(weight) for weight in experts], chosen.entries
+        group = pool.group(experts, tables, chosen, routing.k)
+        for first in range(0, min(routing.n_experts, self.n_rows[N_CHOSEN]), group.at_once):
+            own = Address(entries.buffer, entries.n_bytes + first * expert_kernels.ENTRY)
+            given = own, self.counter(N_USED), first, group.at_once, self.counter(N_HELD), chosen.pairs
+            stamps = pool.stamps[group.first :].ctypes.data, pool.counts.ctypes.data
+            held = tables[0].ctypes.data, *stamps, group.n_bytes, pool.call, group.number
+            self.call(expert_kernels.hold_experts, (*given, *held), 1, ALWAYS)
+            yield own, N_HELD
 
     def _gather(self, x: Stored, chosen: StoredRouting, per_row: int, as_records: bool, is_weighted: bool) -> Buffer:
         """Rows of x at the places of their pairs."""

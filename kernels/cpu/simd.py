@@ -410,6 +410,13 @@ def call_sleep(b, function, microseconds):
     return b.call(b.inttoptr(function, kind.as_pointer()), [b.trunc(microseconds, i32)])
 
 
+@op(intp, intp, intp, intp, intp, intp, intp)
+def call_back(b, function, *arguments):
+    """Calls the C function of five int64 at an address, which gives another."""
+    kind = ir.FunctionType(i64, [i64] * 5)
+    return b.call(b.inttoptr(function, kind.as_pointer()), arguments)
+
+
 @op(void)
 def pause(b):
     """Tells the processor that this is a spin loop."""

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from localllm.kernels.backend import PackedWeight, Progress, WeightUse, matrices_to_pack
 from localllm.kernels.buffers import Buffer
+from localllm.kernels.cpu.expert_pool import ExpertPool, stays_in_file
 from localllm.kernels.cpu.host import check_memory
 from localllm.kernels.cpu.memory import PADDING, Arena, padded
 from localllm.kernels.cpu.packing import Packer
@@ -83,7 +84,7 @@ class WeightLoader:
     ) -> None:
         """Rows of a weight to tiles."""
         n_out, n_in, layout = len(rows), weight.shape[-1], LAYOUTS[kind]
-        packer = self._packer(kind)
+        packer = self.packer(kind)
         kept_rows = PACKED_ROWS * max(1, KEPT_BYTES // (PACKED_ROWS * rows.shape[1]))
         firsts = itertools.count(0, PACKED_ROWS)  # taking the next one is one step of Python's: threads may share it
         given_up = threading.Event()
@@ -102,7 +103,7 @@ class WeightLoader:
 
         self._workers.run(Job(share, 0))
 
-    def _packer(self, kind: KernelType) -> Packer:
+    def packer(self, kind: KernelType) -> Packer:
         if kind not in self._packers:
             self._packers[kind] = Packer(LAYOUTS[kind], self._target, self._progress)
         return self._packers[kind]
@@ -111,8 +112,11 @@ class WeightLoader:
 class PackedWeights:
     """The weights of a graph as kernels read them; of those that were not loaded, as they will."""
 
-    def __init__(self) -> None:
+    def __init__(self, pool: ExpertPool | None = None) -> None:
+        #: Of experts that stay in the file.
+        self.pool = pool
         self._loaded: dict[Weight, LoadedWeight] = {}
+        self._expert_tables: dict[Weight, NDArray[np.int64]] = {}
         #: Where they lie, once they are loaded.
         self._places = defaultdict[Weight, Buffer](lambda: Buffer(0, address=0))
         #: Those that rows are looked up in.
@@ -123,6 +127,10 @@ class PackedWeights:
         kind = self._loaded[weight].kind if weight in self._loaded else None
         return self._places[weight], repack_target(weight.type) if kind is None else kind
 
+    def experts(self, weight: Weight) -> NDArray[np.int64]:
+        """Where each expert's tiles are, int64 [n_experts]; 0 of those that are not in memory."""
+        return self._expert_tables.setdefault(weight, np.zeros(weight.shape[0], np.int64))
+
     def vector(self, weight: Weight | None) -> Buffer | int:
         """A vector, or a matrix's rows or columns, in float32 with zeros behind each; 0 of none."""
         return 0 if weight is None else self._places[weight]
@@ -130,10 +138,17 @@ class PackedWeights:
     def load(self, use: WeightUse, loader: WeightLoader, progress: Progress | None) -> PackedWeight:
         """Packs a weight, unless another step has it."""
         weight, shared = use.weight, loader.loaded.get(use)
+        if self.pool is not None and (planned := planned_weight(use, pooled=True)).is_in_file:
+            if progress is not None:
+                progress(weight)
+            return planned
         loaded = shared or _load(use, loader)
         self._loaded[weight] = loader.loaded[use] = loaded
         if loaded.array is not None:
             self._places[weight].address = loaded.array.ctypes.data
+            if use.is_expert:
+                n = weight.shape[0]
+                self.experts(weight)[:] = loaded.array.ctypes.data + np.arange(n) * (loaded.array.nbytes // n)
         if loaded.table is not None:
             self.tables[weight] = loaded.table
         weight.drop_pages()
@@ -165,8 +180,8 @@ def _load(use: WeightUse, loader: WeightLoader) -> LoadedWeight:
     return LoadedWeight(planned, array, kind, table)
 
 
-def planned_weight(use: WeightUse) -> PackedWeight:
-    """The bytes of a weight once packed."""
+def planned_weight(use: WeightUse, *, pooled: bool = False) -> PackedWeight:
+    """The bytes of a weight once packed; ``pooled``: whether experts stay in the file if they can."""
     weight = use.weight
     kernel_type, n_bytes = "F32", 0
     if use.is_float:
@@ -179,7 +194,8 @@ def planned_weight(use: WeightUse) -> PackedWeight:
         n_bytes += 4 * prod(weight.shape)
     elif use.is_table and not use.is_operand:
         kernel_type, n_bytes = weight.type.name, weight.data.nbytes
-    return use.packed(kernel_type, n_bytes)
+    is_in_file = pooled and use.is_expert and stays_in_file(weight) is not None
+    return replace(use.packed(kernel_type, n_bytes), is_in_file=is_in_file)
 
 
 def _packed_bytes(shape: Sequence[int], kind: KernelType) -> int:

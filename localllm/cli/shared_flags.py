@@ -95,7 +95,7 @@ CONTEXT = options(
     f"{default_text(LoadOptions, 'context')})",
 )
 PLACEMENT = [
-    *options(LoadOptions, "device", "tensor_split", "split_mode"),
+    *options(LoadOptions, "device", "tensor_split", "split_mode", "max_memory"),
     *options(LoadOptions, "n_gpu_layers", type=layers),
 ]
 CACHE_TYPE = options(LoadOptions, "cache_type", action=_Once)

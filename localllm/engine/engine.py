@@ -15,7 +15,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
@@ -34,7 +34,7 @@ from localllm.engine.request import FinishReason, Request
 from localllm.engine.runner import BatchItem, ModelRunner
 from localllm.engine.sampling_threads import SamplingThreads
 from localllm.engine.scheduler import Scheduled, Scheduler
-from localllm.errors import ClosedError, ContextLengthError, QueueFullError, UsageError
+from localllm.errors import ClosedError, ContextLengthError, ExpertReadError, QueueFullError, UsageError
 from localllm.kernels import process
 from localllm.kernels.backend import TopK
 from localllm.kernels.process import Process
@@ -358,8 +358,11 @@ class EngineLoop:
                 each.request.started_at = evaluating
                 self.waiting.discard(each.request)
                 each.request.output.progress(each.request.n_cached)
+        failed: Mapping[int, BaseException] = {}
         try:
             logits = self.runner.run(chunks, *_wanted_logits(batch, chunks, self.runner.max_top_k))
+        except ExpertReadError as error:
+            logits, failed = error.logits, dict.fromkeys(error.sequences, error)
         except BaseException as error:
             for each in batch:
                 self._end(each.request, error=error)
@@ -377,10 +380,12 @@ class EngineLoop:
         if len(batch) == n_decoding == 1:
             self._cost.add(n_tokens, seconds)
         row = token = 0
-        for each, chunk in zip(batch, chunks, strict=True):
+        for i, (each, chunk) in enumerate(zip(batch, chunks, strict=True)):
             rows, tokens = slice(row, row + chunk.n_outputs), slice(token, token + len(chunk.ids))
             row, token = rows.stop, tokens.stop
             try:
+                if i in failed:
+                    raise failed[i]
                 reason = self._take_results(each, logits, rows, begin)
                 if reason is None and isinstance(each.request.drafter, MTPDrafter):
                     hidden = self.runner.hidden_rows()[tokens]

@@ -39,6 +39,7 @@ from localllm.gguf.cursor import DAMAGED, Cursor, align
 from localllm.gguf.metadata import Metadata, MetadataValue, read_metadata
 from localllm.gguf.strings import StringArray
 from localllm.gguf.tensors import Entry, TensorInfo, read_table, tensor_views
+from localllm.kernels.mapped_file import MappedFile
 
 __all__ = ["GGUFFile", "Metadata", "MetadataValue", "StringArray", "TensorInfo"]
 
@@ -220,7 +221,9 @@ def _map(path: Path) -> tuple[mmap.mmap, _Stamp]:
             raise GGUFError(f"{shown} is empty: download or convert it again")
         with path.open("rb") as file:
             stamp = _Stamp.of(os.fstat(file.fileno()))
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), stamp
+            mapped = MappedFile(file.fileno(), 0, access=mmap.ACCESS_READ)
+            mapped.path = path
+            return mapped, stamp
     except FileNotFoundError:
         raise ModelNotFoundError(f"{shown} does not exist: check the path") from None
     except PermissionError:

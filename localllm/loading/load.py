@@ -33,7 +33,7 @@ from localllm.kernels.graph import Tensor, Weight
 from localllm.loading.beside import find_beside
 from localllm.loading.devices import Device, open_devices, split_by_rows
 from localllm.loading.model_info import ModelInfo, file_type_name
-from localllm.loading.placement import Placement, Plan, Planner, fit, widened
+from localllm.loading.placement import Placement, Plan, Planner, fit, widened, with_experts_in_file
 from localllm.loading.progress import of_stage
 from localllm.models.adapters import with_adapters
 from localllm.models.mtp import hidden_norm, hidden_states
@@ -51,6 +51,9 @@ if TYPE_CHECKING:
 
 #: What the warning of a long context is known by, for `warnings.filterwarnings`.
 LONG_CONTEXT = ".* was trained on [0-9,]+ tokens of context: "
+
+#: Bytes of memory left to the system and to other programs beside a model that takes all the rest, for its experts.
+RESERVE = 1 << 30
 
 _log = logging.getLogger("localllm")
 
@@ -351,6 +354,9 @@ def _plan(
 ) -> tuple[list[Planner], Plan]:
     """Where the model goes, and the one that drafts for it, if any; beside the encoder of pictures, on the host."""
     available, sees = available_memory(), None
+    reserve = RESERVE
+    if options.max_memory is not None:
+        reserve, available = 0, min(available, round(options.max_memory * 1e9))
     if encoder is not None:
         encoder.backend = devices[0].backend
         sees = encoder.info
@@ -364,9 +370,14 @@ def _plan(
         Planner(source.name, source.model, devices, free, options.parallel or 1, n_gpu_layers, split, shares)
         for source, n_gpu_layers in zip(sources, numbers, strict=False)
     ]
-    placements = fit(planners, available, options.context)
-    if options.parallel is None:
-        planners, placements = widened(planners, placements, available)
+    try:
+        placements = fit(planners, available, options.context)
+        if options.parallel is None:
+            planners, placements = widened(planners, placements, available)
+    except NotEnoughMemoryError:
+        if (pooled := with_experts_in_file(planners, available - reserve, options.context)) is None:
+            raise
+        planners, placements = pooled
     return planners, Plan(
         placements, free, _device_warnings(devices) + _plan_warnings(planners[0], placements[0]), sees
     )

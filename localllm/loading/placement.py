@@ -5,19 +5,20 @@ Backends answer for memory, by lowering what they will load: what a plan says is
 
 from __future__ import annotations
 
+import math
 from bisect import bisect
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from localllm.engine.runner import max_outputs, max_step_tokens, n_cache_pages, n_states
 from localllm.errors import Argument, NotEnoughMemoryError, Notice
 from localllm.kernels.backend import Footprint, PackedWeight, Progress, Step
 from localllm.kernels.cpu.host import memory_advice
-from localllm.kernels.graph import CacheType, Route
+from localllm.kernels.graph import CacheType, LayerTag, Route
 from localllm.kernels.split import SplitStep, page_size, part_footprint
 from localllm.loading.devices import Device
 from localllm.loading.layer_split import NO_GPU, plan_layers
@@ -73,6 +74,7 @@ class LayerGroup:
     packed: tuple[PackedWeight, ...]  # its weights, as the backend holds them
     kv_cache: int = 0  # bytes of keys and values
     scratch: int = 0  # bytes that a step takes there to compute in, and about those of its CUDA graphs
+    pool: int = 0  # bytes for experts that stay in the file
     kernels: str = ""  # which kernels run there, in words
     layers: range = range(0)  # those in it
 
@@ -133,9 +135,19 @@ class Placement:
         return sum(group.scratch for group in self.groups)
 
     @property
+    def pool(self) -> int:
+        """Bytes for experts that stay in the file; 0 where all are in memory."""
+        return sum(group.pool for group in self.groups)
+
+    @property
+    def experts_in_file(self) -> int:
+        """Bytes of experts that stay in the file, as they would be in memory."""
+        return sum(weight.n_bytes for group in self.groups for weight in group.packed if weight.is_in_file)
+
+    @property
     def total(self) -> int:
         """Bytes of memory in all."""
-        return self.weights + self.kv_cache + self.scratch + self.overhead
+        return self.weights + self.pool + self.kv_cache + self.scratch + self.overhead
 
     @property
     def multiplied(self) -> int:
@@ -236,7 +248,8 @@ class Planner:
     tensor_split: tuple[float, ...] | None = None
     # whether it is from the file of the model that it drafts for, and takes that one's weights
     shares_weights: bool = False
-    _known: dict[tuple[str, range, StepSizes], Footprint] = field(default_factory=dict, compare=False)
+    expert_bytes: int | None = None  # of the host's memory for experts, where they stay in the file
+    _known: dict[tuple[str, range, StepSizes, int | None], Footprint] = field(default_factory=dict, compare=False)
 
     @property
     def page_size(self) -> int:
@@ -301,9 +314,11 @@ class Planner:
     def footprint(self, device: str, layers: range, context: int) -> Footprint:
         """The memory of a range of layers on a device."""
         sizes = self.sizes(context)
-        if (key := (device, layers, sizes)) not in self._known:
+        if (key := (device, layers, sizes, self.expert_bytes)) not in self._known:
             backend = next(each.backend for each in self.devices if each.name == device)
-            limits = sizes._asdict()
+            limits: dict[str, Any] = sizes._asdict()
+            if backend.pools_experts and self.expert_bytes is not None:
+                limits["expert_bytes"] = self.expert_bytes
             self._known[key] = part_footprint(backend, layers, self.model.graph, self.page_size, **limits)
         return self._known[key]
 
@@ -326,7 +341,7 @@ class Planner:
         shared = layers.start == 0 and not embedding
         groups = [
             LayerGroup("embedding", device, embedding, kernels=kernels),
-            LayerGroup(name, device, packed, kept, footprint.buffers, kernels, layers),
+            LayerGroup(name, device, packed, kept, footprint.buffers, footprint.pool, kernels, layers),
             LayerGroup("embedding and output" if shared else "output", device, output, kernels=kernels),
         ]
         return [group for group in groups if group.packed]
@@ -381,11 +396,13 @@ def fit(planners: Sequence[Planner], available: int, context: int | None = None)
             return True
 
     trained = planner.model.config.context_length
-    if context is None and trained > SHORT_CONTEXT and _leaves_memory(planners, available, trained, 0):
+    # What a longer context takes is lost to experts that stay in the file.
+    may_be_long = context is None and planner.expert_bytes is None
+    if may_be_long and trained > SHORT_CONTEXT and _leaves_memory(planners, available, trained, 0):
         return at(trained)
     wanted = context if context is not None else min(trained, SHORT_CONTEXT)
     if not is_too_large(wanted):
-        if context is not None or trained <= wanted:
+        if not may_be_long or trained <= wanted:
             return at(wanted)
         n_spilled = at(wanted)[0].spilled_layers
         longer = [*range(wanted, trained, _CONTEXT_STEP), trained]
@@ -407,6 +424,28 @@ def fit(planners: Sequence[Planner], available: int, context: int | None = None)
     raise NotEnoughMemoryError(before, f"load {it} with ", Argument("context", fitting), f" or less, or {smaller}")
 
 
+def with_experts_in_file(
+    planners: Sequence[Planner], available: int, context: int | None = None
+) -> tuple[list[Planner], tuple[Placement, ...]] | None:
+    """As `fit`, of a model larger than memory, whose experts stay in the file.
+
+    What is left of memory is for those that were chosen last, at least for one token's of a layer.  Gives None of a
+    model without experts on the host.
+    """
+    planner, *drafts = planners
+    whole = planner.at(MIN_CONTEXT).on(planner.devices[0].name)
+    layers = Counter[LayerTag]()
+    for weight in (weight for group in whole.groups for weight in group.packed if weight.is_expert):
+        layers[weight.layer] += weight.n_bytes
+    if not layers or not planner.devices[0].backend.pools_experts:
+        return None
+    pooled = replace(planner, expert_bytes=math.ceil(max(layers.values()) * whole.used_experts))
+    placements = fit([pooled, *drafts], available, context)
+    left = available - sum(placed.on(placed.host).total for placed in placements)
+    pooled = replace(planner, expert_bytes=min(layers.total(), placements[0].pool + left))
+    return [pooled, *drafts], _together([pooled, *drafts], placements[0].context)
+
+
 def widened(
     planners: Sequence[Planner], placements: tuple[Placement, ...], available: int
 ) -> tuple[list[Planner], tuple[Placement, ...]]:
@@ -423,6 +462,7 @@ def _needs(placed: Placement) -> str:
     return (
         f"{_gigabytes(placed.total)} of memory ({_gigabytes(placed.weights)} of weights, "
         f"{_gigabytes(placed.kv_cache)} for {placed.parallel * placed.context:,} tokens of context, "
+        f"{f'{_gigabytes(placed.pool)} for experts of a token, ' if placed.pool else ''}"
         f"{_gigabytes(placed.scratch + placed.overhead)} to work in)"
     )
 

@@ -320,6 +320,14 @@ class LoadOptions(_Checked):
         "-sm --split-mode",
         none="layer",
     )
+    max_memory: float | None = _call_option(
+        None,
+        _number(math.ulp(0.0), "a number of gigabytes above 0"),
+        "GB of the host's memory that the model may take.  Experts of a mixture that do not fit stay in the file, "
+        "and are read as tokens go to them.",
+        "--max-memory",
+        none="what is free; of a model larger than that, less 1 GiB",
+    )
     context: int | None = _setting(
         None,
         _TOKENS,

@@ -1,0 +1,393 @@
+"""Experts that stay in the file of a model larger than memory: read and packed when tokens go to them, into a pool.
+
+A *group* is the matrices of a layer's experts that are multiplied with the same rows, such as gates and ups; its
+entries in the pool are of one expert each.  Before a program multiplies with a group it calls `hold_experts`
+(`localllm.kernels.cpu.experts`), which costs nothing where all experts are there, and else has the pool read them:
+first those needed now, then, while these are computed with, those that are needed next.  Memory for them comes from
+those not needed for longest.  It changes hands only within such a call, when no kernel reads any.
+
+Packed tiles are those that loading would make, so every bit of what is computed is the same.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localllm.errors import GGUFError, NotEnoughMemoryError, path_text
+from localllm.kernels import process
+from localllm.kernels.cpu.experts import ENTRY
+from localllm.kernels.cpu.memory import PADDING, aligned_zeros, padded
+from localllm.kernels.cpu.packing import Packer
+from localllm.kernels.graph import ExpertLinears, ExpertOutput, Graph, Weight
+from localllm.kernels.mapped_file import FileRange, range_in_file
+from localllm.quant.lut import KernelType
+from localllm.quant.packing import LAYOUTS
+from localllm.quant.repack import ScaleRangeError, repack, repack_target
+
+#: Threads that read: enough for a disk to have something to do while others of them pack.
+READERS = 4
+#: Rows packed at once: those of a format that is rewritten first take memory of their own.
+PACKED_ROWS = 256
+#: Whether an entry is in the pool: not at all, asked for, there, or not there because it could not be read.
+ABSENT, PENDING, HERE, FAILED = range(4)
+
+_CALL = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 5)
+_READ = "could not be read while the model was in use"
+_CHANGED = "was changed by another program after the model was loaded"
+
+Bytes = NDArray[np.uint8]
+
+
+@dataclass(frozen=True, eq=False)
+class _Matrices:
+    """One matrix [n_out, n_in] of each expert, and where it lies in the file."""
+
+    weight: Weight
+    file: FileRange  # of all experts' rows, or of the first one's and what stands between
+    stride: int  # bytes from one expert's to the next
+    kind: KernelType
+    table: NDArray[np.int64]  # where each expert's tiles are in memory; 0 of those that are not
+
+    @property
+    def n_packed(self) -> int:
+        _, n_out, n_in = self.weight.shape
+        return LAYOUTS[self.kind].packed_bytes(padded(n_out), n_in)
+
+    def pack(self, rows: Bytes, packer: Packer, packed: Bytes) -> None:
+        """Tiles of an expert's rows."""
+        _, n_out, n_in = self.weight.shape
+        layout = LAYOUTS[self.kind]
+        if n_out % PADDING:
+            packed[:] = 0
+        for first in range(0, n_out, PACKED_ROWS):
+            part = repack(rows[first : first + PACKED_ROWS], self.weight.type, self.kind)
+            start, stop = (layout.packed_bytes(n, n_in) for n in (first, first + len(part)))
+            packer.pack(part, packed[start:stop])
+
+
+@dataclass(frozen=True, eq=False)
+class _Group:
+    number: int
+    first: int  # the number of its first expert's entry among all
+    matrices: tuple[_Matrices, ...]
+    layer: object  # groups of one layer are needed one after the other, with the same experts
+    k: int  # experts of a token
+    n_bytes: int  # of an expert in the pool
+    at_once: int  # how many are computed with at once: half of the pool is for those that come next
+
+
+def stays_in_file(weight: Weight) -> FileRange | None:
+    """Where the rows of the first of several experts' matrices lie, if they can be read from a file."""
+    return range_in_file(weight.data[0]) if len(weight.shape) == 3 else None
+
+
+class _Queue:
+    """What readers are to read, the most urgent first; and the lock of a pool."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.needed, self.ahead = deque[int](), deque[int]()
+        self.is_closed = False
+
+    def get(self) -> int | None:
+        with self.changed:
+            while not self.is_closed and not self.needed and not self.ahead:
+                self.changed.wait()
+            return None if self.is_closed else (self.needed or self.ahead).popleft()
+
+    def close(self) -> None:
+        with self.changed:
+            self.is_closed = True
+            self.changed.notify_all()
+
+
+def _read_for(queue: _Queue, pool: weakref.ref[ExpertPool]) -> None:
+    """A reader's life, which ends with the pool."""
+    while (entry := queue.get()) is not None:
+        owner = pool()
+        if owner is None:
+            return
+        owner.read(entry)
+        del owner
+
+
+def _close(queue: _Queue, files: Mapping[Path, _ExpertFile]) -> None:
+    """Ends the readers of a pool, and closes its files."""
+    queue.close()
+    for each in files.values():
+        each.file.close()
+
+
+class ExpertPool:
+    """Memory of ``n_bytes`` for the experts of a graph.
+
+    ``counts``: int64, the time in calls of `hold_experts`, and the bytes that were needed.  ``stamps``: int64, when
+    each entry was needed last.
+    """
+
+    def __init__(self, n_bytes: int, graph: Graph, packer: Callable[[KernelType], Packer]) -> None:
+        self.n_bytes, self.packer = n_bytes, packer
+        groups = [node.operation for node in graph.nodes if isinstance(node.operation, ExpertLinears | ExpertOutput)]
+        n_experts = sum(each.routing.n_experts for each in groups)
+        self.counts, self.stamps = np.zeros(2, np.int64), np.zeros(n_experts, np.int64)
+        self.bytes_read = 0
+        #: Seconds for which programs waited, and for which anything was being read.
+        self.wait_s = self.read_s = 0.0
+        #: Since `begin`: whether programs waited, why experts could not be had, and the tokens that lack them.
+        self.has_waited = False
+        self.error: BaseException | None = None
+        self.failed_tokens: list[int] = []
+        self._groups: list[_Group] = []
+        self._state = np.zeros(n_experts, np.int8)
+        self._memory: list[Bytes | None] = [None] * n_experts
+        self._errors: dict[int, BaseException] = {}
+        self._owner: list[_Group] = []  # of each entry
+        self._n_used = self._n_reading = 0
+        self._reading_since = 0.0
+        self._queue = _Queue()
+        self._files: dict[Path, _ExpertFile] = {}
+        this = weakref.ref(self)
+        self._call = _CALL(lambda *numbers: pool._hold(*numbers) if (pool := this()) is not None else 0)
+        #: The address of what `hold_experts` calls.
+        self.call = ctypes.cast(self._call, ctypes.c_void_p).value or 0
+
+    def group(self, weights: Sequence[Weight], tables: Sequence[NDArray[np.int64]], layer: object, k: int) -> _Group:
+        """The group of some weights, each with the table of where its experts are; groups of one ``layer`` are needed
+        one after the other, by the same tokens, which go to ``k`` experts each."""
+        for group in self._groups:
+            if [each.weight for each in group.matrices] == [*weights]:
+                return group
+        matrices = tuple(
+            _Matrices(weight, _first(weight), weight.data.strides[0], repack_target(weight.type), table)
+            for weight, table in zip(weights, tables, strict=True)
+        )
+        n_bytes = sum(each.n_packed for each in matrices)
+        if self.n_bytes < k * n_bytes:
+            raise NotEnoughMemoryError(
+                f"one token's experts of a layer take {k * n_bytes / 1e6:,.1f} MB, but there are "
+                f"{self.n_bytes / 1e6:,.1f} MB for experts that stay in the file: give it more memory"
+            )
+        at_once = max(k, self.n_bytes // 2 // n_bytes)
+        group = _Group(len(self._groups), len(self._owner), matrices, layer, k, n_bytes, at_once)
+        self._groups.append(group)
+        self._owner += [group] * weights[0].shape[0]
+        return group
+
+    def open(self) -> None:
+        """Opens the files and starts the readers: to be called once all groups are known."""
+        for each in (matrices for group in self._groups for matrices in group.matrices):
+            self.packer(each.kind)
+            if each.file.path not in self._files:
+                self._files[each.file.path] = _ExpertFile(each.file.path)
+        weakref.finalize(self, _close, self._queue, self._files).atexit = False
+        for i in range(READERS):
+            arguments = self._queue, weakref.ref(self)
+            threading.Thread(target=_read_for, args=arguments, name=f"localllm-experts-{i}", daemon=True).start()
+
+    def begin(self) -> None:
+        """To be called before a step."""
+        self.has_waited, self.error, self.failed_tokens = False, None, []
+
+    # -- What programs call ----------------------------------------------------------------------------------------
+
+    def _hold(self, number: int, address: int, n: int, n_all: int, pairs: int) -> int:
+        """Has the experts of the first ``n`` of ``n_all`` entries in memory when it returns; gives how many are.
+
+        Those that cannot be read it puts behind them: so their pairs are not computed, which nobody must use.
+        """
+        entries, group = _words(address, n_all * ENTRY // 8).reshape(-1, ENTRY // 8), self._groups[number]
+        began, self.has_waited = time.perf_counter(), True
+        try:
+            failed = self._request(group, entries[:, 0], n)
+        except BaseException as error:
+            self.error, failed = error, list(range(n))
+        self.wait_s += time.perf_counter() - began
+        for i in failed:
+            _, place, count = entries[i].tolist()
+            self.failed_tokens += [pair // group.k for pair in _words(pairs + 8 * place, count).tolist()]
+        order = [i for i in range(n) if i not in failed] + failed
+        entries[:n] = entries[order]
+        return n - len(failed)
+
+    def _request(self, group: _Group, experts: NDArray[np.int64], n: int) -> list[int]:
+        """Waits for the first ``n`` experts, and asks for those behind them and for the layer's other matrices."""
+        needed = (group.first + experts[:n]).tolist()
+        same = [each for each in self._groups if each.layer == group.layer and each.number > group.number]
+        ahead = [group.first + experts[n:], *(each.first + experts for each in same)]
+        state, queue = self._state, self._queue
+        with queue.changed:
+            for entry in needed:
+                if state[entry] in (ABSENT, FAILED):
+                    while (memory := self._take(group.n_bytes, needed)) is None:
+                        self._wait_for_memory()
+                    self._ask(entry, memory, queue.needed)
+                elif state[entry] == PENDING and entry in queue.ahead:
+                    queue.ahead.remove(entry)
+                    queue.needed.append(entry)
+            self._read_ahead(np.concatenate(ahead).tolist(), needed)
+            while any(state[entry] == PENDING for entry in needed):
+                queue.changed.wait()
+            failed = [i for i, entry in enumerate(needed) if state[entry] != HERE]
+            for i in failed:
+                self.error = self._errors.pop(needed[i], self.error)
+        return failed
+
+    def _read_ahead(self, entries: Iterable[int], needed: Sequence[int]) -> None:
+        """Asks for entries as far as there is memory."""
+        kept = [*needed, *entries]
+        for entry in kept[len(needed) :]:
+            if self._state[entry] == ABSENT:
+                memory = self._take(self._owner[entry].n_bytes, kept)
+                if memory is None:
+                    return
+                self._ask(entry, memory, self._queue.ahead)
+
+    def _ask(self, entry: int, memory: Bytes, queue: deque[int]) -> None:
+        self._memory[entry], self._state[entry] = memory, PENDING
+        self.stamps[entry] = self.counts[0]
+        queue.append(entry)
+        self._queue.changed.notify_all()
+
+    # -- Memory ----------------------------------------------------------------------------------------------------
+
+    def _take(self, n_bytes: int, kept: Sequence[int]) -> Bytes | None:
+        """Memory for an entry, of others that are not among ``kept`` if need be; None where there is none."""
+        while self._n_used + n_bytes > self.n_bytes:
+            may_go = self._state == HERE
+            may_go[kept] = False
+            if not may_go.any():
+                return None
+            oldest = int(np.where(may_go, self.stamps, np.iinfo(np.int64).max).argmin())
+            memory = self._drop(oldest)
+            if len(memory) == n_bytes:
+                self._n_used += n_bytes
+                return memory
+        self._n_used += n_bytes
+        return aligned_zeros(n_bytes, np.uint8)
+
+    def _drop(self, entry: int) -> Bytes:
+        """Takes an entry out of the pool, and gives its memory."""
+        memory, group = self._memory[entry], self._owner[entry]
+        assert memory is not None
+        for each in group.matrices:
+            each.table[entry - group.first] = 0
+        self._memory[entry], self._state[entry] = None, ABSENT
+        self._n_used -= len(memory)
+        return memory
+
+    def _wait_for_memory(self) -> None:
+        """Lets go of what was to be read ahead, or waits for what is being read."""
+        if not self._queue.ahead:
+            self._queue.changed.wait()
+        while self._queue.ahead:
+            self._drop(self._queue.ahead.popleft())
+
+    # -- Reading ---------------------------------------------------------------------------------------------------
+
+    def read(self, entry: int) -> None:
+        """Reads and packs an entry that was asked for; called by readers."""
+        group, memory = self._owner[entry], self._memory[entry]
+        assert memory is not None
+        expert, n_read = entry - group.first, 0
+        error: BaseException | None = None
+        with self._queue.changed:
+            if not self._n_reading:
+                self._reading_since = time.perf_counter()
+            self._n_reading += 1
+        places = []
+        try:
+            with process.UnfinishedWork(process.workers):
+                stop = 0
+                for each in group.matrices:
+                    start, stop = stop, stop + each.n_packed
+                    raw = self._files[each.file.path].read(each, expert)
+                    each.pack(raw.reshape(each.weight.shape[1], -1), self.packer(each.kind), memory[start:stop])
+                    n_read += raw.nbytes
+                    places.append(memory[start:].ctypes.data)
+        except ScaleRangeError as failure:
+            name = group.matrices[len(places)].weight.name
+            error = ScaleRangeError(f"tensor {name}, expert {expert}: {failure}: load the model with more memory")
+        except BaseException as failure:
+            error = failure
+        with self._queue.changed:
+            self._n_reading -= 1
+            if not self._n_reading:
+                self.read_s += time.perf_counter() - self._reading_since
+            self.bytes_read += n_read
+            if error is None:
+                # The first one last: by it kernels know that all are there.
+                for each, place in reversed(list(zip(group.matrices, places, strict=True))):
+                    each.table[expert] = place
+                self._state[entry] = HERE
+            else:
+                self._drop(entry)
+                self._state[entry], self._errors[entry] = FAILED, error
+            self._queue.changed.notify_all()
+
+
+class _ExpertFile:
+    """A file that experts are read from, open for as long as the pool is there."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.file = open(path, "rb", buffering=0)  # noqa: SIM115
+        self._stamp = self._now()
+        self._lock = threading.Lock()
+
+    def _now(self) -> tuple[int, int]:
+        status = os.fstat(self.file.fileno())
+        return status.st_size, status.st_mtime_ns
+
+    def read(self, matrices: _Matrices, expert: int) -> Bytes:
+        """The rows of an expert's matrix.
+
+        Raises:
+            GGUFError: the disk failed, or the file is not what it was.
+        """
+        data = np.empty(matrices.file.n_bytes, np.uint8)
+        offset, done, where = matrices.file.offset + expert * matrices.stride, 0, data.data
+        what = f"{path_text(self._path)}, tensor {matrices.weight.name}, expert {expert}"
+        try:
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(self.file.fileno(), offset, len(data), os.POSIX_FADV_WILLNEED)
+            while done < len(data) and (n := self._read_at(offset + done, where[done:])):
+                done += n
+            is_same = self._now() == self._stamp
+        except OSError as error:
+            raise GGUFError(
+                f"{what}: {_READ} ({error.strerror}): check the disk, and load the model again"
+            ) from error
+        if done < len(data) or not is_same:
+            raise GGUFError(f"{what}: the file {_CHANGED}: load the model again")
+        return data
+
+    def _read_at(self, offset: int, into: memoryview) -> int:
+        if hasattr(os, "preadv"):
+            return os.preadv(self.file.fileno(), [into], offset)
+        with self._lock:
+            self.file.seek(offset)
+            return self.file.readinto(into) or 0
+
+
+def _first(weight: Weight) -> FileRange:
+    found = stays_in_file(weight)
+    assert found is not None
+    return found
+
+
+def _words(address: int, n: int) -> NDArray[np.int64]:
+    """Numbers in memory."""
+    where: Any = (ctypes.c_int64 * n).from_address(address)
+    return np.frombuffer(where, np.int64)

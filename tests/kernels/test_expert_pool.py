@@ -1,0 +1,171 @@
+"""Experts that stay in the file: the same bits as with all in memory, and what happens when they cannot be read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import localllm
+from localllm.errors import ExpertReadError, NotEnoughMemoryError
+from localllm.gguf import GGUFFile
+from localllm.kernels.cpu import expert_pool
+from localllm.kernels.cpu.backend import CPUBackend, CPUStep
+from localllm.kernels.graph import Route
+from localllm.models.registry import read_model
+from localllm.quant.types import GGMLType as T
+from tests.helpers import tiny_models
+from tests.helpers.run_model import make_batch
+
+IDS = [int(i) for i in np.random.default_rng(3).integers(3, 300, 60)]
+PAGES = range(4)
+
+
+@cache
+def cpu() -> CPUBackend:
+    return CPUBackend(threads=2)
+
+
+def loaded(path: Path, expert_bytes: int | None) -> CPUStep:
+    """The step of a model, with so much memory for experts, or all of them."""
+    with GGUFFile.open(path) as file:
+        graph = read_model(file).graph
+        sizes: dict[str, Any] = {"n_pages": (8,) * len(graph.windows), "max_tokens": 64, "max_outputs": 64}
+        step = cpu().footprint(graph, **sizes, expert_bytes=expert_bytes).load(None)
+    assert isinstance(step, CPUStep)
+    return step
+
+
+def token_bytes(path: Path) -> int:
+    """Bytes of one token's experts of a layer."""
+    with GGUFFile.open(path) as file:
+        model = read_model(file)
+        planned = cpu().footprint(model.graph, n_pages=(1,), max_tokens=1, max_outputs=1).weights
+    route = next(node.operation for node in model.graph.nodes if isinstance(node.operation, Route))
+    share = route.k / route.logits.width
+    return round(share * sum(weight.n_bytes for weight in planned if weight.is_expert and weight.layer == 0))
+
+
+def logits(step: CPUStep) -> list[NDArray[np.float32]]:
+    """Of a prompt, of its tokens one after the other, and of the prompt again."""
+    prompt = make_batch([(IDS, 0, PAGES)])
+    decoded = [step(make_batch([([id_], i, PAGES)])).copy() for i, id_ in enumerate(IDS)]
+    return [step(prompt).copy(), *decoded, step(prompt).copy()]
+
+
+@pytest.fixture(params=[("mixtral", T.Q4_0), ("qwen3_moe", T.Q4_K), ("qwen3_moe", T.F16)], ids=str)
+def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    kind, type_ = request.param
+    return tiny_models.tiny_gguf(tmp_path / "model.gguf", kind, type=type_, head_dim=16)
+
+
+@pytest.mark.parametrize("n_tokens", [1, 2.5, 100])
+def test_experts_in_the_file_change_no_bit(path: Path, n_tokens: float) -> None:
+    """With memory for one token's experts of a layer, for some, and for all."""
+    step = loaded(path, round(n_tokens * token_bytes(path)))
+    for found, expected in zip(logits(step), logits(loaded(path, None)), strict=True):
+        np.testing.assert_array_equal(found, expected)
+    assert step.pool is not None
+    needed, read = int(step.pool.counts[1]), step.pool.bytes_read
+    with GGUFFile.open(path) as file:
+        in_file = sum(tensor.n_bytes for name, tensor in file.tensors.items() if "_exps" in name)
+    if n_tokens == 100:
+        assert read <= in_file  # each once, if at all
+    else:
+        assert in_file < read
+    assert needed > 0
+
+
+def test_memory_for_less_than_a_token_is_refused(path: Path) -> None:
+    with pytest.raises(NotEnoughMemoryError, match=r"one token's experts of a layer take .* MB, but there are"):
+        loaded(path, token_bytes(path) // 3)
+
+
+# -- What cannot be read -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mixture(tmp_path: Path) -> Path:
+    return tiny_models.tiny_gguf(tmp_path / "model.gguf", "qwen3_moe", type=T.Q4_0, num_hidden_layers=1)
+
+
+def test_a_sequence_that_lacks_an_expert_leaves_others_their_logits(
+    mixture: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = make_batch([(IDS[:2], 0, range(2)), (IDS[2:40], 0, range(2, 6))])
+    expected = loaded(mixture, None)(batch).copy()
+    step = loaded(mixture, 100 * token_bytes(mixture))
+    step(make_batch([(IDS[:2], 0, range(2))]))  # its experts are in memory
+
+    def fail(*_: object) -> NDArray[np.uint8]:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(expert_pool._ExpertFile, "read", fail)
+    with pytest.raises(ExpertReadError, match="Input/output error") as caught:
+        step(batch)
+    assert caught.value.sequences == {1}
+    np.testing.assert_array_equal(caught.value.logits[:2], expected[:2])
+    monkeypatch.undo()
+    np.testing.assert_array_equal(step(batch), expected)  # the disk is well again
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def write(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"x")
+    os.utime(path, ns=(1, 1))
+
+
+@pytest.mark.parametrize("change", [truncate, write])
+def test_a_file_that_changes_ends_those_who_need_it(mixture: Path, change: Callable[[Path], None]) -> None:
+    step = loaded(mixture, 100 * token_bytes(mixture))
+    first = make_batch([(IDS[:1], 0, PAGES)])
+    expected = step(first).copy()
+    change(mixture)
+    with pytest.raises(ExpertReadError, match=r"model.gguf, tensor blk.0.ffn.* expert \d: the file was changed by"):
+        step(make_batch([(IDS, 0, PAGES)]))
+    np.testing.assert_array_equal(step(first), expected)
+
+
+# -- Whole models --------------------------------------------------------------------------------------------------
+
+
+def test_a_model_larger_than_memory_writes_the_same(mixture: Path) -> None:
+    with localllm.load(mixture, context=64) as llm:
+        whole, expected = llm.info.placement, llm.generate(IDS[:20], max_tokens=8, temperature=0, ignore_eos=True).ids
+    assert not whole.pool
+    limit = (whole.total - token_bytes(mixture)) / 1e9
+    with localllm.load(mixture, context=64, max_memory=limit) as llm:
+        placed = llm.info.placement
+        assert placed.total <= limit * 1e9
+        assert 0 < placed.pool < placed.experts_in_file
+        assert placed.multiplied == whole.multiplied
+        assert llm.generate(IDS[:20], max_tokens=8, temperature=0, ignore_eos=True).ids == expected
+    with pytest.raises(NotEnoughMemoryError, match=r"for experts of a token.* but .* is available"):
+        localllm.load(mixture, context=64, max_memory=(whole.total - placed.experts_in_file) / 1e9)
+
+
+def test_a_request_with_its_experts_in_memory_goes_on(mixture: Path) -> None:
+    with localllm.load(mixture, context=64) as llm:
+        total = llm.info.placement.total
+    with localllm.load(mixture, context=64, parallel=2, max_memory=(total - 1000) / 1e9) as llm:
+        assert llm.info.placement.pool
+        options: dict[str, Any] = {"max_tokens": 4, "temperature": 0, "ignore_eos": True}
+        expected = llm.generate(IDS[:1], **options).ids
+        truncate(mixture)
+        with ThreadPoolExecutor(2) as threads:
+            fails, goes_on = (threads.submit(llm.generate, ids, **options) for ids in (IDS[1:], IDS[:1]))
+            with pytest.raises(ExpertReadError, match="was changed by another program"):
+                fails.result()
+            assert goes_on.result().ids == expected
