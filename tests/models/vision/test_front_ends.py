@@ -22,7 +22,7 @@ import pytest
 
 import localllm
 from localllm import LLM, web
-from localllm.chat.conversation import Image as Picture
+from localllm.chat.conversation import Media
 from localllm.compat import Llama, Llava15ChatHandler
 from localllm.errors import ContextLengthError, LocalLLMError, ModelError, TemplateError, UsageError
 from localllm.loading import vision
@@ -307,8 +307,8 @@ def test_pictures_of_a_long_prompt_do_not_all_hold_their_pixels(
     others = messages("other", *[picture(50 + i, 33) for i in range(4)])
     llm.chat(others, **GREEDY)
     assert llm.counts.encoded == before + 4
-    encoder = llm._require_encoder()
-    pieces = [Picture(image) for image in (*images[:3], images[0], str(path))]
+    encoder = llm._encoder_of([Media(None)])
+    pieces = [Media(image) for image in (*images[:3], images[0], str(path))]
     _, placed = encoder.prompt(pieces, llm.tokenize)
     assert [len(each.picture.source.frames) for each in placed] == [1, 1, 0, 1, 0]
     made = encoder.prepare(images[2])
@@ -357,7 +357,7 @@ def test_ten_turns_an_edit_a_branch_and_a_restart_encode_each_picture_once(
         opened.append(source)
         return open_picture(source, where)
 
-    monkeypatch.setattr(vision, "open_picture", opens)
+    monkeypatch.setattr("localllm.models.vision.encoder.open_picture", opens)
     with localllm.load(files / "model.gguf", **load) as llm:
         chats = ten_turns(lambda chat: llm.chat(chat, **GREEDY).text)
         replies = [llm.chat(each, **GREEDY).text for each in chats]
