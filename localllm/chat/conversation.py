@@ -179,6 +179,13 @@ def read_parts(
     return tuple(parts), "".join(thoughts)
 
 
+def kind_of(file: bytes) -> Literal["image", "audio"]:
+    """Whether a file is a sound by its first bytes: WAV, MP3, FLAC or OGG; else it is taken as a picture."""
+    is_mp3 = file[:3] == b"ID3" or (file[:1] == b"\xff" and file[1:2] >= b"\xe0")
+    is_wav = file[:4] in (b"RIFF", b"RF64") and file[8:12] == b"WAVE"
+    return "audio" if is_mp3 or is_wav or file[:4] in (b"fLaC", b"OggS") else "image"
+
+
 def _image(where: str, part: Mapping[str, Any], may_open_files: bool) -> Media:
     """The picture of a part."""
     given = part.get("image", part.get("image_url", part.get("source")))

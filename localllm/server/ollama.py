@@ -330,7 +330,7 @@ async def show(request: Request, dispatcher: Dispatcher) -> Response:
         template = llm.chat_template
         reads_tools = ["tools"] if template.reads("tools") else []
         thinks = ["thinking"] if template.reads("enable_thinking") else []
-        sees = ["vision"] if llm.sees else []
+        sees = [*(["vision"] if llm.sees else []), *(["audio"] if llm.hears else [])]
         return {
             "template": template.source,
             "capabilities": ["completion", *sees, *reads_tools, *thinks],

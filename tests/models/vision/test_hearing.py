@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import io
 import json
 import re
 import shlex
+import shutil
+import subprocess
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -30,6 +34,7 @@ from localllm.quantize import plan, run
 from tests.helpers.checkpoints import write_tokenizer
 from tests.helpers.command_line import run_main
 from tests.helpers.data import ROOT
+from tests.helpers.http_server import Serving, demo, serving
 from tests.models.vision.families import TEXT, torch, transformers
 from tests.models.vision.test_seeing import TEMPLATE, logits
 from tests.models.vision.test_transformers import encoded
@@ -409,3 +414,102 @@ def _folder_of(folder: Path, values: dict[str, Any]) -> Path:
     (folder / "other").mkdir()
     (folder / "other" / "config.json").write_text(json.dumps(values))
     return folder / "other"
+
+
+# -- The server ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def server(files: Path) -> Iterator[Serving]:
+    with serving(demo(path=files / "model.gguf", context=512)) as started:
+        yield started
+
+
+def test_official_clients_send_sounds(server: Serving, llm: LLM) -> None:
+    openai = pytest.importorskip("openai")
+    wav = file_of(sound(1.5))
+    data, before = base64.b64encode(wav).decode(), server.llm.counts.encoded
+    part = {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}
+    given: Any = [{"role": "user", "content": [part, {"type": "text", "text": "Transcribe audio to text"}]}]
+    options: Any = {"temperature": 0, "max_tokens": 4}
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="-", max_retries=0) as client:
+        chat = client.chat.completions.create(model="demo", messages=given, **options)
+        answer = client.responses.create(model="demo", input=given, temperature=0, max_output_tokens=4)
+        again = client.responses.create(model="demo", input="?", previous_response_id=answer.id, max_output_tokens=2)
+        create = partial(client.audio.transcriptions.create, model="demo", extra_body={"max_tokens": 4})
+        heard, text = create(file=("a.wav", wav)), create(file=("a.wav", wav), response_format="text")
+        events = list(create(file=("a.wav", wav), stream=True))
+        other = create(file=("a.wav", wav), language="de", prompt="What\r\n is it", temperature=0.5)
+        with pytest.raises(openai.BadRequestError, match="response_format is 'srt', but json and text"):
+            create(file=("a.wav", wav), response_format="srt")
+        with pytest.raises(openai.BadRequestError, match="the sound in file cannot be read"):
+            create(file=("a.wav", wav[:20]))
+    expected = llm.chat(messages(wav, "Transcribe audio to text"), max_tokens=4, temperature=0).text
+    assert chat.choices[0].message.content == answer.output_text == heard.text == text.rstrip("\n") == expected
+    assert "".join(each.delta for each in events[:-1]) == events[-1].text == expected
+    assert other.usage.input_tokens > again.usage.input_tokens - 80 > 0
+    items = httpx.get(f"{server.url}/v1/responses/{again.id}/input_items").json()["data"]
+    assert items[0]["content"][0] == part
+    assert server.llm.counts.encoded == before + 1  # all of them are the same sound
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
+def test_the_request_of_the_documentation(server: Serving, tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "sound.md").read_text("utf-8")
+    (command,) = re.findall(r"`(curl [^`]*)`", page)
+    (tmp_path / "talk.wav").write_bytes(file_of(sound(0.4)))
+    words = shlex.split(command.replace("http://127.0.0.1:8080", server.url))
+    done = subprocess.run([*words, "-s", "-F", "max_tokens=2"], cwd=tmp_path, capture_output=True, check=True)
+    assert json.loads(done.stdout)["usage"]["output_tokens"] <= 2
+
+
+def test_multimodal_data_and_what_the_server_says_of_itself(server: Serving, llm: LLM) -> None:
+    wav = file_of(sound(0.9), "FLAC")
+    prompt = {"prompt_string": "a <__media__> b", "multimodal_data": [base64.b64encode(wav).decode()]}
+    body = {"prompt": prompt, "n_predict": 4, "temperature": 0, "ignore_eos": True}
+    answer = httpx.post(f"{server.url}/completion", json=body, timeout=120).json()
+    assert answer["content"] == llm.generate("a <__media__> b", audio=[wav], **GREEDY).text
+    assert httpx.get(f"{server.url}/props").json()["modalities"] == {"vision": False, "audio": True}
+    shown = httpx.post(f"{server.url}/api/show", json={"model": "demo"}).json()
+    assert shown["capabilities"][:2] == ["completion", "audio"]
+    refused = httpx.post(f"{server.url}/api/generate", json={"prompt": "a", "images": [prompt["multimodal_data"][0]]})
+    assert "has no encoder of pictures, so the model sees none" in refused.json()["error"]
+
+
+@pytest.mark.parametrize(
+    ("content", "kind", "words"),
+    [
+        (b"", "multipart/form-data; boundary=x", "the form is cut off"),
+        (b"--x\r\n\r\n", "multipart/form-data", "the form is cut off"),
+        (
+            b"--x\r\nContent-Disposition: form-data; name=prompt\r\n\r\na\r\n--x--",
+            "multipart/form-data; boundary=x",
+            "file",
+        ),
+        (b'{"file": "%"}', "application/json", "file"),
+        (b'{"file": "eA=="}', "application/json", "the sound in file cannot be read"),
+    ],
+)
+def test_bad_forms_are_refused(server: Serving, content: bytes, kind: str, words: str) -> None:
+    pytest.importorskip("soundfile")
+    headers = {"content-type": kind}
+    answer = httpx.post(f"{server.url}/v1/audio/transcriptions", content=content, headers=headers)
+    assert (answer.status_code, words in answer.json()["error"]["message"]) == (400, True), answer.text
+
+
+def test_models_that_do_not_hear_refuse_in_every_api(files: Path) -> None:
+    data = base64.b64encode(b"RIFF    WAVE").decode()
+    part = {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}
+    chat = [{"role": "user", "content": [part]}]
+    with serving(demo()) as started:
+        for path, body in {
+            "/v1/chat/completions": {"messages": chat},
+            "/v1/responses": {"input": chat},
+            "/v1/messages": {"messages": chat, "max_tokens": 1},
+            "/api/chat": {"messages": chat},
+            "/completion": {"prompt": {"prompt_string": "", "multimodal_data": [data]}},
+            "/v1/audio/transcriptions": {"file": data},
+        }.items():
+            answer = httpx.post(started.url + path, json=body)
+            assert answer.status_code == 400, (path, answer.text)
+            assert "was loaded without an encoder of sounds, so it hears none" in answer.text, (path, answer.text)
