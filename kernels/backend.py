@@ -281,6 +281,15 @@ class PackedWeight:
         return 0 if self.is_shared or self.is_in_file else self.n_bytes
 
 
+class ExpertReads(NamedTuple):
+    """Experts that stay in a file, since it was loaded."""
+
+    needed: int  # bytes that steps computed with, in memory or not
+    read: int  # bytes that came from the file
+    read_s: float  # seconds in which any were being read
+    wait_s: float  # seconds for which steps waited
+
+
 class Step(ABC):
     """A compiled graph, with its weights and its cache."""
 
@@ -289,6 +298,11 @@ class Step(ABC):
     # how many of the largest logits `top_k` finds on a device, so that only they come from there; 0 where all logits
     # lie in memory of the host anyway
     max_top_k: int = 0
+
+    @property
+    def expert_reads(self) -> ExpertReads | None:
+        """What was read of experts that stay in the file, if any do."""
+        return None
 
     @property
     def chooses_ahead(self) -> bool:

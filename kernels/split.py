@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.errors import ExpertReadError, GGUFError, KernelError
-from localllm.kernels.backend import Backend, Batch, Cache, Footprint, HostOutput, Output, Step, TopK
+from localllm.kernels.backend import Backend, Batch, Cache, ExpertReads, Footprint, HostOutput, Output, Step, TopK
 from localllm.kernels.graph import Graph
 
 #: Tokens of a micro-batch.  By `tests.benchmarks.gpu.predict` two GPUs are slower than one with 128, where products
@@ -132,6 +132,10 @@ class SplitStep(Step):
         self.max_top_k = steps[-1].max_top_k
         self._limits = max_tokens, max_outputs
         self.logits = np.empty((max_outputs, graph.result.width), np.float32)
+
+    @property
+    def expert_reads(self) -> ExpertReads | None:
+        return self.steps[0].expert_reads  # the host's
 
     def run(self, batch: Batch, hidden: Output | None = None) -> Output:
         batch.check_size(*self._limits)

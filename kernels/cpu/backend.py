@@ -12,6 +12,7 @@ from localllm.errors import Argument, ExpertReadError, UsageError
 from localllm.kernels.backend import (
     Backend,
     Batch,
+    ExpertReads,
     Footprint,
     HostOutput,
     Output,
@@ -152,6 +153,10 @@ class CPUStep(Step):
             lowered.instructions, header, backend.target, keep, backend.kernel_progress, arena.ctypes.data
         )
 
+    @property
+    def expert_reads(self) -> ExpertReads | None:
+        return None if self.pool is None else self.pool.reads
+
     def run(self, batch: Batch, hidden: Output | None = None) -> Output:
         backend, n_tokens = self._backend, len(batch.ids)
         workers = backend.workers
@@ -195,7 +200,7 @@ class CPUStep(Step):
         batch.check_size(self._tables.max_tokens, self._tables.max_outputs)
         batch.check(self.cache, self._n_joined)
         if self.pool is not None:
-            self.pool.begin()
+            self.pool.begin(len(batch.ids))
         chosen = [batch.rows_of(table.shape[0], by_position=op.by_position) for op, table, _ in self._embeddings]
         self._tables.fill(batch)
         n_tokens = len(batch.ids)

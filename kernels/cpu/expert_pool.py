@@ -27,10 +27,11 @@ from numpy.typing import NDArray
 
 from localllm.errors import GGUFError, NotEnoughMemoryError, path_text
 from localllm.kernels import process
+from localllm.kernels.backend import ExpertReads
 from localllm.kernels.cpu.experts import ENTRY
 from localllm.kernels.cpu.memory import PADDING, aligned_zeros, padded
 from localllm.kernels.cpu.packing import Packer
-from localllm.kernels.graph import ExpertLinears, ExpertOutput, Graph, Weight
+from localllm.kernels.graph import ExpertLinears, ExpertOutput, Graph, Routing, Weight
 from localllm.kernels.mapped_file import FileRange, range_in_file
 from localllm.quant.lut import KernelType
 from localllm.quant.packing import LAYOUTS
@@ -40,6 +41,8 @@ from localllm.quant.repack import ScaleRangeError, repack, repack_target
 READERS = 4
 #: Rows packed at once: those of a format that is rewritten first take memory of their own.
 PACKED_ROWS = 256
+#: Tokens of a step beyond which it is taken to go to nearly all experts.
+LONG_STEP = 32
 #: Whether an entry is in the pool: not at all, asked for, there, or not there because it could not be read.
 ABSENT, PENDING, HERE, FAILED = range(4)
 
@@ -78,12 +81,11 @@ class _Matrices:
 
 
 @dataclass(frozen=True, eq=False)
-class _Group:
+class ExpertGroup:
     number: int
     first: int  # the number of its first expert's entry among all
     matrices: tuple[_Matrices, ...]
-    layer: object  # groups of one layer are needed one after the other, with the same experts
-    k: int  # experts of a token
+    routing: Routing  # groups of one are needed one after the other, with the same experts
     n_bytes: int  # of an expert in the pool
     at_once: int  # how many are computed with at once: half of the pool is for those that come next
 
@@ -149,12 +151,13 @@ class ExpertPool:
         self.has_waited = False
         self.error: BaseException | None = None
         self.failed_tokens: list[int] = []
-        self._groups: list[_Group] = []
+        self._groups: list[ExpertGroup] = []
         self._state = np.zeros(n_experts, np.int8)
         self._memory: list[Bytes | None] = [None] * n_experts
         self._errors: dict[int, BaseException] = {}
-        self._owner: list[_Group] = []  # of each entry
+        self._owner: list[ExpertGroup] = []  # of each entry
         self._n_used = self._n_reading = 0
+        self._is_long = False
         self._reading_since = 0.0
         self._queue = _Queue()
         self._files: dict[Path, _ExpertFile] = {}
@@ -163,9 +166,8 @@ class ExpertPool:
         #: The address of what `hold_experts` calls.
         self.call = ctypes.cast(self._call, ctypes.c_void_p).value or 0
 
-    def group(self, weights: Sequence[Weight], tables: Sequence[NDArray[np.int64]], layer: object, k: int) -> _Group:
-        """The group of some weights, each with the table of where its experts are; groups of one ``layer`` are needed
-        one after the other, by the same tokens, which go to ``k`` experts each."""
+    def group(self, weights: Sequence[Weight], tables: Sequence[NDArray[np.int64]], routing: Routing) -> ExpertGroup:
+        """The group of some weights, each with the table of where its experts are."""
         for group in self._groups:
             if [each.weight for each in group.matrices] == [*weights]:
                 return group
@@ -174,13 +176,14 @@ class ExpertPool:
             for weight, table in zip(weights, tables, strict=True)
         )
         n_bytes = sum(each.n_packed for each in matrices)
-        if self.n_bytes < k * n_bytes:
+        least = routing.k * n_bytes
+        if self.n_bytes < least:
             raise NotEnoughMemoryError(
-                f"one token's experts of a layer take {k * n_bytes / 1e6:,.1f} MB, but there are "
+                f"one token's experts of a layer take {least / 1e6:,.1f} MB, but there are "
                 f"{self.n_bytes / 1e6:,.1f} MB for experts that stay in the file: give it more memory"
             )
-        at_once = max(k, self.n_bytes // 2 // n_bytes)
-        group = _Group(len(self._groups), len(self._owner), matrices, layer, k, n_bytes, at_once)
+        at_once = max(routing.k, self.n_bytes // 2 // n_bytes)
+        group = ExpertGroup(len(self._groups), len(self._owner), matrices, routing, n_bytes, at_once)
         self._groups.append(group)
         self._owner += [group] * weights[0].shape[0]
         return group
@@ -196,8 +199,13 @@ class ExpertPool:
             arguments = self._queue, weakref.ref(self)
             threading.Thread(target=_read_for, args=arguments, name=f"localllm-experts-{i}", daemon=True).start()
 
-    def begin(self) -> None:
+    @property
+    def reads(self) -> ExpertReads:
+        return ExpertReads(int(self.counts[1]), self.bytes_read, self.read_s, self.wait_s)
+
+    def begin(self, n_tokens: int) -> None:
         """To be called before a step."""
+        self._is_long = n_tokens > LONG_STEP
         self.has_waited, self.error, self.failed_tokens = False, None, []
 
     # -- What programs call ----------------------------------------------------------------------------------------
@@ -208,7 +216,7 @@ class ExpertPool:
         Those that cannot be read it puts behind them: so their pairs are not computed, which nobody must use.
         """
         entries, group = _words(address, n_all * ENTRY // 8).reshape(-1, ENTRY // 8), self._groups[number]
-        began, self.has_waited = time.perf_counter(), True
+        began, self.has_waited = time.perf_counter(), self.has_waited or n > 0
         try:
             failed = self._request(group, entries[:, 0], n)
         except BaseException as error:
@@ -216,15 +224,15 @@ class ExpertPool:
         self.wait_s += time.perf_counter() - began
         for i in failed:
             _, place, count = entries[i].tolist()
-            self.failed_tokens += [pair // group.k for pair in _words(pairs + 8 * place, count).tolist()]
+            self.failed_tokens += [pair // group.routing.k for pair in _words(pairs + 8 * place, count).tolist()]
         order = [i for i in range(n) if i not in failed] + failed
         entries[:n] = entries[order]
         return n - len(failed)
 
-    def _request(self, group: _Group, experts: NDArray[np.int64], n: int) -> list[int]:
+    def _request(self, group: ExpertGroup, experts: NDArray[np.int64], n: int) -> list[int]:
         """Waits for the first ``n`` experts, and asks for those behind them and for the layer's other matrices."""
         needed = (group.first + experts[:n]).tolist()
-        same = [each for each in self._groups if each.layer == group.layer and each.number > group.number]
+        same = [each for each in self._groups if each.routing is group.routing and each.number > group.number]
         ahead = [group.first + experts[n:], *(each.first + experts for each in same)]
         state, queue = self._state, self._queue
         with queue.changed:
@@ -269,8 +277,9 @@ class ExpertPool:
             may_go[kept] = False
             if not may_go.any():
                 return None
-            oldest = int(np.where(may_go, self.stamps, np.iinfo(np.int64).max).argmin())
-            memory = self._drop(oldest)
+            # Long steps need nearly all, layer after layer: those needed last are needed again the latest.
+            ages = -self.stamps if self._is_long else self.stamps
+            memory = self._drop(int(np.where(may_go, ages, np.iinfo(np.int64).max).argmin()))
             if len(memory) == n_bytes:
                 self._n_used += n_bytes
                 return memory

@@ -235,6 +235,17 @@ def hold_experts(
     store_i64(n_held, n)
 
 
+@kernel
+def read_ahead(begin, end, entries, n_used, table, call, group):
+    """Has experts read that are likely to be needed next, and waits for none; the rest is as in `hold_experts`."""
+    n, is_missing = load_i64(n_used), False
+    for entry in range(entries, entries + n * ENTRY, ENTRY):
+        if load_i64(table + 8 * load_i64(entry)) == 0:
+            is_missing = True
+    if is_missing:
+        call_back(call, group, entries, 0, n, 0)
+
+
 # -- Rows at their places ------------------------------------------------------------------------------------------
 
 

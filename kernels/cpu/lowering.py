@@ -7,7 +7,7 @@ program serves every batch, because kernels read the number of tokens when they 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -34,7 +34,7 @@ from localllm.kernels.cpu.batch import (
 from localllm.kernels.cpu.cache import CPUCache, block_bytes, layout_of, state_bytes
 from localllm.kernels.cpu.cache_types import PAGE
 from localllm.kernels.cpu.compiler import Kernel, variant
-from localllm.kernels.cpu.expert_pool import stays_in_file
+from localllm.kernels.cpu.expert_pool import ExpertGroup, stays_in_file
 from localllm.kernels.cpu.memory import PADDING, padded
 from localllm.kernels.cpu.program import Argument, Instruction
 from localllm.kernels.cpu.simd import load_bf16x16, load_f16x16, load_f32x16
@@ -672,6 +672,9 @@ class Lowering:
         weights = self.stored[op.routing].weights if op.is_weighted else 0
         arguments = (products.buffer, weights, op.routing.k, y.stride // 4, y.stride, residual, y.buffer)
         self.call(expert_kernels.add_experts, arguments, 1, N_TOKENS)
+        if self.weights.pool is not None:
+            self.stored[op.result] = y
+            self._read_ahead(op.result, self.weights.pool.call)
         return y
 
     def _multiply_experts(
@@ -718,15 +721,45 @@ class Lowering:
         if pool is None or not all(map(stays_in_file, experts)):
             yield chosen.entries, N_USED
             return
-        tables, entries = [self.weights.experts(weight) for weight in experts], chosen.entries
-        group = pool.group(experts, tables, chosen, routing.k)
+        group, table = self._group(experts, routing)
+        entries = chosen.entries
         for first in range(0, min(routing.n_experts, self.n_rows[N_CHOSEN]), group.at_once):
             own = Address(entries.buffer, entries.n_bytes + first * expert_kernels.ENTRY)
             given = own, self.counter(N_USED), first, group.at_once, self.counter(N_HELD), chosen.pairs
             stamps = pool.stamps[group.first :].ctypes.data, pool.counts.ctypes.data
-            held = tables[0].ctypes.data, *stamps, group.n_bytes, pool.call, group.number
+            held = table, *stamps, group.n_bytes, pool.call, group.number
             self.call(expert_kernels.hold_experts, (*given, *held), 1, ALWAYS)
             yield own, N_HELD
+
+    def _group(self, experts: Sequence[Weight], routing: g.Routing) -> tuple[ExpertGroup, int]:
+        """Some experts' group in the pool, and the address of where each is."""
+        assert self.weights.pool is not None
+        tables = [self.weights.experts(weight) for weight in experts]
+        return self.weights.pool.group(experts, tables, routing), tables[0].ctypes.data
+
+    def _read_ahead(self, x: Tensor, call: int) -> None:
+        """Has experts read that the next layer is likely to choose: those that its router chooses for what this layer
+        gives, before attention has added to it.
+        """
+        makers = {y: node.operation for node in self.graph.nodes for y in node.operation.results}
+        behind = [node.operation for node in self.graph.nodes[self.node_index + 1 :]]
+        route = next((op for op in behind if isinstance(op, g.Route)), None)
+        if route is None or not isinstance(linear := makers[route.logits], g.Linear) or linear.residual is not None:
+            return
+        norm = makers.get(linear.x)
+        linears = [op for op in behind if isinstance(op, g.ExpertLinears) and op.routing is route.result]
+        if not isinstance(norm, g.RMSNorm | g.LayerNorm) or norm.x.width != x.width or len(linears) != 1:
+            return
+        if not all(map(stays_in_file, linears[0].experts)):
+            return
+        norm = replace(norm, x=x)
+        linear = replace(linear, x=norm.result)
+        likely = replace(route, logits=linear.result)
+        for op in (norm, linear, likely):
+            self.stored.update(op.computed_by(self))
+        group, table = self._group(linears[0].experts, route.result)
+        entries = self.stored[likely.result].entries
+        self.call(expert_kernels.read_ahead, (entries, self.counter(N_USED), table, call, group.number), 1, ALWAYS)
 
     def _gather(self, x: Stored, chosen: StoredRouting, per_row: int, as_records: bool, is_weighted: bool) -> Buffer:
         """Rows of x at the places of their pairs."""

@@ -36,7 +36,7 @@ from localllm.engine.sampling_threads import SamplingThreads
 from localllm.engine.scheduler import Scheduled, Scheduler
 from localllm.errors import ClosedError, ContextLengthError, ExpertReadError, QueueFullError, UsageError
 from localllm.kernels import process
-from localllm.kernels.backend import TopK
+from localllm.kernels.backend import ExpertReads, TopK
 from localllm.kernels.process import Process
 from localllm.options.checks import in_vocabulary
 from localllm.sampling import Choice, Sampler
@@ -90,6 +90,7 @@ class Counts:
     draft_steps: int = 0
     drafted: int = 0
     accepted: int = 0
+    experts: ExpertReads | None = None  # those that stay in the file, if any do
 
 
 class Engine:
@@ -262,7 +263,7 @@ class EngineLoop:
         self.inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
         self.waiting: set[Request] = set()  # requests that were submitted and have not begun
         self.ended = threading.Event()  # set once no message is read any more
-        self.counts = Counts(n_pages=runner.cache.n_pages)  # what was done
+        self.counts = Counts(n_pages=runner.cache.n_pages, experts=runner.expert_reads)  # what was done
         self.runner, self.draft_model, self.sees = runner, draft_model, encoder is not None
         self._scheduler = Scheduler(runner, max_running=max_running, step_s=step_s)
         self._encoding = Encoding(encoder, runner.cache.pictures)
@@ -373,6 +374,7 @@ class EngineLoop:
         self.counts.steps += 1
         self.counts.in_steps += len(batch)
         self.counts.step_s += seconds
+        self.counts.experts = self.runner.expert_reads
         self.counts.prompt_tokens += sum(e.n_tokens for e in batch if not e.request.n_generated)
         self._scheduler.step_times.add(
             sum(e.n_tokens for e in batch if not e.request.is_decoding), n_decoding, seconds

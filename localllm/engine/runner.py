@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from localllm.engine.cache import CachedSequence, PagedCache, n_window_pages
 from localllm.engine.pictures import NO_PICTURES, Embeddings, Pictures
-from localllm.kernels.backend import Backend, Batch, HostOutput, Output, Step, TopK
+from localllm.kernels.backend import Backend, Batch, ExpertReads, HostOutput, Output, Step, TopK
 from localllm.kernels.graph import Graph, Value
 
 #: Tokens that one step evaluates at most, where a backend does not want more (`Backend.step_tokens`).
@@ -114,6 +114,10 @@ class ModelRunner:
             chosen = [replace(chunk, ids=[id_]) for chunk, id_ in zip(following, ids, strict=True)]
             self._ahead = chosen, top_k, coming
         return best
+
+    @property
+    def expert_reads(self) -> ExpertReads | None:
+        return self._step.expert_reads
 
     def _begin(self, chunks: Sequence[BatchItem], top_k: int, n_chosen: int = 0) -> Output:
         return self._step.run(replace(self._batch(chunks), top_k=top_k, n_chosen=n_chosen))

@@ -99,6 +99,8 @@ class Scheduler:
         self._max_tokens, self._max_outputs = runner.max_tokens, runner.max_outputs
         self._max_running = min(max_running, runner.cache.max_sequences)
         self._step_s = step_s
+        # Where experts stay in the file, a step reads nearly all, however few tokens of a prompt it has.
+        self._least_alone = MIN_CHUNK_ALONE if runner.expert_reads is None else self._max_tokens
         # whether a prompt can be cut, else it comes in one step; and whether a picture comes in one
         self._is_causal, self._has_spans = runner.is_causal, runner.has_spans
         self._decode_counter = count(1)
@@ -148,7 +150,7 @@ class Scheduler:
         rows_left = self._max_outputs - n_decoding
         if prompts:
             budget = self.step_times.budget(self._step_s)
-            budget = min(budget if n_decoding else max(budget, MIN_CHUNK_ALONE), self._max_tokens - n_tokens)
+            budget = min(budget if n_decoding else max(budget, self._least_alone), self._max_tokens - n_tokens)
             rows_left -= self._add_prompts(prompts, batch, budget, rows_left)
         self._add_drafts(batch, n_decoding, rows_left)
         return batch

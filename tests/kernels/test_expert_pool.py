@@ -88,6 +88,27 @@ def test_memory_for_less_than_a_token_is_refused(path: Path) -> None:
         loaded(path, token_bytes(path) // 3)
 
 
+def test_the_next_layers_experts_are_read_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where attention adds nothing, its router chooses what it did for the layer before it: nothing is missing."""
+    settings = tiny_models.config("qwen3_moe", head_dim=16)
+    weights = tiny_models.random_weights(settings)
+    weights = {name: 0 * array if name.endswith("o_proj.weight") else array for name, array in weights.items()}
+    path = tiny_models.write_gguf(tmp_path / "model.gguf", settings, weights)
+    step, asked = loaded(path, 10 * token_bytes(path)), list[tuple[int, bool]]()
+    assert step.pool is not None
+    ask, ahead = step.pool._ask, step.pool._queue.ahead
+
+    def record(entry: int, memory: Any, queue: Any) -> None:
+        asked.append((entry // (2 * settings["num_experts"]), queue is ahead))
+        ask(entry, memory, queue)
+
+    monkeypatch.setattr(step.pool, "_ask", record)
+    for i, id_ in enumerate(IDS):
+        step(make_batch([([id_], i, PAGES)]))
+    assert {layer for layer, is_ahead in asked if is_ahead} == {0, 1, 2}
+    assert {layer for layer, is_ahead in asked if not is_ahead} == {0}
+
+
 # -- What cannot be read -------------------------------------------------------------------------------------------
 
 
@@ -152,8 +173,23 @@ def test_a_model_larger_than_memory_writes_the_same(mixture: Path) -> None:
         assert 0 < placed.pool < placed.experts_in_file
         assert placed.multiplied == whole.multiplied
         assert llm.generate(IDS[:20], max_tokens=8, temperature=0, ignore_eos=True).ids == expected
+        counts = llm.counts
+        assert counts.experts is not None
+        assert counts.experts.needed > 0 < counts.experts.read
     with pytest.raises(NotEnoughMemoryError, match=r"for experts of a token.* but .* is available"):
         localllm.load(mixture, context=64, max_memory=(whole.total - placed.experts_in_file) / 1e9)
+
+
+def test_a_prompt_reads_each_expert_once(mixture: Path) -> None:
+    with localllm.load(mixture) as llm:
+        total = llm.info.placement.total
+    with localllm.load(mixture, max_memory=(total - token_bytes(mixture)) / 1e9) as llm:
+        llm.generate(IDS + IDS[:59], max_tokens=0)
+        assert llm.counts.steps == 1
+        assert llm.counts.experts is not None
+        with GGUFFile.open(mixture) as file:
+            in_file = sum(tensor.n_bytes for name, tensor in file.tensors.items() if "_exps" in name)
+        assert llm.counts.experts.read <= in_file
 
 
 def test_a_request_with_its_experts_in_memory_goes_on(mixture: Path) -> None:
