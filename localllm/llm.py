@@ -49,7 +49,7 @@ from localllm.tokenizer.stream import StreamDecoder
 # jinja2, which it imports, takes a good part of the time to the first token of those that do not chat.
 if TYPE_CHECKING:
     from localllm.chat import ChatTemplate
-    from localllm.chat.conversation import Image, Message
+    from localllm.chat.conversation import Media, Message
     from localllm.loading.vision import VisionEncoder
     from localllm.sampling.grammar import Grammars
 
@@ -189,8 +189,13 @@ class LLM:
 
     @property
     def sees(self) -> bool:
-        """Whether the model takes pictures: it was loaded with the encoder of an ``mmproj`` file."""
-        return self._encoder is not None
+        """Whether the model takes pictures: it was loaded with an encoder of them, of an ``mmproj`` file."""
+        return self._encoder is not None and "image" in self._encoder.encoders
+
+    @property
+    def hears(self) -> bool:
+        """Whether the model takes sounds, likewise."""
+        return self._encoder is not None and "audio" in self._encoder.encoders
 
     @property
     def has_chat_template(self) -> bool:
@@ -241,7 +246,7 @@ class LLM:
     ) -> list[int]:
         """The tokens of the prompt that `chat` makes of the same arguments, whether or not they fit the context.
 
-        Those of pictures are numbers below 0, the same ones for the same picture.
+        Those of pictures and sounds are numbers below 0, the same ones for the same picture.
 
         Raises:
             TemplateError, TokenizerError, UsageError: as `chat`.
@@ -399,6 +404,7 @@ class LLM:
         add_special: bool = True,
         parse_special: bool = False,
         images: Sequence[Any] = (),
+        audio: Sequence[Any] = (),
         **options: Unpack[Options],
     ) -> Completion:
         """Goes on with a prompt.
@@ -408,16 +414,18 @@ class LLM:
             add_special, parse_special: how a text is tokenized; see `tokenize`.
             images: pictures, each a path, the bytes of a file, a Pillow image or an array uint8 [height, width, 3].
                 They stand where the prompt has ``<__media__>``, or before it where it has none.
+            audio: sounds, each a path, the bytes of a WAV, MP3, FLAC or OGG file, or an array of samples at 16 kHz,
+                floats or int16 [n] or [n, channels]; behind the pictures, in the same way.
             options: ``max_tokens``, ``stop``, ``temperature``, ``seed``, …; see `localllm.Options`.
 
         Raises:
             TypeError: an option is unknown.
             UsageError: an option or token is out of range, or the prompt empty and the model without BOS; a picture
-                cannot be read, or the model sees none.
+                or sound cannot be read, or the model takes none.
             GrammarError: ``json_schema``, ``regex`` or ``grammar`` cannot be used.
             ContextLengthError: the prompt is too long; see ``overflow``.
         """
-        return self._stream(prompt, add_special, parse_special, self.with_defaults(options), images).read()
+        return self._stream(prompt, add_special, parse_special, self.with_defaults(options), images, audio).read()
 
     def stream(
         self,
@@ -426,13 +434,14 @@ class LLM:
         add_special: bool = True,
         parse_special: bool = False,
         images: Sequence[Any] = (),
+        audio: Sequence[Any] = (),
         **options: Unpack[Options],
     ) -> Stream:
         """As `generate`, but an iterator of chunks, as they come, for ``for`` and ``async for``.
 
         Closing it stops the work.  Where a long prompt must not hold up an event loop, call it in another thread.
         """
-        return self._stream(prompt, add_special, parse_special, self.with_defaults(options), images)
+        return self._stream(prompt, add_special, parse_special, self.with_defaults(options), images, audio)
 
     def chat(
         self,
@@ -451,7 +460,8 @@ class LLM:
         Args:
             messages: each with a ``role`` ("system", "user", "assistant") and a ``content``: a text, or a list of
                 parts, ``{"type": "text", "text": …}`` and ``{"type": "image", "image": …}`` as ``images`` of
-                `generate` has them, or OpenAI's ``image_url`` with a data URL.
+                `generate` has them, or OpenAI's ``image_url`` with a data URL; and likewise ``{"type": "audio",
+                "audio": …}``, or OpenAI's ``input_audio``.
             tools: JSON schemas of functions that the model may call; a template that does not use them is a warning.
             template_variables: whatever else the template reads, such as ``{"enable_thinking": False}``.
             reply_prefix: what the answer begins with; the model goes on from there, and only what it adds comes
@@ -573,11 +583,12 @@ class LLM:
         add_special: bool = True,
         parse_special: bool = False,
         images: Sequence[Any] = (),
+        audio: Sequence[Any] = (),
         **options: Unpack[Options],
     ) -> Completion:
         """As `generate`, for asyncio: other tasks go on meanwhile, and cancelling the task stops the work."""
         given = self.with_defaults(options)
-        return await self._stream(prompt, add_special, parse_special, given, images).aread()
+        return await self._stream(prompt, add_special, parse_special, given, images, audio).aread()
 
     async def achat(
         self,
@@ -706,12 +717,13 @@ class LLM:
         parse_special: bool,
         given: CheckedOptions,
         images: Sequence[Any] = (),
+        audio: Sequence[Any] = (),
         on_end: Callable[[], object] | None = None,
     ) -> Stream:
         context = self._opened().context
         pictures = NO_PICTURES
-        if images:
-            ids, pictures = self._prompt_with_pictures(prompt, images, add_special, parse_special)
+        if media := self._media(images, audio):
+            ids, pictures = self._prompt_with_media(prompt, media, add_special, parse_special)
         else:
             ids = self._prompt_ids(prompt, add_special, parse_special)
             if given.overflow == "truncate":
@@ -719,32 +731,45 @@ class LLM:
         # After a text its first space is part of what follows; after BOS alone, or a control token, it is not.
         continuation = ids[-1] >= 0 and not self._tokenizer.is_special(ids[-1])
         return self._start(
-            ids, given, continuation=continuation, truncatable=not images, pictures=pictures, on_end=on_end
+            ids, given, continuation=continuation, truncatable=not media, pictures=pictures, on_end=on_end
         )
 
-    def _prompt_with_pictures(
-        self, prompt: str | Sequence[int], images: Sequence[Any], add_special: bool, parse_special: bool
-    ) -> tuple[list[int], Pictures]:
-        """The ids of a text with pictures in place of `MEDIA`, or before it."""
-        from localllm.chat.conversation import Image
+    def _media(self, images: Sequence[Any], audio: Sequence[Any]) -> list[Media]:
+        """Pictures, and behind them sounds."""
+        if not (images or audio):
+            return []
+        from localllm.chat.conversation import Media
 
-        encoder, tokenizer = self._require_encoder(), self._tokenizer
-        if isinstance(images, str | bytes) or not isinstance(images, Sequence):
-            raise UsageError.of("images", images, "a list of pictures")
+        found = list[Media]()
+        kinds: Any = ("images", images, "picture", "image"), ("audio", audio, "sound", "audio")
+        for name, given, what, kind in kinds:
+            if isinstance(given, str | bytes) or not isinstance(given, Sequence):
+                raise UsageError.of(name, given, f"a list of {what}s")
+            found += [
+                each if isinstance(each, Media) else Media(each, where=f"{what} {i}", kind=kind)
+                for i, each in enumerate(given)
+            ]
+        return found
+
+    def _prompt_with_media(
+        self, prompt: str | Sequence[int], media: Sequence[Media], add_special: bool, parse_special: bool
+    ) -> tuple[list[int], Pictures]:
+        """The ids of a text with pictures and sounds in place of `MEDIA`, or before it."""
+        encoder, tokenizer = self._encoder_of(media), self._tokenizer
+        name = Argument("images" if media[0].kind == "image" else "audio")
         if not isinstance(prompt, str):
-            raise UsageError(Argument("images"), " stand in a text: give the prompt as one, not as tokens")
+            raise UsageError(name, " stand in a text: give the prompt as one, not as tokens")
         texts = prompt.split(MEDIA)
         if len(texts) == 1:
-            texts = [""] * len(images) + texts
-        if len(texts) != len(images) + 1:
-            words = (
-                f" has {len(images)} pictures, but the prompt has {MEDIA} {len(texts) - 1} times: as many are needed"
-            )
-            raise UsageError(Argument("images"), words)
-        pieces: list[str | Image] = [texts[0]]
-        for number, (picture, text_behind) in enumerate(zip(images, texts[1:], strict=True)):
-            begin, end = encoder.around
-            pieces += [begin, Image(picture, where=f"picture {number}"), f"{end}{text_behind}"]
+            texts = [""] * len(media) + texts
+        if len(texts) != len(media) + 1:
+            what = " and ".join(dict.fromkeys("sounds" if each.kind == "audio" else "pictures" for each in media))
+            words = f" has {len(media)} {what}, but the prompt has {MEDIA} {len(texts) - 1} times: as many are needed"
+            raise UsageError(name, words)
+        pieces: list[str | Media] = [texts[0]]
+        for each, text_behind in zip(media, texts[1:], strict=True):
+            begin, _, end = encoder.markers[each.kind]
+            pieces += [begin, each, f"{end}{text_behind}"]
         ids, placed = encoder.prompt(pieces, partial(tokenizer.encode, add_special=False, parse_special=True))
         return self._with_bos(ids, placed) if add_special else (ids, Pictures(placed))
 
@@ -754,13 +779,18 @@ class LLM:
         n = len(begun) - len(ids)
         return begun, Pictures([each._replace(start=each.start + n) for each in placed])
 
-    def _require_encoder(self) -> VisionEncoder:
-        if self._encoder is None:
-            raise UsageError(
-                f"{self._info.path.name} was loaded without an encoder of pictures, so it sees none: give the mmproj "
-                "file of the model, if there is one, as ",
-                Argument("mmproj"),
-            )
+    def _encoder_of(self, media: Sequence[Media]) -> VisionEncoder:
+        """The encoder of pictures and sounds.  Raises UsageError where there is none of one of these."""
+        for kind in dict.fromkeys(each.kind for each in media):
+            if self._encoder is None:
+                what, does = ("sounds", "hears") if kind == "audio" else ("pictures", "sees")
+                raise UsageError(
+                    f"{self._info.path.name} was loaded without an encoder of {what}, so it {does} none: give the "
+                    "mmproj file of the model, if there is one, as ",
+                    Argument("mmproj"),
+                )
+            self._encoder.of_kind(kind)
+        assert self._encoder is not None
         return self._encoder
 
     def _continued(
@@ -852,13 +882,13 @@ class LLM:
         template = self.chat_template
         if tools and not template.reads("tools"):
             warn(f"the chat template of {self._info.path} does not use tools: the model is told of none")
-        known: dict[Image, Picture] = {}
+        known: dict[Media, Picture] = {}
 
         def encode(chosen: Sequence[Message]) -> tuple[list[int], Pictures]:
             pictures = NO_PICTURES
-            if any(message.images for message in chosen):
-                encoder = self._require_encoder()
-                pieces = template.render_with_pictures(chosen, encoder.marker, encoder.around, tools=tools, **more)
+            if media := [each for message in chosen for each in message.media]:
+                encoder = self._encoder_of(media)
+                pieces = template.render_with_media(chosen, encoder.markers, tools=tools, **more)
                 as_tokens = partial(tokenizer.encode, add_special=False, parse_special=True)
                 ids, pictures = self._with_bos(*encoder.prompt(pieces, as_tokens, known))
             else:

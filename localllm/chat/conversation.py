@@ -13,7 +13,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import unquote_to_bytes, urlsplit
 
 from localllm.cancellation import check_cancelled
@@ -29,6 +29,8 @@ _TEXTS = ("text", "input_text", "output_text", "refusal")
 
 #: Types of parts that are pictures, as the library, OpenAI's two APIs and Anthropic's have them.
 _IMAGES = ("image", "image_url", "input_image")
+#: And those that are sounds, as the library, OpenAI's chat and others have them.
+_SOUNDS = ("audio", "input_audio", "audio_url")
 #: Tokens that a picture may become where a client asks for little detail.
 _LOW_DETAIL = 256
 
@@ -63,12 +65,15 @@ class ToolCall:
 
 
 @dataclass(frozen=True, eq=False)
-class Image:
-    """A picture in a message."""
+class Media:
+    """A picture or a sound in a message."""
 
-    source: Any  # a path, the bytes of a file, a Pillow image, or an array uint8 [height, width, 3]
+    # a path or the bytes of a file; of a picture, also a Pillow image or an array uint8 [height, width, 3]; of a
+    # sound, an array of samples
+    source: Any
     max_tokens: int | None = None  # that it may become; None for as many as the model's own processor gives it
     where: str = "the picture"  # what errors call it
+    kind: Literal["image", "audio"] = "image"  # of part, as templates have it
 
 
 @dataclass(frozen=True)
@@ -76,7 +81,7 @@ class Message:
     """A message of a conversation."""
 
     role: str  # "system", "developer", "user", "assistant", "tool", or another that the template knows
-    parts: tuple[str | Image, ...] = ()  # texts and pictures, in order
+    parts: tuple[str | Media, ...] = ()  # texts, pictures and sounds, in order
     reasoning: str = ""  # what the model thought before it said that
     calls: tuple[ToolCall, ...] = ()  # tools that it called
     # call_id, name: which call this is the result of, and of which tool; ``name`` also of a user
@@ -91,15 +96,16 @@ class Message:
         return "".join(part for part in self.parts if isinstance(part, str))
 
     @property
-    def images(self) -> tuple[Image, ...]:
-        return tuple(part for part in self.parts if isinstance(part, Image))
+    def media(self) -> tuple[Media, ...]:
+        """Its pictures and sounds."""
+        return tuple(part for part in self.parts if isinstance(part, Media))
 
 
 def read_messages(
     messages: Sequence[Message | Mapping[str, object]], *, may_open_files: bool = False
 ) -> list[Message]:
-    """The messages in the one form.  ``may_open_files``: whether pictures may be named by paths on this machine; not
-    those of a server's clients.
+    """The messages in the one form.  ``may_open_files``: whether pictures and sounds may be named by paths on this
+    machine; not those of a server's clients.
     """
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
         raise TemplateError(f"messages must be a list of mappings, such as [{EXAMPLE}], not {quoted(messages)}")
@@ -140,13 +146,13 @@ def read_message(number: int, message: object, may_open_files: bool = False) -> 
 
 def read_parts(
     number: int, role: str, content: object, may_open_files: bool = False
-) -> tuple[tuple[str | Image, ...], str]:
-    """The texts and pictures of a content, and the thoughts among its parts."""
+) -> tuple[tuple[str | Media, ...], str]:
+    """The texts, pictures and sounds of a content, and the thoughts among its parts."""
     if content is None or isinstance(content, str):
         return (() if content is None else (content,)), ""
     if isinstance(content, bytes | bytearray) or not isinstance(content, Sequence):
         raise TemplateError(f"the content of message {number} (role {quoted(role)}) is neither text nor a list")
-    parts: list[str | Image] = []
+    parts: list[str | Media] = []
     thoughts: list[str] = []
     for part in content:
         kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
@@ -156,6 +162,9 @@ def read_parts(
         if kind in _IMAGES:
             parts.append(_image(f"the picture of message {number}", part, may_open_files))
             continue
+        if kind in _SOUNDS:
+            parts.append(_audio(f"the sound of message {number}", part, may_open_files))
+            continue
         text: object = part
         if isinstance(part, Mapping):
             text = part.get("text", part.get("refusal")) if kind in _TEXTS else None
@@ -163,14 +172,21 @@ def read_parts(
             if kind in _TEXTS:
                 raise TemplateError(f"a part of message {number} has no text: write {_PART}")
             raise TemplateError(
-                f"message {number} has a part of type {quoted(kind)}, but models read texts and pictures here: "
-                f"write parts as {_PART}"
+                f"message {number} has a part of type {quoted(kind)}, but a message has texts, pictures and sounds: "
+                f"write parts parts as {_PART}"
             )
         parts.append(text)
     return tuple(parts), "".join(thoughts)
 
 
-def _image(where: str, part: Mapping[str, Any], may_open_files: bool) -> Image:
+def kind_of(file: bytes) -> Literal["image", "audio"]:
+    """Whether a file is a sound by its first bytes: WAV, MP3, FLAC or OGG; else it is taken as a picture."""
+    is_mp3 = file[:3] == b"ID3" or (file[:1] == b"\xff" and file[1:2] >= b"\xe0")
+    is_wav = file[:4] in (b"RIFF", b"RF64") and file[8:12] == b"WAVE"
+    return "audio" if is_mp3 or is_wav or file[:4] in (b"fLaC", b"OggS") else "image"
+
+
+def _image(where: str, part: Mapping[str, Any], may_open_files: bool) -> Media:
     """The picture of a part."""
     given = part.get("image", part.get("image_url", part.get("source")))
     detail = part.get("detail")
@@ -181,13 +197,28 @@ def _image(where: str, part: Mapping[str, Any], may_open_files: bool) -> Image:
     if given is None or (isinstance(given, str | bytes) and not given):
         raise TemplateError(f"{where} is missing: give it as a data URL, 'data:image/png;base64,…'")
     if isinstance(given, str):
-        given = picture_of_text(given, where, may_open_files)
+        given = source_of_text(given, where, may_open_files)
     elif not may_open_files:  # what JSON can have beside texts
         raise TemplateError(f"{where} is {quoted(given)}, but must be a data URL, 'data:image/png;base64,…'")
-    return Image(given, _LOW_DETAIL if detail == "low" else None, where)
+    return Media(given, _LOW_DETAIL if detail == "low" else None, where)
 
 
-def picture_of_text(text: str, where: str, may_open_files: bool = False) -> Any:
+def _audio(where: str, part: Mapping[str, Any], may_open_files: bool) -> Media:
+    """The sound of a part: OpenAI's has the file in base64, whose format says what the bytes say themselves."""
+    given = part.get("audio", part.get("input_audio", part.get("audio_url")))
+    if isinstance(given, Mapping):
+        data = given.get("data")
+        given = f"data:;base64,{data.rpartition(',')[2]}" if isinstance(data, str) else given.get("url")
+    if given is None or (isinstance(given, str | bytes) and not given):
+        raise TemplateError(f"{where} is missing: give it as a data URL, 'data:audio/wav;base64,…'")
+    if isinstance(given, str):
+        given = source_of_text(given, where, may_open_files, "audio/wav")
+    elif not may_open_files:  # what JSON can have beside texts
+        raise TemplateError(f"{where} is {quoted(given)}, but must be a data URL, 'data:audio/wav;base64,…'")
+    return Media(given, where=where, kind="audio")
+
+
+def source_of_text(text: str, where: str, may_open_files: bool = False, example: str = "image/png") -> Any:
     """The bytes in a data URL, or the path that a ``file:`` URL or a text names."""
     head, comma, body = text.partition(",") if text[:5].lower() == "data:" else ("", "", "")
     if comma:
@@ -198,7 +229,7 @@ def picture_of_text(text: str, where: str, may_open_files: bool = False) -> Any:
     if scheme in ("http", "https"):
         raise TemplateError(f"{where} is an address on the web, where localllm does not look: send it as a data URL")
     if not may_open_files:
-        raise TemplateError(f"{where} is not a data URL: write 'data:image/png;base64,…'")
+        raise TemplateError(f"{where} is not a data URL: write 'data:{example};base64,…'")
     if scheme != "file":
         return os.path.expanduser(text)
     from urllib.request import url2pathname  # imported here: it brings HTTP and TLS

@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import Any
 
 from localllm.cancellation import check_cancelled
-from localllm.chat.conversation import Image, Message, ToolCall
+from localllm.chat.conversation import Media, Message, ToolCall
 from localllm.chat.thinking import TAGS
 from localllm.errors import warn
 
@@ -185,7 +185,7 @@ class Rendering:
         if first is None:
             return [replace(system, role="user"), *rest]
         own = rest[first]
-        parts = (f"{system.text}\n", *own.parts) if own.images else (f"{system.text}\n{own.text}",)
+        parts = (f"{system.text}\n", *own.parts) if own.media else (f"{system.text}\n{own.text}",)
         rest[first] = replace(own, parts=parts)
         return rest
 
@@ -216,11 +216,11 @@ class Rendering:
             found.append(_as_text(message) if as_text else message)
         return found
 
-    def _content(self, parts: Sequence[str | Image]) -> Any:
+    def _content(self, parts: Sequence[str | Media]) -> Any:
         """Parts as the template reads them: one by one where it has to have them so, or there are several and it
         can."""
-        if any(isinstance(part, Image) for part in parts):
-            return [_part(part) if isinstance(part, str) else {"type": "image"} for part in parts]
+        if any(isinstance(part, Media) for part in parts):
+            return [_part(part) if isinstance(part, str) else {"type": part.kind} for part in parts]
         texts = [part for part in parts if isinstance(part, str)]
         if not self._takes_text and self._takes_parts:
             texts = texts if len(texts) < 2 or self._takes_several_parts else ["".join(texts)]
@@ -256,11 +256,11 @@ def _part(text: str) -> dict[str, str]:
 
 def _joined(messages: Sequence[Message]) -> Message:
     """Messages of one role as a single one."""
-    parts: list[str | Image] = []
+    parts: list[str | Media] = []
     for each in messages:
-        own = each.parts if each.images else (each.text,) if each.text else ()
+        own = each.parts if each.media else (each.text,) if each.text else ()
         parts += ["\n\n", *own] if parts and own else own
-    if not any(isinstance(part, Image) for part in parts):
+    if not any(isinstance(part, Media) for part in parts):
         parts = ["".join(part for part in parts if isinstance(part, str))]
     return replace(
         messages[0],
@@ -277,11 +277,11 @@ def _as_text(message: Message) -> Message:
             json.dumps({"name": each.name, "arguments": each.values}, ensure_ascii=False) for each in message.calls
         ]
         texts = [part for part in message.parts if isinstance(part, str) and part]
-        return replace(message, parts=("\n".join(texts + calls), *message.images), calls=())
+        return replace(message, parts=("\n".join(texts + calls), *message.media), calls=())
     if message.role != "tool":
         return message
     text = f"Result of {message.name or 'the tool'}: {message.text}"
-    return replace(message, role="user", parts=(text, *message.images))
+    return replace(message, role="user", parts=(text, *message.media))
 
 
 class _OpenCalls:

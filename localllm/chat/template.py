@@ -7,7 +7,8 @@ it, so it runs in the sandbox of `localllm.chat.sandbox`.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 
@@ -17,7 +18,7 @@ from jinja2.exceptions import SecurityError
 from localllm.cancellation import check_cancelled
 from localllm.chat import sandbox
 from localllm.chat.built_in_templates import CHATML
-from localllm.chat.conversation import EXAMPLE, Image, Message, read_messages
+from localllm.chat.conversation import EXAMPLE, Media, Message, read_messages
 from localllm.chat.rendering import Rendering
 from localllm.chat.template_source import USES, TemplateSource
 from localllm.errors import TemplateError, quoted, warn
@@ -153,37 +154,40 @@ class ChatTemplate:
                 template's own words), fails, or uses more time or memory than a template can need.
         """
         conversation = read_messages(messages)
-        if any(message.images for message in conversation):
-            raise TemplateError("there are pictures in these messages: a model that sees none cannot be told of them")
+        if found := [each for message in conversation for each in message.media]:
+            what, does = ("sounds", "hears") if found[0].kind == "audio" else ("pictures", "sees")
+            raise TemplateError(
+                f"there are {what} in these messages: a model that {does} none cannot be told of them"
+            )
         return self._rendered(conversation, add_generation_prompt, tools, variables)
 
-    def render_with_pictures(
+    def render_with_media(
         self,
         messages: Sequence[Message],
-        marker: str,
-        around: tuple[str, str],
+        markers: Mapping[str, tuple[str, str, str]],
         *,
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, object]] | None = None,
         **variables: object,
-    ) -> list[str | Image]:
-        """The prompt for messages with pictures: its texts, and the pictures between them.
+    ) -> list[str | Media]:
+        """The prompt for messages with pictures or sounds: its texts, and those between them.
 
         Args:
-            marker: what templates of the model's family write for a picture, which is left out of the result.
-            around: what stands around it where the template does not write it.
+            markers: of each kind what templates of the model's family write for one, which is left out of the
+                result, between what stands around it where the template does not write it.
 
         Raises:
-            TemplateError: as `render`, or the template has no place for a picture.
+            TemplateError: as `render`, or the template has no place for a picture or a sound.
         """
-        images = [image for message in messages for image in message.images]
+        media = [each for message in messages for each in message.media]
+        own = {marker: kind for kind, (_, marker, _) in markers.items()}
+        pattern = re.compile("|".join(map(re.escape, own)))
         # What users write is no picture.
-        apart = marker[:1] + _APART + marker[1:]
-        plain = [replace(m, parts=tuple(_replaced(part, marker, apart) for part in m.parts)) for m in messages]
-        written = "".join((around[0], marker, around[1]))
+        plain = [replace(m, parts=tuple(_set_apart(part, pattern) for part in m.parts)) for m in messages]
+        words = {kind: "".join(each) for kind, each in markers.items()}
         as_words = [
-            replace(m, parts=("".join(part if isinstance(part, str) else written for part in m.parts),))
-            if m.images
+            replace(m, parts=("".join(p if isinstance(p, str) else words[p.kind] for p in m.parts),))
+            if m.media
             else m
             for m in plain
         ]
@@ -194,13 +198,14 @@ class ChatTemplate:
             except TemplateError as error:
                 problem = error
                 continue
-            texts = [each.replace(apart, marker) for each in text.split(marker)]
-            if len(texts) == len(images) + 1:
-                found: list[str | Image] = [texts[0]]
-                for image, behind in zip(images, texts[1:], strict=True):
-                    found += [image, behind]
+            if [own[found] for found in pattern.findall(text)] == [each.kind for each in media]:
+                texts = [_rejoined(each, own) for each in pattern.split(text)]
+                found: list[str | Media] = [texts[0]]
+                for each, behind in zip(media, texts[1:], strict=True):
+                    found += [each, behind]
                 return found
-        raise problem or TemplateError(f"{self._where} has no place for pictures in some of these messages")
+        what = " and ".join(sorted({"sounds" if each.kind == "audio" else "pictures" for each in media}))
+        raise problem or TemplateError(f"{self._where} has no place for {what} in some of these messages")
 
     def _rendered(
         self,
@@ -261,8 +266,16 @@ class ChatTemplate:
             )
 
 
-def _replaced(part: str | Image, old: str, new: str) -> str | Image:
-    return part.replace(old, new) if isinstance(part, str) else part
+def _rejoined(text: str, markers: Iterable[str]) -> str:
+    """The opposite of `_set_apart`."""
+    for marker in markers:
+        text = text.replace(marker[:1] + _APART + marker[1:], marker)
+    return text
+
+
+def _set_apart(part: str | Media, pattern: re.Pattern[str]) -> str | Media:
+    """A text whose markers are none."""
+    return pattern.sub(lambda m: m[0][:1] + _APART + m[0][1:], part) if isinstance(part, str) else part
 
 
 def encode_chat(

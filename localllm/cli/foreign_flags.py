@@ -115,7 +115,7 @@ ABSENT = split_names(
         "--include-weights --exclude-weights": "--imatrix holds for all tensors that it has",
         "--lora": "localllm merge MODEL OUTPUT --lora ADAPTER writes a model that has it",
         "--lora-scaled": "--lora ADAPTER=X is the same",
-        "--control-vector --audio --special": _NOT_HERE,
+        "--control-vector --special": _NOT_HERE,
         "--sampling-seq --sampler-seq": "--samplers takes names, as in --samplers 'top_k;top_p;temperature'",
         "--prompt-cache --prompt-cache-all --slot-save-path": "localllm chat keeps conversations, see --continue",
         "--rope-scaling --rope-freq-base --rope-freq-scale --rope-scale --yarn-orig-ctx": _IN_FILE,
@@ -135,7 +135,7 @@ OTHER_COMMANDS = split_names(
         "rm cp push": "models are plain files, whose paths localllm models --json lists",
         "signin signout login": "hf auth login tells the hub who you are",
         "tokenize llama-tokenize": "LLM.tokenize shows a text's tokens, in Python: see docs/library.md",
-        "llama-mtmd-cli": "localllm generate -m FILE --mmproj FILE --image PICTURE -p TEXT sees pictures",
+        "llama-mtmd-cli": "localllm generate -m FILE --mmproj FILE --image FILE -p TEXT sees, and with --audio hears",
     }
 )
 

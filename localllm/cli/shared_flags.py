@@ -101,10 +101,10 @@ PLACEMENT = [
 CACHE_TYPE = options(LoadOptions, "cache_type", action=_Once)
 DEVICE = [*PLACEMENT, *CACHE_TYPE, *options(LoadOptions, "isa")]
 THREADS = options(LoadOptions, "threads")
-#: What lets a model see, in commands in which it can.
+#: What lets a model see and hear, in commands in which it can.
 SEEING = [
     *options(LoadOptions, "mmproj"),
-    flag("--no-mmproj", "no encoder of pictures", dest="mmproj", action="store_const", const=False),
+    flag("--no-mmproj", "no encoder of pictures or sounds", dest="mmproj", action="store_const", const=False),
 ]
 PRESETS = flag(
     "--models --models-preset FILE",

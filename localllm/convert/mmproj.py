@@ -1,4 +1,4 @@
-"""The encoder of pictures of a Hugging Face folder as if it was an ``mmproj`` file."""
+"""The encoders of pictures and sounds of a Hugging Face folder as if it was an ``mmproj`` file."""
 
 from __future__ import annotations
 
@@ -21,59 +21,70 @@ from localllm.models.vision.registry import PROJECTORS, Projector, read_encoder
 from localllm.quant.types import GGMLType
 from localllm.quantize.mixes import is_quantizable
 
-#: GGUF's keys behind ``clip.vision.``, and the names that config.json has for them, of which the first counts.
+#: GGUF's keys behind ``clip.vision.`` or ``clip.audio.``, and the names that config.json has for them, of which the
+#: first counts.
 _NAMES = {
     "image_size": "image_size",
     "patch_size": "patch_size",
-    "embedding_length": "hidden_size embed_dim vt_hidden_size",
-    "feed_forward_length": "intermediate_size vt_intermediate_size",
-    "block_count": "num_hidden_layers depth vt_num_hidden_layers",
-    "attention.head_count": "num_attention_heads num_heads vt_num_attention_heads",
+    "embedding_length": "hidden_size embed_dim vt_hidden_size d_model",
+    "feed_forward_length": "intermediate_size vt_intermediate_size encoder_ffn_dim",
+    "block_count": "num_hidden_layers depth vt_num_hidden_layers encoder_layers",
+    "attention.head_count": "num_attention_heads num_heads vt_num_attention_heads encoder_attention_heads",
+    "num_mel_bins": "num_mel_bins",
 }
 
-#: What belongs to the text model, or to sound.
-_OTHERS = re.compile(
-    r"^(model\.)?(language_model|text_model|layers|norm|embed_tokens|audio_tower|embed_audio)\b|^(lm_head|mtp)\."
-)
+#: What belongs to the text model, and to sounds in a model that sees, too.
+_OTHERS = re.compile(r"^(model\.)?(language_model|text_model|layers|norm|embed_tokens)\b|^(lm_head|mtp)\.")
+_SOUNDS = re.compile(r"^(model\.)?(audio_tower|embed_audio)\.")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 class MmprojCheckpoint:
-    """A folder with config.json, preprocessor_config.json and safetensors, of a model that sees."""
+    """A folder with config.json, preprocessor_config.json and safetensors, of a model that sees or hears."""
 
     architecture = "clip"
 
     def __init__(self, folder: Path) -> None:
         self.path = folder
         values = read_json(folder / "config.json")
-        kind = values.get("model_type")
-        vision = values.get("vision_config")
-        own = f"{kind}/{vision.get('model_type')}" if isinstance(vision, dict) else kind
-        found = [each for name in (own, kind) for each in PROJECTORS.values() if name in each.hf_types.split()]
-        if not found or not isinstance(vision, dict):
+        kind, text = values.get("model_type"), values.get("text_config")
+        text = values | text if isinstance(text, dict) else values
+        found: dict[str, tuple[Projector, Checkpoint]] = {}  # by what they encode
+        for media, section in (("image", "vision_config"), ("audio", "audio_config")):
+            own = values.get(section)
+            if isinstance(own, dict):
+                names = f"{kind}/{own.get('model_type')}", kind
+                families = [
+                    each
+                    for name in names
+                    for each in PROJECTORS.values()
+                    if each.kind == media and name in each.hf_types.split()
+                ]
+                if families:
+                    found[media] = families[0], Checkpoint(values, own, _processor(folder), text)
+        if not found:
             known = ", ".join(sorted({kind for each in PROJECTORS.values() for kind in each.hf_types.split()}))
             raise UnsupportedArchitectureError(
-                f"config.json has model_type = {quoted(kind)}, whose encoder of pictures localllm does not convert; "
-                f"it converts those of {known}"
+                f"config.json has model_type = {quoted(kind)}, whose encoder of pictures or sounds localllm does not "
+                f"convert; it converts those of {known}"
             )
-        family, text = found[0], values.get("text_config")
-        text = values | text if isinstance(text, dict) else values
-        checkpoint = Checkpoint(values, vision, _processor(folder), text)
         files = read_folder(folder)
         self.paths = sorted({tensor.path for tensor in files.values()})  # of the safetensors files
         try:
-            self.tensors = _tensors(find_sources(files, Config(values)), family, checkpoint)
-            metadata = _keys(folder, family, checkpoint) | {"general.size_label": size_label(self.tensors)}
+            self.tensors = _tensors(find_sources(files, Config(values)), found)
+            metadata = _keys(folder, found) | {"general.size_label": size_label(self.tensors)}
         except (TypeError, ValueError, KeyError, IndexError, AttributeError, ZeroDivisionError) as error:
             raise ModelError(
-                f"config.json and the tensors of {path_text(folder)} do not make an encoder of {family.models} "
+                f"config.json and the tensors of {path_text(folder)} do not make an encoder of "
+                f"{next(iter(found.values()))[0].models} "
                 f"({type(error).__name__}: {error!s:.150}): is the folder complete?"
             ) from error
         try:
             specs = [TensorSpec(tensor.name, tensor.shape, tensor.type) for tensor in self.tensors.values()]
             # metadata, tensors: of the GGUF file that it makes
             self.metadata = read_back(folder, metadata, specs)
-            read_encoder(self)
+            for media in found:
+                read_encoder(self, media)
         except UnsupportedArchitectureError:
             raise
         except (ModelError, UsageError, OutputError) as error:
@@ -88,34 +99,48 @@ class MmprojCheckpoint:
 
 
 def _processor(folder: Path) -> Mapping[str, Any]:
-    """The picture processor's values in preprocessor_config.json or processor_config.json."""
+    """The values of the processor of pictures in preprocessor_config.json or processor_config.json."""
     values = read_json(folder / "preprocessor_config.json")
     whole = read_json(folder / "processor_config.json")
     return values | (values.get("media_proc_cfg") or {}) | whole | (whole.get("image_processor") or {})
 
 
-def _keys(folder: Path, family: Projector, c: Checkpoint) -> dict[str, Any]:
-    keys: dict[str, Any] = {"has_vision_encoder": True, "vision.projection_dim": c.text["hidden_size"]}
-    for key, names in _NAMES.items():
-        keys[f"vision.{key}"] = next((c.vision[name] for name in names.split() if name in c.vision), None)
-    for key in ("image_mean", "image_std"):
-        keys[f"vision.{key}"] = [float(x) for x in c.processor[key]]
-    keys |= family.keys(c)
-    own = {f"clip.{key}": value for key, value in keys.items() if value is not None}
-    return {"general.architecture": "clip", "general.type": "mmproj", "general.name": checkpoint_name(folder)} | own
+def _keys(folder: Path, found: Mapping[str, tuple[Projector, Checkpoint]]) -> dict[str, Any]:
+    keys: dict[str, Any] = {}
+    for media, (family, c) in found.items():
+        section = "vision" if media == "image" else "audio"
+        keys |= {f"has_{section}_encoder": True, f"{section}.projection_dim": c.text["hidden_size"]}
+        for key, names in _NAMES.items():
+            keys[f"{section}.{key}"] = next((c.vision[name] for name in names.split() if name in c.vision), None)
+        if media == "image":
+            for key in ("image_mean", "image_std"):
+                keys[f"vision.{key}"] = [float(x) for x in c.processor[key]]
+        own = family.keys(c)
+        if len(found) > 1 and (projector := own.pop("projector_type", None)):
+            own[f"{section}.projector_type"] = projector
+        keys |= own
+    given = {f"clip.{key}": value for key, value in keys.items() if value is not None}
+    return {"general.architecture": "clip", "general.type": "mmproj", "general.name": checkpoint_name(folder)} | given
 
 
-def _tensors(sources: Mapping[str, Source], family: Projector, c: Checkpoint) -> dict[str, CheckpointTensor]:
+def _tensors(
+    sources: Mapping[str, Source], families: Mapping[str, tuple[Projector, Checkpoint]]
+) -> dict[str, CheckpointTensor]:
     """All tensors of the file, by name."""
-    names = {theirs: ours for ours, each in family.names.items() for theirs in each.split()}
+    names = {
+        media: {theirs: ours for ours, each in family.names.items() for theirs in each.split()}
+        for media, (family, _) in families.items()
+    }
     found: dict[str, CheckpointTensor] = {}
     for name, source in sources.items():
-        if _OTHERS.search(name) or name.endswith((".inv_freq", "position_ids")):
+        media = "audio" if _SOUNDS.search(name) or "image" not in families else "image"
+        if _OTHERS.search(name) or media not in families or name.endswith((".inv_freq", "position_ids")):
             continue
-        for ours, array in _changed(name, _placeholder(source), family, names, c).items():
+        of = *families[media], names[media]
+        for ours, array in _changed(name, _placeholder(source), *of).items():
 
-            def read(ours: str = ours, name: str = name, source: Source = source) -> Iterator[Array]:
-                yield _changed(name, source.values(), family, names, c)[ours]
+            def read(ours: str = ours, name: str = name, source: Source = source, of: Any = of) -> Iterator[Array]:
+                yield _changed(name, source.values(), *of)[ours]
 
             keeps = is_quantizable(ours, array.shape) or ".patch_embd." in ours or ".patch_merger." in ours
             is_half = array.dtype.itemsize == 2
@@ -129,7 +154,7 @@ def _placeholder(source: Source) -> Array:
     return np.broadcast_to(np.zeros(1, dtype) if source.shape else np.zeros((), dtype), source.shape)
 
 
-def _changed(name: str, array: Array, family: Projector, names: Mapping[str, str], c: Checkpoint) -> dict[str, Array]:
+def _changed(name: str, array: Array, family: Projector, c: Checkpoint, names: Mapping[str, str]) -> dict[str, Array]:
     """The file's tensors made from one of the checkpoint, by GGUF's names."""
     array = floats(array) if array.ndim < 2 else array
     changed = family.tensor(name, array, c)

@@ -1,5 +1,7 @@
 """Pictures in a prompt: the ids that stand for their tokens, where those are, and the embeddings that they have.
 
+A sound is the same, but its tokens are causal, as text.
+
 A picture's tokens have embeddings of their own, and no ids of the vocabulary.  In a request, and in the cache, ids
 made of what names the picture stand in their places, so that prompts with the same pictures share what the cache has.
 Only what the cache lacks needs embeddings: they are kept by the pictures' names, those that were used last, and a
@@ -40,12 +42,13 @@ Embeddings = np.ndarray[tuple[int, int, int], np.dtype[np.float32]]
 
 @dataclass(frozen=True, eq=False)
 class Picture:
-    """A picture as the model sees it."""
+    """A picture as the model sees it, or a sound as it hears it."""
 
     key: bytes  # names it and how it is encoded, such as a SHA-256 of pixels, encoder and budget
     n_tokens: int
     grid: tuple[int, int] = (0, 0)  # rows and columns of those tokens, where they turn by them (M-RoPE)
     source: Any = None  # what its encoder makes the embeddings of
+    is_causal: bool = False  # whether its tokens see none behind them, as those of a sound
 
     @cached_property
     def ids(self) -> list[int]:
@@ -96,7 +99,9 @@ class Pictures:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "starts", [each.start for each in self.placed])
-        saved = (each.stop - each.start - max(each.picture.grid) for each in self.placed)
+        saved = (
+            each.stop - each.start - max(each.picture.grid) if any(each.picture.grid) else 0 for each in self.placed
+        )
         object.__setattr__(self, "_saved", [*accumulate(saved, initial=0)])
 
     @property
@@ -112,6 +117,10 @@ class Pictures:
             if self.placed[i].stop > start:
                 yield self.placed[i]
 
+    def _seen_whole(self, start: int, stop: int) -> Iterator[PictureTokens]:
+        """Those of `of` whose tokens see each other."""
+        return (each for each in self.of(start, stop) if not each.picture.is_causal)
+
     def axes(self, start: int, stop: int) -> NDArray[np.int32]:
         """Where the tokens at positions start : stop are in time, by row and by column: int32 [3, stop - start].
 
@@ -121,6 +130,8 @@ class Pictures:
         places = np.tile(np.arange(start, stop, dtype=np.int32), (3, 1))
         places -= self._saved[bisect_right(self.starts, start)]
         for each in self.of(start, stop):
+            if not any(each.picture.grid):  # as text
+                continue
             i = bisect_right(self.starts, each.start)
             numbers = (
                 np.arange(max(each.start, start), min(each.stop, stop)) - each.start
@@ -134,14 +145,14 @@ class Pictures:
     def ends(self, start: int, stop: int) -> NDArray[np.int32]:
         """The position behind the last one that each token sees, where those of a picture see each other: int32."""
         behind = np.arange(start + 1, stop + 1, dtype=np.int32)
-        for each in self.of(start, stop):
+        for each in self._seen_whole(start, stop):
             behind[max(0, each.start - start) : each.stop - start] = each.stop
         return behind
 
     def whole(self, start: int, n: int, most: int) -> int:
         """How many of the ``n`` tokens from ``start`` on to evaluate so that pictures come as a whole: with a picture
         first more of them, if that is no more than ``most``."""
-        last = next((each for each in self.of(start + n - 1, start + n) if each.stop > start + n), None)
+        last = next((each for each in self._seen_whole(start + n - 1, start + n) if each.stop > start + n), None)
         if last is None or last.start > start:
             return n if last is None else last.start - start
         return last.stop - start if last.stop - start <= most else 0

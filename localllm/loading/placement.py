@@ -188,13 +188,14 @@ class EncoderInfo:
     path: Path
     family: str  # its projector, as the file names it
     n_bytes: int  # of memory that it takes
-    n_tokens: int  # that it makes of a picture of 1,024 × 768 pixels
+    n_tokens: int  # that it makes of a picture of 1,024 × 768 pixels, or 0
+    n_sound_tokens: int = 0  # that it makes of 30 seconds of sound, or 0
 
     def __str__(self) -> str:
-        return (
-            f"{self.path.name} ({self.family}): {self.n_bytes / 1e6:,.1f} MB, {self.n_tokens:,} tokens for a picture "
-            "of 1,024 × 768"
-        )
+        words = [f"{self.path.name} ({self.family}): {self.n_bytes / 1e6:,.1f} MB"]
+        words += [f"{self.n_tokens:,} tokens for a picture of 1,024 × 768"] if self.n_tokens else []
+        words += [f"{self.n_sound_tokens:,} tokens for 30 seconds of sound"] if self.n_sound_tokens else []
+        return ", ".join(words)
 
 
 @dataclass(frozen=True)
@@ -205,7 +206,7 @@ class Plan:
     # bytes that can be had on each device: of the host's memory, and of GPUs that have their own
     free: Mapping[str, int]
     notices: tuple[Notice, ...]  # what the plan leaves to be desired
-    # that of pictures, where the model sees; its bytes are beside those of placements
+    # that of pictures and sounds, where the model takes any; its bytes are beside those of placements
     encoder: EncoderInfo | None = None
 
     @property

@@ -1,4 +1,4 @@
-"""Pictures to rows of embeddings: an encoder that lies in an ``mmproj`` file beside its model."""
+"""Pictures and sounds to rows of embeddings: the encoders of an ``mmproj`` file that lies beside its model."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from localllm.chat.conversation import Image
+from localllm.chat.conversation import Media
 from localllm.engine.pictures import Embeddings, Picture, PictureTokens
 from localllm.errors import ModelError, UsageError, path_text
 from localllm.gguf import GGUFFile
 from localllm.kernels.backend import Backend, Batch, Footprint, HostOutput, Step
 from localllm.loading.placement import EncoderInfo
-from localllm.models.vision.encoder import FrameRows, Prepared, VisionModel
-from localllm.models.vision.pictures import open_picture
-from localllm.models.vision.registry import PROJECTORS, projector_of, read_encoder
+from localllm.models.vision.encoder import EncoderModel, FrameRows, Prepared
+from localllm.models.vision.registry import PROJECTORS, projectors_of, read_encoder
 
 #: Patches that one step encodes at most, unless one frame has more.
 STEP_PATCHES = 4096
@@ -35,35 +34,44 @@ PIECE_S = 0.02
 
 @dataclass(frozen=True)
 class _Released(Prepared):
-    """A picture without its pixels, which are prepared again when it is encoded."""
+    """A picture without its pixels, or a sound without its samples, which are prepared again when it is encoded."""
 
-    image: Image
+    media: Media
 
 
-_NO_IMAGE = Image(None)
+_NO_MEDIA = Media(None)
+
+
+@dataclass(eq=False)
+class _Steps:
+    """An encoder, and the step that computes it."""
+
+    family: str  # its projector, as the file names it
+    model: EncoderModel  # its graph, and how it prepares pictures or sounds
+    step: Step | None = None
+    sizes: tuple[int, ...] = (0, 0, 0)  # patches, rows and pages of the cache that the step has room for
 
 
 @dataclass(eq=False)
 class VisionEncoder:
-    """An encoder of pictures.  What computes is not to be used by several threads at once."""
+    """Encoders of pictures and sounds.  What computes is not to be used by several threads at once."""
 
-    path: Path  # its file
-    family: str  # its projector, as the file names it
-    model: VisionModel  # its graph, and how it prepares pictures
+    path: Path  # their file
+    encoders: dict[str, _Steps]  # by what they encode, "image" or "audio"
     _file: GGUFFile
     backend: Backend | None = None  # what computes
-    _step: Step | None = None
-    _sizes: tuple[int, ...] = (0, 0, 0)  # patches, rows and pages of the cache that the step has room for
-    #: Pictures by their files' hashes and bounds of tokens, those that came last.
-    _known: dict[tuple[bytes, int | None], Picture] = field(default_factory=dict)
+    #: Pictures and sounds by their files' hashes, kinds and bounds of tokens, those that came last.
+    _known: dict[tuple[bytes, str, int | None], Picture] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> VisionEncoder:
-        """Opens a file; its weights are read when the first picture is encoded, which needs a ``backend``."""
+        """Opens a file; weights are read when the first picture or sound is encoded, which needs a ``backend``."""
         file = GGUFFile.open(path)
         try:
-            return cls(Path(path), projector_of(file.metadata), read_encoder(file), file)
+            families = projectors_of(file.metadata)
+            found = {kind: _Steps(family, read_encoder(file, kind)) for kind, family in families.items()}
+            return cls(Path(path), found, file)
         except BaseException:
             file.close()
             raise
@@ -83,6 +91,20 @@ class VisionEncoder:
         raise ModelError(f"{path_text(encoder.path)} {words}: give the mmproj file of this model")
 
     @property
+    def _first(self) -> _Steps:
+        return next(iter(self.encoders.values()))
+
+    @property
+    def family(self) -> str:
+        """The projector of the first encoder, as the file names it."""
+        return self._first.family
+
+    @property
+    def model(self) -> EncoderModel:
+        """The first encoder."""
+        return self._first.model
+
+    @property
     def _computed_by(self) -> Backend:
         assert self.backend is not None
         return self.backend
@@ -93,24 +115,34 @@ class VisionEncoder:
         return self.model.width
 
     @property
-    def marker(self) -> str:
-        """The marker that chat templates write for a picture; `Prepared.parts` replace it."""
-        return self.model.marker
+    def markers(self) -> dict[str, tuple[str, str, str]]:
+        """Of each kind the marker that chat templates write, which `Prepared.parts` replace, between the texts that
+        stand around it where no template writes it."""
+        return {
+            kind: (each.model.around[0], each.model.marker, each.model.around[1])
+            for kind, each in self.encoders.items()
+        }
 
-    @property
-    def around(self) -> tuple[str, str]:
-        """Texts around the marker where no template writes it."""
-        return self.model.around
+    def of_kind(self, kind: str) -> EncoderModel:
+        """The encoder of "image" or "audio".  Raises UsageError where there is none."""
+        if (found := self.encoders.get(kind)) is None:
+            other, does = ("sounds", "hears") if kind == "audio" else ("pictures", "sees")
+            raise UsageError(f"{path_text(self.path)} has no encoder of {other}, so the model {does} none")
+        return found.model
 
-    def prepare(self, picture: Any, max_tokens: int | None = None, where: str = "the picture") -> Prepared:
-        """A picture as the model's own processor prepares it; in any thread.
+    def prepare(
+        self, source: Any, max_tokens: int | None = None, where: str = "the picture", kind: str | None = None
+    ) -> Prepared:
+        """A picture, or a sound, as the model's own processor prepares it; in any thread.
 
-        ``picture`` is a path, the bytes of a file, a Pillow image, or an array uint8 [height, width, 3].  It becomes
-        at most ``max_tokens``, by default as many as the processor allows.  Errors call it ``where`` without a path.
+        ``source`` is a path, the bytes of a file, a Pillow image, or an array: uint8 [height, width, 3], or samples
+        of a sound (`localllm.models.vision.sounds.open_sound`).  A picture becomes at most ``max_tokens``, by default
+        as many as the processor allows.  Errors call it ``where`` without a path.
         """
         if max_tokens is not None and max_tokens < 1:
             raise UsageError(f"max_tokens={max_tokens} is out of range: give a picture at least 1 token")
-        return self.model.prepare(open_picture(picture, where), max_tokens)
+        model = self.model if kind is None else self.of_kind(kind)
+        return model.prepare(model.open(source, where), max_tokens)
 
     def picture(self, prepared: Prepared) -> Picture:
         """A picture as requests have it, with the same key wherever its pixels are the same."""
@@ -119,15 +151,16 @@ class VisionEncoder:
         for frame in prepared.frames:
             name.update(repr(frame.shape).encode())
             name.update(frame.tobytes())
-        return Picture(name.digest(), prepared.n_tokens, prepared.grid if self.model.has_grid else (0, 0), prepared)
+        grid = prepared.grid if self.of_kind(prepared.kind).has_grid else (0, 0)
+        return Picture(name.digest(), prepared.n_tokens, grid, prepared, is_causal=prepared.kind == "audio")
 
     def prompt(
         self,
-        pieces: Sequence[str | Image],
+        pieces: Sequence[str | Media],
         encode: Callable[[str], list[int]],
-        known: dict[Image, Picture] | None = None,
+        known: dict[Media, Picture] | None = None,
     ) -> tuple[list[int], list[PictureTokens]]:
-        """The ids of a prompt of texts and pictures, and where the pictures' tokens are in it.
+        """The ids of a prompt of texts, pictures and sounds, and where the tokens of those are in it.
 
         Texts among the ``pieces`` have no markers of pictures, and ``encode`` tokenizes them.  Pictures that are not
         in ``known`` are prepared and added to it.
@@ -154,20 +187,22 @@ class VisionEncoder:
                 first += part
         return ids + (encode(words) if words else []), placed
 
-    def _kept(self, image: Image, others: Collection[Picture]) -> Picture:
+    def _kept(self, media: Media, others: Collection[Picture]) -> Picture:
         """A picture of a prompt: another one of the same pixels, or without its own where others have many, or where
         the same file came before: further turns of a chat open no file again."""
         name = None
-        if isinstance(image.source, bytes):
-            name = hashlib.sha256(image.source).digest(), image.max_tokens
+        if isinstance(media.source, bytes):
+            name = hashlib.sha256(media.source).digest(), media.kind, media.max_tokens
             with self._lock:
                 if (found := self._known.get(name)) is not None:
-                    return replace(found, source=replace(found.source, image=image))
-        picture = self.picture(prepared := self.prepare(image.source, image.max_tokens, image.where))
-        released = replace(picture, source=_Released((), prepared.parts, prepared.grid, image))
+                    return replace(found, source=replace(found.source, media=media))
+        picture = self.picture(prepared := self._prepare(media))
+        released = replace(
+            picture, source=_Released((), prepared.parts, prepared.grid, media=media, kind=prepared.kind)
+        )
         if name is not None:
             with self._lock:
-                self._known[name] = replace(released, source=replace(released.source, image=_NO_IMAGE))
+                self._known[name] = replace(released, source=replace(released.source, media=_NO_MEDIA))
                 if len(self._known) > _MAX_KNOWN:
                     del self._known[next(iter(self._known))]
         for other in others:
@@ -178,13 +213,16 @@ class VisionEncoder:
             return released
         return picture
 
+    def _prepare(self, media: Media) -> Prepared:
+        return self.prepare(media.source, media.max_tokens, media.where, media.kind)
+
     def _prepared(self, picture: Picture) -> Prepared:
         source: Prepared = picture.source
         if isinstance(source, _Released):
-            image = source.image
-            source = self.prepare(image.source, image.max_tokens, image.where)
+            media = source.media
+            source = self._prepare(media)
             if self.picture(source).key != picture.key:
-                raise UsageError(f"the file of {image.where} has changed since it was read: send it again")
+                raise UsageError(f"the file of {media.where} has changed since it was read: send it again")
         return source
 
     def encode(self, pictures: Sequence[Picture]) -> Generator[None, None, list[Embeddings]]:
@@ -193,23 +231,26 @@ class VisionEncoder:
         Several frames are computed at once, and the same bits come of each whatever is beside it.
         """
         prepared = [self._prepared(picture) for picture in pictures]
-        frames = [self.model.rows(frame) for each in prepared for frame in each.frames]
-        made: list[NDArray[np.float32]] = []
-        for some in _batches(frames):
-            rows = yield from self._run(some)
-            made += np.split(rows, np.cumsum([len(frame.outputs) for frame in some])[:-1])
-        found: list[Embeddings] = []
-        for each in prepared:
-            own, made = made[: len(each.frames)], made[len(each.frames) :]
-            found.append(self.model.arranged(each, np.concatenate(own)))
-        return found
+        found: dict[int, Embeddings] = {}
+        for kind, encoder in self.encoders.items():
+            own = [each for each in prepared if each.kind == kind]
+            frames = [encoder.model.rows(frame) for each in own for frame in each.frames]
+            made: list[NDArray[np.float32]] = []
+            for some in _batches(frames):
+                rows = yield from self._run(encoder, some)
+                made += np.split(rows, np.cumsum([len(frame.outputs) for frame in some])[:-1])
+            for each in own:
+                mine, made = made[: len(each.frames)], made[len(each.frames) :]
+                found[id(each)] = encoder.model.arranged(each, np.concatenate(mine))
+        return [found[id(each)] for each in prepared]
 
-    def _run(self, frames: Sequence[FrameRows]) -> Generator[None, None, NDArray[np.float32]]:
+    def _run(self, encoder: _Steps, frames: Sequence[FrameRows]) -> Generator[None, None, NDArray[np.float32]]:
         """One step: [N, n_embeddings, width]."""
         lengths = [frame.axes.shape[1] for frame in frames]
         starts = np.cumsum([0, *lengths]).astype(np.int32)
         pages = [-(-length // self._computed_by.page_size) for length in lengths]
-        step = yield from self._compiled(int(starts[-1]), sum(len(frame.outputs) for frame in frames), sum(pages))
+        n_outputs = sum(len(frame.outputs) for frame in frames)
+        step = yield from self._compiled(encoder, int(starts[-1]), n_outputs, sum(pages))
         tables = np.zeros((1, len(frames), max(pages)), np.int32)
         begin = 0
         for table, n in zip(tables[0], pages, strict=True):
@@ -231,37 +272,43 @@ class VisionEncoder:
         )
         given = HostOutput(np.concatenate([frame.given for frame in frames]))
         rows = (yield from step.run_in_pieces(batch, PIECE_S, given)).rows()
-        return np.stack([rows, *(step.value(x) for x in self.model.further)], axis=1)
+        return np.stack([rows, *(step.value(x) for x in encoder.model.further)], axis=1)
 
-    def _compiled(self, *sizes: int) -> Generator[None, None, Step]:
+    def _compiled(self, encoder: _Steps, *sizes: int) -> Generator[None, None, Step]:
         """A step with room for so many patches, rows and pages: that of before, or a larger one in its place."""
-        if self._step is None or any(size > room for size, room in zip(sizes, self._sizes, strict=True)):
-            larger = tuple(map(max, sizes, self._sizes))
-            footprint = self._footprint(*larger)
+        if encoder.step is None or any(size > room for size, room in zip(sizes, encoder.sizes, strict=True)):
+            larger = tuple(map(max, sizes, encoder.sizes))
+            footprint = self._footprint(encoder.model, *larger)
             for _ in footprint.pack():
                 yield
-            self._step, self._sizes = footprint.load(None), larger
-        return self._step
+            encoder.step, encoder.sizes = footprint.load(None), larger
+        return encoder.step
 
-    def _footprint(self, n_tokens: int, n_outputs: int, n_pages: int) -> Footprint:
-        graph = self.model.graph
-        pages = (n_pages,) * len(graph.windows)
-        return self._computed_by.footprint(graph, n_pages=pages, max_tokens=n_tokens, max_outputs=n_outputs)
+    def _footprint(self, model: EncoderModel, n_tokens: int, n_outputs: int, n_pages: int) -> Footprint:
+        pages = (n_pages,) * len(model.graph.windows)
+        return self._computed_by.footprint(model.graph, n_pages=pages, max_tokens=n_tokens, max_outputs=n_outputs)
 
     @property
     def info(self) -> EncoderInfo:
         """Its memory for pictures of up to `STEP_PATCHES` patches."""
         n_pages = -(-STEP_PATCHES // self._computed_by.page_size)
-        footprint = self._footprint(STEP_PATCHES, STEP_PATCHES // self.model.merge**2, n_pages)
-        return EncoderInfo(self.path, self.family, footprint.n_bytes, self.common_tokens)
+        n_bytes = sum(
+            self._footprint(each.model, STEP_PATCHES, STEP_PATCHES // each.model.n_joined, n_pages).n_bytes
+            for each in self.encoders.values()
+        )
+        family = ", ".join(each.family for each in self.encoders.values())
+        return EncoderInfo(self.path, family, n_bytes, self.n_tokens("image"), self.n_tokens("audio"))
 
-    @property
-    def common_tokens(self) -> int:
-        """Tokens that it makes of a picture of 1,024 × 768 pixels."""
-        return self.prepare(np.zeros((768, 1024, 3), np.uint8)).n_tokens
+    def n_tokens(self, kind: str) -> int:
+        """Tokens that it makes of a picture of 1,024 × 768 pixels, or of 30 seconds of sound; 0 where of none."""
+        if kind not in self.encoders:
+            return 0
+        model = self.encoders[kind].model
+        return model.prepare(model.example).n_tokens
 
     def close(self) -> None:
-        self._step = None
+        for each in self.encoders.values():
+            each.step = None
         self._file.close()
 
 

@@ -389,7 +389,7 @@ class LoadOptions(_Checked):
     mmproj: str | os.PathLike[str] | Literal[False] | None = _call_option(
         None,
         _MMPROJ,
-        "the file of the encoder of pictures (``mmproj-….gguf``) of a model that sees; False for none",
+        "the file of the encoders of pictures and sounds (``mmproj-….gguf``) of a model; False for none",
         "--mmproj -mm",
         none="the one beside the model, if there is one that is made for it",
     )

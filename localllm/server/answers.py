@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from localllm.chat.conversation import Message, ToolCall, decoded
+from localllm.chat.conversation import Media, Message, ToolCall, decoded, kind_of
 from localllm.chat.rendering import described_tools
 from localllm.chat.reply import CallDelta
 from localllm.chat.tool_choice import Tools, choose_tools
@@ -131,7 +131,7 @@ class GenerationJob:
     model: str | None  # its name; None is the first one
     options: dict[str, Any]  # keywords of `LLM.stream`
     messages: list[Message] | None = None  # of a chat; None if ``prompts`` are to be continued
-    prompts: Sequence[Prompt | PicturePrompt] = ()  # each a text, tokens, or both in one
+    prompts: Sequence[Prompt | MediaPrompt] = ()  # each a text, tokens, or both in one
     tools: Tools = field(default_factory=list)  # that the model may call, as OpenAI's API describes them
     must_call: bool = False  # whether the reply has to be a call of one of them
     variables: dict[str, Any] = field(default_factory=dict)  # what else the chat template reads
@@ -360,11 +360,11 @@ def split_reply_prefix(messages: list[Message], goes_on: bool | None = None) -> 
 
 
 @dataclass(frozen=True)
-class PicturePrompt:
-    """A text with pictures (bytes of files) in the places of `localllm.llm.MEDIA`."""
+class MediaPrompt:
+    """A text with pictures and sounds in the places of `localllm.llm.MEDIA`."""
 
     text: str
-    images: tuple[bytes, ...]
+    media: tuple[Media, ...]
 
 
 #: A text, the ids of its tokens, or both in turn.
@@ -394,18 +394,19 @@ Prompts = str | PromptObject | list[str | int | list[int | str] | PromptObject]
 
 
 def prompts_of(given: Prompts, *, may_see: bool = False) -> list[Any]:
-    """Each prompt of a field: a `Prompt`, or a `PicturePrompt`."""
+    """Each prompt of a field: a `Prompt`, or a `MediaPrompt`."""
     if isinstance(given, list) and any(isinstance(each, int) for each in given):
         return [[_plain_prompt(each, False) if isinstance(each, PromptObject) else each for each in given]]
     prompts: list[Any] = given if isinstance(given, list) else [given]
     return [_plain_prompt(each, may_see) if isinstance(each, PromptObject) else each for each in prompts]
 
 
-def _plain_prompt(given: PromptObject, may_see: bool) -> str | PicturePrompt:
+def _plain_prompt(given: PromptObject, may_see: bool) -> str | MediaPrompt:
     if not (may_see and given.multimodal_data):
         return given.text
-    images = (decoded(data, f"multimodal_data[{i}]") for i, data in enumerate(given.multimodal_data))
-    return PicturePrompt(given.prompt_string or "", tuple(images))
+    files = (decoded(data, f"multimodal_data[{i}]") for i, data in enumerate(given.multimodal_data))
+    media = (Media(file, where=f"multimodal_data[{i}]", kind=kind_of(file)) for i, file in enumerate(files))
+    return MediaPrompt(given.prompt_string or "", tuple(media))
 
 
 def join_prompt(llm: LLM, prompt: Prompt) -> str | list[int]:

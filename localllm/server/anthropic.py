@@ -98,7 +98,7 @@ def _messages(body: MessagesRequest) -> list[Message]:
     system, _ = read_parts(0, "system", body.system)
     texts = [part for part in system if isinstance(part, str)]
     if len(texts) < len(system):
-        raise HTTPError(400, "system has a picture: send it in a message of the user")
+        raise HTTPError(400, "system has a picture or a sound: send it in a message of the user")
     messages = [Message("system", ("\n\n".join(texts),))] if any(texts) else []
     for number, message in enumerate(body.messages):
         content = message.get("content")

@@ -17,7 +17,7 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from localllm.errors import LocalLLMError
-from localllm.server import anthropic, embeddings, llamacpp, ollama, openai, responses
+from localllm.server import anthropic, embeddings, llamacpp, ollama, openai, responses, transcriptions
 from localllm.server.answers import LoraScale
 from localllm.server.dispatcher import Dispatcher
 from localllm.server.http import Guard, HTTPError, Limits, json_response
@@ -69,6 +69,12 @@ _ENDPOINTS: tuple[tuple[str, tuple[str, ...], _Endpoint, Any], ...] = (
     ("GET", ("/v1/responses/{id}/input_items",), responses.input_items, None),
     ("GET", ("/v1/responses/{id}",), responses.get_response, None),
     ("DELETE", ("/v1/responses/{id}",), responses.delete_response, None),
+    (
+        "POST",
+        ("/v1/audio/transcriptions", "/audio/transcriptions"),
+        transcriptions.transcriptions,
+        transcriptions.TranscriptionRequest,
+    ),
     ("POST", ("/v1/embeddings",), embeddings.openai, embeddings.EmbeddingsRequest),
     ("POST", ("/embedding", "/embeddings"), embeddings.llamacpp, embeddings.EmbeddingsRequest),
     ("POST", ("/api/embed", "/api/embeddings"), embeddings.ollama, embeddings.OllamaEmbedRequest),

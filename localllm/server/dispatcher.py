@@ -24,8 +24,8 @@ from localllm.server.answers import (
     MAX_REPLIES,
     GenerationJob,
     LoraScale,
+    MediaPrompt,
     PendingReplies,
-    PicturePrompt,
     Prompt,
     join_prompt,
     stopping,
@@ -184,7 +184,7 @@ def _submit(job: GenerationJob, llm: LLM, client: str) -> list[Stream]:
         job.options["progress"] = lambda n, total: None  # which the stream's chunks tell
     if job.messages is None:
         for prompt in job.prompts:
-            _check_length(prompt.text if isinstance(prompt, PicturePrompt) else prompt, llm.info.context)
+            _check_length(prompt.text if isinstance(prompt, MediaPrompt) else prompt, llm.info.context)
         begins = [partial(_stream, llm, each, parse_special=job.special) for each in job.prompts]
     else:
         template = llm.chat_template.used_for({"tools": job.tools}).source
@@ -218,9 +218,9 @@ def _check_length(prompt: Prompt, context: int) -> None:
         raise HTTPError(400, message, "context_length_exceeded")
 
 
-def _stream(llm: LLM, prompt: Prompt | PicturePrompt, **options: Any) -> Stream:
-    if isinstance(prompt, PicturePrompt):
-        return llm.stream(prompt.text, images=prompt.images, **options)
+def _stream(llm: LLM, prompt: Prompt | MediaPrompt, **options: Any) -> Stream:
+    if isinstance(prompt, MediaPrompt):
+        return llm.stream(prompt.text, images=prompt.media, **options)
     return llm.stream(join_prompt(llm, prompt), **options)
 
 

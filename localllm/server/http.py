@@ -15,6 +15,7 @@ import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from email import message_from_bytes, message_from_string
 from functools import cache
 from itertools import chain, repeat
 from types import MappingProxyType, UnionType
@@ -165,17 +166,19 @@ def json_response(value: Any, status: int = 200, headers: dict[str, str] | None 
 
 
 async def decode(request: Request, kind: type[_T]) -> _T:
-    """A request's body as ``kind``, read as `tolerant` reads it; an empty one as ``{}``."""
-    body = await request.body()
+    """A request's body as ``kind``, read as `tolerant` reads it; an empty one as ``{}``, and a form as its fields."""
+    body, form = await request.body(), request.headers.get("content-type", "")
+    if not (is_form := form.lower().startswith("multipart/form-data")):
+        form = ""
     packing = request.headers.get("content-encoding", "identity").lower()
     is_long = len(body) > LONG_REQUEST or packing != "identity"
     request.state.ignored = ignored = list[str]()
     request.state.fields = _field_names(kind)
     try:
-        given, request.state.n_bytes = await _read(is_long, _decoded, body, packing, request.state.max_body)
+        given, request.state.n_bytes = await _read(is_long, _decoded, body, packing, request.state.max_body, form)
         if request.state.image_hosts:
             await fetch_pictures(given, request.state.image_hosts, request.state.max_body)
-        return await _read(is_long, lambda: msgspec.convert(tolerant(given, kind, ignored), kind))
+        return await _read(is_long, lambda: msgspec.convert(tolerant(given, kind, ignored), kind, strict=not is_form))
     except RecursionError:
         raise msgspec.DecodeError("it is nested too deeply") from None
     except UnicodeDecodeError:
@@ -199,10 +202,26 @@ def _with_pause(work: Callable[..., _T], *args: Any) -> _T:
         time.sleep(time.perf_counter() - began)
 
 
-def _decoded(body: bytes, packing: str, limit: int) -> tuple[Any, int]:
-    """The decoded JSON of a body, and its bytes when unpacked."""
+def _decoded(body: bytes, packing: str, limit: int, form: str = "") -> tuple[Any, int]:
+    """The decoded JSON of a body, or the fields of a ``form`` of that content type; and its bytes when unpacked."""
     body = (body if packing == "identity" else _unpacked(body, packing, limit)) or b"{}"
-    return msgspec.json.decode(body), len(body)
+    return _fields_of(body, form) if form else msgspec.json.decode(body), len(body)
+
+
+def _fields_of(body: bytes, content_type: str) -> dict[str, Any]:
+    """The texts of a form by their names, and the bytes of its files.  Source: RFC 7578."""
+    boundary = message_from_string(f"content-type: {content_type}").get_boundary("")
+    parts = (b"\r\n" + body).split(b"\r\n--" + boundary.encode("latin-1"))
+    if len(parts) < 3 or not parts[-1].startswith(b"--"):
+        raise HTTPError(400, "the form is cut off, or not as its Content-Type says")
+    found: dict[str, Any] = {}
+    for part in parts[1:-1]:
+        head, _, value = part.partition(b"\r\n\r\n")
+        headers = message_from_bytes(head.lstrip())
+        name = headers.get_param("name", "", "content-disposition")
+        is_file = headers.get_param("filename", None, "content-disposition") is not None
+        found[str(name)] = value if is_file else value.decode()
+    return found
 
 
 def _unpacked(body: bytes, packing: str, limit: int) -> bytes:

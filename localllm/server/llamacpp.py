@@ -35,8 +35,8 @@ from localllm.server.answers import (
     GenerationFields,
     GenerationJob,
     LoraScale,
+    MediaPrompt,
     PendingReplies,
-    PicturePrompt,
     Prompt,
     Prompts,
     Reply,
@@ -106,7 +106,7 @@ def described(llm: LLM) -> dict[str, Any]:
         **{f"chat_template_{name}": text for name, text in llm.chat_template.named.items()},
         "bos_token": _token_text(tokenizer, tokenizer.bos_id),
         "eos_token": _token_text(tokenizer, tokenizer.eos_id),
-        "modalities": {"vision": llm.sees, "audio": False},
+        "modalities": {"vision": llm.sees, "audio": llm.hears},
     }
 
 
@@ -377,7 +377,7 @@ async def infill(request: Request, dispatcher: Dispatcher) -> Response:
 
 
 async def _complete(
-    request: Request, dispatcher: Dispatcher, body: _CompletionFields, prompts: Sequence[Prompt | PicturePrompt]
+    request: Request, dispatcher: Dispatcher, body: _CompletionFields, prompts: Sequence[Prompt | MediaPrompt]
 ) -> Response:
     if len(prompts) > MAX_REPLIES:
         raise HTTPError(400, f"there are {len(prompts):,} prompts, but a request has at most {MAX_REPLIES}")

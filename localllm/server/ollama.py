@@ -20,7 +20,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from localllm.chat.conversation import Image, Message, ToolCall, decoded, read_message
+from localllm.chat.conversation import Media, Message, ToolCall, decoded, read_message
 from localllm.generation.completion import Chunk
 from localllm.llm import LLM
 from localllm.server.answers import (
@@ -110,12 +110,12 @@ def _message(number: int, message: dict[str, Any]) -> Message:
     return replace(read, parts=(*_images(f"message {number}", message.get("images")), *read.parts))
 
 
-def _images(where: str, given: object) -> list[Image]:
+def _images(where: str, given: object) -> list[Media]:
     """Pictures in base64, which stand before the text."""
     if given is not None and not (isinstance(given, list) and all(isinstance(each, str) for each in given)):
         raise HTTPError(400, f"images of {where} must be a list of texts in base64")
     name = f"the picture of {where}"
-    return [Image(decoded(each.rpartition(",")[2], name), where=name) for each in given or ()]
+    return [Media(decoded(each.rpartition(",")[2], name), where=name) for each in given or ()]
 
 
 async def generate(request: Request, dispatcher: Dispatcher) -> Response:
@@ -330,7 +330,7 @@ async def show(request: Request, dispatcher: Dispatcher) -> Response:
         template = llm.chat_template
         reads_tools = ["tools"] if template.reads("tools") else []
         thinks = ["thinking"] if template.reads("enable_thinking") else []
-        sees = ["vision"] if llm.sees else []
+        sees = [*(["vision"] if llm.sees else []), *(["audio"] if llm.hears else [])]
         return {
             "template": template.source,
             "capabilities": ["completion", *sees, *reads_tools, *thinks],

@@ -452,12 +452,12 @@ async def models(request: Request, dispatcher: Dispatcher) -> Response:
 
 
 def _capabilities(served: ServedModel) -> list[str]:
-    """As llama-server has them under "models"; whether a model sees is known once it is loaded."""
+    """As llama-server has them under "models"; whether a model sees or hears is known once it is loaded."""
     if served.llm is None:
         return ["completion"]
     if not served.llm.writes_text:
         return ["embedding"]
-    return ["completion", *(["multimodal"] if served.llm.sees else [])]
+    return ["completion", *(["multimodal"] if served.llm.sees or served.llm.hears else [])]
 
 
 async def model(request: Request, dispatcher: Dispatcher) -> Response:

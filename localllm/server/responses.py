@@ -18,7 +18,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from localllm.chat.conversation import Image, Message, ToolCall, read_calls, read_message
+from localllm.chat.conversation import Media, Message, ToolCall, read_calls, read_message
 from localllm.chat.reply import CallDelta
 from localllm.engine.request import Usage
 from localllm.generation.completion import Chunk
@@ -204,17 +204,20 @@ async def input_items(request: Request, dispatcher: Dispatcher) -> Response:
     return json_response({"object": "list", "data": data, **ends, "has_more": False})
 
 
-def _picture(image: Image) -> dict[str, str]:
-    url = f"data:;base64,{base64.b64encode(image.source).decode()}"
-    return {"type": "input_image", "image_url": url, "detail": "auto" if image.max_tokens is None else "low"}
+def _media(media: Media) -> dict[str, Any]:
+    data = base64.b64encode(media.source).decode()
+    if media.kind == "audio":
+        return {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}
+    detail = "auto" if media.max_tokens is None else "low"
+    return {"type": "input_image", "image_url": f"data:;base64,{data}", "detail": detail}
 
 
 def _items(message: Message) -> Iterator[dict[str, Any]]:
     """A message as the items that `_messages` makes one of."""
     kind = "output_text" if message.role == "assistant" else "input_text"
-    content = [{"type": kind, "text": part} if isinstance(part, str) else _picture(part) for part in message.parts]
+    content = [{"type": kind, "text": part} if isinstance(part, str) else _media(part) for part in message.parts]
     if message.role == "tool":
-        output = content if message.images else message.text
+        output = content if message.media else message.text
         yield {"type": "function_call_output", "call_id": message.call_id, "output": output}
         return
     if content or not message.calls:

@@ -1,8 +1,9 @@
-"""The base of encoders of pictures: their keys, their layers, and how a picture becomes rows of a graph.
+"""The base of encoders of pictures and sounds: their keys, their layers, and how pixels become rows of a graph.
 
 A picture is prepared as one or several frames, each of whose patches are a sequence that attention sees both ways.
 The graph begins with rows of pixels, and of positions beside them where those are learnt; it ends with the rows that
-the text model takes, [N, width].  Neighbouring patches that become one row stand together, to be joined.
+the text model takes, [N, width].  Neighbouring patches that become one row stand together, to be joined.  A sound's
+frames are pieces of it, and its patches are those of its spectrogram.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from localllm.kernels.graph import (
 from localllm.models.blocks import Layer, layer_norm, norm, query_key_value
 from localllm.models.config import Heads, Metadata
 from localllm.models.hf_convert import Array
-from localllm.models.vision.pictures import block_order, normalised, patches
+from localllm.models.vision.pictures import block_order, normalised, open_picture, patches
 from localllm.models.vision.views import RowsScaled
 from localllm.models.weights import Reshaped, Weights
 from localllm.quant.formats import dequantize
@@ -50,11 +51,13 @@ Pixels = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Prepared:
-    """A picture as its model's processor prepares it."""
+    """A picture, or a sound, as its model's processor prepares it."""
 
-    frames: tuple[NDArray[np.uint8], ...]  # [height, width, 3] each: the picture resized, or tiles of it
+    # [height, width, 3] each: the picture resized, or tiles of it; of a sound float32, such as [time, frequencies]
+    frames: tuple[NDArray[Any], ...]
     parts: tuple[str | int, ...]  # what stands in the text: words, and between them so many rows
-    grid: tuple[int, int]  # rows and columns of the first frame's tokens
+    grid: tuple[int, int]  # rows and columns of the first frame's tokens; of a sound 0
+    kind: str = field(default="image", kw_only=True)  # or "audio"
 
     @property
     def n_tokens(self) -> int:
@@ -78,24 +81,23 @@ def _activation(meta: Metadata) -> str:
     return "silu" if is_silu else "gelu" if is_gelu else "gelu_quick"
 
 
-class VisionModel:
+class EncoderModel:
     """An encoder and its projector; a family's subclass adds its own keys, tensors and blocks.  Raises ModelError."""
 
+    #: What it encodes, as parts of messages have it, the section of its keys and the beginning of its tensors' names.
+    kind: ClassVar[str] = "image"
+    section: ClassVar[str] = "vision"
+    stem: ClassVar[str] = "v."
     #: What a chat template, or the processor, puts where a picture stands: `Prepared.parts` take its place.
     marker: ClassVar[str]
     #: What stands around the marker where no template puts it.
     around: ClassVar[tuple[str, str]] = ("", "")
     #: Whether a picture's tokens turn by row and column in the text model (M-RoPE).
     has_grid: ClassVar[bool] = False
-    #: Patches of a side that become one row together.
-    merge: int = 1
-    #: Patches of a window's side, and the layers whose patches see nothing but their window.
-    window: int = 0
+    #: The layers whose patches see nothing but their window.
     windowed: Collection[int] = ()
-    #: Rows before the patches, such as a class token's.
-    n_before: ClassVar[int] = 0
-    #: Whether the key of the tanh form of GELU means the exact one.
-    exact_gelu: ClassVar[bool] = False
+    #: What MLPs apply.
+    activation: str = "gelu_erf"
     #: Whether norms are RMSNorms.
     rms: bool = False
 
@@ -104,16 +106,11 @@ class VisionModel:
         v = self.number
         self.n_embd, self.n_ff, self.n_layers = v("embedding_length"), v("feed_forward_length"), v("block_count")
         self.n_heads, self.width = v("attention.head_count"), v("projection_dim")
-        self.image_size, self.patch_size = v("image_size"), v("patch_size")
-        self.eps = meta.read("vision.attention.layer_norm_epsilon", float, low=0.0, high=1.0)
-        self.mean, self.std = (self._colours(f"vision.image_{key}") for key in ("mean", "std"))
-        self.activation = _activation(meta)
-        if self.exact_gelu and self.activation == "gelu":
-            self.activation = "gelu_erf"
+        self.eps = meta.read(f"{self.section}.attention.layer_norm_epsilon", float, low=0.0, high=1.0)
         if self.n_layers and (self.n_heads < 1 or self.n_embd % self.n_heads):
             raise ModelError(
-                f"clip.vision.embedding_length is {self.n_embd}, which is no multiple of clip.vision.attention."
-                f"head_count, {self.n_heads}: the file is broken"
+                f"clip.{self.section}.embedding_length is {self.n_embd}, which is no multiple of clip.{self.section}."
+                f"attention.head_count, {self.n_heads}: the file is broken"
             )
         self.head_dim = self.n_embd // max(self.n_heads, 1)
         #: Further rows for each token, that layers of the text model add: what they are computed as.
@@ -124,15 +121,9 @@ class VisionModel:
         self.graph.watched.update(self.further)
 
     def number(self, key: str, default: Any = None) -> int:
-        """The whole number ``clip.vision.{key}``."""
+        """The whole number ``clip.{section}.{key}``."""
         given: dict[str, Any] = {} if default is None else {"default": default}
-        return int(self.meta.read(f"vision.{key}", int, low=0, high=1 << 31, **given))
-
-    def _colours(self, key: str) -> tuple[float, ...]:
-        values = self.meta.find(key)
-        if not isinstance(values, list | tuple) or len(values) != 3 or not all(isinstance(x, float) for x in values):
-            raise ModelError(f"clip.{key} must be three numbers: the file is broken")
-        return tuple(values)
+        return int(self.meta.read(f"{self.section}.{key}", int, low=0, high=1 << 31, **given))
 
     # -- What families say -----------------------------------------------------------------------------------------
 
@@ -143,13 +134,29 @@ class VisionModel:
         """Records the graph."""
         raise NotImplementedError
 
-    def prepare(self, picture: Image, max_tokens: int | None = None) -> Prepared:
-        """A picture as the model's own processor prepares it; with ``max_tokens``, of no more tokens."""
+    @property
+    def n_joined(self) -> int:
+        """Patches that become one row together."""
+        return 1
+
+    @staticmethod
+    def open(source: Any, where: str) -> Any:
+        """What `prepare` takes, of whatever a picture or a sound may be given as; errors call it ``where``."""
         raise NotImplementedError
 
-    def positions(self, rows: int, columns: int) -> Pixels | None:
-        """Position embeddings of the patches of a grid, row after row: [rows * columns, n_embd]; None without any."""
-        return None
+    @property
+    def example(self) -> Any:
+        """One of a common size."""
+        raise NotImplementedError
+
+    def prepare(self, source: Any, max_tokens: int | None = None) -> Prepared:
+        """A picture, or a sound, as the model's own processor prepares it; with ``max_tokens``, a picture of no more
+        tokens."""
+        raise NotImplementedError
+
+    def rows(self, frame: NDArray[Any]) -> FrameRows:
+        """A prepared frame as the graph takes it."""
+        raise NotImplementedError
 
     def arranged(self, prepared: Prepared, rows: Pixels) -> Pixels:
         """The rows of a picture in the order of its tokens, of those of its frames: [n, n_embeddings, width]."""
@@ -162,64 +169,19 @@ class VisionModel:
         weight = self.weights.require(name, *shape)
         return dequantize(weight.data, weight.type).reshape(shape)
 
-    def normalised(self, frame: NDArray[np.uint8]) -> Pixels:
-        """The values of pixels, [height, width, 3]."""
-        return normalised(frame, self.mean, self.std)
-
-    def rows(self, frame: NDArray[np.uint8]) -> FrameRows:
-        """A prepared frame as the graph takes it."""
-        size, merge, n = self.patch_size, self.merge, self.n_before
-        rows, columns = frame.shape[0] // size, frame.shape[1] // size
-        order, spans = block_order(rows, columns, merge), np.zeros((2, 0), np.int32)
-        if (side := self.window) != 0:  # those of a window stand together
-            windows = order // columns // side * columns + order % columns // side
-            order, windows = order[np.argsort(windows, kind="stable")], np.sort(windows)
-            spans = np.stack([np.searchsorted(windows, windows, end) for end in ("left", "right")]).astype(np.int32)
-        given = [patches(self.normalised(frame), size)[order]]
-        if (added := self.positions(rows, columns)) is not None:
-            given.append(added[: len(added) - len(order)])
-            given[1] = np.concatenate([given[1], added[len(added) - len(order) :][order]])
-        if n:
-            given[0] = np.pad(given[0], ((n, 0), (0, 0)))
-        axes = np.stack([order * 0, order // columns, order % columns])
-        axes = np.pad(axes, ((0, 0), (n, 0))).astype(np.int32)
-        blocks = order[:: merge * merge]  # by their first patches
-        outputs = n + merge * merge * np.argsort(blocks).astype(np.int32)
-        return FrameRows(np.ascontiguousarray(np.concatenate(given, axis=1)), axes, outputs, spans)
-
     # -- Blocks ----------------------------------------------------------------------------------------------------
-
-    def embedded(self, patch: Weight, *, has_positions: bool, bias: str = "v.patch_embd.bias") -> Tensor:
-        """Pixels of patches times a matrix [n_embd, pixels], plus positions."""
-        n = patch.shape[1]
-        total = n + (self.n_embd if has_positions else 0)
-        x = self.graph.add(Input(Tensor(Rows.TOKENS, n), 0, total))
-        positions = self.graph.add(Input(Tensor(Rows.TOKENS, self.n_embd), n, total)) if has_positions else None
-        return self.graph.add(Linear(x, Matrix(patch, self.weights.find(bias, self.n_embd)), residual=positions))
-
-    def patch_matrix(self, name: str = "v.patch_embd.weight") -> Weight:
-        """The kernel of a convolution over patches as a matrix [n_embd, pixels]."""
-        weight = self.weights.require(name, self.n_embd, 3, self.patch_size, self.patch_size)
-        return Reshaped(weight, (self.n_embd, 3 * self.patch_size**2))
 
     def at(self, weights: Weights | None = None, eps: float | None = None) -> Layer:
         """A `Layer` for blocks outside the layers."""
         own = self.weights if weights is None else weights
         return Layer(-1, self.graph, own, self.n_embd, self.eps if eps is None else eps, Tensor(Rows.TOKENS, 0))
 
-    def rope(self, theta: float, *, interleaved: bool = False, axes: tuple[int, int] = (1, 2)) -> Rope:
-        """A rotation by the row in one half of the pairs, and by the column in the other."""
-        dim = self.head_dim // 2
-        half = theta ** -(np.arange(0, dim, 2) / dim)
-        turned = (axes[0],) * len(half) + (axes[1],) * len(half)
-        return Rope(np.concatenate([half, half]).astype(np.float32), interleaved, axes=turned)
-
     def layers(self, x: Tensor, rope: Rope | None = None, n: int | None = None) -> Tensor:
         """The layers: norm, attention both ways, norm, MLP, each added to what was before."""
         cache: KVCache | None = None
         for i in range(self.n_layers if n is None else n):
             self.graph.layer = i
-            at = self.at(self.weights.layer(i, "v."))
+            at = self.at(self.weights.layer(i, self.stem))
             if cache is None:  # a layer's keys and values are needed until the next one's
                 cache = self.graph.kv_cache(self.n_heads, self.head_dim)
             x = self.layer(at, x, cache, rope)
@@ -278,7 +240,7 @@ class VisionModel:
 
     def joined(self, x: Tensor) -> Tensor:
         """The patches that become a row, side by side."""
-        return self.graph.add(Outputs(x, self.merge**2))
+        return self.graph.add(Outputs(x, self.n_joined))
 
     def vector_norm(self, x: Tensor, name: str, eps: float) -> Tensor:
         """LayerNorm by the tensors ``{name}.weight`` and ``{name}.bias``."""
@@ -291,6 +253,96 @@ class VisionModel:
         n = self.weights.n_rows(f"{first}.weight")
         y = at.add(Activation(at.linear(x, first, n), activation))
         return at.linear(y, second, self.width)
+
+
+class VisionModel(EncoderModel):
+    """An encoder of pictures."""
+
+    #: Patches of a side that become one row together.
+    merge: int = 1
+    #: Patches of a window's side.
+    window: int = 0
+    #: Rows before the patches, such as a class token's.
+    n_before: ClassVar[int] = 0
+    #: Whether the key of the tanh form of GELU means the exact one.
+    exact_gelu: ClassVar[bool] = False
+
+    def __init__(self, meta: Metadata, weights: Weights) -> None:
+        self.meta = meta
+        self.image_size, self.patch_size = self.number("image_size"), self.number("patch_size")
+        self.mean, self.std = (self._colours(f"vision.image_{key}") for key in ("mean", "std"))
+        self.activation = _activation(meta)
+        if self.exact_gelu and self.activation == "gelu":
+            self.activation = "gelu_erf"
+        super().__init__(meta, weights)
+
+    def _colours(self, key: str) -> tuple[float, ...]:
+        values = self.meta.find(key)
+        if not isinstance(values, list | tuple) or len(values) != 3 or not all(isinstance(x, float) for x in values):
+            raise ModelError(f"clip.{key} must be three numbers: the file is broken")
+        return tuple(values)
+
+    @property
+    def n_joined(self) -> int:
+        return self.merge**2
+
+    @staticmethod
+    def open(source: Any, where: str) -> Image:
+        return open_picture(source, where)
+
+    @property
+    def example(self) -> Image:
+        """1,024 × 768 pixels."""
+        return self.open(np.zeros((768, 1024, 3), np.uint8), "the picture")
+
+    def positions(self, rows: int, columns: int) -> Pixels | None:
+        """Position embeddings of the patches of a grid, row after row: [rows * columns, n_embd]; None without any."""
+        return None
+
+    def normalised(self, frame: NDArray[np.uint8]) -> Pixels:
+        """The values of pixels, [height, width, 3]."""
+        return normalised(frame, self.mean, self.std)
+
+    def rows(self, frame: NDArray[np.uint8]) -> FrameRows:
+        """A prepared frame as the graph takes it."""
+        size, merge, n = self.patch_size, self.merge, self.n_before
+        rows, columns = frame.shape[0] // size, frame.shape[1] // size
+        order, spans = block_order(rows, columns, merge), np.zeros((2, 0), np.int32)
+        if (side := self.window) != 0:  # those of a window stand together
+            windows = order // columns // side * columns + order % columns // side
+            order, windows = order[np.argsort(windows, kind="stable")], np.sort(windows)
+            spans = np.stack([np.searchsorted(windows, windows, end) for end in ("left", "right")]).astype(np.int32)
+        given = [patches(self.normalised(frame), size)[order]]
+        if (added := self.positions(rows, columns)) is not None:
+            given.append(added[: len(added) - len(order)])
+            given[1] = np.concatenate([given[1], added[len(added) - len(order) :][order]])
+        if n:
+            given[0] = np.pad(given[0], ((n, 0), (0, 0)))
+        axes = np.stack([order * 0, order // columns, order % columns])
+        axes = np.pad(axes, ((0, 0), (n, 0))).astype(np.int32)
+        blocks = order[:: merge * merge]  # by their first patches
+        outputs = n + merge * merge * np.argsort(blocks).astype(np.int32)
+        return FrameRows(np.ascontiguousarray(np.concatenate(given, axis=1)), axes, outputs, spans)
+
+    def embedded(self, patch: Weight, *, has_positions: bool, bias: str = "v.patch_embd.bias") -> Tensor:
+        """Pixels of patches times a matrix [n_embd, pixels], plus positions."""
+        n = patch.shape[1]
+        total = n + (self.n_embd if has_positions else 0)
+        x = self.graph.add(Input(Tensor(Rows.TOKENS, n), 0, total))
+        positions = self.graph.add(Input(Tensor(Rows.TOKENS, self.n_embd), n, total)) if has_positions else None
+        return self.graph.add(Linear(x, Matrix(patch, self.weights.find(bias, self.n_embd)), residual=positions))
+
+    def patch_matrix(self, name: str = "v.patch_embd.weight") -> Weight:
+        """The kernel of a convolution over patches as a matrix [n_embd, pixels]."""
+        weight = self.weights.require(name, self.n_embd, 3, self.patch_size, self.patch_size)
+        return Reshaped(weight, (self.n_embd, 3 * self.patch_size**2))
+
+    def rope(self, theta: float, *, interleaved: bool = False, axes: tuple[int, int] = (1, 2)) -> Rope:
+        """A rotation by the row in one half of the pairs, and by the column in the other."""
+        dim = self.head_dim // 2
+        half = theta ** -(np.arange(0, dim, 2) / dim)
+        turned = (axes[0],) * len(half) + (axes[1],) * len(half)
+        return Rope(np.concatenate([half, half]).astype(np.float32), interleaved, axes=turned)
 
 
 # -- Checkpoints ---------------------------------------------------------------------------------------------------

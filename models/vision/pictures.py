@@ -5,6 +5,7 @@ Every step has the values of transformers' processors that use Pillow, to the la
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import warnings
@@ -45,7 +46,7 @@ def open_picture(source: Source, where: str = "the picture") -> Image:
 
     what = f"the picture {path_text(source)}" if isinstance(source, str | os.PathLike) else where
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), contextlib.ExitStack() as opened:
             warnings.simplefilter("ignore")  # about damaged EXIF data and palettes with transparency
             if isinstance(source, np.ndarray):
                 if source.dtype != np.uint8 or source.ndim not in (2, 3) or source.shape[2:] not in ((), (3,)):
@@ -53,9 +54,10 @@ def open_picture(source: Source, where: str = "the picture") -> Image:
                 image = Image.fromarray(source)
             elif isinstance(source, Image.Image):
                 image = source
-            elif isinstance(source, str | os.PathLike | bytes | bytearray):
-                file = io.BytesIO(source) if isinstance(source, bytes | bytearray) else source
-                image = Image.open(file, formats=FORMATS)
+            elif isinstance(source, bytes | bytearray):
+                image = Image.open(io.BytesIO(source), formats=FORMATS)
+            elif isinstance(source, str | os.PathLike):
+                image = Image.open(opened.enter_context(open(source, "rb")), formats=FORMATS)
             else:
                 raise UsageError(f"a picture is a path, bytes, an image or an array, not {type(source).__name__}")
             if prod(image.size) > MAX_PIXELS:

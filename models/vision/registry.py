@@ -10,7 +10,7 @@ from typing import Any
 from localllm.errors import KernelError, ModelError, UnsupportedArchitectureError, quoted
 from localllm.models.config import Metadata
 from localllm.models.hf_convert import Array
-from localllm.models.vision.encoder import Checkpoint, VisionModel
+from localllm.models.vision.encoder import Checkpoint, EncoderModel
 from localllm.models.weights import ModelFile, Weights
 
 
@@ -23,10 +23,11 @@ class Projector:
     models: str
     texts: str  # architectures of the text models that its rows are for, separated by spaces
     hf_types: str  # ``model_type`` in config.json, and after "/" the encoder's own, separated by spaces
+    kind: str = "image"  # what it encodes: that, or "audio"
 
     @property
-    def model(self) -> type[VisionModel]:
-        found: type[VisionModel] = getattr(import_module(f"localllm.models.vision.{self.module}"), self.name)
+    def model(self) -> type[EncoderModel]:
+        found: type[EncoderModel] = getattr(import_module(f"localllm.models.vision.{self.module}"), self.name)
         return found
 
     @property
@@ -82,39 +83,56 @@ PROJECTORS: dict[str, Projector] = {
         "qwen3vl qwen3vlmoe qwen35 qwen35moe",
         "qwen3_vl qwen3_vl_moe qwen3_5 qwen3_5_moe",
     ),
+    "ultravox": Projector("whisper", "Ultravox", "Ultravox 0.5", "llama qwen3 gemma3", "ultravox", kind="audio"),
+    "voxtral": Projector("whisper", "Voxtral", "Voxtral", "llama", "voxtral", kind="audio"),
 }
 
 #: Keys that change nothing here.
-_HARMLESS = ("has_vision_encoder", "has_audio_encoder", "vision.feed_forward_length", "vision.projector_type")
+_HARMLESS: tuple[str, ...] = (
+    "has_vision_encoder",
+    "has_audio_encoder",
+    "projector_type",
+    "vision.feed_forward_length",
+)
+_HARMLESS += ("vision.projector_type", "audio.projector_type")
 
 
-def projector_of(metadata: Mapping[str, Any]) -> str:
-    """The projector that a file's keys name.  Raises ModelError, or UnsupportedArchitectureError if unknown."""
+def projectors_of(metadata: Mapping[str, Any]) -> dict[str, str]:
+    """The projectors that a file's keys name, by what is encoded; of several, those that are known.
+
+    Raises ModelError, or UnsupportedArchitectureError where none is known.
+    """
     architecture = metadata.get("general.architecture")
     if architecture != "clip":
         raise ModelError(
             f"the file has the architecture {quoted(architecture)}, not an encoder of pictures: give an mmproj file"
         )
-    projector = metadata.get("clip.projector_type") or metadata.get("clip.vision.projector_type")
-    if not metadata.get("clip.has_vision_encoder", projector is not None):
-        raise ModelError("the mmproj file has no encoder of pictures")
-    if projector not in PROJECTORS:
-        known = ", ".join(PROJECTORS)
+    places = ("clip.projector_type", "clip.vision.projector_type", "clip.audio.projector_type")
+    names = [metadata[place] for place in places if metadata.get(place) is not None]
+    if not names:
+        raise ModelError("the mmproj file has no encoder of pictures or sounds")
+    known = {PROJECTORS[name].kind: str(name) for name in names if name in PROJECTORS}
+    if not known:
         raise UnsupportedArchitectureError(
-            f"the projector {quoted(projector)} of the mmproj file is not supported; localllm knows {known}"
+            f"the projector {quoted(names[0])} of the mmproj file is not supported; localllm knows "
+            f"{', '.join(PROJECTORS)}"
         )
-    return str(projector)
+    return known
 
 
-def read_encoder(file: ModelFile) -> VisionModel:
-    """The encoder of pictures in an ``mmproj`` file, from its header and small tables; errors as `projector_of`."""
-    family = PROJECTORS[projector_of(file.metadata)]
+def read_encoder(file: ModelFile, kind: str | None = None) -> EncoderModel:
+    """The encoder of pictures or of sounds, by default the first of them, in an ``mmproj`` file, from its header and
+    small tables; errors as `projectors_of`."""
+    projectors = projectors_of(file.metadata)
+    kind = next(iter(projectors)) if kind is None else kind
     meta, weights = Metadata(file.metadata, "clip"), Weights(file)
-    weights.skip(*(name for name in file.tensors if name.startswith(("a.", "mm.a."))))
-    meta.skip("projector_type", *_HARMLESS)
-    meta.skip(*(key.removeprefix("clip.") for key in file.metadata if key.startswith("clip.audio.")))
+    hears = kind == "audio"
+    weights.skip(*(name for name in file.tensors if name.startswith(("a.", "mm.a.")) != hears))
+    other = "clip.vision." if hears else "clip.audio."
+    meta.skip(*_HARMLESS, *(["use_gelu", "use_silu"] if hears else []))
+    meta.skip(*(key.removeprefix("clip.") for key in file.metadata if key.startswith(other)))
     try:
-        model = family.model(meta, weights)
+        model = PROJECTORS[projectors[kind]].model(meta, weights)
     except KernelError as error:
         raise ModelError(f"{error}: the hyper-parameters are at odds with each other") from error
     meta.check_all_read()

@@ -104,3 +104,17 @@ class Product(FloatView):
 
     def values(self) -> NDArray[np.float32]:
         return floats(self.whole) * floats(self.other) * np.float32(self.factor)
+
+
+@dataclass(frozen=True, eq=False)
+class WithBias(FloatView):
+    """A matrix with 16 columns more, zeros and last a bias: for inputs that have a 1 there."""
+
+    bias: Weight
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.whole.shape[0], self.whole.shape[1] + 16
+
+    def values(self) -> NDArray[np.float32]:
+        return np.hstack([floats(self.whole), np.pad(floats(self.bias)[:, None], ((0, 0), (15, 0)))])

@@ -108,6 +108,16 @@ def _say(sent: list[Sent], role: str, text: str, pictures: Sequence[bytes] = ())
     last["content"].append({"type": "text", "text": text})
 
 
+def without_pictures(messages: Sequence[Sent]) -> list[Sent]:
+    """The same messages for `ChatTemplate.render`, which takes texts alone."""
+    return [
+        {**each, "content": [part for part in each["content"] if part["type"] == "text"]}
+        if isinstance(each["content"], list)
+        else each
+        for each in messages
+    ]
+
+
 def tokens_of_picture(model: ChatModel, picture: bytes) -> int:
     """How many a picture becomes: their ids are below 0."""
     ids = model.tokenize_chat([{"role": "user", "content": [{"type": "image", "image": picture}]}])

@@ -22,7 +22,14 @@ from localllm.errors import StoreError, UsageError
 from localllm.tui.chat import events
 from localllm.tui.chat import settings as chat_settings
 from localllm.tui.chat.attachments import Attached, attach
-from localllm.tui.chat.context import ChatModel, ContextTrimmer, name_of, tokens_of_picture, whole_prompt
+from localllm.tui.chat.context import (
+    ChatModel,
+    ContextTrimmer,
+    name_of,
+    tokens_of_picture,
+    whole_prompt,
+    without_pictures,
+)
 from localllm.tui.chat.conversation import Attachment, Call, Conversation, Message, State, Stats, Window
 from localllm.tui.chat.events import Choice, Event, ThinkingClock, Turn
 from localllm.tui.chat.pieces import Rank, ranked
@@ -402,7 +409,8 @@ class ChatSession:
             return None
         is_new = id_ is None
         if id_ is None:
-            opened = opening_tag(model.chat_template.render(messages, **self._told, **variables))
+            end = model.chat_template.render(without_pictures(messages), **self._told, **variables)
+            opened = opening_tag(end)
             id_ = conversation.add("assistant", begun, parent=question, state="streaming", opened=opened).id
         else:
             conversation.update(id_, state="streaming")

@@ -39,7 +39,7 @@ COMMAND = Command(
     "make a GGUF file of a checkpoint",
     [
         OUTPUT,
-        flag("--mmproj", "the encoder of pictures of a model that sees, as mmproj-NAME-TYPE.gguf"),
+        flag("--mmproj", "the encoders of pictures and sounds of a model, as mmproj-NAME-TYPE.gguf"),
         flag("--type TYPE", "a type or mix of types, such as Q8_0 (default: as it is stored)"),
         DRY_RUN,
         REQUANTIZE,
@@ -49,8 +49,8 @@ COMMAND = Command(
     """\
 Reads safetensors, also split, of F32, F16, BF16, FP8, MXFP4 and NVFP4, and INT4 as GPTQ, AWQ and compressed-tensors
 have it, whose integers are kept as Q4_0 or Q4_1 unless --type says otherwise.  Of models that see or hear it converts
-what writes, and with --mmproj what sees.  What would not load is refused before anything is written.  After Ctrl-C or
-a crash the same command goes on where it stopped.
+what writes, and with --mmproj what sees and hears.  What would not load is refused before anything is written.  After
+Ctrl-C or a crash the same command goes on where it stopped.
 """,
     words=Positionals(
         "FOLDER OUTPUT",

@@ -208,10 +208,13 @@ def _start(
             elif not llm.has_chat_template:
                 missing.append("--chat, as the model has no chat template")
             raise UsageError(f"--system-prompt needs a chat: give {' and '.join(missing)}")
-        return llm.stream(prompt, **options, **({"images": arguments.images} if arguments.images else {}))
+        media = {"images": arguments.images, "audio": arguments.audio}
+        return llm.stream(prompt, **options, **{name: paths for name, paths in media.items() if paths})
     content: Any = prompt
-    if arguments.images:
-        content = [{"type": "image", "image": path} for path in arguments.images] + [{"type": "text", "text": prompt}]
+    if arguments.images or arguments.audio:
+        content = [{"type": "image", "image": path} for path in arguments.images or ()]
+        content += [{"type": "audio", "audio": path} for path in arguments.audio or ()]
+        content.append({"type": "text", "text": prompt})
     messages = [{"role": "user", "content": content}]
     if arguments.system is not None:
         text = _unescaped if arguments.escape else _valid
@@ -367,6 +370,7 @@ COMMAND = Command(
         flag("-p --prompt TEXT", "the prompt; - reads standard input"),
         flag("-f --file FILE", "read the prompt from a file"),
         several("--image FILE", "a picture that the prompt is about, before its text", dest="images"),
+        several("--audio FILE", "a sound that the prompt is about: WAV, MP3, FLAC or OGG", dest="audio"),
         SYSTEM,
         flag(
             "-cnv --chat --conversation",

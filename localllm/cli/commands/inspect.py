@@ -160,9 +160,15 @@ def _encoder(file: GGUFFile) -> str:
     except LocalLLMError as error:
         return f"an encoder that localllm cannot run: {error}"
     with contextlib.closing(encoder):
+        what = {"image": ("pictures", "a picture of 1,024 × 768"), "audio": ("sounds", "30 seconds of sound")}
+        families = ", ".join(each.family for each in encoder.encoders.values())
+        tokens = [
+            f"{encoder.n_tokens(kind):,} tokens of {encoder.width:,} values for {what[kind][1]}"
+            for kind in encoder.encoders
+        ]
         return (
-            f"an encoder of pictures for {PROJECTORS[encoder.family].models} ({encoder.family}): "
-            f"{encoder.common_tokens:,} tokens of {encoder.width:,} values for a picture of 1,024 × 768"
+            f"an encoder of {' and '.join(what[kind][0] for kind in encoder.encoders)} for "
+            f"{PROJECTORS[encoder.family].models} ({families}): {', '.join(tokens)}"
         )
 
 

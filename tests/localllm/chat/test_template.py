@@ -184,7 +184,9 @@ def test_parts_of_text_are_joined_and_others_refused(source: str) -> None:
     assert template.render([{"role": "user", "content": parts}]) == joined
     assert template.render([{"role": "user", "content": ["a", parts[1]]}]) == joined
     for part, words in (
-        ({"type": "input_audio"}, "message 0 has a part of type 'input_audio'"),
+        ({"type": "video"}, "message 0 has a part of type 'video'"),
+        ({"type": "input_audio"}, "the sound of message 0 is missing"),
+        ({"type": "input_audio", "input_audio": {"data": "eA=="}}, "there are sounds in these messages"),
         (5, "a part of message 0 has no text"),
         ({"type": "image_url", "image_url": {"url": "data:,x"}}, "there are pictures in these messages"),
     ):

@@ -31,6 +31,7 @@ TOOL = {"type": "function", "function": {"name": "now", "parameters": {"type": "
 #: The beginning of a file of a picture.
 DATA = base64.b64encode(b"\x89PNG").decode()
 URL, PART = f"data:image/png;base64,{DATA}", {"type": "text", "text": "hi"}
+SOUND = {"type": "input_audio", "input_audio": {"data": DATA, "format": "wav"}}
 HI, HO = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}
 
 #: What every dialect makes of each feature: messages, and how the reply begins.
@@ -60,12 +61,13 @@ EXPECTED: dict[str, tuple[list[Message], str]] = {
     ),
     "a reply that has begun": ([Message("user", ("hi",))], "ho"),
     # `with_shown`
-    "a picture": ([Message("user", ((b"\x89PNG", None), "hi"))], ""),  # type: ignore[arg-type]
-    "a picture of little detail": ([Message("user", ("hi", (b"\x89PNG", 256)))], ""),  # type: ignore[arg-type]
+    "a picture": ([Message("user", ((b"\x89PNG", None, "image"), "hi"))], ""),  # type: ignore[arg-type]
+    "a picture of little detail": ([Message("user", ("hi", (b"\x89PNG", 256, "image")))], ""),  # type: ignore[arg-type]
+    "a sound": ([Message("user", ((b"\x89PNG", None, "audio"), "hi"))], ""),  # type: ignore[arg-type]
     "a picture in a result": (
         [
             Message("assistant", calls=(ToolCall("now", '{"zone": "UTC"}', "call_1"),)),
-            Message("tool", ("here", (b"\x89PNG", None)), call_id="call_1"),  # type: ignore[arg-type]
+            Message("tool", ("here", (b"\x89PNG", None, "image")), call_id="call_1"),  # type: ignore[arg-type]
         ],
         "",
     ),
@@ -92,6 +94,7 @@ CHAT: dict[str, Any] = {
     "a picture of little detail": [
         {"role": "user", "content": [PART, {"type": "image_url", "image_url": {"url": URL, "detail": "low"}}]}
     ],
+    "a sound": [{"role": "user", "content": [SOUND, PART]}],
     "a picture in a result": [
         {"role": "assistant", "tool_calls": [CALL]},
         {
@@ -107,6 +110,7 @@ ANTHROPIC: dict[str, Any] = {
     **CHAT,
     "a picture": [{"role": "user", "content": [{"type": "image", "source": SOURCE}, PART]}],
     "a picture of little detail": "it has no word for it",
+    "a sound": "it has none",
     "a picture in a result": [
         {"role": "assistant", "content": [USE]},
         {
@@ -176,6 +180,7 @@ OLLAMA: dict[str, Any] = {
     "a picture": [{"role": "user", "content": "hi", "images": [DATA]}],
     "a picture of little detail": "it has no word for it",
     "a picture in a result": "pictures stand before the text",
+    "a sound": "it has none",
     "reasoning": [HI, {**HO, "thinking": "hm"}, HI],
 }
 
@@ -227,16 +232,16 @@ def test_all_say_the_same(dialect: str, feature: str) -> None:
 
 
 def with_shown(messages: list[Message]) -> list[Message]:
-    """Messages whose pictures are what is equal of them."""
-    shown = lambda part: part if isinstance(part, str) else (part.source, part.max_tokens)  # noqa: E731
+    """Messages whose pictures and sounds are what is equal of them."""
+    shown = lambda part: part if isinstance(part, str) else (part.source, part.max_tokens, part.kind)  # noqa: E731
     return [replace(each, parts=tuple(map(shown, each.parts))) for each in messages]
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_what_is_not_text_is_refused_by_its_name(dialect: str) -> None:
     read, _ = DIALECTS[dialect]
-    with pytest.raises(TemplateError, match="message 0 has a part of type 'input_audio'"):
-        read([{"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": "x"}}]}])
+    with pytest.raises(TemplateError, match="message 0 has a part of type 'video'"):
+        read([{"role": "user", "content": [{"type": "video", "video": {"data": "x"}}]}])
 
 
 @pytest.mark.parametrize("dialect", [name for name in DIALECTS if name != "library"])

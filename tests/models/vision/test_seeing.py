@@ -49,7 +49,7 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., t
     def get(name: str, device: str = "reference", step_tokens: int = Backend.step_tokens) -> tuple[Any, LLM]:
         model, folder = made(name)
         encoder = VisionEncoder.open(folder / "mmproj.gguf")
-        template = TEMPLATE.replace("MARKER", "".join((encoder.around[0], encoder.marker, encoder.around[1])))
+        template = TEMPLATE.replace("MARKER", "".join(encoder.markers["image"]))
         encoder.close()
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(Backend, "step_tokens", step_tokens)

@@ -1,0 +1,122 @@
+"""Sounds as models' processors prepare them: decoded, mixed to one channel, resampled to 16 kHz, as spectrograms."""
+
+from __future__ import annotations
+
+import io
+import os
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localllm.errors import UsageError, path_text
+
+Samples = NDArray[np.float32]
+
+#: Samples a second that encoders take.
+RATE = 16_000
+#: Seconds of a sound at most: an hour becomes up to 47,000 tokens.
+MAX_SECONDS = 3600
+#: Formats that are read, as libsndfile names them: it knows others, which nobody sends on purpose.
+FORMATS = ("WAV", "WAVEX", "RF64", "FLAC", "OGG", "MP3")
+#: Values that are decoded at once.
+_BLOCK = 1 << 20
+#: Samples between two frames of a spectrogram, and in the window of each.
+HOP, WINDOW = 160, 400
+
+
+def open_sound(source: Any, where: str = "the sound") -> Samples:
+    """The samples of a sound, float32 [n] at 16 kHz: channels are averaged, then resampled by soxr in its high
+    quality, as transformers' ``load_audio`` does.
+
+    Args:
+        source: a path, the bytes of a WAV, MP3, FLAC or OGG file, or an array of samples at 16 kHz: floats or int16,
+            [n] or [n, channels].
+        where: what it is called in errors, if it has no path.
+
+    Raises:
+        UsageError: it is none of these, damaged, empty, or longer than `MAX_SECONDS`; or a package is not there.
+    """
+    what = f"the sound {path_text(source)}" if isinstance(source, str | os.PathLike) else where
+    if isinstance(source, np.ndarray):
+        if source.ndim not in (1, 2) or not (source.dtype == np.int16 or source.dtype.kind == "f"):
+            raise UsageError("a sound as an array is floats or int16 at 16 kHz, [n] or [n, channels]")
+        values = source.astype(np.float32) / (1 << 15 if source.dtype == np.int16 else 1)
+        samples = values if values.ndim == 1 else values.mean(axis=1)
+    elif isinstance(source, str | os.PathLike | bytes | bytearray):
+        samples = _decoded(source, what)
+    else:
+        raise UsageError(f"a sound is a path, bytes or an array, not {type(source).__name__}")
+    if len(samples) > MAX_SECONDS * RATE:
+        raise UsageError(f"{what} is longer than {MAX_SECONDS:,} seconds: cut it into parts")
+    if not len(samples):
+        raise UsageError(f"{what} has no samples")
+    if not np.isfinite(samples).all():
+        raise UsageError(f"{what} has samples that are not numbers: the file is damaged")
+    return np.ascontiguousarray(samples, np.float32)
+
+
+def _decoded(source: str | os.PathLike[str] | bytes | bytearray, what: str) -> Samples:
+    try:
+        import soundfile
+        import soxr
+    except (ImportError, OSError):  # OSError: without libsndfile
+        raise UsageError('sounds need the packages soundfile and soxr: pip install "localllm[audio]"') from None
+    try:
+        with soundfile.SoundFile(io.BytesIO(source) if isinstance(source, bytes | bytearray) else source) as file:
+            if file.format not in FORMATS:
+                raise UsageError(f"{what} is {file.format}: give a WAV, MP3, FLAC or OGG file")
+            if not 1000 <= file.samplerate <= 1_000_000:
+                raise UsageError(f"{what} has {file.samplerate:,} samples a second: give one of 1,000 to 1,000,000")
+            resample = soxr.ResampleStream(file.samplerate, RATE, 1, dtype="float32", quality="HQ")
+            found, n = list[Samples](), 0
+            while n <= MAX_SECONDS * RATE:
+                block = file.read(_BLOCK // file.channels, dtype="float32", always_2d=True)
+                mono = np.ascontiguousarray(block.mean(axis=1))
+                found.append(mono if file.samplerate == RATE else resample.resample_chunk(mono, last=not len(block)))
+                n += len(found[-1])
+                if not len(block):
+                    break
+    except FileNotFoundError:
+        raise UsageError(f"{what} is not there: check the path") from None
+    except UsageError:
+        raise
+    except Exception as error:  # soundfile.LibsndfileError, and whatever else decoders raise
+        if isinstance(source, str | os.PathLike) and not os.path.exists(source):
+            raise UsageError(f"{what} is not there: check the path") from None
+        words = f"{what} cannot be read ({error!s:.100}): give a WAV, MP3, FLAC or OGG file that is whole"
+        raise UsageError(words) from error
+    return np.concatenate(found)
+
+
+def mel_filters(n_mels: int) -> NDArray[np.float64]:
+    """How much of each frequency of a spectrum goes to each of the bands: [n_mels, WINDOW / 2 + 1].
+
+    Triangles of equal area on Slaney's scale, from 0 to 8 kHz: linear up to 1 kHz, logarithmic beyond.
+    Source: Slaney, Auditory Toolbox (1998), as Whisper (arXiv:2212.04356) has them.
+    """
+    log_step = np.log(6.4) / 27
+    mels = np.linspace(0, 15 + np.log(RATE / 2 / 1000) / log_step, n_mels + 2)
+    edges = np.where(mels < 15, mels * (200 / 3), 1000 * np.exp(log_step * (mels - 15)))
+    frequencies = np.linspace(0, RATE / 2, WINDOW // 2 + 1)
+    low, middle, high = edges[:-2, None], edges[1:-1, None], edges[2:, None]
+    rising, falling = (frequencies - low) / (middle - low), (high - frequencies) / (high - middle)
+    filters: NDArray[np.float64] = np.maximum(0, np.minimum(rising, falling)) * 2 / (high - low)
+    return filters
+
+
+def log_mel(samples: Samples, n_mels: int) -> NDArray[np.float32]:
+    """The logarithmic mel spectrogram of Whisper, float32 [len(samples) // HOP, n_mels].
+
+    Within 1e-4 of transformers' WhisperFeatureExtractor, which computes in float32.  ``samples`` are more than half a
+    window.  Source: Whisper, arXiv:2212.04356.
+    """
+    padded = np.pad(samples.astype(np.float64), WINDOW // 2, mode="reflect")
+    frames = np.lib.stride_tricks.sliding_window_view(padded, WINDOW)[::HOP][: len(samples) // HOP]
+    window, filters = np.hanning(WINDOW + 1)[:-1], mel_filters(n_mels).T
+    found = np.empty((len(frames), n_mels), np.float32)
+    for i in range(0, len(frames), 3000):
+        power = np.abs(np.fft.rfft(frames[i : i + 3000] * window)) ** 2
+        found[i : i + 3000] = np.log10(np.maximum(power @ filters, 1e-10))
+    scaled: Samples = (np.maximum(found, found.max() - 8) + 4) / 4
+    return scaled
