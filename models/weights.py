@@ -189,8 +189,13 @@ class Weights:
 
     def n_rows(self, name: str) -> int:
         """Rows of a matrix, or 0 if the file has none of that name."""
+        shape = self.shape(name)
+        return shape[-2] if len(shape) > 1 else 0
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """That of a tensor, or () if the file has none of that name."""
         tensor = self._file.tensors.get(self._prefix + name)
-        return tensor.shape[-2] if tensor is not None and len(tensor.shape) > 1 else 0
+        return () if tensor is None else tensor.shape
 
     def find(self, name: str, *shape: int) -> Weight | None:
         """The tensor ``name``, or None if the file has none: then no other layer that asks for it may have one.

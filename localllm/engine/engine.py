@@ -156,6 +156,8 @@ class Engine:
         for stop, start in zip(stops, (*pictures.starts, len(tokens)), strict=True):
             in_vocabulary(tokens[stop:start], self.n_vocab)
         for each in pictures.placed:
+            if each.picture.is_causal:  # as text
+                continue
             n, (rows, columns) = each.stop - each.start, each.picture.grid
             if self._has_axes and rows * columns != n:
                 raise UsageError(f"a picture of {n:,} tokens cannot have {rows:,} rows of {columns:,}")

@@ -234,7 +234,9 @@ class VisionEncoder:
         found: dict[int, Embeddings] = {}
         for kind, encoder in self.encoders.items():
             own = [each for each in prepared if each.kind == kind]
-            frames = [encoder.model.rows(frame) for each in own for frame in each.frames]
+            frames = []
+            for frame in (frame for each in own for frame in each.frames):
+                frames.append((yield from encoder.model.rows_in_pieces(frame)))
             made: list[NDArray[np.float32]] = []
             for some in _batches(frames):
                 rows = yield from self._run(encoder, some)

@@ -8,7 +8,7 @@ frames are pieces of it, and its patches are those of its spectrogram.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Generator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -157,6 +157,11 @@ class EncoderModel:
     def rows(self, frame: NDArray[Any]) -> FrameRows:
         """A prepared frame as the graph takes it."""
         raise NotImplementedError
+
+    def rows_in_pieces(self, frame: NDArray[Any]) -> Generator[None, None, FrameRows]:
+        """As `rows`; yields after pieces of the work, where that is long."""
+        yield from ()
+        return self.rows(frame)
 
     def arranged(self, prepared: Prepared, rows: Pixels) -> Pixels:
         """The rows of a picture in the order of its tokens, of those of its frames: [n, n_embeddings, width]."""

@@ -83,6 +83,12 @@ PROJECTORS: dict[str, Projector] = {
         "qwen3vl qwen3vlmoe qwen35 qwen35moe",
         "qwen3_vl qwen3_vl_moe qwen3_5 qwen3_5_moe",
     ),
+    "gemma4ua": Projector(
+        "gemma4_sound", "Gemma4UnifiedSound", "Gemma 4 12B", "gemma4", "gemma4_unified", kind="audio"
+    ),
+    "qwen3a": Projector(
+        "qwen3a", "Qwen3Sound", "Qwen 3 ASR, Qwen 3 Omni", "qwen3 qwen3vl qwen3vlmoe", "qwen3_asr", kind="audio"
+    ),
     "ultravox": Projector("whisper", "Ultravox", "Ultravox 0.5", "llama qwen3 gemma3", "ultravox", kind="audio"),
     "voxtral": Projector("whisper", "Voxtral", "Voxtral", "llama", "voxtral", kind="audio"),
 }
