@@ -1300,6 +1300,8 @@ class Graph:
     """A recorded forward pass, or the part of one that a device computes."""
 
     cache_type: CacheType = "f16"  # what the layers' caches keep keys and values in
+    # whether devices may round floats to 14 bits in products, as those of encoders, which have many rows at once
+    rounds_floats: bool = False
     nodes: list[Node] = field(default_factory=list)  # the operations, in execution order
     caches: dict[int, KVCache] = field(default_factory=dict)  # what layers keep of every token, by `KVCache.key`
     # what each layer keeps of every sequence
@@ -1441,7 +1443,7 @@ class Graph:
         anything but one tensor with a row for each token crosses into it, or a layer uses the keys and values of one
         outside.
         """
-        part = Graph(self.cache_type)
+        part = Graph(self.cache_type, self.rounds_floats)
         part.caches = {n: c for n, c in self.caches.items() if c.layer in layers}
         part.states = {n: s for n, s in self.states.items() if n in layers}
         part.windows, part.watched = self.windows, self.watched

@@ -159,7 +159,7 @@ class _Sharding:
 
     def __init__(self, graph: Graph, cuts: dict[Tensor, Cuts], device: int) -> None:
         self.whole, self.cuts, self.device = graph, dict(cuts), device
-        self.own = Graph(graph.cache_type)
+        self.own = Graph(graph.cache_type, graph.rounds_floats)
         self.own.windows = graph.windows
         self.tensors: dict[Any, Any] = {}
         self.weights: dict[tuple[Weight, range, bool], Shard] = {}

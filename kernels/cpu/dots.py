@@ -313,6 +313,55 @@ _DOTS = {
 }
 
 
+def _dot_words_x86(b: Any, pieces: list[list[tuple[Any, Any]]]) -> list[Any]:
+    totals = []
+    for pairs in pieces:
+        kind = ir.VectorType(i32, pairs[0][0].type.count // 2)
+        total = ir.Constant(kind, [0] * kind.count)
+        for w, x in pairs:
+            if dot_kind().startswith("vnni"):
+                total = intrinsic(b, f"llvm.x86.avx512.vpdpwssd.{32 * kind.count}", kind, total, w, x)
+            else:
+                total = b.add(total, intrinsic(b, _WIDEN[len(pieces)], kind, w, x))
+        totals.append(total)
+    return totals
+
+
+def _dot_words(b: Any, pieces: list[list[tuple[Any, Any]]]) -> list[Any]:
+    totals = []
+    for pairs in pieces:
+        n = pairs[0][0].type.count
+        wide, total = ir.VectorType(i32, n), None
+        for w, x in pairs:
+            product = b.mul(b.sext(w, wide), b.sext(x, wide))
+            total = product if total is None else b.add(total, product)
+        even, odd = (
+            b.shuffle_vector(total, total, ir.Constant(ir.VectorType(i32, n // 2), list(range(first, n, 2))))
+            for first in (0, 1)
+        )
+        totals.append(b.add(even, odd))
+    return totals
+
+
+@op(i32x16, *[i8x64] * 16, intp)
+def dot32_s16(b, *values):
+    """A dot product over 32 columns of sixteen rows: 16-bit numbers in -8191 … 8191, of both the rows and x.
+
+    Numbers 2 r and 2 r + 1 of w_v are row r's in columns 2 v and 2 v + 1.  Sums are exact.
+    """
+    weights, x = values[:16], values[16]
+    parts = _REGISTERS.get(dot_kind(), 4)
+    columns = []
+    for v, w in enumerate(weights):
+        pair = broadcast(b, load(b, b.add(x, ir.Constant(i64, 4 * v)), i32), 16)
+        words = ir.VectorType(i16, 32)
+        columns.append(
+            list(zip(halves(b, b.bitcast(w, words), parts), halves(b, b.bitcast(pair, words), parts), strict=True))
+        )
+    emit = _dot_words_x86 if dot_kind() in _REGISTERS else _dot_words
+    return join(b, emit(b, [list(piece) for piece in zip(*columns, strict=True)]))
+
+
 @op(i32x16, i32x16, i32x16)
 def multiply_pairs(b, x, y):
     """In each word, the sum of the products of the two 16-bit numbers of x with those of y."""

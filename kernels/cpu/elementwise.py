@@ -11,6 +11,7 @@ import numpy as np
 from localllm.kernels.cpu.cache_types import PAGE
 from localllm.kernels.cpu.compiler import kernel
 from localllm.kernels.cpu.dots import RECORD, SUM, SUMS, D
+from localllm.kernels.cpu.matmul import LARGEST_WORD, WORD_RECORD, WORD_SCALE, word_record
 from localllm.kernels.cpu.simd import *
 from localllm.kernels.cpu.templates import device, template
 from localllm.kernels.cpu.tiles import OUTLIER, SLAB, TOKENS, X_STEP, x_tile_bytes
@@ -242,6 +243,23 @@ def quantise_heads(begin, end, x, n_heads, x_head, n_blocks, x_stride, records, 
         tile = records + token // TOKENS * x_tile_bytes(n_blocks)
         for head in range(n_heads):
             quantise_row(x + token * x_stride + head * x_head, tile + head * record_head, token % TOKENS, n_blocks)
+
+
+@kernel
+def quantise_words(begin, end, x, n_blocks, x_stride, records):
+    """Rows of ``32 * n_blocks`` values to the records of 16-bit numbers that `localllm.kernels.cpu.matmul` draws."""
+    for token in range(begin, end):
+        row, record = x + token * x_stride, records + word_record(token, n_blocks)
+        for i in range(n_blocks):
+            first, second = load_f32x16(row + 128 * i), load_f32x16(row + 128 * i + 64)
+            largest = largest_magnitude(first, second)
+            inverse = ZERO
+            if largest > NEGLIGIBLE:
+                inverse = LARGEST_WORD / largest
+            store_s16x16(record, first * splat(inverse))
+            store_s16x16(record + 32, second * splat(inverse))
+            store_f32(record + WORD_SCALE, largest / LARGEST_WORD)
+            record += TOKENS * WORD_RECORD
 
 
 @kernel

@@ -148,6 +148,7 @@ class Lowering:
         self.stored: dict[Value, Any] = {}
         #: Rows of tensors in integers, as `tiles` draws them.
         self.records: dict[Tensor, Buffer] = {}
+        self.words: dict[Tensor, Buffer] = {}
         self.embeddings: list[tuple[g.Embed, Stored]] = []
         self.adapters: list[tuple[g.AdapterWeights, Stored]] = []
         self.added: list[tuple[g.AddRows, Stored]] = []
@@ -213,6 +214,16 @@ class Lowering:
             self.records[x] = records
             self.call(elementwise.quantise, (s.buffer, n_blocks, s.stride, records), 1, s.slot)
         return self.records[x]
+
+    def words_of(self, x: Tensor) -> Buffer:
+        """The same in 16-bit numbers, as `matmul` draws them."""
+        if x not in self.words:
+            s = self.stored[x]
+            n_blocks = padded(s.width) // 32
+            words = Buffer(padded(self.n_rows[s.slot]) * n_blocks * matmul.WORD_RECORD)
+            self.words[x] = words
+            self.call(elementwise.quantise_words, (s.buffer, n_blocks, s.stride, words), 1, s.slot)
+        return self.words[x]
 
     def call(
         self,
@@ -396,8 +407,11 @@ class Lowering:
 
     def linears(self, op: g.Linears) -> tuple[Stored, ...]:
         results = tuple(self.new(op.x.rows, matrix.n_out) for matrix in op.matrices)
-        if any(self.weights.matrix(matrix.weight)[1] in TILES for matrix in op.matrices):
-            self.records_of(op.x)  # before the products, which do not wait for each other
+        for matrix in op.matrices:  # before the products, which do not wait for each other
+            if self.weights.matrix(matrix.weight)[1] in TILES:
+                self.records_of(op.x)
+            elif self.graph.rounds_floats:
+                self.words_of(op.x)
         for i, (matrix, y) in enumerate(zip(op.matrices, results, strict=True)):
             self._multiply(op.x, matrix, y, 0, wait=i == len(results) - 1)
         return results
@@ -409,11 +423,17 @@ class Lowering:
         if kind in TILES:
             kernel, units = matmul.matmul_quantised, groups
             arguments += [matrix.n_in // LAYOUTS[kind].columns, self.records_of(x)]
+        elif self.graph.rounds_floats:
+            kernel, units = matmul.matmul_words, groups
+            arguments += [matrix.n_in, self.words_of(x)]
         else:
             kernel, units = matmul.matmul_float, groups // matmul.FLOAT_GROUPS
             arguments += [matrix.n_in, s.buffer, s.stride]
-        arguments = [self.counter(s.slot), address, *arguments, bias, residual, y.buffer, y.stride, 0, 0, 0]
-        self.call(kernel, arguments, units, ALWAYS, wait=wait, HEADS=False, **_format_constants(kind))
+        arguments = [self.counter(s.slot), address, *arguments, bias, residual, y.buffer, y.stride]
+        constants = _format_constants(kind)
+        if kernel is not matmul.matmul_words:
+            arguments, constants = [*arguments, 0, 0, 0], {**constants, "HEADS": False}
+        self.call(kernel, arguments, units, ALWAYS, wait=wait, **constants)
         self.n_products += matrix.n_in * matrix.n_out
 
     def head_linear(self, op: g.HeadLinear) -> Stored:

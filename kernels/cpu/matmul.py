@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from localllm.kernels.cpu.compiler import kernel
-from localllm.kernels.cpu.dots import load_quarters, store_quarters
+from localllm.kernels.cpu.dots import dot32_s16, load_quarters, store_quarters
 from localllm.kernels.cpu.simd import *
 from localllm.kernels.cpu.templates import device, static_range, template
 from localllm.kernels.cpu.tiles import (
@@ -40,6 +40,17 @@ FEW = 2 * TOKENS
 #: a slab of theirs.
 FLOAT_GROUPS = 2
 FLOAT_SLAB = 128
+
+#: Bytes of a token's record of 32 activations as 16-bit numbers, behind which their scale stands; records lie in
+#: tiles as those of bytes do.  Numbers lie in -8191 … 8191: so 32 of their products can be added in 32 bits.
+WORD_RECORD, WORD_SCALE = 68, 64
+LARGEST_WORD = np.float32(8191)
+#: Bytes of 32 columns of sixteen rows as such numbers, and of the rows' scales behind them.
+WORD_BLOCK, WORD_SCALES = 1088, 1024
+#: Tokens that a slab of them is multiplied with, as rounding it costs as much as multiplying it with twelve.
+WORD_TOKENS = 256
+#: Weights of which the largest is below are 0.
+SMALLEST = np.float32(1e-30)
 
 
 @device
@@ -277,3 +288,80 @@ def matmul_float(begin, end, batch, weights, n_in, x, x_stride, bias, residual, 
                         total = load_f32x16(sums + 64 * (FLOAT_GROUPS * token + g))
                         place = (first + token) * y_stride + rows + 64 * g
                         store_rows(total, bias, residual, own_y, rows + 64 * g, place)
+
+
+@device
+def word_record(token, n_blocks):
+    """Where a token's first record of 16-bit numbers stands, in bytes."""
+    return (token // TOKENS * (TOKENS * n_blocks) + token % TOKENS) * WORD_RECORD
+
+
+@template
+def round_columns(columns, n, block):
+    """n columns of sixteen rows, at most 32, to 16-bit numbers in pairs, with zeros behind, and the rows' scales."""
+    largest, total = zero_f32x16(), zero_f32x16()
+    for k in range(n):
+        column = LOAD(columns + k * COLUMN_BYTES)
+        largest = maximum(largest, as_float(mask(as_int(column), 0x7FFFFFFF)))
+        total = total + column
+    inverse = splat(LARGEST_WORD) / maximum(largest, splat(SMALLEST))
+    unit = splat(np.float32(1) / LARGEST_WORD)
+    store_f32x16(block + WORD_SCALES, fma(largest, unit, total - total))  # NaN where a weight is, which no maximum is
+    for k in range(0, n - 1, 2):
+        first = to_int_rounded(LOAD(columns + k * COLUMN_BYTES) * inverse)
+        second = to_int_rounded(LOAD(columns + (k + 1) * COLUMN_BYTES) * inverse)
+        store_f32x16(block + 32 * k, as_float(mask(first, 0xFFFF) | shift_left(second, 16)))
+    if n % 2 != 0:
+        last = to_int_rounded(LOAD(columns + (n - 1) * COLUMN_BYTES) * inverse)
+        store_f32x16(block + 32 * (n - 1), as_float(mask(last, 0xFFFF)))
+    for k in range(n + n % 2, 32, 2):
+        store_f32x16(block + 32 * k, zero_f32x16())
+
+
+@template
+def multiply_words(sums, slab, n_blocks, x, ahead):
+    """sums[i] += the slab's blocks times token i of the tile of activations at x; reads ahead what stands there."""
+    for i in static_range(TOKENS):
+        acc[i] = load_f32x16(sums + 64 * i)
+    for b in range(n_blocks):
+        block = slab + b * WORD_BLOCK
+        for v in static_range(16):
+            w[v] = load_i8x64(block + 64 * v)
+        scale = load_f32x16(block + WORD_SCALES)
+        for i in static_range(TOKENS):
+            record = x + (b * TOKENS + i) * WORD_RECORD
+            prefetch(record + ahead)
+            total = to_float(dot32_s16(*w[0:16], record))
+            acc[i] = fma(total, scale * load_splat_f32(record + WORD_SCALE), acc[i])
+    for i in static_range(TOKENS):
+        store_f32x16(sums + 64 * i, acc[i])
+
+
+@kernel
+def matmul_words(begin, end, batch, weights, n_in, x, bias, residual, y, y_stride):
+    """Products of float weights, rounded to 16-bit numbers with a scale for each 32 columns, as activations are.
+
+    For graphs of many tokens at once, as rounding a slab costs as much as multiplying it with some of them.  A unit
+    is 16 rows.  x: records of `quantise_words`.  LOAD, COLUMN_BYTES: as of `matmul_float`, the rest too.
+    """
+    n_tokens = load_i64(batch)
+    slab = stack(SLAB * WORD_BLOCK)
+    sums = stack(64 * WORD_TOKENS)
+    n_blocks = (n_in + 31) // 32
+    for first in range(0, n_tokens, WORD_TOKENS):
+        n = min(WORD_TOKENS, n_tokens - first)
+        for group in range(begin, end):
+            for i in range(-(-n // TOKENS) * TOKENS):
+                store_f32x16(sums + 64 * i, zero_f32x16())
+            for block in range(0, n_blocks, SLAB):
+                several = min(SLAB, n_blocks - block)
+                for b in range(several):
+                    column = 32 * (block + b)
+                    columns = weights + (group * n_in + column) * COLUMN_BYTES
+                    round_columns(columns, min(32, n_in - column), slab + b * WORD_BLOCK)
+                for token in range(0, n, TOKENS):
+                    records = x + word_record(first + token, n_blocks) + block * (TOKENS * WORD_RECORD)
+                    multiply_words(sums + 64 * token, slab, several, records, TOKENS * n_blocks * WORD_RECORD)
+            for token in range(n):
+                place = (first + token) * y_stride + group * 64
+                store_rows(load_f32x16(sums + 64 * token), bias, residual, y, group * 64, place)

@@ -73,6 +73,12 @@ def store_s8x16(b, address, value):
     store(b, address, b.fptosi(intrinsic(b, "llvm.rint.v16f32", f32x16.llvm, value), ir.VectorType(i8, 16)))
 
 
+@op(void, intp, f32x16)
+def store_s16x16(b, address, value):
+    """The same of values in -32768 … 32767, as 16-bit numbers."""
+    store(b, address, b.fptosi(intrinsic(b, "llvm.rint.v16f32", f32x16.llvm, value), ir.VectorType(i16, 16)))
+
+
 @op(void, intp, float32)
 def store_s8(b, address, value):
     """Rounded to the nearest integer (ties to even) and clamped to -127 … 127; NaN becomes one of them."""

@@ -58,9 +58,16 @@ _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
 
 #: Best first.  The x86-64-v3 and -v4 levels are the System V psABI's.
 TARGETS = (
-    Target("avx512vnni", "x86_64", "x86-64-v4", "+avx512vnni,-prefer-256-bit", "vnni512", _AVX512 | {"avx512vnni"}),
+    Target(
+        "avx512vnni",
+        "x86_64",
+        "x86-64-v4",
+        "+avx512vnni,+fast-dpwssd,-prefer-256-bit",
+        "vnni512",
+        _AVX512 | {"avx512vnni"},
+    ),
     Target("avx512", "x86_64", "x86-64-v4", "-prefer-256-bit", "maddubs512", _AVX512),
-    Target("avxvnni", "x86_64", "x86-64-v3", "+avxvnni", "vnni256", _AVX2 | {"avxvnni"}),
+    Target("avxvnni", "x86_64", "x86-64-v3", "+avxvnni,+fast-dpwssd", "vnni256", _AVX2 | {"avxvnni"}),
     Target("avx2", "x86_64", "x86-64-v3", "", "maddubs256", _AVX2),
     Target("neon", "aarch64", "generic", "+neon,+dotprod", "sdot", frozenset({"neon", "dotprod"})),
     Target("asimd", "aarch64", "generic", "+neon", "smull", frozenset({"neon"})),

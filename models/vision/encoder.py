@@ -116,7 +116,7 @@ class EncoderModel:
         #: Further rows for each token, that layers of the text model add: what they are computed as.
         self.further: list[Tensor] = []
         self.read()
-        self.graph = Graph()
+        self.graph = Graph(rounds_floats=True)
         self.record()
         self.graph.watched.update(self.further)
 

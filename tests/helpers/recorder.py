@@ -64,6 +64,7 @@ class Ops:
     """Records operations; anything else is the backend's."""
 
     cache_type: CacheType | None = None
+    rounds_floats = False
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
@@ -89,6 +90,7 @@ class Ops:
     def record(self, forward: Callable[[], Any], shape: CacheShape) -> Graph:
         """What a forward function does, in a model of so many layers."""
         self._graph = graph = Graph(self.cache_type if self.cache_type and shape.type == "f16" else shape.type)
+        graph.rounds_floats = self.rounds_floats
         for graph.layer in range(shape.n_layers):
             graph.kv_cache(shape.n_kv_heads, shape.head_dim)
         graph.layer = 0

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from localllm.errors import KernelError, NotEnoughMemoryError
 from localllm.kernels.cpu import host
-from localllm.kernels.cpu.matmul import MAX_TOKENS
+from localllm.kernels.cpu.matmul import MAX_TOKENS, WORD_TOKENS
 from localllm.kernels.cpu.memory import padded
 from localllm.kernels.cpu.target import available
 from localllm.kernels.cpu.tiles import OUTLIER, TILES
@@ -190,6 +190,36 @@ def test_a_token_has_the_same_bits_in_any_batch(isa: str, type: GGMLType) -> Non
     together = multiply(isa, x, rows, type)
     for part in (slice(0, 1), slice(7, 8), slice(8, 19), slice(MAX_TOKENS - 2, MAX_TOKENS + 2), slice(-1, None)):
         np.testing.assert_array_equal(multiply(isa, x[part], rows, type), together[part])
+
+
+@every_isa
+@pytest.mark.parametrize("type", FLOATS)
+def test_floats_rounded_to_fourteen_bits(isa: str, type: GGMLType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As graphs of encoders have them: near, the same in any batch, with columns that fill no whole blocks."""
+    monkeypatch.setattr(backend(isa), "rounds_floats", True)
+    rng = np.random.default_rng(3)
+    for k in (32, 75, 300):
+        rows = random_rows(type, N_OUT, k)
+        w, x = values_of(rows, type), with_outliers(activations(2 * WORD_TOKENS - 3, k))
+        x[1], x[2] = 0, x[2] * 1e-20
+        bias, residual = rng.standard_normal(N_OUT, np.float32), rng.standard_normal((len(x), N_OUT), np.float32)
+        y = multiply(isa, x, rows, type, bias, residual)
+        exact = x.astype(np.float64) @ w.T
+        parts = [
+            (np.linalg.norm(x[:, i : i + 32], axis=1), np.linalg.norm(w[:, i : i + 32], axis=1))
+            for i in range(0, k, 32)
+        ]
+        scale = sum(np.outer(*part) for part in parts)
+        assert (np.abs(y - (exact + bias + residual)) <= 2e-3 * scale + 1e-5).all()
+        assert np.linalg.norm(multiply(isa, x, rows, type) - exact) < 1e-3 * np.linalg.norm(exact)
+        for n in (1, 9, WORD_TOKENS):
+            np.testing.assert_array_equal(multiply(isa, x[:n], rows, type, bias, residual[:n]), y[:n])
+    w = values_of(rows, type).astype(np.float32)
+    x[3, 7], w[5, 40] = np.nan, np.nan
+    y = multiply(isa, x, w.view(np.uint8), T.F32)
+    assert np.isnan(y[3]).all()
+    assert np.isnan(y[:, 5]).all()
+    assert np.isfinite(np.delete(np.delete(y, 3, 0), 5, 1)).all()
 
 
 @pytest.mark.parametrize(("isa", "type"), [p for p in CASES if p.values[1] in UNITS], scope="module")

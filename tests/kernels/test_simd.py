@@ -32,6 +32,7 @@ from localllm.kernels.cpu.compiler import Kernel, addresses, kernel, variant
 from localllm.kernels.cpu.dots import (
     dot16_s8,
     dot32_s8,
+    dot32_s16,
     dot32_u4,
     dot32_u5,
     dot32_u6,
@@ -65,16 +66,16 @@ from localllm.kernels.cpu.templates import static_range
 RNG = np.random.default_rng(0)
 
 
-def emulated_vpdpbusd(b: Any, name: str, result: ir.Type, *values: Any) -> Any:
-    """As `intrinsic`, but for the instruction that sums products of unsigned and signed bytes."""
-    if "vpdpbusd" not in name:
+def emulated_vnni(b: Any, name: str, result: ir.Type, *values: Any) -> Any:
+    """As `intrinsic`, but for the instructions that sum products of unsigned and signed bytes, and of words."""
+    if "vpdp" not in name:
         return intrinsic(b, name, result, *values)
-    total, unsigned, signed = values
-    lanes, n = result.count, 4 * result.count
+    total, first, second = values
+    lanes, n = result.count, first.type.count
     wide = ir.VectorType(ir.IntType(32), n)
-    products = b.mul(b.zext(unsigned, wide), b.sext(signed, wide))
-    for i in range(4):
-        places = ir.Constant(ir.VectorType(ir.IntType(32), lanes), list(range(i, n, 4)))
+    products = b.mul(b.zext(first, wide) if "busd" in name else b.sext(first, wide), b.sext(second, wide))
+    for i in range(n // lanes):
+        places = ir.Constant(ir.VectorType(ir.IntType(32), lanes), list(range(i, n, n // lanes)))
         total = b.add(total, b.shuffle_vector(products, products, places))
     return total
 
@@ -93,7 +94,7 @@ def targets() -> Iterator[Any]:
 def target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Target:
     chosen: Target = request.param
     if chosen.name.startswith("emulated"):
-        monkeypatch.setattr(dots, "intrinsic", emulated_vpdpbusd)
+        monkeypatch.setattr(dots, "intrinsic", emulated_vnni)
     return chosen
 
 
@@ -181,6 +182,26 @@ def test_products_of_bytes(target: Target) -> None:
         scaled[place] = f * (low[i] - less_low) + s * (high[i] - less_high)
     for place, product in scaled.items():
         np.testing.assert_allclose(out[:, place], units.astype(np.float64) * product, rtol=2**-22, atol=2)
+
+
+@kernel
+def products_of_words(begin, end, rows, x, out):
+    """rows: int16 [n, 16, 16, 2].  x: int16 [n, 32].  out: float32 [n, 16]."""
+    for i in range(begin, end):
+        for v in static_range(16):
+            w[v] = load_i8x64(rows + 1024 * i + 64 * v)
+        store_f32x16(out + 64 * i, to_float(dot32_s16(*w[0:16], x + 64 * i)))
+
+
+def test_products_of_words(target: Target) -> None:
+    """Random ones, and the largest, of which the sum still fits 32 bits."""
+    n = 8
+    rows, x = RNG.integers(-8191, 8192, (n, 16, 16, 2)), RNG.integers(-8191, 8192, (n, 32))
+    rows[:2], x[0], x[1] = 8191, 8191, -8191
+    out = np.zeros((n, 16), np.float32)
+    call(products_of_words, target, n, rows.astype(np.int16), x.astype(np.int16), out)
+    expected = np.einsum("nvrc,nvc->nr", rows, x.reshape(n, 16, 2))
+    np.testing.assert_array_equal(out, expected.astype(np.float32))
 
 
 # -- Codes ---------------------------------------------------------------------------------------------------------
