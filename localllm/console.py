@@ -51,8 +51,9 @@ def prepare_streams() -> None:
         # Something else may stand in their place, or nothing at all (pythonw.exe).
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(encoding="utf-8", errors="backslashreplace", newline="")
-            with contextlib.suppress(OSError, ValueError, AttributeError):  # no file, or Windows before Python 3.12
-                os.set_blocking(stream.fileno(), True)
+            with contextlib.suppress(OSError, ValueError):  # no file
+                if sys.platform != "win32" or sys.version_info >= (3, 12):
+                    os.set_blocking(stream.fileno(), True)
 
 
 def say(text: str) -> None:

@@ -10,7 +10,15 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+if system := os.environ.get("TEST_AS"):
+    from tests.helpers.other_system import simulate
+
+    simulate(system)
+
+import sys
+
 from localllm.options.settings import CONFIG_VARIABLE
+from tests.helpers.windows import keep_files_in_use
 from tests.helpers.windows import windows as windows
 
 # NumPy, which is imported after this, then computes in the calling thread: with threads of its own it hangs where a
@@ -41,3 +49,12 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("ci") and not os.environ.get("CI"):
         pytest.skip("runs in CI: set the environment variable CI")
+    for name, has_it in {"posix": sys.platform != "win32", "linux": sys.platform == "linux"}.items():
+        if not has_it and (mark := item.get_closest_marker(name)):
+            pytest.skip(mark.args[0])
+
+
+@pytest.fixture(autouse=system == "win32")
+def files_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a run of the tests as on Windows."""
+    keep_files_in_use(monkeypatch)

@@ -128,7 +128,7 @@ def run(capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPat
     if words[0] == "echo":
         said, words = words[1].encode() + b"\n", words[words.index("|") + 1 :]
     assert words[0] == "localllm", line
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(said)))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(said), encoding="utf-8"))
     outcome = run_main(capfdbinary, *words[1:])
     assert (outcome.code, "warning" in outcome.err) == (0, False), (line, outcome.err)
 
@@ -178,7 +178,7 @@ def test_the_programs_of_a_page(folder: Path, page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
-    text = page.read_text()
+    text = page.read_text(encoding="utf-8")
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         path, _, anchor = target.partition("#")
         if "://" in path:

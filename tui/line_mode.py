@@ -72,6 +72,8 @@ class InputReader:
         return self.read()
 
     def _changed(self, text: str) -> str | None:
+        if sys.platform == "win32":  # where no line is edited
+            return None
         import readline
 
         readline.set_startup_hook(partial(readline.insert_text, text))
@@ -117,7 +119,7 @@ class InputReader:
             raise UsageError("standard input is not valid UTF-8: convert it to UTF-8") from None
 
     def _save_history(self) -> None:
-        if self._history is not None:
+        if self._history is not None and sys.platform != "win32":
             import readline
 
             with contextlib.suppress(OSError):
@@ -127,9 +129,11 @@ class InputReader:
 
 def _load_history(history: Path | None) -> bool:
     """Makes ``input`` edit lines and remember them; returns whether it can."""
+    if sys.platform == "win32":
+        return False
     try:
         import readline
-    except ImportError:  # Windows
+    except ImportError:  # Python was built without
         return False
     readline.set_history_length(_MAX_HISTORY)
     if history is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-import os
+import sys
 from typing import Any
 
 import numpy as np
@@ -65,7 +65,7 @@ def aligned_zeros(shape: int | tuple[int, ...], kind: type, *, huge: bool = Fals
 def _pages(n_bytes: int, *, huge: bool) -> mmap.mmap:
     """Memory of the system's, in huge pages if it can."""
     try:
-        if os.name == "nt":
+        if sys.platform == "win32":
             return mmap.mmap(-1, n_bytes)
         # Private: a forked child computes in memory of its own.
         memory = mmap.mmap(-1, n_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -290,7 +290,10 @@ class _TokenizerReader(threading.Thread):
     def check(self) -> None:
         """Raises what reading has raised so far."""
         if self._error is not None:
-            raise self._error
+            try:
+                raise self._error
+            finally:
+                self._error = None  # which has the traceback, this frame, and in it the reader with the mapped file
 
     def result(self) -> Tokenizer:
         """The tokenizer, which is waited for."""

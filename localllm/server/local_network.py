@@ -43,7 +43,7 @@ def lan_key() -> str:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with open(path, "x", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+            with open(path, "x", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
                 file.write(secrets.token_urlsafe(12))
         except FileExistsError:
             pass

@@ -402,7 +402,8 @@ def llm_command(base: str, model: str) -> None:
     with tempfile.TemporaryDirectory() as home:
         Path(home, "extra-openai-models.yaml").write_text(
             f"- model_id: local\n  model_name: {model}\n  api_base: {base}/v1\n  supports_schema: true\n"
-            "  supports_tools: true\n"
+            "  supports_tools: true\n",
+            encoding="utf-8",
         )
         env = {**os.environ, "LLM_USER_PATH": home, "OPENAI_API_KEY": "none"}
 
@@ -477,7 +478,7 @@ def _program_check(client: str, words: Callable[[str, str, str], list[str]], env
     def run(base: str, model: str) -> None:
         before = _replies(base)
         with tempfile.TemporaryDirectory() as folder:
-            Path(folder, "hello.py").write_text("print('hello')\n")
+            Path(folder, "hello.py").write_text("print('hello')\n", encoding="utf-8")
             said = _ran(words(base, model, folder), folder, {"HOME": folder, **env(base, model)})
         assert _replies(base) > before, said[-1500:]
 

@@ -286,10 +286,10 @@ def divergence(
         return localllm.load(path, device="cpu", context=context, threads=threads, parallel=4)
 
     with loaded(model) as llm:
-        perplexity(llm, test.read_text(), context=context, save_logits=folder / "base")
+        perplexity(llm, test.read_text(encoding="utf-8"), context=context, save_logits=folder / "base")
     base = BaseLogits.read(folder / "base")
     with GGUFFile.open(model) as file:
-        pieces = chunks(Tokenizer.from_gguf(file), text.read_text(), context)
+        pieces = chunks(Tokenizer.from_gguf(file), text.read_text(encoding="utf-8"), context)
         *_, with_hessians = collect(file, pieces, CPUBackend(threads), hessians=True)
     entries = with_hessians.entries
     importance = replace(
@@ -321,7 +321,9 @@ def divergence(
 
 def perplexities(folder: Path, model: Path, original: Path, test: Path, context: int, n: int) -> int:
     with localllm.load(original, device="cpu", context=context) as llm:
-        first = perplexity(llm, test.read_text(), context=context, chunks=n, save_logits=folder / "base").perplexity
+        first = perplexity(
+            llm, test.read_text(encoding="utf-8"), context=context, chunks=n, save_logits=folder / "base"
+        ).perplexity
         bos = llm.tokenizer.bos_id if llm.tokenizer.add_bos else None
     base = BaseLogits.read(folder / "base")
     with localllm.load(model, device="cpu", context=context) as llm:

@@ -6,12 +6,12 @@ All is cached, and processes that want the same wait for the one that builds it.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import cache, partial
@@ -36,7 +36,7 @@ _MODULE_FLAGS = {False: ("-Og",), True: ("-O0", "-DCHECKING")}
 
 def missing() -> str | None:
     """Why the harness cannot build here, or None."""
-    if platform.system() != "Linux" or platform.machine() != "x86_64":
+    if sys.platform != "linux" or platform.machine() != "x86_64":
         return f"the CUDA harness is written for Linux on x86-64, not {platform.system()} on {platform.machine()}"
     if shutil.which("g++") is None:
         return "the CUDA harness needs g++"
@@ -96,6 +96,8 @@ def _once(target: Path, build: Callable[[Path], None]) -> Path:
 
 @contextlib.contextmanager
 def _locked(target: Path) -> Iterator[None]:
+    import fcntl  # here, as Windows has none
+
     target.parent.mkdir(parents=True, exist_ok=True)
     path = target.with_name(f"{target.name}.lock")
     with path.open("w") as file:

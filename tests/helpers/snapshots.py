@@ -27,12 +27,12 @@ UPDATES = os.environ.get("LOCALLLM_SNAPSHOTS") == "update"
 
 def read(name: str) -> str:
     """The snapshot of a name."""
-    return (FOLDER / f"{name}.txt").read_text()
+    return (FOLDER / f"{name}.txt").read_text(encoding="utf-8")
 
 
 def update(app: App[Any], name: str) -> None:
     """Makes the screen the snapshot of a name."""
-    (FOLDER / f"{name}.txt").write_text(dump(app))
+    (FOLDER / f"{name}.txt").write_text(dump(app), encoding="utf-8")
 
 
 def dump(app: App[Any]) -> str:

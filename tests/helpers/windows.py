@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
 import os
 import sys
 from collections.abc import Callable
@@ -17,6 +16,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
+from tests.helpers.other_system import KERNEL32, MSVCRT
 
 #: Functions that Windows lacks, or Python has not there.
 MISSING = (
@@ -45,7 +46,7 @@ class Sys:
 def elsewhere(monkeypatch: pytest.MonkeyPatch, platform: str) -> None:
     """Lets the modules of localllm that are loaded see another ``sys.platform``."""
     for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] == "localllm" and getattr(module, "sys", None) is sys:
+        if name.partition(".")[0] == "localllm" and hasattr(module, "sys"):
             monkeypatch.setattr(module, "sys", Sys(platform))
 
 
@@ -60,7 +61,10 @@ def in_use(path: str) -> bool:
                 return True
         except OSError:
             continue
-    return any(line.rstrip("\n").endswith(f" {real}") for line in Path("/proc/self/maps").read_text().splitlines())
+    return any(
+        line.rstrip("\n").endswith(f" {real}")
+        for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+    )
 
 
 def refusing(function: Callable[..., Any], n_paths: int) -> Callable[..., Any]:
@@ -75,28 +79,28 @@ def refusing(function: Callable[..., Any], n_paths: int) -> Callable[..., Any]:
     return call
 
 
-def locking(descriptor: int, mode: int, n_bytes: int) -> None:
-    """As `msvcrt.locking`; what it locks cannot be written through other descriptors, so it is no byte in use."""
-    assert (mode, n_bytes) == (MSVCRT.LK_NBLCK, 1)
-    assert os.lseek(descriptor, 0, os.SEEK_CUR) >= os.fstat(descriptor).st_size
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise PermissionError(errno.EACCES, "Permission denied") from None
+def keep_files_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets functions of `os`, and with them `pathlib`, refuse files in use as Windows does, and links."""
 
+    def refused(source: Any, target: Any, *_: Any, **__: Any) -> None:
+        error = OSError(errno.EPERM, "A required privilege is not held by the client", os.fsdecode(target))
+        error.winerror = 1314  # type: ignore[attr-defined]
+        raise error
 
-MSVCRT = SimpleNamespace(LK_NBLCK=2, locking=locking)
+    for name, n_paths in {"unlink": 1, "remove": 1, "rename": 2, "replace": 2}.items():
+        monkeypatch.setattr(os, name, refusing(getattr(os, name), n_paths))
+    monkeypatch.setattr(os, "symlink", refused)
 
 
 @pytest.fixture
 def windows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    if system := os.environ.get("TEST_AS"):
+        if system != "win32":
+            pytest.skip("simulates Windows")
+        return
     elsewhere(monkeypatch, "win32")
-    for name, n_paths in {"unlink": 1, "remove": 1, "rename": 2, "replace": 2}.items():
-        monkeypatch.setattr(os, name, refusing(getattr(os, name), n_paths))
+    keep_files_in_use(monkeypatch)
     for name in MISSING:
         monkeypatch.delattr(os, name, raising=False)
     monkeypatch.setattr("localllm.files.msvcrt", MSVCRT, raising=False)
-    kernel32 = SimpleNamespace(
-        SwitchToThread=ctypes.CDLL(None).sched_yield, IsProcessorFeaturePresent=lambda number: False
-    )
-    monkeypatch.setattr(ctypes, "windll", SimpleNamespace(kernel32=kernel32), raising=False)
+    monkeypatch.setattr(ctypes, "windll", SimpleNamespace(kernel32=KERNEL32), raising=False)

@@ -46,6 +46,7 @@ class Auxiliary:
 def test_features_of_arm_processors_on_linux(
     words: dict[int, int] | None, expected: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    elsewhere(monkeypatch, "linux")
     libc = SimpleNamespace() if words is None else SimpleNamespace(getauxval=Auxiliary(words))
     monkeypatch.setattr(ctypes, "CDLL", lambda name: libc)
     assert host._arm_features() == expected
@@ -102,7 +103,7 @@ def test_this_processor() -> None:
     assert host.cpu_model().strip()
     assert host.family() == {"AMD64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platform.machine())
     if sys.platform == "linux" and host.family() == "x86_64":
-        flags = Path("/proc/cpuinfo").read_text().partition("flags")[2].splitlines()[0].split()
+        flags = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("flags")[2].splitlines()[0].split()
         assert ("avx2" in host.features()) == ("avx2" in flags)
     assert 1 <= host.usable_cores() <= host.usable_cpus() <= (os.cpu_count() or 1)
     assert host.usable_cores() <= (psutil.cpu_count(logical=False) or host.usable_cpus())

@@ -68,6 +68,7 @@ def test_frames_of_several_pages(target: Target, workers: Workers) -> None:
 
 
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="code of x86-64")
+@pytest.mark.linux("simulates Windows")
 def test_a_frame_of_several_pages_on_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its code runs here, called as Windows calls, with a ``__chkstk`` that does nothing."""
     probe = mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)

@@ -63,6 +63,7 @@ def test_one_slow_step_changes_nothing(clock: Clock) -> None:
         assert limit.now == 2
 
 
+@pytest.mark.posix("Windows counts a thread's time in long ticks")
 def test_a_job_tells_for_how_long_a_thread_slept() -> None:
     import time
 

@@ -29,7 +29,7 @@ async def draw(folder: Path) -> None:
             await chat.press(*keys)
             await chat.sees(awaited)
             await chat.pilot.pause(0.5)
-            (folder / f"{name}.svg").write_text(chat.app.export_screenshot(title="localllm chat"))
+            (folder / f"{name}.svg").write_text(chat.app.export_screenshot(title="localllm chat"), encoding="utf-8")
             print(folder / f"{name}.svg")
 
 

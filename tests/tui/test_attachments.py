@@ -69,7 +69,7 @@ def test_too_many_files_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.skipif(sys.platform != "linux", reason="names are Unicode elsewhere")
 def test_a_file_in_a_folder_may_have_a_name_of_any_bytes(folder: Path) -> None:
-    Path(os.fsdecode(b"docs/y\xff.txt")).write_text("y")
+    Path(os.fsdecode(b"docs/y\xff.txt")).write_text("y", encoding="utf-8")
     assert "docs/y\\udcff.txt" in [file.name for file in attach("@docs/", count).files]
 
 

@@ -32,7 +32,9 @@ Give = Callable[[str], None]
 @pytest.fixture
 def give(monkeypatch: pytest.MonkeyPatch) -> Give:
     """Puts a text on standard input."""
-    return lambda text: monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+    return lambda text: monkeypatch.setattr(
+        sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode()), encoding="utf-8")
+    )
 
 
 @pytest.fixture
@@ -71,7 +73,7 @@ def test_messages_of_several_lines(give: Give) -> None:
 
 
 def test_bytes_that_are_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\n")))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\n"), encoding="utf-8"))
     with pytest.raises(UsageError, match="not valid UTF-8"):
         InputReader().read()
 

@@ -9,6 +9,7 @@ import pytest
 from textual.widget import Widget
 
 from localllm.tui.chat.conversation import Conversation
+from localllm.tui.text import SELECT_SIGN
 from localllm.tui.widgets.message import Reply
 from tests.helpers.chat_app import AppModel, Chat, chatting, keeping, setup, talk
 from tests.helpers.fake_chat import leaves
@@ -146,7 +147,7 @@ async def test_keys_are_offered_where_they_do_something() -> None:
 
 
 async def test_no_key_is_cut() -> None:
-    whole = {"⏎ Send", "esc Stop", "^↑ Messages", "f1 Help", "^n New chat", "^o Chats"}
+    whole = {"⏎ Send", "esc Stop", f"{SELECT_SIGN} Messages", "f1 Help", "^n New chat", "^o Chats"}
     whole |= {"e Edit", "r Regenerate", "b New branch", "y Copy", "d Delete"}
 
     def offered(chat: Chat) -> set[str]:

@@ -158,7 +158,7 @@ async def test_a_file_is_counted_once_when_its_name_is_typed(notes: str, monkeyp
 
 async def test_counting_files_ends_when_somebody_types_on(notes: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_screen, "_TYPING_SECONDS", 0.01)
-    Path("more.txt").write_text("a file of more")
+    Path("more.txt").write_text("a file of more", encoding="utf-8")
     model = SlowCounter()
     async with chatting(setup(model)) as chat:
         await chat.type(f"{notes} @more.txt ")

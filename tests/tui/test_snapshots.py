@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 from textual.widgets import Input, TextArea
 
@@ -30,6 +32,7 @@ async def looks_like(chat: Chat, name: str) -> None:
 
 
 @pytest.mark.parametrize("size", [(60, 20), (80, 24), (120, 40)])
+@pytest.mark.skipif(sys.platform == "darwin", reason="shows another key there")
 async def test_the_conversation(size: tuple[int, int]) -> None:
     async with chatting(setup(model(), conversation=conversation()), size) as chat:
         for theme in ("dark", "light"):
@@ -37,6 +40,7 @@ async def test_the_conversation(size: tuple[int, int]) -> None:
             await looks_like(chat, f"chat-{size[0]}x{size[1]}-{theme}")
 
 
+@pytest.mark.skipif(sys.platform == "darwin", reason="shows another key there")
 async def test_other_screens() -> None:
     built = setup(model(), conversation=conversation(), list_models=lambda: MODELS)
     async with chatting(built, (100, 30)) as chat:

@@ -14,6 +14,7 @@ from localllm.tui import text
 from localllm.tui.text import escape_controls
 
 
+@pytest.mark.linux("simulates macOS")
 def test_a_key_that_macos_keeps_is_not_advertised(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (text.SELECT_KEY, text.SELECT_SIGN) == ("Ctrl+Up", "^↑")
     monkeypatch.setattr(sys, "platform", "darwin")

@@ -101,7 +101,7 @@ def test_set_and_unset_keep_the_rest_as_it_is(path: Path, capfdbinary: Capture) 
         assert (outcome.code, outcome.out) == (0, f"{key} is set in {path}\n")
         assert ("pull it first" in outcome.err) == (key == "model")
     assert run_main(capfdbinary, "config", "unset", "sampling.seed").code == 0
-    text = path.read_text()
+    text = path.read_text(encoding="utf-8")
     assert tomllib.loads(text) == {
         "context": 1024,
         "model": "org/repo:Q4_K_M",
@@ -117,7 +117,7 @@ def test_set_and_unset_keep_the_rest_as_it_is(path: Path, capfdbinary: Capture) 
 
 def test_set_makes_the_file_and_follows_a_link(path: Path, tmp_path: Path, capfdbinary: Capture) -> None:
     assert run_main(capfdbinary, "config", "set", "sampling.top_k", "5").code == 0
-    assert tomllib.loads(path.read_text()) == {"sampling": {"top_k": 5}}
+    assert tomllib.loads(path.read_text(encoding="utf-8")) == {"sampling": {"top_k": 5}}
     target = tmp_path / "target.toml"
     path.replace(target)
     path.symlink_to(target)
@@ -205,7 +205,7 @@ def test_a_key_that_means_nothing_can_be_removed(path: Path, capfdbinary: Captur
     write(path, "xyzzy = 1\nthreads = 2\n")
     assert "did you mean xyzzy?" in run_main(capfdbinary, "config", "unset", "xyzy").error()
     assert run_main(capfdbinary, "config", "unset", "xyzzy").code == 0
-    assert path.read_text() == "threads = 2\n"
+    assert path.read_text(encoding="utf-8") == "threads = 2\n"
 
 
 def test_a_place_that_cannot_be_written(path: Path, tmp_path: Path, capfdbinary: Capture) -> None:

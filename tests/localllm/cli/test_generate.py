@@ -80,7 +80,7 @@ def generate(capfdbinary: pytest.CaptureFixture[bytes], plain: Path) -> Generate
 @pytest.fixture
 def give_stdin(monkeypatch: pytest.MonkeyPatch) -> Callable[[bytes], None]:
     def give(data: bytes) -> None:
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), encoding="utf-8"))
 
     return give
 
@@ -113,6 +113,7 @@ def test_the_kernels_give_the_same_text(generate: Generate, plain: Path) -> None
     assert kernels.err == ""  # even where the kernels have to be compiled
 
 
+@pytest.mark.linux("a simulation imports more")
 def test_a_warm_start_does_without_numba_and_jinja2(generate: Generate, plain: Path) -> None:
     """They take most of the time that a first token may take; so does rich."""
     arguments = ["-p", "the", "--temp", 0, "--device", "cpu", "-t", 1, "-q"]

@@ -278,7 +278,7 @@ def test_a_command_line(
     monkeypatch.setenv("HF_HUB_CACHE", "hub")
     monkeypatch.setattr(installation, "driver_cuda", lambda: None)
     monkeypatch.setattr("localllm.cli.commands.bench.disturbance", lambda *_: None)
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"")))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b""), encoding="utf-8"))
     given: dict[str, Any] = {}
 
     def watched(real: Any) -> Any:

@@ -78,6 +78,7 @@ def test_help_tells_the_defaults_that_hold(run: Run) -> None:
     assert checked == numbers - {"seed"}
 
 
+@pytest.mark.linux("a simulation imports more")
 def test_help_does_not_wait_for_the_heavy_packages() -> None:
     lines = [
         ["--version"],

@@ -67,9 +67,9 @@ def test_generate_and_chat_take_a_section_for_a_model(
     path: Path, capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LOCALLLM_DATA", str(path.parent / "data"))
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO()))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(), encoding="utf-8"))
     text = TEXT.replace('lora = ["style.gguf=0.5", "elsewhere.gguf"]\n', "").replace("ignore-eos = true\n", "")
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")
     outcome = run_main(capfdbinary, "generate", "--models", path, "-m", "small", "-p", "Hello!")
     assert outcome.code == 0, outcome.err
     assert "512 tokens of context" in outcome.err
@@ -97,7 +97,7 @@ def test_models_toml_beside_the_settings_is_read(path: Path, monkeypatch: pytest
     ],
 )
 def test_what_is_wrong_with_a_file_is_said(path: Path, text: str, message: str) -> None:
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")
     with pytest.raises(UsageError, match=message):
         read_presets(path)
 

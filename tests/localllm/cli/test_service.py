@@ -64,7 +64,7 @@ def test_a_unit_is_installed_shown_and_removed(
     assert run_main(capfdbinary, "service", "status").code == 0
     assert run_main(capfdbinary, "service", "uninstall").code == 0
     assert not path.exists()
-    assert systemctl.read_text().splitlines() == [
+    assert systemctl.read_text(encoding="utf-8").splitlines() == [
         "--user daemon-reload",
         "--user enable localllm",
         "--user restart localllm",

@@ -463,6 +463,7 @@ def test_a_name_in_a_folder_is_a_model_for_commands(folder: Path, capfdbinary: p
         assert outcome.out.startswith(f"{folder / 'm.gguf'}: GGUF version 3")
 
 
+@pytest.mark.posix("needs a pseudo-terminal")
 def test_the_table_on_a_terminal(folder: Path) -> None:
     code, screen = run_on_terminal(["models"])
     assert code == 0

@@ -84,6 +84,7 @@ def blobs(repo: str = "org/repo") -> list[str]:
 # -- What is fetched -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.posix("links need rights there")
 def test_a_download_lies_in_the_cache_as_the_hubs_own_package_has_it(hub: HubServer) -> None:
     hub.repos["org/repo"] = repo = Repo({"README.md": b"hello", "demo-Q8_0.gguf": DEMO})
     seen: list[tuple[str, int, int]] = []
@@ -114,12 +115,14 @@ def test_a_second_time_nothing_is_fetched(hub: HubServer) -> None:
     assert hub.ranges == []
 
 
+@pytest.mark.posix("links need rights there")
 def test_a_small_file_has_gits_hash(hub: HubServer) -> None:
     hub.repos["org/repo"] = repo = Repo({"a.gguf": small_gguf()}, small={"a.gguf"})
     assert pull("org/repo").read_bytes() == repo.files["a.gguf"]
     assert blobs() == [repo.hash("a.gguf")]
 
 
+@pytest.mark.posix("links need rights there")
 def test_the_quantisation_or_the_file_chooses(hub: HubServer) -> None:
     files = {f"m-{quant}.gguf": small_gguf(quant=quant) for quant in ("Q4_0", "Q4_K_S", "Q4_K_M", "Q8_0")}
     hub.repos["org/repo"] = Repo(files)
@@ -204,6 +207,7 @@ def test_a_cut_connection_goes_on_where_it_was_cut(hub: HubServer) -> None:
     assert hub.ranges == [None, "bytes=100000-", "bytes=300000-"]
 
 
+@pytest.mark.posix("links need rights there")
 def test_the_next_download_goes_on_where_the_last_one_was_cut(hub: HubServer) -> None:
     hub.repos["org/repo"] = repo = Repo({"a.gguf": DEMO}, cuts=[100_000, 0, 0, 0])
     with pytest.raises(HubError, match=r"cut again and again .* 100,000 of the 4,6.* bytes of a\.gguf are kept"):

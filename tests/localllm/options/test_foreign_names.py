@@ -160,6 +160,7 @@ def test_the_demo_model_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         localllm.load(Path("demo"))
 
 
+@pytest.mark.posix("Windows has no such names")
 def test_info_as_a_table(llm: LLM, tmp_path: Path) -> None:
     """A file's name is text, whatever it is."""
     hostile = tiny_gguf(tmp_path / "<b onclick=x>&.gguf")

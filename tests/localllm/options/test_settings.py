@@ -136,6 +136,7 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
             load_settings(tmp_path / name)
 
 
+@pytest.mark.linux("platformdirs tells XDG's folders there")
 def test_where_the_file_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(CONFIG_VARIABLE, str(tmp_path / "x.toml"))
     assert settings_path() == tmp_path / "x.toml"

@@ -193,7 +193,7 @@ def exported(page: Any, action: str) -> str:
         else:
             page.click("#chat-menu")
             page.click(f"[data-do={action}]")
-    return Path(download.value.path()).read_text()
+    return Path(download.value.path()).read_text(encoding="utf-8")
 
 
 def imported(page: Any, text: str) -> None:

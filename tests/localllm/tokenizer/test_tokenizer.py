@@ -63,7 +63,9 @@ def test_agrees_with_the_vectors_of_llama_cpp(name: str) -> None:
     path = shared_data(f"vocab/ggml-vocab-{name}.gguf")
     tokenizer = vocabulary(name)
     texts = Path(f"{path}.inp").read_bytes().decode().split("\n__ggml_vocab_test__\n")
-    lines = Path(f"{path}.out").read_text().split("\n")  # the last text, and so the last line, is empty
+    lines = (
+        Path(f"{path}.out").read_text(encoding="utf-8").split("\n")
+    )  # the last text, and so the last line, is empty
     expected = [[int(token) for token in line.split()] for line in lines]
     assert len(texts) == len(expected) == 47
     for text, ids in zip(texts, expected, strict=True):
