@@ -102,7 +102,7 @@ class FakeModel:
 
     closed = False
     name = "Fake"
-    sees = False
+    sees = hears = False
 
     @property
     def info(self) -> Any:

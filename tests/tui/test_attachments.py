@@ -250,6 +250,33 @@ def test_pictures_are_refused_where_they_cannot_go(folder: Path) -> None:
         attach("@bad.png", count, see=see)
 
 
+class HearingModel(SeeingModel):
+    """It makes five tokens of a picture, and seven of a sound."""
+
+    sees, hears = False, True
+
+    def tokenize_chat(self, messages: Any, **options: Any) -> list[int]:
+        parts = [part for m in messages if not isinstance(m["content"], str) for part in m["content"]]
+        return [-1] * 7 * sum(part["type"] == "audio" for part in parts) + super().tokenize_chat(messages, **options)
+
+
+def test_sounds_go_with_a_message(folder: Path) -> None:
+    data = b"RIFF\x24\0\0\0WAVEfmt "
+    (folder / "talk.WAV").write_bytes(data)
+    model, store = HearingModel(), Store(folder / "chats.db")
+    session = ChatSession(model, store)
+    play(session.send, "what does @talk.WAV say?")
+    (file,) = session.conversation.path()[0].attachments
+    assert (file.name, file.n_tokens, file.picture, file.is_sound) == ("talk.WAV", 7, data, True)
+    content: Any = model.asked[-1].messages[0]["content"]
+    assert content[0] == {"type": "audio", "audio": data}
+    again = store.load(session.conversation.id)
+    assert f"\n[talk.WAV](data:;base64,{base64.b64encode(data).decode()})" in to_markdown(again)
+    assert picture_reference("talk.WAV") == "@talk.WAV "
+    with pytest.raises(UsageError, match=r"talk\.WAV cannot be attached: the model hears no sounds"):
+        attach("@talk.WAV", count)
+
+
 @pytest.mark.skipif(os.sep != "/", reason="other shells write paths otherwise")
 def test_pasted_paths_of_pictures_attach_them(folder: Path) -> None:
     write_picture(folder / "my cat.png")

@@ -1,6 +1,6 @@
 """Files that are sent with a message: ``@notes.txt``, ``@folder``, ``@src/*.py``, in quotes if there are spaces.
 
-A picture goes with a message if it is named itself, or by a pattern, and those of folders do not.
+A picture, or a sound, goes with a message if it is named itself, or by a pattern, and those of folders do not.
 """
 
 from __future__ import annotations
@@ -38,10 +38,11 @@ COMMAND_SECONDS = 30.0
 #: Seconds between two looks at whether it is to end.
 _WATCH_SECONDS = 0.05
 
-#: Endings of pictures' names.
+#: Endings of names of pictures, and of sounds.
 PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif")
+SOUNDS = (".wav", ".mp3", ".flac", ".ogg")
 
-#: Gives the tokens that a model makes of a picture.
+#: Gives the tokens that a model makes of the file of a picture or a sound.
 See = Callable[[bytes], int]
 
 # At the beginning of a word: an address such as me@example.org names no file.
@@ -71,7 +72,7 @@ def attach(
 
     ``count`` gives the tokens of a text, ``budget`` those that files may have.  Files that are gone are taken from
     ``known``, those of an earlier version of the text; ``rank`` ranks pieces of files that do not fit.  ``see`` is
-    None where the model sees no pictures.
+    None where the model sees no pictures and hears no sounds.
     """
     old = tuple(known)
     kept: list[Attachment] = []
@@ -84,7 +85,7 @@ def attach(
         found = next((found for name in names if (found := _files(name))), [])
         for name in found:
             try:
-                if _is_picture(name) and (name in names or "*" in match[0] or "?" in match[0]):
+                if _is_media(name) and (name in names or "*" in match[0] or "?" in match[0]):
                     pictures[storable(name)] = read_file(name)
                 elif (pages := _scanned_pages(name) if name in names and see is not None else None) is not None:
                     pictures |= {f"{storable(name)}, page {i}": page for i, page in enumerate(pages, 1)}
@@ -109,11 +110,11 @@ def attach(
 
 
 def _seen(pictures: Mapping[str, bytes], see: See | None, budget: Callable[[], int]) -> list[Attachment]:
-    """Pictures with their tokens, as far as all of them fit."""
+    """Pictures and sounds with their tokens, as far as all of them fit."""
     if pictures and see is None:
-        raise UsageError(
-            f"{next(iter(pictures))} cannot be attached: the model sees no pictures; load one with its mmproj file"
-        )
+        name = next(iter(pictures))
+        does = "hears no sounds" if name.lower().endswith(SOUNDS) else "sees no pictures"
+        raise UsageError(f"{name} cannot be attached: the model {does}; load one with its mmproj file")
     files: list[Attachment] = []
     left = budget() if pictures else 0
     for name, data in pictures.items():
@@ -131,14 +132,14 @@ def _seen(pictures: Mapping[str, bytes], see: See | None, budget: Callable[[], i
     return files
 
 
-def _is_picture(name: str) -> bool:
-    return name.lower().endswith(PICTURES)
+def _is_media(name: str) -> bool:
+    return name.lower().endswith((*PICTURES, *SOUNDS))
 
 
 def picture_reference(pasted: str) -> str | None:
-    """The reference to a picture whose path was pasted, or written by a terminal that a file was dropped on."""
+    """The reference to a picture or a sound whose path was pasted, or written by a terminal for a dropped file."""
     path = pasted.strip()
-    if len(path) > 4096 or "\n" in path or not _is_picture(path.rstrip("\"'")):
+    if len(path) > 4096 or "\n" in path or not _is_media(path.rstrip("\"'")):
         return None
     if path.startswith("file://"):
         path = url2pathname(urlsplit(path).path)
@@ -222,7 +223,7 @@ def _walk(folder: Path) -> Iterator[str]:
 
 
 def with_attachments(message: Message) -> str:
-    """A message as the model reads it: its text, and below it its files but for pictures."""
+    """A message as the model reads it: its text, and below it its files of text."""
     parts = [f"File `{file.name}`:\n{fenced(file.text)}" for file in message.attachments if not file.picture]
     return "\n\n".join([message.content, *parts])
 

@@ -7,6 +7,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, Unpack
 
+from localllm.chat.conversation import kind_of
 from localllm.tui.chat import settings as chat_settings
 from localllm.tui.chat.attachments import with_attachments
 from localllm.tui.chat.conversation import Conversation, Message, Window
@@ -30,6 +31,8 @@ class ChatModel(Protocol):
     def info(self) -> ModelInfo: ...
     @property
     def sees(self) -> bool: ...
+    @property
+    def hears(self) -> bool: ...
     @property
     def chat_template(self) -> ChatTemplate: ...
     def close(self) -> None: ...
@@ -84,27 +87,27 @@ def prompt(messages: Sequence[Message], system: str, summary: str = "") -> list[
         sent.append({"role": "system", "content": system})
     for message in messages:
         content = with_attachments(message) if message.role == "user" else message.content
-        pictures = [file.picture for file in message.attachments if file.picture]
+        media = [media_part(file.picture) for file in message.attachments if file.picture]
         if message.calls:
             sent += _calls(message, content, len(sent))
-        elif content or pictures:
-            _say(sent, message.role, content, pictures)
+        elif content or media:
+            _say(sent, message.role, content, media)
     return sent
 
 
-def _say(sent: list[Sent], role: str, text: str, pictures: Sequence[bytes] = ()) -> None:
-    """Goes on with messages by pictures and a text, in the last one where that is of the same role."""
+def _say(sent: list[Sent], role: str, text: str, media: Sequence[Sent] = ()) -> None:
+    """Goes on with messages by pictures, sounds and a text, in the last one where that is of the same role."""
     last: Sent | None = sent[-1] if sent and sent[-1]["role"] == role else None
     if last is None:
         last = {"role": role, "content": ""}
         sent.append(last)
     text = f"\n\n{text}" if last["content"] else text
-    if isinstance(last["content"], str) and not pictures:
+    if isinstance(last["content"], str) and not media:
         last["content"] += text
         return
     if isinstance(last["content"], str):
         last["content"] = [{"type": "text", "text": last["content"]}] if last["content"] else []
-    last["content"] += [{"type": "image", "image": picture} for picture in pictures]
+    last["content"] += media
     last["content"].append({"type": "text", "text": text})
 
 
@@ -118,9 +121,15 @@ def without_pictures(messages: Sequence[Sent]) -> list[Sent]:
     ]
 
 
-def tokens_of_picture(model: ChatModel, picture: bytes) -> int:
-    """How many a picture becomes: their ids are below 0."""
-    ids = model.tokenize_chat([{"role": "user", "content": [{"type": "image", "image": picture}]}])
+def media_part(file: bytes) -> Sent:
+    """The part of a message that a picture or a sound is."""
+    kind = kind_of(file)
+    return {"type": kind, kind: file}
+
+
+def tokens_of_media(model: ChatModel, file: bytes) -> int:
+    """How many a picture or a sound becomes: their ids are below 0."""
+    ids = model.tokenize_chat([{"role": "user", "content": [media_part(file)]}])
     return sum(id_ < 0 for id_ in ids)
 
 

@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
+from localllm.chat.conversation import kind_of
 from localllm.chat.thinking import split
 from localllm.errors import StoreError, UsageError
 
@@ -66,12 +67,16 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Attachment:
-    """A text file, a piece of it, or a picture, sent with a message; ``name`` is its path as it was typed."""
+    """A text file, a piece of it, a picture or a sound, sent with a message; ``name`` is its path as it was typed."""
 
     name: str
     text: str
     n_tokens: Count
-    picture: bytes = b""  # its file
+    picture: bytes = b""  # the file of a picture, or of a sound
+
+    @property
+    def is_sound(self) -> bool:
+        return bool(self.picture) and kind_of(self.picture) == "audio"
 
     def is_of(self, name: str) -> bool:
         """Whether it is the file of a name, a piece of it, or in the folder of that name."""

@@ -67,7 +67,7 @@ def _attached(file: Attachment) -> str:
     if not file.picture:
         return f"File `{file.name}`:\n\n{fenced(file.text)}"
     name = re.sub(r"[\[\]\n]", "", file.name)
-    return f"![{name}](data:;base64,{base64.b64encode(file.picture).decode()})"
+    return f"{'' if file.is_sound else '!'}[{name}](data:;base64,{base64.b64encode(file.picture).decode()})"
 
 
 def to_json(conversation: Conversation) -> str:

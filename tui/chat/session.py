@@ -26,7 +26,7 @@ from localllm.tui.chat.context import (
     ChatModel,
     ContextTrimmer,
     name_of,
-    tokens_of_picture,
+    tokens_of_media,
     whole_prompt,
     without_pictures,
 )
@@ -318,7 +318,7 @@ class ChatSession:
             return max(left, context // 2) - context // 4  # of a long past, turns can be dropped
 
         model = self._loaded()
-        see = partial(tokens_of_picture, model) if model.sees else None
+        see = partial(tokens_of_media, model) if model.sees or model.hears else None
         return attach(text, count, () if old is None else old.attachments, budget, rank, see)
 
     def _say(self, text: str, old: Message | None, files: tuple[Attachment, ...]) -> Message:

@@ -293,7 +293,7 @@ class MessageView(Vertical, can_focus=True):
             line.display = bool(text)
 
     def _draw_pictures(self) -> None:
-        pictures = [file.picture for file in self.message.attachments if file.picture]
+        pictures = [file.picture for file in self.message.attachments if file.picture and not file.is_sound]
         self._pictures.display = bool(pictures)
         if pictures != self._shown_pictures:
             self._shown_pictures = pictures
