@@ -24,27 +24,28 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from functools import cached_property
-from math import prod
+from math import gcd, prod
 from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from localllm.errors import KernelError
-from localllm.kernels.q8_0 import VALUES_PER_SCALE
+from localllm.kernels.cache_rounding import CODE_BITS, MOST_ROTATED, VALUES_PER_SCALE, rotation
 from localllm.quant.types import GGMLType
 
 #: Where an operation belongs: in the layer of that number, or before or behind all of them.
 LayerTag = int | Literal["embedding", "output"]
 
-#: What keys and values are kept in: float16; or bytes, of which 32 neighbours in a head share a float16 scale; or,
-#: in the reference alone, float32, to be compared with implementations that have no cache.
-CacheType = Literal["f16", "q8_0", "f32"]
+#: What keys and values are kept in: float16 ("f16"); codes of 8, 5 or 4 bits ("q8_0", "q5_0", "q4_0", see
+#: `localllm.kernels.cache_rounding`); or, in the reference alone, float32 ("f32"), to be compared with
+#: implementations that have no cache.  One for keys and another for values are "q8_0/q4_0".
+CacheType = str
 #: Those that a user can choose.
-CACHE_TYPES: tuple[CacheType, ...] = ("f16", "q8_0")
+CACHE_TYPES: tuple[CacheType, ...] = ("f16", *CODE_BITS)
 
 #: What a soft-cap may be.  Beyond, float32 could not hold scores divided by it, or would not tell it from none.
 MIN_SOFTCAP, MAX_SOFTCAP = 1e-6, 1e6
@@ -186,11 +187,29 @@ class KVCache:
         """Its key among those of a graph."""
         return ~self.layer if self.is_index else self.layer
 
+    @property
+    def types(self) -> tuple[CacheType, CacheType]:
+        """Of keys and of values; where values are in the keys, theirs."""
+        keys, _, values = self.type.partition("/")
+        return keys, keys if self.values_in_keys else values or keys
+
+    @property
+    def rotations(self) -> tuple[int, int]:
+        """Values of a head in keys and in values that are rotated together (`localllm.kernels.cache_rounding`)."""
+        if self.values_in_keys:
+            size = rotation(self.types[0], gcd(self.key_dim, self.value_dim), MOST_ROTATED[0])
+            return size, size
+        keys, values = map(rotation, self.types, (self.key_dim, self.value_dim), MOST_ROTATED)
+        return keys, values
+
     def bytes_per_token(self) -> int:
         """Bytes of one token's keys and values, without padding."""
-        kept = (self.key_dim,) if self.values_in_keys else (self.key_dim, self.value_dim)
-        scales = sum(2 * -(-dim // VALUES_PER_SCALE) for dim in kept)
-        return self.n_heads * {"f32": 4 * sum(kept), "f16": 2 * sum(kept), "q8_0": sum(kept) + scales}[self.type]
+        dims = (self.key_dim,) if self.values_in_keys else (self.key_dim, self.value_dim)
+        floats = {"f32": 4, "f16": 2}
+        return self.n_heads * sum(
+            dim * floats[type] if type in floats else -(-dim * CODE_BITS[type] // 8) + 2 * -(-dim // VALUES_PER_SCALE)
+            for dim, type in zip(dims, self.types, strict=False)
+        )
 
 
 @dataclass(frozen=True)
@@ -829,7 +848,7 @@ class IndexSelect(Operation[Tensor]):
     With ``pool`` [n, dim], it is whole runs of n positions that are chosen, k / n of those that a token sees to their
     end, and all positions behind them: up to n - 1 more.  A run's key is, of each channel, the sum of its tokens'
     keys times the softmax of their gates plus the pool's.  The cache has of a token [key | gate | key of the run that
-    it ends], of which `RopeAppend` is given something for the last, and is not of "q8_0".
+    it ends], of which `RopeAppend` is given something for the last, and has no codes.
 
     Sources: DeepSeek-V3.2, arXiv:2512.02556; runs: GLM-5.3.
     """
@@ -863,7 +882,13 @@ class IndexSelect(Operation[Tensor]):
             raise KernelError("an indexer keeps one key of every token, and chooses at least one position")
         if self.pool is not None:
             _check_shape(self.pool, run, self.dim)
-            if cache.key_dim != 3 * self.dim or self.dim % 16 or 64 % run or self.k % run or cache.type == "q8_0":
+            if (
+                cache.key_dim != 3 * self.dim
+                or self.dim % 16
+                or 64 % run
+                or self.k % run
+                or cache.types[0] in CODE_BITS
+            ):
                 raise KernelError(f"runs of {run} positions are a divisor of 64, and of the {self.k} that are chosen")
         if self.q.width % self.dim or self.head_weights.width != self.n_heads:
             raise KernelError(f"{self.head_weights.width} weights do not fit {self.n_heads} heads of an indexer")
@@ -1328,7 +1353,7 @@ class Graph:
     ) -> KVCache:
         """Declares that the layer keeps keys and values of so many heads; without ``value_dim``, both are as long.
 
-        ``is_index``: those are the keys of an indexer, which are kept beside them.  ``is_exact``: never in bytes.
+        ``is_index``: those are the keys of an indexer, which are kept beside them.  ``is_exact``: never as codes.
         """
         value_dim = key_dim if value_dim is None else value_dim
         number = self.layer if isinstance(self.layer, int) else 0
@@ -1338,8 +1363,9 @@ class Graph:
             raise KernelError(f"{value_dim} values cannot be the first ones of {key_dim}")
         if window is not None and window < 1:
             raise KernelError(f"a cache cannot have a window of {window} tokens: give at least 1")
-        type: CacheType = "f16" if is_exact and self.cache_type == "q8_0" else self.cache_type
-        cache = KVCache(number, n_heads, key_dim, value_dim, type, values_in_keys, window, is_index)
+        cache = KVCache(number, n_heads, key_dim, value_dim, self.cache_type, values_in_keys, window, is_index)
+        if is_exact and cache.types[0] in CODE_BITS:
+            cache = replace(cache, type="f16")
         self.caches[cache.key] = cache
         if window not in self.windows:
             self.windows.append(window)

@@ -34,6 +34,7 @@ from localllm.kernels.backend import (
     weights_of,
 )
 from localllm.kernels.buffers import Buffer, assign
+from localllm.kernels.cache_rounding import CODE_BITS, LARGEST_CODE, LARGEST_HALF, NEGLIGIBLE, VALUES_PER_SCALE
 from localllm.kernels.embedding import CopiedTable
 from localllm.kernels.graph import (
     Graph,
@@ -45,7 +46,6 @@ from localllm.kernels.graph import (
     Value,
     Weight,
 )
-from localllm.kernels.q8_0 import LARGEST_CODE, LARGEST_SCALED, NEGLIGIBLE, VALUES_PER_SCALE
 from localllm.quant.formats import dequantize
 
 #: float32; numpy's stubs lose the type in most expressions.
@@ -76,8 +76,8 @@ class ReferenceBackend(Backend):
         ]
         caches: dict[int, int] = {}
         for c in graph.caches.values():
-            n_values = sum(map(prod, _kept_shapes(c, n_pages[graph.group(c)], self.page_size)))
-            caches[c.layer] = caches.get(c.layer, 0) + n_values * _kept_type(c)().itemsize
+            shapes = zip(_kept_shapes(c, n_pages[graph.group(c)], self.page_size), _kept_types(c), strict=True)
+            caches[c.layer] = caches.get(c.layer, 0) + sum(prod(shape) * type.itemsize for shape, type in shapes)
         for layer, states in graph.states.items():
             caches[layer] = caches.get(layer, 0) + sum(4 * n_states * state.n_values for state in states)
 
@@ -95,9 +95,9 @@ def _packed(use: WeightUse) -> PackedWeight:
     return use.packed(weight.type.name, weight.data.nbytes)
 
 
-def _kept_type(cache: KVCache) -> type[np.float16] | type[np.float32]:
-    """The dtype of a cache's contents; values of a type with scales are stored decoded."""
-    return np.float16 if cache.type == "f16" else np.float32
+def _kept_types(cache: KVCache) -> list[np.dtype[Any]]:
+    """The dtypes of a cache's keys and values; those of a type with scales are stored decoded."""
+    return [np.dtype(np.float16 if type == "f16" else np.float32) for type in cache.types]
 
 
 def _kept_shapes(cache: KVCache, n_pages: int, page_size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -170,8 +170,9 @@ class ReferenceStep(Step):
         self._values: dict[Value, Any] = {}
         kept: dict[int, tuple[Array, Array]] = {}
         for n, cache in graph.caches.items():
-            keys, values = _kept_shapes(cache, n_pages[graph.group(cache)], page_size)
-            kept[n] = np.zeros(keys, _kept_type(cache)), np.zeros(values, _kept_type(cache))
+            shapes = _kept_shapes(cache, n_pages[graph.group(cache)], page_size)
+            keys, values = map(np.zeros, shapes, _kept_types(cache))
+            kept[n] = keys, values
         states = {s: np.zeros((n_states, *s.shape), np.float32) for of in graph.states.values() for s in of}
         self.cache = ReferenceCache(graph, kept, page_size, n_pages, states, n_states if states else 0)
         self._arrays: dict[Weight, Array] = {}
@@ -343,14 +344,17 @@ class _Run:
             q = q * position_factors(op.q_scale, batch.positions)[:, None, None]
         k = None if op.k is None else self._heads(op.k, cache.key_dim, op.k_norm, op.rope, norm_last=op.norm_last)
         v = None if op.v is None else self._heads(op.v, cache.value_dim, op.v_norm, None)
-        rounded = in_q8_0 if cache.type == "q8_0" else in_range
-        for x, kept in zip((k, v), self.cache.layers[cache.key], strict=True):
+        q = hadamard(q, cache.rotations[0])
+        for x, kept, type, size in zip(
+            (k, v), self.cache.layers[cache.key], cache.types, cache.rotations, strict=True
+        ):
             if x is None:
                 continue
+            x = in_codes(hadamard(x, size), type) if type in CODE_BITS else in_range(x, kept.dtype)
             for s, (start, stop, _) in enumerate(batch.sequences()):
                 page, place = np.divmod(batch.positions[start:stop], page_size)
                 page = batch.block_tables[self.graph.group(cache), s, page]
-                kept[page, place] = rounded(x[start:stop], kept.dtype)
+                kept[page, place] = x[start:stop]
         turned: Array = q.reshape(len(q), -1)
         return turned
 
@@ -404,7 +408,7 @@ class _Run:
                 if sinks is not None:
                     scores = np.concatenate([scores, sinks], axis=-1)
                 out[t] = np.einsum("ghl,lgd->ghd", softmax(scores)[..., : len(seen)], own_values)
-        return out.reshape(len(q), -1)
+        return hadamard(out, cache.rotations[1]).reshape(len(q), -1)
 
     def index_select(self, op: g.IndexSelect) -> Array:
         batch, cache, k = self.batch, op.cache, op.k
@@ -616,17 +620,33 @@ def in_range(x: Array, kind: np.dtype[Any]) -> Array:
     return np.clip(x, -limit, limit)
 
 
-def in_q8_0(x: Array, kind: np.dtype[Any]) -> Array:
-    """Groups of 32 values of each head, rounded to bytes times a float16 scale, as GGML's Q8_0 (ties to even)."""
-    head_dim = x.shape[-1]
+def in_codes(x: Array, type: g.CacheType) -> Array:
+    """Groups of 32 values of each head, rounded to codes times a float16 scale (ties to even)."""
+    head_dim, half = x.shape[-1], 1 << (CODE_BITS[type] - 1)
     padded = np.pad(x, [*[(0, 0)] * (x.ndim - 1), (0, -head_dim % VALUES_PER_SCALE)])
     groups = padded.reshape(*x.shape[:-1], -1, VALUES_PER_SCALE)
-    largest = np.minimum(np.abs(groups).max(axis=-1, keepdims=True), LARGEST_SCALED)
-    inverse = np.where(largest > NEGLIGIBLE, LARGEST_CODE / largest, np.float32(0))
-    codes = np.clip(np.rint(groups * inverse), -LARGEST_CODE, LARGEST_CODE)
-    scale = in_range(largest / LARGEST_CODE, np.dtype(np.float16)).astype(np.float16).astype(kind)
+    if type == "q8_0":
+        largest, code, least = np.abs(groups).max(axis=-1, keepdims=True), LARGEST_CODE, -LARGEST_CODE
+    else:
+        high, low = groups.max(axis=-1, keepdims=True), groups.min(axis=-1, keepdims=True)
+        largest, code, least = np.where(high >= -low, high, low), np.float32(-half), np.float32(-half)
+    largest = np.clip(largest, -np.abs(code) * LARGEST_HALF, np.abs(code) * LARGEST_HALF)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        inverse = np.where(np.abs(largest) > NEGLIGIBLE, code / largest, np.float32(0))
+    codes = np.clip(np.rint(groups * inverse), least, half - 1)
+    scale = in_range(largest / code, np.dtype(np.float16)).astype(np.float16).astype(np.float32)
     rounded: Array = (codes * scale).reshape(*x.shape[:-1], -1)[..., :head_dim]
     return rounded
+
+
+def hadamard(x: Array, size: int) -> Array:
+    """Each ``size`` neighbours of the last axis times the orthonormal Hadamard matrix; none if that is 0."""
+    step = 1
+    while step < size:
+        pairs = x.reshape(*x.shape[:-1], -1, 2, step)
+        x = np.stack([pairs[..., 0, :] + pairs[..., 1, :], pairs[..., 0, :] - pairs[..., 1, :]], -2).reshape(x.shape)
+        step *= 2
+    return x * (np.float32(1) / np.sqrt(np.float32(size))) if size else x
 
 
 def softmax(x: Array) -> Array:

@@ -15,8 +15,11 @@ row's sums are shared out (SINKS).  Both are constants, so that kernels without 
 Where the values are in the keys (VALUES_IN_KEYS; MLA), a page of both lies as values do, and its keys are scored one
 by one: all query heads are rows of the one key/value head, so that memory is read once for them.
 
-What the cache keeps is widened as it is multiplied.  Scales, where its type has them, are a factor of sums over 32
-head values, for keys, and of the weights, for values: that takes fewer operations than to scale keys and values.
+Halves are widened as they are multiplied.  Codes are multiplied as integers (KEY_BITS, VALUE_BITS; below 16): a query
+is rounded to bytes, 32 head values at once; so are the weights of 32 positions, times their values' scales, to
+sixteen bits where values have eight, so that they add nothing to those's error.  A tile of codes is read once for up
+to ROWS rows.  Latents are few, and many rows share them: those are widened, too, and the scales are a factor of the
+keys, and of the weights.  Sums of values that were rotated (VALUE_ROTATION) are rotated back at the very end.
 
 Where positions are selected (SELECTED, so many), those take the place of all others: the numbers 0, 1, … of a token's
 are its positions, of which a page is gathered before it is scored and before it is added.  A tile is of one token.
@@ -33,9 +36,12 @@ from typing import Any
 
 import numpy as np
 
-from localllm.kernels.cpu.cache_types import PAGE, CacheLayout
+from localllm.kernels.cache_rounding import NEGLIGIBLE, VALUES_PER_SCALE
+from localllm.kernels.cpu.cache_types import PAGE, layouts_of
+from localllm.kernels.cpu.codes import load_bits, load_bits_raised, with_fifth_bits
 from localllm.kernels.cpu.compiler import kernel
-from localllm.kernels.cpu.elementwise import exp, tanh
+from localllm.kernels.cpu.dots import dot32_s8, dot32_u4, dot32_u5
+from localllm.kernels.cpu.elementwise import exp, hadamard, tanh
 from localllm.kernels.cpu.simd import *
 from localllm.kernels.cpu.templates import Registers, device, static_range, template
 from localllm.kernels.graph import Attention
@@ -50,6 +56,8 @@ SCORES = 4 * SPLIT + 64
 #: A masked score, and where the largest score starts: above a masked one, so that exp(masked - largest) is 0.
 MASKED, LOWEST = np.float32(-3e38), np.float32(-1e30)
 ZERO, ONE = np.float32(0), np.float32(1)
+#: A record of 32 numbers as signed bytes: those, where their float32 scale and their int32 sum are, and its bytes.
+BYTE_LIMIT, WORD_LIMIT, RECORD_SCALE, RECORD_SUM, RECORD = np.float32(127), np.float32(127 * 128), 32, 36, 64
 
 
 def state_bytes(head: int) -> int:
@@ -57,38 +65,43 @@ def state_bytes(head: int) -> int:
     return 4 * head + 128
 
 
-def state_constants(head: int, *, sinks: bool) -> dict[str, int]:
-    """Constants of `merge_partials`: where what `state_bytes` says lies, and whether query heads have sinks."""
+def state_constants(op: Attention) -> dict[str, int]:
+    """Constants of `merge_partials`: where what `state_bytes` says lies, and what is done at the very end."""
+    head = layouts_of(op.cache)[1].head(op.cache.value_dim)
     places = {"VALUE_HEAD": head, "LARGEST": 4 * head, "TOTAL": 4 * head + 64, "STATE": state_bytes(head)}
-    return {**places, "SINKS": int(sinks)}
+    return {**places, "SINKS": int(op.sinks is not None), "VALUE_ROTATION": op.cache.rotations[1]}
 
 
-def constants(op: Attention, layout: CacheLayout, *, wide: bool) -> dict[str, Any]:
+def constants(op: Attention, *, wide: bool) -> dict[str, Any]:
     """Compile-time constants of `attention`; ``wide``: a vector fills one register, so that many fit."""
     vectors, cache = 2 if wide else 1, op.cache
-    key_head, value_head = layout.head(cache.key_dim), layout.head(cache.value_dim)
+    keys, values = layouts_of(cache)
     values_dim = cache.key_dim if cache.values_in_keys else cache.value_dim
     return {
-        **state_constants(value_head, sinks=op.sinks is not None),
-        "KEY_HEAD": key_head,
+        **state_constants(op),
+        "KEY_HEAD": keys.head(cache.key_dim),
         "SOFT_CAP": int(op.softcap is not None),
         "CHUNKED": int(op.chunk is not None),
         "CAUSAL": int(op.causal or op.has_spans),
         "SELECTED": 0 if op.selected is None else op.selected.width,
         "VALUES_IN_KEYS": int(cache.values_in_keys),
-        "KEY_BLOCK": layout.block_bytes(cache.key_dim),
-        "VALUE_BLOCK": layout.block_bytes(values_dim),
+        "KEY_BLOCK": keys.block_bytes(cache.key_dim),
+        "VALUE_BLOCK": values.block_bytes(values_dim),
         # Values from one position to the next in a block of values.
-        "VALUE_ROW": layout.head(values_dim),
+        "VALUE_ROW": values.head(values_dim),
         # Rows, and vectors of scores or of head values, that are computed at once: their sums fill the registers.
         "ROWS": 8 if wide else 4,
         "VECTORS": vectors,
-        "LOAD": layout.load,
-        "SIZE": layout.size,
-        # Bytes of scales in front of a block, and the values that share one: where there are none, the whole head.
-        "KEY_SCALES": layout.scale_bytes(cache.key_dim),
-        "VALUE_SCALES": layout.scale_bytes(values_dim),
-        "PER_SCALE": layout.per_scale or key_head,
+        "KEY_BITS": keys.bits,
+        "VALUE_BITS": values.bits,
+        # Of what is widened, how sixteen are read, and their bytes.
+        "LOAD": values.load if cache.values_in_keys else load_f16x16,
+        "UNIT": values.unit if cache.values_in_keys else 32,
+        # Bytes of scales in front of a block.
+        "KEY_SCALES": keys.scale_bytes(cache.key_dim),
+        "VALUE_SCALES": values.scale_bytes(values_dim),
+        # Rows are computed ROWS at once, and a tile short of them has its last one again; not where all are codes.
+        "ROW_STEP": 1 if keys.load is None and values.load is None else 8 if wide else 4,
     }
 
 
@@ -142,7 +155,7 @@ def add_products(total: Registers, x, x_step, matrix, step, vectors, n, ahead, p
     for i in range(n):
         prefetch(ahead + pace * i)
         for v in static_range(vectors):
-            entry[v] = LOAD(matrix + step * i + 16 * SIZE * v)
+            entry[v] = LOAD(matrix + step * i + UNIT * v)
         for r in static_range(ROWS):
             factor = load_splat_f32(x + x_step * r + 4 * i)
             for v in static_range(vectors):
@@ -153,32 +166,75 @@ def add_products(total: Registers, x, x_step, matrix, step, vectors, n, ahead, p
 def score_page(queries, block, scores, ahead, pace):
     """The scores [ROWS, PAGE] of a page of keys."""
     for c in range(0, PAGE, 16 * VECTORS):
-        keys, place = block + KEY_SCALES + SIZE * c, scores + 4 * c
-        if KEY_SCALES:
-            for r in static_range(ROWS):
-                for v in static_range(VECTORS):
-                    store_f32x16(place + SCORES * r + 64 * v, zero_f32x16())
-        for i in range(0, KEY_HEAD, PER_SCALE):
-            for r in static_range(ROWS):
-                for v in static_range(VECTORS):
-                    total[r, v] = zero_f32x16()
-            rows, matrix = queries + 4 * i, keys + SIZE * PAGE * i
-            add_products(total, rows, 4 * KEY_HEAD, matrix, SIZE * PAGE, VECTORS, PER_SCALE, ahead, pace)
-            ahead += pace * PER_SCALE
+        for r in static_range(ROWS):
             for v in static_range(VECTORS):
-                if KEY_SCALES:
-                    scale = load_f16x16(block + 2 * PAGE * (i // PER_SCALE) + 2 * c + 32 * v)
-                    for r in static_range(ROWS):
-                        total[r, v] = fma(total[r, v], scale, load_f32x16(place + SCORES * r + 64 * v))
-                for r in static_range(ROWS):
-                    store_f32x16(place + SCORES * r + 64 * v, total[r, v])
+                total[r, v] = zero_f32x16()
+        add_products(total, queries, 4 * KEY_HEAD, block + 2 * c, 2 * PAGE, VECTORS, KEY_HEAD, ahead, pace)
+        ahead += pace * KEY_HEAD
+        for r in static_range(ROWS):
+            for v in static_range(VECTORS):
+                store_f32x16(scores + 4 * c + SCORES * r + 64 * v, total[r, v])
+
+
+@template
+def store_record(x, y, as_words, offset, record):
+    """Rounds 32 numbers to bytes, or to words: two records of bytes, 128 times those of the first and the second's.
+
+    Their sums are multiplied with ``offset``.
+    """
+    limit, largest, inverse = BYTE_LIMIT, largest_magnitude(x, y), ZERO
+    if as_words:
+        limit = WORD_LIMIT
+    if largest > NEGLIGIBLE:
+        inverse = limit / largest
+    a, b = to_int_rounded(x * splat(inverse)), to_int_rounded(y * splat(inverse))
+    store_f32(record + RECORD_SCALE, largest / limit)
+    if as_words:
+        store_bytes(record + RECORD, mask(a, 127))
+        store_bytes(record + RECORD + 16, mask(b, 127))
+        store_i32(record + RECORD + RECORD_SUM, sum_int_lanes(mask(a, 127) + mask(b, 127)) * np.int32(offset))
+        a, b = shift_right_signed(a, 7), shift_right_signed(b, 7)
+    store_bytes(record, a)
+    store_bytes(record + 16, b)
+    store_i32(record + RECORD_SUM, sum_int_lanes(a + b) * np.int32(offset))
+
+
+@template
+def score_tiles(queries, n_rows, block, scores, ahead):
+    """The scores [n_rows, PAGE] of a page of keys that are codes.  Begins to read as many from ``ahead`` on."""
+    for c in range(0, PAGE, 16):
+        for g in range(KEY_HEAD // VALUES_PER_SCALE):
+            place = KEY_SCALES + 64 * KEY_BITS * (PAGE // 16 * g + c // 16)
+            prefetch(ahead + 2 * PAGE * g + 2 * c)
+            for v in static_range(KEY_BITS):
+                prefetch(ahead + place + 64 * v)
+            for v in static_range(8):
+                if KEY_BITS == 8:
+                    w[v] = load_i8x64(block + place + 64 * v)
+                else:
+                    w[v] = load_bits(block + place + 64 * (v % 4), 4 * (v // 4), 15)
+                    if KEY_BITS == 5:
+                        w[v] = w[v] | load_bits_raised(block + place + 256, v, 1, 4)
+            scale = load_f16x16(block + 2 * PAGE * g + 2 * c)
+            for r in range(n_rows):
+                record, to = queries + 4 * KEY_HEAD * r + RECORD * g, scores + SCORES * r + 4 * c
+                if KEY_BITS == 8:
+                    dot = dot32_s8(zero_i32x16(), *w[0:8], record, load_splat_i32(record + RECORD_SUM))
+                elif KEY_BITS == 5:
+                    dot = dot32_u5(load_splat_i32(record + RECORD_SUM), *w[0:8], record)
+                else:
+                    dot = dot32_u4(load_splat_i32(record + RECORD_SUM), *w[0:8], record)
+                score = to_float(dot) * (scale * load_splat_f32(record + RECORD_SCALE))
+                if g > 0:
+                    score = score + load_f32x16(to)
+                store_f32x16(to, score)
 
 
 @template
 def score_rows(queries, block, scores, ahead, pace):
     """The same of keys that lie as values do, [PAGE, KEY_HEAD]: a few at once for all rows."""
     for position in range(0, PAGE, VECTORS):
-        keys = block + KEY_SCALES + SIZE * KEY_HEAD * position
+        keys = block + KEY_SCALES + UNIT * (KEY_HEAD // 16) * position
         for r in static_range(ROWS):
             for v in static_range(VECTORS):
                 total[r, v] = zero_f32x16()
@@ -186,9 +242,9 @@ def score_rows(queries, block, scores, ahead, pace):
             prefetch(ahead)
             ahead += pace
             for v in static_range(VECTORS):
-                entry[v] = LOAD(keys + SIZE * (KEY_HEAD * v + i))
+                entry[v] = LOAD(keys + UNIT * (KEY_HEAD // 16 * v + i // 16))
                 if KEY_SCALES:
-                    scale = load_splat_f16(block + 2 * PAGE * (i // PER_SCALE) + 2 * (position + v))
+                    scale = load_splat_f16(block + 2 * PAGE * (i // VALUES_PER_SCALE) + 2 * (position + v))
                     entry[v] = entry[v] * scale
             for r in static_range(ROWS):
                 query = load_f32x16(queries + 4 * KEY_HEAD * r + 4 * i)
@@ -206,16 +262,16 @@ def add_columns(weights, block, c, vectors, n, sums, scaled, ahead, pace):
     for r in static_range(ROWS):
         for v in static_range(vectors):
             total[r, v] = load_f32x16(place + STATE * r + 64 * v)
-    matrix = block + VALUE_SCALES + SIZE * c
+    matrix = block + VALUE_SCALES + UNIT * (c // 16)
     if VALUE_SCALES:
         for g in static_range(PAGE // 16):
-            scale = load_f16x16(block + 2 * PAGE * (c // PER_SCALE) + 32 * g)
+            scale = load_f16x16(block + 2 * PAGE * (c // VALUES_PER_SCALE) + 32 * g)
             for r in static_range(ROWS):
                 weight = load_f32x16(weights + SCORES * r + 64 * g)
                 store_f32x16(scaled + 4 * PAGE * r + 64 * g, weight * scale)
-        add_products(total, scaled, 4 * PAGE, matrix, SIZE * VALUE_ROW, vectors, n, ahead, pace)
+        add_products(total, scaled, 4 * PAGE, matrix, UNIT * (VALUE_ROW // 16), vectors, n, ahead, pace)
     else:
-        add_products(total, weights, SCORES, matrix, SIZE * VALUE_ROW, vectors, n, ahead, pace)
+        add_products(total, weights, SCORES, matrix, UNIT * (VALUE_ROW // 16), vectors, n, ahead, pace)
     for r in static_range(ROWS):
         for v in static_range(vectors):
             store_f32x16(place + STATE * r + 64 * v, total[r, v])
@@ -232,18 +288,64 @@ def add_page(weights, block, n, sums, scaled, ahead, pace):
 
 
 @template
-def cap_page(scores, soft_cap):
-    """Caps the scores [ROWS, PAGE] of a page; they come divided by the cap."""
-    for r in range(ROWS):
+def add_tiles(weights, n_rows, block, n, sums, record, ahead):
+    """The same of values that are codes.  Begins to read as many from ``ahead`` on."""
+    end = splat_int(np.int32(n - 1))
+    for g in range(VALUE_HEAD // VALUES_PER_SCALE):
+        for first in range(0, n, 32):
+            place = VALUE_SCALES + 128 * VALUE_BITS * (PAGE // 32 * g + first // 32)
+            prefetch(ahead + 2 * PAGE * g + 2 * first)
+            for v in static_range(2 * VALUE_BITS):
+                prefetch(ahead + place + 64 * v)
+            for v in static_range(8):
+                if VALUE_BITS == 8:
+                    w[v] = load_i8x64(block + place + 64 * v)
+                    w[v + 8] = load_i8x64(block + place + 512 + 64 * v)
+                else:
+                    w[v] = load_bits(block + place + 64 * v, 0, 15)
+                    w[v + 8] = load_bits(block + place + 64 * v, 4, 15)
+                    if VALUE_BITS == 5:
+                        w[v] = with_fifth_bits(w[v], block + place + 512 + 16 * v, 0)
+                        w[v + 8] = with_fifth_bits(w[v + 8], block + place + 512 + 16 * v, 1)
+            for v in static_range(2):
+                scale[v] = load_f16x16(block + 2 * (PAGE * g + first) + 32 * v)
+                lanes[v] = lane_numbers() + splat_int(np.int32(first + 16 * v))
+            for r in range(n_rows):
+                for v in static_range(2):
+                    own[v] = load_f32x16(weights + SCORES * r + 4 * first + 64 * v) * scale[v]
+                    # What is behind the last position may be anything.
+                    own[v] = select_between(lanes[v], zero_i32x16(), end, own[v], zero_f32x16())
+                if VALUE_BITS == 8:
+                    store_record(own[0], own[1], 1, 1, record)
+                else:
+                    store_record(own[0], own[1], 0, -(1 << (VALUE_BITS - 1)), record)
+                for v in static_range(2):
+                    start = load_splat_i32(record + RECORD_SUM)
+                    if VALUE_BITS == 8:
+                        dot = shift_left(dot32_s8(zero_i32x16(), *w[8 * v : 8 * v + 8], record, start), 7)
+                        start = load_splat_i32(record + RECORD + RECORD_SUM)
+                        dot = dot32_s8(dot, *w[8 * v : 8 * v + 8], record + RECORD, start)
+                    elif VALUE_BITS == 5:
+                        dot = dot32_u5(start, *w[8 * v : 8 * v + 8], record)
+                    else:
+                        dot = dot32_u4(start, *w[8 * v : 8 * v + 8], record)
+                    to = sums + STATE * r + 128 * g + 64 * v
+                    store_f32x16(to, fma(to_float(dot), load_splat_f32(record + RECORD_SCALE), load_f32x16(to)))
+
+
+@template
+def cap_page(scores, n_rows, soft_cap):
+    """Caps the scores [n_rows, PAGE] of a page; they come divided by the cap."""
+    for r in range(n_rows):
         for g in static_range(PAGE // 16):
             place = scores + SCORES * r + 64 * g
             store_f32x16(place, tanh(load_f32x16(place)) * splat(soft_cap))
 
 
 @template
-def mask_page(scores, limits, position):
-    """Masks the scores [ROWS, PAGE] of positions from ``position`` on that rows do not see."""
-    for r in range(ROWS):
+def mask_page(scores, n_rows, limits, position):
+    """Masks the scores [n_rows, PAGE] of positions from ``position`` on that rows do not see."""
+    for r in range(n_rows):
         low = splat_int(np.int32(load_i64(limits + 16 * r) - position))
         high = splat_int(np.int32(load_i64(limits + 16 * r + 8) - position))
         for g in static_range(PAGE // 16):
@@ -321,6 +423,8 @@ def write_rows(state, n_rows, first_row, start, head, group_size, value_dim, sin
             share = ONE / sum_lanes(load_f32x16(state + STATE * r + TOTAL))
         for i in range(value_dim):
             store_f32(place + 4 * i, load_f32(state + STATE * r + 4 * i) * share)
+        if VALUE_ROTATION:
+            hadamard(place, value_dim, VALUE_ROTATION)
 
 
 @template
@@ -331,9 +435,10 @@ def gather_page(rows, table, page, page_bytes, selected, gathered):
         block, place = block_at(rows, table, position // PAGE, page_bytes), position % PAGE
         for scale in range(0, KEY_SCALES, 2 * PAGE):
             store_f16(gathered + scale + 2 * i, max_lanes(load_splat_f16(block + scale + 2 * place)))
-        source, target = block + KEY_SCALES + SIZE * KEY_HEAD * place, gathered + KEY_SCALES + SIZE * KEY_HEAD * i
-        for c in range(0, SIZE * KEY_HEAD, 8):
-            store_i64(target + c, load_i64(source + c))
+        row = UNIT * (KEY_HEAD // 16)
+        source, target = block + KEY_SCALES + row * place, gathered + KEY_SCALES + row * i
+        for c in range(0, row, 4):
+            store_i32(target + c, load_i32(source + c))
 
 
 @template
@@ -352,18 +457,22 @@ def score_split(
             if page + 1 < high:
                 next_block = block_at(keys, table, page + 1, page_bytes)
         for some in range(0, n_rows, ROWS):
-            first, last = limits + 16 * some, limits + 16 * (some + ROWS - 1)
+            here = min(ROWS, n_rows - some)
+            first, last = limits + 16 * some, limits + 16 * (some + here - 1)
             if load_i64(first) // PAGE <= page and page * PAGE <= load_i64(last + 8):
                 row = place + SCORES * some
-                if VALUES_IN_KEYS:
+                if KEY_BITS < 16 and not VALUES_IN_KEYS:
+                    score_tiles(queries + 4 * KEY_HEAD * some, here, block, row, next_block)
+                elif VALUES_IN_KEYS:
                     score_rows(queries + 4 * KEY_HEAD * some, block, row, next_block, pace)
                 else:
                     score_page(queries + 4 * KEY_HEAD * some, block, row, next_block, pace)
-                next_block += (KEY_BLOCK * ROWS - 1) // n_rows + 1
+                if KEY_BITS == 16 or VALUES_IN_KEYS:
+                    next_block += (KEY_BLOCK * ROWS - 1) // n_rows + 1
                 if SOFT_CAP:
-                    cap_page(row, soft_cap)
+                    cap_page(row, here, soft_cap)
                 if page * PAGE < load_i64(last) or load_i64(first + 8) < page * PAGE + PAGE - 1:
-                    mask_page(row, first, page * PAGE)
+                    mask_page(row, here, first, page * PAGE)
 
 
 @template
@@ -376,7 +485,8 @@ def split_weights(scores, n_rows, limits, low, high, states, ahead):
     for r in range(n_rows):
         first = limits + 16 * (r // ROWS * ROWS)
         begin = max(low, load_i64(first) // PAGE)
-        stop = min(high, load_i64(first + 16 * (ROWS - 1) + 8) // PAGE + 1)
+        last = limits + 16 * (min(r // ROWS * ROWS + ROWS, n_rows) - 1)
+        stop = min(high, load_i64(last + 8) // PAGE + 1)
         if begin < stop:
             place = scores + SCORES * r + 4 * PAGE * (begin % SPLIT_PAGES)
             softmax_weights(place, 4 * PAGE * (stop - begin), states + STATE * r, ahead + share * r, share)
@@ -397,11 +507,15 @@ def add_split(weights, n_rows, limits, values, table, page_bytes, low, high, sca
             if page + 2 < high:
                 next_block = block_at(values, table, page + 2, page_bytes)
         for some in range(0, n_rows, ROWS):
-            first, last = limits + 16 * some, limits + 16 * (some + ROWS - 1)
+            here = min(ROWS, n_rows - some)
+            first, last = limits + 16 * some, limits + 16 * (some + here - 1)
             n = min(np.int64(PAGE), load_i64(last + 8) + 1 - page * PAGE)
             if load_i64(first) // PAGE <= page and n > 0:
-                add_page(place + SCORES * some, block, n, sums + STATE * some, scaled, next_block, pace)
-                next_block += (VALUE_BLOCK * ROWS - 1) // n_rows + 1
+                if VALUE_BITS < 16 and not VALUES_IN_KEYS:
+                    add_tiles(place + SCORES * some, here, block, n, sums + STATE * some, scaled, next_block)
+                else:
+                    add_page(place + SCORES * some, block, n, sums + STATE * some, scaled, next_block, pace)
+                    next_block += (VALUE_BLOCK * ROWS - 1) // n_rows + 1
 
 
 @template
@@ -482,13 +596,18 @@ def attention(
         start = np.int64(load_i32(starts + 4 * sequence))
         table = block_tables + 4 * sequence * block_stride
         head_keys, head_values = keys + head * KEY_BLOCK, values + head * VALUE_BLOCK
-        # Rows are computed ROWS at once: a tile short of them computes its last one again.
-        n_computed = (n_rows + ROWS - 1) // ROWS * ROWS
+        n_computed = (n_rows + ROW_STEP - 1) // ROW_STEP * ROW_STEP
         for r in range(n_computed):
             row = first_row + min(r, n_rows - 1)
             token = start + row // group_size
             query = q + token * q_stride + 4 * (head * group_size + row % group_size) * key_dim
-            load_query(query, key_dim, scale, queries + 4 * KEY_HEAD * r)
+            own = queries + 4 * KEY_HEAD * r
+            load_query(query, key_dim, scale, own)
+            if KEY_BITS < 16 and not VALUES_IN_KEYS:
+                offset = 1 if KEY_BITS == 8 else -(1 << (KEY_BITS - 1))
+                for g in range(KEY_HEAD // VALUES_PER_SCALE):  # in place: records are shorter
+                    x, y = load_f32x16(own + 128 * g), load_f32x16(own + 128 * g + 64)
+                    store_record(x, y, 0, offset, own + RECORD * g)
             seen = selected + token * selected_stride
             load_limits(positions + 4 * token, lasts + 4 * token, window, load_i64(tile + 48), limits + 16 * r, seen)
         first, stop = load_i64(tile + 24), load_i64(tile + 32)

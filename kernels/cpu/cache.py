@@ -7,23 +7,15 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from localllm.errors import KernelError
 from localllm.kernels.backend import scatter
 from localllm.kernels.buffers import ALIGNMENT, Address, Buffer
-from localllm.kernels.cpu.cache_types import CACHE_LAYOUTS, PAGE, CacheLayout
+from localllm.kernels.cpu.cache_types import PAGE, layouts_of
 from localllm.kernels.cpu.memory import aligned_zeros
 from localllm.kernels.cpu.program import Workers
 from localllm.kernels.graph import Graph, KVCache, RecurrentState
 
 #: Bytes of a layer's keys from which on a cache lies in huge pages: of a short one they would take most at once.
 HUGE_LAYER = 4 << 20
-
-
-def layout_of(cache: KVCache) -> CacheLayout:
-    """How its type is kept."""
-    if cache.type not in CACHE_LAYOUTS:
-        raise KernelError(f"the cpu backend has no cache of type {cache.type!r}: choose one of {[*CACHE_LAYOUTS]}")
-    return CACHE_LAYOUTS[cache.type]
 
 
 def state_bytes(state: RecurrentState) -> int:
@@ -37,8 +29,8 @@ def _aligned(n_bytes: int) -> int:
 
 def block_bytes(cache: KVCache) -> tuple[int, int]:
     """Bytes of a block of keys and of one of values; 0 of values that are in the keys."""
-    layout = layout_of(cache)
-    return layout.block_bytes(cache.key_dim), 0 if cache.values_in_keys else layout.block_bytes(cache.value_dim)
+    keys, values = layouts_of(cache)
+    return keys.block_bytes(cache.key_dim), 0 if cache.values_in_keys else values.block_bytes(cache.value_dim)
 
 
 class CPUCache:

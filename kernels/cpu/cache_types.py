@@ -1,15 +1,25 @@
 """How the KV cache holds keys and values: all that kernels know of its types.
 
-A block is what keys, or values, of one page and key/value head take: `CacheLayout.block_bytes`.  Keys have positions
-side by side and values have head values side by side, as attention reads them:
+A block is what keys, or values, of one page and key/value head take: `CacheLayout.block_bytes`.  Halves lie as
+attention multiplies them, sixteen side by side: of keys, of as many positions, of values, of one position:
 
-    f16    keys float16 [head, PAGE], values float16 [PAGE, head]
-    q8_0   float16 scales [head / 32, PAGE], then keys int8 [head, PAGE], or values int8 [PAGE, head]
+    f16      keys float16 [head, PAGE], values float16 [PAGE, head]
 
-Keys that hold the values, too, lie as values do.  ``head`` is the size of a head in keys or values, rounded up to
-whole vectors, or to whole runs of 32 values that share a scale.  What pads a head is never written: it stays zero.
+Codes lie as products of bytes take them (`localllm.kernels.cpu.dots`), in tiles of which 16 lanes have 32 columns, in
+vectors of four columns each, behind float16 scales [head / 32, PAGE]:
 
-A type is a template that writes a token's head into its blocks, and an operation that reads them.
+    keys     tiles [head / 32, PAGE / 16]: lanes are positions, columns are values of the head
+    values   tiles [head / 32, PAGE / 32, 2]: lanes are values of the head, columns are positions
+    latents  codes [PAGE, head]: keys that hold the values, too, which are read one by one as floats
+
+Codes of 8 bits are signed bytes.  Others are unsigned.  Of 4 bits, a byte has one in its low half, and in its high
+half that of 16 values further, of latents 8.  Of 5 bits, the lower four lie as those, and the fifth behind them: of
+keys a byte for each lane and column modulo 4, a bit for each four columns; of values, four bytes a position, number
+l modulo 4 of lane l, with a bit for each l / 4 of the first 16 values, and four bits of the other 16; of latents, a
+bit for each of 16.
+
+``head`` is the size of a head in keys or values, rounded up to whole vectors, or to whole runs of 32 values that
+share a scale.  What pads a head counts as 0.  A token writes no byte of another's.
 """
 
 from __future__ import annotations
@@ -19,10 +29,12 @@ from typing import Any
 
 import numpy as np
 
+from localllm.errors import KernelError
+from localllm.kernels.cache_rounding import CODE_BITS, LARGEST_CODE, LARGEST_HALF, NEGLIGIBLE, VALUES_PER_SCALE
+from localllm.kernels.cpu.codes import load_u4x16, load_u5x16
 from localllm.kernels.cpu.simd import *
 from localllm.kernels.cpu.templates import Template, template
-from localllm.kernels.graph import CacheType
-from localllm.kernels.q8_0 import LARGEST_CODE, LARGEST_SCALED, NEGLIGIBLE, VALUES_PER_SCALE
+from localllm.kernels.graph import CACHE_TYPES, KVCache
 
 #: Tokens in a page of the cache.
 PAGE = 64
@@ -32,15 +44,23 @@ ZERO = np.float32(0)
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """How blocks of a type are written and read."""
+    """How blocks of keys or of values are written and read."""
 
-    size: int  # bytes of a value
-    per_scale: int  # values that share a scale; 0 if there are no scales
-    # append_keys, append_values: templates; ``append(x, n, head, block, place)`` writes n float32 values, padded to
-    # ``head``, as number ``place`` of a page's block
-    append_keys: Template
-    append_values: Template
-    load: Any  # operation that reads sixteen values side by side, without their scale
+    bits: int  # of a value
+    # a template ``append(x, n, head, bits, block, place)`` that writes n float32 values, padded to ``head``, as
+    # number ``place`` of a page's block
+    append: Template
+    load: Any  # operation that reads sixteen values side by side, without their scale; None of tiles
+
+    @property
+    def per_scale(self) -> int:
+        """Values that share a scale; 0 if there are no scales."""
+        return VALUES_PER_SCALE if self.bits < 16 else 0
+
+    @property
+    def unit(self) -> int:
+        """Bytes of sixteen values."""
+        return 2 * self.bits
 
     def head(self, head_dim: int) -> int:
         """Values that a head takes."""
@@ -53,55 +73,148 @@ class CacheLayout:
 
     def block_bytes(self, head_dim: int) -> int:
         """Bytes of a block."""
-        return self.scale_bytes(head_dim) + PAGE * self.head(head_dim) * self.size
+        return self.scale_bytes(head_dim) + PAGE * self.head(head_dim) * self.bits // 8
 
 
 @template
-def append_f16_keys(x, n, head, block, place):
+def append_f16_keys(x, n, head, bits, block, place):
     for i in range(n):
         store_f16(block + 2 * place + 2 * PAGE * i, load_f32(x + 4 * i))
 
 
 @template
-def append_f16_values(x, n, head, block, place):
+def append_f16_values(x, n, head, bits, block, place):
     for i in range(n):
         store_f16(block + 2 * head * place + 2 * i, load_f32(x + 4 * i))
 
 
 @template
-def quantise_head(x, n, scales, codes, step):
-    """Codes ``step`` bytes apart, and a scale for each 32 of them, ``2 * PAGE`` bytes apart.
-
-    Rounded as GGML's Q8_0: the largest magnitude becomes 127, and what the float16 scale loses is not made up for.
-    """
-    for first in range(0, n, VALUES_PER_SCALE):
-        stop = min(n, first + VALUES_PER_SCALE)
-        largest = ZERO
-        for i in range(first, stop):
-            magnitude = abs(load_f32(x + 4 * i))
-            if not magnitude <= largest and largest == largest:  # NaN, once seen, stays
-                largest = magnitude
-        if largest > LARGEST_SCALED:
-            largest = LARGEST_SCALED
-        inverse = ZERO
-        if largest > NEGLIGIBLE:  # which a NaN is not: it then comes out as the scale
-            inverse = LARGEST_CODE / largest
-        store_f16(scales + 2 * PAGE * (first // VALUES_PER_SCALE), largest / LARGEST_CODE)
-        for i in range(first, stop):
-            store_s8(codes + step * i, load_f32(x + 4 * i) * inverse)
+def quantise_group(x, n, bits, scale, codes):
+    """Codes of up to 32 values, int64 [32], and their float16 scale; see `localllm.kernels.cache_rounding`."""
+    high, low, half = ZERO, ZERO, 1 << (bits - 1)
+    for i in range(n):
+        value = load_f32(x + 4 * i)
+        if not value <= high and high == high:  # NaN, once seen, stays
+            high = value
+        if value < low:
+            low = value
+    largest, code = high, np.float32(-half)
+    if bits == 8:
+        code = LARGEST_CODE
+        if -low > high:
+            largest = -low
+    elif -low > high:
+        largest = low
+    limit = abs(code) * LARGEST_HALF
+    if largest > limit:
+        largest = limit
+    if largest < -limit:
+        largest = -limit
+    inverse = ZERO
+    if abs(largest) > NEGLIGIBLE:  # which a NaN is not: it then comes out as the scale
+        inverse = code / largest
+    store_f16(scale, largest / code)
+    for i in range(VALUES_PER_SCALE):
+        value = load_f32(x + 4 * i) * inverse if i < n else ZERO
+        if bits == 8:
+            store_i64(codes + 8 * i, rounded(value, LARGEST_CODE))
+        else:
+            store_i64(codes + 8 * i, half + min(rounded(value, np.float32(half)), half - 1))
 
 
 @template
-def append_q8_0_keys(x, n, head, block, place):
-    quantise_head(x, n, block + 2 * place, block + 2 * PAGE * (head // VALUES_PER_SCALE) + place, PAGE)
+def store_halves(codes, low, high, place):
+    """A byte of two codes of 4 bits, those of numbers ``low`` and ``high``."""
+    store_i8(place, load_i64(codes + 8 * low) & 15 | (load_i64(codes + 8 * high) & 15) << 4)
 
 
 @template
-def append_q8_0_values(x, n, head, block, place):
-    quantise_head(x, n, block + 2 * place, block + 2 * PAGE * (head // VALUES_PER_SCALE) + head * place, 1)
+def append_key_tiles(x, n, head, bits, block, place):
+    codes = stack(8 * VALUES_PER_SCALE)
+    for group in range(head // VALUES_PER_SCALE):
+        first = VALUES_PER_SCALE * group
+        quantise_group(
+            x + 4 * first, min(n - first, VALUES_PER_SCALE), bits, block + 2 * (PAGE * group + place), codes
+        )
+        tile = block + 2 * PAGE * (head // VALUES_PER_SCALE) + 64 * bits * (PAGE // 16 * group + place // 16)
+        lane = tile + 4 * (place % 16)
+        if bits == 8:
+            for i in range(VALUES_PER_SCALE):
+                store_i8(lane + 64 * (i // 4) + i % 4, load_i64(codes + 8 * i))
+        else:
+            for i in range(16):
+                store_halves(codes, i, i + 16, lane + 64 * (i // 4) + i % 4)
+        if bits == 5:
+            for i in range(4):
+                byte = 0
+                for j in range(8):
+                    byte |= load_i64(codes + 8 * (4 * j + i)) >> 4 << j
+                store_i8(lane + 256 + i, byte)
 
 
-CACHE_LAYOUTS: dict[CacheType, CacheLayout] = {
-    "f16": CacheLayout(2, 0, append_f16_keys, append_f16_values, load_f16x16),
-    "q8_0": CacheLayout(1, VALUES_PER_SCALE, append_q8_0_keys, append_q8_0_values, load_s8x16),
-}
+@template
+def append_value_tiles(x, n, head, bits, block, place):
+    codes = stack(8 * VALUES_PER_SCALE)
+    for group in range(head // VALUES_PER_SCALE):
+        first = VALUES_PER_SCALE * group
+        quantise_group(
+            x + 4 * first, min(n - first, VALUES_PER_SCALE), bits, block + 2 * (PAGE * group + place), codes
+        )
+        tile = block + 2 * PAGE * (head // VALUES_PER_SCALE) + 128 * bits * (PAGE // 32 * group + place // 32)
+        column = tile + 64 * (place % 32 // 4) + place % 4
+        for i in range(16):
+            if bits == 8:
+                store_i8(column + 4 * i, load_i64(codes + 8 * i))
+                store_i8(column + 512 + 4 * i, load_i64(codes + 8 * (i + 16)))
+            else:
+                store_halves(codes, i, i + 16, column + 4 * i)
+        if bits == 5:
+            for i in range(4):
+                byte = 0
+                for j in range(8):
+                    byte |= load_i64(codes + 8 * (4 * j + i)) >> 4 << j
+                store_i8(tile + 512 + 16 * (place % 32 // 4) + 4 * i + place % 4, byte)
+
+
+@template
+def append_latents(x, n, head, bits, block, place):
+    codes = stack(8 * VALUES_PER_SCALE)
+    for group in range(head // VALUES_PER_SCALE):
+        first = VALUES_PER_SCALE * group
+        quantise_group(
+            x + 4 * first, min(n - first, VALUES_PER_SCALE), bits, block + 2 * (PAGE * group + place), codes
+        )
+        row = block + 2 * PAGE * (head // VALUES_PER_SCALE) + 4 * bits * (head // VALUES_PER_SCALE * place + group)
+        for part in range(2):
+            own, to = codes + 128 * part, row + 2 * bits * part
+            if bits == 8:
+                for i in range(16):
+                    store_i8(to + i, load_i64(own + 8 * i))
+            else:
+                for i in range(8):
+                    store_halves(own, i, i + 8, to + i)
+            if bits == 5:
+                for i in range(2):
+                    byte = 0
+                    for j in range(8):
+                        byte |= load_i64(own + 8 * (8 * i + j)) >> 4 << j
+                    store_i8(to + 8 + i, byte)
+
+
+_KEYS, _VALUES = (CacheLayout(16, append, load_f16x16) for append in (append_f16_keys, append_f16_values))
+_LOADS = {8: load_s8x16, 5: load_u5x16, 4: load_u4x16}
+
+
+def layouts_of(cache: KVCache) -> tuple[CacheLayout, CacheLayout]:
+    """How its keys and its values are kept; the same where values are in the keys."""
+    for type in cache.types:
+        if type not in CACHE_TYPES:
+            raise KernelError(f"the cpu backend has no cache of type {type!r}: choose one of {[*CACHE_TYPES]}")
+    bits = [CODE_BITS.get(type) for type in cache.types]
+    if cache.values_in_keys:
+        latents = _VALUES if bits[0] is None else CacheLayout(bits[0], append_latents, _LOADS[bits[0]])
+        return latents, latents
+    return (
+        _KEYS if bits[0] is None else CacheLayout(bits[0], append_key_tiles, None),
+        _VALUES if bits[1] is None else CacheLayout(bits[1], append_value_tiles, None),
+    )

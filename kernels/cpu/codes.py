@@ -33,6 +33,35 @@ def _bits(b: Any, x: Any, n: Any, mask: int) -> Any:
     return b.and_(b.bitcast(shifted, i8x64.llvm), constant(mask, i8, 64))
 
 
+def _halves_of(b: Any, address: Any, n: int) -> Any:
+    """The lower halves of n bytes, and behind them the upper ones."""
+    x = load(b, address, ir.VectorType(i8, n))
+    return join(b, [b.and_(x, constant(15, i8, n)), b.lshr(x, constant(4, i8, n))])
+
+
+@op(f32x16, intp)
+def load_u4x16(b, address):
+    """Sixteen codes of 4 bits, as `localllm.kernels.cpu.cache_types` has latents, less 8."""
+    return b.sitofp(b.sub(_halves_of(b, address, 8), constant(8, i8, 16)), f32x16.llvm)
+
+
+@op(f32x16, intp)
+def load_u5x16(b, address):
+    """Sixteen codes of 5 bits, less 16."""
+    high = load(b, b.add(address, ir.Constant(i64, 8)), i16)
+    fifth = b.select(b.bitcast(high, ir.VectorType(ir.IntType(1), 16)), constant(0, i8, 16), constant(-16, i8, 16))
+    return b.sitofp(b.add(_halves_of(b, address, 8), fifth), f32x16.llvm)
+
+
+@op(i8x64, i8x64, intp, literal)
+def with_fifth_bits(b, codes, address, half):
+    """Codes of 4 bits, and their fifth, of four positions' values as `localllm.kernels.cpu.cache_types` has them."""
+    bytes_ = join(b, [load(b, address, ir.VectorType(i8, 16))] * 4)
+    bits = ir.Constant(i8x64.llvm, [1 << (quarter + 4 * half) for quarter in range(4) for _ in range(16)])
+    is_set = b.icmp_unsigned("!=", b.and_(bytes_, bits), constant(0, i8, 64))
+    return b.or_(codes, b.select(is_set, constant(16, i8, 64), constant(0, i8, 64)))
+
+
 @op(i8x64, intp, literal, literal)
 def load_bit_packed(b, words, v, bits):
     """The codes of columns 4 v … 4 v + 3 of the 32 whose bit-packed codes begin at an address."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from localllm.kernels.cache_rounding import LARGEST_CODE, NEGLIGIBLE
 from localllm.kernels.cpu.cache_types import PAGE
 from localllm.kernels.cpu.compiler import kernel
 from localllm.kernels.cpu.dots import RECORD, SUM, SUMS, D
@@ -15,7 +16,6 @@ from localllm.kernels.cpu.matmul import LARGEST_WORD, WORD_RECORD, WORD_SCALE, w
 from localllm.kernels.cpu.simd import *
 from localllm.kernels.cpu.templates import device, template
 from localllm.kernels.cpu.tiles import OUTLIER, SLAB, TOKENS, X_STEP, x_tile_bytes
-from localllm.kernels.q8_0 import LARGEST_CODE, NEGLIGIBLE
 
 ZERO, ONE, TWO = np.float32(0), np.float32(1), np.float32(2)
 LOW_HALF, SIXTEEN = np.int32(0xFFFF), np.int32(16)
@@ -588,6 +588,23 @@ def turn_head(x, norm, n_norm, weight, eps, angles, n_pairs, pair_step, pair_off
         norm_head(x, n_norm, weight, eps, norm - 1)
 
 
+@template
+def hadamard(row, n, size):
+    """Rotates each ``size`` of n values in place; the former is a power of two from 16 on."""
+    factor = splat(ONE / sqrt(np.float32(size)))
+    for first in range(row, row + 4 * n, 4 * size):
+        for i in range(first, first + 4 * size, 64):
+            store_f32x16(i, hadamard_lanes(load_f32x16(i)) * factor)
+        step = 64
+        while step < 4 * size:
+            for i in range(first, first + 4 * size, 2 * step):
+                for j in range(i, i + step, 64):
+                    a, b = load_f32x16(j), load_f32x16(j + step)
+                    store_f32x16(j, a + b)
+                    store_f32x16(j + step, a - b)
+            step *= 2
+
+
 @kernel
 def rope_append(
     begin, end, slots, positions, turns, angles, n_pairs, pair_step, pair_offset,
@@ -602,7 +619,8 @@ def rope_append(
     (`localllm.kernels.cpu.cache_types`).  factors: of q, `BatchTables.position_factors`.
 
     Q_NORM, K_NORM, V_NORM: as in `turn_head`.  HAS_KEYS, HAS_VALUES: whether there are k and v.  COPY_VALUES: whether
-    v is in the memory of k, which is changed.  SCALES_Q: whether there are factors.
+    v is in the memory of k, which is changed.  SCALES_Q: whether there are factors.  KEY_ROTATION, VALUE_ROTATION: of
+    what is kept, `KVCache.rotations`.
     """
     scratch = stack(4 * VALUE_HEAD)
     for token in range(begin, end):
@@ -615,6 +633,8 @@ def rope_append(
                 factor = load_f32(factors + 4 * ((position + factor_offset) // factor_length))
                 for i in range(key_dim):
                     store_f32(row + 4 * i, load_f32(row + 4 * i) * factor)
+            if KEY_ROTATION:
+                hadamard(row, key_dim, KEY_ROTATION)
         if HAS_KEYS:
             slot = load_i64(slots + 8 * token)
             for head in range(n_kv_heads):
@@ -627,7 +647,12 @@ def rope_append(
                         v_row = scratch
                     if V_NORM:
                         norm_head(v_row, n_v_norm, v_weight, v_eps, V_NORM - 1)
-                    APPEND_VALUES(v_row, value_dim, VALUE_HEAD, values + number * VALUE_BLOCK, slot % PAGE)
+                    if VALUE_ROTATION:
+                        hadamard(v_row, value_dim, VALUE_ROTATION)
+                    block = values + number * VALUE_BLOCK
+                    APPEND_VALUES(v_row, value_dim, VALUE_HEAD, VALUE_BITS, block, slot % PAGE)
                 k_row = k + token * k_stride + 4 * head * key_dim
                 turn_head(k_row, K_NORM, n_k_norm, k_weight, k_eps, turn, n_pairs, pair_step, pair_offset)
-                APPEND_KEYS(k_row, key_dim, KEY_HEAD, keys + number * KEY_BLOCK, slot % PAGE)
+                if KEY_ROTATION:
+                    hadamard(k_row, key_dim, KEY_ROTATION)
+                APPEND_KEYS(k_row, key_dim, KEY_HEAD, KEY_BITS, keys + number * KEY_BLOCK, slot % PAGE)

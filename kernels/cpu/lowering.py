@@ -31,8 +31,8 @@ from localllm.kernels.cpu.batch import (
     N_USED,
     BatchTables,
 )
-from localllm.kernels.cpu.cache import CPUCache, block_bytes, layout_of, state_bytes
-from localllm.kernels.cpu.cache_types import PAGE
+from localllm.kernels.cpu.cache import CPUCache, block_bytes, state_bytes
+from localllm.kernels.cpu.cache_types import PAGE, layouts_of
 from localllm.kernels.cpu.compiler import Kernel, variant
 from localllm.kernels.cpu.expert_pool import ExpertGroup, stays_in_file
 from localllm.kernels.cpu.memory import PADDING, padded
@@ -464,9 +464,7 @@ class Lowering:
 
     def rope_append(self, op: g.RopeAppend) -> Stored:
         q: Stored = self.stored[op.q]
-        cache, layout, rope, tables = op.cache, layout_of(op.cache), op.rope, self.tables
-        # Keys that hold the values, too, lie as those do.
-        key_layout = layout.append_values if cache.values_in_keys else layout.append_keys
+        cache, (key_layout, value_layout), rope, tables = op.cache, layouts_of(op.cache), op.rope, self.tables
         n_pairs = 0 if rope is None else len(rope.frequencies)
         angles = 0 if rope is None or not n_pairs else tables.angles(rope)
         # Bytes from one pair to the next, and from a pair's first value to its second.
@@ -503,12 +501,16 @@ class Lowering:
             HAS_VALUES=int(op.v is not None),
             COPY_VALUES=int(op.v is op.k),
             SCALES_Q=int(scale is not None),
-            KEY_HEAD=layout.head(cache.key_dim),
-            VALUE_HEAD=layout.head(cache.value_dim),
+            KEY_HEAD=key_layout.head(cache.key_dim),
+            VALUE_HEAD=value_layout.head(cache.value_dim),
+            KEY_BITS=key_layout.bits,
+            VALUE_BITS=value_layout.bits,
             KEY_BLOCK=key_block,
             VALUE_BLOCK=value_block,
-            APPEND_KEYS=key_layout,
-            APPEND_VALUES=layout.append_values,
+            KEY_ROTATION=cache.rotations[0],
+            VALUE_ROTATION=cache.rotations[1],
+            APPEND_KEYS=key_layout.append,
+            APPEND_VALUES=value_layout.append,
         )
         return q
 
@@ -524,8 +526,8 @@ class Lowering:
         return self.weights.vector(norm.weight), n, float(norm.eps)
 
     def attention(self, op: g.Attention) -> Stored:
-        cache, layout, tables = op.cache, layout_of(op.cache), self.tables
-        n_heads, head, q = cache.n_heads, layout.head(cache.value_dim), self.stored[op.q]
+        cache, tables = op.cache, self.tables
+        n_heads, head, q = cache.n_heads, layouts_of(cache)[1].head(cache.value_dim), self.stored[op.q]
         sees: dict[str, Any] = {"causal": op.causal, "has_spans": op.has_spans}
         sees_span = op.has_spans and not op.causal  # from a first position on, as a window of one token there
         sees["n_selected"] = 0 if op.selected is None else op.selected.width
@@ -549,19 +551,19 @@ class Lowering:
             ),
             n_heads,
             table.slot,
-            **attention_kernels.constants(op, layout, wide=self.target.wide),
+            **attention_kernels.constants(op, wide=self.target.wide),
         )
         if table.max_partials:
             arguments = (
                 *(self.counter(table.slot + 1), table.merged, n_heads, op.group_size, cache.value_dim),
                 *(tables.starts, partials, sinks, y.buffer, y.stride),
             )
-            constants: dict[str, Any] = attention_kernels.state_constants(head, sinks=op.sinks is not None)
+            constants: dict[str, Any] = attention_kernels.state_constants(op)
             self.call(attention_kernels.merge_partials, arguments, n_heads, table.slot + 1, **constants)
         return y
 
     def index_select(self, op: g.IndexSelect) -> Stored:
-        cache, layout, tables, lanes = op.cache, layout_of(op.cache), self.tables, 2 * self.threads
+        cache, tables, lanes = op.cache, self.tables, 2 * self.threads
         q, weights, y = self.stored[op.q], self.stored[op.head_weights], self.new(Rows.TOKENS, op.result.width)
         row_bytes = 4 * tables.n_blocks * PAGE
         scores = Buffer(lanes * row_bytes)
@@ -570,7 +572,7 @@ class Lowering:
             *(tables.starts, tables.positions, tables.block_tables[self.graph.group(cache)], tables.n_blocks),
             *(self.layers[cache.key][0], scores, row_bytes),
         )
-        constants = selection.constants(op, layout, wide=self.target.wide)
+        constants = selection.constants(op, wide=self.target.wide)
         if op.pool is not None:
             slots, keys = tables.slots[self.graph.group(cache)], self.layers[cache.key][0]
             arguments = tables.positions, slots, self.weights.vector(op.pool), keys

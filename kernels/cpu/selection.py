@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from localllm.kernels.cpu.attention import LOWEST, SCORES, block_at, load_query, score_rows
-from localllm.kernels.cpu.cache_types import PAGE, CacheLayout
+from localllm.kernels.cpu.cache_types import PAGE, layouts_of
 from localllm.kernels.cpu.compiler import kernel
 from localllm.kernels.cpu.elementwise import exp
 from localllm.kernels.cpu.memory import padded
@@ -34,9 +34,9 @@ DIGIT = 11
 ZERO, ONE = np.float32(0), np.float32(1)
 
 
-def constants(op: IndexSelect, layout: CacheLayout, *, wide: bool) -> dict[str, Any]:
+def constants(op: IndexSelect, *, wide: bool) -> dict[str, Any]:
     """Compile-time constants of kernels, as in `localllm.kernels.cpu.attention.constants`."""
-    rows = 8 if wide else 4
+    rows, (layout, _) = 8 if wide else 4, layouts_of(op.cache)
     return {
         "HEADS": op.n_heads,
         "PADDED": -(-op.n_heads // rows) * rows,
@@ -48,11 +48,10 @@ def constants(op: IndexSelect, layout: CacheLayout, *, wide: bool) -> dict[str, 
         "KEY_HEAD": layout.head(op.cache.key_dim),
         "KEY_BLOCK": layout.block_bytes(op.cache.key_dim),
         "KEY_SCALES": layout.scale_bytes(op.cache.key_dim),
-        "PER_SCALE": layout.per_scale or layout.head(op.cache.key_dim),
         "ROWS": rows,
         "VECTORS": 2 if wide else 1,
         "LOAD": layout.load,
-        "SIZE": layout.size,
+        "UNIT": layout.unit,
     }
 
 
@@ -87,11 +86,11 @@ def score_pages(q, weights, cache, table, low, high, row):
         block = block_at(cache, table, page, KEY_BLOCK)
         if RUN > 1:
             for j in range(PAGE // RUN):
-                key, score = block + SIZE * (KEY_HEAD * (RUN * j + RUN - 1) + 2 * DIM), ZERO
+                key, score = block + 2 * (KEY_HEAD * (RUN * j + RUN - 1) + 2 * DIM), ZERO
                 for h in range(HEADS):
                     product = zero_f32x16()
                     for i in range(0, DIM, 16):
-                        product = fma(LOAD(key + SIZE * i), load_f32x16(queries + 4 * (KEY_HEAD * h + i)), product)
+                        product = fma(LOAD(key + 2 * i), load_f32x16(queries + 4 * (KEY_HEAD * h + i)), product)
                     score += max(sum_lanes(product), ZERO) * load_f32(factors + 4 * h)
                 store_f32(row + 4 * (PAGE // RUN * page + j), score + ZERO)
         else:
@@ -158,20 +157,20 @@ def pool_keys(begin, end, positions, slots, pool, keys):
     for token in range(begin, end):
         if load_i32(positions + 4 * token) % RUN == RUN - 1:
             slot = load_i64(slots + 8 * token)
-            first = keys + KEY_BLOCK * (slot // PAGE) + SIZE * KEY_HEAD * (slot % PAGE - RUN + 1)
+            first = keys + KEY_BLOCK * (slot // PAGE) + 2 * KEY_HEAD * (slot % PAGE - RUN + 1)
             for c in range(0, DIM, 16):
                 top, total, key = splat(LOWEST), zero_f32x16(), zero_f32x16()
                 for i in range(RUN):
-                    gate = LOAD(first + SIZE * (KEY_HEAD * i + DIM + c)) + load_f32x16(pool + POOL * i + 4 * c)
+                    gate = LOAD(first + 2 * (KEY_HEAD * i + DIM + c)) + load_f32x16(pool + POOL * i + 4 * c)
                     top = maximum(top, gate)
                 for i in range(RUN):
-                    gate = LOAD(first + SIZE * (KEY_HEAD * i + DIM + c)) + load_f32x16(pool + POOL * i + 4 * c)
+                    gate = LOAD(first + 2 * (KEY_HEAD * i + DIM + c)) + load_f32x16(pool + POOL * i + 4 * c)
                     weight = exp(gate - top)
                     total = total + weight
-                    key = fma(LOAD(first + SIZE * (KEY_HEAD * i + c)), weight, key)
+                    key = fma(LOAD(first + 2 * (KEY_HEAD * i + c)), weight, key)
                 store_f32x16(row, key / total)
                 for i in range(16):
-                    store_f16(first + SIZE * (KEY_HEAD * (RUN - 1) + 2 * DIM + c + i), load_f32(row + 4 * i))
+                    store_f16(first + 2 * (KEY_HEAD * (RUN - 1) + 2 * DIM + c + i), load_f32(row + 4 * i))
 
 
 @kernel

@@ -79,13 +79,12 @@ def store_s16x16(b, address, value):
     store(b, address, b.fptosi(intrinsic(b, "llvm.rint.v16f32", f32x16.llvm, value), ir.VectorType(i16, 16)))
 
 
-@op(void, intp, float32)
-def store_s8(b, address, value):
-    """Rounded to the nearest integer (ties to even) and clamped to -127 … 127; NaN becomes one of them."""
-    for name, bound in (("llvm.maxnum.f32", -127.0), ("llvm.minnum.f32", 127.0), ("llvm.rint.f32", None)):
-        more = () if bound is None else (ir.Constant(f32, bound),)
+@op(intp, float32, float32)
+def rounded(b, value, bound):
+    """The nearest integer (ties to even), clamped to -bound … bound; of NaN one of them."""
+    for name, more in (("llvm.maxnum.f32", [b.fneg(bound)]), ("llvm.minnum.f32", [bound]), ("llvm.rint.f32", [])):
         value = intrinsic(b, name, f32, value, *more)
-    store(b, address, b.fptosi(value, i8))
+    return b.fptosi(value, i64)
 
 
 @op(float32, intp)
@@ -311,6 +310,16 @@ def trailing_zeros(b, x):
     return intrinsic(b, "llvm.cttz.i64", i64, x, ir.Constant(ir.IntType(1), 1))
 
 
+@op(f32x16, f32x16)
+def hadamard_lanes(b, x):
+    """The lanes times the Hadamard matrix of sixteen rows, of which each element is 1 or -1."""
+    for step in (1, 2, 4, 8):
+        others = b.shuffle_vector(x, x, ir.Constant(ir.VectorType(i32, 16), [i ^ step for i in range(16)]))
+        signs = ir.Constant(f32x16.llvm, [-1.0 if i & step else 1.0 for i in range(16)])
+        x = b.fadd(others, b.fmul(x, signs))
+    return x
+
+
 @op(float32, f32x16)
 def sum_lanes(b, x):
     return _reduce(b, x, b.fadd)
@@ -349,6 +358,17 @@ def shift_left(b, x, n):
 @op(i32x16, i32x16, literal)
 def shift_right(b, x, n):
     return b.lshr(x, constant(n, i32, 16))
+
+
+@op(i32x16, i32x16, literal)
+def shift_right_signed(b, x, n):
+    return b.ashr(x, constant(n, i32, 16))
+
+
+@op(void, intp, i32x16)
+def store_bytes(b, address, x):
+    """The lowest byte of each lane."""
+    store(b, address, b.trunc(x, ir.VectorType(i8, 16)))
 
 
 @op(i32x16, i32x16, literal)

@@ -1,7 +1,7 @@
 // What stands between the query, key and value products and attention: RMS norm of each head, rotation, and the cache.
 //
-// Compiled for KEY_DIM, VALUE_DIM, Q8_0, the cache's type, and AXES (both 0 or 1); the layout is drawn in cache.py.
-// A warp has a head, so that one token takes as long as a launch and a few dependent loads.
+// Compiled for KEY_DIM, VALUE_DIM; KEY_BITS, VALUE_BITS, 16 for halves; KEY_ROTATION, VALUE_ROTATION, the values that
+// are rotated together, or 0; and AXES (0 or 1).  The layout is drawn in cache.py, rounding in cache_rounding.py.  A warp has a head, so that one token takes as long as a launch and a few dependent loads.
 #include "batch.cuh"
 #include "common.cuh"
 
@@ -12,7 +12,7 @@
 #define HEADS_PER_BLOCK 4
 
 // As kernels/ops.py has them.
-constexpr float LARGEST_HALF = 65504.0f, LARGEST_SCALED = LARGEST_CODE * LARGEST_HALF;
+constexpr float LARGEST_HALF = 65504.0f;
 
 // The nearest of the range; a NaN stays one.
 DEVICE float clamp(float x, float limit) { return x > limit ? limit : x < -limit ? -limit : x; }
@@ -27,26 +27,70 @@ DEVICE float2 turn(int position, uint64_t phase, float magnitude) {
 
 // Writes a head of OWN values with padding, of which each lane has every 32nd, to its place in a page.  Lanes beyond
 // its values have zeros.
-template <int OWN>
+template <int OWN, int BITS>
 DEVICE void write_head(const float (&x)[GROUPS], uint8_t* entries, uint16_t* scales, size_t block, int place) {
-  constexpr int OWN_GROUPS = (OWN + PER_SCALE - 1) / PER_SCALE;
+  constexpr int OWN_GROUPS = (OWN + PER_SCALE - 1) / PER_SCALE, HALF = 1 << (BITS - 1);
+  constexpr float CODE = BITS == 8 ? LARGEST_CODE : HALF;
   const int lane = threadIdx.x % WARP;
+  entries += block * (PAGE * OWN * BITS / 8);
 #pragma unroll
   for (int group = 0; group < OWN_GROUPS; group++) {
     const int i = group * PER_SCALE + lane;
-#if Q8_0
-    int bits = __float_as_int(x[group]) & 0x7FFFFFFF;  // so that a NaN is the largest
+    if constexpr (BITS == 16) {
+      const uint16_t half = float_to_half(clamp(x[group], LARGEST_HALF));
+      if (i < OWN) ((uint16_t*)entries)[place * OWN + i] = half;
+    } else {
+      int bits = __float_as_int(x[group]) & 0x7FFFFFFF;  // so that a NaN is the largest
 #pragma unroll
-    for (int step = WARP / 2; step; step /= 2) bits = max(bits, __shfl_xor_sync(FULL_MASK, bits, step));
-    const float largest = clamp(__int_as_float(bits), LARGEST_SCALED);
-    const float inverse = largest > NEGLIGIBLE ? LARGEST_CODE / largest : 0.0f;  // of a NaN too: it is the scale
-    const int code = __float2int_rn(clamp(x[group] * inverse, LARGEST_CODE));
-    if (i < OWN) entries[(block * PAGE + place) * OWN + i] = (uint8_t)code;
-    if (lane == 0) scales[(block * OWN_GROUPS + group) * PAGE + place] = float_to_half(largest / LARGEST_CODE);
-#else
-    const uint16_t half = float_to_half(clamp(x[group], LARGEST_HALF));
-    if (i < OWN) ((uint16_t*)entries)[(block * PAGE + place) * OWN + i] = half;
-#endif
+      for (int step = WARP / 2; step; step /= 2) bits = max(bits, __shfl_xor_sync(FULL_MASK, bits, step));
+      float largest = __int_as_float(bits);
+      // Codes reach one further below 0: the value of the largest magnitude becomes that.
+      if (BITS < 8) largest = __ballot_sync(FULL_MASK, x[group] == largest) ? -largest : largest;
+      largest = clamp(largest, CODE * LARGEST_HALF);
+      const float inverse = fabsf(largest) > NEGLIGIBLE ? CODE / largest : 0.0f;  // of a NaN too: it is the scale
+      if (lane == 0) scales[(block * OWN_GROUPS + group) * PAGE + place] = float_to_half(largest / CODE);
+      int code = __float2int_rn(clamp(x[group] * inverse, CODE));
+      if constexpr (BITS == 8) {
+        if (i < OWN) entries[place * OWN + i] = (uint8_t)code;
+      } else {
+        code = min(code, HALF - 1) + HALF;
+        const int high = __shfl_xor_sync(FULL_MASK, code, 8) << 4, unit = (place * OWN + i) / 16;
+        if (i < OWN && lane % 16 < 8) entries[8 * unit + lane % 8] = (uint8_t)((code & 15) | (high & 0xF0));
+        if constexpr (BITS == 5) {
+          const uint32_t fifths = __ballot_sync(FULL_MASK, code & 16);
+          if (i < OWN && lane % 16 == 0)
+            ((uint16_t*)(entries + PAGE * OWN / 2))[unit] = (uint16_t)(fifths >> lane);
+        }
+      }
+    }
+  }
+}
+
+// Rotates each SIZE values, by a Hadamard matrix; 0 for none.
+template <int SIZE>
+DEVICE void rotate_together(float (&x)[GROUPS]) {
+  if constexpr (SIZE > 0) {
+    const int lane = threadIdx.x % WARP;
+#pragma unroll
+    for (int step = 1; step < (SIZE < WARP ? SIZE : WARP); step *= 2) {
+#pragma unroll
+      for (int group = 0; group < GROUPS; group++) {
+        const float other = __shfl_xor_sync(FULL_MASK, x[group], step);
+        x[group] = lane & step ? other - x[group] : other + x[group];
+      }
+    }
+#pragma unroll
+    for (int step = 1; step < SIZE / WARP; step *= 2) {
+#pragma unroll
+      for (int group = 0; group < GROUPS; group++) {
+        if (group & step || group + step >= GROUPS) continue;
+        const float first = x[group], second = x[group + step];
+        x[group] = first + second, x[group + step] = first - second;
+      }
+    }
+    const float factor = 1.0f / sqrtf((float)SIZE);
+#pragma unroll
+    for (int group = 0; group < GROUPS; group++) x[group] *= factor;
   }
 }
 
@@ -145,6 +189,11 @@ extern "C" __global__ void __launch_bounds__(WARP * HEADS_PER_BLOCK)
     if (norm_last) norm.apply(x);
   }
 
+  if (is_value)
+    rotate_together<VALUE_ROTATION>(x);
+  else
+    rotate_together<KEY_ROTATION>(x);
+
   if (is_query) {
     float* const to = q + (size_t)token * q_stride + head * KEY_DIM;
     const float factor = rate != 0.0f ? 1.0f + rate * logf(1.0f + (position + offset) / length) : 1.0f;
@@ -156,7 +205,23 @@ extern "C" __global__ void __launch_bounds__(WARP * HEADS_PER_BLOCK)
   const int slot = slots[token];
   const size_t block = (size_t)(slot / PAGE) * n_kv_heads + head;
   if (is_value)
-    write_head<VALUE_HEAD>(x, values, value_scales, block, slot % PAGE);
+    write_head<VALUE_HEAD, VALUE_BITS>(x, values, value_scales, block, slot % PAGE);
   else
-    write_head<KEY_HEAD>(x, keys, key_scales, block, slot % PAGE);
+    write_head<KEY_HEAD, KEY_BITS>(x, keys, key_scales, block, slot % PAGE);
+}
+
+// Rotates the heads of attention's result back, out: float32 [T, n_heads * VALUE_DIM].  Grid and warps as above.
+extern "C" __global__ void __launch_bounds__(WARP * HEADS_PER_BLOCK)
+    rotate_back(const int* __restrict__ header, int n_heads, float* out, int out_stride) {
+  const int token = blockIdx.y, head = HEADS_PER_BLOCK * blockIdx.x + threadIdx.x / WARP, lane = threadIdx.x % WARP;
+  if (token >= header[N_TOKENS] || head >= n_heads) return;
+  float* const row = out + (size_t)token * out_stride + head * VALUE_DIM;
+  float x[GROUPS];
+#pragma unroll
+  for (int group = 0; group < GROUPS; group++)
+    x[group] = group * PER_SCALE + lane < VALUE_DIM ? row[group * PER_SCALE + lane] : 0.0f;
+  rotate_together<VALUE_ROTATION>(x);
+#pragma unroll
+  for (int group = 0; group < GROUPS; group++)
+    if (group * PER_SCALE + lane < VALUE_DIM) row[group * PER_SCALE + lane] = x[group];
 }

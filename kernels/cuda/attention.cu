@@ -13,7 +13,7 @@
 // Queries are rounded to float16 after multiplication by a power of two that brings a row's largest near 2^14; scores
 // are float32 and in units of log 2.  Weights are rounded to halves, for their total too, and added up in float32.
 //
-// Compiled for: KEY_DIM and VALUE_DIM; Q8_0, the cache's type; VALUES_IN_KEYS, whether values are the first VALUE_DIM
+// Compiled for: KEY_DIM and VALUE_DIM; KEY_BITS and VALUE_BITS, 16 for halves; VALUES_IN_KEYS, whether values are the first VALUE_DIM
 // of the keys' (MLA), each page of which is then read once for both; CHUNKED, CAUSAL and SPANS, what a token sees;
 // SOFT_CAP, SINKS (all of them 0 or 1); and for the launch geometry that attention.py chooses: WARPS of `attention_prefill`, and
 // PREFILL_AHEAD and SPLIT_AHEAD, the pages that are on their way to shared memory while another one is used.
@@ -28,6 +28,7 @@
 #define VALUE_STEPS (VALUE_HEAD / 16)
 #define VALUE_ROW (VALUES_IN_KEYS ? KEY_HEAD : VALUE_HEAD)  // what is kept of a token's values
 #define LARGER_ROW (KEY_HEAD > VALUE_HEAD ? KEY_HEAD : VALUE_HEAD)
+#define HAS_CODES (KEY_BITS < 16 || VALUE_BITS < 16)  // pages are then widened, halves, too
 #define GROUPS_OF(head) (((head) + PER_SCALE - 1) / PER_SCALE)
 #define STRIDE_OF(head) ((head) + 8)  // halves from row to row in shared memory: eight rows lie in different banks
 #define KEY_STRIDE STRIDE_OF(KEY_HEAD)
@@ -125,6 +126,11 @@ DEVICE float load_query(const float* q, int n, uint16_t* to) {
   return __int_as_float((254 - power) << 23);
 }
 
+// Bytes of a page's halves or codes, and of its scales.
+#define ENTRY_BYTES(head, bits) (PAGE * (head) * (bits) / 8)
+#define SCALE_BYTES(head, bits) ((bits) < 16 ? 2 * PAGE * GROUPS_OF(head) : 0)
+#define PAGE_BYTES(head, bits) (ENTRY_BYTES(head, bits) + SCALE_BYTES(head, bits))
+
 // -- Pages ------------------------------------------------------------------------------------------------------------
 
 // Keys or values of a layer, heads of HEAD values: halves [pages, key heads, PAGE, HEAD]; or codes of that shape, and
@@ -132,15 +138,17 @@ DEVICE float load_query(const float* q, int n, uint16_t* to) {
 struct Pages {
   const uint8_t* entries;
   const uint16_t* scales;
-  template <int HEAD>
+  template <int HEAD, int BITS>
   __device__ __forceinline__ Pages at(size_t block) const {
-    return {entries + block * ((Q8_0 ? 1 : 2) * PAGE * HEAD), scales + block * (PAGE * GROUPS_OF(HEAD))};
+    return {entries + block * ENTRY_BYTES(HEAD, BITS), scales + block * (PAGE * GROUPS_OF(HEAD))};
   }
 };
 
 // Of a page as it is loaded, and of the page and the factors that it is widened to.
-#if Q8_0
-#define LOAD_BYTES (PAGE * LARGER_ROW + 2 * PAGE * GROUPS_OF(LARGER_ROW))
+#if HAS_CODES
+#define KEY_BYTES PAGE_BYTES(KEY_HEAD, KEY_BITS)
+#define VALUE_BYTES PAGE_BYTES(VALUE_ROW, VALUE_BITS)
+#define LOAD_BYTES (KEY_BYTES > VALUE_BYTES ? KEY_BYTES : VALUE_BYTES)
 #define FACTOR_BYTES (4 * PAGE * GROUPS_OF(LARGER_ROW))
 #define WIDE_BYTES (2 * PAGE * STRIDE_OF(LARGER_ROW))
 #else
@@ -151,17 +159,17 @@ struct Pages {
 
 // Begins to copy a page to `buffer`.  Halves outside the tile's sight become zeros: whatever is there must not matter,
 // and 0 * NaN is NaN.
-template <int THREADS, int HEAD>
+template <int THREADS, int HEAD, int BITS>
 DEVICE void load_page(uint8_t* buffer, const Pages& pages, size_t block, int position,
                                           const Sight& sight) {
-  const uint8_t* entries = pages.at<HEAD>(block).entries;
-#if Q8_0
+  const uint8_t* entries = pages.at<HEAD, BITS>(block).entries;
+#if HAS_CODES
 #pragma unroll 4
-  for (int i = threadIdx.x; i < PAGE * HEAD / 16; i += THREADS)
+  for (int i = threadIdx.x; i < ENTRY_BYTES(HEAD, BITS) / 16; i += THREADS)
     copy16_or_zeros(buffer + 16 * i, entries + 16 * i, true);
-  const uint8_t* scales = (const uint8_t*)pages.at<HEAD>(block).scales;
-  for (int i = threadIdx.x; i < PAGE * GROUPS_OF(HEAD) / 8; i += THREADS)
-    copy16_or_zeros(buffer + PAGE * HEAD + 16 * i, scales + 16 * i, true);
+  const uint8_t* scales = (const uint8_t*)pages.at<HEAD, BITS>(block).scales;
+  for (int i = threadIdx.x; i < SCALE_BYTES(HEAD, BITS) / 16; i += THREADS)
+    copy16_or_zeros(buffer + ENTRY_BYTES(HEAD, BITS) + 16 * i, scales + 16 * i, true);
 #else
 #pragma unroll 4
   for (int i = threadIdx.x; i < PAGE * HEAD / 8; i += THREADS) {
@@ -171,40 +179,67 @@ DEVICE void load_page(uint8_t* buffer, const Pages& pages, size_t block, int pos
 #endif
 }
 
-#if Q8_0
+#if HAS_CODES
 // A page as `load_page` leaves it in shared memory.
-template <int HEAD>
-DEVICE Pages loaded(const uint8_t* buffer) { return {buffer, (const uint16_t*)(buffer + PAGE * HEAD)}; }
+template <int HEAD, int BITS>
+DEVICE Pages loaded(const uint8_t* buffer) { return {buffer, (const uint16_t*)(buffer + ENTRY_BYTES(HEAD, BITS))}; }
+
+// Four bits as the fifth ones of bytes.
+DEVICE uint32_t fifth_bits(uint32_t bits) { return ((bits & 15) * 0x00204081u & 0x01010101u) << 4; }
+
+// Sixteen codes, number `i` of a page's, plus 128.
+template <int HEAD, int BITS>
+DEVICE uint4 codes_of(const uint8_t* entries, int i) {
+  if constexpr (BITS == 8) {
+    const uint4 x = ((const uint4*)entries)[i];
+    return make_uint4(x.x ^ 0x80808080u, x.y ^ 0x80808080u, x.z ^ 0x80808080u, x.w ^ 0x80808080u);
+  } else {
+    const uint2 x = ((const uint2*)entries)[i];
+    uint32_t codes[4] = {x.x & 0x0F0F0F0Fu, x.y & 0x0F0F0F0Fu, x.x >> 4 & 0x0F0F0F0Fu, x.y >> 4 & 0x0F0F0F0Fu};
+    const uint32_t fifths = BITS == 5 ? ((const uint16_t*)(entries + PAGE * HEAD / 2))[i] : 0;
+#pragma unroll
+    for (int j = 0; j < 4; j++) codes[j] = (codes[j] | fifth_bits(fifths >> 4 * j)) + (BITS == 5 ? 0x70707070u : 0x78787878u);
+    return make_uint4(codes[0], codes[1], codes[2], codes[3]);
+  }
+}
 
 // Two codes as halves, exactly: 0x6400 + b is 1024 + b.
 DEVICE uint32_t codes_to_halves(uint32_t word, uint32_t selector, uint32_t power) {
-  const uint32_t biased = __byte_perm(word ^ 0x80808080u, 0x64646464u, selector);
+  const uint32_t biased = __byte_perm(word, 0x64646464u, selector);
   return multiply_halves(subtract_halves(biased, 0x64806480u), power);
 }
 
 // Turns a page's codes to halves [PAGE, STRIDE_OF(HEAD)], times a power of two near the scale, exactly, and leaves the
 // rest of the scale to `factors` [GROUPS_OF(HEAD), PAGE]: from 1 to 2, but for the largest scales and zero.  So weights
 // times factors can
-// be rounded to halves whatever the scales are.
-template <int THREADS, int HEAD>
+// be rounded to halves whatever the scales are.  Of halves, only those that the tile does not see become zeros, as in
+// `load_page`, and factors are 1.
+template <int THREADS, int HEAD, int BITS>
 DEVICE void widen_page(const Pages& from, uint16_t* page, float* factors, int position,
                                            const Sight& sight) {
 #pragma unroll 2
   for (int i = threadIdx.x; i < PAGE * HEAD / 16; i += THREADS) {
     const int row = i / (HEAD / 16), column = i % (HEAD / 16), group = column / (PER_SCALE / 16);
+    const bool is_seen = sight.has(position + row);
+    uint4* to = (uint4*)(page + STRIDE_OF(HEAD) * row + 16 * column);
+    if constexpr (BITS == 16) {
+      const uint4 zeros = make_uint4(0, 0, 0, 0), *const halves = (const uint4*)from.entries + 2 * i;
+      to[0] = is_seen ? halves[0] : zeros, to[1] = is_seen ? halves[1] : zeros;
+      if (column % (PER_SCALE / 16) == 0) factors[group * PAGE + row] = 1.0f;
+      continue;
+    }
     const float scale = half_to_float(from.scales[group * PAGE + row]);
     // A code of whatever memory held before is -128 at least, and finite times 2^8.
-    const int exponent = min(max((__float_as_int(scale) >> 23) - 127, -24), 8);
+    const int exponent = min(max((__float_as_int(fabsf(scale)) >> 23) - 127, -24), 8);
     const uint32_t half_power = exponent < -14 ? 1u << (exponent + 24) : (uint32_t)(exponent + 15) << 10;
     const uint32_t power = half_power | half_power << 16;
-    const uint4 codes = *(const uint4*)(from.entries + 16 * i);
-    uint4* to = (uint4*)(page + STRIDE_OF(HEAD) * row + 16 * column);
+    const uint4 codes = codes_of<HEAD, BITS>(from.entries, i);
     to[0] = make_uint4(codes_to_halves(codes.x, 0x4140, power), codes_to_halves(codes.x, 0x4342, power),
                            codes_to_halves(codes.y, 0x4140, power), codes_to_halves(codes.y, 0x4342, power));
     to[1] = make_uint4(codes_to_halves(codes.z, 0x4140, power), codes_to_halves(codes.z, 0x4342, power),
                            codes_to_halves(codes.w, 0x4140, power), codes_to_halves(codes.w, 0x4342, power));
     if (column % (PER_SCALE / 16) == 0)
-      factors[group * PAGE + row] = sight.has(position + row) ? scale * __int_as_float((127 - exponent) << 23) : 0.0f;
+      factors[group * PAGE + row] = is_seen ? scale * __int_as_float((127 - exponent) << 23) : 0.0f;
   }
 }
 #endif
@@ -233,7 +268,7 @@ struct Walk {
 // straight from global memory.
 template <int THREADS, int AHEAD>
 struct Stream {
-  static constexpr int PLACES = AHEAD + !Q8_0, BYTES = PLACES * LOAD_BYTES + FACTOR_BYTES + WIDE_BYTES;
+  static constexpr int PLACES = AHEAD + !HAS_CODES, BYTES = PLACES * LOAD_BYTES + FACTOR_BYTES + WIDE_BYTES;
   const Pages keys, values;
   const int* table;
   const int kv_head, n_kv_heads;
@@ -249,10 +284,10 @@ struct Stream {
   __device__ __forceinline__ void load_next() {
     if (!ahead.is_over()) {
       uint8_t* const buffer = shared + load_place * LOAD_BYTES;
-      if (KEY_HEAD != VALUE_ROW && ahead.is_value)
-        load_page<THREADS, VALUE_HEAD>(buffer, values, block(), PAGE * ahead.page, sight);
+      if ((KEY_HEAD != VALUE_ROW || KEY_BITS != VALUE_BITS) && ahead.is_value)
+        load_page<THREADS, VALUE_HEAD, VALUE_BITS>(buffer, values, block(), PAGE * ahead.page, sight);
       else
-        load_page<THREADS, KEY_HEAD>(buffer, pages(), block(), PAGE * ahead.page, sight);
+        load_page<THREADS, KEY_HEAD, KEY_BITS>(buffer, pages(), block(), PAGE * ahead.page, sight);
       load_place = load_place + 1 == PLACES ? 0 : load_place + 1;
       ahead.advance();
     }
@@ -263,16 +298,16 @@ struct Stream {
     for (int i = 0; i < AHEAD; i++) load_next();
   }
   // The next page, which is number `number`, once it has come and, with IN_USE, nobody reads the one before any more.
-  template <int HEAD, bool IN_USE = true>
+  template <int HEAD, int BITS, bool IN_USE = true>
   __device__ __forceinline__ uint16_t* next(int number) {
     if constexpr (AHEAD > 0) wait_for_copies<AHEAD - 1>();
     if (AHEAD > 0 || IN_USE) __syncthreads();
     uint8_t* const buffer = shared + place * LOAD_BYTES;
     place = place + 1 == PLACES ? 0 : place + 1;
-#if Q8_0
+#if HAS_CODES
     uint16_t* const page = (uint16_t*)(shared + PLACES * LOAD_BYTES + FACTOR_BYTES);
-    widen_page<THREADS, HEAD>(AHEAD ? loaded<HEAD>(buffer) : pages().template at<HEAD>(block()), page, factors(),
-                              PAGE * number, sight);
+    widen_page<THREADS, HEAD, BITS>(AHEAD ? loaded<HEAD, BITS>(buffer) : pages().template at<HEAD, BITS>(block()), page,
+                                    factors(), PAGE * number, sight);
     __syncthreads();
     if constexpr (AHEAD > 0)
       load_next();
@@ -297,7 +332,7 @@ struct Stream {
 #define HEAD_PARTS (VALUE_HEAD > 256 ? 4 : VALUE_HEAD > 128 ? 2 : 1)
 
 // 16 rows of queries, in registers where they fit.
-#define QUERY_REGISTERS (KEY_HEAD <= (Q8_0 ? 64 : 128) && HEAD_PARTS == 1)
+#define QUERY_REGISTERS (KEY_HEAD <= (HAS_CODES ? 64 : 128) && HEAD_PARTS == 1)
 struct Queries {
   const uint16_t* row;  // of this lane, as ldmatrix asks for it
 #if QUERY_REGISTERS
@@ -342,7 +377,7 @@ DEVICE void score_page(float (&scores)[TILES][4], const Queries& q, const uint16
   for (int tile = 0; tile < TILES; tile++)
 #pragma unroll
     for (int i = 0; i < 4; i++) scores[tile][i] = 0.0f;
-#if Q8_0
+#if HAS_CODES
   // A few tiles at once: sums of a group of values are in registers beside the scores.
   constexpr int SOME = TILES < 4 ? TILES : 4;
 #pragma unroll
@@ -395,7 +430,7 @@ DEVICE void add_values(float (&sums)[2 * PAIRS][4], float (&total)[4],
 #pragma unroll
     for (int group = 0; group < PAIRS; group += PAIRS_PER_SCALE) {
       if (first_pair + group >= VALUE_STEPS) continue;
-#if Q8_0
+#if HAS_CODES
       const float* of = factors + (first_pair + group) / PAIRS_PER_SCALE * PAGE + 16 * step + lane % 4 * 2;
       const uint4 halves = weights_of(near, far, *(const float2*)of, *(const float2*)(of + 8));
 #else
@@ -582,7 +617,7 @@ extern "C" __global__ void __launch_bounds__(PREFILL_THREADS, 1)
   bool is_first_split = true;
   while (!walk.is_over()) {
     const int number = walk.page, position = PAGE * number;
-    const uint16_t* const page_keys = stream.next<KEY_HEAD>(number);
+    const uint16_t* const page_keys = stream.next<KEY_HEAD, KEY_BITS>(number);
     const Sight low = rows[warp_row].sight, high = rows[warp_row + ROWS - 1].sight;
     const bool is_seen = has_rows && low.first < position + PAGE && position <= high.last;
     const bool is_masked = position < high.first || low.last < position + PAGE - 1;
@@ -605,7 +640,7 @@ extern "C" __global__ void __launch_bounds__(PREFILL_THREADS, 1)
     const uint16_t* const page_values = page_keys;
 #else
     walk.advance();
-    const uint16_t* const page_values = stream.next<VALUE_HEAD>(number);
+    const uint16_t* const page_values = stream.next<VALUE_HEAD, VALUE_BITS>(number);
 #endif
     if (is_seen)
       add_values<PREFILL_PAIRS>(sums, weight_sums, scores, page_values, stream.factors(), first_pair);
@@ -674,7 +709,7 @@ extern "C" __global__ void __launch_bounds__(SPLIT_THREADS, 3)
   float* const row_scores = scores + row * SCORE_STRIDE + column;
   float top = LOWEST, weight_sums[4] = {}, sums[2 * SPLIT_PAIRS][4] = {};
   while (!walk.is_over()) {
-    uint16_t* const page_keys = stream.next<KEY_HEAD>(walk.page);
+    uint16_t* const page_keys = stream.next<KEY_HEAD, KEY_BITS>(walk.page);
     float products[2][4];
     score_page(products, queries, page_keys, stream.factors(), 2 * warp);
 #pragma unroll
@@ -705,7 +740,7 @@ extern "C" __global__ void __launch_bounds__(SPLIT_THREADS, 3)
     __syncthreads();  // the weights are there
 #else
     walk.advance();
-    uint16_t* const page_values = stream.next<VALUE_HEAD, false>(walk.page);  // keys were read before the softmax
+    uint16_t* const page_values = stream.next<VALUE_HEAD, VALUE_BITS, false>(walk.page);  // keys were read before the softmax
 #endif
     float weights[KEY_TILES][4];
 #pragma unroll

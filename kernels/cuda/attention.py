@@ -12,10 +12,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from localllm.errors import ON_CPU, Argument, KernelError
-from localllm.kernels.cuda.cache import PAGE, padded_head
+from localllm.kernels.cache_rounding import VALUES_PER_SCALE
+from localllm.kernels.cuda.cache import PAGE, bits_of, padded_head
 from localllm.kernels.cuda.driver import Launch
-from localllm.kernels.graph import CacheType
-from localllm.kernels.q8_0 import VALUES_PER_SCALE
+from localllm.kernels.graph import CacheType, KVCache
 
 #: Pages that are a KV split each, and pages in one behind them; sums begin anew after it.  With shorter splits, more
 #: blocks share a short cache; prefill merges more.
@@ -69,7 +69,8 @@ class Variant:
         return {
             "KEY_DIM": self.key_dim,
             "VALUE_DIM": self.value_dim,
-            "Q8_0": int(self.cache_type == "q8_0"),
+            "KEY_BITS": self.bits[0],
+            "VALUE_BITS": self.bits[1],
             "VALUES_IN_KEYS": int(self.values_in_keys),
             "CHUNKED": int(self.chunked),
             "CAUSAL": int(self.causal),
@@ -83,6 +84,15 @@ class Variant:
             "SPLIT_PAGES": SPLIT_PAGES,
             "MERGE_WARPS": _MERGE_WARPS,
         }
+
+    @property
+    def bits(self) -> tuple[int, int]:
+        """Bits of a value in keys and in values."""
+        return bits_of(KVCache(0, 1, self.key_dim, self.value_dim, self.cache_type, self.values_in_keys))
+
+    @property
+    def has_codes(self) -> bool:
+        return min(self.bits) < 16
 
     @property
     def key_head(self) -> int:
@@ -107,7 +117,14 @@ class Variant:
         """Of a page in shared memory: as it comes from the cache, and what pages with scales are widened to."""
         row = max(self.key_head, self.value_head)
         halves, groups = 2 * PAGE * (row + _PADDING), -(-row // VALUES_PER_SCALE)
-        return (PAGE * (row + 2 * groups), halves + 4 * PAGE * groups) if self.cache_type == "q8_0" else (halves, 0)
+        if not self.has_codes:
+            return halves, 0
+        heads = self.key_head, self.key_head if self.values_in_keys else self.value_head
+        loaded = (
+            PAGE * head * bits // 8 + (2 * PAGE * -(-head // VALUES_PER_SCALE) if bits < 16 else 0)
+            for head, bits in zip(heads, self.bits, strict=True)
+        )
+        return max(loaded), halves + 4 * PAGE * groups
 
     def _pages_bytes(self, ahead: int) -> int:
         """Of those that are fetched ahead, and of the one that is used."""
@@ -123,7 +140,7 @@ class Variant:
         # With most parts, sums are in registers.
         sums = 4 * 8 * pairs * 32 * self.warps if parts < 4 else 0
         # Queries lie in the sums' place if they go to registers at once.
-        most = _SHARED_ROWS // 2 if self.cache_type == "q8_0" else _SHARED_ROWS
+        most = _SHARED_ROWS // 2 if self.has_codes else _SHARED_ROWS
         kept = max(queries, sums) if self.key_head <= most and parts == 1 else queries + sums
         return self._pages_bytes(self.prefill_ahead) + kept
 
@@ -149,7 +166,7 @@ def choose_variant(variant: Variant, shared_bytes: int) -> Variant:
     parts, loaded = variant._head_parts, variant._page_bytes[0]
     deep = min(max(1, _STAGED_BYTES // loaded - 1), _MAX_AHEAD)
     prefills = [(warps, ahead) for warps in (8, 4, 2) for ahead in (1, 0) if warps % parts == 0]
-    if variant.cache_type == "q8_0":  # to widen pages straight from global memory takes longer than a smaller tile
+    if variant.has_codes:  # to widen pages straight from global memory takes longer than a smaller tile
         prefills.sort(key=lambda warps_and_ahead: -warps_and_ahead[1])
     for split_ahead in (deep, 0):
         for warps, prefill_ahead in prefills:
@@ -159,7 +176,7 @@ def choose_variant(variant: Variant, shared_bytes: int) -> Variant:
     raise KernelError(
         f"attention over heads of {variant.key_dim} values in a {variant.cache_type} cache needs "
         f"{found.largest_block_bytes} bytes of shared memory a block, but the device gives {shared_bytes}: use ",
-        *((Argument("cache_type", "f16"), ", ") if variant.cache_type == "q8_0" else ()),
+        *((Argument("cache_type", "f16"), ", ") if variant.has_codes else ()),
         ON_CPU,
         " or another device",
     )

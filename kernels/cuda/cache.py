@@ -4,7 +4,9 @@ The cache is one allocation.  A layer has four parts in it, each for all pages a
 
     keys, values             f16    float16 [PAGE, head]
                              q8_0   int8 [PAGE, head], codes
-    key and value scales     q8_0   float16 [groups, PAGE]: of each 32 values of the head (the last may be of 16)
+                             q4_0   [PAGE, head / 16, 8], of sixteen codes those of the first eight in the low halves
+                             q5_0   the same, and behind it the fifth bits, uint16 [PAGE, head / 16]
+    key and value scales            float16 [groups, PAGE]: of each 32 values of the head (the last may be of 16)
 
 where ``head`` is the head size of keys or of values, rounded up to whole 16 values; values that are in the keys have
 no parts.  `append.cu` writes what pads a head as zeros.  Of a page that is not full, the rest is whatever it was:
@@ -20,9 +22,9 @@ import numpy as np
 
 from localllm.errors import KernelError
 from localllm.kernels.backend import scatter
+from localllm.kernels.cache_rounding import CODE_BITS, VALUES_PER_SCALE
 from localllm.kernels.cuda.driver import Argument, Defines, DeviceMemory, Driver, Stream
-from localllm.kernels.graph import Graph, KVCache, RecurrentState
-from localllm.kernels.q8_0 import VALUES_PER_SCALE
+from localllm.kernels.graph import CACHE_TYPES, Graph, KVCache, RecurrentState
 
 #: Tokens in a page of the cache.
 PAGE = 64
@@ -33,6 +35,12 @@ _ALIGNMENT = 256
 def padded_head(head_dim: int) -> int:
     """The values that a head takes: whole tiles of the tensor cores."""
     return -(-head_dim // 16) * 16
+
+
+def bits_of(kept: KVCache) -> tuple[int, int]:
+    """Bits of a value in keys and in values."""
+    keys, values = (CODE_BITS.get(type, 16) for type in kept.types)
+    return keys, values
 
 
 @dataclass(frozen=True)
@@ -56,8 +64,9 @@ class CacheLayout:
     n_pages: int
 
     def __post_init__(self) -> None:
-        if self.kept.type not in ("f16", "q8_0"):
-            raise KernelError(f"the cuda backend has no cache of type {self.kept.type!r}: choose f16 or q8_0")
+        for type in self.kept.types:
+            if type not in CACHE_TYPES:
+                raise KernelError(f"the cuda backend has no cache of type {type!r}: choose one of {[*CACHE_TYPES]}")
 
     @property
     def heads(self) -> tuple[int, int]:
@@ -68,15 +77,18 @@ class CacheLayout:
     @property
     def groups(self) -> tuple[int, int]:
         """Scales of a head of either; 0 where there are none."""
-        keys, values = (-(-n // VALUES_PER_SCALE) if self.kept.type == "q8_0" else 0 for n in self.heads)
+        keys, values = (
+            -(-n // VALUES_PER_SCALE) if type in CODE_BITS else 0
+            for n, type in zip(self.heads, self.kept.types, strict=True)
+        )
         return keys, values
 
     @cached_property
     def parts(self) -> tuple[Part, Part, Part, Part]:
         """Keys, values, the keys' scales, the values' scales."""
-        size = 1 if self.kept.type == "q8_0" else 2
         offset, parts = 0, []
-        for per_head in (*(size * n for n in self.heads), *(2 * n for n in self.groups)):
+        codes = (n * bits // 8 for n, bits in zip(self.heads, bits_of(self.kept), strict=True))
+        for per_head in (*codes, *(2 * n for n in self.groups)):
             page_bytes = PAGE * self.kept.n_heads * per_head
             part = Part(offset, page_bytes, self.n_pages)
             offset = -(-(offset + part.n_bytes) // _ALIGNMENT) * _ALIGNMENT
@@ -93,8 +105,9 @@ class CacheLayout:
 
 def append_defines(kept: KVCache, *, has_axes: bool = False) -> Defines:
     """Definitions of append.cu."""
-    dims = {"KEY_DIM": kept.key_dim, "VALUE_DIM": kept.value_dim}
-    return {**dims, "Q8_0": int(kept.type == "q8_0"), "AXES": int(has_axes)}
+    (keys, values), (of_keys, of_values) = bits_of(kept), kept.rotations
+    bits = {"KEY_DIM": kept.key_dim, "VALUE_DIM": kept.value_dim, "KEY_BITS": keys, "VALUE_BITS": values}
+    return {**bits, "KEY_ROTATION": of_keys, "VALUE_ROTATION": of_values, "AXES": int(has_axes)}
 
 
 def _state_bytes(state: RecurrentState) -> int:

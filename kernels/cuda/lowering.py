@@ -592,7 +592,7 @@ class Lowering:
             raise KernelError("attention to spans alone, of encoders of pictures, is not computed on a GPU")
         limits, kept, q, y = self.limits, op.cache, self.stored[op.q], self.new(Rows.TOKENS, op.result.width)
         # What merges splits ends with codes, if that is all that is read; whole heads must make whole rows of them.
-        fits = kept.value_dim % _CODED_HEAD == y.width % matmul.RUN == 0
+        fits = kept.value_dim % _CODED_HEAD == y.width % matmul.RUN == 0 and not kept.rotations[1]
         codes = self.result_of(op.result)[1] if fits else None
         kind, sinks, partials = limits.kind(op), self.weights.vector(op.sinks), limits.new_partials()
         heads = kind.heads
@@ -625,7 +625,22 @@ class Lowering:
         if codes is not None:
             self._quantise("quantise", y, codes)
             self._omit_last(lambda extent: not extent.work(kind).prefill_tiles)
+        self._rotate_back(op, y)
         return y
+
+    def _rotate_back(self, op: g.Attention, y: Stored) -> None:
+        """Undoes the rotation of values, of their sums."""
+        if op.cache.rotations[1]:
+            self.call(
+                "rotate back",
+                ("append", "rotate_back"),
+                N_TOKENS,
+                lambda n: (-(-op.n_heads // _HEADS_PER_BLOCK), n),
+                32 * _HEADS_PER_BLOCK,
+                *(self.batch.header, op.n_heads, y),
+                defines=append_defines(op.cache),
+                cost=lambda sizes: Cost(2 * y.bytes_of(sizes.n_tokens)),
+            )
 
     def index_select(self, op: g.IndexSelect) -> Stored:
         limits, kept, batch = self.limits, op.cache, self.batch
@@ -675,6 +690,7 @@ class Lowering:
             defines=selection_defines(kept, selected.width),
             cost=lambda sizes: Cost(sizes.n_tokens * n_bytes, 4 * sizes.n_tokens * selected.width * q.width),
         )
+        self._rotate_back(op, y)
         return y
 
     # -- Recurrent states ------------------------------------------------------------------------------------------

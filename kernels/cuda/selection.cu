@@ -2,7 +2,7 @@
 //
 // Correct, not yet tuned: products are of single threads, and each query head reads what it attends to itself.
 // HEADS, DIM, RUN: of the indexer, whose queries have DIM values, and which chooses runs of RUN positions.  KEY_DIM,
-// VALUE_DIM, Q8_0: of the cache that is read.  TOP: runs, or positions that a token attends to.
+// VALUE_DIM, KEY_BITS: of the cache that is read.  TOP: runs, or positions that a token attends to.
 #include "batch.cuh"
 #include "common.cuh"
 
@@ -20,16 +20,24 @@ DEVICE const int* table_of(int token, const int* starts, const int* tables, int 
 struct Key {
   const uint8_t* values;
   const uint16_t* scales;
+  int place;
 
   __device__ __forceinline__ Key(const uint8_t* keys, const uint16_t* key_scales, const int* table, int position) {
     const size_t page = table[position / PAGE];
-    values = keys + (page * PAGE + position % PAGE) * HEAD * (Q8_0 ? 1 : 2);
+    place = position % PAGE;
+    values = keys + page * (PAGE * HEAD * KEY_BITS / 8);
     scales = key_scales + page * GROUPS * PAGE + position % PAGE;
   }
 
   __device__ __forceinline__ float operator[](int i) const {
-    return Q8_0 ? ((const int8_t*)values)[i] * half_to_float(scales[i / PER_SCALE * PAGE])
-                : half_to_float(((const uint16_t*)values)[i]);
+    const int at = place * HEAD + i;
+    if (KEY_BITS == 16) return half_to_float(((const uint16_t*)values)[at]);
+    int code = ((const int8_t*)values)[at];
+    if (KEY_BITS < 8) {
+      code = (values[at / 16 * 8 + at % 8] >> at % 16 / 8 * 4 & 15) - (1 << (KEY_BITS - 1));
+      if (KEY_BITS == 5) code += (((const uint16_t*)(values + PAGE * HEAD / 2))[at / 16] >> at % 16 & 1) << 4;
+    }
+    return code * half_to_float(scales[i / PER_SCALE * PAGE]);
   }
 };
 

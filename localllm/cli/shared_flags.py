@@ -43,12 +43,16 @@ def options(cls: type, *names: str, **more: Any) -> list[Flag]:
     return flags
 
 
-class _Once(argparse.Action):
-    """Takes a value that other flags may repeat and not contradict."""
+class _CacheType(argparse.Action):
+    """Takes a cache's type, or that of keys (a flag that ends in k) or of values (in v) beside the other's."""
 
-    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, value: Any, *_: Any) -> None:
-        if getattr(namespace, self.dest) not in (None, value):
-            parser.error("keys and values have the same type here: give --cache-type once, for both")
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, value: Any, flag: str | None = None
+    ) -> None:
+        keys, _, values = (getattr(namespace, self.dest) or "f16").partition("/")
+        if flag and flag[-1] in "kv":
+            keys, values = (value, values or keys) if flag[-1] == "k" else (keys, value)
+            value = keys if keys == values else f"{keys}/{values}"
         setattr(namespace, self.dest, value)
 
 
@@ -98,7 +102,20 @@ PLACEMENT = [
     *options(LoadOptions, "device", "tensor_split", "split_mode", "max_memory"),
     *options(LoadOptions, "n_gpu_layers", type=layers),
 ]
-CACHE_TYPE = options(LoadOptions, "cache_type", action=_Once)
+CACHE_TYPE = [
+    *options(LoadOptions, "cache_type", action=_CacheType),
+    *(
+        flag(
+            f"-ct{what[0]} --cache-type-{what[0]} TYPE",
+            f"the same of {what} alone",
+            reader(declared(LoadOptions)["cache_type"]),
+            dest="cache_type",
+            action=_CacheType,
+            default=None,
+        )
+        for what in ("keys", "values")
+    ),
+]
 DEVICE = [*PLACEMENT, *CACHE_TYPE, *options(LoadOptions, "isa")]
 THREADS = options(LoadOptions, "threads")
 #: What lets a model see and hear, in commands in which it can.

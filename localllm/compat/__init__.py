@@ -64,7 +64,7 @@ for _module in ("llama", "llama_grammar", "llama_speculative", "llama_cache"):
 _ANY_SEED = 0xFFFFFFFF
 
 #: llama.cpp's numbers of the types that a cache can have here.
-_CACHE_TYPES: Mapping[int, CacheType] = {1: "f16", 8: "q8_0"}
+_CACHE_TYPES: Mapping[int, CacheType] = {1: "f16", 2: "q4_0", 6: "q5_0", 8: "q8_0"}
 
 _NO_EFFECT = """
     n_batch n_ubatch n_threads_batch use_mmap use_mlock numa flash_attn offload_kqv op_offload swa_full no_perf
@@ -271,7 +271,7 @@ class Llama:
         n_gpu_layers: layers on GPUs; -1 is as many as fit, and 0 the CPU alone.
         n_ctx: tokens of context; 0 is as many as the model was trained on.
         seed: of all random numbers; by default fresh ones.
-        type_k, type_v: llama.cpp's number of the cache's type: 1 is F16, 8 is Q8_0; both must be the same.
+        type_k, type_v: llama.cpp's number of the cache's type: 1 is F16, 2 Q4_0, 6 Q5_0 and 8 Q8_0.
         chat_format: a name such as "chatml" or "llama-3", or one that the program has registered
             (`localllm.compat.llama_chat_format`), replaces the file's chat template; others have no effect but a
             warning.
@@ -1074,12 +1074,13 @@ def _number(id_: int | None) -> int:
 
 
 def _cache_type(keys: int | None, values: int | None) -> CacheType:
-    number = 1 if keys is None and values is None else keys
-    if values not in (None, number) or number is None or number not in _CACHE_TYPES:
+    types = [_CACHE_TYPES.get(1 if number is None else number) for number in (keys, values)]
+    if None in types:
         raise NotAvailableError(
-            f"type_k is {keys!r:.80} and type_v is {values!r:.80}, but here both must be 1 (F16) or 8 (Q8_0)"
+            f"type_k is {keys!r:.80} and type_v is {values!r:.80}, but here each must be 1 (F16), 2 (Q4_0), 6 (Q5_0) "
+            "or 8 (Q8_0)"
         )
-    return _CACHE_TYPES[number]
+    return "/".join(dict.fromkeys(filter(None, types)))
 
 
 def __getattr__(name: str) -> object:

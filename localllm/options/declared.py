@@ -104,6 +104,17 @@ def _one_of(*choices: str) -> OptionKind:
     return OptionKind(words, lambda value: read(value) if isinstance(value, str) else None, metavar="WHAT", json=str)
 
 
+def _read_cache_type(value: object) -> str | None:
+    if (
+        not isinstance(value, str)
+        or value.count("/") > 1
+        or not {*value.split("/")} <= {"f16", "q8_0", "q5_0", "q4_0"}
+    ):
+        return None
+    keys, _, values = value.partition("/")
+    return keys if keys == values else value
+
+
 def _read_biases(value: object) -> dict[int, float] | None:
     if not isinstance(value, Mapping):
         return None
@@ -170,7 +181,12 @@ _MMPROJ = OptionKind(
     metavar="FILE",
 )
 _PROPORTIONS = OptionKind("a list of numbers of at least 0, not all of them 0", _read_proportions, _floats, "X,…")
-_CACHE_TYPE = _one_of("f16", "q8_0")._replace(metavar="TYPE")
+_CACHE_TYPE = OptionKind(
+    "one of 'f16', 'q8_0', 'q5_0', 'q4_0', or 'q8_0/q4_0' and the like: of keys / of values",
+    _read_cache_type,
+    metavar="TYPE",
+    json=str,
+)
 _SPLIT_MODE = _one_of("layer", "row")._replace(metavar="MODE")
 _TEXTS = OptionKind("texts, none of them empty", _read_texts, json=list[str])
 STOPS = OptionKind("a text that is not empty, or a list of such", _read_stops, metavar="TEXT", json=str | list[str])
@@ -362,8 +378,8 @@ class LoadOptions(_Checked):
     cache_type: CacheType = _setting(
         "f16",
         _CACHE_TYPE,
-        "what the KV cache holds: f16, or q8_0 in about half the memory.  With q8_0, bytes with a scale for each 32, "
-        "logits differ by about 1 %.",
+        "what the KV cache holds: f16; or q8_0, q5_0, q4_0 in 1/2, 1/3, 2/7 of the memory; q8_0/q4_0: keys/values.  "
+        "Heads are rotated before they are rounded, so that the fewer bits cost little (docs/speed.md).",
     )
     chat_template: str | None = _call_option(
         None,

@@ -25,7 +25,7 @@ THEIR_LOAD = split_names(
         "n_threads": "write threads=",
         "n_threads_batch": "threads= holds for the prompt too: leave it out",
         "n_batch n_ubatch use_mmap use_mlock numa flash_attn offload_kqv op_offload swa_full no_perf": _BY_ITSELF,
-        "type_k type_v": "write cache_type='f16' or 'q8_0', which holds for keys and values",
+        "type_k type_v": "write cache_type='q8_0', or 'q8_0/q4_0' for keys and values",
         "main_gpu": "write device='cuda:1' for the second GPU",
         "chat_format chat_handler": "the file's own chat template is used, or the source in chat_template=",
         "seed last_n_tokens_size": "give seed= and repeat_last_n= to generate or chat",

@@ -188,7 +188,9 @@ def agree(
 # -- Long contexts -------------------------------------------------------------------------------------------------
 
 
-def depth(path: Path, threads: int, sizes: Sizes, trials: Sequence[Trial], *, q8_cache: bool = False) -> list[Record]:
+def depth(
+    path: Path, threads: int, sizes: Sizes, trials: Sequence[Trial], *, cache_type: str = "f16"
+) -> list[Record]:
     """A long prompt, and decoding after it."""
     n_prompt, n = sizes.depth, sizes.deep_n
     ids = random_ids(path, n_prompt)
@@ -196,12 +198,12 @@ def depth(path: Path, threads: int, sizes: Sizes, trials: Sequence[Trial], *, q8
     shallow, deep, bandwidths = [], [], []
     their_decodes: list[list[float]] = []
     with ExitStack() as stack:
-        ours = stack.enter_context(Ours(path, threads, n_tokens, q8_cache=q8_cache))
+        ours = stack.enter_context(Ours(path, threads, n_tokens, cache_type=cache_type))
         ceilings = stack.enter_context(Ceilings(ours.info))
         model = stack.enter_context(LlamaCpp(path, repack=best_settings(trials)[0].repack))
         # llama.cpp reads values in Q8_0 with flash attention alone.
-        flashes = (True,) if q8_cache else (True, False)
-        all_of_them = [model.context(threads, n_tokens, flash=flash, q8_cache=q8_cache) for flash in flashes]
+        flashes = (True,) if cache_type != "f16" else (True, False)
+        all_of_them = [model.context(threads, n_tokens, flash=flash, cache_type=cache_type) for flash in flashes]
         theirs = _hopeful(all_of_them, ids[: n_prompt // 8])
         ours.measure(ids[:WARM_UP], 2)
         prefill = settled(threads, ours.measure, ids, 1)[0]
@@ -217,7 +219,7 @@ def depth(path: Path, threads: int, sizes: Sizes, trials: Sequence[Trial], *, q8
                 _, seconds, their_ids = settled(threads, context.measure, ids, n, forget=False)
                 their_decodes[-1].append(seconds)
         place = (path.stem, ours.info.file_type, threads)
-        suffix = " q8" if q8_cache else ""
+        suffix = " q8" if cache_type == "q8_0" else ""
         share = statistics.median(
             ceilings.decode_bytes(n, n_prompt) * n / s / b for s, b in zip(deep, bandwidths, strict=True)
         )
@@ -234,7 +236,7 @@ def depth(path: Path, threads: int, sizes: Sizes, trials: Sequence[Trial], *, q8
 
 def q8_depth(path: Path, threads: int, sizes: Sizes, trials: Sequence[Trial]) -> list[Record]:
     """As `depth`, with the cache in Q8_0."""
-    return depth(path, threads, sizes, trials, q8_cache=True)
+    return depth(path, threads, sizes, trials, cache_type="q8_0")
 
 
 def _hopeful(contexts: list[Context], ids: Sequence[int]) -> list[Context]:

@@ -27,8 +27,9 @@ READ_BYTES = 1 << 28
 class Ours:
     """A model in localllm; a context manager."""
 
-    def __init__(self, path: Path, threads: int, n_tokens: int, *, parallel: int = 1, q8_cache: bool = False) -> None:
-        cache_type: CacheType = "q8_0" if q8_cache else "f16"
+    def __init__(
+        self, path: Path, threads: int, n_tokens: int, *, parallel: int = 1, cache_type: CacheType = "f16"
+    ) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # a context longer than the model was trained on
             self._llm = localllm.load(
@@ -68,6 +69,13 @@ class Ours:
         for caller in callers:
             caller.join()
         return time.perf_counter() - start
+
+    def tokenize(self, text: str) -> list[int]:
+        return self._llm.tokenize(text)
+
+    def all_logits(self, ids: Sequence[int]) -> Array:
+        """After each of the tokens: [T, n_vocab]."""
+        return self._llm.logits(list(ids))
 
     def logits(self, ids: Sequence[int]) -> Array:
         """After the last of the tokens, of which those in the cache are not evaluated again: [n_vocab]."""

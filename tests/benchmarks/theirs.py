@@ -20,8 +20,8 @@ from tests.benchmarks.results import Array
 
 #: Tokens that one call evaluates at most.
 N_BATCH = 512
-#: ``GGML_TYPE_Q8_0``.
-_Q8_0 = 8
+#: ``GGML_TYPE_…`` of a cache's types.
+_TYPES = {"f16": 1, "q8_0": 8, "q5_0": 6, "q4_0": 2}
 #: More layers than a model has.
 _ALL_LAYERS = 999
 
@@ -74,7 +74,7 @@ class LlamaCpp:
         self.n_vocab = int(self._api.llama_vocab_n_tokens(self._api.llama_model_get_vocab(self._model)))
         self._contexts: list[Context] = []
 
-    def context(self, threads: int, n_tokens: int, *, flash: bool, q8_cache: bool = False) -> Context:
+    def context(self, threads: int, n_tokens: int, *, flash: bool, cache_type: str = "f16") -> Context:
         """A cache and threads of its own; it lives as long as the model."""
         parameters = self._api.llama_context_default_params()
         parameters.n_ctx = n_tokens
@@ -82,13 +82,18 @@ class LlamaCpp:
         parameters.n_threads = parameters.n_threads_batch = threads
         enabled, disabled = self._api.LLAMA_FLASH_ATTN_TYPE_ENABLED, self._api.LLAMA_FLASH_ATTN_TYPE_DISABLED
         parameters.flash_attn_type = enabled if flash else disabled
-        if q8_cache:
-            parameters.type_k = parameters.type_v = _Q8_0
+        keys, _, values = cache_type.partition("/")
+        parameters.type_k, parameters.type_v = _TYPES[keys], _TYPES[values or keys]
         handle = self._api.llama_init_from_model(self._model, parameters)
         if not handle:
             raise SystemExit(f"llama.cpp cannot make a context of {n_tokens} tokens")
         self._contexts.append(Context(self._api, handle, self.n_vocab, repack=self.repack, flash=flash))
         return self._contexts[-1]
+
+    def close_context(self, context: Context) -> None:
+        """Gives its memory back before the model's."""
+        self._contexts.remove(context)
+        context.close()
 
     def close(self) -> None:
         for context in self._contexts:
@@ -165,6 +170,25 @@ class Context:
         """After the last of the tokens: [n_vocab]."""
         self.evaluate(ids)
         return self._view().copy()
+
+    def all_logits(self, ids: Sequence[int]) -> Array:
+        """After each of the tokens: [T, n_vocab]."""
+        self.forget()
+        rows = []
+        for first in range(0, len(ids), N_BATCH):
+            some = ids[first : first + N_BATCH]
+            batch = self._api.llama_batch_init(len(some), 0, 1)
+            batch.n_tokens = len(some)
+            for i, id_ in enumerate(some):
+                batch.token[i], batch.pos[i], batch.logits[i] = id_, first + i, True
+                batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
+            if self._api.llama_decode(self._handle, batch):
+                raise SystemExit(f"llama.cpp cannot evaluate {len(some)} tokens")
+            self._wait()
+            pointer = self._api.llama_get_logits(self._handle)
+            rows.append(np.ctypeslib.as_array(pointer, shape=(len(some), self._n_vocab)).copy())
+            self._api.llama_batch_free(batch)
+        return np.concatenate(rows)
 
     def close(self) -> None:
         self._api.llama_free(self._handle)

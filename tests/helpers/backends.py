@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from localllm.errors import DeviceError
-from localllm.kernels.cpu.cache_types import CACHE_LAYOUTS
+from localllm.kernels.cpu.cache_types import layouts_of
 from localllm.kernels.cpu.target import Target, available
 from localllm.kernels.cuda.backend import CUDABackend
 from localllm.kernels.cuda.cupy_driver import open_driver
@@ -64,18 +64,18 @@ def _spoil_reference(cache: Any) -> None:
 def _spoil_cpu(cache: Any) -> None:
     """What pads a head is never written: it stays zero, and kernels rely on that."""
     for layer, parts in cache.blocks().items():
-        kept, layout = cache.layers[layer], CACHE_LAYOUTS[cache.layers[layer].type]
-        if layout.per_scale:
-            for blocks, dim in zip(parts, (kept.key_dim, kept.value_dim), strict=True):
+        kept = cache.layers[layer]
+        for i, (blocks, layout, dim) in enumerate(
+            zip(parts, layouts_of(kept), (kept.key_dim, kept.value_dim), strict=True)
+        ):
+            if layout.per_scale:
                 blocks[..., : layout.scale_bytes(dim)] = 0xFF
-            continue
-        keys, values = (blocks.view(np.uint16) for blocks in parts)
-        pages = keys.shape[:2]
-        if kept.values_in_keys:
-            keys.reshape(*pages, -1, layout.head(kept.key_dim))[..., : kept.key_dim] = 0x7E00
-            continue
-        keys.reshape(*pages, layout.head(kept.key_dim), -1)[:, :, : kept.key_dim] = 0x7E00
-        values.reshape(*pages, -1, layout.head(kept.value_dim))[..., : kept.value_dim] = 0x7E00
+            elif i == 0 and not kept.values_in_keys:
+                halves = blocks.view(np.uint16).reshape(*blocks.shape[:2], layout.head(dim), -1)
+                halves[:, :, :dim] = 0x7E00
+            elif blocks.size:
+                halves = blocks.view(np.uint16).reshape(*blocks.shape[:2], -1, layout.head(dim))
+                halves[..., :dim] = 0x7E00
 
 
 def shared_by_threads(ops: CPUOps) -> CPUOps:
@@ -93,8 +93,9 @@ def _cpu(target: Target) -> Backend:
 def _spoil_cuda(cache: Any) -> None:
     """As `_spoil_cpu`: NaN in halves, and in scales."""
     for layer, layout in cache.layouts.items():
-        kept, has_scales = layout.kept, layout.kept.type == "q8_0"
+        kept = layout.kept
         for i, dim in enumerate((kept.key_dim,) if kept.values_in_keys else (kept.key_dim, kept.value_dim)):
+            has_scales = layout.groups[i] > 0
             memory = cache.part(layer, i + 2 if has_scales else i)
             halves = np.full(memory.n_bytes // 2, 0x7E00, np.uint16)
             if not has_scales:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from localllm.kernels.cpu import attention, elementwise, matmul, recurrent
-from localllm.kernels.cpu.cache_types import CACHE_LAYOUTS
 from localllm.kernels.cpu.compiler import Kernel, Variant, assembly, kernel, variant
 from localllm.kernels.cpu.program import run_program
 from localllm.kernels.cpu.simd import load_f16x16, store_f32x16, zero_f32x16
@@ -99,7 +98,7 @@ def test_floats_are_multiplied_by_fused_multiply_adds() -> None:
 
 def test_attention() -> None:
     op = Attention(Tensor(Rows.TOKENS, 32), KVCache(0, 1, 32, 32, "q8_0"), scale=1.0, softcap=30.0)
-    constants = attention.constants(op, CACHE_LAYOUTS["q8_0"], wide=False)
+    constants = attention.constants(op, wide=False)
     code = instructions(variant(attention.attention, NEON, **constants), LINUX)
     check(code)
     assert any(i.startswith("fmla") for i in code)

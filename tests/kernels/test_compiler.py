@@ -299,7 +299,7 @@ def test_a_change_of_the_source_is_a_cache_of_its_own(tmp_path: Path) -> None:
             compiler._fingerprint.cache_clear()
             print(compiler._folder())
     """
-    needed = ("kernels/cpu/simd.py", "kernels/q8_0.py", "quant/bit_packing.py", "quant/packing.py")
+    needed = ("kernels/cpu/simd.py", "kernels/cache_rounding.py", "quant/bit_packing.py", "quant/packing.py")
     command = [sys.executable, "-c", textwrap.dedent(script), *needed, "quant/encode.py"]
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=True)

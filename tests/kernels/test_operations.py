@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from localllm.kernels import graph as g
 from localllm.kernels.backend import Batch
-from localllm.kernels.graph import CacheType, Graph, HeadNorm, Matrix, PositionScale, Rope
+from localllm.kernels.graph import CacheType, Graph, HeadNorm, KVCache, Matrix, PositionScale, Rope
 from localllm.quant.types import GGMLType
 from tests.helpers.backends import BACKENDS, OTHER_CPUS, Backend
 from tests.helpers.blocks import random_rows, values_of
@@ -808,15 +808,31 @@ def attended(
     return np.einsum("hts,shd->thd", weights[..., :-1], values).reshape(n_tokens, -1)
 
 
-def stored(x: Array, type: CacheType) -> Array:
-    """Heads [T, n, dim] as a cache has them: halves, or Q8_0 of each 32 values."""
-    if type != "q8_0":
-        return x.astype(np.float32).astype(np.float16).astype(np.float64)
-    padded = np.pad(x.astype(np.float32), ((0, 0), (0, 0), (0, -x.shape[2] % 32))).reshape(*x.shape[:2], -1, 32)
-    largest = np.abs(padded).max(axis=3, keepdims=True)
-    codes = np.rint(padded * (np.float32(127) / np.maximum(largest, np.float32(1e-30))))
-    scales = (largest / np.float32(127)).astype(np.float16).astype(np.float64)
-    return (codes * scales).reshape(*x.shape[:2], -1)[..., : x.shape[2]]
+def turned_together(x: Array, size: int) -> Array:
+    """Each so many neighbours of the last axis times a Hadamard matrix; 0 for none."""
+    matrix = functools.reduce(
+        np.kron, [np.array([[1, 1], [1, -1]]) / math.sqrt(2)] * int(math.log2(size or 1)), np.eye(1)
+    )
+    return (x.reshape(-1, len(matrix)) @ matrix).reshape(x.shape)
+
+
+def stored(x: Array, type: CacheType, together: int) -> Array:
+    """Heads [T, n, dim] as a cache has them: halves; or codes of each 32 values, of which as many as that were turned
+    together by a Hadamard matrix, turned back.
+    """
+    x = x.astype(np.float32)
+    if type == "f16":
+        return x.astype(np.float16).astype(np.float64)
+    turned = turned_together(x.astype(np.float64), together)
+    padded = np.pad(turned, ((0, 0), (0, 0), (0, -x.shape[2] % 32))).reshape(*x.shape[:2], -1, 32)
+    at = np.abs(padded).argmax(axis=3, keepdims=True)
+    code = {"q8_0": 127, "q5_0": 16, "q4_0": 8}[type]
+    unit = (
+        np.abs(np.take_along_axis(padded, at, 3)) / 127 if code == 127 else np.take_along_axis(padded, at, 3) / -code
+    )
+    codes = np.clip(np.rint(padded / np.where(unit == 0, 1, unit)), -code, 127 if code == 127 else code - 1)
+    back = (codes * unit.astype(np.float16)).reshape(*x.shape[:2], -1)[..., : x.shape[2]]
+    return turned_together(back, together)
 
 
 ROPES = {
@@ -828,7 +844,7 @@ ROPES = {
 def kept_rows(n_heads: int, dim: int, type: CacheType, seed: int) -> Array:
     """Random heads that a cache of this type keeps as they are."""
     x = heads(rows(n_heads * dim, seed), dim)
-    if type == "f16":
+    if type != "q8_0":
         return x.astype(np.float16).astype(np.float32).reshape(len(x), -1)
     codes = np.clip(np.rint(50 * x), -127, 127)
     codes[..., ::32] = 127
@@ -870,12 +886,16 @@ class Heads:
 
     def case(self) -> Case:
         keys, values = (
-            kept_rows(self.n_kv_heads, d, self.type, s) for d, s in ((self.key_dim, 2), (self.value_dim, 3))
+            kept_rows(self.n_kv_heads, d, type, s)
+            for d, type, s in zip((self.key_dim, self.value_dim), self.cache.types, (2, 3), strict=True)
         )
         q = rows(self.n_heads * self.key_dim, 1).astype(np.float16).astype(np.float32)
-        is_kept = not (self.rope or self.k_norm or self.v_norm) or self.shown
-        # A key that is near the border between two numbers of the cache may become either.
-        bounds = {"rtol": 1e-4} if is_kept else {"error": 2e-3 if self.type == "f16" else 1e-2}
+        kept = self.cache
+        is_kept = kept.types == ("f16", "f16") or (kept.values_in_keys and not any(kept.rotations))
+        is_kept &= not (self.rope or self.k_norm or self.v_norm)
+        # A key that is near the border between two numbers of the cache may become either; and queries are rounded.
+        error = max({"f16": 2e-3, "q8_0": 1e-2, "q5_0": 3e-2, "q4_0": 5e-2}[type] for type in kept.types)
+        bounds = {"rtol": 1e-4} if is_kept else {"error": error}
         if self.shown:
             bounds = {"rtol": 1e-5}
         # Of the largest, only the kernels that only they have.
@@ -886,6 +906,10 @@ class Heads:
         if self.has_spans or (self.rope and self.rope.axes):
             more["completed"] = with_pictures
         return Case(self.build, [q, keys, values], self.expected, slow=slow, **more)
+
+    @property
+    def cache(self) -> KVCache:
+        return KVCache(0, self.n_kv_heads, self.key_dim, self.value_dim, self.type, self.values_in_keys)
 
     def norm(self, what: str, dim: int) -> tuple[HeadNorm | None, Array | None]:
         kind = getattr(self, what)
@@ -935,13 +959,14 @@ class Heads:
     def expected(self, q: Array, k: Array, v: Array) -> Array:
         q, k, v = heads(q, self.key_dim), heads(k, self.key_dim), heads(v, self.value_dim)
         v = self.turned(k if self.values_are_keys else v, "v_norm")
-        q, k = self.turned(q, "q_norm"), stored(self.turned(k, "k_norm"), self.type)
+        types, (of_keys, of_values) = self.cache.types, self.cache.rotations
+        q, k = self.turned(q, "q_norm"), stored(self.turned(k, "k_norm"), types[0], of_keys)
         if (scale := self.q_scale) is not None:
             places = np.arange(len(q)) + scale.offset
             q = q * (1 + scale.rate * np.log(1 + np.floor(places / scale.length)))[:, None, None]
         if self.shown:
-            return q.reshape(len(q), -1)
-        values = k[..., : self.value_dim] if self.values_in_keys else stored(v, self.type)
+            return turned_together(q, of_keys).reshape(len(q), -1)
+        values = k[..., : self.value_dim] if self.values_in_keys else stored(v, types[1], of_values)
         more = {"window": self.window, "softcap": self.softcap, "chunk": self.chunk, "causal": self.causal}
         places = np.arange(len(q))
         ends = ends_of(places, len(q)) if self.has_spans else None
@@ -1005,6 +1030,18 @@ def attention(kind: str, type: CacheType) -> Case:
     has_near = kind in NEAR or type != ("f16" if kind.startswith("chunks") else one)
     made = replace(OPTIONS[kind], type=type).case()
     return replace(made, every_cpu=kind in ("all", "latents"), has_near=has_near)
+
+
+FEW_BITS = ("heads of 8", "heads of 80", "keys of 192, values of 128", "12 heads over 3", "norms", "window 65", "all")
+FEW_BITS += ("values from keys", "keys of another layer", "spans, window 30", "latents", "latents of 320")
+
+
+@cases(
+    kind=FEW_BITS,
+    type=("q5_0", "q4_0", "q8_0/q4_0", "q4_0/f16"),
+)
+def attention_to_few_bits(kind: str, type: CacheType) -> Case:
+    return replace(OPTIONS[kind], type=type).case()
 
 
 @cases(k=(1, 20, 70), type=("f16", "q8_0"), sinks=(False, True))

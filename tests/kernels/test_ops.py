@@ -34,11 +34,15 @@ def halves(*shape: int, seed: int = 0) -> NDArray[np.float32]:
     return random(*shape, seed=seed).astype(np.float16).astype(np.float32)
 
 
-def scaled_bytes(n: int, n_heads: int, head_dim: int, seed: int) -> NDArray[np.float32]:
-    """Random heads, side by side, that a Q8_0 cache holds: each 32 values are bytes, 127 among them, and a scale."""
-    rng = np.random.default_rng([seed, n, head_dim])
-    codes = rng.integers(-127, 128, (n, n_heads, head_dim))
-    codes[..., ::32] = 127
+def scaled_codes(n: int, n_heads: int, head_dim: int, seed: int, cache_type: CacheType) -> NDArray[np.float32]:
+    """Random heads, side by side, that such a cache holds: codes, of each 32 the largest among them, and their scale.
+
+    The heads are of a size of which nothing is rotated.
+    """
+    assert head_dim % 16
+    rng, most = np.random.default_rng([seed, n, head_dim]), {"q8_0": 127, "q5_0": 15, "q4_0": 7}[cache_type]
+    codes = rng.integers(-most, most + 1, (n, n_heads, head_dim))
+    codes[..., ::32] = 127 if most == 127 else -most - 1
     scales = np.repeat(rng.integers(1, 1024, (n, n_heads, -(-head_dim // 32))), 32, axis=2) / 2**16
     return (codes * scales[..., :head_dim]).reshape(n, -1).astype(np.float32)
 
@@ -239,7 +243,9 @@ class Conversation:
         if self.cache_type == "f16":
             self.k, self.v = (halves(total, self.n_groups * self.head_dim, seed=seed) for seed in (2, 3))
         else:
-            self.k, self.v = (scaled_bytes(total, self.n_groups, self.head_dim, seed) for seed in (2, 3))
+            self.k, self.v = (
+                scaled_codes(total, self.n_groups, self.head_dim, seed, self.cache_type) for seed in (2, 3)
+            )
         counts = [-(-n // self.ops.page_size) for n in self.lengths]
         self.spare, *pages = np.random.default_rng(0).permutation(sum(counts) + 1).tolist()
         self.pages = np.split(np.array(pages), np.cumsum(counts)[:-1])
@@ -274,6 +280,10 @@ class Conversation:
             sinks = None if self.sinks is None else np.array(self.sinks, np.float64)
             out.append(plain_attention(q[t], k[seen], v[seen], self.scale, self.softcap, sinks))
         return np.array(out)
+
+
+#: What the CPU's rounding of queries to bytes changes, of values below 4.
+ROUNDED_QUERY = 2e-2
 
 
 def assert_close(out: Array, expected: Array, error: float = 0.0) -> None:
@@ -338,10 +348,11 @@ def test_many_threads_share_a_long_cache(
     more: dict[str, Any] = {"window": window, "cache_type": cache_type, "softcap": softcap, "sinks": sinks}
     for threads in (1, 8):
         ops = shared_by_threads(CPUOps(threads=threads))
-        talk = Conversation(ops, [1300, 40], 4, 2, 16, **more)
+        talk = Conversation(ops, [1300, 40], 4, 2, 24, **more)
         talk.run((0, 0, 1299), (1, 0, 39))
         outputs.append(talk.run((0, 1299, 1300), (1, 39, 40)))
-        assert_close(outputs[-1], np.concatenate([talk.expected(0, 1299, 1300), talk.expected(1, 39, 40)]))
+        error = 0.0 if cache_type == "f16" else ROUNDED_QUERY
+        assert_close(outputs[-1], np.concatenate([talk.expected(0, 1299, 1300), talk.expected(1, 39, 40)]), error)
     np.testing.assert_array_equal(*outputs)
 
 
@@ -354,13 +365,19 @@ def test_scores_beyond_the_range_of_exp(ops: Ops) -> None:
 @pytest.mark.parametrize("cache_type", CACHE_TYPES)
 def test_queries_of_any_size(backend: Backend, ops: Ops, cache_type: CacheType) -> None:
     """Also beyond the range of float16, in one batch; of those far below it, all positions are alike."""
-    talk = Conversation(ops, [80], 2, 2, 16, cache_type=cache_type, powers=(0, 17, -20, 60, -120, 110))
-    assert_close(talk.run((0, 0, 80)), talk.expected(0, 0, 80), backend.attention_error)
+    talk = Conversation(ops, [80], 2, 2, 24, cache_type=cache_type, powers=(0, 17, -20, 60, -120, 90))
+    out, expected = talk.run((0, 0, 80)), talk.expected(0, 0, 80)
+    if cache_type == "f16":
+        assert_close(out, expected, backend.attention_error)
+    else:  # where queries are rounded, positions that are nearly equal may change places for the largest
+        small = np.resize(talk.powers, 80) <= 0
+        assert_close(out[small], expected[small], ROUNDED_QUERY)
+        assert np.isfinite(out).all()
 
 
 @pytest.mark.parametrize("cache_type", CACHE_TYPES)
 def test_a_copied_page_holds_the_same(backend: Backend, ops: Ops, cache_type: CacheType) -> None:
-    talk = Conversation(ops, [100], 4, 2, 16, n_layers=2, cache_type=cache_type)
+    talk = Conversation(ops, [100], 4, 2, 24, n_layers=2, cache_type=cache_type)
     backend.spoil(talk.cache)
     talk.run((0, 0, 90))
     before = talk.run((0, 90, 100))
@@ -374,36 +391,37 @@ def test_a_copied_page_holds_the_same(backend: Backend, ops: Ops, cache_type: Ca
 
 @pytest.mark.parametrize(("cache_type", "largest"), [("f16", 65504.0), ("q8_0", 127 * 65504.0)])
 def test_keys_and_values_beyond_the_range_become_the_largest(ops: Ops, cache_type: CacheType, largest: float) -> None:
-    big = np.full((2, DIM), 1e9, np.float32)
-    tables = [ops.load_embedding(f32(x)) for x in (np.zeros((2, DIM)), big, -big)]
+    big = np.full((2, 8), 1e9, np.float32)  # heads too small to be rotated
+    tables = [ops.load_embedding(f32(x)) for x in (np.zeros((2, 8)), big, -big)]
 
     def forward() -> Any:
         q, k, v = (ops.embed(t) for t in tables)
         return ops.outputs(ops.attention(ops.rope_append(q, k, v, None, 0), 0, scale=1.0))
 
-    out = run(ops, forward, one_sequence(2), ops.new_cache(CacheShape(1, 1, DIM, cache_type), 1))
-    np.testing.assert_allclose(out, np.full((2, DIM), -largest), rtol=1e-6)
+    out = run(ops, forward, one_sequence(2), ops.new_cache(CacheShape(1, 1, 8, cache_type), 1))
+    np.testing.assert_allclose(out, np.full((2, 8), -largest), rtol=1e-6)
 
 
-def test_a_cache_of_scaled_bytes_rounds_as_ggml_does(ops: Ops) -> None:
+@pytest.mark.parametrize(("cache_type", "steps_to_largest"), [("q8_0", 127), ("q5_0", 16), ("q4_0", 8)])
+def test_a_cache_of_codes_rounds_as_ggml_does(ops: Ops, cache_type: CacheType, steps_to_largest: int) -> None:
     """One token sees its own value: as gguf-py rounds it, but for ties and the last bit of 127 / largest."""
-    n_heads, dim = 3, 80
-    v = random(9, n_heads * dim, seed=5) * np.float32(10) ** np.arange(-2, 7, dtype=np.float32)[:, None]
+    n_heads, dim = 3, 72  # of which nothing is rotated
+    v = random(9, n_heads * dim, seed=5) * np.float32(10) ** np.linspace(-2, 4, 9, dtype=np.float32)[:, None]
     tables = [ops.load_embedding(f32(x)) for x in (random(9, n_heads * dim), random(9, n_heads * dim), v)]
 
     def forward() -> Any:
         q, k, v = (ops.embed(t) for t in tables)
         return ops.outputs(ops.attention(ops.rope_append(q, k, v, None, 0), 0, scale=1.0, window=1))
 
-    out = run(ops, forward, one_sequence(9), ops.new_cache(CacheShape(1, n_heads, dim, "q8_0"), 1))
-    padded = np.pad(v.reshape(9, n_heads, dim), ((0, 0), (0, 0), (0, 16)))
-    q8_0 = gguf.GGMLQuantizationType.Q8_0
-    expected = gguf.quants.dequantize(gguf.quants.quantize(padded, q8_0), q8_0)[..., :dim].reshape(9, -1)
-    step = np.abs(padded).reshape(9, n_heads, -1, 32).max(axis=-1, keepdims=True) / 127
+    out = run(ops, forward, one_sequence(9), ops.new_cache(CacheShape(1, n_heads, dim, cache_type), 1))
+    padded = np.pad(v.reshape(9, n_heads, dim), ((0, 0), (0, 0), (0, 24)))
+    type = gguf.GGMLQuantizationType[cache_type.upper()]
+    expected = gguf.quants.dequantize(gguf.quants.quantize(padded, type), type)[..., :dim].reshape(9, -1)
+    step = np.abs(padded).reshape(9, n_heads, -1, 32).max(axis=-1, keepdims=True) / steps_to_largest
     steps = np.broadcast_to(step, (9, n_heads, 3, 32)).reshape(9, n_heads, 96)[..., :dim].reshape(9, -1)
     near = np.abs(out - expected) <= 1e-5 * np.abs(expected)
     assert near.mean() > 0.99
-    assert (np.abs(out - v) <= 0.51 * steps + 1e-3 * np.abs(v)).all()
+    assert (np.abs(out - v) <= (0.51 if cache_type == "q8_0" else 1.01) * steps + 1e-3 * np.abs(v)).all()
 
 
 @pytest.mark.parametrize("n_heads", [1, 3])

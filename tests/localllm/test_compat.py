@@ -483,8 +483,8 @@ def test_leaving_a_stream_stops_it(llm: Llama) -> None:
         ("vocab_only", True),
         ("rope_freq_base", 1e6),
         ("kv_overrides", {"a": 1}),
-        ("type_k", 2),
-        ("type_v", 8),
+        ("type_k", 3),
+        ("type_v", 7),
     ],
 )
 def test_what_the_constructor_cannot_do_is_said_before_loading(keyword: str, value: Any) -> None:

@@ -875,7 +875,7 @@ def test_a_device_that_is_not_there_is_an_error(tiny_path: Path, name: str, monk
     [
         *({"context": 0}, {"context": True}, {"context": 1.5}, {"threads": 0}, {"threads": "2"}, {"parallel": 0}),
         *({"device": 5}, {"device": ["cpu"]}, {"isa": 2}, {"chat_template": 5}, {"progress": 5}),
-        *({"cache_type": "q4_0"}, {"cache_type": 8}),
+        *({"cache_type": "q4_1"}, {"cache_type": 8}),
         *({"device": 5}, {"draft_model": 5}, {"path": 5}, {"parallel": 0}),
     ],
 )

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from localllm.kernels.cuda.cache import PAGE, CacheLayout, Part, append_defines
 from localllm.kernels.cuda.calls import phases
 from localllm.kernels.graph import CacheType, KVCache, Rope
-from localllm.kernels.reference import in_q8_0, in_range
+from localllm.kernels.reference import hadamard, in_codes, in_range
 from tests.cuda_on_cpu import build, nvrtc
 from tests.cuda_on_cpu.emulated_driver import EmulatedDriver
 from tests.cuda_on_cpu.module import ORDERS
@@ -75,8 +75,22 @@ class Written:
         raw = self.memory[offset : offset + n_bytes]
         if number >= 2:
             return raw.view(np.float16).reshape(N_PAGES, N_KV_HEADS, -1, PAGE)
+        head = self.layout.heads[0]
+        if self.cache_type in ("q5_0", "q4_0"):
+            return self.unpacked(raw.reshape(N_PAGES, N_KV_HEADS, -1), head)
         raw = raw.view(np.float16 if self.cache_type == "f16" else np.int8)
-        return raw.reshape(N_PAGES, N_KV_HEADS, PAGE, self.layout.heads[0])
+        return raw.reshape(N_PAGES, N_KV_HEADS, PAGE, head)
+
+    def unpacked(self, raw: Array, head: int) -> Array:
+        """Codes of 4 or 5 bits, less the half of them."""
+        low = raw[..., : PAGE * head // 2].reshape(N_PAGES, N_KV_HEADS, -1, 8)
+        codes = np.concatenate([low & 15, low >> 4], axis=-1).astype(np.int8)
+        if self.cache_type == "q4_0":
+            return (codes - 8).reshape(N_PAGES, N_KV_HEADS, PAGE, head)
+        fifths = np.unpackbits(raw[..., PAGE * head // 2 :], axis=-1, bitorder="little")
+        return (codes + 16 * fifths.reshape(codes.shape).astype(np.int8) - 16).reshape(
+            N_PAGES, N_KV_HEADS, PAGE, head
+        )
 
     def held(self, number: int) -> Array:
         """The tokens' keys (0) or values (1), [T, heads, head], with what pads them."""
@@ -141,15 +155,19 @@ def test_rotation_and_norms(device: Device, rope: Rope | None, with_norms: tuple
     np.testing.assert_array_equal(out.held(1)[..., :8], v.astype(np.float16))
 
 
-@pytest.mark.parametrize(("head_dim", "cache_type"), [(8, "f16"), (8, "q8_0"), (80, "q8_0"), (256, "f16")])
+@pytest.mark.parametrize(
+    ("head_dim", "cache_type"),
+    [(8, "f16"), (8, "q8_0"), (80, "q8_0"), (256, "f16"), (256, "q4_0"), (80, "q5_0"), (24, "q4_0")],
+)
 def test_caches_of_heads_of_any_size(device: Device, head_dim: int, cache_type: CacheType) -> None:
     """What pads a head is zero; what no token was written to is left alone."""
     qkv = heads_of(head_dim)
     out = Written(device, head_dim, cache_type, None, qkv)
-    rounded = in_range if cache_type == "f16" else in_q8_0
-    kind = np.dtype(np.float16 if cache_type == "f16" else np.float32)
     for number in (0, 1):
-        expected = rounded(split(qkv[1 + number], head_dim), kind).astype(kind)
+        own = split(qkv[1 + number], head_dim)
+        expected = in_range(own, np.dtype(np.float16)).astype(np.float16)
+        if cache_type != "f16":
+            expected = in_codes(hadamard(own, out.layout.kept.rotations[number]), cache_type)
         np.testing.assert_array_equal(out.held(number)[..., :head_dim], expected)
         assert (out.held(number)[..., head_dim:] == 0).all()
     changed = np.zeros(len(out.memory), bool)
@@ -157,7 +175,7 @@ def test_caches_of_heads_of_any_size(device: Device, head_dim: int, cache_type: 
         offset, n_bytes = out.place(part)
         changed[offset : offset + n_bytes] = True
     assert (out.memory[~changed] == 0xFF).all()
-    for number in range(4 if cache_type == "q8_0" else 2):
+    for number in {"f16": (0, 1), "q8_0": range(4)}.get(cache_type, (2, 3)):
         of_slot = np.moveaxis(out.part(number), 3 if number >= 2 else 2, 1).reshape(N_PAGES * PAGE, -1)
         assert (np.delete(of_slot, SLOTS, axis=0).view(np.uint8) == 0xFF).all()
 
@@ -172,7 +190,7 @@ def test_values_beyond_the_range_become_the_largest(device: Device, cache_type: 
         np.testing.assert_array_equal(out.held(number)[..., :8], np.sign(split(x, 8)) * largest)
 
 
-@pytest.mark.parametrize("cache_type", ["f16", "q8_0"])
+@pytest.mark.parametrize("cache_type", ["f16", "q8_0", "q5_0"])
 def test_a_nan_stays_one_and_what_vanishes_is_zero(device: Device, cache_type: CacheType) -> None:
     q, k, v = heads_of(8)
     k[0, 3], v[1] = np.nan, 1e-37
@@ -189,7 +207,7 @@ def test_tokens_beyond_the_batch_are_left_alone(device: Device) -> None:
     assert np.isnan(out.held(0)[2:]).all()
 
 
-@pytest.mark.parametrize("cache_type", ["f16", "q8_0"])
+@pytest.mark.parametrize("cache_type", ["f16", "q8_0", "q5_0", "q4_0"])
 def test_no_access_is_wrong(cache_type: CacheType) -> None:
     if reason := nvrtc.missing() or build.missing():
         pytest.skip(reason)

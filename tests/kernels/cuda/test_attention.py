@@ -15,7 +15,7 @@ from localllm.kernels.cuda import attention
 from localllm.kernels.cuda.attention import Heads, Variant, Work, choose_variant
 from localllm.kernels.cuda.cache import PAGE, CacheLayout
 from localllm.kernels.cuda.driver import DeviceMemory
-from localllm.kernels.graph import KVCache
+from localllm.kernels.graph import CACHE_TYPES, KVCache
 from tests.cuda_on_cpu import build, nvrtc
 from tests.cuda_on_cpu.emulated_driver import EmulatedDriver
 from tests.cuda_on_cpu.errors import KernelFault
@@ -268,7 +268,7 @@ SHARED = {(7, 5): 64 << 10, (8, 0): 163 << 10, (8, 6): 99 << 10, (9, 0): 227 << 
 
 
 @pytest.mark.parametrize("capability", SHARED)
-@pytest.mark.parametrize("cache_type", ["f16", "q8_0"])
+@pytest.mark.parametrize("cache_type", [*CACHE_TYPES, "q8_0/q4_0", "f16/q5_0", "q4_0/f16"])
 def test_variants_fit_into_every_device(capability: tuple[int, int], cache_type: Any) -> None:
     for head_dim in (8, 16, 64, 80, 96, 128, 256):
         variant = choose_variant(Variant(head_dim, head_dim, cache_type), SHARED[capability])

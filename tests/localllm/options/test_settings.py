@@ -101,7 +101,7 @@ def test_one_text_is_a_list_of_one(tmp_path: Path) -> None:
         ("n_gpu_layers = -1", "n_gpu_layers is -1, but must be a whole number of at least 0"),
         ("tensor_split = [0, 0]", "tensor_split is [0, 0], but must be a list of numbers of at least 0"),
         ("device = 'gpu9x'", "device is 'gpu9x', but must be 'auto', 'cpu', 'cuda', 'cuda:0,1' or 'reference'"),
-        ("cache_type = 'q4_0'", "cache_type is 'q4_0', but must be one of 'f16', 'q8_0'"),
+        ("cache_type = 'q4_1'", "cache_type is 'q4_1', but must be one of 'f16', 'q8_0', 'q5_0'"),
         ("stop = ['']", "stop is [''], but must be a text that is not empty, or a list of such"),
         ("stop = [1]", "stop is [1], but must be a text that is not empty, or a list of such"),
         ("model = ''", "model is '', but must be a GGUF file's path, or ORG/REPO[:QUANT]"),
