@@ -562,6 +562,7 @@ class EngineLoop:
         if isinstance(error, StopIteration | StopAsyncIteration):  # as Python does where a generator raises one
             error, cause = RuntimeError(f"a function given to the model raised {type(error).__name__}"), error
             error.__cause__ = cause
+        self._count()  # first, so that nobody has a whole reply and sees its request at work still
         request.output.end(error)
 
 

@@ -79,6 +79,13 @@ def metric(server: Serving, name: str) -> float:
     return float(line.split()[-1])
 
 
+def test_who_has_a_whole_reply_sees_its_request_at_work_no_more() -> None:
+    with serving(demo()) as server:
+        for _ in range(10):
+            post(server, "/completion", prompt="a b c d", n_predict=2, ignore_eos=True)
+            assert metric(server, "requests_processing") == 0
+
+
 def test_the_first_token_of_a_reply_is_in_no_rate_and_rates_are_since_the_last_look() -> None:
     with serving(demo()) as server:
         reply = post(server, "/completion", prompt="a b c d", n_predict=1, ignore_eos=True)
