@@ -177,9 +177,13 @@ class Weights:
 
     def layer(self, i: int, before: str = "") -> Weights:
         """The weights of layer ``i``, whose names begin with ``blk.{i}.``, and before that with ``before``."""
-        layer = Weights(self._file, f"{self._prefix}{before}blk.{i}.")
-        layer._found, layer._optional = self._found, self._optional
-        return layer
+        return self.under(f"{before}blk.{i}.")
+
+    def under(self, prefix: str) -> Weights:
+        """Those whose names begin with ``prefix``, without it."""
+        some = Weights(self._file, self._prefix + prefix)
+        some._found, some._optional = self._found, self._optional
+        return some
 
     def __contains__(self, name: str) -> bool:
         is_there = self._prefix + name in self._file.tensors

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,8 +19,9 @@ from localllm.engine.pictures import Embeddings, Picture, PictureTokens
 from localllm.errors import ModelError, UsageError, path_text
 from localllm.gguf import GGUFFile
 from localllm.kernels.backend import Backend, Batch, Footprint, HostOutput, Step
+from localllm.kernels.graph import Graph, Tensor
 from localllm.loading.placement import EncoderInfo
-from localllm.models.vision.encoder import EncoderModel, FrameRows, Prepared
+from localllm.models.vision.encoder import EncoderModel, FrameRows, Prepared, Stage
 from localllm.models.vision.registry import PROJECTORS, projectors_of, read_encoder
 
 #: Patches that one step encodes at most, unless one frame has more.
@@ -43,13 +45,24 @@ _NO_MEDIA = Media(None)
 
 
 @dataclass(eq=False)
-class _Steps:
-    """An encoder, and the step that computes it."""
+class _Compiled:
+    """A part of an encoder, and the step that computes it."""
 
-    family: str  # its projector, as the file names it
-    model: EncoderModel  # its graph, and how it prepares pictures or sounds
+    stage: Stage
     step: Step | None = None
     sizes: tuple[int, ...] = (0, 0, 0)  # patches, rows and pages of the cache that the step has room for
+
+
+@dataclass(eq=False)
+class _Encoder:
+    """An encoder of one kind."""
+
+    family: str  # its projector, as the file names it
+    model: EncoderModel  # its graphs, and how it prepares pictures or sounds
+    stages: list[_Compiled] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.stages = [_Compiled(stage) for stage in self.model.stages]
 
 
 @dataclass(eq=False)
@@ -57,7 +70,7 @@ class VisionEncoder:
     """Encoders of pictures and sounds.  What computes is not to be used by several threads at once."""
 
     path: Path  # their file
-    encoders: dict[str, _Steps]  # by what they encode, "image" or "audio"
+    encoders: dict[str, _Encoder]  # by what they encode, "image" or "audio"
     _file: GGUFFile
     backend: Backend | None = None  # what computes
     #: Pictures and sounds by their files' hashes, kinds and bounds of tokens, those that came last.
@@ -70,7 +83,7 @@ class VisionEncoder:
         file = GGUFFile.open(path)
         try:
             families = projectors_of(file.metadata)
-            found = {kind: _Steps(family, read_encoder(file, kind)) for kind, family in families.items()}
+            found = {kind: _Encoder(family, read_encoder(file, kind)) for kind, family in families.items()}
             return cls(Path(path), found, file)
         except BaseException:
             file.close()
@@ -91,7 +104,7 @@ class VisionEncoder:
         raise ModelError(f"{path_text(encoder.path)} {words}: give the mmproj file of this model")
 
     @property
-    def _first(self) -> _Steps:
+    def _first(self) -> _Encoder:
         return next(iter(self.encoders.values()))
 
     @property
@@ -168,6 +181,7 @@ class VisionEncoder:
         known = {} if known is None else known
         ids: list[int] = []
         placed: list[PictureTokens] = []
+        n_seen: Counter[str] = Counter()  # of each kind
         words = ""  # what was not made ids of: texts of neighbouring pieces are tokenized together
         for piece in pieces:
             if isinstance(piece, str):
@@ -176,6 +190,8 @@ class VisionEncoder:
             if piece not in known:
                 known[piece] = self._kept(piece, known.values())
             picture, first = known[piece], 0
+            words += self.of_kind(piece.kind).numbered.format(n_seen[piece.kind])
+            n_seen[piece.kind] += 1
             for part in picture.source.parts:
                 if isinstance(part, str):
                     words += part
@@ -239,20 +255,25 @@ class VisionEncoder:
                 frames.append((yield from encoder.model.rows_in_pieces(frame)))
             made: list[NDArray[np.float32]] = []
             for some in _batches(frames):
-                rows = yield from self._run(encoder, some)
-                made += np.split(rows, np.cumsum([len(frame.outputs) for frame in some])[:-1])
+                rows = yield from self._run(encoder.stages[0], some, encoder.model.further)
+                for behind in encoder.stages[1:]:
+                    following = [_following(each[:, 0], behind.stage.n_joined) for each in rows]
+                    rows = yield from self._run(behind, following)
+                made += rows
             for each in own:
                 mine, made = made[: len(each.frames)], made[len(each.frames) :]
                 found[id(each)] = encoder.model.arranged(each, np.concatenate(mine))
         return [found[id(each)] for each in prepared]
 
-    def _run(self, encoder: _Steps, frames: Sequence[FrameRows]) -> Generator[None, None, NDArray[np.float32]]:
-        """One step: [N, n_embeddings, width]."""
+    def _run(
+        self, compiled: _Compiled, frames: Sequence[FrameRows], further: Sequence[Tensor] = ()
+    ) -> Generator[None, None, list[NDArray[np.float32]]]:
+        """One step: [N, 1 + number of ``further``, width] of each frame."""
         lengths = [frame.axes.shape[1] for frame in frames]
         starts = np.cumsum([0, *lengths]).astype(np.int32)
         pages = [-(-length // self._computed_by.page_size) for length in lengths]
         n_outputs = sum(len(frame.outputs) for frame in frames)
-        step = yield from self._compiled(encoder, int(starts[-1]), n_outputs, sum(pages))
+        step = yield from self._compiled(compiled, int(starts[-1]), n_outputs, sum(pages))
         tables = np.zeros((1, len(frames), max(pages)), np.int32)
         begin = 0
         for table, n in zip(tables[0], pages, strict=True):
@@ -274,30 +295,33 @@ class VisionEncoder:
         )
         given = HostOutput(np.concatenate([frame.given for frame in frames]))
         rows = (yield from step.run_in_pieces(batch, PIECE_S, given)).rows()
-        return np.stack([rows, *(step.value(x) for x in encoder.model.further)], axis=1)
+        made = np.stack([rows, *(step.value(x) for x in further)], axis=1)
+        return np.split(made, np.cumsum([len(frame.outputs) for frame in frames])[:-1])
 
-    def _compiled(self, encoder: _Steps, *sizes: int) -> Generator[None, None, Step]:
+    def _compiled(self, compiled: _Compiled, *sizes: int) -> Generator[None, None, Step]:
         """A step with room for so many patches, rows and pages: that of before, or a larger one in its place."""
-        if encoder.step is None or any(size > room for size, room in zip(sizes, encoder.sizes, strict=True)):
-            larger = tuple(map(max, sizes, encoder.sizes))
-            footprint = self._footprint(encoder.model, *larger)
+        if compiled.step is None or any(size > room for size, room in zip(sizes, compiled.sizes, strict=True)):
+            larger = tuple(map(max, sizes, compiled.sizes))
+            footprint = self._footprint(compiled.stage.graph, *larger)
             for _ in footprint.pack():
                 yield
-            encoder.step, encoder.sizes = footprint.load(None), larger
-        return encoder.step
+            compiled.step, compiled.sizes = footprint.load(None), larger
+        return compiled.step
 
-    def _footprint(self, model: EncoderModel, n_tokens: int, n_outputs: int, n_pages: int) -> Footprint:
-        pages = (n_pages,) * len(model.graph.windows)
-        return self._computed_by.footprint(model.graph, n_pages=pages, max_tokens=n_tokens, max_outputs=n_outputs)
+    def _footprint(self, graph: Graph, n_tokens: int, n_outputs: int, n_pages: int) -> Footprint:
+        pages = (n_pages,) * len(graph.windows)
+        return self._computed_by.footprint(graph, n_pages=pages, max_tokens=n_tokens, max_outputs=n_outputs)
 
     @property
     def info(self) -> EncoderInfo:
         """Its memory for pictures of up to `STEP_PATCHES` patches."""
-        n_pages = -(-STEP_PATCHES // self._computed_by.page_size)
-        n_bytes = sum(
-            self._footprint(each.model, STEP_PATCHES, STEP_PATCHES // each.model.n_joined, n_pages).n_bytes
-            for each in self.encoders.values()
-        )
+        n_bytes = 0
+        for each in self.encoders.values():
+            n_patches = STEP_PATCHES
+            for compiled in each.stages:
+                n_rows, n_pages = n_patches // compiled.stage.n_joined, -(-n_patches // self._computed_by.page_size)
+                n_bytes += self._footprint(compiled.stage.graph, n_patches, n_rows, n_pages).n_bytes
+                n_patches = n_rows
         family = ", ".join(each.family for each in self.encoders.values())
         return EncoderInfo(self.path, family, n_bytes, self.n_tokens("image"), self.n_tokens("audio"))
 
@@ -310,8 +334,15 @@ class VisionEncoder:
 
     def close(self) -> None:
         for each in self.encoders.values():
-            each.step = None
+            for compiled in each.stages:
+                compiled.step = None
         self._file.close()
+
+
+def _following(rows: NDArray[np.float32], n_joined: int) -> FrameRows:
+    """The rows of a frame as the next graph takes them."""
+    axes, spans = np.zeros((3, len(rows)), np.int32), np.zeros((2, 0), np.int32)
+    return FrameRows(rows, axes, np.arange(0, len(rows), n_joined, dtype=np.int32), spans)
 
 
 def _batches(frames: Sequence[FrameRows]) -> Iterator[list[FrameRows]]:

@@ -75,6 +75,14 @@ class FrameRows:
     spans: NDArray[np.int32]  # [2, T]: where each patch's window begins and ends; [2, 0]: there are none
 
 
+@dataclass(frozen=True)
+class Stage:
+    """A graph, which goes on with the rows of the one before it as if each was a patch."""
+
+    graph: Graph
+    n_joined: int  # patches that become one row together
+
+
 def _activation(meta: Metadata) -> str:
     """llama.cpp's keys: its "gelu" is the tanh form, and without either key it is CLIP's."""
     is_gelu, is_silu = (meta.read(key, bool, False) for key in ("use_gelu", "use_silu"))
@@ -94,8 +102,12 @@ class EncoderModel:
     around: ClassVar[tuple[str, str]] = ("", "")
     #: Whether a picture's tokens turn by row and column in the text model (M-RoPE).
     has_grid: ClassVar[bool] = False
+    #: What stands before the n-th picture of a prompt, counted from 0, with {} for n.
+    numbered: ClassVar[str] = ""
     #: The layers whose patches see nothing but their window.
     windowed: Collection[int] = ()
+    #: What goes on with the rows of `graph`, for encoders whose last layers have fewer of them.
+    behind: Stage | None = None
     #: What MLPs apply.
     activation: str = "gelu_erf"
     #: Whether norms are RMSNorms.
@@ -139,6 +151,12 @@ class EncoderModel:
         """Patches that become one row together."""
         return 1
 
+    @property
+    def stages(self) -> list[Stage]:
+        """What is computed one after the other."""
+        first = Stage(self.graph, self.n_joined)
+        return [first] if self.behind is None else [first, self.behind]
+
     @staticmethod
     def open(source: Any, where: str) -> Any:
         """What `prepare` takes, of whatever a picture or a sound may be given as; errors call it ``where``."""
@@ -181,10 +199,10 @@ class EncoderModel:
         own = self.weights if weights is None else weights
         return Layer(-1, self.graph, own, self.n_embd, self.eps if eps is None else eps, Tensor(Rows.TOKENS, 0))
 
-    def layers(self, x: Tensor, rope: Rope | None = None, n: int | None = None) -> Tensor:
-        """The layers: norm, attention both ways, norm, MLP, each added to what was before."""
+    def layers(self, x: Tensor, rope: Rope | None = None, numbers: range | None = None) -> Tensor:
+        """The layers, all or some: norm, attention both ways, norm, MLP, each added to what was before."""
         cache: KVCache | None = None
-        for i in range(self.n_layers if n is None else n):
+        for i in range(self.n_layers) if numbers is None else numbers:
             self.graph.layer = i
             at = self.at(self.weights.layer(i, self.stem))
             if cache is None:  # a layer's keys and values are needed until the next one's

@@ -65,6 +65,7 @@ PROJECTORS: dict[str, Projector] = {
     "kimik25": Projector("kimi", "Kimi", "Kimi K2.5 and K2.6", "deepseek2", "kimi_k25"),
     "lfm2": Projector("siglip", "Lfm2", "LFM2-VL, LFM2.5-VL", "lfm2 lfm2moe", "lfm2_vl"),
     "llama4": Projector("llama4", "Llama4", "Llama 4", "llama4", "llama4"),
+    "minicpmv4_6": Projector("minicpm", "MiniCPMV", "MiniCPM-V 4.6", "qwen35", "minicpmv4_6"),
     "mlp": Projector("clip", "Llava", "LLaVA 1.5 and 1.6", "llama qwen2", "llava llava_next"),
     "paddleocr": Projector("paddleocr", "PaddleOCR", "PaddleOCR-VL", "paddleocr", "paddleocr_vl"),
     "pixtral": Projector(

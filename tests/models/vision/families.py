@@ -60,6 +60,19 @@ QWEN = {"depth": 3, "hidden_size": 72, "num_heads": 3, "out_hidden_size": 48}
 MROPE = {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 2, 2], "rope_theta": 1e4}}
 GLM_MROPE = {"rope_parameters": MROPE["rope_parameters"] | {"mrope_section": [1, 1, 1], "partial_rotary_factor": 0.5}}
 GLM_VISION = QWEN | {"intermediate_size": 80, "image_size": 56, "patch_size": 14}
+QWEN_35 = (
+    TEXT
+    | GLM_MROPE
+    | {
+        "model_type": "qwen3_5_text",
+        "num_hidden_layers": 2,
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+    }
+)
 GEMMA_4 = TEXT | {
     "global_head_dim": 12,
     "num_hidden_layers": 2,
@@ -212,6 +225,30 @@ FAMILIES: dict[str, Family] = {
         },
         ("llama4.image_processing_llama4", "Llama4ImageProcessor"),
         {"size": {"height": 56, "width": 56}, "max_patches": 5},
+    ),
+    "minicpmv4_6": Family(
+        "MiniCPMV4_6ForConditionalGeneration",
+        "MiniCPMV4_6Config",
+        {
+            "text_config": QWEN_35,
+            "vision_config": SIGLIP | {"image_size": 112, "patch_size": 14, "num_hidden_layers": 3},
+            "insert_layer_id": 1,
+        },
+        ("minicpmv4_6.image_processing_pil_minicpmv4_6", "MiniCPMV4_6ImageProcessorPil"),
+        {"scale_resolution": 112, "max_slice_nums": 4},
+        ("pixel_values", "target_sizes"),
+    ),
+    "minicpmv4_6 4x": Family(
+        "MiniCPMV4_6ForConditionalGeneration",
+        "MiniCPMV4_6Config",
+        {
+            "text_config": QWEN_35,
+            "vision_config": SIGLIP | {"image_size": 112, "patch_size": 14, "num_hidden_layers": 3},
+            "downsample_mode": "4x",
+        },
+        ("minicpmv4_6.image_processing_pil_minicpmv4_6", "MiniCPMV4_6ImageProcessorPil"),
+        {"scale_resolution": 84, "downsample_mode": "4x"},
+        ("pixel_values", "target_sizes"),
     ),
     "mlp": Family(
         "LlavaForConditionalGeneration",

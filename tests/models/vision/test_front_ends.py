@@ -123,6 +123,16 @@ def test_the_command_of_the_documentation(
     assert (outcome.code, outcome.out.rstrip("\n")) == (0, expected)
 
 
+def test_the_python_of_the_documentation(llm: LLM, files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (code,) = re.findall(r"```text\n(llm\..*?)```", (ROOT / "docs" / "pictures.md").read_text("utf-8"), re.DOTALL)
+    monkeypatch.chdir(files)
+    for name in ("cat.jpg", "one.png", "two.png"):
+        picture(40, 50).save(name)
+    before = llm.counts.ended
+    exec(code, {"llm": llm})
+    assert llm.counts.ended == before + 2
+
+
 @pytest.mark.skipif(shutil.which("tmux") is None, reason="there is no tmux")
 def test_the_chat_draws_pictures_in_a_terminal(files: Path, tmp_path: Path) -> None:
     picture(75, 130).save(tmp_path / "cat.jpg")
@@ -354,10 +364,14 @@ def test_ten_turns_an_edit_a_branch_and_a_restart_encode_each_picture_once(
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
 def test_a_server_that_is_started_again_encodes_none_again(files: Path, tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "pictures.md").read_text("utf-8")
+    (command,) = re.findall(r"^localllm serve (.*)$", page, re.MULTILINE)
+    paths = {"model.gguf": files / "model.gguf", "mmproj-F16.gguf": files / "mmproj.gguf"}
+    shown = [paths.get(word, word) for word in shlex.split(command)]
     flags = ("--port", 0, "-q", "-c", 512, "-t", 1, "-np", 1, "--prompt-cache", tmp_path / "prompts")
     written: list[tuple[list[list[Any]], list[str]]] = []
     for n_encoded in (3, 0):
-        with started("-m", files / "model.gguf", *flags) as (process, url):
+        with started(*shown, *flags) as (process, url):
 
             def reply(chat: list[Any], url: str = url) -> str:
                 body = {"messages": [as_openai(message) for message in chat]} | GREEDY

@@ -22,6 +22,9 @@ from localllm.engine.pictures import Pictures
 from localllm.engine.request import Request
 from localllm.kernels.backend import Backend
 from localllm.loading.vision import VisionEncoder
+from tests.cuda_on_cpu.emulated_driver import EmulatedDriver
+from tests.helpers.backends import no_harness
+from tests.helpers.gpus import have_gpus
 from tests.models.vision.families import FAMILIES, SIZES, make, picture, processor_of, torch
 
 #: A template that writes what families' own ones do for a picture.
@@ -155,3 +158,21 @@ def test_logits_are_those_of_transformers(seeing: Any, name: str, device: str, b
             error = np.abs(found - expected[first:]).max() / largest
             assert error < bound, (what, used is chunked, first, error)
         assert request.n_cached > 0
+
+
+@pytest.mark.skipif(no_harness() is not None, reason=no_harness() or "")
+@pytest.mark.parametrize("name", ["qwen3vl_merger", "gemma3"])
+def test_a_gpu_sees(seeing: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the emulator; pictures are encoded on the CPU, for layers of the GPU, too."""
+    model, llm = seeing(name)
+    have_gpus(monkeypatch, EmulatedDriver(memory=1 << 29))
+    images = [picture(*size) for size in SIZES[:2]]
+    chat = messages("one", images[0], "and two", images[1], "what is it")
+    given = {"device": "cuda", "context": 256, "chat_template": llm.chat_template.source}
+    with localllm.load(llm.info.path, **given) as on_gpu:
+        assert on_gpu.info.gpu_bytes
+        ids, pictures = on_gpu._chat_encoder(None, None, "")(read_messages(chat, may_open_files=True))
+        found, _ = logits(on_gpu, ids, pictures, pictures.stop)
+        assert on_gpu.counts.encoded == 2
+    expected = forward(model, name, ids, images)
+    assert np.abs(found - expected[pictures.stop :]).max() < 1e-2 * np.abs(expected).max()

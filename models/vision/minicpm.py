@@ -1,0 +1,183 @@
+"""MiniCPM-V 4.6: a picture, and if it is large slices of it in a grid.  Behind some layers four patches become one,
+after attention among them, and behind the last layer four of those a token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from localllm.errors import ModelError
+from localllm.kernels.graph import Activation, Add, Graph, Input, Outputs, Rows, Tensor
+from localllm.models.hf_convert import Array
+from localllm.models.vision.encoder import Checkpoint, FrameRows, Pixels, Prepared, Stage, VisionModel
+from localllm.models.vision.pictures import block_order, cut, resized
+from localllm.models.vision.siglip import ENCODER_NAMES
+
+HF_NAMES = ENCODER_NAMES | {
+    "v.vit_merger.ln1": "vit_merger.layer_norm1",
+    "v.vit_merger.attn_q": "vit_merger.self_attn.q_proj",
+    "v.vit_merger.attn_k": "vit_merger.self_attn.k_proj",
+    "v.vit_merger.attn_v": "vit_merger.self_attn.v_proj",
+    "v.vit_merger.attn_out": "vit_merger.self_attn.out_proj",
+    "v.vit_merger.ds_ln": "vit_merger.pre_norm",
+    "v.vit_merger.ds_ffn_up": "vit_merger.linear_1",
+    "v.vit_merger.ds_ffn_down": "vit_merger.linear_2",
+    "mm.input_norm": "merger.mlp.0.pre_norm",
+    "mm.up": "merger.mlp.0.linear_1",
+    "mm.down": "merger.mlp.0.linear_2",
+}
+
+#: Slices that a picture becomes at most, but for itself, where the file does not say.
+MAX_SLICES = 9
+
+
+def _merge(c: Checkpoint) -> int:
+    """Patches of a side that become one row."""
+    return 2 if c.processor.get("downsample_mode", c.values.get("downsample_mode")) == "4x" else 4
+
+
+def hf_keys(c: Checkpoint) -> dict[str, Any]:
+    slices = c.processor.get("max_slice_nums", MAX_SLICES) if c.processor.get("slice_mode", True) else 1
+    for name, known in {"merger_times": 1, "drop_vision_last_layer": False}.items():
+        if c.values.get(name, known) != known:
+            raise ModelError(f"config.json has {name} = {c.values[name]}; localllm knows MiniCPM-V with {known}")
+    return {
+        "projector_type": "minicpmv4_6",
+        "use_gelu": True,
+        "vision.attention.layer_norm_epsilon": c.vision.get("layer_norm_eps", 1e-6),
+        "vision.image_size": c.processor.get("scale_resolution", 448),
+        "vision.projector.scale_factor": _merge(c),
+        "vision.wa_layer_indexes": [c.values.get("insert_layer_id", c.vision.get("insert_layer_id", 6))],
+        "vision.preproc_max_tiles": None if slices == MAX_SLICES else slices,
+    }
+
+
+def hf_tensor(name: str, array: Array, c: Checkpoint) -> Array | Mapping[str, Array]:
+    return {} if ".vit_merger." in name and _merge(c) == 2 else array
+
+
+class MiniCPMV(VisionModel):
+    marker = "<|image_pad|>"
+    numbered = "<image_id>{}</image_id>"
+
+    def read(self) -> None:
+        self.merge = self.number("projector.scale_factor", 4)
+        if self.merge not in (2, 4):
+            raise ModelError(f"clip.vision.projector.scale_factor is {self.merge}, but 2 or 4 patches are merged")
+        self.most = self.number("preproc_max_tiles", MAX_SLICES)
+        layers = self.meta.find("vision.wa_layer_indexes") or [6]
+        if not isinstance(layers, list | tuple) or not isinstance(layers[0], int):
+            raise ModelError("clip.vision.wa_layer_indexes must be the number of a layer: the file is broken")
+        self.n_first = self.n_layers if self.merge == 2 else min(layers[0] + 1, self.n_layers)
+
+    def record(self) -> None:
+        n = self.weights.n_rows("v.position_embd.weight")
+        self.position_table = self.table("v.position_embd.weight", n, self.n_embd)
+        x = self.layers(self.embedded(self.patch_matrix(), has_positions=True), numbers=range(self.n_first))
+        if self.merge == 2:
+            self._tokens(x)
+            return
+        self._window(x)
+        first, self.graph = self.graph, Graph()
+        x = self.graph.add(Input(Tensor(Rows.TOKENS, self.n_embd), 0, self.n_embd))
+        self._tokens(self.layers(x, numbers=range(self.n_first, self.n_layers)))
+        self.behind, self.graph = Stage(self.graph, 4), first
+
+    def _window(self, x: Tensor) -> None:
+        """Four patches that see each other, as one: their mean, and what an MLP makes of them."""
+        at = self.at(self.weights.under("v.vit_merger."))
+        self.graph.layer = self.n_first
+        cache = self.graph.kv_cache(self.n_heads, self.head_dim)
+        self.windowed = (self.n_first,)
+        x = self.attention(at, self.norm(at, "ln1", x), cache, None, residual=x)
+        self.windowed, self.graph.layer = (), "output"
+        mean = at.add(Outputs(x, 4, is_mean=True))
+        y = self.vector_norm(at.add(Outputs(x, 4)), "v.vit_merger.ds_ln", self.eps)
+        n = at.weights.n_rows("ds_ffn_up.weight")
+        y = at.add(Activation(at.linear(y, "ds_ffn_up", n), "gelu"))
+        at.add(Add(at.linear(y, "ds_ffn_down", self.n_embd), mean))
+
+    def _tokens(self, x: Tensor) -> None:
+        x = self.graph.add(Outputs(self.vector_norm(x, "v.post_ln", self.eps), 4))
+        self.two_linears(self.vector_norm(x, "mm.input_norm", 1e-6), "mm.up", "mm.down", "gelu_erf")
+
+    @property
+    def n_joined(self) -> int:
+        return 4
+
+    def rows(self, frame: Any) -> FrameRows:
+        """The patches of a token stand together, and among them those of a window."""
+        rows = super().rows(frame)
+        if self.merge == 2:
+            return rows
+        n = len(rows.given)
+        order = (np.arange(0, n, 16)[:, None] + block_order(4, 4, 2)).ravel()
+        starts = np.arange(n) // 4 * 4
+        spans = np.stack([starts, starts + 4]).astype(np.int32)
+        return FrameRows(rows.given[order], rows.axes[:, order], np.arange(0, n, 4, dtype=np.int32), spans)
+
+    def positions(self, rows: int, columns: int) -> Pixels:
+        """Those of the nearest places of the table.  Source: transformers' ``get_vision_nearest_position_ids``."""
+        side = math.isqrt(len(self.position_table))
+        bounds = ((1 + np.arange(side - 1)) * (1 / side)).astype(np.float32)
+        down, across = (
+            np.searchsorted(bounds, np.arange(n, dtype=np.float32) / np.float32(n), side="right")
+            for n in (rows, columns)
+        )
+        found: Pixels = self.position_table[(down[:, None] * side + across).ravel()]
+        return found
+
+    def prepare(self, picture: Any, max_tokens: int | None = None) -> Prepared:
+        side, slices, size = self.patch_size * self.merge, self.most, self.image_size
+        while True:
+            grid = self._grid(picture, slices, size)
+            sizes = [self._size(picture.height, picture.width, size, grows=grid is None)]
+            if grid is not None:
+                tall, wide = max(round(picture.height / grid[0]), 1), max(round(picture.width / grid[1]), 1)
+                sizes.append(self._size(tall, wide, size))
+            counts = [height * width // side**2 for height, width in sizes]
+            n_tokens = counts[0] if grid is None else counts[0] + grid[0] * grid[1] * counts[1]
+            if max_tokens is None or n_tokens <= max_tokens or (slices <= 1 and size < 2 * side):
+                break
+            slices, size = (slices - 1, size) if slices > 1 else (1, size - side)
+        if max_tokens is not None and n_tokens > max_tokens:  # a long one
+            sizes, counts = [(side, side)], [1]
+        whole = np.asarray(resized(picture, *sizes[0], "bicubic"))
+        parts: list[str | int] = ["<image>", counts[0], "</image>"]
+        shape = whole.shape[0] // side, whole.shape[1] // side
+        if grid is None:
+            return Prepared((whole,), tuple(parts), shape)
+        rows, columns = grid
+        height, width = sizes[1]
+        pixels = np.asarray(resized(picture, height * rows, width * columns, "bicubic"))
+        for number in range(rows * columns):
+            parts += ["\n<slice>" if number and not number % columns else "<slice>", counts[1], "</slice>"]
+        return Prepared((whole, *cut(pixels, height, width)), tuple(parts), shape)
+
+    def _grid(self, picture: Any, slices: int, size: int) -> tuple[int, int] | None:
+        """Rows and columns of slices, about as wide as the picture; None for a picture that needs none."""
+        n = min(math.ceil(picture.width * picture.height / size**2), slices)
+        if n <= 1:
+            return None
+        best, least, wanted = (1, 1), math.inf, math.log(picture.width / picture.height)
+        for count in (n - 1, n, n + 1):
+            if count == 1 or count > slices:
+                continue
+            for rows in (each for each in range(1, count + 1) if count % each == 0):
+                away = abs(wanted - math.log(count // rows / rows))
+                if away < least or (away == least and rows > best[0]):
+                    best, least = (rows, count // rows), away
+        return best
+
+    def _size(self, height: int, width: int, size: int, *, grows: bool = True) -> tuple[int, int]:
+        """Height and width that a picture is resized to, or one of its slices."""
+        if height * width > size**2 or grows:
+            ratio = width / height
+            height = int(size / math.sqrt(ratio))
+            width = int(height * ratio)
+        side = self.patch_size * self.merge
+        return max(round(height / side) * side, side), max(round(width / side) * side, side)
