@@ -71,7 +71,7 @@ def compat(files: Path) -> Iterator[Llama]:
 def refusal(text: str) -> None:
     """Fails unless it is a sentence on the picture."""
     assert "\n" not in text.strip()
-    assert "picture" in text
+    assert "picture" in text or "multimodal_data[0]" in text
     assert "Traceback" not in text
 
 
