@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from localllm.cli.parser import command_aliases, parser_of
 from localllm.kernels.cuda import installation
 from localllm.models.vision.registry import PROJECTORS
 from tests import cli_reference
@@ -38,6 +39,8 @@ NOT_RUN = {
     "pip install": ".ci/run does, or a registry would be asked",
     "python -m pytest": "this is a run of it",
     "python -m tests.": "takes hours, or a compiler of CUDA: .ci/run has registers",
+    "localllm chat": "does not end: tests/tui, and the README's below",
+    "localllm merge": "takes an adapter: tests/localllm/loading/test_adapters.py",
     "localllm serve": "does not end: tests/localllm/server/test_serve_command.py",
     "cp ": "a fixture has the file",
     "pyinstaller": "tests/localllm/integrations/test_pyinstaller.py, in .ci/run",
@@ -53,6 +56,17 @@ OWN_TESTS = {
     "add-a-command.md": "tests/test_worked_examples.py",
     "add-an-architecture.md": "tests/test_worked_examples.py",
     "add-an-operation.md": "tests/test_worked_examples.py",
+}
+
+#: What else stands in fences than commands, programs and their output, and what reads it.
+OTHER_FENCES = {
+    ("add-an-operation.md", "diff"): "tests/test_worked_examples.py",
+    ("add-an-option.md", "diff"): "tests/test_worked_examples.py",
+    ("chat.md", "toml"): "tests/tui/test_terminal.py writes such settings",
+    ("serve.md", "toml"): "tests/localllm/server/test_serve_command.py",
+    ("library.md", "py"): "takes a model or a program that is not here",
+    ("many-machines.md", "haproxy"): "tests/localllm/integrations/test_haproxy.py",
+    ("many-machines.md", "py"): "takes a cluster: tests/localllm/integrations/test_ray.py",
 }
 
 #: Pages whose commands use what earlier ones have written.
@@ -83,8 +97,22 @@ def test_what_is_not_run_is_there_and_tests_name_their_pages() -> None:
     assert not [prefix for prefix in NOT_RUN if not any(line.startswith(prefix) for line in every)]
     for page, path in OWN_TESTS.items():
         assert page in (ROOT / path).read_text()
-    for path in re.findall(r"tests/[\w/]+\.py", " ".join(NOT_RUN.values())):
-        assert (ROOT / path).exists()
+    for path in re.findall(r"tests/[\w/]+\.py", " ".join([*NOT_RUN.values(), *OTHER_FENCES.values()])):
+        assert (ROOT / path).exists(), path
+    fences = {(page.name, name) for page in PAGES for name, _ in FENCE.findall(page.read_text("utf-8"))}
+    plain = [text for page in PAGES for name, text in FENCE.findall(page.read_text("utf-8")) if name in ("", "text")]
+    assert not re.findall(r"^(?:localllm|pip|python) ", "".join(plain), re.MULTILINE)
+    assert {each for each in fences if each[1] not in ("sh", "python", "text", "")} == OTHER_FENCES.keys()
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.name != "add-a-command.md"], ids=lambda page: page.name
+)
+def test_commands_in_sentences_are_there_with_their_flags(page: Path) -> None:
+    for line in re.findall(r"`(?:\w+=\S+ )?localllm ([a-z][^`]*)`", page.read_text("utf-8")):
+        name, *words = line.split()
+        name = {"help": "doctor", "service": "serve"}.get(name, command_aliases().get(name, name))
+        assert {word for word in words if re.match(r"--?[a-z]", word)} <= set(parser_of(name).flags), line
 
 
 def test_all_encoders_of_pictures_are_in_the_table() -> None:
@@ -136,7 +164,7 @@ def run(capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPat
 @pytest.mark.filterwarnings("ignore:the model was trained on")  # the demo model stands for larger ones
 @pytest.mark.parametrize(
     "line",
-    [line for page, line in lines() if page not in IN_ORDER and not line.startswith((*NOT_RUN, "localllm chat"))],
+    [line for page, line in lines() if page not in IN_ORDER and not line.startswith(tuple(NOT_RUN))],
 )
 def test_a_command(
     capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch, folder: Path, line: str

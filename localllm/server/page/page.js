@@ -736,7 +736,10 @@ storage.changes.addEventListener("message", async event => {
   elements.clear();  // their buttons know the messages as they were
   followEnd(showMessages);
 });
-addEventListener("hashchange", () => { const id = location.hash.slice(1); if (id && id !== chat.id) openChat(id); else if (!id) newChat(); });
+addEventListener("hashchange", () => {
+  if (takeKey()) return void loadModels();
+  const id = location.hash.slice(1); if (id && id !== chat.id) openChat(id); else if (!id) newChat();
+});
 addEventListener("beforeunload", () => { for (const {chat: each} of jobs.values()) storage.save(each); });
 
 async function openModels() {
@@ -762,11 +765,15 @@ document.addEventListener("keydown", event => {
 });
 
 // A key may come in the address, as in that of a QR code; it does not stay there.
-const given = /^#key=(.+)$/.exec(location.hash);
-if (given) {
+function takeKey() {
+  const given = /^#key=(.+)$/.exec(location.hash);
+  if (!given) return false;
   server.key = decodeURIComponent(given[1]);
   history.replaceState(null, "", location.pathname);
+  $("key-dialog").close();
+  return true;
 }
+takeKey();
 showTheme();
 loadModels();
 storage.opened.then(() => storage.memory && notice("This browser keeps no chats: export those that you want to keep before you close the page."));

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import plistlib
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 
 from localllm.cli.commands.service import Task, launch_agent, manager, scheduled_task, systemd_unit
 from tests.helpers.command_line import run_main
+from tests.helpers.data import ROOT
 
 TASK = Task(
     ["/opt/py thon/python", "-m", "localllm", "serve", "-m", 'a "b" 100% $HOME\\<&>.gguf'],
@@ -24,6 +26,25 @@ TASK = Task(
 LOG = """#!/bin/sh
 echo "$@" >> {log}
 exit {code}
+"""
+
+#: A service's life under a systemd of its own, in a mount namespace with an empty /run.
+LIFE = """
+mount -t tmpfs tmpfs /run; mkdir -p /run/systemd/system; install -d -m 700 "$XDG_RUNTIME_DIR"
+/lib/systemd/systemd --user --log-target=null & systemd=$!
+trap 'kill $systemd; wait' EXIT
+again() { for _ in $(seq 600); do "$@" && return; sleep 0.1; done; echo "in vain: $*"; return 1; }
+service() { "$PYTHON" -m localllm service "$@"; }
+pid() { systemctl --user show -p MainPID --value localllm; }
+restarted() { [ "$(pid)" != 0 ] && [ "$(pid)" != "$first" ]; }
+again systemctl --user show -p Version > /dev/null
+service install -- -m demo --port "$PORT"
+again curl -sf "http://127.0.0.1:$PORT/health"; service status | grep "active (running)"
+first=$(pid); kill -9 "$first"
+again restarted; again curl -sf "http://127.0.0.1:$PORT/health"
+systemctl --user stop localllm; systemctl --user show -p Result localllm | grep success
+[ "$(pid)" = 0 ]; systemctl --user start localllm; last=$(pid)
+service uninstall; [ ! -e "/proc/$last" ]; [ ! -e "$XDG_CONFIG_HOME/systemd/user/localllm.service" ]
 """
 
 
@@ -99,6 +120,30 @@ def test_systemd_understands_the_unit(tmp_path: Path) -> None:
     )
     assert str(path) not in done.stderr
     assert "localllm.service" not in done.stderr
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux"
+    or os.geteuid() != 0
+    or not Path("/lib/systemd/systemd").exists()
+    or subprocess.run(
+        ["unshare", "-m", "mount", "-t", "tmpfs", "tmpfs", "/run"], stderr=subprocess.DEVNULL, check=False
+    ).returncode,
+    reason="takes systemd, and the right to hide /run",
+)
+def test_systemd_starts_it_again_when_it_is_killed_and_stops_it(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    folders = {"XDG_RUNTIME_DIR": "/run/user/0", "XDG_CONFIG_HOME": str(tmp_path)}
+    variables = folders | {"PYTHON": sys.executable, "PORT": str(port), "PYTHONPATH": str(ROOT)}
+    life = subprocess.run(
+        ["unshare", "-m", "bash", "-exo", "pipefail", "-c", LIFE],
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert life.returncode == 0, life.stdout + life.stderr
 
 
 def test_systemd_s_words_are_quoted() -> None:

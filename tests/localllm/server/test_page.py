@@ -131,7 +131,7 @@ def open_page(browser: Any) -> Iterator[Open]:
         context = browser.new_context(**options)
         contexts.append(context)
         page = context.new_page()
-        page.set_default_timeout(20_000)
+        page.set_default_timeout(120_000)
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.on(
             "request",
@@ -606,6 +606,14 @@ def test_a_key_is_asked_for_or_comes_in_the_address(browser: Any) -> None:
         page.close()
         page = browser.new_page()
         page.goto(f"{locked.url}/#key=k%201")
+        ask(page, "Hi", 1)
+        assert "k%201" not in page.url
+        page.close()
+        page = browser.new_page()  # the address without the key first, then all of it in the same tab
+        page.goto(locked.url)
+        page.locator("#key-dialog").wait_for()
+        page.goto(f"{locked.url}/#key=k%201")
+        page.locator("#key-dialog").wait_for(state="hidden")
         ask(page, "Hi", 1)
         assert "k%201" not in page.url
         page.close()
