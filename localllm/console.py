@@ -227,6 +227,8 @@ def placement_lines(placement: Placement, free: Mapping[str, int] | None = None)
         yield detail(group.name, f"{group.device} ({group.kernels}): {parts}")
     if placement.cache is not None:
         yield detail("cache", str(placement.cache))
+    if placement.pool:
+        yield detail("experts", experts_in_file(placement))
     yield detail("scratch", quantity(placement.scratch, "B"))
     devices = dict.fromkeys((*placement.devices, *(free or ())))
     if list(devices) == [placement.host]:
@@ -234,8 +236,20 @@ def placement_lines(placement: Placement, free: Mapping[str, int] | None = None)
     for device in devices:
         on = placement.on(device)
         room = f" of {quantity(free[device], 'B')} free" if free else ""
-        parts = _parts(("weights", on.weights), ("KV cache", on.kv_cache), ("scratch", on.scratch))
+        parts = _parts(
+            ("weights", on.weights), ("experts", on.pool), ("KV cache", on.kv_cache), ("scratch", on.scratch)
+        )
         yield detail(f"on {device}", f"{quantity(on.total, 'B')}{room}{': ' * bool(parts)}{parts}")
+
+
+def experts_in_file(placement: Placement) -> str:
+    """What of a model stays in its file, and what that costs."""
+    whole, pool = placement.experts_in_file, placement.pool
+    missing = round(whole * placement.used_experts * (1 - pool / whole))
+    return (
+        f"{quantity(whole, 'B')} stay in the file, {quantity(pool, 'B')} of them at a time in memory: a token reads "
+        f"about {quantity(missing, 'B')} if it goes to any alike"
+    )
 
 
 def _parts(*parts: tuple[str, int]) -> str:

@@ -19,6 +19,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +40,10 @@ from localllm.quant.repack import ScaleRangeError, repack, repack_target
 
 #: Threads that read: enough for a disk to have something to do while others of them pack.
 READERS = 4
-#: Rows packed at once: those of a format that is rewritten first take memory of their own.
+#: Rows read and packed at once: so readers take little memory of their own.
 PACKED_ROWS = 256
-#: Tokens of a step beyond which it is taken to go to nearly all experts.
-LONG_STEP = 32
+#: A step whose tokens go to so many times as many experts as there are needs nearly all of them.
+MANY = 4
 #: Whether an entry is in the pool: not at all, asked for, there, or not there because it could not be read.
 ABSENT, PENDING, HERE, FAILED = range(4)
 
@@ -68,16 +69,17 @@ class _Matrices:
         _, n_out, n_in = self.weight.shape
         return LAYOUTS[self.kind].packed_bytes(padded(n_out), n_in)
 
-    def pack(self, rows: Bytes, packer: Packer, packed: Bytes) -> None:
-        """Tiles of an expert's rows."""
+    def pack(self, read: Callable[[int, int], Bytes], packer: Packer, packed: Bytes) -> None:
+        """Makes the tiles of an expert, whose bytes ``read`` gives, from one number to another."""
         _, n_out, n_in = self.weight.shape
-        layout = LAYOUTS[self.kind]
+        layout, row_bytes = LAYOUTS[self.kind], self.file.n_bytes // n_out
         if n_out % PADDING:
             packed[:] = 0
         for first in range(0, n_out, PACKED_ROWS):
-            part = repack(rows[first : first + PACKED_ROWS], self.weight.type, self.kind)
-            start, stop = (layout.packed_bytes(n, n_in) for n in (first, first + len(part)))
-            packer.pack(part, packed[start:stop])
+            last = min(first + PACKED_ROWS, n_out)
+            rows = read(first * row_bytes, last * row_bytes).reshape(-1, row_bytes)
+            start, stop = (layout.packed_bytes(n, n_in) for n in (first, last))
+            packer.pack(repack(rows, self.weight.type, self.kind), packed[start:stop])
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,7 +159,7 @@ class ExpertPool:
         self._errors: dict[int, BaseException] = {}
         self._owner: list[ExpertGroup] = []  # of each entry
         self._n_used = self._n_reading = 0
-        self._is_long = False
+        self._needs_all = False
         self._reading_since = 0.0
         self._queue = _Queue()
         self._files: dict[Path, _ExpertFile] = {}
@@ -205,7 +207,8 @@ class ExpertPool:
 
     def begin(self, n_tokens: int) -> None:
         """To be called before a step."""
-        self._is_long = n_tokens > LONG_STEP
+        routing = self._groups[0].routing
+        self._needs_all = n_tokens * routing.k >= MANY * routing.n_experts
         self.has_waited, self.error, self.failed_tokens = False, None, []
 
     # -- What programs call ----------------------------------------------------------------------------------------
@@ -230,10 +233,14 @@ class ExpertPool:
         return n - len(failed)
 
     def _request(self, group: ExpertGroup, experts: NDArray[np.int64], n: int) -> list[int]:
-        """Waits for the first ``n`` experts, and asks for those behind them and for the layer's other matrices."""
+        """Waits for the first ``n`` experts; asks for those behind them, for the layer's other matrices, and for the
+        next layer's where all are needed."""
         needed = (group.first + experts[:n]).tolist()
         same = [each for each in self._groups if each.routing is group.routing and each.number > group.number]
         ahead = [group.first + experts[n:], *(each.first + experts for each in same)]
+        if self._needs_all:
+            last = group.number + len(same)
+            ahead += [each.first + np.arange(each.routing.n_experts) for each in self._groups[last + 1 : last + 3]]
         state, queue = self._state, self._queue
         with queue.changed:
             for entry in needed:
@@ -272,19 +279,24 @@ class ExpertPool:
 
     def _take(self, n_bytes: int, kept: Sequence[int]) -> Bytes | None:
         """Memory for an entry, of others that are not among ``kept`` if need be; None where there is none."""
-        while self._n_used + n_bytes > self.n_bytes:
+        while True:
+            if self._n_used + n_bytes <= self.n_bytes:
+                try:
+                    memory = aligned_zeros(n_bytes, np.uint8)
+                    break
+                except MemoryError:  # what the plan counted on was taken by others
+                    self.n_bytes = self._n_used
             may_go = self._state == HERE
             may_go[kept] = False
             if not may_go.any():
                 return None
             # Long steps need nearly all, layer after layer: those needed last are needed again the latest.
-            ages = -self.stamps if self._is_long else self.stamps
+            ages = -self.stamps if self._needs_all else self.stamps
             memory = self._drop(int(np.where(may_go, ages, np.iinfo(np.int64).max).argmin()))
             if len(memory) == n_bytes:
-                self._n_used += n_bytes
-                return memory
+                break
         self._n_used += n_bytes
-        return aligned_zeros(n_bytes, np.uint8)
+        return memory
 
     def _drop(self, entry: int) -> Bytes:
         """Takes an entry out of the pool, and gives its memory."""
@@ -298,6 +310,10 @@ class ExpertPool:
 
     def _wait_for_memory(self) -> None:
         """Lets go of what was to be read ahead, or waits for what is being read."""
+        if not (self._state == PENDING).any():
+            raise NotEnoughMemoryError(
+                "memory for experts ran out: close other programs, or use a smaller max_memory"
+            )
         if not self._queue.ahead:
             self._queue.changed.wait()
         while self._queue.ahead:
@@ -321,9 +337,9 @@ class ExpertPool:
                 stop = 0
                 for each in group.matrices:
                     start, stop = stop, stop + each.n_packed
-                    raw = self._files[each.file.path].read(each, expert)
-                    each.pack(raw.reshape(each.weight.shape[1], -1), self.packer(each.kind), memory[start:stop])
-                    n_read += raw.nbytes
+                    read = partial(self._files[each.file.path].read, each, expert)
+                    each.pack(read, self.packer(each.kind), memory[start:stop])
+                    n_read += each.file.n_bytes
                     places.append(memory[start:].ctypes.data)
         except ScaleRangeError as failure:
             name = group.matrices[len(places)].weight.name
@@ -359,19 +375,19 @@ class _ExpertFile:
         status = os.fstat(self.file.fileno())
         return status.st_size, status.st_mtime_ns
 
-    def read(self, matrices: _Matrices, expert: int) -> Bytes:
-        """The rows of an expert's matrix.
+    def read(self, matrices: _Matrices, expert: int, start: int, stop: int) -> Bytes:
+        """The bytes start : stop of an expert's matrix.
 
         Raises:
             GGUFError: the disk failed, or the file is not what it was.
         """
-        data = np.empty(matrices.file.n_bytes, np.uint8)
+        data = np.empty(stop - start, np.uint8)
         offset, done, where = matrices.file.offset + expert * matrices.stride, 0, data.data
         what = f"{path_text(self._path)}, tensor {matrices.weight.name}, expert {expert}"
         try:
-            if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(self.file.fileno(), offset, len(data), os.POSIX_FADV_WILLNEED)
-            while done < len(data) and (n := self._read_at(offset + done, where[done:])):
+            if not start and hasattr(os, "posix_fadvise"):  # while the first piece is packed, the others come
+                os.posix_fadvise(self.file.fileno(), offset, matrices.file.n_bytes, os.POSIX_FADV_WILLNEED)
+            while done < len(data) and (n := self._read_at(offset + start + done, where[done:])):
                 done += n
             is_same = self._now() == self._stamp
         except OSError as error:

@@ -14,6 +14,7 @@ for they drift.
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from localllm.bench.ceilings import amount, ceiling, threads_of, unit_of
+from localllm.bench.expert_speed import ExpertSpeed, disk_rate
 from localllm.bench.profile import DeviceCeilings, DeviceProfile, profiles
 from localllm.bench.workload import ModelCost, Test
 from localllm.console import StatusLine, quantity
@@ -43,6 +45,7 @@ class Measurement:
     # what the machine could do then, in the same unit; none where the device has no such ceiling
     ceilings: tuple[float, ...] = ()
     profiles: tuple[DeviceProfile, ...] = ()  # what the time on each GPU went to, if that was asked for
+    experts: ExpertSpeed | None = None  # those that stay in the file, if any do
 
     @property
     def share(self) -> float | None:
@@ -70,6 +73,7 @@ class Measurement:
             "ceiling": statistics.median(self.ceilings) if self.ceilings else None,
             "share": self.share,
             **({"profiles": [each.as_json() for each in self.profiles]} if self.profiles else {}),
+            **({"experts": self.experts.as_json()} if self.experts else {}),
         }
 
     def cells(self) -> tuple[str, ...]:
@@ -95,14 +99,21 @@ def measure(llm: LLM, test: Test, repetitions: int, *, isa: str | None = None, q
         status.show(f"{test.name}: warming up")
         most = None if test.kind == "pg" else ceiling(llm.info, test, work, isa, stack)
         _rate(llm, test, before, random)
+        reads, disk = llm.counts.experts, [] if llm.counts.experts is None else [disk_rate(llm.info.path)]
+        begin = time.perf_counter()
         for i in range(repetitions):
             status.show(f"{test.name}: {i + 1} of {repetitions}")
             ceilings += [] if most is None else [most()]
             rates.append(_rate(llm, test, before, random))
+        experts, now = None, llm.counts.experts
+        if reads is not None and now is not None:
+            seconds = time.perf_counter() - begin
+            disk.append(disk_rate(llm.info.path))
+            experts = ExpertSpeed.of(reads, now, seconds, statistics.mean(disk))
         ceilings += [] if most is None else [most()]
     status.clear()
     if test.kind == "pg":
-        return Measurement(test, llm.info.threads, "", tuple(rates), ())
+        return Measurement(test, llm.info.threads, "", tuple(rates), (), experts=experts)
     a_token = amount(llm.info, test, work) / (1 if test.kind == "tg" else test.n)
     return Measurement(
         test,
@@ -111,6 +122,7 @@ def measure(llm: LLM, test: Test, repetitions: int, *, isa: str | None = None, q
         tuple(rates),
         tuple(rate * a_token for rate in rates),
         tuple((a + b) / 2 for a, b in pairwise(ceilings)),
+        experts=experts,
     )
 
 

@@ -381,9 +381,8 @@ def _plan(
         if (pooled := with_experts_in_file(planners, available - reserve, options.context)) is None:
             raise
         planners, placements = pooled
-    return planners, Plan(
-        placements, free, _device_warnings(devices) + _plan_warnings(planners[0], placements[0]), sees
-    )
+    notices = _device_warnings(devices) + _plan_warnings(planners[0], placements[0], options)
+    return planners, Plan(placements, free, notices, sees)
 
 
 def _plan_with_block(
@@ -432,7 +431,11 @@ def _load(
         has_axes=graph.has_axes,
         has_spans=graph.has_spans,
     )
-    return runner, info, _plan_warnings(planner, placement) + _larger_weights(planner.name, placement, loaded)
+    return (
+        runner,
+        info,
+        _plan_warnings(planner, placement, options) + _larger_weights(planner.name, placement, loaded),
+    )
 
 
 def _counted(planner: Planner, report: Callable[[int, int], None] | None, check: Callable[[], None]) -> Progress:
@@ -463,8 +466,8 @@ def _device_warnings(devices: Sequence[Device]) -> tuple[Notice, ...]:
     return tuple(device.note for device in devices if device.note is not None)
 
 
-def _plan_warnings(planner: Planner, placement: Placement) -> tuple[Notice, ...]:
-    """Notices about a plan: a long context, layers that do not fit on the GPU."""
+def _plan_warnings(planner: Planner, placement: Placement, options: LoadOptions) -> tuple[Notice, ...]:
+    """Notices about a plan: a long context, layers that do not fit on the GPU, experts that stay in the file."""
     name, config, notices = planner.name, planner.model.config, list[Notice]()
     context, trained = placement.context, config.context_length
     if context > trained:
@@ -477,6 +480,13 @@ def _plan_warnings(planner: Planner, placement: Placement) -> tuple[Notice, ...]
             "smaller context or quantisation leaves more room, and "
         )
         notices.append(Notice(before, Argument("n_gpu_layers", config.n_layers - n), " says that it is meant so"))
+    if placement.pool and options.max_memory is None:
+        before = (
+            f"{name} is larger than memory: {placement.experts_in_file / 1e9:.2f} GB of experts stay in the file, "
+            f"{placement.pool / 1e9:.2f} GB of them are in memory at a time, and the disk decides how fast it is; "
+        )
+        advice = f"{memory_advice()} or choose a smaller quantisation, and "
+        notices.append(Notice(before, advice, Argument("max_memory"), " says that it is meant so"))
     return tuple(notices)
 
 

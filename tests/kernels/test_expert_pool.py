@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -14,6 +17,7 @@ import pytest
 from numpy.typing import NDArray
 
 import localllm
+from localllm.cli.commands import bench
 from localllm.errors import ExpertReadError, NotEnoughMemoryError
 from localllm.gguf import GGUFFile
 from localllm.kernels.cpu import expert_pool
@@ -22,6 +26,7 @@ from localllm.kernels.graph import Route
 from localllm.models.registry import read_model
 from localllm.quant.types import GGMLType as T
 from tests.helpers import tiny_models
+from tests.helpers.command_line import run_main
 from tests.helpers.run_model import make_batch
 
 IDS = [int(i) for i in np.random.default_rng(3).integers(3, 300, 60)]
@@ -159,6 +164,29 @@ def test_a_file_that_changes_ends_those_who_need_it(mixture: Path, change: Calla
     np.testing.assert_array_equal(step(first), expected)
 
 
+def test_a_pool_that_gets_no_more_memory_goes_on_with_what_it_has(
+    mixture: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = logits(loaded(mixture, None))
+    step, take, live = loaded(mixture, 100 * token_bytes(mixture)), expert_pool.aligned_zeros, list[int]()
+
+    def refuse(n_bytes: int, kind: type) -> NDArray[Any]:
+        if sum(live) + n_bytes > 1.5 * token_bytes(mixture):
+            raise MemoryError("the system gives no memory")
+        memory = take(n_bytes, kind)
+        live.append(n_bytes)
+        weakref.finalize(memory, live.remove, n_bytes)
+        return memory
+
+    monkeypatch.setattr(expert_pool, "aligned_zeros", refuse)
+    decoded = [step(make_batch([([id_], i, PAGES)])).copy() for i, id_ in enumerate(IDS)]
+    for found, each in zip(decoded, expected[1:-1], strict=True):
+        np.testing.assert_array_equal(found, each)
+    with pytest.raises(ExpertReadError, match="memory for experts ran out"):  # for all of a prompt's at once
+        step(make_batch([(IDS, 0, PAGES)]))
+    np.testing.assert_array_equal(step(make_batch([(IDS[:1], 0, PAGES)])), decoded[0])
+
+
 # -- Whole models --------------------------------------------------------------------------------------------------
 
 
@@ -178,6 +206,33 @@ def test_a_model_larger_than_memory_writes_the_same(mixture: Path) -> None:
         assert counts.experts.needed > 0 < counts.experts.read
     with pytest.raises(NotEnoughMemoryError, match=r"for experts of a token.* but .* is available"):
         localllm.load(mixture, context=64, max_memory=(whole.total - placed.experts_in_file) / 1e9)
+
+
+def test_the_plan_and_the_bench_say_what_stays_in_the_file(
+    mixture: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    with localllm.load(mixture, context=64) as llm:
+        total = llm.info.placement.total
+    limit = total - 2 * token_bytes(mixture)
+    shown = run_main(capfdbinary, "inspect", mixture, "--plan", "-c", "64", "--max-memory", str(limit / 1e9))
+    assert re.search(r"experts  .* stay in the file, .* of them at a time in memory: a token reads about", shown.out)
+    assert shown.err == ""
+    monkeypatch.setattr("localllm.loading.load.available_memory", lambda: limit)
+    monkeypatch.setattr("localllm.loading.load.RESERVE", 0)
+    shown = run_main(capfdbinary, "inspect", mixture, "--plan", "-c", "64", "--json")
+    assert "is larger than memory" in shown.err
+    assert "--max-memory says that it is meant so" in shown.err
+    plan = json.loads(shown.out)["plan"]
+    assert sum(group["pool"] for group in plan["groups"]) < plan["experts_in_file"]
+    assert plan["total"] <= limit
+    monkeypatch.setattr(bench, "disturbance", lambda other_cpus, scatter: None)
+    flags = "-q", "-p", "61", "-n", "61", "-r", "1", "--max-memory", str(limit / 1e9)
+    shown = run_main(capfdbinary, "bench", mixture, *flags)
+    for name in ("pp61", "tg61"):
+        assert re.search(rf"{name}: \d+% of experts were in memory; .* the disk gives .*B/s", shown.out)
+    experts = json.loads(run_main(capfdbinary, "bench", mixture, *flags, "--json").out)["results"][1]["experts"]
+    assert 0 <= experts["hits"] <= 1
+    assert experts["disk"] > 0
 
 
 def test_a_prompt_reads_each_expert_once(mixture: Path) -> None:

@@ -75,6 +75,8 @@ def run(arguments: argparse.Namespace) -> int:
             report = as_json(info, measured, busy)
             print(json.dumps(report, ensure_ascii=False, allow_nan=False), flush=True)
         elif form == "table":
+            experts = [f"{found.test.name}: {found.experts}" for found in measured if found.experts]
+            print(*[""] * bool(experts), *experts, sep="\n", end="\n" * bool(experts), flush=True)
             for each in (each for found in measured for each in found.profiles):
                 print("", *each.lines(), sep="\n", flush=True)
         scatter = max(scatter, *(found.scatter for found in measured))
@@ -102,7 +104,9 @@ def _show(form: str, info: ModelInfo, found: Measurement, *, is_first: bool) -> 
             print("|", " | ".join(cells), "|", flush=True)
     elif form != "json":
         values = {**_of_model(info), **found.as_json(), "test": found.test.name}
-        values = {key: value for key, value in values.items() if key not in ("n_tokens", "depth", "repetitions")}
+        values = {
+            key: value for key, value in values.items() if key not in ("n_tokens", "depth", "repetitions", "experts")
+        }
         if form == "jsonl":
             print(json.dumps(values, ensure_ascii=False, allow_nan=False), flush=True)
             return
@@ -225,6 +229,9 @@ other programs were busy while the ceiling was measured.
 --profile adds for each test, and each GPU, what the kernels of a step take, by operation: its launches, its time and
 its share, the bytes and operations that it cannot do without a second, and how near that is to the GPU's ceilings.
 "at work" is the part of the time in which the GPU had any of this to do.
+
+Of a model larger than memory it shows what share of its experts was in memory, how fast the others were read, and how
+fast the disk reads pieces of the file that the system has not in its cache.
 
 --serve measures `localllm serve` with clients that send prompts of -p and read replies of -n tokens on average: how
 many tokens and requests it does a second, and the time to the first token and between tokens (50 %, 95 % and 99 % of

@@ -119,11 +119,13 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
                 "weights": group.weights,
                 "kv_cache": group.kv_cache,
                 "scratch": group.scratch,
+                "pool": group.pool,
             }
             for group in placement.groups
         ],
         "devices": {device: placement.on(device).total for device in placement.devices},
         "encoder": None if plan.encoder is None else asdict(plan.encoder) | {"path": str(plan.encoder.path)},
+        "experts_in_file": placement.experts_in_file,
         "free": dict(plan.free),
         "total": _total(plan),
     }

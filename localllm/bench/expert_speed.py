@@ -1,0 +1,65 @@
+"""Experts that stay in the file of a model larger than memory: how many were in memory, and how fast others came."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from localllm.console import quantity
+from localllm.kernels.backend import ExpertReads
+from localllm.kernels.cpu.expert_pool import READERS
+
+#: Bytes of a read, about those of an expert's matrix, and of all reads of a measurement.
+_PIECE, _IN_ALL = 2 << 20, 256 << 20
+
+
+@dataclass(frozen=True)
+class ExpertSpeed:
+    hits: float  # share of the bytes of experts that were in memory when they were needed
+    read_bytes: int
+    rate: float  # bytes a second from the file, while any were being read
+    busy: float  # share of the time in which any were
+    disk: float  # bytes a second that the disk gives
+
+    @classmethod
+    def of(cls, before: ExpertReads, after: ExpertReads, seconds: float, disk: float) -> ExpertSpeed:
+        needed, read, read_s = after.needed - before.needed, after.read - before.read, after.read_s - before.read_s
+        hits = max(0.0, 1 - read / max(1, needed))
+        return cls(hits, read, read / read_s if read_s else 0.0, min(1.0, read_s / seconds), disk)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.hits:.0%} of experts were in memory; {quantity(self.read_bytes, 'B')} were read at "
+            f"{quantity(self.rate, 'B/s')}, {self.busy:.0%} of the time; the disk gives {quantity(self.disk, 'B/s')}"
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def disk_rate(path: Path) -> float:
+    """Bytes a second that as many threads as read experts get of scattered pieces of a file, past the system's cache
+    where it can be told to forget them."""
+    pieces = range(0, max(1, path.stat().st_size - _PIECE), _PIECE)
+    chosen = random.Random(time.monotonic_ns()).sample(pieces, min(len(pieces), _IN_ALL // _PIECE))
+    with path.open("rb", buffering=0) as file:
+        if hasattr(os, "posix_fadvise"):
+            for offset in chosen:
+                os.posix_fadvise(file.fileno(), offset, _PIECE, os.POSIX_FADV_DONTNEED)
+
+    def read(first: int) -> int:
+        with path.open("rb", buffering=0) as file:
+            n = 0
+            for offset in chosen[first::READERS]:
+                file.seek(offset)
+                n += len(file.read(_PIECE))
+            return n
+
+    with ThreadPoolExecutor(READERS) as threads:
+        begin = time.perf_counter()
+        return sum(threads.map(read, range(READERS))) / (time.perf_counter() - begin)
