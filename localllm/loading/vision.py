@@ -50,7 +50,7 @@ class _Compiled:
 
     stage: Stage
     step: Step | None = None
-    sizes: tuple[int, ...] = (0, 0, 0)  # patches, rows and pages of the cache that the step has room for
+    sizes: tuple[int, ...] = (0, 0, 0, 0)  # patches, rows, pages of the cache and frames that the step has room for
 
 
 @dataclass(eq=False)
@@ -273,7 +273,7 @@ class VisionEncoder:
         starts = np.cumsum([0, *lengths]).astype(np.int32)
         pages = [-(-length // self._computed_by.page_size) for length in lengths]
         n_outputs = sum(len(frame.outputs) for frame in frames)
-        step = yield from self._compiled(compiled, int(starts[-1]), n_outputs, sum(pages))
+        step = yield from self._compiled(compiled, int(starts[-1]), n_outputs, sum(pages), len(frames))
         tables = np.zeros((1, len(frames), max(pages)), np.int32)
         begin = 0
         for table, n in zip(tables[0], pages, strict=True):
@@ -292,6 +292,7 @@ class VisionEncoder:
             axes=np.concatenate([frame.axes for frame in frames], axis=1),
             begins=spans[0],
             ends=spans[1],
+            states=np.arange(len(frames), dtype=np.int32),
         )
         given = HostOutput(np.concatenate([frame.given for frame in frames]))
         rows = (yield from step.run_in_pieces(batch, PIECE_S, given)).rows()
@@ -299,7 +300,7 @@ class VisionEncoder:
         return np.split(made, np.cumsum([len(frame.outputs) for frame in frames])[:-1])
 
     def _compiled(self, compiled: _Compiled, *sizes: int) -> Generator[None, None, Step]:
-        """A step with room for so many patches, rows and pages: that of before, or a larger one in its place."""
+        """A step with room for so many patches, rows, pages and frames: that of before, or a larger one."""
         if compiled.step is None or any(size > room for size, room in zip(sizes, compiled.sizes, strict=True)):
             larger = tuple(map(max, sizes, compiled.sizes))
             footprint = self._footprint(compiled.stage.graph, *larger)
@@ -308,9 +309,11 @@ class VisionEncoder:
             compiled.step, compiled.sizes = footprint.load(None), larger
         return compiled.step
 
-    def _footprint(self, graph: Graph, n_tokens: int, n_outputs: int, n_pages: int) -> Footprint:
-        pages = (n_pages,) * len(graph.windows)
-        return self._computed_by.footprint(graph, n_pages=pages, max_tokens=n_tokens, max_outputs=n_outputs)
+    def _footprint(self, graph: Graph, n_tokens: int, n_outputs: int, n_pages: int, n_frames: int) -> Footprint:
+        sizes: Any = {"n_pages": (n_pages,) * len(graph.windows)}
+        if graph.states:
+            sizes["n_states"] = n_frames
+        return self._computed_by.footprint(graph, max_tokens=n_tokens, max_outputs=n_outputs, **sizes)
 
     @property
     def info(self) -> EncoderInfo:
@@ -320,7 +323,7 @@ class VisionEncoder:
             n_patches = STEP_PATCHES
             for compiled in each.stages:
                 n_rows, n_pages = n_patches // compiled.stage.n_joined, -(-n_patches // self._computed_by.page_size)
-                n_bytes += self._footprint(compiled.stage.graph, n_patches, n_rows, n_pages).n_bytes
+                n_bytes += self._footprint(compiled.stage.graph, n_patches, n_rows, n_pages, n_pages).n_bytes
                 n_patches = n_rows
         family = ", ".join(each.family for each in self.encoders.values())
         return EncoderInfo(self.path, family, n_bytes, self.n_tokens("image"), self.n_tokens("audio"))

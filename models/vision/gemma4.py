@@ -42,7 +42,7 @@ from localllm.models.vision.views import Diagonal, Product, floats
 _LINEARS = {"attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj"}
 _LINEARS |= {"attn_out": "self_attn.o_proj", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj"}
 _LINEARS |= {"ffn_down": "mlp.down_proj"}
-_BOUNDS = ("input_min", "input_max", "output_min", "output_max")
+BOUNDS = ("input_min", "input_max", "output_min", "output_max")
 
 HF_NAMES = (
     {
@@ -65,7 +65,7 @@ HF_NAMES = (
     | {
         f"v.blk.*.{ours}.{bound}": f"encoder.layers.*.{theirs}.{bound}"
         for ours, theirs in _LINEARS.items()
-        for bound in _BOUNDS
+        for bound in BOUNDS
     }
 )
 
@@ -92,7 +92,7 @@ def hf_keys(c: Checkpoint) -> dict[str, Any]:
 
 
 def hf_tensor(name: str, array: Array, c: Checkpoint) -> Array | Mapping[str, Array]:
-    if name.endswith(_BOUNDS):
+    if name.endswith(BOUNDS):
         return array.reshape(1)
     is_unified = c.values["model_type"] == "gemma4_unified"
     if name.endswith(".pos_embedding"):  # [places, 2, d]
@@ -123,6 +123,25 @@ class QuartersSwapped(WeightView):
         data = self.whole.data
         quarters = data.reshape(self.n_heads, 4, self.shape[0] // self.n_heads // 4, -1)
         return quarters[:, [0, 2, 1, 3]].reshape(data.shape)
+
+
+def clamped(at: Layer, x: Tensor, name: str, matrix: Matrix) -> Tensor:
+    """x times a matrix, both within the bounds that the file has."""
+
+    def within(x: Tensor, side: str) -> Tensor:
+        found = [at.weights.find(f"{name}.{side}_{end}", 1) for end in ("min", "max")]
+        low, high = (
+            default if each is None else float(floats(each)[0])
+            for each, default in zip(found, (-math.inf, math.inf), strict=True)
+        )
+        return x if math.isinf(low) and math.isinf(high) else at.add(Clamp(x, low, high))
+
+    return within(at.add(Linear(within(x, "input"), matrix)), "output")
+
+
+def clamped_linear(at: Layer, x: Tensor, name: str, n_out: int) -> Tensor:
+    """As `clamped`, by the matrix of that name."""
+    return clamped(at, x, name, at.weights.matrix(name, x.width, n_out))
 
 
 class Gemma4(VisionModel):
@@ -169,22 +188,6 @@ class Gemma4(VisionModel):
         added: Pixels = y[:rows, None] + x[None, :columns]
         return added.reshape(rows * columns, -1)
 
-    def clamped(self, at: Layer, x: Tensor, name: str, matrix: Matrix) -> Tensor:
-        """x times a matrix, both within the bounds that the file has."""
-
-        def within(x: Tensor, side: str) -> Tensor:
-            found = [at.weights.find(f"{name}.{side}_{end}", 1) for end in ("min", "max")]
-            low, high = (
-                default if each is None else float(floats(each)[0])
-                for each, default in zip(found, (-math.inf, math.inf), strict=True)
-            )
-            return x if math.isinf(low) and math.isinf(high) else at.add(Clamp(x, low, high))
-
-        return within(at.add(Linear(within(x, "input"), matrix)), "output")
-
-    def linear(self, at: Layer, x: Tensor, name: str, n_out: int) -> Tensor:
-        return self.clamped(at, x, name, at.weights.matrix(name, x.width, n_out))
-
     def layer(self, at: Layer, x: Tensor, cache: KVCache, rope: Rope | None) -> Tensor:
         y, n = norm(at, "ln1", x), self.n_heads
 
@@ -192,20 +195,20 @@ class Gemma4(VisionModel):
             return QuartersSwapped(weight, n)
 
         q, k = (
-            self.clamped(at, y, name, Matrix(turned(at.weights.matrix(name, y.width, y.width).weight, n)))
+            clamped(at, y, name, Matrix(turned(at.weights.matrix(name, y.width, y.width).weight, n)))
             for name in ("attn_q", "attn_k")
         )
-        v = self.linear(at, y, "attn_v", y.width)
+        v = clamped_linear(at, y, "attn_v", y.width)
         q_norm, k_norm = (
             HeadNorm(self.eps, turned(at.weights.vector(name, self.head_dim)))
             for name in ("attn_q_norm", "attn_k_norm")
         )
         q = at.add(RopeAppend(q, k, v, cache, rope, q_norm, k_norm, HeadNorm(self.eps)))
-        y = self.linear(at, at.add(Attention(q, cache, 1.0, causal=False)), "attn_out", self.n_embd)
+        y = clamped_linear(at, at.add(Attention(q, cache, 1.0, causal=False)), "attn_out", self.n_embd)
         x = add(at, norm(at, "attn_post_norm", y), x)
         y = norm(at, "ln2", x)
-        gate, up = (self.linear(at, y, name, self.n_ff) for name in ("ffn_gate", "ffn_up"))
-        y = self.linear(at, at.add(Gated(gate, up, self.activation)), "ffn_down", self.n_embd)
+        gate, up = (clamped_linear(at, y, name, self.n_ff) for name in ("ffn_gate", "ffn_up"))
+        y = clamped_linear(at, at.add(Gated(gate, up, self.activation)), "ffn_down", self.n_embd)
         return add(at, norm(at, "ffn_post_norm", y), x)
 
     def prepare(self, picture: Any, max_tokens: int | None = None) -> Prepared:

@@ -7,7 +7,7 @@ The convolutions of neighbouring values are not those of a graph: numpy computes
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from localllm.kernels.graph import Input, Linear, Rows, Tensor
 from localllm.kernels.reference import gelu_erf
 from localllm.models.hf_convert import Array
 from localllm.models.vision.encoder import Checkpoint, FrameRows, Pixels, Prepared
-from localllm.models.vision.sounds import RATE, Samples, log_mel
+from localllm.models.vision.sounds import RATE, Samples, convolved, log_mel
 from localllm.models.vision.views import floats
 from localllm.models.vision.whisper import ENCODER_NAMES, SoundModel
 
@@ -34,8 +34,6 @@ HF_NAMES = ENCODER_NAMES | {
 
 #: Frames of a spectrogram that are convolved together, tokens that come of them, and seconds that rows see.
 _CHUNK, _TOKENS, _SECONDS = 100, 13, 8
-#: Pieces of a convolution, between which the engine goes on with others.
-_PIECES = 4
 
 
 def hf_keys(c: Checkpoint) -> dict[str, Any]:
@@ -100,7 +98,7 @@ class Qwen3Sound(SoundModel):
             chunk = frame[start : start + _CHUNK]
             x = np.pad(chunk, ((0, _CHUNK - len(chunk)), (0, 0))).T[:, :, None]  # [bands, time, channels]
             for kernel, bias in self._convolutions:
-                x = yield from _convolved(x, kernel, bias)
+                x = yield from convolved(x, kernel, partial(_activated, bias))
             n = _n_tokens(len(chunk))
             given.append(np.hstack([x.transpose(1, 2, 0).reshape(x.shape[1], -1), self.position_table])[:n])
         rows = np.concatenate(given)
@@ -119,14 +117,6 @@ def _n_tokens(n_frames: int) -> int:
     return seconds * _TOKENS + -(-left // 8)
 
 
-def _convolved(x: Pixels, kernel: Pixels, bias: Pixels) -> Generator[None, None, Pixels]:
-    """x [height, width, n_in] with zeros around it, by a kernel of 3 × 3 at every other place, through GELU:
-    [⌈height/2⌉, ⌈width/2⌉, n_out]."""
-    padded = np.pad(x, ((1, 1), (1, 1), (0, 0)))
-    windows = np.lib.stride_tricks.sliding_window_view(padded, (3, 3), axis=(0, 1))[::2, ::2]
-    found = []
-    for part in np.array_split(windows, _PIECES):
-        values = part.reshape(part.shape[0] * part.shape[1], -1) @ kernel + bias
-        found.append(gelu_erf(values).reshape(*part.shape[:2], -1))
-        yield
-    return np.concatenate(found)
+def _activated(bias: Pixels, y: Pixels) -> Pixels:
+    activated: Pixels = gelu_erf(y + bias)
+    return activated

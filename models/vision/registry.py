@@ -84,6 +84,7 @@ PROJECTORS: dict[str, Projector] = {
         "qwen3vl qwen3vlmoe qwen35 qwen35moe",
         "qwen3_vl qwen3_vl_moe qwen3_5 qwen3_5_moe",
     ),
+    "gemma4a": Projector("gemma4_sound", "Gemma4Sound", "Gemma 4", "gemma4", "gemma4", kind="audio"),
     "gemma4ua": Projector(
         "gemma4_sound", "Gemma4UnifiedSound", "Gemma 4 12B", "gemma4", "gemma4_unified", kind="audio"
     ),

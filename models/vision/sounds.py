@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+from collections.abc import Callable, Generator
 from typing import Any
 
 import numpy as np
@@ -120,3 +121,20 @@ def log_mel(samples: Samples, n_mels: int) -> NDArray[np.float32]:
         found[i : i + 3000] = np.log10(np.maximum(power @ filters, 1e-10))
     scaled: Samples = (np.maximum(found, found.max() - 8) + 4) / 4
     return scaled
+
+
+#: Pieces of a convolution, between which the engine goes on with others.
+_PIECES = 4
+
+
+def convolved(x: Samples, kernel: Samples, behind: Callable[[Samples], Samples]) -> Generator[None, None, Samples]:
+    """x [height, width, n_in] with zeros around it, by a kernel of 3 × 3 [n_in * 9, n_out] at every other place, and
+    what ``behind`` makes of the result […, n_out]: [⌈height / 2⌉, ⌈width / 2⌉, n_out]."""
+    padded = np.pad(x, ((1, 1), (1, 1), (0, 0)))
+    windows = np.lib.stride_tricks.sliding_window_view(padded, (3, 3), axis=(0, 1))[::2, ::2]
+    found = []
+    for part in np.array_split(windows, min(_PIECES, len(windows))):
+        values = part.reshape(part.shape[0] * part.shape[1], -1) @ kernel
+        found.append(behind(values).reshape(*part.shape[:2], -1))
+        yield
+    return np.concatenate(found)

@@ -25,11 +25,13 @@ from localllm.models.vision.registry import PROJECTORS
 from localllm.models.vision.sounds import RATE, log_mel, mel_filters
 from localllm.quantize import plan, run
 from tests.helpers.checkpoints import write_tokenizer
+from tests.models.vision.families import FAMILIES as VISION_FAMILIES
 from tests.models.vision.families import GEMMA_4, TEXT, picture, processor_of, torch, transformers
 from tests.models.vision.test_seeing import TEMPLATE, logits
 from tests.models.vision.test_transformers import encoded
 
 Samples = NDArray[np.float32]
+FAMILY = VISION_FAMILIES["gemma4v"]
 #: Positions of the tiny encoders of Whisper's kind: their pieces of a sound are as many times 20 ms.
 N_POSITIONS = 40
 WHISPER = {"num_mel_bins": 80, "max_source_positions": N_POSITIONS}
@@ -182,7 +184,41 @@ class Gemma4Unified:
         processor_of("gemma4uv").save_pretrained(folder)
 
 
+class Gemma4(Gemma4Unified):
+    """With embeddings for each layer, as the E2B and E4B."""
+
+    seconds = (0.09, 3.01)
+
+    def __init__(self) -> None:
+        audio = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "output_proj_dims": 40}
+        text = GEMMA_4 | {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 300}
+        tokens = {"image_token_id": 7, "video_token_id": 8, "audio_token_id": 9}
+        config = transformers.Gemma4Config(
+            text_config=text, vision_config=FAMILY.settings["vision_config"], audio_config=audio, **tokens
+        )
+        self.model = random_model(transformers.Gemma4ForConditionalGeneration(config))
+        for key, bound in self.model.named_buffers():
+            if key.endswith(("_min", "_max")):  # which cut some values
+                bound.fill_(-2.0 if key.endswith("_min") else 1.5)
+
+    def features(self, samples: Samples) -> Any:
+        from transformers.models.gemma4.feature_extraction_gemma4 import Gemma4AudioFeatureExtractor
+
+        seen = Gemma4AudioFeatureExtractor()([samples], return_tensors="pt")
+        out = self.model.model.get_audio_features(seen["input_features"], seen["input_features_mask"])
+        return out.pooler_output[out.attention_mask]
+
+    def logits(self, ids: list[int], sounds: list[Samples]) -> Any:
+        """By ids, which embeddings for each layer are of."""
+        from transformers.models.gemma4.feature_extraction_gemma4 import Gemma4AudioFeatureExtractor
+
+        seen = Gemma4AudioFeatureExtractor()(sounds, return_tensors="pt")
+        given = torch.tensor([9 if id_ < 0 else id_ for id_ in ids])[None]
+        return self.model(input_ids=given, mm_token_type_ids=3 * (given == 9).int(), **seen).logits[0].numpy()
+
+
 FAMILIES: dict[str, Any] = {
+    "gemma4a": Gemma4,
     "gemma4ua": Gemma4Unified,
     "qwen3a": Qwen3ASR,
     "ultravox": Ultravox,
@@ -274,6 +310,8 @@ def test_features_are_those_of_transformers(
 
 def forward(family: Any, ids: list[int], sounds: list[Samples]) -> NDArray[np.float32]:
     """Transformers' logits [n, n_vocab]."""
+    if isinstance(family, Gemma4):
+        return family.logits(ids, sounds)  # type: ignore[no-any-return]
     given = torch.tensor(ids)
     embeddings = family.model.get_input_embeddings()(given.clamp(min=0))
     embeddings[given < 0] = torch.cat([family.features(samples) for samples in sounds])
