@@ -261,7 +261,7 @@ def hearing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., 
         encoder.close()
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(Backend, "step_tokens", step_tokens)
-            patched.setattr("localllm.kernels.reference._kept_type", lambda cache: np.float32)  # not float16
+            patched.setattr("localllm.kernels.reference._kept_types", lambda cache: [np.dtype(np.float32)] * 2)
             template = TEMPLATE.replace("MARKER", marker).replace("'image'", "'audio'")
             llm = localllm.load(folder / "model.gguf", device=device, context=512, threads=2, chat_template=template)
         loaded.append(llm)

@@ -56,7 +56,7 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., t
         encoder.close()
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(Backend, "step_tokens", step_tokens)
-            patched.setattr("localllm.kernels.reference._kept_type", lambda cache: np.float32)  # not float16
+            patched.setattr("localllm.kernels.reference._kept_types", lambda cache: [np.dtype(np.float32)] * 2)
             llm = localllm.load(folder / "model.gguf", device=device, context=1024, chat_template=template)
         loaded.append(llm)
         return model, llm
