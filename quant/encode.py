@@ -1,6 +1,7 @@
 """Quantisers: floats to blocks, in every format that files are published in.
 
-What each format can express is described here as data; the search for the best codes is in `localllm.quant.rounding`.
+What each format can express is described here as data; the search for the best codes, and plain rounding where none
+is asked for, are in `localllm.quant.rounding`.
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ import numpy.typing as npt
 
 from localllm.errors import ModelError
 from localllm.parallel import in_order
-from localllm.quant.bits import Bytes, Floats, Ints
+from localllm.quant.bits import Bytes, Floats, Ints, codes_of
 from localllm.quant.block_format import PackableFormat, Parts
 from localllm.quant.floats import bfloat16
 from localllm.quant.formats import FORMATS
-from localllm.quant.fp4 import MXFP4
+from localllm.quant.fp4 import E2M1_DOUBLED, HALF_E8M0, MXFP4
 from localllm.quant.iq_grids import grid
 from localllm.quant.iquants import IQ4_VALUES, GridFormat
 from localllm.quant.types import BLOCK_SIZES, GGMLType
 
-# Values that a thread encodes at a time.
-_CHUNK = 1 << 16
+# Values that a thread encodes at a time: what is made of them on the way stays in a core's second-level cache.
+_CHUNK = 1 << 17
 # The largest value that each type can be given: of floats what is not rounded to infinity, of others more than blocks
 # with float16 scales can hold, and little enough for sums of squares.
 _MOST = {GGMLType.F32: 3.4028235e38, GGMLType.F16: 65519.99, GGMLType.BF16: 3.3961774e38}
@@ -45,8 +46,10 @@ def quantize(
     feedback: Feedback | None = None,
     *,
     favours_large: bool = False,
+    search: bool = False,
 ) -> Bytes:
-    """Encode rows of values with the least weighted squared error that the search finds.
+    """Encode rows of values: in the types in `ROUNDED` as llama.cpp does, to the same bytes, unless ``weights`` or
+    ``search`` are given; else with the least weighted squared error that a search finds.
 
     Args:
         values: floating point [..., n], rounded to float32 first; ``n`` a multiple of the block length.
@@ -56,6 +59,7 @@ def quantize(
         feedback: instead of ``weights``, for the formats in `FEEDBACK`: the error is that of the products with the
             inputs that it was made of.
         favours_large: let large values count more, in the types in which that serves a model better.
+        search: look for better scales in the types in `ROUNDED`, too.
 
     Returns:
         uint8 [..., row_bytes].
@@ -81,6 +85,7 @@ def quantize(
         weights = feedback.weights
     rows = np.ascontiguousarray(values).reshape(-1, n)
     blocks = out.reshape(len(rows), -1, size.n_bytes)
+    rounds = type in ROUNDED and weights is None and not search
     importance = _importance(weights, n).reshape(-1, size.length)
     favours_large = favours_large and (type in _COARSE or (weights is not None and type in _WITH_WEIGHTS))
 
@@ -89,8 +94,10 @@ def quantize(
             chunk = rows[first : first + step].astype(np.float32, copy=False)
             if not -most <= chunk.min() <= chunk.max() <= most:  # NaN is neither
                 raise _unfit(type)
-            if feedback is None or type not in FEEDBACK:
-                x = chunk.reshape(-1, size.length)
+            x = chunk.reshape(-1, size.length)
+            if rounds:
+                done = _rounded(x, type)
+            elif feedback is None or type not in FEEDBACK:
                 done = _encode(x, type, _favouring_large(x, importance) if favours_large else importance)
             else:
                 done = _encode_with_feedback(chunk.copy(), type, importance, feedback.factor, favours_large)
@@ -299,6 +306,51 @@ def _codes(x: Floats, type: GGMLType, weights: Floats) -> tuple[npt.NDArray[np.i
     return out, scales, integers
 
 
+def _rounded(x: Floats, type: GGMLType) -> Bytes:
+    """Blocks [n_blocks, length] with scales from their largest and smallest values, bit for bit as in llama.cpp."""
+    from localllm.quant import rounding
+
+    n, single = len(x), np.float32
+    low, high = np.empty((2, n), single)
+    rounding.extremes(x, low, high)
+    largest = np.maximum(np.abs(high), np.abs(low))
+    codes = np.empty(x.shape, np.int8)
+    if type is GGMLType.MXFP4:
+        # 4 times the scale is the power of two at or below the largest value, as far as a float32 logarithm tells.
+        exponents = np.maximum(np.floor(np.log2(largest.astype(np.float64)).astype(single)) + 125, 0).astype(np.uint8)
+        rounding.to_powers(x, HALF_E8M0[exponents], codes)
+        return MXFP4().pack(codes, exponents)
+    given = _CODES[type]
+    lo, hi = single(given.lo), single(given.hi)
+    if lo == -hi:
+        scale: Floats = np.divide(largest, hi)
+        rounding.to_nearest(x, _inverse(scale), codes)
+        return _packed(type, codes, np.stack([scale, scale], axis=1), np.empty((2, 0), np.int16))
+    form = FORMATS[type]
+    blocks = np.empty((n, form.block_bytes), np.uint8)
+    block = form.fields(blocks)
+    if given.has_min:
+        scale, base = np.divide(high - low, hi), low
+        block["m"] = _finite_half(low, type)
+    else:
+        # The largest value, be it negative, has the lowest code; of two as large the first counts.
+        peak, base = np.where(high > -low, high, low), np.zeros(n, single)
+        (both,) = np.nonzero(high == -low)
+        peak[both] = x[both, np.abs(x[both]).argmax(axis=1)]
+        scale = np.divide(peak, lo)
+    block["d"] = _finite_half(scale, type)
+    assert form.layout.fields is not None
+    rounding.to_planes(x, base, _inverse(scale), -lo, hi - lo, form.layout.fields["qs"][1], blocks)
+    return blocks
+
+
+def _inverse(scale: Floats) -> Floats:
+    """1 / scale, and 0 where that is beyond float32."""
+    inverse: Floats = np.divide(np.float32(1), scale)
+    inverse[np.isinf(inverse)] = 0
+    return inverse
+
+
 def _packed(type: GGMLType, out: npt.NDArray[np.int8], scales: Floats, integers: npt.NDArray[np.int16]) -> Bytes:
     codes, form = _CODES[type], cast(PackableFormat, FORMATS[type])
     scale, minimum = _finite_half(scales, type).T
@@ -340,7 +392,7 @@ def _encode_mxfp4(x: Floats, weights: Floats) -> Bytes:
 
     levels, exponents = np.empty(x.shape, np.int8), np.empty(len(x), np.uint8)
     rounding.encode_powers(x, weights, levels, exponents, np.empty(rounding.TABLE, np.float32))
-    return MXFP4().pack(levels, exponents)
+    return MXFP4().pack(codes_of(E2M1_DOUBLED)[levels.view(np.uint8)], exponents)
 
 
 # -- Formats with a codebook ---------------------------------------------------------------------------------------
@@ -452,3 +504,9 @@ ENCODABLE: tuple[GGMLType, ...] = (
 
 FEEDBACK: tuple[GGMLType, ...] = tuple(_CODES)
 """Those of them in which errors can be handed on to later columns."""
+
+ROUNDED: tuple[GGMLType, ...] = (
+    GGMLType.Q4_0, GGMLType.Q4_1, GGMLType.Q5_0, GGMLType.Q5_1, GGMLType.Q8_0, GGMLType.MXFP4, GGMLType.TQ1_0,
+    GGMLType.TQ2_0,
+)  # fmt: skip
+"""Those in which values are only rounded unless there is importance or a search is asked for."""

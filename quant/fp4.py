@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from localllm.quant.bits import Bytes, Floats, Ints, bit_planes, codes_of, join_bit_planes
+from localllm.quant.bits import Bytes, Floats, Ints, bit_planes, join_bit_planes
 from localllm.quant.block_format import BlockFormat, register
 from localllm.quant.types import GGMLType
 
@@ -32,8 +32,6 @@ def _half_ue4m3() -> Floats:
     return (value / 2).astype(np.float32)
 
 
-_CODES = codes_of(E2M1_DOUBLED)
-
 #: Scales by their byte, halved: float32 [256].
 HALF_E8M0 = _half_e8m0()
 HALF_UE4M3 = _half_ue4m3()
@@ -56,12 +54,12 @@ class MXFP4(BlockFormat):
         np.take(E2M1_DOUBLED, codes, out=out, mode="clip")
         out *= HALF_E8M0[block["e"]][:, None]
 
-    def pack(self, levels: Ints, exponents: Ints) -> Bytes:
-        """Blocks from the doubled values of E2M1, int8 [n_blocks, 32], and exponents as stored, [n_blocks]."""
-        blocks = np.empty((len(levels), self.block_bytes), np.uint8)
+    def pack(self, codes: Ints, exponents: Ints) -> Bytes:
+        """Blocks from codes, one a byte, [n_blocks, 32], and exponents as stored, [n_blocks]."""
+        blocks = np.empty((len(codes), self.block_bytes), np.uint8)
         block = self.fields(blocks)
         block["e"] = exponents
-        block["qs"] = join_bit_planes(_CODES[levels.view(np.uint8)].reshape(-1, 2, 16), 4)
+        block["qs"] = join_bit_planes(codes.view(np.uint8).reshape(-1, 2, 16), 4)
         return blocks
 
 

@@ -43,12 +43,12 @@ STEPS = np.array([[c - LANES // 2, 0] for c in range(LANES)], np.float32).T.copy
 STEPS_WITH_MIN = np.array([[c // 5 - 3, c % 5 - 2] for c in range(LANES)], np.float32).T.copy()
 
 
-def jit(function):
+def jit(function, **options):
     """Compile a function that allocates nothing.
 
     It need not count references to arrays (``_nrt``), which takes as long as rounding a sub-block does.
     """
-    options = {"nogil": True, "error_model": "numpy", "_nrt": False}
+    options |= {"nogil": True, "error_model": "numpy", "_nrt": False}
     try:
         return njit(cache=True, **options)(function)
     except RuntimeError:  # nothing can be kept on disk
@@ -353,6 +353,74 @@ def feed_back(x, sub, lo, hi, lut, factor, out, ds, ss, errors, y):
             errors[b, i] = error
             for j in range(i + 1, y.size):
                 y[j] -= error * factor[i, j]
+
+
+# -- Plain rounding ------------------------------------------------------------------------------------------------
+#
+# A kernel a step, as LLVM finds vectors in short loops only.
+
+
+def _extremes(x, low, high):
+    """The lowest and the highest value of each block: [n_blocks, length] to float32 [n_blocks] twice."""
+    for b in range(x.shape[0]):
+        values = x[b]
+        least = most = values[0]
+        for i in range(values.size):
+            least = min(least, values[i])
+            most = max(most, values[i])
+        low[b], high[b] = least, most
+
+
+extremes = jit(_extremes, fastmath={"nnan", "nsz"})  # the order of comparisons changes nothing but the sign of a zero
+
+
+@jit
+def to_planes(x, base, inverse, offset, most, place, out):
+    """Writes (x - base) / scale, with ``offset`` for 0, as codes 0 … ``most`` of 4 or 5 bits, half a code up.
+
+    Args:
+        base, inverse: of each of the blocks [n_blocks, 32] what is subtracted, and 1 / scale.
+        place: where two planes of 16 codes go in the blocks ``out``; fifth bits lie before them.
+    """
+    half_up = offset + np.float32(0.5)
+    for b in range(x.shape[0]):
+        values, block, first, factor = x[b], out[b], base[b], inverse[b]
+        for i in range(16):
+            code = np.int32(min((values[i] - first) * factor + half_up, most))
+            above = np.int32(min((values[i + 16] - first) * factor + half_up, most))
+            block[place + i] = np.uint8((code & 15) | above << 4)
+        if most > 16:
+            fifth = np.uint32(0)
+            for i in range(32):
+                code = np.uint32(min((values[i] - first) * factor + half_up, most))
+                fifth |= (code >> np.uint32(4)) << np.uint32(i)
+            for i in range(4):
+                block[place - 4 + i] = np.uint8(fifth >> np.uint32(8 * i))
+
+
+@jit
+def to_nearest(x, inverse, out):
+    """int8 [n_blocks, length]: x / scale, the nearest integer, and half a code away from 0."""
+    for b in range(x.shape[0]):
+        values, codes, factor = x[b], out[b], inverse[b]
+        for i in range(values.size):
+            y = values[i] * factor
+            whole = np.int32(y)
+            rest = y - np.float32(whole)
+            codes[i] = np.int8(whole + np.int32(rest >= np.float32(0.5)) - np.int32(rest <= np.float32(-0.5)))
+
+
+@jit
+def to_powers(x, scale, out):
+    """The codes of E2M1, int8 [n_blocks, length], whose doubled values times ``scale`` are nearest; half way down."""
+    for b in range(x.shape[0]):
+        values, codes, one = x[b], out[b], scale[b]
+        for i in range(values.size):
+            size = abs(values[i])
+            code = np.int32(size > np.float32(0.5) * one) + np.int32(size > np.float32(1.5) * one)
+            code += np.int32(size > np.float32(2.5) * one) + np.int32(size > np.float32(3.5) * one)
+            code += np.int32(size > 5 * one) + np.int32(size > 7 * one) + np.int32(size > 10 * one)
+            codes[i] = np.int8(code + 8 * np.int32(values[i] < np.float32(-0.5) * one))
 
 
 # -- Codebooks -----------------------------------------------------------------------------------------------------

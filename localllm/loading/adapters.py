@@ -176,7 +176,7 @@ def merge(
                 values = dequantize(data, tensor.type).reshape(tensor.shape)
                 for a, b, share in parts:
                     values = values + share * (b @ a)
-                data = quantize(values, tensor.type)
+                data = quantize(values, tensor.type, search=True)
             writer.write(data)
             tensor.drop_pages()
             yield name

@@ -136,6 +136,7 @@ def choose_types(
     n_bytes: int | None = None,
     divergence: float | None = None,
     imatrix: ImportanceMatrix | None = None,
+    search: bool = False,
     progress: Progress | None = None,
 ) -> TypeChoice:
     """Choose a type for each tensor that is worth quantising.
@@ -145,14 +146,15 @@ def choose_types(
         pieces: token ids of a text, of the same even number each.
         n_bytes: of the file to be.
         divergence: instead, the Kullback-Leibler divergence on the text that it may have, in nats.
-        imatrix: the importance that it will be quantised with.
+        imatrix, search: what it will be quantised with.
     """
     meter = _DivergenceMeter(file, pieces, backend)
     feedbacks: dict[int, Feedback] = {}
 
     def encoded(tensor: TensorInfo, type: GGMLType) -> tuple[TensorInfo, float]:
-        work = TensorWork(TensorPlan(tensor, type), imatrix, feedbacks, allow_nan=False, threads=None)
-        data = np.concatenate([slab.reshape(-1, slab.shape[-1]) for _, slab in work.slabs()])
+        plan = TensorPlan(tensor, type)
+        work = TensorWork(plan, imatrix, feedbacks, allow_nan=False, threads=None, search=search)
+        data = np.concatenate([piece.reshape(-1, piece.shape[-1]) for _, piece in work.pieces()])
         return replace(tensor, type=type, data=data.reshape(*tensor.shape[:-1], -1)), work.result().error or 0.0
 
     options: dict[str, list[TypeOption]] = {}

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,7 @@ from localllm.files import check_is_new
 from localllm.gguf import Metadata
 from localllm.gguf.metadata import ValueType
 from localllm.gguf.writer import GGUFWriter, TensorSpec, encode_value
+from localllm.parallel import in_order
 from localllm.quant.bits import Floats
 from localllm.quant.encode import ENCODABLE, FEEDBACK, Feedback, quantize
 from localllm.quant.formats import FORMATS, dequantize
@@ -35,9 +36,9 @@ from localllm.quantize.mixes import (
 )
 from localllm.version import __version__
 
-# Values decoded, encoded and written at a time, and of those the ones whose error is measured.
-_SLAB = 1 << 24
-_SAMPLE = 1 << 19
+# Values that a thread decodes and encodes at a time, and those of a tensor whose error is measured.
+_PIECE = 1 << 17
+_SAMPLE = 1 << 17
 # Factors of Hessians in memory at a time.
 _KEPT_FEEDBACKS = 3
 _QUANTIZATION_VERSION = 2  # GGML_QNT_VERSION
@@ -107,7 +108,7 @@ class TensorPlan:
 @dataclass(frozen=True)
 class TensorResult:
     plan: TensorPlan
-    # the root of the weighted squared error over that of the weighted squares, measured on up to half a million
+    # the root of the weighted squared error over that of the weighted squares, measured on some hundred thousand
     # values; with a Hessian, of products with its inputs.  None where it was copied.
     error: float | None
     n_cleared: int = 0  # values that were not finite and became 0
@@ -122,6 +123,7 @@ class QuantizePlan:
     files: Sequence[tuple[Path, Sequence[TensorPlan]]]  # the output files, and the names of the tensors in each
     # tensors that cannot be quantised without an importance matrix and have none
     missing_importance: Sequence[TensorPlan]
+    search: bool = False  # look for the best scales where there is no importance, too
 
     @property
     def n_bytes(self) -> int:
@@ -139,6 +141,7 @@ def plan(
     overrides: Sequence[tuple[str, str]] = (),
     keep_split: bool = False,
     allow_requantize: bool = False,
+    search: bool = False,
 ) -> QuantizePlan:
     """Choose a type for every tensor.
 
@@ -151,6 +154,7 @@ def plan(
         overrides: regular expressions, and the type for tensors whose names have a match; the first one counts.
         keep_split: write as many files as the model has.
         allow_requantize: take tensors that are quantised already, at a loss.
+        search: as `localllm.quant.encode.quantize` takes it.
     """
     names = sorted(file.tensors, key=layer_order)
     if imatrix is not None:
@@ -171,7 +175,7 @@ def plan(
             importance = None if imatrix is None else imatrix.of(tensor.name, tensor.source.shape)
             if importance is None and needs_importance(tensor.name, tensor.new, mix):
                 missing.append(tensor)
-    return QuantizePlan(file, mix, imatrix, tensors, _files(file, target, tensors, keep_split), missing)
+    return QuantizePlan(file, mix, imatrix, tensors, _files(file, target, tensors, keep_split), missing, search)
 
 
 def _fitted(source: SourceTensor, wanted: GGMLType) -> TensorPlan:
@@ -283,9 +287,9 @@ def run(
             for tensor in tensors[writer.n_kept :]:
                 if progress:
                     progress(tensor, done, total)
-                work = TensorWork(tensor, plan.imatrix, feedbacks, allow_nan, threads)
-                for done_of_it, slab in work.slabs():
-                    writer.write(slab)
+                work = TensorWork(tensor, plan.imatrix, feedbacks, allow_nan, threads, plan.search)
+                for done_of_it, piece in work.pieces():
+                    writer.write(piece)
                     if progress:
                         progress(tensor, done + done_of_it, total)
                 tensor.source.drop_pages()
@@ -303,7 +307,7 @@ def _origin(plan: QuantizePlan, allow_nan: bool) -> str:
         inputs.append(plan.imatrix.path)
     stats = [path.stat() for path in inputs]
     files = [(os.fspath(path.resolve()), s.st_size, s.st_mtime_ns) for path, s in zip(inputs, stats, strict=True)]
-    return f"{__version__} {allow_nan} {files}"
+    return f"{__version__} {allow_nan} {plan.search} {files}"
 
 
 def _metadata(plan: QuantizePlan, number: int) -> dict[str, bytes]:
@@ -334,9 +338,19 @@ def _metadata(plan: QuantizePlan, number: int) -> dict[str, bytes]:
     return kept | new | (split if len(plan.files) > 1 else {})
 
 
+class _Piece(NamedTuple):
+    """Encoded rows; of some of them the squared error and the squares, and values of all that were not finite."""
+
+    data: np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
+    error: float = 0.0
+    whole: float = 0.0
+    n_cleared: int = 0
+
+
 class TensorWork:
-    """Encodes a tensor, a slab of rows at a time, and measures the error.  ``feedbacks``: made of Hessians so far, by
-    their ids; those of one file share a dictionary.
+    """Encodes a tensor in threads, some rows at a time, and measures the error.
+
+    ``feedbacks``: made of Hessians so far, by their ids; those of one file share a dictionary.
     """
 
     def __init__(
@@ -346,6 +360,7 @@ class TensorWork:
         feedbacks: dict[int, Feedback],
         allow_nan: bool,
         threads: int | None,
+        search: bool,
     ) -> None:
         self.tensor = tensor
         self.n_cleared = 0  # values that were not finite
@@ -357,7 +372,8 @@ class TensorWork:
                 self._hessian = imatrix.entries[tensor.name].hessian
         self._feedback = None if self._hessian is None else self._feedback_of(self._hessian, feedbacks)
         self._allow_nan = allow_nan
-        self._threads = threads
+        self._threads = threads or os.cpu_count() or 1
+        self._search = search
         self._error = self._whole = 0.0
 
     def _feedback_of(self, hessian: Floats, feedbacks: dict[int, Feedback]) -> Feedback:
@@ -371,7 +387,7 @@ class TensorWork:
                 raise ModelError(f"tensor {quoted(self.tensor.name)}: {error}") from None
         return feedbacks[id(hessian)]
 
-    def slabs(self) -> Iterator[tuple[int, np.ndarray[tuple[int, ...], np.dtype[np.uint8]]]]:
+    def pieces(self) -> Iterator[tuple[int, np.ndarray[tuple[int, ...], np.dtype[np.uint8]]]]:
         """The encoded bytes, rows after rows, each with the bytes of the source that are done after it."""
         source = self.tensor.source
         n = source.shape[-1] if source.shape else 1
@@ -379,44 +395,53 @@ class TensorWork:
         groups = source.shape[0] if per_expert else 1
         data = source.data  # of a checkpoint, read now
         data = data.reshape(groups, -1, data.shape[-1] if data.ndim else 1)
-        step = max(_SLAB // n, 1)
+        step, every = max(_PIECE // n, 1), max(source.n_values // _SAMPLE, 1)
+
+        def encode(at: tuple[int, int]) -> tuple[int, _Piece]:
+            group, first = at
+            rows = data[group, first : first + step]
+            weights = self._importance if self._importance is None or not per_expert else self._importance[group]
+            return rows.nbytes, self._encode(rows, weights, slice(-first % every, None, every))
+
+        places = [(group, first) for group in range(groups) for first in range(0, data.shape[1], step)]
         done = 0
-        for group in range(groups):
-            weights = None
-            if self._importance is not None:
-                weights = self._importance[group] if per_expert else self._importance
-            for first in range(0, data.shape[1], step):
-                rows = data[group, first : first + step]
-                done += rows.nbytes
-                yield done, self._encode(rows, weights)
+        for n_bytes, piece in map(encode, places) if len(places) < 2 else in_order(encode, places, self._threads):
+            done += n_bytes
+            self._error += piece.error
+            self._whole += piece.whole
+            self.n_cleared += piece.n_cleared
+            yield done, piece.data
 
     def _encode(
-        self, rows: np.ndarray[tuple[int, ...], np.dtype[np.uint8]], weights: Floats | None
-    ) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
+        self, rows: np.ndarray[tuple[int, ...], np.dtype[np.uint8]], weights: Floats | None, sample: slice
+    ) -> _Piece:
+        """Encodes rows and measures the error of the ``sample`` of them."""
         old, new = self.tensor.old, self.tensor.new
         if self.tensor.is_copied and old not in _FLOATS:
-            return rows
-        values = dequantize(rows, old)
-        finite = np.isfinite(values)
-        if not finite.all():
-            if not self._allow_nan:
-                raise ModelError(
-                    f"tensor {quoted(self.tensor.name)} has {(~finite).sum():,} values that are NaN or infinite: the "
-                    "model is damaged; get it again, or let them become 0 (--allow-nan)"
-                )
-            self.n_cleared += int((~finite).sum())
-            values[~finite] = 0
-        if self.tensor.is_copied and finite.all():
-            return rows
+            return _Piece(rows)
+        values, n_cleared = dequantize(rows, old), 0
+        if not -np.inf < values.min() <= values.max() < np.inf:  # NaN is neither
+            values, n_cleared = self._cleared(values)
+        if self.tensor.is_copied and not n_cleared:
+            return _Piece(rows)
         try:
-            encoded = quantize(values, new, weights, self._threads, self._feedback, favours_large=True)
+            encoded = quantize(values, new, weights, 1, self._feedback, favours_large=True, search=self._search)
         except ModelError as error:
             raise ModelError(f"tensor {quoted(self.tensor.name)}: {error}") from None
-        every = max(values.size // _SAMPLE, 1)
-        was = values[::every].astype(np.float32)
-        self._error += self._square(was - dequantize(encoded[::every], new), weights)
-        self._whole += self._square(was, weights)
-        return encoded
+        was = values[sample]
+        lost = self._square(was - dequantize(encoded[sample], new), weights)
+        return _Piece(encoded, lost, self._square(was, weights), n_cleared)
+
+    def _cleared(self, values: Floats) -> tuple[Floats, int]:
+        """Values with 0 for those that are not finite, and how many of them there are."""
+        finite = np.isfinite(values)
+        if not (self._allow_nan or finite.all()):
+            raise ModelError(
+                f"tensor {quoted(self.tensor.name)} has values that are NaN or infinite: the model is damaged; get "
+                "it again, or let them become 0 (--allow-nan)"
+            )
+        values[~finite] = 0
+        return values, int((~finite).sum())
 
     def _square(self, rows: Floats, weights: Floats | None) -> float:
         """The sum of the squares of rows, weighted; with a Hessian, of their products with its inputs."""

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from localllm.errors import ModelError
-from localllm.quant.encode import ENCODABLE, FEEDBACK, Feedback, quantize
+from localllm.quant.encode import ENCODABLE, FEEDBACK, ROUNDED, Feedback, quantize
 from localllm.quant.formats import dequantize
 from localllm.quant.iquants import IQ4_VALUES
 from localllm.quant.types import BLOCK_SIZES, GGMLType
@@ -66,8 +66,8 @@ def of_types(*types: GGMLType) -> pytest.MarkDecorator:
 
 
 def decoded(values: Floats, type: GGMLType, weights: Floats | None = None) -> Floats:
-    """Encoded, and decoded with the gguf package."""
-    blocks = quantize(values, type, weights)
+    """Encoded with the search, and decoded with the gguf package."""
+    blocks = quantize(values, type, weights, search=True)
     back: Floats = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType(type)).astype(np.float32)
     return back.reshape(values.shape)
 
@@ -110,8 +110,8 @@ def test_importance_counts_in_proportion_only(type: GGMLType) -> None:
     values, weights = normal(2, 512, 3), importance(512)
     np.testing.assert_array_equal(quantize(values, type, weights), quantize(values, type, 1024 * weights))
     same = np.full(512, 7, np.float32)
-    np.testing.assert_array_equal(quantize(values, type, same), quantize(values, type))
-    np.testing.assert_array_equal(quantize(values, type, 0 * same), quantize(values, type))
+    np.testing.assert_array_equal(quantize(values, type, same), quantize(values, type, search=True))
+    np.testing.assert_array_equal(quantize(values, type, 0 * same), quantize(values, type, same))
 
 
 def test_large_values_can_count_more() -> None:
@@ -170,7 +170,11 @@ def digests() -> dict[str, str]:
     values, weights = normal(16, 1024, 7), importance(1024)
     found = {}
     for type in BLOCKS:
-        blocks = [quantize(values, type), quantize(values, type, weights, favours_large=True)]
+        blocks = [
+            quantize(values, type),
+            quantize(values, type, search=True),
+            quantize(values, type, weights, favours_large=True),
+        ]
         found[type.name] = hashlib.sha256(np.stack(blocks).tobytes()).hexdigest()
     return found
 
@@ -186,6 +190,41 @@ def test_another_processor_writes_the_same_bytes() -> None:
         [sys.executable, "-c", code], env=os.environ | plain, capture_output=True, text=True, check=True
     )
     assert eval(done.stdout) == digests()
+
+
+ROUNDING_CASES = {
+    "normal": normal(64, 1024, 8),
+    # peaks of both signs, and values half way between codes
+    "coarse": np.round(4 * normal(64, 1024, 9)) / 4,
+    "heavy tails": np.random.default_rng(10).standard_t(2, (64, 1024)).astype(np.float32),
+    "next to powers of two": np.nextafter(np.exp2(np.round(3 * normal(64, 1024, 11))), np.float32(0)),
+    "small": normal(64, 1024, 12) * np.float32(1e-30),
+    "one sign": -np.abs(normal(64, 1024, 13)),
+    "zeros": np.zeros((1, 1024), np.float32),
+}
+
+
+@of_types(*ROUNDED)
+@pytest.mark.parametrize("case", ROUNDING_CASES)
+def test_plain_rounding_writes_the_bytes_of_the_gguf_package(type: GGMLType, case: str) -> None:
+    values = ROUNDING_CASES[case]
+    expected = gguf.quants.quantize(values, gguf.GGMLQuantizationType(type))
+    np.testing.assert_array_equal(quantize(values, type, threads=2), expected)
+
+
+@of_types(*ROUNDED)
+def test_the_search_is_better_than_plain_rounding(type: GGMLType) -> None:
+    values = normal(24, 1024)
+    plain = relative_rms(values, dequantize(quantize(values, type), type))
+    assert 0.5 * plain < relative_rms(values, decoded(values, type)) < 0.98 * plain
+
+
+@of_types(*ROUNDED)
+def test_values_too_small_for_rounding_become_zero(type: GGMLType) -> None:
+    values = np.tile(np.array([1e-45, -1e-45, 3e-44, 0, -1e-39, 1e-38, -0.0, 2e-40], np.float32), 32)
+    with np.errstate(all="raise"):
+        back = dequantize(quantize(values[None], type), type)
+    assert np.abs(back).max() < 2e-38
 
 
 def sweep(x: Floats, w: Floats, levels: npt.NDArray[np.float64]) -> float:

@@ -58,6 +58,7 @@ def run(arguments: argparse.Namespace) -> None:
             overrides=overrides,
             keep_split=arguments.keep_split,
             allow_requantize=arguments.allow_requantize,
+            search=arguments.search,
         )
         carry_out(planned, arguments)
 
@@ -80,6 +81,7 @@ def _chosen(
             n_bytes=arguments.target_size,
             divergence=arguments.target_kl,
             imatrix=imatrix,
+            search=arguments.search,
             progress=lambda done, total: status.show(f"{done} of {total} tensors measured"),
         )
     if not arguments.quiet:
@@ -216,6 +218,7 @@ COMMAND = Command(
             )
         ),
         flag("--pure", "TYPE for all tensors that are quantised"),
+        flag("--search", "look for the best scales where values would only be rounded"),
         flag("--keep-split", "write as many files as the model has"),
         DRY_RUN,
         REQUANTIZE,
@@ -228,6 +231,9 @@ common; an unknown TYPE lists all.  Types below 3 bits need --imatrix.
 
 --target-size and --target-kl choose a type for each tensor: the effect of its precision on the text is measured, and
 bytes go where they most reduce the divergence from the original (Kullback-Leibler, in nats per token).
+
+Without --imatrix, values become Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, MXFP4, TQ1_0 and TQ2_0 by rounding, as in llama.cpp;
+--search takes longer and makes the error 3 to 13 % smaller, of ternary types half.
 
 The error of a tensor is the root of its squared error over that of its squares, weighted by importance.
 """,
