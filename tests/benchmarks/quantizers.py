@@ -1,6 +1,7 @@
 """Our quantiser and llama.cpp's side by side: errors and times, types of tensors, and files in its hands.
 
     python -m tests.benchmarks.quantizers errors [TYPE …] [--real model.safetensors] [--rows 256]
+    python -m tests.benchmarks.quantizers files [TYPE …] --model f16.gguf
     python -m tests.benchmarks.quantizers mixes
     python -m tests.benchmarks.quantizers logits
     python -m tests.benchmarks.quantizers divergence --model f16.gguf --text calibration.txt --test other.txt
@@ -8,13 +9,14 @@
 
 ``errors`` encodes the same matrices with the same importance on as many threads: normal, with heavy tails (Student's
 t, three degrees of freedom), and a model's, where one is given.  The error is the root of the (weighted) squared
-error over that of the squares.  ``mixes`` compares the type of every tensor, for every mix, in files of models of
-many kinds that ``llama_model_quantize`` writes; the exit code is 1 if one differs.  ``logits`` quantises a tiny model
-with every mix and prints how far the logits of llama.cpp and of localllm are apart on the same file.  ``divergence``
-quantises a real model with the same importance and prints the Kullback-Leibler divergence from the original: of
-llama.cpp's file, of ours, and of ours with error feedback.  ``perplexity`` measures a model and its divergence from
-another on the first chunks of a text, by our command's code and from llama.cpp's logits; the exit code is 1 if they
-are more than 0.1 % apart.
+error over that of the squares.  ``files`` quantises a file in turn, without importance, and compares the seconds and
+the bytes of each tensor of that type.  ``mixes`` compares the type of every tensor, for every mix, in files of models
+of many kinds that ``llama_model_quantize`` writes; the exit code is 1 if one differs.  ``logits`` quantises a tiny
+model with every mix and prints how far the logits of llama.cpp and of localllm are apart on the same file.
+``divergence`` quantises a real model with the same importance and prints the Kullback-Leibler divergence from the
+original: of llama.cpp's file, of ours, and of ours with error feedback.  ``perplexity`` measures a model and its
+divergence from another on the first chunks of a text, by our command's code and from llama.cpp's logits; the exit
+code is 1 if they are more than 0.1 % apart.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ from localllm.evaluate import BaseLogits, perplexity
 from localllm.evaluate import divergence as divergence_of
 from localllm.gguf import GGUFFile
 from localllm.kernels.cpu.backend import CPUBackend
-from localllm.quant.encode import ENCODABLE, quantize
+from localllm.quant.encode import ENCODABLE, ROUNDED, quantize
 from localllm.quant.formats import dequantize
 from localllm.quant.types import BLOCK_SIZES, GGMLType
 from localllm.quantize import MIXES, ImportanceMatrix, plan, run
@@ -157,6 +159,36 @@ def errors(types: Sequence[GGMLType], rows: int, real: Path | None, threads: int
     return 0
 
 
+# -- Files ---------------------------------------------------------------------------------------------------------
+
+
+def files(folder: Path, model: Path, types: Sequence[GGMLType], threads: int) -> int:
+    n_different = 0
+    print(f"{'type':<8} {'ours s':>8} {'theirs s':>8} {'ratio':>6}  tensors with other bytes")
+    for type in types:
+        ours, other = folder / "ours.gguf", folder / "theirs.gguf"
+        mix = next(name for name, (_, of_mix) in MIXES.items() if of_mix is type)
+        times: list[list[float]] = [[], []]
+        for _ in range(REPETITIONS):
+            for path in (ours, other):
+                path.unlink(missing_ok=True)
+            begin = time.perf_counter()
+            with GGUFFile.open(model) as file:
+                list(run(plan(file, ours, mix, allow_requantize=True), threads=threads))
+            middle = time.perf_counter()
+            if not their_file(model, other, MIXES[mix][0], None, threads):
+                raise SystemExit(f"llama.cpp does not write {mix}")
+            times[0].append(middle - begin)
+            times[1].append(time.perf_counter() - middle)
+        mine, its = map(min, times)
+        with GGUFFile.open(ours) as a, GGUFFile.open(other) as b:
+            found = [name for name, tensor in a.tensors.items() if tensor.type is type]
+            differ = [name for name in found if not np.array_equal(a.tensors[name].data, b.tensors[name].data)]
+        n_different += len(differ)
+        print(f"{type.name:<8} {mine:8.2f} {its:8.2f} {mine / its:6.2f}  {len(differ)} of {len(found)}", flush=True)
+    return int(n_different > 0)
+
+
 # -- Types of tensors ----------------------------------------------------------------------------------------------
 
 #: Architecture, layers, width, feed-forward width, heads, key-value heads, experts, whether embeddings are tied,
@@ -207,11 +239,13 @@ class _Importance(ctypes.Structure):
     _fields_ = (("name", ctypes.c_char_p), ("data", ctypes.c_void_p), ("size", ctypes.c_size_t))
 
 
-def their_file(source: Path, target: Path, file_type: int, importance: dict[str, Floats] | None) -> bool:
+def their_file(
+    source: Path, target: Path, file_type: int, importance: dict[str, Floats] | None, threads: int = 0
+) -> bool:
     """``llama_model_quantize``; whether it wrote the file."""
     api = _binding()
     parameters = api.llama_model_quantize_default_params()
-    parameters.ftype = file_type
+    parameters.ftype, parameters.nthread, parameters.allow_requantize = file_type, threads, True
     entries = (_Importance * (len(importance or {}) + 1))()
     for i, (name, values) in enumerate((importance or {}).items()):
         entries[i] = _Importance(name.encode(), values.ctypes.data, values.size)
@@ -352,7 +386,7 @@ def perplexities(folder: Path, model: Path, original: Path, test: Path, context:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("errors", "mixes", "logits", "divergence", "perplexity"))
+    parser.add_argument("what", choices=("errors", "files", "mixes", "logits", "divergence", "perplexity"))
     parser.add_argument("types", nargs="*", type=GGMLType.__getitem__, metavar="TYPE")
     parser.add_argument("--real", type=Path, metavar="FILE", help="a safetensors file")
     parser.add_argument("--rows", type=int, default=256)
@@ -370,6 +404,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         if arguments.what == "errors":
             return errors(arguments.types or ENCODABLE, arguments.rows, arguments.real, arguments.threads)
+        if arguments.what == "files":
+            return files(Path(folder), arguments.model, arguments.types or ROUNDED, arguments.threads)
         if arguments.what == "divergence":
             given = arguments.model, arguments.text, arguments.test, arguments.context, arguments.threads
             return divergence(Path(folder), *given, arguments.svg)
