@@ -151,6 +151,7 @@ def by_chat(llm: LLM) -> Ask:
     return ask
 
 
+@pytest.mark.timeout(600 + 5 * N_FILES)
 @pytest.mark.filterwarnings("ignore:.*is an animation of")
 def test_every_front_end_sees_or_refuses_damaged_pictures(
     llm: LLM, server: Serving, compat: Llama, files: Path, tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
