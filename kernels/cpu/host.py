@@ -10,6 +10,7 @@ import math
 import mmap
 import os
 import platform
+import struct
 import sys
 import time
 from pathlib import Path
@@ -38,8 +39,18 @@ LLVM_BYTES = 192 << 20
 #: A limit of the address space below which hardly anything runs.
 MIN_ADDRESS_SPACE = 1 << 30
 
+#: The share of the fastest core's speed from which on one decodes, and below which it computes nothing: who waits at
+#: a barrier would wait for it.
+DECODES, COMPUTES = 0.7, 0.25
+#: Speed of the cores of the next lower class where the system tells nothing but classes; and what an Intel E core
+#: does in a cycle beside a P core.
+LOWER_CLASS = EFFICIENT = 0.6
+
 #: Most threads that anybody may ask for: so many for each processor, or this many where there are few.
 THREADS_PER_CPU, FEW_THREADS = 4, 64
+
+#: Of a SYSTEM_CPU_SET_INFORMATION (winnt.h), at least.
+_CPU_SET_BYTES = 32
 
 _CPUS = Path("/sys/devices/system/cpu")
 _MEMORY = Path("/proc/meminfo")
@@ -114,24 +125,80 @@ def usable_cpus() -> int:
 
 def usable_cores() -> int:
     """Physical cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        # Processors that share a core name the same siblings.
-        siblings = {text_of(_CPUS / f"cpu{n}/topology/thread_siblings_list").strip() for n in os.sched_getaffinity(0)}
-        if "" not in siblings:
-            return len(siblings)
-    import psutil
-
-    usable = usable_cpus()
-    return min(usable, psutil.cpu_count(logical=False) or usable)
+    return len(core_speeds())
 
 
-def default_threads() -> int:
-    """One thread for each physical core that this process may use, but none beyond what a control group grants.
+def core_speeds() -> list[float]:
+    """How fast each physical core is that this process may use, as a share of the fastest one's speed.
+
+    All are equal where the system does not tell.
+    """
+    tell = {"darwin": _speeds_on_macos, "win32": _speeds_on_windows}.get(sys.platform, _speeds_on_linux)
+    if not (found := tell()):
+        import psutil
+
+        usable = usable_cpus()
+        found = [1.0] * min(usable, psutil.cpu_count(logical=False) or usable)
+    fastest = max(found)
+    return [speed / fastest if fastest else 1.0 for speed in found]
+
+
+def _speeds_on_linux() -> list[float]:
+    """Arm tells capacities, others the highest clock; and where Intel's processors differ, which are Atoms."""
+    if not hasattr(os, "sched_getaffinity"):
+        return []
+    atoms, speeds = _cpu_list(text_of(_CPUS.parent.parent / "cpu_atom" / "cpus")), dict[str, float]()
+    for n in os.sched_getaffinity(0):
+        cpu = _CPUS / f"cpu{n}"
+        speed = text_of(cpu / "cpu_capacity") or text_of(cpu / "cpufreq" / "cpuinfo_max_freq") or "0"
+        siblings = text_of(cpu / "topology" / "thread_siblings_list").strip()  # the same of those that share a core
+        speeds[siblings] = float(speed) * (EFFICIENT if n in atoms else 1)
+    return [] if "" in speeds else list(speeds.values())
+
+
+def _cpu_list(text: str) -> set[int]:
+    """The numbers in a list such as ``0-3,8``."""
+    ranges = [part.partition("-") for part in text.strip().split(",") if part]
+    return {n for first, _, last in ranges for n in range(int(first), int(last or first) + 1)}
+
+
+def _speeds_on_macos() -> list[float]:
+    levels = range(_sysctl_int("hw.nperflevels"))  # the fastest first; none on Intel
+    return [LOWER_CLASS**i for i in levels for _ in range(_sysctl_int(f"hw.perflevel{i}.physicalcpu"))]
+
+
+def _speeds_on_windows() -> list[float]:
+    """By efficiency classes, of which the highest is the fastest."""
+    classes = dict[tuple[int, int], int]()
+    if sys.platform == "win32":
+        call, process, n_bytes = (
+            ctypes.windll.kernel32.GetSystemCpuSetInformation,
+            ctypes.c_void_p(-1),
+            ctypes.c_ulong(0),
+        )
+        call(None, 0, ctypes.byref(n_bytes), process, 0)
+        data, place = ctypes.create_string_buffer(n_bytes.value), 0
+        known = n_bytes.value if call(data, n_bytes, ctypes.byref(n_bytes), process, 0) else 0
+        while place + _CPU_SET_BYTES <= known:
+            size, _, _, group, _, core, _, _, efficiency = struct.unpack_from("<IIIHBBBBB", data, place)
+            classes[group, core] = efficiency
+            place += max(size, _CPU_SET_BYTES)
+    return [LOWER_CLASS ** (max(classes.values()) - found) for found in classes.values()]
+
+
+def has_unequal_cores() -> bool:
+    """Whether some cores are so much slower that threads may differ in what they compute."""
+    return min(core_speeds()) < DECODES
+
+
+def default_threads(least_speed: float = COMPUTES) -> int:
+    """One thread for each physical core of such a speed that this process may use, but none beyond what a control
+    group grants.
 
     Threads wait for each other many times a token: one that has used up its quota stops them all.
     """
     quota = cpu_quota()
-    cores = usable_cores()
+    cores = sum(speed >= least_speed for speed in core_speeds())
     return max(1, cores if quota is None else min(cores, math.ceil(quota)))
 
 

@@ -24,7 +24,7 @@ from localllm.errors import DeviceError, KernelError
 from localllm.kernels import process
 from localllm.kernels.buffers import Address, Buffer
 from localllm.kernels.cpu.compiler import Variant, addresses, kernel, variant
-from localllm.kernels.cpu.host import check_memory
+from localllm.kernels.cpu.host import check_memory, has_unequal_cores
 from localllm.kernels.cpu.simd import call_kernel, call_sleep, fetch_add, load_atomic, load_i64, pause, store_atomic
 from localllm.kernels.cpu.target import Target
 from localllm.kernels.process import Process
@@ -38,8 +38,9 @@ SPIN_SECONDS = 100e-6
 TRIAL_SPINS, SPIN_TRIALS = 4096, 3
 #: Microseconds that it sleeps at a time.  Systems take some tens more.
 SLEEP_US = 1
-#: Chunks of an instruction's work for each thread: more balance better, fewer cost less.
-CHUNKS_PER_THREAD = 4
+#: Chunks of an instruction's work for each thread: more balance better, fewer cost less.  Where cores are unequal,
+#: threads wait at the end for one that a slow core has begun.
+CHUNKS_PER_THREAD, CHUNKS_ON_UNEQUAL_CORES = 4, 16
 #: More units than any instruction has.
 ALL_UNITS = 1 << 62
 #: Of an instruction's units in a piece, one in so many is computed first, to see how long they take.
@@ -58,19 +59,19 @@ _ENTRY = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
 
 
 @kernel
-def run_program(begin, end, table, n_instructions, header, counters, barrier, most_spins, sleep, stop, most):
+def run_program(begin, end, table, n_instructions, header, counters, barrier, most_spins, sleep, stop, most, chunks):
     """Runs a program as thread ``begin`` of ``end``: of each instruction the units before ``stop``.
 
     table: int64 [n, 8]: kernel, arguments, units a header number, which header number, wait afterwards.
     counters: int64, one a line, the first unit at first.  most: so many units at most are left.  barrier: int64,
     threads that have arrived, and a line further, how often all have.  most_spins: of a waiting thread before it
-    sleeps.  sleep: the address of a C function that sleeps for so many microseconds.
+    sleeps.  sleep: the address of a C function that sleeps for so many microseconds.  chunks: for each thread.
     """
     for i in range(n_instructions):
         entry = table + INSTRUCTION * i
         function, arguments = load_i64(entry), load_i64(entry + 8)
         units = min(stop, load_i64(entry + 16) * load_i64(header + 8 * load_i64(entry + 24)))
-        chunk = max(1, min(units, most) // (end * CHUNKS_PER_THREAD))
+        chunk = max(1, min(units, most) // (end * chunks))
         if end == 1:
             chunk = max(1, units)
         place = fetch_add(counters + LINE * i, chunk)
@@ -158,8 +159,8 @@ class Program:
         parts = (self._table, header, self._counters, self._barrier)
         table, head, counters, barrier = (a.ctypes.data for a in parts)
         spins, sleep = spins_in(SPIN_SECONDS, target), _sleep_function()
-        ends = ALL_UNITS, ALL_UNITS
-        self._call = np.array([table, len(instructions), head, counters, barrier, spins, sleep, *ends], np.int64)
+        numbers = spins, sleep, ALL_UNITS, ALL_UNITS, _chunks_per_thread()
+        self._call = np.array([table, len(instructions), head, counters, barrier, *numbers], np.int64)
 
     def run(
         self, workers: Workers, before: Callable[[], None] = lambda: None, *, threads: int | None = None
@@ -195,7 +196,7 @@ class Program:
                 call, first = self._call.copy(), done
                 call[:2] = self._table[i:].ctypes.data, 1
                 call[3] = self._counters[i:].ctypes.data
-                call[7:] = first + n, n
+                call[7:9] = first + n, n
 
                 def prepare(i: int = i, first: int = first) -> None:
                     if i == 0:
@@ -208,6 +209,11 @@ class Program:
                 done += n
                 n = max(1, int(done * piece_s / max(seconds, 1e-6)))
                 yield
+
+
+@functools.cache
+def _chunks_per_thread() -> int:
+    return CHUNKS_ON_UNEQUAL_CORES if has_unequal_cores() else CHUNKS_PER_THREAD
 
 
 def _pack(instruction: Instruction, arena: int) -> bytes:

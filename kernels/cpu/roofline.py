@@ -17,12 +17,15 @@ from numpy.typing import NDArray
 
 from localllm.kernels.cpu.compiler import Variant, kernel, variant
 from localllm.kernels.cpu.dots import dot32_s8, dot32_u4, dot32_u5, dot32_u6
+from localllm.kernels.cpu.matmul import REST_SUMS, few_tokens
 from localllm.kernels.cpu.memory import aligned_zeros
 from localllm.kernels.cpu.program import Instruction, Program, Workers
 from localllm.kernels.cpu.simd import *
 from localllm.kernels.cpu.target import Target, choose
 from localllm.kernels.cpu.templates import device, static_range
-from localllm.kernels.cpu.tiles import FETCH_AHEAD
+from localllm.kernels.cpu.tiles import FETCH_AHEAD, TILES, x_tile_bytes
+from localllm.quant.packing import LAYOUTS
+from localllm.quant.types import GGMLType
 
 #: Bytes that a thread reads in one unit of work.
 UNIT = 1 << 16
@@ -30,6 +33,8 @@ UNIT = 1 << 16
 STREAMS = 4
 #: Vectors read in turn from each of them.
 VECTORS = 2
+#: Columns of the matrix in `DecodeTest`.
+DECODED_COLUMNS = 4096
 #: Bytes of the stack in `copy_through_frame`.
 FRAME = 1 << 15
 #: Bytes that one measurement of bandwidth reads at least: smaller buffers are read several times.
@@ -68,6 +73,15 @@ def read_words(begin, end, data, sums):
         for s in static_range(STREAMS - 1):
             total[0, 0] = total[0, 0] + total[s + 1, 0]
         store_i32(sums + 4 * unit, sum_int_lanes(total[0, 0]))
+
+
+@kernel
+def multiply_rows(begin, end, weights, x, y):
+    """Units of sixteen rows of a matrix in ``N_TILES`` tiles times one token: as `matmul_quantised` has it."""
+    sums = stack(2 * REST_SUMS)
+    for unit in range(begin, end):
+        few_tokens(1, weights + unit * (N_TILES * TILE_BYTES), N_TILES, x, sums)
+        store_f32x16(y + 64 * unit, load_f32x16(sums))
 
 
 @kernel
@@ -162,8 +176,7 @@ def _timed(
 class ReadTest:
     """Reads a buffer from memory, or from the caches that it fits into.
 
-    It is as large as what is judged reads (``n_bytes``), so that the same caches serve both.  If ``flushed``, all
-    caches are emptied of it before each measurement, which is then of memory however large they are (not on Arm).
+    It is as large as what is judged reads (``n_bytes``), so that the same caches serve both.
     """
 
     def __init__(
@@ -172,30 +185,59 @@ class ReadTest:
         target: Target,
         n_bytes: int,
         progress: Callable[[int, int], None] | None = None,
-        *,
-        flushed: bool = False,
     ) -> None:
         n_units = max(1, -(-n_bytes // UNIT))
         self.data, self._sums = aligned_zeros(n_units * UNIT // 4, np.uint32), np.zeros(n_units, np.uint32)
         # Pages never written to are all the same one.
         self.data.reshape(n_units, -1)[:] = np.arange(UNIT // 4, dtype=np.uint32)
-        n_passes = 1 if flushed else -(-MIN_READ // self.data.nbytes)
+        n_passes = -(-MIN_READ // self.data.nbytes)
         self._n_bytes = n_passes * self.data.nbytes
         operands, code = [self.data, self._sums], variant(read_words, target)
         self._seconds = _timed(workers, code, operands, n_units, progress, n_passes)
-        self._flush = (
-            _timed(workers, variant(flush_words, target), [self.data], n_units, progress) if flushed else None
-        )
 
-    def bandwidth(self, threads: int | None = None) -> float:
-        """Bytes a second, measured now, with all threads or with so many of them."""
-        if self._flush is not None:
-            self._flush(None)
-        return self._n_bytes / self._seconds(threads)
+    def bandwidth(self) -> float:
+        """Bytes a second, measured now."""
+        return self._n_bytes / self._seconds(None)
 
     def total(self) -> int:
         """The sum of the buffer's words modulo 2^32, as the last measurement read them."""
         return int(self._sums.sum(dtype=np.uint32))
+
+
+class DecodeTest:
+    """Multiplies a matrix in Q4_K with one token, as decoding does.
+
+    All caches are emptied of the matrix before each measurement, which is then of memory however large they are (not
+    on Arm).  ``n_bytes``: of the matrix.
+    """
+
+    def __init__(
+        self,
+        workers: Workers,
+        target: Target,
+        n_bytes: int,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        layout = LAYOUTS[GGMLType.Q4_K]
+        n_tiles, blocks = DECODED_COLUMNS // layout.columns, layout.columns // 32
+        row_bytes = n_tiles * layout.tile_bytes  # of sixteen rows
+        n_units = max(1, n_bytes // row_bytes)
+        self.weights = aligned_zeros(-(-n_units * row_bytes // UNIT) * UNIT, np.uint8)
+        self.weights[:] = 0x11  # pages never written to are all the same one
+        self.x = aligned_zeros(x_tile_bytes.function(n_tiles * blocks), np.uint8)
+        self.y = np.zeros(16 * n_units, np.float32)
+        constants = {"TILE_BYTES": layout.tile_bytes, "BLOCKS": blocks, **TILES[GGMLType.Q4_K].constants}
+        code = variant(multiply_rows, target, N_TILES=n_tiles, **constants)
+        self._n_bytes, arguments = n_units * row_bytes, [self.weights, self.x, self.y]
+        self._seconds = _timed(workers, code, arguments, n_units, progress)
+        self._flush = _timed(
+            workers, variant(flush_words, target), [self.weights], len(self.weights) // UNIT, progress
+        )
+
+    def bandwidth(self, threads: int | None = None) -> float:
+        """Bytes of weights a second, measured now, with all threads or with so many of them."""
+        self._flush(None)
+        return self._n_bytes / self._seconds(threads)
 
 
 def frames_work(workers: Workers, target: Target, progress: Callable[[int, int], None] | None = None) -> bool:

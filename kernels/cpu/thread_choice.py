@@ -1,7 +1,8 @@
-"""How many threads decode: where the curve of read bandwidth over threads bends, measured on each machine and kept.
+"""How many threads decode: where the curve of its speed over threads bends, measured on each machine and kept.
 
-Decoding reads every weight for each token, and on most machines fewer threads than there are cores read as fast as
-memory can.  More of them only wait for each other.  (A prompt, which multiplies, takes all cores.)
+Decoding reads every weight for each token, and on most machines fewer threads than there are cores do that as fast as
+memory can.  More of them only wait for each other, and so would fast cores for slow ones: no more threads decode than
+there are fast cores.  (A prompt, which multiplies, takes all cores.)
 
 The choice is kept beside the compiled kernels, for the machine as this process may use it.  One that was measured
 while other programs computed is not believed: all cores are used then, and it is soon measured again.
@@ -21,6 +22,7 @@ from pathlib import Path
 from localllm.kernels.code_cache import cache_root, write_aside
 from localllm.kernels.cpu.control_groups import cpu_quota
 from localllm.kernels.cpu.host import (
+    DECODES,
     OTHER_CPUS,
     OtherLoad,
     available_memory,
@@ -91,7 +93,7 @@ def choose_threads(target: Target, progress: Progress | None = None) -> ThreadCh
         with _lock:
             known = _known(key, cores)  # another thread may have measured meanwhile
             if known is None:
-                known = _chosen[key] = _measure(cores, target)
+                known = _chosen[key] = _measure(cores, target, default_threads(DECODES))
                 _save(key, known)
     return known
 
@@ -106,7 +108,7 @@ def _known(key: str, cores: int) -> ThreadChoice | None:
 
 
 def knee(bandwidth: Bandwidth, cores: int) -> tuple[int, dict[int, float]]:
-    """The fewest threads that read as fast as any number does, nearly; and what was measured to find them.
+    """The fewest threads that decode as fast as any number does, nearly; and what was measured to find them.
 
     Doubles the number of threads up to ``cores``, and halves the gap in which the curve reaches `ENOUGH`: some
     2 log2(cores) measurements.
@@ -127,37 +129,38 @@ def _compile(target: Target, progress: Progress | None) -> None:
     """Compiles what `_measure` runs, if it is not in the cache."""
     # Imported here: it is seldom measured, and every start imports this module.
     from localllm.kernels.cpu.program import Workers
-    from localllm.kernels.cpu.roofline import ReadTest
+    from localllm.kernels.cpu.roofline import DecodeTest
 
     workers = Workers(1)
     try:
-        ReadTest(workers, target, 1, progress, flushed=True)
+        DecodeTest(workers, target, 1, progress)
     finally:
         workers.close()
 
 
-def _measure(cores: int, target: Target) -> ThreadChoice:
+def _measure(cores: int, target: Target, fast_cores: int) -> ThreadChoice:
     from localllm.kernels.cpu.program import Workers
-    from localllm.kernels.cpu.roofline import ReadTest
+    from localllm.kernels.cpu.roofline import DecodeTest
 
     n_bytes = min(N_BYTES, available_memory() // PART_OF_MEMORY)
     workers = Workers(cores)
     try:
-        test = ReadTest(workers, target, n_bytes, flushed=True)
+        test = DecodeTest(workers, target, n_bytes)
         test.bandwidth()  # starts the threads
         others = OtherLoad()
-        decode, curve = knee(lambda n: max(test.bandwidth(n) for _ in range(TRIES)), cores)
+        decode, curve = knee(lambda n: max(test.bandwidth(n) for _ in range(TRIES)), fast_cores)
         other_cpus = others.cpus()
     finally:
         workers.close()
     if other_cpus > OTHER_CPUS:
-        decode = cores
+        decode = fast_cores
     return ThreadChoice(decode, cores, tuple(sorted(curve.items())), time.time(), other_cpus)
 
 
 def _machine(cores: int, target: Target) -> str:
     """Tells machines apart, and what of one a process may use."""
-    facts = (cpu_model(), usable_cpus(), cores, cpu_quota(), last_level_cache(), target.name)
+    parts = cores, default_threads(DECODES)
+    facts = (cpu_model(), usable_cpus(), parts, cpu_quota(), last_level_cache(), target.name)
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 

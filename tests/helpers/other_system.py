@@ -73,7 +73,9 @@ MSVCRT = SimpleNamespace(LK_NBLCK=2, locking=locking)
 
 
 KERNEL32 = SimpleNamespace(
-    SwitchToThread=ctypes.CDLL(None).sched_yield, IsProcessorFeaturePresent=lambda number: False
+    SwitchToThread=ctypes.CDLL(None).sched_yield,
+    IsProcessorFeaturePresent=lambda number: False,
+    GetSystemCpuSetInformation=lambda *_: 0,
 )
 
 

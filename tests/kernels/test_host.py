@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import os
 import platform
+import struct
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -124,6 +125,7 @@ def make_machine(
         topology = folder / f"cpu{cpu}" / "topology"
         topology.mkdir(parents=True)
         (topology / "thread_siblings_list").write_text(names + "\n")
+    elsewhere(monkeypatch, "linux")
     monkeypatch.setattr(host, "_CPUS", folder)
     monkeypatch.setattr(host, "cpu_quota", lambda: quota)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: allowed, raising=False)
@@ -159,6 +161,72 @@ def test_the_largest_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
         folder.mkdir(parents=True)
         (folder / "size").write_text(size + "\n")
     assert host.last_level_cache() == 33792 << 10
+
+
+def make_speeds(folder: Path, file: str, speeds: list[int], atoms: str = "") -> Path:
+    """Processors' folder in a made-up /sys, where a file in each tells how fast it is."""
+    cpus = folder / "system" / "cpu"
+    for n, speed in enumerate(speeds):
+        for name, text in ((file, str(speed)), ("topology/thread_siblings_list", str(n))):
+            path = cpus / f"cpu{n}" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text + "\n")
+    if atoms:
+        (folder / "cpu_atom").mkdir()
+        (folder / "cpu_atom" / "cpus").write_text(atoms + "\n")
+    return cpus
+
+
+UNEQUAL = {
+    "Snapdragon 8 Gen 3": ("cpu_capacity", [1024, 912, 912, 860, 860, 860, 336, 336], "", (8, 6, True)),
+    "big and LITTLE": ("cpu_capacity", [1024, 1024, 1024, 1024, 220, 220, 220, 220], "", (4, 4, True)),
+    "Core i5": ("cpufreq/cpuinfo_max_freq", [4_600_000] * 2 + [3_400_000] * 4, "2-5", (6, 2, True)),
+    "favoured cores": ("cpufreq/cpuinfo_max_freq", [5_200_000] * 2 + [4_900_000] * 6, "", (8, 8, False)),
+    "not told": ("other", [0, 0], "", (2, 2, False)),
+}
+
+
+@pytest.mark.parametrize(("file", "speeds", "atoms", "expected"), UNEQUAL.values(), ids=UNEQUAL)
+def test_unequal_cores_on_linux(
+    file: str,
+    speeds: list[int],
+    atoms: str,
+    expected: tuple[int, int, bool],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    elsewhere(monkeypatch, "linux")
+    make_machine(monkeypatch, tmp_path, {}, set(range(len(speeds))))
+    monkeypatch.setattr(host, "_CPUS", make_speeds(tmp_path, file, speeds, atoms))
+    assert (host.default_threads(), host.default_threads(host.DECODES), host.has_unequal_cores()) == expected
+
+
+def test_unequal_cores_on_macos(monkeypatch: pytest.MonkeyPatch) -> None:
+    elsewhere(monkeypatch, "darwin")
+    monkeypatch.setattr(host, "cpu_quota", lambda: None)
+    known = {"hw.nperflevels": 2, "hw.perflevel0.physicalcpu": 4, "hw.perflevel1.physicalcpu": 6}
+    monkeypatch.setattr(host, "_sysctl_int", lambda name: known.get(name, 0))
+    assert (host.default_threads(), host.default_threads(host.DECODES), host.has_unequal_cores()) == (10, 4, True)
+
+
+def test_unequal_cores_on_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two P cores of two processors each, and four E cores."""
+    cores = [(0, 1), (0, 1), (1, 1), (1, 1), (2, 0), (3, 0), (4, 0), (5, 0)]
+    data = b"".join(struct.pack("<IIIHBBBBB13x", 32, 0, i, 0, i, core, 0, 0, e) for i, (core, e) in enumerate(cores))
+
+    def information(into: Any, length: Any, size: Any, process: Any, flags: int) -> int:
+        size._obj.value = len(data)
+        if into is None:
+            return 0
+        assert len(into) == length.value == len(data)
+        into[:] = data
+        return 1
+
+    elsewhere(monkeypatch, "win32")
+    monkeypatch.setattr(host, "cpu_quota", lambda: None)
+    kernel32 = SimpleNamespace(GetSystemCpuSetInformation=information)
+    monkeypatch.setattr(ctypes, "windll", SimpleNamespace(kernel32=kernel32), raising=False)
+    assert (host.default_threads(), host.default_threads(host.DECODES), host.has_unequal_cores()) == (6, 2, True)
 
 
 def test_default_threads_where_the_system_tells_no_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from localllm.kernels import process
 from localllm.kernels.cpu import program as program_module
 from localllm.kernels.cpu.compiler import kernel, variant
 from localllm.kernels.cpu.program import Instruction, Job, Program, Workers, spins_in
-from localllm.kernels.cpu.simd import load_atomic, load_i64, pause, store_atomic
+from localllm.kernels.cpu.simd import fetch_add, load_atomic, load_i64, pause, store_atomic
 from localllm.kernels.cpu.target import choose
 
 TARGET = choose()
@@ -510,3 +510,34 @@ def test_pieces_are_the_whole(threads: int) -> None:
     program.run(workers, before)
     assert (counts[1:, :997] == 2).all()
     workers.close()
+
+
+@kernel
+def slow_first_unit(begin, end, done, others, n_units):
+    """The thread that takes unit 0 is done once all units but those taken with it are; it notes how many these are.
+
+    done: int64, units that are done.  others: int64, units that the slow thread did not take.
+    """
+    if begin == 0:
+        for _ in range(1 << 40):
+            if load_atomic(done) >= n_units - end:
+                break
+            pause()
+        store_atomic(others, n_units - end)
+    else:
+        fetch_add(done, end - begin)
+
+
+@pytest.mark.parametrize("is_unequal", [False, True])
+def test_a_slow_thread_takes_one_small_piece(monkeypatch: pytest.MonkeyPatch, is_unequal: bool) -> None:
+    """Nobody waits for it to compute an equal share: with fixed shares this would not end."""
+    monkeypatch.setattr(program_module, "has_unequal_cores", lambda: is_unequal)
+    program_module._chunks_per_thread.cache_clear()
+    numbers, n = np.zeros(2, np.int64), 640
+    place = numbers.ctypes.data
+    slow = Instruction(variant(slow_first_unit, TARGET), (place, place + 8, n), n, 0)
+    workers = Workers(2)
+    Program([slow], np.ones(1, np.int64), TARGET, numbers).run(workers)
+    workers.close()
+    program_module._chunks_per_thread.cache_clear()
+    assert numbers.tolist() == [n - n // (32 if is_unequal else 8)] * 2

@@ -23,6 +23,7 @@ from localllm.kernels.cpu.roofline import (
     ROUNDS,
     UNIT,
     UNITS,
+    DecodeTest,
     MultiplyTest,
     ReadTest,
     Roofline,
@@ -55,12 +56,16 @@ def test_all_words_are_read(target: Target, workers: Workers, n_bytes: int) -> N
     assert test.total() == int(test.data.sum(dtype=np.uint64)) % (1 << 32)
 
 
-def test_what_is_flushed_from_the_caches_is_read_nevertheless(target: Target, workers: Workers) -> None:
-    test = ReadTest(workers, target, 3 * UNIT, flushed=True)
-    for seed in range(2):
-        test.data[:] = np.random.default_rng(seed).integers(0, 1 << 32, len(test.data), np.uint32)
-        assert test.bandwidth() > 0
-        assert test.total() == int(test.data.sum(dtype=np.uint64)) % (1 << 32)
+def test_all_rows_are_decoded(target: Target, workers: Workers) -> None:
+    """A matrix whose rows are all the same, times a token: each gets the same number, not 0, with any threads."""
+    test = DecodeTest(workers, target, 3 * UNIT)
+    test.x[:] = 1
+    for threads in (1, 2):
+        test.y[:] = np.nan
+        assert test.bandwidth(threads) > 0
+        assert len(np.unique(test.y)) == 1
+        assert np.isfinite(test.y[0])
+        assert test.y[0] != 0
 
 
 def test_frames_of_several_pages(target: Target, workers: Workers) -> None:

@@ -47,7 +47,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
         decode, curve = knee(lambda n: 1e10 * min(n, 3), cores)
         return ThreadChoice(decode, cores, tuple(sorted(curve.items())), state["now"], state["busy"])
 
-    monkeypatch.setattr(thread_choice, "default_threads", lambda: 8)
+    monkeypatch.setattr(thread_choice, "default_threads", lambda *_: 8)
     monkeypatch.setattr(thread_choice, "cpu_model", lambda: state["cpu"])
     monkeypatch.setattr(thread_choice, "cache_root", lambda: tmp_path / "cache")
     monkeypatch.setattr(thread_choice, "_measure", measure)
@@ -141,17 +141,17 @@ def test_where_nothing_can_be_kept(
 
 
 def test_one_core_leaves_nothing_to_choose(machine: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(thread_choice, "default_threads", lambda: 1)
+    monkeypatch.setattr(thread_choice, "default_threads", lambda *_: 1)
     assert choose_threads(choose()) == ThreadChoice(1, 1)
     assert machine["measured"] == 0
 
 
 @pytest.mark.parametrize("others", [0.0, 1.5])
 def test_a_real_measurement(monkeypatch: pytest.MonkeyPatch, others: float) -> None:
-    """Whatever it finds; while others compute, all cores are taken."""
+    """Whatever it finds; while others compute, all fast cores are taken."""
     monkeypatch.setattr(thread_choice, "N_BYTES", 1 << 20)
     monkeypatch.setattr(thread_choice.OtherLoad, "cpus", lambda _: others)
-    choice = thread_choice._measure(3, choose())
+    choice = thread_choice._measure(4, choose(), 3)
     assert [n for n, _ in choice.curve][-1] == 3
     assert all(rate > 0 for _, rate in choice.curve)
     assert choice.is_disturbed == (others > 0)
@@ -164,8 +164,7 @@ def test_a_measurement_takes_little_memory(monkeypatch: pytest.MonkeyPatch, avai
     asked: list[int] = []
 
     class Test:
-        def __init__(self, workers: object, target: Target, n_bytes: int, *, flushed: bool) -> None:
-            assert flushed
+        def __init__(self, workers: object, target: Target, n_bytes: int) -> None:
             asked.append(n_bytes)
 
         def bandwidth(self, threads: int = 1) -> float:
@@ -173,8 +172,8 @@ def test_a_measurement_takes_little_memory(monkeypatch: pytest.MonkeyPatch, avai
 
     monkeypatch.setattr(thread_choice, "available_memory", lambda: available)
     monkeypatch.setattr(thread_choice, "last_level_cache", lambda: 480 << 20)
-    monkeypatch.setattr("localllm.kernels.cpu.roofline.ReadTest", Test)
-    thread_choice._measure(2, choose())
+    monkeypatch.setattr("localllm.kernels.cpu.roofline.DecodeTest", Test)
+    thread_choice._measure(2, choose(), 2)
     assert asked == [taken]
     assert taken < 100 << 20
 
@@ -184,12 +183,12 @@ def test_progress_may_wait_for_a_thread_that_chooses_too(monkeypatch: pytest.Mon
     measured: list[ThreadChoice] = []
     real = thread_choice._measure
 
-    def measure(cores: int, target: Target) -> ThreadChoice:
-        measured.append(real(cores, target))
+    def measure(cores: int, target: Target, fast_cores: int) -> ThreadChoice:
+        measured.append(real(cores, target, fast_cores))
         return measured[-1]
 
     monkeypatch.setenv("LOCALLLM_CACHE", str(tmp_path))
-    monkeypatch.setattr(thread_choice, "default_threads", lambda: 2)
+    monkeypatch.setattr(thread_choice, "default_threads", lambda *_: 2)
     monkeypatch.setattr(thread_choice, "N_BYTES", 1 << 20)
     monkeypatch.setattr(thread_choice, "_measure", measure)
     monkeypatch.setattr(thread_choice, "_chosen", {})

@@ -270,7 +270,7 @@ def _threads(target: Target, compiling: Callable[[int, int], None] | None) -> It
         advice = None
         if choice.is_disturbed:
             advice = f"other programs kept {choice.other_cpus:.1f} processors busy: close them, and ask again later"
-        yield Finding("kernels", "read by threads", f"{curve} (measured {when})", advice)
+        yield Finding("kernels", "decoded by threads", f"{curve} (measured {when})", advice)
 
 
 def _kernel_test(target: Target, compiling: Callable[[int, int], None] | None) -> Finding:

@@ -215,15 +215,15 @@ def test_the_curve_of_the_threads_is_shown(monkeypatch: pytest.MonkeyPatch) -> N
     choice = ThreadChoice(2, 4, ((1, 1e10), (2, 1.9e10), (4, 2e10)), 1e9)
     monkeypatch.setattr(thread_choice, "choose_threads", lambda *_: choice)
     assert found("default threads").value.startswith("2 to decode, 4 for prompts")
-    curve = found("read by threads")
+    curve = found("decoded by threads")
     assert curve.value.startswith("1: 10 GB/s, 2: 19 GB/s, 4: 20 GB/s (measured 2001-09-0")
     assert curve.advice is None
     monkeypatch.setattr(thread_choice, "choose_threads", lambda *_: replace(choice, other_cpus=1.5))
-    advice = found("read by threads").advice
+    advice = found("decoded by threads").advice
     assert advice is not None
     assert "other programs kept 1.5 processors busy" in advice
     monkeypatch.setattr(thread_choice, "choose_threads", lambda *_: ThreadChoice(1, 1))
-    assert "read by threads" not in [finding.name for finding in doctor.findings()]
+    assert "decoded by threads" not in [finding.name for finding in doctor.findings()]
 
 
 def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
