@@ -259,11 +259,11 @@ def _dot_maddubs(b: Any, sums: Any, pairs: list[tuple[Any, Any]], bits: int, sum
 
 def _dot_sdot(b: Any, sums: Any, pairs: list[tuple[Any, Any]], bits: int, sum_x: Any) -> Any:
     totals = halves(b, sums, 4)
-    for w, x in pairs:  # codes of fewer than 8 bits are the same number signed
-        totals = [
-            intrinsic(b, "llvm.aarch64.neon.sdot.v4i32.v16i8", t.type, t, u, v)
-            for t, u, v in zip(totals, halves(b, w, 4), halves(b, x, 4), strict=True)
-        ]
+    pieces = [(halves(b, w, 4), halves(b, x, 4)) for w, x in pairs]
+    for k in range(4):  # a quarter after the other, so that few codes wait in registers
+        for w, x in pieces:  # codes of fewer than 8 bits are the same number signed
+            name = "llvm.aarch64.neon.sdot.v4i32.v16i8"
+            totals[k] = intrinsic(b, name, totals[k].type, totals[k], w[k], x[k])
     return join(b, totals)
 
 

@@ -300,7 +300,8 @@ def experts_quantised(begin, end, experts, n_groups, tables, n_tiles, x, pairs, 
         if biases != 0:
             bias = biases + load_i64(entry) * y_stride
         if n_places == 1:
-            few_tokens(1, tiles, n_tiles, x + first_place // TOKENS * x_tile_bytes(n_tiles * BLOCKS), sums)
+            records = x + first_place // TOKENS * x_tile_bytes(n_tiles * BLOCKS)
+            few_tokens(1, tiles, n_tiles, slab, records, sums)
             place = load_i64(pairs + 8 * first_place) * y_stride + rows
             store_rows(load_f32x16(sums), bias, 0, y, rows, place)
         else:

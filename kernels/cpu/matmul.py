@@ -64,8 +64,12 @@ def store_rows(acc, bias, residual, y, rows, place):
 
 
 @template
-def few_tokens(n, tiles, n_tiles, x, sums):
-    """sums = sixteen rows times n tokens of one tile of activations: each block is multiplied as it is unpacked."""
+def few_tokens(n, tiles, n_tiles, slab, x, sums):
+    """sums = sixteen rows times n tokens of one tile of activations: each block is multiplied as it is unpacked.
+
+    With QUARTERS, unpacked codes that waited for a token's rests would take registers from those being multiplied: the
+    few tiles that have rests are unpacked once more, into the slab.
+    """
     for i in static_range(n):
         acc[i] = zero_f32x16()
         store_f32x16(sums + (REST_SUMS + 64 * i), zero_f32x16())
@@ -75,7 +79,14 @@ def few_tokens(n, tiles, n_tiles, x, sums):
     rests = x_tile_bytes(n_tiles * BLOCKS) - n_tiles * (BLOCKS * X_STEP)
     for first in range(0, n_tiles * BLOCKS, BLOCKS):
         flags = load_i64(all_flags + first // SLAB * 8) >> (first % SLAB)
-        UNPACK(acc, n, tile, record, X_STEP, flags, rests, sums + REST_SUMS)
+        if QUARTERS and n == 1 and BITS < 8:
+            UNPACK(acc, n, tile, record, X_STEP, 0, 0, 0)
+            flags &= (1 << BLOCKS) - 1
+            if flags != 0:
+                UNPACK(none, 0, opaque(tile), slab, BLOCK_BYTES, 0, 0, 0)
+                multiply_rests(slab, record + rests, flags, sums + REST_SUMS)
+        else:
+            UNPACK(acc, n, tile, record, X_STEP, flags, rests, sums + REST_SUMS)
         tile += TILE_BYTES
         record += BLOCKS * X_STEP
     for i in static_range(n):
@@ -159,14 +170,13 @@ def multiply_tokens(n_tokens, tiles, n_tiles, slab, sums, x):
     What comes out for tokens that fill up a tile is not looked at.
     """
     if n_tokens <= HALF_TILE:
-        few_tokens(HALF_TILE, tiles, n_tiles, x, sums)
+        few_tokens(HALF_TILE, tiles, n_tiles, slab, x, sums)
     elif QUARTERS:
         many_tokens(n_tokens, tiles, n_tiles, slab, sums, x)
     elif n_tokens <= FEW:
         for token in range(0, n_tokens, TOKENS):
-            few_tokens(
-                TOKENS, tiles, n_tiles, x + token // TOKENS * x_tile_bytes(n_tiles * BLOCKS), sums + 64 * token
-            )
+            records = x + token // TOKENS * x_tile_bytes(n_tiles * BLOCKS)
+            few_tokens(TOKENS, tiles, n_tiles, slab, records, sums + 64 * token)
     else:
         many_tokens(n_tokens, tiles, n_tiles, slab, sums, x)
 
@@ -190,7 +200,7 @@ def matmul_quantised(begin, end, batch, weights, n_tiles, x, bias, residual, y, 
             own_x, place = x, group * 64
             if HEADS:
                 own_x, place = x + group // n_groups * x_head, place + group // n_groups * y_head
-            few_tokens(1, weights + group * n_tiles * TILE_BYTES, n_tiles, own_x, sums)
+            few_tokens(1, weights + group * n_tiles * TILE_BYTES, n_tiles, slab, own_x, sums)
             store_rows(load_f32x16(sums), bias, residual, y, group * 64, place)
         return
     for first in range(0, n_tokens, MAX_TOKENS):

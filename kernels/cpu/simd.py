@@ -191,6 +191,12 @@ def prefetch(b, address):
     b.call(function, [pointer, read, keep, data])
 
 
+@op(intp, intp)
+def opaque(b, address):
+    """The same address, of which the compiler does not know that: what is there is read again."""
+    return b.asm(ir.FunctionType(i64, [i64]), "", "=r,0", [address], side_effect=False)
+
+
 @op(void, intp)
 def flush_line(b, address):
     """Takes the cache line at an address out of all caches, on x86; Arm lets only some systems' programs do it."""
