@@ -161,7 +161,7 @@ def test_the_table_of_instructions_is_true(name: str, per_instruction: str, deco
         vectors = [i for i in loop if re.search(r"\b[vqdsbh]\d+\b", i)]
         counts.append((sum(i.startswith("sdot") for i in vectors), len(vectors)))
     assert COUNTED
-    slab = next(n for dots, n in counts if dots == 64)
+    slab = min(n for dots, n in counts if dots == 64)  # so many has a pair of blocks of a decoded token, too
     assert 16 * 64 / slab == pytest.approx(float(per_instruction), abs=0.1)
     token = next(n for dots, n in counts if dots == 32)  # the kernel's first loop
     assert not decoding or token == pytest.approx(int(decoding), abs=2)
