@@ -67,8 +67,8 @@ def store_rows(acc, bias, residual, y, rows, place):
 def few_tokens(n, tiles, n_tiles, slab, x, sums):
     """sums = sixteen rows times n tokens of one tile of activations: each block is multiplied as it is unpacked.
 
-    With QUARTERS, unpacked codes that waited for a token's rests would take registers from those being multiplied: the
-    few tiles that have rests are unpacked once more, into the slab.
+    With QUARTERS, unpacked codes that waited for a token's rests would take registers from those being multiplied:
+    the few tiles that have rests are unpacked once more, into the slab.
     """
     for i in static_range(n):
         acc[i] = zero_f32x16()
