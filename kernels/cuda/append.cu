@@ -210,6 +210,7 @@ extern "C" __global__ void __launch_bounds__(WARP * HEADS_PER_BLOCK)
     write_head<KEY_HEAD, KEY_BITS>(x, keys, key_scales, block, slot % PAGE);
 }
 
+#if VALUE_ROTATION
 // Rotates the heads of attention's result back, out: float32 [T, n_heads * VALUE_DIM].  Grid and warps as above.
 extern "C" __global__ void __launch_bounds__(WARP * HEADS_PER_BLOCK)
     rotate_back(const int* __restrict__ header, int n_heads, float* out, int out_stride) {
@@ -225,3 +226,4 @@ extern "C" __global__ void __launch_bounds__(WARP * HEADS_PER_BLOCK)
   for (int group = 0; group < GROUPS; group++)
     if (group * PER_SCALE + lane < VALUE_DIM) row[group * PER_SCALE + lane] = x[group];
 }
+#endif

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import localllm
-from localllm import LLM, UsageError
+from localllm import LLM, PromptCacheError, UsageError
 from localllm.kernels.graph import CacheType
 from tests.helpers.command_line import run_main
 from tests.helpers.data import shared_data
@@ -85,6 +85,26 @@ def test_decoding_continues_what_prefill_began(device: str, cache_type: CacheTyp
         llm.forget()
         alone = llm.generate([*ids, *first.ids[:10]], max_tokens=20, temperature=0, ignore_eos=True)
     assert again.ids == alone.ids == first.ids[10:30]
+
+
+@pytest.mark.parametrize("cache_type", ["q5_0", "q8_0/q4_0"])
+@pytest.mark.parametrize("name", ["llama", "llama-window"])
+def test_a_saved_cache_goes_on_as_if_it_had_not_been(tmp_path: Path, name: str, cache_type: CacheType) -> None:
+    """Cut, shared and read back, with a window too; one of another type is refused."""
+    path = tiny_gguf(tmp_path / "model.gguf", **ARCHITECTURES[name])
+    ids = np.random.default_rng(1).integers(0, 300, 110).tolist()
+    options: dict[str, Any] = {"max_tokens": 12, "temperature": 0, "ignore_eos": True}
+    with load(path, "cpu", cache_type) as llm:
+        expected = [llm.generate(prompt, **options).ids for prompt in (ids, ids[:90], [*ids[:70], *ids[:30]])]
+        llm.forget()
+        llm.generate(ids, **options)
+        llm.save_prompts(tmp_path / "saved")
+    with load(path, "cpu", cache_type) as llm:
+        assert llm.load_prompts(tmp_path / "saved") > 0
+        again = [llm.generate(prompt, **options).ids for prompt in (ids, ids[:90], [*ids[:70], *ids[:30]])]
+    assert again == expected
+    with load(path, "cpu", "q4_0") as llm, pytest.raises(PromptCacheError, match="type of cache|another"):
+        llm.load_prompts(tmp_path / "saved")
 
 
 def test_the_command_line(capfdbinary: pytest.CaptureFixture[bytes]) -> None:

@@ -23,7 +23,7 @@ from localllm.kernels.cuda.driver import Defines, Launch
 from localllm.kernels.cuda.lowering import selection_defines
 from localllm.kernels.cuda.matmul import PACKED_FORMATS, ProductLimits
 from localllm.kernels.cuda.module import flat_source
-from localllm.kernels.graph import CACHE_TYPES, CacheType, Graph, KVCache
+from localllm.kernels.graph import CacheType, Graph, KVCache
 from localllm.quant.lut import KernelType
 from tests.cuda_on_cpu import nvrtc
 from tests.cuda_on_cpu.nvrtc import Resources
@@ -88,7 +88,7 @@ def everything() -> list[Case]:
     for architecture in SHARED_BYTES:
         for type in PACKED_FORMATS:
             cases |= {(case.name, architecture): case for case in _of_format(type, architecture)}
-        for cache_type in CACHE_TYPES:
+        for cache_type in ("f16", "q8_0"):  # fewer bits are unpacked by a few more instructions
             for head_dim in HEAD_DIMS:
                 cases |= {(case.name, architecture): case for case in _of_heads(head_dim, cache_type, architecture)}
         for module in ("elementwise", "experts", "ceilings"):

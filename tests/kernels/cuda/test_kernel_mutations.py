@@ -258,6 +258,12 @@ CASES = {
     "attention_split Q8_0": attention("attention_split", Q8_0),
     "attention_prefill Q8_0": attention("attention_prefill", Q8_0),
     "rope_append": Case("rope_append", "append", append_defines(KVCache(0, 1, 24, 24, "q8_0")), append),
+    "rotate_back": operation(
+        "rotate_back",
+        "append",
+        append_defines(KVCache(0, 3, 32, 32, "q4_0")),
+        lambda: operations.replace(operations.Heads(key_dim=32, value_dim=32), type="q4_0").case(),
+    ),
     **{name: rows(name) for name in ("rms_norm", "gated", "rms_norm quantised", "gated quantised")},
     "layer_norm": operation("layer_norm", "elementwise", {}, lambda: operations.layer_norm(700, True)),
     "add": operation("add", "elementwise", {}, lambda: operations.add(0.5, True)),
