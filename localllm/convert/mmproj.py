@@ -71,7 +71,8 @@ class MmprojCheckpoint:
         files = read_folder(folder)
         self.paths = sorted({tensor.path for tensor in files.values()})  # of the safetensors files
         try:
-            self.tensors = _tensors(find_sources(files, Config(values)), found)
+            sources = find_sources(files, Config(values))
+            self.tensors = _tensors(sources, found) | _rows(folder, sources, found)
             metadata = _keys(folder, found) | {"general.size_label": size_label(self.tensors)}
         except (TypeError, ValueError, KeyError, IndexError, AttributeError, ZeroDivisionError) as error:
             raise ModelError(
@@ -146,6 +147,25 @@ def _tensors(
             is_half = array.dtype.itemsize == 2
             type = source.type if keeps and is_half else GGMLType.F32
             found[ours] = CheckpointTensor(ours, array.shape, type, read)
+    return found
+
+
+def _rows(
+    folder: Path, sources: Mapping[str, Source], families: Mapping[str, tuple[Projector, Checkpoint]]
+) -> dict[str, CheckpointTensor]:
+    """Embeddings of tokens that the file has, where the folder has both."""
+    added = read_json(folder / "tokenizer.json").get("added_tokens") or ()
+    ids = {token["content"]: int(token["id"]) for token in added}
+    table = next((each for name, each in sources.items() if name.endswith("embed_tokens.weight")), None)
+    found: dict[str, CheckpointTensor] = {}
+    for family, _ in families.values():
+        token, name = family.row
+        if table is not None and token in ids:
+
+            def read(table: Source = table, row: int = ids[token]) -> Iterator[Array]:
+                yield floats(table.values()[row])
+
+            found[name] = CheckpointTensor(name, table.shape[1:], GGMLType.F32, read)
     return found
 
 

@@ -24,6 +24,8 @@ class Projector:
     texts: str  # architectures of the text models that its rows are for, separated by spaces
     hf_types: str  # ``model_type`` in config.json, and after "/" the encoder's own, separated by spaces
     kind: str = "image"  # what it encodes: that, or "audio"
+    #: A token whose embedding llama.cpp takes from the encoder's file, and the tensor that has it there.
+    row: tuple[str, str] = ("", "")
 
     @property
     def model(self) -> type[EncoderModel]:
@@ -74,6 +76,7 @@ PROJECTORS: dict[str, Projector] = {
         "Pixtral, Mistral Small 3.1, Ministral 3",
         "llama mistral3 mistral4",
         "llava/pixtral mistral3",
+        row=("[IMG_BREAK]", "v.token_embd.img_break"),
     ),
     "qwen2.5vl_merger": Projector("qwen", "Qwen25VL", "Qwen 2.5-VL", "qwen2vl", "qwen2_5_vl"),
     "qwen2vl_merger": Projector("qwen", "Qwen2VL", "Qwen 2-VL", "qwen2vl", "qwen2_vl"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from localllm.convert import MmprojCheckpoint
 from localllm.engine.pictures import Embeddings
 from localllm.gguf import GGUFFile
 from localllm.kernels.backend import weights_of
@@ -20,6 +22,9 @@ from localllm.loading.devices import open_devices
 from localllm.loading.vision import Prepared, VisionEncoder, _Encoder
 from localllm.models.vision.pictures import block_order
 from localllm.models.vision.registry import PROJECTORS, read_encoder
+from localllm.quant.formats import dequantize
+from localllm.quant.types import GGMLType
+from localllm.quantize import plan, run
 from tests.helpers.command_line import run_main
 from tests.models.vision.families import FAMILIES, make, picture, processor_of, torch
 
@@ -185,6 +190,18 @@ def test_the_command_line_writes_the_same_file(
     with GGUFFile.open(file) as ours, GGUFFile.open(written) as theirs:
         assert ours.fingerprint() == theirs.fingerprint()
         assert len(ours.tensors) == len(theirs.tensors) > 30
+
+
+def test_a_token_s_embedding_stands_in_the_encoder_s_file_where_llama_cpp_wants_it(made: Any, tmp_path: Path) -> None:
+    model, folder, file = made("pixtral")
+    shutil.copytree(folder, tmp_path / "copy")
+    (tmp_path / "copy/tokenizer.json").write_text('{"added_tokens": [{"id": 7, "content": "[IMG_BREAK]"}]}', "utf-8")
+    list(run(plan(MmprojCheckpoint(tmp_path / "copy"), tmp_path / "mmproj.gguf", None)))
+    row = model.get_input_embeddings().weight[7].detach().float().numpy()
+    with GGUFFile.open(tmp_path / "mmproj.gguf") as theirs, GGUFFile.open(file) as ours:
+        np.testing.assert_array_equal(dequantize(theirs.tensors["v.token_embd.img_break"].data, GGMLType.F32), row)
+        assert theirs.tensors.keys() - ours.tensors.keys() == {"v.token_embd.img_break"}
+        read_encoder(theirs)
 
 
 @pytest.mark.parametrize(
