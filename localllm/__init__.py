@@ -33,6 +33,7 @@ Every failure is a LocalLLMError that says what to do; an unknown keyword is a T
     ContextLengthError               the prompt is too long (a ValueError)
     NotEnoughMemoryError, DeviceMemoryError    it does not fit (a MemoryError)
     DeviceError, DeviceLostError, KernelError  a device cannot be used, or failed
+    ExpertReadError   experts that stay in the model's file could not be read
     ClosedError, QueueFullError      the model was closed; too many requests wait
     HubError, OutputError, PromptCacheError, SettingsError, StoreError    files and downloads
 
@@ -64,6 +65,7 @@ if TYPE_CHECKING:
     from localllm.errors import DeviceError as DeviceError
     from localllm.errors import DeviceLostError as DeviceLostError
     from localllm.errors import DeviceMemoryError as DeviceMemoryError
+    from localllm.errors import ExpertReadError as ExpertReadError
     from localllm.errors import GGUFError as GGUFError
     from localllm.errors import GrammarError as GrammarError
     from localllm.errors import HubError as HubError
@@ -107,6 +109,7 @@ _HOMES = {
     "DeviceLostError": "errors",
     "DeviceMemoryError": "errors",
     "Drafts": "engine.drafting",
+    "ExpertReadError": "errors",
     "GGUFError": "errors",
     "GGUFFile": "gguf",
     "GrammarError": "errors",

@@ -23,7 +23,7 @@ from localllm.kernels.cpu.program import Instruction, Program, Workers
 from localllm.kernels.cpu.simd import *
 from localllm.kernels.cpu.target import Target, choose
 from localllm.kernels.cpu.templates import device, static_range
-from localllm.kernels.cpu.tiles import FETCH_AHEAD, TILES, x_tile_bytes
+from localllm.kernels.cpu.tiles import FETCH_AHEAD, SLAB, TILES, x_tile_bytes
 from localllm.quant.packing import LAYOUTS
 from localllm.quant.types import GGMLType
 
@@ -78,9 +78,9 @@ def read_words(begin, end, data, sums):
 @kernel
 def multiply_rows(begin, end, weights, x, y):
     """Units of sixteen rows of a matrix in ``N_TILES`` tiles times one token: as `matmul_quantised` has it."""
-    sums = stack(2 * REST_SUMS)
+    sums, slab = stack(2 * REST_SUMS), stack(SLAB * BLOCK_BYTES)
     for unit in range(begin, end):
-        few_tokens(1, weights + unit * (N_TILES * TILE_BYTES), N_TILES, x, sums)
+        few_tokens(1, weights + unit * (N_TILES * TILE_BYTES), N_TILES, slab, x, sums)
         store_f32x16(y + 64 * unit, load_f32x16(sums))
 
 

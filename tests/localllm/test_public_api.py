@@ -24,6 +24,7 @@ PUBLIC = [
     "DeviceLostError",
     "DeviceMemoryError",
     "Drafts",
+    "ExpertReadError",
     "GGUFError",
     "GGUFFile",
     "GrammarError",

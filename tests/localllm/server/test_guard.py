@@ -120,7 +120,8 @@ NEEDED = {
     "/v1/embeddings": "input", "/embedding": "input", "/embeddings": "input", "/api/embed": "input",
     "/api/embeddings": "input", "/rerank": "query", "/reranking": "query", "/v1/rerank": "query",
     "/v1/reranking": "query",
-    "/tokenize": "content", "/detokenize": "tokens",
+    "/tokenize": "content", "/detokenize": "tokens", "/audio/transcriptions": "file",
+    "/v1/audio/transcriptions": "file",
 }  # fmt: skip
 #: Ollama's clients load a model by asking for nothing; the rest neither reads nor writes text.
 NEED_NOTHING = {"/api/chat", "/api/generate", "/api/show", "/api/pull", "/slots/{id}", "/lora-adapters"}
