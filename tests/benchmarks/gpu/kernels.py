@@ -20,6 +20,7 @@ from localllm.kernels.cuda.calls import BatchSizes, Cost, Extent
 from localllm.kernels.cuda.profile import call_seconds, hidden_states_kept, total_cost, watching
 from localllm.kernels.cuda.step import CUDAStep
 from localllm.kernels.graph import CacheType, KVCache, Matrix
+from localllm.kernels.reference import hadamard
 from localllm.quant.formats import dequantize
 from localllm.quant.types import GGMLType
 from tests.benchmarks.gpu.machine import Machine
@@ -223,7 +224,7 @@ def _fill(cache: CUDACache) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
                 if array.size:
                     cache.driver.upload(cache.part(layer, part), array.reshape(-1), cache.stream)
         cache.driver.synchronize(cache.stream)
-    return found[0], found[1]
+    return found[0], hadamard(found[1], layout.kept.rotations[1])  # queries come to the kernel as they are rotated
 
 
 def _of_head(x: NDArray[np.float32], head: int, pages: int, length: int) -> NDArray[np.float64]:
