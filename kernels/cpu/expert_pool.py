@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 import threading
 import time
 import weakref
@@ -385,7 +386,7 @@ class _ExpertFile:
         offset, done, where = matrices.file.offset + expert * matrices.stride, 0, data.data
         what = f"{path_text(self._path)}, tensor {matrices.weight.name}, expert {expert}"
         try:
-            if not start and hasattr(os, "posix_fadvise"):  # while the first piece is packed, the others come
+            if not start and sys.platform == "linux":  # while the first piece is packed, the others come
                 os.posix_fadvise(self.file.fileno(), offset, matrices.file.n_bytes, os.POSIX_FADV_WILLNEED)
             while done < len(data) and (n := self._read_at(offset + start + done, where[done:])):
                 done += n
@@ -399,11 +400,11 @@ class _ExpertFile:
         return data
 
     def _read_at(self, offset: int, into: memoryview) -> int:
-        if hasattr(os, "preadv"):
-            return os.preadv(self.file.fileno(), [into], offset)
-        with self._lock:
-            self.file.seek(offset)
-            return self.file.readinto(into) or 0
+        if sys.platform == "win32":
+            with self._lock:
+                self.file.seek(offset)
+                return self.file.readinto(into) or 0
+        return os.preadv(self.file.fileno(), [into], offset)
 
 
 def _first(weight: Weight) -> FileRange:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -48,7 +49,7 @@ def disk_rate(path: Path) -> float:
     pieces = range(0, max(1, path.stat().st_size - _PIECE), _PIECE)
     chosen = random.Random(time.monotonic_ns()).sample(pieces, min(len(pieces), _IN_ALL // _PIECE))
     with path.open("rb", buffering=0) as file:
-        if hasattr(os, "posix_fadvise"):
+        if sys.platform == "linux":
             for offset in chosen:
                 os.posix_fadvise(file.fileno(), offset, _PIECE, os.POSIX_FADV_DONTNEED)
 
