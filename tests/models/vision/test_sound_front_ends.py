@@ -27,6 +27,8 @@ from localllm.models.vision.sounds import RATE, open_sound
 from tests.helpers.command_line import run_main
 from tests.helpers.data import ROOT
 from tests.helpers.http_server import Serving, demo, serving
+
+pytest.importorskip("transformers", reason="models that hear are made by transformers")
 from tests.models.vision.test_hearing import GREEDY, made, messages, sound
 from tests.models.vision.test_seeing import TEMPLATE
 
