@@ -215,6 +215,9 @@ class Models:
         finally:
             served.load_progress = None
         self.log(f"loaded {served.name}")
+        # Now, and not when it is unloaded: who asks for them then would load it again.
+        with contextlib.suppress(LocalLLMError):  # its template may not be valid
+            served.props = await self._in_thread(self.describe, served.llm)
         await self._in_thread(self._load_prompts, served)
 
     async def _in_thread(self, work: Callable[..., _T], *args: Any) -> _T:
@@ -255,9 +258,6 @@ class Models:
         llm, served.llm = served.llm, None
         if llm is not None:
             served.last_counts = llm.counts
-            if not self.is_closed:
-                with contextlib.suppress(LocalLLMError):  # its template may not be valid
-                    served.props = await self._in_thread(self.describe, llm)
             await self._in_thread(self._save_prompts, served, llm)
             await self._in_thread(llm.close)
             own = None if served.preset is None else served.preset.ttl_s
