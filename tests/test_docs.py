@@ -45,8 +45,8 @@ NOT_RUN = {
     "cp ": "a fixture has the file",
     "pyinstaller": "tests/localllm/integrations/test_pyinstaller.py, in .ci/run",
     "python -m nuitka": "takes a C compiler: run by hand",
-    "ray start": "tests/localllm/integrations/test_ray.py starts a cluster, in .ci/run",
-    "serve run": "tests/localllm/integrations/test_ray.py, in .ci/run",
+    "ray start": "tests/localllm/integrations/test_ray.py starts a cluster, where Ray is installed",
+    "serve run": "tests/localllm/integrations/test_ray.py, where Ray is installed",
     "llm -m": "tests/localllm/integrations/test_llm_plugin.py, in .ci/run",
 }
 
