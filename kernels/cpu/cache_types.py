@@ -33,7 +33,7 @@ from localllm.errors import KernelError
 from localllm.kernels.cache_rounding import CODE_BITS, LARGEST_CODE, LARGEST_HALF, NEGLIGIBLE, VALUES_PER_SCALE
 from localllm.kernels.cpu.codes import load_u4x16, load_u5x16
 from localllm.kernels.cpu.simd import *
-from localllm.kernels.cpu.templates import Template, template
+from localllm.kernels.cpu.templates import Template, device, template
 from localllm.kernels.graph import CACHE_TYPES, KVCache
 
 #: Tokens in a page of the cache.
@@ -89,11 +89,15 @@ def append_f16_values(x, n, head, bits, block, place):
 
 
 @template
-def quantise_group(x, n, bits, scale, codes):
-    """Codes of up to 32 values, int64 [32], and their float16 scale; see `localllm.kernels.cache_rounding`."""
+def quantise_group(x, n, group, bits, scales, codes):
+    """Codes int64 [32] of the ``group``-th 32 of a head, and their float16 scale among those of a page.
+
+    See `localllm.kernels.cache_rounding`.
+    """
     high, low, half = ZERO, ZERO, 1 << (bits - 1)
-    for i in range(n):
-        value = load_f32(x + 4 * i)
+    first, here = x + 4 * VALUES_PER_SCALE * group, min(n - VALUES_PER_SCALE * group, VALUES_PER_SCALE)
+    for i in range(here):
+        value = load_f32(first + 4 * i)
         if not value <= high and high == high:  # NaN, once seen, stays
             high = value
         if value < low:
@@ -113,9 +117,9 @@ def quantise_group(x, n, bits, scale, codes):
     inverse = ZERO
     if abs(largest) > NEGLIGIBLE:  # which a NaN is not: it then comes out as the scale
         inverse = code / largest
-    store_f16(scale, largest / code)
+    store_f16(scales + 2 * PAGE * group, largest / code)
     for i in range(VALUES_PER_SCALE):
-        value = load_f32(x + 4 * i) * inverse if i < n else ZERO
+        value = load_f32(first + 4 * i) * inverse if i < here else ZERO
         if bits == 8:
             store_i64(codes + 8 * i, rounded(value, LARGEST_CODE))
         else:
@@ -128,14 +132,20 @@ def store_halves(codes, low, high, place):
     store_i8(place, load_i64(codes + 8 * low) & 15 | (load_i64(codes + 8 * high) & 15) << 4)
 
 
+@device
+def fifth_bits(codes, first, step):
+    """A byte of the fifth bits of eight codes, ``step`` apart."""
+    byte = 0
+    for i in range(8):
+        byte |= load_i64(codes + 8 * (first + step * i)) >> 4 << i
+    return byte
+
+
 @template
 def append_key_tiles(x, n, head, bits, block, place):
     codes = stack(8 * VALUES_PER_SCALE)
     for group in range(head // VALUES_PER_SCALE):
-        first = VALUES_PER_SCALE * group
-        quantise_group(
-            x + 4 * first, min(n - first, VALUES_PER_SCALE), bits, block + 2 * (PAGE * group + place), codes
-        )
+        quantise_group(x, n, group, bits, block + 2 * place, codes)
         tile = block + 2 * PAGE * (head // VALUES_PER_SCALE) + 64 * bits * (PAGE // 16 * group + place // 16)
         lane = tile + 4 * (place % 16)
         if bits == 8:
@@ -146,20 +156,14 @@ def append_key_tiles(x, n, head, bits, block, place):
                 store_halves(codes, i, i + 16, lane + 64 * (i // 4) + i % 4)
         if bits == 5:
             for i in range(4):
-                byte = 0
-                for j in range(8):
-                    byte |= load_i64(codes + 8 * (4 * j + i)) >> 4 << j
-                store_i8(lane + 256 + i, byte)
+                store_i8(lane + 256 + i, fifth_bits(codes, i, 4))
 
 
 @template
 def append_value_tiles(x, n, head, bits, block, place):
     codes = stack(8 * VALUES_PER_SCALE)
     for group in range(head // VALUES_PER_SCALE):
-        first = VALUES_PER_SCALE * group
-        quantise_group(
-            x + 4 * first, min(n - first, VALUES_PER_SCALE), bits, block + 2 * (PAGE * group + place), codes
-        )
+        quantise_group(x, n, group, bits, block + 2 * place, codes)
         tile = block + 2 * PAGE * (head // VALUES_PER_SCALE) + 128 * bits * (PAGE // 32 * group + place // 32)
         column = tile + 64 * (place % 32 // 4) + place % 4
         for i in range(16):
@@ -170,20 +174,14 @@ def append_value_tiles(x, n, head, bits, block, place):
                 store_halves(codes, i, i + 16, column + 4 * i)
         if bits == 5:
             for i in range(4):
-                byte = 0
-                for j in range(8):
-                    byte |= load_i64(codes + 8 * (4 * j + i)) >> 4 << j
-                store_i8(tile + 512 + 16 * (place % 32 // 4) + 4 * i + place % 4, byte)
+                store_i8(tile + 512 + 16 * (place % 32 // 4) + 4 * i + place % 4, fifth_bits(codes, i, 4))
 
 
 @template
 def append_latents(x, n, head, bits, block, place):
     codes = stack(8 * VALUES_PER_SCALE)
     for group in range(head // VALUES_PER_SCALE):
-        first = VALUES_PER_SCALE * group
-        quantise_group(
-            x + 4 * first, min(n - first, VALUES_PER_SCALE), bits, block + 2 * (PAGE * group + place), codes
-        )
+        quantise_group(x, n, group, bits, block + 2 * place, codes)
         row = block + 2 * PAGE * (head // VALUES_PER_SCALE) + 4 * bits * (head // VALUES_PER_SCALE * place + group)
         for part in range(2):
             own, to = codes + 128 * part, row + 2 * bits * part
@@ -195,10 +193,7 @@ def append_latents(x, n, head, bits, block, place):
                     store_halves(own, i, i + 8, to + i)
             if bits == 5:
                 for i in range(2):
-                    byte = 0
-                    for j in range(8):
-                        byte |= load_i64(own + 8 * (8 * i + j)) >> 4 << j
-                    store_i8(to + 8 + i, byte)
+                    store_i8(to + 8 + i, fifth_bits(own, 8 * i, 1))
 
 
 _KEYS, _VALUES = (CacheLayout(16, append, load_f16x16) for append in (append_f16_keys, append_f16_values))

@@ -313,7 +313,7 @@ _DOTS = {
 }
 
 
-def _dot_words_x86(b: Any, pieces: list[list[tuple[Any, Any]]]) -> list[Any]:
+def _dot_int16_x86(b: Any, pieces: list[list[tuple[Any, Any]]]) -> list[Any]:
     totals = []
     for pairs in pieces:
         kind = ir.VectorType(i32, pairs[0][0].type.count // 2)
@@ -327,7 +327,7 @@ def _dot_words_x86(b: Any, pieces: list[list[tuple[Any, Any]]]) -> list[Any]:
     return totals
 
 
-def _dot_words(b: Any, pieces: list[list[tuple[Any, Any]]]) -> list[Any]:
+def _dot_int16(b: Any, pieces: list[list[tuple[Any, Any]]]) -> list[Any]:
     totals = []
     for pairs in pieces:
         n = pairs[0][0].type.count
@@ -354,11 +354,9 @@ def dot32_s16(b, *values):
     columns = []
     for v, w in enumerate(weights):
         pair = broadcast(b, load(b, b.add(x, ir.Constant(i64, 4 * v)), i32), 16)
-        words = ir.VectorType(i16, 32)
-        columns.append(
-            list(zip(halves(b, b.bitcast(w, words), parts), halves(b, b.bitcast(pair, words), parts), strict=True))
-        )
-    emit = _dot_words_x86 if dot_kind() in _REGISTERS else _dot_words
+        cut = (halves(b, b.bitcast(each, ir.VectorType(i16, 32)), parts) for each in (w, pair))
+        columns.append(list(zip(*cut, strict=True)))
+    emit = _dot_int16_x86 if dot_kind() in _REGISTERS else _dot_int16
     return join(b, emit(b, [list(piece) for piece in zip(*columns, strict=True)]))
 
 

@@ -12,7 +12,7 @@ from localllm.kernels.cache_rounding import LARGEST_CODE, NEGLIGIBLE
 from localllm.kernels.cpu.cache_types import PAGE
 from localllm.kernels.cpu.compiler import kernel
 from localllm.kernels.cpu.dots import RECORD, SUM, SUMS, D
-from localllm.kernels.cpu.matmul import LARGEST_WORD, WORD_RECORD, WORD_SCALE, word_record
+from localllm.kernels.cpu.matmul import INT16_RECORD, INT16_SCALE, LARGEST_INT16, int16_record
 from localllm.kernels.cpu.simd import *
 from localllm.kernels.cpu.templates import device, template
 from localllm.kernels.cpu.tiles import OUTLIER, SLAB, TOKENS, X_STEP, x_tile_bytes
@@ -246,20 +246,20 @@ def quantise_heads(begin, end, x, n_heads, x_head, n_blocks, x_stride, records, 
 
 
 @kernel
-def quantise_words(begin, end, x, n_blocks, x_stride, records):
+def quantise_int16(begin, end, x, n_blocks, x_stride, records):
     """Rows of ``32 * n_blocks`` values to the records of 16-bit numbers that `localllm.kernels.cpu.matmul` draws."""
     for token in range(begin, end):
-        row, record = x + token * x_stride, records + word_record(token, n_blocks)
+        row, record = x + token * x_stride, records + int16_record(token, n_blocks)
         for i in range(n_blocks):
             first, second = load_f32x16(row + 128 * i), load_f32x16(row + 128 * i + 64)
             largest = largest_magnitude(first, second)
             inverse = ZERO
             if largest > NEGLIGIBLE:
-                inverse = LARGEST_WORD / largest
+                inverse = LARGEST_INT16 / largest
             store_s16x16(record, first * splat(inverse))
             store_s16x16(record + 32, second * splat(inverse))
-            store_f32(record + WORD_SCALE, largest / LARGEST_WORD)
-            record += TOKENS * WORD_RECORD
+            store_f32(record + INT16_SCALE, largest / LARGEST_INT16)
+            record += TOKENS * INT16_RECORD
 
 
 @kernel

@@ -32,7 +32,7 @@ from localllm.kernels import process
 from localllm.kernels.backend import ExpertReads
 from localllm.kernels.cpu.experts import ENTRY
 from localllm.kernels.cpu.memory import PADDING, aligned_zeros, padded
-from localllm.kernels.cpu.packing import Packer
+from localllm.kernels.cpu.packing import PACKED_ROWS, Packer
 from localllm.kernels.graph import ExpertLinears, ExpertOutput, Graph, Routing, Weight
 from localllm.kernels.mapped_file import FileRange, range_in_file
 from localllm.quant.lut import KernelType
@@ -41,8 +41,6 @@ from localllm.quant.repack import ScaleRangeError, repack, repack_target
 
 #: Threads that read: enough for a disk to have something to do while others of them pack.
 READERS = 4
-#: Rows read and packed at once: so readers take little memory of their own.
-PACKED_ROWS = 256
 #: A step whose tokens go to so many times as many experts as there are needs nearly all of them.
 MANY = 4
 #: Whether an entry is in the pool: not at all, asked for, there, or not there because it could not be read.

@@ -148,7 +148,7 @@ class Lowering:
         self.stored: dict[Value, Any] = {}
         #: Rows of tensors in integers, as `tiles` draws them.
         self.records: dict[Tensor, Buffer] = {}
-        self.words: dict[Tensor, Buffer] = {}
+        self.int16: dict[Tensor, Buffer] = {}
         self.embeddings: list[tuple[g.Embed, Stored]] = []
         self.adapters: list[tuple[g.AdapterWeights, Stored]] = []
         self.added: list[tuple[g.AddRows, Stored]] = []
@@ -215,15 +215,15 @@ class Lowering:
             self.call(elementwise.quantise, (s.buffer, n_blocks, s.stride, records), 1, s.slot)
         return self.records[x]
 
-    def words_of(self, x: Tensor) -> Buffer:
+    def int16_of(self, x: Tensor) -> Buffer:
         """The same in 16-bit numbers, as `matmul` draws them."""
-        if x not in self.words:
+        if x not in self.int16:
             s = self.stored[x]
             n_blocks = padded(s.width) // 32
-            words = Buffer(padded(self.n_rows[s.slot]) * n_blocks * matmul.WORD_RECORD)
-            self.words[x] = words
-            self.call(elementwise.quantise_words, (s.buffer, n_blocks, s.stride, words), 1, s.slot)
-        return self.words[x]
+            records = Buffer(padded(self.n_rows[s.slot]) * n_blocks * matmul.INT16_RECORD)
+            self.int16[x] = records
+            self.call(elementwise.quantise_int16, (s.buffer, n_blocks, s.stride, records), 1, s.slot)
+        return self.int16[x]
 
     def call(
         self,
@@ -411,7 +411,7 @@ class Lowering:
             if self.weights.matrix(matrix.weight)[1] in TILES:
                 self.records_of(op.x)
             elif self.graph.rounds_floats:
-                self.words_of(op.x)
+                self.int16_of(op.x)
         for i, (matrix, y) in enumerate(zip(op.matrices, results, strict=True)):
             self._multiply(op.x, matrix, y, 0, wait=i == len(results) - 1)
         return results
@@ -424,14 +424,14 @@ class Lowering:
             kernel, units = matmul.matmul_quantised, groups
             arguments += [matrix.n_in // LAYOUTS[kind].columns, self.records_of(x)]
         elif self.graph.rounds_floats:
-            kernel, units = matmul.matmul_words, groups
-            arguments += [matrix.n_in, self.words_of(x)]
+            kernel, units = matmul.matmul_int16, groups
+            arguments += [matrix.n_in, self.int16_of(x)]
         else:
             kernel, units = matmul.matmul_float, groups // matmul.FLOAT_GROUPS
             arguments += [matrix.n_in, s.buffer, s.stride]
         arguments = [self.counter(s.slot), address, *arguments, bias, residual, y.buffer, y.stride]
         constants = _format_constants(kind)
-        if kernel is not matmul.matmul_words:
+        if kernel is not matmul.matmul_int16:
             arguments, constants = [*arguments, 0, 0, 0], {**constants, "HEADS": False}
         self.call(kernel, arguments, units, ALWAYS, wait=wait, **constants)
         self.n_products += matrix.n_in * matrix.n_out

@@ -43,12 +43,12 @@ FLOAT_SLAB = 128
 
 #: Bytes of a token's record of 32 activations as 16-bit numbers, behind which their scale stands; records lie in
 #: tiles as those of bytes do.  Numbers lie in -8191 … 8191: so 32 of their products can be added in 32 bits.
-WORD_RECORD, WORD_SCALE = 68, 64
-LARGEST_WORD = np.float32(8191)
+INT16_RECORD, INT16_SCALE = 68, 64
+LARGEST_INT16 = np.float32(8191)
 #: Bytes of 32 columns of sixteen rows as such numbers, and of the rows' scales behind them.
-WORD_BLOCK, WORD_SCALES = 1088, 1024
+INT16_BLOCK, INT16_SCALES = 1088, 1024
 #: Tokens that a slab of them is multiplied with, as rounding it costs as much as multiplying it with twelve.
-WORD_TOKENS = 256
+INT16_TOKENS = 256
 #: Weights of which the largest is below are 0.
 SMALLEST = np.float32(1e-30)
 
@@ -301,9 +301,9 @@ def matmul_float(begin, end, batch, weights, n_in, x, x_stride, bias, residual, 
 
 
 @device
-def word_record(token, n_blocks):
+def int16_record(token, n_blocks):
     """Where a token's first record of 16-bit numbers stands, in bytes."""
-    return (token // TOKENS * (TOKENS * n_blocks) + token % TOKENS) * WORD_RECORD
+    return (token // TOKENS * (TOKENS * n_blocks) + token % TOKENS) * INT16_RECORD
 
 
 @template
@@ -314,9 +314,11 @@ def round_columns(columns, n, block):
         column = LOAD(columns + k * COLUMN_BYTES)
         largest = maximum(largest, as_float(mask(as_int(column), 0x7FFFFFFF)))
         total = total + column
-    inverse = splat(LARGEST_WORD) / maximum(largest, splat(SMALLEST))
-    unit = splat(np.float32(1) / LARGEST_WORD)
-    store_f32x16(block + WORD_SCALES, fma(largest, unit, total - total))  # NaN where a weight is, which no maximum is
+    inverse = splat(LARGEST_INT16) / maximum(largest, splat(SMALLEST))
+    unit = splat(np.float32(1) / LARGEST_INT16)
+    store_f32x16(
+        block + INT16_SCALES, fma(largest, unit, total - total)
+    )  # NaN where a weight is, which no maximum is
     for k in range(0, n - 1, 2):
         first = to_int_rounded(LOAD(columns + k * COLUMN_BYTES) * inverse)
         second = to_int_rounded(LOAD(columns + (k + 1) * COLUMN_BYTES) * inverse)
@@ -329,37 +331,37 @@ def round_columns(columns, n, block):
 
 
 @template
-def multiply_words(sums, slab, n_blocks, x, ahead):
+def multiply_int16(sums, slab, n_blocks, x, ahead):
     """sums[i] += the slab's blocks times token i of the tile of activations at x; reads ahead what stands there."""
     for i in static_range(TOKENS):
         acc[i] = load_f32x16(sums + 64 * i)
     for b in range(n_blocks):
-        block = slab + b * WORD_BLOCK
+        block = slab + b * INT16_BLOCK
         for v in static_range(16):
             w[v] = load_i8x64(block + 64 * v)
-        scale = load_f32x16(block + WORD_SCALES)
+        scale = load_f32x16(block + INT16_SCALES)
         for i in static_range(TOKENS):
-            record = x + (b * TOKENS + i) * WORD_RECORD
+            record = x + (b * TOKENS + i) * INT16_RECORD
             prefetch(record + ahead)
             total = to_float(dot32_s16(*w[0:16], record))
-            acc[i] = fma(total, scale * load_splat_f32(record + WORD_SCALE), acc[i])
+            acc[i] = fma(total, scale * load_splat_f32(record + INT16_SCALE), acc[i])
     for i in static_range(TOKENS):
         store_f32x16(sums + 64 * i, acc[i])
 
 
 @kernel
-def matmul_words(begin, end, batch, weights, n_in, x, bias, residual, y, y_stride):
+def matmul_int16(begin, end, batch, weights, n_in, x, bias, residual, y, y_stride):
     """Products of float weights, rounded to 16-bit numbers with a scale for each 32 columns, as activations are.
 
     For graphs of many tokens at once, as rounding a slab costs as much as multiplying it with some of them.  A unit
-    is 16 rows.  x: records of `quantise_words`.  LOAD, COLUMN_BYTES: as of `matmul_float`, the rest too.
+    is 16 rows.  x: records of `quantise_int16`.  LOAD, COLUMN_BYTES: as of `matmul_float`, the rest too.
     """
     n_tokens = load_i64(batch)
-    slab = stack(SLAB * WORD_BLOCK)
-    sums = stack(64 * WORD_TOKENS)
+    slab = stack(SLAB * INT16_BLOCK)
+    sums = stack(64 * INT16_TOKENS)
     n_blocks = (n_in + 31) // 32
-    for first in range(0, n_tokens, WORD_TOKENS):
-        n = min(WORD_TOKENS, n_tokens - first)
+    for first in range(0, n_tokens, INT16_TOKENS):
+        n = min(INT16_TOKENS, n_tokens - first)
         for group in range(begin, end):
             for i in range(-(-n // TOKENS) * TOKENS):
                 store_f32x16(sums + 64 * i, zero_f32x16())
@@ -368,10 +370,10 @@ def matmul_words(begin, end, batch, weights, n_in, x, bias, residual, y, y_strid
                 for b in range(several):
                     column = 32 * (block + b)
                     columns = weights + (group * n_in + column) * COLUMN_BYTES
-                    round_columns(columns, min(32, n_in - column), slab + b * WORD_BLOCK)
+                    round_columns(columns, min(32, n_in - column), slab + b * INT16_BLOCK)
                 for token in range(0, n, TOKENS):
-                    records = x + word_record(first + token, n_blocks) + block * (TOKENS * WORD_RECORD)
-                    multiply_words(sums + 64 * token, slab, several, records, TOKENS * n_blocks * WORD_RECORD)
+                    records = x + int16_record(first + token, n_blocks) + block * (TOKENS * INT16_RECORD)
+                    multiply_int16(sums + 64 * token, slab, several, records, TOKENS * n_blocks * INT16_RECORD)
             for token in range(n):
                 place = (first + token) * y_stride + group * 64
                 store_rows(load_f32x16(sums + 64 * token), bias, residual, y, group * 64, place)

@@ -254,6 +254,11 @@ def _bit_packing(layout: TileLayout) -> dict[str, Any]:
     }
 
 
+#: Rows of a file packed at once: enough to be worth a call, few enough for threads to end at the same time, and to
+#: take little memory.
+PACKED_ROWS = 256
+
+
 class Packer:
     """Packs rows for one layout; any number of threads may use it at once."""
 

@@ -19,7 +19,7 @@ from localllm.kernels.buffers import Buffer
 from localllm.kernels.cpu.expert_pool import ExpertPool, stays_in_file
 from localllm.kernels.cpu.host import check_memory
 from localllm.kernels.cpu.memory import PADDING, Arena, padded
-from localllm.kernels.cpu.packing import Packer
+from localllm.kernels.cpu.packing import PACKED_ROWS, Packer
 from localllm.kernels.cpu.program import Job, Workers
 from localllm.kernels.cpu.target import Target
 from localllm.kernels.embedding import SMALL_TABLE, CopiedTable, DecodedTable, EmbeddingTable, PackedTable
@@ -27,9 +27,6 @@ from localllm.kernels.graph import Weight
 from localllm.quant.lut import KernelType
 from localllm.quant.packing import LAYOUTS
 from localllm.quant.repack import FALLBACK, ScaleRangeError, repack, repack_target
-
-#: Rows of a file packed at once: enough to be worth a call, few enough for threads to end at the same time.
-PACKED_ROWS = 256
 
 #: Bytes of a matrix in the file that are packed before its pages are let go: the largest would take memory twice.
 KEPT_BYTES = 16 << 20

@@ -173,7 +173,7 @@ def read_parts(
                 raise TemplateError(f"a part of message {number} has no text: write {_PART}")
             raise TemplateError(
                 f"message {number} has a part of type {quoted(kind)}, but a message has texts, pictures and sounds: "
-                f"write parts parts as {_PART}"
+                f"write parts as {_PART}"
             )
         parts.append(text)
     return tuple(parts), "".join(thoughts)

@@ -153,13 +153,13 @@ def _tensors(
 def _rows(
     folder: Path, sources: Mapping[str, Source], families: Mapping[str, tuple[Projector, Checkpoint]]
 ) -> dict[str, CheckpointTensor]:
-    """Embeddings of tokens that the file has, where the folder has both."""
-    added = read_json(folder / "tokenizer.json").get("added_tokens") or ()
+    """Embeddings of tokens that llama.cpp wants in the file, where the folder has both."""
+    wanted = [family.row for family, _ in families.values() if family.row is not None]
+    added = (read_json(folder / "tokenizer.json").get("added_tokens") or ()) if wanted else ()
     ids = {token["content"]: int(token["id"]) for token in added}
     table = next((each for name, each in sources.items() if name.endswith("embed_tokens.weight")), None)
     found: dict[str, CheckpointTensor] = {}
-    for family, _ in families.values():
-        token, name = family.row
+    for token, name in wanted:
         if table is not None and token in ids:
 
             def read(table: Source = table, row: int = ids[token]) -> Iterator[Array]:

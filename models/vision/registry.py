@@ -25,7 +25,7 @@ class Projector:
     hf_types: str  # ``model_type`` in config.json, and after "/" the encoder's own, separated by spaces
     kind: str = "image"  # what it encodes: that, or "audio"
     #: A token whose embedding llama.cpp takes from the encoder's file, and the tensor that has it there.
-    row: tuple[str, str] = ("", "")
+    row: tuple[str, str] | None = None
 
     @property
     def model(self) -> type[EncoderModel]:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from localllm.errors import KernelError, NotEnoughMemoryError
 from localllm.kernels.cpu import host
-from localllm.kernels.cpu.matmul import MAX_TOKENS, WORD_TOKENS
+from localllm.kernels.cpu.matmul import INT16_TOKENS, MAX_TOKENS
 from localllm.kernels.cpu.memory import padded
 from localllm.kernels.cpu.target import available
 from localllm.kernels.cpu.tiles import OUTLIER, TILES
@@ -200,7 +200,7 @@ def test_floats_rounded_to_fourteen_bits(isa: str, type: GGMLType, monkeypatch: 
     rng = np.random.default_rng(3)
     for k in (32, 75, 300):
         rows = random_rows(type, N_OUT, k)
-        w, x = values_of(rows, type), with_outliers(activations(2 * WORD_TOKENS - 3, k))
+        w, x = values_of(rows, type), with_outliers(activations(2 * INT16_TOKENS - 3, k))
         x[1], x[2] = 0, x[2] * 1e-20
         bias, residual = rng.standard_normal(N_OUT, np.float32), rng.standard_normal((len(x), N_OUT), np.float32)
         y = multiply(isa, x, rows, type, bias, residual)
@@ -212,7 +212,7 @@ def test_floats_rounded_to_fourteen_bits(isa: str, type: GGMLType, monkeypatch: 
         scale = sum(np.outer(*part) for part in parts)
         assert (np.abs(y - (exact + bias + residual)) <= 2e-3 * scale + 1e-5).all()
         assert np.linalg.norm(multiply(isa, x, rows, type) - exact) < 1e-3 * np.linalg.norm(exact)
-        for n in (1, 9, WORD_TOKENS):
+        for n in (1, 9, INT16_TOKENS):
             np.testing.assert_array_equal(multiply(isa, x[:n], rows, type, bias, residual[:n]), y[:n])
     w = values_of(rows, type).astype(np.float32)
     x[3, 7], w[5, 40] = np.nan, np.nan

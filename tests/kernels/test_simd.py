@@ -185,7 +185,7 @@ def test_products_of_bytes(target: Target) -> None:
 
 
 @kernel
-def products_of_words(begin, end, rows, x, out):
+def products_of_int16(begin, end, rows, x, out):
     """rows: int16 [n, 16, 16, 2].  x: int16 [n, 32].  out: float32 [n, 16]."""
     for i in range(begin, end):
         for v in static_range(16):
@@ -193,13 +193,13 @@ def products_of_words(begin, end, rows, x, out):
         store_f32x16(out + 64 * i, to_float(dot32_s16(*w[0:16], x + 64 * i)))
 
 
-def test_products_of_words(target: Target) -> None:
+def test_products_of_int16(target: Target) -> None:
     """Random ones, and the largest, of which the sum still fits 32 bits."""
     n = 8
     rows, x = RNG.integers(-8191, 8192, (n, 16, 16, 2)), RNG.integers(-8191, 8192, (n, 32))
     rows[:2], x[0], x[1] = 8191, 8191, -8191
     out = np.zeros((n, 16), np.float32)
-    call(products_of_words, target, n, rows.astype(np.int16), x.astype(np.int16), out)
+    call(products_of_int16, target, n, rows.astype(np.int16), x.astype(np.int16), out)
     expected = np.einsum("nvrc,nvc->nr", rows, x.reshape(n, 16, 2))
     np.testing.assert_array_equal(out, expected.astype(np.float32))
 

@@ -111,8 +111,8 @@ def _say(sent: list[Sent], role: str, text: str, media: Sequence[Sent] = ()) -> 
     last["content"].append({"type": "text", "text": text})
 
 
-def without_pictures(messages: Sequence[Sent]) -> list[Sent]:
-    """The same messages for `ChatTemplate.render`, which takes texts alone."""
+def texts_alone(messages: Sequence[Sent]) -> list[Sent]:
+    """The same messages without pictures and sounds, which `ChatTemplate.render` does not take."""
     return [
         {**each, "content": [part for part in each["content"] if part["type"] == "text"]}
         if isinstance(each["content"], list)

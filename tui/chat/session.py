@@ -26,9 +26,9 @@ from localllm.tui.chat.context import (
     ChatModel,
     ContextTrimmer,
     name_of,
+    texts_alone,
     tokens_of_media,
     whole_prompt,
-    without_pictures,
 )
 from localllm.tui.chat.conversation import Attachment, Call, Conversation, Message, State, Stats, Window
 from localllm.tui.chat.events import Choice, Event, ThinkingClock, Turn
@@ -409,7 +409,7 @@ class ChatSession:
             return None
         is_new = id_ is None
         if id_ is None:
-            end = model.chat_template.render(without_pictures(messages), **self._told, **variables)
+            end = model.chat_template.render(texts_alone(messages), **self._told, **variables)
             opened = opening_tag(end)
             id_ = conversation.add("assistant", begun, parent=question, state="streaming", opened=opened).id
         else:
