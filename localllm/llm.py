@@ -213,8 +213,6 @@ class LLM:
         self._opened()
         if self._template is None:
             self._template = compile_template(self._template_source, self._tokenizer)
-            if self._template.is_fallback:
-                warn(f"{self._info.path} has no chat template: ChatML is used, which the model may not know")
         return self._template
 
     def tokenize(self, text: str, add_special: bool = True, parse_special: bool = False) -> list[int]:
@@ -880,6 +878,8 @@ class LLM:
             mappings("tools", tools)
         text("reply_prefix", reply_prefix)
         template = self.chat_template
+        if template.is_fallback:
+            warn(f"{self._info.path} has no chat template: ChatML is used, which the model may not know")
         if tools and not template.reads("tools"):
             warn(f"the chat template of {self._info.path} does not use tools: the model is told of none")
         known: dict[Media, Picture] = {}
