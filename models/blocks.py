@@ -222,6 +222,7 @@ def attention(
     scale: float | None = None,
     softcap: float | None = None,
     qkv_bias: bool = False,
+    qkv_by_head: bool = False,
     qk_norm: Literal["head", "row", "unweighted"] | None = None,
     norm_last: bool = False,
     q_scale: PositionScale | None = None,
@@ -239,6 +240,7 @@ def attention(
         window, chunk: what a token sees, as `localllm.kernels.graph.Attention` has it.
         scale: of scores; by default 1 / √key_dim.
         qkv_bias: whether query, key and value must have biases; else they may.
+        qkv_by_head: whether rows of ``attn_qkv`` are those of query, key and value for each head.
         qk_norm: an RMSNorm of each head of query and key, of their whole rows, or one of heads without weights.
         norm_last: whether heads are normed behind the rotation.
         has_sinks: a further score for each head, ``attn_sinks``.
@@ -248,7 +250,7 @@ def attention(
         causal: whether a token sees none behind it.
         has_spans: whether those of a picture see each other.
     """
-    q, k, v, gate = query_key_value(at, x, heads, qkv_bias=qkv_bias, has_gate=has_gate)
+    q, k, v, gate = query_key_value(at, x, heads, qkv_bias=qkv_bias, qkv_by_head=qkv_by_head, has_gate=has_gate)
     if clamp:
         q, k, v = (at.add(Clamp(each, -clamp, clamp)) for each in (q, k, v))
     cache = at.graph.kv_cache(
@@ -272,7 +274,13 @@ def attention(
 
 
 def query_key_value(
-    at: Layer, x: Tensor, heads: Heads, *, qkv_bias: bool = False, has_gate: bool = False
+    at: Layer,
+    x: Tensor,
+    heads: Heads,
+    *,
+    qkv_bias: bool = False,
+    qkv_by_head: bool = False,
+    has_gate: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Query, key and value, of matrices of their own or of ``attn_qkv``; and the gate, if there is one."""
     w, d = at.weights, at.n_embd
@@ -280,7 +288,7 @@ def query_key_value(
     is_apart = has_gate and "attn_gate.weight" in w
     widths = {"attn_q": 2 * q if has_gate and not is_apart else q, "attn_k": k, "attn_v": v}
     if "attn_qkv.weight" in w:
-        matrices = w.split("attn_qkv", d, widths)
+        matrices = w.split("attn_qkv", d, widths, n_groups=heads.n if qkv_by_head else 1)
     else:
         matrices = tuple(w.matrix(name, d, n, bias=qkv_bias) for name, n in widths.items())
     if not has_gate:

@@ -1,4 +1,5 @@
-"""Hunyuan, dense and with experts (arXiv:2411.02265): Llama's layers, with heads normed behind the rotation."""
+"""Hunyuan, dense and with experts (arXiv:2411.02265), and the text of HunyuanOCR: Llama's layers, with heads normed
+behind the rotation."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from localllm.kernels.graph import Graph
 from localllm.models import hf_names
 from localllm.models.blocks import llama_like
 from localllm.models.config import Header
-from localllm.models.rope import make_rope
+from localllm.models.hf_convert import head_dim
+from localllm.models.rope import make_rope, stretched_base
 
 HF_NAMES = (
     hf_names.COMMON
@@ -23,10 +25,11 @@ HF_NAMES = (
 
 
 def hf_keys(config: Any) -> dict[str, Any]:
+    keys = _rope_keys(config)
     if config.model_type != "hunyuan_v1_moe":
-        return {}
+        return keys
     used = config.moe_topk
-    return {
+    return keys | {
         "expert_used_count": used[0] if isinstance(used, list) else used,
         "expert_feed_forward_length": config.intermediate_size,
         "expert_shared_count": 1,
@@ -34,5 +37,23 @@ def hf_keys(config: Any) -> dict[str, Any]:
     }
 
 
+def _rope_keys(config: Any) -> dict[str, Any]:
+    """What configurations call dynamic stretches the base by a fixed factor, and the context to 256k."""
+    rope = config.rope_parameters
+    alpha, none = rope.get("alpha"), {"rope.scaling.type": "none", "rope.scaling.factor": 1.0}
+    if rope.get("rope_type") not in ("dynamic", "xdrope") or not alpha:
+        return {}
+    if "_vl" in config.model_type:
+        sections = rope.get("mrope_section") or rope.get("xdrope_section")
+        context = config.max_position_embeddings
+        keys = {"rope.scaling.alpha": alpha, "rope.dimension_sections": list(sections) if sections else None}
+    else:
+        context = 1 << 18
+        keys = {"rope.freq_base": stretched_base(rope["rope_theta"], alpha, head_dim(config))}
+    return none | keys | {"context_length": context, "rope.scaling.original_context_length": context}
+
+
 def record(m: Header) -> Graph:
-    return llama_like(m, make_rope(m, m.heads().key_dim), m.experts(), qk_norm="head", norm_last=True)
+    m.meta.skip("rope.dimension_sections")  # places in pictures: for text, all are a token's position
+    rope = make_rope(m, m.heads().key_dim, has_alpha=m.config.architecture == "hunyuan_vl")
+    return llama_like(m, rope, m.experts(), qk_norm="head", norm_last=True)

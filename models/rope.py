@@ -82,6 +82,7 @@ def make_rope(
     scaling: str | None = None,
     rounds_ramp: bool = True,
     part: float = 1.0,
+    has_alpha: bool = False,
 ) -> Rope:
     """The rotation that a file's keys, and its frequency factors if it has any, describe.
 
@@ -90,8 +91,11 @@ def make_rope(
         scaling: where the keys do not say what scales the frequencies; by default, a factor does.
         part: of the values that the keys say, those that rotate.
         rounds_ramp: whether YaRN's ramp ends on whole dimensions, as in all code but gpt-oss's.
+        has_alpha: whether ``rope.scaling.alpha`` stretches the base, as `stretched_base` does.
     """
     rope = read_rope(m, head_dim, scaling)
+    if has_alpha and (alpha := m.meta.read("rope.scaling.alpha", float, 0.0, low=0.0, high=1e9)):
+        rope = replace(rope, theta=stretched_base(rope.theta, alpha, rope.n_rot))
     factors = _frequency_factors(m, rope)
     rope = replace(rope, n_rot=int(rope.n_rot * part))
     frequencies = plain_frequencies(rope.theta, rope.n_rot) / factors[: rope.n_rot // 2]
@@ -136,6 +140,12 @@ def make_local_rope(m: Header, head_dim: int, theta: float | None = None) -> Rop
     base = theta or m.meta.read("rope.freq_base", float, 10_000.0, low=2.0, high=1e15)
     base = m.meta.read("rope.freq_base_swa", float, base, low=2.0, high=1e15)
     return Rope(plain_frequencies(base, n_rot).astype(np.float32), interleaved=False)
+
+
+def stretched_base(theta: float, alpha: float, n_rot: int) -> float:
+    """The base that makes the context longer by a fixed factor, as Hunyuan's models have it ("NTK-aware")."""
+    stretched: float = theta * alpha ** (n_rot / (n_rot - 2))
+    return stretched
 
 
 def plain_frequencies(theta: float, n_rot: int) -> Frequencies:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from localllm.convert.config import Config, general_keys, read_json
+from localllm.convert.config import Config, general_keys, read_json, with_floats
 from localllm.convert.safetensors import read_folder
 from localllm.convert.sources import Source, find_sources
 from localllm.convert.vocabulary import vocabulary_keys
@@ -45,15 +45,15 @@ _SAMPLING |= {"repetition_penalty": "penalty_repeat"}
 
 #: Tensors of a checkpoint that are not the language model's.
 _OTHERS = re.compile(
-    r"(^|\.)(mtp|vision_\w+|vit_\w+|visual|audio_\w+|multi_modal_projector|mm_projector|connector|mlp_AR|embed_vision"
+    r"(^|\.)(mtp|vision_\w+|vit(?:_\w+)?|sam_model|qwen2_model|projector|visual|audio_\w+|multi_modal_projector|mm_projector|connector|mlp_AR|embed_vision"
     r"|embed_audio)\.|^model\.merger\."
     r"|rotary_emb\.inv_freq$|\.masked_bias$|^cls\.(predictions|seq_relationship)\.|position_ids$|image_newline$"
-    r"|(^|\.)h\.\d+\.attn\.bias$"
+    r"|(^|\.)h\.\d+\.attn\.bias$|view_seperator$|^decoder\.(weight|bias)$"
 )
 #: What encoders have behind their last layer: classifiers use it.
 _HEAD = re.compile(r"^(pooler|head)\.")
 #: How names of tensors in layers begin.
-_LAYER = r"(?:\w+\.)?(?:layers?|h|blocks)\.(\d+)\."
+_LAYER = r"(?:\w+\.)?(?:layers?|h|blocks|transformer_encoder)\.(\d+)\."
 #: Of which a file has one tensor.
 _STACKED = r"\.(experts|altup_(?:unembed_)?projections)\.(\d+)\."
 #: Of a block that predicts one token more, GGUF's names behind "nextn." by DeepSeek's and by Qwen's.
@@ -138,7 +138,7 @@ class Checkpoint:
             self.tensors |= (dense := _dense(folder))
             n_blocks = len({name.split(".")[1] for name in self.tensors if name.startswith("blk.")})
             config.n_nextn = max(0, n_blocks - config.num_hidden_layers)
-            keys = general_keys(config) | dict(conversion.keys(config))
+            keys = with_floats(general_keys(config) | dict(conversion.keys(config)))
             if config.n_nextn:
                 keys |= {"block_count": n_blocks, "nextn_predict_layers": config.n_nextn}
         except (TypeError, ValueError, KeyError, IndexError, AttributeError, ZeroDivisionError) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,15 @@ from localllm.errors import ModelError, path_text, quoted
 _MAX_BYTES = 1 << 28
 
 
-#: What GPT-2, DBRX and Kimi Linear call otherwise than the rest.
+#: What GPT-2, DBRX, OpenELM and Kimi Linear call otherwise than the rest.
 _OTHER_NAMES = {
     "n_layer": "num_hidden_layers",
     "n_embd": "hidden_size",
     "n_head": "num_attention_heads",
     "n_positions": "max_position_embeddings",
     "d_model": "hidden_size",
+    "model_dim": "hidden_size",
+    "num_transformer_layers": "num_hidden_layers",
     "n_heads": "num_attention_heads",
     "n_layers": "num_hidden_layers",
     "max_seq_len": "max_position_embeddings",
@@ -113,6 +116,11 @@ _ROPE_NAMES = {
     "rope.scaling.yarn_beta_slow": "beta_slow",
 }
 _SCALINGS = ("linear", "yarn", "longrope")
+#: Keys whose values are floats, also where config.json has 10000 for 10000.0: llama.cpp takes no others.
+_FLOATS = re.compile(
+    r"rope\.(freq_base\w*|scale_linear|scaling\.(factor|alpha|attn_factor|yarn_\w+))|xielu\.\w+"
+    r"|.*(scale|epsilon|softcapping|magnitude|lower_bound)|(.*\.)?(swiglu_clamp|clamp)_\w+|attention\.max_alibi_bias"
+)
 
 
 def general_keys(config: Config) -> dict[str, Any]:
@@ -131,3 +139,14 @@ def general_keys(config: Config) -> dict[str, Any]:
         keys |= {ours: rope.get(theirs) for ours, theirs in _ROPE_NAMES.items()}
     keys |= {"rope.freq_base": rope.get("rope_theta"), "rope.freq_base_swa": local.get("rope_theta")}
     return keys
+
+
+def with_floats(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """The same keys, with whole numbers as floats where GGUF files have those."""
+
+    def as_float(value: Any) -> Any:
+        if isinstance(value, list):
+            return [as_float(each) for each in value]
+        return float(value) if type(value) is int else value
+
+    return {key: as_float(value) if _FLOATS.fullmatch(key) else value for key, value in keys.items()}

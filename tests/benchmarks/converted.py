@@ -45,7 +45,7 @@ EXCEPTIONS = re.compile(
     r"|laguna\.attention\.sliding_window_pattern|mimo2\.expert_weights_(norm|scale)"
     r"|eurobert\.classifier\.pooling_type|llama-embed\.pooling_type|minicpm3\.rope\.(freq_base|scaling\..*)|afmoe\.(attention\.sliding_window_pattern|expert_weights_norm)|chatglm\.context_length"
     r"|orion\.tensor_data_layout|gemma3n\.activation_sparsity_scale|xverse\.(vocab_size|tensor_data_layout)|pangu-embedded\.(vocab_size|rope\.dimension_count)"
-    r"|(bailingmoe2|exaone-moe)\.nextn_predict_layers|llama4\.attention\.(chunk_size|temperature_.*)|(deepseek2|kimi-linear)\.expert_weights_norm"
+    r"|(bailingmoe2|exaone-moe)\.nextn_predict_layers|llama4\.attention\.(chunk_size|temperature_.*)|(deepseek2|kimi-linear)\.expert_weights_norm|qwen\.attention\.layer_norm_epsilon"
 )
 
 IDS = [int(i) for i in np.random.default_rng(1).integers(3, 300, 41)]
@@ -142,6 +142,14 @@ RELEASED: dict[str, dict[str, Any]] = {
     "bert": {"num_key_value_heads": None, "rms_norm_eps": None, "rope_parameters": None},
     "cohere2": {"rotary_pct": 1.0},
     "command-r": {"head_dim": None},
+    "deepseek": {"first_k_dense_replace": 1},
+    "deepseek-ocr": {
+        "model_type": "released",
+        "architectures": ["DeepseekOCRForCausalLM"],
+        "first_k_dense_replace": 1,
+        "qk_rope_head_dim": 16,
+        "qk_nope_head_dim": 0,
+    },
     "eurobert": {"classifier_pooling": "mean"},
     "falcon": {"num_kv_heads": 1},
     "glm-5.3": {
@@ -189,6 +197,8 @@ RELEASED: dict[str, dict[str, Any]] = {
         "moe_shared_expert_intermediate_size": None,
     },
     "exaone": {"model_type": "released", "architectures": ["ExaoneForCausalLM"], "activation_function": "silu"},
+    "neo-bert": dict.fromkeys(("classifier_pooling", "num_key_value_heads", "head_dim")),
+    "qwen": {"rms_norm_eps": 1e-5},
     "step35": {
         "model_type": "released",
         "num_attention_groups": 2,

@@ -50,7 +50,7 @@ def hidden(name: str, ids: list[int]) -> Array:
 
 def pooled(name: str, ids: list[int]) -> Array:
     rows = hidden(name, ids)
-    vector = rows[-1] if name == "qwen3-embedding" else rows.mean(axis=0)
+    vector = {"qwen3-embedding": rows[-1], "neo-bert": rows[0]}.get(name, rows.mean(axis=0))
     return vector / np.linalg.norm(vector)
 
 

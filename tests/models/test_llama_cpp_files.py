@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,9 +11,10 @@ import numpy as np
 import pytest
 
 from localllm.convert import Checkpoint
+from localllm.errors import ModelError
 from localllm.gguf.writer import read_back
 from localllm.kernels.graph import Attention
-from localllm.models import qwen3
+from localllm.models import baichuan, qwen3
 from localllm.models.registry import Model, read_model
 from tests.models.tiny import TINY, make_model, save
 
@@ -60,3 +62,20 @@ def test_experts_of_qwen_3_vl_are_taken_both_ways(is_turned: bool) -> None:
         given = matrices.swapaxes(1, 2) if is_turned else matrices
         taken = qwen3.hf_tensor(f"model.layers.0.mlp.experts.{name}", given, config)
         np.testing.assert_array_equal(taken, matrices)
+
+
+def test_the_head_of_baichuan_2_is_normed_by_rows() -> None:
+    rows = np.array([[3.0, 4.0], [0.0, 0.0]], np.float32)
+    for n_vocab, expected in ((64_000, rows), (125_696, [[0.6, 0.8], [0, 0]])):
+        config = SimpleNamespace(vocab_size=n_vocab)
+        np.testing.assert_allclose(baichuan.hf_tensor("lm_head.weight", rows, config), expected)
+
+
+def test_baichuan_13b_is_told_by_its_layers(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"Baichuan 13B, whose scores fall with the distance"):
+        Checkpoint(
+            save(
+                tmp_path,
+                make_model(replace(TINY["baichuan"], config={"num_hidden_layers": 40, "num_key_value_heads": 4})),
+            )
+        )

@@ -510,10 +510,182 @@ def as_minicpm(config: dict[str, Any], tensors: dict[str, Any]) -> tuple[dict[st
     return kept | scales | {"model_type": "minicpm", "architectures": ["MiniCPMForCausalLM"]}, tensors
 
 
+def renamed(
+    names: Mapping[str, str], settings: Mapping[str, Any], qkv: str = ""
+) -> Callable[[dict[str, Any], dict[str, Any]], tuple[dict[str, Any], dict[str, Any]]]:
+    """A model whose tensors have other names, in order, with ``qkv`` its queries, keys and values in one, and other
+    settings; None takes one away."""
+
+    def release(config: dict[str, Any], tensors: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        import torch
+
+        found = {}
+        for name, tensor in tensors.items():
+            if qkv and re.search(r"\b[kv]_proj", name):
+                continue
+            if qkv and "q_proj" in name:
+                tensor = torch.cat([tensors[name.replace("q_proj", f"{x}_proj")] for x in "qkv"])
+                name = name.replace("self_attn.q_proj", qkv)
+            for theirs, ours in names.items():
+                name = name.replace(theirs, ours)
+            found[name] = tensor
+        return {key: value for key, value in (config | dict(settings)).items() if value is not None}, found
+
+    return release
+
+
+#: Of models with GPT-2's names.
+GPT2_NAMES = {
+    "model.embed_tokens": "transformer.wte",
+    "model.norm": "transformer.ln_f",
+    "model.layers": "transformer.h",
+    "input_layernorm": "ln_1",
+    "post_attention_layernorm": "ln_2",
+    "self_attn.o_proj": "attn.c_proj",
+}
+as_qwen = renamed(
+    GPT2_NAMES | {"mlp.up_proj": "mlp.w1", "mlp.gate_proj": "mlp.w2", "mlp.down_proj": "mlp.c_proj"},
+    {"model_type": "qwen", "architectures": ["QWenLMHeadModel"], "intermediate_size": 2 * CONFIG["intermediate_size"]}
+    | {"layer_norm_epsilon": CONFIG["rms_norm_eps"], "rotary_emb_base": 10_000.0}
+    | dict.fromkeys(("rms_norm_eps", "num_key_value_heads", "head_dim", "rope_parameters")),
+    qkv="attn.c_attn",
+)
+as_codeshell = renamed(
+    GPT2_NAMES,
+    {"model_type": "codeshell", "architectures": ["CodeShellForCausalLM"], "num_query_groups": 2}
+    | {"n_embd": 64, "n_head": 4, "n_layer": 4, "n_positions": 128, "layer_norm_epsilon": 1e-5}
+    | dict.fromkeys(("hidden_size", "num_attention_heads", "num_hidden_layers", "max_position_embeddings"))
+    | dict.fromkeys(("num_key_value_heads", "norm_epsilon", "intermediate_size", "head_dim", "rope_parameters")),
+    qkv="attn.c_attn",
+)
+as_baichuan = renamed(
+    {}, {"model_type": "baichuan", "architectures": ["BaichuanForCausalLM"]}, qkv="self_attn.W_pack"
+)
+
+
+def as_openelm(config: dict[str, Any], tensors: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A Qwen 3 with OpenELM's names, whose second layer has all of its heads, and of its MLP, twice, at half of the
+    weight."""
+    import torch
+
+    names = {
+        "model.layers": "transformer.layers",
+        "model.embed_tokens": "transformer.token_embeddings",
+        "model.norm": "transformer.norm",
+        "self_attn.o_proj": "attn.out_proj",
+        "self_attn.": "attn.",
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "mlp.down_proj": "ffn.proj_2",
+    }
+    found = {}
+    for name, tensor in tensors.items():
+        twice = (lambda part: torch.cat([part, part])) if ".layers.1." in name else lambda part: part
+        if "q_proj" in name:
+            parts = [twice(tensors[name.replace("q_proj", f"{x}_proj")]) for x in "qkv"]
+            name, tensor = name.replace("q_proj", "qkv_proj"), torch.cat(parts)
+        elif "gate_proj" in name:
+            up = tensors[name.replace("gate", "up")]
+            name, tensor = name.replace("mlp.gate_proj", "ffn.proj_1"), torch.cat([twice(tensor), twice(up)])
+        elif re.search("[kv]_proj|up_proj", name):
+            continue
+        elif re.search("o_proj|down_proj", name) and ".layers.1." in name:
+            tensor = torch.cat([tensor / 2] * 2, dim=1)
+        for theirs, ours in names.items():
+            name = name.replace(theirs, ours)
+        found[name] = tensor
+    width = CONFIG["intermediate_size"] / CONFIG["hidden_size"]
+    kept = ("hidden_act", "vocab_size", "pad_token_id", "bos_token_id", "eos_token_id", "tie_word_embeddings")
+    return {key: config[key] for key in kept} | {
+        "model_type": "openelm",
+        "architectures": ["OpenELMForCausalLM"],
+        "model_dim": 64,
+        "num_transformer_layers": 4,
+        "max_context_length": 128,
+        "head_dim": 16,
+        "num_query_heads": [4, 8, 4, 4],
+        "num_kv_heads": [2, 4, 2, 2],
+        "ffn_multipliers": [width, 2 * width, width, width],
+        "ffn_dim_divisor": 4,
+        "rope_freq_constant": 10_000,
+    }, found
+
+
+def as_maincoder(config: dict[str, Any], tensors: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A Hunyuan whose heads have their rotary pairs side by side."""
+    found = {}
+    for name, tensor in tensors.items():
+        name = name.replace("mlp.", "feed_forward.").replace("query_layernorm", "q_norm")
+        name = name.replace("key_layernorm", "k_norm")
+        if re.search("[qk]_(proj|norm)", name):
+            tensor = tensor.unflatten(0, (-1, 2, 8)).transpose(1, 2).flatten(0, 2).clone()
+        found[name] = tensor
+    kind = {"model_type": "maincoder", "architectures": ["MaincoderForCausalLM"]}
+    return config | kind | {"intermediate_size_mlp": CONFIG["intermediate_size"]}, found
+
+
+def as_neo_bert(config: dict[str, Any], tensors: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A EuroBERT with NeoBERT's names, and the rows of each head's query, key and value side by side."""
+    import torch
+
+    names = {
+        "embed_tokens": "encoder",
+        "input_layernorm": "attention_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "self_attn.o_proj": "wo",
+        "mlp.down_proj": "ffn.w3",
+    }
+    found = {}
+    for name, tensor in tensors.items():
+        if "q_proj" in name:
+            heads = [tensors[name.replace("q_proj", f"{x}_proj")].unflatten(0, (4, 16)) for x in "qkv"]
+            heads[:2] = [part.unflatten(1, (2, 8)).transpose(1, 2).flatten(1, 2) for part in heads[:2]]
+            name, tensor = name.replace("self_attn.q_proj", "qkv"), torch.cat(heads, dim=1).flatten(0, 1)
+        elif "gate_proj" in name:
+            up = tensors[name.replace("gate", "up")]
+            name, tensor = name.replace("mlp.gate_proj", "ffn.w12"), torch.cat([tensor, up])
+        elif re.search("[kv]_proj|up_proj", name):
+            continue
+        for theirs, ours in names.items():
+            name = name.replace(theirs, ours)
+        name = "layer_norm.weight" if name == "norm.weight" else name.replace("layers.", "transformer_encoder.")
+        found[f"model.{name}"] = tensor
+    kind = {"model_type": "neobert", "architectures": ["NeoBERT"], "intermediate_size": 258, "max_length": 128}
+    return config | kind | {"norm_eps": config["rms_norm_eps"]}, found
+
+
+def as_deepseek(config: dict[str, Any], tensors: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The text of a DeepSeek-OCR 2."""
+    names = {"model.language_model.": "model."}
+    found = {name.replace(*pair): tensor for name, tensor in tensors.items() for pair in names.items()}
+    found = {name: tensor for name, tensor in found.items() if re.match(r"model\.(layers|norm|embed)|lm_head", name)}
+    return config["text_config"] | {"model_type": "deepseek", "architectures": ["DeepseekForCausalLM"]}, found
+
+
+DEEPSEEK_OCR = {
+    "text_config": CONFIG
+    | {"num_key_value_heads": 4, "n_routed_experts": 6, "num_experts_per_tok": 2, "n_shared_experts": 2}
+    | {"moe_intermediate_size": 48, "mlp_layer_types": ["dense", *["sparse"] * 3]},
+    "vision_config": {
+        "sam_config": {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "output_channels": 16}
+        | {"image_size": 32, "patch_size": 16, "global_attn_indexes": [0], "downsample_channels": [16, 32]},
+        "encoder_config": {"vocab_size": 8, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+        | {"num_attention_heads": 2, "num_key_value_heads": 2},
+    },
+}
+#: Of Hunyuan: what its configurations call dynamic.
+ALPHA = {"rope_type": "dynamic", "rope_theta": 10_000.0, "alpha": 1000.0, "factor": 1.0}
+HUNYUAN_VL = {
+    "text_config": CONFIG | {"tie_word_embeddings": True, "rope_parameters": ALPHA | {"mrope_section": [2, 2, 2, 2]}},
+    "vision_config": {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    | {"out_hidden_size": 64, "text_hidden_size": 64, "max_image_size": 64},
+}
+
 TINY: dict[str, Tiny] = {
     "afmoe": Tiny("afmoe", "afmoe", WINDOW | MIXTURE | AFMOE),
     "apertus": Tiny("apertus", "apertus", {"rope_parameters": LLAMA3}),
     "arcee": Tiny("arcee", "arcee", {"rope_parameters": YARN}),
+    "baichuan": Tiny("llama", "baichuan", {"num_key_value_heads": 4}, release=as_baichuan),
     "bailingmoe2": Tiny("sarvam_moe", "bailingmoe2", ROUTED | {"n_shared_experts": 1}),
     "bailingmoe3": Tiny("bailing_hybrid", "bailingmoe3", LING3),
     "bailingmoe": Tiny(
@@ -524,6 +696,9 @@ TINY: dict[str, Tiny] = {
         | LOCAL_MIXTURE,
         release=as_bailingmoe,
     ),
+    "codeshell": Tiny(
+        "starcoder2", "codeshell", {"rms_norm_eps": None, "intermediate_size": 256}, release=as_codeshell
+    ),
     "cohere2": Tiny("cohere2", "cohere2", WINDOW | COHERE),
     "chatglm": Tiny("glm", "chatglm", HALF_ROTATED | {"attention_bias": True}),
     "cohere2moe": Tiny("cohere2_moe", "cohere2moe", NORTH | {"rms_norm_eps": None}),
@@ -531,6 +706,10 @@ TINY: dict[str, Tiny] = {
     "command-r": Tiny("cohere", "command-r", COHERE | {"rope_parameters": LINEAR}),
     "dbrx": Tiny("dbrx", "dbrx", DBRX),
     "deci": Tiny("llama", "deci", {"intermediate_size": 256, "rope_parameters": LLAMA3}, release=as_deci),
+    "deepseek": Tiny(
+        "deepseek_ocr2", "deepseek", DEEPSEEK_OCR, auto="DeepseekOcr2ForConditionalGeneration", release=as_deepseek
+    ),
+    "deepseek-ocr": Tiny("deepseek_ocr2", "deepseek2-ocr", DEEPSEEK_OCR, auto="DeepseekOcr2ForConditionalGeneration"),
     "deepseek-v2": Tiny(
         "deepseek_v2",
         "deepseek2",
@@ -664,11 +843,13 @@ TINY: dict[str, Tiny] = {
         GRANITE | LOCAL_MIXTURE | {"shared_intermediate_size": 80},
     ),
     "hunyuan-dense": Tiny("hunyuan_v1_dense", "hunyuan-dense"),
+    "hunyuan-dense-alpha": Tiny("hunyuan_v1_dense", "hunyuan-dense", {"rope_parameters": ALPHA}),
     "hunyuan-moe": Tiny(
         "hunyuan_v1_moe",
         "hunyuan-moe",
         {"num_experts": 6, "moe_topk": [2] * 4, "num_shared_expert": [1] * 4, "moe_intermediate_size": [172] * 4},
     ),
+    "hunyuan-vl": Tiny("hunyuan_vl", "hunyuan_vl", HUNYUAN_VL, auto="HunYuanVLForConditionalGeneration"),
     "hy-v3": Tiny("hy_v3", "hy_v3", MIXTURE | {"router_scaling_factor": 1.5, "num_shared_experts": 2}),
     "hy-v4": Tiny("hy_v4", "hy_v4", LATENTS | INDEXER | HY_V4, release=as_hy_v4),
     "internlm2": Tiny("llama", "internlm2", release=as_internlm2),
@@ -699,6 +880,7 @@ TINY: dict[str, Tiny] = {
         LLAMA4 | {"attention_chunk_size": 7, "floor_scale": 5, "rope_parameters": LLAMA3 | {"high_freq_factor": 1.0}},
     ),
     "llama4-defaults": Tiny("llama4_text", "llama4", LLAMA4),
+    "maincoder": Tiny("hunyuan_v1_dense", "maincoder", {"tie_word_embeddings": True}, release=as_maincoder),
     "falcon-mamba": Tiny("falcon_mamba", "mamba", MAMBA | {"mixer_rms_eps": 1e-5}),
     "mamba": Tiny("mamba", "mamba", MAMBA),
     "mamba2": Tiny(
@@ -772,6 +954,7 @@ TINY: dict[str, Tiny] = {
         WINDOW | {"rope_parameters": {"sliding_attention": PLAIN_ROPE, "full_attention": YARN}},
     ),
     "olmoe": Tiny("olmoe", "olmoe", LOCAL_MIXTURE | {"num_key_value_heads": 4}),
+    "openelm": Tiny("qwen3", "openelm", {"tie_word_embeddings": True, "rms_norm_eps": 1e-6}, release=as_openelm),
     "orion": Tiny(
         "stablelm",
         "orion",
@@ -798,6 +981,7 @@ TINY: dict[str, Tiny] = {
             | {"long_factor": [1.5, 2.0, 3.0, 5.0, 7.0, 8.0], "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5]},
         },
     ),
+    "qwen": Tiny("qwen2", "qwen", {"num_key_value_heads": 4}, release=as_qwen),
     "qwen2": Tiny("qwen2", "qwen2", {"tie_word_embeddings": True}),
     "qwen2moe": Tiny("qwen2_moe", "qwen2moe", MIXTURE | SHARED_EXPERT | {"norm_topk_prob": False}),
     "qwen2vl": Tiny("qwen2_vl", "qwen2vl", with_vision({}), auto="Qwen2VLForConditionalGeneration"),
@@ -840,6 +1024,7 @@ ENCODERS: dict[str, Tiny] = {
     "llama-embed": Tiny(
         "eurobert", "llama-embed", auto="AutoModel", release=called("llama_bidirec", "LlamaBidirectionalModel")
     ),
+    "neo-bert": Tiny("eurobert", "neo-bert", {"num_key_value_heads": 4}, auto="AutoModel", release=as_neo_bert),
     "jina-bert-v3": Tiny(
         "jina_embeddings_v3", "jina-bert-v3", {"layer_norm_eps": 1e-5, "head_dim": None}, auto="AutoModel"
     ),

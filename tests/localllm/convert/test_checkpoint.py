@@ -21,8 +21,9 @@ import numpy as np
 import pytest
 
 import localllm
-from localllm import files
+from localllm import files, models
 from localllm.convert import Checkpoint
+from localllm.convert.config import with_floats
 from localllm.errors import LocalLLMError, ModelError, OutputError, UnsupportedArchitectureError
 from localllm.gguf import GGUFFile, writer
 from localllm.models import gpt_oss
@@ -232,6 +233,7 @@ def test_nan_weights_are_named_and_leave_no_file(tmp_path: Path) -> None:
 
 _KILLED = """
 import os, pathlib, signal, sys
+from localllm import models
 from localllm.convert import Checkpoint
 from localllm.quantize import plan, run
 for i, _ in enumerate(run(plan(Checkpoint(pathlib.Path(sys.argv[1])), pathlib.Path(sys.argv[2]), "F16"), threads=1)):
@@ -341,3 +343,19 @@ def test_what_files_have_no_key_for_is_refused() -> None:
         gemma_keys(SimpleNamespace(**gemma, query_pre_attn_scalar=24))
     with pytest.raises(ModelError, match="truncates, which GGUF files of gpt-oss do not"):
         gpt_oss.hf_keys(SimpleNamespace(rope_parameters={"rope_type": "yarn"}))
+
+
+def test_numbers_that_files_have_as_floats_are_floats_also_where_the_configuration_has_whole_ones() -> None:
+    keys = {"rope.freq_base": 10_000, "swiglu_clamp_exp": [7, 0], "rope.dimension_sections": [2, 2], "block_count": 4}
+    assert with_floats(keys) == keys
+    assert [type(value) for value in with_floats(keys).values()] == [float, list, list, int]
+    assert [type(with_floats(keys)[key][0]) for key in ("swiglu_clamp_exp", "rope.dimension_sections")] == [
+        float,
+        int,
+    ]
+    read = r'\bread(?:_each|_uniform)?\(\s*f?"([^"]+)",[^")]*\bfloat\b'
+    sources = [path.read_text("utf-8") for path in Path(models.__file__).parent.glob("*.py")]
+    names = {name.replace("{name}", "exp") for text in sources for name in re.findall(read, text)}
+    assert {"rope.freq_base", "expert_weights_scale", "attention.layer_norm_epsilon"} < names
+    for name in names:
+        assert type(with_floats({name: 1})[name]) is float, name

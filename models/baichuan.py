@@ -1,0 +1,42 @@
+"""Baichuan and Baichuan 2 7B (arXiv:2309.10305): Llama's layers, with query, key and value in one matrix."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from localllm.errors import ModelError
+from localllm.kernels.graph import Graph
+from localllm.models import hf_names, llama
+from localllm.models.config import Header
+from localllm.models.hf_convert import Array, floats, interleave_pairs, rotated_part
+
+HF_NAMES = hf_names.COMMON
+#: Tokens of Baichuan 2, whose head is normed by rows before it is multiplied with.
+_BAICHUAN_2 = 125_696
+
+
+def hf_keys(config: Any) -> dict[str, Any]:
+    context = getattr(config, "max_position_embeddings", None) or getattr(config, "model_max_length", None)
+    return rotated_part(config) | {"context_length": context, "tensor_data_layout": "Meta AI original pth"}
+
+
+def hf_tensor(name: str, array: Array, config: Any) -> Array | dict[str, Array]:
+    if name == "lm_head.weight" and config.vocab_size == _BAICHUAN_2:
+        values = floats(array)
+        return np.asarray(values / np.maximum(np.linalg.norm(values, axis=1, keepdims=True), 1e-12), np.float32)
+    if not name.endswith("W_pack.weight"):
+        return array
+    n = config.num_attention_heads
+    q, k, v = np.split(array, 3)
+    return {"attn_q.weight": interleave_pairs(q, n), "attn_k.weight": interleave_pairs(k, n), "attn_v.weight": v}
+
+
+def record(m: Header) -> Graph:
+    if m.config.n_layers == 40:  # files do not say it otherwise
+        raise ModelError(
+            "this is Baichuan 13B, whose scores fall with the distance (ALiBi), which localllm does not support yet; "
+            "Baichuan 7B runs"
+        )
+    return llama.record(m)

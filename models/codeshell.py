@@ -1,0 +1,20 @@
+"""CodeShell (arXiv:2403.15747): LayerNorm, biases everywhere, and query, key and value in one matrix."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from localllm.models import gpt2, starcoder2
+
+HF_NAMES = {ours: theirs for ours, theirs in gpt2.HF_NAMES.items() if ours != "position_embd"}
+record = starcoder2.record
+
+
+def hf_keys(config: Any) -> dict[str, Any]:
+    return {
+        "feed_forward_length": getattr(config, "n_inner", None) or 4 * config.hidden_size,
+        "attention.head_count_kv": getattr(config, "num_query_groups", None) or 1,
+        "rope.freq_base": 10_000.0,
+        "rope.scaling.type": "linear",
+        "rope.scaling.factor": 1.0,
+    }

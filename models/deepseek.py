@@ -1,0 +1,47 @@
+"""DeepSeek MoE 16B (arXiv:2401.06066), and the text of DeepSeek-OCR: Llama's layers, with experts behind the first
+layers, which no division by their sum weighs, and shared ones.
+
+Files of the former have rotary pairs side by side, those of the latter as the checkpoint has them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from localllm.kernels.graph import Graph
+from localllm.models import hf_names
+from localllm.models.blocks import llama_like
+from localllm.models.config import Header
+from localllm.models.hf_convert import Array, interleave_query_and_key, rotated_part
+from localllm.models.rope import make_rope
+
+HF_NAMES = hf_names.COMMON | hf_names.EXPERTS | hf_names.STACKED_EXPERTS | hf_names.SHARED_EXPERTS
+
+
+def _is_ocr(config: Any) -> bool:
+    return str(config.model_type) != "deepseek"
+
+
+def hf_keys(config: Any) -> dict[str, Any]:
+    kinds = getattr(config, "mlp_layer_types", None)
+    n_dense = kinds.count("dense") if kinds else getattr(config, "first_k_dense_replace", None)
+    return rotated_part(config) | {
+        "vocab_size": config.vocab_size,
+        "rope.scaling.type": None if _is_ocr(config) else "none",
+        "leading_dense_block_count": n_dense or 0,
+        "expert_shared_count": config.n_shared_experts,
+        "expert_weights_scale": getattr(config, "routed_scaling_factor", 1.0),
+        "expert_weights_norm": getattr(config, "norm_topk_prob", None) or None,
+    }
+
+
+def hf_tensor(name: str, array: Array, config: Any) -> Array:
+    return array if _is_ocr(config) else interleave_query_and_key(name, array, config)
+
+
+def record(m: Header) -> Graph:
+    is_ocr = m.config.architecture == "deepseek2-ocr"
+    if is_ocr:
+        m.meta.skip("attention.sliding_window")  # Unlimited-OCR's, which its decoder does not use
+    rope = make_rope(m, m.heads().key_dim, interleaved=not is_ocr)
+    return llama_like(m, rope, m.experts(norm_topk_prob=False))

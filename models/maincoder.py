@@ -1,0 +1,23 @@
+"""Maincoder: Llama's layers, with heads normed behind the rotation, of pairs side by side."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from localllm.kernels.graph import Graph
+from localllm.models import hf_names
+from localllm.models.blocks import llama_like
+from localllm.models.config import Header
+from localllm.models.hf_convert import rotated_part
+from localllm.models.rope import make_rope
+
+HF_NAMES = hf_names.COMMON | hf_names.HEAD_NORMS | hf_names.projections("feed_forward")
+
+
+def hf_keys(config: Any) -> dict[str, Any]:
+    width = getattr(config, "intermediate_size_mlp", None) or config.intermediate_size
+    return rotated_part(config) | {"feed_forward_length": width}
+
+
+def record(m: Header) -> Graph:
+    return llama_like(m, make_rope(m, m.heads().key_dim, interleaved=True), qk_norm="head", norm_last=True)

@@ -1,0 +1,54 @@
+"""NeoBERT (arXiv:2502.19587): Llama's layers, whose tokens see each other both ways.
+
+Rows of query, key and value lie side by side for each head, as in its own code.  llama.cpp's converter leaves them
+so, but llama.cpp reads files as if all queries came first.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from localllm.kernels.graph import Graph, Tensor
+from localllm.models.blocks import Layer, attention, decoder, gated_mlp, norm
+from localllm.models.config import Header
+from localllm.models.hf_convert import encoder_keys
+from localllm.models.rope import make_rope
+
+HF_NAMES = {
+    "token_embd": "encoder",
+    "enc.output_norm": "layer_norm",
+    "attn_norm": "attention_norm",
+    "attn_qkv": "qkv",
+    "attn_output": "wo",
+    "ffn_norm": "ffn_norm",
+    "ffn_up": "ffn.w12",
+    "ffn_down": "ffn.w3",
+    "cls": "dense",
+    "cls.output": "classifier",
+}
+
+
+def hf_keys(config: Any) -> dict[str, Any]:
+    keys = encoder_keys(config) | {
+        "context_length": getattr(config, "max_length", None) or config.max_position_embeddings,
+        "feed_forward_length": 2 * config.intermediate_size // 3,
+        "attention.layer_norm_rms_epsilon": getattr(config, "norm_eps", 1e-6),
+        "rope.freq_base": 10_000.0,
+        "rope.scaling.type": "none",
+    }
+    return {"pooling_type": 2} | keys  # the first token's vector, as its authors use it
+
+
+def record(m: Header) -> Graph:
+    heads, n_ff, rope = m.heads(), m.mlp_width(), make_rope(m, m.heads().key_dim, interleaved=True)
+    causal = m.meta.read("attention.causal", bool, False)
+
+    def layer(at: Layer, x: Tensor) -> Tensor:
+        y = norm(at, "attn_norm", x)
+        x = attention(at, y, heads, rope, residual=x, causal=causal, qkv_by_head=True)
+        return gated_mlp(at, norm(at, "ffn_norm", x), n_ff, residual=x)
+
+    def output_norm(at: Layer, name: str, x: Tensor) -> Tensor:
+        return norm(at, f"enc.{name}", x)
+
+    return decoder(m, layer, output_norm=output_norm)
