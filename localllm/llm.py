@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any, Literal, Never, Self, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Never, Self, Unpack, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,7 @@ from localllm.errors import (
 )
 from localllm.files import expanded
 from localllm.generation.completion import Completion, Stream
+from localllm.generation.embedding import unit_length
 from localllm.generation.scoring import Score, last_logits, scores
 from localllm.kernels import process
 from localllm.kernels.cpu.host import available_memory
@@ -181,6 +182,11 @@ class LLM:
     @property
     def tokenizer(self) -> Tokenizer:
         return self._tokenizer
+
+    @property
+    def is_late(self) -> bool:
+        """Whether it makes vectors of tokens (ColBERT): `embed` with ``per_token``, and `rerank`."""
+        return self._embedder is not None and self._embedder.is_late
 
     @property
     def writes_text(self) -> bool:
@@ -337,6 +343,7 @@ class LLM:
         self._adopt(load_file(options))
         self._template, self._template_source = template, source
 
+    @overload
     def embed(
         self,
         texts: Sequence[str | Sequence[int]],
@@ -345,7 +352,31 @@ class LLM:
         dimensions: int | None = None,
         normalize: bool = True,
         truncate: bool = False,
-    ) -> NDArray[np.float32]:
+        per_token: Literal[False] = False,
+    ) -> NDArray[np.float32]: ...
+
+    @overload
+    def embed(
+        self,
+        texts: Sequence[str | Sequence[int]],
+        *,
+        prefix: str = "",
+        dimensions: int | None = None,
+        normalize: bool = True,
+        truncate: bool = False,
+        per_token: Literal[True],
+    ) -> list[NDArray[np.float32]]: ...
+
+    def embed(
+        self,
+        texts: Sequence[str | Sequence[int]],
+        *,
+        prefix: str = "",
+        dimensions: int | None = None,
+        normalize: bool = True,
+        truncate: bool = False,
+        per_token: bool = False,
+    ) -> NDArray[np.float32] | list[NDArray[np.float32]]:
         """The vectors of texts, float32 [n, width], by a model that is made for them.
 
         Args:
@@ -354,6 +385,8 @@ class LLM:
             dimensions: of each vector, that many of the first values, for models that allow it (Matryoshka).
             normalize: whether vectors have the length 1, so that their products are cosines.
             truncate: whether a text that does not fit into the context is cut at its end; else that is an error.
+            per_token: whether to give, in place of one vector, a list of arrays [n_tokens, width]: the vectors of
+                each text's tokens, as models of late interaction (ColBERT) have them, before they are pooled.
 
         Raises:
             UsageError: it is another kind of model, or an argument is out of range.
@@ -364,6 +397,11 @@ class LLM:
         if embedder is None or embedder.is_reranker:
             what, use = ("scores documents", "use rerank") if embedder else ("writes text", "load one for vectors")
             raise UsageError(f"{self._info.path.name} {what}: it makes no vectors of texts; {use}")
+        if embedder.is_late and not per_token:
+            raise UsageError(
+                f"{self._info.path.name} makes vectors of tokens (late interaction): use rerank, or embed with "
+                "per_token=True"
+            )
         if isinstance(texts, str | bytes) or not isinstance(texts, Sequence | np.ndarray):
             raise UsageError.of("texts", texts, "a list of texts, or of lists of token ids")
         n = embedder.width if dimensions is None else whole_number("dimensions", dimensions, 1)
@@ -373,26 +411,34 @@ class LLM:
         ids = [self._prompt_ids(prefix + each if isinstance(each, str) else each, True, False) for each in texts]
         if truncate:
             ids = [each[: engine.context - 1] + each[-1:] if len(each) > engine.context else each for each in ids]
+        if per_token:
+            rows = [each[:, :n] for each in embedder.token_vectors(engine, ids)]
+            return [np.ascontiguousarray(unit_length(each) if normalize else each) for each in rows]
         vectors = embedder.vectors(engine, ids)[:, :n]
-        if normalize:
-            vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), np.float32(1e-12))
-        return np.ascontiguousarray(vectors)
+        return np.ascontiguousarray(unit_length(vectors) if normalize else vectors)
 
     def rerank(self, query: str, documents: Sequence[str]) -> NDArray[np.float32]:
-        """How well each document answers a query, float32 [n]: the more, the better; by a reranker.
+        """How well each document answers a query, float32 [n]: the more, the better.
+
+        By a reranker, or by a model of late interaction (ColBERT): then each token of the query counts with its
+        largest cosine to one of the document's.
 
         Raises:
             UsageError: it is another kind of model, or an argument is not a text.
             TokenizerError, ContextLengthError: as `embed`.
         """
         engine, embedder = self._opened(), self._embedder
-        if embedder is None or not embedder.is_reranker:
+        if embedder is None or not (embedder.is_reranker or embedder.is_late):
             raise UsageError(
                 f"{self._info.path.name} is not a reranker: load one, such as a GGUF of bge-reranker-v2-m3"
             )
         if isinstance(documents, str | bytes) or not isinstance(documents, Sequence):
             raise UsageError.of("documents", documents, "a list of texts")
-        pairs = [embedder.pair(self._tokenizer, text("query", query), text("document", each)) for each in documents]
+        text("query", query)
+        documents = [text("document", each) for each in documents]
+        if embedder.is_late:
+            return embedder.late_interaction(engine, self._tokenizer, query, documents)
+        pairs = [embedder.pair(self._tokenizer, query, each) for each in documents]
         return embedder.vectors(engine, pairs)[:, 0].copy()
 
     def generate(

@@ -31,6 +31,7 @@ HF_NAMES = {
     "layer_output_norm": "output.LayerNorm",
     "cls": "pooler.dense",
     "cls.output": "classifier",
+    "dense_2": "linear",  # ColBERT's
 }
 
 

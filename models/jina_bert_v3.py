@@ -9,5 +9,6 @@ HF_NAMES = nomic_bert.HF_NAMES | {
     "attn_qkv": "mixer.Wqkv",
     "attn_output": "mixer.out_proj",
     "ffn_up": "mlp.fc1",
+    "dense_2": "linear",  # Jina ColBERT v2's
 }
 hf_keys, record = encoder_keys, bert.record

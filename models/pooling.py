@@ -1,7 +1,8 @@
 """How a text's vector, or a score, is made of what a model that embeds gives for its tokens.
 
 Keys and tensors are llama.cpp's: ``pooling_type``, ``cls*`` of classifiers, ``dense_2`` and ``dense_3`` of
-sentence-transformers.
+sentence-transformers.  A model of late interaction (ColBERT, arXiv:2004.12832) pools nothing: it keeps a vector of
+each token.
 """
 
 from __future__ import annotations
@@ -26,17 +27,22 @@ Array = NDArray[Any]
 KINDS = (None, "mean", "cls", "last", "rank")
 
 
-def read_kind(meta: Metadata) -> str | None:
-    """The kind that the file names; None without one, as of generative models."""
-    return KINDS[meta.read("pooling_type", int, 0, low=0, high=len(KINDS) - 1)]
+def read_kind(meta: Metadata, weights: Weights) -> str | None:
+    """The kind that the file names; None without one, as of generative models.
+
+    "tokens" is that of late interaction: files that pool nothing, but say how wide the vectors of tokens become.
+    """
+    kind = KINDS[meta.read("pooling_type", int, 0, low=0, high=len(KINDS) - 1)]
+    width = meta.read("embedding_length_out", int, 0, low=0, high=1 << 20)
+    return "tokens" if kind is None and width and "dense_2.weight" in weights else kind
 
 
 @dataclass(frozen=True)
 class Pooling:
     """The pooling behind the graph of a model that embeds."""
 
-    kind: str  # one of `KINDS`
-    rows: str  # which tokens' vectors go into it: "mean" of all, "cls", the first, or "last"
+    kind: str  # as `read_kind` gives it
+    rows: str  # which tokens' vectors go into it: "mean" of all, "cls", the first, or "last"; "tokens" for no pooling
     width: int  # values of the result
     is_causal: bool  # whether no token sees one behind it
     weights: dict[str, Weight]  # by name; a few matrices at most
@@ -68,7 +74,8 @@ class Pooling:
         return cls(kind, rows, width, causal, found, is_modern, rank and is_qwen)
 
     def head(self) -> Callable[[Array], Array]:
-        """Reads the weights; what it gives makes of the vector [d] of a text's tokens the result [width]."""
+        """Reads the weights; what it gives makes of a text's vector, or of each of its tokens' [..., d], the result
+        [..., width]."""
         values = {name: dequantize(w.data, w.type).reshape(w.shape) for name, w in self.weights.items()}
 
         def compute(x: Array) -> Array:
@@ -76,10 +83,10 @@ class Pooling:
                 if name not in values:
                     continue
                 if name == "cls.norm":
-                    x = x - x.mean()
-                    x = x / np.sqrt(np.mean(x * x) + np.float32(1e-5)) * values[name]
+                    x = x - x.mean(axis=-1, keepdims=True)
+                    x = x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + np.float32(1e-5)) * values[name]
                     continue
-                x = values[name] @ x + values.get(f"{name}.bias", np.float32(0))
+                x = x @ values[name].T + values.get(f"{name}.bias", np.float32(0))
                 if name == "cls":
                     x = gelu_erf(x) if self.is_gelu else np.tanh(x)
             return softmax(x) if self.is_softmax else x

@@ -252,7 +252,7 @@ def read_model(
     weights.skip_layers(config.n_layers)
     context = config.context_length if context is None else context
     try:
-        kind = read_kind(meta) or ("mean" if architecture.is_encoder else None)
+        kind = read_kind(meta, weights) or ("mean" if architecture.is_encoder else None)
         graph = architecture.record(Header(meta, config, weights, context, cache_type, kind, is_block, sees))
         pooling = None if kind is None else Pooling.read(meta, weights, kind, graph)
     except KernelError as error:

@@ -136,9 +136,13 @@ class Checkpoint:
         try:
             self.tensors = _Namer(conversion, config, architecture.has_block).tensors(sources)
             self.tensors |= (dense := _dense(folder))
+            is_late = "dense_2.weight" in self.tensors and not (folder / "1_Pooling").exists()
             n_blocks = len({name.split(".")[1] for name in self.tensors if name.startswith("blk.")})
             config.n_nextn = max(0, n_blocks - config.num_hidden_layers)
             keys = with_floats(general_keys(config) | dict(conversion.keys(config)))
+            if is_late:
+                last = self.tensors.get("dense_3.weight") or self.tensors["dense_2.weight"]
+                keys |= {"pooling_type": 0, "embedding_length_out": last.shape[0]}
             if config.n_nextn:
                 keys |= {"block_count": n_blocks, "nextn_predict_layers": config.n_nextn}
         except (TypeError, ValueError, KeyError, IndexError, AttributeError, ZeroDivisionError) as error:
@@ -196,6 +200,8 @@ def _architecture(config: Config, values: Mapping[str, Any]) -> str:
     kinds = set(map(str, config.values.get("architectures") or ()))  # which some share a type with others
     found = [name for name, each in ARCHITECTURES.items() if kinds & set(each.hf_types.split())]
     found = found or [name for name, each in ARCHITECTURES.items() if wanted & set(each.hf_types.split())]
+    if found == ["bert"] and config.values.get("position_embedding_type") == "rotary":  # Jina ColBERT v2
+        return "jina-bert-v3"
     if found[1:] and config.values.get("use_bidirectional_attention"):
         return next(name for name in found if ARCHITECTURES[name].is_encoder)
     found = [name for name in found if not ARCHITECTURES[name].is_encoder] or found
@@ -239,16 +245,21 @@ def _pooling(folder: Path, architecture: str) -> dict[str, Any]:
 
 
 def _dense(folder: Path) -> dict[str, CheckpointTensor]:
-    """The linear layers that sentence-transformers has behind the pooling, in folders 2_Dense and 3_Dense."""
+    """The linear layers that sentence-transformers has behind the pooling, in folders 2_Dense and 3_Dense; or in
+    models of late interaction, which pool nothing, in 1_Dense and 2_Dense."""
     found = {}
+    first = 2 if (folder / "1_Pooling").exists() else 1
     for place, path in enumerate(sorted(folder.glob("[0-9]_Dense")), 2):
         values = read_json(path / "config.json")
         activation = str(values.get("activation_function", "Tanh")).rpartition(".")[2]
-        if activation != "Identity" or path.name not in ("2_Dense", "3_Dense"):
+        if activation != "Identity" or path.name not in (f"{first}_Dense", f"{first + 1}_Dense"):
             raise ModelError(
                 f"{path_text(path)} is a linear layer behind the pooling, with the activation {quoted(activation)}: "
-                "GGUF files have a place for two such layers, in 2_Dense and 3_Dense, without an activation"
+                f"GGUF files have a place for two such layers, in {first}_Dense and {first + 1}_Dense, without an "
+                "activation"
             )
+        if values.get("use_residual"):
+            raise ModelError(f"{path_text(path)} adds its input (use_residual), which GGUF files have no place for")
         for name, source in find_sources(read_folder(path), Config(values)).items():
             ours = f"dense_{place}.{name.removeprefix('linear.')}"
 

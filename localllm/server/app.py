@@ -77,6 +77,7 @@ _ENDPOINTS: tuple[tuple[str, tuple[str, ...], _Endpoint, Any], ...] = (
     ),
     ("POST", ("/v1/embeddings",), embeddings.openai, embeddings.EmbeddingsRequest),
     ("POST", ("/embedding", "/embeddings"), embeddings.llamacpp, embeddings.EmbeddingsRequest),
+    ("POST", ("/pooling",), embeddings.vllm, embeddings.PoolingRequest),
     ("POST", ("/api/embed", "/api/embeddings"), embeddings.ollama, embeddings.OllamaEmbedRequest),
     ("POST", ("/v1/rerank", "/v1/reranking", "/rerank", "/reranking"), embeddings.rerank, embeddings.RerankRequest),
     ("POST", ("/v1/messages",), anthropic.messages, anthropic.MessagesRequest),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -46,6 +46,13 @@ class OllamaEmbedRequest(EmbeddingsRequest):
     truncate: bool = True
 
 
+class PoolingRequest(EmbeddingsRequest):
+    """vLLM's: vectors of texts, or with ``task`` "token_embed" of each of their tokens, which models of late
+    interaction make without being asked."""
+
+    task: Literal["embed", "token_embed"] | None = None
+
+
 class RerankRequest(msgspec.Struct):
     """As Jina's and Cohere's clients ask; with ``texts``, as those of Hugging Face's text-embeddings-inference."""
 
@@ -82,13 +89,31 @@ async def _in_steps(
 
 
 async def _vectors(
-    request: Request, dispatcher: Dispatcher, body: EmbeddingsRequest
+    request: Request,
+    dispatcher: Dispatcher,
+    body: EmbeddingsRequest,
+    per_token: bool | None = False,
+    *,
+    normalizes_tokens: bool = True,
 ) -> tuple[list[NDArray[np.float32]], int]:
-    """A row for each text, and the number of tokens that they have."""
+    """A row for each text, or with ``per_token`` one for each of its tokens, and the number of tokens that they have.
 
-    def work(texts: list[Any], llm: LLM) -> tuple[NDArray[np.float32], int]:
+    None for ``per_token`` leaves it to the model.
+    """
+
+    def work(texts: list[Any], llm: LLM) -> tuple[Sequence[NDArray[np.float32]], int]:
         texts = [join_prompt(llm, text) for text in texts]
-        vectors = llm.embed(texts, dimensions=body.dimensions, truncate=body.truncate)
+        vectors: Sequence[NDArray[np.float32]]
+        if llm.is_late if per_token is None else per_token:
+            vectors = llm.embed(
+                texts,
+                dimensions=body.dimensions,
+                truncate=body.truncate,
+                normalize=normalizes_tokens,
+                per_token=True,
+            )
+        else:
+            vectors = [*llm.embed(texts, dimensions=body.dimensions, truncate=body.truncate)]
         return vectors, sum(len(llm.tokenize(text) if isinstance(text, str) else text) for text in texts)
 
     return await _in_steps(request, dispatcher, body.model, body.texts(), work)
@@ -112,8 +137,25 @@ async def openai(request: Request, dispatcher: Dispatcher) -> Response:
 
 
 async def llamacpp(request: Request, dispatcher: Dispatcher) -> Response:
-    vectors, _ = await _vectors(request, dispatcher, await decode(request, EmbeddingsRequest))
-    return json_response([{"index": i, "embedding": [vector.tolist()]} for i, vector in enumerate(vectors)])
+    """Of a model of late interaction, the tokens' vectors as they are, as with llama-server's ``--pooling none``."""
+    body = await decode(request, EmbeddingsRequest)
+    vectors, _ = await _vectors(request, dispatcher, body, None, normalizes_tokens=False)
+    return json_response([{"index": i, "embedding": np.atleast_2d(v).tolist()} for i, v in enumerate(vectors)])
+
+
+async def vllm(request: Request, dispatcher: Dispatcher) -> Response:
+    body = await decode(request, PoolingRequest)
+    per_token = None if body.task is None else body.task == "token_embed"
+    vectors, n_tokens = await _vectors(request, dispatcher, body, per_token)
+    return json_response(
+        {
+            "object": "list",
+            "created": int(time.time()),
+            "model": _name(dispatcher, body.model),
+            "data": [{"index": i, "object": "pooling", "data": each.tolist()} for i, each in enumerate(vectors)],
+            "usage": {"prompt_tokens": n_tokens, "total_tokens": n_tokens},
+        }
+    )
 
 
 async def ollama(request: Request, dispatcher: Dispatcher) -> Response:

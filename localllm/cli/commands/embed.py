@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from localllm.cli.argument_types import whole
 from localllm.cli.defaults import apply_settings, load_options
@@ -31,8 +32,13 @@ def run(arguments: argparse.Namespace) -> None:
         llm = load(arguments.model, **load_options(arguments, arguments.model), progress=progress)
     with llm:
         if arguments.query is None:
-            for vector in llm.embed(texts, prefix=arguments.prefix, dimensions=arguments.dimensions):
-                print(json.dumps([round(float(value), 7) for value in vector]))
+            options: dict[str, Any] = {"prefix": arguments.prefix, "dimensions": arguments.dimensions}
+            if arguments.per_token or llm.is_late:
+                found: Any = llm.embed(texts, per_token=True, **options)
+            else:
+                found = llm.embed(texts, **options)
+            for vectors in found:
+                print(json.dumps(vectors.astype(float).round(7).tolist()))
             return
         scores = llm.rerank(arguments.query, texts)
         for score, text in sorted(zip(scores.tolist(), texts, strict=True), key=lambda pair: -pair[0]):
@@ -47,7 +53,10 @@ COMMAND = Command(
         flag("-f --file FILE", "read texts from a file, one a line", Path),
         flag("--prefix TEXT", "stands before each text, as 'search_query: '", default=""),
         flag("--dimensions N", "the first N values of each vector only", whole(1)),
-        flag("--query TEXT", "with a reranker: the texts by how well they answer this"),
+        flag("--per-token", "the vectors of each text's tokens, as models of late interaction (ColBERT) have them"),
+        flag(
+            "--query TEXT", "with a reranker, or a model of late interaction: the texts by how well they answer this"
+        ),
         flag("-q --quiet", "print nothing but vectors and errors"),
         "model",
         MODEL,
@@ -56,10 +65,11 @@ COMMAND = Command(
     ],
     run,
     """\
-It needs an embedding model (BERT, Nomic Embed, ModernBERT, EmbeddingGemma, Qwen3-Embedding) or a reranker.
+It needs an embedding model (BERT, Nomic Embed, ModernBERT, EmbeddingGemma, Qwen3-Embedding), one of late interaction
+(ColBERT) or a reranker.
 
-Standard output gets a JSON array of numbers for each text, a vector of length 1; with --query, a JSON object with
-score and text for each, best first.
+Standard output gets a JSON array of numbers for each text, a vector of length 1; with --per-token, an array of such
+vectors; with --query, a JSON object with score and text for each, best first.
 """,
     aliases="embedding embeddings llama-embedding",
 )

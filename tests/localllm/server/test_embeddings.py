@@ -30,13 +30,17 @@ pytest.importorskip("transformers", reason="needs the extra 'reference'")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that embeds, and one that reranks."""
+    """A model that embeds, one that reranks, and one that does both by vectors of tokens."""
     folder, entry = tmp_path_factory.mktemp("models"), ENCODERS["bert"]
     model = make_model(entry)
     write(folder / "embedder.gguf", entry, model)
     score = np.random.default_rng(3).normal(0, 0.3, (1, 64)).astype(np.float32)
     conversion = replace(ARCHITECTURES["bert"].conversion, extra=lambda _: {"cls.output.weight": score})
     write(folder / "reranker.gguf", replace(entry, conversion=conversion), model, pooling_type=4)
+    linear = np.random.default_rng(5).normal(0, 0.2, (24, 64)).astype(np.float32)
+    conversion = replace(ARCHITECTURES["bert"].conversion, extra=lambda _: {"dense_2.weight": linear})
+    keys = {"pooling_type": 0, "embedding_length_out": 24}
+    write(folder / "late.gguf", replace(entry, conversion=conversion), model, **keys)
     return folder
 
 
@@ -46,7 +50,9 @@ def server(folder: Path) -> Iterator[Serving]:
         assert source is not None
         return localllm.load(source, device="cpu")
 
-    with serving(load, sources={name: str(folder / f"{name}.gguf") for name in ("embedder", "reranker")}) as started:
+    with serving(
+        load, sources={name: str(folder / f"{name}.gguf") for name in ("embedder", "reranker", "late")}
+    ) as started:
         yield started
 
 
@@ -119,6 +125,29 @@ def test_reranking(server: Serving, folder: Path) -> None:
     assert [each["index"] for each in reply["results"]] == best.tolist()
     assert [each["document"]["text"] for each in reply["results"]] == [documents[i] for i in best]
     assert reply["results"][0]["relevance_score"] == pytest.approx(float(scores[best[0]]), rel=1e-5)
+
+
+def test_vectors_of_tokens(server: Serving, folder: Path) -> None:
+    with localllm.load(folder / "late.gguf", device="cpu") as llm:
+        expected, scores = llm.embed(["a", "b cat"], per_token=True), llm.rerank("a", ["b", "a cat"])
+        unscaled = llm.embed(["a"], per_token=True, normalize=False)[0]
+    reply = httpx.post(server.url + "/pooling", json={"model": "late", "input": ["a", "b cat"]}).json()
+    for each, rows in zip(reply["data"], expected, strict=True):
+        np.testing.assert_allclose(each["data"], rows, rtol=1e-5, atol=1e-6)
+    assert reply["usage"]["prompt_tokens"] == sum(map(len, expected))
+    (row,) = httpx.post(server.url + "/embedding", json={"model": "late", "content": "a"}).json()
+    np.testing.assert_allclose(row["embedding"], unscaled, rtol=1e-5, atol=1e-6)
+    body = {"model": "late", "query": "a", "documents": ["b", "a cat"]}
+    results = httpx.post(server.url + "/v1/rerank", json=body).json()["results"]
+    assert {each["index"]: each["relevance_score"] for each in results} == pytest.approx(
+        dict(enumerate(scores)), 1e-5
+    )
+    refused = httpx.post(server.url + "/v1/embeddings", json={"model": "late", "input": "a"})
+    assert refused.status_code == 400
+    assert "vectors of tokens" in refused.json()["error"]["message"]
+    for task, shape in ((None, (64,)), ("embed", (64,)), ("token_embed", (len(expected[0]), 64))):
+        body = {"model": "embedder", "input": "a", "task": task}
+        assert np.shape(httpx.post(server.url + "/pooling", json=body).json()["data"][0]["data"]) == shape
 
 
 def test_texts_as_objects_and_among_tokens(server: Serving) -> None:
