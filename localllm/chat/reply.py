@@ -26,7 +26,8 @@ from localllm.tokenizer import Tokenizer
 _TAGS_AROUND_CALLS = {
     "<tool_call>": "</tool_call>",  # Hermes, Qwen, GLM, Nemotron 3
     "<TOOLCALL>": "</TOOLCALL>",  # Nemotron 2
-    "<tool_calls>": "</tool_calls>",  # MiniMax M1
+    "<tool_calls>": "</tool_calls>",  # MiniMax M1, Hunyuan A13B, Jamba, Apriel
+    "<function_calls>": "</function_calls>",  # OLMo 3
     "<minimax:tool_call>": "</minimax:tool_call>",
     "<|tool_call>": "<tool_call|>",  # Gemma 4
     "<｜tool▁calls▁begin｜>": "<｜tool▁calls▁end｜>",  # DeepSeek to V3.1
@@ -37,7 +38,13 @@ _TAGS_AROUND_CALLS = {
     "<seed:tool_call>": "</seed:tool_call>",
     "<|START_ACTION|>": "<|END_ACTION|>",  # Command R7B and A, North
     "<|tools_prefix|>": "<|tools_suffix|>",  # Apertus
-    "<|tool_call_start|>": "<|tool_call_end|>",  # LFM2
+    "<|tool_call_start|>": "<|tool_call_end|>",  # LFM2, MiniCPM 3
+    "<|tool_call|>": "<|/tool_call|>",  # Phi 4 mini, and without an end Granite 3
+    "<|action_start|><|plugin|>": "<|action_end|>",  # InternLM 2.5
+    "Action:\n```json\n": "```",  # Command R and R+
+    "Action: ```json\n": "```",
+    "functools[": "functools[",  # FireFunction
+    "<|message_sep|>\n\nfunction call<|role_sep|>\n": "<|message_sep|>",  # GigaChat 3 of 2025
     "<|tool_calls|>": "<|calls|>",  # Solar
     "<|function_call|>": "<|function_call|>",  # GigaChat 3
     "<|tool_calls_section_begin|>": "<|tool_calls_section_end|>",  # Kimi
@@ -50,6 +57,7 @@ _TAGS_IN_CALLS = {"<function=": "</function>", "<function name=": "</function>",
 
 _CLOSING = {**_TAGS_AROUND_CALLS, **_TAGS_IN_CALLS}
 _OPENING = re.compile("|".join(map(re.escape, _CLOSING)))
+_LONGEST_OPENING, _OPENING_CHARACTERS = max(map(len, _CLOSING)), {opening[0] for opening in _CLOSING}
 
 #: What ends calls whose arguments are between tags, and what begins the next one.
 _TAGGED_ENDS = ("</function>", "</invoke>", "</｜DSML｜invoke>", "</atem:invoke>", "</tool_call:opensource>")
@@ -59,6 +67,7 @@ _TAGGED_BEGINNINGS = (
 #: What may end a call, and stand between calls.
 _ENDS = (
     *_TAGGED_ENDS,
+    "```python",
     "```",
     "<|tool_call:end|>",
     "<｜tool▁call▁end｜>",
@@ -86,6 +95,13 @@ _HEADS = [
         r"(?P<name>[^\s<{]+)\s*(?=<arg_key>)",
     )
 ]
+#: How a reply begins that is a call without anything around it: JSON, Llama 4's lists of calls as Python has them, or
+#: a name on a line of its own, as ChatGLM and GLM-4 9B write them.
+_BARE = re.compile(r"\[?\s*\{|\[\s*(?P<in_list>[\w.-]+)\(|(?P<on_line>[\w.-]+)\n\s*\{")
+#: What may stand before the arguments of such calls.
+_BARE_HEADS = re.compile(r"(?P<name>[\w.-]+)(?:(?=\()|\n\s*(?=\{))")
+#: And where that may still come.
+_BARE_BEGINNING = re.compile(r"\[?\s*[\w.-]*(?:\n\s*)?")
 _NAME_ALONE = re.compile(r"(?P<name>[^\s<{]+)\s*")
 
 _PAIR = r'"[^"\\]*"\s*:\s*"(?:[^"\\]|\\.)*"\s*,\s*'
@@ -108,6 +124,10 @@ _KEYS = (
     *("<parameter=", "<parameter ", "<｜DSML｜parameter ", "<atem:parameter ", "<param ", "<arg_key>"),
     "<arg_key:opensource>",
 )
+
+
+#: What MiniCPM 5 writes around values that have characters of XML.
+_CDATA = "<![CDATA[", "]]>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,10 +243,11 @@ class ReplyParser:
 
     def _read(self) -> _Reading:
         """Reads the reply from its beginning to its end."""
-        while not (text := self._text[self._at :].lstrip()) or text == "[":
+        while not (text := self._text[self._at :].lstrip()) or self._may_be_bare(text):
             if not (yield from self._wait_for_more()):
                 break
-        if text.startswith("{") or re.match(r"\[\s*\{", text):
+        bare = _BARE.match(text)
+        if bare and {bare["in_list"], bare["on_line"]} - {None} <= self._tools.keys():
             yield from self._calls("", "", "")
         while True:
             if self._is_after_call:
@@ -235,7 +256,8 @@ class ReplyParser:
             opening = _OPENING.search(self._text, self._at)
             if opening is None:
                 rest = self._text[self._at :]
-                n = max(n_open(rest, tag) for tag in _CLOSING) if "<" in rest or "[" in rest else 0
+                may_open = not _OPENING_CHARACTERS.isdisjoint(rest[-_LONGEST_OPENING:])
+                n = max(n_open(rest, tag) for tag in _CLOSING) if may_open else 0
                 # White space before a call is no part of the text.
                 end = len(self._text[: len(self._text) - n].rstrip())
                 if end > self._at:
@@ -249,6 +271,11 @@ class ReplyParser:
             self._emit(before.rstrip())
             self._at = opening.start() if opening[0] in _TAGS_IN_CALLS else opening.end()
             yield from self._calls(before[len(before.rstrip()) :], opening[0], _CLOSING[opening[0]])
+
+    def _may_be_bare(self, text: str) -> bool:
+        """Whether a text may be the beginning of a call without anything around it, before its arguments."""
+        name = text.removeprefix("[").strip()
+        return bool(_BARE_BEGINNING.fullmatch(text)) and any(each.startswith(name) for each in self._tools)
 
     def _skip(self, pattern: re.Pattern[str]) -> None:
         match = pattern.match(self._text, self._at)
@@ -312,6 +339,11 @@ class ReplyParser:
             if self._text.startswith("{", at):
                 return at - self._at, None
             if not closing and at < len(self._text):
+                head = _BARE_HEADS.match(self._text, at)
+                if head is not None and head["name"] in self._tools:
+                    return at - self._at, head
+                if self._may_be_bare(self._text[at:]) and (yield from self._wait_for_more()):
+                    continue
                 self._at = at
                 return None
             heads = (head.match(self._text, at) for head in _HEADS)
@@ -444,7 +476,8 @@ class ReplyParser:
                 self._at = len(self._text)
                 return
         try:
-            call = ast.parse(f"f{whole[0]}", mode="eval").body
+            text = _PYTHON_STRING.sub(lambda string: string[0].replace("\n", "\\n").replace("\r", "\\r"), whole[0])
+            call = _JSONWords().visit(ast.parse(f"f{text}", mode="eval").body)
             assert isinstance(call, ast.Call)
             given = {each.arg: ast.literal_eval(each.value) for each in call.keywords}
             if call.args or None in given:
@@ -500,10 +533,13 @@ class ReplyParser:
                     raise _MalformedError("a value is not closed")
                 value = value[: len(value) - n_open(value, tag)]
                 value = value.removesuffix("\n") if "arg" not in tag else value
+                value = value.removeprefix(_CDATA[0])
                 self._add(f"{separator}{json.dumps(name, ensure_ascii=False)}: {self._partial_value(name, value)}")
                 self._at = len(self._text)
                 return
             value = value.removesuffix("\n") if "arg" not in tag else value
+            if value.startswith(_CDATA[0]) and value.endswith(_CDATA[1]):
+                value = value[len(_CDATA[0]) : -len(_CDATA[1])]
             self._add(f"{separator}{json.dumps(name, ensure_ascii=False)}: {self._value(name, value)}")
             separator, self._at = ", ", at + len(tag)
 
@@ -531,10 +567,19 @@ class ReplyParser:
         return json.dumps(value, ensure_ascii=False)[:-1] if self._is_text(name) or reader.error else value
 
 
+class _JSONWords(ast.NodeTransformer):
+    """JSON's words in calls as Python has them, for which some models write them."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        words: dict[str, bool | None] = {"true": True, "false": False, "null": None}
+        return ast.Constant(words[node.id]) if node.id in words else node
+
+
 #: What some models write for JSON's words.
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
 
 _TOKEN = re.compile(r"""(?P<space>\s+)|(?P<quote>"|<\|"\|>)|(?P<mark>[{}\[\]:,])|(?P<word>[^\s{}\[\]:,"<]+)""")
+_PYTHON_STRING = re.compile(r""""(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'""", re.DOTALL)
 #: The arguments of a call of Python, brackets in brackets as deep as calls have them.
 _PYTHON_TEXT = r"""(?:"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'|[^"'()])"""
 _PYTHON_ARGUMENTS = re.compile(rf"\((?:{_PYTHON_TEXT}|\({_PYTHON_TEXT}*\))*\)", re.DOTALL)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given, settings
@@ -78,6 +80,14 @@ FAMILIES = {
     "mistral small": f"[TOOL_CALLS]add[CALL_ID]abc123456[ARGS]{ARGUMENTS}",
     "ministral": f"[TOOL_CALLS]add[ARGS]{ARGUMENTS}",
     "gemma": f'<|tool_call>call:add{{a:1,note:<|"|>{NOTE}<|"|>}}<tool_call|>',
+    "hunyuan a13b, jamba": f'<tool_calls>[{{"name": "add", "arguments": {ARGUMENTS}}}]</tool_calls>',
+    "phi 4 mini": f'<|tool_call|>[{{"name": "add", "arguments": {ARGUMENTS}}}]<|/tool_call|>',
+    "internlm 2.5": f'<|action_start|><|plugin|>\n{{"name": "add", "parameters": {ARGUMENTS}}}<|action_end|>',
+    "command r+": f'Action:\n```json\n[\n    {{\n        "tool_name": "add",\n        "parameters": {ARGUMENTS}\n'
+    "    }\n]```",
+    "firefunction": f' functools[{{"name": "add", "arguments": {ARGUMENTS}}}]',
+    "gigachat 3 of 2025": "<|message_sep|>\n\nfunction call<|role_sep|>\n"
+    f'{{"name": "add", "arguments": {ARGUMENTS}}}<|message_sep|>',
     "llama 3": f'<|python_tag|>{{"type": "function", "name": "add", "parameters": {ARGUMENTS}}}',
     "llama 3.1": f"<function=add>{ARGUMENTS}</function>",
 }
@@ -443,3 +453,204 @@ def test_a_reply_that_begins_in_the_midst_of_thinking() -> None:
         "",
         [{"a": 1}],
     )
+
+
+# -- Every family's way to write several calls ---------------------------------------------------------------------
+
+Values = dict[str, Any]
+
+
+def as_json(name: str, values: Values, key: str = "arguments", of: str = "name") -> str:
+    return json.dumps({of: name, key: values}, ensure_ascii=False)
+
+
+def between(begin: str, tag: str, end: str = "", space: str = "\n") -> Callable[[str, Values], str]:
+    """Each value of a call between tags: ``{}`` in ``begin`` is the tool's name, and in ``tag`` the argument's."""
+
+    def written(name: str, values: Values) -> str:
+        tags = [tag.replace("{}", key).partition("|") for key in values]
+        texts = [value if isinstance(value, str) else json.dumps(value) for value in values.values()]
+        inner = "".join(f"{tag[0]}{text}{tag[2]}{space}" for tag, text in zip(tags, texts, strict=True))
+        return begin.replace("{}", name) + inner + end
+
+    return written
+
+
+def in_python(name: str, values: Values) -> str:
+    return f"{name}({', '.join(f'{key}={value!r}' for key, value in values.items())})"
+
+
+def named(begin: str, end: str = "") -> Callable[[str, Values], str]:
+    """The arguments as JSON behind the name."""
+    return lambda name, values: begin.replace("{}", name) + json.dumps(values, ensure_ascii=False) + end
+
+
+def gemma(name: str, values: Values) -> str:
+    texts = [f'{key}:<|"|>{v}<|"|>' if isinstance(v, str) else f"{key}:{json.dumps(v)}" for key, v in values.items()]
+    return f"<|tool_call>call:{name}{{{','.join(texts)}}}<tool_call|>"
+
+
+class Form(NamedTuple):
+    """How calls are written: one of them, and what stands before, between and behind them."""
+
+    call: Callable[[str, Values], str]
+    before: str = ""
+    between: str = "\n"
+    behind: str = ""
+    is_bare: bool = False  # nothing tells it from text, but that a reply begins so
+    ends: bool = True  # something closes them, so that text may follow
+
+
+XML = "</parameter>"
+FORMS = {
+    "hermes": Form(lambda *call: f"<tool_call>\n{as_json(*call)}\n</tool_call>"),
+    "qwen coder": Form(
+        between("<tool_call>\n<function={}>\n", f"<parameter={{}}>\n|\n{XML}", "</function>\n</tool_call>")
+    ),
+    "nemotron 2": Form(as_json, "<TOOLCALL>[", ", ", "]</TOOLCALL>"),
+    "glm 4.6": Form(
+        between("<tool_call>{}\n", "<arg_key>{}</arg_key>\n<arg_value>|</arg_value>", "</tool_call>"),
+    ),
+    "glm 4.7": Form(
+        between("<tool_call>{}", "<arg_key>{}</arg_key><arg_value>|</arg_value>", "</tool_call>", ""), between=""
+    ),
+    "minimax m1": Form(as_json, "<tool_calls>\n", "\n", "\n</tool_calls>"),
+    "hunyuan a13b": Form(as_json, "<tool_calls>[", ", ", "]</tool_calls>"),
+    "minimax m2": Form(
+        between('<invoke name="{}">\n', f'<parameter name="{{}}">|{XML}', "</invoke>"),
+        "<minimax:tool_call>\n",
+        behind="\n</minimax:tool_call>",
+    ),
+    "deepseek v3": Form(
+        named("<｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n```json\n", "\n```<｜tool▁call▁end｜>"),
+        "<｜tool▁calls▁begin｜>",
+        behind="<｜tool▁calls▁end｜>",
+    ),
+    "deepseek v3.1": Form(
+        named("<｜tool▁call▁begin｜>{}<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
+        "<｜tool▁calls▁begin｜>",
+        "",
+        "<｜tool▁calls▁end｜>",
+    ),
+    **{
+        f"deepseek {version}": Form(
+            between(
+                '<｜DSML｜invoke name="{}">\n',
+                '<｜DSML｜parameter name="{}" string="x">|</｜DSML｜parameter>',
+                "</｜DSML｜invoke>",
+            ),
+            f"<｜DSML｜{around}>\n",
+            behind=f"\n</｜DSML｜{around}>",
+        )
+        for version, around in (("v3.2", "function_calls"), ("v4", "tool_calls"))
+    },
+    "hunyuan 3": Form(
+        between(
+            "<tool_call:opensource>{}<tool_sep:opensource>\n",
+            "<arg_key:opensource>{}</arg_key:opensource>\n<arg_value:opensource>|</arg_value:opensource>",
+            "</tool_call:opensource>",
+        ),
+        "<tool_calls:opensource>\n",
+        behind="\n</tool_calls:opensource>",
+    ),
+    "muse glimmer": Form(
+        between('<atem:invoke name="{}">\n', '<atem:parameter name="{}">|</atem:parameter>', "</atem:invoke>"),
+        "<atem:function_calls>\n",
+        behind="\n</atem:function_calls>",
+    ),
+    "seed": Form(
+        between("<seed:tool_call>\n<function={}>\n", f"<parameter={{}}>|{XML}", "</function>\n</seed:tool_call>")
+    ),
+    "minicpm 5": Form(between('<function name="{}">', '<param name="{}">|</param>', "</function>", "")),
+    "minicpm 5, of xml": Form(
+        between('<function name="{}">', '<param name="{}"><![CDATA[|]]></param>', "</function>", "")
+    ),
+    "command": Form(
+        lambda *call: as_json(*call, "parameters", "tool_name"),
+        "<|START_ACTION|>[\n    ",
+        ",\n    ",
+        "\n]<|END_ACTION|>",
+    ),
+    "command r+": Form(
+        lambda *call: as_json(*call, "parameters", "tool_name"), "Action:\n```json\n[\n", ",\n", "\n]```"
+    ),
+    "apertus": Form(
+        lambda name, values: json.dumps({name: values}, ensure_ascii=False),
+        "<|tools_prefix|>[",
+        ", ",
+        "]<|tools_suffix|>",
+    ),
+    "solar": Form(
+        named("<|tool_call:begin|>call_0<|tool_call:name|>{}<|tool_call:args|>", "<|tool_call:end|>"),
+        "<|tool_calls|>",
+        "",
+        "<|calls|>",
+    ),
+    "gigachat 3": Form(lambda *call: f"<|function_call|>{as_json(*call)}", ends=False),
+    "gigachat 3 of 2025": Form(
+        lambda *call: f"<|message_sep|>\n\nfunction call<|role_sep|>\n{as_json(*call)}<|message_sep|>", between=""
+    ),
+    "kimi": Form(
+        named("<|tool_call_begin|>functions.{}:0<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+        "<|tool_calls_section_begin|>",
+        "",
+        "<|tool_calls_section_end|>",
+    ),
+    "mistral": Form(as_json, "[TOOL_CALLS][", ", ", "]", ends=False),
+    "mistral small": Form(named("[TOOL_CALLS]{}[CALL_ID]abc123456[ARGS]"), between="", ends=False),
+    "ministral": Form(named("[TOOL_CALLS]{}[ARGS]"), between="", ends=False),
+    "gemma": Form(gemma, between=""),
+    "llama 3": Form(lambda *call: as_json(*call, "parameters"), "<|python_tag|>", "; ", ends=False),
+    "llama 3.1": Form(named("<function={}>", "</function>")),
+    "llama 3, bare": Form(lambda *call: as_json(*call, "parameters"), is_bare=True, ends=False),
+    "llama 4": Form(in_python, "[", ", ", "]", is_bare=True, ends=False),
+    "glm-4 9b": Form(named("{}\n"), is_bare=True, ends=False),
+    "phi 4 mini": Form(as_json, "<|tool_call|>[", ",", "]<|/tool_call|>"),
+    "granite 3": Form(as_json, "<|tool_call|>[", ",", "]", ends=False),
+    "internlm 2.5": Form(
+        lambda *call: f"<|action_start|><|plugin|>\n{as_json(*call, 'parameters')}<|action_end|>", between=""
+    ),
+    "firefunction": Form(as_json, " functools[", ", ", "]", ends=False),
+    "lfm2": Form(in_python, "<|tool_call_start|>[", ", ", "]<|tool_call_end|>"),
+    "minicpm 3": Form(in_python, "<|tool_call_start|>\n```python\n", "\n", "\n```\n<|tool_call_end|>"),
+    "olmo 3": Form(in_python, "<function_calls>", "\n", "</function_calls>"),
+}
+
+OFFERED = [*TOOLS, {"function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}]
+
+
+def called(reply: str, step: int) -> tuple[str, list[tuple[str, Values]], list[str]]:
+    """The text and the calls of a reply that comes in pieces, and the warnings."""
+    parser = ReplyParser(OFFERED)
+    _, text, calls = read(parser, [reply[i : i + step] for i in range(0, len(reply), step)])
+    return text.strip(), [(call.name, json.loads(call.arguments)) for call in calls], parser.warnings
+
+
+def written(form: Form, *calls: tuple[str, Values]) -> str:
+    return form.before + form.between.join(form.call(*call) for call in calls) + form.behind
+
+
+@pytest.mark.parametrize("step", [1, 5, 10_000])
+@pytest.mark.parametrize("family", FORMS)
+class TestForms:
+    def test_a_call_without_arguments(self, family: str, step: int) -> None:
+        assert called(written(FORMS[family], ("now", {})), step) == ("", [("now", {})], [])
+
+    def test_several_calls(self, family: str, step: int) -> None:
+        calls = [("add", {"a": 1, "note": "x, 'y'"}), ("now", {}), ("now", {}), ("add", {"note": "[1]"})]
+        assert called(written(FORMS[family], *calls), step) == ("", calls, [])
+
+    def test_text_before_and_behind(self, family: str, step: int) -> None:
+        form = FORMS[family]
+        calls = [("add", {"a": 1, "note": "x"}), ("now", {})]
+        before, behind = "" if form.is_bare else "Let me see: [1].", "So (it is) done." if form.ends else ""
+        reply = f"{before}\n{written(form, *calls)}\n{behind}"
+        text, found, warnings = called(reply, step)
+        assert (text.replace("\n", ""), found, warnings) == (before + behind, calls, [])
+
+    def test_an_argument_may_have_the_tags_of_calls(self, family: str, step: int) -> None:
+        form = FORMS[family]
+        tags = set(re.findall(r"<[^<>\s\"]+>|\[[A-Z_]+\]|```", written(form, ("add", {"a": 1, "note": "x"}))))
+        for tag in sorted(tags):
+            calls = [("add", {"a": 1, "note": f"so {tag} it"})]
+            assert called(written(form, *calls), step) == ("", calls, []), tag
