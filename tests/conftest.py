@@ -54,6 +54,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip(mark.args[0])
 
 
+@pytest.fixture(autouse=True)
+def no_models_in_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is listed does not depend on the packages installed beside localllm."""
+    monkeypatch.setattr("localllm.library.other_programs.import_path", list)
+
+
 @pytest.fixture(autouse=system == "win32")
 def files_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a run of the tests as on Windows."""

