@@ -7,9 +7,11 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +34,10 @@ MAX_HELD_BYTES = 256 << 20
 _MAX_KNOWN = 4096
 #: How long a piece of a step takes, between which the engine goes on with others.
 PIECE_S = 0.02
+#: Seconds between two looks at whether a thread is done.
+_LOOK_S = 0.001
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -233,12 +239,10 @@ class VisionEncoder:
         return self.prepare(media.source, media.max_tokens, media.where, media.kind)
 
     def _prepared(self, picture: Picture) -> Prepared:
-        source: Prepared = picture.source
-        if isinstance(source, _Released):
-            media = source.media
-            source = self._prepare(media)
-            if self.picture(source).key != picture.key:
-                raise UsageError(f"the file of {media.where} has changed since it was read: send it again")
+        media = picture.source.media
+        source = self._prepare(media)
+        if self.picture(source).key != picture.key:
+            raise UsageError(f"the file of {media.where} has changed since it was read: send it again")
         return source
 
     def encode(self, pictures: Sequence[Picture]) -> Generator[None, None, list[Embeddings]]:
@@ -246,7 +250,12 @@ class VisionEncoder:
 
         Several frames are computed at once, and the same bits come of each whatever is beside it.
         """
-        prepared = [self._prepared(picture) for picture in pictures]
+        prepared: list[Prepared] = []
+        for picture in pictures:
+            source = picture.source
+            if isinstance(source, _Released):
+                source = yield from _beside(partial(self._prepared, picture))
+            prepared.append(source)
         found: dict[int, Embeddings] = {}
         for kind, encoder in self.encoders.items():
             own = [each for each in prepared if each.kind == kind]
@@ -306,7 +315,9 @@ class VisionEncoder:
             footprint = self._footprint(compiled.stage.graph, *larger)
             for _ in footprint.pack():
                 yield
-            compiled.step, compiled.sizes = footprint.load(None), larger
+            # On a machine that never saw a picture, kernels are compiled now.
+            compiled.step = yield from _beside(partial(footprint.load, None))
+            compiled.sizes = larger
         return compiled.step
 
     def _footprint(self, graph: Graph, n_tokens: int, n_outputs: int, n_pages: int, n_frames: int) -> Footprint:
@@ -340,6 +351,18 @@ class VisionEncoder:
             for compiled in each.stages:
                 compiled.step = None
         self._file.close()
+
+
+def _beside(work: Callable[[], _T]) -> Generator[None, None, _T]:
+    """The result of ``work``, which cannot be cut into pieces, from a thread of its own; yields meanwhile."""
+    executor = ThreadPoolExecutor(1, "localllm-encoder")
+    try:
+        result = executor.submit(work)
+        while not wait((result,), _LOOK_S).done:
+            yield
+        return result.result()
+    finally:
+        executor.shutdown(wait=False)
 
 
 def _following(rows: NDArray[np.float32], n_joined: int) -> FrameRows:

@@ -24,7 +24,7 @@ def page() -> tuple[str, str]:
     text = text.replace("<!-- scripts -->", f"<script>{script}</script>")
     policy = (
         f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; connect-src 'self'; "
-        "img-src data: blob:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+        "img-src data: blob:; media-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
         "require-trusted-types-for 'script'; trusted-types dompurify"
     )
     return text, policy

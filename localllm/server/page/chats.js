@@ -100,21 +100,31 @@ function fenced(text) {
   return `${fence}\n${text.replace(/\n$/, "")}\n${fence}`;
 }
 
-// The beginnings of pictures' files in base64.
-const PICTURES = {iVBOR: "png", "/9j/": "jpeg", R0lG: "gif", UklG: "webp", Qk: "bmp", SUkq: "tiff", TU0A: "tiff"};
+// The beginnings of files of pictures and sounds; what begins otherwise is taken as a PNG.
+const MEDIA = {
+  "image/jpeg": /^\xff\xd8/, "image/gif": /^GIF8/, "image/webp": /^RIFF....WEBP/s, "image/bmp": /^BM/, "image/tiff": /^(II\*|MM)/,
+  "audio/wav": /^R(IFF|F64)....WAVE/s, "audio/mpeg": /^(ID3|\xff[\xe0-\xff])/, "audio/flac": /^fLaC/, "audio/ogg": /^OggS/,
+};
 
-// The address of an attached picture, whose `picture` is its file in base64.
-function pictureUrl({picture}) {
-  const kind = Object.keys(PICTURES).find(each => picture.startsWith(each));
-  return `data:image/${PICTURES[kind] ?? "png"};base64,${picture}`;
+// The type of an attached picture or sound, whose `picture` is its file in base64.
+function mediaType({picture}) {
+  const beginning = atob(picture.slice(0, 16));
+  return Object.keys(MEDIA).find(each => MEDIA[each].test(beginning)) ?? "image/png";
+}
+
+const isSound = file => Boolean(file.picture) && mediaType(file).startsWith("audio/");
+const mediaUrl = file => `data:${mediaType(file)};base64,${file.picture}`;
+
+function mediaPart(file) {
+  if (!isSound(file)) return {type: "image_url", image_url: {url: mediaUrl(file)}};
+  return {type: "input_audio", input_audio: {data: file.picture, format: mediaType(file) === "audio/mpeg" ? "mp3" : mediaType(file).slice(6)}};
 }
 
 function contentOf(message) {
-  const files = message.attachments ?? [], pictures = files.filter(file => file.picture);
+  const files = message.attachments ?? [], media = files.filter(file => file.picture);
   const texts = files.filter(file => !file.picture).map(file => `File \`${file.name}\`:\n${fenced(file.text)}`);
   const text = [...texts, message.text].filter(Boolean).join("\n\n");
-  if (!pictures.length) return text;
-  return [...pictures.map(file => ({type: "image_url", image_url: {url: pictureUrl(file)}})), ...(text ? [{type: "text", text}] : [])];
+  return media.length ? [...media.map(mediaPart), ...(text ? [{type: "text", text}] : [])] : text;
 }
 
 // The path to a message as OpenAI's API has it.
@@ -149,7 +159,7 @@ function toMarkdown(chat) {
     if (thinking) parts.push(`<details><summary>Thinking</summary>\n\n${thinking}\n\n</details>`);
     if (content) parts.push(content);
     for (const file of message.attachments ?? [])
-      parts.push(file.picture ? `![${file.name.replace(/[[\]\n]/g, "")}](${pictureUrl(file)})` : `File \`${file.name}\`:\n\n${fenced(file.text)}`);
+      parts.push(file.picture ? `${isSound(file) ? "" : "!"}[${file.name.replace(/[[\]\n]/g, "")}](${mediaUrl(file)})` : `File \`${file.name}\`:\n\n${fenced(file.text)}`);
     for (const call of message.calls ?? []) parts.push(`Tool \`${call.name}\`:`, fenced(call.arguments), fenced(call.result ?? ""));
   }
   return parts.join("\n\n") + "\n";
@@ -186,7 +196,7 @@ function readChat(values) {
       if (!message[name].every(good)) fail(`has ${name} that are not what they should be`);
       read[name] = message[name];
     };
-    list("attachments", file => typeof file?.name === "string" && typeof file.text === "string" && /^[\w+/=]*$/.test(file.picture ?? ""));
+    list("attachments", file => typeof file?.name === "string" && typeof file.text === "string" && /^([A-Za-z\d+/]{4})*([A-Za-z\d+/]{2}([A-Za-z\d+/]|=)=)?$/.test(file.picture ?? ""));
     list("calls", call => typeof call?.name === "string" && typeof call.arguments === "string" && ["string", "undefined"].includes(typeof (call.result ?? undefined)));
     return read;
   });

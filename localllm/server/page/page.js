@@ -13,6 +13,7 @@ let shownFrom = 0;
 
 const model = () => models.find(each => each.id === chat.model) ?? models[0];
 const sees = each => Boolean(each?.modalities?.vision ?? each?.meta?.vision ?? each?.capabilities?.includes?.("vision") ?? each?.architecture?.input_modalities?.includes?.("image"));
+const hears = each => Boolean(each?.modalities?.audio);
 const billions = n => !n ? "" : n >= 1e9 ? `${(n / 1e9).toFixed(n < 1e10 ? 1 : 0)}B` : `${Math.max(1, Math.round(n / 1e6))}M`;
 const bytes = n => !n ? "" : n >= 1e9 ? `${(n / 1e9).toFixed(1)} GB` : `${Math.max(1, Math.round(n / 1e6))} MB`;
 
@@ -32,7 +33,7 @@ async function loadModels() {
   showModel();
 }
 
-// What only a loaded model tells, such as whether it sees.
+// What only a loaded model tells, such as whether it sees and hears.
 async function readProperties() {
   const picked = model();
   if (picked?.status.value !== "loaded" || picked.modalities) return;
@@ -52,8 +53,9 @@ function showModel() {
   $("model-state").textContent = isLoading ? `loading ${Math.round(100 * (status.progress ?? 0))} %` : "";
   $("load-progress").hidden = !isLoading;
   $("load-progress").value = status.progress ?? 0;
-  $("attach").title = sees(picked) ? "Attach files and pictures" : "Attach files";
+  $("attach").title = `Attach ${["files", sees(picked) && "pictures", hears(picked) && "sounds"].filter(Boolean).join(", ").replace(/, (?=\w+$)/, " and ")}`;
   $("file").accept = sees(picked) ? "image/*,text/*,*/*" : "";
+  $("record").hidden = !recorder && !(hears(picked) && navigator.mediaDevices);
   if ($("models").open) showModelList();
 }
 
@@ -82,7 +84,7 @@ function showModelList() {
   const rows = models.filter(each => each.id.toLowerCase().includes(wanted)).map(each => {
     const {meta = {}, status = {}} = each;
     const state = {loaded: "loaded", loading: `loading ${Math.round(100 * (status.progress ?? 0))} %`}[status.value];
-    const facts = [billions(meta.n_params), meta.ftype, bytes(meta.size), sees(each) && "sees pictures", state].filter(Boolean).join(" · ");
+    const facts = [billions(meta.n_params), meta.ftype, bytes(meta.size), sees(each) && "sees pictures", hears(each) && "hears sounds", state].filter(Boolean).join(" · ");
     return h("li", {}, h("button", {"aria-current": each.id === model()?.id && "true", onclick: () => pickModel(each.id)},
       h("span", {}, each.id), h("span", {class: "quiet"}, facts)));
   });
@@ -248,9 +250,11 @@ function fillMessage(element, message) {
     parts.footer = h("footer");
     element.replaceChildren(parts.content, parts.calls, parts.error, parts.footer);
     const attached = message.attachments ?? [];
-    const pictures = attached.filter(file => file.picture).map(file => h("img", {src: pictureUrl(file), alt: file.name}));
+    const media = attached.filter(file => file.picture).map(file => isSound(file)
+      ? h("audio", {src: mediaUrl(file), controls: true, "aria-label": file.name})
+      : h("img", {src: mediaUrl(file), alt: file.name}));
     const files = attached.filter(file => !file.picture).map(file => h("span", {class: "chip"}, icon("attach"), file.name));
-    if (pictures.length) parts.extras.append(h("div", {class: "pictures"}, pictures));
+    if (media.length) parts.extras.append(h("div", {class: "pictures"}, media));
     if (files.length) parts.extras.append(h("div", {class: "pictures"}, files));
   }
   parts.thinking.hidden = !thinking;
@@ -502,8 +506,8 @@ function showComposer() {
   const marks = [system && "system prompt", settings.json_schema && "JSON schema", tools?.length && `${tools.length} tool${tools.length > 1 ? "s" : ""}`, settings.thinking === false && "no thinking"];
   $("marks").textContent = marks.filter(Boolean).join(" · ");
   $("attached").replaceChildren(
-    ...attachments.map((file, at) => h("span", {class: file.picture ? "chip picture" : "chip"},
-      file.picture ? h("img", {src: pictureUrl(file), alt: file.name}) : file.name,
+    ...attachments.map((file, at) => h("span", {class: file.picture && !isSound(file) ? "chip picture" : "chip"},
+      file.picture && !isSound(file) ? h("img", {src: mediaUrl(file), alt: file.name}) : file.name,
       iconButton("close", `Remove ${file.name}`, () => { attachments.splice(at, 1); showComposer(); }))));
 }
 
@@ -517,7 +521,9 @@ function submit() {
   if (jobs.has(chat.id)) return jobs.get(chat.id).controller.abort();
   const text = $("text").value.trim();
   if (!text && !attachments.length) return;
-  if (attachments.some(file => file.picture) && !sees(model())) return notice(`${model()?.id} reads no pictures: pick a model that does, or remove them.`);
+  const media = attachments.filter(file => file.picture);
+  const why = media.some(isSound) && !hears(model()) ? "hears no sounds" : !media.every(isSound) && !sees(model()) ? "sees no pictures" : "";
+  if (why) return notice(`${model()?.id} ${why}: pick a model that does, or remove them.`);
   notice("");
   chat.add("user", text, attachments.length ? {attachments} : {});
   if (!chat.model) chat.model = model()?.id ?? "";
@@ -527,19 +533,21 @@ function submit() {
   generate(chat.leaf);
 }
 
-// Pictures are made smaller than this before they are sent, and texts must be.
-const MAX_PIXELS = 2048, MAX_TEXT = 4 << 20;
+// Pictures are made smaller than this before they are sent, and texts must be; longer sounds are sent at the rate that models use.
+const MAX_PIXELS = 2048, MAX_TEXT = 4 << 20, MAX_SOUND = 4 << 20, SOUND_RATE = 16000;
 
 async function attach(files) {
   for (const file of files) {
     try {
-      if (file.type.startsWith("image/") && file.type !== "image/svg+xml") {
-        if (!sees(model())) {
-          notice(`Loading ${model()?.id ?? "the model"}, to see whether it reads pictures…`);
+      const isPicture = file.type.startsWith("image/") && file.type !== "image/svg+xml";
+      if (isPicture || file.type.startsWith("audio/")) {
+        const takes = isPicture ? sees : hears, media = isPicture ? "pictures" : "sounds", name = model()?.id ?? "the model";
+        if (!takes(model())) {
+          notice(`Loading ${name}, to see whether it takes ${media}…`);
           await loadModel();
         }
-        if (!sees(model())) throw new Error(`${model()?.id ?? "the model"} reads no pictures`);
-        attachments.push({name: file.name || "picture", text: "", n_tokens: 0, picture: await pictureFile(file)});
+        if (!takes(model())) throw new Error(isPicture ? `${name} sees no pictures` : `${name} hears no sounds`);
+        attachments.push({name: file.name || media.slice(0, -1), text: "", n_tokens: 0, picture: await (isPicture ? pictureFile : soundFile)(file)});
       } else {
         if (file.size > MAX_TEXT) throw new Error("it is larger than 4 MiB");
         const text = new TextDecoder("utf-8", {fatal: true}).decode(await file.arrayBuffer());
@@ -548,7 +556,7 @@ async function attach(files) {
       }
       notice("");
     } catch (error) {
-      notice(`${file.name} is not attached: ${error instanceof TypeError ? "it is neither a text nor a picture" : error.message}.`);
+      notice(`${file.name} is not attached: ${error instanceof TypeError ? "it is not a text, a picture or a sound" : error.message}.`);
     }
   }
   showComposer();
@@ -565,6 +573,73 @@ async function pictureFile(file) {
   canvas.getContext("2d").drawImage(bitmap, 0, 0, canvas.width, canvas.height);
   const asJpeg = file.type === "image/jpeg" || file.size > 4 << 20;
   return (asJpeg ? canvas.toDataURL("image/jpeg", .9) : canvas.toDataURL("image/png")).replace(/^[^,]*,/, "");
+}
+
+async function base64(blob) {
+  const reader = new FileReader();
+  await new Promise((resolve, reject) => { Object.assign(reader, {onload: resolve, onerror: () => reject(reader.error)}).readAsDataURL(blob); });
+  return reader.result.replace(/^[^,]*,/, "");
+}
+
+// A sound's file in base64: as it is if the server reads its kind and it is small, else as samples of 16 bits.
+async function soundFile(file) {
+  const isRead = isSound({picture: await base64(file.slice(0, 12))});
+  if (isRead && file.size <= MAX_SOUND) return base64(file);
+  let samples;
+  try {
+    const decoded = await new OfflineAudioContext(1, 1, SOUND_RATE).decodeAudioData(await file.arrayBuffer());
+    const mixer = new OfflineAudioContext(1, decoded.length, SOUND_RATE), source = mixer.createBufferSource();
+    source.buffer = decoded;
+    source.connect(mixer.destination);
+    source.start();
+    samples = (await mixer.startRendering()).getChannelData(0);
+  } catch {
+    if (isRead) return base64(file);
+    throw new Error("it is not a sound that this browser reads");
+  }
+  const made = new Blob([wavHeader(samples.length), Int16Array.from(samples, each => Math.max(-1, Math.min(1, each)) * 32767)]);
+  return base64(isRead && file.size < made.size ? file : made);
+}
+
+// What a WAV file begins with: one channel of 16 bits.
+function wavHeader(n) {
+  const header = new DataView(new ArrayBuffer(44)), words = {0: "RIFF", 8: "WAVEfmt ", 36: "data"};
+  for (const at in words) [...words[at]].forEach((letter, i) => header.setUint8(+at + i, letter.charCodeAt(0)));
+  for (const [at, value] of [[4, 36 + 2 * n], [16, 16], [24, SOUND_RATE], [28, 2 * SOUND_RATE], [40, 2 * n]]) header.setUint32(at, value, true);
+  for (const [at, value] of [[20, 1], [22, 1], [32, 2], [34, 16]]) header.setUint16(at, value, true);
+  return header;
+}
+
+let recorder = null;  // while the microphone is on
+
+async function record() {
+  if (recorder) return recorder.stop();
+  let stream;
+  try {
+    stream = await navigator.mediaDevices.getUserMedia({audio: true});
+  } catch (error) {
+    return notice(error.name === "NotFoundError" ? "There is no microphone." : `The microphone cannot be used: ${error.message}.`);
+  }
+  const pieces = [];
+  recorder = new MediaRecorder(stream);
+  recorder.addEventListener("dataavailable", ({data}) => pieces.push(data));
+  recorder.addEventListener("stop", () => {
+    for (const track of stream.getTracks()) track.stop();
+    recorder = null;
+    showRecording();
+    attach([new File(pieces, "recording.wav", {type: "audio/webm"})]);
+  });
+  recorder.start();
+  showRecording();
+}
+
+function showRecording() {
+  const label = recorder ? "Stop recording" : "Record a sound";
+  $("record").setAttribute("aria-label", label);
+  $("record").title = label;
+  $("record").replaceChildren(icon(recorder ? "stop" : "microphone"));
+  say(recorder ? "Recording" : "");
+  showModel();
 }
 
 // -- Settings -----------------------------------------------------------------------------------------------------------------------
@@ -710,6 +785,7 @@ document.addEventListener("drop", event => {
   attach(event.dataTransfer.files);
 });
 $("attach").addEventListener("click", () => $("file").click());
+$("record").addEventListener("click", record);
 $("file").addEventListener("change", async event => { await attach([...event.target.files]); event.target.value = ""; });
 $("new").addEventListener("click", newChat);
 $("search").addEventListener("input", showChats);

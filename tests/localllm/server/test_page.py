@@ -5,9 +5,12 @@ from __future__ import annotations
 import base64
 import io
 import json
+import math
 import shutil
 import socket
+import struct
 import threading
+import wave
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from importlib import resources
@@ -25,6 +28,9 @@ from tests.helpers.http_server import FAILS, TOOLS_TEMPLATE, Serving, scripted, 
 playwright = pytest.importorskip("playwright.sync_api")
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
+
+#: One that beeps, and needs no permission.
+MICROPHONE = ("--use-fake-ui-for-media-stream", "--use-fake-device-for-media-stream")
 
 #: Numbers of models in which replies with many tokens take a while.
 ENDLESS = "word " * 700
@@ -113,7 +119,7 @@ def actor() -> Iterator[Serving]:
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     with playwright.sync_playwright() as driver:
-        started = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        started = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", *MICROPHONE])
         yield started
         started.close()
 
@@ -350,24 +356,18 @@ PNG = base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mP8z8BQDwAEhQGAhKmMIQAAAABJRU5ErkJggg=="
 )
 
-PUT = """([kind, data]) => {
+PUT = """([kind, data, type = "image/png"]) => {
     const transfer = new DataTransfer(), bytes = Uint8Array.from(atob(data), each => each.charCodeAt(0));
-    transfer.items.add(new File([bytes], `${kind}.png`, {type: "image/png"}));
+    transfer.items.add(new File([bytes], `${kind}.${type.slice(6)}`, {type}));
     const event = kind === "paste" ? new ClipboardEvent("paste", {clipboardData: transfer, bubbles: true})
         : new DragEvent("drop", {dataTransfer: transfer, bubbles: true});
     document.getElementById("text").dispatchEvent(event);
 }"""
 
 
-def test_pictures_come_by_file_paste_and_drop_where_the_model_sees(page: Any) -> None:
-    photo = io.BytesIO()
-    Image.new("RGB", (30, 20)).save(photo, "JPEG")
-    file = {"name": "file.jpg", "mimeType": "image/jpeg", "buffer": photo.getvalue()}
-    ask(page, "Hi", 1)
-    page.set_input_files("#file", file)
-    page.locator("#notice", has_text="file.jpg is not attached: first reads no pictures.").wait_for()
-
-    page.route("**/props?*", lambda route: route.fulfill(json={"modalities": {"vision": True}}))
+def takes(page: Any, *modalities: str) -> list[dict[str, Any]]:
+    """Has the page take the model for one that sees or hears; bodies of chat completions, which it answers."""
+    page.route("**/props?*", lambda route: route.fulfill(json={"modalities": dict.fromkeys(modalities, True)}))
     bodies: list[dict[str, Any]] = []
 
     def answer(route: Any) -> None:
@@ -377,6 +377,18 @@ def test_pictures_come_by_file_paste_and_drop_where_the_model_sees(page: Any) ->
 
     page.route("**/v1/chat/completions", answer)
     page.reload()
+    return bodies
+
+
+def test_pictures_come_by_file_paste_and_drop_where_the_model_sees(page: Any) -> None:
+    photo = io.BytesIO()
+    Image.new("RGB", (30, 20)).save(photo, "JPEG")
+    file = {"name": "file.jpg", "mimeType": "image/jpeg", "buffer": photo.getvalue()}
+    ask(page, "Hi", 1)
+    page.set_input_files("#file", file)
+    page.locator("#notice", has_text="file.jpg is not attached: first sees no pictures.").wait_for()
+
+    bodies = takes(page, "vision")
     page.locator("#attach[title='Attach files and pictures']").wait_for()
     page.set_input_files("#file", file)
     for n, kind in enumerate(("paste", "drop"), 2):
@@ -399,12 +411,84 @@ def test_pictures_come_by_file_paste_and_drop_where_the_model_sees(page: Any) ->
     assert "![paste.png](data:image/png;base64,iVBOR" in exported(page, "markdown")
 
 
+def wav(seconds: float, rate: int = 16000, n_channels: int = 1) -> bytes:
+    """A file of a sound: 440 Hz."""
+    file = io.BytesIO()
+    with wave.open(file, "wb") as writer:
+        writer.setnchannels(n_channels)
+        writer.setsampwidth(2)
+        writer.setframerate(rate)
+        samples = [int(9000 * math.sin(2 * math.pi * 440 * i / rate)) for i in range(int(seconds * rate))]
+        writer.writeframes(b"".join(struct.pack("<h", each) * n_channels for each in samples))
+    return file.getvalue()
+
+
+def sound_of(part: dict[str, Any]) -> tuple[int, int, float]:
+    """The channels, the rate and the seconds of a part that is a sound in WAV."""
+    assert (part["type"], part["input_audio"]["format"]) == ("input_audio", "wav")
+    with wave.open(io.BytesIO(base64.b64decode(part["input_audio"]["data"], validate=True))) as read:
+        assert any(read.readframes(read.getnframes()))
+        return read.getnchannels(), read.getframerate(), read.getnframes() / read.getframerate()
+
+
+def test_sounds_come_by_file_drop_and_microphone_where_the_model_hears(page: Any) -> None:
+    small = wav(0.5)
+    file = {"name": "talk.wav", "mimeType": "audio/wav", "buffer": small}
+    ask(page, "Hi", 1)
+    page.set_input_files("#file", file)
+    page.locator("#notice", has_text="talk.wav is not attached: first hears no sounds.").wait_for()
+    assert not page.locator("#record").is_visible()
+
+    bodies = takes(page, "audio")
+    page.locator("#attach[title='Attach files and sounds']").wait_for()
+    page.set_input_files("#file", {**file, "name": "bad.wav", "buffer": b"none"})
+    page.locator("#notice", has_text="bad.wav is not attached: it is not a sound that this browser reads.").wait_for()
+    page.set_input_files("#file", {"name": "red.png", "mimeType": "image/png", "buffer": PNG})
+    page.locator("#notice", has_text="red.png is not attached: first sees no pictures.").wait_for()
+    page.set_input_files("#file", file)
+    page.locator("#attached", has_text="talk.wav").wait_for()
+    page.evaluate(PUT, ["drop", base64.b64encode(wav(30, 44100, 2)).decode(), "audio/wav"])
+    page.locator("#attached", has_text="drop.wav").wait_for()
+    page.get_by_label("Record a sound").click()
+    page.get_by_label("Stop recording").wait_for()
+    page.wait_for_timeout(1200)  # it beeps once a second
+    page.get_by_label("Stop recording").click()
+    page.locator("#attached", has_text="recording.wav").wait_for()
+    page.get_by_label("Record a sound").wait_for()
+    ask(page, "What is it?", 2)
+    first, second, third, text = bodies[0]["messages"][-1]["content"]
+    assert text == {"type": "text", "text": "What is it?"}
+    assert base64.b64decode(first["input_audio"]["data"]) == small
+    assert sound_of(second) == (1, 16000, pytest.approx(30, abs=0.01))  # of 5 MB, as of 1
+    assert sound_of(third)[:2] == (1, 16000)
+    assert sound_of(third)[2] > 0.5
+    page.reload()
+    page.locator(".user audio").nth(2).wait_for()
+    assert page.locator(".user audio").first.evaluate(PLAYS) == pytest.approx(0.5, abs=0.01)
+    read = from_json(exported(page, "json"))  # as the terminal's chat does
+    assert [each.is_sound for each in read.path()[2].attachments] == [True] * 3
+    imported(page, to_json(read))
+    page.locator("#chats a").nth(1).wait_for()
+    page.locator(".user audio").nth(2).wait_for()
+    assert "\n[talk.wav](data:audio/wav;base64,UklGR" in exported(page, "markdown")
+    takes(page, "vision")
+    page.locator("#attach[title='Attach files and pictures']").wait_for()
+    assert not page.locator("#record").is_visible()
+
+
+#: Seconds of a sound that the browser can play.
+PLAYS = """async sound => {
+    if (!sound.duration) await new Promise(resolve => sound.addEventListener("loadedmetadata", resolve));
+    return sound.duration;
+}"""
+
+
 def test_texts_are_attached(page: Any) -> None:
     bodies = requests_of(page)
     page.set_input_files("#file", [{"name": "a.txt", "mimeType": "text/plain", "buffer": b"some ``` text\n"}])
     page.locator("#attached", has_text="a.txt").wait_for()
     page.set_input_files("#file", [{"name": "b.bin", "mimeType": "", "buffer": b"\xff\0"}])
-    page.locator("#notice", has_text="b.bin is not attached: it is neither a text nor a picture.").wait_for()
+    page.locator("#notice", has_text="b.bin is not attached: it is not a text, a picture or a sound.").wait_for()
     ask(page, "Read it", 1)
     assert bodies[0]["messages"][0]["content"] == "File `a.txt`:\n````\nsome ``` text\n````\n\nRead it"
 

@@ -306,6 +306,13 @@ def test_pictures_of_a_long_prompt_do_not_all_hold_their_pixels(
     made = encoder.prepare(images[2])
     released = placed[2].picture
     np.testing.assert_array_equal(encoder._prepared(released).frames[0], made.frames[0])
+    opened, prepare = threading.Event(), encoder._prepare
+    monkeypatch.setattr(encoder, "_prepare", lambda media: opened.wait(60) and prepare(media))
+    work = encoder.encode([released])
+    assert [next(work) for _ in range(9)] == [None] * 9  # others have steps while a file is opened again
+    work.close()
+    opened.set()
+    monkeypatch.undo()
     picture(90, 90).save(path)
     with pytest.raises(UsageError, match="has changed since it was read"):
         encoder._prepared(placed[4].picture)
