@@ -88,7 +88,8 @@ def hf_keys(c: Checkpoint) -> dict[str, Any]:
         raise ModelError(
             "GGUF files of Gemma 4's encoder mean the activation gelu_pytorch_tanh; config.json has another"
         )
-    return keys | {"vision.projector_type": "gemma4v"}
+    # Without use_gelu, llama.cpp takes another approximation of GELU, by x * sigmoid(1.702 * x).
+    return keys | {"vision.projector_type": "gemma4v", "use_gelu": True}
 
 
 def hf_tensor(name: str, array: Array, c: Checkpoint) -> Array | Mapping[str, Array]:

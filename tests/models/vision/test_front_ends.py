@@ -142,7 +142,13 @@ def test_the_chat_draws_pictures_in_a_terminal(files: Path, tmp_path: Path) -> N
         terminal.start("chat", str(files / "model.gguf"), "-c", "512", "-n", "2", "-t", "1")
         terminal.sees("Type a message")
         terminal.press(f"@{tmp_path}/cat.jpg @{tmp_path}/dog.png ?", "Enter")
-        terminal.sees("▀▀▀▀", "dog.png ·", "4 tokens")  # long paths are broken into lines
+        wanted = "▀▀▀▀", "dog.png · 4 tokens"
+
+        def is_drawn(screen: str) -> bool:
+            words = " ".join(screen.replace("▌", " ").split())  # long paths are broken into lines
+            return all(each in words for each in wanted)
+
+        terminal.until(is_drawn, f"{wanted}")
     finally:
         terminal.end()
 
