@@ -789,10 +789,11 @@ class Attention(Operation[Tensor]):
     With ``selected`` [T, k], which `IndexSelect` makes, it sees those positions alone.
 
     With ``softcap``, scores s (scaled) become softcap * tanh(s / softcap).  With ``sinks`` [H], the softmax of each
-    query head has one more score, that one, which takes its share and adds no value.
+    query head has one more score, that one, which takes its share and adds no value.  With ``slopes`` [H], each
+    score falls by its head's slope for every position between the two (ALiBi).
 
-    Sources: arXiv:2205.14135; soft-cap: Gemma 2, arXiv:2408.00118; sinks: gpt-oss, after arXiv:2309.17453; chunks:
-    Llama 4.
+    Sources: arXiv:2205.14135; slopes: arXiv:2108.12409; soft-cap: Gemma 2, arXiv:2408.00118; sinks: gpt-oss, after
+    arXiv:2309.17453; chunks: Llama 4.
     """
 
     q: Tensor
@@ -805,6 +806,7 @@ class Attention(Operation[Tensor]):
     causal: bool = True
     has_spans: bool = False
     selected: Tensor | None = None
+    slopes: Weight | None = None
 
     @property
     def n_heads(self) -> int:
@@ -835,6 +837,9 @@ class Attention(Operation[Tensor]):
                     "positions can be selected of latents alone, and without a window, spans or soft-cap"
                 )
         _check_shape(self.sinks, self.n_heads)
+        _check_shape(self.slopes, self.n_heads)
+        if self.slopes is not None and (self.softcap or self.has_spans or self.selected is not None):
+            raise KernelError("scores that fall with the distance have no soft-cap, spans or selection")
         return Tensor(Rows.TOKENS, self.n_heads * self.cache.value_dim)
 
 

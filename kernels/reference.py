@@ -383,7 +383,9 @@ class _Run:
         if cache.values_in_keys:
             values = keys[..., : cache.value_dim]
         q = self.values[op.q].reshape(-1, cache.n_heads, op.group_size, cache.key_dim)  # [T, G, H / G, key_dim]
-        sinks = None if op.sinks is None else self.arrays[op.sinks].reshape(cache.n_heads, -1, 1)
+        sinks, slopes = (
+            None if x is None else self.arrays[x].reshape(cache.n_heads, -1, 1) for x in (op.sinks, op.slopes)
+        )
         out: Array = np.empty((*q.shape[:3], cache.value_dim), np.float32)
         for s, (start, stop, kv_length) in enumerate(batch.sequences()):
             for t in range(start, stop):
@@ -405,6 +407,8 @@ class _Run:
                 scores = np.einsum("ghd,lgd->ghl", q[t], own_keys) * np.float32(op.scale)
                 if op.softcap is not None:
                     scores = soft_capped(scores, op.softcap)
+                if slopes is not None:
+                    scores -= slopes * np.abs(position - seen).astype(np.float32)
                 if sinks is not None:
                     scores = np.concatenate([scores, sinks], axis=-1)
                 out[t] = np.einsum("ghl,lgd->ghd", softmax(scores)[..., : len(seen)], own_values)

@@ -1,4 +1,4 @@
-"""Baichuan and Baichuan 2 7B (arXiv:2309.10305): Llama's layers, with query, key and value in one matrix."""
+"""Baichuan and Baichuan 2 (arXiv:2309.10305): Llama's layers, with query, key and value in one matrix."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from localllm.errors import ModelError
 from localllm.kernels.graph import Graph
-from localllm.models import hf_names, llama
+from localllm.models import hf_names
+from localllm.models.blocks import llama_like
 from localllm.models.config import Header
 from localllm.models.hf_convert import Array, floats, interleave_pairs, rotated_part
+from localllm.models.rope import make_rope
 
 HF_NAMES = hf_names.COMMON
 #: Tokens of Baichuan 2, whose head is normed by rows before it is multiplied with.
@@ -34,9 +35,8 @@ def hf_tensor(name: str, array: Array, config: Any) -> Array | dict[str, Array]:
 
 
 def record(m: Header) -> Graph:
-    if m.config.n_layers == 40:  # files do not say it otherwise
-        raise ModelError(
-            "this is Baichuan 13B, whose scores fall with the distance (ALiBi), which localllm does not support yet; "
-            "Baichuan 7B runs"
-        )
-    return llama.record(m)
+    """13B, which files tell by its layers alone, does not rotate: its scores fall with the distance (ALiBi)."""
+    rope = make_rope(m, m.heads().key_dim, interleaved=True)
+    if m.config.n_layers == 40:
+        return llama_like(m, [None] * m.config.n_layers, max_bias=8.0)
+    return llama_like(m, rope)

@@ -6,7 +6,7 @@ are learnt vectors.  All tokens are of the first of two types.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from localllm.errors import ModelError, quoted
 from localllm.kernels.graph import Embed, Graph, Tensor
@@ -35,6 +35,10 @@ HF_NAMES = {
 }
 
 
+#: Of query and key, where there is none and where there is one.
+_QK_NORM: tuple[None, Literal["layer"]] = (None, "layer")
+
+
 def hf_keys(config: Any) -> dict[str, Any]:
     for name, usual in (("hidden_act", "gelu"), ("position_embedding_type", "absolute")):
         if (value := getattr(config, name, usual)) != usual:
@@ -55,13 +59,16 @@ def _first_position(config: Any) -> int:
 def record(m: Header) -> Graph:
     heads, n_ff, d = m.heads(), m.mlp_width(), m.config.n_embd
     eps = m.meta.read("attention.layer_norm_epsilon", float, low=0.0, high=1.0)
-    is_rotated = m.config.architecture != "bert"
-    rope = make_rope(m, heads.key_dim) if is_rotated else None
+    falls, has_positions = m.config.architecture == "jina-bert-v2", m.config.architecture == "bert"
+    rope = None if falls or has_positions else make_rope(m, heads.key_dim)
+    options: Any = {
+        "max_bias": m.meta.read("attention.max_alibi_bias", float, 8.0, low=0.0, high=1e3) if falls else 0
+    }
     causal = m.meta.read("attention.causal", bool, False)
 
     def embedding(at: Layer, x: Tensor) -> Tensor:
         n, w = m.config.context_length, at.weights
-        positions = None if is_rotated else w.require("position_embd.weight", n, d)
+        positions = w.require("position_embd.weight", n, d) if has_positions else None
         n_types, types = w.n_rows("token_types.weight"), None
         if "token_types.weight" in w:
             types = w.require("token_types.weight", n_types, d) if n_types else w.row("token_types", d).weight
@@ -70,9 +77,13 @@ def record(m: Header) -> Graph:
         return layer_norm(at, "token_embd_norm", x)
 
     def layer(at: Layer, x: Tensor) -> Tensor:
-        x = layer_norm(at, "attn_output_norm", attention(at, x, heads, rope, residual=x, causal=causal))
-        if "ffn_gate.weight" in at.weights:
-            y = gated_mlp(at, x, n_ff, residual=x)
+        given, qk_norm = x, _QK_NORM["attn_q_norm.weight" in at.weights]
+        y = attention(at, x, heads, rope, residual=x, causal=causal, qk_norm=qk_norm, **options)
+        x = layer_norm(at, "attn_output_norm", y)
+        if "attn_norm_2.weight" in at.weights:
+            x = layer_norm(at, "attn_norm_2", add(at, x, given))
+        if "ffn_gate.weight" in at.weights or at.weights.n_rows("ffn_up.weight") == 2 * n_ff:
+            y = gated_mlp(at, x, n_ff, residual=x, activation="gelu_erf" if falls else "silu")
         else:
             y = mlp(at, x, n_ff, residual=x, activation="gelu_erf")
         return layer_norm(at, "layer_output_norm", y)

@@ -47,7 +47,7 @@ from localllm.kernels.graph import (
 )
 from localllm.models.config import Experts, FeedForward, Header, Heads, Metadata
 from localllm.models.mtp import record_block
-from localllm.models.weights import Reshaped, Weights, split_rows
+from localllm.models.weights import Reshaped, Slopes, Weights, split_rows
 
 R = TypeVar("R", bound=Any)
 
@@ -223,13 +223,14 @@ def attention(
     softcap: float | None = None,
     qkv_bias: bool = False,
     qkv_by_head: bool = False,
-    qk_norm: Literal["head", "row", "unweighted"] | None = None,
+    qk_norm: Literal["head", "row", "layer", "unweighted"] | None = None,
     norm_last: bool = False,
     q_scale: PositionScale | None = None,
     has_sinks: bool = False,
     has_gate: bool = False,
     gate_activation: str = "sigmoid",
     clamp: float = 0.0,
+    max_bias: float = 0.0,
     causal: bool = True,
     has_spans: bool = False,
 ) -> Tensor:
@@ -241,12 +242,14 @@ def attention(
         scale: of scores; by default 1 / √key_dim.
         qkv_bias: whether query, key and value must have biases; else they may.
         qkv_by_head: whether rows of ``attn_qkv`` are those of query, key and value for each head.
-        qk_norm: an RMSNorm of each head of query and key, of their whole rows, or one of heads without weights.
+        qk_norm: an RMSNorm of each head of query and key, of their whole rows, or one of heads without weights; or
+            "layer" for a LayerNorm of whole rows.
         norm_last: whether heads are normed behind the rotation.
         has_sinks: a further score for each head, ``attn_sinks``.
         has_gate: whether there is a gate, whose σ or other activation the output is multiplied with: ``attn_gate``,
             of each value or of each head, or in ``attn_q`` behind the query of each head.
         clamp: what queries, keys and values are clamped to, ±; 0 for nothing.
+        max_bias: of the slopes by which scores fall with the distance (`localllm.models.weights.Slopes`); 0 for none.
         causal: whether a token sees none behind it.
         has_spans: whether those of a picture see each other.
     """
@@ -257,8 +260,9 @@ def attention(
         heads.n_kv, heads.key_dim, heads.value_dim, window=(window or chunk) if causal else None
     )
     q_norm = k_norm = None
-    if qk_norm == "row":
-        q, k = norm(at, "attn_q_norm", q), norm(at, "attn_k_norm", k)
+    if qk_norm in ("row", "layer"):
+        norm_row = norm if qk_norm == "row" else layer_norm
+        q, k = norm_row(at, "attn_q_norm", q), norm_row(at, "attn_k_norm", k)
     elif qk_norm:
         q_norm, k_norm = (
             HeadNorm(at.norm_eps, at.weights.vector(f"attn_{x}_norm", heads.key_dim) if qk_norm == "head" else None)
@@ -266,6 +270,7 @@ def attention(
         )
     q = at.add(RopeAppend(q, k, v, cache, rope, q_norm, k_norm, norm_last=norm_last, q_scale=q_scale))
     scores: dict[str, Any] = {"scale": scale, "softcap": softcap, "has_sinks": has_sinks, "has_spans": has_spans}
+    scores["slopes"] = Slopes(heads.n, max_bias) if max_bias else None
     y = attend(at, q, cache, heads, window=window, chunk=chunk, causal=causal, **scores)
     if gate is not None:
         by_head = gate.width == heads.n
@@ -316,11 +321,12 @@ def attend(
     has_sinks: bool = False,
     causal: bool = True,
     has_spans: bool = False,
+    slopes: Slopes | None = None,
 ) -> Tensor:
     """Attention of rotated queries over a cache."""
     scale = heads.key_dim**-0.5 if scale is None else scale
     sinks = at.weights.vector("attn_sinks", heads.n) if has_sinks else None
-    return at.add(Attention(q, cache, scale, window, softcap, sinks, chunk, causal, has_spans))
+    return at.add(Attention(q, cache, scale, window, softcap, sinks, chunk, causal, has_spans, slopes=slopes))
 
 
 # -- What stands between attentions --------------------------------------------------------------------------------

@@ -64,7 +64,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "afmoe": Architecture("afmoe", "Trinity", "afmoe"),
     "apertus": Architecture("apertus", "Apertus", "apertus"),
     "arcee": Architecture("arcee", "AFM 4.5B", "arcee"),
-    "baichuan": Architecture("baichuan", "Baichuan 7B, Baichuan 2 7B", "baichuan"),
+    "baichuan": Architecture("baichuan", "Baichuan 1 and 2", "baichuan"),
     "bailingmoe": Architecture("bailingmoe", "Ling 1 and 1.5", "BailingMoeForCausalLM"),
     "bailingmoe2": Architecture("bailingmoe2", "Ling and Ring 2, Sarvam 30B", "bailing_moe sarvam_moe"),
     "bailingmoe3": Architecture("bailingmoe3", "Ling 3", "bailing_hybrid"),
@@ -74,6 +74,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         "bert roberta xlm-roberta",
         is_encoder=True,
     ),
+    "bloom": Architecture("bloom", "BLOOM, BLOOMZ", "bloom"),
     "chatglm": Architecture("chatglm", "ChatGLM 3, GLM-4 9B", "glm"),
     "codeshell": Architecture("codeshell", "CodeShell", "codeshell kclgpt"),
     "cohere2": Architecture("cohere", "Command R7B, Command A", "cohere2"),
@@ -130,6 +131,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     "internlm2": Architecture("internlm2", "InternLM 2 and 2.5", "internlm2"),
     "jais2": Architecture("nemotron", "Jais 2", "jais2"),
     "jamba": Architecture("jamba", "Jamba", "jamba"),
+    "jina-bert-v2": Architecture(
+        "jina_bert_v2", "Jina Embeddings v2", "JinaBertForMaskedLM JinaBertModel", is_encoder=True
+    ),
     "jina-bert-v3": Architecture("jina_bert_v3", "Jina Embeddings v3", "jina_embeddings_v3", is_encoder=True),
     "kimi-linear": Architecture("kimi_linear", "Kimi Linear", "kimi_linear"),
     "laguna": Architecture("laguna", "Laguna", "laguna"),
@@ -156,6 +160,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "modern-bert": Architecture(
         "modern_bert", "ModernBERT, as embedding models and rerankers", "modernbert", is_encoder=True
     ),
+    "mpt": Architecture("mpt", "MPT", "mpt"),
     "muse-glimmer": Architecture("muse_glimmer", "Muse Glimmer, text", "muse_glimmer muse_glimmer_text"),
     "nemotron": Architecture("nemotron", "Nemotron 3 and 4, Minitron", "nemotron"),
     "nemotron_h": Architecture("nemotron_h", "Nemotron-H, Nemotron Nano 2", "nemotron_h"),

@@ -9,8 +9,9 @@ page is read once for all rows of a tile.  At an even pace, each pass fetches wh
 scored, the next page of keys (at the end, the first of values); while weights are made, the second page of values;
 while values are added, the page after the next (at the end, the next split's first keys).
 
-Scores are capped before they are masked, where they are (SOFT_CAP); a sink is one more score at the very end, when a
-row's sums are shared out (SINKS).  Both are constants, so that kernels without them do nothing for them.
+Scores are capped, or fall with the distance, before they are masked, where they do (SOFT_CAP, ALIBI); a sink is one
+more score at the very end, when a row's sums are shared out (SINKS).  These are constants, so that kernels without
+them do nothing for them.
 
 Where the values are in the keys (VALUES_IN_KEYS; MLA), a page of both lies as values do, and its keys are scored one
 by one: all query heads are rows of the one key/value head, so that memory is read once for them.
@@ -81,6 +82,7 @@ def constants(op: Attention, *, wide: bool) -> dict[str, Any]:
         **state_constants(op),
         "KEY_HEAD": keys.head(cache.key_dim),
         "SOFT_CAP": int(op.softcap is not None),
+        "ALIBI": int(op.slopes is not None),
         "CHUNKED": int(op.chunk is not None),
         "CAUSAL": int(op.causal or op.has_spans),
         "SELECTED": 0 if op.selected is None else op.selected.width,
@@ -343,6 +345,21 @@ def cap_page(scores, n_rows, soft_cap):
 
 
 @template
+def lower_page(scores, n_rows, falls, position):
+    """Lowers the scores [n_rows, PAGE] of positions from ``position`` on by their distance from the rows' own.
+
+    falls: of each row, its head's slope, float32, and its own position, int32.
+    """
+    for r in range(n_rows):
+        slope, own = splat(load_f32(falls + 8 * r)), splat(np.float32(load_i32(falls + 8 * r + 4) - position))
+        for g in static_range(PAGE // 16):
+            place = scores + SCORES * r + 64 * g
+            distance = own - to_float(splat_int(np.int32(16 * g)) + lane_numbers())
+            distance = maximum(distance, zero_f32x16() - distance)
+            store_f32x16(place, load_f32x16(place) - slope * distance)
+
+
+@template
 def mask_page(scores, n_rows, limits, position):
     """Masks the scores [n_rows, PAGE] of positions from ``position`` on that rows do not see."""
     for r in range(n_rows):
@@ -443,7 +460,7 @@ def gather_page(rows, table, page, page_bytes, selected, gathered):
 
 @template
 def score_split(
-    queries, n_rows, limits, keys, table, page_bytes, low, high, scores, soft_cap, ahead, selected, gathered
+    queries, n_rows, limits, keys, table, page_bytes, low, high, scores, soft_cap, falls, ahead, selected, gathered
 ):
     """Scores of the rows against pages low … high of a split; then it begins to read from ``ahead`` on."""
     pace = (KEY_BLOCK * ROWS - 1) // (KEY_HEAD * PAGE // 16 // VECTORS * n_rows) + 1
@@ -471,6 +488,8 @@ def score_split(
                     next_block += (KEY_BLOCK * ROWS - 1) // n_rows + 1
                 if SOFT_CAP:
                     cap_page(row, here, soft_cap)
+                if ALIBI:
+                    lower_page(row, here, falls + 8 * some, page * PAGE)
                 if page * PAGE < load_i64(last) or load_i64(first + 8) < page * PAGE + PAGE - 1:
                     mask_page(row, here, first, page * PAGE)
 
@@ -520,8 +539,8 @@ def add_split(weights, n_rows, limits, values, table, page_bytes, low, high, sca
 
 @template
 def attend_splits(
-    queries, n_rows, limits, keys, values, table, key_bytes, value_bytes, first_split, stop_split, soft_cap, state,
-    selected, gathered,
+    queries, n_rows, limits, keys, values, table, key_bytes, value_bytes, first_split, stop_split, soft_cap, falls,
+    state, selected, gathered,
 ):  # fmt: skip
     """The rows' states after the splits first_split … stop_split, of which those that no row sees are passed over."""
     scores, scaled, split_state = stack(TILE_ROWS * SCORES), stack(4 * PAGE * ROWS), stack(TILE_ROWS * STATE)
@@ -534,7 +553,20 @@ def attend_splits(
         clear(split_state, n_rows)
         ahead = block_at(values, table, low, value_bytes)
         score_split(
-            queries, n_rows, limits, keys, table, key_bytes, low, high, scores, soft_cap, ahead, selected, gathered
+            queries,
+            n_rows,
+            limits,
+            keys,
+            table,
+            key_bytes,
+            low,
+            high,
+            scores,
+            soft_cap,
+            falls,
+            ahead,
+            selected,
+            gathered,
         )
         ahead = block_at(values, table, min(low + 1, high - 1), value_bytes)
         split_weights(scores, n_rows, limits, low, high, split_state, ahead)
@@ -568,7 +600,7 @@ def copy_states(state, n_rows, out):
 def attention(
     begin, end, batch, tiles, n_kv_heads, group_size, q, q_stride, key_dim, value_dim,
     starts, positions, lasts, block_tables, block_stride, window, keys, values,
-    out, out_stride, partials, sinks, selected, selected_stride, scale: float, soft_cap: float,
+    out, out_stride, partials, sinks, slopes, selected, selected_stride, scale: float, soft_cap: float,
 ):  # fmt: skip
     """out = softmax(scale * q @ keys.T, over visible positions) @ values.
 
@@ -582,11 +614,12 @@ def attention(
     chunk.
     keys, values: blocks of ``KEY_BLOCK`` and ``VALUE_BLOCK`` bytes [n_pages, n_kv_heads]
     (`localllm.kernels.cpu.cache_types`).
-    partials: float32 [n_partials, n_kv_heads, TILE_ROWS, STATE / 4].  STATE: see `state_bytes`.  sinks: float32 [H].
+    partials: float32 [n_partials, n_kv_heads, TILE_ROWS, STATE / 4].  STATE: see `state_bytes`.  sinks,
+    slopes: float32 [H].
     selected: float32 [T, SELECTED].
     """
     n_tiles = load_i64(batch)
-    gathered = stack(KEY_BLOCK if SELECTED else 64)
+    gathered, falls = stack(KEY_BLOCK if SELECTED else 64), stack(8 * TILE_ROWS if ALIBI else 64)
     queries, limits, state = stack(4 * TILE_ROWS * KEY_HEAD), stack(16 * TILE_ROWS), stack(TILE_ROWS * STATE)
     key_bytes, value_bytes = n_kv_heads * KEY_BLOCK, n_kv_heads * VALUE_BLOCK
     for unit in range(begin, end):
@@ -608,12 +641,16 @@ def attention(
                 for g in range(KEY_HEAD // VALUES_PER_SCALE):  # in place: records are shorter
                     x, y = load_f32x16(own + 128 * g), load_f32x16(own + 128 * g + 64)
                     store_record(x, y, 0, offset, own + RECORD * g)
+            if ALIBI:
+                store_f32(falls + 8 * r, load_f32(slopes + 4 * (head * group_size + row % group_size)))
+                store_i32(falls + 8 * r + 4, load_i32(positions + 4 * token))
             seen = selected + token * selected_stride
             load_limits(positions + 4 * token, lasts + 4 * token, window, load_i64(tile + 48), limits + 16 * r, seen)
         first, stop = load_i64(tile + 24), load_i64(tile + 32)
         attend_splits(
             queries, n_computed, limits, head_keys, head_values, table, key_bytes, value_bytes,
-            first, stop, soft_cap, state, selected + (start + first_row // group_size) * selected_stride, gathered,
+            first, stop, soft_cap, falls,
+            state, selected + (start + first_row // group_size) * selected_stride, gathered,
         )  # fmt: skip
         partial = load_i64(tile + 40)
         if partial < 0:

@@ -15,7 +15,7 @@
 //
 // Compiled for: KEY_DIM and VALUE_DIM; KEY_BITS and VALUE_BITS, 16 for halves; VALUES_IN_KEYS, whether values are the first VALUE_DIM
 // of the keys' (MLA), each page of which is then read once for both; CHUNKED, CAUSAL and SPANS, what a token sees;
-// SOFT_CAP, SINKS (all of them 0 or 1); and for the launch geometry that attention.py chooses: WARPS of `attention_prefill`, and
+// SOFT_CAP, SINKS, ALIBI (all of them 0 or 1); and for the launch geometry that attention.py chooses: WARPS of `attention_prefill`, and
 // PREFILL_AHEAD and SPLIT_AHEAD, the pages that are on their way to shared memory while another one is used.
 //
 // A warp reads 32 KiB of shared memory per 16 rows and page of heads of 128 values, 256 clocks of a multiprocessor's
@@ -104,7 +104,31 @@ DEVICE Sight sight_of(const Batch& batch, const Tile& tile, int rows, int group_
 struct Row {
   Sight sight;
   float factor;
+#if ALIBI
+  float slope;  // by which scores fall for every position from its own
+  int own;
+#endif
 };
+
+DEVICE Row make_row(const Batch& batch, const Tile& tile, int row, int kv_head, int group_size, int window, float factor,
+                    const float* slopes) {
+  Row made = {row_sight(batch, tile, row, group_size, window), factor};
+#if ALIBI
+  const int number = tile.first_row + min(row, tile.n_rows - 1);
+  made.slope = LOG2_E * slopes[kv_head * group_size + number % group_size];
+  made.own = tile.first_position + number / group_size;
+#endif
+  return made;
+}
+
+// A row's score of a position, lowered by the distance.
+DEVICE float lowered(float score, const Row& row, int position) {
+#if ALIBI
+  return fmaf(-row.slope, fabsf((float)(row.own - position)), score);
+#else
+  return score;
+#endif
+}
 
 // Where a row's head of `dim` values begins.
 DEVICE size_t place_of(const Tile& tile, int row, int kv_head, int group_size, int stride, int dim) {
@@ -573,7 +597,8 @@ DEVICE void write_rows(float* out, int out_stride, const float* split_sums, cons
 // as their strides say.  Each warp has 16 rows, all the scores of them, and all or a part of their sums.
 extern "C" __global__ void __launch_bounds__(PREFILL_THREADS, 1)
   attention_prefill(PARAMETERS, CACHE_PARAMETERS, const float* __restrict__ q, int q_stride, float* __restrict__ out,
-                      int out_stride, const float* __restrict__ sinks, float scale, float soft_cap) {
+                      int out_stride, const float* __restrict__ sinks, float scale, float soft_cap,
+                      const float* __restrict__ slopes) {
   extern __shared__ __align__(16) uint8_t shared[];
   __shared__ Row rows[PREFILL_ROWS];
   const Batch batch = {header, query_starts, kv_lengths, ends, block_tables, block_stride};
@@ -607,7 +632,7 @@ extern "C" __global__ void __launch_bounds__(PREFILL_THREADS, 1)
   for (int row = ROWS / HEAD_PARTS * warp; row < ROWS / HEAD_PARTS * (warp + 1); row++) {
     const float* query = q + place_of(tile, min(row, tile.n_rows - 1), kv_head, group_size, q_stride, KEY_DIM);
     const float factor = load_query(query, KEY_DIM, query_rows + KEY_STRIDE * row) * scoring.factor;
-    if (lane == 0) rows[row] = {row_sight(batch, tile, row, group_size, window), factor};
+    if (lane == 0) rows[row] = make_row(batch, tile, row, kv_head, group_size, window, factor, slopes);
   }
   __syncwarp();
   const Queries queries(query_rows + KEY_STRIDE * warp_row);
@@ -630,7 +655,7 @@ extern "C" __global__ void __launch_bounds__(PREFILL_THREADS, 1)
 #pragma unroll
         for (int i = 0; i < 2 * KEY_TILES; i++) {
           float& score = scores[i / 2][2 * half + i % 2];
-          score = scoring.score(score, row.factor);
+          score = lowered(scoring.score(score, row.factor), row, position + lane % 4 * 2 + i / 2 * 8 + i % 2);
         }
         if (is_masked) mask_scores(scores, half, row.sight, position + lane % 4 * 2);
         scale_sums<PREFILL_PAIRS>(sums, weight_sums, half, weigh(scores, half, top[half]));
@@ -674,7 +699,7 @@ extern "C" __global__ void __launch_bounds__(PREFILL_THREADS, 1)
 extern "C" __global__ void __launch_bounds__(SPLIT_THREADS, 3)
   attention_split(PARAMETERS, CACHE_PARAMETERS, const float* __restrict__ q, int q_stride,
           float* __restrict__ partial_sums, float2* __restrict__ partial_states, int max_splits, int partial_rows,
-          float scale, float soft_cap) {
+          float scale, float soft_cap, const float* __restrict__ slopes) {
   extern __shared__ __align__(16) uint8_t shared[];
   __shared__ Row rows[ROWS];
   __shared__ float tops[ROWS], keeps[ROWS];
@@ -699,7 +724,7 @@ extern "C" __global__ void __launch_bounds__(SPLIT_THREADS, 3)
   for (int row = warp; row < ROWS; row += SPLIT_WARPS) {
     const float* query = q + place_of(tile, min(row, tile.n_rows - 1), kv_head, group_size, q_stride, KEY_DIM);
     const float factor = load_query(query, KEY_DIM, query_rows + KEY_STRIDE * row) * scoring.factor;
-    if (lane == 0) rows[row] = {row_sight(batch, tile, row, group_size, window), factor};
+    if (lane == 0) rows[row] = make_row(batch, tile, row, kv_head, group_size, window, factor, slopes);
   }
   __syncthreads();
   const Queries queries(query_rows);
@@ -723,8 +748,9 @@ extern "C" __global__ void __launch_bounds__(SPLIT_THREADS, 3)
     float mine[8];
 #pragma unroll
     for (int i = 0; i < 8; i++) {
-      mine[i] = scoring.score(row_scores[i / 4 * 32 + i % 4], rows[row].factor);
-      if (!rows[row].sight.has(PAGE * walk.page + i / 4 * 32 + column + i % 4)) mine[i] = MASKED;
+      const int position = PAGE * walk.page + i / 4 * 32 + column + i % 4;
+      mine[i] = lowered(scoring.score(row_scores[i / 4 * 32 + i % 4], rows[row].factor), rows[row], position);
+      if (!rows[row].sight.has(position)) mine[i] = MASKED;
       largest = fmaxf(largest, mine[i]);
     }
 #pragma unroll

@@ -59,6 +59,7 @@ class Variant:
     has_spans: bool = False
     soft_cap: bool = False  # whether scores are capped
     sinks: bool = False  # whether each query head has a sink
+    has_slopes: bool = False  # whether scores fall with the distance
     warps: int = 8  # of `attention_prefill`
     # prefill_ahead, split_ahead: pages that either kernel fetches while it uses another one
     prefill_ahead: int = 1
@@ -77,6 +78,7 @@ class Variant:
             "SPANS": int(self.has_spans),
             "SOFT_CAP": int(self.soft_cap),
             "SINKS": int(self.sinks),
+            "ALIBI": int(self.has_slopes),
             "WARPS": self.warps,
             "PREFILL_AHEAD": self.prefill_ahead,
             "SPLIT_AHEAD": self.split_ahead,

@@ -597,8 +597,9 @@ class Lowering:
         kind, sinks, partials = limits.kind(op), self.weights.vector(op.sinks), limits.new_partials()
         heads = kind.heads
         variant = replace(kind.variant, soft_cap=op.softcap is not None, sinks=sinks is not None)
+        variant = replace(variant, has_slopes=op.slopes is not None)
         cache, batch = limits.cache.layer(kept.key), self.batch.attention(limits.cache.groups[kept.key])
-        scoring = float(op.scale), float(op.softcap or 0)
+        scoring = float(op.scale), float(op.softcap or 0), self.weights.vector(op.slopes)
 
         def launches(extent: Extent) -> Iterator[Launch]:
             work = extent.work(kind)

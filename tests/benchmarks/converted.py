@@ -197,6 +197,8 @@ RELEASED: dict[str, dict[str, Any]] = {
         "moe_shared_expert_intermediate_size": None,
     },
     "exaone": {"model_type": "released", "architectures": ["ExaoneForCausalLM"], "activation_function": "silu"},
+    "jina-bert-v2": {"num_key_value_heads": None, "rms_norm_eps": None, "rope_parameters": None},
+    "mpt": {"architectures": ["MPTForCausalLM"]},
     "neo-bert": dict.fromkeys(("classifier_pooling", "num_key_value_heads", "head_dim")),
     "qwen": {"rms_norm_eps": 1e-5},
     "step35": {

@@ -782,6 +782,7 @@ def attended(
     causal: bool = True,
     begins: Array | None = None,
     ends: Array | None = None,
+    slopes: Array | None = None,
 ) -> Array:
     """q [T, H, key_dim] over keys [T, G, key_dim] and values [T, G, value_dim]: [T, H * value_dim]."""
     n_tokens, n_heads = q.shape[:2]
@@ -790,6 +791,8 @@ def attended(
     if softcap is not None:
         scores = softcap * np.tanh(scores / softcap)
     behind = np.arange(n_tokens)[:, None] - np.arange(n_tokens)
+    if slopes is not None:
+        scores = scores - slopes[:, None, None] * np.abs(behind)
     seen = (behind >= 0) | (not causal)
     if ends is not None:
         seen |= np.arange(n_tokens) < ends[:, None]
@@ -883,6 +886,7 @@ class Heads:
     has_spans: bool = False
     softcap: float | None = None
     sinks: bool = False
+    falls: bool = False
 
     def case(self) -> Case:
         keys, values = (
@@ -940,10 +944,14 @@ class Heads:
         sinks = f32(self.sink_scores()) if self.sinks else None
         more = {"window": self.window, "softcap": self.softcap, "chunk": self.chunk, "causal": self.causal}
         more["has_spans"] = self.has_spans
+        more["slopes"] = f32(self.slopes()) if self.falls else None
         return graph.add(g.Attention(q, cache, self.key_dim**-0.5, sinks=sinks, **more))
 
     def sink_scores(self) -> Array:
         return 3 * random(self.n_heads, seed=9)
+
+    def slopes(self) -> Array:
+        return 0.5 ** np.arange(1, self.n_heads + 1)
 
     def turned(self, x: Array, what: str) -> Array:
         """Normed and rotated heads."""
@@ -973,6 +981,7 @@ class Heads:
         begins = begins_of(places) if self.has_spans and not self.causal else None
         more |= {"begins": begins, "causal": self.causal or self.has_spans}
         sinks = self.sink_scores() if self.sinks else None
+        more["slopes"] = self.slopes() if self.falls else None
         return attended(q, k, values, self.key_dim**-0.5, sinks=sinks, ends=ends, **more)
 
 
@@ -1003,6 +1012,9 @@ OPTIONS: dict[str, Heads] = {
     "keys of another layer": Heads(rope=ROPE, q_norm="weights", k_norm="weights", shared=True),
     "capped": Heads(softcap=2.0),
     "sinks": Heads(sinks=True),
+    "falling": Heads(falls=True),
+    "falling in both directions": Heads(falls=True, causal=False, n_heads=6, n_kv_heads=3),
+    "falling, window 65, sinks": Heads(falls=True, window=65, sinks=True),
     **{f"window {n}": Heads(window=n) for n in (1, 2, 16, 63, 64, 65, 100, 1000)},
     **{f"chunks of {n}": Heads(chunk=n) for n in (1, 20, 64, 70, 1000)},
     "in both directions": Heads(causal=False),

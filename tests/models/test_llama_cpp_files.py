@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from localllm.convert import Checkpoint
-from localllm.errors import ModelError
 from localllm.gguf.writer import read_back
-from localllm.kernels.graph import Attention
+from localllm.kernels.graph import Attention, RopeAppend
 from localllm.models import baichuan, qwen3
 from localllm.models.registry import Model, read_model
 from tests.models.tiny import TINY, make_model, save
@@ -72,10 +71,11 @@ def test_the_head_of_baichuan_2_is_normed_by_rows() -> None:
 
 
 def test_baichuan_13b_is_told_by_its_layers(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"Baichuan 13B, whose scores fall with the distance"):
-        Checkpoint(
-            save(
-                tmp_path,
-                make_model(replace(TINY["baichuan"], config={"num_hidden_layers": 40, "num_key_value_heads": 4})),
-            )
-        )
+    """It does not rotate: its scores fall with the distance."""
+    for n_layers in (4, 40):
+        entry = replace(TINY["baichuan"], config={"num_hidden_layers": n_layers, "num_key_value_heads": 4})
+        graph = read_model(Checkpoint(save(tmp_path / str(n_layers), make_model(entry)))).graph
+        attentions = [node.operation for node in graph.nodes if isinstance(node.operation, Attention)]
+        assert {each.slopes is not None for each in attentions} == {n_layers == 40}
+        ropes = [node.operation.rope for node in graph.nodes if isinstance(node.operation, RopeAppend)]
+        assert {rope is None for rope in ropes} == {n_layers == 40}

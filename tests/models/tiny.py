@@ -38,6 +38,7 @@ class Tiny:
         auto: transformers' class of it.
         release: of a configuration and tensors, those of a released model that transformers does not know, but which
             computes the same.
+        change: makes another model of transformers' in place, with its weights.
     """
 
     model_type: str
@@ -46,6 +47,7 @@ class Tiny:
     conversion: Conversion | None = None
     auto: str = "AutoModelForCausalLM"
     release: Callable[[dict[str, Any], dict[str, Any]], tuple[dict[str, Any], dict[str, Any]]] | None = None
+    change: Callable[[Any], None] = lambda model: None
 
 
 #: Heads in two groups, a width that is no multiple of a block or tile, and few tokens.
@@ -662,6 +664,37 @@ def as_deepseek(config: dict[str, Any], tensors: dict[str, Any]) -> tuple[dict[s
     return config["text_config"] | {"model_type": "deepseek", "architectures": ["DeepseekForCausalLM"]}, found
 
 
+def fall_with_distance(model: Any) -> None:
+    """A BERT of four heads whose scores fall by 2^-2, …, 2^-8 a position both ways, and which has no positions."""
+    import torch
+
+    model.embeddings.position_embeddings.weight.data.zero_()
+    forward, slopes = model.forward, 2.0 ** -(2.0 * torch.arange(1, 5))
+
+    def fallen(ids: Any) -> Any:
+        places = torch.arange(ids.shape[1])
+        distances = (places[:, None] - places).abs()
+        return forward(ids, attention_mask=-slopes[None, :, None, None] * distances)
+
+    model.forward = fallen
+
+
+def as_jina_bert_v2(config: dict[str, Any], tensors: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A BERT with Jina's names, whose MLP is multiplied with what is always 1."""
+    import torch
+
+    found = {}
+    for name, tensor in tensors.items():
+        if "position_embeddings" in name or "pooler" in name:
+            continue
+        if "intermediate.dense" in name:
+            rest = torch.ones_like(tensor) if name.endswith("bias") else torch.zeros_like(tensor)
+            name, tensor = name.replace("intermediate.dense", "mlp.gated_layers"), torch.cat([tensor, rest])
+        name = re.sub(r"(layer\.\d+)\.output\.dense", r"\1.mlp.wo", name)
+        found[re.sub(r"(layer\.\d+)\.output\.LayerNorm", r"\1.mlp.layernorm", name)] = tensor
+    return config | {"architectures": ["JinaBertModel"], "position_embedding_type": "alibi"}, found
+
+
 DEEPSEEK_OCR = {
     "text_config": CONFIG
     | {"num_key_value_heads": 4, "n_routed_experts": 6, "num_experts_per_tok": 2, "n_shared_experts": 2}
@@ -700,6 +733,12 @@ TINY: dict[str, Tiny] = {
         "starcoder2", "codeshell", {"rms_norm_eps": None, "intermediate_size": 256}, release=as_codeshell
     ),
     "cohere2": Tiny("cohere2", "cohere2", WINDOW | COHERE),
+    "bloom": Tiny(
+        "bloom",
+        "bloom",
+        {"rms_norm_eps": None, "hidden_size": 96, "num_attention_heads": 6, "seq_length": 128}
+        | {"tie_word_embeddings": True, "slow_but_exact": False},
+    ),
     "chatglm": Tiny("glm", "chatglm", HALF_ROTATED | {"attention_bias": True}),
     "cohere2moe": Tiny("cohere2_moe", "cohere2moe", NORTH | {"rms_norm_eps": None}),
     "cohere2moe-rms": Tiny("cohere2_moe", "cohere2moe", NORTH | {"num_shared_experts": 0, "norm_topk_prob": True}),
@@ -941,6 +980,13 @@ TINY: dict[str, Tiny] = {
         auto="Mistral4ForCausalLM",
     ),
     "mixtral": Tiny("mixtral", "llama", LOCAL_MIXTURE),
+    "mpt": Tiny(
+        "mpt",
+        "mpt",
+        dict.fromkeys(key for key in CONFIG if re.search("hidden|intermediate|head|rms_norm|max_pos", key))
+        | {"d_model": 96, "n_heads": 6, "n_layers": 4, "max_seq_len": 128, "tie_word_embeddings": True}
+        | {"attn_config": {"clip_qkv": 0.9, "alibi_bias_max": 8}},
+    ),
     "muse-glimmer": Tiny("muse_glimmer", "muse-glimmer", MUSE_GLIMMER, auto="MuseGlimmerForConditionalGeneration"),
     "nemotron": Tiny("nemotron", "nemotron", NEMOTRON_DENSE),
     "nemotron-h": Tiny("nemotron_h", "nemotron_h", NEMOTRON),
@@ -1024,6 +1070,14 @@ ENCODERS: dict[str, Tiny] = {
     "llama-embed": Tiny(
         "eurobert", "llama-embed", auto="AutoModel", release=called("llama_bidirec", "LlamaBidirectionalModel")
     ),
+    "jina-bert-v2": Tiny(
+        "bert",
+        "jina-bert-v2",
+        {"layer_norm_eps": 1e-5, "head_dim": None, "num_key_value_heads": 4},
+        auto="AutoModel",
+        release=as_jina_bert_v2,
+        change=fall_with_distance,
+    ),
     "neo-bert": Tiny("eurobert", "neo-bert", {"num_key_value_heads": 4}, auto="AutoModel", release=as_neo_bert),
     "jina-bert-v3": Tiny(
         "jina_embeddings_v3", "jina-bert-v3", {"layer_norm_eps": 1e-5, "head_dim": None}, auto="AutoModel"
@@ -1073,6 +1127,7 @@ def make_model(entry: Tiny, seed: int = 0) -> Any:
             shifted = is_shifted and not name.endswith("linear_attn.norm.weight")
             values = torch.from_numpy(random_values(rng, name, tuple(parameter.shape), shifted))
             parameter.copy_(values.to(torch.bfloat16))  # which it is saved as
+    entry.change(model)
     return model
 
 

@@ -124,7 +124,7 @@ class Talk:
             cache += [device.upload(entries), device.upload(scales)]
         stride, sinks = np.int32(self.q.shape[1]), device.upload(self.sinks)
         parts = [np.int32(work.max_splits), np.int32(work.partial_rows)]
-        scoring = [np.float32(self.scale), np.float32(self.soft_cap)]
+        scoring = [np.float32(self.scale), np.float32(self.soft_cap), np.uint64(0)]
         own: dict[str, list[Any]] = {
             "attention_prefill": [*cache, q, stride, out, stride, sinks, *scoring],
             "attention_split": [*cache, q, stride, sums, states, *parts, *scoring],

@@ -1,0 +1,22 @@
+"""Jina Embeddings v2 (arXiv:2310.19923): BERT whose scores fall with the distance (ALiBi) both ways, with gated MLPs.
+
+That for code has norms of query and key, and a second one behind attention; only its files are read.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from localllm.models import bert
+from localllm.models.hf_convert import encoder_keys
+
+HF_NAMES = {ours: theirs for ours, theirs in bert.HF_NAMES.items() if ours != "position_embd"} | {
+    "ffn_up": "mlp.gated_layers",
+    "ffn_down": "mlp.wo",
+    "layer_output_norm": "mlp.layernorm",
+}
+record = bert.record
+
+
+def hf_keys(config: Any) -> dict[str, Any]:
+    return encoder_keys(config) | {"rope.freq_base": None}
