@@ -447,8 +447,8 @@ async function run(which, message, request, before) {
   };
   jobs.delete(which.id);
   if (chat === which) followEnd(showMessages);
-  say(message.state === "complete" ? "The reply is complete." : message.error ?? "The reply ended.");
   await save(which);
+  say(message.state === "complete" ? "The reply is complete." : message.error ?? "The reply ended.");
 }
 
 function fillWaiting(message) {

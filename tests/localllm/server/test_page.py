@@ -170,6 +170,11 @@ def finished(page: Any, n: int) -> None:
     page.locator(".message.assistant").nth(n - 1).locator(".stats", has_text="tokens").wait_for()
 
 
+def kept(page: Any, said: str) -> None:
+    """Waits until a reply is in the browser's storage, which is when its end is said."""
+    page.locator("#said", has_text=said).wait_for(state="attached")
+
+
 def requests_of(page: Any) -> list[dict[str, Any]]:
     """Bodies of chat completions from now on."""
     bodies: list[dict[str, Any]] = []
@@ -315,6 +320,7 @@ def test_settings_hold_for_one_chat(page: Any) -> None:
     wanted = {"temperature": 0.25, "max_tokens": 5, "stop": ["x", "y"]}
     assert {name: bodies[0][name] for name in wanted} == wanted
     assert bodies[0]["chat_template_kwargs"] == {"enable_thinking": False}
+    kept(page, "The reply ended.")
     page.reload()
     page.locator("#marks", has_text="system prompt · no thinking").wait_for()
     page.click("#new")
@@ -523,7 +529,7 @@ def test_chats_are_renamed_and_deleted(page: Any) -> None:
     page.once("dialog", lambda dialog: dialog.accept())
     page.click("#chat-menu")
     page.click("[data-do=delete]")
-    page.locator("#said", has_text="The reply ended.").wait_for(state="attached")
+    kept(page, "The reply ended.")
     page.reload()
     page.get_by_text("Chats appear here.").wait_for()
 
@@ -671,6 +677,7 @@ def test_a_server_that_dies_in_the_middle_of_a_reply(open_page: Open, actor: Ser
     page.locator("#notice").wait_for(state="hidden")
     page.get_by_label("Continue").click()
     page.get_by_text("and the end.").wait_for()
+    kept(page, "The reply is complete.")
     page.reload()
     page.get_by_text("and the end.").wait_for()
     assert not any(page.locator(".error").all_inner_texts())
