@@ -207,6 +207,7 @@ _LOOK_UPS = {
     "maddubs512": _PSHUFB_512,
     "maddubs256": _PSHUFB_256,
     "sdot": _TBL,
+    "smmla": _TBL,
     "smull": _TBL,
     "generic": _look_up_generic,
 }

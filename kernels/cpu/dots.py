@@ -13,12 +13,12 @@ from localllm.kernels.cpu.instructions import *
 from localllm.kernels.cpu.simd import fma
 from localllm.kernels.cpu.templates import Device
 
-#: Bytes of a token's record of activations in 32 columns, and where it has its scale and its sums (see `tiles`).
-RECORD = 44
-D, SUM, SUMS = 32, 36, 40
+#: Bytes of a token's record of activations in 32 columns: see `tiles`.
+RECORD = 48
 
-#: Operations on a record of activations, and for each the one that takes four records, of the tokens from that on:
-#: lanes 4 i … 4 i + 3 of all its vectors are those of token i, and of the same four rows.
+#: Operations on a record of activations, and for each the one that takes the records of four tokens, and four rows.
+#: Lanes 4 i … 4 i + 3 of all its vectors are those of token i; where matrices of bytes are multiplied, lanes 0 … 3
+#: are two rows' of tokens 0 and 1 in turn, lanes 4 … 7 the other rows', and so on.
 OF_FOUR_TOKENS: dict[Any, Any] = {}
 
 
@@ -49,69 +49,176 @@ def _record_op(name: str, result: Kind, *arguments: Kind) -> Callable[[Callable[
     return decorate
 
 
-def _spread(b: Any, tokens: int, address: Any, kind: ir.Type, lane: int = 0, factor: int = 0) -> Any:
-    """A lane of the vector, or a number, in each token's record, times a factor if given, in all of its lanes."""
-    loaded = [load(b, b.add(address, ir.Constant(i64, RECORD * i)) if i else address, kind) for i in range(tokens)]
-    if factor:
-        loaded = [b.mul(b.sext(x, i32), ir.Constant(i32, factor)) for x in loaded]
-    if not isinstance(kind, ir.VectorType):
-        return join(b, [broadcast(b, x, 16 // tokens) for x in loaded])
-    lanes = ir.Constant(ir.VectorType(i32, 16 // tokens), [lane] * (16 // tokens))
-    return join(b, [b.shuffle_vector(x, x, lanes) for x in loaded])
+def multiplies_matrices() -> bool:
+    """Whether one instruction multiplies two rows of eight bytes with two others: records are interleaved for it."""
+    return dot_kind() == "smmla"
 
 
-def _record_lane(b: Any, tokens: int, x: Any, lane: int) -> Any:
-    if tokens == 1:
-        return _spread(b, tokens, b.add(x, ir.Constant(i64, D + 4 * lane)), f32)
-    return _spread(b, tokens, b.add(x, ir.Constant(i64, D)), ir.VectorType(f32, 2), lane)  # read once for both
+def _at(b: Any, address: Any, offset: int) -> Any:
+    return b.add(address, ir.Constant(i64, offset)) if offset else address
+
+
+def _column(n: int) -> int:
+    """Where a record has the activation of column n."""
+    return n // 8 * 16 + n % 8 if multiplies_matrices() else n
+
+
+def _scale_offset() -> int:
+    return 64 if multiplies_matrices() else 32
+
+
+def _sums_offset() -> int:
+    return 80 if multiplies_matrices() else 40
+
+
+@op(intp, intp)
+def token_place(b, i):
+    """From the records of a tile of activations to that of token i, in bytes."""
+    if not multiplies_matrices():
+        return b.mul(i, ir.Constant(i64, RECORD))
+    pair = b.mul(b.lshr(i, ir.Constant(i64, 1)), ir.Constant(i64, 2 * RECORD))
+    return b.add(pair, b.shl(b.and_(i, ir.Constant(i64, 1)), ir.Constant(i64, 3)))
+
+
+@op(intp, intp)
+def scale_place(b, record):
+    """Where a record has its scale, and behind it the sum of its codes, as floats."""
+    return _at(b, record, _scale_offset())
+
+
+@op(intp, intp)
+def sums_place(b, record):
+    """Where a record has the sums of both halves of its codes, as 16-bit numbers."""
+    return _at(b, record, _sums_offset())
+
+
+@op(intp, intp)
+def second_half(b, record):
+    """Where a record has its codes from column 16 on."""
+    return _at(b, record, _column(16))
+
+
+def _lanes(b: Any, x: Any, lanes: Sequence[int]) -> Any:
+    return b.shuffle_vector(x, x, ir.Constant(ir.VectorType(i32, len(lanes)), lanes))
+
+
+def _spread(b: Any, tokens: int, address: Any, kind: Any, lane: int = 0) -> Any:
+    """A number of the eight bytes at an address in each token's record, in all of its lanes.
+
+    kind: f32 or i32.  lane: which of the two.
+    """
+    if tokens > 1 and multiplies_matrices():
+        both = [load(b, _at(b, address, 2 * RECORD * p), ir.VectorType(kind, 4)) for p in range(tokens // 2)]
+        return join(b, [_lanes(b, x, [lane, lane + 2] * 2) for x in both for _ in range(2)])
+    if tokens > 1 and kind is f32:  # floats of all lanes are read at once, and taken from there
+        eights = [load(b, _at(b, address, RECORD * i), ir.VectorType(f32, 2)) for i in range(tokens)]
+        return join(b, [_lanes(b, x, [lane] * (16 // tokens)) for x in eights])
+    loaded = [load(b, _at(b, address, RECORD * i + 4 * lane), kind) for i in range(tokens)]
+    return join(b, [broadcast(b, x, 16 // tokens) for x in loaded])
 
 
 @_record_op("load_unit", f32x16, intp)
 def load_unit(b, tokens, x):
     """The scale of the activations in the record at x."""
-    return _record_lane(b, tokens, x, 0)
+    return _spread(b, tokens, _at(b, x, _scale_offset()), f32, 0)
 
 
 @_record_op("load_sum", f32x16, intp)
 def load_sum(b, tokens, x):
     """The sum of the activations in the record at x."""
-    return _record_lane(b, tokens, x, 1)
+    return _spread(b, tokens, _at(b, x, _scale_offset()), f32, 1)
 
 
 @_record_op("load_sums", i32x16, intp)
 def load_sums(b, tokens, x):
     """Both halves' sums of the activations in the record at x, as 16-bit numbers."""
-    return _spread(b, tokens, b.add(x, ir.Constant(i64, SUMS)), i32)
+    return _spread(b, tokens, _at(b, x, _sums_offset()), i32, 0)
+
+
+def _interleaved(b: Any, x: Any, y: Any) -> list[Any]:
+    """Lanes 0 of both vectors of four, lanes 1, and so on, in two vectors."""
+    lanes = [[0, 4, 1, 5], [2, 6, 3, 7]]
+    return [b.shuffle_vector(x, y, ir.Constant(ir.VectorType(i32, 4), each)) for each in lanes]
 
 
 @op(f32x16, intp, literal)
 def load_quarters(b, address, step):
-    """Four lanes from each of the places ``step`` bytes apart: of four tokens, or one's four times if it is 0."""
+    """Four rows' lanes from each of the places ``step`` bytes apart, of four tokens: see `OF_FOUR_TOKENS`.
+
+    If the step is 0, they are the same for all tokens.
+    """
     kind = ir.VectorType(f32, 4)
-    if step == 0:
-        return join(b, [load(b, address, kind)] * 4)
-    return join(b, [load(b, b.add(address, ir.Constant(i64, step * i)), kind) for i in range(4)])
+    fours = [load(b, _at(b, address, step * i), kind) for i in range(4)] if step else [load(b, address, kind)] * 4
+    if multiplies_matrices():
+        fours = [*_interleaved(b, *fours[:2]), *_interleaved(b, *fours[2:])]
+    return join(b, fours)
 
 
 @op(void, intp, literal, f32x16)
 def store_quarters(b, address, step, value):
     """Writes what `load_quarters` reads."""
-    for i, quarter in enumerate(halves(b, value, 4)):
-        store(b, b.add(address, ir.Constant(i64, step * i)), quarter)
+    fours = halves(b, value, 4)
+    if multiplies_matrices():
+        pairs = [join(b, fours[:2]), join(b, fours[2:])]
+        fours = [_lanes(b, pair, list(range(token, 8, 2))) for pair in pairs for token in range(2)]
+    for i, four in enumerate(fours):
+        store(b, _at(b, address, step * i), four)
 
 
-@op(i8x64, f32x16)
-def as_bytes(b, x):
-    """The bits of floats."""
-    return b.bitcast(x, i8x64.llvm)
+@op(void, intp, i8x64, i8x64, literal)
+def store_two_of_slab(b, address, first, second, offset):
+    """Writes two vectors of codes, less an offset, to a slab, as products of four tokens take them.
+
+    Where matrices of bytes are multiplied, words of both are interleaved, those of each four rows in two vectors.
+    """
+    if offset:
+        first, second = (b.sub(codes, constant(offset, i8, 64)) for codes in (first, second))
+    if multiplies_matrices():
+        fours = zip(*(halves(b, b.bitcast(codes, i32x16.llvm), 4) for codes in (first, second)), strict=True)
+        first, second = (join(b, list(pieces)) for pieces in zip(*(_interleaved(b, *x) for x in fours), strict=True))
+    store(b, address, first)
+    store(b, _at(b, address, 64), second)
 
 
-def dot_op(name: str, n_vectors: int, bits: int) -> Any:
+@op(i8x64, intp, literal, literal)
+def load_of_slab(b, address, v, offset):
+    """Vector 0 or 1 of the two that `store_two_of_slab` wrote."""
+    codes = load(b, _at(b, address, 64 * v), i8x64.llvm)
+    if multiplies_matrices():
+        both = [halves(b, load(b, _at(b, address, 64 * i), i32x16.llvm), 4) for i in range(2)]
+        fours = [_lanes(b, join(b, list(pieces)), list(range(v, 8, 2))) for pieces in zip(*both, strict=True)]
+        codes = b.bitcast(join(b, fours), i8x64.llvm)
+    return b.add(codes, constant(offset, i8, 64)) if offset else codes
+
+
+@op(i8x64, intp)
+def load_quarter_of_codes(b, address):
+    """Sixteen codes, of four rows, four times."""
+    return join(b, [load(b, address, ir.VectorType(i8, 16))] * 4)
+
+
+@op(void, intp, f32x16, f32x16)
+def store_activations(b, record, first, second):
+    """32 numbers in -128 … 127 to a record, rounded to the nearest integers (ties to even)."""
+    for i, value in enumerate([first, second]):
+        codes = b.fptosi(intrinsic(b, "llvm.rint.v16f32", f32x16.llvm, value), ir.VectorType(i8, 16))
+        for k, eight in enumerate(halves(b, codes, 2)):
+            store(b, _at(b, record, _column(16 * i + 8 * k)), eight)
+
+
+@op(f32x16, intp, literal)
+def load_activations(b, record, half):
+    """The first sixteen codes of a record, or the second."""
+    eights = [load(b, _at(b, record, _column(16 * half + 8 * k)), ir.VectorType(i8, 8)) for k in range(2)]
+    return b.sitofp(join(b, eights), f32x16.llvm)
+
+
+def dot_op(name: str, n_vectors: int, bits: int, *, of_record: bool = False) -> Any:
     """A dot product over ``4 * n_vectors`` columns of sixteen rows.
 
     The function is ``(sums i32x16, w_0 … w_{n-1} i8x64, x) -> i32x16``: lane r of the result is sums[r] plus the
-    products of row r's codes with the int8 activations at address x.  Byte 4 r + c of w_v is row r's code in column
-    4 v + c.  Activations lie in -127 … 127.
+    products of row r's codes with the int8 activations at address x, in a record or one behind the other.  Byte
+    4 r + c of w_v is row r's code in column 4 v + c.  Activations lie in -127 … 127.
 
     With ``bits`` below 8 the codes are unsigned numbers of so many bits, else signed bytes.  Then the function takes
     one more argument, an i32x16 with the sum of the activations in every lane: what processors need that multiply
@@ -120,14 +227,21 @@ def dot_op(name: str, n_vectors: int, bits: int) -> Any:
 
     def emit(b: Any, tokens: int, sums: Any, *values: Any) -> Any:
         sum_x = values[-1] if bits == 8 else None
-        weights, x = values[:n_vectors], values[n_vectors]
-        return _DOTS[dot_kind()](b, sums, _with_activations(b, tokens, weights, x), bits, sum_x)
+        return _dot(b, tokens, sums, values[:n_vectors], values[n_vectors], bits, sum_x, of_record)
 
     return _record_op(name, i32x16, i32x16, *[i8x64] * n_vectors, intp, *[i32x16] * (bits == 8))(emit)
 
 
+def _dot(
+    b: Any, tokens: int, sums: Any, weights: Sequence[Any], x: Any, bits: int, sum_x: Any, of_record: bool
+) -> Any:
+    if tokens > 1 and multiplies_matrices():
+        return _dot_of_matrices(b, tokens, sums, weights, x)
+    return _DOTS[dot_kind()](b, sums, _with_activations(b, tokens, weights, x, of_record), bits, sum_x)
+
+
 def scaled_dot_op(name: str, n_scales: int, bits: int, offset: int = 0) -> Any:
-    """Dot products over 32 columns of sixteen rows, or over two times sixteen, each times a whole number and a unit.
+    """Dot products with a record of activations, over 32 columns or twice sixteen, times whole numbers and a unit.
 
     The function is ``(unit f32x16, scale_0 … i32x16, w_0 … w_7 i8x64, x) -> f32x16``, where the ``n_scales`` (one or
     two) hold the rows' numbers, -128 … 127, each twice in a word, as 16 bits.  Lane r of the result is unit[r] times
@@ -140,25 +254,27 @@ def scaled_dot_op(name: str, n_scales: int, bits: int, offset: int = 0) -> Any:
 
     def emit(b: Any, tokens: int, unit: Any, *values: Any) -> Any:
         scales, weights, x, offsets = values[:n_scales], values[n_scales:][:8], values[n_scales + 8], values[-2:]
-        pairs = _with_activations(b, tokens, weights, x)
-        n = len(pairs) // n_scales
-        parts = [pairs[i : i + n] for i in range(0, len(pairs), n)]
+        n = len(weights) // n_scales
         kind = dot_kind()
         if kind.startswith("maddubs"):  # which multiplies by the whole numbers on the way, all exact
             start = constant(0, i32, 16)
             if offset:
                 start = b.sub(start, multiply_pairs(b, offsets[0], broadcast(b, load(b, offsets[1], i32), 16)))
             totals = halves(b, start, _REGISTERS[kind])
-            for scale, part in zip(scales, parts, strict=True):
+            pairs = _with_activations(b, tokens, weights, x, True)
+            for i, scale in enumerate(scales):
                 words = b.bitcast(scale, ir.VectorType(i16, 32))
+                part = pairs[n * i : n * (i + 1)]
                 totals = _add_products(b, totals, part, bits, halves(b, words, len(totals)))
             return b.fmul(unit, b.sitofp(join(b, totals), f32x16.llvm))
         total = None
-        for i, (scale, part) in enumerate(zip(scales, parts, strict=True)):
+        for i, scale in enumerate(scales):
             start = constant(0, i32, 16)
-            if offset:
-                start = _spread(b, tokens, b.add(offsets[1], ir.Constant(i64, 2 * i)), i16, factor=-offset)
-            dot = b.sitofp(_DOTS[kind](b, start, part, bits, None), f32x16.llvm)
+            if offset and tokens == 1:  # from a slab's codes it is subtracted already
+                half_sum = b.sext(load(b, _at(b, offsets[1], 2 * i), i16), i32)
+                start = broadcast(b, b.mul(half_sum, ir.Constant(i32, -offset)), 16)
+            part, of_part = weights[n * i : n * (i + 1)], _at(b, x, _column(4 * n * i))
+            dot = b.sitofp(_dot(b, tokens, start, part, of_part, bits, None, True), f32x16.llvm)
             # The same for all tokens.  It and the dot product are exact.
             scale = b.fmul(unit, b.sitofp(high_number(b, scale), f32x16.llvm))
             total = b.fmul(scale, dot) if total is None else fma(b, scale, dot, total)
@@ -168,22 +284,34 @@ def scaled_dot_op(name: str, n_scales: int, bits: int, offset: int = 0) -> Any:
     return _record_op(name, f32x16, f32x16, *[i32x16] * n_scales, *[i8x64] * 8, intp, *more)(emit)
 
 
-def _with_activations(b: Any, tokens: int, weights: Sequence[Any], x: Any) -> list[tuple[Any, Any]]:
+def _with_activations(b: Any, tokens: int, weights: Sequence[Any], x: Any, of_record: bool) -> list[tuple[Any, Any]]:
     """Each vector of codes with the four activations at x that belong to it, in every word of their token."""
     pairs = []
     for v, w in enumerate(weights):
-        if dot_kind() == "sdot":  # which takes them from a lane of sixteen bytes
+        if dot_kind() not in ("sdot", "smmla"):
+            every = _spread(b, tokens, _at(b, x, 4 * v), i32)
+        elif of_record and multiplies_matrices():
+            eight = load(b, _at(b, x, _column(8 * (v // 2))), ir.VectorType(i32, 2))
+            every = _lanes(b, eight, [v % 2] * 16)
+        else:  # they are taken from a lane of sixteen bytes
             if v % 4 == 0:
-                sixteen = [
-                    load(b, b.add(x, ir.Constant(i64, RECORD * i + 4 * v)), ir.VectorType(i32, 4))
-                    for i in range(tokens)
-                ]
-            lanes = ir.Constant(ir.VectorType(i32, 16 // tokens), [v % 4] * (16 // tokens))
-            every = join(b, [b.shuffle_vector(words, words, lanes) for words in sixteen])
-        else:
-            every = _spread(b, tokens, b.add(x, ir.Constant(i64, 4 * v)), i32)
+                sixteen = [load(b, _at(b, x, RECORD * i + 4 * v), ir.VectorType(i32, 4)) for i in range(tokens)]
+            every = join(b, [_lanes(b, words, [v % 4] * (16 // tokens)) for words in sixteen])
         pairs.append((w, b.bitcast(every, i8x64.llvm)))
     return pairs
+
+
+def _dot_of_matrices(b: Any, tokens: int, sums: Any, weights: Sequence[Any], x: Any) -> Any:
+    """Two rows' eight codes times two tokens' activations, by one instruction."""
+    totals, words = halves(b, sums, 4), ir.VectorType(i32, 4)
+    for k in range(len(weights) // 2):
+        rows = [halves(b, w, 4)[0] for w in weights[2 * k : 2 * k + 2]]  # as `store_two_of_slab` interleaves them
+        for p in range(tokens // 2):
+            both = load(b, _at(b, x, 2 * RECORD * p + _column(8 * k)), ir.VectorType(i8, 16))
+            for i, two in enumerate(rows):
+                own, name = 2 * p + i, "llvm.aarch64.neon.smmla.v4i32.v16i8"
+                totals[own] = intrinsic(b, name, words, totals[own], two, both)
+    return join(b, totals)
 
 
 def _dot_vnni(parts: int) -> Callable[..., Any]:
@@ -308,6 +436,7 @@ _DOTS = {
     "maddubs512": _dot_maddubs,
     "maddubs256": _dot_maddubs,
     "sdot": _dot_sdot,
+    "smmla": _dot_sdot,
     "smull": _dot_smull,
     "generic": _dot_generic,
 }
@@ -372,11 +501,17 @@ def multiply_pairs(b, x, y):
     return join(b, [intrinsic(b, _WIDEN[parts], kind, u, v) for u, v in zip(*pieces, strict=True)])
 
 
+# Of activations that stand one behind the other.
 dot32_u4 = dot_op("dot32_u4", 8, 4)
 dot32_u5 = dot_op("dot32_u5", 8, 5)
 dot32_u6 = dot_op("dot32_u6", 8, 6)
 dot32_s8 = dot_op("dot32_s8", 8, 8)
-dot16_s8 = dot_op("dot16_s8", 4, 8)
+
+# Of activations in a record.
+record_dot32_u4 = dot_op("record_dot32_u4", 8, 4, of_record=True)
+record_dot32_u5 = dot_op("record_dot32_u5", 8, 5, of_record=True)
+record_dot32_s8 = dot_op("record_dot32_s8", 8, 8, of_record=True)
+record_dot16_s8 = dot_op("record_dot16_s8", 4, 8, of_record=True)
 scaled_dot32_u4 = scaled_dot_op("scaled_dot32_u4", 1, 4)
 scaled_dot32_u5 = scaled_dot_op("scaled_dot32_u5", 1, 5)
 scaled_dot16_u2 = scaled_dot_op("scaled_dot16_u2", 2, 2)

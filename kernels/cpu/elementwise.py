@@ -11,7 +11,7 @@ import numpy as np
 from localllm.kernels.cache_rounding import LARGEST_CODE, NEGLIGIBLE
 from localllm.kernels.cpu.cache_types import PAGE
 from localllm.kernels.cpu.compiler import kernel
-from localllm.kernels.cpu.dots import RECORD, SUM, SUMS, D
+from localllm.kernels.cpu.dots import load_activations, scale_place, store_activations, sums_place, token_place
 from localllm.kernels.cpu.matmul import INT16_RECORD, INT16_SCALE, LARGEST_INT16, int16_record
 from localllm.kernels.cpu.simd import *
 from localllm.kernels.cpu.templates import device, template
@@ -189,25 +189,24 @@ def quantise_block(first, second, record):
     first, second = first * splat(inverse), second * splat(inverse)
     sum_first = sum_int_lanes(to_int_rounded(first))
     sum_second = sum_int_lanes(to_int_rounded(second))
-    store_s8x16(record, first)
-    store_s8x16(record + 16, second)
-    store_f32(record + D, scale)
-    store_f32(record + SUM, np.float32(sum_first + sum_second))
-    store_i32(record + SUMS, (sum_first & LOW_HALF) | (sum_second << SIXTEEN))
+    store_activations(record, first, second)
+    store_f32(scale_place(record), scale)
+    store_f32(scale_place(record) + 4, np.float32(sum_first + sum_second))
+    store_i32(sums_place(record), (sum_first & LOW_HALF) | (sum_second << SIXTEEN))
     return scale
 
 
 @device
 def left_by_rounding(row, record, scale):
     """The rounding errors of the codes of a block of 32 values."""
-    first = fma(load_s8x16(record), splat(-scale), load_f32x16(row))
-    return first, fma(load_s8x16(record + 16), splat(-scale), load_f32x16(row + 64))
+    first = fma(load_activations(record, 0), splat(-scale), load_f32x16(row))
+    return first, fma(load_activations(record, 1), splat(-scale), load_f32x16(row + 64))
 
 
 @device
 def quantise_row(row, tile, token, n_blocks):
     """A row of ``32 * n_blocks`` values to the records of a token in a tile."""
-    record, total, largest = tile + token * RECORD, ZERO, ZERO
+    record, total, largest = tile + token_place(token), ZERO, ZERO
     for i in range(n_blocks):
         scale = quantise_block(load_f32x16(row + 128 * i), load_f32x16(row + 128 * i + 64), record + i * X_STEP)
         total += scale
@@ -217,7 +216,7 @@ def quantise_row(row, tile, token, n_blocks):
     for slab in range(0, n_blocks, SLAB):
         found = np.int64(0)
         for i in range(slab, min(slab + SLAB, n_blocks) if largest > limit else slab):
-            scale = load_f32(record + i * X_STEP + D)
+            scale = load_f32(scale_place(record + i * X_STEP))
             if scale > limit:
                 first, second = left_by_rounding(row + 128 * i, record + i * X_STEP, scale)
                 quantise_block(first, second, record + i * X_STEP + rests)

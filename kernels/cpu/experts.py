@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 
 from localllm.kernels.cpu.compiler import kernel
-from localllm.kernels.cpu.dots import RECORD, D
+from localllm.kernels.cpu.dots import scale_place, token_place
 from localllm.kernels.cpu.elementwise import exp, quantise_row, sigmoid, softplus
 from localllm.kernels.cpu.matmul import (
     FLOAT_GROUPS,
@@ -262,7 +262,7 @@ def gather_records(begin, end, places, per_row, x, x_stride, n_blocks, expert_we
         if expert_weights != 0:
             factor = load_f32(expert_weights + 4 * pair)
             rests = x_tile_bytes(n_blocks) - n_blocks * X_STEP
-            for scale in range(tile + token * RECORD + D, tile + n_blocks * X_STEP, X_STEP):
+            for scale in range(scale_place(tile + token_place(token)), tile + n_blocks * X_STEP, X_STEP):
                 store_f32(scale, load_f32(scale) * factor)
                 store_f32(scale + rests, load_f32(scale + rests) * factor)  # undefined where there is none
 

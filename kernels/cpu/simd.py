@@ -68,14 +68,8 @@ def store_f32x16(b, address, value):
 
 
 @op(void, intp, f32x16)
-def store_s8x16(b, address, value):
-    """Rounded to the nearest integer (ties to even); values must lie in -128 … 127."""
-    store(b, address, b.fptosi(intrinsic(b, "llvm.rint.v16f32", f32x16.llvm, value), ir.VectorType(i8, 16)))
-
-
-@op(void, intp, f32x16)
 def store_s16x16(b, address, value):
-    """The same of values in -32768 … 32767, as 16-bit numbers."""
+    """Rounded to the nearest 16-bit number (ties to even); values must lie in -32768 … 32767."""
     store(b, address, b.fptosi(intrinsic(b, "llvm.rint.v16f32", f32x16.llvm, value), ir.VectorType(i16, 16)))
 
 

@@ -30,7 +30,7 @@ class Target:
     cpu: str
     features: str
     # which instructions sum products of bytes, four to a lane
-    dot: Literal["vnni512", "vnni256", "maddubs512", "maddubs256", "sdot", "smull", "generic"]
+    dot: Literal["vnni512", "vnni256", "maddubs512", "maddubs256", "smmla", "sdot", "smull", "generic"]
     needs: frozenset[str]  # LLVM feature names that the processor at hand must report
 
     @property
@@ -69,7 +69,10 @@ TARGETS = (
     Target("avx512", "x86_64", "x86-64-v4", "-prefer-256-bit", "maddubs512", _AVX512),
     Target("avxvnni", "x86_64", "x86-64-v3", "+avxvnni,+fast-dpwssd", "vnni256", _AVX2 | {"avxvnni"}),
     Target("avx2", "x86_64", "x86-64-v3", "", "maddubs256", _AVX2),
-    Target("neon", "aarch64", "generic", "+neon,+dotprod", "sdot", frozenset({"neon", "dotprod"})),
+    Target(
+        "i8mm", "aarch64", "generic", "+neon,+dotprod,+i8mm,+lse", "smmla", frozenset({"neon", "dotprod", "i8mm"})
+    ),
+    Target("neon", "aarch64", "generic", "+neon,+dotprod,+lse", "sdot", frozenset({"neon", "dotprod"})),
     Target("asimd", "aarch64", "generic", "+neon", "smull", frozenset({"neon"})),
     Target("generic", "any", "", "", "generic", frozenset()),
 )

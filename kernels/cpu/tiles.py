@@ -29,11 +29,17 @@ be multiplied with all of them (`multiply_block`):
       64 int8 each  16 x 32 bits
 
 **Activations** come in tiles too, of `TOKENS` tokens by 32 columns, so that one address serves all of a tile's
-tokens.  Each token has a record of 44 bytes in it:
+tokens.  Each token has a record of 48 bytes in it:
 
     0        32     36         40                   42
     [ 32 q  ][ d  ][ sum(q) ][ sum of the first 16 ][ sum of the others ]
       int8    f32    f32       int16                  int16
+
+Where an instruction multiplies matrices of bytes (Arm's i8mm), the records of two tokens are interleaved by 8 bytes.
+The second one's begins 8 bytes behind the first one's:
+
+    0       16      32      48      64     68         80                   82
+    [ 8 q ] [ 8 q ] [ 8 q ] [ 8 q ] [ d  ][ sum(q) ]  [ sum of the first 16 ][ sum of the others ]
 
 Products of codes and activations are exact, and so are their sums.
 
@@ -44,7 +50,7 @@ own, which is added at the end, so that a token's bits do not depend on when its
 behind the records of a tile of activations, a word for each `SLAB` blocks: bit b of its byte i is set if token i has
 a rest in block b.  The records of rests follow, undefined where there is none:
 
-    0                n_blocks * 352
+    0                n_blocks * 384
     [ n_blocks × 8 records ][ 64-bit flags of blocks 0 … 7 ][ 8 … 15 ] … [ n_blocks × 8 records of rests ]
 """
 
@@ -71,22 +77,26 @@ from localllm.kernels.cpu.codes import (
 )
 from localllm.kernels.cpu.dots import (
     RECORD,
-    SUMS,
-    as_bytes,
-    dot16_s8,
-    dot32_s8,
-    dot32_u4,
-    dot32_u5,
+    load_of_slab,
+    load_quarter_of_codes,
     load_quarters,
     load_sum,
     load_sums,
     load_unit,
     multiply_pairs,
+    record_dot16_s8,
+    record_dot32_s8,
+    record_dot32_u4,
+    record_dot32_u5,
     scaled_dot16_u2,
     scaled_dot16_u3,
     scaled_dot16_u6,
     scaled_dot32_u4,
     scaled_dot32_u5,
+    second_half,
+    store_two_of_slab,
+    sums_place,
+    token_place,
 )
 from localllm.kernels.cpu.simd import (
     as_float,
@@ -102,7 +112,6 @@ from localllm.kernels.cpu.simd import (
     shift_right,
     splat,
     store_f32x16,
-    store_i8x64,
     to_float,
     to_int_rounded,
     trailing_zeros,
@@ -157,7 +166,7 @@ def add_scaled(acc, x, scale, unit, minimum, w0, w1, w2, w3, w4, w5, w6, w7):
 def add_signed(acc, x, scale, w0, w1, w2, w3, w4, w5, w6, w7):
     """Signed bytes with a scale."""
     sum_x = to_int_rounded(load_sum(x))
-    total = scale * to_float(dot32_s8(zero_i32x16(), w0, w1, w2, w3, w4, w5, w6, w7, x, sum_x))
+    total = scale * to_float(record_dot32_s8(zero_i32x16(), w0, w1, w2, w3, w4, w5, w6, w7, x, sum_x))
     return fma(total, load_unit(x), acc)
 
 
@@ -165,15 +174,15 @@ def add_signed(acc, x, scale, w0, w1, w2, w3, w4, w5, w6, w7):
 def add_halves(acc, x, first, second, w0, w1, w2, w3, w4, w5, w6, w7):
     """Signed bytes with a scale for each sixteen columns."""
     sums = load_sums(x)
-    lo = dot16_s8(zero_i32x16(), w0, w1, w2, w3, x, low_number(sums))
-    hi = dot16_s8(zero_i32x16(), w4, w5, w6, w7, x + 16, high_number(sums))
+    lo = record_dot16_s8(zero_i32x16(), w0, w1, w2, w3, x, low_number(sums))
+    hi = record_dot16_s8(zero_i32x16(), w4, w5, w6, w7, second_half(x), high_number(sums))
     return fma(fma(second, to_float(hi), first * to_float(lo)), load_unit(x), acc)
 
 
 @device
 def add_sixteens(acc, x, first, second, offsets, unit, w0, w1, w2, w3, w4, w5, w6, w7):
     """Unsigned codes, less an offset, with a whole scale for each sixteen columns, in units of ``unit``."""
-    sums = x + SUMS
+    sums = sums_place(x)
     total = DOT(unit, as_int(first), as_int(second), w0, w1, w2, w3, w4, w5, w6, w7, x, as_int(offsets), sums)
     return fma(total, load_unit(x), acc)
 
@@ -212,12 +221,12 @@ def take(acc: Registers, n, place, flags, rests, rest_sums, s: Registers, w: Reg
     into the sums in memory at ``rest_sums``.
     """
     for i in static_range(n):
-        acc[i] = ADD(acc[i], place + RECORD * i, *s[0:N_SCALES], *w[0:8])
+        acc[i] = ADD(acc[i], place + token_place(i), *s[0:N_SCALES], *w[0:8])
     if n > 0:
         add_rests(n, place + rests, flags, rest_sums, s, w)
     if n == 0:
-        for v in static_range(8):
-            store_i8x64(place + 64 * v, w[v])
+        for v in static_range(4):
+            store_two_of_slab(place + 128 * v, w[2 * v], w[2 * v + 1], SLAB_OFFSET if QUARTERS else 0)
         for v in static_range(N_SCALES):
             store_f32x16(place + (CODE_BYTES + SCALE_BYTES * v), s[v])
 
@@ -230,7 +239,7 @@ def add_rests(n, records, flags, rest_sums, s: Registers, w: Registers):
         i = trailing_zeros(found) >> 3
         found &= found - 1
         total = rest_sums + 64 * i
-        store_f32x16(total, ADD(load_f32x16(total), records + RECORD * i, *s[0:N_SCALES], *w[0:8]))
+        store_f32x16(total, ADD(load_f32x16(total), records + token_place(i), *s[0:N_SCALES], *w[0:8]))
 
 
 @template
@@ -247,7 +256,7 @@ def multiply_rests(slab, x, flags, rest_sums):
         flags ^= found << b
         block = slab + b * BLOCK_BYTES
         for v in static_range(8):
-            w[v] = load_i8x64(block + 64 * v)
+            w[v] = load_of_slab(block + 128 * (v // 2), v % 2, SLAB_OFFSET if QUARTERS else 0)
         for v in static_range(N_SCALES):
             s[v] = load_f32x16(block + (CODE_BYTES + SCALE_BYTES * v))
         add_rests(TOKENS, x + b * X_STEP, found, rest_sums, s, w)
@@ -271,7 +280,7 @@ def multiply_block(acc: Registers, block, x, ahead):
         s[v] = load_f32x16(block + (CODE_BYTES + SCALE_BYTES * v))
     for i in static_range(TOKENS):
         prefetch(ahead + 64 * i)
-        acc[i] = ADD(acc[i], x + RECORD * i, *s[0:N_SCALES], *w[0:8])
+        acc[i] = ADD(acc[i], x + token_place(i), *s[0:N_SCALES], *w[0:8])
 
 
 @template
@@ -281,7 +290,7 @@ def multiply_quarter(acc: Registers, block, x, ahead):
     For processors on which a vector fills four registers: a quarter of the block fits them, beside the sums.
     """
     for v in static_range(8):
-        w[v] = as_bytes(load_quarters(block + 64 * v, 0))
+        w[v] = load_quarter_of_codes(block + 64 * v)
     for v in static_range(N_SCALES):
         s[v] = load_quarters(block + (CODE_BYTES + SCALE_BYTES * v), 0)
     for i in static_range(TOKENS // 4):
@@ -533,6 +542,8 @@ class Tile:
             constants["LOOK_UP"] = self.look_up
         if self.block is CODES:
             constants["OFFSET"] = np.float32(-self.offset)
+        # From the codes in a slab that is multiplied by quarters it is subtracted, as signed ones cost no more there.
+        constants["SLAB_OFFSET"] = self.offset if self.block is SIXTEENS else 0
         if self.block is SIXTEENS:
             constants["LOG2_OFFSET"] = self.offset.bit_length() - 1
         return constants
@@ -544,10 +555,10 @@ def _lut_tile(table: Sequence[int], n_scales: int) -> Tile:
 
 
 TILES: dict[KernelType, Tile] = {
-    GGMLType.Q4_0: Tile(unpack_q45_0, CODES, 4, dot32_u4, 8),
-    GGMLType.Q4_1: Tile(unpack_q45_1, CODES, 4, dot32_u4),
-    GGMLType.Q5_0: Tile(unpack_q45_0, CODES, 5, dot32_u5, 16),
-    GGMLType.Q5_1: Tile(unpack_q45_1, CODES, 5, dot32_u5),
+    GGMLType.Q4_0: Tile(unpack_q45_0, CODES, 4, record_dot32_u4, 8),
+    GGMLType.Q4_1: Tile(unpack_q45_1, CODES, 4, record_dot32_u4),
+    GGMLType.Q5_0: Tile(unpack_q45_0, CODES, 5, record_dot32_u5, 16),
+    GGMLType.Q5_1: Tile(unpack_q45_1, CODES, 5, record_dot32_u5),
     GGMLType.Q8_0: Tile(unpack_q8_0, SIGNED),
     GGMLType.IQ4_NL: _lut_tile(IQ4_VALUES.tolist(), 1),
     **{t: _lut_tile(t.table, t.n_scales) for t in LUT_TYPES},

@@ -12,14 +12,14 @@ from localllm.kernels.cpu import attention, elementwise, matmul, recurrent
 from localllm.kernels.cpu.compiler import Kernel, Variant, assembly, kernel, variant
 from localllm.kernels.cpu.program import run_program
 from localllm.kernels.cpu.simd import load_f16x16, store_f32x16, zero_f32x16
-from localllm.kernels.cpu.target import TARGETS
+from localllm.kernels.cpu.target import TARGETS, Target
 from localllm.kernels.cpu.tiles import TILES, X_STEP
 from localllm.kernels.graph import Attention, KVCache, Rows, Tensor
 from localllm.quant.lut import LUT_E2M1_16, LUT_TYPES, KernelType
 from localllm.quant.packing import LAYOUTS
 from localllm.quant.types import GGMLType
 
-NEON, ASIMD = (next(t for t in TARGETS if t.name == name) for name in ("neon", "asimd"))
+I8MM, NEON, ASIMD = (next(t for t in TARGETS if t.name == name) for name in ("i8mm", "neon", "asimd"))
 LINUX, APPLE = "aarch64-unknown-linux-gnu", "arm64-apple-darwin23.0.0"
 
 #: Look-up tables differ in numbers only.
@@ -136,32 +136,41 @@ def loops(code: list[str], labels: dict[str, int]) -> list[list[str]]:
     return [code[a : z + 1] for a, z in inner]
 
 
-#: The table in docs/kernels.md: format, multiplications an instruction of prompts, instructions decoding 16 × 32.
+#: The table in docs/kernels.md: format, multiplications an instruction of prompts with the dot product and with i8mm,
+#: and instructions decoding 16 × 32 with the dot product.
 COUNTED = re.findall(
-    r"^\| (\w+) \|[^|]*\| ([\d.]+) \|[^|]*\| (\d*) ?\|",
+    r"^\| (\w+) \|[^|]*\| ([\d.]+) \| ([\d.]+) \|[^|]*\| (\d*) ?\|",
     (Path(__file__).parents[2] / "docs" / "kernels.md").read_text(encoding="utf-8"),
     re.MULTILINE,
 )
 
 
-@pytest.mark.parametrize(("name", "per_instruction", "decoding"), COUNTED)
-def test_the_table_of_instructions_is_true(name: str, per_instruction: str, decoding: str) -> None:
-    """Those with vector registers are counted, in the loops that multiply a slab and a decoded token."""
+def counts(name: str, target: Target, multiply: str) -> list[tuple[int, int]]:
+    """In each inner loop of a format's matrix product, instructions that multiply, and all with vector registers."""
     tile, layout = TILES[GGMLType[name]], LAYOUTS[GGMLType[name]]
     constants = {"TILE_BYTES": layout.tile_bytes, "BLOCKS": layout.columns // 32, "HEADS": False, **tile.constants}
     code: list[str] = []
     labels = {}
-    for line in map(str.strip, assembly(variant(matmul.matmul_quantised, NEON, **constants), LINUX).splitlines()):
+    for line in map(str.strip, assembly(variant(matmul.matmul_quantised, target, **constants), LINUX).splitlines()):
         if label := re.match(r"(\.LBB\w+):", line):
             labels[label[1]] = len(code)
         elif line and not line.startswith((".", "/")):
             code.append(line)
-    counts = []  # of dot products and all instructions
-    for loop in loops(code, labels):
-        vectors = [i for i in loop if re.search(r"\b[vqdsbh]\d+\b", i)]
-        counts.append((sum(i.startswith("sdot") for i in vectors), len(vectors)))
-    assert COUNTED
-    slab = min(n for dots, n in counts if dots == 64)  # so many has a pair of blocks of a decoded token, too
-    assert 16 * 64 / slab == pytest.approx(float(per_instruction), abs=0.1)
-    token = next(n for dots, n in counts if dots == 32)  # the kernel's first loop
+    inner = [[i for i in loop if re.search(r"\b[vqdsbh]\d+\b", i)] for loop in loops(code, labels)]
+    return [(sum(i.startswith(multiply) for i in vectors), len(vectors)) for vectors in inner]
+
+
+assert COUNTED
+
+
+@pytest.mark.parametrize(("name", "dots", "matrices", "decoding"), COUNTED)
+def test_the_table_of_instructions_is_true(name: str, dots: str, matrices: str, decoding: str) -> None:
+    with_dots = counts(name, NEON, "sdot")
+    slab = min(
+        n for multiply, n in with_dots if multiply == 64
+    )  # so many has a pair of blocks of a decoded token, too
+    assert 1024 / slab == pytest.approx(float(dots), abs=0.1)
+    token = next(n for multiply, n in with_dots if multiply == 32)  # the kernel's first loop
     assert not decoding or token == pytest.approx(int(decoding), abs=2)
+    (slab,) = (n for multiply, n in counts(name, I8MM, "smmla") if multiply == 32)
+    assert 1024 / slab == pytest.approx(float(matrices), abs=0.1)

@@ -30,13 +30,16 @@ from localllm.kernels.cpu.codes import (
 )
 from localllm.kernels.cpu.compiler import Kernel, addresses, kernel, variant
 from localllm.kernels.cpu.dots import (
-    dot16_s8,
     dot32_s8,
     dot32_s16,
     dot32_u4,
     dot32_u5,
     dot32_u6,
     multiply_pairs,
+    record_dot16_s8,
+    record_dot32_s8,
+    record_dot32_u4,
+    record_dot32_u5,
     scaled_dot16_u2,
     scaled_dot16_u3,
     scaled_dot16_u6,
@@ -81,11 +84,11 @@ def emulated_vnni(b: Any, name: str, result: ir.Type, *values: Any) -> Any:
 
 
 def targets() -> Iterator[Any]:
-    """Those that run here, and both kinds of VNNI where these have neither."""
+    """Those that run here, and both kinds of VNNI where these have neither, but have its vectors."""
     best = available()[0]
     for target in available():
         yield pytest.param(target, id=target.name)
-    for dot in ("vnni512", "vnni256"):
+    for dot in ("vnni512", "vnni256") if best.wide else ("vnni256",):
         if best.family == "x86_64" and dot not in {target.dot for target in available()}:
             yield pytest.param(replace(best, name=f"emulated-{dot}", dot=dot), id=f"emulated-{dot}")
 
@@ -109,43 +112,49 @@ def call(kernel: Kernel, target: Target, n: int, *arrays: NDArray[Any]) -> None:
 
 #: Bits of codes, in the order of the arrays that the kernel takes; those of eight are signed.
 WIDTHS = (2, 3, 4, 5, 6, 8)
-N_RESULTS = 11
+N_RESULTS = 14
 
 
 @kernel
-def all_products(begin, end, x, sums_x, codes, first, second, offsets, units, pairs, sums, out):
+def all_products(begin, end, x, records, sums_x, codes, first, second, offsets, units, pairs, sums, out):
     """Every product of ``codes`` int8 [units, 6, 8, 64] with ``x`` int8 [units, 32], added to ``sums`` [units, 16].
 
-    sums_x: of the first 16 and of all 32 of x, and in the last word of both halves as 16-bit numbers.  first, second:
-    scales, int16 [units, 16, 2], both numbers the same.  offsets: int16 [units, 2, 16, 2], pairs of scales times 4,
-    and times 32.  units: float32 [units, 16].  pairs: int16 [units, 2, 16, 2].  out: float32 [units, N_RESULTS, 16].
+    records: x again, in 64 bytes each, as `kernels.cpu.tiles` has them.  sums_x: of the first 16 and of all 32 of x,
+    and in the last word of both halves as 16-bit numbers.  first, second: scales, int16 [units, 16, 2], both numbers
+    the same.  offsets: int16 [units, 2, 16, 2], pairs of scales times 4, and times 32.  units: float32 [units, 16].
+    pairs: int16 [units, 2, 16, 2].  out: float32 [units, N_RESULTS, 16].
     """
     for unit in range(begin, end):
-        row, place, w2 = x + 32 * unit, out + N_RESULTS * 64 * unit, codes + 6 * 512 * unit
+        row, record = x + 32 * unit, records + 64 * unit
+        place, w2 = out + N_RESULTS * 64 * unit, codes + 6 * 512 * unit
         start, f, s = load_i32x16(sums + 64 * unit), load_i32x16(first + 64 * unit), load_i32x16(second + 64 * unit)
+        sum_first, sum_all = load_splat_i32(sums_x + 12 * unit), load_splat_i32(sums_x + 12 * unit + 4)
         d, less, halves = load_f32x16(units + 64 * unit), offsets + 128 * unit, sums_x + (12 * unit + 8)
         for v in static_range(8):
             w[v] = load_i8x64(w2 + 64 * v)
-        store_f32x16(place, scaled_dot16_u2(d, f, s, *w[0:8], row))
+        store_f32x16(place, scaled_dot16_u2(d, f, s, *w[0:8], record))
         for v in static_range(8):
             w[v] = load_i8x64(w2 + (512 + 64 * v))
-        store_f32x16(place + 64, scaled_dot16_u3(d, f, s, *w[0:8], row, load_i32x16(less), halves))
+        store_f32x16(place + 64, scaled_dot16_u3(d, f, s, *w[0:8], record, load_i32x16(less), halves))
         for v in static_range(8):
             w[v] = load_i8x64(w2 + (1024 + 64 * v))
         store_f32x16(place + 128, to_float(dot32_u4(start, *w[0:8], row)))
-        store_f32x16(place + 192, scaled_dot32_u4(d, f, *w[0:8], row))
+        store_f32x16(place + 704, to_float(record_dot32_u4(start, *w[0:8], record)))
+        store_f32x16(place + 192, scaled_dot32_u4(d, f, *w[0:8], record))
         for v in static_range(8):
             w[v] = load_i8x64(w2 + (1536 + 64 * v))
         store_f32x16(place + 256, to_float(dot32_u5(start, *w[0:8], row)))
-        store_f32x16(place + 320, scaled_dot32_u5(d, f, *w[0:8], row))
+        store_f32x16(place + 768, to_float(record_dot32_u5(start, *w[0:8], record)))
+        store_f32x16(place + 320, scaled_dot32_u5(d, f, *w[0:8], record))
         for v in static_range(8):
             w[v] = load_i8x64(w2 + (2048 + 64 * v))
         store_f32x16(place + 384, to_float(dot32_u6(start, *w[0:8], row)))
-        store_f32x16(place + 448, scaled_dot16_u6(d, f, s, *w[0:8], row, load_i32x16(less + 64), halves))
+        store_f32x16(place + 448, scaled_dot16_u6(d, f, s, *w[0:8], record, load_i32x16(less + 64), halves))
         for v in static_range(8):
             w[v] = load_i8x64(w2 + (2560 + 64 * v))
-        store_f32x16(place + 512, to_float(dot32_s8(start, *w[0:8], row, load_splat_i32(sums_x + 12 * unit + 4))))
-        store_f32x16(place + 576, to_float(dot16_s8(start, *w[0:4], row, load_splat_i32(sums_x + 12 * unit))))
+        store_f32x16(place + 512, to_float(dot32_s8(start, *w[0:8], row, sum_all)))
+        store_f32x16(place + 576, to_float(record_dot16_s8(start, *w[0:4], record, sum_first)))
+        store_f32x16(place + 832, to_float(record_dot32_s8(start, *w[0:8], record, sum_all)))
         numbers = multiply_pairs(load_i32x16(pairs + 128 * unit), load_i32x16(pairs + 128 * unit + 64))
         store_f32x16(place + 640, to_float(numbers))
 
@@ -166,14 +175,17 @@ def test_products_of_bytes(target: Target) -> None:
     units = RNG.uniform(0.001, 1, (n, 16)).astype(np.float16)
     sums, out = RNG.integers(-1000, 1000, (n, 16)), np.zeros((n, N_RESULTS, 16), np.float32)
     pairs = RNG.integers(-2000, 2000, (n, 2, 16, 2))
-    kinds = [np.int8, np.int32, np.int8, *[np.int16] * 3, np.float32, np.int16, np.int32]
-    given = [x, sums_x, codes, *np.repeat(scales[..., None], 2, 3), offsets, units, pairs, sums]
+    kinds = [np.int8, np.int8, np.int32, np.int8, *[np.int16] * 3, np.float32, np.int16, np.int32]
+    step = 16 if target.dot == "smmla" else 8  # from eight columns of a record to the next
+    records = np.zeros((n, 64))
+    records[:, np.arange(32) // 8 * step + np.arange(32) % 8] = x
+    given = [x, records, sums_x, codes, *np.repeat(scales[..., None], 2, 3), offsets, units, pairs, sums]
     call(all_products, target, n, *(a.astype(kind) for a, kind in zip(given, kinds, strict=True)), out)
 
     rows = codes.reshape(n, 6, 8, 16, 4).transpose(1, 0, 3, 2, 4).reshape(6, n, 16, 32)
     low, high = (np.einsum("bnrc,nc->bnr", rows[..., half], x[:, half]) for half in (slice(16), slice(16, 32)))
     (_, _, u4, u5, u6, s8), (f, s) = low + high, scales
-    for place, product in {2: u4, 4: u5, 6: u6, 8: s8, 9: low[5]}.items():
+    for place, product in {2: u4, 4: u5, 6: u6, 8: s8, 9: low[5], 11: u4, 12: u5, 13: s8}.items():
         np.testing.assert_array_equal(out[:, place], sums + product)
     np.testing.assert_array_equal(out[:, 10], pairs.prod(1).sum(-1))
     scaled = {3: f * u4, 5: f * u5}

@@ -767,9 +767,10 @@ def test_a_file_without_a_template_says_so(tmp_path: Path) -> None:
     assert [warning.filename for warning in caught] == [__file__]
 
 
-@pytest.mark.parametrize(
-    "read", [lambda llm: llm.chat_template, lambda llm: llm.stream_chat([{"role": "user", "content": "a"}])]
-)
+HELLO = [{"role": "user", "content": "a"}]
+
+
+@pytest.mark.parametrize("read", [lambda llm: llm.tokenize_chat(HELLO), lambda llm: llm.stream_chat(HELLO)])
 def test_the_warning_of_a_missing_template_points_to_the_caller(
     read: Callable[[LLM], object], tmp_path: Path
 ) -> None:

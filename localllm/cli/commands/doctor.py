@@ -62,10 +62,10 @@ CUDA_PACKAGES = (
 #: Processor features, by LLVM's names, that kernels use, and others that they could use.
 FEATURES = (
     *("avx", "avx2", "fma", "f16c", "bmi2", "avxvnni", "avx512f", "avx512bw", "avx512vl", "avx512vnni"),
-    *("neon", "dotprod"),
+    *("neon", "dotprod", "i8mm"),
 )
 UNUSED_FEATURES = (
-    *("avxvnniint8", "avx512bf16", "amx-int8", "amx-bf16", "lse", "fullfp16", "i8mm", "bf16", "sve", "sve2"),
+    *("avxvnniint8", "avx512bf16", "amx-int8", "amx-bf16", "fullfp16", "bf16", "sve", "sve2"),
 )
 
 

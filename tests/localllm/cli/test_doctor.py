@@ -182,7 +182,7 @@ def test_kernels_that_cannot_be_compiled(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_features_are_those_that_kernels_use_and_others(monkeypatch: pytest.MonkeyPatch) -> None:
     present = frozenset({"neon", "dotprod", "i8mm", "bf16", "fullfp16", "crc"})
     monkeypatch.setattr("localllm.cli.commands.doctor.features", lambda: present)
-    assert found("features").value == "neon, dotprod; not used: fullfp16, i8mm, bf16"
+    assert found("features").value == "neon, dotprod, i8mm; not used: fullfp16, bf16"
     monkeypatch.setattr("localllm.cli.commands.doctor.features", lambda: frozenset({"avx2"}))
     assert found("features").value == "avx2"
 
