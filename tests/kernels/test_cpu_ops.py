@@ -163,6 +163,7 @@ def test_steps_of_few_tokens_run_on_the_threads_that_decode(monkeypatch: pytest.
     own = CPUOps(threads=3)
     own.backend.small_step = 0
     own.backend.limit = ThreadLimit(2)
+    monkeypatch.setattr(ThreadLimit, "record", lambda *_: None)  # however busy the machine is
     taken: list[int | None] = []
     original = Workers.run
 
