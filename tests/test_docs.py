@@ -100,7 +100,14 @@ def test_what_is_not_run_is_there_and_tests_name_their_pages() -> None:
     for path in re.findall(r"tests/[\w/]+\.py", " ".join([*NOT_RUN.values(), *OTHER_FENCES.values()])):
         assert (ROOT / path).exists(), path
     fences = {(page.name, name) for page in PAGES for name, _ in FENCE.findall(page.read_text("utf-8"))}
-    plain = [text for page in PAGES for name, text in FENCE.findall(page.read_text("utf-8")) if name in ("", "text")]
+    # cli.md has usages there, which the parser writes.
+    plain = [
+        text
+        for page in PAGES
+        if page.name != "cli.md"
+        for text in re.findall(r"^ {4}(.*\n)", page.read_text("utf-8"), re.MULTILINE)
+    ]
+    plain += [text for page in PAGES for name, text in FENCE.findall(page.read_text("utf-8")) if name in ("", "text")]
     assert not re.findall(r"^(?:localllm|pip|python) ", "".join(plain), re.MULTILINE)
     assert {each for each in fences if each[1] not in ("sh", "python", "text", "")} == OTHER_FENCES.keys()
 
