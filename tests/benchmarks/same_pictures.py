@@ -153,20 +153,25 @@ def compare(name: str, folder: Path) -> dict[str, Any]:
     return found
 
 
-def main() -> None:
-    names = sys.argv[1:] or list(FAMILIES)
-    if len(names) == 1:
-        with tempfile.TemporaryDirectory() as folder:
-            print(json.dumps(compare(names[0], Path(folder))), flush=True)
-        return
+def run_each(module: str, names: list[str]) -> None:
+    """Runs a module for one family after the other, and prints what each found last."""
     for name in names:
-        command = [sys.executable, "-m", "tests.benchmarks.same_pictures", name]
+        command = [sys.executable, "-m", module, name]
         environment = os.environ | {"GGML_NO_BACKTRACE": "1"}
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
         lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
         said = [line for line in (done.stderr + done.stdout).splitlines() if line and not line.startswith("{")]
         why = next((line for line in said if "GGML_ASSERT" in line or "GGML_ABORT" in line), "".join(said[-1:]))
         print(lines[-1] if lines else name, why if done.returncode else "", flush=True)
+
+
+def main() -> None:
+    names = sys.argv[1:] or list(FAMILIES)
+    if len(names) == 1:
+        with tempfile.TemporaryDirectory() as folder:
+            print(json.dumps(compare(names[0], Path(folder))), flush=True)
+        return
+    run_each("tests.benchmarks.same_pictures", names)
 
 
 if __name__ == "__main__":
