@@ -301,7 +301,7 @@ class Step(ABC):
 
     @property
     def expert_reads(self) -> ExpertReads | None:
-        """What was read of experts that stay in the file, if any do."""
+        """Statistics of reading experts that stay in the file, if any do."""
         return None
 
     @property

@@ -243,7 +243,7 @@ def placement_lines(placement: Placement, free: Mapping[str, int] | None = None)
 
 
 def experts_in_file(placement: Placement) -> str:
-    """What of a model stays in its file, and what that costs."""
+    """The part of a model that stays in its file, and its cost."""
     whole, pool = placement.experts_in_file, placement.pool
     missing = round(whole * placement.used_experts * (1 - pool / whole))
     return (

@@ -38,7 +38,7 @@ def hf_keys(config: Any) -> dict[str, Any]:
 
 
 def _rope_keys(config: Any) -> dict[str, Any]:
-    """What configurations call dynamic stretches the base by a fixed factor, and the context to 256k."""
+    """Scaling that configurations call dynamic stretches the base by a fixed factor, and the context to 256k."""
     rope = config.rope_parameters
     alpha, none = rope.get("alpha"), {"rope.scaling.type": "none", "rope.scaling.factor": 1.0}
     if rope.get("rope_type") not in ("dynamic", "xdrope") or not alpha:

@@ -97,7 +97,7 @@ def stays_in_file(weight: Weight) -> FileRange | None:
 
 
 class _Queue:
-    """What readers are to read, the most urgent first; and the lock of a pool."""
+    """A queue of reads, the most urgent first, and the lock of a pool."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()

@@ -19,7 +19,7 @@ JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ?", "key_sepa
 @dataclass(frozen=True)
 class ChosenTools:
     offered: Tools  # what the model is told of, as OpenAI's API describes functions
-    forced: Tools  # those of which it has to call one; none where it may answer in words
+    forced: Tools  # the model must call one of these; empty where it may answer in words
 
 
 def _check_tools(tools: Sequence[object]) -> None:

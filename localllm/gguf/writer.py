@@ -191,7 +191,7 @@ class GGUFWriter(NewFile):
         self._alignment = read.alignment
         self._next = self.n_kept = 0  # tensors that an earlier writer wrote: `write` goes on behind them
         self._left = self._unsynced = 0
-        # An unfinished file begins with this instead of the header's first bytes: it is no GGUF file yet.
+        # An unfinished file begins with this instead of the header's first bytes: it is not yet a GGUF file.
         self._mark = hashlib.sha256(self._header + origin.encode()).digest()[:24]
         super().__init__(path, len(self._header) + n_bytes, is_resumable=bool(origin))
 

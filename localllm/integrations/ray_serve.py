@@ -40,7 +40,7 @@ _Head = tuple[int, list[tuple[bytes, bytes]]]
 
 
 class Config(pydantic.BaseModel):
-    """What `app` takes.
+    """The arguments of `app`.
 
     Attributes:
         model: as `localllm.load` takes it, on each machine; None is the demo model.

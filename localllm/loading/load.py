@@ -402,7 +402,7 @@ def _plan_with_block(
 def _load(
     source: _ModelSource, planner: Planner, placement: Placement, options: LoadOptions, check: Callable[[], None]
 ) -> tuple[ModelRunner, ModelInfo, tuple[Notice, ...]]:
-    """Packs a model's weights, makes its cache, and tells what there is to be said of it; ``check`` may end that."""
+    """Packs a model's weights, makes its cache, and gives its notices; ``check`` may end that."""
     file, config, report = source.file, source.model.config, of_stage(options.progress, "weights")
     # LongRoPE rotates short contexts differently.
     if (placement.context > config.original_context) != planner.model.is_long:
@@ -459,7 +459,7 @@ def _file_bytes(weight: Weight) -> int:
     return prod(n_rows) * BLOCK_SIZES[weight.type].row_bytes(n_columns)
 
 
-# -- What is said of it --------------------------------------------------------------------------------------------
+# -- Notices ---------------------------------------------------------------------------------------------------------
 
 
 def _device_warnings(devices: Sequence[Device]) -> tuple[Notice, ...]:

@@ -1,4 +1,4 @@
-"""What a request of any API wants of the library, and its answers.
+"""Calls of the library for a request of any API, and its answers.
 
 A `GenerationJob` says what is wanted in the library's words.  `PendingReplies` has the events of its replies as they
 come, or whole `Reply` objects.

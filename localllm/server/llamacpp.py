@@ -97,7 +97,7 @@ async def props(request: Request, dispatcher: Dispatcher) -> Response:
 
 
 def described(llm: LLM) -> dict[str, Any]:
-    """What ``/props`` says of a model."""
+    """The description of a model in ``/props``."""
     tokenizer = llm.tokenizer
     return {
         "default_generation_settings": {"n_ctx": llm.info.context, "params": _settings(llm, {})},

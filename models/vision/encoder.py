@@ -153,7 +153,7 @@ class EncoderModel:
 
     @property
     def stages(self) -> list[Stage]:
-        """What is computed one after the other."""
+        """The steps, computed one after the other."""
         first = Stage(self.graph, self.n_joined)
         return [first] if self.behind is None else [first, self.behind]
 

@@ -11,7 +11,7 @@ from textual.binding import Binding, BindingType
 from textual.content import Content
 from textual.widgets.option_list import Option
 
-from localllm.tui.screens.dialogs import Ask, Find, confirm
+from localllm.tui.screens.dialogs import Find, TextDialog, confirm
 from localllm.tui.storage.chats import ChatSummary, Store
 from localllm.tui.text import escape_controls
 
@@ -73,7 +73,7 @@ class ChatsScreen(Find[ChatSummary]):
         self.refresh_list()
 
     async def _rename(self, chosen: ChatSummary) -> None:
-        title = await self.app.push_screen_wait(Ask("Rename", value=chosen.title))
+        title = await self.app.push_screen_wait(TextDialog("Rename", value=chosen.title))
         if title:
             self.titles[chosen.id] = await self.app.offload(self._store.rename, chosen.id, title)
             await self.search()

@@ -23,7 +23,15 @@ from localllm.tui.chat.events import Turn
 from localllm.tui.chat.session import ChatSession
 from localllm.tui.chat.tools import Permission
 from localllm.tui.screens.chats import ChatsScreen
-from localllm.tui.screens.dialogs import Ask, Choose, CompareScreen, Dialog, SamplingScreen, SystemScreen, confirm
+from localllm.tui.screens.dialogs import (
+    Choose,
+    CompareScreen,
+    Dialog,
+    SamplingScreen,
+    SystemScreen,
+    TextDialog,
+    confirm,
+)
 from localllm.tui.screens.help import HelpScreen
 from localllm.tui.text import code_blocks
 
@@ -113,7 +121,7 @@ class ScreenUI(commands.UI):
         await self._screen.quit()
 
     async def ask(self, title: str, text: str = "", value: str = "", example: str = "") -> str | None:
-        return await self._ask(Ask(title, text, value=value, placeholder=example))
+        return await self._ask(TextDialog(title, text, value=value, placeholder=example))
 
     async def choose(self, title: str, choices: Sequence[tuple[str, str]], at: int) -> str | None:
         return await self._ask(Choose(title, "", choices, at))

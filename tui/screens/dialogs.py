@@ -200,7 +200,7 @@ def confirm(title: str, text: str, yes: str) -> Choose:
     return Choose(title, text, [("no", "Cancel"), ("yes", yes)])
 
 
-class Ask(Dialog[str]):
+class TextDialog(Dialog[str]):
     """A line of text."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("enter", "done", "OK", priority=True)]

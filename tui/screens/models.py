@@ -91,7 +91,7 @@ class Loading:
         self._compiled = 0
 
     def report(self, stage: str, done: int, total: int) -> None:
-        """What the loader calls.  Raises Cancelled."""
+        """The progress callback of loading.  Raises Cancelled."""
         if self.cancelled.is_set():
             raise Cancelled
         if stage == "weights":

@@ -20,7 +20,7 @@ def half_blocks(picture: bytes) -> Content:
     """A picture in its proportions: each character has two pixels, one above the other."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what is to be said of it has been said when it was attached
+            warnings.simplefilter("ignore")  # its warnings were shown when it was attached
             image = open_picture(picture)
     except UsageError as error:
         return Content(f"({error})")

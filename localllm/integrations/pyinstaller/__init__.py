@@ -1,4 +1,4 @@
-"""What PyInstaller has to know: it finds ``hook-localllm.py`` by the entry point ``pyinstaller40``."""
+"""Hooks for PyInstaller, which finds ``hook-localllm.py`` by the entry point ``pyinstaller40``."""
 
 from __future__ import annotations
 
