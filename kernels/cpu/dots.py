@@ -264,8 +264,7 @@ def scaled_dot_op(name: str, n_scales: int, bits: int, offset: int = 0) -> Any:
             pairs = _with_activations(b, tokens, weights, x, True)
             for i, scale in enumerate(scales):
                 words = b.bitcast(scale, ir.VectorType(i16, 32))
-                part = pairs[n * i : n * (i + 1)]
-                totals = _add_products(b, totals, part, bits, halves(b, words, len(totals)))
+                totals = _add_products(b, totals, pairs[n * i : n * (i + 1)], bits, halves(b, words, len(totals)))
             return b.fmul(unit, b.sitofp(join(b, totals), f32x16.llvm))
         total = None
         for i, scale in enumerate(scales):
