@@ -1,15 +1,17 @@
-"""Prints a greedy text and a digest of the logits' bits, of the demo model and of SmolLM2, where it is installed.
+"""``python -m tests.arm.logits MODEL``: a greedy text and a digest of the logits' bits, the same on any processor.
 
-Two processors print the same.
+MODEL: ``demo``, or ``smollm2``, which prints nothing where it is not installed.
 """
 
 from __future__ import annotations
 
 import hashlib
+import sys
 
 import numpy as np
 
 import localllm
+import tests.arm.native_compiler  # noqa: F401  # which compiles for emulated processors
 from localllm.library.demo import demo_path
 from tests.real.models import smollm2
 
@@ -20,14 +22,18 @@ PROMPT = (
 N_TOKENS = 12
 
 
-def main() -> None:
-    for path in filter(None, (demo_path(), smollm2())):
-        with localllm.load(path, device="cpu", context=256, threads=2) as llm:
-            ids = llm.tokenize(PROMPT)
-            done = llm.generate(ids, max_tokens=N_TOKENS, temperature=0.0)
-            logits = np.ascontiguousarray(llm.logits([*ids, *done.ids]))
-            print(path.name, len(ids), done.text, hashlib.sha256(logits).hexdigest(), sep="\n", flush=True)
+MODELS = {"demo": demo_path, "smollm2": smollm2}
+
+
+def main(model: str) -> None:
+    if not (path := MODELS[model]()):
+        return
+    with localllm.load(path, device="cpu", context=256, threads=2) as llm:
+        ids = llm.tokenize(PROMPT)
+        done = llm.generate(ids, max_tokens=N_TOKENS, temperature=0.0)
+        logits = np.ascontiguousarray(llm.logits([*ids, *done.ids]))
+    print(path.name, len(ids), done.text, hashlib.sha256(logits).hexdigest(), sep="\n")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])
