@@ -987,6 +987,10 @@ class LLM:
             why = " is 'draft', but there is no draft model: load the model with a "
             lookup = Argument("speculate", "lookup")
             raise UsageError(Argument("speculate"), why, Argument("draft_model"), ", or choose ", lookup)
+        if given.draft_always and speculate is None:
+            why = " is True, but nothing drafts: load the model with a "
+            lookup = Argument("speculate", "lookup")
+            raise UsageError(Argument("draft_always"), why, Argument("draft_model"), ", or choose ", lookup)
         text_of = text_ids(ids) if pictures.placed else ids
         grammars = None if sampling.grammar_kind is None else self._all_grammars(engine)
         sampler = make_sampler(
@@ -1007,6 +1011,7 @@ class LLM:
             client=given.client,
             speculate=speculate,
             draft_max=given.draft_max,
+            draft_always=given.draft_always,
             adapters=self._adapter_scales(given.adapters),
             pictures=pictures,
         )

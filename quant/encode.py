@@ -21,19 +21,22 @@ from localllm.quant.bits import Bytes, Floats, Ints, codes_of
 from localllm.quant.block_format import PackableFormat, Parts
 from localllm.quant.floats import bfloat16
 from localllm.quant.formats import FORMATS
-from localllm.quant.fp4 import E2M1_DOUBLED, HALF_E8M0, MXFP4
+from localllm.quant.fp4 import E2M1_DOUBLED, HALF_E8M0, HALF_UE4M3, MXFP4, NVFP4, ue4m3
 from localllm.quant.iq_grids import grid
 from localllm.quant.iquants import IQ4_VALUES, GridFormat
+from localllm.quant.ternary import Q1_0
 from localllm.quant.types import BLOCK_SIZES, GGMLType
 
 # Values that a thread encodes at a time: what is made of them on the way stays in a core's second-level cache.
 _CHUNK = 1 << 17
 # The largest value that each type can be given: of floats what is not rounded to infinity, of others more than blocks
 # with float16 scales can hold, and little enough for sums of squares.
-_MOST = {GGMLType.F32: 3.4028235e38, GGMLType.F16: 65519.99, GGMLType.BF16: 3.3961774e38}
+_MOST = {GGMLType.F32: 3.4028235e38, GGMLType.F16: 65519.99, GGMLType.BF16: 3.3961774e38, GGMLType.NVFP4: 6 * 448.0}
 _MOST_OF_BLOCKS = 1e15
 # Types in which large values can count more: see `_favouring_large`.
 _COARSE, _WITH_WEIGHTS = (GGMLType.Q2_K, GGMLType.Q3_K), (GGMLType.Q4_K, GGMLType.IQ4_XS)
+# Steps from the scale of NVFP4 that puts the largest value at 6 to those that are tried: 5 put it near 4.
+_NVFP4_STEPS = range(-3, 7)
 # Added to the diagonal of XᵀX, as a part of its mean.
 _DAMPING = 0.01
 
@@ -171,6 +174,10 @@ def _encode(x: Floats, type: GGMLType, weights: Floats) -> Bytes:
             return bfloat16(x).view(np.uint8)
         case GGMLType.MXFP4:
             return _encode_mxfp4(x, weights)
+        case GGMLType.NVFP4:
+            return _encode_nvfp4(x, weights)
+        case GGMLType.Q1_0:
+            return _encode_signs(x, weights)
         case _ if type in _ROWS:
             return _encode_rows(x, type, weights)
         case _:
@@ -276,6 +283,7 @@ _CODES: dict[GGMLType, _Codes] = {
         -127, 113, _tries(113, 0.75, 1.5, low=-127),
         s_lo=-32, s_hi=31, s_tries=_tries(31, 0.85, 1.05, low=-32), table=_IQ4,
     ),
+    GGMLType.Q2_0: _Codes(-1, 2, _tries(2, 0.45, 8, low=-1)),
     GGMLType.TQ1_0: _Codes(-1, 1, _tries(1, 0.5, 7), few=_few(1, 0.5, 7)),
     GGMLType.TQ2_0: _Codes(-1, 1, _tries(1, 0.5, 7), few=_few(1, 0.5, 7)),
 }  # fmt: skip
@@ -310,6 +318,10 @@ def _rounded(x: Floats, type: GGMLType) -> Bytes:
     """Blocks [n_blocks, length] with scales from their largest and smallest values, bit for bit as in llama.cpp."""
     from localllm.quant import rounding
 
+    if type is GGMLType.Q1_0:
+        return _encode_signs(x, np.ones((1, x.shape[1]), np.float32))
+    if type is GGMLType.NVFP4:
+        return _encode_nvfp4(x, None)
     n, single = len(x), np.float32
     low, high = np.empty((2, n), single)
     rounding.extremes(x, low, high)
@@ -321,7 +333,7 @@ def _rounded(x: Floats, type: GGMLType) -> Bytes:
         rounding.to_powers(x, HALF_E8M0[exponents], codes)
         return MXFP4().pack(codes, exponents)
     given = _CODES[type]
-    lo, hi = single(given.lo), single(given.hi)
+    lo, hi = single(given.lo), single(given.hi if type is not GGMLType.Q2_0 else 1)  # 2 is left to a search
     if lo == -hi:
         scale: Floats = np.divide(largest, hi)
         rounding.to_nearest(x, _inverse(scale), codes)
@@ -393,6 +405,38 @@ def _encode_mxfp4(x: Floats, weights: Floats) -> Bytes:
     levels, exponents = np.empty(x.shape, np.int8), np.empty(len(x), np.uint8)
     rounding.encode_powers(x, weights, levels, exponents, np.empty(rounding.TABLE, np.float32))
     return MXFP4().pack(codes_of(E2M1_DOUBLED)[levels.view(np.uint8)], exponents)
+
+
+def _encode_nvfp4(x: Floats, weights: Floats | None) -> Bytes:
+    """Blocks whose scales are those that put the largest values at 6, or with ``weights`` the best of those near."""
+    from localllm.quant import rounding
+
+    runs = np.ascontiguousarray(x.reshape(-1, 16))
+    largest = ue4m3(np.abs(runs).max(axis=1) / np.float32(6)).astype(np.int64)
+    least = np.full(len(runs), np.inf, np.float32)
+    scales, best = np.zeros(len(runs), np.uint8), np.zeros(runs.shape, np.int8)
+    for step in (0,) if weights is None else _NVFP4_STEPS:
+        scale = np.clip(largest + step, 0, 0x7E).astype(np.uint8)
+        half, codes = HALF_UE4M3[scale], np.empty(runs.shape, np.int8)
+        rounding.to_powers(runs, half, codes)
+        codes[half == 0] = 0
+        squares = np.square(E2M1_DOUBLED[codes] * half[:, None] - runs)
+        if weights is not None:
+            squares = (squares.reshape(-1, *weights.shape) * weights).reshape(runs.shape)
+        errors = squares.sum(axis=1)
+        better = errors < least
+        least[better], scales[better], best[better] = errors[better], scale[better], codes[better]
+    return NVFP4().pack(best.reshape(x.shape), scales.reshape(len(x), -1))
+
+
+def _encode_signs(x: Floats, weights: Floats) -> Bytes:
+    """Blocks of signs times the mean size of the values, which is the scale with the least squared error."""
+    total = (np.abs(x).reshape(-1, *weights.shape) * weights).reshape(x.shape)
+    # One value after the other, as in llama.cpp: the bytes are the same.
+    scale = total.cumsum(axis=1, dtype=np.float32)[:, -1].reshape(-1, len(weights))
+    scale /= weights.cumsum(axis=1, dtype=np.float32)[:, -1]
+    codes = np.where(x >= 0, np.uint8(2), np.uint8(0))
+    return Q1_0().pack(Parts(codes, _finite_half(scale.reshape(-1), GGMLType.Q1_0)))
 
 
 # -- Formats with a codebook ---------------------------------------------------------------------------------------
@@ -498,7 +542,7 @@ def _encode_rows(x: Floats, type: GGMLType, weights: Floats) -> Bytes:
 
 
 ENCODABLE: tuple[GGMLType, ...] = (
-    GGMLType.F32, GGMLType.F16, GGMLType.BF16, *_CODES, GGMLType.MXFP4, *_ROWS
+    GGMLType.F32, GGMLType.F16, GGMLType.BF16, *_CODES, GGMLType.MXFP4, GGMLType.NVFP4, GGMLType.Q1_0, *_ROWS
 )  # fmt: skip
 """The types that `quantize` writes."""
 
@@ -506,7 +550,7 @@ FEEDBACK: tuple[GGMLType, ...] = tuple(_CODES)
 """Those of them in which errors can be handed on to later columns."""
 
 ROUNDED: tuple[GGMLType, ...] = (
-    GGMLType.Q4_0, GGMLType.Q4_1, GGMLType.Q5_0, GGMLType.Q5_1, GGMLType.Q8_0, GGMLType.MXFP4, GGMLType.TQ1_0,
-    GGMLType.TQ2_0,
+    GGMLType.Q4_0, GGMLType.Q4_1, GGMLType.Q5_0, GGMLType.Q5_1, GGMLType.Q8_0, GGMLType.MXFP4, GGMLType.NVFP4,
+    GGMLType.Q1_0, GGMLType.Q2_0, GGMLType.TQ1_0, GGMLType.TQ2_0,
 )  # fmt: skip
 """Those in which values are only rounded unless there is importance or a search is asked for."""

@@ -37,6 +37,16 @@ HALF_E8M0 = _half_e8m0()
 HALF_UE4M3 = _half_ue4m3()
 
 
+def ue4m3(values: Floats) -> Bytes:
+    """The bytes of the nearest unsigned E4M3 numbers, half way up as in GGML; of at most 448, and 0 of negatives."""
+    values = np.clip(values, np.float32(0), np.float32(448)).astype(np.float32)
+    # Seven bits of float32's exponent and mantissa are E4M3's with another bias: rounding is adding half a step.
+    normal = (((values.view(np.int32) + (1 << 19)) >> 20) - (127 - 7 << 3)).clip(0, 0x7E)
+    normal[normal >= 0x78] = 0x7E  # GGML writes no scale from 256 to 416
+    subnormal = np.minimum((values * np.float32(512) + np.float32(0.5)).astype(np.int32), 7)
+    return np.where(values < np.float32(2.0**-6), subnormal, normal).astype(np.uint8)
+
+
 @register
 class MXFP4(BlockFormat):
     """value = 2^(e - 127) · E2M1(code), 32 values a block::
@@ -80,3 +90,11 @@ class NVFP4(BlockFormat):
         codes = bit_planes(block["qs"].reshape(len(blocks), 4, 8), 4).reshape(values.shape)
         np.take(E2M1_DOUBLED, codes, out=values, mode="clip")
         values *= HALF_UE4M3[block["d"]][:, :, None]
+
+    def pack(self, codes: Ints, scales: Ints) -> Bytes:
+        """Blocks from codes, one a byte, [n_blocks, 64], and scales as stored, [n_blocks, 4]."""
+        blocks = np.empty((len(codes), self.block_bytes), np.uint8)
+        block = self.fields(blocks)
+        block["d"] = scales
+        block["qs"] = join_bit_planes(codes.view(np.uint8).reshape(-1, 4, 2, 8), 4).reshape(-1, 32)
+        return blocks

@@ -60,6 +60,7 @@ def _with_negatives(*magnitudes: int) -> tuple[int, ...]:
 # The numbers in the codebooks, of which IQ1's are in eighths: 8 g + 1 and 8 g - 1 for g in -1, 0, 1.
 _IQ1 = (-7, 1, 9, 0, -9, -1, 7, 0)
 _IQ2 = _with_negatives(8, 25, 43, 0)
+_TERNARY = _with_negatives(0, 1, 2, 0)
 _E2M1 = _with_negatives(0, 1, 2, 3, 4, 6, 8, 12)  # doubled; the code is that of the file
 
 LUT_IQ1_32 = LUTType("LUT_IQ1_32", _IQ1, 32)
@@ -68,10 +69,13 @@ LUT_IQ2_32 = LUTType("LUT_IQ2_32", _IQ2, 32)
 LUT_IQ2_16 = LUTType("LUT_IQ2_16", _IQ2, 16)
 LUT_IQ3_XXS = LUTType("LUT_IQ3_XXS", _with_negatives(4, 12, 20, 28, 36, 44, 52, 62), 32)
 LUT_IQ3_S = LUTType("LUT_IQ3_S", _with_negatives(1, 3, 5, 7, 9, 11, 13, 15), 32)
+LUT_TERNARY = LUTType("LUT_TERNARY", _TERNARY, 32)
 LUT_E2M1_32 = LUTType("LUT_E2M1_32", _E2M1, 32)
 LUT_E2M1_16 = LUTType("LUT_E2M1_16", _E2M1, 16)
 
-LUT_TYPES = (LUT_IQ1_32, LUT_IQ1_16, LUT_IQ2_32, LUT_IQ2_16, LUT_IQ3_XXS, LUT_IQ3_S, LUT_E2M1_32, LUT_E2M1_16)
+LUT_TYPES = (
+    LUT_IQ1_32, LUT_IQ1_16, LUT_IQ2_32, LUT_IQ2_16, LUT_IQ3_XXS, LUT_IQ3_S, LUT_TERNARY, LUT_E2M1_32, LUT_E2M1_16
+)  # fmt: skip
 
 #: What packed weights can be in.
 KernelType: TypeAlias = GGMLType | LUTType

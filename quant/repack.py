@@ -7,6 +7,7 @@ of their summed squares, in every row, where rounding numbers to float16 makes s
 format, bits a weight       read as        bits        what is lost (squared error / squares)
 ==========================  =============  ==========  =======================================================
 TQ1_0 1.69, TQ2_0 2.06      Q2_K           2.63        nothing: d · 1 · code - d · 1
+Q1_0 1.13, Q2_0 2.25        LUT_TERNARY    3.5         nothing
 IQ1_S 1.56                  LUT_IQ1_32     3.5         scales d · (2 S + 1) / 8, rounded to float16: 4e-8
 IQ1_M 1.75                  LUT_IQ1_16     4           likewise
 IQ2_XXS 2.06                LUT_IQ2_32     3.5         scales d · (2 S + 1) / 8, rounded to float16: 4e-8
@@ -37,7 +38,7 @@ import numpy.typing as npt
 from localllm.errors import KernelError, ModelError
 from localllm.quant import lut
 from localllm.quant.bit_packing import pack_words
-from localllm.quant.bits import Bytes, Floats, Halves
+from localllm.quant.bits import Bytes, Floats, Halves, codes_of
 from localllm.quant.block_format import PackableFormat, Parts
 from localllm.quant.formats import dequantize
 from localllm.quant.fp4 import HALF_E8M0, HALF_UE4M3, MXFP4, NVFP4
@@ -46,7 +47,7 @@ from localllm.quant.iquants import IQ1_M, IQ1_S, IQ2_S, IQ2_XS, IQ2_XXS, IQ3_S, 
 from localllm.quant.kquants import Q2_K
 from localllm.quant.lut import KernelType, LUTType
 from localllm.quant.packing import LAYOUTS
-from localllm.quant.ternary import TQ1_0, TQ2_0
+from localllm.quant.ternary import Q1_0, Q2_0, TQ1_0, TQ2_0
 from localllm.quant.types import BLOCK_SIZES, GGMLType
 
 #: The largest summed squared error of a row's scales, in units of their summed squares.
@@ -185,6 +186,19 @@ def _from_ternary(source: PackableFormat) -> tuple[KernelType, Repacker]:
     return GGMLType.Q2_K, repack
 
 
+def _from_short_ternary(source: PackableFormat) -> tuple[KernelType, Repacker]:
+    """Blocks of 64 or 128 values with scales of their own, which do not fit into Q2_K's of 256."""
+    codes = codes_of(np.array(lut.LUT_TERNARY.table))
+
+    def repack(blocks: Bytes, n_rows: int) -> Bytes:
+        parts = source.unpack(blocks)
+        ours = codes[(parts.codes - np.uint8(source.offset)).view(np.uint8)].reshape(-1, lut.BLOCK_LENGTH)
+        scales = np.repeat(parts.scale.astype(np.float32), source.block_length // lut.BLOCK_LENGTH)
+        return _lut_blocks(scales, 1, pack_words(np.ascontiguousarray(ours).view("<u4"), 3), n_rows)
+
+    return lut.LUT_TERNARY, repack
+
+
 #: Takes blocks uint8 [n_blocks, block_bytes] and the number of rows they are; returns the target's blocks.
 Repacker = Callable[[Bytes, int], Bytes]
 
@@ -199,6 +213,8 @@ _REPACKERS: dict[GGMLType, tuple[KernelType, Repacker]] = {
     GGMLType.IQ4_XS: (GGMLType.IQ4_NL, _iq4_xs),
     GGMLType.MXFP4: (lut.LUT_E2M1_32, _mxfp4),
     GGMLType.NVFP4: (lut.LUT_E2M1_16, _nvfp4),
+    GGMLType.Q1_0: _from_short_ternary(Q1_0()),
+    GGMLType.Q2_0: _from_short_ternary(Q2_0()),
     GGMLType.TQ1_0: _from_ternary(TQ1_0()),
     GGMLType.TQ2_0: _from_ternary(TQ2_0()),
 }

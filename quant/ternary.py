@@ -1,4 +1,4 @@
-"""The ternary formats of BitNet-like models: 256 values a block, each -1, 0 or 1 times one f16 scale."""
+"""The formats of ternary and binary models, such as BitNet: -1, 0 or 1, or -1 or 1, times an f16 scale."""
 
 from __future__ import annotations
 
@@ -79,3 +79,43 @@ class TQ2_0(PackableFormat):
 
     def pack_codes(self, block: npt.NDArray[Any], codes: Ints) -> None:
         block["qs"] = join_bit_planes(codes.reshape(-1, 2, 4, 32), 2).reshape(-1, 64)
+
+
+@register
+class Q1_0(PackableFormat):
+    """value = d · (code - 1), code 0 or 2::
+
+    d   f16
+    qs  u8[16]   a bit a value, lowest first: 1 is code 2
+    """
+
+    type = GGMLType.Q1_0
+    layout = np.dtype([("d", "<f2"), ("qs", "u1", 16)])
+    offset = 1
+    sub_length = 128
+
+    def unpack_codes(self, block: npt.NDArray[Any]) -> Ints:
+        return np.unpackbits(block["qs"], axis=-1, bitorder="little") << np.uint8(1)
+
+    def pack_codes(self, block: npt.NDArray[Any], codes: Ints) -> None:
+        block["qs"] = np.packbits(codes >> 1, axis=-1, bitorder="little")
+
+
+@register
+class Q2_0(PackableFormat):
+    """value = d · (code - 1), code in 0..3::
+
+    d   f16
+    qs  u8[16]   codes, 2 bits, four neighbours a byte, lowest first
+    """
+
+    type = GGMLType.Q2_0
+    layout = np.dtype([("d", "<f2"), ("qs", "u1", 16)])
+    offset = 1
+    sub_length = 64
+
+    def unpack_codes(self, block: npt.NDArray[Any]) -> Ints:
+        return bit_planes(block["qs"][..., None], 2).reshape(len(block), self.sub_length)
+
+    def pack_codes(self, block: npt.NDArray[Any], codes: Ints) -> None:
+        block["qs"] = join_bit_planes(codes.reshape(len(codes), -1, 4, 1), 2)[..., 0]

@@ -43,6 +43,7 @@ class GGMLType(IntEnum):
     MXFP4 = 39
     NVFP4 = 40
     Q1_0 = 41
+    Q2_0 = 42
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,4 +93,5 @@ BLOCK_SIZES: dict[GGMLType, BlockSize] = {
     GGMLType.MXFP4: BlockSize(32, 17),
     GGMLType.NVFP4: BlockSize(64, 36),
     GGMLType.Q1_0: BlockSize(128, 18),
+    GGMLType.Q2_0: BlockSize(64, 18),
 }

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from localllm.errors import UsageError
-from localllm.options.declared import Option
+from localllm.options.declared import CheckedOptions, Option, declared
 
 
 def model_file(text: str) -> str:
@@ -71,6 +71,11 @@ def reader(option: Option) -> Callable[[str], Any]:
         raise argparse.ArgumentTypeError(f"{text!r} is not {option.kind.words}{leave_out}")
 
     return read
+
+
+def draft_count(text: str) -> Any:
+    """A number of drafts, or "always"."""
+    return text if text == "always" else reader(declared(CheckedOptions)["draft_max"])(text)
 
 
 def token_limit(text: str) -> int | None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from localllm.cli.argument_types import (
+    draft_count,
     json_object,
     layers,
     logit_bias,
@@ -19,6 +20,7 @@ from localllm.cli.argument_types import (
 )
 from localllm.cli.parser import HIDDEN, LEFT_OUT, Flag, flag, several
 from localllm.options.declared import SWITCH, CheckedOptions, LoadOptions, Sampling, declared, default_text, flags_of
+from localllm.options.types import DEFAULT_DRAFTS
 
 
 def options(cls: type, *names: str, **more: Any) -> list[Flag]:
@@ -196,7 +198,13 @@ SPECULATION: list[Flag | str] = [
         default=LEFT_OUT,
     ),
     *options(LoadOptions, "draft_model", type=model_file),
-    *options(CheckedOptions, "draft_max"),
+    *options(
+        CheckedOptions,
+        "draft_max",
+        type=draft_count,
+        help=f"tokens to draft at most for one step (default: {DEFAULT_DRAFTS}), or always: as many for every step, "
+        "also where that is not expected to pay",
+    ),
 ]
 
 SYSTEM = flag("-sys --system-prompt --system TEXT", "a message before the user's", dest="system")

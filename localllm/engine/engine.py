@@ -279,11 +279,11 @@ class EngineLoop:
 
     def add(self, request: Request) -> None:
         if request.speculate == "lookup":
-            request.drafter = LookupDrafter(self._cost, request.draft_max)
+            request.drafter = LookupDrafter(self._cost, request.draft_max, request.draft_always)
         elif request.pictures.placed:  # which a draft model does not see
             request.drafter = None
         elif self.draft_model is not None and request.speculate == self.draft_model.kind:
-            request.drafter = self.draft_model.drafter(self._cost, request.draft_max)
+            request.drafter = self.draft_model.drafter(self._cost, request.draft_max, request.draft_always)
         self._scheduler.add(request)
 
     def wake(self) -> None:

@@ -128,6 +128,7 @@ class Request:
     # model's own layers ("mtp"), or nobody
     speculate: Literal["lookup", "draft", "mtp"] | None = None
     draft_max: int = DEFAULT_DRAFTS  # tokens that are drafted for one step at most
+    draft_always: bool = False  # drafts as many for every step, whether that is expected to pay or not
     adapters: tuple[float, ...] = ()  # how much of each loaded adapter it gets; empty for none of them
     pictures: Pictures = NO_PICTURES  # those of the prompt, where its tokens are their ids (`Picture.ids`)
 

@@ -673,6 +673,12 @@ class CheckedOptions(_Checked):
         "tokens to draft at most for one step",
         "--draft-max --draft --draft-n",
     )
+    draft_always: bool = _call_option(
+        False,
+        SWITCH,
+        "drafts ``draft_max`` tokens for every step, whether that is expected to pay or not: to measure drafts, or "
+        "where costs are known better than they can be measured here.",
+    )
     priority: Priority = _call_option(
         "normal",
         _one_of("normal", "background"),

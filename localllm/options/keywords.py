@@ -67,6 +67,7 @@ class Options(SamplingOptions, total=False):
     progress: Progress | None
     speculate: Speculate | None
     draft_max: int
+    draft_always: bool
     priority: Priority
     timeout: float | None
     client: str

@@ -32,7 +32,7 @@ MIXES: dict[str, tuple[int, GGMLType]] = {
     "IQ3_M": (27, T.IQ3_S), "IQ3_S": (26, T.IQ3_S), "IQ3_XS": (22, T.IQ3_S), "IQ3_XXS": (23, T.IQ3_XXS),
     "IQ2_M": (29, T.IQ2_S), "IQ2_S": (28, T.IQ2_XS), "IQ2_XS": (20, T.IQ2_XS), "IQ2_XXS": (19, T.IQ2_XXS),
     "IQ1_M": (31, T.IQ1_M), "IQ1_S": (24, T.IQ1_S), "TQ1_0": (36, T.TQ1_0), "TQ2_0": (37, T.TQ2_0),
-    "MXFP4_MOE": (38, T.MXFP4),
+    "MXFP4_MOE": (38, T.MXFP4), "Q1_0": (40, T.Q1_0), "Q2_0": (41, T.Q2_0),
 }  # fmt: skip
 _ALIASES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M", "MXFP4": "MXFP4_MOE"}
 
@@ -40,7 +40,7 @@ _ALIASES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M", "MXFP4": "MXFP
 _SHORTER = {
     T.IQ1_S: T.IQ4_NL, T.IQ1_M: T.IQ4_NL, T.IQ2_XXS: T.IQ4_NL, T.IQ2_XS: T.IQ4_NL, T.IQ2_S: T.IQ4_NL,
     T.IQ3_XXS: T.IQ4_NL, T.IQ3_S: T.IQ4_NL, T.IQ4_XS: T.IQ4_NL,
-    T.Q2_K: T.Q4_0, T.Q3_K: T.Q4_0, T.TQ1_0: T.Q4_0, T.TQ2_0: T.Q4_0,
+    T.Q2_K: T.Q4_0, T.Q3_K: T.Q4_0, T.TQ1_0: T.Q4_0, T.TQ2_0: T.Q4_0, T.Q2_0: T.Q4_0,
     T.Q4_K: T.Q5_0, T.Q5_K: T.Q5_1, T.Q6_K: T.Q8_0,
 }  # fmt: skip
 
@@ -276,6 +276,7 @@ class Chooser:
 _TOKENS = {
     "IQ1_S": T.Q2_K, "IQ1_M": T.Q2_K, "IQ2_XXS": T.Q2_K, "IQ2_XS": T.Q2_K,
     "IQ2_S": T.IQ3_S, "IQ2_M": T.IQ3_S, "IQ3_XXS": T.IQ3_S, "TQ1_0": T.Q4_K, "TQ2_0": T.Q4_K,
+    "Q2_0": T.Q4_K,
 }  # fmt: skip
 _ATTENTION_OUTPUT = {"Q2_K": T.Q3_K, "IQ3_XXS": T.IQ3_S, "Q3_K_M": T.Q4_K, "Q3_K_L": T.Q5_K, "IQ3_M": T.Q4_K}
 _WITH_BETTER_ATTENTION = frozenset(

@@ -20,6 +20,7 @@ from localllm.chat.rendering import described_tools
 from localllm.chat.reply import CallDelta
 from localllm.chat.tool_choice import Tools, choose_tools
 from localllm.chat.tool_choice import call_schema as _call_schema
+from localllm.engine.drafting import Drafts
 from localllm.engine.pictures import text_ids
 from localllm.engine.request import FinishReason, Timings, Usage
 from localllm.errors import Argument, UsageError
@@ -51,7 +52,7 @@ class LoraScale(msgspec.Struct):
 
 
 #: Options of a call that requests do not set, or not as plain values.
-_NOT_FIELDS = ("logprobs", "overflow", "speculate", "draft_max")
+_NOT_FIELDS = ("logprobs", "overflow", "speculate", "draft_max", "draft_always")
 
 #: The other options that `localllm.options.declared` has: each is a field, by its name or by a dialect's own.
 _OPTIONS = {
@@ -178,6 +179,7 @@ class Reply:
     stop_text: str | None = None
     usage: Usage = field(default=Usage(0, 0, 0))
     timings: Timings = field(default=Timings(0.0, 0, 0.0, 0.0, 0))
+    drafts: Drafts | None = None
     warnings: list[str] = field(default_factory=list)
 
     def add(self, event: Chunk) -> None:
@@ -188,6 +190,7 @@ class Reply:
             self.calls.append(event.call)
         if event.finish_reason is not None and event.usage is not None and event.timings is not None:
             self.finish_reason, self.usage, self.timings = event.finish_reason, event.usage, event.timings
+            self.drafts = event.drafts
             self.warnings += event.warnings
 
 

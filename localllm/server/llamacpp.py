@@ -466,6 +466,6 @@ def _end(pending: PendingReplies, reply: Reply, body: _CompletionFields) -> dict
         "tokens_cached": reply.usage.cached_tokens,
         "truncated": reply.usage.total_tokens >= pending.llm.info.context,
         "generation_settings": _settings(pending.llm, pending.job.options),
-        "timings": timings_json(reply.usage, reply.timings),
+        "timings": timings_json(reply.usage, reply.timings, reply.drafts),
         **_probabilities(pending.llm, reply.logprobs, bool(body.post_sampling_probs)),
     }

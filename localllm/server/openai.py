@@ -19,6 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from localllm.chat.conversation import ToolCall, read_messages
+from localllm.engine.drafting import Drafts
 from localllm.engine.request import Timings, Usage
 from localllm.generation.completion import Chunk
 from localllm.llm import LLM
@@ -160,8 +161,9 @@ def _usage_json(replies: Sequence[Reply]) -> dict[str, Any]:
     }
 
 
-def timings_json(usage: Usage, timings: Timings) -> dict[str, Any]:
+def timings_json(usage: Usage, timings: Timings, drafts: Drafts | None = None) -> dict[str, Any]:
     """As llama.cpp's server has them: counts, milliseconds and rates; to the first token, waiting counts too."""
+    counts = {"draft_n": drafts.drafted, "draft_n_accepted": drafts.accepted} if drafts and drafts.drafted else {}
     return {
         "cache_n": usage.cached_tokens,
         "prompt_n": timings.prefill_tokens,
@@ -173,6 +175,7 @@ def timings_json(usage: Usage, timings: Timings) -> dict[str, Any]:
         "predicted_ms": 1e3 * timings.decode_s,
         "predicted_per_token_ms": 1e3 * timings.decode_s / max(1, usage.completion_tokens),
         "predicted_per_second": timings.decode_tokens_per_s,
+        **counts,
     }
 
 
@@ -195,7 +198,7 @@ def timings_so_far(pending: PendingReplies, reply: Reply) -> dict[str, Any]:
     if not pending.job.tells_timings:
         return {}
     stream = pending.streams[reply.index]
-    return {"timings": timings_json(stream.usage, stream.timings)}
+    return {"timings": timings_json(stream.usage, stream.timings, stream.drafts)}
 
 
 def finish_reason(reply: Reply) -> str:
@@ -281,7 +284,7 @@ def _totals(replies: Sequence[Reply]) -> dict[str, Any]:
     warnings = [warning for reply in replies for warning in reply.warnings]
     return {
         "usage": _usage_json(replies),
-        "timings": timings_json(replies[0].usage, replies[0].timings),
+        "timings": timings_json(replies[0].usage, replies[0].timings, replies[0].drafts),
         **({"warnings": warnings} if warnings else {}),
     }
 
@@ -314,14 +317,14 @@ def _chat_lines(head: _Head, pending: PendingReplies, reply: Reply, chunk: Chunk
 
 def _end_lines(head: _Head, body: ChatRequest | CompletionRequest, replies: Sequence[Reply]) -> Iterator[bytes]:
     if body.stream_options is not None and body.stream_options.include_usage:
-        timings = timings_json(replies[0].usage, replies[0].timings)
+        timings = timings_json(replies[0].usage, replies[0].timings, replies[0].drafts)
         yield event(head.json([], usage=_usage_json(replies), timings=timings))
     yield DONE
 
 
 def _end_of_stream(reply: Reply) -> dict[str, Any]:
     warnings = {"warnings": reply.warnings} if reply.warnings else {}
-    return {"timings": timings_json(reply.usage, reply.timings), **warnings}
+    return {"timings": timings_json(reply.usage, reply.timings, reply.drafts), **warnings}
 
 
 def _delta(chunk: Chunk) -> dict[str, Any]:

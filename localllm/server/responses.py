@@ -295,7 +295,7 @@ class _ResponseWriter:
             status = "completed" if is_whole else "incomplete"
             events = [*last, *self._close(status)]
             self.response = self._response(status, reply.usage, None if is_whole else "max_output_tokens")
-            timings = timings_json(reply.usage, reply.timings)  # llama.cpp's, as below
+            timings = timings_json(reply.usage, reply.timings, reply.drafts)  # llama.cpp's, as below
             return [*events, (f"response.{status}", {"response": self.response, "timings": timings})]
         if chunk.n_evaluated is not None:
             progress = progress_json(self._respond, chunk)

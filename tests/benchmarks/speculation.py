@@ -1,6 +1,9 @@
 """What guessing ahead brings: decode rates with and without, in turn, with their texts compared.
 
-    python -m tests.benchmarks.speculation model.gguf [-t 2] [-n 128] [-r 3] [--draft-model small.gguf]
+    python -m tests.benchmarks.speculation model.gguf [-t 2] [-n 128] [-r 3] [--draft-model small.gguf] [--always]
+
+Ways: ``lookup``, and whatever drafts for the model: ``draft``, a smaller model, or ``mtp``, a block of its own file.
+With ``--always`` they draft for every step, also where that is not expected to pay.
 
 Three tasks.  ``repeat``: the text is forced to repeat its prompt word for word, as where a model is asked to copy or
 edit what it was given; a processor does that, so that it needs no trained model, and costs the same on both sides.
@@ -26,7 +29,7 @@ from numpy.typing import NDArray
 import localllm
 from localllm import LLM, Completion
 
-_COLUMNS = "{:<8} {:<8} {:>8} {:>8} {:>7} {:>9} {:>9} {:>7}"
+_COLUMNS = "{:<8} {:<8} {:>8} {:>8} {:>7} {:>9} {:>9} {:>6} {:>7}"
 
 
 @dataclass
@@ -49,7 +52,9 @@ class Line:
     def __str__(self) -> str:
         ratio = statistics.median(b / a for a, b in zip(self.plain, self.guessed, strict=True))
         drafts = self.last.drafts if self.last is not None else None
-        counts = ("", "", "") if drafts is None else (drafts.drafted, drafts.accepted, drafts.steps)
+        counts = ("",) * 4
+        if drafts is not None:
+            counts = (str(drafts.drafted), str(drafts.accepted), f"{drafts.share:.0%}", str(drafts.steps))
         rates = f"{max(self.plain):.1f}", f"{max(self.guessed):.1f}", f"{ratio:.3f}"
         return _COLUMNS.format(self.task, self.way, *rates, *counts) + ("" if self.is_equal else "  TEXTS DIFFER")
 
@@ -72,12 +77,12 @@ def tasks(llm: LLM, n_tokens: int) -> dict[str, tuple[list[int], dict[str, Any]]
     }
 
 
-def measure(llm: LLM, task: str, ways: Sequence[str], n_tokens: int, rounds: int) -> list[Line]:
+def measure(llm: LLM, task: str, ways: Sequence[str], n_tokens: int, rounds: int, always: bool) -> list[Line]:
     prompt, options = tasks(llm, n_tokens)[task]
 
     def run(way: Any) -> Completion:
         llm.generate(prompt, max_tokens=0)  # whatever came between, the prompt is in the cache
-        return llm.generate(prompt, speculate=way, **options)
+        return llm.generate(prompt, speculate=way, draft_always=always and way is not None, **options)
 
     lines = [Line(task, way) for way in ways]
     for number in range(rounds):
@@ -98,16 +103,17 @@ def main() -> int:
     parser.add_argument("-t", "--threads", type=int, default=2)
     parser.add_argument("-n", "--n-gen", type=int, default=128)
     parser.add_argument("-r", "--rounds", type=int, default=3)
+    parser.add_argument("--always", action="store_true", help="draft for every step")
     parser.add_argument("--tasks", default="repeat,greedy,hot")
     arguments = parser.parse_args()
-    ways = ["lookup"] if arguments.draft_model is None else ["lookup", "draft"]
-    print(_COLUMNS.format("task", "way", "plain", "guessed", "ratio", "drafted", "accepted", "steps"))
+    print(_COLUMNS.format("task", "way", "plain", "guessed", "ratio", "drafted", "accepted", "share", "steps"))
     equal = True
     with localllm.load(
         arguments.model, threads=arguments.threads, context=1024, draft_model=arguments.draft_model
     ) as llm:
+        own = [] if llm.info.draft is None else ["mtp" if arguments.draft_model is None else "draft"]
         for task in arguments.tasks.split(","):
-            for line in measure(llm, task, ways, arguments.n_gen, arguments.rounds):
+            for line in measure(llm, task, ["lookup", *own], arguments.n_gen, arguments.rounds, arguments.always):
                 print(line, flush=True)
                 equal &= line.is_equal
     return 0 if equal else 1

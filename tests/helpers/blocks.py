@@ -29,6 +29,8 @@ F16_FIELDS: dict[GGMLType, tuple[int, ...]] = {
     T.Q4_K: (0, 2),
     T.Q5_K: (0, 2),
     T.Q6_K: (208,),
+    T.Q1_0: (0,),
+    T.Q2_0: (0,),
     T.TQ1_0: (52,),
     T.TQ2_0: (64,),
     T.IQ2_XXS: (0,),
@@ -124,11 +126,29 @@ def three_bit_codes(packed: NDArray[np.uint8]) -> NDArray[np.uint8]:
     return np.concatenate([packed & 7, packed >> 3 & 7, *last], axis=-1)
 
 
+def gguf_values(rows: NDArray[np.uint8], type: GGMLType) -> NDArray[np.float32]:
+    """The values of rows [..., row_bytes], by the gguf package, or where it has no decoder by GGML's rule.
+
+    Raises:
+        NotImplementedError: neither knows the type.
+    """
+    if type not in (T.Q1_0, T.Q2_0):
+        values: NDArray[np.float32] = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType(type))
+        return values
+    blocks = rows.reshape(-1, 18)
+    scales = np.ascontiguousarray(blocks[:, :2]).view("<f2").astype(np.float32)
+    bits, per_byte = (1, 8) if type is T.Q1_0 else (2, 4)
+    codes = np.stack([blocks[:, 2:] >> bits * i & (1 << bits) - 1 for i in range(per_byte)], axis=-1)
+    codes = codes.reshape(len(blocks), -1).astype(np.float32)
+    levels = 2 * codes - 1 if type is T.Q1_0 else codes - 1
+    return (levels * scales).reshape(*rows.shape[:-1], -1)
+
+
 def values_of(rows: NDArray[np.uint8], type: KernelType) -> NDArray[np.float64]:
     """The values of rows, by the gguf package, or for the kernels' own formats by their definition."""
     with np.errstate(all="ignore"):
         if not isinstance(type, LUTType):
-            return np.asarray(gguf.quants.dequantize(rows, gguf.GGMLQuantizationType(type)), np.float64)
+            return np.asarray(gguf_values(rows, type), np.float64)
         blocks = rows.reshape(-1, type.size.n_bytes)
         n_scales = 32 // type.scale_length
         scales = np.ascontiguousarray(blocks[:, : 2 * n_scales]).view("<f2").astype(np.float64)

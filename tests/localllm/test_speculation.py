@@ -16,6 +16,7 @@ from localllm import LLM, Completion, Sampling
 from localllm.engine.drafting import Drafts
 from localllm.engine.drafting.cost import StepCost
 from localllm.engine.engine import EngineLoop
+from localllm.engine.request import Timings, Usage
 from localllm.errors import ClosedError, NotEnoughMemoryError, UsageError
 from localllm.options.declared import CheckedOptions
 from localllm.options.types import MAX_DRAFTS
@@ -89,6 +90,42 @@ def test_the_text_is_the_same_to_the_last_bit(llm: LLM, speculate: Any, sampling
         assert done.drafts is not None
         assert done.drafts.steps == 39 - done.drafts.accepted
         assert speculate == "lookup" or done.drafts.drafted > 0
+
+
+@pytest.mark.parametrize("speculate", ["lookup", "draft"])
+def test_drafts_that_are_forced(tiny_path: Path, small_path: Path, device: str, speculate: Any) -> None:
+    """Without measured costs, and whatever they bring; one text, several at once, and one held to a grammar."""
+    options: dict[str, Any] = {"max_tokens": 24, "temperature": 0.9, "seed": 3, "top_k": 4}
+    prompts = [[1, *[40, 41, 42, 43] * 4, 40 + n, 41] for n in range(3)]
+    with localllm.load(tiny_path, device=device, context=96, draft_model=small_path) as llm:
+        for more in ({"ignore_eos": True}, {"regex": "[a-z ]{20,60}"}):
+            expected = [llm.generate(prompt, speculate=None, **options, **more).ids for prompt in prompts]
+            llm.forget()
+            forced: dict[str, Any] = {"speculate": speculate, "draft_always": True, "draft_max": 3}
+            done = list(llm.generate_many(prompts, **forced, **options, **more))
+            assert [each.ids for each in done] == expected
+            alone = llm.generate(prompts[0], **forced, **options, **more)
+            assert alone.ids == expected[0]
+            assert alone.drafts is not None
+            assert speculate == "lookup" or alone.drafts.drafted > 0
+            steps = len(alone.ids) - 1 - alone.drafts.accepted
+            assert alone.drafts.steps == steps or "regex" in more
+
+
+def test_timings_of_the_server_count_drafts() -> None:
+    usage, timings = Usage(3, 8, 0), Timings(0.1, 3, 0.1, 0.2, 8)
+    assert "draft_n" not in timings_json(usage, timings)
+    assert "draft_n" not in timings_json(usage, timings, Drafts(0, 0, 8))
+    told = timings_json(usage, timings, Drafts(6, 4, 3))
+    assert (told["draft_n"], told["draft_n_accepted"]) == (6, 4)
+
+
+def test_forced_drafts_need_something_that_drafts(tiny_path: Path) -> None:
+    with (
+        localllm.load(tiny_path, context=96) as llm,
+        pytest.raises(UsageError, match=r"draft_always is True, but nothing drafts: .* a draft_model"),
+    ):
+        llm.generate("the", draft_always=True)
 
 
 def test_a_model_that_drafts_for_itself_is_always_right(tiny_path: Path, device: str, llm: LLM) -> None:

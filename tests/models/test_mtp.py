@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 import localllm
 from localllm.convert import Checkpoint
 from localllm.convert.safetensors import read_folder
-from localllm.engine.drafting import mtp
 from localllm.engine.drafting.cost import StepCost
 from localllm.errors import ModelError, UsageError
 from localllm.gguf import GGUFFile
@@ -128,7 +127,7 @@ def localllm_batch(ids: list[int], page_size: int) -> Any:
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts at every step, whether they pay or not."""
     monkeypatch.setattr(StepCost, "best", lambda self, rate, most, draft_s=0.0: most)
-    monkeypatch.setattr(mtp, "MIN_PROBABILITY", 0.0)
+    monkeypatch.setattr("localllm.engine.drafting.model.MIN_PROBABILITY", 0.0)
 
 
 @pytest.mark.parametrize("name", ["qwen35", "qwen3next", "glm4moe", "deepseek-v3"])

@@ -21,6 +21,7 @@ from localllm.quant.encode import ENCODABLE, FEEDBACK, ROUNDED, Feedback, quanti
 from localllm.quant.formats import dequantize
 from localllm.quant.iquants import IQ4_VALUES
 from localllm.quant.types import BLOCK_SIZES, GGMLType
+from tests.helpers.blocks import gguf_values
 
 T = GGMLType
 Floats = npt.NDArray[np.float32]
@@ -50,6 +51,9 @@ RELATIVE_RMS = {
     T.IQ2_XS: (0.2920, 0.2050),
     T.IQ2_XXS: (0.3360, 0.2350),
     T.IQ1_M: (0.4220, 0.3250),
+    T.NVFP4: (0.0820, 0.0630),
+    T.Q1_0: (0.6050, 0.5800),
+    T.Q2_0: (0.3600, 0.2960),
     T.TQ1_0: (0.4450, 0.4400),
     T.TQ2_0: (0.4450, 0.4400),
     T.IQ1_S: (0.4550, 0.3700),
@@ -58,7 +62,7 @@ RELATIVE_RMS = {
 FLOATS = [T.F32, T.F16, T.BF16]
 BLOCKS = [type for type in ENCODABLE if type not in FLOATS]
 # Their scales are float16, which bounds what they can hold; MXFP4's are powers of two, as many as of float32.
-HALF_SCALES = [type for type in BLOCKS if type is not T.MXFP4]
+HALF_SCALES = [type for type in BLOCKS if type not in (T.MXFP4, T.NVFP4)]
 
 
 def of_types(*types: GGMLType) -> pytest.MarkDecorator:
@@ -68,7 +72,7 @@ def of_types(*types: GGMLType) -> pytest.MarkDecorator:
 def decoded(values: Floats, type: GGMLType, weights: Floats | None = None) -> Floats:
     """Encoded with the search, and decoded with the gguf package."""
     blocks = quantize(values, type, weights, search=True)
-    back: Floats = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType(type)).astype(np.float32)
+    back: Floats = gguf_values(blocks, type).astype(np.float32)
     return back.reshape(values.shape)
 
 
@@ -153,7 +157,9 @@ def test_lopsided_blocks(type: GGMLType, case: str) -> None:
     else:
         # IQ formats have no 0, and signs in pairs; what is asked is that nothing goes astray.
         loose = 0.95 if case in ("one value", "a spike") else 0.45
-        assert relative_rms(values, back) <= (loose if type.name.startswith(("IQ", "TQ")) else 0.35)
+        if type is T.Q1_0:
+            loose = 1
+        assert relative_rms(values, back) <= (loose if type.name.startswith(("IQ", "TQ", "Q1")) else 0.35)
 
 
 @of_types(*BLOCKS)
@@ -204,19 +210,54 @@ ROUNDING_CASES = {
 }
 
 
+def rounded(values: Floats, type: GGMLType) -> npt.NDArray[np.uint8]:
+    """What plain rounding writes: by the gguf package, or where it has no encoder by the rules in ggml-quants.c."""
+    rows = len(values)
+    if type is T.Q1_0:
+        blocks = values.reshape(-1, 128)
+        total = np.zeros(len(blocks), np.float32)
+        for column in np.abs(blocks).T:
+            total += column
+        scales, qs = total / np.float32(128), np.packbits(blocks >= 0, axis=1, bitorder="little")
+    elif type is T.Q2_0:
+        blocks = values.reshape(-1, 64)
+        scales = np.abs(blocks).max(axis=1)
+        with np.errstate(all="ignore"):
+            x = blocks * np.where(scales > 0, np.float32(1) / scales, np.float32(0))[:, None]
+        nearest = np.trunc(x + np.copysign(np.float32(0.5), x))  # half a code goes away from 0
+        codes = (nearest + 1).clip(0, 3).astype(np.uint8).reshape(len(blocks), 16, 4)
+        qs = (codes << np.array([0, 2, 4, 6], np.uint8)).sum(axis=2, dtype=np.uint8)
+    elif type is T.NVFP4:
+        runs = values.reshape(-1, 16)
+        limit = np.abs(runs).max(axis=1) / np.float32(6)
+        known = gguf.quants.NVFP4
+        d = known.fp32_to_ue4m3(limit)
+        off = np.abs(np.array(known.kvalues, np.float32) * known.ue4m3_to_fp32(d)[:, None, None] - runs[..., None])
+        codes = off.astype(np.float32).argmin(axis=2).astype(np.uint8)  # of two as near the first
+        qs = (codes[:, :8] | codes[:, 8:] << 4).reshape(-1, 32)
+        return np.concatenate([d.reshape(-1, 4), qs], axis=1).reshape(rows, -1)
+    else:
+        known_type = gguf.GGMLQuantizationType(type)
+        return np.asarray(gguf.quants.quantize(values, known_type))
+    halves = scales.astype("<f2")[:, None].view(np.uint8)
+    return np.concatenate([halves, qs], axis=1).reshape(rows, -1)
+
+
 @of_types(*ROUNDED)
 @pytest.mark.parametrize("case", ROUNDING_CASES)
-def test_plain_rounding_writes_the_bytes_of_the_gguf_package(type: GGMLType, case: str) -> None:
+def test_plain_rounding_writes_the_bytes_of_llama_cpp(type: GGMLType, case: str) -> None:
     values = ROUNDING_CASES[case]
-    expected = gguf.quants.quantize(values, gguf.GGMLQuantizationType(type))
-    np.testing.assert_array_equal(quantize(values, type, threads=2), expected)
+    if type is T.NVFP4:
+        values = values.clip(-2600, 2600)
+    np.testing.assert_array_equal(quantize(values, type, threads=2), rounded(values, type))
 
 
-@of_types(*ROUNDED)
+@of_types(*(type for type in ROUNDED if type is not T.Q1_0))  # there is one best scale
 def test_the_search_is_better_than_plain_rounding(type: GGMLType) -> None:
     values = normal(24, 1024)
     plain = relative_rms(values, dequantize(quantize(values, type), type))
-    assert 0.5 * plain < relative_rms(values, decoded(values, type)) < 0.98 * plain
+    least = 0.45 if type is T.Q2_0 else 0.5  # which rounds to three of its four codes
+    assert least * plain < relative_rms(values, decoded(values, type)) < 0.98 * plain
 
 
 @of_types(*ROUNDED)
@@ -243,7 +284,13 @@ def sweep(x: Floats, w: Floats, levels: npt.NDArray[np.float64]) -> float:
 
 @pytest.mark.parametrize(
     ("type", "levels"),
-    [(T.Q4_0, range(-8, 8)), (T.Q5_0, range(-16, 16)), (T.IQ4_NL, IQ4_VALUES.tolist()), (T.TQ2_0, range(-1, 2))],
+    [
+        (T.Q4_0, range(-8, 8)),
+        (T.Q5_0, range(-16, 16)),
+        (T.IQ4_NL, IQ4_VALUES.tolist()),
+        (T.TQ2_0, range(-1, 2)),
+        (T.Q2_0, range(-1, 3)),
+    ],
     ids=lambda value: value.name if isinstance(value, GGMLType) else "",
 )
 @pytest.mark.parametrize("shape", ["normal", "heavy tails"])
@@ -361,8 +408,8 @@ def test_a_single_number_is_refused() -> None:
 
 
 def test_a_type_without_encoder_is_named() -> None:
-    with pytest.raises(ModelError, match="cannot encode tensors as NVFP4; choose one of F32, F16"):
-        quantize(np.zeros((1, 256), np.float32), T.NVFP4)
+    with pytest.raises(ModelError, match="cannot encode tensors as Q8_K; choose one of F32, F16"):
+        quantize(np.zeros((1, 256), np.float32), T.Q8_K)
 
 
 @of_types(*ENCODABLE)

@@ -6,8 +6,6 @@ import subprocess
 import sys
 from typing import Any
 
-import gguf
-import gguf.quants
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -18,7 +16,7 @@ from localllm.errors import ModelError, UsageError
 from localllm.quant.block_format import PackableFormat, Parts
 from localllm.quant.formats import FORMATS, dequantize
 from localllm.quant.types import BLOCK_SIZES, GGMLType
-from tests.helpers.blocks import F16_FIELDS
+from tests.helpers.blocks import F16_FIELDS, gguf_values
 
 T = GGMLType
 
@@ -41,8 +39,7 @@ packable_formats = pytest.mark.parametrize(
 
 def oracle(blocks: npt.NDArray[np.uint8], type: GGMLType) -> npt.NDArray[np.float32]:
     with np.errstate(all="ignore"):
-        values: npt.NDArray[np.float32] = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType(type))
-    return values
+        return gguf_values(blocks, type)
 
 
 def gguf_decodes(type: GGMLType) -> bool:
@@ -192,6 +189,8 @@ def test_parts_are_the_values(fmt: PackableFormat) -> None:
         (T.Q6_K, 32, 16, (np.uint8, 0, 63), (np.int8, -128, 127), None),
         (T.TQ1_0, 1, 256, (np.uint8, 0, 2), None, None),
         (T.TQ2_0, 1, 256, (np.uint8, 0, 3), None, None),
+        (T.Q1_0, 1, 128, (np.uint8, 0, 2), None, None),
+        (T.Q2_0, 1, 64, (np.uint8, 0, 3), None, None),
         (T.IQ4_NL, 0, 32, (np.int8, -127, 113), None, None),
         (T.IQ4_XS, 0, 32, (np.int8, -127, 113), (np.int8, -32, 31), None),
     ],

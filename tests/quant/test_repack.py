@@ -11,14 +11,16 @@ from localllm.quant.lut import LUT_TYPES, LUTType, block_size, dequantize_lut
 from localllm.quant.packing import LAYOUTS
 from localllm.quant.repack import FALLBACK, MEASURABLE, ScaleRangeError, repack, repack_target
 from localllm.quant.types import BLOCK_SIZES, GGMLType
-from tests.helpers.blocks import UNITS, random_rows, values_of
+from tests.helpers.blocks import F16_FIELDS, UNITS, random_rows, values_of
 
 T = GGMLType
 REPACKED = [t for t in FORMATS if t not in LAYOUTS]
-EXACT = {T.TQ1_0, T.TQ2_0, T.MXFP4, T.NVFP4}
+EXACT = {T.Q1_0, T.Q2_0, T.TQ1_0, T.TQ2_0, T.MXFP4, T.NVFP4}
 
 #: Bits a weight that kernels read, as the documentation says.
 BITS = {
+    T.Q1_0: 3.5,
+    T.Q2_0: 3.5,
     T.TQ1_0: 2.625,
     T.TQ2_0: 2.625,
     T.IQ1_S: 3.5,
@@ -99,8 +101,9 @@ def overflowing(type: GGMLType) -> np.ndarray:
     blocks = rows.reshape(-1, BLOCK_SIZES[type].n_bytes)
     if type is T.MXFP4:
         blocks[-1, 0] = 127 + 20  # 2^20
-    elif type in (T.TQ1_0, T.TQ2_0):
-        blocks[-1, -2:] = np.array(np.inf, "<f2").reshape(1).view(np.uint8)
+    elif type in (T.TQ1_0, T.TQ2_0, T.Q1_0, T.Q2_0):
+        at = F16_FIELDS[type][0]
+        blocks[-1, at : at + 2] = np.array(np.inf, "<f2").reshape(1).view(np.uint8)
     else:
         blocks[-1] = random_rows(type, 1, 256, scales=[65504.0], seed=1)
     return rows

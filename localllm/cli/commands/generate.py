@@ -118,6 +118,9 @@ def generation_options(arguments: argparse.Namespace, settings: Settings) -> dic
         raise UsageError("--lookup and --draft-model are two ways to draft tokens: leave one of them out")
     if "draft_max" in options and "speculate" not in options and arguments.draft_model is None:
         raise UsageError("--draft-max needs --lookup or --draft-model, which draft tokens")
+    if options.get("draft_max") == "always":
+        del options["draft_max"]
+        options["draft_always"] = True
     text: Callable[[str, str], str] = _unescaped if given.get("escape") else _valid
     options["stop"] = [text(stop, "--stop") for stop in options.get("stop", ())] or settings.stop
     options["logit_bias"] = dict(arguments.logit_bias)

@@ -232,8 +232,8 @@ common; an unknown TYPE lists all.  Types below 3 bits need --imatrix.
 --target-size and --target-kl choose a type for each tensor: the effect of its precision on the text is measured, and
 bytes go where they most reduce the divergence from the original (Kullback-Leibler, in nats per token).
 
-Without --imatrix, values become Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, MXFP4, TQ1_0 and TQ2_0 by rounding, as in llama.cpp;
---search takes longer and makes the error 3 to 13 % smaller, of ternary types half.
+Without --imatrix, values become Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, MXFP4, NVFP4, Q1_0, Q2_0, TQ1_0 and TQ2_0 by rounding,
+as in llama.cpp; --search takes longer and makes the error 3 to 14 % smaller, of ternary types half.
 
 The error of a tensor is the root of its squared error over that of its squares, weighted by importance.
 """,

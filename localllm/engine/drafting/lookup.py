@@ -67,8 +67,9 @@ class LookupDrafter:
     comes even where no draft is made of it: that is how it is known when drafts begin to pay.
     """
 
-    def __init__(self, cost: StepCost, most: int = DEFAULT_DRAFTS) -> None:
-        """``most``: drafts a step at most."""
+    def __init__(self, cost: StepCost, most: int = DEFAULT_DRAFTS, always: bool = False) -> None:
+        """``most``: drafts a step at most; ``always``: as many, whether they are expected to pay or not."""
+        self._always = always
         self._cost = cost
         self._most = most
         self._index = NGramIndex()
@@ -84,7 +85,8 @@ class LookupDrafter:
             return []
         self._n_matched, place = match
         self._n_before = len(tokens)
-        n = self._cost.best(self._rates[self._n_matched], min(most, self._most))
+        most = min(most, self._most)
+        n = most if self._always else self._cost.best(self._rates[self._n_matched], most)
         self._guess = continuation(tokens, place, max(n, 1))
         return self._guess[:n]
 

@@ -61,9 +61,10 @@ class DraftModel:
     def token_s(self, cost: StepCost) -> float:
         return self._token_s or self._expected_cost * cost.single_s
 
-    def drafter(self, cost: StepCost, most: int) -> ModelDrafter:
-        """Drafts for one text: at most so many tokens a step of the large model, whose costs are given."""
-        return ModelDrafter(self, cost, most)
+    def drafter(self, cost: StepCost, most: int, always: bool = False) -> ModelDrafter:
+        """Drafts for one text: at most so many tokens a step of the large model, whose costs are given, or always
+        as many."""
+        return ModelDrafter(self, cost, most, always)
 
     def measured(self, seconds: float) -> None:
         self._token_s += (_WEIGHT if self._token_s else 1.0) * (seconds - self._token_s)
@@ -76,8 +77,10 @@ class ModelDrafter:
     was right of them is recorded when the text has come to it.
     """
 
-    def __init__(self, model: DraftModel, cost: StepCost, most: int = DEFAULT_DRAFTS) -> None:
-        """``cost``: of the large model's steps; ``most``: drafts a step at most."""
+    def __init__(self, model: DraftModel, cost: StepCost, most: int = DEFAULT_DRAFTS, always: bool = False) -> None:
+        """``cost``: of the large model's steps; ``most``: drafts a step at most; ``always``: as many at every step,
+        whether they are expected to pay or not."""
+        self._always = always
         self._model = model
         self._runner = model.runner
         self._cost = cost
@@ -123,9 +126,17 @@ class ModelDrafter:
         else:
             self._runner.cache.append(self._sequence, right)
 
+    def _believes(self, probability: float) -> bool:
+        """Whether a token is worth verifying; one of a NaN is not."""
+        return probability >= (0.0 if self._always else MIN_PROBABILITY)
+
     def _how_many(self, n_tokens: int, most: int) -> int:
         """How many tokens to draft.  Where it does not pay, a few after ever longer pauses, in case that changed."""
-        if most < 1 or not self._cost.single_s:
+        if most < 1:
+            return 0
+        if self._always:
+            return most
+        if not self._cost.single_s:
             return 0
         if self._is_behind:
             return min(most, _TRIED)
@@ -168,7 +179,7 @@ class ModelDrafter:
         ids: list[int] = []
         while not self._is_behind:
             id_, probability = _likeliest_of(logits)
-            if not probability >= MIN_PROBABILITY:  # a NaN is none either
+            if not self._believes(probability):
                 self._gave_up = True
                 break
             ids.append(id_)

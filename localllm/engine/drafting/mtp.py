@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from localllm.engine.cache import common_prefix
 from localllm.engine.drafting.cost import StepCost
-from localllm.engine.drafting.model import FEW, MIN_PROBABILITY, DraftModel, ModelDrafter, likeliest
+from localllm.engine.drafting.model import FEW, DraftModel, ModelDrafter, likeliest
 from localllm.engine.runner import BatchItem, ModelRunner
 
 #: What is between hidden states and what reads them.
@@ -39,8 +39,8 @@ class MTPModel(DraftModel):
         # of_model, of_block: norms of the hidden states of either
         self.of_model, self.of_block = of_model, of_block
 
-    def drafter(self, cost: StepCost, most: int) -> ModelDrafter:
-        return MTPDrafter(self, cost, most)
+    def drafter(self, cost: StepCost, most: int, always: bool = False) -> ModelDrafter:
+        return MTPDrafter(self, cost, most, always)
 
 
 class MTPDrafter(ModelDrafter):
@@ -48,8 +48,8 @@ class MTPDrafter(ModelDrafter):
 
     _model: MTPModel
 
-    def __init__(self, model: MTPModel, cost: StepCost, most: int) -> None:
-        super().__init__(model, cost, most)
+    def __init__(self, model: MTPModel, cost: StepCost, most: int, always: bool = False) -> None:
+        super().__init__(model, cost, most, always)
         #: Hidden states that the block has not seen yet, up to that of position ``_end``.
         self._rows: list[NDArray[np.float32]] = []
         self._end = self._salt = 0
@@ -111,7 +111,7 @@ class MTPDrafter(ModelDrafter):
             return []
         while len(ids) < n:
             id_, probability = likeliest(logits[-1])
-            if not probability >= MIN_PROBABILITY:  # a NaN is none either
+            if not self._believes(probability):
                 self._gave_up = True
                 break
             ids.append(id_)
