@@ -20,6 +20,7 @@ from localllm.engine.request import Timings, Usage
 from localllm.errors import ClosedError, NotEnoughMemoryError, UsageError
 from localllm.options.declared import CheckedOptions
 from localllm.options.types import MAX_DRAFTS
+from localllm.server.openai import timings_json
 from tests.helpers.data import shared_data
 from tests.helpers.devices import DEVICES
 from tests.helpers.engines import in_engine, n_requests
