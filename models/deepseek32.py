@@ -64,6 +64,7 @@ def make_indexers(m: Header, rope: Rope | None, eps: float, is_full: tuple[bool,
         raise ModelError(
             "the model's indexers leave out positions behind the last run, which localllm does not do yet"
         )
+    is_full = (*is_full, True)  # the block behind the last layer chooses, too
     chosen: list[Tensor] = []  # the last choice
 
     def select(at: Layer, x: Tensor, of_query: Tensor) -> Tensor | None:

@@ -21,7 +21,9 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
+from localllm.quant.formats import dequantize
 from localllm.quant.types import BLOCK_SIZES, GGMLType
+from tests.helpers.blocks import set_scales
 
 Blocks = NDArray[np.uint8]
 
@@ -73,10 +75,24 @@ FILE_TYPES = {
     "q4_k_m": FileType(15, GGMLType.Q4_K, GGMLType.Q6_K),
     "q5_k_m": FileType(17, GGMLType.Q5_K, GGMLType.Q6_K),
     "q6_k": FileType(18, GGMLType.Q6_K),
+    "iq1_s": FileType(24, GGMLType.IQ1_S),
+    "iq1_m": FileType(31, GGMLType.IQ1_M),
+    "iq2_xxs": FileType(19, GGMLType.IQ2_XXS),
+    "iq2_xs": FileType(20, GGMLType.IQ2_XS),
+    "iq2_s": FileType(28, GGMLType.IQ2_S),
+    "iq3_xxs": FileType(23, GGMLType.IQ3_XXS),
+    "iq3_s": FileType(26, GGMLType.IQ3_S),
+    "iq4_nl": FileType(25, GGMLType.IQ4_NL),
+    "iq4_xs": FileType(30, GGMLType.IQ4_XS),
 }
 
 #: What llama.cpp takes where rows are no multiple of a K block's 256 values.
-_FALLBACK = {GGMLType.Q4_K: GGMLType.Q5_0, GGMLType.Q5_K: GGMLType.Q5_1, GGMLType.Q6_K: GGMLType.Q8_0}
+_FALLBACK = {
+    GGMLType.Q4_K: GGMLType.Q5_0,
+    GGMLType.Q5_K: GGMLType.Q5_1,
+    GGMLType.Q6_K: GGMLType.Q8_0,
+    **{type: GGMLType.IQ4_NL for type in GGMLType if type.name.startswith("IQ")},
+}
 
 
 def gguf_bytes(shape: Shape, file_type: str) -> int:
@@ -279,6 +295,18 @@ def _make_q6_k(rng: np.random.Generator, chunk: Blocks, deviation: float) -> Non
     _put_half(chunk, 208, _scales(rng, len(chunk), deviation, mean_square))
 
 
+def _make_by_scale(type: GGMLType) -> Callable[[np.random.Generator, Blocks, float], None]:
+    """Codebooks: any codes and inner scales, and scales of either sign that give the values the deviation."""
+
+    def make(rng: np.random.Generator, chunk: Blocks, deviation: float) -> None:
+        some = chunk[:512].copy()
+        set_scales(some, type, [1.0], rng)
+        scale = deviation / float(dequantize(some, type).std())
+        set_scales(chunk, type, [scale, -scale], rng)
+
+    return make
+
+
 _MAKERS: dict[GGMLType, Callable[[np.random.Generator, Blocks, float], None]] = {
     GGMLType.F16: _make_f16,
     GGMLType.Q4_0: _make_symmetric(16),
@@ -289,6 +317,7 @@ _MAKERS: dict[GGMLType, Callable[[np.random.Generator, Blocks, float], None]] = 
     GGMLType.Q4_K: _make_k_with_min(16),
     GGMLType.Q5_K: _make_k_with_min(32),
     GGMLType.Q6_K: _make_q6_k,
+    **{kind.base: _make_by_scale(kind.base) for kind in FILE_TYPES.values() if kind.base.name.startswith("IQ")},
 }
 
 

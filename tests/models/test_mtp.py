@@ -77,7 +77,9 @@ def with_block(path: Path, name: str, *, copied: bool = False, **changes: Array 
     return path, model
 
 
-@pytest.mark.parametrize("name", ["qwen35", "qwen35moe", "qwen3next", "glm4moe", "deepseek-v3"])
+@pytest.mark.parametrize(
+    "name", ["qwen35", "qwen35moe", "qwen3next", "glm4moe", "deepseek-v3", "deepseek-v3.2", "hy-v3"]
+)
 def test_the_block_computes_what_transformers_layer_does(name: str, tmp_path: Path) -> None:
     import torch
 
@@ -130,7 +132,7 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("localllm.engine.drafting.model.MIN_PROBABILITY", 0.0)
 
 
-@pytest.mark.parametrize("name", ["qwen35", "qwen3next", "glm4moe", "deepseek-v3"])
+@pytest.mark.parametrize("name", ["qwen35", "qwen3next", "glm4moe", "deepseek-v3", "deepseek-v3.2", "hy-v3"])
 @pytest.mark.usefixtures("always")
 def test_a_text_is_the_same_with_drafts(name: str, tmp_path: Path) -> None:
     path, _ = with_block(tmp_path / "model.gguf", name)
