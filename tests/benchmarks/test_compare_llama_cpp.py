@@ -302,6 +302,7 @@ def test_products_by_the_width_of_codes(small_model: Path) -> None:
     assert head == Counter({6: 1000 * 256})
 
 
+@pytest.mark.ci  # which compiles what measures the processor
 def test_ceilings_add_up_what_each_product_takes(small_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Rates:
         def __init__(self, threads: int, n_bytes: int) -> None:

@@ -1048,12 +1048,13 @@ FEW_BITS = ("heads of 8", "heads of 80", "keys of 192, values of 128", "12 heads
 FEW_BITS += ("values from keys", "keys of another layer", "spans, window 30", "latents", "latents of 320")
 
 
-@cases(
-    kind=FEW_BITS,
-    type=("q5_0", "q4_0", "q8_0/q4_0", "q4_0/f16"),
-)
+FEW_BIT_TYPES: tuple[CacheType, ...] = ("q5_0", "q4_0", "q8_0/q4_0", "q4_0/f16")
+
+
+@cases(kind=FEW_BITS, type=FEW_BIT_TYPES)
 def attention_to_few_bits(kind: str, type: CacheType) -> Case:
-    return replace(OPTIONS[kind], type=type).case()
+    one = FEW_BIT_TYPES[FEW_BITS.index(kind) % len(FEW_BIT_TYPES)]
+    return replace(replace(OPTIONS[kind], type=type).case(), has_near=type != one)
 
 
 @cases(k=(1, 20, 70), type=("f16", "q8_0"), sinks=(False, True))
@@ -1086,7 +1087,15 @@ def selected_attention(k: int, type: CacheType, sinks: bool) -> Case:
     kept = [kept_rows(1, dim, type, seed) for dim, seed in ((made.key_dim, 2), (24, 4))]
     inputs = [rows(made.n_heads * made.key_dim, 1), kept[0], rows(5 * 24, 3), kept[1], rows(5, 5)]
     inputs[0] = inputs[0].astype(np.float16).astype(np.float32)
-    return Case(build, inputs, expected, rtol=1e-4, attends=True, every_cpu=k == 20, has_near=k == 70)
+    return Case(
+        build,
+        inputs,
+        expected,
+        rtol=1e-4,
+        attends=True,
+        every_cpu=k == 20,
+        has_near=k == 70 or sinks != (type == "q8_0"),
+    )
 
 
 @cases(k=(16, 48))

@@ -24,6 +24,11 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 }
 
 
+def in_ci(*types: CacheType) -> list[Any]:
+    """Types of which each takes seconds to compile kernels for."""
+    return [pytest.param(type, marks=pytest.mark.ci) for type in types]
+
+
 @pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest) -> str:
     return str(request.param)
@@ -52,7 +57,7 @@ def test_logits_of_random_models(tmp_path: Path, device: str, name: str) -> None
     check_logits(path, device, np.random.default_rng(0).integers(0, 300, 120).tolist())
 
 
-@pytest.mark.parametrize("cache_type", ["q8_0", "q5_0", "q4_0", "q8_0/q4_0", "f16/q5_0"])
+@pytest.mark.parametrize("cache_type", ["q8_0", *in_ci("q5_0", "q4_0", "f16/q5_0"), "q8_0/q4_0"])
 def test_logits_of_the_demo_model(device: str, cache_type: CacheType) -> None:
     with localllm.load(device="reference") as llm:
         ids = llm.tokenize("Once upon a time there was a dog who wanted to fly. One day the dog met a bird.")
@@ -75,7 +80,7 @@ def test_the_plan_counts_half_the_bytes() -> None:
     assert placements[0].total - placements[1].total == halves - scaled
 
 
-@pytest.mark.parametrize("cache_type", ["q8_0", "q5_0", "q4_0", "f16/q4_0"])
+@pytest.mark.parametrize("cache_type", ["q8_0", *in_ci("q5_0", "q4_0", "f16/q4_0")])
 def test_decoding_continues_what_prefill_began(device: str, cache_type: CacheType) -> None:
     """Single tokens, in a sequence that shares the pages of another, as if all were evaluated at once."""
     with load(None, device, cache_type) as llm:

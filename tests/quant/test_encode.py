@@ -185,6 +185,7 @@ def digests() -> dict[str, str]:
     return found
 
 
+@pytest.mark.ci  # which compiles all encoders once more
 def test_another_processor_writes_the_same_bytes() -> None:
     """Compiled for no more than the family has in common, and with NumPy's own code for that, nothing changes."""
     from numpy._core._multiarray_umath import __cpu_dispatch__, __cpu_features__
