@@ -123,11 +123,6 @@ def usable_cpus() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def usable_cores() -> int:
-    """Physical cores that this process may run on."""
-    return len(core_speeds())
-
-
 def core_speeds() -> list[float]:
     """How fast each physical core is that this process may use, as a share of the fastest one's speed.
 

@@ -138,7 +138,7 @@ def test_a_plan_tells_the_bytes_that_loading_takes(
 ) -> None:
     """With as many threads as there are cores: the more there are, the more partials attention has."""
     path = write_model(tmp_path / "model.gguf", max_position_embeddings=1024)
-    monkeypatch.setattr(host, "usable_cores", lambda: 3)
+    monkeypatch.setattr(host, "core_speeds", lambda: [1.0] * 3)
     monkeypatch.setattr(host, "cpu_quota", lambda: None)
     monkeypatch.setattr(cpu_backend, "choose_threads", lambda *_: ThreadChoice(2, host.default_threads()))
     arenas, allocate = list[int](), cpu_backend.aligned_zeros
