@@ -64,7 +64,8 @@ def make_indexers(m: Header, rope: Rope | None, eps: float, is_full: tuple[bool,
         raise ModelError(
             "the model's indexers leave out positions behind the last run, which localllm does not do yet"
         )
-    is_full = (*is_full, True)  # the block behind the last layer chooses, too
+    # The block behind the last layer sees all positions where it has no indexer: it has no choice to take.
+    is_full = (*is_full, f"blk.{m.config.n_layers}.indexer.attn_k.weight" in m.weights)
     chosen: list[Tensor] = []  # the last choice
 
     def select(at: Layer, x: Tensor, of_query: Tensor) -> Tensor | None:
@@ -73,6 +74,8 @@ def make_indexers(m: Header, rope: Rope | None, eps: float, is_full: tuple[bool,
             names = "attn_q_b.weight attn_k.weight proj.weight k_norm.weight k_norm.bias"
             w.skip(*(f"indexer.{name}" for name in names.split()))
             w.skip("indexer_compressor_gate.weight", "indexer_compressor_ape.weight")
+            return None
+        if m.is_block and not is_full[at.number]:
             return None
         if not is_full[at.number]:
             if not chosen:

@@ -132,7 +132,7 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("localllm.engine.drafting.model.MIN_PROBABILITY", 0.0)
 
 
-@pytest.mark.parametrize("name", ["qwen35", "qwen3next", "glm4moe", "deepseek-v3", "deepseek-v3.2", "hy-v3"])
+@pytest.mark.parametrize("name", ["qwen35", "qwen3next", "glm4moe", "deepseek-v3", "deepseek-v3.2", "glm-5", "hy-v3"])
 @pytest.mark.usefixtures("always")
 def test_a_text_is_the_same_with_drafts(name: str, tmp_path: Path) -> None:
     path, _ = with_block(tmp_path / "model.gguf", name)
