@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from html import escape
 from typing import NamedTuple
 
 from localllm.console import quantity
@@ -63,6 +62,8 @@ def text_chart(points: Sequence[Point]) -> list[str]:
 
 def svg_chart(series: dict[str, Sequence[Point]]) -> str:
     """An SVG document; several series are drawn as lines, with their names, and one as points alone."""
+    from html import escape  # imported here: `localllm --help` reads every command
+
     drawable = [point for points in series.values() for point in points if point.size > 0 < point.loss]
     if not drawable:
         raise UsageError("there is no loss to draw: all models are equal to the first one")

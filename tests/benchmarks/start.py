@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import resource
 import subprocess
 import sys
 import time
@@ -80,10 +81,11 @@ def stages(model: Path) -> dict[str, tuple[float, float]]:
 
 
 def answer(words: list[str]) -> tuple[float, float]:
-    """Seconds until a command has ended."""
-    begin = time.perf_counter()
+    """Seconds until a command has ended, and of its processors."""
+    begin, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run([sys.executable, "-m", "localllm", *words], capture_output=True)
-    return time.perf_counter() - begin, float("nan")
+    seconds, after = time.perf_counter() - begin, resource.getrusage(resource.RUSAGE_CHILDREN)
+    return seconds, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def main() -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.metadata
 import json
 import os
 import platform
@@ -15,7 +14,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -152,6 +150,8 @@ def _pip(what: str) -> str:
 
 
 def _software() -> Iterator[Finding]:
+    from importlib import resources  # imported here: `localllm --help` reads every command
+
     yield Finding("software", "localllm", f"{__version__}, in {Path(__file__).parents[1]}")
     system = f"{platform.system()} {platform.release()}, {platform.machine()}"
     yield Finding("software", "Python", f"{platform.python_version()} ({platform.python_implementation()}), {system}")
@@ -185,9 +185,11 @@ def _has_small_address_space() -> bool:
 
 
 def _version(distribution: str) -> str | None:
+    from importlib import metadata
+
     try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
         return None
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -124,6 +123,8 @@ def _choices(arguments: argparse.Namespace) -> None:
 
 def _compare(arguments: argparse.Namespace) -> None:
     """The divergence of several models from one, or from its logits in a file."""
+    import tempfile
+
     from localllm.evaluate import BaseLogits
     from localllm.gguf import GGUFFile
     from localllm.library.demo import demo_path

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
-import plistlib
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
-from xml.sax.saxutils import escape
 
 from localllm.cli.commands.config import VARIABLES
 from localllm.cli.foreign_flags import in_our_flags
@@ -117,6 +114,8 @@ def systemd_unit(task: Task) -> bytes:
 
 def launch_agent(task: Task) -> bytes:
     """A property list of launchd (launchd.plist(5))."""
+    import plistlib  # imported here, as all others below: `localllm --help` reads every command
+
     return plistlib.dumps(
         {
             "Label": _LABEL,
@@ -132,6 +131,9 @@ def launch_agent(task: Task) -> bytes:
 
 def scheduled_task(task: Task) -> bytes:
     """A task of Windows (https://learn.microsoft.com/windows/win32/taskschd/task-scheduler-schema)."""
+    from html import escape
+    from subprocess import list2cmdline
+
     program, *words = task.command
     text = f"""<?xml version="1.0" encoding="UTF-16"?>
 <Task version="1.2" xmlns="http://schemas.microsoft.com/windows/2004/02/mit/task">
@@ -145,9 +147,9 @@ def scheduled_task(task: Task) -> bytes:
   </Settings>
   <Actions>
     <Exec>
-      <Command>{escape(program)}</Command>
-      <Arguments>{escape(subprocess.list2cmdline(words))}</Arguments>
-      <WorkingDirectory>{escape(str(task.folder))}</WorkingDirectory>
+      <Command>{escape(program, quote=False)}</Command>
+      <Arguments>{escape(list2cmdline(words), quote=False)}</Arguments>
+      <WorkingDirectory>{escape(str(task.folder), quote=False)}</WorkingDirectory>
     </Exec>
   </Actions>
 </Task>
@@ -167,6 +169,8 @@ def run(arguments: argparse.Namespace) -> int:
             say("no service is installed: localllm service install -- FLAGS OF SERVE")
             return 1
         say(f"the service of {path_text(found.path)}:")
+        import subprocess
+
         return subprocess.run(found.status, check=False).returncode
     if not found.path.exists():
         raise UsageError("no service is installed: there is nothing to remove")
@@ -206,6 +210,8 @@ def _install(found: Manager, flags: Sequence[str]) -> None:
 
 def _run_command(command: Sequence[str]) -> str | None:
     """Runs a command; what it complains of, if it fails."""
+    import subprocess
+
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
     except OSError as error:

@@ -99,6 +99,26 @@ def test_help_does_not_wait_for_the_heavy_packages() -> None:
     assert not loaded & {"numpy", "numba", "llvmlite", "jinja2", "rich", "psutil", "gguf", "tokenizers"}
 
 
+@pytest.mark.linux("modules of the standard library differ between systems")
+@pytest.mark.parametrize(("words", "most"), [("--help", 180), ("genrate", 180), ("models --json", 215)])
+def test_commands_that_load_nothing_import_few_modules(words: str, most: int) -> None:
+    assert main(["models", "--json"]) == 0  # details of models are read once
+    code = f"import sys\nfrom localllm.cli.main import main\nmain({words.split()})\n"
+    code += "print(*sys.modules, file=sys.stderr)"
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", code],  # without site, whose .pth files import what they like
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
+        timeout=LIMIT,
+    )
+    loaded = done.stderr.splitlines()[-1].split()
+    assert "localllm.cli.main" in loaded
+    assert not set(loaded) & {"http.client", "ssl", "subprocess", "urllib.request"}
+    assert len(loaded) <= most
+
+
 def test_python_m_localllm_is_the_command() -> None:
     assert run_process(["generate", "--nonsense"]).code == 2
 
