@@ -80,6 +80,7 @@ def main() -> None:
     given = parser.parse_args()
     depths = [int(n) for n in given.depths.split(",") if n]
     room = max([given.depth, *depths]) + DECODED + 2
+    text = given.text.read_text(encoding="utf-8")
     found = []
     for path in given.models:
         exact: dict[str, Array] = {}
@@ -88,7 +89,7 @@ def main() -> None:
             for cache_type in given.types.split(","):
                 with Ours(path, given.threads, room, cache_type=cache_type) as ours:
                     context = theirs.context(given.threads, room, flash=True, cache_type=cache_type)
-                    ids = ours.tokenize(given.text.read_text())[: given.depth]
+                    ids = ours.tokenize(text)[: given.depth]
                     spread = (ids * (1 + max([1, *depths]) // len(ids)))[: max([1, *depths])]
                     for name, program in (("localllm", ours), ("llama.cpp", context)):
                         logits = program.all_logits(ids)[-LAST:].copy()
