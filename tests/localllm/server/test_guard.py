@@ -118,7 +118,7 @@ NEEDED = {
     "/chat/completions/input_tokens": "messages", "/v1/chat/completions/input_tokens": "messages",
     "/v1/messages": "messages", "/v1/messages/count_tokens": "messages", "/apply-template": "messages",
     "/v1/embeddings": "input", "/embedding": "input", "/embeddings": "input", "/api/embed": "input",
-    "/api/embeddings": "input", "/rerank": "query", "/reranking": "query", "/v1/rerank": "query",
+    "/api/embeddings": "input", "/pooling": "input", "/rerank": "query", "/reranking": "query", "/v1/rerank": "query",
     "/v1/reranking": "query",
     "/tokenize": "content", "/detokenize": "tokens", "/audio/transcriptions": "file",
     "/v1/audio/transcriptions": "file",
