@@ -62,7 +62,7 @@ FEATURES = (
     *("avx", "avx2", "fma", "f16c", "bmi2", "avxvnni", "avx512f", "avx512bw", "avx512vl", "avx512vnni"),
     *("neon", "dotprod", "i8mm"),
 )
-UNUSED_FEATURES = (*("avxvnniint8", "avx512bf16", "amx-int8", "amx-bf16", "fullfp16", "bf16", "sve", "sve2"),)
+UNUSED_FEATURES = ("avxvnniint8", "avx512bf16", "amx-int8", "amx-bf16", "fullfp16", "bf16", "sve", "sve2")
 
 
 @dataclass(frozen=True)
