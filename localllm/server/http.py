@@ -338,55 +338,57 @@ class EventStream(Response):
         del self.headers["content-length"]
         self._pieces, self._close, self._ping = pieces, close, ping
         self._path, self._encode_error = path, encode_error or event
+        self._putting, self._since = False, time.monotonic()  # a piece is on its way, and since when it is or is not
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        gone = asyncio.ensure_future(_disconnect(receive))
-        sending = asyncio.ensure_future(self._send(send))
+        tasks = [asyncio.ensure_future(each) for each in (self._send(send), self._watch(send), _disconnect(receive))]
         try:
-            await asyncio.wait({gone, sending}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
             self._close()
-            for each in (gone, sending):
+            for each in tasks:
                 each.cancel()
-            _, error = await asyncio.gather(gone, sending, return_exceptions=True)
+            errors = await asyncio.gather(*tasks, return_exceptions=True)
         # The client has gone, or takes nothing: there is nobody to tell.
-        if isinstance(error, Exception) and not isinstance(error, OSError):
-            raise error
+        for error in errors:
+            if isinstance(error, Exception) and not isinstance(error, OSError):
+                raise error
 
     async def _send(self, send: Send) -> None:
         async def put(message: Message) -> None:
-            async with asyncio.timeout(self.send_timeout_s):
-                await send(message)
+            self._putting, self._since = True, time.monotonic()
+            await send(message)
+            self._putting, self._since = False, time.monotonic()
 
         await put({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        pieces = aiter(self._pieces)
-        coming: asyncio.Future[bytes] | None = None
+        async for piece in self._pieces_or_error():
+            await put({"type": "http.response.body", "body": piece, "more_body": True})
+        await put({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _pieces_or_error(self) -> AsyncIterator[bytes]:
         try:
-            while True:
-                coming = coming or asyncio.ensure_future(_next(pieces))
-                done, _ = await asyncio.wait({coming}, timeout=PING_S)
-                if not done:
-                    if self._ping:
-                        await put({"type": "http.response.body", "body": self._ping, "more_body": True})
-                    continue
-                try:
-                    piece, coming = coming.result(), None
-                except StopAsyncIteration:
-                    break
-                except Exception as error:
-                    piece = self._encode_error(HTTPError.of(error).body(self._path))
-                    await put({"type": "http.response.body", "body": piece, "more_body": True})
-                    break
-                await put({"type": "http.response.body", "body": piece, "more_body": True})
-            await put({"type": "http.response.body", "body": b"", "more_body": False})
-        finally:
-            if coming is not None:
-                coming.cancel()
-                await asyncio.gather(coming, return_exceptions=True)
+            async for piece in self._pieces:
+                yield piece
+        except Exception as error:
+            yield self._encode_error(HTTPError.of(error).body(self._path))
 
+    async def _watch(self, send: Send) -> None:
+        """Pings a client that waits for long, and fails where one takes nothing.
 
-async def _next(pieces: AsyncIterator[bytes]) -> bytes:
-    return await anext(pieces)
+        One task for all pieces: a timer for each of them costs as much as writing it.
+        """
+        while True:
+            limit = self.send_timeout_s if self._putting else PING_S
+            left = self._since + limit - time.monotonic()
+            if left > 0:
+                await asyncio.sleep(min(left, self.send_timeout_s, PING_S))
+            elif self._putting:
+                raise TimeoutError
+            else:
+                if self._ping:
+                    async with asyncio.timeout(self.send_timeout_s):
+                        await send({"type": "http.response.body", "body": self._ping, "more_body": True})
+                self._since = time.monotonic()
 
 
 def event(value: Any, name: str = "") -> bytes:

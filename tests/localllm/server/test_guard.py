@@ -10,20 +10,21 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from starlette.types import Message
 
 from localllm import LLM
 from localllm.cancellation import CancelledError, check_cancelled
 from localllm.chat import ChatTemplate
 from localllm.errors import TemplateError
 from localllm.options.types import LoadProgress
-from localllm.server import uvicorn_server
+from localllm.server import http, uvicorn_server
 from localllm.server.answers import GenerationJob, PendingReplies, Reply
 from localllm.server.app import _ENDPOINTS
 from localllm.server.http import EventStream, HTTPError, Limits
@@ -664,3 +665,35 @@ def test_a_timeout_ends_a_text_where_it_is(endless: Serving) -> None:
     reply = httpx.post(endless.url + CHAT, json={"messages": HELLO, "timeout": 0.001}, timeout=60).json()
     assert reply["choices"][0]["finish_reason"] == "length"
     assert reply["usage"]["completion_tokens"] < 900
+
+
+@pytest.mark.parametrize("ping", [b": wait\n\n", b""])
+def test_a_stream_that_has_nothing_to_say_pings_until_it_has(ping: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "PING_S", 0.01)
+    bodies: list[bytes] = []
+    pinged = asyncio.Event()
+
+    async def pieces() -> AsyncIterator[bytes]:
+        yield b"first"
+        await (pinged.wait() if ping else asyncio.sleep(0.05))
+        yield b"last"
+        raise HTTPError(400, "no more")
+
+    async def send(message: Message) -> None:
+        bodies.append(message.get("body", b"head"))
+        if bodies.count(ping) == 3:
+            pinged.set()
+
+    async def receive() -> Message:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    closed: list[bool] = []
+    stream = EventStream(pieces(), lambda: closed.append(True), path=CHAT, ping=ping)
+    asyncio.run(stream({"type": "http"}, receive, send))
+    assert [body for body in bodies if body != ping or not body][:2] == [b"head", b"first"]
+    assert bodies[-3] == b"last"
+    assert b"no more" in bodies[-2]
+    assert bodies[-1] == b""
+    assert (bodies.count(ping) >= 3) if ping else (len(bodies) == 5)
+    assert closed == [True]
