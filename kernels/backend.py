@@ -131,9 +131,9 @@ class Batch:
             if (
                 not len(self.begins) == len(self.ends) == n
                 or (self.begins < 0).any()
-                or (self.begins > positions).any()
+                or (self.begins >= self.ends).any()
             ):
-                raise KernelError("a batch has tokens that are not in the spans that they see")
+                raise KernelError("a batch has tokens that see a span of nothing")
             if (np.diff(self.begins) < 0)[np.diff(positions) == 1].any():
                 raise KernelError("a batch has tokens that see farther back than those before them")
 

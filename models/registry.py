@@ -141,7 +141,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     "lfm2moe": Architecture("lfm2", "LFM2 with experts", "lfm2_moe"),
     "lfm3": Architecture("lfm3", "LFM3", "lfm3"),
     "llama": Architecture(
-        "llama", "Llama 1 to 3.x, Mistral, Mixtral, TinyLlama, SmolLM", "llama mistral mixtral internlm3"
+        "llama",
+        "Llama 1 to 3.x, Mistral, Mixtral, TinyLlama, SmolLM",
+        "llama mistral mixtral internlm3 minicpmv/None minicpmv/2.5 minicpmv/4.0",
     ),
     "llama-embed": Architecture(
         "llama", "Llama-Embed-Nemotron, as embedding model", "llama_bidirec", is_encoder=True
@@ -177,10 +179,10 @@ ARCHITECTURES: dict[str, Architecture] = {
     "phi2": Architecture("phi2", "Phi 1, 1.5 and 2", "phi"),
     "phi3": Architecture("phi3", "Phi-3, 3.5 and 4", "phi3"),
     "qwen": Architecture("qwen", "Qwen 1", "qwen"),
-    "qwen2": Architecture("qwen2", "Qwen 2 and 2.5", "qwen2"),
+    "qwen2": Architecture("qwen2", "Qwen 2 and 2.5", "qwen2 minicpmv/2.6 minicpmo/2.6"),
     "qwen2moe": Architecture("qwen2", "Qwen 1.5 and 2 with experts", "qwen2_moe"),
     "qwen2vl": Architecture("qwen2", "Qwen 2 and 2.5 VL, text", "qwen2_vl qwen2_vl_text qwen2_5_vl qwen2_5_vl_text"),
-    "qwen3": Architecture("qwen3", "Qwen 3", "qwen3"),
+    "qwen3": Architecture("qwen3", "Qwen 3", "qwen3 minicpmv/4.5 minicpmo/4.5"),
     "qwen35": Architecture("qwen35", "Qwen 3.5 and 3.6", "qwen3_5 qwen3_5_text minicpmv4_6", has_block=True),
     "qwen35moe": Architecture(
         "qwen35", "Qwen 3.5 and 3.6 with experts", "qwen3_5_moe qwen3_5_moe_text", has_block=True

@@ -45,7 +45,7 @@ _SAMPLING |= {"repetition_penalty": "penalty_repeat"}
 
 #: Tensors of a checkpoint that are not the language model's.
 _OTHERS = re.compile(
-    r"(^|\.)(mtp|vision_\w+|vit(?:_\w+)?|sam_model|qwen2_model|projector|visual|audio_\w+|multi_modal_projector|mm_projector|connector|mlp_AR|embed_vision"
+    r"(^|\.)(mtp|vision_\w+|vit(?:_\w+)?|sam_model|qwen2_model|projector|visual|vpm|resampler|apm|tts|audio_\w+|multi_modal_projector|mm_projector|connector|mlp_AR|embed_vision"
     r"|embed_audio)\.|^model\.merger\."
     r"|rotary_emb\.inv_freq$|\.masked_bias$|^cls\.(predictions|seq_relationship)\.|position_ids$|image_newline$"
     r"|(^|\.)h\.\d+\.attn\.bias$|view_seperator$|^decoder\.(weight|bias)$"
@@ -196,7 +196,8 @@ class Checkpoint:
 
 
 def _architecture(config: Config, values: Mapping[str, Any]) -> str:
-    wanted = {str(values.get("model_type")), str(config.values.get("model_type"))}
+    kind = str(values.get("model_type"))
+    wanted = {kind, f"{kind}/{values.get('version')}", str(config.values.get("model_type"))}
     kinds = set(map(str, config.values.get("architectures") or ()))  # which some share a type with others
     found = [name for name, each in ARCHITECTURES.items() if kinds & set(each.hf_types.split())]
     found = found or [name for name, each in ARCHITECTURES.items() if wanted & set(each.hf_types.split())]
@@ -381,7 +382,7 @@ class _Namer:
 
 def _without_wrappers(name: str) -> str:
     """A tensor's name as models without images, and without a task, have it."""
-    name = re.sub(r"(^|\.)(language_model|text_model|bert|roberta)\.", r"\1", name)
+    name = re.sub(r"(^|\.)(language_model|text_model|bert|roberta|llm)\.", r"\1", name)
     return re.sub(r"^classifier\.(dense|out_proj)\.", lambda head: _CLASSIFIER[head[1]], name)
 
 

@@ -34,7 +34,10 @@ _NAMES = {
 }
 
 #: What belongs to the text model, and to sounds in a model that sees, too.
-_OTHERS = re.compile(r"^(model\.)?(language_model|text_model|layers|norm|embed_tokens)\b|^(lm_head|mtp)\.")
+_OTHERS = re.compile(
+    r"^(model\.)?(language_model|text_model|layers|norm|embed_tokens)\b"
+    r"|^(lm_head|mtp|llm|apm|tts|audio_projection_layer)\."
+)
 _SOUNDS = re.compile(r"^(model\.)?(audio_tower|embed_audio)\.")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
@@ -114,8 +117,8 @@ def _keys(folder: Path, found: Mapping[str, tuple[Projector, Checkpoint]]) -> di
         for key, names in _NAMES.items():
             keys[f"{section}.{key}"] = next((c.vision[name] for name in names.split() if name in c.vision), None)
         if media == "image":
-            for key in ("image_mean", "image_std"):
-                keys[f"vision.{key}"] = [float(x) for x in c.processor[key]]
+            for key, other in (("image_mean", "norm_mean"), ("image_std", "norm_std")):
+                keys[f"vision.{key}"] = [float(x) for x in c.processor[key if key in c.processor else other]]
         own = family.keys(c)
         if len(found) > 1 and (projector := own.pop("projector_type", None)):
             own[f"{section}.projector_type"] = projector

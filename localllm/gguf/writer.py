@@ -48,12 +48,13 @@ def encode_value(value: object, type: ValueType = ValueType.UINT32) -> bytes:
 
     Args:
         value: a bool, number or text, or a list, tuple or array of one of these kinds.
-        type: of an integer.  In arrays they are i32, or numpy's uint8; floats are f32.
+        type: of an integer that is not numpy's int32.  In arrays they are i32, or numpy's uint8; floats are f32.
     """
     match value:
         case bool() | np.bool_():
             return _head(ValueType.BOOL) + bytes([bool(value)])
         case int() | np.integer():
+            type = ValueType.INT32 if isinstance(value, np.integer) and value.dtype == np.int32 else type
             return _head(type) + _integers([int(value)], type, value)
         case float() | np.floating():
             return _head(ValueType.FLOAT32) + _floats([float(value)], value)

@@ -266,7 +266,7 @@ class VisionEncoder:
             for some in _batches(frames):
                 rows = yield from self._run(encoder.stages[0], some, encoder.model.further)
                 for behind in encoder.stages[1:]:
-                    following = [_following(each[:, 0], behind.stage.n_joined) for each in rows]
+                    following = [encoder.model.following(each[:, 0], of) for each, of in zip(rows, some, strict=True)]
                     rows = yield from self._run(behind, following)
                 made += rows
             for each in own:
@@ -363,12 +363,6 @@ def _beside(work: Callable[[], _T]) -> Generator[None, None, _T]:
         return result.result()
     finally:
         executor.shutdown(wait=False)
-
-
-def _following(rows: NDArray[np.float32], n_joined: int) -> FrameRows:
-    """The rows of a frame as the next graph takes them."""
-    axes, spans = np.zeros((3, len(rows)), np.int32), np.zeros((2, 0), np.int32)
-    return FrameRows(rows, axes, np.arange(0, len(rows), n_joined, dtype=np.int32), spans)
 
 
 def _batches(frames: Sequence[FrameRows]) -> Iterator[list[FrameRows]]:

@@ -103,7 +103,7 @@ class EncoderModel:
     #: Whether a picture's tokens turn by row and column in the text model (M-RoPE).
     has_grid: ClassVar[bool] = False
     #: What stands before the n-th picture of a prompt, counted from 0, with {} for n.
-    numbered: ClassVar[str] = ""
+    numbered: str = ""
     #: The layers whose patches see nothing but their window.
     windowed: Collection[int] = ()
     #: What goes on with the rows of `graph`, for encoders whose last layers have fewer of them.
@@ -180,6 +180,12 @@ class EncoderModel:
         """As `rows`; yields after pieces of the work, where that is long."""
         yield from ()
         return self.rows(frame)
+
+    def following(self, rows: Pixels, frame: FrameRows) -> FrameRows:
+        """The rows that a frame became, as `behind` takes them."""
+        n = 1 if self.behind is None else self.behind.n_joined
+        axes, spans = np.zeros((3, len(rows)), np.int32), np.zeros((2, 0), np.int32)
+        return FrameRows(rows, axes, np.arange(0, len(rows), n, dtype=np.int32), spans)
 
     def arranged(self, prepared: Prepared, rows: Pixels) -> Pixels:
         """The rows of a picture in the order of its tokens, of those of its frames: [n, n_embeddings, width]."""

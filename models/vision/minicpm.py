@@ -63,6 +63,8 @@ def hf_tensor(name: str, array: Array, c: Checkpoint) -> Array | Mapping[str, Ar
 class MiniCPMV(VisionModel):
     marker = "<|image_pad|>"
     numbered = "<image_id>{}</image_id>"
+    #: What stands before all slices, around each, and behind all.
+    slice_marks = "", "<slice>", "</slice>", ""
 
     def read(self) -> None:
         self.merge = self.number("projector.scale_factor", 4)
@@ -82,7 +84,7 @@ class MiniCPMV(VisionModel):
             self._tokens(x)
             return
         self._window(x)
-        first, self.graph = self.graph, Graph()
+        first, self.graph = self.graph, Graph(rounds_floats=True)
         x = self.graph.add(Input(Tensor(Rows.TOKENS, self.n_embd), 0, self.n_embd))
         self._tokens(self.layers(x, numbers=range(self.n_first, self.n_layers)))
         self.behind, self.graph = Stage(self.graph, 4), first
@@ -112,7 +114,7 @@ class MiniCPMV(VisionModel):
     def rows(self, frame: Any) -> FrameRows:
         """The patches of a token stand together, and among them those of a window."""
         rows = super().rows(frame)
-        if self.merge == 2:
+        if self.merge != 4:
             return rows
         n = len(rows.given)
         order = (np.arange(0, n, 16)[:, None] + block_order(4, 4, 2)).ravel()
@@ -124,39 +126,55 @@ class MiniCPMV(VisionModel):
         """Those of the nearest places of the table.  Source: transformers' ``get_vision_nearest_position_ids``."""
         side = math.isqrt(len(self.position_table))
         bounds = ((1 + np.arange(side - 1)) * (1 / side)).astype(np.float32)
-        down, across = (
-            np.searchsorted(bounds, np.arange(n, dtype=np.float32) / np.float32(n), side="right")
-            for n in (rows, columns)
-        )
+        down, across = (self.places(n, bounds) for n in (rows, columns))
         found: Pixels = self.position_table[(down[:, None] * side + across).ravel()]
         return found
+
+    def places(self, n: int, bounds: Pixels) -> Array:
+        """Where a grid's n rows or columns are among the table's, which have these bounds."""
+        return np.searchsorted(bounds, np.arange(n, dtype=np.float32) / np.float32(n), side="right")
+
+    def n_rows(self, height: int, width: int) -> int:
+        """Tokens of a picture, or a slice, of this size."""
+        return height * width // (self.patch_size * self.merge) ** 2
 
     def prepare(self, picture: Any, max_tokens: int | None = None) -> Prepared:
         side, slices, size = self.patch_size * self.merge, self.most, self.image_size
         while True:
-            grid = self._grid(picture, slices, size)
-            sizes = [self._size(picture.height, picture.width, size, grows=grid is None)]
-            if grid is not None:
-                tall, wide = max(round(picture.height / grid[0]), 1), max(round(picture.width / grid[1]), 1)
-                sizes.append(self._size(tall, wide, size))
-            counts = [height * width // side**2 for height, width in sizes]
-            n_tokens = counts[0] if grid is None else counts[0] + grid[0] * grid[1] * counts[1]
+            grid, sizes = self.layout(picture, slices, size)
+            n_tokens = self.n_rows(*sizes[0]) + (0 if grid is None else math.prod(grid) * self.n_rows(*sizes[1]))
             if max_tokens is None or n_tokens <= max_tokens or (slices <= 1 and size < 2 * side):
                 break
             slices, size = (slices - 1, size) if slices > 1 else (1, size - side)
         if max_tokens is not None and n_tokens > max_tokens:  # a long one
-            sizes, counts = [(side, side)], [1]
+            sizes = [(side, side)]
+        return self.sliced(picture, grid, sizes)
+
+    def layout(self, picture: Any, slices: int, size: int) -> tuple[tuple[int, int] | None, list[tuple[int, int]]]:
+        """Rows and columns of slices, at most so many, and the sizes of the whole picture and of a slice."""
+        grid = self._grid(picture, slices, size)
+        sizes = [self._size(picture.height, picture.width, size, grows=grid is None)]
+        if grid is not None:
+            tall, wide = max(round(picture.height / grid[0]), 1), max(round(picture.width / grid[1]), 1)
+            sizes.append(self._size(tall, wide, size))
+        return grid, sizes
+
+    def sliced(self, picture: Any, grid: tuple[int, int] | None, sizes: list[tuple[int, int]]) -> Prepared:
+        """A picture, and slices of it, of a `layout`."""
+        side = self.patch_size * self.merge
         whole = np.asarray(resized(picture, *sizes[0], "bicubic"))
-        parts: list[str | int] = ["<image>", counts[0], "</image>"]
+        parts: list[str | int] = ["<image>", self.n_rows(*sizes[0]), "</image>"]
         shape = whole.shape[0] // side, whole.shape[1] // side
         if grid is None:
             return Prepared((whole,), tuple(parts), shape)
         rows, columns = grid
         height, width = sizes[1]
         pixels = np.asarray(resized(picture, height * rows, width * columns, "bicubic"))
+        before, begin, end, behind = self.slice_marks
+        parts.append(before)
         for number in range(rows * columns):
-            parts += ["\n<slice>" if number and not number % columns else "<slice>", counts[1], "</slice>"]
-        return Prepared((whole, *cut(pixels, height, width)), tuple(parts), shape)
+            parts += ["\n" if number and not number % columns else "", begin, self.n_rows(height, width), end]
+        return Prepared((whole, *cut(pixels, height, width)), (*parts, behind), shape)
 
     def _grid(self, picture: Any, slices: int, size: int) -> tuple[int, int] | None:
         """Rows and columns of slices, about as wide as the picture; None for a picture that needs none."""

@@ -87,6 +87,9 @@ PROJECTORS: dict[str, Projector] = {
         "qwen3vl qwen3vlmoe qwen35 qwen35moe",
         "qwen3_vl qwen3_vl_moe qwen3_5 qwen3_5_moe",
     ),
+    "resampler": Projector(
+        "resampler", "Resampler", "MiniCPM-V 2.5 to 4.5, MiniCPM-o", "llama qwen2 qwen3", "minicpmv minicpmo"
+    ),
     "gemma4a": Projector("gemma4_sound", "Gemma4Sound", "Gemma 4", "gemma4", "gemma4", kind="audio"),
     "gemma4ua": Projector(
         "gemma4_sound", "Gemma4UnifiedSound", "Gemma 4 12B", "gemma4", "gemma4_unified", kind="audio"

@@ -106,7 +106,7 @@ def apart(ours: Floats, theirs: Floats) -> float | None:
 
 def compare(name: str, folder: Path) -> dict[str, Any]:
     FAMILIES[name] = replace(FAMILIES[name], options=FAMILIES[name].options | BUDGETS.get(name, {}))
-    if name.startswith("minicpm"):
+    if name.startswith(("minicpm", "resampler")):
         FAMILIES[name].settings["vision_config"]["image_size"] = MINICPM_SIZE
     if name == "qwen3vl_merger":  # llama.cpp takes no fewer layers than have rows added
         FAMILIES[name].settings["text_config"]["num_hidden_layers"] = 3

@@ -42,11 +42,12 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     encoded = {key: encode_value(value) for key, value in values.items()}
     encoded["a.short"] = encode_value(3, ValueType.UINT16)
     encoded["a.signed"] = encode_value(-4, ValueType.INT32)
+    encoded["a.signed too"] = encode_value(np.int32(-5))
     n_bytes = write(tmp_path / "new.gguf", encoded)
     assert (tmp_path / "new.gguf").stat().st_size == n_bytes
     with GGUFFile.open(tmp_path / "new.gguf") as file:
         found = {key: list(value) if key == "a.texts" else value for key, value in file.metadata.items()}
-        assert found == {**values, "a.short": 3, "a.signed": -4}
+        assert found == {**values, "a.short": 3, "a.signed": -4, "a.signed too": -5}
         assert [(t.name, t.shape, t.type) for t in file.tensors.values()] == [
             (t.name, t.shape, t.type) for t in TENSORS
         ]

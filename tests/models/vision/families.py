@@ -21,6 +21,7 @@ from tests.helpers.checkpoints import write_tokenizer
 Image = pytest.importorskip("PIL.Image")
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
+minicpmv = import_module("tests.models.vision.minicpmv")
 
 #: Height and width of odd pictures: beyond a tile, long, and of a pixel.
 SIZES = ((75, 130), (211, 64), (1, 1))
@@ -31,7 +32,7 @@ class Family:
     """A tiny model.
 
     Attributes:
-        model, config: names of transformers' classes, and what the second is given.
+        model, config: names of classes, of transformers or `minicpmv`, and what the second is given.
         processor: the module and name of the class that prepares pictures, and what it is given.
         seen: of the processor's result, the pixels [frames of [3, height, width]], or patches.
         arguments: of it, what the model's ``get_image_features`` is given.
@@ -212,6 +213,32 @@ FAMILIES: dict[str, Family] = {
         ("lfm2_vl.image_processing_lfm2_vl", "Lfm2VlImageProcessor"),
         {"min_image_tokens": 2, "max_image_tokens": 4, "tile_size": 64, "max_tiles": 6},
         ("pixel_values", "spatial_shapes", "pixel_attention_mask"),
+    ),
+    "resampler": Family(
+        "MiniCPMV",
+        "MiniCPMVConfig",
+        {
+            "text_config": TEXT | {"hidden_size": 256, "head_dim": 64},
+            "vision_config": SIGLIP | {"image_size": 112, "patch_size": 14},
+            "query_num": 5,
+            "version": 4.5,
+        },
+        ("minicpmv", "MiniCPMVProcessor"),
+        {"scale_resolution": 84, "max_slice_nums": 4},
+        ("pixel_values", "target_sizes"),
+    ),
+    "resampler 2.5": Family(
+        "MiniCPMV",
+        "MiniCPMVConfig",
+        {
+            "text_config": TEXT | {"hidden_size": 128},
+            "vision_config": SIGLIP | {"image_size": 140, "patch_size": 14},
+            "query_num": 3,
+            "drop_vision_last_layer": True,
+        },
+        ("minicpmv", "MiniCPMVProcessor"),
+        {"scale_resolution": 70, "max_slice_nums": 9},
+        ("pixel_values", "target_sizes"),
     ),
     "llama4": Family(
         "Llama4ForConditionalGeneration",
@@ -433,6 +460,8 @@ def by_pillow(module: str, kind: str) -> Any:
 def processor_of(name: str) -> Any:
     family = FAMILIES[name]
     module, kind = family.processor
+    if hasattr(minicpmv, kind):
+        return getattr(minicpmv, kind)(**family.options)
     if "_pil_" not in module:
         return by_pillow(module, kind)(**family.options)
     imported = __import__(f"transformers.models.{module}", fromlist=[kind])
@@ -467,8 +496,9 @@ def make(name: str, folder: Path) -> Any:
     """The model of a family, saved in a folder with its files, model.gguf and mmproj.gguf."""
     family = FAMILIES[name]
     torch.manual_seed(len(name))
-    config = getattr(transformers, family.config)(**family.settings | {"image_token_id": 7})
-    model = getattr(transformers, family.model)(config).eval().float()
+    library = minicpmv if hasattr(minicpmv, family.model) else transformers
+    config = getattr(library, family.config)(**family.settings | {"image_token_id": 7})
+    model = getattr(library, family.model)(config).eval().float()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
