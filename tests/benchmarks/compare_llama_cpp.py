@@ -1,6 +1,7 @@
 """localllm and llama.cpp side by side: the same files, threads and prompts, in turn, with their outputs compared.
 
     python -m tests.benchmarks.compare_llama_cpp --make llama-1.1b:q4_0,q8_0 --make qwen2-0.5b:q4_0
+    python -m tests.benchmarks.compare_llama_cpp --tests pp,tg --make llama-1.1b:iq1_s,iq2_xxs,iq3_s,iq4_xs
     python -m tests.benchmarks.compare_llama_cpp --tests depth -d 32768 --make deepseek32-2.6b:q4_0 \\
         --make deepseek3-2.6b:q4_0                                   # sparse attention, and the same shape dense
     python -m tests.benchmarks.compare_llama_cpp model.gguf -t 1,2 --tests pp,tg -p 512 -n 64 -r 3

@@ -192,7 +192,7 @@ def _checkpoint(folder: Path, shape: RealShape) -> Path:
     with (folder / "model.safetensors").open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for name, size in shapes.items():
-            for part in _random_bfloat16(rng, name, size, _scale(name, config.hidden_size, shape.n_layers)):
+            for part in _random_bfloat16(rng, name, size, _scale(name, config, shape.n_layers)):
                 file.write(part)
     return folder
 
@@ -209,12 +209,16 @@ def _split_experts(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str,
             yield from ((f"{stem}.experts.{i}.{part}.weight", (n_out // len(parts), n_in)) for part in parts)
 
 
-def _scale(name: str, width: int, n_layers: int) -> float:
+def _scale(name: str, config: Any, n_layers: int) -> float:
     """Such that all layers together add about as much to the residual stream as the embedding, and logits are small:
-    rounding errors then stay nearly as small as in trained models."""
+    rounding errors then stay nearly as small as in trained models.  Where the embedding is not the head too, it is
+    large, as Q6_K has no scales for what is small beside a common one.
+    """
+    if not config.tie_word_embeddings:
+        return float((2 * n_layers) ** 0.5) if "embed_tokens" in name else 1.0
     if "embed_tokens" in name:
-        return float(width**-0.5)
-    return float((2 * n_layers * width) ** -0.5) if re.search("(o|out|down)_proj", name) else 1.0
+        return float(config.hidden_size**-0.5)
+    return float((2 * n_layers * config.hidden_size) ** -0.5) if re.search("(o|out|down)_proj", name) else 1.0
 
 
 def _random_bfloat16(rng: np.random.Generator, name: str, size: tuple[int, ...], scale: float) -> Iterator[bytes]:

@@ -182,7 +182,10 @@ def _random_tensor(
 ) -> NDArray[Any]:
     if name == "output_norm.weight":
         # Of both signs: where the head is the embedding, every token would else predict itself.
-        return _signed(rng, rng.uniform(0.8, 1.2, size)).astype(np.float32)
+        values = _signed(rng, rng.uniform(0.8, 1.2, size))
+        # Where it is, its values are larger than a head's.
+        factor = shape.n_embd**-0.5 / _deviation("token_embd.weight", size, shape) if shape.tied else 1.0
+        return (factor * values).astype(np.float32)
     if name.endswith("norm.weight"):
         return rng.uniform(0.8, 1.2, size).astype(np.float32)
     if name.endswith(".bias"):
@@ -191,15 +194,17 @@ def _random_tensor(
 
 
 def _deviation(name: str, size: tuple[int, ...], shape: Shape) -> float:
-    """Standard deviation of a matrix's values."""
+    """Standard deviation of a matrix's values.
+
+    All layers together add somewhat less to the residual stream than the embedding, so that rounding errors stay
+    nearly as small as in trained models.  The embedding is large, rather than what is added to it small: some formats
+    have no scales for deviations below a thousandth (a block's scale of Q6_K and IQ4_XS is that over 1,800).
+    """
+    if name == "token_embd.weight":
+        return float((2 * shape.n_layers) ** 0.5)
     unit = float(size[-1] ** -0.5)  # passes on the magnitude of what comes in
-    if name.endswith(("attn_q.weight", "attn_k.weight")):
-        return 1.4 * unit  # attention looks at a few tokens, not at all alike
-    if name.endswith(("attn_output.weight", "ffn_down.weight")):
-        # All layers together add somewhat less to the residual stream than the embedding, whose deviation is
-        # n_embd ** -0.5.  So rounding errors stay nearly as small as in trained models.
-        return unit * float((2 * shape.n_layers * shape.n_embd) ** -0.5)
-    return unit
+    # Attention looks at a few tokens, not at all alike.
+    return 1.4 * unit if name.endswith(("attn_q.weight", "attn_k.weight")) else unit
 
 
 def random_blocks(rng: np.random.Generator, type: GGMLType, n_blocks: int, deviation: float) -> Blocks:

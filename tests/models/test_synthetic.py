@@ -35,6 +35,18 @@ def test_blocks_have_the_asked_mean_and_deviation(type: GGMLType) -> None:
     assert len(np.unique(blocks, axis=0)) > (4_900 if blocks.shape[1] > 2 else 1_000)
 
 
+@pytest.mark.parametrize("name", ["blk.0.ffn_down.weight", "blk.0.attn_q.weight", "token_embd.weight"])
+@pytest.mark.parametrize("shape", synthetic.SHAPES.values(), ids=synthetic.SHAPES)
+@pytest.mark.parametrize("type", [kind for kind in GGMLType if kind in synthetic._MAKERS])
+def test_matrices_of_every_shape_have_their_deviation(type: GGMLType, shape: synthetic.Shape, name: str) -> None:
+    """The scales of small values are not rounded to nothing."""
+    size = next(size for each, size in synthetic.tensor_shapes(shape) if each == name)
+    deviation = synthetic._deviation(name, size, shape)
+    blocks = synthetic.random_blocks(np.random.default_rng(0), type, 5_000, deviation)
+    values = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType(type))
+    assert values.std() == pytest.approx(deviation, rel=0.06)
+
+
 @pytest.mark.parametrize("architecture", SMALL)
 @pytest.mark.parametrize("file_type", synthetic.FILE_TYPES)
 def test_activations_stay_healthy(architecture: str, file_type: str, tmp_path: Path) -> None:
