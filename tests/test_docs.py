@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,7 +39,7 @@ NOT_RUN = {
     ".venv/bin/pip": ".ci/run does",
     "pip install": ".ci/run does, or a registry would be asked",
     "python -m pytest": "this is a run of it",
-    "python -m tests.": "takes hours, or a compiler of CUDA: .ci/run has registers",
+    "python -m tests.": "takes hours, or a compiler of CUDA: .ci/run has registers, and a test below the texts",
     "localllm chat": "does not end: tests/tui, and the README's below",
     "localllm merge": "takes an adapter: tests/localllm/loading/test_adapters.py",
     "localllm serve": "does not end: tests/localllm/server/test_serve_command.py",
@@ -65,6 +66,8 @@ OTHER_FENCES = {
     ("chat.md", "toml"): "tests/tui/test_terminal.py writes such settings",
     ("serve.md", "toml"): "tests/localllm/server/test_serve_command.py",
     ("library.md", "py"): "takes a model or a program that is not here",
+    ("pictures.md", "py"): "takes a model that sees: tests/models/vision/test_seeing.py",
+    ("sound.md", "py"): "takes a model that hears: tests/models/vision/test_hearing.py",
     ("many-machines.md", "haproxy"): "tests/localllm/integrations/test_haproxy.py",
     ("many-machines.md", "py"): "takes a cluster: tests/localllm/integrations/test_ray.py",
 }
@@ -78,22 +81,23 @@ def blocks(language: str) -> list[tuple[Path, str]]:
     return [(page, text) for page in pages for name, text in FENCE.findall(page.read_text()) if name == language]
 
 
-def lines() -> list[tuple[str, str]]:
-    """The command lines of all pages, with the name of theirs."""
+def lines_of(pages: list[Path]) -> list[tuple[str, str]]:
+    """The command lines of pages, with the name of theirs."""
     found = []
-    for page, text in blocks("sh"):
-        found += [(page.name, line) for line in text.replace("\\\n", " ").splitlines() if line.strip()]
+    for page in pages:
+        for name, text in FENCE.findall(page.read_text("utf-8")):
+            if name == "sh":
+                found += [(page.name, line) for line in text.replace("\\\n", " ").splitlines() if line.strip()]
     return found
 
 
+def lines() -> list[tuple[str, str]]:
+    """Those of the pages that have no tests of their own."""
+    return lines_of([page for page in PAGES if page.name not in OWN_TESTS])
+
+
 def test_what_is_not_run_is_there_and_tests_name_their_pages() -> None:
-    every = [
-        line
-        for page in PAGES
-        for name, text in FENCE.findall(page.read_text())
-        if name == "sh"
-        for line in text.splitlines()
-    ]
+    every = [line for _, line in lines_of(PAGES)]
     assert not [prefix for prefix in NOT_RUN if not any(line.startswith(prefix) for line in every)]
     for page, path in OWN_TESTS.items():
         assert page in (ROOT / path).read_text()
@@ -107,9 +111,58 @@ def test_what_is_not_run_is_there_and_tests_name_their_pages() -> None:
         if page.name != "cli.md"
         for text in re.findall(r"^ {4}(.*\n)", page.read_text("utf-8"), re.MULTILINE)
     ]
-    plain += [text for page in PAGES for name, text in FENCE.findall(page.read_text("utf-8")) if name in ("", "text")]
+    texts = [text for page in PAGES for name, text in FENCE.findall(page.read_text("utf-8")) if name in ("", "text")]
+    plain += texts
     assert not re.findall(r"^(?:localllm|pip|python) ", "".join(plain), re.MULTILINE)
     assert {each for each in fences if each[1] not in ("sh", "python", "text", "")} == OTHER_FENCES.keys()
+    # A fence in a list, or in a quotation, would not be found above; nor would a program that is called a text.
+    for page in PAGES:
+        text = page.read_text("utf-8")
+        assert text.count("```") == 2 * len(FENCE.findall(text)), page.name
+    assert not re.findall(r"^(?:llm\.|import |from |curl |\.venv)", "".join(texts), re.MULTILINE)
+
+
+def test_programs_that_are_not_run_are_python() -> None:
+    for page in PAGES:
+        for name, text in FENCE.findall(page.read_text("utf-8")):
+            if name == "py":
+                compile(text, page.name, "exec")
+
+
+@pytest.mark.parametrize(
+    "line", sorted({line for _, line in lines_of(PAGES) if re.match(r"localllm (?:chat|merge|serve)\b", line)})
+)
+def test_a_command_that_is_not_run_can_be_read(line: str) -> None:
+    _, name, *words = shlex.split(line, comments=True)
+    parser_of(name).parse_args(words)
+
+
+def test_the_tests_own_programs_are_there_with_their_flags(tmp_path: Path) -> None:
+    named = set()
+    for page in PAGES:
+        text = page.read_text("utf-8").replace("\\\n", " ")
+        named |= set(re.findall(r"python -m (tests\.[\w.]+)([^`\n#]*)", text))
+    assert named
+    for module, rest in named:
+        file = ROOT / module.replace(".", "/")
+        sources = list(file.glob("*.py")) if file.is_dir() else [file.with_suffix(".py")]
+        text = "".join(path.read_text("utf-8") for path in sources)
+        assert "__main__" in text or (file / "__main__.py").exists(), module
+        flags = re.findall(r"(?<!\S)--?[a-z][a-z-]*", rest)
+        assert [flag for flag in flags if f'"{flag}"' not in text] == [], module
+    page = (ROOT / "docs" / "smaller-models.md").read_text("utf-8")
+    seed, number = re.findall(r"python -m tests\.demo_model\.data (\d+) (\d+)", page)[0]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.demo_model.data", seed, number], cwd=ROOT, capture_output=True, check=True
+    )
+    assert len(done.stdout) > 10_000
+
+
+def test_extras_that_are_named_are_there() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
+    for page in PAGES:
+        for names in re.findall(r"(?:localllm|\.)\[([\w,]+)\]", page.read_text("utf-8")):
+            assert set(names.split(",")) <= extras.keys(), f"{page.name}: {names}"
 
 
 @pytest.mark.parametrize(
@@ -123,7 +176,7 @@ def test_commands_in_sentences_are_there_with_their_flags(page: Path) -> None:
 
 
 def test_all_encoders_of_pictures_are_in_the_table() -> None:
-    section = (ROOT / "docs" / "models.md").read_text().partition("## Which see")[2]
+    section = (ROOT / "docs" / "models.md").read_text().partition("## Models that see or hear")[2]
     for name, projector in PROJECTORS.items():
         assert f"| `{name}` | {projector.models} |" in section
 
