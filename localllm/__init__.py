@@ -1,4 +1,4 @@
-"""Run large language models on the machine you have: GGUF files, in Python alone.
+"""Run large language models (GGUF files) on your own computer, in Python alone.
 
     import localllm
 

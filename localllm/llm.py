@@ -395,7 +395,9 @@ class LLM:
         """
         engine, embedder = self._opened(), self._embedder
         if embedder is None or embedder.is_reranker:
-            what, use = ("scores documents", "use rerank") if embedder else ("writes text", "load one for vectors")
+            what, use = (
+                ("scores documents", "use rerank") if embedder else ("generates text", "load an embedding model")
+            )
             raise UsageError(f"{self._info.path.name} {what}: it makes no vectors of texts; {use}")
         if embedder.is_late and not per_token:
             raise UsageError(

@@ -56,7 +56,7 @@ def whole(least: int, words: str = "", *, below: float = math.inf) -> Callable[[
 
 def reader(option: Option) -> Callable[[str], Any]:
     """Reads values of an option; -1 is llama.cpp's way to leave it open, where that is possible."""
-    leave_out = f"; leave it out for {option.none}" if option.none else ""
+    leave_out = f"; leave it out for the default: {option.none}" if option.none else ""
 
     def read(text: str) -> Any:
         if text == "-1" and option.none:

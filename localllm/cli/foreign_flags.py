@@ -12,16 +12,16 @@ from localllm.errors import UsageError
 from localllm.options.foreign_names import split_names
 from localllm.shell import join_command
 
-_WHOLE_LAYERS = "a model is split by layers, see -ngl and --tensor-split; leave it out"
-_ONE_ANSWER = "localllm generate answers one prompt: localllm chat is for conversations"
+_WHOLE_LAYERS = "models are split by layers, with -ngl and --tensor-split; leave it out"
+_ONE_ANSWER = "localllm generate answers one prompt; localllm chat is for conversations"
 _SERVER = "localllm serve -m FILE serves models to other programs"
-_QUESTIONS = "localllm evaluate --choices FILE takes questions of multiple choice, a line of JSON each"
+_QUESTIONS = "localllm evaluate --choices FILE takes multiple-choice questions, one JSON object per line"
 _INSPECT = "localllm inspect FILE --metadata shows what a file says"
-_NOT_HERE = "this version of localllm has nothing like it"
-_OWN_BATCHES = "localllm chooses the size of its batches itself"
+_NOT_HERE = "localllm has nothing like it"
+_OWN_BATCHES = "localllm chooses its batch sizes itself"
 _ON_STDERR = "messages go to standard error, and -q leaves them out"
-_IN_FILE = "it is read from the file, leave it out"
-_DRAFT_TOO = "what holds for the model holds for the draft model too"
+_IN_FILE = "it is read from the file; leave it out"
+_DRAFT_TOO = "the draft model runs with the options of the model"
 
 #: Values of flags that may stand alone: -fa, and -fa on.
 _SWITCH = re.compile(r"(on|off|auto|true|false|[01])(,(on|off|auto|[01]))*")
@@ -29,17 +29,17 @@ _SWITCH = re.compile(r"(on|off|auto|true|false|[01])(,(on|off|auto|[01]))*")
 #: Flags that change nothing here: how many values they have ("?" is one of `_SWITCH`, or none), and why.
 NO_EFFECT = split_names(
     {
-        "-fa --flash-attn --flash-attention": ("?", "attention is always computed so"),
+        "-fa --flash-attn --flash-attention": ("?", "attention is always computed this way"),
         "-b --batch-size -ub --ubatch-size --n-batch --n-ubatch --num-batch": ("1", _OWN_BATCHES),
-        "-np --parallel --n-parallel": ("1", "one prompt is one sequence"),
+        "-np --parallel --n-parallel": ("1", "this command runs one prompt at a time"),
         "-cb --cont-batching -nocb --no-cont-batching": ("0", _OWN_BATCHES),
-        "-tb --threads-batch --n-threads-batch": ("1", "-t holds for the prompt too"),
+        "-tb --threads-batch --n-threads-batch": ("1", "-t sets the threads for prompts, too"),
         "--mlock --use-mlock": ("?", "localllm does not pin memory"),
-        "--numa --prio --poll": ("1", "the system places and schedules threads"),
-        "--mmap --no-mmap -mmp --use-mmap": ("?", "weights are always copied while they are loaded"),
+        "--numa --prio --poll": ("1", "the operating system places and schedules threads"),
+        "--mmap --no-mmap -mmp --use-mmap": ("?", "weights are always copied when they are loaded"),
         "--repack --no-repack -nr": ("0", "weights are always repacked for the processor"),
-        "--jinja --no-jinja": ("0", "the file's chat template is always used, or --chat-template's"),
-        "--reasoning-format": ("1", "what a model thinks is always apart from its text"),
+        "--jinja --no-jinja": ("0", "the chat template is always used: the file's, or --chat-template"),
+        "--reasoning-format": ("1", "reasoning is always separated from the text"),
         "--embedding --embeddings --rerank --reranking": ("0", "a model's file says what it is made for"),
         "--pooling": ("1", _IN_FILE),
         "--mmproj-offload --no-mmproj-offload": ("0", "pictures are encoded on the CPU"),
@@ -49,29 +49,32 @@ NO_EFFECT = split_names(
         ),
         "-cram --cache-ram": (
             "1",
-            "prompts stay in the KV cache, and --prompt-cache DIR of serve keeps them on disk",
+            "prompts stay in the KV cache; serve --prompt-cache DIR keeps them on disk",
         ),
-        "-fit --fit": ("?", "what no flag says is always chosen so that it fits"),
-        "-fitt --fit-target -fitc --fit-ctx": ("1", "what no flag says is always chosen so that it fits"),
-        "-st --single-turn": ("0", "localllm generate answers one prompt, localllm chat goes on"),
-        "--keep --n-keep": ("1", "generate --overflow and chat --when-full say what a full context loses"),
-        "--no-context-shift": ("0", "the text ends where the context is full"),
-        "--draft-min --draft-n-min --draft-p-min --draft-p-split": ("1", "drafts grow with how many are accepted"),
+        "-fit --fit": ("?", "what you do not set is always chosen to fit in memory"),
+        "-fitt --fit-target -fitc --fit-ctx": ("1", "what you do not set is always chosen to fit in memory"),
+        "-st --single-turn": ("0", "localllm generate answers one prompt, localllm chat continues"),
+        "--keep --n-keep": ("1", "generate --overflow and chat --when-full set what a full context drops"),
+        "--no-context-shift": ("0", "the text ends when the context is full"),
+        "--draft-min --draft-n-min --draft-p-min --draft-p-split": (
+            "1",
+            "drafts get longer as more of them are accepted",
+        ),
         "-td --threads-draft -tbd --threads-batch-draft -cd --ctx-size-draft": ("1", _DRAFT_TOO),
         "-ngld --gpu-layers-draft --n-gpu-layers-draft -devd --device-draft": ("1", _DRAFT_TOO),
         "--color -co --log-colors": ("?", "only the chat app has colours"),
-        "--no-display-prompt --warmup --no-warmup --simple-io --no-escape": ("0", "it is always so"),
-        "--nowordwrap --hidethinking": ("0", "it is always so"),
+        "--no-display-prompt --warmup --no-warmup --simple-io --no-escape": ("0", "localllm always works this way"),
+        "--nowordwrap --hidethinking": ("0", "localllm always works this way"),
         "--perf --no-perf --log-timestamps --log-prefix --log-disable": ("0", _ON_STDERR),
         "--log-file --log-verbosity -lv": ("1", _ON_STDERR),
-        "--offline": ("0", "only localllm pull, -hf and -mu ask the hub"),
+        "--offline": ("0", "only localllm pull, -hf and -mu use the network"),
         "--metrics --slots --props --ui --no-ui --webui --no-webui": (
             "0",
-            "the server always has its page, /metrics and the rest",
+            "the server always has its page, /metrics, /slots and /props",
         ),
-        "--cache-reuse --threads-http": ("1", "the server sees to it itself"),
-        "--backend-sampling --backend_sampling": ("0", "tokens are chosen where that is fastest"),
-        "--keepalive": ("1", "a model is in memory for as long as its command runs"),
+        "--cache-reuse --threads-http": ("1", "the server does this by itself"),
+        "--backend-sampling --backend_sampling": ("0", "localllm chooses where to sample"),
+        "--keepalive": ("1", "the model stays in memory as long as the command runs"),
         "--perplexity --ppl": ("0", "-f FILE measures the perplexity of a text"),
     }
 )
@@ -100,30 +103,30 @@ SAME = split_names(
 #: Flags that localllm does not have: what to do about them.
 ABSENT = split_names(
     {
-        "-mg --main-gpu": "GPUs are named in their order with --device, as in --device cuda:1,0",
+        "-mg --main-gpu": "--device names GPUs in order, as in --device cuda:1,0",
         "-nkvo --no-kv-offload --no-op-offload": _WHOLE_LAYERS,
         "-ncmoe --n-cpu-moe -cmoe --cpu-moe -ot --override-tensor": _WHOLE_LAYERS,
-        "-hft --hf-token": "the environment variable HF_TOKEN has the token, or hf auth login keeps it",
+        "-hft --hf-token": "set the environment variable HF_TOKEN, or run hf auth login",
         "-p --prompt": "localllm generate -m MODEL -p TEXT answers a prompt",
         "-i --interactive -if --interactive-first -ins --instruct -mli --multiline-input": _ONE_ANSWER,
-        "-o --output --output-file": "the text goes to standard output: send it to a file with > FILE",
+        "-o --output --output-file": "the text goes to standard output: add > FILE to write it to a file",
         "-bf --binary-file --in-file": "-f reads a prompt from a file",
-        "--format": '-j SCHEMA asks for JSON of a schema, -j \'{"type": "object"}\' for any object',
-        "--ppl-stride": "chunks stand side by side, and their second halves count",
+        "--format": '-j SCHEMA asks for JSON that follows a schema, -j \'{"type": "object"}\' for any JSON object',
+        "--ppl-stride": "chunks do not overlap, and the second half of each counts",
         "--hellaswag --hellaswag-tasks --winogrande --winogrande-tasks --multiple-choice": _QUESTIONS,
         "--multiple-choice-tasks": _QUESTIONS,
-        "--leave-output-tensor": "--output-tensor-type F16 keeps the output in a good type",
-        "--include-weights --exclude-weights": "--imatrix holds for all tensors that it has",
-        "--lora": "localllm merge MODEL OUTPUT --lora ADAPTER writes a model that has it",
+        "--leave-output-tensor": "--output-tensor-type F16 keeps the output tensor in F16",
+        "--include-weights --exclude-weights": "--imatrix applies to all tensors in it",
+        "--lora": "localllm merge MODEL OUTPUT --lora ADAPTER writes a model with the adapter in its weights",
         "--lora-scaled": "--lora ADAPTER=X is the same",
         "--control-vector --special": _NOT_HERE,
         "--sampling-seq --sampler-seq": "--samplers takes names, as in --samplers 'top_k;top_p;temperature'",
-        "--prompt-cache --prompt-cache-all --slot-save-path": "localllm chat keeps conversations, see --continue",
+        "--prompt-cache --prompt-cache-all --slot-save-path": "localllm chat saves chats, see --continue",
         "--rope-scaling --rope-freq-base --rope-freq-scale --rope-scale --yarn-orig-ctx": _IN_FILE,
-        "--override-kv": "what the file says holds",
-        "--context-shift": "the text ends where the context is full: see localllm chat --when-full drop",
+        "--override-kv": "metadata in the file cannot be overridden",
+        "--context-shift": "the text ends when the context is full; localllm chat --when-full drop drops old turns",
         "--host --port --api-key --alias": _SERVER,
-        "--insecure": "the hub is asked at the address in the environment variable HF_ENDPOINT",
+        "--insecure": "set the environment variable HF_ENDPOINT to the address of the hub",
         "--modelfile --parameters --template --license": _INSPECT,
     }
 )
@@ -132,11 +135,11 @@ ABSENT = split_names(
 OTHER_COMMANDS = split_names(
     {
         "ps stop": "a model is in memory while its command runs; localllm serve --ttl S unloads idle ones",
-        "create": "a GGUF file needs no Modelfile: -m names it, and localllm config set keeps settings",
+        "create": "a GGUF file needs no Modelfile: name it with -m, and keep settings with localllm config set",
         "rm cp push": "models are plain files, whose paths localllm models --json lists",
-        "signin signout login": "hf auth login tells the hub who you are",
-        "tokenize llama-tokenize": "LLM.tokenize shows a text's tokens, in Python: see docs/library.md",
-        "llama-mtmd-cli": "localllm generate -m FILE --mmproj FILE --image FILE -p TEXT sees, and with --audio hears",
+        "signin signout login": "hf auth login signs in to the hub",
+        "tokenize llama-tokenize": "use LLM.tokenize in Python, or /tokenize of localllm serve",
+        "llama-mtmd-cli": "use localllm generate -m FILE --mmproj FILE --image FILE -p TEXT, or --audio FILE",
     }
 )
 

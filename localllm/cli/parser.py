@@ -196,9 +196,9 @@ def parser_of(name: str) -> Parser:
 
 def main_parser() -> argparse.ArgumentParser:
     """The parser of what stands before a command, which lists them all in its help."""
-    parser = argparse.ArgumentParser("localllm", description="Runs large language models on the machine you have.")
+    parser = argparse.ArgumentParser("localllm", description="Run large language models on your own computer.")
     parser.add_argument("--version", action="version", version=f"localllm {__version__}")
-    parser.add_argument("--list-devices", action="store_true", help="show what --device can name here")
+    parser.add_argument("--list-devices", action="store_true", help="list the devices that --device can use here")
     listed = parser.add_subparsers(metavar="COMMAND", required=True)
     for name in command_names():
         listed.add_parser(name, help=command_of(name).summary)

@@ -28,7 +28,7 @@ from localllm.options.settings import settings_path
 _FILES = ("model", "mmproj", "draft_model", "lora")
 
 #: What of ``serve`` holds for the whole server, or names the model.
-_OF_THE_SERVER = ("who may ask", "output")
+_OF_THE_SERVER = ("access", "output")
 _NO_KEYS = {"models", "downloads", "presets", "prompts", "quiet", "verbose", "help", "version", "debug"}
 
 
@@ -40,9 +40,9 @@ def read_presets(named: Path | None) -> dict[str, dict[str, Any]]:
         return {}
     import tomllib  # imported here: most have no such file
 
-    where = path_text(path)
+    where, text = path_text(path), read_text(path, "the file of models")
     try:
-        sections = tomllib.loads(read_text(path, "the file of models"))
+        sections = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{where} is not valid TOML: {error}") from None
     known = {key for key, _ in _keys(parser_of("serve"))}

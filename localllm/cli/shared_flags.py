@@ -79,14 +79,14 @@ class _NamesModel(argparse.Action):
 
 HUB = flag(
     "-hf --hf-repo ORG/REPO[:QUANT]",
-    "the same, or a page's address, downloaded if it is not here",
+    "a model on the hub by name or address, downloaded if it is not on this machine",
     model_file,
     dest="model",
     action=_NamesModel,
 )
 MODEL = flag(
     "-m --model FILE",
-    "a GGUF file, or ORG/REPO[:QUANT] of one that was pulled (default: the demo model)",
+    "a GGUF file, or the name of a model that localllm models lists (default: the demo model)",
     model_file,
     action=_NamesModel,
 )
@@ -97,7 +97,7 @@ CONTEXT = options(
     LoadOptions,
     "context",
     type=whole(0),
-    help=f"{declared(LoadOptions)['context'].brief}; 0 is as many as the model was trained on (default: "
+    help=f"{declared(LoadOptions)['context'].brief}; 0 means as many as the model was trained on (default: "
     f"{default_text(LoadOptions, 'context')})",
 )
 PLACEMENT = [
@@ -109,7 +109,7 @@ CACHE_TYPE = [
     *(
         flag(
             f"-ct{what[0]} --cache-type-{what[0]} TYPE",
-            f"the same of {what} alone",
+            f"type of the KV cache for {what} only",
             reader(declared(LoadOptions)["cache_type"]),
             dest="cache_type",
             action=_CacheType,
@@ -127,7 +127,7 @@ SEEING = [
 ]
 PRESETS = flag(
     "--models --models-preset FILE",
-    "models with options of their own, as TOML (default: models.toml beside the settings, if it is there)",
+    "a TOML file of models and their options (default: models.toml in the settings folder, if there is one)",
     Path,
     dest="presets",
 )
@@ -135,19 +135,24 @@ PRESETS = flag(
 RUNNING = [
     *CONTEXT,
     *DEVICE,
-    flag("-hff --hf-file NAME", "the file of -hf", dest="hub_file"),
-    flag("--chat-template TEXT", "jinja2 in place of the file's own template, or a name such as chatml or llama3"),
-    flag("--chat-template-file FILE", "read it from a file"),
-    flag("--chat-template-kwargs JSON", "an object of what else the template reads", json_object, default={}),
+    flag("-hff --hf-file NAME", "the file to use of -hf's repository", dest="hub_file"),
+    flag(
+        "--chat-template TEXT",
+        "Jinja source to use instead of the file's template, or a name such as chatml or llama3",
+    ),
+    flag("--chat-template-file FILE", "read --chat-template from a file"),
+    flag(
+        "--chat-template-kwargs JSON", "a JSON object of further variables for the template", json_object, default={}
+    ),
     flag(
         "--reasoning on|off|auto",
-        "whether a model that can think first does so",
+        "whether the model reasons before it answers, if it can",
     ),
-    flag("--reasoning-budget N", "0 is the same as --reasoning off, other numbers change nothing", whole(-1)),
+    flag("--reasoning-budget N", "0 is the same as --reasoning off; other numbers change nothing", whole(-1)),
     *THREADS,
 ]
 LORA = several(
-    "--lora ADAPTER[=X]", "a low-rank adapter, as GGUF or a folder of PEFT's, and how much of it (default: 1)", share
+    "--lora ADAPTER[=X]", "a low-rank adapter, a GGUF file or a PEFT folder, and its scale (default: 1)", share
 )
 
 ENDING = [
@@ -160,7 +165,7 @@ SAMPLING: list[Flag | str] = [
     *options(Sampling),
     several(
         "--dry-sequence-breaker TEXT",
-        "DRY follows no repetition across this text; in place of the default ones, which 'none' clears",
+        "DRY does not follow repetitions across this text; replaces the default texts; 'none' clears them",
         dest="dry_sequence_breakers",
         default=LEFT_OUT,
     ),
@@ -182,7 +187,7 @@ SAMPLING: list[Flag | str] = [
     ),
     flag(
         "--samplers NAME;…",
-        "only these, such as top_k;top_p;temperature; the order is always llama.cpp's default one",
+        "use only these samplers, such as top_k;top_p;temperature; the order is always llama.cpp's default",
         lambda text: text.split(";"),
     ),
     several("-l --logit-bias ID±X", "add X to the logit of a token: 15043+1, 15043-0.5, 15043-inf", logit_bias),
@@ -191,7 +196,7 @@ SPECULATION: list[Flag | str] = [
     "speculative decoding: the same text, sooner",
     flag(
         "--lookup",
-        "draft tokens from what the text or the prompt had before",
+        "draft what followed the same words earlier in the text or the prompt",
         dest="speculate",
         action="store_const",
         const="lookup",
@@ -202,29 +207,29 @@ SPECULATION: list[Flag | str] = [
         CheckedOptions,
         "draft_max",
         type=draft_count,
-        help=f"tokens to draft at most for one step (default: {DEFAULT_DRAFTS}), or always: as many for every step, "
-        "also where that is not expected to pay",
+        help=f"maximum number of tokens to draft for one step (default: {DEFAULT_DRAFTS}); always drafts that many "
+        "for every step, even if that is not expected to pay",
     ),
 ]
 
-SYSTEM = flag("-sys --system-prompt --system TEXT", "a message before the user's", dest="system")
+SYSTEM = flag("-sys --system-prompt --system TEXT", "a system message, before the user's", dest="system")
 JSON = flag("--json", "print one JSON object")
 JSON_AT_END = flag("--json", "print one JSON object at the end")
 QUIET = flag("-q --quiet", "print nothing but errors")
 #: How much generate and chat say.
 LOUDNESS = [
     flag("-q --quiet", "print nothing but the text and errors"),
-    flag("-v --verbose", "print what runs where, what it takes, and all timings"),
+    flag("-v --verbose", "print what runs where, how much memory it takes, and all timings"),
 ]
 
 #: The file to write behind a flag, in place of a word.
-OUTPUT = flag("-o --output OUTPUT", "the same as the word OUTPUT", Path)
+OUTPUT = flag("-o --output OUTPUT", "the same as OUTPUT above", Path)
 #: Of commands that write a model.
 DRY_RUN = flag("--dry-run", "show types and sizes, and write nothing")
-REQUANTIZE = flag("--allow-requantize", "take tensors that are quantised already")
+REQUANTIZE = flag("--allow-requantize", "requantise tensors that are already quantised")
 WRITING = [
-    flag("--allow-nan", "make values that are NaN or infinite 0"),
-    flag("-t --threads N", "threads (default: one a processor)", whole(1)),
+    flag("--allow-nan", "replace NaN and infinite values by 0"),
+    flag("-t --threads N", "number of threads (default: one per processor)", whole(1)),
     QUIET,
     JSON_AT_END,
 ]

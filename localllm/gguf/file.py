@@ -21,6 +21,7 @@ and nothing follows the last one but its padding.  So a changed bit in a dimensi
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import mmap
 import os
@@ -208,6 +209,16 @@ def read_header(cursor: Cursor, file_bytes: int) -> tuple[int, Metadata, list[En
     return version, metadata, read_table(cursor, n_tensors, metadata.alignment, file_bytes)
 
 
+def _meant(path: Path) -> str:
+    """What to do about a path that is not there: the file beside it with the nearest name, if there is one."""
+    try:
+        names = [name for name in os.listdir(path.parent) if name.lower().endswith(".gguf")]
+    except (OSError, ValueError):
+        names = []
+    near = difflib.get_close_matches(path.name, names, 1, 0.7)
+    return f"did you mean {path_text(path.with_name(near[0]))}?" if near else "check the path"
+
+
 def _map(path: Path) -> tuple[mmap.mmap, _Stamp]:
     shown = path_text(path)
     try:
@@ -225,7 +236,7 @@ def _map(path: Path) -> tuple[mmap.mmap, _Stamp]:
             mapped.path = path
             return mapped, stamp
     except FileNotFoundError:
-        raise ModelNotFoundError(f"{shown} does not exist: check the path") from None
+        raise ModelNotFoundError(f"{shown} does not exist: {_meant(path)}") from None
     except PermissionError:
         raise GGUFError(f"{shown} may not be read by this user: check its permissions") from None
     except (OSError, ValueError, OverflowError) as error:

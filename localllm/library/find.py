@@ -37,14 +37,17 @@ def trained_context(path: str | Path) -> int | None:
 def find(name: str, folders: Iterable[Path] = ()) -> str | Path:
     """The file that a name means, looked for on this machine alone.
 
-    A path that exists comes first, then a file in one of the folders or in those of other programs, "demo", a name
-    of Ollama's, a name on the hub, a file of a Python package, PACKAGE/FILE, and words of a name that `find_models`
-    lists.  What looks like a path is given back as it is, for whoever opens it to complain about.
+    A path that exists, with or without ".gguf", comes first, then a file in one of the folders or in those of other
+    programs, "demo", a name of Ollama's, a name on the hub, a file of a Python package, PACKAGE/FILE, and words of a
+    name that `find_models` lists.  What looks like a path is given back as it is, for whoever opens it to complain
+    about.
 
     ``folders``: that have models, which are named by their path in there, with or without ".gguf".
     """
     if os.path.lexists(name):
         return name
+    if name != DEMO and os.path.isfile(f"{name}.gguf"):
+        return f"{name}.gguf"
     own, folders = list(folders), [*folders, *other_programs.folders()]
     for folder in folders:
         for path in (folder / name, folder / f"{name}.gguf"):

@@ -271,7 +271,7 @@ class _Checked:
             if value is None:
                 value = _default(type(self), name)
             if (read := option.kind.read(value)) is None:
-                also = f", or None for {option.none}" if option.none else ""
+                also = f", or None ({option.none})" if option.none else ""
                 raise UsageError.of(name, value, f"{option.kind.words}{also}")
             object.__setattr__(self, name, read)
 
@@ -310,29 +310,30 @@ class LoadOptions(_Checked):
     device: str = _setting(
         "auto",
         _TEXT,
-        "auto, cpu, cuda (all GPUs), cuda:0,1 (these) or reference.  'auto' is 'cuda' where there is a GPU that "
-        "works, else 'cpu'; with 'cuda' the CPU has the layers that GPUs have no room for; 'reference' is plain "
-        "numpy, slow and exact.",
+        "where to run: auto, cpu, cuda (all GPUs), cuda:0,1 (these GPUs) or reference.  'auto' is 'cuda' if there is "
+        "a working GPU, else 'cpu'; with 'cuda' the CPU runs the layers that do not fit on the GPUs; 'reference' is "
+        "plain numpy, slow and exact.",
     )
     n_gpu_layers: int | None = _setting(
         None,
         _whole(0),
-        "layers on GPUs, the last ones; the rest are on the CPU.  More than the model has means all.",
+        "number of layers to run on GPUs, counted from the last; the rest run on the CPU.  A number above the "
+        "model's means all.",
         "-ngl --gpu-layers --n-gpu-layers",
         none="as many as fit",
     )
     tensor_split: Sequence[float] | None = _setting(
         None,
         _PROPORTIONS,
-        "how GPUs share those layers, a number for each, such as 3,1",
+        "the share of the layers for each GPU, such as 3,1",
         "-ts --tensor-split",
-        none="as their free memory is",
+        none="by free memory",
     )
     split_mode: SplitMode | None = _setting(
         None,
         _SPLIT_MODE,
-        "how GPUs share a model: layer, each has some of the layers; or row, 2 to 8 GPUs each compute a part of "
-        "every layer, which is for fast links between them",
+        "how GPUs share a model: with layer each runs some of the layers; with row, for 2 to 8 GPUs with fast links, "
+        "each computes a part of every layer",
         "-sm --split-mode",
         none="layer",
     )
@@ -340,46 +341,47 @@ class LoadOptions(_Checked):
         None,
         _number(math.ulp(0.0), "a number of gigabytes above 0"),
         "GB of the host's memory that the model may take.  Experts of a mixture that do not fit stay in the file, "
-        "and are read as tokens go to them.",
+        "and are read when tokens are routed to them.",
         "--max-memory",
-        none="what is free; of a model larger than that, less 1 GiB",
+        none="all free memory, or 1 GiB less if the model is larger",
     )
     context: int | None = _setting(
         None,
         _TOKENS,
-        "tokens of context, which a prompt and its answer share.  By default the cache takes at most half of the "
-        "memory that is free beside the weights, and more only up to 4,096 tokens.  More than the model was trained "
-        "on is allowed, with a warning.",
+        "tokens of context, for the prompt and the answer together.  By default the cache takes at most half of the "
+        "memory that the weights leave free, and more only up to 4,096 tokens.  More than the model was trained on "
+        "is allowed, with a warning.",
         "-c --ctx-size --context",
-        none="as many as the model was trained on, or as memory allows",
+        none="as many as the model was trained on, or as fit in memory",
     )
     threads: int | None = _setting(
         None,
         _whole(1),
-        "how many threads compute.  Decoding takes as many of the cores as read memory fastest, which is measured on "
-        "each machine and kept.",
+        "number of threads.  Decoding uses as many as read memory fastest, which is measured on each machine and "
+        "kept.",
         "-t --threads",
-        none="one a physical core; to decode, as many as doctor shows",
+        none="one per physical core, and for decoding what localllm doctor shows",
     )
     isa: str | None = _call_option(
         None,
         _TEXT,
-        "the instruction set of the CPU's kernels, such as avx2, which localllm doctor lists",
+        "the instruction set of the CPU kernels, such as avx2; localllm doctor -v lists those that run here",
         "--",
         none="the best that runs here",
     )
     parallel: int | None = _call_option(
         1,
         _TOKENS,
-        "how many sequences of full length the cache has room for.  Requests that run at the same time share it; "
-        "where it is too small they wait for each other.",
+        "how many sequences of full length fit in the cache.  Concurrent requests share it, and wait for each other "
+        "if it is too small.",
         none="up to 4, as memory allows",
     )
     cache_type: CacheType = _setting(
         "f16",
         _CACHE_TYPE,
-        "what the KV cache holds: f16; or q8_0, q5_0, q4_0 in 1/2, 1/3, 2/7 of the memory; q8_0/q4_0: keys/values.  "
-        "Heads are rotated before they are rounded, so that the fewer bits cost little (docs/speed.md).",
+        "type of the KV cache: f16; q8_0, q5_0 or q4_0, which take 1/2, 1/3 or 2/7 of its memory; or one for keys "
+        "and one for values, such as q8_0/q4_0.  Heads are rotated before they are rounded, so fewer bits cost "
+        "little (docs/speed.md).",
     )
     chat_template: str | None = _call_option(
         None,
@@ -390,8 +392,8 @@ class LoadOptions(_Checked):
     adapters: Mapping[str, str | os.PathLike[str]] | None = _call_option(
         None,
         _ADAPTERS,
-        "low-rank adapters (LoRA) by names of your own: GGUF files, or folders of PEFT's.  A call says how much of "
-        "which it wants: ``generate(..., adapters={'name': 0.8})``.",
+        "low-rank adapters (LoRA) by names of your own: GGUF files, or PEFT folders.  A call chooses adapters and "
+        "their scales: ``generate(..., adapters={'name': 0.8})``.",
         none="none",
     )
     draft_model: str | os.PathLike[str] | None = _call_option(
@@ -405,32 +407,32 @@ class LoadOptions(_Checked):
     mmproj: str | os.PathLike[str] | Literal[False] | None = _call_option(
         None,
         _MMPROJ,
-        "the file of the encoders of pictures and sounds (``mmproj-….gguf``) of a model; False for none",
+        "the file with the model's encoder of pictures or sounds (mmproj-….gguf).  False loads none.",
         "--mmproj -mm",
-        none="the one beside the model, if there is one that is made for it",
+        none="a matching one in the model's folder",
     )
     progress: LoadProgress | None = _call_option(
         None,
         _of_type("a function of a stage and two numbers", Callable),
-        "called while kernels are compiled and weights packed, with 'kernels' or 'weights', how many kernels or "
-        "bytes are done, and of how many",
+        "called while kernels are compiled and weights packed, with 'kernels' or 'weights', the number of kernels or "
+        "bytes done, and their total",
         none="a line on standard error if that is a terminal and compiling takes long",
     )
     planned: Callable[[Any], object] | None = _call_option(
         None,
         _of_type("a function of a plan", Callable),
-        "called once with the `localllm.loading.placement.Plan`, before anything is loaded",
+        "called once, before anything is loaded, with the `localllm.loading.placement.Plan`",
         none="nothing",
     )
     max_waiting: int = _call_option(
-        1024, _whole(1), "how many requests may wait for others.  More are refused with a `QueueFullError`."
+        1024, _whole(1), "how many requests may be queued.  More are refused with a `QueueFullError`."
     )
     step_s: float = _call_option(
         0.1,
         _SECONDS,
-        "seconds that a step with a part of a long prompt takes, at most.  That is about how long other streams "
-        "pause for it, and how long cancelling takes.  A very slow model takes longer: a part has at least 16 "
-        "tokens, or 64 where nothing else decodes.",
+        "maximum seconds for a step that evaluates a part of a long prompt.  Other streams pause for about that "
+        "long, and cancelling takes that long.  A very slow model takes longer: a part has at least 16 tokens, or 64 "
+        "if nothing else decodes.",
     )
 
 
@@ -454,17 +456,22 @@ class Sampling(_Checked):
         "Temperature",
         key="temp",
     )
-    top_k: int = _setting(40, _whole(0), "the K likeliest tokens only; 0 is off", "--", "Top k", key="top_k")
+    top_k: int = _setting(40, _whole(0), "the N likeliest tokens; 0 is off", "--", "Top k", key="top_k")
     top_p: float = _setting(
-        0.95, _PROBABILITY, "the likeliest tokens up to this probability; 1 is off", "--", "Top p", key="top_p"
+        0.95, _PROBABILITY, "likeliest tokens of this total probability; 1 is off", "--", "Top p", key="top_p"
     )
     min_p: float = _setting(
-        0.05, _PROBABILITY, "at least so likely, relative to the best; 0 is off", "--", "Min p", key="min_p"
+        0.05,
+        _PROBABILITY,
+        "tokens this likely relative to the best; 0 is off",
+        "--",
+        "Min p",
+        key="min_p",
     )
     top_n_sigma: float = _setting(
         0.0,
         _ANY_NUMBER,
-        "logits within N standard deviations of the highest; 0 and below is off.  arXiv:2411.07641.",
+        "keep logits within this many standard deviations of the highest; 0 or less is off.  arXiv:2411.07641.",
         "--top-n-sigma --top-nsigma",
     )
     typical_p: float = _setting(
@@ -477,46 +484,54 @@ class Sampling(_Checked):
     repeat_penalty: float = _setting(
         1.0,
         _number(math.ulp(0.0), "a finite number above 0 (1 is off)"),
-        "on tokens that occurred; 1 is off.  Divides their positive logits, and multiplies the others.",
+        "penalty on tokens that occurred before; 1 is off.  Divides their positive logits, and multiplies the "
+        "others.",
         "--",
         "Repeat penalty",
         key="penalty_repeat",
     )
     repeat_last_n: int = _setting(
-        64, _WINDOW, "the penalties look at the last N tokens; -1 is all", key="penalty_last_n"
+        64, _WINDOW, "the penalties look at the last N tokens; -1 means all", key="penalty_last_n"
     )
     presence_penalty: float = _setting(
         0.0, _ANY_NUMBER, "subtracted from the logits of tokens that occurred; 0 is off"
     )
     frequency_penalty: float = _setting(
-        0.0, _ANY_NUMBER, "subtracted from a token's logit each time that it occurred; 0 is off"
+        0.0, _ANY_NUMBER, "subtracted from a token's logit for each time it occurred; 0 is off"
     )
     dry_multiplier: float = _setting(
         0.0,
         _NOT_NEGATIVE,
-        "DRY against repetition; 0 is off.  The penalty of a token that prolongs a repetition of ``length`` tokens "
+        "strength of DRY, which penalises repetition; 0 is off.  The penalty of a token that prolongs a "
+        "repetition of ``length`` tokens "
         "is ``multiplier * base ** (length - allowed_length)``, from ``allowed_length`` on.",
     )
     dry_base: float = _setting(
         1.75, _number(1.0, "a finite number of at least 1"), "how fast the DRY penalty grows with each repeated token"
     )
     dry_allowed_length: int = _setting(2, _whole(0), "tokens that may be repeated before DRY acts")
-    dry_penalty_last_n: int = _setting(-1, _WINDOW, "DRY looks at the last N tokens; -1 is all")
+    dry_penalty_last_n: int = _setting(-1, _WINDOW, "DRY looks at the last N tokens; -1 means all")
     dry_sequence_breakers: tuple[str, ...] = _setting(
-        ("\n", ":", '"', "*"), _TEXTS, "DRY follows no repetition across these texts", ""
+        ("\n", ":", '"', "*"), _TEXTS, "DRY does not follow repetitions across these texts", ""
     )
     xtc_probability: float = _setting(
         0.0,
         _PROBABILITY,
-        "how often XTC acts; 0 is off.  Of the tokens at least ``xtc_threshold`` likely it removes all but the least "
-        "likely.",
+        "probability that XTC acts on a token; 0 is off.  Of the tokens at least ``xtc_threshold`` likely it removes "
+        "all but the least likely.",
         key="xtc_probability",
     )
-    xtc_threshold: float = _setting(0.1, _PROBABILITY, "above 0.5 XTC never acts", key="xtc_threshold")
+    xtc_threshold: float = _setting(
+        0.1,
+        _PROBABILITY,
+        "how likely tokens must be for XTC to remove them; above 0.5 it never acts",
+        key="xtc_threshold",
+    )
     mirostat: int = _setting(
         0,
         _MIROSTAT,
-        "2 is mirostat 2; 0 is off.  It steers the surprise of the text, in place of top-k to XTC.",
+        "2 selects mirostat 2; 0 is off.  It controls the surprise of the text, and replaces the samplers "
+        "from top-k to XTC.",
         key="mirostat",
     )
     mirostat_tau: float = _setting(
@@ -528,7 +543,8 @@ class Sampling(_Checked):
     adaptive_target: float = _setting(
         -1.0,
         _number(-1.0, "a number from 0 to 1, or -1 (off)", 1.0),
-        "adaptive-p favours tokens near this probability; -1 is off.  It draws among what the others leave.",
+        "adaptive-p favours tokens near this probability; -1 is off.  It draws among the tokens that the "
+        "other samplers leave.",
     )
     adaptive_decay: float = _setting(
         0.9, _number(0.0, "a number from 0 to 0.99", 0.99), "how long adaptive-p remembers, from 0 to 0.99"
@@ -541,10 +557,10 @@ class Sampling(_Checked):
     seed: int | None = _setting(
         None,
         _whole(0, "a whole number from 0 to 2^64 - 1", 1 << 64),
-        "the same one gives the same text again.  It draws as in llama.cpp.",
+        "the same seed gives the same text again.  It draws as in llama.cpp.",
         "-s --seed",
         "Seed",
-        none="a fresh one",
+        none="a new one each time",
     )
     logprobs: int | None = _call_option(
         None,
@@ -556,27 +572,27 @@ class Sampling(_Checked):
     post_sampling_probs: bool = _call_option(
         False,
         SWITCH,
-        "whether log-probabilities are those that the token was drawn with, after all settings.  Tokens that "
-        "settings leave out are then not listed.",
+        "report the probabilities that tokens were drawn with, after all samplers.  Tokens that samplers leave out "
+        "are then not listed.",
         "--",
     )
     json_schema: str | Mapping[str, Any] | type | None = _call_option(
         None,
         _SCHEMA,
-        "the text is JSON that this schema allows.  It is a dict, JSON text, or a pydantic model class.  With it, as "
-        "with ``regex`` and ``grammar``, what a model thinks first is free, and only ``max_tokens`` and ``stop`` can "
-        "cut the answer off before it is whole.  An object has only the properties that the schema names, unless "
+        "write JSON that follows this schema.  It is a dict, JSON text, or a pydantic model class.  As with "
+        "``regex`` and ``grammar``, reasoning before the answer is free, and only ``max_tokens`` and ``stop`` can "
+        "cut the answer off before it is complete.  An object has only the properties that the schema names, unless "
         "``additionalProperties`` says otherwise.",
         "-j --json-schema",
         none="any text",
     )
     regex: str | None = _call_option(
-        None, _REGEX, "the text is one that this regular expression matches as a whole", "--", none="any text"
+        None, _REGEX, "write text that this regular expression matches completely", "--", none="any text"
     )
     grammar: str | None = _call_option(
         None,
         _GRAMMAR,
-        "the text follows a grammar, in Lark's notation or llama.cpp's GBNF.  Lark's begins with the rule "
+        "write text that follows a grammar in Lark's notation or llama.cpp's GBNF.  Lark's begins with the rule "
         "``start``, GBNF's with ``root``.",
         "--",
         none="any text",
@@ -625,21 +641,19 @@ class CheckedOptions(_Checked):
     max_tokens: int | None = _call_option(
         None,
         _whole(0),
-        "tokens to generate at most.  0 evaluates the prompt and generates nothing.",
+        "maximum number of tokens to generate.  0 evaluates the prompt and generates nothing.",
         "-n --predict --n-predict --max-tokens",
         none="until the model ends its text or the context is full",
     )
-    stop: tuple[str, ...] = _call_option(
-        (), STOPS, "ends the generated text before this text, which is left out", "--"
-    )
-    ignore_eos: bool = _call_option(False, SWITCH, "do not let the model end its text", "--")
+    stop: tuple[str, ...] = _call_option((), STOPS, "stop before this text, which is left out", "--")
+    ignore_eos: bool = _call_option(False, SWITCH, "go on when the model would end its text", "--")
     overflow: Overflow = _call_option(
         "error",
         _one_of("error", "truncate"),
-        "a prompt too long for the context is an 'error', or 'truncate' leaves out its oldest part.  An error is a "
-        "`ContextLengthError`.  What is left out is not BOS, nor a chat's system messages: of a chat the oldest "
-        "turns, where there would not be room for ``max_tokens``, or a quarter of the context by default, and never "
-        "for more than half of it.",
+        "what to do with a prompt that is too long for the context: 'error', or 'truncate' to drop its oldest part.  "
+        "The error is a `ContextLengthError`.  BOS and a chat's system messages are never dropped: of a chat it is "
+        "the oldest turns, to make room for ``max_tokens``, by default a quarter of the context, and at most half of "
+        "it.",
         "--",
     )
     sampling: Sampling = field(
@@ -647,7 +661,7 @@ class CheckedOptions(_Checked):
         metadata={
             "option": Option(
                 _of_type("a localllm.Sampling", Sampling),
-                "settings to begin with; single settings given beside it replace its own",
+                "settings to start from; single settings given as well replace its own",
                 is_setting=False,
             )
         },
@@ -661,43 +675,44 @@ class CheckedOptions(_Checked):
     speculate: Speculate | None = _call_option(
         "auto",
         _one_of("auto", "lookup", "draft", "mtp"),
-        "drafts several tokens, which the model then verifies in one step.  It is the same text, sooner where drafts "
-        "are good, and `Completion.drafts` says how good they were.  'lookup' expects that the text repeats what it "
-        "or the prompt had before; 'draft' asks the ``draft_model`` of `localllm.load`; 'mtp' a block of the model's "
-        "own file that predicts further tokens; 'auto' asks whichever of these two there is; None drafts nothing.",
+        "how to draft several tokens, which the model then verifies in one step.  The text is the same, and comes "
+        "sooner if drafts are good; `Completion.drafts` says how good they were.  'lookup' drafts what followed the "
+        "same words earlier in the text or the prompt; 'draft' uses the ``draft_model`` of `localllm.load`; 'mtp' a "
+        "block of the model's own file that predicts further tokens; 'auto' whichever of these two there is; None "
+        "drafts nothing.",
         none="no drafts",
     )
     draft_max: int = _call_option(
         DEFAULT_DRAFTS,
         _whole(1, f"a whole number from 1 to {MAX_DRAFTS}", MAX_DRAFTS + 1),
-        "tokens to draft at most for one step",
+        "maximum number of tokens to draft for one step",
         "--draft-max --draft --draft-n",
     )
     draft_always: bool = _call_option(
         False,
         SWITCH,
-        "drafts ``draft_max`` tokens for every step, whether that is expected to pay or not: to measure drafts, or "
-        "where costs are known better than they can be measured here.",
+        "draft ``draft_max`` tokens for every step, whether that is expected to pay or not: to measure drafts, or if "
+        "you know their costs better than localllm measures them.",
     )
     priority: Priority = _call_option(
         "normal",
         _one_of("normal", "background"),
-        "'background' requests let others begin first for up to 30 seconds.  Those that have begun to decode share "
-        "every step.",
+        "'background' requests let others begin first, for up to 30 seconds.  Requests that have begun to decode "
+        "share every step.",
     )
     client: str = _call_option(
-        "", _TEXT, "a name of whoever asks: clients share the model evenly, however many requests each has"
+        "", _TEXT, "a name for the client: clients share the model evenly, however many requests each has"
     )
     adapters: Mapping[str, float] | None = _call_option(
         None,
         _SHARES,
-        "how much of which loaded adapters is added to the model, such as {'name': 0.8}; those left out add nothing",
+        "scales of loaded adapters, such as {'name': 0.8}; adapters left out are off",
         none="none of them",
     )
     timeout: float | None = _call_option(
         None,
         _SECONDS,
-        "seconds after which the text ends where it is, with the ``finish_reason`` 'timeout'; waiting counts",
+        "seconds after which the text ends, with the ``finish_reason`` 'timeout'; waiting in the queue counts",
         none="no limit",
     )
 

@@ -21,7 +21,7 @@ def split_names(advice: Mapping[str, T]) -> dict[str, T]:
 THEIR_LOAD = split_names(
     {
         "model_path model": "it is the first argument of load, or path=",
-        "n_ctx": "write context=, or leave it out for as many as the model was trained on, or as memory allows",
+        "n_ctx": "write context=; the default is as many as the model was trained on, or as fit in memory",
         "n_threads": "write threads=",
         "n_threads_batch": "threads= holds for the prompt too: leave it out",
         "n_batch n_ubatch use_mmap use_mlock numa flash_attn offload_kqv op_offload swa_full no_perf": _BY_ITSELF,

@@ -189,53 +189,54 @@ COMMAND = Command(
             for names, dest, default, text in (
                 ("-p --n-prompt N,…", "prompts", [512], "tokens of a prompt to evaluate; 0 is none"),
                 ("-n --n-gen N,…", "generations", [128], "tokens to generate; 0 is none"),
-                ("-d --n-depth N,…", "depths", [0], "tokens that stand before"),
-                ("-t --threads N,…", "threads", None, "threads (default: one a physical core)"),
+                ("-d --n-depth N,…", "depths", [0], "tokens in the cache before the test"),
+                ("-t --threads N,…", "threads", None, "threads (default: one per physical core)"),
             )
         ),
         several(
-            "-pg --n-prompt-gen N,M", "a prompt of N tokens, then M generated, as one test", numbers, dest="pairs"
+            "-pg --n-prompt-gen N,M",
+            "one test of a prompt of N tokens and M generated after it",
+            numbers,
+            dest="pairs",
         ),
-        flag("-r --repetitions N", "repetitions", whole(1), default=5),
+        flag("-r --repetitions N", "repetitions of each test", whole(1), default=5),
         *DEVICE,
-        flag("--profile", "show what the time on GPUs goes to, by operation"),
+        flag("--profile", "show how the time on GPUs is spent, by operation"),
         [
             flag(
                 "-o --output table|md|csv|jsonl|json",
-                "jsonl is a line a test, json a line a model",
+                "format of the results: jsonl is one line per test, json one line per model",
                 dest="form",
                 default="table",
             ),
             flag("--json", "the same as -o json", dest="form", action="store_const", const="json"),
         ],
         flag("-q --quiet", "show no progress"),
-        "a server with many clients, in place of tests",
-        flag("--serve", "start a server for each FILE, and measure it"),
-        flag("--clients N,…", "clients, each with a request at a time", numbers, default=[8]),
-        flag("--requests N", "requests in all", whole(1), default=64),
-        flag("--rate R", "requests that arrive a second (default: each client's as it is free)", float),
+        "a server with many clients, instead of tests",
+        flag("--serve", "start a server for each FILE and measure it"),
+        flag("--clients N,…", "number of clients, each with one request at a time", numbers, default=[8]),
+        flag("--requests N", "total number of requests", whole(1), default=64),
+        flag("--rate R", "requests per second (default: each client sends its next one when it is free)", float),
     ],
     run,
     """\
--p, -n, -d and -t take lists, such as -t 1,2.  pp512 is the evaluation of a prompt of 512 tokens, tg128 the
-generation of 128 tokens, one after the other, pp512+tg128 one after the other, and @ d1024 means that 1,024 tokens
-stand before them.
+-p, -n, -d and -t take lists, such as -t 1,2.  The test pp512 evaluates a prompt of 512 tokens, tg128 generates 128
+tokens one at a time, pp512+tg128 does both, and @ d1024 means that 1,024 tokens are in the cache before.
 
-The share of the machine compares each result with a ceiling that is measured in turn with it, on as many threads:
-for tg how fast they read as many bytes as a token needs, for pp how fast they multiply.  On a GPU that is how fast
-it copies in its memory (bytes read and written), and how fast its tensor cores multiply.  More than 100 % means that
-other programs were busy while the ceiling was measured.
+"share" compares each result with a ceiling of this machine, measured in alternation on as many threads: for tg how
+fast the bytes that a token needs can be read, for pp how fast numbers can be multiplied.  On a GPU, that is how fast
+it copies within its memory (bytes read and written), and how fast its tensor cores multiply.  More than 100% means
+that other programs were busy while the ceiling was measured.
 
---profile adds for each test, and each GPU, what the kernels of a step take, by operation: its launches, its time and
-its share, the bytes and operations that it cannot do without a second, and how near that is to the GPU's ceilings.
-"at work" is the part of the time in which the GPU had any of this to do.
+--profile adds the kernels of a step by operation, for each test and each GPU: the number of launches, the time and
+its share, the bytes and operations per second, counting only those it cannot do without, and how close these are to
+the GPU's ceilings.  "at work" is the share of the time in which the GPU was running kernels.
 
-Of a model larger than memory it shows what share of its experts was in memory, how fast the others were read, and how
-fast the disk reads pieces of the file that the system has not in its cache.
+If the model is larger than memory, it also shows what share of the experts was in memory, how fast the others were
+read, and how fast the disk reads parts of the file that are not in the system's cache.
 
---serve measures `localllm serve` with clients that send prompts of -p and read replies of -n tokens on average: how
-many tokens and requests it does a second, and the time to the first token and between tokens (50 %, 95 % and 99 % of
-them take no longer).
+--serve measures `localllm serve` with clients that send prompts of -p tokens and read replies of -n on average:
+tokens and requests per second, and the time to the first token and between tokens (50th, 95th and 99th percentile).
 """,
     aliases="llama-bench llama-batched-bench",
 )

@@ -36,16 +36,18 @@ COMMAND = Command(
         *SEEING,
         LORA,
         "conversation",
-        flag("--plain", "line by line, without a screen of its own"),
+        flag("--plain", "chat line by line instead of in the full-screen app"),
         [
-            flag("--continue", "go on with the last chat", dest="resume"),
-            flag("--session ID", "go on with this chat; the beginning of its id is enough"),
-            flag("--list", "list the chats, and their ids", dest="list_chats"),
+            flag("--continue", "continue the last chat", dest="resume"),
+            flag("--session ID", "continue this chat; the beginning of its id is enough"),
+            flag("--list", "list chats and their ids", dest="list_chats"),
         ],
         SYSTEM,
-        flag("--prefix TEXT", "what replies begin with"),
+        flag("--prefix TEXT", "begin every reply with TEXT"),
         flag(
-            "--when-full ask|drop|summarise|stop", "what to do with the oldest turns of a full context", default="ask"
+            "--when-full ask|drop|summarise|stop",
+            "what to do with the oldest turns when the context is full",
+            default="ask",
         ),
         "where replies end",
         *ENDING,
@@ -59,12 +61,13 @@ COMMAND = Command(
 Without a file the small demo model that ships with localllm answers.  Chats are saved as they are written.
 
 With --plain, or if standard input or output is not a terminal, the chat works line by line: a backslash at the end
-of a line continues it on the next one, three quotation marks begin and end a block, and /help lists commands.
+of a line continues the message on the next one, \"\"\" begins and ends a message of several lines, and /help lists
+commands.
 Replies go to standard output, everything else to standard error.
 """,
     words=Positionals(
         "FILE QUESTION",
-        "a GGUF file (default: the demo model), also -m FILE; and a first message",
+        "a GGUF file (default: the demo model; also -m FILE), and a first message",
         ("model", "question"),
     ),
     aliases="run",

@@ -305,9 +305,9 @@ COMMAND = Command(
     "[path | get KEY | set KEY VALUE | unset KEY] [--json]",
     "show or change settings",
     [
-        flag("action path|get|set|unset", "by default shows what is in force, and why", nargs="?"),
-        flag("key KEY", "such as context or sampling.temperature", nargs="?"),
-        flag("value VALUE", "a text, a number, or a list as in TOML", nargs="?"),
+        flag("action path|get|set|unset", "without one, shows all settings and where they come from", nargs="?"),
+        flag("key KEY", "a setting, such as context or sampling.temperature", nargs="?"),
+        flag("value VALUE", "its value: text, a number, or a list in TOML notation", nargs="?"),
         JSON,
     ],
     run,

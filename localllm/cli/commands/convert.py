@@ -36,25 +36,25 @@ def run(arguments: argparse.Namespace) -> None:
 
 COMMAND = Command(
     "FOLDER [OUTPUT] [options]",
-    "make a GGUF file of a checkpoint",
+    "convert a Hugging Face checkpoint to a GGUF file",
     [
         OUTPUT,
-        flag("--mmproj", "the encoders of pictures and sounds of a model, as mmproj-NAME-TYPE.gguf"),
-        flag("--type TYPE", "a type or mix of types, such as Q8_0 (default: as it is stored)"),
+        flag("--mmproj", "convert the encoder of pictures or sounds instead, to mmproj-NAME-TYPE.gguf"),
+        flag("--type TYPE", "a type or mix of types, such as Q8_0 (default: as stored)"),
         DRY_RUN,
         REQUANTIZE,
         *WRITING,
     ],
     run,
     """\
-Reads safetensors, also split, of F32, F16, BF16, FP8, MXFP4 and NVFP4, and INT4 as GPTQ, AWQ and compressed-tensors
-have it, whose integers are kept as Q4_0 or Q4_1 unless --type says otherwise.  Of models that see or hear it converts
-what writes, and with --mmproj what sees and hears.  What would not load is refused before anything is written.  After
-Ctrl-C or a crash the same command goes on where it stopped.
+Reads safetensors files of F32, F16, BF16, FP8, MXFP4 and NVFP4, and the INT4 of GPTQ, AWQ and compressed-tensors,
+whose integers become Q4_0 or Q4_1 unless --type says otherwise.  Of a model that sees or hears it converts the
+language model, and with --mmproj the encoder.  A checkpoint that would not load is refused before anything is
+written.  After Ctrl-C or a crash the same command continues where it stopped.
 """,
     words=Positionals(
         "FOLDER OUTPUT",
-        "a folder with config.json, *.safetensors and tokenizer, or ORG/REPO on the hub; and the file to write "
+        "a folder with config.json, *.safetensors and a tokenizer, or ORG/REPO on the hub; and the file to write "
         "(default: NAME-TYPE.gguf)",
         ("model", "output"),
         n_needed=1,

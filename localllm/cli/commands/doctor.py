@@ -378,6 +378,6 @@ def _list_devices() -> int:
 COMMAND = Command(
     "[-v] [--json]",
     "show what works here, and how to fix the rest",
-    [flag("-v --verbose", "show all that was looked at"), JSON],
+    [flag("-v --verbose", "show every check"), JSON],
     run,
 )

@@ -10,7 +10,7 @@ from typing import Any
 
 from localllm.cli.argument_types import whole
 from localllm.cli.defaults import apply_settings, load_options
-from localllm.cli.parser import Command, flag
+from localllm.cli.parser import Command, flag, several
 from localllm.cli.shared_flags import HUB, MODEL, RUNNING
 from localllm.console import LoadStatus, is_terminal
 from localllm.errors import UsageError
@@ -21,13 +21,13 @@ def run(arguments: argparse.Namespace) -> None:
     from localllm import load
 
     apply_settings(arguments)
-    texts: list[str] = arguments.texts
+    texts: list[str] = arguments.texts + arguments.prompts
     if arguments.file is not None:
         texts += [line for line in read_text(arguments.file).splitlines() if line.strip()]
     elif not texts and sys.stdin is not None and not is_terminal(sys.stdin):
         texts += [line for line in read_text(sys.stdin.buffer, "standard input").splitlines() if line.strip()]
     if not texts:
-        raise UsageError("there is nothing to embed: give texts, or -f with a file that has one a line")
+        raise UsageError("there is nothing to embed: give texts, or a file with one per line (-f FILE)")
     with LoadStatus(enabled=not arguments.quiet) as progress:
         llm = load(arguments.model, **load_options(arguments, arguments.model), progress=progress)
     with llm:
@@ -50,13 +50,12 @@ COMMAND = Command(
     "make vectors of texts, or rank them",
     [
         flag("texts TEXT", "a text (default: the lines of standard input)", nargs="*"),
-        flag("-f --file FILE", "read texts from a file, one a line", Path),
-        flag("--prefix TEXT", "stands before each text, as 'search_query: '", default=""),
-        flag("--dimensions N", "the first N values of each vector only", whole(1)),
-        flag("--per-token", "the vectors of each text's tokens, as models of late interaction (ColBERT) have them"),
-        flag(
-            "--query TEXT", "with a reranker, or a model of late interaction: the texts by how well they answer this"
-        ),
+        several("-p --prompt TEXT", "another way to give a text", dest="prompts"),
+        flag("-f --file FILE", "read texts from a file, one per line", Path),
+        flag("--prefix TEXT", "put TEXT before each text, such as 'search_query: '", default=""),
+        flag("--dimensions N", "only the first N values of each vector", whole(1)),
+        flag("--per-token", "a vector for each token of a text, as late-interaction models (ColBERT) make them"),
+        flag("--query TEXT", "with a reranker or a late-interaction model: rank the texts by how well they answer"),
         flag("-q --quiet", "print nothing but vectors and errors"),
         "model",
         MODEL,
@@ -65,11 +64,11 @@ COMMAND = Command(
     ],
     run,
     """\
-It needs an embedding model (BERT, Nomic Embed, ModernBERT, EmbeddingGemma, Qwen3-Embedding), one of late interaction
+It needs an embedding model (BERT, Nomic Embed, ModernBERT, EmbeddingGemma, Qwen3-Embedding), a late-interaction model
 (ColBERT) or a reranker.
 
-Standard output gets a JSON array of numbers for each text, a vector of length 1; with --per-token, an array of such
-vectors; with --query, a JSON object with score and text for each, best first.
+It prints a JSON array of numbers for each text, a vector of length 1; with --per-token, an array of such vectors for
+each text; with --query, a JSON object with the score and the text for each, best first.
 """,
     aliases="embedding embeddings llama-embedding",
 )

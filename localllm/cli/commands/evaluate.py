@@ -259,37 +259,41 @@ def _plain(value: Any) -> Any:
 
 COMMAND = Command(
     "[FILE] -f TEXT [options]",
-    "measure what a model knows",
+    "measure the quality of a model: perplexity, divergence, multiple choice",
     [
         *MODEL_OR_WORD,
-        flag("-f --file FILE", "the text"),
-        flag("-c --ctx-size --context N", "tokens of a chunk (default: 512)", whole(4), dest="context"),
-        flag("--chunks N", "the first N chunks only", whole(1)),
+        flag("-f --file FILE", "a text to predict"),
+        flag("-c --ctx-size --context N", "tokens in a chunk (default: 512)", whole(4), dest="context"),
+        flag("--chunks N", "use only the first N chunks", whole(1)),
         flag(
             "--save-logits --save-all-logits --kl-divergence-base FILE",
-            "keep the logits in a file, with which other models are compared",
+            "write the logits to a file, to compare other models with",
             Path,
         ),
-        flag("--kl-divergence", "compare with the logits in that file, and with its text, as --base-logits does"),
-        flag("--base-logits FILE", "compare with the model whose logits the file has; it has the text, too", Path),
-        flag("--compare FILE", "compare these models with the first one", model_file, nargs="+"),
-        flag("--svg FILE", "draw what --compare finds into an SVG file, too", Path),
-        flag("--choices FILE", "multiple choice: a JSONL file of questions", Path),
+        flag("--kl-divergence", "compare with the logits and the text in that file, as --base-logits does"),
+        flag(
+            "--base-logits FILE",
+            "compare with the logits in a file that --save-logits wrote, on the text in it",
+            Path,
+        ),
+        flag("--compare FILE", "compare these models with FILE", model_file, nargs="+"),
+        flag("--svg FILE", "also draw the plot of --compare as an SVG file", Path),
+        flag("--choices FILE", "a JSONL file of multiple-choice questions", Path),
         *DEVICE,
         *THREADS,
         JSON_AT_END,
-        flag("-q --quiet", "print no more than JSON and errors"),
+        flag("-q --quiet", "print only JSON and errors"),
     ],
     run,
     """\
--f measures the perplexity of a text, in chunks of which the second halves count, as llama.cpp does.  --save-logits
+-f measures the perplexity of a text in chunks, of which the second half counts, as in llama.cpp.  --save-logits
 writes the model's logits to a file, and --base-logits compares another model with them: Kullback-Leibler divergence,
 change of probability, and how often both have the same likeliest token.  The file format is llama.cpp's.
 
 --compare measures several models against FILE, and plots their divergence against their size; --svg writes the plot.
 
---choices takes a file of questions, a line each: {"prompt": "...", "choices": ["...", "..."], "answer": 0}.  It
-counts how often the likeliest answer is correct.
+--choices takes a file with one question per line: {"prompt": "...", "choices": ["...", "..."], "answer": 0}.  It
+counts how often the likeliest answer is the correct one.
 """,
     words=Positionals("FILE", "a GGUF file (default: the demo model); also -m FILE", ("model",)),
     aliases="perplexity llama-perplexity",

@@ -81,23 +81,24 @@ def _collected(
 
 COMMAND = Command(
     "FILE [OUTPUT] -f TEXT [options]",
-    "measure which weights matter to a text",
+    "measure which weights matter, for quantize",
     [
         *MODEL_OR_WORD,
         OUTPUT,
-        flag("-f --file TEXT", "a text to read", Path, dest="text", required=True),
-        flag("-c --context N", "tokens of a piece", whole(8), default=512),
-        flag("--chunks N", "pieces to read (default: all of the text)", whole(1)),
+        flag("-f --file TEXT", "the text to read", Path, dest="text", required=True),
+        flag("-c --context N", "tokens in a chunk", whole(8), default=512),
+        flag("--chunks N", "number of chunks to read (default: the whole text)", whole(1)),
         several("--in-file FILE", "an importance matrix to add to", Path),
-        flag("--hessian", "measure how columns go together, too: a large file, with which quantize loses much less"),
-        flag("-t --threads N", "threads (default: one a physical core)", whole(1)),
+        flag("--hessian", "also measure how columns correlate: a large file, with which quantize loses much less"),
+        flag("-t --threads N", "number of threads (default: one per physical core)", whole(1)),
         QUIET,
     ],
     run,
     """\
-The model reads the text, some thousands of words of the kind that it is used for; 50 chunks are enough, 200 are
-better.  `localllm quantize --imatrix` uses the result to keep what matters: start from the F16 file or a large
-quantisation.  Ctrl-C ends early and keeps the result so far.  A name ending in .dat selects llama.cpp's older format.
+The model reads the text, which should be some thousands of words of the kind that the model is used for; 50 chunks
+are enough, 200 are better.  `localllm quantize --imatrix` uses the result to keep what matters.  Take the F16 file or
+a large quantisation as FILE.  Ctrl-C ends early and keeps the result so far.  An OUTPUT that ends in .dat is written
+in llama.cpp's older format.
 """,
     words=Positionals(
         "FILE OUTPUT",

@@ -254,13 +254,13 @@ COMMAND = Command(
     [
         *MODEL_OR_WORD,
         [
-            flag("--metadata", "the metadata only"),
-            flag("--tensors", "the tensors only"),
-            flag("--plan", "what would run where, and the memory it would take"),
+            flag("--metadata", "show only the metadata"),
+            flag("--tensors", "show only the tensors"),
+            flag("--plan", "show what would run where, and how much memory it would take"),
         ],
-        flag("--full", "long texts and arrays in full"),
+        flag("--full", "show long texts and arrays in full"),
         JSON,
-        "with --plan, as generate has them",
+        "with --plan, the same as for generate",
         *PLANNING,
     ],
     run,

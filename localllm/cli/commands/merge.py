@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 COMMAND = Command(
     "FILE OUTPUT --lora ADAPTER[=X]",
-    "write a model with adapters in its weights",
+    "merge adapters (LoRA) into the weights of a model",
     [OUTPUT, Flag(LORA.names, {**LORA.keywords, "required": True}), QUIET],
     run,
     words=Positionals(

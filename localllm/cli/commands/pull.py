@@ -75,10 +75,10 @@ COMMAND = Command(
     [flag("model ORG/REPO[:…]", "what to download", model_file), flag("-q --quiet", "show no progress")],
     run,
     """\
-The model goes into the Hugging Face cache; every command then takes its name in place of a path.  ORG/REPO:Q4_K_M
+The model is stored in the Hugging Face cache; every command then takes its name in place of a path.  ORG/REPO:Q4_K_M
 selects a file by its quantisation, ORG/REPO:NAME.gguf by its name; ORG/REPO alone means the only file, or Q4_K_M.
-Addresses of pages and files on the hub work too.  The picture encoder (mmproj) of a model that sees is fetched with
-it.  An interrupted download resumes where it stopped.
+Addresses of pages and files on the hub work too.  The encoder (mmproj) of a model that sees or hears is downloaded
+with it.  An interrupted download resumes where it stopped.
 """,
     aliases="download",
 )

@@ -193,18 +193,18 @@ def _typed(pattern: str, type: str) -> tuple[str, str]:
 
 COMMAND = Command(
     "FILE OUTPUT TYPE [options]",
-    "make a model smaller",
+    "quantise a model, to make it smaller",
     [
         OUTPUT,
         [
-            flag("--target-size SIZE", "choose types so that the file takes so much, as in 4.2GB", size),
-            flag("--target-kl X", "choose types so that the divergence is at most X nats", divergence),
+            flag("--target-size SIZE", "choose types for a file of at most SIZE, such as 4.2GB", size),
+            flag("--target-kl X", "choose types for a divergence of at most X nats", divergence),
         ],
-        flag("-f --file FILE", "a text to measure types on", Path, dest="text"),
-        flag("--imatrix FILE", "an importance matrix, as GGUF or in the old format", Path),
+        flag("-f --file FILE", "a text to measure the effect of types on", Path, dest="text"),
+        flag("--imatrix FILE", "an importance matrix, in GGUF or the older .dat format", Path),
         several(
             "--tensor --tensor-type REGEX=TYPE",
-            "a type for tensors with such names, of which the first that fits counts",
+            "a type for tensors whose names match; the first match counts",
             override,
             dest="overrides",
         ),
@@ -217,25 +217,25 @@ COMMAND = Command(
                 ("--token-embedding-type", r"^token_embd\."),
             )
         ),
-        flag("--pure", "TYPE for all tensors that are quantised"),
-        flag("--search", "look for the best scales where values would only be rounded"),
-        flag("--keep-split", "write as many files as the model has"),
+        flag("--pure", "use TYPE for all quantised tensors, without a mix"),
+        flag("--search", "search for the best scales instead of plain rounding"),
+        flag("--keep-split", "write as many files as the model is split into"),
         DRY_RUN,
         REQUANTIZE,
         *WRITING,
     ],
     run,
     """\
-Mixes give better types to the tensors that matter most: Q4_K_M, Q5_K_M, Q6_K, IQ4_XS, Q3_K_M, IQ3_M and Q2_K are
-common; an unknown TYPE lists all.  Types below 3 bits need --imatrix.
+A mix gives better types to the tensors that matter most.  Common TYPEs are Q4_K_M, Q5_K_M, Q6_K, IQ4_XS, Q3_K_M,
+IQ3_M and Q2_K; an unknown TYPE lists all.  Types below 3 bits need --imatrix.
 
---target-size and --target-kl choose a type for each tensor: the effect of its precision on the text is measured, and
-bytes go where they most reduce the divergence from the original (Kullback-Leibler, in nats per token).
+--target-size and --target-kl choose a type for each tensor.  They measure the effect of each tensor's precision on
+the text, and spend bytes where they most reduce the Kullback-Leibler divergence from the original, in nats per token.
 
 Without --imatrix, values become Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, MXFP4, NVFP4, Q1_0, Q2_0, TQ1_0 and TQ2_0 by rounding,
-as in llama.cpp; --search takes longer and makes the error 3 to 14 % smaller, of ternary types half.
+as in llama.cpp; --search takes longer and reduces the error by 3 to 14%, for ternary types by half.
 
-The error of a tensor is the root of its squared error over that of its squares, weighted by importance.
+The error shown for a tensor is the root mean square error relative to its root mean square, weighted by importance.
 """,
     words=Positionals(
         "FILE OUTPUT TYPE",

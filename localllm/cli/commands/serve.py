@@ -264,11 +264,21 @@ COMMAND = Command(
     "serve models to other programs over HTTP",
     [
         "models",
-        several("-m --model FILE", "a GGUF file, or ORG/REPO[:QUANT] if it was pulled", model_file, dest="models"),
+        several(
+            "-m --model FILE",
+            "a GGUF file, or the name of a model that localllm models lists",
+            model_file,
+            dest="models",
+        ),
         PRESETS,
-        several("-a --alias NAME", "another name of the first, which lists then show", dest="aliases"),
-        several("-hf --hf-repo ORG/REPO[:QUANT]", "the same, downloaded if missing", model_file, dest="downloads"),
-        several("--tags WORD", "a word that lists show with the first model", dest="tags"),
+        several("-a --alias NAME", "another name for the first model, shown in lists", dest="aliases"),
+        several(
+            "-hf --hf-repo ORG/REPO[:QUANT]",
+            "a model on the hub, downloaded if it is not on this machine",
+            model_file,
+            dest="downloads",
+        ),
+        several("--tags WORD", "a tag of the first model, shown in lists", dest="tags"),
         flag("--ttl S", "unload a model after S seconds without a request", whole(1)),
         *RUNNING,
         *SEEING,
@@ -276,51 +286,65 @@ COMMAND = Command(
         *options(LoadOptions, "draft_model", type=model_file),
         flag(
             "-np --parallel N",
-            "requests of full length that a model's cache has room for (default: up to 4, as memory allows); -c is "
-            "divided by it",
+            "requests of full length that fit in a model's cache at once (default: up to 4, as memory allows); -c is "
+            "divided by N",
             whole(1),
         ),
-        flag("-kvu --kv-unified", "-c is not divided by -np: each request may be as long", dest="unified"),
+        flag("-kvu --kv-unified", "do not divide -c by -np: each request may use all of it", dest="unified"),
         flag(
-            "--prompt-cache --slot-save-path DIR", "keep prompts of models that are not loaded", Path, dest="prompts"
+            "--prompt-cache --slot-save-path DIR",
+            "save the cached prompts of unloaded models here",
+            Path,
+            dest="prompts",
         ),
-        "where replies end, if a request does not say it",
+        "where replies end, unless a request says otherwise",
         *ENDING,
-        *(f"{each}, if a request does not say it" if isinstance(each, str) else each for each in SAMPLING),
-        flag("--no-slots", "nothing is told of the requests at work (/slots)", dest="slots", action="store_false"),
-        "who may ask",
-        flag("--lan", "let in the other devices of the network, by a key (made if none is given) and a QR code"),
-        flag("--host HOST", "address to listen on, or several with commas between them", default="127.0.0.1"),
-        flag("--port N", "port; 0 is any that is free", whole(0, below=65536), default=8080),
-        several("--api-key KEY", "let in those who have this key; keys share the models evenly", dest="api_keys"),
-        flag("--api-key-file FILE", "the same from a file, a key a line; lines with # are comments", dest="key_file"),
-        several("--allow-host NAME", "answer to this name of the machine, too", dest="hosts"),
-        several(
-            "--allow-image-urls HOST", "fetch pictures that requests name by addresses of it", dest="image_hosts"
+        *(f"{each}, unless a request says otherwise" if isinstance(each, str) else each for each in SAMPLING),
+        flag("--no-slots", "do not list running requests at /slots", dest="slots", action="store_false"),
+        "access",
+        flag(
+            "--lan",
+            "let other devices on the network connect with a key (generated if none is given), and show a QR code",
         ),
-        several("--cors-origin ORIGIN", "let pages of it ask, such as https://example.org; * is any", dest="origins"),
-        flag("--ssl-key-file FILE", "the private key for HTTPS, as PEM", Path, dest="ssl_key"),
-        flag("--ssl-cert-file FILE", "the certificate for HTTPS, as PEM", Path, dest="ssl_certificate"),
-        flag("-to --timeout S", "seconds in which a request has to come", whole(1), default=60),
-        flag("--max-queue N", "requests that may wait", whole(1), default=256),
-        flag("--max-body MiB", "size of a request at most", whole(1), default=32),
-        flag("--grace S", "seconds that replies have to end after Ctrl-C", whole(0), default=10),
-        flag("--responses FOLDER", "keep responses there, for previous_response_id after a restart", Path),
+        flag("--host HOST", "address to listen on, or several separated by commas", default="127.0.0.1"),
+        flag("--port N", "port to listen on; 0 is any free one", whole(0, below=65536), default=8080),
+        several(
+            "--api-key KEY", "require this key; clients with different keys share the models evenly", dest="api_keys"
+        ),
+        flag(
+            "--api-key-file FILE",
+            "read keys from a file, one per line; lines that begin with # are comments",
+            dest="key_file",
+        ),
+        several("--allow-host NAME", "also answer to this host name", dest="hosts"),
+        several("--allow-image-urls HOST", "fetch pictures from web addresses at this host", dest="image_hosts"),
+        several(
+            "--cors-origin ORIGIN",
+            "let web pages of this origin connect, such as https://example.org; * is any",
+            dest="origins",
+        ),
+        flag("--ssl-key-file FILE", "private key for HTTPS (PEM)", Path, dest="ssl_key"),
+        flag("--ssl-cert-file FILE", "certificate for HTTPS (PEM)", Path, dest="ssl_certificate"),
+        flag("-to --timeout S", "seconds in which a request must arrive completely", whole(1), default=60),
+        flag("--max-queue N", "maximum number of queued requests", whole(1), default=256),
+        flag("--max-body MiB", "maximum size of a request", whole(1), default=32),
+        flag("--grace S", "seconds that running replies have to finish after Ctrl-C", whole(0), default=10),
+        flag("--responses FOLDER", "store responses here, so that previous_response_id works after a restart", Path),
         "output",
-        flag("--stats", "show throughput, queue and cache as they change"),
+        flag("--stats", "show throughput, queue and cache live"),
         [
             flag("-q --quiet", "print nothing but the address and errors"),
-            flag("-v --verbose", "print what of a model lies where, and what it takes"),
+            flag("-v --verbose", "print where each model is placed, and how much memory it takes"),
         ],
     ],
     run,
     """\
 Clients of the OpenAI API (http://127.0.0.1:8080/v1), Anthropic's, Ollama's (http://127.0.0.1:8080) and llama.cpp's
-server can connect.  A model is loaded on the first request for it.  Without -m the server has the model in the
-settings, or else the demo model, and all models that localllm models lists.
+server can connect.  With -m the first model is loaded at once, every other model on the first request for it.
+Without -m the server has the model in the settings, or else the demo model, and those that localllm models lists.
 
-Only programs on this machine can connect, and no web pages, unless --host and --cors-origin say otherwise.  The
-environment variable LOCALLLM_API_KEY also sets API keys, separated by commas.
+By default only programs on this machine can connect, and pages of localhost; --lan, --host and --cors-origin let
+others in.  The environment variable LOCALLLM_API_KEY also sets API keys, separated by commas.
 """,
     aliases="server llama-server",
 )

@@ -225,9 +225,9 @@ COMMAND = Command(
     [flag("action install|status|uninstall", "what to do"), flag("flags FLAG", "flags of localllm serve", nargs="*")],
     run,
     """\
-localllm service install -- -m qwen.gguf --lan writes a unit for systemd (Linux), an agent for launchd (macOS) or a
-task for the Task Scheduler (Windows) that runs localllm serve with these flags in this folder, as this user, and
-starts it.  It starts again when it fails, and whenever the user logs in.  Environment variables that localllm config
-lists are kept in it; keys are best given by --api-key-file.
+localllm service install -- -m qwen.gguf --lan sets up a systemd unit (Linux), a launchd agent (macOS) or a task of
+the Task Scheduler (Windows) that runs localllm serve with these flags, in this folder and as this user, and starts
+it.  It is restarted when it fails, and started whenever the user logs in.  The environment variables that localllm
+config lists are stored with it; give keys with --api-key-file.
 """,
 )

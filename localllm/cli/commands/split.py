@@ -36,23 +36,23 @@ def run(arguments: argparse.Namespace) -> None:
 
 COMMAND = Command(
     "FILE OUTPUT [--max-size SIZE | --max-tensors N | --merge]",
-    "write a model as several files, or as one again",
+    "split a model into several files, or join them",
     [
         OUTPUT,
         [
-            flag("--max-size --split-max-size SIZE", "bytes of tensors in a file at most, as in 2GB", size),
-            flag("--max-tensors --split-max-tensors N", "tensors in a file at most", whole(1), default=128),
-            flag("--merge", "write one file"),
+            flag("--max-size --split-max-size SIZE", "maximum bytes of tensors in a file, such as 2GB", size),
+            flag("--max-tensors --split-max-tensors N", "maximum number of tensors in a file", whole(1), default=128),
+            flag("--merge", "join the files into one"),
         ],
-        flag("--split", "write several files, as without this flag"),
+        flag("--split", "split into several files (the default)"),
         flag("--dry-run", "show the files, and write nothing"),
         QUIET,
     ],
     run,
-    "Split models run as they are: any of their files names the model.\n",
+    "Split models run as they are: give any of their files as the model.\n",
     words=Positionals(
         "FILE OUTPUT",
-        "a GGUF file, or any file of a split one; and the file to write, or what the names of several begin with",
+        "a GGUF file, or any file of a split one; and the file to write, or the beginning of the files' names",
         ("model", "output"),
         n_needed=2,
     ),

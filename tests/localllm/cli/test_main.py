@@ -185,7 +185,7 @@ BAD_USAGE = {
     ),
     "seed": (
         ["generate", "-p", "x", "-s", "-2"],
-        "'-2' is not a whole number from 0 to 2^64 - 1; leave it out for a fresh one",
+        "'-2' is not a whole number from 0 to 2^64 - 1; leave it out for the default: a new one each time",
     ),
     "seed of letters": (
         ["generate", "--seed", "x"],

@@ -18,6 +18,10 @@ import pytest
 
 import localllm
 
+# Beside other work, Ray's proxy takes longer to start than the five seconds that Ray gives it.
+os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
+os.environ.setdefault("RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S", "60")
+
 ray = pytest.importorskip("ray", reason="ray is not installed")
 
 #: Of Ray's own modules.
@@ -77,9 +81,11 @@ def url(cluster: Any) -> Iterator[str]:
         port = free.getsockname()[1]
     # All machines of this cluster have one address: connections would go to any of them, and break with it.
     serve.start(proxy_location="HeadOnly", http_options={"port": port})
-    serve.run(app(Config(min_replicas=3, max_replicas=3, threads=1, load=SLOW)))
-    yield f"http://127.0.0.1:{port}"
-    serve.shutdown()
+    try:
+        serve.run(app(Config(min_replicas=3, max_replicas=3, threads=1, load=SLOW)))
+        yield f"http://127.0.0.1:{port}"
+    finally:  # also where it did not start in time: the next test starts it at another port
+        serve.shutdown()
 
 
 def test_a_machine_is_killed_in_the_middle_of_requests(cluster: Any, url: str) -> None:
@@ -219,7 +225,12 @@ def test_a_later_run_goes_on_where_an_earlier_one_ended(cluster: Any, rows: Path
 
     with pytest.raises(Exception, match="the power fails"):
         run()
-    gc.collect()  # the error's traceback holds the first run's actor, without whose processor the second one waits
+    # The error's traceback holds the first run's actors, without whose processors the second one waits for ever.
+    end = time.monotonic() + 120
+    while ray.available_resources().get("CPU", 0) < 3:
+        assert time.monotonic() < end
+        gc.collect()
+        time.sleep(0.5)
     before = written(rows)
     assert 0 < len(before) < 24
     times = {file: os.stat(file).st_mtime_ns for file in (rows / "answers").rglob("*.parquet")}
