@@ -7,7 +7,8 @@ each its offset.  The arena's size is then what a step takes, exactly, before an
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+
+from localllm.lazy_dataclass import dataclass
 
 #: What offsets are a multiple of: a page of memory, so that rows of different buffers do not share cache lines.
 ALIGNMENT = 4096

@@ -27,7 +27,6 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +39,7 @@ from localllm.kernels.code_cache import cache_root, is_stale, read_code, warn_if
 from localllm.kernels.cpu.host import check_memory
 from localllm.kernels.cpu.target import Target
 from localllm.kernels.cpu.templates import Device, Template
+from localllm.lazy_dataclass import dataclass
 
 #: Bytes of memory without which no kernel is compiled, and without which numba is not even loaded: LLVM ends the
 #: process where it gets none.  (Measured: 16 and 70 MiB.)

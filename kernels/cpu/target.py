@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import functools
 import os
-from dataclasses import dataclass
 from typing import Literal
 
 import llvmlite.binding as llvm
 
 from localllm.errors import DeviceError, UsageError
 from localllm.kernels.cpu import host
+from localllm.lazy_dataclass import dataclass
 
 #: Environment variable that forces an instruction set.
 ISA_VARIABLE = "LOCALLLM_ISA"

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from localllm.errors import TemplateError, path_text, quoted
+from localllm.lazy_dataclass import dataclass
 from localllm.tokenizer.vocabulary import MetadataFile
 
 _KEY = "tokenizer.chat_template"
@@ -17,7 +18,7 @@ _KEY = "tokenizer.chat_template"
 USES = {"tool_use": "tools", "rag": "documents"}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TemplateSource:
     text: str | None  # jinja2 text; None if there is none
     where: str = "the chat template given"  # its name in error messages
