@@ -59,7 +59,15 @@ class _Methods:
 
             cls = self.cls
             cls.__doc__ = cls.__doc__ or cls.__name__  # else dataclasses makes one, of the parameters
+            bases: list[Any] = [
+                base for base in cls.__mro__[1:] if dataclasses.is_dataclass(base)
+            ]  # which completes them
+            frozen = [base.__dataclass_params__ for base in bases if base.__dataclass_params__.frozen]
+            for parameters in frozen:  # else dataclasses would make another two methods
+                parameters.frozen = False
             dataclasses.dataclass(init=False, repr=False, eq=False, kw_only=self.kw_only)(cls)
+            for parameters in (*frozen, *([vars(cls)["__dataclass_params__"]] if self.frozen else [])):
+                parameters.frozen = True
             fields = dataclasses.fields(cls)
             compared = _getter([f.name for f in fields if f.compare])
             hashed = _getter([f.name for f in fields if (f.compare if f.hash is None else f.hash)])

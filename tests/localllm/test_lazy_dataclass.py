@@ -108,6 +108,16 @@ def test_subclasses(decorate: Decorator) -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         circle.radius = 2
 
+    @dataclasses.dataclass(frozen=True)
+    class Ring(Circle):  # type: ignore[misc, valid-type]
+        inner: float = 0.5
+
+    ring = Ring(1, radius=2)
+    assert (ring.x, ring.radius, ring.inner) == (1, 2, 0.5)
+    assert ring == Ring(1, radius=2) != Ring(1)
+    with pytest.raises(TypeError, match="cannot inherit non-frozen dataclass from a frozen one"):
+        dataclasses.dataclass(type("Thawed", (Circle,), {}))
+
     class Named(Circle):  # type: ignore[misc, valid-type]
         """No dataclass itself."""
 
