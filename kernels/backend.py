@@ -120,7 +120,10 @@ class Batch:
             raise KernelError("a batch has tokens with embeddings of their own whose ids are not 0")
         if self.embeddings.ndim != 3 or len(self.embeddings) != len(embedded):
             raise KernelError(f"a batch has embeddings {list(self.embeddings.shape)} of {len(embedded)} tokens")
-        if self.axes.size and (self.axes.shape != (3, n) or (self.axes < 0).any() or (self.axes > positions).any()):
+        shapes = (3, n), (4, n)
+        if self.axes.size and (
+            self.axes.shape not in shapes or (self.axes < 0).any() or (self.axes > positions).any()
+        ):
             raise KernelError("a batch has tokens whose place in a picture lies beyond that in their sequence")
         if len(self.ends):
             lengths = np.repeat(self.kv_lengths, np.diff(self.query_starts))

@@ -136,7 +136,8 @@ class Rope:
     interleaved: bool
     magnitude: float = 1.0  # factor on cosine and sine (YaRN's attention factor)
     first: int = 0
-    # of each frequency, what a token turns by: its time (0), row (1) or column (2).  Empty: its place in the sequence
+    # of each frequency, what a token turns by: its time (0), row (1), column (2) or its picture's number (3).  Empty:
+    # its place in the sequence
     axes: tuple[int, ...] = ()
 
 
@@ -763,7 +764,7 @@ class RopeAppend(Operation[Tensor]):
                 raise KernelError(f"a norm of {list(shape)} weights cannot be taken of {dim} values of a head")
         if self.rope is not None and self.rope.axes:
             axes = self.rope.axes
-            if len(axes) != len(self.rope.frequencies) or not {*axes} <= {0, 1, 2}:
+            if len(axes) != len(self.rope.frequencies) or not {*axes} <= {0, 1, 2, 3}:
                 raise KernelError(f"{len(self.rope.frequencies)} pairs of values cannot turn by the axes {axes}")
         if self.q_scale is not None and self.q_scale.length < 1:
             raise KernelError(f"queries cannot be scaled every {self.q_scale.length} positions")

@@ -10,7 +10,7 @@ from localllm.models import hf_names
 from localllm.models.blocks import llama_like
 from localllm.models.config import Header
 from localllm.models.hf_convert import head_dim
-from localllm.models.rope import make_rope, stretched_base
+from localllm.models.rope import make_rope, stretched_base, with_axes
 
 HF_NAMES = (
     hf_names.COMMON
@@ -46,14 +46,19 @@ def _rope_keys(config: Any) -> dict[str, Any]:
     if "_vl" in config.model_type:
         sections = rope.get("mrope_section") or rope.get("xdrope_section")
         context = config.max_position_embeddings
-        keys = {"rope.scaling.alpha": alpha, "rope.dimension_sections": list(sections) if sections else None}
+        keys = {"rope.scaling.alpha": alpha, "rope.dimension_sections": _by_axes(sections)}
     else:
         context = 1 << 18
         keys = {"rope.freq_base": stretched_base(rope["rope_theta"], alpha, head_dim(config))}
     return none | keys | {"context_length": context, "rope.scaling.original_context_length": context}
 
 
+def _by_axes(sections: Any) -> list[int] | None:
+    """Frequencies that turn by time, column, row and picture; checkpoints may have none of the first."""
+    return [0] * (4 - len(sections)) + list(sections) if sections else None
+
+
 def record(m: Header) -> Graph:
-    m.meta.skip("rope.dimension_sections")  # places in pictures: for text, all are a token's position
     rope = make_rope(m, m.heads().key_dim, has_alpha=m.config.architecture == "hunyuan_vl")
+    rope = with_axes(m, rope, order=(0, 2, 1, 3))  # time, column, row, number of the picture
     return llama_like(m, rope, m.experts(), qk_norm="head", norm_last=True)

@@ -109,11 +109,12 @@ def make_rope(
     return Rope(frequencies.astype(np.float32), interleaved, magnitude)
 
 
-def with_axes(m: Header, rope: Rope, *, in_turn: bool) -> Rope:
+def with_axes(m: Header, rope: Rope, *, in_turn: bool = False, order: tuple[int, ...] = (0, 1, 2)) -> Rope:
     """The rotation by a token's place in time, by row and by column, if the file has it and pictures are seen.
 
     ``rope.dimension_sections`` says how many frequencies turn by each: the first ones by time, and so on; or with
-    ``in_turn``, one by each in turn, as far as there are so many by row or column, and the others by time.
+    ``in_turn``, one by each in turn, as far as there are so many by row or column, and the others by time.  Or they
+    turn by the axes in ``order``.
     """
     name, n = f"{m.meta.architecture}.rope.dimension_sections", len(rope.frequencies)
     sections: Any = m.meta.find("rope.dimension_sections")
@@ -122,11 +123,11 @@ def with_axes(m: Header, rope: Rope, *, in_turn: bool) -> Rope:
         return rope
     if not isinstance(sections, list | tuple) or any(not isinstance(s, int) or s < 0 for s in sections):
         raise ModelError(f"{name} is {quoted(sections)}, but must be up to four numbers: the file is broken")
-    time, rows, columns = (*sections, 0, 0, 0)[:3]
-    if time + rows + columns != n or any(sections[3:]):
+    if sum(sections) != n or any(sections[len(order) :]):
         raise ModelError(f"{name} is {list(sections)}, but {n} frequencies turn: the file is broken")
-    axes = [0] * time + [1] * rows + [2] * columns
+    axes = [axis for axis, section in zip(order, sections, strict=False) for _ in range(section)]
     if in_turn:
+        time, rows, columns = (*sections, 0, 0, 0)[:3]
         axes = [i % 3 if i < 3 * (time, rows, columns)[i % 3] else 0 for i in range(n)]
     return replace(rope, axes=tuple(axes))
 

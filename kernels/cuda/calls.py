@@ -114,7 +114,7 @@ class BatchBuffer:
     """
 
     def __init__(self, graph: Graph, max_tokens: int, max_outputs: int, n_pages: tuple[int, ...]) -> None:
-        draws, pictures = DRAW_WORDS * max_outputs, (3 * max_tokens * graph.has_axes, max_tokens * graph.has_spans)
+        draws, pictures = DRAW_WORDS * max_outputs, (4 * max_tokens * graph.has_axes, max_tokens * graph.has_spans)
         self._max_tokens, self._has_axes, self._has_spans = max_tokens, graph.has_axes, graph.has_spans
         sizes = (_HEADER, draws, max_tokens, max_tokens, max_outputs, max_tokens + 1, max_tokens, max_tokens)
         self._bounds = [*accumulate((*sizes, *pictures, *(max_tokens for _ in n_pages)), initial=0)]
@@ -159,10 +159,11 @@ class BatchBuffer:
         return [slice(0, part.stop)] if first == 0 else [slice(0, self._bounds[-1]), part]
 
     def _of_pictures(self, batch: Batch) -> Iterator[NDArray[np.int32]]:
-        """Positions by each axis [3 * max_tokens], and the ends of what tokens see: those that the graph reads."""
-        places = np.zeros((3, self._max_tokens * self._has_axes), np.int32)
+        """Positions by each axis [4 * max_tokens], and the ends of what tokens see: those that the graph reads."""
+        places = np.zeros((4, self._max_tokens * self._has_axes), np.int32)
         if self._has_axes:
-            places[:, : len(batch.ids)] = batch.axes if batch.axes.size else batch.positions
+            n = len(batch.axes) if batch.axes.size else 4
+            places[:n, : len(batch.ids)] = batch.axes if batch.axes.size else batch.positions
         yield places.ravel()
         ends = batch.ends if len(batch.ends) else batch.positions + np.int32(1)
         yield ends[: len(ends) * self._has_spans]

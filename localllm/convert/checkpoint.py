@@ -46,7 +46,7 @@ _SAMPLING |= {"repetition_penalty": "penalty_repeat"}
 
 #: Tensors of a checkpoint that are not the language model's.
 _OTHERS = re.compile(
-    r"(^|\.)(mtp|vision_\w+|vit(?:_\w+)?|sam_model|qwen2_model|projector|visual|vpm|resampler|apm|tts|audio_\w+|multi_modal_projector|mm_projector|connector|mlp_AR|embed_vision"
+    r"(^|\.)(mtp|vision_\w+|vit(?:_\w+)?|sam_model|qwen2_model|projector|visual|perceive|patch_merger|vpm|resampler|apm|tts|audio_\w+|multi_modal_projector|mm_projector|connector|mlp_AR|embed_vision"
     r"|embed_audio)\.|^model\.merger\."
     r"|rotary_emb\.inv_freq$|\.masked_bias$|^cls\.(predictions|seq_relationship)\.|position_ids$|image_newline$"
     r"|(^|\.)h\.\d+\.attn\.bias$|view_seperator$|^decoder\.(weight|bias)$"

@@ -159,7 +159,8 @@ class Engine:
             if each.picture.is_causal:  # as text
                 continue
             n, (rows, columns) = each.stop - each.start, each.picture.grid
-            if self._has_axes and rows * columns not in (0, n):  # without a grid they turn as text
+            n_turning = n - 2 * each.picture.is_numbered
+            if self._has_axes and rows * columns not in (0, n_turning):  # without a grid they turn as text
                 raise UsageError(f"a picture of {n:,} tokens cannot have {rows:,} rows of {columns:,}")
             if self._has_spans and n > self.max_tokens:
                 raise UsageError(

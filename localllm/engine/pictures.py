@@ -50,6 +50,9 @@ class Picture:
     grid: tuple[int, int] = (0, 0)  # rows and columns of those tokens, where they turn by them (M-RoPE)
     source: Any = None  # what its encoder makes the embeddings of
     is_causal: bool = False  # whether its tokens see none behind them, as those of a sound
+    # whether tokens turn by their place in the picture, and its number among a prompt's; then one stands before its
+    # grid and one behind it, which turn as text
+    is_numbered: bool = False
 
     @cached_property
     def ids(self) -> list[int]:
@@ -101,7 +104,10 @@ class Pictures:
     def __post_init__(self) -> None:
         object.__setattr__(self, "starts", [each.start for each in self.placed])
         saved = (
-            each.stop - each.start - max(each.picture.grid) if any(each.picture.grid) else 0 for each in self.placed
+            each.stop - each.start - max(each.picture.grid)
+            if any(each.picture.grid) and not each.picture.is_numbered
+            else 0
+            for each in self.placed
         )
         object.__setattr__(self, "_saved", [*accumulate(saved, initial=0)])
 
@@ -123,12 +129,13 @@ class Pictures:
         return (each for each in self.of(start, stop) if not each.picture.is_causal)
 
     def axes(self, start: int, stop: int) -> NDArray[np.int32]:
-        """Where the tokens at positions start : stop are in time, by row and by column: int32 [3, stop - start].
+        """Where the tokens at positions start : stop are in time, by row and by column, and their pictures' numbers:
+        int32 [4, stop - start].
 
         A picture's tokens are all in the time of its first one; what follows it begins behind its longer side.
-        Source: Qwen2-VL (arXiv:2409.12191), section 2.1.
+        Source: Qwen2-VL (arXiv:2409.12191), section 2.1.  Those of one that is numbered keep their time.
         """
-        places = np.tile(np.arange(start, stop, dtype=np.int32), (3, 1))
+        places = np.tile(np.arange(start, stop, dtype=np.int32), (4, 1))
         places -= self._saved[bisect_right(self.starts, start)]
         for each in self.of(start, stop):
             if not any(each.picture.grid):  # as text
@@ -137,7 +144,12 @@ class Pictures:
             numbers = (
                 np.arange(max(each.start, start), min(each.stop, stop)) - each.start
             )  # of its tokens, those here
-            offsets = np.zeros_like(numbers), *np.divmod(numbers, each.picture.grid[1])
+            if each.picture.is_numbered:
+                inner = numbers[(numbers > 0) & (numbers < each.picture.n_tokens - 1)]
+                in_grid = *np.divmod(inner - 1, each.picture.grid[1]), np.full_like(inner, i - 1)
+                places[1:, inner + each.start - start] = in_grid
+                continue
+            offsets = np.zeros_like(numbers), *np.divmod(numbers, each.picture.grid[1]), np.zeros_like(numbers)
             places[:, numbers + each.start - start] = each.start - self._saved[i - 1] + np.array(offsets)
             behind = max(0, each.stop - start)
             places[:, behind:] = np.arange(start + behind, stop) - self._saved[i]

@@ -171,8 +171,9 @@ class VisionEncoder:
         for frame in prepared.frames:
             name.update(repr(frame.shape).encode())
             name.update(frame.tobytes())
-        grid = prepared.grid if self.of_kind(prepared.kind).has_grid else (0, 0)
-        return Picture(name.digest(), prepared.n_tokens, grid, prepared, is_causal=prepared.kind == "audio")
+        model = self.of_kind(prepared.kind)
+        grid, is_causal = prepared.grid if model.has_grid else (0, 0), prepared.kind == "audio"
+        return Picture(name.digest(), prepared.n_tokens, grid, prepared, is_causal, model.is_numbered)
 
     def prompt(
         self,

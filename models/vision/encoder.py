@@ -103,6 +103,8 @@ class EncoderModel:
     around: ClassVar[tuple[str, str]] = ("", "")
     #: Whether a picture's tokens turn by row and column in the text model (M-RoPE).
     has_grid: ClassVar[bool] = False
+    #: Whether they turn by the picture's number as well (`localllm.engine.pictures.Picture`).
+    is_numbered: ClassVar[bool] = False
     #: What stands before the n-th picture of a prompt, counted from 0, with {} for n.
     numbered: str = ""
     #: The layers whose patches see nothing but their window.

@@ -143,13 +143,18 @@ class QwenVision(VisionModel):
         self.low, self.high = self.number("image_min_pixels", low), self.number("image_max_pixels", high)
 
     def prepare(self, picture: Any, max_tokens: int | None = None) -> Prepared:
+        rows, columns = self.grid(picture, max_tokens)
+        factor = self.patch_size * self.merge
+        frame = np.asarray(resized(picture, rows * factor, columns * factor, "bicubic"))
+        return Prepared((frame,), (rows * columns,), (rows, columns))
+
+    def grid(self, picture: Any, max_tokens: int | None) -> tuple[int, int]:
+        """The rows and columns that a picture becomes."""
         factor = self.patch_size * self.merge
         high = self.high if max_tokens is None else min(self.high, max_tokens * factor**2)
         height, width = self.enlarged(picture.height, picture.width)
         height, width = smart_resize(height, width, factor, min(self.low, high), high)
-        frame = np.asarray(resized(picture, height, width, "bicubic"))
-        rows, columns = height // factor, width // factor
-        return Prepared((frame,), (rows * columns,), (rows, columns))
+        return height // factor, width // factor
 
     def enlarged(self, height: int, width: int) -> tuple[int, int]:
         """The sides that a picture is taken to have."""

@@ -60,6 +60,7 @@ PROJECTORS: dict[str, Projector] = {
     "glm4v": Projector(
         "qwen", "Glm4V", "GLM-4.1V to 4.6V, GLM-OCR", "glm4 glm4moe", "glm4v glm4v_moe glm46v glm_ocr"
     ),
+    "hunyuanvl": Projector("hunyuan", "HunyuanVL", "HunyuanOCR, HunyuanVL", "hunyuan_vl", "hunyuan_vl"),
     "idefics3": Projector("siglip", "Idefics3", "Idefics 3, SmolVLM", "llama", "idefics3 smolvlm"),
     "internvl": Projector(
         "internvl", "InternVL", "InternVL 2.5 to 3.5", "internlm2 llama qwen2 qwen3 qwen3moe gpt-oss", "internvl"

@@ -102,9 +102,12 @@ def test_ids_and_places() -> None:
     assert pictures.stop == len(ids) - 3 == 49
     assert [each.start for each in pictures.of(5, 22)] == [4, 21]
     axes = pictures.axes(0, len(ids))
-    assert axes[:, 3:10].tolist() == [[3, 4, 4, 4, 4, 4, 4], [3, 4, 4, 4, 4, 4, 5], [3, 4, 5, 6, 7, 8, 4]]
-    assert axes[:, 19:23].T.tolist() == [[9, 9, 9], [10, 10, 10], [11, 11, 11], [11, 11, 12]]
-    assert axes[:, 49:].tolist() == [[18, 19, 20]] * 3
+    assert axes[:, 3:10].tolist() == [
+        *([3, 4, 4, 4, 4, 4, 4], [3, 4, 4, 4, 4, 4, 5], [3, 4, 5, 6, 7, 8, 4]),
+        [3, 4, 4, 4, 4, 4, 4],
+    ]
+    assert axes[:, 19:23].T.tolist() == [[9] * 4, [10] * 4, [11] * 4, [11, 11, 12, 11]]
+    assert axes[:, 49:].tolist() == [[18, 19, 20]] * 4
     ends = pictures.ends(0, len(ids))
     assert ends[:4].tolist() == [1, 2, 3, 4]
     assert set(ends[4:19]) == {19}
@@ -112,6 +115,21 @@ def test_ids_and_places() -> None:
     for start, stop in ((0, 7), (7, 30), (11, 11 + 9), (30, 52), (50, 52)):
         np.testing.assert_array_equal(pictures.axes(start, stop), axes[:, start:stop])
         np.testing.assert_array_equal(pictures.ends(start, stop), ends[start:stop])
+
+
+def test_places_of_pictures_that_are_numbered() -> None:
+    """The tokens of their grids turn by row, column and number, and keep their time; those around them as text."""
+    placed = [PictureTokens(start, Picture(b"a", 8, (2, 3), is_numbered=True)) for start in (2, 11)]
+    pictures = Pictures(placed)
+    axes = pictures.axes(0, 20)
+    assert axes[0].tolist() == [*range(20)]
+    for number, start in enumerate((2, 11)):
+        inner = axes[1:, start + 1 : start + 7].tolist()
+        assert inner == [[0, 0, 0, 1, 1, 1], [0, 1, 2, 0, 1, 2], [number] * 6]
+    others = [0, 1, 2, 9, 10, 11, 18, 19]
+    assert (axes[:, others] == others).all()
+    for start, stop in ((0, 3), (4, 9), (9, 12), (5, 20)):
+        np.testing.assert_array_equal(pictures.axes(start, stop), axes[:, start:stop])
 
 
 def test_a_prompt_is_evaluated_however_it_comes(device: Device) -> None:

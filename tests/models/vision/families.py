@@ -160,6 +160,27 @@ FAMILIES: dict[str, Family] = {
         {"size": {"shortest_edge": 12544, "longest_edge": 32 * 28 * 28}},
         ("pixel_values", "image_grid_thw"),
     ),
+    "hunyuanvl": Family(
+        "HunYuanVLForConditionalGeneration",
+        "HunYuanVLConfig",
+        {
+            "text_config": TEXT
+            | {"head_dim": 16, "tie_word_embeddings": True}
+            | {
+                "rope_parameters": {
+                    "rope_type": "dynamic",
+                    "rope_theta": 1e4,
+                    "alpha": 10.0,
+                    "factor": 1.0,
+                    "mrope_section": [2] * 4,
+                }
+            },
+            "vision_config": SIGLIP | {"max_image_size": 112, "text_hidden_size": 48, "out_hidden_size": 48},
+        },
+        ("hunyuan_vl.image_processing_pil_hunyuan_vl", "HunYuanVLImageProcessorPil"),
+        {"size": {"shortest_edge": 4096, "longest_edge": 16 * 32 * 32}},
+        ("pixel_values", "image_grid_thw"),
+    ),
     "idefics3": Family(
         "Idefics3ForConditionalGeneration",
         "Idefics3Config",
@@ -492,6 +513,16 @@ class MergedPatches:
         return {"pixel_values": torch.stack(merged), "image_position_ids": torch.stack(places)}
 
 
+def in_sections(rope: Any, waves: Any) -> Any:
+    """[axes, 1, n, pairs] to [1, n, 2 * pairs]: each section of pairs turns by an axis of its own.
+
+    transformers 5.24 cuts the doubled row instead, so that the two values of a pair turn by different axes, which is
+    no rotation; HunyuanOCR's own code and llama.cpp do as here.
+    """
+    parts = [part[i] for i, part in enumerate(waves.split(rope.mrope_section, dim=-1))]
+    return torch.cat(2 * parts, dim=-1)
+
+
 def make(name: str, folder: Path) -> Any:
     """The model of a family, saved in a folder with its files, model.gguf and mmproj.gguf."""
     family = FAMILIES[name]
@@ -507,6 +538,10 @@ def make(name: str, folder: Path) -> Any:
                 buffer.fill_(-2.0 if key.endswith("_min") else 1.5)
             elif ".std_" in key:
                 buffer.copy_(torch.rand_like(buffer) + 0.5)
+    if name == "hunyuanvl":
+        import_module(
+            "transformers.models.hunyuan_vl.modeling_hunyuan_vl"
+        ).HunYuanVLRotaryEmbedding.recomposition_frequencies = in_sections
     if name == "llama4":  # transformers 5.24 asks the text model's result for it
         transformers.modeling_outputs.MoeCausalLMOutputWithPast.image_outputs = None
     model.save_pretrained(folder)

@@ -161,7 +161,7 @@ def test_logits_are_those_of_transformers(seeing: Any, name: str, device: str, b
 
 
 @pytest.mark.skipif(no_harness() is not None, reason=no_harness() or "")
-@pytest.mark.parametrize("name", ["qwen3vl_merger", "gemma3"])
+@pytest.mark.parametrize("name", ["qwen3vl_merger", "gemma3", "hunyuanvl"])
 def test_a_gpu_sees(seeing: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the emulator; pictures are encoded on the CPU, for layers of the GPU, too."""
     model, llm = seeing(name)

@@ -74,7 +74,7 @@ def test_pixels_and_features_are_those_of_transformers(made: Any, name: str) -> 
                 theirs = by_colour(encoder, each, theirs)
             elif name.startswith(("minicpm", "resampler")):
                 theirs = in_slices(encoder, each.frames, theirs)
-            elif name in ("kimik25", "paddleocr"):
+            elif name in ("hunyuanvl", "kimik25", "paddleocr"):
                 theirs = theirs.reshape(len(theirs), -1)[in_blocks(encoder, each.frames[0])]
             check_pixels(encoder, frames, theirs)
         for each, rows, (_, theirs) in zip(prepared, encoded(encoder, prepared), expected, strict=True):
@@ -237,6 +237,7 @@ def test_other_names_of_llama_cpp_s_converters(
     [
         "gemma4v",
         "glm4v",
+        "hunyuanvl",
         "kimik25",
         "lfm2",
         "llama4",
@@ -251,7 +252,7 @@ def test_a_budget_is_kept_whatever_the_shape(made: Any, name: str) -> None:
     encoder = VisionEncoder.open(made(name)[2])
     for shape in ((1, 150), (150, 1), (1, 1), (3, 7), (300, 200)):
         for max_tokens in (
-            (1, 5, 100) if name not in ("llama4", "mlp 1.6", "resampler") else (17, 40, 100)
+            (1, 5, 100) if name not in ("hunyuanvl", "llama4", "mlp 1.6", "resampler") else (17, 40, 100)
         ):  # whose least is a tile
             assert encoder.prepare(np.zeros((*shape, 3), np.uint8), max_tokens).n_tokens <= max_tokens
     encoder.close()
