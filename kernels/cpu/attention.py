@@ -76,6 +76,9 @@ def state_constants(op: Attention) -> dict[str, int]:
 def constants(op: Attention, *, wide: bool) -> dict[str, Any]:
     """Compile-time constants of `attention`; ``wide``: a vector fills one register, so that many fit."""
     vectors, cache = 2 if wide else 1, op.cache
+    # Rows of encoders are many: six and their factors fill 16 registers, but of the four or eight heads that share a
+    # key in decoding, six would compute some twice.
+    rows = 8 if wide else 4 if op.causal else 6
     keys, values = layouts_of(cache)
     values_dim = cache.key_dim if cache.values_in_keys else cache.value_dim
     return {
@@ -92,8 +95,12 @@ def constants(op: Attention, *, wide: bool) -> dict[str, Any]:
         # Values from one position to the next in a block of values.
         "VALUE_ROW": values.head(values_dim),
         # Rows, and vectors of scores or of head values, that are computed at once: their sums fill the registers.
-        "ROWS": 8 if wide else 4,
+        "ROWS": rows,
+        # Rows that a tile comes to where the last group is filled up.
+        "HELD": -(-TILE_ROWS // rows) * rows,
         "VECTORS": vectors,
+        # Steps of `add_products` in one turn of its loop: narrow vectors have few products in each.
+        "UNROLLED": 1 if wide else 2,
         "KEY_BITS": keys.bits,
         "VALUE_BITS": values.bits,
         # Of what is widened, how sixteen are read, and their bytes.
@@ -103,7 +110,7 @@ def constants(op: Attention, *, wide: bool) -> dict[str, Any]:
         "KEY_SCALES": keys.scale_bytes(cache.key_dim),
         "VALUE_SCALES": values.scale_bytes(values_dim),
         # Rows are computed ROWS at once, and a tile short of them has its last one again; not where all are codes.
-        "ROW_STEP": 1 if keys.load is None and values.load is None else 8 if wide else 4,
+        "ROW_STEP": 1 if keys.load is None and values.load is None else rows,
     }
 
 
@@ -154,8 +161,16 @@ def add_products(total: Registers, x, x_step, matrix, step, vectors, n, ahead, p
     x: float32 [ROWS, n]; matrix: [n, columns] in the cache's type; steps from row to row are in bytes.
     Begins to read from ``ahead`` on, ``pace`` bytes in each of the n steps.
     """
-    for i in range(n):
-        prefetch(ahead + pace * i)
+    for i in range(0, n // UNROLLED * UNROLLED, UNROLLED):
+        for j in static_range(UNROLLED):
+            prefetch(ahead + pace * (i + j))
+            for v in static_range(vectors):
+                entry[v] = LOAD(matrix + step * (i + j) + UNIT * v)
+            for r in static_range(ROWS):
+                factor = load_splat_f32(x + x_step * r + 4 * i + 4 * j)
+                for v in static_range(vectors):
+                    total[r, v] = fma(entry[v], factor, total[r, v])
+    for i in range(n // UNROLLED * UNROLLED, n):
         for v in static_range(vectors):
             entry[v] = LOAD(matrix + step * i + UNIT * v)
         for r in static_range(ROWS):
@@ -543,7 +558,7 @@ def attend_splits(
     state, selected, gathered,
 ):  # fmt: skip
     """The rows' states after the splits first_split … stop_split, of which those that no row sees are passed over."""
-    scores, scaled, split_state = stack(TILE_ROWS * SCORES), stack(4 * PAGE * ROWS), stack(TILE_ROWS * STATE)
+    scores, scaled, split_state = stack(HELD * SCORES), stack(4 * PAGE * ROWS), stack(HELD * STATE)
     # Rows are in order: the first begins to see first, the last sees farthest.
     first_page = load_i64(limits) // PAGE
     n_pages = load_i64(limits + 16 * (n_rows - 1) + 8) // PAGE + 1
@@ -619,8 +634,8 @@ def attention(
     selected: float32 [T, SELECTED].
     """
     n_tiles = load_i64(batch)
-    gathered, falls = stack(KEY_BLOCK if SELECTED else 64), stack(8 * TILE_ROWS if ALIBI else 64)
-    queries, limits, state = stack(4 * TILE_ROWS * KEY_HEAD), stack(16 * TILE_ROWS), stack(TILE_ROWS * STATE)
+    gathered, falls = stack(KEY_BLOCK if SELECTED else 64), stack(8 * HELD if ALIBI else 64)
+    queries, limits, state = stack(4 * HELD * KEY_HEAD), stack(16 * HELD), stack(HELD * STATE)
     key_bytes, value_bytes = n_kv_heads * KEY_BLOCK, n_kv_heads * VALUE_BLOCK
     for unit in range(begin, end):
         head = unit // n_tiles
