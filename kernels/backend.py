@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import prod
 from types import MappingProxyType
@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from localllm.errors import KernelError
 from localllm.kernels.graph import Embed, ExpertLinears, ExpertOutput, Graph, Input, LayerTag, Value, Weight
-from localllm.lazy_dataclass import dataclass
 from localllm.quant.formats import dequantize
 
 #: Called with each weight of a file once it was packed.
@@ -266,7 +265,7 @@ def scatter(data: bytes, parts: Sequence[NDArray[np.uint8]]) -> None:
         begin += part.size
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class PackedWeight:
     """A weight as a backend holds it, or will."""
 

@@ -7,8 +7,7 @@ each its offset.  The arena's size is then what a step takes, exactly, before an
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-
-from localllm.lazy_dataclass import dataclass
+from dataclasses import dataclass
 
 #: What offsets are a multiple of: a page of memory, so that rows of different buffers do not share cache lines.
 ALIGNMENT = 4096

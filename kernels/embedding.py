@@ -6,13 +6,13 @@ shortens would change the text, or end the process.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from localllm.kernels.graph import Weight
-from localllm.lazy_dataclass import dataclass
 from localllm.quant.formats import dequantize
 from localllm.quant.lut import KernelType, LUTType, dequantize_lut
 from localllm.quant.packing import LAYOUTS

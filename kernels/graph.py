@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from functools import cached_property
 from math import gcd, prod
@@ -35,7 +35,6 @@ from numpy.typing import NDArray
 
 from localllm.errors import KernelError
 from localllm.kernels.cache_rounding import CODE_BITS, MOST_ROTATED, VALUES_PER_SCALE, rotation
-from localllm.lazy_dataclass import dataclass
 from localllm.quant.types import GGMLType
 
 #: Where an operation belongs: in the layer of that number, or before or behind all of them.

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import mmap
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-
-from localllm.lazy_dataclass import dataclass
 
 
 class MappedFile(mmap.mmap):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -46,7 +46,6 @@ from localllm.kernels.graph import (
     Value,
     Weight,
 )
-from localllm.lazy_dataclass import dataclass
 from localllm.quant.formats import dequantize
 
 #: float32; numpy's stubs lose the type in most expressions.

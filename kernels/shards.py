@@ -11,7 +11,7 @@ Source: Megatron-LM, arXiv:1909.08053.
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from math import lcm
 from typing import Any
@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 from localllm.errors import KernelError
 from localllm.kernels import graph as g
 from localllm.kernels.graph import Graph, Matrix, Operation, Rows, Tensor, Weight
-from localllm.lazy_dataclass import dataclass
 from localllm.quant.lut import block_size
 
 #: Operations that compute whole rows, on every device the same.

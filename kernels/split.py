@@ -13,7 +13,7 @@ common multiple of the devices' own pages, and names a run of neighbours in each
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import lcm
 from typing import Any
 
@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 from localllm.errors import ExpertReadError, GGUFError, KernelError
 from localllm.kernels.backend import Backend, Batch, Cache, ExpertReads, Footprint, HostOutput, Output, Step, TopK
 from localllm.kernels.graph import Graph
-from localllm.lazy_dataclass import dataclass
 
 #: Tokens of a micro-batch.  By `tests.benchmarks.gpu.predict` two GPUs are slower than one with 128, where products
 #: take less time than to read the weights; with 512 they share no prompt of 512 tokens.

@@ -9,13 +9,13 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
 from localllm.errors import UsageError
-from localllm.lazy_dataclass import dataclass
 
 #: Seconds that a server may take to go on.
 _SECONDS = 20.0

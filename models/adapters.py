@@ -7,7 +7,7 @@ stand side by side, so that a batch whose requests have different ones is still 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,6 @@ from localllm.kernels.graph import (
     Value,
     Weight,
 )
-from localllm.lazy_dataclass import dataclass
 from localllm.models.weights import RowsOf
 from localllm.quant.types import GGMLType
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 from localllm.errors import ModelError
@@ -45,7 +45,6 @@ from localllm.kernels.graph import (
     Softcap,
     Tensor,
 )
-from localllm.lazy_dataclass import dataclass
 from localllm.models.config import Experts, FeedForward, Header, Heads, Metadata
 from localllm.models.mtp import record_block
 from localllm.models.weights import Reshaped, Slopes, Weights, split_rows

@@ -8,14 +8,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sized
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
 
 from localllm.errors import ModelError, quoted
 from localllm.kernels.graph import CacheType, Weight
-from localllm.lazy_dataclass import dataclass
 from localllm.models.weights import Weights
 
 T = TypeVar("T", bool, int, float, str)

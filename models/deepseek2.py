@@ -8,7 +8,7 @@ space, and what attention gives is brought out of it again.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,6 @@ from localllm.kernels.graph import (
     RopeAppend,
     Tensor,
 )
-from localllm.lazy_dataclass import dataclass
 from localllm.models import hf_names
 from localllm.models.blocks import Layer, decoder, feed_forward, norm, read_q_scale
 from localllm.models.config import Header

@@ -3,11 +3,10 @@ experts whose gates are clamped; and four streams, which each half of a layer su
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from localllm.kernels.graph import Graph, HyperWeights, Linear, MixStreams, RMSNorm, SideBySide, Tensor
-from localllm.lazy_dataclass import dataclass
 from localllm.models import deepseek2, deepseek32
 from localllm.models.blocks import Layer, decoder, feed_forward, norm
 from localllm.models.config import Header

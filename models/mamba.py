@@ -3,12 +3,12 @@ else between them."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from localllm.kernels.graph import CausalConv, ChannelScan, Gated, Graph, Linear, Linears, Matrix, RMSNorm, Tensor
-from localllm.lazy_dataclass import dataclass
 from localllm.models.blocks import Layer, decoder, norm
 from localllm.models.config import Header
 from localllm.models.hf_convert import Array, floats

@@ -9,13 +9,13 @@ Source: DeepSeek-V3 (arXiv:2412.19437), section 2.2.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from localllm.errors import ModelError
 from localllm.kernels.graph import Embed, Graph, Input, Linear, Matrix, Outputs, RMSNorm, Rows, Tensor
-from localllm.lazy_dataclass import dataclass
 from localllm.models.config import Header
 from localllm.models.weights import split_columns
 from localllm.quant.formats import dequantize

@@ -8,6 +8,7 @@ each token.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,6 @@ from numpy.typing import NDArray
 from localllm.errors import ModelError
 from localllm.kernels.graph import Graph, Weight
 from localllm.kernels.reference import gelu_erf, softmax
-from localllm.lazy_dataclass import dataclass
 from localllm.models.config import Metadata
 from localllm.models.weights import Weights
 from localllm.quant.formats import dequantize

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
 from localllm.errors import KernelError, ModelError, UnsupportedArchitectureError, quoted
 from localllm.kernels.graph import CacheType, Graph
-from localllm.lazy_dataclass import dataclass
 from localllm.models.config import Header, Metadata, ModelConfig, read_architecture, read_general
 from localllm.models.hf_convert import Array, llama3_factors
 from localllm.models.pooling import Pooling, read_kind

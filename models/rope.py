@@ -6,7 +6,7 @@ Llama 3's scaling needs nothing of its own: its files carry the factors, one a f
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from localllm.errors import ModelError, quoted
 from localllm.kernels.graph import Rope
-from localllm.lazy_dataclass import dataclass
 from localllm.models.config import Header
 
 #: ``rope.scaling.type`` values that are computed here.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from math import prod
 from typing import Any, Protocol
@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from localllm.errors import ModelError, quoted
 from localllm.kernels.graph import Matrix, Weight, WeightView
-from localllm.lazy_dataclass import dataclass
 from localllm.quant.formats import dequantize
 from localllm.quant.types import BLOCK_SIZES, GGMLType
 

@@ -18,11 +18,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from localllm.lazy_dataclass import dataclass
 from localllm.quant.bits import Bytes
 from localllm.quant.types import GGMLType
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from localllm.lazy_dataclass import dataclass
 from localllm.quant.bits import Bytes, Floats, Halves, Ints
 from localllm.quant.types import BLOCK_SIZES, GGMLType
 
@@ -43,7 +43,7 @@ class BlockFormat(ABC):
         """
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Parts:
     """Blocks of an integer format, taken apart.
 

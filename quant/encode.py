@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import cast
 
@@ -15,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 
 from localllm.errors import ModelError
-from localllm.lazy_dataclass import dataclass
 from localllm.parallel import in_order
 from localllm.quant.bits import Bytes, Floats, Ints, codes_of
 from localllm.quant.block_format import PackableFormat, Parts

@@ -7,12 +7,12 @@ and a scale covers 16 or 32 values.  In IQ4 every code picks one of 16 unevenly 
 from __future__ import annotations
 
 from abc import abstractmethod
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
-from localllm.lazy_dataclass import dataclass
 from localllm.quant.bits import Bytes, Floats, Halves, Ints, bit_fields, bit_planes, codes_of, join_bit_planes
 from localllm.quant.block_format import BlockFormat, PackableFormat, register
 from localllm.quant.iq_grids import MASKS_OF_7, SIGNS, grid
@@ -24,7 +24,7 @@ IQ4_VALUES = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 
 _IQ4_CODES = codes_of(IQ4_VALUES)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class GridParts:
     """Blocks of a format with a codebook, taken apart."""
 

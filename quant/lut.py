@@ -14,11 +14,11 @@ columns with codes of four bits is that of IQ4_NL, which is such a format itself
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
 
-from localllm.lazy_dataclass import dataclass
 from localllm.quant.bit_packing import unpack_words
 from localllm.quant.bits import Bytes, Floats
 from localllm.quant.types import BLOCK_SIZES, BlockSize, GGMLType

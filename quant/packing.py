@@ -18,12 +18,12 @@ of x86 and Arm want.  Codes whose bits a file keeps in several places are bit-pa
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from localllm.lazy_dataclass import dataclass
 from localllm.quant.bit_packing import BIT_PACKINGS, BitPacking
 from localllm.quant.bits import Bytes
 from localllm.quant.lut import LUT_TYPES, KernelType, block_size

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import IntEnum
-
-from localllm.lazy_dataclass import dataclass
 
 
 class GGMLType(IntEnum):
@@ -47,7 +46,7 @@ class GGMLType(IntEnum):
     Q2_0 = 42
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class BlockSize:
     """How a type stores a row: ``length`` values in ``n_bytes`` bytes."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,6 @@ from localllm.kernels.buffers import Buffer
 from localllm.kernels.cpu.attention import SPLIT, TILE_ROWS, state_bytes
 from localllm.kernels.cpu.cache_types import PAGE
 from localllm.kernels.graph import Graph, PositionScale, Rope
-from localllm.lazy_dataclass import dataclass
 
 #: Bytes for the partial sums of a KV split; attention whose would take more is not split.
 MAX_PARTIAL_BYTES = 32 << 20

@@ -24,6 +24,7 @@ share a scale.  What pads a head counts as 0.  A token writes no byte of another
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,6 @@ from localllm.kernels.cpu.codes import load_u4x16, load_u5x16
 from localllm.kernels.cpu.simd import *
 from localllm.kernels.cpu.templates import Template, device, template
 from localllm.kernels.graph import CACHE_TYPES, KVCache
-from localllm.lazy_dataclass import dataclass
 
 #: Tokens in a page of the cache.
 PAGE = 64

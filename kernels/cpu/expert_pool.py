@@ -19,6 +19,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,6 @@ from localllm.kernels.cpu.memory import PADDING, aligned_zeros, padded
 from localllm.kernels.cpu.packing import PACKED_ROWS, Packer
 from localllm.kernels.graph import ExpertLinears, ExpertOutput, Graph, Routing, Weight
 from localllm.kernels.mapped_file import FileRange, range_in_file
-from localllm.lazy_dataclass import dataclass
 from localllm.quant.lut import KernelType
 from localllm.quant.packing import LAYOUTS
 from localllm.quant.repack import ScaleRangeError, repack, repack_target

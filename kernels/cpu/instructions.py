@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from llvmlite import ir
 
 from localllm.kernels.cpu.target import Target
-from localllm.lazy_dataclass import dataclass
 
 _target: Target | None = None
 

@@ -7,7 +7,7 @@ program serves every batch, because kernels read the number of tokens when they 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -42,7 +42,6 @@ from localllm.kernels.cpu.target import Target
 from localllm.kernels.cpu.tiles import TILES, TOKENS, x_tile_bytes
 from localllm.kernels.cpu.weights import PackedWeights
 from localllm.kernels.graph import Graph, RecurrentState, Rows, Tensor, Value, Weight
-from localllm.lazy_dataclass import dataclass
 from localllm.quant.lut import KernelType
 from localllm.quant.packing import GROUP, LAYOUTS
 from localllm.quant.types import GGMLType

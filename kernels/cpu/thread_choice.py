@@ -16,7 +16,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from localllm.kernels.code_cache import cache_root, write_aside
@@ -32,7 +32,6 @@ from localllm.kernels.cpu.host import (
     usable_cpus,
 )
 from localllm.kernels.cpu.target import Target
-from localllm.lazy_dataclass import dataclass
 
 #: The share of the best bandwidth at which more threads are not worth it.
 ENOUGH = 0.95

@@ -57,6 +57,7 @@ a rest in block b.  The records of rests follow, undefined where there is none:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -118,7 +119,6 @@ from localllm.kernels.cpu.simd import (
     zero_i32x16,
 )
 from localllm.kernels.cpu.templates import Registers, Template, device, static_range, template
-from localllm.lazy_dataclass import dataclass
 from localllm.quant.iquants import IQ4_VALUES
 from localllm.quant.lut import LUT_TYPES, KernelType
 from localllm.quant.types import GGMLType

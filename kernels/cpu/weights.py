@@ -6,7 +6,7 @@ import itertools
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 from weakref import WeakValueDictionary
@@ -24,7 +24,6 @@ from localllm.kernels.cpu.program import Job, Workers
 from localllm.kernels.cpu.target import Target
 from localllm.kernels.embedding import SMALL_TABLE, CopiedTable, DecodedTable, EmbeddingTable, PackedTable
 from localllm.kernels.graph import Weight
-from localllm.lazy_dataclass import dataclass
 from localllm.quant.lut import KernelType
 from localllm.quant.packing import LAYOUTS
 from localllm.quant.repack import FALLBACK, ScaleRangeError, repack, repack_target

@@ -9,14 +9,13 @@ batch's tables in device memory: a captured launch stays valid for every batch w
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from localllm.errors import ON_CPU, Argument, KernelError
 from localllm.kernels.cache_rounding import VALUES_PER_SCALE
 from localllm.kernels.cuda.cache import PAGE, bits_of, padded_head
 from localllm.kernels.cuda.driver import Launch
 from localllm.kernels.graph import CacheType, KVCache
-from localllm.lazy_dataclass import dataclass
 
 #: Pages that are a KV split each, and pages in one behind them; sums begin anew after it.  With shorter splits, more
 #: blocks share a short cache; prefill merges more.

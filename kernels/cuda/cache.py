@@ -15,6 +15,7 @@ attention reads none of it.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -24,7 +25,6 @@ from localllm.kernels.backend import scatter
 from localllm.kernels.cache_rounding import CODE_BITS, VALUES_PER_SCALE
 from localllm.kernels.cuda.driver import Argument, Defines, DeviceMemory, Driver, Stream
 from localllm.kernels.graph import CACHE_TYPES, Graph, KVCache, RecurrentState
-from localllm.lazy_dataclass import dataclass
 
 #: Tokens in a page of the cache.
 PAGE = 64

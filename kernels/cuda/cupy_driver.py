@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,6 @@ from localllm.kernels.cuda import driver as interface
 from localllm.kernels.cuda.driver import CompileProgress, Defines, DeviceMemory, DeviceProperties, MemoryInfo
 from localllm.kernels.cuda.installation import count_devices, import_cupy
 from localllm.kernels.cuda.module import FOLDER, ModuleCompiler
-from localllm.lazy_dataclass import dataclass
 
 # Numbers of CUDA's errors (cudaError_t; those of the driver API are the same).
 _OUT_OF_MEMORY = 2

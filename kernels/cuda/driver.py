@@ -26,14 +26,13 @@ arguments that contradict each other only the tests' driver is sure to find.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from localllm.errors import ON_CPU, DeviceError, UsageError
-from localllm.lazy_dataclass import dataclass
 
 #: The oldest devices that the kernels are written for: Turing, whose tensor cores multiply integers.
 MINIMUM_CAPABILITY = (7, 5)
@@ -67,7 +66,7 @@ class MemoryInfo(NamedTuple):
     total: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class DeviceMemory:
     """A stretch of a device's memory; the allocation is given back when its last slice, and so ``owner``, is garbage.
 

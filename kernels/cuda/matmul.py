@@ -17,14 +17,13 @@ Before sm_80 integers go through matvec, 2 rows at a time, F16 through matmul_fe
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from localllm.errors import KernelError
 from localllm.kernels.cuda.driver import MAX_BLOCK_THREADS, Launch
-from localllm.lazy_dataclass import dataclass
 from localllm.quant.iquants import IQ4_VALUES
 from localllm.quant.lut import LUT_IQ1_16, LUT_IQ2_16, KernelType, LUTType, block_size
 from localllm.quant.packing import LAYOUTS

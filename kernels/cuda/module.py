@@ -15,6 +15,7 @@ import hashlib
 import os
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,6 @@ from localllm.kernels.code_cache import cache_root, is_stale, read_code, warn_if
 from localllm.kernels.cpu.host import default_threads
 from localllm.kernels.cuda.driver import CompileProgress, Defines
 from localllm.kernels.cuda.installation import import_nvrtc
-from localllm.lazy_dataclass import dataclass
 from localllm.parallel import in_order
 
 #: Where the sources are.

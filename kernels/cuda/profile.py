@@ -14,14 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import field
+from dataclasses import dataclass, field
 
 from localllm.kernels.backend import Batch
 from localllm.kernels.cuda.calls import BatchSizes, Call, Cost, Extent
 from localllm.kernels.cuda.driver import Event
 from localllm.kernels.cuda.roofline import Stopwatch
 from localllm.kernels.cuda.step import WATCHES, CUDAStep, Watch
-from localllm.lazy_dataclass import dataclass
 
 #: Launches that a graph has at least, lest the host takes longer to launch it than the device to run it.
 MIN_LAUNCHES = 32

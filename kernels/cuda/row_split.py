@@ -14,7 +14,7 @@ one before it, whose place the next may take.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -40,7 +40,6 @@ from localllm.kernels.cuda.weights import PackedWeights
 from localllm.kernels.graph import Graph, LayerTag
 from localllm.kernels.shards import AllSum, Gather, shard
 from localllm.kernels.split import SplitCache
-from localllm.lazy_dataclass import dataclass
 
 
 @dataclass(eq=False)

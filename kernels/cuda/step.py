@@ -12,7 +12,7 @@ import contextlib
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
@@ -27,7 +27,6 @@ from localllm.kernels.cuda.cache import PAGE
 from localllm.kernels.cuda.calls import BUCKETS, N_TOKENS, Call, Extent, Stored, phases
 from localllm.kernels.cuda.driver import CompileProgress, Defines, DeviceMemory, Driver, Event, Graph, Launch, Stream
 from localllm.kernels.cuda.lowering import MAX_TOP_K, Lowered
-from localllm.lazy_dataclass import dataclass
 
 #: Lengths in the cache that an extent of a small batch serves: the first, and then twice as much each.
 SHORTEST = 1024

@@ -7,14 +7,13 @@ import random
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from localllm.console import quantity
 from localllm.kernels.backend import ExpertReads
 from localllm.kernels.cpu.expert_pool import READERS
-from localllm.lazy_dataclass import dataclass
 
 #: Bytes of a read, about those of an expert's matrix, and of all reads of a measurement.
 _PIECE, _IN_ALL = 2 << 20, 256 << 20

@@ -17,6 +17,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,6 @@ from localllm.bench.expert_speed import ExpertSpeed, disk_rate
 from localllm.bench.profile import DeviceCeilings, DeviceProfile, profiles
 from localllm.bench.workload import ModelCost, Test
 from localllm.console import StatusLine, quantity
-from localllm.lazy_dataclass import dataclass
 from localllm.llm import LLM
 
 if TYPE_CHECKING:

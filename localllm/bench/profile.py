@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from localllm.bench.ceilings import gpu_index, has_gpu
 from localllm.bench.workload import Test
 from localllm.console import quantity
 from localllm.errors import UsageError
-from localllm.lazy_dataclass import dataclass
 from localllm.loading.model_info import ModelInfo
 
 if TYPE_CHECKING:

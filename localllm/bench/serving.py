@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import field
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 from urllib.parse import urlsplit
@@ -27,7 +27,6 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from localllm.errors import LocalLLMError
-from localllm.lazy_dataclass import dataclass
 
 #: Standard deviations of the logarithms of lengths: of prompts, and of replies.
 _SPREADS = (1.0, 0.7)

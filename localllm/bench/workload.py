@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 import numpy as np
@@ -14,7 +14,6 @@ from localllm.errors import UsageError
 from localllm.gguf import GGUFFile
 from localllm.kernels.cpu.tiles import TILES
 from localllm.kernels.graph import Attention, Weight
-from localllm.lazy_dataclass import dataclass
 from localllm.loading.model_info import ModelInfo
 from localllm.models.registry import read_model
 from localllm.options.checks import whole_number

@@ -12,13 +12,12 @@ import binascii
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any, Literal
 from urllib.parse import unquote_to_bytes, urlsplit
 
 from localllm.cancellation import check_cancelled
 from localllm.errors import TemplateError, quoted
-from localllm.lazy_dataclass import dataclass
 
 EXAMPLE = "{'role': 'user', 'content': 'Hello!'}"
 _PART = "{'type': 'text', 'text': 'Hello!'}"

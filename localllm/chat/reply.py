@@ -15,12 +15,11 @@ import json
 import re
 import uuid
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from localllm.chat.conversation import ToolCall
 from localllm.chat.thinking import CALL, END_OF_CALL, Piece, ThinkingSplitter, n_open, opening_tag
-from localllm.lazy_dataclass import dataclass
 from localllm.tokenizer import Tokenizer
 
 #: What stands around calls, opening and closing; where nothing closes them, the next opening or the reply's end does.
@@ -131,7 +130,7 @@ _KEYS = (
 _CDATA = "<![CDATA[", "]]>"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class CallDelta:
     """The beginning of a call of a tool, or more of its arguments; at its end comes the whole `ToolCall`."""
 

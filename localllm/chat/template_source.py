@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 
 from localllm.errors import TemplateError, path_text, quoted
-from localllm.lazy_dataclass import dataclass
 from localllm.tokenizer.vocabulary import MetadataFile
 
 _KEY = "tokenizer.chat_template"
@@ -18,7 +17,7 @@ _KEY = "tokenizer.chat_template"
 USES = {"tool_use": "tools", "rag": "documents"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TemplateSource:
     text: str | None  # jinja2 text; None if there is none
     where: str = "the chat template given"  # its name in error messages

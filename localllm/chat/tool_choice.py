@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from localllm.errors import UsageError
-from localllm.lazy_dataclass import dataclass
 
 Tools = list[dict[str, Any]]
 

@@ -7,6 +7,7 @@ import pkgutil
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -14,7 +15,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from localllm.cli import commands
 from localllm.cli.argument_types import model_file, whole
 from localllm.errors import UsageError
-from localllm.lazy_dataclass import dataclass
 from localllm.version import __version__
 
 if TYPE_CHECKING:

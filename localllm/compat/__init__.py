@@ -18,7 +18,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Never, Self, TypedDict, TypeVar, Unpack, overload
@@ -46,7 +46,6 @@ from localllm.files import read_text
 from localllm.generation.completion import Chunk, Completion, Stream
 from localllm.gguf import GGUFFile
 from localllm.kernels.graph import CacheType
-from localllm.lazy_dataclass import dataclass
 from localllm.library.find import find_cached, trained_context
 from localllm.library.hub_names import HubName
 from localllm.library.pull import pull

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from localllm.chat import ChatTemplate
 from localllm.errors import UsageError
-from localllm.lazy_dataclass import dataclass
 
 if TYPE_CHECKING:
     from localllm.compat import Llama

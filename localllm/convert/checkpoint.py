@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -31,7 +31,6 @@ from localllm.errors import (
     quoted,
 )
 from localllm.gguf.writer import TensorSpec, read_back
-from localllm.lazy_dataclass import dataclass
 from localllm.models.hf_convert import floats, is_classifier
 from localllm.models.registry import ARCHITECTURES, Conversion, has_block, read_model
 from localllm.quant.types import BLOCK_SIZES, GGMLType

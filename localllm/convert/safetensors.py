@@ -7,6 +7,7 @@ Layout (https://github.com/huggingface/safetensors): u64 length of the header, t
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,6 @@ from numpy.typing import NDArray
 
 from localllm.convert.config import read_json
 from localllm.errors import ModelError, path_text, quoted
-from localllm.lazy_dataclass import dataclass
 
 #: numpy's types; those that numpy lacks are read as their bits.
 DTYPES = {

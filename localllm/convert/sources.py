@@ -8,6 +8,7 @@ The rest (FP8, NVFP4, other bits, columns in another order) becomes floats.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,6 @@ from numpy.typing import NDArray
 from localllm.convert.config import Config
 from localllm.convert.safetensors import FileTensor
 from localllm.errors import ModelError, quoted
-from localllm.lazy_dataclass import dataclass
 from localllm.models.hf_convert import floats
 from localllm.quant.bits import bit_fields, join_bit_planes
 from localllm.quant.block_format import Parts

@@ -16,6 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
 from typing import Never, TypeAlias, TypeVar
@@ -37,7 +38,6 @@ from localllm.errors import ClosedError, ContextLengthError, ExpertReadError, Qu
 from localllm.kernels import process
 from localllm.kernels.backend import ExpertReads, TopK
 from localllm.kernels.process import Process
-from localllm.lazy_dataclass import dataclass
 from localllm.options.checks import in_vocabulary
 from localllm.sampling import Choice, Sampler
 
@@ -64,7 +64,7 @@ _Chosen: TypeAlias = "tuple[Choice, bool, bool]"
 _Message: TypeAlias = "Callable[[EngineLoop], None]"
 
 
-@dataclass
+@dataclass(slots=True)
 class Counts:
     """Counters of an engine: its work now, and since it began.  Its thread writes; any other may read."""
 

@@ -14,7 +14,7 @@ import time
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -23,7 +23,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.errors import UsageError
-from localllm.lazy_dataclass import dataclass
 
 if TYPE_CHECKING:
     from localllm.engine.request import Request

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Set
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import numpy as np
@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from localllm.engine.cache import CachedSequence
 from localllm.engine.drafting import Drafter, Drafts
 from localllm.engine.pictures import NO_PICTURES, Embeddings, Pictures
-from localllm.lazy_dataclass import dataclass
 from localllm.options.types import DEFAULT_DRAFTS, Priority
 from localllm.sampling import Choice, Sampler
 
@@ -28,7 +27,7 @@ BACKGROUND_DELAY_S = 30.0
 CLIENT_DELAY_S = 30.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Usage:
     """Counts of tokens.
 
@@ -47,7 +46,7 @@ class Usage:
         return self.prompt_tokens + self.completion_tokens
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Timings:
     """Where the time went, in seconds and tokens.
 

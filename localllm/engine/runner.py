@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +12,6 @@ from localllm.engine.cache import CachedSequence, PagedCache, n_window_pages
 from localllm.engine.pictures import NO_PICTURES, Embeddings, Pictures
 from localllm.kernels.backend import Backend, Batch, ExpertReads, HostOutput, Output, Step, TopK
 from localllm.kernels.graph import Graph, Value
-from localllm.lazy_dataclass import dataclass
 
 #: Tokens that one step evaluates at most, where a backend does not want more (`Backend.step_tokens`).
 MAX_TOKENS = Backend.step_tokens
@@ -27,7 +26,7 @@ _SHORT_TURN = 128
 MAX_LOGITS_BYTES = 32 << 20
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class BatchItem:
     """The part of one sequence in a batch."""
 

@@ -22,12 +22,12 @@ from __future__ import annotations
 from bisect import insort
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import count
 
 from localllm.engine.request import CLIENT_DELAY_S, Request
 from localllm.engine.runner import BatchItem, ModelRunner
 from localllm.engine.snapshots import Block
-from localllm.lazy_dataclass import dataclass
 
 #: Tokens of prompts that a step evaluates at least, however slow the model, and before its speed is known.
 MIN_CHUNK, FIRST_CHUNK = 16, 32
@@ -39,7 +39,7 @@ MIN_CHUNK_ALONE = 64
 _WEIGHT = 0.3
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Scheduled:
     """The part of a request in a step: its next ``n_tokens``, and its first ``n_drafts`` drafts behind them."""
 

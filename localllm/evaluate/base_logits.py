@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import struct
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,6 @@ from numpy.typing import NDArray
 
 from localllm.errors import UsageError, path_text
 from localllm.files import NewFile
-from localllm.lazy_dataclass import dataclass
 from localllm.quant.bits import Floats
 
 _MAGIC = b"_logits_"

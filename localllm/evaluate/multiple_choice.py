@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from localllm.errors import UsageError, path_text
 from localllm.evaluate.perplexity import Estimate
 from localllm.files import read_text
-from localllm.lazy_dataclass import dataclass
 from localllm.llm import LLM
 from localllm.options.checks import as_int
 from localllm.parallel import in_order
@@ -23,14 +23,14 @@ _AT_ONCE = 16
 Progress = Callable[[int, int, float], object]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Question:
     prompt: str  # the question, as the model is asked it, without white space at its end
     choices: Sequence[str]  # the answers; a space comes between the prompt and each
     answer: int  # position of the right one
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Accuracy:
     accuracy: Estimate  # by the likelihood of the whole answer (``acc`` of lm-evaluation-harness)
     normalized: Estimate  # by that divided by the answer's length in characters (its ``acc_norm``)

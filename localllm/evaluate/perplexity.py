@@ -13,6 +13,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -22,7 +23,6 @@ from numpy.typing import NDArray
 from localllm.errors import UsageError
 from localllm.evaluate.base_logits import BaseLogits, BaseLogitsWriter, packed, rows_of_chunk
 from localllm.files import read_text
-from localllm.lazy_dataclass import dataclass
 from localllm.llm import LLM
 from localllm.options.checks import whole_number
 from localllm.parallel import in_order
@@ -71,7 +71,7 @@ class Estimate(NamedTuple):
         return Estimate(value, value * self.error)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Perplexity:
     perplexity: Estimate  # the exponential of the mean negative log-likelihood of a token
     n_tokens: int  # tokens that count
@@ -80,7 +80,7 @@ class Perplexity:
     context: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Divergence:
     """How far a model is from the base model, whose logits a file has."""
 

@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Never, Self, TypeAlias
 
 import numpy as np
@@ -20,7 +20,6 @@ from localllm.engine.drafting import Drafts
 from localllm.engine.engine import Engine
 from localllm.engine.request import FinishReason, Request, Timings, Usage
 from localllm.errors import UsageError
-from localllm.lazy_dataclass import dataclass
 from localllm.options.foreign_names import THEIR_RESULTS, no_attribute
 from localllm.options.types import Progress
 from localllm.sampling import Choice
@@ -39,7 +38,7 @@ MAX_UNREAD = 64
 DELIVERY_S = 0.002
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Completion:
     """A generated text.
 
@@ -107,7 +106,7 @@ def _values(counts: Usage | Timings | Drafts | None, names: str) -> dict[str, An
     return None if counts is None else {name: getattr(counts, name) for name in names.split()}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Chunk:
     """A piece of a stream: one for each token, and a last one.
 

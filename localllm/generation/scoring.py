@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
@@ -13,7 +14,6 @@ from numpy.typing import NDArray
 from localllm.engine.engine import Engine
 from localllm.engine.request import Request
 from localllm.errors import QueueFullError
-from localllm.lazy_dataclass import dataclass
 from localllm.sampling import Choice
 
 #: Takes the position of a token, and the logits [n, n_vocab] after it and those that follow.
@@ -23,7 +23,7 @@ OnRows = Callable[[int, NDArray[np.float32]], object]
 _AT_ONCE = 64
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Score:
     """How likely a continuation is.
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import mmap
 import struct
+from dataclasses import dataclass
 from pathlib import Path
 
 from localllm.errors import GGUFError, LocalLLMError, path_text
 from localllm.gguf import limits
-from localllm.lazy_dataclass import dataclass
 
 DAMAGED = "the file is cut short or damaged, download or convert it again"
 
@@ -20,7 +20,7 @@ _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class StringRange:
     """Where the bytes of a string lie in the file."""
 

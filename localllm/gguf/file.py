@@ -29,6 +29,7 @@ import re
 import stat
 import traceback
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Self
@@ -40,7 +41,6 @@ from localllm.gguf.metadata import Metadata, MetadataValue, read_metadata
 from localllm.gguf.strings import StringArray
 from localllm.gguf.tensors import Entry, TensorInfo, read_table, tensor_views
 from localllm.kernels.mapped_file import MappedFile
-from localllm.lazy_dataclass import dataclass
 
 __all__ = ["GGUFFile", "Metadata", "MetadataValue", "StringArray", "TensorInfo"]
 
@@ -167,7 +167,7 @@ class GGUFFile:
         self.close()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Stamp:
     """Which file it is (device and number), and what changes when a program writes into it."""
 
@@ -180,7 +180,7 @@ class _Stamp:
         return cls((status.st_dev, status.st_ino), status.st_size, status.st_mtime_ns)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _SplitFile:
     """One file of a model, and what was read from its header."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -12,7 +13,6 @@ import numpy as np
 
 from localllm.errors import GGUFError
 from localllm.gguf import GGUFFile, StringArray
-from localllm.lazy_dataclass import dataclass
 
 #: Elements of an array, and characters of a text, that are shown of a long one.
 _ELEMENTS = 8

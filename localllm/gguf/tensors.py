@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import sys
-from dataclasses import field
+from dataclasses import dataclass, field
 from math import prod
 
 import numpy as np
@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from localllm.errors import quoted
 from localllm.gguf import limits
 from localllm.gguf.cursor import Cursor, align
-from localllm.lazy_dataclass import dataclass
 from localllm.quant.types import BLOCK_SIZES, GGMLType
 
 _REQUANTISE = "choose another quantisation of the model"
@@ -31,7 +30,7 @@ _REMOVED_TYPES = {
 }
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class TensorInfo:
     """One tensor: its name, shape and type, and its bytes as a view of the file."""
 
@@ -67,7 +66,7 @@ class TensorInfo:
             self._buffer.madvise(mmap.MADV_DONTNEED, start, stop - start)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Entry:
     """A line of the tensor table; ``offset`` counts from the data section and stands at ``offset_at``."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from types import TracebackType
@@ -23,14 +24,13 @@ from localllm.gguf.cursor import Cursor, align
 from localllm.gguf.file import read_header
 from localllm.gguf.metadata import DTYPES, Metadata, ValueType
 from localllm.gguf.strings import StringArray
-from localllm.lazy_dataclass import dataclass
 from localllm.quant.types import BLOCK_SIZES, GGMLType
 
 # Bytes after which what was written is made sure to be on the disk.
 _SYNC = 64 << 20
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TensorSpec:
     """A tensor to be written: ``shape`` as numpy has it."""
 

@@ -8,13 +8,12 @@ that a file cannot be run, which may change with the program.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from localllm.errors import GGUFError, LocalLLMError
 from localllm.kernels.code_cache import cache_root, write_aside
-from localllm.lazy_dataclass import dataclass
 from localllm.version import __version__
 
 if TYPE_CHECKING:

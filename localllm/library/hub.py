@@ -10,10 +10,10 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from localllm.errors import HubError, UsageError
-from localllm.lazy_dataclass import dataclass
 from localllm.library.hub_cache import hub_cache
 from localllm.version import __version__
 

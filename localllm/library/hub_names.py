@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Self
 
 from localllm.errors import UsageError
-from localllm.lazy_dataclass import dataclass
 
 #: What is taken where a repository has several files and nobody chose.
 DEFAULT_QUANT = "Q4_K_M"

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from localllm.errors import ModelNotFoundError
-from localllm.lazy_dataclass import dataclass
 from localllm.library import other_programs
 from localllm.library.demo import demo_path
 from localllm.library.file_details import Details, DetailsReader

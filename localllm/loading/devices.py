@@ -6,12 +6,11 @@ import contextlib
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from localllm.errors import Argument, DeviceError, Notice, UsageError
 from localllm.kernels.cpu.host import LLVM_BYTES, check_memory
-from localllm.lazy_dataclass import dataclass
 
 if TYPE_CHECKING:
     from localllm.kernels.backend import Backend

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from localllm.kernels.graph import CacheType, Weight
-from localllm.lazy_dataclass import dataclass
 from localllm.loading.placement import EncoderInfo, Format, Placement, sum_formats
 from localllm.models.config import ModelConfig
 
@@ -24,7 +24,7 @@ MXFP4_MOE NVFP4 Q1_0 Q2_0
 _GUESSED = 1024
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ModelInfo:
     """Facts about a loaded model.
 

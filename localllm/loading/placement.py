@@ -9,7 +9,7 @@ import math
 from bisect import bisect
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +20,6 @@ from localllm.kernels.backend import Footprint, PackedWeight, Progress, Step
 from localllm.kernels.cpu.host import memory_advice
 from localllm.kernels.graph import CacheType, LayerTag, Route
 from localllm.kernels.split import SplitStep, page_size, part_footprint
-from localllm.lazy_dataclass import dataclass
 from localllm.loading.devices import Device
 from localllm.loading.layer_split import NO_GPU, plan_layers
 from localllm.models.registry import Model
@@ -66,7 +65,7 @@ def sum_formats(weights: Iterable[PackedWeight]) -> tuple[Format, ...]:
     return tuple(Format(*types, n) for types, n in n_bytes.most_common())
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class LayerGroup:
     """A part of the model that lies on one device."""
 
@@ -90,7 +89,7 @@ class LayerGroup:
         return sum_formats(self.packed)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class CacheSizes:
     page_size: int  # tokens in a page
     # of each group of layers, with its window (`localllm.kernels.graph.Graph.windows`)
@@ -107,7 +106,7 @@ class CacheSizes:
         return f"pages of {self.page_size:,} tokens: {', '.join(windows)}{states}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Placement:
     """Where weights, cache and buffers of a model lie."""
 

@@ -8,7 +8,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,7 +22,6 @@ from localllm.errors import ModelError, UsageError, path_text
 from localllm.gguf import GGUFFile
 from localllm.kernels.backend import Backend, Batch, Footprint, HostOutput, Step
 from localllm.kernels.graph import Graph, Tensor
-from localllm.lazy_dataclass import dataclass
 from localllm.loading.placement import EncoderInfo
 from localllm.models.vision.encoder import EncoderModel, FrameRows, Prepared, Stage
 from localllm.models.vision.registry import PROJECTORS, projectors_of, read_encoder

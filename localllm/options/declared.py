@@ -5,6 +5,7 @@ Nothing heavy is imported here, so that ``localllm --help`` need not wait for it
 """
 
 # Fields are declared by calls, as those of dataclasses are.
+# ruff: noqa: RUF009
 
 from __future__ import annotations
 
@@ -15,13 +16,12 @@ import os
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import MISSING, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeVar
 
 from localllm.errors import Argument, UsageError
-from localllm.lazy_dataclass import dataclass
 from localllm.options.checks import as_int, check_keywords
 from localllm.options.foreign_names import THEIR_OPTIONS
 from localllm.options.types import DEFAULT_DRAFTS, MAX_DRAFTS, Overflow, Speculate, SplitMode

@@ -19,14 +19,13 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from localllm.errors import SettingsError, shown
 from localllm.files import expanded
-from localllm.lazy_dataclass import dataclass
 from localllm.options.declared import STOPS, LoadOptions, OptionKind, Sampling, declared
 
 if TYPE_CHECKING:

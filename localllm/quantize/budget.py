@@ -9,7 +9,7 @@ out is measured in the end.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -21,7 +21,6 @@ from localllm.errors import UsageError
 from localllm.gguf import GGUFFile, TensorInfo
 from localllm.kernels.backend import Backend
 from localllm.kernels.cpu.host import check_memory
-from localllm.lazy_dataclass import dataclass
 from localllm.models.registry import read_model
 from localllm.quant.encode import Feedback
 from localllm.quant.types import GGMLType

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ from localllm.errors import GGUFError, ModelError, path_text, quoted
 from localllm.files import NewFile
 from localllm.gguf import GGUFFile, StringArray, TensorInfo
 from localllm.gguf.writer import GGUFWriter, TensorSpec, encode_value
-from localllm.lazy_dataclass import dataclass
 from localllm.quant.bits import Floats
 from localllm.quant.formats import dequantize
 from localllm.quant.types import GGMLType

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import count
 
 import numpy as np
@@ -14,7 +15,6 @@ from localllm.gguf import GGUFFile
 from localllm.kernels.backend import Backend, Batch, Step
 from localllm.kernels.cpu.host import check_memory
 from localllm.kernels.graph import ExpertLinears, ExpertOutput, Graph, Linear, Linears, Routing, Rows, Tensor
-from localllm.lazy_dataclass import dataclass
 from localllm.models.registry import read_model
 from localllm.quantize.imatrix import Entry, ImportanceMatrix
 from localllm.tokenizer import Tokenizer

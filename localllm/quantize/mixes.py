@@ -12,12 +12,11 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from math import prod
 
 from localllm.errors import UsageError
-from localllm.lazy_dataclass import dataclass
 from localllm.models.config import Metadata
 from localllm.quant.types import BLOCK_SIZES, GGMLType
 

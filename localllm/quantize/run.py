@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -18,7 +19,6 @@ from localllm.files import check_is_new
 from localllm.gguf import Metadata
 from localllm.gguf.metadata import ValueType
 from localllm.gguf.writer import GGUFWriter, TensorSpec, encode_value
-from localllm.lazy_dataclass import dataclass
 from localllm.parallel import in_order
 from localllm.quant.bits import Floats
 from localllm.quant.encode import ENCODABLE, FEEDBACK, Feedback, quantize

@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import re
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -25,7 +25,6 @@ from localllm.engine.pictures import text_ids
 from localllm.engine.request import FinishReason, Timings, Usage
 from localllm.errors import Argument, UsageError
 from localllm.generation.completion import Chunk, Stream
-from localllm.lazy_dataclass import dataclass
 from localllm.llm import LLM
 from localllm.options.declared import CheckedOptions, Sampling, declared
 from localllm.sampling import Choice

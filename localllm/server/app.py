@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from localllm.errors import LocalLLMError
-from localllm.lazy_dataclass import dataclass
 from localllm.server import anthropic, embeddings, llamacpp, ollama, openai, responses, transcriptions
 from localllm.server.answers import LoraScale
 from localllm.server.dispatcher import Dispatcher

@@ -14,6 +14,7 @@ import traceback
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from email import message_from_bytes, message_from_string
 from functools import cache
 from itertools import chain, repeat
@@ -37,7 +38,6 @@ from localllm.errors import (
     TokenizerError,
     UsageError,
 )
-from localllm.lazy_dataclass import dataclass
 from localllm.options.declared import LoadOptions, declared, in_flags
 from localllm.server.image_urls import fetch_pictures
 from localllm.server.models import LoadError, UnknownModelError

@@ -7,14 +7,13 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from localllm.engine.engine import Counts
 from localllm.errors import ClosedError, LocalLLMError, NotEnoughMemoryError
-from localllm.lazy_dataclass import dataclass
 from localllm.library.demo import demo_path
 from localllm.library.file_details import Details, DetailsReader
 from localllm.llm import LLM

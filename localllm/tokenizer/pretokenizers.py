@@ -11,8 +11,9 @@ expressions that llama.cpp (``src/llama-vocab.cpp``) keeps.  Where llama.cpp onl
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from localllm.errors import quoted, warn
-from localllm.lazy_dataclass import dataclass
 
 
 class TokenizerWarning(UserWarning):

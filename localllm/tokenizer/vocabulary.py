@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 from os import PathLike
 from typing import Protocol
@@ -16,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 
 from localllm.errors import TokenizerError, path_text, quoted
-from localllm.lazy_dataclass import dataclass
 from localllm.options.checks import as_int
 from localllm.tokenizer import pretokenizers
 from localllm.tokenizer.pretokenizers import PreTokenizer

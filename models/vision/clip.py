@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from localllm.errors import ModelError, quoted
-from localllm.lazy_dataclass import dataclass
 from localllm.models.hf_convert import Array
 from localllm.models.vision.encoder import Checkpoint, Pixels, Prepared, VisionModel
 from localllm.models.vision.pictures import cut, resized

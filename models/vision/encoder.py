@@ -9,7 +9,7 @@ frames are pieces of it, and its patches are those of its spectrogram.
 from __future__ import annotations
 
 from collections.abc import Collection, Generator, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -35,7 +35,6 @@ from localllm.kernels.graph import (
     Tensor,
     Weight,
 )
-from localllm.lazy_dataclass import dataclass
 from localllm.models.blocks import Layer, layer_norm, norm, query_key_value
 from localllm.models.config import Heads, Metadata
 from localllm.models.hf_convert import Array

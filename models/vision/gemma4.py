@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,6 @@ from localllm.kernels.graph import (
     Weight,
     WeightView,
 )
-from localllm.lazy_dataclass import dataclass
 from localllm.models.blocks import Layer, add, norm
 from localllm.models.hf_convert import Array
 from localllm.models.vision.encoder import Checkpoint, Pixels, Prepared, VisionModel

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator, Mapping
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
@@ -31,7 +32,6 @@ from localllm.kernels.graph import (
     Tensor,
     Weight,
 )
-from localllm.lazy_dataclass import dataclass
 from localllm.models.blocks import Layer, add, norm
 from localllm.models.hf_convert import Array
 from localllm.models.vision.encoder import Checkpoint, FrameRows, Pixels, Prepared

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
 from localllm.errors import KernelError, ModelError, UnsupportedArchitectureError, quoted
-from localllm.lazy_dataclass import dataclass
 from localllm.models.config import Metadata
 from localllm.models.hf_convert import Array
 from localllm.models.vision.encoder import Checkpoint, EncoderModel

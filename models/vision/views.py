@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
 from localllm.kernels.graph import Weight, WeightView
-from localllm.lazy_dataclass import dataclass
 from localllm.quant.formats import dequantize
 from localllm.quant.types import GGMLType
 

@@ -13,7 +13,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,7 +34,6 @@ from localllm.kernels.cpu.host import (
     usable_cpus,
 )
 from localllm.kernels.cuda.installation import driver_cuda
-from localllm.lazy_dataclass import dataclass
 from localllm.loading.progress import of_stage
 from localllm.options.declared import in_flags
 from localllm.shell import join_command

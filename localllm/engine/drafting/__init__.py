@@ -9,12 +9,11 @@ more drafts where the temperature is high, but keep only the distribution of tex
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
-from localllm.lazy_dataclass import dataclass
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Drafts:
     """Counts of a request's drafts.
 
