@@ -173,7 +173,7 @@ async def decode(request: Request, kind: type[_T]) -> _T:
     packing = request.headers.get("content-encoding", "identity").lower()
     is_long = len(body) > LONG_REQUEST or packing != "identity"
     request.state.ignored = ignored = list[str]()
-    request.state.fields = _field_names(kind)
+    request.state.fields = _field_names(kind)  # type: ignore[arg-type]  # a class can be hashed
     try:
         given, request.state.n_bytes = await _read(is_long, _decoded, body, packing, request.state.max_body, form)
         if request.state.image_hosts:
@@ -270,6 +270,7 @@ def tolerant(value: Any, kind: Any, ignored: list[str]) -> Any:
     return read
 
 
+@cache
 def _field_names(kind: Any) -> dict[str, str]:
     """The name in JSON of each field by its name here, which is the library's, also of those inside others."""
     names: dict[str, str] = {}
