@@ -22,6 +22,7 @@ import functools
 import hashlib
 import importlib.util
 import os
+import platform
 import re
 import sys
 import tempfile
@@ -29,17 +30,21 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import llvmlite
-import llvmlite.binding as llvm
 
 from localllm.errors import KernelError
 from localllm.kernels import process
 from localllm.kernels.code_cache import cache_root, is_stale, read_code, warn_if_unwritable, write_code
 from localllm.kernels.cpu.host import check_memory
+from localllm.kernels.cpu.object_code import link
 from localllm.kernels.cpu.target import Target
 from localllm.kernels.cpu.templates import Device, Template
+
+# Imported where something is compiled: a start that finds its kernels on disk mostly does without.
+if TYPE_CHECKING:
+    import llvmlite.binding as llvm
 
 #: Bytes of memory without which no kernel is compiled, and without which numba is not even loaded: LLVM ends the
 #: process where it gets none.  (Measured: 16 and 70 MiB.)
@@ -178,6 +183,7 @@ class _Frontend:
 
 def llvm_ir(v: Variant, triple: str | None = None) -> llvm.ModuleRef:
     """The kernel as optimised LLVM code for its target, with one function ``v.symbol``."""
+    import llvmlite.binding as llvm
     from numba.core.compiler_lock import global_compiler_lock
     from numba.core.registry import cpu_target
 
@@ -263,7 +269,7 @@ def _folder() -> Path | None:
 def _fingerprint() -> str:
     """A hash of what compiled kernels depend on, beside their own variant."""
     digest = hashlib.sha256()
-    for fact in (llvmlite.__version__, _numba_version(), llvm.get_process_triple()):
+    for fact in (llvmlite.__version__, _numba_version(), sys.platform, platform.machine()):
         digest.update(fact.encode())
     folder = Path(__file__).parent
     for path in (*(folder.parents[1] / name for name in _CONSTANTS), *sorted(folder.glob("*.py"))):
@@ -359,13 +365,17 @@ if hasattr(os, "register_at_fork"):
 
 def _define_stack_probe() -> None:
     """On Windows code with a frame of more than a page calls ``__chkstk``, which LLVM may not find: ntdll has it."""
+    import llvmlite.binding as llvm
+
     if sys.platform == "win32" and llvm.address_of_symbol("__chkstk") is None:
         llvm.add_symbol("__chkstk", ctypes.cast(ctypes.windll.ntdll["__chkstk"], ctypes.c_void_p).value)
 
 
 @functools.cache
 def _engine() -> llvm.ExecutionEngine:
-    """The linker: one for the process, since code once linked stays."""
+    """LLVM's linker: one for the process, since code once linked stays."""
+    import llvmlite.binding as llvm
+
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     _define_stack_probe()
@@ -404,11 +414,16 @@ def _is_ready(v: Variant) -> bool:
 
 
 def _link(symbols: list[str]) -> None:
-    """Makes object code runnable.  What has been given to the linker cannot be taken back."""
+    """Makes object code runnable.  What has been given to LLVM's linker cannot be taken back."""
     if not symbols:
         return
-    engine = _engine()
-    for symbol in symbols:
-        engine.add_object_file(llvm.ObjectFileRef.from_data(_objects.pop(symbol)))
-    engine.finalize_object()
-    _addresses.update({symbol: engine.get_function_address(symbol) for symbol in symbols})
+    objects = [(symbol, _objects.pop(symbol)) for symbol in symbols]
+    if (found := link(objects)) is None:
+        import llvmlite.binding as llvm
+
+        engine = _engine()
+        for _, code in objects:
+            engine.add_object_file(llvm.ObjectFileRef.from_data(code))
+        engine.finalize_object()
+        found = [engine.get_function_address(symbol) for symbol in symbols]
+    _addresses.update(zip(symbols, found, strict=True))

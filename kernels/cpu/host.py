@@ -30,6 +30,16 @@ _ARM_FEATURES = {
     "bf16": (26, 14, 68, "hw.optional.arm.FEAT_BF16"),
 }
 
+#: LLVM's names of features that Linux calls otherwise.
+_LLVM_NAMES = {
+    "avx512_vnni": "avx512vnni",
+    "avx_vnni": "avxvnni",
+    "avx_vnni_int8": "avxvnniint8",
+    "avx512_bf16": "avx512bf16",
+    "amx_int8": "amx-int8",
+    "amx_bf16": "amx-bf16",
+}
+
 #: Processors that other programs may keep busy before what is measured means little.
 OTHER_CPUS = 0.5
 
@@ -62,17 +72,35 @@ _OWN_MEMORY = Path("/proc/self/statm")
 
 def family() -> str:
     """The processor family, as LLVM's target triples begin: "x86_64", "aarch64", …"""
+    if sys.platform == "linux" and sys.maxsize > 1 << 32 and (machine := os.uname().machine) in ("x86_64", "aarch64"):
+        return machine
     import llvmlite.binding as llvm
 
     return str(llvm.get_process_triple()).split("-")[0].replace("arm64", "aarch64")
 
 
 def features() -> frozenset[str]:
-    """The processor's features, by LLVM's names."""
+    """The processor's features, by LLVM's names.
+
+    Of x86-64 processors Linux tells those that it supports.  Elsewhere LLVM is asked, which takes long to import.
+    """
+    if sys.platform == "linux" and family() == "x86_64":
+        if flags := _linux_flags():
+            return frozenset(_LLVM_NAMES.get(flag, flag) for flag in flags)
     import llvmlite.binding as llvm
 
     found = frozenset(name for name, present in llvm.get_host_cpu_features().items() if present)
     return found | _arm_features() if family() == "aarch64" else found
+
+
+def _linux_flags() -> list[str]:
+    """The features of an x86-64 processor by Linux's names; nothing where it does not tell."""
+    try:
+        with open("/proc/cpuinfo", "rb") as file:
+            text = file.read(1 << 14)  # of the first processor: there may be hundreds
+    except OSError:
+        return []
+    return text.partition(b"\nflags")[2].partition(b"\n")[0].decode("ascii", "replace").split()[1:]
 
 
 def _arm_features() -> frozenset[str]:

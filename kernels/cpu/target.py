@@ -9,12 +9,13 @@ from __future__ import annotations
 import functools
 import os
 from dataclasses import dataclass
-from typing import Literal
-
-import llvmlite.binding as llvm
+from typing import TYPE_CHECKING, Literal
 
 from localllm.errors import DeviceError, UsageError
 from localllm.kernels.cpu import host
+
+if TYPE_CHECKING:
+    import llvmlite.binding as llvm
 
 #: Environment variable that forces an instruction set.
 ISA_VARIABLE = "LOCALLLM_ISA"
@@ -40,6 +41,8 @@ class Target:
 
     def machine(self, triple: str | None = None) -> llvm.TargetMachine:
         """LLVM's code generator for this target, on the platform at hand unless ``triple`` names another."""
+        import llvmlite.binding as llvm
+
         llvm.initialize_all_targets()
         llvm.initialize_all_asmprinters()
         static = triple is None and self.family != "aarch64"

@@ -3,22 +3,25 @@
     python -m tests.benchmarks.experts FOLDER                # writes a random mixture of 8.1 GB there, and removes it
     python -m tests.benchmarks.experts model.gguf --gb 4     # any other
 
-Each run is a process: first the model under ``--gb`` gigabytes, then whole, where it fits.  The system's cache is
-told to forget each matrix that was read (Linux), so that experts come from the disk.  The system refuses memory
-beyond ``--gb`` (``RLIMIT_DATA``, which counts what is reserved, too).  What the disk allows is the time that it
-takes, at its own rate before and after, to read what was read.  A line of JSON comes last.
+Each run is a process: first the model under ``--gb`` gigabytes, then whole, where it fits.  The limit is a control
+group's where one can be made (Linux, as root or in a group of one's own): it counts the system's cache of the file
+too, and kills a process that takes more.  Elsewhere the system refuses memory beyond ``--gb`` (``RLIMIT_DATA``, which
+counts what is reserved, too), and is told to forget each matrix that was read, so that experts come from the disk.
+What the disk allows is the time that it takes, at its own rate before and after, to read what was read.  A line of
+JSON comes last.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import resource
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +31,7 @@ import numpy as np
 import localllm
 from localllm.bench.expert_speed import ExpertSpeed, disk_rate
 from localllm.console import quantity
-from localllm.kernels.cpu import expert_pool
+from localllm.kernels.cpu import control_groups, expert_pool
 from tests.helpers.real_shapes import REAL_SHAPES, real_shape_gguf
 
 #: Layers of the model that is written: 8.1 GB in Q8_0.
@@ -47,13 +50,46 @@ class _UncachedFile(expert_pool._ExpertFile):
         return data
 
 
-def measure(path: Path, gigabytes: float | None, n_tokens: int) -> dict[str, Any]:
+@contextlib.contextmanager
+def control_group(n_bytes: int) -> Iterator[Path | None]:
+    """The folder of a control group with so much memory, inside our own; None where none can be made."""
+    for parent in control_groups._folders("memory"):
+        for limit in ("memory.limit_in_bytes", "memory.max"):  # of version 1, of version 2
+            group = parent / f"localllm-experts-{os.getpid()}"
+            try:
+                group.mkdir()
+            except OSError:
+                continue
+            try:
+                (group / limit).write_text(str(n_bytes))
+            except OSError:
+                group.rmdir()
+                continue
+            try:
+                yield group
+            finally:
+                group.rmdir()
+            return
+    yield None
+
+
+def of_group(group: Path) -> dict[str, int]:
+    """The most memory that a control group has taken, and how often its limit was reached, as far as it tells."""
+    names = {"peak": ("memory.max_usage_in_bytes", "memory.peak"), "reached": ("memory.failcnt",)}
+    texts = {key: "".join(control_groups.text_of(group / name) for name in of) for key, of in names.items()}
+    return {key: int(text) for key, text in texts.items() if text}
+
+
+def measure(path: Path, gigabytes: float | None, n_tokens: int, group: Path | None) -> dict[str, Any]:
     """The ids that a model writes, and how fast: under a limit, or whole."""
-    if gigabytes is not None:
+    if group is not None:
+        (group / "cgroup.procs").write_text(str(os.getpid()))
+    elif gigabytes is not None:
         vars(expert_pool)["_ExpertFile"] = _UncachedFile
         resource.setrlimit(resource.RLIMIT_DATA, (round(gigabytes * 1e9), resource.RLIM_INFINITY))
     random = np.random.default_rng(0)
-    with path.open("rb") as file:
+    with path.open("r+b") as file:
+        os.fsync(file.fileno())  # what is not on the disk yet stays in the system's cache
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     with localllm.load(path, context=1024, max_memory=gigabytes) as llm:
         short, long = ([int(i) for i in random.integers(3, llm.info.n_vocab, n)] for n in (16, PROMPT))
@@ -67,7 +103,7 @@ def measure(path: Path, gigabytes: float | None, n_tokens: int) -> dict[str, Any
 
         found["decode"] = _speed(llm, path, decode, n_tokens)
     found["resident"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-    return found
+    return found | ({} if group is None else {"group": of_group(group)})
 
 
 def _speed(llm: localllm.LLM, path: Path, work: Any, n_tokens: int) -> dict[str, Any]:
@@ -86,8 +122,14 @@ def _speed(llm: localllm.LLM, path: Path, work: Any, n_tokens: int) -> dict[str,
 
 def in_a_process(path: Path, gigabytes: float | None, n_tokens: int) -> dict[str, Any]:
     command = [sys.executable, "-m", "tests.benchmarks.experts", str(path), "--child", "--tokens", str(n_tokens)]
-    command += [] if gigabytes is None else ["--gb", str(gigabytes)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    with contextlib.ExitStack() as stack:
+        if gigabytes is not None:
+            command += ["--gb", str(gigabytes)]
+            if (group := stack.enter_context(control_group(round(gigabytes * 1e9)))) is not None:
+                command += ["--group", str(group)]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    if done.returncode:  # -9: for memory
+        raise SystemExit(f"the run with {gigabytes or 'all'} GB ended with {done.returncode}")
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
@@ -100,9 +142,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, default=N_LAYERS)
     parser.add_argument("--no-whole", action="store_true", help="leave out the run with all experts in memory")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--group", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     if given.child:
-        print(json.dumps(measure(given.path, given.gb, given.tokens)))
+        print(json.dumps(measure(given.path, given.gb, given.tokens, given.group)))
         return 0
     path, is_own = given.path, given.path.is_dir()
     if is_own:
@@ -116,7 +159,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             path.unlink()
     for run in runs:
         limit = "all in memory" if run["gigabytes"] is None else f"{run['gigabytes']:g} GB"
-        print(f"{limit}: at most {quantity(run['resident'], 'B')} resident")
+        print(f"{limit}: at most {quantity(run['resident'], 'B')} resident", end="")
+        if "group" in run:
+            print(f", {quantity(run['group']['peak'], 'B')} in a control group with the system's cache", end="")
+        print()
         for kind in ("prefill", "decode"):
             speed = run[kind]
             print(f"  {kind:<8} {speed['tokens_per_s']:8.2f} tok/s", end="")

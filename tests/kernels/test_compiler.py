@@ -7,6 +7,7 @@ import errno
 import importlib
 import math
 import os
+import platform
 import re
 import shutil
 import struct
@@ -196,8 +197,13 @@ PROBE = """
         arguments = np.array([number.ctypes.data])
         ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 3)(code[v])(arguments.ctypes.data, 0, 1)
         results.append(int(number[0]))
-    print(results, progress, "numba" in sys.modules, sep=";")
+    is_bare = "numba" not in sys.modules and (not {links} or "llvmlite.binding" not in sys.modules)
+    print(results, progress, not is_bare, sep=";")
 """
+
+
+#: Whether kernels are linked without LLVM here.
+LINKS = sys.platform == "linux" and platform.machine() == "x86_64"
 
 
 class Probe:
@@ -209,7 +215,7 @@ class Probe:
 
     def start(self, *, count: int = 1, addend: int = 1) -> Any:
         script = self.folder / "probe.py"
-        script.write_text(textwrap.dedent(PROBE.format(addend=addend)))
+        script.write_text(textwrap.dedent(PROBE.format(addend=addend, links=LINKS)))
         return subprocess.Popen(
             [sys.executable, str(script), str(count)],
             env={**os.environ, "PYTHONPATH": str(ROOT), "LOCALLLM_CACHE": str(self.cache)},
@@ -221,7 +227,7 @@ class Probe:
 
     @staticmethod
     def finish(process: Any) -> tuple[list[int], list[tuple[int, int]], bool]:
-        """What it computed, what progress it reported, and whether it imported numba."""
+        """What it computed, what progress it reported, and whether it imported numba, or LLVM where it need not."""
         out, error = process.communicate(timeout=120)
         assert process.returncode == 0, error
         results, progress, numba = (eval(part) for part in out.strip().split(";"))

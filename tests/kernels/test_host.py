@@ -12,11 +12,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import llvmlite.binding as llvm
 import psutil
 import pytest
 
+from localllm.cli.commands.doctor import FEATURES, UNUSED_FEATURES
 from localllm.errors import NotEnoughMemoryError
 from localllm.kernels.cpu import host
+from localllm.kernels.cpu.target import TARGETS
 from tests.helpers.windows import elsewhere
 
 #: Words of the auxiliary vector, numbers of Windows and names of macOS, as their documentation has them.
@@ -103,9 +106,11 @@ def test_features_of_arm_processors_on_macos(
 def test_this_processor() -> None:
     assert host.cpu_model().strip()
     assert host.family() == {"AMD64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platform.machine())
-    if sys.platform == "linux" and host.family() == "x86_64":
-        flags = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("flags")[2].splitlines()[0].split()
-        assert ("avx2" in host.features()) == ("avx2" in flags)
+    told = {name for name, present in llvm.get_host_cpu_features().items() if present}
+    needed = {name for target in TARGETS for name in target.needs} | {*FEATURES, *UNUSED_FEATURES}
+    if host.family() == "x86_64":
+        assert needed & host.features() == needed & told
+    assert host.family() == llvm.get_process_triple().split("-")[0].replace("arm64", "aarch64")
     n_cores = len(host.core_speeds())
     assert 1 <= n_cores <= host.usable_cpus() <= (os.cpu_count() or 1)
     assert n_cores <= (psutil.cpu_count(logical=False) or host.usable_cpus())

@@ -51,7 +51,7 @@ def test_an_unknown_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_apple_processor_has_the_dot_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module.llvm, "get_process_triple", lambda: "arm64-apple-darwin23.1.0")
+    monkeypatch.setattr("llvmlite.binding.get_process_triple", lambda: "arm64-apple-darwin23.1.0")
     elsewhere(monkeypatch, "darwin")
     monkeypatch.setattr(module.host, "_sysctl_int", lambda name: 0)
     assert [t.name for t in available.__wrapped__()] == ["neon", "asimd", "generic"]
