@@ -6,6 +6,7 @@ round counts, of a share the median.
 
 from __future__ import annotations
 
+import signal
 import statistics
 import subprocess
 import sys
@@ -344,15 +345,30 @@ def start(path: Path, threads: int, sizes: Sizes) -> list[Record]:
 
 
 def seconds_to_line(command: Sequence[str]) -> float:
-    """Seconds until a command prints its first line."""
+    """Seconds until a command prints its first line.
+
+    Raises:
+        StartError: it ended without one.
+    """
     begin = time.perf_counter()
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         line = process.stdout.readline() if process.stdout else ""
         seconds = time.perf_counter() - begin
         _, errors = process.communicate()
     if not line:
-        raise SystemExit(f"a process that was to start a model failed: {errors.strip()[-500:]}")
+        raise StartError(f"{command[0]} started no model: it {how_it_ended(process.returncode, errors)}")
     return seconds
+
+
+class StartError(Exception):
+    """A process that was to start a model ended without a token."""
+
+
+def how_it_ended(code: int, errors: str) -> str:
+    """A process's exit code or signal in words, and the end of what it wrote about that."""
+    name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+    words = f"was ended by {name}" if code < 0 else f"exited with code {code}"
+    return f"{words}: {errors.strip()[-500:]}" if errors.strip() else f"{words} and wrote nothing"
 
 
 def peak_memory(path: Path, threads: int, sizes: Sizes) -> list[Record]:

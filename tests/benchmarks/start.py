@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-from tests.benchmarks.measure import _THEIR_START, seconds_to_line
+from tests.benchmarks.measure import _THEIR_START, StartError, seconds_to_line
 
 #: Runs `localllm generate` and prints (stage, seconds since the launch, seconds of processors) at the end of each.
 _STAGES = """
@@ -95,14 +96,21 @@ def main() -> None:
     parser.add_argument("-t", type=int, default=2, help="threads of llama.cpp (default: 2)")
     parser.add_argument("--binding", metavar="PYTHON", help="a Python with llama-cpp-python, to start beside ours")
     arguments = parser.parse_args()
+    # Modules are compiled once, as for any user.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    settings = ["repack", "plain"] if arguments.binding else []
     rows: dict[str, list[tuple[float, float]]] = {}
     for n in range(1 + arguments.r):
         found = stages(arguments.model)
         for name, words in COMMANDS.items():
             found[name] = answer(words)
-        for repack in ("repack", "plain") if arguments.binding else ():
+        for repack in list(settings):
             command = [arguments.binding, "-c", _THEIR_START, str(arguments.model), str(arguments.t), repack]
-            found[f"llama.cpp's binding, {repack}"] = seconds_to_line(command), float("nan")
+            try:
+                found[f"llama.cpp's binding, {repack}"] = seconds_to_line(command), float("nan")
+            except StartError as error:
+                print(f"without llama.cpp's {repack}: {error}", file=sys.stderr)
+                settings.remove(repack)
         for name, times in found.items() if n else ():
             rows.setdefault(name, []).append(times)
     best = {name: [1e3 * min(each) for each in zip(*times, strict=True)] for name, times in rows.items()}
