@@ -138,6 +138,7 @@ class Rope:
     # of each frequency, what a token turns by: its time (0), row (1), column (2) or its picture's number (3).  Empty:
     # its place in the sequence
     axes: tuple[int, ...] = ()
+    ahead: int = 0  # by how many positions it turns further than to the token's own
 
 
 @dataclass(frozen=True, eq=False)
@@ -1326,7 +1327,7 @@ class Node:
     layer: LayerTag
 
 
-@dataclass
+@dataclass(eq=False)
 class Graph:
     """A recorded forward pass, or the part of one that a device computes."""
 
@@ -1340,6 +1341,8 @@ class Graph:
     # those of all caches of the whole graph.  Caches of one window form a **group**, numbered as here, with pages and
     # block tables of its own.  Group 0 keeps all tokens, whether or not a layer is in it.
     windows: list[int | None] = field(default_factory=lambda: [None])
+    # the graph whose caches these are: a step of this one works on the memory of that one's
+    caches_of: Graph | None = None
     layer: LayerTag = "embedding"  # where the operations that are added belong
     # values that can be read after a step (`localllm.kernels.backend.Step.value`)
     watched: set[Value] = field(default_factory=set)
@@ -1475,6 +1478,8 @@ class Graph:
         anything but one tensor with a row for each token crosses into it, or a layer uses the keys and values of one
         outside.
         """
+        if layers == range(self.n_layers):
+            return self
         part = Graph(self.cache_type, self.rounds_floats)
         part.caches = {n: c for n, c in self.caches.items() if c.layer in layers}
         part.states = {n: s for n, s in self.states.items() if n in layers}

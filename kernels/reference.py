@@ -598,7 +598,7 @@ def normed(x: Array, weight: Array | np.float32, eps: float) -> Array:
 
 def rotate(x: Array, positions: NDArray[np.int32], rope: Rope) -> Array:
     """Rotates the heads x [T, heads, head_dim] to their positions [T, 1], or of each frequency [T, n_rot / 2]."""
-    angles = positions.astype(np.float64) * rope.frequencies  # [T, n_rot / 2]
+    angles = (positions.astype(np.float64) + rope.ahead) * rope.frequencies  # [T, n_rot / 2]
     cos, sin = ((f(angles) * rope.magnitude).astype(np.float32)[:, None] for f in (np.cos, np.sin))
     begin, n_pairs = rope.first, len(rope.frequencies)
     end = begin + 2 * n_pairs

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from localllm.errors import ModelError, quoted
-from localllm.kernels.graph import CacheType, Weight
+from localllm.kernels.graph import CacheType, Graph, Weight
 from localllm.models.weights import Weights
 
 T = TypeVar("T", bool, int, float, str)
@@ -180,9 +180,10 @@ def read_general(meta: Metadata, tensors: Mapping[str, Weight]) -> ModelConfig:
 
 
 def _read_n_layers(meta: Metadata, tensors: Iterable[str]) -> int:
-    """``block_count``, less the blocks that predict further tokens; the file must have tensors of all layers."""
+    """``block_count``, less the blocks that predict further tokens, unless all do; the file must have tensors of all
+    layers."""
     n_blocks = meta.read("block_count", int, low=1, high=1 << 16)
-    n_layers = n_blocks - meta.read("nextn_predict_layers", int, 0, low=0, high=n_blocks - 1)
+    n_layers = n_blocks - meta.read("nextn_predict_layers", int, 0, low=0, high=n_blocks) or n_blocks
     indices = {int(match[1]) for name in tensors if (match := re.match(r"blk\.(\d{1,9})\.", name))}
     widths = meta.find("feed_forward_length")
     empty = {i for i, width in enumerate(widths) if width == 0} if isinstance(widths, list | tuple) else set()
@@ -285,6 +286,7 @@ class Header:
     pooling: str | None = None
     # whether the block behind the last layer is recorded in place of the model (`localllm.models.mtp`)
     is_block: bool = False
+    target: Graph | None = None  # of a model that drafts from another one's caches, that one
     sees: bool = False  # whether batches have embeddings of pictures: without them, nothing is recorded for those
 
     @property

@@ -201,6 +201,14 @@ ARCHITECTURES: dict[str, Architecture] = {
 }
 
 
+#: Models that draft for others, from their caches, and do nothing alone.
+DRAFTERS = {
+    "gemma4-assistant": Architecture(
+        "gemma4_assistant", "Gemma 4's assistants", "Gemma4AssistantForCausalLM Gemma4UnifiedAssistantForCausalLM"
+    )
+}
+
+
 @dataclass(frozen=True)
 class Model:
     """A model: its header, and its forward pass, which refers to the tensors of its file."""
@@ -216,6 +224,10 @@ class Model:
 def find_architecture(metadata: Mapping[str, Any]) -> Architecture:
     """The architecture that ``general.architecture`` names.  Raises UnsupportedArchitectureError."""
     architecture = read_architecture(metadata)
+    if architecture in DRAFTERS:
+        raise UnsupportedArchitectureError(
+            f"a {architecture} file only drafts for another model: load that one, with this as its draft model"
+        )
     if architecture not in ARCHITECTURES:
         raise UnsupportedArchitectureError(
             f"the architecture {quoted(architecture)} is not supported; docs/models.md lists the "
@@ -226,9 +238,11 @@ def find_architecture(metadata: Mapping[str, Any]) -> Architecture:
 
 def has_block(file: ModelFile) -> bool:
     """Whether a file has a block behind the last layer that predicts one token more, which localllm can use."""
-    architecture = find_architecture(file.metadata)
+    architecture = ARCHITECTURES.get(read_architecture(file.metadata))
     n_layers = read_general(Metadata(file.metadata, read_architecture(file.metadata)), file.tensors).n_layers
-    return architecture.has_block and f"blk.{n_layers}.nextn.eh_proj.weight" in file.tensors
+    return (
+        architecture is not None and architecture.has_block and f"blk.{n_layers}.nextn.eh_proj.weight" in file.tensors
+    )
 
 
 def read_model(
@@ -238,6 +252,7 @@ def read_model(
     *,
     is_block: bool = False,
     sees: bool = False,
+    target: Graph | None = None,
 ) -> Model:
     """The model in a file, from its header: no weight is read.
 
@@ -247,20 +262,22 @@ def read_model(
         cache_type: what keys and values are kept in.
         is_block: whether to read the block behind the last layer, as a model of one layer: `has_block`.
         sees: whether its batches have embeddings of pictures.
+        target: of one of `DRAFTERS`, the model that it drafts for.
 
     Raises:
         UnsupportedArchitectureError: the file's architecture is not one of `ARCHITECTURES`.
         ModelError: a hyper-parameter is missing, of the wrong type, out of range, at odds with the others, or one
             that nothing here reads; or the tensors are not those of such a model.
     """
-    architecture = find_architecture(file.metadata)
+    drafter = DRAFTERS.get(read_architecture(file.metadata))
+    architecture = drafter or find_architecture(file.metadata)
     meta, weights = Metadata(file.metadata, read_architecture(file.metadata)), Weights(file)
     config = read_general(meta, file.tensors)
     weights.skip_layers(config.n_layers)
     context = config.context_length if context is None else context
     try:
         kind = read_kind(meta, weights) or ("mean" if architecture.is_encoder else None)
-        graph = architecture.record(Header(meta, config, weights, context, cache_type, kind, is_block, sees))
+        graph = architecture.record(Header(meta, config, weights, context, cache_type, kind, is_block, target, sees))
         pooling = None if kind is None else Pooling.read(meta, weights, kind, graph)
     except KernelError as error:
         raise ModelError(f"{error}: the hyper-parameters are at odds with each other") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 from numpy.typing import NDArray
@@ -77,6 +78,8 @@ class CPUBackend(Backend):
         self.limit, self.batch_limit = ThreadLimit(self.decode_threads), ThreadLimit(threads)
         self.kernel_progress = progress
         self._loader = WeightLoader(self.workers, self.target, progress)
+        #: Of graphs that were loaded, for those that share them.
+        self._caches = WeakKeyDictionary[Graph, ref[CPUCache]]()
 
     def footprint(
         self,
@@ -112,14 +115,19 @@ class CPUBackend(Backend):
             for _ in pack(progress):
                 pass
             packed = tuple(done)
-            cache.allocate()
+            if graph.caches_of is None:
+                cache.allocate()
+                self._caches[graph] = ref(cache)
+            else:
+                cache.share(self._caches[graph.caches_of]())
             # Kernels are another format's where that of the plan cannot hold a weight.
             as_planned = [w.kernel_type for w in packed] == [w.kernel_type for w in planned]
             if pool is not None:
                 pool.open()
             return CPUStep(self, program if as_planned else lowered(), weights, packed, cache)
 
-        return Footprint(planned, cache.layer_bytes, program.arena_bytes, load, pack, expert_bytes or 0)
+        own_bytes = cache.layer_bytes if graph.caches_of is None else {}
+        return Footprint(planned, own_bytes, program.arena_bytes, load, pack, expert_bytes or 0)
 
 
 class CPUStep(Step):

@@ -7,6 +7,7 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
+from localllm.errors import KernelError
 from localllm.kernels.backend import scatter
 from localllm.kernels.buffers import ALIGNMENT, Address, Buffer
 from localllm.kernels.cpu.cache_types import PAGE, layouts_of
@@ -67,6 +68,13 @@ class CPUCache:
         """Takes the memory, which is zero at first."""
         huge = max(self.layer_bytes.values(), default=0) >= 2 * HUGE_LAYER
         self.memory = aligned_zeros(self.n_bytes, np.uint8, huge=huge)
+        self._buffer.address = self.memory.ctypes.data
+
+    def share(self, other: CPUCache | None) -> None:
+        """Takes the memory of another one, which has the same layers and pages."""
+        if other is None or (other.layers, other.n_pages, other.n_bytes) != (self.layers, self.n_pages, self.n_bytes):
+            raise KernelError("a graph that shares caches needs the other's step, with as many pages")
+        self.memory = other.memory
         self._buffer.address = self.memory.ctypes.data
 
     def _part(self, place: Address, *shape: int) -> NDArray[np.uint8]:

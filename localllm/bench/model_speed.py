@@ -28,6 +28,7 @@ from localllm.bench.expert_speed import ExpertSpeed, disk_rate
 from localllm.bench.profile import DeviceCeilings, DeviceProfile, profiles
 from localllm.bench.workload import ModelCost, Test
 from localllm.console import StatusLine, quantity
+from localllm.engine.drafting import Drafts
 from localllm.llm import LLM
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ class Measurement:
     ceilings: tuple[float, ...] = ()
     profiles: tuple[DeviceProfile, ...] = ()  # what the time on each GPU went to, if that was asked for
     experts: ExpertSpeed | None = None  # those that stay in the file, if any do
+    drafts: Drafts | None = None  # those of all repetitions, if the model drafts
 
     @property
     def share(self) -> float | None:
@@ -74,6 +76,7 @@ class Measurement:
             "share": self.share,
             **({"profiles": [each.as_json() for each in self.profiles]} if self.profiles else {}),
             **({"experts": self.experts.as_json()} if self.experts else {}),
+            **({"drafted": self.drafts.drafted, "accepted": self.drafts.accepted} if self.drafts else {}),
         }
 
     def cells(self) -> tuple[str, ...]:
@@ -99,6 +102,7 @@ def measure(llm: LLM, test: Test, repetitions: int, *, isa: str | None = None, q
         status.show(f"{test.name}: warming up")
         most = None if test.kind == "pg" else ceiling(llm.info, test, work, isa, stack)
         _rate(llm, test, before, random)
+        first = _drafts(llm)
         reads, disk = llm.counts.experts, [] if llm.counts.experts is None else [disk_rate(llm.info.path)]
         begin = time.perf_counter()
         for i in range(repetitions):
@@ -112,8 +116,10 @@ def measure(llm: LLM, test: Test, repetitions: int, *, isa: str | None = None, q
             experts = ExpertSpeed.of(reads, now, seconds, statistics.mean(disk))
         ceilings += [] if most is None else [most()]
     status.clear()
+    new = Drafts(*(now - then for now, then in zip(_drafts(llm), first, strict=True)))
+    drafts = new if new.drafted else None
     if test.kind == "pg":
-        return Measurement(test, llm.info.threads, "", tuple(rates), (), experts=experts)
+        return Measurement(test, llm.info.threads, "", tuple(rates), (), experts=experts, drafts=drafts)
     a_token = amount(llm.info, test, work) / (1 if test.kind == "tg" else test.n)
     return Measurement(
         test,
@@ -123,7 +129,12 @@ def measure(llm: LLM, test: Test, repetitions: int, *, isa: str | None = None, q
         tuple(rate * a_token for rate in rates),
         tuple((a + b) / 2 for a, b in pairwise(ceilings)),
         experts=experts,
+        drafts=drafts,
     )
+
+
+def _drafts(llm: LLM) -> tuple[int, int, int]:
+    return llm.counts.drafted, llm.counts.accepted, llm.counts.draft_steps
 
 
 def profile(llm: LLM, test: Test, known: dict[str, DeviceCeilings]) -> Sequence[DeviceProfile]:

@@ -32,7 +32,7 @@ from localllm.errors import (
 )
 from localllm.gguf.writer import TensorSpec, read_back
 from localllm.models.hf_convert import floats, is_classifier
-from localllm.models.registry import ARCHITECTURES, Conversion, has_block, read_model
+from localllm.models.registry import ARCHITECTURES, DRAFTERS, Conversion, has_block, read_model
 from localllm.quant.types import BLOCK_SIZES, GGMLType
 from localllm.quantize.mixes import is_quantizable
 from localllm.tokenizer import Tokenizer
@@ -45,7 +45,7 @@ _SAMPLING |= {"repetition_penalty": "penalty_repeat"}
 
 #: Tensors of a checkpoint that are not the language model's.
 _OTHERS = re.compile(
-    r"(^|\.)(mtp|vision_\w+|vit(?:_\w+)?|sam_model|qwen2_model|projector|visual|perceive|patch_merger|vpm|resampler|apm|tts|audio_\w+|multi_modal_projector|mm_projector|connector|mlp_AR|embed_vision"
+    r"(^|\.)(mtp|masked_embedding|vision_\w+|vit(?:_\w+)?|sam_model|qwen2_model|projector|visual|perceive|patch_merger|vpm|resampler|apm|tts|audio_\w+|multi_modal_projector|mm_projector|connector|mlp_AR|embed_vision"
     r"|embed_audio)\.|^model\.merger\."
     r"|rotary_emb\.inv_freq$|\.masked_bias$|^cls\.(predictions|seq_relationship)\.|position_ids$|image_newline$"
     r"|(^|\.)h\.\d+\.attn\.bias$|view_seperator$|^decoder\.(weight|bias)$"
@@ -75,6 +75,8 @@ _POOLING = {"pooling_mode_mean_tokens": 1, "pooling_mode_cls_token": 2, "pooling
 #: And by its "pooling_mode", which newer ones have in place of those.
 _POOLING_MODES = {"mean": 1, "cls": 2, "lasttoken": 3}
 
+
+_KNOWN = ARCHITECTURES | DRAFTERS
 
 #: BERT's names of the layers of a classifier, by RoBERTa's.
 _CLASSIFIER = {"dense": "pooler.dense.", "out_proj": "classifier."}
@@ -128,7 +130,7 @@ class Checkpoint:
             )
         config = Config(values)
         self.architecture = _architecture(config, values)
-        architecture = ARCHITECTURES[self.architecture]
+        architecture = _KNOWN[self.architecture]
         conversion = conversion or architecture.conversion
         files = read_folder(folder)
         self.paths = sorted({tensor.path for tensor in files.values()})  # of the safetensors files
@@ -199,17 +201,17 @@ def _architecture(config: Config, values: Mapping[str, Any]) -> str:
     kind = str(values.get("model_type"))
     wanted = {kind, f"{kind}/{values.get('version')}", str(config.values.get("model_type"))}
     kinds = set(map(str, config.values.get("architectures") or ()))  # which some share a type with others
-    found = [name for name, each in ARCHITECTURES.items() if kinds & set(each.hf_types.split())]
-    found = found or [name for name, each in ARCHITECTURES.items() if wanted & set(each.hf_types.split())]
+    found = [name for name, each in _KNOWN.items() if kinds & set(each.hf_types.split())]
+    found = found or [name for name, each in _KNOWN.items() if wanted & set(each.hf_types.split())]
     if found == ["bert"] and config.values.get("position_embedding_type") == "rotary":  # Jina ColBERT v2
         return "jina-bert-v3"
     if found[1:] and config.values.get("use_bidirectional_attention"):
-        return next(name for name in found if ARCHITECTURES[name].is_encoder)
-    found = [name for name in found if not ARCHITECTURES[name].is_encoder] or found
+        return next(name for name in found if _KNOWN[name].is_encoder)
+    found = [name for name in found if not _KNOWN[name].is_encoder] or found
     if found:  # of two, the one behind has experts
         layers = config.values.get("layers_block_type") or config.values.get("hybrid_override_pattern") or ""
         return found[-1 if {"moe", "E"} & set(layers) else 0]
-    known = ", ".join(sorted({kind for each in ARCHITECTURES.values() for kind in each.hf_types.split()}))
+    known = ", ".join(sorted({kind for each in _KNOWN.values() for kind in each.hf_types.split()}))
     raise UnsupportedArchitectureError(
         f"config.json has model_type = {quoted(values.get('model_type'))}, which localllm does not convert; it "
         f"converts {known}"

@@ -394,7 +394,7 @@ class EngineLoop:
                 reason = self._take_results(each, logits, rows, begin)
                 if reason is None and isinstance(each.request.drafter, MTPDrafter):
                     hidden = self.runner.hidden_rows()[tokens]
-                    each.request.drafter.observe(chunk.start, chunk.ids, hidden, each.request.tokens)
+                    each.request.drafter.observe(chunk, hidden, each.request.tokens)
                 each.request.output.flush()
             except BaseException as error:
                 self._end(each.request, error=error)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from localllm.chat.built_in_templates import built_in
 from localllm.chat.template_source import TemplateSource
+from localllm.engine.drafting.assistant import AssistantModel
 from localllm.engine.drafting.model import DraftModel
 from localllm.engine.drafting.mtp import MTPModel
 from localllm.engine.engine import Engine, EngineLoop
@@ -29,7 +30,7 @@ from localllm.generation.embedding import Embedder
 from localllm.gguf import GGUFFile
 from localllm.kernels.backend import Progress, weights_of
 from localllm.kernels.cpu.host import available_memory, default_threads, memory_advice
-from localllm.kernels.graph import Tensor, Weight
+from localllm.kernels.graph import Graph, Tensor, Weight
 from localllm.loading.beside import find_beside
 from localllm.loading.devices import Device, open_devices, split_by_rows
 from localllm.loading.model_info import ModelInfo, file_type_name
@@ -37,7 +38,7 @@ from localllm.loading.placement import Placement, Plan, Planner, fit, widened, w
 from localllm.loading.progress import of_stage
 from localllm.models.adapters import with_adapters
 from localllm.models.mtp import hidden_norm, hidden_states
-from localllm.models.registry import Model, find_architecture, has_block, read_model
+from localllm.models.registry import DRAFTERS, Model, find_architecture, has_block, read_model
 from localllm.options.declared import LoadOptions, Sampling, declared
 from localllm.quant.types import BLOCK_SIZES
 from localllm.tokenizer import Tokenizer
@@ -86,11 +87,12 @@ def load_file(options: LoadOptions) -> LoadedModel:
             template_source = TemplateSource(built_in(options.chat_template) or options.chat_template)
             template = compile_template(template_source, reading.result())
         if options.draft_model is not None:
-            draft = files.enter_context(_open(options.draft_model))
-            sources.append(_read(draft, options, f"the draft model {path_text(draft.path)}"))
+            draft = files.enter_context(GGUFFile.open(options.draft_model))
+            sources.append(_read_draft(draft, sources[0], options))
             _check_vocabulary(draft, reading.result())
         devices = _open_devices(options)
         on_failure.callback(_close, devices)
+        _check_drafts(sources, devices)
         sources, planners, plan = _plan_with_block(sources, devices, options, encoder)
         if options.planned is not None:
             options.planned(plan)
@@ -105,7 +107,12 @@ def load_file(options: LoadOptions) -> LoadedModel:
         tokenizer.warn_if_guessed()
         pooling = sources[0].model.pooling
         embedder = None if pooling is None else Embedder(pooling, sources[0].file.metadata)
-        norms = [hidden_norm(source.model.graph) for source in sources if source.hidden is not None]
+        norms = [
+            hidden_norm(source.model.graph)
+            for source in sources
+            if source.hidden is not None and source.model.graph.caches_of is None
+        ]
+        is_assistant = len(sources) > 1 and sources[1].model.graph.caches_of is not None
         on_failure.pop_all()
     runner, info, warnings = loaded[0]
     info = replace(info, encoder=plan.encoder)
@@ -116,10 +123,14 @@ def load_file(options: LoadOptions) -> LoadedModel:
         _log_info(draft_info, "draft model ")
         # Steps over one token take as long as reading the weights.
         cost = draft_info.placement.multiplied / max(1, info.placement.multiplied)
-        if norms:
+        if is_assistant:
+            drafting = AssistantModel(draft_runner, cost, norms[0])
+        elif norms:
             n_values = sum(prod(use.weight.shape) for use in weights_of(sources[1].model.graph))
             draft_info = replace(draft_info, n_parameters=n_values)
-        drafting = MTPModel(draft_runner, cost, *norms) if norms else DraftModel(draft_runner, expected_cost=cost)
+            drafting = MTPModel(draft_runner, cost, *norms)
+        else:
+            drafting = DraftModel(draft_runner, expected_cost=cost)
         info, warnings = replace(info, draft=draft_info), warnings + notices
     on_end = partial(_close, devices if encoder is None else (encoder, *devices))
     loop = EngineLoop(runner, drafting, encoder, step_s=options.step_s, on_end=on_end)
@@ -205,6 +216,7 @@ def _read(
     is_block: bool = False,
     adapts: bool = False,
     sees: bool = False,
+    target: Graph | None = None,
 ) -> _ModelSource:
     adapters = []
     if adapts and options.adapters:
@@ -213,10 +225,31 @@ def _read(
         adapters = [read_adapter(each, Path(path), file) for each, path in options.adapters.items()]
 
     def read(context: int | None) -> Model:
-        model = read_model(file, context, options.cache_type, is_block=is_block, sees=sees)
+        model = read_model(file, context, options.cache_type, is_block=is_block, sees=sees, target=target)
         return replace(model, graph=with_adapters(model.graph, adapters)) if adapters else model
 
     return _ModelSource(name, file, read, read(options.context))
+
+
+def _read_draft(file: GGUFFile, target: _ModelSource, options: LoadOptions) -> _ModelSource:
+    """A draft model: one of its own, or one that drafts from the caches of the other."""
+    name = f"the draft model {path_text(file.path)}"
+    if file.metadata.get("general.architecture") not in DRAFTERS:
+        check_runs(file)
+        return _read(file, options, name)
+    if target.model.config.architecture != "gemma4":
+        raise UsageError(f"{name} drafts for Gemma 4 alone: choose a smaller model of the same family")
+    target.hidden = hidden_states(target.model.graph)
+    source = _read(file, options, name, target=target.model.graph)
+    (source.hidden,) = (x for x in source.model.graph.watched if isinstance(x, Tensor))
+    return source
+
+
+def _check_drafts(sources: Sequence[_ModelSource], devices: Sequence[Device]) -> None:
+    if len(devices) > 1 and any(source.hidden is not None for source in sources):
+        raise UsageError(
+            "an assistant drafts on the CPU alone: load the model with ", Argument("device", "cpu"), ", or without it"
+        )
 
 
 def _find_encoder(options: LoadOptions, file: GGUFFile) -> VisionEncoder | None:

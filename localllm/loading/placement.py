@@ -295,7 +295,9 @@ class Planner:
 
     def as_draft(self, context: int) -> Placement:
         """The same of a draft model, beside a model of so much context: no more than it was trained on helps it."""
-        return replace(self.at(min(context, self.model.config.context_length)), overhead=0)
+        if self.model.graph.caches_of is None:
+            context = min(context, self.model.config.context_length)
+        return replace(self.at(context), overhead=0)
 
     def beside(self, *others: Placement) -> Planner:
         """The same where other models lie already."""

@@ -11,6 +11,8 @@ import pytest
 from numpy.typing import NDArray
 
 import localllm
+from localllm.bench.model_speed import measure
+from localllm.bench.workload import make_tests
 from localllm.convert import Checkpoint
 from localllm.convert.safetensors import read_folder
 from localllm.engine.drafting.cost import StepCost
@@ -226,3 +228,15 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
             llm.generate(PROMPT, speculate="mtp")
     with localllm.load(whole, threads=1, draft_model=without) as llm, pytest.raises(UsageError, match="draft_model"):
         llm.generate(PROMPT, speculate="mtp")
+
+
+@pytest.mark.usefixtures("always")
+def test_bench_counts_the_drafts(tmp_path: Path) -> None:
+    path, _ = with_block(tmp_path / "model.gguf", "deepseek-v3", copied=True)
+    with localllm.load(path, context=128, threads=1) as llm:
+        in_engine(llm, lambda loop: loop._cost.add(1, 1.0))
+        (test,) = make_tests([0], [20], [0], [])
+        drafts = measure(llm, test, 2).drafts
+        assert drafts is not None
+        assert drafts.share > 0.5  # as the block knows the token that follows
+        assert 20 < drafts.drafted < 100  # of both repetitions

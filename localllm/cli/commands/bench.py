@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from localllm.bench.model_speed import Measurement
     from localllm.bench.profile import DeviceCeilings
     from localllm.bench.workload import Test
+    from localllm.engine.drafting import Drafts
     from localllm.llm import LLM
     from localllm.loading.model_info import ModelInfo
 
@@ -75,8 +76,9 @@ def run(arguments: argparse.Namespace) -> int:
             report = as_json(info, measured, busy)
             print(json.dumps(report, ensure_ascii=False, allow_nan=False), flush=True)
         elif form == "table":
-            experts = [f"{found.test.name}: {found.experts}" for found in measured if found.experts]
-            print(*[""] * bool(experts), *experts, sep="\n", end="\n" * bool(experts), flush=True)
+            lines = [f"{found.test.name}: {found.experts}" for found in measured if found.experts]
+            lines += [f"{found.test.name}: {_accepted(found.drafts)}" for found in measured if found.drafts]
+            print(*[""] * bool(lines), *lines, sep="\n", end="\n" * bool(lines), flush=True)
             for each in (each for found in measured for each in found.profiles):
                 print("", *each.lines(), sep="\n", flush=True)
         scatter = max(scatter, *(found.scatter for found in measured))
@@ -88,6 +90,8 @@ def run(arguments: argparse.Namespace) -> int:
 # -- What comes out ------------------------------------------------------------------------------------------------
 
 
+#: Of a measurement as JSON, what rows leave out.
+_JSON_ONLY = ("n_tokens", "depth", "repetitions", "experts", "drafted", "accepted")
 _HEAD = ("test", "threads", "tok/s", "achieved", "ceiling", "share")
 
 
@@ -104,14 +108,16 @@ def _show(form: str, info: ModelInfo, found: Measurement, *, is_first: bool) -> 
             print("|", " | ".join(cells), "|", flush=True)
     elif form != "json":
         values = {**_of_model(info), **found.as_json(), "test": found.test.name}
-        values = {
-            key: value for key, value in values.items() if key not in ("n_tokens", "depth", "repetitions", "experts")
-        }
+        values = {key: value for key, value in values.items() if key not in _JSON_ONLY}
         if form == "jsonl":
             print(json.dumps(values, ensure_ascii=False, allow_nan=False), flush=True)
             return
         csv.writer(sys.stdout, lineterminator="\n").writerows([values, values.values()][not is_first :])
         sys.stdout.flush()
+
+
+def _accepted(drafts: Drafts) -> str:
+    return f"drafted {drafts.drafted:,} tokens, {drafts.accepted:,} accepted ({drafts.share:.0%})"
 
 
 def _of_model(info: ModelInfo) -> dict[str, Any]:

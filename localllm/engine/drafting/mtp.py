@@ -29,6 +29,12 @@ _MAX_ROWS = 64
 _salts = count(1)
 
 
+def n_right(step: BatchItem, tokens: Sequence[int]) -> int:
+    """How many of a step's tokens the text has gone on with, and has a token behind."""
+    start, stop = step.start, step.start + len(step.ids)
+    return min(common_prefix(step.ids, tokens[start:stop]), len(tokens) - 1 - start)
+
+
 class MTPModel(DraftModel):
     """The block that drafts for an engine."""
 
@@ -55,13 +61,14 @@ class MTPDrafter(ModelDrafter):
         self._end = self._salt = 0
         self._is_lost = False
 
-    def observe(self, start: int, ids: Sequence[int], rows: NDArray[np.float32], tokens: Sequence[int]) -> None:
-        """Takes note of a step of the model over ``ids``, from position ``start`` on.  ``rows``: the hidden states
-        that it made; ``tokens``: the text by now; what it does not go on with was drafted and wrong.
+    def observe(self, step: BatchItem, rows: NDArray[np.float32], tokens: Sequence[int]) -> None:
+        """Takes note of the text's part in a step of the model.  ``rows``: the hidden states that it made;
+        ``tokens``: the text by now; what it does not go on with was drafted and wrong.
         """
+        start = step.start
         if self._sequence is None:
             self._begin(start, tokens)
-        n = min(common_prefix(ids, tokens[start : start + len(ids)]), len(tokens) - 1 - start)
+        n = n_right(step, tokens)
         n_known = self._end - start
         if n_known < 0:  # it was preempted, and found in the cache what the block has not seen
             self._is_lost = True

@@ -1,0 +1,116 @@
+"""Gemma 4's assistants: layers of queries alone, which draft from the keys and values of a Gemma 4.
+
+Of the embedding of the last token, which is the model's, and the model's normed hidden state before it, they make
+a hidden state, from which their own head drafts, and which stands for the model's in the next draft.  As nothing is
+appended, all drafts of a round stand where the last token does.  Heads that choose among clusters of tokens (E2B,
+E4B) are left out, as in llama.cpp: the whole head gives the same drafts or better ones.
+
+Source: transformers' ``gemma4_assistant``, and ``SinglePositionMultiTokenCandidateGenerator``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from localllm.errors import ModelError
+from localllm.kernels.graph import (
+    Attention,
+    Embed,
+    Graph,
+    HeadNorm,
+    Input,
+    KVCache,
+    Linear,
+    Matrix,
+    Outputs,
+    RopeAppend,
+    Rows,
+    Scale,
+    Tensor,
+)
+from localllm.models import gemma4, hf_names
+from localllm.models.blocks import Layer, add, gated_mlp, norm
+from localllm.models.config import Header
+from localllm.models.rope import make_local_rope, make_rope
+from localllm.models.weights import split_columns
+
+HF_NAMES = (
+    hf_names.COMMON
+    | hf_names.HEAD_NORMS
+    | hf_names.FOUR_NORMS
+    | {
+        "layer_output_scale.weight": "layer_scalar",
+        "blk.0.nextn.pre_projection": "pre_projection",
+        "nextn.post_projection": "post_projection",
+    }
+)
+hf_extra = gemma4.hf_extra
+
+
+def hf_keys(config: Any) -> dict[str, Any]:
+    return gemma4.hf_keys(config) | {
+        "embedding_length_out": config.backbone_hidden_size,
+        "nextn_predict_layers": config.num_hidden_layers,
+    }
+
+
+def record(m: Header) -> Graph:
+    """A graph from normed hidden states [T, n] of the model to the logits of drafts; it watches the next states.
+
+    Without a model that it drafts for, its embeddings come in front of the hidden states [T, 2 n].
+    """
+    meta, w, d, n_layers = m.meta, m.weights, m.config.n_embd, m.config.n_layers
+    windows, heads, n_ff = m.windows(period=6), gemma4.read_heads(m), m.mlp_width()
+    width = meta.read("embedding_length_out", int, low=1, high=1 << 20)
+    meta.read("attention.shared_kv_layers", int, n_layers, low=n_layers, high=n_layers)
+    meta.read("embedding_length_per_layer_input", int, 0, low=0, high=0)
+    meta.skip("final_logit_softcapping")  # it has the model's, which applies it and not this
+    full, local = (m.head_dims(suffix)[0] for suffix in ("", "_swa"))
+    # A query stands behind all that is in the cache.
+    rope, local_rope = (replace(each, ahead=1) for each in (make_rope(m, full), make_local_rope(m, local or full)))
+    target = m.target
+    if target is None:
+        g = Graph(m.cache_type)
+        e, h = (g.add(Input(Tensor(Rows.TOKENS, width), first, 2 * width)) for first in (0, width))
+    else:
+        g = Graph(target.cache_type, caches=dict(target.caches), windows=list(target.windows), caches_of=target)
+        embed = next(node.operation for node in target.nodes if isinstance(node.operation, Embed))
+        if embed.result.width != width:
+            raise ModelError(
+                f"it drafts for a model with {width:,} values of a hidden state, and this one has "
+                f"{embed.result.width:,}: choose the assistant of this model"
+            )
+        h = g.add(Input(Tensor(Rows.TOKENS, width)))
+        e = g.add(Embed(embed.table, embed.scale))
+    g.layer = 0
+    of_e, of_h = split_columns(w.layer(0).require("nextn.pre_projection.weight", d, 2 * width))
+    x = g.add(Linear(h, Matrix(of_h), residual=g.add(Linear(e, Matrix(of_e)))))
+    for i, window in enumerate(windows):
+        g.layer = i
+        at = Layer(i, g, w.layer(i), d, m.norm_eps, e)
+        cache = _cache(g, heads[i].n_kv, heads[i].key_dim, window, is_own=target is None)
+        q_norm = HeadNorm(at.norm_eps, at.weights.vector("attn_q_norm", heads[i].key_dim))
+        q = at.linear(norm(at, "attn_norm", x), "attn_q", heads[i].n * heads[i].key_dim)
+        q = at.add(RopeAppend(q, None, None, cache, local_rope if window else rope, q_norm))
+        y = at.add(Attention(q, cache, 1.0, window=window and window - 1))
+        x = add(at, norm(at, "post_attention_norm", at.linear(y, "attn_output", d)), x)
+        y = gated_mlp(at, norm(at, "ffn_norm", x), n_ff, activation="gelu")
+        x = add(at, norm(at, "post_ffw_norm", y), x)
+        x = at.add(Scale(x, weight=at.weights.require("layer_output_scale.weight", 1)))
+    g.layer = "output"
+    at = Layer(-1, g, w, d, m.norm_eps, e)
+    y = norm(at, "output_norm", at.add(Outputs(x)))
+    g.watched.add(at.linear(y, "nextn.post_projection", width))
+    at.add(Linear(y, w.matrix("token_embd", d, m.config.n_vocab)))
+    return g
+
+
+def _cache(g: Graph, n_heads: int, dim: int, window: int | None, *, is_own: bool) -> KVCache:
+    """The cache of the model's last layer with such a window."""
+    if is_own:
+        return g.kv_cache(n_heads, dim, window=window)
+    caches = [cache for cache in g.caches.values() if cache.window == window]
+    if not caches or (caches[-1].n_heads, caches[-1].key_dim) != (n_heads, dim):
+        raise ModelError("its attention is not that of the model's last layers: choose the assistant of this model")
+    return caches[-1]
