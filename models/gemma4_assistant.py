@@ -41,7 +41,7 @@ HF_NAMES = (
     | hf_names.FOUR_NORMS
     | {
         "layer_output_scale.weight": "layer_scalar",
-        "blk.0.nextn.pre_projection": "pre_projection",
+        "nextn.pre_projection": "pre_projection",
         "nextn.post_projection": "post_projection",
     }
 )
@@ -84,7 +84,7 @@ def record(m: Header) -> Graph:
         h = g.add(Input(Tensor(Rows.TOKENS, width)))
         e = g.add(Embed(embed.table, embed.scale))
     g.layer = 0
-    of_e, of_h = split_columns(w.layer(0).require("nextn.pre_projection.weight", d, 2 * width))
+    of_e, of_h = split_columns(w.require("nextn.pre_projection.weight", d, 2 * width))
     x = g.add(Linear(h, Matrix(of_h), residual=g.add(Linear(e, Matrix(of_e)))))
     for i, window in enumerate(windows):
         g.layer = i
