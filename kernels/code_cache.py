@@ -1,7 +1,5 @@
 """Where compiled kernels are kept between processes."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import functools

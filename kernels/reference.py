@@ -4,8 +4,6 @@ Weights are decoded to float32 when they are loaded; activations are never quant
 itself, so that it has the same bits in whatever batch it comes.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -36,16 +34,7 @@ from localllm.kernels.backend import (
 from localllm.kernels.buffers import Buffer, assign
 from localllm.kernels.cache_rounding import CODE_BITS, LARGEST_CODE, LARGEST_HALF, NEGLIGIBLE, VALUES_PER_SCALE
 from localllm.kernels.embedding import CopiedTable
-from localllm.kernels.graph import (
-    Graph,
-    KVCache,
-    RecurrentState,
-    Rope,
-    Rows,
-    Tensor,
-    Value,
-    Weight,
-)
+from localllm.kernels.graph import Graph, Tensor
 from localllm.quant.formats import dequantize
 
 #: float32; numpy's stubs lose the type in most expressions.
@@ -67,7 +56,11 @@ class ReferenceBackend(Backend):
     ) -> Footprint:
         check_operations(graph, _Run, self.name)
         check_cache(graph, n_pages, n_states)
-        n_rows = {Rows.TOKENS: max_tokens, Rows.OUTPUTS: max_outputs, Rows.CHOSEN: max_tokens * graph.n_chosen()}
+        n_rows = {
+            g.Rows.TOKENS: max_tokens,
+            g.Rows.OUTPUTS: max_outputs,
+            g.Rows.CHOSEN: max_tokens * graph.n_chosen(),
+        }
         tensors = {x for node in graph.nodes for x in node.operation.results}
         buffers = {x: Buffer(4 * n_rows[x.rows] * x.width) for x in tensors if isinstance(x, Tensor)}
         stages = [
@@ -95,12 +88,12 @@ def _packed(use: WeightUse) -> PackedWeight:
     return use.packed(weight.type.name, weight.data.nbytes)
 
 
-def _kept_types(cache: KVCache) -> list[np.dtype[Any]]:
+def _kept_types(cache: g.KVCache) -> list[np.dtype[Any]]:
     """The dtypes of a cache's keys and values; those of a type with scales are stored decoded."""
     return [np.dtype(np.float16 if type == "f16" else np.float32) for type in cache.types]
 
 
-def _kept_shapes(cache: KVCache, n_pages: int, page_size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _kept_shapes(cache: g.KVCache, n_pages: int, page_size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The shapes of keys and of values, which are empty where the keys hold them."""
     return (
         (n_pages, page_size, cache.n_heads, cache.key_dim),
@@ -116,7 +109,7 @@ class ReferenceCache:
     layers: dict[int, tuple[Array, Array]]
     page_size: int
     n_pages: tuple[int, ...]
-    states: dict[RecurrentState, Array]
+    states: dict[g.RecurrentState, Array]
     n_states: int
 
     @property
@@ -167,7 +160,7 @@ class ReferenceStep(Step):
         self._last_uses = graph.last_uses()
         self._in_step = threading.Lock()
         #: Values of the last batch that nothing overwrites.
-        self._values: dict[Value, Any] = {}
+        self._values: dict[g.Value, Any] = {}
         kept: dict[int, tuple[Array, Array]] = {}
         for n, cache in graph.caches.items():
             shapes = _kept_shapes(cache, n_pages[graph.group(cache)], page_size)
@@ -175,8 +168,8 @@ class ReferenceStep(Step):
             kept[n] = keys, values
         states = {s: np.zeros((n_states, *s.shape), np.float32) for of in graph.states.values() for s in of}
         self.cache = ReferenceCache(graph, kept, page_size, n_pages, states, n_states if states else 0)
-        self._arrays: dict[Weight, Array] = {}
-        self._tables: dict[Weight, CopiedTable] = {}
+        self._arrays: dict[g.Weight, Array] = {}
+        self._tables: dict[g.Weight, CopiedTable] = {}
         uses = weights_of(graph)
         for use in uses:
             weight = use.weight
@@ -204,7 +197,7 @@ class ReferenceStep(Step):
             self._values = run.values
             return HostOutput(run.values[self._graph.result])
 
-    def value(self, x: Value) -> Array:
+    def value(self, x: g.Value) -> Array:
         value = self._values[x]
         return value.ids if isinstance(value, ChosenExperts) else value
 
@@ -225,9 +218,9 @@ class _Run:
     hidden: Output | None
     cache: ReferenceCache
     graph: Graph
-    arrays: Mapping[Weight, Array]
-    tables: Mapping[Weight, CopiedTable]
-    values: dict[Value, Any] = field(default_factory=dict)
+    arrays: Mapping[g.Weight, Array]
+    tables: Mapping[g.Weight, CopiedTable]
+    values: dict[g.Value, Any] = field(default_factory=dict)
 
     def input(self, op: g.Input) -> Array:
         return input_rows(self.hidden, len(self.batch.ids), op)
@@ -359,7 +352,7 @@ class _Run:
         return turned
 
     def _heads(
-        self, x: Tensor, dim: int, norm: g.HeadNorm | None, rope: Rope | None, *, norm_last: bool = False
+        self, x: Tensor, dim: int, norm: g.HeadNorm | None, rope: g.Rope | None, *, norm_last: bool = False
     ) -> Array:
         """Heads of ``dim`` values [T, n, dim], normed and rotated in one order or the other."""
         y: Array = self.values[x].reshape(-1, x.width // dim, dim)
@@ -371,7 +364,7 @@ class _Run:
             y = np.concatenate([normed(first, weight, norm.eps), rest], axis=-1)
         return rotate(y, self._turns(rope), rope) if rope is not None and not norm_last else y
 
-    def _turns(self, rope: Rope) -> Array:
+    def _turns(self, rope: g.Rope) -> Array:
         """The positions by which tokens turn: [T, 1], or with axes [T, n_rot / 2]."""
         batch = self.batch
         return batch.axes[list(rope.axes)].T if rope.axes and batch.axes.size else batch.positions[:, None]
@@ -484,7 +477,7 @@ class _Run:
         return y
 
     def _recurrence(
-        self, kept: RecurrentState, q: Array, k: Array, v: Array, decay: Array, beta: Array | None
+        self, kept: g.RecurrentState, q: Array, k: Array, v: Array, decay: Array, beta: Array | None
     ) -> Array:
         """Token after token; with ``beta``, what a state already has of a key's value is taken from it."""
         out = np.empty_like(v)
@@ -500,7 +493,7 @@ class _Run:
         places = zip(g.side_by_side(tensors, widths), widths, strict=True)
         return [self.values[x][:, first : first + width] for (x, first), width in places]
 
-    def _states(self, state: RecurrentState) -> Iterator[tuple[int, int, Array]]:
+    def _states(self, state: g.RecurrentState) -> Iterator[tuple[int, int, Array]]:
         """Of each sequence, its rows in the batch, and its state, zeros if it begins."""
         for s, (start, stop, length) in enumerate(self.batch.sequences()):
             values = self.cache.states[state][self.batch.states[s]]
@@ -572,7 +565,7 @@ class _Run:
             total += weights[:, rank, None] * products[:, rank]
         return total if op.residual is None else total + self.values[op.residual]
 
-    def _expert_product(self, rows: Array, experts: Weight, bias: Weight | None, routing: g.Routing) -> Array:
+    def _expert_product(self, rows: Array, experts: g.Weight, bias: g.Weight | None, routing: g.Routing) -> Array:
         """Rows [T * k, n_in], each times the matrix of its expert, with its bias."""
         matrices, ids = self.arrays[experts], self.values[routing].ids.reshape(-1)
         pairs = zip(rows, ids, strict=True)
@@ -596,7 +589,7 @@ def normed(x: Array, weight: Array | np.float32, eps: float) -> Array:
     return x / np.sqrt(mean_square + np.float32(eps)) * weight
 
 
-def rotate(x: Array, positions: NDArray[np.int32], rope: Rope) -> Array:
+def rotate(x: Array, positions: NDArray[np.int32], rope: g.Rope) -> Array:
     """Rotates the heads x [T, heads, head_dim] to their positions [T, 1], or of each frequency [T, n_rot / 2]."""
     angles = (positions.astype(np.float64) + rope.ahead) * rope.frequencies  # [T, n_rot / 2]
     cos, sin = ((f(angles) * rope.magnitude).astype(np.float32)[:, None] for f in (np.cos, np.sin))

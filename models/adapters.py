@@ -4,8 +4,6 @@ y = W x + bias becomes y + sum over adapters i of share_i * B_i A_i x.  The matr
 stand side by side, so that a batch whose requests have different ones is still two further products.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,20 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.errors import ModelError, quoted
-from localllm.kernels.graph import (
-    AdapterWeights,
-    Gated,
-    Graph,
-    Linear,
-    Linears,
-    Matrix,
-    Operation,
-    Routing,
-    Rows,
-    Tensor,
-    Value,
-    Weight,
-)
+from localllm.kernels import graph as g
+from localllm.kernels.graph import Graph, Tensor
 from localllm.models.weights import RowsOf
 from localllm.quant.types import GGMLType
 
@@ -42,7 +28,7 @@ class Adapter:
     # A [r, n_in] and B [n_out, r], scaled already, by the name of the tensor that they are added to
     parts: dict[str, tuple[Array, Array]]
 
-    def of(self, weight: Weight) -> tuple[Array, Array] | None:
+    def of(self, weight: g.Weight) -> tuple[Array, Array] | None:
         """A and B for a weight, or for those rows of a tensor that it is."""
         if not isinstance(weight, RowsOf):
             return self.parts.get(weight.name)
@@ -87,7 +73,7 @@ def check(adapter: Adapter, shapes: dict[str, tuple[int, ...]]) -> None:
 def with_adapters(graph: Graph, adapters: Sequence[Adapter]) -> Graph:
     """The same graph with what adapters add; a batch says how much (`localllm.kernels.backend.Batch.adapters`)."""
     new = Graph(graph.cache_type, caches=graph.caches, states=graph.states, windows=graph.windows)
-    now: dict[Value, Value] = {}
+    now: dict[g.Value, g.Value] = {}
     shares: dict[tuple[Any, ...], Tensor] = {}
     left = {(i, name) for i, adapter in enumerate(adapters) for name in adapter.parts}
     for node in graph.nodes:
@@ -95,9 +81,9 @@ def with_adapters(graph: Graph, adapters: Sequence[Adapter]) -> Graph:
         operation = _with_inputs(node.operation, now)
         new.add(operation)
         now |= dict(zip(node.operation.results, operation.results, strict=True))
-        if not isinstance(operation, Linear | Linears) or operation.x.rows is not Rows.TOKENS:
+        if not isinstance(operation, g.Linear | g.Linears) or operation.x.rows is not g.Rows.TOKENS:
             continue
-        matrices = (operation.matrix,) if isinstance(operation, Linear) else operation.matrices
+        matrices = (operation.matrix,) if isinstance(operation, g.Linear) else operation.matrices
         for matrix, was in zip(matrices, node.operation.results, strict=True):
             found = [(i, part) for i, each in enumerate(adapters) if (part := each.of(matrix.weight)) is not None]
             if not found:
@@ -106,13 +92,13 @@ def with_adapters(graph: Graph, adapters: Sequence[Adapter]) -> Graph:
             left -= {(i, name) for i, _ in found}
             parts = tuple((i, len(a)) for i, (a, _) in found)
             if (node.layer, parts) not in shares:  # of each layer its own: a model is cut between layers
-                shares[node.layer, parts] = new.add(AdapterWeights(parts))
+                shares[node.layer, parts] = new.add(g.AdapterWeights(parts))
             a = _LoadedMatrix(f"{matrix.weight.name}.lora_a", np.concatenate([a for _, (a, _) in found]))
             b = _LoadedMatrix(f"{matrix.weight.name}.lora_b", np.concatenate([b for _, (_, b) in found], axis=1))
-            h = new.add(Gated(new.add(Linear(operation.x, Matrix(a))), shares[node.layer, parts], "identity"))
+            h = new.add(g.Gated(new.add(g.Linear(operation.x, g.Matrix(a))), shares[node.layer, parts], "identity"))
             result = now[was]
             assert isinstance(result, Tensor)
-            now[was] = new.add(Linear(h, Matrix(b), residual=result))
+            now[was] = new.add(g.Linear(h, g.Matrix(b), residual=result))
     if left:
         i, name = min(left)
         raise ModelError(
@@ -123,13 +109,13 @@ def with_adapters(graph: Graph, adapters: Sequence[Adapter]) -> Graph:
     return new
 
 
-def _with_inputs(operation: Operation[Any], now: dict[Value, Value]) -> Operation[Any]:
+def _with_inputs(operation: g.Operation[Any], now: dict[g.Value, g.Value]) -> g.Operation[Any]:
     """An operation on what has taken the place of its inputs."""
 
     def swapped(value: Any) -> Any:
         if isinstance(value, tuple):
             return tuple(map(swapped, value))
-        return now.get(value, value) if isinstance(value, Tensor | Routing) else value
+        return now.get(value, value) if isinstance(value, Tensor | g.Routing) else value
 
     values = {name: getattr(operation, name) for name in operation.__dataclass_fields__}
     changes = {name: new for name, value in values.items() if (new := swapped(value)) != value}

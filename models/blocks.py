@@ -13,38 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 from localllm.errors import ModelError
-from localllm.kernels.graph import (
-    Activation,
-    Add,
-    AddRows,
-    Attention,
-    CausalConv,
-    Clamp,
-    Embed,
-    ExpertLinears,
-    ExpertOutput,
-    Gated,
-    GatedDelta,
-    Graph,
-    HeadGate,
-    HeadNorm,
-    KVCache,
-    LayerNorm,
-    Linear,
-    Linears,
-    Operation,
-    Outputs,
-    PositionScale,
-    RMSNorm,
-    Rope,
-    RopeAppend,
-    Route,
-    Routing,
-    Scale,
-    Scan,
-    Softcap,
-    Tensor,
-)
+from localllm.kernels import graph as g
+from localllm.kernels.graph import Graph, Tensor
 from localllm.models.config import Experts, FeedForward, Header, Heads, Metadata
 from localllm.models.mtp import record_block
 from localllm.models.weights import Reshaped, Slopes, Weights, split_rows
@@ -63,13 +33,13 @@ class Layer:
     norm_eps: float  # of its norms
     embedding: Tensor  # what goes into the first layer [T, d]
 
-    def add(self, operation: Operation[R]) -> R:
+    def add(self, operation: g.Operation[R]) -> R:
         """Records an operation, and gives what it computes."""
         return self.graph.add(operation)
 
     def linear(self, x: Tensor, name: str, n_out: int, *, residual: Tensor | None = None) -> Tensor:
         """x times the matrix ``name``, with its bias if there is one."""
-        return self.add(Linear(x, self.weights.matrix(name, x.width, n_out), residual=residual))
+        return self.add(g.Linear(x, self.weights.matrix(name, x.width, n_out), residual=residual))
 
 
 #: Records one layer: is given it and x [T, d], and gives the next x.
@@ -80,18 +50,18 @@ RecordNorm = Callable[[Layer, str, Tensor], Tensor]
 
 def norm(at: Layer, name: str, x: Tensor) -> Tensor:
     """RMSNorm of whole rows."""
-    return at.add(RMSNorm(x, at.weights.vector(name, x.width), at.norm_eps))
+    return at.add(g.RMSNorm(x, at.weights.vector(name, x.width), at.norm_eps))
 
 
 def layer_norm(at: Layer, name: str, x: Tensor) -> Tensor:
     """LayerNorm, with a bias if there is one."""
     bias = at.weights.find(f"{name}.bias", x.width)
-    return at.add(LayerNorm(x, at.weights.vector(name, x.width), bias, at.norm_eps))
+    return at.add(g.LayerNorm(x, at.weights.vector(name, x.width), bias, at.norm_eps))
 
 
 def add(at: Layer, x: Tensor, residual: Tensor, scale: float = 1.0) -> Tensor:
     """residual + scale * x."""
-    return at.add(Add(x, residual, scale))
+    return at.add(g.Add(x, residual, scale))
 
 
 def read_softcap(m: Header, key: str) -> float | None:
@@ -99,11 +69,11 @@ def read_softcap(m: Header, key: str) -> float | None:
     return m.meta.read(key, float, 0.0, low=0.0, high=1e6) or None
 
 
-def read_q_scale(m: Header) -> PositionScale | None:
+def read_q_scale(m: Header) -> g.PositionScale | None:
     """How queries grow with the logarithm of their position, in Mistral's models; None where they do not."""
     rate = m.meta.read("attention.temperature_scale", float, 0.0, low=0.0, high=1e3)
     length = m.meta.read("attention.temperature_length", int, m.config.original_context, low=1, high=1 << 31)
-    return PositionScale(rate, length) if rate else None
+    return g.PositionScale(rate, length) if rate else None
 
 
 def decoder(
@@ -123,7 +93,7 @@ def decoder(
     Of a model that embeds (`Header.pooling`), without the head: to what is pooled, [N, d].  Behind each of the first
     ``n_deepstack`` layers, further embeddings of pictures are added, if it sees any.
     """
-    config, weights, g = m.config, m.weights, Graph(m.cache_type)
+    config, weights, graph = m.config, m.weights, Graph(m.cache_type)
     d, eps = config.n_embd, m.norm_eps if norm_eps is None else norm_eps
     if m.is_block:
 
@@ -132,32 +102,32 @@ def decoder(
 
         return record_block(m, block, embedding_scale, eps)
     table = weights.require("token_embd.weight", config.n_vocab, d)
-    x = embedding = g.add(Embed(table, embedding_scale, takes_rows=m.sees))
+    x = embedding = graph.add(g.Embed(table, embedding_scale, takes_rows=m.sees))
     if change_embedding is not None:
-        x = embedding = change_embedding(Layer(-1, g, weights, d, eps, x), x)
+        x = embedding = change_embedding(Layer(-1, graph, weights, d, eps, x), x)
     for i in range(config.n_layers):
-        g.layer = i
-        x = record_layer(Layer(i, g, weights.layer(i), d, eps, embedding), x)
+        graph.layer = i
+        x = record_layer(Layer(i, graph, weights.layer(i), d, eps, embedding), x)
         if m.sees and i < n_deepstack:
-            x = g.add(AddRows(x, i + 1))
-    g.layer = "output"
-    at = Layer(-1, g, weights, d, eps, embedding)
-    x = at.add(Outputs(x))  # [N, d]
+            x = graph.add(g.AddRows(x, i + 1))
+    graph.layer = "output"
+    at = Layer(-1, graph, weights, d, eps, embedding)
+    x = at.add(g.Outputs(x))  # [N, d]
     if output_norm is not None:
         x = output_norm(at, "output_norm", x)
     if m.pooling is not None:
         weights.skip("output.weight")
-        return g
-    logits = at.add(Linear(x, weights.matrix("output", d, config.n_vocab, tied_to="token_embd")))
+        return graph
+    logits = at.add(g.Linear(x, weights.matrix("output", d, config.n_vocab, tied_to="token_embd")))
     if logit_scale != 1:
-        logits = at.add(Scale(logits, logit_scale))
+        logits = at.add(g.Scale(logits, logit_scale))
     if softcap is not None:
-        at.add(Softcap(logits, softcap))
-    return g
+        at.add(g.Softcap(logits, softcap))
+    return graph
 
 
 def llama_like(
-    m: Header, rope: Rope | Sequence[Rope | None], experts: Experts | None = None, **options: Any
+    m: Header, rope: g.Rope | Sequence[g.Rope | None], experts: Experts | None = None, **options: Any
 ) -> Graph:
     """A model of Llama's layers; ``options`` as `llama_layer` has them."""
     return decoder(m, llama_layer(m, rope, experts, **options))
@@ -165,7 +135,7 @@ def llama_like(
 
 def llama_layer(
     m: Header,
-    rope: Rope | Sequence[Rope | None],
+    rope: g.Rope | Sequence[g.Rope | None],
     experts: Experts | None = None,
     *,
     windows: tuple[int | None, ...] | None = None,
@@ -193,7 +163,7 @@ def llama_layer(
         number = min(at.number, m.config.n_layers - 1)  # a block behind the last layer is as that
         window = windows[number] if windows else None
         ffn_options: Any = {"activation": activation, "limits": limits[number] if limits else (0.0, 0.0)}
-        own_heads, own_rope = heads[number], rope if isinstance(rope, Rope) else rope[number]
+        own_heads, own_rope = heads[number], rope if isinstance(rope, g.Rope) else rope[number]
         y = norm(at, "attn_norm", x)
         if post_norm_eps is None:
             x = attention(at, y, own_heads, own_rope, residual=x, window=window, **attention_options)
@@ -214,7 +184,7 @@ def attention(
     at: Layer,
     x: Tensor,
     heads: Heads,
-    rope: Rope | None,
+    rope: g.Rope | None,
     *,
     residual: Tensor | None = None,
     window: int | None = None,
@@ -225,7 +195,7 @@ def attention(
     qkv_by_head: bool = False,
     qk_norm: Literal["head", "row", "layer", "unweighted"] | None = None,
     norm_last: bool = False,
-    q_scale: PositionScale | None = None,
+    q_scale: g.PositionScale | None = None,
     has_sinks: bool = False,
     has_gate: bool = False,
     gate_activation: str = "sigmoid",
@@ -255,7 +225,7 @@ def attention(
     """
     q, k, v, gate = query_key_value(at, x, heads, qkv_bias=qkv_bias, qkv_by_head=qkv_by_head, has_gate=has_gate)
     if clamp:
-        q, k, v = (at.add(Clamp(each, -clamp, clamp)) for each in (q, k, v))
+        q, k, v = (at.add(g.Clamp(each, -clamp, clamp)) for each in (q, k, v))
     cache = at.graph.kv_cache(
         heads.n_kv, heads.key_dim, heads.value_dim, window=(window or chunk) if causal else None
     )
@@ -265,27 +235,21 @@ def attention(
         q, k = norm_row(at, "attn_q_norm", q), norm_row(at, "attn_k_norm", k)
     elif qk_norm:
         q_norm, k_norm = (
-            HeadNorm(at.norm_eps, at.weights.vector(f"attn_{x}_norm", heads.key_dim) if qk_norm == "head" else None)
+            g.HeadNorm(at.norm_eps, at.weights.vector(f"attn_{x}_norm", heads.key_dim) if qk_norm == "head" else None)
             for x in "qk"
         )
-    q = at.add(RopeAppend(q, k, v, cache, rope, q_norm, k_norm, norm_last=norm_last, q_scale=q_scale))
+    q = at.add(g.RopeAppend(q, k, v, cache, rope, q_norm, k_norm, norm_last=norm_last, q_scale=q_scale))
     scores: dict[str, Any] = {"scale": scale, "softcap": softcap, "has_sinks": has_sinks, "has_spans": has_spans}
     scores["slopes"] = Slopes(heads.n, max_bias) if max_bias else None
     y = attend(at, q, cache, heads, window=window, chunk=chunk, causal=causal, **scores)
     if gate is not None:
         by_head = gate.width == heads.n
-        y = at.add(HeadGate(y, gate, gate_activation) if by_head else Gated(gate, y, gate_activation))
+        y = at.add(g.HeadGate(y, gate, gate_activation) if by_head else g.Gated(gate, y, gate_activation))
     return at.linear(y, "attn_output", at.n_embd, residual=residual)
 
 
 def query_key_value(
-    at: Layer,
-    x: Tensor,
-    heads: Heads,
-    *,
-    qkv_bias: bool = False,
-    qkv_by_head: bool = False,
-    has_gate: bool = False,
+    at: Layer, x: Tensor, heads: Heads, *, qkv_bias: bool = False, qkv_by_head: bool = False, has_gate: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Query, key and value, of matrices of their own or of ``attn_qkv``; and the gate, if there is one."""
     w, d = at.weights, at.n_embd
@@ -297,21 +261,21 @@ def query_key_value(
     else:
         matrices = tuple(w.matrix(name, d, n, bias=qkv_bias) for name, n in widths.items())
     if not has_gate:
-        query, key, value = at.add(Linears(x, matrices))
+        query, key, value = at.add(g.Linears(x, matrices))
         return query, key, value, None
     if is_apart:
         n_gates = heads.n if w.n_rows("attn_gate.weight") == heads.n else heads.n * heads.value_dim
-        query, key, value, gate = at.add(Linears(x, (*matrices, w.matrix("attn_gate", d, n_gates))))
+        query, key, value, gate = at.add(g.Linears(x, (*matrices, w.matrix("attn_gate", d, n_gates))))
         return query, key, value, gate
     queries = split_rows(matrices[0], {"query": q, "gate": q}, n_groups=heads.n)
-    query, gate, key, value = at.add(Linears(x, (*queries, *matrices[1:])))
+    query, gate, key, value = at.add(g.Linears(x, (*queries, *matrices[1:])))
     return query, key, value, gate
 
 
 def attend(
     at: Layer,
     q: Tensor,
-    cache: KVCache,
+    cache: g.KVCache,
     heads: Heads,
     *,
     window: int | None = None,
@@ -326,7 +290,7 @@ def attend(
     """Attention of rotated queries over a cache."""
     scale = heads.key_dim**-0.5 if scale is None else scale
     sinks = at.weights.vector("attn_sinks", heads.n) if has_sinks else None
-    return at.add(Attention(q, cache, scale, window, softcap, sinks, chunk, causal, has_spans, slopes=slopes))
+    return at.add(g.Attention(q, cache, scale, window, softcap, sinks, chunk, causal, has_spans, slopes=slopes))
 
 
 # -- What stands between attentions --------------------------------------------------------------------------------
@@ -354,7 +318,7 @@ def gated_mlp(
         matrices = w.split(f"ffn_up{suffix}", d, {"gate": n_ff, "up": n_ff})
     else:
         matrices = w.matrix(f"ffn_gate{suffix}", d, n_ff), w.matrix(f"ffn_up{suffix}", d, n_ff)
-    gate, up = at.add(Linears(x, matrices))  # [T, n_ff]
+    gate, up = at.add(g.Linears(x, matrices))  # [T, n_ff]
     return at.linear(
         gated(at, gate, up, activation, limit, limits_input=limits_input), f"ffn_down{suffix}", d, residual=residual
     )
@@ -368,11 +332,11 @@ def gated(
     With ``limits_input``, it is the gate that is at most that, before the activation.
     """
     if limit and limits_input:
-        gate, up = at.add(Clamp(gate, -math.inf, limit)), at.add(Clamp(up, -limit, limit))
+        gate, up = at.add(g.Clamp(gate, -math.inf, limit)), at.add(g.Clamp(up, -limit, limit))
     elif limit:
-        gate = at.add(Clamp(at.add(Activation(gate, activation)), -math.inf, limit))
-        up, activation = at.add(Clamp(up, -limit, limit)), "identity"
-    return at.add(Gated(gate, up, activation))
+        gate = at.add(g.Clamp(at.add(g.Activation(gate, activation)), -math.inf, limit))
+        up, activation = at.add(g.Clamp(up, -limit, limit)), "identity"
+    return at.add(g.Gated(gate, up, activation))
 
 
 def mlp(
@@ -380,7 +344,7 @@ def mlp(
 ) -> Tensor:
     """down(activation(up(x))); ``suffix`` stands behind the names of its matrices."""
     up = at.linear(x, f"ffn_up{suffix}", n_ff)
-    return at.linear(at.add(Activation(up, activation)), f"ffn_down{suffix}", at.n_embd, residual=residual)
+    return at.linear(at.add(g.Activation(up, activation)), f"ffn_down{suffix}", at.n_embd, residual=residual)
 
 
 def feed_forward(
@@ -435,8 +399,8 @@ def mixture(
             residual = shared
         else:
             if "ffn_gate_inp_shexp.weight" in w:
-                weight = at.add(Linear(x, w.row("ffn_gate_inp_shexp", at.n_embd)))
-            residual = at.add(Add(shared, residual, residual_scale, weight))
+                weight = at.add(g.Linear(x, w.row("ffn_gate_inp_shexp", at.n_embd)))
+            residual = at.add(g.Add(shared, residual, residual_scale, weight))
     n_latent = w.n_rows("ffn_latent_down.weight")
     if not n_latent:
         return chosen_experts(
@@ -447,11 +411,11 @@ def mixture(
     return at.linear(y, "ffn_latent_up", at.n_embd, residual=residual)
 
 
-def route(at: Layer, x: Tensor, experts: Experts, scale: float = 1.0) -> Routing:
+def route(at: Layer, x: Tensor, experts: Experts, scale: float = 1.0) -> g.Routing:
     """Which experts each token goes to; their weights times ``scale``."""
     w, n = at.weights, experts.n
     return at.add(
-        Route(
+        g.Route(
             at.linear(x, "ffn_gate_inp", n),  # [T, E]
             k=experts.n_used,
             norm_topk_prob=experts.norm_topk_prob,
@@ -470,7 +434,7 @@ def chosen_experts(
     at: Layer,
     x: Tensor,
     experts: Experts,
-    routing: Routing,
+    routing: g.Routing,
     activation: str,
     residual: Tensor | None = None,
     *,
@@ -485,14 +449,14 @@ def chosen_experts(
         names = ("ffn_gate_exps", "ffn_up_exps") if "ffn_gate_exps.weight" in w else ("ffn_up_exps",)
         matrices = tuple(w.experts(name, n, width, n_ff) for name in names)
     biases = tuple(b for b in (w.find(f"ffn_{x}_exps.bias", n, n_ff) for x in ("gate", "up")) if b is not None)
-    hs = at.add(ExpertLinears(x, matrices, routing, biases, is_weighted_first))  # [T * k, n_ff]
+    hs = at.add(g.ExpertLinears(x, matrices, routing, biases, is_weighted_first))  # [T * k, n_ff]
     h = (
         gated(at, *hs, activation, limit, limits_input=experts.limits_input)
         if len(hs) == 2
-        else at.add(Activation(hs[0], activation))
+        else at.add(g.Activation(hs[0], activation))
     )
     down, bias = w.experts("ffn_down_exps", n, n_ff, width), w.find("ffn_down_exps.bias", n, width)
-    return at.add(ExpertOutput(h, down, routing, residual, bias, not is_weighted_first))
+    return at.add(g.ExpertOutput(h, down, routing, residual, bias, not is_weighted_first))
 
 
 @dataclass(frozen=True)
@@ -525,15 +489,15 @@ def mamba(at: Layer, x: Tensor, net: Mamba, *, residual: Tensor | None = None) -
     w, d, n = at.weights, at.n_embd, net.n
     inner = n * net.dim
     width = inner + 2 * net.n_groups * net.n_state
-    gate, xbc, dt = at.add(Linears(x, w.split("ssm_in", d, {"gate": inner, "xbc": width, "dt": n})))
+    gate, xbc, dt = at.add(g.Linears(x, w.split("ssm_in", d, {"gate": inner, "xbc": width, "dt": n})))
     conv, state = w.require("ssm_conv1d.weight", width, net.kernel), at.graph.state("conv", net.kernel - 1, width)
-    xbc = at.add(CausalConv(xbc, conv, state, w.find("ssm_conv1d.bias", width), silu=True))
+    xbc = at.add(g.CausalConv(xbc, conv, state, w.find("ssm_conv1d.bias", width), silu=True))
     a, bias, skip = w.require("ssm_a", n, 1), w.require("ssm_dt.bias", n), w.require("ssm_d", n, 1)
-    y = at.add(Scan((xbc,), dt, a, bias, skip, at.graph.state("S", n, net.n_state, net.dim), net.n_groups))
-    y = at.add(Gated(gate, y, "silu"))
+    y = at.add(g.Scan((xbc,), dt, a, bias, skip, at.graph.state("S", n, net.n_state, net.dim), net.n_groups))
+    y = at.add(g.Gated(gate, y, "silu"))
     weight = w.find("ssm_norm.weight", net.n_groups, inner // net.n_groups)
     if weight is not None:
-        y = at.add(RMSNorm(y, Reshaped(weight, (inner,)), at.norm_eps, net.n_groups))
+        y = at.add(g.RMSNorm(y, Reshaped(weight, (inner,)), at.norm_eps, net.n_groups))
     return at.linear(y, "ssm_out", d, residual=residual)
 
 
@@ -579,11 +543,11 @@ def delta_net(
     else:
         beta_alpha = w.matrix("ssm_beta", d, n), w.matrix("ssm_alpha", d, n)
     matrices = w.matrix("attn_qkv", d, width), w.matrix("attn_gate", d, values), *beta_alpha
-    qkv, gate, beta, alpha = at.add(Linears(x, matrices))
+    qkv, gate, beta, alpha = at.add(g.Linears(x, matrices))
     conv = w.require("ssm_conv1d.weight", width, net.kernel)
-    qkv = at.add(CausalConv(qkv, conv, at.graph.state("conv", net.kernel - 1, width), silu=True))
+    qkv = at.add(g.CausalConv(qkv, conv, at.graph.state("conv", net.kernel - 1, width), silu=True))
     state = at.graph.state("S", n, net.key_dim, net.value_dim)
     a, bias = w.require("ssm_a", n), w.require("ssm_dt.bias", n)
-    y = at.add(GatedDelta((qkv,), alpha, beta, a, bias, state, net.n_keys, is_grouped, at.norm_eps))
-    y = at.add(RMSNorm(y, w.vector("ssm_norm", net.value_dim), at.norm_eps, n))
-    return at.linear(at.add(Gated(gate, y, "silu")), "ssm_out", d, residual=residual)
+    y = at.add(g.GatedDelta((qkv,), alpha, beta, a, bias, state, net.n_keys, is_grouped, at.norm_eps))
+    y = at.add(g.RMSNorm(y, w.vector("ssm_norm", net.value_dim), at.norm_eps, n))
+    return at.linear(at.add(g.Gated(gate, y, "silu")), "ssm_out", d, residual=residual)

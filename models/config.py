@@ -3,8 +3,6 @@
 Keys are those of the GGUF specification (ggml/docs/gguf.md, "LLM" and "RoPE") and of the `gguf` package.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable, Mapping, Sized
@@ -79,13 +77,7 @@ class Metadata:
         self._read.update(f"{self.architecture}.{key}" for key in keys)
 
     def read(
-        self,
-        key: str,
-        kind: type[T],
-        default: T = _REQUIRED,
-        *,
-        low: float = -math.inf,
-        high: float = math.inf,
+        self, key: str, kind: type[T], default: T = _REQUIRED, *, low: float = -math.inf, high: float = math.inf
     ) -> T:
         """The value of ``{architecture}.{key}``.  Raises ModelError if missing, mistyped or outside low … high."""
         full = f"{self.architecture}.{key}"

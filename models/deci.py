@@ -1,8 +1,6 @@
 """Llama Nemotron 51B, Super and Ultra (arXiv:2411.19146), DeciLM: Llama's layers, each with a width of its own;
 some have no attention, or a matrix in its place, and some no MLP."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from localllm.kernels.graph import Graph, Tensor
@@ -39,11 +37,7 @@ def hf_keys(config: Any) -> dict[str, Any]:
     return (
         llama.hf_keys(config)
         | lengths
-        | {
-            "attention.head_count": heads,
-            "attention.head_count_kv": kv_heads,
-            "feed_forward_length": widths,
-        }
+        | {"attention.head_count": heads, "attention.head_count_kv": kv_heads, "feed_forward_length": widths}
     )
 
 

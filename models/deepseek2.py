@@ -13,20 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from localllm.kernels.graph import (
-    Attention,
-    Gated,
-    Graph,
-    HeadGate,
-    HeadLinear,
-    HeadNorm,
-    Linear,
-    Linears,
-    PositionScale,
-    Rope,
-    RopeAppend,
-    Tensor,
-)
+from localllm.kernels import graph as g
+from localllm.kernels.graph import Graph, Tensor
 from localllm.models import hf_names
 from localllm.models.blocks import Layer, decoder, feed_forward, norm, read_q_scale
 from localllm.models.config import Header
@@ -129,7 +117,7 @@ def record(m: Header, select: Select | None = None) -> Graph:
     return decoder(m, layer)
 
 
-def make_latent_rope(m: Header) -> tuple[Rope, float]:
+def make_latent_rope(m: Header) -> tuple[g.Rope, float]:
     """The rotation of what stands behind the latents, and a factor of scores.
 
     YaRN's magnitude is in that factor, squared, where the file has its logarithm's multiplier, which is written as a
@@ -148,10 +136,10 @@ def latent_attention(
     at: Layer,
     x: Tensor,
     latents: Latents,
-    rope: Rope | None,
+    rope: g.Rope | None,
     *,
     residual: Tensor | None = None,
-    q_scale: PositionScale | None = None,
+    q_scale: g.PositionScale | None = None,
     has_gate: bool = False,
     has_sinks: bool = False,
     select: Select | None = None,
@@ -161,13 +149,13 @@ def latent_attention(
     width, n_nope, cached = n * latents.key_dim, latents.key_dim - latents.n_rot, n_latent + latents.n_rot
     keys, selected = w.matrix("attn_kv_a_mqa", d, cached), None
     if latents.n_query:
-        q, k = at.add(Linears(x, (w.matrix("attn_q_a", d, latents.n_query), keys)))
+        q, k = at.add(g.Linears(x, (w.matrix("attn_q_a", d, latents.n_query), keys)))
         q = norm(at, "attn_q_a_norm", q)
         if select is not None:
             selected = select(at, x, q)
-        q = at.add(Linear(q, w.matrix("attn_q_b", latents.n_query, width)))
+        q = at.add(g.Linear(q, w.matrix("attn_q_b", latents.n_query, width)))
     else:
-        q, k = at.add(Linears(x, (w.matrix("attn_q", d, width), keys)))
+        q, k = at.add(g.Linears(x, (w.matrix("attn_q", d, width), keys)))
     if "attn_k_b.weight" in w:
         to_latents = w.require("attn_k_b.weight", n, n_latent, n_nope)
         from_latents = w.require("attn_v_b.weight", n, latents.value_dim, n_latent)
@@ -179,9 +167,13 @@ def latent_attention(
     gate = at.linear(x, "attn_gate", w.n_rows("attn_gate.weight")) if has_gate else None
     sinks = w.vector("attn_sinks", n) if has_sinks else None
     cache = at.graph.kv_cache(1, cached, n_latent, values_in_keys=True)
-    k_norm = HeadNorm(at.norm_eps, w.vector("attn_kv_a_norm", n_latent))
-    q = at.add(RopeAppend(at.add(HeadLinear(q, to_latents)), k, None, cache, rope, k_norm=k_norm, q_scale=q_scale))
-    y = at.add(HeadLinear(at.add(Attention(q, cache, latents.scale, sinks=sinks, selected=selected)), from_latents))
+    k_norm = g.HeadNorm(at.norm_eps, w.vector("attn_kv_a_norm", n_latent))
+    q = at.add(
+        g.RopeAppend(at.add(g.HeadLinear(q, to_latents)), k, None, cache, rope, k_norm=k_norm, q_scale=q_scale)
+    )
+    y = at.add(
+        g.HeadLinear(at.add(g.Attention(q, cache, latents.scale, sinks=sinks, selected=selected)), from_latents)
+    )
     if gate is not None:
-        y = at.add(HeadGate(y, gate, "sigmoid") if gate.width == n else Gated(gate, y, "sigmoid"))
+        y = at.add(g.HeadGate(y, gate, "sigmoid") if gate.width == n else g.Gated(gate, y, "sigmoid"))
     return at.linear(y, "attn_output", d, residual=residual)

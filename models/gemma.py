@@ -1,7 +1,5 @@
 """Gemma (arXiv:2403.08295): wide heads, GeGLU, and an embedding times √n."""
 
-from __future__ import annotations
-
 from localllm.kernels.graph import Graph, Tensor
 from localllm.models import hf_names
 from localllm.models.blocks import Layer, attention, decoder, gated_mlp, norm

@@ -2,30 +2,12 @@
 becomes of the others (AltUp, arXiv:2301.13310); a low-rank path beside attention (LAuReL, arXiv:2411.07501); and in
 the first layers only the largest activations of the MLP."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from statistics import NormalDist
 from typing import Any
 
-from localllm.kernels.graph import (
-    AboveDeviation,
-    Activation,
-    Add,
-    Columns,
-    Gated,
-    Graph,
-    HeadLinear,
-    Linear,
-    Linears,
-    Matrix,
-    MixStreams,
-    RMSNorm,
-    RootMeanSquare,
-    Scale,
-    SideBySide,
-    Tensor,
-)
+from localllm.kernels import graph as g
+from localllm.kernels.graph import Graph, Tensor
 from localllm.models import gemma4, hf_names
 from localllm.models.blocks import Layer, add, decoder, norm, read_softcap
 from localllm.models.config import Header
@@ -87,55 +69,55 @@ def record(m: Header) -> Graph:
 
     def resized(at: Layer, others: Tensor, x: Tensor) -> Tensor:
         """Streams, each as large as x [., d] is."""
-        others = at.add(RMSNorm(others, None, _TINY, n - 1))
-        return at.add(MixStreams(others, at.add(RootMeanSquare(x)), 1))
+        others = at.add(g.RMSNorm(others, None, _TINY, n - 1))
+        return at.add(g.MixStreams(others, at.add(g.RootMeanSquare(x)), 1))
 
     def begin(at: Layer, x: Tensor) -> Tensor:
         embedding.append(x)
         projection = Reshaped(weights.require("altup_proj.weight", n - 1, d, d), ((n - 1) * d, d))
-        return at.add(SideBySide((x, resized(at, at.add(Linear(x, Matrix(projection))), x))))
+        return at.add(g.SideBySide((x, resized(at, at.add(g.Linear(x, g.Matrix(projection))), x))))
 
     def end(at: Layer, name: str, x: Tensor) -> Tensor:
-        first, others = at.add(Columns(x, range(d))), at.add(Columns(x, range(d, n * d)))
-        others = at.add(HeadLinear(others, weights.require("altup_unembd_proj.weight", n - 1, d, d)))
-        total = at.add(MixStreams(resized(at, others, first), None, n - 1, first, offset=1.0))
-        return norm(at, name, at.add(Scale(total, 1 / n)))
+        first, others = at.add(g.Columns(x, range(d))), at.add(g.Columns(x, range(d, n * d)))
+        others = at.add(g.HeadLinear(others, weights.require("altup_unembd_proj.weight", n - 1, d, d)))
+        total = at.add(g.MixStreams(resized(at, others, first), None, n - 1, first, offset=1.0))
+        return norm(at, name, at.add(g.Scale(total, 1 / n)))
 
     def coefficients(at: Layer, name: str, x: Tensor, n_made: int) -> Tensor:
-        x = at.add(Scale(norm(at, "altup_router_norm", x), 1 / d))
-        return at.linear(at.add(Activation(at.linear(x, "altup_router", n), "tanh")), name, n_made)
+        x = at.add(g.Scale(norm(at, "altup_router_norm", x), 1 / d))
+        return at.linear(at.add(g.Activation(at.linear(x, "altup_router", n), "tanh")), name, n_made)
 
     def mlp(at: Layer, x: Tensor) -> Tensor:
         w, width, cut = at.weights, widths[at.number], cuts[at.number]
-        gate, up = at.add(Linears(x, (w.matrix("ffn_gate", d, width), w.matrix("ffn_up", d, width))))
+        gate, up = at.add(g.Linears(x, (w.matrix("ffn_gate", d, width), w.matrix("ffn_up", d, width))))
         if cut > -10:  # else nothing is cut away
-            gate = at.add(AboveDeviation(gate, cut))
-        return at.linear(at.add(Gated(gate, up, "gelu")), "ffn_down", d)
+            gate = at.add(g.AboveDeviation(gate, cut))
+        return at.linear(at.add(g.Gated(gate, up, "gelu")), "ffn_down", d)
 
     def layer(at: Layer, streams: Tensor) -> Tensor:
         window = windows[at.number]
         own = [i for i in range(n_own) if bool(windows[i]) == bool(window)]
         shared = own[-1] if own and at.number >= n_own else None
         its = range(active * d, (active + 1) * d)
-        of_active = coefficients(at, "altup_predict_coef", at.add(Columns(streams, its)), n * n)
-        predicted = at.add(MixStreams(streams, of_active, n, streams))
-        first = at.add(Columns(predicted, its))
+        of_active = coefficients(at, "altup_predict_coef", at.add(g.Columns(streams, its)), n * n)
+        predicted = at.add(g.MixStreams(streams, of_active, n, streams))
+        first = at.add(g.Columns(predicted, its))
         x = norm(at, "attn_norm", first)
         rank = at.weights.n_rows("laurel_l.weight")
         laurel = at.linear(at.linear(x, "laurel_l", rank), "laurel_r", d)
         laurel = add(at, norm(at, "laurel_post_norm", laurel), x)
         y = gemma4.attention(at, x, heads, local_rope if window else rope, window, shared, has_spans=False)
         y = add(at, norm(at, "post_attention_norm", y), first)
-        x = at.add(Scale(at.add(Add(y, laurel)), 0.5**0.5))
+        x = at.add(g.Scale(at.add(g.Add(y, laurel)), 0.5**0.5))
         x = add(at, norm(at, "post_ffw_norm", mlp(at, norm(at, "ffn_norm", x))), x)
         of_new = coefficients(at, "altup_correct_coef", x, n)
-        corrected = at.add(MixStreams(at.add(Add(first, x, -1.0)), of_new, 1, predicted, offset=1.0))
-        first = at.add(Columns(corrected, its))
-        size = at.add(RootMeanSquare(first))  # times its weights alone: normed, and as large as before again
-        scaled = at.add(RMSNorm(first, at.weights.vector("altup_correct_scale", d), _TINY))
-        scaled = at.add(MixStreams(scaled, size, 1))
+        corrected = at.add(g.MixStreams(at.add(g.Add(first, x, -1.0)), of_new, 1, predicted, offset=1.0))
+        first = at.add(g.Columns(corrected, its))
+        size = at.add(g.RootMeanSquare(first))  # times its weights alone: normed, and as large as before again
+        scaled = at.add(g.RMSNorm(first, at.weights.vector("altup_correct_scale", d), _TINY))
+        scaled = at.add(g.MixStreams(scaled, size, 1))
         more = gemma4.layer_embedding(at, scaled, embedding[0], weights, n_per_layer, n_layers)
-        return at.add(MixStreams(more, None, 1, corrected, offset=1.0, first=1))
+        return at.add(g.MixStreams(more, None, 1, corrected, offset=1.0, first=1))
 
     softcap = read_softcap(m, "final_logit_softcapping") or 30.0
     return decoder(m, layer, embedding_scale=d**0.5, change_embedding=begin, output_norm=end, softcap=softcap)

@@ -4,26 +4,11 @@ E4B), keys and values of an earlier layer, and experts beside the MLP (26B).
 Tokens of a picture see each other in layers over windows, but not in models with embeddings for every layer.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from localllm.errors import ModelError
-from localllm.kernels.graph import (
-    Add,
-    Embed,
-    Gated,
-    Graph,
-    HeadNorm,
-    KVCache,
-    Linear,
-    Linears,
-    RMSNorm,
-    Rope,
-    RopeAppend,
-    Scale,
-    Tensor,
-)
+from localllm.kernels import graph as g
+from localllm.kernels.graph import Graph, Tensor
 from localllm.models import hf_names
 from localllm.models.blocks import Layer, add, attend, chosen_experts, decoder, gated_mlp, norm, read_softcap, route
 from localllm.models.config import Experts, Header, Heads
@@ -120,7 +105,7 @@ def record(m: Header) -> Graph:
         if n_per_layer:
             x = add(at, layer_embedding(at, x, at.embedding, m.weights, n_per_layer, n_layers), x)
         scale = at.weights.find("layer_output_scale.weight", 1)
-        return x if scale is None else at.add(Scale(x, weight=scale))
+        return x if scale is None else at.add(g.Scale(x, weight=scale))
 
     return decoder(m, layer, embedding_scale=d**0.5, softcap=read_softcap(m, "final_logit_softcapping"))
 
@@ -138,32 +123,32 @@ def read_heads(m: Header) -> list[Heads]:
 
 
 def attention(
-    at: Layer, x: Tensor, heads: Heads, rope: Rope, window: int | None, shared: int | None, *, has_spans: bool
+    at: Layer, x: Tensor, heads: Heads, rope: g.Rope, window: int | None, shared: int | None, *, has_spans: bool
 ) -> Tensor:
     """Attention with normed heads, of scale 1; ``shared`` is the layer whose keys and values it uses.
 
     Without a matrix of their own, values are the keys before they are normed and rotated.
     """
     w, d, width = at.weights, at.n_embd, heads.n_kv * heads.key_dim
-    q_norm = HeadNorm(at.norm_eps, w.vector("attn_q_norm", heads.key_dim))
+    q_norm = g.HeadNorm(at.norm_eps, w.vector("attn_q_norm", heads.key_dim))
     query = w.matrix("attn_q", d, heads.n * heads.key_dim)
     if shared is not None:
         w.skip("attn_k.weight", "attn_v.weight", "attn_k_norm.weight")
-        cache: KVCache = at.graph.caches[shared]
-        q = at.add(RopeAppend(at.add(Linear(x, query)), None, None, cache, rope, q_norm))
+        cache: g.KVCache = at.graph.caches[shared]
+        q = at.add(g.RopeAppend(at.add(g.Linear(x, query)), None, None, cache, rope, q_norm))
     else:
         cache = at.graph.kv_cache(heads.n_kv, heads.key_dim, window=window)
         names = ("attn_k", "attn_v") if w.n_rows("attn_v.weight") else ("attn_k",)
-        q, *kv = at.add(Linears(x, (query, *(w.matrix(name, d, width) for name in names))))
-        k_norm = HeadNorm(at.norm_eps, w.vector("attn_k_norm", heads.key_dim))
-        q = at.add(RopeAppend(q, kv[0], kv[-1], cache, rope, q_norm, k_norm, HeadNorm(at.norm_eps)))
+        q, *kv = at.add(g.Linears(x, (query, *(w.matrix(name, d, width) for name in names))))
+        k_norm = g.HeadNorm(at.norm_eps, w.vector("attn_k_norm", heads.key_dim))
+        q = at.add(g.RopeAppend(q, kv[0], kv[-1], cache, rope, q_norm, k_norm, g.HeadNorm(at.norm_eps)))
     return at.linear(attend(at, q, cache, heads, window=window, scale=1.0, has_spans=has_spans), "attn_output", d)
 
 
 def routed(at: Layer, x: Tensor, experts: Experts) -> Tensor:
     """The experts' part: the router sees x normed and scaled, the experts x behind a norm of its own."""
-    y = at.add(RMSNorm(x, at.weights.require("ffn_gate_inp.scale", at.n_embd), at.norm_eps))
-    routing = route(at, at.add(Scale(y, at.n_embd**-0.5)), experts)
+    y = at.add(g.RMSNorm(x, at.weights.require("ffn_gate_inp.scale", at.n_embd), at.norm_eps))
+    routing = route(at, at.add(g.Scale(y, at.n_embd**-0.5)), experts)
     y = chosen_experts(at, norm(at, "pre_ffw_norm_2", x), experts, routing, "gelu")
     return norm(at, "post_ffw_norm_2", y)
 
@@ -174,10 +159,10 @@ def layer_embedding(at: Layer, x: Tensor, embedding: Tensor, weights: Weights, n
     table = weights.require(
         "per_layer_token_embd.weight", weights.n_rows("per_layer_token_embd.weight"), n_layers * n
     )
-    token = at.add(Embed(table, (n / 2) ** 0.5, own))  # [T, n]
+    token = at.add(g.Embed(table, (n / 2) ** 0.5, own))  # [T, n]
     projection = weights.split("per_layer_model_proj", at.n_embd, {str(i): n for i in range(n_layers)})[at.number]
-    context = at.add(Scale(at.add(Linear(embedding, projection)), at.n_embd**-0.5))
-    context = at.add(RMSNorm(context, weights.vector("per_layer_proj_norm", n), at.norm_eps))
-    both = at.add(Add(context, token, 0.5**0.5))
-    y = at.add(Gated(at.linear(x, "inp_gate", n), both, "gelu"))
+    context = at.add(g.Scale(at.add(g.Linear(embedding, projection)), at.n_embd**-0.5))
+    context = at.add(g.RMSNorm(context, weights.vector("per_layer_proj_norm", n), at.norm_eps))
+    both = at.add(g.Add(context, token, 0.5**0.5))
+    y = at.add(g.Gated(at.linear(x, "inp_gate", n), both, "gelu"))
     return norm(at, "post_norm", at.linear(y, "proj", at.n_embd))

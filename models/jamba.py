@@ -1,8 +1,6 @@
 """Jamba (arXiv:2403.19887): Mamba's layers, in some of them attention instead, without positions, and behind either
 an MLP or experts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from localllm.kernels.graph import Graph, Tensor
@@ -16,11 +14,7 @@ HF_NAMES = (
     | hf_names.projections("feed_forward.experts.*", "_exps")
     | {f"ssm_{ours}": f"mamba.{theirs}" for ours, theirs in mamba.SCAN.items()}
     | {f"ssm_{x}_norm": f"mamba.{x}_layernorm" for x in ("dt", "b", "c")}
-    | {
-        "ffn_gate_inp": "feed_forward.router",
-        "ffn_norm": "pre_ff_layernorm",
-        "output_norm": "model.final_layernorm",
-    }
+    | {"ffn_gate_inp": "feed_forward.router", "ffn_norm": "pre_ff_layernorm", "output_norm": "model.final_layernorm"}
 )
 hf_tensor = mamba.hf_tensor
 

@@ -1,7 +1,5 @@
 """Jina Embeddings v3 (arXiv:2409.10173): BERT with rotated positions; its adapters are files of their own."""
 
-from __future__ import annotations
-
 from localllm.models import bert, nomic_bert
 from localllm.models.hf_convert import encoder_keys
 

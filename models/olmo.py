@@ -1,8 +1,6 @@
 """OLMo (arXiv:2402.00838): Llama's layers, whose norms are LayerNorms without weights; queries, keys and values may
 be clamped."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from localllm.kernels.graph import Graph, LayerNorm, Tensor

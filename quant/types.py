@@ -1,7 +1,5 @@
 """GGML's tensor types: ids, block lengths and block sizes (ggml.h, ``enum ggml_type``)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import IntEnum
 

@@ -1,7 +1,5 @@
 """The backend of the CPU: packs weights, makes caches, and runs the program that a graph is lowered to."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -63,10 +61,7 @@ class CPUBackend(Backend):
     small_step = 8 << 20
 
     def __init__(
-        self,
-        threads: int | None = None,
-        isa: str | None = None,
-        progress: Callable[[int, int], None] | None = None,
+        self, threads: int | None = None, isa: str | None = None, progress: Callable[[int, int], None] | None = None
     ) -> None:
         self.target = choose(isa)
         if threads is None:

@@ -10,8 +10,6 @@ Codes that are to be bit-packed (`localllm.quant.bit_packing`) are transposed as
     …                                  c0 …   d0 …
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable
 from typing import Any

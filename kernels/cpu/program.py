@@ -253,11 +253,7 @@ class Job:
     """Work for all threads, or so many: ``entry(arguments, thread number, number of threads)`` on each."""
 
     def __init__(
-        self,
-        entry: Callable[[int, int, int], None],
-        arguments: int,
-        keep: object = None,
-        threads: int | None = None,
+        self, entry: Callable[[int, int, int], None], arguments: int, keep: object = None, threads: int | None = None
     ) -> None:
         self.entry = entry
         self.arguments = arguments

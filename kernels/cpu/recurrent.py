@@ -6,46 +6,16 @@ wherever its sequence was cut.
 A sequence's state lies in the slot that the batch names, and is zero before position 0, whatever lies there.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from localllm.kernels.cpu.compiler import kernel
 from localllm.kernels.cpu.elementwise import ONE, exp, sigmoid, softplus
-from localllm.kernels.cpu.simd import (
-    fma,
-    load_f32,
-    load_f32x16,
-    load_i32,
-    load_i64,
-    load_splat_f32,
-    max_lanes,
-    splat,
-    sqrt,
-    stack,
-    store_f32x16,
-    sum_lanes,
-    zero_f32x16,
-)
+from localllm.kernels.cpu.simd import *
 from localllm.kernels.cpu.templates import Registers, device, static_range, template
 
 
 @kernel
-def causal_conv(
-    begin,
-    end,
-    starts,
-    positions,
-    slots,
-    states,
-    state_bytes,
-    x,
-    stride,
-    weight,
-    bias,
-    y,
-    state_stride,
-):
+def causal_conv(begin, end, starts, positions, slots, states, state_bytes, x, stride, weight, bias, y, state_stride):
     """y[t] = sum over j of weight[j] * x[t - KERNEL + 1 + j], in each of the columns of x; a unit is a token.
 
     starts: int32, the rows of sequences.  positions: int32 [T].  slots: int32, of sequences.

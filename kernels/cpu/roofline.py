@@ -6,8 +6,6 @@ neighbours change.  So a `Roofline` is made once, and asked in turn with what it
 Source of the name: Williams, Waterman and Patterson, Roofline (Communications of the ACM 52, 2009).
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from typing import Self
@@ -180,11 +178,7 @@ class ReadTest:
     """
 
     def __init__(
-        self,
-        workers: Workers,
-        target: Target,
-        n_bytes: int,
-        progress: Callable[[int, int], None] | None = None,
+        self, workers: Workers, target: Target, n_bytes: int, progress: Callable[[int, int], None] | None = None
     ) -> None:
         n_units = max(1, -(-n_bytes // UNIT))
         self.data, self._sums = aligned_zeros(n_units * UNIT // 4, np.uint32), np.zeros(n_units, np.uint32)
@@ -212,11 +206,7 @@ class DecodeTest:
     """
 
     def __init__(
-        self,
-        workers: Workers,
-        target: Target,
-        n_bytes: int,
-        progress: Callable[[int, int], None] | None = None,
+        self, workers: Workers, target: Target, n_bytes: int, progress: Callable[[int, int], None] | None = None
     ) -> None:
         layout = LAYOUTS[GGMLType.Q4_K]
         n_tiles, blocks = DECODED_COLUMNS // layout.columns, layout.columns // 32

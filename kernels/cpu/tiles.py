@@ -54,8 +54,6 @@ a rest in block b.  The records of rests follow, undefined where there is none:
     [ n_blocks × 8 records ][ 64-bit flags of blocks 0 … 7 ][ 8 … 15 ] … [ n_blocks × 8 records of rests ]
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -98,26 +96,7 @@ from localllm.kernels.cpu.dots import (
     sums_place,
     token_place,
 )
-from localllm.kernels.cpu.simd import (
-    as_float,
-    as_int,
-    fma,
-    load_f16x16,
-    load_f32x16,
-    load_i8x64,
-    load_i32x16,
-    mask,
-    prefetch,
-    shift_left,
-    shift_right,
-    splat,
-    store_f32x16,
-    to_float,
-    to_int_rounded,
-    trailing_zeros,
-    zero_f32x16,
-    zero_i32x16,
-)
+from localllm.kernels.cpu.simd import *
 from localllm.kernels.cpu.templates import Registers, Template, device, static_range, template
 from localllm.quant.iquants import IQ4_VALUES
 from localllm.quant.lut import LUT_TYPES, KernelType

@@ -5,8 +5,6 @@ repacked, and keep their integers: GPTQ, AWQ and compressed-tensors' INT4 as Q4_
 The rest (FP8, NVFP4, other bits, columns in another order) becomes floats.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -134,9 +132,7 @@ def _scaled(beside: Mapping[str, FileTensor], settings: Mapping[str, Any]) -> So
     if zero is not None and weight.dtype == "I8" and not is_block and zero.read().any():
         zeros = read_float32(zero).reshape(-1, 1)
         return Source(
-            weight.shape,
-            GGMLType.F16,
-            lambda: ((read_float32(weight) - zeros) * read_scale()).astype(np.float16),
+            weight.shape, GGMLType.F16, lambda: ((read_float32(weight) - zeros) * read_scale()).astype(np.float16)
         )
     if weight.dtype != "I8" or is_block or columns % 32:
         return Source(weight.shape, GGMLType.BF16, values)
