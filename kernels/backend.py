@@ -255,6 +255,27 @@ class Cache(Protocol):
         ...
 
 
+class HostCache(ABC):
+    """What a `Cache` in memory of the host does with pages and slots."""
+
+    @abstractmethod
+    def _where(self, group: int | None, number: int) -> list[NDArray[Any]]:
+        """A page in the layers of a group, or with None a slot in all layers: contiguous arrays."""
+
+    def copy(self, group: int | None, source: int, target: int) -> None:
+        for kept, copied in zip(self._where(group, source), self._where(group, target), strict=True):
+            copied[...] = kept
+
+    def n_bytes_of(self, group: int | None) -> int:
+        return sum(part.nbytes for part in self._where(group, 0))
+
+    def read(self, group: int | None, number: int) -> bytes:
+        return b"".join(part.tobytes() for part in self._where(group, number))
+
+    def write(self, group: int | None, number: int, data: bytes) -> None:
+        scatter(data, [part.reshape(-1).view(np.uint8) for part in self._where(group, number)])
+
+
 def scatter(data: bytes, parts: Sequence[NDArray[np.uint8]]) -> None:
     """Fills flat arrays, one after the other."""
     if len(data) != sum(part.size for part in parts):

@@ -19,6 +19,7 @@ from localllm.kernels.backend import (
     Backend,
     Batch,
     Footprint,
+    HostCache,
     HostOutput,
     Output,
     PackedWeight,
@@ -28,7 +29,6 @@ from localllm.kernels.backend import (
     check_cache,
     check_operations,
     input_rows,
-    scatter,
     weights_of,
 )
 from localllm.kernels.buffers import Buffer, assign
@@ -102,7 +102,7 @@ def _kept_shapes(cache: g.KVCache, n_pages: int, page_size: int) -> tuple[tuple[
 
 
 @dataclass(frozen=True)
-class ReferenceCache:
+class ReferenceCache(HostCache):
     """Of each layer, keys [n_pages, page_size, G, key_dim] and values; and of each state [n_states, …]."""
 
     graph: Graph
@@ -122,24 +122,10 @@ class ReferenceCache:
         return pages + sum(state.nbytes for state in self.states.values())
 
     def _where(self, group: int | None, number: int) -> list[Array]:
-        """A page in the layers of a group; with None, a slot in all layers."""
         if group is None:
             return [state[number] for state in self.states.values()]
         layers = [self.layers[n] for n, cache in self.graph.caches.items() if self.graph.group(cache) == group]
         return [part[number] for parts in layers for part in parts]
-
-    def copy(self, group: int | None, source: int, target: int) -> None:
-        for kept, copied in zip(self._where(group, source), self._where(group, target), strict=True):
-            copied[...] = kept
-
-    def n_bytes_of(self, group: int | None) -> int:
-        return sum(part.nbytes for part in self._where(group, 0))
-
-    def read(self, group: int | None, number: int) -> bytes:
-        return b"".join(part.tobytes() for part in self._where(group, number))
-
-    def write(self, group: int | None, number: int, data: bytes) -> None:
-        scatter(data, [part.reshape(-1).view(np.uint8) for part in self._where(group, number)])
 
 
 class ReferenceStep(Step):
@@ -261,12 +247,10 @@ class _Run:
 
     def add(self, op: g.Add) -> Array:
         factor = np.float32(op.scale) if op.gate is None else np.float32(op.scale) * sigmoid(self.values[op.gate])
-        y: Array = self.values[op.x] * factor + self.values[op.residual]
-        return y
+        return self.values[op.x] * factor + self.values[op.residual]
 
     def columns(self, op: g.Columns) -> Array:
-        y: Array = self.values[op.x][:, op.columns.start : op.columns.stop]
-        return y
+        return self.values[op.x][:, op.columns.start : op.columns.stop]
 
     def side_by_side(self, op: g.SideBySide) -> Array:
         return np.concatenate([self.values[x] for x in op.parts], axis=1)
@@ -296,19 +280,16 @@ class _Run:
         return tuple(made)
 
     def root_mean_square(self, op: g.RootMeanSquare) -> Array:
-        y: Array = np.sqrt(np.mean(np.square(self.values[op.x]), axis=1, keepdims=True))
-        return y
+        return np.sqrt(np.mean(np.square(self.values[op.x]), axis=1, keepdims=True))
 
     def above_deviation(self, op: g.AboveDeviation) -> Array:
         x = self.values[op.x]
         cut = x.mean(axis=1, keepdims=True) + np.float32(op.factor) * x.std(axis=1, keepdims=True)
-        y: Array = np.maximum(x - cut, 0)
-        return y
+        return np.maximum(x - cut, 0)
 
     def scale(self, op: g.Scale) -> Array:
         factor = np.float32(op.factor) if op.weight is None else np.float32(op.factor) * self.arrays[op.weight]
-        y: Array = self.values[op.x] * factor
-        return y
+        return self.values[op.x] * factor
 
     def linear(self, op: g.Linear) -> Array:
         y = self._product(op.x, op.matrix)
@@ -348,8 +329,7 @@ class _Run:
                 page, place = np.divmod(batch.positions[start:stop], page_size)
                 page = batch.block_tables[self.graph.group(cache), s, page]
                 kept[page, place] = x[start:stop]
-        turned: Array = q.reshape(len(q), -1)
-        return turned
+        return q.reshape(len(q), -1)
 
     def _heads(
         self, x: Tensor, dim: int, norm: g.HeadNorm | None, rope: g.Rope | None, *, norm_last: bool = False
@@ -505,26 +485,22 @@ class _Run:
         gate, up = self.values[op.gate], self.values[op.up]
         if op.activation == "clamped_swiglu":
             return clamped_swiglu(gate, up)
-        y: Array = ACTIVATION_FUNCTIONS[op.activation](gate) * up
-        return y
+        return ACTIVATION_FUNCTIONS[op.activation](gate) * up
 
     def head_gate(self, op: g.HeadGate) -> Array:
         x, gate = self.values[op.x], self.values[op.gate]
         heads = x.reshape(*gate.shape, -1) * ACTIVATION_FUNCTIONS[op.activation](gate)[..., None]
-        y: Array = heads.reshape(x.shape)
-        return y
+        return heads.reshape(x.shape)
 
     def activation(self, op: g.Activation) -> Array:
         return ACTIVATION_FUNCTIONS[op.activation](self.values[op.x])
 
     def clamp(self, op: g.Clamp) -> Array:
-        y: Array = np.clip(self.values[op.x], np.float32(op.low), np.float32(op.high))
-        return y
+        return np.clip(self.values[op.x], np.float32(op.low), np.float32(op.high))
 
     def xielu(self, op: g.XIELU) -> Array:
         x, p, n, beta, eps = self.values[op.x], *map(np.float32, (op.p, op.n, op.beta, op.eps))
-        y: Array = np.where(x > 0, p * x * x, n * (np.expm1(np.minimum(x, eps)) - x)) + beta * x
-        return y
+        return np.where(x > 0, p * x * x, n * (np.expm1(np.minimum(x, eps)) - x)) + beta * x
 
     def route(self, op: g.Route) -> ChosenExperts:
         logits = self.values[op.logits]
@@ -632,8 +608,7 @@ def in_codes(x: Array, type: g.CacheType) -> Array:
         inverse = np.where(np.abs(largest) > NEGLIGIBLE, code / largest, np.float32(0))
     codes = np.clip(np.rint(groups * inverse), least, half - 1)
     scale = in_range(largest / code, np.dtype(np.float16)).astype(np.float16).astype(np.float32)
-    rounded: Array = (codes * scale).reshape(*x.shape[:-1], -1)[..., :head_dim]
-    return rounded
+    return (codes * scale).reshape(*x.shape[:-1], -1)[..., :head_dim]
 
 
 def hadamard(x: Array, size: int) -> Array:
@@ -655,8 +630,7 @@ def softmax(x: Array) -> Array:
 
 def soft_capped(x: Array, cap: float) -> Array:
     """cap * tanh(x / cap)."""
-    y: Array = np.float32(cap) * np.tanh(x / np.float32(cap))
-    return y
+    return np.float32(cap) * np.tanh(x / np.float32(cap))
 
 
 def sigmoid(x: Array) -> Array:
@@ -668,8 +642,7 @@ def sigmoid(x: Array) -> Array:
 
 def softplus(x: Array) -> Array:
     """log(1 + exp(x))."""
-    y: Array = np.logaddexp(x, np.float32(0))
-    return y
+    return np.logaddexp(x, np.float32(0))
 
 
 def silu(x: Array) -> Array:
@@ -681,40 +654,34 @@ def silu(x: Array) -> Array:
 
 def gelu(x: Array) -> Array:
     """The tanh form, which GGML uses throughout.  Source: arXiv:1606.08415."""
-    y: Array = 0.5 * x * (1 + np.tanh(np.float32(np.sqrt(2 / np.pi)) * (x + np.float32(0.044715) * x**3)))
-    return y
+    return 0.5 * x * (1 + np.tanh(np.float32(np.sqrt(2 / np.pi)) * (x + np.float32(0.044715) * x**3)))
 
 
 def gelu_erf(x: Array) -> Array:
     """x * Φ(x), of the normal distribution.  Source: arXiv:1606.08415."""
     erf = np.vectorize(math.erf, otypes=[np.float64])
-    y: Array = (x * 0.5 * (1 + erf(x / np.sqrt(2)))).astype(np.float32)
-    return y
+    return (x * 0.5 * (1 + erf(x / np.sqrt(2)))).astype(np.float32)
 
 
 def gelu_quick(x: Array) -> Array:
     """x * sigmoid(1.702 x), as CLIP has it.  Source: arXiv:1606.08415."""
-    y: Array = x * sigmoid(np.float32(1.702) * x)
-    return y
+    return x * sigmoid(np.float32(1.702) * x)
 
 
 def relu2(x: Array) -> Array:
     """max(x, 0)².  Source: Primer, arXiv:2109.08668."""
-    y: Array = np.square(np.maximum(x, 0))
-    return y
+    return np.square(np.maximum(x, 0))
 
 
 def clamped_swiglu(gate: Array, up: Array) -> Array:
     """gpt-oss's."""
     gate, up = np.minimum(gate, np.float32(7)), np.clip(up, np.float32(-7), np.float32(7))
-    y: Array = gate * sigmoid(np.float32(1.702) * gate) * (up + 1)
-    return y
+    return gate * sigmoid(np.float32(1.702) * gate) * (up + 1)
 
 
 def sqrt_softplus(x: Array) -> Array:
     """√log(1 + exp(x))."""
-    y: Array = np.sqrt(softplus(x))
-    return y
+    return np.sqrt(softplus(x))
 
 
 def identity(x: Array) -> Array:

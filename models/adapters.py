@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 from localllm.errors import ModelError, quoted
 from localllm.kernels import graph as g
 from localllm.kernels.graph import Graph, Tensor
-from localllm.models.weights import RowsOf
-from localllm.quant.types import GGMLType
+from localllm.models.weights import ArrayWeight, RowsOf
 
 Array = NDArray[np.float32]
 
@@ -38,25 +37,6 @@ class Adapter:
         a, b = part
         grouped = b.reshape(weight.n_groups, -1, b.shape[1])[:, weight.rows.start : weight.rows.stop]
         return a, grouped.reshape(-1, b.shape[1])
-
-
-@dataclass(frozen=True, eq=False)
-class _LoadedMatrix:
-    """A matrix that is in memory."""
-
-    name: str
-    values: Array
-    type = GGMLType.F32
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.values.shape
-
-    @property
-    def data(self) -> NDArray[np.uint8]:
-        return np.ascontiguousarray(self.values).view(np.uint8)
-
-    def drop_pages(self) -> None: ...
 
 
 def check(adapter: Adapter, shapes: dict[str, tuple[int, ...]]) -> None:
@@ -93,8 +73,8 @@ def with_adapters(graph: Graph, adapters: Sequence[Adapter]) -> Graph:
             parts = tuple((i, len(a)) for i, (a, _) in found)
             if (node.layer, parts) not in shares:  # of each layer its own: a model is cut between layers
                 shares[node.layer, parts] = new.add(g.AdapterWeights(parts))
-            a = _LoadedMatrix(f"{matrix.weight.name}.lora_a", np.concatenate([a for _, (a, _) in found]))
-            b = _LoadedMatrix(f"{matrix.weight.name}.lora_b", np.concatenate([b for _, (_, b) in found], axis=1))
+            a = ArrayWeight(f"{matrix.weight.name}.lora_a", np.concatenate([a for _, (a, _) in found]))
+            b = ArrayWeight(f"{matrix.weight.name}.lora_b", np.concatenate([b for _, (_, b) in found], axis=1))
             h = new.add(g.Gated(new.add(g.Linear(operation.x, g.Matrix(a))), shares[node.layer, parts], "identity"))
             result = now[was]
             assert isinstance(result, Tensor)

@@ -11,20 +11,15 @@ from localllm.models.config import Header
 from localllm.models.hf_convert import window_keys
 from localllm.models.rope import make_rope
 
-HF_NAMES = (
-    hf_names.COMMON
-    | hf_names.HEAD_NORMS
-    | hf_names.EXPERTS
-    | hf_names.SHARED_EXPERTS
-    | {
-        "attn_gate": "self_attn.gate_proj",
-        "post_attention_norm": "post_attention_layernorm",
-        "ffn_norm": "pre_mlp_layernorm",
-        "post_ffw_norm": "post_mlp_layernorm",
-        "ffn_gate_inp": "mlp.router.gate",
-        "exp_probs_b.bias": "mlp.expert_bias",
-    }
-)
+HF_NAMES = hf_names.COMMON | hf_names.HEAD_NORMS | hf_names.EXPERTS | hf_names.SHARED_EXPERTS
+HF_NAMES |= {
+    "attn_gate": "self_attn.gate_proj",
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_mlp_layernorm",
+    "post_ffw_norm": "post_mlp_layernorm",
+    "ffn_gate_inp": "mlp.router.gate",
+    "exp_probs_b.bias": "mlp.expert_bias",
+}
 
 
 def hf_keys(config: Any) -> dict[str, Any]:

@@ -10,9 +10,8 @@ from localllm.models.config import Header, Metadata
 from localllm.models.hf_convert import Array, floats, rotated_part
 from localllm.models.rope import make_rope
 
-HF_NAMES = (
-    hf_names.COMMON | hf_names.HEAD_NORMS | {"attn_norm": "attention_layernorm", "ffn_norm": "feedforward_layernorm"}
-)
+HF_NAMES = hf_names.COMMON | hf_names.HEAD_NORMS
+HF_NAMES |= {"attn_norm": "attention_layernorm", "ffn_norm": "feedforward_layernorm"}
 _NUMBERS = ("alpha_n", "alpha_p", "beta", "eps")
 
 
@@ -24,11 +23,9 @@ def hf_keys(config: Any) -> dict[str, Any]:
         tensors = (config.tensors[f"model.layers.{i}.mlp.act_fn.{name}"] for i in layers)
         return [float(floats(tensor.values()).reshape(())) for tensor in tensors]
 
-    return (
-        rotated_part(config)
-        | {"vocab_size": config.vocab_size}
-        | {f".xielu.{name}": values(name) for name in _NUMBERS}
-    )
+    keys = rotated_part(config) | {"vocab_size": config.vocab_size}
+    keys |= {f".xielu.{name}": values(name) for name in _NUMBERS}
+    return keys
 
 
 def hf_tensor(name: str, array: Array, config: Any) -> Array | dict[str, Array]:

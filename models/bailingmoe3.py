@@ -12,23 +12,21 @@ from localllm.models.blocks import Layer, decoder, feed_forward, norm
 from localllm.models.config import Header
 from localllm.models.hf_convert import Array, floats
 
-HF_NAMES = (
-    deepseek2.HF_NAMES
-    | {ours: theirs.replace("self_attn", "attention") for ours, theirs in deepseek2.HF_NAMES.items()}
-    | {
-        "token_embd": "model.word_embeddings",
-        "attn_output": "attention.dense",
-        "ssm_conv1d_q": "attention.q_conv1d",
-        "ssm_conv1d_k": "attention.k_conv1d",
-        "ssm_conv1d_v": "attention.v_conv1d",
-        "ssm_f_a": "attention.f_proj",
-        "ssm_beta": "attention.b_proj",
-        "ssm_a": "attention.A_log",
-        "ssm_dt.bias": "attention.dt_bias",
-        "ssm_norm": "attention.o_norm",
-        "exp_probs_b.bias": "mlp.gate.expert_bias",
-    }
-)
+HF_NAMES = dict(deepseek2.HF_NAMES)
+HF_NAMES |= {ours: theirs.replace("self_attn", "attention") for ours, theirs in deepseek2.HF_NAMES.items()}
+HF_NAMES |= {
+    "token_embd": "model.word_embeddings",
+    "attn_output": "attention.dense",
+    "ssm_conv1d_q": "attention.q_conv1d",
+    "ssm_conv1d_k": "attention.k_conv1d",
+    "ssm_conv1d_v": "attention.v_conv1d",
+    "ssm_f_a": "attention.f_proj",
+    "ssm_beta": "attention.b_proj",
+    "ssm_a": "attention.A_log",
+    "ssm_dt.bias": "attention.dt_bias",
+    "ssm_norm": "attention.o_norm",
+    "exp_probs_b.bias": "mlp.gate.expert_bias",
+}
 
 
 def hf_keys(config: Any) -> dict[str, Any]:
@@ -39,20 +37,17 @@ def hf_keys(config: Any) -> dict[str, Any]:
         f"swiglu_clamp_{ours}": [float(limit or 0) for limit in getattr(config, theirs, None) or ()] or None
         for ours, theirs in (("exp", "expert_swiglu_limit_list"), ("shexp", "share_expert_swiglu_limit_list"))
     }
-    return (
-        deepseek2.hf_keys(config)
-        | limits
-        | {
-            "attention.head_count_kv": [int(_is_full(config, i)) for i in range(config.num_hidden_layers)],
-            "attention.value_length": config.head_dim,
-            "expert_shared_feed_forward_length": width or config.moe_intermediate_size * config.n_shared_experts,
-            "kda.head_dim": config.head_dim,
-            "kda.safe_gate": True,
-            "kda.gate_lower_bound": config.kda_lower_bound,
-            "ssm.conv_kernel": config.short_conv_kernel_size,
-            "rope.dimension_sections": None,
-        }
-    )
+    keys = deepseek2.hf_keys(config) | limits
+    return keys | {
+        "attention.head_count_kv": [int(_is_full(config, i)) for i in range(config.num_hidden_layers)],
+        "attention.value_length": config.head_dim,
+        "expert_shared_feed_forward_length": width or config.moe_intermediate_size * config.n_shared_experts,
+        "kda.head_dim": config.head_dim,
+        "kda.safe_gate": True,
+        "kda.gate_lower_bound": config.kda_lower_bound,
+        "ssm.conv_kernel": config.short_conv_kernel_size,
+        "rope.dimension_sections": None,
+    }
 
 
 def _is_full(config: Any, layer: int) -> bool:

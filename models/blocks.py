@@ -12,12 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
-from localllm.errors import ModelError
 from localllm.kernels import graph as g
 from localllm.kernels.graph import Graph, Tensor
 from localllm.models.config import Experts, FeedForward, Header, Heads, Metadata
 from localllm.models.mtp import record_block
-from localllm.models.weights import Reshaped, Slopes, Weights, split_rows
+from localllm.models.weights import Reshaped, Weights, slopes, split_rows
 
 R = TypeVar("R", bound=Any)
 
@@ -219,7 +218,7 @@ def attention(
         has_gate: whether there is a gate, whose σ or other activation the output is multiplied with: ``attn_gate``,
             of each value or of each head, or in ``attn_q`` behind the query of each head.
         clamp: what queries, keys and values are clamped to, ±; 0 for nothing.
-        max_bias: of the slopes by which scores fall with the distance (`localllm.models.weights.Slopes`); 0 for none.
+        max_bias: of the slopes by which scores fall with the distance (`localllm.models.weights.slopes`); 0 for none.
         causal: whether a token sees none behind it.
         has_spans: whether those of a picture see each other.
     """
@@ -239,9 +238,10 @@ def attention(
             for x in "qk"
         )
     q = at.add(g.RopeAppend(q, k, v, cache, rope, q_norm, k_norm, norm_last=norm_last, q_scale=q_scale))
-    scores: dict[str, Any] = {"scale": scale, "softcap": softcap, "has_sinks": has_sinks, "has_spans": has_spans}
-    scores["slopes"] = Slopes(heads.n, max_bias) if max_bias else None
-    y = attend(at, q, cache, heads, window=window, chunk=chunk, causal=causal, **scores)
+    scale = heads.key_dim**-0.5 if scale is None else scale
+    sinks = at.weights.vector("attn_sinks", heads.n) if has_sinks else None
+    falls = slopes(heads.n, max_bias) if max_bias else None
+    y = at.add(g.Attention(q, cache, scale, window, softcap, sinks, chunk, causal, has_spans, slopes=falls))
     if gate is not None:
         by_head = gate.width == heads.n
         y = at.add(g.HeadGate(y, gate, gate_activation) if by_head else g.Gated(gate, y, gate_activation))
@@ -270,27 +270,6 @@ def query_key_value(
     queries = split_rows(matrices[0], {"query": q, "gate": q}, n_groups=heads.n)
     query, gate, key, value = at.add(g.Linears(x, (*queries, *matrices[1:])))
     return query, key, value, gate
-
-
-def attend(
-    at: Layer,
-    q: Tensor,
-    cache: g.KVCache,
-    heads: Heads,
-    *,
-    window: int | None = None,
-    chunk: int | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    has_sinks: bool = False,
-    causal: bool = True,
-    has_spans: bool = False,
-    slopes: Slopes | None = None,
-) -> Tensor:
-    """Attention of rotated queries over a cache."""
-    scale = heads.key_dim**-0.5 if scale is None else scale
-    sinks = at.weights.vector("attn_sinks", heads.n) if has_sinks else None
-    return at.add(g.Attention(q, cache, scale, window, softcap, sinks, chunk, causal, has_spans, slopes=slopes))
 
 
 # -- What stands between attentions --------------------------------------------------------------------------------
@@ -476,11 +455,7 @@ class Mamba:
             meta.read(f"ssm.{key}", int, low=1, high=1 << 20)
             for key in ("time_step_rank", "group_count", "state_size", "inner_size", "conv_kernel")
         )
-        if inner % n:
-            raise ModelError(
-                f"{meta.architecture}.ssm.inner_size is {inner}, which is no multiple of "
-                f"{meta.architecture}.ssm.time_step_rank, {n}: the file is broken"
-            )
+        meta.check_multiple("ssm.inner_size", inner, "ssm.time_step_rank", n)
         return cls(n, inner // n, n_groups, n_state, kernel)
 
 
@@ -518,12 +493,8 @@ class DeltaNet:
             meta.read(f"ssm.{key}", int, low=1, high=1 << 20)
             for key in ("group_count", "time_step_rank", "state_size", "inner_size", "conv_kernel")
         )
-        if n_values % n_keys or inner % n_values:
-            raise ModelError(
-                f"{meta.architecture}.ssm.time_step_rank is {n_values}, which is no multiple of "
-                f"{meta.architecture}.ssm.group_count, {n_keys}, or does not divide "
-                f"{meta.architecture}.ssm.inner_size, {inner}: the file is broken"
-            )
+        meta.check_multiple("ssm.time_step_rank", n_values, "ssm.group_count", n_keys)
+        meta.check_multiple("ssm.inner_size", inner, "ssm.time_step_rank", n_values)
         return cls(n_keys, n_values, dim, inner // n_values, kernel)
 
 

@@ -72,6 +72,14 @@ class Metadata:
         self._read.add(full)
         return _plain(self.values.get(full))
 
+    def check_multiple(self, key: str, n: int, of_key: str, of: int) -> None:
+        """Makes sure that the value of one key is a multiple of another's."""
+        if n % of:
+            raise ModelError(
+                f"{self.architecture}.{key} is {n}, which is no multiple of {self.architecture}.{of_key}, {of}: "
+                "the file is broken"
+            )
+
     def skip(self, *keys: str) -> None:
         """Lets be keys that change nothing in this architecture."""
         self._read.update(f"{self.architecture}.{key}" for key in keys)
@@ -326,16 +334,9 @@ class Header:
 
     def _heads(self, n: int, n_kv: int) -> Heads:
         meta, n_embd = self.meta, self.config.n_embd
-        if n % n_kv:
-            raise ModelError(
-                f"{meta.architecture}.attention.head_count is {n}, which is no multiple of "
-                f"{meta.architecture}.attention.head_count_kv, {n_kv}: the file is broken"
-            )
-        if meta.find("attention.key_length") is None and n_embd % n:
-            raise ModelError(
-                f"{meta.architecture}.embedding_length is {n_embd}, which is no multiple of "
-                f"{meta.architecture}.attention.head_count, {n}: the file is broken"
-            )
+        meta.check_multiple("attention.head_count", n, "attention.head_count_kv", n_kv)
+        if meta.find("attention.key_length") is None:
+            meta.check_multiple("embedding_length", n_embd, "attention.head_count", n)
         key_dim, value_dim = self.head_dims()
         return Heads(n, n_kv, key_dim or n_embd // n, value_dim or n_embd // n)
 

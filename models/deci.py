@@ -34,11 +34,9 @@ def hf_keys(config: Any) -> dict[str, Any]:
     heads, kv_heads, widths = map(list, zip(*_blocks(config), strict=True))
     dim = config.hidden_size // config.num_attention_heads
     lengths = {"attention.key_length": dim, "attention.value_length": dim}
-    return (
-        llama.hf_keys(config)
-        | lengths
-        | {"attention.head_count": heads, "attention.head_count_kv": kv_heads, "feed_forward_length": widths}
-    )
+    keys = llama.hf_keys(config) | lengths
+    keys |= {"attention.head_count": heads, "attention.head_count_kv": kv_heads, "feed_forward_length": widths}
+    return keys
 
 
 def hf_tensor(name: str, array: Array, config: Any) -> Array:

@@ -10,12 +10,8 @@ from localllm.models.config import Header
 from localllm.models.hf_convert import axes_keys
 from localllm.models.rope import make_rope, with_axes
 
-HF_NAMES = (
-    hf_names.COMMON
-    | hf_names.EXPERTS
-    | hf_names.SHARED_EXPERTS
-    | {"exp_probs_b.bias": "mlp.moe_statics.e_score_correction_bias"}
-)
+HF_NAMES = hf_names.COMMON | hf_names.EXPERTS | hf_names.SHARED_EXPERTS
+HF_NAMES |= {"exp_probs_b.bias": "mlp.moe_statics.e_score_correction_bias"}
 
 
 def hf_keys(config: Any) -> dict[str, Any]:

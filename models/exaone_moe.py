@@ -14,15 +14,12 @@ HF_NAMES = dots1.HF_NAMES | {"exp_probs_b.bias": "mlp.e_score_correction_bias"}
 
 
 def hf_keys(config: Any) -> dict[str, Any]:
-    return (
-        window_keys(config)
-        | routing_keys(config)
-        | {
-            "vocab_size": config.vocab_size,
-            "expert_shared_feed_forward_length": config.moe_intermediate_size * config.n_shared_experts,
-            "rope.scaling.type": "none",
-        }
-    )
+    keys = window_keys(config) | routing_keys(config)
+    return keys | {
+        "vocab_size": config.vocab_size,
+        "expert_shared_feed_forward_length": config.moe_intermediate_size * config.n_shared_experts,
+        "rope.scaling.type": "none",
+    }
 
 
 def record(m: Header) -> Graph:

@@ -14,12 +14,8 @@ from localllm.models.config import Header
 from localllm.models.hf_convert import Array, floats, mamba_keys, mamba_tensor
 from localllm.models.rope import make_rope
 
-HF_NAMES = (
-    hf_names.COMMON
-    | hf_names.mamba("mamba")
-    | hf_names.projections("feed_forward")
-    | {"output_norm": "model.final_layernorm", "ffn_norm": "pre_ff_layernorm.weight"}
-)
+HF_NAMES = hf_names.COMMON | hf_names.mamba("mamba") | hf_names.projections("feed_forward")
+HF_NAMES |= {"output_norm": "model.final_layernorm", "ffn_norm": "pre_ff_layernorm.weight"}
 
 
 def hf_keys(config: Any) -> dict[str, Any]:

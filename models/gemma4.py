@@ -10,34 +10,30 @@ from localllm.errors import ModelError
 from localllm.kernels import graph as g
 from localllm.kernels.graph import Graph, Tensor
 from localllm.models import hf_names
-from localllm.models.blocks import Layer, add, attend, chosen_experts, decoder, gated_mlp, norm, read_softcap, route
+from localllm.models.blocks import Layer, add, chosen_experts, decoder, gated_mlp, norm, read_softcap, route
 from localllm.models.config import Experts, Header, Heads
 from localllm.models.hf_convert import Array, proportional_factors, window_keys, window_pattern
 from localllm.models.rope import make_local_rope, make_rope
 from localllm.models.weights import Weights
 
-HF_NAMES = (
-    hf_names.COMMON
-    | hf_names.HEAD_NORMS
-    | hf_names.FOUR_NORMS
-    | {
-        "per_layer_token_embd": "model.embed_tokens_per_layer",
-        "per_layer_model_proj": "model.per_layer_model_projection",
-        "per_layer_proj_norm": "model.per_layer_projection_norm",
-        "inp_gate": "per_layer_input_gate",
-        "proj": "per_layer_projection",
-        "post_norm": "post_per_layer_input_norm",
-        "layer_output_scale.weight": "layer_scalar",
-        "ffn_gate_inp": "router.proj",
-        "ffn_gate_inp.scale": "router.scale",
-        "ffn_down_exps.scale": "router.per_expert_scale",
-        "ffn_gate_up_exps.weight": "experts.gate_up_proj",
-        "ffn_down_exps.weight": "experts.down_proj",
-        "post_ffw_norm_1": "post_feedforward_layernorm_1",
-        "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
-        "post_ffw_norm_2": "post_feedforward_layernorm_2",
-    }
-)
+HF_NAMES = hf_names.COMMON | hf_names.HEAD_NORMS | hf_names.FOUR_NORMS
+HF_NAMES |= {
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+    "layer_output_scale.weight": "layer_scalar",
+    "ffn_gate_inp": "router.proj",
+    "ffn_gate_inp.scale": "router.scale",
+    "ffn_down_exps.scale": "router.per_expert_scale",
+    "ffn_gate_up_exps.weight": "experts.gate_up_proj",
+    "ffn_down_exps.weight": "experts.down_proj",
+    "post_ffw_norm_1": "post_feedforward_layernorm_1",
+    "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+    "post_ffw_norm_2": "post_feedforward_layernorm_2",
+}
 
 
 def _full_attention(config: Any, name: str) -> int:
@@ -142,7 +138,8 @@ def attention(
         q, *kv = at.add(g.Linears(x, (query, *(w.matrix(name, d, width) for name in names))))
         k_norm = g.HeadNorm(at.norm_eps, w.vector("attn_k_norm", heads.key_dim))
         q = at.add(g.RopeAppend(q, kv[0], kv[-1], cache, rope, q_norm, k_norm, g.HeadNorm(at.norm_eps)))
-    return at.linear(attend(at, q, cache, heads, window=window, scale=1.0, has_spans=has_spans), "attn_output", d)
+    y = at.add(g.Attention(q, cache, 1.0, window, has_spans=has_spans))
+    return at.linear(y, "attn_output", d)
 
 
 def routed(at: Layer, x: Tensor, experts: Experts) -> Tensor:

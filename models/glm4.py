@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from localllm.kernels.graph import Graph, Tensor
+from localllm.kernels.graph import Graph
 from localllm.models import hf_names
-from localllm.models.blocks import Layer, add, attention, decoder, gated_mlp, norm
+from localllm.models.blocks import llama_like
 from localllm.models.config import Header
 from localllm.models.hf_convert import Array, axes_keys, rotated_part
 from localllm.models.rope import make_rope, with_axes
@@ -32,15 +32,7 @@ def hf_tensor(name: str, array: Array, config: Any) -> Array:
 
 
 def record(m: Header) -> Graph:
-    heads, n_ff = m.heads(), m.mlp_width()
     # Those that see images rotate by several axes, which agree for text, and their rows are reordered for it.
     has_axes = any(m.meta.find("rope.dimension_sections") or ())
-    rope = with_axes(m, make_rope(m, heads.key_dim, interleaved=not has_axes), in_turn=False)
-
-    def layer(at: Layer, x: Tensor) -> Tensor:
-        y = attention(at, norm(at, "attn_norm", x), heads, rope)
-        x = add(at, norm(at, "post_attention_norm", y), x)
-        y = gated_mlp(at, norm(at, "ffn_norm", x), n_ff)
-        return add(at, norm(at, "post_ffw_norm", y), x)
-
-    return decoder(m, layer)
+    rope = with_axes(m, make_rope(m, m.heads().key_dim, interleaved=not has_axes), in_turn=False)
+    return llama_like(m, rope, post_norm_eps=m.norm_eps)

@@ -6,18 +6,16 @@ from typing import Any
 
 import numpy as np
 
-from localllm.kernels.graph import Columns, Graph, MixStreams, Scale, SideBySide, Tensor
+from localllm.kernels.graph import Columns, Graph, MixStreams, Scale, Tensor
 from localllm.models import deepseek2, deepseek32, hy_v4, kimi_linear
 from localllm.models.blocks import Layer, decoder, gated_mlp, mixture, norm
 from localllm.models.config import Header
 from localllm.models.hf_convert import Array, floats
 
-HF_NAMES = (
-    deepseek32.HF_NAMES
-    | {name: theirs for name, theirs in kimi_linear.HF_NAMES.items() if name.startswith("ssm_")}
-    | {f"hc_{half}_{x}.weight": f"hc_{half}_{x}" for half in ("attn", "ffn") for x in ("fn", "base", "scale")}
-    | {f"indexer_compressor_{x}.weight": f"self_attn.indexer.index_kpool_compress_{x}" for x in ("gate", "ape")}
-)
+HF_NAMES = dict(deepseek32.HF_NAMES)
+HF_NAMES |= {name: theirs for name, theirs in kimi_linear.HF_NAMES.items() if name.startswith("ssm_")}
+HF_NAMES |= {f"hc_{half}_{x}.weight": f"hc_{half}_{x}" for half in ("attn", "ffn") for x in ("fn", "base", "scale")}
+HF_NAMES |= {f"indexer_compressor_{x}.weight": f"self_attn.indexer.index_kpool_compress_{x}" for x in ("gate", "ape")}
 
 
 def hf_keys(config: Any) -> dict[str, Any]:
@@ -75,13 +73,10 @@ def record(m: Header) -> Graph:
             y = mixture(at, x, own, limits=limit)
         return connections.behind(at, y, streams, more)
 
-    def begin(at: Layer, x: Tensor) -> Tensor:
-        return at.add(SideBySide((x,) * connections.n))
-
     def end(at: Layer, name: str, streams: Tensor) -> Tensor:
         n = connections.n
         first, others = at.add(Columns(streams, range(d))), at.add(Columns(streams, range(d, n * d)))
         total = at.add(MixStreams(others, None, n - 1, first, offset=1.0))
         return norm(at, name, at.add(Scale(total, 1 / n)))
 
-    return decoder(m, layer, change_embedding=begin, output_norm=end)
+    return decoder(m, layer, change_embedding=connections.begin, output_norm=end)

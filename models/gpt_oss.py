@@ -11,17 +11,14 @@ from localllm.models.config import Header
 from localllm.models.hf_convert import Array, sliding_window
 from localllm.models.rope import make_rope
 
-HF_NAMES = (
-    hf_names.COMMON
-    | hf_names.STACKED_EXPERTS
-    | {
-        "post_attention_norm": "post_attention_layernorm",
-        "attn_sinks.weight": "self_attn.sinks",
-        "ffn_gate_inp": "mlp.router",
-        "ffn_gate_up_exps.bias": "mlp.experts.gate_up_proj_bias",
-        "ffn_down_exps.bias": "mlp.experts.down_proj_bias",
-    }
-)
+HF_NAMES = hf_names.COMMON | hf_names.STACKED_EXPERTS
+HF_NAMES |= {
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_sinks.weight": "self_attn.sinks",
+    "ffn_gate_inp": "mlp.router",
+    "ffn_gate_up_exps.bias": "mlp.experts.gate_up_proj_bias",
+    "ffn_down_exps.bias": "mlp.experts.down_proj_bias",
+}
 
 
 def hf_keys(config: Any) -> dict[str, Any]:

@@ -26,18 +26,15 @@ from localllm.models.hf_convert import (
 )
 from localllm.models.rope import make_rope
 
-HF_NAMES = (
-    hf_names.COMMON
-    | hf_names.mamba("mamba")
-    | {
-        "attn_sinks.weight": "self_attn.sinks",
-        "ffn_gate_inp": "block_sparse_moe.router.layer",
-        "ffn_gate_up_exps": "block_sparse_moe.input_linear",
-        "ffn_down_exps": "block_sparse_moe.output_linear",
-        "ffn_gate_up_shexp": "shared_mlp.input_linear",
-        "ffn_down_shexp": "shared_mlp.output_linear",
-    }
-)
+HF_NAMES = hf_names.COMMON | hf_names.mamba("mamba")
+HF_NAMES |= {
+    "attn_sinks.weight": "self_attn.sinks",
+    "ffn_gate_inp": "block_sparse_moe.router.layer",
+    "ffn_gate_up_exps": "block_sparse_moe.input_linear",
+    "ffn_down_exps": "block_sparse_moe.output_linear",
+    "ffn_gate_up_shexp": "shared_mlp.input_linear",
+    "ffn_down_shexp": "shared_mlp.output_linear",
+}
 
 #: GGUF's names of what ``granite_swa`` leaves in one, and calls otherwise than Granite 3.
 _SWA_EXPERTS = {

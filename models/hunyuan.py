@@ -10,16 +10,12 @@ from localllm.models.config import Header
 from localllm.models.hf_convert import head_dim
 from localllm.models.rope import make_rope, stretched_base, with_axes
 
-HF_NAMES = (
-    hf_names.COMMON
-    | hf_names.EXPERTS
-    | hf_names.projections("mlp.shared_mlp", "_shexp")
-    | {
-        "attn_q_norm": "self_attn.query_layernorm",
-        "attn_k_norm": "self_attn.key_layernorm",
-        "ffn_gate_inp": "mlp.gate.wg",
-    }
-)
+HF_NAMES = hf_names.COMMON | hf_names.EXPERTS | hf_names.projections("mlp.shared_mlp", "_shexp")
+HF_NAMES |= {
+    "attn_q_norm": "self_attn.query_layernorm",
+    "attn_k_norm": "self_attn.key_layernorm",
+    "ffn_gate_inp": "mlp.gate.wg",
+}
 
 
 def hf_keys(config: Any) -> dict[str, Any]:

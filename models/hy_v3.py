@@ -4,11 +4,8 @@ from typing import Any
 
 from localllm.models import dots1, hf_names
 
-HF_NAMES = (
-    dots1.HF_NAMES
-    | hf_names.projections("mlp.shared_mlp", "_shexp")
-    | {"ffn_gate_inp": "mlp.router.gate", "exp_probs_b": "mlp.expert_bias"}
-)
+HF_NAMES = dots1.HF_NAMES | hf_names.projections("mlp.shared_mlp", "_shexp")
+HF_NAMES |= {"ffn_gate_inp": "mlp.router.gate", "exp_probs_b": "mlp.expert_bias"}
 record = dots1.record
 
 

@@ -68,6 +68,9 @@ class Connections:
         rounds = max(1, self.n_rounds)
         return at.add(HyperWeights(x, *vectors, n, self.eps, self.magnitude, self.more, rounds))
 
+    def begin(self, at: Layer, x: Tensor) -> Tensor:
+        return at.add(SideBySide((x,) * self.n))
+
     def before(self, at: Layer, name: str, streams: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The input of half a layer, and the other weights."""
         before, *others = self.weights(at, name, streams, 3 if self.n_rounds else 2)
@@ -100,11 +103,8 @@ def record(m: Header) -> Graph:
         y = feed_forward(at, norm(at, "ffn_norm", x), ffn, limits=limits[at.number])
         return connections.behind(at, y, streams, more)
 
-    def begin(at: Layer, x: Tensor) -> Tensor:
-        return at.add(SideBySide((x,) * connections.n))
-
     def end(at: Layer, name: str, streams: Tensor) -> Tensor:
         (before,) = connections.weights(at, "output_hc", streams, 1)
         return norm(at, name, at.add(MixStreams(streams, before, connections.n)))
 
-    return decoder(m, layer, change_embedding=begin, output_norm=end)
+    return decoder(m, layer, change_embedding=connections.begin, output_norm=end)

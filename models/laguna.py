@@ -11,13 +11,9 @@ from localllm.models.config import Header
 from localllm.models.hf_convert import head_dim, window_keys
 from localllm.models.rope import make_local_rope, make_rope
 
-HF_NAMES = (
-    hf_names.COMMON
-    | hf_names.HEAD_NORMS
-    | hf_names.EXPERTS
-    | hf_names.projections("mlp.shared_expert", "_shexp")
-    | {"attn_gate": "self_attn.g_proj", "exp_probs_b.bias": "mlp.experts.e_score_correction_bias"}
-)
+HF_NAMES = hf_names.COMMON | hf_names.HEAD_NORMS | hf_names.EXPERTS
+HF_NAMES |= hf_names.projections("mlp.shared_expert", "_shexp")
+HF_NAMES |= {"attn_gate": "self_attn.g_proj", "exp_probs_b.bias": "mlp.experts.e_score_correction_bias"}
 
 
 def hf_keys(config: Any) -> dict[str, Any]:

@@ -56,16 +56,8 @@ def record(m: Header) -> Graph:
         y, own_heads, window = norm(at, "attn_norm", x), heads[at.number], windows[at.number]
         residual = None if is_third else x
         if own_heads:
-            y = attention(
-                at,
-                y,
-                own_heads,
-                local_rope if window else rope,
-                qk_norm="head",
-                window=window,
-                has_gate=is_third,
-                residual=residual,
-            )
+            options: Any = {"window": window, "has_gate": is_third, "residual": residual}
+            y = attention(at, y, own_heads, local_rope if window else rope, qk_norm="head", **options)
         else:
             y = short_convolution(at, y, kernel, residual=residual)
         if not is_third:

@@ -5,16 +5,13 @@ from typing import Any
 from localllm.models import hf_names, lfm2
 from localllm.models.hf_convert import Array, head_dim, proportional_factors, window_keys
 
-HF_NAMES = (
-    lfm2.HF_NAMES
-    | hf_names.HEAD_NORMS
-    | {
-        "attn_output": "self_attn.o_proj",
-        "attn_gate": "self_attn.gate_proj",
-        "post_attention_norm": "post_operator_norm",
-        "post_ffw_norm": "post_ffn_norm",
-    }
-)
+HF_NAMES = lfm2.HF_NAMES | hf_names.HEAD_NORMS
+HF_NAMES |= {
+    "attn_output": "self_attn.o_proj",
+    "attn_gate": "self_attn.gate_proj",
+    "post_attention_norm": "post_operator_norm",
+    "post_ffw_norm": "post_ffn_norm",
+}
 hf_tensor, record = lfm2.hf_tensor, lfm2.record
 
 

@@ -11,16 +11,13 @@ from localllm.models.config import Header
 from localllm.models.hf_convert import Array, rotated_part
 from localllm.models.rope import make_rope
 
-HF_NAMES = (
-    hf_names.COMMON
-    | hf_names.projections("feed_forward")
-    | hf_names.projections("feed_forward.shared_expert", "_shexp")
-    | {
-        "ffn_gate_inp": "feed_forward.router",
-        "ffn_gate_up_exps.weight": "feed_forward.experts.gate_up_proj",
-        "ffn_down_exps.weight": "feed_forward.experts.down_proj",
-    }
-)
+HF_NAMES = hf_names.COMMON | hf_names.projections("feed_forward")
+HF_NAMES |= hf_names.projections("feed_forward.shared_expert", "_shexp")
+HF_NAMES |= {
+    "ffn_gate_inp": "feed_forward.router",
+    "ffn_gate_up_exps.weight": "feed_forward.experts.gate_up_proj",
+    "ffn_down_exps.weight": "feed_forward.experts.down_proj",
+}
 
 
 def hf_keys(config: Any) -> dict[str, Any]:

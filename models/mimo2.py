@@ -10,15 +10,12 @@ from localllm.models.config import Header
 from localllm.models.hf_convert import head_dim, routing_keys, sliding_window, window_pattern
 from localllm.models.rope import make_local_rope, make_rope
 
-HF_NAMES = (
-    hf_names.COMMON
-    | hf_names.EXPERTS
-    | {
-        "attn_qkv": "self_attn.qkv_proj",
-        "attn_sinks.weight": "self_attn.attention_sink_bias",
-        "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
-    }
-)
+HF_NAMES = hf_names.COMMON | hf_names.EXPERTS
+HF_NAMES |= {
+    "attn_qkv": "self_attn.qkv_proj",
+    "attn_sinks.weight": "self_attn.attention_sink_bias",
+    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+}
 
 
 def hf_keys(config: Any) -> dict[str, Any]:
@@ -26,26 +23,20 @@ def hf_keys(config: Any) -> dict[str, Any]:
     pattern = [bool(flag) for flag in values.get("hybrid_layer_pattern") or ()] or window_pattern(config)
     n_local = values.get("swa_num_key_value_heads") or 2 * n_kv
     part = rope.get("full_attention", rope)["partial_rotary_factor"]
-    return (
-        sliding_window(config)
-        | routing_keys(config)
-        | {
-            "attention.sliding_window_pattern": list(map(int, pattern)),
-            "attention.head_count_kv": [n_local if has_window else n_kv for has_window in pattern],
-            "attention.value_length": config.v_head_dim,
-            "attention.value_scale": values.get("attention_value_scale"),
-            "rope.dimension_count": int(head_dim(config) * part),
-            "rope.freq_base_swa": rope.get("sliding_attention", {}).get("rope_theta") or values.get("swa_rope_theta"),
-        }
-    )
+    keys = sliding_window(config) | routing_keys(config)
+    return keys | {
+        "attention.sliding_window_pattern": list(map(int, pattern)),
+        "attention.head_count_kv": [n_local if has_window else n_kv for has_window in pattern],
+        "attention.value_length": config.v_head_dim,
+        "attention.value_scale": values.get("attention_value_scale"),
+        "rope.dimension_count": int(head_dim(config) * part),
+        "rope.freq_base_swa": rope.get("sliding_attention", {}).get("rope_theta") or values.get("swa_rope_theta"),
+    }
 
 
 def record(m: Header) -> Graph:
-    heads, ffn, windows = (
-        m.heads_of_layers(),
-        m.feed_forward(m.experts(gating="sigmoid")),
-        m.windows(period=1, kind=int),
-    )
+    heads, ffn = m.heads_of_layers(), m.feed_forward(m.experts(gating="sigmoid"))
+    windows = m.windows(period=1, kind=int)
     key_dim, _ = m.head_dims()
     rope, local_rope = make_rope(m, key_dim), make_local_rope(m, key_dim)
     scale = m.meta.read("attention.value_scale", float, 1.0, low=0.0, high=1e6)

@@ -9,12 +9,8 @@ from localllm.models.config import Header
 from localllm.models.hf_convert import rotated_part
 from localllm.models.rope import make_rope
 
-HF_NAMES = (
-    hf_names.COMMON
-    | hf_names.HEAD_NORMS
-    | hf_names.w123_experts("block_sparse_moe")
-    | {"exp_probs_b.bias": "block_sparse_moe.e_score_correction_bias"}
-)
+HF_NAMES = hf_names.COMMON | hf_names.HEAD_NORMS | hf_names.w123_experts("block_sparse_moe")
+HF_NAMES |= {"exp_probs_b.bias": "block_sparse_moe.e_score_correction_bias"}
 
 
 def hf_keys(config: Any) -> dict[str, Any]:

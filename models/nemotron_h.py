@@ -60,16 +60,13 @@ def hf_keys(config: Any) -> dict[str, Any]:
     if "moe" not in kinds:
         absent = ("expert_count", "expert_used_count", "expert_feed_forward_length")
         return keys | {"feed_forward_length": of("mlp", config.intermediate_size)} | dict.fromkeys(absent)
-    return (
-        routing_keys(config)
-        | keys
-        | {
-            "leading_dense_block_count": None,
-            "feed_forward_length": of("moe", config.moe_intermediate_size),
-            "expert_shared_feed_forward_length": config.moe_shared_expert_intermediate_size,
-            "moe_latent_size": getattr(config, "moe_latent_size", None),
-        }
-    )
+    keys = routing_keys(config) | keys
+    return keys | {
+        "leading_dense_block_count": None,
+        "feed_forward_length": of("moe", config.moe_intermediate_size),
+        "expert_shared_feed_forward_length": config.moe_shared_expert_intermediate_size,
+        "moe_latent_size": getattr(config, "moe_latent_size", None),
+    }
 
 
 def record(m: Header) -> Graph:

@@ -3,13 +3,15 @@ be clamped."""
 
 from typing import Any
 
+import numpy as np
+
 from localllm.kernels.graph import Graph, LayerNorm, Tensor
 from localllm.models import hf_names
 from localllm.models.blocks import Layer, attention, decoder, gated_mlp
 from localllm.models.config import Header
 from localllm.models.hf_convert import interleave_query_and_key
 from localllm.models.rope import make_rope
-from localllm.models.weights import Ones
+from localllm.models.weights import ArrayWeight
 
 HF_NAMES = hf_names.COMMON
 hf_tensor = interleave_query_and_key
@@ -25,10 +27,11 @@ def hf_keys(config: Any) -> dict[str, Any]:
 
 def record(m: Header) -> Graph:
     heads, n_ff, rope = m.heads(), m.mlp_width(), make_rope(m, m.heads().key_dim, interleaved=True)
+    ones = ArrayWeight("ones", np.ones(m.config.n_embd, np.float32))
     clamp = m.meta.read("attention.clamp_kqv", float, 0.0, low=0.0, high=1e6)
 
     def norm(at: Layer, name: str, x: Tensor) -> Tensor:
-        return at.add(LayerNorm(x, Ones(x.width), None, at.norm_eps))
+        return at.add(LayerNorm(x, ones, None, at.norm_eps))
 
     def layer(at: Layer, x: Tensor) -> Tensor:
         x = attention(at, norm(at, "", x), heads, rope, clamp=clamp, residual=x)

@@ -15,25 +15,20 @@ from localllm.models.config import Header
 from localllm.models.hf_convert import Array, add_one_to_norms, rotated_part
 from localllm.models.rope import make_rope, with_axes
 
-HF_NAMES = (
-    hf_names.COMMON
-    | hf_names.HEAD_NORMS
-    | hf_names.EXPERTS
-    | hf_names.STACKED_EXPERTS
-    | hf_names.SHARED_EXPERT
-    | {
-        "post_attention_norm": "post_attention_layernorm",
-        "attn_qkv": "linear_attn.in_proj_qkv",
-        "attn_gate": "linear_attn.in_proj_z",
-        "ssm_alpha": "linear_attn.in_proj_a",
-        "ssm_beta": "linear_attn.in_proj_b",
-        "ssm_a": "linear_attn.A_log",
-        "ssm_dt.bias": "linear_attn.dt_bias",
-        "ssm_conv1d": "linear_attn.conv1d",
-        "ssm_norm": "linear_attn.norm",
-        "ssm_out": "linear_attn.out_proj",
-    }
-)
+HF_NAMES = hf_names.COMMON | hf_names.HEAD_NORMS | hf_names.EXPERTS | hf_names.STACKED_EXPERTS
+HF_NAMES |= hf_names.SHARED_EXPERT
+HF_NAMES |= {
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_a": "linear_attn.A_log",
+    "ssm_dt.bias": "linear_attn.dt_bias",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+}
 
 
 def hf_tensor(name: str, array: Array, config: Any) -> Array:

@@ -13,13 +13,9 @@ from localllm.models.config import Header
 from localllm.models.hf_convert import Array, add_one_to_norms, head_dim, llama3_factors, window_keys, window_pattern
 from localllm.models.rope import make_local_rope, make_rope
 
-HF_NAMES = (
-    hf_names.COMMON
-    | hf_names.HEAD_NORMS
-    | hf_names.projections("share_expert", "_shexp")
-    | {f"ffn_{name}_exps": f"moe.{name}_proj" for name in ("gate", "up", "down")}
-    | {"attn_gate": "self_attn.g_proj", "ffn_gate_inp": "moe.gate", "exp_probs_b.bias": "moe.router_bias"}
-)
+HF_NAMES = hf_names.COMMON | hf_names.HEAD_NORMS | hf_names.projections("share_expert", "_shexp")
+HF_NAMES |= {f"ffn_{name}_exps": f"moe.{name}_proj" for name in ("gate", "up", "down")}
+HF_NAMES |= {"attn_gate": "self_attn.g_proj", "ffn_gate_inp": "moe.gate", "exp_probs_b.bias": "moe.router_bias"}
 hf_tensor = add_one_to_norms
 
 #: Of a head's values, those that rotate in layers without a window: files say it of the others.
@@ -40,20 +36,17 @@ def hf_keys(config: Any) -> dict[str, Any]:
         f"swiglu_clamp_{ours}": [float(limit or 0) for limit in values.get(f"swiglu_limits{theirs}") or ()] or None
         for ours, theirs in (("exp", ""), ("shexp", "_shared"))
     }
-    return (
-        window_keys(config)
-        | limits
-        | {
-            "attention.head_count": [n_local if has_window else n for has_window in window_pattern(config)],
-            "attention.head_count_kv": [config.num_key_value_heads] * config.num_hidden_layers,
-            "expert_gating_func": 2,
-            "expert_shared_feed_forward_length": config.share_expert_dim,
-            "expert_weights_norm": True,
-            "expert_weights_scale": config.moe_router_scaling_factor,
-            "leading_dense_block_count": kinds.index("sparse") if "sparse" in kinds else 0,
-            "moe_every_n_layers": 1,
-        }
-    )
+    keys = window_keys(config) | limits
+    return keys | {
+        "attention.head_count": [n_local if has_window else n for has_window in window_pattern(config)],
+        "attention.head_count_kv": [config.num_key_value_heads] * config.num_hidden_layers,
+        "expert_gating_func": 2,
+        "expert_shared_feed_forward_length": config.share_expert_dim,
+        "expert_weights_norm": True,
+        "expert_weights_scale": config.moe_router_scaling_factor,
+        "leading_dense_block_count": kinds.index("sparse") if "sparse" in kinds else 0,
+        "moe_every_n_layers": 1,
+    }
 
 
 def hf_extra(config: Any) -> dict[str, Array]:

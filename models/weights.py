@@ -146,51 +146,34 @@ class PositionTable:
 
 
 @dataclass(frozen=True, eq=False)
-class Ones:
-    """A vector of ones: the weights of a norm that has none."""
+class ArrayWeight:
+    """A weight in float32 that is in memory, not in a file."""
 
-    n: int
-    name = "ones"
+    name: str
+    values: NDArray[np.float32]
     type = GGMLType.F32
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (self.n,)
+        return self.values.shape
 
     @property
     def data(self) -> NDArray[np.uint8]:
-        return np.ones(self.n, np.float32).view(np.uint8)
+        return np.ascontiguousarray(self.values).view(np.uint8)
 
     def drop_pages(self) -> None:
         """There are none."""
 
 
-@dataclass(frozen=True, eq=False)
-class Slopes:
+def slopes(n: int, max_bias: float) -> ArrayWeight:
     """By how much scores of each of ``n`` heads fall with every position between query and key (ALiBi).
 
     Powers of 2^(-max_bias / P), of as many heads as P, the power of two that is at most ``n``; the others have the
     odd powers of its root.  Source: arXiv:2108.12409.
     """
-
-    n: int
-    max_bias: float
-    name = "slopes"
-    type = GGMLType.F32
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (self.n,)
-
-    @property
-    def data(self) -> NDArray[np.uint8]:
-        power = 1 << (self.n.bit_length() - 1)
-        heads = np.arange(self.n)
-        exponents = np.where(heads < power, heads + 1, heads - power + 0.5) / power
-        return (2.0 ** (-self.max_bias * exponents)).astype(np.float32).view(np.uint8)
-
-    def drop_pages(self) -> None:
-        """There are none."""
+    power, heads = 1 << (n.bit_length() - 1), np.arange(n)
+    exponents = np.where(heads < power, heads + 1, heads - power + 0.5) / power
+    return ArrayWeight("slopes", (2.0 ** (-max_bias * exponents)).astype(np.float32))
 
 
 class Weights:

@@ -489,7 +489,7 @@ def _books(type: GGMLType) -> _Codebooks:
     IQ1 moves all values by 1/8 up or down: in IQ1_S the same way for a whole sub-block, which chooses one of two
     books; in IQ1_M for each row, which is one book of twice the rows.
     """
-    rows = grid(cast(GridFormat, FORMATS[type]).grid_name)
+    rows = grid(type)
     unit, books = 1.0, [rows]
     if type in (GGMLType.IQ1_S, GGMLType.IQ1_M):
         unit, books = 1 / 8, [8 * rows + 1, 8 * rows - 1]

@@ -9,14 +9,15 @@ from functools import cache
 import numpy as np
 
 from localllm.quant.bits import Bytes, Floats, Ints
+from localllm.quant.types import GGMLType
 
 
 @cache
-def grid(name: str) -> Floats:
-    """The codebook of the format ``name`` (``"IQ2_XXS"``, …): float32 [entries, 4 or 8]."""
+def grid(type: GGMLType) -> Floats:
+    """The codebook of a format: float32 [entries, 4 or 8]."""
     import gguf.quants
 
-    table = getattr(gguf.quants, name)
+    table = getattr(gguf.quants, type.name)
     table.init_grid()
     values: Floats = np.ascontiguousarray(table.grid.reshape(table.grid_shape), dtype=np.float32)
     values.flags.writeable = False

@@ -35,7 +35,6 @@ class GridParts:
 class GridFormat(BlockFormat):
     """A format whose values are rows of a codebook, with signs, times a scale."""
 
-    grid_name: ClassVar[str]  # whose codebook it is, for `grid`
     unit: ClassVar[float] = 1  # the values, before they are scaled, are integers times this
 
     @abstractmethod
@@ -62,7 +61,7 @@ class GridFormat(BlockFormat):
 
     def decode(self, blocks: Bytes, out: Floats) -> None:
         parts = self.unpack(blocks)
-        codebook = grid(self.grid_name)
+        codebook = grid(self.type)
         rows = out.reshape(*parts.index.shape, codebook.shape[1])
         # An index has no more bits than the codebook has rows for: "clip" only spares numpy a buffer.
         np.take(codebook, parts.index, axis=0, out=rows, mode="clip")
@@ -109,7 +108,6 @@ class IQ2_XXS(GridFormat):
     """
 
     type = GGMLType.IQ2_XXS
-    grid_name = "IQ2_XXS"
     layout = np.dtype([("d", "<f2"), ("groups", [("grid", "u1", 4), ("signs", "<u4")], 8)])
 
     def unpack(self, blocks: Bytes) -> GridParts:
@@ -134,7 +132,6 @@ class IQ2_XS(GridFormat):
     """
 
     type = GGMLType.IQ2_XS
-    grid_name = "IQ2_XS"
     layout = np.dtype([("d", "<f2"), ("qs", "<u2", 32), ("scales", "u1", 8)])
 
     def unpack(self, blocks: Bytes) -> GridParts:
@@ -159,7 +156,6 @@ class IQ2_S(GridFormat):
     """
 
     type = GGMLType.IQ2_S
-    grid_name = "IQ2_S"
     layout = np.dtype([("d", "<f2"), ("qs", "u1", 32), ("signs", "u1", 32), ("qh", "u1", 8), ("scales", "u1", 8)])
 
     def unpack(self, blocks: Bytes) -> GridParts:
@@ -185,7 +181,6 @@ class IQ3_XXS(GridFormat):
     """
 
     type = GGMLType.IQ3_XXS
-    grid_name = "IQ3_XXS"
     layout = np.dtype([("d", "<f2"), ("qs", "u1", 64), ("signs", "<u4", 8)])
 
     def unpack(self, blocks: Bytes) -> GridParts:
@@ -211,7 +206,6 @@ class IQ3_S(GridFormat):
     """
 
     type = GGMLType.IQ3_S
-    grid_name = "IQ3_S"
     layout = np.dtype([("d", "<f2"), ("qs", "u1", 64), ("qh", "u1", 8), ("signs", "u1", 32), ("scales", "u1", 4)])
 
     def unpack(self, blocks: Bytes) -> GridParts:
@@ -246,7 +240,6 @@ class IQ1_S(ShiftedGridFormat):
     """
 
     type = GGMLType.IQ1_S
-    grid_name = "IQ1_S"
     layout = np.dtype([("d", "<f2"), ("qs", "u1", 32), ("qh", "<u2", 8)])
 
     def unpack(self, blocks: Bytes) -> GridParts:
@@ -273,7 +266,6 @@ class IQ1_M(ShiftedGridFormat):
     """
 
     type = GGMLType.IQ1_M
-    grid_name = "IQ1_S"
     layout = np.dtype([("qs", "u1", 32), ("qh", "u1", 16), ("scales", "<u2", 4)])
 
     def unpack(self, blocks: Bytes) -> GridParts:

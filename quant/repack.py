@@ -120,7 +120,7 @@ _MASK_WORDS = _MASK_BITS.view(np.uint64)[:, 0]
 @cache
 def _code_rows(source: GridFormat, target: LUTType) -> npt.NDArray[Any]:
     """The codebook in codes of ``target``, masks clear: words of as many bytes as a row has values."""
-    values = grid(source.grid_name).copy()
+    values = grid(source.type).copy()
     rows = values.reshape(1, -1, 8)
     source.apply_masks(rows, np.zeros(rows.shape[:2], np.uint8))
     unsigned = np.array(target.table[: len(target.table) // 2])

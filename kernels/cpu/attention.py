@@ -566,39 +566,16 @@ def attend_splits(
         clear(split_state, n_rows)
         ahead = block_at(values, table, low, value_bytes)
         score_split(
-            queries,
-            n_rows,
-            limits,
-            keys,
-            table,
-            key_bytes,
-            low,
-            high,
-            scores,
-            soft_cap,
-            falls,
-            ahead,
-            selected,
-            gathered,
-        )
+            queries, n_rows, limits, keys, table, key_bytes, low, high, scores, soft_cap, falls, ahead,
+            selected, gathered,
+        )  # fmt: skip
         ahead = block_at(values, table, min(low + 1, high - 1), value_bytes)
         split_weights(scores, n_rows, limits, low, high, split_state, ahead)
         ahead = block_at(keys, table, min(high, n_pages - 1), key_bytes)
         add_split(
-            scores,
-            n_rows,
-            limits,
-            values,
-            table,
-            value_bytes,
-            low,
-            high,
-            scaled,
-            split_state,
-            ahead,
-            selected,
-            gathered,
-        )
+            scores, n_rows, limits, values, table, value_bytes, low, high, scaled, split_state, ahead,
+            selected, gathered,
+        )  # fmt: skip
         merge(state, split_state, n_rows)
 
 

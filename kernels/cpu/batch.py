@@ -179,12 +179,8 @@ class BatchTables:
 
     def fill(self, batch: Batch) -> None:
         """Puts a batch that was checked where the program reads it."""
-        views, n_tokens, n_outputs, n_sequences = (
-            self._views,
-            len(batch.ids),
-            len(batch.outputs),
-            len(batch.kv_lengths),
-        )
+        views, n_tokens = self._views, len(batch.ids)
+        n_outputs, n_sequences = len(batch.outputs), len(batch.kv_lengths)
         views[self.positions][:n_tokens] = batch.positions
         views[self.starts][: n_sequences + 1] = batch.query_starts
         if len(batch.states):

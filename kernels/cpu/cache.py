@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.errors import KernelError
-from localllm.kernels.backend import scatter
+from localllm.kernels.backend import HostCache
 from localllm.kernels.buffers import ALIGNMENT, Address, Buffer
 from localllm.kernels.cpu.cache_types import PAGE, layouts_of
 from localllm.kernels.cpu.memory import aligned_zeros
@@ -32,7 +32,7 @@ def block_bytes(cache: KVCache) -> tuple[int, int]:
     return keys.block_bytes(cache.key_dim), 0 if cache.values_in_keys else values.block_bytes(cache.value_dim)
 
 
-class CPUCache:
+class CPUCache(HostCache):
     """Keys and values, layer after layer, and behind them the states [n_states, …] one after the other."""
 
     page_size = PAGE
@@ -89,7 +89,6 @@ class CPUCache:
         return views
 
     def _where(self, group: int | None, number: int) -> list[NDArray[np.uint8]]:
-        """The bytes of a page in the layers of a group; with None, of a slot in all layers."""
         self._workers.wait_until_idle()
         if group is None:
             return [self._part(place, self.n_states, state_bytes(s))[number] for s, place in self.states.items()]
@@ -99,16 +98,3 @@ class CPUCache:
             if self._groups[layer] == group
             for part in parts
         ]
-
-    def copy(self, group: int | None, source: int, target: int) -> None:
-        for kept, copied in zip(self._where(group, source), self._where(group, target), strict=True):
-            copied[:] = kept
-
-    def n_bytes_of(self, group: int | None) -> int:
-        return sum(part.nbytes for part in self._where(group, 0))
-
-    def read(self, group: int | None, number: int) -> bytes:
-        return b"".join(part.tobytes() for part in self._where(group, number))
-
-    def write(self, group: int | None, number: int, data: bytes) -> None:
-        scatter(data, self._where(group, number))

@@ -73,17 +73,6 @@ def exp(x):
 
 
 @device
-def tanh(x):
-    """(e ** 2x - 1) / (e ** 2x + 1), within 3 units in the last place: 1 is taken away before it can cost digits."""
-    x = minimum(maximum(x + x, splat(EXP_LOW)), splat(EXP_HIGH))
-    n = to_int_rounded(x * splat(LOG2_E))
-    r = exp_rest(x, n)
-    power = power_of_two(n)
-    less_one = fma(fma(exp_polynomial(r), r * r, r), power, power - splat(ONE))
-    return less_one / (less_one + splat(TWO))
-
-
-@device
 def exp_less_one(x):
     """e ** x - 1: 1 is taken away before it can cost digits."""
     x = minimum(maximum(x, splat(EXP_LOW)), splat(EXP_HIGH))
@@ -91,6 +80,13 @@ def exp_less_one(x):
     r = exp_rest(x, n)
     power = power_of_two(n)
     return fma(fma(exp_polynomial(r), r * r, r), power, power - splat(ONE))
+
+
+@device
+def tanh(x):
+    """(e ** 2x - 1) / (e ** 2x + 1), within 3 units in the last place."""
+    less_one = exp_less_one(x + x)
+    return less_one / (less_one + splat(TWO))
 
 
 @device
@@ -136,11 +132,8 @@ def rms_norm(begin, end, x, weight, n_groups, n, width, weight_step, x_stride, y
     for token in range(begin, end):
         for group in range(n_groups):
             first = 4 * n * group
-            row, out, factors = (
-                x + token * x_stride + first,
-                y + token * y_stride + first,
-                weight + weight_step * group,
-            )
+            row, out = x + token * x_stride + first, y + token * y_stride + first
+            factors = weight + weight_step * group
             squares = zero_f32x16()
             for i in range(0, 4 * width, 64):
                 v = load_f32x16(row + i)

@@ -192,11 +192,8 @@ def _speeds_on_windows() -> list[float]:
     """By efficiency classes, of which the highest is the fastest."""
     classes = dict[tuple[int, int], int]()
     if sys.platform == "win32":
-        call, process, n_bytes = (
-            ctypes.windll.kernel32.GetSystemCpuSetInformation,
-            ctypes.c_void_p(-1),
-            ctypes.c_ulong(0),
-        )
+        call = ctypes.windll.kernel32.GetSystemCpuSetInformation
+        process, n_bytes = ctypes.c_void_p(-1), ctypes.c_ulong(0)
         call(None, 0, ctypes.byref(n_bytes), process, 0)
         data, place = ctypes.create_string_buffer(n_bytes.value), 0
         known = n_bytes.value if call(data, n_bytes, ctypes.byref(n_bytes), process, 0) else 0

@@ -67,7 +67,7 @@ i32x16 = Kind("i32x16", ir.VectorType(i32, 16))
 i8x64 = Kind("i8x64", ir.VectorType(i8, 64))
 VECTORS = (f32x16, i32x16, i8x64)
 
-intp, int32, float32, void = (Kind(name) for name in ("intp", "int32", "float32", "void"))
+intp, int32, float32, void = Kind("intp", i64), Kind("int32", i32), Kind("float32", f32), Kind("void")
 #: An integer that is known when the kernel is compiled; it reaches the function as a Python integer.
 literal = Kind("literal")
 

@@ -544,14 +544,8 @@ class Lowering:
                 tables.lasts if op.has_spans else tables.positions,
                 *(tables.block_tables[self.graph.group(cache)], tables.n_blocks),
                 *(1 if sees_span else op.window or op.chunk or tables.n_blocks * PAGE, *self.layers[cache.key]),
-                *(
-                    y.buffer,
-                    y.stride,
-                    partials,
-                    sinks,
-                    self.weights.vector(op.slopes),
-                    *self._address_and_stride(op.selected),
-                ),
+                *(y.buffer, y.stride, partials, sinks, self.weights.vector(op.slopes)),
+                *self._address_and_stride(op.selected),
                 *(float(op.scale) / (op.softcap or 1.0), float(op.softcap or 0)),
             ),
             n_heads,
@@ -604,14 +598,10 @@ class Lowering:
         keys = op.n_key_heads * d_k
         q, k, v = self._side_by_side(op.qkv, (keys, keys, n_heads * d_v))
         per_group = n_heads // op.n_key_heads if op.is_grouped else 0
-        gates = (
-            *self._address_and_stride(op.decay),
-            *self._address_and_stride(op.beta),
-            self.weights.vector(op.a),
-            self.weights.vector(op.dt_bias),
-        )
+        gates = *self._address_and_stride(op.decay), *self._address_and_stride(op.beta)
+        weights = self.weights.vector(op.a), self.weights.vector(op.dt_bias)
         constants = {"DELTA": True, "PER_CHANNEL": op.is_per_channel, "BOUNDED": op.bound != 0}
-        given, numbers = (*q, *k, *v, *gates, 0), (float(op.eps), d_k**-0.5, float(op.bound))
+        given, numbers = (*q, *k, *v, *gates, *weights, 0), (float(op.eps), d_k**-0.5, float(op.bound))
         return self._recurrence(op, given, op.n_key_heads, per_group, numbers, constants)
 
     def scan(self, op: g.Scan) -> Stored:

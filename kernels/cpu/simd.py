@@ -15,19 +15,29 @@ from localllm.kernels.cpu.instructions import *
 # -- Loads and stores ----------------------------------------------------------------------------------------------
 
 
-@op(f32x16, intp)
-def load_f32x16(b, address):
-    return load(b, address, f32x16.llvm)
+def _memory_ops(kind: Kind, name: str) -> tuple[Any, Any]:
+    """The operations ``load_NAME(address)`` and ``store_NAME(address, value)``."""
+
+    def load_op(b: Any, address: Any) -> Any:
+        return load(b, address, kind.llvm)
+
+    def store_op(b: Any, address: Any, value: Any) -> None:
+        store(b, address, value)
+
+    load_op.__name__, store_op.__name__ = f"load_{name}", f"store_{name}"
+    return op(kind, intp)(load_op), op(void, intp, kind)(store_op)
+
+
+load_f32x16, store_f32x16 = _memory_ops(f32x16, "f32x16")
+load_i8x64, store_i8x64 = _memory_ops(i8x64, "i8x64")
+load_f32, store_f32 = _memory_ops(float32, "f32")
+load_i32, store_i32 = _memory_ops(int32, "i32")
+load_i64, store_i64 = _memory_ops(intp, "i64")
 
 
 @op(i32x16, intp)
 def load_i32x16(b, address):
     return load(b, address, i32x16.llvm)
-
-
-@op(i8x64, intp)
-def load_i8x64(b, address):
-    return load(b, address, i8x64.llvm)
 
 
 @op(f32x16, intp)
@@ -55,16 +65,6 @@ def load_bf16x16(b, address):
     return b.bitcast(b.shl(bits, constant(16, i32, 16)), f32x16.llvm)
 
 
-@op(void, intp, i8x64)
-def store_i8x64(b, address, value):
-    store(b, address, value)
-
-
-@op(void, intp, f32x16)
-def store_f32x16(b, address, value):
-    store(b, address, value)
-
-
 @op(void, intp, f32x16)
 def store_s16x16(b, address, value):
     """Rounded to the nearest 16-bit number (ties to even); values must lie in -32768 … 32767."""
@@ -79,40 +79,10 @@ def rounded(b, value, bound):
     return b.fptosi(value, i64)
 
 
-@op(float32, intp)
-def load_f32(b, address):
-    return load(b, address, f32)
-
-
-@op(int32, intp)
-def load_i32(b, address):
-    return load(b, address, i32)
-
-
-@op(intp, intp)
-def load_i64(b, address):
-    return load(b, address, i64)
-
-
 @op(void, intp, intp)
 def store_i8(b, address, value):
     """The lowest byte."""
     store(b, address, b.trunc(value, i8))
-
-
-@op(void, intp, float32)
-def store_f32(b, address, value):
-    store(b, address, value)
-
-
-@op(void, intp, int32)
-def store_i32(b, address, value):
-    store(b, address, value)
-
-
-@op(void, intp, intp)
-def store_i64(b, address, value):
-    store(b, address, value)
 
 
 @op(intp, literal)
@@ -386,19 +356,17 @@ def as_int(b, x):
     return b.bitcast(x, i32x16.llvm)
 
 
-def _operator(symbol: Any, vector: Kind, emit: Callable[[Any, Any, Any], Any]) -> None:
-    """Lets kernels write ``x + y`` on vectors."""
-    OPERATORS.append((symbol, vector, emit))
-
-
-_operator(operator.add, f32x16, lambda b, x, y: b.fadd(x, y))
-_operator(operator.sub, f32x16, lambda b, x, y: b.fsub(x, y))
-_operator(operator.mul, f32x16, lambda b, x, y: b.fmul(x, y))
-_operator(operator.truediv, f32x16, lambda b, x, y: b.fdiv(x, y))
-_operator(operator.add, i32x16, lambda b, x, y: b.add(x, y))
-_operator(operator.sub, i32x16, lambda b, x, y: b.sub(x, y))
-_operator(operator.or_, i32x16, lambda b, x, y: b.or_(x, y))
-_operator(operator.or_, i8x64, lambda b, x, y: b.or_(x, y))
+#: What kernels may write on vectors.
+OPERATORS += [
+    (operator.add, f32x16, lambda b, x, y: b.fadd(x, y)),
+    (operator.sub, f32x16, lambda b, x, y: b.fsub(x, y)),
+    (operator.mul, f32x16, lambda b, x, y: b.fmul(x, y)),
+    (operator.truediv, f32x16, lambda b, x, y: b.fdiv(x, y)),
+    (operator.add, i32x16, lambda b, x, y: b.add(x, y)),
+    (operator.sub, i32x16, lambda b, x, y: b.sub(x, y)),
+    (operator.or_, i32x16, lambda b, x, y: b.or_(x, y)),
+    (operator.or_, i8x64, lambda b, x, y: b.or_(x, y)),
+]
 
 
 # -- Threads and programs ------------------------------------------------------------------------------------------

@@ -141,12 +141,8 @@ class Chooser:
     overrides: Sequence[tuple[re.Pattern[str], GGMLType]] = ()  # patterns of names and types for them
     _seen: dict[str, int] = field(default_factory=dict)
 
-    def type_of(self, name: str, shape: Sequence[int], old: GGMLType) -> GGMLType:
-        """The type for a tensor of numpy's ``shape`` that has the type ``old`` now."""
-        return fitting(self.wanted_type(name, shape, old), shape[-1] if shape else 1)
-
     def wanted_type(self, name: str, shape: Sequence[int], old: GGMLType) -> GGMLType:
-        """The same, also where its blocks do not fill the rows."""
+        """The type for a tensor of numpy's ``shape``, now of ``old``, also where its blocks do not fill rows."""
         _, default = MIXES[self.mix]
         if not is_quantizable(name, shape):
             return old

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from localllm.errors import ModelError, UsageError, path_text, quoted
 from localllm.files import check_is_new
 from localllm.gguf import Metadata
 from localllm.gguf.metadata import ValueType
 from localllm.gguf.writer import GGUFWriter, TensorSpec, encode_value
+from localllm.kernels.graph import Weight
 from localllm.parallel import in_order
 from localllm.quant.bits import Floats
 from localllm.quant.encode import ENCODABLE, FEEDBACK, Feedback, quantize
@@ -44,22 +44,13 @@ _FLOATS = (GGMLType.F32, GGMLType.F16, GGMLType.BF16)
 _SPLIT_KEYS = ("split.no", "split.count", "split.tensors.count")
 
 
-class SourceTensor(Protocol):
+class SourceTensor(Weight, Protocol):
     """A tensor of a source: `localllm.gguf.TensorInfo` describes it."""
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def type(self) -> GGMLType: ...
-    @property
-    def data(self) -> NDArray[np.uint8]: ...
     @property
     def n_values(self) -> int: ...
     @property
     def n_bytes(self) -> int: ...
-    def drop_pages(self) -> None: ...
 
 
 class SourceFile(Protocol):

@@ -50,7 +50,7 @@ from localllm.quant.types import BLOCK_SIZES, GGMLType
 from localllm.quantize import MIXES, ImportanceMatrix, plan, run
 from localllm.quantize.imatrix import Entry
 from localllm.quantize.imatrix_collection import chunks, collect
-from localllm.quantize.mixes import chooser_for, layer_order, needs_importance
+from localllm.quantize.mixes import chooser_for, fitting, layer_order, needs_importance
 from localllm.tokenizer import Tokenizer
 from tests.benchmarks.theirs import LlamaCpp, _binding
 from tests.helpers.gguf_writer import write_gguf
@@ -265,7 +265,10 @@ def mixes(folder: Path) -> int:
             for mix, (file_type, _) in MIXES.items():
                 for importance in (None, {name: np.ones(size, np.float32) for name, size in sizes.items()}):
                     chooser = chooser_for(mix, file.architecture, file.metadata, names, importance is not None)
-                    ours = {name: chooser.type_of(name, file.tensors[name].shape, GGMLType.F32) for name in names}
+                    ours = {}
+                    for name in names:
+                        shape = file.tensors[name].shape
+                        ours[name] = fitting(chooser.wanted_type(name, shape, GGMLType.F32), shape[-1])
                     blind = importance is None and any(
                         needs_importance(name, kind, mix) and kind is not GGMLType.F32 for name, kind in ours.items()
                     )

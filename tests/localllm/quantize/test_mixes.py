@@ -17,6 +17,7 @@ from localllm.quant.types import GGMLType
 from localllm.quantize.mixes import (
     MIXES,
     chooser_for,
+    fitting,
     is_quantizable,
     layer_order,
     mix_named,
@@ -55,7 +56,7 @@ def choose(
     names = names_of(n_layers, tied=tied)
     chooser = chooser_for(mix, architecture, metadata, names, importance, overrides)
     shape = {name: (width,) if "norm" in name else (64, width) for name in names}
-    return {name: chooser.type_of(name, shape[name], T.F32) for name in names}
+    return {name: fitting(chooser.wanted_type(name, shape[name], T.F32), shape[name][-1]) for name in names}
 
 
 def layers(types: dict[str, GGMLType], part: str, type: GGMLType) -> list[int]:
