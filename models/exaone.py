@@ -7,19 +7,19 @@ from localllm.models.config import Header
 from localllm.models.hf_convert import rotated_part
 from localllm.models.rope import make_rope
 
-HF_NAMES = hf_names.COMMON | {
-    "token_embd": "transformer.wte",
-    "output_norm": "transformer.ln_f",
-    "attn_norm": "ln_1",
-    "attn_q": "attn.attention.q_proj",
-    "attn_k": "attn.attention.k_proj",
-    "attn_v": "attn.attention.v_proj",
-    "attn_output": "attn.attention.out_proj",
-    "ffn_norm": "ln_2",
-    "ffn_gate": "mlp.c_fc_0",
-    "ffn_up": "mlp.c_fc_1",
-    "ffn_down": "mlp.c_proj",
-}
+HF_NAMES = (
+    hf_names.COMMON
+    | hf_names.GPT_2
+    | {
+        "attn_q": "attn.attention.q_proj",
+        "attn_k": "attn.attention.k_proj",
+        "attn_v": "attn.attention.v_proj",
+        "attn_output": "attn.attention.out_proj",
+        "ffn_gate": "mlp.c_fc_0",
+        "ffn_up": "mlp.c_fc_1",
+        "ffn_down": "mlp.c_proj",
+    }
+)
 hf_keys = rotated_part
 
 

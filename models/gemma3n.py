@@ -2,7 +2,6 @@
 becomes of the others (AltUp, arXiv:2301.13310); a low-rank path beside attention (LAuReL, arXiv:2411.07501); and in
 the first layers only the largest activations of the MLP."""
 
-from collections.abc import Mapping
 from statistics import NormalDist
 from typing import Any
 
@@ -15,28 +14,21 @@ from localllm.models.hf_convert import window_keys
 from localllm.models.rope import make_local_rope, make_rope
 from localllm.models.weights import Reshaped
 
-HF_NAMES: Mapping[str, str] = (
-    hf_names.COMMON
-    | hf_names.HEAD_NORMS
-    | hf_names.FOUR_NORMS
-    | {
-        name: gemma4.HF_NAMES[name]
-        for name in gemma4.HF_NAMES
-        if name.startswith(("per_layer", "inp_", "proj", "post_norm"))
-    }
-    | {
-        "altup_proj": "model.altup_projections.*",
-        "altup_unembd_proj": "model.altup_unembed_projections.*",
-        "altup_correct_coef": "altup.correction_coefs",
-        "altup_correct_scale.weight": "altup.correct_output_scale",
-        "altup_predict_coef": "altup.prediction_coefs",
-        "altup_router": "altup.modality_router",
-        "altup_router_norm": "altup.router_norm",
-        "laurel_l": "laurel.linear_left",
-        "laurel_r": "laurel.linear_right",
-        "laurel_post_norm": "laurel.post_laurel_norm",
-    }
-)
+HF_NAMES = hf_names.COMMON | hf_names.HEAD_NORMS | hf_names.FOUR_NORMS
+_OF_LAYERS = ("per_layer", "inp_", "proj", "post_norm")
+HF_NAMES |= {ours: theirs for ours, theirs in gemma4.HF_NAMES.items() if ours.startswith(_OF_LAYERS)}
+HF_NAMES |= {
+    "altup_proj": "model.altup_projections.*",
+    "altup_unembd_proj": "model.altup_unembed_projections.*",
+    "altup_correct_coef": "altup.correction_coefs",
+    "altup_correct_scale.weight": "altup.correct_output_scale",
+    "altup_predict_coef": "altup.prediction_coefs",
+    "altup_router": "altup.modality_router",
+    "altup_router_norm": "altup.router_norm",
+    "laurel_l": "laurel.linear_left",
+    "laurel_r": "laurel.linear_right",
+    "laurel_post_norm": "laurel.post_laurel_norm",
+}
 #: Added under roots of mean squares that the models divide by as they are.
 _TINY = 1e-30
 

@@ -6,19 +6,15 @@ from typing import Any
 
 from localllm.errors import ModelError
 from localllm.kernels.graph import Embed, Graph, Tensor
+from localllm.models import hf_names
 from localllm.models.blocks import Layer, add, attention, decoder, layer_norm, mlp
 from localllm.models.config import Header
 from localllm.models.hf_convert import Array
 
-HF_NAMES = {
-    "token_embd": "transformer.wte",
+HF_NAMES = hf_names.GPT_2 | {
     "position_embd": "transformer.wpe",
-    "output_norm": "transformer.ln_f",
-    "output": "lm_head",
-    "attn_norm": "ln_1",
     "attn_qkv": "attn.c_attn",
     "attn_output": "attn.c_proj",
-    "ffn_norm": "ln_2",
     "ffn_up": "mlp.c_fc",
     "ffn_down": "mlp.c_proj",
 }

@@ -52,6 +52,22 @@ STACKED_EXPERTS = {
     "ffn_down_exps.weight": "mlp.experts.down_proj",
 }
 
+#: GPT-2's embedding and norms.
+GPT_2 = {
+    "token_embd": "transformer.wte",
+    "output_norm": "transformer.ln_f",
+    "output": "lm_head",
+    "attn_norm": "ln_1",
+    "ffn_norm": "ln_2",
+}
+#: Mamba's, whose layers have one norm.
+BACKBONE = {
+    "token_embd": "backbone.embeddings",
+    "output_norm": "backbone.norm_f",
+    "output": "lm_head",
+    "attn_norm": "norm",
+}
+
 #: Norms of the heads of query and key, or of their rows.
 HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 

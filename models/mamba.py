@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from localllm.kernels.graph import CausalConv, ChannelScan, Gated, Graph, Linear, Linears, Matrix, RMSNorm, Tensor
+from localllm.models import hf_names
 from localllm.models.blocks import Layer, decoder, norm
 from localllm.models.config import Header
 from localllm.models.hf_convert import Array, floats
@@ -23,27 +24,28 @@ SCAN = {
     "d": "D",
     "out": "out_proj",
 }
-HF_NAMES = {f"ssm_{ours}": f"mixer.{theirs}" for ours, theirs in SCAN.items()} | {
-    "token_embd": "backbone.embeddings",
-    "output_norm": "backbone.norm_f",
-    "output": "lm_head",
-    "attn_norm": "norm",
-}
+HF_NAMES = {f"ssm_{ours}": f"mixer.{theirs}" for ours, theirs in SCAN.items()} | hf_names.BACKBONE
 
 
 def hf_keys(config: Any) -> dict[str, Any]:
+    return plain_keys(config) | {
+        "attention.layer_norm_rms_epsilon": config.layer_norm_epsilon,
+        "ssm.inner_size": config.intermediate_size,
+        "ssm.time_step_rank": config.time_step_rank,
+        "ssm.dt_b_c_rms": config.model_type == "falcon_mamba",
+    }
+
+
+def plain_keys(config: Any) -> dict[str, Any]:
+    """Those of models without attention and MLPs."""
     absent = ("head_count_kv", "key_length", "value_length", "layer_norm_epsilon")
     return {f"attention.{name}": None for name in absent} | {
         "rope.freq_base": None,
         "context_length": 1 << 20,  # it has no limit; as llama.cpp's converter says
         "feed_forward_length": 0,
         "attention.head_count": 0,
-        "attention.layer_norm_rms_epsilon": config.layer_norm_epsilon,
         "ssm.conv_kernel": config.conv_kernel,
         "ssm.state_size": config.state_size,
-        "ssm.inner_size": config.intermediate_size,
-        "ssm.time_step_rank": config.time_step_rank,
-        "ssm.dt_b_c_rms": config.model_type == "falcon_mamba",
     }
 
 

@@ -7,25 +7,14 @@ from localllm.models import hf_names
 from localllm.models.blocks import Layer, Mamba, decoder, mamba, norm
 from localllm.models.config import Header
 from localllm.models.hf_convert import mamba_tensor
+from localllm.models.mamba import plain_keys
 
-HF_NAMES = hf_names.mamba("mixer") | {
-    "token_embd": "backbone.embeddings",
-    "output_norm": "backbone.norm_f",
-    "output": "lm_head",
-    "attn_norm": "norm",
-}
+HF_NAMES = hf_names.mamba("mixer") | hf_names.BACKBONE
 hf_tensor = mamba_tensor
 
 
 def hf_keys(config: Any) -> dict[str, Any]:
-    absent = ("head_count_kv", "key_length", "value_length", "layer_norm_epsilon")
-    return {f"attention.{name}": None for name in absent} | {
-        "rope.freq_base": None,
-        "context_length": 1 << 20,  # it has no limit; as llama.cpp's converter says
-        "attention.head_count": 0,
-        "feed_forward_length": 0,
-        "ssm.conv_kernel": config.conv_kernel,
-        "ssm.state_size": config.state_size,
+    return plain_keys(config) | {
         "ssm.group_count": config.n_groups,
         "ssm.time_step_rank": config.num_heads,
         "ssm.inner_size": config.num_heads * config.head_dim,

@@ -10,26 +10,26 @@ from localllm.models.blocks import Layer, Mamba, attention, decoder, mamba, mixt
 from localllm.models.config import Header
 from localllm.models.hf_convert import Array, interleave_query_and_key, mamba_tensor, rotated_part, routing_keys
 
-HF_NAMES = hf_names.mamba("mixer") | {
-    "token_embd": "backbone.embeddings",
-    "output_norm": "backbone.norm_f",
-    "output": "lm_head",
-    "attn_norm": "norm",
-    "attn_q": "mixer.q_proj",
-    "attn_k": "mixer.k_proj",
-    "attn_v": "mixer.v_proj",
-    "attn_output": "mixer.o_proj",
-    "ffn_up": "mixer.up_proj",
-    "ffn_down": "mixer.down_proj",
-    "ffn_gate_inp": "mixer.gate",
-    "exp_probs_b.bias": "mixer.gate.e_score_correction_bias",
-    "ffn_up_exps": "mixer.experts.*.up_proj",
-    "ffn_down_exps": "mixer.experts.*.down_proj",
-    "ffn_up_shexp": "mixer.shared_experts.up_proj",
-    "ffn_down_shexp": "mixer.shared_experts.down_proj",
-    "ffn_latent_down": "mixer.fc1_latent_proj",
-    "ffn_latent_up": "mixer.fc2_latent_proj",
-}
+HF_NAMES = (
+    hf_names.mamba("mixer")
+    | hf_names.BACKBONE
+    | {
+        "attn_q": "mixer.q_proj",
+        "attn_k": "mixer.k_proj",
+        "attn_v": "mixer.v_proj",
+        "attn_output": "mixer.o_proj",
+        "ffn_up": "mixer.up_proj",
+        "ffn_down": "mixer.down_proj",
+        "ffn_gate_inp": "mixer.gate",
+        "exp_probs_b.bias": "mixer.gate.e_score_correction_bias",
+        "ffn_up_exps": "mixer.experts.*.up_proj",
+        "ffn_down_exps": "mixer.experts.*.down_proj",
+        "ffn_up_shexp": "mixer.shared_experts.up_proj",
+        "ffn_down_shexp": "mixer.shared_experts.down_proj",
+        "ffn_latent_down": "mixer.fc1_latent_proj",
+        "ffn_latent_up": "mixer.fc2_latent_proj",
+    }
+)
 #: What layers are, in the letters of released configurations.
 _KINDS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 

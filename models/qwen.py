@@ -3,18 +3,14 @@
 from typing import Any
 
 from localllm.kernels.graph import Graph, Tensor
+from localllm.models import hf_names
 from localllm.models.blocks import Layer, attention, decoder, gated_mlp, norm
 from localllm.models.config import Header
 from localllm.models.rope import make_rope
 
-HF_NAMES = {
-    "token_embd": "transformer.wte",
-    "output_norm": "transformer.ln_f",
-    "output": "lm_head",
-    "attn_norm": "ln_1",
+HF_NAMES = hf_names.GPT_2 | {
     "attn_qkv": "attn.c_attn",
     "attn_output": "attn.c_proj",
-    "ffn_norm": "ln_2",
     "ffn_up": "mlp.w1",
     "ffn_gate": "mlp.w2",
     "ffn_down": "mlp.c_proj",

@@ -11,7 +11,7 @@ import difflib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, auto
+from enum import Enum
 from math import prod
 
 from localllm.errors import UsageError
@@ -70,22 +70,8 @@ def mix_named(name: str) -> str:
     return found
 
 
-class Role(Enum):
-    """The role of a tensor, as far as mixes tell roles apart."""
-
-    TOKENS = auto()
-    OUTPUT = auto()
-    QKV = auto()
-    KV_B = auto()
-    V = auto()
-    K = auto()
-    Q = auto()
-    ATTENTION_OUTPUT = auto()
-    UP = auto()
-    GATE = auto()
-    DOWN = auto()
-    OTHER = auto()
-
+#: What tensors are for, as far as mixes tell that apart.
+Role = Enum("Role", "TOKENS OUTPUT QKV KV_B V K Q ATTENTION_OUTPUT UP GATE DOWN OTHER")
 
 _ROLES = {
     "attn_qkv.weight": Role.QKV, "attn_kv_b.weight": Role.KV_B, "attn_v.weight": Role.V, "attn_k.weight": Role.K,
