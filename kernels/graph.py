@@ -28,7 +28,7 @@ from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from functools import cached_property
 from math import gcd, prod
-from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar, dataclass_transform
 
 import numpy as np
 from numpy.typing import NDArray
@@ -297,9 +297,14 @@ def _check_softcap(cap: float | None) -> None:
 # -- Operations ----------------------------------------------------------------------------------------------------
 
 
+@dataclass_transform(eq_default=False, frozen_default=True)
 @dataclass(frozen=True, eq=False)
 class Operation(Generic[R]):
-    """Something that a forward pass computes.  What it is given are its fields."""
+    """Something that a forward pass computes.  What it is given are its fields: subclasses are dataclasses, too."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        dataclass(frozen=True, eq=False)(cls)
 
     # the names of the inputs whose memory it changes: no later operation may read them
     consumes: ClassVar[tuple[str, ...]] = ()
@@ -362,7 +367,6 @@ class Operation(Generic[R]):
                         yield item
 
 
-@dataclass(frozen=True, eq=False)
 class SameShape(Operation[Tensor]):
     """An operation whose result has the shape of x."""
 
@@ -377,7 +381,6 @@ class SameShape(Operation[Tensor]):
         """Makes sure that its other arguments fit to x."""
 
 
-@dataclass(frozen=True, eq=False)
 class Input(Operation[Tensor]):
     """Rows that a step is given: what another device computed, with which a part of a graph begins.
 
@@ -397,7 +400,6 @@ class Input(Operation[Tensor]):
         return self.x
 
 
-@dataclass(frozen=True, eq=False)
 class Embed(Operation[Tensor]):
     """The rows of a table [n_vocab, d] for the batch's ids, times a scale: [T, d].
 
@@ -423,7 +425,6 @@ class Embed(Operation[Tensor]):
         return Tensor(Rows.TOKENS, width if self.columns is None else len(self.columns))
 
 
-@dataclass(frozen=True, eq=False)
 class AdapterWeights(Operation[Tensor]):
     """How much of each adapter a token gets, [T, sum of widths]: what is between an adapter's two matrices is
     multiplied with it.  ``parts`` are adapters' numbers in the batch, and how many values each has there.
@@ -447,7 +448,6 @@ class AdapterWeights(Operation[Tensor]):
         return np.repeat(weights[:, list(numbers)], widths, axis=1)
 
 
-@dataclass(frozen=True, eq=False)
 class RMSNorm(SameShape):
     """x / sqrt(mean(x²) + eps) * weight over the last axis, or over each of ``n_groups`` parts of it.
 
@@ -467,7 +467,6 @@ class RMSNorm(SameShape):
             _check_shape(self.weight, width)
 
 
-@dataclass(frozen=True, eq=False)
 class LayerNorm(SameShape):
     """(x - mean(x)) / sqrt(var(x) + eps) * weight + bias over the last axis.  Source: arXiv:1607.06450."""
 
@@ -480,7 +479,6 @@ class LayerNorm(SameShape):
         _check_shape(self.bias, self.x.width)
 
 
-@dataclass(frozen=True, eq=False)
 class Add(SameShape):
     """residual + scale * x, or with ``gate`` [rows, 1], residual + scale * σ(gate) * x.
 
@@ -500,7 +498,6 @@ class Add(SameShape):
                 raise KernelError(f"rows are added with one gate each, not with {self.gate.width}")
 
 
-@dataclass(frozen=True, eq=False)
 class AddRows(SameShape):
     """x [T, d] plus, for a batch's ``embedded`` tokens, number ``index`` of their further ``embeddings``, from 1 on.
 
@@ -516,7 +513,6 @@ class AddRows(SameShape):
             raise KernelError(f"further embeddings are counted from 1, and there is none of number {self.index}")
 
 
-@dataclass(frozen=True, eq=False)
 class Columns(Operation[Tensor]):
     """Some columns of x; their number and where they begin are multiples of 16."""
 
@@ -531,7 +527,6 @@ class Columns(Operation[Tensor]):
         return Tensor(self.x.rows, stop - first)
 
 
-@dataclass(frozen=True, eq=False)
 class SideBySide(Operation[Tensor]):
     """Rows of several tensors as one; each has a multiple of 16 columns."""
 
@@ -545,7 +540,6 @@ class SideBySide(Operation[Tensor]):
         return Tensor(self.parts[0].rows, sum(x.width for x in self.parts))
 
 
-@dataclass(frozen=True, eq=False)
 class MixStreams(Operation[Tensor]):
     """Several streams side by side, each a sum of those of x [rows, n * d]: stream j is
     sum over i of (weights[:, j * n + i] + offset) * x_i, plus that of the residual.
@@ -586,7 +580,6 @@ class MixStreams(Operation[Tensor]):
         return Tensor(self.x.rows, made * self.size)
 
 
-@dataclass(frozen=True, eq=False)
 class HyperWeights(Operation[tuple[Tensor, ...]]):
     """Of x [rows, n], [rows, 2 n] or [rows, 2 n + n²], the weights of hyper-connections over n streams.
 
@@ -618,7 +611,6 @@ class HyperWeights(Operation[tuple[Tensor, ...]]):
         return tuple(Tensor(self.x.rows, width) for width in widths)
 
 
-@dataclass(frozen=True, eq=False)
 class RootMeanSquare(Operation[Tensor]):
     """√mean(x²) of each row: [rows, 1]."""
 
@@ -629,7 +621,6 @@ class RootMeanSquare(Operation[Tensor]):
         return Tensor(self.x.rows, 1)
 
 
-@dataclass(frozen=True, eq=False)
 class AboveDeviation(SameShape):
     """max(0, x - mean(x) - factor * √var(x)), over the last axis.
 
@@ -639,7 +630,6 @@ class AboveDeviation(SameShape):
     factor: float
 
 
-@dataclass(frozen=True, eq=False)
 class Scale(SameShape):
     """factor * x, or factor * weight * x with a weight of one value."""
 
@@ -651,7 +641,6 @@ class Scale(SameShape):
         _check_shape(self.weight, 1)
 
 
-@dataclass(frozen=True, eq=False)
 class Linear(Operation[Tensor]):
     """x @ W.T + bias (+ residual): [rows, n_out]."""
 
@@ -668,7 +657,6 @@ class Linear(Operation[Tensor]):
         return Tensor(self.x.rows, self.matrix.n_out)
 
 
-@dataclass(frozen=True, eq=False)
 class Linears(Operation[tuple[Tensor, ...]]):
     """Several matrices over one input, such as query, key and value, or gate and up."""
 
@@ -682,7 +670,6 @@ class Linears(Operation[tuple[Tensor, ...]]):
         return tuple(Tensor(self.x.rows, matrix.n_out) for matrix in self.matrices)
 
 
-@dataclass(frozen=True, eq=False)
 class HeadLinear(Operation[Tensor]):
     """Each head of x [rows, H * dim] times a matrix of its own: with weight [H, n_out, n_in], [rows, H * n].
 
@@ -713,7 +700,6 @@ class HeadLinear(Operation[Tensor]):
         return Tensor(self.x.rows, n_heads * (n_out + self.n_rest))
 
 
-@dataclass(frozen=True, eq=False)
 class RopeAppend(Operation[Tensor]):
     """Norms the heads of q, k and v, rotates those of q and k, and appends k and v to the layer's cache.
 
@@ -779,7 +765,6 @@ def _check_queries(q: Tensor, cache: KVCache) -> None:
         )
 
 
-@dataclass(frozen=True, eq=False)
 class Attention(Operation[Tensor]):
     """Attention of q [T, H * key_dim] over a layer's cache: [T, H * value_dim].
 
@@ -845,7 +830,6 @@ class Attention(Operation[Tensor]):
         return Tensor(Rows.TOKENS, self.n_heads * self.cache.value_dim)
 
 
-@dataclass(frozen=True, eq=False)
 class IndexSelect(Operation[Tensor]):
     """The k positions that a token attends to, in order: numbers [T, k], and -1 behind them where it sees fewer.
 
@@ -906,7 +890,6 @@ class IndexSelect(Operation[Tensor]):
 MAX_CONV = 8
 
 
-@dataclass(frozen=True, eq=False)
 class CausalConv(Operation[Tensor]):
     """A convolution of each column of x [T, n] along its sequence: with a token, the kernel's last value.
 
@@ -936,7 +919,6 @@ class CausalConv(Operation[Tensor]):
         return Tensor(Rows.TOKENS, n)
 
 
-@dataclass(frozen=True, eq=False)
 class GatedDelta(Operation[Tensor]):
     """Linear attention whose state S [d_k, d_v] of each value head decays, and is corrected by the delta rule.
 
@@ -984,7 +966,6 @@ class GatedDelta(Operation[Tensor]):
         return Tensor(Rows.TOKENS, n_heads * d_v)
 
 
-@dataclass(frozen=True, eq=False)
 class Scan(Operation[Tensor]):
     """Mamba 2's recurrence of a state S [N, P] of each head.
 
@@ -1019,7 +1000,6 @@ class Scan(Operation[Tensor]):
         return Tensor(Rows.TOKENS, n_heads * p)
 
 
-@dataclass(frozen=True, eq=False)
 class ChannelScan(Operation[Tensor]):
     """Mamba's recurrence of N values of each of n channels, that each decay by themselves.
 
@@ -1089,7 +1069,6 @@ def _check_column(weight: Weight, n: int) -> None:
     _check_shape(weight, *((n, 1) if len(weight.shape) == 2 else (n,)))
 
 
-@dataclass(frozen=True, eq=False)
 class Gated(Operation[Tensor]):
     """activation(gate) * up; ``activation`` is one of `ACTIVATIONS`.
 
@@ -1111,7 +1090,6 @@ class Gated(Operation[Tensor]):
         return Tensor(self.gate.rows, self.gate.width)
 
 
-@dataclass(frozen=True, eq=False)
 class HeadGate(SameShape):
     """Each head of x [T, H * dim] times activation(gate [T, H]), one of `HEAD_GATES`; dim is a multiple of 16.
 
@@ -1129,7 +1107,6 @@ class HeadGate(SameShape):
             raise KernelError(f"{self.x.width} values are not {self.gate.width} heads of a multiple of 16 values")
 
 
-@dataclass(frozen=True, eq=False)
 class Activation(SameShape):
     """activation(x), one of `UNGATED`."""
 
@@ -1140,7 +1117,6 @@ class Activation(SameShape):
         _check_choice("activation without a gate", self.activation, UNGATED)
 
 
-@dataclass(frozen=True, eq=False)
 class Clamp(SameShape):
     """x, but no less than ``low`` and no more than ``high``; infinities for no bound."""
 
@@ -1153,7 +1129,6 @@ class Clamp(SameShape):
             raise KernelError(f"values cannot be clamped to {self.low:g} … {self.high:g}")
 
 
-@dataclass(frozen=True, eq=False)
 class XIELU(SameShape):
     """p x² + β x where x > 0, else n (exp(min(x, ε)) - 1 - x) + β x.  Source: arXiv:2411.13010."""
 
@@ -1169,7 +1144,6 @@ def _check_choice(what: str, chosen: str, known: tuple[str, ...]) -> None:
         raise KernelError(f"there is no {what} {chosen!r}; choose one of {', '.join(known)}")
 
 
-@dataclass(frozen=True, eq=False)
 class Route(Operation[Routing]):
     """The k experts that each token goes to: those of its largest logits [T, E], of equals the lowest first.
 
@@ -1225,7 +1199,6 @@ class Route(Operation[Routing]):
         return Routing(self.logits.width, self.k)
 
 
-@dataclass(frozen=True, eq=False)
 class ExpertLinears(Operation[tuple[Tensor, ...]]):
     """Each token of x [T, d] times several weights [E, n_out, d], such as gate and up, of each expert it goes to.
 
@@ -1253,7 +1226,6 @@ class ExpertLinears(Operation[tuple[Tensor, ...]]):
         return tuple(Tensor(Rows.CHOSEN, weight.shape[1]) for weight in self.experts)
 
 
-@dataclass(frozen=True, eq=False)
 class ExpertOutput(Operation[Tensor]):
     """Each row of h times the weight [E, d, n_in] of its expert; of each token the weighted sum, plus a residual.
 
@@ -1285,7 +1257,6 @@ def _check_experts(weight: Weight, x: Tensor, routing: Routing, bias: Weight | N
     _check_shape(bias, *weight.shape[:2])
 
 
-@dataclass(frozen=True, eq=False)
 class Softcap(SameShape):
     """cap * tanh(x / cap), of logits.  Source: Gemma 2, arXiv:2408.00118."""
 
@@ -1296,7 +1267,6 @@ class Softcap(SameShape):
         _check_softcap(self.cap)
 
 
-@dataclass(frozen=True, eq=False)
 class Outputs(Operation[Tensor]):
     """The rows of x [T, d] whose logits are wanted: [N, d].
 

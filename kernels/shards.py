@@ -43,12 +43,10 @@ _GROUP, _TILE = 32, 256
 Cuts = tuple[int, ...]
 
 
-@dataclass(frozen=True, eq=False)
 class AllSum(g.SameShape):
     """The sum of the x of all devices, in their order."""
 
 
-@dataclass(frozen=True, eq=False)
 class Gather(Operation[Tensor]):
     """Side by side, the x of all devices, on the first; the others go on with their own."""
 
