@@ -8,6 +8,8 @@ Then 32 neighbours share a float16 scale, as in GGML's formats: in Q8_0 the larg
 Q4_0 the value of the largest magnitude becomes -16 or -8, whatever its sign, and the scale may be negative.
 """
 
+from __future__ import annotations
+
 import numpy as np
 
 #: Bits of a code in a type.

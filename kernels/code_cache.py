@@ -1,5 +1,7 @@
 """Where compiled kernels are kept between processes."""
 
+from __future__ import annotations
+
 import contextlib
 import errno
 import functools

@@ -1,5 +1,7 @@
 """Files whose tensors are read through a memory map, and where in them an array lies."""
 
+from __future__ import annotations
+
 import mmap
 from dataclasses import dataclass
 from pathlib import Path

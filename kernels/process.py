@@ -8,6 +8,8 @@ or Rust library, out of which Python would end it.  So engines stop first, each 
 workers that they compute on, with calls of such libraries; until then all go on as ever.
 """
 
+from __future__ import annotations
+
 import os
 import sys
 import threading

@@ -4,6 +4,8 @@ Weights are decoded to float32 when they are loaded; activations are never quant
 itself, so that it has the same bits in whatever batch it comes.
 """
 
+from __future__ import annotations
+
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping

@@ -8,6 +8,8 @@ Whatever has a whole row to read (norms, residuals, the embedding) every device 
 Source: Megatron-LM, arXiv:1909.08053.
 """
 
+from __future__ import annotations
+
 from collections import defaultdict
 from dataclasses import dataclass, fields, replace
 from functools import cached_property

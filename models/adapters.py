@@ -4,6 +4,8 @@ y = W x + bias becomes y + sum over adapters i of share_i * B_i A_i x.  The matr
 stand side by side, so that a batch whose requests have different ones is still two further products.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any

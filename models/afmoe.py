@@ -1,6 +1,8 @@
 """Trinity (AFMoE): norms before and behind both halves of a layer, attention that is gated by value and rotates only
 where it sees a window, and experts as DeepSeek V3 has them."""
 
+from __future__ import annotations
+
 from typing import Any
 
 from localllm.errors import ModelError

@@ -1,5 +1,7 @@
 """Apertus (arXiv:2509.14233): Llama's layers with normed heads, and an MLP of xIELU without a gate."""
 
+from __future__ import annotations
+
 import math
 from typing import Any
 

@@ -1,5 +1,7 @@
 """AFM, of Arcee: Llama's layers, with an MLP of two matrices and relu² between them."""
 
+from __future__ import annotations
+
 from localllm.kernels.graph import Graph, Tensor
 from localllm.models import hf_names, llama
 from localllm.models.blocks import Layer, attention, decoder, mlp, norm

@@ -1,5 +1,7 @@
 """Baichuan and Baichuan 2 (arXiv:2309.10305): Llama's layers, with query, key and value in one matrix."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import numpy as np

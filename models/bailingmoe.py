@@ -1,5 +1,7 @@
 """Ling 1 and 1.5 (arXiv:2503.05139): Llama's layers, and experts beside shared ones in each."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import numpy as np

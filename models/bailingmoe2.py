@@ -1,6 +1,8 @@
 """Ling and Ring 2, and Sarvam (arXiv:2510.22115): Llama's layers with normed heads, of which a part may be rotated,
 one matrix for query, key and value, and experts as DeepSeek V3 has them."""
 
+from __future__ import annotations
+
 from typing import Any
 
 from localllm.models import dots1, hf_names

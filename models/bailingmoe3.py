@@ -1,6 +1,8 @@
 """Ling 3: of several layers, all but the last are gated delta nets that decay by channel, within a bound, and that
 one is attention over latents that is gated by head; experts as DeepSeek V3 has them."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import numpy as np

@@ -4,6 +4,8 @@ Tokens see each other both ways, and norms stand behind attention and MLP, with 
 are learnt vectors.  All tokens are of the first of two types.
 """
 
+from __future__ import annotations
+
 from typing import Any, Literal
 
 from localllm.errors import ModelError, quoted

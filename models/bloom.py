@@ -1,5 +1,7 @@
 """BLOOM (arXiv:2211.05100): LayerNorm, biases everywhere, and scores that fall with the distance (ALiBi)."""
 
+from __future__ import annotations
+
 from typing import Any
 
 from localllm.errors import ModelError

@@ -1,6 +1,8 @@
 """ChatGLM 3 and GLM-4 9B (arXiv:2406.12793): Llama's layers, a rotation of half of each head, and one matrix for gate
 and up."""
 
+from __future__ import annotations
+
 from typing import Any
 
 from localllm.kernels.graph import Graph

@@ -1,5 +1,7 @@
 """CodeShell (arXiv:2403.15747): LayerNorm, biases everywhere, and query, key and value in one matrix."""
 
+from __future__ import annotations
+
 from typing import Any
 
 from localllm.models import gpt2, starcoder2

@@ -4,6 +4,8 @@ In Cohere 2, three of four layers see a window, and only those rotate.  With exp
 may rotate, too, and norms may be RMSNorms.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 from localllm.errors import ModelError

@@ -3,6 +3,8 @@
 Keys are those of the GGUF specification (ggml/docs/gguf.md, "LLM" and "RoPE") and of the `gguf` package.
 """
 
+from __future__ import annotations
+
 import math
 import re
 from collections.abc import Iterable, Mapping, Sized

@@ -1,5 +1,7 @@
 """DBRX: Llama's layers with experts, LayerNorms without biases, and queries, keys and values that are clamped."""
 
+from __future__ import annotations
+
 from typing import Any
 
 from localllm.errors import ModelError

@@ -1,6 +1,8 @@
 """Llama Nemotron 51B, Super and Ultra (arXiv:2411.19146), DeciLM: Llama's layers, each with a width of its own;
 some have no attention, or a matrix in its place, and some no MLP."""
 
+from __future__ import annotations
+
 from typing import Any
 
 from localllm.kernels.graph import Graph, Tensor

@@ -4,6 +4,8 @@ layers, which no division by their sum weighs, and shared ones.
 Files of the former have rotary pairs side by side, those of the latter as the checkpoint has them.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 from localllm.kernels.graph import Graph

@@ -5,6 +5,8 @@ In GLM-5.2, most layers take the choice of one before them.  Up to a context of 
 there is no indexer then.
 """
 
+from __future__ import annotations
+
 from dataclasses import replace
 from typing import Any
 

@@ -1,5 +1,7 @@
 """dots.llm1 (arXiv:2506.05767): Llama's layers with normed heads, and experts as DeepSeek V3 has them."""
 
+from __future__ import annotations
+
 from localllm.kernels.graph import Graph
 from localllm.models import hf_names
 from localllm.models.blocks import llama_like

@@ -1,6 +1,8 @@
 """ERNIE 4.5, dense and with experts, which come behind some dense layers and may be in every other layer only; and
 the text of PaddleOCR-VL, whose rotary pairs are halves."""
 
+from __future__ import annotations
+
 from typing import Any
 
 from localllm.kernels.graph import Graph

@@ -1,5 +1,7 @@
 """EuroBERT (arXiv:2503.05500): Llama's layers, whose tokens see each other both ways."""
 
+from __future__ import annotations
+
 from typing import Any
 
 from localllm.kernels.graph import Graph

@@ -1,5 +1,7 @@
 """EXAONE 3 and 3.5 (arXiv:2408.03541, 2412.04862): Llama's layers."""
 
+from __future__ import annotations
+
 from localllm.kernels.graph import Graph
 from localllm.models import hf_names
 from localllm.models.blocks import llama_like

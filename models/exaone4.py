@@ -1,6 +1,8 @@
 """EXAONE 4 (arXiv:2507.11407): norms behind attention and MLP, normed heads, and where layers see a window, only
 those rotate."""
 
+from __future__ import annotations
+
 from typing import Any
 
 from localllm.kernels.graph import Graph, Tensor

@@ -1,6 +1,8 @@
 """K-EXAONE: EXAONE 4's attention, of which only layers with a window rotate, with norms before attention and MLP as
 Llama has them, and experts as DeepSeek V3 has them."""
 
+from __future__ import annotations
+
 from typing import Any
 
 from localllm.kernels.graph import Graph

@@ -1,5 +1,7 @@
 """Falcon 7B, 40B and 180B (arXiv:2311.16867): attention and MLP side by side, behind one or two LayerNorms."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import numpy as np

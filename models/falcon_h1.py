@@ -3,6 +3,8 @@
 The multipliers of its configuration are in the matrices of GGUF files already.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import numpy as np

@@ -1,5 +1,7 @@
 """Gemma (arXiv:2403.08295): wide heads, GeGLU, and an embedding times √n."""
 
+from __future__ import annotations
+
 from localllm.kernels.graph import Graph
 from localllm.models import hf_names
 from localllm.models.blocks import decoder, llama_layer

@@ -1,6 +1,8 @@
 """Gemma 2 (arXiv:2408.00118): norms before and behind both halves of a layer, soft-caps on scores and logits, and
 every other layer sees a window."""
 
+from __future__ import annotations
+
 from typing import Any
 
 from localllm.kernels.graph import Graph

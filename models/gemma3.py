@@ -2,6 +2,8 @@
 see a window and rotate by frequencies of their own.  Tokens of a picture see each other in all layers.
 EmbeddingGemma (arXiv:2509.20354) sees both ways."""
 
+from __future__ import annotations
+
 from typing import Any
 
 from localllm.kernels.graph import Graph

@@ -2,6 +2,8 @@
 becomes of the others (AltUp, arXiv:2301.13310); a low-rank path beside attention (LAuReL, arXiv:2411.07501); and in
 the first layers only the largest activations of the MLP."""
 
+from __future__ import annotations
+
 from statistics import NormalDist
 from typing import Any
 

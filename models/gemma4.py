@@ -4,6 +4,8 @@ E4B), keys and values of an earlier layer, and experts beside the MLP (26B).
 Tokens of a picture see each other in layers over windows, but not in models with embeddings for every layer.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 from localllm.errors import ModelError

@@ -1,5 +1,7 @@
 """GLM-4 (0414) and GLM-Z1: norms before and behind both halves of a layer, and a rotation of half of each head."""
 
+from __future__ import annotations
+
 from typing import Any
 
 from localllm.kernels.graph import Graph

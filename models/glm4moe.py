@@ -1,5 +1,7 @@
 """GLM-4.5, 4.6 and 4.7 (arXiv:2508.06471): experts behind a few dense layers, and a rotation of half of each head."""
 
+from __future__ import annotations
+
 from typing import Any
 
 from localllm.kernels.graph import Graph

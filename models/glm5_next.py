@@ -1,6 +1,8 @@
 """GLM-5.3 Flash: of four layers, three are Kimi Linear's delta nets, and one is attention over latents without
 rotation, to runs of positions that an indexer chooses; with hyper-connections (arXiv:2512.24880) between streams."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 from typing import Any
 

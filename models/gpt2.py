@@ -1,6 +1,8 @@
 """GPT-2, and StarCoder (arXiv:2305.06161), whose heads share one of keys and values: learned embeddings of positions,
 LayerNorm, and biases everywhere."""
 
+from __future__ import annotations
+
 import re
 from typing import Any
 

@@ -1,6 +1,8 @@
 """gpt-oss (arXiv:2508.10925): attention with sinks, every other layer over a window; experts with biases and a
 clamped activation."""
 
+from __future__ import annotations
+
 from typing import Any
 
 from localllm.errors import ModelError

@@ -1,6 +1,8 @@
 """GPT-NeoX, Pythia and their kin (arXiv:2204.06745): LayerNorm, an MLP without a gate, and mostly attention and MLP
 side by side, each behind a norm of its own."""
 
+from __future__ import annotations
+
 from typing import Any
 
 from localllm.kernels.graph import Graph, Tensor

@@ -5,6 +5,8 @@ In hybrids, most layers have Mamba 2 in attention's place, and nothing is rotate
 with scales of their own.
 """
 
+from __future__ import annotations
+
 import re
 from typing import Any
 

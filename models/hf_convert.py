@@ -4,6 +4,8 @@
 float32, and matrices as they are stored: to be moved about, or to be computed with as `floats`.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,6 +1,8 @@
 """Hunyuan, dense and with experts (arXiv:2411.02265), and the text of HunyuanOCR: Llama's layers, with heads normed
 behind the rotation."""
 
+from __future__ import annotations
+
 from typing import Any
 
 from localllm.kernels.graph import Graph

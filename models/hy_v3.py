@@ -1,5 +1,7 @@
 """Hunyuan 3 (Hy3): Llama's layers with normed heads, and experts as DeepSeek V3 has them behind dense layers."""
 
+from __future__ import annotations
+
 from typing import Any
 
 from localllm.models import dots1, hf_names

@@ -1,5 +1,7 @@
 """InternLM 2 and 2.5 (arXiv:2403.17297): Llama's layers."""
 
+from __future__ import annotations
+
 from typing import Any
 
 from localllm.models import hf_names, llama

@@ -1,6 +1,8 @@
 """Jamba (arXiv:2403.19887): Mamba's layers, in some of them attention instead, without positions, and behind either
 an MLP or experts."""
 
+from __future__ import annotations
+
 from typing import Any
 
 from localllm.kernels.graph import Graph, Tensor

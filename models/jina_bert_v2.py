@@ -3,6 +3,8 @@
 That for code has norms of query and key, and a second one behind attention; only its files are read.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 from localllm.models import bert

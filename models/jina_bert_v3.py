@@ -1,5 +1,7 @@
 """Jina Embeddings v3 (arXiv:2409.10173): BERT with rotated positions; its adapters are files of their own."""
 
+from __future__ import annotations
+
 from localllm.models import bert, nomic_bert
 from localllm.models.hf_convert import encoder_keys
 

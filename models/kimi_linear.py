@@ -1,6 +1,8 @@
 """Kimi Linear (arXiv:2510.26692): of four layers, three are gated delta nets that decay by channel, and one is
 attention over latents without rotation."""
 
+from __future__ import annotations
+
 import re
 from typing import Any
 

@@ -1,6 +1,8 @@
 """Laguna: attention with normed heads that is gated by head or by value, of which layers with a window may have other
 numbers of heads and rotate otherwise, and experts as DeepSeek V3 has them."""
 
+from __future__ import annotations
+
 from typing import Any
 
 from localllm.errors import ModelError

@@ -2,6 +2,8 @@
 attention with normed heads.  LFM3 has norms behind both halves of a layer, too, and attention that is gated by head
 and in some layers sees a window."""
 
+from __future__ import annotations
+
 from typing import Any
 
 from localllm.kernels.graph import CausalConv, Gated, Graph, Linears, Tensor

@@ -1,5 +1,7 @@
 """LFM3, in files of `localllm convert`: llama.cpp has no names for it yet, and these are LFM2's and other models'."""
 
+from __future__ import annotations
+
 from typing import Any
 
 from localllm.models import hf_names, lfm2

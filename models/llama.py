@@ -4,6 +4,8 @@ Mixtral (arXiv:2401.04088).
 Their GGUF files have the rows of query and key reordered, so that rotary pairs lie side by side.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 from localllm.kernels.graph import Graph

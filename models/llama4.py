@@ -2,6 +2,8 @@
 queries that grow with the logarithm of their position.  Experts are given what is weighed already.
 """
 
+from __future__ import annotations
+
 from typing import Any, Literal
 
 from localllm.kernels.graph import Graph, PositionScale, Tensor

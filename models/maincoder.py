@@ -1,5 +1,7 @@
 """Maincoder: Llama's layers, with heads normed behind the rotation, of pairs side by side."""
 
+from __future__ import annotations
+
 from typing import Any
 
 from localllm.kernels.graph import Graph

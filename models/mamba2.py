@@ -1,5 +1,7 @@
 """Mamba 2 (arXiv:2405.21060): no attention, and nothing else between its layers."""
 
+from __future__ import annotations
+
 from typing import Any
 
 from localllm.kernels.graph import Graph, Tensor

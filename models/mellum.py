@@ -1,5 +1,7 @@
 """Mellum 2: Qwen 3's layers with experts, of which some see a window and rotate otherwise."""
 
+from __future__ import annotations
+
 from localllm.kernels.graph import Graph
 from localllm.models import hf_names
 from localllm.models.blocks import llama_like

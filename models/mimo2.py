@@ -1,6 +1,8 @@
 """MiMo V2: layers with a window have sinks, more heads of keys and values, and a rotation of their own; values are
 narrower than keys, and what attention gives is scaled."""
 
+from __future__ import annotations
+
 from typing import Any
 
 from localllm.kernels.graph import Graph, Tensor

@@ -1,5 +1,7 @@
 """MiniCPM 3: DeepSeek's attention over latents, and scales on embedding, residuals and logits."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 from typing import Any
 

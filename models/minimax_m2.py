@@ -1,5 +1,7 @@
 """MiniMax-M2: attention whose query and key are normed as whole rows and rotated in part, and experts."""
 
+from __future__ import annotations
+
 from typing import Any
 
 from localllm.kernels.graph import Graph

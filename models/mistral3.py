@@ -1,5 +1,7 @@
 """Ministral 3 and Devstral 2: Llama's layers, with queries that grow with the logarithm of their position."""
 
+from __future__ import annotations
+
 from typing import Any
 
 from localllm.kernels.graph import Graph

@@ -1,5 +1,7 @@
 """Mistral Small 4: DeepSeek's attention over latents, with queries that grow with the logarithm of their position."""
 
+from __future__ import annotations
+
 from typing import Any
 
 from localllm.models import deepseek2

@@ -4,6 +4,8 @@ One of three layers, the first of them, sees the whole text; the others see so m
 frequencies of their own.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 from localllm.kernels.graph import Graph, Tensor

@@ -1,5 +1,7 @@
 """MPT (MosaicML, 2023): LayerNorm, and scores that fall with the distance (ALiBi)."""
 
+from __future__ import annotations
+
 from typing import Any
 
 from localllm.errors import ModelError

@@ -6,6 +6,8 @@ further ones.  Of several blocks in a file only the first drafts: llama.cpp take
 Source: DeepSeek-V3 (arXiv:2412.19437), section 2.2.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -1,6 +1,8 @@
 """Muse Glimmer: normed embeddings, norms before and behind both halves of a layer, and attention that is gated by
 value and rotates only where it sees a window."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import numpy as np

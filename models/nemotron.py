@@ -1,5 +1,7 @@
 """Nemotron 3 and 4, Minitron (arXiv:2407.14679) and Jais 2: LayerNorm, and an MLP of squared ReLU without a gate."""
 
+from __future__ import annotations
+
 from typing import Any
 
 from localllm.kernels.graph import Graph, Tensor

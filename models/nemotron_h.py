@@ -1,6 +1,8 @@
 """Nemotron-H (arXiv:2504.03624) and Nemotron 3: each layer is one of Mamba 2, attention without rotation, and an MLP
 or experts without gates."""
 
+from __future__ import annotations
+
 from typing import Any
 
 from localllm.errors import ModelError

@@ -4,6 +4,8 @@ Rows of query, key and value lie side by side for each head, as in its own code.
 so, but llama.cpp reads files as if all queries came first.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 from localllm.kernels.graph import Graph, Tensor

@@ -1,5 +1,7 @@
 """Nomic Embed (arXiv:2402.01613): BERT with rotated positions and gated MLPs."""
 
+from __future__ import annotations
+
 from localllm.models import bert
 from localllm.models.hf_convert import encoder_keys
 

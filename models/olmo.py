@@ -1,6 +1,8 @@
 """OLMo (arXiv:2402.00838): Llama's layers, whose norms are LayerNorms without weights; queries, keys and values may
 be clamped."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import numpy as np

@@ -3,6 +3,8 @@
 In OLMo 3, three of four layers see a window, and only those that see everything rotate by scaled frequencies.
 """
 
+from __future__ import annotations
+
 from localllm.kernels.graph import Graph, Tensor
 from localllm.models import hf_names
 from localllm.models.blocks import Layer, add, attention, decoder, gated_mlp, norm

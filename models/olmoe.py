@@ -1,5 +1,7 @@
 """OLMoE (arXiv:2409.02060): Llama's layers with experts, and query and key are normed as whole rows."""
 
+from __future__ import annotations
+
 from typing import Any
 
 from localllm.kernels.graph import Graph

@@ -1,5 +1,7 @@
 """OpenELM (arXiv:2404.14619): Llama's layers with normed heads, of other numbers of heads and widths in each."""
 
+from __future__ import annotations
+
 from typing import Any
 
 from localllm.kernels.graph import Graph, Tensor

@@ -1,5 +1,7 @@
 """Phi 1, 1.5 and 2 (arXiv:2309.05463): attention and MLP side by side behind one LayerNorm, and biases everywhere."""
 
+from __future__ import annotations
+
 from localllm.kernels.graph import Graph, Tensor
 from localllm.models import hf_names
 from localllm.models.blocks import Layer, attention, decoder, layer_norm, mlp

@@ -1,5 +1,7 @@
 """Phi-3, 3.5 and 4 (arXiv:2404.14219): one matrix for query, key and value, one for gate and up, and LongRoPE."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import numpy as np

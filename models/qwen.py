@@ -1,5 +1,7 @@
 """Qwen 1 (arXiv:2309.16609): Llama's layers, with biases of query, key and value in one matrix."""
 
+from __future__ import annotations
+
 from typing import Any
 
 from localllm.kernels.graph import Graph, Tensor

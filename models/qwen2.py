@@ -1,6 +1,8 @@
 """Qwen 2 and 2.5 (arXiv:2407.10671, arXiv:2412.15115), and 1.5 and 2 with experts: query, key and value have
 biases."""
 
+from __future__ import annotations
+
 from localllm.kernels.graph import Graph
 from localllm.models import hf_names
 from localllm.models.blocks import llama_like

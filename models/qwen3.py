@@ -1,6 +1,8 @@
 """Qwen 3, dense and with a mixture of experts in every layer (arXiv:2505.09388): each head of query and key is normed
 before it is rotated."""
 
+from __future__ import annotations
+
 from typing import Any
 
 from localllm.kernels.graph import Graph

@@ -4,6 +4,8 @@ output a gate weighs.
 The block behind the last layer, which predicts one token more, is attention.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import numpy as np

@@ -1,5 +1,7 @@
 """Qwen 3 Next: as Qwen 3.5 with experts, but each key head's value heads are neighbours."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import numpy as np

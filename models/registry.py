@@ -1,5 +1,7 @@
 """``general.architecture`` to the module that knows it, and from a file's header to a model."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module

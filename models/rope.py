@@ -3,6 +3,8 @@
 Llama 3's scaling needs nothing of its own: its files carry the factors, one a frequency.
 """
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass, replace
 from typing import Any

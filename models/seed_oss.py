@@ -1,5 +1,7 @@
 """Seed-OSS: Llama's layers, with biases on query, key and value."""
 
+from __future__ import annotations
+
 from localllm.kernels.graph import Graph
 from localllm.models import hf_names
 from localllm.models.blocks import llama_like

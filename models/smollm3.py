@@ -1,5 +1,7 @@
 """SmolLM3: Llama's layers, of which every fourth does not rotate (NoPE, arXiv:2501.18795)."""
 
+from __future__ import annotations
+
 from localllm.kernels.graph import Graph
 from localllm.models import hf_names, llama
 from localllm.models.blocks import llama_like

@@ -1,6 +1,8 @@
 """StableLM 1 and 2 (arXiv:2402.17834): LayerNorm, a rotation of a part of each head, and in some models attention and
 MLP side by side; and Orion (arXiv:2401.12246), without either of those."""
 
+from __future__ import annotations
+
 from typing import Any
 
 from localllm.kernels.graph import Graph, Tensor

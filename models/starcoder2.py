@@ -3,6 +3,8 @@
 The window of 4096 tokens that the models were trained with is not in their files: as in llama.cpp, a token sees all.
 """
 
+from __future__ import annotations
+
 from localllm.kernels.graph import Graph, Tensor
 from localllm.models import hf_names
 from localllm.models.blocks import Layer, attention, decoder, layer_norm, mlp

@@ -1,6 +1,8 @@
 """Step 3.5 and 3.7 Flash: attention with normed heads that is gated by head, of which layers with a window may have
 other numbers of heads and rotate otherwise, and experts as DeepSeek V3 has them, whose gates may have limits."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import numpy as np

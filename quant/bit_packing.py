@@ -14,6 +14,8 @@ No bit is lost or made: bit packing only changes their order.
 Source of the files' order: the block structures of ggml (ggml-common.h), as in `localllm.quant.kquants`.
 """
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -1,5 +1,7 @@
 """The two ways in which GGML packs codes narrower than a byte, and the arrays all formats speak of."""
 
+from __future__ import annotations
+
 from typing import Any, TypeAlias
 
 import numpy as np

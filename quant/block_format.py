@@ -1,5 +1,7 @@
 """The base class of block formats, and the table that every format enters itself into."""
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar

@@ -1,5 +1,7 @@
 """The plain floating-point types, as blocks of one value."""
 
+from __future__ import annotations
+
 import numpy as np
 from numpy.typing import NDArray
 

@@ -1,5 +1,7 @@
 """All block formats by type, and decoding of whole tensors."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from types import MappingProxyType
 

@@ -4,6 +4,8 @@ Source: OCP Microscaling Formats (MX) Specification 1.0, sections 5.3.3 (E2M1) a
 keeps E2M1 values doubled, as integers, and halves the scales; so do we, to round where it rounds.
 """
 
+from __future__ import annotations
+
 import numpy as np
 
 from localllm.quant.bits import Bytes, Floats, Ints, bit_planes, join_bit_planes

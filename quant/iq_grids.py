@@ -4,6 +4,8 @@ The rows were found by search on lattices (E8 and D4) when the formats were made
 rule; they are read from the ``gguf`` package, on first use, because importing it takes a third of a second.
 """
 
+from __future__ import annotations
+
 from functools import cache
 
 import numpy as np

@@ -4,6 +4,8 @@ In IQ1, IQ2 and IQ3 an index picks 4 or 8 values at once from a codebook (`grid`
 and a scale covers 16 or 32 values.  In IQ4 every code picks one of 16 unevenly spaced integers.
 """
 
+from __future__ import annotations
+
 from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar

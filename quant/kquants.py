@@ -4,6 +4,8 @@ Codes are stored in bit planes (`bit_planes`): in a run of k bytes the lowest bi
 k codes, the next bits the next k codes, and so on.  The drawings give runs and planes as ``runs × k``.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import numpy as np

@@ -7,6 +7,8 @@
             code j + 16   code j
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import numpy as np

@@ -12,6 +12,8 @@ columns with codes of four bits is that of IQ4_NL, which is such a format itself
 `localllm.quant.repack` writes these blocks.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import TypeAlias
 

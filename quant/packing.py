@@ -16,6 +16,8 @@ of x86 and Arm want.  Codes whose bits a file keeps in several places are bit-pa
 (`localllm.quant.bit_packing`).
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import NamedTuple
 

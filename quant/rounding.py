@@ -23,6 +23,8 @@ numba compiles these functions on first use and keeps them in its cache.  (The c
 vectors written by hand, and `localllm.quant` comes before it in the order of imports.)
 """
 
+from __future__ import annotations
+
 import math
 
 import numpy as np

@@ -1,5 +1,7 @@
 """The formats of ternary and binary models, such as BitNet: -1, 0 or 1, or -1 or 1, times an f16 scale."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import numpy as np

@@ -1,5 +1,7 @@
 """GGML's tensor types: ids, block lengths and block sizes (ggml.h, ``enum ggml_type``)."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from enum import IntEnum
 

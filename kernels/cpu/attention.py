@@ -31,6 +31,8 @@ did what changes no bit.  Nor does what else is in the batch: positions are take
 exactly nothing, if its values are finite.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import numpy as np

@@ -1,5 +1,7 @@
 """The backend of the CPU: packs weights, makes caches, and runs the program that a graph is lowered to."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary, ref

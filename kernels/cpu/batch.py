@@ -1,5 +1,7 @@
 """The tables of a batch that a program reads: filled in before each run, in buffers of the step's arena."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,5 +1,7 @@
 """The cache of a model's layers, in the memory of the CPU's kernels."""
 
+from __future__ import annotations
+
 from math import prod
 
 import numpy as np

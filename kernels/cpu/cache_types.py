@@ -22,6 +22,8 @@ bit for each of 16.
 share a scale.  What pads a head counts as 0.  A token writes no byte of another's.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Codes in kernels: bytes, parts of bytes, and numbers of sixteen bits that words hold in pairs."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -13,6 +13,8 @@ modules elsewhere whose constants it uses, the versions of numba and LLVM, the p
 elsewhere, the files of the kernel and of its templates count.)
 """
 
+from __future__ import annotations
+
 import ast
 import contextlib
 import ctypes

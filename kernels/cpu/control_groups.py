@@ -7,6 +7,8 @@ see, under another path: then the path is not found, and what is at the top coun
 Source: Linux, Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst; sched-bwc.rst.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 

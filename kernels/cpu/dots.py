@@ -1,5 +1,7 @@
 """Integer dot products in kernels: codes of weights times activations of eight bits."""
 
+from __future__ import annotations
+
 import ast
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

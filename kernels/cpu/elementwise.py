@@ -4,6 +4,8 @@ Rows of float32 buffers are padded with zeros to a multiple of 32 values, so tha
 odd ends; ``width`` is the padded number of values and strides are in bytes.
 """
 
+from __future__ import annotations
+
 import numpy as np
 
 from localllm.kernels.cache_rounding import LARGEST_CODE, NEGLIGIBLE

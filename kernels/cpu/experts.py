@@ -10,6 +10,8 @@ same sum in the same order as any other (`localllm.kernels.cpu.matmul`).
                expert 2            expert 5           expert 7
 """
 
+from __future__ import annotations
+
 import numpy as np
 
 from localllm.kernels.cpu.compiler import kernel

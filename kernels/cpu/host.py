@@ -3,6 +3,8 @@
 Binary packages are imported where they are needed: ``localllm doctor`` asks even where one of them is broken.
 """
 
+from __future__ import annotations
+
 import ctypes
 import math
 import mmap

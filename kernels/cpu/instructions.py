@@ -10,6 +10,8 @@ An operation is a function that writes instructions; `localllm.kernels.cpu.numba
 this module does without numba keeps warm starts free of importing it.
 """
 
+from __future__ import annotations
+
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

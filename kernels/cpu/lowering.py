@@ -4,6 +4,8 @@ Nothing runs here, and no weight is needed: it also tells what a step will take 
 program serves every batch, because kernels read the number of tokens when they run.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate

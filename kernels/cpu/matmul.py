@@ -4,6 +4,8 @@ A unit of work is a group of rows.  Whatever the number of tokens, each output i
 along the row, tile by tile.  So a token decoded alone gets the same bits as one prefilled among hundreds.
 """
 
+from __future__ import annotations
+
 import numpy as np
 
 from localllm.kernels.cpu.compiler import kernel

@@ -5,6 +5,8 @@ time would go to the system, which hands out memory a page of 4 KiB at a time an
 pages of 2 MiB spares the processor looking most addresses up.
 """
 
+from __future__ import annotations
+
 import contextlib
 import mmap
 import sys

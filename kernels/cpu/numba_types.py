@@ -1,5 +1,7 @@
 """Makes numba know the vectors and operations of `localllm.kernels.cpu.instructions`; imported to compile kernels."""
 
+from __future__ import annotations
+
 from typing import Any
 
 from numba.core import typed_passes, types, untyped_passes

@@ -10,6 +10,8 @@ Codes that are to be bit-packed (`localllm.quant.bit_packing`) are transposed as
     …                                  c0 …   d0 …
 """
 
+from __future__ import annotations
+
 import ctypes
 from collections.abc import Callable
 from typing import Any

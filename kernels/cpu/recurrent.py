@@ -6,6 +6,8 @@ wherever its sequence was cut.
 A sequence's state lies in the slot that the batch names, and is zero before position 0, whatever lies there.
 """
 
+from __future__ import annotations
+
 import numpy as np
 
 from localllm.kernels.cpu.compiler import kernel

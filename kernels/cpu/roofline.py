@@ -6,6 +6,8 @@ neighbours change.  So a `Roofline` is made once, and asked in turn with what it
 Source of the name: Williams, Waterman and Patterson, Roofline (Communications of the ACM 52, 2009).
 """
 
+from __future__ import annotations
+
 import time
 from collections.abc import Callable, Sequence
 from typing import Self

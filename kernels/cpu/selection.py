@@ -12,6 +12,8 @@ from the highest, of which each is the one that the k-th largest has.  All above
 first.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import numpy as np

@@ -4,6 +4,8 @@ Here are those on numbers; `localllm.kernels.cpu.codes` has those on parts of by
 products of bytes.
 """
 
+from __future__ import annotations
+
 import operator
 from collections.abc import Callable
 from typing import Any

@@ -4,6 +4,8 @@ A `Target` names an LLVM processor and says how its kernels multiply bytes.  All
 weights and give the same integer sums.
 """
 
+from __future__ import annotations
+
 import functools
 import os
 from dataclasses import dataclass

@@ -8,6 +8,8 @@ The choice is kept beside the compiled kernels, for the machine as this process 
 while other programs computed is not believed: all cores are used then, and it is soon measured again.
 """
 
+from __future__ import annotations
+
 import hashlib
 import json
 import os

@@ -4,6 +4,8 @@ A step of few tokens has hundreds of barriers, at each of which all threads wait
 core to another program, the others wait until it is back: milliseconds, in which they could have done its share.
 """
 
+from __future__ import annotations
+
 import time
 
 #: How much of the mean that decides the last step makes up.

@@ -1,5 +1,7 @@
 """Weights in the memory of a CPU's kernels: threads pack a file's rows into tiles, some hundred at once."""
 
+from __future__ import annotations
+
 import itertools
 import threading
 from collections import defaultdict

@@ -6,6 +6,8 @@ of speed alone.  A kernel takes the sequences whose number of tokens lies in its
 batch's tables in device memory: a captured launch stays valid for every batch within the `Work` it was made for.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 

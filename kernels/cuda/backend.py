@@ -1,5 +1,7 @@
 """The backend of a CUDA device: packs weights, makes caches, and runs the calls that a graph is lowered to."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 from localllm.kernels.backend import Backend, Footprint, Progress, check_cache, weights_of

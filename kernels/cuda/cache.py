@@ -13,6 +13,8 @@ no parts.  `append.cu` writes what pads a head as zeros.  Of a page that is not 
 attention reads none of it.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from functools import cached_property
 

@@ -4,6 +4,8 @@ CuPy's own memory pool, arrays and compiler are not used, only its binding of CU
 and given back at once, streams are those made here, and the current device of the calling program is left as it was.
 """
 
+from __future__ import annotations
+
 import contextlib
 import ctypes
 import threading

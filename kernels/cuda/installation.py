@@ -4,6 +4,8 @@ Three things: NVIDIA's driver, which is the system's; CuPy, which talks to it; a
 library.  The last two come with ``pip install "localllm[cuda13]"``, or ``[cuda12]`` for older drivers.
 """
 
+from __future__ import annotations
+
 import ctypes
 import importlib
 import sys

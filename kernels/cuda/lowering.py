@@ -8,6 +8,8 @@ quantise, the product with gate and up, which ends with the gate, the product wi
 write integers at once where products with integers are all that read them.
 """
 
+from __future__ import annotations
+
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -14,6 +14,8 @@ more                 matmul: tensor cores, tiles in shared memory   matmul      
 Before sm_80 integers go through matvec, 2 rows at a time, F16 through matmul_few, and BF16 is kept as F32.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

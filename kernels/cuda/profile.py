@@ -10,6 +10,8 @@ whole.  As in the forward pass each reads weights of its own, which no cache sti
 stands in their inputs by then is lost, and the batch runs once more as it should.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field

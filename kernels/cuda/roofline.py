@@ -8,6 +8,8 @@ Products are those of ``mma.sync``, which all kernels here are written in.  Tens
 device.
 """
 
+from __future__ import annotations
+
 import statistics
 from collections.abc import Callable
 from typing import Any, Literal

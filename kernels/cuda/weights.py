@@ -8,6 +8,8 @@ next ones as soon as it has been copied; the file's pages are dropped behind.  S
 holds more of a tensor in its file's form than two buffers.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace

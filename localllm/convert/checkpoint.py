@@ -3,6 +3,8 @@
 So it can be written by `localllm.quantize`, in any type.
 """
 
+from __future__ import annotations
+
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,5 +1,7 @@
 """``config.json``: a checkpoint's hyper-parameters, and the GGUF keys that most architectures have of them."""
 
+from __future__ import annotations
+
 import json
 import re
 from collections.abc import Mapping

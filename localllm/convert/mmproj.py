@@ -1,5 +1,7 @@
 """The encoders of pictures and sounds of a Hugging Face folder as if it was an ``mmproj`` file."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path

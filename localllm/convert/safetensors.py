@@ -4,6 +4,8 @@ Layout (https://github.com/huggingface/safetensors): u64 length of the header, t
 ``{name: {"dtype", "shape", "data_offsets": [first, last]}}``, and the data that the offsets count in.
 """
 
+from __future__ import annotations
+
 import json
 from dataclasses import dataclass
 from math import prod

@@ -5,6 +5,8 @@ repacked, and keep their integers: GPTQ, AWQ and compressed-tensors' INT4 as Q4_
 The rest (FP8, NVFP4, other bits, columns in another order) becomes floats.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -4,6 +4,8 @@
 Unigram, or BPE with sentencepiece's spaces, whose scores are made of the order of merges.
 """
 
+from __future__ import annotations
+
 from base64 import b64decode
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

@@ -6,6 +6,8 @@ error, and over all tensors to add up.  The bytes then go where each of them les
 out is measured in the end.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise

@@ -1,5 +1,7 @@
 """Collecting importance matrices: a model reads a text, and what its weights multiply is squared and added up."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count

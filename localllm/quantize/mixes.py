@@ -7,6 +7,8 @@ type of about the same size with shorter blocks.
 Source: llama.cpp, ``src/llama-quant.cpp`` (``llama_tensor_get_type_impl``, ``tensor_type_fallback``).
 """
 
+from __future__ import annotations
+
 import difflib
 import re
 from collections.abc import Mapping, Sequence

@@ -1,5 +1,7 @@
 """Quantising a file: what each tensor becomes, and the work itself, a part of a tensor after the other."""
 
+from __future__ import annotations
+
 import os
 import re
 from collections import Counter
