@@ -573,11 +573,7 @@ class LLM:
         return self._generate_many(iter(prompts), add_special, parse_special, given)
 
     def _generate_many(
-        self,
-        prompts: Iterator[Any],
-        add_special: bool,
-        parse_special: bool,
-        given: CheckedOptions,
+        self, prompts: Iterator[Any], add_special: bool, parse_special: bool, given: CheckedOptions
     ) -> Iterator[Completion]:
         engine, progress, given = self._opened(), given.progress, replace(given, progress=None)
         numbered = enumerate(prompts)
@@ -911,10 +907,7 @@ class LLM:
         return stream
 
     def _chat_encoder(
-        self,
-        tools: Sequence[Mapping[str, object]] | None,
-        variables: Mapping[str, object] | None,
-        reply_prefix: str,
+        self, tools: Sequence[Mapping[str, object]] | None, variables: Mapping[str, object] | None, reply_prefix: str
     ) -> Callable[[Sequence[Message]], tuple[list[int], Pictures]]:
         """A function that makes tokens of messages, and says where pictures' are."""
         from localllm.chat import encode_chat

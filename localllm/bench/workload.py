@@ -41,10 +41,7 @@ class Test:
 
 
 def make_tests(
-    prompts: Sequence[int],
-    generations: Sequence[int],
-    depths: Sequence[int],
-    pairs: Sequence[Sequence[int]] = (),
+    prompts: Sequence[int], generations: Sequence[int], depths: Sequence[int], pairs: Sequence[Sequence[int]] = ()
 ) -> list[Test]:
     """The tests for lists of numbers, and pairs of them for tests of both kinds; 0 tokens are no test."""
     if wrong := [pair for pair in pairs if len(pair) != 2 or min(pair) < 1]:

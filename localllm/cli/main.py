@@ -24,14 +24,7 @@ from localllm.cli.foreign_flags import assign_words, in_our_command, in_our_flag
 from localllm.cli.interrupt import INTERRUPTED, end_at_once
 from localllm.cli.parser import command_of, main_parser, parser_of
 from localllm.console import discard, is_terminal, prepare_streams, say, visible_line, warn
-from localllm.errors import (
-    DeviceError,
-    GGUFError,
-    LocalLLMError,
-    NotEnoughMemoryError,
-    Notice,
-    UsageError,
-)
+from localllm.errors import DeviceError, GGUFError, LocalLLMError, NotEnoughMemoryError, Notice, UsageError
 from localllm.kernels.cpu.host import MIN_ADDRESS_SPACE, address_space_limit, memory_advice
 from localllm.options.declared import in_flags
 

@@ -891,12 +891,7 @@ class Llama:
             self._ids, self._rows = ids, rows
 
     def generate(
-        self,
-        tokens: Sequence[int],
-        temp: float = 0.8,
-        *,
-        reset: bool = True,
-        **options: Unpack[CompletionOptions],
+        self, tokens: Sequence[int], temp: float = 0.8, *, reset: bool = True, **options: Unpack[CompletionOptions]
     ) -> Generator[int, Sequence[int] | None, None]:
         """The tokens that follow others, up to the one that ends the text.
 

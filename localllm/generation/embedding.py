@@ -16,12 +16,7 @@ from localllm.tokenizer import Tokenizer
 
 #: What stands before queries and documents in models of late interaction, by the tokens that their vocabularies have:
 #: PyLate's, Jina's, and those of BERT that ColBERT gave this meaning.
-_MARKERS = (
-    ("[Q] ", "[D] "),
-    ("[Q]", "[D]"),
-    ("[QueryMarker]", "[DocumentMarker]"),
-    ("[unused0]", "[unused1]"),
-)
+_MARKERS = (("[Q] ", "[D] "), ("[Q]", "[D]"), ("[QueryMarker]", "[DocumentMarker]"), ("[unused0]", "[unused1]"))
 
 
 class Embedder:

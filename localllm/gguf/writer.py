@@ -181,11 +181,7 @@ class GGUFWriter(NewFile):
     """
 
     def __init__(
-        self,
-        path: Path,
-        metadata: Mapping[str, bytes],
-        tensors: Sequence[TensorSpec],
-        origin: str = "",
+        self, path: Path, metadata: Mapping[str, bytes], tensors: Sequence[TensorSpec], origin: str = ""
     ) -> None:
         self._tensors = tensors
         self._header, read, n_bytes = _header(path, metadata, tensors)

@@ -153,11 +153,7 @@ class _Heads:
         return self._meta.read_each(key, n_layers, int, *default, low=0, high=1 << 14)[self._layer]
 
 
-def merge(
-    file: GGUFFile,
-    adapters: Sequence[tuple[Adapter, float]],
-    target: Path,
-) -> Iterable[str]:
+def merge(file: GGUFFile, adapters: Sequence[tuple[Adapter, float]], target: Path) -> Iterable[str]:
     """Writes a model with adapters added to its weights, each so much of it, in the types that the file has.
 
     Yields the name of each tensor when it is written.

@@ -146,7 +146,11 @@ class GenerationJob:
 
     def chat_arguments(self, llm: LLM) -> dict[str, Any]:
         """The arguments of `LLM.stream_chat`, without options; collects warnings."""
-        messages, tools = self.messages or [], [_without_strict(tool) for tool in self.tools]
+        messages, functions = self.messages or [], [tool["function"] for tool in self.tools]
+        tools = [
+            {**tool, "function": {name: value for name, value in function.items() if name != "strict"}}
+            for tool, function in zip(self.tools, functions, strict=True)
+        ]
         self.warnings.clear()
         if tools and not llm.chat_template.reads("tools"):
             tools = []
@@ -202,28 +206,19 @@ Event = tuple[Reply, Chunk]
 Writer = Callable[[Reply, Chunk], Iterable[bytes]]
 
 
+@dataclass(eq=False)
 class PendingReplies:
     """Replies under way; `close` ends them, and has to be called."""
 
-    def __init__(
-        self,
-        job: GenerationJob,
-        served: ServedModel,
-        llm: LLM,
-        streams: list[Stream],
-        on_close: Callable[[PendingReplies], object],
-        begun_at: float,
-        load_s: float,
-    ) -> None:
-        self.number = next(_numbers)  # counted from the server's beginning
-        # served, llm: the model
-        # streams: one a reply
-        self.job, self.served, self.llm, self.streams = job, served, llm, streams
-        # begun_at: when they were asked for, in the time of `time.perf_counter`
-        # load_s: seconds after that in which the model was not there yet
-        self.begun_at, self.load_s = begun_at, load_s
-        self._on_close: Callable[[PendingReplies], object] | None = on_close
-        self._tasks: list[asyncio.Task[None]] = []
+    job: GenerationJob
+    served: ServedModel
+    llm: LLM
+    streams: list[Stream]  # one a reply
+    on_close: Callable[[PendingReplies], object] | None
+    begun_at: float  # when they were asked for, in the time of `time.perf_counter`
+    load_s: float  # seconds after that in which the model was not there yet
+    number: int = field(default_factory=itertools.count(1).__next__)  # counted from the server's beginning
+    _tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
     @property
     def prompt_tokens(self) -> int:
@@ -242,7 +237,7 @@ class PendingReplies:
 
     def close(self) -> None:
         """Ends what goes on, and gives the model back."""
-        on_close, self._on_close = self._on_close, None
+        on_close, self.on_close = self.on_close, None
         if on_close is not None:
             for stream in self.streams:
                 stream.cancel()
@@ -257,7 +252,7 @@ class PendingReplies:
             return
         # Bounded, so that a slow reader slows the model down and not the memory.
         queue: asyncio.Queue[Event | BaseException] = asyncio.Queue(maxsize=4 * len(self.streams))
-        if self._on_close is None:  # the client went before anything was asked for
+        if self.on_close is None:  # the client went before anything was asked for
             return
         # `close` ends them: this generator may be dropped anywhere, and then is closed late, or in another thread.
         self._tasks = [asyncio.create_task(self._put_events(index, queue)) for index in range(len(self.streams))]
@@ -325,16 +320,8 @@ class PendingReplies:
         return sorted(replies, key=lambda reply: reply.index)
 
 
-_numbers = itertools.count(1)
-
-
 def stopping() -> HTTPError:
     return HTTPError(503, "the server is stopping: send the request again later", "stopping")
-
-
-def _without_strict(tool: dict[str, Any]) -> dict[str, Any]:
-    """As the model is told of it."""
-    return {**tool, "function": {name: value for name, value in tool["function"].items() if name != "strict"}}
 
 
 def constrain(options: dict[str, Any], schema: object) -> None:

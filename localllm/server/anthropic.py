@@ -141,14 +141,6 @@ def _usage(usage: Usage) -> dict[str, Any]:
     }
 
 
-def _stop_reason(reply: Reply) -> str:
-    if reply.finish_reason != "stop":
-        return "max_tokens"
-    if reply.calls:
-        return "tool_use"
-    return "end_turn" if reply.stop_text is None else "stop_sequence"
-
-
 def _head(pending: PendingReplies) -> dict[str, Any]:
     return {
         "id": new_id("msg_"),
@@ -186,7 +178,11 @@ def _line(kind: str, **fields: Any) -> bytes:
 
 
 def _end(reply: Reply) -> dict[str, Any]:
-    return {"stop_reason": _stop_reason(reply), "stop_sequence": reply.stop_text}
+    reason = "tool_use" if reply.calls else "end_turn" if reply.stop_text is None else "stop_sequence"
+    return {
+        "stop_reason": reason if reply.finish_reason == "stop" else "max_tokens",
+        "stop_sequence": reply.stop_text,
+    }
 
 
 class _MessageWriter:
@@ -198,13 +194,8 @@ class _MessageWriter:
     def lines(self, reply: Reply, chunk: Chunk) -> list[bytes]:
         if chunk.finish_reason is not None:
             last = self._begin({"type": "text", "text": ""}) if not self.content else []
-            usage = _usage(reply.usage)
-            return [
-                *last,
-                *self._end(),
-                _line("message_delta", delta=_end(reply), usage=usage),
-                _line("message_stop"),
-            ]
+            end = _line("message_delta", delta=_end(reply), usage=_usage(reply.usage))
+            return [*last, *self._end(), end, _line("message_stop")]
         call = chunk.call
         if isinstance(call, ToolCall):
             self.content[-1]["input"] = call.values

@@ -75,7 +75,10 @@ class Dispatcher:
 
     async def begin(self, job: GenerationJob, request: Request) -> PendingReplies:
         """Submits what a request asks for; its headers may say how urgent it is, if its fields do not."""
-        self._check(job)
+        if self.is_stopping:
+            raise stopping()
+        if not 1 <= job.n <= MAX_REPLIES:
+            raise HTTPError(400, f"n is {job.n}, but must be from 1 to {MAX_REPLIES}")
         wanted = job.options.pop("adapters", None)
         if wanted is not None or self.models.adapters:  # else those of the model's own defaults
             job.options["adapters"] = self.adapter_scales(wanted)
@@ -169,12 +172,6 @@ class Dispatcher:
         self.active.pop(pending.number, None)
         self.models.release(pending.served)
 
-    def _check(self, job: GenerationJob) -> None:
-        if self.is_stopping:
-            raise stopping()
-        if not 1 <= job.n <= MAX_REPLIES:
-            raise HTTPError(400, f"n is {job.n}, but must be from 1 to {MAX_REPLIES}")
-
 
 def _submit(job: GenerationJob, llm: LLM, client: str) -> list[Stream]:
     begins: list[Callable[..., Stream]]
@@ -214,8 +211,7 @@ def _check_length(prompt: Prompt, context: int) -> None:
     kind, most = ("characters", MAX_CHARACTERS * context) if isinstance(prompt, str) else ("tokens", context)
     if len(prompt) > most:
         size = f"{len(prompt):,} {kind}, which exceeds the available context size of {context:,} tokens"
-        message = f"the prompt has {size}: shorten it"
-        raise HTTPError(400, message, "context_length_exceeded")
+        raise HTTPError(400, f"the prompt has {size}: shorten it", "context_length_exceeded")
 
 
 def _stream(llm: LLM, prompt: Prompt | MediaPrompt, **options: Any) -> Stream:

@@ -106,11 +106,7 @@ async def _vectors(
         vectors: Sequence[NDArray[np.float32]]
         if llm.is_late if per_token is None else per_token:
             vectors = llm.embed(
-                texts,
-                dimensions=body.dimensions,
-                truncate=body.truncate,
-                normalize=normalizes_tokens,
-                per_token=True,
+                texts, dimensions=body.dimensions, truncate=body.truncate, normalize=normalizes_tokens, per_token=True
             )
         else:
             vectors = [*llm.embed(texts, dimensions=body.dimensions, truncate=body.truncate)]

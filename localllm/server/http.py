@@ -99,17 +99,15 @@ class HTTPError(LocalLLMError):
         if isinstance(error, HTTPError):
             return error
         if isinstance(error, ContextLengthError):
-            error = ContextLengthError(
-                error.n_tokens, error.context
-            )  # to cut it is nothing that a request can ask for
+            # To cut it is nothing that a request can ask for.
+            error = ContextLengthError(error.n_tokens, error.context)
             more = {"n_prompt_tokens": error.n_tokens, "n_ctx": error.context}
             return cls(400, error.worded(word), "context_length_exceeded", more=more)
         if isinstance(error, msgspec.DecodeError):
             return cls(400, f"the body is not what this endpoint takes: {error}")
         if isinstance(error, UsageError | TemplateError | TokenizerError):
-            return cls(
-                400, _FOLDERS.sub("", error.worded(word)), param=fields.get(getattr(error, "argument", None) or "")
-            )
+            param = fields.get(getattr(error, "argument", None) or "")
+            return cls(400, _FOLDERS.sub("", error.worded(word)), param=param)
         if isinstance(error, UnknownModelError):
             return cls(404, str(error), "model_not_found")
         if isinstance(error, QueueFullError):

@@ -137,20 +137,13 @@ async def slots(request: Request, dispatcher: Dispatcher) -> Response:
             continue
         slot = {"model": served.name, "n_ctx": served.llm.info.context}
         streams = [(a.number, each) for a in dispatcher.active.values() if a.served is served for each in a.streams]
-        rows += [
-            {
-                **slot,
-                "id_task": number,
-                "is_processing": True,
-                "n_prompt_tokens": stream.usage.prompt_tokens,
-                "n_cached_tokens": stream.usage.cached_tokens,
-                "n_decoded": stream.usage.completion_tokens,
-            }
-            for number, stream in streams
-        ]
-        rows += [{**slot, "id_task": -1, "is_processing": False}] * (
-            served.llm.info.placement.parallel - len(streams)
-        )
+        for number, stream in streams:
+            usage = stream.usage
+            counts = {"n_prompt_tokens": usage.prompt_tokens, "n_cached_tokens": usage.cached_tokens}
+            counts["n_decoded"] = usage.completion_tokens
+            rows.append({**slot, "id_task": number, "is_processing": True, **counts})
+        n_idle = served.llm.info.placement.parallel - len(streams)
+        rows += [{**slot, "id_task": -1, "is_processing": False}] * n_idle
     return json_response([{"id": number, **row} for number, row in enumerate(rows)])
 
 
@@ -196,18 +189,12 @@ async def metrics(request: Request, dispatcher: Dispatcher) -> Response:
         rows.setdefault(name, head).append(f"{name}{label} {value:.10g}")
 
     for served in dispatcher.models.served.values():
-        add(
-            "localllm_model_loaded",
-            "gauge",
-            "whether a model is loaded",
-            float(served.llm is not None),
-            _label(served.name),
-        )
-        llm = served.llm
+        llm, label = served.llm, served.name.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+        add("localllm_model_loaded", "gauge", "whether a model is loaded", float(llm is not None), label)
         counts = served.last_counts if llm is None else llm.counts
         if counts is None:
             continue
-        label, n_waiting = _label(served.name), 0 if llm is None else llm.n_waiting
+        n_waiting, per_step = 0 if llm is None else llm.n_waiting, counts.in_steps / (counts.steps or 1)
         counts = replace(counts)  # the engine's thread counts on
         rates, served.told_counts = _rates(served.told_counts, counts), counts
         for name, kind, help, value in (
@@ -221,12 +208,7 @@ async def metrics(request: Request, dispatcher: Dispatcher) -> Response:
             ("llamacpp:spec_decode_num_drafts_total", "counter", "steps with drafts", counts.draft_steps),
             ("llamacpp:spec_decode_num_draft_tokens_total", "counter", "tokens drafted", counts.drafted),
             ("llamacpp:spec_decode_num_accepted_tokens_total", "counter", "those accepted", counts.accepted),
-            (
-                "llamacpp:n_busy_slots_per_decode",
-                "gauge",
-                "requests in a step",
-                counts.in_steps / (counts.steps or 1),
-            ),
+            ("llamacpp:n_busy_slots_per_decode", "gauge", "requests in a step", per_step),
             ("llamacpp:prompt_tokens_seconds", "gauge", f"tokens of prompts a second, {_SINCE}", rates[0]),
             ("llamacpp:predicted_tokens_seconds", "gauge", f"tokens generated a second, {_SINCE}", rates[1]),
             ("llamacpp:requests_processing", "gauge", "requests at work", counts.running),
@@ -241,10 +223,8 @@ async def metrics(request: Request, dispatcher: Dispatcher) -> Response:
     add("localllm_model_loads_total", "counter", "models loaded", dispatcher.models.n_loads)
     text = "".join(f"{line}\n" for lines in rows.values() for line in lines)
     response = PlainTextResponse(text, media_type="text/plain; version=0.0.4")
-    started = int(psutil.Process().create_time())
-    response.raw_headers.append(
-        (b"Process-Start-Time-Unix", str(started).encode())
-    )  # as clients of llama.cpp spell it
+    started = str(int(psutil.Process().create_time())).encode()
+    response.raw_headers.append((b"Process-Start-Time-Unix", started))  # as clients of llama.cpp spell it
     return response
 
 
@@ -255,10 +235,6 @@ def _rates(before: Counts, now: Counts) -> tuple[float, float]:
     prompt_s, decode_s = now.prefill_s - before.prefill_s, now.decode_s - before.decode_s
     prompt_tokens, decode_tokens = now.prompt_tokens - before.prompt_tokens, now.decode_tokens - before.decode_tokens
     return prompt_tokens / (prompt_s or 1), decode_tokens / (decode_s or 1)
-
-
-def _label(name: str) -> str:
-    return name.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
 # -- Tokens --------------------------------------------------------------------------------------------------------
@@ -430,15 +406,11 @@ def _probabilities(llm: LLM, choices: Sequence[Choice], are_drawn: bool) -> dict
         return {}
     row = partial(_drawn_json if are_drawn else token_json, llm)
     name = "top_probs" if are_drawn else "top_logprobs"
-    rows = [
-        {
-            "id": choice.id,
-            **row(choice.id, choice.logprob),
-            name: [{"id": id_, **row(id_, logprob)} for id_, logprob in choice.top],
-        }
-        for choice in choices
-    ]
-    return {"completion_probabilities": rows}
+
+    def top(choice: Choice) -> list[dict[str, Any]]:
+        return [{"id": id_, **row(id_, logprob)} for id_, logprob in choice.top]
+
+    return {"completion_probabilities": [{"id": c.id, **row(c.id, c.logprob), name: top(c)} for c in choices]}
 
 
 def _drawn_json(llm: LLM, id_: int, logprob: float | None) -> dict[str, Any]:
@@ -466,6 +438,6 @@ def _end(pending: PendingReplies, reply: Reply, body: _CompletionFields) -> dict
         "tokens_cached": reply.usage.cached_tokens,
         "truncated": reply.usage.total_tokens >= pending.llm.info.context,
         "generation_settings": _settings(pending.llm, pending.job.options),
-        "timings": timings_json(reply.usage, reply.timings, reply.drafts),
+        "timings": timings_json(reply),
         **_probabilities(pending.llm, reply.logprobs, bool(body.post_sampling_probs)),
     }

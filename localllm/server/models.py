@@ -163,15 +163,16 @@ class Models:
 
     async def listed(self) -> list[ServedModel]:
         """All models, each with what its file's header tells."""
-        await self._in_thread(self._read_details)
-        return list(self.served.values())
 
-    def _read_details(self) -> None:
-        reader = DetailsReader()
-        for model in self.served.values():
-            if model.details == Details():
-                model.details = reader.read(model.path)
-        reader.save()
+        def read_details() -> None:
+            reader = DetailsReader()
+            for model in self.served.values():
+                if model.details == Details():
+                    model.details = reader.read(model.path)
+            reader.save()
+
+        await self._in_thread(read_details)
+        return list(self.served.values())
 
     async def acquire(self, name: str | None) -> tuple[ServedModel, LLM]:
         """A model for one request, which gives it back by `release`; loads it if it is not loaded."""

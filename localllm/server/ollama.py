@@ -184,8 +184,7 @@ async def _respond(
             ping=b"",
         )
     with closing(pending):
-        replies = await cancel_on_disconnect(request, pending.read())
-    reply = replies[0]
+        (reply,) = await cancel_on_disconnect(request, pending.read())
     said = shape(reply.text, reply.thinking, reply.calls)
     return json_response({**_head(pending), **said, **_end(pending, reply, bool(body.messages))})
 
@@ -301,15 +300,9 @@ async def running(request: Request, dispatcher: Dispatcher) -> Response:
             # Ollama's way to say never.
             expires = datetime.now(UTC) + timedelta(seconds=min(_NEVER_S, _NEVER_S if left is None else left))
             info = None if each.llm is None else each.llm.info
-            models.append(
-                {
-                    **_described(each),
-                    "expires_at": expires.isoformat(),
-                    "size_vram": 0 if info is None else info.gpu_bytes,
-                    "context_length": 0 if info is None else info.context,
-                    "load_progress": each.load_progress,
-                }
-            )
+            sizes = (0, 0) if info is None else (info.gpu_bytes, info.context)
+            now = {"expires_at": expires.isoformat(), "size_vram": sizes[0], "context_length": sizes[1]}
+            models.append({**_described(each), **now, "load_progress": each.load_progress})
     return json_response({"models": models})
 
 
@@ -328,14 +321,10 @@ async def show(request: Request, dispatcher: Dispatcher) -> Response:
         if not llm.writes_text:
             return {"template": "", "capabilities": ["embedding"], "model_info": about}
         template = llm.chat_template
-        reads_tools = ["tools"] if template.reads("tools") else []
-        thinks = ["thinking"] if template.reads("enable_thinking") else []
-        sees = [*(["vision"] if llm.sees else []), *(["audio"] if llm.hears else [])]
-        return {
-            "template": template.source,
-            "capabilities": ["completion", *sees, *reads_tools, *thinks],
-            "model_info": about,
-        }
+        can = {"vision": llm.sees, "audio": llm.hears}
+        can |= {"tools": template.reads("tools"), "thinking": template.reads("enable_thinking")}
+        capabilities = ["completion", *(name for name, has in can.items() if has)]
+        return {"template": template.source, "capabilities": capabilities, "model_info": about}
 
     shown = await dispatcher.with_model(request, name, work)
     await dispatcher.models.listed()

@@ -19,9 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from localllm.chat.conversation import ToolCall, read_messages
-from localllm.engine.drafting import Drafts
-from localllm.engine.request import Timings, Usage
-from localllm.generation.completion import Chunk
+from localllm.generation.completion import Chunk, Stream
 from localllm.llm import LLM
 from localllm.sampling import Choice
 from localllm.server.answers import (
@@ -40,15 +38,7 @@ from localllm.server.answers import (
     split_reply_prefix,
 )
 from localllm.server.dispatcher import Dispatcher
-from localllm.server.http import (
-    DONE,
-    EventStream,
-    HTTPError,
-    cancel_on_disconnect,
-    decode,
-    event,
-    json_response,
-)
+from localllm.server.http import DONE, EventStream, HTTPError, cancel_on_disconnect, decode, event, json_response
 from localllm.server.models import ServedModel
 from localllm.tokenizer.stream import TextOffsets
 from localllm.version import __version__
@@ -161,8 +151,11 @@ def _usage_json(replies: Sequence[Reply]) -> dict[str, Any]:
     }
 
 
-def timings_json(usage: Usage, timings: Timings, drafts: Drafts | None = None) -> dict[str, Any]:
+def timings_json(of: Reply | Stream | Chunk) -> dict[str, Any]:
     """As llama.cpp's server has them: counts, milliseconds and rates; to the first token, waiting counts too."""
+    usage, timings, drafts = of.usage, of.timings, of.drafts
+    assert usage is not None
+    assert timings is not None
     counts = {"draft_n": drafts.drafted, "draft_n_accepted": drafts.accepted} if drafts and drafts.drafted else {}
     return {
         "cache_n": usage.cached_tokens,
@@ -181,24 +174,20 @@ def timings_json(usage: Usage, timings: Timings, drafts: Drafts | None = None) -
 
 def progress_json(pending: PendingReplies, chunk: Chunk) -> dict[str, Any]:
     """How far a prompt is, as llama.cpp's server tells it."""
-    usage, timings = chunk.usage, chunk.timings
+    usage = chunk.usage
     assert usage is not None
-    assert timings is not None
     progress = {
         "total": usage.prompt_tokens,
         "cache": usage.cached_tokens,
         "processed": chunk.n_evaluated,
         "time_ms": round(1e3 * (time.perf_counter() - pending.begun_at)),
     }
-    return {"prompt_progress": progress, "timings": timings_json(usage, timings)}
+    return {"prompt_progress": progress, "timings": timings_json(chunk)}
 
 
 def timings_so_far(pending: PendingReplies, reply: Reply) -> dict[str, Any]:
     """Beside a piece of a stream, where the request asks for them."""
-    if not pending.job.tells_timings:
-        return {}
-    stream = pending.streams[reply.index]
-    return {"timings": timings_json(stream.usage, stream.timings, stream.drafts)}
+    return {"timings": timings_json(pending.streams[reply.index])} if pending.job.tells_timings else {}
 
 
 def finish_reason(reply: Reply) -> str:
@@ -284,7 +273,7 @@ def _totals(replies: Sequence[Reply]) -> dict[str, Any]:
     warnings = [warning for reply in replies for warning in reply.warnings]
     return {
         "usage": _usage_json(replies),
-        "timings": timings_json(replies[0].usage, replies[0].timings, replies[0].drafts),
+        "timings": timings_json(replies[0]),
         **({"warnings": warnings} if warnings else {}),
     }
 
@@ -317,14 +306,13 @@ def _chat_lines(head: _Head, pending: PendingReplies, reply: Reply, chunk: Chunk
 
 def _end_lines(head: _Head, body: ChatRequest | CompletionRequest, replies: Sequence[Reply]) -> Iterator[bytes]:
     if body.stream_options is not None and body.stream_options.include_usage:
-        timings = timings_json(replies[0].usage, replies[0].timings, replies[0].drafts)
-        yield event(head.json([], usage=_usage_json(replies), timings=timings))
+        yield event(head.json([], usage=_usage_json(replies), timings=timings_json(replies[0])))
     yield DONE
 
 
 def _end_of_stream(reply: Reply) -> dict[str, Any]:
     warnings = {"warnings": reply.warnings} if reply.warnings else {}
-    return {"timings": timings_json(reply.usage, reply.timings, reply.drafts), **warnings}
+    return {"timings": timings_json(reply), **warnings}
 
 
 def _delta(chunk: Chunk) -> dict[str, Any]:
@@ -336,13 +324,16 @@ def _delta(chunk: Chunk) -> dict[str, Any]:
     if call.begins:
         begun = call_json(ToolCall(call.name, call.arguments, call.id))
         return {"tool_calls": [{"index": call.index, **begun}]}
-    return (
-        {"tool_calls": [{"index": call.index, "function": {"arguments": call.arguments}}]} if call.arguments else {}
-    )
+    function = {"arguments": call.arguments}
+    return {"tool_calls": [{"index": call.index, "function": function}]} if call.arguments else {}
 
 
 async def chat_input_tokens(request: Request, dispatcher: Dispatcher) -> Response:
     job = await dispatcher.read(request, _chat_job, await decode(request, ChatRequest))
+    return await count_input(request, dispatcher, job)
+
+
+async def count_input(request: Request, dispatcher: Dispatcher, job: GenerationJob) -> Response:
     n_tokens = len(await dispatcher.with_model(request, job.model, job.prompt_ids))
     return json_response({"object": "response.input_tokens", "input_tokens": n_tokens})
 
@@ -371,7 +362,11 @@ async def completions(request: Request, dispatcher: Dispatcher) -> Response:
     head, n_replies = _Head("cmpl-", "text_completion", pending), range(len(pending.streams))
     offsets = [TextOffsets(pending.llm.tokenizer) for _ in n_replies]
     if body.stream:
-        write = partial(_completion_piece, head, pending.llm, offsets)
+
+        def write(index: int, text: str, chosen: Sequence[Choice], reason: str | None = None) -> dict[str, Any]:
+            logprobs = _logprobs(pending.llm, chosen, offsets[index]) if chosen else None
+            return head.json([{"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}])
+
         begin = [event(write(index, *echoes[index // n])) for index in n_replies if echoes]
         lines = pending.lines(partial(_completion_lines, write), begin, partial(_end_lines, head, body))
         return EventStream(lines, pending.close, path=request.url.path)
@@ -425,19 +420,6 @@ def _logprobs(llm: LLM, choices: Sequence[Choice], offsets: TextOffsets) -> dict
     return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": top, "text_offset": places}
 
 
-def _completion_piece(
-    head: _Head,
-    llm: LLM,
-    offsets: Sequence[TextOffsets],
-    index: int,
-    text: str,
-    chosen: Sequence[Choice],
-    reason: str | None = None,
-) -> dict[str, Any]:
-    logprobs = _logprobs(llm, chosen, offsets[index]) if chosen else None
-    return head.json([{"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}])
-
-
 def _completion_lines(write: Callable[..., dict[str, Any]], reply: Reply, chunk: Chunk) -> Iterator[bytes]:
     if chunk.text or chunk.logprobs:  # of the last one, what was held back
         yield event(write(reply.index, chunk.text, chunk.logprobs or ()))
@@ -472,18 +454,21 @@ async def lm_studio_models(request: Request, dispatcher: Dispatcher) -> Response
     """The models as LM Studio lists them (https://lmstudio.ai/docs/developer/rest/endpoints)."""
     rows = []
     for each in await dispatcher.models.listed():
-        row = {
-            "id": each.name,
-            "object": "model",
-            "type": "embeddings" if each.llm is not None and not each.llm.writes_text else "llm",
-            "publisher": "localllm",
-            "arch": each.details.architecture,
-            "compatibility_type": "gguf",
-            "quantization": each.details.file_type,
-            "state": "not-loaded" if each.llm is None else "loaded",
-            "max_context_length": each.details.trained_context,
-        }
-        rows.append(row if each.llm is None else {**row, "loaded_context_length": each.llm.info.context})
+        llm, details = each.llm, each.details
+        rows.append(
+            {
+                "id": each.name,
+                "object": "model",
+                "type": "embeddings" if llm is not None and not llm.writes_text else "llm",
+                "publisher": "localllm",
+                "arch": details.architecture,
+                "compatibility_type": "gguf",
+                "quantization": details.file_type,
+                "state": "not-loaded" if llm is None else "loaded",
+                "max_context_length": details.trained_context,
+                **({} if llm is None else {"loaded_context_length": llm.info.context}),
+            }
+        )
     return json_response({"object": "list", "data": rows})
 
 

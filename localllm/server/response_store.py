@@ -80,10 +80,5 @@ class ResponseStore:
 
 def _with_bytes(message: Message) -> Message:
     """A message that was kept: JSON has the bytes of its pictures as texts."""
-    return replace(
-        message,
-        parts=tuple(
-            part if isinstance(part, str) else replace(part, source=base64.b64decode(part.source))
-            for part in message.parts
-        ),
-    )
+    parts = (p if isinstance(p, str) else replace(p, source=base64.b64decode(p.source)) for p in message.parts)
+    return replace(message, parts=tuple(parts))

@@ -36,6 +36,7 @@ from localllm.server.dispatcher import Dispatcher
 from localllm.server.http import EventStream, HTTPError, cancel_on_disconnect, decode, event, json_response
 from localllm.server.openai import (
     checked_logprobs,
+    count_input,
     new_id,
     progress_json,
     thinking_variables,
@@ -150,13 +151,16 @@ def _messages(items: list[dict[str, Any]]) -> list[Message]:
     return messages
 
 
+async def _read_job(request: Request, dispatcher: Dispatcher, body: ResponsesRequest) -> GenerationJob:
+    earlier = body.previous_response_id
+    before = dispatcher.responses.get(earlier, request.state.client).conversation if earlier else []
+    return await dispatcher.read(request, _job, body, before)
+
+
 async def responses(request: Request, dispatcher: Dispatcher) -> Response:
     body = await decode(request, ResponsesRequest)
     client = request.state.client
-    before = (
-        dispatcher.responses.get(body.previous_response_id, client).conversation if body.previous_response_id else []
-    )
-    pending = await dispatcher.begin(await dispatcher.read(request, _job, body, before), request)
+    pending = await dispatcher.begin(await _read_job(request, dispatcher, body), request)
     writer = _ResponseWriter(pending, body)
 
     def keep(reply: Reply) -> None:
@@ -185,12 +189,9 @@ async def responses(request: Request, dispatcher: Dispatcher) -> Response:
 
 
 async def input_tokens(request: Request, dispatcher: Dispatcher) -> Response:
-    body = await decode(request, ResponsesRequest)
-    earlier = body.previous_response_id
-    before = dispatcher.responses.get(earlier, request.state.client).conversation if earlier else []
-    job = await dispatcher.read(request, _job, body, before)
-    n_tokens = len(await dispatcher.with_model(request, job.model, job.prompt_ids))
-    return json_response({"object": "response.input_tokens", "input_tokens": n_tokens})
+    return await count_input(
+        request, dispatcher, await _read_job(request, dispatcher, await decode(request, ResponsesRequest))
+    )
 
 
 async def input_items(request: Request, dispatcher: Dispatcher) -> Response:
@@ -295,7 +296,7 @@ class _ResponseWriter:
             status = "completed" if is_whole else "incomplete"
             events = [*last, *self._close(status)]
             self.response = self._response(status, reply.usage, None if is_whole else "max_output_tokens")
-            timings = timings_json(reply.usage, reply.timings, reply.drafts)  # llama.cpp's, as below
+            timings = timings_json(reply)  # llama.cpp's, as below
             return [*events, (f"response.{status}", {"response": self.response, "timings": timings})]
         if chunk.n_evaluated is not None:
             progress = progress_json(self._respond, chunk)
@@ -364,14 +365,8 @@ class _ResponseWriter:
     def _call(self, call: CallDelta | ToolCall) -> list[tuple[str, dict[str, Any]]]:
         ended = self._close() if isinstance(call, CallDelta) and call.begins else []
         index = len(self._output)
-        item = {
-            "id": "fc_" + call.id.removeprefix("call_"),
-            "type": "function_call",
-            "call_id": call.id,
-            "name": call.name,
-            "arguments": call.arguments,
-            "status": "in_progress",
-        }
+        item = {"id": "fc_" + call.id.removeprefix("call_"), "type": "function_call", "call_id": call.id}
+        item |= {"name": call.name, "arguments": call.arguments, "status": "in_progress"}
         place = {"item_id": item["id"], "output_index": index}
         if isinstance(call, CallDelta):
             if call.begins:

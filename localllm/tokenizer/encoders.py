@@ -420,10 +420,7 @@ def _byte_characters() -> dict[str, int]:
     """GPT-2's visible character for each byte: printable Latin-1 for itself, U+0100 on for the rest."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
-    return {
-        **{chr(byte): byte for byte in printable},
-        **{chr(0x100 + n): byte for n, byte in enumerate(others)},
-    }
+    return {**{chr(byte): byte for byte in printable}, **{chr(0x100 + n): byte for n, byte in enumerate(others)}}
 
 
 BYTE_CHARACTERS = _byte_characters()

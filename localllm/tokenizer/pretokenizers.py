@@ -169,19 +169,13 @@ _KINDS: list[tuple[PreTokenizer, str]] = [
         "youtu",
     ),
     (PreTokenizer((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]")), "falcon"),
-    (
-        PreTokenizer((r"\p{N}", _GPT2)),
-        "starcoder refact command-r smollm codeshell exaone minerva-7b mellum2",
-    ),
+    (PreTokenizer((r"\p{N}", _GPT2)), "starcoder refact command-r smollm codeshell exaone minerva-7b mellum2"),
     (
         PreTokenizer((_GPT2,)),
         "gpt-2 phi-2 mpt olmo jais trillion granite-docling gigachat a.x-4.0 mellum modern-bert exaone4 "
         "jina-es jina-de jina-v2-es jina-v2-de jina-v1-en jina-v2-code roberta-bpe",
     ),
-    (
-        PreTokenizer((_QWEN2,)),
-        "qwen2 stablelm2 hunyuan megrez deepseek-r1-qwen kormo f2llmv2 solar-open grok-2",
-    ),
+    (PreTokenizer((_QWEN2,)), "qwen2 stablelm2 hunyuan megrez deepseek-r1-qwen kormo f2llmv2 solar-open grok-2"),
     (PreTokenizer((_QWEN35,)), "qwen35"),
     (PreTokenizer((_BLOOM,)), "poro-chat bloom gpt3-finnish"),
     (PreTokenizer((_BLOOM, r"\p{N}")), "viking"),
@@ -200,8 +194,7 @@ _KINDS: list[tuple[PreTokenizer, str]] = [
     (PreTokenizer((_EXAONE_MOE,)), "exaone-moe"),
     (
         PreTokenizer(
-            (r"\p{N}{1,3}", rf"{_CONTRACTIONS}|{_LETTERS}|\p{{N}}+|{_SYMBOLS_AND_SPACES}"),
-            ignore_merges=True,
+            (r"\p{N}{1,3}", rf"{_CONTRACTIONS}|{_LETTERS}|\p{{N}}+|{_SYMBOLS_AND_SPACES}"), ignore_merges=True
         ),
         "minicpm5",
     ),

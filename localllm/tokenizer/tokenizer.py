@@ -122,10 +122,7 @@ class Tokenizer:
 
     def is_special(self, token: int) -> bool:
         """Whether ``token`` is a control or unknown token, which adds nothing to a text."""
-        return self._vocabulary.types[as_token_id(token, self._n_vocab)] in (
-            TokenType.CONTROL,
-            TokenType.UNKNOWN,
-        )
+        return self._vocabulary.types[as_token_id(token, self._n_vocab)] in (TokenType.CONTROL, TokenType.UNKNOWN)
 
     def token_text(self, token: int) -> str:
         """The token as the vocabulary spells it, for people to look at."""

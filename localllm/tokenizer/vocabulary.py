@@ -409,11 +409,7 @@ def _guess_types(types: bytearray, tokens: Sequence[str], model: str) -> None:
     for index, token in enumerate(tokens):
         if _BYTE_TOKEN.fullmatch(token):
             types[index] = TokenType.BYTE
-    for text, kind in (
-        ("<unk>", TokenType.UNKNOWN),
-        ("<s>", TokenType.CONTROL),
-        ("</s>", TokenType.CONTROL),
-    ):
+    for text, kind in (("<unk>", TokenType.UNKNOWN), ("<s>", TokenType.CONTROL), ("</s>", TokenType.CONTROL)):
         if text in tokens:
             types[tokens.index(text)] = kind
 

@@ -22,14 +22,7 @@ from localllm.errors import StoreError, UsageError
 from localllm.tui.chat import events
 from localllm.tui.chat import settings as chat_settings
 from localllm.tui.chat.attachments import Attached, attach
-from localllm.tui.chat.context import (
-    ChatModel,
-    ContextTrimmer,
-    name_of,
-    texts_alone,
-    tokens_of_media,
-    whole_prompt,
-)
+from localllm.tui.chat.context import ChatModel, ContextTrimmer, name_of, texts_alone, tokens_of_media, whole_prompt
 from localllm.tui.chat.conversation import Attachment, Call, Conversation, Message, State, Stats, Window
 from localllm.tui.chat.events import Choice, Event, ThinkingClock, Turn
 from localllm.tui.chat.pieces import Rank, ranked

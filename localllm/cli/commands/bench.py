@@ -121,16 +121,8 @@ def _accepted(drafts: Drafts) -> str:
 
 
 def _of_model(info: ModelInfo) -> dict[str, Any]:
-    return {
-        "model": str(info.path),
-        "architecture": info.architecture,
-        "file_type": info.file_type,
-        "n_parameters": info.n_parameters,
-        "n_bytes": info.n_bytes,
-        "device": info.device,
-        "kernels": info.kernels,
-        "cache_type": info.cache_type,
-    }
+    names = ("architecture", "file_type", "n_parameters", "n_bytes", "device", "kernels", "cache_type")
+    return {"model": str(info.path)} | {name: getattr(info, name) for name in names}
 
 
 def as_json(info: ModelInfo, measured: Sequence[Measurement], other_cpus: float) -> dict[str, Any]:

@@ -219,8 +219,11 @@ def _value(key: str, text: str, path: Path) -> object:
         if key.startswith(f"{SAMPLING}."):
             given = {SAMPLING: {key.removeprefix(f"{SAMPLING}."): value}}
         _, problems = check(given, path.parent)
-        if key == "theme" and not problems and value not in (themes := _themes()):
-            problems = [f"theme is {value!r:.80} but must be one of {', '.join(themes)}"]
+        if key == "theme" and not problems:
+            from textual.theme import BUILTIN_THEMES  # imported here: it takes a while
+
+            if value not in (themes := ["dark", "light", *BUILTIN_THEMES]):
+                problems = [f"theme is {value!r:.80} but must be one of {', '.join(themes)}"]
         if not problems:
             return value
         complaints += problems
@@ -236,22 +239,14 @@ def _our_key(key: str) -> str | None:
     return f"{SAMPLING}.{name}" if name in sampling_names() else None
 
 
-def _themes() -> list[str]:
-    from textual.theme import BUILTIN_THEMES  # imported here: it takes a while
-
-    return ["dark", "light", *BUILTIN_THEMES]
-
-
 def _readings(text: str) -> Iterator[object]:
     """Readings of a word of the command line: as a TOML value, or as itself."""
     import tomllib
 
-    try:
+    with contextlib.suppress(ValueError, RecursionError):
         value = tomllib.loads(f"value = {text}")
         if len(value) == 1:
             yield value["value"]
-    except (ValueError, RecursionError):
-        pass
     yield text
 
 

@@ -155,12 +155,9 @@ def _software() -> Iterator[Finding]:
     yield Finding("software", "localllm", f"{__version__}, in {Path(__file__).parents[1]}")
     system = f"{platform.system()} {platform.release()}, {platform.machine()}"
     yield Finding("software", "Python", f"{platform.python_version()} ({platform.python_implementation()}), {system}")
-    demo = resources.files("localllm") / "data" / "demo.gguf"
-    if demo.is_file():
-        yield Finding("software", "demo model", "there")
-    else:
-        advice = "name a GGUF file with -m, or install localllm again"
-        yield Finding("software", "demo model", "missing", advice)
+    is_there = (resources.files("localllm") / "data" / "demo.gguf").is_file()
+    advice = None if is_there else "name a GGUF file with -m, or install localllm again"
+    yield Finding("software", "demo model", "there" if is_there else "missing", advice)
 
 
 def _packages() -> Iterator[Finding]:

@@ -90,12 +90,7 @@ def _perplexity(arguments: argparse.Namespace, llm: LLM, text: str | Path, save:
 
     with _progress(arguments, "chunks, perplexity {:.3f}") as progress:
         return perplexity(
-            llm,
-            text,
-            context=_context(arguments),
-            chunks=arguments.chunks,
-            save_logits=save,
-            progress=progress,
+            llm, text, context=_context(arguments), chunks=arguments.chunks, save_logits=save, progress=progress
         )
 
 

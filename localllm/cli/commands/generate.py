@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> None:
         if not arguments.quiet:
             describe(llm.info, verbose=arguments.verbose)
         status = StatusLine(enabled=not arguments.quiet)
-        options["progress"] = _show_prefill(status)
+        options["progress"] = lambda n, total: status.show(f"reading the prompt: {n:,} of {total:,} tokens")
         with _start(llm, prompt, arguments, options, settings) as stream:
             if arguments.json:
                 completion = stream.read()
@@ -91,10 +91,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def load_model(
-    arguments: argparse.Namespace,
-    path: str | None,
-    progress: LoadProgress | None,
-    planned: LoadPlan | None = None,
+    arguments: argparse.Namespace, path: str | None, progress: LoadProgress | None, planned: LoadPlan | None = None
 ) -> LLM:
     """Loads a model, or without a path the demo model, as the command line says: devices, context, threads, …."""
     from localllm.llm import load
@@ -213,11 +210,9 @@ def _start(
             raise UsageError(f"--system-prompt needs a chat: give {' and '.join(missing)}")
         media = {"images": arguments.images, "audio": arguments.audio}
         return llm.stream(prompt, **options, **{name: paths for name, paths in media.items() if paths})
-    content: Any = prompt
-    if arguments.images or arguments.audio:
-        content = [{"type": "image", "image": path} for path in arguments.images or ()]
-        content += [{"type": "audio", "audio": path} for path in arguments.audio or ()]
-        content.append({"type": "text", "text": prompt})
+    content: Any = [{"type": "image", "image": path} for path in arguments.images]
+    content += [{"type": "audio", "audio": path} for path in arguments.audio]
+    content = [*content, {"type": "text", "text": prompt}] if content else prompt
     messages = [{"role": "user", "content": content}]
     if arguments.system is not None:
         text = _unescaped if arguments.escape else _valid
@@ -255,57 +250,38 @@ def as_json(llm: LLM, completion: Completion) -> dict[str, Any]:
     for entry in values["logprobs"] or ():
         for each in (entry, *entry["top"]):
             each["text"] = llm.tokenizer.token_text(each["id"])
-    return {
-        "model": str(info.path),
-        "device": info.device,
-        "kernels": info.kernels,
-        "threads": info.threads,
-        "decode_threads": info.decode_threads,
-        **values,
-    }
-
-
-def _show_prefill(status: StatusLine) -> Callable[[int, int], None]:
-    def show(done: int, total: int) -> None:
-        status.show(f"reading the prompt: {done:,} of {total:,} tokens")
-
-    return show
+    of_model = {name: getattr(info, name) for name in ("device", "kernels", "threads", "decode_threads")}
+    return {"model": str(info.path), **of_model, **values}
 
 
 def plan_reporter(progress: LoadStatus, quiet: bool) -> LoadPlan:
     """A callback that prints the plan of a model with layers on GPUs, before it is loaded."""
 
     def show(plan: Plan) -> None:
-        if plan.has_gpus and not quiet:
-            progress.close()
-            _show_plan(plan)
+        if quiet or not plan.has_gpus:
+            return
+        progress.close()
+        say(f"the plan, with {plan.placement.context:,} tokens of context:")
+        for title, placement in (("", plan.placement), ("draft model:", plan.draft)):
+            if placement is not None:
+                for line in (
+                    *filter(None, [title]),
+                    *(f"  {line}" for line in placement_lines(placement, plan.free)),
+                ):
+                    say(line)
+        if plan.encoder is not None:
+            _say_detail("sees by", visible_line(str(plan.encoder)))
+        _say_total(plan.placement, plan.draft)
 
     return show
 
 
-def _show_plan(plan: Plan) -> None:
-    say(f"the plan, with {plan.placement.context:,} tokens of context:")
-    for placement in (plan.placement, plan.draft):
-        if placement is not None:
-            if placement is plan.draft:
-                say("draft model:")
-            for line in placement_lines(placement, plan.free):
-                say(f"  {line}")
-    if plan.encoder is not None:
-        _say_detail("sees by", visible_line(str(plan.encoder)))
-    _say_total(plan.placement, plan.draft)
-
-
 def describe(info: ModelInfo, *, verbose: bool) -> None:
-    say(model_line(info))
-    if verbose:
-        _list_parts(info)
-    if info.encoder is not None and verbose:
-        _say_detail("sees by", visible_line(str(info.encoder)))
-    if info.draft is not None:
-        say(f"draft model {model_line(info.draft)}")
-        if verbose:
-            _list_parts(info.draft)
+    for title, each in (("", info), ("draft model ", info.draft)):
+        if each is not None:
+            say(title + model_line(each))
+            if verbose:
+                _list_parts(each)
     if verbose:
         _say_total(info.placement, None if info.draft is None else info.draft.placement)
 
@@ -323,6 +299,8 @@ def _list_parts(info: ModelInfo) -> None:
         _say_detail("formats", formats_line(formats))
     for line in placement_lines(info.placement):
         say(f"  {line}")
+    if info.encoder is not None:
+        _say_detail("sees by", visible_line(str(info.encoder)))
 
 
 def _say_detail(name: str, text: str) -> None:

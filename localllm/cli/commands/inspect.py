@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 #: Flags of the plan.
 PLANNING = [*CONTEXT, *THREADS, *PLACEMENT, *CACHE_TYPE, *SEEING]
 
+#: What the JSON of a plan says of each group of tensors, and that of a file of each tensor.
+_OF_A_GROUP = ("name", "device", "kernels", "weights", "kv_cache", "scratch", "pool")
+_OF_A_TENSOR = ("shape", "n_bytes", "offset")
+
 #: Keys longer than this push their value to the right.
 _LONGEST_KEY = 50
 
@@ -72,10 +76,14 @@ def _check_flags(arguments: argparse.Namespace) -> None:
 
 
 def _show_plan(file: GGUFFile, arguments: argparse.Namespace) -> None:
-    plan = _plan(arguments)
-    placement = plan.placement
+    # Imported here: kernels and tokenizers take much longer than to show what is in a file.
+    from localllm.loading.load import plan_file
+    from localllm.options.declared import LoadOptions
+
+    plan = plan_file(LoadOptions(path=arguments.model, **load_options(arguments, arguments.model)))
+    placement, as_json = plan.placement, plan_as_json(plan)
     if arguments.json:
-        print(json.dumps({"files": [str(path) for path in file.paths], "plan": plan_as_json(plan)}))
+        print(json.dumps({"files": [str(path) for path in file.paths], "plan": as_json}))
     else:
         clean = _cleaner()
         for line in (
@@ -84,24 +92,11 @@ def _show_plan(file: GGUFFile, arguments: argparse.Namespace) -> None:
             "",
             *placement_lines(placement, plan.free),
             *([] if plan.encoder is None else [detail("sees by", str(plan.encoder))]),
-            detail("in all", f"{quantity(_total(plan), 'B')}, Python and kernels included"),
+            detail("in all", f"{quantity(as_json['total'], 'B')}, Python and kernels included"),
         ):
             print(clean(line))
     for message in plan.notices:
         warn(message.worded(in_flags))
-
-
-def _plan(arguments: argparse.Namespace) -> Plan:
-    # Imported here: kernels and tokenizers take much longer than to show what is in a file.
-    from localllm.loading.load import plan_file
-    from localllm.options.declared import LoadOptions
-
-    return plan_file(LoadOptions(path=arguments.model, **load_options(arguments, arguments.model)))
-
-
-def _total(plan: Plan) -> int:
-    """Bytes that a model and its encoder take."""
-    return plan.placement.total + (0 if plan.encoder is None else plan.encoder.n_bytes)
 
 
 def plan_as_json(plan: Plan) -> dict[str, Any]:
@@ -111,23 +106,12 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
         "context": placement.context,
         "cache_type": placement.cache_type,
         "cache": None if placement.cache is None else asdict(placement.cache),
-        "groups": [
-            {
-                "name": group.name,
-                "device": group.device,
-                "kernels": group.kernels,
-                "weights": group.weights,
-                "kv_cache": group.kv_cache,
-                "scratch": group.scratch,
-                "pool": group.pool,
-            }
-            for group in placement.groups
-        ],
+        "groups": [{name: getattr(group, name) for name in _OF_A_GROUP} for group in placement.groups],
         "devices": {device: placement.on(device).total for device in placement.devices},
         "encoder": None if plan.encoder is None else asdict(plan.encoder) | {"path": str(plan.encoder.path)},
         "experts_in_file": placement.experts_in_file,
         "free": dict(plan.free),
-        "total": _total(plan),
+        "total": placement.total + (0 if plan.encoder is None else plan.encoder.n_bytes),
     }
 
 
@@ -193,20 +177,16 @@ def _tensor_lines(file: GGUFFile) -> Iterator[str]:
 
     if file.tensors:
         yield ""
-    for name, tensors in _by_type(file).items():
-        n_bytes, n_values = _sizes(tensors)
+    by_type: dict[str, list[TensorInfo]] = {}
+    for tensor in file.tensors.values():
+        by_type.setdefault(tensor.type.name, []).append(tensor)
+    sizes = {name: _sizes(tensors) for name, tensors in by_type.items()}
+    for name, tensors in sorted(by_type.items(), key=lambda item: -sizes[item[0]][0]):
+        n_bytes, n_values = sizes[name]
         yield (
             f"  {name:<7}  {len(tensors):>5,} tensors  {short_count(n_values):>5} values  "
             f"{quantity(n_bytes, 'B'):>8}  {8 * n_bytes / n_values:6.3f} bits a value"
         )
-
-
-def _by_type(file: GGUFFile) -> dict[str, list[TensorInfo]]:
-    """The tensors by type, the type with most bytes first."""
-    found: dict[str, list[TensorInfo]] = {}
-    for tensor in file.tensors.values():
-        found.setdefault(tensor.type.name, []).append(tensor)
-    return dict(sorted(found.items(), key=lambda item: -_sizes(item[1])[0]))
 
 
 def _sizes(tensors: Sequence[TensorInfo]) -> tuple[int, int]:
@@ -236,14 +216,8 @@ def as_json(file: GGUFFile, arguments: argparse.Namespace) -> dict[str, Any]:
         result["metadata"] = {key: {"type": v.type, "value": v.shown, "left_out": v.left_out} for key, v in values}
     if not arguments.metadata:
         result["tensors"] = [
-            {
-                "name": tensor.name,
-                "type": tensor.type.name,
-                "shape": list(tensor.shape),
-                "n_bytes": tensor.n_bytes,
-                "offset": tensor.offset,
-            }
-            for tensor in file.tensors.values()
+            {"name": t.name, "type": t.type.name, **{name: getattr(t, name) for name in _OF_A_TENSOR}}
+            for t in file.tensors.values()
         ]
     return result
 

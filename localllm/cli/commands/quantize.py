@@ -6,13 +6,12 @@ import argparse
 import json
 import time
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from localllm.cli.argument_types import divergence, override, size
 from localllm.cli.defaults import apply_settings
-from localllm.cli.parser import Command, Positionals, flag, several
+from localllm.cli.parser import Command, Flag, Positionals, flag, several
 from localllm.cli.shared_flags import DRY_RUN, OUTPUT, REQUANTIZE, WRITING
 from localllm.console import StatusLine, quantity, visible_line, warn
 from localllm.errors import UsageError
@@ -156,15 +155,10 @@ def _write(planned: QuantizePlan, arguments: argparse.Namespace, *, shows_table:
 
 def _line(tensor: TensorPlan, result: TensorResult | None = None) -> str:
     error = "" if result is None or result.error is None else f"{result.error:.3%}"
-    return _LINE.format(
-        visible_line(tensor.name),
-        "×".join(map(str, tensor.source.shape)),
-        tensor.old.name,
-        "" if tensor.is_copied else tensor.new.name,
-        quantity(tensor.source.n_bytes, "B"),
-        "" if tensor.is_copied else quantity(tensor.spec.n_bytes, "B"),
-        error,
-    ).rstrip()
+    name, shape = visible_line(tensor.name), "×".join(map(str, tensor.source.shape))
+    new = ("", "") if tensor.is_copied else (tensor.new.name, quantity(tensor.spec.n_bytes, "B"))
+    old_size = quantity(tensor.source.n_bytes, "B")
+    return _LINE.format(name, shape, tensor.old.name, new[0], old_size, new[1], error).rstrip()
 
 
 def _as_json(planned: QuantizePlan, results: Sequence[TensorResult]) -> dict[str, object]:
@@ -187,8 +181,9 @@ def _as_json(planned: QuantizePlan, results: Sequence[TensorResult]) -> dict[str
     }
 
 
-def _typed(pattern: str, type: str) -> tuple[str, str]:
-    return pattern, type
+def _type_of(flag: str, pattern: str) -> Flag:
+    text = f"the same as --tensor '{pattern}=TYPE'"
+    return several(f"{flag} TYPE", text, lambda type: (pattern, type), dest="overrides")
 
 
 COMMAND = Command(
@@ -208,15 +203,8 @@ COMMAND = Command(
             override,
             dest="overrides",
         ),
-        *(
-            several(
-                f"{name} TYPE", f"the same as --tensor '{pattern}=TYPE'", partial(_typed, pattern), dest="overrides"
-            )
-            for name, pattern in (
-                ("--output-tensor-type", r"^output\.weight$"),
-                ("--token-embedding-type", r"^token_embd\."),
-            )
-        ),
+        _type_of("--output-tensor-type", r"^output\.weight$"),
+        _type_of("--token-embedding-type", r"^token_embd\."),
         flag("--pure", "use TYPE for all quantised tensors, without a mix"),
         flag("--search", "search for the best scales instead of plain rounding"),
         flag("--keep-split", "write as many files as the model is split into"),
