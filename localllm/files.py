@@ -118,9 +118,7 @@ class NewFile:
         if not is_ours:
             self._file.close()
             self._release()
-            raise OutputError(
-                f"another program writes {path_text(self.path)} now: wait for it, or choose another name"
-            )
+            raise OutputError(f"another program writes {path_text(self.path)} now: wait for it, or name another")
 
     def _n_kept(self) -> int:
         """How many bytes of an earlier, unfinished file stay."""

@@ -431,9 +431,7 @@ class LLM:
         """
         engine, embedder = self._opened(), self._embedder
         if embedder is None or not (embedder.is_reranker or embedder.is_late):
-            raise UsageError(
-                f"{self._info.path.name} is not a reranker: load one, such as a GGUF of bge-reranker-v2-m3"
-            )
+            raise UsageError(f"{self._info.path.name} is not a reranker: load one, such as bge-reranker-v2-m3")
         if isinstance(documents, str | bytes) or not isinstance(documents, Sequence):
             raise UsageError.of("documents", documents, "a list of texts")
         text("query", query)
@@ -1061,9 +1059,7 @@ def checked_variables(value: object) -> dict[str, object]:
         if not isinstance(name, str):
             raise UsageError(Argument("template_variables"), f" has the name {name!r:.80}, but names must be texts")
         if name in _RESERVED_NAMES:
-            raise UsageError(
-                Argument("template_variables"), f" cannot have the name {name!r}, which chat sets itself"
-            )
+            raise UsageError(Argument("template_variables"), f" cannot have the name {name!r}: chat sets it itself")
     return dict(value)
 
 

@@ -63,12 +63,7 @@ class ControlFilter(LineFilter):
     """
 
     def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
-        return [
-            segment
-            if segment.control or segment.text.isprintable()
-            else segment._replace(text=without_controls(segment.text))
-            for segment in segments
-        ]
+        return [s if s.control else s._replace(text=without_controls(s.text)) for s in segments]
 
 
 class CommandsProvider(Provider):

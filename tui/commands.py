@@ -161,11 +161,12 @@ async def run(session: ChatSession, ui: UI, call: Call) -> None:
         raise UsageError(f"/{command.name} is for the app: start localllm chat without --plain")
 
 
-def _telling(function: Callable[[ChatSession, str], str]) -> Run:
-    """A command that tells what a function says, which may take its time."""
+def _telling(function: Callable[[ChatSession, str], str], screen: str = "") -> Run:
+    """A command that tells what a function says, which may take its time; in the app it may have a screen."""
 
     async def run(session: ChatSession, ui: UI, argument: str) -> None:
-        await ui.tell(await ui.call(function, session, argument))
+        if not screen or not await ui.on_screen(screen, argument):
+            await ui.tell(await ui.call(function, session, argument))
 
     return run
 
@@ -243,10 +244,6 @@ async def _edit(session: ChatSession, ui: UI, argument: str) -> None:
 async def _regenerate(session: ChatSession, ui: UI, argument: str) -> None:
     message = numbered(session.conversation, argument) if argument else None
     await ui.play(partial(session.regenerate, None if message is None else message.id))
-
-
-async def _continue(session: ChatSession, ui: UI, argument: str) -> None:
-    await ui.play(session.continue_reply)
 
 
 async def _branch(session: ChatSession, ui: UI, argument: str) -> None:
@@ -371,18 +368,13 @@ async def _model(session: ChatSession, ui: UI, argument: str) -> None:
         await ui.use_model(argument)
     elif not await ui.on_screen("model", argument):
         info = None if session.model is None else session.model.info
-        context = (
-            "" if info is None else f"{info.name or info.path.name}: {info.path}, {info.context:,} tokens of context"
-        )
-        await ui.tell(context or "no model is loaded: /model FILE loads one")
+        text = "no model is loaded: /model FILE loads one"
+        if info is not None:
+            text = f"{info.name or info.path.name}: {info.path}, {info.context:,} tokens of context"
+        await ui.tell(text)
 
 
-async def _stats(session: ChatSession, ui: UI, argument: str) -> None:
-    if not await ui.on_screen("stats", argument):
-        await ui.tell(stats_text(session))
-
-
-def stats_text(session: ChatSession) -> str:
+def stats_text(session: ChatSession, argument: str = "") -> str:
     used, context = session.meter()
     lines = [f"context {used:,} / {context:,} tokens ({used / max(1, context):.0%})"]
     if (stats := session.last) is not None:
@@ -465,11 +457,10 @@ def _exported(session: ChatSession, argument: str) -> str:
     return f"written to {path}"
 
 
-async def _sessions(session: ChatSession, ui: UI, argument: str) -> None:
-    if not await ui.on_screen("sessions", argument):
-        store, words = session.store, argument != "archived" and argument
-        found = store.search(words) if words else store.sessions(limit=20, archived=argument == "archived")
-        await ui.tell("\n".join(map(_line, found)) or "no chats")
+def _sessions(session: ChatSession, argument: str) -> str:
+    store, words = session.store, argument != "archived" and argument
+    found = store.search(words) if words else store.sessions(limit=20, archived=argument == "archived")
+    return "\n".join(map(_line, found)) or "no chats"
 
 
 def _line(summary: ChatSummary) -> str:
@@ -515,10 +506,6 @@ def new_chat(session: ChatSession) -> Conversation:
     """A new chat, with what the one before was set to."""
     old = session.conversation
     return Conversation(system=old.system, settings=dict(old.settings), model=old.model)
-
-
-async def _clear(session: ChatSession, ui: UI, argument: str) -> None:
-    await ui.open(new_chat(session))
 
 
 async def _fork(session: ChatSession, ui: UI, argument: str) -> None:
@@ -599,10 +586,6 @@ async def _help(session: ChatSession, ui: UI, argument: str) -> None:
         await ui.tell("\n".join(f"{command.usage:<{width}}  {command.help}" for command in wanted))
 
 
-async def _quit(session: ChatSession, ui: UI, argument: str) -> None:
-    await ui.quit()
-
-
 # fmt: off
 COMMANDS = [
     Command("help", "[COMMAND]", "list the commands", _help, ("?",), "Help: keys and commands", "f1"),
@@ -610,8 +593,8 @@ COMMANDS = [
             "Regenerate", "ctrl+r"),
     Command("edit", "[N] [TEXT]", "edit your last message, or number N, in a new branch", _edit,
             title="Edit your last message", key="f2"),
-    Command("continue", "", "continue a reply that was cut off", _continue, (),
-            "Continue the reply", "ctrl+g"),
+    Command("continue", "", "continue a reply that was cut off",
+            lambda session, ui, _: ui.play(session.continue_reply), (), "Continue the reply", "ctrl+g"),
     Command("branch", "[[N] next|prev|K]", "list branches, or switch to the next, the previous or number K", _branch,
             title="Branches"),
     Command("show", "", "show the conversation, with numbers", _telling(transcript),
@@ -631,8 +614,9 @@ COMMANDS = [
     Command("format", "[FILE.json|none]", "make replies JSON that follows the schema in a file", _telling(_format)),
     Command("detach", "[NAME]", "list attached files, or remove one",
             _telling(_detach)),
-    Command("stats", "", "tokens, cache and speed", _stats, title="Statistics"),
-    Command("sessions", "[WORDS|archived]", "list chats, or search them", _sessions, ("list",), "Chats", "ctrl+o"),
+    Command("stats", "", "tokens, cache and speed", _telling(stats_text, "stats"), title="Statistics"),
+    Command("sessions", "[WORDS|archived]", "list chats, or search them", _telling(_sessions, "sessions"), ("list",),
+            "Chats", "ctrl+o"),
     Command("fork", "[N]", "continue in a new chat, with everything up to message N", _fork, title="Fork the chat"),
     Command("prompt", "[NAME [WORDS]]", "list the prompts of your folder, or use one", _prompt),
     Command("run", "COMMAND", "put the output of a shell command into the message, as !COMMAND does",
@@ -655,13 +639,13 @@ COMMANDS = [
     Command("unarchive", "[ID]", "show an archived chat in the list again", partial(_archive, False)),
     Command("delete", "ID|this", "delete a chat for good", _delete, title="Delete the chat"),
     Command("clear", "", "begin a new chat; this one stays saved",
-            _clear, ("new",), "New chat", "ctrl+n"),
+            lambda session, ui, _: ui.open(new_chat(session)), ("new",), "New chat", "ctrl+n"),
     Command("tab", "[N|next|prev]", "open a new chat in a tab, or switch tabs", None, (), "New tab", "f4"),
     Command("close", "", "close this chat; it stays saved", None, title="Close the tab"),
     Command("copy", "[N] [code [K]]", "copy the last reply or message N, or its code", None, (),
             "Copy the last reply"),
     Command("theme", "[NAME]", "choose colours", None, title="Theme"),
-    Command("quit", "", "quit", _quit, ("exit", "bye", "q"), "Quit", "ctrl+q"),
+    Command("quit", "", "quit", lambda session, ui, _: ui.quit(), ("exit", "bye", "q"), "Quit", "ctrl+q"),
 ]
 # fmt: on
 

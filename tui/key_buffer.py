@@ -71,18 +71,14 @@ class KeyBuffer:
         if self.is_done and self._has_followed():
             self._task = asyncio.create_task(self._pass_on(await self._given(event)))
             return
-        if self._goes_on_writing(event):
+        goes_on_writing = self._written_to is not None and self._app.focused is self._written_to
+        if goes_on_writing and not self._waiting and _is_letter(event) and self._has_followed():
             self._was_followed = True
             await self._given(event)
             return
         self._waiting.append(event)
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._pass_on(None))
-
-    def _goes_on_writing(self, event: Typed) -> bool:
-        editor = self._written_to
-        is_there = editor is not None and self._app.focused is editor
-        return is_there and not self._waiting and _is_letter(event) and self._has_followed()
 
     def wait_for(self, worker: Worker[object]) -> None:
         """Lets keys wait till a worker has opened a screen above the one that is there now, or has ended."""

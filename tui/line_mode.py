@@ -56,8 +56,12 @@ class InputReader:
             text = self._joined(line.lstrip().removeprefix(BLOCK), BLOCK).strip("\n")
         else:
             text = self._joined(line, None)
-        if self._edits:
-            self._save_history()
+        if self._edits and self._history is not None and sys.platform != "win32":
+            import readline
+
+            with contextlib.suppress(OSError):
+                readline.write_history_file(self._history)
+                os.chmod(self._history, 0o600)
         return text
 
     def answer(self, question: str) -> str:
@@ -117,14 +121,6 @@ class InputReader:
             return data.removeprefix(codecs.BOM_UTF8).decode().rstrip("\r\n")
         except UnicodeDecodeError:
             raise UsageError("standard input is not valid UTF-8: convert it to UTF-8") from None
-
-    def _save_history(self) -> None:
-        if self._history is not None and sys.platform != "win32":
-            import readline
-
-            with contextlib.suppress(OSError):
-                readline.write_history_file(self._history)
-                os.chmod(self._history, 0o600)
 
 
 def _load_history(history: Path | None) -> bool:
@@ -234,7 +230,10 @@ class LineChat(commands.UI):
         """Tells something, of one line or several; on a terminal, in lines that end between words."""
         lines = escape_controls(text).split("\n")
         width = shutil.get_terminal_size().columns if is_terminal(sys.stderr) else 0
-        say("\n".join(lines if width < _NARROWEST else (_folded(line, width) for line in lines)))
+        if width >= _NARROWEST:
+            fold = partial(textwrap.wrap, width=width - 1, subsequent_indent="  ", replace_whitespace=False)
+            lines = ["\n".join(fold(line)) for line in lines]
+        say("\n".join(lines))
 
     async def play(self, start: Callable[[Turn], None]) -> None:
         self._play(start)
@@ -306,7 +305,10 @@ class LineChat(commands.UI):
             warn(event.text)
         elif isinstance(event, events.ToolApprovalRequest):
             printer.end()
-            event.answer(self._permission(event))
+            self._say(f"the model wants to use {event.name} {event.arguments}")
+            answers: dict[str, Permission] = {"o": "once", "c": "chat", "a": "always"}  # nothing, in a pipe
+            answer = self._lines.answer("allow it? [n]o, [o]nce, in this [c]hat, [a]lways: ")
+            event.answer(answers.get(answer[:1].lower(), "no"))
         elif isinstance(event, events.ToolCallsDone):
             call = next(call for call in reversed(event.message.calls) if call.result is not None)
             self._remark(f"{call.name} {call.arguments}: {len(call.result or ''):,} characters")
@@ -316,20 +318,10 @@ class LineChat(commands.UI):
             self._remark(f"the model does not get the first {event.n_left_out} messages any more{instead}")
         elif isinstance(event, events.Finished):
             printer.end()
-            self._finished(event)
-
-    def _permission(self, asked: events.ToolApprovalRequest) -> Permission:
-        """The user's permission for a call; "no" in a pipe."""
-        self._say(f"the model wants to use {asked.name} {asked.arguments}")
-        answers: dict[str, Permission] = {"o": "once", "c": "chat", "a": "always"}
-        answer = self._lines.answer("allow it? [n]o, [o]nce, in this [c]hat, [a]lways: ")
-        return answers.get(answer[:1].lower(), "no")
-
-    def _finished(self, event: events.Finished) -> None:
-        if event.message is None or event.message.state == "stopped":
-            self._remark("stopped" if event.message is None else "stopped: /continue goes on")
-        elif event.message.state == "length":
-            self._remark("cut off by max_tokens: /continue goes on")
+            if event.message is None or event.message.state == "stopped":
+                self._remark("stopped" if event.message is None else "stopped: /continue goes on")
+            elif event.message.state == "length":
+                self._remark("cut off by max_tokens: /continue goes on")
 
     def _remark(self, text: str) -> None:
         if not self._quiet and self._lines.interactive:
@@ -342,9 +334,7 @@ class LineChat(commands.UI):
             return
         if choice is None and not self._lines.interactive:
             raise ContextLengthError(full.needed, full.context, "--when-full drop or summarise")
-        text = _REPLY_TOO_LONG if full.in_reply else _TOO_LONG
-        if len(full.choices) > 1:
-            text = _FULL
+        text = _FULL if len(full.choices) > 1 else _REPLY_TOO_LONG if full.in_reply else _TOO_LONG
         number = len(self.session.conversation.path())
         self._say(text.format(needed=full.needed, context=full.context, number=number))
 
@@ -367,12 +357,6 @@ class LineChat(commands.UI):
         if self._turn is None or self._turn.is_stopped:
             raise KeyboardInterrupt
         self._turn.stop()
-
-
-def _folded(line: str, width: int) -> str:
-    if len(line) < width:
-        return line
-    return "\n".join(textwrap.wrap(line, width - 1, subsequent_indent="  ", replace_whitespace=False))
 
 
 class _Printer:

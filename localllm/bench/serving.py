@@ -134,10 +134,8 @@ class Load:
             usage = event.get("usage") or usage
         if not times:
             raise ValueError("a reply had no text")
-        gaps = [b - a for a, b in pairwise(times)]
-        return Result(
-            times[0] - begin, gaps, usage.get("prompt_tokens", 0), usage.get("completion_tokens", len(times))
-        )
+        gaps, n_reply = [b - a for a, b in pairwise(times)], usage.get("completion_tokens", len(times))
+        return Result(times[0] - begin, gaps, usage.get("prompt_tokens", 0), n_reply)
 
     def summary(self) -> dict[str, Any]:
         """Its results; times in milliseconds."""
@@ -204,9 +202,7 @@ def table(summary: dict[str, Any]) -> str:
     lines = [
         "{model}: {clients} clients, {requests} requests in {seconds:.1f} s, {prompt_tokens:,} tokens of prompts, "
         "{reply_tokens:,} of replies".format(**summary),
-        "  {reply_tokens_per_s:.1f} tokens of replies a second, {requests_per_s:.2f} requests a second".format(
-            **summary
-        ),
+        "  {reply_tokens_per_s:.1f} tokens of replies and {requests_per_s:.2f} requests a second".format(**summary),
     ]
     for name, key in (("to the first token", "first_token_ms"), ("between tokens", "between_tokens_ms")):
         lines.append(f"  {name}: " + ", ".join(f"{p} {ms:,.0f} ms" for p, ms in summary[key].items()))

@@ -31,6 +31,11 @@ _TEXTS = ("text", "input_text", "output_text", "refusal")
 _IMAGES = ("image", "image_url", "input_image")
 #: And those that are sounds, as the library, OpenAI's chat and others have them.
 _SOUNDS = ("audio", "input_audio", "audio_url")
+#: What errors call them, keys that have them, and the type of an example.
+_MEDIA = {
+    "image": ("picture", ("image", "image_url", "source"), "image/png"),
+    "audio": ("sound", _SOUNDS, "audio/wav"),
+}
 #: Tokens that a picture may become where a client asks for little detail.
 _LOW_DETAIL = 256
 
@@ -159,11 +164,8 @@ def read_parts(
         if kind in ("thinking", "reasoning"):
             thoughts.append(str(part.get("thinking") or part.get("text") or ""))
             continue
-        if kind in _IMAGES:
-            parts.append(_image(f"the picture of message {number}", part, may_open_files))
-            continue
-        if kind in _SOUNDS:
-            parts.append(_audio(f"the sound of message {number}", part, may_open_files))
+        if kind in _IMAGES or kind in _SOUNDS:
+            parts.append(_media("image" if kind in _IMAGES else "audio", number, part, may_open_files))
             continue
         text: object = part
         if isinstance(part, Mapping):
@@ -186,36 +188,23 @@ def kind_of(file: bytes) -> Literal["image", "audio"]:
     return "audio" if is_mp3 or is_wav or file[:4] in (b"fLaC", b"OggS") else "image"
 
 
-def _image(where: str, part: Mapping[str, Any], may_open_files: bool) -> Media:
-    """The picture of a part."""
-    given = part.get("image", part.get("image_url", part.get("source")))
+def _media(kind: Literal["image", "audio"], number: int, part: Mapping[str, Any], may_open_files: bool) -> Media:
+    """The picture or the sound of a part.  What format a sound has its bytes say themselves."""
+    word, keys, example = _MEDIA[kind]
+    where = f"the {word} of message {number}"
+    given = next((part[key] for key in keys if key in part), None)
     detail = part.get("detail")
     if isinstance(given, Mapping):
-        detail = given.get("detail", detail)
-        data, kind = given.get("data"), given.get("media_type")
-        given = f"data:{kind};base64,{data}" if isinstance(data, str) else given.get("url")
+        detail, data = given.get("detail", detail), given.get("data")
+        encoded = data.rpartition(",")[2] if isinstance(data, str) else None
+        given = given.get("url") if encoded is None else f"data:{given.get('media_type')};base64,{encoded}"
     if given is None or (isinstance(given, str | bytes) and not given):
-        raise TemplateError(f"{where} is missing: give it as a data URL, 'data:image/png;base64,…'")
+        raise TemplateError(f"{where} is missing: give it as a data URL, 'data:{example};base64,…'")
     if isinstance(given, str):
-        given = source_of_text(given, where, may_open_files)
+        given = source_of_text(given, where, may_open_files, example)
     elif not may_open_files:  # what JSON can have beside texts
-        raise TemplateError(f"{where} is {quoted(given)}, but must be a data URL, 'data:image/png;base64,…'")
-    return Media(given, _LOW_DETAIL if detail == "low" else None, where)
-
-
-def _audio(where: str, part: Mapping[str, Any], may_open_files: bool) -> Media:
-    """The sound of a part: OpenAI's has the file in base64, whose format says what the bytes say themselves."""
-    given = part.get("audio", part.get("input_audio", part.get("audio_url")))
-    if isinstance(given, Mapping):
-        data = given.get("data")
-        given = f"data:;base64,{data.rpartition(',')[2]}" if isinstance(data, str) else given.get("url")
-    if given is None or (isinstance(given, str | bytes) and not given):
-        raise TemplateError(f"{where} is missing: give it as a data URL, 'data:audio/wav;base64,…'")
-    if isinstance(given, str):
-        given = source_of_text(given, where, may_open_files, "audio/wav")
-    elif not may_open_files:  # what JSON can have beside texts
-        raise TemplateError(f"{where} is {quoted(given)}, but must be a data URL, 'data:audio/wav;base64,…'")
-    return Media(given, where=where, kind="audio")
+        raise TemplateError(f"{where} is {quoted(given)}, but must be a data URL, 'data:{example};base64,…'")
+    return Media(given, _LOW_DETAIL if detail == "low" and kind == "image" else None, where, kind)
 
 
 def source_of_text(text: str, where: str, may_open_files: bool = False, example: str = "image/png") -> Any:

@@ -52,7 +52,8 @@ class Rendering:
         self._render = render
 
     def messages(self, conversation: Sequence[Message]) -> _Given:
-        found = [replace(each, role=self._role(each.role)) for each in conversation]
+        is_known = "developer" in self._source
+        found = [m if is_known or m.role != "developer" else replace(m, role="system") for m in conversation]
         found = self._with_matched_results(self._with_systems_in_place(found))
         return [self._message(each) for each in found]
 
@@ -162,9 +163,6 @@ class Rendering:
 
     # -- What it is given ------------------------------------------------------------------------------------------
 
-    def _role(self, role: str) -> str:
-        return "system" if role == "developer" and role not in self._source else role
-
     def _with_systems_in_place(self, messages: list[Message]) -> list[Message]:
         """Messages of the system where the template reads them; no text of theirs is lost."""
         places = [i for i, each in enumerate(messages) if each.role == "system"]
@@ -201,9 +199,8 @@ class Rendering:
         for message in messages:
             check_cancelled()
             if message.calls:
-                calls = [
-                    replace(call, id=call.id or f"call_{n}") for n, call in enumerate(message.calls, n_calls + 1)
-                ]
+                numbered = enumerate(message.calls, n_calls + 1)
+                calls = [replace(call, id=call.id or f"call_{n}") for n, call in numbered]
                 n_calls += len(calls)
                 open_calls = _OpenCalls(calls)
                 message = replace(message, calls=tuple(replace(each, id=form(each.id)) for each in calls))
@@ -273,9 +270,8 @@ def _joined(messages: Sequence[Message]) -> Message:
 def _as_text(message: Message) -> Message:
     """A message with calls, or with a result, in words, for templates that know neither."""
     if message.calls:
-        calls = [
-            json.dumps({"name": each.name, "arguments": each.values}, ensure_ascii=False) for each in message.calls
-        ]
+        given = ({"name": each.name, "arguments": each.values} for each in message.calls)
+        calls = [json.dumps(each, ensure_ascii=False) for each in given]
         texts = [part for part in message.parts if isinstance(part, str) and part]
         return replace(message, parts=("\n".join(texts + calls), *message.media), calls=())
     if message.role != "tool":

@@ -156,9 +156,7 @@ class ChatTemplate:
         conversation = read_messages(messages)
         if found := [each for message in conversation for each in message.media]:
             what, does = ("sounds", "hears") if found[0].kind == "audio" else ("pictures", "sees")
-            raise TemplateError(
-                f"there are {what} in these messages: a model that {does} none cannot be told of them"
-            )
+            raise TemplateError(f"there are {what} in these messages: a model that {does} none cannot read them")
         return self._rendered(conversation, add_generation_prompt, tools, variables)
 
     def render_with_media(
@@ -185,12 +183,8 @@ class ChatTemplate:
         # What users write is no picture.
         plain = [replace(m, parts=tuple(_set_apart(part, pattern) for part in m.parts)) for m in messages]
         words = {kind: "".join(each) for kind, each in markers.items()}
-        as_words = [
-            replace(m, parts=("".join(p if isinstance(p, str) else words[p.kind] for p in m.parts),))
-            if m.media
-            else m
-            for m in plain
-        ]
+        texts_of = (["".join(p if isinstance(p, str) else words[p.kind] for p in m.parts)] for m in plain)
+        as_words = [replace(m, parts=tuple(t)) if m.media else m for m, t in zip(plain, texts_of, strict=True)]
         problem: TemplateError | None = None
         for conversation in (plain, as_words):
             try:
@@ -233,7 +227,13 @@ class ChatTemplate:
             raise TemplateError(f"{self._where} was stopped: {reason}; give another template") from error
         except Exception as error:  # a template is a program of someone else's: it can fail in any way
             raise TemplateError(f"{self._where} failed on these messages: {_short_reason(error)}") from error
-        self._warn_of_roles({message.role for message in conversation} - {"developer"})
+        # Roles that neither chats in general nor this template know: it writes them, or leaves them out.
+        roles = {message.role for message in conversation} - {"developer"} - _ROLES
+        if unknown := sorted(role for role in roles if role not in self.source):
+            warn(
+                f"{self._where} says nothing of the role {quoted(unknown[0])}, which the model may not know: "
+                f"there are {', '.join(sorted(_ROLES))}"
+            )
         return text
 
     def _default_variables(self, tools: Sequence[Mapping[str, object]] | None) -> dict[str, object]:
@@ -256,14 +256,6 @@ class ChatTemplate:
             return self._text(inputs)
         except Exception:
             return None
-
-    def _warn_of_roles(self, roles: set[str]) -> None:
-        """Warns of roles that neither chats in general nor this template know: it writes them, or leaves them out."""
-        if unknown := sorted(role for role in roles - _ROLES if role not in self.source):
-            warn(
-                f"{self._where} says nothing of the role {quoted(unknown[0])}, which the model may not know: "
-                f"there are {', '.join(sorted(_ROLES))}"
-            )
 
 
 def _rejoined(text: str, markers: Iterable[str]) -> str:
@@ -326,6 +318,4 @@ def _plain(value: object, where: str) -> object:
         return {_plain(key, where): _plain(item, where) for key, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray | memoryview):
         return [_plain(item, where) for item in value]
-    raise TemplateError(
-        f"{where} holds a {type(value).__name__}: templates take text, numbers, lists and mappings only"
-    )
+    raise TemplateError(f"{where} holds a {type(value).__name__}: templates take text, numbers, lists and mappings")

@@ -33,9 +33,7 @@ class TemplateSource:
         if text is None and name is not None:
             raise TemplateError(f"{path_text(file.path)} has no chat template called {quoted(name)}")
         if text is not None and not isinstance(text, str):
-            raise TemplateError(
-                f"{path_text(file.path)}: {key} is not a string; the file is damaged or badly converted"
-            )
+            raise TemplateError(f"{path_text(file.path)}: {key} is not a string; the file is damaged")
         found = {} if name is not None else {each: file.metadata.get(f"{_KEY}.{each}") for each in USES}
         named = {each: text for each, text in found.items() if isinstance(text, str)}
         return cls(text, f"the chat template of {path_text(os.path.basename(file.path))}", named)

@@ -22,18 +22,13 @@ class ChosenTools:
     forced: Tools  # the model must call one of these; empty where it may answer in words
 
 
-def _check_tools(tools: Sequence[object]) -> None:
-    """Refuses what is not a function."""
+def choose_tools(tools: Tools | None, choice: object) -> ChosenTools:
+    """Applies ``tool_choice``, in the form of OpenAI's APIs or of Anthropic's."""
+    tools = tools or []
     for number, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
             raise UsageError(f"tool {number} is not a function with a name: only such tools are called")
-
-
-def choose_tools(tools: Tools | None, choice: object) -> ChosenTools:
-    """Applies ``tool_choice``, in the form of OpenAI's APIs or of Anthropic's."""
-    tools = tools or []
-    _check_tools(tools)
     kind = choice.get("type") if isinstance(choice, Mapping) else choice
     if kind in (None, "auto"):
         return ChosenTools(tools, [])

@@ -102,9 +102,7 @@ def numbers(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a list of whole numbers, such as 128,512 (no ranges)"
-        ) from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of whole numbers, such as 128,512") from None
 
 
 def logit_bias(text: str) -> tuple[int, float]:

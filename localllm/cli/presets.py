@@ -48,9 +48,7 @@ def read_presets(named: Path | None) -> dict[str, dict[str, Any]]:
     known = {key for key, _ in _keys(parser_of("serve"))}
     for name, section in sections.items():
         if not isinstance(section, dict):
-            raise UsageError(
-                f"{where} has {name!r:.80} outside of a section: write [NAME] for each model above its keys"
-            )
+            raise UsageError(f"{where} has {name!r:.80} outside of a section: write [NAME] above each model's keys")
         for key, value in section.items():
             if key != "model" and key.replace("-", "_") not in known:
                 raise UsageError(f"[{name}] of {where} has {key!r:.80}, which is not a flag that a model can have")

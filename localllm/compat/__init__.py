@@ -555,9 +555,7 @@ class Llama:
         try:
             from openai.types.chat import ChatCompletion, ChatCompletionChunk
         except ImportError:
-            raise ImportError(
-                "create_chat_completion_openai_v1 needs the package openai: pip install openai"
-            ) from None
+            raise ImportError("create_chat_completion_openai_v1 needs openai: pip install openai") from None
         answer = self.create_chat_completion(*args, **options)
         if options.get("stream"):
             return (ChatCompletionChunk.model_validate(chunk) for chunk in answer)
@@ -586,15 +584,11 @@ class Llama:
             tools = [{"type": "function", "function": function} for function in functions]
         choice = tool_choice if function_call is None else function_call
         if choice == "required":
-            raise NotAvailableError(
-                "tool_choice is 'required': name the function, or leave it to the model by 'auto'"
-            )
+            raise NotAvailableError("tool_choice is 'required': name the function, or leave it open by 'auto'")
         function = None if not isinstance(choice, Mapping) else _function(choice, tools or ())
         format_ = response_format or {"type": "text"}
         if not isinstance(format_, Mapping):
-            raise UsageError(
-                f"response_format is {format_!r:.80}, but must be a mapping such as {{'type': 'json_object'}}"
-            )
+            raise UsageError(f"response_format is {format_!r:.80}, but must be a mapping, as {{'type': 'text'}}")
         kind = format_.get("type")
         if kind not in ("text", "json_object", "json_schema"):
             raise NotAvailableError(
@@ -731,9 +725,7 @@ class Llama:
             options["logit_bias"] = {int(id_): bias for id_, bias in options["logit_bias"].items()}
         if (grammar := given.get("grammar")) is not None:
             if not isinstance(grammar, LlamaGrammar):
-                raise UsageError(
-                    f"grammar is {grammar!r:.80}, but must be a LlamaGrammar: LlamaGrammar.from_string(...)"
-                )
+                raise UsageError(f"grammar is {grammar!r:.80}, but must be a LlamaGrammar, as of from_string(...)")
             options |= grammar.options
         if options.get("seed") in (-1, _ANY_SEED):
             options["seed"] = None
@@ -1088,7 +1080,5 @@ def _choice(filename: str) -> str | None:
     """The choice of files that a pattern stands for: a quantisation, or a file's name."""
     choice = filename.strip("*").removesuffix(".gguf").strip("*.-_") if "*" in filename else filename
     if set(choice) & set("*?["):
-        raise NotAvailableError(
-            f"filename is {filename!r:.80}: write a file's name, or a quantisation as in *Q4_K_M.gguf"
-        )
+        raise NotAvailableError(f"filename is {filename!r:.80}: write a name, or a quantisation as *Q4_K_M.gguf")
     return choice or None

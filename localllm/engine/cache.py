@@ -324,9 +324,7 @@ class PagedCache:
             if i < len(full) and size in self._ends(full[i], size):
                 yield full[: i + 1], (i + 1) * size
             parent, wanted = full[i - 1] if i else sequence.root, ids[i * size : (i + 1) * size]
-            parts = [
-                (common_prefix(block.ids, wanted), block) for block in (*parent.tails, *parent.children.values())
-            ]
+            parts = [(common_prefix(each.ids, wanted), each) for each in (*parent.tails, *parent.children.values())]
             ends = [(n, block) for most, block in parts for n in self._ends(block, most) if n < size]
             for n, block in sorted(ends, key=lambda end: -end[0]):
                 yield [*full[:i], block], i * size + n
@@ -357,14 +355,10 @@ class PagedCache:
         which it needs a part."""
         last, n = blocks[-1], len(ids) - (len(blocks) - 1) * self.page_size
         is_part = n < len(last.ids)
-        if (
-            is_part
-            and any(  # no page that is shared or copied is to be taken for the copy
-                self._n_available(group) <= sum(not block.n_users[group] for block in blocks[start:])
-                for group, start in enumerate(self._seen(len(ids)))
-            )
-        ):
-            return False
+        for group, start in enumerate(self._seen(len(ids)) if is_part else ()):
+            # No page that is shared or copied is to be taken for the copy.
+            if self._n_available(group) <= sum(not block.n_users[group] for block in blocks[start:]):
+                return False
         self._share(sequence, blocks, ids)
         if is_part:
             copied = self._new_block()

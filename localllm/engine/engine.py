@@ -379,9 +379,8 @@ class EngineLoop:
         self.counts.step_s += seconds
         self.counts.experts = self.runner.expert_reads
         self.counts.prompt_tokens += sum(e.n_tokens for e in batch if not e.request.n_generated)
-        self._scheduler.step_times.add(
-            sum(e.n_tokens for e in batch if not e.request.is_decoding), n_decoding, seconds
-        )
+        n_of_prompts = sum(e.n_tokens for e in batch if not e.request.is_decoding)
+        self._scheduler.step_times.add(n_of_prompts, n_decoding, seconds)
         if len(batch) == n_decoding == 1:
             self._cost.add(n_tokens, seconds)
         row = token = 0

@@ -140,9 +140,8 @@ class Pictures:
             if not any(each.picture.grid):  # as text
                 continue
             i = bisect_right(self.starts, each.start)
-            numbers = (
-                np.arange(max(each.start, start), min(each.stop, stop)) - each.start
-            )  # of its tokens, those here
+            # the numbers of its tokens, those here
+            numbers = np.arange(max(each.start, start), min(each.stop, stop)) - each.start
             if each.picture.is_numbered:
                 inner = numbers[(numbers > 0) & (numbers < each.picture.n_tokens - 1)]
                 in_grid = *np.divmod(inner - 1, each.picture.grid[1]), np.full_like(inner, i - 1)

@@ -141,9 +141,8 @@ class Request:
     n_reached: int = 0  # tokens that it had in the cache at most: after it was preempted, fewer are there
     n_again: int = 0  # tokens generated that are evaluated again, as drafts behind them were wrong
     is_choosing: bool = False  # its next tokens are being chosen in another thread: it has no part in steps meanwhile
-    embeddings: dict[bytes, Embeddings] = field(
-        default_factory=dict
-    )  # of the pictures that it comes to, by their keys
+    # of the pictures that it comes to, by their keys
+    embeddings: dict[bytes, Embeddings] = field(default_factory=dict)
     is_cancelled: bool = False  # may be set by any thread; takes effect before the next step
     submitted_at: float = field(default_factory=time.perf_counter)
     started_at: float = 0.0

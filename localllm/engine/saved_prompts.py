@@ -151,8 +151,8 @@ def load(with_cache: WithCache, path: Path, key: str) -> int:
     except (ValueError, IndexError, StopIteration, msgspec.DecodeError) as error:
         raise PromptCacheError(f"{path_text(path)} is not a complete file of saved prompts: delete it") from error
     finally:
-        n_tokens = with_cache(partial(_restored, added))
-    return n_tokens
+        with_cache(lambda cache: cache.restored([block for block in added if block is not None]))
+    return sum(len(block.ids) for block in added if block is not None)
 
 
 def _pictures(pieces: Iterator[bytes]) -> Iterator[tuple[bytes, Embeddings]]:
@@ -215,13 +215,6 @@ def _restore(added: list[Block | None], batch: Sequence[_Loaded], cache: PagedCa
             raise ValueError("a block without the one before it")
         parent = cache.root if saved.parent == NONE else added[saved.parent]
         added.append(None if parent is None else cache.restore(parent, saved.ids, pages, snapshots, left=left))
-
-
-def _restored(added: list[Block | None], cache: PagedCache) -> int:
-    """Ends the use of the blocks; returns their tokens."""
-    blocks = [block for block in added if block is not None]
-    cache.restored(blocks)
-    return sum(len(block.ids) for block in blocks)
 
 
 def _pieces(file: BinaryIO, n_left: int) -> Iterator[bytes]:

@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
+from operator import attrgetter
 
 from localllm.engine.request import CLIENT_DELAY_S, Request
 from localllm.engine.runner import BatchItem, ModelRunner
@@ -110,7 +111,7 @@ class Scheduler:
         return [*self.running, *self.waiting]
 
     def add(self, request: Request) -> None:
-        insort(self.waiting, request, key=_rank)
+        insort(self.waiting, request, key=attrgetter("rank"))
 
     def remove(self, request: Request) -> None:
         """Ends a request; what it has in the cache stays until the pages are needed."""
@@ -173,7 +174,7 @@ class Scheduler:
             self.waiting.remove(request)
             request.sequence = self._cache.begin(reusable, request.adapters)
             request.count_cached()
-            insort(self.running, request, key=_rank)
+            insort(self.running, request, key=attrgetter("rank"))
 
     def _fits(self, request: Request, n_pages: int) -> bool:
         """Whether there is room for a request that takes so many pages, beside what running requests need for their
@@ -263,7 +264,3 @@ class Scheduler:
         self.n_preempted += 1
         self.remove(request)
         self.add(request)
-
-
-def _rank(request: Request) -> float:
-    return request.rank

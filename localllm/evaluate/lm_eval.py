@@ -20,9 +20,7 @@ from localllm.parallel import in_order
 try:
     from lm_eval.api.model import LM
 except ImportError as error:
-    raise UsageError(
-        f"lm-evaluation-harness is not there ({error}): pip install lm_eval, and what its tasks need"
-    ) from None
+    raise UsageError(f"lm_eval is not there ({error}): pip install lm_eval, and what its tasks need") from None
 
 #: Requests that are under way at once.
 _AT_ONCE = 16

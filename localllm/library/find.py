@@ -86,9 +86,7 @@ def _by_words(name: str, folders: list[Path]) -> LocalModel | None:
     from localllm.library.listing import find_models, read_details  # imported here: most names are paths
 
     wanted = f"-{_slug(name)}"
-    models = [
-        model for model in find_models(folders).models if wanted in f"-{_slug(f'{model.name} {model.path.name}')}"
-    ]
+    models = [each for each in find_models(folders).models if wanted in f"-{_slug(f'{each.name} {each.path.name}')}"]
     if len(models) < 2:
         return models[0] if models else None
     ranks, available = ("yes", "with less context", "no", None), available_memory()

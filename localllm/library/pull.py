@@ -244,9 +244,7 @@ class _Puller:
         try:
             return filelock.FileLock(path).acquire(timeout=0)
         except filelock.Timeout:
-            raise HubError(
-                f"another program downloads {file.name} now: wait for it, or end it and start again"
-            ) from None
+            raise HubError(f"another program downloads {file.name} now: wait for it, or end it") from None
 
     # -- Checking --------------------------------------------------------------------------------------------------
 
@@ -255,9 +253,7 @@ class _Puller:
         partial = self._partial(file)
         if _hash_of(partial, len(file.hash), report) != file.hash:
             partial.unlink()
-            raise HubError(
-                f"{file.name} was damaged on its way (its hash is not that of the hub) and removed: pull it again"
-            )
+            raise HubError(f"{file.name} was damaged (its hash is not that of the hub) and removed: pull it again")
 
     def _check_model(self, paths: list[Path], group: FileGroup) -> None:
         """Looks at the header of what was fetched, and removes it if it is not a model."""

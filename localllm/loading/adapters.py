@@ -102,9 +102,7 @@ def _read_peft(folder: Path, file: GGUFFile) -> _Read:
         target = gguf_name(conversion, theirs)
         is_matrix = len(stored.shape) == 2 and stored.dtype in ("F32", "F16", "BF16")
         if match is None or target is None or "embedding" in match[2] or not is_matrix:
-            raise ModelError(
-                f"the adapter {path_text(folder)} changes {quoted(name)}, which localllm does not support"
-            )
+            raise ModelError(f"the adapter {path_text(folder)} changes {quoted(name)}, which is not supported")
         values = floats(stored.read())
         if match[2] == "B":  # its rows are the weight's, which files may have in another order
             try:
@@ -122,9 +120,7 @@ def _read_peft(folder: Path, file: GGUFFile) -> _Read:
         found.setdefault(target, [None, None])["AB".index(match[2])] = values
     alphas = config.get("alpha_pattern") or {}
     if alphas or config.get("rank_pattern"):
-        raise ModelError(
-            f"the adapter {path_text(folder)} has an alpha_pattern or rank_pattern, which is not supported"
-        )
+        raise ModelError(f"the adapter {path_text(folder)} has an unsupported alpha_pattern or rank_pattern")
     alpha, root = config.get("lora_alpha", 8), bool(config.get("use_rslora"))
     if not isinstance(alpha, int | float) or not abs(alpha) < 1e30:  # NaN is not less
         raise ModelError(f"the adapter {path_text(folder)} has lora_alpha = {quoted(alpha)}: download it again")
@@ -164,9 +160,7 @@ def merge(file: GGUFFile, adapters: Sequence[tuple[Adapter, float]], target: Pat
     specs = [TensorSpec(tensor.name, tensor.shape, tensor.type) for tensor in file.tensors.values()]
     with GGUFWriter(target, kept, specs) as writer:
         for name, tensor in file.tensors.items():
-            parts = [
-                (*adapter.parts[name], np.float32(share)) for adapter, share in adapters if name in adapter.parts
-            ]
+            parts = [(*each.parts[name], np.float32(share)) for each, share in adapters if name in each.parts]
             data = tensor.data
             if parts:
                 values = dequantize(data, tensor.type).reshape(tensor.shape)

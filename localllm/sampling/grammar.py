@@ -171,9 +171,7 @@ def _check_size(sampling: Sampling) -> None:
     if n_rules > _MAX_RULES:
         raise ValueError(f"it has more than {_MAX_RULES} rules or references: make it simpler")
     if n_optional > _MAX_OPTIONAL:
-        raise ValueError(
-            f"an object has more than {_MAX_OPTIONAL} optional properties: require some, or make it simpler"
-        )
+        raise ValueError(f"an object has more than {_MAX_OPTIONAL} optional properties: require some of them")
     if is_combined and n_patterns > _MAX_COMBINED:
         raise ValueError(f"it combines more than {_MAX_COMBINED} patterns: make it simpler")
 

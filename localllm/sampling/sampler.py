@@ -258,9 +258,8 @@ def _with_logprobs(logits: Logits, chosen: int, n_top: int) -> Choice:
     total = steps.relative_weights(logits).sum(dtype=np.float64)
     log_total = float(logits.max()) + math.log(total)
     top = steps.highest(logits, n_top).tolist() if n_top else []
-    return Choice(
-        chosen, float(logits[chosen]) - log_total, tuple((id_, float(logits[id_]) - log_total) for id_ in top)
-    )
+    likeliest = tuple((id_, float(logits[id_]) - log_total) for id_ in top)
+    return Choice(chosen, float(logits[chosen]) - log_total, likeliest)
 
 
 def _drawn(among: Candidates | None, chosen: int, n_top: int) -> Choice:

@@ -115,8 +115,9 @@ async def _vectors(
     return await _in_steps(request, dispatcher, body.model, body.texts(), work)
 
 
-def _name(dispatcher: Dispatcher, name: str | None) -> str:
-    return dispatcher.models.find(name).name
+def _about(dispatcher: Dispatcher, name: str | None, n_tokens: int) -> dict[str, Any]:
+    usage = {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
+    return {"model": dispatcher.models.find(name).name, "usage": usage}
 
 
 async def openai(request: Request, dispatcher: Dispatcher) -> Response:
@@ -128,8 +129,7 @@ async def openai(request: Request, dispatcher: Dispatcher) -> Response:
         return vector.astype("<f4").tobytes() if body.encoding_format == "base64" else vector.tolist()
 
     data = [{"object": "embedding", "index": i, "embedding": written(vector)} for i, vector in enumerate(vectors)]
-    usage = {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
-    return json_response({"object": "list", "data": data, "model": _name(dispatcher, body.model), "usage": usage})
+    return json_response({"object": "list", "data": data, **_about(dispatcher, body.model, n_tokens)})
 
 
 async def llamacpp(request: Request, dispatcher: Dispatcher) -> Response:
@@ -143,15 +143,9 @@ async def vllm(request: Request, dispatcher: Dispatcher) -> Response:
     body = await decode(request, PoolingRequest)
     per_token = None if body.task is None else body.task == "token_embed"
     vectors, n_tokens = await _vectors(request, dispatcher, body, per_token)
-    return json_response(
-        {
-            "object": "list",
-            "created": int(time.time()),
-            "model": _name(dispatcher, body.model),
-            "data": [{"index": i, "object": "pooling", "data": each.tolist()} for i, each in enumerate(vectors)],
-            "usage": {"prompt_tokens": n_tokens, "total_tokens": n_tokens},
-        }
-    )
+    data = [{"index": i, "object": "pooling", "data": each.tolist()} for i, each in enumerate(vectors)]
+    head = {"object": "list", "created": int(time.time()), **_about(dispatcher, body.model, n_tokens)}
+    return json_response({**head, "data": data})
 
 
 async def ollama(request: Request, dispatcher: Dispatcher) -> Response:
@@ -161,9 +155,8 @@ async def ollama(request: Request, dispatcher: Dispatcher) -> Response:
     if request.url.path.endswith("/embeddings"):  # the older path, of one text
         return json_response({"embedding": vectors[0].tolist() if vectors else []})
     took = {"total_duration": time.perf_counter_ns() - began, "prompt_eval_count": n_tokens}
-    return json_response(
-        {"model": _name(dispatcher, body.model), "embeddings": [vector.tolist() for vector in vectors], **took}
-    )
+    model = dispatcher.models.find(body.model).name
+    return json_response({"model": model, "embeddings": [vector.tolist() for vector in vectors], **took})
 
 
 async def rerank(request: Request, dispatcher: Dispatcher) -> Response:
@@ -184,7 +177,4 @@ async def rerank(request: Request, dispatcher: Dispatcher) -> Response:
     results: list[dict[str, Any]] = [{"index": i, "relevance_score": scores[i]} for i in best]
     if body.return_documents:
         results = [{**each, "document": {"text": texts[each["index"]]}} for each in results]
-    usage = {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
-    return json_response(
-        {"object": "list", "model": _name(dispatcher, body.model), "results": results, "usage": usage}
-    )
+    return json_response({"object": "list", **_about(dispatcher, body.model, n_tokens), "results": results})

@@ -102,9 +102,7 @@ def _chat_job(body: ChatRequest) -> GenerationJob:
     options = body.options(logprobs=checked_logprobs(logprobs))
     form = body.response_format
     if form is not None and form.type not in ("text", "json_object", "json_schema"):
-        raise HTTPError(
-            400, f"response_format is of type {form.type!r:.40}, but text, json_object or json_schema are known"
-        )
+        raise HTTPError(400, f"response_format is {form.type!r:.40}, but text, json_object or json_schema are known")
     if form is not None and form.type != "text":
         schema = form.schema if form.json_schema is None else form.json_schema.get("schema")
         constrain(options, schema)

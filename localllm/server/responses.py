@@ -178,9 +178,7 @@ async def responses(request: Request, dispatcher: Dispatcher) -> Response:
             keep(reply)
 
     if body.stream:
-        begin = [
-            writer.line(f"response.{name}", {"response": writer.response}) for name in ("created", "in_progress")
-        ]
+        begin = [writer.line(f"response.{s}", {"response": writer.response}) for s in ("created", "in_progress")]
         return EventStream(pending.lines(lines, begin), pending.close, path=request.url.path)
     with contextlib.closing(pending):
         (reply,) = await cancel_on_disconnect(request, pending.read(writer.events))

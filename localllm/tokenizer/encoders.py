@@ -229,9 +229,7 @@ class CharacterMap:
                 done = end
             return replaced.decode()
         except (IndexError, ValueError):
-            raise TokenizerError(
-                f"{self._where}: tokenizer.ggml.precompiled_charsmap is broken; convert the model again"
-            ) from None
+            raise TokenizerError(f"{self._where}: tokenizer.ggml.precompiled_charsmap is damaged") from None
 
     def _match(self, data: bytes, start: int) -> tuple[int, bytes | None]:
         """Where the longest match ends, and what replaces it; the end of the first character if nothing matches."""
@@ -268,9 +266,7 @@ class WordPieceEncoder:
 
         if vocabulary.unk_id is None:
             raise TokenizerError(f"{vocabulary.where}: tokenizer.ggml.unknown_token_id is missing")
-        ids = {
-            token[1:] if token.startswith("\u2581") else f"##{token}": id_ for token, id_ in vocabulary.ids.items()
-        }
+        ids = {text[1:] if text.startswith("\u2581") else f"##{text}": id_ for text, id_ in vocabulary.ids.items()}
         unknown = vocabulary.tokens[vocabulary.unk_id]
         ids[unknown] = vocabulary.unk_id
         self._tokenizer = Tokenizer(models.WordPiece(ids, unk_token=unknown, max_input_chars_per_word=_LONGEST_WORD))

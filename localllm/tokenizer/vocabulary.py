@@ -241,9 +241,7 @@ class _TokenizerMetadata:
         return self._values.get(f"tokenizer.ggml.{name}")
 
     def _wrong(self, name: str, wanted: str) -> TokenizerError:
-        return TokenizerError(
-            f"{self.where}: tokenizer.ggml.{name} is not {wanted}; the file is damaged or badly converted"
-        )
+        return TokenizerError(f"{self.where}: tokenizer.ggml.{name} is not {wanted}; the file is damaged")
 
     def general_name(self) -> str:
         name = self._values.get("general.name")
@@ -252,14 +250,10 @@ class _TokenizerMetadata:
     def model(self) -> str:
         value = self._get("model")
         if value is None:
-            raise TokenizerError(
-                f"{self.where}: there is no tokenizer in this file (tokenizer.ggml.model is missing)"
-            )
+            raise TokenizerError(f"{self.where}: the file has no tokenizer (tokenizer.ggml.model is missing)")
         if not isinstance(value, str) or value not in (*_MODELS, *_BPE_NAMES):
             supported = ", ".join(f"{name!r} ({what})" for name, what in _MODELS.items())
-            raise TokenizerError(
-                f"{self.where}: the tokenizer model {quoted(value)} is not supported; {supported} are"
-            )
+            raise TokenizerError(f"{self.where}: the tokenizer {quoted(value)} is not supported; {supported} are")
         return value
 
     def text(self, name: str) -> str | None:
@@ -294,9 +288,7 @@ class _TokenizerMetadata:
         if value in (_NO_ID, -1):
             return None
         if not 0 <= value < n_vocab:
-            raise TokenizerError(
-                f"{self.where}: tokenizer.ggml.{name} is {value} but the vocabulary has {n_vocab} tokens"
-            )
+            raise TokenizerError(f"{self.where}: tokenizer.ggml.{name} is {value} but there are {n_vocab} tokens")
         return value
 
     def _strings(self, name: str) -> list[str]:
@@ -321,9 +313,7 @@ class _TokenizerMetadata:
         if not isinstance(value, np.ndarray) or value.dtype.kind not in "iuf":
             raise self._wrong(name, "an array of numbers")
         if value.shape != (n_vocab,):
-            raise TokenizerError(
-                f"{self.where}: there are {n_vocab} tokens but {value.size} entries in tokenizer.ggml.{name}"
-            )
+            raise TokenizerError(f"{self.where}: {n_vocab} tokens but {value.size} entries in tokenizer.ggml.{name}")
         return value
 
     def tokens(self) -> list[str]:
@@ -373,9 +363,7 @@ class _TokenizerMetadata:
         for index, merge in enumerate(merges):
             pair = merge.split(" ")
             if len(pair) != 2:
-                raise TokenizerError(
-                    f"{self.where}: merge {index}, {quoted(merge)}, is not two tokens with one space"
-                )
+                raise TokenizerError(f"{self.where}: merge {index}, {quoted(merge)}, is not two tokens and a space")
             for token in (*pair, "".join(pair)):
                 if token not in ids:
                     raise TokenizerError(

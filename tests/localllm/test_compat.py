@@ -128,7 +128,7 @@ def test_a_model_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("localllm.compat.pull", lambda name: wanted.append(f"pulled {name}") or Path(DEMO))
     Llama.from_pretrained("no-such/repo", "*Q4_0.gguf").close()
     assert wanted[-1] == "pulled no-such/repo:Q4_0"
-    with pytest.raises(NotAvailableError, match="write a file's name, or a quantisation"):
+    with pytest.raises(NotAvailableError, match="write a name, or a quantisation"):
         Llama.from_pretrained("org/repo", "a*b.gguf")
 
 

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from subprocess import DEVNULL, PIPE, STDOUT
 from typing import NamedTuple
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
@@ -125,9 +126,8 @@ def _seen(pictures: Mapping[str, bytes], see: See | None, budget: Callable[[], i
             raise UsageError(f"{name} cannot be attached: {error}") from None
         left -= files[-1].n_tokens
         if left < 0:
-            what = (
-                f"{name}, which has {files[-1].n_tokens:,} tokens" if len(files) == 1 else f"{len(pictures)} pictures"
-            )
+            n = files[-1].n_tokens
+            what = f"{name}, which has {n:,} tokens" if len(files) == 1 else f"{len(pictures)} pictures"
             raise UsageError(f"there is no room for {what}: attach fewer, or load the model with a larger context")
     return files
 
@@ -253,9 +253,7 @@ def read_file(name: str) -> bytes:
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
     except OSError as error:
-        raise UsageError(
-            f"{name} cannot be attached ({error.strerror}): check the path and its permissions"
-        ) from None
+        raise UsageError(f"{name} cannot be attached ({error.strerror}): check path and permissions") from None
     if len(data) > MAX_BYTES:
         raise UsageError(f"{name} cannot be attached: it has more than {MAX_BYTES >> 20} MiB; cut it short")
     return data
@@ -264,8 +262,11 @@ def read_file(name: str) -> bytes:
 def read_text_file(name: str) -> str:
     """The text of a file.  Raises UsageError if it cannot be read, is too large or no text."""
     data = read_file(name)
-    if _is_pdf(name):
-        return _pdf_text(name, data)
+    if _is_pdf(name):  # its pages, with form feeds between them
+        text = _pdf_pages(name, data)
+        if not text.replace("\f", "").strip():
+            raise UsageError(f"{name} cannot be attached: it has no text, only pictures of it")
+        return storable(text)
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError:
@@ -277,14 +278,6 @@ def read_text_file(name: str) -> str:
 
 def _is_pdf(name: str) -> bool:
     return name.lower().endswith(".pdf")
-
-
-def _pdf_text(name: str, data: bytes) -> str:
-    """The pages of a PDF file, with form feeds between them."""
-    text = _pdf_pages(name, data)
-    if not text.replace("\f", "").strip():
-        raise UsageError(f"{name} cannot be attached: it has no text, only pictures of it")
-    return storable(text)
 
 
 def _pdf_pages(name: str, data: bytes) -> str:
@@ -325,14 +318,7 @@ def command_output(command: str, is_stopped: Callable[[], bool] = lambda: False)
     if not command:
         raise UsageError("give a command: !ls, or /run ls; !! begins a message with an exclamation mark")
     try:
-        process = subprocess.Popen(
-            command,
-            shell=True,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            **own_group(),
-        )
+        process = subprocess.Popen(command, shell=True, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, **own_group())
     except (OSError, ValueError) as error:
         raise UsageError(f"{command!r} cannot be run ({error})") from None
     assert process.stdout is not None

@@ -113,12 +113,11 @@ def _say(sent: list[Sent], role: str, text: str, media: Sequence[Sent] = ()) -> 
 
 def texts_alone(messages: Sequence[Sent]) -> list[Sent]:
     """The same messages without pictures and sounds, which `ChatTemplate.render` does not take."""
-    return [
-        {**each, "content": [part for part in each["content"] if part["type"] == "text"]}
-        if isinstance(each["content"], list)
-        else each
-        for each in messages
-    ]
+
+    def text_of(content: Any) -> Any:
+        return [part for part in content if part["type"] == "text"] if isinstance(content, list) else content
+
+    return [{**each, "content": text_of(each["content"])} for each in messages]
 
 
 def media_part(file: bytes) -> Sent:
@@ -203,12 +202,9 @@ class ContextTrimmer:
         return starts[-1] if starts and self._count(self.path[starts[-1] :]) < self._context - reserve else None
 
     def _count(self, messages: Sequence[Message]) -> int:
-        sent = prompt(messages, self._system, self.summary)
-        return len(
-            self._model.tokenize_chat(
-                sent, template_variables=self._settings.template_variables, reply_prefix=self._begun, **self._tools
-            )
-        )
+        sent, variables = prompt(messages, self._system, self.summary), self._settings.template_variables
+        given: dict[str, Any] = {"template_variables": variables, "reply_prefix": self._begun, **self._tools}
+        return len(self._model.tokenize_chat(sent, **given))
 
     def request(self, first: int) -> list[Sent]:
         """The prompt for a summary of the messages before ``first``."""

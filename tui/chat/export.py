@@ -106,9 +106,7 @@ def from_json(text: str | bytes) -> Conversation:
     if not isinstance(values, dict) or values.get("format") != FORMAT:
         raise StoreError(f"it is not a chat that localllm exported: 'format' is not {FORMAT!r}")
     if values.get("version") != VERSION:
-        raise StoreError(
-            f"it has version {values.get('version')!r:.60}, and this localllm knows {VERSION}: update it"
-        )
+        raise StoreError(f"it has version {values.get('version')!r:.60}, and this localllm knows {VERSION}: update")
     exported = converted(values, _Exported, "it")
     messages, ids = _messages(exported.messages)
     if exported.leaf is not None and exported.leaf not in ids:

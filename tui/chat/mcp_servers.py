@@ -83,9 +83,8 @@ class Server:
                 cursor = None
                 while len(self.tools) < MAX_TOOLS:
                     page = await client.list_tools(cursor=cursor)
-                    self.tools += [
-                        (t.name, (t.description or "")[:MAX_CHARACTERS], t.input_schema) for t in page.tools
-                    ]
+                    for tool in page.tools:
+                        self.tools.append((tool.name, (tool.description or "")[:MAX_CHARACTERS], tool.input_schema))
                     cursor = page.next_cursor
                     if not cursor or not page.tools:
                         break

@@ -275,9 +275,11 @@ class ChatSession:
             model = self._loaded()
             if not text.strip():
                 raise UsageError("there is nothing to send: type a message")
-            attached = self.attach(
-                text, lambda content: len(model.tokenize(content, add_special=False)), old, self.rank
-            )
+
+            def count(content: str) -> int:
+                return len(model.tokenize(content, add_special=False))
+
+            attached = self.attach(text, count, old, self.rank)
             if turn.is_stopped:
                 turn.emit(events.Finished(None))
                 return
@@ -290,11 +292,8 @@ class ChatSession:
                 what = f"{sent:,} of about {attached.n_tokens:,} tokens of files fit"
                 turn.emit(events.ChatWarning(f"{what}: the pieces that match the message best are sent"))
             if attached.skipped:
-                turn.emit(
-                    events.ChatWarning(
-                        f"not sent, as they are not text: {shortened(', '.join(attached.skipped), 200)}"
-                    )
-                )
+                names = shortened(", ".join(attached.skipped), 200)
+                turn.emit(events.ChatWarning(f"not sent, as they are not text: {names}"))
             self._reply(question.id, None, turn)
 
     def attach(
@@ -341,10 +340,8 @@ class ChatSession:
             if turn.is_stopped:
                 return
             question, id_ = reply.id, None
-        self._emit(
-            turn,
-            events.ChatWarning(f"stopped after {self.toolbox.settings.rounds} rounds of tools: say what to do next"),
-        )
+        n = self.toolbox.settings.rounds
+        self._emit(turn, events.ChatWarning(f"stopped after {n} rounds of tools: say what to do next"))
 
     @property
     def _told(self) -> dict[str, Any]:
@@ -463,9 +460,7 @@ class ChatSession:
             if calls and state == "complete" and all(call.is_whole for call in calls):
                 text = self.conversation[id_].text
                 text = text.removesuffix(split(text, reply.opened)[1]) + said.rstrip()
-                self.conversation.update(
-                    id_, text=text, calls=tuple(Call(each.name, each.arguments) for each in calls)
-                )
+                self.conversation.update(id_, text=text, calls=tuple(Call(c.name, c.arguments) for c in calls))
             self._emit(turn, *map(events.ChatWarning, parser.warnings))
         except KeyboardInterrupt:
             state = "stopped"
@@ -485,8 +480,7 @@ class ChatSession:
             self.saver.save(id_)
         else:
             self.saver.delete(self.conversation.delete(id_))
-            leaf = self.conversation.leaf
-            self.saver.set(leaf=None if leaf is None else leaf.id)
+            self._moved()
 
     # -- A full context --------------------------------------------------------------------------------------------
 
@@ -520,10 +514,9 @@ class ChatSession:
         model = self._loaded()
         asked = chat_settings.generation(self.conversation.settings)
         given = {**self.more, **asked.options, "max_tokens": trimmer.summary_tokens, "stop": ()}
+        given["template_variables"] = {"enable_thinking": False}
+        turn.stream = stream = model.stream_chat(trimmer.request(first), **given)
         written = ""
-        turn.stream = stream = model.stream_chat(
-            trimmer.request(first), template_variables={"enable_thinking": False}, **given
-        )
         try:
             for chunk in stream:
                 written += chunk.text

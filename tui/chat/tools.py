@@ -163,7 +163,10 @@ class Toolbox:
         elif what in ("run", "fetch") and value in ("on", "off"):
             setattr(self.settings, what, value == "on")
         elif what == "add" and where:
-            server = ServerSettings(url=where) if is_web(where) else ServerSettings(command=_split(where))
+            try:
+                server = ServerSettings(url=where) if is_web(where) else ServerSettings(command=split_command(where))
+            except ValueError:
+                raise UsageError("a quotation mark in the command is open: close it") from None
             _check_server(name, server)
             self._end(name)
             self.settings.servers[name] = server
@@ -171,9 +174,7 @@ class Toolbox:
             self._end(name)
             del self.settings.servers[name]
         else:
-            raise UsageError(
-                "give /tools read FOLDER|off, run on|off, fetch on|off, add NAME COMMAND|URL or remove NAME"
-            )
+            raise UsageError("give /tools read FOLDER|off, run|fetch on|off, add NAME COMMAND|URL or remove NAME")
 
     def _end(self, name: str) -> None:
         self._failed.pop(name, None)
@@ -190,13 +191,6 @@ def _check_server(name: str, server: ServerSettings) -> None:
         raise UsageError(f"an MCP server cannot be named {name!r:.60}: use up to 20 letters, digits and hyphens")
     if bool(server.command) == bool(server.url):
         raise UsageError(f"the MCP server {name!r} needs either a command or a url")
-
-
-def _split(command: str) -> list[str]:
-    try:
-        return split_command(command)
-    except ValueError:
-        raise UsageError("a quotation mark in the command is open: close it") from None
 
 
 def result_of(tool: Tool, arguments: Mapping[str, Any], is_stopped: IsStopped) -> str:
@@ -257,10 +251,8 @@ def _reader(root: str) -> Tool:
             return "\n".join(sorted(f"{each.name}/" if each.is_dir() else each.name for each in path.iterdir()))
         return read_text_file(str(path))
 
-    told = "Reads a text file, or lists a folder."
-    return Tool(
-        "read_file", told, _object("path", "relative to the folder that may be read; . is that"), _stoppable(read)
-    )
+    parameters = _object("path", "relative to the folder that may be read; . is that")
+    return Tool("read_file", "Reads a text file, or lists a folder.", parameters, _stoppable(read))
 
 
 _RUN = Tool(

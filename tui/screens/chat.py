@@ -125,11 +125,10 @@ class ChatScreen(Screen[None]):
         self.app.spawn(self.models.load(name, keeps=name == saved), group="loading")
         if self.app.setup.question:
             self._send(self.app.setup.question)
-        unknown = set(self.app.setup.keys).difference(command.name for command in commands.COMMANDS)
-        wrong = [
-            f"[keys] of the settings file has {name!r}, which is not a command: /help lists them" for name in unknown
-        ]
-        for notice in (*self.app.setup.notices, *wrong):
+        notices = list(self.app.setup.notices)
+        for name in set(self.app.setup.keys).difference(command.name for command in commands.COMMANDS):
+            notices.append(f"[keys] of the settings file has {name!r}, which is not a command: /help lists them")
+        for notice in notices:
             self.app.notify(notice, severity="warning")
 
     async def _start(self) -> None:
@@ -159,9 +158,8 @@ class ChatScreen(Screen[None]):
 
     async def mark_open(self) -> str | None:
         """Tells other terminals which chats are open here; returns what there is to tell of this one."""
-        return await self.app.offload(
-            self.session.mark_open, [chat.session.conversation.id for chat in self.models.chats]
-        )
+        ids = [chat.session.conversation.id for chat in self.models.chats]
+        return await self.app.offload(self.session.mark_open, ids)
 
     async def end_turn(self) -> None:
         """Stops what is generated, and waits for its end."""
@@ -488,11 +486,8 @@ class ChatScreen(Screen[None]):
         """Puts a message into the editor; what is sent next takes its place, as another branch."""
         self.replacing = message.id
         self.composer.put(message.text)
-        what = (
-            "your message"
-            if message.role == "user"
-            else f"the reply; {self.app.key_of('continue')} continues it then"
-        )
+        reply = f"the reply; {self.app.key_of('continue')} continues it then"
+        what = "your message" if message.role == "user" else reply
         is_kept = self.session.conversation.was_replied_to(message.id)
         stays = "keeps the old one as a branch" if is_kept else "sends it"
         self.hint(f"Editing {what}: Enter {stays}, Esc leaves it.")

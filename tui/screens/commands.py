@@ -259,9 +259,7 @@ class ScreenUI(commands.UI):
             except SuspendNotSupported:
                 raise UsageError("an editor cannot be started from this terminal") from None
             except (OSError, ValueError, subprocess.SubprocessError) as error:
-                raise UsageError(
-                    f"the editor {command!r} has failed ({error}): the message stays as it was"
-                ) from None
+                raise UsageError(f"the editor {command!r} has failed ({error}): the message is unchanged") from None
         screen.refresh(layout=True)
         screen.composer.put(text.removesuffix("\n"))
         screen.set_focus(screen.composer)
@@ -298,9 +296,8 @@ class ScreenUI(commands.UI):
         elif argument in app.available_themes:
             app.theme = argument
         else:
-            raise UsageError(
-                f"there is no theme {argument!r:.40}: there are {', '.join(sorted(app.available_themes))}"
-            )
+            themes = ", ".join(sorted(app.available_themes))
+            raise UsageError(f"there is no theme {argument!r:.40}: there are {themes}")
 
     async def on_help(self, argument: str) -> None:
         await self._ask(HelpScreen())

@@ -240,9 +240,8 @@ class ModelLoader:
             here = f"the model of this chat, {saved}, is not here: {_title(self.name)} replies now"
             self._app.notify(here, severity="warning")
         else:
-            self._app.notify(
-                f"this chat was with {_title(saved)}: {_title(self.name)} replies now, /model changes that"
-            )
+            what = f"this chat was with {_title(saved)}: {_title(self.name)} replies now"
+            self._app.notify(f"{what}, /model changes that")
 
     async def choose(self) -> None:
         name = await self._app.push_screen_wait(ModelsScreen(self._app.setup.list_models, self.name))

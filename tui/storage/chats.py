@@ -111,9 +111,7 @@ class Store:
                     "INSERT INTO sessions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
                     (c.id, title, system, json.dumps(c.settings), model, c.created, c.updated, False, leaf),
                 )
-            elif not execute(
-                "UPDATE sessions SET updated = ?, leaf = ? WHERE id = ?", (c.updated, leaf, c.id)
-            ).rowcount:
+            elif not execute("UPDATE sessions SET updated=?, leaf=? WHERE id=?", (c.updated, leaf, c.id)).rowcount:
                 raise ChatDeletedError("this chat was deleted")
             for m in messages:
                 text = storable(m.text)
@@ -284,10 +282,9 @@ def _message(row: sqlite3.Row) -> Message:
         more = parsed(row["extras"])
     except StoreError as error:
         raise StoreError(f"{where} is damaged: {error}") from None
-    values = {key: row[key] for key in ("id", "parent", "role", "text", "state", "opened")}
-    message = to_message(
-        {**(more if isinstance(more, dict) else {}), **values, "created": _time(row["created"])}, where
-    )
+    values = more if isinstance(more, dict) else {}
+    values |= {key: row[key] for key in ("id", "parent", "role", "text", "state", "opened")}
+    message = to_message({**values, "created": _time(row["created"])}, where)
     return replace(message, state="killed") if message.state == "streaming" else message
 
 

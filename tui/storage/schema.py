@@ -66,9 +66,8 @@ def connect(path: Path | None) -> sqlite3.Connection:
     with in_words(path):
         if path is not None:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with contextlib.suppress(
-                FileExistsError
-            ):  # others cannot read it; SQLite gives those beside it its rights
+            # Others cannot read it; SQLite gives those beside it its rights.
+            with contextlib.suppress(FileExistsError):
                 os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
         connection = sqlite3.connect(
             ":memory:" if path is None else path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False
@@ -96,9 +95,7 @@ def _prepare(connection: sqlite3.Connection, path: Path | None) -> None:
         with transaction(connection):
             version = _version(connection)  # another process may have been faster
             if version < 0 or (version == 0 and connection.execute("SELECT 1 FROM sqlite_master").fetchone()):
-                raise StoreError(
-                    f"{path} is a database of another program: move it away, or set LOCALLLM_DATA to another folder"
-                )
+                raise StoreError(f"{path} is a database of another program: move it away, or set LOCALLLM_DATA")
             for number in range(version, len(MIGRATIONS)):
                 for statement in MIGRATIONS[number]:
                     connection.execute(statement)

@@ -86,10 +86,8 @@ class Transcript(VerticalScroll, can_focus=False):
         if not self._places:
             await self.mount(Static(Content(WELCOME), classes="note welcome"))
         elif n_earlier:
-            text = Content.from_markup(
-                f"[@click=screen.show_earlier]{n_earlier:,} earlier messages: Home shows more[/]"
-            )
-            await self.mount(Static(text, classes="note earlier"), before=0)
+            text = f"[@click=screen.show_earlier]{n_earlier:,} earlier messages: Home shows more[/]"
+            await self.mount(Static(Content.from_markup(text), classes="note earlier"), before=0)
 
     async def show_earlier(self, conversation: Conversation) -> None:
         """Draws more of the messages before those that are drawn, if there are any."""

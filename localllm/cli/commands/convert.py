@@ -24,9 +24,8 @@ def run(arguments: argparse.Namespace) -> None:
     if not folder.exists() and HubName.parse(arguments.model):
         folder = download(arguments.model, quiet=arguments.quiet, by=pull_checkpoint)
     checkpoint = MmprojCheckpoint(folder) if arguments.mmproj else Checkpoint(folder)
-    planned = plan(
-        checkpoint, arguments.output or Path(), arguments.type, allow_requantize=arguments.allow_requantize
-    )
+    output = arguments.output or Path()
+    planned = plan(checkpoint, output, arguments.type, allow_requantize=arguments.allow_requantize)
     if arguments.output is None:
         before = "mmproj-" if arguments.mmproj else ""
         output = Path(f"{before}{checkpoint.metadata['general.name']}-{planned.mix}.gguf")

@@ -33,22 +33,17 @@ class NGramIndex:
         last call, and more.  Returns how many tokens it has in common with the end, and the position behind it; None
         if there is none.
         """
-        self._extend(tokens)
-        for end in self._ends:
-            place = self._followers.get(end)
-            if place is not None:
-                return len(end), place
-        return None
-
-    def _extend(self, tokens: Sequence[int]) -> None:
-        """Takes up tokens that are new."""
         followers = self._followers
-        for place in range(self._n_tokens, len(tokens)):
+        for place in range(self._n_tokens, len(tokens)):  # those that are new
             for end in self._ends:
                 followers[end] = place
             recent = tuple(tokens[max(0, place + 1 - LONGEST) : place + 1])
             self._ends = [recent[-n:] for n in range(LONGEST, SHORTEST - 1, -1) if n <= len(recent)]
         self._n_tokens = len(tokens)
+        for end in self._ends:
+            if (found := followers.get(end)) is not None:
+                return len(end), found
+        return None
 
 
 def continuation(tokens: Sequence[int], place: int, n: int) -> list[int]:

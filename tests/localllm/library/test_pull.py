@@ -238,7 +238,7 @@ def test_what_is_longer_than_the_file_is_not_gone_on_from(hub: HubServer) -> Non
 def test_what_was_damaged_on_its_way_is_removed(hub: HubServer) -> None:
     wrong = DEMO[:-1] + bytes([DEMO[-1] ^ 1])
     hub.repos["org/repo"] = repo = Repo({"a.gguf": DEMO}, sent={"a.gguf": wrong})
-    with pytest.raises(HubError, match=r"a\.gguf was damaged on its way .* removed: pull it again"):
+    with pytest.raises(HubError, match=r"a\.gguf was damaged .* removed: pull it again"):
         pull("org/repo")
     assert blobs() == []
     repo.sent.clear()

@@ -57,9 +57,9 @@ def with_type(metadata: dict[str, Any], index: int, kind: int) -> dict[str, Any]
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "no tokenizer": (without(SPM, "model"), "no tokenizer in this file"),
+    "no tokenizer": (without(SPM, "model"), "the file has no tokenizer"),
     "unsupported model": (changed(SPM, model="rwkv"), "'rwkv' is not supported; 'llama'.*'gpt2'"),
-    "model no string": (changed(SPM, model=3), "tokenizer model 3"),
+    "model no string": (changed(SPM, model=3), "the tokenizer 3 is not supported"),
     "pre no string": (changed(BPE, pre=3), "pre is not a string"),
     "no tokens": (without(SPM, "tokens"), "lacks its tokenizer.ggml.tokens"),
     "empty vocabulary": (changed(SPM, tokens=[]), "vocabulary is empty"),
@@ -80,7 +80,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         changed(SPM, token_type=np.ones(262, np.float32)),
         "token_type is not an array of int",
     ),
-    "BOS out of range": (changed(SPM, bos_token_id=262), "bos_token_id is 262 but the vocabulary has 262"),
+    "BOS out of range": (changed(SPM, bos_token_id=262), "bos_token_id is 262 but there are 262"),
     "EOS far out of range": (changed(BPE, eos_token_id=2**64 - 1), "eos_token_id is 18446744073709551615"),
     "BOS no integer": (changed(SPM, bos_token_id=1.0), "bos_token_id is not an integer"),
     "BOS a flag": (changed(SPM, bos_token_id=True), "bos_token_id is not an integer"),
