@@ -99,45 +99,28 @@ if TYPE_CHECKING:
 
 #: The module that each public name comes from.  There is no __all__: help() would print every class in full.
 _HOMES = {
-    "Choice": "sampling",
-    "Chunk": "generation.completion",
-    "ChatTemplate": "chat",
-    "ClosedError": "errors",
-    "Completion": "generation.completion",
-    "ContextLengthError": "errors",
-    "DeviceError": "errors",
-    "DeviceLostError": "errors",
-    "DeviceMemoryError": "errors",
-    "Drafts": "engine.drafting",
-    "ExpertReadError": "errors",
-    "GGUFError": "errors",
-    "GGUFFile": "gguf",
-    "GrammarError": "errors",
-    "HubError": "errors",
-    "KernelError": "errors",
-    "LLM": "llm",
-    "LocalLLMError": "errors",
-    "ModelError": "errors",
-    "ModelInfo": "loading.model_info",
-    "ModelNotFoundError": "errors",
-    "OutputError": "errors",
-    "NotEnoughMemoryError": "errors",
-    "Options": "options.keywords",
-    "PromptCacheError": "errors",
-    "QueueFullError": "errors",
-    "Sampling": "sampling",
-    "Score": "generation.scoring",
-    "SettingsError": "errors",
-    "StoreError": "errors",
-    "Stream": "generation.completion",
-    "TemplateError": "errors",
-    "Timings": "engine.request",
-    "Tokenizer": "tokenizer",
-    "TokenizerError": "errors",
-    "UnsupportedArchitectureError": "errors",
-    "Usage": "engine.request",
-    "UsageError": "errors",
-    "load": "llm",
+    name: home
+    for home, names in (
+        ("chat", "ChatTemplate"),
+        ("engine.drafting", "Drafts"),
+        ("engine.request", "Timings Usage"),
+        (
+            "errors",
+            "ClosedError ContextLengthError DeviceError DeviceLostError DeviceMemoryError ExpertReadError "
+            "GGUFError GrammarError HubError KernelError LocalLLMError ModelError ModelNotFoundError "
+            "NotEnoughMemoryError OutputError PromptCacheError QueueFullError SettingsError StoreError "
+            "TemplateError TokenizerError UnsupportedArchitectureError UsageError",
+        ),
+        ("generation.completion", "Chunk Completion Stream"),
+        ("generation.scoring", "Score"),
+        ("gguf", "GGUFFile"),
+        ("llm", "LLM load"),
+        ("loading.model_info", "ModelInfo"),
+        ("options.keywords", "Options"),
+        ("sampling", "Choice Sampling"),
+        ("tokenizer", "Tokenizer"),
+    )
+    for name in names.split()
 }
 
 

@@ -236,9 +236,8 @@ def placement_lines(placement: Placement, free: Mapping[str, int] | None = None)
     for device in devices:
         on = placement.on(device)
         room = f" of {quantity(free[device], 'B')} free" if free else ""
-        parts = _parts(
-            ("weights", on.weights), ("experts", on.pool), ("KV cache", on.kv_cache), ("scratch", on.scratch)
-        )
+        kinds = ("weights", on.weights), ("experts", on.pool), ("KV cache", on.kv_cache), ("scratch", on.scratch)
+        parts = _parts(*kinds)
         yield detail(f"on {device}", f"{quantity(on.total, 'B')}{room}{': ' * bool(parts)}{parts}")
 
 

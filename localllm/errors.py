@@ -151,11 +151,9 @@ class ContextLengthError(LocalLLMError, ValueError):
 
     def __init__(self, n_tokens: int, context: int, *other: str | Argument, truncated: bool = False) -> None:
         """``other`` is what can be done beside shortening the prompt and a larger context."""
-        what, shorten = (
-            ("the last message alone makes a prompt of", "it or the system's")
-            if truncated
-            else ("the prompt has", "it")
-        )
+        what, shorten = "the prompt has", "it"
+        if truncated:
+            what, shorten = "the last message alone makes a prompt of", "it or the system's"
         ways = f"shorten {shorten}{',' if other else ', or'} give a larger "
         end = (", or ", *other) if other else ()
         # Programs know by llama.cpp's words, "exceeds the available context size", that they have to shorten it.

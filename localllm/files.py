@@ -97,7 +97,7 @@ class NewFile:
                     f"{path_text(self.path)} takes {self.n_bytes:,} bytes but the disk has {free:,} left: "
                     "make space, or write to another disk"
                 )
-            self._file = open(self._partial, "r+b", opener=_create)
+            self._file = open(self._partial, "r+b", opener=lambda name, how: os.open(name, how | os.O_CREAT, 0o666))
             self._claim()
             self._file.truncate(n_kept)
             self._file.seek(n_kept)
@@ -203,7 +203,3 @@ def _lock(descriptor: int) -> None:
             os.lseek(descriptor, 0, os.SEEK_SET)
     else:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
-def _create(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_CREAT, 0o666)

@@ -770,9 +770,8 @@ class LLM:
                 ids = truncate(ids, context - given.reserved_for_reply(context), self._tokenizer.bos_id)
         # After a text its first space is part of what follows; after BOS alone, or a control token, it is not.
         continuation = ids[-1] >= 0 and not self._tokenizer.is_special(ids[-1])
-        return self._start(
-            ids, given, continuation=continuation, truncatable=not media, pictures=pictures, on_end=on_end
-        )
+        more: dict[str, Any] = {"truncatable": not media, "pictures": pictures, "on_end": on_end}
+        return self._start(ids, given, continuation=continuation, **more)
 
     def _media(self, images: Sequence[Any], audio: Sequence[Any]) -> list[Media]:
         """Pictures, and behind them sounds."""
@@ -785,10 +784,8 @@ class LLM:
         for name, given, what, kind in kinds:
             if isinstance(given, str | bytes) or not isinstance(given, Sequence):
                 raise UsageError.of(name, given, f"a list of {what}s")
-            found += [
-                each if isinstance(each, Media) else Media(each, where=f"{what} {i}", kind=kind)
-                for i, each in enumerate(given)
-            ]
+            for i, each in enumerate(given):
+                found.append(each if isinstance(each, Media) else Media(each, where=f"{what} {i}", kind=kind))
         return found
 
     def _prompt_with_media(
@@ -843,11 +840,9 @@ class LLM:
             ids = self.tokenize(prompt + continuation, add_special)
             if ids[: len(before)] == before:
                 return ids, len(before)
-            after = self._tokenizer.encode(
-                prompt[len(stripped) :] + continuation, add_special=False, continuation=True
-            )
-            return before + after, len(before)
-        before = self._prompt_ids(prompt, add_special, False)
+            continuation = prompt[len(stripped) :] + continuation
+        else:
+            before = self._prompt_ids(prompt, add_special, False)
         if isinstance(continuation, str):
             return before + self._tokenizer.encode(continuation, add_special=False, continuation=True), len(before)
         return before + token_ids(continuation, self._info.n_vocab), len(before)
@@ -969,21 +964,17 @@ class LLM:
             truncated = given.overflow == "truncate"
             other = (Argument("overflow", "truncate"),) if truncatable and not truncated else ()
             raise ContextLengthError(len(ids), engine.context, *other, truncated=truncated)
-        speculate = given.speculate
-        if speculate == "auto":
-            speculate = engine.drafts_by
+        speculate = engine.drafts_by if given.speculate == "auto" else given.speculate
+        lookup = Argument("draft_model"), ", or choose ", Argument("speculate", "lookup")
         if speculate == "mtp" and engine.drafts_by != "mtp":
-            why = " is 'mtp', but the model has no block that predicts further tokens, is on a GPU, or has a "
-            lookup = Argument("speculate", "lookup")
-            raise UsageError(Argument("speculate"), why, Argument("draft_model"), ": choose ", lookup, ", or None")
+            why = " is 'mtp', but the model cannot predict further tokens, or is on a GPU: load it with a "
+            raise UsageError(Argument("speculate"), why, *lookup, ", or None")
         if speculate == "draft" and engine.drafts_by != "draft":
             why = " is 'draft', but there is no draft model: load the model with a "
-            lookup = Argument("speculate", "lookup")
-            raise UsageError(Argument("speculate"), why, Argument("draft_model"), ", or choose ", lookup)
+            raise UsageError(Argument("speculate"), why, *lookup)
         if given.draft_always and speculate is None:
             why = " is True, but nothing drafts: load the model with a "
-            lookup = Argument("speculate", "lookup")
-            raise UsageError(Argument("draft_always"), why, Argument("draft_model"), ", or choose ", lookup)
+            raise UsageError(Argument("draft_always"), why, *lookup)
         text_of = text_ids(ids) if pictures.placed else ids
         grammars = None if sampling.grammar_kind is None else self._all_grammars(engine)
         sampler = make_sampler(
@@ -1008,14 +999,8 @@ class LLM:
             adapters=self._adapter_scales(given.adapters),
             pictures=pictures,
         )
-        return Stream(
-            engine,
-            decoder,
-            make_request,
-            logprobs=sampling.logprobs is not None,
-            progress=given.progress,
-            on_end=on_end,
-        )
+        logprobs = sampling.logprobs is not None
+        return Stream(engine, decoder, make_request, logprobs=logprobs, progress=given.progress, on_end=on_end)
 
     def _adapter_scales(self, wanted: Mapping[str, float] | None) -> tuple[float, ...]:
         """How much a request gets of each adapter; nothing at all where that is 0 of each."""

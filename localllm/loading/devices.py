@@ -69,9 +69,8 @@ def open_devices(
         return (_cpu(threads, isa, progress),)
     if name == "reference":
         if isa is not None:
-            has_none = " has none: leave it out"
             chosen = Argument("isa", isa), " chooses the CPU's kernels, but ", Argument("device", "reference")
-            raise UsageError(*chosen, has_none)
+            raise UsageError(*chosen, " has none: leave it out")
         from localllm.kernels.reference import ReferenceBackend
 
         return (Device("reference", "numpy", 1, 1, ReferenceBackend(), close=lambda: None),)

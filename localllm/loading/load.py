@@ -353,15 +353,6 @@ def compile_template(source: TemplateSource, tokenizer: Tokenizer) -> ChatTempla
     return ChatTemplate.compile(source, tokenizer)
 
 
-def _check_vocabulary(draft: GGUFFile, tokenizer: Tokenizer) -> None:
-    difference = tokenizer.difference(Vocabulary.from_gguf(draft))
-    if difference is not None:
-        raise UsageError(
-            f"the draft model {path_text(draft.path)} has another vocabulary than the model: {difference}; choose a "
-            "smaller model of the same family"
-        )
-
-
 # -- Placing and packing -------------------------------------------------------------------------------------------
 
 
@@ -464,11 +455,8 @@ def _load(
         has_axes=graph.has_axes,
         has_spans=graph.has_spans,
     )
-    return (
-        runner,
-        info,
-        _plan_warnings(planner, placement, options) + _larger_weights(planner.name, placement, loaded),
-    )
+    notices = _plan_warnings(planner, placement, options) + _larger_weights(planner.name, placement, loaded)
+    return runner, info, notices
 
 
 def _counted(planner: Planner, report: Callable[[int, int], None] | None, check: Callable[[], None]) -> Progress:

@@ -98,10 +98,8 @@ class CacheSizes:
     n_snapshots: int  # how many of those are for snapshots, if as many sequences run as were asked for
 
     def __str__(self) -> str:
-        windows = (
-            f"{n:,} " + ("of all tokens" if window is None else f"of a window of {window:,}")
-            for window, n in self.n_pages
-        )
+        of = {window: "all tokens" if window is None else f"a window of {window:,}" for window, _ in self.n_pages}
+        windows = (f"{n:,} of {of[window]}" for window, n in self.n_pages)
         states = f"; {self.n_states:,} states, {self.n_snapshots:,} of them snapshots" if self.n_states else ""
         return f"pages of {self.page_size:,} tokens: {', '.join(windows)}{states}"
 

@@ -110,18 +110,14 @@ class VisionEncoder:
         raise ModelError(f"{path_text(encoder.path)} {words}: give the mmproj file of this model")
 
     @property
-    def _first(self) -> _Encoder:
-        return next(iter(self.encoders.values()))
-
-    @property
     def family(self) -> str:
         """The projector of the first encoder, as the file names it."""
-        return self._first.family
+        return next(iter(self.encoders.values())).family
 
     @property
     def model(self) -> EncoderModel:
         """The first encoder."""
-        return self._first.model
+        return next(iter(self.encoders.values())).model
 
     @property
     def _computed_by(self) -> Backend:
@@ -137,10 +133,8 @@ class VisionEncoder:
     def markers(self) -> dict[str, tuple[str, str, str]]:
         """Of each kind the marker that chat templates write, which `Prepared.parts` replace, between the texts that
         stand around it where no template writes it."""
-        return {
-            kind: (each.model.around[0], each.model.marker, each.model.around[1])
-            for kind, each in self.encoders.items()
-        }
+        models = {kind: each.model for kind, each in self.encoders.items()}
+        return {kind: (model.around[0], model.marker, model.around[1]) for kind, model in models.items()}
 
     def of_kind(self, kind: str) -> EncoderModel:
         """The encoder of "image" or "audio".  Raises UsageError where there is none."""
@@ -219,10 +213,10 @@ class VisionEncoder:
             with self._lock:
                 if (found := self._known.get(name)) is not None:
                     return replace(found, source=replace(found.source, media=media))
-        picture = self.picture(prepared := self._prepare(media))
-        released = replace(
-            picture, source=_Released((), prepared.parts, prepared.grid, media=media, kind=prepared.kind)
-        )
+        prepared = self.prepare(media.source, media.max_tokens, media.where, media.kind)
+        picture = self.picture(prepared)
+        source = _Released((), prepared.parts, prepared.grid, media=media, kind=prepared.kind)
+        released = replace(picture, source=source)
         if name is not None:
             with self._lock:
                 self._known[name] = replace(released, source=replace(released.source, media=_NO_MEDIA))
@@ -232,16 +226,11 @@ class VisionEncoder:
             if other.key == picture.key:
                 return other
         n_bytes = sum(frame.nbytes for each in (picture, *others) for frame in each.source.frames)
-        if n_bytes > MAX_HELD_BYTES:
-            return released
-        return picture
-
-    def _prepare(self, media: Media) -> Prepared:
-        return self.prepare(media.source, media.max_tokens, media.where, media.kind)
+        return released if n_bytes > MAX_HELD_BYTES else picture
 
     def _prepared(self, picture: Picture) -> Prepared:
         media = picture.source.media
-        source = self._prepare(media)
+        source = self.prepare(media.source, media.max_tokens, media.where, media.kind)
         if self.picture(source).key != picture.key:
             raise UsageError(f"the file of {media.where} has changed since it was read: send it again")
         return source
@@ -290,15 +279,14 @@ class VisionEncoder:
             table[:n] = np.arange(begin, begin + n)
             begin += n
         spans = np.concatenate([frame.spans for frame in frames], axis=1)
+        outputs = [frame.outputs + start for frame, start in zip(frames, starts.tolist(), strict=False)]
         batch = Batch(
             ids=np.zeros(starts[-1], np.int32),
             positions=np.concatenate([np.arange(length, dtype=np.int32) for length in lengths]),
             query_starts=starts,
             kv_lengths=np.array(lengths, np.int32),
             block_tables=np.repeat(tables, len(step.cache.windows), axis=0),
-            outputs=np.concatenate(
-                [frame.outputs + start for frame, start in zip(frames, starts.tolist(), strict=False)]
-            ).astype(np.int32),
+            outputs=np.concatenate(outputs).astype(np.int32),
             axes=np.concatenate([frame.axes for frame in frames], axis=1),
             begins=spans[0],
             ends=spans[1],

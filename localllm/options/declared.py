@@ -76,26 +76,38 @@ def _of_type(words: str, types: Any, metavar: str = "NAME", json: Any = None) ->
     return OptionKind(words, lambda value: value if isinstance(value, types) else None, metavar=metavar, json=json)
 
 
+def _mapping_of(key: Callable[[Any], Any], value: Callable[[Any], Any]) -> Callable[[object], dict[Any, Any] | None]:
+    """Reads mappings of what ``key`` and ``value`` read."""
+
+    def read(given: object) -> dict[Any, Any] | None:
+        if not isinstance(given, Mapping):
+            return None
+        read = {key(name): value(each) for name, each in given.items()}
+        return None if None in read or None in read.values() else read
+
+    return read
+
+
+def _tuple_of(is_valid: Callable[[Any], object]) -> Callable[[object], tuple[Any, ...] | None]:
+    """Reads what can be gone through, but for a text."""
+
+    def read(given: object) -> tuple[Any, ...] | None:
+        items = None if isinstance(given, str) or not isinstance(given, Iterable) else tuple(given)
+        return items if items is not None and all(map(is_valid, items)) else None
+
+    return read
+
+
+_read_texts = _tuple_of(lambda text: isinstance(text, str) and text)
+
+
 def _read_proportions(value: object) -> tuple[float, ...] | None:
-    if not isinstance(value, list | tuple):
-        return None
-    numbers = [_real(each, 0.0, _MAX) for each in value]
-    return None if None in numbers or not any(numbers) else tuple(map(float, value))
+    numbers = [_real(each, 0.0, _MAX) for each in value] if isinstance(value, list | tuple) else []
+    return None if None in numbers or not any(numbers) else tuple(map(float, numbers))  # type: ignore[arg-type]
 
 
 def _floats(text: str) -> list[float]:
     return [float(part) for part in text.split(",")]
-
-
-def _read_texts(value: object) -> tuple[str, ...] | None:
-    if isinstance(value, str) or not isinstance(value, Iterable):
-        return None
-    texts = tuple(value)
-    return texts if all(isinstance(text, str) and text for text in texts) else None
-
-
-def _read_stops(value: object) -> tuple[str, ...] | None:
-    return _read_texts((value,) if isinstance(value, str) else value)
 
 
 def _one_of(*choices: str) -> OptionKind:
@@ -105,35 +117,10 @@ def _one_of(*choices: str) -> OptionKind:
 
 
 def _read_cache_type(value: object) -> str | None:
-    if (
-        not isinstance(value, str)
-        or value.count("/") > 1
-        or not {*value.split("/")} <= {"f16", "q8_0", "q5_0", "q4_0"}
-    ):
+    each = value.split("/") if isinstance(value, str) else []
+    if len(each) not in (1, 2) or not {*each} <= {"f16", "q8_0", "q5_0", "q4_0"}:
         return None
-    keys, _, values = value.partition("/")
-    return keys if keys == values else value
-
-
-def _read_biases(value: object) -> dict[int, float] | None:
-    if not isinstance(value, Mapping):
-        return None
-    biases = {_integer(id_, 0, math.inf): _real(bias, -math.inf, _MAX) for id_, bias in value.items()}
-    return None if None in biases or None in biases.values() else biases  # type: ignore[return-value]
-
-
-def _read_scales(value: object) -> dict[str, float] | None:
-    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
-        return None
-    scales = {name: _real(scale, -_MAX, _MAX) for name, scale in value.items()}
-    return None if None in scales.values() else scales  # type: ignore[return-value]
-
-
-def _read_adapters(value: object) -> dict[str, str | os.PathLike[str]] | None:
-    if not isinstance(value, Mapping):
-        return None
-    is_valid = all(isinstance(name, str) and isinstance(path, str | os.PathLike) for name, path in value.items())
-    return dict(value) if is_valid else None
+    return "/".join(dict.fromkeys(each))
 
 
 def _read_schema(value: Any) -> str | None:
@@ -160,20 +147,13 @@ def _text_with_content(value: object) -> str | None:
     return value if isinstance(value, str) and value.strip() else None
 
 
-def _read_functions(value: object) -> tuple[object, ...] | None:
-    if not isinstance(value, Iterable):
-        return None
-    functions = tuple(value)
-    return functions if all(callable(function) for function in functions) else None
-
-
 _PROBABILITY = _number(0.0, "a number from 0 to 1", 1.0)
 _ANY_NUMBER = _number(-_MAX, "a finite number")
 _NOT_NEGATIVE = _number(0.0, "a finite number of at least 0")
 _WINDOW = _whole(-1, "a whole number of at least -1 (-1 is the whole text, 0 is off)")
 _MIROSTAT = OptionKind("0 (off) or 2", lambda value: n if (n := as_int(value)) in (0, 2) else None, int, "N", int)
 _TOKENS = _whole(1, "a whole number from 1 to 2^63 - 1", 1 << 63)
-_TEXT = _of_type("a text (str)", str)
+_TEXT, _NAME = _of_type("a text (str)", str), _of_type("", str).read
 _PATH = _of_type("the path of a GGUF file, as str or Path", (str, os.PathLike), "FILE")
 _MMPROJ = OptionKind(
     "the path of a GGUF file, as str or Path, or False",
@@ -189,7 +169,12 @@ _CACHE_TYPE = OptionKind(
 )
 _SPLIT_MODE = _one_of("layer", "row")._replace(metavar="MODE")
 _TEXTS = OptionKind("texts, none of them empty", _read_texts, json=list[str])
-STOPS = OptionKind("a text that is not empty, or a list of such", _read_stops, metavar="TEXT", json=str | list[str])
+STOPS = OptionKind(
+    "a text that is not empty, or a list of such",
+    lambda value: _read_texts((value,) if isinstance(value, str) else value),
+    metavar="TEXT",
+    json=str | list[str],
+)
 _SECONDS = _number(math.ulp(0.0), "a number of seconds above 0")
 _SCHEMA = OptionKind(
     "a JSON schema: a dict, a JSON text, or a pydantic model class",
@@ -200,11 +185,11 @@ _SCHEMA = OptionKind(
 )
 _REGEX = OptionKind("a regular expression that is not empty", _text_with_content, metavar="REGEX", json=str)
 _GRAMMAR = OptionKind("a grammar in Lark's or llama.cpp's notation", _text_with_content, metavar="TEXT", json=str)
-_SHARES = OptionKind("a mapping of adapters' names to finite numbers", _read_scales)
-_ADAPTERS = OptionKind("a mapping of names to the paths of adapters", _read_adapters)
+_SHARES = OptionKind("a mapping of adapters' names to finite numbers", _mapping_of(_NAME, _ANY_NUMBER.read))
+_ADAPTERS = OptionKind("a mapping of names to the paths of adapters", _mapping_of(_NAME, _PATH.read))
 _BIASES = OptionKind(
     "a mapping of token ids to finite numbers or -inf",
-    _read_biases,
+    _mapping_of(_whole(0).read, _number(-math.inf, "").read),
     json=dict[str, float] | list[tuple[int | str, float | bool]],  # OpenAI's form, and llama.cpp's
 )
 
@@ -255,11 +240,6 @@ def default_text(cls: type[Any], name: str) -> str:
     return declared(cls)[name].none if default in (None, ()) else str(default)
 
 
-def _default(cls: type[Any], name: str) -> Any:
-    field = cls.__dataclass_fields__[name]
-    return field.default if field.default_factory is MISSING else field.default_factory()
-
-
 class _Checked:
     """Options whose values are checked, and stored in their plain Python types."""
 
@@ -269,7 +249,8 @@ class _Checked:
             if value is None and option.none:
                 continue
             if value is None:
-                value = _default(type(self), name)
+                field = type(self).__dataclass_fields__[name]  # type: ignore[attr-defined]
+                value = field.default if field.default_factory is MISSING else field.default_factory()
             if (read := option.kind.read(value)) is None:
                 also = f", or None ({option.none})" if option.none else ""
                 raise UsageError.of(name, value, f"{option.kind.words}{also}")
@@ -599,7 +580,7 @@ class Sampling(_Checked):
     )
     processors: tuple[LogitsProcessor, ...] = _call_option(
         (),
-        OptionKind("a tuple of functions", _read_functions),
+        OptionKind("a tuple of functions", _tuple_of(callable)),
         "called in turn after ``logit_bias``, each with the tokens so far, the prompt's among them, int32 [n], and "
         "the logits, float32 [n_vocab], of which it returns its own",
     )

@@ -169,14 +169,7 @@ KEYS: Mapping[str, OptionKind] = {
 }
 
 #: The keys of the table of sampling settings.
-SAMPLING_KEYS: Mapping[str, OptionKind] = {
-    name: option.kind for name, option in declared(Sampling).items() if option.is_setting
-}
-
-
-def sampling_names() -> tuple[str, ...]:
-    """The keys that the table of sampling settings may have."""
-    return tuple(SAMPLING_KEYS)
+SAMPLING_KEYS = {name: option.kind for name, option in declared(Sampling).items() if option.is_setting}
 
 
 def check(values: Mapping[str, Any], folder: Path) -> tuple[Settings, list[str]]:
@@ -198,10 +191,8 @@ def check(values: Mapping[str, Any], folder: Path) -> tuple[Settings, list[str]]
     keys = values.get(CHAT_KEYS, {})
     if not isinstance(keys, dict) or not all(isinstance(key, str) for key in keys.values()):
         keys, more = {}, [*more, f"{CHAT_KEYS} is {shown(keys)}, but must be a table of texts, as fork = 'ctrl+b'"]
-    settings = Settings(
-        **good, sampling=MappingProxyType(sampling), given=frozenset(given), tools=values.get(TOOLS, {}), keys=keys
-    )
-    return settings, problems + more
+    more_values = {"sampling": MappingProxyType(sampling), "tools": values.get(TOOLS, {}), "keys": keys}
+    return Settings(**good, **more_values, given=frozenset(given)), problems + more
 
 
 def _check_keys(
@@ -222,7 +213,7 @@ def _check_keys(
 
 def _unknown(name: str, names: Any, table: str = "", where: str = "") -> str:
     """That there is no such key, and which one may be meant: also one of the table, if ``table`` is its prefix."""
-    there = [*names, *sampling_names()] if table else list(names)
+    there = [*names, *SAMPLING_KEYS] if table else list(names)
     near = difflib.get_close_matches(name.replace("-", "_"), there, n=1, cutoff=0.75)
     if not near:
         return f"there is no setting {name!r:.80}{where}: there are {', '.join(names)}"

@@ -21,12 +21,12 @@ from localllm.options.settings import (
     CONFIG_VARIABLE,
     KEYS,
     SAMPLING,
+    SAMPLING_KEYS,
     Settings,
     check,
     load_settings,
     read_file,
     read_text,
-    sampling_names,
     settings_path,
 )
 from localllm.shell import join_command
@@ -110,7 +110,7 @@ def _in_force(settings: Settings) -> Iterator[tuple[str, object, str]]:
     for name, value in settings.values():
         yield name, value, source(name)
     sampling = Sampling(**settings.sampling)
-    for name in sampling_names():
+    for name in SAMPLING_KEYS:
         key = f"{SAMPLING}.{name}"
         yield key, getattr(sampling, name), source(key)
 
@@ -236,7 +236,7 @@ def _our_key(key: str) -> str | None:
     name = parser_of("generate").name_of.get(SAME.get(flag, flag))
     if name in KEYS:
         return name
-    return f"{SAMPLING}.{name}" if name in sampling_names() else None
+    return f"{SAMPLING}.{name}" if name in SAMPLING_KEYS else None
 
 
 def _readings(text: str) -> Iterator[object]:

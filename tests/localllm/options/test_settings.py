@@ -13,9 +13,9 @@ from localllm.options.settings import (
     CONFIG_VARIABLE,
     KEYS,
     SAMPLING,
+    SAMPLING_KEYS,
     Settings,
     load_settings,
-    sampling_names,
     settings_path,
 )
 from localllm.sampling import Sampling
@@ -172,7 +172,7 @@ def test_no_home_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_sampling_setting_can_be_given_as_its_default(tmp_path: Path) -> None:
     tomlkit = pytest.importorskip("tomlkit")
-    defaults = {name: getattr(Sampling(), name) for name in sampling_names() if name != "seed"}
+    defaults = {name: getattr(Sampling(), name) for name in SAMPLING_KEYS if name != "seed"}
     path = write(tmp_path / "c.toml", tomlkit.dumps({SAMPLING: defaults}))
     assert load_settings(path).sampling == defaults
     assert os.environ[CONFIG_VARIABLE]  # see conftest.py
