@@ -169,10 +169,8 @@ class MTMDChatHandler:
     @classmethod
     def from_pretrained(cls, *repo: object, **options: object) -> Never:
         """Raises NotAvailableError: `Llama.from_pretrained` fetches the encoder with its model."""
-        raise NotAvailableError(
-            f"{cls.__name__}.from_pretrained is not available: Llama.from_pretrained fetches the mmproj file beside "
-            "the model, which then sees without a chat_handler"
-        )
+        instead = "Llama.from_pretrained fetches the mmproj file beside the model, which then sees without it"
+        raise NotAvailableError(f"{cls.__name__}.from_pretrained is not available: {instead}")
 
 
 #: Its kin in llama-cpp-python, one a family of models.
@@ -253,6 +251,9 @@ class ChatOptions(SamplingOptions, total=False):
 class CompletionOptions(SamplingOptions, total=False):
     """Keywords of `Llama.create_completion`."""
 
+    logprobs: int | None
+    echo: bool
+    model: str | None
     stopping_criteria: Callable[[NDArray[Any], NDArray[np.float32]], bool] | None
 
 
@@ -380,10 +381,7 @@ class Llama:
         suffix: str | None = None,
         max_tokens: int | None = 16,
         *,
-        logprobs: int | None = None,
-        echo: bool = False,
         stream: Literal[False] = False,
-        model: str | None = None,
         **options: Unpack[CompletionOptions],
     ) -> CreateCompletionResponse: ...
 
@@ -394,10 +392,7 @@ class Llama:
         suffix: str | None = None,
         max_tokens: int | None = 16,
         *,
-        logprobs: int | None = None,
-        echo: bool = False,
         stream: Literal[True],
-        model: str | None = None,
         **options: Unpack[CompletionOptions],
     ) -> Iterator[CreateCompletionStreamResponse]: ...
 
@@ -408,10 +403,7 @@ class Llama:
         suffix: str | None = None,
         max_tokens: int | None = 16,
         *,
-        logprobs: int | None = None,
-        echo: bool = False,
         stream: bool,
-        model: str | None = None,
         **options: Unpack[CompletionOptions],
     ) -> CreateCompletionResponse | Iterator[CreateCompletionStreamResponse]: ...
 
@@ -425,7 +417,7 @@ class Llama:
         echo: bool = False,
         stream: bool = False,
         model: str | None = None,
-        **options: Unpack[CompletionOptions],
+        **options: Any,
     ) -> Any:
         """Goes on with a prompt: a dict as OpenAI's completions are, or with ``stream`` an iterator of such dicts.
 
@@ -538,17 +530,10 @@ class Llama:
             NotAvailableError: another format is asked for, or "required" tools.
             LocalLLMError: as `LLM.chat`.
         """
-        given: dict[str, Any] = {
-            "functions": functions,
-            "function_call": function_call,
-            "tools": tools,
-            "tool_choice": tool_choice,
-            "stream": stream,
-            **options,
-        }
-        if self._answers is not None:
-            return self._answers(llama=self, messages=messages, **given)
-        return self._chat(messages, **given)
+        given: dict[str, Any] = {"functions": functions, "function_call": function_call, "stream": stream, **options}
+        given |= {"tools": tools, "tool_choice": tool_choice}
+        answer = self._chat if self._answers is None else partial(self._answers, llama=self)
+        return answer(messages=messages, **given)
 
     def create_chat_completion_openai_v1(self, *args: Any, **options: Any) -> Any:
         """As `create_chat_completion`, but OpenAI's objects: a ``ChatCompletion``, or an iterator of its chunks."""
@@ -591,9 +576,8 @@ class Llama:
             raise UsageError(f"response_format is {format_!r:.80}, but must be a mapping, as {{'type': 'text'}}")
         kind = format_.get("type")
         if kind not in ("text", "json_object", "json_schema"):
-            raise NotAvailableError(
-                f"response_format is {dict(format_)!r:.80}, but must have type 'text', 'json_object' or 'json_schema'"
-            )
+            words = "but must have type 'text', 'json_object' or 'json_schema'"
+            raise NotAvailableError(f"response_format is {dict(format_)!r:.80}, {words}")
         n_logprobs = (top_logprobs or 0) if logprobs else None
         given = self._options({"temperature": temperature, **options}, max_tokens, n_logprobs)
         schema: Any = format_.get("json_schema") or format_
@@ -610,11 +594,8 @@ class Llama:
         def begin() -> Stream:
             if formatter is not None:
                 made = formatter(messages=messages, functions=functions, tools=offered, tool_choice=choice)
-                ends = [
-                    end
-                    for each in (given.get("stop"), made.stop)
-                    for end in ([each] if isinstance(each, str) else each or ())
-                ]
+                stops = given.get("stop"), made.stop
+                ends = [end for each in stops for end in ([each] if isinstance(each, str) else each or ())]
                 more = given | {"stop": ends}
                 if made.stopping_criteria is not None:
                     more["processors"] = self._processors(more.get("processors", ()), made.stopping_criteria)
@@ -825,11 +806,11 @@ class Llama:
 
     def token_bos(self) -> int:
         """The token that begins a text; -1 if there is none."""
-        return _number(self.llm.tokenizer.bos_id)
+        return -1 if self.llm.tokenizer.bos_id is None else self.llm.tokenizer.bos_id
 
     def token_eos(self) -> int:
         """The token that ends a text; -1 if there is none."""
-        return _number(self.llm.tokenizer.eos_id)
+        return -1 if self.llm.tokenizer.eos_id is None else self.llm.tokenizer.eos_id
 
     def token_nl(self) -> int:
         """The token that ends a line."""
@@ -959,14 +940,10 @@ class Llama:
         """The same, in the form of OpenAI's."""
         texts = [input] if isinstance(input, str) else list(input)
         n_tokens = sum(len(self.llm.tokenize(text)) for text in texts)
-        return {
-            "object": "list",
-            "data": [
-                {"object": "embedding", "embedding": vector, "index": i} for i, vector in enumerate(self.embed(texts))
-            ],
-            "model": model or self.model_path,
-            "usage": {"prompt_tokens": n_tokens, "total_tokens": n_tokens},
-        }
+        usage: Any = {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
+        vectors = enumerate(self.embed(texts))
+        data: Any = [{"object": "embedding", "embedding": vector, "index": i} for i, vector in vectors]
+        return {"object": "list", "data": data, "model": model or self.model_path, "usage": usage}
 
     def close(self) -> None:
         """Lets the model's memory go."""
@@ -993,28 +970,18 @@ class _ResponseHead:
     model: str
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def _dict(self, choice: Mapping[str, Any], finish_reason: str | None) -> dict[str, Any]:
+    def chunk(self, choice: Mapping[str, Any], chunk: Chunk | Completion) -> dict[str, Any]:
         return {
             "id": self.id,
             "object": self.object,
             "created": self.created,
             "model": self.model,
-            "choices": [{"index": 0, **choice, "finish_reason": finish_reason}],
+            "choices": [{"index": 0, **choice, "finish_reason": chunk.finish_reason}],
         }
-
-    def chunk(self, choice: Mapping[str, Any], chunk: Chunk) -> dict[str, Any]:
-        return self._dict(choice, chunk.finish_reason)
 
     def whole(self, choice: Mapping[str, Any], done: Completion) -> dict[str, Any]:
-        usage = done.usage
-        return {
-            **self._dict(choice, done.finish_reason),
-            "usage": {
-                "prompt_tokens": usage.prompt_tokens,
-                "completion_tokens": usage.completion_tokens,
-                "total_tokens": usage.total_tokens,
-            },
-        }
+        usage = {"prompt_tokens": done.usage.prompt_tokens, "completion_tokens": done.usage.completion_tokens}
+        return {**self.chunk(choice, done), "usage": {**usage, "total_tokens": done.usage.total_tokens}}
 
 
 _T = TypeVar("_T", Chunk, Completion)
@@ -1056,17 +1023,11 @@ def _with_their_names(error: LocalLLMError) -> LocalLLMError:
     return error
 
 
-def _number(id_: int | None) -> int:
-    return -1 if id_ is None else id_
-
-
 def _cache_type(keys: int | None, values: int | None) -> CacheType:
     types = [_CACHE_TYPES.get(1 if number is None else number) for number in (keys, values)]
     if None in types:
-        raise NotAvailableError(
-            f"type_k is {keys!r:.80} and type_v is {values!r:.80}, but here each must be 1 (F16), 2 (Q4_0), 6 (Q5_0) "
-            "or 8 (Q8_0)"
-        )
+        given = f"type_k is {keys!r:.80} and type_v is {values!r:.80}"
+        raise NotAvailableError(f"{given}, but here each must be 1 (F16), 2 (Q4_0), 6 (Q5_0) or 8 (Q8_0)")
     return "/".join(dict.fromkeys(filter(None, types)))
 
 

@@ -248,25 +248,17 @@ def _map(path: Path) -> tuple[mmap.mmap, _Stamp]:
 def _read_version(cursor: Cursor) -> int:
     if cursor.buffer[:4] != b"GGUF":
         kind = _kind_of_file(cursor.buffer[:32])
-        raise cursor.error(
-            f"not a GGUF file, but {kind}" if kind else "not a GGUF file, for it does not begin with 'GGUF'",
-            advice="name a .gguf file",
-        )
+        why = f"but {kind}" if kind else "for it does not begin with 'GGUF'"
+        raise cursor.error(f"not a GGUF file, {why}", advice="name a .gguf file")
     cursor.take(4, "the magic")
     version = cursor.u32("the version")
     if version in (2, 3):
         return version
     if version and version & 0xFFFF == 0:
-        raise cursor.error(
-            "the file is big-endian, and localllm reads little-endian files only",
-            at=4,
-            advice="convert the model for little-endian machines",
-        )
-    raise cursor.error(
-        f"GGUF version {version} is not one that localllm reads (2 and 3)",
-        at=4,
-        advice="convert the model again" if version == 1 else "update localllm or convert the model again",
-    )
+        defect = "the file is big-endian, and localllm reads little-endian files only"
+        raise cursor.error(defect, at=4, advice="convert the model for little-endian machines")
+    advice = "convert the model again" if version == 1 else "update localllm or convert the model again"
+    raise cursor.error(f"GGUF version {version} is not one that localllm reads (2 and 3)", at=4, advice=advice)
 
 
 def _kind_of_file(head: bytes) -> str | None:
@@ -308,7 +300,10 @@ def _read_split(given: _SplitFile) -> list[_SplitFile]:
         raise _split_error(given, defect, "put all of them into one folder")
     parts = [given if path == given.path else _read_part(path) for path in paths]
     for number, part in enumerate(parts):
-        _check_split_place(part, number, len(parts))
+        says = (_split_key(part, "split.no"), _split_key(part, "split.count"))
+        if says != (number, len(parts)):
+            defect = f"keys 'split.no' and 'split.count' are {says[0]} and {says[1]}, not {number} and {len(parts)}"
+            raise _split_error(part, defect, "give all parts their original names")
     n_tensors = sum(len(part.tensors) for part in parts)
     expected = _split_key(parts[0], "split.tensors.count")
     if n_tensors != expected:
@@ -324,13 +319,6 @@ def _split_paths(part: _SplitFile) -> list[Path]:
         defect = f"key 'split.count' is {count}, but the file's name does not end in -NNNNN-of-{count:05d}.gguf"
         raise _split_error(part, defect, "give all parts their original names")
     return [part.path.with_name(f"{match['stem']}-{i:05d}-of-{count:05d}.gguf") for i in range(1, count + 1)]
-
-
-def _check_split_place(part: _SplitFile, number: int, count: int) -> None:
-    says = (_split_key(part, "split.no"), _split_key(part, "split.count"))
-    if says != (number, count):
-        defect = f"keys 'split.no' and 'split.count' are {says[0]} and {says[1]}, not {number} and {count}"
-        raise _split_error(part, defect, "give all parts their original names")
 
 
 def _merge_tensors(parts: Sequence[_SplitFile]) -> dict[str, TensorInfo]:

@@ -41,25 +41,18 @@ def value_of(file: GGUFFile, key: str, *, full: bool = False) -> Value:
     if isinstance(value, str):
         return _text(value, full, "text")
     if isinstance(value, bool | int | float):
-        return Value(_kind(value), _json_value(value))
+        kind = "bool" if isinstance(value, bool) else "integer" if isinstance(value, int) else "float"
+        return Value(kind, _json_value(value))
     n = len(value) if full else _ELEMENTS
-    kind = _elements_kind(value)
+    kind = "texts" if isinstance(value, StringArray) else "arrays"
+    if isinstance(value, np.ndarray):
+        kind = str(value.dtype)
     return Value(f"array of {len(value):,} {kind}", _first(value, n), max(0, len(value) - n))
 
 
 def _text(text: str, full: bool, kind: str) -> Value:
     n = len(text) if full else _CHARACTERS
     return Value(kind, text[:n], max(0, len(text) - n))
-
-
-def _kind(value: object) -> str:
-    return "bool" if isinstance(value, bool) else "integer" if isinstance(value, int) else "float"
-
-
-def _elements_kind(value: Any) -> str:
-    if isinstance(value, np.ndarray):
-        return str(value.dtype)
-    return "texts" if isinstance(value, StringArray) else "arrays"
 
 
 def _first(value: Any, n: int) -> list[Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import struct
 from collections.abc import Iterator, Mapping
 from enum import IntEnum
 from pathlib import Path
@@ -38,19 +37,6 @@ class ValueType(IntEnum):
     INT64 = 11
     FLOAT64 = 12
 
-
-_SCALARS = {
-    ValueType.UINT8: struct.Struct("<B"),
-    ValueType.INT8: struct.Struct("<b"),
-    ValueType.UINT16: struct.Struct("<H"),
-    ValueType.INT16: struct.Struct("<h"),
-    ValueType.UINT32: struct.Struct("<I"),
-    ValueType.INT32: struct.Struct("<i"),
-    ValueType.FLOAT32: struct.Struct("<f"),
-    ValueType.UINT64: struct.Struct("<Q"),
-    ValueType.INT64: struct.Struct("<q"),
-    ValueType.FLOAT64: struct.Struct("<d"),
-}
 
 DTYPES: dict[ValueType, np.dtype[Any]] = {
     ValueType.UINT8: np.dtype("<u1"),
@@ -162,8 +148,7 @@ def _read_alignment(cursor: Cursor) -> int:
     alignment = cursor.u32("the alignment")
     low, high = limits.MIN_ALIGNMENT, limits.MAX_ALIGNMENT
     if not low <= alignment <= high or alignment & (alignment - 1):
-        defect = f"the alignment {alignment} is not a power of two from {low} to {high}"
-        raise cursor.error(defect, at=start + 4)
+        raise cursor.error(f"the alignment {alignment} is not a power of two from {low} to {high}", at=start + 4)
     return alignment
 
 
@@ -187,8 +172,8 @@ def _read_value(cursor: Cursor, value_type: ValueType, label: str) -> MetadataVa
         if byte > 1:
             raise cursor.error(f"the bool is {byte}, neither 0 nor 1", at=start)
         return byte == 1
-    scalar = _SCALARS[value_type]
-    value: int | float = scalar.unpack_from(cursor.buffer, cursor.take(scalar.size, "the value"))[0]
+    dtype = DTYPES[value_type]
+    value: int | float = np.frombuffer(cursor.buffer, dtype, 1, cursor.take(dtype.itemsize, "the value")).item()
     return value
 
 
@@ -198,12 +183,8 @@ def _read_array(cursor: Cursor, label: str, depth: int) -> MetadataValue:
     element_type = _read_value_type(cursor)
     if element_type is ValueType.STRING:
         return read_strings(cursor, label)
-    if element_type is ValueType.ARRAY:
-        return _read_nested(cursor, label, depth)
-    return _read_numbers(cursor, element_type)
-
-
-def _read_nested(cursor: Cursor, label: str, depth: int) -> MetadataValue:
+    if element_type is not ValueType.ARRAY:
+        return _read_numbers(cursor, element_type)
     n = cursor.count("nested arrays", least_bytes=_MIN_ARRAY_BYTES, most=cursor.nested_arrays_left)
     cursor.nested_arrays_left -= n
     return tuple(_read_array(cursor, f"{label}[{i}]", depth + 1) for i in range(n))
@@ -214,16 +195,12 @@ def _read_numbers(cursor: Cursor, element_type: ValueType) -> NDArray[Any]:
     n = cursor.u64("the length of the array")
     start = cursor.take(n * dtype.itemsize, f"an array of {n} values of type {element_type.name}")
     if element_type is ValueType.BOOL:
-        _check_bools(cursor, start, n)
+        values = np.frombuffer(cursor.buffer, np.uint8, n, start)
+        if n and values.max() > 1:
+            i = int(np.argmax(values > 1))
+            raise cursor.error(f"bool {i} of the array is {values[i]}, neither 0 nor 1", at=start + i)
     array = np.frombuffer(cursor.buffer, dtype, n, start)
     if not array.flags.aligned or not dtype.isnative:
         array = array.astype(dtype.newbyteorder("="))
         array.flags.writeable = False
     return array
-
-
-def _check_bools(cursor: Cursor, start: int, n: int) -> None:
-    values = np.frombuffer(cursor.buffer, np.uint8, n, start)
-    if n and values.max() > 1:
-        i = int(np.argmax(values > 1))
-        raise cursor.error(f"bool {i} of the array is {values[i]}, neither 0 nor 1", at=start + i)

@@ -18,16 +18,8 @@ from localllm.quant.types import BLOCK_SIZES, GGMLType
 _REQUANTISE = "choose another quantisation of the model"
 
 # Types that GGUF once had; their ids are not used again.
-_REMOVED_TYPES = {
-    4: "Q4_2",
-    5: "Q4_3",
-    31: "Q4_0_4_4",
-    32: "Q4_0_4_8",
-    33: "Q4_0_8_8",
-    36: "IQ4_NL_4_4",
-    37: "IQ4_NL_4_8",
-    38: "IQ4_NL_8_8",
-}
+_REMOVED_TYPES = {4: "Q4_2", 5: "Q4_3", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8"}
+_REMOVED_TYPES |= {36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8"}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -151,10 +143,8 @@ def _check_bounds(cursor: Cursor, entries: list[Entry], alignment: int, data_byt
             defect = f"the offset {entry.offset} is not a multiple of the alignment {alignment}"
             raise cursor.error(defect, at=entry.offset_at)
         if entry.offset + entry.n_bytes > data_bytes:
-            raise cursor.error(
-                f"its {entry.n_bytes} bytes at offset {entry.offset} end past the data section of {data_bytes} bytes",
-                at=entry.offset_at,
-            )
+            place = f"its {entry.n_bytes} bytes at offset {entry.offset}"
+            raise cursor.error(f"{place} end past the data section of {data_bytes} bytes", at=entry.offset_at)
 
 
 def _check_layout(cursor: Cursor, entries: list[Entry], alignment: int, data_start: int, file_bytes: int) -> None:
@@ -164,10 +154,8 @@ def _check_layout(cursor: Cursor, entries: list[Entry], alignment: int, data_sta
         if entry.offset != expected:
             cursor.context = f"tensor {quoted(entry.name)}"
             relation = "overlaps" if entry.offset < expected else "leaves a hole after"
-            raise cursor.error(
-                f"its data at offset {entry.offset} {relation} the data before it, which ends at {expected}",
-                at=entry.offset_at,
-            )
+            where = f"{relation} the data before it, which ends at {expected}"
+            raise cursor.error(f"its data at offset {entry.offset} {where}", at=entry.offset_at)
         expected += align(entry.n_bytes, alignment)
     data_end = data_start + expected
     if file_bytes > data_end:

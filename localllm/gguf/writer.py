@@ -52,17 +52,19 @@ def encode_value(value: object, type: ValueType = ValueType.UINT32) -> bytes:
     """
     match value:
         case bool() | np.bool_():
-            return _head(ValueType.BOOL) + bytes([bool(value)])
+            kind, data = ValueType.BOOL, bytes([bool(value)])
         case int() | np.integer():
-            type = ValueType.INT32 if isinstance(value, np.integer) and value.dtype == np.int32 else type
-            return _head(type) + _integers([int(value)], type, value)
+            kind = ValueType.INT32 if isinstance(value, np.integer) and value.dtype == np.int32 else type
+            data = _integers([int(value)], kind, value)
         case float() | np.floating():
-            return _head(ValueType.FLOAT32) + _floats([float(value)], value)
+            kind, data = ValueType.FLOAT32, _floats([float(value)], value)
         case str():
-            return _head(ValueType.STRING) + _string(value)
+            kind, data = ValueType.STRING, _string(value)
         case list() | tuple() | np.ndarray() | StringArray():
-            return _head(ValueType.ARRAY) + _array(value)
-    raise _no_value(value)
+            kind, data = ValueType.ARRAY, _array(value)
+        case _:
+            raise _no_value(value)
+    return struct.pack("<I", kind) + data
 
 
 def _array(values: Sequence[Any] | NDArray[Any]) -> bytes:
@@ -100,10 +102,6 @@ def _floats(numbers: Sequence[float], value: object) -> bytes:
         return struct.pack(f"<{len(numbers)}f", *numbers)
     except (OverflowError, struct.error):
         raise _no_value(value) from None
-
-
-def _head(kind: ValueType) -> bytes:
-    return struct.pack("<I", kind)
 
 
 def _string(text: str) -> bytes:

@@ -61,10 +61,8 @@ def find(name: str, folders: Iterable[Path] = ()) -> str | Path:
     if hub_name is None and re.fullmatch(r"[\w.:-]+(?<!\.gguf)", name, re.IGNORECASE):
         if (fitting := _by_words(name, own)) is not None:
             return fitting.path
-        raise ModelNotFoundError(
-            f"there is no file or model {name!r} here: localllm models lists those that are, and localllm pull "
-            "ORG/REPO[:QUANT] downloads one from the hub"
-        )
+        advice = "localllm models lists those that are, and localllm pull ORG/REPO[:QUANT] downloads one from the hub"
+        raise ModelNotFoundError(f"there is no file or model {name!r} here: {advice}")
     if hub_name is None:
         package, _, file = name.partition("/")
         return other_programs.package_models().get(package, {}).get(file, name) if file else name
@@ -111,24 +109,17 @@ def find_cached(name: HubName) -> Path:
     try:
         models = cached_models(name.repo)
     except OSError as error:
-        raise ModelNotFoundError(
-            f"the cache {hub_cache()} cannot be read ({error.strerror or error}): check its permissions"
-        ) from None
+        what = f"the cache {hub_cache()} cannot be read ({error.strerror or error})"
+        raise ModelNotFoundError(f"{what}: check its permissions") from None
     if not models:
-        raise ModelNotFoundError(
-            f"there is no file {str(name)!r}, nor is it a model in {hub_cache()}: pull it first, localllm pull "
-            f"{name}, or check the path"
-        )
-    groups = [group for _, group in models]
+        what = f"there is no file {str(name)!r}, nor is it a model in {hub_cache()}"
+        raise ModelNotFoundError(f"{what}: pull it first, localllm pull {name}, or check the path")
+    groups, where = [group for _, group in models], where_cached(name)
     if name.choice is not None and not matching(name.choice, groups):
-        raise ModelNotFoundError(
-            f"{where_cached(name)} has no {name.choice!r}, but {choices(name, groups)}: pull it first, localllm pull "
-            f"{name}"
-        )
-    group = choose(name, groups, where_cached(name))
+        what = f"{where} has no {name.choice!r}, but {choices(name, groups)}"
+        raise ModelNotFoundError(f"{what}: pull it first, localllm pull {name}")
+    group = choose(name, groups, where)
     if not group.is_complete:
-        raise ModelNotFoundError(
-            f"{where_cached(name)} has {len(group.names)} of the {group.n_parts} files of {group.stem}: pull the "
-            f"rest, localllm pull {name}"
-        )
+        what = f"{where} has {len(group.names)} of the {group.n_parts} files of {group.stem}"
+        raise ModelNotFoundError(f"{what}: pull the rest, localllm pull {name}")
     return next(path for path, each in models if each is group)

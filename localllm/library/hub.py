@@ -65,10 +65,8 @@ class Hub:
         except (HubError, UsageError):
             raise
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise HubError(
-                f"what answered at {self.endpoint} is not a hub ({type(error).__name__}: {error!s:.200}): check the "
-                "network, and the environment variable HF_ENDPOINT"
-            ) from error
+            what = f"what answered at {self.endpoint} is not a hub ({type(error).__name__}: {error!s:.200})"
+            raise HubError(f"{what}: check the network, and the environment variable HF_ENDPOINT") from error
 
     def _listing(self) -> bytes:
         """The hub's description of the repository, as JSON; asked for once more where it is too busy."""
@@ -128,48 +126,34 @@ class Hub:
         except (errors.HTTPError, errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError) as error:
             self._refused(error)
         except OSError as error:
-            raise HubError(
-                f"the cache {hub_cache()} cannot be written ({error.strerror or error}): make room or check its "
-                "permissions, or name another folder in the environment variable HF_HUB_CACHE; what was fetched "
-                "is kept"
-            ) from error
+            what = f"the cache {hub_cache()} cannot be written ({error.strerror or error})"
+            advice = "make room, check permissions, or name another folder in the environment variable HF_HUB_CACHE"
+            raise HubError(f"{what}: {advice}; what was fetched is kept") from error
 
     def _refused(self, error: BaseException) -> NoReturn:
         errors, repo = self._package.errors, self._repo
         status = getattr(getattr(error, "response", None), "status_code", None)
+        login = "say who you are with 'hf auth login' or the environment variable HF_TOKEN"
         if isinstance(error, errors.OfflineModeIsEnabled):
             text = "the environment variable HF_HUB_OFFLINE forbids to ask the hub: unset it to download"
         elif isinstance(error, errors.GatedRepoError):
-            text = (
-                f"{repo} is gated: ask for access on its page on the hub, and then say who you are with "
-                "'hf auth login' or the environment variable HF_TOKEN"
-            )
+            text = f"{repo} is gated: ask for access on its page on the hub, and then {login}"
         elif isinstance(error, errors.RepositoryNotFoundError):
-            text = (
-                f"the hub has no repository {repo}, or it is private: check the name; for a private one say who you "
-                "are with 'hf auth login' or the environment variable HF_TOKEN"
-            )
+            text = f"the hub has no repository {repo}, or it is private: check the name; for a private one {login}"
         elif status in (401, 403):
-            text = (
-                f"the hub refuses access to {repo} (HTTP {status}): check the rights of the token in HF_TOKEN, or of "
-                "'hf auth login'"
-            )
+            text = f"the hub refuses access to {repo} (HTTP {status}): check the rights of the token, or {login}"
         elif status == 404:
             text = f"the hub no longer has what it listed of {repo} (HTTP 404): try again"
         elif status == 429:
             wait = error.response.headers.get("Retry-After", "")  # type: ignore[attr-defined]
             later = f"in {wait} seconds" if wait.isdigit() else "later"
-            text = (
-                f"the hub is asked too often (HTTP 429): try again {later}, or say who you are with 'hf auth login'"
-            )
+            text = f"the hub is asked too often (HTTP 429): try again {later}, or {login}"
         elif status is not None:
             text = f"the hub does not answer for {repo} (HTTP {status}): try again later"
         else:
             reason = " ".join(str(error.__cause__ or error).split()) or type(error).__name__
-            text = (
-                f"the hub at {self.endpoint} cannot be reached ({reason:.200}): check the network, a proxy, and the "
-                "environment variable HF_ENDPOINT"
-            )
+            check = "check the network, a proxy, and the environment variable HF_ENDPOINT"
+            text = f"the hub at {self.endpoint} cannot be reached ({reason:.200}): {check}"
         raise HubError(text) from error
 
 
@@ -180,10 +164,8 @@ def import_hub() -> Any:
         for name in ("constants", "errors", "utils"):
             importlib.import_module(f"huggingface_hub.{name}")
     except (ImportError, ValueError) as error:  # ValueError: a variable that it reads while it is imported
-        raise HubError(
-            f"the package huggingface_hub cannot be loaded ({error}): install it again, and check the environment "
-            "variables HF_…"
-        ) from error
+        advice = "install it again, and check the environment variables HF_…"
+        raise HubError(f"the package huggingface_hub cannot be loaded ({error}): {advice}") from error
     return hub
 
 

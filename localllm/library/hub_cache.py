@@ -10,6 +10,7 @@ Layout (as its documentation has it under "Manage the cache")::
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,17 +49,12 @@ def snapshots(repo: str) -> list[Path]:
     folder = repo_folder(repo)
     try:
         found = [Path(entry.path) for entry in os.scandir(folder / "snapshots") if entry.is_dir()]
-        main = _main_commit(folder)
+        main = ""
+        with contextlib.suppress(OSError, ValueError):
+            main = (folder / "refs" / "main").read_text(encoding="ascii").strip()
         return sorted(found, key=lambda path: (path.name == main, path.stat().st_mtime), reverse=True)
     except FileNotFoundError:
         return []
-
-
-def _main_commit(folder: Path) -> str | None:
-    try:
-        return (folder / "refs" / "main").read_text(encoding="ascii").strip()
-    except (OSError, ValueError):
-        return None
 
 
 def models_in(snapshot: Path) -> list[FileGroup]:
@@ -67,11 +63,9 @@ def models_in(snapshot: Path) -> list[FileGroup]:
     for folder, _, names in os.walk(snapshot):
         for name in names:
             path = Path(folder, name)
-            try:
+            with contextlib.suppress(OSError):
                 if name.lower().endswith(".gguf"):
                     sizes[path.relative_to(snapshot).as_posix()] = path.stat().st_size
-            except OSError:
-                continue
     return group_files(sizes)
 
 

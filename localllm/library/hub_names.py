@@ -91,9 +91,7 @@ def group_files(sizes: Mapping[str, int]) -> list[FileGroup]:
             continue
         part = _PART.fullmatch(name)
         groups.setdefault((part["stem"], int(part["count"])) if part else (name, 1), []).append(name)
-    return [
-        FileGroup(tuple(names), sum(sizes[name] for name in names), n_parts) for (_, n_parts), names in groups.items()
-    ]
+    return [FileGroup(tuple(names), sum(map(sizes.__getitem__, names)), n) for (_, n), names in groups.items()]
 
 
 def label(group: FileGroup, groups: Iterable[FileGroup]) -> str:

@@ -7,6 +7,7 @@ Nothing that is wrong with a folder or a file raises: it is told beside the list
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -131,17 +132,13 @@ class _Search:
     def folder(self, folder: Path, *, by_path: bool = False) -> None:
         """Adds what a folder has, at any depth."""
         if not os.path.isdir(folder):  # Path.is_dir raises where it may not look
-            self.problems.append(
-                f"{folder} is not a folder, or may not be read"
-                + ("" if by_path else ": see the setting model_folders")
-            )
+            advice = "" if by_path else ": see the setting model_folders"
+            self.problems.append(f"{folder} is not a folder, or may not be read{advice}")
             return
         sizes: dict[str, int] = {}
         for path in self._files(folder, 0):
-            try:
+            with contextlib.suppress(OSError):  # a link whose file is gone, or a file that has just been deleted
                 sizes[path.relative_to(folder).as_posix()] = path.stat().st_size
-            except OSError:  # a link whose file is gone, or a file that has just been deleted
-                continue
         for group in group_files(sizes):
             name, path = group.names[0], folder / group.names[0]
             # A name is looked up in the current folder first, and then in each folder in turn.

@@ -32,6 +32,8 @@ RETRY_SECONDS = (1.0, 3.0, 10.0)
 #: Bytes to be left on the disk.
 SPARE_BYTES = 100 << 20
 
+_CHECK = "check the environment variable HF_ENDPOINT, or try again later"
+
 
 def pull(name: str, progress: PullProgress | None = None) -> Path:
     """Downloads a model, unless it is here already; returns its file in the cache, the first one if it is split.
@@ -53,10 +55,9 @@ def pull_checkpoint(name: str, progress: PullProgress | None = None) -> Path:
 def _puller(name: str, progress: PullProgress | None) -> _Puller:
     hub_name = HubName.parse(name)
     if hub_name is None:
-        raise UsageError(
-            f"{name!r:.80} is not the name of a model on the hub: write ORG/REPO, or ORG/REPO:QUANT; "
-            "https://huggingface.co/models?library=gguf lists them"
-        )
+        what = f"{name!r:.80} is not the name of a model on the hub"
+        advice = "write ORG/REPO, or ORG/REPO:QUANT; https://huggingface.co/models?library=gguf lists them"
+        raise UsageError(f"{what}: {advice}")
     return _Puller(hub_name, progress or (lambda stage, done, total: None))
 
 
@@ -164,8 +165,11 @@ class _Puller:
             done += file.n_bytes
         done = 0
         for file in files:
-            self._check_hash(file, self._report("check", done, total))
-            self._partial(file).replace(self._blob(file))
+            partial = self._partial(file)
+            if _hash_of(partial, len(file.hash), self._report("check", done, total)) != file.hash:
+                partial.unlink()
+                raise HubError(f"{file.name} was damaged (its hash is not the hub's) and removed: pull it again")
+            partial.replace(self._blob(file))
             done += file.n_bytes
 
     def _report(self, stage: str, before: int, total: int) -> Callable[[int], object]:
@@ -177,11 +181,9 @@ class _Puller:
         folder.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(folder).free
         if n_bytes and free < n_bytes + SPARE_BYTES:
-            raise HubError(
-                f"{self._name} needs {n_bytes / 1e9:,.2f} GB more on the disk of {hub_cache()}, where "
-                f"{free / 1e9:,.2f} GB are free: make room, choose a smaller quantisation, or name another folder in "
-                "the environment variable HF_HUB_CACHE"
-            )
+            what = f"{self._name} needs {n_bytes / 1e9:,.2f} GB more on the disk of {hub_cache()}, where"
+            advice = "make room, choose a smaller model, or set HF_HUB_CACHE to another folder"
+            raise HubError(f"{what} {free / 1e9:,.2f} GB are free: {advice}")
 
     def _fetch(self, file: RemoteFile, commit: str, report: Callable[[int], object]) -> None:
         """Fetches what is missing of a file; when the connection is cut, goes on as long as that brings something."""
@@ -193,10 +195,8 @@ class _Puller:
             if have > file.n_bytes:
                 partial.unlink()
                 if is_asked:
-                    raise HubError(
-                        f"{self._hub.endpoint} sends more of {file.name} than the {file.n_bytes:,} bytes that it "
-                        "should have: check the environment variable HF_ENDPOINT, or try again later"
-                    )
+                    what = f"sends more of {file.name} than the {file.n_bytes:,} bytes that it should have"
+                    raise HubError(f"{self._hub.endpoint} {what}: {_CHECK}")
                 continue
             is_asked = True
             cut: BaseException | None = None
@@ -222,10 +222,8 @@ class _Puller:
         with self._hub.open(file.name, commit, have) as answer:
             sent = answer.headers.get("Content-Range", answer.headers.get("Content-Length", "")).rpartition("/")[2]
             if sent.isdigit() and int(sent) != file.n_bytes:
-                raise HubError(
-                    f"{self._hub.endpoint} lists {file.name} with {file.n_bytes:,} bytes, but sends {int(sent):,}: "
-                    "check the environment variable HF_ENDPOINT, or try again later"
-                )
+                what = f"lists {file.name} with {file.n_bytes:,} bytes, but sends {int(sent):,}"
+                raise HubError(f"{self._hub.endpoint} {what}: {_CHECK}")
             if answer.status_code != 206:  # all of it comes, from the beginning
                 have = 0
             with self._partial(file).open("ab" if have else "wb") as out:
@@ -248,13 +246,6 @@ class _Puller:
 
     # -- Checking --------------------------------------------------------------------------------------------------
 
-    def _check_hash(self, file: RemoteFile, report: Callable[[int], object]) -> None:
-        """Compares what was fetched with the hash that the hub told."""
-        partial = self._partial(file)
-        if _hash_of(partial, len(file.hash), report) != file.hash:
-            partial.unlink()
-            raise HubError(f"{file.name} was damaged (its hash is not that of the hub) and removed: pull it again")
-
     def _check_model(self, paths: list[Path], group: FileGroup) -> None:
         """Looks at the header of what was fetched, and removes it if it is not a model."""
         try:
@@ -267,9 +258,8 @@ class _Puller:
                     path.unlink(missing_ok=True)
                 except OSError as reason:
                     done = f"cannot be removed ({reason.strerror})"
-            raise HubError(
-                f"{self._name.repo} has a broken {group.stem}, which {done} ({error}): choose another one"
-            ) from error
+            what = f"{self._name.repo} has a broken {group.stem}, which {done}"
+            raise HubError(f"{what} ({error}): choose another one") from error
 
 
 def _size(path: Path) -> int | None:

@@ -86,12 +86,7 @@ _OPENING = {**TAGS, "<|start|>assistant": "<|channel|>final<|message|>"}
 def check_grammar(sampling: Sampling) -> None:
     """Checks what can be checked of a grammar without a model."""
     if sampling.grammar_kind is not None:
-        _raise_if(llguidance.LLMatcher.validate_grammar(_internal(sampling)), sampling)
-
-
-def _internal(sampling: Sampling) -> str:
-    """The grammar in Lark's notation, as llguidance has it."""
-    return _read(sampling)[0]
+        _raise_if(llguidance.LLMatcher.validate_grammar(_read(sampling)[0]), sampling)
 
 
 def _read(sampling: Sampling) -> tuple[str, list[str]]:
@@ -275,9 +270,7 @@ class _TokenizerAdapter:
         self.bos_token_id = tokenizer.bos_id
         # 0xFF, which no text has, sets the names of control tokens apart from text.
         self.tokens = [
-            b"\xff" + tokenizer.token_bytes(id_, special=True)
-            if tokenizer.is_special(id_)
-            else tokenizer.token_bytes(id_)
+            b"\xff" * tokenizer.is_special(id_) + tokenizer.token_bytes(id_, special=tokenizer.is_special(id_))
             for id_ in range(tokenizer.n_vocab)
         ]
         self.tokens += [b""] * (n_vocab - tokenizer.n_vocab) + [b"\xff<end>"]
@@ -300,10 +293,9 @@ class Constraint:
         closing: str | None,
         opening: dict[int, str],
     ) -> None:
-        """Args:     matcher: llguidance's, at its beginning.     vocabulary: llguidance's.     closing: what ends the
-        thought that the text begins with; None if it begins with its answer.     opening: tokens with which it may
-        begin a thought, and what closes that.
-        """
+        """``matcher``, at its beginning, and ``vocabulary`` are llguidance's.  ``closing`` ends the thought that the
+        text begins with; None if it begins with its answer.  ``opening``: tokens with which it may begin a thought,
+        and what closes that."""
         self._matcher = matcher
         self._vocabulary = vocabulary
         self._tokenizer = tokenizer

@@ -22,23 +22,13 @@ from localllm.cancellation import check_cancelled
 Node = dict[str, Any]
 
 #: Keywords by what their values hold: data, a schema, a list of schemas, and schemas by name.
-_DATA: tuple[str, ...] = (
-    "type",
-    "const",
-    "enum",
-    "required",
-    "minProperties",
-    "maxProperties",
-    "minItems",
-    "maxItems",
-    "minLength",
+_DATA = (
+    *("type", "const", "enum", "required", "minProperties", "maxProperties", "minItems", "maxItems", "minLength"),
+    *("maxLength", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "x-guidance"),
 )
-_DATA += ("maxLength", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "x-guidance")
-_ONE, _LISTS, _NAMED = (
-    ("items", "additionalProperties"),
-    ("allOf", "anyOf", "oneOf"),
-    ("properties", "patternProperties"),
-)
+_ONE = ("items", "additionalProperties")
+_LISTS = ("allOf", "anyOf", "oneOf")
+_NAMED = ("properties", "patternProperties")
 
 #: Keywords that no text is held to, with values that allow everything.
 _NOT_HELD: dict[str, tuple[Any, ...]] = {
@@ -203,11 +193,8 @@ class _Reader:
         self._read_properties(schema, found, read)
         for key, allow_all in _NOT_HELD.items():
             if key in schema and schema[key] not in allow_all:
-                self._leave_out(key)
+                self.not_held.append(key)
         return found
-
-    def _leave_out(self, what: str) -> None:
-        self.not_held.append(what)
 
     def _read_items(self, schema: Node, found: Node, read: Any) -> None:
         first, rest = schema.get("prefixItems"), schema.get("items")
@@ -242,11 +229,9 @@ class _Reader:
             if schema["format"] in _FORMATS:
                 found["format"] = schema["format"]
             else:
-                self._leave_out(f"format {schema['format']!r:.40}")
-        if "pattern" in schema:
-            pattern = self._pattern(schema["pattern"])
-            if pattern is not None:
-                found["pattern"] = pattern
+                self.not_held.append(f"format {schema['format']!r:.40}")
+        if "pattern" in schema and (pattern := self._pattern(schema["pattern"])) is not None:
+            found["pattern"] = pattern
         if isinstance(patterns := found.get("patternProperties"), dict):
             held = [(self._pattern(pattern), each) for pattern, each in patterns.items()]
             found["patternProperties"] = {pattern: each for pattern, each in held if pattern is not None}
@@ -261,7 +246,7 @@ class _Reader:
             except re.error:
                 return pattern  # llguidance says what is wrong
             shorter = None
-        self._leave_out(f"pattern {pattern!r:.60}" + ("" if shorter is None else " in full"))
+        self.not_held.append(f"pattern {pattern!r:.60}" + ("" if shorter is None else " in full"))
         return shorter
 
     def _read_properties(self, schema: Node, found: Node, read: Any) -> None:
@@ -295,9 +280,8 @@ class _Reader:
         for key in ("dependentRequired", "dependentSchemas", "dependencies"):
             more += schema[key].values() if isinstance(schema.get(key), dict) else ()
         for each in more:
-            for name in _names(
-                {"required": each} if isinstance(each, list) else each if isinstance(each, dict) else {}
-            ):
+            node = {"required": each} if isinstance(each, list) else each if isinstance(each, dict) else {}
+            for name in _names(node):
                 found.setdefault("properties", {}).setdefault(name, True)
 
 

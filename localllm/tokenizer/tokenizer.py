@@ -146,7 +146,10 @@ class Tokenizer:
         if kind == TokenType.USER_DEFINED:
             return text.encode()
         if self.model == BPE and not self._vocabulary.pre_tokenizer.is_raw:
-            return _byte_level(text)
+            try:
+                return bytes([BYTE_CHARACTERS[character] for character in text])
+            except KeyError:
+                return text.encode()  # it is spelled otherwise
         return text.replace(_SPACE_MARK, " ").encode()
 
     def encode(
@@ -238,9 +241,7 @@ class Tokenizer:
             TokenizerError: an id is not of this vocabulary.
         """
         text = b"".join(self.token_bytes(token, special=special) for token in ids).decode("utf-8", "replace")
-        if self.add_space_prefix and not continuation:
-            return text.removeprefix(" ")
-        return text
+        return text.removeprefix(" ") if self.add_space_prefix and not continuation else text
 
     def _matcher(self, *kinds: TokenType) -> _TokenMatcher:
         tokens = self._vocabulary.tokens
@@ -281,14 +282,6 @@ class _TokenMatcher:
                 if token in self._ids:
                     return token
         return None
-
-
-def _byte_level(text: str) -> bytes:
-    """The bytes that a byte-level token stands for; one that is spelled otherwise is plain text."""
-    try:
-        return bytes([BYTE_CHARACTERS[character] for character in text])
-    except KeyError:
-        return text.encode()
 
 
 def _check_unicode(text: str) -> None:

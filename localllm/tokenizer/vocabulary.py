@@ -51,27 +51,9 @@ _ORDINARY = (TokenType.UNDEFINED, TokenType.NORMAL, TokenType.USER_DEFINED)
 
 # Tokens that end a generation, known by their text because files seldom say so (llama.cpp's list).
 _END_TEXTS = (
-    "<|eot_id|>",
-    "<|im_end|>",
-    "<|end|>",
-    "<|return|>",
-    "<|call|>",
-    "<|flush|>",
-    "<|calls|>",
-    "<end_of_turn>",
-    "<|endoftext|>",
-    "<|eom_id|>",
-    "<EOT>",
-    "_<EOT>",
-    "[EOT]",
-    "[EOS]",
-    "<|end_of_text|>",
-    "<end_of_utterance>",
-    "<eos>",
-    "<turn|>",
-    "<|tool_response>",
-    "<｜end▁of▁sentence｜>",
-    "[e~[",
+    *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>"),
+    *("<|endoftext|>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>", "<end_of_utterance>"),
+    *("<eos>", "<turn|>", "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~["),
 )
 # Markers of code-completion models: past one of them begins padding or another file.
 _FILL_IN_END_TEXTS = (
@@ -103,14 +85,8 @@ _VISIBLE_TEXTS = (
     *("<arg_key:opensource>", "</arg_key:opensource>", "<arg_value:opensource>", "</arg_value:opensource>"),
     *("<tool_sep:opensource>", "<think:opensource>", "</think:opensource>"),  # Hunyuan 3
     *("<|START_ACTION|>", "<|END_ACTION|>", "<|START_THINKING|>", "<|END_THINKING|>"),  # Command R7B and A
-    *(
-        "<|tools_prefix|>",
-        "<|tools_suffix|>",
-        "<seed:tool_call>",
-        "</seed:tool_call>",
-        "<seed:think>",
-        "</seed:think>",
-    ),
+    *("<|tools_prefix|>", "<|tools_suffix|>"),
+    *("<seed:tool_call>", "</seed:tool_call>", "<seed:think>", "</seed:think>"),
     *("<|tool_calls|>", "<|calls|>", "<|tool_call:begin|>", "<|tool_call:name|>", "<|tool_call:args|>"),  # Solar
     *("<|tool_call:end|>", "<|function_call|>", "<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>"),
 )
@@ -165,8 +141,8 @@ class Vocabulary:
             model, pre = BPE, model
         tokens = meta.tokens()
         types = bytearray(meta.types(len(tokens)))
-        if not meta.has("token_type"):
-            _guess_types(types, tokens, model)
+        if not meta.has("token_type") and model == SPM:
+            _guess_types(types, tokens)
         ids, alike = _index(tokens, types)
         scores = meta.scores(len(tokens))
         pre_tokenizer = pretokenizers.DEFAULT
@@ -189,10 +165,8 @@ class Vocabulary:
         lowercase = meta.flag("normalizer.lowercase", True)
         for name, wanted, token in (("bos", add_bos, bos_id), ("eos", add_eos, eos_id)):
             if wanted and token is None:
-                raise TokenizerError(
-                    f"{meta.where}: texts are to get a {name.upper()} token but "
-                    f"tokenizer.ggml.{name}_token_id is missing; convert the model again"
-                )
+                why = f"texts are to get a {name.upper()} token but tokenizer.ggml.{name}_token_id is missing"
+                raise TokenizerError(f"{meta.where}: {why}; convert the model again")
         eog_ids = _mark_special(meta, ids, alike, types, merges, eos_id)
         return cls(
             where=meta.where,
@@ -366,10 +340,8 @@ class _TokenizerMetadata:
                 raise TokenizerError(f"{self.where}: merge {index}, {quoted(merge)}, is not two tokens and a space")
             for token in (*pair, "".join(pair)):
                 if token not in ids:
-                    raise TokenizerError(
-                        f"{self.where}: merge {index} ({quoted(pair[0])} {quoted(pair[1])}) needs the token "
-                        f"{quoted(token)}, which the vocabulary does not have"
-                    )
+                    what = f"merge {index} ({quoted(pair[0])} {quoted(pair[1])}) needs the token {quoted(token)}"
+                    raise TokenizerError(f"{self.where}: {what}, which the vocabulary does not have")
 
 
 def _index(tokens: Sequence[str], types: bytes | bytearray) -> tuple[dict[str, int], dict[str, list[int]]]:
@@ -390,10 +362,8 @@ def _index(tokens: Sequence[str], types: bytes | bytearray) -> tuple[dict[str, i
     return ids, alike
 
 
-def _guess_types(types: bytearray, tokens: Sequence[str], model: str) -> None:
+def _guess_types(types: bytearray, tokens: Sequence[str]) -> None:
     """Fill in what a SentencePiece file without ``token_type`` must mean."""
-    if model != SPM:
-        return
     for index, token in enumerate(tokens):
         if _BYTE_TOKEN.fullmatch(token):
             types[index] = TokenType.BYTE
@@ -412,9 +382,8 @@ def _byte_values(tokens: Sequence[str], types: bytes | bytearray, where: str) ->
     for index in _of_type(types, TokenType.BYTE):
         match = _BYTE_TOKEN.fullmatch(tokens[index])
         if match is None:
-            raise TokenizerError(
-                f"{where}: token {index} is called a byte but reads {quoted(tokens[index])}, not <0x00> to <0xFF>"
-            )
+            what = f"token {index} is called a byte but reads {quoted(tokens[index])}"
+            raise TokenizerError(f"{where}: {what}, not <0x00> to <0xFF>")
         values[index] = int(match[1], 16)
     return values
 
@@ -435,8 +404,7 @@ def _mark_special(
     found = spelled(*_END_TEXTS)
     for key, texts in zip(_FILL_IN_END_KEYS, _FILL_IN_END_TEXTS, strict=True):
         by_text = next(iter(spelled(*texts)), None)
-        token = meta.token_id(key, len(types), by_text)
-        if token is not None:
+        if (token := meta.token_id(key, len(types), by_text)) is not None:
             found.append(token)
     around = spelled(*_FILL_IN_TEXTS)
     ordinary = _ordinary_words((*found, *around), ids, types, merges)
@@ -462,9 +430,7 @@ def _ordinary_words(
 ) -> set[int]:
     """The ids of ``found`` that merges lead to: words that only look like control tokens."""
     normal = {token for token in found if types[token] == TokenType.NORMAL}
-    if not normal:
-        return normal
-    joined = (merge.replace(" ", "") for merge in merges)
+    joined = (merge.replace(" ", "") for merge in (merges if normal else ()))
     return {ids[token] for token in joined if ids.get(token) in normal}
 
 
