@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from localllm.engine.drafting.cost import StepCost
 from localllm.engine.engine import EngineLoop
 from localllm.engine.request import Timings, Usage
 from localllm.errors import ClosedError, NotEnoughMemoryError, UsageError
+from localllm.generation.completion import Chunk
 from localllm.options.declared import CheckedOptions
 from localllm.options.types import MAX_DRAFTS
 from localllm.server.openai import timings_json
@@ -114,10 +116,10 @@ def test_drafts_that_are_forced(tiny_path: Path, small_path: Path, device: str, 
 
 
 def test_timings_of_the_server_count_drafts() -> None:
-    usage, timings = Usage(3, 8, 0), Timings(0.1, 3, 0.1, 0.2, 8)
-    assert "draft_n" not in timings_json(usage, timings)
-    assert "draft_n" not in timings_json(usage, timings, Drafts(0, 0, 8))
-    told = timings_json(usage, timings, Drafts(6, 4, 3))
+    chunk = Chunk("", usage=Usage(3, 8, 0), timings=Timings(0.1, 3, 0.1, 0.2, 8))
+    assert "draft_n" not in timings_json(chunk)
+    assert "draft_n" not in timings_json(dataclasses.replace(chunk, drafts=Drafts(0, 0, 8)))
+    told = timings_json(dataclasses.replace(chunk, drafts=Drafts(6, 4, 3)))
     assert (told["draft_n"], told["draft_n_accepted"]) == (6, 4)
 
 
