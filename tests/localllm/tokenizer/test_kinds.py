@@ -154,7 +154,7 @@ def test_sums_of_scores_are_of_double_precision() -> None:
 
 @pytest.mark.parametrize("charsmap", [b"abc", b"\xff" * 8, b"\4\0\0\0" + b"\xff" * 8, b"\1\0\0\0" * 9])
 def test_a_broken_map_of_characters_is_an_error(charsmap: bytes) -> None:
-    with pytest.raises(TokenizerError, match=r"tiny\.gguf: tokenizer\.ggml\.precompiled_charsmap is broken"):
+    with pytest.raises(TokenizerError, match=r"tiny\.gguf: tokenizer\.ggml\.precompiled_charsmap is damaged"):
         unigram(precompiled_charsmap=np.frombuffer(charsmap, np.uint8))[1].encode("any text ① 漢")
     with pytest.raises(TokenizerError, match="precompiled_charsmap is not an array of bytes"):
         unigram(precompiled_charsmap="abc")
