@@ -89,7 +89,11 @@ def load_file(options: LoadOptions) -> LoadedModel:
         if options.draft_model is not None:
             draft = files.enter_context(GGUFFile.open(options.draft_model))
             sources.append(_read_draft(draft, sources[0], options))
-            _check_vocabulary(draft, reading.result())
+            if (difference := reading.result().difference(Vocabulary.from_gguf(draft))) is not None:
+                raise UsageError(
+                    f"the draft model {path_text(draft.path)} has another vocabulary than the model: {difference}; "
+                    "choose a smaller model of the same family"
+                )
         devices = _open_devices(options)
         on_failure.callback(_close, devices)
         _check_drafts(sources, devices)
