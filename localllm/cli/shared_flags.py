@@ -136,7 +136,7 @@ RUNNING = [
     *CONTEXT,
     *DEVICE,
     flag("-hff --hf-file NAME", "the file to use of -hf's repository", dest="hub_file"),
-    flag("--chat-template TEXT", "Jinja source to use instead of the file's template, or a name such as chatml or llama3"),
+    flag("--chat-template TEXT", "Jinja source instead of the file's template, or a name such as chatml or llama3"),
     flag("--chat-template-file FILE", "read --chat-template from a file"),
     flag(
         "--chat-template-kwargs JSON", "a JSON object of further variables for the template", json_object, default={}
