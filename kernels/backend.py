@@ -484,10 +484,12 @@ class WeightUse:
         *n_rows, n_columns = self.weight.shape
         return (n_columns if n_rows else 1, self.weight.shape[0]) if self.is_column else (prod(n_rows), n_columns)
 
-    def packed(self, kernel_type: str, n_bytes: int) -> PackedWeight:
+    def packed(self, kernel_type: str, n_bytes: int, *, is_in_file: bool = False) -> PackedWeight:
         """A weight as a backend stores it, with its size in bytes."""
         weight = self.weight
-        return PackedWeight(weight.name, self.layer, weight.type.name, kernel_type, n_bytes, self.is_expert)
+        return PackedWeight(
+            *(weight.name, self.layer, weight.type.name, kernel_type, n_bytes, self.is_expert), is_in_file=is_in_file
+        )
 
 
 def weights_of(graph: Graph) -> tuple[WeightUse, ...]:
@@ -504,12 +506,13 @@ def weights_of(graph: Graph) -> tuple[WeightUse, ...]:
             layers.setdefault(weight, node.layer)
     rows = {weight for node in graph.nodes for weight in node.operation.named(node.operation.float_rows)}
     columns = {weight for node in graph.nodes for weight in node.operation.named(node.operation.float_columns)}
+    floats = rows | columns
     experts = {
         w for n in graph.nodes if isinstance(n.operation, ExpertLinears | ExpertOutput) for w in n.operation.weights
     }
     return tuple(
         WeightUse(
-            *(w, layer, w in tables, w in operands, len(w.shape) == 1 or w in rows | columns, w in columns),
+            *(w, layer, w in tables, w in operands, len(w.shape) == 1 or w in floats, w in columns),
             is_expert=w in experts and len(w.shape) == 3,
         )
         for w, layer in layers.items()

@@ -26,7 +26,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
-from functools import cached_property
+from functools import cache, cached_property
 from math import gcd, prod
 from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar, dataclass_transform
 
@@ -321,6 +321,7 @@ class Operation(Generic[R]):
         return zip(self.results, made if type(made) is tuple else (made,), strict=True)
 
     @classmethod
+    @cache
     def method(cls) -> str:
         """The name of what computes it: of `ExpertOutput`, ``expert_output``."""
         return re.sub("(?<!^)(?=[A-Z][a-z])", "_", cls.__name__).lower()

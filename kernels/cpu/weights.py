@@ -151,7 +151,7 @@ class PackedWeights:
         weight.drop_pages()
         if progress is not None:
             progress(weight)
-        return replace(loaded.packed, is_shared=shared is not None)
+        return loaded.packed if shared is None else replace(loaded.packed, is_shared=True)
 
 
 def _load(use: WeightUse, loader: WeightLoader) -> LoadedWeight:
@@ -161,7 +161,8 @@ def _load(use: WeightUse, loader: WeightLoader) -> LoadedWeight:
     table: EmbeddingTable | None = None
     if use.is_float:
         values = use.floats()
-        array = np.pad(values, ((0, 0), (0, padded(values.shape[1]) - values.shape[1])))
+        array = np.zeros((len(values), padded(values.shape[1])), np.float32)
+        array[:, : values.shape[1]] = values
     elif use.is_operand:
         array, kind = loader.pack(weight)
         n_bytes = planned.n_bytes + array.nbytes - _packed_bytes(weight.shape, repack_target(weight.type))
@@ -192,7 +193,7 @@ def planned_weight(use: WeightUse, *, pooled: bool = False) -> PackedWeight:
     elif use.is_table and not use.is_operand:
         kernel_type, n_bytes = weight.type.name, weight.data.nbytes
     is_in_file = pooled and use.is_expert and stays_in_file(weight) is not None
-    return replace(use.packed(kernel_type, n_bytes), is_in_file=is_in_file)
+    return use.packed(kernel_type, n_bytes, is_in_file=is_in_file)
 
 
 def _packed_bytes(shape: Sequence[int], kind: KernelType) -> int:

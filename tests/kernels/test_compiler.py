@@ -35,7 +35,7 @@ from localllm.kernels.cpu.compiler import (
 )
 from localllm.kernels.cpu.dots import dot32_s8, dot32_u4
 from localllm.kernels.cpu.simd import load_f32, load_i64, store_atomic, store_f32, store_f32x16, to_float, zero_i32x16
-from localllm.kernels.cpu.target import TARGETS, Target, available, choose
+from localllm.kernels.cpu.target import ISA_VARIABLE, TARGETS, Target, available, choose
 from localllm.kernels.cpu.templates import device, static_range
 from tests.helpers.tiny_models import tiny_gguf
 
@@ -213,12 +213,12 @@ class Probe:
         self.folder = folder
         self.cache = folder / "cache"
 
-    def start(self, *, count: int = 1, addend: int = 1) -> Any:
+    def start(self, *, count: int = 1, addend: int = 1, isa: str = "") -> Any:
         script = self.folder / "probe.py"
         script.write_text(textwrap.dedent(PROBE.format(addend=addend, links=LINKS)))
         return subprocess.Popen(
             [sys.executable, str(script), str(count)],
-            env={**os.environ, "PYTHONPATH": str(ROOT), "LOCALLLM_CACHE": str(self.cache)},
+            env={**os.environ, "PYTHONPATH": str(ROOT), "LOCALLLM_CACHE": str(self.cache), ISA_VARIABLE: isa},
             cwd=self.folder,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -269,6 +269,18 @@ def test_damaged_files_are_compiled_anew_and_mended(probe: Probe) -> None:
     assert files[6].read_bytes() == content[6]
     assert probe.run(count=7) == (results, [], False)
     assert probe.files() == files
+
+
+def test_another_processors_kernels_are_not_run(probe: Probe) -> None:
+    """Of a home that several machines share; and under this one's names, as no copy of ours puts them."""
+    best, *_, last = [target.name for target in available()]
+    assert probe.run(isa=last)[1]
+    others = probe.files()
+    assert probe.run(isa=best) == ([1], [(0, 1), (1, 1)], True)
+    (own,) = set(probe.files()) - set(others)
+    own.write_bytes(others[0].read_bytes())
+    assert probe.run(isa=best) == ([1], [(0, 1), (1, 1)], True)
+    assert probe.run(isa=best) == ([1], [], False)
 
 
 def test_processes_may_compile_at_once(probe: Probe) -> None:
