@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from localllm.quant.bits import Bytes, Floats, Halves, Ints
 from localllm.quant.types import BLOCK_SIZES, GGMLType
+
+#: Every format, by its type.
+REGISTRY: dict[GGMLType, BlockFormat] = {}
 
 
 class BlockFormat(ABC):
@@ -19,6 +22,11 @@ class BlockFormat(ABC):
     type: ClassVar[GGMLType]  # the id in GGUF files
     # the fields of a block, named as in GGML's ``ggml-common.h``, little-endian, unpadded
     layout: ClassVar[np.dtype[Any]]
+
+    def __init_subclass__(cls) -> None:
+        """Enters the format into the table that `localllm.quant.formats` offers, unless others are made of it."""
+        if "type" in vars(cls):
+            REGISTRY[cls.type] = cls()
 
     @property
     def block_length(self) -> int:
@@ -127,14 +135,3 @@ class PackableFormat(BlockFormat):
             values += minimum[:, :, None]
         else:
             values -= (minimum * parts.sub_mins)[:, :, None]
-
-
-REGISTRY: dict[GGMLType, BlockFormat] = {}
-
-Format = TypeVar("Format", bound=BlockFormat)
-
-
-def register(cls: type[Format]) -> type[Format]:
-    """Class decorator: enter the format into the table that `localllm.quant.formats` offers."""
-    REGISTRY[cls.type] = cls()
-    return cls

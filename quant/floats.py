@@ -6,11 +6,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from localllm.quant.bits import Bytes, Floats
-from localllm.quant.block_format import BlockFormat, register
+from localllm.quant.block_format import BlockFormat
 from localllm.quant.types import GGMLType
 
 
-@register
 class F32(BlockFormat):
     """IEEE 754 binary32."""
 
@@ -21,7 +20,6 @@ class F32(BlockFormat):
         out[:, 0] = self.fields(blocks)["x"]
 
 
-@register
 class F16(BlockFormat):
     """IEEE 754 binary16."""
 
@@ -32,7 +30,6 @@ class F16(BlockFormat):
         out[:, 0] = self.fields(blocks)["x"]
 
 
-@register
 class BF16(BlockFormat):
     """bfloat16: the upper half of a binary32."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from localllm.quant.bits import Bytes, Floats, Ints, bit_planes, join_bit_planes
-from localllm.quant.block_format import BlockFormat, register
+from localllm.quant.block_format import BlockFormat
 from localllm.quant.types import GGMLType
 
 # Code: sign, two bits of exponent (bias 1), one of mantissa.  GGML's negative zero is positive.
@@ -47,7 +47,6 @@ def ue4m3(values: Floats) -> Bytes:
     return np.where(values < np.float32(2.0**-6), subnormal, normal).astype(np.uint8)
 
 
-@register
 class MXFP4(BlockFormat):
     """value = 2^(e - 127) · E2M1(code), 32 values a block::
 
@@ -73,7 +72,6 @@ class MXFP4(BlockFormat):
         return blocks
 
 
-@register
 class NVFP4(BlockFormat):
     """value = E4M3(d of 16 values) · E2M1(code), 64 values a block::
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from localllm.quant.bits import Bytes, Floats, Halves, Ints, bit_fields, bit_planes, codes_of, join_bit_planes
-from localllm.quant.block_format import BlockFormat, PackableFormat, register
+from localllm.quant.block_format import BlockFormat, PackableFormat
 from localllm.quant.iq_grids import MASKS_OF_7, SIGNS, grid
 from localllm.quant.types import GGMLType
 
@@ -99,7 +99,6 @@ def _nibbles(data: Bytes) -> Ints:
     return bit_fields(data, 4, 2).reshape(len(data), -1)
 
 
-@register
 class IQ2_XXS(GridFormat):
     """value = d · (S + 1/2) / 4 · sign · grid, S of 32 values in 0..15::
 
@@ -124,7 +123,6 @@ class IQ2_XXS(GridFormat):
         block["groups"]["signs"] = _join_fields(masks & 127, 7, 4) | sub_scales << 28
 
 
-@register
 class IQ2_XS(GridFormat):
     """value = d · (S + 1/2) / 4 · sign · grid, S of 16 values in 0..15::
 
@@ -146,7 +144,6 @@ class IQ2_XS(GridFormat):
         block["scales"] = _join_fields(sub_scales, 4, 2)
 
 
-@register
 class IQ2_S(GridFormat):
     """value = d · (S + 1/2) / 4 · sign · grid, S of 16 values in 0..15::
 
@@ -173,7 +170,6 @@ class IQ2_S(GridFormat):
         block["scales"] = _join_fields(sub_scales, 4, 2)
 
 
-@register
 class IQ3_XXS(GridFormat):
     """value = d · (S + 1/2) / 2 · sign · grid, S of 32 values in 0..15::
 
@@ -196,7 +192,6 @@ class IQ3_XXS(GridFormat):
         block["signs"] = _join_fields(masks & 127, 7, 4) | sub_scales << 28
 
 
-@register
 class IQ3_S(GridFormat):
     """value = d · (2 S + 1) · sign · grid, S of 32 values in 0..15::
 
@@ -232,7 +227,6 @@ class ShiftedGridFormat(GridFormat):
         values += SIGNS[masks] * np.float32(self.unit)
 
 
-@register
 class IQ1_S(ShiftedGridFormat):
     """value = d · (2 S + 1) · (grid ± 1/8), S and the sign of 32 values::
 
@@ -256,7 +250,6 @@ class IQ1_S(ShiftedGridFormat):
         block["qh"] = _join_fields(index >> 8, 3, 4) | sub_scales << 12 | (masks[:, ::4] & 1).astype(np.uint32) << 15
 
 
-@register
 class IQ1_M(ShiftedGridFormat):
     """value = d · (2 S + 1) · (grid ± 1/8), S of 16 values, the sign of 8::
 
@@ -287,7 +280,6 @@ class IQ1_M(ShiftedGridFormat):
         block["scales"] = _join_fields(sub_scales, 3, 4) | bit_fields(d[:, None], 4, 4)[:, 0].astype(np.uint32) << 12
 
 
-@register
 class IQ4_NL(PackableFormat):
     """value = d · table[code], code in 0..15::
 
@@ -306,7 +298,6 @@ class IQ4_NL(PackableFormat):
         block["qs"] = join_bit_planes(_IQ4_CODES[codes.view(np.uint8)].reshape(-1, 2, 16), 4)
 
 
-@register
 class IQ4_XS(PackableFormat):
     """value = d · S · table[code], code in 0..15, S of 32 values in -32..31::
 

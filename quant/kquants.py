@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from localllm.quant.bits import Bytes, Ints, bit_planes, join_bit_planes
-from localllm.quant.block_format import PackableFormat, register
+from localllm.quant.block_format import PackableFormat
 from localllm.quant.types import GGMLType
 
 BLOCK_LENGTH = 256
@@ -53,7 +53,6 @@ class _SixBitScales(PackableFormat):
         block["scales"] = np.concatenate([first, second, third], axis=1)
 
 
-@register
 class Q2_K(PackableFormat):
     """value = d · S · code - dmin · M, code in 0..3, S and M of 16 values in 0..15::
 
@@ -80,7 +79,6 @@ class Q2_K(PackableFormat):
         block["scales"] = sub_scales | sub_mins << 4
 
 
-@register
 class Q3_K(PackableFormat):
     """value = d · S · (code - 4), code in 0..7, S of 16 values in -32..31::
 
@@ -120,7 +118,6 @@ class Q3_K(PackableFormat):
         block["scales"][:, 8:] = join_bit_planes((scales >> 4).reshape(-1, 4, 4), 2)
 
 
-@register
 class Q4_K(_SixBitScales):
     """value = d · S · code - dmin · M, code in 0..15, S and M of 32 values in 0..63::
 
@@ -140,7 +137,6 @@ class Q4_K(_SixBitScales):
         block["qs"] = _pack_planes(codes, 32, 4)
 
 
-@register
 class Q5_K(_SixBitScales):
     """value = d · S · code - dmin · M, code in 0..31, S and M of 32 values in 0..63::
 
@@ -165,7 +161,6 @@ class Q5_K(_SixBitScales):
         block["qs"] = _pack_planes(codes & 15, 32, 4)
 
 
-@register
 class Q6_K(PackableFormat):
     """value = d · S · (code - 32), code in 0..63, S of 16 values in -128..127::
 

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from localllm.quant.bits import Ints, bit_planes, join_bit_planes
-from localllm.quant.block_format import PackableFormat, register
+from localllm.quant.block_format import PackableFormat
 from localllm.quant.types import GGMLType
 
 BLOCK_LENGTH = 32
@@ -46,7 +46,6 @@ class _FiveBits(_FourBits):
         block["qh"] = np.packbits(codes & 16, axis=-1, bitorder="little")
 
 
-@register
 class Q4_0(_FourBits):
     """value = d · (code - 8), code in 0..15::
 
@@ -59,7 +58,6 @@ class Q4_0(_FourBits):
     offset = 8
 
 
-@register
 class Q4_1(_FourBits):
     """value = d · code + m, code in 0..15::
 
@@ -72,7 +70,6 @@ class Q4_1(_FourBits):
     layout = np.dtype([("d", "<f2"), ("m", "<f2"), ("qs", "u1", 16)])
 
 
-@register
 class Q5_0(_FiveBits):
     """value = d · (code - 16), code in 0..31::
 
@@ -86,7 +83,6 @@ class Q5_0(_FiveBits):
     offset = 16
 
 
-@register
 class Q5_1(_FiveBits):
     """value = d · code + m, code in 0..31::
 
@@ -100,7 +96,6 @@ class Q5_1(_FiveBits):
     layout = np.dtype([("d", "<f2"), ("m", "<f2"), ("qh", "u1", 4), ("qs", "u1", 16)])
 
 
-@register
 class Q8_0(PackableFormat):
     """value = d · code, code in -128..127 (encoders use -127..127)::
 

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from localllm.quant.bits import Bytes, Ints, bit_planes, join_bit_planes
-from localllm.quant.block_format import PackableFormat, register
+from localllm.quant.block_format import PackableFormat
 from localllm.quant.types import GGMLType
 
 BLOCK_LENGTH = 256
@@ -36,7 +36,6 @@ def _pack_trits(codes: Ints, count: int) -> Bytes:
     return ((number * np.uint16(256) + np.uint16(242)) // np.uint16(243)).astype(np.uint8)
 
 
-@register
 class TQ1_0(PackableFormat):
     """value = d · (code - 1), code in 0..2::
 
@@ -61,7 +60,6 @@ class TQ1_0(PackableFormat):
         block["qh"] = _pack_trits(codes[:, 240:], 4)
 
 
-@register
 class TQ2_0(PackableFormat):
     """value = d · (code - 1), code in 0..2 (3 can be stored, and is 2 · d)::
 
@@ -81,7 +79,6 @@ class TQ2_0(PackableFormat):
         block["qs"] = join_bit_planes(codes.reshape(-1, 2, 4, 32), 2).reshape(-1, 64)
 
 
-@register
 class Q1_0(PackableFormat):
     """value = d · (code - 1), code 0 or 2::
 
@@ -101,7 +98,6 @@ class Q1_0(PackableFormat):
         block["qs"] = np.packbits(codes >> 1, axis=-1, bitorder="little")
 
 
-@register
 class Q2_0(PackableFormat):
     """value = d · (code - 1), code in 0..3::
 
