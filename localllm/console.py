@@ -220,8 +220,7 @@ def detail(name: str, text: str) -> str:
 
 def placement_lines(placement: Placement, free: Mapping[str, int] | None = None) -> Iterator[str]:
     """Memory by device, without the total.  ``free``: bytes that can be had on each device, known while the model is
-    not there.
-    """
+    not there."""
     for group in placement.groups:
         parts = _parts(("weights", group.weights), (f"{placement.cache_type} KV cache", group.kv_cache))
         yield detail(group.name, f"{group.device} ({group.kernels}): {parts}")

@@ -75,8 +75,7 @@ def expanded(path: str | os.PathLike[str]) -> Path:
 class NewFile:
     """A file being written, as a context manager: it gets its name when the block ends without an error.  ``path``:
     where it will be; what is there stays until the new one is complete; ``n_bytes``: how many it will have;
-    ``is_resumable``: keep what was written when Ctrl-C stops it, as a kill does anyway.
-    """
+    ``is_resumable``: keep what was written when Ctrl-C stops it, as a kill does anyway."""
 
     def __init__(self, path: Path, n_bytes: int, *, is_resumable: bool = False) -> None:
         self.path = path

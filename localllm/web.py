@@ -38,12 +38,8 @@ _SPECIAL = tuple(
     )
 )
 #: Of the library's, without those for other protocols and for proxies.
-_HANDLERS = (
-    urllib.request.HTTPRedirectHandler,
-    urllib.request.HTTPDefaultErrorHandler,
-    urllib.request.HTTPErrorProcessor,
-    urllib.request.UnknownHandler,
-)
+_HANDLERS: tuple[Any, ...] = (urllib.request.HTTPRedirectHandler, urllib.request.HTTPDefaultErrorHandler)
+_HANDLERS += (urllib.request.HTTPErrorProcessor, urllib.request.UnknownHandler)
 
 
 @dataclass(frozen=True)
@@ -113,8 +109,7 @@ def fetch(
     address: str, max_bytes: int, *, hosts: Sequence[str] = ("*",), is_stopped: Callable[[], bool] = lambda: False
 ) -> Page:
     """Fetches an address, up to so many bytes.  ``hosts``: names that may be asked, also by redirections;
-    "*.example.org" are all below it; ``is_stopped``: says that nobody waits for it any more.
-    """
+    "*.example.org" are all below it; ``is_stopped``: says that nobody waits for it any more."""
     if not is_web(address):
         raise UsageError("it is not the address of a web page")
     opener = urllib.request.OpenerDirector()

@@ -378,14 +378,10 @@ def stats_text(session: ChatSession, argument: str = "") -> str:
     used, context = session.meter()
     lines = [f"context {used:,} / {context:,} tokens ({used / max(1, context):.0%})"]
     if (stats := session.last) is not None:
-        lines.append(
-            f"last prompt {stats.prompt_tokens:,} tokens: {stats.cached_tokens:,} cached, "
-            f"{stats.prompt_tokens - stats.cached_tokens:,} evaluated"
-        )
-        lines.append(
-            f"last reply {stats.new_tokens:,} tokens: the first after {stats.first_token_s:.2f} s, "
-            f"then {stats.rate:.1f} tok/s, by {stats.model}"
-        )
+        parts = f"{stats.cached_tokens:,} cached, {stats.prompt_tokens - stats.cached_tokens:,} evaluated"
+        speed = f"the first after {stats.first_token_s:.2f} s, then {stats.rate:.1f} tok/s, by {stats.model}"
+        lines.append(f"last prompt {stats.prompt_tokens:,} tokens: {parts}")
+        lines.append(f"last reply {stats.new_tokens:,} tokens: {speed}")
     return "\n".join(lines)
 
 
@@ -597,8 +593,7 @@ COMMANDS = [
             lambda session, ui, _: ui.play(session.continue_reply), (), "Continue the reply", "ctrl+g"),
     Command("branch", "[[N] next|prev|K]", "list branches, or switch to the next, the previous or number K", _branch,
             title="Branches"),
-    Command("show", "", "show the conversation, with numbers", _telling(transcript),
-            ("history",)),
+    Command("show", "", "show the conversation, with numbers", _telling(transcript), ("history",)),
     Command("remove", "N", "delete message N and everything after it", _remove),
     Command("drop", "", "when the context is full: leave out the oldest turns", partial(_free_context, "drop")),
     Command("summarise", "", "when the context is full: replace the oldest turns by a summary",
@@ -612,21 +607,17 @@ COMMANDS = [
     Command("model", "[FILE]", "show the model, or load another one", _model, title="Model", key="ctrl+l"),
     Command("compare", "[FILE]", "have another model reply too, side by side", _compare, title="Compare"),
     Command("format", "[FILE.json|none]", "make replies JSON that follows the schema in a file", _telling(_format)),
-    Command("detach", "[NAME]", "list attached files, or remove one",
-            _telling(_detach)),
+    Command("detach", "[NAME]", "list attached files, or remove one", _telling(_detach)),
     Command("stats", "", "tokens, cache and speed", _telling(stats_text, "stats"), title="Statistics"),
     Command("sessions", "[WORDS|archived]", "list chats, or search them", _telling(_sessions, "sessions"), ("list",),
             "Chats", "ctrl+o"),
     Command("fork", "[N]", "continue in a new chat, with everything up to message N", _fork, title="Fork the chat"),
     Command("prompt", "[NAME [WORDS]]", "list the prompts of your folder, or use one", _prompt),
-    Command("run", "COMMAND", "put the output of a shell command into the message, as !COMMAND does",
-            _run),
+    Command("run", "COMMAND", "put the output of a shell command into the message, as !COMMAND does", _run),
     Command("tools", "[read FOLDER|run on|fetch on|add NAME COMMAND|…]",
             "list the tools that the model may call, or switch them on", _tools, title="Tools"),
-    Command("allow", "[no|once|chat|always]", "answer a model that asks for a tool", None, (),
-            "Allow a tool", "f3"),
-    Command("editor", "", "write the message in $EDITOR", None, (),
-            "Write in your editor", "ctrl+e"),
+    Command("allow", "[no|once|chat|always]", "answer a model that asks for a tool", None, (), "Allow a tool", "f3"),
+    Command("editor", "", "write the message in $EDITOR", None, (), "Write in your editor", "ctrl+e"),
     Command("save", "[TITLE]", "show where this chat is saved, and name it", _telling(_save)),
     Command("load", "ID|FILE.json", "open a saved chat, or import one", _load, ("open",), "Open a chat"),
     Command("import", "FILE.json|FOLDER", "import an exported chat, or a folder of them", _import,
@@ -651,9 +642,7 @@ COMMANDS = [
 
 #: Those of the palette that people need first; the others follow as they stand in the table.
 _FIRST = ("clear", "sessions", "model", "system", "set", "regen", "continue", "edit", "branch", "copy")
-PALETTE = sorted(
-    (command for command in COMMANDS if command.title),
-    key=lambda command: _FIRST.index(command.name) if command.name in _FIRST else len(_FIRST),
-)
+_RANKS = {name: rank for rank, name in enumerate(_FIRST)}
+PALETTE = sorted((each for each in COMMANDS if each.title), key=lambda each: _RANKS.get(each.name, len(_RANKS)))
 
 _BY_NAME = {name: command for command in COMMANDS for name in (command.name, *command.aliases)}

@@ -53,8 +53,7 @@ def amount(info: ModelInfo, test: Test, work: ModelCost) -> float:
 
 def ceiling(info: ModelInfo, test: Test, work: ModelCost, isa: str | None, stack: ExitStack) -> Seconds | None:
     """A function that measures the machine's ceiling in `unit_of`; None where a device has none.  ``stack`` ends what
-    it takes.
-    """
+    it takes."""
     if "reference" in info.placement.devices:
         return None
     placement = info.placement

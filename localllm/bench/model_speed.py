@@ -16,7 +16,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -121,16 +121,9 @@ def measure(llm: LLM, test: Test, repetitions: int, *, isa: str | None = None, q
     if test.kind == "pg":
         return Measurement(test, llm.info.threads, "", tuple(rates), (), experts=experts, drafts=drafts)
     a_token = amount(llm.info, test, work) / (1 if test.kind == "tg" else test.n)
-    return Measurement(
-        test,
-        threads_of(llm.info, test),
-        unit_of(llm.info, test),
-        tuple(rates),
-        tuple(rate * a_token for rate in rates),
-        tuple((a + b) / 2 for a, b in pairwise(ceilings)),
-        experts=experts,
-        drafts=drafts,
-    )
+    used, limits = tuple(rate * a_token for rate in rates), tuple((a + b) / 2 for a, b in pairwise(ceilings))
+    threads, unit = threads_of(llm.info, test), unit_of(llm.info, test)
+    return Measurement(test, threads, unit, tuple(rates), used, limits, experts=experts, drafts=drafts)
 
 
 def _drafts(llm: LLM) -> tuple[int, int, int]:
@@ -152,7 +145,11 @@ def _rate(llm: LLM, test: Test, before: list[int], random: np.random.Generator, 
         else:
             llm.forget()
     prompt = before + _random_ids(llm, random, test.n) if test.kind != "tg" else before or _random_ids(llm, random, 1)
-    with nullcontext() if watch is None else _watching(watch):
+    with ExitStack() as stack:
+        if watch is not None:
+            from localllm.kernels.cuda.profile import watching
+
+            stack.enter_context(watching(watch))
         if test.kind == "pp":
             return llm.generate(prompt, max_tokens=0).timings.prefill_tokens_per_s
         n = test.n_after or test.n
@@ -160,12 +157,6 @@ def _rate(llm: LLM, test: Test, before: list[int], random: np.random.Generator, 
     if test.kind == "pg":
         return (test.n + test.n_after) / (timings.prefill_s + timings.decode_s)
     return timings.decode_tokens_per_s
-
-
-def _watching(watch: Watch) -> AbstractContextManager[None]:
-    from localllm.kernels.cuda.profile import watching
-
-    return watching(watch)
 
 
 def _random_ids(llm: LLM, random: np.random.Generator, n: int) -> list[int]:

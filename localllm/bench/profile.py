@@ -115,8 +115,7 @@ def profiles(
     info: ModelInfo, test: Test, rate: Callable[[Test, Watch], float], known: dict[str, DeviceCeilings]
 ) -> Sequence[DeviceProfile]:
     """Profiles of a test's forward passes, one for each GPU of a model.  ``rate``: runs a test, watched; tokens a
-    second; ``known``: ceilings of devices; those that are missing are measured and added.
-    """
+    second; ``known``: ceilings of devices; those that are missing are measured and added."""
     from localllm.kernels.cuda.profile import BusyTime, Profiler
 
     busy, profiler = BusyTime(), Profiler(_REPETITIONS)

@@ -166,8 +166,7 @@ def _percentiles(seconds: Sequence[float]) -> dict[str, float]:
 @contextmanager
 def started(command: Sequence[str], line: Callable[[str], str | None]) -> Iterator[str]:
     """A server in a process of its own.  ``command``: that starts it; ``line``: finds its address in a line of what
-    it says, once it is ready.
-    """
+    it says, once it is ready."""
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
     assert process.stdout is not None
     said: list[str] = []

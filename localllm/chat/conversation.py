@@ -110,8 +110,7 @@ def read_messages(
     messages: Sequence[Message | Mapping[str, object]], *, may_open_files: bool = False
 ) -> list[Message]:
     """The messages in the one form.  ``may_open_files``: whether pictures and sounds may be named by paths on this
-    machine; not those of a server's clients.
-    """
+    machine; not those of a server's clients."""
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
         raise TemplateError(f"messages must be a list of mappings, such as [{EXAMPLE}], not {quoted(messages)}")
     read = []

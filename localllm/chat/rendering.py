@@ -28,14 +28,9 @@ _LETTERS = string.ascii_letters + string.digits
 
 #: What is tried: an id that all templates take, arguments, and a tool, whose name is not that of the call.
 _SHORT_ID, _ARGUMENTS = "abcdef012", {"zqkey": _TWO}
-_TOOL: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "zqtool",
-        "description": "",
-        "parameters": {"type": "object", "properties": {"zqkey": {"type": "string", "description": ""}}},
-    },
-}
+_SCHEMA = {"type": "object", "properties": {"zqkey": {"type": "string", "description": ""}}}
+_TOOL: dict[str, Any] = {"name": "zqtool", "description": "", "parameters": _SCHEMA}
+_TOOL = {"type": "function", "function": _TOOL}
 
 _Given = list[dict[str, Any]]
 _Tools = Sequence[Mapping[str, object]] | None
@@ -46,8 +41,7 @@ class Rendering:
 
     def __init__(self, source: str, render: Callable[..., str | None]) -> None:
         """Takes a template.  ``render``: what it makes of messages, tools and other variables (keywords), with what
-        stands before an answer; None if it fails.
-        """
+        stands before an answer; None if it fails."""
         self._source = source
         self._render = render
 
@@ -259,12 +253,9 @@ def _joined(messages: Sequence[Message]) -> Message:
         parts += ["\n\n", *own] if parts and own else own
     if not any(isinstance(part, Media) for part in parts):
         parts = ["".join(part for part in parts if isinstance(part, str))]
-    return replace(
-        messages[0],
-        parts=tuple(parts),
-        reasoning="\n\n".join(each.reasoning for each in messages if each.reasoning),
-        calls=tuple(call for each in messages for call in each.calls),
-    )
+    reasoning = "\n\n".join(each.reasoning for each in messages if each.reasoning)
+    calls = tuple(call for each in messages for call in each.calls)
+    return replace(messages[0], parts=tuple(parts), reasoning=reasoning, calls=calls)
 
 
 def _as_text(message: Message) -> Message:

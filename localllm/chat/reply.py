@@ -156,8 +156,7 @@ class ReplyParser:
 
     def __init__(self, tools: Sequence[Mapping[str, Any]] = (), opened: str = "") -> None:
         """Begins a reply.  ``tools``: that the model was offered, as OpenAI's API describes functions; without any,
-        none are called; ``opened``: the tag that the prompt ended with (`localllm.chat.thinking.opening_tag`).
-        """
+        none are called; ``opened``: the tag that the prompt ended with (`localllm.chat.thinking.opening_tag`)."""
         self.warnings: list[str] = []  # calls that were left as text, wholly or in part, and why
         self.offer(tools)
         self._thinking = ThinkingSplitter(opened)
@@ -203,8 +202,7 @@ class ReplyParser:
 
     def finish(self, *, is_cut: bool = False) -> list[_Event]:
         """Returns what was held back; call it once, after the last text.  ``is_cut``: whether the model would have
-        gone on: a call that has not ended is not malformed.
-        """
+        gone on: a call that has not ended is not malformed."""
         self._consume(self._thinking.finish())
         self._is_whole, self._is_cut = True, is_cut
         for _ in self._reading:

@@ -75,12 +75,11 @@ class ChatTemplate:
             raise TemplateError(f"{where} is not valid (line {error.lineno}): {_short_reason(error)}") from error
         except (RecursionError, SyntaxError, ValueError, MemoryError) as error:
             raise TemplateError(f"{where} cannot be compiled: {_short_reason(error)}") from error
-        self._rendering = Rendering(
-            source,
-            lambda messages, tools, **more: self._attempt(
-                {"messages": messages, "tools": tools, "add_generation_prompt": True, **more}
-            ),
-        )
+
+        def render(messages: object, tools: object, **more: object) -> str | None:
+            return self._attempt({"messages": messages, "tools": tools, "add_generation_prompt": True, **more})
+
+        self._rendering = Rendering(source, render)
 
     @classmethod
     def from_gguf(cls, file: MetadataFile, tokenizer: Tokenizer, *, name: str | None = None) -> ChatTemplate:

@@ -26,8 +26,7 @@ class TemplateSource:
     @classmethod
     def of_file(cls, file: MetadataFile, name: str | None = None) -> TemplateSource:
         """The template of an open GGUF file.  ``name``: one of its named templates
-        (``tokenizer.chat_template.NAME``), such as ``tool_use``.
-        """
+        (``tokenizer.chat_template.NAME``), such as ``tool_use``."""
         key = _KEY if name is None else f"{_KEY}.{name}"
         text = file.metadata.get(key)
         if text is None and name is not None:

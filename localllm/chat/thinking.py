@@ -55,8 +55,7 @@ def opening_tag(prompt: str) -> str:
 
 def split(text: str, opened: str = "") -> tuple[str, str]:
     """Splits a whole reply into reasoning and answer.  ``opened``: the tag that its prompt ended with
-    (`opening_tag`).
-    """
+    (`opening_tag`)."""
     splitter = ThinkingSplitter(opened)
     pieces = [*splitter.feed(text), *splitter.finish()]
     thinking = "".join(piece.text for piece in pieces if piece.thinking)

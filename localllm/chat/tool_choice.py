@@ -72,8 +72,7 @@ def _named(tools: Tools, functions: Sequence[object]) -> Tools:
 
 def call_schema(tools: Tools, *, only_strict: bool = False) -> dict[str, Any]:
     """The JSON schema of a call of one of the tools, ``{"name": …, "arguments": {…}}``.  ``only_strict``: tools that
-    are not ``strict`` take any arguments.
-    """
+    are not ``strict`` take any arguments."""
     calls = []
     for number, tool in enumerate(tools):
         function = tool["function"]

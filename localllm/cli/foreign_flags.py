@@ -197,8 +197,7 @@ def in_our_flags(
 ) -> tuple[list[str], str | None, dict[str, str]]:
     """A command line with the flags of other programs in ours, and without those that change nothing here.  ``line``:
     what follows the command's name.  Returns the line, a warning of what was left out, if anything was, and what was
-    typed for some of our flags.
-    """
+    typed for some of our flags."""
     ours, rest = list[str](), list(line)
     left_out: dict[str, str] = {}
     typed: dict[str, str] = {}

@@ -20,8 +20,7 @@ def too_many_threads(threads: int) -> str | None:
 
 def disturbance(other_cpus: float, scatter: float) -> str | None:
     """Why figures mean little, if they do.  ``other_cpus``: see `localllm.kernels.cpu.host.OtherLoad`; ``scatter``:
-    the fastest that the machine was, divided by the slowest.
-    """
+    the fastest that the machine was, divided by the slowest."""
     causes = []
     if other_cpus > OTHER_CPUS:
         causes.append(f"other programs kept {other_cpus:.1f} processors busy")

@@ -44,8 +44,7 @@ DEBUG_VARIABLE = "LOCALLLM_DEBUG"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command line; returns the exit code.  ``argv``: without the program's name; by default the process's
-    own.
-    """
+    own."""
     prepare_streams()
     if argv is not None:
         return _main(list(argv))
@@ -135,8 +134,7 @@ def _parse(argv: Sequence[str], arguments: argparse.Namespace) -> None:
 
 def _failure(error: BaseException, debug: bool, from_settings: Mapping[str, str]) -> int:
     """Says in one line what ended the command; returns the exit code.  ``from_settings``: see
-    `localllm.cli.defaults.apply_settings`.
-    """
+    `localllm.cli.defaults.apply_settings`."""
     try:
         _flush()
     except (OSError, ValueError):  # the reader is gone, the disk is full, or the stream was closed
@@ -174,34 +172,22 @@ _CAUSES = (
 def _sentence(error: BaseException, from_settings: Mapping[str, str]) -> str:
     if isinstance(error, LocalLLMError):
         text = error.worded(partial(in_flags, from_settings=from_settings))
-        causes = [
-            from_settings[name]
-            for kind, names in _CAUSES
-            if isinstance(error, kind)
-            for name in names
-            if name in from_settings
-        ]
+        suspects = [name for kind, names in _CAUSES if isinstance(error, kind) for name in names]
+        causes = [from_settings[name] for name in suspects if name in from_settings]
         return f"{text} (from {' and '.join(causes)})" if causes else text
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return f"memory ran out: {memory_advice()}, or choose a smaller context or a smaller model"
     limit = address_space_limit()
     if isinstance(error, OSError | ImportError) and limit is not None and limit < MIN_ADDRESS_SPACE:
-        return (
-            f"the address space of this process is limited to {limit / 1e9:.2f} GB (ulimit -v), which is too little "
-            f"to start in: raise the limit to {MIN_ADDRESS_SPACE >> 10} or more"
-        )
+        what = f"the address space of this process is limited to {limit / 1e9:.2f} GB (ulimit -v)"
+        return f"{what}, which is too little to start in: raise the limit to {MIN_ADDRESS_SPACE >> 10} or more"
     if isinstance(error, OSError) and error.errno in NO_ROOM and error.filename is None:
         # Of all that is written only the result cannot be done without.
-        return (
-            f"standard output cannot be written ({error.strerror}): make room where it goes, or send it to another "
-            "place"
-        )
+        return f"standard output cannot be written ({error.strerror}): make room where it goes, or send it elsewhere"
     if isinstance(error, OSError):
         return f"the system refused: {error}"
-    return (
-        f"something went wrong inside localllm ({type(error).__name__}: {error}): run it again with --debug to see "
-        "where, and report it"
-    )
+    what = f"something went wrong inside localllm ({type(error).__name__}: {error})"
+    return f"{what}: run it again with --debug to see where, and report it"
 
 
 def _end_line() -> None:

@@ -65,8 +65,7 @@ class Command:
 
 def flag(names: str, help: str, read: Callable[[str], Any] | None = None, **more: Any) -> Flag:
     """A flag as its help shows it: "-t --threads N", or without a value a switch; "texts TEXT" is a word.  ``read``:
-    makes a value of what was typed; ``more``: keywords of argparse's ``add_argument``; its help tells the default.
-    """
+    makes a value of what was typed; ``more``: keywords of argparse's ``add_argument``; its help tells the default."""
     *flags, last = names.split()
     default = more.get("default")
     if help != HIDDEN and default not in (None, LEFT_OUT, "", {}):

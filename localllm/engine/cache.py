@@ -137,8 +137,7 @@ class PagedCache:
 
     def next_page_key(self, sequence: CachedSequence, ids: Sequence[int]) -> tuple[Block, tuple[int, ...]] | None:
         """The key of the page that the sequence's next token goes to, or of those up to the next snapshot; None if
-        ``ids`` do not fill them.
-        """
+        ``ids`` do not fill them."""
         n = SNAPSHOT_TOKENS if self.has_states else self.page_size
         start = len(sequence) // n * n
         tokens = tuple(ids[start : start + n])
@@ -252,8 +251,7 @@ class PagedCache:
         left: float = 0.0,
     ) -> Block | None:
         """Puts a block with what its pages held behind another, or takes the one that is there; None if there is no
-        room.  It is in use until `restored`.  ``left``: the part of the pages that stays available.
-        """
+        room.  It is in use until `restored`.  ``left``: the part of the pages that stays available."""
         groups = range(len(self._free))
         is_page = 0 < len(ids) <= self.page_size and len(parent.ids) in (0, self.page_size)
         fits = all(group in groups and len(data) == self.storage.n_bytes_of(group) for group, data in pages.items())

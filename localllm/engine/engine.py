@@ -260,8 +260,7 @@ class EngineLoop:
         Args:
             max_running: requests whose tokens are in the cache at once.
             step_s: seconds that a step with tokens of prompts lasts at most.
-            on_end: called in the engine's thread when it ends.
-        """
+            on_end: called in the engine's thread when it ends."""
         # messages to the thread; any other may put one in
         self.inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
         self.waiting: set[Request] = set()  # requests that were submitted and have not begun
@@ -473,8 +472,7 @@ class EngineLoop:
         self, each: Scheduled, position: int, begin: float, choices: Iterable[_Chosen]
     ) -> FinishReason | None:
         """Goes on with the tokens that were chosen after a step; returns why the request ends, if it does.
-        ``position``: of the first token that the step has evaluated for it; ``begin``: when the step began.
-        """
+        ``position``: of the first token that the step has evaluated for it; ``begin``: when the step began."""
         request = each.request
         is_first = not request.n_generated
         n_accepted, n_chosen = request.n_accepted, request.n_chosen

@@ -95,8 +95,7 @@ class ModelRunner:
     ) -> NDArray[np.float32] | TopK:
         """Evaluates a batch; writes the cache's pages, but records nothing of it (`PagedCache.append`).  Returns the
         logits [rows, n_vocab] of all chunks in turn, or only the ``top_k`` largest of each row, and all of those
-        ``whole``: the backend's own memory, good until the next call.
-        """
+        ``whole``: the backend's own memory, good until the next call."""
         ahead, self._ahead = self._ahead, None
         for chunk in chunks:
             chunk.sequence.is_ahead = True
@@ -143,8 +142,7 @@ class ModelRunner:
 
     def _following(self, chunks: Sequence[BatchItem]) -> list[BatchItem]:
         """The batch after these if each goes on with the token that a device chooses; empty where that is not to be
-        evaluated yet, because a sequence has no page for it, or a state that it would change for good.
-        """
+        evaluated yet, because a sequence has no page for it, or a state that it would change for good."""
         following = [
             replace(chunk, ids=[~i], start=chunk.start + len(chunk.ids), draws=chunk.draws[1:])
             for i, chunk in enumerate(chunks)

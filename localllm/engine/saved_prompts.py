@@ -64,8 +64,7 @@ class _SavedPicture(msgspec.Struct, array_like=True):
 
 def save(with_cache: WithCache, path: Path, key: str) -> int:
     """Writes what the cache has, without what adapters have changed; returns the tokens.  ``key``: all that must be
-    the same where it is loaded: the model, the version, the kind of cache.
-    """
+    the same where it is loaded: the model, the version, the kind of cache."""
     left, n_bytes = with_cache(_listed)
     pictures = with_cache(lambda cache: cache.pictures.items())
     n_bytes += sum(embeddings.nbytes for _, embeddings in pictures)
@@ -109,8 +108,7 @@ def _listed(cache: PagedCache) -> tuple[deque[Block], int]:
 
 def _copied(left: deque[Block], cache: PagedCache) -> list[tuple[Block, bool, _SavedBlock, list[bytes]]]:
     """Takes some blocks, and copies those that the cache still has.  Returns of each the block, whether a prompt
-    begins with it, and what is saved of it.
-    """
+    begins with it, and what is saved of it."""
     copied, n_bytes = [], 0
     for _ in range(min(len(left), _BLOCKS_AT_ONCE)):
         block = left.popleft()

@@ -11,15 +11,5 @@ from localllm.evaluate.base_logits import BaseLogits
 from localllm.evaluate.multiple_choice import Accuracy, Question, choices, read_questions
 from localllm.evaluate.perplexity import Divergence, Estimate, Perplexity, divergence, perplexity
 
-__all__ = [
-    "Accuracy",
-    "BaseLogits",
-    "Divergence",
-    "Estimate",
-    "Perplexity",
-    "Question",
-    "choices",
-    "divergence",
-    "perplexity",
-    "read_questions",
-]
+__all__ = ["Accuracy", "BaseLogits", "Divergence", "Estimate", "Perplexity", "Question"]
+__all__ += ["choices", "divergence", "perplexity", "read_questions"]

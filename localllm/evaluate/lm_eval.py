@@ -83,15 +83,7 @@ class HarnessModel(LM):  # type: ignore[misc]
         return list(in_order(lambda request: self._completion(*request.args), requests, _AT_ONCE))
 
     def _completion(self, context: str, options: dict[str, Any]) -> str:
-        until = options.get("until") or ()
-        sampled = options.get("do_sample", False) and options.get("temperature", 0.0)
-        done = self._llm.generate(
-            context,
-            parse_special=True,
-            stop=until,
-            max_tokens=options.get("max_gen_toks", _MAX_TOKENS),
-            temperature=sampled or 0.0,
-            overflow="truncate",
-            seed=0,
-        )
-        return done.text
+        given: dict[str, Any] = {"stop": options.get("until") or (), "overflow": "truncate", "seed": 0}
+        given["max_tokens"] = options.get("max_gen_toks", _MAX_TOKENS)
+        given["temperature"] = (options.get("do_sample", False) and options.get("temperature", 0.0)) or 0.0
+        return self._llm.generate(context, parse_special=True, **given).text

@@ -147,8 +147,7 @@ def divergence(
     llm: LLM, base: BaseLogits, *, chunks: int | None = None, progress: Progress | None = None
 ) -> Divergence:
     """How far a model is from the one whose logits a file has, on the text that the file has.  ``chunks``: the first
-    ones alone.
-    """
+    ones alone."""
     if base.n_vocab != llm.info.n_vocab:
         raise UsageError(
             f"the base logits are of a vocabulary of {base.n_vocab:,} tokens, but the model's has "
@@ -236,8 +235,7 @@ def _log_totals(logits: Floats) -> Doubles:
 def _compared(logits: Floats, expected: Floats, came: NDArray[np.int32]) -> Doubles:
     """float64 [5, n]: both negative log-likelihoods, the divergence, the change of probability, the same likeliest.
     ``logits``: of the model, [n, n_vocab]; ``expected``: log-probabilities of the base model, [n, n_vocab]; ``came``:
-    the tokens, [n].
-    """
+    the tokens, [n]."""
     rows = np.arange(len(logits))
     log_totals = _log_totals(logits)
     nll, base_nll = log_totals - logits[rows, came], -expected[rows, came].astype(np.float64)

@@ -223,18 +223,12 @@ class TextOutput:
             self.on_end()
 
     def _last_chunk(self) -> Chunk:
-        request = self.request
-        assert request is not None
+        r = self.request
+        assert r is not None
         text = self._decoder.finish()
         if self._decoder.stopped is not None:
-            request.finish_reason = "stop"
-        return Chunk(
-            text,
-            finish_reason=request.finish_reason,
-            usage=request.usage,
-            timings=request.timings,
-            drafts=request.draft_counts,
-        )
+            r.finish_reason = "stop"
+        return Chunk(text, finish_reason=r.finish_reason, usage=r.usage, timings=r.timings, drafts=r.draft_counts)
 
 
 class _ItemQueue:

@@ -49,8 +49,7 @@ class Evaluation:
 
     def __init__(self, engine: Engine, ids: Sequence[int], first: int, on_rows: OnRows) -> None:
         """Begins to evaluate ``ids``.  ``first``: position of the first token whose logits are wanted; ``on_rows``:
-        called in the engine's thread as they come, with memory that is used again for the next ones.
-        """
+        called in the engine's thread as they come, with memory that is used again for the next ones."""
         self._engine = engine
         self._on_rows = on_rows
         self._ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
@@ -170,6 +169,5 @@ class _Scoring:
 
 def scores(engine: Engine, texts: Sequence[tuple[Sequence[int], int]], n_top: int = 0) -> list[Score]:
     """How likely the tokens of each text are from a position on, which is at least 1.  ``texts``: the tokens of each,
-    and the position; ``n_top``: how many of the likeliest tokens to tell of each place.
-    """
+    and the position; ``n_top``: how many of the likeliest tokens to tell of each place."""
     return evaluate_all(lambda text: _Scoring(engine, *text, n_top), _Scoring.score, texts)

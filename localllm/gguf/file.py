@@ -292,7 +292,12 @@ def _split_error(part: _SplitFile, defect: str, advice: str) -> GGUFError:
 
 def _read_split(given: _SplitFile) -> list[_SplitFile]:
     """All parts of the split model that ``given`` is one of, in order."""
-    paths = _split_paths(given)
+    count = _split_key(given, "split.count")
+    match = _SPLIT_NAME.fullmatch(given.path.name)
+    if match is None or int(match["count"]) != count or not 1 <= int(match["number"]) <= count:
+        defect = f"key 'split.count' is {count}, but the file's name does not end in -NNNNN-of-{count:05d}.gguf"
+        raise _split_error(given, defect, "give all parts their original names")
+    paths = [given.path.with_name(f"{match['stem']}-{i:05d}-of-{count:05d}.gguf") for i in range(1, count + 1)]
     missing = [path_text(path.name) for path in paths if not path.exists()]
     if missing:
         some = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
@@ -310,15 +315,6 @@ def _read_split(given: _SplitFile) -> list[_SplitFile]:
         defect = f"its files have {n_tensors} tensors together, but key 'split.tensors.count' says {expected}"
         raise _split_error(parts[0], defect, "take all files from one model")
     return parts
-
-
-def _split_paths(part: _SplitFile) -> list[Path]:
-    count = _split_key(part, "split.count")
-    match = _SPLIT_NAME.fullmatch(part.path.name)
-    if match is None or int(match["count"]) != count or not 1 <= int(match["number"]) <= count:
-        defect = f"key 'split.count' is {count}, but the file's name does not end in -NNNNN-of-{count:05d}.gguf"
-        raise _split_error(part, defect, "give all parts their original names")
-    return [part.path.with_name(f"{match['stem']}-{i:05d}-of-{count:05d}.gguf") for i in range(1, count + 1)]
 
 
 def _merge_tensors(parts: Sequence[_SplitFile]) -> dict[str, TensorInfo]:

@@ -120,12 +120,12 @@ def _remembered(entry: Any, stamp: list[int]) -> Details | None:
 def _details(file: GGUFFile) -> Details:
     from localllm.loading.model_info import file_type_name
 
-    title, architecture = (_text(file, f"general.{key}") for key in ("name", "architecture"))
+    tensors = file.tensors.values()
     known: dict[str, Any] = {
-        "title": title,
-        "architecture": architecture,
-        "file_type": file_type_name(file.metadata, file.tensors.values()),
-        "n_parameters": sum(tensor.n_values for tensor in file.tensors.values()),
+        "title": _text(file, "general.name"),
+        "architecture": _text(file, "general.architecture"),
+        "file_type": file_type_name(file.metadata, tensors),
+        "n_parameters": sum(tensor.n_values for tensor in tensors),
     }
     try:
         return Details(**known, **_memory(file))
@@ -152,14 +152,9 @@ def _memory(file: GGUFFile) -> dict[str, Any]:
 
     check_runs(file)
     model = read_model(file)
-    config = model.config
-    threads = default_threads()
+    trained, threads = model.config.context_length, default_threads()
     cpu = CPUBackend(threads)  # which starts none of them before they are needed
     planner = Planner("the model", model, (Device("cpu", "", threads, threads, cpu, cpu.workers.close),))
-    context = min(config.context_length, SHORT_CONTEXT)
-    return {
-        "trained_context": config.context_length,
-        "context": context,
-        "memory": planner.at(context).total,
-        "least_memory": planner.at(min(context, MIN_CONTEXT)).total,
-    }
+    context = min(trained, SHORT_CONTEXT)
+    memory, least = planner.at(context).total, planner.at(min(context, MIN_CONTEXT)).total
+    return {"trained_context": trained, "context": context, "memory": memory, "least_memory": least}

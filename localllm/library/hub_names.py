@@ -83,8 +83,7 @@ class FileGroup:
 
 def group_files(sizes: Mapping[str, int]) -> list[FileGroup]:
     """The models among a repository's files, in the order of their names.  ``sizes``: the bytes of each file, by its
-    path in the repository.
-    """
+    path in the repository."""
     groups: dict[tuple[str, int], list[str]] = {}
     for name in sorted(sizes):
         if not name.lower().endswith(".gguf") or _NO_MODEL.match(PurePosixPath(name).name):

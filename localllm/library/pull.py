@@ -47,8 +47,7 @@ def pull(name: str, progress: PullProgress | None = None) -> Path:
 
 def pull_checkpoint(name: str, progress: PullProgress | None = None) -> Path:
     """Downloads a checkpoint, what is not here already of it; returns its folder in the cache.  ``name``:
-    ``ORG/REPO``.
-    """
+    ``ORG/REPO``."""
     return _puller(name, progress).checkpoint()
 
 

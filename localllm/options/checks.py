@@ -68,8 +68,7 @@ def mappings(name: str, value: object) -> Sequence[Mapping[str, object]]:
 
 def token_ids(ids: object, n_vocab: int, name: str = "tokens", rule: str = "a list of whole numbers") -> list[int]:
     """Tokens as a list of ints.  ``n_vocab``: tokens in the vocabulary; ``rule``: what is said where it is not a
-    sequence at all.
-    """
+    sequence at all."""
     if hasattr(ids, "tolist"):  # of numpy
         ids = ids.tolist()
     if isinstance(ids, str | bytes | bytearray | memoryview) or not isinstance(ids, Sequence):
@@ -96,8 +95,7 @@ def in_vocabulary(ids: Sequence[int] | NDArray[np.integer], n_vocab: int, where:
 
 def check_keywords(given: Collection[str], known: Collection[str], theirs: Mapping[str, str]) -> None:
     """Raises a TypeError that says what to write instead where a keyword is not known.  ``theirs``: keywords of other
-    libraries, and what to do about each.
-    """
+    libraries, and what to do about each."""
     for name in given:
         if name not in known:
             near = difflib.get_close_matches(name, [*known, *theirs], n=1, cutoff=0.75)

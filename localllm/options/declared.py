@@ -731,8 +731,7 @@ _FLAGS = {
 
 def in_flags(argument: Argument, from_settings: Mapping[str, str] = MappingProxyType({})) -> str:
     """The command line's name of an argument of the library: "--top-k", "--device cpu".  ``from_settings``: what to
-    call those in place of a flag that the settings file gave.
-    """
+    call those in place of a flag that the settings file gave."""
     name, value = argument
     flag = from_settings.get(name) or _FLAGS.get(name) or f"--{name.replace('_', '-')}"
     return flag if value is ... else f"{flag} {value}"

@@ -174,8 +174,7 @@ SAMPLING_KEYS = {name: option.kind for name, option in declared(Sampling).items(
 
 def check(values: Mapping[str, Any], folder: Path) -> tuple[Settings, list[str]]:
     """The settings that a file's values come to, and what is wrong with the rest.  ``folder``: of the file, which
-    paths in it begin at.
-    """
+    paths in it begin at."""
     top = {name: value for name, value in values.items() if name not in (SAMPLING, TOOLS, CHAT_KEYS)}
     good, problems = _check_keys(top, KEYS, lambda name: _unknown(name, [*KEYS, SAMPLING], f"{SAMPLING}."))
     if "model_folders" in good:

@@ -126,8 +126,7 @@ def _reach_likeliest(logits: FloatArray, mass: float) -> Reach:
 def reach(scores: FloatArray, weights: FloatArray, mass: float) -> Reach:
     """Goes down the scores until the share of the weights exceeds ``mass``.  ``scores``: ``[n]``, without NaN;
     ``weights``: ``[n]``, not negative; ``mass``: 0 <= mass < 1.  Returns the last share exceeds ``mass``, but for
-    rounding.  There may be more positions than it takes.
-    """
+    rounding.  There may be more positions than it takes."""
     none = np.empty(0, np.intp)
     if len(scores) > _FEW:
         return _reach_by_buckets(scores, weights, mass)

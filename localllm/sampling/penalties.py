@@ -88,20 +88,14 @@ class RepetitionPenalties:
 
     def __call__(self, logits: Logits) -> Logits:
         size = len(self._counts)
-        return penalize(
-            logits,
-            np.fromiter(self._counts.keys(), np.int64, size),
-            np.fromiter(self._counts.values(), np.int64, size),
-            repeat=self._repeat,
-            presence=self._presence,
-            frequency=self._frequency,
-        )
+        ids, counts = (np.fromiter(each, np.int64, size) for each in (self._counts.keys(), self._counts.values()))
+        strengths = {"repeat": self._repeat, "presence": self._presence, "frequency": self._frequency}
+        return penalize(logits, ids, counts, **strengths)
 
 
 class SequenceBreakers:
     """Finds the texts across which DRY follows no repetition, also where one spans several tokens.  ``breakers``: the
-    texts, none empty; ``token_bytes``: the bytes that an id stands for.
-    """
+    texts, none empty; ``token_bytes``: the bytes that an id stands for."""
 
     def __init__(self, breakers: Iterable[str], token_bytes: Callable[[int], bytes]) -> None:
         self._breakers = [text.encode("utf-8", "surrogatepass") for text in breakers]

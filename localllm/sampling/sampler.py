@@ -74,10 +74,8 @@ class _Processor:
         if not isinstance(result, np.ndarray):
             raise UsageError(f"{name} returned {type(result).__name__} instead of a float32 array")
         if result.shape != logits.shape or result.dtype != np.float32:
-            raise UsageError(
-                f"{name} returned {result.dtype} of shape {result.shape}, but must return float32 of shape "
-                f"{logits.shape}"
-            )
+            got = f"{result.dtype} of shape {result.shape}"
+            raise UsageError(f"{name} returned {got}, but must return float32 of shape {logits.shape}")
         _highest_logit(result, UsageError, f"{name} returned logits that", "correct the function")
         return result
 
@@ -284,8 +282,7 @@ def make_sampler(
 ) -> Sampler:
     """The sampler of one sequence.  ``prompt_ids``: the sequence so far, which counts for penalties and DRY;
     ``token_bytes``: the bytes that an id stands for; DRY finds its sequence breakers with it; ``constraint``: what
-    holds the text to the grammar of the settings.
-    """
+    holds the text to the grammar of the settings."""
     in_vocabulary(prompt_ids, n_vocab, "prompt_ids")
     in_vocabulary(list(sampling.logit_bias), n_vocab, "logit_bias")
     history = History(prompt_ids)
@@ -318,29 +315,15 @@ def make_sampler(
 def _trackers(
     sampling: Sampling, history: History, token_bytes: Callable[[int], bytes] | None
 ) -> list[RepetitionPenalties | DryPenalty]:
-    trackers: list[RepetitionPenalties | DryPenalty] = []
-    off = (sampling.repeat_penalty, sampling.presence_penalty, sampling.frequency_penalty) == (1, 0, 0)
-    if sampling.repeat_last_n and not off:
-        trackers.append(
-            RepetitionPenalties(
-                history.last(sampling.repeat_last_n).tolist(),
-                window=sampling.repeat_last_n,
-                repeat=sampling.repeat_penalty,
-                presence=sampling.presence_penalty,
-                frequency=sampling.frequency_penalty,
-            )
-        )
-    if sampling.dry_penalty_last_n and sampling.dry_multiplier:
-        trackers.append(
-            DryPenalty(
-                history,
-                window=sampling.dry_penalty_last_n,
-                multiplier=sampling.dry_multiplier,
-                base=sampling.dry_base,
-                allowed_length=sampling.dry_allowed_length,
-                breakers=_breakers(sampling.dry_sequence_breakers, token_bytes),
-            )
-        )
+    s, trackers = sampling, list[RepetitionPenalties | DryPenalty]()
+    strengths = {"repeat": s.repeat_penalty, "presence": s.presence_penalty, "frequency": s.frequency_penalty}
+    if s.repeat_last_n and tuple(strengths.values()) != (1, 0, 0):
+        last = history.last(s.repeat_last_n).tolist()
+        trackers.append(RepetitionPenalties(last, window=s.repeat_last_n, **strengths))
+    if s.dry_penalty_last_n and s.dry_multiplier:
+        penalty = partial(DryPenalty, history, window=s.dry_penalty_last_n, allowed_length=s.dry_allowed_length)
+        breakers = _breakers(s.dry_sequence_breakers, token_bytes)
+        trackers.append(penalty(multiplier=s.dry_multiplier, base=s.dry_base, breakers=breakers))
     return trackers
 
 
@@ -355,19 +338,30 @@ def _breakers(texts: tuple[str, ...], token_bytes: Callable[[int], bytes] | None
 
 def _make_choose(sampling: Sampling, seed: int, uniform: Callable[[], float]) -> _Choose:
     """The second line of the chain: from the candidates to an id."""
+    s = sampling
     pick: Callable[[Candidates], int]
-    if sampling.mirostat:
-        truncations: list[Step] = []
-        pick = Mirostat2(sampling.mirostat_tau, sampling.mirostat_eta, uniform)
+    if s.mirostat:
+        pick = Mirostat2(s.mirostat_tau, s.mirostat_eta, uniform)
+    elif s.adaptive_target >= 0:
+        pick = AdaptiveP(s.adaptive_target, s.adaptive_decay, uniform)
     else:
-        truncations = _truncations(sampling, seed)
-        if sampling.adaptive_target >= 0:
-            pick = AdaptiveP(sampling.adaptive_target, sampling.adaptive_decay, uniform)
-        else:
-            pick = partial(_draw_id, uniform=uniform)
-    if sampling.temperature != 1:
-        truncations.append(partial(steps.temper, temperature=sampling.temperature))
-    chain = tuple(truncations)
+
+        def pick(candidates: Candidates) -> int:
+            return int(candidates.ids[steps.draw(candidates, uniform())])
+
+    chance = UniformNumbers(seed, is_single=True)
+    xtc = partial(steps.xtc, probability=s.xtc_probability, threshold=s.xtc_threshold, uniform=chance)
+    truncations: tuple[tuple[bool, Step], ...] = (
+        (s.top_n_sigma > 0, partial(steps.top_n_sigma, n=s.top_n_sigma)),
+        (s.top_k > 0, partial(steps.top_k, k=s.top_k)),
+        (s.typical_p < 1, partial(steps.typical, p=s.typical_p)),
+        (s.top_p < 1, partial(steps.top_p, p=s.top_p)),
+        (s.min_p > 0, partial(steps.min_p, p=s.min_p)),
+        (s.xtc_probability > 0 and s.xtc_threshold <= 0.5, xtc),
+    )
+    chain = [step for is_on, step in truncations if is_on and not s.mirostat]
+    if s.temperature != 1:
+        chain.append(partial(steps.temper, temperature=s.temperature))
 
     def choose(candidates: Candidates) -> tuple[int, Candidates]:
         for step in chain:
@@ -375,29 +369,6 @@ def _make_choose(sampling: Sampling, seed: int, uniform: Callable[[], float]) ->
         return pick(candidates), candidates
 
     return choose
-
-
-def _draw_id(candidates: Candidates, uniform: Callable[[], float]) -> int:
-    return int(candidates.ids[steps.draw(candidates, uniform())])
-
-
-def _truncations(sampling: Sampling, seed: int) -> list[Step]:
-    chain: list[Step] = []
-    if sampling.top_n_sigma > 0:
-        chain.append(partial(steps.top_n_sigma, n=sampling.top_n_sigma))
-    if sampling.top_k:
-        chain.append(partial(steps.top_k, k=sampling.top_k))
-    if sampling.typical_p < 1:
-        chain.append(partial(steps.typical, p=sampling.typical_p))
-    if sampling.top_p < 1:
-        chain.append(partial(steps.top_p, p=sampling.top_p))
-    if sampling.min_p > 0:
-        chain.append(partial(steps.min_p, p=sampling.min_p))
-    if sampling.xtc_probability > 0 and sampling.xtc_threshold <= 0.5:
-        probability, threshold = sampling.xtc_probability, sampling.xtc_threshold
-        chance = UniformNumbers(seed, is_single=True)
-        chain.append(partial(steps.xtc, probability=probability, threshold=threshold, uniform=chance))
-    return chain
 
 
 class UniformNumbers:

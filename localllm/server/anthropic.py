@@ -82,15 +82,9 @@ def _job(body: MessagesRequest) -> GenerationJob:
     ]
     variables = {} if body.thinking is None else {"enable_thinking": body.thinking.type != "disabled"}
     messages, begun = split_reply_prefix(_messages(body))
-    return GenerationJob(
-        body.model,
-        options,
-        messages=messages,
-        **offer_tools(options, tools, body.tool_choice),
-        variables=variables,
-        reply_prefix=begun,
-        one_call=bool((body.tool_choice or {}).get("disable_parallel_tool_use")),
-    )
+    more = offer_tools(options, tools, body.tool_choice)
+    more |= {"one_call": bool((body.tool_choice or {}).get("disable_parallel_tool_use"))}
+    return GenerationJob(body.model, options, messages=messages, variables=variables, reply_prefix=begun, **more)
 
 
 def _messages(body: MessagesRequest) -> list[Message]:

@@ -49,6 +49,7 @@ async def _refuse_change(request: Request, dispatcher: Dispatcher) -> Response:
 
 
 _COUNTED_CHATS = ("/v1/chat/completions/input_tokens", "/chat/completions/input_tokens")
+_TRANSCRIPTIONS = ("/v1/audio/transcriptions", "/audio/transcriptions")
 
 
 async def _left_out(request: Request, dispatcher: Dispatcher) -> Response:
@@ -69,12 +70,7 @@ _ENDPOINTS: tuple[tuple[str, tuple[str, ...], _Endpoint, Any], ...] = (
     ("GET", ("/v1/responses/{id}/input_items",), responses.input_items, None),
     ("GET", ("/v1/responses/{id}",), responses.get_response, None),
     ("DELETE", ("/v1/responses/{id}",), responses.delete_response, None),
-    (
-        "POST",
-        ("/v1/audio/transcriptions", "/audio/transcriptions"),
-        transcriptions.transcriptions,
-        transcriptions.TranscriptionRequest,
-    ),
+    ("POST", _TRANSCRIPTIONS, transcriptions.transcriptions, transcriptions.TranscriptionRequest),
     ("POST", ("/v1/embeddings",), embeddings.openai, embeddings.EmbeddingsRequest),
     ("POST", ("/embedding", "/embeddings"), embeddings.llamacpp, embeddings.EmbeddingsRequest),
     ("POST", ("/pooling",), embeddings.vllm, embeddings.PoolingRequest),
@@ -107,6 +103,9 @@ _ENDPOINTS: tuple[tuple[str, tuple[str, ...], _Endpoint, Any], ...] = (
 )
 
 
+_RESPONSES = {"200": {"description": "done"}, "default": {"description": "an error, and why"}}
+
+
 def description() -> dict[str, Any]:
     """The server's endpoints as OpenAPI 3.1."""
     taken = dict.fromkeys(body for *_, body in _ENDPOINTS if body is not None)
@@ -116,16 +115,12 @@ def description() -> dict[str, Any]:
     for method, names, endpoint, body in _ENDPOINTS:
         for name in () if endpoint is _refuse_change else names:
             path = name.replace(":path", "")
-            operation: dict[str, Any] = {
-                "responses": {"200": {"description": "done"}, "default": {"description": "an error, and why"}}
-            }
+            operation: dict[str, Any] = {"responses": _RESPONSES}
             if body is not None:
                 operation["requestBody"] = {"content": {"application/json": {"schema": schema_of[body]}}}
             if parameters := re.findall(r"{(\w+)}", path):
-                text = {"type": "string"}
-                operation["parameters"] = [
-                    {"name": each, "in": "path", "required": True, "schema": text} for each in parameters
-                ]
+                kind = {"in": "path", "required": True, "schema": {"type": "string"}}
+                operation["parameters"] = [{"name": each, **kind} for each in parameters]
             paths.setdefault(path, {})[method.lower()] = operation
     info = {"title": "localllm serve", "version": __version__}
     return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": components}}

@@ -88,8 +88,7 @@ class HTTPError(LocalLLMError):
     @classmethod
     def of(cls, error: BaseException, fields: Mapping[str, str] = MappingProxyType({})) -> HTTPError:
         """The HTTP error for an exception: ours in their own words, without paths of this machine.  ``fields``: the
-        field of the request for each argument of the library.
-        """
+        field of the request for each argument of the library."""
 
         def word(argument: Argument) -> str:
             if argument.name in declared(LoadOptions) and argument.name not in fields:
@@ -244,8 +243,7 @@ def _too_large(limit: int) -> HTTPError:
 
 def tolerant(value: Any, kind: Any, ignored: list[str]) -> Any:
     """A value of JSON for ``kind``: fields that are null are absent, and 2.0 is 2 where only an integer can be.
-    ``kind``: a type that msgspec reads; ``ignored``: takes the names of fields that nothing here reads.
-    """
+    ``kind``: a type that msgspec reads; ``ignored``: takes the names of fields that nothing here reads."""
     kinds = get_args(kind) if isinstance(kind, UnionType) else (kind,)
     if isinstance(value, float):
         return int(value) if int in kinds and float not in kinds and value.is_integer() else value

@@ -16,8 +16,7 @@ _MAX_FETCHED = 32
 
 async def fetch_pictures(body: object, hosts: Sequence[str], max_bytes: int) -> None:
     """Puts data URLs in the places of addresses of pictures, in any API's JSON.  ``hosts``: that are asked, as
-    `localllm.web.fetch` takes them; ``max_bytes``: of all pictures.
-    """
+    `localllm.web.fetch` takes them; ``max_bytes``: of all pictures."""
     found = [(holder, key) for holder, key in _places(body) if is_web(holder[key])]
     if len(found) > _MAX_FETCHED:
         raise UsageError(f"{len(found)} pictures are to be fetched; up to {_MAX_FETCHED} are: send data URLs")

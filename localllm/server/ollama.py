@@ -175,14 +175,9 @@ async def _respond(
     pending = await dispatcher.begin(job, request)
     _keep(pending.served, keep_alive)
     if body.stream:
-        return EventStream(
-            pending.lines(partial(_lines, pending, shape, bool(body.messages))),
-            pending.close,
-            path=request.url.path,
-            media_type="application/x-ndjson",
-            encode_error=_line,
-            ping=b"",
-        )
+        lines, path = pending.lines(partial(_lines, pending, shape, bool(body.messages))), request.url.path
+        kind = "application/x-ndjson"
+        return EventStream(lines, pending.close, path=path, media_type=kind, encode_error=_line, ping=b"")
     with closing(pending):
         (reply,) = await cancel_on_disconnect(request, pending.read())
     said = shape(reply.text, reply.thinking, reply.calls)
@@ -312,12 +307,9 @@ async def show(request: Request, dispatcher: Dispatcher) -> Response:
 
     def work(llm: Any) -> dict[str, Any]:
         info = llm.info
-        about = {
-            "general.architecture": info.architecture,
-            "general.parameter_count": info.n_parameters,
-            f"{info.architecture}.context_length": info.trained_context,
-            f"{info.architecture}.embedding_length": info.config.n_embd,
-        }
+        about = {"general.architecture": info.architecture, "general.parameter_count": info.n_parameters}
+        about[f"{info.architecture}.context_length"] = info.trained_context
+        about[f"{info.architecture}.embedding_length"] = info.config.n_embd
         if not llm.writes_text:
             return {"template": "", "capabilities": ["embedding"], "model_info": about}
         template = llm.chat_template

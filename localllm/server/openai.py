@@ -253,15 +253,11 @@ async def chat_completions(request: Request, dispatcher: Dispatcher) -> Response
     with closing(pending):
         replies = await cancel_on_disconnect(request, pending.read())
     head = _Head("chatcmpl-", "chat.completion", pending)
-    choices = [
-        {
-            "index": reply.index,
-            "message": _chat_message(reply),
-            "logprobs": _chat_logprobs(pending.llm, reply.logprobs) if body.logprobs else None,
-            "finish_reason": finish_reason(reply),
-        }
-        for reply in replies
-    ]
+    choices: list[dict[str, Any]] = []
+    for reply in replies:
+        logprobs = _chat_logprobs(pending.llm, reply.logprobs) if body.logprobs else None
+        choice = {"index": reply.index, "message": _chat_message(reply), "logprobs": logprobs}
+        choices.append({**choice, "finish_reason": finish_reason(reply)})
     is_verbose = dispatcher.is_verbose or body.verbose
     verbose = {"__verbose": {"prompt": pending.prompt_text(0)}} if is_verbose else {}
     return json_response(head.json(choices, **_totals(replies), **verbose))
@@ -269,11 +265,8 @@ async def chat_completions(request: Request, dispatcher: Dispatcher) -> Response
 
 def _totals(replies: Sequence[Reply]) -> dict[str, Any]:
     warnings = [warning for reply in replies for warning in reply.warnings]
-    return {
-        "usage": _usage_json(replies),
-        "timings": timings_json(replies[0]),
-        **({"warnings": warnings} if warnings else {}),
-    }
+    totals = {"usage": _usage_json(replies), "timings": timings_json(replies[0])}
+    return totals | ({"warnings": warnings} if warnings else {})
 
 
 def _chat_message(reply: Reply) -> dict[str, Any]:
@@ -370,18 +363,13 @@ async def completions(request: Request, dispatcher: Dispatcher) -> Response:
         return EventStream(lines, pending.close, path=request.url.path)
     with closing(pending):
         replies = await cancel_on_disconnect(request, pending.read())
-    choices = []
+    choices: list[dict[str, Any]] = []
     for reply in replies:
-        echo, logprobs = echoes[reply.index // n] if echoes else ("", [])
-        chosen = [*logprobs, *reply.logprobs]
-        choices.append(
-            {
-                "index": reply.index,
-                "text": echo + reply.text,
-                "logprobs": None if body.logprobs is None else _logprobs(pending.llm, chosen, offsets[reply.index]),
-                "finish_reason": finish_reason(reply),
-            }
-        )
+        echo, before = echoes[reply.index // n] if echoes else ("", [])
+        chosen = [*before, *reply.logprobs]
+        logprobs = None if body.logprobs is None else _logprobs(pending.llm, chosen, offsets[reply.index])
+        choice = {"index": reply.index, "text": echo + reply.text, "logprobs": logprobs}
+        choices.append({**choice, "finish_reason": finish_reason(reply)})
     return json_response(head.json(choices, **_totals(replies)))
 
 
@@ -408,12 +396,11 @@ def _logprobs(llm: LLM, choices: Sequence[Choice], offsets: TextOffsets) -> dict
     tokens = [llm.tokenizer.token_bytes(choice.id).decode(errors="replace") for choice in choices]
     # The first token of a text has no likelihood, and nothing is likelier.
     logprobs = [None if choice.logprob is None else _finite(choice.logprob) for choice in choices]
-    top = [
-        None
-        if choice.logprob is None
-        else {llm.tokenizer.token_bytes(id_).decode(errors="replace"): _finite(p) for id_, p in choice.top}
-        for choice in choices
-    ]
+
+    def top_of(choice: Choice) -> dict[str, float]:
+        return {llm.tokenizer.token_bytes(id_).decode(errors="replace"): _finite(p) for id_, p in choice.top}
+
+    top = [None if choice.logprob is None else top_of(choice) for choice in choices]
     places = [offsets.next(choice.id) for choice in choices]
     return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": top, "text_offset": places}
 

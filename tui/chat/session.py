@@ -406,14 +406,9 @@ class ChatSession:
             conversation.update(id_, state="streaming")
         self.saver.save(question, id_)
         self._emit(turn, events.Started(id_))
-        start = partial(
-            model.stream_chat,
-            messages,
-            template_variables=variables,
-            reply_prefix=begun,
-            progress=lambda done, total: turn.emit(events.Prefill(done, total)),
-            **{**self.more, **asked.options, **self._told},
-        )
+        more = {"template_variables": variables, "reply_prefix": begun, **self.more, **asked.options, **self._told}
+        more["progress"] = lambda done, total: turn.emit(events.Prefill(done, total))
+        start = partial(model.stream_chat, messages, **more)
         self._write(id_, start, turn, show_begun=is_new)
         message = conversation.get(id_)
         self._emit(turn, events.Finished(message))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import numpy as np
 from textual.color import Color
@@ -27,13 +28,9 @@ def half_blocks(picture: bytes) -> Content:
     scale = min(1.0, _COLUMNS / image.width, 2 * _LINES / image.height)
     size = max(1, round(image.width * scale)), max(1, round(image.height * scale / 2)) * 2
     pixels = np.asarray(image.resize(size)).tolist()
-    lines = [
-        Content.assemble(
-            *(
-                ("▀", Style(foreground=Color(*above), background=Color(*below)))
-                for above, below in zip(pixels[row], pixels[row + 1], strict=True)
-            )
-        )
-        for row in range(0, size[1], 2)
-    ]
-    return Content("\n").join(lines)
+
+    def line(upper: list[list[Any]], lower: list[list[Any]]) -> Content:
+        styles = (Style(foreground=Color(*a), background=Color(*b)) for a, b in zip(upper, lower, strict=True))
+        return Content.assemble(*(("▀", style) for style in styles))
+
+    return Content("\n").join(line(*pixels[row : row + 2]) for row in range(0, size[1], 2))

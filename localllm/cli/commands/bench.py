@@ -127,13 +127,9 @@ def _of_model(info: ModelInfo) -> dict[str, Any]:
 
 def as_json(info: ModelInfo, measured: Sequence[Measurement], other_cpus: float) -> dict[str, Any]:
     """Everything as JSON values; ``other_cpus`` is how many processors other programs kept busy meanwhile."""
-    return {
-        "localllm": __version__,
-        "cpu": cpu_model(),
-        **_of_model(info),
-        "other_cpus": other_cpus,
-        "results": [found.as_json() for found in measured],
-    }
+    results = [found.as_json() for found in measured]
+    machine = {"localllm": __version__, "cpu": cpu_model()}
+    return {**machine, **_of_model(info), "other_cpus": other_cpus, "results": results}
 
 
 # -- Measuring -----------------------------------------------------------------------------------------------------

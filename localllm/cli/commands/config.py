@@ -166,8 +166,7 @@ def get_key(key: str) -> str:
 
 def set_key(path: Path, key: str, text: str) -> object:
     """Sets a key, and leaves all else in the file as it is; returns the value.  ``key``: a table's as
-    "sampling.temperature"; ``text``: a value as TOML has it, or else a text without quotes.
-    """
+    "sampling.temperature"; ``text``: a value as TOML has it, or else a text without quotes."""
     value = _value(key, text, path)
     document = _document(path)
     table, name = _place(document, key)

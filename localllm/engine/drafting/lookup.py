@@ -31,8 +31,7 @@ class NGramIndex:
     def find(self, tokens: Sequence[int]) -> tuple[int, int] | None:
         """The most recent earlier occurrence of the longest possible end of ``tokens``.  ``tokens``: those of the
         last call, and more.  Returns how many tokens it has in common with the end, and the position behind it; None
-        if there is none.
-        """
+        if there is none."""
         followers = self._followers
         for place in range(self._n_tokens, len(tokens)):  # those that are new
             for end in self._ends:

@@ -63,8 +63,7 @@ class MTPDrafter(ModelDrafter):
 
     def observe(self, step: BatchItem, rows: NDArray[np.float32], tokens: Sequence[int]) -> None:
         """Takes note of the text's part in a step of the model.  ``rows``: the hidden states that it made;
-        ``tokens``: the text by now; what it does not go on with was drafted and wrong.
-        """
+        ``tokens``: the text by now; what it does not go on with was drafted and wrong."""
         start = step.start
         if self._sequence is None:
             self._begin(start, tokens)
