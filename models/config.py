@@ -78,7 +78,7 @@ class Metadata:
         """Makes sure that the value of one key is a multiple of another's."""
         if n % of:
             raise ModelError(
-                f"{self.architecture}.{key} is {n}, which is no multiple of {self.architecture}.{of_key}, {of}: "
+                f"{self.architecture}.{key} is {n}, which is not a multiple of {self.architecture}.{of_key}, {of}: "
                 "the file is broken"
             )
 

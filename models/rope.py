@@ -175,7 +175,7 @@ def _frequency_factors(m: Header, rope: RopeConfig) -> Frequencies:
     else:
         return np.ones(1)
     if not (factors > 1e-6).all():  # NaN is not greater either
-        raise ModelError(f"tensor {names[0]} holds a factor that is no positive number: the file is broken")
+        raise ModelError(f"tensor {names[0]} holds a factor that is not a positive number: the file is broken")
     return factors
 
 

@@ -47,7 +47,7 @@ def dequantize(data: Bytes, type: GGMLType) -> Floats:
     n_bytes = data.shape[-1]
     if n_bytes % block_format.block_bytes:
         raise ModelError(
-            f"a row of {n_bytes:,} bytes is no whole number of {type.name} blocks "
+            f"a row of {n_bytes:,} bytes is not a whole number of {type.name} blocks "
             f"({block_format.block_bytes} bytes each): the tensor is cut or its shape is wrong"
         )
     n = n_bytes // block_format.block_bytes * block_format.block_length

@@ -270,7 +270,7 @@ class CupyDriver:
     def _function(self, module: interface.Module, kernel: str, shared_bytes: int) -> Any:
         """A kernel that may have so much dynamic shared memory."""
         if not isinstance(module, _Module):
-            raise UsageError(f"{module!r} is no module of this driver")
+            raise UsageError(f"{module!r} is not a module of this driver")
         if kernel not in module.functions:
             module.functions[kernel] = module.cupy.get_function(kernel)
         function = module.functions[kernel]

@@ -45,7 +45,7 @@ _PRAGMA_ONCE = re.compile(r"\s*#\s*pragma\s+once\b")
 def flat_source(name: str, folder: Path = FOLDER) -> str:
     """``name``.cu with all that it includes by ``#include "…"`` in its place, each file once."""
     if not _NAME.fullmatch(name):
-        raise KernelError(f"{name!r} is no name of a CUDA module")
+        raise KernelError(f"{name!r} is not the name of a CUDA module")
     return "".join(_flatten(f"{name}.cu", folder, seen=set()))
 
 

@@ -248,7 +248,7 @@ def _map(path: Path) -> tuple[mmap.mmap, _Stamp]:
 def _read_version(cursor: Cursor) -> int:
     if cursor.buffer[:4] != b"GGUF":
         kind = _kind_of_file(cursor.buffer[:32])
-        why = f"but {kind}" if kind else "for it does not begin with 'GGUF'"
+        why = f"but {kind}" if kind else "as it does not begin with 'GGUF'"
         raise cursor.error(f"not a GGUF file, {why}", advice="name a .gguf file")
     cursor.take(4, "the magic")
     version = cursor.u32("the version")

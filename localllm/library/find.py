@@ -112,7 +112,7 @@ def find_cached(name: HubName) -> Path:
         what = f"the cache {hub_cache()} cannot be read ({error.strerror or error})"
         raise ModelNotFoundError(f"{what}: check its permissions") from None
     if not models:
-        what = f"there is no file {str(name)!r}, nor is it a model in {hub_cache()}"
+        what = f"there is no file {str(name)!r}, and no such model in {hub_cache()}"
         raise ModelNotFoundError(f"{what}: pull it first, localllm pull {name}, or check the path")
     groups, where = [group for _, group in models], where_cached(name)
     if name.choice is not None and not matching(name.choice, groups):

@@ -212,8 +212,8 @@ class _Puller:
             else:
                 reason = str(cut or "it ends too early").strip().split("\n")[0]
                 raise HubError(
-                    f"the connection to {self._hub.endpoint} is cut again and again ({reason}); {have:,} of the "
-                    f"{file.n_bytes:,} bytes of {file.name} are kept: the same command goes on from there"
+                    f"the connection to {self._hub.endpoint} keeps breaking off ({reason}); {have:,} of the "
+                    f"{file.n_bytes:,} bytes of {file.name} are kept: run the same command again to continue"
                 ) from cut
 
     def _stream(self, file: RemoteFile, commit: str, have: int, report: Callable[[int], object]) -> None:

@@ -118,7 +118,9 @@ def read_file(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except (ValueError, RecursionError) as error:
-        raise SettingsError(f"the settings file {path} is not valid TOML: {error}; mend it with an editor") from None
+        raise SettingsError(
+            f"the settings file {path} is not valid TOML: {error}; correct it with an editor"
+        ) from None
 
 
 def read_text(path: Path) -> str:
@@ -136,7 +138,7 @@ def read_text(path: Path) -> str:
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a NUL in the path
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise SettingsError(
-            f"the settings file {path} cannot be read ({reason}): mend it, or name another one in the environment "
+            f"the settings file {path} cannot be read ({reason}): correct it, or name another one in the environment "
             f"variable {CONFIG_VARIABLE}"
         ) from None
 

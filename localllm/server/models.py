@@ -152,8 +152,8 @@ class Models:
         if found is None:
             names = ", ".join(list(self.served)[:5]) + (", …" if len(self.served) > 5 else "")
             raise UnknownModelError(
-                f"there is no model {name!r:.80} here, but {names}: name one of them, or start the server with "
-                "--alias to call the first so"
+                f"there is no model {name!r:.80} here, but {names}: name one of them, or give the first this name "
+                "with serve --alias"
             )
         return found
 

@@ -123,8 +123,8 @@ class EncoderModel:
         self.eps = meta.read(f"{self.section}.attention.layer_norm_epsilon", float, low=0.0, high=1.0)
         if self.n_layers and (self.n_heads < 1 or self.n_embd % self.n_heads):
             raise ModelError(
-                f"clip.{self.section}.embedding_length is {self.n_embd}, which is no multiple of clip.{self.section}."
-                f"attention.head_count, {self.n_heads}: the file is broken"
+                f"clip.{self.section}.embedding_length is {self.n_embd}, which is not a multiple of "
+                f"clip.{self.section}.attention.head_count, {self.n_heads}: the file is broken"
             )
         self.head_dim = self.n_embd // max(self.n_heads, 1)
         #: Further rows for each token, that layers of the text model add: what they are computed as.

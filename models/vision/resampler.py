@@ -98,7 +98,7 @@ class Resampler(MiniCPMV):
         self.width = self.weights.n_rows("resampler.proj.weight")  # files have no projection_dim, or 0
         if not self.width or self.width % _HEAD_DIM:
             raise ModelError(
-                f"resampler.proj.weight has {self.width} rows, which are no heads of {_HEAD_DIM}: the file is broken"
+                f"resampler.proj.weight has {self.width} rows, which are not heads of {_HEAD_DIM}: the file is broken"
             )
 
     def record(self) -> None:

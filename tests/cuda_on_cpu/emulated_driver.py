@@ -350,7 +350,7 @@ class EmulatedDriver:
         if module.device != stream.device:
             raise UsageError(f"kernels of device {module.device} launched in a stream of device {stream.device}")
         if not isinstance(module, EmulatedModule):
-            raise UsageError(f"{module!r} is no module of this driver")
+            raise UsageError(f"{module!r} is not a module of this driver")
         shape = launch_shape(kernel, grid, block, shared_bytes, self.properties(stream.device))
         check_arguments(kernel, arguments)
         kernels = module.kernels

@@ -148,7 +148,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("cohere2", {"cohere2.attention.sliding_window": None}, "no cohere2.attention.sliding_window"),
     ("olmo3", {"olmo2.attention.sliding_window": 0}, "sliding_window_pattern gives layers a window"),
     ("olmo3", {"olmo2.attention.sliding_window_pattern": [1, 1, 1, 0]}, "must be of type bool"),
-    ("qwen35", {"qwen35.ssm.group_count": 3}, "ssm.time_step_rank is 4, which is no multiple"),
+    ("qwen35", {"qwen35.ssm.group_count": 3}, "ssm.time_step_rank is 4, which is not a multiple"),
     ("qwen35", {"qwen35.ssm.conv_kernel": None}, "no qwen35.ssm.conv_kernel"),
     ("qwen35", {"qwen35.attention.recurrent_layers": [True]}, "recurrent_layers has 1 values for 4 layers"),
     ("qwen35moe", {"qwen35moe.expert_used_count": 7}, "expert_used_count is 7, more than the 6"),
@@ -163,7 +163,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("lfm2", {"lfm2.shortconv.l_cache": 9}, "shortconv.l_cache is 9"),
     ("minimax-m2", {"minimax-m2.expert_count": 0}, "no minimax-m2.expert_count"),
     ("nemotron-h", {"nemotron_h.feed_forward_length": [0, 172, 172, 0, 172]}, "both give layer 2 a width"),
-    ("nemotron-h", {"nemotron_h.ssm.inner_size": 100}, "inner_size is 100, which is no multiple"),
+    ("nemotron-h", {"nemotron_h.ssm.inner_size": 100}, "inner_size is 100, which is not a multiple"),
 ]
 
 

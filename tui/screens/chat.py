@@ -318,7 +318,7 @@ class ChatScreen(Screen[None]):
         if self.turn is not None and not self.is_ending:
             raise UsageError("a reply is under way: Esc stops it")
         if self._pending is not None:
-            raise UsageError("a message waits to be sent already: Esc takes it back")
+            raise UsageError("a message is already waiting to be sent: Esc takes it back")
         if self.models.state == "none":
             raise UsageError("no model is loaded: choose one with /model")
         self._pending, self.replacing = Draft(text, self.replacing), None

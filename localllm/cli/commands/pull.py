@@ -33,7 +33,7 @@ def download(name: str, *, quiet: bool, by: Callable[[str, PullProgress], Path] 
     except KeyboardInterrupt:
         progress.close()
         if progress.fetched:
-            say(f"localllm: stopped; {progress.fetched} are kept, and the same command goes on from there")
+            say(f"localllm: stopped; {progress.fetched} are kept: run the same command again to continue")
         raise
     finally:
         progress.close()

@@ -88,7 +88,7 @@ def test_a_header_that_is_not_there(sources: Path) -> None:
 
 @pytest.mark.parametrize("name", ["../a", "a.cu", "", "A"])
 def test_names_of_modules(sources: Path, name: str) -> None:
-    with pytest.raises(KernelError, match="is no name of a CUDA module"):
+    with pytest.raises(KernelError, match="is not the name of a CUDA module"):
         flat_source(name, sources)
 
 

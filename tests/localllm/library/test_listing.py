@@ -134,7 +134,7 @@ def test_models_of_other_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert find(name) == path
     assert find("smollm2:latest") == expected["smollm2"]
     assert find("org/Repo-GGUF") == find("org/Repo-GGUF:Q4_K_M") == studio
-    with pytest.raises(ModelNotFoundError, match="nor is it a model in"):
+    with pytest.raises(ModelNotFoundError, match="and no such model in"):
         find("org/Repo-GGUF:Q8_0")
     assert find_models([chosen], only_folders=True).models[0].path == chosen / "else" / "Where-Q8_0.gguf"
 

@@ -210,7 +210,7 @@ def test_a_cut_connection_goes_on_where_it_was_cut(hub: HubServer) -> None:
 @pytest.mark.posix("links need rights there")
 def test_the_next_download_goes_on_where_the_last_one_was_cut(hub: HubServer) -> None:
     hub.repos["org/repo"] = repo = Repo({"a.gguf": DEMO}, cuts=[100_000, 0, 0, 0])
-    with pytest.raises(HubError, match=r"cut again and again .* 100,000 of the 4,6.* bytes of a\.gguf are kept"):
+    with pytest.raises(HubError, match=r"keeps breaking off .* 100,000 of the 4,6.* bytes of a\.gguf are kept"):
         pull("org/repo")
     assert blobs() == [repo.hash("a.gguf") + ".incomplete"]
     with pytest.raises(ModelNotFoundError, match=r"pull it first, localllm pull org/repo"):
@@ -301,7 +301,7 @@ def test_refusals_of_the_hub(hub: HubServer, refusal: tuple[int, str], refuses_f
 
 def test_a_hub_that_fails_in_the_middle_is_asked_again(hub: HubServer) -> None:
     hub.repos["org/repo"] = Repo({"a.gguf": DEMO}, refusal=(503, ""), refuses_files=True)
-    with pytest.raises(HubError, match=r"cut again and again .* 0 of the .* bytes of a\.gguf are kept"):
+    with pytest.raises(HubError, match=r"keeps breaking off .* 0 of the .* bytes of a\.gguf are kept"):
         pull("org/repo")
     assert len(hub.ranges) == 1 + len(pulling.RETRY_SECONDS)
 
@@ -479,7 +479,7 @@ def test_ctrl_c_keeps_what_was_fetched(hub: HubServer) -> None:
         out, err = process.communicate()
     assert (process.returncode, out) == (-signal.SIGINT, b"")
     assert err.startswith(b"localllm: stopped; ")
-    assert b"are kept, and the same command goes on from there" in err
+    assert b"are kept: run the same command again to continue" in err
     kept = partial.stat().st_size
     repo.waits = False
     assert pull("org/repo").read_bytes() == DEMO
