@@ -135,7 +135,7 @@ def test_blocks_that_predict_further_tokens_are_let_be(tmp_path: Path) -> None:
     with GGUFFile.open(path) as file:
         assert read_model(file).config.n_layers == 3
         for change, message in (
-            ({"qwen3.nextn_predict_layers": 4}, "nextn_predict_layers is 4"),
+            ({"qwen3.nextn_predict_layers": 2}, "nextn_predict_layers is 2"),
             ({"qwen3.nextn_predict_layers": 0}, "the file has no tensor blk.3.attn_q.weight"),
         ):
             with pytest.raises(ModelError, match=message):
