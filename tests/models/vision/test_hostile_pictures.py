@@ -71,7 +71,8 @@ def compat(files: Path) -> Iterator[Llama]:
 def refusal(text: str) -> None:
     """Fails unless it is a sentence on the picture."""
     assert "\n" not in text.strip()
-    assert "picture" in text or "multimodal_data[0]" in text
+    # A JPEG file whose second byte has changed begins as MP3 files do; in llama.cpp's API nothing says what it is.
+    assert "picture" in text or "multimodal_data[0]" in text or "no encoder of sounds" in text
     assert "Traceback" not in text
 
 
