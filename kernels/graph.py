@@ -778,10 +778,11 @@ class Attention(Operation[Tensor]):
 
     With ``softcap``, scores s (scaled) become softcap * tanh(s / softcap).  With ``sinks`` [H], the softmax of each
     query head has one more score, that one, which takes its share and adds no value.  With ``slopes`` [H], each
-    score falls by its head's slope for every position between the two (ALiBi).
+    score falls by its head's slope for every position between the two (ALiBi).  With ``biases`` [H * (2 n + 1)], it
+    has its head's for the distance added, for -n … n positions behind the token; those farther off have the last one.
 
-    Sources: arXiv:2205.14135; slopes: arXiv:2108.12409; soft-cap: Gemma 2, arXiv:2408.00118; sinks: gpt-oss, after
-    arXiv:2309.17453; chunks: Llama 4.
+    Sources: arXiv:2205.14135; slopes: arXiv:2108.12409; biases: T5, arXiv:1910.10683; soft-cap: Gemma 2,
+    arXiv:2408.00118; sinks: gpt-oss, after arXiv:2309.17453; chunks: Llama 4.
     """
 
     q: Tensor
@@ -795,6 +796,12 @@ class Attention(Operation[Tensor]):
     has_spans: bool = False
     selected: Tensor | None = None
     slopes: Weight | None = None
+    biases: Weight | None = None
+
+    @property
+    def bias_width(self) -> int:
+        """Distances that each head has a bias for; 0 without any."""
+        return 0 if self.biases is None else self.biases.shape[0] // self.n_heads
 
     @property
     def n_heads(self) -> int:
@@ -826,8 +833,11 @@ class Attention(Operation[Tensor]):
                 )
         _check_shape(self.sinks, self.n_heads)
         _check_shape(self.slopes, self.n_heads)
-        if self.slopes is not None and (self.softcap or self.has_spans or self.selected is not None):
-            raise KernelError("scores that fall with the distance have no soft-cap, spans or selection")
+        if self.biases is not None:
+            _check_shape(self.biases, self.n_heads * (self.bias_width // 2 * 2 + 1))
+        by_distance = (self.slopes is not None) + (self.biases is not None)
+        if by_distance and (by_distance > 1 or self.softcap or self.has_spans or self.selected is not None):
+            raise KernelError("scores that depend on the distance have one rule, and no soft-cap, spans or selection")
         return Tensor(Rows.TOKENS, self.n_heads * self.cache.value_dim)
 
 

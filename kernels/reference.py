@@ -384,6 +384,10 @@ class _Run:
                     scores = soft_capped(scores, op.softcap)
                 if slopes is not None:
                     scores -= slopes * np.abs(position - seen).astype(np.float32)
+                if op.biases is not None:
+                    n = op.bias_width // 2
+                    of_heads = self.arrays[op.biases].reshape(cache.n_heads, op.group_size, -1)
+                    scores += of_heads[..., n + np.clip(seen - position, -n, n)]
                 if sinks is not None:
                     scores = np.concatenate([scores, sinks], axis=-1)
                 out[t] = np.einsum("ghl,lgd->ghd", softmax(scores)[..., : len(seen)], own_values)

@@ -208,7 +208,7 @@ class _Sharding:
             case g.Linears(x=x, matrices=matrices) if cut == list(op.result):
                 own = tuple(self.rows(m, y) for m, y in zip(matrices, op.result, strict=True))
                 return self.own.add(g.Linears(self.tensors[x], own))
-            case g.RopeAppend() | g.Attention(sinks=None, slopes=None) | g.Gated() | g.Activation():
+            case g.RopeAppend() | g.Attention(sinks=None, slopes=None, biases=None) | g.Gated() | g.Activation():
                 return self.own.add(self.renewed(op))
             case _ if isinstance(op, _WHOLE | g.Linear | g.Linears) and not cut:
                 return self.own.add(self.renewed(op))

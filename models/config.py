@@ -186,7 +186,7 @@ def _read_n_layers(meta: Metadata, tensors: Iterable[str]) -> int:
     layers."""
     n_blocks = meta.read("block_count", int, low=1, high=1 << 16)
     n_layers = n_blocks - meta.read("nextn_predict_layers", int, 0, low=0, high=n_blocks) or n_blocks
-    indices = {int(match[1]) for name in tensors if (match := re.match(r"blk\.(\d{1,9})\.", name))}
+    indices = {int(match[1]) for name in tensors if (match := re.match(r"(?:enc\.)?blk\.(\d{1,9})\.", name))}
     widths = meta.find("feed_forward_length")
     empty = {i for i, width in enumerate(widths) if width == 0} if isinstance(widths, list | tuple) else set()
     if not set(range(n_layers)) - empty <= indices <= set(range(n_blocks)):

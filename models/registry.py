@@ -197,6 +197,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "starcoder": Architecture("gpt2", "StarCoder, SantaCoder", "gpt_bigcode"),
     "starcoder2": Architecture("starcoder2", "StarCoder 2", "starcoder2"),
     "step35": Architecture("step35", "Step 3.5 and 3.7 Flash, text", "step3p5 step3p7"),
+    "t5encoder": Architecture("t5", "T5's encoders, as embedding models", "T5EncoderModel", is_encoder=True),
     "xverse": Architecture("llama", "XVERSE", "xverse"),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -174,6 +175,38 @@ def slopes(n: int, max_bias: float) -> ArrayWeight:
     power, heads = 1 << (n.bit_length() - 1), np.arange(n)
     exponents = np.where(heads < power, heads + 1, heads - power + 0.5) / power
     return ArrayWeight("slopes", (2.0 ** (-max_bias * exponents)).astype(np.float32))
+
+
+@dataclass(frozen=True)
+class DistanceBiases:
+    """A bias of scores for each head and distance up to where they no longer change, of a table of buckets.
+
+    Half of the buckets are for tokens behind.  Of either half the first half are of one distance each, and the others
+    grow by equal factors up to 128 tokens.  Source: T5, arXiv:1910.10683.
+    """
+
+    table: Weight  # [buckets, heads]
+    name = "attn_rel_b"
+    type = GGMLType.F32
+    reach = 128
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.table.shape[1] * (2 * self.reach + 1),)
+
+    @property
+    def data(self) -> NDArray[np.uint8]:
+        table = dequantize(self.table.data, self.table.type).reshape(self.table.shape).astype(np.float32)
+        half = len(table) // 2
+        exact, ahead = half // 2, np.arange(-self.reach, self.reach + 1)
+        far = np.log(np.maximum(np.abs(ahead), 1).astype(np.float32) / np.float32(exact))
+        # In float32, as T5's own code, which borders between buckets depend on.
+        far = far / np.float32(math.log(self.reach / exact)) * np.float32(half - exact)
+        bucket = np.where(np.abs(ahead) < exact, np.abs(ahead), np.minimum(exact + far.astype(int), half - 1))
+        return np.ascontiguousarray(table[bucket + half * (ahead > 0)].T).reshape(-1).view(np.uint8)
+
+    def drop_pages(self) -> None:
+        self.table.drop_pages()
 
 
 class Weights:

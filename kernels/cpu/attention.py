@@ -86,6 +86,9 @@ def constants(op: Attention, *, wide: bool) -> dict[str, Any]:
         "KEY_HEAD": keys.head(cache.key_dim),
         "SOFT_CAP": int(op.softcap is not None),
         "ALIBI": int(op.slopes is not None),
+        "BIASES": op.bias_width,
+        # Bytes of what a row's scores change by.
+        "FALL": 8 if op.slopes is not None else 16,
         "CHUNKED": int(op.chunk is not None),
         "CAUSAL": int(op.causal or op.has_spans),
         "SELECTED": 0 if op.selected is None else op.selected.width,
@@ -375,6 +378,20 @@ def lower_page(scores, n_rows, falls, position):
 
 
 @template
+def bias_page(scores, n_rows, falls, position):
+    """Adds to the scores [n_rows, PAGE] of positions from ``position`` on the biases of their distances.
+
+    falls: of each row, the address of its head's bias for itself, and its own position, int64.
+    """
+    for r in range(n_rows):
+        biases, before = load_i64(falls + 16 * r), position - load_i64(falls + 16 * r + 8)
+        for i in range(PAGE):
+            place = scores + SCORES * r + 4 * i
+            distance = min(max(before + i, np.int64(-(BIASES // 2))), np.int64(BIASES // 2))
+            store_f32(place, load_f32(place) + load_f32(biases + 4 * distance))
+
+
+@template
 def mask_page(scores, n_rows, limits, position):
     """Masks the scores [n_rows, PAGE] of positions from ``position`` on that rows do not see."""
     for r in range(n_rows):
@@ -504,7 +521,9 @@ def score_split(
                 if SOFT_CAP:
                     cap_page(row, here, soft_cap)
                 if ALIBI:
-                    lower_page(row, here, falls + 8 * some, page * PAGE)
+                    lower_page(row, here, falls + FALL * some, page * PAGE)
+                if BIASES:
+                    bias_page(row, here, falls + FALL * some, page * PAGE)
                 if page * PAGE < load_i64(last) or load_i64(first + 8) < page * PAGE + PAGE - 1:
                     mask_page(row, here, first, page * PAGE)
 
@@ -592,7 +611,7 @@ def copy_states(state, n_rows, out):
 def attention(
     begin, end, batch, tiles, n_kv_heads, group_size, q, q_stride, key_dim, value_dim,
     starts, positions, lasts, block_tables, block_stride, window, keys, values,
-    out, out_stride, partials, sinks, slopes, selected, selected_stride, scale: float, soft_cap: float,
+    out, out_stride, partials, sinks, by_distance, selected, selected_stride, scale: float, soft_cap: float,
 ):  # fmt: skip
     """out = softmax(scale * q @ keys.T, over visible positions) @ values.
 
@@ -607,11 +626,11 @@ def attention(
     keys, values: blocks of ``KEY_BLOCK`` and ``VALUE_BLOCK`` bytes [n_pages, n_kv_heads]
     (`localllm.kernels.cpu.cache_types`).
     partials: float32 [n_partials, n_kv_heads, TILE_ROWS, STATE / 4].  STATE: see `state_bytes`.  sinks,
-    slopes: float32 [H].
+    by_distance: with ALIBI, the heads' slopes, float32 [H]; with BIASES, their biases, float32 [H, BIASES].
     selected: float32 [T, SELECTED].
     """
     n_tiles = load_i64(batch)
-    gathered, falls = stack(KEY_BLOCK if SELECTED else 64), stack(8 * HELD if ALIBI else 64)
+    gathered, falls = stack(KEY_BLOCK if SELECTED else 64), stack(FALL * HELD if ALIBI or BIASES else 64)
     queries, limits, state = stack(4 * HELD * KEY_HEAD), stack(16 * HELD), stack(HELD * STATE)
     key_bytes, value_bytes = n_kv_heads * KEY_BLOCK, n_kv_heads * VALUE_BLOCK
     for unit in range(begin, end):
@@ -634,8 +653,12 @@ def attention(
                     x, y = load_f32x16(own + 128 * g), load_f32x16(own + 128 * g + 64)
                     store_record(x, y, 0, offset, own + RECORD * g)
             if ALIBI:
-                store_f32(falls + 8 * r, load_f32(slopes + 4 * (head * group_size + row % group_size)))
+                store_f32(falls + 8 * r, load_f32(by_distance + 4 * (head * group_size + row % group_size)))
                 store_i32(falls + 8 * r + 4, load_i32(positions + 4 * token))
+            if BIASES:
+                middle = (head * group_size + row % group_size) * BIASES + BIASES // 2
+                store_i64(falls + 16 * r, by_distance + 4 * middle)
+                store_i64(falls + 16 * r + 8, np.int64(load_i32(positions + 4 * token)))
             seen = selected + token * selected_stride
             load_limits(positions + 4 * token, lasts + 4 * token, window, load_i64(tile + 48), limits + 16 * r, seen)
         first, stop = load_i64(tile + 24), load_i64(tile + 32)

@@ -546,7 +546,7 @@ class Lowering:
                 tables.lasts if op.has_spans else tables.positions,
                 *(tables.block_tables[self.graph.group(cache)], tables.n_blocks),
                 *(1 if sees_span else op.window or op.chunk or tables.n_blocks * PAGE, *self.layers[cache.key]),
-                *(y.buffer, y.stride, partials, sinks, self.weights.vector(op.slopes)),
+                *(y.buffer, y.stride, partials, sinks, self.weights.vector(op.slopes or op.biases)),
                 *self._address_and_stride(op.selected),
                 *(float(op.scale) / (op.softcap or 1.0), float(op.softcap or 0)),
             ),

@@ -15,7 +15,7 @@
 //
 // Compiled for: KEY_DIM and VALUE_DIM; KEY_BITS and VALUE_BITS, 16 for halves; VALUES_IN_KEYS, whether values are the first VALUE_DIM
 // of the keys' (MLA), each page of which is then read once for both; CHUNKED, CAUSAL and SPANS, what a token sees;
-// SOFT_CAP, SINKS, ALIBI (all of them 0 or 1); and for the launch geometry that attention.py chooses: WARPS of `attention_prefill`, and
+// SOFT_CAP, SINKS, ALIBI (all of them 0 or 1); BIASES, the distances that each head has a bias for; and for the launch geometry that attention.py chooses: WARPS of `attention_prefill`, and
 // PREFILL_AHEAD and SPLIT_AHEAD, the pages that are on their way to shared memory while another one is used.
 //
 // A warp reads 32 KiB of shared memory per 16 rows and page of heads of 128 values, 256 clocks of a multiprocessor's
@@ -107,6 +107,9 @@ struct Row {
 #if ALIBI
   float slope;  // by which scores fall for every position from its own
   int own;
+#elif BIASES
+  const float* bias;  // of its own position; those of the positions behind it follow
+  int own;
 #endif
 };
 
@@ -117,14 +120,20 @@ DEVICE Row make_row(const Batch& batch, const Tile& tile, int row, int kv_head, 
   const int number = tile.first_row + min(row, tile.n_rows - 1);
   made.slope = LOG2_E * slopes[kv_head * group_size + number % group_size];
   made.own = tile.first_position + number / group_size;
+#elif BIASES
+  const int number = tile.first_row + min(row, tile.n_rows - 1);
+  made.bias = slopes + (kv_head * group_size + number % group_size) * BIASES + BIASES / 2;
+  made.own = tile.first_position + number / group_size;
 #endif
   return made;
 }
 
-// A row's score of a position, lowered by the distance.
+// A row's score of a position, lowered by the distance, or with the distance's bias.
 DEVICE float lowered(float score, const Row& row, int position) {
 #if ALIBI
   return fmaf(-row.slope, fabsf((float)(row.own - position)), score);
+#elif BIASES
+  return fmaf(LOG2_E, row.bias[max(-(BIASES / 2), min(BIASES / 2, position - row.own))], score);
 #else
   return score;
 #endif

@@ -60,6 +60,7 @@ class Variant:
     soft_cap: bool = False  # whether scores are capped
     sinks: bool = False  # whether each query head has a sink
     has_slopes: bool = False  # whether scores fall with the distance
+    bias_width: int = 0  # distances with a bias for scores, of each head
     warps: int = 8  # of `attention_prefill`
     # prefill_ahead, split_ahead: pages that either kernel fetches while it uses another one
     prefill_ahead: int = 1
@@ -79,6 +80,7 @@ class Variant:
             "SOFT_CAP": int(self.soft_cap),
             "SINKS": int(self.sinks),
             "ALIBI": int(self.has_slopes),
+            "BIASES": self.bias_width,
             "WARPS": self.warps,
             "PREFILL_AHEAD": self.prefill_ahead,
             "SPLIT_AHEAD": self.split_ahead,

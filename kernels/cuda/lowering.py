@@ -557,6 +557,8 @@ class Lowering:
         q: Stored
         q, k, v = (self.stored[x] for x in (op.q, op.k, op.v))
         rope, scale, others = op.rope or _NO_ROPE, op.q_scale or g.PositionScale(0.0, 1), [x for x in (k, v) if x]
+        if rope.ahead:
+            raise KernelError("rotations ahead of a token's position, of assistants that draft, are not on a GPU")
         norms: list[Any] = []
         for norm, dim in zip(op.norms, (kept.key_dim, kept.key_dim, kept.value_dim), strict=True):
             n = 0 if norm is None else dim if norm.weight is None else norm.weight.shape[0]
@@ -597,9 +599,9 @@ class Lowering:
         kind, sinks, partials = limits.kind(op), self.weights.vector(op.sinks), limits.new_partials()
         heads = kind.heads
         variant = replace(kind.variant, soft_cap=op.softcap is not None, sinks=sinks is not None)
-        variant = replace(variant, has_slopes=op.slopes is not None)
+        variant = replace(variant, has_slopes=op.slopes is not None, bias_width=op.bias_width)
         cache, batch = limits.cache.layer(kept.key), self.batch.attention(limits.cache.groups[kept.key])
-        scoring = float(op.scale), float(op.softcap or 0), self.weights.vector(op.slopes)
+        scoring = float(op.scale), float(op.softcap or 0), self.weights.vector(op.slopes or op.biases)
 
         def launches(extent: Extent) -> Iterator[Launch]:
             work = extent.work(kind)

@@ -53,7 +53,7 @@ _OTHERS = re.compile(
 #: What encoders have behind their last layer: classifiers use it.
 _HEAD = re.compile(r"^(pooler|head)\.")
 #: How names of tensors in layers begin.
-_LAYER = r"(?:\w+\.)?(?:layers?|h|blocks|transformer_encoder)\.(\d+)\."
+_LAYER = r"(?:\w+\.)?(?:layers?|h|blocks?|transformer_encoder)\.(\d+)\."
 #: Of which a file has one tensor.
 _STACKED = r"\.(experts|altup_(?:unembed_)?projections)\.(\d+)\."
 #: Of a block that predicts one token more, GGUF's names behind "nextn." by DeepSeek's and by Qwen's.
@@ -405,7 +405,8 @@ def gguf_name(conversion: Conversion, name: str) -> str | None:
 def _layer_of(name: str) -> tuple[str, str]:
     """The beginning of GGUF's name of a layer's tensor, and the rest of its name in the checkpoint."""
     match = re.fullmatch(_LAYER + "(.*)", name)
-    return (f"blk.{match[1]}.", match[2]) if match else ("", name)
+    before = "enc." if name.startswith("encoder.block.") else ""
+    return (f"{before}blk.{match[1]}.", match[2]) if match else ("", name)
 
 
 def _placeholder(shape: Sequence[int], row: Array, is_stacked: bool) -> Array:

@@ -32,6 +32,10 @@ _OTHER_NAMES = {
     "num_experts": "n_routed_experts",
     "num_experts_per_token": "num_experts_per_tok",
     "num_shared_experts": "n_shared_experts",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "d_ff": "intermediate_size",
+    "d_kv": "head_dim",
 }
 
 

@@ -299,7 +299,7 @@ def check_file(path: str | os.PathLike[str]) -> None:
 def check_runs(file: GGUFFile) -> None:
     """Makes sure that a file holds a model that localllm runs."""
     find_architecture(file.metadata)
-    if not any(name.startswith("blk.") for name in file.tensors):
+    if not any(name.startswith(("blk.", "enc.blk.")) for name in file.tensors):
         raise ModelError(
             f"{path_text(file.path)} holds only a vocabulary, no weights: choose the file of the whole model, which "
             "is larger"

@@ -89,7 +89,7 @@ def trial(path: Path, threads: int, _: Sizes) -> list[Record]:
     """Short measurements of all of llama.cpp's settings."""
     ids = random_ids(path, TRIAL_PROMPT)
     found: list[Record] = []
-    for repack in (True, False):
+    for repack in (True, False) if _can_repack(path) else (False,):
         with LlamaCpp(path, repack=repack) as model:
             for flash in (True, False):
                 context = model.context(threads, TRIAL_PROMPT + 2 * TRIAL_N, flash=flash)
@@ -98,6 +98,21 @@ def trial(path: Path, threads: int, _: Sizes) -> list[Record]:
                 prefill, decode = settled(threads, context.measure, ids, TRIAL_N)[:2]
                 found.append(Trial(path.stem, repack, flash, TRIAL_PROMPT / prefill, TRIAL_N / decode))
     return found
+
+
+_REPACK = """
+import sys
+from pathlib import Path
+from tests.benchmarks.theirs import LlamaCpp
+with LlamaCpp(Path(sys.argv[1]), repack=True) as model:
+    model.context(1, 64, flash=True).logits([1, 2])
+"""
+
+
+def _can_repack(path: Path) -> bool:
+    """Whether llama.cpp can compute with repacked weights: of latent attention (DeepSeek) it ends its process."""
+    done = subprocess.run([sys.executable, "-c", _REPACK, str(path)], capture_output=True, check=False)
+    return done.returncode == 0
 
 
 # -- A prompt and what follows it ----------------------------------------------------------------------------------

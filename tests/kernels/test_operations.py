@@ -783,6 +783,7 @@ def attended(
     begins: Array | None = None,
     ends: Array | None = None,
     slopes: Array | None = None,
+    biases: Array | None = None,
 ) -> Array:
     """q [T, H, key_dim] over keys [T, G, key_dim] and values [T, G, value_dim]: [T, H * value_dim]."""
     n_tokens, n_heads = q.shape[:2]
@@ -793,6 +794,9 @@ def attended(
     behind = np.arange(n_tokens)[:, None] - np.arange(n_tokens)
     if slopes is not None:
         scores = scores - slopes[:, None, None] * np.abs(behind)
+    if biases is not None:
+        n = biases.shape[1] // 2
+        scores = scores + biases[:, n - np.clip(behind, -n, n)]
     seen = (behind >= 0) | (not causal)
     if ends is not None:
         seen |= np.arange(n_tokens) < ends[:, None]
@@ -887,6 +891,7 @@ class Heads:
     softcap: float | None = None
     sinks: bool = False
     falls: bool = False
+    n_biases: int = 0
 
     def case(self) -> Case:
         keys, values = (
@@ -945,10 +950,14 @@ class Heads:
         more = {"window": self.window, "softcap": self.softcap, "chunk": self.chunk, "causal": self.causal}
         more["has_spans"] = self.has_spans
         more["slopes"] = f32(self.slopes()) if self.falls else None
+        more["biases"] = f32(self.biases().reshape(-1)) if self.n_biases else None
         return graph.add(g.Attention(q, cache, self.key_dim**-0.5, sinks=sinks, **more))
 
     def sink_scores(self) -> Array:
         return 3 * random(self.n_heads, seed=9)
+
+    def biases(self) -> Array:
+        return 2 * random(self.n_heads * self.n_biases, seed=8).reshape(self.n_heads, -1)
 
     def slopes(self) -> Array:
         return 0.5 ** np.arange(1, self.n_heads + 1)
@@ -982,6 +991,7 @@ class Heads:
         more |= {"begins": begins, "causal": self.causal or self.has_spans}
         sinks = self.sink_scores() if self.sinks else None
         more["slopes"] = self.slopes() if self.falls else None
+        more["biases"] = self.biases() if self.n_biases else None
         return attended(q, k, values, self.key_dim**-0.5, sinks=sinks, ends=ends, **more)
 
 
@@ -1013,6 +1023,8 @@ OPTIONS: dict[str, Heads] = {
     "capped": Heads(softcap=2.0),
     "sinks": Heads(sinks=True),
     "falling": Heads(falls=True),
+    "biases of distances": Heads(n_biases=31),
+    "biases of distances in both directions": Heads(n_biases=7, causal=False, n_heads=6, n_kv_heads=3),
     "falling in both directions": Heads(falls=True, causal=False, n_heads=6, n_kv_heads=3),
     "falling, window 65, sinks": Heads(falls=True, window=65, sinks=True),
     **{f"window {n}": Heads(window=n) for n in (1, 2, 16, 63, 64, 65, 100, 1000)},

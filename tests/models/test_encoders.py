@@ -87,7 +87,7 @@ def test_an_encoder_whose_file_says_so_is_causal(name: str, tmp_path: Path) -> N
 
 
 @pytest.mark.skipif(no_harness() is not None, reason=no_harness() or "")
-@pytest.mark.parametrize("name", ["bert", "modern-bert", "jina-bert-v2"])
+@pytest.mark.parametrize("name", ["bert", "modern-bert", "jina-bert-v2", "t5"])
 def test_cuda_computes_what_transformers_does(name: str, tmp_path: Path) -> None:
     path = write(tmp_path / "model.gguf", ENCODERS[name], model_of(name))
     runner = Runner(path, emulated_cuda(), n_pages=2, max_tokens=16)

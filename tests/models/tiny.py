@@ -1060,6 +1060,16 @@ TINY: dict[str, Tiny] = {
     "xverse": Tiny("llama", "xverse", {"num_key_value_heads": 4}, release=called("xverse", "XverseForCausalLM")),
 }
 
+T5: dict[str, Any] = {
+    "d_ff": 172,
+    "rms_norm_eps": None,
+    "layer_norm_epsilon": 1e-5,
+    "max_position_embeddings": None,
+    "num_key_value_heads": None,
+    "intermediate_size": None,
+    "tie_word_embeddings": True,
+}
+
 #: Models that embed.
 ENCODERS: dict[str, Tiny] = {
     "bert": Tiny("bert", "bert", {"layer_norm_eps": 1e-5, "head_dim": None}, auto="AutoModel"),
@@ -1101,6 +1111,8 @@ ENCODERS: dict[str, Tiny] = {
         auto="AutoModel",
     ),
     "qwen3-embedding": Tiny("qwen3", "qwen3", auto="AutoModel"),
+    "t5": Tiny("t5", "t5encoder", T5, auto="T5EncoderModel"),
+    "t5-gated": Tiny("t5", "t5encoder", T5 | {"feed_forward_proj": "gated-gelu"}, auto="T5EncoderModel"),
 }
 
 

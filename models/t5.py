@@ -1,0 +1,81 @@
+"""T5's encoders (arXiv:1910.10683), such as sentence-t5 and gtr-t5.
+
+Scores have a learnt bias for each distance, and are not scaled; positions are nowhere else.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from localllm.errors import ModelError
+from localllm.kernels.graph import Attention, Clamp, Graph, RopeAppend, Tensor
+from localllm.models.blocks import Layer, decoder, gated_mlp, norm, query_key_value
+from localllm.models.config import Header
+from localllm.models.hf_convert import Array
+from localllm.models.weights import DistanceBiases
+
+HF_NAMES = {
+    "token_embd": "shared",
+    "enc.output_norm": "encoder.final_layer_norm",
+    "attn_norm": "layer.0.layer_norm",
+    "attn_q": "layer.0.SelfAttention.q",
+    "attn_k": "layer.0.SelfAttention.k",
+    "attn_v": "layer.0.SelfAttention.v",
+    "attn_o": "layer.0.SelfAttention.o",
+    "attn_rel_b": "layer.0.SelfAttention.relative_attention_bias",
+    "ffn_norm": "layer.1.layer_norm",
+    "ffn_up": "layer.1.DenseReluDense.wi",
+    "ffn_gate": "layer.1.DenseReluDense.wi_0",
+    "ffn_down": "layer.1.DenseReluDense.wo",
+}
+_BIAS = "attn_rel_b.weight"
+
+
+def hf_keys(config: Any) -> dict[str, Any]:
+    if getattr(config, "relative_attention_max_distance", 128) != DistanceBiases.reach:
+        raise ModelError("config.json has a relative_attention_max_distance other than 128, which GGUF files mean")
+    eps = config.layer_norm_epsilon
+    return {
+        "context_length": getattr(config, "n_positions", None) or 512,
+        "attention.relative_buckets_count": config.relative_attention_num_buckets,
+        "attention.layer_norm_epsilon": eps,
+        "attention.layer_norm_rms_epsilon": eps,
+        "attention.head_count_kv": None,
+        "rope.freq_base": None,
+    }
+
+
+def hf_tensor(name: str, array: Array, config: Any) -> Array | dict[str, Array]:
+    """The embedding has two names, and a gated MLP other ones than one without a gate."""
+    if name.endswith("embed_tokens.weight"):
+        return {"token_embd.weight": array}
+    return {"ffn_up.weight": array} if name.endswith("wi_1.weight") else array
+
+
+def record(m: Header) -> Graph:
+    heads, n_ff, d = m.heads(), m.mlp_width(), m.config.n_embd
+    m.meta.read("attention.causal", bool, False)
+    n_buckets = m.meta.read("attention.relative_buckets_count", int, low=4, high=1 << 12)
+    first = m.weights.layer(0, "enc.").require("attn_rel_b.weight", n_buckets, heads.n)
+
+    def layer(at: Layer, x: Tensor) -> Tensor:
+        at = replace(at, weights=m.weights.layer(at.number, "enc."))
+        own = at.weights.require("attn_rel_b.weight", n_buckets, heads.n) if at.weights.n_rows(_BIAS) else first
+        y = norm(at, "attn_norm", x)
+        q, k, v, _ = query_key_value(at, y, heads)
+        cache = at.graph.kv_cache(heads.n_kv, heads.key_dim, heads.value_dim)
+        q = at.add(RopeAppend(q, k, v, cache, None))
+        y = at.add(Attention(q, cache, 1.0, causal=False, biases=DistanceBiases(own)))
+        x = at.linear(y, "attn_o", d, residual=x)
+        y = norm(at, "ffn_norm", x)
+        if "ffn_gate.weight" in at.weights:
+            return gated_mlp(at, y, n_ff, residual=x, activation="gelu")
+        y = at.add(Clamp(at.linear(y, "ffn_up", n_ff), 0.0, math.inf))
+        return at.linear(y, "ffn_down", d, residual=x)
+
+    def output_norm(at: Layer, name: str, x: Tensor) -> Tensor:
+        return norm(at, f"enc.{name}", x)
+
+    return decoder(m, layer, output_norm=output_norm)
