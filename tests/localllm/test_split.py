@@ -300,7 +300,7 @@ def test_flags(path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.
         (["-ts", "3;1"], "'3;1' is not a list of numbers of at least 0"),
         (["-ts", "1"], "-ts is '1', but needs a number for each GPU, of which there are 2"),
         (["-ts", "0,0"], "'0,0' is not a list of numbers of at least 0, not all of them 0"),
-        (["-mg", "1"], "there is no flag -mg: GPUs are named in their order with --device"),
+        (["-mg", "1"], "there is no flag -mg: --device names GPUs in order, as in --device cuda:1,0"),
     ):
         outcome = run_main(capfdbinary, *generate, *flags)
         assert outcome.code == 2

@@ -132,7 +132,9 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "bytes.toml").write_bytes(b"theme = '\xff'")
     (tmp_path / "large.toml").write_bytes(b"#" * (1 << 20 | 1))
     for name, reason in ((".", "directory"), ("bytes.toml", "utf-8"), ("large.toml", "more than 1,048,576 bytes")):
-        with pytest.raises(SettingsError, match=rf"cannot be read \(.*{reason}.*\): mend it, .* {CONFIG_VARIABLE}"):
+        with pytest.raises(
+            SettingsError, match=rf"cannot be read \(.*{reason}.*\): correct it, .* {CONFIG_VARIABLE}"
+        ):
             load_settings(tmp_path / name)
 
 

@@ -124,7 +124,7 @@ def test_the_command_of_the_documentation(
 
 
 def test_the_python_of_the_documentation(llm: LLM, files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (code,) = re.findall(r"```text\n(llm\..*?)```", (ROOT / "docs" / "pictures.md").read_text("utf-8"), re.DOTALL)
+    (code,) = re.findall(r"```py\n(llm\..*?)```", (ROOT / "docs" / "pictures.md").read_text("utf-8"), re.DOTALL)
     monkeypatch.chdir(files)
     for name in ("cat.jpg", "one.png", "two.png"):
         picture(40, 50).save(name)
@@ -312,8 +312,8 @@ def test_pictures_of_a_long_prompt_do_not_all_hold_their_pixels(
     made = encoder.prepare(images[2])
     released = placed[2].picture
     np.testing.assert_array_equal(encoder._prepared(released).frames[0], made.frames[0])
-    opened, prepare = threading.Event(), encoder._prepare
-    monkeypatch.setattr(encoder, "_prepare", lambda media: opened.wait(60) and prepare(media))
+    opened, prepare = threading.Event(), encoder.prepare
+    monkeypatch.setattr(encoder, "prepare", lambda *given: opened.wait(60) and prepare(*given))
     work = encoder.encode([released])
     assert [next(work) for _ in range(9)] == [None] * 9  # others have steps while a file is opened again
     work.close()

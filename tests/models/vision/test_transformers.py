@@ -173,7 +173,7 @@ def test_a_stream_goes_on_while_weights_are_packed(made: Any) -> None:
         work = encoder.encode([encoder.picture(image)])
         for _ in range(n_pieces):
             next(work)
-            assert encoder._first.stages[0].step is None
+            assert encoder.encoders["image"].stages[0].step is None
         work.close()
     assert np.isfinite(encoded(encoder, [image])[0]).all()
     encoder.close()
