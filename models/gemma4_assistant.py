@@ -71,25 +71,25 @@ def record(m: Header) -> Graph:
     rope, local_rope = (replace(each, ahead=1) for each in (make_rope(m, full), make_local_rope(m, local or full)))
     target = m.target
     if target is None:
-        g = Graph(m.cache_type)
-        e, h = (g.add(Input(Tensor(Rows.TOKENS, width), first, 2 * width)) for first in (0, width))
+        graph = Graph(m.cache_type)
+        e, h = (graph.add(Input(Tensor(Rows.TOKENS, width), first, 2 * width)) for first in (0, width))
     else:
-        g = Graph(target.cache_type, caches=dict(target.caches), windows=list(target.windows), caches_of=target)
+        graph = Graph(target.cache_type, caches=dict(target.caches), windows=list(target.windows), caches_of=target)
         embed = next(node.operation for node in target.nodes if isinstance(node.operation, Embed))
         if embed.result.width != width:
             raise ModelError(
                 f"it drafts for a model with {width:,} values of a hidden state, and this one has "
                 f"{embed.result.width:,}: choose the assistant of this model"
             )
-        h = g.add(Input(Tensor(Rows.TOKENS, width)))
-        e = g.add(Embed(embed.table, embed.scale))
-    g.layer = 0
+        h = graph.add(Input(Tensor(Rows.TOKENS, width)))
+        e = graph.add(Embed(embed.table, embed.scale))
+    graph.layer = 0
     of_e, of_h = split_columns(w.require("nextn.pre_projection.weight", d, 2 * width))
-    x = g.add(Linear(h, Matrix(of_h), residual=g.add(Linear(e, Matrix(of_e)))))
+    x = graph.add(Linear(h, Matrix(of_h), residual=graph.add(Linear(e, Matrix(of_e)))))
     for i, window in enumerate(windows):
-        g.layer = i
-        at = Layer(i, g, w.layer(i), d, m.norm_eps, e)
-        cache = _cache(g, heads[i].n_kv, heads[i].key_dim, window, is_own=target is None)
+        graph.layer = i
+        at = Layer(i, graph, w.layer(i), d, m.norm_eps, e)
+        cache = _cache(graph, heads[i].n_kv, heads[i].key_dim, window, is_own=target is None)
         q_norm = HeadNorm(at.norm_eps, at.weights.vector("attn_q_norm", heads[i].key_dim))
         q = at.linear(norm(at, "attn_norm", x), "attn_q", heads[i].n * heads[i].key_dim)
         q = at.add(RopeAppend(q, None, None, cache, local_rope if window else rope, q_norm))
@@ -98,19 +98,19 @@ def record(m: Header) -> Graph:
         y = gated_mlp(at, norm(at, "ffn_norm", x), n_ff, activation="gelu")
         x = add(at, norm(at, "post_ffw_norm", y), x)
         x = at.add(Scale(x, weight=at.weights.require("layer_output_scale.weight", 1)))
-    g.layer = "output"
-    at = Layer(-1, g, w, d, m.norm_eps, e)
+    graph.layer = "output"
+    at = Layer(-1, graph, w, d, m.norm_eps, e)
     y = norm(at, "output_norm", at.add(Outputs(x)))
-    g.watched.add(at.linear(y, "nextn.post_projection", width))
+    graph.watched.add(at.linear(y, "nextn.post_projection", width))
     at.add(Linear(y, w.matrix("token_embd", d, m.config.n_vocab)))
-    return g
+    return graph
 
 
-def _cache(g: Graph, n_heads: int, dim: int, window: int | None, *, is_own: bool) -> KVCache:
+def _cache(graph: Graph, n_heads: int, dim: int, window: int | None, *, is_own: bool) -> KVCache:
     """The cache of the model's last layer with such a window."""
     if is_own:
-        return g.kv_cache(n_heads, dim, window=window)
-    caches = [cache for cache in g.caches.values() if cache.window == window]
+        return graph.kv_cache(n_heads, dim, window=window)
+    caches = [cache for cache in graph.caches.values() if cache.window == window]
     if not caches or (caches[-1].n_heads, caches[-1].key_dim) != (n_heads, dim):
         raise ModelError("its attention is not that of the model's last layers: choose the assistant of this model")
     return caches[-1]

@@ -99,17 +99,16 @@ class _Object:
         self.entry = self._place(named[symbol])
         #: (place, what it is the address of, as a place)
         self._addresses = [
-            (self._places[s.info] + offset, self._place(self._symbols[info >> 32]) + addend)
+            self._address(s.info, *relocation)
             for s in sections
             if s.type == _ADDENDS and s.info in self._places
-            for offset, info, addend in _RELOCATION.iter_unpack(self._content(s))
-            if self._is_address(info, offset, sections[s.info])
+            for relocation in _RELOCATION.iter_unpack(self._content(s))
         ]
 
-    def _is_address(self, info: int, offset: int, section: _Section) -> bool:
-        if info & 0xFFFF_FFFF != _ADDRESS or offset + 8 > section.size:
+    def _address(self, section: int, offset: int, info: int, addend: int) -> tuple[int, int]:
+        if info & 0xFFFF_FFFF != _ADDRESS or offset + 8 > self._sections[section].size:
             raise _UnknownError
-        return True
+        return self._places[section] + offset, self._place(self._symbols[info >> 32]) + addend
 
     def _content(self, section: _Section) -> bytes:
         return self._code[section.offset : section.offset + section.size]

@@ -114,15 +114,15 @@ struct Row {
 };
 
 DEVICE Row make_row(const Batch& batch, const Tile& tile, int row, int kv_head, int group_size, int window, float factor,
-                    const float* slopes) {
+                    const float* by_distance) {
   Row made = {row_sight(batch, tile, row, group_size, window), factor};
 #if ALIBI
   const int number = tile.first_row + min(row, tile.n_rows - 1);
-  made.slope = LOG2_E * slopes[kv_head * group_size + number % group_size];
+  made.slope = LOG2_E * by_distance[kv_head * group_size + number % group_size];
   made.own = tile.first_position + number / group_size;
 #elif BIASES
   const int number = tile.first_row + min(row, tile.n_rows - 1);
-  made.bias = slopes + (kv_head * group_size + number % group_size) * BIASES + BIASES / 2;
+  made.bias = by_distance + (kv_head * group_size + number % group_size) * BIASES + BIASES / 2;
   made.own = tile.first_position + number / group_size;
 #endif
   return made;
@@ -607,7 +607,7 @@ DEVICE void write_rows(float* out, int out_stride, const float* split_sums, cons
 extern "C" __global__ void __launch_bounds__(PREFILL_THREADS, 1)
   attention_prefill(PARAMETERS, CACHE_PARAMETERS, const float* __restrict__ q, int q_stride, float* __restrict__ out,
                       int out_stride, const float* __restrict__ sinks, float scale, float soft_cap,
-                      const float* __restrict__ slopes) {
+                      const float* __restrict__ by_distance) {
   extern __shared__ __align__(16) uint8_t shared[];
   __shared__ Row rows[PREFILL_ROWS];
   const Batch batch = {header, query_starts, kv_lengths, ends, block_tables, block_stride};
@@ -641,7 +641,7 @@ extern "C" __global__ void __launch_bounds__(PREFILL_THREADS, 1)
   for (int row = ROWS / HEAD_PARTS * warp; row < ROWS / HEAD_PARTS * (warp + 1); row++) {
     const float* query = q + place_of(tile, min(row, tile.n_rows - 1), kv_head, group_size, q_stride, KEY_DIM);
     const float factor = load_query(query, KEY_DIM, query_rows + KEY_STRIDE * row) * scoring.factor;
-    if (lane == 0) rows[row] = make_row(batch, tile, row, kv_head, group_size, window, factor, slopes);
+    if (lane == 0) rows[row] = make_row(batch, tile, row, kv_head, group_size, window, factor, by_distance);
   }
   __syncwarp();
   const Queries queries(query_rows + KEY_STRIDE * warp_row);
@@ -708,7 +708,7 @@ extern "C" __global__ void __launch_bounds__(PREFILL_THREADS, 1)
 extern "C" __global__ void __launch_bounds__(SPLIT_THREADS, 3)
   attention_split(PARAMETERS, CACHE_PARAMETERS, const float* __restrict__ q, int q_stride,
           float* __restrict__ partial_sums, float2* __restrict__ partial_states, int max_splits, int partial_rows,
-          float scale, float soft_cap, const float* __restrict__ slopes) {
+          float scale, float soft_cap, const float* __restrict__ by_distance) {
   extern __shared__ __align__(16) uint8_t shared[];
   __shared__ Row rows[ROWS];
   __shared__ float tops[ROWS], keeps[ROWS];
@@ -733,7 +733,7 @@ extern "C" __global__ void __launch_bounds__(SPLIT_THREADS, 3)
   for (int row = warp; row < ROWS; row += SPLIT_WARPS) {
     const float* query = q + place_of(tile, min(row, tile.n_rows - 1), kv_head, group_size, q_stride, KEY_DIM);
     const float factor = load_query(query, KEY_DIM, query_rows + KEY_STRIDE * row) * scoring.factor;
-    if (lane == 0) rows[row] = make_row(batch, tile, row, kv_head, group_size, window, factor, slopes);
+    if (lane == 0) rows[row] = make_row(batch, tile, row, kv_head, group_size, window, factor, by_distance);
   }
   __syncthreads();
   const Queries queries(query_rows);

@@ -335,7 +335,7 @@ class EventStream(Response):
         del self.headers["content-length"]
         self._pieces, self._close, self._ping = pieces, close, ping
         self._path, self._encode_error = path, encode_error or event
-        self._putting, self._since = False, time.monotonic()  # a piece is on its way, and since when it is or is not
+        self._putting, self._since = False, time.monotonic()  # whether a piece is on its way, and since when
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         tasks = [asyncio.ensure_future(each) for each in (self._send(send), self._watch(send), _disconnect(receive))]
