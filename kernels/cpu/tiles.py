@@ -201,10 +201,10 @@ def take(acc: Registers, n, place, flags, rests, rest_sums, s: Registers, w: Reg
     flags: bit 0 of byte i says whether token i has a rest, ``rests`` bytes behind its record.  Rests are multiplied
     into the sums in memory at ``rest_sums``.
     """
+    if n > 0:  # rests first: behind the sums, the compiler puts those off and keeps in memory all that it has read
+        add_rests(n, place + rests, flags, rest_sums, s, w)
     for i in static_range(n):
         acc[i] = ADD(acc[i], place + token_place(i), *s[0:N_SCALES], *w[0:8])
-    if n > 0:
-        add_rests(n, place + rests, flags, rest_sums, s, w)
     if n == 0:
         for v in static_range(4):
             store_two_of_slab(place + 128 * v, w[2 * v], w[2 * v + 1], SLAB_OFFSET if QUARTERS else 0)
@@ -404,22 +404,21 @@ def unpack_q45_k(acc: Registers, n, tile, place, step, flags, rests, rest_sums):
     c = load_i32x16(tile + 192)
     scales = mask(a, 0x3F3F3F3F)
     minima = mask(b, 0x3F3F3F3F)
-    for pair in range(4):
-        fetch_ahead(tile + TILE_BYTES // 4 * pair, TILE_BYTES // 4)
-        for half in static_range(2):
-            w[0:8] = load_k_codes(tile + 256, 2 * pair + half)
-            s[0] = as_float(unsigned_byte_twice(scales, half))
-            s[1] = d
-            s[2] = d_min * to_float(unsigned_byte(minima, half))
-            take(acc, n, place, flags, rests, rest_sums, s, w)
-            place += step
-            flags >>= 1
-        if pair == 1:
-            scales = mask(c, 0x0F0F0F0F) | mask(shift_right(a, 2), 0x30303030)
-            minima = mask(shift_right(c, 4), 0x0F0F0F0F) | mask(shift_right(b, 2), 0x30303030)
-        else:
+    for four in range(2):
+        for pair in range(2 * four, 2 * four + 2):
+            fetch_ahead(tile + TILE_BYTES // 4 * pair, TILE_BYTES // 4)
+            for half in static_range(2):
+                w[0:8] = load_k_codes(tile + 256, 2 * pair + half)
+                s[0] = as_float(unsigned_byte_twice(scales, half))
+                s[1] = d
+                s[2] = d_min * to_float(unsigned_byte(minima, half))
+                take(acc, n, place, flags, rests, rest_sums, s, w)
+                place += step
+                flags >>= 1
             scales = shift_right(scales, 16)
             minima = shift_right(minima, 16)
+        scales = mask(c, 0x0F0F0F0F) | mask(shift_right(a, 2), 0x30303030)
+        minima = mask(shift_right(c, 4), 0x0F0F0F0F) | mask(shift_right(b, 2), 0x30303030)
 
 
 @template
