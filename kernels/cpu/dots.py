@@ -441,18 +441,16 @@ _DOTS = {
 }
 
 
-def _dot_int16_x86(b: Any, pieces: list[list[tuple[Any, Any]]]) -> list[Any]:
-    totals = []
-    for pairs in pieces:
-        kind = ir.VectorType(i32, pairs[0][0].type.count // 2)
-        total = ir.Constant(kind, [0] * kind.count)
-        for w, x in pairs:
-            if dot_kind().startswith("vnni"):
-                total = intrinsic(b, f"llvm.x86.avx512.vpdpwssd.{32 * kind.count}", kind, total, w, x)
-            else:
-                total = b.add(total, intrinsic(b, _WIDEN[len(pieces)], kind, w, x))
-        totals.append(total)
-    return totals
+def _add_int16_x86(b: Any, totals: list[Any], pairs: list[tuple[Any, Any]]) -> list[Any]:
+    """Each total and its products of 16-bit numbers, added in pairs."""
+    added = []
+    for total, (w, x) in zip(totals, pairs, strict=True):
+        kind = total.type
+        if dot_kind().startswith("vnni"):
+            added.append(intrinsic(b, f"llvm.x86.avx512.vpdpwssd.{32 * kind.count}", kind, total, w, x))
+        else:
+            added.append(b.add(total, intrinsic(b, _WIDEN[len(totals)], kind, w, x)))
+    return added
 
 
 def _dot_int16(b: Any, pieces: list[list[tuple[Any, Any]]]) -> list[Any]:
@@ -471,6 +469,13 @@ def _dot_int16(b: Any, pieces: list[list[tuple[Any, Any]]]) -> list[Any]:
     return totals
 
 
+def _int16_pairs(b: Any, w: Any, x: Any) -> list[tuple[Any, Any]]:
+    """A vector of pairs of 16-bit numbers, and the pair at x for each of them, in the parts that registers hold."""
+    pair = broadcast(b, load(b, x, i32), 16)
+    parts = _REGISTERS.get(dot_kind(), 4)
+    return list(zip(*(halves(b, b.bitcast(v, ir.VectorType(i16, 32)), parts) for v in (w, pair)), strict=True))
+
+
 @op(i32x16, *[i8x64] * 16, intp)
 def dot32_s16(b, *values):
     """A dot product over 32 columns of sixteen rows: 16-bit numbers in -8191 … 8191, of both the rows and x.
@@ -478,14 +483,20 @@ def dot32_s16(b, *values):
     Numbers 2 r and 2 r + 1 of w_v are row r's in columns 2 v and 2 v + 1.  Sums are exact.
     """
     weights, x = values[:16], values[16]
-    parts = _REGISTERS.get(dot_kind(), 4)
-    columns = []
-    for v, w in enumerate(weights):
-        pair = broadcast(b, load(b, b.add(x, ir.Constant(i64, 4 * v)), i32), 16)
-        cut = (halves(b, b.bitcast(each, ir.VectorType(i16, 32)), parts) for each in (w, pair))
-        columns.append(list(zip(*cut, strict=True)))
-    emit = _dot_int16_x86 if dot_kind() in _REGISTERS else _dot_int16
-    return join(b, emit(b, [list(piece) for piece in zip(*columns, strict=True)]))
+    columns = [_int16_pairs(b, w, b.add(x, ir.Constant(i64, 4 * v))) for v, w in enumerate(weights)]
+    if dot_kind() not in _REGISTERS:
+        return join(b, _dot_int16(b, [list(piece) for piece in zip(*columns, strict=True)]))
+    kind = ir.VectorType(i32, 16 // _REGISTERS[dot_kind()])
+    totals = [ir.Constant(kind, [0] * kind.count)] * _REGISTERS[dot_kind()]
+    for pairs in columns:
+        totals = _add_int16_x86(b, totals, pairs)
+    return join(b, totals)
+
+
+@op(i32x16, i32x16, i8x64, intp)
+def add_int16_x86(b, total, w, x):
+    """total and the products of two columns of `dot32_s16`, whose activations stand at x."""
+    return join(b, _add_int16_x86(b, halves(b, total, _REGISTERS[dot_kind()]), _int16_pairs(b, w, x)))
 
 
 @op(i32x16, i32x16, i32x16)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from localllm.kernels.cpu.compiler import kernel
-from localllm.kernels.cpu.dots import dot32_s16, load_quarters, store_quarters
+from localllm.kernels.cpu.dots import add_int16_x86, dot32_s16, load_quarters, store_quarters
 from localllm.kernels.cpu.simd import *
 from localllm.kernels.cpu.templates import device, static_range, template
 from localllm.kernels.cpu.tiles import (
@@ -330,6 +330,13 @@ def round_columns(columns, n, block):
         store_f32x16(block + 32 * k, zero_f32x16())
 
 
+@device
+def add_int16_total(acc, total, scale, record, ahead):
+    """acc plus a block's products with a token's record, which scales of both take to float; begins to read ahead."""
+    prefetch(record + ahead)
+    return fma(to_float(total), scale * load_splat_f32(record + INT16_SCALE), acc)
+
+
 @template
 def multiply_int16(sums, slab, n_blocks, x, ahead):
     """sums[i] += the slab's blocks times token i of the tile of activations at x; reads ahead what stands there."""
@@ -342,11 +349,37 @@ def multiply_int16(sums, slab, n_blocks, x, ahead):
         scale = load_f32x16(block + INT16_SCALES)
         for i in static_range(TOKENS):
             record = x + (b * TOKENS + i) * INT16_RECORD
-            prefetch(record + ahead)
-            total = to_float(dot32_s16(*w[0:16], record))
-            acc[i] = fma(total, scale * load_splat_f32(record + INT16_SCALE), acc[i])
+            acc[i] = add_int16_total(acc[i], dot32_s16(*w[0:16], record), scale, record, ahead)
     for i in static_range(TOKENS):
         store_f32x16(sums + 64 * i, acc[i])
+
+
+@template
+def multiply_int16_by_fours(sums, slab, n_blocks, x, ahead):
+    """The same where registers don't hold a block: two of its columns at a time are read for four tokens.
+
+    The loop over columns is one when it runs, too: written out, the compiler would read them all first.
+    """
+    for _ in range(TOKENS // 4):
+        for i in static_range(4):
+            acc[i] = load_f32x16(sums + 64 * i)
+        for b in range(n_blocks):
+            block, records = slab + b * INT16_BLOCK, x + b * (TOKENS * INT16_RECORD)
+            for i in static_range(4):
+                total[i] = zero_i32x16()
+            for two in range(8):
+                for v in static_range(2):
+                    columns = load_i8x64(block + (128 * two + 64 * v))
+                    for i in static_range(4):
+                        pair = records + 8 * two + (i * INT16_RECORD + 4 * v)
+                        total[i] = add_int16_x86(total[i], columns, pair)
+            scale = load_f32x16(block + INT16_SCALES)
+            for i in static_range(4):
+                acc[i] = add_int16_total(acc[i], total[i], scale, records + i * INT16_RECORD, ahead)
+        for i in static_range(4):
+            store_f32x16(sums + 64 * i, acc[i])
+        sums += 4 * 64
+        x += 4 * INT16_RECORD
 
 
 @kernel
@@ -373,7 +406,11 @@ def matmul_int16(begin, end, batch, weights, n_in, x, bias, residual, y, y_strid
                     round_columns(columns, min(32, n_in - column), slab + b * INT16_BLOCK)
                 for token in range(0, n, TOKENS):
                     records = x + int16_record(first + token, n_blocks) + block * (TOKENS * INT16_RECORD)
-                    multiply_int16(sums + 64 * token, slab, several, records, TOKENS * n_blocks * INT16_RECORD)
+                    ahead = TOKENS * n_blocks * INT16_RECORD
+                    if FEW_REGISTERS:
+                        multiply_int16_by_fours(sums + 64 * token, slab, several, records, ahead)
+                    else:
+                        multiply_int16(sums + 64 * token, slab, several, records, ahead)
             for token in range(n):
                 place = (first + token) * y_stride + group * 64
                 store_rows(load_f32x16(sums + 64 * token), bias, residual, y, group * 64, place)
