@@ -86,11 +86,16 @@ _OPENING = {**TAGS, "<|start|>assistant": "<|channel|>final<|message|>"}
 def check_grammar(sampling: Sampling) -> None:
     """Checks what can be checked of a grammar without a model."""
     if sampling.grammar_kind is not None:
-        _raise_if(llguidance.LLMatcher.validate_grammar(_read(sampling)[0]), sampling)
+        _raise_if(llguidance.LLMatcher.validate_grammar(_internal(sampling)), sampling)
+
+
+def _internal(sampling: Sampling) -> str:
+    """The grammar in Lark's notation, as llguidance has it."""
+    return _read(sampling)[0]
 
 
 def _read(sampling: Sampling) -> tuple[str, list[str]]:
-    """The grammar in Lark's notation, as llguidance has it, and what of schemas in it no text is held to."""
+    """The same, and what of schemas in it no text is held to."""
     matcher, complaint = llguidance.LLMatcher, "cannot be used"
     not_held: list[str] = []
     try:
