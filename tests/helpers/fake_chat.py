@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from localllm.engine.request import FinishReason, Timings, Usage
 from localllm.errors import ContextLengthError
@@ -59,13 +59,13 @@ class FakeInfo:
 
 @dataclass
 class FakeTemplate:
-    """``role: content`` lines; ``ending`` stands where the reply begins."""
+    """``role: content`` lines; ``ending`` stands where the reply begins, without a tag where there is no thinking."""
 
     ending: str = "assistant:"
 
-    def render(self, messages: Messages, **variables: Any) -> str:
+    def render(self, messages: Messages, *, enable_thinking: bool = True, **variables: Any) -> str:
         lines = [f"{message['role']}: {message['content']}\n" for message in messages]
-        return "".join(lines) + self.ending
+        return "".join(lines) + (self.ending if enable_thinking else self.ending.removesuffix("<think>"))
 
 
 @dataclass
@@ -103,6 +103,7 @@ class FakeModel:
     closed = False
     name = "Fake"
     sees = hears = False
+    template_variables: ClassVar[dict[str, Any]] = {}
 
     @property
     def info(self) -> Any:

@@ -87,6 +87,17 @@ def test_a_turn(store: Store) -> None:
     assert not session.busy
 
 
+def test_a_model_whose_thinking_is_off_begins_with_its_answer(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    session, model = begin(store, "Yes.", "hm</think>Yes.")
+    model.ending = "assistant:<think>"
+    monkeypatch.setattr(FakeModel, "template_variables", {"enable_thinking": False})  # by --reasoning off
+    play(session.send, "hi")
+    session.set_options({"thinking": True})
+    play(session.send, "hi")
+    replies = [message for message in session.conversation.path() if message.role == "assistant"]
+    assert [(each.thinking, each.content) for each in replies] == [("", "Yes."), ("hm", "Yes.")]
+
+
 def test_the_next_turn_sends_what_was_said(store: Store) -> None:
     session, model = begin(store, "<think>hm</think>one", "two")
     session.set_system("be kind")

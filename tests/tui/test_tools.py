@@ -76,6 +76,7 @@ def test_a_model_reads_a_file_if_that_is_allowed(folder: Path) -> None:
     assert [tool["function"]["name"] for tool in model.asked[0].tools or ()] == ["read_file"]  # type: ignore[index]
     assert [message["role"] for message in model.asked[1].messages] == ["user", "assistant", "tool"]
     assert model.asked[1].messages[1]["tool_calls"][0]["function"]["arguments"] == {"path": "a.txt"}  # type: ignore[index]
+    assert model.asked[1].messages[1]["reasoning_content"] == "hm"
     assert model.asked[1].messages[2]["content"] == "pears"
     kept = session.store.load(session.conversation.id)
     assert [m.calls for m in kept.path()] == [m.calls for m in session.conversation.path()]

@@ -35,6 +35,8 @@ class ChatModel(Protocol):
     def hears(self) -> bool: ...
     @property
     def chat_template(self) -> ChatTemplate: ...
+    @property
+    def template_variables(self) -> Mapping[str, Any]: ...
     def close(self) -> None: ...
     def tokenize(self, text: str, add_special: bool = True) -> list[int]: ...
     def tokenize_chat(
@@ -89,7 +91,7 @@ def prompt(messages: Sequence[Message], system: str, summary: str = "") -> list[
         content = with_attachments(message) if message.role == "user" else message.content
         media = [media_part(file.picture) for file in message.attachments if file.picture]
         if message.calls:
-            sent += _calls(message, content, len(sent))
+            sent += _calls(message, content)
         elif content or media:
             _say(sent, message.role, content, media)
     return sent
@@ -132,19 +134,14 @@ def tokens_of_media(model: ChatModel, file: bytes) -> int:
     return sum(id_ < 0 for id_ in ids)
 
 
-def _calls(message: Message, content: str, number: int) -> list[Sent]:
-    """A reply that calls tools, and what came of it."""
-    calls = [
-        # Some templates insist on nine characters.
-        {"type": "function", "id": f"call{number:03d}{i:02d}", "function": {"name": call.name, "arguments": values}}
-        for i, call in enumerate(message.calls)
-        for values in [json.loads(call.arguments)]
-    ]
+def _calls(message: Message, content: str) -> list[Sent]:
+    """A reply that calls tools, with the reasoning that led to the calls, and their results."""
+    calls = [{"function": {"name": call.name, "arguments": json.loads(call.arguments)}} for call in message.calls]
+    said = {"role": "assistant", "content": content, "reasoning_content": message.thinking, "tool_calls": calls}
     results = [
-        {"role": "tool", "name": call.name, "tool_call_id": made["id"], "content": call.result or "(it was not run)"}
-        for call, made in zip(message.calls, calls, strict=True)
+        {"role": "tool", "name": call.name, "content": call.result or "(it was not run)"} for call in message.calls
     ]
-    return [{"role": "assistant", "content": content, "tool_calls": calls}, *results]
+    return [said, *results]
 
 
 def whole_prompt(path: Sequence[Message], system: str) -> list[Sent]:

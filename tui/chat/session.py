@@ -399,7 +399,8 @@ class ChatSession:
             return None
         is_new = id_ is None
         if id_ is None:
-            end = model.chat_template.render(texts_alone(messages), **self._told, **variables)
+            told = {**model.template_variables, **variables, **self._told}
+            end = model.chat_template.render(texts_alone(messages), **told)
             opened = opening_tag(end)
             id_ = conversation.add("assistant", begun, parent=question, state="streaming", opened=opened).id
         else:
