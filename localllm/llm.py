@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     #: Messages of a chat, as OpenAI's API has them or in the form of `localllm.chat.conversation`.
     Messages = Sequence[Message | Mapping[str, object]]
 
-#: What stands for a picture in the prompt of `LLM.generate`, as in llama.cpp.
+#: The place of a picture or a sound in the prompt of `LLM.generate`, as in llama.cpp.
 MEDIA = "<__media__>"
 
 #: Prompts of `LLM.generate_many` that are under way at once.
@@ -518,7 +518,7 @@ class LLM:
         """
         given = self.with_defaults(options)
         stream = self._stream_chat(messages, tools, template_variables, reply_prefix, given)
-        return _warned(stream, stream.read())
+        return warned(stream, stream.read())
 
     def stream_chat(
         self,
@@ -607,7 +607,7 @@ class LLM:
                 i = engine.wait_for(ended)
                 try:
                     stream = streams.pop(i)
-                    done[i] = _warned(stream, stream.read())
+                    done[i] = warned(stream, stream.read())
                 except Exception as error:
                     done[i], refused, numbered = error, [], enumerate(())
                 if progress is not None:
@@ -642,7 +642,7 @@ class LLM:
         """As `chat`, for asyncio: other tasks go on meanwhile, and cancelling the task stops the work."""
         given = self.with_defaults(options)
         stream = self._stream_chat(messages, tools, template_variables, reply_prefix, given)
-        return _warned(stream, await stream.aread())
+        return warned(stream, await stream.aread())
 
     #: The same under names that say what they are for.
     astream, astream_chat = stream, stream_chat
@@ -1020,7 +1020,7 @@ class LLM:
         return self._grammars
 
 
-def _warned(stream: Stream, completion: Completion) -> Completion:
+def warned(stream: Stream, completion: Completion) -> Completion:
     """A reply that was read, after warnings of what could not be read of its calls."""
     for message in stream.parser.warnings if stream.parser is not None else ():
         warn(message)

@@ -1,4 +1,4 @@
-"""Which tools a model is offered, which it has to call, and what holds it to their schemas."""
+"""Which tools a model is offered, which one it must call, and the grammar that makes calls follow their schemas."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ def choose_tools(tools: Tools | None, choice: object) -> ChosenTools:
         function = tool.get("function") if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
             raise UsageError(f"tool {number} is not a function with a name: only such tools are called")
-    kind = choice.get("type") if isinstance(choice, Mapping) else choice
+    kind = choice
+    if isinstance(choice, Mapping):
+        kind = choice.get("type", "function" if {"function", "name"} & choice.keys() else None)
     if kind in (None, "auto"):
         return ChosenTools(tools, [])
     if kind == "none":

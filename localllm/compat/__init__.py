@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 
 from localllm.chat.built_in_templates import built_in
 from localllm.chat.reply import CallDelta
+from localllm.chat.tool_choice import choose_tools
 from localllm.compat.llama_chat_format import (
     ChatFormatter,
     LlamaChatCompletionHandler,
@@ -49,7 +50,7 @@ from localllm.kernels.graph import CacheType
 from localllm.library.find import find_cached, trained_context
 from localllm.library.hub_names import HubName
 from localllm.library.pull import pull
-from localllm.llm import LLM, load, model_file
+from localllm.llm import LLM, load, model_file, warned
 from localllm.loading.devices import gpu_memory
 from localllm.options.checks import check_keywords, mappings, whole_number
 from localllm.options.foreign_names import THEIR_METHODS, no_attribute
@@ -173,7 +174,7 @@ class MTMDChatHandler:
         raise NotAvailableError(f"{cls.__name__}.from_pretrained is not available: {instead}")
 
 
-#: Its kin in llama-cpp-python, one a family of models.
+#: llama-cpp-python's handlers of other families of models.
 Llava15ChatHandler = Llava16ChatHandler = ObsidianChatHandler = MoondreamChatHandler = MTMDChatHandler
 NanoLlavaChatHandler = Llama3VisionAlphaChatHandler = MiniCPMv26ChatHandler = MTMDChatHandler
 Qwen25VLChatHandler = Gemma4ChatHandler = MTMDChatHandler
@@ -452,13 +453,8 @@ class Llama:
     def _prompt_choices(self, prompt: str | Sequence[int], n_top: int) -> tuple[Choice, ...]:
         """The tokens of a prompt, but for the one that begins texts, with how likely each and the likeliest were."""
         ids = self.llm.tokenize(prompt, parse_special=True) if isinstance(prompt, str) else list(prompt)
-        choices = [Choice(ids[0], 0.0)]
-        for id_, row in zip(ids[1:], self.llm.logits(ids[:-1]) if ids[1:] else (), strict=True):
-            logprobs = row - row.max()
-            logprobs -= np.log(np.exp(logprobs).sum())
-            top = np.argsort(-logprobs, kind="stable")[:n_top]
-            choices.append(Choice(id_, float(logprobs[id_]), tuple((int(i), float(logprobs[i])) for i in top)))
-        return tuple(choices[ids[0] == self.llm.tokenizer.bos_id :])
+        (score,) = self.llm.score(ids[:1], [ids[1:]], top_logprobs=n_top)
+        return (Choice(ids[0], 0.0), *score.choices)[ids[0] == self.llm.tokenizer.bos_id :]
 
     @overload
     def create_chat_completion(
@@ -568,9 +564,10 @@ class Llama:
         if functions is not None:
             tools = [{"type": "function", "function": function} for function in functions]
         choice = tool_choice if function_call is None else function_call
-        if choice == "required":
-            raise NotAvailableError("tool_choice is 'required': name the function, or leave it open by 'auto'")
-        function = None if not isinstance(choice, Mapping) else _function(choice, tools or ())
+        chosen = choose_tools(None if tools is None else [*map(dict, mappings("tools", tools))], choice)
+        if choice == "required" or len(chosen.forced) > 1:
+            raise NotAvailableError(f"tool_choice is {choice!r:.80}: name the function, or leave it open by 'auto'")
+        function = chosen.forced[0]["function"] if chosen.forced else None
         format_ = response_format or {"type": "text"}
         if not isinstance(format_, Mapping):
             raise UsageError(f"response_format is {format_!r:.80}, but must be a mapping, as {{'type': 'text'}}")
@@ -589,7 +586,7 @@ class Llama:
         elif kind != "text":
             given["json_schema"] = schema or {"type": "object"}
         name = None if function is None else str(function["name"])
-        offered = None if choice == "none" else tools
+        offered = chosen.offered or None
 
         def begin() -> Stream:
             if formatter is not None:
@@ -602,7 +599,9 @@ class Llama:
                 special = {"add_special": not made.added_special, "parse_special": True}
                 return self._begin(self.llm.stream, made.prompt, **special, **more)
             stream = self._begin(self.llm.stream_chat, messages, tools=offered, **given)
-            if name is not None or not offered:
+            if name is not None and stream.parser is not None:
+                stream.parser.offer(())  # what it writes after reasoning is the arguments
+            elif not offered:
                 stream.parser = None  # as in llama-cpp-python, the content is all that the model writes
             return stream
 
@@ -629,10 +628,8 @@ class Llama:
             raise _with_their_names(error) from None
 
     def _read(self, stream: Stream) -> Completion:
-        done = stream.read()
+        done = warned(stream, stream.read())
         self._ids = stream.tokens
-        for message in stream.parser.warnings if stream.parser is not None else ():
-            warn(message)
         return done
 
     def _text_chunks(
@@ -685,6 +682,8 @@ class Llama:
                     waiting = ()
                 if chunk.finish_reason is not None:
                     self._ids = stream.tokens
+                    for message in chunk.warnings:
+                        warn(message)
                     yield Chunk("", logprobs=waiting or None, finish_reason=chunk.finish_reason)
 
     def _options(self, given: Mapping[str, Any], max_tokens: int | None, logprobs: int | None) -> dict[str, Any]:
@@ -992,25 +991,13 @@ def _with_tool_finish(said: _T) -> _T:
     return replace(said, finish_reason="tool_calls") if said.finish_reason == "stop" else said  # type: ignore[arg-type]
 
 
-def _function(choice: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The function that a ``tool_choice`` names, or a ``function_call``."""
-    mappings("tools", tools)
-    named = choice.get("function", choice)
-    name = named.get("name") if isinstance(named, Mapping) else named
-    functions: list[Mapping[str, Any]] = [tool.get("function") or {} for tool in tools]
-    found = [function for function in functions if function.get("name") == name is not None]
-    if not found:
-        raise UsageError(f"tool_choice names {name!r:.80}, which is not one of the tools: choose one of them")
-    return found[0]
-
-
 def _call(head: _ResponseHead, number: int, name: str, arguments: str) -> dict[str, Any]:
     """A call of a tool, or a part of its arguments."""
     function = {"name": name, "arguments": arguments}
     return {"id": f"call__{number}_{name}_{head.id}", "type": "function", "function": function}
 
 
-#: What our options are called there.
+#: Our options' names in llama-cpp-python.
 _THEIR_NAMES = {"context": "n_ctx", "threads": "n_threads", **{ours: theirs for theirs, ours in _OPTIONS.items()}}
 
 

@@ -41,6 +41,11 @@ class Score:
     is_greedy: bool
     top: tuple[tuple[tuple[int, float], ...], ...] = ()
 
+    @property
+    def choices(self) -> tuple[Choice, ...]:
+        """Its tokens, each with the likeliest ones at its place."""
+        return tuple(map(Choice, self.ids, self.logprobs, self.top or ((),) * len(self.ids)))
+
 
 class Evaluation:
     """A request for logits, which hands them over as they come."""
@@ -142,7 +147,7 @@ class _Scoring:
         self._top: list[tuple[tuple[int, float], ...]] = []
         self._logprobs: list[float] = []
         self._is_greedy = True
-        # The logits after the last token are wanted by nobody.
+        # The logits after the last token are not needed.
         self._evaluation = Evaluation(engine, ids[:-1], first - 1, self._add) if first < len(ids) else None
 
     def _add(self, position: int, rows: NDArray[np.float32]) -> None:

@@ -155,7 +155,7 @@ def test_a_tool_that_is_called(llm: Llama) -> None:
     deltas = [chunk["choices"][0]["delta"].get("tool_calls") for chunk in chunks]
     assert "".join(delta[0]["function"]["arguments"] for delta in deltas if delta) == call["function"]["arguments"]
     assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
-    with pytest.raises(UsageError, match="'rain', which is not one of the tools"):
+    with pytest.raises(UsageError, match="'rain', which is none of the tools"):
         llm.create_chat_completion(QUESTION, tools=[TOOL], function_call={"name": "rain"})
 
 
@@ -166,6 +166,10 @@ def test_a_tool_that_the_model_calls_by_itself(llm: Llama) -> None:
         done = llm.create_chat_completion(QUESTION, tools=[TOOL], grammar=forced)["choices"][0]
     assert (done["finish_reason"], done["message"]["content"]) == ("tool_calls", None)
     assert done["message"]["tool_calls"][0]["function"] == {"name": "weather", "arguments": '{"city": "Oslo"}'}
+    unknown = json.dumps('<tool_call>{"name": "rain", "arguments": {}}</tool_call>')
+    grammar = LlamaGrammar.from_string(f"root ::= {unknown}")
+    with pytest.warns(UserWarning, match="does not use tools"), pytest.warns(match="there is no tool 'rain'"):
+        list(llm.create_chat_completion(QUESTION, tools=[TOOL], grammar=grammar, stream=True))
     [many] = llm.llm.generate_many([QUESTION], grammar=f"root ::= {json.dumps(f'<think>hm</think>{written}')}")
     assert (many.reasoning, many.text) == ("hm", written)  # it was offered none
     with pytest.warns(UserWarning, match="does not use tools"):
@@ -518,12 +522,14 @@ def test_other_values_of_the_constructor(monkeypatch: pytest.MonkeyPatch) -> Non
     [
         ({"response_format": {"type": "xml"}}, "response_format is .* but must have type 'text', "),
         ({"response_format": "json"}, "response_format is 'json', but must be a mapping, as"),
-        ({"tools": [{"x": 1}], "tool_choice": {"name": "f"}}, "tool_choice names 'f', which is not one of the tools"),
+        ({"tools": [{"x": 1}], "tool_choice": {"name": "f"}}, "tool 0 is not a function with a name"),
+        ({"tools": [TOOL], "tool_choice": {"name": "f"}}, "tool_choice names 'f', which is none of the tools"),
+        ({"tools": [TOOL], "tool_choice": "Auto"}, "tool_choice is 'Auto', but must be"),
         (
             {"response_format": {"type": "json_schema", "json_schema": "x"}},
             "json_schema is 'x', but must be a mapping",
         ),
-        ({"tools": [TOOL], "tool_choice": {"function": "f"}}, "tool_choice names 'f', which is not one of the tools"),
+        ({"tools": [TOOL], "tool_choice": {"function": "f"}}, "tool_choice names 'f', which is none of the tools"),
         ({"tools": ["f"], "tool_choice": {"name": "f"}}, "tools must be a list of mappings"),
         ({"top_k": "all"}, "top_k is 'all', but must be"),
         ({"temperature": float("nan")}, "temperature is nan, but must be"),

@@ -9,6 +9,7 @@ import asyncio
 import json
 import random
 import re
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
@@ -479,6 +480,18 @@ def test_the_streams_of_compat_say_what_whole_replies_say(llm: LLM, monkeypatch:
                 for chunk in llama(f"case {case}", stream=True, **{"max_tokens": None, **CASES[case].options})
             )
             assert text == llama(f"case {case}", **{"max_tokens": None, **CASES[case].options})["choices"][0]["text"]
+
+
+def test_a_named_function_gets_what_follows_the_thoughts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("localllm.compat.load", load)
+    monkeypatch.setattr(sys.modules[__name__], "CASES", [Case('<think>hm</think>{"n": 1}', None)])
+    body = body_of(0, tool_choice={"type": "function", "function": {"name": "add"}})
+    whole, streamed = Read(), Read()
+    with compat.Llama("demo") as llama:
+        openai_message(llama.create_chat_completion(**body)["choices"][0]["message"], whole)
+        for chunk in llama.create_chat_completion(**body, stream=True):
+            openai_message(chunk["choices"][0]["delta"], streamed)
+    assert streamed == whole == Read(thinking="hm", calls=[["add", '{"n": 1}']])
 
 
 # -- Clients -------------------------------------------------------------------------------------------------------
