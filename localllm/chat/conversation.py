@@ -22,21 +22,21 @@ from localllm.errors import TemplateError, quoted
 EXAMPLE = "{'role': 'user', 'content': 'Hello!'}"
 _PART = "{'type': 'text', 'text': 'Hello!'}"
 
-#: Keys that programs have what was thought under, and types of parts that are thoughts.
+#: Keys that programs keep reasoning under.
 _REASONING = ("reasoning_content", "reasoning", "thinking")
-#: Types of parts that are text, which stands under "text", or under "refusal".
+#: Types of parts that are text, under the key "text" or "refusal".
 _TEXTS = ("text", "input_text", "output_text", "refusal")
 
-#: Types of parts that are pictures, as the library, OpenAI's two APIs and Anthropic's have them.
-_IMAGES = ("image", "image_url", "input_image")
+#: Types of parts that are pictures, as the library, OpenAI's two APIs and Anthropic's have them, and keys of these.
+IMAGE_TYPES, IMAGE_KEYS = ("image", "image_url", "input_image"), ("image", "image_url", "source")
 #: And those that are sounds, as the library, OpenAI's chat and others have them.
 _SOUNDS = ("audio", "input_audio", "audio_url")
-#: What errors call them, keys that have them, and the type of an example.
+#: By kind: the word for it in errors, the keys of a part that hold it, and the media type of an example.
 _MEDIA = {
-    "image": ("picture", ("image", "image_url", "source"), "image/png"),
+    "image": ("picture", IMAGE_KEYS, "image/png"),
     "audio": ("sound", _SOUNDS, "audio/wav"),
 }
-#: Tokens that a picture may become where a client asks for little detail.
+#: Maximum tokens of a picture that a client sends with low detail.
 _LOW_DETAIL = 256
 
 #: Keys of a message that are read; others are given to the template as they are.
@@ -163,8 +163,8 @@ def read_parts(
         if kind in ("thinking", "reasoning"):
             thoughts.append(str(part.get("thinking") or part.get("text") or ""))
             continue
-        if kind in _IMAGES or kind in _SOUNDS:
-            parts.append(_media("image" if kind in _IMAGES else "audio", number, part, may_open_files))
+        if kind in IMAGE_TYPES or kind in _SOUNDS:
+            parts.append(_media("image" if kind in IMAGE_TYPES else "audio", number, part, may_open_files))
             continue
         text: object = part
         if isinstance(part, Mapping):
@@ -188,7 +188,7 @@ def kind_of(file: bytes) -> Literal["image", "audio"]:
 
 
 def _media(kind: Literal["image", "audio"], number: int, part: Mapping[str, Any], may_open_files: bool) -> Media:
-    """The picture or the sound of a part.  What format a sound has its bytes say themselves."""
+    """The picture or the sound of a part.  A sound's format is read from its bytes, not from the part."""
     word, keys, example = _MEDIA[kind]
     where = f"the {word} of message {number}"
     given = next((part[key] for key in keys if key in part), None)
@@ -231,7 +231,7 @@ def decoded(text: str, where: str) -> bytes:
     try:
         return base64.b64decode(compact + "=" * (-len(compact) % 4), validate=True)
     except (binascii.Error, ValueError):
-        raise TemplateError(f"{where} is not in base64: encode the bytes of its file so") from None
+        raise TemplateError(f"{where} is not in base64: encode its file's bytes") from None
 
 
 def read_calls(number: int, calls: object) -> tuple[ToolCall, ...]:

@@ -31,10 +31,10 @@ from localllm.sampling import Choice
 from localllm.server.http import HTTPError
 from localllm.server.models import ServedModel
 
-#: Replies to one request, texts that end one, and characters of each of these, at most.
+#: Limits of one request: replies, stop strings, and characters of a stop string.
 MAX_REPLIES, MAX_STOPS, MAX_STOP_LENGTH = 64, 32, 1000
 
-#: What stands before what precedes a gap, before what follows it, and where it is filled in.
+#: Tokens before the prefix, the suffix and the middle, of models that fill in the middle.
 _FILL_IN = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
@@ -146,10 +146,10 @@ class GenerationJob:
 
     def chat_arguments(self, llm: LLM) -> dict[str, Any]:
         """The arguments of `LLM.stream_chat`, without options; collects warnings."""
-        messages, functions = self.messages or [], [tool["function"] for tool in self.tools]
+        messages = self.messages or []
         tools = [
-            {**tool, "function": {name: value for name, value in function.items() if name != "strict"}}
-            for tool, function in zip(self.tools, functions, strict=True)
+            {**tool, "function": {name: value for name, value in tool["function"].items() if name != "strict"}}
+            for tool in self.tools
         ]
         self.warnings.clear()
         if tools and not llm.chat_template.reads("tools"):
@@ -182,11 +182,18 @@ class Reply:
     finish_reason: FinishReason | None = None
     stop_text: str | None = None
     usage: Usage = field(default=Usage(0, 0, 0))
+    reasoning_tokens: int = 0  # of those generated, those of ``thinking``
     timings: Timings = field(default=Timings(0.0, 0, 0.0, 0.0, 0))
     drafts: Drafts | None = None
     warnings: list[str] = field(default_factory=list)
+    _n_silent: int = 0  # tokens that have made nothing yet, as half a character
 
     def add(self, event: Chunk) -> None:
+        self._n_silent += len(event.ids)
+        if event.reasoning:
+            self.reasoning_tokens += self._n_silent
+        if event.reasoning or event.text or event.call:
+            self._n_silent = 0
         self.text += event.text
         self.thinking += event.reasoning
         self.logprobs += event.logprobs or ()
@@ -231,12 +238,12 @@ class PendingReplies:
         return self.llm.tokenizer.decode(ids, special=True)
 
     def stop(self) -> None:
-        """Ends it because the server stops; whoever reads it is told."""
+        """Ends them because the server stops; their readers get an error."""
         for stream in self.streams:
             stream.cancel()
 
     def close(self) -> None:
-        """Ends what goes on, and gives the model back."""
+        """Ends what is still running, and releases the model."""
         on_close, self.on_close = self.on_close, None
         if on_close is not None:
             for stream in self.streams:
@@ -296,7 +303,7 @@ class PendingReplies:
         begin: Iterable[bytes] = (),
         end: Callable[[list[Reply]], Iterable[bytes]] = lambda replies: (),
     ) -> AsyncIterator[bytes]:
-        """The stream that a dialect makes of the events, with what stands before and behind all of them."""
+        """The stream that a dialect makes of the events, between its first and last lines."""
         replies = []
         for line in begin:
             yield line
@@ -329,6 +336,14 @@ def constrain(options: dict[str, Any], schema: object) -> None:
     if schema is not None and not isinstance(schema, dict):
         raise HTTPError(400, "the schema of a reply's format must be a JSON object")
     options["json_schema"] = {"type": "object"} if schema is None else schema
+
+
+def constrain_to_format(options: dict[str, Any], name: str, kind: str, schema: object) -> None:
+    """The same for a format of OpenAI's APIs, in the field ``name``."""
+    if kind not in ("text", "json_object", "json_schema"):
+        raise HTTPError(400, f"{name} is {kind!r:.40}, but must be text, json_object or json_schema")
+    if kind != "text":
+        constrain(options, schema)
 
 
 def offer_tools(options: dict[str, Any], tools: Tools | None, choice: object) -> dict[str, Any]:
@@ -410,11 +425,11 @@ def join_prompt(llm: LLM, prompt: Prompt) -> str | list[int]:
 
 
 def infill_tokens(llm: LLM, before: str, after: str, begun: str = "") -> list[int]:
-    """The tokens of a prompt for what stands between two texts, and begins with ``begun``."""
+    """The tokens of a prompt to fill in the text between two others; it begins with ``begun``."""
     tokenizer = llm.tokenizer
     for names in _FILL_IN:
         ids = [tokenizer.encode(name, add_special=False, parse_special=True) for name in names]
         if all(len(each) == 1 and tokenizer.is_special(each[0]) for each in ids):
             prefix, suffix, middle = (tokenizer.encode(text, add_special=False) for text in (before, after, begun))
             return tokenizer.with_bos([*ids[0], *prefix, *ids[1], *suffix, *ids[2], *middle])
-    raise HTTPError(400, "this model does not fill in: its vocabulary has no tokens for that, leave the suffix out")
+    raise HTTPError(400, "this model cannot fill in text: its vocabulary has no tokens for it, leave the suffix out")

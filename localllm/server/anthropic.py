@@ -28,7 +28,7 @@ from localllm.server.answers import (
 )
 from localllm.server.dispatcher import Dispatcher
 from localllm.server.http import EventStream, HTTPError, cancel_on_disconnect, decode, event, json_response
-from localllm.server.openai import new_id
+from localllm.server.openai import new_id, warnings_json
 
 
 class Tool(msgspec.Struct):
@@ -49,6 +49,7 @@ class OutputFormat(msgspec.Struct):
 
 class OutputConfig(msgspec.Struct):
     format: OutputFormat | None = None
+    effort: str | None = None
 
 
 class MessagesRequest(GenerationFields, kw_only=True):
@@ -63,9 +64,8 @@ class MessagesRequest(GenerationFields, kw_only=True):
 
 
 def _job(body: MessagesRequest) -> GenerationJob:
-    options = body.options()
-    form = body.output_format or (body.output_config and body.output_config.format)
-    if form:
+    options, config = body.options(), body.output_config or OutputConfig()
+    if form := body.output_format or config.format:
         constrain(options, form.schema)
     tools = [
         {
@@ -80,7 +80,9 @@ def _job(body: MessagesRequest) -> GenerationJob:
         for tool in body.tools or []
         if tool.input_schema is not None  # the others are Anthropic's own, such as a search of the web
     ]
-    variables = {} if body.thinking is None else {"enable_thinking": body.thinking.type != "disabled"}
+    variables: dict[str, Any] = {} if config.effort is None else {"reasoning_effort": config.effort}
+    if body.thinking is not None:
+        variables["enable_thinking"] = body.thinking.type != "disabled"
     messages, begun = split_reply_prefix(_messages(body))
     more = offer_tools(options, tools, body.tool_choice)
     more |= {"one_call": bool((body.tool_choice or {}).get("disable_parallel_tool_use"))}
@@ -102,22 +104,25 @@ def _messages(body: MessagesRequest) -> list[Message]:
         for block in blocks:
             kind = block.get("type") if isinstance(block, dict) else None
             if kind == "tool_result":
-                result = {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": block.get("content")}
-                messages.append(read_message(number, {**result, "is_error": block.get("is_error")}))
+                result = {"role": "tool", "tool_call_id": block.get("tool_use_id"), "is_error": block.get("is_error")}
+                found = block.get("content")
+                parts = [_part(number, each) for each in found] if isinstance(found, list) else found
+                messages.append(read_message(number, {**result, "content": parts}))
                 n_results += 1
             elif kind == "tool_use":
                 function = {"name": block.get("name"), "arguments": block.get("input") or {}}
                 said["tool_calls"].append({"id": block.get("id"), "function": function})
-            elif kind == "document":
-                said["content"].append(_document(number, block))
             elif kind != "redacted_thinking":
-                said["content"].append(block)
+                said["content"].append(_part(number, block))
         if said["content"] or said["tool_calls"] or not n_results:
             messages.append(read_message(number, said))
     return messages
 
 
-def _document(number: int, block: dict[str, Any]) -> dict[str, Any]:
+def _part(number: int, block: Any) -> Any:
+    """A block as `read_message` takes it: documents are text."""
+    if not isinstance(block, dict) or block.get("type") != "document":
+        return block
     source = block.get("source")
     text = source.get("data") if isinstance(source, dict) and source.get("type") == "text" else None
     if not isinstance(text, str):
@@ -176,6 +181,7 @@ def _end(reply: Reply) -> dict[str, Any]:
     return {
         "stop_reason": reason if reply.finish_reason == "stop" else "max_tokens",
         "stop_sequence": reply.stop_text,
+        **warnings_json(reply),
     }
 
 

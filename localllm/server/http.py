@@ -98,7 +98,7 @@ class HTTPError(LocalLLMError):
         if isinstance(error, HTTPError):
             return error
         if isinstance(error, ContextLengthError):
-            # To cut it is nothing that a request can ask for.
+            # A request cannot ask for a prompt to be cut.
             error = ContextLengthError(error.n_tokens, error.context)
             more = {"n_prompt_tokens": error.n_tokens, "n_ctx": error.context}
             return cls(400, error.worded(word), "context_length_exceeded", more=more)
@@ -400,7 +400,7 @@ DONE = b"data: [DONE]\n\n"
 # -- Who may ask ---------------------------------------------------------------------------------------------------
 
 
-#: What may be asked for without a key.
+#: Paths that need no key.
 _OPEN_PATHS = ("/", "/health")
 
 #: Schemes of the windows of desktop programs, such as Electron's, Tauri's and Visual Studio Code's.

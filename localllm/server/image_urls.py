@@ -7,6 +7,7 @@ import base64
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from localllm.chat.conversation import IMAGE_KEYS, IMAGE_TYPES
 from localllm.errors import UsageError
 from localllm.web import fetch, is_web
 
@@ -41,10 +42,10 @@ def _places(value: object) -> Iterator[tuple[dict[str, Any], str]]:
         if isinstance(each, list):
             pending += reversed(each)
         elif isinstance(each, dict):
-            if each.get("type") not in ("image", "image_url", "input_image"):
+            if each.get("type") not in IMAGE_TYPES:
                 pending += each.values()
                 continue
-            for key in ("image", "image_url", "source"):
+            for key in IMAGE_KEYS:
                 given = each.get(key)
                 holder, name = (given, "url") if isinstance(given, dict) else (each, key)
                 if isinstance(holder.get(name), str):

@@ -80,7 +80,7 @@ async def health(request: Request, dispatcher: Dispatcher) -> Response:
 async def props(request: Request, dispatcher: Dispatcher) -> Response:
     name = request.query_params.get("model")
     served = dispatcher.models.find(name)
-    if served.llm is not None:  # which nobody uses for that it is looked at
+    if served.llm is not None:  # to look at it is not to use it: it may be unloaded meanwhile
         with contextlib.suppress(ClosedError):
             served.props = await asyncio.to_thread(described, served.llm)
     elif not served.props:
@@ -256,6 +256,7 @@ class DetokenizeRequest(msgspec.Struct):
 class TemplateRequest(msgspec.Struct):
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
+    reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool = True
     model: str | None = None
@@ -289,8 +290,10 @@ async def detokenize(request: Request, dispatcher: Dispatcher) -> Response:
 
 async def apply_template(request: Request, dispatcher: Dispatcher) -> Response:
     body = await decode(request, TemplateRequest)
-    messages, begun = await dispatcher.read(request, lambda: split_reply_prefix(read_messages(body.messages)))
-    variables = thinking_variables(None, body.chat_template_kwargs)
+    goes_on = None if body.add_generation_prompt else False
+    read = partial(read_messages, body.messages)
+    messages, begun = split_reply_prefix(await dispatcher.read(request, read), goes_on)
+    variables = thinking_variables(body.reasoning_effort, body.chat_template_kwargs)
     if not body.add_generation_prompt:
         variables["add_generation_prompt"] = False
     tools = offer_tools({}, body.tools, None)

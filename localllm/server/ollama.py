@@ -21,6 +21,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from localllm.chat.conversation import Media, Message, ToolCall, decoded, read_message
+from localllm.engine.pictures import text_ids
 from localllm.generation.completion import Chunk
 from localllm.llm import LLM
 from localllm.server.answers import (
@@ -36,6 +37,7 @@ from localllm.server.answers import (
 from localllm.server.dispatcher import Dispatcher
 from localllm.server.http import EventStream, HTTPError, cancel_on_disconnect, decode, json_bytes, json_response
 from localllm.server.models import ServedModel
+from localllm.server.openai import thinking_variables, warnings_json
 from localllm.version import __version__
 
 #: Of Ollama, whose API this is.
@@ -64,7 +66,7 @@ class OllamaRequest(msgspec.Struct):
     context: list[int] | None = None
 
 
-#: What a line has of a reply: text, reasoning and calls.
+#: Makes a line's fields of text, reasoning and calls.
 _Shape = Callable[[str, str, Sequence[ToolCall]], dict[str, Any]]
 
 
@@ -75,9 +77,9 @@ def _job(body: OllamaRequest, **more: Any) -> GenerationJob:
         raise HTTPError(400, f"format is {body.format!r:.40}, but must be 'json' or a JSON schema")
     if body.format:
         constrain(options, body.format if isinstance(body.format, dict) else None)
-    variables: dict[str, Any] = {} if body.think is None else {"enable_thinking": bool(body.think)}
-    if isinstance(body.think, str):
-        variables["reasoning_effort"] = body.think
+    think, variables = body.think, dict[str, Any]()
+    if think is not None and think != "":
+        variables = {"enable_thinking": think} if isinstance(think, bool) else thinking_variables(think)
     return GenerationJob(
         body.model or body.name, options, variables=variables, **offer_tools(options, body.tools, None), **more
     )
@@ -138,7 +140,7 @@ async def generate(request: Request, dispatcher: Dispatcher) -> Response:
         if body.system:
             messages.insert(0, Message("system", (body.system,)))
         job = await dispatcher.read(request, partial(_job, body, messages=messages))
-        if body.context:  # what an earlier reply gave to go on from
+        if body.context:  # of an earlier reply, which this one continues
             encode = partial(_after, context=body.context, messages=messages, variables=job.variables)
             job = _job(body, prompts=[await dispatcher.with_model(request, body.model, encode)])
     return await _respond(request, body, dispatcher, job, response)
@@ -213,12 +215,13 @@ def _end(pending: PendingReplies, reply: Reply, is_chat: bool) -> dict[str, Any]
         "eval_count": usage.completion_tokens,
         "eval_duration": _ns(timings.decode_s),
         **({} if is_chat else {"context": _context(pending, reply)}),
+        **warnings_json(reply),
     }
 
 
 def _context(pending: PendingReplies, reply: Reply) -> list[int]:
-    """The tokens of prompt and reply, which the next request may go on from."""
-    ids, eos = list(pending.streams[0].tokens), pending.llm.tokenizer.eos_id
+    """The tokens of prompt and reply but those of pictures, which the next request may go on from."""
+    ids, eos = text_ids(pending.streams[0].tokens), pending.llm.tokenizer.eos_id
     is_whole = reply.finish_reason == "stop" and reply.stop_text is None
     return [*ids, eos] if is_whole and eos is not None else ids
 

@@ -30,7 +30,7 @@ from localllm.server.answers import (
     Prompt,
     Prompts,
     Reply,
-    constrain,
+    constrain_to_format,
     infill_tokens,
     join_prompt,
     offer_tools,
@@ -88,7 +88,7 @@ class CompletionRequest(GenerationFields, kw_only=True):
     stream_options: StreamOptions | None = None
 
 
-def thinking_variables(effort: str | None, given: dict[str, Any] | None) -> dict[str, Any]:
+def thinking_variables(effort: str | None, given: dict[str, Any] | None = None) -> dict[str, Any]:
     variables: dict[str, Any] = {}
     if effort is not None:
         variables = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
@@ -100,12 +100,9 @@ def _chat_job(body: ChatRequest) -> GenerationJob:
     if body.max_completion_tokens is not None:
         body.max_tokens = body.max_completion_tokens
     options = body.options(logprobs=checked_logprobs(logprobs))
-    form = body.response_format
-    if form is not None and form.type not in ("text", "json_object", "json_schema"):
-        raise HTTPError(400, f"response_format is {form.type!r:.40}, but text, json_object or json_schema are known")
-    if form is not None and form.type != "text":
+    if (form := body.response_format) is not None:
         schema = form.schema if form.json_schema is None else form.json_schema.get("schema")
-        constrain(options, schema)
+        constrain_to_format(options, "response_format", form.type, schema)
     goes_on = body.continue_final_message
     if goes_on and body.add_generation_prompt:
         raise HTTPError(400, "continue_final_message and add_generation_prompt contradict each other: leave one out")
@@ -146,6 +143,7 @@ def _usage_json(replies: Sequence[Reply]) -> dict[str, Any]:
         "completion_tokens": n_completion,
         "total_tokens": n_prompt + n_completion,
         "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in firsts)},
+        "completion_tokens_details": {"reasoning_tokens": sum(reply.reasoning_tokens for reply in replies)},
     }
 
 
@@ -168,6 +166,12 @@ def timings_json(of: Reply | Stream | Chunk) -> dict[str, Any]:
         "predicted_per_second": timings.decode_tokens_per_s,
         **counts,
     }
+
+
+def warnings_json(*replies: Reply) -> dict[str, Any]:
+    """What could not be done as asked, if there was anything."""
+    warnings = [warning for reply in replies for warning in reply.warnings]
+    return {"warnings": warnings} if warnings else {}
 
 
 def progress_json(pending: PendingReplies, chunk: Chunk) -> dict[str, Any]:
@@ -264,9 +268,7 @@ async def chat_completions(request: Request, dispatcher: Dispatcher) -> Response
 
 
 def _totals(replies: Sequence[Reply]) -> dict[str, Any]:
-    warnings = [warning for reply in replies for warning in reply.warnings]
-    totals = {"usage": _usage_json(replies), "timings": timings_json(replies[0])}
-    return totals | ({"warnings": warnings} if warnings else {})
+    return {"usage": _usage_json(replies), "timings": timings_json(replies[0]), **warnings_json(*replies)}
 
 
 def _chat_message(reply: Reply) -> dict[str, Any]:
@@ -302,8 +304,7 @@ def _end_lines(head: _Head, body: ChatRequest | CompletionRequest, replies: Sequ
 
 
 def _end_of_stream(reply: Reply) -> dict[str, Any]:
-    warnings = {"warnings": reply.warnings} if reply.warnings else {}
-    return {"timings": timings_json(reply), **warnings}
+    return {"timings": timings_json(reply), **warnings_json(reply)}
 
 
 def _delta(chunk: Chunk) -> dict[str, Any]:
@@ -384,9 +385,8 @@ async def _echo(
         text = prompt if isinstance(prompt, str) else llm.detokenize(ids)
         if body.logprobs is None or not ids:
             return text, []
-        score = llm.score(ids[:1], [ids[1:]], top_logprobs=body.logprobs)[0]
-        tops = score.top or ((),) * len(score.ids)
-        return text, [Choice(ids[0]), *map(Choice, score.ids, score.logprobs, tops)]
+        (score,) = llm.score(ids[:1], [ids[1:]], top_logprobs=body.logprobs)
+        return text, [Choice(ids[0]), *score.choices]
 
     result: tuple[str, list[Choice]] = await dispatcher.with_model(request, pending.served.name, work)
     return result

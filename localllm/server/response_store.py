@@ -1,4 +1,4 @@
-"""Responses of OpenAI's responses API that later requests go on from."""
+"""Stored responses of OpenAI's responses API, which later requests continue from."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ID = re.compile(r"resp_[0-9a-f]{32}")
 
 
 class StoredResponse(msgspec.Struct):
-    client: str  # who asked, and alone may go on from it
+    client: str  # who asked; only it may continue from the response
     conversation: list[Message]  # the messages of the chat, the reply among them
     response: dict[str, Any]  # as it was given
 

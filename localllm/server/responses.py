@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -20,7 +21,6 @@ from starlette.responses import Response
 
 from localllm.chat.conversation import Media, Message, ToolCall, read_calls, read_message
 from localllm.chat.reply import CallDelta
-from localllm.engine.request import Usage
 from localllm.generation.completion import Chunk
 from localllm.sampling import Choice
 from localllm.server.answers import (
@@ -28,7 +28,7 @@ from localllm.server.answers import (
     GenerationJob,
     PendingReplies,
     Reply,
-    constrain,
+    constrain_to_format,
     offer_tools,
     split_reply_prefix,
 )
@@ -43,6 +43,7 @@ from localllm.server.openai import (
     timings_json,
     timings_so_far,
     tokens_json,
+    warnings_json,
 )
 from localllm.server.response_store import StoredResponse
 
@@ -85,8 +86,8 @@ def _job(body: ResponsesRequest, before: list[Message]) -> GenerationJob:
         logprobs = 0
     options = body.options(logprobs=checked_logprobs(logprobs))
     form = body.text.format if body.text is not None else None
-    if form is not None and form.type != "text":
-        constrain(options, form.schema if isinstance(form.schema, dict) else None)
+    if form is not None:
+        constrain_to_format(options, "text.format", form.type, form.schema if isinstance(form.schema, dict) else None)
     tools = [
         {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
         for tool in body.tools or []
@@ -98,7 +99,7 @@ def _job(body: ResponsesRequest, before: list[Message]) -> GenerationJob:
     messages, begun = split_reply_prefix([*before, *_messages(items)])
     if body.instructions:
         messages = [Message("system", (body.instructions,)), *messages]
-    variables = thinking_variables(body.reasoning.effort if body.reasoning else None, None)
+    variables = thinking_variables(body.reasoning.effort if body.reasoning else None)
     return GenerationJob(
         body.model,
         options,
@@ -113,41 +114,32 @@ def _job(body: ResponsesRequest, before: list[Message]) -> GenerationJob:
 
 
 def _messages(items: list[dict[str, Any]]) -> list[Message]:
-    """Items as messages: reasoning and calls of tools belong to the message of the assistant beside them."""
+    """Items as messages: reasoning, then a text or calls of tools, then more calls are one of the assistant."""
     messages: list[Message] = []
-    reasoning, calls = "", list[ToolCall]()
-
-    def end_calls() -> None:
-        """The calls so far belong to the assistant's message before them, or make one."""
-        nonlocal reasoning
-        if calls:
-            if not messages or messages[-1].role != "assistant":
-                messages.append(Message("assistant", reasoning=reasoning))
-                reasoning = ""
-            messages[-1] = replace(messages[-1], calls=(*messages[-1].calls, *calls))
-            calls.clear()
-
     for number, item in enumerate(items):
-        kind = item.get("type", "message")
-        if kind == "function_call":
-            function = {"name": item.get("name"), "arguments": item.get("arguments")}
-            calls += read_calls(number, [{"id": item.get("call_id"), "function": function}])
-            continue
-        end_calls()
+        kind = item.get("type") or "message"
         if kind == "message":
             message = read_message(number, {"role": item.get("role"), "content": item.get("content")})
-            if message.role == "assistant":
-                message, reasoning = replace(message, reasoning=reasoning), ""
-            messages.append(message)
+        elif kind == "function_call":
+            function = {"name": item.get("name"), "arguments": item.get("arguments")}
+            calls = read_calls(number, [{"id": item.get("call_id"), "function": function}])
+            message = Message("assistant", calls=calls)
         elif kind == "function_call_output":
             result = {"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")}
-            messages.append(read_message(number, result))
+            message = read_message(number, result)
         elif kind == "reasoning":
             parts = item.get("content") or item.get("summary") or []
             reasoning = "".join(str(part.get("text", "")) for part in parts if isinstance(part, dict))
+            message = Message("assistant", reasoning=reasoning)
         else:
             raise HTTPError(400, f"input {number} is of type {kind!r:.40}, which is not available here")
-    end_calls()
+        last = messages[-1] if messages else message
+        goes_on = bool(message.calls) or not (last.parts or last.calls)
+        if messages and goes_on and last.role == message.role == "assistant":
+            reasoning, calls = last.reasoning + message.reasoning, last.calls + message.calls
+            messages[-1] = replace(last, parts=last.parts or message.parts, reasoning=reasoning, calls=calls)
+        else:
+            messages.append(message)
     return messages
 
 
@@ -179,7 +171,8 @@ async def responses(request: Request, dispatcher: Dispatcher) -> Response:
 
     if body.stream:
         begin = [writer.line(f"response.{s}", {"response": writer.response}) for s in ("created", "in_progress")]
-        return EventStream(pending.lines(lines, begin), pending.close, path=request.url.path)
+        pieces, encode_error = pending.lines(lines, begin), partial(writer.line, "error")
+        return EventStream(pieces, pending.close, path=request.url.path, encode_error=encode_error)
     with contextlib.closing(pending):
         (reply,) = await cancel_on_disconnect(request, pending.read(writer.events))
     keep(reply)
@@ -236,6 +229,17 @@ async def delete_response(request: Request, dispatcher: Dispatcher) -> Response:
     return json_response({"id": id_, "object": "response", "deleted": True})
 
 
+def _usage_json(reply: Reply) -> dict[str, Any]:
+    usage = reply.usage
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": reply.reasoning_tokens},
+        "total_tokens": usage.total_tokens,
+    }
+
+
 class _ResponseWriter:
     """Makes the items of a response, and the events that tell of them."""
 
@@ -251,7 +255,7 @@ class _ResponseWriter:
     def line(self, name: str, fields: dict[str, Any]) -> bytes:
         return event({"type": name, "sequence_number": next(self._numbers), **fields}, name)
 
-    def _response(self, status: str, usage: Usage | None = None, why: str | None = None) -> dict[str, Any]:
+    def _response(self, status: str, reply: Reply | None = None, why: str | None = None) -> dict[str, Any]:
         body = self._body
         return {
             "id": self._id,
@@ -274,15 +278,7 @@ class _ResponseWriter:
             "tools": body.tools or [],
             "top_p": body.top_p,
             "truncation": "disabled",
-            "usage": None
-            if usage is None
-            else {
-                "input_tokens": usage.prompt_tokens,
-                "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
-                "output_tokens": usage.completion_tokens,
-                "output_tokens_details": {"reasoning_tokens": 0},
-                "total_tokens": usage.total_tokens,
-            },
+            "usage": None if reply is None else _usage_json(reply),
             "metadata": body.metadata or {},
         }
 
@@ -293,7 +289,8 @@ class _ResponseWriter:
             is_whole = reply.finish_reason == "stop"
             status = "completed" if is_whole else "incomplete"
             events = [*last, *self._close(status)]
-            self.response = self._response(status, reply.usage, None if is_whole else "max_output_tokens")
+            why = None if is_whole else "max_output_tokens"
+            self.response = self._response(status, reply, why) | warnings_json(reply)
             timings = timings_json(reply)  # llama.cpp's, as below
             return [*events, (f"response.{status}", {"response": self.response, "timings": timings})]
         if chunk.n_evaluated is not None:

@@ -20,7 +20,7 @@ from localllm.server.answers import GenerationFields, GenerationJob, Reply
 from localllm.server.dispatcher import Dispatcher
 from localllm.server.http import EventStream, HTTPError, cancel_on_disconnect, decode, event, json_response
 
-#: Behind the language that Qwen 3 ASR names first, as "language English<asr_text>".
+#: Ends the language, which Qwen 3 ASR names first: "language English<asr_text>".
 _TEXT_BEGINS = "<asr_text>"
 
 
@@ -54,7 +54,7 @@ async def transcriptions(request: Request, dispatcher: Dispatcher) -> Response:
 
 
 class _Transcript:
-    """The pieces of a transcript, without the language that may stand first."""
+    """The pieces of a transcript, without the language that may come first."""
 
     def __init__(self) -> None:
         self._text, self._n_told = "", 0

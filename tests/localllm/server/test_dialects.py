@@ -274,6 +274,8 @@ def test_servers_open_no_files_and_no_addresses(dialect: str, given: Any, words:
     ("choice", "forced"),
     [
         (None, False),
+        ({"function": {"name": "now"}}, True),
+        ({"name": "now"}, True),
         ("auto", False),
         ("required", True),
         ({"type": "function", "function": {"name": "now"}}, True),
@@ -300,6 +302,9 @@ def test_documents_of_text_are_text() -> None:
     source = {"type": "text", "media_type": "text/plain", "data": "one two"}
     parts = [{"type": "document", "title": "T", "source": source}, {"type": "text", "text": "?"}]
     assert claude([{"role": "user", "content": parts}]) == ([Message("user", ("T\n\none two", "?"))], "")
+    result = {"type": "tool_result", "tool_use_id": "call_1", "content": parts}
+    expected = Message("tool", ("T\n\none two", "?"), call_id="call_1")
+    assert claude([{"role": "user", "content": [result]}]) == ([expected], "")
     with pytest.raises(HTTPError, match="message 0 has a document that is not text"):
         claude([{"role": "user", "content": [{"type": "document", "source": {"type": "base64", "data": "="}}]}])
 
@@ -316,6 +321,20 @@ def test_what_was_thought_before_calls_belongs_to_them_alone() -> None:
     result = {"type": "function_call_output", "call_id": "call_1", "output": "noon"}
     messages, begun = response([HI, reasoning, FUNCTION_CALL, result, {"type": "message", **HO}, HI])
     assert ([each.reasoning for each in messages], begun) == (["", "hm", "", "", ""], "")
+
+
+def test_what_was_thought_stays_in_its_turn() -> None:
+    first, second = ({"type": "reasoning", "summary": [{"type": "summary_text", "text": each}]} for each in "ab")
+    said, call = {"type": "message", **HO}, FUNCTION_CALL
+    calls = (ToolCall("now", '{"zone": "UTC"}', "call_1"),)
+    for items, expected in (
+        # A reply that was cut off in its thoughts, with the next one.
+        ([first, HI, said], [Message("assistant", (), "a"), Message("user", ("hi",)), Message("assistant", ("ho",))]),
+        # Thoughts between a text and a call.
+        ([first, said, second, call], [Message("assistant", ("ho",), "a"), Message("assistant", (), "b", calls)]),
+        ([first, second, call, said], [Message("assistant", (), "ab", calls), Message("assistant", ("ho",))]),
+    ):
+        assert response([HI, *items, HI])[0][1:-1] == expected
 
 
 @pytest.mark.parametrize("feature", [name for name, each in RESPONSES.items() if isinstance(each, list)])
@@ -426,7 +445,7 @@ OF_ANTHROPIC: dict[str, Any] = {
     "some of the tools": "it has no word for it",
     "no thinking": {"thinking": {"type": "disabled"}},
     "thinking": {"thinking": {"type": "enabled"}},
-    "little thinking": "it has a budget of tokens, of which templates know nothing",
+    "little thinking": {"thinking": {"type": "adaptive"}, "output_config": {"effort": "low"}},
 }  # fmt: skip
 _FLAT = [{"type": "function", **function} for function in (FUNCTION, OTHER)]
 OF_RESPONSES: dict[str, Any] = {

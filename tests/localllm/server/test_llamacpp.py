@@ -49,6 +49,10 @@ def test_tokens_and_templates(server: Serving) -> None:
     prompt = post(server, "/apply-template", messages=[{"role": "user", "content": "Hi"}])["prompt"]
     assert prompt.endswith("<|assistant|>")
     assert "Hi" in prompt
+    said = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
+    assert post(server, "/apply-template", messages=said)["prompt"] == f"{prompt}Ho"
+    whole = post(server, "/apply-template", messages=said, add_generation_prompt=False)["prompt"]
+    assert whole == server.llm.chat_template.render(said, add_generation_prompt=False)
 
 
 def _bytes(piece: str | list[int]) -> bytes:
@@ -188,7 +192,7 @@ def test_the_first_progress_has_what_the_cache_had(path: str) -> None:
 def test_infill_is_refused_by_a_model_that_does_not_fill_in(server: Serving) -> None:
     response = httpx.post(server.url + "/infill", json={"input_prefix": "a", "input_suffix": "b"})
     assert response.status_code == 400
-    assert "does not fill in" in response.json()["error"]["message"]
+    assert "cannot fill in text" in response.json()["error"]["message"]
 
 
 def test_slots_are_saved_and_restored(tmp_path: Path) -> None:

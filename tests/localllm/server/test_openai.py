@@ -206,8 +206,10 @@ def test_a_broken_call_is_seen_with_a_warning(actor: Any) -> None:
 
 def test_what_the_model_thinks_is_apart(actor: Any) -> None:
     messages = [{"role": "user", "content": "think"}]
-    message = actor.chat.completions.create(model="demo", messages=messages).choices[0].message
+    reply = actor.chat.completions.create(model="demo", messages=messages)
+    message = reply.choices[0].message
     assert (message.reasoning_content.strip(), message.content) == ("Hm.", "Yes.")
+    assert 0 < reply.usage.completion_tokens_details.reasoning_tokens < reply.usage.completion_tokens
     events = actor.chat.completions.create(
         model="demo",
         messages=messages,
@@ -326,6 +328,7 @@ def test_thinking_in_responses(actor: Any) -> None:
     response = actor.responses.create(model="demo", input="think")
     assert [item.type for item in response.output] == ["reasoning", "message"]
     assert response.output_text == "Yes."
+    assert 0 < response.usage.output_tokens_details.reasoning_tokens < response.usage.output_tokens
 
 
 def test_a_folder_that_takes_no_response_costs_no_reply(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ from localllm.chat.conversation import Message
 from localllm.cli.defaults import chat_template
 from localllm.cli.parser import parser_of
 from localllm.errors import UsageError
-from localllm.server import openai
+from localllm.server import ollama, openai
 from localllm.server.http import LONG_REQUEST, HTTPError, event, json_bytes, tolerant
 from localllm.server.ollama import _seconds
 from localllm.server.response_store import ResponseStore
@@ -114,6 +114,25 @@ def test_durations_of_ollama(words: str, seconds: float) -> None:
     assert _seconds(words) == pytest.approx(seconds)
 
 
+def test_levels_of_thinking_mean_in_ollama_what_they_mean_elsewhere() -> None:
+    for given, variables in (
+        ("none", {"reasoning_effort": "none", "enable_thinking": False}),
+        ("high", {"reasoning_effort": "high", "enable_thinking": True}),
+        (False, {"enable_thinking": False}),
+        (None, {}),
+    ):
+        assert ollama._job(ollama.OllamaRequest(think=given)).variables == variables
+
+
+def test_a_format_that_openais_apis_do_not_have_is_refused(server: Serving) -> None:
+    for path, form in (
+        ("/v1/chat/completions", {"response_format": {"type": "xml"}}),
+        ("/v1/responses", {"text": {"format": {"type": "xml"}}}),
+    ):
+        answer = post(server, path, {**APIS[path], **form})
+        assert (answer.status_code, "is 'xml', but must be text" in answer.text) == (400, True)
+
+
 def test_a_format_that_ollama_does_not_have_is_refused(server: Serving) -> None:
     answer = post(server, "/api/chat", {**APIS["/api/chat"], "format": "xml"})
     assert answer.status_code == 400
@@ -174,6 +193,14 @@ def test_responses_have_the_logprobs_that_are_asked_for(server: Serving, more: d
     assert [one for each in deltas for one in each["logprobs"]] == found["logprobs"]
     (begun,) = (each["part"] for each in events if each["type"] == "response.content_part.added")
     assert (begun["text"], begun["logprobs"]) == ("", [])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat"])
+def test_every_api_says_that_a_model_knows_no_tools(server: Serving, path: str, stream: bool) -> None:
+    tool: dict[str, Any] = {"type": "function", "name": "now", "function": {"name": "now"}, "input_schema": {}}
+    answer = post(server, path, {**APIS[path], "tools": [tool], "stream": stream})
+    assert answer.text.count("knows no tools") == 1
 
 
 def test_chat_template_flags_are_read_alike(tmp_path: Path) -> None:

@@ -176,6 +176,8 @@ def test_official_clients_send_pictures(server: Serving) -> None:
         message = {"role": "user", "content": "hm", "images": [data_of(one)]}
         told = client.chat("demo", messages=[message], options={"num_predict": 2})
         assert "vision" in client.show("demo").capabilities
+        first = client.generate("demo", "hm", images=[data_of(one)], options={"num_predict": 2})
+        assert client.generate("demo", "and?", context=first.context, options={"num_predict": 2}).context
     n_tokens = (
         chat.usage.prompt_tokens,
         answer.usage.input_tokens,
