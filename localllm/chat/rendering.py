@@ -1,7 +1,7 @@
 """Detects what a chat template understands, and puts a conversation into just that form.
 
-Nobody has read the template, and its model's name says nothing of it.  So small conversations with words of their own
-are rendered, each once and only when a conversation needs to know, and what has become of the words tells.
+A model's name says nothing about its template, which may be any program.  So small conversations of made-up words are
+rendered, each once and only when needed: where the words are in the output tells what the template understands.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from localllm.chat.conversation import Media, Message, ToolCall
 from localllm.chat.thinking import TAGS
 from localllm.errors import warn
 
-#: What is told of conversations that are only looked at.
+#: Words of the conversations that test a template.
 _ONE, _TWO, _THREE = "zqfirst", "zqsecond", "zqthird"
 
-#: What ids of calls are made of for templates that want nine characters, as Mistral's do.
+#: Characters of call ids for templates that want nine of them, as Mistral's do.
 _LETTERS = string.ascii_letters + string.digits
 
-#: What is tried: an id that all templates take, arguments, and a tool, whose name is not that of the call.
+#: For the same tests: a call id that all templates take, arguments, and a tool, which is not the one called.
 _SHORT_ID, _ARGUMENTS = "abcdef012", {"zqkey": _TWO}
 _SCHEMA = {"type": "object", "properties": {"zqkey": {"type": "string", "description": ""}}}
 _TOOL: dict[str, Any] = {"name": "zqtool", "description": "", "parameters": _SCHEMA}
@@ -158,7 +158,7 @@ class Rendering:
     # -- What it is given ------------------------------------------------------------------------------------------
 
     def _with_systems_in_place(self, messages: list[Message]) -> list[Message]:
-        """Messages of the system where the template reads them; no text of theirs is lost."""
+        """Moves system messages to where the template reads them; none of their text is lost."""
         places = [i for i, each in enumerate(messages) if each.role == "system"]
         if not places:
             return messages

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
+from typing import Any
 
 import jinja2
 from jinja2.exceptions import SecurityError
@@ -29,7 +30,7 @@ from localllm.tokenizer.vocabulary import MetadataFile
 _ROLES = frozenset({"system", "user", "assistant", "tool"})
 
 
-#: Put into what users write where it would be taken for a picture; no text has it.
+#: Breaks up what users write that looks like a picture's marker; no text contains it.
 _APART = "\ue000\uf8ff"
 
 
@@ -156,14 +157,13 @@ class ChatTemplate:
         if found := [each for message in conversation for each in message.media]:
             what, does = ("sounds", "hears") if found[0].kind == "audio" else ("pictures", "sees")
             raise TemplateError(f"there are {what} in these messages: a model that {does} none cannot read them")
-        return self._rendered(conversation, add_generation_prompt, tools, variables)
+        return self._rendered(conversation, tools, {"add_generation_prompt": add_generation_prompt, **variables})
 
     def render_with_media(
         self,
         messages: Sequence[Message],
         markers: Mapping[str, tuple[str, str, str]],
         *,
-        add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, object]] | None = None,
         **variables: object,
     ) -> list[str | Media]:
@@ -179,7 +179,7 @@ class ChatTemplate:
         media = [each for message in messages for each in message.media]
         own = {marker: kind for kind, (_, marker, _) in markers.items()}
         pattern = re.compile("|".join(map(re.escape, own)))
-        # What users write is no picture.
+        # A marker that a user writes is text, not a picture.
         plain = [replace(m, parts=tuple(_set_apart(part, pattern) for part in m.parts)) for m in messages]
         words = {kind: "".join(each) for kind, each in markers.items()}
         texts_of = (["".join(p if isinstance(p, str) else words[p.kind] for p in m.parts)] for m in plain)
@@ -187,7 +187,7 @@ class ChatTemplate:
         problem: TemplateError | None = None
         for conversation in (plain, as_words):
             try:
-                text = self._rendered(conversation, add_generation_prompt, tools, variables)
+                text = self._rendered(conversation, tools, variables)
             except TemplateError as error:
                 problem = error
                 continue
@@ -203,14 +203,13 @@ class ChatTemplate:
     def _rendered(
         self,
         conversation: Sequence[Message],
-        add_generation_prompt: bool,
         tools: Sequence[Mapping[str, object]] | None,
         given: Mapping[str, object],
     ) -> str:
         if (used := self.used_for({"tools": tools, **given})) is not self:
-            return used._rendered(conversation, add_generation_prompt, tools, given)
+            return used._rendered(conversation, tools, given)
         variables = self._default_variables(tools) | self._rendering.variables(given)
-        inputs = {"tools": tools, "add_generation_prompt": add_generation_prompt, **variables}
+        inputs = {"tools": tools, "add_generation_prompt": True, **variables}
         try:
             text = self._text({"messages": self._rendering.messages(conversation), **inputs})
         except TemplateError:
@@ -274,9 +273,8 @@ def encode_chat(
     template: ChatTemplate,
     messages: Sequence[Message | Mapping[str, object]],
     *,
-    add_generation_prompt: bool = True,
     tools: Sequence[Mapping[str, object]] | None = None,
-    **variables: object,
+    **variables: Any,
 ) -> list[int]:
     """The token ids of the prompt for ``messages``, with the one BOS that the model expects.
 
@@ -285,7 +283,7 @@ def encode_chat(
     """
     if isinstance(messages, Sequence) and not messages:
         raise TemplateError(f"there are no messages to answer: give at least one, such as {EXAMPLE}")
-    text = template.render(messages, add_generation_prompt=add_generation_prompt, tools=tools, **variables)
+    text = template.render(messages, tools=tools, **variables)
     return tokenizer.with_bos(tokenizer.encode(text, add_special=False, parse_special=True))
 
 

@@ -1,7 +1,7 @@
-"""Tells what a model thinks from what it answers, while the text streams in.
+"""Separates a model's reasoning from its answer, while the text streams in.
 
-Models that think first put it between tags at the very beginning of a reply.  Some templates write the opening tag
-themselves, at the end of the prompt, so that a reply begins in the midst of it.
+Models that reason first do so between tags at the very beginning of a reply.  Some templates write the opening tag
+themselves, at the end of the prompt, so that a reply begins inside it.
 
 gpt-oss writes messages ("harmony"): a header that names the channel, and the text.  What it writes in its channel
 "analysis" is what it thinks.
@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from typing import Literal, NamedTuple
 
-#: Tags around what is thought, opening and closing.
+#: Tags around reasoning, opening and closing.
 TAGS = {
     "<think>": "</think>",
     "<thinking>": "</thinking>",
@@ -76,7 +76,7 @@ class ThinkingSplitter:
         #: Whether it comes in messages, and is at one to a tool.
         self._has_messages = self._is_call = False
         self._held = ""
-        #: White space is left out that comes next.
+        #: Whether white space that comes next is left out.
         self._after_tag = bool(opened)
 
     @property

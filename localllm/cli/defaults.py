@@ -13,7 +13,7 @@ from localllm.files import read_text
 from localllm.options.declared import LoadOptions, declared
 from localllm.options.settings import Settings, load_settings, settings_path
 
-#: The settings that stand for flags of the same names, wherever a command has these.
+#: The settings that are defaults of flags of the same names, in every command that has these.
 _FOR_FLAGS = ("model", *(name for name, option in declared(LoadOptions).items() if option.is_setting))
 #: Those of them that hold for the device beside them alone.
 _WITH_DEVICE = ("n_gpu_layers", "tensor_split", "split_mode")

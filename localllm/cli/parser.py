@@ -151,7 +151,7 @@ class Parser(argparse.ArgumentParser):
         if len(words) > len(names):
             named = " or ".join(_MEANINGS[name] for name in known if name in _MEANINGS and name not in names)
             hint = f": {named} is named twice, leave one of the names out" if named else ""
-            self.error(f"there are words too many, from {words[len(names)]!r} on{hint}")
+            self.error(f"there are too many words, from {words[len(names)]!r} on{hint}")
         if any(name in known[:n_needed] for name in names[len(words) :]):
             self.error(f"words are missing: write {self.usage}")
         for name, word in zip(names, words, strict=False):
@@ -163,7 +163,7 @@ class Parser(argparse.ArgumentParser):
             setattr(arguments, name, None)
 
 
-#: What words are that flags give too, and how words are read.
+#: Meanings of words that flags can give too, and readers of words.
 _MEANINGS = {"model": "the model", "output": "the file to write"}
 _READERS: dict[str, Callable[[str], Any]] = {"model": model_file, "output": Path, "threads": whole(0)}
 
@@ -194,7 +194,7 @@ def parser_of(name: str) -> Parser:
 
 
 def main_parser() -> argparse.ArgumentParser:
-    """The parser of what stands before a command, which lists them all in its help."""
+    """The parser of a line without a command; its help lists the commands."""
     parser = argparse.ArgumentParser("localllm", description="Run large language models on your own computer.")
     parser.add_argument("--version", action="version", version=f"localllm {__version__}")
     parser.add_argument("--list-devices", action="store_true", help="list the devices that --device can use here")

@@ -27,7 +27,7 @@ from localllm.options.settings import settings_path
 #: Keys whose values name files, which may stand beside the file of presets.
 _FILES = ("model", "mmproj", "draft_model", "lora")
 
-#: What of ``serve`` holds for the whole server, or names the model.
+#: Groups and flags of ``serve`` that hold for the whole server, or name the model.
 _OF_THE_SERVER = ("access", "output")
 _NO_KEYS = {"models", "downloads", "presets", "prompts", "quiet", "verbose", "help", "version", "debug"}
 

@@ -14,7 +14,7 @@ from localllm.generation.scoring import Evaluation, evaluate_all
 from localllm.models.pooling import Pooling
 from localllm.tokenizer import Tokenizer
 
-#: What stands before queries and documents in models of late interaction, by the tokens that their vocabularies have:
+#: Markers of queries and documents in models of late interaction; the first that a vocabulary has are used:
 #: PyLate's, Jina's, and those of BERT that ColBERT gave this meaning.
 _MARKERS = (("[Q] ", "[D] "), ("[Q]", "[D]"), ("[QueryMarker]", "[DocumentMarker]"), ("[unused0]", "[unused1]"))
 

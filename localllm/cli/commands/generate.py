@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from localllm.options.settings import Settings
     from localllm.options.types import LoadProgress
 
-#: Seconds after which somebody who may not know that a prompt is awaited is told.
+#: Seconds of waiting for a prompt after which that is said.
 _PATIENCE_SECONDS = 1.0
 
 

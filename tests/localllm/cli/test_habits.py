@@ -211,7 +211,7 @@ LINES: list[tuple[str, str, dict[str, Any]]] = [
     ),
     ("chat model.gguf hi -n 4", "", {"max_tokens": 4}),
     ("chat -m model.gguf 'hi there' -n 4", "", {"max_tokens": 4}),
-    ("chat model.gguf hi -n 4 there", "error: there are words too many, from 'there' on", {}),
+    ("chat model.gguf hi -n 4 there", "error: there are too many words, from 'there' on", {}),
     ("run model.gguf --verbose hi -n 4", "", {"max_tokens": 4}),
     ("run model.gguf hi there --verbose -n 4", "", {"max_tokens": 4}),
     ("run --num-ctx 64 model.gguf hi -n 4", "", {"context": 64}),

@@ -151,7 +151,7 @@ BAD_USAGE = {
         ["generate", "-j", "{a"],
         "argument -j/--json-schema: '{a' is not valid JSON (Expect",
     ),
-    "two files": (["inspect", "a.gguf", "b.gguf"], "there are words too many, from 'b.gguf' on"),
+    "two files": (["inspect", "a.gguf", "b.gguf"], "there are too many words, from 'b.gguf' on"),
     "a file twice": (
         ["chat", "-m", "a.gguf", "b.gguf"],
         "a model is named twice: leave one of the names out",

@@ -169,7 +169,7 @@ def test_the_file_to_write_is_a_word_or_behind_a_flag(command: str, further: lis
         main._parse([command, *line], arguments)
         assert {name: getattr(arguments, name) for name in names} == {name: NAMED[name] for name in names}, line
     for line in ([*words, flag, "other.gguf", *further], [*words, "one", "more", *further]):
-        with pytest.raises(UsageError, match="there are words too many, from"):
+        with pytest.raises(UsageError, match="there are too many words, from"):
             main._parse([command, *line], argparse.Namespace())
     with pytest.raises(UsageError, match="words are missing: write localllm"):
         main._parse([command, flag, "out.gguf", *further], argparse.Namespace())
