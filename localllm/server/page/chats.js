@@ -137,8 +137,11 @@ function toldMessages(chat, to) {
   for (const message of path) {
     if (message.role === "user") { told.push({role: "user", content: contentOf(message)}); continue; }
     const calls = message.calls ?? [], id = number => `call_${message.id.slice(0, 8)}_${number}`;
+    const {thinking, content} = split(message);
     told.push({
-      role: "assistant", content: split(message).content,
+      role: "assistant", content,
+      // What led to calls is told again, as models are trained on it.
+      ...(calls.length && thinking && {reasoning_content: thinking}),
       ...(calls.length && {tool_calls: calls.map((call, number) => ({
         id: id(number), type: "function", function: {name: call.name, arguments: call.arguments},
       }))}),

@@ -13,10 +13,9 @@ from typing import Any
 
 import pytest
 
-from localllm import LLM
+from localllm import LLM, load  # load of the package, which keeps what it is when first asked for
 from localllm.chat import CHATML
 from localllm.kernels.cuda import installation
-from localllm.llm import load
 from tests.helpers.command_line import run_main
 from tests.helpers.tiny_models import config, random_weights, write_gguf
 
