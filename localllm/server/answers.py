@@ -135,6 +135,7 @@ class GenerationJob:
     prompts: Sequence[Prompt | MediaPrompt] = ()  # each a text, tokens, or both in one
     tools: Tools = field(default_factory=list)  # that the model may call, as OpenAI's API describes them
     must_call: bool = False  # whether the reply has to be a call of one of them
+    hosted_tools: Sequence[str] = ()  # that a provider's own server would run
     variables: dict[str, Any] = field(default_factory=dict)  # what else the chat template reads
     reply_prefix: str = ""  # what the reply begins with
     n: int = 1  # how many replies to each prompt
@@ -152,6 +153,9 @@ class GenerationJob:
             for tool in self.tools
         ]
         self.warnings.clear()
+        if self.hosted_tools:
+            left_out = ", ".join(self.hosted_tools)
+            self.warnings.append(f"only functions are called, so these tools were left out: {left_out}")
         if tools and not llm.chat_template.reads("tools"):
             tools = []
             if self.must_call:

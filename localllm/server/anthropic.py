@@ -78,14 +78,15 @@ def _job(body: MessagesRequest) -> GenerationJob:
             },
         }
         for tool in body.tools or []
-        if tool.input_schema is not None  # the others are Anthropic's own, such as a search of the web
+        if tool.input_schema is not None
     ]
+    hosted = [tool.name for tool in body.tools or [] if tool.input_schema is None]
     variables: dict[str, Any] = {} if config.effort is None else {"reasoning_effort": config.effort}
     if body.thinking is not None:
         variables["enable_thinking"] = body.thinking.type != "disabled"
     messages, begun = split_reply_prefix(_messages(body))
     more = offer_tools(options, tools, body.tool_choice)
-    more |= {"one_call": bool((body.tool_choice or {}).get("disable_parallel_tool_use"))}
+    more |= {"one_call": bool((body.tool_choice or {}).get("disable_parallel_tool_use")), "hosted_tools": hosted}
     return GenerationJob(body.model, options, messages=messages, variables=variables, reply_prefix=begun, **more)
 
 

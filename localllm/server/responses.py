@@ -91,8 +91,9 @@ def _job(body: ResponsesRequest, before: list[Message]) -> GenerationJob:
     tools = [
         {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
         for tool in body.tools or []
-        if tool.get("type") == "function"
+        if tool.get("type", "function") == "function"
     ]
+    hosted = [str(tool["type"]) for tool in body.tools or [] if tool.get("type", "function") != "function"]
     if body.input is None and not before:
         raise HTTPError(400, "input is missing: give a text or a list of items, or go on with previous_response_id")
     items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input or []
@@ -106,6 +107,7 @@ def _job(body: ResponsesRequest, before: list[Message]) -> GenerationJob:
         messages=messages,
         reply_prefix=begun,
         **offer_tools(options, tools, body.tool_choice),
+        hosted_tools=hosted,
         variables=variables,
         one_call=body.parallel_tool_calls is False,
         tells_progress=body.return_progress and body.stream,

@@ -314,6 +314,22 @@ def test_an_error_names_the_field_as_the_client_wrote_it(
     assert field in answer.text
 
 
+@pytest.mark.parametrize(
+    ("path", "tool"),
+    [
+        ("/v1/messages", {"type": "web_search_20250305", "name": "web_search"}),
+        ("/v1/responses", {"type": "web_search"}),
+    ],
+)
+def test_tools_of_a_providers_own_server_are_left_out_with_a_warning(
+    server: Serving, path: str, tool: dict[str, Any]
+) -> None:
+    answer = post(server, path, APIS[path] | {"tools": [tool], "stream": False})
+    assert answer.status_code == 200, answer.text
+    (said,) = answer.json()["warnings"]
+    assert said == "only functions are called, so these tools were left out: web_search"
+
+
 def test_an_error_has_the_name_of_its_field_for_programs(server: Serving) -> None:
     answer = post(server, "/v1/completions", APIS["/v1/completions"] | {"top_p": 3.5})
     assert answer.json()["error"]["param"] == "top_p"
