@@ -81,6 +81,20 @@ def warn(message: str | Warning, category: type[Warning] = UserWarning) -> None:
 class LocalLLMError(_Sentence, Exception):
     """The root of all errors that localllm raises on purpose; made of the parts of its text."""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For pickle, by which other processes are told: not all are made of the parts of their text alone."""
+        return _unpickled, (type(self), self.args, self.__dict__)
+
+
+def _unpickled(kind: type[LocalLLMError], parts: tuple[Any, ...], fields: dict[str, Any]) -> LocalLLMError:
+    base: Any = kind
+    while base.__module__ != "builtins":  # that of Python's own exceptions which makes objects of this kind
+        base = base.__base__
+    error: LocalLLMError = base.__new__(kind)
+    error.args = parts
+    error.__dict__.update(fields)
+    return error
+
 
 class GGUFError(LocalLLMError):
     """A GGUF file that cannot be believed.  The text names the file, the place in it and the defect."""

@@ -17,7 +17,7 @@ import sys
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -619,9 +619,9 @@ class Llama:
         choice = {"message": message, "logprobs": self._chat_logprobs(done.logprobs)}
         return head.whole(choice, _with_tool_finish(done) if calls else done)
 
-    def _begin(self, stream: Callable[..., Stream], prompt: Any, **options: Any) -> Stream:
+    def _begin(self, work: Callable[..., _T], prompt: Any, **options: Any) -> _T:
         try:
-            return stream(prompt, **options)
+            return work(prompt, **options)
         except ContextLengthError as error:
             raise _with_their_names(ContextLengthError(error.n_tokens, error.context)) from None
         except UsageError as error:
@@ -698,7 +698,8 @@ class Llama:
             if isinstance(options.get(name), int | float) and options[name] < 0:
                 options[name] = 0
         if "processors" in options:
-            options["processors"] = tuple(options["processors"])
+            processors = options["processors"]  # or one alone, which llama-cpp-python calls just so
+            options["processors"] = tuple(processors) if isinstance(processors, Iterable) else (processors,)
         if (criteria := given.get("stopping_criteria")) is not None:
             options["processors"] = self._processors(options.get("processors", ()), criteria)
         if isinstance(options.get("logit_bias"), Mapping):
@@ -819,9 +820,10 @@ class Llama:
 
     def eval(self, tokens: Sequence[int]) -> None:
         """Evaluates tokens behind those that there are; with ``logits_all`` their logits are kept in `scores`."""
-        self._ids = (*self._ids, *tokens)
         if tokens:
-            rows = self.llm.logits(self._ids, last=len(tokens) if self._keeps_scores else 1)
+            ids = (*self._ids, *tokens)
+            rows = self._begin(self.llm.logits, ids, last=len(tokens) if self._keeps_scores else 1)
+            self._ids = ids
             self._rows += [*rows] if self._keeps_scores else []
 
     @property
@@ -983,10 +985,11 @@ class _ResponseHead:
         return {**self.chunk(choice, done), "usage": {**usage, "total_tokens": done.usage.total_tokens}}
 
 
-_T = TypeVar("_T", Chunk, Completion)
+_T = TypeVar("_T")
+_Said = TypeVar("_Said", Chunk, Completion)
 
 
-def _with_tool_finish(said: _T) -> _T:
+def _with_tool_finish(said: _Said) -> _Said:
     """The finish reason of a reply with calls, unless it was cut off."""
     return replace(said, finish_reason="tool_calls") if said.finish_reason == "stop" else said  # type: ignore[arg-type]
 

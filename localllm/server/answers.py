@@ -192,6 +192,12 @@ class Reply:
     warnings: list[str] = field(default_factory=list)
     _n_silent: int = 0  # tokens that have made nothing yet, as half a character
 
+    @property
+    def has_cut_call(self) -> bool:
+        """Whether a stop text, or the end of what it may have, cut its last call, which is not to be made."""
+        was_cut = self.finish_reason != "stop" or self.stop_text is not None
+        return was_cut and bool(self.calls) and not self.calls[-1].is_whole
+
     def add(self, event: Chunk) -> None:
         self._n_silent += len(event.ids)
         if event.reasoning:

@@ -178,7 +178,9 @@ def _line(kind: str, **fields: Any) -> bytes:
 
 
 def _end(reply: Reply) -> dict[str, Any]:
-    reason = "tool_use" if reply.calls else "end_turn" if reply.stop_text is None else "stop_sequence"
+    reason = "end_turn" if reply.stop_text is None else "stop_sequence"
+    if reply.calls and not reply.has_cut_call:
+        reason = "tool_use"
     return {
         "stop_reason": reason if reply.finish_reason == "stop" else "max_tokens",
         "stop_sequence": reply.stop_text,

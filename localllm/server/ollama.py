@@ -108,7 +108,10 @@ def _chat_job(body: OllamaRequest) -> GenerationJob:
 
 
 def _message(number: int, message: dict[str, Any]) -> Message:
-    read = read_message(number, {key: value for key, value in message.items() if key != "images"})
+    given = {key: value for key, value in message.items() if key != "images"}
+    if given.get("content") is None and not given.get("tool_calls"):
+        given["content"] = ""  # as Ollama has it
+    read = read_message(number, given)
     return replace(read, parts=(*_images(f"message {number}", message.get("images")), *read.parts))
 
 

@@ -195,7 +195,7 @@ def timings_so_far(pending: PendingReplies, reply: Reply) -> dict[str, Any]:
 def finish_reason(reply: Reply) -> str:
     if reply.finish_reason != "stop":
         return "length"
-    return "tool_calls" if reply.calls else "stop"
+    return "tool_calls" if reply.calls and not reply.has_cut_call else "stop"
 
 
 def new_id(prefix: str) -> str:

@@ -78,6 +78,10 @@ class ResponsesRequest(GenerationFields):
     top_logprobs: int | None = None
     include: list[str] | None = None
     metadata: dict[str, Any] | None = None
+    # conversation, prompt, background: what only OpenAI's own server keeps or does
+    conversation: Any = None
+    prompt: Any = None
+    background: bool | None = None
 
 
 def _job(body: ResponsesRequest, before: list[Message]) -> GenerationJob:
@@ -94,6 +98,9 @@ def _job(body: ResponsesRequest, before: list[Message]) -> GenerationJob:
         if tool.get("type", "function") == "function"
     ]
     hosted = [str(tool["type"]) for tool in body.tools or [] if tool.get("type", "function") != "function"]
+    for name in ("conversation", "prompt", "background"):
+        if getattr(body, name):
+            raise HTTPError(400, f"{name} needs OpenAI's own server: send all that the model is to read instead")
     if body.input is None and not before:
         raise HTTPError(400, "input is missing: give a text or a list of items, or go on with previous_response_id")
     items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input or []
@@ -288,10 +295,9 @@ class _ResponseWriter:
         """Names and fields of events."""
         if chunk.finish_reason is not None:
             last = [] if self._output or self._open else self._begin("message")
-            is_whole = reply.finish_reason == "stop"
-            status = "completed" if is_whole else "incomplete"
+            status = "completed" if reply.finish_reason == "stop" and not reply.has_cut_call else "incomplete"
             events = [*last, *self._close(status)]
-            why = None if is_whole else "max_output_tokens"
+            why = None if reply.finish_reason == "stop" else "max_output_tokens"
             self.response = self._response(status, reply, why) | warnings_json(reply)
             timings = timings_json(reply)  # llama.cpp's, as below
             return [*events, (f"response.{status}", {"response": self.response, "timings": timings})]

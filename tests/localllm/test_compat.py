@@ -395,6 +395,27 @@ def test_tokens_one_by_one() -> None:
         assert whole[-1] == llm.token_eos()
 
 
+def test_tokens_that_cannot_be_evaluated_change_nothing(llm: Llama) -> None:
+    llm.reset()
+    llm.eval([1, 5, 6])
+    following = llm.sample(temp=0)
+    for wrong in ([-1], [5] * (llm.n_ctx() + 1)):
+        with pytest.raises(ValueError):
+            llm.eval(wrong)
+        assert llm.n_tokens == 3
+        assert llm.sample(temp=0) == following
+
+
+def test_a_processor_may_be_a_function_alone(llm: Llama) -> None:
+    def only_newlines(ids: Any, logits: Any) -> Any:
+        wanted = np.full_like(logits, -np.inf)
+        wanted[llm.token_nl()] = 0
+        return wanted
+
+    said = llm("Once", max_tokens=3, temperature=0, logits_processor=only_newlines)
+    assert said["choices"][0]["text"].strip() == ""
+
+
 def test_formats_of_a_programs_own() -> None:
     from localllm.compat import llama_chat_format as formats
 

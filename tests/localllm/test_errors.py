@@ -6,7 +6,14 @@ import pickle
 
 import pytest
 
-from localllm.errors import Argument, ContextLengthError, Notice, UsageError
+from localllm.errors import (
+    Argument,
+    ContextLengthError,
+    DeviceMemoryError,
+    ModelNotFoundError,
+    Notice,
+    UsageError,
+)
 from localllm.options.declared import in_flags
 
 
@@ -41,6 +48,13 @@ def test_a_prompt_that_is_too_long_names_the_way_to_more_context(truncated: bool
 
 
 def test_errors_and_warnings_keep_their_parts_when_pickled() -> None:
-    for each in (UsageError.of("min_p", 7, "less"), Notice("with ", Argument("context", 9))):
+    for each in (
+        UsageError.of("min_p", 7, "less"),
+        Notice("with ", Argument("context", 9)),
+        ContextLengthError(5000, 4096, "leave out the system's", truncated=True),
+        DeviceMemoryError(1, None, 5, 6),
+        ModelNotFoundError("a sentence"),
+    ):
         again = pickle.loads(pickle.dumps(each))
         assert (type(again), again.args, str(again)) == (type(each), each.args, str(each))
+        assert vars(again) == vars(each)

@@ -330,6 +330,59 @@ def test_tools_of_a_providers_own_server_are_left_out_with_a_warning(
     assert said == "only functions are called, so these tools were left out: web_search"
 
 
+BERLIN = {"type": "object", "properties": {"city": {"enum": ["Berlin"]}}, "required": ["city"]}
+
+
+@pytest.mark.parametrize(
+    ("path", "more", "field", "expected"),
+    [
+        (
+            "/v1/chat/completions",
+            {
+                "tools": [{"type": "function", "function": {"name": "go", "parameters": BERLIN}}],
+                "tool_choice": "required",
+            },
+            "finish_reason",
+            "stop",
+        ),
+        (
+            "/v1/responses",
+            {"tools": [{"type": "function", "name": "go", "parameters": BERLIN}], "tool_choice": "required"},
+            "status",
+            "incomplete",
+        ),
+        (
+            "/v1/messages",
+            {"tools": [{"name": "go", "input_schema": BERLIN}], "tool_choice": {"type": "any"}},
+            "stop_reason",
+            "stop_sequence",
+        ),
+    ],
+)
+def test_a_call_that_a_stop_text_cuts_is_not_to_be_made(
+    server: Serving, path: str, more: dict[str, Any], field: str, expected: str
+) -> None:
+    stop = {"stop_sequences" if path == "/v1/messages" else "stop": ["rlin"]}
+    lengths = {"max_tokens": 99, "max_output_tokens": 99}
+    whole = post(server, path, APIS[path] | more | lengths | {"stream": False}).json()
+    cut = post(server, path, APIS[path] | more | lengths | stop | {"stream": False}).json()
+    whole, cut = ({**each, **each.get("choices", [{}])[0]} for each in (whole, cut))
+    assert whole[field] in ("tool_calls", "completed", "tool_use"), whole
+    assert cut[field] == expected, cut
+
+
+@pytest.mark.parametrize("field", [{"conversation": "c1"}, {"prompt": {"id": "p1"}}, {"background": True}])
+def test_what_only_openais_own_server_keeps_is_refused(server: Serving, field: dict[str, Any]) -> None:
+    answer = post(server, "/v1/responses", APIS["/v1/responses"] | field)
+    assert answer.status_code == 400
+    assert next(iter(field)) in answer.json()["error"]["message"]
+
+
+def test_a_message_to_ollama_needs_no_content(server: Serving) -> None:
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "thinking": "hm"}, {"role": "user"}]
+    assert post(server, "/api/chat", APIS["/api/chat"] | {"messages": messages}).status_code == 200
+
+
 def test_an_error_has_the_name_of_its_field_for_programs(server: Serving) -> None:
     answer = post(server, "/v1/completions", APIS["/v1/completions"] | {"top_p": 3.5})
     assert answer.json()["error"]["param"] == "top_p"
