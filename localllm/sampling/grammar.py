@@ -62,6 +62,8 @@ _MAX_KEPT = 32
 
 #: A rule of llama.cpp's GBNF; Lark's have a colon alone.
 _GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
+#: Texts, classes, comments, names and single characters of it.
+_GBNF_PIECE = re.compile(r'"(?:[^"\\]|\\.)*+"|\[(?:[^\]\\]|\\.)*+\]|#[^\n]*|[\w-]+|.', re.DOTALL)
 #: An escape of GBNF, by its number where it is one of a character beyond a byte.
 _ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
 
@@ -81,6 +83,21 @@ _LAST_TOKENS = 16
 
 #: What opens a thought at a prompt's end, and what ends it.  In gpt-oss's format the answer is a message of its own.
 _OPENING = {**TAGS, "<|start|>assistant": "<|channel|>final<|message|>"}
+
+
+def _with_groups(gbnf: str) -> str:
+    """The same for llguidance's reader, which writes ``(x+)*`` as ``x+*`` and calls ``root`` ``start``."""
+    pieces, opened, last = list[str](), list[int](), ""
+    for piece in _GBNF_PIECE.findall(gbnf):
+        if piece == "(":
+            opened.append(len(pieces))
+        elif piece == ")" and opened and last in "+*?}":
+            pieces[opened.pop()] = '("" '  # a group of two stays one
+        elif piece == ")" and opened:
+            opened.pop()
+        pieces.append("start-of-gbnf" if piece == "start" else piece)
+        last = last if piece.isspace() or piece.startswith("#") else piece
+    return "".join(pieces)
 
 
 def check_grammar(sampling: Sampling) -> None:
@@ -110,7 +127,7 @@ def _read(sampling: Sampling) -> tuple[str, list[str]]:
             lark = sampling.grammar or ""
             if _GBNF_RULE.search(lark):
                 complaint = "is not valid GBNF"
-                lark = gbnf_to_lark(_ESCAPE.sub(_escaped, lark))
+                lark = gbnf_to_lark(_with_groups(_ESCAPE.sub(_escaped, lark)))
             for start, end in reversed([place for place, _ in _schemas(lark)]):
                 schema, more = _enforceable_schema(lark[start:end])
                 lark, not_held = lark[:start] + schema + lark[end:], not_held + more

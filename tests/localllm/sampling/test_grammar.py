@@ -214,6 +214,24 @@ def test_lark_and_gbnf_are_told_apart(grammar: str) -> None:
     assert 256 in allowed(held, 257)
 
 
+@pytest.mark.parametrize(
+    ("grammar", "text", "then"),
+    [
+        ('root ::= ("a"+ | "c")* "b"', "aacaa", "abc"),
+        ('root ::= ("a"+)* "b"', "aaa", "ab"),
+        ("root ::= ([0-9]{2})+ [+]", "1234", "+0123456789"),
+        ("root ::= ([0-9]{2})+ [+]", "123", "0123456789"),
+        ('root ::= (("a"? "b")*)+ ("(+)" | ["(+)]) # (x+)', "abb(", "+"),
+        ('root ::= start+\nstart ::= "a" | "start"', "astart", "as"),
+    ],
+)
+def test_groups_of_gbnf_may_be_repeated_whatever_they_have(grammar: str, text: str, then: str) -> None:
+    tokenizer = bytes_tokenizer()
+    held = constraint(tokenizer, "", grammar=grammar)
+    write(held, tokenizer.encode(text), 257)
+    assert {token for token in allowed(held, 257) if token < 256} == set(tokenizer.encode(then))
+
+
 def test_characters_of_gbnf_by_their_numbers(llm: LLM) -> None:
     def written(grammar: str) -> str:
         return llm.generate("x", grammar=grammar, max_tokens=40, temperature=0).text
