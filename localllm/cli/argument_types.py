@@ -43,7 +43,8 @@ def text_file(path: str) -> str:
 
 def whole(least: int, words: str = "", *, below: float = math.inf) -> Callable[[str], int]:
     """Reads whole numbers from ``least`` on, which ``words`` describe."""
-    words = words or f"a whole number of at least {least}"
+    range_ = f"of at least {least}" if below == math.inf else f"from {least} to {below - 1}"
+    words = words or f"a whole number {range_}"
 
     def read(text: str) -> int:
         with contextlib.suppress(ValueError):

@@ -226,6 +226,7 @@ def test_bad_usage(run: Run, tiny: Path, arguments: list[str], words: str) -> No
     outcome = run(*arguments)
     assert outcome.code == 2
     assert words in outcome.error()
+    assert f"-{words}" not in outcome.error()
 
 
 def test_bias_of_a_token_outside_the_vocabulary(run: Run, tiny: Path) -> None:
