@@ -83,7 +83,7 @@ HOSTILE = """<script>hacked = 1</script><img src=x onerror="hacked=1"><svg/onloa
 the end
 """
 
-CALLS = 'Well.<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+CALLS = '<think>A sum.</think>Well.<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}}]
 
 
@@ -352,6 +352,7 @@ def test_tool_calls_are_shown_and_take_results(page: Any) -> None:
     page.get_by_text("The sum is 2.").wait_for()
     call, result = bodies[1]["messages"][-2:]
     assert call["tool_calls"][0]["id"] == result["tool_call_id"]
+    assert (call["reasoning_content"], call["content"]) == ("A sum.", "Well.")
     assert (result["role"], result["content"]) == ("tool", "2")
 
 
