@@ -62,6 +62,8 @@ _MAX_KEPT = 32
 
 #: A rule of llama.cpp's GBNF; Lark's have a colon alone.
 _GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
+#: At the end of a regular expression, where llguidance takes it for nothing.
+_LONE_BACKSLASH = re.compile(r"(?<!\\)(?:\\\\)*\\\Z")
 #: Texts, classes, comments, names and single characters of it.
 _GBNF_PIECE = re.compile(r'"(?:[^"\\]|\\.)*+"|\[(?:[^\]\\]|\\.)*+\]|#[^\n]*|[\w-]+|.', re.DOTALL)
 #: An escape of GBNF, by its number where it is one of a character beyond a byte.
@@ -122,6 +124,8 @@ def _read(sampling: Sampling) -> tuple[str, list[str]]:
             schema, not_held = _enforceable_schema(json.dumps(given))
             lark = f"start: %json {schema}"
         elif sampling.regex is not None:
+            if _LONE_BACKSLASH.search(sampling.regex):
+                raise ValueError("the backslash at its end escapes nothing")
             lark = json.loads(matcher.grammar_from_regex(sampling.regex))["grammars"][0]["lark_grammar"]
         else:
             lark = sampling.grammar or ""
