@@ -358,7 +358,7 @@ def multiply_int16(sums, slab, n_blocks, x, ahead):
 def multiply_int16_by_fours(sums, slab, n_blocks, x, ahead):
     """The same where registers don't hold a block: two of its columns at a time are read for four tokens.
 
-    The loop over columns is one when it runs, too: written out, the compiler would read them all first.
+    The loop over columns stays one in the machine code: unrolled, the compiler would read all columns first.
     """
     for _ in range(TOKENS // 4):
         for i in static_range(4):

@@ -733,7 +733,6 @@ def in_flags(argument: Argument, from_settings: Mapping[str, str] = MappingProxy
     """The command line's name of an argument of the library: "--top-k", "--device cpu".  ``from_settings``: what to
     call those in place of a flag that the settings file gave."""
     name, value = argument
-    flag = from_settings.get(name) or _FLAGS.get(name) or name
-    if not flag.startswith("-") and name not in from_settings:
-        flag = f"--{name.replace('_', '-')}"
+    unknown = name if name.startswith("-") else f"--{name.replace('_', '-')}"  # -p of bench is named as it is
+    flag = from_settings.get(name) or _FLAGS.get(name) or unknown
     return flag if value is ... else f"{flag} {value}"

@@ -62,9 +62,9 @@ _MAX_KEPT = 32
 
 #: A rule of llama.cpp's GBNF; Lark's have a colon alone.
 _GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
-#: At the end of a regular expression, where llguidance takes it for nothing.
+#: A backslash at the end of a regular expression that escapes nothing; llguidance ignores it.
 _LONE_BACKSLASH = re.compile(r"(?<!\\)(?:\\\\)*\\\Z")
-#: Texts, classes, comments, names and single characters of it.
+#: Texts, classes, comments, names and single characters of GBNF.
 _GBNF_PIECE = re.compile(r'"(?:[^"\\]|\\.)*+"|\[(?:[^\]\\]|\\.)*+\]|#[^\n]*|[\w-]+|.', re.DOTALL)
 #: An escape of GBNF, by its number where it is one of a character beyond a byte.
 _ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
@@ -88,7 +88,7 @@ _OPENING = {**TAGS, "<|start|>assistant": "<|channel|>final<|message|>"}
 
 
 def _with_groups(gbnf: str) -> str:
-    """The same for llguidance's reader, which writes ``(x+)*`` as ``x+*`` and calls ``root`` ``start``."""
+    """GBNF for llguidance's reader, which drops the parentheses of ``(x+)*`` and keeps ``start`` for itself."""
     pieces, opened, last = list[str](), list[int](), ""
     for piece in _GBNF_PIECE.findall(gbnf):
         if piece == "(":
@@ -114,7 +114,7 @@ def _internal(sampling: Sampling) -> str:
 
 
 def _read(sampling: Sampling) -> tuple[str, list[str]]:
-    """The same, and what of schemas in it no text is held to."""
+    """The grammar in Lark's notation, and what of the schemas in it is not enforced."""
     matcher, complaint = llguidance.LLMatcher, "cannot be used"
     not_held: list[str] = []
     try:

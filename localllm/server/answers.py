@@ -194,7 +194,7 @@ class Reply:
 
     @property
     def has_cut_call(self) -> bool:
-        """Whether a stop text, or the end of what it may have, cut its last call, which is not to be made."""
+        """Whether a stop text or the limit of tokens cut its last call, so that clients should not make it."""
         was_cut = self.finish_reason != "stop" or self.stop_text is not None
         return was_cut and bool(self.calls) and not self.calls[-1].is_whole
 

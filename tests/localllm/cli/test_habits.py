@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from localllm import LLM, load  # load of the package, which keeps what it is when first asked for
+from localllm import LLM, load  # load is looked up now, before it is patched: the package keeps it
 from localllm.chat import CHATML
 from localllm.kernels.cuda import installation
 from tests.helpers.command_line import run_main
