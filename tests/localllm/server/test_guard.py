@@ -622,7 +622,8 @@ def test_a_server_that_stops_says_so() -> None:
 def test_a_request_that_fails_says_so_and_takes_no_other_with_it(
     failing: Serving, path: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    body = {"max_tokens": 50, "messages": [{"role": "user", "content": "fail"}], "input": "fail", "prompt": "fail"}
+    asked = {"/completion": {"prompt": "fail"}, "/v1/responses": {"input": "fail"}}
+    body = {"max_tokens": 50, **asked.get(path, {"messages": [{"role": "user", "content": "fail"}]})}
     other: list[str] = []
 
     def ask_well() -> None:
