@@ -18,6 +18,7 @@ import msgspec
 from localllm.chat.conversation import Media, Message, ToolCall, decoded, kind_of
 from localllm.chat.rendering import described_tools
 from localllm.chat.reply import CallDelta
+from localllm.chat.thinking import TAGS, opening_tag
 from localllm.chat.tool_choice import Tools, choose_tools
 from localllm.chat.tool_choice import call_schema as _call_schema
 from localllm.engine.drafting import Drafts
@@ -25,7 +26,7 @@ from localllm.engine.pictures import text_ids
 from localllm.engine.request import FinishReason, Timings, Usage
 from localllm.errors import Argument, UsageError
 from localllm.generation.completion import Chunk, Stream
-from localllm.llm import LLM
+from localllm.llm import LLM, checked_variables
 from localllm.options.declared import CheckedOptions, Sampling, declared
 from localllm.sampling import Choice
 from localllm.server.http import HTTPError
@@ -137,7 +138,7 @@ class GenerationJob:
     must_call: bool = False  # whether the reply has to be a call of one of them
     hosted_tools: Sequence[str] = ()  # that a provider's own server would run
     variables: dict[str, Any] = field(default_factory=dict)  # what else the chat template reads
-    reply_prefix: str = ""  # what the reply begins with
+    begun: Message | None = None  # the reply, as far as the client has it
     n: int = 1  # how many replies to each prompt
     one_call: bool = False  # whether tools are called one at a time
     special: bool = False  # whether names of control tokens in ``prompts`` are read as these
@@ -166,7 +167,7 @@ class GenerationJob:
             "messages": messages,
             "tools": tools or None,
             "template_variables": self.variables,
-            "reply_prefix": self.reply_prefix,
+            "reply_prefix": "" if self.begun is None else _reply_prefix(llm, messages, tools, self),
         }
 
     def prompt_ids(self, llm: LLM) -> list[int]:
@@ -364,14 +365,26 @@ def offer_tools(options: dict[str, Any], tools: Tools | None, choice: object) ->
     return {"tools": chosen.offered, "must_call": bool(chosen.forced)}
 
 
-def split_reply_prefix(messages: list[Message], goes_on: bool | None = None) -> tuple[list[Message], str]:
-    """The messages without the last one, if that is what the assistant has begun to say; and that text.  ``goes_on``:
+def split_begun(messages: list[Message], goes_on: bool | None = None) -> tuple[list[Message], Message | None]:
+    """The messages without the last one, if that is a reply which the assistant has begun; and that one.  ``goes_on``:
     whether the model is to go on with it; None: where the last message is the assistant's, as in llama.cpp's server.
     """
     last = messages[-1] if messages else None
     if last is None or last.role != "assistant" or last.calls or goes_on is False:
-        return messages, ""
-    return messages[:-1], last.text
+        return messages, None
+    return messages[:-1], last
+
+
+def _reply_prefix(llm: LLM, messages: list[Message], tools: Tools, job: GenerationJob) -> str:
+    """The text of the begun reply; where the template has opened its reasoning, that is given and closed first."""
+    assert job.begun is not None
+    texts = [replace(message, parts=(message.text,)) for message in messages]
+    variables: dict[str, Any] = llm.template_variables | checked_variables(job.variables)
+    closing = TAGS.get(opening_tag(llm.chat_template.render(texts, tools=tools or None, **variables)), "")
+    reasoning, text = job.begun.reasoning, job.begun.text
+    if not closing or closing in text:
+        return text
+    return f"{reasoning}\n{closing}\n\n{text}" if text else reasoning
 
 
 @dataclass(frozen=True)

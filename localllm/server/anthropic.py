@@ -24,7 +24,7 @@ from localllm.server.answers import (
     Reply,
     constrain,
     offer_tools,
-    split_reply_prefix,
+    split_begun,
 )
 from localllm.server.dispatcher import Dispatcher
 from localllm.server.http import EventStream, HTTPError, cancel_on_disconnect, decode, event, json_response
@@ -84,10 +84,10 @@ def _job(body: MessagesRequest) -> GenerationJob:
     variables: dict[str, Any] = {} if config.effort is None else {"reasoning_effort": config.effort}
     if body.thinking is not None:
         variables["enable_thinking"] = body.thinking.type != "disabled"
-    messages, begun = split_reply_prefix(_messages(body))
+    messages, begun = split_begun(_messages(body))
     more = offer_tools(options, tools, body.tool_choice)
     more |= {"one_call": bool((body.tool_choice or {}).get("disable_parallel_tool_use")), "hosted_tools": hosted}
-    return GenerationJob(body.model, options, messages=messages, variables=variables, reply_prefix=begun, **more)
+    return GenerationJob(body.model, options, messages=messages, variables=variables, begun=begun, **more)
 
 
 def _messages(body: MessagesRequest) -> list[Message]:

@@ -401,7 +401,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 #: Paths that need no key.
-_OPEN_PATHS = ("/", "/health")
+_OPEN_PATHS = ("/", "/health", "/v1/health")
 
 #: Schemes of the windows of desktop programs, such as Electron's, Tauri's and Visual Studio Code's.
 _DESKTOP = ("app", "file", "tauri", "vscode-file", "vscode-webview")

@@ -43,7 +43,7 @@ from localllm.server.answers import (
     infill_tokens,
     offer_tools,
     prompts_of,
-    split_reply_prefix,
+    split_begun,
 )
 from localllm.server.dispatcher import Dispatcher
 from localllm.server.http import EventStream, HTTPError, cancel_on_disconnect, decode, event, json_response
@@ -292,18 +292,18 @@ async def apply_template(request: Request, dispatcher: Dispatcher) -> Response:
     body = await decode(request, TemplateRequest)
     goes_on = None if body.add_generation_prompt else False
     read = partial(read_messages, body.messages)
-    messages, begun = split_reply_prefix(await dispatcher.read(request, read), goes_on)
+    messages, begun = split_begun(await dispatcher.read(request, read), goes_on)
     variables = thinking_variables(body.reasoning_effort, body.chat_template_kwargs)
     if not body.add_generation_prompt:
         variables["add_generation_prompt"] = False
     tools = offer_tools({}, body.tools, None)
-    job = GenerationJob(body.model, {}, messages=messages, variables=variables, reply_prefix=begun, **tools)
+    job = GenerationJob(body.model, {}, messages=messages, variables=variables, begun=begun, **tools)
 
     def work(llm: LLM) -> str:
         given = job.chat_arguments(llm)
         variables: dict[str, Any] = llm.template_variables | checked_variables(given["template_variables"])
         text = llm.chat_template.render(given["messages"], tools=given["tools"], **variables)
-        return text + job.reply_prefix
+        return text + str(given["reply_prefix"])
 
     return json_response({"prompt": await dispatcher.with_model(request, body.model, work)})
 

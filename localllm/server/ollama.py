@@ -32,7 +32,7 @@ from localllm.server.answers import (
     constrain,
     infill_tokens,
     offer_tools,
-    split_reply_prefix,
+    split_begun,
 )
 from localllm.server.dispatcher import Dispatcher
 from localllm.server.http import EventStream, HTTPError, cancel_on_disconnect, decode, json_bytes, json_response
@@ -103,8 +103,8 @@ async def chat(request: Request, dispatcher: Dispatcher) -> Response:
 
 
 def _chat_job(body: OllamaRequest) -> GenerationJob:
-    messages, begun = split_reply_prefix([_message(number, each) for number, each in enumerate(body.messages or ())])
-    return _job(body, messages=messages, reply_prefix=begun)
+    messages, begun = split_begun([_message(number, each) for number, each in enumerate(body.messages or ())])
+    return _job(body, messages=messages, begun=begun)
 
 
 def _message(number: int, message: dict[str, Any]) -> Message:

@@ -35,7 +35,7 @@ from localllm.server.answers import (
     join_prompt,
     offer_tools,
     prompts_of,
-    split_reply_prefix,
+    split_begun,
 )
 from localllm.server.dispatcher import Dispatcher
 from localllm.server.http import DONE, EventStream, HTTPError, cancel_on_disconnect, decode, event, json_response
@@ -108,12 +108,12 @@ def _chat_job(body: ChatRequest) -> GenerationJob:
         raise HTTPError(400, "continue_final_message and add_generation_prompt contradict each other: leave one out")
     if goes_on is None and body.add_generation_prompt:
         goes_on = False
-    messages, begun = split_reply_prefix(read_messages(body.messages), goes_on)
+    messages, begun = split_begun(read_messages(body.messages), goes_on)
     return GenerationJob(
         body.model,
         options,
         messages=messages,
-        reply_prefix=begun,
+        begun=begun,
         **offer_tools(options, body.tools, body.tool_choice),
         variables=thinking_variables(body.reasoning_effort, body.chat_template_kwargs),
         n=1 if body.n is None else body.n,

@@ -30,7 +30,7 @@ from localllm.server.answers import (
     Reply,
     constrain_to_format,
     offer_tools,
-    split_reply_prefix,
+    split_begun,
 )
 from localllm.server.dispatcher import Dispatcher
 from localllm.server.http import EventStream, HTTPError, cancel_on_disconnect, decode, event, json_response
@@ -104,7 +104,7 @@ def _job(body: ResponsesRequest, before: list[Message]) -> GenerationJob:
     if body.input is None and not before:
         raise HTTPError(400, "input is missing: give a text or a list of items, or go on with previous_response_id")
     items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input or []
-    messages, begun = split_reply_prefix([*before, *_messages(items)])
+    messages, begun = split_begun([*before, *_messages(items)])
     if body.instructions:
         messages = [Message("system", (body.instructions,)), *messages]
     variables = thinking_variables(body.reasoning.effort if body.reasoning else None)
@@ -112,7 +112,7 @@ def _job(body: ResponsesRequest, before: list[Message]) -> GenerationJob:
         body.model,
         options,
         messages=messages,
-        reply_prefix=begun,
+        begun=begun,
         **offer_tools(options, tools, body.tool_choice),
         hosted_tools=hosted,
         variables=variables,
@@ -167,8 +167,9 @@ async def responses(request: Request, dispatcher: Dispatcher) -> Response:
     def keep(reply: Reply) -> None:
         if body.store is not False:
             messages = list(pending.job.messages or [])[1 if body.instructions else 0 :]
-            text = pending.job.reply_prefix + reply.text
-            said = Message("assistant", (text,) if text else (), reasoning=reply.thinking, calls=tuple(reply.calls))
+            begun = pending.job.begun or Message("assistant")
+            text, thinking = begun.text + reply.text, begun.reasoning + reply.thinking
+            said = Message("assistant", (text,) if text else (), reasoning=thinking, calls=tuple(reply.calls))
             response = writer.response
             dispatcher.responses.put(response["id"], StoredResponse(client, [*messages, said], response))
 

@@ -22,7 +22,7 @@ from localllm.llm import LLM
 from localllm.loading.load import load_file
 from localllm.options.declared import LoadOptions
 from localllm.server import anthropic, ollama, openai, responses
-from localllm.server.answers import GenerationJob, split_reply_prefix
+from localllm.server.answers import GenerationJob, split_begun
 from localllm.server.http import HTTPError
 from tests.helpers.http_server import Serving, serving
 
@@ -186,11 +186,15 @@ OLLAMA: dict[str, Any] = {
 
 
 def library(messages: Any, **_: Any) -> tuple[list[Message], str]:
-    return split_reply_prefix(read_messages(messages))
+    return with_text(*split_begun(read_messages(messages)))
+
+
+def with_text(messages: list[Message], begun: Message | None) -> tuple[list[Message], str]:
+    return messages, "" if begun is None else begun.text
 
 
 def of_job(job: GenerationJob) -> tuple[list[Message], str]:
-    return job.messages or [], job.reply_prefix
+    return with_text(job.messages or [], job.begun)
 
 
 def chat(messages: Any, **more: Any) -> tuple[list[Message], str]:
@@ -208,7 +212,7 @@ def response(messages: Any, **more: Any) -> tuple[list[Message], str]:
 
 
 def llama(messages: Any, **_: Any) -> tuple[list[Message], str]:
-    return split_reply_prefix([ollama._message(i, each) for i, each in enumerate(messages)])
+    return with_text(*split_begun([ollama._message(i, each) for i, each in enumerate(messages)]))
 
 
 DIALECTS: dict[str, tuple[Callable[..., tuple[list[Message], str]], Mapping[str, Any]]] = {

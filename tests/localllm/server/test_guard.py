@@ -91,7 +91,7 @@ def test_keys() -> None:
             ({"x-api-key": "sécond".encode()}, 200),
         ):
             assert status(server, headers=headers) == expected, headers
-        assert status(server, path="/health") == 200
+        assert status(server, path="/health") == status(server, path="/v1/health") == 200
         assert status(server, path="/") == 200
         assert status(server, path="/metrics") == 401
 

@@ -257,6 +257,24 @@ def test_schemas_and_forced_calls() -> None:
         assert json.loads(call["function"]["arguments"])["a"] in (1, 2)
 
 
+def test_a_begun_reply_stands_behind_reasoning_that_the_template_opens() -> None:
+    template = "{{ messages[-1].content }}<think>\n"
+    asked = {"role": "user", "content": "a"}
+    begun = {
+        "text": ({"content": "x"}, "a<think>\n\n</think>\n\nx"),
+        "with its reasoning": ({"content": "x", "reasoning_content": "hm"}, "a<think>\nhm\n</think>\n\nx"),
+        "reasoning alone": ({"content": "", "reasoning_content": "hm"}, "a<think>\nhm"),
+        "with its tags": ({"content": "hm</think>x"}, "a<think>\nhm</think>x"),
+    }
+    with serving(demo(chat_template=template)) as server:
+        for said, expected in begun.values():
+            messages = [asked, {"role": "assistant", **said}]
+            assert post(server, "/apply-template", messages=messages)["prompt"] == expected
+        messages = [asked, {"role": "assistant", "content": "x"}]
+        reply = post(server, "/v1/chat/completions", messages=messages, regex="yes")["choices"][0]["message"]
+        assert (reply["content"], reply.get("reasoning_content")) == ("yes", None)
+
+
 @pytest.mark.parametrize("text", [{"grammar": 'root ::= "yes" | "no"'}, {"regex": "yes|no"}])
 def test_completions_follow_a_grammar(server: Serving, text: dict[str, str]) -> None:
     assert post(server, "/completion", prompt="Is it?", **text)["content"] in ("yes", "no")
