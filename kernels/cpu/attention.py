@@ -78,7 +78,7 @@ def constants(op: Attention, *, wide: bool) -> dict[str, Any]:
     vectors, cache = 2 if wide else 1, op.cache
     # Rows of encoders are many: six and their factors fill 16 registers, but of the four or eight heads that share a
     # key in decoding, six would compute some twice.
-    rows = 8 if wide else 4 if op.causal else 6
+    rows = 8 if wide else 4 if op.causal or cache.values_in_keys else 6
     keys, values = layouts_of(cache)
     values_dim = cache.key_dim if cache.values_in_keys else cache.value_dim
     return {
@@ -253,11 +253,11 @@ def score_tiles(queries, n_rows, block, scores, ahead):
 @template
 def score_rows(queries, block, scores, ahead, pace):
     """The same of keys that lie as values do, [PAGE, KEY_HEAD]: a few at once for all rows."""
+    sums = stack(64)
     for position in range(0, PAGE, VECTORS):
         keys = block + KEY_SCALES + UNIT * (KEY_HEAD // 16) * position
-        for r in static_range(ROWS):
-            for v in static_range(VECTORS):
-                total[r, v] = zero_f32x16()
+        for r in static_range(ROWS * VECTORS):
+            total[r] = zero_f32x16()
         for i in range(0, KEY_HEAD, 16):
             prefetch(ahead)
             ahead += pace
@@ -269,10 +269,15 @@ def score_rows(queries, block, scores, ahead, pace):
             for r in static_range(ROWS):
                 query = load_f32x16(queries + 4 * KEY_HEAD * r + 4 * i)
                 for v in static_range(VECTORS):
-                    total[r, v] = fma(entry[v], query, total[r, v])
-        for r in static_range(ROWS):
-            for v in static_range(VECTORS):
-                store_f32(scores + SCORES * r + 4 * (position + v), sum_lanes(total[r, v]))
+                    total[VECTORS * r + v] = fma(entry[v], query, total[VECTORS * r + v])
+        if VECTORS == 2:
+            store_f32x16(sums, sum_lanes_of_16(*total[0:16]))
+            for r in static_range(ROWS):
+                store_i64(scores + SCORES * r + 4 * position, load_i64(sums + 8 * r))
+        else:
+            store_f32x16(sums, sum_lanes_of_4(*total[0:4]))
+            for r in static_range(ROWS):
+                store_f32(scores + SCORES * r + 4 * position, load_f32(sums + 4 * r))
 
 
 @template
@@ -486,7 +491,9 @@ def gather_page(rows, table, page, page_bytes, selected, gathered):
             store_f16(gathered + scale + 2 * i, max_lanes(load_splat_f16(block + scale + 2 * place)))
         row = UNIT * (KEY_HEAD // 16)
         source, target = block + KEY_SCALES + row * place, gathered + KEY_SCALES + row * i
-        for c in range(0, row, 4):
+        for c in range(0, row // 64 * 64, 64):
+            store_f32x16(target + c, load_f32x16(source + c))
+        for c in range(row // 64 * 64, row, 4):
             store_i32(target + c, load_i32(source + c))
 
 

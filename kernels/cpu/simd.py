@@ -7,7 +7,7 @@ products of bytes.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from llvmlite import ir
@@ -261,17 +261,25 @@ def power_of_two(b, exponent):
     return b.bitcast(b.shl(biased, constant(23, i32, 16)), f32x16.llvm)
 
 
+def _fold(b: Any, vectors: Sequence[Any], combine: Callable[[Any, Any], Any]) -> Any:
+    """Lane i combines the lanes of vector i, of one or a power of two.
+
+    Their upper halves are folded onto the lower, four times: the same order of additions on every processor, and
+    however many vectors there are.  Two that are folded fill one.
+    """
+    half = 16
+    while half > 1:
+        half //= 2
+        pairs = [*zip(vectors[::2], vectors[1::2], strict=False)] or [(vectors[0], vectors[0])]
+        n = vectors[0].type.count * len(vectors) // (2 * len(pairs))
+        low = [2 * half * (i // half) + i % half for i in range(n)]
+        halves = [ir.Constant(ir.VectorType(i32, n), [i + start for i in low]) for start in (0, half)]
+        vectors = [combine(*(b.shuffle_vector(x, y, lanes) for lanes in halves)) for x, y in pairs]
+    return vectors[0]
+
+
 def _reduce(b: Any, x: Any, combine: Callable[[Any, Any], Any]) -> Any:
-    """Folds the upper half onto the lower, four times: the same order of additions on every processor."""
-    lanes = 16
-    while lanes > 1:
-        lanes //= 2
-        low, high = (
-            b.shuffle_vector(x, x, ir.Constant(ir.VectorType(i32, lanes), list(range(start, start + lanes))))
-            for start in (0, lanes)
-        )
-        x = combine(low, high)
-    return b.extract_element(x, ir.Constant(i32, 0))
+    return b.extract_element(_fold(b, [x], combine), ir.Constant(i32, 0))
 
 
 @op(intp, intp)
@@ -293,6 +301,19 @@ def hadamard_lanes(b, x):
 @op(float32, f32x16)
 def sum_lanes(b, x):
     return _reduce(b, x, b.fadd)
+
+
+@op(f32x16, *[f32x16] * 4)
+def sum_lanes_of_4(b, *vectors):
+    """`sum_lanes` of each, four times over."""
+    sums = _fold(b, vectors, b.fadd)
+    return b.shuffle_vector(sums, sums, ir.Constant(ir.VectorType(i32, 16), [0, 1, 2, 3] * 4))
+
+
+@op(f32x16, *[f32x16] * 16)
+def sum_lanes_of_16(b, *vectors):
+    """`sum_lanes` of each."""
+    return _fold(b, vectors, b.fadd)
 
 
 @op(float32, f32x16)

@@ -366,8 +366,10 @@ def offer_tools(options: dict[str, Any], tools: Tools | None, choice: object) ->
 
 
 def split_begun(messages: list[Message], goes_on: bool | None = None) -> tuple[list[Message], Message | None]:
-    """The messages without the last one, if that is a reply which the assistant has begun; and that one.  ``goes_on``:
-    whether the model is to go on with it; None: where the last message is the assistant's, as in llama.cpp's server.
+    """The messages without the last one, if that is a reply that the assistant has begun; and that one.
+
+    ``goes_on``: whether the model is to go on with it; None: where the last message is the assistant's, as in
+    llama.cpp's server.
     """
     last = messages[-1] if messages else None
     if last is None or last.role != "assistant" or last.calls or goes_on is False:

@@ -258,7 +258,7 @@ def test_schemas_and_forced_calls() -> None:
 
 
 def test_a_begun_reply_stands_behind_reasoning_that_the_template_opens() -> None:
-    template = "{{ messages[-1].content }}<think>\n"
+    template = r"{{ messages[-1].content }}{{ '<think>\n' }}"
     asked = {"role": "user", "content": "a"}
     begun = {
         "text": ({"content": "x"}, "a<think>\n\n</think>\n\nx"),
