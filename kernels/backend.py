@@ -296,7 +296,7 @@ class PackedWeight:
     kernel_type: str  # the format that kernels read, such as "LUT_IQ2_16"
     n_bytes: int  # what it takes in memory
     is_expert: bool = False  # whether it is the matrices of experts, of which a token needs a few
-    is_shared: bool = False  # whether another model from the same file has it already: it takes no further memory
+    is_shared: bool = False  # whether the model that it drafts for has it already: it takes no further memory
     is_in_file: bool = False  # whether it stays there, and experts are packed as they are chosen
 
     @property

@@ -1327,6 +1327,8 @@ class Graph:
     layer: LayerTag = "embedding"  # where the operations that are added belong
     # values that can be read after a step (`localllm.kernels.backend.Step.value`)
     watched: set[Value] = field(default_factory=set)
+    # tokens that the columns of the result are the logits of, where they are not those of the whole vocabulary
+    token_ids: NDArray[np.int64] | None = None
     _known: set[Value] = field(default_factory=set)
     _consumed: set[Value] = field(default_factory=set)
 

@@ -252,7 +252,7 @@ def query_key_value(
     at: Layer, x: Tensor, heads: Heads, *, qkv_bias: bool = False, qkv_by_head: bool = False, has_gate: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Query, key and value, of matrices of their own or of ``attn_qkv``; and the gate, if there is one."""
-    w, d = at.weights, at.n_embd
+    w, d = at.weights, x.width
     q, k, v = heads.n * heads.key_dim, heads.n_kv * heads.key_dim, heads.n_kv * heads.value_dim
     is_apart = has_gate and "attn_gate.weight" in w
     widths = {"attn_q": 2 * q if has_gate and not is_apart else q, "attn_k": k, "attn_v": v}

@@ -204,8 +204,11 @@ def _read_n_layers(meta: Metadata, tensors: Iterable[str]) -> int:
 
 
 def _read_n_vocab(meta: Metadata, tensors: Mapping[str, Weight]) -> int:
-    """The rows of the token embedding, which must be as many as the vocabulary has tokens."""
-    embedding = tensors.get("token_embd.weight")
+    """The rows of the token embedding, which must be as many as the vocabulary has tokens; of a file that takes the
+    embedding of another model, its tokens."""
+    embedding, tokens = tensors.get("token_embd.weight"), meta.values.get("tokenizer.ggml.tokens")
+    if embedding is None and isinstance(tokens, Sized) and meta.find("target_hidden_size") is not None:
+        return len(tokens)
     if embedding is None:
         raise ModelError("the file has no tensor token_embd.weight: is it complete?")
     if len(embedding.shape) != 2:
@@ -214,7 +217,6 @@ def _read_n_vocab(meta: Metadata, tensors: Mapping[str, Weight]) -> int:
             "each token: the file is broken"
         )
     n_vocab = embedding.shape[0]
-    tokens = meta.values.get("tokenizer.ggml.tokens")
     if tokens is None:
         key, n_tokens = f"{meta.architecture}.vocab_size", meta.read("vocab_size", int, n_vocab)
     elif isinstance(tokens, Sized):
@@ -288,7 +290,7 @@ class Header:
     pooling: str | None = None
     # whether the block behind the last layer is recorded in place of the model (`localllm.models.mtp`)
     is_block: bool = False
-    target: Graph | None = None  # of a model that drafts from another one's caches, that one
+    target: Graph | None = None  # of a model that drafts from another one's caches or hidden states, that one
     sees: bool = False  # whether batches have embeddings of pictures: without them, nothing is recorded for those
 
     @property

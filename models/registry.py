@@ -45,6 +45,8 @@ class Architecture:
     hf_types: str = ""
     has_block: bool = False  # it can record the block behind the last layer as well (`localllm.models.mtp`)
     is_encoder: bool = False  # it makes vectors of texts, whatever its file says
+    # whether its checkpoints lack what their file has of the model that it drafts for, such as the vocabulary
+    takes_target: bool = False
 
     @property
     def record(self) -> Callable[[Header], Graph]:
@@ -202,11 +204,17 @@ ARCHITECTURES: dict[str, Architecture] = {
 }
 
 
-#: Models that draft for others, from their caches, and do nothing alone.
+#: Models that draft for others, from their caches or hidden states, and do nothing alone.
 DRAFTERS = {
+    "eagle3": Architecture(
+        "eagle3",
+        "EAGLE-3 drafters",
+        "LlamaForCausalLMEagle3 Eagle3LlamaForCausalLM Eagle3Speculator Eagle3DraftModel",
+        takes_target=True,
+    ),
     "gemma4-assistant": Architecture(
         "gemma4_assistant", "Gemma 4's assistants", "Gemma4AssistantForCausalLM Gemma4UnifiedAssistantForCausalLM"
-    )
+    ),
 }
 
 

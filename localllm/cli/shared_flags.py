@@ -186,6 +186,7 @@ SAMPLING: list[Flag | str] = [
     ),
     several("-l --logit-bias ID±X", "add X to the logit of a token: 15043+1, 15043-0.5, 15043-inf", logit_bias),
 ]
+DRAFT_MODEL = options(LoadOptions, "draft_model", type=model_file)
 SPECULATION: list[Flag | str] = [
     "speculative decoding: the same text, sooner",
     flag(
@@ -196,7 +197,7 @@ SPECULATION: list[Flag | str] = [
         const="lookup",
         default=LEFT_OUT,
     ),
-    *options(LoadOptions, "draft_model", type=model_file),
+    *DRAFT_MODEL,
     *options(
         CheckedOptions,
         "draft_max",

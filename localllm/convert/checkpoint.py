@@ -31,8 +31,10 @@ from localllm.errors import (
     quoted,
 )
 from localllm.gguf.writer import TensorSpec, read_back
+from localllm.models.config import Metadata, read_general
 from localllm.models.hf_convert import floats, is_classifier
 from localllm.models.registry import ARCHITECTURES, DRAFTERS, Conversion, has_block, read_model
+from localllm.models.weights import ModelFile
 from localllm.quant.types import BLOCK_SIZES, GGMLType
 from localllm.quantize.mixes import is_quantizable
 from localllm.tokenizer import Tokenizer
@@ -113,9 +115,13 @@ class CheckpointTensor:
 
 
 class Checkpoint:
-    """A folder with config.json, safetensors and a tokenizer; ``conversion``: by default its architecture's."""
+    """A folder with config.json, safetensors and a tokenizer.
 
-    def __init__(self, folder: Path, conversion: Conversion | None = None) -> None:
+    ``conversion``: by default its architecture's; ``target``: of a drafter that has no tokenizer, the model that it
+    drafts for.
+    """
+
+    def __init__(self, folder: Path, conversion: Conversion | None = None, target: ModelFile | None = None) -> None:
         self.path = folder
         if folder.is_file():
             raise ModelError(
@@ -132,6 +138,16 @@ class Checkpoint:
         self.architecture = _architecture(config, values)
         architecture = _KNOWN[self.architecture]
         conversion = conversion or architecture.conversion
+        if target is None and architecture.takes_target:
+            raise UsageError(
+                f"{path_text(folder)} is a drafter, which has no tokenizer: name the model that it drafts for "
+                "(--target), a checkpoint's folder or a GGUF file"
+            )
+        if target is not None:
+            if not architecture.takes_target:
+                raise UsageError(f"{path_text(folder)} is not an EAGLE-3 drafter: leave --target out")
+            meta = Metadata(target.metadata, str(target.metadata.get("general.architecture")))
+            config.target = read_general(meta, target.tensors)
         files = read_folder(folder)
         self.paths = sorted({tensor.path for tensor in files.values()})  # of the safetensors files
         sources = config.tensors = find_sources(files, config)
@@ -174,7 +190,7 @@ class Checkpoint:
                 if name.endswith("weight")
                 for side, width in zip(("out", "in"), tensor.shape, strict=True)
             }
-            | vocabulary_keys(folder, config, n_vocab)
+            | (vocabulary_keys(folder, config, n_vocab) if target is None else _vocabulary_of(target))
         )
         try:
             specs = [TensorSpec(tensor.name, tensor.shape, tensor.type) for tensor in self.tensors.values()]
@@ -197,7 +213,13 @@ class Checkpoint:
         """Reading says so itself where a file was shortened."""
 
 
+def _vocabulary_of(target: ModelFile) -> dict[str, Any]:
+    return {key: value for key, value in target.metadata.items() if key.startswith("tokenizer.")}
+
+
 def _architecture(config: Config, values: Mapping[str, Any]) -> str:
+    if "draft_vocab_size" in config.values and config.values.get("num_hidden_layers") == 1:
+        return "eagle3"  # whatever its class, which some call that of the model
     kind = str(values.get("model_type"))
     wanted = {kind, f"{kind}/{values.get('version')}", str(config.values.get("model_type"))}
     kinds = set(map(str, config.values.get("architectures") or ()))  # which some share a type with others
@@ -311,7 +333,8 @@ class _Namer:
             (head,) = self._planned("lm_head.weight", [tied_head]).values()
             found["token_embd.weight"] = replace(head, name="token_embd.weight")
         for name, array in self._conversion.extra(self._config).items():
-            found[name] = CheckpointTensor(name, array.shape, GGMLType.F32, partial(iter, [array]))
+            type = GGMLType.I64 if array.dtype == np.int64 else GGMLType.F32
+            found[name] = CheckpointTensor(name, array.shape, type, partial(iter, [array]))
         return found
 
     def _block_name(self, name: str) -> str:

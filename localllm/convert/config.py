@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from localllm.errors import ModelError, path_text, quoted
+from localllm.models.config import ModelConfig
 
 #: Bytes that a JSON file of a checkpoint may have; large vocabularies take 35 MB.
 _MAX_BYTES = 1 << 28
@@ -44,10 +45,11 @@ class MissingSetting(ModelError, AttributeError):
 
 
 class Config:
-    """Values of ``config.json`` as attributes; those of ``text_config``, in models with images, as if its own."""
+    """Values of ``config.json`` as attributes; those of ``text_config``, in models with images, and of
+    ``transformer_layer_config``, in drafters, as if its own."""
 
     def __init__(self, values: dict[str, Any]) -> None:
-        text = values.get("text_config")
+        text = values.get("text_config") or values.get("transformer_layer_config")
         self.values = values | text if isinstance(text, dict) else values
         values = self.values
         self.values = {new: values[old] for old, new in _OTHER_NAMES.items() if old in values} | values
@@ -57,6 +59,7 @@ class Config:
         self.rope_parameters = self._rope()
         self.tensors: Mapping[str, Any] = {}  # `localllm.convert.sources.Source` of the checkpoint's, by their names
         self.n_nextn = 0  # blocks behind the last layer, each of which predicts one token more
+        self.target: ModelConfig | None = None  # of a drafter, the model that it drafts for
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -75,7 +75,7 @@ _BESIDE = (
 
 def _plain(tensor: FileTensor) -> Source:
     types = {"F16": GGMLType.F16, "BF16": GGMLType.BF16}
-    if tensor.dtype in ("BOOL", "U8", "F8_E4M3", "F8_E5M2", "F8_E8M0"):
+    if tensor.dtype in ("U8", "F8_E4M3", "F8_E5M2", "F8_E8M0"):
         raise ModelError(f"tensor {quoted(tensor.name)} is {tensor.dtype} without scales, which localllm cannot read")
     type = types.get(tensor.dtype, GGMLType.F32)
     return Source(tensor.shape, type, tensor.read if type in types.values() else lambda: read_float32(tensor))

@@ -30,7 +30,7 @@ from localllm.generation.embedding import Embedder
 from localllm.gguf import GGUFFile
 from localllm.kernels.backend import Progress, weights_of
 from localllm.kernels.cpu.host import available_memory, default_threads, memory_advice
-from localllm.kernels.graph import Graph, Tensor, Weight
+from localllm.kernels.graph import Graph, LayerTag, Tensor, Weight
 from localllm.loading.beside import find_beside
 from localllm.loading.devices import Device, open_devices, split_by_rows
 from localllm.loading.model_info import ModelInfo, file_type_name
@@ -111,12 +111,7 @@ def load_file(options: LoadOptions) -> LoadedModel:
         tokenizer.warn_if_guessed()
         pooling = sources[0].model.pooling
         embedder = None if pooling is None else Embedder(pooling, sources[0].file.metadata)
-        norms = [
-            hidden_norm(source.model.graph)
-            for source in sources
-            if source.hidden is not None and source.model.graph.caches_of is None
-        ]
-        is_assistant = len(sources) > 1 and sources[1].model.graph.caches_of is not None
+        make_draft_model = _draft_model(sources)
         on_failure.pop_all()
     runner, info, warnings = loaded[0]
     info = replace(info, encoder=plan.encoder)
@@ -127,14 +122,10 @@ def load_file(options: LoadOptions) -> LoadedModel:
         _log_info(draft_info, "draft model ")
         # Steps over one token take as long as reading the weights.
         cost = draft_info.placement.multiplied / max(1, info.placement.multiplied)
-        if is_assistant:
-            drafting = AssistantModel(draft_runner, cost, norms[0])
-        elif norms:
+        drafting = make_draft_model(draft_runner, expected_cost=cost)
+        if sources[1].file is sources[0].file:  # a block, which is a part of it
             n_values = sum(prod(use.weight.shape) for use in weights_of(sources[1].model.graph))
             draft_info = replace(draft_info, n_parameters=n_values)
-            drafting = MTPModel(draft_runner, cost, *norms)
-        else:
-            drafting = DraftModel(draft_runner, expected_cost=cost)
         info, warnings = replace(info, draft=draft_info), warnings + notices
     on_end = partial(_close, devices if encoder is None else (encoder, *devices))
     loop = EngineLoop(runner, drafting, encoder, step_s=options.step_s, on_end=on_end)
@@ -165,8 +156,12 @@ def plan_file(options: LoadOptions) -> Plan:
         if encoder is not None:
             at_end.callback(encoder.close)
         sources = [_read(file, options, "the model", adapts=True, sees=encoder is not None)]
+        if options.draft_model is not None:
+            draft = at_end.enter_context(GGUFFile.open(options.draft_model))
+            sources.append(_read_draft(draft, sources[0], options))
         devices = _open_devices(options)
         at_end.callback(_close, devices)
+        _check_drafts(sources, devices)
         return _plan_with_block(sources, devices, options, encoder)[2]
 
 
@@ -205,10 +200,11 @@ class _ModelSource:
     read: Callable[[int | None], Model]  # its graph for a context
     model: Model  # the same for the context asked for
     hidden: Tensor | None = None  # what `ModelRunner.hidden` reads, if anything drafts from it
+    watch: Callable[[Graph], Tensor] = hidden_states  # gives it of a graph, which watches it from now on
 
     def read_again(self, context: int) -> Model:
         self.model = self.read(context)
-        self.hidden = None if self.hidden is None else hidden_states(self.model.graph)
+        self.hidden = None if self.hidden is None else self.watch(self.model.graph)
         return self.model
 
 
@@ -236,11 +232,24 @@ def _read(
 
 
 def _read_draft(file: GGUFFile, target: _ModelSource, options: LoadOptions) -> _ModelSource:
-    """A draft model: one of its own, or one that drafts from the caches of the other."""
+    """A draft model: one of its own, or one that drafts from the caches or the hidden states of the other."""
     name = f"the draft model {path_text(file.path)}"
-    if file.metadata.get("general.architecture") not in DRAFTERS:
+    architecture = file.metadata.get("general.architecture")
+    if architecture not in DRAFTERS:
         check_runs(file)
         return _read(file, options, name)
+    if architecture == "eagle3":
+
+        def watch(graph: Graph) -> Tensor:
+            """What the drafter reads of the model: to read it records that in the model's graph."""
+            _read(file, options, name, target=graph)
+            (rows,) = (x for x in graph.watched if isinstance(x, Tensor))
+            return rows
+
+        target.hidden, target.watch = watch(target.model.graph), watch
+        source = _read(file, options, name, target=target.model.graph)
+        source.hidden = hidden_states(source.model.graph)
+        return source
     if target.model.config.architecture != "gemma4":
         raise UsageError(f"{name} drafts for Gemma 4 alone: choose a smaller model of the same family")
     target.hidden = hidden_states(target.model.graph)
@@ -249,10 +258,24 @@ def _read_draft(file: GGUFFile, target: _ModelSource, options: LoadOptions) -> _
     return source
 
 
+def _draft_model(sources: Sequence[_ModelSource]) -> Callable[..., DraftModel]:
+    """What makes the draft model of its runner and its ``expected_cost``; reads the norms between the two models."""
+    if len(sources) < 2 or sources[0].hidden is None:
+        return DraftModel
+    graph, draft = (source.model.graph for source in sources)
+    if draft.caches_of is not None:
+        return partial(AssistantModel, of_model=hidden_norm(graph))
+    if sources[1].file is sources[0].file:
+        return partial(MTPModel, of_model=hidden_norm(graph), of_block=hidden_norm(draft))
+    return partial(MTPModel, kind="draft", token_ids=draft.token_ids)
+
+
 def _check_drafts(sources: Sequence[_ModelSource], devices: Sequence[Device]) -> None:
     if len(devices) > 1 and any(source.hidden is not None for source in sources):
         raise UsageError(
-            "an assistant drafts on the CPU alone: load the model with ", Argument("device", "cpu"), ", or without it"
+            f"{sources[1].name} drafts on the CPU alone: load the model with ",
+            Argument("device", "cpu"),
+            ", or without it",
         )
 
 
@@ -396,9 +419,12 @@ def _plan(
     split = None if options.tensor_split is None else tuple(options.tensor_split)
     # The number of layers is the model's: of the draft model as many go to a GPU as fit, unless none are to.
     numbers = options.n_gpu_layers, 0 if options.n_gpu_layers == 0 else None
-    shares = sources[0].hidden is not None and devices[0].backend.shares_weights
+    shared = frozenset[tuple[str, LayerTag]]()
+    if sources[0].hidden is not None and devices[0].backend.shares_weights:
+        uses, others = (weights_of(source.model.graph) for source in sources)
+        shared = frozenset((use.weight.name, use.layer) for use in {*uses} & {*others})
     planners = [
-        Planner(source.name, source.model, devices, free, options.parallel or 1, n_gpu_layers, split, shares)
+        Planner(source.name, source.model, devices, free, options.parallel or 1, n_gpu_layers, split, shared)
         for source, n_gpu_layers in zip(sources, numbers, strict=False)
     ]
     try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from bisect import bisect
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -169,10 +169,10 @@ class Placement:
         """How many layers a device has."""
         return sum(len(group.layers) for group in self.groups if group.device == device)
 
-    def sharing(self, other: Placement) -> Placement:
-        """The same beside another model from the same file, whose weights it takes as they are packed."""
-        theirs = {weight for group in other.groups for weight in group.packed}
-        return self.loaded(replace(w, is_shared=w in theirs) for group in self.groups for w in group.packed)
+    def sharing(self, shared: Collection[tuple[str, LayerTag]]) -> Placement:
+        """The same beside another model that has packed some of its weights: those of these names and layers."""
+        weights = (weight for group in self.groups for weight in group.packed if shared)
+        return self.loaded(replace(w, is_shared=(w.name, w.layer) in shared) for w in weights)
 
     def loaded(self, weights: Iterable[PackedWeight]) -> Placement:
         """The same with the weights as they were loaded."""
@@ -245,8 +245,8 @@ class Planner:
     # n_gpu_layers, tensor_split: see `localllm.loading.layer_split.plan_layers`
     n_gpu_layers: int | None = None
     tensor_split: tuple[float, ...] | None = None
-    # whether it is from the file of the model that it drafts for, and takes that one's weights
-    shares_weights: bool = False
+    # weights of the model that it drafts for, which it takes as they are packed: their names and layers
+    shared: frozenset[tuple[str, LayerTag]] = frozenset()
     expert_bytes: int | None = None  # of the host's memory for experts, where they stay in the file
     _known: dict[tuple[str, range, StepSizes, int | None], Footprint] = field(default_factory=dict, compare=False)
 
@@ -353,8 +353,7 @@ def _together(planners: Sequence[Planner], n_tokens: int) -> tuple[Placement, ..
     planner, *drafts = planners
     drafting = [draft.as_draft(n_tokens) for draft in drafts]
     model = planner.beside(*drafting).at(n_tokens)
-    both = zip(drafts, drafting, strict=True)
-    return model, *(placed.sharing(model) if draft.shares_weights else placed for draft, placed in both)
+    return model, *(placed.sharing(draft.shared) for draft, placed in zip(drafts, drafting, strict=True))
 
 
 def _leaves_memory(planners: Sequence[Planner], available: int, n_tokens: int, n_spilled: int) -> bool:

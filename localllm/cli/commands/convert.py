@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from localllm.library.hub_names import HubName
 
 def run(arguments: argparse.Namespace) -> None:
     from localllm.convert import Checkpoint, MmprojCheckpoint
+    from localllm.gguf import GGUFFile
     from localllm.library.pull import pull_checkpoint
     from localllm.quantize import plan
 
@@ -23,7 +25,12 @@ def run(arguments: argparse.Namespace) -> None:
     folder = Path(arguments.model)
     if not folder.exists() and HubName.parse(arguments.model):
         folder = download(arguments.model, quiet=arguments.quiet, by=pull_checkpoint)
-    checkpoint = MmprojCheckpoint(folder) if arguments.mmproj else Checkpoint(folder)
+    with ExitStack() as files:
+        target: Checkpoint | GGUFFile | None = None
+        if arguments.target is not None:
+            path = arguments.target
+            target = Checkpoint(path) if path.is_dir() else files.enter_context(GGUFFile.open(path))
+        checkpoint = MmprojCheckpoint(folder) if arguments.mmproj else Checkpoint(folder, target=target)
     output = arguments.output or Path()
     planned = plan(checkpoint, output, arguments.type, allow_requantize=arguments.allow_requantize)
     if arguments.output is None:
@@ -39,6 +46,11 @@ COMMAND = Command(
     [
         OUTPUT,
         flag("--mmproj", "convert the encoder of pictures or sounds instead, to mmproj-NAME-TYPE.gguf"),
+        flag(
+            "--target --target-model-dir MODEL",
+            "of an EAGLE-3 drafter, the model that it drafts for: a checkpoint's folder or a GGUF file",
+            Path,
+        ),
         flag("--type TYPE", "a type or mix of types, such as Q8_0 (default: as stored)"),
         DRY_RUN,
         REQUANTIZE,
@@ -48,8 +60,9 @@ COMMAND = Command(
     """\
 Reads safetensors files of F32, F16, BF16, FP8, MXFP4 and NVFP4, and the INT4 of GPTQ, AWQ and compressed-tensors,
 whose integers become Q4_0 or Q4_1 unless --type says otherwise.  Of a model that sees or hears it converts the
-language model, and with --mmproj the encoder.  A checkpoint that would not load is refused before anything is
-written.  After Ctrl-C or a crash the same command continues where it stopped.
+language model, and with --mmproj the encoder.  An EAGLE-3 drafter has no tokenizer: name the model that it drafts for
+(--target).  A checkpoint that would not load is refused before anything is written.  After Ctrl-C or a crash the same
+command continues where it stopped.
 """,
     words=Positionals(
         "FOLDER OUTPUT",

@@ -15,17 +15,26 @@ from typing import TYPE_CHECKING, Any
 
 from localllm.cli.defaults import apply_settings, load_options
 from localllm.cli.parser import Command, Positionals, flag
-from localllm.cli.shared_flags import CACHE_TYPE, CONTEXT, JSON, MODEL_OR_WORD, PLACEMENT, SEEING, THREADS
+from localllm.cli.shared_flags import (
+    CACHE_TYPE,
+    CONTEXT,
+    DRAFT_MODEL,
+    JSON,
+    MODEL_OR_WORD,
+    PLACEMENT,
+    SEEING,
+    THREADS,
+)
 from localllm.console import detail, is_terminal, placement_lines, quantity, short_count, visible_line, warn
 from localllm.errors import LocalLLMError, UsageError
 from localllm.options.declared import in_flags
 
 if TYPE_CHECKING:
     from localllm.gguf import GGUFFile, TensorInfo
-    from localllm.loading.placement import Plan
+    from localllm.loading.placement import Placement, Plan
 
 #: Flags of the plan.
-PLANNING = [*CONTEXT, *THREADS, *PLACEMENT, *CACHE_TYPE, *SEEING]
+PLANNING = [*CONTEXT, *THREADS, *PLACEMENT, *CACHE_TYPE, *SEEING, *DRAFT_MODEL]
 
 #: What the JSON of a plan says of each group of tensors, and that of a file of each tensor.
 _OF_A_GROUP = ("name", "device", "kernels", "weights", "kv_cache", "scratch", "pool")
@@ -91,6 +100,7 @@ def _show_plan(file: GGUFFile, arguments: argparse.Namespace) -> None:
             f"{placement.context:,} tokens of context",
             "",
             *placement_lines(placement, plan.free),
+            *_draft_lines(plan, arguments.draft_model or "in the same file"),
             *([] if plan.encoder is None else [detail("sees by", str(plan.encoder))]),
             detail("in all", f"{quantity(as_json['total'], 'B')}, Python and kernels included"),
         ):
@@ -99,20 +109,33 @@ def _show_plan(file: GGUFFile, arguments: argparse.Namespace) -> None:
         warn(message.worded(in_flags))
 
 
+def _draft_lines(plan: Plan, name: object) -> Iterator[str]:
+    if plan.draft is not None:
+        yield f"draft model: {name}"
+        yield from (f"  {line}" for line in placement_lines(plan.draft))
+
+
 def plan_as_json(plan: Plan) -> dict[str, Any]:
     """A plan as JSON values; sizes are in bytes."""
-    placement = plan.placement
+    placement, draft = plan.placement, plan.draft
     return {
         "context": placement.context,
         "cache_type": placement.cache_type,
         "cache": None if placement.cache is None else asdict(placement.cache),
-        "groups": [{name: getattr(group, name) for name in _OF_A_GROUP} for group in placement.groups],
+        "groups": _groups(placement),
+        "draft": None if draft is None else {"groups": _groups(draft), "total": draft.total},
         "devices": {device: placement.on(device).total for device in placement.devices},
         "encoder": None if plan.encoder is None else asdict(plan.encoder) | {"path": str(plan.encoder.path)},
         "experts_in_file": placement.experts_in_file,
         "free": dict(plan.free),
-        "total": placement.total + (0 if plan.encoder is None else plan.encoder.n_bytes),
+        "total": placement.total
+        + (0 if draft is None else draft.total)
+        + (0 if plan.encoder is None else plan.encoder.n_bytes),
     }
+
+
+def _groups(placement: Placement) -> list[dict[str, Any]]:
+    return [{name: getattr(group, name) for name in _OF_A_GROUP} for group in placement.groups]
 
 
 # -- For people ----------------------------------------------------------------------------------------------------
@@ -120,7 +143,7 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
 
 def _heading(file: GGUFFile) -> Iterator[str]:
     from localllm.loading.model_info import file_type_name
-    from localllm.models.registry import ARCHITECTURES
+    from localllm.models.registry import ARCHITECTURES, DRAFTERS
 
     parts = f", {len(file.paths)} files" if len(file.paths) > 1 else ""
     yield f"{file.path}: GGUF version {file.version}, {quantity(file.size, 'B')}{parts}"
@@ -132,6 +155,8 @@ def _heading(file: GGUFFile) -> Iterator[str]:
         yield _encoder(file)
         return
     known = "" if architecture in ARCHITECTURES else ", which localllm cannot run"
+    if architecture in DRAFTERS:
+        known = ", which drafts for another model (--draft-model)"
     n_parameters = sum(tensor.n_values for tensor in file.tensors.values())
     file_type = file_type_name(file.metadata, file.tensors.values())
     yield f"{architecture}{known}, {short_count(n_parameters)} parameters ({n_parameters:,}), {file_type}"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,10 +21,8 @@ from localllm.engine.runner import BatchItem, ModelRunner
 class AssistantModel(MTPModel):
     """The assistant of an engine's model."""
 
-    kind: Literal["draft", "mtp"] = "draft"
-
     def __init__(self, runner: ModelRunner, expected_cost: float, of_model: Norm) -> None:
-        super().__init__(runner, expected_cost, of_model, of_block=lambda rows: rows)
+        super().__init__(runner, expected_cost, of_model, kind="draft")
 
     def drafter(self, cost: StepCost, most: int, always: bool = False) -> MTPDrafter:
         return AssistantDrafter(self, cost, most, always)

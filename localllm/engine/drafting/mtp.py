@@ -1,4 +1,5 @@
-"""Drafts by the block behind the model's own last layer (`localllm.models.mtp`).
+"""Drafts by the block behind the model's own last layer (`localllm.models.mtp`), or by an EAGLE-3 drafter, which is
+such a block in a file of its own (`localllm.models.eagle3`).
 
 The block has a cache of its own: what it makes of each token's hidden state, which the model has computed, and of the
 token that follows.  So it needs no prompt of its own, but it must be given the hidden states of every step.
@@ -38,12 +39,26 @@ def n_right(step: BatchItem, tokens: Sequence[int]) -> int:
 class MTPModel(DraftModel):
     """The block that drafts for an engine."""
 
-    kind: Literal["draft", "mtp"] = "mtp"
-
-    def __init__(self, runner: ModelRunner, expected_cost: float, of_model: Norm, of_block: Norm) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        expected_cost: float,
+        of_model: Norm = np.copy,
+        of_block: Norm = np.copy,
+        *,
+        kind: Literal["draft", "mtp"] = "mtp",
+        token_ids: NDArray[np.int64] | None = None,
+    ) -> None:
+        """``token_ids``: of the tokens that it drafts, if it has a vocabulary of its own."""
         super().__init__(runner, expected_cost=expected_cost)
         # of_model, of_block: norms of the hidden states of either
         self.of_model, self.of_block = of_model, of_block
+        self.kind, self._token_ids = kind, token_ids
+
+    def likeliest(self, logits: NDArray[np.float32]) -> tuple[int, float]:
+        """The most likely token, and its probability."""
+        number, probability = likeliest(logits)
+        return number if self._token_ids is None else int(self._token_ids[number]), probability
 
     def drafter(self, cost: StepCost, most: int, always: bool = False) -> ModelDrafter:
         return MTPDrafter(self, cost, most, always)
@@ -87,11 +102,14 @@ class MTPDrafter(ModelDrafter):
             self._sequence, self._salt = cache.begin([]), next(_salts) * self._runner.n_vocab
 
     def _evaluate(self, tokens: Sequence[int], n_outputs: int) -> NDArray[np.float32] | None:
-        """Shows the block the hidden states that wait; None if there is no room for them."""
+        """Shows the block the hidden states that wait; None if there is no room for them, or it lacks a token."""
         assert self._sequence is not None
         runner, cache, sequence = self._runner, self._runner.cache, self._sequence
         rows, self._rows = np.concatenate(self._rows), []
         ids, logits = list(tokens[self._end + 1 - len(rows) : self._end + 1]), None
+        if max(ids) >= runner.n_vocab:
+            self._is_lost = True
+            return None
         for at in range(0, len(ids), runner.max_tokens):
             part = ids[at : at + runner.max_tokens]
             if len(sequence) + len(part) > runner.context or not cache.reserve(sequence, len(part)):
@@ -116,7 +134,7 @@ class MTPDrafter(ModelDrafter):
         if logits is None or not runner.cache.reserve(sequence, n):
             return []
         while len(ids) < n:
-            id_, probability = likeliest(logits[-1])
+            id_, probability = self._model.likeliest(logits[-1])
             if not self._believes(probability):
                 self._gave_up = True
                 break

@@ -1,0 +1,103 @@
+"""EAGLE-3 drafters (arXiv:2503.01840): one layer that drafts from hidden states of three of a model's layers.
+
+The model's own step makes one row of them (``fc``).  Of that row and of the embedding of the token that follows, the
+layer makes a hidden state: its head, over a vocabulary of its own, drafts from it, and it stands for the model's row
+in the next draft.  Source: llama.cpp's ``eagle3``, whose converter gives keys and tensors their names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from localllm.errors import ModelError
+from localllm.kernels.graph import Embed, Graph, Input, Linear, Matrix, Outputs, RMSNorm, Rows, SideBySide, Tensor
+from localllm.models import hf_names, llama
+from localllm.models.blocks import Layer, attention, gated_mlp, norm
+from localllm.models.config import Header
+from localllm.models.hf_convert import Array, interleave_query_and_key, llama3_factors
+from localllm.models.rope import make_rope
+from localllm.models.target import before_outputs, layer_inputs, read_ends, read_layers, read_token_ids
+
+_LAYER = {ours: theirs for ours, theirs in hf_names.COMMON.items() if ours.startswith(("attn_", "ffn_"))}
+_LAYER |= {"attn_norm_2": "hidden_norm"}
+#: Some checkpoints call their layer "midlayer", others "layers.0".
+HF_NAMES = (
+    hf_names.COMMON
+    | _LAYER
+    | {f"blk.0.{ours}": f"midlayer.{theirs}" for ours, theirs in _LAYER.items()}
+    | {"fc": "fc", "enc.output_norm": "input_norm"}
+)
+
+
+def hf_keys(config: Any) -> dict[str, Any]:
+    target = config.target
+    layers = getattr(config, "eagle_aux_hidden_state_layer_ids", None)
+    return llama.hf_keys(config) | {
+        "target_layers": list(layers or (2, target.n_layers // 2, target.n_layers - 3)),
+        "target_hidden_size": getattr(config, "target_hidden_size", None) or target.n_embd,
+        "norm_before_residual": bool(getattr(config, "norm_before_residual", False)),
+        "norm_before_fc": bool(getattr(config, "norm_before_fc", False)),
+    }
+
+
+def hf_tensor(name: str, array: Array, config: Any) -> Array | Mapping[str, Array]:
+    # `hf_extra` makes the file's d2t, and t2d says the same the other way round.
+    return {} if name in ("d2t", "t2d") else interleave_query_and_key(name, array, config)
+
+
+def hf_extra(config: Any) -> Mapping[str, Array]:
+    """The model's ids of the drafter's tokens; checkpoints have how far they are from the drafter's own."""
+    factors = llama3_factors(config)
+    if "d2t" not in config.tensors:
+        return factors
+    ahead = config.tensors["d2t"].values().reshape(-1).astype(np.int64)
+    return {**factors, "d2t": ahead + np.arange(len(ahead))}
+
+
+def record(m: Header) -> Graph:
+    """A graph from rows [T, d], made of the model's hidden states, and the ids that follow them to logits of drafts.
+
+    What makes those rows is recorded in the graph of the model (`Header.target`), which watches them.  Without that
+    model, embeddings that the file lacks come beside the rows [T, 2 d], and without a head the graph ends before it.
+    """
+    w, d = m.weights, m.config.n_embd
+    if m.config.n_layers != 1:
+        raise ModelError(f"eagle3.block_count is {m.config.n_layers}, but an EAGLE-3 drafter has one layer")
+    _record_rows(m)
+    table, head = read_ends(w, d, m.config.n_vocab, m.target)
+    graph = Graph(m.cache_type, token_ids=read_token_ids(w, m.config.n_vocab))
+    n_columns = d if table is not None else 2 * d
+    h = graph.add(Input(Tensor(Rows.TOKENS, d), 0, n_columns))
+    e = graph.add(Embed(table) if table is not None else Input(Tensor(Rows.TOKENS, d), d, n_columns))
+    graph.layer = 0
+    at = Layer(0, graph, w.layer(0), d, m.norm_eps, e)
+    normed = norm(at, "attn_norm_2", h)
+    residual = normed if m.meta.read("norm_before_residual", bool, False) else h
+    heads = m.heads()
+    x = at.add(SideBySide((norm(at, "attn_norm", e), normed)))
+    x = attention(at, x, heads, make_rope(m, heads.key_dim, interleaved=True), residual=residual)
+    x = gated_mlp(at, norm(at, "ffn_norm", x), m.mlp_width(), residual=x)
+    graph.layer = "output"
+    x = norm(Layer(-1, graph, w, d, m.norm_eps, e), "output_norm", graph.add(Outputs(x)))
+    if head is not None:
+        graph.add(Linear(x, Matrix(head)))
+    return graph
+
+
+def _record_rows(m: Header) -> None:
+    """Records in the model's graph what the drafter reads: a matrix times what goes into several layers, [T, d]."""
+    w, target, numbers = m.weights, m.target, read_layers(m.meta)
+    width = m.meta.read("target_hidden_size", int, low=1, high=1 << 20)
+    has_norm = m.meta.read("norm_before_fc", bool, False)
+    fc = w.matrix("fc", len(numbers) * width, m.config.n_embd)
+    fc_norm = w.vector("enc.output_norm", len(numbers) * width) if has_norm else None
+    if target is None or target.watched:  # to which a drafter that is read again has recorded it already
+        return
+    with before_outputs(target):
+        x = layer_inputs(target, numbers, width)
+        if fc_norm is not None:
+            x = target.add(RMSNorm(x, fc_norm, m.norm_eps))
+        target.watched.add(target.add(Linear(x, fc)))
