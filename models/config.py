@@ -207,7 +207,7 @@ def _read_n_vocab(meta: Metadata, tensors: Mapping[str, Weight]) -> int:
     """The rows of the token embedding, which must be as many as the vocabulary has tokens; of a file that takes the
     embedding of another model, its tokens."""
     embedding, tokens = tensors.get("token_embd.weight"), meta.values.get("tokenizer.ggml.tokens")
-    if embedding is None and isinstance(tokens, Sized) and meta.find("target_hidden_size") is not None:
+    if embedding is None and isinstance(tokens, Sized) and meta.find("target_layers") is not None:
         return len(tokens)
     if embedding is None:
         raise ModelError("the file has no tensor token_embd.weight: is it complete?")

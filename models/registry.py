@@ -206,6 +206,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 #: Models that draft for others, from their caches or hidden states, and do nothing alone.
 DRAFTERS = {
+    "dflash": Architecture("dflash", "DFlash drafters", "muse_glimmer_assistant DFlashDraftModel", takes_target=True),
     "eagle3": Architecture(
         "eagle3",
         "EAGLE-3 drafters",

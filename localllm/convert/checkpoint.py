@@ -145,7 +145,7 @@ class Checkpoint:
             )
         if target is not None:
             if not architecture.takes_target:
-                raise UsageError(f"{path_text(folder)} is not an EAGLE-3 drafter: leave --target out")
+                raise UsageError(f"{path_text(folder)} is not an EAGLE-3 or DFlash drafter: leave --target out")
             meta = Metadata(target.metadata, str(target.metadata.get("general.architecture")))
             config.target = read_general(meta, target.tensors)
         files = read_folder(folder)
@@ -177,6 +177,7 @@ class Checkpoint:
                 "general.name": checkpoint_name(folder),
             }
             | {"general.size_label": size_label(self.tensors)}
+            | ({} if target is None else _vocabulary_of(target))
             | _sampling(read_json(folder / "generation_config.json"))
             | _pooling(folder, self.architecture)  # which a classifier's keys replace
             | {
@@ -190,7 +191,7 @@ class Checkpoint:
                 if name.endswith("weight")
                 for side, width in zip(("out", "in"), tensor.shape, strict=True)
             }
-            | (vocabulary_keys(folder, config, n_vocab) if target is None else _vocabulary_of(target))
+            | (vocabulary_keys(folder, config, n_vocab) if target is None else {})
         )
         try:
             specs = [TensorSpec(tensor.name, tensor.shape, tensor.type) for tensor in self.tensors.values()]

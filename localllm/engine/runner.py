@@ -157,6 +157,11 @@ class ModelRunner:
         """As `run`, of a graph that begins with hidden states of all tokens, [T, d]."""
         return self._step.run(self._batch(chunks), HostOutput(hidden)).rows()
 
+    def at_once(self, chunk: BatchItem) -> NDArray[np.float32]:
+        """As `run`, of one chunk whose tokens all see each other."""
+        ends = np.full(len(chunk.ids), chunk.start + len(chunk.ids), np.int32)
+        return self._step.run(replace(self._batch([chunk]), ends=ends)).rows()
+
     def hidden_rows(self) -> NDArray[np.float32]:
         """The `hidden` states [T, d] of the last step, good until the next one."""
         assert self.hidden is not None

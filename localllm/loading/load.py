@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Self
 from localllm.chat.built_in_templates import built_in
 from localllm.chat.template_source import TemplateSource
 from localllm.engine.drafting.assistant import AssistantModel
+from localllm.engine.drafting.block import BlockModel
 from localllm.engine.drafting.model import DraftModel
 from localllm.engine.drafting.mtp import MTPModel
 from localllm.engine.engine import Engine, EngineLoop
@@ -37,6 +38,7 @@ from localllm.loading.model_info import ModelInfo, file_type_name
 from localllm.loading.placement import Placement, Plan, Planner, fit, widened, with_experts_in_file
 from localllm.loading.progress import of_stage
 from localllm.models.adapters import with_adapters
+from localllm.models.config import Metadata
 from localllm.models.mtp import hidden_norm, hidden_states
 from localllm.models.registry import DRAFTERS, Model, find_architecture, has_block, read_model
 from localllm.options.declared import LoadOptions, Sampling, declared
@@ -103,6 +105,8 @@ def load_file(options: LoadOptions) -> LoadedModel:
         loaded = list[tuple[ModelRunner, ModelInfo, tuple[Notice, ...]]]()
         try:
             for source, planner, placement in zip(sources, planners, plan.placements, strict=True):
+                if source.model.graph.caches_of not in (None, sources[0].model.graph):  # which was read again
+                    planner = replace(planner, model=source.read_again(placement.context), _known={})
                 loaded.append(_load(source, planner, placement, options, reading.check))
         except MemoryError as error:
             _drop_tracebacks(error)
@@ -111,7 +115,7 @@ def load_file(options: LoadOptions) -> LoadedModel:
         tokenizer.warn_if_guessed()
         pooling = sources[0].model.pooling
         embedder = None if pooling is None else Embedder(pooling, sources[0].file.metadata)
-        make_draft_model = _draft_model(sources)
+        make_draft_model = _draft_model(sources, loaded[0][0])
         on_failure.pop_all()
     runner, info, warnings = loaded[0]
     info = replace(info, encoder=plan.encoder)
@@ -216,7 +220,7 @@ def _read(
     is_block: bool = False,
     adapts: bool = False,
     sees: bool = False,
-    target: Graph | None = None,
+    target: Callable[[], Graph | None] = lambda: None,
 ) -> _ModelSource:
     adapters = []
     if adapts and options.adapters:
@@ -225,7 +229,7 @@ def _read(
         adapters = [read_adapter(each, Path(path), file) for each, path in options.adapters.items()]
 
     def read(context: int | None) -> Model:
-        model = read_model(file, context, options.cache_type, is_block=is_block, sees=sees, target=target)
+        model = read_model(file, context, options.cache_type, is_block=is_block, sees=sees, target=target())
         return replace(model, graph=with_adapters(model.graph, adapters)) if adapters else model
 
     return _ModelSource(name, file, read, read(options.context))
@@ -238,31 +242,43 @@ def _read_draft(file: GGUFFile, target: _ModelSource, options: LoadOptions) -> _
     if architecture not in DRAFTERS:
         check_runs(file)
         return _read(file, options, name)
-    if architecture == "eagle3":
+    if architecture in ("eagle3", "dflash"):
 
         def watch(graph: Graph) -> Tensor:
             """What the drafter reads of the model: to read it records that in the model's graph."""
-            _read(file, options, name, target=graph)
-            (rows,) = (x for x in graph.watched if isinstance(x, Tensor))
-            return rows
+            _read(file, options, name, target=lambda: graph)
+            return _watched(graph)
 
         target.hidden, target.watch = watch(target.model.graph), watch
-        source = _read(file, options, name, target=target.model.graph)
-        source.hidden = hidden_states(source.model.graph)
+        source = _read(file, options, name, target=lambda: target.model.graph)
+        source.hidden = hidden_states(source.model.graph) if architecture == "eagle3" else None
         return source
     if target.model.config.architecture != "gemma4":
         raise UsageError(f"{name} drafts for Gemma 4 alone: choose a smaller model of the same family")
     target.hidden = hidden_states(target.model.graph)
-    source = _read(file, options, name, target=target.model.graph)
-    (source.hidden,) = (x for x in source.model.graph.watched if isinstance(x, Tensor))
+    source = _read(file, options, name, target=lambda: target.model.graph)
+    source.hidden, source.watch = _watched(source.model.graph), _watched
     return source
 
 
-def _draft_model(sources: Sequence[_ModelSource]) -> Callable[..., DraftModel]:
-    """What makes the draft model of its runner and its ``expected_cost``; reads the norms between the two models."""
+def _watched(graph: Graph) -> Tensor:
+    """The one tensor of a graph that can be read after a step."""
+    (x,) = (x for x in graph.watched if isinstance(x, Tensor))
+    return x
+
+
+def _draft_model(sources: Sequence[_ModelSource], runner: ModelRunner) -> Callable[..., DraftModel]:
+    """What makes the draft model of its runner and its ``expected_cost``; reads the norms between it and the model,
+    which has a ``runner``."""
     if len(sources) < 2 or sources[0].hidden is None:
         return DraftModel
     graph, draft = (source.model.graph for source in sources)
+    if draft.caches_of is not None and sources[1].hidden is None:
+        from localllm.models.dflash import read_block  # imported here: few models have such a drafter
+
+        n_vocab = sources[1].model.config.n_vocab
+        size, mask = read_block(Metadata(sources[1].file.metadata, "dflash"), n_vocab)
+        return partial(BlockModel, cache=runner.cache, mask=mask, block_size=size, token_ids=draft.token_ids)
     if draft.caches_of is not None:
         return partial(AssistantModel, of_model=hidden_norm(graph))
     if sources[1].file is sources[0].file:

@@ -48,7 +48,7 @@ COMMAND = Command(
         flag("--mmproj", "convert the encoder of pictures or sounds instead, to mmproj-NAME-TYPE.gguf"),
         flag(
             "--target --target-model-dir MODEL",
-            "of an EAGLE-3 drafter, the model that it drafts for: a checkpoint's folder or a GGUF file",
+            "of an EAGLE-3 or DFlash drafter, the model that it drafts for: a checkpoint's folder or a GGUF file",
             Path,
         ),
         flag("--type TYPE", "a type or mix of types, such as Q8_0 (default: as stored)"),
@@ -60,9 +60,9 @@ COMMAND = Command(
     """\
 Reads safetensors files of F32, F16, BF16, FP8, MXFP4 and NVFP4, and the INT4 of GPTQ, AWQ and compressed-tensors,
 whose integers become Q4_0 or Q4_1 unless --type says otherwise.  Of a model that sees or hears it converts the
-language model, and with --mmproj the encoder.  An EAGLE-3 drafter has no tokenizer: name the model that it drafts for
-(--target).  A checkpoint that would not load is refused before anything is written.  After Ctrl-C or a crash the same
-command continues where it stopped.
+language model, and with --mmproj the encoder.  An EAGLE-3 or DFlash drafter has no tokenizer: name the model that it
+drafts for (--target).  A checkpoint that would not load is refused before anything is written.  After Ctrl-C or a
+crash the same command continues where it stopped.
 """,
     words=Positionals(
         "FOLDER OUTPUT",

@@ -1,0 +1,65 @@
+"""Drafts of a block at once, by a DFlash drafter (`localllm.models.dflash`).
+
+A block is the last token and a mask for each draft.  The drafter's keys and values lie in the model's cache, so it is
+evaluated where the model's next tokens will be, which overwrite it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from localllm.engine.cache import PagedCache
+from localllm.engine.drafting.assistant import AssistantDrafter
+from localllm.engine.drafting.cost import StepCost
+from localllm.engine.drafting.mtp import MTPDrafter, MTPModel
+from localllm.engine.runner import BatchItem, ModelRunner
+
+
+class BlockModel(MTPModel):
+    """The DFlash drafter of an engine's model, whose ``cache`` it is."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        expected_cost: float,
+        *,
+        cache: PagedCache,
+        mask: int,
+        block_size: int,
+        token_ids: NDArray[np.int64] | None,
+    ) -> None:
+        super().__init__(runner, expected_cost, kind="draft", token_ids=token_ids)
+        # mask: the token that stands for a draft; most: drafts of a block at most
+        self.cache, self.mask = cache, mask
+        self.most = min(block_size, runner.max_tokens, runner.max_outputs) - 1
+
+    def drafter(self, cost: StepCost, most: int, always: bool = False) -> MTPDrafter:
+        return BlockDrafter(self, cost, min(most, self.most), always)
+
+
+class BlockDrafter(AssistantDrafter):
+    """Drafts for one text."""
+
+    _model: BlockModel
+
+    def _draft(self, tokens: Sequence[int], n: int) -> list[int]:
+        text, ids, model = self._text, list[int](), self._model
+        # A text that was preempted has no tokens in the cache.
+        if text is None or len(text) != len(tokens) - 1 or tokens[-1] >= self._runner.n_vocab:
+            return []
+        if not model.cache.reserve(text, 1 + n):
+            return []
+        begin = time.perf_counter()
+        block = [tokens[-1], *[model.mask] * n]
+        for logits in self._runner.at_once(BatchItem(text, block, n, len(tokens) - 1)):
+            id_, probability = model.likeliest(logits)
+            if not self._believes(probability):
+                self._gave_up = True
+                break
+            ids.append(id_)
+        model.measured((time.perf_counter() - begin) / max(1, len(ids) + self._gave_up))
+        return ids

@@ -1,0 +1,163 @@
+"""DFlash drafters: a few layers that fill in a block of tokens at once.
+
+What the model's layers make of a token becomes keys and values of the drafter's layers, in the model's own step, and
+lies beside its own in the cache.  The block is the last token and masks behind it: they see those, and each other
+both ways, and of each mask the head makes a draft.
+Source: transformers' ``muse_glimmer_assistant`` and ``DFlashTokenCandidateGenerator``; llama.cpp's ``dflash``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from localllm.errors import ModelError, quoted
+from localllm.kernels.graph import (
+    Attention,
+    Embed,
+    Graph,
+    HeadNorm,
+    Input,
+    KVCache,
+    Linear,
+    Linears,
+    Matrix,
+    Outputs,
+    RMSNorm,
+    RopeAppend,
+    Rows,
+    Scale,
+    Tensor,
+)
+from localllm.models import hf_names
+from localllm.models.blocks import Layer, add, gated_mlp, norm
+from localllm.models.config import Header, Metadata
+from localllm.models.hf_convert import Array, rotated_part, window_keys
+from localllm.models.rope import make_rope
+from localllm.models.target import before_outputs, layer_inputs, read_ends, read_layers, read_token_ids
+
+HF_NAMES = hf_names.COMMON | hf_names.HEAD_NORMS | {"fc": "fc", "enc.output_norm": "hidden_norm"}
+
+#: What transformers calls otherwise.
+_ENCODER = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "enc.output_norm.weight"}
+
+#: ``hidden_activation``, as checkpoints name it.
+_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu"}
+
+#: Tokens of a block, where the file does not say.
+_BLOCK_SIZE = 16
+
+
+def hf_keys(config: Any) -> dict[str, Any]:
+    own = config.values | (config.values.get("dflash_config") or {})
+    has_windows = config.model_type == "muse_glimmer_assistant" or own.get("use_sliding_window")
+    return (
+        (window_keys(config) if has_windows else {})
+        | (rotated_part(config) if "partial_rotary_factor" in config.rope_parameters else {})
+        | {
+            "block_size": own.get("block_size", _BLOCK_SIZE),
+            "target_layers": [i + 1 for i in own["target_layer_ids"]],  # what goes into those layers
+            "embedding_scale": own.get("input_embedding_scale"),
+            "attention.value_scale": own.get("attention_value_scale"),
+            "attention.causal": own.get("is_causal", own.get("causal")),
+            ".tokenizer.ggml.mask_token_id": own["mask_token_id"],
+        }
+    )
+
+
+def hf_tensor(name: str, array: Array, config: Any) -> Array | Mapping[str, Array]:
+    return {_ENCODER[name]: array} if name in _ENCODER else array
+
+
+def read_block(meta: Metadata, n_vocab: int) -> tuple[int, int]:
+    """Tokens of a block, and the id of its masks."""
+    mask = Metadata(meta.values, "tokenizer.ggml").read("mask_token_id", int, low=0, high=n_vocab - 1)
+    return meta.read("block_size", int, _BLOCK_SIZE, low=2, high=1 << 12), mask
+
+
+def record(m: Header) -> Graph:
+    """A graph from the ids of a block to the logits of drafts.
+
+    What makes the drafter's keys and values is recorded in the graph of the model (`Header.target`), whose caches
+    have them.  Without that model it has caches of its own, embeddings that the file lacks are given [T, d], and
+    without a head it ends before it.
+    """
+    meta, w, d, n_vocab, target = m.meta, m.weights, m.config.n_embd, m.config.n_vocab, m.target
+    heads, windows, eps = m.heads(), m.windows(period=0), m.norm_eps
+    rope = make_rope(m, heads.key_dim)
+    # Of text all axes are the position; the head's changes do not change which token is the likeliest.
+    meta.skip("rope.dimension_sections", "logit_scale", "final_logit_softcapping")
+    read_block(meta, n_vocab)
+    act = meta.read("hidden_activation", str, "silu")
+    if act not in _ACTIVATIONS:
+        raise ModelError(f"dflash.hidden_activation is {quoted(act)}, which localllm does not support yet")
+    causal = meta.read("attention.causal", bool, False)
+    scale = meta.read("attention.scale", float, 0.0, low=0.0, high=1e3) or heads.key_dim**-0.5
+    value_scale = meta.read("attention.value_scale", float, 0.0, low=-1e3, high=1e3) or 1.0
+    embedding_scale = meta.read("embedding_scale", float, 0.0, low=0.0, high=1e6) or 1.0
+    widths = {"attn_q": heads.n * heads.key_dim}
+    widths |= {"attn_k": heads.n_kv * heads.key_dim, "attn_v": heads.n_kv * heads.value_dim}
+
+    def matrices(i: int) -> dict[str, Matrix]:
+        return {name: w.layer(i).matrix(name, d, n) for name, n in widths.items()}
+
+    def head_norm(i: int, name: str) -> HeadNorm:
+        return HeadNorm(eps, w.layer(i).vector(name, heads.key_dim))
+
+    def cache_of(graph: Graph, window: int | None) -> KVCache:
+        return graph.kv_cache(heads.n_kv, heads.key_dim, heads.value_dim, window=window)
+
+    numbers = read_layers(meta)
+    fc, fc_norm = w.matrix("fc", len(numbers) * d, d), w.vector("enc.output_norm", d)
+    ids = read_token_ids(w, n_vocab)
+    table, head = read_ends(w, d, n_vocab, target)
+    if target is not None and not target.watched:  # to which a drafter that is read again has recorded it already
+        first = target.n_layers
+        with before_outputs(target):
+            rows = target.add(RMSNorm(target.add(Linear(layer_inputs(target, numbers, d), fc)), fc_norm, eps))
+            target.watched.add(rows)
+            for i, window in enumerate(windows):
+                target.layer = first + i
+                cache = cache_of(target, window)
+                target.layer = "output"
+                # The operation needs queries, which are not used.
+                k, v, q = target.add(Linears(rows, tuple(matrices(i)[f"attn_{name}"] for name in "kvk")))
+                target.add(RopeAppend(q, k, v, cache, rope, k_norm=head_norm(i, "attn_k_norm")))
+    if target is None:
+        graph = Graph(m.cache_type, token_ids=ids)
+        caches = []
+        for i, window in enumerate(windows):
+            graph.layer = i
+            caches.append(cache_of(graph, window))
+        graph.layer = "embedding"
+    else:
+        caches = list(target.caches.values())[-len(windows) :]
+        graph = Graph(target.cache_type, token_ids=ids, caches_of=target)
+        graph.caches, graph.states, graph.windows = dict(target.caches), dict(target.states), list(target.windows)
+
+    x = graph.add(Input(Tensor(Rows.TOKENS, d)) if table is None else Embed(table, embedding_scale))
+    embedding = x
+
+    def normed_behind(at: Layer, name: str, y: Tensor) -> Tensor:
+        return norm(at, name, y) if f"{name}.weight" in at.weights else y
+
+    for i, window in enumerate(windows):
+        graph.layer = i
+        at = Layer(i, graph, w.layer(i), d, eps, embedding)
+        q, k, v = at.add(Linears(norm(at, "attn_norm", x), tuple(matrices(i).values())))
+        norms = head_norm(i, "attn_q_norm"), head_norm(i, "attn_k_norm")
+        q = at.add(RopeAppend(q, k, v, caches[i], rope, *norms))
+        sinks = at.weights.find("attn_sinks.weight", heads.n)
+        y = at.add(Attention(q, caches[i], scale, window, sinks=sinks, has_spans=not causal))
+        y = at.linear(y, "attn_output", d)
+        y = y if value_scale == 1 else at.add(Scale(y, value_scale))
+        x = add(at, normed_behind(at, "post_attention_norm", y), x)
+        y = gated_mlp(at, norm(at, "ffn_norm", x), m.mlp_width(), activation=_ACTIVATIONS[act])
+        x = add(at, normed_behind(at, "post_ffw_norm", y), x)
+        if "layer_output_scale.weight" in at.weights:
+            x = at.add(Scale(x, weight=at.weights.require("layer_output_scale.weight", 1)))
+    graph.layer = "output"
+    x = norm(Layer(-1, graph, w, d, eps, embedding), "output_norm", graph.add(Outputs(x)))
+    if head is not None:
+        graph.add(Linear(x, Matrix(head)))
+    return graph

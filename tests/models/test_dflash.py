@@ -1,0 +1,231 @@
+"""DFlash drafters: against transformers' module, and what they draft."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import localllm
+from localllm.convert import Checkpoint
+from localllm.convert.safetensors import read_folder
+from localllm.engine.drafting.block import BlockDrafter
+from localllm.errors import ModelError, UnsupportedArchitectureError
+from localllm.gguf import GGUFFile
+from localllm.loading import load
+from localllm.loading.load import LoadOptions, plan_file
+from localllm.quantize import plan, run
+from tests.helpers.checkpoints import write_safetensors
+from tests.models.tiny import CONFIG, PLAIN_ROPE, TINY, make_model, random_values, write
+
+pytest.importorskip("torch", reason="needs the extra 'reference'")
+pytest.importorskip("transformers", reason="needs the extra 'reference'")
+
+PROMPT = [1, *np.random.default_rng(0).integers(3, 300, 40).tolist()]
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
+
+#: The tokens that models here write, for drafts to be right at times; and the mask.
+LIKELY, MASK = [5, 6], 4
+WINDOW, BLOCK = 9, 6
+
+
+def with_drafter(folder: Path, name: str, *, few: bool = True) -> tuple[Path, Path, Any, Any]:
+    """A tiny random model, which writes a `few` tokens only, and a drafter for it: their files, and both in
+    transformers."""
+    import torch
+    import transformers
+
+    entry = replace(TINY[name], config={**TINY[name].config, "max_position_embeddings": 256})
+    model = make_model(entry)
+    if few and not model.config.tie_word_embeddings:
+        with torch.no_grad():
+            head = model.get_output_embeddings().weight
+            head[[i for i in range(len(head)) if i not in LIKELY]] = 0
+    path = write(folder / "model.gguf", entry, model)
+    kept = "hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim rms_norm_eps"
+    config = transformers.MuseGlimmerAssistantConfig(
+        **{key: CONFIG[key] for key in kept.split()},
+        num_hidden_layers=3,
+        rope_parameters=PLAIN_ROPE,
+        max_position_embeddings=256,
+        sliding_window=WINDOW,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        block_size=BLOCK,
+        mask_token_id=MASK,
+        target_layer_ids=[0, 1, 2],
+    )
+    drafter = transformers.MuseGlimmerAssistantModel._from_config(config, attn_implementation="eager").eval()
+    rng = np.random.default_rng(5)
+    with torch.no_grad():
+        for key, parameter in drafter.state_dict().items():
+            parameter.copy_(torch.from_numpy(random_values(rng, key, tuple(parameter.shape), shifted=False)))
+    drafter.save_pretrained(folder / "drafter")
+    drafts = folder / "drafter.gguf"
+    checkpoint = Checkpoint(folder / "drafter", target=Checkpoint(folder / "model.hf"))
+    for _ in run(plan(checkpoint, drafts, "F32")):
+        pass
+    return path, drafts, model, drafter.float()
+
+
+def expected_drafts(model: Any, drafter: Any, tokens: list[int], n: int) -> NDArray[np.float32]:
+    """The logits of n drafts after a text [n, n_vocab], by transformers' own modules.
+
+    Windows are llama.cpp's: a token sees as many before it, itself included, and all of the block.
+    """
+    import torch
+
+    n_before = len(tokens) - 1
+    with torch.no_grad():
+        states = model(torch.tensor([tokens[:-1]]), output_hidden_states=True, use_cache=False).hidden_states
+        context = torch.cat([states[i + 1] for i in drafter.config.target_layer_ids], dim=-1)
+        table = model.get_input_embeddings().weight
+        queries, keys = torch.arange(n_before, n_before + n + 1)[:, None], torch.arange(n_before + n + 1)[None]
+        is_far = queries - keys >= WINDOW
+        mask = torch.zeros(is_far.shape).masked_fill(is_far, float("-inf"))[None, None]
+        hidden = drafter(
+            noise_embeds=table[[tokens[-1], *[MASK] * n]][None],
+            context_hidden_states=context,
+            attention_mask={"full_attention": None, "sliding_attention": mask},
+            use_cache=False,
+        ).last_hidden_state
+        logits: NDArray[np.float32] = model.get_output_embeddings()(hidden)[0, 1:].numpy()
+    return logits
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen35"])
+def test_it_drafts_what_transformers_does(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, drafts, model, drafter = with_drafter(tmp_path, name, few=False)
+    seen: list[tuple[list[int], list[int], NDArray[np.float32]]] = []
+    draft = BlockDrafter._draft
+
+    def record(self: BlockDrafter, tokens: list[int], n: int) -> list[int]:
+        logits: list[NDArray[np.float32]] = []
+        at_once = self._runner.at_once
+
+        def keep(*arguments: Any) -> NDArray[np.float32]:
+            logits.append(at_once(*arguments).copy())
+            return logits[-1]
+
+        monkeypatch.setattr(self._runner, "at_once", keep)
+        ids = draft(self, tokens, n)
+        monkeypatch.setattr(self._runner, "at_once", at_once)
+        seen.append((list(tokens), ids, logits[0]))
+        return ids
+
+    monkeypatch.setattr(BlockDrafter, "_draft", record)
+    with localllm.load(path, draft_model=drafts, context=128, threads=1) as llm:
+        llm.generate(PROMPT, **GREEDY, draft_always=True)
+    assert len(seen) > 10
+    assert max(len(ids) for _, ids, _ in seen) == BLOCK - 1
+    for tokens, ids, logits in seen:
+        expected = expected_drafts(model, drafter, tokens, len(ids))
+        assert np.abs(logits - expected).max() < 5e-3 * np.abs(expected).max()
+        assert ids == expected.argmax(axis=1).tolist()
+
+
+@pytest.mark.parametrize(
+    ("name", "cache_type"), [("llama", "f16"), ("llama", "q8_0"), ("gemma2", "f16"), ("qwen35", "f16")]
+)
+def test_a_text_is_the_same_with_its_drafts(name: str, cache_type: str, tmp_path: Path) -> None:
+    path, drafts, *_ = with_drafter(tmp_path, name)
+    n_accepted = 0
+    with localllm.load(path, draft_model=drafts, context=256, threads=1, cache_type=cache_type) as llm:
+        chat = PROMPT
+        for turn in range(4):
+            llm.forget() if turn == 1 else None
+            expected = llm.generate(chat, **GREEDY, speculate=None)
+            sampled = llm.generate(chat, max_tokens=20, temperature=1.0, seed=turn, speculate=None)
+            assert expected.drafts is None
+            for draft_max in (1, 7):
+                done = llm.generate(chat, **GREEDY, draft_always=True, draft_max=draft_max)
+                assert done.ids == expected.ids
+                assert done.drafts is not None
+                assert done.drafts.drafted >= 10
+                n_accepted += done.drafts.accepted
+                done = llm.generate(chat, max_tokens=20, temperature=1.0, seed=turn, draft_always=True)
+                assert done.ids == sampled.ids
+            # The first is cut, and goes on otherwise; later ones are turns of a chat.
+            chat = [*chat[:20], 5, 6, 7] if turn == 0 else [*chat, *expected.ids[:20], 5, 6, 7]
+        prompts = [PROMPT[:n] for n in (3, 20, 41)]
+        alone = [llm.generate(prompt, **GREEDY, speculate=None).ids for prompt in prompts]
+        many = list(llm.generate_many(prompts, **GREEDY, draft_always=True))
+        assert [each.ids for each in many] == alone
+        assert all(each.drafts is not None and each.drafts.drafted > 10 for each in many)
+    assert n_accepted > 5 or name == "gemma2"
+
+
+def test_its_keys_and_values_lie_beside_the_models(tmp_path: Path) -> None:
+    path, drafts, *_ = with_drafter(tmp_path, "llama")
+    planned = plan_file(LoadOptions(path, draft_model=drafts, context=64, threads=1))
+    with localllm.load(path, draft_model=drafts, context=64, threads=1) as llm:
+        assert llm.info.draft is not None
+        assert llm.info.draft.architecture == "dflash"
+        assert (llm.info.placement, llm.info.draft.placement) == planned.placements
+        assert llm.info.draft.placement.kv_cache == 0
+        kept = llm.info.placement.kv_cache
+    with localllm.load(path, context=64, threads=1) as llm:
+        assert llm.info.placement.kv_cache < kept
+
+
+def test_the_file_is_as_llama_cpp_reads_it(tmp_path: Path) -> None:
+    _, drafts, *_ = with_drafter(tmp_path, "llama")
+    with GGUFFile.open(drafts) as file:
+        values = file.metadata
+        assert values["general.architecture"] == "dflash"
+        assert list(values["dflash.target_layers"]) == [1, 2, 3]
+        assert (values["dflash.block_size"], values["tokenizer.ggml.mask_token_id"]) == (BLOCK, MASK)
+        assert values["dflash.attention.sliding_window"] == WINDOW
+        assert list(values["dflash.attention.sliding_window_pattern"]) == [True, False, True]
+        others = {name for name in file.tensors if not name.startswith("blk.")}
+        assert others == {"fc.weight", "enc.output_norm.weight", "output_norm.weight"}
+
+
+def test_what_it_does_not_draft_for_is_refused(tmp_path: Path) -> None:
+    _, drafts, *_ = with_drafter(tmp_path, "llama")
+    with pytest.raises(UnsupportedArchitectureError, match="only drafts for another model"):
+        localllm.load(drafts)
+    wider = replace(TINY["llama"], config={**TINY["llama"].config, "hidden_size": 96})
+    write(tmp_path / "wider.gguf", wider, make_model(wider))
+    with pytest.raises(ModelError, match="this model's have 96"):
+        localllm.load(tmp_path / "wider.gguf", draft_model=drafts)
+
+
+def test_a_checkpoint_with_other_names(tmp_path: Path) -> None:
+    """As z-lab publishes them, beside transformers'."""
+    _, drafts, *_ = with_drafter(tmp_path, "llama")
+    folder, other = tmp_path / "drafter", tmp_path / "other"
+    other.mkdir()
+    names = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
+    tensors = {names.get(name, name): tensor.read() for name, tensor in read_folder(folder).items()}
+    write_safetensors(other / "model.safetensors", tensors)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"architectures": ["DFlashDraftModel"], "model_type": "qwen3", "use_sliding_window": True}
+    config["dflash_config"] = {name: config.pop(name) for name in ("mask_token_id", "target_layer_ids")}
+    (other / "config.json").write_text(json.dumps(config))
+    made = Checkpoint(other, target=Checkpoint(tmp_path / "model.hf"))
+    with GGUFFile.open(drafts) as file:
+        assert made.tensors.keys() == file.tensors.keys()
+        for key in file.metadata:
+            if not key.startswith("general."):
+                np.testing.assert_array_equal(made.metadata[key], file.metadata[key], err_msg=key)
+
+
+def test_a_model_that_is_read_again_is_still_drafted_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One with LongRoPE, of which fewer tokens of context were placed than were read."""
+    path, drafts, *_ = with_drafter(tmp_path, "phi3-longrope", few=False)
+    fit = load.fit
+    monkeypatch.setattr(load, "fit", lambda planners, available, context: fit(planners, available, 16))
+    read_again, contexts = load._ModelSource.read_again, list[int]()
+    monkeypatch.setattr(load._ModelSource, "read_again", lambda *args: contexts.append(args[1]) or read_again(*args))
+    with localllm.load(path, draft_model=drafts, threads=1, parallel=1) as llm:
+        assert contexts == [16, 16]
+        prompt, options = PROMPT[:5], GREEDY | {"max_tokens": 10}
+        done = llm.generate(prompt, **options, draft_always=True)
+        assert done.ids == llm.generate(prompt, **options, speculate=None).ids
+        assert done.drafts is not None
+        assert done.drafts.drafted > 5
