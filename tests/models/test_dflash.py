@@ -21,6 +21,7 @@ from localllm.loading import load
 from localllm.loading.load import LoadOptions, plan_file
 from localllm.quantize import plan, run
 from tests.helpers.checkpoints import write_safetensors
+from tests.helpers.engines import in_engine
 from tests.models.tiny import CONFIG, PLAIN_ROPE, TINY, make_model, random_values, write
 
 pytest.importorskip("torch", reason="needs the extra 'reference'")
@@ -34,9 +35,9 @@ LIKELY, MASK = [5, 6], 4
 WINDOW, BLOCK = 9, 6
 
 
-def with_drafter(folder: Path, name: str, *, few: bool = True) -> tuple[Path, Path, Any, Any]:
+def with_drafter(folder: Path, name: str, *, few: bool = True, kinds: str = "sfs") -> tuple[Path, Path, Any, Any]:
     """A tiny random model, which writes a `few` tokens only, and a drafter for it: their files, and both in
-    transformers."""
+    transformers.  ``kinds``: of its layers, with a window (s) or without (f)."""
     import torch
     import transformers
 
@@ -54,7 +55,7 @@ def with_drafter(folder: Path, name: str, *, few: bool = True) -> tuple[Path, Pa
         rope_parameters=PLAIN_ROPE,
         max_position_embeddings=256,
         sliding_window=WINDOW,
-        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        layer_types=[{"s": "sliding_attention", "f": "full_attention"}[kind] for kind in kinds],
         block_size=BLOCK,
         mask_token_id=MASK,
         target_layer_ids=[0, 1, 2],
@@ -157,6 +158,17 @@ def test_a_text_is_the_same_with_its_drafts(name: str, cache_type: str, tmp_path
         assert [each.ids for each in many] == alone
         assert all(each.drafts is not None and each.drafts.drafted > 10 for each in many)
     assert n_accepted > 5 or name == "gemma2"
+
+
+def test_texts_that_lose_their_pages_to_others(tmp_path: Path) -> None:
+    path, drafts, *_ = with_drafter(tmp_path, "llama", kinds="fff")
+    prompts, options = [PROMPT[n : n + 4] for n in range(5)], GREEDY | {"max_tokens": 90}
+    with localllm.load(path, draft_model=drafts, context=160, parallel=1, threads=1) as llm:
+        alone = [llm.generate(prompt, **options, speculate=None).ids for prompt in prompts]
+        llm.forget()
+        many = list(llm.generate_many(prompts, **options, draft_always=True))
+        assert [each.ids for each in many] == alone
+        assert in_engine(llm, lambda loop: loop.counts.preempted) > 0
 
 
 def test_its_keys_and_values_lie_beside_the_models(tmp_path: Path) -> None:
