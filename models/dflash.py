@@ -9,6 +9,7 @@ Source: transformers' ``muse_glimmer_assistant`` and ``DFlashTokenCandidateGener
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from localllm.errors import ModelError, quoted
@@ -24,14 +25,16 @@ from localllm.kernels.graph import (
     Matrix,
     Outputs,
     RMSNorm,
+    Rope,
     RopeAppend,
     Rows,
     Scale,
     Tensor,
+    Weight,
 )
 from localllm.models import hf_names
 from localllm.models.blocks import Layer, add, gated_mlp, norm
-from localllm.models.config import Header, Metadata
+from localllm.models.config import Header, Heads, Metadata
 from localllm.models.hf_convert import Array, rotated_part, window_keys
 from localllm.models.rope import make_rope
 from localllm.models.target import before_outputs, layer_inputs, read_ends, read_layers, read_token_ids
@@ -83,71 +86,39 @@ def record(m: Header) -> Graph:
     without a head it ends before it.
     """
     meta, w, d, n_vocab, target = m.meta, m.weights, m.config.n_embd, m.config.n_vocab, m.target
-    heads, windows, eps = m.heads(), m.windows(period=0), m.norm_eps
-    rope = make_rope(m, heads.key_dim)
+    read_block(meta, n_vocab)
     # Of text all axes are the position; the head's changes do not change which token is the likeliest.
     meta.skip("rope.dimension_sections", "logit_scale", "final_logit_softcapping")
-    read_block(meta, n_vocab)
     act = meta.read("hidden_activation", str, "silu")
     if act not in _ACTIVATIONS:
         raise ModelError(f"dflash.hidden_activation is {quoted(act)}, which localllm does not support yet")
     causal = meta.read("attention.causal", bool, False)
-    scale = meta.read("attention.scale", float, 0.0, low=0.0, high=1e3) or heads.key_dim**-0.5
+    scale = meta.read("attention.scale", float, 0.0, low=0.0, high=1e3) or m.heads().key_dim ** -0.5
     value_scale = meta.read("attention.value_scale", float, 0.0, low=-1e3, high=1e3) or 1.0
     embedding_scale = meta.read("embedding_scale", float, 0.0, low=0.0, high=1e6) or 1.0
-    widths = {"attn_q": heads.n * heads.key_dim}
-    widths |= {"attn_k": heads.n_kv * heads.key_dim, "attn_v": heads.n_kv * heads.value_dim}
-
-    def matrices(i: int) -> dict[str, Matrix]:
-        return {name: w.layer(i).matrix(name, d, n) for name, n in widths.items()}
-
-    def head_norm(i: int, name: str) -> HeadNorm:
-        return HeadNorm(eps, w.layer(i).vector(name, heads.key_dim))
-
-    def cache_of(graph: Graph, window: int | None) -> KVCache:
-        return graph.kv_cache(heads.n_kv, heads.key_dim, heads.value_dim, window=window)
-
-    numbers = read_layers(meta)
-    fc, fc_norm = w.matrix("fc", len(numbers) * d, d), w.vector("enc.output_norm", d)
-    ids = read_token_ids(w, n_vocab)
+    keys = _KeysAndValues(m, m.heads(), make_rope(m, m.heads().key_dim), m.windows(period=0))
+    fused = keys.read_fusion()
     table, head = read_ends(w, d, n_vocab, target)
-    if target is not None and not target.watched:  # to which a drafter that is read again has recorded it already
-        first = target.n_layers
-        with before_outputs(target):
-            rows = target.add(RMSNorm(target.add(Linear(layer_inputs(target, numbers, d), fc)), fc_norm, eps))
-            target.watched.add(rows)
-            for i, window in enumerate(windows):
-                target.layer = first + i
-                cache = cache_of(target, window)
-                target.layer = "output"
-                # The operation needs queries, which are not used.
-                k, v, q = target.add(Linears(rows, tuple(matrices(i)[f"attn_{name}"] for name in "kvk")))
-                target.add(RopeAppend(q, k, v, cache, rope, k_norm=head_norm(i, "attn_k_norm")))
+    graph = Graph(m.cache_type, token_ids=read_token_ids(w, n_vocab), caches_of=target)
     if target is None:
-        graph = Graph(m.cache_type, token_ids=ids)
-        caches = []
-        for i, window in enumerate(windows):
-            graph.layer = i
-            caches.append(cache_of(graph, window))
+        caches = keys.declare(graph, 0)
         graph.layer = "embedding"
     else:
-        caches = list(target.caches.values())[-len(windows) :]
-        graph = Graph(target.cache_type, token_ids=ids, caches_of=target)
+        if not target.watched:  # else a drafter that is read again has recorded it already
+            keys.record(target, *fused)
+        caches = list(target.caches.values())[-m.config.n_layers :]
         graph.caches, graph.states, graph.windows = dict(target.caches), dict(target.states), list(target.windows)
-
-    x = graph.add(Input(Tensor(Rows.TOKENS, d)) if table is None else Embed(table, embedding_scale))
-    embedding = x
+    x = embedding = graph.add(Input(Tensor(Rows.TOKENS, d)) if table is None else Embed(table, embedding_scale))
 
     def normed_behind(at: Layer, name: str, y: Tensor) -> Tensor:
         return norm(at, name, y) if f"{name}.weight" in at.weights else y
 
-    for i, window in enumerate(windows):
+    for i, window in enumerate(keys.windows):
         graph.layer = i
-        at = Layer(i, graph, w.layer(i), d, eps, embedding)
-        q, k, v = at.add(Linears(norm(at, "attn_norm", x), tuple(matrices(i).values())))
-        norms = head_norm(i, "attn_q_norm"), head_norm(i, "attn_k_norm")
-        q = at.add(RopeAppend(q, k, v, caches[i], rope, *norms))
-        sinks = at.weights.find("attn_sinks.weight", heads.n)
+        at = Layer(i, graph, w.layer(i), d, m.norm_eps, embedding)
+        q, k, v = at.add(Linears(norm(at, "attn_norm", x), keys.matrices(i, "qkv")))
+        q = at.add(RopeAppend(q, k, v, caches[i], keys.rope, keys.head_norm(i, "q"), keys.head_norm(i, "k")))
+        sinks = at.weights.find("attn_sinks.weight", keys.heads.n)
         y = at.add(Attention(q, caches[i], scale, window, sinks=sinks, has_spans=not causal))
         y = at.linear(y, "attn_output", d)
         y = y if value_scale == 1 else at.add(Scale(y, value_scale))
@@ -157,7 +128,52 @@ def record(m: Header) -> Graph:
         if "layer_output_scale.weight" in at.weights:
             x = at.add(Scale(x, weight=at.weights.require("layer_output_scale.weight", 1)))
     graph.layer = "output"
-    x = norm(Layer(-1, graph, w, d, eps, embedding), "output_norm", graph.add(Outputs(x)))
+    x = norm(Layer(-1, graph, w, d, m.norm_eps, embedding), "output_norm", graph.add(Outputs(x)))
     if head is not None:
         graph.add(Linear(x, Matrix(head)))
     return graph
+
+
+@dataclass(frozen=True)
+class _KeysAndValues:
+    """What makes the keys and values of the drafter's layers."""
+
+    m: Header
+    heads: Heads
+    rope: Rope
+    windows: tuple[int | None, ...]  # of each layer
+
+    def matrices(self, i: int, names: str) -> tuple[Matrix, ...]:
+        """Of a layer those of q, k or v."""
+        heads, w, d = self.heads, self.m.weights.layer(i), self.m.config.n_embd
+        widths = {"q": heads.n * heads.key_dim, "k": heads.n_kv * heads.key_dim, "v": heads.n_kv * heads.value_dim}
+        return tuple(w.matrix(f"attn_{name}", d, widths[name]) for name in names)
+
+    def head_norm(self, i: int, name: str) -> HeadNorm:
+        return HeadNorm(self.m.norm_eps, self.m.weights.layer(i).vector(f"attn_{name}_norm", self.heads.key_dim))
+
+    def declare(self, graph: Graph, first: int) -> list[KVCache]:
+        """The caches of the layers, as those of a graph's from that number on."""
+        caches = []
+        for i, window in enumerate(self.windows):
+            graph.layer = first + i
+            caches.append(graph.kv_cache(self.heads.n_kv, self.heads.key_dim, self.heads.value_dim, window=window))
+        return caches
+
+    def read_fusion(self) -> tuple[list[int], Matrix, Weight]:
+        """The numbers of the layers that are read, and the matrix and the norm that make one row of them."""
+        numbers, d, w = read_layers(self.m.meta), self.m.config.n_embd, self.m.weights
+        return numbers, w.matrix("fc", len(numbers) * d, d), w.vector("enc.output_norm", d)
+
+    def record(self, target: Graph, numbers: list[int], fc: Matrix, fc_norm: Weight) -> None:
+        """Records it in the model's graph."""
+        with before_outputs(target):
+            x = layer_inputs(target, numbers, self.m.config.n_embd)
+            x = target.add(RMSNorm(target.add(Linear(x, fc)), fc_norm, self.m.norm_eps))
+            target.watched.add(x)
+            caches = self.declare(target, target.n_layers)
+            target.layer = "output"
+            for i, cache in enumerate(caches):
+                # The operation needs queries, which nothing reads.
+                k, v, q = target.add(Linears(x, self.matrices(i, "kvk")))
+                target.add(RopeAppend(q, k, v, cache, self.rope, k_norm=self.head_norm(i, "k")))

@@ -15,7 +15,7 @@ import localllm
 from localllm.convert import Checkpoint
 from localllm.convert.safetensors import read_folder
 from localllm.engine.drafting.block import BlockDrafter
-from localllm.errors import ModelError, UnsupportedArchitectureError
+from localllm.errors import ModelError, PromptCacheError, UnsupportedArchitectureError
 from localllm.gguf import GGUFFile
 from localllm.loading import load
 from localllm.loading.load import LoadOptions, plan_file
@@ -180,8 +180,18 @@ def test_its_keys_and_values_lie_beside_the_models(tmp_path: Path) -> None:
         assert (llm.info.placement, llm.info.draft.placement) == planned.placements
         assert llm.info.draft.placement.kv_cache == 0
         kept = llm.info.placement.kv_cache
+        llm.generate(PROMPT, max_tokens=1)
+        llm.save_prompts(tmp_path / "prompts")
+        llm.forget()
+        llm.load_prompts(tmp_path / "prompts")
+        done = llm.generate([*PROMPT, 5], **GREEDY | {"max_tokens": 10}, draft_always=True)
+        assert done.usage.cached_tokens >= 32
+        assert done.drafts is not None
+        assert done.drafts.drafted > 5
     with localllm.load(path, context=64, threads=1) as llm:
         assert llm.info.placement.kv_cache < kept
+        with pytest.raises(PromptCacheError, match="saved with another model"):
+            llm.load_prompts(tmp_path / "prompts")
 
 
 def test_the_file_is_as_llama_cpp_reads_it(tmp_path: Path) -> None:
