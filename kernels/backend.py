@@ -484,6 +484,10 @@ class WeightUse:
         *n_rows, n_columns = self.weight.shape
         return (n_columns if n_rows else 1, self.weight.shape[0]) if self.is_column else (prod(n_rows), n_columns)
 
+    def as_table(self) -> WeightUse:
+        """The same where rows of it are looked up alone."""
+        return replace(self, layer="embedding", is_operand=False)
+
     def packed(self, kernel_type: str, n_bytes: int, *, is_in_file: bool = False) -> PackedWeight:
         """A weight as a backend stores it, with its size in bytes."""
         weight = self.weight

@@ -141,6 +141,8 @@ class PackedWeights:
             return planned
         loaded = shared or _load(use, loader)
         self._loaded[weight] = loader.loaded[use] = loaded
+        if use.is_table:  # a drafter may look up rows of it alone
+            loader.loaded[use.as_table()] = loaded
         if loaded.array is not None:
             self._places[weight].address = loaded.array.ctypes.data
             if use.is_expert:
@@ -151,7 +153,12 @@ class PackedWeights:
         weight.drop_pages()
         if progress is not None:
             progress(weight)
-        return loaded.packed if shared is None else replace(loaded.packed, is_shared=True)
+        if shared is None:
+            return loaded.packed
+        is_same = (
+            loaded.packed.layer == use.layer
+        )  # else its rows are looked up alone, and another step multiplies it
+        return replace(loaded.packed if is_same else planned_weight(use), is_shared=True)
 
 
 def _load(use: WeightUse, loader: WeightLoader) -> LoadedWeight:

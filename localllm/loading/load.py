@@ -438,7 +438,8 @@ def _plan(
     shared = frozenset[tuple[str, LayerTag]]()
     if sources[0].hidden is not None and devices[0].backend.shares_weights:
         uses, others = (weights_of(source.model.graph) for source in sources)
-        shared = frozenset((use.weight.name, use.layer) for use in {*uses} & {*others})
+        theirs = {*uses, *(use.as_table() for use in uses if use.is_table)}
+        shared = frozenset((use.weight.name, use.layer) for use in theirs & {*others})
     planners = [
         Planner(source.name, source.model, devices, free, options.parallel or 1, n_gpu_layers, split, shared)
         for source, n_gpu_layers in zip(sources, numbers, strict=False)

@@ -282,8 +282,9 @@ def test_a_text_is_the_same_with_its_drafts(name: str, kind: str, type: str, cac
         assert all(each.drafts is not None and each.drafts.drafted > 10 for each in many)
 
 
-def test_only_the_model_that_it_drafts_for_computes_more(tmp_path: Path) -> None:
-    path, drafts, _ = with_drafter(tmp_path)
+@pytest.mark.parametrize("name", ["llama", "gemma2"])  # whose head is the embedding as well
+def test_only_the_model_that_it_drafts_for_computes_more(name: str, tmp_path: Path) -> None:
+    path, drafts, _ = with_drafter(tmp_path, name)
 
     def names(placement: Any) -> set[str]:
         return {weight.name for group in placement.groups for weight in group.packed}
