@@ -155,9 +155,8 @@ class PackedWeights:
             progress(weight)
         if shared is None:
             return loaded.packed
-        is_same = (
-            loaded.packed.layer == use.layer
-        )  # else its rows are looked up alone, and another step multiplies it
+        # Else its rows are looked up alone, and another step multiplies it.
+        is_same = loaded.packed.layer == use.layer
         return replace(loaded.packed if is_same else planned_weight(use), is_shared=True)
 
 
