@@ -61,6 +61,9 @@ GATINGS = ("softmax", "sigmoid", "sqrt_softplus")
 #: The most groups of experts.
 MAX_GROUPS = 64
 
+#: Bits of a layer's number.
+_PART_BITS = 16
+
 
 class Weight(Protocol):
     """A tensor as it lies in a GGUF file: what is known from its header, and its data, read when it is packed."""
@@ -183,11 +186,19 @@ class KVCache:
     # tokens that are kept: none is seen by one that comes so many behind it.  None: all of them.
     window: int | None = None
     is_index: bool = False  # whether it is a layer's second one, of what `IndexSelect` chooses by
+    part: int = 0  # its number among those of a layer that has several
+    # of how many tokens one has something in it, the last of each run of so many: what `Compress` makes of a run.  As
+    # pages belong to tokens, one has so many rows less, but at least one
+    every: int = 1
 
     @property
     def key(self) -> int:
         """Its key among those of a graph."""
-        return ~self.layer if self.is_index else self.layer
+        return ~self.layer if self.is_index else self.layer + (self.part << _PART_BITS)
+
+    def page_rows(self, page_size: int) -> int:
+        """Rows of a page of so many tokens."""
+        return max(1, page_size // self.every)
 
     @property
     def types(self) -> tuple[CacheType, CacheType]:
@@ -208,10 +219,11 @@ class KVCache:
         """Bytes of one token's keys and values, without padding."""
         dims = (self.key_dim,) if self.values_in_keys else (self.key_dim, self.value_dim)
         floats = {"f32": 4, "f16": 2}
-        return self.n_heads * sum(
+        n_bytes = self.n_heads * sum(
             dim * floats[type] if type in floats else -(-dim * CODE_BITS[type] // 8) + 2 * -(-dim // VALUES_PER_SCALE)
             for dim, type in zip(dims, self.types, strict=False)
         )
+        return -(-n_bytes // self.every)
 
 
 @dataclass(frozen=True)
@@ -709,6 +721,8 @@ class RopeAppend(Operation[Tensor]):
     same tensor, which is then normed as either.
 
     Without v, values are in the keys.  Without k too, the cache is another layer's, which has appended to it already.
+    A cache of one in several tokens takes the keys of those that end a run of so many (`KVCache.every`).  Where q is
+    k, it is only appended.
     """
 
     q: Tensor
@@ -775,6 +789,8 @@ class Attention(Operation[Tensor]):
     sees what is behind it before the end that the batch has for it, too, as the tokens of a picture see each other;
     where it is not causal, it sees that span alone, from the begin that the batch has for it.
     With ``selected`` [T, k], which `IndexSelect` makes, it sees those positions alone.
+    With ``entries``, a second cache, it sees beside its window what that has of the runs that end at its position or
+    before, or those of them that are selected: all in one softmax.
 
     With ``softcap``, scores s (scaled) become softcap * tanh(s / softcap).  With ``sinks`` [H], the softmax of each
     query head has one more score, that one, which takes its share and adds no value.  With ``slopes`` [H], each
@@ -797,6 +813,7 @@ class Attention(Operation[Tensor]):
     selected: Tensor | None = None
     slopes: Weight | None = None
     biases: Weight | None = None
+    entries: KVCache | None = None
 
     @property
     def bias_width(self) -> int:
@@ -827,10 +844,19 @@ class Attention(Operation[Tensor]):
             raise KernelError("attention that sees spans has no chunks, and no window where it sees nothing else")
         if self.selected is not None:
             _check_rows(Rows.TOKENS, self.selected)
-            if reach is not None or self.softcap or self.has_spans or not (self.causal and self.cache.values_in_keys):
+            has_reach = reach is not None and self.entries is None
+            if has_reach or self.softcap or self.has_spans or not (self.causal and self.cache.values_in_keys):
                 raise KernelError(
                     "positions can be selected of latents alone, and without a window, spans or soft-cap"
                 )
+        if self.entries is not None:
+            first, second = (replace(c, layer=0, part=0, window=None, every=1) for c in (self.cache, self.entries))
+            if first != second or self.entries.every == 1 or self.cache.every > 1 or not first.values_in_keys:
+                raise KernelError("entries of runs are keys like those of the window, which have their values")
+            if self.window is None or not self.causal or self.softcap or self.has_spans or first.n_heads > 1:
+                raise KernelError("entries of runs are seen beside a window, of one key, without spans or soft-cap")
+            if self.slopes is not None or self.biases is not None:
+                raise KernelError("entries of runs have no distance")
         _check_shape(self.sinks, self.n_heads)
         _check_shape(self.slopes, self.n_heads)
         if self.biases is not None:
@@ -843,6 +869,7 @@ class Attention(Operation[Tensor]):
 
 class IndexSelect(Operation[Tensor]):
     """The k positions that a token attends to, in order: numbers [T, k], and -1 behind them where it sees fewer.
+    Of a cache of one in several tokens (`KVCache.every`) they are the numbers of those, counted from 0.
 
     They are those of the largest scores, of equals the first: the sum over heads of weight * max(0, q · key), for
     queries [T, H * dim], ``head_weights`` [T, H] and the keys of an indexer, which `RopeAppend` puts into its cache.
@@ -882,6 +909,11 @@ class IndexSelect(Operation[Tensor]):
         _check_rows(Rows.TOKENS, self.q, self.head_weights)
         if cache.n_heads != 1 or not cache.values_in_keys or cache.window is not None or self.k < 1:
             raise KernelError("an indexer keeps one key of every token, and chooses at least one position")
+        if cache.every > 1 and (64 % cache.every or self.pool is not None or cache.key_dim % 16):
+            raise KernelError(
+                f"an indexer that keeps one of {cache.every} tokens has keys of a multiple of 16 values, and no runs "
+                "beside those, of a divisor of 64"
+            )
         if self.pool is not None:
             _check_shape(self.pool, run, self.dim)
             if (
@@ -895,6 +927,56 @@ class IndexSelect(Operation[Tensor]):
         if self.q.width % self.dim or self.head_weights.width != self.n_heads:
             raise KernelError(f"{self.head_weights.width} weights do not fit {self.n_heads} heads of an indexer")
         return Tensor(Rows.TOKENS, self.k + run - 1)
+
+
+class Compress(Operation[Tensor]):
+    """Of each run of n tokens one row, with its last: [T, dim], zeros with the others.
+
+    ``cache`` has of each token values of dim channels, and as many gates, [values | gates], or twice as many of
+    either, [values | more values | gates | more gates].  A row is the sum of the values of its run, each channel
+    weighed by the softmax of the gates plus the run's ``biases`` [n, dim].  Where there are twice as many, with
+    ``biases`` [n, 2 dim], the sum is of 2 n: the values of the run before, if there is one, and the further values of
+    its own.  x is what `RopeAppend` has given that appended the tokens to the cache.
+
+    Source: DeepSeek V4.
+    """
+
+    x: Tensor
+    cache: KVCache
+    biases: Weight
+    float_rows = ("biases",)
+
+    @property
+    def run(self) -> int:
+        """Tokens of a run."""
+        return self.biases.shape[0]
+
+    @property
+    def n_series(self) -> int:
+        """Values of a token that go to different runs."""
+        return self.cache.n_heads // 2
+
+    @cached_property
+    def result(self) -> Tensor:
+        cache = self.cache
+        _check_rows(Rows.TOKENS, self.x)
+        _check_dimensions(self.biases, 2)
+        if (
+            cache.n_heads not in (2, 4)
+            or not cache.values_in_keys
+            or cache.types[0] in CODE_BITS
+            or cache.key_dim % 16
+        ):
+            raise KernelError(
+                f"{cache.n_heads} heads are not values and gates, of one kind or two, of a multiple of 16 channels, "
+                "without codes"
+            )
+        _check_shape(self.biases, self.run, self.n_series * cache.key_dim)
+        if self.run & (self.run - 1) or (cache.window or self.run * self.n_series) < self.run * self.n_series:
+            raise KernelError(
+                f"runs of {self.run} tokens are not of a power of two, or longer than a cache of {cache.window} keeps"
+            )
+        return Tensor(Rows.TOKENS, cache.key_dim)
 
 
 #: The longest kernel of `CausalConv`.
@@ -1160,7 +1242,7 @@ class Route(Operation[Routing]):
 
     Their weights are their probabilities, times ``scale``: softmax or sigmoid of the logits, or √softplus; with
     ``norm_topk_prob`` divided by their sum, so that softmax is one over those k alone.  ``expert_scales`` [E] are
-    further factors of the weights.
+    further factors of the weights.  With ``chosen`` [T, k], those numbers are its experts, whatever the logits.
 
     With ``selection_bias`` [E], those of the largest sums of probability and bias are chosen.  With ``n_groups`` of
     E / n_groups neighbours, only the experts of ``n_top_groups`` of them can be: of the groups whose best
@@ -1180,11 +1262,13 @@ class Route(Operation[Routing]):
     n_top_groups: int = 1
     n_group_best: int = 2
     expert_scales: Weight | None = None
+    chosen: Tensor | None = None
 
     @property
     def is_by_logits(self) -> bool:
         """Whether it is by logits alone that experts are chosen, and weighed with softmax."""
-        return self.gating == "softmax" and self.selection_bias is None and self.n_groups == 1
+        is_plain = self.selection_bias is None and self.chosen is None and self.n_groups == 1
+        return self.gating == "softmax" and is_plain
 
     @cached_property
     def result(self) -> Routing:
@@ -1197,6 +1281,12 @@ class Route(Operation[Routing]):
             raise KernelError(
                 f"{self.k} of {self.logits.width} experts cannot be chosen: 1 to {self.logits.width} can"
             )
+        if self.chosen is not None:
+            _check_rows(Rows.TOKENS, self.chosen)
+            if self.chosen.width != self.k or self.selection_bias is not None or self.n_groups > 1:
+                raise KernelError(
+                    f"{self.chosen.width} experts of a token are given, where {self.k} are to be chosen"
+                )
         if not 1 <= self.n_group_best <= 2:
             raise KernelError(
                 f"groups are chosen by their best or their two best experts, not by {self.n_group_best}"
@@ -1342,22 +1432,32 @@ class Graph:
         window: int | None = None,
         is_index: bool = False,
         is_exact: bool = False,
+        part: int = 0,
+        every: int = 1,
     ) -> KVCache:
         """Declares that the layer keeps keys and values of so many heads; without ``value_dim``, both are as long.
 
         ``is_index``: those are the keys of an indexer, which are kept beside them.  ``is_exact``: never as codes.
+        ``part``, ``every``: as `KVCache` has them; in one of runs there are no codes.
         """
         value_dim = key_dim if value_dim is None else value_dim
-        number = self.layer if isinstance(self.layer, int) else 0
-        if not isinstance(self.layer, int) or (~number if is_index else number) in self.caches:
+        if not isinstance(self.layer, int):
             raise KernelError(f"a cache cannot be declared in {self.layer}: each layer has at most one")
         if values_in_keys and value_dim > key_dim:
             raise KernelError(f"{value_dim} values cannot be the first ones of {key_dim}")
         if window is not None and window < 1:
             raise KernelError(f"a cache cannot have a window of {window} tokens: give at least 1")
-        cache = KVCache(number, n_heads, key_dim, value_dim, self.cache_type, values_in_keys, window, is_index)
-        if is_exact and cache.types[0] in CODE_BITS:
+        if every < 1 or every & (every - 1) or (every > 1 and (n_heads > 1 or window or not values_in_keys)):
+            raise KernelError(
+                f"a cache cannot have something of one in {every} tokens: of a power of two it has one key, with its "
+                "value, and no window"
+            )
+        kept = self.cache_type, values_in_keys, window, is_index, part, every
+        cache = KVCache(self.layer, n_heads, key_dim, value_dim, *kept)
+        if (is_exact or every > 1) and cache.types[0] in CODE_BITS:
             cache = replace(cache, type="f16")
+        if cache.key in self.caches:
+            raise KernelError(f"a cache cannot be declared in {self.layer}: each layer has at most one")
         self.caches[cache.key] = cache
         if window not in self.windows:
             self.windows.append(window)

@@ -98,8 +98,8 @@ def _kept_types(cache: g.KVCache) -> list[np.dtype[Any]]:
 def _kept_shapes(cache: g.KVCache, n_pages: int, page_size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The shapes of keys and of values, which are empty where the keys hold them."""
     return (
-        (n_pages, page_size, cache.n_heads, cache.key_dim),
-        (n_pages, page_size, cache.n_heads, 0 if cache.values_in_keys else cache.value_dim),
+        (n_pages, cache.page_rows(page_size), cache.n_heads, cache.key_dim),
+        (n_pages, cache.page_rows(page_size), cache.n_heads, 0 if cache.values_in_keys else cache.value_dim),
     )
 
 
@@ -328,9 +328,11 @@ class _Run:
                 continue
             x = in_codes(hadamard(x, size), type) if type in CODE_BITS else in_range(x, kept.dtype)
             for s, (start, stop, _) in enumerate(batch.sequences()):
-                page, place = np.divmod(batch.positions[start:stop], page_size)
+                positions, rows = batch.positions[start:stop], x[start:stop]
+                ends = (positions + 1) % cache.every == 0
+                page, place = np.divmod(positions[ends], page_size)
                 page = batch.block_tables[self.graph.group(cache), s, page]
-                kept[page, place] = x[start:stop]
+                kept[page, place // cache.every] = rows[ends]
         return q.reshape(len(q), -1)
 
     def _heads(
@@ -372,13 +374,19 @@ class _Run:
                     end = int(batch.ends[t])
                     begin = begin if op.causal else int(batch.begins[t])
                 seen = np.arange(begin, end)
-                if op.selected is not None:
-                    seen = self.values[op.selected][t].astype(np.int64)
-                    seen = seen[seen >= 0]
+                chosen = None if op.selected is None else self.values[op.selected][t].astype(np.int64)
+                chosen = chosen if chosen is None else chosen[chosen >= 0]
+                if op.entries is None and chosen is not None:
+                    seen = chosen
                 page, place = tables[s, seen // self.cache.page_size], seen % self.cache.page_size
                 own_keys, own_values = (
                     part[page, place].astype(np.float32) for part in (keys, values)
                 )  # [L, G, dim]
+                if op.entries is not None:
+                    chosen = np.arange((position + 1) // op.entries.every) if chosen is None else chosen
+                    more = self._entries(op.entries, s, chosen)
+                    own_keys = np.concatenate([own_keys, more])
+                    own_values = np.concatenate([own_values, more[..., : cache.value_dim]])
                 scores = np.einsum("ghd,lgd->ghl", q[t], own_keys) * np.float32(op.scale)
                 if op.softcap is not None:
                     scores = soft_capped(scores, op.softcap)
@@ -390,20 +398,45 @@ class _Run:
                     scores += of_heads[..., n + np.clip(seen - position, -n, n)]
                 if sinks is not None:
                     scores = np.concatenate([scores, sinks], axis=-1)
-                out[t] = np.einsum("ghl,lgd->ghd", softmax(scores)[..., : len(seen)], own_values)
+                out[t] = np.einsum("ghl,lgd->ghd", softmax(scores)[..., : len(own_values)], own_values)
         return hadamard(out, cache.rotations[1]).reshape(len(q), -1)
+
+    def _entries(self, cache: g.KVCache, s: int, numbers: Array) -> Array:
+        """What a cache of one in several tokens has of a sequence, under these numbers: [n, 1, key_dim]."""
+        page, place = np.divmod((numbers + 1) * cache.every - 1, self.cache.page_size)
+        page = self.batch.block_tables[self.graph.group(cache), s, page]
+        rows: Array = self.cache.layers[cache.key][0][page, place // cache.every]
+        return rows.astype(np.float32)
+
+    def compress(self, op: g.Compress) -> Array:
+        batch, cache, run, n = self.batch, op.cache, op.run, op.n_series
+        kept, tables = self.cache.layers[cache.key][0], batch.block_tables[self.graph.group(cache)]
+        biases = self.arrays[op.biases].reshape(run, n, cache.key_dim)
+        out: Array = np.zeros((len(batch.ids), cache.key_dim), np.float32)
+        for s, (start, stop, _) in enumerate(batch.sequences()):
+            for t in range(start, stop):
+                position = int(batch.positions[t])
+                if (position + 1) % run:
+                    continue
+                tokens = np.arange(max(0, position + 1 - n * run), position + 1)
+                page, place = np.divmod(tokens, self.cache.page_size)
+                rows = kept[tables[s, page], place].astype(np.float32)  # [n * run, 2 * n, dim]
+                # Of the run before the first series, of its own the last.
+                series = np.where(tokens > position - run, n - 1, 0)
+                each = np.arange(len(tokens))
+                gates = rows[each, n + series] + biases[tokens % run, series]
+                out[t] = (softmax(gates.T).T * rows[each, series]).sum(axis=0)
+        return out
 
     def index_select(self, op: g.IndexSelect) -> Array:
         batch, cache, k = self.batch, op.cache, op.k
-        keys, tables = self.cache.layers[cache.key][0], batch.block_tables[self.graph.group(cache)]
         q, weights = self.values[op.q].reshape(-1, op.n_heads, op.dim), self.values[op.head_weights]
         out: Array = np.full((len(q), op.result.width), -1, np.float32)
         for s, (start, stop, _) in enumerate(batch.sequences()):
             for t in range(start, stop):
-                chosen = seen = np.arange(int(batch.positions[t]) + 1)
+                chosen = seen = np.arange((int(batch.positions[t]) + 1) // cache.every)
                 if len(seen) > k:
-                    own = keys[tables[s, seen // self.cache.page_size], seen % self.cache.page_size, 0]
-                    own, n = own.astype(np.float32), len(seen) // op.run * op.run
+                    own, n = self._entries(cache, s, seen)[:, 0], len(seen) // op.run * op.run
                     if op.pool is not None:
                         parts = own[:n].reshape(-1, op.run, 3, op.dim)
                         gates = parts[:, :, 1] + self.arrays[op.pool]
@@ -514,6 +547,10 @@ class _Run:
         scores = logits if op.is_by_logits else probabilities
         if op.selection_bias is not None:
             scores = scores + self.arrays[op.selection_bias]
+        if op.chosen is not None:
+            own = self.values[op.chosen].astype(np.int64)
+            given, scores = np.take_along_axis(scores, own, axis=1), np.full_like(scores, -np.inf)
+            np.put_along_axis(scores, own, given, axis=1)
         if op.n_groups > 1:
             groups = scores.reshape(len(scores), op.n_groups, -1)
             best = np.sort(groups, axis=2)[:, :, -op.n_group_best :].sum(axis=2)

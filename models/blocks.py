@@ -352,6 +352,7 @@ def mixture(
     activation: str = "silu",
     is_weighted_first: bool = False,
     limits: tuple[float, float] = (0.0, 0.0),
+    chosen: Tensor | None = None,
 ) -> Tensor:
     """An MLP for each of several experts, of which every token goes to a few: their weighted sum.
 
@@ -359,11 +360,11 @@ def mixture(
     token goes to, perhaps weighed by a gate, and matrices into and out of narrower rows that the experts are given
     (``ffn_latent_down`` and ``ffn_latent_up``) are taken where the file has them.  All is added to ``residual``, if
     there is one, times ``residual_scale``.  ``is_weighted_first``: it is what experts are given that is weighed.
-    ``limits``: of the gates of chosen and of shared experts, as `gated` has them.
+    ``limits``: of the gates of chosen and of shared experts, as `gated` has them.  ``chosen``: as `route` has it.
     Sources: arXiv:2401.04088 (Mixtral), arXiv:2401.06066 (DeepSeekMoE).
     """
     w = at.weights
-    routing = route(at, x, experts, residual_scale)
+    routing = route(at, x, experts, residual_scale, chosen)
     if experts.n_ff_shared:
         options: Any = {"activation": activation, "suffix": "_shexp"}
         is_gated = "ffn_gate_shexp.weight" in w or w.n_rows("ffn_up_shexp.weight") == 2 * experts.n_ff_shared
@@ -390,9 +391,11 @@ def mixture(
     return at.linear(y, "ffn_latent_up", at.n_embd, residual=residual)
 
 
-def route(at: Layer, x: Tensor, experts: Experts, scale: float = 1.0) -> g.Routing:
-    """Which experts each token goes to; their weights times ``scale``."""
-    w, n = at.weights, experts.n
+def route(at: Layer, x: Tensor, experts: Experts, scale: float = 1.0, chosen: Tensor | None = None) -> g.Routing:
+    """Which experts each token goes to, by default as the router chooses; their weights times ``scale``."""
+    w, n, bias = at.weights, experts.n, None
+    if chosen is None:
+        bias = w.find("exp_probs_b" if "exp_probs_b" in w else "exp_probs_b.bias", n)
     return at.add(
         g.Route(
             at.linear(x, "ffn_gate_inp", n),  # [T, E]
@@ -400,11 +403,12 @@ def route(at: Layer, x: Tensor, experts: Experts, scale: float = 1.0) -> g.Routi
             norm_topk_prob=experts.norm_topk_prob,
             scale=experts.scale * scale,
             gating=experts.gating,
-            selection_bias=w.find("exp_probs_b" if "exp_probs_b" in w else "exp_probs_b.bias", n),
+            selection_bias=bias,
             n_groups=experts.n_groups,
             n_top_groups=experts.n_top_groups,
             n_group_best=1 if experts.gating == "softmax" else 2,  # as DeepSeek V2, and V3
             expert_scales=w.find("ffn_down_exps.scale", n),
+            chosen=chosen,
         )
     )
 

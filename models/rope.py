@@ -83,6 +83,7 @@ def make_rope(
     rounds_ramp: bool = True,
     part: float = 1.0,
     has_alpha: bool = False,
+    theta: float | None = None,
 ) -> Rope:
     """The rotation that a file's keys, and its frequency factors if it has any, describe.
 
@@ -92,8 +93,10 @@ def make_rope(
         part: of the values that the keys say, those that rotate.
         rounds_ramp: whether YaRN's ramp ends on whole dimensions, as in all code but gpt-oss's.
         has_alpha: whether ``rope.scaling.alpha`` stretches the base, as `stretched_base` does.
+        theta: the base, by default ``rope.freq_base``.
     """
     rope = read_rope(m, head_dim, scaling)
+    rope = replace(rope, theta=theta or rope.theta)
     if has_alpha and (alpha := m.meta.read("rope.scaling.alpha", float, 0.0, low=0.0, high=1e9)):
         rope = replace(rope, theta=stretched_base(rope.theta, alpha, rope.n_rot))
     factors = _frequency_factors(m, rope)

@@ -114,6 +114,28 @@ class HeadsOf(WeightView):
 
 
 @dataclass(frozen=True, eq=False)
+class Numbers(WeightView):
+    """A table of whole numbers from 0 on, below ``n``, as float32; a larger one is an error when they are read."""
+
+    n: int
+
+    type = GGMLType.F32
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.whole.shape
+
+    @property
+    def data(self) -> NDArray[np.uint8]:
+        numbers = self.whole.data.view(np.int32)
+        if numbers.min() < 0 or numbers.max() >= self.n:
+            raise ModelError(
+                f"tensor {self.name} has numbers that are not from 0 to {self.n - 1}: the file is broken"
+            )
+        return numbers.astype(np.float32).view(np.uint8)
+
+
+@dataclass(frozen=True, eq=False)
 class PositionTable:
     """The embeddings of ``n`` positions: a row of ``table`` and the first row of ``types``, where they are."""
 

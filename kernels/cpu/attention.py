@@ -24,6 +24,8 @@ keys, and of the weights.  Sums of values that were rotated (VALUE_ROTATION) are
 
 Where positions are selected (SELECTED, so many), those take the place of all others: the numbers 0, 1, … of a token's
 are its positions, of which a page is gathered before it is scored and before it is added.  A tile is of one token.
+So it is where a token sees entries of runs beside a window (ENTRIES, the tokens of a run): the first numbers are its
+window's positions, and the others those entries, all or those that are selected.
 
 Each split is summed up for itself, and the sums are merged in order, with each row's largest score.  So a few rows
 that look far back can be shared by many threads, a split each (as in Flash-Decoding, Dao et al., 2023): which thread
@@ -38,6 +40,7 @@ from typing import Any
 import numpy as np
 
 from localllm.kernels.cache_rounding import NEGLIGIBLE, VALUES_PER_SCALE
+from localllm.kernels.cpu.cache import block_bytes
 from localllm.kernels.cpu.cache_types import PAGE, layouts_of
 from localllm.kernels.cpu.codes import load_bits, load_bits_raised, with_fifth_bits
 from localllm.kernels.cpu.compiler import kernel
@@ -81,6 +84,7 @@ def constants(op: Attention, *, wide: bool) -> dict[str, Any]:
     rows = 8 if wide else 4 if op.causal or cache.values_in_keys else 6
     keys, values = layouts_of(cache)
     values_dim = cache.key_dim if cache.values_in_keys else cache.value_dim
+    entries = op.entries
     return {
         **state_constants(op),
         "KEY_HEAD": keys.head(cache.key_dim),
@@ -92,6 +96,9 @@ def constants(op: Attention, *, wide: bool) -> dict[str, Any]:
         "CHUNKED": int(op.chunk is not None),
         "CAUSAL": int(op.causal or op.has_spans),
         "SELECTED": 0 if op.selected is None else op.selected.width,
+        "ENTRIES": 0 if entries is None else entries.every,
+        "ENTRY_BLOCK": 0 if entries is None else block_bytes(entries)[0],
+        "GATHERED": int(op.selected is not None or entries is not None),
         "VALUES_IN_KEYS": int(cache.values_in_keys),
         "KEY_BLOCK": keys.block_bytes(cache.key_dim),
         "VALUE_BLOCK": values.block_bytes(values_dim),
@@ -136,20 +143,26 @@ def load_query(query, key_dim, scale, out):
 def load_limits(position, last, window, kv_length, limits, selected):
     """limits = the first and the last position, int64 [2], that a token sees.
 
-    ``position`` and ``last``: where its own lies, and the last one that it sees where it is causal.  With SELECTED,
-    they are the numbers of those that are ``selected``.
+    ``position`` and ``last``: where its own lies, and the last one that it sees where it is causal.  With SELECTED
+    or ENTRIES, they are the numbers of what is gathered.
     """
     own = np.int64(load_i32(position))
-    if SELECTED:
+    if GATHERED:
         store_i64(limits, 0)
     elif CHUNKED:
         store_i64(limits, own - own % window)
     else:
         store_i64(limits, max(np.int64(0), own - window + 1))
-    if SELECTED:
-        final = min(own, SELECTED - 1)
-        while load_f32(selected + 4 * final) < ZERO:
-            final -= 1
+    if GATHERED:
+        final = own
+        if ENTRIES:
+            final = (own + 1) // ENTRIES - 1
+        if SELECTED:
+            final = min(final, np.int64(SELECTED - 1))
+            while final >= 0 and load_f32(selected + 4 * final) < ZERO:
+                final -= 1
+        if ENTRIES:
+            final += min(own + 1, window)
         store_i64(limits + 8, final)
     elif CAUSAL:
         store_i64(limits + 8, np.int64(load_i32(last)))
@@ -482,11 +495,28 @@ def write_rows(state, n_rows, first_row, start, head, group_size, value_dim, sin
 
 
 @template
-def gather_page(rows, table, page, page_bytes, selected, gathered):
-    """gathered = a page of the positions PAGE * page … of those that are selected, float32 [SELECTED]."""
-    for i in range(min(np.int64(PAGE), SELECTED - PAGE * page)):
-        position = max(np.int64(0), np.int64(load_f32(selected + 4 * (PAGE * page + i))))
-        block, place = block_at(rows, table, position // PAGE, page_bytes), position % PAGE
+def gather_page(rows, table, page, page_bytes, limits, selected, beside, gathered):
+    """gathered = a page of what a token sees, from number PAGE * page on: positions, or the last of runs.
+
+    selected: float32 [SELECTED].  beside: int64 [4], with ENTRIES: positions of the window, the first of them, where
+    entries are, and the sequence's pages of those.
+    """
+    for i in range(min(np.int64(PAGE), load_i64(limits + 8) + 1 - PAGE * page)):
+        number = PAGE * page + i
+        if ENTRIES:
+            number -= load_i64(beside)
+        if ENTRIES and number < 0:
+            position = load_i64(beside + 8) + load_i64(beside) + number
+        elif SELECTED:
+            position = np.int64(load_f32(selected + 4 * number))
+        else:
+            position = number
+        if ENTRIES and number >= 0:
+            position = ENTRIES * position + ENTRIES - 1
+            block = block_at(load_i64(beside + 16), load_i64(beside + 24), position // PAGE, ENTRY_BLOCK)
+            place = position % PAGE // ENTRIES
+        else:
+            block, place = block_at(rows, table, position // PAGE, page_bytes), position % PAGE
         for scale in range(0, KEY_SCALES, 2 * PAGE):
             store_f16(gathered + scale + 2 * i, max_lanes(load_splat_f16(block + scale + 2 * place)))
         row = UNIT * (KEY_HEAD // 16)
@@ -499,15 +529,16 @@ def gather_page(rows, table, page, page_bytes, selected, gathered):
 
 @template
 def score_split(
-    queries, n_rows, limits, keys, table, page_bytes, low, high, scores, soft_cap, falls, ahead, selected, gathered
-):
+    queries, n_rows, limits, keys, table, page_bytes, low, high, scores, soft_cap, falls, ahead, selected, beside,
+    gathered,
+):  # fmt: skip
     """Scores of the rows against pages low … high of a split; then it begins to read from ``ahead`` on."""
     pace = (KEY_BLOCK * ROWS - 1) // (KEY_HEAD * PAGE // 16 // VECTORS * n_rows) + 1
     for page in range(low, high):
         place, next_block = scores + 4 * PAGE * (page % SPLIT_PAGES), ahead
-        if SELECTED:
+        if GATHERED:
             block = gathered
-            gather_page(keys, table, page, page_bytes, selected, gathered)
+            gather_page(keys, table, page, page_bytes, limits, selected, beside, gathered)
         else:
             block = block_at(keys, table, page, page_bytes)
             if page + 1 < high:
@@ -553,15 +584,17 @@ def split_weights(scores, n_rows, limits, low, high, states, ahead):
 
 
 @template
-def add_split(weights, n_rows, limits, values, table, page_bytes, low, high, scaled, sums, ahead, selected, gathered):
+def add_split(
+    weights, n_rows, limits, values, table, page_bytes, low, high, scaled, sums, ahead, selected, beside, gathered
+):
     """Adds to the rows' sums the values of pages low … high of a split; then it begins to read from ``ahead`` on."""
     n_steps = (VALUE_HEAD + 16 * VECTORS - 1) // (16 * VECTORS) * PAGE
     pace = (VALUE_BLOCK * ROWS - 1) // (n_steps * n_rows) + 1
     for page in range(low, high):
         place, next_block = weights + 4 * PAGE * (page % SPLIT_PAGES), ahead
-        if SELECTED:
+        if GATHERED:
             block = gathered
-            gather_page(values, table, page, page_bytes, selected, gathered)
+            gather_page(values, table, page, page_bytes, limits, selected, beside, gathered)
         else:
             block = block_at(values, table, page, page_bytes)
             if page + 2 < high:
@@ -581,7 +614,7 @@ def add_split(weights, n_rows, limits, values, table, page_bytes, low, high, sca
 @template
 def attend_splits(
     queries, n_rows, limits, keys, values, table, key_bytes, value_bytes, first_split, stop_split, soft_cap, falls,
-    state, selected, gathered,
+    state, selected, beside, gathered,
 ):  # fmt: skip
     """The rows' states after the splits first_split … stop_split, of which those that no row sees are passed over."""
     scores, scaled, split_state = stack(HELD * SCORES), stack(4 * PAGE * ROWS), stack(HELD * STATE)
@@ -592,17 +625,21 @@ def attend_splits(
     for split in range(max(first_split, first_page // SPLIT_PAGES), stop_split):
         low, high = max(first_page, split * SPLIT_PAGES), min(n_pages, (split + 1) * SPLIT_PAGES)
         clear(split_state, n_rows)
-        ahead = block_at(values, table, low, value_bytes)
+        ahead = gathered
+        if not GATHERED:
+            ahead = block_at(values, table, low, value_bytes)
         score_split(
             queries, n_rows, limits, keys, table, key_bytes, low, high, scores, soft_cap, falls, ahead,
-            selected, gathered,
+            selected, beside, gathered,
         )  # fmt: skip
-        ahead = block_at(values, table, min(low + 1, high - 1), value_bytes)
+        if not GATHERED:
+            ahead = block_at(values, table, min(low + 1, high - 1), value_bytes)
         split_weights(scores, n_rows, limits, low, high, split_state, ahead)
-        ahead = block_at(keys, table, min(high, n_pages - 1), key_bytes)
+        if not GATHERED:
+            ahead = block_at(keys, table, min(high, n_pages - 1), key_bytes)
         add_split(
             scores, n_rows, limits, values, table, value_bytes, low, high, scaled, split_state, ahead,
-            selected, gathered,
+            selected, beside, gathered,
         )  # fmt: skip
         merge(state, split_state, n_rows)
 
@@ -618,7 +655,8 @@ def copy_states(state, n_rows, out):
 def attention(
     begin, end, batch, tiles, n_kv_heads, group_size, q, q_stride, key_dim, value_dim,
     starts, positions, lasts, block_tables, block_stride, window, keys, values,
-    out, out_stride, partials, sinks, by_distance, selected, selected_stride, scale: float, soft_cap: float,
+    out, out_stride, partials, sinks, by_distance, selected, selected_stride, entries, entry_tables,
+    scale: float, soft_cap: float,
 ):  # fmt: skip
     """out = softmax(scale * q @ keys.T, over visible positions) @ values.
 
@@ -634,10 +672,11 @@ def attention(
     (`localllm.kernels.cpu.cache_types`).
     partials: float32 [n_partials, n_kv_heads, TILE_ROWS, STATE / 4].  STATE: see `state_bytes`.  sinks,
     by_distance: with ALIBI, the heads' slopes, float32 [H]; with BIASES, their biases, float32 [H, BIASES].
-    selected: float32 [T, SELECTED].
+    selected: float32 [T, SELECTED].  entries, entry_tables: with ENTRIES, blocks of ``ENTRY_BLOCK`` bytes [n_pages],
+    and block tables of these.
     """
-    n_tiles = load_i64(batch)
-    gathered, falls = stack(KEY_BLOCK if SELECTED else 64), stack(FALL * HELD if ALIBI or BIASES else 64)
+    n_tiles, beside = load_i64(batch), stack(64)
+    gathered, falls = stack(KEY_BLOCK if GATHERED else 64), stack(FALL * HELD if ALIBI or BIASES else 64)
     queries, limits, state = stack(4 * HELD * KEY_HEAD), stack(16 * HELD), stack(HELD * STATE)
     key_bytes, value_bytes = n_kv_heads * KEY_BLOCK, n_kv_heads * VALUE_BLOCK
     for unit in range(begin, end):
@@ -668,11 +707,17 @@ def attention(
                 store_i64(falls + 16 * r + 8, np.int64(load_i32(positions + 4 * token)))
             seen = selected + token * selected_stride
             load_limits(positions + 4 * token, lasts + 4 * token, window, load_i64(tile + 48), limits + 16 * r, seen)
-        first, stop = load_i64(tile + 24), load_i64(tile + 32)
+        first, stop, first_token = load_i64(tile + 24), load_i64(tile + 32), start + first_row // group_size
+        if ENTRIES:
+            own = np.int64(load_i32(positions + 4 * first_token)) + 1
+            store_i64(beside, min(own, window))
+            store_i64(beside + 8, max(np.int64(0), own - window))
+            store_i64(beside + 16, entries)
+            store_i64(beside + 24, entry_tables + 4 * sequence * block_stride)
         attend_splits(
             queries, n_computed, limits, head_keys, head_values, table, key_bytes, value_bytes,
             first, stop, soft_cap, falls,
-            state, selected + (start + first_row // group_size) * selected_stride, gathered,
+            state, selected + first_token * selected_stride, beside, gathered,
         )  # fmt: skip
         partial = load_i64(tile + 40)
         if partial < 0:

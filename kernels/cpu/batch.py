@@ -38,16 +38,20 @@ class TileTable:
     few_tiles: int  # so many leave threads without work, and are split
     causal: bool = True  # whether tokens see nothing behind them
     has_spans: bool = False  # whether they do, as far as the batch says
-    n_selected: int = 0  # if they see selected positions, at most so many: a tile is then of one token
+    # of what they see, if that is gathered: a window's positions, of how many tokens there is an entry, and the most
+    # entries.  A tile is then of one token
+    gathered: tuple[int, int, int] = (0, 1, 0)
 
     def fill(self, batch: Batch, tiles: NDArray[np.int64], merged: NDArray[np.int64]) -> tuple[int, int]:
         """Cuts each sequence's query rows into tiles, and few of them into KV splits; returns how many of both."""
         group_size = self.group_size
         whole: list[tuple[int, int, int, int, int, int, int]] = []
         for s, (start, stop, kv_length) in enumerate(batch.sequences()):
-            if self.n_selected:
+            window, every, most = self.gathered
+            if most:
                 for row in range(0, (stop - start) * group_size, group_size):
-                    seen = min(kv_length - stop + start + row // group_size + 1, self.n_selected)
+                    own = kv_length - stop + start + row // group_size + 1
+                    seen = min(own, window) + min(own // every, most)
                     parts = range(0, group_size, TILE_ROWS)
                     sizes = [(row + i, min(TILE_ROWS, group_size - i)) for i in parts]
                     whole += [(s, *size, 0, -(-seen // SPLIT), -1, kv_length) for size in sizes]
@@ -105,7 +109,7 @@ class BatchTables:
             *(self.header, self.positions, self.starts, self.states, *self.slots),
             *(self.output_rows, *self.block_tables, self.embedded, self.turns, self.lasts, self.firsts),
         )
-        self._tables: dict[tuple[int, int, int, bool, bool, int], TileTable] = {}
+        self._tables: dict[tuple[Any, ...], TileTable] = {}
         self._ropes: dict[Rope, Buffer] = {}
         self._scales: dict[PositionScale, Buffer] = {}
         self._views: dict[Buffer, NDArray[Any]] = {}
@@ -120,10 +124,10 @@ class BatchTables:
         *,
         causal: bool = True,
         has_spans: bool = False,
-        n_selected: int = 0,
+        gathered: tuple[int, int, int] = (0, 1, 0),
     ) -> TileTable:
         """The table of attention over so many heads whose values are, with padding, ``head`` each."""
-        key = n_kv_heads, group_size, head, causal, has_spans, n_selected
+        key = n_kv_heads, group_size, head, causal, has_spans, gathered
         if key not in self._tables:
             few = 0 if self._threads == 1 else -(-2 * self._threads // n_kv_heads) - 1
             partial_bytes = n_kv_heads * TILE_ROWS * state_bytes(head)
@@ -132,7 +136,7 @@ class BatchTables:
             tiles, merged = (Buffer(8 * n, is_kept=True) for n in (_TILE * n_tiles, _MERGED * most))
             slot = self.header.n_bytes // 8
             self.header.n_bytes += 16
-            sees = causal, has_spans, n_selected
+            sees = causal, has_spans, gathered
             self._tables[key] = TileTable(slot, group_size, tiles, merged, most, partial_bytes, few, *sees)
         return self._tables[key]
 

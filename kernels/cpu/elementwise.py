@@ -612,7 +612,7 @@ def rope_append(
 
     Q_NORM, K_NORM, V_NORM: as in `turn_head`.  HAS_KEYS, HAS_VALUES: whether there are k and v.  COPY_VALUES: whether
     v is in the memory of k, which is changed.  SCALES_Q: whether there are factors.  KEY_ROTATION, VALUE_ROTATION: of
-    what is kept, `KVCache.rotations`.
+    what is kept, `KVCache.rotations`.  EVERY: of how many tokens one is kept, the last.
     """
     scratch = stack(4 * VALUE_HEAD)
     for token in range(begin, end):
@@ -627,7 +627,7 @@ def rope_append(
                     store_f32(row + 4 * i, load_f32(row + 4 * i) * factor)
             if KEY_ROTATION:
                 hadamard(row, key_dim, KEY_ROTATION)
-        if HAS_KEYS:
+        if HAS_KEYS and (EVERY == 1 or position % EVERY == EVERY - 1):
             slot = load_i64(slots + 8 * token)
             for head in range(n_kv_heads):
                 number = slot // PAGE * n_kv_heads + head
@@ -647,4 +647,5 @@ def rope_append(
                 turn_head(k_row, K_NORM, n_k_norm, k_weight, k_eps, turn, n_pairs, pair_step, pair_offset)
                 if KEY_ROTATION:
                     hadamard(k_row, key_dim, KEY_ROTATION)
-                APPEND_KEYS(k_row, key_dim, KEY_HEAD, KEY_BITS, keys + number * KEY_BLOCK, slot % PAGE)
+                place = slot % PAGE // EVERY
+                APPEND_KEYS(k_row, key_dim, KEY_HEAD, KEY_BITS, keys + number * KEY_BLOCK, place)

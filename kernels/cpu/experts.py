@@ -86,11 +86,15 @@ def best_of_group(row, n, n_best):
 
 
 @kernel
-def expert_scores(begin, end, logits, stride, n_experts, bias, n_groups, n_top_groups, n_best, probabilities, scores):
+def expert_scores(
+    begin, end, logits, stride, n_experts, bias, n_groups, n_top_groups, n_best, chosen, chosen_stride, k,
+    probabilities, scores,
+):  # fmt: skip
     """Probabilities of experts, and what they are chosen by; a unit of work is a token.
 
     GATING: 0 softmax, 1 sigmoid, 2 √softplus.  scores: probabilities (+ bias), or -infinity in all but the
-    ``n_top_groups`` groups whose best, or two best (``n_best``), have the largest sums.
+    ``n_top_groups`` groups whose best, or two best (``n_best``), have the largest sums; or in all but those that are
+    ``chosen``: float32 [T, k], or 0.
     """
     sums = stack(4 * MAX_GROUPS)
     size = n_experts // n_groups
@@ -114,6 +118,12 @@ def expert_scores(begin, end, logits, stride, n_experts, bias, n_groups, n_top_g
             if bias != 0:
                 p = p + load_f32x16(bias + i)
             store_f32x16(score + i, p)
+        if chosen != 0:
+            for i in range(0, 4 * n_experts, 64):
+                store_f32x16(score + i, splat(-INFINITY))
+            for rank in range(k):
+                place = 4 * np.int64(load_f32(chosen + token * chosen_stride + 4 * rank))
+                store_f32(score + place, load_f32(to + place))
         if n_groups > 1:
             for group in range(n_groups):
                 store_f32(sums + 4 * group, best_of_group(score + 4 * size * group, size, n_best))

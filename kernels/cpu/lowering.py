@@ -68,6 +68,10 @@ _FLOAT_LOADS: dict[KernelType, Any] = {
 }
 
 
+#: More than anything sees.
+ALL = 1 << 31
+
+
 @dataclass(frozen=True, eq=False)
 class Stored:
     """A float32 matrix [rows, padded width] in a buffer; ``slot`` counts the rows that a batch has."""
@@ -482,7 +486,7 @@ class Lowering:
                 *(tables.slots[self.graph.group(cache)], tables.positions),
                 tables.turns if rope is not None and rope.axes else tables.positions,
                 *(angles, n_pairs, step, offset),
-                *(q.buffer, q.stride, q.width // cache.key_dim, cache.key_dim),
+                *(q.buffer, q.stride, 0 if op.q is op.k else q.width // cache.key_dim, cache.key_dim),
                 *self._address_and_stride(op.k),
                 *self._address_and_stride(op.v),
                 *(cache.n_heads, cache.value_dim, keys, values),
@@ -507,6 +511,7 @@ class Lowering:
             VALUE_BITS=value_layout.bits,
             KEY_BLOCK=key_block,
             VALUE_BLOCK=value_block,
+            EVERY=cache.every,
             KEY_ROTATION=cache.rotations[0],
             VALUE_ROTATION=cache.rotations[1],
             APPEND_KEYS=key_layout.append,
@@ -530,7 +535,9 @@ class Lowering:
         n_heads, head, q = cache.n_heads, layouts_of(cache)[1].head(cache.value_dim), self.stored[op.q]
         sees: dict[str, Any] = {"causal": op.causal, "has_spans": op.has_spans}
         sees_span = op.has_spans and not op.causal  # from a first position on, as a window of one token there
-        sees["n_selected"] = 0 if op.selected is None else op.selected.width
+        if op.selected is not None or op.entries is not None:
+            most = ALL if op.selected is None else op.selected.width
+            sees["gathered"] = (0, 1, most) if op.entries is None else (op.window or 0, op.entries.every, most)
         table = tables.tile_table(n_heads, op.group_size, head, **sees)
         sinks = self.weights.vector(op.sinks)
         # The kernel writes heads, not the padding beyond them.
@@ -548,6 +555,7 @@ class Lowering:
                 *(1 if sees_span else op.window or op.chunk or tables.n_blocks * PAGE, *self.layers[cache.key]),
                 *(y.buffer, y.stride, partials, sinks, self.weights.vector(op.slopes or op.biases)),
                 *self._address_and_stride(op.selected),
+                *self._entries(op.entries),
                 *(float(op.scale) / (op.softcap or 1.0), float(op.softcap or 0)),
             ),
             n_heads,
@@ -561,6 +569,23 @@ class Lowering:
             )
             constants: dict[str, Any] = attention_kernels.state_constants(op)
             self.call(attention_kernels.merge_partials, arguments, n_heads, table.slot + 1, **constants)
+        return y
+
+    def _entries(self, cache: g.KVCache | None) -> tuple[Argument, Argument]:
+        """Where a cache of one in several tokens lies, and its block tables."""
+        if cache is None:
+            return 0, 0
+        return self.layers[cache.key][0], self.tables.block_tables[self.graph.group(cache)]
+
+    def compress(self, op: g.Compress) -> Stored:
+        cache, tables, width = op.cache, self.tables, op.result.width
+        y = self.new(Rows.TOKENS, width, is_kept=width % PADDING != 0)
+        given = (
+            *(tables.starts, tables.positions, tables.block_tables[self.graph.group(cache)], tables.n_blocks),
+            *(self.layers[cache.key][0], self.weights.vector(op.biases), 4 * padded(op.biases.shape[1])),
+            *(y.buffer, y.stride),
+        )
+        self.call(selection.compress, given, 1, N_TOKENS, **selection.compress_constants(op))
         return y
 
     def index_select(self, op: g.IndexSelect) -> Stored:
@@ -667,7 +692,7 @@ class Lowering:
             scores, probabilities = (self.new(Rows.TOKENS, n_experts) for _ in range(2))
             bias = self.weights.vector(op.selection_bias)
             given = (logits.buffer, logits.stride, n_experts, bias, op.n_groups, op.n_top_groups, op.n_group_best)
-            scored = probabilities.buffer, scores.buffer
+            scored = *self._address_and_stride(op.chosen), op.k, probabilities.buffer, scores.buffer
             self.call(expert_kernels.expert_scores, (*given, *scored), 1, N_TOKENS, GATING=g.GATINGS.index(op.gating))
         factors = self.weights.vector(op.expert_scales)
         weighed = 0 if probabilities is None else probabilities.buffer
@@ -763,7 +788,9 @@ class Lowering:
         makers = {y: node.operation for node in self.graph.nodes for y in node.operation.results}
         behind = [node.operation for node in self.graph.nodes[self.node_index + 1 :]]
         route = next((op for op in behind if isinstance(op, g.Route)), None)
-        if route is None or not isinstance(linear := makers[route.logits], g.Linear) or linear.residual is not None:
+        if route is None or route.chosen is not None:
+            return
+        if not isinstance(linear := makers[route.logits], g.Linear) or linear.residual is not None:
             return
         norm = makers.get(linear.x)
         linears = [op for op in behind if isinstance(op, g.ExpertLinears) and op.routing is route.result]

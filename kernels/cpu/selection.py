@@ -1,11 +1,12 @@
-"""The positions that attention is confined to: what an indexer scores highest (`localllm.kernels.graph.IndexSelect`).
+"""The positions that attention is confined to: what an indexer scores highest (`localllm.kernels.graph.IndexSelect`);
+and what is kept of runs of tokens (`localllm.kernels.graph.Compress`).
 
 Scores of a token are a row, float32 [positions].  There are as many rows as lanes, the units of work: in a batch of
 no more tokens, each has a row of its own, which lanes share, so that decoding has all threads; otherwise each lane
 scores token after token, and each row serves many.
 
 Where runs of positions are chosen (RUN), each has a key, which `pool_keys` makes of its tokens', and puts behind that
-of its last.
+of its last.  Where a cache keeps one of several tokens (EVERY), numbers of those are chosen.
 
 The k largest are found by their bits (radix select): as integers that are in the order of the floats, digit by digit
 from the highest, of which each is the one that the k-th largest has.  All above it are taken, and of its equals the
@@ -19,13 +20,14 @@ from typing import Any
 import numpy as np
 
 from localllm.kernels.cpu.attention import LOWEST, SCORES, block_at, load_query, score_rows
+from localllm.kernels.cpu.cache import block_bytes
 from localllm.kernels.cpu.cache_types import PAGE, layouts_of
 from localllm.kernels.cpu.compiler import kernel
 from localllm.kernels.cpu.elementwise import exp
 from localllm.kernels.cpu.memory import padded
 from localllm.kernels.cpu.simd import *
 from localllm.kernels.cpu.templates import device, static_range, template
-from localllm.kernels.graph import IndexSelect
+from localllm.kernels.graph import Compress, IndexSelect
 
 #: Pages whose scores lanes share out.
 PART = 16
@@ -43,15 +45,28 @@ def constants(op: IndexSelect, *, wide: bool) -> dict[str, Any]:
         "TOP": op.k // op.run,
         "WIDTH": op.result.width,
         "RUN": op.run,
+        "EVERY": op.cache.every,
         "DIM": op.dim,
         "POOL": 4 * padded(op.dim),
         "KEY_HEAD": layout.head(op.cache.key_dim),
-        "KEY_BLOCK": layout.block_bytes(op.cache.key_dim),
+        "KEY_BLOCK": block_bytes(op.cache)[0],
         "KEY_SCALES": layout.scale_bytes(op.cache.key_dim),
         "ROWS": rows,
         "VECTORS": 2 if wide else 1,
         "LOAD": layout.load,
         "UNIT": layout.unit,
+    }
+
+
+def compress_constants(op: Compress) -> dict[str, Any]:
+    """Compile-time constants of `compress`."""
+    layout, _ = layouts_of(op.cache)
+    return {
+        "RUN": op.run,
+        "SERIES": op.n_series,
+        "DIM": op.cache.key_dim,
+        "KEY_BLOCK": layout.block_bytes(op.cache.key_dim),
+        "LOAD": layout.load,
     }
 
 
@@ -84,15 +99,17 @@ def score_pages(q, weights, cache, table, low, high, row):
         store_f32(factors + 4 * h, load_f32(weights + 4 * min(h, HEADS - 1)) if h < HEADS else ZERO)
     for page in range(low, high):
         block = block_at(cache, table, page, KEY_BLOCK)
-        if RUN > 1:
-            for j in range(PAGE // RUN):
-                key, score = block + 2 * (KEY_HEAD * (RUN * j + RUN - 1) + 2 * DIM), ZERO
+        if EVERY * RUN > 1:
+            for j in range(PAGE // (EVERY * RUN)):
+                key, score = block + 2 * KEY_HEAD * j, ZERO
+                if RUN > 1:
+                    key = block + 2 * (KEY_HEAD * (RUN * j + RUN - 1) + 2 * DIM)
                 for h in range(HEADS):
                     product = zero_f32x16()
                     for i in range(0, DIM, 16):
                         product = fma(LOAD(key + 2 * i), load_f32x16(queries + 4 * (KEY_HEAD * h + i)), product)
                     score += max(sum_lanes(product), ZERO) * load_f32(factors + 4 * h)
-                store_f32(row + 4 * (PAGE // RUN * page + j), score + ZERO)
+                store_f32(row + 4 * (PAGE // (EVERY * RUN) * page + j), score + ZERO)
         else:
             for g in static_range(PAGE // 16):
                 whole[g] = zero_f32x16()
@@ -174,6 +191,41 @@ def pool_keys(begin, end, positions, slots, pool, keys):
 
 
 @kernel
+def compress(begin, end, starts, positions, block_tables, block_stride, rows, biases, biases_stride, out, out_stride):
+    """out [T, DIM] = of tokens that end a run of RUN, the sum of its values, each channel by the softmax of its gates
+    plus the biases; zeros of others.
+
+    rows: blocks of ``KEY_BLOCK`` bytes [n_pages, 2 * SERIES], of which the last SERIES have gates.  With two SERIES,
+    the sum begins with the first ones of the run before, if there is one, and of its own has the second.
+    biases: float32 [RUN, biases_stride / 4].  The rest is as in `localllm.kernels.cpu.attention.attention`.
+    """
+    for token in range(begin, end):
+        position, to = np.int64(load_i32(positions + 4 * token)), out + out_stride * token
+        if position % RUN != RUN - 1:
+            for c in range(0, 4 * DIM, 64):
+                store_f32x16(to + c, zero_f32x16())
+        else:
+            table = block_tables + 4 * sequence_of(token, starts) * block_stride
+            first = max(np.int64(0), position + 1 - RUN * SERIES)
+            for c in range(0, DIM, 16):
+                top, total, values = splat(LOWEST), zero_f32x16(), zero_f32x16()
+                for turn in range(2):
+                    for p in range(first, position + 1):
+                        series = 0 if p <= position - RUN else SERIES - 1
+                        block = block_at(rows, table, p // PAGE, 2 * SERIES * KEY_BLOCK)
+                        place = block + series * KEY_BLOCK + 2 * (DIM * (p % PAGE) + c)
+                        bias = biases + biases_stride * (p % RUN) + 4 * (DIM * series + c)
+                        gate = LOAD(place + SERIES * KEY_BLOCK) + load_f32x16(bias)
+                        if turn == 0:
+                            top = maximum(top, gate)
+                        else:
+                            weight = exp(gate - top)
+                            total = total + weight
+                            values = fma(LOAD(place), weight, values)
+                store_f32x16(to + 4 * c, values / total)
+
+
+@kernel
 def index_scores(
     begin, end, batch, lanes, q, q_stride, weights, weights_stride, starts, positions, block_tables, block_stride,
     keys, scores, row_bytes,
@@ -188,10 +240,10 @@ def index_scores(
         for unit in range(begin, end):
             turn = np.int64(0)
             for token in range(n_tokens):
-                n = (np.int64(load_i32(positions + 4 * token)) + 1) // RUN
+                n = (np.int64(load_i32(positions + 4 * token)) + 1) // (EVERY * RUN)
                 if n > TOP:
                     table = block_tables + 4 * sequence_of(token, starts) * block_stride
-                    n_pages = (RUN * n - 1) // PAGE + 1
+                    n_pages = (EVERY * RUN * n - 1) // PAGE + 1
                     for first in range(0, n_pages, PART):
                         if turn % lanes == unit:
                             score_pages(
@@ -210,12 +262,12 @@ def index_select(
     n_tokens = load_i64(batch)
     for unit in range(begin, end):
         for token in range(unit, n_tokens, lanes):
-            seen = np.int64(load_i32(positions + 4 * token)) + 1
+            seen = (np.int64(load_i32(positions + 4 * token)) + 1) // EVERY
             row = scores + row_bytes * (token if n_tokens <= lanes else unit)
             if seen // RUN > TOP and n_tokens > lanes:
                 table = block_tables + 4 * sequence_of(token, starts) * block_stride
                 score_pages(
                     q + q_stride * token, weights + weights_stride * token, keys, table,
-                    0, (seen // RUN * RUN - 1) // PAGE + 1, row,
+                    0, (EVERY * (seen // RUN * RUN) - 1) // PAGE + 1, row,
                 )  # fmt: skip
             choose(row, seen, out + out_stride * token)

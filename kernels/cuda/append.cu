@@ -1,7 +1,8 @@
 // What stands between the query, key and value products and attention: RMS norm of each head, rotation, and the cache.
 //
 // Compiled for KEY_DIM, VALUE_DIM; KEY_BITS, VALUE_BITS, 16 for halves; KEY_ROTATION, VALUE_ROTATION, the values that
-// are rotated together, or 0; and AXES (0 or 1).  The layout is drawn in cache.py, rounding in cache_rounding.py.  A warp has a head, so that one token takes as long as a launch and a few dependent loads.
+// are rotated together, or 0; AXES (0 or 1); EVERY, of how many tokens the cache keeps one, the last; and AHEAD, by how
+// many positions heads turn further than to their token's.  The layout is drawn in cache.py, rounding in cache_rounding.py.  A warp has a head, so that one token takes as long as a launch and a few dependent loads.
 #include "batch.cuh"
 #include "common.cuh"
 
@@ -10,6 +11,7 @@
 #define HEAD (KEY_HEAD > VALUE_HEAD ? KEY_HEAD : VALUE_HEAD)
 #define GROUPS ((HEAD + PER_SCALE - 1) / PER_SCALE)
 #define HEADS_PER_BLOCK 4
+#define PAGE_ROWS (EVERY < PAGE ? PAGE / EVERY : 1)
 
 // As kernels/ops.py has them.
 constexpr float LARGEST_HALF = 65504.0f;
@@ -32,7 +34,7 @@ DEVICE void write_head(const float (&x)[GROUPS], uint8_t* entries, uint16_t* sca
   constexpr int OWN_GROUPS = (OWN + PER_SCALE - 1) / PER_SCALE, HALF = 1 << (BITS - 1);
   constexpr float CODE = BITS == 8 ? LARGEST_CODE : HALF;
   const int lane = threadIdx.x % WARP;
-  entries += block * (PAGE * OWN * BITS / 8);
+  entries += block * (PAGE_ROWS * OWN * BITS / 8);
 #pragma unroll
   for (int group = 0; group < OWN_GROUPS; group++) {
     const int i = group * PER_SCALE + lane;
@@ -162,7 +164,7 @@ extern "C" __global__ void __launch_bounds__(WARP * HEADS_PER_BLOCK)
   if (token >= header[N_TOKENS]) return;
   const int position = positions[token], *const axis = (const int*)(phases + n_pairs);
   for (int i = threadIdx.x; i < n_pairs; i += WARP * HEADS_PER_BLOCK)
-    turns[i] = turn(AXES ? axes[axis[i] * axes_stride + token] : position, phases[i], magnitude);
+    turns[i] = turn((AXES ? axes[axis[i] * axes_stride + token] : position) + AHEAD, phases[i], magnitude);
   __syncthreads();
 
   int head = HEADS_PER_BLOCK * blockIdx.x + threadIdx.x / WARP;
@@ -202,12 +204,13 @@ extern "C" __global__ void __launch_bounds__(WARP * HEADS_PER_BLOCK)
       if (group * PER_SCALE + lane < KEY_DIM) to[group * PER_SCALE + lane] = x[group] * factor;
     return;
   }
-  const int slot = slots[token];
+  if (position % EVERY != EVERY - 1) return;
+  const int slot = slots[token], place = slot % PAGE / EVERY;
   const size_t block = (size_t)(slot / PAGE) * n_kv_heads + head;
   if (is_value)
-    write_head<VALUE_HEAD, VALUE_BITS>(x, values, value_scales, block, slot % PAGE);
+    write_head<VALUE_HEAD, VALUE_BITS>(x, values, value_scales, block, place);
   else
-    write_head<KEY_HEAD, KEY_BITS>(x, keys, key_scales, block, slot % PAGE);
+    write_head<KEY_HEAD, KEY_BITS>(x, keys, key_scales, block, place);
 }
 
 #if VALUE_ROTATION

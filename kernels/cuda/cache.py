@@ -9,8 +9,8 @@ The cache is one allocation.  A layer has four parts in it, each for all pages a
     key and value scales            float16 [groups, PAGE]: of each 32 values of the head (the last may be of 16)
 
 where ``head`` is the head size of keys or of values, rounded up to whole 16 values; values that are in the keys have
-no parts.  `append.cu` writes what pads a head as zeros.  Of a page that is not full, the rest is whatever it was:
-attention reads none of it.
+no parts.  A cache of one in several tokens (`KVCache.every`) has so many rows less in a page.  `append.cu` writes
+what pads a head as zeros.  Of a page that is not full, the rest is whatever it was: attention reads none of it.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class CacheLayout:
         offset, parts = 0, []
         codes = (n * bits // 8 for n, bits in zip(self.heads, bits_of(self.kept), strict=True))
         for per_head in (*codes, *(2 * n for n in self.groups)):
-            page_bytes = PAGE * self.kept.n_heads * per_head
+            page_bytes = self.kept.page_rows(PAGE) * self.kept.n_heads * per_head
             part = Part(offset, page_bytes, self.n_pages)
             offset = -(-(offset + part.n_bytes) // _ALIGNMENT) * _ALIGNMENT
             parts.append(part)
@@ -103,11 +103,12 @@ class CacheLayout:
         return -(-(last.offset + last.n_bytes) // _ALIGNMENT) * _ALIGNMENT
 
 
-def append_defines(kept: KVCache, *, has_axes: bool = False) -> Defines:
+def append_defines(kept: KVCache, *, has_axes: bool = False, ahead: int = 0) -> Defines:
     """Definitions of append.cu."""
     (keys, values), (of_keys, of_values) = bits_of(kept), kept.rotations
     bits = {"KEY_DIM": kept.key_dim, "VALUE_DIM": kept.value_dim, "KEY_BITS": keys, "VALUE_BITS": values}
-    return {**bits, "KEY_ROTATION": of_keys, "VALUE_ROTATION": of_values, "AXES": int(has_axes)}
+    how = {"AXES": int(has_axes), "EVERY": kept.every, "AHEAD": ahead}
+    return {**bits, "KEY_ROTATION": of_keys, "VALUE_ROTATION": of_values, **how}
 
 
 def _state_bytes(state: RecurrentState) -> int:

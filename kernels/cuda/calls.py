@@ -300,7 +300,11 @@ class StepLimits:
         #: What the mixtures of experts need at most, if there are any.
         self.mixture = Mixture(max(op.logits.width for op in routes), routes[0].k) if routes else None
         self.kinds = tuple(
-            dict.fromkeys(self.kind(op) for op in operations if isinstance(op, Attention) and op.selected is None)
+            dict.fromkeys(
+                self.kind(op)
+                for op in operations
+                if isinstance(op, Attention) and op.selected is None and op.entries is None
+            )
         )
 
     def kind(self, op: Attention) -> AttentionKind:

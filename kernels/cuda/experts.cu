@@ -32,7 +32,8 @@ DEVICE float best_of_group(const float* values, int n, int n_best) {
 // places, rows: if not null, each pair's place is its own number: see group_by_expert.  A warp a token; k <= 32.
 extern "C" __global__ void __launch_bounds__(WARP * ROUTE_WARPS)
     route(int* header, const float* logits, int stride, int n, int k, int norm_topk_prob, float scale, int gating,
-          const float* __restrict__ bias, int n_groups, int n_top_groups, int n_best, float* probabilities, float* scores,
+          const float* __restrict__ bias, int n_groups, int n_top_groups, int n_best, const float* __restrict__ chosen,
+          int chosen_stride, float* probabilities, float* scores,
           const float* __restrict__ factors, int* __restrict__ ids, float* __restrict__ expert_weights,
           int* __restrict__ places, int* __restrict__ rows) {
   __shared__ float sums[ROUTE_WARPS][MAX_GROUPS];
@@ -56,7 +57,10 @@ extern "C" __global__ void __launch_bounds__(WARP * ROUTE_WARPS)
                       : gating == SIGMOID ? sigmoid(x)
                                           : sqrtf(softplus(x));
       to[expert] = p;
-      score[expert] = bias ? p + bias[expert] : p;
+      bool is_out = chosen;
+      for (int rank = 0; chosen && rank < k; rank++)
+        is_out &= (int)chosen[(size_t)token * chosen_stride + rank] != expert;
+      score[expert] = bias ? p + bias[expert] : is_out ? -infinity() : p;
     }
     __syncwarp();
     if (n_groups > 1) {

@@ -557,8 +557,8 @@ class Lowering:
         q: Stored
         q, k, v = (self.stored[x] for x in (op.q, op.k, op.v))
         rope, scale, others = op.rope or _NO_ROPE, op.q_scale or g.PositionScale(0.0, 1), [x for x in (k, v) if x]
-        if rope.ahead:
-            raise KernelError("rotations ahead of a token's position, of assistants that draft, are not on a GPU")
+        if self.graph.caches_of is not None:
+            raise KernelError("assistants that draft from another model's caches are not on a GPU")
         norms: list[Any] = []
         for norm, dim in zip(op.norms, (kept.key_dim, kept.key_dim, kept.value_dim), strict=True):
             n = 0 if norm is None else dim if norm.weight is None else norm.weight.shape[0]
@@ -582,13 +582,13 @@ class Lowering:
             *(op.norm_last, float(scale.rate), scale.length, scale.offset),
             # Without keys, the cache is another layer's.
             *(cache.layer(kept.key) if k else (None,) * 4),
-            defines=append_defines(kept, has_axes=bool(rope.axes)),
+            defines=append_defines(kept, has_axes=bool(rope.axes), ahead=rope.ahead),
             cost=lambda sizes: Cost(sizes.n_tokens * row_bytes),
         )
         return q
 
     def attention(self, op: g.Attention) -> Stored:
-        if op.selected is not None:
+        if op.selected is not None or op.entries is not None:
             return self._attention_selected(op)
         if op.has_spans and not op.causal:
             raise KernelError("attention to spans alone, of encoders of pictures, is not computed on a GPU")
@@ -677,21 +677,39 @@ class Lowering:
         self.calls.append(Call("index", launches, [q, weights, y, scores], index_cost))
         return y
 
+    def compress(self, op: g.Compress) -> Stored:
+        kept, y, weight = op.cache, self.new(Rows.TOKENS, op.result.width), self.weights.vector(op.biases)
+        header, starts, _, _, *tables = self.batch.attention(self.limits.cache.groups[kept.key])
+        rows = self.limits.cache.layer(kept.key)[0]
+        given = header, starts, *tables, self.batch.positions, rows, weight, padded(op.biases.shape[1]), y
+        defines = selection_defines(kept, 0) | {"RUN": op.run, "SERIES": op.n_series}
+        n_bytes = op.n_series * kept.bytes_per_token() + y.bytes_of(1)
+        cost = lambda sizes: Cost(sizes.n_tokens * n_bytes)  # noqa: E731
+        kernel, operands = ("selection", "compress"), [self.stored[op.x]]
+        self.call("compress", kernel, N_TOKENS, _each, 128, *given, defines=defines, cost=cost, operands=operands)
+        return y
+
     def _attention_selected(self, op: g.Attention) -> Stored:
-        limits, kept, batch = self.limits, op.cache, self.batch
+        limits, kept, batch, entries = self.limits, op.cache, self.batch, op.entries
         q, y, selected = self.stored[op.q], self.new(Rows.TOKENS, op.result.width), self.stored[op.selected]
         header, starts, _, _, *tables = batch.attention(limits.cache.groups[kept.key])
-        n_bytes = kept.bytes_per_token() * selected.width + q.bytes_of(1) + y.bytes_of(1)
+        beside: tuple[Any, ...] = 0, None, None
+        most = longest = 0 if selected is None else selected.width
+        if entries is not None:
+            number = limits.cache.groups[entries.key]
+            beside = op.window, limits.cache.layer(entries.key)[0], batch.attention(number)[4]
+            longest = (op.window or 0) + (most or limits.cache.n_pages[0] * PAGE // entries.every)
+        n_bytes = kept.bytes_per_token() * longest + q.bytes_of(1) + y.bytes_of(1)
         self.call(
             "attention, selected",
             ("selection", "attention_selected"),
             N_TOKENS,
             lambda n: (op.n_heads, n),
             128,
-            *(header, starts, *tables, batch.positions, selected, *limits.cache.layer(kept.key)[:2], q, y),
-            *(self.weights.vector(op.sinks), float(op.scale)),
-            defines=selection_defines(kept, selected.width),
-            cost=lambda sizes: Cost(sizes.n_tokens * n_bytes, 4 * sizes.n_tokens * selected.width * q.width),
+            *(header, starts, *tables, batch.positions, *((None, 0) if selected is None else (selected,))),
+            *(*limits.cache.layer(kept.key)[:2], q, y, self.weights.vector(op.sinks), float(op.scale), *beside),
+            defines=selection_defines(kept, most, 0 if entries is None else entries.every),
+            cost=lambda sizes: Cost(sizes.n_tokens * n_bytes, 4 * sizes.n_tokens * longest * q.width),
         )
         self._rotate_back(op, y)
         return y
@@ -809,6 +827,7 @@ class Lowering:
         values = (
             *(header, logits, logits.width, mixture.k, op.norm_topk_prob, float(op.scale), GATINGS.index(op.gating)),
             *(self.weights.vector(op.selection_bias), op.n_groups, op.n_top_groups, op.n_group_best),
+            *((None, 0) if op.chosen is None else (self.stored[op.chosen],)),
             *([each.buffer for each in scored] or (None, None)),
             *(self.weights.vector(op.expert_scales), chosen.ids, chosen.weights),
         )
@@ -828,7 +847,8 @@ class Lowering:
         cost = lambda sizes: Cost(  # noqa: E731
             (1 + 2 * len(scored)) * logits.bytes_of(sizes.n_tokens) + sizes.rows(N_PLACES) * 4 * 4
         )
-        self.calls.append(Call("route", launches, [logits, memory, *scored], cost))
+        given = [] if op.chosen is None else [self.stored[op.chosen]]
+        self.calls.append(Call("route", launches, [logits, memory, *given, *scored], cost))
         return chosen
 
     def expert_linears(self, op: g.ExpertLinears) -> tuple[Stored, ...]:
@@ -982,9 +1002,9 @@ def columns(x: Stored) -> Grid:
     return lambda n: (-(-x.width // _GATE_COLUMNS), n)
 
 
-def selection_defines(kept: g.KVCache, k: int) -> dict[str, int | str]:
+def selection_defines(kept: g.KVCache, k: int, entries: int = 0) -> dict[str, int | str]:
     """Definitions of selection.cu, without the indexer's heads."""
-    return {**append_defines(kept), "TOP": k}
+    return {**append_defines(kept), "TOP": k, "ENTRIES": entries}
 
 
 def _multiplied(op: g.Operation[Any], x: Tensor) -> list[Weight]:

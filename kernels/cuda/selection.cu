@@ -2,7 +2,9 @@
 //
 // Correct, not yet tuned: products are of single threads, and each query head reads what it attends to itself.
 // HEADS, DIM, RUN: of the indexer, whose queries have DIM values, and which chooses runs of RUN positions.  KEY_DIM,
-// VALUE_DIM, KEY_BITS: of the cache that is read.  TOP: runs, or positions that a token attends to.
+// VALUE_DIM, KEY_BITS, EVERY: of the cache that is read, of how many tokens it keeps one.  TOP: runs, or positions that
+// a token attends to.  ENTRIES: of how many tokens a second cache keeps one, which is read beside a window; 0 without.
+// SERIES: of what runs of RUN tokens become, whose values go to one run or also to the next.
 #include "batch.cuh"
 #include "common.cuh"
 
@@ -22,11 +24,12 @@ struct Key {
   const uint16_t* scales;
   int place;
 
-  __device__ __forceinline__ Key(const uint8_t* keys, const uint16_t* key_scales, const int* table, int position) {
+  __device__ __forceinline__ Key(const uint8_t* keys, const uint16_t* key_scales, const int* table, int position,
+                                 int every = EVERY) {
     const size_t page = table[position / PAGE];
-    place = position % PAGE;
-    values = keys + page * (PAGE * HEAD * KEY_BITS / 8);
-    scales = key_scales + page * GROUPS * PAGE + position % PAGE;
+    place = position % PAGE / every;
+    values = keys + page * ((every < PAGE ? PAGE / every : 1) * HEAD * KEY_BITS / 8);
+    scales = key_scales + page * GROUPS * PAGE + place;
   }
 
   __device__ __forceinline__ float operator[](int i) const {
@@ -41,7 +44,42 @@ struct Key {
   }
 };
 
-#ifdef HEADS
+#if defined(SERIES)
+// Of tokens that end a run of RUN, the sum of its values, of each channel by the softmax of its gates plus the biases
+// [RUN, SERIES * KEY_DIM]; zeros of others.  rows: halves [pages, 2 * SERIES, PAGE, HEAD], the last SERIES of them gates.
+// With two, the sum begins with the first ones of the run before, if there is one, and has the second of its own.
+//
+// Grid: (tokens).
+extern "C" __global__ void __launch_bounds__(THREADS)
+    compress(const int* __restrict__ header, const int* __restrict__ starts, const int* __restrict__ tables,
+             int table_stride, const int* __restrict__ positions, const uint16_t* __restrict__ rows,
+             const float* __restrict__ biases, int biases_stride, float* __restrict__ out, int out_stride) {
+  const int token = blockIdx.x;
+  if (token >= header[N_TOKENS]) return;
+  const int position = positions[token], first = max(0, position + 1 - RUN * SERIES);
+  const int* const table = table_of(token, starts, tables, table_stride);
+  for (int column = threadIdx.x; column < KEY_DIM; column += THREADS) {
+    float top = -1e30f, total = 0.0f, sum = 0.0f;
+    for (int turn = 0; turn < 2 && position % RUN == RUN - 1; turn++) {
+      for (int p = first; p <= position; p++) {
+        const int series = p <= position - RUN ? 0 : SERIES - 1;
+        const uint16_t* const row =
+          rows + (((size_t)table[p / PAGE] * 2 * SERIES + series) * PAGE + p % PAGE) * HEAD + column;
+        const float gate =
+          half_to_float(row[SERIES * PAGE * HEAD]) + biases[p % RUN * biases_stride + series * KEY_DIM + column];
+        if (turn == 0) {
+          top = fmaxf(top, gate);
+        } else {
+          const float weight = expf(gate - top);
+          total += weight;
+          sum = fmaf(half_to_float(*row), weight, sum);
+        }
+      }
+    }
+    out[(size_t)token * out_stride + column] = total > 0.0f ? sum / total : 0.0f;
+  }
+}
+#elif defined(HEADS)
 // Of tokens that end a run, its key, of each channel: the sum of its tokens' keys times the softmax of their gates plus
 // the pool's [RUN, stride].  Of a token, the cache has [key | gate | key of a run].  Grid: (tokens).
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -75,14 +113,14 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   __shared__ float queries[HEADS * DIM], factors[HEADS];
   const int token = first + blockIdx.y;
   if (token >= header[N_TOKENS]) return;
-  const int n = (positions[token] + 1) / RUN;
+  const int n = (positions[token] + 1) / (EVERY * RUN);
   if (n <= TOP) return;
   for (int i = threadIdx.x; i < HEADS * DIM; i += THREADS) queries[i] = q[(size_t)token * q_stride + i];
   for (int i = threadIdx.x; i < HEADS; i += THREADS) factors[i] = weights[(size_t)token * weights_stride + i];
   __syncthreads();
   const int* const table = table_of(token, starts, tables, table_stride);
   for (int p = blockIdx.x * THREADS + threadIdx.x; p < n; p += gridDim.x * THREADS) {
-    const Key key(keys, key_scales, table, RUN * p + RUN - 1);
+    const Key key(keys, key_scales, table, EVERY * RUN * (p + 1) - 1);
     float total = 0.0f;
     for (int head = 0; head < HEADS; head++) {
       float product = 0.0f;
@@ -111,7 +149,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   __shared__ int wanted;
   const int token = first + blockIdx.x;
   if (token >= header[N_TOKENS]) return;
-  const int seen = positions[token] + 1, n = seen / RUN, chosen = min(n, TOP) * RUN;
+  const int seen = (positions[token] + 1) / EVERY, n = seen / RUN, chosen = min(n, TOP) * RUN;
   out += (size_t)token * out_stride;
   for (int i = threadIdx.x; i < TOP * RUN + RUN - 1; i += THREADS)
     if (n <= TOP || i >= chosen) out[i] = i < chosen + seen % RUN ? (float)(seen - seen % RUN - chosen + i) : -1.0f;
@@ -158,21 +196,35 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #else
 // Attention of each query head to the selected positions, [T, TOP], whose first VALUE_DIM values are the values.
 //
+// With ENTRIES, to those of a window, and behind them to entries of a second cache: those that are selected, or all.
 // Grid: (heads, tokens).
 extern "C" __global__ void __launch_bounds__(THREADS)
     attention_selected(const int* __restrict__ header, const int* __restrict__ starts, const int* __restrict__ tables,
                        int table_stride, const int* __restrict__ positions, const float* __restrict__ selected,
                        int selected_stride, const uint8_t* __restrict__ keys, const uint16_t* __restrict__ key_scales,
                        const float* __restrict__ q, int q_stride, float* __restrict__ out, int out_stride,
-                       const float* __restrict__ sinks, float scale) {
+                       const float* __restrict__ sinks, float scale, int window,
+                       const uint8_t* __restrict__ entries, const int* __restrict__ entry_tables) {
   constexpr int OWN = (VALUE_DIM + THREADS - 1) / THREADS;
   __shared__ float query[KEY_DIM], weights[THREADS], parts[THREADS / WARP];
   __shared__ int chosen[THREADS];
   const int head = blockIdx.x, token = blockIdx.y, own = threadIdx.x;
   if (token >= header[N_TOKENS]) return;
-  int n = min(positions[token] + 1, TOP);
-  while (selected[(size_t)token * selected_stride + n - 1] < 0.0f) n--;
+  const int seen = positions[token] + 1, n_window = ENTRIES ? min(seen, window) : 0;
+  int n = ENTRIES ? seen / max(ENTRIES, 1) : seen;
+  if (selected) {
+    selected += (size_t)token * selected_stride;
+    n = min(n, TOP);
+    while (n > 0 && selected[n - 1] < 0.0f) n--;
+  }
+  n += n_window;
   const int* const table = table_of(token, starts, tables, table_stride);
+  const int* const entry_table = ENTRIES ? table_of(token, starts, entry_tables, table_stride) : table;
+  // Of a position the number, of an entry ~number.
+  const auto key_at = [&](int number) {
+    return ENTRIES && number < 0 ? Key(entries, key_scales, entry_table, ENTRIES * -number - 1, max(ENTRIES, 1))
+                                 : Key(keys, key_scales, table, number);
+  };
   for (int i = own; i < KEY_DIM; i += THREADS) query[i] = q[(size_t)token * q_stride + head * KEY_DIM + i];
   float sums[OWN] = {}, largest = sinks ? sinks[head] : -1e30f, total = sinks ? 1.0f : 0.0f;
   for (int begin = 0; begin < n; begin += THREADS) {
@@ -180,8 +232,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     __syncthreads();
     float score = -3e38f;
     if (own < here) {
-      chosen[own] = (int)selected[(size_t)token * selected_stride + begin + own];
-      const Key key(keys, key_scales, table, chosen[own]);
+      const int i = begin + own - n_window, number = i >= 0 && selected ? (int)selected[i] : i;
+      chosen[own] = !ENTRIES ? number : i < 0 ? seen + i : ~number;
+      const Key key = key_at(chosen[own]);
       float product = 0.0f;
       for (int i = 0; i < KEY_DIM; i++) product = fmaf(query[i], key[i], product);
       score = product * scale;
@@ -201,7 +254,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       const int column = j * THREADS + own;
       sums[j] *= keep;
       if (column < VALUE_DIM)
-        for (int i = 0; i < here; i++) sums[j] = fmaf(weights[i], Key(keys, key_scales, table, chosen[i])[column], sums[j]);
+        for (int i = 0; i < here; i++) sums[j] = fmaf(weights[i], key_at(chosen[i])[column], sums[j]);
     }
   }
   for (int j = 0; j < OWN; j++)

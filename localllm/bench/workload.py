@@ -86,6 +86,8 @@ class ModelCost:
         windows: Counter[int | None] = Counter()
         for attention in attentions:
             windows[attention.window or attention.chunk] += attention.cache.bytes_per_token()
+            if attention.entries is not None:
+                windows[None] += attention.entries.bytes_per_token()
         kv_bytes = windows.total()
         return cls(
             weight_bytes=info.placement.multiplied,

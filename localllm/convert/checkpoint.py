@@ -53,7 +53,7 @@ _OTHERS = re.compile(
     r"|(^|\.)h\.\d+\.attn\.bias$|view_seperator$|^decoder\.(weight|bias)$"
 )
 #: What encoders have behind their last layer: classifiers use it.
-_HEAD = re.compile(r"^(pooler|head)\.")
+_HEAD = re.compile(r"^(pooler|head)\.(?!weight$)")
 #: How names of tensors in layers begin.
 _LAYER = r"(?:\w+\.)?(?:layers?|h|blocks?|transformer_encoder)\.(\d+)\."
 #: Of which a file has one tensor.
@@ -357,7 +357,7 @@ class _Namer:
         type, as_blocks = first.type, first.blocks is not None
         if as_blocks and not self._moves_rows(name, first, is_stacked):
             type, as_blocks = GGMLType.BF16 if type is GGMLType.MXFP4 else GGMLType.F16, False
-        dtype = {GGMLType.BF16: np.uint16, GGMLType.F32: np.float32}.get(type, np.float16)
+        dtype = {GGMLType.BF16: np.uint16, GGMLType.F32: np.float32, GGMLType.I32: np.int32}.get(type, np.float16)
         outputs = self._changed(name, _placeholder(first.shape, np.zeros(1, dtype), is_stacked))
         found = {}
         for ours, array in outputs.items():
@@ -369,7 +369,7 @@ class _Namer:
                     yield self._changed(name, values[None] if is_stacked else values)[ours]
 
             is_float32 = array.dtype.kind == "f" and array.dtype.itemsize >= 4
-            keeps = is_quantizable(ours, shape) and not is_float32
+            keeps = type is GGMLType.I32 or (is_quantizable(ours, shape) and not is_float32)
             found[ours] = CheckpointTensor(ours, shape, type if keeps else GGMLType.F32, read)
         return found
 

@@ -127,6 +127,7 @@ _SCALINGS = ("linear", "yarn", "longrope")
 _FLOATS = re.compile(
     r"rope\.(freq_base\w*|scale_linear|scaling\.(factor|alpha|attn_factor|yarn_\w+))|xielu\.\w+"
     r"|.*(scale|epsilon|softcapping|magnitude|lower_bound)|(.*\.)?(swiglu_clamp|clamp)_\w+|attention\.max_alibi_bias"
+    r"|attention\.compress_rope_freq_base"
 )
 
 

@@ -33,8 +33,8 @@ class Source:
     """A tensor of a checkpoint."""
 
     shape: tuple[int, ...]
-    type: GGMLType  # F32, F16 or BF16, or the blocks that `blocks` gives
-    values: Callable[[], Array]  # reads it: float32, float16, or bfloat16 as uint16
+    type: GGMLType  # F32, F16, BF16 or I32, or the blocks that `blocks` gives
+    values: Callable[[], Array]  # reads it: float32, float16, bfloat16 as uint16, or int32
     # reads it as blocks of ``type``, uint8 [*shape[:-1], bytes of a row]; None where it has none
     blocks: Callable[[], Array] | None = None
 
@@ -44,6 +44,9 @@ def find_sources(tensors: Mapping[str, FileTensor], config: Config) -> dict[str,
     sources: dict[str, Source] = {}
     settings = config.values.get("quantization_config")
     settings = settings if isinstance(settings, dict) else {}
+    # DeepSeek V4 has "scale" beside "weight".
+    short = {f"{name.removesuffix('weight')}scale" for name, tensor in tensors.items() if tensor.dtype in _SCALED}
+    tensors = {f"{name[:-5]}weight_scale" if name in short else name: tensor for name, tensor in tensors.items()}
     for name, tensor in tensors.items():
         stem, _, kind = name.rpartition(".")
         beside = {other: tensors[f"{stem}.{other}"] for other in _BESIDE if f"{stem}.{other}" in tensors}
@@ -53,7 +56,9 @@ def find_sources(tensors: Mapping[str, FileTensor], config: Config) -> dict[str,
             elif kind == "weight_packed":
                 sources[f"{stem}.weight"] = _packed(beside, settings)
             elif kind == "weight" and tensor.dtype in _SCALED and _SCALES & beside.keys():
-                sources[name] = _packed(beside, settings) if tensor.dtype == "U8" else _scaled(beside, settings)
+                is_fp4 = tensor.dtype == "I8" and beside.get("weight_scale", tensor).dtype == "F8_E8M0"
+                is_packed = is_fp4 or tensor.dtype == "U8"
+                sources[name] = _packed(beside, settings) if is_packed else _scaled(beside, settings)
             elif name.endswith("_blocks") and (scales := tensors.get(name.removesuffix("blocks") + "scales")):
                 sources[name] = _mxfp4(tensor, scales, (*tensor.shape[:-2], tensor.shape[-2] * 32))
             elif kind == "weight" or not (kind in _BESIDE or name.endswith("_scales")):
@@ -77,6 +82,8 @@ def _plain(tensor: FileTensor) -> Source:
     types = {"F16": GGMLType.F16, "BF16": GGMLType.BF16}
     if tensor.dtype in ("U8", "F8_E4M3", "F8_E5M2", "F8_E8M0"):
         raise ModelError(f"tensor {quoted(tensor.name)} is {tensor.dtype} without scales, which localllm cannot read")
+    if tensor.name.endswith("tid2eid"):
+        return Source(tensor.shape, GGMLType.I32, lambda: tensor.read().astype(np.int32))
     type = types.get(tensor.dtype, GGMLType.F32)
     return Source(tensor.shape, type, tensor.read if type in types.values() else lambda: read_float32(tensor))
 
@@ -88,6 +95,8 @@ def read_float32(tensor: FileTensor) -> NDArray[np.float32]:
         return (values.astype(np.uint16) << 8).view(np.float16).astype(np.float32)
     if tensor.dtype == "F8_E4M3":
         values = _E4M3[values]
+    if tensor.dtype == "F8_E8M0":
+        values = np.exp2(values.astype(np.float32) - 127)
     return floats(values)
 
 
@@ -258,7 +267,7 @@ def _gptq_or_awq(beside: Mapping[str, FileTensor], settings: Mapping[str, Any]) 
 def _packed(beside: Mapping[str, FileTensor], settings: Mapping[str, Any]) -> Source:
     """compressed-tensors' packs, and NVFP4 as ModelOpt has it."""
     weight, scale = beside.get("weight_packed") or beside["weight"], beside["weight_scale"]
-    if weight.dtype == "U8":
+    if weight.dtype in ("U8", "I8"):
         shape = (weight.shape[0], weight.shape[1] * 2)
         if scale.dtype in ("U8", "F8_E8M0"):
             return _mxfp4(weight, scale, shape)
@@ -298,7 +307,7 @@ def _mxfp4(weight: FileTensor, scales: FileTensor, shape: tuple[int, ...]) -> So
         raise ValueError(f"scales {list(scales.shape)} for {list(shape)}")
 
     def codes() -> Array:
-        return bit_fields(weight.read(), 4, 2).reshape(*shape[:-1], -1, 32)
+        return bit_fields(weight.read().view(np.uint8), 4, 2).reshape(*shape[:-1], -1, 32)
 
     def values() -> Array:
         powers = 2.0 ** (scales.read().astype(np.float32) - 127)

@@ -1,5 +1,5 @@
-"""A small made-up model with a layer of every kind: attention over all tokens, over a window, over latents and over
-another layer's cache, and two recurrences."""
+"""A small made-up model with a layer of every kind: attention over all tokens, over a window, over latents, over
+another layer's cache and over entries of runs, and two recurrences."""
 
 from __future__ import annotations
 
@@ -52,6 +52,24 @@ def latent_attention(graph: Graph, x: Tensor, seed: int) -> Tensor:
     return graph.add(g.Attention(q, cache, (3 * HEAD) ** -0.5))
 
 
+def attention_to_entries(graph: Graph, x: Tensor, seed: int) -> Tensor:
+    """To half a window, and to three entries of overlapping runs of four."""
+    dim = 2 * HEAD
+    cache = graph.kv_cache(1, dim, values_in_keys=True, window=WINDOW)
+    kept = graph.kv_cache(4, dim, values_in_keys=True, window=WINDOW, part=1)
+    entries = graph.kv_cache(1, dim, values_in_keys=True, part=2, every=4)
+    widths = 4 * dim, 4 * dim, dim, 4, 4 * dim
+    q, of_index, k, weights, rows = graph.add(
+        g.Linears(x, tuple(matrix(n, D, seed + i) for i, n in enumerate(widths)))
+    )
+    rows = graph.add(g.RopeAppend(rows, rows, None, kept, None))
+    entry = graph.add(g.Compress(rows, kept, f32(random(4, 2 * dim, seed=seed))))
+    graph.add(g.RopeAppend(entry, entry, None, entries, replace(ROPE, ahead=-3)))
+    selected = graph.add(g.IndexSelect(of_index, weights, entries, 3))
+    q = graph.add(g.RopeAppend(q, k, None, cache, ROPE))
+    return graph.add(g.Attention(q, cache, dim**-0.5, WINDOW // 2, selected=selected, entries=entries))
+
+
 def delta_net(graph: Graph, x: Tensor, seed: int) -> Tensor:
     width, n = 4 * 2 * HEAD, 4
     qkv, decay, beta = graph.add(
@@ -77,6 +95,7 @@ LAYERS: list[Callable[[Graph, Tensor, int], Tensor]] = [
     latent_attention,
     scan,
     lambda graph, x, seed: attention(graph, x, seed, shared=0),
+    attention_to_entries,
 ]
 
 

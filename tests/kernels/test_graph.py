@@ -58,6 +58,18 @@ class Recording:
     def experts(self, *shape: int) -> Any:
         return self.graph.add(g.ExpertLinears(self.x(48), (f32(random(*shape)),), self.route(4)))
 
+    def compress(self, n_heads: int, run: int, biases: Any = None) -> Tensor:
+        cache = self.graph.kv_cache(n_heads, 16, values_in_keys=True, window=8, part=1)
+        biases = f32(random(run, 8 * n_heads)) if biases is None else biases
+        return self.graph.add(g.Compress(self.x(16), cache, biases))
+
+    def entries(self, dim: int = 16, window: int | None = 8) -> Tensor:
+        cache, entries = (
+            self.graph.kv_cache(1, n, values_in_keys=True, part=i, every=every)
+            for i, (n, every) in enumerate(((16, 1), (dim, 4)), 1)
+        )
+        return self.graph.add(g.Attention(self.x(32), cache, 1.0, window, entries=entries))
+
     def again(self) -> Tensor:
         q = self.x(32)
         self.graph.add(g.RopeAppend(q, self.x(16), self.x(16), self.cache, None))
@@ -110,6 +122,14 @@ REFUSED: dict[str, Callable[[Recording], Any]] = {
     r"\[4, 1\], but \[4\] is needed": lambda r: r.delta(f32(random(4, 1)), f32(random(4, 1))),
     r"kernels of 2 to 8 values, not of 9": lambda r: r.conv(9),
     r"each layer has at most one": lambda r: r.graph.kv_cache(1, 8),
+    r"one in 3 tokens": lambda r: r.graph.kv_cache(1, 16, values_in_keys=True, part=1, every=3),
+    r"one in 4 tokens": lambda r: r.graph.kv_cache(2, 16, values_in_keys=True, part=1, every=4),
+    r"3 heads are not values and gates": lambda r: r.compress(3, 4),
+    r"longer than a cache of 8 keeps": lambda r: r.compress(4, 8),
+    r"\[4, 16\], but \[4, 32\] is needed": lambda r: r.compress(4, 4, f32(random(4, 16))),
+    r"keys like those of the window": lambda r: r.entries(dim=32),
+    r"seen beside a window": lambda r: r.entries(window=None),
+    r"3 experts of a token are given, where 2": lambda r: r.route(8, 2, chosen=r.x(3)),
 }
 
 

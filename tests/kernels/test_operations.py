@@ -577,6 +577,28 @@ def routing(kind: str, norm_topk_prob: bool) -> Case:
     return Case(build, [x, logits], expected, error=1e-5)
 
 
+@cases(norm_topk_prob=(False, True))
+def routing_by_token(norm_topk_prob: bool) -> Case:
+    """A token's row times the sum of the weights of the experts that are given for it."""
+    n, k, d = 12, 3, 32
+    logits, x, rng = 2 * rows(n, 5), rows(d, 4), np.random.default_rng(6)
+    given = rng.permuted(np.tile(np.arange(n), (len(x), 1)), axis=1)[:, :k].astype(np.float32)
+    numbers = np.arange(1.0, n + 1)
+    matrices = np.array([number * np.eye(d) for number in numbers], np.float32)
+
+    def build(graph: Graph, x: g.Tensor, logits: g.Tensor, given: g.Tensor) -> g.Tensor:
+        chosen = graph.add(g.Route(logits, k, norm_topk_prob, 1.5, "sqrt_softplus", chosen=given))
+        (h,) = graph.add(g.ExpertLinears(x, (_experts(np.array([np.eye(d)] * n, np.float32)),), chosen))
+        return graph.add(g.ExpertOutput(h, _experts(matrices), chosen, x))
+
+    def expected(x: Array, logits: Array, given: Array) -> Array:
+        p = np.take_along_axis(np.sqrt(softplus(logits)), given.astype(int), axis=1)
+        shares = 1.5 * p / (p.sum(axis=1, keepdims=True) if norm_topk_prob else 1)
+        return x + x * (shares * numbers[given.astype(int)]).sum(axis=1, keepdims=True)
+
+    return Case(build, [x, logits, given], expected, error=1e-5)
+
+
 @cases(type=(GGMLType.F32, GGMLType.Q4_0), is_weighted_first=(False, True), with_biases=(False, True))
 def experts(type: GGMLType, is_weighted_first: bool, with_biases: bool) -> Case:
     n, d, f = 5, 64, 96
@@ -763,7 +785,7 @@ def rotated(x: Array, rope: Rope | None) -> Array:
     steps = (slice(first, first + 2 * n, 2), slice(first + 1, first + 2 * n, 2))
     a, b = steps if rope.interleaved else (slice(first, first + n), slice(first + n, first + 2 * n))
     places = axes_of(np.arange(len(x)))[list(rope.axes)].T if rope.axes else np.arange(len(x))[:, None]
-    angles = places[:, None] * rope.frequencies.astype(np.float64)
+    angles = (places + rope.ahead)[:, None] * rope.frequencies.astype(np.float64)
     turned = (out[..., a] + 1j * out[..., b]) * rope.magnitude * np.exp(1j * angles)
     out[..., a], out[..., b] = turned.real, turned.imag
     return out
@@ -846,6 +868,7 @@ ROPES = {
     f"{n}-{name}-{magnitude}": Rope(0.7 ** np.arange(n, dtype=np.float32), name == "interleaved", magnitude)
     for n, name, magnitude in itertools.product((8, 4, 1), ("interleaved", "halves"), (1.0, 1.3))
 }
+ROPES["5 positions behind"] = Rope(0.7 ** np.arange(4, dtype=np.float32), interleaved=True, ahead=-5)
 
 
 def kept_rows(n_heads: int, dim: int, type: CacheType, seed: int) -> Array:
@@ -1142,6 +1165,69 @@ def attention_to_runs(k: int) -> Case:
     inputs = [rows(made.n_heads * made.key_dim, 1), kept[0], rows(5 * dim, 3), *kept[1:], rows(5, 5)]
     inputs[0] = inputs[0].astype(np.float16).astype(np.float32)
     return Case(build, inputs, expected, rtol=1e-4, attends=True, every_cpu=k == 16)
+
+
+@cases(run=(4, 32), overlaps=(False, True))
+def compress(run: int, overlaps: bool) -> Case:
+    """Runs of tokens as one row each: their values by the softmax of their gates."""
+    n, dim = 1 + overlaps, 48
+    biases = random(run, n * dim, seed=7)
+
+    def build(graph: Graph, values: g.Tensor, gates: g.Tensor) -> g.Tensor:
+        cache = graph.kv_cache(2 * n, dim, values_in_keys=True, is_exact=True)
+        x = graph.add(g.SideBySide((values, gates)))
+        x = graph.add(g.RopeAppend(x, x, None, cache, None))
+        return graph.add(g.Compress(x, cache, f32(biases)))
+
+    def expected(values: Array, gates: Array) -> Array:
+        out = np.zeros((len(values), dim))
+        for end in range(run, len(values) + 1, run):
+            tokens = np.arange(max(0, end - n * run), end)[:, None]
+            columns = np.where(tokens < end - run, 0, (n - 1) * dim) + np.arange(dim)
+            powers = np.exp(gates[tokens, columns] + biases[tokens % run, columns])
+            out[end - 1] = (powers * values[tokens, columns]).sum(0) / powers.sum(0)
+        return out
+
+    kept = [kept_rows(n, dim, "f16", seed) for seed in (2, 4)]
+    return Case(build, kept, expected, rtol=1e-4, every_cpu=run == 4, has_near=not overlaps)
+
+
+@cases(window=(5, 70), every=(4, 32), k=(0, 3))
+def attention_to_entries(window: int, every: int, k: int) -> Case:
+    """Attention to a window, and to what a second cache has of every so many tokens, or to k of those."""
+    made, dim = Heads(**LATENT), 32
+
+    def build(graph: Graph, q: g.Tensor, key: g.Tensor, entry: g.Tensor, *indexer: g.Tensor) -> g.Tensor:
+        cache = graph.kv_cache(1, made.key_dim, made.value_dim, values_in_keys=True)
+        entries = graph.kv_cache(1, made.key_dim, made.value_dim, values_in_keys=True, part=1, every=every)
+        index = graph.kv_cache(1, dim, values_in_keys=True, part=2, every=every)
+        graph.add(g.RopeAppend(entry, entry, None, entries, None))
+        graph.add(g.RopeAppend(indexer[1], indexer[1], None, index, None))
+        selected = graph.add(g.IndexSelect(indexer[0], indexer[2], index, k)) if k else None
+        q = graph.add(g.RopeAppend(q, key, None, cache, None))
+        how: dict[str, Any] = {"sinks": f32(made.sink_scores()), "selected": selected, "entries": entries}
+        return graph.add(g.Attention(q, cache, made.key_dim**-0.5, window, **how))
+
+    def expected(q: Array, key: Array, entry: Array, of_index: Array, index_key: Array, weights: Array) -> Array:
+        out = np.zeros((len(q), made.n_heads, made.value_dim))
+        for t, own in enumerate(heads(q, made.key_dim)):
+            ends = np.arange(every - 1, t + 1, every)
+            if k:
+                scores = weights[t] @ np.maximum(of_index[t].reshape(5, dim) @ index_key[ends].T, 0)
+                ends = ends[np.argsort(-scores, kind="stable")[:k]]
+            keys = np.concatenate([key[max(0, t + 1 - window) : t + 1], entry[ends]])
+            terms = np.exp(own @ keys.T * made.key_dim**-0.5)
+            total = terms.sum(1) + np.exp(made.sink_scores())
+            out[t] = terms @ keys[:, : made.value_dim] / total[:, None]
+        return out.reshape(len(q), -1)
+
+    kept = [kept_rows(1, n, "f16", seed) for n, seed in ((made.key_dim, 2), (made.key_dim, 6), (dim, 4))]
+    inputs = [rows(made.n_heads * made.key_dim, 1), *kept[:2], rows(5 * dim, 3), kept[2], rows(5, 5)]
+    inputs[0] = inputs[0].astype(np.float16).astype(np.float32)
+    has_near = (window, every) != (5, 4)
+    return Case(
+        build, inputs, expected, rtol=1e-4, attends=True, every_cpu=k == 3 and not has_near, has_near=has_near
+    )
 
 
 @pytest.mark.parametrize(("backend", "case"), _each(), scope="module")

@@ -231,6 +231,38 @@ GLM53 = {
     "vision_config": {"depth": 1, "hidden_size": 32, "num_heads": 2, "out_hidden_size": 64, "intermediate_size": 32}
     | {"projection_intermediate_size": 32, "image_size": 28},
 }
+DEEPSEEK4 = {
+    "num_hidden_layers": 5,
+    "intermediate_size": None,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "partial_rotary_factor": 0.25,
+    "q_lora_rank": 48,
+    "o_groups": 2,
+    "o_lora_rank": 32,
+    "sliding_window": 7,
+    "index_n_heads": 8,
+    "index_head_dim": 32,
+    "index_topk": 4,
+    "layer_types": [
+        "sliding_attention",
+        *["compressed_sparse_attention", "heavily_compressed_attention"] * 2,
+    ],
+    "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 16},
+    "mlp_layer_types": [*["hash_moe"] * 2, *["moe"] * 3],
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "swiglu_limit": 0.7,
+    "hc_eps": 1e-3,
+    "hc_sinkhorn_iters": 3,
+    "rope_theta": 10_000.0,
+    "compress_rope_theta": 160_000.0,
+    "rope_parameters": {
+        "main": PLAIN_ROPE | {"partial_rotary_factor": 0.25},
+        "compress": YARN | {"rope_theta": 160_000.0, "partial_rotary_factor": 0.25, "attention_factor": 1.0},
+    },
+}
 AFMOE = {
     "num_shared_experts": 2,
     "num_dense_layers": 1,
@@ -485,6 +517,21 @@ def as_orion(config: dict[str, Any], tensors: dict[str, Any]) -> tuple[dict[str,
     return config | kind | {"rms_norm_eps": config["layer_norm_eps"], "layer_norm_eps": None}, tensors
 
 
+def as_deepseek_v4(config: dict[str, Any], tensors: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """With names and settings of released models; transformers gives a name back otherwise than it was."""
+    rope, n_hashed = config.pop("rope_parameters")["compress"], config.pop("mlp_layer_types").count("hash_moe")
+    rates = {"sliding_attention": 0} | config.pop("compress_rates")
+    config |= {
+        "compress_ratios": [rates[kind] for kind in config.pop("layer_types")],
+        "num_hash_layers": n_hashed,
+        "rope_scaling": {"type": "yarn"} | {key: rope[key] for key in rope if key[:4] in ("beta", "fact", "orig")},
+    }
+    names = {r"^model\.": "", r"\.attn\.norm": ".attn.kv_norm", r"hc_head\.hc_": "hc_head_", "embed_tokens": "embed"}
+    for theirs, ours in names.items():
+        tensors = {re.sub(theirs, ours, name): tensor for name, tensor in tensors.items()}
+    return config, tensors
+
+
 def as_hy_v4(config: dict[str, Any], tensors: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Rotated rows in pairs of neighbours, as llama.cpp turns released models; transformers turns halves."""
     n_rot, dims = config["qk_rope_head_dim"], {"q_b_proj": config["qk_nope_head_dim"] + config["qk_rope_head_dim"]}
@@ -664,6 +711,16 @@ def as_deepseek(config: dict[str, Any], tensors: dict[str, Any]) -> tuple[dict[s
     return config["text_config"] | {"model_type": "deepseek", "architectures": ["DeepseekForCausalLM"]}, found
 
 
+def choose_by_token(model: Any) -> None:
+    """Experts by a token's id, all different."""
+    import torch
+
+    rng = np.random.default_rng(3)
+    for name, table in model.state_dict().items():
+        if name.endswith("tid2eid"):
+            table.copy_(torch.from_numpy(rng.permuted(np.tile(np.arange(8), (len(table), 1)), axis=1)[:, :2]))
+
+
 def fall_with_distance(model: Any) -> None:
     """A BERT of four heads whose scores fall by 2^-2, …, 2^-8 a position both ways, and which has no positions."""
     import torch
@@ -761,6 +818,7 @@ TINY: dict[str, Tiny] = {
     ),
     "deepseek-v3-old": Tiny("deepseek_v3", "deepseek2", LATENTS, OLD_LATENTS),
     "deepseek-v3.2": Tiny("deepseek_v32", "deepseek32", LATENTS | INDEXER),
+    "deepseek-v4": Tiny("deepseek_v4", "deepseek4", DEEPSEEK4, release=as_deepseek_v4, change=choose_by_token),
     "dots1": Tiny("dots1", "dots1", ROUTED | {"num_key_value_heads": 4}),
     "ernie4_5": Tiny("ernie4_5", "ernie4_5", {"tie_word_embeddings": True}),
     "ernie4_5-moe": Tiny(
@@ -1192,7 +1250,10 @@ def save(folder: Path, model: Any) -> Path:
     """Saves a model as transformers does, in bfloat16, and a tokenizer."""
     import torch
 
-    weights = {name: array.to(torch.bfloat16) for name, array in model.state_dict().items()}
+    weights = {
+        name: array.to(torch.bfloat16) if array.is_floating_point() else array
+        for name, array in model.state_dict().items()
+    }
     if model.config.tie_word_embeddings:
         weights.pop("lm_head.weight", None)
     model.save_pretrained(folder, state_dict=weights)

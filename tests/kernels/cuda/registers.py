@@ -53,16 +53,19 @@ RECURRENCES: dict[str, Defines] = {
     "scan 256": {"ROWS": 256, "COLUMNS": 32, "DELTA": 0, "PER_CHANNEL": 0},
     "channel scan": {"STATES": 16},
 }
-#: Of DeepSeek V3.2, and with runs as GLM-5.3 has them.
+#: Of DeepSeek V3.2 and V4, and with runs as GLM-5.3 has them.
 SELECTIONS: dict[str, Defines] = {
     "selection": selection_defines(one_key(128, is_index=True), 2048) | {"HEADS": 64, "DIM": 128, "RUN": 1},
     "selection of runs": selection_defines(one_key(384, is_index=True), 256) | {"HEADS": 32, "DIM": 128, "RUN": 8},
     "attention to a selection": selection_defines(one_key(576, 512), 2048),
+    "attention to entries": selection_defines(one_key(512), 512, 4),
+    "compression": selection_defines(one_key(512), 0) | {"RUN": 4, "SERIES": 2},
 }
 #: The bytes that variants spill at most, and their stack's, on some architecture: nobody has mended them yet.
 KNOWN_SPILLS = {
     "append q8_0 256 by axes": (16, 8),
     "attention to a selection": (28, 16),
+    "attention to entries": (16, 8),
     "gated delta": (16, 8),
 }
 HEAD_DIMS = (16, 64, 80, 96, 128, 256)

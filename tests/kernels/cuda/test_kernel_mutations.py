@@ -285,6 +285,18 @@ CASES = {
     "root_mean_square": operation("root_mean_square", "elementwise", {}, lambda: operations.root_mean_square(100)),
     "above_deviation": operation("above_deviation", "elementwise", {}, lambda: operations.above_deviation(100, 1.3)),
     "pool_keys": of_index("pool_keys", 32, 16, 8),
+    "compress": operation(
+        "compress",
+        "selection",
+        selection_defines(one_key(48), 0) | {"RUN": 4, "SERIES": 2},
+        lambda: operations.compress(4, True),
+    ),
+    "attention_selected, entries": operation(
+        "attention_selected",
+        "selection",
+        selection_defines(one_key(72, 64), 3, 4),
+        lambda: operations.attention_to_entries(5, 4, 3),
+    ),
     "index_scores": of_index("index_scores", 24, 20, 1),
     "index_select": of_index("index_select", 24, 20, 1),
     "attention_selected": operation(

@@ -147,6 +147,10 @@ def test_fp8(kind: str, tmp_path: Path) -> None:
     np.testing.assert_array_equal(floats(found.values()), values * every)
     found = source(tmp_path, {"x.weight": (kind, codes), "x.weight_scale": np.float32([2.0])})
     np.testing.assert_array_equal(floats(found.values()), values * 2)
+    powers = np.array([[128, 129], [130, 131]], np.uint8)  # 2, 4, 8, 16, as DeepSeek V4 has them
+    named = {"x.weight": (kind, codes), "x.scale": ("F8_E8M0", powers)}
+    found = source(tmp_path, named, weight_block_size=[2, 128])
+    np.testing.assert_array_equal(floats(found.values()), values * every)
 
 
 FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
@@ -154,12 +158,14 @@ CODES = RNG.integers(0, 16, (ROWS, COLUMNS)).astype(np.uint8)
 HALVES = CODES[:, ::2] | CODES[:, 1::2] << 4
 
 
-@pytest.mark.parametrize("kind", ["gpt-oss", "compressed-tensors"])
+@pytest.mark.parametrize("kind", ["gpt-oss", "compressed-tensors", "DeepSeek V4"])
 def test_mxfp4(kind: str, tmp_path: Path) -> None:
     powers = RNG.integers(120, 135, (ROWS, COLUMNS // 32)).astype(np.uint8)
     if kind == "gpt-oss":
         tensors = {"x_blocks": HALVES.reshape(ROWS, -1, 16), "x_scales": powers}
         found = source(tmp_path, tensors, name="x_blocks")
+    elif kind == "DeepSeek V4":
+        found = source(tmp_path, {"x.weight": HALVES.view(np.int8), "x.scale": ("F8_E8M0", powers)})
     else:
         found = source(tmp_path, {"x.weight_packed": HALVES, "x.weight_scale": powers})
     assert found.type is GGMLType.MXFP4

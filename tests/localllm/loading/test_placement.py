@@ -521,7 +521,8 @@ def test_windows_keep_what_is_likely_to_be_asked_for_again(monkeypatch: pytest.M
     assert runner.n_cache_pages(graph, 160, 2, 16) == (20, 20), "no more than there are of all tokens"
     assert runner.n_states(graph, 4096, 2) == 3 * 2
     monkeypatch.setattr(runner, "KEPT_BYTES", 1 << 20)
-    assert runner.n_cache_pages(graph, 1 << 20, 2, 16)[1] == 2 * 3 + 32 + (1 << 20) // (16 * 2 * 2 * 2 * 16)
+    page_bytes = 16 * 2 * (2 * 2 * 16 + 5 * 32)
+    assert runner.n_cache_pages(graph, 1 << 20, 2, 16)[1] == 2 * 3 + 32 + (1 << 20) // page_bytes
     assert runner.n_states(graph, 1 << 20, 2) == 2 + (1 << 20) // (4 * (3 * 128 + 2 * 4 * 16 * 16))
     assert runner.n_states(graph, 4096, 2) == 2 + 2 * 4096 // 128
     assert runner.n_states(Graph(), 4096, 2) == 0

@@ -1,0 +1,270 @@
+"""DeepSeek V4: attention to a window and, in the same softmax, to what earlier runs of tokens were compressed to.
+
+Layers without compression see their window alone.  Those with 128 tokens to an entry see all entries.  Those with 4,
+whose runs overlap, see the entries that an indexer chooses, which compresses runs to keys of its own.  Queries share
+one head of keys that are the values, too: rotated, so that the result is rotated back.  Streams are connected as in
+GLM-5.3 (arXiv:2512.24880), and in the first layers a token's id says which experts it goes to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from localllm.errors import ModelError
+from localllm.kernels import graph as g
+from localllm.kernels.graph import Graph, Tensor
+from localllm.models import hf_names, hy_v4
+from localllm.models.blocks import Layer, decoder, mixture, norm
+from localllm.models.config import MAX_HEAD_DIM, Header
+from localllm.models.hf_convert import Array, routing_keys
+from localllm.models.rope import make_local_rope, make_rope
+from localllm.models.weights import Numbers, Reshaped
+from localllm.quant.types import GGMLType
+
+#: Names as released checkpoints have them.
+HF_NAMES = {
+    "token_embd": "embed",
+    "output_norm": "norm",
+    "output": "head",
+    **{f"output_hc_{x}.weight": f"hc_head_{x}" for x in ("fn", "base", "scale")},
+    **{f"hc_{half}_{x}.weight": f"hc_{half}_{x}" for half in ("attn", "ffn") for x in ("fn", "base", "scale")},
+    "attn_norm": "attn_norm",
+    "attn_sinks.weight": "attn.attn_sink",
+    "attn_q_a": "attn.wq_a",
+    "attn_q_a_norm": "attn.q_norm",
+    "attn_q_b": "attn.wq_b",
+    "attn_kv": "attn.wkv",
+    "attn_kv_a_norm": "attn.kv_norm",
+    "attn_output_a": "attn.wo_a",
+    "attn_output_b": "attn.wo_b",
+    "indexer.attn_q_b": "attn.indexer.wq_b",
+    "indexer.proj": "attn.indexer.weights_proj",
+    "ffn_norm": "ffn_norm",
+    "ffn_gate_tid2eid.weight": "ffn.gate.tid2eid",
+    "exp_probs_b.bias": "ffn.gate.bias",
+}
+for ours, theirs in (("attn", "attn"), ("indexer", "attn.indexer")):
+    HF_NAMES |= {f"{ours}_compressor_{x}": f"{theirs}.compressor.{y}" for x, y in (("kv", "wkv"), ("gate", "wgate"))}
+    HF_NAMES |= {f"{ours}_compressor_norm": f"{theirs}.compressor.norm"}
+    HF_NAMES |= {f"{ours}_compressor_ape.weight": f"{theirs}.compressor.ape"}
+HF_NAMES |= hf_names.w123_experts("ffn")
+HF_NAMES |= {f"ffn_{x}_shexp": f"ffn.shared_experts.{y}" for x, y in (("gate", "w1"), ("up", "w3"), ("down", "w2"))}
+
+#: Tokens to an entry where runs overlap, and where an indexer chooses; and at most.
+_OVERLAPPING, _MOST = 4, 128
+
+#: Names of transformers for layers, and of the tokens to an entry.
+_KINDS = {"sliding_attention": 0, "compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
+
+
+def hf_keys(config: Any) -> dict[str, Any]:
+    n, values = config.num_hidden_layers, config.values
+    rope = config.rope_parameters.get("compress", config.rope_parameters)
+    names = {"factor": "factor", "original_context_length": "original_max_position_embeddings"}
+    names |= {f"yarn_{x}": x for x in ("beta_fast", "beta_slow")}
+    scaling = {f"rope.scaling.{ours}": rope.get(theirs) for ours, theirs in names.items()}
+    is_yarn = rope.get("rope_type", rope.get("type")) == "yarn"
+    rates = values.get("compress_rates") or {}
+    ratios = values.get("compress_ratios") or [rates.get(kind, _KINDS[kind]) for kind in config.layer_types]
+    n_rot = values.get("qk_rope_head_dim") or int(config.head_dim * config.partial_rotary_factor)
+    return routing_keys(config) | {
+        "expert_gating_func": 4,
+        "attention.q_lora_rank": config.q_lora_rank,
+        "attention.sliding_window": config.sliding_window,
+        "attention.output_group_count": config.o_groups,
+        "attention.output_lora_rank": config.o_lora_rank,
+        "attention.compress_ratios": list(ratios),
+        "attention.compress_rope_freq_base": config.compress_rope_theta,
+        "attention.indexer.head_count": config.index_n_heads,
+        "attention.indexer.key_length": config.index_head_dim,
+        "attention.indexer.top_k": config.index_topk,
+        "rope.dimension_count": n_rot,
+        "rope.freq_base": config.rope_theta,
+        **(scaling | {"rope.scaling.type": "yarn", "rope.scaling.yarn_attn_factor": None} if is_yarn else {}),
+        "hash_layer_count": _n_hashed(config),
+        "hyper_connection.count": config.hc_mult,
+        "hyper_connection.sinkhorn_iterations": config.hc_sinkhorn_iters,
+        "hyper_connection.epsilon": config.hc_eps,
+        "swiglu_clamp_exp": [config.swiglu_limit] * n,
+        "swiglu_clamp_shexp": [config.swiglu_limit] * n,
+        "embedding_length_out": config.hidden_size * config.hc_mult,
+    }
+
+
+def _n_hashed(config: Any) -> int:
+    """The first layers, where a token's id chooses."""
+    if kinds := config.values.get("mlp_layer_types"):
+        return sum(kind == "hash_moe" for kind in kinds)
+    return int(config.num_hash_layers)
+
+
+def hf_tensor(name: str, array: Array, config: Any) -> Array | dict[str, Array]:
+    """But for a bias of what is not chosen by."""
+    if name.endswith("ffn.gate.bias") and int(name.split("layers.")[1].split(".")[0]) < _n_hashed(config):
+        return {}
+    return array
+
+
+@dataclass(frozen=True)
+class Attention:
+    """The attention of a model's layers."""
+
+    n: int  # heads of queries
+    dim: int  # of a head, of which the last n_rot values are rotated
+    n_rot: int
+    n_query: int  # values that queries are made of
+    n_groups: int  # of heads, whose results become n_group values each
+    n_group: int
+    window: int
+    ratios: tuple[int, ...]  # of each layer, tokens to an entry; 0 where nothing is compressed
+    # n_index, index_dim: an indexer's heads; top_k: the entries that it chooses
+    n_index: int
+    index_dim: int
+    top_k: int
+
+    @classmethod
+    def read(cls, m: Header) -> Attention:
+        """From the keys that llama.cpp has for it."""
+        meta, n_layers, heads = m.meta, m.config.n_layers, m.heads()
+        ratios = meta.find("attention.compress_ratios")
+        known = (0, *(1 << power for power in range(2, _MOST.bit_length())))
+        is_known = isinstance(ratios, list) and all(type(ratio) is int and ratio in known for ratio in ratios)
+        if not is_known or len(ratios) < n_layers:
+            raise ModelError(
+                f"{meta.architecture}.attention.compress_ratios must have for each of {n_layers} layers 0 or a power "
+                f"of two from {_OVERLAPPING} to {_MOST}: the file is broken"
+            )
+        n_groups = meta.read("attention.output_group_count", int, low=1, high=heads.n)
+        meta.check_multiple("attention.head_count", heads.n, "attention.output_group_count", n_groups)
+        if heads.n_kv != 1 or heads.key_dim != heads.value_dim:
+            raise ModelError(
+                f"a {meta.architecture} model has one head of keys, which are its values: the file is broken"
+            )
+        index_dim = meta.read("attention.indexer.key_length", int, low=2, high=MAX_HEAD_DIM)
+        return cls(
+            heads.n,
+            heads.key_dim,
+            meta.read("rope.dimension_count", int, low=2, high=min(heads.key_dim, index_dim)),
+            meta.read("attention.q_lora_rank", int, low=1, high=1 << 16),
+            n_groups,
+            meta.read("attention.output_lora_rank", int, low=1, high=1 << 16),
+            meta.read("attention.sliding_window", int, low=1, high=1 << 20),
+            tuple(ratios[:n_layers]),
+            meta.read("attention.indexer.head_count", int, low=1, high=1 << 10),
+            index_dim,
+            meta.read("attention.indexer.top_k", int, low=1, high=1 << 16),
+        )
+
+    @property
+    def kept(self) -> int:
+        """Tokens that are kept of what is not compressed: a window's, and those that become an entry."""
+        runs = (ratio * (2 if ratio == _OVERLAPPING else 1) for ratio in self.ratios)
+        return max(self.window, *runs)
+
+
+def record(m: Header) -> Graph:
+    attention, connections = Attention.read(m), hy_v4.Connections.read(m, magnitude=2.0)
+    experts, limits = m.experts(gating="sqrt_softplus"), m.gate_limits()
+    if experts is None:
+        raise ModelError(
+            f"the file has no {m.meta.architecture}.expert_count, which its layers need: is it complete?"
+        )
+    experts = replace(experts, limits_input=True)
+    n_hashed = m.meta.read("hash_layer_count", int, low=0, high=1 << 16)
+    attend = make_attention(m, attention)
+
+    def layer(at: Layer, streams: Tensor) -> Tensor:
+        x, more = connections.before(at, "hc_attn", streams)
+        streams = connections.behind(at, attend(at, norm(at, "attn_norm", x)), streams, more)
+        x, more = connections.before(at, "hc_ffn", streams)
+        chosen = None
+        if at.number < n_hashed:
+            table = at.weights.require("ffn_gate_tid2eid.weight", m.config.n_vocab, experts.n_used)
+            if table.type is not GGMLType.I32:
+                raise ModelError(
+                    f"tensor {table.name} is in {table.type.name}, but must be in I32: the file is broken"
+                )
+            chosen = at.add(g.Embed(Numbers(table, experts.n)))
+        at.weights.skip("exp_probs_b_vl.bias")  # of pictures
+        y = mixture(at, norm(at, "ffn_norm", x), experts, limits=limits[at.number], chosen=chosen)
+        return connections.behind(at, y, streams, more)
+
+    def end(at: Layer, name: str, streams: Tensor) -> Tensor:
+        (before,) = connections.weights(at, "output_hc", streams, 1)
+        return norm(at, name, at.add(g.MixStreams(streams, before, connections.n)))
+
+    return decoder(m, layer, change_embedding=connections.begin, output_norm=end)
+
+
+def make_attention(m: Header, a: Attention) -> Callable[[Layer, Tensor], Tensor]:
+    """Attention of a layer: is given it and its normed input [T, d]."""
+    base = m.meta.read("attention.compress_rope_freq_base", float, low=2.0, high=1e15)
+    # Without YaRN's magnitude.
+    scaled = replace(make_rope(m, a.dim, interleaved=True, theta=base), magnitude=1.0)
+    local = replace(make_local_rope(m, a.dim), interleaved=True)
+
+    def rotating(rope: g.Rope, dim: int, ahead: int = 0) -> g.Rope:
+        """The last values of a head."""
+        return replace(rope, first=dim - a.n_rot, ahead=ahead)
+
+    ratios, dims = {*a.ratios} - {0}, (a.dim, a.index_dim)
+    of_entries = {(ratio, dim): rotating(scaled, dim, 1 - ratio) for ratio in ratios for dim in dims}
+    of_window, of_compressed = rotating(local, a.dim), rotating(scaled, a.dim)
+    of_index = rotating(scaled, a.index_dim)
+    back = {rope: replace(rope, frequencies=-rope.frequencies) for rope in (of_window, of_compressed)}
+
+    def compressed(at: Layer, x: Tensor, name: str, dim: int, part: int) -> g.KVCache:
+        """The entries of the layer's runs; ``part``: the first number for their caches."""
+        w, ratio = at.weights, a.ratios[at.number]
+        n = (2 if ratio == _OVERLAPPING else 1) * dim
+        rows = at.add(
+            g.Linears(x, tuple(w.matrix(f"{name}_compressor_{kind}", x.width, n) for kind in ("kv", "gate")))
+        )
+        kept = at.graph.kv_cache(2 * n // dim, dim, values_in_keys=True, window=a.kept, is_exact=True, part=part)
+        both = at.add(g.SideBySide(rows))
+        both = at.add(g.RopeAppend(both, both, None, kept, None))
+        entry = at.add(g.Compress(both, kept, w.require(f"{name}_compressor_ape.weight", ratio, n)))
+        entries = at.graph.kv_cache(1, dim, values_in_keys=True, every=ratio, part=part + 1)
+        of_head = g.HeadNorm(at.norm_eps, w.vector(f"{name}_compressor_norm", dim))
+        at.add(g.RopeAppend(entry, entry, None, entries, of_entries[ratio, dim], k_norm=of_head))
+        return entries
+
+    def select(at: Layer, x: Tensor, of_query: Tensor) -> Tensor | None:
+        """The entries that tokens see, of overlapping runs; None for all."""
+        w = at.weights
+        if m.context // _OVERLAPPING <= a.top_k:
+            w.skip("indexer.attn_q_b.weight", "indexer.proj.weight")
+            w.skip(*(f"indexer_compressor_{name}.weight" for name in ("kv", "gate", "ape", "norm")))
+            return None
+        entries = compressed(at, x, "indexer", a.index_dim, 3)
+        q = at.add(g.Linear(of_query, w.matrix("indexer.attn_q_b", a.n_query, a.n_index * a.index_dim)))
+        q = at.add(g.RopeAppend(q, None, None, entries, of_index))
+        weights = at.add(g.Scale(at.linear(x, "indexer.proj", a.n_index), (a.n_index * a.index_dim) ** -0.5))
+        return at.add(g.IndexSelect(q, weights, entries, a.top_k))
+
+    def attend(at: Layer, x: Tensor) -> Tensor:
+        w, ratio, width = at.weights, a.ratios[at.number], a.n * a.dim
+        of_query, kv = at.add(
+            g.Linears(x, (w.matrix("attn_q_a", x.width, a.n_query), w.matrix("attn_kv", x.width, a.dim)))
+        )
+        of_query = norm(at, "attn_q_a_norm", of_query)
+        entries = compressed(at, x, "attn", a.dim, 1) if ratio else None
+        selected = select(at, x, of_query) if ratio == _OVERLAPPING else None
+        q = at.add(g.Linear(of_query, w.matrix("attn_q_b", a.n_query, width)))
+        cache = at.graph.kv_cache(1, a.dim, values_in_keys=True, window=a.kept, is_exact=True)
+        rope, of_head = of_compressed if ratio else of_window, g.HeadNorm(at.norm_eps)
+        of_key = replace(of_head, weight=w.vector("attn_kv_a_norm", a.dim))
+        q = at.add(g.RopeAppend(q, kv, None, cache, rope, of_head, of_key))
+        sinks = w.vector("attn_sinks", a.n)
+        y = at.add(g.Attention(q, cache, a.dim**-0.5, a.window, sinks=sinks, selected=selected, entries=entries))
+        y = at.add(g.RopeAppend(y, None, None, cache, back[rope]))
+        n_out = a.n_groups * a.n_group
+        of_groups = Reshaped(
+            w.require("attn_output_a.weight", n_out, width // a.n_groups),
+            (a.n_groups, a.n_group, width // a.n_groups),
+        )
+        return at.linear(at.add(g.HeadLinear(y, of_groups)), "attn_output_b", at.n_embd)
+
+    return attend

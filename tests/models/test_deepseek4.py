@@ -1,0 +1,89 @@
+"""DeepSeek V4 over texts longer than its runs of 128 tokens, in several sequences and chunks, as transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from localllm.errors import ModelError
+from localllm.kernels.graph import IndexSelect
+from tests.helpers.backends import shared_by_threads
+from tests.helpers.recorder import CPUOps, ReferenceOps
+from tests.helpers.run_model import Runner
+from tests.models.tiny import TINY, make_model, write
+
+torch = pytest.importorskip("torch", reason="needs the extra 'reference'")
+pytest.importorskip("transformers", reason="needs the extra 'reference'")
+
+Array = NDArray[np.float32]
+
+LONG = replace(
+    TINY["deepseek-v4"],
+    config=TINY["deepseek-v4"].config
+    | {
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128},
+        "sliding_window": 20,
+        "index_topk": 16,
+        "max_position_embeddings": 512,
+    },
+)
+IDS = [int(i) for i in np.random.default_rng(1).integers(3, 300, 290)]
+OTHER_IDS = [int(i) for i in np.random.default_rng(2).integers(3, 300, 70)]
+#: Where the first text is cut.
+CUT = 200
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return make_model(LONG)
+
+
+def check(ours: Array, model: Any, ids: Sequence[int], limit: float, part: float) -> None:
+    """Logits of the last tokens; ``part``: of tokens that may be further off, since a rounded cache decides close
+    calls between entries or experts otherwise."""
+    with torch.no_grad():
+        theirs: Array = model(torch.tensor([ids]), use_cache=False).logits[0].numpy()[-len(ours) :]
+    errors = np.abs(ours - theirs).max(axis=1) / np.abs(theirs).max()
+    assert np.mean(errors > limit) <= part
+
+
+@pytest.mark.parametrize(("backend", "limit", "part"), [("reference", 1e-4, 0), ("cpu", 5e-3, 0.05)])
+def test_entries_beyond_a_page(backend: str, limit: float, part: float, model: Any, tmp_path: Path) -> None:
+    ops = ReferenceOps(np.float32) if backend == "reference" else shared_by_threads(CPUOps(threads=2))
+    runner = Runner(write(tmp_path / "model.gguf", LONG, model), ops, n_pages=48)
+    pages, others = range(20), range(20, 40)
+    whole = runner.run((IDS, 0, pages))
+    check(whole, model, IDS, limit, part)
+    # In chunks, beside another sequence.
+    first = runner.run((IDS[:130], 0, pages), (OTHER_IDS[:61], 0, others))
+    second = runner.run((OTHER_IDS[61:], 61, others), (IDS[130:257], 130, pages))
+    third = runner.run((IDS[257:], 257, pages))
+    np.testing.assert_array_equal(np.concatenate([first[:130], second[9:], third]), whole)
+    check(np.concatenate([first[130:], second[:9]]), model, OTHER_IDS, limit, part)
+    check(runner.run((OTHER_IDS, CUT, pages)), model, IDS[:CUT] + OTHER_IDS, limit, part)
+
+
+def test_without_an_indexer_where_all_entries_would_be_chosen(tmp_path: Path) -> None:
+    entry = replace(LONG, config=LONG.config | {"index_topk": 128})
+    model = make_model(entry)
+    runner = Runner(write(tmp_path / "model.gguf", entry, model), ReferenceOps(np.float32))
+    assert not any(isinstance(node.operation, IndexSelect) for node in runner.model.graph.nodes)
+    check(runner.logits(IDS[:150]), model, IDS[:150], 1e-4, 0)
+
+
+def test_what_a_file_says_wrongly_is_refused(model: Any, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="compress_ratios must have for each of 5 layers 0 or a power of two"):
+        Runner(
+            write(tmp_path / "model.gguf", LONG, model, **{"attention.compress_ratios": [0, 4, 3, 4, 3]}),
+            ReferenceOps(),
+        )
+    table = model.model.layers[1].mlp.gate.tid2eid
+    table[7, 1] = 8
+    with pytest.raises(ModelError, match="numbers that are not from 0 to 7"):
+        Runner(write(tmp_path / "model.gguf", LONG, model), ReferenceOps())
